@@ -1,0 +1,27 @@
+"""jaxrl: post-training of language models in JAX, on a device set carved into role sub-meshes."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxrl.config import Config as Config
+    from jaxrl.generate import generate as generate
+    from jaxrl.model import load_model as load_model
+    from jaxrl.train import Result as Result
+    from jaxrl.train import train as train
+
+_MODULES = ("generate", "train")
+"""Commands whose module is callable, and is itself the public name (`callable_module.py`)."""
+_NAMES = {"Config": "jaxrl.config", "Result": "jaxrl.train", "load_model": "jaxrl.model"}
+__all__ = ["Config", "Result", "generate", "load_model", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    """The public names, imported when first asked for: `--help` need not load jax."""
+    if name in _MODULES:
+        return import_module(f"jaxrl.{name}")
+    if name in _NAMES:
+        return getattr(import_module(_NAMES[name]), name)
+    raise AttributeError(f"module 'jaxrl' has no attribute {name!r}")

@@ -1,0 +1,25 @@
+"""Modules that can be called, for public functions that share their name with the command's module.
+
+`from jaxrl import train` gives a function or the module `jaxrl.train`, depending on what was imported before; with the
+module callable both are right, and `jaxrl.train.main` stays reachable.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+
+def make_callable(name: str, function: Callable[..., Any]) -> None:
+    """Makes the imported module `name` call `function`."""
+
+    class CallableModule(ModuleType):
+        __doc__ = function.__doc__
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
+
+    if name in sys.modules:
+        sys.modules[name].__class__ = CallableModule

@@ -1,0 +1,152 @@
+"""What every command line shares: options, overrides, ``--help`` with all keys, and exit codes.
+
+A command is a function of ``argv`` (without the program's name) that returns nothing, or its
+exit code::
+
+    def main(argv: Sequence[str]) -> None:
+        run = cli.parse_run(argv, prog="python -m jaxrl.train", description=__doc__)
+        ...
+
+    if __name__ == "__main__":
+        sys.exit(cli.run(main))
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from jaxrl import config_keys
+from jaxrl.config import Config
+from jaxrl.errors import UserError, near
+
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
+
+Command = Callable[[Sequence[str]], int | None]
+
+
+@dataclass(frozen=True)
+class RunArguments:
+    """A run as the command line asks for it."""
+
+    config: Config
+    """The file's keys with the overrides applied."""
+    dry_run: bool
+    """Print the plan and stop."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are ``UserError``s, with the near option named."""
+
+    def __init__(self, prog: str, description: str) -> None:
+        super().__init__(
+            prog=prog,
+            description=_first_paragraph(description),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}\n{self.prog} --help lists the options")
+
+    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+        """Parses options and positional words in any order."""
+        arguments, extra = self.parse_known_intermixed_args(list(argv))
+        if extra:
+            self.error(f"unknown option {extra[0]}{self._hint(extra[0])}")
+        return arguments
+
+    def _hint(self, word: str) -> str:
+        option, equals, value = word.partition("=")
+        name = option.lstrip("-")
+        takes_keys = any(action.dest == "overrides" for action in self._actions)
+        if takes_keys and name in {key.path for key in config_keys.keys(Config)}:
+            return f" (write {name}={value if equals else 'VALUE'}, without dashes)"
+        return near(option, self._option_string_actions)
+
+
+def run_parser(prog: str, description: str) -> Parser:
+    """The parser of commands that take a whole config; a command may add options of its own."""
+    parser = Parser(prog, description)
+    parser.add_argument(
+        "--config", metavar="FILE.yaml", help="the run to do (without it: the built-in quickstart)"
+    )
+    parser.add_argument(
+        "--mesh", metavar="SPEC", help="placement of the roles: actor=2,rollout=2,teacher=4"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="set a key, as in steps=10; last one wins"
+    )
+    parser.epilog = keys_help(shutil.get_terminal_size().columns)
+    return parser
+
+
+def run_arguments(arguments: argparse.Namespace) -> RunArguments:
+    """The config that parsed arguments describe; ``--mesh`` is applied after the overrides."""
+    overrides = list(arguments.overrides)
+    if arguments.mesh is not None:
+        overrides.append(f"mesh={arguments.mesh}")
+    config = Config.load(arguments.config, overrides)
+    return RunArguments(config=config, dry_run=arguments.dry_run)
+
+
+def parse_run(argv: Sequence[str], *, prog: str, description: str) -> RunArguments:
+    """Parses ``--config FILE.yaml --mesh SPEC --dry-run key=value ...`` in any order."""
+    return run_arguments(run_parser(prog, description).parse(argv))
+
+
+def run(command: Command, argv: Sequence[str] | None = None) -> int:
+    """Runs a command and returns its exit code; only the user's errors lose their traceback."""
+    try:
+        code = command(sys.argv[1:] if argv is None else argv)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    return 0 if code is None else code
+
+
+def keys_help(width: int) -> str:
+    """Every config key with its type, default and docstring, grouped by section."""
+    width = max(60, min(width, 120))
+    headings = dict(config_keys.sections(Config))
+    lines = ["config keys (in the file, or as key=value):"]
+    section = ""
+    for key in config_keys.keys(Config):
+        parent = key.path.rpartition(".")[0]
+        if parent != section:
+            section = parent
+            lines += ["", *_wrap(f"{section}: {headings[section]}", width, "  ", "      ")]
+        default = "required" if key.required else f"default {_show(key.default)}"
+        lines.append(f"  {key.path}  {key.type}  [{default}]")
+        lines += _wrap(key.doc, width, "      ", "      ")
+    return "\n".join(lines)
+
+
+def _wrap(text: str, width: int, first: str, rest: str) -> list[str]:
+    return textwrap.wrap(
+        text, width, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False
+    )
+
+
+def _show(default: object) -> str:
+    if default is None:
+        return "null"
+    if isinstance(default, bool):
+        return str(default).lower()
+    if isinstance(default, tuple):
+        return f"[{', '.join(map(str, default))}]"
+    return f"{default:g}" if isinstance(default, float) else str(default)
+
+
+def _first_paragraph(text: str) -> str:
+    return textwrap.dedent(text).strip().split("\n\n")[0]

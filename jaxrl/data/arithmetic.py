@@ -1,0 +1,129 @@
+"""Procedural arithmetic: several digits and operators, solved one operation at a time.
+
+``37+48-56=`` is completed by ``85-56=29``: each part rewrites the expression with its next
+operation carried out (products first, then from left to right) and the last part is the answer. No
+result on the way is negative or longer than the numbers may be. Everything is a pure function of
+(seed, split, index).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxrl.errors import UserError
+
+Split = Literal["train", "eval"]
+OPERATORS = "+-*"
+HELD_OUT = 16
+"""One expression in HELD_OUT, chosen by its hash, is for evaluation and never met in training."""
+_ATTEMPTS = 10_000
+
+
+@dataclass(frozen=True)
+class ArithmeticExample:
+    """One expression with its worked solution."""
+
+    prompt: str
+    """The expression and ``=``."""
+    completion: str
+    """The remaining expressions joined by ``=``, the answer last."""
+    answer: str
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """Expressions of `terms` numbers of at most `digits` digits, in a seeded order without end."""
+
+    digits: int = 2
+    """Digits of the largest number and result; the factor after ``*`` has one digit."""
+    terms: int = 3
+    """Numbers in an expression."""
+    operators: str = "+-"
+    """Which of + - * occur."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("digits", 1, 9), ("terms", 2, 8)):
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise UserError(f"arithmetic: {name}={value} is not within {low} to {high}")
+        unknown = sorted(set(self.operators) - set(OPERATORS))
+        if unknown or not self.operators or len(set(self.operators)) < len(self.operators):
+            raise UserError(
+                f"arithmetic: operators={self.operators!r} must be one or more of {OPERATORS!r}, "
+                "each at most once"
+            )
+
+    def example(self, index: int, split: Split = "train") -> ArithmeticExample:
+        """Example `index` of `split`; the two splits have no expression in common."""
+        for attempt in range(_ATTEMPTS):
+            numbers, operators = self._draw(f"{self.seed}/{split}/{index}/{attempt}")
+            steps = solve(numbers, operators, 10**self.digits - 1)
+            if steps is not None and split_of(steps[0]) == split:
+                return ArithmeticExample(f"{steps[0]}=", "=".join(steps[1:]), steps[-1])
+        raise UserError(
+            f"arithmetic: no expression for split {split!r} in {_ATTEMPTS} draws with "
+            f"digits={self.digits}, terms={self.terms}, operators={self.operators!r}; "
+            "change one of them"
+        )
+
+    def examples(
+        self, count: int, split: Split = "train", start: int = 0
+    ) -> Iterator[ArithmeticExample]:
+        """Examples `start` to `start + count - 1` of `split`."""
+        return (self.example(index, split) for index in range(start, start + count))
+
+    def _draw(self, key: str) -> tuple[list[int], str]:
+        """Numbers and operators from a hash of `key`: 512 bits, of which a draw needs under 256."""
+        bits = int.from_bytes(hashlib.blake2b(key.encode()).digest(), "little")
+        operators = []
+        for _ in range(self.terms - 1):
+            bits, choice = divmod(bits, len(self.operators))
+            operators.append(self.operators[choice])
+        numbers = []
+        for before in ["+", *operators]:
+            bits, number = divmod(bits, 10 if before == "*" else 10**self.digits)
+            numbers.append(number)
+        return numbers, "".join(operators)
+
+
+def solve(numbers: list[int], operators: str, largest: int) -> list[str] | None:
+    """The expression, what remains of it, the answer; None if a result is not in 0 to `largest`."""
+    numbers, pending = list(numbers), list(operators)
+    steps = [_render(numbers, pending)]
+    while pending:
+        at = pending.index("*") if "*" in pending else 0
+        operator, right = pending.pop(at), numbers.pop(at + 1)
+        numbers[at] = _apply(numbers[at], operator, right)
+        if not 0 <= numbers[at] <= largest:
+            return None
+        steps.append(_render(numbers, pending))
+    return steps
+
+
+def split_of(expression: str) -> Split:
+    """Which split owns an expression: a property of its text, whatever the seed."""
+    digest = hashlib.blake2b(expression.encode(), digest_size=8).digest()
+    return "eval" if int.from_bytes(digest, "little") % HELD_OUT == 0 else "train"
+
+
+def score(completion: str, answer: str) -> float:
+    """1.0 if what follows the last ``=`` of a completion (all of it without one) is the answer."""
+    last = completion.rsplit("=", 1)[-1].strip()
+    return float(re.fullmatch(r"-?\d+", last) is not None and int(last) == int(answer))
+
+
+def _render(numbers: list[int], operators: list[str]) -> str:
+    return str(numbers[0]) + "".join(
+        f"{operator}{number}" for operator, number in zip(operators, numbers[1:], strict=True)
+    )
+
+
+def _apply(left: int, operator: str, right: int) -> int:
+    if operator == "*":
+        return left * right
+    return left + right if operator == "+" else left - right

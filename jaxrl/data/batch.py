@@ -1,0 +1,182 @@
+"""Prompts and completions as rectangular arrays, on the host.
+
+A row is a left-padded prompt followed by a right-padded completion: [B, T] with T = prompt width +
+C. Widths come from a few buckets, so that few programs are compiled; which bucket is taken changes
+padding only. Rows added to make B a multiple have an all-False mask and train nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxrl.data.stream import NEEDS_COMPLETIONS
+from jaxrl.errors import UserError
+from jaxrl.types import Completion, Prompt, Rollout, Sequences
+
+SMALLEST_BUCKET = 32
+DATA = -1
+"""`policy_version` of completions that no policy sampled, and group id of padding rows."""
+
+
+def bucket(n: int, limit: int) -> int:
+    """The smallest width of 32, 48, 64, 96, 128, 192, ... that holds n.
+
+    Above 32, at most a third of it is padding.
+
+    Args:
+        n: tokens to hold.
+        limit: most tokens there may be; itself a width, and the largest.
+    """
+    if not 0 <= n <= limit:
+        raise ValueError(f"{n} tokens do not fit a width of at most {limit}")
+    width = SMALLEST_BUCKET
+    while width < n:
+        power_of_two = width & (width - 1) == 0
+        width = width * 3 // 2 if power_of_two else width * 4 // 3
+    return min(width, limit)
+
+
+def pack(
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Sequence[int]],
+    *,
+    prompt_width: int,
+    completion_width: int,
+    pad_id: int,
+    row_multiple: int = 1,
+) -> Sequences:
+    """Packs token lists into numpy arrays.
+
+    Args:
+        prompts, completions: one of each for a row.
+        prompt_width, completion_width: T - C and C, in tokens.
+        pad_id: fills the padding, which `mask` leaves out.
+        row_multiple: masked rows are added until this divides B.
+
+    Returns:
+        tokens [B, T] int32, mask [B, T] bool, loss_mask [B, C] bool (the whole completion trains).
+    """
+    rows = len(prompts) + -len(prompts) % row_multiple
+    tokens = np.full((rows, prompt_width + completion_width), pad_id, np.int32)
+    mask = np.zeros(tokens.shape, bool)
+    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        for what, ids, width in (
+            ("prompt", prompt, prompt_width),
+            ("completion", completion, completion_width),
+        ):
+            if len(ids) > width:
+                raise ValueError(f"row {row}: a {what} of {len(ids)} tokens in a width of {width}")
+        start, end = prompt_width - len(prompt), prompt_width + len(completion)
+        tokens[row, start:end] = (*prompt, *completion)
+        mask[row, start:end] = True
+    return Sequences(tokens, mask, mask[:, prompt_width:].copy())
+
+
+def unpack(sequences: Sequences) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The (prompt, completion) tokens of every row that has any: what `pack` was given."""
+    tokens, mask = np.asarray(sequences.tokens), np.asarray(sequences.mask)
+    split = tokens.shape[1] - sequences.loss_mask.shape[1]
+    return [
+        (tuple(row[:split][real[:split]].tolist()), tuple(row[split:][real[split:]].tolist()))
+        for row, real in zip(tokens, mask, strict=True)
+        if real.any()
+    ]
+
+
+def make_rollout(
+    prompts: Sequence[Prompt],
+    completions: Sequence[Sequence[Completion]],
+    *,
+    policy_version: int,
+    pad_id: int,
+    max_prompt_tokens: int,
+    max_new_tokens: int,
+    row_multiple: int = 1,
+) -> Rollout:
+    """Packs sampled completions; row p * G + g is sample g of prompt p, and its group id is p.
+
+    Args:
+        prompts: P of them.
+        completions: for each prompt its samples.
+        policy_version: batches trained into the weights that sampled.
+        pad_id: fills the padding.
+        max_prompt_tokens, max_new_tokens: limits of the two widths, each a bucket.
+        row_multiple: masked rows (group id -1, no prompt) are added until this divides B.
+    """
+    each = [
+        (prompt, completion, group)
+        for group, (prompt, samples) in enumerate(zip(prompts, completions, strict=True))
+        for completion in samples
+    ]
+    row_prompts = tuple(prompt for prompt, _, _ in each)
+    row_completions = tuple(completion for _, completion, _ in each)
+    width = bucket(max((len(c.tokens) for c in row_completions), default=0), max_new_tokens)
+    sequences = pack(
+        [prompt.tokens for prompt in row_prompts],
+        [completion.tokens for completion in row_completions],
+        prompt_width=bucket(
+            max((len(p.tokens) for p in row_prompts), default=0), max_prompt_tokens
+        ),
+        completion_width=width,
+        pad_id=pad_id,
+        row_multiple=row_multiple,
+    )
+    rows = len(sequences.tokens)
+    group_ids = np.full(rows, DATA, np.int32)
+    group_ids[: len(each)] = [group for _, _, group in each]
+    return Rollout(
+        sequences=sequences,
+        prompts=row_prompts,
+        completions=row_completions,
+        group_ids=group_ids,
+        logprobs=_right_padded([c.logprobs for c in row_completions], rows, width),
+        sampler_logprobs=_right_padded([c.sampler_logprobs for c in row_completions], rows, width),
+        policy_version=policy_version,
+    )
+
+
+def data_rollout(
+    prompts: Sequence[Prompt],
+    *,
+    pad_id: int,
+    max_prompt_tokens: int,
+    max_new_tokens: int,
+    row_multiple: int = 1,
+) -> Rollout:
+    """Packs the data set's own completions, one for each prompt; policy_version -1.
+
+    No policy sampled them: their log-probs are 0 and mean nothing. One that fills `max_new_tokens`
+    has the finish reason `length`, because it may have been cut.
+    """
+    completions = [_data_completion(prompt, max_new_tokens) for prompt in prompts]
+    return make_rollout(
+        prompts,
+        [[completion] for completion in completions],
+        policy_version=DATA,
+        pad_id=pad_id,
+        max_prompt_tokens=max_prompt_tokens,
+        max_new_tokens=max_new_tokens,
+        row_multiple=row_multiple,
+    )
+
+
+def _data_completion(prompt: Prompt, max_new_tokens: int) -> Completion:
+    if prompt.completion is None:
+        raise UserError(
+            f"the data have no completion for {prompt.text[:60]!r}; {NEEDS_COMPLETIONS}"
+        )
+    tokens = prompt.completion
+    unknown = np.zeros(len(tokens), np.float32)
+    return Completion(
+        tokens, unknown, unknown, "length" if len(tokens) >= max_new_tokens else "stop"
+    )
+
+
+def _right_padded(values: Sequence[np.ndarray], rows: int, width: int) -> np.ndarray:
+    """[rows, width] float32, 0 where there is no value."""
+    padded = np.zeros((rows, width), np.float32)
+    for row, value in enumerate(values):
+        padded[row, : len(value)] = value
+    return padded

@@ -1,0 +1,46 @@
+"""One row of data before tokenisation, and what every collection of rows offers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+Split = Literal["train", "eval"]
+Message = Mapping[str, str]
+"""One chat turn: `role` and `content`."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """A prompt with what is known about its solution."""
+
+    prompt: str | tuple[Message, ...]
+    """Text, or the chat turns before the completion."""
+    completion: str | None = None
+    """The data set's own completion, without EOS."""
+    answer: str | None = None
+    """What a verifier compares with."""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """Every other field of the row; `task` names the procedural task that made it."""
+    document: bool = False
+    """A text prompt that the completion simply continues: never wrapped as a chat turn."""
+
+
+class Part(Protocol):
+    """Rows of one kind under one name, with random access."""
+
+    @property
+    def name(self) -> str:
+        """As given in `data.train` or `data.eval`."""
+
+    @property
+    def procedural(self) -> bool:
+        """Rows are made on demand: their number is nominal, and reading them all is not cheap."""
+
+    def where(self, index: int) -> str:
+        """The place of a row, for error messages."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Example: ...

@@ -1,0 +1,236 @@
+"""Procedural, verifiable tasks: rows made on demand from (seed, split, index), stored nowhere.
+
+No prompt is in both splits, whatever the seeds and options of the two: the split that owns a prompt
+is a hash of its text. The number of rows is nominal (option `size`, 10,000): it is the length of an
+epoch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxrl.data.arithmetic import Arithmetic
+from jaxrl.data.example import Example, Part, Split
+from jaxrl.errors import UserError, near
+
+SIZE = 10_000
+HELD_OUT = 4
+"""One reasoning-gym prompt in HELD_OUT is for evaluation. Prompts are drawn until the split fits,
+and a draw can cost milliseconds, so that an evaluation prompt should not take many."""
+ATTEMPTS = 200
+"""Draws for one row: at 1 in HELD_OUT, 200 draws fail once in 1e25."""
+HASH_SEEDED = frozenset(
+    {
+        "intermediate_integration",
+        "isomorphic_strings",
+        "knight_swap",
+        "list_functions",
+        "polynomial_multiplication",
+        "ransom_note",
+        "word_ladder",
+    }
+)
+"""Tasks of reasoning-gym whose rows change with PYTHONHASHSEED, among 25 rows of each."""
+
+Options = Mapping[str, Any]
+
+
+class ArithmeticTask:
+    """Worked arithmetic, `37+85-46=` completed by `122-46=76`; the options are `Arithmetic`'s."""
+
+    procedural = True
+
+    def __init__(self, task: Arithmetic, split: Split, size: int, name: str = "arithmetic"):
+        self.name = name
+        self._task, self._split, self._size = task, split, size
+
+    def where(self, index: int) -> str:
+        return f"{self.name}, row {index}"
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> Example:
+        made = self._task.example(index, self._split)
+        return Example(
+            made.prompt, made.completion, made.answer, {"task": "arithmetic"}, document=True
+        )
+
+
+class ReasoningGymTask:
+    """One data set of reasoning-gym (extra `tasks`), scored by its own `score_answer`."""
+
+    procedural = True
+
+    def __init__(
+        self, dataset: str, options: Options, seed: int, split: Split, size: int, label: str
+    ):
+        self.name = f"reasoning_gym/{dataset}"
+        self._dataset, self._options, self._size = dataset, dict(options), size
+        self._seed, self._split, self._label = seed, split, label
+        self._draws: list[Any] = []
+        self._draw(0)
+
+    def where(self, index: int) -> str:
+        return f"{self.name}, row {index}"
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> Example:
+        if not 0 <= index < self._size:
+            raise IndexError(f"{self.name}: row {index} of {self._size}")
+        for attempt in range(ATTEMPTS):
+            entry = self._draw(attempt)[index]
+            if split_of(entry["question"]) == self._split:
+                columns = {"task": self.name, "options": self._options, "entry": entry}
+                return Example(entry["question"], None, entry["answer"], columns)
+        raise UserError(
+            f"{self._label}: {self.name}: no prompt for split {self._split!r} in {ATTEMPTS} draws: "
+            "with these options the task has too few different prompts to hold some out"
+        )
+
+    def _draw(self, attempt: int) -> Any:
+        """The data set whose row `index` is the attempt at ours.
+
+        Reasoning-gym seeds row i with seed + i, so that near seeds give the same rows: ours are
+        hashes.
+        """
+        while len(self._draws) <= attempt:
+            key = f"{self._seed}/{self._split}/{len(self._draws)}"
+            seed = int.from_bytes(_digest(key), "little") % 2**31
+            settings = {**self._options, "seed": seed, "size": self._size}
+            self._draws.append(make_dataset(self._dataset, settings, self._label))
+        return self._draws[attempt]
+
+
+def open_arithmetic(
+    dataset: str, options: Options, seed: int, split: Split, label: str
+) -> ArithmeticTask:
+    """`arithmetic:digits=2,terms=3,operators=+-,size=10000`."""
+    if dataset:
+        raise UserError(
+            f"{label}: arithmetic/{dataset}: `arithmetic` has no parts; write arithmetic"
+        )
+    allowed = [field.name for field in dataclasses.fields(Arithmetic) if field.name != "seed"]
+    _check_options(options, [*allowed, "size"], f"{label}: arithmetic")
+    given = {key: value for key, value in options.items() if key != "size"}
+    for key, value in given.items():
+        if type(value) is not type(getattr(Arithmetic(), key)):
+            raise UserError(
+                f"{label}: arithmetic: {key}={value!r} must be like {getattr(Arithmetic(), key)!r}"
+            )
+    try:
+        task = Arithmetic(**given, seed=seed)
+    except UserError as error:
+        raise UserError(f"{label}: {error}") from error
+    return ArithmeticTask(task, split, _size(options, label))
+
+
+def open_reasoning_gym(
+    dataset: str, options: Options, seed: int, split: Split, label: str
+) -> ReasoningGymTask:
+    """`reasoning_gym/NAME:option=value,size=10000` with the options of that data set's config."""
+    where = f"{label}: reasoning_gym/{dataset}"
+    known = reasoning_gym_datasets(label)
+    if dataset not in known:
+        raise UserError(
+            f"{where}: no such task among reasoning-gym's {len(known)}{near(dataset, known)}, "
+            f"such as {', '.join(list(known)[:3])}"
+        )
+    if dataset in HASH_SEEDED and not os.environ.get("PYTHONHASHSEED", "").isdigit():
+        raise UserError(
+            f"{where}: its rows depend on Python's hash seed, a resumed run would see others; "
+            "set PYTHONHASHSEED=0 in the environment"
+        )
+    fields = [field.name for field in dataclasses.fields(known[dataset])]
+    _check_options(options, [field for field in fields if field != "seed"], where)
+    given = {key: value for key, value in options.items() if key != "size"}
+    return ReasoningGymTask(dataset, given, seed, split, _size(options, label), label)
+
+
+TASKS: dict[str, Callable[[str, Options, int, Split, str], Part]] = {
+    "arithmetic": open_arithmetic,
+    "reasoning_gym": open_reasoning_gym,
+}
+"""Family -> (name within it, options, seed, split, config key) -> rows."""
+
+
+def open_task(spec: str, seed: int, split: Split, label: str) -> Part:
+    """Open `FAMILY[/NAME][:key=value,...]`; the family is one of TASKS."""
+    name, _, options = spec.partition(":")
+    family, _, dataset = name.partition("/")
+    return TASKS[family](dataset, parse_options(options, f"{label}: {name}"), seed, split, label)
+
+
+def parse_options(text: str, label: str) -> dict[str, Any]:
+    """`a=1,b=true,c=x,d=1|2` as {"a": 1, "b": True, "c": "x", "d": [1, 2]}."""
+    options: dict[str, Any] = {}
+    for item in filter(None, text.split(",")):
+        key, equals, value = item.partition("=")
+        if not equals or not key or not value:
+            raise UserError(f"{label}: {item!r} is not key=value")
+        if key in options:
+            raise UserError(f"{label}: {key} is given twice")
+        values = [_literal(one) for one in value.split("|")]
+        options[key] = values if "|" in value else values[0]
+    return options
+
+
+def split_of(prompt: str) -> Split:
+    """Which split owns a prompt: a property of its text."""
+    return "eval" if int.from_bytes(_digest(prompt), "little") % HELD_OUT == 0 else "train"
+
+
+def reasoning_gym_datasets(label: str) -> dict[str, type]:
+    """The names of reasoning-gym's data sets and their config classes."""
+    try:
+        # An optional package, and more than a second to import.
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        raise UserError(
+            f"{label}: reasoning_gym needs the extra `tasks`: pip install 'jaxrl[tasks]'"
+        ) from error
+    return {name: config for name, (_, config) in DATASETS.items() if name != "composite"}
+
+
+def make_dataset(name: str, settings: Options, label: str) -> Any:
+    """A reasoning-gym data set; its config checks the values."""
+    from reasoning_gym import create_dataset
+
+    try:
+        return create_dataset(name, **settings)
+    except (AssertionError, TypeError, ValueError) as error:
+        told = {key: value for key, value in settings.items() if key != "seed"}
+        raise UserError(f"{label}: reasoning_gym/{name}: {told} is refused: {error}") from error
+
+
+def _check_options(options: Options, allowed: list[str], where: str) -> None:
+    for key in options:
+        if key not in allowed:
+            raise UserError(
+                f"{where}: no option {key!r} among {', '.join(allowed)}{near(key, allowed)}"
+            )
+
+
+def _size(options: Options, label: str) -> int:
+    size = options.get("size", SIZE)
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise UserError(f"{label}: size={size!r} must be a whole number of at least 1")
+    return size
+
+
+def _literal(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=8).digest()

@@ -1,0 +1,267 @@
+"""Text to tokens and back, with chat templates; and whether two models speak the same tokens."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+
+from jaxrl.data.example import Message
+from jaxrl.errors import UserError
+from jaxrl.models import gguf, hf
+
+Tokenizer = Any
+"""A transformers `PreTrainedTokenizerBase`; Any, because transformers takes seconds to import."""
+PromptLike = str | Sequence[int] | Sequence[Message]
+"""Text, token ids, or chat messages."""
+_SHOWN = 5
+"""Differing ids that an error names; the others are counted."""
+
+
+def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer | None:
+    """The tokenizer of a Hugging Face folder or a `.gguf` file; None where a folder has none.
+
+    Nothing is fetched: only files that are there are read.
+
+    Raises:
+        UserError: nothing at `path`, or tokenizer files that cannot be read.
+    """
+    place = Path(path)
+    if not place.exists():
+        raise UserError(f"tokenizer: {path}: there is no such file or folder")
+    if place.suffix == ".gguf":
+        return gguf.load_tokenizer(place)
+    if not hf.has_tokenizer(place):
+        return None
+    from transformers import AutoTokenizer  # takes seconds
+
+    try:
+        return AutoTokenizer.from_pretrained(str(place), local_files_only=True)
+    except (
+        Exception
+    ) as error:  # transformers raises what its readers raise, bare Exception included
+        raise UserError(f"tokenizer: {path}: cannot be read: {error}") from error
+
+
+def has_template(tokenizer: Tokenizer | None) -> bool:
+    """Whether chat messages can be rendered."""
+    return tokenizer is not None and bool(tokenizer.chat_template)
+
+
+def encode_prompt(tokenizer: Tokenizer | None, prompt: PromptLike) -> tuple[int, ...]:
+    """Tokens of a prompt, at least one.
+
+    Args:
+        tokenizer: may be None for token ids.
+        prompt: text, with the tokenizer's own BOS but no EOS; messages, rendered by the chat
+            template up to where the assistant's turn begins; or token ids, taken as they are.
+    """
+    messages = as_messages(prompt)
+    if messages is not None:
+        tokens = _render(tokenizer, messages, add_generation_prompt=True)
+    elif isinstance(prompt, str):
+        tokens = _encode_text(tokenizer, prompt)
+    else:
+        tokens = _token_ids(prompt)
+    if not tokens:
+        raise UserError(f"the prompt {_short(prompt)} has no tokens")
+    return tokens
+
+
+def encode_completion(
+    tokenizer: Tokenizer, prompt: PromptLike, completion: str, eos_ids: Sequence[int]
+) -> tuple[int, ...]:
+    """Tokens that follow `encode_prompt(tokenizer, prompt)` in a sequence of both, EOS last.
+
+    They are what the whole sequence has beyond the prompt, up to the first EOS: as sampling would
+    give them. Where the whole does not begin with the prompt's tokens (a merge across the border, a
+    template that rewrites earlier turns), the completion is tokenised on its own.
+
+    Args:
+        eos_ids: what ends a completion; where none follows it, the tokenizer's own or else the
+            first is added.
+    """
+    if not eos_ids:
+        raise UserError(
+            "completions need an EOS token: the model's config and its tokenizer name none"
+        )
+    head, messages = encode_prompt(tokenizer, prompt), as_messages(prompt)
+    if messages is not None:
+        turn = {"role": "assistant", "content": completion}
+        whole = _render(tokenizer, [*messages, turn], add_generation_prompt=False)
+    else:
+        whole = _encode_text(tokenizer, prompt + completion) if isinstance(prompt, str) else ()
+    if whole[: len(head)] == head:
+        tokens = whole[len(head) :]
+    else:
+        tokens = tuple(tokenizer(completion, add_special_tokens=False)["input_ids"])
+    for at, token in enumerate(tokens):
+        if token in eos_ids:
+            return tokens[: at + 1]
+    own = tokenizer.eos_token_id
+    return (*tokens, own if own in eos_ids else eos_ids[0])
+
+
+def decode(tokenizer: Tokenizer | None, tokens: Sequence[int]) -> str:
+    """Text of tokens, special ones left out."""
+    text: str = _need(tokenizer, "tokens").decode(list(tokens), skip_special_tokens=True)
+    return text
+
+
+def as_messages(prompt: PromptLike) -> Sequence[Message] | None:
+    """The prompt where it is a chat, else None."""
+    if isinstance(prompt, str) or not len(prompt) or not isinstance(prompt[0], Mapping):
+        return None
+    return prompt  # type: ignore[return-value]  # the first item told
+
+
+def check_same_vocabulary(
+    student: Tokenizer | None,
+    teacher: Tokenizer | None,
+    student_rows: int,
+    teacher_rows: int,
+    student_eos: Iterable[int] = (),
+    teacher_eos: Iterable[int] = (),
+) -> int:
+    """Refuses a teacher whose ids, EOS or chat template are not the student's.
+
+    Args:
+        student_rows, teacher_rows: rows of the embeddings, padding rows included.
+        student_eos, teacher_eos: EOS ids of the model configs.
+
+    Returns:
+        V = min(rows): every loss uses the first V rows.
+
+    Raises:
+        UserError: naming the ids that differ, the first few and their number.
+    """
+    if student is None or teacher is None:
+        who = "student" if student is None else "teacher"
+        raise UserError(
+            f"{who}.model has no tokenizer, so that its tokens cannot be compared: put "
+            "tokenizer.json and tokenizer_config.json into its folder"
+        )
+    v = min(student_rows, teacher_rows)
+    ours, theirs = _by_id(student), _by_id(teacher)
+    _check_ids(ours, theirs)
+    beyond = sorted(i for i in ours if i >= v)
+    if beyond:
+        smaller = "student" if student_rows <= teacher_rows else "teacher"
+        raise UserError(
+            f"the {smaller} has {v} embedding rows, which {len(beyond)} tokens lie beyond: "
+            f"{_list(beyond, lambda i: f'{i} {ours[i]!r}')}; the two models do not belong together"
+        )
+    _check_eos(student.eos_token_id, teacher.eos_token_id, set(student_eos), set(teacher_eos))
+    if (student.chat_template or None) != (teacher.chat_template or None):
+        where = _first_difference(student.chat_template or "", teacher.chat_template or "")
+        raise UserError(
+            f"student and teacher have different chat templates: {where}; copy one model's "
+            "template over the other's if they were trained alike"
+        )
+    return v
+
+
+def _check_ids(ours: Mapping[int, str], theirs: Mapping[int, str]) -> None:
+    differing = sorted(i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i))
+    if differing:
+        told = _list(
+            differing,
+            lambda i: (
+                f"{i} is {_token(ours, i)} for the student, {_token(theirs, i)} for the teacher"
+            ),
+        )
+        raise UserError(
+            f"student and teacher have different vocabularies: {len(differing)} ids differ: {told}"
+            "; distillation needs a teacher with the student's tokenizer"
+        )
+
+
+def _check_eos(student: int | None, teacher: int | None, ours: set[int], theirs: set[int]) -> None:
+    if student != teacher:
+        raise UserError(
+            f"the tokenizers have different EOS ids: student {student}, teacher {teacher}; set the "
+            "same eos_token in both tokenizer_config.json"
+        )
+    if ours != theirs and ours and theirs:
+        raise UserError(
+            f"the models have different EOS ids: student {sorted(ours)}, teacher {sorted(theirs)}; "
+            "set the same eos_token_id in both generation_config.json (or config.json)"
+        )
+
+
+def _render(
+    tokenizer: Tokenizer | None, messages: Sequence[Message], add_generation_prompt: bool
+) -> tuple[int, ...]:
+    tokenizer = _need(tokenizer, "chat messages")
+    if not tokenizer.chat_template:
+        raise UserError(
+            "chat messages need a tokenizer with a chat template, this has none; give text prompts"
+        )
+    try:
+        tokens = tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            add_generation_prompt=add_generation_prompt,
+            tokenize=True,
+            return_dict=False,
+        )
+    except TemplateError as error:
+        roles = ", ".join(str(message.get("role")) for message in messages)
+        raise UserError(f"the chat template refuses messages of {roles}: {error}") from error
+    return tuple(tokens)
+
+
+def _encode_text(tokenizer: Tokenizer | None, text: str) -> tuple[int, ...]:
+    """Tokens of a text that goes on: special tokens may be put before it, but no EOS after it."""
+    tokenizer = _need(tokenizer, "text")
+    tokens = tuple(tokenizer(text)["input_ids"])
+    if tokens and tokens[-1] == tokenizer.eos_token_id:
+        bare = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if not bare or bare[-1] != tokenizer.eos_token_id:
+            return tokens[:-1]
+    return tokens
+
+
+def _token_ids(prompt: Sequence[Any]) -> tuple[int, ...]:
+    try:
+        return tuple(token.__index__() for token in prompt)
+    except AttributeError as error:
+        raise UserError(
+            f"the prompt {_short(prompt)} is neither text, token ids nor chat messages"
+        ) from error
+
+
+def _need(tokenizer: Tokenizer | None, what: str) -> Tokenizer:
+    if tokenizer is None:
+        raise UserError(f"{what} cannot be read: the model folder has no tokenizer; give token ids")
+    return tokenizer
+
+
+def _by_id(tokenizer: Tokenizer) -> dict[int, str]:
+    return {i: token for token, i in tokenizer.get_vocab().items()}
+
+
+def _token(vocabulary: Mapping[int, str], i: int) -> str:
+    return repr(vocabulary[i]) if i in vocabulary else "no token"
+
+
+def _list(ids: Sequence[int], tell: Any) -> str:
+    shown = "; ".join(tell(i) for i in ids[:_SHOWN])
+    return shown + (f"; and {len(ids) - _SHOWN} more" if len(ids) > _SHOWN else "")
+
+
+def _first_difference(student: str | dict[str, str], teacher: str | dict[str, str]) -> str:
+    """Where two templates part; a tokenizer may have several, by name."""
+    if not student or not teacher:
+        return f"the {'student' if not student else 'teacher'} has none"
+    student, teacher = str(student), str(teacher)
+    at = len(os.path.commonprefix([student, teacher]))
+    ours, theirs = student[at : at + 40], teacher[at : at + 40]
+    return f"from character {at} on, student {ours!r}, teacher {theirs!r}"
+
+
+def _short(prompt: object) -> str:
+    text = repr(prompt)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,115 @@
+"""Writes any checkpoint (run directory, GGUF file, HF folder) as a Hugging Face folder.
+
+The folder holds config.json, generation_config.json, safetensors, and the source's tokenizer with
+its chat template; transformers loads it. --layers K keeps K evenly spaced layers, always the first
+and the last: a shallower student of the same tokenizer.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from jaxrl import cli
+from jaxrl.errors import UserError
+from jaxrl.model import ModelSource, resolve_model
+from jaxrl.models import hf, weights
+
+
+def export(
+    source: ModelSource,
+    destination: str | Path,
+    *,
+    dtype: str = "bfloat16",
+    force: bool = False,
+) -> Path:
+    """Writes `source` to the folder `destination`, one tensor in host memory at a time.
+
+    Args:
+        dtype: of the stored weights: float32, float16 or bfloat16.
+        force: replace a model folder that stands at `destination`.
+
+    Raises:
+        UserError: a tensor is missing or misshapen, or the destination must not be overwritten.
+    """
+    _check_destination(Path(destination), force)
+    shapes = weights.tensor_shapes(source.config)
+    weights.check(source.tensors, shapes)
+
+    def read(name: str) -> np.ndarray:
+        return source.tensors.read(name, tuple(slice(0, n) for n in shapes[name]))
+
+    return hf.write_folder(
+        destination, source.config, read, dtype=dtype, tokenizer_from=source.tokenizer_path
+    )
+
+
+def evenly_spaced(n_layers: int, k: int) -> tuple[int, ...]:
+    """k of n layers, evenly spaced (halves round up), the first and the last among them."""
+    if not 2 <= k <= n_layers:
+        raise UserError(f"--layers {k}: the model has {n_layers} layers; keep 2 to {n_layers}")
+    return tuple((2 * i * (n_layers - 1) + k - 1) // (2 * (k - 1)) for i in range(k))
+
+
+def main(argv: Sequence[str]) -> None:
+    assert __doc__ is not None
+    parser = cli.Parser("python -m jaxrl.export", __doc__)
+    parser.add_argument(
+        "source",
+        metavar="SOURCE",
+        help="HF folder, .gguf file, run directory, builtin:teacher or package:NAME",
+    )
+    parser.add_argument("dest", metavar="DEST", help="folder to write")
+    parser.add_argument("--layers", type=int, metavar="K", help="keep K evenly spaced layers")
+    parser.add_argument("--keep", metavar="0,3,6", help="keep exactly these layers, in this order")
+    parser.add_argument(
+        "--dtype", default="bfloat16", choices=tuple(hf.WRITTEN), help="default bfloat16"
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="replace a model folder that stands at DEST"
+    )
+    arguments = parser.parse(argv)
+    source = resolve_model(arguments.source)
+    keep = _kept(source.config.n_layers, arguments.layers, arguments.keep)
+    if keep is not None:
+        print(f"keeping layers {','.join(map(str, keep))} of {source.config.n_layers}")
+        source = source.keep_layers(keep)
+    folder = export(source, arguments.dest, dtype=arguments.dtype, force=arguments.force)
+    megabytes = sum(file.stat().st_size for file in folder.iterdir()) / 1e6
+    tokenizer = "with its tokenizer" if source.tokenizer_path else "without a tokenizer"
+    print(
+        f"wrote {arguments.dest}: {source.config.family}, {source.config.n_params:,} parameters,"
+        f" {arguments.dtype}, {tokenizer}, {megabytes:.1f} MB"
+    )
+
+
+def _kept(n_layers: int, layers: int | None, keep: str | None) -> tuple[int, ...] | None:
+    if layers is not None and keep is not None:
+        raise UserError("--layers and --keep both say which layers to keep; give one of them")
+    if layers is not None:
+        return evenly_spaced(n_layers, layers)
+    if keep is None:
+        return None
+    try:
+        return tuple(int(i) for i in keep.split(","))
+    except ValueError:
+        raise UserError(f"--keep {keep}: give layer numbers with commas, as in 0,3,6") from None
+
+
+def _check_destination(destination: Path, force: bool) -> None:
+    """Refuses to overwrite, and even with `force` to delete a folder that holds no model."""
+    if destination.is_file():
+        raise UserError(f"{destination} is a file; give a folder to write")
+    if not destination.is_dir() or not any(destination.iterdir()):
+        return
+    if not (destination / "config.json").is_file():
+        raise UserError(f"{destination} is not empty and holds no model; it is left alone")
+    if not force:
+        raise UserError(f"{destination} is not empty; --force replaces it")
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main))

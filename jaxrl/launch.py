@@ -1,0 +1,215 @@
+"""From a config to started roles: find the models, check that they fit together, place them, start the workers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxrl.algorithms import ALGORITHMS, learns_from_data, prepare
+from jaxrl.config import Config
+from jaxrl.data.jsonl import Keys
+from jaxrl.data.source import open_source
+from jaxrl.data.stream import EvalSet, PromptEncoder, PromptStream, eval_set
+from jaxrl.data.tokenizer import check_same_vocabulary, load_tokenizer
+from jaxrl.errors import UserError
+from jaxrl.model import ModelSource, resolve_model
+from jaxrl.rewards.verifiers import VERIFIERS
+from jaxrl.roles.actor import Actor
+from jaxrl.roles.rollout import Sampler
+from jaxrl.roles.scorer import Scorer
+from jaxrl.roles.teacher import Teacher
+from jaxrl.runtime.local import LocalHandle, LocalWorker
+from jaxrl.sharding.placement import Placement
+from jaxrl.signals import Projection
+
+Log = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a run is about, before any weight is read: models, tokenizers, data. Everything in it fits together."""
+
+    config: Config
+    student: ModelSource
+    teacher: ModelSource | None
+    tokenizer: Any
+    vocab_size: int
+    """Tokens that student and teacher share."""
+    train: PromptStream
+    held_out: EvalSet | None
+    eos_ids: tuple[int, ...]
+    pad_id: int
+
+    @property
+    def teacher_samples(self) -> bool:
+        """Whether the teacher generates, for the student to learn from or for its own accuracy."""
+        asked = self.config.distill.seq_kd or (self.config.eval.teacher and bool(self.held_out))
+        return self.teacher is not None and asked
+
+
+def make_job(config: Config) -> Job:
+    """Reads configs, tokenizers and data. Raises UserError for what does not fit together."""
+    student = resolve_model(config.student.model)
+    teacher = None if config.teacher.model is None else resolve_model(config.teacher.model)
+    tokenizer = _tokenizer(student)
+    vocab_size = student.config.vocab_size
+    if teacher is not None:
+        vocab_size = check_same_vocabulary(
+            tokenizer,
+            _tokenizer(teacher),
+            student.config.vocab_size,
+            teacher.config.vocab_size,
+            student.config.eos_ids,
+            teacher.config.eos_ids,
+        )
+    eos_ids = student.config.eos_ids
+    if not eos_ids and tokenizer is not None and tokenizer.eos_token_id is not None:
+        eos_ids = (tokenizer.eos_token_id,)
+    if not eos_ids:
+        raise UserError(
+            f"student.model={config.student.model!r} names no end-of-sequence token: set eos_token_id in its"
+            " config.json or generation_config.json"
+        )
+    if config.data.verifier != "auto" and config.data.verifier not in VERIFIERS:
+        raise UserError(
+            f"data.verifier={config.data.verifier!r} is unknown; choose auto, {', '.join(VERIFIERS)}"
+        )
+    train, held_out = _data(config, tokenizer, eos_ids)
+    pad_id = student.config.pad_id if student.config.pad_id is not None else eos_ids[0]
+    return Job(
+        config, student, teacher, tokenizer, vocab_size, train, held_out, eos_ids, pad_id
+    )
+
+
+def _tokenizer(source: ModelSource) -> Any:
+    return None if source.tokenizer_path is None else load_tokenizer(source.tokenizer_path)
+
+
+def _data(
+    config: Config, tokenizer: Any, eos_ids: tuple[int, ...]
+) -> tuple[PromptStream, EvalSet | None]:
+    d = config.data
+    keys = Keys(d.prompt_key, d.messages_key, d.completion_key, d.answer_key)
+    encoder = PromptEncoder(
+        tokenizer,
+        config.max_prompt_tokens,
+        config.max_new_tokens,
+        eos_ids,
+        d.system_prompt,
+        d.chat,
+    )
+    source = open_source(d.train, config.seed, "train", keys)
+    stream = PromptStream(source, encoder, config.batch_size, config.seed, d.shuffle)
+    if learns_from_data(config):
+        stream.check_completions()
+    if d.eval is None:
+        return stream, None
+    held_out = open_source(d.eval, config.seed, "eval", keys)
+    return stream, eval_set(held_out, encoder, config.eval.prompts)
+
+
+@dataclass
+class Roles:
+    """Started roles, and the workers that hold them."""
+
+    handles: Mapping[str, LocalHandle]
+    workers: list[LocalWorker]
+    row_multiple: int
+    """Rows of a batch are a multiple of this: every mesh divides them."""
+
+    def stop(self, timeout: float = 10.0) -> None:
+        for worker in self.workers:
+            worker.stop(timeout)
+
+
+def start_roles(
+    job: Job, placement: Placement, meshes: Mapping[str, Mesh], run_dir: Path, log: Log
+) -> Roles:
+    """One worker for each pool; roles of different pools load and build side by side."""
+    config = job.config
+    rows = math.lcm(*(m.shape["data"] * m.shape["fsdp"] for m in meshes.values()))
+    makers: dict[str, Callable[[], Any]] = {
+        "actor": partial(make_actor, job, meshes["actor"], run_dir),
+        "rollout": partial(make_rollout_role, job, meshes["rollout"], rows),
+    }
+    if job.teacher is not None:
+        makers["teacher"] = partial(make_teacher, job, meshes["teacher"], rows)
+    workers, handles, starting = [], {}, []
+    for pool in placement.pools:
+        devices = tuple(d for role in pool.roles if role in meshes for d in meshes[role].devices.flat)
+        worker = LocalWorker(pool.name, tuple(dict.fromkeys(devices)))
+        workers.append(worker)
+        for role in pool.roles:
+            if role in makers:
+                deadline = config.deadlines.startup
+                starting.append((role, worker.start_role(role, makers[role], deadline)))
+                handles[role] = worker.handle(role)
+    for role, started in starting:
+        started.result()
+        log(f"{role}: ready in {started.seconds:.1f} s")
+    return Roles(handles, workers, rows)
+
+
+def make_actor(job: Job, mesh: Mesh, run_dir: Path) -> Actor:
+    config = job.config
+    algorithm = ALGORITHMS[config.algorithm]
+    frozen = {}
+    if job.teacher is not None and config.distill.signal == "hidden":
+        head = job.teacher.load_head(mesh, jnp.dtype(config.teacher.dtype))
+        frozen["teacher_head"] = _first_rows(head, job.vocab_size)
+    return Actor(
+        config,
+        job.student.config,
+        mesh,
+        load=lambda dtype: job.student.load(mesh, dtype, "stacked"),
+        prepare=prepare,
+        loss=algorithm.make_loss(config, job.student.config, mesh, job.vocab_size),
+        frozen=frozen,
+        run_dir=run_dir,
+    )
+
+
+def make_rollout_role(job: Job, mesh: Mesh, row_multiple: int) -> Sampler:
+    return _sampler(job, job.student, mesh, row_multiple, params=None)
+
+
+def make_teacher(job: Job, mesh: Mesh, row_multiple: int) -> Teacher:
+    config, source = job.config, job.teacher
+    assert source is not None
+    layout = "unstacked" if job.teacher_samples else "stacked"
+    params = source.load(mesh, jnp.dtype(config.teacher.dtype), layout)
+    projection = Projection(config.distill, mesh, job.vocab_size)
+    scorer = Scorer(source.config, params, projection, config.teacher.num_microbatches)
+    sampler = None
+    if job.teacher_samples:
+        sampler = _sampler(job, source, mesh, row_multiple, params=params)
+    return Teacher(scorer, sampler)
+
+
+def _sampler(job: Job, source: ModelSource, mesh: Mesh, rows: int, params: Any) -> Sampler:
+    config = job.config
+    return Sampler(
+        config,
+        source.config,
+        mesh,
+        slots=config.rollout.slots or config.batch_size * config.group_size,
+        tokenizer=job.tokenizer,
+        pad_id=job.pad_id,
+        eos_ids=job.eos_ids,
+        row_multiple=rows,
+        vocab_size=job.vocab_size,
+        params=params,
+    )
+
+
+def _first_rows(head: jax.Array, rows: int) -> jax.Array:
+    """The head without the padding rows that the other model has not; cut once, not at every step."""
+    return head if head.shape[0] == rows else jax.device_put(head[:rows], head.sharding)

@@ -1,0 +1,135 @@
+"""The training loop. It knows roles and futures; never devices, processes or the name of an algorithm.
+
+    for each action of the schedule:
+        generate   rollouts = rollout.generate(prompts)
+        score      signal   = teacher.score(rollouts)
+        train      report   = actor.update(prepare(rollouts, signal))
+        publish    rollout.load(actor.publish(version)), and evaluate when it is time
+
+Calls return at once; each worker takes its own in order. The driver waits only for reports, one batch late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxrl.algorithms import ALGORITHMS
+from jaxrl.config import Config
+from jaxrl.data.batch import data_rollout
+from jaxrl.reporting import Reporter
+from jaxrl.runtime.worker import Future, Handle
+from jaxrl.schedule import SCHEDULES, Schedule
+from jaxrl.types import Prompt
+
+
+class Loop:
+    """One run over already started roles."""
+
+    def __init__(
+        self,
+        config: Config,
+        roles: Mapping[str, Handle],
+        prompts: Any,
+        held_out: Sequence[Prompt],
+        reporter: Reporter,
+        packing: Mapping[str, int],
+        value: Any,
+    ):
+        """
+        Args:
+            prompts: `batch(i)` -> the prompts of batch i; a pure function.
+            packing: arguments of `data_rollout`: widths, pad id, row multiple.
+            value: wraps something that is there already as a future (`done_future` of the launcher).
+        """
+        self.config, self.roles, self.reporter = config, roles, reporter
+        self._stream, self._held_out, self._packing, self._value = prompts, held_out, packing, value
+        self._algorithm = ALGORITHMS[config.algorithm]
+        self._futures: dict[tuple[str, int], Future | None] = {}
+        self._reported = -1
+
+    def run(self) -> None:
+        """Trains `steps` batches; the last weights are evaluated too."""
+        self.publish(0)
+        if self.config.eval.teacher and self._held_out and "teacher" in self.roles:
+            self._futures["teacher", 0] = self._sample("teacher")
+        for action in Schedule(self.config.steps, SCHEDULES[self.config.schedule]):
+            getattr(self, action.kind)(action.index)
+        self._report(until=self.config.steps - 1)
+
+    def generate(self, index: int) -> None:
+        self._futures["rollout", index] = self._algorithm.completions(self, index)
+
+    def score(self, index: int) -> None:
+        self._futures["score", index] = self._algorithm.score(self, self._rollout(index))
+
+    def train(self, index: int) -> None:
+        signal = self._futures["score", index]
+        deadline = self.config.deadlines.update
+        self._futures["update", index] = self.roles["actor"].call(
+            "update", self._rollout(index), signal, step=index, deadline=deadline
+        )
+        self._report(until=index - 1)
+
+    def publish(self, version: int) -> None:
+        """New weights to the role that samples; skipped where nothing will be sampled with them."""
+        due = self._held_out and self._evaluates(version)
+        if not due and not self._algorithm.samples_policy:
+            return
+        deadline = self.config.deadlines.weight_sync
+        dtype = self.config.rollout.dtype
+        weights = self.roles["actor"].call("publish", version, dtype, deadline=deadline)
+        self._futures["sync", version] = self.roles["rollout"].call(
+            "load", weights, deadline=deadline
+        )
+        if due:
+            self._futures["eval", version] = self._sample("rollout")
+
+    # What an algorithm may call (`algorithms.Step`).
+
+    def prompts(self, index: int) -> Sequence[Prompt]:
+        return self._stream.batch(index)
+
+    def student_samples(self, index: int) -> Future:
+        return self._generate("rollout", index)
+
+    def teacher_samples(self, index: int) -> Future:
+        return self._generate("teacher", index)
+
+    def data_completions(self, index: int) -> Future:
+        return self._value(data_rollout(self.prompts(index), **self._packing))
+
+    def teacher_scores(self, rollout: Future) -> Future:
+        return self.roles["teacher"].call("score", rollout, deadline=self.config.deadlines.score)
+
+    def _generate(self, role: str, index: int) -> Future:
+        deadline = self.config.deadlines.generate
+        return self.roles[role].call(
+            "generate", self.prompts(index), step=index, deadline=deadline
+        )
+
+    def _sample(self, role: str) -> Future:
+        deadline = self.config.deadlines.evaluate
+        return self.roles[role].call("sample", self._held_out, deadline=deadline)
+
+    def _rollout(self, index: int) -> Future:
+        future = self._futures["rollout", index]
+        assert future is not None
+        return future
+
+    def _evaluates(self, version: int) -> bool:
+        every = self.config.eval.every
+        return version in (0, self.config.steps) or (every > 0 and version % every == 0)
+
+    def _report(self, until: int) -> None:
+        """Waits for the batches up to `until` (-1: the evaluation before the first) and writes their rows."""
+        while self._reported <= until:
+            self.reporter.row(self._reported + 1, self._take(self._reported + 1))
+            self._reported += 1
+
+    def _take(self, step: int) -> dict[str, Future]:
+        """The futures of one row: of the batch that made version `step`, and of what followed it."""
+        batch = [(kind, step - 1) for kind in ("rollout", "score", "update")]
+        keys = [*batch, ("sync", step), ("eval", step), ("teacher", step)]
+        taken = {key[0]: self._futures.pop(key, None) for key in keys}
+        return {kind: future for kind, future in taken.items() if future is not None}

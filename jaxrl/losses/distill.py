@@ -1,0 +1,295 @@
+"""Divergences between a teacher and a student from hidden states, chunked: the losses of distillation.
+
+The formulas are those of `losses/divergence.py`, the machinery is `losses/chunked.py`. All inputs are aligned: the
+hidden state at [b, c] predicts the token that `mask` [b, c] is about. Each loss returns (sum in nats, number of
+tokens, metrics as name -> (sum, count)); the caller divides once, by the global count. Gradients flow to the
+student's hidden states and head only; metrics carry none. Masked positions never matter, NaN included.
+
+Common arguments:
+    beta: static. 0 is KL(teacher || student), 1 KL(student || teacher), between: generalised JSD, beta being the
+        mixture's weight of the teacher. The scale of the loss jumps at both ends (see `generalised_jsd`).
+    temperature: divides both logit sets; may be traced.
+    chunk: tokens that a device projects on the vocabulary at once.
+    lean: False computes the gradients in the forward pass (4 products with a head), which needs a float32
+        accumulator of the head's size; True keeps nothing between forward and backward and computes the logits
+        again, by tiles of the vocabulary (6 products).
+    mesh: axes data, fsdp, tensor; rows of tokens are split over (data, fsdp), the vocabulary over tensor, the
+        heads' width over fsdp. Sizes that the mesh does not divide are padded or kept whole. Two heads with
+        different numbers of rows are cut to the first V = min(rows), which moves rows between devices at every
+        call: cut a frozen head once, beforehand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxrl.losses.chunked import (
+    CHUNK,
+    Given,
+    Job,
+    Measured,
+    fit_head,
+    fit_rows,
+    inverse,
+    loss_values,
+    make_job,
+)
+from jaxrl.losses.divergence import (
+    MIN,
+    EntropyAware,
+    Sums,
+    check_beta,
+    generalised_jsd,
+    logits_gradient,
+)
+from jaxrl.losses.head import full_entropy
+from jaxrl.losses.vocabulary import Columns, spread_tail, with_tail
+from jaxrl.masked import masked_count, masked_sum
+
+Loss = tuple[Float[Array, ""], Float[Array, ""], Sums]
+
+
+def divergence_from_hidden(
+    student_hidden: Float[Array, "B C D"],
+    student_head: Float[Array, "V D"],
+    teacher_hidden: Float[Array, "B C Dt"],
+    teacher_head: Float[Array, "Vt Dt"],
+    mask: Bool[Array, "B C"],
+    *,
+    beta: float,
+    temperature: float | Array = 1.0,
+    chunk: int = CHUNK,
+    lean: bool = False,
+    mesh: Mesh | None = None,
+    entropy_aware: EntropyAware | None = None,
+) -> Loss:
+    """Generalised JSD over the full vocabulary (`divergence.jsd`), plus the entropy-aware term where given.
+
+    Metrics: divergence (without the term), top1_agreement (fraction of tokens where both models' most probable
+    tokens are the same), student_entropy and teacher_entropy (nats, at `temperature`); with the term also
+    entropy_aware (nats, with its coefficient) and entropy_gate (fraction of tokens where it acts).
+    """
+    check_beta(beta)
+    heads = student_head, teacher_head
+    job = make_job(
+        _Full(beta, entropy_aware), student_hidden, heads, chunk=chunk, mesh=mesh, lean=lean
+    )
+    if entropy_aware is not None and not 0 < entropy_aware.top_k <= job.vocab:
+        raise ValueError(
+            f"the entropy-aware term's top_k is {entropy_aware.top_k}; "
+            f"the vocabulary has {job.vocab} tokens: 1 to {job.vocab}"
+        )
+    teacher = fit_rows(job, teacher_hidden), fit_head(job, teacher_head)
+    return _loss(job, student_hidden, student_head, mask, {}, temperature, teacher)
+
+
+def topk_divergence_from_hidden(
+    student_hidden: Float[Array, "B C D"],
+    student_head: Float[Array, "V D"],
+    ids: Int[Array, "B C K"],
+    teacher_logprobs: Float[Array, "B C K"],
+    teacher_tail: Float[Array, "B C"],
+    mask: Bool[Array, "B C"],
+    *,
+    beta: float,
+    temperature: float | Array = 1.0,
+    chunk: int = CHUNK,
+    lean: bool = False,
+    mesh: Mesh | None = None,
+    v: int | None = None,
+) -> Loss:
+    """Generalised JSD over K ids and one tail bucket (`divergence.topk_divergence`).
+
+    For the `topk` signal (ids are the teacher's) and for `student_topk` (the student's). The teacher's log-probs
+    must be at the same `temperature` already, and over the same first V rows: `v` cuts the student's head to
+    them.
+
+    Metrics: divergence, teacher_tail_mass and student_tail_mass (probability outside of the ids), student_entropy
+    (nats, full), top1_agreement (the student's most probable token is the teacher's most probable one *of the
+    ids*; exact for `topk`, an upper bound for `student_topk`).
+    """
+    check_beta(beta)
+    job = make_job(
+        _TopKTail(beta), student_hidden, (student_head,), chunk=chunk, mesh=mesh, v=v, lean=lean
+    )
+    tokens = {"ids": ids, "logprobs": teacher_logprobs, "tail": teacher_tail}
+    return _loss(job, student_hidden, student_head, mask, tokens, temperature)
+
+
+def entropy_aware_from_topk(
+    student_hidden: Float[Array, "B C D"],
+    student_head: Float[Array, "V D"],
+    ids: Int[Array, "B C K"],
+    teacher_logprobs: Float[Array, "B C K"],
+    teacher_entropy: Float[Array, "B C"],
+    mask: Bool[Array, "B C"],
+    *,
+    term: EntropyAware,
+    teacher_tail: Float[Array, "B C"],
+    temperature: float | Array = 1.0,
+    chunk: int = CHUNK,
+    lean: bool = False,
+    mesh: Mesh | None = None,
+    v: int | None = None,
+) -> Loss:
+    """The entropy-aware term alone, from what a teacher shipped; to be added to the loss of any signal.
+
+    Args:
+        ids, teacher_logprobs: the teacher's K >= term.top_k most probable tokens, the most probable first; what
+            comes after the first top_k is merged into the tail.
+        teacher_tail: nats, log of the probability outside of the K ids.
+        teacher_entropy: nats, of the full distribution.
+
+    Returns:
+        The term's sum, the number of *all* tokens of `mask`, and the metrics entropy_aware and entropy_gate.
+    """
+    if ids.shape[-1] < term.top_k:
+        raise ValueError(
+            f"the entropy-aware term needs the teacher's top {term.top_k} and {ids.shape[-1]} were "
+            "sent: raise the teacher's top-k, or lower the term's top_k"
+        )
+    k = term.top_k
+    rest = [teacher_logprobs[..., k:], jnp.maximum(teacher_tail, MIN)[..., None]]
+    tail = jax.nn.logsumexp(jnp.concatenate(rest, -1), -1)
+    gate = mask & (teacher_entropy >= term.threshold)
+    total, _, _ = topk_divergence_from_hidden(
+        student_hidden,
+        student_head,
+        ids[..., :k],
+        teacher_logprobs[..., :k],
+        tail,
+        gate,
+        beta=0.0,
+        temperature=temperature,
+        chunk=chunk,
+        lean=lean,
+        mesh=mesh,
+        v=v,
+    )
+    total, count = term.coef * total, masked_count(mask)
+    metrics = {
+        "entropy_aware": (jax.lax.stop_gradient(total), count),
+        "entropy_gate": (masked_count(gate), count),
+    }
+    return total, count, metrics
+
+
+def _loss(
+    job: Job,
+    hidden: Array,
+    head: Array,
+    mask: Array,
+    tokens: dict[str, Array],
+    temperature: float | Array,
+    teacher: tuple[Array, Array] | tuple[None, None] = (None, None),
+) -> Loss:
+    tokens, teacher, temperature = jax.lax.stop_gradient((tokens, teacher, temperature))
+    rows = fit_rows(job, (mask, tokens))
+    given = Given(rows[0], inverse(temperature), rows[1], *teacher)
+    # 0 * NaN is NaN: what stands at masked positions must not reach the product that makes the head's gradient.
+    hidden = jnp.where(mask[..., None], hidden, 0)
+    total, values = loss_values(job, fit_rows(job, hidden), fit_head(job, head), given)
+    values = jax.lax.stop_gradient({k: x for k, x in values.items() if k != "loss"})
+    count = masked_count(mask)
+    return total, count, {k: (masked_sum(x, rows[0]), count) for k, x in values.items()}
+
+
+@dataclass(frozen=True)
+class _Full:
+    """Both models' logits are at hand."""
+
+    beta: float
+    entropy_aware: EntropyAware | None
+
+    def measure(
+        self, z: Array, teacher_z: Array | None, tokens: dict[str, Array], columns: Columns
+    ) -> Measured:
+        lse, teacher_lse = columns.logsumexp(z), columns.logsumexp(teacher_z)
+        student, teacher = z - lse[:, None], teacher_z - teacher_lse[:, None]
+        divergence, centre = generalised_jsd(student, teacher, self.beta, columns.total)
+        theirs_at_mine = jnp.where(z == columns.peak(z)[:, None], teacher_z, MIN)
+        values = {
+            "loss": divergence,
+            "divergence": divergence,
+            "top1_agreement": columns.peak(theirs_at_mine) == columns.peak(teacher_z),
+            "student_entropy": full_entropy(z, lse, columns),
+            "teacher_entropy": full_entropy(teacher_z, teacher_lse, columns),
+        }
+        saved = {"lse": lse, "teacher_lse": teacher_lse, "centre": centre}
+        if self.entropy_aware is None:
+            return Measured(values, saved)
+        return self._add_term(Measured(values, saved), z, teacher_z, columns)
+
+    def _add_term(self, so_far: Measured, z: Array, teacher_z: Array, columns: Columns) -> Measured:
+        term, (values, saved) = self.entropy_aware, so_far
+        _, ids = columns.topk(teacher_z, term.top_k)
+        student, others = with_tail(z, saved["lse"], ids, columns)
+        teacher, _ = with_tail(teacher_z, saved["teacher_lse"], ids, columns)
+        divergence, centre = generalised_jsd(student, teacher, beta=0)
+        gate = values["teacher_entropy"] >= term.threshold
+        weight = jnp.where(gate, term.coef, 0.0)
+        extra = weight * divergence
+        values = values | {
+            "loss": values["loss"] + extra,
+            "entropy_aware": extra,
+            "entropy_gate": gate,
+        }
+        gradient = weight[:, None] * logits_gradient(student, teacher, centre, beta=0)
+        return Measured(values, saved | {"ids": ids, "gradient": gradient, "others": others})
+
+    def gradient(
+        self,
+        z: Array,
+        teacher_z: Array | None,
+        tokens: dict[str, Array],
+        saved: dict[str, Array],
+        columns: Columns,
+    ) -> Array:
+        student, teacher = z - saved["lse"][:, None], teacher_z - saved["teacher_lse"][:, None]
+        dz = logits_gradient(student, teacher, saved["centre"], self.beta)
+        if self.entropy_aware is None:
+            return dz
+        return dz + spread_tail(z, saved["ids"], saved["gradient"], saved["others"], columns)
+
+
+@dataclass(frozen=True)
+class _TopKTail:
+    """The teacher's side is K log-probs and a tail."""
+
+    beta: float
+
+    def measure(
+        self, z: Array, teacher_z: Array | None, tokens: dict[str, Array], columns: Columns
+    ) -> Measured:
+        ids, lse = tokens["ids"], columns.logsumexp(z)
+        student, others = with_tail(z, lse, ids, columns)
+        teacher = jnp.concatenate([tokens["logprobs"], tokens["tail"][:, None]], -1)
+        teacher = jnp.maximum(teacher.astype(jnp.float32), MIN)
+        divergence, centre = generalised_jsd(student, teacher, self.beta)
+        best = jnp.argmax(teacher[:, :-1], -1, keepdims=True)
+        values = {
+            "loss": divergence,
+            "divergence": divergence,
+            "teacher_tail_mass": jnp.exp(teacher[:, -1]),
+            "student_tail_mass": jnp.exp(student[:, -1]),
+            "student_entropy": full_entropy(z, lse, columns),
+            "top1_agreement": columns.at(z, jnp.take_along_axis(ids, best, -1))[:, 0]
+            == columns.peak(z),
+        }
+        gradient = logits_gradient(student, teacher, centre, self.beta)
+        return Measured(values, {"gradient": gradient, "others": others})
+
+    def gradient(
+        self,
+        z: Array,
+        teacher_z: Array | None,
+        tokens: dict[str, Array],
+        saved: dict[str, Array],
+        columns: Columns,
+    ) -> Array:
+        return spread_tail(z, tokens["ids"], saved["gradient"], saved["others"], columns)

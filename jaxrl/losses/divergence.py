@@ -1,0 +1,251 @@
+"""Divergences between a teacher P and a student Q over a vocabulary that is at hand: the plain formulas.
+
+`losses/distill.py` computes the same from hidden states without ever holding [B, T, V]; it takes its formulas
+from here. Every function works in float32 nats, divides both logit sets by `temperature` (no T^2 factor), and
+clamps no divergence at 0: a clamp would kill the gradient of the tokens that rounding puts just below it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxrl.masked import masked_count, masked_sum
+
+Sums = dict[str, tuple[Array, Array]]
+"""Metric name -> (sum, count), to be added up over micro-batches and divided once."""
+
+MIN = -1e30
+"""Log-prob or logit of the impossible: finite, so that 0 * MIN is 0 and no NaN arises."""
+
+
+@dataclass(frozen=True)
+class EntropyAware:
+    """The entropy-aware term: coef * 1[H(P) >= threshold] * KL(P || Q) over the teacher's top_k (arXiv 2603.07079).
+
+    The top_k tokens keep the teacher's own probabilities (no renormalisation) and everything else is one more
+    outcome, the tail, on both sides: so the term is 0, and stationary, at Q = P.
+    """
+
+    coef: float = 1.0
+    threshold: float = 0.8
+    """Nats."""
+    top_k: int = 16
+
+
+def check_beta(beta: float) -> None:
+    if not 0.0 <= beta <= 1.0:
+        raise ValueError(
+            f"beta is {beta}; it must lie in [0, 1]: 0 is KL(teacher || student), "
+            "1 is KL(student || teacher)"
+        )
+
+
+def _sum_last(x: Array) -> Array:
+    return x.sum(-1)
+
+
+def weighted(p: Float[Array, "*shape"], x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """p x, and 0 where p is 0: what an outcome adds to an expectation."""
+    return jnp.where(p > 0, p * x, 0)
+
+
+def _over_mixture(student: Array, teacher: Array, beta: float) -> tuple[Array, Array]:
+    """(log Q - log M, log P - log M).
+
+    log M = logaddexp(log1p(-beta) + log Q, log(beta) + log P), taken out of both differences by hand: log Q and
+    log P are near -12 for most tokens, where their own rounding is 1e-6.
+    """
+    gap = teacher - student + (math.log(beta) - math.log1p(-beta))
+    # softplus has its own derivative; max(gap, 0) + log1p(exp(-|gap|)) differentiates wrongly where gap rounds to 0.
+    over_student = -math.log1p(-beta) - jax.nn.softplus(gap)
+    return over_student, -math.log(beta) - jax.nn.softplus(-gap)
+
+
+def generalised_jsd(
+    student: Float[Array, "*rows V"],
+    teacher: Float[Array, "*rows V"],
+    beta: float,
+    total: Callable[[Array], Array] = _sum_last,
+) -> tuple[Float[Array, "*rows"], Float[Array, "*rows"]]:
+    """D = beta KL(P||M) + (1-beta) KL(Q||M), M = beta P + (1-beta) Q (GKD, arXiv 2306.13649, Eq. 1).
+
+    beta = 0 is *defined* as KL(P||Q) and beta = 1 as KL(Q||P). The formula itself goes to 0 at both ends (only
+    D / beta -> KL(P||Q)), so the scale of the loss jumps there.
+
+    Args:
+        student, teacher: log-probs, nats, not below `MIN`.
+        beta: weight of the teacher in the mixture; static.
+        total: sums over the last dim (and over the devices that share it).
+
+    Returns:
+        D, nats, and the `centre` that `logits_gradient` needs.
+    """
+    p, q = jnp.exp(teacher), jnp.exp(student)
+    if beta == 0:
+        return total(weighted(p, teacher - student)), total(p)
+    if beta == 1:
+        reverse = total(weighted(q, student - teacher))
+        return reverse, reverse
+    q_over_m, p_over_m = _over_mixture(student, teacher, beta)
+    centre = total(weighted(q, q_over_m))
+    return beta * total(weighted(p, p_over_m)) + (1 - beta) * centre, centre
+
+
+def logits_gradient(
+    student: Float[Array, "*rows V"],
+    teacher: Float[Array, "*rows V"],
+    centre: Float[Array, "*rows"],
+    beta: float,
+) -> Float[Array, "*rows V"]:
+    """dD / d(student logits) of `generalised_jsd`, the student's log-probs being a log-softmax of its logits.
+
+    (1-beta) Q (log(Q/M) - KL(Q||M)); Q sum(P) - P at beta = 0; Q (log(Q/P) - KL(Q||P)) at beta = 1.
+    """
+    q, centre = jnp.exp(student), centre[..., None]
+    if beta == 0:
+        return q * centre - jnp.exp(teacher)
+    if beta == 1:
+        return q * (student - teacher - centre)
+    q_over_m, _ = _over_mixture(student, teacher, beta)
+    return (1 - beta) * q * (q_over_m - centre)
+
+
+def _kept(logits: Array, mask: Array) -> Array:
+    """0 * NaN is NaN: a gradient of 0 is not enough to keep what is masked out of the way."""
+    return jnp.where(mask[..., None], logits, 0)
+
+
+def log_softmax(logits: Float[Array, "*rows V"], temperature: float = 1.0) -> Float[Array, "*rows V"]:
+    """Log-probs in float32, nats, at `temperature`; logits of -inf become `MIN`."""
+    return jnp.maximum(jax.nn.log_softmax(logits.astype(jnp.float32) / temperature), MIN)
+
+
+def with_tail(
+    logprobs: Float[Array, "*rows V"], ids: Int[Array, "*rows K"]
+) -> Float[Array, "*rows K+1"]:
+    """Log-probs of the K ids, and, last, the log of the probability of all the other tokens.
+
+    The tail is a logsumexp over the others: log(1 - sum p) cancels in float32.
+    """
+    chosen = jnp.take_along_axis(logprobs, ids, -1)
+    others = jnp.put_along_axis(logprobs, ids, MIN, -1, inplace=False)
+    tail = jnp.maximum(jax.nn.logsumexp(others, -1, keepdims=True), MIN)
+    return jnp.concatenate([chosen, tail], -1)
+
+
+def jsd(
+    student_logits: Float[Array, "B T V"],
+    teacher_logits: Float[Array, "B T V"],
+    mask: Bool[Array, "B T"],
+    *,
+    beta: float,
+    temperature: float = 1.0,
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Generalised Jensen-Shannon divergence of `generalised_jsd`, summed over the tokens of `mask`.
+
+    Args:
+        student_logits, teacher_logits: aligned (no shift inside), over the same V tokens. No gradient flows to
+            the teacher.
+        mask: True at the positions that train.
+        beta: 0 KL(P||Q), 1 KL(Q||P), between: the mixture's weight of the teacher.
+        temperature: divides both logit sets.
+
+    Returns:
+        (sum in nats, number of tokens).
+    """
+    check_beta(beta)
+    student = log_softmax(_kept(student_logits, mask), temperature)
+    teacher = jax.lax.stop_gradient(log_softmax(_kept(teacher_logits, mask), temperature))
+    value, _ = generalised_jsd(student, teacher, beta)
+    return masked_sum(value, mask), masked_count(mask)
+
+
+def topk_divergence(
+    student_logits: Float[Array, "B T V"],
+    ids: Int[Array, "B T K"],
+    teacher_logprobs: Float[Array, "B T K"],
+    teacher_tail: Float[Array, "B T"],
+    mask: Bool[Array, "B T"],
+    *,
+    beta: float,
+    temperature: float = 1.0,
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """`jsd` over K + 1 outcomes: the K ids, and the tail bucket of all the others, on both sides.
+
+    Merging outcomes never raises a divergence, so this is a lower bound of `jsd` (equal to it at K = V), and it
+    is stationary at Q = P, which a renormalised or a dropped tail is not.
+
+    Args:
+        ids: distinct tokens, the teacher's or the student's most probable ones.
+        teacher_logprobs: nats, at `temperature` already.
+        teacher_tail: nats, log of the teacher's probability outside of the ids, at `temperature` already.
+    """
+    check_beta(beta)
+    student = with_tail(log_softmax(_kept(student_logits, mask), temperature), ids)
+    teacher = jnp.concatenate([teacher_logprobs, teacher_tail[..., None]], -1)
+    teacher = jax.lax.stop_gradient(jnp.maximum(teacher, MIN))
+    value, _ = generalised_jsd(student, teacher, beta)
+    return masked_sum(value, mask), masked_count(mask)
+
+
+def entropy_aware(
+    student_logits: Float[Array, "B T V"],
+    teacher_logits: Float[Array, "B T V"],
+    mask: Bool[Array, "B T"],
+    *,
+    term: EntropyAware,
+    temperature: float = 1.0,
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """`EntropyAware`'s term, summed over the tokens of `mask`; the count is all of them, gated or not."""
+    teacher = jax.lax.stop_gradient(log_softmax(_kept(teacher_logits, mask), temperature))
+    entropy = -weighted(jnp.exp(teacher), teacher).sum(-1)
+    _, ids = jax.lax.top_k(teacher, term.top_k)
+    student = with_tail(log_softmax(_kept(student_logits, mask), temperature), ids)
+    value, _ = generalised_jsd(student, with_tail(teacher, ids), beta=0)
+    gate = entropy >= term.threshold
+    return term.coef * masked_sum(value, mask & gate), masked_count(mask)
+
+
+def sampled_reverse_kl(
+    student_logprobs: Float[Array, "B T"],
+    teacher_logprobs: Float[Array, "B T"],
+    mask: Bool[Array, "B T"],
+    *,
+    sampler_logprobs: Float[Array, "B T"] | None = None,
+    ratio_cap: float = 2.0,
+) -> tuple[Float[Array, ""], Float[Array, ""], Sums]:
+    """KL(student || teacher) from the sampled tokens: the teacher's log-prob as an advantage.
+
+    The gradient of a token is w (log Q - log P) grad log Q with w = sg(min(Q / mu, ratio_cap)), mu being the
+    sampler. On-policy w = 1, and its expectation is the gradient of the reverse KL of that position. The value is
+    w (log Q - log P), an estimate of the same KL (k1, importance-weighted). Unbiased only when the tokens were
+    sampled without truncation and at temperature 1, and while no ratio reaches the cap, which trades bias for
+    variance (truncated importance sampling).
+
+    Args:
+        student_logprobs: nats, of the sampled tokens; the gradient flows here.
+        teacher_logprobs: nats, of the same tokens.
+        sampler_logprobs: nats, under the policy that sampled; None: on-policy.
+        ratio_cap: above 0.
+    """
+    if ratio_cap <= 0:
+        raise ValueError(f"ratio_cap is {ratio_cap}; it must be above 0 (2 is usual)")
+    fixed = jax.lax.stop_gradient(student_logprobs)
+    sampler = fixed if sampler_logprobs is None else jax.lax.stop_gradient(sampler_logprobs)
+    ratio = jnp.exp(jnp.where(mask, fixed - sampler, 0))
+    weight = jnp.minimum(ratio, ratio_cap)
+    gap = jnp.where(mask, fixed - jax.lax.stop_gradient(teacher_logprobs), 0)
+    # 1 + log Q - sg(log Q) is 1 with the gradient of log Q: the value stays the estimate itself.
+    surrogate = weight * gap * (1 + student_logprobs - fixed)
+    count = masked_count(mask)
+    metrics = {
+        "reverse_kl_k1": (masked_sum(gap, mask), count),
+        "ratio_capped": (masked_sum((ratio > ratio_cap).astype(jnp.float32), mask), count),
+    }
+    return masked_sum(surrogate, mask), count, metrics

@@ -1,0 +1,234 @@
+"""Log-probs from hidden states: of given tokens, of the top k, at given ids; chunked, so no [B, C, V] exists.
+
+Everywhere: hidden [B, C, D] is the state that predicts the token (shifted by the caller), head [V, D] the LM head
+or the tied embedding, logits = hidden @ head.T / temperature in float32. `v` narrows the vocabulary to its first v
+rows (default: all), and probabilities are normalised over these. `chunk` tokens are projected at once on a device.
+With a `mesh` (axes data, fsdp, tensor) rows are split over (data, fsdp) and the vocabulary over tensor; sizes that
+the mesh does not divide are padded. `temperature` may be traced.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from jaxrl.losses.chunked import (
+    CHUNK,
+    Given,
+    Job,
+    Measured,
+    fit_head,
+    fit_rows,
+    inverse,
+    make_job,
+    measure,
+    tiled,
+)
+from jaxrl.losses.vocabulary import Columns, with_tail
+
+
+class TopK(NamedTuple):
+    """The K most probable tokens of each position, the most probable first."""
+
+    ids: Int[Array, "B C K"]
+    logprobs: Float[Array, "B C K"]
+    """Nats."""
+    tail_logprob: Float[Array, "B C"]
+    """Nats: log of the probability of all other tokens; -1e30 where there are none."""
+    entropy: Float[Array, "B C"]
+    """Nats, of the full distribution."""
+
+
+def logprobs_from_hidden(
+    hidden: Float[Array, "B C D"],
+    head: Float[Array, "V D"],
+    tokens: Int[Array, "B C"],
+    *,
+    temperature: float | Array = 1.0,
+    chunk: int = CHUNK,
+    mesh: Mesh | None = None,
+    v: int | None = None,
+) -> Float[Array, "B C"]:
+    """log pi(token), nats; -1e30 for a token that has no row.
+
+    Differentiable with respect to hidden and head. Its backward computes the logits again, a tile of the
+    vocabulary at a time, so nothing of size V is kept for it.
+    """
+    term = _TokenLogprob(entropy=False)
+    logprobs, _ = _of_tokens(term, hidden, head, tokens, temperature, chunk, mesh, v)
+    return logprobs
+
+
+def logprobs_and_entropy_from_hidden(
+    hidden: Float[Array, "B C D"],
+    head: Float[Array, "V D"],
+    tokens: Int[Array, "B C"],
+    *,
+    temperature: float | Array = 1.0,
+    chunk: int = CHUNK,
+    mesh: Mesh | None = None,
+    v: int | None = None,
+) -> tuple[Float[Array, "B C"], Float[Array, "B C"]]:
+    """`logprobs_from_hidden`, and the entropy of each position in nats; both differentiable."""
+    term = _TokenLogprob(entropy=True)
+    return _of_tokens(term, hidden, head, tokens, temperature, chunk, mesh, v)
+
+
+def topk_from_hidden(
+    hidden: Float[Array, "B C D"],
+    head: Float[Array, "V D"],
+    k: int,
+    *,
+    temperature: float | Array = 1.0,
+    chunk: int = CHUNK,
+    mesh: Mesh | None = None,
+    v: int | None = None,
+) -> TopK:
+    """What a teacher ships for the `topk` signal, or a student for `student_topk`. No gradient."""
+    job = make_job(_TopK(k), hidden, (head,), chunk=chunk, mesh=mesh, v=v)
+    if not 0 < k <= job.vocab:
+        raise ValueError(f"top-k is {k}; the vocabulary has {job.vocab} tokens: 1 to {job.vocab}")
+    values = _measured(job, hidden, head, {}, temperature)
+    return TopK(values["ids"], values["logprobs"], values["tail"], values["entropy"])
+
+
+def logprobs_at(
+    hidden: Float[Array, "B C D"],
+    head: Float[Array, "V D"],
+    ids: Int[Array, "B C K"],
+    *,
+    temperature: float | Array = 1.0,
+    chunk: int = CHUNK,
+    mesh: Mesh | None = None,
+    v: int | None = None,
+) -> tuple[Float[Array, "B C K"], Float[Array, "B C"]]:
+    """Log-probs of K distinct ids, and of all other tokens together (the tail), in nats. No gradient.
+
+    The teacher's answer to the student's top k (`student_topk`).
+    """
+    job = make_job(_AtIds(), hidden, (head,), chunk=chunk, mesh=mesh, v=v)
+    values = _measured(job, hidden, head, {"ids": ids}, temperature)
+    return values["logprobs"], values["tail"]
+
+
+def full_entropy(
+    z: Float[Array, "n size"], lse: Float[Array, " n"], columns: Columns
+) -> Float[Array, " n"]:
+    """Entropy of softmax(z), nats."""
+    logprobs = z - lse[:, None]
+    return -columns.total(jnp.exp(logprobs) * logprobs)
+
+
+@dataclass(frozen=True)
+class _TokenLogprob:
+    """Log-prob of one token of each position, and the entropy where asked (else 0)."""
+
+    entropy: bool
+
+    def measure(self, z: Array, _: None, tokens: dict[str, Array], columns: Columns) -> Measured:
+        lse = columns.logsumexp(z)
+        logprobs = columns.at(z, tokens["ids"][:, None])[:, 0] - lse
+        entropy = full_entropy(z, lse, columns) if self.entropy else jnp.zeros_like(lse)
+        values = {"logprobs": logprobs, "entropy": entropy}
+        return Measured(values, {"lse": lse, "entropy": entropy})
+
+    def gradient(
+        self,
+        z: Array,
+        _: None,
+        tokens: dict[str, Array],
+        saved: dict[str, Array],
+        columns: Columns,
+    ) -> Array:
+        """g (1[token] - pi) for the log-prob, -g pi (log pi + H) for the entropy."""
+        logprobs = z - saved["lse"][:, None]
+        factor = tokens["d_logprobs"][:, None]
+        if self.entropy:
+            factor = factor + tokens["d_entropy"][:, None] * (logprobs + saved["entropy"][:, None])
+        dz = -jnp.exp(logprobs) * factor
+        return columns.add(dz, tokens["ids"][:, None], tokens["d_logprobs"][:, None])
+
+
+@dataclass(frozen=True)
+class _TopK:
+    k: int
+
+    def measure(self, z: Array, _: None, tokens: dict[str, Array], columns: Columns) -> Measured:
+        lse = columns.logsumexp(z)
+        _, ids = columns.topk(z, self.k)
+        outcomes, _ = with_tail(z, lse, ids, columns)
+        values = {"ids": ids, "logprobs": outcomes[:, :-1], "tail": outcomes[:, -1]}
+        return Measured(values | {"entropy": full_entropy(z, lse, columns)}, {})
+
+
+@dataclass(frozen=True)
+class _AtIds:
+    def measure(self, z: Array, _: None, tokens: dict[str, Array], columns: Columns) -> Measured:
+        outcomes, _ = with_tail(z, columns.logsumexp(z), tokens["ids"], columns)
+        return Measured({"logprobs": outcomes[:, :-1], "tail": outcomes[:, -1]}, {})
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _token_values(job: Job, hidden: Array, head: Array, given: Given) -> tuple[Array, Array]:
+    values = measure(job, hidden, head, given).values
+    return values["logprobs"], values["entropy"]
+
+
+def _token_forward(job: Job, hidden: Array, head: Array, given: Given) -> tuple[Any, Any]:
+    values, saved = measure(job, hidden, head, given)
+    return (values["logprobs"], values["entropy"]), (hidden, head, given, saved)
+
+
+def _token_backward(job: Job, kept: Any, cotangents: tuple[Array, Array]) -> tuple[Any, Any, None]:
+    hidden, head, given, saved = kept
+    d_logprobs, d_entropy = cotangents
+    tokens = given.tokens | {"d_logprobs": d_logprobs, "d_entropy": d_entropy}
+    return *tiled(job, hidden, head, given._replace(tokens=tokens), saved), None
+
+
+_token_values.defvjp(_token_forward, _token_backward)
+
+
+def _of_tokens(
+    term: _TokenLogprob,
+    hidden: Array,
+    head: Array,
+    tokens: Array,
+    temperature: float | Array,
+    chunk: int,
+    mesh: Mesh | None,
+    v: int | None,
+) -> tuple[Array, Array]:
+    job = make_job(term, hidden, (head,), chunk=chunk, mesh=mesh, v=v)
+    given = _given(job, tokens.shape, {"ids": tokens}, temperature)
+    values = _token_values(job, fit_rows(job, hidden), fit_head(job, head), given)
+    return jax.tree.map(lambda x: x[: hidden.shape[0]], values)
+
+
+def _measured(
+    job: Job,
+    hidden: Array,
+    head: Array,
+    tokens: dict[str, Array],
+    temperature: float | Array,
+) -> dict[str, Array]:
+    hidden, head = jax.lax.stop_gradient((hidden, head))
+    given = _given(job, hidden.shape[:2], tokens, jax.lax.stop_gradient(temperature))
+    values = measure(job, fit_rows(job, hidden), fit_head(job, head), given).values
+    return jax.tree.map(lambda x: x[: hidden.shape[0]], values)
+
+
+def _given(
+    job: Job,
+    shape: tuple[int, ...],
+    tokens: dict[str, Array],
+    temperature: float | Array,
+) -> Given:
+    given = fit_rows(job, (jnp.ones(shape, bool), tokens))
+    return Given(mask=given[0], scale=inverse(temperature), tokens=given[1])

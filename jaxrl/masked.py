@@ -1,0 +1,21 @@
+"""Sums and means over the positions that a mask keeps; what lies outside of it never matters, NaN included."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+
+def masked_count(mask: Bool[Array, "*shape"]) -> Float[Array, ""]:
+    """Number of kept positions, float32."""
+    return mask.astype(jnp.float32).sum()
+
+
+def masked_sum(x: Float[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Float[Array, ""]:
+    """Sum of `x` where `mask`, float32."""
+    return jnp.where(mask, x, 0).astype(jnp.float32).sum()
+
+
+def masked_mean(x: Float[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Float[Array, ""]:
+    """Mean of `x` where `mask`, float32; 0 where nothing is kept."""
+    return masked_sum(x, mask) / jnp.maximum(masked_count(mask), 1.0)

@@ -1,0 +1,210 @@
+"""What a decoder is made of, and how a Hugging Face `config.json` says it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxrl.errors import UserError
+
+
+@dataclass(frozen=True)
+class Llama3Rope:
+    """RoPE scaling of Llama 3.1 (long context): low frequencies are divided by `factor`."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+
+@dataclass(frozen=True)
+class LinearRope:
+    """RoPE with all positions divided by `factor`."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class Family:
+    """What distinguishes the families that share the decoder."""
+
+    architecture: str
+    """Class name in `config.json` and in the exported folder."""
+    attention_bias: bool
+    """Whether q, k and v have a bias."""
+    qk_norm: bool
+    """Whether q and k pass an RMSNorm over each head."""
+    head_dim: int | None = None
+    """Where `config.json` does not say it; None is hidden_size / num_attention_heads."""
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family("LlamaForCausalLM", attention_bias=False, qk_norm=False),
+    "qwen2": Family("Qwen2ForCausalLM", attention_bias=True, qk_norm=False),
+    "qwen3": Family("Qwen3ForCausalLM", attention_bias=False, qk_norm=True, head_dim=128),
+}
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Shapes and constants of one decoder-only language model."""
+
+    family: str
+    vocab_size: int
+    d_model: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    d_ff: int
+    rope_theta: float = 10000.0
+    rope_scaling: Llama3Rope | LinearRope | None = None
+    rms_norm_eps: float = 1e-6
+    tie_embeddings: bool = False
+    attention_bias: bool = False
+    qk_norm: bool = False
+    max_positions: int = 2048
+    eos_ids: tuple[int, ...] = ()
+    bos_id: int | None = None
+    pad_id: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.n_heads % self.n_kv_heads:
+            raise UserError(
+                f"n_heads={self.n_heads} is not a multiple of n_kv_heads={self.n_kv_heads}"
+            )
+
+    @property
+    def n_params(self) -> int:
+        """Number of parameters; tied embeddings count once."""
+        qkv = self.d_model * self.head_dim * (self.n_heads + 2 * self.n_kv_heads)
+        if self.attention_bias:
+            qkv += self.head_dim * (self.n_heads + 2 * self.n_kv_heads)
+        norms = 2 * self.d_model + (2 * self.head_dim if self.qk_norm else 0)
+        block = qkv + self.n_heads * self.head_dim * self.d_model
+        block += 3 * self.d_model * self.d_ff + norms
+        vocab = self.vocab_size * self.d_model * (1 if self.tie_embeddings else 2)
+        return self.n_layers * block + vocab + self.d_model
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> DecoderConfig:
+        """Reads the fields of a `config.json`.
+
+        Raises:
+            UserError: a family or a variant (sliding window, rope type, ...) that is not supported.
+        """
+        family = raw.get("model_type")
+        if family not in FAMILIES:
+            raise UserError(
+                f"model_type={family!r} is not supported; supported: {', '.join(FAMILIES)}"
+            )
+        _refuse_variants(raw)
+        heads = int(raw["num_attention_heads"])
+        d_model = int(raw["hidden_size"])
+        theta, scaling = _rope(raw)
+        eos = raw.get("eos_token_id")
+        return cls(
+            family=family,
+            vocab_size=int(raw["vocab_size"]),
+            d_model=d_model,
+            n_layers=int(raw["num_hidden_layers"]),
+            n_heads=heads,
+            n_kv_heads=int(_or(raw.get("num_key_value_heads"), heads)),
+            head_dim=int(
+                _or(raw.get("head_dim"), _or(FAMILIES[family].head_dim, d_model // heads))
+            ),
+            d_ff=int(raw["intermediate_size"]),
+            rope_theta=theta,
+            rope_scaling=scaling,
+            rms_norm_eps=float(_or(raw.get("rms_norm_eps"), 1e-6)),
+            tie_embeddings=bool(_or(raw.get("tie_word_embeddings"), False)),
+            attention_bias=FAMILIES[family].attention_bias,
+            qk_norm=FAMILIES[family].qk_norm,
+            max_positions=int(_or(raw.get("max_position_embeddings"), 2048)),
+            eos_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),),
+            bos_id=raw.get("bos_token_id"),
+            pad_id=raw.get("pad_token_id"),
+        )
+
+    def to_hf(self, dtype: str) -> dict[str, Any]:
+        """The `config.json` of this model; read by transformers 4 and 5."""
+        scaling: dict[str, Any] = {"rope_type": "default"}
+        if isinstance(self.rope_scaling, Llama3Rope):
+            scaling = {
+                "rope_type": "llama3",
+                "factor": self.rope_scaling.factor,
+                "low_freq_factor": self.rope_scaling.low_freq_factor,
+                "high_freq_factor": self.rope_scaling.high_freq_factor,
+                "original_max_position_embeddings": self.rope_scaling.original_max_positions,
+            }
+        elif isinstance(self.rope_scaling, LinearRope):
+            scaling = {"rope_type": "linear", "factor": self.rope_scaling.factor}
+        eos: int | list[int] | None = list(self.eos_ids)
+        if len(self.eos_ids) < 2:
+            eos = self.eos_ids[0] if self.eos_ids else None
+        raw = {
+            "architectures": [FAMILIES[self.family].architecture],
+            "model_type": self.family,
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.d_model,
+            "num_hidden_layers": self.n_layers,
+            "num_attention_heads": self.n_heads,
+            "num_key_value_heads": self.n_kv_heads,
+            "head_dim": self.head_dim,
+            "intermediate_size": self.d_ff,
+            "hidden_act": "silu",
+            "rope_theta": self.rope_theta,
+            "rope_scaling": None if scaling["rope_type"] == "default" else scaling,
+            "rope_parameters": {**scaling, "rope_theta": self.rope_theta},
+            "rms_norm_eps": self.rms_norm_eps,
+            "tie_word_embeddings": self.tie_embeddings,
+            "max_position_embeddings": self.max_positions,
+            "eos_token_id": eos,
+            "bos_token_id": self.bos_id,
+            "pad_token_id": self.pad_id,
+            "torch_dtype": dtype,
+        }
+        if self.family == "llama":
+            raw |= {"attention_bias": False, "mlp_bias": False}
+        return raw
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def _refuse_variants(raw: Mapping[str, Any]) -> None:
+    """Refuses settings that would give silently wrong numbers."""
+    if raw.get("hidden_act", "silu") != "silu":
+        raise UserError(f"hidden_act={raw['hidden_act']!r} is not supported; supported: silu")
+    if raw.get("use_sliding_window"):
+        raise UserError("use_sliding_window=true is not supported; full attention only")
+    if any(kind != "full_attention" for kind in raw.get("layer_types") or ()):
+        raise UserError("layer_types other than full_attention are not supported")
+    rotated = (raw.get("rope_parameters") or {}).get("partial_rotary_factor", 1.0)
+    if raw.get("partial_rotary_factor", rotated) not in (1.0, None):
+        raise UserError("partial_rotary_factor below 1 is not supported; all dims are rotated")
+    if raw.get("mlp_bias") or (raw["model_type"] != "qwen2" and raw.get("attention_bias")):
+        raise UserError("attention_bias / mlp_bias = true is not supported for this family")
+
+
+def _rope(raw: Mapping[str, Any]) -> tuple[float, Llama3Rope | LinearRope | None]:
+    """Base frequency and scaling, from `rope_parameters` (transformers 5) or the older fields."""
+    params = raw.get("rope_parameters") or {}
+    scaling = dict(raw.get("rope_scaling") or params)
+    theta = float(_or(raw.get("rope_theta"), _or(params.get("rope_theta"), 10000.0)))
+    kind = _or(scaling.get("rope_type"), _or(scaling.get("type"), "default"))
+    if kind == "default":
+        return theta, None
+    if kind == "linear":
+        return theta, LinearRope(float(scaling["factor"]))
+    if kind == "llama3":
+        return theta, Llama3Rope(
+            factor=float(scaling["factor"]),
+            low_freq_factor=float(scaling["low_freq_factor"]),
+            high_freq_factor=float(scaling["high_freq_factor"]),
+            original_max_positions=int(scaling["original_max_position_embeddings"]),
+        )
+    raise UserError(f"rope_type={kind!r} is not supported; supported: default, linear, llama3")

@@ -1,0 +1,260 @@
+"""Llama-like decoders as functions of a parameter pytree.
+
+Parameters are a nested dict of arrays, in one of two layouts of `params["layers"]`:
+
+- stacked: one block whose leaves have a leading [L] dim, run under `lax.scan` (training: one block
+  is compiled);
+- unstacked: a list of L blocks, run one after the other (sampling: a scan would copy weights or
+  cache at every token).
+
+The NNX modules of `layers.py` are merged with their parameters inside the traced function, so that
+a call of a jitted function flattens a dict, not a module graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.layers import Attend, Block, RMSNorm, attention, attention_step, rope_angles
+
+Params = dict[str, Any]
+Layout = Literal["stacked", "unstacked"]
+Remat = Literal["none", "dots", "full"]
+Cache = list[tuple[jax.Array, jax.Array]]
+"""Per layer (k, v), each [B, KV, S, H]: the positions of a head lie next to each other, so that a decode
+step reads them as a plain batched matmul, without a transposed copy."""
+
+REMAT_POLICIES: dict[Remat, Any] = {
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "full": None,
+}
+
+
+@lru_cache
+def _block_graph(config: DecoderConfig) -> Any:
+    block = nnx.eval_shape(lambda: Block(config, nnx.Rngs(0)))
+    return nnx.split(block)[0]
+
+
+@lru_cache
+def _norm_graph(config: DecoderConfig) -> Any:
+    norm = nnx.eval_shape(lambda: RMSNorm(config.d_model, config.rms_norm_eps))
+    return nnx.split(norm)[0]
+
+
+def init_params(
+    config: DecoderConfig, key: jax.Array, dtype: Any = jnp.float32, layout: Layout = "stacked"
+) -> Params:
+    """Random parameters: kernels normal / sqrt(fan-in), embeddings normal * 0.02, norms one."""
+    k_embed, k_layers, k_head = jax.random.split(key, 3)
+
+    def block(k: jax.Array) -> Params:
+        return _plain(nnx.split(Block(config, nnx.Rngs(params=k)))[1])
+
+    shape = (config.vocab_size, config.d_model)
+    params: Params = {
+        "embed": {"embedding": 0.02 * jax.random.normal(k_embed, shape)},
+        "layers": jax.vmap(block)(jax.random.split(k_layers, config.n_layers)),
+        "norm": {"scale": jnp.ones((config.d_model,))},
+    }
+    if not config.tie_embeddings:
+        params["lm_head"] = {"kernel": 0.02 * jax.random.normal(k_head, shape)}
+    params = jax.tree.map(lambda x: x.astype(dtype), params)
+    return params if layout == "stacked" else unstack(params)
+
+
+def abstract_params(
+    config: DecoderConfig, dtype: Any = jnp.float32, layout: Layout = "stacked"
+) -> Params:
+    """The tree of `jax.ShapeDtypeStruct` that `init_params` would fill."""
+    return jax.eval_shape(
+        partial(init_params, config, dtype=dtype, layout=layout), jax.random.key(0)
+    )
+
+
+def unstack(params: Params) -> Params:
+    """Stacked to unstacked layout."""
+    layers = params["layers"]
+    n = jax.tree.leaves(layers)[0].shape[0]
+    return params | {"layers": [jax.tree.map(lambda x, i=i: x[i], layers) for i in range(n)]}
+
+
+def stack(params: Params) -> Params:
+    """Unstacked to stacked layout."""
+    return params | {"layers": jax.tree.map(lambda *xs: jnp.stack(xs), *params["layers"])}
+
+
+def head(params: Params) -> jax.Array:
+    """The LM head [V, D], the embedding when tied; logits are `hidden @ head.T`."""
+    return params["lm_head"]["kernel"] if "lm_head" in params else params["embed"]["embedding"]
+
+
+def logits(params: Params, hidden: jax.Array) -> jax.Array:
+    """[..., V] float32 logits of hidden states [..., D]."""
+    kernel = head(params).astype(hidden.dtype)
+    return jnp.einsum("...d,vd->...v", hidden, kernel, preferred_element_type=jnp.float32)
+
+
+def forward(
+    config: DecoderConfig,
+    params: Params,
+    tokens: jax.Array,
+    mask: jax.Array,
+    *,
+    remat: Remat = "none",
+    mesh: Mesh | None = None,
+    dtype: Any = None,
+) -> jax.Array:
+    """Hidden states after the final norm, for tokens [B, T] with padding on either side.
+
+    Args:
+        tokens: [B, T] int32.
+        mask: [B, T] bool, True at real tokens; positions count them, padding is never attended to.
+        remat: what the backward pass recomputes of each block: nothing, all but the matmuls, all.
+        mesh: where given, the residual stream is kept sharded by rows over (data, fsdp).
+        dtype: compute dtype; the parameters' own where None.
+
+    Returns:
+        [B, T, D] in the compute dtype; meaningless where mask is False.
+    """
+    params = params if dtype is None else cast(params, dtype)
+    positions = jnp.maximum(jnp.cumsum(mask, -1) - 1, 0)
+    causal = jnp.tril(jnp.ones((tokens.shape[1],) * 2, bool))
+    allowed = causal[None] & mask[:, None, :]
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return attention(q, k, v, allowed)
+
+    x = _embed(config, params, tokens, mesh)
+    rope = rope_angles(config, positions)
+
+    def body(x: jax.Array, layer: Params) -> tuple[jax.Array, None]:
+        return _rows(_block(config, layer)(x, rope, attend), mesh), None
+
+    if remat != "none":
+        body = jax.checkpoint(body, policy=REMAT_POLICIES[remat], prevent_cse=False)
+    if isinstance(params["layers"], list):
+        for layer in params["layers"]:
+            x, _ = body(x, layer)
+    else:
+        x, _ = jax.lax.scan(body, x, params["layers"])
+    return _norm(config, params)(x)
+
+
+def prefill(
+    config: DecoderConfig,
+    params: Params,
+    tokens: jax.Array,
+    mask: jax.Array,
+    *,
+    mesh: Mesh | None = None,
+) -> tuple[jax.Array, Cache]:
+    """Hidden states [B, P, D] and per-layer keys and values [B, KV, P, H] of right-padded prompts
+    [B, P].
+
+    Unstacked layout. Keys are stored rotated, at the index of their position.
+    """
+    causal = jnp.tril(jnp.ones((tokens.shape[1],) * 2, bool))
+    allowed = causal[None] & mask[:, None, :]
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+    cache: Cache = []
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        cache.append((jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)))
+        return attention(q, k, v, allowed)
+
+    x = _embed(config, params, tokens, mesh)
+    rope = rope_angles(config, positions)
+    for layer in params["layers"]:
+        x = _rows(_block(config, layer)(x, rope, attend), mesh)
+    return _norm(config, params)(x), cache
+
+
+def decode(
+    config: DecoderConfig,
+    params: Params,
+    cache: Cache,
+    tokens: jax.Array,
+    positions: jax.Array,
+    *,
+    used: int,
+    mesh: Mesh | None = None,
+) -> tuple[jax.Array, Cache]:
+    """One token for each slot: writes its keys and values, attends to the cache up to its position.
+
+    Args:
+        cache: per layer (k, v) [B, KV, S, H]; donate it. Unstacked layout.
+        tokens: [B] int32, the token at `positions`.
+        positions: [B] int32 in [0, used).
+        used: static bound on positions + 1: only this much of the cache is read.
+
+    Returns:
+        hidden [B, D] that predicts the next token, and the new cache.
+    """
+    allowed = jnp.arange(used)[None] <= positions[:, None]
+    updated: Cache = []
+    layers = iter(cache)
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        keys, values = next(layers)
+        keys, values = _write(keys, k, positions), _write(values, v, positions)
+        updated.append((keys, values))
+        return attention_step(q, keys[:, :, :used], values[:, :, :used], allowed)
+
+    x = _embed(config, params, tokens[:, None], mesh)
+    rope = rope_angles(config, positions[:, None])
+    for layer in params["layers"]:
+        x = _rows(_block(config, layer)(x, rope, attend), mesh)
+    return _norm(config, params)(x)[:, 0], updated
+
+
+def cast(params: Params, dtype: Any) -> Params:
+    """Parameters in `dtype`. Done before the layers are gathered: fsdp moves the smaller copy."""
+    return jax.tree.map(lambda x: x.astype(dtype), params)
+
+
+def _write(cache: jax.Array, new: jax.Array, positions: jax.Array) -> jax.Array:
+    """cache [B,KV,S,H] with new [B,1,KV,H] at positions [B]; in this form SPMD moves no cache."""
+    update: Callable[..., jax.Array] = jax.lax.dynamic_update_slice
+    new = jnp.swapaxes(new, 1, 2).astype(cache.dtype)
+    return jax.vmap(lambda c, n, i: update(c, n, (0, i, 0)))(cache, new, positions)
+
+
+def _block(config: DecoderConfig, layer: Params) -> Callable[[jax.Array, Any, Attend], jax.Array]:
+    return nnx.merge(_block_graph(config), layer)
+
+
+def _norm(config: DecoderConfig, params: Params) -> Callable[[jax.Array], jax.Array]:
+    return nnx.merge(_norm_graph(config), params["norm"])
+
+
+def _embed(
+    config: DecoderConfig, params: Params, tokens: jax.Array, mesh: Mesh | None
+) -> jax.Array:
+    """Rows of the embedding; its D is gathered first: a lookup split both ways is replicated."""
+    table = params["embed"]["embedding"]
+    if mesh is not None:
+        vocab = "tensor" if config.vocab_size % mesh.shape["tensor"] == 0 else None
+        sharding = NamedSharding(mesh, PartitionSpec(vocab, None))
+        table = jax.lax.with_sharding_constraint(table, sharding)
+    return _rows(table[tokens], mesh)
+
+
+def _rows(x: jax.Array, mesh: Mesh | None) -> jax.Array:
+    """Keeps the rows of x sharded over (data, fsdp): left alone, XLA picks odd layouts."""
+    if mesh is None:
+        return x
+    spec = PartitionSpec(("data", "fsdp"), *([None] * (x.ndim - 1)))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+
+def _plain(state: Any) -> Params:
+    return nnx.to_pure_dict(state)

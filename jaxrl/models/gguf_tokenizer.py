@@ -1,0 +1,159 @@
+"""The tokenizer that a GGUF file's metadata describe, as a transformers tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
+
+from jaxrl.errors import UserError
+
+CONTROL, USER_DEFINED, BYTE = 3, 4, 6
+"""Token types of GGUF: special, always one token, and one raw byte (SentencePiece)."""
+SPACE = "\u2581"
+"""SentencePiece's stand-in for a space."""
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+class Metadata(Protocol):
+    def meta(self, key: str) -> Any:
+        """A value of the metadata; None where there is none."""
+
+
+@dataclass(frozen=True)
+class Pre:
+    """How a byte-level BPE splits a text into words, by `tokenizer.ggml.pre`."""
+
+    split: pre_tokenizers.PreTokenizer
+    use_regex: bool
+    """Whether GPT-2's own regular expression splits further."""
+    nfc: bool = False
+    """Unicode normal form C first."""
+    whole_words: bool = False
+    """A word that is in the vocabulary is that token, whatever the merges say."""
+    add_bos: bool = False
+    """Whether a text starts with BOS where the file does not say."""
+
+
+def _split(digits: str) -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Split(Regex(_WORDS.replace("DIGITS", digits)), "isolated")
+
+
+PRE: dict[str, Pre] = {
+    "smollm": Pre(pre_tokenizers.Digits(individual_digits=True), use_regex=True),
+    "gpt-2": Pre(pre_tokenizers.Sequence([]), use_regex=True),
+    "qwen2": Pre(_split(""), use_regex=False, nfc=True),
+    "llama-bpe": Pre(_split("{1,3}"), use_regex=False, whole_words=True, add_bos=True),
+}
+
+
+def build(file: Metadata, name: str) -> PreTrainedTokenizerFast:
+    """The tokenizer of a GGUF file, chat template included; `name` is for errors.
+
+    Raises:
+        UserError: a tokenizer model or a pre-tokenizer that is not supported.
+    """
+    kind = file.meta("tokenizer.ggml.model")
+    if kind not in KINDS:
+        raise UserError(
+            f"{name}: tokenizer.ggml.model={kind!r} is not supported; supported: {', '.join(KINDS)}"
+        )
+    tokens: list[str] = file.meta("tokenizer.ggml.tokens")
+    types: list[int] = file.meta("tokenizer.ggml.token_type") or [1] * len(tokens)
+    tokenizer, add_bos = KINDS[kind](file, name, tokens, types)
+    tokenizer.add_special_tokens(
+        [AddedToken(t, special=True) for t, k in zip(tokens, types, strict=True) if k == CONTROL]
+    )
+    tokenizer.add_tokens(
+        [
+            AddedToken(t, special=False, normalized=False)
+            for t, k in zip(tokens, types, strict=True)
+            if k == USER_DEFINED
+        ]
+    )
+    special = {
+        key: tokens[i]
+        for key, field in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
+        if (i := file.meta(f"tokenizer.ggml.{field}_token_id")) is not None
+    }
+    stated = file.meta("tokenizer.ggml.add_bos_token")
+    if (add_bos if stated is None else stated) and "bos" in special:
+        bos = special["bos"]
+        tokenizer.post_processor = TemplateProcessing(
+            single=f"{bos} $A",
+            pair=f"{bos} $A {bos} $B",
+            special_tokens=[(bos, tokens.index(bos))],
+        )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        chat_template=file.meta("tokenizer.chat_template"),
+        model_max_length=file.meta(f"{file.meta('general.architecture')}.context_length"),
+        clean_up_tokenization_spaces=False,
+        **{f"{key}_token": token for key, token in special.items()},
+    )
+
+
+def _byte_level(
+    file: Metadata, name: str, tokens: list[str], types: list[int]
+) -> tuple[Tokenizer, bool]:
+    """BPE over bytes with the merges of the file."""
+    pre_name = file.meta("tokenizer.ggml.pre")
+    if pre_name not in PRE:
+        raise UserError(
+            f"{name}: tokenizer.ggml.pre={pre_name!r} is not supported; supported: {', '.join(PRE)}"
+        )
+    pre = PRE[pre_name]
+    merges = [
+        (m.partition(" ")[0], m.partition(" ")[2]) for m in file.meta("tokenizer.ggml.merges")
+    ]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=pre.whole_words))
+    if pre.nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre.use_regex)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre.split, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer, pre.add_bos
+
+
+def _sentencepiece(
+    file: Metadata, name: str, tokens: list[str], types: list[int]
+) -> tuple[Tokenizer, bool]:
+    """BPE over characters whose merges follow from the scores of the pieces (Llama 2)."""
+    scores: list[float] = file.meta("tokenizer.ggml.scores")
+    vocab = {token: i for i, token in enumerate(tokens)}
+    ranked = sorted(
+        (i for i, kind in enumerate(types) if kind not in (CONTROL, BYTE)),
+        key=lambda i: (-scores[i], i),
+    )
+    merges = [
+        (tokens[i][:cut], tokens[i][cut:])
+        for i in ranked
+        for cut in range(1, len(tokens[i]))
+        if tokens[i][:cut] in vocab and tokens[i][cut:] in vocab
+    ]
+    unknown = tokens[file.meta("tokenizer.ggml.unknown_token_id") or 0]
+    bpe = models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    tokenizer = Tokenizer(bpe)
+    prefix = file.meta("tokenizer.ggml.add_space_prefix") is not False
+    replace = normalizers.Replace(" ", SPACE)
+    tokenizer.normalizer = (
+        normalizers.Sequence([normalizers.Prepend(SPACE), replace]) if prefix else replace
+    )
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence(steps + [decoders.Strip(" ", 1, 0)] * prefix)
+    return tokenizer, True
+
+
+KINDS: dict[str, Callable[..., tuple[Tokenizer, bool]]] = {
+    "gpt2": _byte_level,
+    "llama": _sentencepiece,
+}
+"""`tokenizer.ggml.model` -> what it means."""

@@ -1,0 +1,163 @@
+"""The blocks of a decoder in Flax NNX. Modules hold parameters; how to attend is passed in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxrl.models.config import DecoderConfig, LinearRope, Llama3Rope
+
+Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+"""(q [B,T,N,H], k [B,T,KV,H], v [B,T,KV,H]) -> [B,T,N,H]; training, prefill and decode differ only
+here."""
+MASKED = -1e30
+"""Score of a masked key: finite, so that a row with no valid key gives numbers, not NaN."""
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) * scale, in float32 (Zhang & Sennrich 2019, arXiv 1910.07467)."""
+
+    def __init__(self, width: int, eps: float):
+        self.scale = nnx.Param(jnp.ones((width,)))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x32 = x.astype(jnp.float32)
+        x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + self.eps)
+        scale = self.scale[...].astype(x.dtype)
+        return x32.astype(x.dtype) * scale.reshape((1,) * (x.ndim - 1) + scale.shape)
+
+
+class Linear(nnx.Module):
+    """x @ kernel + bias, in the dtype of x."""
+
+    def __init__(self, n_in: int, n_out: int, rngs: nnx.Rngs, *, bias: bool = False):
+        scale = 1.0 / math.sqrt(n_in)
+        self.kernel = nnx.Param(scale * jax.random.normal(rngs.params(), (n_in, n_out)))
+        self.bias = nnx.Param(jnp.zeros((n_out,))) if bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = x @ self.kernel[...].astype(x.dtype)
+        if self.bias is None:
+            return y
+        bias = self.bias[...].astype(x.dtype)
+        return y + bias.reshape((1,) * (y.ndim - 1) + bias.shape)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention with rotary positions; optional bias (Qwen2) and qk-norm (Qwen3)."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        c = config
+        bias = c.attention_bias
+        self.q = Linear(c.d_model, c.n_heads * c.head_dim, rngs, bias=bias)
+        self.k = Linear(c.d_model, c.n_kv_heads * c.head_dim, rngs, bias=bias)
+        self.v = Linear(c.d_model, c.n_kv_heads * c.head_dim, rngs, bias=bias)
+        self.o = Linear(c.n_heads * c.head_dim, c.d_model, rngs)
+        self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else None
+        self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else None
+        self.head_dim = c.head_dim
+
+    def __call__(
+        self, x: jax.Array, rope: tuple[jax.Array, jax.Array], attend: Attend
+    ) -> jax.Array:
+        shape = (*x.shape[:2], -1, self.head_dim)
+        q, k, v = (layer(x).reshape(shape) for layer in (self.q, self.k, self.v))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        out = attend(rotate(q, rope), rotate(k, rope), v)
+        return self.o(out.reshape(*x.shape[:2], -1))
+
+
+class SwiGLU(nnx.Module):
+    """down(silu(gate(x)) * up(x)) (Shazeer 2020, arXiv 2002.05202)."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        self.gate = Linear(config.d_model, config.d_ff, rngs)
+        self.up = Linear(config.d_model, config.d_ff, rngs)
+        self.down = Linear(config.d_ff, config.d_model, rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nnx.Module):
+    """One pre-norm transformer block on the residual stream [B, T, D]."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        self.attn_norm = RMSNorm(config.d_model, config.rms_norm_eps)
+        self.attn = Attention(config, rngs)
+        self.mlp_norm = RMSNorm(config.d_model, config.rms_norm_eps)
+        self.mlp = SwiGLU(config, rngs)
+
+    def __call__(
+        self, x: jax.Array, rope: tuple[jax.Array, jax.Array], attend: Attend
+    ) -> jax.Array:
+        x = x + self.attn(self.attn_norm(x), rope, attend)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+def rope_frequencies(config: DecoderConfig) -> jax.Array:
+    """[H / 2] float32 angles per position (Su et al. 2021, arXiv 2104.09864; llama3 scaling)."""
+    half = config.head_dim // 2
+    freq = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    scaling = config.rope_scaling
+    if isinstance(scaling, LinearRope):
+        return freq / scaling.factor
+    if isinstance(scaling, Llama3Rope):
+        wavelength = 2 * math.pi / freq
+        turns = scaling.original_max_positions / wavelength
+        span = scaling.high_freq_factor - scaling.low_freq_factor
+        smooth = jnp.clip((turns - scaling.low_freq_factor) / span, 0.0, 1.0)
+        return freq * (smooth + (1 - smooth) / scaling.factor)
+    return freq
+
+
+def rope_angles(config: DecoderConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """cos and sin, each [B, T, 1, H / 2] float32, of integer `positions` [B, T]."""
+    freq = rope_frequencies(config)
+    angle = positions.astype(jnp.float32)[..., None, None] * freq[None, None, None, :]
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotate(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Rotates the pairs (i, i + H/2) of each head of x [B, T, heads, H], as Hugging Face does."""
+    cos, sin = rope
+    a, b = jnp.split(x.astype(jnp.float32), 2, -1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
+
+
+def attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+    """Softmax attention of q [B,T,N,H] over k, v [B,S,KV,H] where mask [B,T,S]; softmax in float32.
+
+    Query heads are grouped over the KV heads. On a GPU in bfloat16 or float16 cuDNN's kernel is
+    used.
+    """
+    b, t, n, h = q.shape
+    if jax.default_backend() == "gpu" and q.dtype != jnp.float32 and t > 1:
+        return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None], implementation="cudnn")
+    kv = k.shape[2]
+    q = q.reshape(b, t, kv, n // kv, h)
+    scores = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32)
+    scores = jnp.where(mask[:, None, None], scores * h**-0.5, MASKED)
+    weights = jax.nn.softmax(scores, -1).astype(v.dtype)
+    return jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(b, t, n, h)
+
+
+def attention_step(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+    """`attention` of one query q [B,1,N,H] over a cache k, v [B,KV,S,H] where mask [B,S].
+
+    With heads before positions both products are plain batched matmuls: 1.5 to 4 times faster on
+    a CPU than over [B,S,KV,H], which has to be transposed first.
+    """
+    b, _, n, h = q.shape
+    kv = k.shape[1]
+    q = q.reshape(b, kv, n // kv, h)
+    scores = jnp.einsum("bkgh,bksh->bkgs", q, k, preferred_element_type=jnp.float32)
+    scores = jnp.where(mask[:, None, None], scores * h**-0.5, MASKED)
+    weights = jax.nn.softmax(scores, -1).astype(v.dtype)
+    return jnp.einsum("bkgs,bksh->bkgh", weights, v).reshape(b, 1, n, h)

@@ -1,0 +1,226 @@
+"""The plan of a run: who gets which devices, and how much memory each role takes there. Made before any weight is read."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from jaxrl.config import Config
+from jaxrl.model import resolve_model
+from jaxrl.models import hf
+from jaxrl.models.config import DecoderConfig
+from jaxrl.plan.advice import advise, set_key
+from jaxrl.plan.scene import PoolMemory, Scene, parallel, sections
+from jaxrl.plan.table import GB, plan_table
+from jaxrl.sharding.memory import Account
+from jaxrl.sharding.mesh import Visible, bytes_limit
+from jaxrl.sharding.placement import Axes, Placement, check_visible, place
+
+GPU_SIZES = (24, 40, 80, 141)
+"""GB of the GPUs that a plan made without one is judged for."""
+JAX_SHARE = 0.75
+"""Of a GPU's memory, what jax takes unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise."""
+WIDTH = 132
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where everything goes, what it takes, and what would help."""
+
+    placement: Placement
+    axes: Mapping[str, Axes]
+    """For each role of the run."""
+    devices: tuple[jax.Device, ...]
+    """What the numbers in `placement` count; empty in a plan for another machine."""
+    accounts: Mapping[str, Account]
+    pools: tuple[PoolMemory, ...]
+    notes: tuple[str, ...]
+    verdict: tuple[str, ...]
+    advice: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        """True where no device is known to be too small."""
+        return all(pool.fits for pool in self.pools)
+
+    @property
+    def table(self) -> Table:
+        return plan_table(self.placement, self.axes, self.devices, self.accounts, self.pools)
+
+    def text(self, width: int = WIDTH) -> str:
+        """Table, notes, verdict and advice, for the console and for `plan.txt`."""
+        out = io.StringIO()
+        console = Console(file=out, width=width, color_system=None, highlight=False)
+        console.print(self.table)
+        lines = [line.rstrip() for line in out.getvalue().splitlines() if line.strip()]
+        return "\n".join((*lines, *self.notes, *self.verdict, *self.advice)) + "\n"
+
+
+def make_plan(
+    config: Config,
+    roles: Sequence[str],
+    visible: Callable[[int], Visible] | None = None,
+    limit_gb: float | None = None,
+) -> Plan:
+    """Places the roles and counts their memory, from the models' `config.json` alone.
+
+    Args:
+        roles: what the algorithm asks for.
+        visible: `ensure_devices`; None plans for a machine that is not here.
+        limit_gb: memory of a device, where it shall not be asked for its own.
+
+    Raises:
+        UserError: a mesh that cannot be, in one line with both numbers.
+    """
+    slices = {role: section.devices for role, section in sections(config).items()}
+    placement = place(config.mesh, roles, slices)
+    student = model_config(config.student.model)
+    teacher = None if config.teacher.model is None else model_config(config.teacher.model)
+    seen = Visible((), None) if visible is None else visible(placement.n_devices)
+    if seen.devices:
+        placement = check_visible(placement, len(seen.devices))
+    return build(config, roles, placement, student, teacher, seen, limit_gb)
+
+
+def model_config(name: str) -> DecoderConfig:
+    """The config of a model; of a folder, only `config.json` is read."""
+    folder = Path(name).expanduser()
+    if (folder / "config.json").is_file():
+        return hf.read_config(folder)
+    return resolve_model(name).config
+
+
+def build(
+    config: Config,
+    roles: Sequence[str],
+    placement: Placement,
+    student: DecoderConfig,
+    teacher: DecoderConfig | None,
+    seen: Visible,
+    limit_gb: float | None = None,
+) -> Plan:
+    """The plan of a placement on the devices `seen`; where there are none, on GPUs that are not here."""
+    gpu = not seen.devices or seen.devices[0].platform == "gpu"
+    limits = _limits(placement, seen, limit_gb)
+    scene = Scene(placement, tuple(roles), student, teacher, limits, fused_attention=gpu)
+    config, chosen = _with_rollout_axes(config, scene, seen.emulated)
+    axes, accounts = scene.axes(config), scene.accounts(config)
+    pools = scene.pools(accounts)
+    notes = (*filter(None, [seen.note]), *placement.notes, *chosen, *_notes(config, scene, axes))
+    if seen.emulated and limit_gb is None and limits[0] is not None:
+        notes += (f"limit: the host's free memory, shared by {len(seen.devices)} emulated devices",)
+    verdict, advice = [_verdict(placement, pools)], advise(config, scene)
+    if (seen.emulated or not seen.devices) and limit_gb is None:
+        lines, there = _elsewhere(config, replace(scene, fused_attention=True))
+        verdict += lines
+        advice = advice if there is None else there
+    return Plan(
+        placement, axes, seen.devices, accounts, pools, notes, tuple(verdict), tuple(advice)
+    )
+
+
+def _limits(
+    placement: Placement, seen: Visible, limit_gb: float | None
+) -> tuple[int | None, ...]:
+    """Bytes of the smallest device of each pool."""
+    if limit_gb is not None:
+        return (round(limit_gb * GB),) * len(placement.pools)
+    if not seen.devices:
+        return (None,) * len(placement.pools)
+    limits = [bytes_limit(device, len(seen.devices)) for device in seen.devices]
+    found: list[int | None] = []
+    for pool in placement.pools:
+        known = [n for i in pool.devices if (n := limits[i]) is not None]
+        found.append(min(known) if len(known) == len(pool.devices) else None)
+    return tuple(found)
+
+
+def _with_rollout_axes(
+    config: Config, scene: Scene, emulated: bool
+) -> tuple[Config, tuple[str, ...]]:
+    """Splits the rollout's weights over as few devices as it takes to fit, where the config leaves it open."""
+    if "rollout" not in scene.roles or parallel(config, "rollout").model_dump(exclude_none=True):
+        return config, ()
+    where = scene.placement.roles["rollout"]
+    limit, n = scene.limits[where.pool], len(where.devices)
+    if limit is None or emulated:
+        return config, ()
+    tried = []
+    for tensor in (t for t in range(1, n + 1) if n % t == 0 and scene.student.n_heads % t == 0):
+        choice = set_key(config, "rollout.parallel.tensor", tensor)
+        size = scene.pools(scene.accounts(choice))[where.pool].bytes
+        tried.append((size > limit, size if size > limit else tensor, tensor, choice))
+    _, _, tensor, choice = min(tried, key=lambda item: item[:3])
+    if tensor == 1:
+        return config, ()
+    whole = tried[0][1] / GB
+    note = f"rollout.parallel.tensor={tensor}: with a copy of the weights on each device its pool would take {whole:.1f} GB"
+    return choice, (note,)
+
+
+def _notes(config: Config, scene: Scene, axes: Mapping[str, Axes]) -> list[str]:
+    """What the mesh does to the models and to the batch without being asked."""
+    notes = []
+    for role, sizes in axes.items():
+        model = scene.model(role)
+        if model.n_kv_heads % sizes.tensor:
+            notes.append(
+                f"{role}: tensor={sizes.tensor} does not divide the {model.n_kv_heads} KV heads: each device keeps all"
+            )
+        for axis, size, name, dim in (
+            ("fsdp", sizes.fsdp, "d_model", model.d_model),
+            ("tensor", sizes.tensor, "d_ff", model.d_ff),
+            ("tensor", sizes.tensor, "vocabulary", model.vocab_size),
+        ):
+            if dim % size:
+                notes.append(
+                    f"{role}: {axis}={size} does not divide the {name} of {dim}: those weights are whole on each device"
+                )
+    rows = config.batch_size * config.group_size
+    multiple = math.lcm(*(sizes.data * sizes.fsdp for sizes in axes.values()))
+    if rows % multiple:
+        padded = -(-rows // multiple) * multiple
+        notes.append(f"the {rows} sequences of a batch are padded to {padded}, so that every mesh divides them")
+    return notes
+
+
+def _verdict(placement: Placement, pools: Sequence[PoolMemory]) -> str:
+    if all(pool.limit is None for pool in pools):
+        return "verdict: no limit is known"
+    full = [
+        f"{pool.name} needs {memory.bytes / GB:.1f} GB ({memory.moment}) of {memory.limit / GB:.1f}"
+        for pool, memory in zip(placement.pools, pools, strict=True)
+        if not memory.fits and memory.limit is not None
+    ]
+    return "verdict: " + ("fits" if not full else "does not fit: " + "; ".join(full))
+
+
+def _elsewhere(config: Config, scene: Scene) -> tuple[list[str], list[str] | None]:
+    """Whether the run would fit GPUs of the usual sizes, and what would help on the first that is too small.
+
+    Silent for models that fit anywhere.
+    """
+    share = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", JAX_SHARE))
+    lines, advice = [], []
+    for size in GPU_SIZES:
+        usable = round(size * share * GB)
+        there = replace(scene, limits=(usable,) * len(scene.placement.pools))
+        choice, _ = _with_rollout_axes(config, there, emulated=False)
+        pools = there.pools(there.accounts(choice))
+        if max(pool.bytes for pool in pools) < GB:
+            return [], None
+        told = _verdict(scene.placement, pools).removeprefix("verdict: ")
+        if choice is not config:
+            told += f" (rollout: {there.axes(choice)['rollout']})"
+        lines.append(f"on GPUs of {size} GB, of which jax takes {share:.0%}: {told}")
+        if not all(pool.fits for pool in pools):
+            advice = [f"for {size} GB: {line}" for line in advise(choice, there)]
+    return lines, advice

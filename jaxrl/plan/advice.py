@@ -1,0 +1,130 @@
+"""What would help where a plan does not fit: keys to change, each tried on the account before it is named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import BaseModel
+
+from jaxrl.config import Config
+from jaxrl.errors import UserError
+from jaxrl.plan.scene import Scene, memory_inputs, parallel
+from jaxrl.sharding.memory import micro_batches
+from jaxrl.sharding.placement import Pool
+
+LINES = 4
+"""Keys named for each pool."""
+WORTH = 0.02
+"""A key is named where it saves at least this fraction of the peak."""
+SMALL_CHUNK = 128
+"""Tokens; with fewer, the loss's matrix products get slow."""
+
+Change = tuple[str, Any]
+"""A dotted key and its new value."""
+
+
+def advise(config: Config, scene: Scene) -> list[str]:
+    """Lines for each pool that does not fit: keys, and the peak that each leads to."""
+    lines = []
+    memories = scene.pools(scene.accounts(config))
+    for index, (pool, memory) in enumerate(zip(scene.placement.pools, memories, strict=True)):
+        if memory.limit is None or memory.fits:
+            continue
+        helpful = _helpful(config, scene, index)
+        for (key, value), size in helpful[:LINES]:
+            fits = ", which fits" if size <= memory.limit else ""
+            lines.append(f"{pool.name}: {key}={show(value)} takes {size / 1e9:.1f} GB{fits}")
+        if not any(size <= memory.limit for _, size in helpful):
+            lines.append(_all_of_them(config, scene, index, [change for change, _ in helpful]))
+    return lines
+
+
+def _helpful(config: Config, scene: Scene, index: int) -> list[tuple[Change, int]]:
+    """Changes that save something, with the pool's peak after each; those that fit first, then the largest savings."""
+    now = scene.pools(scene.accounts(config))[index]
+    assert now.limit is not None
+    found = []
+    for steps in _ladders(config, scene, scene.placement.pools[index]):
+        tried = [(change, _peak(config, scene, index, [change])) for change in steps]
+        known = [(change, size) for change, size in tried if size is not None]
+        if not known:
+            continue
+        enough = [item for item in known if item[1] <= now.limit]
+        best = enough[0] if enough else min(known, key=lambda item: item[1])
+        if best[1] < (1 - WORTH) * now.bytes:
+            found.append(best)
+    return sorted(found, key=lambda item: (item[1] > now.limit, item[1]))
+
+
+def _all_of_them(config: Config, scene: Scene, index: int, changes: list[Change]) -> str:
+    pool, limit = scene.placement.pools[index], scene.limits[index]
+    size = _peak(config, scene, index, changes) if changes else None
+    n = len(pool.devices)
+    more = f"give {pool.name} more than its {n} device{'s' if n > 1 else ''} in the mesh"
+    if size is None or limit is None:
+        return f"{pool.name}: {more}"
+    if size <= limit:
+        return f"{pool.name}: all of them together take {size / 1e9:.1f} GB, which fits"
+    return f"{pool.name}: even all of them together take {size / 1e9:.1f} GB: {more}"
+
+
+def _peak(config: Config, scene: Scene, index: int, changes: list[Change]) -> int | None:
+    """The pool's peak under the changes; None where the mesh does not allow them."""
+    try:
+        for key, value in changes:
+            config = set_key(config, key, value)
+        return scene.pools(scene.accounts(config))[index].bytes
+    except UserError:
+        return None
+
+
+def _ladders(config: Config, scene: Scene, pool: Pool) -> Iterator[list[Change]]:
+    """For each key that may help the pool: values to try, the mildest first."""
+    roles = [role for role in pool.roles if role in scene.roles]
+    if "actor" in roles:
+        yield from _actor_ladders(config, scene)
+    if "rollout" in roles:
+        slots = config.rollout.slots or config.batch_size * config.group_size
+        yield [("rollout.slots", slots // n) for n in (2, 4, 8, 16) if slots >= n]
+    if "teacher" in roles:
+        n = config.teacher.num_microbatches
+        yield [("teacher.num_microbatches", n * k) for k in (2, 4, 8, 16)]
+    for role in roles:
+        now = scene.axes(config)[role]
+        if parallel(config, role).tensor is None:
+            sizes = [t for t in (2, 4, 8) if t > now.tensor and now.size % t == 0]
+            yield [(f"{role}.parallel.tensor", t) for t in sizes]
+        if role != "actor":
+            yield [(f"{role}.dtype", "bfloat16")]
+
+
+def _actor_ladders(config: Config, scene: Scene) -> Iterator[list[Change]]:
+    width = config.max_prompt_tokens + config.max_new_tokens
+    _, rows = micro_batches(memory_inputs(config, scene, scene.axes(config)))
+    fewer = sorted({max(1, rows // n) for n in (2, 4, 8, 16, 32)} - {rows}, reverse=True)
+    yield [("actor.micro_batch_tokens", width * n) for n in fewer]
+    yield [("actor.remat", "full")]
+    yield [("distill.chunk_tokens", SMALL_CHUNK)] if config.distill.chunk_tokens > SMALL_CHUNK else []
+    yield [("distill.lean", True)]
+    yield [("actor.moment_dtype", "bfloat16")]
+    yield [("actor.param_dtype", "bfloat16")]
+    yield [("actor.dtype", "bfloat16")]
+
+
+def show(value: Any) -> str:
+    """As an override is written."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def set_key(config: Config, key: str, value: Any) -> Config:
+    """`config` with one dotted key changed."""
+    changed = _set(config, key, value)
+    assert isinstance(changed, Config)
+    return changed
+
+
+def _set(section: BaseModel, key: str, value: Any) -> BaseModel:
+    name, _, rest = key.partition(".")
+    new = _set(getattr(section, name), rest, value) if rest else value
+    return section.model_copy(update={name: new})

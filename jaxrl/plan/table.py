@@ -1,0 +1,69 @@
+"""The plan as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import get_args
+
+import jax
+from rich import box
+from rich.table import Table
+
+from jaxrl.plan.scene import PoolMemory
+from jaxrl.sharding.memory import Account, Column
+from jaxrl.sharding.placement import Axes, Placement, device_list
+
+GB, MB = 1e9, 1e6
+TITLES = ("weights", "grads", "optim", "KV", "activ", "peak", "limit")
+
+Show = Callable[[int | None], str]
+
+
+def plan_table(
+    placement: Placement,
+    axes: Mapping[str, Axes],
+    devices: Sequence[jax.Device],
+    accounts: Mapping[str, Account],
+    pools: Sequence[PoolMemory],
+) -> Table:
+    """One row for each role, and one for each pool that several roles share."""
+    largest = max(pool.bytes for pool in pools)
+    unit, name = (GB, "GB") if largest >= GB else (MB, "MB")
+
+    def show(n: int | None) -> str:
+        return "?" if n is None else "-" if n == 0 else f"{n / unit:.2f}" if n < unit else f"{n / unit:.1f}"
+
+    table = Table(box=box.SIMPLE, title=f"{placement.spec}: {name} on each device", title_justify="left")
+    for title in ("pool", "worker", "role", "devices", "process", "mesh"):
+        table.add_column(title, no_wrap=True)
+    for title in TITLES:
+        table.add_column(title, justify="right", no_wrap=True)
+    for index, (pool, memory) in enumerate(zip(placement.pools, pools, strict=True)):
+        for role in pool.roles:
+            head = (str(index), pool.name) if role == pool.roles[0] else ("", "")
+            where = _where(role, placement, axes, devices)
+            table.add_row(*head, *where, *_sizes(accounts.get(role), memory, show))
+        if len(pool.roles) > 1:
+            sizes = [""] * 5 + [show(memory.bytes), show(memory.limit)]
+            table.add_row("", "", "together", "", "", "", *sizes)
+    return table
+
+
+def _where(
+    role: str, placement: Placement, axes: Mapping[str, Axes], devices: Sequence[jax.Device]
+) -> tuple[str, str, str, str]:
+    """Role, devices (platform, ids), processes, mesh."""
+    numbers = placement.roles[role].devices
+    mesh = str(axes[role]) if role in axes else "not used"
+    if not devices:
+        return role, device_list(numbers), "?", mesh
+    mine = [devices[i] for i in numbers]
+    processes = device_list({device.process_index for device in mine})
+    return role, f"{mine[0].platform} {device_list(d.id for d in mine)}", processes, mesh
+
+
+def _sizes(account: Account | None, memory: PoolMemory, show: Show) -> list[str]:
+    if account is None:
+        return ["-"] * 6 + [show(memory.limit)]
+    columns = [account.column(column) for column in get_args(Column)]
+    return [show(n) for n in (*columns, account.peak, memory.limit)]

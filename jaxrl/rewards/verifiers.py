@@ -1,0 +1,249 @@
+"""How right a completion is: pure functions of its text and what its prompt carries.
+
+A verifier takes (completion text, prompt) and returns a score in [0, 1], or None where the prompt
+has no
+answer to compare with: such a completion is left out of every mean, it does not count as wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any, Protocol
+
+from jaxrl.data import arithmetic
+from jaxrl.data.tasks import make_dataset
+from jaxrl.errors import UserError, unknown
+
+TOLERANCE = 1e-6
+"""Relative difference at which two numbers are equal where one of them is not whole."""
+_NUMBER = re.compile(
+    r"(?:(?<![\w.)\]}])[-+])?"  # a sign, unless it is an operator after an operand
+    r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d{1,3}(?!\d))?"
+    r"(?:\s?/\s?\d+(?!\d|\.\d))?"
+    r"|(?:(?<![\w.)\]}])[-+])?\.\d+"
+)
+_LONGEST_NUMBER = 1000
+"""Characters; Python refuses to read numbers of more than 4300 digits."""
+_LATEX_FRACTION = re.compile(r"\\[dt]?frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}")
+_ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+class Judged(Protocol):
+    """What a verifier reads of a prompt (`Prompt` and `Example` have it)."""
+
+    @property
+    def answer(self) -> str | None: ...
+
+    @property
+    def columns(self) -> Mapping[str, Any]: ...
+
+
+Verifier = Callable[[str, Judged], float | None]
+
+
+def exact(completion: str, prompt: Judged) -> float | None:
+    """1 where completion and answer are the same text, white space at the ends aside."""
+    return _with_answer(prompt, lambda answer: completion.strip() == answer.strip())
+
+
+def contains(completion: str, prompt: Judged) -> float | None:
+    """1 where the answer stands in the completion as whole words, upper and lower case aside."""
+
+    def found(answer: str) -> bool:
+        words = re.escape(answer.strip())
+        return (
+            bool(words)
+            and re.search(rf"(?<!\w){words}(?!\w)", completion, re.IGNORECASE) is not None
+        )
+
+    return _with_answer(prompt, found)
+
+
+def number(completion: str, prompt: Judged) -> float | None:
+    """1 where the completion's last number equals the answer: 1,234.50 is 1234.5, 3/4 is 0.75."""
+
+    def equal(answer: str) -> bool:
+        wanted = last_number(answer)
+        if wanted is None:
+            raise UserError(
+                f"data.verifier: number: the answer {answer!r} has no number; choose exact, "
+                "contains or math"
+            )
+        got = last_number(completion)
+        return got is not None and same_number(got, wanted)
+
+    return _with_answer(prompt, equal)
+
+
+def boxed(completion: str, prompt: Judged) -> float | None:
+    r"""1 where the completion's last \boxed{} is the answer, as a number or as the same text."""
+
+    def equal(answer: str) -> bool:
+        got = last_boxed(completion)
+        if got is None:
+            return False
+        wanted = last_boxed(answer)
+        wanted = answer if wanted is None else wanted
+        values = whole_number(got), whole_number(wanted)
+        if values[0] is not None and values[1] is not None:
+            return same_number(values[0], values[1])
+        return "".join(got.split()) == "".join(wanted.split())
+
+    return _with_answer(prompt, equal)
+
+
+def math(completion: str, prompt: Judged) -> float | None:
+    """1 where math-verify (extra `tasks`) finds the completion's expression equal to the answer."""
+    try:
+        from math_verify import parse, verify  # an optional package
+    except ImportError as error:
+        raise UserError(
+            "data.verifier: math needs the extra `tasks`: pip install 'jaxrl[tasks]'"
+        ) from error
+
+    # Its time limits are signals, which only a main thread may set: None switches them off.
+    def equal(answer: str) -> bool:
+        gold = parse(
+            f"${answer}$" if "\\" in answer and "$" not in answer else answer, parsing_timeout=None
+        )
+        if not gold:
+            raise UserError(
+                f"data.verifier: math: the answer {answer!r} is no expression; choose exact"
+            )
+        return bool(verify(gold, parse(completion, parsing_timeout=None), timeout_seconds=None))
+
+    return _with_answer(prompt, equal)
+
+
+def reasoning_gym(completion: str, prompt: Judged) -> float | None:
+    r"""The data set's own score of the completion's final answer.
+
+    The final answer is what the last <answer></answer> or \boxed{} holds, else the whole
+    completion. Where the answer is a number, the completion's last number may be it too: the better
+    score counts.
+    """
+    task = str(prompt.columns.get("task", ""))
+    entry = prompt.columns.get("entry")
+    if not task.startswith("reasoning_gym/") or entry is None:
+        return None
+    options = prompt.columns.get("options", {})
+    dataset = _dataset(task.removeprefix("reasoning_gym/"), json.dumps(options, sort_keys=True))
+    candidates = [final_answer(completion)]
+    numbers = _NUMBER.findall(_plain(completion))
+    if numbers and whole_number(str(entry["answer"])) is not None:
+        candidates.append(numbers[-1].replace(",", ""))
+    return max(_own_score(dataset, candidate, entry) for candidate in candidates)
+
+
+def arithmetic_task(completion: str, prompt: Judged) -> float | None:
+    """The checker of the built-in task `arithmetic`: the number after the last `=`."""
+    return _with_answer(prompt, lambda answer: arithmetic.score(completion, answer))
+
+
+def auto(completion: str, prompt: Judged) -> float | None:
+    """The verifier of the prompt's task; else `number` where the answer is one, or `exact`."""
+    task = str(prompt.columns.get("task", ""))
+    if task.startswith("reasoning_gym/") and "entry" in prompt.columns:
+        return reasoning_gym(completion, prompt)
+    if task == "arithmetic":
+        return arithmetic_task(completion, prompt)
+    if prompt.answer is not None and whole_number(prompt.answer) is not None:
+        return number(completion, prompt)
+    return exact(completion, prompt)
+
+
+VERIFIERS: dict[str, Verifier] = {
+    "auto": auto,
+    "exact": exact,
+    "contains": contains,
+    "number": number,
+    "boxed": boxed,
+    "math": math,
+    "arithmetic": arithmetic_task,
+    "reasoning_gym": reasoning_gym,
+}
+
+
+def verifier(name: str) -> Verifier:
+    """One of VERIFIERS by its name."""
+    if name not in VERIFIERS:
+        raise unknown("data.verifier", name, VERIFIERS)
+    return VERIFIERS[name]
+
+
+def last_number(text: str) -> Fraction | None:
+    """The last number in a text; None without one.
+
+    Signs, thousands commas, decimals, exponents and fractions such as 3/4 are understood.
+    """
+    found = _NUMBER.findall(_plain(text))
+    return _to_fraction(found[-1]) if found else None
+
+
+def whole_number(text: str) -> Fraction | None:
+    """The number that the whole text is, a currency or percent sign aside; else None."""
+    plain = _plain(text).strip().strip("$%€£ ")
+    return _to_fraction(plain) if _NUMBER.fullmatch(plain) else None
+
+
+def same_number(a: Fraction, b: Fraction) -> bool:
+    """Whole numbers exactly; others to a relative TOLERANCE."""
+    if a.denominator == b.denominator == 1:
+        return a == b
+    return abs(a - b) <= TOLERANCE * max(abs(a), abs(b))
+
+
+def last_boxed(text: str) -> str | None:
+    r"""What the last closed \boxed{} holds, nested braces and all."""
+    start = text.rfind("\\boxed{")
+    while start >= 0:
+        begin, depth = start + len("\\boxed{"), 1
+        for at in range(begin, len(text)):
+            depth += {"{": 1, "}": -1}.get(text[at], 0)
+            if depth == 0:
+                return text[begin:at]
+        start = text.rfind("\\boxed{", 0, start)
+    return None
+
+
+def final_answer(completion: str) -> str:
+    r"""What the last <answer></answer>, else the last \boxed{} holds, else all of it; stripped."""
+    tagged = _ANSWER_TAG.findall(completion)
+    answer = tagged[-1] if tagged else last_boxed(completion)
+    return (completion if answer is None else answer).strip()
+
+
+def _with_answer(prompt: Judged, judge: Callable[[str], float | bool]) -> float | None:
+    return None if prompt.answer is None else float(judge(prompt.answer))
+
+
+@lru_cache(maxsize=64)
+def _dataset(name: str, options: str) -> Any:
+    return make_dataset(name, json.loads(options), "data.verifier")
+
+
+def _own_score(dataset: Any, answer: str, entry: Mapping[str, Any]) -> float:
+    try:
+        score = float(dataset.score_answer(answer, entry))
+    except Exception:
+        # Its scorers raise what their parsers raise on text that is no answer: a wrong answer.
+        return 0.0
+    return min(max(score, 0.0), 1.0)
+
+
+def _plain(text: str) -> str:
+    """A typographic minus as a hyphen, and LaTeX fractions of whole numbers as a/b."""
+    return _LATEX_FRACTION.sub(r"\1/\2", text.replace("\u2212", "-"))
+
+
+def _to_fraction(text: str) -> Fraction | None:
+    if len(text) > _LONGEST_NUMBER:
+        return None
+    over, _, under = text.replace(",", "").replace(" ", "").partition("/")
+    if under and int(under) == 0:
+        return None
+    return Fraction(over) / int(under or 1)

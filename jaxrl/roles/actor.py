@@ -1,0 +1,241 @@
+"""The actor: trains the policy. One jitted update per minibatch, its state donated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrl.config import Config
+from jaxrl.errors import UserError
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.decoder import Params, cast, unstack
+from jaxrl.optimizer import learning_rate, make_optimizer, state_shardings
+from jaxrl.roles.microbatch import minibatch_rows, split_rows
+from jaxrl.runtime.worker import phase
+from jaxrl.sharding.reshard import reshard
+from jaxrl.sharding.rules import param_shardings
+from jaxrl.types import Rollout, TrainBatch
+
+SumCount = tuple[jax.Array, jax.Array]
+Loss = Callable[[Params, Mapping[str, Any], TrainBatch], tuple[SumCount, dict[str, SumCount]]]
+"""(parameters, frozen arrays, micro-batch) -> ((loss sum, count), metrics as (sum, count)); differentiable sum."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """What an update changes; donated to it."""
+
+    params: Params
+    """Stacked layout, in `actor.param_dtype`."""
+    opt_state: Any
+    updates: jax.Array
+    """Scalar int32: optimizer updates applied."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A version of the policy, on its way to the roles that sample."""
+
+    version: int
+    """Batches trained into it."""
+    params: Params
+    """Unstacked layout, in the receiver's dtype, on the sender's mesh."""
+
+
+class Actor:
+    """Holds the policy in training and its optimizer state on one mesh."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: DecoderConfig,
+        mesh: Mesh,
+        load: Callable[[Any], Params],
+        prepare: Callable[[Rollout, Any], TrainBatch],
+        loss: Loss,
+        frozen: Mapping[str, Any],
+        run_dir: Path,
+    ):
+        """
+        Args:
+            load: dtype -> parameters in the stacked layout on `mesh`.
+            prepare: (rollout, what the scorers said of it) -> what is trained on.
+            frozen: arrays on `mesh` that the loss reads and nobody trains (the teacher's head).
+            run_dir: where the batch of a non-finite gradient is dumped.
+        """
+        self.config, self.model, self.mesh = config, model, mesh
+        self.version = 0
+        self._prepare, self._loss = prepare, loss
+        self._frozen, self._run_dir = frozen, run_dir
+        self._skipped_in_a_row = 0
+        c = config.actor
+        self._rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+        per_batch = c.minibatches * c.epochs_per_batch
+        self._rate = learning_rate(config.optimizer, config.steps * per_batch)
+        moment_dtype = jnp.dtype(c.moment_dtype)
+        optimizer = make_optimizer(config.optimizer, config.steps * per_batch, moment_dtype)
+        with phase("load"):
+            params = load(jnp.dtype(c.param_dtype))
+        shardings = param_shardings(model, mesh)
+        moments = state_shardings(optimizer, params, shardings, mesh)
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        placed = TrainState(params=shardings, opt_state=moments, updates=everywhere)
+        init = jax.jit(optimizer.init, out_shardings=moments)
+        zero = jax.device_put(np.int32(0), everywhere)
+        self.state = TrainState(params, init(params), zero)
+        self._update = jax.jit(
+            self._make_update(optimizer), donate_argnums=0, out_shardings=(placed, everywhere)
+        )
+        self._cast = jax.jit(
+            lambda params, dtype: unstack(cast(params, dtype)),
+            static_argnums=1,
+            out_shardings=param_shardings(model, mesh, "unstacked"),
+        )
+
+    def update(self, rollout: Rollout, scores: Any, step: int) -> dict[str, float]:
+        """Trains on one rollout batch: `epochs_per_batch` passes of `minibatches` updates each.
+
+        Returns the metrics of the whole batch. A non-finite gradient changes nothing, dumps the batch, and after
+        `actor.max_nonfinite` such updates in a row ends the run.
+        """
+        c = self.config.actor
+        batch = self._prepare(rollout, scores)
+        lengths = np.asarray(batch.sequences.mask).sum(-1)
+        with phase("place the batch"):
+            placed = reshard(batch, self._rows)
+        totals: dict[str, list[float]] = {}
+        last: dict[str, float] = {}
+        skipped = 0
+        for epoch in range(c.epochs_per_batch):
+            seed = (self.config.seed, step, epoch)
+            for rows in minibatch_rows(lengths, c.minibatches, seed):
+                index = self._micro_batches(rows, lengths, batch.sequences.tokens.shape[1])
+                with phase(f"update {epoch + 1}/{c.epochs_per_batch}"):
+                    self.state, out = self._update(self.state, self._frozen, placed, index)
+                    sums, last = jax.device_get(out)
+                for name, pair in sums.items():
+                    totals.setdefault(name, []).append(pair)
+                skipped += self._count_skipped(bool(last["finite"]), batch, rows, step)
+        self.version += 1
+        told = {name: _ratio(pairs) for name, pairs in totals.items()}
+        updates = int(jax.device_get(self.state.updates))
+        return told | {
+            "actor/grad_norm": float(last["grad_norm"]),
+            "actor/learning_rate": float(self._rate(max(updates - 1, 0))),
+            "actor/skipped_updates": float(skipped),
+            "actor/tokens": float(np.asarray(batch.sequences.loss_mask).sum()),
+            "optimizer_step": float(updates),
+        }
+
+    def publish(self, version: int, dtype: str) -> Weights:
+        """The policy in `dtype`, unstacked, still on this mesh. Raises if it is not `version`."""
+        if version != self.version:
+            raise RuntimeError(f"asked for version {version}, the actor holds {self.version}")
+        with phase("cast and unstack"):
+            return Weights(version, self._cast(self.state.params, jnp.dtype(dtype)))
+
+    def parameters(self) -> Params:
+        """The policy as it is, in the stacked layout (for export at the end of a run)."""
+        return self.state.params
+
+    def _micro_batches(self, rows: np.ndarray, lengths: np.ndarray, width: int) -> np.ndarray:
+        """[n, b] row numbers, -1 where there is none; b is a multiple of the mesh's row shards."""
+        shards = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+        budget = self.config.actor.micro_batch_tokens
+        size = len(rows) if budget is None else max(1, budget // width) * shards
+        return split_rows(rows, lengths, size, shards)
+
+    def _make_update(self, optimizer: optax.GradientTransformation) -> Callable[..., Any]:
+        spec = NamedSharding(self.mesh, PartitionSpec(None, ("data", "fsdp")))
+        value_and_grad = jax.value_and_grad(self._micro_loss, has_aux=True)
+
+        def accumulate(params: Params, frozen: Any, batches: TrainBatch) -> Any:
+            """Gradient of the summed loss over all micro-batches, with its sums and counts."""
+            first, rest = _head_and_tail(batches)
+            (_, sums), grads = value_and_grad(params, frozen, first)
+            if rest is None:
+                return grads, sums
+            grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+
+            def body(carry: Any, batch: TrainBatch) -> tuple[Any, None]:
+                (_, sums), grads = value_and_grad(params, frozen, batch)
+                return jax.tree.map(lambda a, b: a + b.astype(a.dtype), carry, (grads, sums)), None
+
+            return jax.lax.scan(body, (grads, sums), rest)[0]
+
+        def update(state: TrainState, frozen: Any, batch: TrainBatch, rows: jax.Array) -> Any:
+            grads, sums = accumulate(state.params, frozen, _take(batch, rows, spec))
+            count = jnp.maximum(sums["loss"][1], 1)
+            grads = jax.tree.map(lambda g: (g / count).astype(g.dtype), grads)
+            norm = optax.tree.norm(grads)
+            finite = jnp.isfinite(norm) & jnp.isfinite(sums["loss"][0])
+            changes, opt_state = optimizer.update(grads, state.opt_state, state.params)
+            new = TrainState(
+                optax.apply_updates(state.params, changes), opt_state, state.updates + 1
+            )
+            new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
+            return new, (sums, {"grad_norm": norm, "finite": finite})
+
+        return update
+
+    def _micro_loss(self, params: Params, frozen: Any, batch: TrainBatch) -> Any:
+        (total, count), metrics = self._loss(params, frozen, batch)
+        return total, {"loss": (total, count), **metrics}
+
+    def _count_skipped(self, finite: bool, batch: TrainBatch, rows: np.ndarray, step: int) -> int:
+        if finite:
+            self._skipped_in_a_row = 0
+            return 0
+        self._skipped_in_a_row += 1
+        path = self._run_dir / "nonfinite" / f"step_{step + 1}.npz"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        leaves = {
+            jax.tree_util.keystr(key, simple=True, separator="."): np.asarray(leaf, _dumped(leaf))
+            for key, leaf in jax.tree_util.tree_leaves_with_path(batch)
+        }
+        np.savez(path, rows=rows, **leaves)
+        if self._skipped_in_a_row >= self.config.actor.max_nonfinite:
+            raise UserError(
+                f"the gradient was not finite {self._skipped_in_a_row} updates in a row"
+                f" (actor.max_nonfinite); the last batch is in {path}. The weights are those before."
+                " A lower optimizer.learning_rate or actor.dtype=float32 may help."
+            )
+        return 1
+
+
+def _take(batch: TrainBatch, rows: jax.Array, spec: NamedSharding) -> TrainBatch:
+    """Rows [n, b] of a batch as micro-batches [n, b, ...]; row -1 trains nothing."""
+
+    def take(x: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x[jnp.maximum(rows, 0)], spec)
+
+    taken = jax.tree.map(take, batch)
+    real = (rows >= 0)[..., None]
+    sequences = replace(taken.sequences, loss_mask=taken.sequences.loss_mask & real)
+    return replace(taken, sequences=sequences)
+
+
+def _head_and_tail(batches: TrainBatch) -> tuple[TrainBatch, TrainBatch | None]:
+    first = jax.tree.map(lambda x: x[0], batches)
+    n = batches.sequences.tokens.shape[0]
+    return first, None if n == 1 else jax.tree.map(lambda x: x[1:], batches)
+
+
+def _ratio(pairs: list[Any]) -> float:
+    """Sum over all updates / count over all updates; 0 where nothing counted."""
+    total, count = (float(sum(p[i] for p in pairs)) for i in (0, 1))
+    return total / count if count else 0.0
+
+
+def _dumped(leaf: Any) -> Any:
+    """numpy's file format has no bfloat16."""
+    return np.float32 if leaf.dtype == jnp.bfloat16 else leaf.dtype

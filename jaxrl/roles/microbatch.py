@@ -1,0 +1,50 @@
+"""Which rows of a batch form a minibatch, and how a minibatch is cut into micro-batches."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def minibatch_rows(lengths: np.ndarray, count: int, seed: tuple[int, ...]) -> list[np.ndarray]:
+    """Partitions the rows that hold tokens into `count` minibatches, in an order drawn from `seed`.
+
+    One minibatch holds all rows in their own order. Sizes differ by at most one row.
+
+    Args:
+        lengths: [B] tokens of each row; a row of 0 tokens is padding and is in no minibatch.
+    """
+    rows = np.flatnonzero(lengths > 0)
+    if count == 1:
+        return [rows]
+    rows = np.random.default_rng(seed).permutation(rows)
+    return [part for part in np.array_split(rows, count) if len(part)]
+
+
+def split_rows(rows: np.ndarray, lengths: np.ndarray, size: int, shards: int) -> np.ndarray:
+    """Cuts a minibatch into micro-batches of equal shape whose shards hold about as many tokens each.
+
+    Longest rows first, each goes to the emptiest shard that has room: no device of no micro-batch waits
+    long for another. The loss is a sum, so that the assignment changes no result beyond float order.
+
+    Args:
+        rows: row numbers of the minibatch.
+        lengths: [B] tokens of each row of the batch.
+        size: most rows in one micro-batch.
+        shards: devices that share a micro-batch's rows.
+
+    Returns:
+        [n, b] int32 row numbers, -1 where there is none; b a multiple of `shards`, b <= size rounded up to one.
+    """
+    n = max(1, -(-len(rows) // size))
+    per_shard = -(-len(rows) // (n * shards))
+    bins: list[list[int]] = [[] for _ in range(n * shards)]
+    tokens = np.zeros(n * shards, np.int64)
+    for row in sorted(rows.tolist(), key=lambda r: (-int(lengths[r]), r)):
+        room = [k for k, held in enumerate(bins) if len(held) < per_shard]
+        target = min(room, key=lambda k: (tokens[k], k))
+        bins[target].append(row)
+        tokens[target] += lengths[row]
+    out = np.full((n * shards, per_shard), -1, np.int32)
+    for k, held in enumerate(bins):
+        out[k, : len(held)] = sorted(held)
+    return out.reshape(n, shards * per_shard)

@@ -1,0 +1,147 @@
+"""The role that samples: the rollout's policy, or a teacher whose own samples are learnt from."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrl.config import Config
+from jaxrl.data.batch import make_rollout
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.decoder import Params
+from jaxrl.roles.actor import Weights
+from jaxrl.runtime.worker import phase
+from jaxrl.sampling.engine import Engine, SamplingParams
+from jaxrl.sharding.reshard import nbytes, reshard
+from jaxrl.sharding.rules import param_shardings
+from jaxrl.signals import Projection, policy_topk
+from jaxrl.types import Completion, Prompt, Rollout
+
+EVAL_SEED = 0x5EED
+"""Added to the seed of evaluations: never the samples that train, and the same ones each time."""
+
+
+class Sampler:
+    """Generates completions of prompts with one set of weights."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: DecoderConfig,
+        mesh: Mesh,
+        *,
+        slots: int,
+        tokenizer: Any,
+        pad_id: int,
+        eos_ids: tuple[int, ...],
+        row_multiple: int,
+        vocab_size: int,
+        params: Params | None = None,
+    ):
+        """
+        Args:
+            pad_id: fills the padding of the batch; masked everywhere.
+            row_multiple: every batch is padded to a multiple of this many rows.
+            vocab_size: tokens shared with the teacher.
+            params: frozen weights (unstacked, on `mesh`); None where they come through `load`.
+        """
+        self.config, self.model, self.mesh, self.params = config, model, mesh, params
+        self.version = -1
+        self._pad_id, self._eos_ids, self._row_multiple = pad_id, eos_ids, row_multiple
+        longest = max(config.max_new_tokens, config.eval.max_new_tokens or 0)
+        self.engine = Engine(
+            model,
+            mesh,
+            slots=slots,
+            max_prompt_tokens=config.max_prompt_tokens,
+            max_new_tokens=longest,
+            launch_tokens=config.rollout.launch_tokens,
+            tokenizer=tokenizer,
+        )
+        self._shardings = param_shardings(model, mesh, "unstacked")
+        projection = Projection(config.distill, mesh, vocab_size)
+        self._topk = jax.jit(partial(policy_topk, projection, model))
+
+    def load(self, weights: Weights) -> dict[str, float]:
+        """Takes the next version of the policy onto this mesh and frees the old one."""
+        if self.version >= 0 and weights.version <= self.version:
+            raise RuntimeError(f"got version {weights.version} after version {self.version}")
+        start = time.monotonic()
+        with phase(f"weights of version {weights.version}"):
+            self.params = jax.block_until_ready(reshard(weights.params, self._shardings))
+        self.version = weights.version
+        seconds, size = time.monotonic() - start, nbytes(self.params)
+        return {
+            "weights/sync_bytes": float(size),
+            "weights/sync_gbps": size / max(seconds, 1e-9) / 1e9,
+        }
+
+    def generate(self, prompts: Sequence[Prompt], step: int) -> Rollout:
+        """`group_size` completions of each prompt, packed; the prompts' ids seed the samples."""
+        s = self.config.sampling
+        completions = self._sample(
+            prompts,
+            n=self.config.group_size,
+            seed=self.config.seed,
+            step=step,
+            sampling=SamplingParams(
+                temperature=s.temperature,
+                top_k=s.top_k,
+                top_p=s.top_p,
+                min_p=s.min_p,
+                stop=s.stop,
+                max_new_tokens=self.config.max_new_tokens,
+                eos_ids=self._eos_ids,
+            ),
+        )
+        rollout = make_rollout(
+            prompts,
+            completions,
+            policy_version=self.version,
+            pad_id=self._pad_id,
+            max_prompt_tokens=self.config.max_prompt_tokens,
+            max_new_tokens=self.config.max_new_tokens,
+            row_multiple=self._row_multiple,
+        )
+        rollout = replace(rollout, decode_steps=self.engine.stats.decode_steps)
+        if self.config.distill.signal != "student_topk":
+            return rollout
+        with phase("top-k of the policy"):
+            rows = NamedSharding(self.mesh, PartitionSpec(("data", "fsdp")))
+            ids = self._topk(self.params, jax.device_put(rollout.sequences, rows))
+        return replace(rollout, student_topk=np.asarray(ids))
+
+    def sample(self, prompts: Sequence[Prompt]) -> list[list[Completion]]:
+        """`eval.samples` completions of each prompt, as `eval.*` says."""
+        e = self.config.eval
+        sampling = SamplingParams(
+            temperature=e.temperature,
+            stop=self.config.sampling.stop,
+            max_new_tokens=e.max_new_tokens or self.config.max_new_tokens,
+            eos_ids=self._eos_ids,
+        )
+        seed = self.config.seed + EVAL_SEED
+        return self._sample(prompts, n=e.samples, seed=seed, step=0, sampling=sampling)
+
+    def _sample(
+        self, prompts: Sequence[Prompt], *, n: int, seed: int, step: int, sampling: SamplingParams
+    ) -> list[list[Completion]]:
+        if self.params is None:
+            raise RuntimeError("no weights have been loaded yet")
+        with phase(f"{len(prompts)} prompts x {n}, version {self.version}"):
+            return self.engine.generate(
+                self.params,
+                [prompt.tokens for prompt in prompts],
+                n=n,
+                sampling=sampling,
+                seed=seed,
+                step=step,
+                prompt_ids=[prompt.id for prompt in prompts],
+            )

@@ -1,0 +1,29 @@
+"""The teacher: scores completions and, for seq_kd and for its own accuracy, samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxrl.roles.rollout import Sampler
+from jaxrl.roles.scorer import Scorer
+from jaxrl.types import Completion, Prompt, Rollout, TeacherSignal
+
+
+class Teacher:
+    """One frozen model with two uses of the same weights."""
+
+    def __init__(self, scorer: Scorer, sampler: Sampler | None):
+        self._scorer, self._sampler = scorer, sampler
+
+    def score(self, rollout: Rollout) -> TeacherSignal:
+        return self._scorer.score(rollout)
+
+    def generate(self, prompts: Sequence[Prompt], step: int) -> Rollout:
+        return self._samples().generate(prompts, step)
+
+    def sample(self, prompts: Sequence[Prompt]) -> list[list[Completion]]:
+        return self._samples().sample(prompts)
+
+    def _samples(self) -> Sampler:
+        assert self._sampler is not None, "the plan makes a sampler where the teacher samples"
+        return self._sampler

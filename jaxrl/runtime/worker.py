@@ -1,0 +1,78 @@
+"""A worker owns a pool of devices: it holds the roles of the pool and takes calls in order.
+
+This file is what every launcher shares: the call with its record of times, the phase that a worker is in, and the error
+that says who is late, with what, since when.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+class DeadlineExceeded(TimeoutError):
+    """A wait that took longer than its deadline; the message is the whole diagnosis."""
+
+
+class WorkerError(RuntimeError):
+    """An exception in a worker, with the traceback of the worker."""
+
+
+@dataclass
+class Phase:
+    """What a worker is doing, and since when (`time.monotonic` seconds)."""
+
+    name: str = "idle"
+    since: float = field(default_factory=time.monotonic)
+
+
+_here = threading.local()
+
+
+@contextlib.contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Names what the current worker does in this block, for the error of a missed deadline."""
+    worker_phase: Phase | None = getattr(_here, "phase", None)
+    if worker_phase is None:
+        yield
+        return
+    outer = Phase(worker_phase.name, worker_phase.since)
+    worker_phase.name, worker_phase.since = f"{outer.name}: {name}", time.monotonic()
+    try:
+        yield
+    finally:
+        worker_phase.name, worker_phase.since = outer.name, outer.since
+
+
+def enter(worker_phase: Phase) -> None:
+    """Makes `phase` of this thread write to `worker_phase`."""
+    _here.phase = worker_phase
+
+
+class Future(Protocol):
+    """The result of a call, now or later. It may be an argument of another call."""
+
+    started: float | None
+    """`time.monotonic` seconds; None while queued or waiting for arguments."""
+    finished: float | None
+
+    def done(self) -> bool: ...
+
+    def result(self) -> Any:
+        """Waits. Raises DeadlineExceeded, or WorkerError with the worker's traceback."""
+        ...
+
+    @property
+    def seconds(self) -> float: ...
+
+
+class Handle(Protocol):
+    """A role of some worker, as the loop sees it."""
+
+    role: str
+
+    def call(self, method: str, *args: Any, deadline: float, **kwargs: Any) -> Future: ...

@@ -1,0 +1,237 @@
+"""The device side of sampling: prompts into keys and values, these into slots, and launches of
+decode steps.
+
+Every function is jitted once for the whole process, with the model's config and the mesh as static
+arguments, so that engines of equal shapes share programs.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrl.models import decoder
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.decoder import Cache, Params
+from jaxrl.sampling.sampler import Knobs, is_eos, sample, sample_keys, uniforms
+
+TOKEN, POSITION, COUNT, LIMIT, PROMPT, SAMPLE = range(6)
+"""Columns of the slot table [B, 6] int32: the token to feed next and its position, how many tokens
+the completion has and may have (a slot where they are equal is free), and the ids that seed its
+randomness."""
+IDLE, NOT_RUN = -1, -2
+"""In place of a token: the slot was free at that step; the step was not run."""
+ROWS = ("data", "fsdp")
+
+
+def rows_sharding(mesh: Mesh | None, ndim: int = 1) -> NamedSharding | None:
+    """Slots over (data, fsdp)."""
+    if mesh is None:
+        return None
+    return NamedSharding(mesh, PartitionSpec(ROWS, *[None] * (ndim - 1)))
+
+
+def cache_spec(config: DecoderConfig, mesh: Mesh, rows: tuple[str, ...] | None) -> PartitionSpec:
+    """Spec of keys or values [rows, KV, S, H]: KV heads over tensor where it divides them."""
+    heads = "tensor" if config.n_kv_heads % mesh.shape["tensor"] == 0 else None
+    return PartitionSpec(rows, heads, None, None)
+
+
+@partial(jax.jit, static_argnames=("config", "mesh", "slots", "length", "dtype"))
+def new_cache(
+    config: DecoderConfig, mesh: Mesh | None, slots: int, length: int, dtype: Any
+) -> Cache:
+    """Zeros: per layer (k, v), each [slots, KV, length, H]."""
+    shape = (slots, config.n_kv_heads, length, config.head_dim)
+    cache = [(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(config.n_layers)]
+    return _constrain(config, mesh, cache, ROWS)
+
+
+@partial(jax.jit, static_argnames=("config", "mesh"))
+def prefill(
+    config: DecoderConfig,
+    mesh: Mesh | None,
+    params: Params,
+    tokens: jax.Array,
+    lengths: jax.Array,
+) -> Cache:
+    """Keys and values [b, KV, P, H] of right-padded prompts [b, P] of `lengths` [b], whole on every
+    data shard.
+
+    The hidden states are not needed: a slot starts by feeding the last prompt token again, so that
+        the first token of a
+    completion is sampled by the same program as the others.
+    """
+    mask = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
+    _, cache = decoder.prefill(config, params, tokens, mask, mesh=mesh)
+    return _constrain(config, mesh, cache, None)
+
+
+@partial(jax.jit, static_argnames=("config", "mesh"), donate_argnames=("cache",))
+def insert(
+    config: DecoderConfig,
+    mesh: Mesh | None,
+    cache: Cache,
+    prompts: Cache,
+    source: jax.Array,
+    target: jax.Array,
+    count: jax.Array,
+) -> Cache:
+    """Copies row source[i] of `prompts` into slot target[i] of `cache` for i < count; the rest
+    stays in place.
+
+    Args:
+        cache: per layer (k, v) [B, KV, S, H], donated.
+        prompts: per layer (k, v) [b, KV, P, H], P <= S.
+        source, target: [B] int32.
+        count: int32; traced, so that one program serves any number of slots.
+    """
+    if mesh is None:
+        return _insert_local(cache, prompts, source, target, count, jnp.int32(0))
+    ours, theirs = cache_spec(config, mesh, ROWS), cache_spec(config, mesh, None)
+    whole = PartitionSpec()
+
+    def local(cache: Cache, prompts: Cache, s: jax.Array, t: jax.Array, n: jax.Array) -> Cache:
+        first = jax.lax.axis_index(ROWS) * cache[0][0].shape[0]
+        return _insert_local(cache, prompts, s, t, n, first)
+
+    run = jax.shard_map(
+        local, mesh=mesh, in_specs=(ours, theirs, whole, whole, whole), out_specs=ours
+    )
+    return run(cache, prompts, source, target, count)
+
+
+@partial(
+    jax.jit,
+    static_argnames=("config", "mesh", "used", "n_tokens", "check_every"),
+    donate_argnames=("cache",),
+)
+def launch(
+    config: DecoderConfig,
+    mesh: Mesh | None,
+    params: Params,
+    cache: Cache,
+    slots: jax.Array,
+    exit_free: jax.Array,
+    knobs: Knobs,
+    *,
+    used: int,
+    n_tokens: int,
+    check_every: int,
+) -> tuple[Cache, jax.Array]:
+    """Up to n_tokens decode steps; ends early once at least `exit_free` slots are free.
+
+    Args:
+        params: unstacked layout.
+        cache: per layer (k, v) [B, KV, S, H], donated.
+        slots: [B, 6] int32, see the columns above.
+        used: static: only this much of the cache is read; above every position that is reached.
+        check_every: static divisor of n_tokens: steps between two looks at the number of free
+            slots. On several devices a look is a collective, on a GPU also a wait of the host;
+            equal to n_tokens, the launch has a fixed length.
+
+    Returns:
+        The cache, and [n_tokens, B, 3] int32: token (or IDLE, NOT_RUN) and the bits of its two
+        float32 log-probs.
+    """
+    slots = _rows(slots, mesh)
+    keys = _rows(sample_keys(knobs.key, slots[:, PROMPT], slots[:, SAMPLE]), mesh)
+    state = tuple(slots[:, column] for column in (TOKEN, POSITION, COUNT, LIMIT))
+    out = _rows(jnp.full((slots.shape[0], n_tokens, 3), NOT_RUN, jnp.int32), mesh)
+
+    def step(carry: Any, _: None) -> tuple[Any, jax.Array]:
+        cache, (tokens, positions, counts, limits) = carry
+        hidden, cache = decoder.decode(
+            config, params, cache, tokens, positions, used=used, mesh=mesh
+        )
+        logits = _whole_rows(decoder.logits(params, hidden), mesh)
+        draw = sample(logits, _rows(uniforms(keys, counts), mesh), knobs)
+        drawn = jnp.stack([draw.tokens, _bits(draw.logprobs), _bits(draw.sampler_logprobs)], -1)
+        drawn = _rows(drawn, mesh)
+        active = _rows(counts < limits, mesh)
+        tokens = jnp.where(active, drawn[:, 0], tokens)
+        counts = counts + active
+        ended = _rows(active & is_eos(tokens, knobs), mesh)
+        limits = jnp.where(ended, counts, limits)
+        state = tuple(_rows(x, mesh) for x in (tokens, positions + active, counts, limits))
+        return (cache, state), jnp.where(active[:, None], drawn, IDLE)
+
+    def unfinished(carry: Any) -> jax.Array:
+        done, _, (_, _, counts, limits), _ = carry
+        return (done < n_tokens) & (jnp.sum(counts >= limits) < exit_free)
+
+    def steps(carry: Any) -> Any:
+        done, cache, state, out = carry
+        (cache, state), rows = jax.lax.scan(step, (cache, state), length=check_every)
+        out = jax.lax.dynamic_update_slice(out, jnp.swapaxes(rows, 0, 1), (0, done, 0))
+        return done + check_every, cache, state, out
+
+    start = (jnp.int32(0), cache, state, out)
+    _, cache, _, out = jax.lax.while_loop(unfinished, steps, start)
+    if mesh is not None:
+        out = jax.lax.with_sharding_constraint(out, NamedSharding(mesh, PartitionSpec()))
+    return _constrain(config, mesh, cache, ROWS), jnp.swapaxes(out, 0, 1)
+
+
+def _insert_local(
+    cache: Cache,
+    prompts: Cache,
+    source: jax.Array,
+    target: jax.Array,
+    count: jax.Array,
+    first: jax.Array,
+) -> Cache:
+    """`insert` into the slots [first, first + rows of cache) that this device holds; the others are
+    left out."""
+    rows = cache[0][0].shape[0]
+
+    def one(i: jax.Array, cache: Cache) -> Cache:
+        slot = target[i] - first
+        mine = (slot >= 0) & (slot < rows)
+        slot = jnp.clip(slot, 0, rows - 1)
+
+        def copy(ours: jax.Array, theirs: jax.Array) -> jax.Array:
+            new = jax.lax.dynamic_slice_in_dim(theirs, source[i], 1).astype(ours.dtype)
+            old = jax.lax.dynamic_slice(ours, (slot, 0, 0, 0), new.shape)
+            return jax.lax.dynamic_update_slice(ours, jnp.where(mine, new, old), (slot, 0, 0, 0))
+
+        return jax.tree.map(copy, cache, prompts)
+
+    return jax.lax.fori_loop(0, count, one, cache)
+
+
+def _constrain(
+    config: DecoderConfig, mesh: Mesh | None, cache: Cache, rows: tuple[str, ...] | None
+) -> Cache:
+    if mesh is None:
+        return cache
+    sharding = NamedSharding(mesh, cache_spec(config, mesh, rows))
+    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, sharding), cache)
+
+
+def _rows(x: jax.Array, mesh: Mesh | None) -> jax.Array:
+    sharding = rows_sharding(mesh, x.ndim)
+    return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
+
+
+def _whole_rows(logits: jax.Array, mesh: Mesh | None) -> jax.Array:
+    """Logits [B, V] with the rows over all axes and V whole: each row is sampled by one device, in
+    one order of adding.
+
+    They are held as the matmul leaves them first, V over tensor; else XLA gathers the head's
+    weights instead.
+    """
+    if mesh is None:
+        return logits
+    vocab = "tensor" if logits.shape[1] % mesh.shape["tensor"] == 0 else None
+    for spec in (PartitionSpec(ROWS, vocab), PartitionSpec((*ROWS, "tensor"), None)):
+        logits = jax.lax.with_sharding_constraint(logits, NamedSharding(mesh, spec))
+    return logits
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)

@@ -1,0 +1,416 @@
+"""Continuous batching, the host side: which sample sits in which slot, when to launch, what came
+out.
+
+A slot is one row of the KV cache. A launch runs up to `launch_tokens` decode steps over all slots
+and comes back early once enough of them are free; the host then reads the tokens, looks for stop
+strings, and refills. Prompts are prefilled once, in batches just large enough to fill the slots,
+and their keys and values are copied into the slots of their n samples. What is drawn depends on
+(seed, step, prompt id, sample id, position), never on slots, launches or timing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrl.errors import UserError
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.decoder import Cache, Params, cast
+from jaxrl.sampling import decode, text
+from jaxrl.sampling.sampler import Knobs, SamplingParams, make_knobs
+from jaxrl.sampling.text import TextTokenizer
+from jaxrl.types import Completion, FinishReason
+
+__all__ = ["Aborted", "Engine", "EngineStats", "SamplingParams"]
+
+SMALLEST_BUCKET = 64
+"""Cache positions read and prompt widths are rounded up to this times a power of two: few programs,
+little waste."""
+PREFILL_TOKENS = 4096
+"""Most prompt tokens per data shard in one prefill: bounds its activations."""
+
+
+class Aborted(RuntimeError):
+    """`abort` returned True between two launches."""
+
+
+@dataclass
+class EngineStats:
+    """What the last `generate` did."""
+
+    decode_steps: int = 0
+    launches: int = 0
+    prefill_rows: int = 0
+    """Prompts prefilled, padding rows not counted."""
+    generated_tokens: int = 0
+    """Tokens in the completions; those after a stop string are not counted."""
+    slots: int = 0
+    prefill_seconds: float = 0.0
+    """Prefill and copies into slots, waited for."""
+    decode_seconds: float = 0.0
+    """Launches, until their tokens are on the host."""
+    seconds: float = 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.generated_tokens / max(self.seconds, 1e-9)
+
+
+class Engine:
+    """Samples completions with one model on one mesh."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        mesh: Mesh | None,
+        *,
+        slots: int,
+        max_prompt_tokens: int,
+        max_new_tokens: int,
+        launch_tokens: int = 32,
+        min_free: int | None = None,
+        check_every: int | None = None,
+        dtype: Any = None,
+        tokenizer: TextTokenizer | None = None,
+    ):
+        """Fixes the shapes. Nothing is allocated before `generate`, and everything is freed after
+        it.
+
+        Args:
+            mesh: axes (data, fsdp, tensor), or None for one device.
+            slots: completions decoded side by side; rounded up to a multiple of the devices.
+            max_prompt_tokens, max_new_tokens: their sum is the length of the KV cache.
+            launch_tokens: decode steps between two looks of the host.
+            min_free: free slots at which a launch ends early while prompts wait; an eighth of the
+                slots where None.
+            check_every: decode steps between two looks of the device at the free slots; a divisor
+                of launch_tokens. Where None: 1 on one CPU device, where a look costs nothing, else
+                8. At launch_tokens a launch has a fixed length.
+            dtype: of the computation and the cache; that of the parameters where None.
+            tokenizer: decodes `text` and stop strings.
+        """
+        _at_least_one(slots=slots, max_prompt_tokens=max_prompt_tokens)
+        _at_least_one(max_new_tokens=max_new_tokens, launch_tokens=launch_tokens)
+        self.length = max_prompt_tokens + max_new_tokens
+        if self.length > config.max_positions:
+            raise UserError(
+                f"max_prompt_tokens={max_prompt_tokens} + max_new_tokens={max_new_tokens} exceeds "
+                f"the model's {config.max_positions} positions; lower one of them"
+            )
+        devices = 1 if mesh is None else mesh.size
+        self.config, self.mesh, self.tokenizer, self.dtype = config, mesh, tokenizer, dtype
+        self.max_prompt_tokens, self.max_new_tokens = max_prompt_tokens, max_new_tokens
+        self.slots = _round_up(slots, devices)
+        self.min_free = max(1, self.slots // 8) if min_free is None else min_free
+        if check_every is None:
+            check_every = 1 if devices == 1 and jax.default_backend() == "cpu" else 8
+        self.check_every = min(check_every, launch_tokens)
+        self.launch_tokens = _round_up(launch_tokens, self.check_every)
+        self.stats = EngineStats()
+
+    def generate(
+        self,
+        params: Params,
+        prompts: Sequence[Sequence[int]],
+        *,
+        n: int,
+        sampling: SamplingParams,
+        seed: int,
+        step: int = 0,
+        prompt_ids: Sequence[int] | None = None,
+        limits: Sequence[Sequence[int]] | None = None,
+        abort: Callable[[], bool] | None = None,
+        on_tokens: Callable[[int, int], None] | None = None,
+    ) -> list[list[Completion]]:
+        """n completions of each prompt.
+
+        Args:
+            params: unstacked layout, on the mesh.
+            prompts: token ids.
+            seed, step: begin the key of every token.
+            prompt_ids: go on with it; the index in `prompts` where None.
+            limits: [len(prompts)][n] most tokens of each completion, where they differ from
+                `max_new_tokens`.
+            abort: asked between launches; True raises `Aborted`.
+            on_tokens: called after each launch with the tokens and the completions that are there
+                so far.
+        """
+        started = time.perf_counter()
+        self._check(prompts, n, sampling, prompt_ids)
+        self.stats = EngineStats(slots=self.slots)
+        if self.dtype is not None and params["norm"]["scale"].dtype != self.dtype:
+            params = _cast(params, np.dtype(self.dtype))
+        ids = range(len(prompts)) if prompt_ids is None else prompt_ids
+        if limits is None:
+            limits = [[sampling.max_new_tokens] * n] * len(prompts)
+        assert all(0 < x <= sampling.max_new_tokens for row in limits for x in row)
+        samples = [
+            _Sample(index, ids[index] % 2**31, sample, limits[index][sample])
+            for index in range(len(prompts))
+            for sample in range(n)
+        ]
+        if samples:
+            run = _Run(
+                self, params, prompts, n, sampling, make_knobs(sampling, seed, step), samples
+            )
+            run.loop(abort, on_tokens)
+        done = [sample.completion() for sample in samples]
+        self.stats.generated_tokens = sum(len(c.tokens) for c in done)
+        self.stats.seconds = time.perf_counter() - started
+        return [done[i * n : (i + 1) * n] for i in range(len(prompts))]
+
+    def _check(
+        self,
+        prompts: Sequence[Sequence[int]],
+        n: int,
+        sampling: SamplingParams,
+        prompt_ids: Sequence[int] | None,
+    ) -> None:
+        _at_least_one(n=n)
+        if prompt_ids is not None and len(prompt_ids) != len(prompts):
+            raise UserError(f"{len(prompt_ids)} prompt_ids for {len(prompts)} prompts")
+        if sampling.max_new_tokens > self.max_new_tokens:
+            raise UserError(
+                f"max_new_tokens={sampling.max_new_tokens} exceeds the {self.max_new_tokens} "
+                "that the engine was made for"
+            )
+        if sampling.stop and self.tokenizer is None:
+            raise UserError(f"stop={sampling.stop!r} needs a tokenizer; end on eos_ids instead")
+        for i, prompt in enumerate(prompts):
+            if not 0 < len(prompt) <= self.max_prompt_tokens:
+                raise UserError(
+                    f"prompt {i} has {len(prompt)} tokens; allowed: 1 to "
+                    f"max_prompt_tokens={self.max_prompt_tokens}; shorten it or raise the limit"
+                )
+            if min(prompt) < 0 or max(prompt) >= self.config.vocab_size:
+                raise UserError(
+                    f"prompt {i} has tokens from {min(prompt)} to {max(prompt)}; "
+                    f"the model's are 0 to {self.config.vocab_size - 1}: is it the right tokenizer?"
+                )
+
+
+@dataclass
+class _Sample:
+    """One completion in the making."""
+
+    prompt: int
+    prompt_id: int
+    sample_id: int
+    limit: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[np.ndarray] = field(default_factory=list)
+    """[k, 2] float32 for each launch: full and truncated."""
+    finish_reason: FinishReason | None = None
+    text: str = ""
+
+    def completion(self) -> Completion:
+        assert self.finish_reason is not None
+        logprobs = np.concatenate(self.logprobs)[: len(self.tokens)]
+        return Completion(
+            tokens=tuple(self.tokens),
+            logprobs=np.ascontiguousarray(logprobs[:, 0]),
+            sampler_logprobs=np.ascontiguousarray(logprobs[:, 1]),
+            finish_reason=self.finish_reason,
+            text=self.text,
+        )
+
+
+class _Run:
+    """The state of one `generate`: queue, slots, cache, and the one batch of prompts whose keys and
+    values are held."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        params: Params,
+        prompts: Sequence[Sequence[int]],
+        n: int,
+        sampling: SamplingParams,
+        knobs: Knobs,
+        samples: list[_Sample],
+    ):
+        self.engine, self.params, self.prompts = engine, params, prompts
+        self.sampling, self.stats = sampling, engine.stats
+        mesh = engine.mesh
+        self.knobs = knobs
+        if mesh is not None:
+            self.knobs = jax.device_put(knobs, NamedSharding(mesh, PartitionSpec()))
+        self.queue = deque(samples)
+        self.seated: dict[int, _Sample] = {}
+        self.table = np.zeros((engine.slots, 6), np.int32)
+        self.prefill_batch = self._prefill_batch(n)
+        self.held = range(0)
+        """Prompts whose keys and values are in `held_cache`; samples queue by prompt, so one batch
+        is enough."""
+        self.held_cache: Cache = []
+        dtype = params["norm"]["scale"].dtype
+        self.cache = decode.new_cache(engine.config, mesh, engine.slots, engine.length, dtype)
+
+    def loop(
+        self,
+        abort: Callable[[], bool] | None,
+        on_tokens: Callable[[int, int], None] | None,
+    ) -> None:
+        total, tokens, finished = len(self.queue), 0, 0
+        while finished < total:
+            if abort is not None and abort():
+                raise Aborted(f"generation aborted: {finished} of {total} completions were done")
+            self._refill()
+            tokens += self._launch()
+            finished = total - len(self.queue) - len(self.seated)
+            if on_tokens is not None:
+                on_tokens(tokens, finished)
+
+    def _refill(self) -> None:
+        """Seats waiting samples in free slots; prefills the prompts that they need."""
+        started = time.perf_counter()
+        free = [slot for slot in range(self.engine.slots) if slot not in self.seated]
+        seated = False
+        while free and self.queue:
+            if self.queue[0].prompt not in self.held:
+                self._hold(self.queue[0].prompt)
+            moves = []
+            while free and self.queue and self.queue[0].prompt in self.held:
+                moves.append((free.pop(0), self.queue.popleft()))
+            self._seat(moves)
+            seated = True
+        if not self.queue:
+            self.held, self.held_cache = range(0), []
+        if seated:
+            jax.block_until_ready(self.cache)
+            self.stats.prefill_seconds += time.perf_counter() - started
+
+    def _hold(self, first: int) -> None:
+        """Prefills the batch of prompts that begins with `first`, in place of the one held."""
+        self.held = range(first, min(first + self.prefill_batch, len(self.prompts)))
+        chosen = [self.prompts[i] for i in self.held]
+        width = bucket(max(map(len, chosen)), self.engine.max_prompt_tokens)
+        tokens = np.zeros((self.prefill_batch, width), np.int32)
+        lengths = np.ones(self.prefill_batch, np.int32)
+        for row, prompt in enumerate(chosen):
+            tokens[row, : len(prompt)] = prompt
+            lengths[row] = len(prompt)
+        self.held_cache = []
+        self.held_cache = decode.prefill(
+            self.engine.config, self.engine.mesh, self.params, tokens, lengths
+        )
+        self.stats.prefill_rows += len(chosen)
+
+    def _seat(self, moves: list[tuple[int, _Sample]]) -> None:
+        source, target = np.zeros((2, self.engine.slots), np.int32)
+        for i, (slot, sample) in enumerate(moves):
+            prompt = self.prompts[sample.prompt]
+            source[i], target[i] = sample.prompt - self.held.start, slot
+            self.seated[slot] = sample
+            ids = sample.prompt_id, sample.sample_id
+            self.table[slot] = (prompt[-1], len(prompt) - 1, 0, sample.limit, *ids)
+        self.cache = decode.insert(
+            self.engine.config,
+            self.engine.mesh,
+            self.cache,
+            self.held_cache,
+            source,
+            target,
+            np.int32(len(moves)),
+        )
+
+    def _launch(self) -> int:
+        """Decodes, hands the tokens to their samples, frees the slots that are done; returns the
+        number of tokens."""
+        started = time.perf_counter()
+        engine = self.engine
+        waiting = len(self.queue)
+        exit_free = min(engine.min_free, waiting) if waiting else engine.slots
+        left = self.table[:, decode.LIMIT] - self.table[:, decode.COUNT]
+        steps = np.minimum(left, engine.launch_tokens)
+        used = int((self.table[:, decode.POSITION] + steps).max())
+        self.cache, out = decode.launch(
+            engine.config,
+            engine.mesh,
+            self.params,
+            self.cache,
+            self.table,
+            np.int32(exit_free),
+            self.knobs,
+            used=bucket(used, engine.length),
+            n_tokens=engine.launch_tokens,
+            check_every=engine.check_every,
+        )
+        out = np.asarray(out)
+        self.stats.launches += 1
+        self.stats.decode_steps += int((out[:, 0, 0] != decode.NOT_RUN).sum())
+        self.stats.decode_seconds += time.perf_counter() - started
+        counts = (out[:, :, 0] >= 0).sum(0)
+        for slot, sample in list(self.seated.items()):
+            self._collect(slot, sample, out[: counts[slot], slot])
+        return int(counts.sum())
+
+    def _collect(self, slot: int, sample: _Sample, rows: np.ndarray) -> None:
+        """Appends the launch's rows [k, 3] to the sample; frees the slot if it is done."""
+        before = len(sample.tokens)
+        sample.tokens += rows[:, 0].tolist()
+        sample.logprobs.append(rows[:, 1:].copy().view(np.float32))
+        ended = sample.tokens[-1] in self.sampling.eos_ids
+        visible = sample.tokens[:-1] if ended else sample.tokens
+        stopped = self._find_stop(visible, before)
+        if stopped is not None:
+            end, sample.text = stopped
+            del sample.tokens[end:]
+        elif ended or len(sample.tokens) == sample.limit:
+            sample.text = text.decode(self.engine.tokenizer, visible)
+        if ended or stopped is not None:
+            sample.finish_reason = "stop"
+        elif len(sample.tokens) == sample.limit:
+            sample.finish_reason = "length"
+        if sample.finish_reason is None:
+            last = sample.tokens[-1], len(self.prompts[sample.prompt]) + len(sample.tokens) - 1
+            self.table[slot, :3] = (*last, len(sample.tokens))
+        else:
+            self.table[slot] = 0
+            del self.seated[slot]
+
+    def _find_stop(self, tokens: list[int], before: int) -> tuple[int, str] | None:
+        tokenizer, stop = self.engine.tokenizer, self.sampling.stop
+        if tokenizer is None or not stop:
+            return None
+        return text.find_stop(tokenizer, tokens, before, stop)
+
+    def _prefill_batch(self, n: int) -> int:
+        """Prompts in one prefill: as many as fill the slots with their n samples, within
+        `PREFILL_TOKENS`."""
+        mesh = self.engine.mesh
+        shards = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
+        width = bucket(max(map(len, self.prompts)), self.engine.max_prompt_tokens)
+        wanted = min(-(-self.engine.slots // n), len(self.prompts))
+        allowed = max(1, PREFILL_TOKENS * shards // width)
+        return _round_up(min(power_of_two(wanted), power_of_two(allowed)), shards)
+
+
+_cast = jax.jit(cast, static_argnames="dtype")
+
+
+def bucket(length: int, limit: int) -> int:
+    """`length` rounded up to `SMALLEST_BUCKET` times a power of two, at most `limit`."""
+    return min(limit, SMALLEST_BUCKET * power_of_two(-(-length // SMALLEST_BUCKET)))
+
+
+def power_of_two(x: int) -> int:
+    """The least power of two that is not below x."""
+    return 1 << (x - 1).bit_length()
+
+
+def _round_up(x: int, multiple: int) -> int:
+    return -(-x // multiple) * multiple
+
+
+def _at_least_one(**values: int) -> None:
+    for name, value in values.items():
+        if value < 1:
+            raise UserError(f"{name}={value}: must be at least 1")

@@ -1,0 +1,218 @@
+"""One token from logits: temperature, top-k, top-p, min-p, greedy; all of them traced values.
+
+A token is drawn by inverting the cumulative distribution with two uniform numbers of its own (seed,
+step, prompt, sample, position): one picks a block of `BLOCK` token ids by its mass, the other a
+token inside the block. That takes one hash and two reductions where the Gumbel-max trick would hash
+once for each of V logits, and two levels keep the relative precision of float32 within a block.
+Truncation sorts nothing: the smallest weight kept is found by bisection over float32 bit patterns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Int32, UInt32
+
+from jaxrl.errors import UserError
+
+BLOCK = 128
+"""Token ids in a block of the two-level draw; it divides the vocabularies of the usual models."""
+EOS_SLOTS = 8
+"""EOS ids are padded to a multiple of this with -1, so that another set of ids compiles nothing."""
+ONE_BITS = 0x3F800000
+"""Bit pattern of float32 1.0, the largest weight; patterns of non-negative floats order as
+integers."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How completions are drawn."""
+
+    max_new_tokens: int
+    """Most tokens in a completion, EOS included."""
+    temperature: float = 1.0
+    """Divides the logits; 0 is greedy."""
+    top_k: int = 0
+    """Keep the k most probable tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Of those, keep the fewest most probable tokens that hold this share of the mass; 1 keeps
+    all."""
+    min_p: float = 0.0
+    """Of those, keep tokens with at least this fraction of the highest probability; 0 keeps all."""
+    eos_ids: tuple[int, ...] = ()
+    """A completion ends with any of these."""
+    stop: tuple[str, ...] = ()
+    """A completion ends where its text holds any of these."""
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise UserError(f"max_new_tokens={self.max_new_tokens}: must be at least 1")
+        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
+            raise UserError(
+                f"temperature={self.temperature}: must be finite and not below 0 (0 is greedy)"
+            )
+        if self.top_k < 0:
+            raise UserError(f"top_k={self.top_k}: must be at least 0 (0 keeps all tokens)")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"top_p={self.top_p}: must be above 0 and at most 1 (1 keeps all)")
+        if not 0 <= self.min_p <= 1:
+            raise UserError(f"min_p={self.min_p}: must be in [0, 1] (0 keeps all tokens)")
+        if isinstance(self.stop, str) or not all(self.stop):
+            raise UserError(f"stop={self.stop!r}: must be a tuple of strings that are not empty")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Knobs:
+    """`SamplingParams` and seed as arrays, so that changing one compiles nothing."""
+
+    temperature: Array
+    top_p: Array
+    min_p: Array
+    top_k: Array
+    eos_ids: Array
+    """[E] int32, padded with -1."""
+    key: Array
+    """[2] uint32: threefry key of (seed, step)."""
+
+
+class Draw(NamedTuple):
+    """A token for each row."""
+
+    tokens: Array
+    """[B] int32."""
+    logprobs: Array
+    """[B] float32, nats: full softmax at the sampling temperature (at 1 when greedy)."""
+    sampler_logprobs: Array
+    """[B] float32, nats: under the truncated distribution (a point mass, so 0, when greedy)."""
+
+
+def make_knobs(sampling: SamplingParams, seed: int, step: int) -> Knobs:
+    """The traced form of `sampling`; `seed` and `step` begin the key of every token."""
+    width = EOS_SLOTS * max(1, -(-len(sampling.eos_ids) // EOS_SLOTS))
+    eos_ids = (*sampling.eos_ids, *[-1] * (width - len(sampling.eos_ids)))
+    key = jax.random.key(seed % 2**32, impl="threefry2x32")
+    for part in (seed >> 32) % 2**32, step:
+        key = jax.random.fold_in(key, part)
+    return Knobs(
+        temperature=jnp.float32(sampling.temperature),
+        top_p=jnp.float32(sampling.top_p),
+        min_p=jnp.float32(sampling.min_p),
+        top_k=jnp.int32(min(sampling.top_k, 2**31 - 1)),
+        eos_ids=jnp.array(eos_ids, jnp.int32),
+        key=jax.random.key_data(key),
+    )
+
+
+def sample_keys(
+    key: UInt32[Array, " 2"], prompts: Int32[Array, " B"], samples: Int32[Array, " B"]
+) -> UInt32[Array, "B 2"]:
+    """Keys of (seed, step, prompt id, sample id); `key` is that of (seed, step)."""
+
+    def one(prompt: Array, sample: Array) -> Array:
+        base = jax.random.wrap_key_data(key, impl="threefry2x32")
+        folded = jax.random.fold_in(jax.random.fold_in(base, prompt), sample)
+        return jax.random.key_data(folded)
+
+    return jax.vmap(one)(prompts, samples)
+
+
+def uniforms(keys: UInt32[Array, "B 2"], positions: Int32[Array, " B"]) -> Float[Array, "B 2"]:
+    """Two numbers in [0, 1) for each row: a function of its key and of the position in its
+    completion alone."""
+
+    def one(key: Array, position: Array) -> Array:
+        folded = jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), position)
+        return jax.random.uniform(folded, (2,))
+
+    return jax.vmap(one)(keys, positions)
+
+
+def sample(logits: Float[Array, "B V"], random: Float[Array, "B 2"], knobs: Knobs) -> Draw:
+    """Draws one token for each row.
+
+    Args:
+        logits: [B, V] float32.
+        random: [B, 2] in [0, 1), from `uniforms`.
+        knobs: traced settings.
+    """
+    greedy = knobs.temperature == 0
+    scaled = logits / jnp.where(greedy, 1.0, knobs.temperature)
+    shifted = scaled - scaled.max(-1, keepdims=True)
+    weights = jnp.exp(shifted)
+    kept = truncate(weights, knobs)
+    tokens = jnp.where(greedy, jnp.argmax(logits, -1), pick(kept, random)).astype(jnp.int32)
+    chosen = jnp.take_along_axis(shifted, tokens[:, None], -1)[:, 0]
+    sampler_logprobs = jnp.where(greedy, 0.0, chosen - jnp.log(kept.sum(-1)))
+    return Draw(tokens, chosen - jnp.log(weights.sum(-1)), sampler_logprobs)
+
+
+def truncate(weights: Float[Array, "B V"], knobs: Knobs) -> Float[Array, "B V"]:
+    """Weights with 0 where top-k, then top-p of what is left, then min-p drop the token.
+
+    Args:
+        weights: unnormalised probabilities whose largest is 1 in each row. Tokens as probable as
+            the last one kept are kept.
+    """
+    count = jnp.float32(weights.shape[-1])
+
+    def top_k(w: Array) -> Array:
+        goal = jnp.minimum(knobs.top_k.astype(jnp.float32), count)
+        return _most_probable(w, jnp.ones_like, jnp.broadcast_to(goal, w.shape[:1]))
+
+    def top_p(w: Array) -> Array:
+        return _most_probable(w, lambda x: x, knobs.top_p * w.sum(-1))
+
+    weights = jax.lax.cond(knobs.top_k > 0, top_k, lambda w: w, weights)
+    weights = jax.lax.cond(knobs.top_p < 1, top_p, lambda w: w, weights)
+    return jnp.where(weights >= knobs.min_p, weights, 0.0)
+
+
+def pick(weights: Float[Array, "B V"], random: Float[Array, "B 2"]) -> Int[Array, " B"]:
+    """Index drawn in proportion to weights [B, V] by two-level inversion; never one of weight 0."""
+    rows, vocab = weights.shape
+    blocks = -(-vocab // BLOCK)
+    padded = jnp.pad(weights, ((0, 0), (0, blocks * BLOCK - vocab)))
+    padded = padded.reshape(rows, blocks, BLOCK)
+    block = _invert(padded.sum(-1), random[:, 0])
+    inside = jnp.take_along_axis(padded, block[:, None, None], 1)[:, 0]
+    return block * BLOCK + _invert(inside, random[:, 1])
+
+
+def is_eos(tokens: Int32[Array, " B"], knobs: Knobs) -> Bool[Array, " B"]:
+    """Whether each token ends its completion."""
+    return (tokens[:, None] == knobs.eos_ids[None, :]).any(-1)
+
+
+def _invert(weights: Array, random: Array) -> Array:
+    """First index whose cumulative weight exceeds random * total, for weights [B, n] and random
+    [B].
+
+    A parallel cumulative sum may fall by a rounding, hence the total is the largest sum at a
+    positive weight, and an index of weight 0 is never taken.
+    """
+    cumulative = jnp.where(weights > 0, jnp.cumsum(weights, -1), 0.0)
+    target = random[:, None] * cumulative.max(-1, keepdims=True)
+    return jnp.argmax(cumulative > target, -1)
+
+
+def _most_probable(weights: Array, measure: Callable[[Array], Array], goal: Array) -> Array:
+    """Weights [B, V] of the fewest most probable tokens whose measure adds up to goal [B], 0
+    elsewhere."""
+    bits = jax.lax.bitcast_convert_type(weights, jnp.int32)
+    amount = measure(weights)
+
+    def halve(_: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = bounds
+        middle = (low + high) // 2
+        enough = jnp.where(bits >= middle[:, None], amount, 0.0).sum(-1) >= goal
+        return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
+
+    low = jnp.zeros_like(goal, jnp.int32)
+    bounds = jax.lax.fori_loop(0, 31, halve, (low, jnp.full_like(low, ONE_BITS + 1)))
+    return jnp.where(bits >= bounds[0][:, None], weights, 0.0)

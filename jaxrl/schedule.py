@@ -1,0 +1,61 @@
+"""When a batch may be generated, scored and trained: bounded staleness as a pure state machine.
+
+Batch i is generated with exactly the weights after `max(0, i - staleness)` batches. The order of the actions below is
+the order in which the loop hands calls to the workers; each worker takes its calls in order, so what is
+computed never depends on timing. Actions on different pools overlap by themselves.
+
+    serial        generate 0, score 0, train 0, publish 1, generate 1, ...
+    one_step_off  generate 0, generate 1, score 0, train 0, publish 1, generate 2, score 1, ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+SCHEDULES: dict[str, int] = {"serial": 0, "one_step_off": 1, "two_step_off": 2}
+"""Name -> staleness: batches between the weights that generate and those that train."""
+
+
+@dataclass(frozen=True)
+class Action:
+    """One thing to do next."""
+
+    kind: Literal["generate", "score", "train", "publish"]
+    index: int
+    """The batch; for `publish`, the version: how many batches the published weights were trained on."""
+
+
+@dataclass
+class Schedule:
+    """Iterates over the actions of a run; its four counts are its whole state."""
+
+    steps: int
+    staleness: int
+    generated: int = 0
+    scored: int = 0
+    trained: int = 0
+    published: int = 0
+
+    def __iter__(self) -> Iterator[Action]:
+        while (action := self.next()) is not None:
+            yield action
+
+    def next(self) -> Action | None:
+        """The next action, counted as done; None once every batch is trained and published."""
+        ready_to_generate = self.published == max(0, self.generated - self.staleness)
+        if self.generated < self.steps and ready_to_generate:
+            self.generated += 1
+            return Action("generate", self.generated - 1)
+        if self.published < self.trained:
+            self.published = self.trained
+            return Action("publish", self.published)
+        ahead = max(0, self.staleness - 1)  # two_step_off scores the next batch during a train
+        if self.scored < min(self.generated, self.trained + 1 + ahead):
+            self.scored += 1
+            return Action("score", self.scored - 1)
+        if self.trained < self.scored:
+            self.trained += 1
+            return Action("train", self.trained - 1)
+        return None

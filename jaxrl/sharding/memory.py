@@ -1,0 +1,324 @@
+"""The memory of each role on one of its devices, in bytes, computed before any weight is read.
+
+Weights, gradients and optimizer state are exact: each leaf's shard under the rules of `rules.py`. The KV cache is exact for
+the slots and positions asked for. Temporaries are the analytic model of `activations.py`.
+
+A part is resident (always there) or belongs to a phase. A worker does one thing at a time, so the peak of a device is all
+that is resident on it, of whatever role, and the largest phase.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+import jax
+
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.decoder import Remat, abstract_params
+from jaxrl.sharding.activations import F32, Pass, gathered_head, logits, split
+from jaxrl.sharding.placement import AXIS_NAMES, Axes
+from jaxrl.sharding.rules import param_specs
+
+DType = Literal["float32", "bfloat16"]
+ITEMSIZE: dict[DType, int] = {"float32": 4, "bfloat16": 2}
+Column = Literal["weights", "gradients", "optimizer", "cache", "activations"]
+
+
+class Shard(NamedTuple):
+    """One parameter and the piece of it that a device holds."""
+
+    path: str
+    shape: tuple[int, ...]
+    local: tuple[int, ...]
+    """Shape of the piece."""
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.local)
+
+
+@lru_cache(maxsize=256)
+def shards(
+    config: DecoderConfig, axes: Axes, layout: Literal["stacked", "unstacked"] = "stacked"
+) -> tuple[Shard, ...]:
+    """Every parameter's piece on one device of a mesh with these axes."""
+    sizes = dict(zip(AXIS_NAMES, axes, strict=True))
+    leaves = jax.tree_util.tree_leaves_with_path(abstract_params(config, layout=layout))
+    specs = jax.tree.leaves(param_specs(config, sizes, layout), is_leaf=lambda x: isinstance(x, tuple))
+    found = []
+    for (path, leaf), spec in zip(leaves, specs, strict=True):
+        dims = (*spec, *[None] * (len(leaf.shape) - len(spec)))
+        local = tuple(n // sizes[a] if a else n for n, a in zip(leaf.shape, dims, strict=True))
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        found.append(Shard(name, tuple(leaf.shape), local))
+    return tuple(found)
+
+
+def weight_bytes(config: DecoderConfig, axes: Axes, dtype: DType) -> int:
+    """Bytes of the model's parameters on one device."""
+    return ITEMSIZE[dtype] * sum(shard.size for shard in shards(config, axes))
+
+
+def layer_bytes(config: DecoderConfig, axes: Axes, dtype: DType) -> int:
+    """`weight_bytes` without embedding, final norm and head."""
+    sizes = (s.size for s in shards(config, axes) if s.path.startswith("layers"))
+    return ITEMSIZE[dtype] * sum(sizes)
+
+
+def cache_bytes(config: DecoderConfig, axes: Axes, rows: int, positions: int, dtype: DType) -> int:
+    """Bytes of keys and values of `rows` sequences on one device, all layers."""
+    heads = split(config.n_kv_heads, axes.tensor)
+    return 2 * config.n_layers * rows * positions * heads * config.head_dim * ITEMSIZE[dtype]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some bytes of a role on one device."""
+
+    column: Column
+    """Temporary copies of weights count as activations."""
+    name: str
+    bytes: int
+    phase: str | None = None
+    """The phase that it exists in; None: always."""
+
+
+@dataclass(frozen=True)
+class Account:
+    """All parts of one role on one of its devices."""
+
+    role: str
+    parts: tuple[Part, ...]
+
+    @property
+    def resident(self) -> int:
+        return sum(p.bytes for p in self.parts if p.phase is None)
+
+    def phases(self) -> dict[str, int]:
+        """Phase -> bytes beyond what is resident."""
+        found: dict[str, int] = {}
+        for part in self.parts:
+            if part.phase is not None:
+                found[part.phase] = found.get(part.phase, 0) + part.bytes
+        return found
+
+    def column(self, column: Column) -> int:
+        """What is resident of a column, and the most that one phase adds to it."""
+        mine = Account(self.role, tuple(p for p in self.parts if p.column == column))
+        return mine.peak
+
+    @property
+    def peak(self) -> int:
+        return self.resident + max(self.phases().values(), default=0)
+
+
+def peak(accounts: Iterable[Account]) -> tuple[int, str]:
+    """Peak bytes of a device that holds these roles, and the moment of it (`actor: update`)."""
+    accounts = tuple(accounts)
+    moments = {f"{a.role}: {name}": size for a in accounts for name, size in a.phases().items()}
+    moment = max(moments, key=lambda name: moments[name], default="")
+    return sum(a.resident for a in accounts) + moments.get(moment, 0), moment
+
+
+@dataclass(frozen=True)
+class MemoryInputs:
+    """Everything that the account depends on."""
+
+    student: DecoderConfig
+    teacher: DecoderConfig | None
+    axes: Mapping[str, Axes]
+    sequences: int
+    """B: rows of a batch."""
+    prompt_tokens: int
+    new_tokens: int
+    sample_tokens: int
+    """Longest completion that is ever sampled; evaluations included."""
+    slots: int
+    prefill_tokens: int
+    """Most prompt tokens of one prefill on a data shard."""
+    remat: Remat
+    minibatches: int
+    micro_batch_tokens: int | None
+    chunk_tokens: int
+    lean: bool
+    actor_dtype: DType
+    param_dtype: DType
+    rollout_dtype: DType
+    teacher_dtype: DType
+    optimizer_bytes: int
+    """Of the optimizer's state on one device of the actor."""
+    signal_bytes: int
+    """Of what the teacher sends, per completion token; 0 without a teacher."""
+    student_topk: bool
+    """The rollout runs its policy over the finished batch."""
+    teacher_microbatches: int
+    teacher_samples: bool
+    signals_in_flight: int
+    """Batches whose signal stays on the teacher's devices while something else runs there."""
+    head_on_actor: bool
+    """The actor holds the teacher's LM head."""
+    shared_weights: bool
+    """Actor and rollout have one mesh and one dtype: what is not unstacked is one array."""
+    copies_at_sync: int
+    """Copies of the policy that appear on the rollout's devices while new weights arrive."""
+    fused_attention: bool
+
+    @property
+    def width(self) -> int:
+        return self.prompt_tokens + self.new_tokens
+
+    @property
+    def vocab(self) -> int:
+        """V of the losses: the rows that both heads have."""
+        sizes = [m.vocab_size for m in (self.student, self.teacher) if m is not None]
+        return min(sizes)
+
+    def rows(self, role: str, sequences: int) -> int:
+        """Sequences on one device of a role."""
+        axes = self.axes[role]
+        return -(-sequences // (axes.data * axes.fsdp))
+
+    def run(self, role: str, config: DecoderConfig, rows: int, width: int, dtype: DType) -> Pass:
+        fused = self.fused_attention and dtype == "bfloat16"
+        return Pass(config, self.axes[role], rows, width, ITEMSIZE[dtype], fused)
+
+
+def micro_batches(m: MemoryInputs) -> tuple[int, int]:
+    """How many micro-batches an update has, and rows of one on a device."""
+    rows = m.rows("actor", -(-m.sequences // m.minibatches))
+    budget = m.micro_batch_tokens
+    allowed = rows if budget is None else max(1, budget // m.width)
+    count = -(-rows // allowed)
+    return count, -(-rows // count)
+
+
+def actor(m: MemoryInputs) -> Account:
+    """Training: parameters, optimizer, gradients, and the larger of one block's and the loss's temporaries."""
+    axes = m.axes["actor"]
+    weights = weight_bytes(m.student, axes, m.param_dtype)
+    computed = weight_bytes(m.student, axes, m.actor_dtype)
+    mixed = m.actor_dtype != m.param_dtype
+    count, rows = micro_batches(m)
+    run = m.run("actor", m.student, rows, m.width, m.actor_dtype)
+    gradients = weights + (computed if mixed else 0)
+    if count > 1:  # a float32 sum, and the gradient that is added to it
+        gradients = weight_bytes(m.student, axes, "float32") + computed
+    signal = m.rows("actor", m.sequences) * m.new_tokens * m.signal_bytes
+    taken = min(m.rows("actor", -(-m.sequences // m.minibatches)), count * rows)
+    parts = [
+        Part("weights", "parameters", weights),
+        Part("optimizer", "optimizer state", m.optimizer_bytes),
+        Part("gradients", "gradients", gradients, "update"),
+        Part("activations", "inputs of the layers", run.saved(m.remat), "update"),
+        Part("activations", "hidden states at the loss", 3 * run.residual, "update"),
+        Part("activations", "block or loss", max(run.backward(m.remat), _loss(m)), "update"),
+        Part("activations", "teacher's signal", signal, "update"),
+        Part("activations", "its micro-batches", taken * m.new_tokens * m.signal_bytes, "update"),
+        Part("activations", "copy for the rollout", _published(m), "publish"),
+    ]
+    if mixed:
+        parts.append(Part("activations", f"copy in {m.actor_dtype}", computed, "update"))
+    if m.head_on_actor and m.teacher is not None:
+        parts.append(Part("weights", "teacher's LM head", _teacher_head(m, m.teacher)))
+    return Account("actor", tuple(p for p in parts if p.bytes))
+
+
+def _published(m: MemoryInputs) -> int:
+    """The policy unstacked, in the rollout's dtype, on the actor's mesh; arrays that need no change are not copied."""
+    axes = m.axes["actor"]
+    size = layer_bytes if m.rollout_dtype == m.param_dtype else weight_bytes
+    return size(m.student, axes, m.rollout_dtype)
+
+
+def _teacher_head(m: MemoryInputs, teacher: DecoderConfig) -> int:
+    axes = m.axes["actor"]
+    rows = split(m.vocab, axes.tensor)
+    return rows * split(teacher.d_model, axes.fsdp) * ITEMSIZE[m.teacher_dtype]
+
+
+def _loss(m: MemoryInputs) -> int:
+    """Logits of a chunk, both heads at full width, and the sum of the student's head gradient."""
+    axes, width = m.axes["actor"], m.student.d_model
+    total = logits(m.chunk_tokens, m.vocab, axes.tensor)
+    total += gathered_head(m.vocab, width, axes, ITEMSIZE[m.actor_dtype])
+    if m.head_on_actor and m.teacher is not None:
+        total += gathered_head(m.vocab, m.teacher.d_model, axes, ITEMSIZE[m.teacher_dtype])
+    sums = not m.lean and (axes.fsdp > 1 or m.actor_dtype != "float32")
+    return total + (-(-m.vocab // axes.tensor) * width * F32 if sums else 0)
+
+
+def rollout(m: MemoryInputs) -> Account:
+    """Sampling: the policy in its compute dtype, the cache, and the policy's next version while it arrives."""
+    axes, dtype = m.axes["rollout"], m.rollout_dtype
+    whole = weight_bytes(m.student, axes, dtype)
+    weights = layer_bytes(m.student, axes, dtype) if m.shared_weights else whole
+    parts = [
+        Part("weights", "parameters", weights),
+        Part("activations", "next version", weights * m.copies_at_sync, "weight sync"),
+        *_sampling(m, "rollout", m.student, dtype),
+    ]
+    if m.student_topk:
+        run = m.run("rollout", m.student, m.rows("rollout", m.sequences), m.width, dtype)
+        size = max(run.forward(stacked=False), logits(m.chunk_tokens, m.vocab, axes.tensor))
+        parts.append(Part("activations", "top-k of the policy", size + run.residual, "score"))
+    return Account("rollout", tuple(p for p in parts if p.bytes))
+
+
+def _sampling(m: MemoryInputs, role: str, config: DecoderConfig, dtype: DType) -> list[Part]:
+    """What the engine allocates while it generates."""
+    axes = m.axes[role]
+    row_shards = axes.data * axes.fsdp
+    slots = -(-m.slots // axes.size) * axes.size // row_shards
+    prompts = max(1, min(m.slots, m.prefill_tokens * row_shards // m.prompt_tokens))
+    prefill = m.run(role, config, -(-prompts // row_shards), m.prompt_tokens, dtype)
+    positions = m.prompt_tokens + m.sample_tokens
+    cache = cache_bytes(config, axes, slots, positions, dtype)
+    one_layer = cache // config.n_layers
+    scores = 2 * slots * split(config.n_heads, axes.tensor) * positions * F32
+    decode = max(one_layer + scores, logits(slots, config.vocab_size, axes.tensor))
+    parts = [
+        Part("cache", "KV cache", cache, "generate"),
+        Part("cache", "keys and values of prompts", cache_bytes(config, axes, prompts, m.prompt_tokens, dtype), "generate"),
+        Part("activations", "prefill or decode", max(prefill.forward(stacked=False), decode), "generate"),
+    ]
+    if axes.fsdp > 1:  # the decode loop gathers all weights once per launch
+        size = weight_bytes(config, axes._replace(fsdp=1), dtype)
+        parts.append(Part("activations", "weights gathered over fsdp", size, "generate"))
+    return parts
+
+
+def teacher(m: MemoryInputs) -> Account:
+    """Scoring, and sampling where the teacher's own completions are wanted."""
+    config, axes, dtype = m.teacher, m.axes["teacher"], m.teacher_dtype
+    assert config is not None
+    all_rows = m.rows("teacher", m.sequences)
+    rows = -(-all_rows // m.teacher_microbatches)
+    run = m.run("teacher", config, rows, m.width, dtype)
+    signal = all_rows * m.new_tokens * m.signal_bytes
+    work = run.forward(stacked=not m.teacher_samples)
+    if not m.head_on_actor:
+        head = gathered_head(m.vocab, config.d_model, axes, ITEMSIZE[dtype])
+        work = max(work, logits(m.chunk_tokens, m.vocab, axes.tensor) + head)
+    parts = [
+        Part("weights", "parameters", weight_bytes(config, axes, dtype)),
+        Part("activations", "signals in flight", signal * m.signals_in_flight),
+        Part("activations", "signal", signal, "score"),
+        Part("activations", "forward pass", work + run.residual, "score"),
+    ]
+    if m.teacher_microbatches > 1:
+        parts.append(Part("activations", "signal, put together", 2 * signal, "end of score"))
+    if m.teacher_samples:
+        parts += _sampling(m, "teacher", config, dtype)
+    return Account("teacher", tuple(p for p in parts if p.bytes))
+
+
+ACCOUNTS: dict[str, Callable[[MemoryInputs], Account]] = {
+    "actor": actor,
+    "rollout": rollout,
+    "teacher": teacher,
+}
+"""Role -> its account; a role that is not here loads nothing."""

@@ -1,0 +1,162 @@
+"""From visible devices to the meshes of the roles, and the check that each role got its own."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from jaxrl.errors import UserError
+from jaxrl.sharding.placement import AXIS_NAMES, Axes, Placement, device_list
+
+HOST_COUNT_FLAG = "xla_force_host_platform_device_count"
+
+
+@dataclass(frozen=True)
+class Visible:
+    """The devices that a run may use."""
+
+    devices: tuple[jax.Device, ...]
+    note: str | None
+    """Says so where the devices are emulated."""
+
+    @property
+    def emulated(self) -> bool:
+        return self.note is not None
+
+
+def ensure_devices(needed: int) -> Visible:
+    """The visible devices, at least `needed`; on a host without an accelerator they are emulated.
+
+    Call it before anything asks jax for its devices: their number is fixed by the first question. A number given
+    by JAX_NUM_CPU_DEVICES, XLA_FLAGS or `jax.config` is kept.
+
+    Raises:
+        UserError: fewer than `needed`, with the reason and the way out.
+    """
+    told = _count_told()
+    late = False
+    if told is None:  # harmless where there is an accelerator: only the CPU backend reads it
+        try:
+            jax.config.update("jax_num_cpu_devices", needed)
+        except RuntimeError:  # the backend runs already
+            late = True
+    try:
+        devices = tuple(jax.devices())
+    except (RuntimeError, AssertionError) as error:  # jax asserts where a named platform is missing
+        asked = os.environ.get("JAX_PLATFORMS", "")
+        raise UserError(f"jax finds no device for JAX_PLATFORMS={asked!r}; unset it. {error}".strip()) from error
+    if len(devices) < needed:
+        raise UserError(_too_few(devices, needed, told, late))
+    on_cpu = devices[0].platform == "cpu"
+    return Visible(devices, f"no accelerator: emulating {len(devices)} CPU devices" if on_cpu else None)
+
+
+def _count_told() -> str | None:
+    """Where the number of CPU devices was set already, or None. jax's own setting wins over the flag of XLA."""
+    value: int = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
+    if value >= 0:
+        name = "JAX_NUM_CPU_DEVICES"
+        return f"{name if name in os.environ else name.lower()}={value}"
+    match = re.search(rf"{HOST_COUNT_FLAG}=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    return f"XLA_FLAGS=--{match[0]}" if match else None
+
+
+def _too_few(devices: Sequence[jax.Device], needed: int, told: str | None, late: bool) -> str:
+    have = f"the mesh needs {needed} devices, but jax sees {len(devices)} ({devices[0].platform})"
+    if devices[0].platform != "cpu":
+        return f"{have}: ask for fewer, or set JAX_PLATFORMS=cpu to emulate them"
+    why = "jax was started before the mesh was known" if late else f"{told} sets that number"
+    return f"{have}: {why}; start python with JAX_NUM_CPU_DEVICES={needed}"
+
+
+def role_mesh(devices: Sequence[jax.Device], axes: Axes) -> Mesh:
+    """A mesh with axes data, fsdp and tensor over `devices`, in order; tensor neighbours are next to each other."""
+    grid = np.asarray(devices, dtype=object).reshape(axes)
+    return Mesh(grid, AXIS_NAMES, axis_types=(AxisType.Auto,) * len(AXIS_NAMES))
+
+
+def carve(
+    devices: Sequence[jax.Device], placement: Placement, axes: Mapping[str, Axes]
+) -> dict[str, Mesh]:
+    """Role -> its mesh, for the roles that `axes` names."""
+    meshes = {}
+    for role, sizes in axes.items():
+        mine = [devices[i] for i in placement.roles[role].devices]
+        meshes[role] = role_mesh(mine, sizes)
+        verify(role, meshes[role], [device.id for device in mine])
+    verify_pools(placement, meshes)
+    return meshes
+
+
+def verify(role: str, mesh: Mesh, expected: Iterable[int]) -> None:
+    """Checks, inside the worker, that the role's mesh has exactly the devices that it was given.
+
+    Args:
+        expected: `device.id` of each.
+    """
+    expected = sorted(expected)
+    found = sorted(device.id for device in mesh.devices.flat)
+    if found != expected:
+        raise RuntimeError(
+            f"{role} was given devices {device_list(expected)}, but its mesh has {device_list(found)}"
+        )
+
+
+def verify_pools(placement: Placement, meshes: Mapping[str, Mesh]) -> None:
+    """Checks that no device serves two pools."""
+    owner: dict[int, str] = {}
+    for role, mesh in meshes.items():
+        pool = placement.pool_of(role).name
+        for device in mesh.devices.flat:
+            other = owner.setdefault(device.id, pool)
+            if other != pool:
+                raise RuntimeError(f"device {device.id} is in two pools: {other} and {pool}")
+
+
+def bytes_limit(device: jax.Device, sharers: int) -> int | None:
+    """Bytes that a run may use on `device`; None where nobody knows.
+
+    Args:
+        sharers: emulated devices among which the host's memory is divided.
+    """
+    stats = device.memory_stats()
+    if stats and stats.get("bytes_limit"):
+        return int(stats["bytes_limit"])
+    available = host_available() if device.platform == "cpu" else None
+    return None if available is None else available // sharers
+
+
+def host_available() -> int | None:
+    """Bytes of host memory that can still be had, within the container's limit where there is one."""
+    found = [n for n in (_meminfo_available(), _cgroup_left()) if n is not None]
+    return min(found) if found else None
+
+
+def _meminfo_available() -> int | None:
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass  # not Linux
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
+def _cgroup_left() -> int | None:
+    try:
+        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as limit:
+            text = limit.read().strip()
+        with open("/sys/fs/cgroup/memory.current", encoding="ascii") as used:
+            return None if text == "max" else max(int(text) - int(used.read()), 0)
+    except (OSError, ValueError):
+        return None

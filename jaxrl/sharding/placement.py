@@ -1,0 +1,274 @@
+"""The `--mesh` language: which devices each role gets. Pure text and integers, no jax.
+
+    actor=2,rollout=2,teacher=4        three disjoint pools of 2, 2 and 4 devices
+    actor+rollout=6,teacher=2          actor and rollout share 6 devices
+
+Pools take devices in order and never overlap. Device numbers are positions in `jax.devices()`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, get_args
+
+from jaxrl.errors import UserError, unknown
+
+AxisName = Literal["data", "fsdp", "tensor"]
+AXIS_NAMES: tuple[AxisName, ...] = get_args(AxisName)
+
+DEFAULT_AXES: dict[str, tuple[AxisName, ...]] = {
+    "actor": ("fsdp", "data"),
+    "rollout": ("data", "tensor"),
+    "teacher": ("fsdp", "data"),
+    "reference": ("fsdp", "data"),
+    "reward": ("fsdp", "data"),
+    "grouper": ("data",),
+}
+"""Role -> the axes that may take the devices left by the sizes given, the first free one taking them all."""
+
+ROLES: tuple[str, ...] = tuple(DEFAULT_AXES)
+"""Every role that `--mesh` can name."""
+
+
+class Axes(NamedTuple):
+    """Sizes of a role's mesh axes; their product is the number of its devices."""
+
+    data: int = 1
+    fsdp: int = 1
+    tensor: int = 1
+
+    @property
+    def size(self) -> int:
+        return self.data * self.fsdp * self.tensor
+
+    def __str__(self) -> str:
+        """The axes above 1, as in `fsdp=2 tensor=2`; `1 device` where there is none."""
+        sizes = zip(AXIS_NAMES, self, strict=True)
+        return " ".join(f"{name}={size}" for name, size in sizes if size > 1) or "1 device"
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Devices `start` to `stop` (excluded), owned by one worker that holds `roles`."""
+
+    roles: tuple[str, ...]
+    start: int
+    stop: int
+
+    @property
+    def name(self) -> str:
+        """As written in the spec: `actor+rollout`."""
+        return "+".join(self.roles)
+
+    @property
+    def devices(self) -> range:
+        return range(self.start, self.stop)
+
+
+@dataclass(frozen=True)
+class RolePlacement:
+    """Where one role runs."""
+
+    role: str
+    pool: int
+    """Index into `Placement.pools`."""
+    devices: range
+    """All devices of the pool, or a slice of them."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Every pool and role of a run."""
+
+    spec: str
+    pools: tuple[Pool, ...]
+    roles: Mapping[str, RolePlacement]
+    notes: tuple[str, ...] = ()
+    """What was decided without being asked for, one line each."""
+
+    @property
+    def n_devices(self) -> int:
+        """Devices needed in all."""
+        return self.pools[-1].stop
+
+    def pool_of(self, role: str) -> Pool:
+        return self.pools[self.roles[role].pool]
+
+
+def parse(spec: str) -> Placement:
+    """Reads a `--mesh` spec.
+
+    Raises:
+        UserError: syntax, an unknown role, a role twice, or a count below 1.
+    """
+    if not spec.strip():
+        raise UserError("the mesh is empty: write ROLE=DEVICES, as in actor=2,rollout=2,teacher=4")
+    pools: list[Pool] = []
+    roles: dict[str, RolePlacement] = {}
+    for part in spec.split(","):
+        names, count = _parse_pool(part, spec)
+        start = pools[-1].stop if pools else 0
+        pool = Pool(names, start, start + count)
+        for role in names:
+            if role in roles:
+                raise UserError(f"role {role!r} is placed twice in the mesh {spec!r}: name it once")
+            roles[role] = RolePlacement(role, len(pools), pool.devices)
+        pools.append(pool)
+    return Placement(spec, tuple(pools), roles)
+
+
+def _parse_pool(part: str, spec: str) -> tuple[tuple[str, ...], int]:
+    """Roles and number of devices of one `ROLE+ROLE=DEVICES`."""
+    names, equals, count = (text.strip() for text in part.partition("="))
+    if not names or not equals:
+        raise UserError(
+            f"{part.strip()!r} in the mesh {spec!r} is not ROLE=DEVICES, as in actor=2 or actor+rollout=2"
+        )
+    roles = tuple(name.strip() for name in names.split("+"))
+    for role in roles:
+        if role not in ROLES:
+            raise unknown(f"role in the mesh {spec!r}:", role, ROLES)
+    if not re.fullmatch(r"[0-9]+", count) or int(count) < 1:
+        raise UserError(f"{names}={count} in the mesh {spec!r}: a pool has a whole number of devices, at least 1")
+    return roles, int(count)
+
+
+def place(
+    spec: str,
+    needed: Iterable[str] = (),
+    slices: Mapping[str, str | None] | None = None,
+) -> Placement:
+    """`parse`, then roles that `needed` names and the spec does not join the actor's pool, then slices narrow.
+
+    Args:
+        needed: the roles that the algorithm asks for.
+        slices: role -> `start:stop` within its pool (`ROLE.devices`); None keeps the whole pool.
+    """
+    placement = parse(spec)
+    needed = tuple(needed)
+    for role in needed:
+        placement = _join_actor(placement, role)
+    for role in placement.roles:
+        if needed and role not in needed:
+            placement = _note(placement, f"{role} is placed, but this run does not use it")
+    for role, text in (slices or {}).items():
+        if text is not None and role in placement.roles:
+            placement = narrow(placement, role, text)
+    return placement
+
+
+def _join_actor(placement: Placement, role: str) -> Placement:
+    if role in placement.roles:
+        return placement
+    actor = placement.roles.get("actor")
+    if actor is None:
+        raise UserError(f"the mesh {placement.spec!r} places no {role}: add {role}=DEVICES")
+    pool = placement.pools[actor.pool]
+    pools = list(placement.pools)
+    pools[actor.pool] = replace(pool, roles=(*pool.roles, role))
+    joined = RolePlacement(role, actor.pool, pool.devices)
+    placement = replace(
+        placement, pools=tuple(pools), roles={**placement.roles, role: joined}
+    )
+    return _note(placement, f"{role} is not in the mesh {placement.spec!r}: it joins the actor's pool")
+
+
+def narrow(placement: Placement, role: str, text: str) -> Placement:
+    """`role` on the slice `start:stop` of its pool's devices.
+
+    Raises:
+        UserError: not a slice, an empty one, or one that leaves the pool.
+    """
+    pool = placement.pool_of(role)
+    n = len(pool.devices)
+    match = re.fullmatch(r"\s*(\d*)\s*:\s*(\d*)\s*", text)
+    if match is None:
+        raise UserError(f"{role}.devices={text!r} is not a slice of devices: write start:stop, as in 0:{n}")
+    start = int(match[1] or 0)
+    stop = int(match[2] or n)
+    if stop > n or start >= n:
+        raise UserError(
+            f"{role}.devices={text} leaves its pool: {pool.name} has {_count(n)}, so stop is at most {n}"
+        )
+    if start >= stop:
+        raise UserError(f"{role}.devices={text} holds no device: start {start} is not below stop {stop}")
+    narrowed = replace(placement.roles[role], devices=pool.devices[start:stop])
+    return replace(placement, roles={**placement.roles, role: narrowed})
+
+
+def check_visible(placement: Placement, visible: int) -> Placement:
+    """Refuses a placement that needs more than the `visible` devices; notes those left over."""
+    needed = placement.n_devices
+    if needed > visible:
+        raise UserError(
+            f"the mesh {placement.spec!r} needs {_count(needed)}, but {visible} "
+            f"{'is' if visible == 1 else 'are'} visible"
+        )
+    if needed < visible:
+        return _note(placement, f"{visible - needed} of {_count(visible)} left over: the mesh uses {needed}")
+    return placement
+
+
+def resolve_axes(
+    role: str,
+    n_devices: int,
+    data: int | None = None,
+    fsdp: int | None = None,
+    tensor: int | None = None,
+    order: tuple[AxisName, ...] | None = None,
+) -> Axes:
+    """The sizes of a role's mesh axes on `n_devices` devices.
+
+    An axis of -1 takes what the others leave. Without one, the first axis of `order` that has no size does;
+    every other axis without a size is 1.
+
+    Args:
+        order: by default `DEFAULT_AXES[role]`.
+
+    Raises:
+        UserError: sizes that do not divide, or do not use, the devices of the role.
+    """
+    given: dict[AxisName, int | None] = {"data": data, "fsdp": fsdp, "tensor": tensor}
+    sizes = {name: size for name, size in given.items() if size is not None}
+    told = " ".join(f"{role}.parallel.{name}={size}" for name, size in sizes.items())
+    for name, size in sizes.items():
+        if size < 1 and size != -1:
+            raise UserError(f"{role}.parallel.{name}={size}: an axis is at least 1, or -1 for the rest")
+    rest = [name for name, size in sizes.items() if size == -1]
+    if len(rest) > 1:
+        raise UserError(f"{told}: {len(rest)} axes are -1, and only 1 may take the rest")
+    free = rest + [name for name in order or DEFAULT_AXES[role] if name not in sizes]
+    fixed = 1
+    for size in sizes.values():
+        fixed *= max(size, 1)
+    if n_devices % fixed or (not free and fixed != n_devices):
+        raise UserError(
+            f"{told}: axes of {_count(fixed)} do not divide the {_count(n_devices)} of {role}"
+            if n_devices % fixed
+            else f"{told}: axes use {_count(fixed)}, but {role} has {n_devices}"
+        )
+    result = {name: max(sizes.get(name, 1), 1) for name in AXIS_NAMES}
+    if free:
+        result[free[0]] = n_devices // fixed
+    return Axes(**result)
+
+
+def device_list(devices: Iterable[int]) -> str:
+    """Numbers as ranges: `0-3`, `5`, `0,2-3`."""
+    runs: list[list[int]] = []
+    for i in sorted(devices):
+        if runs and i == runs[-1][1] + 1:
+            runs[-1][1] = i
+        else:
+            runs.append([i, i])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def _note(placement: Placement, text: str) -> Placement:
+    return replace(placement, notes=(*placement.notes, text))
+
+
+def _count(n: int) -> str:
+    return f"{n} device" if n == 1 else f"{n} devices"

@@ -1,0 +1,73 @@
+"""Where each parameter lives: path -> logical axes -> mesh axes. The only such table."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.decoder import Layout, abstract_params
+
+PATHS: tuple[tuple[str, tuple[str | None, ...]], ...] = (
+    (r"embed/embedding$", ("vocab", "embed")),
+    (r"lm_head/kernel$", ("vocab", "embed")),
+    (r"attn/q/kernel$", ("embed", "heads")),
+    (r"attn/[kv]/kernel$", ("embed", "kv_heads")),
+    (r"attn/q/bias$", ("heads",)),
+    (r"attn/[kv]/bias$", ("kv_heads",)),
+    (r"attn/o/kernel$", ("heads", "embed")),
+    (r"mlp/(gate|up)/kernel$", ("embed", "mlp")),
+    (r"mlp/down/kernel$", ("mlp", "embed")),
+    (r"norm/scale$", (None,)),
+)
+AXES: dict[str, str] = {
+    "vocab": "tensor",
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "mlp": "tensor",
+    "embed": "fsdp",
+}
+
+
+def param_specs(
+    config: DecoderConfig, axis_sizes: Mapping[str, int], layout: Layout = "stacked"
+) -> Any:
+    """A `PartitionSpec` for each parameter.
+
+    A dim that its mesh axis does not divide is kept whole; heads are split between heads only, so keys and
+    values are replicated where `tensor` exceeds (or does not divide) the KV heads.
+
+    Args:
+        axis_sizes: mesh axis -> size, e.g. `mesh.shape`.
+    """
+    units = {
+        "vocab": config.vocab_size,
+        "heads": config.n_heads,
+        "kv_heads": config.n_kv_heads,
+        "mlp": config.d_ff,
+        "embed": config.d_model,
+    }
+
+    def spec(path: Any, leaf: jax.ShapeDtypeStruct) -> PartitionSpec:
+        name = "/".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path)
+        logical = next(axes for pattern, axes in PATHS if re.search(pattern, name))
+        mesh_axes = [
+            AXES[axis] if axis and units[axis] % axis_sizes[AXES[axis]] == 0 else None
+            for axis in logical
+        ]
+        return PartitionSpec(*[None] * (len(leaf.shape) - len(logical)), *mesh_axes)
+
+    return jax.tree_util.tree_map_with_path(spec, abstract_params(config, layout=layout))
+
+
+def param_shardings(config: DecoderConfig, mesh: Mesh, layout: Layout = "stacked") -> Any:
+    """`param_specs` on `mesh`."""
+    return jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec),
+        param_specs(config, mesh.shape, layout),
+        is_leaf=lambda x: isinstance(x, PartitionSpec),
+    )

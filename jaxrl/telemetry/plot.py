@@ -1,0 +1,103 @@
+"""Draws the curves of runs: divergence or loss, agreement, accuracy and the teacher's, speed.
+
+    python -m jaxrl.telemetry.plot RUN [RUN ...] -o curves.png
+
+A RUN is a run directory or a metrics.jsonl. Needs matplotlib (the extra `plot`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxrl import cli
+from jaxrl.errors import UserError
+from jaxrl.telemetry.metrics import METRICS, METRICS_FILE, read_metrics
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Rows = Sequence[Mapping[str, Any]]
+
+PANELS = (
+    "distill/divergence",
+    "distill/reverse_kl_k1",
+    "sft/loss",
+    "distill/top1_agreement",
+    "eval/accuracy",
+    "tokens/per_second",
+)
+"""One panel each, left to right; a metric that no run has gets none."""
+SUFFIXES = (".png", ".svg", ".pdf")
+
+
+def series(rows: Rows, name: str) -> tuple[list[int], list[float]]:
+    """Steps and values of the rows where ``name`` was measured and finite."""
+    points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def draw(runs: Mapping[str, Rows]) -> Figure:
+    """A figure with one line per run in each panel; the teacher's accuracy is a dashed line."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UserError("plots need matplotlib: pip install 'jaxrl[plot]'") from error
+    panels = [name for name in PANELS if any(series(rows, name)[0] for rows in runs.values())]
+    if not panels:
+        raise UserError(f"nothing to draw: no run has any of {', '.join(PANELS)}")
+    figure = Figure(figsize=(4.5 * len(panels), 3.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, name in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        for index, (label, rows) in enumerate(runs.items()):
+            _draw_run(axes, name, label, rows, color=f"C{index}")
+        axes.set_title(f"{name} ({METRICS[name].unit})", fontsize=10)
+        axes.set_xlabel("step")
+        if METRICS[name].unit == "fraction":
+            axes.set_ylim(0, 1.02)
+        elif name != "distill/reverse_kl_k1":  # an estimate: it may be negative
+            axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        if len(runs) > 1 or name == "eval/accuracy":
+            axes.legend(fontsize=8)
+    return figure
+
+
+def _draw_run(axes: Axes, name: str, label: str, rows: Rows, color: str) -> None:
+    steps, values = series(rows, name)
+    marker = "o" if name == "eval/accuracy" else ""
+    axes.plot(steps, values, color=color, label=label, marker=marker, markersize=3)
+    _, teacher = series(rows, "teacher/accuracy")
+    if name == "eval/accuracy" and teacher:
+        axes.axhline(teacher[0], color=color, linestyle="--", label=f"{label}: teacher")
+
+
+def _labels(paths: Sequence[str]) -> list[str]:
+    """The folder names of the runs, or whole paths where two names are the same."""
+    resolved = [Path(path).resolve() for path in paths]
+    names = [path.parent.name if path.name == METRICS_FILE else path.name for path in resolved]
+    return names if len(set(names)) == len(names) else list(paths)
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = cli.Parser("python -m jaxrl.telemetry.plot", __doc__)
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory or metrics.jsonl")
+    parser.add_argument("-o", "--output", required=True, help="file to write: .png, .svg or .pdf")
+    arguments = parser.parse(argv)
+    output = Path(arguments.output)
+    if output.suffix not in SUFFIXES:
+        raise UserError(f"-o {output}: the suffix must be one of {', '.join(SUFFIXES)}")
+    if not output.absolute().parent.is_dir():
+        raise UserError(f"-o {output}: no folder {output.parent}")
+    paths = list(dict.fromkeys(arguments.runs))
+    runs = dict(zip(_labels(paths), map(read_metrics, paths), strict=True))
+    draw(runs).savefig(output, dpi=120)
+    print(output)
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main))

@@ -1,0 +1,124 @@
+"""What travels between the stages of a step, and the legend of every shape.
+
+Shapes: P prompts, G group size, B = P * G sequences, T tokens of a sequence (prompt width + C), C completion
+width, V vocabulary, K top-k, D model width, N heads, KV key-value heads, H head width, S cache positions, L layers.
+
+A sequence is a left-padded prompt followed by a right-padded completion. Arrays of width C are aligned with the
+completion: entry j belongs to token ``T - C + j``, which the hidden state at ``T - C + j - 1`` predicts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+FinishReason = Literal["stop", "length"]
+Array = jax.Array | np.ndarray
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt, ready to be sampled from."""
+
+    id: int
+    """Position in the data order: unique within a run, and part of the seed of every sample."""
+    tokens: tuple[int, ...]
+    text: str
+    completion: tuple[int, ...] | None = None
+    """Tokens of the data set's own completion (EOS included), where there is one."""
+    answer: str | None = None
+    """What a verifier compares with."""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """Every other field of the data row."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled completion of one prompt."""
+
+    tokens: tuple[int, ...]
+    """Sampled ids, EOS included."""
+    logprobs: np.ndarray
+    """[len(tokens)] float32, nats: full softmax at the sampling temperature (at 1 when greedy)."""
+    sampler_logprobs: np.ndarray
+    """[len(tokens)] float32, nats: of the distribution that was sampled from, after truncation."""
+    finish_reason: FinishReason
+    text: str = ""
+    """Decoded, without EOS and without the stop string."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Sequences:
+    """Prompts with their completions as rectangular arrays."""
+
+    tokens: Array
+    """[B, T] int32."""
+    mask: Array
+    """[B, T] bool: True at real tokens."""
+    loss_mask: Array
+    """[B, C] bool: True where a completion token trains (EOS included)."""
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """A batch of completions under one set of weights, on the host."""
+
+    sequences: Sequences
+    """numpy arrays."""
+    prompts: tuple[Prompt, ...]
+    """One for each row (a prompt stands G times); rows beyond these are padding, all-False in the mask."""
+    completions: tuple[Completion, ...]
+    """One for each row that has a prompt."""
+    group_ids: np.ndarray
+    """[B] int32: rows with one id are samples of one prompt; -1 at padding rows."""
+    logprobs: np.ndarray
+    """[B, C] float32, nats, 0 at padding."""
+    sampler_logprobs: np.ndarray
+    """[B, C] float32, nats, 0 at padding."""
+    policy_version: int
+    """Batches trained into the weights that generated this; -1 for the data set's or the teacher's completions."""
+    decode_steps: int = 0
+    """Steps that decoding took; 0 where nothing was decoded."""
+    student_topk: Array | None = None
+    """[B, C, K] int32: the policy's K most probable tokens, for the `student_topk` teacher signal."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TeacherSignal:
+    """What a teacher says about each completion position; only the fields of its signal are set."""
+
+    hidden: Array | None = None
+    """[B, C, Dt]: last hidden states, after the final norm."""
+    topk_ids: Array | None = None
+    """[B, C, K] int32."""
+    topk_logprobs: Array | None = None
+    """[B, C, K] float32, nats."""
+    tail_logprob: Array | None = None
+    """[B, C] float32, nats: log of the probability outside the K ids."""
+    token_logprobs: Array | None = None
+    """[B, C] float32, nats: of the token in the sequence."""
+    best_ids: Array | None = None
+    """[B, C, K'] int32: the teacher's own most probable tokens, for the entropy-aware term."""
+    best_logprobs: Array | None = None
+    """[B, C, K'] float32, nats."""
+    best_tail: Array | None = None
+    """[B, C] float32, nats: log of the probability outside the K' ids."""
+    entropy: Array | None = None
+    """[B, C] float32, nats."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainBatch:
+    """What one update sees; every leaf has the sequences as its first dim."""
+
+    sequences: Sequences
+    teacher: TeacherSignal | None = None
+    sampler_logprobs: Array | None = None
+    """[B, C] float32, nats."""

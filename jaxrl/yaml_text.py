@@ -1,0 +1,140 @@
+"""Strict YAML: what a config file and a ``key=value`` override mean.
+
+PyYAML follows YAML 1.1, where ``1:2`` is the number 62, ``1e-4`` a string, ``no`` false, and a key
+given twice silently keeps its last value. Here scalars follow the YAML 1.2 core schema and a
+repeated key is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from jaxrl.errors import UserError
+
+_SCALARS = (
+    ("tag:yaml.org,2002:null", r"^(?:null|~|)$", "n~"),
+    ("tag:yaml.org,2002:bool", r"^(?:true|false)$", "tf"),
+    ("tag:yaml.org,2002:int", r"^[-+]?(?:0|[1-9][0-9]*)$", "-+0123456789"),
+    (
+        "tag:yaml.org,2002:float",
+        r"^[-+]?(?:\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?$|^[-+]?\.inf$|^\.nan$",
+        "-+.0123456789",
+    ),
+)
+
+
+def _core_resolvers() -> dict[str | None, list[tuple[str, re.Pattern[str]]]]:
+    table: dict[str | None, list[tuple[str, re.Pattern[str]]]] = {"": []}
+    for tag, pattern, first_letters in _SCALARS:
+        for letter in first_letters:
+            table.setdefault(letter, []).append((tag, re.compile(pattern)))
+    table[""].append((_SCALARS[0][0], re.compile(_SCALARS[0][1])))
+    return table
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers = _core_resolvers()
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[str] = set()
+        for key_node, _ in node.value:
+            where = f"line {key_node.start_mark.line + 1}"
+            if key_node.tag != "tag:yaml.org,2002:str":
+                raise UserError(f"{where}: keys are plain words, got {key_node.value!r}")
+            if key_node.value in seen:
+                raise UserError(f"{where}: key {key_node.value!r} is given twice")
+            seen.add(key_node.value)
+        return super().construct_mapping(node, deep=deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    yaml_implicit_resolvers = _core_resolvers()
+
+
+def _parse(text: str) -> Any:
+    return yaml.load(text, Loader=_Loader)
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """The mapping that a YAML file holds; an empty file is an empty mapping."""
+    try:
+        content = _parse(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read config {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text") from error
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+    except yaml.YAMLError as error:
+        raise UserError(f"{path}: not YAML: {_one_line(error)}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: holds a {type(content).__name__}, not `key: value` lines")
+    return content
+
+
+def dump_mapping(mapping: dict[str, Any]) -> str:
+    """YAML text that ``read_mapping`` reads back to an equal mapping, keys in their given order."""
+    return yaml.dump(mapping, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+
+
+def parse_value(text: str) -> Any:
+    """The value of an override: a quoted string or ``[list]`` in YAML, else one whole plain scalar.
+
+    Whole: ``data.system_prompt=Answer: yes # or no`` needs no second layer of quotes.
+    """
+    if text.startswith(("[", "{", '"', "'")):
+        try:
+            return _parse(text)
+        except yaml.YAMLError as error:
+            raise UserError(f"not YAML: {_one_line(error)}") from error
+    loader = _Loader("")
+    tag = loader.resolve(yaml.ScalarNode, text, (True, False))
+    return loader.construct_object(yaml.ScalarNode(tag, text))
+
+
+def apply_overrides(mapping: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """``mapping`` with each ``a.b.c=value`` set, in order: of two for one key the last one wins."""
+    result = _copy(mapping)
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        parts = key.strip().split(".")
+        if not equals or not all(parts):
+            raise UserError(f"bad override {override!r}: write key=value, as in steps=10")
+        try:
+            value = parse_value(text.strip())
+        except UserError as error:
+            raise UserError(f"override {override!r}: {error}") from error
+        if isinstance(value, dict):
+            raise UserError(f"override {override!r}: set its keys one by one, as {key}.KEY=VALUE")
+        _set(result, parts, value)
+    return result
+
+
+def _set(mapping: dict[str, Any], parts: list[str], value: Any) -> None:
+    for depth, part in enumerate(parts[:-1]):
+        below = mapping.setdefault(part, {})
+        if below is None:
+            below = mapping[part] = {}
+        if not isinstance(below, dict):
+            section = ".".join(parts[: depth + 1])
+            raise UserError(f"cannot set {'.'.join(parts)}: {section} is a value, not a section")
+        mapping = below
+    mapping[parts[-1]] = value
+
+
+def _copy(mapping: dict[str, Any]) -> dict[str, Any]:
+    return {k: _copy(v) if isinstance(v, dict) else v for k, v in mapping.items()}
+
+
+def _one_line(error: yaml.YAMLError) -> str:
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return re.sub(r"\s+", " ", str(error)).strip()
+    mark = error.problem_mark
+    return f"{error.problem} (line {mark.line + 1}, column {mark.column + 1})"

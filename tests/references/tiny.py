@@ -1,0 +1,95 @@
+"""Tiny random checkpoints, the same for the references (torch) and for the tests (numpy only)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+BASE: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+"""With heads of 16 dims and theta 5e5 the wavelengths (6, 32, 168, ...) meet all three of its
+regimes."""
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"tie_word_embeddings": False}),
+    "llama3_rope": (
+        "llama",
+        {"head_dim": 16, "rope_parameters": {"rope_theta": 5e5, **LLAMA3}},
+    ),
+    "llama_linear_rope": (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+    ),
+    "smollm": (
+        "llama",
+        {
+            "tie_word_embeddings": True,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "hidden_size": 48,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e5},
+        },
+    ),
+    "qwen2": (
+        "qwen2",
+        {
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        },
+    ),
+    "qwen3": (
+        "qwen3",
+        {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    ),
+}
+"""Name -> (model_type, what its config adds to BASE)."""
+
+
+def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, np.ndarray]:
+    """float32 values by name, for shapes in sorted order of their names; the stream of RandomState
+    is frozen.
+
+    Scales are chosen so that attention is far from uniform and norms and biases matter.
+    """
+    random = np.random.RandomState(seed)
+    tensors: dict[str, np.ndarray] = {}
+    for name in sorted(shapes):
+        values = random.standard_normal(shapes[name]).astype(np.float32)
+        if "norm" in name:
+            values = 1 + 0.3 * values
+        elif name.endswith(".bias"):
+            values = 0.5 * values
+        elif "embed_tokens" in name or "lm_head" in name:
+            values = 0.3 * values
+        else:
+            values = values * np.float32(1.5 / np.sqrt(shapes[name][1]))
+        tensors[name] = values.astype(np.float32)
+    return tensors
+
+
+def batch(vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """tokens [3, 20] and mask: a full row, a left-padded one and a right-padded one."""
+    random = np.random.RandomState(7)
+    tokens = random.randint(3, vocab_size, (3, 20)).astype(np.int32)
+    mask = np.ones((3, 20), bool)
+    mask[1, :6] = False
+    mask[2, 13:] = False
+    return np.where(mask, tokens, 0).astype(np.int32), mask

@@ -1,0 +1,188 @@
+"""Laws of the update: what it computes does not depend on how the batch is cut or over how many devices."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+
+from jaxrl.algorithms import ALGORITHMS, prepare
+from jaxrl.config import Config
+from jaxrl.data.batch import pack
+from jaxrl.errors import UserError
+from jaxrl.losses.divergence import jsd
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.decoder import forward, head, init_params, logits
+from jaxrl.roles.actor import Actor
+from jaxrl.sharding.rules import param_shardings
+from jaxrl.types import Rollout, TeacherSignal
+
+MODEL = DecoderConfig("llama", 48, 16, 2, 4, 2, 4, 24, tie_embeddings=True, eos_ids=(1,))
+TEACHER = DecoderConfig("llama", 48, 24, 1, 4, 4, 6, 32, eos_ids=(1,))
+
+
+def mesh(*shape):
+    devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
+    return Mesh(devices, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+
+
+def config(*overrides):
+    plain = ["optimizer.name=sgd", "optimizer.b1=0.0", "optimizer.warmup_steps=0"]
+    more = ["optimizer.learning_rate=0.5", "optimizer.clip_norm=null", "steps=4"]
+    return Config.load(None, [*plain, *more, *overrides])
+
+
+def sequences(rows=12, seed=0):
+    draw = np.random.default_rng(seed)
+    tokens = lambda low, high: draw.integers(2, 48, draw.integers(low, high)).tolist()
+    prompts = [tokens(2, 6) for _ in range(rows)]
+    completions = [tokens(1, 8) for _ in range(rows)]
+    widths = {"prompt_width": 6, "completion_width": 8}
+    return pack(prompts, completions, **widths, pad_id=0, row_multiple=8)
+
+
+def batch(rows=12, poison=False):
+    packed = sequences(rows)
+    n = len(packed.tokens)
+    zeros = np.zeros(packed.loss_mask.shape, np.float32)
+    rollout = Rollout(packed, (), (), np.arange(n), zeros, zeros, policy_version=0)
+    hidden = np.random.default_rng(1).standard_normal((n, 8, 24)).astype(np.float32)
+    if poison:
+        hidden[3, 0] = np.nan
+    return rollout, TeacherSignal(hidden=jnp.asarray(hidden))
+
+
+def actor(cfg, m, tmp_path):
+    teacher_head = 2.0 * jax.random.normal(jax.random.key(9), (48, 24))
+    start = init_params(MODEL, jax.random.key(0))
+    return Actor(
+        cfg,
+        MODEL,
+        m,
+        load=lambda dtype: jax.device_put(
+            jax.tree.map(lambda x: x.astype(dtype), start), param_shardings(MODEL, m)
+        ),
+        prepare=prepare,
+        loss=ALGORITHMS[cfg.algorithm].make_loss(cfg, MODEL, m, 48),
+        frozen={"teacher_head": jax.device_put(teacher_head)},
+        run_dir=tmp_path,
+    )
+
+
+def trained(cfg, m, tmp_path, steps=1):
+    one = actor(cfg, m, tmp_path)
+    report = [one.update(*batch(), step=i) for i in range(steps)][-1]
+    return jax.device_get(one.state.params), report
+
+
+def assert_close(a, b, tolerance):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=tolerance)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    return trained(config(), mesh(1, 1, 1), tmp_path_factory.mktemp("run"))
+
+
+def test_the_step_is_the_gradient_of_the_dense_loss_over_the_global_count(reference):
+    rollout, signal = batch()
+    s, start = rollout.sequences, init_params(MODEL, jax.random.key(0))
+    teacher_logits = signal.hidden @ (2.0 * jax.random.normal(jax.random.key(9), (48, 24))).T
+
+    def loss(params):
+        hidden = forward(MODEL, params, s.tokens, s.mask)[:, 5:-1]
+        total, count = jsd(logits(params, hidden), teacher_logits, s.loss_mask, beta=0.5)
+        return total / count
+
+    value, grads = jax.value_and_grad(loss)(start)
+    expected = jax.tree.map(lambda p, g: p - 0.5 * g, start, grads)
+    params, report = reference
+    assert_close(params, expected, 1e-6)
+    assert report["distill/divergence"] == pytest.approx(float(value), rel=1e-5)
+    norm = np.sqrt(sum(float(jnp.sum(g**2)) for g in jax.tree.leaves(grads)))
+    assert report["actor/grad_norm"] == pytest.approx(norm, rel=1e-5)
+    assert report["optimizer_step"] == 1
+
+
+@pytest.mark.parametrize("budget", [14, 28, 56, 14 * 5])
+def test_micro_batches_change_nothing(reference, budget, tmp_path):
+    params, report = trained(config(f"actor.micro_batch_tokens={budget}"), mesh(1, 1, 1), tmp_path)
+    assert_close(params, reference[0], 2e-6)
+    assert report["distill/divergence"] == pytest.approx(
+        reference[1]["distill/divergence"], rel=1e-5
+    )
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 1), (1, 8, 1), (1, 2, 4), (2, 2, 2)])
+def test_devices_change_nothing(reference, shape, tmp_path):
+    cfg = config("actor.micro_batch_tokens=14") if shape == (2, 2, 2) else config()
+    params, report = trained(cfg, mesh(*shape), tmp_path)
+    assert_close(params, reference[0], 5e-6)
+    assert report["distill/top1_agreement"] == pytest.approx(reference[1]["distill/top1_agreement"])
+
+
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+def test_rematerialisation_and_lean_change_nothing(reference, remat, tmp_path):
+    cfg = config(f"actor.remat={remat}", "distill.lean=true", "distill.chunk_tokens=16")
+    assert_close(trained(cfg, mesh(1, 1, 1), tmp_path)[0], reference[0], 2e-6)
+
+
+def test_minibatches_and_epochs_count_updates(tmp_path):
+    cfg = config("actor.minibatches=3", "actor.epochs_per_batch=2")
+    params, report = trained(cfg, mesh(1, 2, 1), tmp_path, steps=2)
+    assert report["optimizer_step"] == 2 * 3 * 2
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(params))
+    again, _ = trained(cfg, mesh(1, 2, 1), tmp_path, steps=2)
+    assert_close(again, params, 0)  # the order of the rows is seeded
+
+
+def test_a_non_finite_gradient_changes_nothing_and_dumps_the_batch(tmp_path):
+    one = actor(config("actor.max_nonfinite=2"), mesh(1, 2, 1), tmp_path)
+    before = jax.device_get(one.state)
+    report = one.update(*batch(poison=True), step=7)
+    assert report["actor/skipped_updates"] == 1 and report["optimizer_step"] == 0
+    for x, y in zip(jax.tree.leaves(before), jax.tree.leaves(one.state), strict=True):
+        np.testing.assert_array_equal(x, y)
+    with np.load(tmp_path / "nonfinite" / "step_8.npz") as dumped:
+        np.testing.assert_array_equal(dumped["sequences.tokens"], sequences().tokens)
+        assert np.isnan(dumped["teacher.hidden"]).any()
+    assert (
+        one.update(*batch(), step=8)["actor/skipped_updates"] == 0
+    )  # a good one starts the count anew
+    one.update(*batch(poison=True), step=9)
+    with pytest.raises(UserError, match="not finite 2 updates in a row.*step_11.npz"):
+        one.update(*batch(poison=True), step=10)
+
+
+def test_state_is_donated_and_one_shape_compiles_once(tmp_path):
+    one = actor(config("optimizer.name=adamw"), mesh(1, 2, 1), tmp_path)
+    old = one.state
+    for step in range(3):
+        one.update(*batch(), step=step)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old))
+    assert one._update._cache_size() == 1
+
+
+def test_master_weights_and_moments_keep_their_dtypes(tmp_path):
+    cfg = config("optimizer.name=adamw", "actor.dtype=bfloat16", "actor.param_dtype=bfloat16")
+    one = actor(cfg, mesh(1, 2, 1), tmp_path)
+    one.update(*batch(), step=0)
+    assert {leaf.dtype for leaf in jax.tree.leaves(one.state.params)} == {jnp.dtype("bfloat16")}
+    moments = {x.dtype for x in jax.tree.leaves(one.state.opt_state) if x.ndim}
+    assert moments == {jnp.dtype("float32")}
+
+
+def test_published_weights_are_the_policy_cast_and_unstacked(tmp_path):
+    one = actor(config(), mesh(1, 2, 1), tmp_path)
+    with pytest.raises(RuntimeError, match="version 3, the actor holds 0"):
+        one.publish(3, "float32")
+    weights = one.publish(0, "bfloat16")
+    assert weights.version == 0
+    kernel = one.state.params["layers"]["mlp"]["up"]["kernel"]
+    for i, layer in enumerate(weights.params["layers"]):
+        expected = np.asarray(kernel[i].astype(jnp.bfloat16))
+        np.testing.assert_array_equal(np.asarray(layer["mlp"]["up"]["kernel"]), expected)
+    one.update(*batch(), step=0)  # donates the state: the published copy lives on
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(weights.params))
+    assert np.isfinite(np.asarray(head(weights.params), np.float32)).all()

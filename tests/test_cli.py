@@ -1,0 +1,131 @@
+"""Command lines: options in any order, bad input in a few lines, help with every key."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from jaxrl import cli, config_keys
+from jaxrl.config import Config
+from jaxrl.errors import UserError, near, unknown, user_input
+
+PROG = "python -m jaxrl.train"
+
+
+def parse(*argv: str) -> cli.RunArguments:
+    return cli.parse_run(argv, prog=PROG, description="Trains.")
+
+
+def test_options_and_overrides_in_any_order(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(Config.load(None, ["steps=9"]).dump(), encoding="utf-8")
+    run = parse("seed=1", "--mesh", "actor=2", "batch_size=3", "--config", str(path), "--dry-run")
+    config = run.config
+    assert (config.steps, config.seed, config.batch_size, config.mesh) == (9, 1, 3, "actor=2")
+    assert run.dry_run
+
+
+def test_no_arguments_is_the_quickstart() -> None:
+    run = parse()
+    assert run.config == Config.load()
+    assert not run.dry_run
+
+
+def test_the_mesh_option_is_the_mesh_key() -> None:
+    assert parse("--mesh", "actor=4").config == parse("mesh=actor=4").config
+    assert parse("--mesh=actor=4", "mesh=actor=2").config.mesh == "actor=4"
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--mehs", "x"], ["--mehs", "did you mean --mesh?"]),
+        (["--conf=x"], ["--conf=x", "--config"]),
+        (["--steps=3"], ["write steps=3"]),
+        (["--optimizer.b1", "3"], ["write optimizer.b1=VALUE"]),
+        (["--mesh"], ["--mesh", "expected one argument"]),
+        (["nonsense"], ["'nonsense'", "key=value"]),
+        (["distill.jsd_bet=1"], ["distill.jsd_beta"]),
+        (["--config", "absent.yaml"], ["absent.yaml", "No such file"]),
+    ],
+)
+def test_bad_input_is_a_few_lines_and_exit_code_2(
+    argv: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def command(argv: Sequence[str]) -> None:
+        parse(*argv)
+
+    assert cli.run(command, argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert len(err.splitlines()) <= 3
+    for word in words:
+        assert word in err
+
+
+def test_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(argv: Sequence[str]) -> None:
+        raise KeyboardInterrupt
+
+    def broken(argv: Sequence[str]) -> None:
+        raise ValueError("ours")
+
+    assert cli.run(lambda argv: None, []) == 0
+    assert cli.run(lambda argv: 130, []) == 130
+    assert cli.run(interrupted, []) == 130
+    # A mistake of ours keeps its traceback: Python ends with exit code 1.
+    with pytest.raises(ValueError, match="ours"):
+        cli.run(broken, [])
+
+
+def test_help_lists_every_key_with_type_default_and_docstring(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse("--help")
+    assert end.value.code == 0
+    words = " ".join(capsys.readouterr().out.split())
+    for key in config_keys.keys(Config):
+        assert f" {key.path} {key.type} [" in words
+        assert key.doc in words
+    assert "student.model str [required]" in words
+    assert "optimizer.learning_rate float [default 1e-05]" in words
+    assert "data.shuffle bool [default true]" in words
+    assert "algorithm gkd|sft [default gkd]" in words
+    assert "actor.micro_batch_tokens int or null [default 16384]" in words
+
+
+def test_a_command_may_add_its_own_option() -> None:
+    parser = cli.run_parser(PROG, "Evaluates.")
+    parser.add_argument("--model")
+    arguments = parser.parse(["seed=3", "--model", "x", "steps=4"])
+    assert arguments.model == "x"
+    assert cli.run_arguments(arguments).config.seed == 3
+
+
+def test_without_jax() -> None:
+    """Help and errors answer at once: parsing must not load jax."""
+    code = "import sys; import jaxrl.cli; print(int('jax' in sys.modules))"
+    root = Path(__file__).parent.parent
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "0"
+
+
+def test_near_names_a_close_choice_only() -> None:
+    assert near("actr", ["actor", "teacher"]) == " (did you mean actor?)"
+    assert near("xyz", ["actor", "teacher"]) == ""
+    assert str(unknown("role", "xyz", ["b", "a"])) == "unknown role 'xyz': one of a, b"
+
+
+def test_user_input_turns_value_errors_into_the_users() -> None:
+    with pytest.raises(UserError, match=r"^--n: bad$"), user_input("--n"):
+        raise ValueError("bad")
+    with pytest.raises(TypeError), user_input():
+        raise TypeError

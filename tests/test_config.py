@@ -1,0 +1,269 @@
+"""The config: what it accepts, what it refuses in which words, and the way to YAML and back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from jaxrl import config_keys, yaml_text
+from jaxrl.config import QUICKSTART, Config, Section
+from jaxrl.errors import UserError
+
+MINIMAL = """
+student: {model: a}
+teacher: {model: b}
+data: {train: c.jsonl}
+"""
+REPO_CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("**/*.yaml"))
+
+
+def load(tmp_path: Path, text: str, *overrides: str) -> Config:
+    path = tmp_path / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return Config.load(path, list(overrides))
+
+
+def message(*overrides: str) -> str:
+    with pytest.raises(UserError) as error:
+        Config.load(None, list(overrides))
+    return str(error.value)
+
+
+def test_without_a_path_it_is_the_quickstart() -> None:
+    config = Config.load()
+    assert (config.student.model, config.teacher.model) == ("builtin:student", "builtin:teacher")
+    assert config.data.train == ("arithmetic",)
+    assert config == Config.load(QUICKSTART)
+
+
+def test_class_defaults_run_with_only_the_three_required_keys(tmp_path: Path) -> None:
+    config = load(tmp_path, MINIMAL)
+    assert config.student.model == "a"
+    assert [key.path for key in config_keys.keys(Config) if key.required] == [
+        "student.model",
+        "data.train",
+    ]
+
+
+@pytest.mark.parametrize("path", REPO_CONFIGS, ids=lambda path: path.name)
+def test_ready_made_configs_load(path: Path) -> None:
+    assert Config.load(path).steps > 0
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("sampling.stop=['1e-4', '\\n', 'null', '1:2', ': ', '']", "name=1.5", "run_dir='007'"),
+        ("data.eval=null", "data.system_prompt=Answer: yes # or 'no'", "data.verifier='true'"),
+        ("optimizer.learning_rate=3.7e-06", "optimizer.eps=1e-30", "optimizer.clip_norm=null"),
+        ("actor.devices=1:2", "actor.parallel.fsdp=-1", "data.train=[a.jsonl, 'b:x=1,y=2']"),
+    ],
+)
+def test_dump_reads_back_equal(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    config = Config.load(None, list(overrides))
+    assert load(tmp_path, config.dump()) == config
+
+
+def test_dump_holds_every_key() -> None:
+    mapping = yaml_text._parse(Config.load().dump())
+    for key in config_keys.keys(Config):
+        value = mapping
+        for part in key.path.split("."):
+            value = value[part]
+
+
+def test_the_last_override_wins_over_file_and_earlier_ones(tmp_path: Path) -> None:
+    config = load(tmp_path, MINIMAL + "steps: 5", "steps=6", "optimizer.b1=0.5", "steps=7")
+    assert (config.steps, config.optimizer.b1, config.optimizer.b2) == (7, 0.5, 0.95)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1", 1),
+        ("-1", -1),
+        ("1e-4", 1e-4),
+        ("1.", 1.0),
+        (".5", 0.5),
+        ("true", True),
+        ("null", None),
+        ("", None),
+        ("no", "no"),
+        ("1:2", "1:2"),
+        ("007", "007"),
+        ("'1'", "1"),
+        ('"\\n"', "\n"),
+        ("[a, 1, 1:2]", ["a", 1, "1:2"]),
+        ("a: b # c", "a: b # c"),
+        ("actor=2,rollout=2", "actor=2,rollout=2"),
+        ("2024-01-01", "2024-01-01"),
+    ],
+)
+def test_override_values(text: str, value: object) -> None:
+    parsed = yaml_text.parse_value(text)
+    assert parsed == value
+    assert type(parsed) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("override", "near"),
+    [
+        ("distill.jsd_bet=1", "distill.jsd_beta"),
+        ("step=1", "steps"),
+        ("learning_rate=1", "optimizer.learning_rate"),
+        ("temperature=1", "sampling.temperature or eval.temperature"),
+        ("optimiser.learning_rate=1", "optimizer.learning_rate"),
+        ("techer.model=x", "teacher.model"),
+        ("actor.parallel.tensr=2", "actor.parallel.tensor"),
+        ("distill.temperature=2", "distill.distill_temperature"),
+    ],
+)
+def test_unknown_keys_are_refused_with_the_near_one(override: str, near: str) -> None:
+    key = override.split("=")[0]
+    text = message(override)
+    assert text.startswith(f"unknown key {key} ")
+    assert near in text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["steps=0"], ["steps", "1", "got 0"]),
+        (["steps=true"], ["steps", "got True"]),
+        (["steps='5'"], ["steps", "got '5'"]),
+        (["steps=1.5"], ["steps", "got 1.5"]),
+        (["steps=null"], ["steps", "got None"]),
+        (["sampling.temperature=nan"], ["sampling.temperature"]),
+        (["sampling.temperature=.inf"], ["sampling.temperature", "inf"]),
+        (["sampling.top_p=0"], ["sampling.top_p", "greater than 0"]),
+        (["distill.signal=foo"], ["distill.signal", "student_topk", "got 'foo'"]),
+        (["distill.jsd_beta=1.1"], ["distill.jsd_beta", "1", "got 1.1"]),
+        (["distill.on_policy_fraction=-0.1"], ["distill.on_policy_fraction", "0"]),
+        (["distill.top_k=2000"], ["distill.top_k", "1024", "2000"]),
+        (["data.train=[]"], ["data.train", "empty"]),
+        (["data.train=null"], ["data.train", "string"]),
+        (["optimizer=5"], ["optimizer is a section", "5"]),
+        (["steps.x=5"], ["steps.x", "not a section"]),
+        (["steps"], ["'steps'", "key=value"]),
+        (["=1"], ["'=1'", "key=value"]),
+        (["optimizer={b1: 0.5}"], ["one by one"]),
+        (["sampling.stop=["], ["sampling.stop", "not YAML"]),
+        (["name=../x"], ["name", "../x"]),
+        (["student=null"], ["student.model is required"]),
+        (["actor.devices=2"], ["actor.devices", "'2'", "1:2"]),
+        (["actor.devices=2:1"], ["actor.devices", "empty"]),
+        (["actor.parallel.data=0"], ["actor.parallel", "data=0"]),
+        (["actor.parallel.data=-1", "actor.parallel.tensor=-1"], ["data and tensor are both -1"]),
+        (["eval.samples=2"], ["eval", "samples=2", "temperature"]),
+        (["actor.minibatches=9", "batch_size=4", "group_size=2"], ["9", "8 sequences"]),
+    ],
+)
+def test_bad_values_name_the_key_the_value_and_the_limit(
+    overrides: list[str], words: list[str]
+) -> None:
+    text = message(*overrides)
+    for word in words:
+        assert word in text
+    assert "\n" not in text
+    assert "pydantic" not in text
+
+
+@pytest.mark.parametrize(
+    ("bad", "good"),
+    [
+        (["teacher.model=null"], ["teacher.model=null", "algorithm=sft"]),
+        (["algorithm=sft"], ["teacher.model=null", "algorithm=sft"]),
+        (["distill.seq_kd=true"], ["distill.seq_kd=true", "distill.on_policy_fraction=0.5"]),
+        (["distill.signal=sampled"], ["distill.signal=sampled", "distill.jsd_beta=1"]),
+        *(
+            (["distill.signal=sampled", "distill.jsd_beta=1", key], [key])
+            for key in (
+                "sampling.temperature=0.7",
+                "sampling.temperature=0",
+                "sampling.top_k=5",
+                "sampling.top_p=0.9",
+                "sampling.min_p=0.1",
+                "distill.distill_temperature=2",
+                "distill.on_policy_fraction=0.5",
+            )
+        ),
+        (
+            ["distill.signal=topk", "distill.top_k=8", "distill.entropy_aware=true"],
+            ["distill.signal=topk", "distill.top_k=16", "distill.entropy_aware=true"],
+        ),
+        (
+            ["sampling.temperature=0", "group_size=2"],
+            ["sampling.temperature=0", "group_size=1"],
+        ),
+    ],
+)
+def test_cross_field_rules(bad: list[str], good: list[str]) -> None:
+    base = ["group_size=1"]
+    message(*base, *bad)
+    Config.load(None, base + good)
+
+
+def test_many_errors_stay_a_few_lines() -> None:
+    keys = ["steps", "seed", "batch_size", "group_size", "max_new_tokens", "max_prompt_tokens"]
+    assert len(message(*(f"{key}=x" for key in keys)).splitlines()) == 5
+    assert len(message(*(f"x{i}=1" for i in range(9))).splitlines()) == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (MINIMAL + "steps: 1\nsteps: 2", ["line 6", "'steps' is given twice"]),
+        (MINIMAL + "optimizer:\n  b1: 0.1\n  b1: 0.2", ["'b1' is given twice"]),
+        (MINIMAL + "steps: [", ["not YAML", "line"]),
+        (MINIMAL + "1: 2", ["line 5", "'1'"]),
+        (MINIMAL + "optimizer.b1: 0.5", ["optimizer.b1", "nest it"]),
+        ("- a\n- b", ["list"]),
+        ("", ["student.model is required", "data.train is required"]),
+    ],
+)
+def test_bad_files(tmp_path: Path, text: str, words: list[str]) -> None:
+    with pytest.raises(UserError) as error:
+        load(tmp_path, text)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_an_absent_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="absent.yaml: No such file"):
+        Config.load(tmp_path / "absent.yaml")
+
+
+def test_an_empty_section_holds_its_defaults(tmp_path: Path) -> None:
+    assert load(tmp_path, MINIMAL + "optimizer:\n") == load(tmp_path, MINIMAL)
+
+
+def test_frozen_and_strict_in_python_too() -> None:
+    config = Config.load()
+    with pytest.raises(ValidationError):
+        config.steps = 3  # type: ignore[misc]
+    with pytest.raises(ValidationError, match="no_such_key"):
+        Config(**(config.model_dump() | {"no_such_key": 1}))
+
+
+def test_run_path() -> None:
+    assert Config.load(None, ["name=x"]).run_path == Path("runs/x")
+    assert Config.load(None, ["name=x", "run_dir=y/z"]).run_path == Path("y/z")
+
+
+def sections(model: type[Section]) -> list[type[Section]]:
+    below = [
+        field.annotation
+        for field in model.model_fields.values()
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
+    ]
+    return [model, *(found for section in below for found in sections(section))]
+
+
+def test_every_key_and_section_is_documented() -> None:
+    for key in config_keys.keys(Config):
+        assert key.doc, key.path
+    for section in sections(Config):
+        assert section.__doc__, section

@@ -1,0 +1,188 @@
+"""The decoder against transformers (committed arrays), and its laws."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from references.tiny import batch
+from tiny_models import NAMES, REFERENCES, loss_and_logits, make_mesh, tiny_model
+
+from jaxrl.models import decoder, weights
+
+TINY = np.load(REFERENCES / "tiny.npz")
+
+
+def logits(config: Any, params: Any, tokens: Any, mask: Any, **options: Any) -> np.ndarray:
+    @jax.jit
+    def run(params: Any, tokens: Any, mask: Any) -> jax.Array:
+        hidden = decoder.forward(config, params, tokens, mask, **options)
+        return decoder.logits(params, hidden)
+
+    return np.asarray(run(params, tokens, mask))
+
+
+def loss_and_grad(config: Any, params: Any, tokens: Any, mask: Any, **options: Any) -> Any:
+    loss = partial(loss_and_logits, config, **options)
+    (value, _), grad = jax.jit(jax.value_and_grad(loss, has_aux=True))(params, tokens, mask)
+    return value, grad
+
+
+def assert_trees_close(a: Any, b: Any, tolerance: float) -> None:
+    """Each leaf within `tolerance` of the largest magnitude in it."""
+
+    def check(path: Any, x: Any, y: Any) -> None:
+        x, y = np.asarray(x), np.asarray(y)
+        limit = tolerance * max(np.abs(y).max(), 1e-6)
+        assert np.abs(x - y).max() <= limit, (
+            jax.tree_util.keystr(path),
+            np.abs(x - y).max(),
+            limit,
+        )
+
+    jax.tree_util.tree_map_with_path(check, a, b)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_and_gradients_are_those_of_transformers(name: str) -> None:
+    config, params = tiny_model(name)
+    tokens, mask = batch(config.vocab_size)
+    both = jax.jit(jax.value_and_grad(partial(loss_and_logits, config), has_aux=True))
+    (loss, ours), grad = both(params, tokens, mask)
+    ours = np.asarray(ours)
+    np.testing.assert_allclose(ours[mask], TINY[f"{name}/logits"][mask], rtol=0, atol=1e-4)
+
+    np.testing.assert_allclose(loss, TINY[f"{name}/loss"], rtol=1e-5)
+    read = weights.hf_tensors(grad)
+    stored = [key for key in TINY if key.startswith(f"{name}/grad/")]
+    assert len(stored) >= 8
+    for key in stored:
+        theirs = TINY[key]
+        error = np.abs(read(key.removeprefix(f"{name}/grad/")) - theirs).max()
+        assert error <= 1e-4 * np.abs(theirs).max(), (key, error)
+
+
+def test_layouts_agree() -> None:
+    config, params = tiny_model("qwen3")
+    _, unstacked = tiny_model("qwen3", layout="unstacked")
+    jax.tree.map(np.testing.assert_array_equal, decoder.unstack(params), unstacked)
+    jax.tree.map(np.testing.assert_array_equal, decoder.stack(unstacked), params)
+    tokens, mask = batch(config.vocab_size)
+    a, b = (logits(config, p, tokens, mask) for p in (params, unstacked))
+    np.testing.assert_allclose(a[mask], b[mask], atol=1e-5)
+
+
+def test_abstract_params_and_count_are_those_of_the_real_ones() -> None:
+    for name in NAMES:
+        config, params = tiny_model(name)
+        abstract = decoder.abstract_params(config)
+        jax.tree.map(
+            lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype) or 1 / 0, abstract, params
+        )
+        assert config.n_params == sum(x.size for x in jax.tree.leaves(params)), name
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])  # biases; qk-norm
+def test_prefill_then_decode_is_forward(name: str) -> None:
+    """Rows with prompts of different lengths, teacher-forced to the end of the sequence."""
+    config, params = tiny_model(name, layout="unstacked")
+    tokens = np.random.RandomState(0).randint(3, config.vocab_size, (3, 12)).astype(np.int32)
+    lengths = np.array([7, 4, 1])
+    width, slots = 7, 16
+    expected = logits(config, params, tokens, np.ones_like(tokens, bool))
+
+    mask = np.arange(width)[None] < lengths[:, None]
+    hidden, cache = jax.jit(partial(decoder.prefill, config))(params, tokens[:, :width], mask)
+    first = np.asarray(decoder.logits(params, hidden))
+    np.testing.assert_allclose(first[mask], expected[:, :width][mask], atol=1e-5)
+
+    pad = ((0, 0), (0, 0), (0, slots - width), (0, 0))
+    cache = jax.tree.map(lambda x: jnp.pad(x, pad), cache)
+    step = jax.jit(partial(decoder.decode, config), static_argnames="used")
+    positions = lengths.copy()
+    rows = np.arange(3)
+    for _ in range(5):
+        hidden, cache = step(params, cache, tokens[rows, positions], positions, used=13)
+        got = np.asarray(decoder.logits(params, hidden))
+        np.testing.assert_allclose(got, expected[rows, positions], atol=2e-5)
+        positions += 1
+
+
+def test_padding_may_be_on_either_side_and_holds_anything() -> None:
+    config, params = tiny_model("qwen3")
+    random = np.random.RandomState(0)
+    row = random.randint(3, config.vocab_size, 9)
+    tokens = random.randint(0, config.vocab_size, (4, 14)).astype(np.int32)
+    mask = np.zeros((4, 14), bool)
+    for i, start in enumerate((0, 5, 2, 2)):
+        tokens[i, start : start + 9] = row
+        mask[i, start : start + 9] = True
+    out = logits(config, params, tokens, mask)[mask].reshape(4, 9, -1)
+    np.testing.assert_allclose(out, np.broadcast_to(out[:1], out.shape), atol=1e-5)
+
+
+def test_a_token_changes_nothing_before_itself() -> None:
+    config, params = tiny_model("llama")
+    tokens, mask = batch(config.vocab_size)
+    changed = tokens.copy()
+    changed[:, 9] = (changed[:, 9] + 1) % config.vocab_size
+    a, b = (logits(config, params, t, mask) for t in (tokens, changed))
+    np.testing.assert_array_equal(a[:, :9][mask[:, :9]], b[:, :9][mask[:, :9]])
+    assert np.abs(a[:, 9:] - b[:, 9:]).max(axis=(1, 2)).min() > 1e-2
+
+
+def test_a_row_without_a_valid_token_is_finite_and_adds_no_gradient() -> None:
+    config, params = tiny_model("qwen2")
+    tokens, mask = batch(config.vocab_size)
+    empty = np.concatenate([mask, np.zeros_like(mask[:1])])
+    more = np.concatenate([tokens, tokens[:1]])
+    assert np.isfinite(logits(config, params, more, empty)).all()
+    with_row, without = (
+        loss_and_grad(config, params, t, m) for t, m in ((more, empty), (tokens, mask))
+    )
+    assert_trees_close(with_row, without, 1e-5)
+
+
+@pytest.mark.parametrize("remat", ["dots", "full"])
+def test_rematerialisation_changes_no_value(remat: str) -> None:
+    config, params = tiny_model("llama")
+    tokens, mask = batch(config.vocab_size)
+    plain = loss_and_grad(config, params, tokens, mask)
+    assert_trees_close(loss_and_grad(config, params, tokens, mask, remat=remat), plain, 1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_bfloat16_compute_is_near_float32(name: str) -> None:
+    """bfloat16 rounds by up to 2^-9; these two layers amplify it, to a few percent of the logits'
+    spread."""
+    config, params = tiny_model(name)
+    tokens, mask = batch(config.vocab_size)
+    exact = logits(config, params, tokens, mask)[mask]
+    low = logits(config, params, tokens, mask, dtype=jnp.bfloat16)[mask]
+    error = np.sqrt(np.mean((low - exact) ** 2) / np.var(exact))
+    assert 0 < error < 0.05, error
+
+
+@pytest.mark.parametrize(
+    ("name", "axes"),
+    [
+        ("llama", (2, 2, 2)),
+        ("qwen2", (1, 2, 4)),  # tensor exceeds the KV heads
+        ("qwen3", (1, 1, 8)),  # and the query heads
+        ("smollm", (2, 1, 2)),  # divides neither of 3 heads and 1 KV head
+    ],
+)
+def test_sharding_changes_no_value(name: str, axes: tuple[int, int, int]) -> None:
+    """Eight rows: three twice and two empty ones, so twice the loss of the three."""
+    config, params = tiny_model(name)
+    three = batch(config.vocab_size)
+    expected = jax.tree.map(lambda x: 2 * x, loss_and_grad(config, params, *three))
+    mesh = make_mesh(*axes)
+    _, sharded = tiny_model(name, mesh)
+    eight = (np.concatenate([x, x, np.zeros_like(x[:2])]) for x in three)
+    got = loss_and_grad(config, sharded, *eight, mesh=mesh, remat="full")
+    assert_trees_close(got, expected, 1e-5)

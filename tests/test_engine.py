@@ -1,0 +1,343 @@
+"""Laws of the engine: completions depend on seeds and prompts alone, and nothing waits in vain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+
+from jaxrl.errors import UserError
+from jaxrl.models import decoder
+from jaxrl.models.config import DecoderConfig
+from jaxrl.sampling import decode
+from jaxrl.sampling.engine import Aborted, Engine
+from jaxrl.sampling.sampler import SamplingParams, make_knobs
+from jaxrl.sharding.rules import param_shardings
+from jaxrl.types import Completion
+
+CONFIG = DecoderConfig(
+    family="llama",
+    vocab_size=61,
+    d_model=32,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=8,
+    d_ff=64,
+    tie_embeddings=True,
+    max_positions=256,
+)
+PROMPTS = [np.random.default_rng(i).integers(0, 61, 1 + 2 * i % 8).tolist() for i in range(5)]
+EOS = (3, 7, 11)
+SAMPLING = SamplingParams(max_new_tokens=12, eos_ids=EOS)
+MESHES = {"1": (1, 1, 1), "data=2": (2, 1, 1), "tensor=2": (1, 1, 2), "2x2x2": (2, 2, 2)}
+
+
+class Letters:
+    """A tokenizer whose tokens are one or two letters: a stop string may end inside a token."""
+
+    words = (
+        [chr(97 + i) for i in range(26)] + [f"{chr(97 + i)}b" for i in range(26)] + list("#" * 9)
+    )
+
+    def decode(self, tokens: Sequence[int], **kwargs: Any) -> str:
+        return "".join(self.words[token] for token in tokens)
+
+
+@cache
+def params() -> Any:
+    tree = decoder.init_params(CONFIG, jax.random.key(0), layout="unstacked")
+    # Larger embeddings sharpen the distribution: likely tokens, EOS and margins above rounding.
+    tree["embed"]["embedding"] = 20 * tree["embed"]["embedding"]
+    return tree
+
+
+def make_mesh(shape: tuple[int, int, int]) -> Mesh:
+    devices = np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape)
+    return Mesh(devices, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+
+
+def engine(mesh: Mesh | None = None, slots: int = 4, **options: Any) -> Engine:
+    shapes = {"max_prompt_tokens": 8, "max_new_tokens": 16, "launch_tokens": 8, **options}
+    return Engine(CONFIG, mesh, slots=slots, **shapes)
+
+
+def generate(
+    made: Engine,
+    order: Sequence[int] = range(5),
+    n: int = 3,
+    sampling: SamplingParams = SAMPLING,
+    seed: int = 0,
+    **options: Any,
+) -> dict[int, list[Completion]]:
+    """Prompt id -> its completions, whatever the order they were asked for in."""
+    tree = params()
+    if made.mesh is not None:
+        tree = jax.device_put(tree, param_shardings(CONFIG, made.mesh, "unstacked"))
+    prompts = [PROMPTS[i] for i in order]
+    ids = {"prompt_ids": list(order), **options}
+    out = made.generate(tree, prompts, n=n, sampling=sampling, seed=seed, **ids)
+    return dict(zip(order, out, strict=True))
+
+
+@cache
+def reference() -> dict[int, list[Completion]]:
+    return generate(engine())
+
+
+def assert_same(a: dict[int, list[Completion]], b: dict[int, list[Completion]]) -> None:
+    assert a.keys() == b.keys()
+    for i in a:
+        for x, y in zip(a[i], b[i], strict=True):
+            assert (x.tokens, x.finish_reason, x.text) == (y.tokens, y.finish_reason, y.text)
+            np.testing.assert_allclose(x.logprobs, y.logprobs, atol=1e-5)
+            np.testing.assert_allclose(x.sampler_logprobs, y.sampler_logprobs, atol=1e-5)
+
+
+@jax.jit
+def full_logits(tokens: jax.Array, length: jax.Array) -> jax.Array:
+    mask = jnp.arange(tokens.shape[0])[None] < length
+    hidden = decoder.forward(CONFIG, params(), tokens[None], mask)
+    return decoder.logits(params(), hidden)[0]
+
+
+def teacher_forced(prompt: Sequence[int], completion: Completion) -> np.ndarray:
+    """Logits [len(completion), V] float32 from one pass over the whole sequence."""
+    tokens = [*prompt, *completion.tokens]
+    width = 20 if len(tokens) <= 20 else 200
+    logits = full_logits(jnp.array(tokens + [0] * (width - len(tokens))), jnp.int32(len(tokens)))
+    return np.asarray(logits[len(prompt) - 1 : len(tokens) - 1])
+
+
+def teacher_forced_logprobs(
+    prompt: Sequence[int], completion: Completion, temperature: float = 1.0
+) -> np.ndarray:
+    logprobs = jax.nn.log_softmax(teacher_forced(prompt, completion) / temperature, -1)
+    return np.take_along_axis(np.asarray(logprobs), np.array(completion.tokens)[:, None], 1)[:, 0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"slots": 1},
+        {"slots": 16},
+        {"min_free": 1},
+        {"launch_tokens": 1},
+        {"launch_tokens": 5, "check_every": 5},
+        {"min_free": 4},
+    ],
+    ids=str,
+)
+def test_tokens_do_not_depend_on_slots_or_launches(options: dict[str, int]) -> None:
+    assert_same(reference(), generate(engine(**options)))
+
+
+def test_tokens_do_not_depend_on_order_or_company() -> None:
+    assert_same(reference(), generate(engine(), order=[4, 2, 0, 1, 3]))
+    alone = generate(engine(), order=[2], n=1)
+    assert_same({2: reference()[2][:1]}, alone)
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_tokens_do_not_depend_on_the_mesh(name: str) -> None:
+    made = engine(make_mesh(MESHES[name]))
+    assert_same(reference(), generate(made))
+    greedy = replace(SAMPLING, temperature=0.0)
+    assert_same(generate(engine(), sampling=greedy), generate(made, sampling=greedy))
+
+
+def test_seeds_steps_and_prompt_ids_make_other_samples() -> None:
+    other = [
+        generate(engine(), seed=1),
+        generate(engine(), step=1),
+        generate(engine(), prompt_ids=[9, 8, 7, 6, 5]),
+    ]
+    flat = [tuple(c.tokens for i in range(5) for c in g[i]) for g in (reference(), *other)]
+    assert len(set(flat)) == 4
+    assert len({c.tokens for c in reference()[4]}) == 3  # and the samples of one prompt differ
+    assert_same(reference(), generate(engine(), seed=0))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_logprobs_are_the_teacher_forced_ones(temperature: float) -> None:
+    sampling = replace(SAMPLING, temperature=temperature, top_k=5 if temperature else 0)
+    for i, completions in generate(engine(), sampling=sampling, n=2).items():
+        for completion in completions:
+            expected = teacher_forced_logprobs(PROMPTS[i], completion, temperature or 1.0)
+            np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5)
+            assert completion.logprobs.dtype == completion.sampler_logprobs.dtype == np.float32
+            assert (completion.sampler_logprobs >= completion.logprobs - 1e-6).all()
+
+
+def test_greedy_is_the_argmax_of_the_whole_forward_pass() -> None:
+    out = generate(engine(), sampling=SamplingParams(max_new_tokens=12, temperature=0.0), n=1)
+    for i, (completion,) in out.items():
+        best = teacher_forced(PROMPTS[i], completion).argmax(-1)
+        np.testing.assert_array_equal(best, completion.tokens)
+
+
+def test_each_completion_ends_at_its_own_eos_which_it_keeps() -> None:
+    free = generate(engine(), sampling=replace(SAMPLING, eos_ids=()))
+    lengths = set()
+    for i, completions in reference().items():
+        for completion, whole in zip(completions, free[i], strict=True):
+            ends = [at for at, token in enumerate(whole.tokens) if token in EOS]
+            assert whole.finish_reason == "length" and len(whole.tokens) == 12
+            assert completion.tokens == whole.tokens[: ends[0] + 1 if ends else 12]
+            assert completion.finish_reason == ("stop" if ends else "length")
+            lengths.add(len(completion.tokens))
+    assert len(lengths) > 3
+
+
+def test_a_prompt_is_prefilled_once_for_its_samples() -> None:
+    made = engine(slots=4)
+    generate(made, n=6)
+    assert made.stats.prefill_rows == len(PROMPTS)
+
+
+def test_one_long_completion_holds_nobody() -> None:
+    rng = np.random.default_rng(0)
+    lengths = np.minimum(rng.geometric(1 / 12, size=(5, 12)), 100)
+    lengths[0, 0] = 100
+    made = engine(slots=4, max_new_tokens=100, launch_tokens=32, min_free=1, check_every=1)
+    sampling = SamplingParams(max_new_tokens=100)
+    out = generate(made, n=12, sampling=sampling, limits=lengths.tolist())
+    assert [[len(c.tokens) for c in out[i]] for i in range(5)] == lengths.tolist()
+    # The least possible: all slots busy until the last sample is seated, then the longest of them.
+    ideal = max(100, -(-int(lengths.sum()) // 4))
+    in_batches = lengths.reshape(-1, 4).max(1).sum()
+    assert made.stats.decode_steps <= 1.15 * ideal < 0.8 * in_batches
+    assert made.stats.generated_tokens == lengths.sum()
+
+
+def test_other_settings_compile_nothing() -> None:
+    made = engine()
+    generate(made)
+    compiled = [f._cache_size() for f in (decode.launch, decode.insert, decode.prefill)]
+    other = SamplingParams(
+        max_new_tokens=16, temperature=0.3, top_k=4, top_p=0.8, min_p=0.1, eos_ids=(1, 2)
+    )
+    generate(made, sampling=other, seed=5, step=3)
+    generate(made, sampling=replace(other, temperature=0.0, max_new_tokens=2))
+    assert [f._cache_size() for f in (decode.launch, decode.insert, decode.prefill)] == compiled
+
+
+@pytest.mark.parametrize("launch_tokens", [1, 3, 16])
+def test_a_stop_string_ends_the_completion_wherever_it_falls(launch_tokens: int) -> None:
+    letters = Letters()
+    free = generate(engine(), sampling=SamplingParams(max_new_tokens=16), n=8)
+    texts = {i: [letters.decode(c.tokens) for c in free[i]] for i in free}
+    stop = (texts[0][0][5:8], texts[1][1][3:5], "zzzzzz")
+    made = engine(launch_tokens=launch_tokens, tokenizer=letters)
+    out = generate(made, n=8, sampling=SamplingParams(max_new_tokens=16, stop=stop))
+    stopped = 0
+    for i in free:
+        for whole, got in zip(free[i], out[i], strict=True):
+            prefixes = [letters.decode(whole.tokens[: k + 1]) for k in range(16)]
+            ends = [k + 1 for k, text in enumerate(prefixes) if any(s in text for s in stop)]
+            length = ends[0] if ends else 16
+            assert got.tokens == whole.tokens[:length]
+            assert len(got.logprobs) == len(got.sampler_logprobs) == length
+            text = letters.decode(got.tokens)
+            cut = min([text.find(s) for s in stop if s in text], default=len(text))
+            assert got.text == text[:cut]
+            assert got.finish_reason == ("stop" if ends else "length")
+            stopped += bool(ends)
+    assert 2 <= stopped < 40
+
+
+def test_text_leaves_out_eos_only() -> None:
+    letters = Letters()
+    for completions in generate(engine(tokenizer=letters)).values():
+        for c in completions:
+            visible = c.tokens[:-1] if c.finish_reason == "stop" else c.tokens
+            assert c.text == letters.decode(visible)
+
+
+def test_prompts_of_any_length_share_a_batch_with_longer_caches() -> None:
+    made = engine(slots=3, max_prompt_tokens=100, max_new_tokens=60, launch_tokens=16)
+    prompts = [[5], list(range(1, 61)) + [4] * 40, [9] * 65]
+    out = made.generate(params(), prompts, n=2, sampling=SamplingParams(60), seed=0)
+    for prompt, completions in zip(prompts, out, strict=True):
+        for c in completions:  # these pass the borders of the buckets 64 and 128
+            np.testing.assert_allclose(c.logprobs, teacher_forced_logprobs(prompt, c), atol=2e-5)
+
+
+def test_no_prompt_no_work() -> None:
+    made = engine()
+    assert made.generate(params(), [], n=2, sampling=SAMPLING, seed=0) == []
+    assert made.stats.decode_steps == 0
+
+
+def test_progress_and_abort_come_in_between_launches() -> None:
+    seen: list[tuple[int, int]] = []
+    made = engine(slots=2)
+    generate(made, on_tokens=lambda tokens, done: seen.append((tokens, done)))
+    assert seen == sorted(seen) and seen[-1][1] == 15 and len(seen) == made.stats.launches
+    assert seen[-1][0] == made.stats.generated_tokens
+    asked = iter([False, True])
+    with pytest.raises(Aborted, match="of 15 completions"):
+        generate(made, abort=lambda: next(asked))
+    assert made.stats.launches == 1
+    assert_same(reference(), generate(made))  # and the engine goes on
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "message"),
+    [
+        ([[1], []], {}, "prompt 1 has 0 tokens"),
+        ([[1] * 9], {}, "prompt 0 has 9 tokens.*max_prompt_tokens=8"),
+        ([[1, 61]], {}, "tokens from 1 to 61.*0 to 60"),
+        ([[-1]], {}, "tokens from -1"),
+        ([[1]], {"n": 0}, "n=0"),
+        ([[1]], {"prompt_ids": [1, 2]}, "2 prompt_ids for 1 prompts"),
+        ([[1]], {"sampling": SamplingParams(17)}, "max_new_tokens=17 exceeds"),
+        ([[1]], {"sampling": SamplingParams(4, stop=("a",))}, "needs a tokenizer"),
+    ],
+)
+def test_bad_requests_are_named(prompts: Any, options: dict[str, Any], message: str) -> None:
+    asked = {"n": 1, "sampling": SAMPLING, "seed": 0, **options}
+    with pytest.raises(UserError, match=message):
+        engine().generate(params(), prompts, **asked)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"slots": 0}, "slots=0"),
+        ({"max_new_tokens": 250}, "exceeds the model's 256 positions"),
+    ],
+)
+def test_bad_shapes_are_named(options: dict[str, int], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        engine(**options)
+
+
+def test_data_parallel_steps_exchange_nothing() -> None:
+    mesh = make_mesh((2, 1, 1))
+    tree = jax.device_put(params(), param_shardings(CONFIG, mesh, "unstacked"))
+    cache_ = decode.new_cache(CONFIG, mesh, 4, 24, np.dtype(np.float32))
+    lowered = decode.launch.lower(
+        CONFIG,
+        mesh,
+        tree,
+        cache_,
+        np.zeros((4, 6), np.int32),
+        np.int32(1),
+        make_knobs(SAMPLING, 0, 0),
+        used=24,
+        n_tokens=8,
+        check_every=4,
+    )
+    text = lowered.compile().as_text()
+    kinds = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
+    counts = {kind: text.count(f" {kind}(") + text.count(f" {kind}-start(") for kind in kinds}
+    # The number of free slots, once in `check_every` steps, and the tokens at the end.
+    assert counts == dict.fromkeys(kinds, 0) | {"all-reduce": 1, "all-gather": 1}

@@ -1,0 +1,316 @@
+"""Hugging Face folders: what is written is what is read, by slices, and what is wrong is told."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tracemalloc
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+from jax.sharding import PartitionSpec
+from references.tiny import batch
+from tiny_models import NAMES, RAW_CONFIGS, Memory, make_mesh, tiny_config, tiny_model, tiny_tensors
+
+from jaxrl.errors import UserError
+from jaxrl.models import decoder, hf, weights
+from jaxrl.models.config import DecoderConfig
+from jaxrl.sharding.rules import param_shardings
+
+FAMILIES = ("llama3_rope", "smollm", "qwen2", "qwen3")
+
+
+def assert_same(a: Any, b: Any) -> None:
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(np.asarray(x), np.asarray(y)), a, b)
+
+
+def write(folder: Path, name: str = "qwen2", tensors: dict[str, np.ndarray] | None = None) -> Path:
+    """A folder as transformers writes it, through the safetensors library."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(RAW_CONFIGS[name]))
+    values = tiny_tensors(name) if tensors is None else tensors
+    safetensors.numpy.save_file(values, folder / "model.safetensors")
+    return folder
+
+
+def load(folder: Path, **options: Any) -> Any:
+    return hf.load_params(folder, hf.read_config(folder), **options)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_config_survives_our_writing(name: str) -> None:
+    config = tiny_config(name)
+    assert DecoderConfig.from_hf(json.loads(json.dumps(config.to_hf("float32")))) == config
+    older = {k: v for k, v in config.to_hf("float32").items() if k != "rope_parameters"}
+    assert DecoderConfig.from_hf(older) == config
+
+
+def test_rope_of_every_tiny_config_is_read() -> None:
+    for name, raw in RAW_CONFIGS.items():
+        config, rope = tiny_config(name), raw["rope_parameters"]
+        assert config.rope_theta == rope["rope_theta"]
+        assert (config.rope_scaling is None) == (rope["rope_type"] == "default")
+
+
+def test_what_would_give_wrong_numbers_is_refused() -> None:
+    raw = RAW_CONFIGS["qwen3"]
+    changes: list[tuple[dict[str, Any], str]] = [
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "rope_type='yarn'"),
+        ({"num_key_value_heads": 3}, "n_heads=4 is not a multiple of n_kv_heads=3"),
+    ]
+    for change, message in changes:
+        with pytest.raises(UserError, match=message):
+            DecoderConfig.from_hf(raw | change)
+
+
+def test_a_missing_head_dim_is_the_familys() -> None:
+    """Qwen3's is 128 in transformers, whatever the width; the others divide the width."""
+    for name, head_dim in (("qwen3", 128), ("qwen2", 8)):
+        raw = {k: v for k, v in RAW_CONFIGS[name].items() if k != "head_dim"}
+        assert DecoderConfig.from_hf(raw).head_dim == head_dim
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("layout", ["stacked", "unstacked"])
+def test_saved_is_loaded_bit_by_bit(name: str, layout: str, tmp_path: Path) -> None:
+    config, params = tiny_model(name, layout=layout)
+    hf.save_hf(tmp_path / "out", config, params, dtype="float32")
+    assert hf.read_config(tmp_path / "out") == config
+    assert_same(load(tmp_path / "out", layout=layout), params)
+    theirs = safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")
+    assert_same(theirs, tiny_tensors(name))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_dtypes_round_once(dtype: str, tmp_path: Path) -> None:
+    config, params = tiny_model("llama")
+    hf.save_hf(tmp_path / "out", config, params, dtype=dtype)
+    rounded = jax.tree.map(lambda x: np.asarray(x).astype(dtype), params)
+    assert_same(load(tmp_path / "out", dtype=dtype), rounded)
+    assert_same(load(tmp_path / "out"), jax.tree.map(lambda x: x.astype(np.float32), rounded))
+
+
+def test_bfloat16_written_by_the_safetensors_library_is_read(tmp_path: Path) -> None:
+    low = {k: v.astype(ml_dtypes.bfloat16) for k, v in tiny_tensors("qwen2").items()}
+    _, expected = tiny_model("qwen2")
+    expected = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), expected)
+    assert_same(load(write(tmp_path, tensors=low)), expected)
+
+
+def test_shards_and_their_index(tmp_path: Path) -> None:
+    config, params = tiny_model("qwen3")
+    read = weights.hf_tensors(params)
+    folder = hf.write_folder(tmp_path / "out", config, read, dtype="float32", shard_bytes=20_000)
+    files = sorted(folder.glob("*.safetensors"))
+    index = json.loads((folder / hf.INDEX).read_text())
+    assert len(files) > 2 and not (folder / hf.SINGLE).exists()
+    assert {folder / f for f in index["weight_map"].values()} == set(files)
+    assert all(file.stat().st_size < 20_000 + 3_000 for file in files)  # a header's size above
+    assert_same(load(folder), params)
+    files[1].unlink()
+    with pytest.raises(UserError, match=f"{files[1].name} is missing"):
+        load(folder)
+
+
+@pytest.mark.parametrize("axes", [(1, 2, 4), (2, 2, 2), (8, 1, 1)])
+@pytest.mark.parametrize("layout", ["stacked", "unstacked"])
+def test_every_element_is_read_once_and_only_by_its_devices(
+    axes: tuple[int, int, int], layout: str
+) -> None:
+    mesh = make_mesh(*axes)
+    config, whole = tiny_model("qwen2", layout=layout)
+    memory = Memory(tiny_tensors("qwen2"))
+    params = weights.load(memory, config, mesh, layout=layout)
+    assert_same(params, whole)
+    shardings = param_shardings(config, mesh, layout)
+    jax.tree.map(lambda x, s: x.sharding == s or pytest.fail(str(s)), params, shardings)
+    for name, value in memory.values.items():
+        assert sum(n for read, n in memory.reads if read == name) == value.size, name
+    kernel = "model.layers.0.mlp.up_proj.weight"
+    slices = {n for read, n in memory.reads if read == kernel}
+    assert slices == {memory.values[kernel].size // (axes[1] * axes[2])}
+
+
+def test_host_memory_holds_a_few_slices(tmp_path: Path) -> None:
+    """Peak of numpy's allocations against the largest slice: jax lets go of a copied slice a slice
+    or three late."""
+    config = replace(
+        tiny_config("llama"), vocab_size=16384, d_model=256, d_ff=4096, n_layers=4, n_heads=8,
+        n_kv_heads=8, head_dim=32,
+    )  # fmt: skip
+    shapes = weights.tensor_shapes(config)
+    zeros = np.zeros(max(np.prod(s) for s in shapes.values()), np.float32)
+    hf.write_folder(
+        tmp_path / "out",
+        config,
+        lambda name: zeros[: np.prod(shapes[name])].reshape(shapes[name]),
+        dtype="float32",
+    )
+    largest = 4 * max(16384 * 256, 4 * 256 * 4096) // 8
+    tracemalloc.start()
+    params = load(tmp_path / "out", mesh=make_mesh(1, 2, 4))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert sum(x.nbytes for x in jax.tree.leaves(params)) > 30 * largest
+    assert largest <= peak < 6 * largest, (peak, largest)
+
+
+@pytest.mark.parametrize("name", ["smollm", "qwen3"])  # tied, untied
+def test_the_head_alone(name: str, tmp_path: Path) -> None:
+    config, params = tiny_model(name)
+    folder = hf.save_hf(tmp_path / "out", config, params, dtype="float32")
+    mesh = make_mesh(1, 2, 4)
+    for head in (hf.load_head(folder, config), hf.load_head(folder, config, mesh)):
+        assert_same(head, decoder.head(params))
+    assert head.sharding.spec == PartitionSpec("tensor", "fsdp")
+    memory = Memory(tiny_tensors(name))
+    weights.load_head(memory, config, mesh)
+    assert sum(n for _, n in memory.reads) == config.vocab_size * config.d_model
+
+
+def test_what_the_model_does_not_need_is_ignored(tmp_path: Path) -> None:
+    """An old checkpoint's inv_freq, and a copy of the tied embedding."""
+    extra = {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32),
+        "lm_head.weight": np.zeros((64, 32), np.float32),
+        "steps": np.ones(1, np.int64),
+    }
+    _, params = tiny_model("qwen2")
+    assert_same(load(write(tmp_path, tensors=tiny_tensors("qwen2") | extra)), params)
+
+
+def test_generation_config_adds_eos_ids(tmp_path: Path) -> None:
+    write(tmp_path)
+    raw = {"eos_token_id": [5, 2, 7], "bos_token_id": 9}
+    (tmp_path / "generation_config.json").write_text(json.dumps(raw))
+    config = hf.read_config(tmp_path)
+    assert config.eos_ids == (2, 5, 7)
+    assert config.bos_id == 1  # config.json's own
+
+
+def test_a_failed_save_leaves_what_stood_there(tmp_path: Path) -> None:
+    config, params = tiny_model("llama")
+    hf.save_hf(tmp_path / "out", config, params, dtype="float32")
+
+    def fails(name: str) -> np.ndarray:
+        raise OSError("disk")
+
+    with pytest.raises(OSError, match="disk"):
+        hf.write_folder(tmp_path / "out", config, fails, dtype="float32")
+    assert_same(load(tmp_path / "out"), params)
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_tokenizer_files_go_along(tmp_path: Path) -> None:
+    config, params = tiny_model("llama")
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "tokenizer.json").write_text("{}")
+    (source / "chat_template.jinja").write_text("hello")
+    (source / "notes.txt").write_text("mine")
+    out = hf.save_hf(tmp_path / "out", config, params, tokenizer_from=source)
+    assert (out / "chat_template.jinja").read_text() == "hello"
+    assert hf.has_tokenizer(out) and not (out / "notes.txt").exists()
+
+
+def _without_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def _only_pickles(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def _no_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def _truncated(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def _cut_in_header(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:200])
+
+
+def _missing(folder: Path) -> None:
+    values = tiny_tensors("qwen2")
+    del values["model.layers.1.self_attn.k_proj.bias"]
+    write(folder, tensors=values)
+
+
+def _wrong_shape(folder: Path) -> None:
+    values = tiny_tensors("qwen2")
+    values["model.norm.weight"] = np.ones(33, np.float32)
+    write(folder, tensors=values)
+
+
+def _wrong_dtype(folder: Path) -> None:
+    values = tiny_tensors("qwen2")
+    values["model.norm.weight"] = np.ones(32, np.int8)
+    write(folder, tensors=values)
+
+
+def _other_family(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps(RAW_CONFIGS["qwen2"] | {"model_type": "gpt2"}))
+
+
+def _not_json(folder: Path) -> None:
+    (folder / "config.json").write_text("{")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (shutil.rmtree, "there is no such folder"),
+        (_without_config, "no config.json"),
+        (_only_pickles, "not read; save them as safetensors"),
+        (_no_weights, "neither model.safetensors nor"),
+        (_truncated, r"model.safetensors: truncated: tensor \S+ \[.*\] ends at byte"),
+        (_cut_in_header, "truncated"),
+        (_missing, r"tensor model.layers.1.self_attn.k_proj.bias of shape \[16\] is missing"),
+        (_wrong_shape, r"tensor model.norm.weight has shape \[33\], .* asks for \[32\]"),
+        (_wrong_dtype, "tensor model.norm.weight is stored as I8"),
+        (_other_family, "config.json: model_type='gpt2' is not supported"),
+        (_not_json, "config.json: not valid JSON"),
+    ],
+)
+def test_what_is_wrong_is_named(spoil: Any, message: str, tmp_path: Path) -> None:
+    folder = write(tmp_path / "model")
+    spoil(folder)
+    with pytest.raises(UserError, match=message) as error:
+        load(folder)
+    assert str(folder) in str(error.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_transformers_loads_what_is_saved(name: str, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch", reason="needs torch to run transformers' models")
+    from transformers import AutoModelForCausalLM
+
+    config, params = tiny_model(name)
+    hf.save_hf(tmp_path / "out", config, params, dtype="float32")
+    theirs, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    tokens, _ = batch(config.vocab_size)
+    with torch.no_grad():
+        expected = theirs(torch.from_numpy(tokens).long()).logits.numpy()
+    hidden = decoder.forward(config, params, tokens, np.ones_like(tokens, bool))
+    np.testing.assert_allclose(decoder.logits(params, hidden), expected, rtol=0, atol=1e-4)

@@ -1,0 +1,124 @@
+"""A call: in order, with futures as arguments, with every wait bounded and every error told."""
+
+import threading
+import time
+
+import pytest
+
+from jaxrl.errors import UserError
+from jaxrl.runtime.local import LocalWorker, done_future
+from jaxrl.runtime.worker import DeadlineExceeded, WorkerError, phase
+
+
+class Role:
+    def __init__(self):
+        self.calls = []
+        self.release = threading.Event()
+
+    def add(self, a, b=0):
+        self.calls.append(a)
+        return a + b
+
+    def fail(self, message):
+        raise ZeroDivisionError(message)
+
+    def refuse(self):
+        raise UserError("batch_size=0 must be at least 1")
+
+    def hang(self):
+        with phase("waiting for a collective"):
+            self.release.wait(30)
+        return "late"
+
+
+@pytest.fixture
+def worker():
+    worker = LocalWorker("rollout")
+    role = Role()
+    worker.start_role("rollout", lambda: role, deadline=5).result()
+    yield worker, worker.handle("rollout"), role
+    role.release.set()
+    assert worker.stop(5)
+
+
+def other_worker(name):
+    worker = LocalWorker(name)
+    worker.start_role(name, Role, deadline=5).result()
+    return worker.handle(name)
+
+
+def test_calls_run_in_order_and_futures_are_arguments(worker):
+    _, handle, role = worker
+    teacher = other_worker("teacher")
+    first = teacher.call("add", 1, b=2, deadline=5)
+    second = handle.call("add", first, b=done_future(10), deadline=5)
+    third = handle.call("add", 7, deadline=5)
+    assert (third.result(), second.result()) == (7, 13)
+    assert role.calls == [3, 7]
+    assert second.done() and second.seconds >= 0
+
+
+def test_an_exception_arrives_at_once_with_the_worker_s_traceback(worker):
+    _, handle, _ = worker
+    start = time.monotonic()
+    failed = handle.call("fail", "boom", deadline=600)
+    dependent = other_worker("actor").call("add", failed, deadline=600)
+    for future in (failed, dependent):
+        with pytest.raises(WorkerError, match=r"rollout.fail failed in worker rollout") as error:
+            future.result()
+        assert "ZeroDivisionError: boom" in str(error.value) and "def fail" not in str(error.value)
+        assert "line" in str(error.value)
+    assert time.monotonic() - start < 5
+    assert handle.call("add", 4, deadline=5).result() == 4  # the worker goes on
+
+
+def test_a_user_s_mistake_stays_short(worker):
+    with pytest.raises(UserError, match="^batch_size=0 must be at least 1$"):
+        worker[1].call("refuse", deadline=5).result()
+
+
+def test_a_missed_deadline_says_who_what_how_long_and_where(worker):
+    _, handle, _ = worker
+    with pytest.raises(DeadlineExceeded) as error:
+        handle.call("hang", deadline=0.3).result()
+    text = str(error.value)
+    assert "rollout.hang has run for" in text and "its deadline is 0.3 s" in text
+    assert "pid" in text and "phase 'rollout.hang: waiting for a collective'" in text
+    assert "in hang" in text and "device memory" in text
+
+
+def test_the_late_call_is_named_not_those_that_wait_for_it(worker):
+    """A call queued behind a late one, and one whose argument is late, both blame the late one."""
+    _, handle, _ = worker
+    late = handle.call("hang", deadline=0.3)
+    queued = handle.call("add", 1, deadline=600)
+    waiting = other_worker("actor").call("add", late, deadline=600)
+    for future in (queued, waiting):
+        with pytest.raises(DeadlineExceeded, match="rollout.hang has run"):
+            future.result()
+
+
+def test_time_in_the_queue_does_not_count(worker):
+    _, handle, role = worker
+    handle.call("hang", deadline=600)
+    queued = handle.call("add", 5, deadline=0.2)
+    time.sleep(0.6)
+    queued.check()
+    role.release.set()
+    assert queued.result() == 5
+
+
+def test_roles_start_side_by_side():
+    barrier = threading.Barrier(2, timeout=10)
+    workers = [LocalWorker(name) for name in ("a", "b")]
+    started = [w.start_role(w.name, barrier.wait, deadline=10) for w in workers]
+    for future in started:
+        future.result()  # each start waits for the other: one after the other would break the barrier
+
+
+def test_a_finished_call_keeps_no_argument_alive(worker):
+    _, handle, _ = worker
+    future = handle.call("add", 3, deadline=5)
+    assert future.result() == 3
+    time.sleep(0.05)
+    assert future.args == () and future.kwargs == {}

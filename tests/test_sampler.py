@@ -1,0 +1,202 @@
+"""Laws of drawing one token: what is drawn, how often, from which set, with which log-probs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.errors import UserError
+from jaxrl.sampling.sampler import (
+    SamplingParams,
+    make_knobs,
+    pick,
+    sample,
+    sample_keys,
+    truncate,
+    uniforms,
+)
+
+BASE = SamplingParams(max_new_tokens=1)
+
+
+def draws(logits: np.ndarray, sampling: SamplingParams, count: int, seed: int = 0) -> object:
+    """`count` independent draws from one row of logits [V]."""
+    knobs = make_knobs(sampling, seed, 0)
+    ids = jnp.arange(count, dtype=jnp.int32)
+    keys = sample_keys(knobs.key, ids, jnp.zeros_like(ids))
+    rows = jnp.broadcast_to(jnp.asarray(logits)[None], (count, len(logits)))
+    return jax.jit(sample)(rows, uniforms(keys, jnp.zeros_like(ids)), knobs)
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    e = np.exp(x.astype(np.float64) - x.max())
+    return e / e.sum()
+
+
+def chi_square(tokens: np.ndarray, p: np.ndarray) -> tuple[float, int]:
+    """Pearson's statistic and its degrees of freedom over the tokens that can be drawn."""
+    support = p > 0
+    counts = np.bincount(tokens, minlength=len(p))
+    assert counts[~support].sum() == 0
+    expected = p[support] * len(tokens)
+    return float(((counts[support] - expected) ** 2 / expected).sum()), int(support.sum()) - 1
+
+
+def reference_support(logits: np.ndarray, s: SamplingParams) -> np.ndarray:
+    """The same truncation by sorting, in float64: top-k, then top-p of what is left, then min-p."""
+    p = softmax(logits / s.temperature)
+    kept = np.zeros(len(p), bool)
+    order = np.argsort(-p, kind="stable")[: s.top_k or len(p)]
+    mass = np.cumsum(p[order]) / p[order].sum()
+    kept[order[: int(np.searchsorted(mass, s.top_p) + 1) if s.top_p < 1 else None]] = True
+    return kept & (p >= s.min_p * p.max())
+
+
+@pytest.mark.parametrize("vocab", [7, 128, 300])
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_frequencies_follow_the_softmax(vocab: int, temperature: float) -> None:
+    logits = np.random.default_rng(vocab).normal(size=vocab).astype(np.float32)
+    n = 40 * vocab + 4000
+    tokens = np.asarray(draws(logits, replace(BASE, temperature=temperature), n).tokens)
+    statistic, freedom = chi_square(tokens, softmax(logits / temperature))
+    # Mean and variance of chi-square are k and 2k; five sigmas.
+    assert abs(statistic - freedom) < 5 * np.sqrt(2 * freedom)
+
+
+def test_truncated_frequencies_follow_the_renormalised_softmax() -> None:
+    logits = np.random.default_rng(5).normal(size=40).astype(np.float32)
+    s = replace(BASE, temperature=0.8, top_k=20, top_p=0.9, min_p=0.05)
+    p = softmax(logits / 0.8) * reference_support(logits, s)
+    statistic, freedom = chi_square(np.asarray(draws(logits, s, 8000).tokens), p / p.sum())
+    assert abs(statistic - freedom) < 5 * np.sqrt(2 * freedom)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"top_k": 1},
+        {"top_k": 7},
+        {"top_k": 10**6},
+        {"top_p": 0.1},
+        {"top_p": 0.5},
+        {"top_p": 0.999},
+        {"min_p": 0.01},
+        {"min_p": 1.0},
+        {"top_k": 30, "top_p": 0.7},
+        {"top_p": 0.9, "min_p": 0.2, "temperature": 1.7},
+        {"top_k": 12, "top_p": 0.95, "min_p": 0.03, "temperature": 0.3},
+    ],
+)
+def test_truncation_keeps_exactly_the_set_of_its_definition(change: dict[str, float]) -> None:
+    s = replace(BASE, **change)
+    logits = 2 * np.random.default_rng(1).normal(size=(20, 257)).astype(np.float32)
+    scaled = logits / s.temperature
+    weights = jnp.exp(scaled - scaled.max(-1, keepdims=True))
+    kept = np.asarray(jax.jit(truncate)(weights, make_knobs(s, 0, 0))) > 0
+    expected = np.stack([reference_support(row, s) for row in logits])
+    np.testing.assert_array_equal(kept, expected)
+
+
+def test_equally_probable_tokens_stay_or_go_together() -> None:
+    weights = jnp.array([[1.0, 0.5, 0.5, 0.25]])
+    kept = truncate(weights, make_knobs(replace(BASE, top_k=2), 0, 0))
+    np.testing.assert_array_equal(kept, [[1.0, 0.5, 0.5, 0.0]])
+
+
+@pytest.mark.parametrize("change", [{}, {"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.1}])
+def test_both_log_probs_are_those_of_their_distributions(change: dict[str, float]) -> None:
+    logits = np.random.default_rng(2).uniform(0, 2, size=30).astype(np.float32)
+    s = replace(BASE, temperature=0.7, **change)
+    draw = draws(logits, s, 4000)
+    full = softmax(logits / 0.7)
+    kept = full * reference_support(logits, s)
+    tokens = np.asarray(draw.tokens)
+    np.testing.assert_allclose(draw.logprobs, np.log(full[tokens]), atol=1e-5)
+    np.testing.assert_allclose(draw.sampler_logprobs, np.log(kept[tokens] / kept.sum()), atol=1e-5)
+    seen = np.unique(tokens, return_index=True)[1]
+    assert len(seen) == (kept > 0).sum()  # every token that is left was drawn: they must add up
+    assert np.exp(np.asarray(draw.sampler_logprobs)[seen]).sum() == pytest.approx(1, abs=1e-5)
+
+
+def test_greedy_takes_the_argmax_whatever_the_truncation() -> None:
+    logits = np.random.default_rng(3).normal(size=50).astype(np.float32)
+    draw = draws(logits, replace(BASE, temperature=0.0, top_p=0.3, top_k=2), 10)
+    assert set(np.asarray(draw.tokens)) == {int(logits.argmax())}
+    # Full softmax at temperature 1; the distribution sampled from is a point mass.
+    np.testing.assert_allclose(draw.logprobs, np.log(softmax(logits).max()), atol=1e-6)
+    np.testing.assert_array_equal(draw.sampler_logprobs, 0)
+
+
+def test_a_temperature_without_truncation_is_not_greedy() -> None:
+    logits = np.zeros(10, np.float32)
+    assert len(set(np.asarray(draws(logits, replace(BASE, temperature=0.7), 200).tokens))) == 10
+
+
+def test_pick_never_takes_a_weight_of_zero() -> None:
+    # The largest uniform number, the smallest, and weights that a float32 sum of 1e5 terms rounds.
+    rng = np.random.default_rng(4)
+    weights = np.where(rng.random((64, 5000)) < 0.3, rng.random((64, 5000)) ** 20, 0.0)
+    weights = jnp.asarray(weights, jnp.float32)
+    edges = np.array([0.0, np.nextafter(np.float32(1), np.float32(0))], np.float32)
+    for first in edges:
+        for second in edges:
+            random = jnp.broadcast_to(jnp.array([first, second])[None], (64, 2))
+            index = np.asarray(pick(weights, random))
+            assert (np.take_along_axis(np.asarray(weights), index[:, None], 1) > 0).all()
+
+
+def test_random_bits_are_a_function_of_seed_step_prompt_sample_and_position() -> None:
+    def numbers(seed: int, step: int, prompt: list[int], sample: list[int], at: int) -> np.ndarray:
+        key = make_knobs(BASE, seed, step).key
+        keys = sample_keys(key, jnp.array(prompt, jnp.int32), jnp.array(sample, jnp.int32))
+        return np.asarray(uniforms(keys, jnp.full(len(prompt), at, jnp.int32)))
+
+    base = numbers(1, 2, [3, 9], [4, 4], 5)
+    np.testing.assert_array_equal(base[0], numbers(1, 2, [7, 7, 3], [0, 1, 4], 5)[2])
+    others = [
+        numbers(2, 2, [3], [4], 5),
+        numbers(1 + 2**32, 2, [3], [4], 5),
+        numbers(1, 3, [3], [4], 5),
+        numbers(1, 2, [4], [4], 5),
+        numbers(1, 2, [3], [5], 5),
+        numbers(1, 2, [3], [4], 6),
+        numbers(2, 1, [4], [3], 5),
+    ]
+    distinct = {tuple(x[0]) for x in [base, *others]}
+    assert len(distinct) == 1 + len(others)
+
+
+def test_changing_a_setting_compiles_nothing() -> None:
+    step: Callable[..., object] = jax.jit(lambda *args: sample(*args))
+    logits, random = jnp.zeros((2, 10)), jnp.full((2, 2), 0.5)
+    for s in (
+        BASE,
+        replace(BASE, temperature=0.0, eos_ids=(1, 2, 3)),
+        replace(BASE, temperature=0.3, top_k=3, top_p=0.5, min_p=0.1, max_new_tokens=9),
+    ):
+        step(logits, random, make_knobs(s, 3, 4))
+    assert step._cache_size() == 1  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"temperature": -1.0}, "temperature=-1.0.*0 is greedy"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"top_k": -1}, "top_k=-1"),
+        ({"top_p": 0.0}, "top_p=0.0.*above 0"),
+        ({"top_p": 1.5}, "top_p=1.5"),
+        ({"min_p": 2.0}, "min_p=2.0"),
+        ({"stop": ("",)}, "stop="),
+        ({"stop": "abc"}, "stop='abc'"),
+    ],
+)
+def test_bad_settings_are_named(change: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        replace(BASE, **change)

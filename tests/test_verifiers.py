@@ -1,0 +1,137 @@
+"""Verifiers: right, wrong, and not to be judged."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+
+from jaxrl.data.example import Example
+from jaxrl.data.source import open_source
+from jaxrl.errors import UserError
+from jaxrl.rewards.verifiers import VERIFIERS, last_boxed, last_number, verifier, whole_number
+
+
+def score(name: str, completion: str, answer: str | None, **columns) -> float | None:
+    return verifier(name)(completion, Example("p", answer=answer, columns=columns))
+
+
+@pytest.mark.parametrize("name", sorted(set(VERIFIERS)))
+def test_no_answer_is_not_a_wrong_answer(name):
+    if name == "math":
+        pytest.importorskip("math_verify")
+    assert score(name, "42", None) is None
+
+
+def test_unknown_verifier_names_the_near_one():
+    with pytest.raises(UserError, match="did you mean number"):
+        verifier("numbers")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("12+3=15", "15"),
+        ("5-3", "3"),
+        ("(4)-3", "3"),
+        ("x=-3", "-3"),
+        ("it is \u22127.", "-7"),
+        ("about $1,234,567.50 today", "1234567.5"),
+        ("1,2", "2"),
+        ("1, 2", "2"),
+        ("so 3/4.", "3/4"),
+        ("60/3 = 20", "20"),
+        ("\\frac{3}{4}", "3/4"),
+        ("2.5e-3", "0.0025"),
+        ("-.5", "-1/2"),
+    ],
+)
+def test_last_number(text, value):
+    assert last_number(text) == Fraction(value)
+
+
+@pytest.mark.parametrize("text", ["", "no number", "3/0", "1" * 5000])
+def test_no_last_number(text):
+    assert last_number(text) is None
+
+
+def test_a_huge_exponent_is_not_computed():
+    assert last_number("1e999999999") == Fraction(999999999)
+
+
+def test_whole_number():
+    assert whole_number(" $1,000 ") == 1000
+    assert whole_number("10%") == 10
+    assert whole_number("10 apples") is None
+    assert whole_number("2024-11-03") is None
+
+
+def test_number():
+    assert score("number", "The sum is 1,234.50", "1234.5") == 1
+    assert score("number", "= 0.75", "3/4") == 1
+    assert score("number", "0.3333333", "1/3") == 1
+    assert score("number", "0.333", "1/3") == 0
+    assert score("number", "10000001", "10000002") == 0
+    assert score("number", "none", "3") == 0
+    assert score("number", "42 or 43", "42") == 0
+    with pytest.raises(UserError, match="has no number"):
+        score("number", "3", "three")
+
+
+def test_exact_and_contains():
+    assert score("exact", " blue\n", "blue") == 1
+    assert score("exact", "It is blue", "blue") == 0
+    assert score("contains", "It is Blue.", "blue") == 1
+    assert score("contains", "bluebell", "blue") == 0
+    assert score("contains", "costs 3.5 (net)", "3.5 (net)") == 1
+    assert score("contains", "anything", " ") == 0
+
+
+def test_boxed():
+    assert last_boxed(r"\boxed{1} then \boxed{\frac{1}{2}}") == r"\frac{1}{2}"
+    assert last_boxed(r"\boxed{1} then \boxed{2") == "1"
+    assert score("boxed", r"\boxed{0.5}", r"\boxed{\frac{1}{2}}") == 1
+    assert score("boxed", r"\boxed{x + 1}", "x+1") == 1
+    assert score("boxed", "x+1", "x+1") == 0
+
+
+def test_math():
+    pytest.importorskip("math_verify")
+    assert score("math", r"so \boxed{\frac{1}{2}}", "0.5") == 1
+    assert score("math", "The answer is $2x + 2$", r"$2(x+1)$") == 1
+    assert score("math", "The answer is 3", "4") == 0
+
+
+def test_arithmetic_judges_its_own_completions():
+    source = open_source("arithmetic")
+    for i in range(20):
+        example = source[i]
+        assert verifier("auto")(example.completion, example) == 1
+        assert verifier("auto")(example.completion + "1", example) == 0
+
+
+def test_reasoning_gym_judges_its_own_answers():
+    pytest.importorskip("reasoning_gym")
+    source = open_source("reasoning_gym/chain_sum:max_terms=2", split="eval")
+    example = source[0]
+    right = example.answer
+    auto = verifier("auto")
+    assert auto(right, example) == 1
+    assert auto(f"I think <answer> {right} </answer>, not 5.", example) == 1
+    assert auto(f"The sum is {int(right):,}.", example) == 1
+    assert auto(f"{right}, no: {int(right) + 1}", example) < 0.5
+    assert auto("", example) == 0
+
+
+def test_reasoning_gym_tasks_with_many_right_answers():
+    pytest.importorskip("reasoning_gym")
+    example = open_source("reasoning_gym/graph_color:size=20")[0]
+    assert example.answer is None
+    # A text that its scorer cannot read is a wrong answer, not an error.
+    assert verifier("auto")("no idea {", example) == 0
+
+
+def test_auto_for_plain_rows():
+    assert score("auto", "It is 42", "42") == 1
+    assert score("auto", "blue", "blue") == 1
+    assert score("auto", "It is blue", "blue") == 0
