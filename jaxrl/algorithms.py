@@ -61,7 +61,9 @@ def prepare(rollout: Rollout, signal: TeacherSignal | None) -> TrainBatch:
 
 
 def on_policy(config: Config, index: int) -> bool:
-    """GKD's seeded coin (lambda = `distill.on_policy_fraction`): whether batch `index` is the student's."""
+    """GKD's seeded coin (lambda = `distill.on_policy_fraction`): whether batch `index` is the
+    student's.
+    """
     coin = np.random.default_rng((config.seed, 0xC017, index)).random()
     return bool(coin < config.distill.on_policy_fraction)
 

@@ -1,7 +1,7 @@
 """Modules that can be called, for public functions that share their name with the command's module.
 
-`from jaxrl import train` gives a function or the module `jaxrl.train`, depending on what was imported before; with the
-module callable both are right, and `jaxrl.train.main` stays reachable.
+`from jaxrl import train` gives a function or the module `jaxrl.train`, depending on what was
+imported before; with the module callable both are right, and `jaxrl.train.main` stays reachable.
 """
 
 from __future__ import annotations

@@ -9,7 +9,9 @@ import jax
 
 
 def enable_compile_cache(path: str | None) -> None:
-    """Keeps compiled programs in `path`, unless JAX_COMPILATION_CACHE_DIR names a place; None changes nothing."""
+    """Keeps compiled programs in `path`, unless JAX_COMPILATION_CACHE_DIR names a place; None
+    changes nothing.
+    """
     if path is None:
         return
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:

@@ -165,7 +165,7 @@ class DataConfig(Section):
     answer_key: str = "answer"
     """Field of a JSONL row with what the verifier compares with."""
     chat: Literal["auto", "raw"] = "auto"
-    """auto: a text prompt becomes a user message where the tokenizer has a chat template. raw: text stays text."""
+    """auto: text prompts become a user message where there is a chat template. raw: never."""
     system_prompt: str | None = None
     """System message put before every chat prompt that has none."""
     shuffle: Flag = True

@@ -1,4 +1,6 @@
-"""From a config to started roles: find the models, check that they fit together, place them, start the workers."""
+"""From a config to started roles: find the models, check that they fit together, place them, start
+the workers.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,15 @@ from jaxrl.data.stream import EvalSet, PromptEncoder, PromptStream, eval_set
 from jaxrl.data.tokenizer import check_same_vocabulary, load_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.model import ModelSource, resolve_model
-from jaxrl.rewards.verifiers import VERIFIERS
+from jaxrl.models.decoder import Layout
+from jaxrl.rewards.verifiers import Verifier, verifier
 from jaxrl.roles.actor import Actor
 from jaxrl.roles.rollout import Sampler
 from jaxrl.roles.scorer import Scorer
 from jaxrl.roles.teacher import Teacher
 from jaxrl.runtime.local import LocalHandle, LocalWorker
 from jaxrl.sharding.placement import Placement
+from jaxrl.sharding.rules import param_shardings
 from jaxrl.signals import Projection
 
 Log = Callable[[str], None]
@@ -35,7 +39,9 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Job:
-    """What a run is about, before any weight is read: models, tokenizers, data. Everything in it fits together."""
+    """What a run is about, before any weight is read: models, tokenizers, data. Everything in it
+    fits together.
+    """
 
     config: Config
     student: ModelSource
@@ -45,6 +51,7 @@ class Job:
     """Tokens that student and teacher share."""
     train: PromptStream
     held_out: EvalSet | None
+    judge: Verifier
     eos_ids: tuple[int, ...]
     pad_id: int
 
@@ -75,17 +82,22 @@ def make_job(config: Config) -> Job:
         eos_ids = (tokenizer.eos_token_id,)
     if not eos_ids:
         raise UserError(
-            f"student.model={config.student.model!r} names no end-of-sequence token: set eos_token_id in its"
-            " config.json or generation_config.json"
-        )
-    if config.data.verifier != "auto" and config.data.verifier not in VERIFIERS:
-        raise UserError(
-            f"data.verifier={config.data.verifier!r} is unknown; choose auto, {', '.join(VERIFIERS)}"
+            f"student.model={config.student.model!r} names no end-of-sequence token:"
+            " set eos_token_id in its config.json or generation_config.json"
         )
     train, held_out = _data(config, tokenizer, eos_ids)
     pad_id = student.config.pad_id if student.config.pad_id is not None else eos_ids[0]
     return Job(
-        config, student, teacher, tokenizer, vocab_size, train, held_out, eos_ids, pad_id
+        config,
+        student,
+        teacher,
+        tokenizer,
+        vocab_size,
+        train,
+        held_out,
+        verifier(config.data.verifier),
+        eos_ids,
+        pad_id,
     )
 
 
@@ -137,14 +149,16 @@ def start_roles(
     config = job.config
     rows = math.lcm(*(m.shape["data"] * m.shape["fsdp"] for m in meshes.values()))
     makers: dict[str, Callable[[], Any]] = {
-        "actor": partial(make_actor, job, meshes["actor"], run_dir),
+        "actor": partial(make_actor, job, meshes["actor"], meshes["rollout"], run_dir),
         "rollout": partial(make_rollout_role, job, meshes["rollout"], rows),
     }
     if job.teacher is not None:
         makers["teacher"] = partial(make_teacher, job, meshes["teacher"], rows)
     workers, handles, starting = [], {}, []
     for pool in placement.pools:
-        devices = tuple(d for role in pool.roles if role in meshes for d in meshes[role].devices.flat)
+        devices = tuple(
+            d for role in pool.roles if role in meshes for d in meshes[role].devices.flat
+        )
         worker = LocalWorker(pool.name, tuple(dict.fromkeys(devices)))
         workers.append(worker)
         for role in pool.roles:
@@ -158,7 +172,7 @@ def start_roles(
     return Roles(handles, workers, rows)
 
 
-def make_actor(job: Job, mesh: Mesh, run_dir: Path) -> Actor:
+def make_actor(job: Job, mesh: Mesh, receiver: Mesh, run_dir: Path) -> Actor:
     config = job.config
     algorithm = ALGORITHMS[config.algorithm]
     frozen = {}
@@ -173,6 +187,7 @@ def make_actor(job: Job, mesh: Mesh, run_dir: Path) -> Actor:
         prepare=prepare,
         loss=algorithm.make_loss(config, job.student.config, mesh, job.vocab_size),
         frozen=frozen,
+        receiver=param_shardings(job.student.config, receiver, "unstacked"),
         run_dir=run_dir,
     )
 
@@ -184,7 +199,7 @@ def make_rollout_role(job: Job, mesh: Mesh, row_multiple: int) -> Sampler:
 def make_teacher(job: Job, mesh: Mesh, row_multiple: int) -> Teacher:
     config, source = job.config, job.teacher
     assert source is not None
-    layout = "unstacked" if job.teacher_samples else "stacked"
+    layout: Layout = "unstacked" if job.teacher_samples else "stacked"
     params = source.load(mesh, jnp.dtype(config.teacher.dtype), layout)
     projection = Projection(config.distill, mesh, job.vocab_size)
     scorer = Scorer(source.config, params, projection, config.teacher.num_microbatches)
@@ -211,5 +226,5 @@ def _sampler(job: Job, source: ModelSource, mesh: Mesh, rows: int, params: Any) 
 
 
 def _first_rows(head: jax.Array, rows: int) -> jax.Array:
-    """The head without the padding rows that the other model has not; cut once, not at every step."""
+    """The head without the rows that the other model has not; cut once, not at every step."""
     return head if head.shape[0] == rows else jax.device_put(head[:rows], head.sharding)

@@ -1,4 +1,5 @@
-"""The training loop. It knows roles and futures; never devices, processes or the name of an algorithm.
+"""The training loop. It knows roles and futures; never devices, processes or the name of an
+algorithm.
 
     for each action of the schedule:
         generate   rollouts = rollout.generate(prompts)
@@ -6,7 +7,8 @@
         train      report   = actor.update(prepare(rollouts, signal))
         publish    rollout.load(actor.publish(version)), and evaluate when it is time
 
-Calls return at once; each worker takes its own in order. The driver waits only for reports, one batch late.
+Calls return at once; each worker takes its own in order. The driver waits only for reports, one
+batch late.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ class Loop:
         Args:
             prompts: `batch(i)` -> the prompts of batch i; a pure function.
             packing: arguments of `data_rollout`: widths, pad id, row multiple.
-            value: wraps something that is there already as a future (`done_future` of the launcher).
+            value: wraps something that is there already as a future (`done_future` of the
+                launcher).
         """
         self.config, self.roles, self.reporter = config, roles, reporter
         self._stream, self._held_out, self._packing, self._value = prompts, held_out, packing, value
@@ -104,9 +107,7 @@ class Loop:
 
     def _generate(self, role: str, index: int) -> Future:
         deadline = self.config.deadlines.generate
-        return self.roles[role].call(
-            "generate", self.prompts(index), step=index, deadline=deadline
-        )
+        return self.roles[role].call("generate", self.prompts(index), step=index, deadline=deadline)
 
     def _sample(self, role: str) -> Future:
         deadline = self.config.deadlines.evaluate
@@ -122,13 +123,15 @@ class Loop:
         return version in (0, self.config.steps) or (every > 0 and version % every == 0)
 
     def _report(self, until: int) -> None:
-        """Waits for the batches up to `until` (-1: the evaluation before the first) and writes their rows."""
+        """Waits for the batches up to `until` (-1: the evaluation before the first) and writes
+        their rows.
+        """
         while self._reported <= until:
             self.reporter.row(self._reported + 1, self._take(self._reported + 1))
             self._reported += 1
 
     def _take(self, step: int) -> dict[str, Future]:
-        """The futures of one row: of the batch that made version `step`, and of what followed it."""
+        """The futures of one row: of the batch that made version `step`, and what followed."""
         batch = [(kind, step - 1) for kind in ("rollout", "score", "update")]
         keys = [*batch, ("sync", step), ("eval", step), ("teacher", step)]
         taken = {key[0]: self._futures.pop(key, None) for key in keys}

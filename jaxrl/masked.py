@@ -1,4 +1,4 @@
-"""Sums and means over the positions that a mask keeps; what lies outside of it never matters, NaN included."""
+"""Sums and means of what a mask keeps; the rest never matters, NaN included."""
 
 from __future__ import annotations
 

@@ -98,7 +98,8 @@ def decayed(params: Any) -> Any:
 def state_shardings(
     optimizer: optax.GradientTransformation, params: Any, shardings: Any, mesh: Mesh
 ) -> Any:
-    """Shardings of the optimizer's state: a moment lies where its parameter does, all else is replicated.
+    """Shardings of the optimizer's state: a moment lies where its parameter does, all else is
+    replicated.
 
     Args:
         params: the parameters or their `jax.ShapeDtypeStruct`s.

@@ -57,14 +57,17 @@ class Reporter:
 
     def _step(self, step: int, futures: Mapping[str, Future]) -> None:
         rollout: Rollout = futures["rollout"].result()
-        row = self._batch(rollout, futures) | futures["update"].result()
+        report = futures["update"].result()  # so that everything of the batch has ended
+        row = self._batch(rollout, futures) | report
         row |= self._sync(futures) | self._evaluation(futures) | self._memory()
         row["data/epoch"] = self._epoch(step)
         row["staleness"] = step - 1 - max(rollout.policy_version, 0)
         if rollout.policy_version < 0:
             del row["staleness"]
-        end = futures["update"].finished
-        begin = futures["rollout"].started if self._last is None else self._last
+        begin, end = self._last, futures["update"].finished
+        if begin is None:
+            begin = futures["rollout"].started
+        assert begin is not None and end is not None, "both calls have ended"
         row["time/step_s"], self._last = end - begin, end
         self.first_step_at = self.first_step_at or end
         row["tokens/per_second"] = row["actor/tokens"] / row["time/step_s"]
@@ -91,8 +94,8 @@ class Reporter:
     def _sync(self, futures: Mapping[str, Future]) -> dict[str, float]:
         if "sync" not in futures:
             return {}
-        told = futures["sync"].result()
-        return told | {"time/weight_sync_s": futures["sync"].seconds}
+        told: dict[str, float] = futures["sync"].result()
+        return told
 
     def _evaluation(self, futures: Mapping[str, Future]) -> dict[str, float]:
         if "eval" not in futures:

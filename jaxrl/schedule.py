@@ -1,8 +1,9 @@
 """When a batch may be generated, scored and trained: bounded staleness as a pure state machine.
 
-Batch i is generated with exactly the weights after `max(0, i - staleness)` batches. The order of the actions below is
-the order in which the loop hands calls to the workers; each worker takes its calls in order, so what is
-computed never depends on timing. Actions on different pools overlap by themselves.
+Batch i is generated with exactly the weights after `max(0, i - staleness)` batches. The order of
+the actions below is the order in which the loop hands calls to the workers; each worker takes its
+calls in order, so what is computed never depends on timing. Actions on different pools overlap by
+themselves.
 
     serial        generate 0, score 0, train 0, publish 1, generate 1, ...
     one_step_off  generate 0, generate 1, score 0, train 0, publish 1, generate 2, score 1, ...
@@ -24,7 +25,9 @@ class Action:
 
     kind: Literal["generate", "score", "train", "publish"]
     index: int
-    """The batch; for `publish`, the version: how many batches the published weights were trained on."""
+    """The batch; for `publish`, the version: how many batches the published weights were trained
+    on.
+    """
 
 
 @dataclass

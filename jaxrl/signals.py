@@ -1,9 +1,10 @@
-"""What a teacher ships for each completion token, and the loss that the student makes of it: both sides in one place.
+"""What a teacher ships for each completion token, and the loss that the student makes of it: both
+sides in one place.
 
 | signal | shipped per token | loss |
 |---|---|---|
 | hidden | last hidden state (the actor holds the teacher's LM head) | exact generalised JSD |
-| topk | the teacher's K best ids, their log-probs, the tail's | generalised JSD over K + 1 outcomes: a lower bound |
+| topk | the teacher's K best ids, log-probs, the tail's | JSD of K + 1 outcomes: a lower bound |
 | student_topk | the same at the student's K best ids | as topk, on the student's support |
 | sampled | log-prob of the sampled token | unbiased estimate of KL(student || teacher) |
 """
@@ -46,17 +47,17 @@ class Projection:
         return {"chunk": d.chunk_tokens, "mesh": self.mesh, "temperature": d.distill_temperature}
 
     @property
-    def entropy_aware(self) -> EntropyAware | None:
+    def term(self) -> EntropyAware:
         d = self.distill
-        if not d.entropy_aware:
-            return None
         return EntropyAware(threshold=d.entropy_threshold, top_k=d.entropy_top_k)
 
 
 def completion_hidden(
     model: DecoderConfig, params: Params, sequences: Sequences, mesh: Mesh, **options: Any
 ) -> jax.Array:
-    """[B, C, D] hidden states, entry j the one that predicts completion token j (the shift is here)."""
+    """[B, C, D] hidden states, entry j the one that predicts completion token j (the shift is
+    here).
+    """
     t, c = sequences.tokens.shape[1], sequences.loss_mask.shape[1]
     hidden = forward(model, params, sequences.tokens, sequences.mask, mesh=mesh, **options)
     return hidden[:, t - c - 1 : t - 1]
@@ -67,7 +68,8 @@ def completion_tokens(sequences: Sequences) -> jax.Array:
     return sequences.tokens[:, sequences.tokens.shape[1] - sequences.loss_mask.shape[1] :]
 
 
-# The teacher's side: (projection, hidden [B, C, Dt], head [V, Dt], sequences, ids [B, C, K]) -> fields of TeacherSignal.
+# The teacher's side: (projection, hidden [B, C, Dt], head [V, Dt], sequences, ids [B, C, K]) ->
+# fields of TeacherSignal.
 
 Fields = dict[str, jax.Array]
 
@@ -115,7 +117,8 @@ def teacher_signal(
     sequences: Sequences,
     ids: jax.Array | None,
 ) -> TeacherSignal:
-    """What `distill.signal` asks of the teacher, given its hidden states [B, C, Dt] and its head [V, Dt].
+    """What `distill.signal` asks of the teacher, given its hidden states [B, C, Dt] and its head
+    [V, Dt].
 
     Args:
         ids: [B, C, K] the student's most probable tokens; only for `student_topk`.
@@ -129,7 +132,8 @@ def teacher_signal(
     return TeacherSignal(**fields)
 
 
-# The student's side: (projection, hidden [B, C, D], head [V, D], batch, frozen arrays) -> (sum, count, metrics).
+# The student's side: (projection, hidden [B, C, D], head [V, D], batch, frozen arrays) -> (sum,
+# count, metrics).
 
 
 def _learn_hidden(
@@ -143,7 +147,7 @@ def _learn_hidden(
         batch.sequences.loss_mask,
         beta=p.distill.jsd_beta,
         lean=p.distill.lean,
-        entropy_aware=p.entropy_aware,
+        entropy_aware=p.term if p.distill.entropy_aware else None,
         **p.options,
     )
 
@@ -211,7 +215,7 @@ def distill_loss(
         signal.best_logprobs,
         signal.entropy,
         batch.sequences.loss_mask,
-        term=p.entropy_aware,
+        term=p.term,
         teacher_tail=signal.best_tail,
         lean=p.distill.lean,
         v=p.vocab_size,

@@ -24,7 +24,6 @@ from jaxrl.model import FINAL
 from jaxrl.models.hf import save_hf
 from jaxrl.plan import Plan, make_plan
 from jaxrl.reporting import Reporter
-from jaxrl.rewards.verifiers import VERIFIERS
 from jaxrl.runtime.local import done_future
 from jaxrl.sharding.mesh import carve, ensure_devices
 from jaxrl.telemetry.console import Console
@@ -49,7 +48,8 @@ def train(config: Config) -> Result:
     """Runs `config` to its end.
 
     Raises:
-        UserError: bad input; nothing has been written then, or what was trained is in the run directory.
+        UserError: bad input; nothing has been written then, or what was trained is in the run
+            directory.
     """
     started = time.monotonic()
     job, plan = prepare_run(config)
@@ -86,7 +86,9 @@ def prepare_run(config: Config) -> tuple[Job, Plan]:
 
 
 def make_run_dir(config: Config) -> Path:
-    """The folder of the run. A given one must not hold a run; a default one gets a number where it does."""
+    """The folder of the run. A given one must not hold a run; a default one gets a number where it
+    does.
+    """
     path = config.run_path
     if (path / METRICS_FILE).exists() and config.run_dir is not None:
         raise UserError(f"run_dir={path} holds a run already: name another, or move it away")
@@ -124,7 +126,7 @@ def make_reporter(
         metrics,
         samples,
         held_out=job.held_out.prompts if job.held_out else (),
-        judge=VERIFIERS[job.config.data.verifier],
+        judge=job.judge,
         epoch=lambda step: step * batch / rows,
         devices={role: tuple(mesh.devices.flat) for role, mesh in meshes.items()},
     )
@@ -180,10 +182,8 @@ def summary(
 def main(argv: Sequence[str]) -> None:
     arguments = cli.parse_run(argv, prog="python -m jaxrl.train", description=__doc__ or "")
     if arguments.dry_run:
-        plan = make_plan(
-            arguments.config, ALGORITHMS[arguments.config.algorithm].roles, visible=None
-        )
-        print(plan.text())
+        config = arguments.config
+        print(make_plan(config, ALGORITHMS[config.algorithm].roles, ensure_devices).text())
         return
     train(arguments.config)
 

@@ -1,10 +1,12 @@
 """What travels between the stages of a step, and the legend of every shape.
 
-Shapes: P prompts, G group size, B = P * G sequences, T tokens of a sequence (prompt width + C), C completion
-width, V vocabulary, K top-k, D model width, N heads, KV key-value heads, H head width, S cache positions, L layers.
+Shapes: P prompts, G group size, B = P * G sequences, T tokens of a sequence (prompt width + C), C
+completion width, V vocabulary, K top-k, D model width, N heads, KV key-value heads, H head width, S
+cache positions, L layers.
 
-A sequence is a left-padded prompt followed by a right-padded completion. Arrays of width C are aligned with the
-completion: entry j belongs to token ``T - C + j``, which the hidden state at ``T - C + j - 1`` predicts.
+A sequence is a left-padded prompt followed by a right-padded completion. Arrays of width C are
+aligned with the completion: entry j belongs to token ``T - C + j``, which the hidden state at ``T -
+C + j - 1`` predicts.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ import jax
 import numpy as np
 
 FinishReason = Literal["stop", "length"]
-Array = jax.Array | np.ndarray
+Array = Any
+"""A `jax.Array` in a traced program, a numpy array on the host; None where a field does not apply.
+"""
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,9 @@ class Rollout:
     sequences: Sequences
     """numpy arrays."""
     prompts: tuple[Prompt, ...]
-    """One for each row (a prompt stands G times); rows beyond these are padding, all-False in the mask."""
+    """One for each row (a prompt stands G times); rows beyond these are padding, all-False in the
+    mask.
+    """
     completions: tuple[Completion, ...]
     """One for each row that has a prompt."""
     group_ids: np.ndarray
@@ -81,11 +87,14 @@ class Rollout:
     sampler_logprobs: np.ndarray
     """[B, C] float32, nats, 0 at padding."""
     policy_version: int
-    """Batches trained into the weights that generated this; -1 for the data set's or the teacher's completions."""
+    """Batches trained into the weights that generated this; -1 for the data set's or the teacher's
+    completions.
+    """
     decode_steps: int = 0
     """Steps that decoding took; 0 where nothing was decoded."""
-    student_topk: Array | None = None
-    """[B, C, K] int32: the policy's K most probable tokens, for the `student_topk` teacher signal."""
+    student_topk: Array = None
+    """[B, C, K] int32: the policy's K most probable tokens, for the `student_topk` teacher signal.
+    """
 
 
 @jax.tree_util.register_dataclass
@@ -93,23 +102,23 @@ class Rollout:
 class TeacherSignal:
     """What a teacher says about each completion position; only the fields of its signal are set."""
 
-    hidden: Array | None = None
+    hidden: Array = None
     """[B, C, Dt]: last hidden states, after the final norm."""
-    topk_ids: Array | None = None
+    topk_ids: Array = None
     """[B, C, K] int32."""
-    topk_logprobs: Array | None = None
+    topk_logprobs: Array = None
     """[B, C, K] float32, nats."""
-    tail_logprob: Array | None = None
+    tail_logprob: Array = None
     """[B, C] float32, nats: log of the probability outside the K ids."""
-    token_logprobs: Array | None = None
+    token_logprobs: Array = None
     """[B, C] float32, nats: of the token in the sequence."""
-    best_ids: Array | None = None
+    best_ids: Array = None
     """[B, C, K'] int32: the teacher's own most probable tokens, for the entropy-aware term."""
-    best_logprobs: Array | None = None
+    best_logprobs: Array = None
     """[B, C, K'] float32, nats."""
-    best_tail: Array | None = None
+    best_tail: Array = None
     """[B, C] float32, nats: log of the probability outside the K' ids."""
-    entropy: Array | None = None
+    entropy: Array = None
     """[B, C] float32, nats."""
 
 
@@ -120,5 +129,5 @@ class TrainBatch:
 
     sequences: Sequences
     teacher: TeacherSignal | None = None
-    sampler_logprobs: Array | None = None
+    sampler_logprobs: Array = None
     """[B, C] float32, nats."""

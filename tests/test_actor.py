@@ -1,4 +1,6 @@
-"""Laws of the update: what it computes does not depend on how the batch is cut or over how many devices."""
+"""Laws of the update: what it computes does not depend on how the batch is cut or over how many
+devices.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +36,10 @@ def config(*overrides):
 
 def sequences(rows=12, seed=0):
     draw = np.random.default_rng(seed)
-    tokens = lambda low, high: draw.integers(2, 48, draw.integers(low, high)).tolist()
+
+    def tokens(low, high):
+        return draw.integers(2, 48, draw.integers(low, high)).tolist()
+
     prompts = [tokens(2, 6) for _ in range(rows)]
     completions = [tokens(1, 8) for _ in range(rows)]
     widths = {"prompt_width": 6, "completion_width": 8}
@@ -65,6 +70,7 @@ def actor(cfg, m, tmp_path):
         prepare=prepare,
         loss=ALGORITHMS[cfg.algorithm].make_loss(cfg, MODEL, m, 48),
         frozen={"teacher_head": jax.device_put(teacher_head)},
+        receiver=param_shardings(MODEL, m, "unstacked"),
         run_dir=tmp_path,
     )
 

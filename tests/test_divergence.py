@@ -1,4 +1,4 @@
-"""Laws of the divergences over a vocabulary at hand, against numbers by hand and a float64 reference in numpy."""
+"""Laws of the divergences; numbers by hand, and a float64 reference in numpy."""
 
 import jax
 import jax.numpy as jnp
@@ -123,9 +123,7 @@ def test_bounds(beta):
     other = jnp.array([[[0.0, 60, 0], [0, 30, 0], [9, 8, 1e-4]]])
     entropy = -(beta * np.log(beta) + (1 - beta) * np.log(1 - beta))
     for t in range(3):
-        value, _ = jsd(
-            apart[:, t : t + 1], other[:, t : t + 1], jnp.ones((1, 1), bool), beta=beta
-        )
+        value, _ = jsd(apart[:, t : t + 1], other[:, t : t + 1], jnp.ones((1, 1), bool), beta=beta)
         assert -1e-6 <= value <= entropy + 1e-6
     far, _ = jsd(apart[:, :1], other[:, :1], jnp.ones((1, 1), bool), beta=beta)
     np.testing.assert_allclose(far, entropy, rtol=1e-5)
@@ -183,7 +181,10 @@ def test_tail_does_not_cancel():
 def test_impossible_tokens_make_no_nan(student, teacher, beta):
     """A logit of -inf on both sides is a smaller vocabulary."""
     shut = jnp.arange(V) >= 8
-    loss = lambda z, t: jsd(z, t, MASK, beta=beta)[0]
+
+    def loss(z, t):
+        return jsd(z, t, MASK, beta=beta)[0]
+
     small, gradient = jax.value_and_grad(loss)(student[..., :8], teacher[..., :8])
     masked = [jnp.where(shut[None, None], -jnp.inf, x) for x in (student, teacher)]
     value, wide = jax.value_and_grad(loss)(*masked)
@@ -193,7 +194,7 @@ def test_impossible_tokens_make_no_nan(student, teacher, beta):
 
 
 def test_what_is_masked_never_matters(student, teacher):
-    """Nor does padding, the order of the rows, the order of the vocabulary, or the split into micro-batches."""
+    """Nor does padding, the order of rows or vocabulary, or the split into micro-batches."""
     expected, count = jsd(student, teacher, MASK, beta=0.3)
     hole = MASK[..., None]
     junk = jnp.where(hole, student, jnp.nan), jnp.where(hole, teacher, jnp.nan)
@@ -209,7 +210,9 @@ def test_what_is_masked_never_matters(student, teacher):
     value, _ = jsd(student[rows][..., words], teacher[rows][..., words], MASK[rows], beta=0.3)
     np.testing.assert_allclose(value, expected, rtol=1e-6)
 
-    parts = [jsd(student[i : i + 1], teacher[i : i + 1], MASK[i : i + 1], beta=0.3) for i in range(B)]
+    parts = [
+        jsd(student[i : i + 1], teacher[i : i + 1], MASK[i : i + 1], beta=0.3) for i in range(B)
+    ]
     np.testing.assert_allclose(sum(p[0] for p in parts), expected, rtol=1e-6)
     assert sum(p[1] for p in parts) == count
 
@@ -217,7 +220,9 @@ def test_what_is_masked_never_matters(student, teacher):
 
 
 def test_gradient_knows_the_teacher_and_spares_it(student, teacher):
-    loss = lambda z, t: jsd(z, t, MASK, beta=0.5)[0]
+    def loss(z, t):
+        return jsd(z, t, MASK, beta=0.5)[0]
+
     mine, theirs = jax.grad(loss, argnums=(0, 1))(student, teacher)
     np.testing.assert_array_equal(theirs, 0)
     other = jax.grad(loss)(student, rand(B, T, V, seed=9))
@@ -240,18 +245,23 @@ def test_entropy_aware_term_acts_where_the_teacher_is_unsure():
 
 
 def test_sampled_estimator_is_the_reverse_kl_in_expectation(student, teacher):
-    """Every token of the vocabulary once, weighted by the probability of sampling it: value and gradient."""
-    z, target = student[0, 0], log_softmax(teacher[0, 0])
+    """Every token once, weighted by the probability of sampling it: value and gradient."""
+    z, target, one_token = student[0, 0], log_softmax(teacher[0, 0]), jnp.ones((1, 1), bool)
 
     def expected(z, sampler):
         logprobs = log_softmax(z)[:, None]
-        one = lambda lp, t, mu: sampled_reverse_kl(
-            lp[None], t[None], jnp.ones((1, 1), bool), sampler_logprobs=mu[None], ratio_cap=1e6
-        )[0]
+
+        def one(lp, t, mu):
+            return sampled_reverse_kl(
+                lp[None], t[None], one_token, sampler_logprobs=mu[None], ratio_cap=1e6
+            )[0]
+
         values = jax.vmap(one)(logprobs, target[:, None], sampler[:, None])
         return (jnp.exp(sampler) * values).sum()
 
-    exact = jax.value_and_grad(lambda z: jsd(z[None, None], target[None, None], jnp.ones((1, 1), bool), beta=1.0)[0])
+    exact = jax.value_and_grad(
+        lambda z: jsd(z[None, None], target[None, None], jnp.ones((1, 1), bool), beta=1.0)[0]
+    )
     on_policy = jax.lax.stop_gradient(log_softmax(z))
     off_policy = log_softmax(z + rand(V, seed=8, scale=0.3))
     for sampler in (on_policy, off_policy):
@@ -266,7 +276,10 @@ def test_sampled_ratio_is_capped_and_the_mask_holds():
     sampler = jnp.log(jnp.array([[0.2, 0.2, 0.5]]))
     teacher = jnp.log(jnp.array([[0.4, 0.4, 0.5]]))
     mask = jnp.array([[True, True, False]])
-    loss = lambda lp: sampled_reverse_kl(lp, teacher, mask, sampler_logprobs=sampler)[0]
+
+    def loss(lp):
+        return sampled_reverse_kl(lp, teacher, mask, sampler_logprobs=sampler)[0]
+
     value, gradient = jax.value_and_grad(loss)(logprobs)
     np.testing.assert_allclose(gradient, [[2 * np.log(2), 0.5 * np.log(0.25), 0]], rtol=1e-5)
     np.testing.assert_allclose(value, 2 * np.log(2) + 0.5 * np.log(0.25), rtol=1e-5)

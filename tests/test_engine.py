@@ -332,7 +332,6 @@ def test_data_parallel_steps_exchange_nothing() -> None:
         np.zeros((4, 6), np.int32),
         np.int32(1),
         make_knobs(SAMPLING, 0, 0),
-        used=24,
         n_tokens=8,
         check_every=4,
     )

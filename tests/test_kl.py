@@ -1,4 +1,4 @@
-"""The KL estimators: values by hand, expectations and expected gradients by enumeration of the vocabulary."""
+"""The KL estimators: by hand, and their expectations by enumerating the vocabulary."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ def divergence(p, q):
 
 
 def expected_gradient(estimator):
-    """Sum over tokens of pi(token) grad estimator(log pi(token)): sampling itself is not differentiated."""
+    """Sum over tokens of pi(token) grad estimator(log pi(token))."""
 
     def total(logits):
         logprobs = jax.nn.log_softmax(logits)

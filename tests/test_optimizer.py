@@ -1,4 +1,6 @@
-"""Schedules by hand, the state's dtype and place, what is decayed, and each optimizer's first step downhill."""
+"""Schedules by hand, the state's dtype and place, what is decayed, and each optimizer's first step
+downhill.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +24,9 @@ def config(**changes):
 
 
 def test_schedules_by_hand():
-    rates = lambda **c: [float(learning_rate(config(**c), 10)(i)) for i in range(10)]
+    def rates(**c):
+        return [float(learning_rate(config(**c), 10)(i)) for i in range(10)]
+
     assert rates() == pytest.approx([0.1] * 10)
     assert rates(lr_schedule="linear") == pytest.approx([0.1 - 0.01 * i for i in range(10)])
     warm = rates(lr_schedule="linear", warmup_steps=4, min_lr_ratio=0.1)
@@ -38,7 +42,9 @@ def test_schedules_by_hand():
 def test_every_optimizer_goes_downhill(name):
     params = init_params(MODEL, jax.random.key(0))
     optimizer = make_optimizer(config(name=name, learning_rate=1e-3), 10, jnp.float32)
-    loss = lambda p: sum(jnp.sum((x - 0.3) ** 2) for x in jax.tree.leaves(p))
+
+    def loss(p):
+        return sum(jnp.sum((x - 0.3) ** 2) for x in jax.tree.leaves(p))
 
     @jax.jit
     def step(params, state):

@@ -113,7 +113,7 @@ def test_roles_start_side_by_side():
     workers = [LocalWorker(name) for name in ("a", "b")]
     started = [w.start_role(w.name, barrier.wait, deadline=10) for w in workers]
     for future in started:
-        future.result()  # each start waits for the other: one after the other would break the barrier
+        future.result()  # each start waits for the other one
 
 
 def test_a_finished_call_keeps_no_argument_alive(worker):

@@ -42,7 +42,9 @@ def test_stages_of_a_batch_follow_each_other(staleness):
 
 
 def test_what_may_overlap():
-    """While batch i - s trains, batch i is already under way, and two_step_off scores i - 1 beside it."""
+    """While batch i - s trains, batch i is already under way, and two_step_off scores i - 1 beside
+    it.
+    """
     for staleness in (1, 2):
         done = actions(9, staleness)
         for i in range(9 - staleness):

@@ -1,22 +1,24 @@
-"""Divergences between a teacher and a student from hidden states, chunked: the losses of distillation.
+"""The losses of distillation: divergences of student and teacher from hidden states, chunked.
 
-The formulas are those of `losses/divergence.py`, the machinery is `losses/chunked.py`. All inputs are aligned: the
-hidden state at [b, c] predicts the token that `mask` [b, c] is about. Each loss returns (sum in nats, number of
-tokens, metrics as name -> (sum, count)); the caller divides once, by the global count. Gradients flow to the
-student's hidden states and head only; metrics carry none. Masked positions never matter, NaN included.
+The formulas are those of `losses/divergence.py`, the machinery is `losses/chunked.py`. All inputs
+are aligned: the hidden state at [b, c] predicts the token that `mask` [b, c] is about. Each loss
+returns (sum in nats, number of tokens, metrics as name -> (sum, count)); the caller divides
+once, by the global count. Gradients flow to the student's hidden states and head only; metrics
+carry none. Masked positions never matter, NaN included.
 
 Common arguments:
-    beta: static. 0 is KL(teacher || student), 1 KL(student || teacher), between: generalised JSD, beta being the
-        mixture's weight of the teacher. The scale of the loss jumps at both ends (see `generalised_jsd`).
+    beta: static. 0 is KL(teacher || student), 1 KL(student || teacher), between: generalised JSD,
+        beta being the mixture's weight of the teacher. The scale of the loss jumps at both ends
+        (see `generalised_jsd`).
     temperature: divides both logit sets; may be traced.
     chunk: tokens that a device projects on the vocabulary at once.
-    lean: False computes the gradients in the forward pass (4 products with a head), which needs a float32
-        accumulator of the head's size; True keeps nothing between forward and backward and computes the logits
-        again, by tiles of the vocabulary (6 products).
-    mesh: axes data, fsdp, tensor; rows of tokens are split over (data, fsdp), the vocabulary over tensor, the
-        heads' width over fsdp. Sizes that the mesh does not divide are padded or kept whole. Two heads with
-        different numbers of rows are cut to the first V = min(rows), which moves rows between devices at every
-        call: cut a frozen head once, beforehand.
+    lean: False computes the gradients in the forward pass (4 products with a head), which needs a
+        float32 accumulator of the head's size; True keeps nothing between forward and backward and
+        computes the logits again, by tiles of the vocabulary (6 products).
+    mesh: axes data, fsdp, tensor; rows of tokens are split over (data, fsdp), the vocabulary over
+        tensor, the heads' width over fsdp. Sizes that the mesh does not divide are padded or kept
+        whole. Two heads with different numbers of rows are cut to the first V = min(rows), which
+        moves rows between devices at every call: cut a frozen head once, beforehand.
 """
 
 from __future__ import annotations
@@ -28,17 +30,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxrl.losses.chunked import (
-    CHUNK,
-    Given,
-    Job,
-    Measured,
-    fit_head,
-    fit_rows,
-    inverse,
-    loss_values,
-    make_job,
-)
+from jaxrl.losses.chunked import loss_values
 from jaxrl.losses.divergence import (
     MIN,
     EntropyAware,
@@ -48,6 +40,18 @@ from jaxrl.losses.divergence import (
     logits_gradient,
 )
 from jaxrl.losses.head import full_entropy
+from jaxrl.losses.layout import (
+    CHUNK,
+    Given,
+    Job,
+    Measured,
+    PerToken,
+    Term,
+    fit_head,
+    fit_rows,
+    inverse,
+    make_job,
+)
 from jaxrl.losses.vocabulary import Columns, spread_tail, with_tail
 from jaxrl.masked import masked_count, masked_sum
 
@@ -68,17 +72,16 @@ def divergence_from_hidden(
     mesh: Mesh | None = None,
     entropy_aware: EntropyAware | None = None,
 ) -> Loss:
-    """Generalised JSD over the full vocabulary (`divergence.jsd`), plus the entropy-aware term where given.
+    """Generalised JSD over the full vocabulary (`divergence.jsd`), plus the term where given.
 
-    Metrics: divergence (without the term), top1_agreement (fraction of tokens where both models' most probable
-    tokens are the same), student_entropy and teacher_entropy (nats, at `temperature`); with the term also
-    entropy_aware (nats, with its coefficient) and entropy_gate (fraction of tokens where it acts).
+    Metrics: divergence (without the term), top1_agreement (fraction of tokens where both models'
+    most probable tokens are the same), student_entropy and teacher_entropy (nats, at
+    `temperature`); with the term also entropy_aware (nats, with its coefficient) and entropy_gate
+    (fraction of tokens where it acts).
     """
     check_beta(beta)
-    heads = student_head, teacher_head
-    job = make_job(
-        _Full(beta, entropy_aware), student_hidden, heads, chunk=chunk, mesh=mesh, lean=lean
-    )
+    models = (student_hidden, student_head), (teacher_hidden, teacher_head)
+    job = make_job(_Full(beta, entropy_aware), *models, chunk=chunk, mesh=mesh, lean=lean)
     if entropy_aware is not None and not 0 < entropy_aware.top_k <= job.vocab:
         raise ValueError(
             f"the entropy-aware term's top_k is {entropy_aware.top_k}; "
@@ -105,18 +108,17 @@ def topk_divergence_from_hidden(
 ) -> Loss:
     """Generalised JSD over K ids and one tail bucket (`divergence.topk_divergence`).
 
-    For the `topk` signal (ids are the teacher's) and for `student_topk` (the student's). The teacher's log-probs
-    must be at the same `temperature` already, and over the same first V rows: `v` cuts the student's head to
-    them.
+    For the `topk` signal (ids are the teacher's) and for `student_topk` (the student's). The
+    teacher's log-probs must be at the same `temperature` already, and over the same first V rows:
+    `v` cuts the student's head to them.
 
-    Metrics: divergence, teacher_tail_mass and student_tail_mass (probability outside of the ids), student_entropy
-    (nats, full), top1_agreement (the student's most probable token is the teacher's most probable one *of the
-    ids*; exact for `topk`, an upper bound for `student_topk`).
+    Metrics: divergence, teacher_tail_mass and student_tail_mass (probability outside of the ids),
+    student_entropy (nats, full), top1_agreement (the student's most probable token is the teacher's
+    most probable one *of the ids*; exact for `topk`, an upper bound for `student_topk`).
     """
     check_beta(beta)
-    job = make_job(
-        _TopKTail(beta), student_hidden, (student_head,), chunk=chunk, mesh=mesh, v=v, lean=lean
-    )
+    model = student_hidden, student_head
+    job = make_job(_TopKTail(beta), model, chunk=chunk, mesh=mesh, v=v, lean=lean)
     tokens = {"ids": ids, "logprobs": teacher_logprobs, "tail": teacher_tail}
     return _loss(job, student_hidden, student_head, mask, tokens, temperature)
 
@@ -137,16 +139,17 @@ def entropy_aware_from_topk(
     mesh: Mesh | None = None,
     v: int | None = None,
 ) -> Loss:
-    """The entropy-aware term alone, from what a teacher shipped; to be added to the loss of any signal.
+    """The entropy-aware term alone, from what a teacher shipped: add it to any signal's loss.
 
     Args:
-        ids, teacher_logprobs: the teacher's K >= term.top_k most probable tokens, the most probable first; what
-            comes after the first top_k is merged into the tail.
+        ids, teacher_logprobs: the teacher's K >= term.top_k most probable tokens, the most probable
+            first; what comes after the first top_k is merged into the tail.
         teacher_tail: nats, log of the probability outside of the K ids.
         teacher_entropy: nats, of the full distribution.
 
     Returns:
-        The term's sum, the number of *all* tokens of `mask`, and the metrics entropy_aware and entropy_gate.
+        The term's sum, the number of *all* tokens of `mask`, and the metrics entropy_aware and
+        entropy_gate.
     """
     if ids.shape[-1] < term.top_k:
         raise ValueError(
@@ -184,14 +187,15 @@ def _loss(
     hidden: Array,
     head: Array,
     mask: Array,
-    tokens: dict[str, Array],
+    tokens: PerToken,
     temperature: float | Array,
     teacher: tuple[Array, Array] | tuple[None, None] = (None, None),
 ) -> Loss:
-    tokens, teacher, temperature = jax.lax.stop_gradient((tokens, teacher, temperature))
+    scale, tokens, teacher = inverse(temperature), *jax.lax.stop_gradient((tokens, teacher))
     rows = fit_rows(job, (mask, tokens))
-    given = Given(rows[0], inverse(temperature), rows[1], *teacher)
-    # 0 * NaN is NaN: what stands at masked positions must not reach the product that makes the head's gradient.
+    given = Given(rows[0], scale, rows[1], *teacher)
+    # 0 * NaN is NaN: what stands at masked positions must not reach the product that makes the
+    # head's gradient.
     hidden = jnp.where(mask[..., None], hidden, 0)
     total, values = loss_values(job, fit_rows(job, hidden), fit_head(job, head), given)
     values = jax.lax.stop_gradient({k: x for k, x in values.items() if k != "loss"})
@@ -200,15 +204,14 @@ def _loss(
 
 
 @dataclass(frozen=True)
-class _Full:
+class _Full(Term):
     """Both models' logits are at hand."""
 
     beta: float
     entropy_aware: EntropyAware | None
 
-    def measure(
-        self, z: Array, teacher_z: Array | None, tokens: dict[str, Array], columns: Columns
-    ) -> Measured:
+    def measure(self, z: Array, tokens: PerToken, columns: Columns) -> Measured:
+        teacher_z = tokens["teacher_z"]
         lse, teacher_lse = columns.logsumexp(z), columns.logsumexp(teacher_z)
         student, teacher = z - lse[:, None], teacher_z - teacher_lse[:, None]
         divergence, centre = generalised_jsd(student, teacher, self.beta, columns.total)
@@ -223,49 +226,44 @@ class _Full:
         saved = {"lse": lse, "teacher_lse": teacher_lse, "centre": centre}
         if self.entropy_aware is None:
             return Measured(values, saved)
-        return self._add_term(Measured(values, saved), z, teacher_z, columns)
+        return _add_term(self.entropy_aware, Measured(values, saved), z, teacher_z, columns)
 
-    def _add_term(self, so_far: Measured, z: Array, teacher_z: Array, columns: Columns) -> Measured:
-        term, (values, saved) = self.entropy_aware, so_far
-        _, ids = columns.topk(teacher_z, term.top_k)
-        student, others = with_tail(z, saved["lse"], ids, columns)
-        teacher, _ = with_tail(teacher_z, saved["teacher_lse"], ids, columns)
-        divergence, centre = generalised_jsd(student, teacher, beta=0)
-        gate = values["teacher_entropy"] >= term.threshold
-        weight = jnp.where(gate, term.coef, 0.0)
-        extra = weight * divergence
-        values = values | {
-            "loss": values["loss"] + extra,
-            "entropy_aware": extra,
-            "entropy_gate": gate,
-        }
-        gradient = weight[:, None] * logits_gradient(student, teacher, centre, beta=0)
-        return Measured(values, saved | {"ids": ids, "gradient": gradient, "others": others})
-
-    def gradient(
-        self,
-        z: Array,
-        teacher_z: Array | None,
-        tokens: dict[str, Array],
-        saved: dict[str, Array],
-        columns: Columns,
-    ) -> Array:
-        student, teacher = z - saved["lse"][:, None], teacher_z - saved["teacher_lse"][:, None]
+    def gradient(self, z: Array, tokens: PerToken, saved: PerToken, columns: Columns) -> Array:
+        student = z - saved["lse"][:, None]
+        teacher = tokens["teacher_z"] - saved["teacher_lse"][:, None]
         dz = logits_gradient(student, teacher, saved["centre"], self.beta)
         if self.entropy_aware is None:
             return dz
         return dz + spread_tail(z, saved["ids"], saved["gradient"], saved["others"], columns)
 
 
+def _add_term(
+    term: EntropyAware, so_far: Measured, z: Array, teacher_z: Array, columns: Columns
+) -> Measured:
+    values, saved = so_far
+    _, ids = columns.topk(teacher_z, term.top_k)
+    student, others = with_tail(z, saved["lse"], ids, columns)
+    teacher, _ = with_tail(teacher_z, saved["teacher_lse"], ids, columns)
+    divergence, centre = generalised_jsd(student, teacher, beta=0)
+    gate = values["teacher_entropy"] >= term.threshold
+    weight = jnp.where(gate, term.coef, 0.0)
+    extra = weight * divergence
+    values = values | {
+        "loss": values["loss"] + extra,
+        "entropy_aware": extra,
+        "entropy_gate": gate,
+    }
+    gradient = weight[:, None] * logits_gradient(student, teacher, centre, beta=0)
+    return Measured(values, saved | {"ids": ids, "gradient": gradient, "others": others})
+
+
 @dataclass(frozen=True)
-class _TopKTail:
+class _TopKTail(Term):
     """The teacher's side is K log-probs and a tail."""
 
     beta: float
 
-    def measure(
-        self, z: Array, teacher_z: Array | None, tokens: dict[str, Array], columns: Columns
-    ) -> Measured:
+    def measure(self, z: Array, tokens: PerToken, columns: Columns) -> Measured:
         ids, lse = tokens["ids"], columns.logsumexp(z)
         student, others = with_tail(z, lse, ids, columns)
         teacher = jnp.concatenate([tokens["logprobs"], tokens["tail"][:, None]], -1)
@@ -284,12 +282,5 @@ class _TopKTail:
         gradient = logits_gradient(student, teacher, centre, self.beta)
         return Measured(values, {"gradient": gradient, "others": others})
 
-    def gradient(
-        self,
-        z: Array,
-        teacher_z: Array | None,
-        tokens: dict[str, Array],
-        saved: dict[str, Array],
-        columns: Columns,
-    ) -> Array:
+    def gradient(self, z: Array, tokens: PerToken, saved: PerToken, columns: Columns) -> Array:
         return spread_tail(z, tokens["ids"], saved["gradient"], saved["others"], columns)

@@ -1,8 +1,9 @@
-"""Divergences between a teacher P and a student Q over a vocabulary that is at hand: the plain formulas.
+"""Divergences between a teacher P and a student Q whose logits are at hand: the plain formulas.
 
-`losses/distill.py` computes the same from hidden states without ever holding [B, T, V]; it takes its formulas
-from here. Every function works in float32 nats, divides both logit sets by `temperature` (no T^2 factor), and
-clamps no divergence at 0: a clamp would kill the gradient of the tokens that rounding puts just below it.
+`losses/distill.py` computes the same from hidden states without ever holding [B, T, V]; it takes
+its formulas from here. Every function works in float32 nats, divides both logit sets by
+`temperature` (no T^2 factor), and clamps no divergence at 0: a clamp would kill the gradient of the
+tokens that rounding puts just below it.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ MIN = -1e30
 
 @dataclass(frozen=True)
 class EntropyAware:
-    """The entropy-aware term: coef * 1[H(P) >= threshold] * KL(P || Q) over the teacher's top_k (arXiv 2603.07079).
+    """coef * 1[H(P) >= threshold] * KL(P || Q) over the teacher's top_k (arXiv 2603.07079).
 
-    The top_k tokens keep the teacher's own probabilities (no renormalisation) and everything else is one more
-    outcome, the tail, on both sides: so the term is 0, and stationary, at Q = P.
+    The top_k tokens keep the teacher's own probabilities (no renormalisation) and everything else
+    is one more outcome, the tail, on both sides: so the term is 0, and stationary, at Q = P.
     """
 
     coef: float = 1.0
@@ -58,11 +59,12 @@ def weighted(p: Float[Array, "*shape"], x: Float[Array, "*shape"]) -> Float[Arra
 def _over_mixture(student: Array, teacher: Array, beta: float) -> tuple[Array, Array]:
     """(log Q - log M, log P - log M).
 
-    log M = logaddexp(log1p(-beta) + log Q, log(beta) + log P), taken out of both differences by hand: log Q and
-    log P are near -12 for most tokens, where their own rounding is 1e-6.
+    log M = logaddexp(log1p(-beta) + log Q, log(beta) + log P), taken out of both differences by
+    hand: log Q and log P are near -12 for most tokens, where their own rounding is 1e-6.
     """
     gap = teacher - student + (math.log(beta) - math.log1p(-beta))
-    # softplus has its own derivative; max(gap, 0) + log1p(exp(-|gap|)) differentiates wrongly where gap rounds to 0.
+    # softplus has its own derivative; max(gap, 0) + log1p(exp(-|gap|)) differentiates wrongly where
+    # gap rounds to 0.
     over_student = -math.log1p(-beta) - jax.nn.softplus(gap)
     return over_student, -math.log(beta) - jax.nn.softplus(-gap)
 
@@ -73,10 +75,11 @@ def generalised_jsd(
     beta: float,
     total: Callable[[Array], Array] = _sum_last,
 ) -> tuple[Float[Array, "*rows"], Float[Array, "*rows"]]:
-    """D = beta KL(P||M) + (1-beta) KL(Q||M), M = beta P + (1-beta) Q (GKD, arXiv 2306.13649, Eq. 1).
+    """D = beta KL(P||M) + (1-beta) KL(Q||M) with M = beta P + (1-beta) Q.
 
-    beta = 0 is *defined* as KL(P||Q) and beta = 1 as KL(Q||P). The formula itself goes to 0 at both ends (only
-    D / beta -> KL(P||Q)), so the scale of the loss jumps there.
+    Generalised JSD, arXiv 2306.13649 (GKD), Eq. 1.
+    beta = 0 is *defined* as KL(P||Q) and beta = 1 as KL(Q||P). The formula itself goes to 0 at both
+    ends (only D / beta -> KL(P||Q)), so the scale of the loss jumps there.
 
     Args:
         student, teacher: log-probs, nats, not below `MIN`.
@@ -103,7 +106,7 @@ def logits_gradient(
     centre: Float[Array, "*rows"],
     beta: float,
 ) -> Float[Array, "*rows V"]:
-    """dD / d(student logits) of `generalised_jsd`, the student's log-probs being a log-softmax of its logits.
+    """dD / dz of `generalised_jsd`, where the student's log-probs are the log-softmax of z.
 
     (1-beta) Q (log(Q/M) - KL(Q||M)); Q sum(P) - P at beta = 0; Q (log(Q/P) - KL(Q||P)) at beta = 1.
     """
@@ -121,7 +124,9 @@ def _kept(logits: Array, mask: Array) -> Array:
     return jnp.where(mask[..., None], logits, 0)
 
 
-def log_softmax(logits: Float[Array, "*rows V"], temperature: float = 1.0) -> Float[Array, "*rows V"]:
+def log_softmax(
+    logits: Float[Array, "*rows V"], temperature: float = 1.0
+) -> Float[Array, "*rows V"]:
     """Log-probs in float32, nats, at `temperature`; logits of -inf become `MIN`."""
     return jnp.maximum(jax.nn.log_softmax(logits.astype(jnp.float32) / temperature), MIN)
 
@@ -150,8 +155,8 @@ def jsd(
     """Generalised Jensen-Shannon divergence of `generalised_jsd`, summed over the tokens of `mask`.
 
     Args:
-        student_logits, teacher_logits: aligned (no shift inside), over the same V tokens. No gradient flows to
-            the teacher.
+        student_logits, teacher_logits: aligned (no shift inside), over the same V tokens. No
+            gradient flows to the teacher.
         mask: True at the positions that train.
         beta: 0 KL(P||Q), 1 KL(Q||P), between: the mixture's weight of the teacher.
         temperature: divides both logit sets.
@@ -178,13 +183,14 @@ def topk_divergence(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """`jsd` over K + 1 outcomes: the K ids, and the tail bucket of all the others, on both sides.
 
-    Merging outcomes never raises a divergence, so this is a lower bound of `jsd` (equal to it at K = V), and it
-    is stationary at Q = P, which a renormalised or a dropped tail is not.
+    Merging outcomes never raises a divergence, so this is a lower bound of `jsd` (equal to it at K
+    = V), and it is stationary at Q = P, which a renormalised or a dropped tail is not.
 
     Args:
         ids: distinct tokens, the teacher's or the student's most probable ones.
         teacher_logprobs: nats, at `temperature` already.
-        teacher_tail: nats, log of the teacher's probability outside of the ids, at `temperature` already.
+        teacher_tail: nats, log of the teacher's probability outside of the ids, at `temperature`
+            already.
     """
     check_beta(beta)
     student = with_tail(log_softmax(_kept(student_logits, mask), temperature), ids)
@@ -202,7 +208,7 @@ def entropy_aware(
     term: EntropyAware,
     temperature: float = 1.0,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """`EntropyAware`'s term, summed over the tokens of `mask`; the count is all of them, gated or not."""
+    """`EntropyAware`'s term over the tokens of `mask`; they all count, gated or not."""
     teacher = jax.lax.stop_gradient(log_softmax(_kept(teacher_logits, mask), temperature))
     entropy = -weighted(jnp.exp(teacher), teacher).sum(-1)
     _, ids = jax.lax.top_k(teacher, term.top_k)
@@ -222,11 +228,12 @@ def sampled_reverse_kl(
 ) -> tuple[Float[Array, ""], Float[Array, ""], Sums]:
     """KL(student || teacher) from the sampled tokens: the teacher's log-prob as an advantage.
 
-    The gradient of a token is w (log Q - log P) grad log Q with w = sg(min(Q / mu, ratio_cap)), mu being the
-    sampler. On-policy w = 1, and its expectation is the gradient of the reverse KL of that position. The value is
-    w (log Q - log P), an estimate of the same KL (k1, importance-weighted). Unbiased only when the tokens were
-    sampled without truncation and at temperature 1, and while no ratio reaches the cap, which trades bias for
-    variance (truncated importance sampling).
+    The gradient of a token is w (log Q - log P) grad log Q with w = sg(min(Q / mu, ratio_cap)), mu
+    being the sampler. On-policy w = 1, and its expectation is the gradient of the reverse KL of
+    that position. The value is w (log Q - log P), an estimate of the same KL (k1,
+    importance-weighted). Unbiased only when the tokens were sampled without truncation and at
+    temperature 1, and while no ratio reaches the cap, which trades bias for variance (truncated
+    importance sampling).
 
     Args:
         student_logprobs: nats, of the sampled tokens; the gradient flows here.

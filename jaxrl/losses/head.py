@@ -1,10 +1,11 @@
-"""Log-probs from hidden states: of given tokens, of the top k, at given ids; chunked, so no [B, C, V] exists.
+"""Log-probs from hidden states: of given tokens, of the top k, at given ids; never [B, C, V].
 
-Everywhere: hidden [B, C, D] is the state that predicts the token (shifted by the caller), head [V, D] the LM head
-or the tied embedding, logits = hidden @ head.T / temperature in float32. `v` narrows the vocabulary to its first v
-rows (default: all), and probabilities are normalised over these. `chunk` tokens are projected at once on a device.
-With a `mesh` (axes data, fsdp, tensor) rows are split over (data, fsdp) and the vocabulary over tensor; sizes that
-the mesh does not divide are padded. `temperature` may be traced.
+Everywhere: hidden [B, C, D] is the state that predicts the token (shifted by the caller), head [V,
+D] the LM head or the tied embedding, logits = hidden @ head.T / temperature in float32. `v` narrows
+the vocabulary to its first v rows (default: all), and probabilities are normalised over these.
+`chunk` tokens are projected at once on a device. With a `mesh` (axes data, fsdp, tensor) rows are
+split over (data, fsdp) and the vocabulary over tensor; sizes that the mesh does not divide are
+padded. `temperature` may be traced.
 """
 
 from __future__ import annotations
@@ -18,17 +19,18 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from jaxrl.losses.chunked import (
+from jaxrl.losses.chunked import measure, tiled
+from jaxrl.losses.layout import (
     CHUNK,
     Given,
     Job,
     Measured,
+    PerToken,
+    Term,
     fit_head,
     fit_rows,
     inverse,
     make_job,
-    measure,
-    tiled,
 )
 from jaxrl.losses.vocabulary import Columns, with_tail
 
@@ -57,8 +59,8 @@ def logprobs_from_hidden(
 ) -> Float[Array, "B C"]:
     """log pi(token), nats; -1e30 for a token that has no row.
 
-    Differentiable with respect to hidden and head. Its backward computes the logits again, a tile of the
-    vocabulary at a time, so nothing of size V is kept for it.
+    Differentiable with respect to hidden and head. Its backward computes the logits again, a tile
+    of the vocabulary at a time, so nothing of size V is kept for it.
     """
     term = _TokenLogprob(entropy=False)
     logprobs, _ = _of_tokens(term, hidden, head, tokens, temperature, chunk, mesh, v)
@@ -91,7 +93,7 @@ def topk_from_hidden(
     v: int | None = None,
 ) -> TopK:
     """What a teacher ships for the `topk` signal, or a student for `student_topk`. No gradient."""
-    job = make_job(_TopK(k), hidden, (head,), chunk=chunk, mesh=mesh, v=v)
+    job = make_job(_TopK(k), (hidden, head), chunk=chunk, mesh=mesh, v=v)
     if not 0 < k <= job.vocab:
         raise ValueError(f"top-k is {k}; the vocabulary has {job.vocab} tokens: 1 to {job.vocab}")
     values = _measured(job, hidden, head, {}, temperature)
@@ -108,11 +110,11 @@ def logprobs_at(
     mesh: Mesh | None = None,
     v: int | None = None,
 ) -> tuple[Float[Array, "B C K"], Float[Array, "B C"]]:
-    """Log-probs of K distinct ids, and of all other tokens together (the tail), in nats. No gradient.
+    """Log-probs of K distinct ids, and of all other tokens together, in nats. No gradient.
 
     The teacher's answer to the student's top k (`student_topk`).
     """
-    job = make_job(_AtIds(), hidden, (head,), chunk=chunk, mesh=mesh, v=v)
+    job = make_job(_AtIds(), (hidden, head), chunk=chunk, mesh=mesh, v=v)
     values = _measured(job, hidden, head, {"ids": ids}, temperature)
     return values["logprobs"], values["tail"]
 
@@ -126,26 +128,19 @@ def full_entropy(
 
 
 @dataclass(frozen=True)
-class _TokenLogprob:
+class _TokenLogprob(Term):
     """Log-prob of one token of each position, and the entropy where asked (else 0)."""
 
     entropy: bool
 
-    def measure(self, z: Array, _: None, tokens: dict[str, Array], columns: Columns) -> Measured:
+    def measure(self, z: Array, tokens: PerToken, columns: Columns) -> Measured:
         lse = columns.logsumexp(z)
         logprobs = columns.at(z, tokens["ids"][:, None])[:, 0] - lse
         entropy = full_entropy(z, lse, columns) if self.entropy else jnp.zeros_like(lse)
         values = {"logprobs": logprobs, "entropy": entropy}
         return Measured(values, {"lse": lse, "entropy": entropy})
 
-    def gradient(
-        self,
-        z: Array,
-        _: None,
-        tokens: dict[str, Array],
-        saved: dict[str, Array],
-        columns: Columns,
-    ) -> Array:
+    def gradient(self, z: Array, tokens: PerToken, saved: PerToken, columns: Columns) -> Array:
         """g (1[token] - pi) for the log-prob, -g pi (log pi + H) for the entropy."""
         logprobs = z - saved["lse"][:, None]
         factor = tokens["d_logprobs"][:, None]
@@ -156,10 +151,10 @@ class _TokenLogprob:
 
 
 @dataclass(frozen=True)
-class _TopK:
+class _TopK(Term):
     k: int
 
-    def measure(self, z: Array, _: None, tokens: dict[str, Array], columns: Columns) -> Measured:
+    def measure(self, z: Array, tokens: PerToken, columns: Columns) -> Measured:
         lse = columns.logsumexp(z)
         _, ids = columns.topk(z, self.k)
         outcomes, _ = with_tail(z, lse, ids, columns)
@@ -168,8 +163,8 @@ class _TopK:
 
 
 @dataclass(frozen=True)
-class _AtIds:
-    def measure(self, z: Array, _: None, tokens: dict[str, Array], columns: Columns) -> Measured:
+class _AtIds(Term):
+    def measure(self, z: Array, tokens: PerToken, columns: Columns) -> Measured:
         outcomes, _ = with_tail(z, columns.logsumexp(z), tokens["ids"], columns)
         return Measured({"logprobs": outcomes[:, :-1], "tail": outcomes[:, -1]}, {})
 
@@ -205,7 +200,7 @@ def _of_tokens(
     mesh: Mesh | None,
     v: int | None,
 ) -> tuple[Array, Array]:
-    job = make_job(term, hidden, (head,), chunk=chunk, mesh=mesh, v=v)
+    job = make_job(term, (hidden, head), chunk=chunk, mesh=mesh, v=v)
     given = _given(job, tokens.shape, {"ids": tokens}, temperature)
     values = _token_values(job, fit_rows(job, hidden), fit_head(job, head), given)
     return jax.tree.map(lambda x: x[: hidden.shape[0]], values)
@@ -215,11 +210,11 @@ def _measured(
     job: Job,
     hidden: Array,
     head: Array,
-    tokens: dict[str, Array],
+    tokens: PerToken,
     temperature: float | Array,
-) -> dict[str, Array]:
+) -> PerToken:
     hidden, head = jax.lax.stop_gradient((hidden, head))
-    given = _given(job, hidden.shape[:2], tokens, jax.lax.stop_gradient(temperature))
+    given = _given(job, hidden.shape[:2], tokens, temperature)
     values = measure(job, fit_rows(job, hidden), fit_head(job, head), given).values
     return jax.tree.map(lambda x: x[: hidden.shape[0]], values)
 
@@ -227,7 +222,7 @@ def _measured(
 def _given(
     job: Job,
     shape: tuple[int, ...],
-    tokens: dict[str, Array],
+    tokens: PerToken,
     temperature: float | Array,
 ) -> Given:
     given = fit_rows(job, (jnp.ones(shape, bool), tokens))

@@ -1,8 +1,9 @@
-"""Per-token estimators of KL(policy || reference) from the log-probs of sampled tokens (Schulman 2020).
+"""Per-token estimators of KL(policy || reference) from sampled tokens (Schulman 2020).
 
-With d = logprobs - ref_logprobs and tokens sampled from the policy, k1 and k3 are unbiased and k2 is not. Their
-gradients differ from their values: on-policy, the expected gradient of k1 is zero (use it in a reward, never as
-a loss), that of k2 is the gradient of KL(policy || reference), that of k3 the gradient of KL(reference || policy).
+With d = logprobs - ref_logprobs and tokens sampled from the policy, k1 and k3 are unbiased and k2
+is not. Their gradients differ from their values: on-policy, the expected gradient of k1 is zero
+(use it in a reward, never as a loss), that of k2 is the gradient of KL(policy || reference), that
+of k3 the gradient of KL(reference || policy).
 """
 
 from __future__ import annotations

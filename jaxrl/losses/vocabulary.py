@@ -1,8 +1,8 @@
 """Logits of a slice of the vocabulary: what one device, or one tile of one device, sees.
 
-Columns of a logits array stand for consecutive token ids. The rest of the vocabulary may lie on other devices
-(mesh axis `tensor`): sums, maxima and look-ups by id then reduce over that axis. An id of another slice is
-never looked up on, or added to, a row of this one.
+Columns of a logits array stand for consecutive token ids. The rest of the vocabulary may lie on
+other devices (mesh axis `tensor`): sums, maxima and look-ups by id then reduce over that axis. An
+id of another slice is never looked up on, or added to, a row of this one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Columns:
     def logits(
         self, hidden: Float[Array, "n D"], rows: Float[Array, "size D"], scale: Float[Array, ""]
     ) -> Float[Array, "n size"]:
-        """hidden @ rows.T * scale, accumulated in float32; the product runs in the dtype of `hidden`."""
+        """hidden @ rows.T * scale, accumulated in float32 whatever the dtype of the operands."""
         z = scale * jax.lax.dot_general(
             hidden, rows, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
         )
@@ -67,7 +67,7 @@ class Columns:
         return z.at[jnp.arange(z.shape[0])[:, None], self._local(ids)].add(values, mode="drop")
 
     def topk(self, z: Float[Array, "n size"], k: int) -> tuple[Array, Array]:
-        """The k largest values and their token ids, largest first, the smaller id first among equals."""
+        """The k largest values and their token ids, largest first, the smaller id among equals."""
         values, ids = jax.lax.top_k(z, min(k, self.size))
         ids = ids + self.start
         if not self.axes:
@@ -86,7 +86,7 @@ class Columns:
 def with_tail(
     z: Float[Array, "n size"], lse: Float[Array, " n"], ids: Int[Array, "n K"], columns: Columns
 ) -> tuple[Float[Array, "n K+1"], Float[Array, " n"]]:
-    """Log-probs of the K ids and, last, of all the other tokens together; and the others' logsumexp of logits."""
+    """Log-probs of the K ids and, last, of all others together; the logsumexp of the others."""
     others = columns.logsumexp(columns.without(z, ids))
     tail = jnp.maximum(others - lse, MIN)
     return jnp.concatenate([columns.at(z, ids) - lse[:, None], tail[:, None]], -1), others
@@ -99,7 +99,7 @@ def spread_tail(
     others: Float[Array, " n"],
     columns: Columns,
 ) -> Float[Array, "n size"]:
-    """Gradient with respect to the logits, from the one with respect to the logits of `with_tail`'s outcomes.
+    """Gradient by the logits from `gradient`, that by the logits of `with_tail`'s outcomes.
 
     A listed token takes its own; the others share the tail's by their probability within the tail.
     """

@@ -29,8 +29,8 @@ Params = dict[str, Any]
 Layout = Literal["stacked", "unstacked"]
 Remat = Literal["none", "dots", "full"]
 Cache = list[tuple[jax.Array, jax.Array]]
-"""Per layer (k, v), each [B, KV, S, H]: the positions of a head lie next to each other, so that a decode
-step reads them as a plain batched matmul, without a transposed copy."""
+"""Per layer (k, v), each [B, KV, S, H]: the positions of a head lie next to each other, so that a
+decode step reads them as a plain batched matmul, without a transposed copy."""
 
 REMAT_POLICIES: dict[Remat, Any] = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,

@@ -1,4 +1,7 @@
-"""The plan of a run: who gets which devices, and how much memory each role takes there. Made before any weight is read."""
+"""The plan of a run: who gets which devices, and how much memory each role takes there.
+
+Made before any weight is read.
+"""
 
 from __future__ import annotations
 
@@ -107,7 +110,7 @@ def build(
     seen: Visible,
     limit_gb: float | None = None,
 ) -> Plan:
-    """The plan of a placement on the devices `seen`; where there are none, on GPUs that are not here."""
+    """The plan of a placement on the devices `seen`; where none are, on GPUs elsewhere."""
     gpu = not seen.devices or seen.devices[0].platform == "gpu"
     limits = _limits(placement, seen, limit_gb)
     scene = Scene(placement, tuple(roles), student, teacher, limits, fused_attention=gpu)
@@ -127,9 +130,7 @@ def build(
     )
 
 
-def _limits(
-    placement: Placement, seen: Visible, limit_gb: float | None
-) -> tuple[int | None, ...]:
+def _limits(placement: Placement, seen: Visible, limit_gb: float | None) -> tuple[int | None, ...]:
     """Bytes of the smallest device of each pool."""
     if limit_gb is not None:
         return (round(limit_gb * GB),) * len(placement.pools)
@@ -146,7 +147,7 @@ def _limits(
 def _with_rollout_axes(
     config: Config, scene: Scene, emulated: bool
 ) -> tuple[Config, tuple[str, ...]]:
-    """Splits the rollout's weights over as few devices as it takes to fit, where the config leaves it open."""
+    """Splits the rollout's weights over the fewest devices that fit, where the config is silent."""
     if "rollout" not in scene.roles or parallel(config, "rollout").model_dump(exclude_none=True):
         return config, ()
     where = scene.placement.roles["rollout"]
@@ -162,7 +163,10 @@ def _with_rollout_axes(
     if tensor == 1:
         return config, ()
     whole = tried[0][1] / GB
-    note = f"rollout.parallel.tensor={tensor}: with a copy of the weights on each device its pool would take {whole:.1f} GB"
+    note = (
+        f"rollout.parallel.tensor={tensor}: with a copy of the weights on each device"
+        f" its pool would take {whole:.1f} GB"
+    )
     return choice, (note,)
 
 
@@ -173,7 +177,8 @@ def _notes(config: Config, scene: Scene, axes: Mapping[str, Axes]) -> list[str]:
         model = scene.model(role)
         if model.n_kv_heads % sizes.tensor:
             notes.append(
-                f"{role}: tensor={sizes.tensor} does not divide the {model.n_kv_heads} KV heads: each device keeps all"
+                f"{role}: tensor={sizes.tensor} does not divide the {model.n_kv_heads} KV heads:"
+                " each device keeps all"
             )
         for axis, size, name, dim in (
             ("fsdp", sizes.fsdp, "d_model", model.d_model),
@@ -182,13 +187,17 @@ def _notes(config: Config, scene: Scene, axes: Mapping[str, Axes]) -> list[str]:
         ):
             if dim % size:
                 notes.append(
-                    f"{role}: {axis}={size} does not divide the {name} of {dim}: those weights are whole on each device"
+                    f"{role}: {axis}={size} does not divide the {name} of {dim}:"
+                    " those weights are whole on each device"
                 )
     rows = config.batch_size * config.group_size
     multiple = math.lcm(*(sizes.data * sizes.fsdp for sizes in axes.values()))
     if rows % multiple:
         padded = -(-rows // multiple) * multiple
-        notes.append(f"the {rows} sequences of a batch are padded to {padded}, so that every mesh divides them")
+        notes.append(
+            f"the {rows} sequences of a batch are padded to {padded},"
+            " so that every mesh divides them"
+        )
     return notes
 
 
@@ -204,9 +213,8 @@ def _verdict(placement: Placement, pools: Sequence[PoolMemory]) -> str:
 
 
 def _elsewhere(config: Config, scene: Scene) -> tuple[list[str], list[str] | None]:
-    """Whether the run would fit GPUs of the usual sizes, and what would help on the first that is too small.
-
-    Silent for models that fit anywhere.
+    """Whether the run would fit GPUs of the usual sizes, and what would help on the largest that
+    is too small. Silent for models that fit anywhere.
     """
     share = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", JAX_SHARE))
     lines, advice = [], []

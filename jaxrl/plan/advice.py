@@ -1,4 +1,4 @@
-"""What would help where a plan does not fit: keys to change, each tried on the account before it is named."""
+"""What would help where a plan does not fit: keys to change, each tried before it is named."""
 
 from __future__ import annotations
 
@@ -41,20 +41,21 @@ def advise(config: Config, scene: Scene) -> list[str]:
 
 
 def _helpful(config: Config, scene: Scene, index: int) -> list[tuple[Change, int]]:
-    """Changes that save something, with the pool's peak after each; those that fit first, then the largest savings."""
+    """Changes that save something, with the pool's peak after each; what fits comes first."""
     now = scene.pools(scene.accounts(config))[index]
-    assert now.limit is not None
+    limit = now.limit
+    assert limit is not None
     found = []
     for steps in _ladders(config, scene, scene.placement.pools[index]):
         tried = [(change, _peak(config, scene, index, [change])) for change in steps]
         known = [(change, size) for change, size in tried if size is not None]
         if not known:
             continue
-        enough = [item for item in known if item[1] <= now.limit]
+        enough = [item for item in known if item[1] <= limit]
         best = enough[0] if enough else min(known, key=lambda item: item[1])
         if best[1] < (1 - WORTH) * now.bytes:
             found.append(best)
-    return sorted(found, key=lambda item: (item[1] > now.limit, item[1]))
+    return sorted(found, key=lambda item: (item[1] > limit, item[1]))
 
 
 def _all_of_them(config: Config, scene: Scene, index: int, changes: list[Change]) -> str:
@@ -105,7 +106,9 @@ def _actor_ladders(config: Config, scene: Scene) -> Iterator[list[Change]]:
     fewer = sorted({max(1, rows // n) for n in (2, 4, 8, 16, 32)} - {rows}, reverse=True)
     yield [("actor.micro_batch_tokens", width * n) for n in fewer]
     yield [("actor.remat", "full")]
-    yield [("distill.chunk_tokens", SMALL_CHUNK)] if config.distill.chunk_tokens > SMALL_CHUNK else []
+    yield (
+        [("distill.chunk_tokens", SMALL_CHUNK)] if config.distill.chunk_tokens > SMALL_CHUNK else []
+    )
     yield [("distill.lean", True)]
     yield [("actor.moment_dtype", "bfloat16")]
     yield [("actor.param_dtype", "bfloat16")]

@@ -78,7 +78,9 @@ class Scene:
         where, found = self.placement.roles, []
         for pool, limit in zip(self.placement.pools, self.limits, strict=True):
             loads = [
-                peak(accounts[r] for r in pool.roles if r in accounts and device in where[r].devices)
+                peak(
+                    accounts[r] for r in pool.roles if r in accounts and device in where[r].devices
+                )
                 for device in pool.devices
             ]
             found.append(PoolMemory(*max(loads), limit))
@@ -163,7 +165,11 @@ def _signals_in_flight(config: Config, scene: Scene, axes: Mapping[str, Axes]) -
 
 @lru_cache(maxsize=64)
 def optimizer_bytes(
-    model: DecoderConfig, axes: Axes, optimizer: OptimizerConfig, param_dtype: str, moment_dtype: str
+    model: DecoderConfig,
+    axes: Axes,
+    optimizer: OptimizerConfig,
+    param_dtype: str,
+    moment_dtype: str,
 ) -> int:
     """Bytes of the optimizer's state on one device of the actor; exact."""
     mesh = AbstractMesh(tuple(axes), AXIS_NAMES)
@@ -182,6 +188,6 @@ def _check_heads(role: str, model: DecoderConfig, axes: Axes) -> None:
         return
     allowed = [t for t in range(1, axes.size + 1) if model.n_heads % t == 0 and axes.size % t == 0]
     raise UserError(
-        f"{role}.parallel.tensor={axes.tensor} does not divide n_heads={model.n_heads} of its model:"
+        f"{role}.parallel.tensor={axes.tensor} does not divide its model's n_heads={model.n_heads}:"
         f" on {axes.size} devices, use {' or '.join(map(str, allowed))}"
     )

@@ -31,9 +31,19 @@ def plan_table(
     unit, name = (GB, "GB") if largest >= GB else (MB, "MB")
 
     def show(n: int | None) -> str:
-        return "?" if n is None else "-" if n == 0 else f"{n / unit:.2f}" if n < unit else f"{n / unit:.1f}"
+        return (
+            "?"
+            if n is None
+            else "-"
+            if n == 0
+            else f"{n / unit:.2f}"
+            if n < unit
+            else f"{n / unit:.1f}"
+        )
 
-    table = Table(box=box.SIMPLE, title=f"{placement.spec}: {name} on each device", title_justify="left")
+    table = Table(
+        box=box.SIMPLE, title=f"{placement.spec}: {name} on each device", title_justify="left"
+    )
     for title in ("pool", "worker", "role", "devices", "process", "mesh"):
         table.add_column(title, no_wrap=True)
     for title in TITLES:

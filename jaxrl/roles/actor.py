@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +27,9 @@ from jaxrl.types import Rollout, TrainBatch
 
 SumCount = tuple[jax.Array, jax.Array]
 Loss = Callable[[Params, Mapping[str, Any], TrainBatch], tuple[SumCount, dict[str, SumCount]]]
-"""(parameters, frozen arrays, micro-batch) -> ((loss sum, count), metrics as (sum, count)); differentiable sum."""
+"""(parameters, frozen arrays, micro-batch) -> ((loss sum, count), metrics as (sum, count));
+differentiable sum.
+"""
 
 
 @jax.tree_util.register_dataclass
@@ -48,7 +51,9 @@ class Weights:
     version: int
     """Batches trained into it."""
     params: Params
-    """Unstacked layout, in the receiver's dtype, on the sender's mesh."""
+    """Unstacked layout, in the receiver's dtype, on the receiver's mesh."""
+    seconds: float
+    """Cast, unstacking and transfer."""
 
 
 class Actor:
@@ -63,6 +68,7 @@ class Actor:
         prepare: Callable[[Rollout, Any], TrainBatch],
         loss: Loss,
         frozen: Mapping[str, Any],
+        receiver: Any,
         run_dir: Path,
     ):
         """
@@ -70,12 +76,13 @@ class Actor:
             load: dtype -> parameters in the stacked layout on `mesh`.
             prepare: (rollout, what the scorers said of it) -> what is trained on.
             frozen: arrays on `mesh` that the loss reads and nobody trains (the teacher's head).
+            receiver: shardings, in the unstacked layout, of the role that samples.
             run_dir: where the batch of a non-finite gradient is dumped.
         """
         self.config, self.model, self.mesh = config, model, mesh
         self.version = 0
         self._prepare, self._loss = prepare, loss
-        self._frozen, self._run_dir = frozen, run_dir
+        self._frozen, self._receiver, self._run_dir = frozen, receiver, run_dir
         self._skipped_in_a_row = 0
         c = config.actor
         self._rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
@@ -88,7 +95,7 @@ class Actor:
         shardings = param_shardings(model, mesh)
         moments = state_shardings(optimizer, params, shardings, mesh)
         everywhere = NamedSharding(mesh, PartitionSpec())
-        placed = TrainState(params=shardings, opt_state=moments, updates=everywhere)
+        placed: Any = TrainState(shardings, moments, everywhere)  # type: ignore[arg-type]
         init = jax.jit(optimizer.init, out_shardings=moments)
         zero = jax.device_put(np.int32(0), everywhere)
         self.state = TrainState(params, init(params), zero)
@@ -104,8 +111,8 @@ class Actor:
     def update(self, rollout: Rollout, scores: Any, step: int) -> dict[str, float]:
         """Trains on one rollout batch: `epochs_per_batch` passes of `minibatches` updates each.
 
-        Returns the metrics of the whole batch. A non-finite gradient changes nothing, dumps the batch, and after
-        `actor.max_nonfinite` such updates in a row ends the run.
+        Returns the metrics of the whole batch. A non-finite gradient changes nothing, dumps the
+        batch, and after `actor.max_nonfinite` such updates in a row ends the run.
         """
         c = self.config.actor
         batch = self._prepare(rollout, scores)
@@ -137,11 +144,19 @@ class Actor:
         }
 
     def publish(self, version: int, dtype: str) -> Weights:
-        """The policy in `dtype`, unstacked, still on this mesh. Raises if it is not `version`."""
+        """The policy in `dtype`, unstacked, sent to the receiver's mesh; `version` is checked.
+
+        Sent from here, and not fetched, because the next update donates the buffers that a cast to
+        the same dtype shares. On one mesh such leaves are shared with the receiver, without a copy:
+        it is on the same worker then, and never samples between an update and the next `publish`.
+        """
         if version != self.version:
             raise RuntimeError(f"asked for version {version}, the actor holds {self.version}")
-        with phase("cast and unstack"):
-            return Weights(version, self._cast(self.state.params, jnp.dtype(dtype)))
+        start = time.monotonic()
+        with phase(f"send version {version}"):
+            params = self._cast(self.state.params, jnp.dtype(dtype))
+            params = jax.block_until_ready(reshard(params, self._receiver))
+        return Weights(version, params, time.monotonic() - start)
 
     def parameters(self) -> Params:
         """The policy as it is, in the stacked layout (for export at the end of a run)."""
@@ -172,17 +187,18 @@ class Actor:
 
             return jax.lax.scan(body, (grads, sums), rest)[0]
 
+        def apply(state: TrainState, grads: Any) -> TrainState:
+            changes, opt_state = optimizer.update(grads, state.opt_state, state.params)
+            params = optax.apply_updates(state.params, changes)
+            return TrainState(params, opt_state, state.updates + 1)
+
         def update(state: TrainState, frozen: Any, batch: TrainBatch, rows: jax.Array) -> Any:
             grads, sums = accumulate(state.params, frozen, _take(batch, rows, spec))
             count = jnp.maximum(sums["loss"][1], 1)
             grads = jax.tree.map(lambda g: (g / count).astype(g.dtype), grads)
             norm = optax.tree.norm(grads)
             finite = jnp.isfinite(norm) & jnp.isfinite(sums["loss"][0])
-            changes, opt_state = optimizer.update(grads, state.opt_state, state.params)
-            new = TrainState(
-                optax.apply_updates(state.params, changes), opt_state, state.updates + 1
-            )
-            new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
+            new = jax.lax.cond(finite, apply, lambda state, grads: state, state, grads)
             return new, (sums, {"grad_norm": norm, "finite": finite})
 
         return update
@@ -202,11 +218,12 @@ class Actor:
             jax.tree_util.keystr(key, simple=True, separator="."): np.asarray(leaf, _dumped(leaf))
             for key, leaf in jax.tree_util.tree_leaves_with_path(batch)
         }
-        np.savez(path, rows=rows, **leaves)
+        arrays: dict[str, Any] = {"rows": rows, **leaves}
+        np.savez(path, **arrays)
         if self._skipped_in_a_row >= self.config.actor.max_nonfinite:
             raise UserError(
                 f"the gradient was not finite {self._skipped_in_a_row} updates in a row"
-                f" (actor.max_nonfinite); the last batch is in {path}. The weights are those before."
+                f" (actor.max_nonfinite); the last batch is in {path}."
                 " A lower optimizer.learning_rate or actor.dtype=float32 may help."
             )
         return 1

@@ -21,10 +21,12 @@ def minibatch_rows(lengths: np.ndarray, count: int, seed: tuple[int, ...]) -> li
 
 
 def split_rows(rows: np.ndarray, lengths: np.ndarray, size: int, shards: int) -> np.ndarray:
-    """Cuts a minibatch into micro-batches of equal shape whose shards hold about as many tokens each.
+    """Cuts a minibatch into micro-batches of equal shape whose shards hold about as many tokens
+    each.
 
-    Longest rows first, each goes to the emptiest shard that has room: no device of no micro-batch waits
-    long for another. The loss is a sum, so that the assignment changes no result beyond float order.
+    Longest rows first, each goes to the emptiest shard that has room: no device of no micro-batch
+    waits long for another. The loss is a sum, so that the assignment changes no result beyond float
+    order.
 
     Args:
         rows: row numbers of the minibatch.
@@ -33,7 +35,8 @@ def split_rows(rows: np.ndarray, lengths: np.ndarray, size: int, shards: int) ->
         shards: devices that share a micro-batch's rows.
 
     Returns:
-        [n, b] int32 row numbers, -1 where there is none; b a multiple of `shards`, b <= size rounded up to one.
+        [n, b] int32 row numbers, -1 where there is none; b a multiple of `shards`, b <= size
+        rounded up to one.
     """
     n = max(1, -(-len(rows) // size))
     per_shard = -(-len(rows) // (n * shards))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -70,17 +69,15 @@ class Sampler:
         self._topk = jax.jit(partial(policy_topk, projection, model))
 
     def load(self, weights: Weights) -> dict[str, float]:
-        """Takes the next version of the policy onto this mesh and frees the old one."""
+        """Takes the next version of the policy and frees the old one."""
         if self.version >= 0 and weights.version <= self.version:
             raise RuntimeError(f"got version {weights.version} after version {self.version}")
-        start = time.monotonic()
-        with phase(f"weights of version {weights.version}"):
-            self.params = jax.block_until_ready(reshard(weights.params, self._shardings))
-        self.version = weights.version
-        seconds, size = time.monotonic() - start, nbytes(self.params)
+        self.params, self.version = reshard(weights.params, self._shardings), weights.version
+        size = nbytes(self.params)
         return {
+            "time/weight_sync_s": weights.seconds,
             "weights/sync_bytes": float(size),
-            "weights/sync_gbps": size / max(seconds, 1e-9) / 1e9,
+            "weights/sync_gbps": size / max(weights.seconds, 1e-9) / 1e9,
         }
 
     def generate(self, prompts: Sequence[Prompt], step: int) -> Rollout:

@@ -50,7 +50,9 @@ class LocalFuture:
         return self.finished - self.started
 
     def result(self) -> Any:
-        """The value; what is late anywhere up the chain of calls is told when its own deadline passes."""
+        """The value; what is late anywhere up the chain of calls is told when its own deadline
+        passes.
+        """
         while not self._done.wait(POLL_S):
             self.check()
         if self._error is not None:
@@ -82,7 +84,8 @@ class LocalFuture:
         phase, worker = self.worker.phase, self.worker
         in_phase = time.monotonic() - phase.since
         return (
-            f"{self.role}.{self.method} has run for {elapsed:.1f} s; its deadline is {self.deadline:g} s.\n"
+            f"{self.role}.{self.method} has run for {elapsed:.1f} s;"
+            f" its deadline is {self.deadline:g} s.\n"
             f"worker {worker.name} ({socket.gethostname()}, pid {os.getpid()}) "
             f"in phase '{phase.name}' for {in_phase:.1f} s\n"
             f"device memory: {device_memory(worker.devices)}\n"
@@ -156,7 +159,7 @@ class LocalWorker:
             call._finish(value)
         except (UserError, WorkerError) as error:  # says all there is to say, or has said it below
             call._finish(error=error)
-        except BaseException as error:  # noqa: BLE001 - the driver must hear of everything
+        except BaseException as error:
             told = WorkerError(f"{name} failed in worker {self.name}:\n{traceback.format_exc()}")
             told.__cause__ = error
             call._finish(error=told)
@@ -175,7 +178,9 @@ class LocalHandle:
     role: str
 
     def call(self, method: str, *args: Any, deadline: float, **kwargs: Any) -> LocalFuture:
-        """Queues the call. `LocalFuture` arguments are waited for inside the worker, just before it runs."""
+        """Queues the call. `LocalFuture` arguments are waited for inside the worker, just before it
+        runs.
+        """
         return self.worker._submit(
             LocalFuture(self.worker, self.role, method, args, kwargs, deadline)
         )
@@ -201,7 +206,9 @@ def device_memory(devices: tuple[jax.Device, ...]) -> str:
 
 
 def _value(arg: Any) -> Any:
-    """The value of an argument. Unbounded here: the driver, which waits for this call too, watches the chain."""
+    """The value of an argument. Unbounded here: the driver, which waits for this call too, watches
+    the chain.
+    """
     if not isinstance(arg, LocalFuture):
         return arg
     arg._done.wait()

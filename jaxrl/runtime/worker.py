@@ -1,7 +1,7 @@
 """A worker owns a pool of devices: it holds the roles of the pool and takes calls in order.
 
-This file is what every launcher shares: the call with its record of times, the phase that a worker is in, and the error
-that says who is late, with what, since when.
+This file is what every launcher shares: the call with its record of times, the phase that a worker
+is in, and the error that says who is late, with what, since when.
 """
 
 from __future__ import annotations
@@ -56,9 +56,15 @@ def enter(worker_phase: Phase) -> None:
 class Future(Protocol):
     """The result of a call, now or later. It may be an argument of another call."""
 
-    started: float | None
-    """`time.monotonic` seconds; None while queued or waiting for arguments."""
-    finished: float | None
+    @property
+    def started(self) -> float | None:
+        """`time.monotonic` seconds; None while queued or waiting for arguments."""
+        ...
+
+    @property
+    def finished(self) -> float | None:
+        """`time.monotonic` seconds; None before the end."""
+        ...
 
     def done(self) -> bool: ...
 
@@ -73,6 +79,7 @@ class Future(Protocol):
 class Handle(Protocol):
     """A role of some worker, as the loop sees it."""
 
-    role: str
+    @property
+    def role(self) -> str: ...
 
     def call(self, method: str, *args: Any, deadline: float, **kwargs: Any) -> Future: ...

@@ -51,6 +51,15 @@ def new_cache(
     return _constrain(config, mesh, cache, ROWS)
 
 
+@partial(jax.jit, static_argnames=("config", "mesh", "length"))
+def resize(config: DecoderConfig, mesh: Mesh | None, layer: Cache, length: int) -> Cache:
+    """Some layers of the cache with `length` positions: the first ones, or zeros behind all."""
+    held = layer[0][0].shape[2]
+    pad = ((0, 0), (0, 0), (0, max(0, length - held)), (0, 0))
+    resized = jax.tree.map(lambda x: jnp.pad(x, pad)[:, :, :length], layer)
+    return _constrain(config, mesh, resized, ROWS)
+
+
 @partial(jax.jit, static_argnames=("config", "mesh"))
 def prefill(
     config: DecoderConfig,
@@ -86,7 +95,7 @@ def insert(
 
     Args:
         cache: per layer (k, v) [B, KV, S, H], donated.
-        prompts: per layer (k, v) [b, KV, P, H], P <= S.
+        prompts: per layer (k, v) [b, KV, P, H]; positions from S on, if any, are left out.
         source, target: [B] int32.
         count: int32; traced, so that one program serves any number of slots.
     """
@@ -107,7 +116,7 @@ def insert(
 
 @partial(
     jax.jit,
-    static_argnames=("config", "mesh", "used", "n_tokens", "check_every"),
+    static_argnames=("config", "mesh", "n_tokens", "check_every"),
     donate_argnames=("cache",),
 )
 def launch(
@@ -119,7 +128,6 @@ def launch(
     exit_free: jax.Array,
     knobs: Knobs,
     *,
-    used: int,
     n_tokens: int,
     check_every: int,
 ) -> tuple[Cache, jax.Array]:
@@ -127,9 +135,9 @@ def launch(
 
     Args:
         params: unstacked layout.
-        cache: per layer (k, v) [B, KV, S, H], donated.
+        cache: per layer (k, v) [B, KV, S, H], donated; S is above every position that is reached,
+            and all of it is read.
         slots: [B, 6] int32, see the columns above.
-        used: static: only this much of the cache is read; above every position that is reached.
         check_every: static divisor of n_tokens: steps between two looks at the number of free
             slots. On several devices a look is a collective, on a GPU also a wait of the host;
             equal to n_tokens, the launch has a fixed length.
@@ -141,6 +149,7 @@ def launch(
     slots = _rows(slots, mesh)
     keys = _rows(sample_keys(knobs.key, slots[:, PROMPT], slots[:, SAMPLE]), mesh)
     state = tuple(slots[:, column] for column in (TOKEN, POSITION, COUNT, LIMIT))
+    used = cache[0][0].shape[2]
     out = _rows(jnp.full((slots.shape[0], n_tokens, 3), NOT_RUN, jnp.int32), mesh)
 
     def step(carry: Any, _: None) -> tuple[Any, jax.Array]:
@@ -195,7 +204,8 @@ def _insert_local(
         slot = jnp.clip(slot, 0, rows - 1)
 
         def copy(ours: jax.Array, theirs: jax.Array) -> jax.Array:
-            new = jax.lax.dynamic_slice_in_dim(theirs, source[i], 1).astype(ours.dtype)
+            theirs = theirs[:, :, : ours.shape[2]].astype(ours.dtype)
+            new = jax.lax.dynamic_slice_in_dim(theirs, source[i], 1)
             old = jax.lax.dynamic_slice(ours, (slot, 0, 0, 0), new.shape)
             return jax.lax.dynamic_update_slice(ours, jnp.where(mine, new, old), (slot, 0, 0, 0))
 

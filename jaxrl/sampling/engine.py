@@ -31,8 +31,8 @@ from jaxrl.types import Completion, FinishReason
 __all__ = ["Aborted", "Engine", "EngineStats", "SamplingParams"]
 
 SMALLEST_BUCKET = 64
-"""Cache positions read and prompt widths are rounded up to this times a power of two: few programs,
-little waste."""
+"""The cache's positions and prompt widths are rounded up to this times a power of two: few
+programs, little waste."""
 PREFILL_TOKENS = 4096
 """Most prompt tokens per data shard in one prefill: bounds its activations."""
 
@@ -86,7 +86,8 @@ class Engine:
         Args:
             mesh: axes (data, fsdp, tensor), or None for one device.
             slots: completions decoded side by side; rounded up to a multiple of the devices.
-            max_prompt_tokens, max_new_tokens: their sum is the length of the KV cache.
+            max_prompt_tokens, max_new_tokens: their sum is the most positions that the KV cache
+                gets; it is as long as the sequences need.
             launch_tokens: decode steps between two looks of the host.
             min_free: free slots at which a launch ends early while prompts wait; an eighth of the
                 slots where None.
@@ -250,8 +251,7 @@ class _Run:
         """Prompts whose keys and values are in `held_cache`; samples queue by prompt, so one batch
         is enough."""
         self.held_cache: Cache = []
-        dtype = params["norm"]["scale"].dtype
-        self.cache = decode.new_cache(engine.config, mesh, engine.slots, engine.length, dtype)
+        self.cache: Cache = []
 
     def loop(
         self,
@@ -311,6 +311,7 @@ class _Run:
             self.seated[slot] = sample
             ids = sample.prompt_id, sample.sample_id
             self.table[slot] = (prompt[-1], len(prompt) - 1, 0, sample.limit, *ids)
+        self._fit(max(self._reach(), self._cached()))
         self.cache = decode.insert(
             self.engine.config,
             self.engine.mesh,
@@ -321,6 +322,26 @@ class _Run:
             np.int32(len(moves)),
         )
 
+    def _reach(self) -> int:
+        """Cache positions that the next launch may use, as a bucket."""
+        left = self.table[:, decode.LIMIT] - self.table[:, decode.COUNT]
+        steps = np.minimum(left, self.engine.launch_tokens)
+        return bucket(int((self.table[:, decode.POSITION] + steps).max()), self.engine.length)
+
+    def _cached(self) -> int:
+        return self.cache[0][0].shape[2] if self.cache else 0
+
+    def _fit(self, length: int) -> None:
+        """Makes the cache `length` positions long: a step reads all of it, and cutting a part out
+        at each step would cost a copy. One layer at a time, so that only one is there twice."""
+        config, mesh = self.engine.config, self.engine.mesh
+        if not self.cache:
+            dtype = self.params["norm"]["scale"].dtype
+            self.cache = decode.new_cache(config, mesh, self.engine.slots, length, dtype)
+        if self._cached() != length:
+            for i, layer in enumerate(self.cache):
+                self.cache[i : i + 1] = decode.resize(config, mesh, [layer], length)
+
     def _launch(self) -> int:
         """Decodes, hands the tokens to their samples, frees the slots that are done; returns the
         number of tokens."""
@@ -328,9 +349,7 @@ class _Run:
         engine = self.engine
         waiting = len(self.queue)
         exit_free = min(engine.min_free, waiting) if waiting else engine.slots
-        left = self.table[:, decode.LIMIT] - self.table[:, decode.COUNT]
-        steps = np.minimum(left, engine.launch_tokens)
-        used = int((self.table[:, decode.POSITION] + steps).max())
+        self._fit(self._reach())
         self.cache, out = decode.launch(
             engine.config,
             engine.mesh,
@@ -339,7 +358,6 @@ class _Run:
             self.table,
             np.int32(exit_free),
             self.knobs,
-            used=bucket(used, engine.length),
             n_tokens=engine.launch_tokens,
             check_every=engine.check_every,
         )

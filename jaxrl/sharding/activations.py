@@ -1,9 +1,10 @@
-"""How many bytes the temporaries of a decoder take on one device: an analytic model with measured coefficients.
+"""Bytes of a decoder's temporaries on one device: an analytic model with measured coefficients.
 
-Counted in four arrays of one block: x [t, D], f [t, F] (a hidden array of the MLP), q [t, N*H] and kv [t, 2*KV*H] with
-t = rows * width tokens of this device, and the attention scores s [rows, N, T, T] in float32. The coefficients are fits to
-`compiled.memory_analysis()` of the float32 forward and backward pass on CPU, over 17 shapes with a largest error of 3 %
-(`tests/test_memory.py` checks them). Fused attention, which a GPU takes in bfloat16, holds no scores.
+Counted in arrays of one block: x [t, D], f [t, F] (inside the MLP), q [t, N*H] and kv [t, 2*KV*H]
+with t = rows * width tokens of this device, and the attention scores s [rows, N, T, T] in float32.
+The coefficients are fits to `compiled.memory_analysis()` of the float32 forward and backward pass
+on CPU over 17 shapes; a whole update is within 12 % on one to four devices. Fused attention, which
+a GPU takes in bfloat16, holds no scores.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from jaxrl.models.decoder import Remat
 from jaxrl.sharding.placement import Axes
 
 F32 = 4
-LOGITS_ARRAYS = 4
-"""Float32 arrays [chunk, V] alive at once in the losses and in the sampler."""
+FUSED_ARRAYS, LEAN_ARRAYS, SAMPLER_ARRAYS = 6, 4, 5
+"""Float32 arrays [tokens, V] alive at once: in a loss that keeps its gradients, in one that does
+not, in the sampler."""
 
 
 class Blocks(NamedTuple):
@@ -38,7 +40,7 @@ SAVED: dict[Remat, Blocks] = {
     "dots": Blocks(x=2, f=2, q=1, kv=1, s=0),
     "none": Blocks(x=7, f=6.6, q=2.3, kv=1.1, s=1.5),
 }
-"""Kept by each layer for the backward pass. Full: its input. Dots: also what its matrix products gave."""
+"""Kept by each layer for the backward pass. Full: its input. Dots: also its matrix products."""
 BACKWARD: dict[Remat, Blocks] = {
     "full": Blocks(x=7, f=8.3, q=2, kv=2, s=3),
     "dots": Blocks(x=0, f=4.6, q=0, kv=0, s=3),
@@ -84,7 +86,7 @@ class Pass:
 
     @property
     def mask(self) -> int:
-        """Bytes of who may attend to whom; fused attention adds it to the scores in the compute dtype."""
+        """Bytes of who may attend to whom; fused attention wants it in the compute dtype too."""
         return self.tokens * self.width * (1 + self.itemsize * self.fused_attention)
 
     @property
@@ -105,13 +107,13 @@ class Pass:
     def forward(self, stacked: bool) -> int:
         """Bytes alive while one block runs without a backward pass.
 
-        A scan over stacked layers holds a copy of the layer's weights; so does `fsdp`, which gathers them.
+        A scan over stacked layers copies each layer's weights; `fsdp` gathers them.
         """
         b = self.blocks
         if stacked:
             work = max(3 * b.s, 2 * b.f + 1.5 * b.x)
         else:
-            work = max(2.1 * b.s + 2 * b.x + b.kv, 3 * b.f + b.x)
+            work = max(2.1 * b.s + 2 * b.x + b.kv, 3.5 * b.f + b.x)
         copy = self.layer if stacked or self.axes.fsdp > 1 else 0
         return round(max(work, 2 * b.q + b.kv + b.x)) + copy + self.mask
 
@@ -121,9 +123,9 @@ def split(size: int, parts: int) -> int:
     return size // parts if size % parts == 0 else size
 
 
-def logits(tokens: int, vocab: int, tensor: int) -> int:
+def logits(tokens: int, vocab: int, tensor: int, arrays: float) -> int:
     """Bytes of the float32 logits and their companions for `tokens` tokens at once."""
-    return LOGITS_ARRAYS * F32 * tokens * -(-vocab // tensor)
+    return round(arrays * F32 * tokens * -(-vocab // tensor))
 
 
 def gathered_head(vocab: int, width: int, axes: Axes, itemsize: int) -> int:

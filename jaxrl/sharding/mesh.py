@@ -33,8 +33,8 @@ class Visible:
 def ensure_devices(needed: int) -> Visible:
     """The visible devices, at least `needed`; on a host without an accelerator they are emulated.
 
-    Call it before anything asks jax for its devices: their number is fixed by the first question. A number given
-    by JAX_NUM_CPU_DEVICES, XLA_FLAGS or `jax.config` is kept.
+    Call it before anything asks jax for its devices: their number is fixed by the first question.
+    A number given by JAX_NUM_CPU_DEVICES, XLA_FLAGS or `jax.config` is kept.
 
     Raises:
         UserError: fewer than `needed`, with the reason and the way out.
@@ -50,15 +50,19 @@ def ensure_devices(needed: int) -> Visible:
         devices = tuple(jax.devices())
     except (RuntimeError, AssertionError) as error:  # jax asserts where a named platform is missing
         asked = os.environ.get("JAX_PLATFORMS", "")
-        raise UserError(f"jax finds no device for JAX_PLATFORMS={asked!r}; unset it. {error}".strip()) from error
+        raise UserError(
+            f"jax finds no device for JAX_PLATFORMS={asked!r}; unset it. {error}".strip()
+        ) from error
     if len(devices) < needed:
         raise UserError(_too_few(devices, needed, told, late))
     on_cpu = devices[0].platform == "cpu"
-    return Visible(devices, f"no accelerator: emulating {len(devices)} CPU devices" if on_cpu else None)
+    return Visible(
+        devices, f"no accelerator: emulating {len(devices)} CPU devices" if on_cpu else None
+    )
 
 
 def _count_told() -> str | None:
-    """Where the number of CPU devices was set already, or None. jax's own setting wins over the flag of XLA."""
+    """Where the number of CPU devices was set, or None; jax's own setting wins over XLA's flag."""
     value: int = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
     if value >= 0:
         name = "JAX_NUM_CPU_DEVICES"
@@ -76,7 +80,7 @@ def _too_few(devices: Sequence[jax.Device], needed: int, told: str | None, late:
 
 
 def role_mesh(devices: Sequence[jax.Device], axes: Axes) -> Mesh:
-    """A mesh with axes data, fsdp and tensor over `devices`, in order; tensor neighbours are next to each other."""
+    """A mesh (data, fsdp, tensor) over `devices` in order; neighbours share the last axis."""
     grid = np.asarray(devices, dtype=object).reshape(axes)
     return Mesh(grid, AXIS_NAMES, axis_types=(AxisType.Auto,) * len(AXIS_NAMES))
 
@@ -104,7 +108,8 @@ def verify(role: str, mesh: Mesh, expected: Iterable[int]) -> None:
     found = sorted(device.id for device in mesh.devices.flat)
     if found != expected:
         raise RuntimeError(
-            f"{role} was given devices {device_list(expected)}, but its mesh has {device_list(found)}"
+            f"{role} was given devices {device_list(expected)},"
+            f" but its mesh has {device_list(found)}"
         )
 
 
@@ -133,7 +138,7 @@ def bytes_limit(device: jax.Device, sharers: int) -> int | None:
 
 
 def host_available() -> int | None:
-    """Bytes of host memory that can still be had, within the container's limit where there is one."""
+    """Bytes of host memory that can still be had, within the container's limit."""
     found = [n for n in (_meminfo_available(), _cgroup_left()) if n is not None]
     return min(found) if found else None
 

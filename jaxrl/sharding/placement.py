@@ -26,7 +26,7 @@ DEFAULT_AXES: dict[str, tuple[AxisName, ...]] = {
     "reward": ("fsdp", "data"),
     "grouper": ("data",),
 }
-"""Role -> the axes that may take the devices left by the sizes given, the first free one taking them all."""
+"""Role -> axes that may take the devices that the given sizes leave; the first free one does."""
 
 ROLES: tuple[str, ...] = tuple(DEFAULT_AXES)
 """Every role that `--mesh` can name."""
@@ -124,14 +124,17 @@ def _parse_pool(part: str, spec: str) -> tuple[tuple[str, ...], int]:
     names, equals, count = (text.strip() for text in part.partition("="))
     if not names or not equals:
         raise UserError(
-            f"{part.strip()!r} in the mesh {spec!r} is not ROLE=DEVICES, as in actor=2 or actor+rollout=2"
+            f"{part.strip()!r} in the mesh {spec!r} is not ROLE=DEVICES,"
+            " as in actor=2 or actor+rollout=2"
         )
     roles = tuple(name.strip() for name in names.split("+"))
     for role in roles:
         if role not in ROLES:
             raise unknown(f"role in the mesh {spec!r}:", role, ROLES)
     if not re.fullmatch(r"[0-9]+", count) or int(count) < 1:
-        raise UserError(f"{names}={count} in the mesh {spec!r}: a pool has a whole number of devices, at least 1")
+        raise UserError(
+            f"{names}={count} in the mesh {spec!r}: a pool has at least 1 device, in whole numbers"
+        )
     return roles, int(count)
 
 
@@ -140,7 +143,7 @@ def place(
     needed: Iterable[str] = (),
     slices: Mapping[str, str | None] | None = None,
 ) -> Placement:
-    """`parse`, then roles that `needed` names and the spec does not join the actor's pool, then slices narrow.
+    """`parse`; needed roles that the spec leaves out join the actor's pool; slices narrow.
 
     Args:
         needed: the roles that the algorithm asks for.
@@ -169,10 +172,10 @@ def _join_actor(placement: Placement, role: str) -> Placement:
     pools = list(placement.pools)
     pools[actor.pool] = replace(pool, roles=(*pool.roles, role))
     joined = RolePlacement(role, actor.pool, pool.devices)
-    placement = replace(
-        placement, pools=tuple(pools), roles={**placement.roles, role: joined}
+    placement = replace(placement, pools=tuple(pools), roles={**placement.roles, role: joined})
+    return _note(
+        placement, f"{role} is not in the mesh {placement.spec!r}: it joins the actor's pool"
     )
-    return _note(placement, f"{role} is not in the mesh {placement.spec!r}: it joins the actor's pool")
 
 
 def narrow(placement: Placement, role: str, text: str) -> Placement:
@@ -185,15 +188,20 @@ def narrow(placement: Placement, role: str, text: str) -> Placement:
     n = len(pool.devices)
     match = re.fullmatch(r"\s*(\d*)\s*:\s*(\d*)\s*", text)
     if match is None:
-        raise UserError(f"{role}.devices={text!r} is not a slice of devices: write start:stop, as in 0:{n}")
+        raise UserError(
+            f"{role}.devices={text!r} is not a slice of devices: write start:stop, as in 0:{n}"
+        )
     start = int(match[1] or 0)
     stop = int(match[2] or n)
     if stop > n or start >= n:
         raise UserError(
-            f"{role}.devices={text} leaves its pool: {pool.name} has {_count(n)}, so stop is at most {n}"
+            f"{role}.devices={text} leaves its pool: {pool.name} has {_count(n)},"
+            f" so stop is at most {n}"
         )
     if start >= stop:
-        raise UserError(f"{role}.devices={text} holds no device: start {start} is not below stop {stop}")
+        raise UserError(
+            f"{role}.devices={text} holds no device: start {start} is not below stop {stop}"
+        )
     narrowed = replace(placement.roles[role], devices=pool.devices[start:stop])
     return replace(placement, roles={**placement.roles, role: narrowed})
 
@@ -207,7 +215,9 @@ def check_visible(placement: Placement, visible: int) -> Placement:
             f"{'is' if visible == 1 else 'are'} visible"
         )
     if needed < visible:
-        return _note(placement, f"{visible - needed} of {_count(visible)} left over: the mesh uses {needed}")
+        return _note(
+            placement, f"{visible - needed} of {_count(visible)} left over: the mesh uses {needed}"
+        )
     return placement
 
 
@@ -221,8 +231,8 @@ def resolve_axes(
 ) -> Axes:
     """The sizes of a role's mesh axes on `n_devices` devices.
 
-    An axis of -1 takes what the others leave. Without one, the first axis of `order` that has no size does;
-    every other axis without a size is 1.
+    An axis of -1 takes what the others leave. Without one, the first axis of `order` that has no
+    size does; every other axis without a size is 1.
 
     Args:
         order: by default `DEFAULT_AXES[role]`.
@@ -235,7 +245,9 @@ def resolve_axes(
     told = " ".join(f"{role}.parallel.{name}={size}" for name, size in sizes.items())
     for name, size in sizes.items():
         if size < 1 and size != -1:
-            raise UserError(f"{role}.parallel.{name}={size}: an axis is at least 1, or -1 for the rest")
+            raise UserError(
+                f"{role}.parallel.{name}={size}: an axis is at least 1, or -1 for the rest"
+            )
     rest = [name for name, size in sizes.items() if size == -1]
     if len(rest) > 1:
         raise UserError(f"{told}: {len(rest)} axes are -1, and only 1 may take the rest")

@@ -1,8 +1,9 @@
 """Moves arrays from one mesh to another: any layout to any layout, values bit-equal.
 
-On a GPU, pieces go device to device: each destination shard is put together from the boxes of the source shards that
-overlap it, so nothing passes through the host and nothing blocks. On CPU plain `device_put` is quicker.
-`device_put(donate=True)` across meshes crashes and is never used; drop the source after the call instead.
+On a GPU, pieces go device to device: each destination shard is put together from the boxes of the
+source shards that overlap it, so nothing passes through the host and nothing blocks. On CPU plain
+`device_put` is quicker. `device_put(donate=True)` across meshes crashes and is never used; drop the
+source after the call instead.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def _move(x: Any, target: Sharding) -> jax.Array:
         return jax.device_put(x, target)
     if x.sharding == target:
         return x
-    on_gpu = all(d.platform == "gpu" for d in target.device_set | x.sharding.device_set)
+    devices: set[Any] = target.device_set | x.sharding.device_set
+    on_gpu = all(device.platform == "gpu" for device in devices)
     return put_pieces(x, target) if on_gpu else jax.device_put(x, target)
 
 
@@ -50,6 +52,7 @@ def put_pieces(x: jax.Array, target: Sharding) -> jax.Array:
         sources.setdefault(_box(shard.index, x.shape), []).append(shard.data)
     out, turn = [], 0
     for device, index in target.addressable_devices_indices_map(x.shape).items():
+        assert index is not None, "every device here holds a shard"
         box = _box(index, x.shape)
         pieces, offsets = [], []
         for source, copies in sources.items():

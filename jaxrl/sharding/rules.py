@@ -38,8 +38,8 @@ def param_specs(
 ) -> Any:
     """A `PartitionSpec` for each parameter.
 
-    A dim that its mesh axis does not divide is kept whole; heads are split between heads only, so keys and
-    values are replicated where `tensor` exceeds (or does not divide) the KV heads.
+    A dim that its mesh axis does not divide is kept whole; heads are split between heads only, so
+    keys and values are replicated where `tensor` exceeds (or does not divide) the KV heads.
 
     Args:
         axis_sizes: mesh axis -> size, e.g. `mesh.shape`.

@@ -57,7 +57,7 @@ METRICS: dict[str, Metric] = {
     "rollout/decode_steps": Metric("steps", "decode steps that the batch took"),
     "tokens/generated": Metric("tokens", "completion tokens sampled for this batch"),
     "tokens/per_second": Metric("tokens/s", "actor/tokens over time/step_s"),
-    "time/step_s": Metric("s", "from the end of the update before (the first: from the start of generation) to this one"),
+    "time/step_s": Metric("s", "end of the update before to the end of this one"),
     "time/rollout_s": Metric("s", "generation"),
     "time/score_s": Metric("s", "teacher's scoring"),
     "time/update_s": Metric("s", "forward, backward and optimizer, all updates of the batch"),

@@ -1,0 +1,171 @@
+"""How a loss over hidden states and a head is laid out over a mesh, and what such a loss is.
+
+Rows of tokens are split over ("data", "fsdp"), the vocabulary over "tensor", and a head's width
+over "fsdp" where that divides it (the rule of sharding/rules.py). What a mesh does not divide is
+padded: rows of tokens with masked ones, the vocabulary with columns of `MIN`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Bool, Float
+
+from jaxrl.losses.vocabulary import Columns
+
+CHUNK = 256
+"""Tokens a device projects on the vocabulary at once: 156 MB for a float32 array at V = 152k."""
+
+PerToken = dict[str, Array]
+"""Arrays by name, each [B, C, ...] or, for the n tokens of a chunk, [n, ...]."""
+
+
+class Given(NamedTuple):
+    """What no gradient flows to."""
+
+    mask: Bool[Array, "B C"]
+    scale: Float[Array, ""]
+    """1 / temperature."""
+    tokens: PerToken
+    teacher_hidden: Float[Array, "B C Dt"] | None = None
+    teacher_head: Float[Array, "V Dt"] | None = None
+
+
+class Measured(NamedTuple):
+    """What a term measures on some tokens."""
+
+    values: PerToken
+    """For the caller; a loss stands under "loss"."""
+    saved: PerToken
+    """For `Term.gradient`."""
+
+
+class Term:
+    """A function of the logits of each token. Hashable: it is part of a compiled function's key.
+
+    `z` [n, size] are the logits of n tokens at temperature, `columns` says of which ids; `tokens`
+    are `Given.tokens` of the same tokens and, with a teacher's head, its logits "teacher_z".
+    """
+
+    def measure(self, z: Array, tokens: PerToken, columns: Columns) -> Measured:
+        raise NotImplementedError
+
+    def gradient(self, z: Array, tokens: PerToken, saved: PerToken, columns: Columns) -> Array:
+        """d loss / d z, [n, size]. No collectives: `columns` may be a tile of a device's slice."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Job:
+    """A term, and how to run it. Hashable."""
+
+    term: Term
+    vocab: int
+    """V: rows of the heads that take part (there may be more, for padding)."""
+    chunk: int
+    mesh: Mesh | None = None
+    lean: bool = False
+
+    def axes(self, *names: str) -> tuple[str, ...]:
+        """Those of the mesh's axes that hold more than one device."""
+        return tuple(a for a in names if self.size(a) > 1)
+
+    def size(self, *names: str) -> int:
+        size = 1
+        for axis in names:
+            size *= 1 if self.mesh is None else self.mesh.shape.get(axis, 1)
+        return size
+
+    def head_spec(self, head: Array) -> PartitionSpec:
+        split = self.axes("fsdp") and head.shape[1] % self.size("fsdp") == 0
+        return PartitionSpec(self.axes("tensor") or None, "fsdp" if split else None)
+
+    def token_spec(self) -> PartitionSpec:
+        return PartitionSpec(self.axes("data", "fsdp") or None)
+
+    def given_spec(self, given: Given) -> Any:
+        """`Given` with a spec for each array."""
+        spec: Any = jax.tree.map(lambda _: self.token_spec(), given)
+        teacher = None if given.teacher_head is None else self.head_spec(given.teacher_head)
+        return spec._replace(scale=PartitionSpec(), teacher_head=teacher)
+
+    def on_mesh(self, body: Any, in_specs: Any, out_specs: Any) -> Any:
+        """`body` on each device's shards; as it is where there is one device."""
+        if self.mesh is None or self.mesh.size == 1:
+            return body
+        # Gradients are written out by hand: nothing is differentiated through the collectives.
+        return jax.shard_map(
+            body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
+
+    def columns(self, rows: int) -> Columns:
+        """The slice of the vocabulary of a device that holds `rows` rows of the head."""
+        axes = self.axes("tensor")
+        start = jax.lax.axis_index(axes) * rows if axes else 0
+        return Columns(start, rows, self.vocab, rows * self.size("tensor") > self.vocab, axes)
+
+
+def make_job(
+    term: Term,
+    *models: tuple[Array, Array],
+    chunk: int,
+    mesh: Mesh | None,
+    v: int | None = None,
+    lean: bool = False,
+) -> Job:
+    """A job over the first V = min(rows of the heads, `v`) rows; `models` are (hidden, head)."""
+    rows = min(head.shape[0] for _, head in models)
+    if v is not None and not 0 < v <= rows:
+        raise ValueError(f"v is {v}; the heads have {rows} rows in common: give 1 to {rows}")
+    if chunk < 1:
+        raise ValueError(f"chunk is {chunk} tokens; it must be at least 1 ({CHUNK} is the default)")
+    for hidden, head in models:
+        if hidden.shape[-1] != head.shape[1]:
+            raise ValueError(
+                f"hidden states are {hidden.shape[-1]} wide and their head {head.shape[1]}: "
+                "both must come from one model"
+            )
+    return Job(term, v or rows, chunk, mesh, lean)
+
+
+def inverse(temperature: float | Array) -> Float[Array, ""]:
+    if isinstance(temperature, int | float) and temperature <= 0:
+        raise ValueError(
+            f"temperature is {temperature}; it must be above 0 (1 leaves logits as they are)"
+        )
+    return jax.lax.stop_gradient(1 / jnp.asarray(temperature, jnp.float32))
+
+
+def fit_rows(job: Job, tree: Any) -> Any:
+    """Leaves [B, ...] padded with zeros to a B that the mesh divides."""
+    parts = job.size("data", "fsdp")
+
+    def pad(x: Array) -> Array:
+        return jnp.pad(x, [(0, -x.shape[0] % parts)] + [(0, 0)] * (x.ndim - 1))
+
+    return jax.tree.map(pad, tree)
+
+
+def fit_head(job: Job, head: Float[Array, "V D"]) -> Float[Array, "V D"]:
+    """The first V rows, padded with zeros to a number that `tensor` divides."""
+    return jnp.pad(head[: job.vocab], [(0, -job.vocab % job.size("tensor")), (0, 0)])
+
+
+def gather_head(head: Float[Array, "rows Dshard"], hidden: Array) -> Float[Array, "rows D"]:
+    """This device's rows at full width, in the dtype of the hidden states they meet."""
+    head = head.astype(hidden.dtype)
+    if head.shape[1] == hidden.shape[-1]:
+        return head
+    return jax.lax.all_gather(head, "fsdp", axis=1, tiled=True)
+
+
+def reduce_head(job: Job, d_rows: Float[Array, "rows D"], width: int) -> Array:
+    """Sum over the devices with other tokens; each keeps its `width` columns."""
+    if d_rows.shape[1] == width:
+        return jax.lax.psum(d_rows, job.axes("data", "fsdp"))
+    d_rows = jax.lax.psum_scatter(d_rows, "fsdp", scatter_dimension=1, tiled=True)
+    return jax.lax.psum(d_rows, job.axes("data"))

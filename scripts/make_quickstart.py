@@ -1,0 +1,78 @@
+"""Makes the two models of the quickstart and puts them into the package.
+
+Both learn three-term sums from worked solutions (`algorithm: sft`), from random weights: the
+teacher until it solves nearly all, the student only until it knows the form of a solution.
+
+    python scripts/make_quickstart.py            # both; about ten minutes on two cores
+    python scripts/make_quickstart.py student    # one of them
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import jax
+import make_quickstart_tokenizer
+
+from jaxrl import Config, train
+from jaxrl.model import FINAL
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.decoder import init_params
+from jaxrl.models.hf import save_hf
+
+ASSETS = Path(__file__).parent.parent / "jaxrl" / "assets"
+SHAPES = {"teacher": {"n_layers": 3}, "student": {"n_layers": 2}}
+RECIPE = """
+algorithm=sft teacher.model=null mesh=actor+rollout=1 batch_size=128 group_size=1
+max_prompt_tokens=9 max_new_tokens=10
+data.train=[arithmetic:terms=2,arithmetic:digits=1,arithmetic:size=1000000] data.eval=arithmetic
+optimizer.learning_rate=2e-3 optimizer.weight_decay=0.0 optimizer.warmup_steps=30 optimizer.b2=0.95
+actor.remat=none actor.micro_batch_tokens=null logging.samples=1 logging.every=50
+"""
+STAGES = {
+    "teacher": "steps=2000 optimizer.lr_schedule=linear eval.every=500",
+    "student": "steps=420 optimizer.lr_schedule=constant eval.every=60",
+}
+
+
+def make(name: str) -> None:
+    """Trains one model and replaces its folder in the package."""
+    target = ASSETS / name
+    with tempfile.TemporaryDirectory() as folder:
+        start, run = Path(folder) / "start", Path(folder) / "run"
+        tokenizer = make_quickstart_tokenizer.character_tokenizer()
+        config = DecoderConfig(
+            "llama",
+            vocab_size=len(tokenizer),
+            d_model=128,
+            n_heads=4,
+            n_kv_heads=4,
+            head_dim=32,
+            d_ff=352,
+            tie_embeddings=True,
+            max_positions=128,
+            eos_ids=(tokenizer.eos_token_id,),
+            bos_id=tokenizer.bos_token_id,
+            pad_id=tokenizer.pad_token_id,
+            **SHAPES[name],
+        )
+        save_hf(start, config, init_params(config, jax.random.key(0)), dtype="float32")
+        make_quickstart_tokenizer.main([str(start)])
+        overrides = [
+            f"student.model={start}",
+            f"run_dir={run}",
+            *RECIPE.split(),
+            *STAGES[name].split(),
+        ]
+        result = train(Config.load(None, overrides))
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.copytree(run / FINAL, target)
+    print(f"{target}: accuracy {result.final_eval:.1%}")
+
+
+if __name__ == "__main__":
+    for chosen in sys.argv[1:] or SHAPES:
+        make(chosen)

@@ -1,0 +1,409 @@
+"""The memory plan: exact where it says so, near the compiler's own account elsewhere."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxrl.config import Config, OptimizerConfig
+from jaxrl.errors import UserError
+from jaxrl.losses.distill import divergence_from_hidden
+from jaxrl.models import decoder
+from jaxrl.models.config import DecoderConfig
+from jaxrl.optimizer import make_optimizer, state_shardings
+from jaxrl.plan import Plan, build, make_plan
+from jaxrl.plan.advice import set_key
+from jaxrl.plan.scene import optimizer_bytes
+from jaxrl.roles.actor import Actor, TrainState
+from jaxrl.sampling import decode
+from jaxrl.sharding import memory
+from jaxrl.sharding.memory import Account, MemoryInputs, Part
+from jaxrl.sharding.mesh import Visible, ensure_devices, role_mesh
+from jaxrl.sharding.placement import Axes, check_visible, place
+from jaxrl.sharding.rules import param_shardings
+from jaxrl.types import Sequences, TeacherSignal, TrainBatch
+
+ROLES = ("actor", "rollout", "teacher")
+AXES = [
+    Axes(*sizes)
+    for sizes in itertools.product((1, 2), (1, 2, 3), (1, 2, 4))
+    if math.prod(sizes) <= 8
+]
+TINY = DecoderConfig("qwen2", 96, 48, 3, 4, 2, 16, 64, attention_bias=True)
+TIED = DecoderConfig("qwen3", 90, 32, 2, 4, 1, 8, 60, qk_norm=True, tie_embeddings=True)
+SMALL = DecoderConfig("qwen2", 2000, 256, 8, 8, 2, 32, 1024, attention_bias=True)
+TEACHER = DecoderConfig("qwen2", 2000, 512, 8, 8, 2, 32, 1024, attention_bias=True)
+QWEN_1_5B = DecoderConfig(
+    "qwen2", 151936, 1536, 28, 12, 2, 128, 8960, attention_bias=True, tie_embeddings=True
+)
+QWEN_7B = DecoderConfig("qwen2", 152064, 3584, 28, 28, 4, 128, 18944, attention_bias=True)
+BASE: dict[str, Any] = {
+    "student": {"model": "student"},
+    "teacher": {"model": "teacher"},
+    "data": {"train": "arithmetic", "eval": "arithmetic"},
+}
+NUMBERS: dict[str, Any] = {
+    "student": SMALL,
+    "teacher": TEACHER,
+    "sequences": 4,
+    "prompt_tokens": 128,
+    "new_tokens": 128,
+    "sample_tokens": 128,
+    "slots": 64,
+    "prefill_tokens": 4096,
+    "remat": "full",
+    "minibatches": 1,
+    "micro_batch_tokens": None,
+    "chunk_tokens": 128,
+    "lean": False,
+    "actor_dtype": "float32",
+    "param_dtype": "float32",
+    "rollout_dtype": "float32",
+    "teacher_dtype": "float32",
+    "optimizer_bytes": 0,
+    "signal_bytes": 4 * TEACHER.d_model,
+    "student_topk": False,
+    "teacher_microbatches": 1,
+    "teacher_samples": False,
+    "signals_in_flight": 0,
+    "head_on_actor": True,
+    "shared_weights": False,
+    "copies_at_sync": 1,
+    "fused_attention": False,
+}
+
+
+@pytest.mark.parametrize("model", [TINY, TIED, QWEN_1_5B], ids=["tiny", "tied", "qwen"])
+@pytest.mark.parametrize("axes", AXES, ids=str)
+def test_the_shards_of_every_leaf_add_up(model: DecoderConfig, axes: Axes) -> None:
+    leaves = memory.shards(model, axes)
+    assert sum(math.prod(leaf.shape) for leaf in leaves) == model.n_params
+    for leaf in leaves:
+        pieces = [n // k for n, k in zip(leaf.shape, leaf.local, strict=True)]
+        assert math.prod(pieces) * leaf.size == math.prod(leaf.shape)
+        assert axes.size % math.prod(pieces) == 0  # what is not split is on several devices
+    unstacked = memory.shards(model, axes, "unstacked")
+    assert sum(leaf.size for leaf in unstacked) == sum(leaf.size for leaf in leaves)
+
+
+@pytest.mark.parametrize("axes", [a for a in AXES if a.size in (1, 4, 8)], ids=str)
+def test_weights_and_moments_are_what_the_arrays_take(axes: Axes) -> None:
+    mesh = role_mesh(jax.devices()[: axes.size], axes)
+    shardings = param_shardings(TINY, mesh)
+    params = jax.device_put(decoder.init_params(TINY, jax.random.key(0)), shardings)
+    assert on_first_device(params, mesh) == memory.weight_bytes(TINY, axes, "float32")
+    config = OptimizerConfig()
+    optimizer = make_optimizer(config, 1, jnp.float32)
+    placed = state_shardings(optimizer, params, shardings, mesh)
+    state = jax.jit(optimizer.init, out_shardings=placed)(params)
+    expected = optimizer_bytes(TINY, axes, config, "float32", "float32")
+    assert on_first_device(state, mesh) == expected
+
+
+def on_first_device(tree: Any, mesh: jax.sharding.Mesh) -> int:
+    device = mesh.devices.flat[0]
+    return sum(
+        shard.data.nbytes
+        for leaf in jax.tree.leaves(tree)
+        for shard in leaf.addressable_shards
+        if shard.device == device
+    )
+
+
+@pytest.mark.parametrize("axes", [Axes(2, 1, 1), Axes(1, 1, 2), Axes(1, 2, 4)], ids=str)
+def test_the_cache_is_what_the_engine_allocates(axes: Axes) -> None:
+    mesh = role_mesh(jax.devices()[: axes.size], axes)
+    cache = decode.new_cache(TINY, mesh, 8, 24, jnp.dtype("float32"))
+    rows = 8 // (axes.data * axes.fsdp)
+    assert on_first_device(cache, mesh) == memory.cache_bytes(TINY, axes, rows, 24, "float32")
+
+
+def test_a_peak_is_what_is_resident_and_the_largest_phase_of_any_role() -> None:
+    a = Account(
+        "a", (Part("weights", "w", 5), Part("cache", "k", 7, "x"), Part("cache", "l", 2, "y"))
+    )
+    b = Account(
+        "b", (Part("weights", "w", 1), Part("activations", "t", 3, "z"), Part("cache", "c", 6, "z"))
+    )
+    assert (a.peak, b.peak) == (12, 10)
+    assert memory.peak([a, b]) == (15, "b: z")
+    assert (a.column("cache"), a.column("weights"), a.column("optimizer")) == (7, 5, 0)
+    assert memory.peak([]) == (0, "")
+
+
+# The analytic part, against the compiler.
+
+
+def compiled_update(
+    student: DecoderConfig, axes: Axes, m: MemoryInputs, count: int
+) -> tuple[int, int]:
+    """Bytes (arguments and temporaries, temporaries alone) of the real update on one device."""
+    assert m.teacher is not None
+    mesh = role_mesh(jax.devices()[: axes.size], axes)
+    rows, everywhere = (NamedSharding(mesh, PartitionSpec(*p)) for p in ((("data", "fsdp"),), ()))
+    shardings = param_shardings(student, mesh)
+    params = abstract(decoder.abstract_params(student), shardings)
+    optimizer = make_optimizer(OptimizerConfig(), 1, jnp.float32)
+    moments = state_shardings(optimizer, params, shardings, mesh)
+    state = abstract(jax.eval_shape(optimizer.init, params), moments)
+    zero = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
+
+    def array(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((m.sequences, *shape), dtype, sharding=rows)
+
+    tokens, mask = array(m.width, dtype=jnp.int32), array(m.width, dtype=bool)
+    sequences = Sequences(tokens, mask, array(m.new_tokens, dtype=bool))  # type: ignore[arg-type]
+    hidden = array(m.new_tokens, m.teacher.d_model)
+    batch = TrainBatch(sequences, TeacherSignal(hidden=hidden))  # type: ignore[arg-type]
+    split = NamedSharding(mesh, PartitionSpec("tensor", "fsdp"))
+    shape = (m.teacher.vocab_size, m.teacher.d_model)
+    head = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=split)
+
+    def loss(params: Any, frozen: Any, batch: TrainBatch) -> Any:
+        s = batch.sequences
+        out = decoder.forward(student, params, s.tokens, s.mask, remat=m.remat, mesh=mesh)
+        assert batch.teacher is not None
+        total, n, _ = divergence_from_hidden(
+            out[:, -m.new_tokens - 1 : -1],
+            decoder.head(params),
+            batch.teacher.hidden,
+            frozen,
+            s.loss_mask,
+            beta=0.5,
+            chunk=m.chunk_tokens,
+            lean=m.lean,
+            mesh=mesh,
+        )
+        return (total, n), {}
+
+    actor = SimpleNamespace(mesh=mesh, _loss=loss)
+    actor._micro_loss = lambda *args: Actor._micro_loss(actor, *args)  # type: ignore[arg-type]
+    update = Actor._make_update(actor, optimizer)  # type: ignore[arg-type]
+    placed = TrainState(shardings, moments, everywhere)  # type: ignore[arg-type]
+    jitted = jax.jit(update, donate_argnums=0, out_shardings=(placed, everywhere))
+    index = jax.ShapeDtypeStruct((count, m.sequences // count), jnp.int32)
+    stats = jitted.lower(TrainState(params, state, zero), head, batch, index).compile()
+    analysis = stats.memory_analysis()
+    temporaries = int(analysis.temp_size_in_bytes)
+    return int(analysis.argument_size_in_bytes) + temporaries, temporaries
+
+
+def abstract(tree: Any, shardings: Any) -> Any:
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings
+    )
+
+
+SHORT = {"sequences": 1, "prompt_tokens": 32, "new_tokens": 32}
+UPDATES = [
+    pytest.param(Axes(), 1, {}, id="plain"),
+    pytest.param(Axes(), 1, SHORT, id="few tokens: the optimizer's peak"),
+    pytest.param(Axes(), 1, {"remat": "none"}, id="no remat", marks=pytest.mark.slow),
+    pytest.param(Axes(), 1, {"remat": "dots"}, id="dots", marks=pytest.mark.slow),
+    pytest.param(Axes(1, 2, 1), 1, {"sequences": 8}, id="fsdp", marks=pytest.mark.slow),
+    pytest.param(Axes(2, 1, 1), 1, {"sequences": 8}, id="data", marks=pytest.mark.slow),
+    pytest.param(Axes(1, 1, 2), 1, {}, id="tensor", marks=pytest.mark.slow),
+    pytest.param(Axes(1, 2, 2), 2, {"sequences": 16}, id="micro-batches", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("axes", "count", "changes"), UPDATES)
+def test_the_update_is_near_what_the_compiler_says(
+    axes: Axes, count: int, changes: dict[str, Any]
+) -> None:
+    moments = optimizer_bytes(SMALL, axes, OptimizerConfig(), "float32", "float32")
+    m = MemoryInputs(**{**NUMBERS, **changes, "optimizer_bytes": moments}, axes={"actor": axes})
+    rows = m.rows("actor", m.sequences) // count
+    m = MemoryInputs(**{**vars(m), "micro_batch_tokens": rows * m.width})
+    assert memory.micro_batches(m) == (count, rows)
+    account = memory.actor(m)
+    size, temporaries = compiled_update(SMALL, axes, m, count)
+    phases = account.phases()
+    planned = max(phases["update"], phases["optimizer step"])
+    assert planned == pytest.approx(temporaries, rel=0.35)
+    assert account.resident + planned == pytest.approx(size, rel=0.2)
+
+
+# The plan.
+
+
+def plan(mesh: str, *, limit_gb: float | None = None, here: bool = False, **changes: Any) -> Plan:
+    """A Qwen plan (7B teaches 1.5B), for GPUs elsewhere unless `here`."""
+    config = Config.parse({**BASE, "mesh": mesh})
+    for key, value in changes.items():
+        config = set_key(config, key.replace("__", "."), value)
+    placement = place(mesh, ROLES)
+    seen = Visible((), None)
+    if here:
+        seen = ensure_devices(placement.n_devices)
+        placement = check_visible(placement, len(seen.devices))
+    return build(config, ROLES, placement, QWEN_1_5B, QWEN_7B, seen, limit_gb)
+
+
+def test_the_known_account_of_qwen_1_5b_in_bfloat16() -> None:
+    """Actor 12-13 GB: 3 weights, 3 gradients, 6 Adam, 1-2 others. Rollout 5-6 GB: 3, 2-3 KV."""
+    found = plan(
+        "actor=1,rollout=1,teacher=1",
+        actor__param_dtype="bfloat16",
+        actor__moment_dtype="bfloat16",
+        actor__micro_batch_tokens=None,
+        batch_size=4,
+        group_size=1,
+        max_prompt_tokens=512,
+        max_new_tokens=512,
+        distill__chunk_tokens=128,
+        distill__lean=True,
+        rollout__slots=80,
+        data__eval=None,
+    )
+    actor, rollout = found.accounts["actor"], found.accounts["rollout"]
+    head = next(p.bytes for p in actor.parts if p.name == "teacher's LM head")
+    gb = {c: actor.column(c) / 1e9 for c in ("gradients", "optimizer")}
+    assert (actor.column("weights") - head) / 1e9 == pytest.approx(3.09, abs=0.01)
+    assert gb["gradients"] == pytest.approx(3.09, abs=0.01)
+    assert gb["optimizer"] == pytest.approx(6.17, abs=0.01)
+    update = actor.resident + actor.phases()["update"] - head
+    activations = sum(
+        p.bytes for p in actor.parts if p.column == "activations" and p.phase == "update"
+    )
+    assert 1e9 < activations < 2e9
+    assert 12e9 < update < 14.4e9
+    assert rollout.column("weights") / 1e9 == pytest.approx(3.09, abs=0.01)
+    assert 2e9 < rollout.column("cache") < 3e9
+    assert 5e9 < rollout.resident + rollout.column("cache") < 6e9
+
+
+@pytest.mark.parametrize(
+    ("mesh", "rows"),
+    [
+        ("actor=2,rollout=2,teacher=4", ["actor", "rollout", "teacher"]),
+        ("actor=1,rollout=3,teacher=4", ["actor", "rollout", "teacher"]),
+        ("actor+rollout=6,teacher=2", ["actor", "rollout", "together", "teacher"]),
+        ("actor+rollout=4", ["actor", "rollout", "teacher", "together"]),
+    ],
+)
+def test_the_table_has_a_row_for_each_role_and_one_for_each_shared_pool(
+    mesh: str, rows: list[str]
+) -> None:
+    text = plan(mesh, here=True).text()
+    lines = text.splitlines()
+    assert "GB on each device" in lines[0]
+    for title in ("worker", "devices", "process", "mesh", "weights", "grads", "peak", "limit"):
+        assert title in lines[1]
+    body = lines[3 : 3 + len(rows)]
+    for line, role in zip(body, rows, strict=True):
+        assert f" {role} " in line
+    assert "cpu 0" in body[0]
+    assert "emulating 8 CPU devices" in text
+    for size in (24, 40, 80, 141):
+        assert f"on GPUs of {size} GB" in text
+    assert max(map(len, body)) <= 132
+
+
+def test_a_role_that_joined_is_told_and_adds_up() -> None:
+    found = plan("actor+rollout=4")
+    assert any("teacher is not in the mesh" in note for note in found.notes)
+    accounts = found.accounts.values()
+    (pool,) = found.pools
+    assert pool.bytes == memory.peak(accounts)[0]
+    assert pool.bytes > sum(a.resident for a in accounts)
+    assert pool.bytes < sum(a.peak for a in accounts)
+
+
+def test_roles_on_slices_meet_only_where_the_slices_do() -> None:
+    mesh = "actor+rollout+teacher=4"
+    config = Config.parse({**BASE, "mesh": mesh})
+    placement = place(mesh, ROLES, {"actor": "0:2", "rollout": "0:2", "teacher": "2:4"})
+    apart = build(config, ROLES, placement, QWEN_1_5B, QWEN_7B, Visible((), None))
+    accounts = apart.accounts
+    policy, _ = memory.peak([accounts["actor"], accounts["rollout"]])
+    assert apart.pools[0].bytes == max(policy, accounts["teacher"].peak)
+
+
+def test_what_does_not_fit_names_keys_that_help() -> None:
+    large = plan("actor=2,rollout=2,teacher=4", limit_gb=18)
+    assert not large.fits
+    assert "does not fit: actor needs" in large.verdict[0]
+    assert "of 18.0" in large.verdict[0]
+    named = [line.split("=")[0].split(": ")[1] for line in large.advice if "takes" in line]
+    assert "actor.micro_batch_tokens" in named
+    assert "teacher.parallel.tensor" in named
+    assert plan("actor=2,rollout=2,teacher=4", limit_gb=200).advice == ()
+
+
+def test_named_keys_keep_their_promise() -> None:
+    large = plan("actor=2,rollout=2,teacher=4", limit_gb=18)
+    for line in large.advice:
+        if "takes" not in line:
+            continue
+        pool, change, _, size, *_ = line.replace(":", "").split()
+        key, value = change.split("=")
+        typed: Any = int(value) if value.isdigit() else {"true": True}.get(value, value)
+        after = plan("actor=2,rollout=2,teacher=4", limit_gb=18, **{key: typed})
+        index = [p.name for p in after.placement.pools].index(pool)
+        assert after.pools[index].bytes / 1e9 == pytest.approx(float(size), abs=0.051)
+
+
+def test_the_rollout_splits_its_weights_only_where_a_copy_does_not_fit() -> None:
+    roomy = plan("actor=2,rollout=2,teacher=4", limit_gb=60)
+    assert roomy.axes["rollout"] == Axes(2, 1, 1)
+    tight = plan("actor=2,rollout=2,teacher=4", limit_gb=5)
+    assert tight.axes["rollout"] == Axes(1, 1, 2)
+    assert any("rollout.parallel.tensor=2" in note for note in tight.notes)
+    asked = plan("actor=2,rollout=2,teacher=4", limit_gb=5, rollout__parallel__data=2)
+    assert asked.axes["rollout"] == Axes(2, 1, 1)
+
+
+def test_heads_that_tensor_does_not_divide_are_refused() -> None:
+    with pytest.raises(UserError) as error:
+        plan("actor=8,rollout=1,teacher=1", actor__parallel__tensor=8)
+    for word in ("actor.parallel.tensor=8", "n_heads=12", "8 devices", "1 or 2 or 4"):
+        assert word in str(error.value)
+
+
+def test_fewer_kv_heads_than_tensor_are_told() -> None:
+    found = plan("actor=4,rollout=1,teacher=1", actor__parallel__tensor=4)
+    assert any("tensor=4 does not divide the 2 KV heads" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "role"),
+    [
+        ("actor.remat", "none", "actor"),
+        ("distill.chunk_tokens", 4096, "actor"),
+        ("actor.micro_batch_tokens", None, "actor"),
+        ("rollout.slots", 512, "rollout"),
+        ("distill.seq_kd", True, "teacher"),
+        ("max_new_tokens", 4096, "teacher"),
+    ],
+)
+def test_what_asks_for_more_takes_more(key: str, value: Any, role: str) -> None:
+    def peak(**changes: Any) -> int:
+        return (
+            plan("actor=2,rollout=2,teacher=4", **{"data.eval": None} | changes).accounts[role].peak
+        )
+
+    assert peak(**{key: value}) > peak()
+
+
+def test_a_plan_needs_only_config_json(tmp_path: Path) -> None:
+    raw = QWEN_1_5B.to_hf("bfloat16")
+    for name in ("student", "teacher"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(raw))
+    models = {name: {"model": str(tmp_path / name)} for name in ("student", "teacher")}
+    config = Config.parse({**BASE, **models, "mesh": "actor=2,rollout=2,teacher=4"})
+    found = make_plan(config, ROLES, ensure_devices)
+    assert len(found.devices) == 8
+    assert found.axes["teacher"] == Axes(1, 4, 1)
+    with pytest.raises(UserError, match="needs 9 devices"):
+        make_plan(set_key(config, "mesh", "actor=9"), ROLES, ensure_devices)
