@@ -45,7 +45,7 @@ class Algorithm:
 
     roles: tuple[str, ...]
     """Roles that it cannot do without."""
-    samples_policy: bool
+    samples_policy: Callable[[Config], bool]
     """Whether the rollout role needs every version of the weights."""
     completions: Callable[[Sources, int], Future]
     """(sources, batch index) -> future Rollout."""
@@ -123,14 +123,14 @@ def _hidden(
 ALGORITHMS: dict[str, Algorithm] = {
     "gkd": Algorithm(
         roles=("actor", "rollout", "teacher"),
-        samples_policy=True,
+        samples_policy=lambda config: config.distill.on_policy_fraction > 0,
         completions=gkd_completions,
         score=lambda sources, rollout: sources.teacher_scores(rollout),
         make_loss=gkd_loss,
     ),
     "sft": Algorithm(
         roles=("actor", "rollout"),
-        samples_policy=False,
+        samples_policy=lambda config: False,
         completions=lambda sources, index: sources.data_completions(index),
         score=lambda sources, rollout: None,
         make_loss=sft_loss,

@@ -23,8 +23,9 @@ from typing import NoReturn
 
 from jaxrl import config_keys
 from jaxrl.config import Config
-from jaxrl.errors import UserError, near
+from jaxrl.errors import RunError, UserError, near
 
+EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 
@@ -109,6 +110,9 @@ def run(command: Command, argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_FAILED
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED

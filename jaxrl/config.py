@@ -234,6 +234,11 @@ class DistillConfig(Section):
                 "seq_kd=true with on_policy_fraction=1 leaves no batch to the teacher's samples:"
                 " set on_policy_fraction below 1"
             )
+        if self.signal == "student_topk" and self.on_policy_fraction < 1:
+            raise ValueError(
+                "signal=student_topk asks about the samples of the policy that made them: it needs"
+                f" on_policy_fraction=1, got {self.on_policy_fraction:g}"
+            )
         if self.entropy_aware and self.signal == "topk" and self.entropy_top_k > self.top_k:
             raise ValueError(
                 f"entropy_top_k={self.entropy_top_k} exceeds top_k={self.top_k},"
@@ -263,7 +268,7 @@ class OptimizerConfig(Section):
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape after the warm-up."""
     warmup_steps: Count = 10
-    """Updates over which the rate rises linearly from 0."""
+    """Updates over which the rate rises linearly to its peak."""
     min_lr_ratio: Fraction = 0.0
     """Last learning rate of linear and cosine, as a fraction of the peak."""
     weight_decay: NonNegative = 0.0

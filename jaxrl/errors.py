@@ -11,6 +11,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 
+class RunError(RuntimeError):
+    """A run that cannot go on: its text is the whole diagnosis, the exit code is 1."""
+
+
 class UserError(ValueError):
     """Bad input: a key, a value, a path or an option that the user can change."""
 

@@ -29,12 +29,15 @@ from jaxrl.roles.actor import Actor
 from jaxrl.roles.rollout import Sampler
 from jaxrl.roles.scorer import Scorer
 from jaxrl.roles.teacher import Teacher
-from jaxrl.runtime.local import LocalHandle, LocalWorker
-from jaxrl.sharding.placement import Placement
+from jaxrl.runtime.local import LocalHandle, LocalWorker, stop_all
+from jaxrl.sharding.mesh import verify_arrays
+from jaxrl.sharding.placement import Placement, device_list
 from jaxrl.sharding.rules import param_shardings
 from jaxrl.signals import Projection
 
 Log = Callable[[str], None]
+STOP_S = 10.0
+"""Longest wait for the workers at the end of a run."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,7 @@ def make_job(config: Config) -> Job:
             student.config.eos_ids,
             teacher.config.eos_ids,
         )
+    _check_sizes(config, student, teacher, vocab_size)
     eos_ids = student.config.eos_ids
     if not eos_ids and tokenizer is not None and tokenizer.eos_token_id is not None:
         eos_ids = (tokenizer.eos_token_id,)
@@ -99,6 +103,27 @@ def make_job(config: Config) -> Job:
         eos_ids,
         pad_id,
     )
+
+
+def _check_sizes(
+    config: Config, student: ModelSource, teacher: ModelSource | None, vocab_size: int
+) -> None:
+    """Widths against the models' positions, and top-k against their vocabulary."""
+    longest = max(config.max_new_tokens, config.eval.max_new_tokens or 0)
+    width = config.max_prompt_tokens + longest
+    for role, source in (("student", student), ("teacher", teacher)):
+        if source is not None and width > source.config.max_positions:
+            raise UserError(
+                f"max_prompt_tokens={config.max_prompt_tokens} and max_new_tokens={longest} make"
+                f" {width} positions; {role}.model has {source.config.max_positions}"
+            )
+    d = config.distill
+    asked = {"distill.top_k": d.top_k} if d.signal in ("topk", "student_topk") else {}
+    if d.entropy_aware:
+        asked["distill.entropy_top_k"] = d.entropy_top_k
+    for key, k in asked.items():
+        if teacher is not None and k > vocab_size:
+            raise UserError(f"{key}={k} exceeds the vocabulary: it has {vocab_size} tokens")
 
 
 def _tokenizer(source: ModelSource) -> Any:
@@ -137,16 +162,15 @@ class Roles:
     row_multiple: int
     """Rows of a batch are a multiple of this: every mesh divides them."""
 
-    def stop(self, timeout: float = 10.0) -> None:
-        for worker in self.workers:
-            worker.stop(timeout)
+    def stop(self) -> None:
+        """Ends the workers; one that is stuck is left behind."""
+        stop_all(self.workers, STOP_S)
 
 
 def start_roles(
     job: Job, placement: Placement, meshes: Mapping[str, Mesh], run_dir: Path, log: Log
 ) -> Roles:
     """One worker for each pool; roles of different pools load and build side by side."""
-    config = job.config
     rows = math.lcm(*(m.shape["data"] * m.shape["fsdp"] for m in meshes.values()))
     makers: dict[str, Callable[[], Any]] = {
         "actor": partial(make_actor, job, meshes["actor"], meshes["rollout"], run_dir),
@@ -154,32 +178,50 @@ def start_roles(
     }
     if job.teacher is not None:
         makers["teacher"] = partial(make_teacher, job, meshes["teacher"], rows)
-    workers, handles, starting = [], {}, []
+    workers: list[LocalWorker] = []
+    try:
+        handles = _start(job, placement, meshes, makers, workers, log)
+    except BaseException:
+        stop_all(workers, STOP_S)
+        raise
+    return Roles(handles, workers, rows)
+
+
+def _start(
+    job: Job,
+    placement: Placement,
+    meshes: Mapping[str, Mesh],
+    makers: Mapping[str, Callable[[], Any]],
+    workers: list[LocalWorker],
+    log: Log,
+) -> dict[str, LocalHandle]:
+    """Fills `workers` as it goes: whoever catches an error can stop them."""
+    handles, starting = {}, []
     for pool in placement.pools:
         devices = tuple(
             d for role in pool.roles if role in meshes for d in meshes[role].devices.flat
         )
-        worker = LocalWorker(pool.name, tuple(dict.fromkeys(devices)))
-        workers.append(worker)
+        worker = LocalWorker(pool.name, tuple(dict.fromkeys(devices)), crew=workers)
         for role in pool.roles:
             if role in makers:
-                deadline = config.deadlines.startup
+                deadline = job.config.deadlines.startup
                 starting.append((role, worker.start_role(role, makers[role], deadline)))
                 handles[role] = worker.handle(role)
     for role, started in starting:
         started.result()
-        log(f"{role}: ready in {started.seconds:.1f} s")
-    return Roles(handles, workers, rows)
+        mine = device_list(device.id for device in meshes[role].devices.flat)
+        log(f"{role}: ready in {started.seconds:.1f} s, on devices {mine}, as planned")
+    return handles
 
 
 def make_actor(job: Job, mesh: Mesh, receiver: Mesh, run_dir: Path) -> Actor:
     config = job.config
     algorithm = ALGORITHMS[config.algorithm]
-    frozen = {}
+    frozen: dict[str, Any] = {}
     if job.teacher is not None and config.distill.signal == "hidden":
         head = job.teacher.load_head(mesh, jnp.dtype(config.teacher.dtype))
         frozen["teacher_head"] = _first_rows(head, job.vocab_size)
-    return Actor(
+    actor = Actor(
         config,
         job.student.config,
         mesh,
@@ -190,6 +232,8 @@ def make_actor(job: Job, mesh: Mesh, receiver: Mesh, run_dir: Path) -> Actor:
         receiver=param_shardings(job.student.config, receiver, "unstacked"),
         run_dir=run_dir,
     )
+    verify_arrays("actor", (actor.state, frozen), mesh)
+    return actor
 
 
 def make_rollout_role(job: Job, mesh: Mesh, row_multiple: int) -> Sampler:
@@ -201,6 +245,7 @@ def make_teacher(job: Job, mesh: Mesh, row_multiple: int) -> Teacher:
     assert source is not None
     layout: Layout = "unstacked" if job.teacher_samples else "stacked"
     params = source.load(mesh, jnp.dtype(config.teacher.dtype), layout)
+    verify_arrays("teacher", params, mesh)
     projection = Projection(config.distill, mesh, job.vocab_size)
     scorer = Scorer(source.config, params, projection, config.teacher.num_microbatches)
     sampler = None

@@ -35,13 +35,13 @@ class Loop:
         prompts: Any,
         held_out: Sequence[Prompt],
         reporter: Reporter,
-        packing: Mapping[str, int],
+        packing: Mapping[str, Any],
         value: Any,
     ):
         """
         Args:
             prompts: `batch(i)` -> the prompts of batch i; a pure function.
-            packing: arguments of `data_rollout`: widths, pad id, row multiple.
+            packing: arguments of `data_rollout`: widths, pad id, row multiple, decoder.
             value: wraps something that is there already as a future (`done_future` of the
                 launcher).
         """
@@ -68,6 +68,7 @@ class Loop:
 
     def train(self, index: int) -> None:
         signal = self._futures["score", index]
+        signal = None if signal is None else signal.once()
         deadline = self.config.deadlines.update
         self._futures["update", index] = self.roles["actor"].call(
             "update", self._rollout(index), signal, step=index, deadline=deadline
@@ -77,7 +78,8 @@ class Loop:
     def publish(self, version: int) -> None:
         """New weights to the role that samples; skipped where nothing will be sampled with them."""
         due = self._held_out and self._evaluates(version)
-        if not due and not self._algorithm.samples_policy:
+        sampled = self._algorithm.samples_policy(self.config) and version < self.config.steps
+        if not due and not sampled:
             return
         deadline = self.config.deadlines.weight_sync
         dtype = self.config.rollout.dtype

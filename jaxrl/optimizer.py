@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from optax.contrib import MuonDimensionNumbers, muon
@@ -122,9 +121,3 @@ def _muon_dims(params: Any) -> Any:
     """Muon for the kernels of the blocks [L, in, out]; Adam, its fallback, for the rest."""
     dims = MuonDimensionNumbers(reduction_axis=1, output_axis=2)
     return jax.tree.map(lambda kernel: dims if kernel else None, decayed(params))
-
-
-def moment_bytes(optimizer: optax.GradientTransformation, params: Any) -> int:
-    """Bytes of the optimizer's state, unsharded."""
-    leaves = jax.tree.leaves(jax.eval_shape(optimizer.init, params))
-    return sum(leaf.size * jnp.dtype(leaf.dtype).itemsize for leaf in leaves)

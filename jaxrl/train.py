@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from jaxrl.algorithms import ALGORITHMS
 from jaxrl.callable_module import make_callable
 from jaxrl.compile_cache import enable_compile_cache
 from jaxrl.config import Config
+from jaxrl.data.tokenizer import decode
 from jaxrl.errors import UserError
 from jaxrl.launch import Job, Roles, make_job, start_roles
 from jaxrl.loop import Loop
@@ -54,25 +56,23 @@ def train(config: Config) -> Result:
     started = time.monotonic()
     job, plan = prepare_run(config)
     run_dir = make_run_dir(config)
-    (run_dir / "config.yaml").write_text(config.dump())
-    (run_dir / "plan.txt").write_text(plan.text())
-    with (
-        Console(config.logging, steps=config.steps) as console,
-        MetricsWriter(run_dir / METRICS_FILE) as metrics,
-        SamplesWriter(run_dir / SAMPLES_FILE) as samples,
-    ):
-        console.message(plan.text())
-        console.message(f"run directory: {run_dir}")
-        for note in data_notes(job):
-            console.message(note)
+    with Console(config.logging, steps=config.steps) as console:
+        for text in (plan.text(), f"run directory: {run_dir}", *data_notes(job)):
+            console.message(text)
         meshes = carve(plan.devices, plan.placement, plan.axes)
         roles = start_roles(job, plan.placement, meshes, run_dir, console.message)
-        try:
-            reporter = make_reporter(job, console, metrics, samples, meshes)
-            make_loop(job, roles, reporter).run()
-            export(job, roles, run_dir / FINAL)
-        finally:
-            roles.stop()
+        (run_dir / "config.yaml").write_text(config.dump())
+        (run_dir / "plan.txt").write_text(plan.text())
+        with (
+            MetricsWriter(run_dir / METRICS_FILE) as metrics,
+            SamplesWriter(run_dir / SAMPLES_FILE) as samples,
+        ):
+            try:
+                reporter = make_reporter(job, console, metrics, samples, meshes)
+                make_loop(job, roles, reporter).run()
+                export(job, roles, run_dir / FINAL)
+            finally:
+                roles.stop()
         for line in summary(metrics.rows, run_dir, started, reporter.first_step_at):
             console.message(line)
         return Result(run_dir, metrics.rows)
@@ -145,6 +145,7 @@ def make_loop(job: Job, roles: Roles, reporter: Reporter) -> Loop:
             "max_prompt_tokens": config.max_prompt_tokens,
             "max_new_tokens": config.max_new_tokens,
             "row_multiple": roles.row_multiple,
+            "decode": partial(decode, job.tokenizer),
         },
         value=done_future,
     )

@@ -28,14 +28,21 @@ SHAPES = {"teacher": {"n_layers": 3}, "student": {"n_layers": 2}}
 RECIPE = """
 algorithm=sft teacher.model=null mesh=actor+rollout=1 batch_size=128 group_size=1
 max_prompt_tokens=9 max_new_tokens=10
-data.train=[arithmetic:terms=2,arithmetic:digits=1,arithmetic:size=1000000] data.eval=arithmetic
-optimizer.learning_rate=2e-3 optimizer.weight_decay=0.0 optimizer.warmup_steps=30 optimizer.b2=0.95
+data.eval=arithmetic optimizer.learning_rate=2e-3 optimizer.warmup_steps=30 optimizer.b2=0.95
 actor.remat=none actor.micro_batch_tokens=null logging.samples=1 logging.every=50
 """
 STAGES = {
-    "teacher": "steps=2000 optimizer.lr_schedule=linear eval.every=500",
-    "student": "steps=420 optimizer.lr_schedule=constant eval.every=60",
+    "teacher": """
+steps=2000 optimizer.lr_schedule=linear eval.every=500
+data.train=[arithmetic:terms=2,arithmetic:digits=1,arithmetic:size=1000000]
+""",
+    "student": """
+steps=480 optimizer.lr_schedule=constant eval.every=60
+data.train=['arithmetic:terms=2,size=9000','arithmetic:digits=1,size=9000','arithmetic:size=9000']
+""",
 }
+"""The sources of a list are mixed by their sizes: the teacher sees three-term sums of two digits,
+the student for two thirds easier ones."""
 
 
 def make(name: str) -> None:

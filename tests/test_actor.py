@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh
 from jaxrl.algorithms import ALGORITHMS, prepare
 from jaxrl.config import Config
 from jaxrl.data.batch import pack
-from jaxrl.errors import UserError
+from jaxrl.errors import RunError
 from jaxrl.losses.divergence import jsd
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import forward, head, init_params, logits
@@ -157,7 +157,7 @@ def test_a_non_finite_gradient_changes_nothing_and_dumps_the_batch(tmp_path):
         one.update(*batch(), step=8)["actor/skipped_updates"] == 0
     )  # a good one starts the count anew
     one.update(*batch(poison=True), step=9)
-    with pytest.raises(UserError, match="not finite 2 updates in a row.*step_11.npz"):
+    with pytest.raises(RunError, match="not finite 2 updates in a row.*step_11.npz"):
         one.update(*batch(poison=True), step=10)
 
 

@@ -113,10 +113,12 @@ def test_rollout_widths_are_buckets_of_what_is_there():
 
 def test_data_rollout():
     prompts = [prompt(0, (1, 2), (3, 4, 5, 6)), prompt(1, (2,), (3, 8))]
-    r = data_rollout(prompts, pad_id=PAD, max_prompt_tokens=4, max_new_tokens=4, row_multiple=4)
+    limits = {"pad_id": PAD, "max_prompt_tokens": 4, "max_new_tokens": 4, "decode": str}
+    r = data_rollout(prompts, **limits, row_multiple=4)
     assert unpack(r.sequences) == [((1, 2), (3, 4, 5, 6)), ((2,), (3, 8))]
     assert r.policy_version == -1 and r.group_ids.tolist() == [0, 1, -1, -1]
     assert [c.finish_reason for c in r.completions] == ["length", "stop"]
+    assert [c.text for c in r.completions] == ["(3, 4, 5, 6)", "(3, 8)"]
     assert not r.logprobs.any()
     with pytest.raises(UserError, match="no completion for 'prompt 2'"):
-        data_rollout([prompt(2, (1,))], pad_id=PAD, max_prompt_tokens=4, max_new_tokens=4)
+        data_rollout([prompt(2, (1,))], **limits)

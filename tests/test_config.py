@@ -34,7 +34,7 @@ def message(*overrides: str) -> str:
 def test_without_a_path_it_is_the_quickstart() -> None:
     config = Config.load()
     assert (config.student.model, config.teacher.model) == ("builtin:student", "builtin:teacher")
-    assert config.data.train == ("arithmetic",)
+    assert config.data.train == ("arithmetic:size=1000000",)
     assert config == Config.load(QUICKSTART)
 
 

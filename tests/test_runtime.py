@@ -1,12 +1,15 @@
 """A call: in order, with futures as arguments, with every wait bounded and every error told."""
 
+import gc
 import threading
 import time
+import weakref
 
+import numpy as np
 import pytest
 
 from jaxrl.errors import UserError
-from jaxrl.runtime.local import LocalWorker, done_future
+from jaxrl.runtime.local import LocalWorker, Stopped, done_future, stop_all
 from jaxrl.runtime.worker import DeadlineExceeded, WorkerError, phase
 
 
@@ -18,6 +21,9 @@ class Role:
     def add(self, a, b=0):
         self.calls.append(a)
         return a + b
+
+    def size(self, array):
+        return array.size
 
     def fail(self, message):
         raise ZeroDivisionError(message)
@@ -122,3 +128,42 @@ def test_a_finished_call_keeps_no_argument_alive(worker):
     assert future.result() == 3
     time.sleep(0.05)
     assert future.args == () and future.kwargs == {}
+
+
+def test_whoever_waits_hears_of_the_first_failure_of_the_crew():
+    crew = []
+    workers = [LocalWorker(name, crew=crew) for name in ("actor", "rollout")]
+    roles = [Role(), Role()]
+    for worker, role in zip(workers, roles, strict=True):
+        worker.start_role(worker.name, lambda role=role: role, deadline=5).result()
+    slow = workers[0].handle("actor").call("hang", deadline=600)
+    workers[1].handle("rollout").call("fail", "elsewhere", deadline=600)
+    with pytest.raises(WorkerError, match="elsewhere"):
+        slow.result()
+    roles[0].release.set()
+    assert stop_all(workers, 5)
+
+
+def test_stopping_drops_the_calls_that_wait(worker):
+    owner, handle, role = worker
+    handle.call("hang", deadline=600)
+    queued = handle.call("add", 1, deadline=600)
+    while "hang" not in owner.phase.name:
+        time.sleep(0.01)
+    assert not owner.stop(0.1)
+    role.release.set()
+    with pytest.raises(Stopped):
+        queued.result()
+    assert role.calls == []
+
+
+def test_a_value_taken_once_is_dropped(worker):
+    _, handle, _ = worker
+    big = np.zeros(1000)
+    alive = weakref.ref(big)
+    value = done_future(big)
+    del big
+    assert handle.call("size", value.once(), deadline=5).result() == 1000
+    handle.call("add", 1, deadline=5).result()
+    gc.collect()
+    assert alive() is None

@@ -7,13 +7,13 @@ padding only. Rows added to make B a multiple have an all-False mask and train n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from jaxrl.data.stream import NEEDS_COMPLETIONS
 from jaxrl.errors import UserError
-from jaxrl.types import Completion, Prompt, Rollout, Sequences
+from jaxrl.types import Completion, FinishReason, Prompt, Rollout, Sequences
 
 SMALLEST_BUCKET = 32
 DATA = -1
@@ -143,14 +143,18 @@ def data_rollout(
     pad_id: int,
     max_prompt_tokens: int,
     max_new_tokens: int,
+    decode: Callable[[Sequence[int]], str],
     row_multiple: int = 1,
 ) -> Rollout:
     """Packs the data set's own completions, one for each prompt; policy_version -1.
 
     No policy sampled them: their log-probs are 0 and mean nothing. One that fills `max_new_tokens`
     has the finish reason `length`, because it may have been cut.
+
+    Args:
+        decode: tokens -> text, as samples are shown.
     """
-    completions = [_data_completion(prompt, max_new_tokens) for prompt in prompts]
+    completions = [_data_completion(prompt, max_new_tokens, decode) for prompt in prompts]
     return make_rollout(
         prompts,
         [[completion] for completion in completions],
@@ -162,16 +166,17 @@ def data_rollout(
     )
 
 
-def _data_completion(prompt: Prompt, max_new_tokens: int) -> Completion:
+def _data_completion(
+    prompt: Prompt, max_new_tokens: int, decode: Callable[[Sequence[int]], str]
+) -> Completion:
     if prompt.completion is None:
         raise UserError(
             f"the data have no completion for {prompt.text[:60]!r}; {NEEDS_COMPLETIONS}"
         )
     tokens = prompt.completion
     unknown = np.zeros(len(tokens), np.float32)
-    return Completion(
-        tokens, unknown, unknown, "length" if len(tokens) >= max_new_tokens else "stop"
-    )
+    reason: FinishReason = "length" if len(tokens) >= max_new_tokens else "stop"
+    return Completion(tokens, unknown, unknown, reason, decode(tokens))
 
 
 def _right_padded(values: Sequence[np.ndarray], rows: int, width: int) -> np.ndarray:

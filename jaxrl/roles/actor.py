@@ -15,13 +15,13 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.config import Config
-from jaxrl.errors import UserError
+from jaxrl.errors import RunError
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Params, cast, unstack
 from jaxrl.optimizer import learning_rate, make_optimizer, state_shardings
 from jaxrl.roles.microbatch import minibatch_rows, split_rows
 from jaxrl.runtime.worker import phase
-from jaxrl.sharding.reshard import reshard
+from jaxrl.sharding.reshard import nbytes, reshard
 from jaxrl.sharding.rules import param_shardings
 from jaxrl.types import Rollout, TrainBatch
 
@@ -52,6 +52,8 @@ class Weights:
     """Batches trained into it."""
     params: Params
     """Unstacked layout, in the receiver's dtype, on the receiver's mesh."""
+    nbytes: int
+    """Bytes that moved; leaves shared with the sender did not."""
     seconds: float
     """Cast, unstacking and transfer."""
 
@@ -120,6 +122,7 @@ class Actor:
         with phase("place the batch"):
             placed = reshard(batch, self._rows)
         totals: dict[str, list[float]] = {}
+        norms: list[float] = []
         last: dict[str, float] = {}
         skipped = 0
         for epoch in range(c.epochs_per_batch):
@@ -129,6 +132,8 @@ class Actor:
                 with phase(f"update {epoch + 1}/{c.epochs_per_batch}"):
                     self.state, out = self._update(self.state, self._frozen, placed, index)
                     sums, last = jax.device_get(out)
+                if last["finite"]:
+                    norms.append(float(last["grad_norm"]))
                 for name, pair in sums.items():
                     totals.setdefault(name, []).append(pair)
                 skipped += self._count_skipped(bool(last["finite"]), batch, rows, step)
@@ -136,7 +141,7 @@ class Actor:
         told = {name: _ratio(pairs) for name, pairs in totals.items()}
         updates = int(jax.device_get(self.state.updates))
         return told | {
-            "actor/grad_norm": float(last["grad_norm"]),
+            "actor/grad_norm": float(np.mean(norms)) if norms else float("nan"),
             "actor/learning_rate": float(self._rate(max(updates - 1, 0))),
             "actor/skipped_updates": float(skipped),
             "actor/tokens": float(np.asarray(batch.sequences.loss_mask).sum()),
@@ -154,9 +159,11 @@ class Actor:
             raise RuntimeError(f"asked for version {version}, the actor holds {self.version}")
         start = time.monotonic()
         with phase(f"send version {version}"):
-            params = self._cast(self.state.params, jnp.dtype(dtype))
-            params = jax.block_until_ready(reshard(params, self._receiver))
-        return Weights(version, params, time.monotonic() - start)
+            cast = self._cast(self.state.params, jnp.dtype(dtype))
+            params = jax.block_until_ready(reshard(cast, self._receiver))
+        pairs = zip(jax.tree.leaves(cast), jax.tree.leaves(params), strict=True)
+        moved = nbytes([new for old, new in pairs if new is not old])
+        return Weights(version, params, moved, time.monotonic() - start)
 
     def parameters(self) -> Params:
         """The policy as it is, in the stacked layout (for export at the end of a run)."""
@@ -214,6 +221,10 @@ class Actor:
         self._skipped_in_a_row += 1
         path = self._run_dir / "nonfinite" / f"step_{step + 1}.npz"
         path.parent.mkdir(parents=True, exist_ok=True)
+        tries = 1
+        while path.exists():  # another minibatch of this step
+            tries += 1
+            path = path.with_name(f"step_{step + 1}_{tries}.npz")
         leaves = {
             jax.tree_util.keystr(key, simple=True, separator="."): np.asarray(leaf, _dumped(leaf))
             for key, leaf in jax.tree_util.tree_leaves_with_path(batch)
@@ -221,7 +232,7 @@ class Actor:
         arrays: dict[str, Any] = {"rows": rows, **leaves}
         np.savez(path, **arrays)
         if self._skipped_in_a_row >= self.config.actor.max_nonfinite:
-            raise UserError(
+            raise RunError(
                 f"the gradient was not finite {self._skipped_in_a_row} updates in a row"
                 f" (actor.max_nonfinite); the last batch is in {path}."
                 " A lower optimizer.learning_rate or actor.dtype=float32 may help."

@@ -18,7 +18,8 @@ from jaxrl.models.decoder import Params
 from jaxrl.roles.actor import Weights
 from jaxrl.runtime.worker import phase
 from jaxrl.sampling.engine import Engine, SamplingParams
-from jaxrl.sharding.reshard import nbytes, reshard
+from jaxrl.sharding.mesh import verify_arrays
+from jaxrl.sharding.reshard import reshard
 from jaxrl.sharding.rules import param_shardings
 from jaxrl.signals import Projection, policy_topk
 from jaxrl.types import Completion, Prompt, Rollout
@@ -73,11 +74,11 @@ class Sampler:
         if self.version >= 0 and weights.version <= self.version:
             raise RuntimeError(f"got version {weights.version} after version {self.version}")
         self.params, self.version = reshard(weights.params, self._shardings), weights.version
-        size = nbytes(self.params)
+        verify_arrays("rollout", self.params, self.mesh)
         return {
             "time/weight_sync_s": weights.seconds,
-            "weights/sync_bytes": float(size),
-            "weights/sync_gbps": size / max(weights.seconds, 1e-9) / 1e9,
+            "weights/sync_bytes": float(weights.nbytes),
+            "weights/sync_gbps": weights.nbytes / max(weights.seconds, 1e-9) / 1e9,
         }
 
     def generate(self, prompts: Sequence[Prompt], step: int) -> Rollout:

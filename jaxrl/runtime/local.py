@@ -9,14 +9,19 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 
-from jaxrl.errors import UserError
+from jaxrl.errors import RunError, UserError
 from jaxrl.runtime.worker import DeadlineExceeded, Phase, WorkerError, enter
+
+
+class Stopped(RunError):
+    """A call that was dropped because the run is over."""
+
 
 POLL_S = 0.5
 """How often a wait looks whether a deadline has passed."""
@@ -35,6 +40,7 @@ class LocalFuture:
     """Seconds that the call itself may take, from its start."""
     started: float | None = None
     finished: float | None = None
+    _once: bool = False
     _done: threading.Event = field(default_factory=threading.Event)
     _value: Any = None
     _error: BaseException | None = None
@@ -49,9 +55,13 @@ class LocalFuture:
             return 0.0
         return self.finished - self.started
 
+    def once(self) -> LocalFuture:
+        self._once = True
+        return self
+
     def result(self) -> Any:
-        """The value; what is late anywhere up the chain of calls is told when its own deadline
-        passes.
+        """The value. Raises as soon as anything fails in a worker of the same crew, or is late
+        anywhere up the chain of calls.
         """
         while not self._done.wait(POLL_S):
             self.check()
@@ -60,7 +70,9 @@ class LocalFuture:
         return self._value
 
     def check(self) -> None:
-        """Raises DeadlineExceeded for the call that this one waits for, or for itself."""
+        """Raises for a failure in any worker, and for the late call that this one waits for."""
+        for worker in self.worker.crew:
+            worker.check_alive()
         running = self.worker.running
         if running is not None and running is not self and not self.done():
             running.check_self()
@@ -101,11 +113,26 @@ class LocalFuture:
 class LocalWorker:
     """A thread that owns a pool of devices and takes the calls to its roles in order."""
 
-    def __init__(self, name: str, devices: tuple[jax.Device, ...] = ()):
+    def __init__(
+        self,
+        name: str,
+        devices: tuple[jax.Device, ...] = (),
+        crew: list[LocalWorker] | None = None,
+    ):
+        """
+        Args:
+            crew: the workers of the run, to which this one adds itself: who waits for any of them
+                hears of the first failure in all of them.
+        """
         self.name = name
+        self.crew: list[LocalWorker] = [] if crew is None else crew
+        self.crew.append(self)
+        self.failure: BaseException | None = None
+        """What made a call fail, the first time."""
         self.devices = devices
         self.phase = Phase()
         self.running: LocalFuture | None = None
+        self._stopping = threading.Event()
         self._roles: dict[str, Any] = {}
         self._calls: queue.SimpleQueue[LocalFuture | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"worker:{name}", daemon=True)
@@ -123,11 +150,24 @@ class LocalWorker:
         frame = sys._current_frames().get(self._thread.ident or -1)
         return "".join(traceback.format_stack(frame)) if frame else "  (the thread has ended)"
 
+    def check_alive(self) -> None:
+        """Raises what failed here, or that the thread is gone."""
+        if self.failure is not None:
+            raise self.failure
+        if not self._thread.is_alive() and not self._stopping.is_set():
+            raise WorkerError(f"worker {self.name} has ended; it was in phase '{self.phase.name}'")
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the run is over: calls that wait are dropped, the running one may give up."""
+        return self._stopping.is_set()
+
     def stop(self, timeout: float) -> bool:
-        """No further calls; waits at most `timeout` seconds. True when the thread has ended."""
-        self._calls.put(None)
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
+        """Drops the calls that wait, and waits at most `timeout` seconds for the running one.
+
+        True when the thread has ended.
+        """
+        return stop_all([self], timeout)
 
     def _submit(self, future: LocalFuture) -> LocalFuture:
         self._calls.put(future)
@@ -135,20 +175,30 @@ class LocalWorker:
 
     def _run(self) -> None:
         enter(self.phase)
-        while (call := self._calls.get()) is not None:
-            self.running = call
-            try:
-                self._execute(call)
-            finally:
-                self.running = None
-                self._enter("idle")
+        while self._next():
+            self._enter("idle")
+
+    def _next(self) -> bool:
+        """Runs the next call; False at the end. Its own frame, so that no call stays alive."""
+        call = self._calls.get()
+        if call is None:
+            return False
+        if self.stopping:
+            call._finish(error=Stopped("the run is over"))
+            return True
+        self.running = call
+        try:
+            self._execute(call)
+        finally:
+            self.running = None
+        return True
 
     def _execute(self, call: LocalFuture) -> None:
         name = f"{call.role}.{call.method}"
         try:
             self._enter(f"{name}: waiting for arguments")
-            args = [_value(arg) for arg in call.args]
-            kwargs = {key: _value(arg) for key, arg in call.kwargs.items()}
+            args = [self._value(arg) for arg in call.args]
+            kwargs = {key: self._value(arg) for key, arg in call.kwargs.items()}
             self._enter(name)
             call.started = time.monotonic()
             if call.method == "start":
@@ -157,14 +207,31 @@ class LocalWorker:
             else:
                 value = getattr(self._roles[call.role], call.method)(*args, **kwargs)
             call._finish(value)
-        except (UserError, WorkerError) as error:  # says all there is to say, or has said it below
-            call._finish(error=error)
-        except BaseException as error:
-            told = WorkerError(f"{name} failed in worker {self.name}:\n{traceback.format_exc()}")
-            told.__cause__ = error
-            call._finish(error=told)
+        except (UserError, RunError) as error:  # says all there is to say
+            self._fail(call, error)
+        except BaseException:
+            told = f"{name} failed in worker {self.name}:\n{traceback.format_exc()}"
+            self._fail(call, WorkerError(told))
         finally:
             call.args, call.kwargs = (), {}  # a finished call keeps no arrays alive
+
+    def _fail(self, call: LocalFuture, error: BaseException) -> None:
+        self.failure = self.failure or error
+        call._finish(error=error)
+
+    def _value(self, arg: Any) -> Any:
+        """The value of an argument. Bounded by the driver, which watches the chain of calls."""
+        if not isinstance(arg, LocalFuture):
+            return arg
+        while not arg._done.wait(POLL_S):
+            if self.stopping:
+                raise Stopped("the run is over")
+        if arg._error is not None:
+            raise arg._error
+        value = arg._value
+        if arg._once:
+            arg._value = None
+        return value
 
     def _enter(self, name: str) -> None:
         self.phase.name, self.phase.since = name, time.monotonic()
@@ -186,6 +253,17 @@ class LocalHandle:
         )
 
 
+def stop_all(workers: Sequence[LocalWorker], timeout: float) -> bool:
+    """Stops all workers within `timeout` seconds. True when every thread has ended."""
+    end = time.monotonic() + timeout
+    for worker in workers:
+        worker._stopping.set()
+        worker._calls.put(None)
+    for worker in workers:
+        worker._thread.join(max(end - time.monotonic(), 0.0))
+    return not any(worker._thread.is_alive() for worker in workers)
+
+
 def done_future(value: Any) -> LocalFuture:
     """A future that holds `value` already."""
     future = LocalFuture(_NOBODY, "driver", "value", (), {}, deadline=0.0)
@@ -205,18 +283,6 @@ def device_memory(devices: tuple[jax.Device, ...]) -> str:
     return ", ".join(told) or "not told by this platform"
 
 
-def _value(arg: Any) -> Any:
-    """The value of an argument. Unbounded here: the driver, which waits for this call too, watches
-    the chain.
-    """
-    if not isinstance(arg, LocalFuture):
-        return arg
-    arg._done.wait()
-    if arg._error is not None:
-        raise arg._error
-    return arg._value
-
-
 class _Nobody:
     """The worker of values that need none."""
 
@@ -224,6 +290,7 @@ class _Nobody:
     running = None
     phase = Phase()
     devices: tuple[jax.Device, ...] = ()
+    crew: tuple[LocalWorker, ...] = ()
 
     def stack(self) -> str:
         return ""

@@ -13,12 +13,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from jaxrl.errors import RunError
 
-class DeadlineExceeded(TimeoutError):
+
+class DeadlineExceeded(RunError, TimeoutError):
     """A wait that took longer than its deadline; the message is the whole diagnosis."""
 
 
-class WorkerError(RuntimeError):
+class WorkerError(RunError):
     """An exception in a worker, with the traceback of the worker."""
 
 
@@ -67,6 +69,10 @@ class Future(Protocol):
         ...
 
     def done(self) -> bool: ...
+
+    def once(self) -> Future:
+        """This future, for a call that is the last to need the value: it is dropped when taken."""
+        ...
 
     def result(self) -> Any:
         """Waits. Raises DeadlineExceeded, or WorkerError with the worker's traceback."""

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -110,6 +111,17 @@ def verify(role: str, mesh: Mesh, expected: Iterable[int]) -> None:
         raise RuntimeError(
             f"{role} was given devices {device_list(expected)},"
             f" but its mesh has {device_list(found)}"
+        )
+
+
+def verify_arrays(role: str, arrays: Any, mesh: Mesh) -> None:
+    """Checks, inside the worker, that a role's arrays lie on exactly the devices of its mesh."""
+    held = {device.id for leaf in jax.tree.leaves(arrays) for device in leaf.sharding.device_set}
+    given = {device.id for device in mesh.devices.flat}
+    if held != given:
+        raise RuntimeError(
+            f"{role} was given devices {device_list(given)}, but its arrays lie on"
+            f" {device_list(held)}"
         )
 
 
