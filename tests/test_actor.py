@@ -29,7 +29,12 @@ def mesh(*shape):
 
 
 def config(*overrides):
-    plain = ["optimizer.name=sgd", "optimizer.b1=0.0", "optimizer.warmup_steps=0"]
+    plain = [
+        "distill.jsd_beta=0.5",
+        "optimizer.name=sgd",
+        "optimizer.b1=0.0",
+        "optimizer.warmup_steps=0",
+    ]
     more = ["optimizer.learning_rate=0.5", "optimizer.clip_norm=null", "steps=4"]
     return Config.load(None, [*plain, *more, *overrides])
 

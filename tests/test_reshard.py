@@ -34,8 +34,10 @@ def layouts():
     }
 
 
-@pytest.mark.parametrize("move", [reshard, put_pieces], ids=["reshard", "put_pieces"])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    ("move", "dtype"),
+    [(reshard, jnp.float32), (reshard, jnp.bfloat16), (put_pieces, jnp.bfloat16)],
+)
 def test_every_pair_of_layouts_is_bit_equal(move, dtype):
     values = np.asarray(jax.random.normal(jax.random.key(0), (8, 16)).astype(dtype))
     for source, target in itertools.product(layouts().values(), repeat=2):
