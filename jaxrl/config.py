@@ -56,7 +56,7 @@ class StudentConfig(Section):
     """The model that learns."""
 
     model: str
-    """Hugging Face folder, GGUF file, run directory, or `builtin:student`."""
+    """Hugging Face folder, GGUF file, run directory, `package:NAME`, or `builtin:student`."""
 
 
 class ParallelConfig(Section):
@@ -122,7 +122,7 @@ class ActorConfig(RoleConfig):
     param_dtype: DType = "float32"
     """Dtype of the weights that the optimizer updates (float32: master weights)."""
     moment_dtype: DType = "float32"
-    """Dtype of the optimizer's first moment."""
+    """Dtype of gradients and moments inside the optimizer."""
     micro_batch_tokens: Positive | None = 16384
     """Tokens (padding included) per device in one micro-batch. null: the whole minibatch at
     once."""
@@ -272,15 +272,24 @@ class OptimizerConfig(Section):
     min_lr_ratio: Fraction = 0.0
     """Last learning rate of linear and cosine, as a fraction of the peak."""
     weight_decay: NonNegative = 0.0
-    """Decoupled weight decay; embeddings, norms and biases are left out."""
+    """Decoupled weight decay (not adam, sgd); embeddings, norms and biases are left out."""
     b1: Decay = 0.9
     """Decay of the first moment (sgd: momentum)."""
     b2: Decay = 0.95
-    """Decay of the second moment."""
+    """Decay of the second moment (adamw, adam, lion, muon)."""
     eps: PositiveNumber = 1e-8
-    """Added to the denominator of an update."""
+    """Added to the denominator of an update (adamw, adam, muon)."""
     clip_norm: PositiveNumber | None = 1.0
     """Global gradient norm above which gradients are scaled down. null: never."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.weight_decay > 0 and self.name in ("adam", "sgd"):
+            raise ValueError(
+                f"weight_decay={self.weight_decay:g} has no effect with name={self.name}: set it to"
+                " 0, or name=adamw"
+            )
+        return self
 
 
 class EvalConfig(Section):

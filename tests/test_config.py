@@ -158,6 +158,11 @@ def test_unknown_keys_are_refused_with_the_near_one(override: str, near: str) ->
         (["actor.parallel.data=0"], ["actor.parallel", "data=0"]),
         (["actor.parallel.data=-1", "actor.parallel.tensor=-1"], ["data and tensor are both -1"]),
         (["eval.samples=2"], ["eval", "samples=2", "temperature"]),
+        (["optimizer.name=sgd", "optimizer.weight_decay=0.1"], ["weight_decay=0.1", "name=sgd"]),
+        (
+            ["distill.signal=student_topk", "distill.on_policy_fraction=0.5"],
+            ["student_topk", "on_policy_fraction=1"],
+        ),
         (["actor.minibatches=9", "batch_size=4", "group_size=2"], ["9", "8 sequences"]),
     ],
 )

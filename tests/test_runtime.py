@@ -10,7 +10,7 @@ import pytest
 
 from jaxrl.errors import UserError
 from jaxrl.runtime.local import LocalWorker, Stopped, done_future, stop_all
-from jaxrl.runtime.worker import DeadlineExceeded, WorkerError, phase
+from jaxrl.runtime.worker import DeadlineExceeded, WorkerError, detail, phase
 
 
 class Role:
@@ -33,6 +33,7 @@ class Role:
 
     def hang(self):
         with phase("waiting for a collective"):
+            detail("3 of 4 done")
             self.release.wait(30)
         return "late"
 
@@ -90,7 +91,7 @@ def test_a_missed_deadline_says_who_what_how_long_and_where(worker):
     text = str(error.value)
     assert "rollout.hang has run for" in text and "its deadline is 0.3 s" in text
     assert "pid" in text and "phase 'rollout.hang: waiting for a collective'" in text
-    assert "in hang" in text and "device memory" in text
+    assert "in hang" in text and "device memory" in text and ", 3 of 4 done" in text
 
 
 def test_the_late_call_is_named_not_those_that_wait_for_it(worker):

@@ -173,6 +173,8 @@ def test_dry_run_prints_the_plan_and_writes_nothing(models, tmp_path, capsys):
         ("data.verifier=exakt", "exact"),
         ("optimizer.learning_rat=1", "optimizer.learning_rate"),
         ("steps=0", "steps"),
+        ("max_new_tokens=3000", "2048"),
+        ("distill.signal=topk distill.top_k=300", "distill.top_k=300"),
         ("teacher.model=null", "teacher"),
     ],
 )
@@ -183,6 +185,36 @@ def test_bad_input_is_told_in_a_line_with_exit_code_2(models, tmp_path, capsys, 
     assert told in captured.err and "Traceback" not in captured.err
     assert len(captured.err.splitlines()) <= 5
     assert not (tmp_path / "run").exists()
+
+
+def test_sft_shows_the_data_s_completions(models, tmp_path):
+    student = [models[0], "teacher.model=null", "algorithm=sft", "mesh=actor=2,rollout=2"]
+    result = run(tmp_path, student, "logging.samples=3")
+    lines = (result.run_dir / "samples.jsonl").read_text().splitlines()
+    samples = [json.loads(line) for line in lines]
+    assert len(samples) == 6 and all(sample["score"] == 1.0 for sample in samples)
+
+
+def test_a_run_that_diverges_ends_with_exit_code_1_and_keeps_the_batch(models, tmp_path, capsys):
+    folder = tmp_path / "run"
+    arguments = [*models, *SHORT, f"run_dir={folder}", "steps=9", "eval.every=0"]
+    wild = ["optimizer.name=sgd", "optimizer.learning_rate=1e30", "optimizer.clip_norm=null"]
+    assert cli.run(main, [*arguments, *wild, "actor.max_nonfinite=2"]) == 1
+    told = capsys.readouterr().err
+    assert "not finite 2 updates in a row" in told and "Traceback" not in told
+    assert list((folder / "nonfinite").glob("step_*.npz"))
+
+
+def test_a_failed_start_leaves_the_run_directory_usable(models, tmp_path, capsys, monkeypatch):
+    def broken(*_):
+        raise OSError("disk on fire")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("jaxrl.launch.make_rollout_role", broken)
+        assert cli.run(main, [*models, *SHORT, f"run_dir={tmp_path / 'run'}"]) == 1
+    told = capsys.readouterr().err
+    assert "rollout.start failed in worker rollout" in told and "disk on fire" in told
+    assert run(tmp_path, models, "steps=1").metrics[-1]["step"] == 1
 
 
 def test_teacher_of_another_vocabulary_is_refused(models, tmp_path, capsys):

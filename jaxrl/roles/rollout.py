@@ -16,7 +16,7 @@ from jaxrl.data.batch import make_rollout
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Params
 from jaxrl.roles.actor import Weights
-from jaxrl.runtime.worker import phase
+from jaxrl.runtime.worker import detail, phase, stopping
 from jaxrl.sampling.engine import Engine, SamplingParams
 from jaxrl.sharding.mesh import verify_arrays
 from jaxrl.sharding.reshard import reshard
@@ -142,4 +142,6 @@ class Sampler:
                 seed=seed,
                 step=step,
                 prompt_ids=[prompt.id for prompt in prompts],
+                abort=stopping,
+                on_tokens=lambda tokens, done: detail(f"{done} completions, {tokens} tokens done"),
             )

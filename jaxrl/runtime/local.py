@@ -95,11 +95,12 @@ class LocalFuture:
     def diagnosis(self, elapsed: float) -> str:
         phase, worker = self.worker.phase, self.worker
         in_phase = time.monotonic() - phase.since
+        told = f", {phase.detail}" if phase.detail else ""
         return (
             f"{self.role}.{self.method} has run for {elapsed:.1f} s;"
             f" its deadline is {self.deadline:g} s.\n"
             f"worker {worker.name} ({socket.gethostname()}, pid {os.getpid()}) "
-            f"in phase '{phase.name}' for {in_phase:.1f} s\n"
+            f"in phase '{phase.name}' for {in_phase:.1f} s{told}\n"
             f"device memory: {device_memory(worker.devices)}\n"
             f"stack of the worker:\n{worker.stack()}"
         )
@@ -174,7 +175,7 @@ class LocalWorker:
         return future
 
     def _run(self) -> None:
-        enter(self.phase)
+        enter(self.phase, self._stopping.is_set)
         while self._next():
             self._enter("idle")
 

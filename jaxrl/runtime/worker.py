@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -30,6 +30,8 @@ class Phase:
 
     name: str = "idle"
     since: float = field(default_factory=time.monotonic)
+    detail: str = ""
+    """How far it is."""
 
 
 _here = threading.local()
@@ -48,11 +50,25 @@ def phase(name: str) -> Iterator[None]:
         yield
     finally:
         worker_phase.name, worker_phase.since = outer.name, outer.since
+        worker_phase.detail = ""
 
 
-def enter(worker_phase: Phase) -> None:
-    """Makes `phase` of this thread write to `worker_phase`."""
-    _here.phase = worker_phase
+def detail(text: str) -> None:
+    """Says how far the current phase is; who waits too long for it is shown this."""
+    worker_phase: Phase | None = getattr(_here, "phase", None)
+    if worker_phase is not None:
+        worker_phase.detail = text
+
+
+def stopping() -> bool:
+    """Whether the run is over, so that what the current worker does is no longer needed."""
+    asked: Callable[[], bool] | None = getattr(_here, "stopping", None)
+    return asked is not None and asked()
+
+
+def enter(worker_phase: Phase, asked_to_stop: Callable[[], bool]) -> None:
+    """Makes `phase`, `detail` and `stopping` of this thread those of a worker."""
+    _here.phase, _here.stopping = worker_phase, asked_to_stop
 
 
 class Future(Protocol):
