@@ -90,7 +90,7 @@ class Loop:
         if due:
             self._futures["eval", version] = self._sample("rollout")
 
-    # What an algorithm may call (`algorithms.Step`).
+    # What an algorithm may call (`algorithms.Sources`).
 
     def prompts(self, index: int) -> Sequence[Prompt]:
         return self._stream.batch(index)
