@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.algorithms import ALGORITHMS, learns_from_data, prepare
 from jaxrl.config import Config
@@ -220,7 +220,7 @@ def make_actor(job: Job, mesh: Mesh, receiver: Mesh, run_dir: Path) -> Actor:
     frozen: dict[str, Any] = {}
     if job.teacher is not None and config.distill.signal == "hidden":
         head = job.teacher.load_head(mesh, jnp.dtype(config.teacher.dtype))
-        frozen["teacher_head"] = _first_rows(head, job.vocab_size)
+        frozen["teacher_head"] = _first_rows(head, job.vocab_size, mesh)
     actor = Actor(
         config,
         job.student.config,
@@ -270,6 +270,10 @@ def _sampler(job: Job, source: ModelSource, mesh: Mesh, rows: int, params: Any) 
     )
 
 
-def _first_rows(head: jax.Array, rows: int) -> jax.Array:
+def _first_rows(head: jax.Array, rows: int, mesh: Mesh) -> jax.Array:
     """The head without the rows that the other model has not; cut once, not at every step."""
-    return head if head.shape[0] == rows else jax.device_put(head[:rows], head.sharding)
+    if head.shape[0] == rows:
+        return head
+    vocab = "tensor" if rows % mesh.shape["tensor"] == 0 else None
+    width = "fsdp" if head.shape[1] % mesh.shape["fsdp"] == 0 else None
+    return jax.device_put(head[:rows], NamedSharding(mesh, PartitionSpec(vocab, width)))

@@ -195,6 +195,15 @@ def test_sft_shows_the_data_s_completions(models, tmp_path):
     assert len(samples) == 6 and all(sample["score"] == 1.0 for sample in samples)
 
 
+def test_a_shared_vocabulary_that_tensor_does_not_divide(models, tmp_path):
+    """The student's 263 words, cut from the teacher's 272, stay whole on every device."""
+    student = save_model(tmp_path / "odd", 32, 1, seed=3, rows=263)
+    pair = [f"student.model={student}", models[1], "steps=1", "eval.every=0"]
+    one = run(tmp_path, pair, "mesh=actor+rollout+teacher=1")
+    mesh = ["mesh=actor=4,rollout=2,teacher=2", "actor.parallel.tensor=2"]
+    assert losses(run(tmp_path, pair, *mesh, name="two")) == pytest.approx(losses(one), rel=2e-4)
+
+
 def test_a_run_that_diverges_ends_with_exit_code_1_and_keeps_the_batch(models, tmp_path, capsys):
     folder = tmp_path / "run"
     arguments = [*models, *SHORT, f"run_dir={folder}", "steps=9", "eval.every=0"]
