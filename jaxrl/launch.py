@@ -210,7 +210,7 @@ def _start(
     for role, started in starting:
         started.result()
         mine = device_list(device.id for device in meshes[role].devices.flat)
-        log(f"{role}: ready in {started.seconds:.1f} s, on devices {mine}, as planned")
+        log(f"{role}: ready in {started.seconds:.1f} s, on devices {mine}")
     return handles
 
 

@@ -5,6 +5,7 @@ Without --config the built-in quickstart runs.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -61,18 +62,18 @@ def train(config: Config) -> Result:
             console.message(text)
         meshes = carve(plan.devices, plan.placement, plan.axes)
         roles = start_roles(job, plan.placement, meshes, run_dir, console.message)
-        (run_dir / "config.yaml").write_text(config.dump())
-        (run_dir / "plan.txt").write_text(plan.text())
-        with (
-            MetricsWriter(run_dir / METRICS_FILE) as metrics,
-            SamplesWriter(run_dir / SAMPLES_FILE) as samples,
-        ):
-            try:
+        try:
+            (run_dir / "config.yaml").write_text(config.dump())
+            (run_dir / "plan.txt").write_text(plan.text())
+            with (
+                MetricsWriter(run_dir / METRICS_FILE) as metrics,
+                SamplesWriter(run_dir / SAMPLES_FILE) as samples,
+            ):
                 reporter = make_reporter(job, console, metrics, samples, meshes)
                 make_loop(job, roles, reporter).run()
                 export(job, roles, run_dir / FINAL)
-            finally:
-                roles.stop()
+        finally:
+            roles.stop()
         for line in summary(metrics.rows, run_dir, started, reporter.first_step_at):
             console.message(line)
         return Result(run_dir, metrics.rows)
@@ -100,6 +101,8 @@ def make_run_dir(config: Config) -> Path:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"run_dir={path} cannot be made: {error.strerror}") from error
+    if not os.access(path, os.W_OK):
+        raise UserError(f"run_dir={path} cannot be written to: name another")
     return path
 
 

@@ -214,6 +214,16 @@ def test_a_run_that_diverges_ends_with_exit_code_1_and_keeps_the_batch(models, t
     assert list((folder / "nonfinite").glob("step_*.npz"))
 
 
+def test_a_run_directory_that_cannot_be_is_refused(models, tmp_path, capsys, monkeypatch):
+    (tmp_path / "file").write_text("in the way")
+    arguments = [*models, *SHORT]
+    assert cli.run(main, [*arguments, f"run_dir={tmp_path / 'file'}"]) == 2
+    monkeypatch.setattr("os.access", lambda *_: False)
+    assert cli.run(main, [*arguments, f"run_dir={tmp_path / 'closed'}"]) == 2
+    told = capsys.readouterr().err
+    assert "cannot be made" in told and "cannot be written to" in told
+
+
 def test_a_failed_start_leaves_the_run_directory_usable(models, tmp_path, capsys, monkeypatch):
     def broken(*_):
         raise OSError("disk on fire")
