@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxrl.config import Config as Config
+    from jaxrl.evaluate import evaluate as evaluate
     from jaxrl.generate import generate as generate
     from jaxrl.model import load_model as load_model
     from jaxrl.train import Result as Result
     from jaxrl.train import train as train
 
-_MODULES = ("generate", "train")
+_MODULES = ("evaluate", "generate", "train")
 """Commands whose module is callable, and is itself the public name (`callable_module.py`)."""
 _NAMES = {"Config": "jaxrl.config", "Result": "jaxrl.train", "load_model": "jaxrl.model"}
-__all__ = ["Config", "Result", "generate", "load_model", "train"]
+__all__ = ["Config", "Result", "evaluate", "generate", "load_model", "train"]
 
 
 def __getattr__(name: str) -> Any:

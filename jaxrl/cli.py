@@ -14,11 +14,13 @@ exit code::
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn
 
 from jaxrl import config_keys
@@ -81,6 +83,11 @@ def run_parser(prog: str, description: str) -> Parser:
     parser.add_argument(
         "--mesh", metavar="SPEC", help="placement of the roles: actor=2,rollout=2,teacher=4"
     )
+    parser.add_argument(
+        "--resume",
+        choices=("auto", "never", "must"),
+        help="go on with the run in the run directory (default auto; the key resume)",
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="set a key, as in steps=10; last one wins"
@@ -90,10 +97,13 @@ def run_parser(prog: str, description: str) -> Parser:
 
 
 def run_arguments(arguments: argparse.Namespace) -> RunArguments:
-    """The config that parsed arguments describe; ``--mesh`` is applied after the overrides."""
+    """The config that parsed arguments describe; ``--mesh`` and ``--resume`` are applied after
+    the overrides."""
     overrides = list(arguments.overrides)
     if arguments.mesh is not None:
         overrides.append(f"mesh={arguments.mesh}")
+    if arguments.resume is not None:
+        overrides.append(f"resume={arguments.resume}")
     config = Config.load(arguments.config, overrides)
     return RunArguments(config=config, dry_run=arguments.dry_run)
 
@@ -113,10 +123,23 @@ def run(command: Command, argv: Sequence[str] | None = None) -> int:
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_FAILED
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        print(str(error) or "interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     return 0 if code is None else code
+
+
+def check_writable(option: str, path: str | os.PathLike[str] | None) -> None:
+    """Refuses a file to write that cannot be one: told before the work, not after it."""
+    if path is None:
+        return
+    place = Path(path).expanduser()
+    if place.is_dir():
+        raise UserError(f"{option} {place} is a folder: name a file")
+    if not place.parent.is_dir():
+        raise UserError(f"{option} {place}: there is no folder {place.parent}")
+    if not os.access(place if place.exists() else place.parent, os.W_OK):
+        raise UserError(f"{option} {place} cannot be written to: name another file")
 
 
 def keys_help(width: int) -> str:

@@ -16,7 +16,9 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
+    Tag,
     ValidationError,
     field_validator,
     model_validator,
@@ -35,6 +37,7 @@ NonNegative = Annotated[Number, Field(ge=0)]
 Fraction = Annotated[Number, Field(ge=0, le=1)]
 Decay = Annotated[Number, Field(ge=0, lt=1)]
 Flag = Annotated[bool, Field(strict=True)]
+Name = Annotated[str, Field(min_length=1)]
 DType = Literal["float32", "bfloat16"]
 Words = Annotated[tuple[str, ...], BeforeValidator(lambda v: (v,) if isinstance(v, str) else v)]
 """A list of strings; a single string stands for a list of one."""
@@ -55,7 +58,7 @@ class Section(BaseModel):
 class StudentConfig(Section):
     """The model that learns."""
 
-    model: str
+    model: Name
     """Hugging Face folder, GGUF file, run directory, `package:NAME`, or `builtin:student`."""
 
 
@@ -109,7 +112,7 @@ class RoleConfig(Section):
 class TeacherConfig(RoleConfig):
     """The model to learn from; it never trains."""
 
-    model: str | None = None
+    model: Name | None = None
     """As `student.model`, or `builtin:teacher`. null switches the teacher off (algorithm sft
     only)."""
     num_microbatches: Positive = 1
@@ -146,32 +149,79 @@ class RolloutConfig(RoleConfig):
     """Tokens decoded per device launch; slots are refilled between launches."""
 
 
+def _named_sets(value: Any) -> Any:
+    """Checks the names of held-out sets, and that each has a source."""
+    if not isinstance(value, dict):
+        return value
+    if not value:
+        raise ValueError("the mapping should not be empty")
+    for name, sources in value.items():
+        if not isinstance(name, str) or re.fullmatch(r"[A-Za-z0-9_.-]+", name) is None:
+            raise ValueError(f"the name {name!r} may have letters, digits, `_`, `.` and `-` only")
+        each = [sources] if isinstance(sources, str) else sources
+        texts = isinstance(each, list | tuple) and all(isinstance(one, str) for one in each)
+        if not texts or not each:
+            raise ValueError(f"{name}: a source or a list of sources is needed, got {sources!r}")
+    return value
+
+
+EvalSources = Annotated[
+    Annotated[Words, Field(min_length=1), Tag("a-list")]
+    | Annotated[dict[str, Words], Tag("a-mapping")],
+    Discriminator(lambda value: "a-mapping" if isinstance(value, dict) else "a-list"),
+    BeforeValidator(_named_sets),
+]
+"""Sources of one set without a name, or of several by their names."""
+
+
 class DataConfig(Section):
     """Prompts, and where they have them completions and answers."""
 
     train: Annotated[Words, Field(min_length=1)]
-    """One source or a list of them: a `.jsonl` path, `arithmetic`, `reasoning_gym/NAME`;
-    `:key=value,...` adds options."""
-    eval: Annotated[Words, Field(min_length=1)] | None = None
-    """Held-out sources, as `data.train`; a procedural source never repeats its training split.
-    null: no evaluation."""
+    """One source or a list of them: a `.jsonl` or `.parquet` file; a pattern like `data/*.parquet`;
+    a folder of such files, or one that `datasets` saved (`:split=NAME` chooses a split);
+    `arithmetic`, `reasoning_gym/NAME` (`:key=value,...` adds options)."""
+    weights: tuple[PositiveNumber, ...] | None = None
+    """Shares of the prompts, one number for each source of `data.train`; each source then has
+    epochs of its own. null: all rows together, each once in an epoch."""
+    eval: EvalSources | None = None
+    """Held-out sources, as `data.train`, or several named sets, as in `{easy: a.jsonl, hard:
+    [b.jsonl, c.jsonl]}`; a procedural source never repeats its training split. null: no
+    evaluation."""
     prompt_key: str = "prompt"
-    """Field of a JSONL row with the prompt as text."""
+    """Field or column with the prompt as text."""
     messages_key: str = "messages"
-    """Field of a JSONL row with the prompt as chat messages; rendered by the tokenizer's
-    template."""
+    """Field or column with the prompt as chat messages; rendered by the tokenizer's template."""
     completion_key: str = "completion"
-    """Field of a JSONL row with a completion to learn from."""
+    """Field or column with a completion to learn from."""
     answer_key: str = "answer"
-    """Field of a JSONL row with what the verifier compares with."""
+    """Field or column with what the verifier compares with."""
     chat: Literal["auto", "raw"] = "auto"
     """auto: text prompts become a user message where there is a chat template. raw: never."""
     system_prompt: str | None = None
     """System message put before every chat prompt that has none."""
+    few_shot: Annotated[Words, Field(min_length=1)] | None = None
+    """Source of solved rows put before every prompt, also those of `data.eval`: as chat turns, or
+    before a text prompt as `PROMPTCOMPLETION` with a blank line after each. null: none."""
+    few_shot_rows: Positive = 4
+    """How many rows of `data.few_shot`: its first ones."""
+    long_prompts: Literal["drop", "cut"] = "drop"
+    """Prompts longer than `max_prompt_tokens`. drop: left out. cut: the row's text (in a chat its
+    longest user message) loses its beginning; tasks' prompts are left out all the same. Counted
+    either way."""
     shuffle: Flag = True
     """Shuffle anew in each pass over the data, by `seed`."""
     verifier: str = "auto"
     """How a completion is judged in evaluation; auto: by the source's own verifier."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.weights is not None and len(self.weights) != len(self.train):
+            raise ValueError(
+                f"weights has {len(self.weights)} numbers for the {len(self.train)} sources of"
+                " train: give one for each, or null"
+            )
+        return self
 
 
 class SamplingConfig(Section):
@@ -293,16 +343,21 @@ class OptimizerConfig(Section):
 
 
 class EvalConfig(Section):
-    """Accuracy on `data.eval` by a verifier: before the first step, during the run, at its end."""
+    """Accuracy on `data.eval` by a verifier: before the first step, during the run, at its end; and
+    by `python -m jaxrl.evaluate`."""
 
     every: Count = 25
     """Steps between evaluations; 0: only the first and the last."""
     prompts: Positive = 256
-    """Held-out prompts, the same ones each time."""
+    """Held-out prompts of each set, the same ones each time; all of a set that has fewer."""
     samples: Positive = 1
-    """Completions per prompt; accuracy is their mean (mean@k)."""
+    """Completions per prompt; accuracy is their mean (mean@k), and above 1 pass@k is told too."""
     temperature: NonNegative = 0.0
     """Sampling temperature; 0 is greedy."""
+    top_k: Count = 0
+    """Keep the k most probable tokens; 0 keeps all."""
+    top_p: Annotated[PositiveNumber, Field(le=1)] = 1.0
+    """Keep the most probable tokens that together reach this probability; 1 keeps all."""
     max_new_tokens: Positive | None = None
     """Longest completion. null: as `max_new_tokens`."""
     teacher: Flag = True
@@ -315,7 +370,24 @@ class EvalConfig(Section):
                 f"samples={self.samples} greedy completions of a prompt are all the same:"
                 " set temperature above 0, or samples=1"
             )
+        if self.temperature == 0 and (self.top_k > 0 or self.top_p < 1):
+            raise ValueError(
+                f"top_k={self.top_k} top_p={self.top_p:g} have no effect on greedy completions:"
+                " set temperature above 0, or top_k=0 top_p=1"
+            )
         return self
+
+
+class CheckpointConfig(Section):
+    """All that a run needs to go on as if it had never stopped, in `RUN/checkpoints/STEP`."""
+
+    every: Count = 50
+    """Steps between checkpoints, written beside training; 0: only the last step and an
+    interruption."""
+    keep_last: Positive = 2
+    """Newest checkpoints kept."""
+    keep_best: Count = 1
+    """Checkpoints kept beside those for their `eval/accuracy`, of steps that were evaluated."""
 
 
 class DeadlinesConfig(Section):
@@ -333,6 +405,11 @@ class DeadlinesConfig(Section):
     """New weights in the rollout role."""
     evaluate: PositiveNumber = 600.0
     """One evaluation."""
+    checkpoint: PositiveNumber = 600.0
+    """Reading a checkpoint, and writing what is unwritten at the end of a run."""
+    interrupt: PositiveNumber = 120.0
+    """After Ctrl-C or SIGTERM: finishing the step at hand and saving. A second Ctrl-C ends at
+    once."""
 
 
 class LoggingConfig(Section):
@@ -344,6 +421,16 @@ class LoggingConfig(Section):
     """Steps between plain lines (`metrics.jsonl` has every step)."""
     samples: Count = 2
     """Completions per step, written to `samples.jsonl` and shown; 0: none."""
+    timeline: Flag = True
+    """Write `timeline.json`: who did what when, for Perfetto or chrome://tracing."""
+    tensorboard: Flag = True
+    """Write TensorBoard events to `RUN/tensorboard`."""
+    wandb: Name | None = None
+    """wandb project that gets every row (extra `wandb`; WANDB_MODE=offline keeps it local). null:
+    none."""
+    mlflow: Name | None = None
+    """mlflow experiment that gets every row (extra `mlflow`), on the server that
+    MLFLOW_TRACKING_URI names. null: none."""
 
 
 class Config(Section):
@@ -351,8 +438,11 @@ class Config(Section):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
     """Name of the run and, without `run_dir`, of its folder under `runs/`."""
-    run_dir: str | None = None
+    run_dir: Name | None = None
     """Folder for all that the run leaves behind. null: `runs/NAME`."""
+    resume: Literal["auto", "never", "must"] = "auto"
+    """auto: go on with the run that `run_dir` holds, if any. never: always begin anew. must: refuse
+    to begin anew."""
     seed: Count = 0
     """Seed of the shuffle, of every sample and of every coin."""
     mesh: str = "actor+rollout=1"
@@ -369,10 +459,11 @@ class Config(Section):
     group_size: Positive = 4
     """Completions per prompt."""
     max_prompt_tokens: Positive = 512
-    """Longest prompt, in tokens; longer ones are left out, and counted."""
+    """Longest prompt, in tokens; longer ones are left out or cut (`data.long_prompts`), and
+    counted."""
     max_new_tokens: Positive = 512
     """Longest completion, in tokens."""
-    compile_cache: str | None = "~/.cache/jaxrl/compile"
+    compile_cache: Name | None = "~/.cache/jaxrl/compile"
     """Folder of compiled programs kept between runs, unless JAX_COMPILATION_CACHE_DIR names one.
     null: none kept."""
     student: StudentConfig
@@ -384,6 +475,7 @@ class Config(Section):
     actor: ActorConfig = ActorConfig()
     rollout: RolloutConfig = RolloutConfig()
     eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     deadlines: DeadlinesConfig = DeadlinesConfig()
     logging: LoggingConfig = LoggingConfig()
 
@@ -436,7 +528,9 @@ class Config(Section):
         if isinstance(overrides, str):
             raise UserError(f"overrides is a list of key=value strings, got {overrides!r}")
         source = QUICKSTART if path is None else Path(path).expanduser()
-        mapping = yaml_text.apply_overrides(yaml_text.read_mapping(source), overrides)
+        mapping = yaml_text.apply_overrides(
+            yaml_text.read_mapping(source), overrides, tuple(config_keys.mappings(cls))
+        )
         return cls.parse(mapping)
 
     @classmethod

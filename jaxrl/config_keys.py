@@ -63,6 +63,16 @@ def sections(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, st
             yield from sections(section, f"{prefix}{name}.")
 
 
+def mappings(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every key under ``model`` whose value may be a mapping with names of the user's choice."""
+    for name, field in model.model_fields.items():
+        section = _section(field.annotation)
+        if section is not None:
+            yield from mappings(section, f"{prefix}{name}.")
+        elif _takes_mapping(field.annotation):
+            yield prefix + name
+
+
 def fill_sections(model: type[BaseModel], mapping: Mapping[str, Any]) -> dict[str, Any]:
     """``mapping`` with every section that is absent, or left empty, as an empty dict."""
     result = dict(mapping)
@@ -134,7 +144,7 @@ def _unknown_paths(
         section = _section(field.annotation)
         if section is not None and isinstance(value, dict):
             yield from _unknown_paths(section, value, f"{prefix}{name}.")
-        elif section is None and isinstance(value, dict):
+        elif section is None and isinstance(value, dict) and not _takes_mapping(field.annotation):
             yield from _leaves(prefix + name, value)
 
 
@@ -166,6 +176,14 @@ def _section(annotation: Any) -> type[BaseModel] | None:
     return annotation if is_section else None
 
 
+def _takes_mapping(annotation: Any) -> bool:
+    if get_origin(annotation) in (Union, types.UnionType):
+        return any(_takes_mapping(argument) for argument in get_args(annotation))
+    if hasattr(annotation, "__metadata__"):
+        return _takes_mapping(get_args(annotation)[0])
+    return get_origin(annotation) is dict
+
+
 def _type_name(annotation: Any) -> str:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Literal:
@@ -174,6 +192,8 @@ def _type_name(annotation: Any) -> str:
         return " or ".join(_type_name(argument) for argument in arguments)
     if origin is tuple:
         return f"list of {_type_name(arguments[0])}"
+    if origin is dict:
+        return f"mapping of NAME to {_type_name(arguments[1])}"
     if hasattr(annotation, "__metadata__"):
         return _type_name(arguments[0])
     return "null" if annotation is type(None) else annotation.__name__

@@ -7,6 +7,7 @@ and the last: a shallower student of the same tokenizer.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -103,6 +104,9 @@ def _check_destination(destination: Path, force: bool) -> None:
     """Refuses to overwrite, and even with `force` to delete a folder that holds no model."""
     if destination.is_file():
         raise UserError(f"{destination} is a file; give a folder to write")
+    above = next(place for place in destination.absolute().parents if place.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise UserError(f"{destination} cannot be made: nothing can be written in {above}")
     if not destination.is_dir() or not any(destination.iterdir()):
         return
     if not (destination / "config.json").is_file():

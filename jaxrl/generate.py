@@ -95,10 +95,14 @@ def sample(
 
 def main(argv: Sequence[str]) -> None:
     arguments = _parser().parse(argv)
-    if arguments.tensor < 1 or arguments.devices % arguments.tensor:
+    for option in ("devices", "tensor"):
+        if getattr(arguments, option) < 1:
+            raise UserError(f"--{option} {getattr(arguments, option)} must be at least 1")
+    if arguments.devices % arguments.tensor:
         raise UserError(
             f"--devices {arguments.devices} is not a multiple of --tensor {arguments.tensor}"
         )
+    cli.check_writable("--out", arguments.out)
     prompts = _prompts(arguments)
     sampling = SamplingParams(
         max_new_tokens=arguments.max_new_tokens,

@@ -17,11 +17,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.algorithms import ALGORITHMS, learns_from_data, prepare
 from jaxrl.config import Config
-from jaxrl.data.jsonl import Keys
 from jaxrl.data.source import open_source
-from jaxrl.data.stream import EvalSet, PromptEncoder, PromptStream, eval_set
-from jaxrl.data.tokenizer import check_same_vocabulary, load_tokenizer
+from jaxrl.data.stream import EvalSet, PromptStream
+from jaxrl.data.tokenizer import check_same_vocabulary
 from jaxrl.errors import UserError
+from jaxrl.inputs import encoder, end_ids, held_out_sets, keys, pad_id, tokenizer_of
 from jaxrl.model import ModelSource, resolve_model
 from jaxrl.models.decoder import Layout
 from jaxrl.rewards.verifiers import Verifier, verifier
@@ -34,6 +34,7 @@ from jaxrl.sharding.mesh import verify_arrays
 from jaxrl.sharding.placement import Placement, device_list
 from jaxrl.sharding.rules import param_shardings
 from jaxrl.signals import Projection
+from jaxrl.types import Prompt
 
 Log = Callable[[str], None]
 STOP_S = 10.0
@@ -53,10 +54,24 @@ class Job:
     vocab_size: int
     """Tokens that student and teacher share."""
     train: PromptStream
-    held_out: EvalSet | None
+    held_out: tuple[EvalSet, ...]
     judge: Verifier
     eos_ids: tuple[int, ...]
     pad_id: int
+
+    @property
+    def held_out_prompts(self) -> tuple[Prompt, ...]:
+        """Those of all sets, one after the other."""
+        return tuple(prompt for one in self.held_out for prompt in one.prompts)
+
+    def packing(self, row_multiple: int) -> dict[str, Any]:
+        """How prompts and completions become arrays: arguments of `make_rollout`."""
+        return {
+            "pad_id": self.pad_id,
+            "max_prompt_tokens": self.config.max_prompt_tokens,
+            "max_new_tokens": self.config.max_new_tokens,
+            "row_multiple": row_multiple,
+        }
 
     @property
     def teacher_samples(self) -> bool:
@@ -69,28 +84,20 @@ def make_job(config: Config) -> Job:
     """Reads configs, tokenizers and data. Raises UserError for what does not fit together."""
     student = resolve_model(config.student.model)
     teacher = None if config.teacher.model is None else resolve_model(config.teacher.model)
-    tokenizer = _tokenizer(student)
+    tokenizer = tokenizer_of(student)
     vocab_size = student.config.vocab_size
     if teacher is not None:
         vocab_size = check_same_vocabulary(
             tokenizer,
-            _tokenizer(teacher),
+            tokenizer_of(teacher),
             student.config.vocab_size,
             teacher.config.vocab_size,
             student.config.eos_ids,
             teacher.config.eos_ids,
         )
     _check_sizes(config, student, teacher, vocab_size)
-    eos_ids = student.config.eos_ids
-    if not eos_ids and tokenizer is not None and tokenizer.eos_token_id is not None:
-        eos_ids = (tokenizer.eos_token_id,)
-    if not eos_ids:
-        raise UserError(
-            f"student.model={config.student.model!r} names no end-of-sequence token:"
-            " set eos_token_id in its config.json or generation_config.json"
-        )
+    eos_ids = end_ids(student, tokenizer)
     train, held_out = _data(config, tokenizer, eos_ids)
-    pad_id = student.config.pad_id if student.config.pad_id is not None else eos_ids[0]
     return Job(
         config,
         student,
@@ -101,7 +108,7 @@ def make_job(config: Config) -> Job:
         held_out,
         verifier(config.data.verifier),
         eos_ids,
-        pad_id,
+        pad_id(student, eos_ids),
     )
 
 
@@ -126,31 +133,18 @@ def _check_sizes(
             raise UserError(f"{key}={k} exceeds the vocabulary: it has {vocab_size} tokens")
 
 
-def _tokenizer(source: ModelSource) -> Any:
-    return None if source.tokenizer_path is None else load_tokenizer(source.tokenizer_path)
-
-
 def _data(
     config: Config, tokenizer: Any, eos_ids: tuple[int, ...]
-) -> tuple[PromptStream, EvalSet | None]:
+) -> tuple[PromptStream, tuple[EvalSet, ...]]:
     d = config.data
-    keys = Keys(d.prompt_key, d.messages_key, d.completion_key, d.answer_key)
-    encoder = PromptEncoder(
-        tokenizer,
-        config.max_prompt_tokens,
-        config.max_new_tokens,
-        eos_ids,
-        d.system_prompt,
-        d.chat,
+    encode = encoder(config, tokenizer, eos_ids)
+    source = open_source(d.train, config.seed, "train", keys(config))
+    stream = PromptStream(
+        source, encode, config.batch_size, config.seed, d.shuffle, weights=d.weights
     )
-    source = open_source(d.train, config.seed, "train", keys)
-    stream = PromptStream(source, encoder, config.batch_size, config.seed, d.shuffle)
     if learns_from_data(config):
         stream.check_completions()
-    if d.eval is None:
-        return stream, None
-    held_out = open_source(d.eval, config.seed, "eval", keys)
-    return stream, eval_set(held_out, encoder, config.eval.prompts)
+    return stream, held_out_sets(config, encode)
 
 
 @dataclass
@@ -168,12 +162,21 @@ class Roles:
 
 
 def start_roles(
-    job: Job, placement: Placement, meshes: Mapping[str, Mesh], run_dir: Path, log: Log
+    job: Job,
+    placement: Placement,
+    meshes: Mapping[str, Mesh],
+    run_dir: Path,
+    log: Log,
+    restore: Path | None = None,
 ) -> Roles:
-    """One worker for each pool; roles of different pools load and build side by side."""
+    """One worker for each pool; roles of different pools load and build side by side.
+
+    Args:
+        restore: the checkpoint that the actor goes on from.
+    """
     rows = math.lcm(*(m.shape["data"] * m.shape["fsdp"] for m in meshes.values()))
     makers: dict[str, Callable[[], Any]] = {
-        "actor": partial(make_actor, job, meshes["actor"], meshes["rollout"], run_dir),
+        "actor": partial(make_actor, job, meshes["actor"], meshes["rollout"], run_dir, restore),
         "rollout": partial(make_rollout_role, job, meshes["rollout"], rows),
     }
     if job.teacher is not None:
@@ -210,11 +213,11 @@ def _start(
     for role, started in starting:
         started.result()
         mine = device_list(device.id for device in meshes[role].devices.flat)
-        log(f"{role}: ready in {started.seconds:.1f} s, on devices {mine}")
+        log(f"{role}: ready in {started.times.seconds:.1f} s, on devices {mine}")
     return handles
 
 
-def make_actor(job: Job, mesh: Mesh, receiver: Mesh, run_dir: Path) -> Actor:
+def make_actor(job: Job, mesh: Mesh, receiver: Mesh, run_dir: Path, restore: Path | None) -> Actor:
     config = job.config
     algorithm = ALGORITHMS[config.algorithm]
     frozen: dict[str, Any] = {}
@@ -231,6 +234,7 @@ def make_actor(job: Job, mesh: Mesh, receiver: Mesh, run_dir: Path) -> Actor:
         frozen=frozen,
         receiver=param_shardings(job.student.config, receiver, "unstacked"),
         run_dir=run_dir,
+        restore=restore,
     )
     verify_arrays("actor", (actor.state, frozen), mesh)
     return actor

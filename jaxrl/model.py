@@ -15,6 +15,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import ArrayLike, Bool, Float, Int
 
+from jaxrl.checkpoint import store
+from jaxrl.checkpoint.tensors import SavedTensors
 from jaxrl.errors import UserError
 from jaxrl.models import decoder, hf, weights
 from jaxrl.models.config import DecoderConfig
@@ -62,12 +64,13 @@ class ModelSource:
 
 
 def resolve_model(path: str | os.PathLike[str]) -> ModelSource:
-    """Finds a checkpoint by its name, and reads its config and the list of its tensors.
+    """Finds a checkpoint by its name, and checks the list of its tensors against its config.
 
     Args:
-        path: a Hugging Face folder, a `.gguf` file, a run directory (its `final` folder),
-            `builtin:teacher`, `builtin:student`, or `package:NAME` for the GGUF file inside an
-            installed Python package.
+        path: a Hugging Face folder, a `.gguf` file, a run directory (its `final` folder or else
+            its newest checkpoint), a checkpoint `RUN/checkpoints/STEP`, `builtin:teacher`,
+            `builtin:student`, or `package:NAME` for the GGUF file inside an installed Python
+            package.
 
     Raises:
         UserError: nothing there, or nothing that can be loaded.
@@ -78,10 +81,24 @@ def resolve_model(path: str | os.PathLike[str]) -> ModelSource:
         from jaxrl.models.gguf import open_gguf
 
         file = open_gguf(place)
+        weights.check(file, weights.tensor_shapes(file.config))
         return ModelSource(name, place, file.config, file, place)
+    if (place / store.MANIFEST).exists():
+        return _checkpoint(name, place)
     config = hf.read_config(place)
     tokenizer = place if hf.has_tokenizer(place) else None
-    return ModelSource(name, place, config, hf.SafetensorsFolder(place), tokenizer)
+    tensors = hf.SafetensorsFolder(place)
+    weights.check(tensors, weights.tensor_shapes(config))
+    return ModelSource(name, place, config, tensors, tokenizer)
+
+
+def _checkpoint(name: str, place: Path) -> ModelSource:
+    checkpoint = store.read(place)
+    store.verify(checkpoint)
+    described = place / store.MODEL
+    config = hf.read_config(described)
+    tokenizer = described if hf.has_tokenizer(described) else None
+    return ModelSource(name, place, config, SavedTensors(place, config), tokenizer)
 
 
 def _locate(name: str) -> Path:
@@ -103,7 +120,8 @@ def _locate(name: str) -> Path:
         )
     if place.is_file() and place.suffix != ".gguf":
         raise UserError(f"model {name!r} is a file, but not a .gguf; give the folder it is in")
-    if place.is_dir() and not (place / "config.json").exists():
+    described = (place / name for name in ("config.json", store.MANIFEST))
+    if place.is_dir() and not any(file.exists() for file in described):
         return _in_run_directory(name, place)
     return place
 
@@ -111,9 +129,13 @@ def _locate(name: str) -> Path:
 def _in_run_directory(name: str, place: Path) -> Path:
     if (place / FINAL / "config.json").exists():
         return place / FINAL
+    checkpoints = store.folders(place)
+    if checkpoints:
+        return checkpoints[0]
     if (place / "config.yaml").exists():
         raise UserError(
-            f"model {name!r} is a run directory without a {FINAL} folder; the run has not ended"
+            f"model {name!r} is a run directory with neither a {FINAL} folder nor a checkpoint:"
+            " the run has saved nothing yet"
         )
     files = sorted(place.glob("*.gguf"))
     if len(files) == 1:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
+from jaxrl.checkpoint.writer import CheckpointWriter
 from jaxrl.config import Config
+from jaxrl.data.stream import EvalSet
+from jaxrl.evaluation import Judge, evaluation_row
 from jaxrl.runtime.worker import Future
 from jaxrl.telemetry.console import Console
 from jaxrl.telemetry.metrics import MetricsWriter, Sample, SamplesWriter
-from jaxrl.types import Completion, Prompt, Rollout
-
-Judge = Callable[[str, Prompt], float | None]
-"""(completion text, its prompt) -> score in [0, 1]; None where it cannot be judged."""
+from jaxrl.telemetry.timeline import Timeline
+from jaxrl.telemetry.trackers import Trackers
+from jaxrl.types import Rollout
 
 
 class Reporter:
@@ -26,18 +29,27 @@ class Reporter:
         console: Console,
         metrics: MetricsWriter,
         samples: SamplesWriter,
-        held_out: Sequence[Prompt],
+        trackers: Trackers,
+        timeline: Timeline,
+        checkpoints: CheckpointWriter,
+        *,
+        sets: Sequence[EvalSet],
         judge: Judge,
         epoch: Callable[[int], float],
         devices: Mapping[str, Sequence[jax.Device]],
+        planned: Mapping[str, int],
     ):
         """
         Args:
+            sets: held-out prompts; an evaluation samples those of all sets, one after the other.
             epoch: batches trained -> passes over the data.
             devices: role -> its devices, for their peak memory where the platform tells it.
+            planned: role -> the plan's peak bytes on a device of it, where it does not.
         """
         self.config, self.console, self.metrics, self.samples = config, console, metrics, samples
-        self._held_out, self._judge, self._epoch, self._devices = held_out, judge, epoch, devices
+        self._trackers, self._timeline, self._checkpoints = trackers, timeline, checkpoints
+        self._sets, self._judge, self._epoch = sets, judge, epoch
+        self._devices, self._planned = devices, planned
         self._last: float | None = None
         """`time.monotonic` seconds at the end of the latest update."""
         self.first_step_at: float | None = None
@@ -52,27 +64,44 @@ class Reporter:
         """Before training: weights in place, accuracy of the student and of the teacher."""
         row = self._sync(futures) | self._evaluation(futures)
         if "teacher" in futures:
-            row["teacher/accuracy"] = self._accuracy(futures["teacher"].result())
-        self.console.step(self.metrics.write(step, row))
+            teacher = evaluation_row(self._sets, futures["teacher"].result(), self._judge)
+            row["teacher/accuracy"] = teacher.get("eval/accuracy", float("nan"))
+        self._write(step, row)
 
     def _step(self, step: int, futures: Mapping[str, Future]) -> None:
         rollout: Rollout = futures["rollout"].result()
         report = futures["update"].result()  # so that everything of the batch has ended
         row = self._batch(rollout, futures) | report
-        row |= self._sync(futures) | self._evaluation(futures) | self._memory()
+        row |= self._sync(futures) | self._evaluation(futures)
+        row |= self._memory() | self.checkpoint()
         row["data/epoch"] = self._epoch(step)
         row["staleness"] = step - 1 - max(rollout.policy_version, 0)
         if rollout.policy_version < 0:
             del row["staleness"]
-        begin, end = self._last, futures["update"].finished
+        begin, end = self._last, futures["update"].times.finished
         if begin is None:
-            begin = futures["rollout"].started
+            begin = futures["rollout"].times.started
         assert begin is not None and end is not None, "both calls have ended"
         row["time/step_s"], self._last = end - begin, end
         self.first_step_at = self.first_step_at or end
         row["tokens/per_second"] = row["actor/tokens"] / row["time/step_s"]
-        self.console.step(self.metrics.write(step, row))
+        self._write(step, row)
         self._show(step, rollout)
+
+    def amend(self, step: int, evaluation: Future) -> None:
+        """The last row, written before an interruption, with the evaluation that it lacks."""
+        row = self._evaluation({"eval": evaluation})
+        self._told(self.metrics.amend(step, row))
+
+    def _write(self, step: int, row: Mapping[str, float]) -> None:
+        self._told(self.metrics.write(step, row))
+
+    def _told(self, row: Mapping[str, Any]) -> None:
+        """A row is in `metrics.jsonl`."""
+        self._checkpoints.row(row)
+        self._trackers.write(row["step"], row)
+        self.console.step(row)
+        self._timeline.flush()
 
     def _batch(self, rollout: Rollout, futures: Mapping[str, Future]) -> dict[str, float]:
         lengths = [len(completion.tokens) for completion in rollout.completions]
@@ -84,11 +113,11 @@ class Reporter:
             "rollout/truncated_fraction": float(np.mean(cut)),
             "tokens/generated": float(sum(lengths)) if sampled else 0.0,
             "rollout/decode_steps": float(rollout.decode_steps),
-            "time/rollout_s": futures["rollout"].seconds,
-            "time/update_s": futures["update"].seconds,
+            "time/rollout_s": futures["rollout"].times.seconds,
+            "time/update_s": futures["update"].times.seconds,
         }
         if "score" in futures:
-            row["time/score_s"] = futures["score"].seconds
+            row["time/score_s"] = futures["score"].times.seconds
         return row
 
     def _sync(self, futures: Mapping[str, Future]) -> dict[str, float]:
@@ -100,34 +129,30 @@ class Reporter:
     def _evaluation(self, futures: Mapping[str, Future]) -> dict[str, float]:
         if "eval" not in futures:
             return {}
-        groups: list[list[Completion]] = futures["eval"].result()
-        completions = [completion for group in groups for completion in group]
-        return {
-            "eval/accuracy": self._accuracy(groups),
-            "eval/mean_completion_tokens": float(np.mean([len(c.tokens) for c in completions])),
-            "eval/truncated_fraction": float(
-                np.mean([c.finish_reason == "length" for c in completions])
-            ),
-            "time/evaluate_s": futures["eval"].seconds,
-        }
+        row = evaluation_row(self._sets, futures["eval"].result(), self._judge)
+        return row | {"time/evaluate_s": futures["eval"].times.seconds}
 
-    def _accuracy(self, groups: Sequence[Sequence[Completion]]) -> float:
-        """Mean score over prompts and samples (mean@k); what cannot be judged does not count."""
-        scores = [
-            self._judge(completion.text, prompt)
-            for prompt, group in zip(self._held_out, groups, strict=True)
-            for completion in group
-        ]
-        judged = [score for score in scores if score is not None]
-        return float(np.mean(judged)) if judged else float("nan")
+    def checkpoint(self) -> dict[str, float]:
+        """The newest of the checkpoints that were finished since this was last asked; all of them
+        are drawn in the timeline.
+        """
+        row: dict[str, float] = {}
+        for written in self._checkpoints.written():
+            row["checkpoint/step"] = float(written.step)
+            row["checkpoint/bytes"] = float(written.nbytes)
+            row["time/checkpoint_s"] = written.finished - written.started
+            span = (f"write {written.step}", written.started, written.finished)
+            self._timeline.span("checkpoints", *span, bytes=written.nbytes)
+        return row
 
     def _memory(self) -> dict[str, float]:
         row = {}
         for role, devices in self._devices.items():
             stats = [device.memory_stats() for device in devices]
             peaks = [s["peak_bytes_in_use"] for s in stats if s and "peak_bytes_in_use" in s]
-            if peaks:
-                row[f"memory/{role}/peak_bytes"] = float(max(peaks))
+            peak = max(peaks) if peaks else self._planned[role]
+            row[f"memory/{role}/peak_bytes"] = float(peak)
+            row[f"memory/{role}/planned"] = float(not peaks)
         return row
 
     def _show(self, step: int, rollout: Rollout) -> None:
@@ -137,6 +162,7 @@ class Reporter:
         samples = [self._sample(step, rollout, i) for i in rows]
         if samples:
             self.samples.write(samples)
+            self._trackers.samples(samples)
             self.console.samples(samples)
 
     def _sample(self, step: int, rollout: Rollout, i: int) -> Sample:

@@ -45,9 +45,17 @@ class Schedule:
         while (action := self.next()) is not None:
             yield action
 
+    @classmethod
+    def after(cls, trained: int, in_flight: int, steps: int, staleness: int) -> Schedule:
+        """The schedule once `trained` batches are trained and published, and the `in_flight` after
+        them generated.
+        """
+        return cls(steps, staleness, trained + in_flight, trained, trained, trained)
+
     def next(self) -> Action | None:
         """The next action, counted as done; None once every batch is trained and published."""
-        ready_to_generate = self.published == max(0, self.generated - self.staleness)
+        # In a run's own order never more than equal; more where a run goes on beyond its old end.
+        ready_to_generate = self.published >= max(0, self.generated - self.staleness)
         if self.generated < self.steps and ready_to_generate:
             self.generated += 1
             return Action("generate", self.generated - 1)

@@ -5,7 +5,7 @@ Without --config the built-in quickstart runs.
 
 from __future__ import annotations
 
-import os
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -20,17 +20,21 @@ from jaxrl.callable_module import make_callable
 from jaxrl.compile_cache import enable_compile_cache
 from jaxrl.config import Config
 from jaxrl.data.tokenizer import decode
-from jaxrl.errors import UserError
+from jaxrl.interrupt import Interrupt, Interrupted
 from jaxrl.launch import Job, Roles, make_job, start_roles
 from jaxrl.loop import Loop
 from jaxrl.model import FINAL
 from jaxrl.models.hf import save_hf
 from jaxrl.plan import Plan, make_plan
-from jaxrl.reporting import Reporter
+from jaxrl.records import Records
+from jaxrl.run_dir import CONFIG_FILE, PLAN_FILE, RunDir, open_run_dir
 from jaxrl.runtime.local import done_future
 from jaxrl.sharding.mesh import carve, ensure_devices
 from jaxrl.telemetry.console import Console
-from jaxrl.telemetry.metrics import METRICS_FILE, SAMPLES_FILE, MetricsWriter, SamplesWriter
+from jaxrl.telemetry.metrics import read_metrics
+from jaxrl.telemetry.trackers import check_trackers
+
+AGAIN = "nothing to do. A larger steps goes on; --resume never begins anew"
 
 
 @dataclass(frozen=True)
@@ -48,110 +52,95 @@ class Result:
 
 
 def train(config: Config) -> Result:
-    """Runs `config` to its end.
+    """Runs `config` to its end, or goes on with what its run directory holds.
 
     Raises:
         UserError: bad input; nothing has been written then, or what was trained is in the run
             directory.
+        Interrupted: Ctrl-C or SIGTERM; what was trained is saved.
     """
     started = time.monotonic()
-    job, plan = prepare_run(config)
-    run_dir = make_run_dir(config)
-    with Console(config.logging, steps=config.steps) as console:
-        for text in (plan.text(), f"run directory: {run_dir}", *data_notes(job)):
-            console.message(text)
-        meshes = carve(plan.devices, plan.placement, plan.axes)
-        roles = start_roles(job, plan.placement, meshes, run_dir, console.message)
-        try:
-            (run_dir / "config.yaml").write_text(config.dump())
-            (run_dir / "plan.txt").write_text(plan.text())
-            with (
-                MetricsWriter(run_dir / METRICS_FILE) as metrics,
-                SamplesWriter(run_dir / SAMPLES_FILE) as samples,
-            ):
-                reporter = make_reporter(job, console, metrics, samples, meshes)
-                make_loop(job, roles, reporter).run()
-                export(job, roles, run_dir / FINAL)
-        finally:
-            roles.stop()
-        for line in summary(metrics.rows, run_dir, started, reporter.first_step_at):
-            console.message(line)
-        return Result(run_dir, metrics.rows)
+    interrupt = Interrupt(config.deadlines.interrupt)
+    with interrupt.listening():
+        job, plan = prepare_run(config)
+        with (
+            open_run_dir(config, job.train.fingerprint) as run,
+            Console(config.logging, steps=config.steps, start=run.step) as console,
+        ):
+            for note in run.notes:
+                console.message(note)
+            if run.finished(config.steps):
+                console.message(f"{run.path} has all of its {config.steps} steps: {AGAIN}")
+                return Result(run.path, read_metrics(run.path))
+            for text in (plan.text(), f"run directory: {run.path}", *data_notes(job)):
+                console.message(text)
+            return run_job(job, plan, run, console, interrupt, started)
 
 
 def prepare_run(config: Config) -> tuple[Job, Plan]:
     """All that can be checked before a weight is read."""
+    check_trackers(config.logging)
     enable_compile_cache(config.compile_cache)
     plan = make_plan(config, ALGORITHMS[config.algorithm].roles, ensure_devices)
     return make_job(config), plan
 
 
-def make_run_dir(config: Config) -> Path:
-    """The folder of the run. A given one must not hold a run; a default one gets a number where it
-    does.
-    """
-    path = config.run_path
-    if (path / METRICS_FILE).exists() and config.run_dir is not None:
-        raise UserError(f"run_dir={path} holds a run already: name another, or move it away")
-    number = 1
-    while (path / METRICS_FILE).exists():
-        number += 1
-        path = config.run_path.with_name(f"{config.run_path.name}-{number}")
+def run_job(
+    job: Job, plan: Plan, run: RunDir, console: Console, interrupt: Interrupt, started: float
+) -> Result:
+    """From the plan to the exported model."""
+    config = job.config
+    meshes = carve(plan.devices, plan.placement, plan.axes)
+    restore = None if run.checkpoint is None else run.checkpoint.path
+    roles = start_roles(job, plan.placement, meshes, run.path, console.message, restore)
     try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"run_dir={path} cannot be made: {error.strerror}") from error
-    if not os.access(path, os.W_OK):
-        raise UserError(f"run_dir={path} cannot be written to: name another")
-    return path
+        run.write(CONFIG_FILE, config.dump())
+        run.write(PLAN_FILE, plan.text())
+        shutil.rmtree(run.path / FINAL, ignore_errors=True)  # of fewer steps; a checkpoint has it
+        with Records(job, plan, run, console, meshes) as records:
+            packing = job.packing(roles.row_multiple)
+            loop = Loop(
+                config,
+                records.watch(roles.handles),
+                job.train,
+                job.held_out_prompts,
+                records.reporter,
+                packing | {"decode": partial(decode, job.tokenizer)},
+                value=done_future,
+                checkpoints=records.checkpoints,
+                asked_to_stop=lambda: interrupt.asked,
+            )
+            with interrupt.patient():
+                trained = loop.run(records.resumed(packing))
+                records.finish_checkpoints()
+            if trained < config.steps:
+                raise Interrupted(interrupted_at(trained, records.checkpoints.newest, run.path))
+            export(job, roles, run.path / FINAL)
+    finally:
+        roles.stop()
+    for line in summary(records.rows, run, started, records.reporter.first_step_at):
+        console.message(line)
+    return Result(run.path, records.rows)
 
 
 def data_notes(job: Job) -> list[str]:
-    """What a reader should know of the data: sizes, and prompts that were left out."""
+    """What a reader should know of the data: sizes, and prompts that were left out or cut."""
     limit = job.config.max_prompt_tokens
     notes = [f"data.train: {job.train.epoch_prompts} prompts"]
     if job.train.dropped:
         notes[0] += f"; {job.train.dropped} are longer than max_prompt_tokens={limit}: left out"
-    if job.held_out is not None:
-        notes.append(f"data.eval: {len(job.held_out.prompts)} prompts")
-        if job.held_out.dropped:
-            notes[1] += f"; {job.held_out.dropped} too long or repeated: left out"
+    if job.train.cut:
+        notes[0] += f"; {job.train.cut} are longer than max_prompt_tokens={limit}: cut"
+    for held_out in job.held_out:
+        name = f"data.eval.{held_out.name}" if held_out.name else "data.eval"
+        dropped = f"; {held_out.dropped} too long or repeated: left out" if held_out.dropped else ""
+        cut = f"; {held_out.cut} longer than max_prompt_tokens={limit}: cut" if held_out.cut else ""
+        notes.append(f"{name}: {len(held_out.prompts)} prompts{dropped}{cut}")
+        unjudged = sum(job.judge("", prompt) is None for prompt in held_out.prompts)
+        if unjudged:
+            verifier = job.config.data.verifier
+            notes[-1] += f"; {unjudged} have no answer that data.verifier={verifier} can judge by"
     return notes
-
-
-def make_reporter(
-    job: Job, console: Console, metrics: MetricsWriter, samples: SamplesWriter, meshes: Any
-) -> Reporter:
-    batch, rows = job.config.batch_size, job.train.epoch_prompts
-    return Reporter(
-        job.config,
-        console,
-        metrics,
-        samples,
-        held_out=job.held_out.prompts if job.held_out else (),
-        judge=job.judge,
-        epoch=lambda step: step * batch / rows,
-        devices={role: tuple(mesh.devices.flat) for role, mesh in meshes.items()},
-    )
-
-
-def make_loop(job: Job, roles: Roles, reporter: Reporter) -> Loop:
-    config = job.config
-    return Loop(
-        config,
-        roles.handles,
-        job.train,
-        job.held_out.prompts if job.held_out else (),
-        reporter,
-        packing={
-            "pad_id": job.pad_id,
-            "max_prompt_tokens": config.max_prompt_tokens,
-            "max_new_tokens": config.max_new_tokens,
-            "row_multiple": roles.row_multiple,
-            "decode": partial(decode, job.tokenizer),
-        },
-        value=done_future,
-    )
 
 
 def export(job: Job, roles: Roles, path: Path) -> None:
@@ -166,20 +155,30 @@ def export(job: Job, roles: Roles, path: Path) -> None:
     )
 
 
+def interrupted_at(trained: int, saved: int | None, run_dir: Path) -> str:
+    """The last words of a run that was asked to stop."""
+    if saved == trained:
+        return f"interrupted; saved at step {trained} in {run_dir}: the same command goes on"
+    kept = "nothing is saved" if saved is None else f"the newest checkpoint is of step {saved}"
+    return f"interrupted at step {trained}; {kept} in {run_dir}"
+
+
 def summary(
-    rows: Sequence[dict[str, Any]], run_dir: Path, started: float, first_step: float | None
+    rows: Sequence[dict[str, Any]], run: RunDir, started: float, first_step: float | None
 ) -> list[str]:
     """The last words of a run."""
     took = time.monotonic() - started
-    lines = [f"done: {rows[-1]['step']} steps in {took:.0f} s"]
+    lines = [f"done: {rows[-1]['step'] - run.step} steps in {took:.0f} s"]
     if first_step is not None:
         lines[0] += f", the first after {first_step - started:.0f} s"
+    if run.step:
+        lines[0] += f"; {rows[-1]['step']} steps in all"
     first, last = rows[0].get("eval/accuracy"), rows[-1].get("eval/accuracy")
     if first is not None and last is not None:
         line = f"accuracy on held-out prompts: {first:.1%} before, {last:.1%} after"
         teacher = rows[0].get("teacher/accuracy")
         lines.append(line if teacher is None else f"{line}; the teacher has {teacher:.1%}")
-    lines.append(f"model: {run_dir / FINAL}")
+    lines.append(f"model: {run.path / FINAL}")
     return lines
 
 

@@ -8,7 +8,7 @@ repeated key is refused.
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,8 @@ def read_mapping(path: Path) -> dict[str, Any]:
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise UserError(f"{path}: holds a {type(content).__name__}, not `key: value` lines")
+        what = "a list" if isinstance(content, list) else "a single value"
+        raise UserError(f"{path}: holds {what}, not `key: value` lines")
     return content
 
 
@@ -99,8 +100,14 @@ def parse_value(text: str) -> Any:
     return loader.construct_object(yaml.ScalarNode(tag, text))
 
 
-def apply_overrides(mapping: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """``mapping`` with each ``a.b.c=value`` set, in order: of two for one key the last one wins."""
+def apply_overrides(
+    mapping: dict[str, Any], overrides: Sequence[str], mappings: Collection[str] = ()
+) -> dict[str, Any]:
+    """``mapping`` with each ``a.b.c=value`` set, in order: of two for one key the last one wins.
+
+    ``mappings`` are the keys whose value may be a whole mapping; every other one is a section, of
+    which an override sets one key.
+    """
     result = _copy(mapping)
     for override in overrides:
         key, equals, text = override.partition("=")
@@ -111,7 +118,7 @@ def apply_overrides(mapping: dict[str, Any], overrides: Sequence[str]) -> dict[s
             value = parse_value(text.strip())
         except UserError as error:
             raise UserError(f"override {override!r}: {error}") from error
-        if isinstance(value, dict):
+        if isinstance(value, dict) and key.strip() not in mappings:
             raise UserError(f"override {override!r}: set its keys one by one, as {key}.KEY=VALUE")
         _set(result, parts, value)
     return result

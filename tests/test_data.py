@@ -126,7 +126,7 @@ def test_jsonl_empty_absent_and_not_utf8(tmp_path):
     ("spec", "told"),
     [
         ("arithmetik", "did you mean arithmetic"),
-        ("data.json", "neither a .jsonl file nor a task"),
+        ("data.json", "neither a .jsonl or .parquet file, a folder or pattern"),
         ("arithmetic:digit=2", "did you mean digits"),
         ("arithmetic:digits=two", "digits='two'"),
         ("arithmetic:digits=0", "digits=0"),
@@ -240,10 +240,13 @@ def test_long_prompts_of_files_are_dropped_and_counted(tmp_path):
 class Words:
     """A procedural part of given prompts."""
 
-    name, procedural = "words", True
+    name, procedural, columns = "words", True, ()
 
     def __init__(self, *prompts: str):
         self._prompts = prompts
+
+    def digest(self) -> str:
+        return " ".join(self._prompts)
 
     def where(self, index: int) -> str:
         return f"words, row {index}"

@@ -40,7 +40,7 @@ def test_a_run_directory_is_its_final_folder(folder: Path, tmp_path: Path) -> No
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     (run_dir / "config.yaml").write_text("steps: 1\n")
-    with pytest.raises(UserError, match="the run has not ended"):
+    with pytest.raises(UserError, match="the run has saved nothing yet"):
         resolve_model(run_dir)
     folder.rename(run_dir / "final")
     assert resolve_model(run_dir).path == run_dir / "final"

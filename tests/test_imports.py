@@ -20,15 +20,16 @@ PACKAGE = ROOT / "jaxrl"
 # of a model lies below the rules that lay it out, which lie below the readers of its weights.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("__init__",),
-    ("train", "evaluate", "generate", "export", "report"),
+    ("train", "evaluate", "generate", "export", "report", "config_page"),
+    ("records",),
     ("plan", "launch", "loop"),
-    ("reporting",),
+    ("inputs", "reporting", "run_dir"),
     ("schedule",),
     ("algorithms",),
     ("model",),
     ("roles",),
-    ("runtime",),
-    ("checkpoint", "data", "rewards", "telemetry"),
+    ("runtime", "telemetry.timeline"),
+    ("checkpoint", "data", "evaluation", "rewards", "telemetry"),
     ("sampling",),
     ("signals",),
     ("losses",),
@@ -36,15 +37,15 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("models",),
     ("sharding",),
     ("models.decoder", "models.layers", "models.cache", "models.config"),
-    ("types", "masked", "compile_cache", "callable_module", "cli"),
+    ("types", "masked", "compile_cache", "callable_module", "cli", "interrupt"),
     ("config",),
     ("config_keys", "yaml_text"),
     ("errors",),
 )
 FORBIDDEN = ("torch", "tensorflow")
 RAY_HOME = "runtime.ray"
-EXTRAS = ("plot", "tasks")
-IMPORT_NAME = {"pyyaml": "yaml"}
+EXTRAS = ("data", "mlflow", "plot", "tasks", "wandb")
+IMPORT_NAME = {"pyyaml": "yaml", "tensorboardx": "tensorboardX", "orbax-checkpoint": "orbax"}
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import errno
 import io
 import json
 import re
@@ -15,13 +18,16 @@ import pytest
 
 from jaxrl import cli
 from jaxrl.config import LoggingConfig
-from jaxrl.telemetry import plot
+from jaxrl.errors import UserError
+from jaxrl.telemetry import lines, metrics, plot
 from jaxrl.telemetry.console import Console, Eta, format_seconds
 from jaxrl.telemetry.metrics import (
     METRICS,
     MetricsWriter,
     Sample,
     SamplesWriter,
+    describe,
+    markdown,
     read_metrics,
 )
 
@@ -112,15 +118,224 @@ def test_the_table_documents_each_name_with_unit_and_meaning() -> None:
         assert metric.unit and metric.meaning, name
 
 
+def package_texts() -> dict[Path, str]:
+    package = Path(cli.__file__).parent
+    return {path: path.read_text(encoding="utf-8") for path in package.rglob("*.py")}
+
+
 def test_every_name_in_the_source_stands_in_the_table() -> None:
     """Read from string literals: names that are written only now and then are checked too."""
     families = "|".join(sorted({name.split("/")[0] for name in METRICS if "/" in name}))
-    literal = re.compile(rf'"((?:{families})/[a-z0-9_]+)"')
-    package = Path(cli.__file__).parent
-    texts = {path: path.read_text(encoding="utf-8") for path in package.rglob("*.py")}
-    names = {name for text in texts.values() for name in literal.findall(text)} - {"tokens/s"}
-    assert names - set(METRICS) == set()
+    literal = re.compile(rf'"((?:{families})/[a-z0-9_@]+)"')
+    names = {name for text in package_texts().values() for name in literal.findall(text)}
+    assert [name for name in names - {"tokens/s"} if describe(name) is None] == []
     assert {"eval/accuracy", "distill/divergence"} <= names
+
+
+class Strings:
+    """The string literals of some modules, and their f-strings as patterns with a group a hole."""
+
+    def __init__(self, texts: dict[Path, str]) -> None:
+        self.literals: dict[Path, set[str]] = {}
+        self.patterns: list[tuple[Path, re.Pattern[str], bool]] = []
+        for path, text in texts.items():
+            nodes = list(ast.walk(ast.parse(text)))
+            constants = [node.value for node in nodes if isinstance(node, ast.Constant)]
+            self.literals[path] = {value for value in constants if isinstance(value, str)}
+            for node in nodes:
+                if isinstance(node, ast.JoinedStr):
+                    parts = [v.value if isinstance(v, ast.Constant) else None for v in node.values]
+                    fixed = "".join(str(part) for part in parts if part is not None)
+                    holes = ("(.+)" if part is None else re.escape(str(part)) for part in parts)
+                    named = re.search("[a-z]{3}", fixed) is not None
+                    self.patterns.append((path, re.compile("".join(holes)), named))
+
+    def make(self, name: str, given: set[str], where: Path | None = None) -> bool:
+        """Whether ``name`` is a literal, or an f-string whose holes these strings can fill.
+
+        An f-string without a word of its own is filled by literals of its own module only.
+        """
+        if name in given:
+            return True
+        if any(name in found for path, found in self.literals.items() if where in (None, path)):
+            return True
+        for path, pattern, named in self.patterns:
+            match = pattern.fullmatch(name) if where in (None, path) else None
+            inside = where if named else path
+            if match and all(
+                len(g) < len(name) and self.make(g, given, inside) for g in match.groups()
+            ):
+                return True
+        return False
+
+
+def test_every_name_in_the_table_is_made_somewhere_in_the_source() -> None:
+    texts = {
+        path: text for path, text in package_texts().items() if path.parent.name != "telemetry"
+    }
+    strings = Strings(texts)
+    examples = {"{role}": "teacher", "{k}": "4", "{set}": "SET"}
+    missing = []
+    for name in METRICS:
+        for variable, example in examples.items():
+            name = name.replace(variable, example)
+        if not strings.make(name, set(examples.values())):
+            missing.append(name)
+    assert missing == []
+    for absent in ("eval/acuracy", "eval/accuracy_lowest", "distill/divergnce", "checkpoint/bytez"):
+        assert not strings.make(absent, set(examples.values())), absent
+
+
+@pytest.mark.parametrize(
+    ("name", "entry"),
+    [
+        ("eval/accuracy", "eval/accuracy"),
+        ("eval/pass@16_low", "eval/pass@{k}_low"),
+        ("eval/gsm8k.test/accuracy", "eval/{set}/accuracy"),
+        ("eval/gsm8k/pass@2", "eval/{set}/pass@{k}"),
+        ("memory/teacher/planned", "memory/{role}/planned"),
+        ("eval/pass@0", None),
+        ("eval/a/b/accuracy", None),
+        ("memory/critic/peak_bytes", None),
+        ("eval/{set}/accuracy", None),
+        ("xeval/accuracy", None),
+    ],
+)
+def test_names_with_a_variable_part_resolve(name: str, entry: str | None) -> None:
+    assert describe(name) is (None if entry is None else METRICS[entry])
+
+
+def test_each_name_of_the_table_has_one_entry() -> None:
+    """No pattern covers another entry: what a name means never depends on the order."""
+    examples = {"{role}": "actor", "{k}": "8", "{set}": "math"}
+    for name, metric in METRICS.items():
+        for variable, example in examples.items():
+            name = name.replace(variable, example)
+        assert describe(name) is metric, name
+        assert sum(p.fullmatch(name) is not None for p, _ in metrics._patterns()) <= 1, name
+
+
+def test_the_page_of_the_table_is_fresh(capsys: pytest.CaptureFixture[str]) -> None:
+    page = Path(__file__).parent.parent / "docs" / "metrics.md"
+    again = "python -m jaxrl.telemetry.metrics > docs/metrics.md"
+    assert page.read_text(encoding="utf-8") == markdown(), f"make it anew: {again}"
+    assert cli.run(metrics.main, []) == 0
+    assert capsys.readouterr().out == markdown()
+
+
+def test_counts_stay_whole_through_patterns(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path / "m.jsonl") as writer:
+        row = writer.write(1, {"memory/actor/peak_bytes": 8.0, "eval/SET/unjudged": 2.0})
+    assert json.dumps(row) == '{"step": 1, "memory/actor/peak_bytes": 8, "eval/SET/unjudged": 2}'
+
+
+def test_a_resumed_file_is_that_of_a_run_that_never_stopped(tmp_path: Path) -> None:
+    whole, path = tmp_path / "whole.jsonl", tmp_path / "m.jsonl"
+    with MetricsWriter(whole) as writer:
+        for step in range(6):
+            writer.write(step, {"sft/loss": 0.1 * step})
+    with MetricsWriter(path) as writer:
+        for step in range(5):
+            writer.write(step, {"sft/loss": 0.1 * step})
+    with open(path, "a") as file:
+        file.write('{"step": 5, "sft/lo')
+    with MetricsWriter(path, after=3) as writer:
+        assert writer.rows == read_metrics(whole)[:4]
+        with pytest.raises(ValueError, match="step 3 after step 3"):
+            writer.write(3, {})
+        for step in (4, 5):
+            writer.write(step, {"sft/loss": 0.1 * step})
+        assert writer.rows == read_metrics(path)
+    assert path.read_text() == whole.read_text()
+
+
+def test_resuming_without_the_file_or_at_its_end_loses_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    with MetricsWriter(path, after=7) as writer:
+        writer.write(8, {})
+    with MetricsWriter(path, after=8) as writer:
+        assert writer.rows == [{"step": 8}]
+        writer.write(9, {})
+    assert read_metrics(path) == [{"step": 8}, {"step": 9}]
+
+
+def test_a_torn_line_before_the_end_stops_a_resume(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 0}\n{"st\n{"step": 2}\n')
+    with pytest.raises(UserError, match="line 2"):
+        MetricsWriter(path, after=2)
+    assert path.read_text() == '{"step": 0}\n{"st\n{"step": 2}\n'
+
+
+def test_the_newest_row_can_be_added_to(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    with MetricsWriter(path) as writer:
+        writer.write(0, {"sft/loss": 2.0})
+        writer.write(1, {"sft/loss": 1.123456789})
+        with pytest.raises(ValueError, match="not of step 0"):
+            writer.amend(0, {"eval/accuracy": 0.5})
+    with MetricsWriter(path, after=1) as writer:
+        assert writer.amend(1, {"sft/loss": 1.0, "loss": None})["sft/loss"] == 1.0
+        writer.write(2, {})
+        assert writer.rows == read_metrics(path)
+    assert [row["step"] for row in read_metrics(path)] == [0, 1, 2]
+
+
+class FullDisk:
+    """Takes ``room`` bytes, then refuses until there is more."""
+
+    def __init__(self, file: lines.LineFile, room: int) -> None:
+        self.room = room
+        self._inner = file._file
+        file._file = self  # type: ignore[assignment]
+
+    def write(self, data: memoryview) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        taken = self._inner.write(data[: self.room])
+        self.room -= taken
+        return taken
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._inner, name)
+
+
+def test_a_full_disk_is_told_once_and_what_it_refused_follows_when_there_is_room(
+    tmp_path: Path,
+) -> None:
+    told: list[str] = []
+    path = tmp_path / "m.jsonl"
+    writer = MetricsWriter(path, told=told.append)
+    writer.write(0, {})
+    disk = FullDisk(writer._file, room=5)
+    writer.write(1, {})
+    writer.write(2, {"sft/loss": 1.0})
+    assert len(told) == 1 and "m.jsonl" in told[0] and "No space left" in told[0]
+    assert [row["step"] for row in writer.rows] == [0, 1, 2]
+    assert read_metrics(path) == [{"step": 0}]
+    disk.room = 10_000
+    writer.write(3, {})
+    assert read_metrics(path) == writer.rows
+    disk.room = 0
+    writer.write(4, {})
+    writer.close()
+    assert len(told) == 2 and "lacks 1 lines" in told[1]
+
+
+def test_samples_resume_and_outlive_a_full_disk(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    later = dataclasses.replace(SAMPLE, step=4)
+    with SamplesWriter(path) as writer:
+        writer.write([SAMPLE, SAMPLE])
+        writer.write([later])
+    told: list[str] = []
+    with SamplesWriter(path, after=3, told=told.append) as writer:
+        disk = FullDisk(writer._file, room=3)
+        writer.write([later])
+        disk.room = 10_000
+        writer.write([later])
+    found = [Sample(**json.loads(line)) for line in path.read_text("utf-8").splitlines()]
+    assert found == [SAMPLE, SAMPLE, later, later] and len(told) == 1
 
 
 def test_samples_are_one_object_a_line(tmp_path: Path) -> None:
@@ -190,6 +405,34 @@ def test_the_live_display_shows_step_numbers_and_samples() -> None:
         assert word in text
 
 
+def test_a_resumed_run_shows_its_first_row_and_the_pace_of_this_process() -> None:
+    out, clock = io.StringIO(), Clock()
+    with Console(LoggingConfig(every=10), steps=100, start=52, out=out, clock=clock) as console:
+        clock.now += 500.0  # loading and compiling
+        for step in range(53, 63):
+            console.step({"step": step})
+            clock.now += 2.0
+    assert out.getvalue().splitlines() == ["step  53/100", "step  60/100  eta 1:20"]
+
+
+def test_the_live_display_of_a_resumed_run_starts_where_it_goes_on() -> None:
+    out = Terminal()
+    with Console(LoggingConfig(), steps=100, start=52, out=out) as console:
+        console.samples([SAMPLE])
+    assert "52/100" in out.getvalue()
+
+
+def test_an_accuracy_has_its_interval() -> None:
+    out = io.StringIO()
+    row = {"eval/accuracy": 0.629, "eval/accuracy_low": 0.6, "eval/accuracy_high": 0.66}
+    with Console(LoggingConfig(), steps=3, out=out) as console:
+        console.step({"step": 1} | row)
+        console.step({"step": 2} | row | {"eval/accuracy": None, "eval/accuracy_low": None})
+    first, second = out.getvalue().splitlines()
+    assert first == "step 1/3  accuracy 62.9% ±3.0"
+    assert "accuracy not finite" in second
+
+
 def test_quiet_is_silent() -> None:
     out = io.StringIO()
     with Console(LoggingConfig(console="quiet"), steps=2, out=out) as console:
@@ -251,6 +494,19 @@ def test_plot_draws_each_run_and_the_teachers_line(tmp_path: Path) -> None:
     assert [line.get_ydata().tolist() for line in divergence.lines] == [[0.6931, 0.5], [0.6931]]
     assert [line.get_label() for line in accuracy.lines] == ["a", "a: teacher", "b", "b: teacher"]
     assert list(accuracy.lines[1].get_ydata()) == [0.98, 0.98]
+
+
+def test_plot_of_intervals_sets_and_pass_at_k() -> None:
+    pytest.importorskip("matplotlib")
+    row = {"eval/accuracy": 0.5, "eval/accuracy_low": 0.4, "eval/accuracy_high": 0.7}
+    more = {"eval/gsm8k/accuracy": 0.6, "eval/pass@4": 0.8, "eval/pass@4_low": 0.7}
+    rows = [{"step": 3} | row | more, {"step": 5, "eval/accuracy": None}]
+    figure = plot.draw({"resumed": rows})
+    titles = [axes.get_title() for axes in figure.axes]
+    names = ["eval/accuracy", "eval/gsm8k/accuracy", "eval/pass@4"]
+    assert titles == [f"{name} (fraction)" for name in names]
+    (band,) = figure.axes[0].collections
+    assert sorted({y for _, y in band.get_paths()[0].vertices}) == [0.4, 0.7]
 
 
 def test_plot_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+import glob
+import hashlib
+import os
+import re
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from pathlib import Path
 
 from jaxrl.data.example import Example, Message, Part, Split
-from jaxrl.data.jsonl import KEYS, JsonlFile, Keys
-from jaxrl.data.tasks import TASKS, open_task
+from jaxrl.data.jsonl import JsonlFile
+from jaxrl.data.rows import KEYS, Keys, listed
+from jaxrl.data.tables import GroupCache, dataset_splits, open_dataset, open_parquet
+from jaxrl.data.tasks import TASKS, open_task, parse_options
 from jaxrl.errors import UserError, near
 
 __all__ = ["Example", "Keys", "Message", "Part", "Source", "Split", "open_source"]
 
+SUFFIXES = (".jsonl", ".parquet")
+SPLITS: Mapping[Split, tuple[str, ...]] = {
+    "train": ("train",),
+    "eval": ("eval", "validation", "valid", "val", "dev", "test"),
+}
+"""Names of the split that each use takes where none is asked for, the first that is there."""
+_SPLIT_FILE = re.compile(rf"({'|'.join(name for s in SPLITS.values() for name in s)})([-_.].*)?")
+"""Stem of a file that holds a split, such as `test` and `train-00000-of-00002`."""
+
 
 class Source:
-    """Parts one after the other; the prompt stream mixes them by shuffling over all rows."""
+    """Parts one after the other; the prompt stream mixes them."""
 
     def __init__(self, parts: Sequence[Part]):
         self.parts = tuple(parts)
@@ -40,35 +56,198 @@ class Source:
         return self.parts[number], index - (self._ends[number - 1] if number else 0)
 
 
+class Shards(Source):
+    """Several files that are one part."""
+
+    procedural = False
+
+    def __init__(self, name: str, parts: Sequence[Part]):
+        super().__init__(parts)
+        self._name = name
+        self.columns = tuple(dict.fromkeys(name for part in parts for name in part.columns))
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def where(self, index: int) -> str:
+        part, row = self.locate(index)
+        return part.where(row)
+
+    def digest(self) -> str:
+        return hashlib.sha256(" ".join(p.digest() for p in self.parts).encode()).hexdigest()
+
+
 def open_source(
-    spec: str | Sequence[str], seed: int = 0, split: Split = "train", keys: Keys = KEYS
+    spec: str | Sequence[str],
+    seed: int = 0,
+    split: Split = "train",
+    keys: Keys = KEYS,
+    label: str | None = None,
 ) -> Source:
-    """Open what `data.train` or `data.eval` names.
+    """Open what `data.train` or `data.eval` names; each of the list becomes one part.
 
     Args:
-        spec: a `*.jsonl` path, a procedural task such as `arithmetic:digits=2,terms=3` or
-            `reasoning_gym/basic_arithmetic:max_terms=3,size=5000`, or a list of these.
+        spec: one or a list of: a `.jsonl` or `.parquet` file; a pattern such as
+            `data/*.parquet`, or a folder, whose files become one part; a folder that
+            `datasets` saved; a procedural task such as `arithmetic:digits=2,terms=3` or
+            `reasoning_gym/basic_arithmetic:max_terms=3,size=5000`. Of a folder with several splits
+            `:split=NAME` takes one, by default the one that is named like the use (SPLITS).
         seed: of the procedural tasks.
-        split: procedural tasks have no prompt in both splits, whatever their seeds and options.
-        keys: field names of JSONL rows.
+        split: the use. Procedural tasks have no prompt in both splits, whatever their seeds and
+            options.
+        keys: names of the fields or columns of files.
+        label: the config key, for error messages; None for `data.` and the split.
 
     Raises:
         UserError: for an unknown name, a missing file or a bad row, naming the file and line.
     """
+    label = f"data.{split}" if label is None else label
     specs = [spec] if isinstance(spec, str) else list(spec)
     if not specs:
-        raise UserError(f"data.{split}: nothing is named; give a .jsonl file or a task")
-    return Source([_open_part(one, seed, split, keys) for one in specs])
+        raise UserError(f"{label}: nothing is named; give a .jsonl file or a task")
+    cache = GroupCache()
+    source = Source([_open_part(one, seed, split, keys, label, cache) for one in specs])
+    if split == "eval":
+        _check_answers(source, keys, label)
+    return source
 
 
-def _open_part(spec: str, seed: int, split: Split, keys: Keys) -> Part:
-    label = f"data.{split}"
-    if spec.endswith(".jsonl"):
-        return JsonlFile(spec, keys, label)
-    family = spec.split(":")[0].split("/")[0]
-    if family in TASKS:
+def _open_part(
+    spec: str, seed: int, split: Split, keys: Keys, label: str, cache: GroupCache
+) -> Part:
+    path, options = _split_options(spec)
+    family = path.split(":")[0].split("/")[0]
+    if family in TASKS and not path.endswith(SUFFIXES):
         return open_task(spec, seed, split, label)
+    place = Path(path).expanduser()
+    if place.is_dir():
+        return _open_folder(spec, place, options, split, keys, label, cache)
+    if options:
+        raise UserError(
+            f"{label}: {path} takes no options (:{options}); a folder takes split=NAME, a task its "
+            "own"
+        )
+    if any(letter in path for letter in "*?[") and not place.exists():
+        return _open_pattern(spec, place, keys, label, cache)
+    if path.endswith(SUFFIXES):
+        return _open_file(place, keys, label, cache)
+    if place.exists():
+        raise UserError(f"{label}: {path}: neither a .jsonl nor a .parquet file, by its name")
     raise UserError(
-        f"{label}: {spec!r} is neither a .jsonl file nor a task of {', '.join(TASKS)}"
-        f"{near(family, TASKS)}"
+        f"{label}: {spec!r} is neither a .jsonl or .parquet file, a folder or pattern of such "
+        f"files, nor a task of {', '.join(TASKS)}{near(family, TASKS)}"
     )
+
+
+def _split_options(spec: str) -> tuple[str, str]:
+    """`PATH:key=value,...` taken apart, unless there is a file of the whole name."""
+    path, colon, options = spec.rpartition(":")
+    if not colon or Path(spec).expanduser().exists():
+        return spec, ""
+    return path, options
+
+
+def _open_file(path: Path, keys: Keys, label: str, cache: GroupCache) -> Part:
+    if path.suffix == ".parquet":
+        return open_parquet(str(path), keys, label, cache)
+    return JsonlFile(path, keys, label)
+
+
+def _open_pattern(spec: str, pattern: Path, keys: Keys, label: str, cache: GroupCache) -> Part:
+    found = sorted(path for path in glob.glob(str(pattern), recursive=True) if os.path.isfile(path))
+    if not found:
+        raise UserError(f"{label}: {spec}: no file matches")
+    for path in found:
+        if not path.endswith(SUFFIXES):
+            raise UserError(f"{label}: {spec} matches {path}, neither a .jsonl nor a .parquet file")
+    return _join(spec, [_open_file(Path(path), keys, label, cache) for path in found])
+
+
+def _open_folder(
+    spec: str,
+    folder: Path,
+    options: str,
+    split: Split,
+    keys: Keys,
+    label: str,
+    cache: GroupCache,
+) -> Part:
+    place = f"{label}: {spec}"
+    asked = _asked_split(options, place)
+    saved = dataset_splits(str(folder), label)
+    if saved is not None:
+        chosen = _choose(saved, asked, split, place) if saved or asked else ""
+        return open_dataset(spec, str(folder / chosen), keys, label)
+    files = _files_by_split(folder, place)
+    chosen = _choose(list(files), asked, split, place) if list(files) != [""] or asked else ""
+    return _join(spec, [_open_file(path, keys, label, cache) for path in files[chosen]])
+
+
+def _files_by_split(folder: Path, place: str) -> dict[str, list[Path]]:
+    """The data files right in a folder by split, or all of them as "" where no name tells one."""
+    try:
+        there = sorted(path for path in folder.iterdir() if path.is_file())
+    except OSError as error:
+        raise UserError(f"{place}: {error.strerror}") from error
+    files = [path for path in there if path.suffix in SUFFIXES and not path.name.startswith(".")]
+    if not files:
+        raise UserError(
+            f"{place}: the folder holds no .jsonl or .parquet file, nor what "
+            "datasets.Dataset.save_to_disk writes"
+        )
+    if len({path.suffix for path in files}) > 1:
+        raise UserError(
+            f"{place}: the folder holds both .jsonl and .parquet files; name one kind, as in "
+            f"{folder}/*.parquet"
+        )
+    by_split: dict[str, list[Path]] = {}
+    for path in files:
+        match = _SPLIT_FILE.fullmatch(path.stem)
+        by_split.setdefault(match[1] if match else "", []).append(path)
+    if "" in by_split and len(by_split) > 1:
+        others = ", ".join(path.name for path in by_split.pop("")[:3])
+        raise UserError(
+            f"{place}: the folder holds files of the splits {', '.join(by_split)} and others "
+            f"({others}); name those you want, as in {folder}/{next(iter(by_split))}*"
+        )
+    return by_split
+
+
+def _asked_split(options: str, place: str) -> str | None:
+    given = parse_options(options, place)
+    for key in given:
+        if key != "split":
+            raise UserError(f"{place}: no option {key!r}{near(key, ['split'])}; a folder has split")
+    return str(given["split"]) if given else None
+
+
+def _choose(splits: Sequence[str], asked: str | None, split: Split, place: str) -> str:
+    """The split that is asked for, or else the one named like the use."""
+    if asked is None:
+        for name in SPLITS[split]:
+            if name in splits:
+                return name
+        raise UserError(
+            f"{place}: no split {' or '.join(SPLITS[split])} among {', '.join(splits)}; choose one "
+            "with :split=NAME"
+        )
+    if asked not in splits:
+        told = ", ".join(name for name in splits if name) or "none"
+        raise UserError(f"{place}: no split {asked!r}{near(asked, splits)}; there is {told}")
+    return asked
+
+
+def _join(name: str, parts: Sequence[Part]) -> Part:
+    return parts[0] if len(parts) == 1 else Shards(name, parts)
+
+
+def _check_answers(source: Source, keys: Keys, label: str) -> None:
+    """Refuses a name for the answers that no file knows, which would leave all unjudged."""
+    files = [part for part in source.parts if not part.procedural]
+    there = list(dict.fromkeys(name for part in files for name in part.columns))
+    if files and keys.answer != KEYS.answer and keys.answer not in there:
+        raise UserError(
+            f"{label}: {' + '.join(part.name for part in files)}: no `{keys.answer}` among "
+            f"{listed(there)}{near(keys.answer, there)} (data.answer_key)"
+        )

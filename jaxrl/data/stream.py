@@ -6,27 +6,22 @@ cursor to keep beyond the number of the batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Literal
+from functools import cached_property
 
 import numpy as np
 
-from jaxrl.data.example import Example, Message, Part
+from jaxrl.data.encoder import PromptEncoder
+from jaxrl.data.example import Part
+from jaxrl.data.order import Mixture, Order, Passes
+from jaxrl.data.rows import listed
 from jaxrl.data.source import Source
-from jaxrl.data.tokenizer import (
-    Tokenizer,
-    as_messages,
-    encode_completion,
-    encode_prompt,
-    has_template,
-)
 from jaxrl.errors import UserError
 from jaxrl.types import Prompt
 
-Chat = Literal["auto", "raw"]
 NEEDS_COMPLETIONS = (
     "add completions to data.train, or learn from samples "
     "(distill.on_policy_fraction=1 or distill.seq_kd=true)"
@@ -35,78 +30,11 @@ _TRIES = 100
 """Rows in a row of a procedural task that may be too long before this is an error."""
 
 
-@dataclass(frozen=True)
-class PromptEncoder:
-    """How an example becomes tokens."""
-
-    tokenizer: Tokenizer
-    max_prompt_tokens: int
-    """Longer prompts are left out, never cut."""
-    max_new_tokens: int
-    """Longer completions are cut, and then have no EOS."""
-    eos_ids: tuple[int, ...] = ()
-    """What ends a completion; () for the tokenizer's own."""
-    system_prompt: str | None = None
-    """System message before every chat that has none."""
-    chat: Chat = "auto"
-    """auto: a text prompt becomes a user message where the tokenizer has a chat template, unless it
-    is a document to continue (`arithmetic`). raw: text prompts stay text."""
-
-    def __post_init__(self) -> None:
-        if self.tokenizer is None:
-            raise UserError("data: prompts need a tokenizer, and the student's folder has none")
-        for name in ("max_prompt_tokens", "max_new_tokens"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.system_prompt is not None and not has_template(self.tokenizer):
-            raise UserError(
-                "data.system_prompt is set, but the student's tokenizer has no chat template to "
-                "put it in; unset it"
-            )
-
-    def prompt_of(self, example: Example) -> str | tuple[Message, ...]:
-        """What is tokenised: text, or messages with the system prompt."""
-        prompt = example.prompt
-        if isinstance(prompt, str):
-            if self.chat == "raw" or example.document or not has_template(self.tokenizer):
-                return prompt
-            prompt = ({"role": "user", "content": prompt},)
-        if self.system_prompt is None or prompt[0]["role"] == "system":
-            return prompt
-        return ({"role": "system", "content": self.system_prompt}, *prompt)
-
-    def fits(self, example: Example) -> bool:
-        """Whether the prompt is short enough."""
-        return len(encode_prompt(self.tokenizer, self.prompt_of(example))) <= self.max_prompt_tokens
-
-    def encode(self, example: Example, prompt_id: int) -> Prompt | None:
-        """The prompt with its completion; None where the prompt is too long."""
-        prompt = self.prompt_of(example)
-        tokens = encode_prompt(self.tokenizer, prompt)
-        if len(tokens) > self.max_prompt_tokens:
-            return None
-        messages = as_messages(prompt)
-        columns = {**example.columns, "messages": messages} if messages else example.columns
-        text = messages[-1]["content"] if messages else str(prompt)
-        completion = self._completion(example, prompt)
-        return Prompt(prompt_id, tokens, text, completion, example.answer, columns)
-
-    def _completion(
-        self, example: Example, prompt: str | tuple[Message, ...]
-    ) -> tuple[int, ...] | None:
-        if example.completion is None:
-            return None
-        own = self.tokenizer.eos_token_id
-        eos_ids = self.eos_ids or (() if own is None else (own,))
-        tokens = encode_completion(self.tokenizer, prompt, example.completion, eos_ids)
-        return tokens[: self.max_new_tokens]
-
-
 class PromptStream:
     """Prompts in batches without end, every usable row once in each epoch.
 
-    Rows of files are all tokenised at the start, and those too long are left out and counted in
-    `dropped`. Rows of procedural tasks are only looked at when their turn comes; one that is too
+    Rows of files are all tokenised at the start, and those too long are left out, or will be cut,
+    and counted. Rows of procedural tasks are only looked at when their turn comes; one that is too
     long gives way to the next that is not.
     """
 
@@ -118,6 +46,7 @@ class PromptStream:
         seed: int,
         shuffle: bool = True,
         label: str = "data.train",
+        weights: Sequence[float] | None = None,
     ):
         """
         Args:
@@ -125,25 +54,50 @@ class PromptStream:
             seed: of the order; each epoch has its own.
             shuffle: False takes the rows as they stand.
             label: the config key, for error messages.
+            weights: of each part of the source: its share of the prompts is its part of the sum,
+                exact in every block of at most 1000 prompts, and its epochs are its own. None: the
+                rows of all parts together, each once in an epoch.
         """
         if batch_size < 1:
             raise UserError(f"batch_size={batch_size} must be at least 1")
         self._source, self._encoder, self._label = source, encoder, label
         self._batch_size, self._seed, self._shuffle = batch_size, seed, shuffle
-        self._rows = _usable_rows(source, encoder, label)
+        self._weights = None if weights is None else tuple(weights)
+        parts, cut = _usable_rows(source, encoder, label)
+        self._rows = np.concatenate(parts)
         self.dropped = len(source) - len(self._rows)
-        """Rows of files whose prompt is longer than `max_prompt_tokens`."""
+        """Rows of files that are left out: their prompt is longer than `max_prompt_tokens`."""
+        self.cut = cut
+        """Rows of files whose prompt is longer than `max_prompt_tokens`, and cut."""
         if not len(self._rows):
-            raise UserError(
-                f"{label}: all {len(source)} prompts of {source.name} are longer than "
-                f"max_prompt_tokens={encoder.max_prompt_tokens}; raise it"
-            )
-        self._order = lru_cache(maxsize=2)(self._epoch_order)
+            raise _all_too_long(label, source.name, len(source), encoder)
+        self._order: Order = Passes(self._rows, (seed,), shuffle)
+        if self._weights is not None:
+            self._order = self._mixture(parts, self._weights)
 
     @property
     def epoch_prompts(self) -> int:
         """Prompts in an epoch."""
         return len(self._rows)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """sha256, in hex, of what decides the prompts: the contents of the parts wherever they lie,
+        the settings of order and encoding, the template, and which rows are usable. Two streams of
+        one fingerprint have the same batches, given the same tokenizer.
+        """
+        encoder = self._encoder
+        settings = (
+            [part.digest() for part in self._source.parts],
+            (self._batch_size, self._seed, self._shuffle, self._weights),
+            (encoder.max_prompt_tokens, encoder.max_new_tokens, encoder.eos_ids),
+            (encoder.system_prompt, encoder.chat, encoder.few_shot, encoder.long_prompts),
+            (encoder.tokenizer.chat_template, len(encoder.tokenizer)),
+            (self.dropped, self.cut),
+        )
+        digest = hashlib.sha256(repr(settings).encode())
+        digest.update(self._rows.astype("<i8").tobytes())
+        return digest.hexdigest()
 
     def batch(self, index: int) -> list[Prompt]:
         """The prompts of batch `index`; their ids are their positions in the whole order."""
@@ -160,23 +114,36 @@ class PromptStream:
             without = sum(part[row].completion is None for row in range(rows))
             if without:
                 told = "the task's rows" if part.procedural else f"{without} of {rows} rows"
+                there = f" among {listed(part.columns)}" if part.columns else ""
+                key = "" if part.procedural else " (data.completion_key)"
                 raise UserError(
-                    f"{self._label}: {part.name}: {told} have no completion; {NEEDS_COMPLETIONS}"
+                    f"{self._label}: {part.name}: {told} have no completion{there}{key}; "
+                    f"{NEEDS_COMPLETIONS}"
                 )
 
     def epoch(self, index: int) -> int:
-        """The epoch in which batch `index` begins."""
+        """The epoch in which batch `index` begins; of a mixture, counted in prompts of all."""
         return index * self._batch_size // len(self._rows)
 
     def _prompt(self, position: int) -> Prompt:
-        epoch, place = divmod(position, len(self._rows))
-        row = int(self._rows[self._order(epoch)[place]])
+        row = self._order.row(position)
         return _encode_row(self._source, row, self._encoder, position, self._label)
 
-    def _epoch_order(self, epoch: int) -> np.ndarray:
-        if not self._shuffle:
-            return np.arange(len(self._rows))
-        return np.random.default_rng((self._seed, epoch)).permutation(len(self._rows))
+    def _mixture(self, parts: Sequence[np.ndarray], weights: tuple[float, ...]) -> Mixture:
+        if len(weights) != len(parts):
+            raise UserError(
+                f"data.weights: {len(weights)} weights for the {len(parts)} sources of "
+                f"{self._label}; give one for each"
+            )
+        if not all(0 < weight < float("inf") for weight in weights):
+            raise UserError(f"data.weights: {list(weights)}: weights are numbers above 0")
+        for part, rows in zip(self._source.parts, parts, strict=True):
+            if not len(rows):
+                raise _all_too_long(self._label, part.name, len(part), self._encoder)
+        try:
+            return Mixture(parts, weights, self._seed, self._shuffle)
+        except UserError as error:
+            raise UserError(f"data.weights: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -184,28 +151,61 @@ class EvalSet:
     """Held-out prompts: the same ones each time, whatever the seed of the run's order."""
 
     prompts: tuple[Prompt, ...]
-    """Ids 0, 1, ..."""
+    """Ids in order, from 0 in the first set of a run and on from there in the next."""
     dropped: int
     """Rows passed over: their prompt is too long or, in a procedural task, was there before."""
+    name: str = ""
+    """As in `data.eval`; "" for the one set that has no name."""
+    cut: int = 0
+    """Prompts that were too long, and are cut."""
+
+
+def eval_sets(
+    spec: Mapping[str, Sequence[str]] | Sequence[str],
+    open: Callable[[Sequence[str], str], Source],
+    encoder: PromptEncoder,
+    count: int,
+) -> tuple[EvalSet, ...]:
+    """The sets of `data.eval`: one without a name, or one for each name.
+
+    Args:
+        open: (sources of one set, config key) -> their rows.
+        count: most prompts of one set.
+    """
+    named = spec if isinstance(spec, Mapping) else {"": spec}
+    sets: list[EvalSet] = []
+    first_id = 0
+    for name, sources in named.items():
+        label = f"data.eval.{name}" if name else "data.eval"
+        sets.append(eval_set(open(sources, label), encoder, count, label, name, first_id))
+        first_id += len(sets[-1].prompts)
+    return tuple(sets)
 
 
 def eval_set(
-    source: Source, encoder: PromptEncoder, count: int, label: str = "data.eval"
+    source: Source,
+    encoder: PromptEncoder,
+    count: int,
+    label: str = "data.eval",
+    name: str = "",
+    first_id: int = 0,
 ) -> EvalSet:
     """The first `count` usable prompts, the parts of `source` taking turns; or all there are."""
     if count < 1:
         raise UserError(f"eval.prompts={count} must be at least 1")
     prompts: list[Prompt] = []
     seen: set[tuple[int, ...]] = set()
-    dropped = 0
+    dropped = cut = 0
     for part, row in _in_turn(source.parts):
         with _told_where(part, row, label):
-            prompt = encoder.encode(part[row], len(prompts))
+            example = part[row]
+            prompt = encoder.encode(example, first_id + len(prompts), not part.procedural)
         if prompt is None or (part.procedural and prompt.tokens in seen):
             dropped += 1
             continue
         prompts.append(prompt)
         seen.add(prompt.tokens)
+        cut += encoder.fit(example, not part.procedural) == "cut"
         if len(prompts) == count:
             break
     if not prompts:
@@ -213,7 +213,7 @@ def eval_set(
             f"{label}: no prompt of {source.name} has at most max_prompt_tokens="
             f"{encoder.max_prompt_tokens} tokens; raise it"
         )
-    return EvalSet(tuple(prompts), dropped)
+    return EvalSet(tuple(prompts), dropped, name, cut)
 
 
 def _in_turn(parts: Sequence[Part]) -> Iterator[tuple[Part, int]]:
@@ -224,17 +224,23 @@ def _in_turn(parts: Sequence[Part]) -> Iterator[tuple[Part, int]]:
                 yield part, row
 
 
-def _usable_rows(source: Source, encoder: PromptEncoder, label: str) -> np.ndarray:
-    """Rows whose prompt fits; those of procedural tasks unseen."""
-    usable = np.ones(len(source), bool)
-    start = 0
+def _usable_rows(
+    source: Source, encoder: PromptEncoder, label: str
+) -> tuple[list[np.ndarray], int]:
+    """For each part the rows (numbers in the source) whose prompt fits, those of procedural tasks
+    unseen; and how many of them fit only when cut.
+    """
+    parts, cut, start = [], 0, 0
     for part in source.parts:
-        if not part.procedural:
-            for row in range(len(part)):
-                with _told_where(part, row, label):
-                    usable[start + row] = encoder.fits(part[row])
+        usable = np.ones(len(part), bool)
+        for row in () if part.procedural else range(len(part)):
+            with _told_where(part, row, label):
+                fit = encoder.fit(part[row])
+            usable[row] = fit != "too long"
+            cut += fit == "cut"
+        parts.append(start + np.flatnonzero(usable))
         start += len(part)
-    return np.flatnonzero(usable)
+    return parts, cut
 
 
 def _encode_row(
@@ -245,12 +251,19 @@ def _encode_row(
     for step in range(min(_TRIES, len(part))):
         at = (row + step) % len(part)
         with _told_where(part, at, label):
-            prompt = encoder.encode(part[at], prompt_id)
+            prompt = encoder.encode(part[at], prompt_id, not part.procedural)
         if prompt is not None:
             return prompt
     raise UserError(
         f"{label}: {_TRIES} prompts of {part.name} one after the other are longer than "
         f"max_prompt_tokens={encoder.max_prompt_tokens}; raise it, or make the task easier"
+    )
+
+
+def _all_too_long(label: str, name: str, rows: int, encoder: PromptEncoder) -> UserError:
+    return UserError(
+        f"{label}: all {rows} prompts of {name} are longer than "
+        f"max_prompt_tokens={encoder.max_prompt_tokens}; raise it"
     )
 
 
@@ -260,4 +273,7 @@ def _told_where(part: Part, row: int, label: str) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        raise UserError(f"{label}: {part.where(row)}: {error}") from error
+        told = str(error)
+        if told.startswith(f"{label}: "):  # the reader of the file has told it
+            raise
+        raise UserError(f"{label}: {part.where(row)}: {told}") from error

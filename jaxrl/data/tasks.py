@@ -41,9 +41,10 @@ Options = Mapping[str, Any]
 
 
 class ArithmeticTask:
-    """Worked arithmetic, `37+85-46=` completed by `122-46=76`; the options are `Arithmetic`'s."""
+    """Worked arithmetic, `37+48-56=` completed by `85-56=29`; the options are `Arithmetic`'s."""
 
     procedural = True
+    columns = ()
 
     def __init__(self, task: Arithmetic, split: Split, size: int, name: str = "arithmetic"):
         self.name = name
@@ -51,6 +52,9 @@ class ArithmeticTask:
 
     def where(self, index: int) -> str:
         return f"{self.name}, row {index}"
+
+    def digest(self) -> str:
+        return _digest_task(self, self._task, self._split)
 
     def __len__(self) -> int:
         return self._size
@@ -66,6 +70,7 @@ class ReasoningGymTask:
     """One data set of reasoning-gym (extra `tasks`), scored by its own `score_answer`."""
 
     procedural = True
+    columns = ()
 
     def __init__(
         self, dataset: str, options: Options, seed: int, split: Split, size: int, label: str
@@ -78,6 +83,9 @@ class ReasoningGymTask:
 
     def where(self, index: int) -> str:
         return f"{self.name}, row {index}"
+
+    def digest(self) -> str:
+        return _digest_task(self, sorted(self._options.items()), self._seed, self._split)
 
     def __len__(self) -> int:
         return self._size
@@ -230,6 +238,12 @@ def _literal(text: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError:
         return text
+
+
+def _digest_task(task: Part, *settings: object) -> str:
+    """The first row stands for the program that makes the rows: another version may make others."""
+    told = (task.name, len(task), settings, task[0].prompt)
+    return hashlib.sha256(repr(told).encode()).hexdigest()
 
 
 def _digest(text: str) -> bytes:

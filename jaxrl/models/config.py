@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 from jaxrl.errors import UserError
 
@@ -74,7 +75,10 @@ class DecoderConfig:
         if self.n_heads % self.n_kv_heads:
             raise UserError(
                 f"n_heads={self.n_heads} is not a multiple of n_kv_heads={self.n_kv_heads}"
+                " (num_attention_heads, num_key_value_heads)"
             )
+        if self.head_dim % 2:
+            raise UserError(f"head_dim={self.head_dim} is odd: dims are rotated in pairs")
 
     @property
     def n_params(self) -> int:
@@ -101,31 +105,26 @@ class DecoderConfig:
                 f"model_type={family!r} is not supported; supported: {', '.join(FAMILIES)}"
             )
         _refuse_variants(raw)
-        heads = int(raw["num_attention_heads"])
-        d_model = int(raw["hidden_size"])
+        heads = _size(raw, "num_attention_heads")
+        d_model = _size(raw, "hidden_size")
         theta, scaling = _rope(raw)
-        eos = raw.get("eos_token_id")
         return cls(
             family=family,
-            vocab_size=int(raw["vocab_size"]),
+            vocab_size=_size(raw, "vocab_size"),
             d_model=d_model,
-            n_layers=int(raw["num_hidden_layers"]),
+            n_layers=_size(raw, "num_hidden_layers"),
             n_heads=heads,
-            n_kv_heads=int(_or(raw.get("num_key_value_heads"), heads)),
-            head_dim=int(
-                _or(raw.get("head_dim"), _or(FAMILIES[family].head_dim, d_model // heads))
-            ),
-            d_ff=int(raw["intermediate_size"]),
+            n_kv_heads=_size(raw, "num_key_value_heads", heads),
+            head_dim=_size(raw, "head_dim", _or(FAMILIES[family].head_dim, d_model // heads)),
+            d_ff=_size(raw, "intermediate_size"),
             rope_theta=theta,
             rope_scaling=scaling,
-            rms_norm_eps=float(_or(raw.get("rms_norm_eps"), 1e-6)),
+            rms_norm_eps=_number(raw, "rms_norm_eps", 1e-6),
             tie_embeddings=bool(_or(raw.get("tie_word_embeddings"), False)),
             attention_bias=FAMILIES[family].attention_bias,
             qk_norm=FAMILIES[family].qk_norm,
-            max_positions=int(_or(raw.get("max_position_embeddings"), 2048)),
-            eos_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),),
-            bos_id=raw.get("bos_token_id"),
-            pad_id=raw.get("pad_token_id"),
+            max_positions=_size(raw, "max_position_embeddings", 2048),
+            **special_ids(raw),
         )
 
     def to_hf(self, dtype: str) -> dict[str, Any]:
@@ -171,8 +170,61 @@ class DecoderConfig:
         return raw
 
 
+class SpecialIds(TypedDict):
+    """Those fields of `DecoderConfig`."""
+
+    eos_ids: tuple[int, ...]
+    bos_id: int | None
+    pad_id: int | None
+
+
+def special_ids(raw: Mapping[str, Any]) -> SpecialIds:
+    """The tokens that a `config.json` or a `generation_config.json` names."""
+    eos = raw.get("eos_token_id")
+    several = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    for key, ids in (
+        ("eos_token_id", several),
+        ("bos_token_id", [_or(raw.get("bos_token_id"), 0)]),
+        ("pad_token_id", [_or(raw.get("pad_token_id"), 0)]),
+    ):
+        if not all(type(i) is int for i in ids):
+            raise UserError(f"{key}={raw[key]!r} is no token id: a whole number is needed, or null")
+    return {
+        "eos_ids": tuple(several),
+        "bos_id": raw.get("bos_token_id"),
+        "pad_id": raw.get("pad_token_id"),
+    }
+
+
+def check_special_ids(config: DecoderConfig) -> None:
+    """Refuses an end or padding token that has no row in the embedding."""
+    for key, ids in (("eos_token_id", config.eos_ids), ("pad_token_id", (config.pad_id,))):
+        for i in ids:
+            if i is not None and not 0 <= i < config.vocab_size:
+                raise UserError(
+                    f"{key}={i} is no token of a vocabulary of {config.vocab_size} (vocab_size):"
+                    " set it to one that is, or to null"
+                )
+
+
 def _or(value: Any, default: Any) -> Any:
     return default if value is None else value
+
+
+def _size(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """A whole number of at least 1; where it is absent or null, the default if there is one."""
+    value = raw[key] if default is None else _or(raw.get(key), default)
+    if type(value) is not int or value < 1:
+        raise UserError(f"{key}={value!r} must be a whole number of at least 1")
+    return value
+
+
+def _number(raw: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    """A number above 0; where it is absent or null, the default if there is one."""
+    value = raw[key] if default is None else _or(raw.get(key), default)
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise UserError(f"{key}={value!r} must be a number above 0")
+    return float(value)
 
 
 def _refuse_variants(raw: Mapping[str, Any]) -> None:
@@ -183,7 +235,8 @@ def _refuse_variants(raw: Mapping[str, Any]) -> None:
         raise UserError("use_sliding_window=true is not supported; full attention only")
     if any(kind != "full_attention" for kind in raw.get("layer_types") or ()):
         raise UserError("layer_types other than full_attention are not supported")
-    rotated = (raw.get("rope_parameters") or {}).get("partial_rotary_factor", 1.0)
+    rope = raw.get("rope_parameters")
+    rotated = rope.get("partial_rotary_factor", 1.0) if isinstance(rope, dict) else 1.0
     if raw.get("partial_rotary_factor", rotated) not in (1.0, None):
         raise UserError("partial_rotary_factor below 1 is not supported; all dims are rotated")
     if raw.get("mlp_bias") or (raw["model_type"] != "qwen2" and raw.get("attention_bias")):
@@ -192,19 +245,22 @@ def _refuse_variants(raw: Mapping[str, Any]) -> None:
 
 def _rope(raw: Mapping[str, Any]) -> tuple[float, Llama3Rope | LinearRope | None]:
     """Base frequency and scaling, from `rope_parameters` (transformers 5) or the older fields."""
+    for key in ("rope_parameters", "rope_scaling"):
+        if not isinstance(raw.get(key) or {}, dict):
+            raise UserError(f"{key}={raw[key]!r} must be an object, or null")
     params = raw.get("rope_parameters") or {}
-    scaling = dict(raw.get("rope_scaling") or params)
-    theta = float(_or(raw.get("rope_theta"), _or(params.get("rope_theta"), 10000.0)))
+    scaling = raw.get("rope_scaling") or params
+    theta = _number(raw, "rope_theta", _number(params, "rope_theta", 10000.0))
     kind = _or(scaling.get("rope_type"), _or(scaling.get("type"), "default"))
     if kind == "default":
         return theta, None
     if kind == "linear":
-        return theta, LinearRope(float(scaling["factor"]))
+        return theta, LinearRope(_number(scaling, "factor"))
     if kind == "llama3":
         return theta, Llama3Rope(
-            factor=float(scaling["factor"]),
-            low_freq_factor=float(scaling["low_freq_factor"]),
-            high_freq_factor=float(scaling["high_freq_factor"]),
-            original_max_positions=int(scaling["original_max_position_embeddings"]),
+            factor=_number(scaling, "factor"),
+            low_freq_factor=_number(scaling, "low_freq_factor"),
+            high_freq_factor=_number(scaling, "high_freq_factor"),
+            original_max_positions=_size(scaling, "original_max_position_embeddings"),
         )
     raise UserError(f"rope_type={kind!r} is not supported; supported: default, linear, llama3")

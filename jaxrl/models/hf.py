@@ -6,7 +6,8 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from jax.sharding import Mesh
 
 from jaxrl.errors import UserError
 from jaxrl.models import weights
-from jaxrl.models.config import DecoderConfig
+from jaxrl.models.config import DecoderConfig, check_special_ids, special_ids
 from jaxrl.models.decoder import Layout, Params
 
 SINGLE = "model.safetensors"
@@ -98,24 +99,22 @@ def read_config(path: str | os.PathLike[str]) -> DecoderConfig:
         raise UserError(
             f"model {str(path)!r}: no config.json in this folder; it is no model folder"
         )
-    try:
+    with _of_file(file):
         config = DecoderConfig.from_hf(_read_json(file))
-    except KeyError as missing:
-        raise UserError(f"{file}: the field {missing} is missing") from None
-    except UserError as error:
-        raise UserError(f"{file}: {error}") from None
+        check_special_ids(config)
     file = folder / "generation_config.json"
     if not file.is_file():
         return config
-    extra = _read_json(file)
-    eos = extra.get("eos_token_id")
-    more = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    return replace(
-        config,
-        eos_ids=tuple(dict.fromkeys((*config.eos_ids, *more))),
-        bos_id=extra.get("bos_token_id") if config.bos_id is None else config.bos_id,
-        pad_id=extra.get("pad_token_id") if config.pad_id is None else config.pad_id,
-    )
+    with _of_file(file):
+        more = special_ids(_read_json(file))
+        config = replace(
+            config,
+            eos_ids=tuple(dict.fromkeys((*config.eos_ids, *more["eos_ids"]))),
+            bos_id=more["bos_id"] if config.bos_id is None else config.bos_id,
+            pad_id=more["pad_id"] if config.pad_id is None else config.pad_id,
+        )
+        check_special_ids(config)
+    return config
 
 
 def load_params(
@@ -176,15 +175,26 @@ def write_folder(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        _write_json(partial / "config.json", config.to_hf(dtype))
-        _write_json(partial / "generation_config.json", _generation_config(config))
+        write_description(partial, config, dtype, tokenizer_from)
         _write_weights(partial, weights.tensor_shapes(config), read, dtype, shard_bytes)
-        if tokenizer_from is not None:
-            save_tokenizer(tokenizer_from, partial)
         _replace(partial, final)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return final
+
+
+def write_description(
+    folder: Path,
+    config: DecoderConfig,
+    dtype: str,
+    tokenizer_from: str | os.PathLike[str] | None = None,
+) -> None:
+    """All of a model folder but its weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_json(folder / "config.json", config.to_hf(dtype))
+    _write_json(folder / "generation_config.json", _generation_config(config))
+    if tokenizer_from is not None:
+        save_tokenizer(tokenizer_from, folder)
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -209,8 +219,11 @@ def save_tokenizer(source: str | os.PathLike[str], folder: Path) -> None:
 def _weight_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
     """The safetensors files, and which of them an index says should hold each tensor."""
     if (folder / INDEX).is_file():
-        weight_map = _read_json(folder / INDEX).get("weight_map", {})
-        file_of = {name: folder / file for name, file in weight_map.items()}
+        with _of_file(folder / INDEX):
+            weight_map = _read_json(folder / INDEX).get("weight_map")
+            if not isinstance(weight_map, dict) or not weight_map:
+                raise UserError("`weight_map` names no file of weights")
+        file_of = {name: folder / str(file) for name, file in weight_map.items()}
         files = sorted(set(file_of.values()))
         for file in files:
             if not file.is_file():
@@ -242,17 +255,24 @@ def _read_header(file: Path) -> dict[str, _Entry]:
             header = json.loads(stream.read(length))
         except ValueError:
             raise UserError(f"{file}: no safetensors file: its header is not JSON") from None
+    if not isinstance(header, dict):
+        raise UserError(f"{file}: no safetensors file: its header is no JSON object")
     header.pop("__metadata__", None)
     entries: dict[str, _Entry] = {}
     for name, info in header.items():
-        shape = tuple(info["shape"])
-        start, stop = (8 + length + at for at in info["data_offsets"])
+        try:
+            stored, shape = str(info["dtype"]), tuple(map(int, info["shape"]))
+            start, stop = (8 + length + int(at) for at in info["data_offsets"])
+        except (KeyError, TypeError, ValueError):
+            raise UserError(
+                f"{file}: no safetensors file: its header tells no dtype, shape and data_offsets"
+                f" of tensor {name}"
+            ) from None
         if stop > size:
             raise UserError(
                 f"{file}: truncated: tensor {name} {list(shape)} ends at byte {stop},"
                 f" the file has {size}"
             )
-        stored = info["dtype"]
         width = STORED[stored].itemsize if stored in STORED else None
         if width is not None and stop - start != math.prod(shape) * width:
             raise UserError(
@@ -330,11 +350,27 @@ def _replace(source: Path, target: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+@contextmanager
+def _of_file(file: Path) -> Iterator[None]:
+    """What is wrong inside is told with the file."""
+    try:
+        yield
+    except KeyError as missing:
+        raise UserError(f"{file}: the field {missing} is missing") from None
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from None
+
+
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot be read: {error.strerror}") from None
     except ValueError as error:
-        raise UserError(f"{file}: not valid JSON: {error}") from None
+        raise UserError(f"not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"a JSON object is needed, this is {json.dumps(value)[:80]}")
+    return value
 
 
 def _write_json(file: Path, value: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -14,10 +15,12 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxrl.checkpoint.arrays import Saving, load_arrays, save_arrays
+from jaxrl.checkpoint.store import ACTOR
 from jaxrl.config import Config
 from jaxrl.errors import RunError
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import Params, cast, unstack
+from jaxrl.models.decoder import Params, abstract_params, cast, unstack
 from jaxrl.optimizer import learning_rate, make_optimizer, state_shardings
 from jaxrl.roles.microbatch import minibatch_rows, split_rows
 from jaxrl.runtime.worker import phase
@@ -72,6 +75,7 @@ class Actor:
         frozen: Mapping[str, Any],
         receiver: Any,
         run_dir: Path,
+        restore: Path | None = None,
     ):
         """
         Args:
@@ -80,29 +84,36 @@ class Actor:
             frozen: arrays on `mesh` that the loss reads and nobody trains (the teacher's head).
             receiver: shardings, in the unstacked layout, of the role that samples.
             run_dir: where the batch of a non-finite gradient is dumped.
+            restore: a checkpoint to go on from, in place of `load`.
         """
         self.config, self.model, self.mesh = config, model, mesh
         self.version = 0
         self._prepare, self._loss = prepare, loss
         self._frozen, self._receiver, self._run_dir = frozen, receiver, run_dir
         self._skipped_in_a_row = 0
+        self._saving: Saving | None = None
         c = config.actor
         self._rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
         per_batch = c.minibatches * c.epochs_per_batch
         self._rate = learning_rate(config.optimizer, config.steps * per_batch)
         moment_dtype = jnp.dtype(c.moment_dtype)
         optimizer = make_optimizer(config.optimizer, config.steps * per_batch, moment_dtype)
-        with phase("load"):
-            params = load(jnp.dtype(c.param_dtype))
         shardings = param_shardings(model, mesh)
-        moments = state_shardings(optimizer, params, shardings, mesh)
-        everywhere = NamedSharding(mesh, PartitionSpec())
-        placed: Any = TrainState(shardings, moments, everywhere)  # type: ignore[arg-type]
-        init = jax.jit(optimizer.init, out_shardings=moments)
-        zero = jax.device_put(np.int32(0), everywhere)
-        self.state = TrainState(params, init(params), zero)
+        abstract = abstract_params(model, jnp.dtype(c.param_dtype))
+        moments = state_shardings(optimizer, abstract, shardings, mesh)
+        self._everywhere = NamedSharding(mesh, PartitionSpec())
+        placed: Any = TrainState(shardings, moments, self._everywhere)  # type: ignore[arg-type]
+        if restore is None:
+            with phase("load"):
+                params = load(jnp.dtype(c.param_dtype))
+            init = jax.jit(optimizer.init, out_shardings=moments)
+            self.state = TrainState(params, init(params), self._scalar(0))
+        else:
+            with phase("restore"):
+                tree = {"params": abstract, "opt_state": jax.eval_shape(optimizer.init, abstract)}
+                self._restore(restore, tree, {"params": shardings, "opt_state": moments})
         self._update = jax.jit(
-            self._make_update(optimizer), donate_argnums=0, out_shardings=(placed, everywhere)
+            self._make_update(optimizer), donate_argnums=0, out_shardings=(placed, self._everywhere)
         )
         self._cast = jax.jit(
             lambda params, dtype: unstack(cast(params, dtype)),
@@ -164,6 +175,44 @@ class Actor:
         pairs = zip(jax.tree.leaves(cast), jax.tree.leaves(params), strict=True)
         moved = nbytes([new for old, new in pairs if new is not old])
         return Weights(version, params, moved, time.monotonic() - start)
+
+    def save(self, folder: Path, step: int) -> Saving:
+        """Starts to write what a later `restore` needs; `step` is checked.
+
+        Returns once the state is on the host; training may go on while it is written. Waits for an
+        earlier save that is still being written.
+        """
+        if step != self.version:
+            raise RuntimeError(f"asked to save step {step}, the actor holds {self.version}")
+        if self._saving is not None:
+            with phase("write the checkpoint before"), contextlib.suppress(Exception):
+                self._saving.wait()  # who asked for it is told what went wrong
+        counters = {
+            "version": self.version,
+            "updates": int(self.state.updates),
+            "skipped_in_a_row": self._skipped_in_a_row,
+        }
+        state = {"params": self.state.params, "opt_state": self.state.opt_state}
+        with phase(f"save step {step}"):
+            self._saving = save_arrays(folder / ACTOR, state | {"counters": counters})
+        return self._saving
+
+    def _restore(self, folder: Path, tree: Any, shardings: Any) -> None:
+        """Into the shapes, dtypes and shardings of this run, whatever they were."""
+        wanted = jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            tree,
+            shardings,
+        )
+        loaded = load_arrays(folder / ACTOR, wanted | {"counters": None})
+        counters = loaded["counters"]
+        self.version = counters["version"]
+        self._skipped_in_a_row = counters["skipped_in_a_row"]
+        updates = self._scalar(counters["updates"])
+        self.state = TrainState(loaded["params"], loaded["opt_state"], updates)
+
+    def _scalar(self, value: int) -> jax.Array:
+        return jax.device_put(np.int32(value), self._everywhere)
 
     def parameters(self) -> Params:
         """The policy as it is, in the stacked layout (for export at the end of a run)."""

@@ -121,6 +121,8 @@ class Sampler:
         e = self.config.eval
         sampling = SamplingParams(
             temperature=e.temperature,
+            top_k=e.top_k,
+            top_p=e.top_p,
             stop=self.config.sampling.stop,
             max_new_tokens=e.max_new_tokens or self.config.max_new_tokens,
             eos_ids=self._eos_ids,

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from jaxrl.errors import RunError, UserError
-from jaxrl.runtime.worker import DeadlineExceeded, Phase, WorkerError, enter
+from jaxrl.runtime.worker import DeadlineExceeded, Phase, Times, WorkerError, enter
 
 
 class Stopped(RunError):
@@ -38,8 +38,7 @@ class LocalFuture:
     kwargs: Mapping[str, Any]
     deadline: float
     """Seconds that the call itself may take, from its start."""
-    started: float | None = None
-    finished: float | None = None
+    times: Times = field(default_factory=Times)
     _once: bool = False
     _done: threading.Event = field(default_factory=threading.Event)
     _value: Any = None
@@ -47,13 +46,6 @@ class LocalFuture:
 
     def done(self) -> bool:
         return self._done.is_set()
-
-    @property
-    def seconds(self) -> float:
-        """Seconds the call took, waiting for its arguments excluded; 0 before its end."""
-        if self.started is None or self.finished is None:
-            return 0.0
-        return self.finished - self.started
 
     def once(self) -> LocalFuture:
         self._once = True
@@ -82,9 +74,9 @@ class LocalFuture:
         for arg in self.inputs():
             if not arg.done():
                 arg.check()
-        if self.started is None or self.done():
+        if self.times.started is None or self.done():
             return
-        elapsed = time.monotonic() - self.started
+        elapsed = time.monotonic() - self.times.started
         if elapsed > self.deadline:
             raise DeadlineExceeded(self.diagnosis(elapsed))
 
@@ -107,7 +99,7 @@ class LocalFuture:
 
     def _finish(self, value: Any = None, error: BaseException | None = None) -> None:
         self._value, self._error = value, error
-        self.finished = time.monotonic()
+        self.times.finished = time.monotonic()
         self._done.set()
 
 
@@ -201,7 +193,7 @@ class LocalWorker:
             args = [self._value(arg) for arg in call.args]
             kwargs = {key: self._value(arg) for key, arg in call.kwargs.items()}
             self._enter(name)
-            call.started = time.monotonic()
+            call.times.started = time.monotonic()
             if call.method == "start":
                 self._roles[call.role] = args[0]()
                 value = None
@@ -268,7 +260,7 @@ def stop_all(workers: Sequence[LocalWorker], timeout: float) -> bool:
 def done_future(value: Any) -> LocalFuture:
     """A future that holds `value` already."""
     future = LocalFuture(_NOBODY, "driver", "value", (), {}, deadline=0.0)
-    future.started = time.monotonic()
+    future.times.started = time.monotonic()
     future._finish(value)
     return future
 

@@ -71,18 +71,28 @@ def enter(worker_phase: Phase, asked_to_stop: Callable[[], bool]) -> None:
     _here.phase, _here.stopping = worker_phase, asked_to_stop
 
 
+@dataclass
+class Times:
+    """When a call ran, in `time.monotonic` seconds; it may be kept without the call's value."""
+
+    started: float | None = None
+    """None while queued or waiting for arguments."""
+    finished: float | None = None
+    """None before the end."""
+
+    @property
+    def seconds(self) -> float:
+        """How long the call took, waiting for its arguments excluded; 0 before its end."""
+        if self.started is None or self.finished is None:
+            return 0.0
+        return self.finished - self.started
+
+
 class Future(Protocol):
     """The result of a call, now or later. It may be an argument of another call."""
 
     @property
-    def started(self) -> float | None:
-        """`time.monotonic` seconds; None while queued or waiting for arguments."""
-        ...
-
-    @property
-    def finished(self) -> float | None:
-        """`time.monotonic` seconds; None before the end."""
-        ...
+    def times(self) -> Times: ...
 
     def done(self) -> bool: ...
 
@@ -93,9 +103,6 @@ class Future(Protocol):
     def result(self) -> Any:
         """Waits. Raises DeadlineExceeded, or WorkerError with the worker's traceback."""
         ...
-
-    @property
-    def seconds(self) -> float: ...
 
 
 class Handle(Protocol):

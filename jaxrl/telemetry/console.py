@@ -54,8 +54,15 @@ def describe(row: Row) -> list[tuple[str, str]]:
         if name not in row or (name in _SHOWN_WHEN_POSITIVE and not row[name]):
             continue
         value = row[name]
-        shown.append((label, "not finite" if value is None else format(value, form)))
+        text = "not finite" if value is None else format(value, form) + _interval(row, name)
+        shown.append((label, text))
     return shown
+
+
+def _interval(row: Row, name: str) -> str:
+    """Half the width of the fraction's 95% interval, in points, where the row has one."""
+    low, high = row.get(f"{name}_low"), row.get(f"{name}_high")
+    return "" if low is None or high is None else f" ±{50 * (high - low):.1f}"
 
 
 def format_seconds(seconds: float) -> str:
@@ -94,18 +101,25 @@ class Console:
         logging: LoggingConfig,
         *,
         steps: int,
+        start: int = 0,
         out: IO[str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """
+        Args:
+            start: batches trained by an earlier process.
+        """
         self._out = sys.stdout if out is None else out
         self._steps = steps
+        self._first = start + 1 if start else 0
+        """The first row that comes; 0 is the one before training."""
         self._every = logging.every
         self.mode: Mode = logging.console
         if self.mode == "auto":
             self.mode = "rich" if self._out.isatty() else "plain"
         self._lock = threading.Lock()
         self._eta = Eta(steps, clock)
-        self._display = _Display(steps, self._out) if self.mode == "rich" else None
+        self._display = _Display(start, steps, self._out) if self.mode == "rich" else None
         self._due = True
 
     def __enter__(self) -> Self:
@@ -130,7 +144,7 @@ class Console:
             if self._display is not None:
                 self._display.step(row, eta)
                 return
-            ends = (0, self._steps)
+            ends = (self._first, self._steps)
             self._due = step % self._every == 0 or step in ends or "eval/accuracy" in row
             if self.mode == "plain" and self._due:
                 self._print(_plain_line(row, self._steps, eta))
@@ -185,7 +199,7 @@ def _sample_line(sample: Sample) -> str:
 class _Display:
     """The live display: progress bar, latest numbers, latest samples. Its caller holds the lock."""
 
-    def __init__(self, steps: int, out: IO[str]) -> None:
+    def __init__(self, start: int, steps: int, out: IO[str]) -> None:
         self._console = rich.console.Console(file=out, force_terminal=True, highlight=False)
         self._progress = Progress(
             TextColumn("step"),
@@ -196,7 +210,7 @@ class _Display:
             expand=True,
             auto_refresh=False,
         )
-        self._task = self._progress.add_task("", total=steps, eta="eta -:--")
+        self._task = self._progress.add_task("", total=steps, completed=start, eta="eta -:--")
         self._latest: dict[str, Any] = {}
         self._samples: Sequence[Sample] = ()
         self._live: Live | None = None
@@ -242,7 +256,7 @@ class _Display:
         return Columns(numbers, padding=(0, 3))
 
 
-_EVALUATION = ("eval/accuracy", "teacher/accuracy")
+_EVALUATION = ("eval/accuracy", "eval/accuracy_low", "eval/accuracy_high", "teacher/accuracy")
 
 
 def _sample_table(samples: Sequence[Sample]) -> Table:

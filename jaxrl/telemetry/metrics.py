@@ -1,5 +1,7 @@
 """The numbers of a run: the one table of their names, and the writers of its two JSON files.
 
+    python -m jaxrl.telemetry.metrics > docs/metrics.md
+
 ``metrics.jsonl`` holds one JSON object a step. The row of ``step: 0`` carries the first evaluation.
 A value that is not finite is written as null, for JSON has no NaN.
 """
@@ -9,13 +11,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
+import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import IO, Any, Literal, Self, SupportsFloat
+from typing import Any, Literal, Self, SupportsFloat
 
+from jaxrl import cli
 from jaxrl.errors import UserError, near
+from jaxrl.telemetry.lines import LineFile, to_stderr
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
@@ -29,7 +36,43 @@ class Metric:
     meaning: str
 
 
-_ROLES = ("actor", "rollout", "teacher")
+PLACEHOLDERS = {
+    "role": "actor|rollout|teacher",
+    "k": "[1-9][0-9]*",
+    "set": "[A-Za-z0-9_.-]+",
+}
+"""What may stand for the variable part of a name in ``METRICS``."""
+
+
+def _with_interval(names: Mapping[str, Metric]) -> dict[str, Metric]:
+    """Each name with the two ends of its 95% interval."""
+    table = {}
+    for name, metric in names.items():
+        table[name] = metric
+        for end, word in (("low", "lower"), ("high", "upper")):
+            table[f"{name}_{end}"] = Metric(
+                metric.unit, f"{word} end of the 95% interval of `{name}`"
+            )
+    return table
+
+
+def _evaluation(prefix: str, where: str) -> dict[str, Metric]:
+    """What an evaluation tells of one set of held-out prompts, or of all of them."""
+    rates = {
+        f"{prefix}/accuracy": Metric("fraction", f"mean verifier score on {where} (mean@k)"),
+        f"{prefix}/pass@{{k}}": Metric(
+            "fraction", f"chance that at least one of k samples is right, on {where}"
+        ),
+    }
+    return {
+        **_with_interval(rates),
+        f"{prefix}/unjudged": Metric("completions", f"not judged, so left out, on {where}"),
+        f"{prefix}/mean_completion_tokens": Metric("tokens", f"mean completion length on {where}"),
+        f"{prefix}/truncated_fraction": Metric(
+            "fraction", f"completions cut at their limit, on {where}"
+        ),
+    }
+
 
 METRICS: dict[str, Metric] = {
     "step": Metric("batches", "batches trained so far; 0 is the row before training"),
@@ -65,22 +108,45 @@ METRICS: dict[str, Metric] = {
     "time/evaluate_s": Metric("s", "evaluation"),
     "weights/sync_bytes": Metric("bytes", "moved in the weight sync, shared leaves left out"),
     "weights/sync_gbps": Metric("GB/s", "sync_bytes over time/weight_sync_s, GB = 1e9 bytes"),
-    "eval/accuracy": Metric("fraction", "mean verifier score on the held-out prompts"),
-    "eval/mean_completion_tokens": Metric("tokens", "mean completion length in the evaluation"),
-    "eval/truncated_fraction": Metric("fraction", "evaluation completions cut at their limit"),
+    "time/checkpoint_s": Metric("s", "writing the newest finished checkpoint, beside training"),
+    "checkpoint/step": Metric("batches", "batches trained into the newest finished checkpoint"),
+    "checkpoint/bytes": Metric("bytes", "size of the newest finished checkpoint"),
+    **_evaluation("eval", "the held-out prompts"),
+    **_evaluation("eval/{set}", "the held-out set of that name, where `data.eval` names several"),
     "teacher/accuracy": Metric("fraction", "the teacher's accuracy on the same prompts, step 0"),
     "data/epoch": Metric("passes", "passes over the training data, with a fraction"),
-    **{
-        f"memory/{role}/peak_bytes": Metric("bytes", f"peak in use on a device of {role} so far")
-        for role in _ROLES
-    },
+    "memory/{role}/peak_bytes": Metric("bytes", "peak in use on a device of the role so far"),
+    "memory/{role}/planned": Metric(
+        "flag", "1 where peak_bytes is the plan's figure, for the platform tells none"
+    ),
 }
-"""Every name that may stand in a row."""
+"""Every name that may stand in a row; ``{...}`` stands for what ``PLACEHOLDERS`` says."""
 
-_WHOLE = ("batches", "updates", "steps", "bytes")
+_WHOLE = ("batches", "updates", "steps", "bytes", "completions", "flag")
 """Units that are counts: written without a decimal point."""
 
 Value = SupportsFloat | None
+
+
+@cache
+def _patterns() -> tuple[tuple[re.Pattern[str], Metric], ...]:
+    """The names with a variable part, as regular expressions."""
+    found = []
+    for name, metric in METRICS.items():
+        if "{" in name:
+            pattern = re.escape(name).replace(r"\{", "{").replace(r"\}", "}")
+            for variable, allowed in PLACEHOLDERS.items():
+                pattern = pattern.replace(f"{{{variable}}}", f"(?:{allowed})")
+            found.append((re.compile(pattern), metric))
+    return tuple(found)
+
+
+def describe(name: str) -> Metric | None:
+    """What ``name`` means; None where the table does not have it."""
+    if name in METRICS and "{" not in name:
+        return METRICS[name]
+    matches = (metric for pattern, metric in _patterns() if pattern.fullmatch(name))
+    return next(matches, None)
 
 
 def _plain(name: str, value: Value) -> int | float | None:
@@ -95,36 +161,69 @@ def _plain(name: str, value: Value) -> int | float | None:
         raise TypeError(f"metric {name} must be one number, got {type(value).__name__}") from error
     if not math.isfinite(number):
         return None
-    return int(number) if METRICS[name].unit in _WHOLE and number.is_integer() else number
+    metric = describe(name)
+    whole = metric is not None and metric.unit in _WHOLE and number.is_integer()
+    return int(number) if whole else number
+
+
+def _row(step: int, metrics: Mapping[str, Value]) -> dict[str, int | float | None]:
+    unknown = [name for name in metrics if describe(name) is None]
+    if unknown:
+        hint = near(unknown[0], METRICS)
+        raise ValueError(f"metric {unknown[0]!r} is not documented in METRICS{hint}")
+    if metrics.get("step", step) != step:
+        raise ValueError(f"row of step {step} carries step={metrics['step']}")
+    return {"step": step} | {name: _plain(name, value) for name, value in metrics.items()}
+
+
+def _line(row: Mapping[str, int | float | None]) -> str:
+    return json.dumps(row, allow_nan=False)
 
 
 class MetricsWriter:
-    """Appends rows to ``metrics.jsonl``, flushing each; steps rise, names stand in ``METRICS``."""
+    """Appends rows to ``metrics.jsonl``, each at once; steps rise, names stand in ``METRICS``.
 
-    def __init__(self, path: str | Path) -> None:
-        self.rows: list[dict[str, int | float | None]] = []
-        """Every row written, as in the file."""
-        self._file: IO[str] = open(path, "w", encoding="utf-8")  # noqa: SIM115 - closed by close()
+    A disk that takes no more is told once and ends nothing: the rows stay in ``rows``.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        after: int | None = None,
+        told: Callable[[str], None] = to_stderr,
+    ) -> None:
+        """
+        Args:
+            after: go on with the file's rows up to this step; later ones and a torn last line are
+                cut. None: a new file.
+        """
+        rows, size = ([], 0) if after is None else _kept(Path(path), after)
+        self.rows: list[dict[str, int | float | None]] = rows
+        """Every row of the run, as in the file."""
+        self._file = LineFile(path, size, told)
         self._lock = threading.Lock()
-        self._last_step = -1
+        self._last_step = -1 if after is None else after
 
     def write(self, step: int, metrics: Mapping[str, Value]) -> dict[str, int | float | None]:
         """Writes and returns the row of one step."""
-        unknown = [name for name in metrics if name not in METRICS]
-        if unknown:
-            hint = near(unknown[0], METRICS)
-            raise ValueError(f"metric {unknown[0]!r} is not documented in METRICS{hint}")
-        if metrics.get("step", step) != step:
-            raise ValueError(f"row of step {step} carries step={metrics['step']}")
-        row = {"step": step} | {name: _plain(name, value) for name, value in metrics.items()}
+        row = _row(step, metrics)
         with self._lock:
             if step <= self._last_step:
                 raise ValueError(f"step {step} after step {self._last_step}: steps must rise")
             self._last_step = step
-            self._file.write(json.dumps(row, allow_nan=False) + "\n")
-            self._file.flush()
             self.rows.append(row)
+            self._file.append([_line(row)])
         return row
+
+    def amend(self, step: int, metrics: Mapping[str, Value]) -> dict[str, int | float | None]:
+        """Adds to the newest row, which must be of ``step``; returns all of it."""
+        with self._lock:
+            if not self.rows or self.rows[-1]["step"] != step:
+                raise ValueError(f"the newest row is not of step {step}")
+            old = self.rows[-1]
+            self.rows[-1] = old | _row(step, metrics)
+            self._file.replace_last(_line(old), _line(self.rows[-1]))
+            return self.rows[-1]
 
     def close(self) -> None:
         self._file.close()
@@ -136,6 +235,38 @@ class MetricsWriter:
         self.close()
 
 
+def _kept(path: Path, after: int) -> tuple[list[dict[str, Any]], int]:
+    """The rows with a step of at most ``after``, and the bytes of the file that hold them.
+
+    Steps never fall in these files, so the rows to keep are the first ones.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return [], 0
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    rows: list[dict[str, Any]] = []
+    size = 0
+    for number, line in enumerate(lines, start=1):
+        row = _parse(path, number, line)
+        if row["step"] > after:
+            break
+        rows.append(row)
+        size += len(line) + 1
+    return rows, size
+
+
+def _parse(path: Path, number: int, line: str | bytes) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{path}, line {number}: not JSON: {error}") from error
+    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+        raise UserError(f"{path}, line {number}: no object with a step")
+    return row
+
+
 def read_metrics(run: str | Path) -> list[dict[str, Any]]:
     """Rows of a run directory or of its ``metrics.jsonl``; a torn last line is left out."""
     path = Path(run)
@@ -145,13 +276,7 @@ def read_metrics(run: str | Path) -> list[dict[str, Any]]:
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     # Every whole line ends with a newline, so what follows the last one is torn (or empty).
-    rows = []
-    for number, line in enumerate(lines[:-1], start=1):
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise UserError(f"{path}, line {number}: not JSON: {error.msg}") from error
-    return rows
+    return [_parse(path, number, line) for number, line in enumerate(lines[:-1], start=1)]
 
 
 @dataclass(frozen=True)
@@ -176,19 +301,29 @@ class Sample:
 
 
 class SamplesWriter:
-    """Appends completions to ``samples.jsonl``, one JSON object a line, flushing each batch."""
+    """Appends completions to ``samples.jsonl``, one JSON object a line, each batch at once.
 
-    def __init__(self, path: str | Path) -> None:
-        self._file: IO[str] = open(path, "w", encoding="utf-8")  # noqa: SIM115 - closed by close()
+    As in ``MetricsWriter``, a disk that takes no more ends nothing.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        after: int | None = None,
+        told: Callable[[str], None] = to_stderr,
+    ) -> None:
+        """
+        Args:
+            after: as in ``MetricsWriter``.
+        """
+        size = 0 if after is None else _kept(Path(path), after)[1]
+        self._file = LineFile(path, size, told)
         self._lock = threading.Lock()
 
     def write(self, samples: Sequence[Sample]) -> None:
-        text = "".join(
-            json.dumps(dataclasses.asdict(sample), ensure_ascii=False) + "\n" for sample in samples
-        )
+        lines = [json.dumps(dataclasses.asdict(s), ensure_ascii=False) for s in samples]
         with self._lock:
-            self._file.write(text)
-            self._file.flush()
+            self._file.append(lines)
 
     def close(self) -> None:
         self._file.close()
@@ -198,3 +333,35 @@ class SamplesWriter:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def markdown() -> str:
+    """The page docs/metrics.md."""
+    lines = [
+        "# Metrics",
+        "",
+        "Every name that a row of `metrics.jsonl` may have, and with it TensorBoard, wandb and",
+        "mlflow (which writes `@` as `_at_`). Made from the table in",
+        "[jaxrl/telemetry/metrics.py](../jaxrl/telemetry/metrics.py) by",
+        "`python -m jaxrl.telemetry.metrics > docs/metrics.md`.",
+        "",
+        "A row has the names that its step measured. `null` is a value that was not finite.",
+        "`{role}` is a role of the run, `{set}` a name in `data.eval`, `{k}` a number of samples:",
+        "the powers of two up to `eval.samples`, and `eval.samples` itself.",
+        "",
+        "| name | unit | meaning |",
+        "|---|---|---|",
+    ]
+    lines += [
+        f"| `{name}` | {metric.unit} | {metric.meaning} |" for name, metric in METRICS.items()
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: Sequence[str]) -> None:
+    cli.Parser("python -m jaxrl.telemetry.metrics", "Prints the page docs/metrics.md.").parse(argv)
+    print(markdown(), end="")
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main))

@@ -1,5 +1,7 @@
 """Draws the curves of runs: divergence or loss, agreement, accuracy and the teacher's, speed.
 
+Accuracies have their 95% interval as a band; named held-out sets and pass@k have panels too.
+
     python -m jaxrl.telemetry.plot RUN [RUN ...] -o curves.png
 
 A RUN is a run directory or a metrics.jsonl. Needs matplotlib (the extra `plot`).
@@ -7,6 +9,7 @@ A RUN is a run directory or a metrics.jsonl. Needs matplotlib (the extra `plot`)
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxrl import cli
 from jaxrl.errors import UserError
-from jaxrl.telemetry.metrics import METRICS, METRICS_FILE, read_metrics
+from jaxrl.telemetry.metrics import METRICS_FILE, Metric, describe, read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,6 +34,8 @@ PANELS = (
     "tokens/per_second",
 )
 """One panel each, left to right; a metric that no run has gets none."""
+MORE = re.compile(r"eval/([^/]+/accuracy|pass@\d+)")
+"""Further panels, after those: named held-out sets, and pass@k."""
 SUFFIXES = (".png", ".svg", ".pdf")
 
 
@@ -47,7 +52,7 @@ def draw(runs: Mapping[str, Rows]) -> Figure:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise UserError("plots need matplotlib: pip install 'jaxrl[plot]'") from error
-    panels = [name for name in PANELS if any(series(rows, name)[0] for rows in runs.values())]
+    panels = _panels(runs)
     if not panels:
         raise UserError(f"nothing to draw: no run has any of {', '.join(PANELS)}")
     figure = Figure(figsize=(4.5 * len(panels), 3.2), layout="constrained")
@@ -55,9 +60,10 @@ def draw(runs: Mapping[str, Rows]) -> Figure:
     for axes, name in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         for index, (label, rows) in enumerate(runs.items()):
             _draw_run(axes, name, label, rows, color=f"C{index}")
-        axes.set_title(f"{name} ({METRICS[name].unit})", fontsize=10)
+        unit = _known(name).unit
+        axes.set_title(f"{name} ({unit})", fontsize=10)
         axes.set_xlabel("step")
-        if METRICS[name].unit == "fraction":
+        if unit == "fraction":
             axes.set_ylim(0, 1.02)
         elif name != "distill/reverse_kl_k1":  # an estimate: it may be negative
             axes.set_ylim(bottom=0)
@@ -67,10 +73,26 @@ def draw(runs: Mapping[str, Rows]) -> Figure:
     return figure
 
 
+def _panels(runs: Mapping[str, Rows]) -> list[str]:
+    """Names that some run has a point of."""
+    names = {name for rows in runs.values() for row in rows for name in row}
+    more = sorted(name for name in names if MORE.fullmatch(name))
+    return [n for n in (*PANELS, *more) if any(series(rows, n)[0] for rows in runs.values())]
+
+
+def _known(name: str) -> Metric:
+    metric = describe(name)
+    assert metric is not None, f"{name} stands in no table"
+    return metric
+
+
 def _draw_run(axes: Axes, name: str, label: str, rows: Rows, color: str) -> None:
     steps, values = series(rows, name)
-    marker = "o" if name == "eval/accuracy" else ""
+    marker = "o" if name.startswith("eval/") else ""
     axes.plot(steps, values, color=color, label=label, marker=marker, markersize=3)
+    (at, low), (also_at, high) = (series(rows, f"{name}_{end}") for end in ("low", "high"))
+    if at and at == also_at:
+        axes.fill_between(at, low, high, color=color, alpha=0.15, linewidth=0)
     _, teacher = series(rows, "teacher/accuracy")
     if name == "eval/accuracy" and teacher:
         axes.axhline(teacher[0], color=color, linestyle="--", label=f"{label}: teacher")

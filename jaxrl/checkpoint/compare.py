@@ -1,0 +1,63 @@
+"""Whether a run may go on with another config."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from jaxrl import config_keys
+from jaxrl.config import Config
+from jaxrl.errors import UserError
+
+FREE = re.compile(
+    r"mesh|name|run_dir|resume|compile_cache|launcher"
+    r"|(checkpoint|deadlines|logging|offload)\..*|.*\.(parallel\.\w+|devices)"
+)
+"""Keys that change where and how a run works, never what it computes."""
+TOLD = re.compile(r"\w+\.(dtype|param_dtype|moment_dtype)|steps")
+"""Keys that may change, and are told: numbers differ from then on."""
+_ABSENT = object()
+
+
+def compare(old: dict[str, Any], new: Config, run_dir: Any) -> list[str]:
+    """What changed and matters, as lines to tell.
+
+    Args:
+        old: the mapping in the run directory's `config.yaml`.
+
+    Raises:
+        UserError: the run is another one; the keys that differ are named.
+    """
+    told: list[str] = []
+    refused: list[str] = []
+    asked = new.model_dump(mode="json")
+    for key in config_keys.keys(Config):
+        now = _at(asked, key.path)
+        before = _at(old, key.path)
+        if before is _ABSENT:  # a key that the jaxrl of that run did not have
+            before = list(key.default) if isinstance(key.default, tuple) else key.default
+        if before == now or FREE.fullmatch(key.path):
+            continue
+        line = f"{key.path}: {_shown(before)} there, {_shown(now)} now"
+        fewer = key.path == "steps" and now < before
+        (told if TOLD.fullmatch(key.path) and not fewer else refused).append(line)
+    if refused:
+        raise UserError(
+            f"run_dir={run_dir} holds a run with another config:\n  "
+            + "\n  ".join(refused[:8] + ([f"and {len(refused) - 8} more"] if refused[8:] else []))
+            + "\nname another run_dir (or name), or set these back to go on with that run"
+        )
+    return told
+
+
+def _at(mapping: Any, path: str) -> Any:
+    for part in path.split("."):
+        if not isinstance(mapping, dict) or part not in mapping:
+            return _ABSENT
+        mapping = mapping[part]
+    return mapping
+
+
+def _shown(value: Any) -> str:
+    text = "null" if value is None else str(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,191 @@
+"""The folder of a run's checkpoints: which are whole, which to use, which to keep."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jaxrl.errors import UserError
+
+FOLDER = "checkpoints"
+MANIFEST = "manifest.json"
+ACTOR = "actor"
+MODEL = "model"
+CONFIG = "config.yaml"
+FORMAT = 1
+_READ = 1 << 24
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What `manifest.json` says."""
+
+    step: int
+    """Batches trained."""
+    optimizer_step: int
+    """Optimizer updates."""
+    in_flight: tuple[int, ...]
+    """Batches generated but not yet trained on; each has a file."""
+    schedule: dict[str, Any]
+    """Its name, batches generated, batches trained; what is scored is scored again."""
+    data: dict[str, Any]
+    """Seed, next batch, next prompt, epoch, and the fingerprint of the training data."""
+    accuracy: float | None
+    """`eval/accuracy` of these weights, where they were evaluated."""
+    versions: dict[str, str]
+    """Of the libraries that wrote it."""
+    files: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Path in the folder -> (bytes, CRC-32)."""
+    format: int = FORMAT
+
+    @property
+    def nbytes(self) -> int:
+        return sum(size for size, _ in self.files.values())
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder with a manifest."""
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step
+
+
+class Damaged(UserError):
+    """A checkpoint that cannot be used; the message says why."""
+
+
+def rollout_file(index: int) -> str:
+    return f"rollout_{index}.npz"
+
+
+def read(path: Path) -> Checkpoint:
+    """The checkpoint in the folder `path`, its files not yet looked at. Raises Damaged."""
+    try:
+        told = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        if told["format"] != FORMAT:
+            raise Damaged(f"{path}: written by another jaxrl (format {told['format']})")
+        told["files"] = {name: (size, crc) for name, (size, crc) in told["files"].items()}
+        told["in_flight"] = tuple(told["in_flight"])
+        return Checkpoint(path, Manifest(**told))
+    except OSError as error:
+        raise Damaged(f"{path / MANIFEST}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Damaged(f"{path / MANIFEST} cannot be understood: {error}") from error
+
+
+def verify(checkpoint: Checkpoint) -> None:
+    """Raises Damaged for the first file that is missing, cut or changed."""
+    for name, (size, crc) in checkpoint.manifest.files.items():
+        file = checkpoint.path / name
+        try:
+            found = file.stat().st_size
+            if found != size:
+                raise Damaged(f"{file} has {found} bytes, {size} were written")
+            if _checksum(file) != crc:
+                raise Damaged(f"{file} is not what was written (its checksum differs)")
+        except OSError as error:
+            raise Damaged(f"{file}: {error.strerror}") from error
+
+
+def folders(run_dir: Path) -> list[Path]:
+    """Folders with a manifest, the newest first."""
+    found = [path for path in (run_dir / FOLDER).glob("*") if path.name.isdigit()]
+    whole = [path for path in found if (path / MANIFEST).exists()]
+    return sorted(whole, key=lambda path: int(path.name), reverse=True)
+
+
+def newest(run_dir: Path, tell: Callable[[str], None]) -> Checkpoint | None:
+    """The newest usable checkpoint; None where the run has not written any.
+
+    A damaged one is told, moved aside as `STEP.damaged`, and the one before is looked at.
+
+    Raises:
+        UserError: there are checkpoints, and none is usable.
+    """
+    all_folders = folders(run_dir)
+    for path in all_folders:
+        try:
+            checkpoint = read(path)
+            verify(checkpoint)
+            return checkpoint
+        except Damaged as error:
+            aside = path.with_name(f"{path.name}.damaged")
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+            tell(f"checkpoint {path.name} cannot be used: {error}; it is now {aside}")
+    if all_folders:
+        raise UserError(
+            f"{run_dir}: none of its {len(all_folders)} checkpoints can be used;"
+            " --resume never begins anew"
+        )
+    return None
+
+
+def sweep(run_dir: Path) -> list[Path]:
+    """Removes what killed saves and removals left; what was removed."""
+    left = [
+        path
+        for path in (run_dir / FOLDER).glob("*")
+        if path.name.isdigit() and not (path / MANIFEST).exists()
+    ]
+    for path in left:
+        shutil.rmtree(path, ignore_errors=True)
+    return left
+
+
+def commit(path: Path, manifest: Manifest) -> Checkpoint:
+    """Makes the folder `path`, whose files are written, a checkpoint: all of it or nothing."""
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    listed = {str(f.relative_to(path)): (f.stat().st_size, _checksum(f)) for f in files}
+    whole = Manifest(**{**asdict(manifest), "files": listed})
+    partial = path / f"{MANIFEST}.partial"
+    with open(partial, "w", encoding="utf-8") as out:
+        json.dump(asdict(whole), out, indent=1)
+        out.flush()
+        os.fsync(out.fileno())
+    partial.rename(path / MANIFEST)
+    shutil.rmtree(path.with_name(f"{path.name}.damaged"), ignore_errors=True)
+    return Checkpoint(path, whole)
+
+
+def prune(run_dir: Path, keep_last: int, keep_best: int) -> None:
+    """Removes all but the newest `keep_last` and the `keep_best` of the highest accuracy; what
+    cannot be read is left alone.
+    """
+    readable = []
+    for path in folders(run_dir):
+        with suppress(Damaged):
+            readable.append(read(path))
+    kept = keep(readable, keep_last, keep_best)
+    for checkpoint in readable:
+        if checkpoint.step not in kept:
+            (checkpoint.path / MANIFEST).unlink()  # first: half removed, it is a leftover
+            shutil.rmtree(checkpoint.path, ignore_errors=True)
+
+
+def keep(checkpoints: Sequence[Checkpoint], keep_last: int, keep_best: int) -> list[int]:
+    """Steps of the checkpoints that stay; of equally good ones the newer."""
+    newest_first = sorted(checkpoints, key=lambda c: c.step, reverse=True)
+    judged = [c for c in newest_first if c.manifest.accuracy is not None]
+    best = sorted(judged, key=lambda c: c.manifest.accuracy or 0.0, reverse=True)
+    return sorted({c.step for c in (*newest_first[:keep_last], *best[:keep_best])})
+
+
+def _checksum(file: Path) -> int:
+    crc = 0
+    with open(file, "rb") as data:
+        while block := data.read(_READ):
+            crc = zlib.crc32(block, crc)
+    return crc

@@ -1,0 +1,191 @@
+"""Writes checkpoints beside training: the loop hands over futures, one thread does the rest."""
+
+from __future__ import annotations
+
+import os
+import queue
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Protocol
+
+from jaxrl.checkpoint import store
+from jaxrl.checkpoint.arrays import Saving
+from jaxrl.checkpoint.rollouts import save_rollout
+from jaxrl.config import Config
+from jaxrl.errors import RunError
+
+
+class Result(Protocol):
+    """A future, as far as it is needed here."""
+
+    def result(self) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A checkpoint under way."""
+
+    step: int
+    started: float
+    """`time.monotonic` seconds."""
+    saving: Result
+    """Future `Saving` of the actor."""
+    rollouts: Mapping[int, Result]
+    """Batches not yet trained on."""
+    schedule: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Written:
+    """A checkpoint that was finished."""
+
+    step: int
+    nbytes: int
+    started: float
+    finished: float
+    """`time.monotonic` seconds."""
+
+
+class CheckpointWriter:
+    """The checkpoints of one run.
+
+    `begin` when the actor's save is queued, `row` once the row of that step is in `metrics.jsonl`:
+    only then may the checkpoint become the one to go on from. A failure to write is told; training
+    goes on, and the next checkpoint is tried.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        config: Config,
+        fingerprint: str,
+        describe: Callable[[Path], None],
+        tell: Callable[[str], None],
+    ):
+        """
+        Args:
+            fingerprint: of the training data.
+            describe: writes the config and the tokenizer of the policy into a folder.
+            tell: takes what the user should know.
+        """
+        self.run_dir, self.config = run_dir, config
+        self.newest: int | None = None
+        """Step of the newest checkpoint that this process finished, or went on from."""
+        self._fingerprint, self._describe, self._tell = fingerprint, describe, tell
+        self._pending: dict[int, Pending] = {}
+        self._written: list[Written] = []
+        self._queue: queue.SimpleQueue[tuple[Pending, Mapping[str, Any]] | None]
+        self._queue = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="checkpoints", daemon=True)
+        self._thread.start()
+
+    def due(self, step: int) -> bool:
+        """Whether batch `step` - 1, trained just now, is followed by a checkpoint."""
+        every = self.config.checkpoint.every
+        return step == self.config.steps or (every > 0 and step % every == 0)
+
+    def folder(self, step: int) -> Path:
+        return self.run_dir / store.FOLDER / str(step)
+
+    def begin(
+        self, step: int, saving: Result, rollouts: Mapping[int, Result], schedule: dict[str, Any]
+    ) -> None:
+        """The actor has been asked to save what it is after `step` batches."""
+        self._pending[step] = Pending(step, time.monotonic(), saving, rollouts, schedule)
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        """The row of a step has been written."""
+        pending = self._pending.pop(row["step"], None)
+        if pending is not None:
+            self._queue.put((pending, row))
+
+    def written(self) -> list[Written]:
+        """The checkpoints finished since the last time this was asked."""
+        done, self._written = self._written, []
+        return done
+
+    def stop(self) -> None:
+        """Takes no more checkpoints; those under way are finished beside what comes next."""
+        self._queue.put(None)
+
+    def close(self, timeout: float) -> bool:
+        """Waits for the checkpoints under way. False where `timeout` seconds were not enough."""
+        self.stop()
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            self._tell(f"a checkpoint is still unwritten after {timeout:g} s: it is given up")
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (job := self._queue.get()) is not None:
+            pending, row = job
+            try:
+                self._write(pending, row)
+            except RunError:
+                return  # a worker has failed: the run is about to end and says why
+            except Exception as error:
+                self._failed(pending.step, error)
+                continue
+            try:
+                c = self.config.checkpoint
+                store.prune(self.run_dir, c.keep_last, c.keep_best)
+            except OSError as error:
+                self._tell(f"old checkpoints could not be removed: {error}")
+
+    def _write(self, pending: Pending, row: Mapping[str, Any]) -> None:
+        folder = self.folder(pending.step)
+        saving: Saving = pending.saving.result()
+        saving.wait()
+        for index, rollout in pending.rollouts.items():
+            save_rollout(folder / store.rollout_file(index), rollout.result())
+        self._describe(folder / store.MODEL)
+        (folder / store.CONFIG).write_text(self.config.dump(), encoding="utf-8")
+        checkpoint = store.commit(folder, self._manifest(pending, row))
+        self.newest = pending.step
+        nbytes = checkpoint.manifest.nbytes
+        self._written.append(Written(pending.step, nbytes, pending.started, time.monotonic()))
+
+    def _manifest(self, pending: Pending, row: Mapping[str, Any]) -> store.Manifest:
+        next_batch = pending.schedule["generated"]
+        return store.Manifest(
+            step=pending.step,
+            optimizer_step=int(row["optimizer_step"]),
+            in_flight=tuple(pending.rollouts),
+            schedule=pending.schedule,
+            data={
+                "seed": self.config.seed,
+                "next_batch": next_batch,
+                "next_prompt": next_batch * self.config.batch_size,
+                "epoch": row["data/epoch"],
+                "fingerprint": self._fingerprint,
+            },
+            accuracy=row.get("eval/accuracy"),
+            versions={name: _version(name) for name in ("jaxrl", "jax", "orbax-checkpoint")},
+        )
+
+    def _failed(self, step: int, error: Exception) -> None:
+        shutil.rmtree(self.folder(step), ignore_errors=True)
+        told = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
+        last = "there is none yet" if self.newest is None else f"the newest one is {self.newest}"
+        self._tell(
+            f"checkpoint {step} could not be written: {told} ({free_gb(self.run_dir):.1f} GB are"
+            f" free there). Training goes on, and so will saving; {last}"
+        )
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:  # jaxrl on the path, but not installed
+        return "unknown"
+
+
+def free_gb(path: Path) -> float:
+    """Free space on the disk of `path`, in units of 1e9 bytes."""
+    stat = os.statvfs(path)
+    return stat.f_bavail * stat.f_frsize / 1e9

@@ -1,0 +1,201 @@
+"""How an example becomes tokens: system prompt, few-shot rows, chat template, limits."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+from jaxrl.data.example import Example, Message
+from jaxrl.data.source import Source
+from jaxrl.data.tokenizer import (
+    Tokenizer,
+    as_messages,
+    encode_completion,
+    encode_prompt,
+    has_template,
+)
+from jaxrl.errors import UserError
+from jaxrl.types import Prompt
+
+Chat = Literal["auto", "raw"]
+LongPrompts = Literal["drop", "cut"]
+Fit = Literal["whole", "cut", "too long"]
+"""How a prompt comes under `max_prompt_tokens`, if it does."""
+
+
+@dataclass(frozen=True)
+class PromptEncoder:
+    """How an example becomes tokens.
+
+    A chat prompt is: the row's own system message or else `system_prompt`; the few-shot rows, each
+    as its turns and the assistant's completion; the row's turns. A text prompt is: of each few-shot
+    row the prompt, right after it the completion, and a blank line; the row's prompt.
+    """
+
+    tokenizer: Tokenizer
+    max_prompt_tokens: int
+    """Longest prompt, with all that stands before it."""
+    max_new_tokens: int
+    """Longer completions are cut, and then have no EOS."""
+    eos_ids: tuple[int, ...] = ()
+    """What ends a completion; () for the tokenizer's own."""
+    system_prompt: str | None = None
+    """System message before every chat that has none."""
+    chat: Chat = "auto"
+    """auto: a text prompt becomes a user message where the tokenizer has a chat template, unless it
+    is a document to continue (`arithmetic`). raw: text prompts stay text."""
+    few_shot: tuple[Example, ...] = ()
+    """Solved rows before every prompt; their own system messages are left out."""
+    long_prompts: LongPrompts = "drop"
+    """drop: prompts that are too long are left out. cut: a text prompt loses its beginning, a chat
+    the beginning of its longest user message, as little as makes it fit; system prompt, few-shot
+    rows and the template's own tokens stay whole. Where that is not enough, the prompt is left out.
+    """
+
+    def __post_init__(self) -> None:
+        if self.tokenizer is None:
+            raise UserError("data: prompts need a tokenizer, and the student's folder has none")
+        for name in ("max_prompt_tokens", "max_new_tokens"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.system_prompt is not None and not has_template(self.tokenizer):
+            raise UserError(
+                "data.system_prompt is set, but the student's tokenizer has no chat template to "
+                "put it in; unset it"
+            )
+        if self.few_shot:
+            self._check_few_shot()
+
+    def prompt_of(self, example: Example) -> str | tuple[Message, ...]:
+        """What is tokenised: text, or messages, with all that stands before the row's own."""
+        prompt = example.prompt
+        if isinstance(prompt, str):
+            if self.chat == "raw" or example.document or not has_template(self.tokenizer):
+                return self._text_before + prompt
+            prompt = _user(prompt)
+        system: tuple[Message, ...] = ()
+        if prompt[0]["role"] == "system":
+            system, prompt = prompt[:1], prompt[1:]
+        elif self.system_prompt is not None:
+            system = ({"role": "system", "content": self.system_prompt},)
+        return (*system, *self._turns_before, *prompt)
+
+    def fit(self, example: Example, may_cut: bool = True) -> Fit:
+        """Whether the prompt is short enough, as it is or cut.
+
+        Args:
+            may_cut: False where a shortened prompt would ask for something else (puzzles).
+        """
+        if self._fits(example):
+            return "whole"
+        if not may_cut or self.long_prompts == "drop":
+            return "too long"
+        last = len(_longest_text(example).rstrip()) - 1
+        return "cut" if last > 0 and self._fits(_without(example, last)) else "too long"
+
+    def encode(self, example: Example, prompt_id: int, may_cut: bool = True) -> Prompt | None:
+        """The prompt with its completion; None where the prompt is too long."""
+        prompt = self.prompt_of(example)
+        tokens = encode_prompt(self.tokenizer, prompt)
+        if len(tokens) > self.max_prompt_tokens:
+            if self.fit(example, may_cut) == "too long":
+                return None
+            example = self._cut(example)
+            prompt = self.prompt_of(example)
+            tokens = encode_prompt(self.tokenizer, prompt)
+        messages = as_messages(prompt)
+        columns = {**example.columns, "messages": messages} if messages else example.columns
+        text = messages[-1]["content"] if messages else str(example.prompt)
+        completion = self._completion(example, prompt)
+        return Prompt(prompt_id, tokens, text, completion, example.answer, columns)
+
+    def _fits(self, example: Example) -> bool:
+        return len(encode_prompt(self.tokenizer, self.prompt_of(example))) <= self.max_prompt_tokens
+
+    def _cut(self, example: Example) -> Example:
+        """Without the fewest characters that must go, of a prompt that fits when cut."""
+        last = len(_longest_text(example).rstrip()) - 1
+        start = bisect_left(
+            range(last), True, lo=1, key=lambda start: self._fits(_without(example, start))
+        )
+        return _without(example, start)
+
+    def _completion(
+        self, example: Example, prompt: str | tuple[Message, ...]
+    ) -> tuple[int, ...] | None:
+        if example.completion is None:
+            return None
+        own = self.tokenizer.eos_token_id
+        eos_ids = self.eos_ids or (() if own is None else (own,))
+        tokens = encode_completion(self.tokenizer, prompt, example.completion, eos_ids)
+        return tokens[: self.max_new_tokens]
+
+    @cached_property
+    def _turns_before(self) -> tuple[Message, ...]:
+        turns: list[Message] = []
+        for shot in self.few_shot:
+            given = _user(shot.prompt) if isinstance(shot.prompt, str) else shot.prompt
+            turns += (turn for turn in given if turn["role"] != "system")
+            turns.append({"role": "assistant", "content": str(shot.completion)})
+        return tuple(turns)
+
+    @cached_property
+    def _text_before(self) -> str:
+        for shot in self.few_shot:
+            if not isinstance(shot.prompt, str):
+                raise UserError(
+                    "data.few_shot has chats, which cannot stand before a text prompt; give rows "
+                    "with text prompts"
+                )
+        return "".join(f"{shot.prompt}{shot.completion}\n\n" for shot in self.few_shot)
+
+    def _check_few_shot(self) -> None:
+        """Refuses rows that leave no room: less than one token more than they take themselves."""
+        chats = self.chat == "auto" and has_template(self.tokenizer)
+        before = self.prompt_of(Example("")) if chats else self._text_before
+        taken = len(encode_prompt(self.tokenizer, before))
+        if taken >= self.max_prompt_tokens:
+            raise UserError(
+                f"data.few_shot: {len(self.few_shot)} rows take {taken} tokens, which leaves none "
+                f"of max_prompt_tokens={self.max_prompt_tokens} to a prompt; lower "
+                "data.few_shot_rows or raise max_prompt_tokens"
+            )
+
+
+def few_shot(source: Source, rows: int, label: str = "data.few_shot") -> tuple[Example, ...]:
+    """The first `rows` rows of a source, each with its completion."""
+    if rows > len(source):
+        raise UserError(
+            f"{label}: {source.name} has {len(source)} rows, data.few_shot_rows asks for {rows}"
+        )
+    for index in range(rows):
+        if source[index].completion is None:
+            part, row = source.locate(index)
+            raise UserError(
+                f"{label}: {part.where(row)}: few-shot rows need a completion (data.completion_key"
+                ", or chat messages that end with the assistant's)"
+            )
+    return tuple(source[index] for index in range(rows))
+
+
+def _user(text: str) -> tuple[Message, ...]:
+    return ({"role": "user", "content": text},)
+
+
+def _longest_text(example: Example) -> str:
+    """The text that a cut shortens: a text prompt, a chat's longest user message, else ""."""
+    if isinstance(example.prompt, str):
+        return example.prompt
+    return max((m["content"] for m in example.prompt if m["role"] == "user"), key=len, default="")
+
+
+def _without(example: Example, start: int) -> Example:
+    """The example whose longest text begins at character `start` of what it was."""
+    longest = _longest_text(example)
+    if isinstance(example.prompt, str):
+        return replace(example, prompt=longest[start:])
+    at = [m["role"] == "user" and m["content"] == longest for m in example.prompt].index(True)
+    turn = {**example.prompt[at], "content": longest[start:]}
+    return replace(example, prompt=(*example.prompt[:at], turn, *example.prompt[at + 1 :]))

@@ -1,0 +1,145 @@
+"""A row of a file as an example: which of its fields are what."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from numbers import Number
+from typing import Any
+
+from jaxrl.data.example import Example, Message
+from jaxrl.errors import UserError, near
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Names of the fields of a row, which are the columns of a table."""
+
+    prompt: str = "prompt"
+    """A text prompt."""
+    messages: str = "messages"
+    """Chat turns; a last one of the assistant is the completion."""
+    completion: str = "completion"
+    answer: str = "answer"
+
+
+KEYS = Keys()
+
+
+def to_example(row: Mapping[str, Any], keys: Keys, where: str) -> Example:
+    """A row as an example; `where` begins the error messages."""
+    prompt, completion = _prompt(row, keys, where)
+    given = _field(row, keys.completion, where)
+    if given is not None and completion is not None:
+        raise UserError(
+            f"{where}: `{keys.messages}` ends with an assistant message and there is a "
+            f"`{keys.completion}` too; keep one (data.completion_key may name a field that no row "
+            "has)"
+        )
+    known = {keys.prompt, keys.messages, keys.completion, keys.answer}
+    return Example(
+        prompt=prompt,
+        completion=completion if given is None else given,
+        answer=_field(row, keys.answer, where, numbers=True),
+        columns={key: value for key, value in row.items() if key not in known},
+    )
+
+
+def no_prompt(names: Iterable[str], keys: Keys, where: str, what: str) -> UserError:
+    """What is told of a row or a file (`what`) that has neither kind of prompt."""
+    names = list(names)
+    hint = near(keys.prompt, names) or near(keys.messages, names)
+    return UserError(
+        f"{where}: neither `{keys.prompt}` nor `{keys.messages}`; {what} has {listed(names)}{hint} "
+        "(set data.prompt_key or data.messages_key)"
+    )
+
+
+def listed(names: Iterable[str]) -> str:
+    """`` `a`, `b` ``."""
+    return ", ".join(f"`{name}`" for name in names) or "no field"
+
+
+def kind(value: Any) -> str:
+    """What a value is, for error messages."""
+    kinds = {
+        dict: "an object",
+        list: "a list",
+        tuple: "a list",
+        str: "text",
+        bytes: "binary",
+        bool: "a truth value",
+        type(None): "null",
+    }
+    fallback = "a number" if isinstance(value, Number) else f"a {type(value).__name__}"
+    return kinds.get(type(value), fallback)
+
+
+def _prompt(
+    row: Mapping[str, Any], keys: Keys, where: str
+) -> tuple[str | tuple[Message, ...], str | None]:
+    """The prompt and, where the chat ends with one, the assistant's completion."""
+    text, chat = _field(row, keys.prompt, where), row.get(keys.messages)
+    if text is not None and chat is not None:
+        raise UserError(
+            f"{where}: both `{keys.prompt}` and `{keys.messages}`; choose with data.prompt_key and "
+            "data.messages_key (a name that no row has switches one off)"
+        )
+    if chat is not None:
+        return _split_chat(chat, keys.messages, where)
+    if text is None:
+        empty = [key for key in (keys.prompt, keys.messages) if key in row]
+        if empty:
+            raise UserError(f"{where}: {listed(empty)} is null: the row has no prompt")
+        raise no_prompt(row, keys, where, "the row")
+    if not text:
+        raise UserError(f"{where}: `{keys.prompt}` is empty")
+    return text, None
+
+
+def _split_chat(chat: Any, key: str, where: str) -> tuple[tuple[Message, ...], str | None]:
+    if not isinstance(chat, list):
+        raise UserError(f"{where}: `{key}` must be a list of messages, it is {kind(chat)}")
+    for number, message in enumerate(chat):
+        fields = message if isinstance(message, dict) else {}
+        if not all(isinstance(fields.get(name), str) for name in ("role", "content")):
+            raise UserError(
+                f"{where}: `{key}`[{number}] must have the texts `role` and `content`: "
+                f"{json.dumps(message, ensure_ascii=False, default=str)[:80]}"
+            )
+        _check_text(fields["content"], f"{where}: `{key}`[{number}]")
+    # In a table every message has the fields of all: a null is as good as absent.
+    turns = tuple({k: v for k, v in message.items() if v is not None} for message in chat)
+    completion = None
+    if turns and turns[-1]["role"] == "assistant":
+        completion, turns = turns[-1]["content"], turns[:-1]
+    if not turns:
+        raise UserError(f"{where}: `{key}` has no message before the completion")
+    return turns, completion
+
+
+def _field(row: Mapping[str, Any], key: str, where: str, numbers: bool = False) -> str | None:
+    """A text field; null is as good as absent. With `numbers`, a number stands for its text."""
+    value = row.get(key)
+    if isinstance(value, str):
+        _check_text(value, f"{where}: `{key}`")
+    if value is None or isinstance(value, str):
+        return value
+    if numbers and isinstance(value, Number) and not isinstance(value, bool):
+        return str(value)
+    kinds = "text or a number" if numbers else "text"
+    raise UserError(f"{where}: `{key}` must be {kinds}, it is {kind(value)}")
+
+
+def _check_text(text: str, where: str) -> None:
+    """JSON can spell half of a character (`\\ud83d`), which no tokenizer takes."""
+    if text.isascii():
+        return
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = ascii(text[error.start])[1:-1]
+        raise UserError(
+            f"{where}: {half} at character {error.start} is half of a surrogate pair, not text"
+        ) from error

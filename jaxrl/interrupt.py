@@ -1,0 +1,71 @@
+"""Ctrl-C and SIGTERM: the first asks the run to save and end, the second ends it at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+
+class Interrupted(KeyboardInterrupt):
+    """The run was asked to end; the message says what is saved."""
+
+
+class Interrupt:
+    """Whether the run has been asked to end. Only the main thread hears of it."""
+
+    def __init__(self, seconds: float):
+        """
+        Args:
+            seconds: from the first signal on; then whatever is unsaved is given up.
+        """
+        self.seconds = seconds
+        self.asked = False
+        self._patient = False
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """A signal inside this block ends the run at once, but inside `patient`."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        handlers: dict[int, Any] = {
+            number: signal.signal(number, self._asked) for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        handlers[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._late)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+    @contextmanager
+    def patient(self) -> Iterator[None]:
+        """The first signal inside this block only sets `asked`, and the clock."""
+        self._patient = True
+        try:
+            yield
+        finally:
+            self._patient = False
+
+    def _asked(self, number: int, frame: FrameType | None) -> None:
+        if self.asked or not self._patient:
+            raise Interrupted("interrupted")
+        self.asked = True
+        signal.setitimer(signal.ITIMER_REAL, self.seconds)
+        told = (
+            f"\n{signal.Signals(number).name}: finishing the step at hand and saving, for at most"
+            f" {self.seconds:g} s; once more ends at once\n"
+        )
+        os.write(2, told.encode())  # print is not safe in a signal handler
+
+    def _late(self, number: int, frame: FrameType | None) -> None:
+        raise Interrupted(
+            f"interrupted; the step at hand was not saved within deadlines.interrupt="
+            f"{self.seconds:g} s"
+        )

@@ -1,0 +1,126 @@
+"""Everything that a run writes while it trains: rows, samples, trackers, timeline, checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+from jax.sharding import Mesh
+
+from jaxrl.checkpoint import store
+from jaxrl.checkpoint.rollouts import load_rollout
+from jaxrl.checkpoint.writer import CheckpointWriter
+from jaxrl.launch import Job
+from jaxrl.loop import Resumed, evaluates
+from jaxrl.models.hf import write_description
+from jaxrl.plan import Plan
+from jaxrl.reporting import Reporter
+from jaxrl.run_dir import RunDir
+from jaxrl.runtime.worker import Handle
+from jaxrl.telemetry.console import Console
+from jaxrl.telemetry.metrics import (
+    METRICS_FILE,
+    SAMPLES_FILE,
+    MetricsWriter,
+    SamplesWriter,
+)
+from jaxrl.telemetry.timeline import TIMELINE_FILE, Timeline
+from jaxrl.telemetry.trackers import open_trackers
+
+
+class Records:
+    """The files and trackers of one run in this process, and the reporter that fills them."""
+
+    def __init__(
+        self, job: Job, plan: Plan, run: RunDir, console: Console, meshes: Mapping[str, Mesh]
+    ):
+        self._job, self._run, self._console = job, run, console
+        self._stack = ExitStack()
+        config, tell, step = job.config, console.message, run.step
+        resumed = run.checkpoint is not None
+        after = step if resumed else None
+        metrics = MetricsWriter(run.path / METRICS_FILE, after, tell)
+        samples = SamplesWriter(run.path / SAMPLES_FILE, after, tell)
+        self.rows = metrics.rows
+        self._stack.enter_context(metrics)
+        self._stack.enter_context(samples)
+        timeline = run.path / TIMELINE_FILE if config.logging.timeline else None
+        self._timeline = Timeline(timeline, resumed, tell)
+        self._stack.enter_context(self._timeline)
+        trackers = open_trackers(
+            config.logging,
+            config.name,
+            run.path,
+            config.model_dump(mode="json"),
+            after,
+            tell,
+        )
+        self._stack.callback(trackers.close)
+        self.checkpoints = CheckpointWriter(
+            run.path, config, job.train.fingerprint, partial(describe_policy, job), tell
+        )
+        self.checkpoints.newest = step or None
+        self._stack.callback(self.checkpoints.stop)
+        batch, prompts = config.batch_size, job.train.epoch_prompts
+        self.reporter = Reporter(
+            config,
+            console,
+            metrics,
+            samples,
+            trackers,
+            self._timeline,
+            self.checkpoints,
+            sets=job.held_out,
+            judge=job.judge,
+            epoch=lambda trained: trained * batch / prompts,
+            devices={role: tuple(mesh.devices.flat) for role, mesh in meshes.items()},
+            planned={role: account.peak for role, account in plan.accounts.items()},
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def watch(self, handles: Mapping[str, Handle]) -> dict[str, Handle]:
+        """The same roles, their calls drawn in the timeline."""
+        return {role: self._timeline.watch(role, handle) for role, handle in handles.items()}
+
+    def finish_checkpoints(self) -> None:
+        """Waits for what is still being written."""
+        self.checkpoints.close(self._job.config.deadlines.checkpoint)
+        self.reporter.checkpoint()
+
+    def resumed(self, packing: Mapping[str, Any]) -> Resumed | None:
+        """Where the loop goes on; None at the beginning of a run.
+
+        Args:
+            packing: arguments of `make_rollout`, for the meshes of this run.
+        """
+        checkpoint = self._run.checkpoint
+        if checkpoint is None:
+            return None
+        rollouts = {
+            index: load_rollout(
+                checkpoint.path / store.rollout_file(index), self._job.train.batch(index), packing
+            )
+            for index in checkpoint.manifest.in_flight
+            if index < self._job.config.steps
+        }
+        return Resumed(self._run.step, rollouts, self._evaluated())
+
+    def _evaluated(self) -> bool:
+        """Whether the row of the step to go on from has its evaluation, or needs none."""
+        step = self._run.step
+        due = bool(self._job.held_out) and evaluates(self._job.config, step)
+        return not due or any(row["step"] == step and "eval/accuracy" in row for row in self.rows)
+
+
+def describe_policy(job: Job, folder: Path) -> None:
+    """The config and the tokenizer of the policy: what its weights are read with."""
+    dtype, tokenizer = job.config.actor.param_dtype, job.student.tokenizer_path
+    write_description(folder, job.student.config, dtype, tokenizer)

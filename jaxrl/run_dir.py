@@ -1,0 +1,148 @@
+"""The folder of a run: made, or taken up again where the run left off."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxrl import yaml_text
+from jaxrl.checkpoint import store
+from jaxrl.checkpoint.compare import compare
+from jaxrl.checkpoint.store import Checkpoint
+from jaxrl.config import Config
+from jaxrl.errors import UserError
+from jaxrl.model import FINAL
+from jaxrl.telemetry.metrics import METRICS_FILE
+
+CONFIG_FILE = "config.yaml"
+PLAN_FILE = "plan.txt"
+LOCK = "lock"
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """The folder of a run that is about to start."""
+
+    path: Path
+    checkpoint: Checkpoint | None
+    """What to go on from; None at the beginning."""
+    notes: tuple[str, ...]
+    """What was found there, for the reader."""
+
+    @property
+    def step(self) -> int:
+        """Batches trained already."""
+        return 0 if self.checkpoint is None else self.checkpoint.step
+
+    def write(self, name: str, text: str) -> None:
+        """A file in the folder. Raises UserError."""
+        try:
+            (self.path / name).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"cannot write {self.path / name}: {error.strerror}") from error
+
+    def finished(self, steps: int) -> bool:
+        """Whether the run has been trained to its end, and exported."""
+        return self.step == steps and (self.path / FINAL).is_dir()
+
+
+@contextmanager
+def open_run_dir(config: Config, fingerprint: str) -> Iterator[RunDir]:
+    """The folder of the run, made or taken up as `resume` says; no other process may use it
+    meanwhile.
+
+    Args:
+        fingerprint: of the training data: what a run goes on with must be what it began with.
+
+    Raises:
+        UserError: it cannot be made or written, is in use, or holds another run.
+    """
+    path = _choose(config)
+    if config.resume == "must" and not _holds_run(path):
+        raise UserError(f"run_dir={path} holds no run to go on with, and resume=must")
+    _make(path)
+    with _locked(path):
+        yield _find(path, config, fingerprint)
+
+
+def _choose(config: Config) -> Path:
+    path = config.run_path
+    if config.resume != "never" or not _holds_run(path):
+        return path
+    if config.run_dir is not None:
+        raise UserError(
+            f"run_dir={path} holds a run already, and resume=never: name another, or move it away"
+        )
+    number = 2
+    while _holds_run(path.with_name(f"{path.name}-{number}")):
+        number += 1
+    return path.with_name(f"{path.name}-{number}")
+
+
+def _holds_run(path: Path) -> bool:
+    """Whether there is anything to lose."""
+    metrics = path / METRICS_FILE
+    has_rows = metrics.is_file() and metrics.stat().st_size > 0
+    return has_rows or bool(store.folders(path))
+
+
+def _make(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"run_dir={path} cannot be made: {error.strerror}") from error
+    if not os.access(path, os.W_OK):
+        raise UserError(f"run_dir={path} cannot be written to: name another")
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """The lock is the kernel's: it ends with the process, however that ends."""
+    try:
+        file = open(path / LOCK, "a+", encoding="utf-8")  # noqa: SIM115 - closed below
+    except OSError as error:
+        raise UserError(f"run_dir={path} cannot be written to: {error.strerror}") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            raise UserError(f"run_dir={path} is in use by {holder}: name another") from None
+        file.truncate(0)
+        file.write(f"pid {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        yield
+
+
+def _find(path: Path, config: Config, fingerprint: str) -> RunDir:
+    if not _holds_run(path):
+        store.sweep(path)
+        return RunDir(path, None, ())
+    notes: list[str] = []
+    changed = []
+    if (path / CONFIG_FILE).is_file():
+        changed = compare(yaml_text.read_mapping(path / CONFIG_FILE), config, path)
+    swept = store.sweep(path)
+    if swept:
+        notes.append(f"removed an unfinished checkpoint: {', '.join(p.name for p in swept)}")
+    checkpoint = store.newest(path, notes.append)
+    if checkpoint is None:
+        told = f"{path} holds a run that wrote no checkpoint"
+        if config.resume == "must":
+            raise UserError(f"{told}, and resume=must")
+        return RunDir(path, None, (*notes, f"{told}: it begins anew"))
+    before = checkpoint.manifest.data["fingerprint"]
+    if before != fingerprint:
+        raise UserError(
+            f"run_dir={path} holds a run on other training data: what data.train names has changed"
+            f" since its step {checkpoint.step}; put it back, or name another run_dir"
+        )
+    notes.append(f"going on from step {checkpoint.step} of {config.steps} ({checkpoint.path})")
+    notes += [f"changed since: {line}" for line in changed]
+    return RunDir(path, checkpoint, tuple(notes))

@@ -1,0 +1,191 @@
+"""Who did what when: ``timeline.json``, a Chrome trace that Perfetto and chrome://tracing open.
+
+One track per role with a span for each call, and tracks of their own for what runs beside them.
+The file holds one event a line; it is a whole JSON array after every flush, so a run may be killed
+at any moment. A resumed run goes on in the same file, a second after its last event.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Self
+
+from jaxrl.runtime.worker import Future, Handle, Times
+from jaxrl.telemetry.lines import LineFile, to_stderr
+
+TIMELINE_FILE = "timeline.json"
+
+OPEN, CLOSE = b"[\n", b"]\n"
+PROCESS = 1
+"""The trace's process; its threads are the tracks."""
+GAP_US = 1_000_000
+"""Microseconds between the last event of a killed run and the first of the one that goes on."""
+END_BYTES = 1 << 20
+"""Bytes at the end of the file that hold its latest event."""
+
+
+class Timeline:
+    """Records spans; ``flush`` writes those that have ended. Any thread may call it.
+
+    It keeps the times of a call and never its future, so that no array lives longer for it.
+    """
+
+    def __init__(
+        self,
+        path: Path | None,
+        after_resume: bool = False,
+        told: Callable[[str], None] = to_stderr,
+    ) -> None:
+        """
+        Args:
+            path: None: nothing is recorded.
+            after_resume: go on in the file that is there.
+            told: takes the one message of a disk that refuses.
+        """
+        self._lock = threading.Lock()
+        self._calls: list[_Call] = []
+        self._lines: list[str] = []
+        self._tracks: set[str] = set()
+        self._file: LineFile | None = None
+        if path is None:
+            return
+        size, last_us = _kept(path) if after_resume else (0, None)
+        self._file = LineFile(path, size, told, tail=CLOSE)
+        now = time.monotonic()
+        self._zero = now if last_us is None else now - (last_us + GAP_US) / 1e6
+        """`time.monotonic` seconds at the trace's time 0."""
+        if last_us is None:
+            self._file.append(["["])
+            self._add({"ph": "M", "name": "process_name", "args": {"name": "jaxrl"}}, first=True)
+        started = datetime.now().astimezone().isoformat(timespec="seconds")
+        name = "start" if last_us is None else "resume"
+        told_in = {"at": started, "pid": os.getpid()}
+        self._add({"ph": "i", "s": "g", "name": name, "ts": self._us(now), "args": told_in})
+        self.flush()
+
+    def watch(self, role: str, handle: Handle) -> Handle:
+        """The handle, with a span on the track ``role`` for every call through it."""
+        return handle if self._file is None else _Watched(role, handle, self)
+
+    def span(self, track: str, name: str, start: float, end: float, **args: Any) -> None:
+        """What took from ``start`` to ``end`` (`time.monotonic` seconds); args: plain values."""
+        if self._file is None:
+            return
+        # Each end is rounded by itself: what follows on each other never overlaps.
+        begin_us, end_us = self._us(start), self._us(end)
+        event = {"ph": "X", "name": name, "cat": track, "ts": begin_us, "dur": end_us - begin_us}
+        with self._lock:
+            if track not in self._tracks:
+                self._tracks.add(track)
+                meta = {"ph": "M", "name": "thread_name", "args": {"name": track}}
+                self._add(meta | {"tid": _number(track)})
+            self._add(event | {"tid": _number(track), "args": args})
+
+    def flush(self) -> None:
+        """Writes what has ended; a disk that refuses is told once and raises nothing."""
+        if self._file is None:
+            return
+        with self._lock:
+            calls, self._calls = self._calls, []
+        pending = [call for call in calls if call.times.finished is None]
+        for call in calls:
+            started, finished = call.times.started, call.times.finished
+            if started is not None and finished is not None:
+                self.span(call.track, call.name, started, finished, **call.args)
+        with self._lock:
+            self._calls += pending
+            lines, self._lines = self._lines, []
+            if lines:
+                self._file.append(lines)
+
+    def close(self) -> None:
+        self.flush()
+        if self._file is not None:
+            self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _us(self, at: float) -> int:
+        """Microseconds of the trace at ``at``, `time.monotonic` seconds."""
+        return int((at - self._zero) * 1e6)
+
+    def _add(self, event: Mapping[str, Any], first: bool = False) -> None:
+        comma = "" if first else ","
+        self._lines.append(comma + json.dumps({"pid": PROCESS, "tid": 0} | dict(event)))
+
+    def _watch(self, call: _Call) -> None:
+        with self._lock:
+            self._calls.append(call)
+
+
+@dataclass(frozen=True)
+class _Call:
+    track: str
+    name: str
+    times: Times
+    args: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class _Watched:
+    """A handle whose calls are recorded."""
+
+    role: str
+    handle: Handle
+    timeline: Timeline
+
+    def call(self, method: str, *args: Any, deadline: float, **kwargs: Any) -> Future:
+        future = self.handle.call(method, *args, deadline=deadline, **kwargs)
+        plain = {key: value for key, value in kwargs.items() if isinstance(value, int | str)}
+        self.timeline._watch(_Call(self.role, method, future.times, plain))
+        return future
+
+
+def _number(track: str) -> int:
+    """The trace's thread of a track: the same in every process that goes on with the file."""
+    return zlib.crc32(track.encode()) & 0x7FFFFFFF
+
+
+def _kept(path: Path) -> tuple[int, int | None]:
+    """Bytes of the file to go on after, and the microsecond of its last event.
+
+    (0, None) where there is none: what a killed run left is cut to its last whole line, and what is
+    no timeline begins anew.
+    """
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(0)
+            begins = file.read(len(OPEN)) == OPEN
+            start = max(size - END_BYTES, 0)
+            file.seek(start)
+            end = file.read()
+    except OSError:
+        return 0, None
+    whole = end[: end.rfind(b"\n") + 1].removesuffix(CLOSE)
+    last = [_end_us(line) for line in whole.split(b"\n")]
+    found = [us for us in last if us is not None]
+    if not begins or not found:
+        return 0, None
+    return start + len(whole), max(found)
+
+
+def _end_us(line: bytes) -> int | None:
+    """The microsecond at which the event of a line ended; None where it is cut or timeless."""
+    try:
+        event = json.loads(line.removeprefix(b","))
+        return int(event["ts"]) + int(event.get("dur", 0))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None

@@ -1,0 +1,264 @@
+"""Laws of checkpoints: what is read is what was written, whole or not at all, on any mesh."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+
+from jaxrl.algorithms import ALGORITHMS, prepare
+from jaxrl.checkpoint import store
+from jaxrl.checkpoint.rollouts import load_rollout, save_rollout
+from jaxrl.checkpoint.store import Damaged, Manifest
+from jaxrl.config import Config
+from jaxrl.data.batch import make_rollout
+from jaxrl.errors import UserError
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.decoder import init_params
+from jaxrl.roles.actor import Actor
+from jaxrl.sharding.rules import param_shardings
+from jaxrl.types import Completion, Prompt
+
+MODEL = DecoderConfig("llama", 48, 16, 2, 4, 2, 4, 24, tie_embeddings=True, eos_ids=(1,))
+
+
+def mesh(*shape):
+    devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
+    return Mesh(devices, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+
+
+def actor(m, tmp_path, restore=None, *overrides, seed=0):
+    plain = ["algorithm=sft", "teacher.model=null", "optimizer.warmup_steps=0", "steps=9"]
+    config = Config.load(None, [*plain, "optimizer.learning_rate=1e-2", *overrides])
+    start = init_params(MODEL, jax.random.key(seed))
+    return Actor(
+        config,
+        MODEL,
+        m,
+        load=lambda dtype: jax.device_put(
+            jax.tree.map(lambda x: x.astype(dtype), start), param_shardings(MODEL, m)
+        ),
+        prepare=prepare,
+        loss=ALGORITHMS["sft"].make_loss(config, MODEL, m, 48),
+        frozen={},
+        receiver=param_shardings(MODEL, m, "unstacked"),
+        run_dir=tmp_path,
+        restore=restore,
+    )
+
+
+def rollout(seed=0, row_multiple=8, n=2):
+    draw = np.random.default_rng(seed)
+
+    def completion():
+        tokens = tuple(draw.integers(2, 48, draw.integers(1, 8)).tolist())
+        values = draw.standard_normal((2, len(tokens))).astype(np.float32)
+        reason = "stop" if draw.random() < 0.5 else "length"
+        return Completion(tokens, values[0], values[1], reason, f"text {draw.random()} é\n")
+
+    prompts = [Prompt(i, tuple(draw.integers(2, 48, 4).tolist()), f"p{i}") for i in range(5)]
+    groups = [[completion() for _ in range(n)] for _ in prompts]
+    packing = {"pad_id": 0, "max_prompt_tokens": 6, "max_new_tokens": 8}
+    made = make_rollout(prompts, groups, policy_version=3, row_multiple=row_multiple, **packing)
+    return made, prompts, packing
+
+
+def state(one):
+    return jax.device_get((one.state.params, one.state.opt_state, one.state.updates))
+
+
+def assert_equal(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """An actor after two updates, saved after the first; and what it was at both times."""
+    folder = tmp_path_factory.mktemp("saved")
+    one = actor(mesh(1, 2, 1), folder)
+    one.update(rollout(0)[0], None, step=0)
+    before = state(one)
+    saving = one.save(folder / "1", step=1)
+    one.update(rollout(1)[0], None, step=1)  # donates what is being written
+    saving.wait()
+    return folder / "1", before, state(one)
+
+
+def test_a_save_is_the_state_at_its_call_though_training_goes_on(saved, tmp_path):
+    path, before, after = saved
+    again = actor(mesh(1, 2, 1), tmp_path, path, seed=5)
+    assert_equal(state(again), before)
+    again.update(rollout(1)[0], None, step=1)
+    assert_equal(state(again), after)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 8, 1), (2, 2, 2), (1, 1, 2)])
+def test_restores_onto_any_mesh_and_back(saved, tmp_path, shape):
+    path, before, _ = saved
+    other = actor(mesh(*shape), tmp_path, path)
+    assert_equal(state(other), before)
+    assert other.version == 1
+    other.save(tmp_path / "back", step=1).wait()
+    assert_equal(state(actor(mesh(1, 2, 1), tmp_path, tmp_path / "back")), before)
+
+
+@pytest.mark.parametrize("key", ["param_dtype", "moment_dtype"])
+def test_restores_from_float32_to_bfloat16(saved, tmp_path, key):
+    path, before, _ = saved
+    half = actor(mesh(1, 2, 1), tmp_path, path, f"actor.{key}=bfloat16")
+    held = half.state.params if key == "param_dtype" else half.state.opt_state
+    full = before[0] if key == "param_dtype" else before[1]
+    pairs = list(zip(jax.tree.leaves(held), jax.tree.leaves(full), strict=True))
+    assert any(x.dtype == jax.numpy.bfloat16 for x, _ in pairs)
+    for x, y in pairs:
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y).astype(x.dtype))
+    report = half.update(rollout(1)[0], None, step=1)
+    assert np.isfinite(report["loss"]) and report["optimizer_step"] == 2
+
+
+def test_a_restore_takes_no_second_copy(saved, tmp_path):
+    """Neither initial weights nor an initial optimizer state are made first."""
+    path, _, _ = saved
+
+    def never(dtype):
+        raise AssertionError("loaded the initial weights")
+
+    one = actor(mesh(1, 2, 1), tmp_path)
+    kwargs = {"load": never, "prepare": prepare, "loss": one._loss, "frozen": {}}
+    receiver = param_shardings(MODEL, one.mesh, "unstacked")
+    Actor(one.config, MODEL, one.mesh, receiver=receiver, run_dir=tmp_path, restore=path, **kwargs)
+
+
+@pytest.mark.parametrize("row_multiple", [1, 8])
+def test_a_rollout_comes_back_padded_for_any_mesh(tmp_path, row_multiple):
+    made, prompts, packing = rollout()
+    topk = np.random.default_rng(0).integers(0, 48, (16, 8, 4)).astype(np.int32)
+    topk[10:] = 0
+    object.__setattr__(made, "student_topk", topk)
+    object.__setattr__(made, "decode_steps", 17)
+    save_rollout(tmp_path / "r.npz", made)
+    back = load_rollout(tmp_path / "r.npz", prompts, packing | {"row_multiple": row_multiple})
+    assert back.completions[3].text == made.completions[3].text
+    assert [c.finish_reason for c in back.completions] == [
+        c.finish_reason for c in made.completions
+    ]
+    assert (back.policy_version, back.decode_steps, back.prompts) == (3, 17, made.prompts)
+    for name in ("logprobs", "sampler_logprobs", "group_ids", "student_topk"):
+        np.testing.assert_array_equal(getattr(back, name)[:10], getattr(made, name)[:10])
+    rows = 16 if row_multiple == 8 else 10
+    assert len(back.sequences.tokens) == len(back.student_topk) == rows
+    for name in ("tokens", "mask", "loss_mask"):
+        whole = getattr(made.sequences, name)
+        np.testing.assert_array_equal(getattr(back.sequences, name), whole[:rows])
+
+
+def manifest(step, accuracy=None):
+    return Manifest(step, step, (), {"name": "serial"}, {"fingerprint": "f"}, accuracy, {})
+
+
+def make(run_dir, step, accuracy=None):
+    folder = run_dir / store.FOLDER / str(step)
+    (folder / "actor").mkdir(parents=True)
+    (folder / "actor" / "data").write_bytes(bytes(range(256)) * step)
+    return store.commit(folder, manifest(step, accuracy))
+
+
+def test_what_is_committed_reads_back(tmp_path):
+    made = make(tmp_path, 3, 0.5)
+    assert store.read(made.path) == made and made.manifest.nbytes == 768
+    store.verify(made)
+    assert store.newest(tmp_path, print) == made
+
+
+def damage_cut(folder):
+    (folder / "actor" / "data").write_bytes(b"short")
+
+
+def damage_flip(folder):
+    data = bytearray((folder / "actor" / "data").read_bytes())
+    data[100] ^= 1
+    (folder / "actor" / "data").write_bytes(data)
+
+
+def damage_missing(folder):
+    (folder / "actor" / "data").unlink()
+
+
+def damage_manifest(folder):
+    (folder / store.MANIFEST).write_text('{"step": 3')
+
+
+def damage_manifest_keys(folder):
+    (folder / store.MANIFEST).write_text(json.dumps({"format": 1, "files": {}, "in_flight": []}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (damage_cut, "has 5 bytes, 1024 were written"),
+        (damage_flip, "checksum differs"),
+        (damage_missing, "No such file"),
+        (damage_manifest, "cannot be understood"),
+        (damage_manifest_keys, "cannot be understood"),
+    ],
+)
+def test_a_damaged_newest_is_told_and_the_one_before_used(tmp_path, damage, told):
+    make(tmp_path, 3)
+    damage(make(tmp_path, 4).path)
+    lines = []
+    assert store.newest(tmp_path, lines.append).step == 3
+    assert len(lines) == 1 and told in lines[0] and "checkpoint 4" in lines[0]
+    assert (tmp_path / store.FOLDER / "4.damaged").is_dir()
+    make(tmp_path, 4)  # written again when the run gets there
+    assert not (tmp_path / store.FOLDER / "4.damaged").exists()
+
+
+def test_when_all_are_damaged_nothing_begins_anew(tmp_path):
+    damage_cut(make(tmp_path, 3).path)
+    with pytest.raises(UserError, match="none of its 1 checkpoints can be used"):
+        store.newest(tmp_path, print)
+
+
+def test_a_format_of_another_version_is_told(tmp_path):
+    folder = make(tmp_path, 3).path
+    text = (folder / store.MANIFEST).read_text().replace('"format": 1', '"format": 99')
+    (folder / store.MANIFEST).write_text(text)
+    with pytest.raises(Damaged, match="format 99"):
+        store.read(folder)
+
+
+def test_leftovers_of_killed_saves_are_swept(tmp_path):
+    make(tmp_path, 3)
+    left = tmp_path / store.FOLDER / "4" / "actor.orbax-checkpoint-tmp"
+    left.mkdir(parents=True)
+    (left.parent / f"{store.MANIFEST}.partial").write_text("{")
+    assert [path.name for path in store.folders(tmp_path)] == ["3"]
+    assert store.sweep(tmp_path) == [left.parent] and not left.parent.exists()
+    assert store.newest(tmp_path, print).step == 3
+
+
+@pytest.mark.parametrize(
+    ("last", "best", "kept"),
+    [(1, 0, [5]), (2, 0, [4, 5]), (1, 1, [3, 5]), (2, 2, [2, 3, 4, 5]), (9, 0, [1, 2, 3, 4, 5])],
+)
+def test_newest_and_best_are_kept(tmp_path, last, best, kept):
+    """Of equally good ones the newer is the better."""
+    accuracies = {1: 0.7, 2: 0.8, 3: 0.8, 4: None, 5: 0.1}
+    for step, accuracy in accuracies.items():
+        make(tmp_path, step, accuracy)
+    store.prune(tmp_path, last, best)
+    assert sorted(int(path.name) for path in store.folders(tmp_path)) == kept
+    assert sorted(p.name for p in (tmp_path / store.FOLDER).iterdir()) == [str(k) for k in kept]
+
+
+def test_a_removal_that_is_killed_leaves_no_half_checkpoint(tmp_path, monkeypatch):
+    make(tmp_path, 1)
+    make(tmp_path, 2)
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)  # killed before it began
+    store.prune(tmp_path, 1, 0)
+    assert [path.name for path in store.folders(tmp_path)] == ["2"]

@@ -1,0 +1,316 @@
+"""n steps, kill -9, n steps are 2n steps, bit for bit; and what else a stopped run may count on."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from test_train import SHORT, losses, save_model
+
+from jaxrl import Config, cli, load_model
+from jaxrl.checkpoint import store
+from jaxrl.interrupt import Interrupted
+from jaxrl.schedule import SCHEDULES
+from jaxrl.telemetry.metrics import read_metrics
+from jaxrl.train import main, train
+
+MESH = "mesh=actor=2,rollout=2,teacher=4"
+STEPS = 10
+CONSTANT = ["optimizer.lr_schedule=constant", "optimizer.warmup_steps=0"]
+"""A learning rate that does not depend on the number of steps to come."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    student = save_model(folder / "student", 32, 2, seed=0)
+    teacher = save_model(folder / "teacher", 48, 1, seed=1, rows=272)
+    return [f"student.model={student}", f"teacher.model={teacher}"]
+
+
+def arguments(models, run_dir, *overrides):
+    plain = [MESH, f"steps={STEPS}", "checkpoint.every=2", "eval.every=4", f"run_dir={run_dir}"]
+    return [*models, *SHORT, *plain, *overrides]
+
+
+def run(models, run_dir, *overrides):
+    return train(Config.load(None, arguments(models, run_dir, *overrides)))
+
+
+def start(models, run_dir, *overrides):
+    """A run in a process of its own."""
+    command = [sys.executable, "-m", "jaxrl.train", *arguments(models, run_dir, *overrides)]
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"JAX_COMPILATION_CACHE_DIR": cache_dir()},
+    )
+
+
+def cache_dir():
+    import jax
+
+    return jax.config.jax_compilation_cache_dir
+
+
+def wait_for(path, process, seconds=120):
+    end = time.monotonic() + seconds
+    while not path.exists():
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < end, f"{path} did not come"
+        time.sleep(0.002)
+
+
+def weights(run_dir):
+    return (run_dir / "final" / "model.safetensors").read_bytes()
+
+
+def numbers(result_or_rows):
+    """All of a run that does not depend on the clock."""
+    rows = getattr(result_or_rows, "metrics", result_or_rows)
+    changing = ("time/", "tokens/per", "weights/sync_gbps", "checkpoint/")
+    return [{k: v for k, v in row.items() if not k.startswith(changing)} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(models, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    done = {}
+
+    def get(schedule):
+        if schedule not in done:
+            done[schedule] = run(models, folder / schedule, f"schedule={schedule}")
+        return done[schedule]
+
+    return get
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_killed_run_goes_on_as_if_nothing_had_been(models, tmp_path, undisturbed, schedule):
+    whole = undisturbed(schedule)
+    victim = start(models, tmp_path / "run", f"schedule={schedule}")
+    wait_for(tmp_path / "run" / "checkpoints" / "2" / store.MANIFEST, victim)
+    victim.kill()
+    victim.communicate()
+    assert victim.returncode == -signal.SIGKILL and not (tmp_path / "run" / "final").exists()
+    in_flight = store.newest(tmp_path / "run", print).manifest.in_flight
+    assert len(in_flight) == SCHEDULES[schedule]
+    result = run(models, tmp_path / "run", f"schedule={schedule}")
+    assert numbers(result) == numbers(whole) == numbers(read_metrics(result.run_dir))
+    assert weights(result.run_dir) == weights(whole.run_dir)
+    samples = [(folder / "samples.jsonl").read_text() for folder in (result.run_dir, whole.run_dir)]
+    assert samples[0] == samples[1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_ends_with_130(models, tmp_path, undisturbed, number):
+    whole = undisturbed("one_step_off")
+    asked = ["schedule=one_step_off", "checkpoint.every=0"]
+    process = start(models, tmp_path / "run", *asked)
+    wait_for(tmp_path / "run" / "samples.jsonl", process)
+    while not (tmp_path / "run" / "samples.jsonl").read_text():
+        time.sleep(0.002)
+    process.send_signal(number)
+    told, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, told
+    assert "finishing the step at hand" in told and "Traceback" not in told
+    step = store.newest(tmp_path / "run", print).step
+    assert f"saved at step {step}" in told and 0 < step < STEPS
+    result = run(models, tmp_path / "run", *asked)
+    assert numbers(result) == numbers(whole) and weights(result.run_dir) == weights(whole.run_dir)
+
+
+def test_other_meshes_go_on_with_it(models, tmp_path):
+    """From eight devices to one and back; without sampling, which turns rounding into tokens."""
+    data = [models[0], "teacher.model=null", "algorithm=sft", "eval.every=0"]
+    data += CONSTANT
+    whole = run(data, tmp_path / "whole", "mesh=actor=6,rollout=2", "steps=6")
+    run(data, tmp_path / "run", "mesh=actor=6,rollout=2", "steps=2")
+    run(data, tmp_path / "run", "mesh=actor+rollout=1", "steps=4")
+    parts = run(data, tmp_path / "run", "mesh=actor=6,rollout=2", "steps=6")
+    told = [[row["sft/loss"] for row in result.metrics[1:]] for result in (whole, parts)]
+    assert told[1] == pytest.approx(told[0], rel=1e-5)
+
+
+def test_from_float32_to_bfloat16(models, tmp_path, capsys):
+    whole = run(models, tmp_path / "whole", *CONSTANT, "steps=5")
+    run(models, tmp_path / "run", *CONSTANT, "steps=4")
+    half = ["actor.param_dtype=bfloat16", "actor.moment_dtype=bfloat16", "rollout.dtype=bfloat16"]
+    result = run(models, tmp_path / "run", *CONSTANT, *half, "steps=5")
+    assert (
+        "changed since: actor.param_dtype: float32 there, bfloat16 now" in capsys.readouterr().out
+    )
+    assert losses(result)[:4] == losses(whole)[:4]
+    assert losses(result)[4] == pytest.approx(losses(whole)[4], rel=0.1)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_more_steps_continue_a_finished_run(models, tmp_path, undisturbed, schedule, capsys):
+    """Also where the old end left no batch in flight, and an epoch ended."""
+    asked = [f"schedule={schedule}", "data.train=arithmetic:size=24", "steps=4"]
+    run(models, tmp_path / "run", *asked)
+    again = run(models, tmp_path / "run", *asked)
+    assert "has all of its 4 steps: nothing to do" in capsys.readouterr().out
+    assert [row["step"] for row in again.metrics] == list(range(5))
+    longer = run(models, tmp_path / "run", *asked, "steps=7")
+    assert [row["step"] for row in longer.metrics] == list(range(8))
+    assert "steps: 4 there, 7 now" in capsys.readouterr().out
+    assert longer.metrics[7]["data/epoch"] == 7 * 6 / 24
+    assert [row["policy_version"] for row in longer.metrics[5:]] == [
+        max(4, i - SCHEDULES[schedule]) for i in range(4, 7)
+    ]
+
+
+def killed_after_8(undisturbed, folder):
+    """A run of ten steps that was killed after its checkpoint of step 8."""
+    shutil.copytree(undisturbed("serial").run_dir, folder)
+    shutil.rmtree(folder / "final")
+    shutil.rmtree(folder / "checkpoints" / "10")
+    return folder
+
+
+def test_an_interruption_before_the_evaluation_makes_up_for_it(models, tmp_path, undisturbed):
+    """The row of the step is written without it, and completed when the run goes on."""
+    metrics = killed_after_8(undisturbed, tmp_path / "run") / "metrics.jsonl"
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()][:9]
+    assert "eval/accuracy" in rows[8]
+    rows[8] = {k: v for k, v in rows[8].items() if not k.startswith(("eval/", "time/evaluate"))}
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert numbers(run(models, tmp_path / "run")) == numbers(undisturbed("serial"))
+
+
+def test_rows_after_the_checkpoint_and_a_torn_line_are_cut(models, tmp_path, undisturbed):
+    metrics = killed_after_8(undisturbed, tmp_path / "run") / "metrics.jsonl"
+    metrics.write_text(metrics.read_text() + '{"step": 11, "loss": 99}\n{"step": 12, "lo')
+    assert numbers(run(models, tmp_path / "run")) == numbers(undisturbed("serial"))
+    assert weights(tmp_path / "run") == weights(undisturbed("serial").run_dir)
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("optimizer.learning_rate=0.5", "optimizer.learning_rate: "),
+        ("seed=3", "seed: 0 there, 3 now"),
+        ("schedule=one_step_off", "schedule: serial there, one_step_off now"),
+        ("steps=3", "steps: 4 there, 3 now"),
+        ("data.train=arithmetic:terms=4", "data.train: "),
+    ],
+)
+def test_another_config_is_refused_with_its_keys(finished, capsys, override, told):
+    before = sorted(path.name for path in finished.run_dir.iterdir())
+    command = [*arguments(finished.models, finished.run_dir, "steps=4"), override]
+    assert cli.run(main, command) == 2
+    error = capsys.readouterr().err
+    assert told in error and "holds a run with another config" in error
+    assert before == sorted(path.name for path in finished.run_dir.iterdir())
+
+
+class Finished:
+    def __init__(self, models, run_dir):
+        self.models, self.run_dir = models, run_dir
+
+
+@pytest.fixture(scope="module")
+def finished(models, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    run(models, folder, "steps=4")
+    return Finished(models, folder)
+
+
+def test_resume_never_and_must(finished, tmp_path, capsys, monkeypatch):
+    plain = arguments(finished.models, finished.run_dir, "steps=4")
+    assert cli.run(main, [*plain, "--resume", "never"]) == 2
+    assert "holds a run already" in capsys.readouterr().err
+    empty = arguments(finished.models, tmp_path / "none", "steps=4")
+    assert cli.run(main, [*empty, "--resume", "must"]) == 2
+    assert "holds no run to go on with" in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
+    named = [*arguments(finished.models, "x", "steps=1"), "run_dir=null", "name=n"]
+    assert cli.run(main, named) == cli.run(main, [*named, "--resume", "never"]) == 0
+    assert (tmp_path / "runs" / "n-2" / "final").is_dir()
+
+
+def test_other_training_data_of_the_same_name_are_refused(models, tmp_path, capsys):
+    data = tmp_path / "train.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"{i}+1="}) + "\n" for i in range(20)))
+    asked = [f"data.train={data}", "data.eval=null", "eval.teacher=false", "steps=2"]
+    run(models, tmp_path / "run", *asked)
+    data.write_text(data.read_text().replace("7+1", "7+2"))
+    assert cli.run(main, arguments(models, tmp_path / "run", *asked, "steps=3")) == 2
+    assert "what data.train names has changed" in capsys.readouterr().err
+
+
+def test_a_directory_in_use_is_refused(finished, capsys):
+    from jaxrl.run_dir import _locked
+
+    with _locked(finished.run_dir):
+        assert cli.run(main, arguments(finished.models, finished.run_dir, "steps=4")) == 2
+    assert f"is in use by pid {os.getpid()}" in capsys.readouterr().err
+
+
+def test_a_checkpoint_is_a_model(finished):
+    """Of the same logits as the export of the same step."""
+    folder = finished.run_dir / "checkpoints" / "4"
+    tokens, mask = [[5, 6, 7]], [[True] * 3]
+    ours = load_model(folder).logits(tokens, mask)
+    assert (ours == load_model(finished.run_dir / "final").logits(tokens, mask)).all()
+    assert load_model(folder).tokenizer is not None
+    assert json.loads((folder / store.MANIFEST).read_text())["data"]["next_batch"] == 4
+
+
+def test_a_disk_that_is_full_stops_saving_not_training(models, tmp_path):
+    """The limit on the size of a file is the kernel's, as a full disk is; one save fits again."""
+    program = (
+        "import resource, sys; from jaxrl import cli; from jaxrl.train import main\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, resource.RLIM_INFINITY))\n"
+        "sys.exit(cli.run(main, sys.argv[1:]))"
+    )
+    asked = arguments(models, tmp_path / "run", "steps=6")
+    command = [sys.executable, "-c", program, *asked]
+    env = os.environ | {"JAX_COMPILATION_CACHE_DIR": cache_dir()}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
+    told = done.stdout + done.stderr
+    assert told.count("could not be written") >= 3, told
+    assert "Training goes on" in told and "step 6/6" in told
+    assert not store.folders(tmp_path / "run")
+
+
+def test_an_interruption_that_cannot_save_in_time_says_so(models, tmp_path, monkeypatch):
+    from jaxrl.roles.actor import Actor
+
+    def slow(self, *args, **kwargs):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(30)
+
+    monkeypatch.setattr(Actor, "update", slow)
+    begun = time.monotonic()
+    with pytest.raises(Interrupted, match=r"not saved within deadlines.interrupt=0.5 s"):
+        run(models, tmp_path / "run", "deadlines.interrupt=0.5")
+    assert time.monotonic() - begun < 28
+
+
+def test_a_checkpoint_folder_that_cannot_be_stops_saving_not_training(models, tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").write_text("in the way")
+    result = run(models, tmp_path / "run", "steps=2")
+    assert result.metrics[-1]["step"] == 2 and (tmp_path / "run" / "final").is_dir()
+    told = capsys.readouterr().out
+    assert "checkpoint 2 could not be written" in told and "there is none yet" in told
+
+
+def test_the_best_checkpoint_follows_the_evaluation(models, tmp_path, monkeypatch):
+    """More accurate weights outlive newer ones; of equals the newer stays."""
+    told = iter([0.0, 0.0, 0.2, 0.9, 0.9, 0.3, 0.1])  # step 0, the teacher, steps 1 to 5
+    row = {"eval/mean_completion_tokens": 1.0}
+    evaluation = "jaxrl.reporting.evaluation_row"
+    monkeypatch.setattr(evaluation, lambda *_: row | {"eval/accuracy": next(told)})
+    asked = ["checkpoint.every=1", "eval.every=1", "steps=5", "checkpoint.keep_last=1"]
+    result = run(models, tmp_path / "run", *asked)
+    found = {c.step: c.manifest.accuracy for c in map(store.read, store.folders(result.run_dir))}
+    assert found == {5: 0.1, 3: 0.9}
