@@ -1,0 +1,103 @@
+"""The page of all config keys.
+
+python -m jaxrl.config_page > docs/config.md
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from jaxrl import cli, config_keys
+from jaxrl.config import Config
+
+BOUNDS = {
+    "exclusiveMinimum": "above",
+    "minimum": "at least",
+    "exclusiveMaximum": "below",
+    "maximum": "at most",
+}
+"""What JSON schema calls a bound -> how the page says it."""
+
+HEAD = """# Config keys
+
+Every key of a run, with its type, its default and what it means. Made from
+[jaxrl/config.py](../jaxrl/config.py) by `python -m jaxrl.config_page > docs/config.md`;
+`python -m jaxrl.train --help` lists the same keys.
+
+A key is set in the file, nested by its dots, or on the command line, which wins:
+
+```yaml
+# run.yaml
+steps: 500
+optimizer: {learning_rate: 1e-5}
+```
+
+    python -m jaxrl.train --config run.yaml steps=200 optimizer.learning_rate=2e-5
+
+The defaults are for models of one to several billion parameters on accelerators. Without
+`--config` the quickstart runs, which sets many keys otherwise
+([jaxrl/assets/quickstart.yaml](../jaxrl/assets/quickstart.yaml)). `null` is a value: nothing, or
+what the text says. Required are `student.model`, `data.train` and, for algorithm `gkd`,
+`teacher.model`. Which keys may change when a run is resumed is told in
+[checkpoints.md](checkpoints.md)."""
+
+TABLE = ["| key | type | default | meaning |", "|---|---|---|---|"]
+
+
+def markdown() -> str:
+    """The page docs/config.md."""
+    headings = dict(config_keys.sections(Config))
+    schema = Config.model_json_schema()
+    lines, section = [HEAD], None
+    for key in config_keys.keys(Config):
+        parent = key.path.rpartition(".")[0]
+        if parent != section:
+            section = parent
+            title = [f"## {section}", "", headings[section]] if section else ["## A run"]
+            lines += ["", *title, "", *TABLE]
+        default = "required" if key.required else f"`{shown(key.default)}`"
+        allowed = ", ".join([key.type, *_bounds(_field(schema, key.path))])
+        cells = (f"`{key.path}`", allowed, default, key.doc)
+        lines.append(_row(cells))
+    return "\n".join(lines) + "\n"
+
+
+def shown(value: Any) -> str:
+    """A default, as an override is written."""
+    if isinstance(value, str):
+        return value
+    return f"{value:g}" if isinstance(value, float) else json.dumps(value)
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
+
+
+def _field(schema: Mapping[str, Any], path: str) -> Any:
+    """The JSON schema of one key."""
+    found: Any = schema
+    for part in path.split("."):
+        if "$ref" in found:
+            found = schema["$defs"][found["$ref"].rpartition("/")[2]]
+        found = found["properties"][part]
+    return found
+
+
+def _bounds(schema: Mapping[str, Any]) -> Iterator[str]:
+    """`at least 1`, of a number that may be null."""
+    for one in (schema, *schema.get("anyOf", ())):
+        for name, word in BOUNDS.items():
+            if name in one:
+                yield f"{word} {one[name]:g}"
+
+
+def main(argv: Sequence[str]) -> None:
+    cli.Parser("python -m jaxrl.config_page", "Prints the page docs/config.md.").parse(argv)
+    print(markdown(), end="")
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main))
