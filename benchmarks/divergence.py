@@ -1,31 +1,27 @@
 """Distillation loss with gradients, in three ways: memory at V = 151936, and time. One JSON line.
 
-    python benchmarks/divergence.py [--tokens 256 --width 256 --rounds 7]
+    python benchmarks/divergence.py [--tokens 256 --width 256 --vocab 151936]
 
 naive: all logits, the formula as usually written, jax.grad. fused: the default. lean: recomputes.
 Memory is `compiled.memory_analysis()` at 4096 tokens, bfloat16, widths 1024 and 2048: nothing runs.
-Time is measured with float32 at `--tokens` and `--width`, the three taking turns; medians, and the
-median over the rounds of the ratio within a round, which a busy machine disturbs least. The floor
-is the products' FLOPs (naive and fused: 2 logits + 2 gradients; lean: 2 more) over what a plain
-matrix product reaches in the same rounds.
+Time is measured at `--tokens` and `--width`, the three taking turns; medians, and the median over
+the rounds of the ratio within a round, which a busy machine disturbs least. The floor is the four
+products that no way can do without (two logits, two gradients).
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import time
 from functools import partial
 from typing import Any
 
+import common
 import jax
 import jax.numpy as jnp
 
 from jaxrl.losses.distill import divergence_from_hidden
 
-VOCAB = 151936
-PRODUCTS = {"naive": 4, "fused": 4, "lean": 6}
+MEMORY_VOCAB, MEMORY_TOKENS = 151936, 4096
 
 
 def naive(
@@ -68,8 +64,9 @@ def memory(chunk: int) -> dict[str, float]:
     def array(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
 
-    student = array(8, 512, 1024), array(VOCAB, 1024)
-    args = *student, array(8, 512, 2048), array(VOCAB, 2048)
+    rows = 8, MEMORY_TOKENS // 8
+    student = array(*rows, 1024), array(MEMORY_VOCAB, 1024)
+    args = *student, array(*rows, 2048), array(MEMORY_VOCAB, 2048)
     found = {}
     for name, step in losses(chunk).items():
         analysis = step.lower(*args).compile().memory_analysis()
@@ -77,54 +74,55 @@ def memory(chunk: int) -> dict[str, float]:
     return found
 
 
-def times(tokens: int, width: int, rounds: int, chunk: int) -> dict[str, list[float]]:
-    """Seconds of each round, the ways and a plain matrix product taking turns."""
+def times(
+    tokens: int, width: int, vocab: int, dtype: str, repeats: int, chunk: int, ways: list[str]
+) -> dict[str, list[float]]:
+    """Seconds of each way in each round."""
     keys = jax.random.split(jax.random.key(0), 4)
-    shapes = 2 * [(1, tokens, width), (VOCAB, width)]
+    shapes = 2 * [(1, tokens, width), (vocab, width)]
     args = [
-        jax.random.normal(k, s) * (1 if len(s) == 3 else width**-0.5)
+        (jax.random.normal(k, s) * (1 if len(s) == 3 else width**-0.5)).astype(dtype)
         for k, s in zip(keys, shapes, strict=True)
     ]
-    plain = jax.jit(lambda h, w, *_: jnp.einsum("bcd,vd->bcv", h, w))
-    steps = losses(chunk) | {"product": plain}
-    found: dict[str, list[float]] = {name: [] for name in steps}
-    for i in range(rounds + 1):
-        for name, step in steps.items():
-            start = time.perf_counter()
-            jax.block_until_ready(step(*args))
-            if i > 0:  # the first round compiles
-                found[name].append(time.perf_counter() - start)
-    return found
+    steps = {name: step for name, step in losses(chunk).items() if name in ways}
+    runs = {name: partial(step, *args) for name, step in steps.items()}
+    return common.alternate(runs, repeats)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--chunk", type=int, default=256, help="at 4096 tokens; timed: a quarter")
-    args = parser.parse_args()
-    megabytes = memory(args.chunk)
+    told = common.parser(__doc__, repeats=7)
+    told.add_argument("--tokens", type=int, default=256)
+    told.add_argument("--width", type=int, default=256, help="of both models")
+    told.add_argument("--vocab", type=int, default=MEMORY_VOCAB)
+    told.add_argument(
+        "--chunk", type=int, help="tokens at once; a quarter of --tokens where absent"
+    )
+    told.add_argument("--ways", nargs="+", default=["naive", "fused", "lean"])
+    told.add_argument("--no-memory", action="store_true", help="time only")
+    arguments = told.parse_args()
+    common.start(arguments)
     # As many chunks as there would be with more tokens, or the loop would not be measured.
-    seconds = times(args.tokens, args.width, args.rounds, min(args.chunk, args.tokens // 4))
-    product = statistics.median(seconds.pop("product"))
-    flops = {name: n * 2 * args.tokens * args.width * VOCAB for name, n in PRODUCTS.items()}
-    report = {
-        "device": jax.devices()[0].device_kind,
-        "memory": {"tokens": 4096, "chunk": args.chunk, "temporaries_mb": megabytes},
-        "memory_naive_over": {k: round(megabytes["naive"] / v, 1) for k, v in megabytes.items()},
-        "time": {"tokens": args.tokens, "width": args.width, "chunk": args.tokens // 4},
-        "seconds": {k: round(statistics.median(v), 3) for k, v in seconds.items()},
-        "time_over_naive": {
-            name: round(
-                statistics.median(a / b for a, b in zip(v, seconds["naive"], strict=True)), 2
-            )
-            for name, v in seconds.items()
-        },
-        "floor_gflop": {k: round(v / 1e9, 1) for k, v in flops.items()},
-        "floor_seconds": {k: round(n * product, 3) for k, n in PRODUCTS.items()},
-    }
-    print(json.dumps(report))
+    chunk = arguments.chunk or arguments.tokens // 4
+    shape = arguments.tokens, arguments.width, arguments.vocab
+    seconds = times(*shape, arguments.dtype, arguments.repeats, chunk, arguments.ways)
+    machine = common.ceilings(arguments.dtype, shape)
+    itemsize = jnp.dtype(arguments.dtype).itemsize
+    width = arguments.width
+    work = common.divergence_work(arguments.vocab, width, width, arguments.tokens, itemsize)
+    figures = {name: common.figure(each, [work], machine) for name, each in seconds.items()}
+    for name in seconds if "naive" in seconds else ():
+        pairs = zip(seconds[name], seconds["naive"], strict=True)
+        figures[name]["over_naive"] = common.rounded(statistics.median(a / b for a, b in pairs))
+    more: dict[str, Any] = {}
+    if not arguments.no_memory:
+        found = memory(256)
+        more["memory"] = {
+            "tokens": MEMORY_TOKENS,
+            "vocab": MEMORY_VOCAB,
+            "temporaries_mb": found,
+            "naive_over": {k: round(found["naive"] / v, 1) for k, v in found.items()},
+        }
+    print(common.line(arguments, machine, figures, benchmark="divergence", chunk=chunk, **more))
 
 
 if __name__ == "__main__":

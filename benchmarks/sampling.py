@@ -1,81 +1,78 @@
-"""Sampling a heavy-tailed batch: refilled slots against fixed batches, beside the machine's floor.
+"""Sampling: equal lengths, and heavy-tailed ones with and without refill. One JSON line.
 
     python benchmarks/sampling.py [--layers 6 --d-model 256 --vocab 8192 --slots 16 ...]
+    python benchmarks/sampling.py --model FOLDER --equal-prompt 64 --equal-new 64
 
-Prints one JSON line. Lengths are imposed (log-normal, cut at --max-new), so that random weights do.
-`naive` runs the same programs as a fixed-length loop would: every prompt prefilled for each of its
-samples, batches of as many sequences as there are slots, each decoded to --max-new tokens.
+`equal`: as many prompts as there are slots, every completion `--equal-new` tokens long. `refill`
+and `naive`: `--prompts` x `--group` completions with imposed log-normal lengths, cut at
+`--max-new`. `naive` runs the same programs as a fixed-length loop would: every prompt prefilled for
+each of its samples, batches of as many sequences as there are slots, each decoded to --max-new
+tokens. Lengths are imposed, so that random weights do.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import time
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import common
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl.model import resolve_model
 from jaxrl.models import decoder
 from jaxrl.models.config import DecoderConfig
-from jaxrl.sampling.engine import Engine, EngineStats
-from jaxrl.sampling.sampler import SamplingParams
+from jaxrl.sampling.engine import Engine, EngineStats, SamplingParams
 
 
 def main() -> None:
     arguments = parse()
-    config = make_config(arguments)
-    dtype = jnp.dtype(arguments.dtype)
-    params = decoder.init_params(config, jax.random.key(0), dtype, "unstacked")
+    common.start(arguments)
+    config, params = make_model(arguments)
     rng = np.random.default_rng(0)
-    shape = (arguments.prompts, arguments.group)
-    lengths = np.exp(rng.normal(np.log(arguments.max_new) - 1.6, 0.8, shape))
-    lengths = np.clip(lengths, 4, arguments.max_new).astype(int)
-    prompts = rng.integers(0, config.vocab_size, (arguments.prompts, arguments.prompt)).tolist()
-
-    refill = measure(arguments, config, params, prompts, lengths)
-    repeated = [prompt for prompt in prompts for _ in range(arguments.group)]
-    longest = np.full((len(repeated), 1), arguments.max_new)
-    naive = measure(arguments, config, params, repeated, longest)
-    tokens = int(lengths.sum())
-    ideal = max(int(lengths.max()), -(-tokens // arguments.slots))
-    floor = ideal * step_floor(config, params, arguments.slots, arguments.prompt, lengths)
-    report = {
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        **vars(arguments),
-        "useful_tokens": tokens,
-        "decode_steps": {
-            "ideal": ideal,
-            "refill": refill.decode_steps,
-            "naive": naive.decode_steps,
-        },
-        "prefill_rows": {"refill": refill.prefill_rows, "naive": naive.prefill_rows},
-        "seconds": {
-            "floor": round(floor, 4),
-            "refill": round(refill.seconds, 4),
-            "refill_prefill": round(refill.prefill_seconds, 4),
-            "refill_decode": round(refill.decode_seconds, 4),
-            "naive": round(naive.seconds, 4),
-        },
-        "tokens_per_second": {
-            "floor": round(tokens / floor),
-            "refill": round(tokens / refill.seconds),
-            "naive": round(tokens / naive.seconds),
-        },
-        "launches": refill.launches,
-        "speedup": round(naive.seconds / refill.seconds, 2),
-        "seconds_over_floor": round(refill.seconds / floor, 2),
-    }
-    print(json.dumps(report))
+    cases = make_cases(arguments, config, rng)
+    stats: dict[str, list[EngineStats]] = {name: [] for name in cases}
+    for i in range(arguments.repeats + 1):
+        for name, case in cases.items():
+            told = case.run(params)
+            if i > 0:  # the first round compiles
+                stats[name].append(told)
+    machine = common.ceilings(
+        arguments.dtype,
+        (arguments.slots, config.d_model, config.d_ff),
+        (arguments.slots, config.d_model, config.vocab_size),
+    )
+    itemsize = jnp.dtype(arguments.dtype).itemsize
+    figures = {}
+    for name, case in cases.items():
+        lengths = np.asarray(case.useful)
+        each = [len(prompt) for prompt in case.distinct]
+        parts = common.sampling_work(config, each, lengths, arguments.slots, itemsize)
+        figures[name] = common.figure([s.seconds for s in stats[name]], parts, machine)
+        seconds, last = figures[name]["seconds"], stats[name][-1]
+        figures[name] |= {
+            "tokens": int(lengths.sum()),
+            "tokens_per_second": common.rounded(lengths.sum() / seconds),
+            "decode_steps": last.decode_steps,
+            "ideal_steps": max(int(lengths.max()), -(-int(lengths.sum()) // arguments.slots)),
+            "prefill_rows": last.prefill_rows,
+            "prefill_seconds": common.rounded(last.prefill_seconds),
+            "decode_seconds": common.rounded(last.decode_seconds),
+            "launches": last.launches,
+        }
+    speedup = {}
+    if "naive" in figures:
+        ratio = figures["naive"]["seconds"] / figures["refill"]["seconds"]
+        speedup = {"refill_over_naive": common.rounded(ratio)}
+    print(common.line(arguments, machine, figures, benchmark="sampling", **speedup))
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    for name, value in {
+    told = common.parser(__doc__, repeats=3)
+    told.add_argument("--model", help="a checkpoint; without it, random weights of these sizes:")
+    sizes = {
         "layers": 6,
         "d-model": 256,
         "heads": 8,
@@ -88,14 +85,21 @@ def parse() -> argparse.Namespace:
         "prompt": 192,
         "max-new": 192,
         "launch-tokens": 32,
-    }.items():
-        parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    return parser.parse_args()
+        "equal-prompt": 64,
+        "equal-new": 64,
+    }
+    for name, value in sizes.items():
+        told.add_argument(f"--{name}", type=int, default=value)
+    told.add_argument("--cases", nargs="+", default=["equal", "refill", "naive"])
+    return told.parse_args()
 
 
-def make_config(arguments: argparse.Namespace) -> DecoderConfig:
-    return DecoderConfig(
+def make_model(arguments: argparse.Namespace) -> tuple[DecoderConfig, Any]:
+    dtype = jnp.dtype(arguments.dtype)
+    if arguments.model is not None:
+        source = resolve_model(arguments.model)
+        return source.config, source.load(None, dtype, "unstacked")
+    config = DecoderConfig(
         family="llama",
         vocab_size=arguments.vocab,
         d_model=arguments.d_model,
@@ -107,72 +111,65 @@ def make_config(arguments: argparse.Namespace) -> DecoderConfig:
         tie_embeddings=True,
         max_positions=arguments.prompt + arguments.max_new,
     )
+    return config, decoder.init_params(config, jax.random.key(0), dtype, "unstacked")
 
 
-def measure(
-    arguments: argparse.Namespace,
-    config: DecoderConfig,
-    params: Any,
-    prompts: list[list[int]],
-    lengths: np.ndarray,
-) -> EngineStats:
-    """The second of two runs: the first one compiles."""
-    engine = Engine(
-        config,
-        None,
-        slots=arguments.slots,
-        max_prompt_tokens=arguments.prompt,
-        max_new_tokens=arguments.max_new,
-        launch_tokens=arguments.launch_tokens,
-    )
-    for _ in range(2):
-        engine.generate(
+@dataclass
+class Case:
+    """One batch to sample, on an engine of its own."""
+
+    engine: Engine
+    prompts: list[list[int]]
+    limits: np.ndarray
+    """[len(prompts), n] tokens that are decoded."""
+    distinct: list[list[int]]
+    """Prompts that need a prefill."""
+    useful: np.ndarray
+    """[len(distinct), n] tokens that are wanted."""
+
+    def run(self, params: Any) -> EngineStats:
+        self.engine.generate(
             params,
-            prompts,
-            n=lengths.shape[1],
-            sampling=SamplingParams(max_new_tokens=arguments.max_new),
+            self.prompts,
+            n=self.limits.shape[1],
+            sampling=SamplingParams(max_new_tokens=self.engine.max_new_tokens),
             seed=0,
-            limits=lengths.tolist(),
+            limits=self.limits.tolist(),
         )
-    return engine.stats
+        return self.engine.stats
 
 
-def step_floor(
-    config: DecoderConfig, params: Any, slots: int, prompt: int, lengths: np.ndarray
-) -> float:
-    """Seconds of a decode step: max(FLOPs / peak, (parameter + slots * KV bytes) / bandwidth).
+def make_cases(
+    arguments: argparse.Namespace, config: DecoderConfig, rng: np.random.Generator
+) -> dict[str, Case]:
+    def engine(prompt: int, new: int) -> Engine:
+        return Engine(
+            config,
+            None,
+            slots=arguments.slots,
+            max_prompt_tokens=prompt,
+            max_new_tokens=new,
+            launch_tokens=min(arguments.launch_tokens, new),
+        )
 
-    Peak and bandwidth are measured here; the KV bytes are those of the mean context.
-    """
-    weights = jax.tree.leaves(params)
-    dtype = weights[0].dtype
-    context = prompt + float((lengths**2).sum() / lengths.sum()) / 2
-    kv_bytes = 2 * config.n_layers * config.n_kv_heads * config.head_dim * dtype.itemsize * context
-    attention = 4 * config.n_layers * config.n_heads * config.head_dim * context
-    flops = slots * (2 * sum(x.size for x in weights) + attention)
-    moved = sum(x.nbytes for x in weights) + slots * kv_bytes
-    return max(flops / peak_flops(dtype), moved / bandwidth())
+    def prompts(count: int, width: int) -> list[list[int]]:
+        return rng.integers(0, config.vocab_size, (count, width)).tolist()
 
-
-def peak_flops(dtype: Any) -> float:
-    size = 2048 if jax.default_backend() == "cpu" else 8192
-    x = jnp.ones((size, size), dtype)
-    return 2 * size**3 / best_seconds(jax.jit(lambda a: a @ a), x)
-
-
-def bandwidth() -> float:
-    """Bytes read per second by a sum: decoding reads."""
-    x = jnp.ones(2**26, jnp.float32)
-    return x.nbytes / best_seconds(jax.jit(jnp.sum), x)
-
-
-def best_seconds(run: Callable[[jax.Array], jax.Array], x: jax.Array) -> float:
-    times = []
-    for _ in range(6):
-        start = time.perf_counter()
-        jax.block_until_ready(run(x))
-        times.append(time.perf_counter() - start)
-    return min(times)
+    long = engine(arguments.prompt, arguments.max_new)
+    mean = np.log(arguments.max_new) - 1.6
+    shape = arguments.prompts, arguments.group
+    lengths = np.exp(rng.normal(mean, 0.8, shape)).clip(4, arguments.max_new).astype(int)
+    heavy = prompts(arguments.prompts, arguments.prompt)
+    repeated = [prompt for prompt in heavy for _ in range(arguments.group)]
+    longest = np.full((len(repeated), 1), arguments.max_new)
+    same = prompts(arguments.slots, arguments.equal_prompt)
+    full = np.full((arguments.slots, 1), arguments.equal_new)
+    cases = {
+        "equal": Case(engine(arguments.equal_prompt, arguments.equal_new), same, full, same, full),
+        "refill": Case(long, heavy, lengths, heavy, lengths),
+        "naive": Case(long, repeated, longest, heavy, lengths),
+    }
+    return {name: case for name, case in cases.items() if name in arguments.cases}
 
 
 if __name__ == "__main__":

@@ -1,0 +1,250 @@
+"""What the benchmarks share: FLOPs and bytes of the work, the machine, taking turns, the line.
+
+A benchmark counts the work first, from the model's config and the real tokens: `Work` is one part
+that happens in one go, and its floor is the longer of its FLOPs at the machine's best matrix
+product and its bytes at the machine's best bandwidth, both measured in the same run. Parts that
+must follow one another add up. Padding, masks, softmax and everything else that is not a product
+counts as nothing: the floor is what no program can go below.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl.compile_cache import enable_compile_cache
+from jaxrl.models.config import DecoderConfig
+
+BIG = 2**28
+"""Bytes of the array that is read for the bandwidth: far above every cache."""
+
+
+def parser(doc: str | None, **defaults: Any) -> argparse.ArgumentParser:
+    """The options that every benchmark has; `defaults` replace those given here."""
+    told = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
+    told.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    told.add_argument("--devices", type=int, default=1, help="CPU devices to emulate")
+    told.add_argument(
+        "--repeats", type=int, default=5, help="measured rounds, after one to warm up"
+    )
+    told.set_defaults(**defaults)
+    return told
+
+
+def start(arguments: argparse.Namespace) -> None:
+    """Emulates the devices; call it before anything asks jax for its devices."""
+    jax.config.update("jax_num_cpu_devices", arguments.devices)
+    enable_compile_cache("~/.cache/jaxrl/compile")
+
+
+# The work.
+
+
+@dataclass(frozen=True)
+class Work:
+    """FLOPs (a multiply and an add are two) and bytes to and from memory, at least."""
+
+    flops: float
+    bytes: float
+
+    def __mul__(self, times: float) -> Work:
+        return Work(self.flops * times, self.bytes * times)
+
+
+def block_params(c: DecoderConfig) -> int:
+    """Weights of all blocks that enter matrix products."""
+    attention = 2 * c.d_model * c.head_dim * (c.n_heads + c.n_kv_heads)
+    return c.n_layers * (attention + 3 * c.d_model * c.d_ff)
+
+
+def forward_work(c: DecoderConfig, lengths: Sequence[float], itemsize: int) -> Work:
+    """Blocks alone, over whole sequences of these lengths; attention is causal."""
+    pairs = sum(t * (t + 1) / 2 for t in lengths)
+    flops = 2 * block_params(c) * sum(lengths) + 4 * c.n_layers * c.n_heads * c.head_dim * pairs
+    return Work(flops, block_params(c) * itemsize)
+
+
+def train_work(
+    student: DecoderConfig,
+    teacher_width: int,
+    vocab: int,
+    lengths: Sequence[float],
+    tokens: int,
+    itemsize: int,
+) -> list[Work]:
+    """An update: forward and backward of the blocks, divergence of `tokens` tokens, AdamW."""
+    forward = forward_work(student, lengths, itemsize)
+    return [
+        forward,
+        divergence_work(vocab, student.d_model, teacher_width, tokens, itemsize),
+        forward * 2,
+        adamw_work(student.n_params),
+    ]
+
+
+def divergence_work(vocab: int, width: int, teacher_width: int, tokens: int, itemsize: int) -> Work:
+    """Both models' logits, and the gradients by the student's hidden states and head."""
+    flops = 2 * vocab * tokens * (3 * width + teacher_width)
+    return Work(flops, vocab * (2 * width + teacher_width) * itemsize)
+
+
+def adamw_work(params: int) -> Work:
+    """Gradient read; parameters and both moments read and written; all in float32."""
+    return Work(12 * params, 7 * 4 * params)
+
+
+def decode_work(c: DecoderConfig, contexts: Sequence[float], itemsize: int) -> Work:
+    """One token for each context [tokens before it]: every weight and every key is read once."""
+    held, seen = block_params(c) + c.vocab_size * c.d_model, sum(contexts)
+    flops = 2 * held * len(contexts) + 4 * c.n_layers * c.n_heads * c.head_dim * seen
+    keys = 2 * c.n_layers * c.n_kv_heads * c.head_dim * seen
+    return Work(flops, (held + keys) * itemsize)
+
+
+def sampling_work(
+    c: DecoderConfig, prompts: Sequence[int], lengths: np.ndarray, slots: int, itemsize: int
+) -> list[Work]:
+    """Each prompt prefilled once; then as few decode steps as the slots allow.
+
+    Args:
+        prompts: tokens of each prompt.
+        lengths: [prompts, samples] tokens of each completion.
+    """
+    steps = max(int(lengths.max()), -(-int(lengths.sum()) // slots))
+    rows = lengths.sum() / steps
+    prompt = np.asarray(prompts, float)[:, None]
+    mean = float((lengths * (prompt + lengths / 2)).sum() / lengths.sum())
+    step = decode_work(c, [mean], itemsize)
+    weights = decode_work(c, [0.0], itemsize)
+    one = Work(step.flops * rows, weights.bytes + (step.bytes - weights.bytes) * rows)
+    return [forward_work(c, prompts, itemsize), one * steps]
+
+
+# The machine.
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What this machine reaches, measured in this run."""
+
+    flops: float
+    """Per second: the best of all products below."""
+    bandwidth: float
+    """Bytes read per second."""
+    at: dict[str, float]
+    """GFLOP/s of products of the work's own shapes, as `rows x inner x columns`."""
+
+    def floor(self, parts: Sequence[Work]) -> float:
+        """Seconds that the parts take at least, one after the other."""
+        return sum(max(p.flops / self.flops, p.bytes / self.bandwidth) for p in parts)
+
+    def told(self) -> dict[str, Any]:
+        return {
+            "gflop_per_s": round(self.flops / 1e9, 1),
+            "gb_per_s": round(self.bandwidth / 1e9, 1),
+            "gflop_per_s_at": self.at,
+        }
+
+
+def ceilings(dtype: Any, *shapes: tuple[int, int, int]) -> Ceilings:
+    """Best of a few tries: a busy machine only ever lowers it."""
+    size = 2048 if jax.default_backend() == "cpu" else 8192
+    found = {shape: product_flops(*shape, dtype) for shape in ((size,) * 3, *shapes)}
+    at = {" x ".join(map(str, shape)): round(x / 1e9, 1) for shape, x in found.items()}
+    return Ceilings(max(found.values()), read_bandwidth(), at)
+
+
+def product_flops(rows: int, inner: int, columns: int, dtype: Any) -> float:
+    """FLOPs per second of one XLA product [rows, inner] @ [inner, columns]."""
+    a, b = jnp.ones((rows, inner), dtype), jnp.ones((inner, columns), dtype)
+    run = jax.jit(lambda a, b: jnp.matmul(a, b, preferred_element_type=jnp.float32))
+    return 2 * rows * inner * columns / best_seconds(lambda: run(a, b))
+
+
+def read_bandwidth() -> float:
+    """Bytes per second: the best of a sum in XLA and, on a CPU, of sums in numpy's threads."""
+    x = jnp.ones(BIG // 4, jnp.float32)
+    total = jax.jit(jnp.sum)
+    seconds = best_seconds(lambda: total(x))
+    if jax.default_backend() == "cpu":
+        parts = np.array_split(np.asarray(x), os.cpu_count() or 1)
+        with ThreadPoolExecutor(len(parts)) as pool:
+            seconds = min(seconds, best_seconds(lambda: list(pool.map(np.max, parts))))
+    return BIG / seconds
+
+
+def copy_seconds(nbytes: int) -> float:
+    """A plain copy of so many bytes in the host's memory."""
+    source = np.ones(nbytes, np.uint8)
+    target = np.empty_like(source)
+    return best_seconds(lambda: np.copyto(target, source))
+
+
+def best_seconds(run: Callable[[], Any], tries: int = 6) -> float:
+    return min(alternate({"": run}, tries)[""])
+
+
+def alternate(ways: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each way in each round; they take turns, the first round (compilation) is not
+    counted."""
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for i in range(repeats + 1):
+        for name, run in ways.items():
+            begin = time.perf_counter()
+            jax.block_until_ready(run())
+            if i > 0:
+                found[name].append(time.perf_counter() - begin)
+    return found
+
+
+# The line.
+
+
+def figure(
+    seconds: Sequence[float], parts: Sequence[Work], machine: Ceilings, **more: Any
+) -> dict[str, Any]:
+    """One measured quantity with its floor beside it."""
+    middle, floor = statistics.median(seconds), machine.floor(parts)
+    return {
+        "seconds": rounded(middle),
+        "best_seconds": rounded(min(seconds)),
+        "gflop": rounded(sum(p.flops for p in parts) / 1e9),
+        "gbytes": rounded(sum(p.bytes for p in parts) / 1e9),
+        "floor_seconds": rounded(floor),
+        "over_floor": rounded(middle / floor),
+        **more,
+    }
+
+
+def line(
+    arguments: argparse.Namespace, machine: Ceilings, figures: Mapping[str, Any], **more: Any
+) -> str:
+    """The JSON line of a benchmark; `figures` are name -> `figure`."""
+    told = {
+        "device": jax.devices()[0].device_kind,
+        "cores": os.cpu_count(),
+        "versions": {"python": platform.python_version(), "jax": version("jax")},
+        "load": round(os.getloadavg()[0], 2),
+        "arguments": vars(arguments),
+        "ceilings": machine.told(),
+        "figures": figures,
+    }
+    return json.dumps(told | more)
+
+
+def rounded(x: float, digits: int = 4) -> float:
+    """`x` to a number of significant digits."""
+    return float(f"{x:.{digits}g}")

