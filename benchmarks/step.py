@@ -4,8 +4,9 @@
     python benchmarks/step.py --teacher FOLDER --student FOLDER --data prompts.jsonl --endless
 
 It is `jaxrl.train` itself that runs, with its loop and its roles; the seconds are those of
-`metrics.jsonl`. `--endless` takes the end-of-sequence token away, so that every completion has
-`--new` tokens. The step is the wall time from the end of an update to the end of the next.
+`metrics.jsonl`. `--endless` makes the last word of the vocabulary the end token, so that nearly
+every completion has `--new` tokens. The step is the wall time from the end of an update to the end
+of the next.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def make_config(arguments: argparse.Namespace, folder: Path) -> Config:
 
 
 def endless(model: str, folder: Path) -> str:
-    """A copy of a Hugging Face folder (its files as links) whose end token is no token at all."""
+    """A copy of a Hugging Face folder (its files as links) whose end token hardly ever comes."""
     from jaxrl.model import resolve_model
 
     source = resolve_model(model)
@@ -106,7 +107,7 @@ def endless(model: str, folder: Path) -> str:
         if file.name not in ("config.json", "generation_config.json"):
             (folder / file.name).symlink_to(file.resolve())
     config = json.loads((source.path / "config.json").read_text())
-    config |= {"eos_token_id": source.config.vocab_size}
+    config |= {"eos_token_id": source.config.vocab_size - 1}
     (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
 

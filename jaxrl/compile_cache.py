@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import jax
 
-from jaxrl.errors import UserError
-
 
 def enable_compile_cache(path: str | None) -> None:
     """Keeps compiled programs in `path`, unless JAX_COMPILATION_CACHE_DIR names a place; None
-    changes nothing.
+    changes nothing. A folder that cannot be written is told on stderr: nothing but time is lost.
     """
     if path is None:
         return
@@ -20,10 +19,12 @@ def enable_compile_cache(path: str | None) -> None:
         try:
             folder = Path(path).expanduser()
             folder.mkdir(parents=True, exist_ok=True)
-        except (OSError, RuntimeError) as error:
-            raise UserError(
-                f"compile_cache={path} cannot be made: {error}; name another folder, or null"
-            ) from error
+            if not os.access(folder, os.W_OK | os.X_OK):
+                raise PermissionError("it cannot be written to")
+        except (OSError, RuntimeError) as error:  # RuntimeError: ~ of a user without a home
+            told = f"compile_cache={path} is not used: {error}; every run compiles anew"
+            print(told, file=sys.stderr)
+            return
         jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

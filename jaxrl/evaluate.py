@@ -113,7 +113,7 @@ def evaluate(
     if isinstance(model, Config):
         model, config = model.student.model, model if config is None else config
     for option, path in (("--out", out), ("--samples", samples)):
-        _check_writable(option, path)
+        cli.check_writable(option, path)
     source = resolve_model(model)
     base = _base(source, config)
     job = _prepare(source, _config(source, base, overrides, mesh))
@@ -388,19 +388,6 @@ def _lines(sets: Sequence[EvalSet], groups: Groups, scores: Scores, step: int) -
         for prompt, group, marks in zip(prompts, groups, scores, strict=True)
         for completion, score in zip(group, marks, strict=True)
     ]
-
-
-def _check_writable(option: str, path: PathLike | None) -> None:
-    """Told before the sampling, not after it."""
-    if path is None:
-        return
-    place = Path(path).expanduser()
-    if place.is_dir():
-        raise UserError(f"{option} {place} is a folder: name a file")
-    if not place.parent.is_dir():
-        raise UserError(f"{option} {place}: there is no folder {place.parent}")
-    if not os.access(place if place.exists() else place.parent, os.W_OK):
-        raise UserError(f"{option} {place} cannot be written to: name another file")
 
 
 def _write(option: str, path: PathLike, lines: Sequence[str]) -> None:

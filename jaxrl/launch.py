@@ -19,7 +19,7 @@ from jaxrl.algorithms import ALGORITHMS, learns_from_data, prepare
 from jaxrl.config import Config
 from jaxrl.data.source import open_source
 from jaxrl.data.stream import EvalSet, PromptStream
-from jaxrl.data.tokenizer import check_same_vocabulary
+from jaxrl.data.tokenizer import check_same_prompts, check_same_vocabulary
 from jaxrl.errors import UserError
 from jaxrl.inputs import encoder, end_ids, held_out_sets, keys, pad_id, tokenizer_of
 from jaxrl.model import ModelSource, resolve_model
@@ -86,10 +86,12 @@ def make_job(config: Config) -> Job:
     teacher = None if config.teacher.model is None else resolve_model(config.teacher.model)
     tokenizer = tokenizer_of(student)
     vocab_size = student.config.vocab_size
+    theirs = None
     if teacher is not None:
+        theirs = tokenizer_of(teacher)
         vocab_size = check_same_vocabulary(
             tokenizer,
-            tokenizer_of(teacher),
+            theirs,
             student.config.vocab_size,
             teacher.config.vocab_size,
             student.config.eos_ids,
@@ -98,6 +100,9 @@ def make_job(config: Config) -> Job:
     _check_sizes(config, student, teacher, vocab_size)
     eos_ids = end_ids(student, tokenizer)
     train, held_out = _data(config, tokenizer, eos_ids)
+    if theirs is not None:
+        prompts = [*train.batch(0), *(prompt for one in held_out for prompt in one.prompts)]
+        check_same_prompts(tokenizer, theirs, prompts)
     return Job(
         config,
         student,

@@ -20,6 +20,7 @@ from jaxrl.callable_module import make_callable
 from jaxrl.compile_cache import enable_compile_cache
 from jaxrl.config import Config
 from jaxrl.data.tokenizer import decode
+from jaxrl.host_memory import keep_freed_memory
 from jaxrl.interrupt import Interrupt, Interrupted
 from jaxrl.launch import Job, Roles, make_job, start_roles
 from jaxrl.loop import Loop
@@ -82,6 +83,8 @@ def prepare_run(config: Config) -> tuple[Job, Plan]:
     check_trackers(config.logging)
     enable_compile_cache(config.compile_cache)
     plan = make_plan(config, ALGORITHMS[config.algorithm].roles, ensure_devices)
+    if plan.devices[0].platform == "cpu":
+        keep_freed_memory()
     return make_job(config), plan
 
 

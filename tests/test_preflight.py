@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from tiny_tokenizer import CHATML, tiny_tokenizer
 
-from jaxrl.data.tokenizer import check_same_vocabulary
+from jaxrl.data.tokenizer import check_same_prompts, check_same_vocabulary, encode_prompt
 from jaxrl.errors import UserError
+from jaxrl.types import Prompt
 
 ROWS = 320
 FIRST_EXTRA = 259
@@ -54,11 +57,31 @@ def test_eos_ids_must_agree():
     check_same_vocabulary(one, one, ROWS, ROWS, student_eos=(256, 258), teacher_eos=(258, 256))
 
 
-def test_chat_templates_must_agree():
-    told = refusal(tiny_tokenizer(), tiny_tokenizer(CHATML.replace("im_start", "im_begin")))
-    at = CHATML.index("im_start") + len("im_")
-    assert "chat templates" in told and f"from character {at} on" in told
-    assert "the teacher has none" in refusal(tiny_tokenizer(), tiny_tokenizer(None))
+def chat_prompt(tokenizer, *contents):
+    chat = tuple({"role": "user", "content": content} for content in contents)
+    return Prompt(0, encode_prompt(tokenizer, chat), contents[-1], None, None, {"messages": chat})
+
+
+def test_chat_templates_must_render_the_prompts_alike():
+    ours, other = tiny_tokenizer(), tiny_tokenizer(CHATML.replace("assistant", "model"))
+    prompt = chat_prompt(ours, "a")
+    with pytest.raises(UserError) as error:
+        check_same_prompts(ours, other, [prompt])
+    at = len("<|im_start|>user\na<|im_end|>\n<|im_start|>")
+    told = f"from character {at} on, student 'assistant\\n', teacher 'model\\n'"
+    assert told in str(error.value) and "data.system_prompt" in str(error.value)
+    with pytest.raises(UserError, match="teacher's tokenizer has no chat template"):
+        check_same_prompts(ours, tiny_tokenizer(None), [prompt])
+
+
+def test_chat_templates_may_differ_in_what_no_prompt_uses():
+    tail = "{% if messages|length > 1 %}!{% endif %}"
+    ours, other = tiny_tokenizer(), tiny_tokenizer(CHATML + tail)
+    check_same_prompts(ours, other, [chat_prompt(ours, "a"), chat_prompt(ours, "b")])
+    with pytest.raises(UserError, match="make different prompts"):
+        check_same_prompts(ours, other, [chat_prompt(ours, "a"), chat_prompt(ours, "a", "b")])
+    text = replace(chat_prompt(ours, "a", "b"), tokens=encode_prompt(ours, "a text"))
+    check_same_prompts(ours, other, [text, replace(text, columns={"messages": 3})])
 
 
 def test_without_a_tokenizer_nothing_can_be_compared():

@@ -109,26 +109,31 @@ def folders(run_dir: Path) -> list[Path]:
 def newest(run_dir: Path, tell: Callable[[str], None]) -> Checkpoint | None:
     """The newest usable checkpoint; None where the run has not written any.
 
-    A damaged one is told, moved aside as `STEP.damaged`, and the one before is looked at.
+    A damaged one is told, and the one before is looked at; where that is usable, the damaged one
+    is moved aside as `STEP.damaged`.
 
     Raises:
-        UserError: there are checkpoints, and none is usable.
+        UserError: there are checkpoints, and none is usable. They stay where they are: the next
+            attempt must not take the folder for one without any.
     """
-    all_folders = folders(run_dir)
-    for path in all_folders:
+    damaged: dict[Path, Damaged] = {}
+    for path in folders(run_dir):
         try:
             checkpoint = read(path)
             verify(checkpoint)
-            return checkpoint
         except Damaged as error:
-            aside = path.with_name(f"{path.name}.damaged")
+            damaged[path] = error
+            continue
+        for bad, why in damaged.items():
+            aside = bad.with_name(f"{bad.name}.damaged")
             shutil.rmtree(aside, ignore_errors=True)
-            path.rename(aside)
-            tell(f"checkpoint {path.name} cannot be used: {error}; it is now {aside}")
-    if all_folders:
+            bad.rename(aside)
+            tell(f"checkpoint {bad.name} cannot be used: {why}; it is now {aside}")
+        return checkpoint
+    if damaged:
         raise UserError(
-            f"{run_dir}: none of its {len(all_folders)} checkpoints can be used;"
-            " --resume never begins anew"
+            f"{run_dir}: none of its {len(damaged)} checkpoints can be used; of the newest:"
+            f" {next(iter(damaged.values()))}. To begin anew, name another run_dir"
         )
     return None
 

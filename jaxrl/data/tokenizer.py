@@ -12,6 +12,7 @@ from jinja2 import TemplateError
 from jaxrl.data.example import Message
 from jaxrl.errors import UserError
 from jaxrl.models import gguf, hf
+from jaxrl.types import Prompt
 
 Tokenizer = Any
 """A transformers `PreTrainedTokenizerBase`; Any, because transformers takes seconds to import."""
@@ -45,7 +46,8 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer | None:
     except (
         Exception
     ) as error:  # transformers raises what its readers raise, bare Exception included
-        raise UserError(f"tokenizer: {path}: cannot be read: {error}") from error
+        told = " ".join(str(error).split())[:300]
+        raise UserError(f"tokenizer: {path}: cannot be read: {told}") from error
 
 
 def has_template(tokenizer: Tokenizer | None) -> bool:
@@ -128,7 +130,7 @@ def check_same_vocabulary(
     student_eos: Iterable[int] = (),
     teacher_eos: Iterable[int] = (),
 ) -> int:
-    """Refuses a teacher whose ids, EOS or chat template are not the student's.
+    """Refuses a teacher whose ids or EOS are not the student's.
 
     Args:
         student_rows, teacher_rows: rows of the embeddings, padding rows included.
@@ -157,13 +159,37 @@ def check_same_vocabulary(
             f"{_list(beyond, lambda i: f'{i} {ours[i]!r}')}; the two models do not belong together"
         )
     _check_eos(student.eos_token_id, teacher.eos_token_id, set(student_eos), set(teacher_eos))
-    if (student.chat_template or None) != (teacher.chat_template or None):
-        where = _first_difference(student.chat_template or "", teacher.chat_template or "")
-        raise UserError(
-            f"student and teacher have different chat templates: {where}; copy one model's "
-            "template over the other's if they were trained alike"
-        )
     return v
+
+
+def check_same_prompts(
+    student: Tokenizer | None, teacher: Tokenizer | None, prompts: Iterable[Prompt]
+) -> None:
+    """Refuses a teacher whose chat template makes other prompts of the run's chats than the
+    student's, which renders them. Templates may differ in what none of these prompts uses.
+
+    Raises:
+        UserError: with the place where the two renderings part.
+    """
+    for prompt in prompts:
+        chat = prompt.columns.get("messages")
+        messages = as_messages(chat) if isinstance(chat, Sequence) else None
+        if messages is None or encode_prompt(student, messages) != prompt.tokens:
+            continue  # no chat, or a text prompt whose row has such a column too
+        if not has_template(teacher):
+            raise UserError(
+                "prompts are chats, but the teacher's tokenizer has no chat template: put the "
+                "student's (chat_template.jinja) into the teacher's folder, or set data.chat=raw "
+                "if the data are texts"
+            )
+        theirs = encode_prompt(teacher, messages)
+        if theirs != prompt.tokens:
+            where = _first_difference(_spelt(student, prompt.tokens), _spelt(teacher, theirs))
+            raise UserError(
+                f"the chat templates of student and teacher make different prompts: {where}; set "
+                "data.system_prompt if only the default system message differs, give both models "
+                "one template (chat_template.jinja), or set data.chat=raw if the data are texts"
+            )
 
 
 def _check_ids(ours: Mapping[int, str], theirs: Mapping[int, str]) -> None:
@@ -254,11 +280,14 @@ def _list(ids: Sequence[int], tell: Any) -> str:
     return shown + (f"; and {len(ids) - _SHOWN} more" if len(ids) > _SHOWN else "")
 
 
-def _first_difference(student: str | dict[str, str], teacher: str | dict[str, str]) -> str:
-    """Where two templates part; a tokenizer may have several, by name."""
-    if not student or not teacher:
-        return f"the {'student' if not student else 'teacher'} has none"
-    student, teacher = str(student), str(teacher)
+def _spelt(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
+    """Text of tokens, special ones included."""
+    text: str = tokenizer.decode(list(tokens), skip_special_tokens=False)
+    return text
+
+
+def _first_difference(student: str, teacher: str) -> str:
+    """Where two texts part."""
     at = len(os.path.commonprefix([student, teacher]))
     ours, theirs = student[at : at + 40], teacher[at : at + 40]
     return f"from character {at} on, student {ours!r}, teacher {theirs!r}"

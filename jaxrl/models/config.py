@@ -100,7 +100,7 @@ class DecoderConfig:
             UserError: a family or a variant (sliding window, rope type, ...) that is not supported.
         """
         family = raw.get("model_type")
-        if family not in FAMILIES:
+        if not isinstance(family, str) or family not in FAMILIES:
             raise UserError(
                 f"model_type={family!r} is not supported; supported: {', '.join(FAMILIES)}"
             )
@@ -233,7 +233,8 @@ def _refuse_variants(raw: Mapping[str, Any]) -> None:
         raise UserError(f"hidden_act={raw['hidden_act']!r} is not supported; supported: silu")
     if raw.get("use_sliding_window"):
         raise UserError("use_sliding_window=true is not supported; full attention only")
-    if any(kind != "full_attention" for kind in raw.get("layer_types") or ()):
+    kinds = raw.get("layer_types") or []
+    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
         raise UserError("layer_types other than full_attention are not supported")
     rope = raw.get("rope_parameters")
     rotated = rope.get("partial_rotary_factor", 1.0) if isinstance(rope, dict) else 1.0

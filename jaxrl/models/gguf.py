@@ -50,8 +50,15 @@ class GgufFile:
         self.path = Path(path)
         try:
             self._reader = GGUFReader(self.path)
-        except (ValueError, IndexError, KeyError) as error:
-            raise UserError(f"{self.path}: truncated, or no GGUF file: {error}") from None
+        except OSError as error:
+            raise UserError(f"{self.path}: cannot be read: {error.strerror}") from None
+        except (ValueError, IndexError, KeyError, TypeError, OverflowError):  # numpy's, of a slice
+            with open(self.path, "rb") as file:
+                first = file.read(4)
+            raise UserError(
+                f"{self.path}: truncated, or no GGUF file: it has"
+                f" {self.path.stat().st_size} bytes and begins with {first!r} (GGUF: {b'GGUF'!r})"
+            ) from None
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
 
     def meta(self, key: str) -> Any:

@@ -16,6 +16,8 @@ from jaxrl.errors import UserError
 from jaxrl.sharding.placement import AXIS_NAMES, Axes, Placement, device_list
 
 HOST_COUNT_FLAG = "xla_force_host_platform_device_count"
+MOST_EMULATED = 512
+"""CPU devices that are made without being told how many: each takes threads and memory."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ def ensure_devices(needed: int) -> Visible:
     late = False
     if told is None:  # harmless where there is an accelerator: only the CPU backend reads it
         try:
-            jax.config.update("jax_num_cpu_devices", needed)
+            jax.config.update("jax_num_cpu_devices", min(needed, MOST_EMULATED))
         except RuntimeError:  # the backend runs already
             late = True
     try:
@@ -76,6 +78,8 @@ def _too_few(devices: Sequence[jax.Device], needed: int, told: str | None, late:
     have = f"the mesh needs {needed} devices, but jax sees {len(devices)} ({devices[0].platform})"
     if devices[0].platform != "cpu":
         return f"{have}: ask for fewer, or set JAX_PLATFORMS=cpu to emulate them"
+    if needed > MOST_EMULATED:
+        return f"{have}: ask for fewer; at most {MOST_EMULATED} are emulated"
     why = "jax was started before the mesh was known" if late else f"{told} sets that number"
     return f"{have}: {why}; start python with JAX_NUM_CPU_DEVICES={needed}"
 

@@ -275,6 +275,8 @@ def read_metrics(run: str | Path) -> list[dict[str, Any]]:
         lines = path.read_text(encoding="utf-8").split("\n")
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8: no {METRICS_FILE} of a run") from error
     # Every whole line ends with a newline, so what follows the last one is torn (or empty).
     return [_parse(path, number, line) for number, line in enumerate(lines[:-1], start=1)]
 
