@@ -77,7 +77,7 @@ class Records:
             judge=job.judge,
             epoch=lambda trained: trained * batch / prompts,
             devices={role: tuple(mesh.devices.flat) for role, mesh in meshes.items()},
-            planned={role: account.peak for role, account in plan.accounts.items()},
+            planned=plan.peaks,
         )
 
     def __enter__(self) -> Self:

@@ -1,11 +1,20 @@
 """The ready-made 8-GPU configs, planned from `config.json` alone: no weights, no GPU."""
 
 import json
+import re
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from jaxrl import cli
+from jaxrl.config import Config
+from jaxrl.models.config import DecoderConfig
+from jaxrl.plan import Plan, build
+from jaxrl.sharding.mesh import Visible
+from jaxrl.sharding.placement import place
 from jaxrl.train import main
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -33,17 +42,91 @@ LARGE = {
 }
 
 
+CHIPS = (24, 40, 80, 141)
+LONGEST_S = 60
+"""Of a dry run; it takes about 4 on a free laptop, and may take 20."""
+
+
+def models(folder: Path) -> list[str]:
+    """Overrides that name a student and a teacher of which there is only the config.json."""
+    found = []
+    for role, raw in (("student", QWEN), ("teacher", QWEN | LARGE)):
+        (folder / role).mkdir()
+        (folder / role / "config.json").write_text(json.dumps(raw))
+        found.append(f"{role}.model={folder / role}")
+    return found
+
+
 @pytest.mark.parametrize("split", ["2-2-4", "1-3-4"])
 def test_eight_gpu_configs_are_planned_from_config_json_alone(split, tmp_path, capsys):
-    models = []
-    for role, raw in (("student", QWEN), ("teacher", QWEN | LARGE)):
-        folder = tmp_path / role
-        folder.mkdir()
-        (folder / "config.json").write_text(json.dumps(raw))
-        models.append(f"{role}.model={folder}")
     config = str(CONFIGS / f"qwen2.5_7b_to_1.5b_{split}.yaml")
-    assert cli.run(main, ["--config", config, "--dry-run", *models]) == 0
+    assert cli.run(main, ["--config", config, "--dry-run", *models(tmp_path)]) == 0
     told = capsys.readouterr().out
     actor, rollout, teacher = split.split("-")
     assert f"actor={actor},rollout={rollout},teacher={teacher}" in told
     assert "on GPUs of 80 GB, of which jax takes 75%: fits" in told
+
+
+def test_a_dry_run_says_what_fits_which_gpus_and_soon(tmp_path):
+    config = str(CONFIGS / "qwen2.5_7b_to_1.5b_1-3-4.yaml")
+    command = [sys.executable, "-m", "jaxrl.train", "--config", config, "--dry-run"]
+    started = time.monotonic()
+    done = subprocess.run(
+        [*command, *models(tmp_path)], capture_output=True, text=True, cwd=CONFIGS.parent
+    )
+    assert time.monotonic() - started < LONGEST_S
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    (needed,) = [line for line in lines if line.startswith("each GPU needs: ")]
+    need = {name: float(gb) for name, gb in re.findall(r"(\w+) ([\d.]+) GB", needed)}
+    assert set(need) == {"actor", "rollout", "teacher"}
+    for size in CHIPS:
+        (verdict,) = [line for line in lines if line.startswith(f"on GPUs of {size} GB")]
+        small = [name for name, gb in need.items() if gb > 0.75 * size]
+        assert ("does not fit" in verdict) == bool(small)
+        for name in small:  # by how much, and what to do
+            over = f"{need[name] - 0.75 * size:.1f}"
+            assert re.search(rf"{name} needs {need[name]} GB .*, {over} too much", verdict)
+            advice = [line for line in lines if line.startswith(f"for {size} GB: {name}: ")]
+            assert any(f"{name}." in line and "=" in line for line in advice)
+            assert any("which fits" in line or "more than its" in line for line in advice)
+
+
+def account(roles: str, **changes: object) -> Plan:
+    """Of the small Qwen in bfloat16, with bfloat16 Adam."""
+    raw = {
+        "mesh": roles,
+        "batch_size": 2,
+        "group_size": 1,
+        "student": {"model": "student"},
+        "teacher": {"model": "teacher"},
+        "data": {"train": "arithmetic"},
+        "actor": {"param_dtype": "bfloat16", "moment_dtype": "bfloat16"},
+        "optimizer": {"clip_norm": None},
+        "distill": {"signal": "topk", "chunk_tokens": 128, "lean": True},
+        "rollout": {"slots": 80},
+    }
+    config = Config.parse(raw | changes)
+    student, teacher = (DecoderConfig.from_hf(raw) for raw in (QWEN, QWEN | LARGE))
+    names = ("actor", "rollout", "teacher")
+    return build(config, names, place(roles, names), student, teacher, Visible((), None))
+
+
+def test_the_sources_account_of_qwen_1_5b():
+    """Actor 12-13 GB: 3 parameters, 3 gradients, 6 Adam, 1-2 KV and activations. Rollout 5-6 GB: 3
+    parameters, 2-3 KV (bf16, one GPU each, 1024 positions)."""
+    found = account("actor=1,rollout=1,teacher=1")
+    actor, rollout = found.accounts["actor"], found.accounts["rollout"]
+    n = DecoderConfig.from_hf(QWEN).n_params
+    assert n == 1_543_714_304  # 1.54 billion: as Qwen says
+    assert actor.column("weights") == 2 * n
+    assert actor.column("gradients") == 2 * n
+    assert actor.column("optimizer") == pytest.approx(4 * n, abs=64)  # and counters
+    assert round(actor.peak / 1e9) in (12, 13)
+    for phase, size in actor.phases().items():
+        if phase != "publish":  # the gradients, and activations or what the step writes out
+            assert 0.3e9 < size - 2 * n < 1e9, phase
+    assert rollout.column("weights") == 2 * n
+    assert rollout.column("cache") == pytest.approx(80 * 1024 * 28 * 2 * 2 * 128 * 2, rel=0.2)
+    assert 2e9 < rollout.column("cache") < 3e9
+    assert 5e9 < rollout.resident + rollout.column("cache") < 6e9

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import math
 import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,9 +22,9 @@ from jaxrl.model import resolve_model
 from jaxrl.models import hf
 from jaxrl.models.config import DecoderConfig
 from jaxrl.plan.advice import advise, set_key
-from jaxrl.plan.scene import PoolMemory, Scene, parallel, sections
+from jaxrl.plan.scene import PoolMemory, Scene, optimizer_bytes, parallel, sections
 from jaxrl.plan.table import GB, plan_table
-from jaxrl.sharding.memory import Account
+from jaxrl.sharding.memory import Account, weight_bytes
 from jaxrl.sharding.mesh import Visible, bytes_limit
 from jaxrl.sharding.placement import Axes, Placement, check_visible, place
 
@@ -53,6 +54,14 @@ class Plan:
     def fits(self) -> bool:
         """True where no device is known to be too small."""
         return all(pool.fits for pool in self.pools)
+
+    @property
+    def peaks(self) -> dict[str, int]:
+        """Role -> peak bytes of the fullest device that it is on, all roles there counted: what a
+        device's own statistics would say.
+        """
+        pools = zip(self.placement.pools, self.pools, strict=True)
+        return {r: memory.bytes for pool, memory in pools for r in pool.roles if r in self.accounts}
 
     @property
     def table(self) -> Table:
@@ -118,6 +127,7 @@ def build(
     axes, accounts = scene.axes(config), scene.accounts(config)
     pools = scene.pools(accounts)
     notes = (*filter(None, [seen.note]), *placement.notes, *chosen, *_notes(config, scene, axes))
+    notes += tuple(_checkpoint_notes(config, student))
     if seen.emulated and limit_gb is None and limits[0] is not None:
         notes += (f"limit: the host's free memory, shared by {len(seen.devices)} emulated devices",)
     verdict, advice = [_verdict(placement, pools)], advise(config, scene)
@@ -201,11 +211,40 @@ def _notes(config: Config, scene: Scene, axes: Mapping[str, Axes]) -> list[str]:
     return notes
 
 
+def checkpoint_bytes(config: Config, student: DecoderConfig) -> int:
+    """Bytes of one checkpoint: parameters and optimizer state, each number once."""
+    a, whole = config.actor, Axes()
+    state = optimizer_bytes(student, whole, config.optimizer, a.param_dtype, a.moment_dtype)
+    return weight_bytes(student, whole, a.param_dtype) + state
+
+
+def _checkpoint_notes(config: Config, student: DecoderConfig) -> list[str]:
+    """What the checkpoints of a run take on disk, and whether there is room."""
+    c, size = config.checkpoint, checkpoint_bytes(config, student)
+    count = c.keep_last + c.keep_best + 1
+    total = f"{size * count / GB:.2f}"
+    notes = [
+        f"checkpoints: {size / GB:.2f} GB each; checkpoint.keep_last={c.keep_last},"
+        f" keep_best={c.keep_best} and the one being written: up to {total} GB in {config.run_path}"
+    ]
+    folder = next(
+        p for p in (config.run_path.absolute(), *config.run_path.absolute().parents) if p.exists()
+    )
+    free = shutil.disk_usage(folder).free
+    if free < size * count:
+        notes.append(
+            f"checkpoints: the disk of {folder} has {free / GB:.2f} GB free, less than {total} GB:"
+            " lower checkpoint.keep_last or checkpoint.keep_best, or set run_dir to another disk"
+        )
+    return notes
+
+
 def _verdict(placement: Placement, pools: Sequence[PoolMemory]) -> str:
     if all(pool.limit is None for pool in pools):
         return "verdict: no limit is known"
     full = [
-        f"{pool.name} needs {memory.bytes / GB:.1f} GB ({memory.moment}) of {memory.limit / GB:.1f}"
+        f"{pool.name} needs {memory.bytes / GB:.1f} GB ({memory.moment}) of"
+        f" {memory.limit / GB:.1f}, {(memory.bytes - memory.limit) / GB:.1f} too much"
         for pool, memory in zip(placement.pools, pools, strict=True)
         if not memory.fits and memory.limit is not None
     ]
@@ -213,22 +252,27 @@ def _verdict(placement: Placement, pools: Sequence[PoolMemory]) -> str:
 
 
 def _elsewhere(config: Config, scene: Scene) -> tuple[list[str], list[str] | None]:
-    """Whether the run would fit GPUs of the usual sizes, and what would help on the largest that
-    is too small. Silent for models that fit anywhere.
+    """What the run would take on GPUs, whether it would fit those of the usual sizes, and what
+    would help on those that are too small. Silent for models that fit anywhere.
     """
     share = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", JAX_SHARE))
-    lines, advice = [], []
+    needed = scene.pools(scene.accounts(config))
+    if max(pool.bytes for pool in needed) < GB:
+        return [], None
+    each = [
+        f"{pool.name} {memory.bytes / GB:.1f} GB ({memory.moment})"
+        for pool, memory in zip(scene.placement.pools, needed, strict=True)
+    ]
+    lines, advice = ["each GPU needs: " + ", ".join(each)], []
     for size in GPU_SIZES:
         usable = round(size * share * GB)
         there = replace(scene, limits=(usable,) * len(scene.placement.pools))
         choice, _ = _with_rollout_axes(config, there, emulated=False)
         pools = there.pools(there.accounts(choice))
-        if max(pool.bytes for pool in pools) < GB:
-            return [], None
         told = _verdict(scene.placement, pools).removeprefix("verdict: ")
         if choice is not config:
             told += f" (rollout: {there.axes(choice)['rollout']})"
         lines.append(f"on GPUs of {size} GB, of which jax takes {share:.0%}: {told}")
         if not all(pool.fits for pool in pools):
-            advice = [f"for {size} GB: {line}" for line in advise(choice, there)]
+            advice += [f"for {size} GB: {line}" for line in advise(choice, there)]
     return lines, advice

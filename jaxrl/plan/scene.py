@@ -16,11 +16,27 @@ from jaxrl.errors import UserError
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import abstract_params
 from jaxrl.optimizer import make_optimizer, state_shardings
-from jaxrl.sampling.engine import PREFILL_TOKENS
+from jaxrl.sampling.engine import PREFILL_TOKENS, power_of_two
 from jaxrl.schedule import SCHEDULES
-from jaxrl.sharding.memory import ACCOUNTS, ITEMSIZE, Account, MemoryInputs, peak
+from jaxrl.sharding.memory import (
+    ACCOUNTS,
+    ITEMSIZE,
+    Account,
+    DType,
+    MemoryInputs,
+    layer_bytes,
+    peak,
+    shards,
+)
 from jaxrl.sharding.placement import AXIS_NAMES, Axes, Placement, resolve_axes
 from jaxrl.sharding.rules import param_shardings
+
+JSD_ARRAYS, KL_ARRAYS, LEAN_ARRAYS, SCORE_ARRAYS = 7, 6, 5, 3
+"""Float32 arrays [chunk, V] alive at once in a loss of both models' logits that keeps its gradients
+(a divergence between the two ends, at one of them), in one that does not, and in one that reads a
+few log-probs of one model's."""
+ENTROPY_ARRAYS = 2
+"""And with the entropy-aware term."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +128,7 @@ def memory_inputs(config: Config, scene: Scene, axes: Mapping[str, Axes]) -> Mem
     one_mesh = scene.same_mesh("actor", "rollout", axes)
     evaluated = config.eval.max_new_tokens if config.data.eval is not None else None
     samples = d.seq_kd or (config.eval.teacher and config.data.eval is not None)
+    signal = None if teacher is None else d.signal
     return MemoryInputs(
         student=scene.student,
         teacher=teacher,
@@ -121,18 +138,23 @@ def memory_inputs(config: Config, scene: Scene, axes: Mapping[str, Axes]) -> Mem
         new_tokens=config.max_new_tokens,
         sample_tokens=max(config.max_new_tokens, evaluated or 0),
         slots=config.rollout.slots or rows,
-        prefill_tokens=PREFILL_TOKENS,
+        prefill_rows={role: _prefill_rows(config, sizes) for role, sizes in axes.items()},
         remat=a.remat,
         minibatches=a.minibatches,
         micro_batch_tokens=a.micro_batch_tokens,
         chunk_tokens=d.chunk_tokens,
-        lean=d.lean,
+        loss_arrays=_loss_arrays(d, signal),
+        loss_fused=signal in ("hidden", "topk", "student_topk") and not d.lean,
+        score_arrays={None: 0, "hidden": 0, "sampled": 2}.get(signal, SCORE_ARRAYS),
         actor_dtype=a.dtype,
         param_dtype=a.param_dtype,
         rollout_dtype=config.rollout.dtype,
         teacher_dtype=config.teacher.dtype,
         optimizer_bytes=optimizer_bytes(
             scene.student, axes["actor"], config.optimizer, a.param_dtype, a.moment_dtype
+        ),
+        optimizer_scratch=optimizer_scratch(
+            scene.student, axes["actor"], config.optimizer, a.moment_dtype
         ),
         signal_bytes=0 if teacher is None else _signal_bytes(d, config.teacher.dtype, teacher),
         student_topk=teacher is not None and d.signal == "student_topk",
@@ -144,6 +166,31 @@ def memory_inputs(config: Config, scene: Scene, axes: Mapping[str, Axes]) -> Mem
         copies_at_sync=0 if one_mesh else 2 if scene.together("actor", "rollout") else 1,
         fused_attention=scene.fused_attention,
     )
+
+
+def _loss_arrays(d: DistillConfig, signal: str | None) -> int:
+    """Float32 arrays [chunk, V] alive at once in the actor's loss."""
+    if signal in (None, "sampled"):  # one log-prob of each token; tile by tile in the backward pass
+        return 2
+    if signal != "hidden":
+        return SCORE_ARRAYS
+    extra = ENTROPY_ARRAYS if d.entropy_aware else 0
+    if d.lean:
+        return LEAN_ARRAYS + extra
+    return (JSD_ARRAYS if 0 < d.jsd_beta < 1 else KL_ARRAYS) + extra
+
+
+def _prefill_rows(config: Config, axes: Axes) -> int:
+    """Prompts in the largest prefill of a role that samples, as the engine chooses them."""
+    shards = axes.data * axes.fsdp
+    slots = config.rollout.slots or config.batch_size * config.group_size
+    asked = [(config.batch_size, config.group_size)]
+    if config.data.eval is not None:
+        asked.append((config.eval.prompts, config.eval.samples))
+    wanted = max(min(-(-slots // n), prompts) for prompts, n in asked)
+    allowed = max(1, PREFILL_TOKENS * shards // config.max_prompt_tokens)
+    rows = min(power_of_two(wanted), power_of_two(allowed))
+    return -(-rows // shards) * shards
 
 
 def _signal_bytes(d: DistillConfig, dtype: str, teacher: DecoderConfig) -> int:
@@ -181,6 +228,40 @@ def optimizer_bytes(
         math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf, sharding in zip(leaves, jax.tree.leaves(shardings), strict=True)
     )
+
+
+@lru_cache(maxsize=64)
+def optimizer_scratch(
+    model: DecoderConfig, axes: Axes, optimizer: OptimizerConfig, moment_dtype: DType
+) -> int:
+    """Bytes that an optimizer step writes out beside the gradient and its state, on one device.
+
+    An optimizer that reads the gradient in two places has its clipped form written out, lion and
+    adafactor their update; the rest is fused, but for one leaf at a time. Muon orthogonalises the
+    blocks' kernels: their update twice, each with the product by its transpose and the square of
+    that, and with several devices the largest kernel four times at full size.
+    """
+    item = ITEMSIZE[moment_dtype]
+    sizes = [shard.size for shard in shards(model, axes)]
+    weights, leaf = item * sum(sizes), item * max(sizes)
+    if optimizer.name == "muon":
+        whole = [
+            s.shape
+            for s in shards(model, Axes())
+            if s.path.endswith("kernel") and len(s.shape) == 3
+        ]
+        squares = sum(2 * n * min(a, b) ** 2 for n, a, b in whole) * item
+        gathered = (
+            4 * max(math.prod(shape) for shape in whole) * item
+            if axes.fsdp * axes.tensor > 1
+            else 0
+        )
+        return 2 * layer_bytes(model, axes, moment_dtype) + max(squares, gathered)
+    copies = {"lion": 1, "adafactor": 1}.get(optimizer.name, 0)
+    if optimizer.clip_norm is not None:
+        copies = {"sgd": 0, "adafactor": 2}.get(optimizer.name, 1)
+    last = 0 if optimizer.name == "adafactor" or (copies and optimizer.name != "lion") else leaf
+    return copies * weights + last
 
 
 def _check_heads(role: str, model: DecoderConfig, axes: Axes) -> None:

@@ -1,10 +1,10 @@
-"""Bytes of a decoder's temporaries on one device: an analytic model with measured coefficients.
+"""Bytes of a decoder's temporaries on one device: which arrays exist at the fullest moments.
 
 Counted in arrays of one block: x [t, D], f [t, F] (inside the MLP), q [t, N*H] and kv [t, 2*KV*H]
 with t = rows * width tokens of this device, and the attention scores s [rows, N, T, T] in float32.
-The coefficients are fits to `compiled.memory_analysis()` of the float32 forward and backward pass
-on CPU over 17 shapes; a whole update is within 12 % on one to four devices. Fused attention, which
-a GPU takes in bfloat16, holds no scores.
+The counts were read from the live ranges that XLA assigns to the real programs (CPU, float32):
+`tests/test_plan_true.py` holds them against the compiler's account. Fused attention, which a
+GPU takes in bfloat16, holds no scores.
 """
 
 from __future__ import annotations
@@ -17,36 +17,55 @@ from jaxrl.models.decoder import Remat
 from jaxrl.sharding.placement import Axes
 
 F32 = 4
-FUSED_ARRAYS, LEAN_ARRAYS, SAMPLER_ARRAYS = 6, 4, 5
-"""Float32 arrays [tokens, V] alive at once: in a loss that keeps its gradients, in one that does
-not, in the sampler."""
+SAMPLER_ARRAYS = 5
+"""Float32 arrays [slots, V] alive at once in the sampler."""
 
 
 class Blocks(NamedTuple):
     """Bytes of one block's arrays, or how many of each there are."""
 
-    x: float
-    f: float
-    q: float
-    kv: float
-    s: float
+    x: float = 0
+    f: float = 0
+    q: float = 0
+    kv: float = 0
+    s: float = 0
 
     def times(self, counts: Blocks) -> int:
         return round(sum(a * b for a, b in zip(self, counts, strict=True)))
 
 
 SAVED: dict[Remat, Blocks] = {
-    "full": Blocks(x=1, f=0, q=0, kv=0, s=0),
-    "dots": Blocks(x=2, f=2, q=1, kv=1, s=0),
-    "none": Blocks(x=7, f=6.6, q=2.3, kv=1.1, s=1.5),
+    "full": Blocks(x=1),
+    "dots": Blocks(x=2, f=2, q=1, kv=1),
+    "none": Blocks(x=6, f=6, q=2, kv=1, s=2.25),
 }
-"""Kept by each layer for the backward pass. Full: its input. Dots: also its matrix products."""
-BACKWARD: dict[Remat, Blocks] = {
-    "full": Blocks(x=7, f=8.3, q=2, kv=2, s=3),
-    "dots": Blocks(x=0, f=4.6, q=0, kv=0, s=3),
-    "none": Blocks(x=0, f=0, q=0, kv=0, s=6.4),
+"""Kept by each layer for the backward pass. Full: its input. Dots: also its matrix products. None:
+everything, the attention mask spread over the heads included."""
+SAVED_ALONE: dict[Remat, Blocks] = {"full": Blocks(), "dots": Blocks(), "none": Blocks(x=3)}
+"""And on a single device, where XLA keeps the norms' float32 steps apart."""
+BACKWARD: dict[Remat, tuple[Blocks, ...]] = {
+    "full": (Blocks(x=7, f=6, q=2, kv=1, s=2),),
+    "dots": (Blocks(x=11, f=1, q=1, kv=1, s=2.5), Blocks(x=7, f=4, q=1, kv=1, s=1)),
+    "none": (Blocks(x=10, f=3, q=2, kv=1, s=2),),
 }
-"""Alive while one layer is differentiated, beyond what was saved."""
+"""Alive while one layer is differentiated, beyond what was saved: the fullest moments, where which
+of them is fuller depends on the shape (attention, MLP)."""
+FORWARD: dict[Remat, tuple[Blocks, ...]] = {
+    "full": (Blocks(x=1, q=1, kv=0.5, s=3),),
+    "dots": (Blocks(x=1, q=1, kv=0.5, s=3),),
+    "none": (Blocks(x=1, f=4, s=1),),
+}
+"""Alive while one layer runs in a program that will differentiate it."""
+SCAN = (Blocks(x=1.5, f=3), Blocks(x=1, q=1, kv=1, s=2))
+"""The same where nothing will be differentiated, under a scan over stacked layers: in the MLP, in
+attention."""
+UNROLLED = (Blocks(x=1.5, f=3), Blocks(x=1, kv=1, s=2), Blocks(x=1, q=2, kv=1))
+"""And layer after layer: in the MLP, in attention, before it."""
+QK_NORM = Blocks(q=2, kv=1)
+"""More in the backward pass where queries and keys are normalised."""
+SPREAD = Blocks(s=1)
+"""More on a single device: XLA keeps a third array of the scores' shape (out of a scan it hoists a
+constant), and does not in most programs that it partitions."""
 
 
 @dataclass(frozen=True)
@@ -85,9 +104,15 @@ class Pass:
         )
 
     @property
+    def spread(self) -> int:
+        return self.blocks.times(SPREAD) if self.axes.size == 1 else 0
+
+    @property
     def mask(self) -> int:
-        """Bytes of who may attend to whom; fused attention wants it in the compute dtype too."""
-        return self.tokens * self.width * (1 + self.itemsize * self.fused_attention)
+        """Bytes of who may attend to whom, and of the rotary angles; fused attention wants the mask
+        in the compute dtype too."""
+        angles = self.tokens * self.config.head_dim * F32
+        return self.tokens * self.width * (1 + self.itemsize * self.fused_attention) + angles
 
     @property
     def layer(self) -> int:
@@ -98,24 +123,40 @@ class Pass:
 
     def saved(self, remat: Remat) -> int:
         """Bytes that the forward pass leaves for the backward pass."""
-        return self.config.n_layers * self.blocks.times(SAVED[remat])
+        per_layer = self.blocks.times(SAVED[remat])
+        if self.axes.size == 1:
+            per_layer += self.blocks.times(SAVED_ALONE[remat])
+        return self.config.n_layers * per_layer
 
     def backward(self, remat: Remat) -> int:
         """Bytes alive while one block is differentiated, its weights or its gradient included."""
-        return self.blocks.times(BACKWARD[remat]) + self.layer + self.mask
+        spread = self.spread if remat == "full" else 0
+        normed = self.blocks.times(QK_NORM) if self.config.qk_norm else 0
+        return self._fullest(BACKWARD[remat]) + normed + spread + self.layer + self.mask
 
-    def forward(self, stacked: bool) -> int:
+    def first(self, remat: Remat) -> int:
+        """Bytes alive while one block runs that will be differentiated."""
+        return self._fullest(FORWARD[remat]) + self.layer + self.mask
+
+    def forward(self, stacked: bool, told: bool = False) -> int:
         """Bytes alive while one block runs without a backward pass.
 
-        A scan over stacked layers copies each layer's weights; `fsdp` gathers them.
+        A scan over stacked layers copies each layer's weights (of the MLP's three one is left where
+        it needs most), and `fsdp` gathers them; layer after layer they are read in place.
+
+        Args:
+            told: the vocabulary is read after the last layer: there XLA packs the scores of layer
+                after layer into three places where two would do.
         """
-        b = self.blocks
-        if stacked:
-            work = max(3 * b.s, 2 * b.f + 1.5 * b.x)
-        else:
-            work = max(2.1 * b.s + 2 * b.x + b.kv, 3.5 * b.f + b.x)
-        copy = self.layer if stacked or self.axes.fsdp > 1 else 0
-        return round(max(work, 2 * b.q + b.kv + b.x)) + copy + self.mask
+        if not stacked:
+            mlp, attention, rotary = (self.blocks.times(counts) for counts in UNROLLED)
+            third = self.blocks.times(SPREAD) if told else self.spread
+            return max(mlp, attention + third, rotary) + self.mask
+        mlp, attention = (self.blocks.times(counts) for counts in SCAN)
+        return max(mlp + self.layer // 3, attention + self.spread + self.layer) + self.mask
+
+    def _fullest(self, moments: tuple[Blocks, ...]) -> int:
+        return max(self.blocks.times(counts) for counts in moments)
 
 
 def split(size: int, parts: int) -> int:
@@ -128,6 +169,6 @@ def logits(tokens: int, vocab: int, tensor: int, arrays: float) -> int:
     return round(arrays * F32 * tokens * -(-vocab // tensor))
 
 
-def gathered_head(vocab: int, width: int, axes: Axes, itemsize: int) -> int:
-    """Bytes of an LM head's rows at full width, where they are not that already."""
-    return -(-vocab // axes.tensor) * width * itemsize if axes.fsdp > 1 else 0
+def whole_rows(vocab: int, width: int, axes: Axes, itemsize: int) -> int:
+    """Bytes of an LM head's or an embedding's rows on this device, at full width."""
+    return -(-vocab // axes.tensor) * width * itemsize

@@ -22,13 +22,11 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Remat, abstract_params
 from jaxrl.sharding.activations import (
     F32,
-    FUSED_ARRAYS,
-    LEAN_ARRAYS,
     SAMPLER_ARRAYS,
     Pass,
-    gathered_head,
     logits,
     split,
+    whole_rows,
 )
 from jaxrl.sharding.placement import AXIS_NAMES, Axes
 from jaxrl.sharding.rules import param_specs
@@ -36,10 +34,6 @@ from jaxrl.sharding.rules import param_specs
 DType = Literal["float32", "bfloat16"]
 ITEMSIZE: dict[DType, int] = {"float32": 4, "bfloat16": 2}
 Column = Literal["weights", "gradients", "optimizer", "cache", "activations"]
-OPTIMIZER_SCRATCH = 1.0
-"""Temporaries of an optimizer step beside the gradient, as a multiple of the weights: scaled
-gradients, and what is kept to undo a step that is not finite. Measured with adamw on CPU; sgd takes
-less, muon a little more."""
 
 
 class Shard(NamedTuple):
@@ -154,19 +148,26 @@ class MemoryInputs:
     sample_tokens: int
     """Longest completion that is ever sampled; evaluations included."""
     slots: int
-    prefill_tokens: int
-    """Most prompt tokens of one prefill on a data shard."""
+    prefill_rows: Mapping[str, int]
+    """Role -> prompts of its largest prefill, over the whole mesh."""
     remat: Remat
     minibatches: int
     micro_batch_tokens: int | None
     chunk_tokens: int
-    lean: bool
+    loss_arrays: int
+    """Float32 arrays [chunk, V] alive at once in the loss."""
+    loss_fused: bool
+    """The loss sums its head's gradient while it runs forward, in float32."""
+    score_arrays: int
+    """As `loss_arrays`, of what the teacher sends; 0 where that is its hidden states."""
     actor_dtype: DType
     param_dtype: DType
     rollout_dtype: DType
     teacher_dtype: DType
     optimizer_bytes: int
     """Of the optimizer's state on one device of the actor."""
+    optimizer_scratch: int
+    """Of the temporaries of its step beside the gradient."""
     signal_bytes: int
     """Of what the teacher sends, per completion token; 0 without a teacher."""
     student_topk: bool
@@ -202,6 +203,14 @@ class MemoryInputs:
         fused = self.fused_attention and dtype == "bfloat16"
         return Pass(config, self.axes[role], rows, width, ITEMSIZE[dtype], fused)
 
+    def chunk(self, rows: int) -> int:
+        """Tokens projected on the vocabulary at once, of the completions of `rows` sequences."""
+        return min(self.chunk_tokens, rows * self.new_tokens)
+
+    def one_chunk(self, rows: int) -> bool:
+        """Whether these are all at once: XLA dissolves a loop over one chunk."""
+        return self.chunk_tokens >= rows * self.new_tokens
+
 
 def micro_batches(m: MemoryInputs) -> tuple[int, int]:
     """How many micro-batches an update has, and rows of one on a device."""
@@ -210,6 +219,10 @@ def micro_batches(m: MemoryInputs) -> tuple[int, int]:
     allowed = rows if budget is None else max(1, budget // m.width)
     count = -(-rows // allowed)
     return count, -(-rows // count)
+
+
+BACKWARD, LOSS, STEP = "backward pass", "loss", "optimizer step"
+"""Phases of an update."""
 
 
 def actor(m: MemoryInputs) -> Account:
@@ -225,22 +238,32 @@ def actor(m: MemoryInputs) -> Account:
         gradients = weight_bytes(m.student, axes, "float32") + computed
     signal = m.rows("actor", m.sequences) * m.new_tokens * m.signal_bytes
     taken = min(m.rows("actor", -(-m.sequences // m.minibatches)), count * rows)
+    taken_bytes = taken * m.new_tokens * m.signal_bytes
     summed = weight_bytes(m.student, axes, "float32") if count > 1 else weights
+    heads = _heads(m, rows)
+    arrays = m.loss_arrays - (m.loss_fused and m.one_chunk(rows))
+    loss = 2 * run.residual + logits(m.chunk(rows), m.vocab, axes.tensor, arrays)
     parts = [
         Part("weights", "parameters", weights),
         Part("optimizer", "optimizer state", m.optimizer_bytes),
-        Part("gradients", "gradients", gradients, "update"),
-        Part("gradients", "gradients", summed, "optimizer step"),
-        Part("activations", "scratch", round(OPTIMIZER_SCRATCH * weights), "optimizer step"),
-        Part("activations", "inputs of the layers", run.saved(m.remat), "update"),
-        Part("activations", "hidden states at the loss", 3 * run.residual, "update"),
-        Part("activations", "block or loss", max(run.backward(m.remat), _loss(m)), "update"),
-        Part("activations", "teacher's signal", signal, "update"),
-        Part("activations", "its micro-batches", taken * m.new_tokens * m.signal_bytes, "update"),
+        *(Part("activations", "teacher's signal", signal, p) for p in (BACKWARD, LOSS, STEP)),
+        Part("gradients", "gradients", gradients, BACKWARD),
+        Part("activations", "kept by the layers", run.saved(m.remat), BACKWARD),
+        Part("activations", "embedding's gradient at full width", heads.embedding, BACKWARD),
+        Part("activations", "one layer", run.backward(m.remat), BACKWARD),
+        Part("activations", "its micro-batches", taken_bytes * (count > 1), BACKWARD),
+        Part("gradients", "gradients", gradients - heads.later, LOSS),
+        Part("activations", "kept by the layers", run.saved(m.remat), LOSS),
+        Part("activations", "heads at full width", heads.forward, LOSS),
+        Part("activations", "logits, or one layer", _fullest(m, run, loss, heads), LOSS),
+        Part("activations", "its micro-batches", taken_bytes, LOSS),
+        Part("gradients", "gradients", summed, STEP),
+        Part("activations", "scratch", m.optimizer_scratch, STEP),
         Part("activations", "copy for the rollout", _published(m), "publish"),
     ]
     if mixed:
-        parts.append(Part("activations", f"copy in {m.actor_dtype}", computed, "update"))
+        copy = f"copy in {m.actor_dtype}"
+        parts += [Part("activations", copy, computed, phase) for phase in (BACKWARD, LOSS)]
     if m.head_on_actor and m.teacher is not None:
         parts.append(Part("weights", "teacher's LM head", _teacher_head(m, m.teacher)))
     return Account("actor", tuple(p for p in parts if p.bytes))
@@ -259,16 +282,45 @@ def _teacher_head(m: MemoryInputs, teacher: DecoderConfig) -> int:
     return rows * split(teacher.d_model, axes.fsdp) * ITEMSIZE[m.teacher_dtype]
 
 
-def _loss(m: MemoryInputs) -> int:
-    """Logits of a chunk, both heads at full width, and the sum of the student's head gradient."""
-    axes, width = m.axes["actor"], m.student.d_model
-    arrays = LEAN_ARRAYS if m.lean or m.teacher is None else FUSED_ARRAYS
-    total = logits(m.chunk_tokens, m.vocab, axes.tensor, arrays)
-    total += gathered_head(m.vocab, width, axes, ITEMSIZE[m.actor_dtype])
+class Heads(NamedTuple):
+    """Arrays of an LM head's or the embedding's size beyond parameters and their gradients."""
+
+    embedding: int
+    """What the embedding's gradient takes before it is split over `fsdp` again."""
+    forward: int
+    """That, the heads gathered, and the sum of the student's head gradient. XLA gathers them before
+    the first layer runs."""
+    copied: int
+    """What comes and goes while they are gathered."""
+    later: int
+    """Of the gradients, what is not there before the loss is done: with one chunk nothing is summed
+    up."""
+
+
+def _heads(m: MemoryInputs, rows: int) -> Heads:
+    axes, width, compute = m.axes["actor"], m.student.d_model, ITEMSIZE[m.actor_dtype]
+    tied, one_chunk = m.student.tie_embeddings, m.one_chunk(rows)
+    own = whole_rows(m.vocab, width, axes, compute)
+    summed = whole_rows(m.vocab, width, axes, F32)
+    later = own // axes.fsdp if one_chunk and m.loss_fused else 0
+    if axes.fsdp == 1:
+        apart = m.loss_fused and m.actor_dtype != "float32" and not one_chunk
+        return Heads(0, summed if apart else 0, 0, later)
+    table = whole_rows(m.student.vocab_size, width, axes, compute)
+    embedding = table - (0 if tied else table // axes.fsdp)
+    theirs = 0
     if m.head_on_actor and m.teacher is not None:
-        total += gathered_head(m.vocab, m.teacher.d_model, axes, ITEMSIZE[m.teacher_dtype])
-    sums = arrays == FUSED_ARRAYS and (axes.fsdp > 1 or m.actor_dtype != "float32")
-    return total + (-(-m.vocab // axes.tensor) * width * F32 if sums else 0)
+        theirs = whole_rows(m.vocab, m.teacher.d_model, axes, ITEMSIZE[m.teacher_dtype])
+    if one_chunk:  # the heads are read once, and gone when the logits fill up
+        return Heads(embedding, embedding + own, own + theirs + theirs // axes.fsdp, later)
+    kept = summed - own // axes.fsdp if m.loss_fused else 0
+    copied = max(2 * own if tied else own, theirs)
+    return Heads(embedding, embedding + own + theirs + kept, copied, later)
+
+
+def _fullest(m: MemoryInputs, run: Pass, loss: int, heads: Heads) -> int:
+    """Beside the heads: logits and hidden states, a layer of the forward pass, or a gather."""
+    return max(loss, run.first(m.remat), heads.copied)
 
 
 def rollout(m: MemoryInputs) -> Account:
@@ -282,11 +334,10 @@ def rollout(m: MemoryInputs) -> Account:
         *_sampling(m, "rollout", m.student, dtype),
     ]
     if m.student_topk:
-        run = m.run("rollout", m.student, m.rows("rollout", m.sequences), m.width, dtype)
-        size = max(
-            run.forward(stacked=False), logits(m.chunk_tokens, m.vocab, axes.tensor, LEAN_ARRAYS)
-        )
-        parts.append(Part("activations", "top-k of the policy", size + run.residual, "score"))
+        rows = m.rows("rollout", m.sequences)
+        run = m.run("rollout", m.student, rows, m.width, dtype)
+        work = _scoring(m, run, m.chunk(rows), 2, stacked=False)  # the ids alone
+        parts.append(Part("activations", "top-k of the policy", work, "score"))
     return Account("rollout", tuple(p for p in parts if p.bytes))
 
 
@@ -295,32 +346,50 @@ def _sampling(m: MemoryInputs, role: str, config: DecoderConfig, dtype: DType) -
     axes = m.axes[role]
     row_shards = axes.data * axes.fsdp
     slots = -(-m.slots // axes.size) * axes.size // row_shards
-    prompts = max(1, min(m.slots, m.prefill_tokens * row_shards // m.prompt_tokens))
-    prefill = m.run(role, config, -(-prompts // row_shards), m.prompt_tokens, dtype)
+    prompts = m.prefill_rows[role]
+    run = m.run(role, config, -(-prompts // row_shards), m.prompt_tokens, dtype)
     positions = m.prompt_tokens + m.sample_tokens
     cache = cache_bytes(config, axes, slots, positions, dtype)
-    one_layer = cache // config.n_layers
+    held = cache_bytes(config, axes, prompts, m.prompt_tokens, dtype)
     scores = 2 * slots * split(config.n_heads, axes.tensor) * positions * F32
-    decode = max(one_layer + scores, logits(slots, config.vocab_size, axes.tensor, SAMPLER_ARRAYS))
-    parts = [
-        Part("cache", "KV cache", cache, "generate"),
-        Part(
-            "cache",
-            "keys and values of prompts",
-            cache_bytes(config, axes, prompts, m.prompt_tokens, dtype),
-            "generate",
-        ),
-        Part(
-            "activations",
-            "prefill or decode",
-            max(prefill.forward(stacked=False), decode),
-            "generate",
-        ),
-    ]
-    if axes.fsdp > 1:  # the decode loop gathers all weights once per launch
+    drawn = logits(slots, config.vocab_size, axes.tensor, SAMPLER_ARRAYS)
+    table = whole_rows(config.vocab_size, config.d_model, axes, ITEMSIZE[dtype])
+    shard = table // axes.fsdp if axes.fsdp > 1 else 0
+    copy = table if axes.fsdp > 1 else 0
+    work = {
+        "prefill": max(run.forward(stacked=False), shard),
+        "decode": max(scores, drawn, copy),
+        "longer cache": cache // config.n_layers,
+    }
+    parts = []
+    for phase, size in work.items():
+        parts += [
+            Part("cache", "KV cache", cache, phase),
+            Part("cache", "keys and values of prompts", held, phase),
+            Part("activations", phase, size, phase),
+        ]
+    if axes.fsdp > 1:  # each program gathers all the weights that it needs before its first layer
         size = weight_bytes(config, axes._replace(fsdp=1), dtype)
-        parts.append(Part("activations", "weights gathered over fsdp", size, "generate"))
+        name = "weights gathered over fsdp"
+        unused = (0 if config.tie_embeddings else table) + run.layer  # nearly all of the last layer
+        parts.append(Part("activations", name, size - unused, "prefill"))
+        parts.append(Part("activations", name, size, "decode"))
     return parts
+
+
+def _scoring(m: MemoryInputs, run: Pass, tokens: int, arrays: int, *, stacked: bool) -> int:
+    """Bytes of a forward pass, and of what is told of its hidden states; 0 `arrays`: themselves."""
+    axes, config = run.axes, run.config
+    work = run.forward(stacked, told=arrays > 0)
+    told = logits(tokens, m.vocab, axes.tensor, arrays)
+    if axes.fsdp == 1:
+        return max(work, told + run.residual)
+    table = whole_rows(config.vocab_size, config.d_model, axes, run.itemsize)
+    head = table if arrays else 0
+    if stacked:  # the embedding is dropped after the look-up, a layer's weights after the layer
+        return head + max(work, told, table + table // axes.fsdp)
+    layers = config.n_layers * run.layer
+    return layers + head + max(work, told, table + max(table // axes.fsdp, run.residual))
 
 
 def teacher(m: MemoryInputs) -> Account:
@@ -331,15 +400,12 @@ def teacher(m: MemoryInputs) -> Account:
     rows = -(-all_rows // m.teacher_microbatches)
     run = m.run("teacher", config, rows, m.width, dtype)
     signal = all_rows * m.new_tokens * m.signal_bytes
-    work = run.forward(stacked=not m.teacher_samples)
-    if not m.head_on_actor:
-        head = gathered_head(m.vocab, config.d_model, axes, ITEMSIZE[dtype])
-        work = max(work, logits(m.chunk_tokens, m.vocab, axes.tensor, LEAN_ARRAYS) + head)
+    work = _scoring(m, run, m.chunk(rows), m.score_arrays, stacked=not m.teacher_samples)
     parts = [
         Part("weights", "parameters", weight_bytes(config, axes, dtype)),
         Part("activations", "signals in flight", signal * m.signals_in_flight),
         Part("activations", "signal", signal, "score"),
-        Part("activations", "forward pass", work + run.residual, "score"),
+        Part("activations", "forward pass", work, "score"),
     ]
     if m.teacher_microbatches > 1:
         parts.append(Part("activations", "signal, put together", 2 * signal, "end of score"))
