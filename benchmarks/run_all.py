@@ -67,7 +67,6 @@ def smollm2(teacher: str, student: str, data: str) -> list[list[str]]:
     return [
         ["step.py", *models, *size, "--endless", "--repeats", "6"],
         ["train_step.py", *models, *size],
-        ["weight_sync.py", "--model", student],
         [*sampler, "--cases", "equal"],
         [*sampler, "--prompts", "64", "--group", "1", "--prompt", "64"],
         ["divergence.py", *jsd, "--no-memory", "--repeats", "5"],

@@ -18,6 +18,8 @@ import os
 import shutil
 import sys
 import textwrap
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,6 +142,21 @@ def check_writable(option: str, path: str | os.PathLike[str] | None) -> None:
         raise UserError(f"{option} {place}: there is no folder {place.parent}")
     if not os.access(place if place.exists() else place.parent, os.W_OK):
         raise UserError(f"{option} {place} cannot be written to: name another file")
+
+
+def leave(code: int, patience: float = 5.0) -> NoReturn:
+    """Ends the process; threads that wait for a disk or a server that does not answer are left
+    behind after `patience` seconds.
+    """
+    end = time.monotonic() + patience
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join(max(end - time.monotonic(), 0.0))
+            if thread.is_alive():
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+    sys.exit(code)
 
 
 def keys_help(width: int) -> str:

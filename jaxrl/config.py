@@ -406,7 +406,7 @@ class DeadlinesConfig(Section):
     evaluate: PositiveNumber = 600.0
     """One evaluation."""
     checkpoint: PositiveNumber = 600.0
-    """Reading a checkpoint, and writing what is unwritten at the end of a run."""
+    """Taking a checkpoint's arrays off the devices; writing what is unwritten at a run's end."""
     interrupt: PositiveNumber = 120.0
     """After Ctrl-C or SIGTERM: finishing the step at hand and saving. A second Ctrl-C ends at
     once."""

@@ -52,6 +52,8 @@ class Interrupt:
             yield
         finally:
             self._patient = False
+            if self.asked:
+                signal.setitimer(signal.ITIMER_REAL, 0)  # what was to be saved in time is saved
 
     def _asked(self, number: int, frame: FrameType | None) -> None:
         if self.asked or not self._patient:

@@ -98,10 +98,10 @@ class Loop:
         self._schedule = self._begin() if resumed is None else self._go_on(resumed)
         while not self._asked_to_stop() and (action := self._schedule.next()) is not None:
             getattr(self, action.kind)(action.index)
-        if self._saved < self._schedule.trained:
+        if self._saved < self._schedule.trained and not self.reporter.gave_up:
             self._save(self._schedule.trained)
         self._report(until=self._schedule.trained - 1)
-        return self._schedule.trained
+        return self._reported
 
     def _begin(self) -> Schedule:
         self.publish(0)
@@ -113,10 +113,7 @@ class Loop:
         step, staleness = resumed.step, SCHEDULES[self.config.schedule]
         self._reported = self._saved = step
         self.publish(step, evaluate=not resumed.evaluated)
-        evaluation = self._futures.pop(("eval", step), None)
-        if evaluation is not None:
-            self.reporter.amend(step, evaluation)
-        self._futures.pop(("sync", step), None)  # told in the row of `step` already
+        self.reporter.amend(step, self._take(step))
         for index, rollout in resumed.rollouts.items():
             self._futures["rollout", index] = self._value(rollout)
         return Schedule.after(step, len(resumed.rollouts), self.config.steps, staleness)
@@ -202,7 +199,7 @@ class Loop:
         """Waits for the batches up to `until` (-1: the evaluation before the first) and writes
         their rows.
         """
-        while self._reported <= until:
+        while self._reported <= until and not self.reporter.gave_up:
             self.reporter.row(self._reported + 1, self._take(self._reported + 1))
             self._reported += 1
 

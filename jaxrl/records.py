@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -28,14 +28,23 @@ from jaxrl.telemetry.metrics import (
     SamplesWriter,
 )
 from jaxrl.telemetry.timeline import TIMELINE_FILE, Timeline
-from jaxrl.telemetry.trackers import open_trackers
+from jaxrl.telemetry.trackers import CLOSE_S, open_trackers
+
+HURRY_S = 3.0
+"""Longest wait for the trackers at the end of a run that was interrupted, or failed."""
 
 
 class Records:
     """The files and trackers of one run in this process, and the reporter that fills them."""
 
     def __init__(
-        self, job: Job, plan: Plan, run: RunDir, console: Console, meshes: Mapping[str, Mesh]
+        self,
+        job: Job,
+        plan: Plan,
+        run: RunDir,
+        console: Console,
+        meshes: Mapping[str, Mesh],
+        asked_to_stop: Callable[[], bool],
     ):
         self._job, self._run, self._console = job, run, console
         self._stack = ExitStack()
@@ -58,7 +67,7 @@ class Records:
             after,
             tell,
         )
-        self._stack.callback(trackers.close)
+        self._stack.push(lambda failed, *_: trackers.close(HURRY_S if failed else CLOSE_S))
         self.checkpoints = CheckpointWriter(
             run.path, config, job.train.fingerprint, partial(describe_policy, job), tell
         )
@@ -78,6 +87,7 @@ class Records:
             epoch=lambda trained: trained * batch / prompts,
             devices={role: tuple(mesh.devices.flat) for role, mesh in meshes.items()},
             planned=plan.peaks,
+            asked_to_stop=asked_to_stop,
         )
 
     def __enter__(self) -> Self:
@@ -117,7 +127,9 @@ class Records:
         """Whether the row of the step to go on from has its evaluation, or needs none."""
         step = self._run.step
         due = bool(self._job.held_out) and evaluates(self._job.config, step)
-        return not due or any(row["step"] == step and "eval/accuracy" in row for row in self.rows)
+        row = self.rows[-1] if self.rows and self.rows[-1]["step"] == step else None
+        # A disk that took the checkpoint and not the row has left nothing to complete.
+        return not due or row is None or "eval/unjudged" in row
 
 
 def describe_policy(job: Job, folder: Path) -> None:

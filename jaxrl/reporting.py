@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,9 @@ from jaxrl.telemetry.metrics import MetricsWriter, Sample, SamplesWriter
 from jaxrl.telemetry.timeline import Timeline
 from jaxrl.telemetry.trackers import Trackers
 from jaxrl.types import Rollout
+
+LOOK_S = 0.02
+"""Seconds between two looks at an evaluation that is waited for."""
 
 
 class Reporter:
@@ -38,6 +42,7 @@ class Reporter:
         epoch: Callable[[int], float],
         devices: Mapping[str, Sequence[jax.Device]],
         planned: Mapping[str, int],
+        asked_to_stop: Callable[[], bool] = lambda: False,
     ):
         """
         Args:
@@ -45,11 +50,14 @@ class Reporter:
             epoch: batches trained -> passes over the data.
             devices: role -> its devices, for their peak memory where the platform tells it.
             planned: role -> the plan's peak bytes on a device of it, where it does not.
+            asked_to_stop: an evaluation that is still running is not waited for then.
         """
         self.config, self.console, self.metrics, self.samples = config, console, metrics, samples
         self._trackers, self._timeline, self._checkpoints = trackers, timeline, checkpoints
         self._sets, self._judge, self._epoch = sets, judge, epoch
-        self._devices, self._planned = devices, planned
+        self._devices, self._planned, self._asked_to_stop = devices, planned, asked_to_stop
+        self.gave_up = False
+        """The last row lacks its evaluation, and stays the last: who goes on makes up for it."""
         self._last: float | None = None
         """`time.monotonic` seconds at the end of the latest update."""
         self.first_step_at: float | None = None
@@ -88,10 +96,13 @@ class Reporter:
         self._write(step, row)
         self._show(step, rollout)
 
-    def amend(self, step: int, evaluation: Future) -> None:
-        """The last row, written before an interruption, with the evaluation that it lacks."""
-        row = self._evaluation({"eval": evaluation})
-        self._told(self.metrics.amend(step, row))
+    def amend(self, step: int, futures: Mapping[str, Future]) -> None:
+        """What the last row, written before an interruption, lacks of these."""
+        row = self._sync(futures) | self._evaluation(futures)
+        last = self.metrics.rows[-1] if self.metrics.rows else {}
+        lacking = {name: value for name, value in row.items() if name not in last}
+        if lacking and last.get("step") == step:
+            self._told(self.metrics.amend(step, lacking))
 
     def _write(self, step: int, row: Mapping[str, float]) -> None:
         self._told(self.metrics.write(step, row))
@@ -129,6 +140,12 @@ class Reporter:
     def _evaluation(self, futures: Mapping[str, Future]) -> dict[str, float]:
         if "eval" not in futures:
             return {}
+        while not futures["eval"].done():
+            if self._asked_to_stop():
+                self.gave_up = True
+                return {}
+            futures["eval"].check()
+            time.sleep(LOOK_S)
         row = evaluation_row(self._sets, futures["eval"].result(), self._judge)
         return row | {"time/evaluate_s": futures["eval"].times.seconds}
 

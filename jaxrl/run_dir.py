@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,11 +41,18 @@ class RunDir:
         return 0 if self.checkpoint is None else self.checkpoint.step
 
     def write(self, name: str, text: str) -> None:
-        """A file in the folder. Raises UserError."""
+        """A file in the folder: all of it, or what was there before. Raises UserError."""
+        partial = self.path / f".{name}.partial"
         try:
-            (self.path / name).write_text(text, encoding="utf-8")
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(self.path / name)
         except OSError as error:
             raise UserError(f"cannot write {self.path / name}: {error.strerror}") from error
+
+    def remove_final(self) -> None:
+        """The model of fewer steps, which a checkpoint has too, and what a killed export left."""
+        for left in (self.path / FINAL, *self.path.glob(f".{FINAL}.partial-*")):
+            shutil.rmtree(left, ignore_errors=True)
 
     def finished(self, steps: int) -> bool:
         """Whether the run has been trained to its end, and exported."""
@@ -114,9 +122,10 @@ def _locked(path: Path) -> Iterator[None]:
             file.seek(0)
             holder = file.read().strip() or "another process"
             raise UserError(f"run_dir={path} is in use by {holder}: name another") from None
-        file.truncate(0)
-        file.write(f"pid {os.getpid()} on {socket.gethostname()}")
-        file.flush()
+        with suppress(OSError):  # a full disk: the lock holds without a name in it
+            file.truncate(0)
+            file.write(f"pid {os.getpid()} on {socket.gethostname()}")
+            file.flush()
         yield
 
 
@@ -126,8 +135,11 @@ def _find(path: Path, config: Config, fingerprint: str) -> RunDir:
         return RunDir(path, None, ())
     notes: list[str] = []
     changed = []
-    if (path / CONFIG_FILE).is_file():
-        changed = compare(yaml_text.read_mapping(path / CONFIG_FILE), config, path)
+    # The newest checkpoint's says what was trained; the folder's own may be of an attempt since.
+    places = [*(folder / store.CONFIG for folder in store.folders(path)[:1]), path / CONFIG_FILE]
+    written = next((place for place in places if place.is_file()), None)
+    if written is not None:
+        changed = compare(yaml_text.read_mapping(written), config, path)
     swept = store.sweep(path)
     if swept:
         notes.append(f"removed an unfinished checkpoint: {', '.join(p.name for p in swept)}")
@@ -136,6 +148,11 @@ def _find(path: Path, config: Config, fingerprint: str) -> RunDir:
         told = f"{path} holds a run that wrote no checkpoint"
         if config.resume == "must":
             raise UserError(f"{told}, and resume=must")
+        if (path / FINAL).is_dir():
+            raise UserError(
+                f"run_dir={path} holds a trained model ({path / FINAL}) and no checkpoint to go on"
+                " from; to begin anew would delete it: name another run_dir, or move it away"
+            )
         return RunDir(path, None, (*notes, f"{told}: it begins anew"))
     before = checkpoint.manifest.data["fingerprint"]
     if before != fingerprint:

@@ -5,8 +5,6 @@ Without --config the built-in quickstart runs.
 
 from __future__ import annotations
 
-import shutil
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,10 +15,11 @@ from typing import Any
 from jaxrl import cli
 from jaxrl.algorithms import ALGORITHMS
 from jaxrl.callable_module import make_callable
+from jaxrl.checkpoint.writer import free_gb
 from jaxrl.compile_cache import enable_compile_cache
 from jaxrl.config import Config
 from jaxrl.data.tokenizer import decode
-from jaxrl.host_memory import keep_freed_memory
+from jaxrl.errors import RunError, UserError
 from jaxrl.interrupt import Interrupt, Interrupted
 from jaxrl.launch import Job, Roles, make_job, start_roles
 from jaxrl.loop import Loop
@@ -83,8 +82,9 @@ def prepare_run(config: Config) -> tuple[Job, Plan]:
     check_trackers(config.logging)
     enable_compile_cache(config.compile_cache)
     plan = make_plan(config, ALGORITHMS[config.algorithm].roles, ensure_devices)
-    if plan.devices[0].platform == "cpu":
-        keep_freed_memory()
+    if plan.hopeless:
+        told = (*plan.verdict[:1], *plan.advice[:3], "--dry-run shows the plan")
+        raise UserError("\n".join(told))
     return make_job(config), plan
 
 
@@ -99,8 +99,9 @@ def run_job(
     try:
         run.write(CONFIG_FILE, config.dump())
         run.write(PLAN_FILE, plan.text())
-        shutil.rmtree(run.path / FINAL, ignore_errors=True)  # of fewer steps; a checkpoint has it
-        with Records(job, plan, run, console, meshes) as records:
+        run.remove_final()
+        asked_to_stop = lambda: interrupt.asked  # noqa: E731
+        with Records(job, plan, run, console, meshes, asked_to_stop) as records:
             packing = job.packing(roles.row_multiple)
             loop = Loop(
                 config,
@@ -111,14 +112,14 @@ def run_job(
                 packing | {"decode": partial(decode, job.tokenizer)},
                 value=done_future,
                 checkpoints=records.checkpoints,
-                asked_to_stop=lambda: interrupt.asked,
+                asked_to_stop=asked_to_stop,
             )
             with interrupt.patient():
                 trained = loop.run(records.resumed(packing))
                 records.finish_checkpoints()
-            if trained < config.steps:
+            if interrupt.asked:
                 raise Interrupted(interrupted_at(trained, records.checkpoints.newest, run.path))
-            export(job, roles, run.path / FINAL)
+            export(job, roles, run.path / FINAL, records.checkpoints.newest)
     finally:
         roles.stop()
     for line in summary(records.rows, run, started, records.reporter.first_step_at):
@@ -146,22 +147,33 @@ def data_notes(job: Job) -> list[str]:
     return notes
 
 
-def export(job: Job, roles: Roles, path: Path) -> None:
-    """The trained policy as a Hugging Face folder with its tokenizer."""
+def export(job: Job, roles: Roles, path: Path, saved: int | None) -> None:
+    """The trained policy as a Hugging Face folder with its tokenizer.
+
+    Args:
+        saved: step of the newest checkpoint, for the error of a disk that refuses.
+    """
     params = roles.handles["actor"].call("parameters", deadline=job.config.deadlines.startup)
-    save_hf(
-        path,
-        job.student.config,
-        params.result(),
-        dtype=job.config.actor.param_dtype,
-        tokenizer_from=job.student.tokenizer_path,
-    )
+    try:
+        save_hf(
+            path,
+            job.student.config,
+            params.result(),
+            dtype=job.config.actor.param_dtype,
+            tokenizer_from=job.student.tokenizer_path,
+        )
+    except OSError as error:
+        kept = "no checkpoint could be written" if saved is None else f"checkpoint {saved} is whole"
+        raise RunError(
+            f"the trained model could not be written to {path}: {error.strerror or error}"
+            f" ({free_gb(path.parent):.1f} GB are free there); {kept}"
+        ) from error
 
 
 def interrupted_at(trained: int, saved: int | None, run_dir: Path) -> str:
     """The last words of a run that was asked to stop."""
     if saved == trained:
-        return f"interrupted; saved at step {trained} in {run_dir}: the same command goes on"
+        return f"interrupted; saved at step {trained} in {run_dir}: --resume auto goes on there"
     kept = "nothing is saved" if saved is None else f"the newest checkpoint is of step {saved}"
     return f"interrupted at step {trained}; {kept} in {run_dir}"
 
@@ -197,4 +209,4 @@ def main(argv: Sequence[str]) -> None:
 make_callable(__name__, train)
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main))
+    cli.leave(cli.run(main))

@@ -153,6 +153,7 @@ def desk(
         ("student.model=builtin:techer", "builtin:techer|builtin:teacher"),
         ("student.model=package:nothing_of_the_kind", "nothing_of_the_kind is not installed"),
         ("student.model=package:../x", "package"),
+        ("group_size=100000000", "does not fit|GB|--dry-run"),
         ("actor.minibatches=13", "actor.minibatches=13|12 sequences"),
         ("max_new_tokens=2048", "max_new_tokens=2048|student.model has 2048"),
         ("max_prompt_tokens=2041", "max_prompt_tokens=2041|2048"),

@@ -45,6 +45,8 @@ class Recorder:
 class Rows:
     """Stands for the reporter: waits for the futures of each row."""
 
+    gave_up = False
+
     def __init__(self):
         self.rows = []
 

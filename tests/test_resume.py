@@ -13,6 +13,7 @@ from test_train import SHORT, losses, save_model
 
 from jaxrl import Config, cli, load_model
 from jaxrl.checkpoint import store
+from jaxrl.errors import UserError
 from jaxrl.interrupt import Interrupted
 from jaxrl.schedule import SCHEDULES
 from jaxrl.telemetry.metrics import read_metrics
@@ -185,6 +186,70 @@ def test_an_interruption_before_the_evaluation_makes_up_for_it(models, tmp_path,
     assert numbers(run(models, tmp_path / "run")) == numbers(undisturbed("serial"))
 
 
+def test_an_interrupted_evaluation_costs_no_checkpoint(models, tmp_path, undisturbed, monkeypatch):
+    """Its row is written without it, the checkpoint is kept, and who goes on evaluates."""
+    from jaxrl.roles.rollout import Sampler
+
+    real, calls = Sampler.sample, []
+
+    def slow(self, prompts):
+        if self.version >= 0:  # not the teacher's
+            calls.append(self.version)
+        if calls == [0, 4]:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1.0)
+        return real(self, prompts)
+
+    monkeypatch.setattr(Sampler, "sample", slow)
+    with pytest.raises(Interrupted, match="saved at step 4"):
+        run(models, tmp_path / "run")
+    rows = read_metrics(tmp_path / "run")
+    assert rows[-1]["step"] == 4 and "eval/accuracy" not in rows[-1]
+    assert store.read(store.folders(tmp_path / "run")[0]).manifest.accuracy is None
+    result = run(models, tmp_path / "run")
+    assert calls == [0, 4, 4, 8, 10]
+    assert numbers(result) == numbers(undisturbed("serial"))
+    assert store.newest(result.run_dir, print).manifest.accuracy is not None
+
+
+def test_a_checkpoint_evaluated_late_is_judged(models, tmp_path, undisturbed):
+    folder = killed_after_8(undisturbed, tmp_path / "run")
+    store.judge(folder / "checkpoints" / "8", None)
+    metrics = folder / "metrics.jsonl"
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()][:9]
+    rows[8] = {k: v for k, v in rows[8].items() if not k.startswith("eval/")}
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run(models, folder)
+    judged = store.read(folder / "checkpoints" / "8").manifest.accuracy
+    assert judged == undisturbed("serial").metrics[8]["eval/accuracy"]
+
+
+@pytest.mark.parametrize("lost", ["rows", "config", "garbage"])
+def test_damage_beside_the_checkpoint_stops_nothing(models, tmp_path, undisturbed, lost):
+    """A disk that took the checkpoint but not the row; a config cut short; NULs of a power loss."""
+    folder = killed_after_8(undisturbed, tmp_path / "run")
+    metrics = folder / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    if lost == "rows":
+        metrics.write_text("".join(lines[:5]))
+    elif lost == "config":
+        (folder / "config.yaml").write_text("")
+    else:
+        metrics.write_text("".join(lines[:9]) + "\0\0\n{\n")
+    result = run(models, folder)
+    assert weights(folder) == weights(undisturbed("serial").run_dir)
+    assert numbers(result)[-2:] == numbers(undisturbed("serial"))[-2:]
+
+
+def test_a_trained_model_without_checkpoints_is_not_trained_over(models, tmp_path, undisturbed):
+    folder = killed_after_8(undisturbed, tmp_path / "run")
+    shutil.rmtree(folder / "checkpoints")
+    shutil.copytree(undisturbed("serial").run_dir / "final", folder / "final")
+    with pytest.raises(UserError, match="holds a trained model"):
+        run(models, folder)
+    assert weights(folder) == weights(undisturbed("serial").run_dir)
+
+
 def test_rows_after_the_checkpoint_and_a_torn_line_are_cut(models, tmp_path, undisturbed):
     metrics = killed_after_8(undisturbed, tmp_path / "run") / "metrics.jsonl"
     metrics.write_text(metrics.read_text() + '{"step": 11, "loss": 99}\n{"step": 12, "lo')
@@ -276,9 +341,11 @@ def test_a_disk_that_is_full_stops_saving_not_training(models, tmp_path):
     env = os.environ | {"JAX_COMPILATION_CACHE_DIR": cache_dir()}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
     told = done.stdout + done.stderr
-    assert told.count("could not be written") >= 3, told
-    assert "Training goes on" in told and "step 6/6" in told
-    assert not store.folders(tmp_path / "run")
+    assert told.count("Training goes on, and so will saving") >= 3, told
+    assert "step 6/6" in told and not store.folders(tmp_path / "run")
+    # The weights do not fit either, and that is the end of it.
+    assert done.returncode == 1 and "the trained model could not be written" in done.stderr
+    assert "no checkpoint could be written" in done.stderr and "jaxrl/train.py" not in told
 
 
 def test_an_interruption_that_cannot_save_in_time_says_so(models, tmp_path, monkeypatch):

@@ -14,8 +14,12 @@ FREE = re.compile(
     r"|(checkpoint|deadlines|logging|offload)\..*|.*\.(parallel\.\w+|devices)"
 )
 """Keys that change where and how a run works, never what it computes."""
-TOLD = re.compile(r"\w+\.(dtype|param_dtype|moment_dtype)|steps")
-"""Keys that may change, and are told: numbers differ from then on."""
+TOLD = re.compile(
+    r"\w+\.(dtype|param_dtype|moment_dtype|micro_batch_tokens|num_microbatches|slots|launch_tokens)"
+    r"|steps"
+)
+"""Keys that may change, and are told: precision and memory, for other devices; numbers differ from
+then on, if by rounding alone. And more steps."""
 _ABSENT = object()
 
 

@@ -8,7 +8,7 @@ import shutil
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,7 @@ def read(path: Path) -> Checkpoint:
         told["in_flight"] = tuple(told["in_flight"])
         return Checkpoint(path, Manifest(**told))
     except OSError as error:
-        raise Damaged(f"{path / MANIFEST}: {error.strerror}") from error
+        raise _unread(path / MANIFEST, error) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Damaged(f"{path / MANIFEST} cannot be understood: {error}") from error
 
@@ -96,7 +96,7 @@ def verify(checkpoint: Checkpoint) -> None:
             if _checksum(file) != crc:
                 raise Damaged(f"{file} is not what was written (its checksum differs)")
         except OSError as error:
-            raise Damaged(f"{file}: {error.strerror}") from error
+            raise _unread(file, error) from error
 
 
 def folders(run_dir: Path) -> list[Path]:
@@ -155,14 +155,29 @@ def commit(path: Path, manifest: Manifest) -> Checkpoint:
     files = sorted(file for file in path.rglob("*") if file.is_file())
     listed = {str(f.relative_to(path)): (f.stat().st_size, _checksum(f)) for f in files}
     whole = Manifest(**{**asdict(manifest), "files": listed})
-    partial = path / f"{MANIFEST}.partial"
-    with open(partial, "w", encoding="utf-8") as out:
-        json.dump(asdict(whole), out, indent=1)
-        out.flush()
-        os.fsync(out.fileno())
-    partial.rename(path / MANIFEST)
+    _write(path, whole)
     shutil.rmtree(path.with_name(f"{path.name}.damaged"), ignore_errors=True)
     return Checkpoint(path, whole)
+
+
+def judge(path: Path, accuracy: float | None) -> None:
+    """Notes the accuracy of a checkpoint that was evaluated after it was written."""
+    _write(path, replace(read(path).manifest, accuracy=accuracy))
+
+
+def _write(path: Path, manifest: Manifest) -> None:
+    """The manifest, in one rename; on the disk when this returns."""
+    partial = path / f"{MANIFEST}.partial"
+    with open(partial, "w", encoding="utf-8") as out:
+        json.dump(asdict(manifest), out, indent=1)
+        out.flush()
+        os.fsync(out.fileno())
+    partial.replace(path / MANIFEST)
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def prune(run_dir: Path, keep_last: int, keep_best: int) -> None:
@@ -188,9 +203,17 @@ def keep(checkpoints: Sequence[Checkpoint], keep_last: int, keep_best: int) -> l
     return sorted({c.step for c in (*newest_first[:keep_last], *best[:keep_best])})
 
 
+def _unread(file: Path, error: OSError) -> UserError:
+    """A file that is not there is damage; a disk that does not answer now may answer later."""
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
+        return Damaged(f"{file}: {error.strerror}")
+    return UserError(f"{file} cannot be read: {error.strerror}; move its folder away to do without")
+
+
 def _checksum(file: Path) -> int:
     crc = 0
     with open(file, "rb") as data:
         while block := data.read(_READ):
             crc = zlib.crc32(block, crc)
+        os.fsync(data.fileno())
     return crc

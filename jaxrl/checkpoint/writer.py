@@ -103,10 +103,14 @@ class CheckpointWriter:
         pending = self._pending.pop(row["step"], None)
         if pending is not None:
             self._queue.put((pending, row))
+        elif row["step"] == self.newest and "eval/accuracy" in row:  # made up for after a resume
+            store.judge(self.folder(row["step"]), row["eval/accuracy"])
 
     def written(self) -> list[Written]:
         """The checkpoints finished since the last time this was asked."""
-        done, self._written = self._written, []
+        done = []
+        while self._written:
+            done.append(self._written.pop(0))
         return done
 
     def stop(self) -> None:
@@ -126,6 +130,9 @@ class CheckpointWriter:
             pending, row = job
             try:
                 self._write(pending, row)
+            except TimeoutError as error:  # a deadline: it has ended since, only late
+                self._failed(pending.step, error)
+                continue
             except RunError:
                 return  # a worker has failed: the run is about to end and says why
             except Exception as error:

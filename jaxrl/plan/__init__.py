@@ -32,6 +32,8 @@ GPU_SIZES = (24, 40, 80, 141)
 """GB of the GPUs that a plan made without one is judged for."""
 JAX_SHARE = 0.75
 """Of a GPU's memory, what jax takes unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise."""
+SLACK = 1.25
+"""How much too high a plan is allowed to be before it refuses a run."""
 WIDTH = 132
 
 
@@ -54,6 +56,18 @@ class Plan:
     def fits(self) -> bool:
         """True where no device is known to be too small."""
         return all(pool.fits for pool in self.pools)
+
+    @property
+    def hopeless(self) -> bool:
+        """True where it would not fit even if the figures were `SLACK` times too high. Emulated
+        devices share the host's memory.
+        """
+        sizes = [pool.stop - pool.start for pool in self.placement.pools]
+        known = [(n, p.bytes, p.limit) for n, p in zip(sizes, self.pools, strict=True) if p.limit]
+        if self.devices and self.devices[0].platform == "cpu":
+            needed = sum(n * peak for n, peak, _ in known)
+            return needed > SLACK * sum(n * limit for n, _, limit in known)
+        return any(peak > SLACK * limit for _, peak, limit in known)
 
     @property
     def peaks(self) -> dict[str, int]:

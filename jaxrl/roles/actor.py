@@ -269,7 +269,8 @@ class Actor:
             return 0
         self._skipped_in_a_row += 1
         path = self._run_dir / "nonfinite" / f"step_{step + 1}.npz"
-        path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
         tries = 1
         while path.exists():  # another minibatch of this step
             tries += 1
@@ -279,7 +280,8 @@ class Actor:
             for key, leaf in jax.tree_util.tree_leaves_with_path(batch)
         }
         arrays: dict[str, Any] = {"rows": rows, **leaves}
-        np.savez(path, **arrays)
+        with contextlib.suppress(OSError):  # a full disk ends no run
+            np.savez(path, **arrays)
         if self._skipped_in_a_row >= self.config.actor.max_nonfinite:
             raise RunError(
                 f"the gradient was not finite {self._skipped_in_a_row} updates in a row"

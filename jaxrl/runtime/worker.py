@@ -96,6 +96,10 @@ class Future(Protocol):
 
     def done(self) -> bool: ...
 
+    def check(self) -> None:
+        """Raises as `result` would, where there is something to raise; waits for nothing."""
+        ...
+
     def once(self) -> Future:
         """This future, for a call that is the last to need the value: it is dropped when taken."""
         ...

@@ -249,7 +249,12 @@ def _kept(path: Path, after: int) -> tuple[list[dict[str, Any]], int]:
     rows: list[dict[str, Any]] = []
     size = 0
     for number, line in enumerate(lines, start=1):
-        row = _parse(path, number, line)
+        try:
+            row = _parse(path, number, line)
+        except UserError:
+            if rows and rows[-1]["step"] >= after:  # it would be cut anyway
+                break
+            raise
         if row["step"] > after:
             break
         rows.append(row)
