@@ -21,6 +21,10 @@ from jaxrl.train import main, train
 
 MESH = "mesh=actor=2,rollout=2,teacher=4"
 STEPS = 10
+ONE_BY_DEFAULT = [
+    pytest.param(name, marks=() if name == "one_step_off" else pytest.mark.slow)
+    for name in SCHEDULES
+]
 CONSTANT = ["optimizer.lr_schedule=constant", "optimizer.warmup_steps=0"]
 """A learning rate that does not depend on the number of steps to come."""
 
@@ -92,7 +96,9 @@ def undisturbed(models, tmp_path_factory):
     return get
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    "schedule", ["serial", pytest.param("one_step_off", marks=pytest.mark.slow), "two_step_off"]
+)
 def test_a_killed_run_goes_on_as_if_nothing_had_been(models, tmp_path, undisturbed, schedule):
     whole = undisturbed(schedule)
     victim = start(models, tmp_path / "run", f"schedule={schedule}")
@@ -109,7 +115,9 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(models, tmp_path, undisturb
     assert samples[0] == samples[1]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_a_signal_saves_and_ends_with_130(models, tmp_path, undisturbed, number):
     whole = undisturbed("one_step_off")
     asked = ["schedule=one_step_off", "checkpoint.every=0"]
@@ -139,6 +147,7 @@ def test_other_meshes_go_on_with_it(models, tmp_path):
     assert told[1] == pytest.approx(told[0], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_from_float32_to_bfloat16(models, tmp_path, capsys):
     whole = run(models, tmp_path / "whole", *CONSTANT, "steps=5")
     run(models, tmp_path / "run", *CONSTANT, "steps=4")
@@ -151,7 +160,7 @@ def test_from_float32_to_bfloat16(models, tmp_path, capsys):
     assert losses(result)[4] == pytest.approx(losses(whole)[4], rel=0.1)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", ONE_BY_DEFAULT)
 def test_more_steps_continue_a_finished_run(models, tmp_path, undisturbed, schedule, capsys):
     """Also where the old end left no batch in flight, and an epoch ended."""
     asked = [f"schedule={schedule}", "data.train=arithmetic:size=24", "steps=4"]
@@ -348,6 +357,7 @@ def test_a_disk_that_is_full_stops_saving_not_training(models, tmp_path):
     assert "no checkpoint could be written" in done.stderr and "jaxrl/train.py" not in told
 
 
+@pytest.mark.slow
 def test_an_interruption_that_cannot_save_in_time_says_so(models, tmp_path, monkeypatch):
     from jaxrl.roles.actor import Actor
 

@@ -99,7 +99,10 @@ def test_the_same_seed_gives_the_same_run_bit_for_bit(reference, models, tmp_pat
     [
         "actor+rollout+teacher=1",
         "actor=1,rollout=3,teacher=4",
-        "actor+rollout=6,teacher=2 actor.parallel.tensor=2 rollout.parallel.tensor=2",
+        pytest.param(
+            "actor+rollout=6,teacher=2 actor.parallel.tensor=2 rollout.parallel.tensor=2",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_mesh_changes_no_loss(reference, models, tmp_path, mesh):
@@ -195,6 +198,7 @@ def test_sft_shows_the_data_s_completions(models, tmp_path):
     assert len(samples) == 6 and all(sample["score"] == 1.0 for sample in samples)
 
 
+@pytest.mark.slow
 def test_a_shared_vocabulary_that_tensor_does_not_divide(models, tmp_path):
     """The student's 263 words, cut from the teacher's 272, stay whole on every device."""
     student = save_model(tmp_path / "odd", 32, 1, seed=3, rows=263)
