@@ -130,3 +130,13 @@ def test_the_sources_account_of_qwen_1_5b():
     assert rollout.column("cache") == pytest.approx(80 * 1024 * 28 * 2 * 2 * 128 * 2, rel=0.2)
     assert 2e9 < rollout.column("cache") < 3e9
     assert 5e9 < rollout.resident + rollout.column("cache") < 6e9
+
+
+def test_planning_starts_no_backend(tmp_path):
+    """In a process that has emulated no device yet: the README's first command."""
+    command = [sys.executable, "-m", "jaxrl.train", "--mesh", "actor=2,rollout=2,teacher=4"]
+    done = subprocess.run(
+        [*command, "--dry-run", f"run_dir={tmp_path / 'run'}"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "emulating 8 CPU devices" in done.stdout

@@ -14,7 +14,7 @@ a call of a jitted function flattens a dict, not a module graph.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, Literal
 
 import jax
@@ -74,9 +74,12 @@ def init_params(
 def abstract_params(
     config: DecoderConfig, dtype: Any = jnp.float32, layout: Layout = "stacked"
 ) -> Params:
-    """The tree of `jax.ShapeDtypeStruct` that `init_params` would fill."""
+    """The tree of `jax.ShapeDtypeStruct` that `init_params` would fill.
+
+    Starts no backend: it is asked for before the mesh says how many devices to emulate.
+    """
     return jax.eval_shape(
-        partial(init_params, config, dtype=dtype, layout=layout), jax.random.key(0)
+        lambda: init_params(config, jax.random.key(0), dtype=dtype, layout=layout)
     )
 
 
