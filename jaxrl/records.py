@@ -93,8 +93,8 @@ class Records:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+    def __exit__(self, *failed: Any) -> None:
+        self._stack.__exit__(*failed)
 
     def watch(self, handles: Mapping[str, Handle]) -> dict[str, Handle]:
         """The same roles, their calls drawn in the timeline."""

@@ -12,6 +12,7 @@ from jaxrl.algorithms import ALGORITHMS, prepare
 from jaxrl.checkpoint import store
 from jaxrl.checkpoint.rollouts import load_rollout, save_rollout
 from jaxrl.checkpoint.store import Damaged, Manifest
+from jaxrl.checkpoint.writer import CheckpointWriter
 from jaxrl.config import Config
 from jaxrl.data.batch import make_rollout
 from jaxrl.errors import UserError
@@ -262,3 +263,31 @@ def test_a_removal_that_is_killed_leaves_no_half_checkpoint(tmp_path, monkeypatc
     monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)  # killed before it began
     store.prune(tmp_path, 1, 0)
     assert [path.name for path in store.folders(tmp_path)] == ["2"]
+
+
+def test_what_cannot_be_read_is_left_alone_and_stops_no_removal(tmp_path):
+    """A manifest that is a folder: an error of the disk, not a checkpoint that is damaged."""
+    unreadable = tmp_path / store.FOLDER / "9"
+    (unreadable / store.MANIFEST).mkdir(parents=True)
+    for step in (1, 2):
+        make(tmp_path, step)
+    store.prune(tmp_path, 1, 0)
+    assert [path.name for path in store.folders(tmp_path)] == ["9", "2"]
+    with pytest.raises(UserError, match="move its folder away") as error:
+        store.newest(tmp_path, print)
+    assert not isinstance(error.value, Damaged)
+
+
+def test_an_accuracy_that_cannot_be_noted_is_told(tmp_path):
+    lines = []
+    config = Config.load(None, ["steps=9"])
+    writer = CheckpointWriter(tmp_path, config, "f", lambda folder: None, lines.append)
+    made = make(tmp_path, 3)
+    writer.newest = 3
+    writer.row({"step": 3, "eval/accuracy": 0.5})
+    assert store.read(made.path).manifest.accuracy == 0.5 and not lines
+    shutil.rmtree(made.path)
+    writer.row({"step": 3, "eval/accuracy": 0.5})
+    assert len(lines) == 1 and "could not be noted" in lines[0]
+    writer.close(5)
+    assert len(lines) == 1

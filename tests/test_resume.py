@@ -7,13 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from test_train import SHORT, losses, save_model
 
 from jaxrl import Config, cli, load_model
 from jaxrl.checkpoint import store
-from jaxrl.errors import UserError
+from jaxrl.errors import RunError, UserError
 from jaxrl.interrupt import Interrupted
 from jaxrl.schedule import SCHEDULES
 from jaxrl.telemetry.metrics import read_metrics
@@ -391,3 +392,18 @@ def test_the_best_checkpoint_follows_the_evaluation(models, tmp_path, monkeypatc
     result = run(models, tmp_path / "run", *asked)
     found = {c.step: c.manifest.accuracy for c in map(store.read, store.folders(result.run_dir))}
     assert found == {5: 0.1, 3: 0.9}
+
+
+def test_trackers_get_less_time_after_a_failure(models, tmp_path, monkeypatch):
+    """So that the end of a run that was interrupted, or failed, is not the tracker's to decide."""
+    from jaxrl.records import CLOSE_S, HURRY_S
+    from jaxrl.roles.actor import Actor
+
+    closed = []
+    still = SimpleNamespace(write=lambda *_: None, samples=lambda _: None, close=closed.append)
+    monkeypatch.setattr("jaxrl.records.open_trackers", lambda *_: still)
+    run(models, tmp_path / "run", "steps=1")
+    monkeypatch.setattr(Actor, "update", None)
+    with pytest.raises(RunError):
+        run(models, tmp_path / "failing", "steps=1")
+    assert closed == [CLOSE_S, HURRY_S] and HURRY_S < CLOSE_S

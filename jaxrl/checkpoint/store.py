@@ -153,6 +153,8 @@ def sweep(run_dir: Path) -> list[Path]:
 def commit(path: Path, manifest: Manifest) -> Checkpoint:
     """Makes the folder `path`, whose files are written, a checkpoint: all of it or nothing."""
     files = sorted(file for file in path.rglob("*") if file.is_file())
+    for file in files:
+        _settle(file)
     listed = {str(f.relative_to(path)): (f.stat().st_size, _checksum(f)) for f in files}
     whole = Manifest(**{**asdict(manifest), "files": listed})
     _write(path, whole)
@@ -168,16 +170,19 @@ def judge(path: Path, accuracy: float | None) -> None:
 def _write(path: Path, manifest: Manifest) -> None:
     """The manifest, in one rename; on the disk when this returns."""
     partial = path / f"{MANIFEST}.partial"
-    with open(partial, "w", encoding="utf-8") as out:
-        json.dump(asdict(manifest), out, indent=1)
-        out.flush()
-        os.fsync(out.fileno())
+    partial.write_text(json.dumps(asdict(manifest), indent=1), encoding="utf-8")
+    _settle(partial)
     partial.replace(path / MANIFEST)
-    folder = os.open(path, os.O_RDONLY)
+    _settle(path)
+
+
+def _settle(path: Path) -> None:
+    """Waits until a file, or the names in a folder, would outlive a power failure."""
+    opened = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(opened)
     finally:
-        os.close(folder)
+        os.close(opened)
 
 
 def prune(run_dir: Path, keep_last: int, keep_best: int) -> None:
@@ -186,7 +191,7 @@ def prune(run_dir: Path, keep_last: int, keep_best: int) -> None:
     """
     readable = []
     for path in folders(run_dir):
-        with suppress(Damaged):
+        with suppress(UserError):
             readable.append(read(path))
     kept = keep(readable, keep_last, keep_best)
     for checkpoint in readable:
@@ -215,5 +220,4 @@ def _checksum(file: Path) -> int:
     with open(file, "rb") as data:
         while block := data.read(_READ):
             crc = zlib.crc32(block, crc)
-        os.fsync(data.fileno())
     return crc

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import shutil
 import threading
@@ -17,7 +16,7 @@ from jaxrl.checkpoint import store
 from jaxrl.checkpoint.arrays import Saving
 from jaxrl.checkpoint.rollouts import save_rollout
 from jaxrl.config import Config
-from jaxrl.errors import RunError
+from jaxrl.errors import RunError, UserError
 
 
 class Result(Protocol):
@@ -104,7 +103,10 @@ class CheckpointWriter:
         if pending is not None:
             self._queue.put((pending, row))
         elif row["step"] == self.newest and "eval/accuracy" in row:  # made up for after a resume
-            store.judge(self.folder(row["step"]), row["eval/accuracy"])
+            try:
+                store.judge(self.folder(row["step"]), row["eval/accuracy"])
+            except (OSError, UserError) as error:
+                self._tell(f"the accuracy of checkpoint {row['step']} could not be noted: {error}")
 
     def written(self) -> list[Written]:
         """The checkpoints finished since the last time this was asked."""
@@ -117,13 +119,12 @@ class CheckpointWriter:
         """Takes no more checkpoints; those under way are finished beside what comes next."""
         self._queue.put(None)
 
-    def close(self, timeout: float) -> bool:
-        """Waits for the checkpoints under way. False where `timeout` seconds were not enough."""
+    def close(self, timeout: float) -> None:
+        """Waits for the checkpoints under way, for at most `timeout` seconds."""
         self.stop()
         self._thread.join(timeout)
         if self._thread.is_alive():
             self._tell(f"a checkpoint is still unwritten after {timeout:g} s: it is given up")
-        return not self._thread.is_alive()
 
     def _run(self) -> None:
         while (job := self._queue.get()) is not None:
@@ -194,5 +195,4 @@ def _version(name: str) -> str:
 
 def free_gb(path: Path) -> float:
     """Free space on the disk of `path`, in units of 1e9 bytes."""
-    stat = os.statvfs(path)
-    return stat.f_bavail * stat.f_frsize / 1e9
+    return shutil.disk_usage(path).free / 1e9
