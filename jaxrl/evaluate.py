@@ -236,15 +236,8 @@ def _prepare(source: ModelSource, config: Config) -> Job:
         )
     judge = verifier(config.data.verifier)
     sets = inputs.held_out_sets(config, inputs.encoder(config, tokenizer, ends))
-    notes = [_set_note(held_out, config) for held_out in sets]
+    notes = inputs.held_out_notes(config, sets, judge)
     prompts = [prompt for held_out in sets for prompt in held_out.prompts]
-    # The empty completion tells before hours of sampling whether answers and verifier fit.
-    without = sum(judge("", prompt) is None for prompt in prompts)
-    if without:
-        notes.append(
-            f"{without} of {len(prompts)} prompts cannot be judged with"
-            f" data.verifier={config.data.verifier}: they have no answer to compare with"
-        )
     beyond = max(max(prompt.tokens) for prompt in prompts)
     if beyond >= source.config.vocab_size:
         raise UserError(
@@ -271,16 +264,6 @@ def _mesh(source: ModelSource, config: Config) -> tuple[Mesh, list[str]]:
     )
     mesh = carve(seen.devices, placement, axes)["rollout"]
     return mesh, [told, *filter(None, [seen.note]), *placement.notes]
-
-
-def _set_note(held_out: EvalSet, config: Config) -> str:
-    told = f"{held_out.name or 'data.eval'}: {len(held_out.prompts)} prompts"
-    longer = f"longer than max_prompt_tokens={config.max_prompt_tokens}"
-    if held_out.cut:
-        told += f"; {held_out.cut} {longer}: cut"
-    if held_out.dropped:
-        told += f"; {held_out.dropped} {longer} or repeated: left out"
-    return told
 
 
 def _sample(job: Job) -> tuple[list[list[Completion]], list[EngineStats]]:
@@ -371,16 +354,8 @@ def _lines(sets: Sequence[EvalSet], groups: Groups, scores: Scores, step: int) -
     return [
         json.dumps(
             asdict(
-                Sample(
-                    step=step,
-                    split="eval",
-                    prompt=prompt.text,
-                    completion=completion.text,
-                    finish_reason=completion.finish_reason,
-                    tokens=len(completion.tokens),
-                    policy_version=step,
-                    answer=prompt.answer,
-                    score=score,
+                Sample.of(
+                    prompt, completion, step=step, split="eval", policy_version=step, score=score
                 )
             ),
             ensure_ascii=False,

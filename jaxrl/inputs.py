@@ -13,6 +13,7 @@ from jaxrl.data.source import Example, Keys, Source, open_source
 from jaxrl.data.stream import EvalSet, eval_sets
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.errors import UserError
+from jaxrl.evaluation import Judge
 from jaxrl.model import ModelSource
 
 
@@ -72,3 +73,27 @@ def held_out_sets(config: Config, encode: PromptEncoder) -> tuple[EvalSet, ...]:
         return open_source(sources, config.seed, "eval", keys(config), label)
 
     return eval_sets(config.data.eval, open_one, encode, config.eval.prompts)
+
+
+def held_out_notes(config: Config, sets: Sequence[EvalSet], judge: Judge) -> list[str]:
+    """What a reader should know of each set before anything is sampled: its size, what was left out
+    or cut, and prompts without an answer that the verifier can judge by.
+    """
+    longer = f"longer than max_prompt_tokens={config.max_prompt_tokens}"
+    notes = []
+    for held_out in sets:
+        name = f"data.eval.{held_out.name}" if held_out.name else "data.eval"
+        told = f"{name}: {len(held_out.prompts)} prompts"
+        if held_out.cut:
+            told += f"; {held_out.cut} {longer}: cut"
+        if held_out.dropped:
+            told += f"; {held_out.dropped} {longer} or repeated: left out"
+        # The empty completion tells, before hours of sampling, whether answers and verifier fit.
+        unjudged = sum(judge("", prompt) is None for prompt in held_out.prompts)
+        if unjudged:
+            told += (
+                f"; {unjudged} of {len(held_out.prompts)} prompts cannot be judged with"
+                f" data.verifier={config.data.verifier}: they have no answer to compare with"
+            )
+        notes.append(told)
+    return notes

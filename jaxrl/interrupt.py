@@ -24,8 +24,11 @@ class Interrupt:
             seconds: from the first signal on; then whatever is unsaved is given up.
         """
         self.seconds = seconds
-        self.asked = False
-        self._patient = False
+        self._was_asked = self._patient = False
+
+    def asked(self) -> bool:
+        """Whether to save and end."""
+        return self._was_asked
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -34,7 +37,7 @@ class Interrupt:
             yield
             return
         handlers: dict[int, Any] = {
-            number: signal.signal(number, self._asked) for number in (signal.SIGINT, signal.SIGTERM)
+            number: signal.signal(number, self._heard) for number in (signal.SIGINT, signal.SIGTERM)
         }
         handlers[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._late)
         try:
@@ -46,19 +49,19 @@ class Interrupt:
 
     @contextmanager
     def patient(self) -> Iterator[None]:
-        """The first signal inside this block only sets `asked`, and the clock."""
+        """The first signal inside this block is only noted, and sets the clock."""
         self._patient = True
         try:
             yield
         finally:
             self._patient = False
-            if self.asked:
+            if self._was_asked:
                 signal.setitimer(signal.ITIMER_REAL, 0)  # what was to be saved in time is saved
 
-    def _asked(self, number: int, frame: FrameType | None) -> None:
-        if self.asked or not self._patient:
+    def _heard(self, number: int, frame: FrameType | None) -> None:
+        if self._was_asked or not self._patient:
             raise Interrupted("interrupted")
-        self.asked = True
+        self._was_asked = True
         signal.setitimer(signal.ITIMER_REAL, self.seconds)
         told = (
             f"\n{signal.Signals(number).name}: finishing the step at hand and saving, for at most"

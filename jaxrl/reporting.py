@@ -184,14 +184,11 @@ class Reporter:
 
     def _sample(self, step: int, rollout: Rollout, i: int) -> Sample:
         prompt, completion = rollout.prompts[i], rollout.completions[i]
-        return Sample(
+        return Sample.of(
+            prompt,
+            completion,
             step=step,
             split="train",
-            prompt=prompt.text,
-            completion=completion.text,
-            finish_reason=completion.finish_reason,
-            tokens=len(completion.tokens),
             policy_version=rollout.policy_version,
-            answer=prompt.answer,
             score=self._judge(completion.text, prompt),
         )

@@ -20,6 +20,7 @@ from jaxrl.compile_cache import enable_compile_cache
 from jaxrl.config import Config
 from jaxrl.data.tokenizer import decode
 from jaxrl.errors import RunError, UserError
+from jaxrl.inputs import held_out_notes
 from jaxrl.interrupt import Interrupt, Interrupted
 from jaxrl.launch import Job, Roles, make_job, start_roles
 from jaxrl.loop import Loop
@@ -100,8 +101,7 @@ def run_job(
         run.write(CONFIG_FILE, config.dump())
         run.write(PLAN_FILE, plan.text())
         run.remove_final()
-        asked_to_stop = lambda: interrupt.asked  # noqa: E731
-        with Records(job, plan, run, console, meshes, asked_to_stop) as records:
+        with Records(job, plan, run, console, meshes, interrupt.asked) as records:
             packing = job.packing(roles.row_multiple)
             loop = Loop(
                 config,
@@ -112,12 +112,12 @@ def run_job(
                 packing | {"decode": partial(decode, job.tokenizer)},
                 value=done_future,
                 checkpoints=records.checkpoints,
-                asked_to_stop=asked_to_stop,
+                asked_to_stop=interrupt.asked,
             )
             with interrupt.patient():
                 trained = loop.run(records.resumed(packing))
                 records.finish_checkpoints()
-            if interrupt.asked:
+            if interrupt.asked():
                 raise Interrupted(interrupted_at(trained, records.checkpoints.newest, run.path))
             export(job, roles, run.path / FINAL, records.checkpoints.newest)
     finally:
@@ -135,16 +135,7 @@ def data_notes(job: Job) -> list[str]:
         notes[0] += f"; {job.train.dropped} are longer than max_prompt_tokens={limit}: left out"
     if job.train.cut:
         notes[0] += f"; {job.train.cut} are longer than max_prompt_tokens={limit}: cut"
-    for held_out in job.held_out:
-        name = f"data.eval.{held_out.name}" if held_out.name else "data.eval"
-        dropped = f"; {held_out.dropped} too long or repeated: left out" if held_out.dropped else ""
-        cut = f"; {held_out.cut} longer than max_prompt_tokens={limit}: cut" if held_out.cut else ""
-        notes.append(f"{name}: {len(held_out.prompts)} prompts{dropped}{cut}")
-        unjudged = sum(job.judge("", prompt) is None for prompt in held_out.prompts)
-        if unjudged:
-            verifier = job.config.data.verifier
-            notes[-1] += f"; {unjudged} have no answer that data.verifier={verifier} can judge by"
-    return notes
+    return notes + held_out_notes(job.config, job.held_out, job.judge)
 
 
 def export(job: Job, roles: Roles, path: Path, saved: int | None) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_data import Words
 from tiny_tokenizer import tiny_tokenizer
 
 from jaxrl import config_keys
@@ -115,27 +116,6 @@ def test_what_no_cut_can_mend_is_left_out_and_both_are_counted(tmp_path):
         counts[way] = (s.epoch_prompts, s.dropped, s.cut)
         assert len({s.batch(i)[0].tokens for i in range(s.epoch_prompts)}) == s.epoch_prompts
     assert counts == {"drop": (1, 5, 0), "cut": (3, 3, 2)}
-
-
-class Words:
-    """A procedural part of given prompts."""
-
-    name, procedural, columns = "words", True, ()
-
-    def __init__(self, *prompts: str):
-        self._prompts = prompts
-
-    def digest(self) -> str:
-        return " ".join(self._prompts)
-
-    def where(self, index: int) -> str:
-        return f"words, row {index}"
-
-    def __len__(self) -> int:
-        return len(self._prompts)
-
-    def __getitem__(self, index: int) -> Example:
-        return Example(self._prompts[index])
 
 
 def test_prompts_of_tasks_are_never_cut(tmp_path):

@@ -23,6 +23,7 @@ from typing import Any, Literal, Self, SupportsFloat
 from jaxrl import cli
 from jaxrl.errors import UserError, near
 from jaxrl.telemetry.lines import LineFile, to_stderr
+from jaxrl.types import Completion, Prompt
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
@@ -305,6 +306,29 @@ class Sample:
     """What the verifier compares with."""
     score: float | None = None
     """The verifier's score in [0, 1]; null where nothing judged it."""
+
+    @classmethod
+    def of(
+        cls,
+        prompt: Prompt,
+        completion: Completion,
+        *,
+        step: int,
+        split: Literal["train", "eval"],
+        policy_version: int,
+        score: float | None,
+    ) -> Self:
+        return cls(
+            step=step,
+            split=split,
+            prompt=prompt.text,
+            completion=completion.text,
+            finish_reason=completion.finish_reason,
+            tokens=len(completion.tokens),
+            policy_version=policy_version,
+            answer=prompt.answer,
+            score=score,
+        )
 
 
 class SamplesWriter:
