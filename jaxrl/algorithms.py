@@ -16,13 +16,21 @@ from jax.sharding import Mesh
 
 from jaxrl.config import Config
 from jaxrl.losses.head import logprobs_from_hidden
+from jaxrl.losses.policy import PRESETS
 from jaxrl.masked import masked_count, masked_sum
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Params, cast, head
-from jaxrl.roles.actor import Loss
+from jaxrl.objective import policy_metrics, policy_objective
+from jaxrl.refill import refilled
+from jaxrl.roles.actor import Finish, Loss, Prepare, ratios
+from jaxrl.roles.parts import join_parts
 from jaxrl.runtime.worker import Future
+from jaxrl.sampled_batch import prepare_rewarded
 from jaxrl.signals import Projection, completion_hidden, completion_tokens, distill_loss
-from jaxrl.types import Rollout, TeacherSignal, TrainBatch
+from jaxrl.types import Rollout, Totals, TrainBatch
+
+Scores = dict[str, list[Future]]
+"""Role -> what it says of a rollout, in one part or more."""
 
 
 class Sources(Protocol):
@@ -30,34 +38,71 @@ class Sources(Protocol):
 
     config: Config
 
-    def student_samples(self, index: int) -> Future: ...
+    packing: Mapping[str, Any]
+    """Arguments of `make_rollout`."""
+
+    def student_samples(self, index: int, attempt: int = 0) -> Future: ...
 
     def teacher_samples(self, index: int) -> Future: ...
 
     def data_completions(self, index: int) -> Future: ...
 
-    def teacher_scores(self, rollout: Future) -> Future: ...
+    def scores(self, role: str, rollout: Future) -> list[Future]: ...
+
+    def value(self, value: Any) -> Future: ...
+
+    def known(self, role: str, index: int, scores: Future) -> None:
+        """What a role says of a batch, where that is known before the batch is scored."""
+        ...
 
 
 @dataclass(frozen=True)
 class Algorithm:
     """One way to learn, as the loop needs it."""
 
-    roles: tuple[str, ...]
-    """Roles that it cannot do without."""
     samples_policy: Callable[[Config], bool]
     """Whether the rollout role needs every version of the weights."""
     completions: Callable[[Sources, int], Future]
     """(sources, batch index) -> future Rollout."""
-    score: Callable[[Sources, Future], Future | None]
-    """(sources, future Rollout) -> future TeacherSignal; None where nothing is scored."""
+    scorers: Callable[[Config], tuple[str, ...]]
+    """Roles that say something of every rollout."""
+    prepare: Callable[[Config], Prepare]
+    """config -> how the actor makes what it trains on."""
     make_loss: Callable[[Config, DecoderConfig, Mesh, int], Loss]
     """(config, student, actor's mesh, shared vocabulary) -> the loss of a micro-batch."""
+    finish: Finish = ratios
+    """Makes figures of what the loss told."""
 
 
-def prepare(rollout: Rollout, signal: TeacherSignal | None) -> TrainBatch:
-    """What the actor trains on."""
-    return TrainBatch(rollout.sequences, signal, rollout.sampler_logprobs)
+def needed_roles(config: Config) -> tuple[str, ...]:
+    """Roles that the run cannot do without."""
+    return ("actor", "rollout", *ALGORITHMS[config.algorithm].scorers(config))
+
+
+def _no_scores(config: Config) -> Prepare:
+    def prepare(rollout: Rollout, scores: Mapping[str, Any]) -> tuple[TrainBatch, dict[str, float]]:
+        return TrainBatch(rollout.sequences), {}
+
+    return prepare
+
+
+def _teacher_scores(config: Config) -> Prepare:
+    def prepare(rollout: Rollout, scores: Mapping[str, Any]) -> tuple[TrainBatch, dict[str, float]]:
+        signal = join_parts(scores["teacher"])
+        return TrainBatch(rollout.sequences, signal, rollout.sampler_logprobs), {}
+
+    return prepare
+
+
+def rewarded_scorers(config: Config) -> tuple[str, ...]:
+    """Who is asked where the algorithm learns from rewards."""
+    asked = {
+        "teacher": config.learns_from_teacher,
+        "reference": config.needs_reference,
+        "reward": True,
+        "grouper": config.policy.advantages == "similarity",
+    }
+    return tuple(role for role, needed in asked.items() if needed)
 
 
 def on_policy(config: Config, index: int) -> bool:
@@ -88,11 +133,11 @@ def gkd_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) 
     """Divergence between teacher and student at the completion tokens (GKD, arXiv 2306.13649)."""
     projection = Projection(config.distill, mesh, vocab_size)
 
-    def loss(params: Params, frozen: Mapping[str, Any], batch: TrainBatch) -> Any:
+    def loss(params: Params, frozen: Mapping[str, Any], batch: TrainBatch, totals: Totals) -> Any:
         params, hidden = _hidden(config, model, mesh, params, batch)
         total, count, metrics = distill_loss(projection, hidden, head(params), batch, frozen)
         told = {f"distill/{name}": pair for name, pair in metrics.items()}
-        return (total, count), told
+        return (total, count), told, {}
 
     return loss
 
@@ -101,12 +146,12 @@ def sft_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) 
     """Negative log-likelihood of the completion tokens."""
     chunk = config.distill.chunk_tokens
 
-    def loss(params: Params, frozen: Mapping[str, Any], batch: TrainBatch) -> Any:
+    def loss(params: Params, frozen: Mapping[str, Any], batch: TrainBatch, totals: Totals) -> Any:
         params, hidden = _hidden(config, model, mesh, params, batch)
         tokens, mask = completion_tokens(batch.sequences), batch.sequences.loss_mask
         logprobs = logprobs_from_hidden(hidden, head(params), tokens, chunk=chunk, mesh=mesh)
         total = (-masked_sum(logprobs, mask), masked_count(mask))
-        return total, {"sft/loss": total}
+        return total, {"sft/loss": total}, {}
 
     return loss
 
@@ -120,19 +165,50 @@ def _hidden(
     return params, completion_hidden(model, params, batch.sequences, mesh, remat=remat)
 
 
+def rewarded_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) -> Loss:
+    """A policy loss, and beside it the terms that the config gives a weight."""
+    objective = policy_objective(config, mesh, vocab_size)
+
+    def loss(params: Params, frozen: Mapping[str, Any], batch: TrainBatch, totals: Totals) -> Any:
+        params, hidden = _hidden(config, model, mesh, params, batch)
+        return objective(hidden, head(params), batch, frozen, totals)
+
+    return loss
+
+
+def rewarded_completions(sources: Sources, index: int) -> Future:
+    """Student samples; with dynamic sampling only those that teach something."""
+    if sources.config.dynamic_sampling != "refill":
+        return sources.student_samples(index)
+    rollout, rewards = refilled(sources, index)
+    sources.known("reward", index, rewards)
+    return rollout
+
+
+def _rewarded() -> Algorithm:
+    return Algorithm(
+        samples_policy=lambda config: True,
+        completions=rewarded_completions,
+        scorers=rewarded_scorers,
+        prepare=prepare_rewarded,
+        make_loss=rewarded_loss,
+        finish=policy_metrics,
+    )
+
+
 ALGORITHMS: dict[str, Algorithm] = {
     "gkd": Algorithm(
-        roles=("actor", "rollout", "teacher"),
         samples_policy=lambda config: config.distill.on_policy_fraction > 0,
         completions=gkd_completions,
-        score=lambda sources, rollout: sources.teacher_scores(rollout),
+        scorers=lambda config: ("teacher",),
+        prepare=_teacher_scores,
         make_loss=gkd_loss,
     ),
     "sft": Algorithm(
-        roles=("actor", "rollout"),
         samples_policy=lambda config: False,
         completions=lambda sources, index: sources.data_completions(index),
-        score=lambda sources, rollout: None,
+        scorers=lambda config: (),
+        prepare=_no_scores,
         make_loss=sft_loss,
     ),
-}
+} | {name: _rewarded() for name in PRESETS}

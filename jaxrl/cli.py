@@ -90,6 +90,11 @@ def run_parser(prog: str, description: str) -> Parser:
         choices=("auto", "never", "must"),
         help="go on with the run in the run directory (default auto; the key resume)",
     )
+    parser.add_argument(
+        "--launcher",
+        choices=("auto", "local", "ray"),
+        help="workers as threads, or as Ray processes (default auto; the key launcher)",
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="set a key, as in steps=10; last one wins"
@@ -99,13 +104,12 @@ def run_parser(prog: str, description: str) -> Parser:
 
 
 def run_arguments(arguments: argparse.Namespace) -> RunArguments:
-    """The config that parsed arguments describe; ``--mesh`` and ``--resume`` are applied after
-    the overrides."""
+    """The config that parsed arguments describe; options that stand for a key are applied after the
+    overrides."""
     overrides = list(arguments.overrides)
-    if arguments.mesh is not None:
-        overrides.append(f"mesh={arguments.mesh}")
-    if arguments.resume is not None:
-        overrides.append(f"resume={arguments.resume}")
+    for key in ("mesh", "resume", "launcher"):
+        if getattr(arguments, key) is not None:
+            overrides.append(f"{key}={getattr(arguments, key)}")
     config = Config.load(arguments.config, overrides)
     return RunArguments(config=config, dry_run=arguments.dry_run)
 

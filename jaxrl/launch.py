@@ -5,8 +5,9 @@ the workers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,23 +16,49 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl.algorithms import ALGORITHMS, learns_from_data, prepare
+from jaxrl.algorithms import ALGORITHMS, learns_from_data
+from jaxrl.compile_cache import enable_compile_cache
 from jaxrl.config import Config
 from jaxrl.data.source import open_source
 from jaxrl.data.stream import EvalSet, PromptStream
-from jaxrl.data.tokenizer import check_same_prompts, check_same_vocabulary
-from jaxrl.errors import UserError
+from jaxrl.data.tokenizer import check_same_prompts, check_same_vocabulary, decode
+from jaxrl.errors import UserError, user_input
 from jaxrl.inputs import encoder, end_ids, held_out_sets, keys, pad_id, tokenizer_of
 from jaxrl.model import ModelSource, resolve_model
 from jaxrl.models.decoder import Layout
+from jaxrl.models.encoder_config import find_folder, read_encoder
+from jaxrl.models.reward import open_reward
+from jaxrl.objective import configured_correction, objective_notes
+from jaxrl.plan import Plan
+from jaxrl.plan.scene import TEMPLATE_TOKENS
+from jaxrl.rewards.scoring import RewardFunctions
 from jaxrl.rewards.verifiers import Verifier, verifier
 from jaxrl.roles.actor import Actor
+from jaxrl.roles.grouper import Grouper
+from jaxrl.roles.reference import Reference
+from jaxrl.roles.remote_teacher import (
+    RemoteTeacher,
+    check_remote,
+    check_remote_prompts,
+    remote_head,
+    remote_info,
+)
+from jaxrl.roles.reward import Reward, RewardModel
 from jaxrl.roles.rollout import Sampler
 from jaxrl.roles.scorer import Scorer
 from jaxrl.roles.teacher import Teacher
-from jaxrl.runtime.local import LocalHandle, LocalWorker, stop_all
-from jaxrl.sharding.mesh import verify_arrays
-from jaxrl.sharding.placement import Placement, device_list
+from jaxrl.runtime.local import LocalCrew
+from jaxrl.runtime.worker import Crew, Future
+from jaxrl.sharding.mesh import (
+    Visible,
+    accelerators_here,
+    carve,
+    ensure_devices,
+    role_mesh,
+    verify_arrays,
+)
+from jaxrl.sharding.placement import Axes, Placement, device_list, parse
+from jaxrl.sharding.reshard import put
 from jaxrl.sharding.rules import param_shardings
 from jaxrl.signals import Projection
 from jaxrl.types import Prompt
@@ -50,6 +77,7 @@ class Job:
     config: Config
     student: ModelSource
     teacher: ModelSource | None
+    """None where there is none, or it runs elsewhere (`teacher.address`)."""
     tokenizer: Any
     vocab_size: int
     """Tokens that student and teacher share."""
@@ -58,6 +86,10 @@ class Job:
     judge: Verifier
     eos_ids: tuple[int, ...]
     pad_id: int
+    opens_thought: bool
+    """The prompts end inside a thought: the chat template opens `<think>`."""
+    notes: tuple[str, ...] = ()
+    """What could not be checked."""
 
     @property
     def held_out_prompts(self) -> tuple[Prompt, ...]:
@@ -97,12 +129,23 @@ def make_job(config: Config) -> Job:
             student.config.eos_ids,
             teacher.config.eos_ids,
         )
+    remote = None if config.teacher.address is None else remote_info(config)
+    if remote is not None:
+        vocab_size = check_remote(config, remote, tokenizer, student.config)
     _check_sizes(config, student, teacher, vocab_size)
     eos_ids = end_ids(student, tokenizer)
     train, held_out = _data(config, tokenizer, eos_ids)
+    prompts = [*train.batch(0), *(prompt for one in held_out for prompt in one.prompts)]
+    notes: list[str | None] = []
+    if config.learns_from_rewards:
+        notes += _check_rewards(config, train)
     if theirs is not None:
-        prompts = [*train.batch(0), *(prompt for one in held_out for prompt in one.prompts)]
         check_same_prompts(tokenizer, theirs, prompts)
+    if remote is not None:
+        notes.append(check_remote_prompts(config, remote, tokenizer, prompts))
+        if config.eval.teacher and held_out:
+            where = config.teacher.address
+            notes.append(f"the teacher at {where} only scores: its own accuracy is not evaluated")
     return Job(
         config,
         student,
@@ -114,7 +157,25 @@ def make_job(config: Config) -> Job:
         verifier(config.data.verifier),
         eos_ids,
         pad_id(student, eos_ids),
+        decode(tokenizer, prompts[0].tokens).rstrip().endswith("<think>"),
+        tuple(filter(None, notes)),
     )
+
+
+def _check_rewards(config: Config, train: PromptStream) -> list[str]:
+    """Everything about the rewards that would otherwise fail after the first sampling."""
+    with user_input("policy"):
+        configured_correction(config)
+        notes = objective_notes(config)
+    with RewardFunctions(
+        config.rewards, config.max_new_tokens, config.deadlines.startup
+    ) as rewards:
+        rewards.check(train.batch(0))
+    if config.reward.model is not None:
+        open_reward(config.reward.model)
+    if config.grouper.model is not None and config.policy.advantages == "similarity":
+        read_encoder(find_folder(config.grouper.model))
+    return notes
 
 
 def _check_sizes(
@@ -152,129 +213,256 @@ def _data(
     return stream, held_out_sets(config, encode)
 
 
-@dataclass
-class Roles:
-    """Started roles, and the workers that hold them."""
+@dataclass(frozen=True)
+class Setup:
+    """What a worker makes its roles from. It can be pickled: models are named, not loaded."""
 
-    handles: Mapping[str, LocalHandle]
-    workers: list[LocalWorker]
+    config: Config
+    student: ModelSource
+    teacher: ModelSource | None
+    tokenizer: Any
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+    pad_id: int
+    teacher_samples: bool
+    opens_thought: bool
     row_multiple: int
     """Rows of a batch are a multiple of this: every mesh divides them."""
+    run_dir: Path
+    restore: Path | None
+    """The checkpoint that the actor goes on from."""
 
-    def stop(self) -> None:
-        """Ends the workers; one that is stuck is left behind."""
-        stop_all(self.workers, STOP_S)
+
+def make_setup(
+    job: Job, axes: Mapping[str, Axes], run_dir: Path, restore: Path | None = None
+) -> Setup:
+    return Setup(
+        job.config,
+        job.student,
+        job.teacher,
+        job.tokenizer,
+        job.vocab_size,
+        job.eos_ids,
+        job.pad_id,
+        job.teacher_samples,
+        job.opens_thought,
+        math.lcm(*(sizes.data * sizes.fsdp for sizes in axes.values())),
+        run_dir,
+        restore,
+    )
 
 
-def start_roles(
-    job: Job,
-    placement: Placement,
-    meshes: Mapping[str, Mesh],
-    run_dir: Path,
-    log: Log,
-    restore: Path | None = None,
-) -> Roles:
-    """One worker for each pool; roles of different pools load and build side by side.
+def devices_for(config: Config) -> Callable[[int], Visible]:
+    """Where the devices of a run are found: on this host, or in a cluster (`launcher`)."""
+
+    def find(needed: int) -> Visible:
+        launcher, why = _choose_launcher(config, needed)
+        if launcher == "local":
+            return replace(ensure_devices(needed), why=why)
+        from jaxrl.runtime.ray import connect  # an optional package
+
+        seen = connect(config.ray, parse(config.mesh))
+        return replace(seen, why="; ".join(filter(None, [why, seen.why])))
+
+    return find
+
+
+def _choose_launcher(config: Config, needed: int) -> tuple[str, str]:
+    """`local` or `ray`, and why where it is not what everybody expects."""
+    if config.launcher != "auto":
+        return config.launcher, f"launcher={config.launcher}"
+    if config.ray.address or os.environ.get("RAY_ADDRESS"):
+        return "ray", ""
+    here = accelerators_here()
+    if 0 < here < needed:
+        return "ray", f"this host has {here} of the {needed} accelerators needed"
+    return "local", ""
+
+
+def start_roles(setup: Setup, plan: Plan, log: Log, spent: int = 0) -> Crew:
+    """One worker for each pool, as the plan's launcher makes them; roles of different pools load
+    and build side by side.
 
     Args:
-        restore: the checkpoint that the actor goes on from.
+        spent: how often workers were made anew before, in this run.
     """
-    rows = math.lcm(*(m.shape["data"] * m.shape["fsdp"] for m in meshes.values()))
-    makers: dict[str, Callable[[], Any]] = {
-        "actor": partial(make_actor, job, meshes["actor"], meshes["rollout"], run_dir, restore),
-        "rollout": partial(make_rollout_role, job, meshes["rollout"], rows),
-    }
-    if job.teacher is not None:
-        makers["teacher"] = partial(make_teacher, job, meshes["teacher"], rows)
-    workers: list[LocalWorker] = []
+    return LAUNCHERS[plan.launcher](setup, plan, log, spent)
+
+
+def _local(setup: Setup, plan: Plan, log: Log, spent: int) -> LocalCrew:
+    crew = LocalCrew(STOP_S)
+    meshes = carve(plan.devices, plan.placement, plan.axes)
+    deadline = setup.config.deadlines.startup
+    starting: dict[str, Future] = {}
     try:
-        handles = _start(job, placement, meshes, makers, workers, log)
+        for pool in plan.placement.pools:
+            roles = [role for role in pool.roles if role in plan.runs]
+            makers = {role: partial(MAKERS[role], setup, meshes) for role in roles}
+            devices = [d for role in roles if role in meshes for d in meshes[role].devices.flat]
+            starting |= crew.start(pool.name, devices, makers, deadline)
+        for role, started in starting.items():
+            started.result()
+            where = "without devices"
+            if role in meshes:
+                ids = device_list(device.id for device in meshes[role].devices.flat)
+                where = f"on devices {ids}"
+            log(f"{role}: ready in {started.times.seconds:.1f} s, {where}")
     except BaseException:
-        stop_all(workers, STOP_S)
+        crew.stop()
         raise
-    return Roles(handles, workers, rows)
+    return crew
 
 
-def _start(
-    job: Job,
-    placement: Placement,
-    meshes: Mapping[str, Mesh],
-    makers: Mapping[str, Callable[[], Any]],
-    workers: list[LocalWorker],
-    log: Log,
-) -> dict[str, LocalHandle]:
-    """Fills `workers` as it goes: whoever catches an error can stop them."""
-    handles, starting = {}, []
-    for pool in placement.pools:
-        devices = tuple(
-            d for role in pool.roles if role in meshes for d in meshes[role].devices.flat
-        )
-        worker = LocalWorker(pool.name, tuple(dict.fromkeys(devices)), crew=workers)
-        for role in pool.roles:
-            if role in makers:
-                deadline = job.config.deadlines.startup
-                starting.append((role, worker.start_role(role, makers[role], deadline)))
-                handles[role] = worker.handle(role)
-    for role, started in starting:
-        started.result()
-        mine = device_list(device.id for device in meshes[role].devices.flat)
-        log(f"{role}: ready in {started.times.seconds:.1f} s, on devices {mine}")
-    return handles
+def _ray(setup: Setup, plan: Plan, log: Log, spent: int) -> Crew:
+    from jaxrl.runtime.ray import RayCrew  # an optional package
+
+    crew = RayCrew(
+        setup.config.ray,
+        plan.placement,
+        partial(pool_makers, setup, dict(plan.axes)),
+        log,
+        startup_s=setup.config.deadlines.startup,
+        roles=plan.runs,
+        spent=spent,
+    )
+    try:
+        crew.start()
+    except BaseException:
+        crew.stop()
+        raise
+    return crew
 
 
-def make_actor(job: Job, mesh: Mesh, receiver: Mesh, run_dir: Path, restore: Path | None) -> Actor:
-    config = job.config
+LAUNCHERS: dict[str, Callable[[Setup, Plan, Log, int], Crew]] = {"local": _local, "ray": _ray}
+
+
+def pool_makers(
+    setup: Setup, axes: Mapping[str, Axes], placement: Placement, pool: int, devices: Sequence[Any]
+) -> dict[str, Callable[[], Any]]:
+    """Role -> what makes it, in a process that sees the devices of one pool and no others."""
+    enable_compile_cache(setup.config.compile_cache)
+    start, roles = placement.pools[pool].start, placement.pools[pool].roles
+    meshes = {
+        role: role_mesh([devices[i - start] for i in placement.roles[role].devices], axes[role])
+        for role in roles
+        if role in axes
+    }
+    return {role: partial(MAKERS[role], setup, meshes) for role in roles if role in MAKERS}
+
+
+def make_actor(setup: Setup, meshes: Mapping[str, Mesh]) -> Actor:
+    config, mesh = setup.config, meshes["actor"]
     algorithm = ALGORITHMS[config.algorithm]
     frozen: dict[str, Any] = {}
-    if job.teacher is not None and config.distill.signal == "hidden":
-        head = job.teacher.load_head(mesh, jnp.dtype(config.teacher.dtype))
-        frozen["teacher_head"] = _first_rows(head, job.vocab_size, mesh)
+    if config.learns_from_teacher and config.distill.signal == "hidden":
+        frozen["teacher_head"] = _teacher_head(setup, mesh)
+    receiver = meshes.get("rollout")  # elsewhere, where another process has it
+    student = setup.student
     actor = Actor(
         config,
-        job.student.config,
+        student.config,
         mesh,
-        load=lambda dtype: job.student.load(mesh, dtype, "stacked"),
-        prepare=prepare,
-        loss=algorithm.make_loss(config, job.student.config, mesh, job.vocab_size),
+        load=lambda dtype: student.load(mesh, dtype, "stacked"),
+        prepare=algorithm.prepare(config),
+        loss=algorithm.make_loss(config, student.config, mesh, setup.vocab_size),
+        finish=algorithm.finish,
         frozen=frozen,
-        receiver=param_shardings(job.student.config, receiver, "unstacked"),
-        run_dir=run_dir,
-        restore=restore,
+        receiver=receiver and param_shardings(student.config, receiver, "unstacked"),
+        run_dir=setup.run_dir,
+        restore=setup.restore,
     )
     verify_arrays("actor", (actor.state, frozen), mesh)
     return actor
 
 
-def make_rollout_role(job: Job, mesh: Mesh, row_multiple: int) -> Sampler:
-    return _sampler(job, job.student, mesh, row_multiple, params=None)
+def _teacher_head(setup: Setup, mesh: Mesh) -> jax.Array:
+    """The teacher's LM head [V, Dt] on the actor's mesh; V is what both models share."""
+    if setup.teacher is not None:
+        head = setup.teacher.load_head(mesh, jnp.dtype(setup.config.teacher.dtype))
+        return _first_rows(head, setup.vocab_size, mesh)
+    there = remote_head(setup.config, setup.vocab_size)
+    return put(there, _head_sharding(there.shape, mesh))
 
 
-def make_teacher(job: Job, mesh: Mesh, row_multiple: int) -> Teacher:
-    config, source = job.config, job.teacher
-    assert source is not None
-    layout: Layout = "unstacked" if job.teacher_samples else "stacked"
+def make_rollout_role(setup: Setup, meshes: Mapping[str, Mesh]) -> Sampler:
+    return _sampler(setup, setup.student, meshes["rollout"], params=None)
+
+
+def make_teacher(setup: Setup, meshes: Mapping[str, Mesh]) -> Teacher | RemoteTeacher:
+    config, source = setup.config, setup.teacher
+    if source is None:
+        return RemoteTeacher(config, setup.vocab_size)
+    mesh = meshes["teacher"]
+    layout: Layout = "unstacked" if setup.teacher_samples else "stacked"
     params = source.load(mesh, jnp.dtype(config.teacher.dtype), layout)
     verify_arrays("teacher", params, mesh)
-    projection = Projection(config.distill, mesh, job.vocab_size)
-    scorer = Scorer(source.config, params, projection, config.teacher.num_microbatches)
+    projection = Projection(config.distill, mesh, setup.vocab_size)
     sampler = None
-    if job.teacher_samples:
-        sampler = _sampler(job, source, mesh, row_multiple, params=params)
-    return Teacher(scorer, sampler)
+    if setup.teacher_samples:
+        sampler = _sampler(setup, source, mesh, params=params)
+    return Teacher(Scorer(source.config, params, projection), sampler)
 
 
-def _sampler(job: Job, source: ModelSource, mesh: Mesh, rows: int, params: Any) -> Sampler:
-    config = job.config
+def make_reference(setup: Setup, meshes: Mapping[str, Mesh]) -> Reference:
+    config, mesh = setup.config, meshes["reference"]
+    params = setup.student.load(mesh, jnp.dtype(config.reference.dtype), "stacked")
+    verify_arrays("reference", params, mesh)
+    return Reference(
+        setup.student.config,
+        params,
+        mesh,
+        config.sampling.temperature,
+        config.distill.chunk_tokens,
+    )
+
+
+def make_reward(setup: Setup, meshes: Mapping[str, Mesh]) -> Reward:
+    config = setup.config.rewards
+    longest = setup.config.max_prompt_tokens + setup.config.max_new_tokens
+    functions = RewardFunctions(config, setup.config.max_new_tokens, setup.config.deadlines.startup)
+    model = None
+    if config.model is not None:
+        model = RewardModel(
+            open_reward(config.model),
+            meshes["reward"],
+            config.dtype,
+            config.batch_tokens,
+            config.max_tokens or longest + TEMPLATE_TOKENS,
+        )
+    return Reward(functions, model)
+
+
+def make_grouper(setup: Setup, meshes: Mapping[str, Mesh]) -> Grouper:
+    config = setup.config.grouper
+    assert config.model is not None
+    return Grouper(
+        config.model, meshes["grouper"], config.dtype, config.batch_tokens, setup.opens_thought
+    )
+
+
+MAKERS: dict[str, Callable[[Setup, Mapping[str, Mesh]], Any]] = {
+    "actor": make_actor,
+    "rollout": make_rollout_role,
+    "teacher": make_teacher,
+    "reference": make_reference,
+    "reward": make_reward,
+    "grouper": make_grouper,
+}
+"""Role -> (setup, the meshes of the roles that this process has) -> the role."""
+
+
+def _sampler(setup: Setup, source: ModelSource, mesh: Mesh, params: Any) -> Sampler:
+    config = setup.config
     return Sampler(
         config,
         source.config,
         mesh,
         slots=config.rollout.slots or config.batch_size * config.group_size,
-        tokenizer=job.tokenizer,
-        pad_id=job.pad_id,
-        eos_ids=job.eos_ids,
-        row_multiple=rows,
-        vocab_size=job.vocab_size,
+        tokenizer=setup.tokenizer,
+        pad_id=setup.pad_id,
+        eos_ids=setup.eos_ids,
+        row_multiple=setup.row_multiple,
+        vocab_size=setup.vocab_size,
         params=params,
     )
 
@@ -283,6 +471,12 @@ def _first_rows(head: jax.Array, rows: int, mesh: Mesh) -> jax.Array:
     """The head without the rows that the other model has not; cut once, not at every step."""
     if head.shape[0] == rows:
         return head
-    vocab = "tensor" if rows % mesh.shape["tensor"] == 0 else None
-    width = "fsdp" if head.shape[1] % mesh.shape["fsdp"] == 0 else None
-    return jax.device_put(head[:rows], NamedSharding(mesh, PartitionSpec(vocab, width)))
+    sharding = _head_sharding((rows, head.shape[1]), mesh)
+    return jax.jit(lambda head: head[:rows], out_shardings=sharding)(head)
+
+
+def _head_sharding(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
+    """Rows over `tensor` and width over `fsdp`, where these divide them."""
+    vocab = "tensor" if shape[0] % mesh.shape["tensor"] == 0 else None
+    width = "fsdp" if shape[1] % mesh.shape["fsdp"] == 0 else None
+    return NamedSharding(mesh, PartitionSpec(vocab, width))

@@ -3,8 +3,8 @@ algorithm.
 
     for each action of the schedule:
         generate   rollouts = rollout.generate(prompts)
-        score      signal   = teacher.score(rollouts)
-        train      report   = actor.update(prepare(rollouts, signal))
+        score      scores   = teacher, reference, reward, grouper .score(rollouts)
+        train      report   = actor.update(rollouts, scores)
         publish    rollout.load(actor.publish(version)), and evaluate when it is time
 
 Calls return at once; each worker takes its own in order. The driver waits only for reports, one
@@ -25,6 +25,9 @@ from jaxrl.runtime.worker import Future, Handle
 from jaxrl.schedule import SCHEDULES, Schedule
 from jaxrl.types import Prompt, Rollout
 
+ELSEWHERE = 1 << 20
+"""Batches from those of a run to those that fill them up."""
+
 
 class Checkpoints(Protocol):
     """Where the loop's state goes, as it needs it (`checkpoint.writer.CheckpointWriter`)."""
@@ -34,7 +37,7 @@ class Checkpoints(Protocol):
     def folder(self, step: int) -> Any: ...
 
     def begin(
-        self, step: int, saving: Any, rollouts: Mapping[int, Any], schedule: dict[str, Any]
+        self, step: int, saved: Any, rollouts: Mapping[int, Any], schedule: dict[str, Any]
     ) -> None: ...
 
 
@@ -58,6 +61,15 @@ def evaluates(config: Config, version: int) -> bool:
     return version in (0, config.steps) or (every > 0 and version % every == 0)
 
 
+def scoring_parts(config: Config, role: str) -> tuple[int | None, bool]:
+    """Micro-batches in which a role scores a rollout, None where it takes it whole; and whether it
+    takes several at once.
+    """
+    if role == "teacher":
+        return config.teacher.num_microbatches, config.teacher.address is not None
+    return (config.reference.num_microbatches if role == "reference" else None), False
+
+
 class Loop:
     """One run over already started roles."""
 
@@ -69,24 +81,28 @@ class Loop:
         held_out: Sequence[Prompt],
         reporter: Reporter,
         packing: Mapping[str, Any],
-        value: Any,
+        value: Callable[[Any], Future],
+        decode: Callable[[Sequence[int]], str] = str,
         checkpoints: Checkpoints | None = None,
         asked_to_stop: Callable[[], bool] = lambda: False,
     ):
         """
         Args:
             prompts: `batch(i)` -> the prompts of batch i; a pure function.
-            packing: arguments of `data_rollout`: widths, pad id, row multiple, decoder.
-            value: wraps something that is there already as a future (`done_future` of the
-                launcher).
+            packing: arguments of `make_rollout`: widths, pad id, row multiple.
+            value: wraps something that is there already as a future (`Crew.value`).
+            decode: the text of tokens, for the data's own completions.
             checkpoints: None: none are written.
             asked_to_stop: looked at between actions; what is trained is saved then.
         """
         self.config, self.roles, self.reporter = config, roles, reporter
-        self._stream, self._held_out, self._packing, self._value = prompts, held_out, packing, value
+        self._stream, self._held_out, self.packing, self.value = prompts, held_out, packing, value
         self._checkpoints, self._asked_to_stop = checkpoints, asked_to_stop
+        self._decode = decode
         self._algorithm = ALGORITHMS[config.algorithm]
-        self._futures: dict[tuple[str, int], Future | None] = {}
+        self._futures: dict[tuple[str, int], Future] = {}
+        self._scores: dict[int, dict[str, list[Future]]] = {}
+        self._known: dict[int, dict[str, list[Future]]] = {}
         self._reported = -1
         self._saved = 0
 
@@ -105,7 +121,8 @@ class Loop:
 
     def _begin(self) -> Schedule:
         self.publish(0)
-        if self.config.eval.teacher and self._held_out and "teacher" in self.roles:
+        samples = "teacher" in self.roles and self.config.teacher.address is None
+        if self.config.eval.teacher and self._held_out and samples:
             self._futures["teacher", 0] = self._sample("teacher")
         return Schedule(self.config.steps, SCHEDULES[self.config.schedule])
 
@@ -115,21 +132,28 @@ class Loop:
         self.publish(step, evaluate=not resumed.evaluated)
         self.reporter.amend(step, self._take(step))
         for index, rollout in resumed.rollouts.items():
-            self._futures["rollout", index] = self._value(rollout)
+            self._futures["rollout", index] = self.value(rollout)
         return Schedule.after(step, len(resumed.rollouts), self.config.steps, staleness)
 
     def generate(self, index: int) -> None:
         self._futures["rollout", index] = self._algorithm.completions(self, index)
 
     def score(self, index: int) -> None:
-        self._futures["score", index] = self._algorithm.score(self, self._rollout(index))
+        rollout = self._rollout(index)
+        asked = self._algorithm.scorers(self.config)
+        known = self._known.pop(index, {})
+        self._scores[index] = {
+            role: known.get(role) or self.scores(role, rollout) for role in asked
+        }
 
     def train(self, index: int) -> None:
-        signal = self._futures["score", index]
-        signal = None if signal is None else signal.once()
+        scores = {
+            role: [part.once() for part in parts] if role == "teacher" else parts
+            for role, parts in self._scores[index].items()
+        }
         deadline = self.config.deadlines.update
         self._futures["update", index] = self.roles["actor"].call(
-            "update", self._rollout(index), signal, step=index, deadline=deadline
+            "update", self._rollout(index), scores, step=index, deadline=deadline
         )
         if self._checkpoints is not None and self._checkpoints.due(index + 1):
             self._save(index + 1)
@@ -143,7 +167,7 @@ class Loop:
             return
         deadline = self.config.deadlines.weight_sync
         dtype = self.config.rollout.dtype
-        weights = self.roles["actor"].call(
+        weights = self._futures["publish", version] = self.roles["actor"].call(
             "publish", version=version, dtype=dtype, deadline=deadline
         )
         self._futures["sync", version] = self.roles["rollout"].call(
@@ -159,41 +183,56 @@ class Loop:
             return
         folder = self._checkpoints.folder(step)
         deadline = self.config.deadlines.checkpoint
-        saving = self.roles["actor"].call("save", folder, step=step, deadline=deadline)
+        actor = self.roles["actor"]
+        asked = actor.call("save", folder, step=step, deadline=deadline)
+        saved = actor.call("saved", asked, deadline=deadline, aside=True)
         generated = self._schedule.generated
         in_flight = {i: self._rollout(i) for i in range(step, generated)}
         schedule = {"name": self.config.schedule, "generated": generated, "trained": step}
-        self._checkpoints.begin(step, saving, in_flight, schedule)
+        self._checkpoints.begin(step, saved, in_flight, schedule)
 
     # What an algorithm may call (`algorithms.Sources`).
 
     def prompts(self, index: int) -> Sequence[Prompt]:
         return self._stream.batch(index)
 
-    def student_samples(self, index: int) -> Future:
-        return self._generate("rollout", index)
+    def student_samples(self, index: int, attempt: int = 0) -> Future:
+        """Of batch `index`; a further attempt samples prompts that no batch of the run has."""
+        return self._generate("rollout", index, index + attempt * ELSEWHERE)
 
     def teacher_samples(self, index: int) -> Future:
-        return self._generate("teacher", index)
+        return self._generate("teacher", index, index)
 
     def data_completions(self, index: int) -> Future:
-        return self._value(data_rollout(self.prompts(index), **self._packing))
+        rollout = data_rollout(self.prompts(index), decode=self._decode, **self.packing)
+        return self.value(rollout)
 
-    def teacher_scores(self, rollout: Future) -> Future:
-        return self.roles["teacher"].call("score", rollout, deadline=self.config.deadlines.score)
+    def scores(self, role: str, rollout: Future) -> list[Future]:
+        """What a role says of a rollout, in the micro-batches that its section asks for."""
+        parts, aside = scoring_parts(self.config, role)
+        deadline = self.config.deadlines.score
+        if parts is None:
+            return [self.roles[role].call("score", rollout, deadline=deadline, aside=aside)]
+        return [
+            self.roles[role].call(
+                "score", rollout, part=part, parts=parts, deadline=deadline, aside=aside
+            )
+            for part in range(parts)
+        ]
 
-    def _generate(self, role: str, index: int) -> Future:
+    def known(self, role: str, index: int, scores: Future) -> None:
+        self._known.setdefault(index, {})[role] = [scores]
+
+    def _generate(self, role: str, index: int, batch: int) -> Future:
         deadline = self.config.deadlines.generate
-        return self.roles[role].call("generate", self.prompts(index), step=index, deadline=deadline)
+        return self.roles[role].call("generate", self.prompts(batch), step=index, deadline=deadline)
 
     def _sample(self, role: str) -> Future:
         deadline = self.config.deadlines.evaluate
         return self.roles[role].call("sample", self._held_out, deadline=deadline)
 
     def _rollout(self, index: int) -> Future:
-        future = self._futures["rollout", index]
-        assert future is not None
-        return future
+        return self._futures["rollout", index]
 
     def _report(self, until: int) -> None:
         """Waits for the batches up to `until` (-1: the evaluation before the first) and writes
@@ -204,8 +243,11 @@ class Loop:
             self._reported += 1
 
     def _take(self, step: int) -> dict[str, Future]:
-        """The futures of one row: of the batch that made version `step`, and what followed."""
-        batch = [(kind, step - 1) for kind in ("rollout", "score", "update")]
-        keys = [*batch, ("sync", step), ("eval", step), ("teacher", step)]
-        taken = {key[0]: self._futures.pop(key, None) for key in keys}
-        return {kind: future for kind, future in taken.items() if future is not None}
+        """The futures of one row: of the batch that made version `step`, and what followed; of each
+        role's scores the last part, as `score.ROLE`.
+        """
+        batch = [(kind, step - 1) for kind in ("rollout", "update")]
+        keys = [*batch, ("publish", step), ("sync", step), ("eval", step), ("teacher", step)]
+        taken = {key[0]: self._futures.pop(key) for key in keys if key in self._futures}
+        scores = self._scores.pop(step - 1, {})
+        return taken | {f"score.{role}": parts[-1] for role, parts in scores.items()}

@@ -41,6 +41,11 @@ class ModelSource:
     tokenizer_path: Path | None
     """A folder or a GGUF file; None where the checkpoint has no tokenizer."""
 
+    def __reduce__(self) -> Any:
+        """Another process finds it anew by its name: no open file travels."""
+        assert not isinstance(self.tensors, weights.KeptLayers), "a cut model has no name"
+        return resolve_model, (self.name,)
+
     def load(
         self, mesh: Mesh | None = None, dtype: Any = jnp.float32, layout: Layout = "stacked"
     ) -> Params:

@@ -8,8 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from jax.sharding import Mesh
-
 from jaxrl.checkpoint import store
 from jaxrl.checkpoint.rollouts import load_rollout
 from jaxrl.checkpoint.writer import CheckpointWriter
@@ -19,8 +17,9 @@ from jaxrl.models.hf import write_description
 from jaxrl.plan import Plan
 from jaxrl.reporting import Reporter
 from jaxrl.run_dir import RunDir
-from jaxrl.runtime.worker import Handle
+from jaxrl.runtime.worker import Crew, Handle
 from jaxrl.telemetry.console import Console
+from jaxrl.telemetry.log import RunLog
 from jaxrl.telemetry.metrics import (
     METRICS_FILE,
     SAMPLES_FILE,
@@ -43,12 +42,19 @@ class Records:
         plan: Plan,
         run: RunDir,
         console: Console,
-        meshes: Mapping[str, Mesh],
+        crew: Crew,
+        log: RunLog,
+        tell: Callable[[str], None],
         asked_to_stop: Callable[[], bool],
     ):
-        self._job, self._run, self._console = job, run, console
+        """
+        Args:
+            log: takes what only the file is told.
+            tell: takes what the user should know.
+        """
+        self._job, self._run = job, run
         self._stack = ExitStack()
-        config, tell, step = job.config, console.message, run.step
+        config, step = job.config, run.step
         resumed = run.checkpoint is not None
         after = step if resumed else None
         metrics = MetricsWriter(run.path / METRICS_FILE, after, tell)
@@ -59,6 +65,7 @@ class Records:
         timeline = run.path / TIMELINE_FILE if config.logging.timeline else None
         self._timeline = Timeline(timeline, resumed, tell)
         self._stack.enter_context(self._timeline)
+        self._timeline.watch_states(crew.states)
         trackers = open_trackers(
             config.logging,
             config.name,
@@ -85,8 +92,9 @@ class Records:
             sets=job.held_out,
             judge=job.judge,
             epoch=lambda trained: trained * batch / prompts,
-            devices={role: tuple(mesh.devices.flat) for role, mesh in meshes.items()},
+            peaks=crew.peaks,
             planned=plan.peaks,
+            log=log.write,
             asked_to_stop=asked_to_stop,
         )
 
@@ -96,9 +104,9 @@ class Records:
     def __exit__(self, *failed: Any) -> None:
         self._stack.__exit__(*failed)
 
-    def watch(self, handles: Mapping[str, Handle]) -> dict[str, Handle]:
-        """The same roles, their calls drawn in the timeline."""
-        return {role: self._timeline.watch(role, handle) for role, handle in handles.items()}
+    def watch(self, crew: Crew) -> dict[str, Handle]:
+        """The roles, their calls drawn in the timeline."""
+        return {role: self._timeline.watch(role, crew.handle(role)) for role in crew.roles}
 
     def finish_checkpoints(self) -> None:
         """Waits for what is still being written."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxrl.checkpoint.writer import CheckpointWriter
@@ -20,6 +20,8 @@ from jaxrl.telemetry.timeline import Timeline
 from jaxrl.telemetry.trackers import Trackers
 from jaxrl.types import Rollout
 
+SCORED = {"teacher": "score", "reference": "reference", "reward": "reward", "grouper": "embed"}
+"""Role -> the name of its time in a row."""
 LOOK_S = 0.02
 """Seconds between two looks at an evaluation that is waited for."""
 
@@ -40,22 +42,25 @@ class Reporter:
         sets: Sequence[EvalSet],
         judge: Judge,
         epoch: Callable[[int], float],
-        devices: Mapping[str, Sequence[jax.Device]],
+        peaks: Callable[[], Mapping[str, int]],
         planned: Mapping[str, int],
+        log: Callable[[str], None],
         asked_to_stop: Callable[[], bool] = lambda: False,
     ):
         """
         Args:
             sets: held-out prompts; an evaluation samples those of all sets, one after the other.
             epoch: batches trained -> passes over the data.
-            devices: role -> its devices, for their peak memory where the platform tells it.
+            peaks: role -> peak bytes of its fullest device, where the platform tells it.
             planned: role -> the plan's peak bytes on a device of it, where it does not.
+            log: takes what only `log.txt` is told.
             asked_to_stop: an evaluation that is still running is not waited for then.
         """
         self.config, self.console, self.metrics, self.samples = config, console, metrics, samples
         self._trackers, self._timeline, self._checkpoints = trackers, timeline, checkpoints
         self._sets, self._judge, self._epoch = sets, judge, epoch
-        self._devices, self._planned, self._asked_to_stop = devices, planned, asked_to_stop
+        self._peaks, self._planned, self._log = peaks, planned, log
+        self._asked_to_stop = asked_to_stop
         self.gave_up = False
         """The last row lacks its evaluation, and stays the last: who goes on makes up for it."""
         self._last: float | None = None
@@ -70,7 +75,7 @@ class Reporter:
 
     def _start(self, step: int, futures: Mapping[str, Future]) -> None:
         """Before training: weights in place, accuracy of the student and of the teacher."""
-        row = self._sync(futures) | self._evaluation(futures)
+        row = self._sync(step, futures) | self._evaluation(futures)
         if "teacher" in futures:
             teacher = evaluation_row(self._sets, futures["teacher"].result(), self._judge)
             row["teacher/accuracy"] = teacher.get("eval/accuracy", float("nan"))
@@ -80,7 +85,7 @@ class Reporter:
         rollout: Rollout = futures["rollout"].result()
         report = futures["update"].result()  # so that everything of the batch has ended
         row = self._batch(rollout, futures) | report
-        row |= self._sync(futures) | self._evaluation(futures)
+        row |= self._sync(step, futures) | self._evaluation(futures)
         row |= self._memory() | self.checkpoint()
         row["data/epoch"] = self._epoch(step)
         row["staleness"] = step - 1 - max(rollout.policy_version, 0)
@@ -94,11 +99,12 @@ class Reporter:
         self.first_step_at = self.first_step_at or end
         row["tokens/per_second"] = row["actor/tokens"] / row["time/step_s"]
         self._write(step, row)
-        self._show(step, rollout)
+        told = futures.get("score.reward")
+        self._show(step, rollout, None if told is None else told.result().rewards)
 
     def amend(self, step: int, futures: Mapping[str, Future]) -> None:
         """What the last row, written before an interruption, lacks of these."""
-        row = self._sync(futures) | self._evaluation(futures)
+        row = self._sync(step, futures) | self._evaluation(futures)
         last = self.metrics.rows[-1] if self.metrics.rows else {}
         lacking = {name: value for name, value in row.items() if name not in last}
         if lacking and last.get("step") == step:
@@ -127,15 +133,36 @@ class Reporter:
             "time/rollout_s": futures["rollout"].times.seconds,
             "time/update_s": futures["update"].times.seconds,
         }
-        if "score" in futures:
-            row["time/score_s"] = futures["score"].times.seconds
+        for role, name in SCORED.items():
+            if f"score.{role}" in futures:
+                row[f"time/{name}_s"] = futures[f"score.{role}"].times.seconds
+        for told in self._told_by_scorers(futures):
+            for note in told.notes:
+                self.console.message(note)
+                self._log(note)
+            row |= getattr(told, "metrics", {})
         return row
 
-    def _sync(self, futures: Mapping[str, Future]) -> dict[str, float]:
+    def _told_by_scorers(self, futures: Mapping[str, Future]) -> list[Any]:
+        """What the roles that also speak to the user said of a batch."""
+        spoken = [futures[key] for key in ("score.reward", "score.grouper") if key in futures]
+        return [future.result() for future in spoken]
+
+    def _sync(self, version: int, futures: Mapping[str, Future]) -> dict[str, float]:
+        """Both halves of a weight sync: what the actor sent, and what the rollout took."""
         if "sync" not in futures:
             return {}
         told: dict[str, float] = futures["sync"].result()
-        return told
+        sent, taken = futures["publish"].times, futures["sync"].times
+        seconds, size = sent.seconds + taken.seconds, told["weights/sync_bytes"]
+        speed = size / max(seconds, 1e-9) / 1e9
+        if sent.started is not None and taken.finished is not None:
+            self._log(f"weight sync {version}: start at {_clock(sent.started)}")
+            self._log(
+                f"weight sync {version}: end at {_clock(taken.finished)}, {seconds:.3f} s,"
+                f" {size / 1e6:.1f} MB, {speed:.2f} GB/s"
+            )
+        return told | {"time/weight_sync_s": seconds, "weights/sync_gbps": speed}
 
     def _evaluation(self, futures: Mapping[str, Future]) -> dict[str, float]:
         if "eval" not in futures:
@@ -163,26 +190,24 @@ class Reporter:
         return row
 
     def _memory(self) -> dict[str, float]:
-        row = {}
-        for role, devices in self._devices.items():
-            stats = [device.memory_stats() for device in devices]
-            peaks = [s["peak_bytes_in_use"] for s in stats if s and "peak_bytes_in_use" in s]
-            peak = max(peaks) if peaks else self._planned[role]
-            row[f"memory/{role}/peak_bytes"] = float(peak)
-            row[f"memory/{role}/planned"] = float(not peaks)
+        row, peaks = {}, self._peaks()
+        for role, planned in self._planned.items():
+            row[f"memory/{role}/peak_bytes"] = float(peaks.get(role, planned))
+            row[f"memory/{role}/planned"] = float(role not in peaks)
         return row
 
-    def _show(self, step: int, rollout: Rollout) -> None:
+    def _show(self, step: int, rollout: Rollout, rewards: Any) -> None:
         count = min(self.config.logging.samples, len(rollout.completions))
         stride = max(1, len(rollout.completions) // max(count, 1))
         rows = range(0, len(rollout.completions), stride)[:count]
-        samples = [self._sample(step, rollout, i) for i in rows]
+        samples = [self._sample(step, rollout, i, rewards) for i in rows]
         if samples:
             self.samples.write(samples)
             self._trackers.samples(samples)
             self.console.samples(samples)
 
-    def _sample(self, step: int, rollout: Rollout, i: int) -> Sample:
+    def _sample(self, step: int, rollout: Rollout, i: int, rewards: Any) -> Sample:
+        reward = None if rewards is None or np.isnan(rewards[i]) else float(rewards[i])
         prompt, completion = rollout.prompts[i], rollout.completions[i]
         return Sample.of(
             prompt,
@@ -191,4 +216,11 @@ class Reporter:
             split="train",
             policy_version=rollout.policy_version,
             score=self._judge(completion.text, prompt),
+            reward=reward,
         )
+
+
+def _clock(at: float) -> str:
+    """Local time of day at `time.monotonic` seconds `at`."""
+    when = datetime.fromtimestamp(time.time() - (time.monotonic() - at))
+    return when.strftime("%H:%M:%S.%f")[:-3]

@@ -75,7 +75,7 @@ def open_run_dir(config: Config, fingerprint: str) -> Iterator[RunDir]:
         raise UserError(f"run_dir={path} holds no run to go on with, and resume=must")
     _make(path)
     with _locked(path):
-        yield _find(path, config, fingerprint)
+        yield find_run(path, config, fingerprint)
 
 
 def _choose(config: Config) -> Path:
@@ -129,7 +129,8 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _find(path: Path, config: Config, fingerprint: str) -> RunDir:
+def find_run(path: Path, config: Config, fingerprint: str) -> RunDir:
+    """What the folder holds to go on from; no other process may use it meanwhile."""
     if not _holds_run(path):
         store.sweep(path)
         return RunDir(path, None, ())

@@ -63,6 +63,23 @@ def completion_hidden(
     return hidden[:, t - c - 1 : t - 1]
 
 
+def completion_logprobs(
+    model: DecoderConfig,
+    params: Params,
+    sequences: Sequences,
+    mesh: Mesh,
+    *,
+    temperature: float,
+    chunk: int,
+) -> jax.Array:
+    """[B, C] float32, nats: of each completion token, at the temperature of sampling."""
+    hidden = completion_hidden(model, params, sequences, mesh)
+    tokens = completion_tokens(sequences)
+    return logprobs_from_hidden(
+        hidden, head(params), tokens, temperature=temperature, chunk=chunk, mesh=mesh
+    )
+
+
 def completion_tokens(sequences: Sequences) -> jax.Array:
     """[B, C] the tokens of the completions."""
     return sequences.tokens[:, sequences.tokens.shape[1] - sequences.loss_mask.shape[1] :]

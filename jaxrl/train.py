@@ -6,14 +6,15 @@ Without --config the built-in quickstart runs.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from jaxrl import cli
-from jaxrl.algorithms import ALGORITHMS
+from jaxrl.algorithms import needed_roles
 from jaxrl.callable_module import make_callable
 from jaxrl.checkpoint.writer import free_gb
 from jaxrl.compile_cache import enable_compile_cache
@@ -22,16 +23,16 @@ from jaxrl.data.tokenizer import decode
 from jaxrl.errors import RunError, UserError
 from jaxrl.inputs import held_out_notes
 from jaxrl.interrupt import Interrupt, Interrupted
-from jaxrl.launch import Job, Roles, make_job, start_roles
+from jaxrl.launch import Job, devices_for, make_job, make_setup, start_roles
 from jaxrl.loop import Loop
 from jaxrl.model import FINAL
-from jaxrl.models.hf import save_hf
 from jaxrl.plan import Plan, make_plan
 from jaxrl.records import Records
-from jaxrl.run_dir import CONFIG_FILE, PLAN_FILE, RunDir, open_run_dir
-from jaxrl.runtime.local import done_future
-from jaxrl.sharding.mesh import carve, ensure_devices
+from jaxrl.registry import Registration, registered
+from jaxrl.run_dir import CONFIG_FILE, PLAN_FILE, RunDir, find_run, open_run_dir
+from jaxrl.runtime.worker import Crew, OutOfMemory, RunLost
 from jaxrl.telemetry.console import Console
+from jaxrl.telemetry.log import LOG_FILE, RunLog
 from jaxrl.telemetry.metrics import read_metrics
 from jaxrl.telemetry.trackers import check_trackers
 
@@ -68,49 +69,136 @@ def train(config: Config) -> Result:
             open_run_dir(config, job.train.fingerprint) as run,
             Console(config.logging, steps=config.steps, start=run.step) as console,
         ):
+            say = Say(console)
             for note in run.notes:
-                console.message(note)
+                say(note)
             if run.finished(config.steps):
-                console.message(f"{run.path} has all of its {config.steps} steps: {AGAIN}")
+                say(f"{run.path} has all of its {config.steps} steps: {AGAIN}")
                 return Result(run.path, read_metrics(run.path))
             for text in (plan.text(), f"run directory: {run.path}", *data_notes(job)):
-                console.message(text)
-            return run_job(job, plan, run, console, interrupt, started)
+                say(text)
+            with registered(run.path, ()) as registration:
+                return run_job(
+                    Errand(job, plan, console, say, registration, interrupt, started), run
+                )
+
+
+class Say:
+    """Tells the user; also the log, once there is one."""
+
+    def __init__(self, console: Console):
+        self._console = console
+        self._log: RunLog | None = None
+        self._kept: list[str] = []
+
+    def __call__(self, text: str) -> None:
+        self._console.message(text)
+        if self._log is None:
+            self._kept.append(text)
+        else:
+            self._log.write(text)
+
+    @contextmanager
+    def into(self, log: RunLog) -> Iterator[RunLog]:
+        """What was said before too."""
+        with log:
+            for text in self._kept:
+                log.write(text)
+            self._kept, self._log = [], log
+            try:
+                yield log
+            finally:
+                self._log = None
+
+
+@dataclass(frozen=True)
+class Errand:
+    """What stays the same however often workers are lost."""
+
+    job: Job
+    plan: Plan
+    console: Console
+    say: Say
+    registration: Registration
+    interrupt: Interrupt
+    started: float
+    """`time.monotonic` seconds."""
 
 
 def prepare_run(config: Config) -> tuple[Job, Plan]:
     """All that can be checked before a weight is read."""
     check_trackers(config.logging)
     enable_compile_cache(config.compile_cache)
-    plan = make_plan(config, ALGORITHMS[config.algorithm].roles, ensure_devices)
+    plan = make_plan(config, needed_roles(config), devices_for(config))
     if plan.hopeless:
         told = (*plan.verdict[:1], *plan.advice[:3], "--dry-run shows the plan")
         raise UserError("\n".join(told))
     return make_job(config), plan
 
 
-def run_job(
-    job: Job, plan: Plan, run: RunDir, console: Console, interrupt: Interrupt, started: float
-) -> Result:
-    """From the plan to the exported model."""
+def run_job(errand: Errand, run: RunDir) -> Result:
+    """From the plan to the exported model; anew from the newest checkpoint where workers are lost
+    that cannot be made anew by themselves.
+    """
+    config, lost = errand.job.config, 0
+    while True:
+        try:
+            return attempt(errand, run, lost)
+        except OutOfMemory as error:
+            raise RunError(out_of_memory(errand.plan, error)) from error
+        except RunLost as error:
+            lost += 1
+            if errand.interrupt.asked() or lost > config.ray.max_restarts:
+                raise
+            errand.say(
+                f"{error}\nthe run goes back to its newest checkpoint ({lost} of"
+                f" {config.ray.max_restarts})"
+            )
+            run = find_run(run.path, config, errand.job.train.fingerprint)
+            for note in run.notes:
+                errand.say(note)
+
+
+def attempt(errand: Errand, run: RunDir, lost: int) -> Result:
+    """One life of the workers.
+
+    Args:
+        lost: how many lives there were before.
+    """
+    job, plan, say, interrupt = errand.job, errand.plan, errand.say, errand.interrupt
     config = job.config
-    meshes = carve(plan.devices, plan.placement, plan.axes)
     restore = None if run.checkpoint is None else run.checkpoint.path
-    roles = start_roles(job, plan.placement, meshes, run.path, console.message, restore)
+    setup = make_setup(job, plan.axes, run.path, restore)
+    workers: list[Crew] = []
+
+    def told(text: str) -> None:
+        """What the workers say: after a start, or when one was made anew."""
+        say(text)
+        for crew in workers:
+            errand.registration.update(crew.states())
+
+    crew = start_roles(setup, plan, told, lost)
+    workers.append(crew)
     try:
         run.write(CONFIG_FILE, config.dump())
         run.write(PLAN_FILE, plan.text())
         run.remove_final()
-        with Records(job, plan, run, console, meshes, interrupt.asked) as records:
-            packing = job.packing(roles.row_multiple)
+        errand.console.attach(crew.states)
+        errand.registration.update(crew.states())
+        with (
+            say.into(RunLog(run.path / LOG_FILE)) as log,
+            Records(job, plan, run, errand.console, crew, log, say, interrupt.asked) as records,
+        ):
+            packing = job.packing(setup.row_multiple)
             loop = Loop(
                 config,
-                records.watch(roles.handles),
+                records.watch(crew),
                 job.train,
                 job.held_out_prompts,
                 records.reporter,
-                packing | {"decode": partial(decode, job.tokenizer)},
-                value=done_future,
+                packing,
+                value=crew.value,
+                decode=partial(decode, job.tokenizer),
                 checkpoints=records.checkpoints,
                 asked_to_stop=interrupt.asked,
             )
@@ -119,12 +207,21 @@ def run_job(
                 records.finish_checkpoints()
             if interrupt.asked():
                 raise Interrupted(interrupted_at(trained, records.checkpoints.newest, run.path))
-            export(job, roles, run.path / FINAL, records.checkpoints.newest)
+            export(job, crew, run.path / FINAL, records.checkpoints.newest)
+            for line in summary(records.rows, run, errand.started, records.reporter.first_step_at):
+                say(line)
     finally:
-        roles.stop()
-    for line in summary(records.rows, run, started, records.reporter.first_step_at):
-        console.message(line)
+        crew.stop()
     return Result(run.path, records.rows)
+
+
+def out_of_memory(plan: Plan, error: OutOfMemory) -> str:
+    """What ran out, beside what was planned, and what would help."""
+    role = str(error).partition(".")[0]
+    lines = [str(error)]
+    if role in plan.peaks:
+        lines.append(f"planned for {role}: {plan.peaks[role] / 1e9:.2f} GB on its fullest device")
+    return "\n".join((*lines, *plan.relief(role)))
 
 
 def data_notes(job: Job) -> list[str]:
@@ -135,30 +232,26 @@ def data_notes(job: Job) -> list[str]:
         notes[0] += f"; {job.train.dropped} are longer than max_prompt_tokens={limit}: left out"
     if job.train.cut:
         notes[0] += f"; {job.train.cut} are longer than max_prompt_tokens={limit}: cut"
-    return notes + held_out_notes(job.config, job.held_out, job.judge)
+    return [*notes, *held_out_notes(job.config, job.held_out, job.judge), *job.notes]
 
 
-def export(job: Job, roles: Roles, path: Path, saved: int | None) -> None:
+def export(job: Job, crew: Crew, path: Path, saved: int | None) -> None:
     """The trained policy as a Hugging Face folder with its tokenizer.
 
     Args:
         saved: step of the newest checkpoint, for the error of a disk that refuses.
     """
-    params = roles.handles["actor"].call("parameters", deadline=job.config.deadlines.startup)
-    try:
-        save_hf(
-            path,
-            job.student.config,
-            params.result(),
-            dtype=job.config.actor.param_dtype,
-            tokenizer_from=job.student.tokenizer_path,
-        )
-    except OSError as error:
+    deadline = job.config.deadlines.export
+    exported = crew.handle("actor").call(
+        "export", path, job.student.tokenizer_path, deadline=deadline
+    )
+    problem: str | None = exported.result()
+    if problem is not None:
         kept = "no checkpoint could be written" if saved is None else f"checkpoint {saved} is whole"
         raise RunError(
-            f"the trained model could not be written to {path}: {error.strerror or error}"
+            f"the trained model could not be written to {path}: {problem}"
             f" ({free_gb(path.parent):.1f} GB are free there); {kept}"
-        ) from error
+        )
 
 
 def interrupted_at(trained: int, saved: int | None, run_dir: Path) -> str:
@@ -192,7 +285,7 @@ def main(argv: Sequence[str]) -> None:
     arguments = cli.parse_run(argv, prog="python -m jaxrl.train", description=__doc__ or "")
     if arguments.dry_run:
         config = arguments.config
-        print(make_plan(config, ALGORITHMS[config.algorithm].roles, ensure_devices).text())
+        print(make_plan(config, needed_roles(config), devices_for(config)).text())
         return
     train(arguments.config)
 

@@ -131,3 +131,33 @@ class TrainBatch:
     teacher: TeacherSignal | None = None
     sampler_logprobs: Array = None
     """[B, C] float32, nats."""
+    advantages: Array = None
+    """[B] float32; where the algorithm learns from rewards."""
+    ref_logprobs: Array = None
+    """[B, C] float32, nats, under the reference."""
+    old_logprobs: Array = None
+    """[B, C] float32, nats, under the policy at the start of the batch; None where that is the
+    policy in training, because there is one update."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Totals:
+    """What the terms of one update are divided by, over all its micro-batches and devices."""
+
+    tokens: Array
+    """Scalar: tokens that train."""
+    sequences: Array
+    """Scalar: sequences with such a token."""
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """The answers of a batch of completions, for the similarity of one to another."""
+
+    vectors: Any
+    """[n, D] float32 of length 1, one for each completion; zeros where there is no answer."""
+    texts: tuple[str | None, ...]
+    """What was embedded; None for a thought that never ended."""
+    notes: tuple[str, ...] = ()
+    """What the user should know."""

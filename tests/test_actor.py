@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 
-from jaxrl.algorithms import ALGORITHMS, prepare
+from jaxrl.algorithms import ALGORITHMS
 from jaxrl.config import Config
 from jaxrl.data.batch import pack
 from jaxrl.errors import RunError
@@ -59,12 +59,12 @@ def batch(rows=12, poison=False):
     hidden = np.random.default_rng(1).standard_normal((n, 8, 24)).astype(np.float32)
     if poison:
         hidden[3, 0] = np.nan
-    return rollout, TeacherSignal(hidden=jnp.asarray(hidden))
+    return rollout, {"teacher": [TeacherSignal(hidden=jnp.asarray(hidden))]}
 
 
 def actor(cfg, m, tmp_path):
     teacher_head = 2.0 * jax.random.normal(jax.random.key(9), (48, 24))
-    start = init_params(MODEL, jax.random.key(0))
+    start, algorithm = init_params(MODEL, jax.random.key(0)), ALGORITHMS[cfg.algorithm]
     return Actor(
         cfg,
         MODEL,
@@ -72,8 +72,9 @@ def actor(cfg, m, tmp_path):
         load=lambda dtype: jax.device_put(
             jax.tree.map(lambda x: x.astype(dtype), start), param_shardings(MODEL, m)
         ),
-        prepare=prepare,
-        loss=ALGORITHMS[cfg.algorithm].make_loss(cfg, MODEL, m, 48),
+        prepare=algorithm.prepare(cfg),
+        loss=algorithm.make_loss(cfg, MODEL, m, 48),
+        finish=algorithm.finish,
         frozen={"teacher_head": jax.device_put(teacher_head)},
         receiver=param_shardings(MODEL, m, "unstacked"),
         run_dir=tmp_path,
@@ -97,9 +98,11 @@ def reference(tmp_path_factory):
 
 
 def test_the_step_is_the_gradient_of_the_dense_loss_over_the_global_count(reference):
-    rollout, signal = batch()
+    rollout, scores = batch()
     s, start = rollout.sequences, init_params(MODEL, jax.random.key(0))
-    teacher_logits = signal.hidden @ (2.0 * jax.random.normal(jax.random.key(9), (48, 24))).T
+    teacher_logits = (
+        scores["teacher"][0].hidden @ (2.0 * jax.random.normal(jax.random.key(9), (48, 24))).T
+    )
 
     def loss(params):
         hidden = forward(MODEL, params, s.tokens, s.mask)[:, 5:-1]

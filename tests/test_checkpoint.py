@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 
-from jaxrl.algorithms import ALGORITHMS, prepare
+from jaxrl.algorithms import ALGORITHMS
 from jaxrl.checkpoint import store
+from jaxrl.checkpoint.arrays import Saving
 from jaxrl.checkpoint.rollouts import load_rollout, save_rollout
 from jaxrl.checkpoint.store import Damaged, Manifest
 from jaxrl.checkpoint.writer import CheckpointWriter
@@ -22,6 +23,7 @@ from jaxrl.roles.actor import Actor
 from jaxrl.sharding.rules import param_shardings
 from jaxrl.types import Completion, Prompt
 
+SFT = ALGORITHMS["sft"]
 MODEL = DecoderConfig("llama", 48, 16, 2, 4, 2, 4, 24, tie_embeddings=True, eos_ids=(1,))
 
 
@@ -41,8 +43,9 @@ def actor(m, tmp_path, restore=None, *overrides, seed=0):
         load=lambda dtype: jax.device_put(
             jax.tree.map(lambda x: x.astype(dtype), start), param_shardings(MODEL, m)
         ),
-        prepare=prepare,
-        loss=ALGORITHMS["sft"].make_loss(config, MODEL, m, 48),
+        prepare=SFT.prepare(config),
+        loss=SFT.make_loss(config, MODEL, m, 48),
+        finish=SFT.finish,
         frozen={},
         receiver=param_shardings(MODEL, m, "unstacked"),
         run_dir=tmp_path,
@@ -82,11 +85,11 @@ def saved(tmp_path_factory):
     """An actor after two updates, saved after the first; and what it was at both times."""
     folder = tmp_path_factory.mktemp("saved")
     one = actor(mesh(1, 2, 1), folder)
-    one.update(rollout(0)[0], None, step=0)
+    one.update(rollout(0)[0], {}, step=0)
     before = state(one)
-    saving = one.save(folder / "1", step=1)
-    one.update(rollout(1)[0], None, step=1)  # donates what is being written
-    saving.wait()
+    assert one.save(folder / "1", step=1) == 1
+    one.update(rollout(1)[0], {}, step=1)  # donates what is being written
+    assert one.saved(1) is None
     return folder / "1", before, state(one)
 
 
@@ -94,7 +97,7 @@ def test_a_save_is_the_state_at_its_call_though_training_goes_on(saved, tmp_path
     path, before, after = saved
     again = actor(mesh(1, 2, 1), tmp_path, path, seed=5)
     assert_equal(state(again), before)
-    again.update(rollout(1)[0], None, step=1)
+    again.update(rollout(1)[0], {}, step=1)
     assert_equal(state(again), after)
 
 
@@ -104,7 +107,8 @@ def test_restores_onto_any_mesh_and_back(saved, tmp_path, shape):
     other = actor(mesh(*shape), tmp_path, path)
     assert_equal(state(other), before)
     assert other.version == 1
-    other.save(tmp_path / "back", step=1).wait()
+    other.save(tmp_path / "back", step=1)
+    assert other.saved(1) is None
     assert_equal(state(actor(mesh(1, 2, 1), tmp_path, tmp_path / "back")), before)
 
 
@@ -118,7 +122,7 @@ def test_restores_from_float32_to_bfloat16(saved, tmp_path, key):
     assert any(x.dtype == jax.numpy.bfloat16 for x, _ in pairs)
     for x, y in pairs:
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y).astype(x.dtype))
-    report = half.update(rollout(1)[0], None, step=1)
+    report = half.update(rollout(1)[0], {}, step=1)
     assert np.isfinite(report["loss"]) and report["optimizer_step"] == 2
 
 
@@ -130,9 +134,23 @@ def test_a_restore_takes_no_second_copy(saved, tmp_path):
         raise AssertionError("loaded the initial weights")
 
     one = actor(mesh(1, 2, 1), tmp_path)
-    kwargs = {"load": never, "prepare": prepare, "loss": one._loss, "frozen": {}}
+    made = {"prepare": one._prepare, "loss": one._loss, "finish": one._finish, "frozen": {}}
     receiver = param_shardings(MODEL, one.mesh, "unstacked")
-    Actor(one.config, MODEL, one.mesh, receiver=receiver, run_dir=tmp_path, restore=path, **kwargs)
+    places = {"receiver": receiver, "run_dir": tmp_path, "restore": path}
+    Actor(one.config, MODEL, one.mesh, load=never, **made, **places)
+
+
+def test_what_went_wrong_with_a_save_is_told_by_its_own_step(tmp_path, monkeypatch):
+    one = actor(mesh(1, 2, 1), tmp_path)
+    assert "no save of step 3 was begun" in one.saved(3)
+    with pytest.raises(RuntimeError, match="asked to save step 3, the actor holds 0"):
+        one.save(tmp_path / "3", step=3)
+    one.save(tmp_path / "0", step=0)
+    one.update(rollout(0)[0], {}, step=0)
+    full = Saving(failed=OSError("no space left"))
+    monkeypatch.setattr("jaxrl.roles.actor.save_arrays", lambda *_: full)
+    assert one.save(tmp_path / "1", step=1) == 1  # a disk that refuses stops no training
+    assert one.saved(1) == "no space left" and one.saved(0) is None
 
 
 @pytest.mark.parametrize("row_multiple", [1, 8])

@@ -12,11 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from tiny_models import make_mesh
+from test_rl import save_reward_model
+from tiny_models import REFERENCES, make_mesh
 
 import jaxrl
 from jaxrl import cli, config, config_keys, config_page
-from jaxrl.algorithms import ALGORITHMS
+from jaxrl.algorithms import needed_roles
 from jaxrl.config import ActorConfig, Config, Section
 from jaxrl.plan import make_plan
 from jaxrl.signals import Projection, distill_loss, teacher_signal
@@ -80,7 +81,7 @@ def minimal(**models: str) -> Config:
 def test_every_default_is_planned(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     config = minimal(student=str(tmp_path), teacher=str(tmp_path))
-    plan = make_plan(config, ALGORITHMS[config.algorithm].roles)
+    plan = make_plan(config, needed_roles(config))
     assert set(plan.axes) == set(plan.accounts) == {"actor", "rollout", "teacher"}
     assert plan.fits and all(account.peak > 0 for account in plan.accounts.values())
 
@@ -160,9 +161,44 @@ def trace_signal(config: Config) -> None:
 
 
 SHOWN_BY = {
-    "actor.max_nonfinite": "test_a_run_that_diverges_ends_with_exit_code_1_and_keeps_the_batch",
+    "actor.max_nonfinite": (
+        "test_train.py",
+        "test_a_run_that_diverges_ends_with_exit_code_1_and_keeps_the_batch",
+    ),
+    "policy.scale_by_std": (
+        "test_objective.py",
+        "test_advantages_are_those_of_the_groups_and_padding_has_none",
+    ),
+    "policy.max_refills": (
+        "test_rl.py",
+        "test_prompts_that_teach_nothing_are_replaced_as_often_as_allowed",
+    ),
+    "ray.devices_per_worker": ("test_ray_train.py", "test_a_pool_of_two_processes"),
+    "ray.max_restarts": ("test_ray.py", "test_the_budget_of_restarts_ends_the_run"),
+    "teacher.api": (
+        "test_serve_teacher.py",
+        "test_a_completions_server_tells_what_the_scorer_tells",
+    ),
+    "teacher.api_model": (
+        "test_serve_teacher.py",
+        "test_a_completions_server_is_tried_before_the_run",
+    ),
+    "teacher.service_threads": (
+        "test_serve_teacher.py",
+        "test_a_completions_server_tells_what_the_scorer_tells",
+    ),
 }
-"""Keys that only a run in trouble reads -> the test in test_train.py that shows their effect."""
+"""Keys that only other runs read (in trouble, in several processes) -> the test that shows their
+effect."""
+
+ONE_STEP = [
+    "steps=1",
+    "batch_size=4",
+    "max_prompt_tokens=24",
+    "eval.prompts=4",
+    "logging.console=quiet",
+    "compile_cache=null",
+]
 
 
 def test_every_key_is_read_but_those_planted_here(
@@ -175,27 +211,37 @@ def test_every_key_is_read_but_those_planted_here(
     )
     shots = tmp_path / "shots.jsonl"
     shots.write_text('{"prompt": "1+1=", "completion": "2"}\n')
-    run = [
+    distillation = [
         "mesh=actor+rollout+teacher=1",
-        "steps=1",
-        "batch_size=4",
-        "max_prompt_tokens=24",
-        "eval.prompts=4",
-        "logging.console=quiet",
-        "compile_cache=null",
-        f"run_dir={tmp_path / 'run'}",
+        f"run_dir={tmp_path / 'distillation'}",
         "distill.entropy_aware=true",
         f"data.few_shot={shots}",
         "data.few_shot_rows=1",
     ]
-    train(reads.watch(PlantedConfig.load(None, run)))
+    rewards = [
+        "mesh=actor+rollout=1",
+        f"run_dir={tmp_path / 'rewards'}",
+        "algorithm=gspo",
+        "group_size=2",
+        "distill_weight=1",
+        "reward.functions=[auto]",
+        f"reward.model={save_reward_model(tmp_path)}",
+        "reward.overlong_buffer=2",
+        "policy.reward_kl_coef=0.1",
+        "policy.kl_coef=0.1",
+        "policy.entropy_coef=0.1",
+        "policy.advantages=similarity",
+        f"grouper.model={REFERENCES / 'tiny_bge'}",
+    ]
+    for asked in (distillation, rewards):
+        train(reads.watch(PlantedConfig.load(None, [*ONE_STEP, *asked])))
     for signal in ("distill.signal=topk", "distill.signal=sampled distill.jsd_beta=1"):
         overrides = [*signal.split(), "distill.top_k=4"]
         trace_signal(reads.watch(PlantedConfig.load(None, overrides)))
-    tests = (ROOT / "tests" / "test_train.py").read_text(encoding="utf-8")
-    for key, name in SHOWN_BY.items():
+    for key, (file, name) in SHOWN_BY.items():
+        tests = (ROOT / "tests" / file).read_text(encoding="utf-8")
         (body,) = re.findall(rf"\ndef {name}\(.*?(?=\ndef |\Z)", tests, re.DOTALL)
-        assert f"{key}=" in body
+        assert f"{key.rpartition('.')[2]}=" in body, key
     keys = {key.path for key in config_keys.keys(PlantedConfig)}
     assert keys - reads.found - set(SHOWN_BY) == {"forgotten", "actor.nested", "planted.nested"}
     assert not reads.found & set(SHOWN_BY)

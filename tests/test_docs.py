@@ -18,6 +18,7 @@ from jaxrl.config_keys import keys
 from jaxrl.data.tasks import TASKS
 from jaxrl.models.config import FAMILIES
 from jaxrl.rewards.verifiers import VERIFIERS
+from jaxrl.sharding.placement import ROLES
 from jaxrl.telemetry.metrics import METRICS, describe
 
 ROOT = Path(__file__).parent.parent
@@ -152,7 +153,7 @@ def test_the_page_on_checkpoints_lists_the_keys_that_may_change() -> None:
 
 def matches(word: str) -> frozenset[str]:
     """The keys that `a.b`, `a.*` or `ROLE.b` stands for."""
-    pattern = re.escape(word).replace(r"\*", ".*").replace("ROLE", "(actor|rollout|teacher)")
+    pattern = re.escape(word).replace(r"\*", ".*").replace("ROLE", f"({'|'.join(ROLES)})")
     return frozenset(key.path for key in keys(Config) if re.fullmatch(pattern, key.path))
 
 

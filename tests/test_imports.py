@@ -20,15 +20,26 @@ PACKAGE = ROOT / "jaxrl"
 # of a model lies below the rules that lay it out, which lie below the readers of its weights.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("__init__",),
-    ("train", "evaluate", "generate", "export", "report", "config_page"),
+    (
+        "train",
+        "evaluate",
+        "generate",
+        "export",
+        "devices",
+        "report",
+        "serve_teacher",
+        "config_page",
+    ),
     ("records",),
     ("plan", "launch", "loop"),
     ("inputs", "reporting", "run_dir"),
     ("schedule",),
-    ("algorithms",),
+    ("algorithms", "objective", "refill", "sampled_batch"),
     ("model",),
     ("roles",),
-    ("runtime", "telemetry.timeline"),
+    ("models.encoder", "models.reward"),
+    ("runtime", "registry", "telemetry.console", "telemetry.timeline"),
+    ("teacher_api",),
     ("checkpoint", "data", "evaluation", "rewards", "telemetry"),
     ("sampling",),
     ("signals",),
@@ -44,7 +55,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 FORBIDDEN = ("torch", "tensorflow")
 RAY_HOME = "runtime.ray"
-EXTRAS = ("data", "mlflow", "plot", "tasks", "wandb")
+EXTRAS = ("data", "mlflow", "plot", "ray", "tasks", "wandb")
 IMPORT_NAME = {"pyyaml": "yaml", "tensorboardx": "tensorboardX", "orbax-checkpoint": "orbax"}
 
 

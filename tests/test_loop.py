@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from jaxrl.algorithms import needed_roles
 from jaxrl.config import Config
 from jaxrl.loop import Loop
 from jaxrl.runtime.local import LocalWorker, done_future
@@ -28,14 +29,20 @@ class Recorder:
         self.log.append((f"{self.name}.generate", step, self.version, tuple(prompts)))
         return step
 
-    def score(self, rollout):
-        self.log.append(("score", rollout))
-        return f"signal {rollout}"
+    def score(self, rollout, part=0, parts=1):
+        self.log.append((f"{self.name}.score", rollout, part, parts))
+        return f"{self.name} of {rollout}, part {part}"
 
-    def update(self, rollout, signal, step):
-        assert signal == (None if signal is None else f"signal {rollout}")
-        self.log.append(("update", rollout, step, signal))
+    def update(self, rollout, scores, step):
+        self.log.append(("update", rollout, step, scores))
         return {}
+
+    def save(self, folder, step):
+        self.log.append(("save", folder, step))
+        return step
+
+    def saved(self, step):
+        return None
 
     def sample(self, prompts):
         self.log.append((f"{self.name}.sample", self.version, tuple(prompts)))
@@ -54,16 +61,34 @@ class Rows:
         self.rows.append((step, {kind: future.result() for kind, future in futures.items()}))
 
 
-def run(*overrides, held_out=("q",)):
+class Saves:
+    """Stands for the checkpoint writer: one is due every `every` steps."""
+
+    def __init__(self, every):
+        self.every, self.begun = every, []
+
+    def due(self, step):
+        return step % self.every == 0
+
+    def folder(self, step):
+        return f"folder {step}"
+
+    def begin(self, step, saved, rollouts, schedule):
+        in_flight = {index: future.result() for index, future in rollouts.items()}
+        self.begun.append((step, saved.result(), in_flight, schedule))
+
+
+def run(*overrides, held_out=("q",), checkpoints=None):
     config = Config.load(None, ["steps=5", "eval.every=2", *overrides])
     log, rows, workers = [], Rows(), []
-    for name in ("actor", "rollout", "teacher"):
+    for name in needed_roles(config):
         workers.append(LocalWorker(name))
         role = Recorder(name, log)
         workers[-1].start_role(name, lambda role=role: role, deadline=5).result()
     handles = {worker.name: worker.handle(worker.name) for worker in workers}
     stream = SimpleNamespace(batch=lambda i: [f"p{i}"])
-    Loop(config, handles, stream, held_out, rows, packing={}, value=done_future).run()
+    given = {"packing": {}, "value": done_future, "checkpoints": checkpoints}
+    Loop(config, handles, stream, held_out, rows, **given).run()
     for worker in workers:
         assert worker.stop(5)
     return log, rows.rows
@@ -75,7 +100,8 @@ def test_weights_that_generate_are_those_of_the_bound(schedule):
     generated = [entry[1:] for entry in log if entry[0] == "rollout.generate"]
     staleness = SCHEDULES[schedule]
     assert generated == [(i, max(0, i - staleness), (f"p{i}",)) for i in range(5)]
-    assert [e[1:] for e in log if e[0] == "update"] == [(i, i, f"signal {i}") for i in range(5)]
+    updates = [entry[1:] for entry in log if entry[0] == "update"]
+    assert updates == [(i, i, {"teacher": [f"teacher of {i}, part 0"]}) for i in range(5)]
     assert [step for step, _ in rows] == [0, 1, 2, 3, 4, 5]
 
 
@@ -102,3 +128,35 @@ def test_off_policy_batches_by_the_seeded_coin():
     assert sources == [
         e[0] for e in sorted((e for e in again if "generate" in e[0]), key=lambda e: e[1])
     ]
+
+
+def test_every_scorer_is_asked_in_its_own_parts_and_the_actor_gets_them_in_order():
+    joint = "algorithm=gspo group_size=2 reward.functions=[auto] policy.kl_coef=0.1"
+    parts = "distill_weight=1 reference.num_microbatches=2 teacher.num_microbatches=3 steps=2"
+    log, rows = run(*joint.split(), *parts.split())
+    told = {
+        "teacher": [f"teacher of 1, part {i}" for i in range(3)],
+        "reference": [f"reference of 1, part {i}" for i in range(2)],
+        "reward": ["reward of 1, part 0"],
+    }
+    assert [entry[3] for entry in log if entry[0] == "update"][1] == told
+    assert [e[1:] for e in log if e[0] == "reference.score"] == [
+        (batch, part, 2) for batch in range(2) for part in range(2)
+    ]
+    last = {f"score.{role}": parts[-1] for role, parts in told.items()}
+    last["score.teacher"] = None  # its hidden states are dropped once the actor has them
+    assert {k: v for k, v in rows[2][1].items() if k.startswith("score.")} == last
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_checkpoint_holds_what_is_generated_and_not_yet_trained_on(schedule):
+    saves = Saves(every=2)
+    log, _ = run(f"schedule={schedule}", checkpoints=saves)
+    assert [entry[1:] for entry in log if entry[0] == "save"] == [
+        (f"folder {step}", step) for step in (2, 4, 5)
+    ]
+    ahead = SCHEDULES[schedule]
+    for step, saved, in_flight, told in saves.begun:
+        generated = min(5, step + ahead)
+        assert saved is None and in_flight == {i: i for i in range(step, generated)}
+        assert told == {"name": schedule, "generated": generated, "trained": step}

@@ -93,7 +93,9 @@ class Programs:
         self.student, self.teacher = SHAPES[shape]
         placement = place(self.config.mesh, ROLES)
         limits = (None,) * len(placement.pools)
-        scene = Scene(placement, ROLES, self.student, self.teacher, limits, fused_attention=False)
+        teacher = self.teacher if self.config.learns_from_teacher else None
+        roles = tuple(role for role in ROLES if role != "teacher" or teacher is not None)
+        scene = Scene(placement, roles, self.student, teacher, limits, fused_attention=False)
         self.accounts = scene.accounts(self.config)
         self.meshes = carve(jax.devices(), placement, scene.axes(self.config))
 
@@ -110,21 +112,36 @@ class Programs:
             zeros = jax.tree.map(lambda x: np.zeros(x.shape, dtype), shapes)
             return jax.device_put(zeros, param_shardings(self.student, mesh))
 
-        loss = ALGORITHMS["gkd"].make_loss(config, self.student, mesh, self.student.vocab_size)
+        algorithm = ALGORITHMS[config.algorithm]
+        loss = algorithm.make_loss(config, self.student, mesh, self.student.vocab_size)
         frozen = {}
-        if config.distill.signal == "hidden":
+        if config.learns_from_teacher and config.distill.signal == "hidden":
             spec = PartitionSpec("tensor", "fsdp")
             head = (self.teacher.vocab_size, self.teacher.d_model)
             frozen["teacher_head"] = shape(head, NamedSharding(mesh, spec))
-        prepare: Any = None
         actor = Actor(
-            config, self.student, mesh, load, prepare, loss, frozen, None, Path("nowhere")
+            config,
+            self.student,
+            mesh,
+            load=load,
+            prepare=algorithm.prepare(config),
+            loss=loss,
+            finish=algorithm.finish,
+            frozen=frozen,
+            receiver=None,
+            run_dir=Path("nowhere"),
         )
         sequences, rows = self.sequences(mesh), rows_of(mesh)
         numbers = shape(sequences.loss_mask.shape, rows)
-        batch = TrainBatch(sequences, self.signal(rows), numbers)
+        signal = self.signal(rows) if config.learns_from_teacher else None
+        batch = TrainBatch(sequences, signal, numbers)
         n, width = sequences.tokens.shape
-        per_update = np.arange(-(-n // config.actor.minibatches))
+        if config.learns_from_rewards:
+            each = shape((n,), rows)
+            old = numbers if config.updates_per_batch > 1 else None
+            reference = numbers if config.policy.kl_coef > 0 else None
+            batch = TrainBatch(sequences, signal, numbers, each, reference, old)
+        per_update = np.arange(-(-n // config.minibatches))
         index = actor._micro_batches(per_update, np.full(n, width), width)
         return measured(actor._update, actor.state, frozen, batch, index)
 
@@ -135,7 +152,7 @@ class Programs:
         params = parameters(self.teacher, mesh, layout)
         projection = Projection(config.distill, mesh, self.teacher.vocab_size)
         slices = config.teacher.num_microbatches
-        scorer = Scorer(self.teacher, params, projection, slices)
+        scorer = Scorer(self.teacher, params, projection)
         sequences = self.sequences(mesh)
         ids = None
         if config.distill.signal == "student_topk":
@@ -291,6 +308,7 @@ def test_the_peak_of_each_role_is_what_the_compiler_says(shape_name: str, place_
 
 FEW = {"max_prompt_tokens": 4, "max_new_tokens": 8, "batch_size": 4, "group_size": 1}
 SAMPLED = {"distill.signal": "sampled", "distill.jsd_beta": 1.0}
+REWARDED = {"algorithm": "gspo", "teacher.model": None, "reward.functions": ["exact"]}
 UPDATES: dict[str, dict[str, Any]] = {
     "no remat": {"actor.remat": "none"},
     "dots": {"actor.remat": "dots"},
@@ -309,6 +327,9 @@ UPDATES: dict[str, dict[str, Any]] = {
         for name in ("sgd", "lion", "adafactor", "muon")
     },
     "few tokens, no clipping": {**FEW, **SAMPLED, "optimizer.clip_norm": None},
+    "rewards": REWARDED,
+    "rewards and a reference": {**REWARDED, "policy.kl_coef": 0.1, "policy.entropy_coef": 0.1},
+    "rewards and a teacher": {**REWARDED, "teacher.model": "teacher", "distill_weight": 1.0},
 }
 
 

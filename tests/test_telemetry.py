@@ -19,6 +19,7 @@ import pytest
 from jaxrl import cli
 from jaxrl.config import LoggingConfig
 from jaxrl.errors import UserError
+from jaxrl.sharding.placement import ROLES
 from jaxrl.telemetry import lines, metrics, plot
 from jaxrl.telemetry.console import Console, Eta, format_seconds
 from jaxrl.telemetry.metrics import (
@@ -135,7 +136,14 @@ def test_every_name_in_the_source_stands_in_the_table() -> None:
 class Strings:
     """The string literals of some modules, and their f-strings as patterns with a group a hole."""
 
-    def __init__(self, texts: dict[Path, str]) -> None:
+    def __init__(self, texts: dict[Path, str], given: set[str]) -> None:
+        """
+        Args:
+            given: what a hole may hold besides.
+        """
+        self.given = given
+        self.made: dict[tuple[str, Path | None], bool] = {}
+        """What was asked before: parts of names are asked for again and again."""
         self.literals: dict[Path, set[str]] = {}
         self.patterns: list[tuple[Path, re.Pattern[str], bool]] = []
         for path, text in texts.items():
@@ -150,21 +158,24 @@ class Strings:
                     named = re.search("[a-z]{3}", fixed) is not None
                     self.patterns.append((path, re.compile("".join(holes)), named))
 
-    def make(self, name: str, given: set[str], where: Path | None = None) -> bool:
+    def make(self, name: str, where: Path | None = None) -> bool:
         """Whether ``name`` is a literal, or an f-string whose holes these strings can fill.
 
         An f-string without a word of its own is filled by literals of its own module only.
         """
-        if name in given:
+        if (name, where) not in self.made:
+            self.made[name, where] = self._make(name, where)
+        return self.made[name, where]
+
+    def _make(self, name: str, where: Path | None) -> bool:
+        if name in self.given:
             return True
         if any(name in found for path, found in self.literals.items() if where in (None, path)):
             return True
         for path, pattern, named in self.patterns:
             match = pattern.fullmatch(name) if where in (None, path) else None
             inside = where if named else path
-            if match and all(
-                len(g) < len(name) and self.make(g, given, inside) for g in match.groups()
-            ):
+            if match and all(len(g) < len(name) and self.make(g, inside) for g in match.groups()):
                 return True
         return False
 
@@ -173,17 +184,22 @@ def test_every_name_in_the_table_is_made_somewhere_in_the_source() -> None:
     texts = {
         path: text for path, text in package_texts().items() if path.parent.name != "telemetry"
     }
-    strings = Strings(texts)
-    examples = {"{role}": "teacher", "{k}": "4", "{set}": "SET"}
+    examples = {"{role}": "teacher", "{k}": "4", "{set}": "SET", "{reward}": "REWARD"}
+    strings = Strings(texts, set(examples.values()))
     missing = []
     for name in METRICS:
         for variable, example in examples.items():
             name = name.replace(variable, example)
-        if not strings.make(name, set(examples.values())):
+        if not strings.make(name):
             missing.append(name)
     assert missing == []
     for absent in ("eval/acuracy", "eval/accuracy_lowest", "distill/divergnce", "checkpoint/bytez"):
-        assert not strings.make(absent, set(examples.values())), absent
+        assert not strings.make(absent), absent
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_every_role_may_tell_its_memory(role: str) -> None:
+    assert describe(f"memory/{role}/peak_bytes") is METRICS["memory/{role}/peak_bytes"]
 
 
 @pytest.mark.parametrize(
@@ -194,6 +210,10 @@ def test_every_name_in_the_table_is_made_somewhere_in_the_source() -> None:
         ("eval/gsm8k.test/accuracy", "eval/{set}/accuracy"),
         ("eval/gsm8k/pass@2", "eval/{set}/pass@{k}"),
         ("memory/teacher/planned", "memory/{role}/planned"),
+        ("reward/format/mean", "reward/{reward}/mean"),
+        ("reward/größe/mean", "reward/{reward}/mean"),
+        ("reward/mean", "reward/mean"),
+        ("similarity/split_into_3", "similarity/split_into_{k}"),
         ("eval/pass@0", None),
         ("eval/a/b/accuracy", None),
         ("memory/critic/peak_bytes", None),
@@ -207,7 +227,7 @@ def test_names_with_a_variable_part_resolve(name: str, entry: str | None) -> Non
 
 def test_each_name_of_the_table_has_one_entry() -> None:
     """No pattern covers another entry: what a name means never depends on the order."""
-    examples = {"{role}": "actor", "{k}": "8", "{set}": "math"}
+    examples = {"{role}": "actor", "{k}": "8", "{set}": "math", "{reward}": "format"}
     for name, metric in METRICS.items():
         for variable, example in examples.items():
             name = name.replace(variable, example)

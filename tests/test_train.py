@@ -8,6 +8,7 @@ import pytest
 from tiny_tokenizer import tiny_tokenizer
 
 from jaxrl import Config, cli, load_model
+from jaxrl.launch import MAKERS
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import init_params
 from jaxrl.models.hf import save_hf
@@ -233,7 +234,7 @@ def test_a_failed_start_leaves_the_run_directory_usable(models, tmp_path, capsys
         raise OSError("disk on fire")
 
     with monkeypatch.context() as patch:
-        patch.setattr("jaxrl.launch.make_rollout_role", broken)
+        patch.setitem(MAKERS, "rollout", broken)
         assert cli.run(main, [*models, *SHORT, f"run_dir={tmp_path / 'run'}"]) == 1
     told = capsys.readouterr().err
     assert "rollout.start failed in worker rollout" in told and "disk on fire" in told

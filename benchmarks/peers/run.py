@@ -34,6 +34,7 @@ EXPECTED = {
     "distill": work.BATCH * work.NEW,
     "sampler": work.SAMPLER_BATCH * work.NEW,
     "heavy": sum(work.heavy_lengths()),
+    "gspo": work.GSPO[0] * work.GSPO[1] * work.NEW,
     "jsd": work.JSD[0],
 }
 
@@ -68,13 +69,17 @@ def commands(arguments: argparse.Namespace) -> list[list[str]]:
     made = []
     for what in arguments.only:
         ours = [sys.executable, str(HERE.parent / "peer_work.py"), what, *models, *rest]
+        if what == "gspo":
+            ours = [sys.executable, str(HERE.parent / "gspo_step.py"), *torch_rest]
         made.append(ours)
         if tunix and what != "jsd":
             made.append([str(tunix), str(HERE / "tunix_work.py"), what, *models, *rest])
         if trl and what == "distill":
             for trainer in ("distillation", "gkd"):
                 made.append([str(trl), str(HERE / "trl_distill.py"), trainer, *models, *rest])
-        if trl and what != "distill":
+        if trl and what == "gspo":
+            made.append([str(trl), str(HERE / "trl_gspo.py"), *torch_rest])
+        if trl and what not in ("distill", "gspo"):
             made.append([str(trl), str(HERE / "torch_work.py"), what, *torch_rest])
         if trl and what == "jsd":
             made.append([str(trl), str(HERE / "torch_work.py"), what, "--compile", *torch_rest])

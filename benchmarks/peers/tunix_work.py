@@ -1,10 +1,11 @@
 """google-tunix on `work.py`'s work. One JSON line.
 
-    python tunix_work.py distill|sampler|heavy --teacher FOLDER --student FOLDER --prompts FILE
+    python tunix_work.py distill|sampler|heavy|gspo --teacher FOLDER --student FOLDER --prompts FILE
 
 distill: its `Sampler` on the student, then a step of its `DistillationTrainer`; the loop around
 them is ours, for it has no on-policy one. Its logit loss is the forward KL; it has no JSD, so that
-its step does less than the others'. The cache is as short as the work allows.
+its step does less than the others'. gspo: its GRPO learner with the loss gspo-token, which takes
+one clip for both sides. The cache is as short as the work allows.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ from tunix.distillation import distillation_trainer, strategies
 from tunix.generate.sampler import CacheConfig, Sampler
 from tunix.models.llama3 import model as llama
 from tunix.models.llama3 import params as llama_params
+from tunix.rl import rl_cluster
+from tunix.rl.grpo import grpo_learner
+from tunix.rl.rollout import base_rollout
 from tunix.sft import utils
 
 WARM = 2
@@ -49,19 +53,19 @@ llama.apply_rope = _rope_of_config
 
 def main() -> None:
     told = argparse.ArgumentParser(description=__doc__)
-    told.add_argument("what", choices=("distill", "sampler", "heavy"))
+    told.add_argument("what", choices=("distill", "sampler", "heavy", "gspo"))
     told.add_argument("--teacher", required=True)
     told.add_argument("--student")
     told.add_argument("--prompts", required=True)
     told.add_argument("--repeats", type=int, default=5)
     arguments = told.parse_args()
     rows = work.prompts(arguments.prompts)
-    run = distill if arguments.what == "distill" else sample
+    run = {"distill": distill, "gspo": gspo}.get(arguments.what, sample)
     versions = {name: version(name) for name in ("google-tunix", "jax", "flax")}
     print(work.line("tunix", arguments.what, **run(arguments, rows), versions=versions))
 
 
-def load(folder: str) -> Any:
+def load(folder: str, mesh: Any = None) -> Any:
     c = json.loads((Path(folder) / "config.json").read_text())
     config = llama.ModelConfig(
         num_layers=c["num_hidden_layers"],
@@ -75,7 +79,7 @@ def load(folder: str) -> Any:
         rope_theta=int(c["rope_theta"]),
         weight_tying=True,
     )
-    return llama_params.create_model_from_safe_tensors(folder, config, dtype=jnp.float32)
+    return llama_params.create_model_from_safe_tensors(folder, config, mesh=mesh, dtype=jnp.float32)
 
 
 def make_sampler(model: Any, folder: str, longest: int) -> Any:
@@ -172,6 +176,84 @@ def distill(arguments: argparse.Namespace, rows: list[Any]) -> dict[str, Any]:
 
     trainer.train(data())
     return {"seconds": seconds[WARM:], "tokens": tokens[WARM : WARM + len(seconds[WARM:])]}
+
+
+def gspo(arguments: argparse.Namespace, rows: list[Any]) -> dict[str, Any]:
+    prompts, group = work.GSPO
+    steps = WARM + arguments.repeats
+    mesh = jax.make_mesh((1, 1), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    policy = load(arguments.teacher, mesh)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(arguments.teacher)
+    tokenizer.pad_token = "<|endoftext|>"
+    rollout = base_rollout.RolloutConfig(
+        max_tokens_to_generate=work.NEW,
+        max_prompt_length=work.WIDTH,
+        kv_cache_size=work.WIDTH + work.NEW,
+        temperature=1.0,
+        top_p=1.0,
+        eos_tokens=[NEVER],
+    )
+    roles = (rl_cluster.Role.ACTOR, rl_cluster.Role.REFERENCE, rl_cluster.Role.ROLLOUT)
+    cluster = rl_cluster.RLCluster(
+        actor=policy,
+        reference=None,
+        tokenizer=tokenizer,
+        cluster_config=rl_cluster.ClusterConfig(
+            role_to_mesh=dict.fromkeys(roles, mesh),
+            rollout_engine="vanilla",
+            offload_to_cpu=False,
+            rollout_config=rollout,
+            training_config=rl_cluster.RLTrainingConfig(
+                actor_optimizer=optax.adamw(1e-6),
+                eval_every_n_steps=10**9,
+                max_steps=steps,
+                mini_batch_size=prompts,
+                train_micro_batch_size=prompts,
+            ),
+        ),
+    )
+
+    def reward(prompts: Any, completions: Any, **_: Any) -> list[float]:
+        return work.digits(completions)
+
+    learner = grpo_learner.GRPOLearner(
+        rl_cluster=cluster,
+        reward_fns=reward,
+        algo_config=grpo_learner.GRPOConfig(
+            num_generations=group,
+            num_iterations=1,
+            beta=0.0,
+            loss_algo="gspo-token",
+            epsilon=work.GSPO_CLIP[0],
+        ),
+    )
+    seconds: list[float] = []
+    tokens: list[int] = []
+    last = [time.perf_counter()]
+    generate, update = cluster.generate, cluster.update_actor
+
+    def generate_counted(*args: Any, **kwargs: Any) -> Any:
+        rollout.seed = len(tokens)  # else every step draws the same
+        out = generate(*args, **kwargs)
+        tokens.append(sum(len(row) for row in out.tokens))
+        return out
+
+    def update_timed(*args: Any, **kwargs: Any) -> None:
+        update(*args, **kwargs)
+        jax.block_until_ready(nnx.state(cluster.actor_trainer.model))
+        now = time.perf_counter()
+        seconds.append(now - last[0])
+        last[0] = now
+
+    cluster.generate, cluster.update_actor = generate_counted, update_timed
+    # A plain list of texts fails inside tunix.
+    batches = [
+        {"prompts": np.array([row["text"] for row in work.batch(rows, i, prompts)])}
+        for i in range(steps)
+    ]
+    with mesh:
+        learner.train(batches)
+    return {"seconds": seconds[WARM:], "tokens": tokens[WARM:]}
 
 
 if __name__ == "__main__":

@@ -7,6 +7,9 @@ sampler  SAMPLER_BATCH prompts left-padded to WIDTH, NEW tokens each, temperatur
 heavy    HEAVY_COUNT prompts whose completions have log-normal lengths, cut at HEAVY_MAX. A library
          that refills slots may; one that does not runs batches of SAMPLER_BATCH, each until its
          longest completion has ended. Tokens are those of the lengths, in both.
+gspo     one step of learning from rewards: GSPO[0] prompts with GSPO[1] completions each, NEW
+         tokens at temperature 1 (again checked); reward `digits`; GSPO, which with one update for a
+         batch clips nothing; no reference; AdamW.
 jsd      JSD[0] tokens, both heads of JSD[2] x JSD[1]: logits, loss, gradients by the student's
          hidden states and head.
 
@@ -21,6 +24,7 @@ import math
 import os
 import platform
 import random
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +34,8 @@ BATCH, WIDTH, NEW = 8, 64, 64
 SAMPLER_BATCH = 16
 HEAVY_COUNT, HEAVY_MAX = 64, 192
 JSD = 1024, 576, 49152
+GSPO = 4, 4
+GSPO_CLIP = 3e-4, 4e-4
 BETA = 0.5
 
 
@@ -57,6 +63,16 @@ def heavy_batches() -> list[int]:
     """Steps of each batch of a library without refill: its longest completion."""
     lengths = heavy_lengths()
     return [max(lengths[i : i + SAMPLER_BATCH]) for i in range(0, len(lengths), SAMPLER_BATCH)]
+
+
+def digits(completions: list[Any], **_: Any) -> list[float]:
+    """A reward that differs within a group: how many digits there are, ten at most, over ten.
+
+    Args:
+        completions: texts, or chats of which the last message counts.
+    """
+    texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
+    return [min(len(re.findall(r"\d", text)), 10) / 10 for text in texts]
 
 
 def timed(run: Callable[[int], int], repeats: int, warm: int = 1) -> dict[str, list[Any]]:

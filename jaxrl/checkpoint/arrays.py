@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,23 +14,31 @@ logging.getLogger("absl").setLevel(logging.CRITICAL)  # what Orbax logs, it rais
 
 
 class Saving:
-    """A save that is being written while its role works on."""
+    """A save that is being written while its role works on. Any thread may wait, at any time."""
 
     def __init__(self, response: Any = None, failed: Exception | None = None):
         self._response, self._failed = response, failed
+        self._lock = threading.Lock()
 
     def wait(self) -> None:
         """Until everything is on disk. Raises what went wrong."""
+        with self._lock:
+            response, self._response = self._response, None
+            if response is not None:
+                try:
+                    response.result()
+                except Exception as error:
+                    self._failed = error
         if self._failed is not None:
             raise self._failed
-        self._response.result()
 
 
 def save_arrays(path: Path, items: Mapping[str, Any]) -> Saving:
     """Writes named trees (of `jax.Array`, or of plain numbers) to the new folder `path`.
 
     Returns once the arrays have left the devices: they may be donated then. Raises nothing: a disk
-    that refuses is no reason to stop training, so `Saving.wait` tells.
+    that refuses is no reason to stop training, so `Saving.wait` tells. Processes that share the
+    arrays' mesh must all call, with one folder that all of them see.
     """
     try:
         return Saving(orbax.save_checkpointables_async(path.resolve(), dict(items)))

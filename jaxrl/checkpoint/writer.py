@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jaxrl.checkpoint import store
-from jaxrl.checkpoint.arrays import Saving
 from jaxrl.checkpoint.rollouts import save_rollout
 from jaxrl.config import Config
 from jaxrl.errors import RunError, UserError
@@ -32,8 +31,8 @@ class Pending:
     step: int
     started: float
     """`time.monotonic` seconds."""
-    saving: Result
-    """Future `Saving` of the actor."""
+    saved: Result
+    """Ends when the actor's arrays are on disk; what went wrong, or None."""
     rollouts: Mapping[int, Result]
     """Batches not yet trained on."""
     schedule: dict[str, Any]
@@ -92,10 +91,10 @@ class CheckpointWriter:
         return self.run_dir / store.FOLDER / str(step)
 
     def begin(
-        self, step: int, saving: Result, rollouts: Mapping[int, Result], schedule: dict[str, Any]
+        self, step: int, saved: Result, rollouts: Mapping[int, Result], schedule: dict[str, Any]
     ) -> None:
         """The actor has been asked to save what it is after `step` batches."""
-        self._pending[step] = Pending(step, time.monotonic(), saving, rollouts, schedule)
+        self._pending[step] = Pending(step, time.monotonic(), saved, rollouts, schedule)
 
     def row(self, row: Mapping[str, Any]) -> None:
         """The row of a step has been written."""
@@ -147,8 +146,9 @@ class CheckpointWriter:
 
     def _write(self, pending: Pending, row: Mapping[str, Any]) -> None:
         folder = self.folder(pending.step)
-        saving: Saving = pending.saving.result()
-        saving.wait()
+        problem: str | None = pending.saved.result()
+        if problem is not None:
+            raise OSError(problem)
         for index, rollout in pending.rollouts.items():
             save_rollout(folder / store.rollout_file(index), rollout.result())
         self._describe(folder / store.MODEL)

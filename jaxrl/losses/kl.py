@@ -1,4 +1,4 @@
-"""Per-token estimators of KL(policy || reference) from sampled tokens (Schulman 2020).
+"""KL(policy || reference) from sampled tokens (Schulman 2020): estimators, loss term and penalty.
 
 With d = logprobs - ref_logprobs and tokens sampled from the policy, k1 and k3 are unbiased and k2
 is not. Their gradients differ from their values: on-policy, the expected gradient of k1 is zero
@@ -8,8 +8,18 @@ of k3 the gradient of KL(reference || policy).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
+
+from jaxrl.errors import unknown
+from jaxrl.losses.aggregation import Aggregation, kept, token_metric
+from jaxrl.losses.divergence import Sums
+
+MAX_GAP = 20.0
+"""Nats: |d| in the term and in the penalty is at most this, so that exp(-d) stays finite."""
 
 
 def k1(
@@ -37,3 +47,66 @@ def k3(
     """exp(-d) + d - 1. Unbiased, never negative; arguments as `k1`."""
     d = logprobs - ref_logprobs
     return jnp.expm1(-d) + d
+
+
+ESTIMATORS: Mapping[str, Callable[[Array, Array], Array]] = {"k1": k1, "k2": k2, "k3": k3}
+
+
+def kl_term(
+    logprobs: Float[Array, "B T"],
+    ref_logprobs: Float[Array, "B T"],
+    mask: Bool[Array, "B T"],
+    *,
+    estimator: str,
+    aggregation: Aggregation,
+) -> tuple[Float[Array, ""], Float[Array, ""], Sums]:
+    """A KL to the reference to be minimised beside a policy loss, with d kept within +-20 nats.
+
+    Args:
+        logprobs: nats; the gradient flows here. Beyond +-20 there is none.
+        ref_logprobs: nats, fixed.
+        estimator: k2 or k3.
+        aggregation: the policy loss's own.
+
+    Returns:
+        (sum, count, metrics kl_k1, kl_k2, kl_k3: nats a token).
+    """
+    if estimator == "k1":
+        raise ValueError(
+            "k1 as a loss has no expected gradient on-policy: use k2 or k3, or k1 in the reward"
+        )
+    if estimator not in ESTIMATORS:
+        raise unknown("KL estimator", estimator, ("k2", "k3"))
+    d, mask = _gap(logprobs, ref_logprobs, mask)
+    values = {name: f(d, jnp.zeros_like(d)) for name, f in ESTIMATORS.items()}
+    total, count = aggregation(values[estimator], mask)
+    return total, count, {f"kl_{name}": token_metric(x, mask) for name, x in values.items()}
+
+
+def kl_in_reward(
+    logprobs: Float[Array, "B T"],
+    ref_logprobs: Float[Array, "B T"],
+    mask: Bool[Array, "B T"],
+    *,
+    estimator: str = "k1",
+) -> Float[Array, "B T"]:
+    """What is to be taken off the reward of each token, before its coefficient; 0 where masked.
+
+    Its sum over a row is the penalty of a sequence, to be taken off the reward before the group
+    statistics; times a coefficient and taken off an advantage it acts token by token. No gradient.
+
+    Args:
+        logprobs: nats, under the policy that sampled or the one at the start of the batch.
+        estimator: k1, k2 or k3.
+    """
+    if estimator not in ESTIMATORS:
+        raise unknown("KL estimator", estimator, ESTIMATORS)
+    d, _ = _gap(logprobs, ref_logprobs, mask)
+    return jax.lax.stop_gradient(ESTIMATORS[estimator](d, jnp.zeros_like(d)))
+
+
+def _gap(logprobs: Array, ref_logprobs: Array, mask: Array) -> tuple[Array, Array]:
+    """d within +-MAX_GAP and 0 where masked; the mask."""
+    mask = jnp.asarray(mask).astype(bool)
+    d = kept(logprobs, mask) - jax.lax.stop_gradient(kept(ref_logprobs, mask))
+    return jnp.clip(d, -MAX_GAP, MAX_GAP), mask

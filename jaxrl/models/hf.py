@@ -22,6 +22,7 @@ from jaxrl.errors import UserError
 from jaxrl.models import weights
 from jaxrl.models.config import DecoderConfig, check_special_ids, special_ids
 from jaxrl.models.decoder import Layout, Params
+from jaxrl.sharding.mesh import leads
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -148,14 +149,30 @@ def save_hf(
 ) -> Path:
     """Writes a folder that transformers loads; one that stands there is replaced, in one rename.
 
+    Where several processes share the parameters' mesh, all must call and the first one writes.
+
     Args:
-        params: in either layout, on any mesh of this process; one tensor at a time visits the host.
+        params: in either layout, on any mesh; one tensor at a time visits the host.
         dtype: float32, float16 or bfloat16, of the stored weights.
         tokenizer_from: a folder whose tokenizer files are copied, or a GGUF file whose tokenizer is
             written.
     """
     read = weights.hf_tensors(params)
-    return write_folder(path, config, read, dtype=dtype, tokenizer_from=tokenizer_from)
+    unread = dict.fromkeys(weights.tensor_shapes(config))
+
+    def take(name: str) -> np.ndarray:
+        del unread[name]
+        return read(name)
+
+    devices = jax.tree.leaves(params)[0].sharding.device_set
+    try:
+        if leads(devices):
+            write_folder(path, config, take, dtype=dtype, tokenizer_from=tokenizer_from)
+    finally:
+        if any(device.process_index != jax.process_index() for device in devices):
+            for name in unread:  # all processes gather all tensors, also where the disk refuses
+                read(name)
+    return Path(path).resolve()
 
 
 def write_folder(

@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxrl.errors import UserError
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Layout, Params, abstract_params
+from jaxrl.sharding.reshard import to_host
 from jaxrl.sharding.rules import param_shardings, param_specs
 
 Index = tuple[slice, ...]
@@ -165,7 +166,7 @@ def hf_tensors(params: Params) -> Callable[[str], np.ndarray]:
     """Reader of one tensor at a time, by Hugging Face name, of parameters in either layout.
 
     What it returns is on the host, in the parameters' dtype; one layer of a stacked parameter is
-    fetched at a time.
+    fetched at a time. Processes that share the parameters' mesh must read in the same order.
     """
     flat = jax.tree_util.tree_leaves_with_path(params)
     leaves = {path_string(path): leaf for path, leaf in flat}
@@ -180,7 +181,7 @@ def hf_tensors(params: Params) -> Callable[[str], np.ndarray]:
 
     def read(name: str) -> np.ndarray:
         path, i = where[name]
-        value = np.asarray(leaves[path] if i is None else leaves[path][i])
+        value = to_host(leaves[path] if i is None else leaves[path][i])
         return value.T if path.endswith("/kernel") and not path.startswith("lm_head") else value
 
     return read

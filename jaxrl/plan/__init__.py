@@ -11,9 +11,10 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-import jax
 from rich.console import Console
 from rich.table import Table
 
@@ -21,12 +22,14 @@ from jaxrl.config import Config
 from jaxrl.model import resolve_model
 from jaxrl.models import hf
 from jaxrl.models.config import DecoderConfig
-from jaxrl.plan.advice import advise, set_key
+from jaxrl.models.encoder_config import find_folder, read_encoder
+from jaxrl.models.reward import open_reward
+from jaxrl.plan.advice import advise, relief, room, set_key
 from jaxrl.plan.scene import PoolMemory, Scene, optimizer_bytes, parallel, sections
 from jaxrl.plan.table import GB, plan_table
 from jaxrl.sharding.memory import Account, weight_bytes
 from jaxrl.sharding.mesh import Visible, bytes_limit
-from jaxrl.sharding.placement import Axes, Placement, check_visible, place
+from jaxrl.sharding.placement import Axes, Placement, check_visible, place, serve
 
 GPU_SIZES = (24, 40, 80, 141)
 """GB of the GPUs that a plan made without one is judged for."""
@@ -44,13 +47,24 @@ class Plan:
     placement: Placement
     axes: Mapping[str, Axes]
     """For each role of the run."""
-    devices: tuple[jax.Device, ...]
-    """What the numbers in `placement` count; empty in a plan for another machine."""
+    devices: tuple[Any, ...]
+    """What the numbers in `placement` count (`Visible.devices`); empty in a plan for another
+    machine."""
+    launcher: str
+    """`local` or `ray`."""
     accounts: Mapping[str, Account]
     pools: tuple[PoolMemory, ...]
     notes: tuple[str, ...]
     verdict: tuple[str, ...]
     advice: tuple[str, ...]
+    relief: Callable[[str], list[str]]
+    """Role -> keys to change where it runs out of memory though the plan says otherwise."""
+
+    @property
+    def runs(self) -> tuple[str, ...]:
+        """Every role of the run, those without devices too."""
+        placed = self.placement.roles.items()
+        return tuple(r for r, where in placed if r in self.axes or not where.devices)
 
     @property
     def fits(self) -> bool:
@@ -100,20 +114,40 @@ def make_plan(
 
     Args:
         roles: what the algorithm asks for.
-        visible: `ensure_devices`; None plans for a machine that is not here.
+        visible: devices needed -> those that a run would get (`ensure_devices`); None plans for a
+            machine that is not here.
         limit_gb: memory of a device, where it shall not be asked for its own.
 
     Raises:
         UserError: a mesh that cannot be, in one line with both numbers.
     """
     slices = {role: section.devices for role, section in sections(config).items()}
-    placement = place(config.mesh, roles, slices)
+    served = [role for role in roles if role in services(config)]
+    placement = place(config.mesh, [role for role in roles if role not in served], slices)
     student = model_config(config.student.model)
     teacher = None if config.teacher.model is None else model_config(config.teacher.model)
     seen = Visible((), None) if visible is None else visible(placement.n_devices)
     if seen.devices:
         placement = check_visible(placement, len(seen.devices))
-    return build(config, roles, placement, student, teacher, seen, limit_gb)
+    for role in served:
+        placement = serve(placement, role)
+    roles = tuple(role for role in roles if role not in served)
+    frozen: dict[str, Any] = {}
+    if "reward" in roles and config.reward.model is not None:
+        frozen["reward"] = open_reward(config.reward.model).config
+    if "grouper" in roles and config.grouper.model is not None:
+        frozen["grouper"] = read_encoder(find_folder(config.grouper.model))[0]
+    return build(config, roles, placement, student, teacher, seen, limit_gb, frozen)
+
+
+def services(config: Config) -> dict[str, str]:
+    """Roles of the run that take no devices -> why."""
+    found = {}
+    if config.teacher.address is not None:
+        found["teacher"] = f"it answers at {config.teacher.address}"
+    if config.learns_from_rewards and config.reward.model is None:
+        found["reward"] = "its functions run in processes of their own"
+    return found
 
 
 def model_config(name: str) -> DecoderConfig:
@@ -132,25 +166,44 @@ def build(
     teacher: DecoderConfig | None,
     seen: Visible,
     limit_gb: float | None = None,
+    frozen: Mapping[str, Any] | None = None,
 ) -> Plan:
     """The plan of a placement on the devices `seen`; where none are, on GPUs elsewhere."""
     gpu = not seen.devices or seen.devices[0].platform == "gpu"
     limits = _limits(placement, seen, limit_gb)
-    scene = Scene(placement, tuple(roles), student, teacher, limits, fused_attention=gpu)
+    scene = Scene(
+        placement, tuple(roles), student, teacher, limits, fused_attention=gpu, **(frozen or {})
+    )
     config, chosen = _with_rollout_axes(config, scene, seen.emulated)
     axes, accounts = scene.axes(config), scene.accounts(config)
     pools = scene.pools(accounts)
-    notes = (*filter(None, [seen.note]), *placement.notes, *chosen, *_notes(config, scene, axes))
+    launcher = f"launcher: {seen.launcher} ({seen.why})" if seen.why else None
+    notes = (
+        *filter(None, [launcher, seen.note]),
+        *placement.notes,
+        *chosen,
+        *_notes(config, scene, axes),
+    )
     notes += tuple(_checkpoint_notes(config, student))
     if seen.emulated and limit_gb is None and limits[0] is not None:
         notes += (f"limit: the host's free memory, shared by {len(seen.devices)} emulated devices",)
     verdict, advice = [_verdict(placement, pools)], advise(config, scene)
+    verdict += filter(None, [room(config, scene)])
     if (seen.emulated or not seen.devices) and limit_gb is None:
         lines, there = _elsewhere(config, replace(scene, fused_attention=True))
         verdict += lines
         advice = advice if there is None else there
     return Plan(
-        placement, axes, seen.devices, accounts, pools, notes, tuple(verdict), tuple(advice)
+        placement,
+        axes,
+        seen.devices,
+        seen.launcher,
+        accounts,
+        pools,
+        notes,
+        tuple(verdict),
+        tuple(advice),
+        partial(relief, config, scene),
     )
 
 
@@ -164,7 +217,7 @@ def _limits(placement: Placement, seen: Visible, limit_gb: float | None) -> tupl
     found: list[int | None] = []
     for pool in placement.pools:
         known = [n for i in pool.devices if (n := limits[i]) is not None]
-        found.append(min(known) if len(known) == len(pool.devices) else None)
+        found.append(min(known) if known and len(known) == len(pool.devices) else None)
     return tuple(found)
 
 
@@ -197,11 +250,16 @@ def _with_rollout_axes(
 def _notes(config: Config, scene: Scene, axes: Mapping[str, Axes]) -> list[str]:
     """What the mesh does to the models and to the batch without being asked."""
     notes = []
+    for role, why in services(config).items():
+        notes.append(f"{role}: no devices here, {why}")
+    if config.teacher.address and config.distill.signal == "hidden":
+        notes.append("actor: the teacher's LM head, which it also holds, is not counted here")
     for role, sizes in axes.items():
         model = scene.model(role)
-        if model.n_kv_heads % sizes.tensor:
+        heads = model.n_kv_heads if isinstance(model, DecoderConfig) else model.n_heads
+        if heads % sizes.tensor:
             notes.append(
-                f"{role}: tensor={sizes.tensor} does not divide the {model.n_kv_heads} KV heads:"
+                f"{role}: tensor={sizes.tensor} does not divide the {heads} KV heads:"
                 " each device keeps all"
             )
         for axis, size, name, dim in (
@@ -287,6 +345,7 @@ def _elsewhere(config: Config, scene: Scene) -> tuple[list[str], list[str] | Non
         if choice is not config:
             told += f" (rollout: {there.axes(choice)['rollout']})"
         lines.append(f"on GPUs of {size} GB, of which jax takes {share:.0%}: {told}")
+        lines += [f"  {line}" for line in filter(None, [room(choice, there)])]
         if not all(pool.fits for pool in pools):
             advice += [f"for {size} GB: {line}" for line in advise(choice, there)]
     return lines, advice

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from pydantic import BaseModel
@@ -17,6 +18,8 @@ LINES = 4
 """Keys named for each pool."""
 WORTH = 0.02
 """A key is named where it saves at least this fraction of the peak."""
+MOST = 1 << 16
+"""Where the search for the largest batch ends."""
 SMALL_CHUNK = 128
 """Tokens; with fewer, the loss's matrix products get slow."""
 
@@ -38,6 +41,58 @@ def advise(config: Config, scene: Scene) -> list[str]:
         if not any(size <= memory.limit for _, size in helpful):
             lines.append(_all_of_them(config, scene, index, [change for change, _ in helpful]))
     return lines
+
+
+def room(config: Config, scene: Scene) -> str | None:
+    """How far the sizes of a batch may grow, each alone, until the first pool is full; None where
+    no limit is known or the run does not fit as it is.
+    """
+    if all(limit is None for limit in scene.limits) or not _fits(config, scene, []):
+        return None
+    positions = scene.student.max_positions - config.max_prompt_tokens
+    most = {"batch_size": MOST, "group_size": MOST, "max_new_tokens": min(MOST, positions)}
+    found = []
+    for key, limit in most.items():
+        now: int = getattr(config, key)
+        largest = _largest(config, scene, key, now, limit)
+        more = " or more" if largest == MOST else ""
+        found.append(f"{key} up to {largest}{more} (now {now})")
+    return f"room, each alone: {', or '.join(found)}"
+
+
+def _fits(config: Config, scene: Scene, changes: list[Change]) -> bool:
+    for key, value in changes:
+        config = set_key(config, key, value)
+    return all(pool.fits for pool in scene.pools(scene.accounts(config)))
+
+
+def _largest(config: Config, scene: Scene, key: str, low: int, most: int) -> int:
+    """The largest value of a key, from `low`, which fits, to `most`, that fits; exact up to 5%."""
+
+    def fits(n: int) -> bool:
+        return _fits(config, scene, [(key, n)])
+
+    high = low
+    while high < most and fits(min(2 * high, most)):
+        high = min(2 * high, most)
+    low, high = high, min(2 * high, most)
+    while high - low > max(1, low // 20):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def relief(config: Config, scene: Scene, role: str) -> list[str]:
+    """Keys that make the pool of a role smaller, for one that ran out of memory all the same."""
+    index = scene.placement.roles[role].pool
+    now = scene.pools(scene.accounts(config))[index].bytes
+    limits = list(scene.limits)
+    limits[index] = now // 2
+    tight = replace(scene, limits=tuple(limits))
+    return [
+        f"{key}={show(value)} takes {size / 1e9:.2f} GB in place of {now / 1e9:.2f}"
+        for (key, value), size in _helpful(config, tight, index)[:LINES]
+    ]
 
 
 def _helpful(config: Config, scene: Scene, index: int) -> list[tuple[Change, int]]:

@@ -15,6 +15,8 @@ from jaxrl.config import Config, DistillConfig, OptimizerConfig, ParallelConfig,
 from jaxrl.errors import UserError
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import abstract_params
+from jaxrl.models.encoder_config import EncoderConfig
+from jaxrl.models.frozen_memory import grouper_account, reward_account
 from jaxrl.optimizer import make_optimizer, state_shardings
 from jaxrl.sampling.engine import PREFILL_TOKENS, power_of_two
 from jaxrl.schedule import SCHEDULES
@@ -35,6 +37,8 @@ JSD_ARRAYS, KL_ARRAYS, LEAN_ARRAYS, SCORE_ARRAYS = 7, 6, 5, 3
 """Float32 arrays [chunk, V] alive at once in a loss of both models' logits that keeps its gradients
 (a divergence between the two ends, at one of them), in one that does not, and in one that reads a
 few log-probs of one model's."""
+TEMPLATE_TOKENS = 128
+"""Room for the reward model's own template, and for a tokenizer that needs more tokens."""
 ENTROPY_ARRAYS = 2
 """And with the entropy-aware term."""
 
@@ -66,9 +70,12 @@ class Scene:
     limits: tuple[int | None, ...]
     """Bytes of the smallest device of each pool."""
     fused_attention: bool
+    reward: DecoderConfig | None = None
+    grouper: EncoderConfig | None = None
 
-    def model(self, role: str) -> DecoderConfig:
-        return self.teacher if role == "teacher" and self.teacher is not None else self.student
+    def model(self, role: str) -> DecoderConfig | EncoderConfig:
+        own = {"teacher": self.teacher, "reward": self.reward, "grouper": self.grouper}
+        return own.get(role) or self.student
 
     def axes(self, config: Config) -> dict[str, Axes]:
         """Mesh axes of each role of the run.
@@ -86,8 +93,31 @@ class Scene:
 
     def accounts(self, config: Config) -> dict[str, Account]:
         """Memory of each role of the run."""
-        inputs = memory_inputs(config, self, self.axes(config))
-        return {role: ACCOUNTS[role](inputs) for role in self.roles if role in ACCOUNTS}
+        axes = self.axes(config)
+        inputs = memory_inputs(config, self, axes)
+        found = {role: ACCOUNTS[role](inputs) for role in self.roles if role in ACCOUNTS}
+        longest = config.max_prompt_tokens + config.max_new_tokens
+        if self.reward is not None:
+            r = config.reward
+            found["reward"] = reward_account(
+                self.reward,
+                axes["reward"],
+                r.dtype,
+                batch_tokens=r.batch_tokens,
+                longest=r.max_tokens or longest + TEMPLATE_TOKENS,
+                fused_attention=self.fused_attention,
+            )
+        if self.grouper is not None:
+            g = config.grouper
+            found["grouper"] = grouper_account(
+                self.grouper,
+                axes["grouper"],
+                g.dtype,
+                batch_tokens=g.batch_tokens,
+                longest=config.max_new_tokens,
+                fused_attention=self.fused_attention,
+            )
+        return found
 
     def pools(self, accounts: Mapping[str, Account]) -> tuple[PoolMemory, ...]:
         """The fullest device of each pool; roles on the same device add up."""
@@ -99,7 +129,7 @@ class Scene:
                 )
                 for device in pool.devices
             ]
-            found.append(PoolMemory(*max(loads), limit))
+            found.append(PoolMemory(*max(loads, default=(0, "nothing")), limit))
         return tuple(found)
 
     def together(self, a: str, b: str) -> bool:
@@ -113,7 +143,14 @@ class Scene:
 
 def sections(config: Config) -> dict[str, RoleConfig]:
     """Role -> its section of the config; other roles have only defaults."""
-    return {"actor": config.actor, "rollout": config.rollout, "teacher": config.teacher}
+    return {
+        "actor": config.actor,
+        "rollout": config.rollout,
+        "teacher": config.teacher,
+        "reference": config.reference,
+        "reward": config.reward,
+        "grouper": config.grouper,
+    }
 
 
 def parallel(config: Config, role: str) -> ParallelConfig:
@@ -140,7 +177,7 @@ def memory_inputs(config: Config, scene: Scene, axes: Mapping[str, Axes]) -> Mem
         slots=config.rollout.slots or rows,
         prefill_rows={role: _prefill_rows(config, sizes) for role, sizes in axes.items()},
         remat=a.remat,
-        minibatches=a.minibatches,
+        minibatches=config.minibatches,
         micro_batch_tokens=a.micro_batch_tokens,
         chunk_tokens=d.chunk_tokens,
         loss_arrays=_loss_arrays(d, signal),
@@ -165,6 +202,8 @@ def memory_inputs(config: Config, scene: Scene, axes: Mapping[str, Axes]) -> Mem
         shared_weights=one_mesh and config.rollout.dtype == a.param_dtype,
         copies_at_sync=0 if one_mesh else 2 if scene.together("actor", "rollout") else 1,
         fused_attention=scene.fused_attention,
+        reference_dtype=config.reference.dtype,
+        reference_microbatches=config.reference.num_microbatches,
     )
 
 
@@ -264,7 +303,7 @@ def optimizer_scratch(
     return copies * weights + last
 
 
-def _check_heads(role: str, model: DecoderConfig, axes: Axes) -> None:
+def _check_heads(role: str, model: DecoderConfig | EncoderConfig, axes: Axes) -> None:
     if model.n_heads % axes.tensor == 0:
         return
     allowed = [t for t in range(1, axes.size + 1) if model.n_heads % t == 0 and axes.size % t == 0]

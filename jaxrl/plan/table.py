@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import get_args
+from typing import Any, get_args
 
-import jax
 from rich import box
 from rich.table import Table
 
 from jaxrl.plan.scene import PoolMemory
+from jaxrl.runtime.cluster import ClusterDevice
 from jaxrl.sharding.memory import Account, Column
 from jaxrl.sharding.placement import Axes, Placement, device_list
 
@@ -22,7 +22,7 @@ Show = Callable[[int | None], str]
 def plan_table(
     placement: Placement,
     axes: Mapping[str, Axes],
-    devices: Sequence[jax.Device],
+    devices: Sequence[Any],
     accounts: Mapping[str, Account],
     pools: Sequence[PoolMemory],
 ) -> Table:
@@ -60,16 +60,20 @@ def plan_table(
 
 
 def _where(
-    role: str, placement: Placement, axes: Mapping[str, Axes], devices: Sequence[jax.Device]
+    role: str, placement: Placement, axes: Mapping[str, Axes], devices: Sequence[Any]
 ) -> tuple[str, str, str, str]:
     """Role, devices (platform, ids), processes, mesh."""
     numbers = placement.roles[role].devices
+    if not numbers:
+        return role, "none", "-", "-"
     mesh = str(axes[role]) if role in axes else "not used"
     if not devices:
         return role, device_list(numbers), "?", mesh
     mine = [devices[i] for i in numbers]
     processes = device_list({device.process_index for device in mine})
-    return role, f"{mine[0].platform} {device_list(d.id for d in mine)}", processes, mesh
+    hosts = dict.fromkeys(d.host for d in mine if isinstance(d, ClusterDevice))
+    where = f"{processes} ({', '.join(hosts)})" if hosts else processes
+    return role, f"{mine[0].platform} {device_list(d.id for d in mine)}", where, mesh
 
 
 def _sizes(account: Account | None, memory: PoolMemory, show: Show) -> list[str]:

@@ -1,8 +1,9 @@
 """How right a completion is: pure functions of its text and what its prompt carries.
 
 A verifier takes (completion text, prompt) and returns a score in [0, 1], or None where the prompt
-has no
-answer to compare with: such a completion is left out of every mean, it does not count as wrong.
+has no answer to compare with: such a completion is left out of every mean, it does not count as
+wrong. Some compute with what a completion says, which may take for ever: `verifier` has those run
+in a process that can be killed.
 """
 
 from __future__ import annotations
@@ -11,15 +12,19 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from fractions import Fraction
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, Protocol
 
 from jaxrl.data import arithmetic
 from jaxrl.data.tasks import make_dataset
 from jaxrl.errors import UserError, unknown
+from jaxrl.rewards.items import Item, Source
+from jaxrl.rewards.pool import RewardPool
 
 TOLERANCE = 1e-6
 """Relative difference at which two numbers are equal where one of them is not whole."""
+TIMEOUT_S, STARTUP_S = 10.0, 120.0
+"""Seconds for one completion in a process, and for its imports before."""
 _NUMBER = re.compile(
     r"(?:(?<![\w.)\]}])[-+])?"  # a sign, unless it is an operator after an operand
     r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d{1,3}(?!\d))?"
@@ -70,7 +75,7 @@ def number(completion: str, prompt: Judged) -> float | None:
         wanted = last_number(answer)
         if wanted is None:
             raise UserError(
-                f"data.verifier: number: the answer {answer!r} has no number; choose exact, "
+                f"verifier number: the answer {answer!r} has no number; choose exact, "
                 "contains or math"
             )
         got = last_number(completion)
@@ -102,7 +107,7 @@ def math(completion: str, prompt: Judged) -> float | None:
         from math_verify import parse, verify  # an optional package
     except ImportError as error:
         raise UserError(
-            "data.verifier: math needs the extra `tasks`: pip install 'jaxrl[tasks]'"
+            "verifier math needs the extra `tasks`: pip install 'jaxrl[tasks]'"
         ) from error
 
     # Its time limits are signals, which only a main thread may set: None switches them off.
@@ -111,9 +116,7 @@ def math(completion: str, prompt: Judged) -> float | None:
             f"${answer}$" if "\\" in answer and "$" not in answer else answer, parsing_timeout=None
         )
         if not gold:
-            raise UserError(
-                f"data.verifier: math: the answer {answer!r} is no expression; choose exact"
-            )
+            raise UserError(f"verifier math: the answer {answer!r} is no expression; choose exact")
         return bool(verify(gold, parse(completion, parsing_timeout=None), timeout_seconds=None))
 
     return _with_answer(prompt, equal)
@@ -169,10 +172,41 @@ VERIFIERS: dict[str, Verifier] = {
 
 
 def verifier(name: str) -> Verifier:
-    """One of VERIFIERS by its name."""
+    """One of VERIFIERS by its name, which judges within TIMEOUT_S or, as None, not at all."""
     if name not in VERIFIERS:
         raise unknown("data.verifier", name, VERIFIERS)
-    return VERIFIERS[name]
+    judge = VERIFIERS[name]
+
+    def within_the_time(completion: str, prompt: Judged) -> float | None:
+        if not may_hang(name, prompt):
+            return judge(completion, prompt)
+        return _judge_in_process(name, completion, prompt)
+
+    return within_the_time
+
+
+def may_hang(name: str, prompt: Judged) -> bool:
+    """Whether the verifier computes with what the completion says: `9**9**9` is enough."""
+    if name == "math":
+        return prompt.answer is not None
+    task = str(prompt.columns.get("task", ""))
+    return name in ("auto", "reasoning_gym") and task.startswith("reasoning_gym/")
+
+
+def _judge_in_process(name: str, completion: str, prompt: Judged) -> float | None:
+    item = Item("", completion, prompt.answer, prompt.columns)
+    scores = _pool(name).submit(0, [item]).result()
+    failure = scores.failures.get(0)
+    if failure is not None and failure.kind == "user":
+        raise UserError(failure.text)
+    return scores.values[0]
+
+
+@cache
+def _pool(name: str) -> RewardPool:
+    """One process for each such verifier; it ends with this one."""
+    source = Source(name, name, "verifier")
+    return RewardPool([source], workers=1, timeout=TIMEOUT_S, startup=STARTUP_S)
 
 
 def last_number(text: str) -> Fraction | None:
@@ -223,7 +257,7 @@ def _with_answer(prompt: Judged, judge: Callable[[str], float | bool]) -> float 
 
 @lru_cache(maxsize=64)
 def _dataset(name: str, options: str) -> Any:
-    return make_dataset(name, json.loads(options), "data.verifier")
+    return make_dataset(name, json.loads(options), "verifier reasoning_gym")
 
 
 def _own_score(dataset: Any, answer: str, entry: Mapping[str, Any]) -> float:

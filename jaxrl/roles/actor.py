@@ -21,18 +21,31 @@ from jaxrl.config import Config
 from jaxrl.errors import RunError
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Params, abstract_params, cast, unstack
+from jaxrl.models.hf import save_hf
 from jaxrl.optimizer import learning_rate, make_optimizer, state_shardings
 from jaxrl.roles.microbatch import minibatch_rows, split_rows
 from jaxrl.runtime.worker import phase
-from jaxrl.sharding.reshard import nbytes, reshard
+from jaxrl.sharding.mesh import leads
+from jaxrl.sharding.reshard import nbytes, put, reshard, to_host
 from jaxrl.sharding.rules import param_shardings
-from jaxrl.types import Rollout, TrainBatch
+from jaxrl.signals import completion_logprobs
+from jaxrl.types import Rollout, Totals, TrainBatch
 
 SumCount = tuple[jax.Array, jax.Array]
-Loss = Callable[[Params, Mapping[str, Any], TrainBatch], tuple[SumCount, dict[str, SumCount]]]
-"""(parameters, frozen arrays, micro-batch) -> ((loss sum, count), metrics as (sum, count));
-differentiable sum.
+Sums = dict[str, SumCount]
+Loss = Callable[
+    [Params, Mapping[str, Any], TrainBatch, Totals],
+    tuple[SumCount, Sums, dict[str, jax.Array]],
+]
+"""(parameters, frozen arrays, micro-batch, totals of the update) -> ((loss sum, count), metrics as
+(sum, count), metrics of which the largest counts); differentiable sum.
 """
+Prepare = Callable[[Rollout, Mapping[str, Any]], tuple[TrainBatch, dict[str, float]]]
+"""(rollout, what each scorer said of it) -> what is trained on, on the host or on its way; and what
+to tell of it.
+"""
+Finish = Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, float]]
+"""(sums of all updates, maxima) -> the metrics of the batch."""
 
 
 @jax.tree_util.register_dataclass
@@ -54,9 +67,10 @@ class Weights:
     version: int
     """Batches trained into it."""
     params: Params
-    """Unstacked layout, in the receiver's dtype, on the receiver's mesh."""
+    """Unstacked layout, in the receiver's dtype. Arrays on the receiver's mesh, or on the actor's
+    where that is not of this worker; in place of these, `Shards` arrive there."""
     nbytes: int
-    """Bytes that moved; leaves shared with the sender did not."""
+    """Bytes that move; leaves shared with the sender do not."""
     seconds: float
     """Cast, unstacking and transfer."""
 
@@ -70,31 +84,33 @@ class Actor:
         model: DecoderConfig,
         mesh: Mesh,
         load: Callable[[Any], Params],
-        prepare: Callable[[Rollout, Any], TrainBatch],
+        prepare: Prepare,
         loss: Loss,
+        finish: Finish,
         frozen: Mapping[str, Any],
-        receiver: Any,
+        receiver: Any | None,
         run_dir: Path,
         restore: Path | None = None,
     ):
         """
         Args:
             load: dtype -> parameters in the stacked layout on `mesh`.
-            prepare: (rollout, what the scorers said of it) -> what is trained on.
+            finish: makes figures of what the loss told.
             frozen: arrays on `mesh` that the loss reads and nobody trains (the teacher's head).
-            receiver: shardings, in the unstacked layout, of the role that samples.
+            receiver: shardings, in the unstacked layout, of the role that samples; None where that
+                is in another worker.
             run_dir: where the batch of a non-finite gradient is dumped.
             restore: a checkpoint to go on from, in place of `load`.
         """
         self.config, self.model, self.mesh = config, model, mesh
         self.version = 0
-        self._prepare, self._loss = prepare, loss
+        self._prepare, self._loss, self._finish = prepare, loss, finish
         self._frozen, self._receiver, self._run_dir = frozen, receiver, run_dir
         self._skipped_in_a_row = 0
-        self._saving: Saving | None = None
+        self._savings: dict[int, Saving] = {}
         c = config.actor
         self._rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
-        per_batch = c.minibatches * c.epochs_per_batch
+        per_batch = config.updates_per_batch
         self._rate = learning_rate(config.optimizer, config.steps * per_batch)
         moment_dtype = jnp.dtype(c.moment_dtype)
         optimizer = make_optimizer(config.optimizer, config.steps * per_batch, moment_dtype)
@@ -115,41 +131,51 @@ class Actor:
         self._update = jax.jit(
             self._make_update(optimizer), donate_argnums=0, out_shardings=(placed, self._everywhere)
         )
+        self._old = self._make_old()
         self._cast = jax.jit(
             lambda params, dtype: unstack(cast(params, dtype)),
             static_argnums=1,
             out_shardings=param_shardings(model, mesh, "unstacked"),
         )
 
-    def update(self, rollout: Rollout, scores: Any, step: int) -> dict[str, float]:
+    def update(self, rollout: Rollout, scores: Mapping[str, Any], step: int) -> dict[str, float]:
         """Trains on one rollout batch: `epochs_per_batch` passes of `minibatches` updates each.
 
         Returns the metrics of the whole batch. A non-finite gradient changes nothing, dumps the
         batch, and after `actor.max_nonfinite` such updates in a row ends the run.
+
+        Args:
+            scores: role -> what it said of the rollout, a list of parts; of `jax.Array` on any mesh
+                of this process group, `Shards` or numpy arrays.
         """
         c = self.config.actor
-        batch = self._prepare(rollout, scores)
+        batch, prepared = self._prepare(rollout, scores)
         lengths = np.asarray(batch.sequences.mask).sum(-1)
         with phase("place the batch"):
             placed = reshard(batch, self._rows)
-        totals: dict[str, list[float]] = {}
+        if batch.advantages is not None and self.config.updates_per_batch > 1:
+            placed = self._with_old_logprobs(placed, lengths)
+        totals: dict[str, list[Any]] = {}
+        largest: dict[str, float] = {}
         norms: list[float] = []
         last: dict[str, float] = {}
         skipped = 0
         for epoch in range(c.epochs_per_batch):
             seed = (self.config.seed, step, epoch)
-            for rows in minibatch_rows(lengths, c.minibatches, seed):
+            for rows in minibatch_rows(lengths, self.config.minibatches, seed):
                 index = self._micro_batches(rows, lengths, batch.sequences.tokens.shape[1])
                 with phase(f"update {epoch + 1}/{c.epochs_per_batch}"):
                     self.state, out = self._update(self.state, self._frozen, placed, index)
-                    sums, last = jax.device_get(out)
+                    sums, maxima, last = jax.device_get(out)
                 if last["finite"]:
                     norms.append(float(last["grad_norm"]))
                 for name, pair in sums.items():
                     totals.setdefault(name, []).append(pair)
-                skipped += self._count_skipped(bool(last["finite"]), batch, rows, step)
+                for name, value in maxima.items():
+                    largest[name] = max(largest.get(name, 0.0), float(value))
+                skipped += self._count_skipped(bool(last["finite"]), placed, rows, step)
         self.version += 1
-        told = {name: _ratio(pairs) for name, pairs in totals.items()}
+        told = prepared | self._finish(_added(totals), largest)
         updates = int(jax.device_get(self.state.updates))
         return told | {
             "actor/grad_norm": float(np.mean(norms)) if norms else float("nan"),
@@ -165,18 +191,21 @@ class Actor:
         Sent from here, and not fetched, because the next update donates the buffers that a cast to
         the same dtype shares. On one mesh such leaves are shared with the receiver, without a copy:
         it is on the same worker then, and never samples between an update and the next `publish`.
+        Without a receiver the weights stay on the actor's mesh, for the caller to send before the
+        next update.
         """
         if version != self.version:
             raise RuntimeError(f"asked for version {version}, the actor holds {self.version}")
         start = time.monotonic()
         with phase(f"send version {version}"):
             cast = self._cast(self.state.params, jnp.dtype(dtype))
-            params = jax.block_until_ready(reshard(cast, self._receiver))
+            params = cast if self._receiver is None else reshard(cast, self._receiver)
+            jax.block_until_ready(params)
         pairs = zip(jax.tree.leaves(cast), jax.tree.leaves(params), strict=True)
-        moved = nbytes([new for old, new in pairs if new is not old])
+        moved = nbytes([new for old, new in pairs if self._receiver is None or new is not old])
         return Weights(version, params, moved, time.monotonic() - start)
 
-    def save(self, folder: Path, step: int) -> Saving:
+    def save(self, folder: Path, step: int) -> int:
         """Starts to write what a later `restore` needs; `step` is checked.
 
         Returns once the state is on the host; training may go on while it is written. Waits for an
@@ -184,9 +213,9 @@ class Actor:
         """
         if step != self.version:
             raise RuntimeError(f"asked to save step {step}, the actor holds {self.version}")
-        if self._saving is not None:
+        for saving in self._savings.values():
             with phase("write the checkpoint before"), contextlib.suppress(Exception):
-                self._saving.wait()  # who asked for it is told what went wrong
+                saving.wait()  # `saved` tells what went wrong
         counters = {
             "version": self.version,
             "updates": int(self.state.updates),
@@ -194,8 +223,33 @@ class Actor:
         }
         state = {"params": self.state.params, "opt_state": self.state.opt_state}
         with phase(f"save step {step}"):
-            self._saving = save_arrays(folder / ACTOR, state | {"counters": counters})
-        return self._saving
+            saving = save_arrays(folder / ACTOR, state | {"counters": counters})
+        self._savings = {**self._savings, step: saving}
+        return step
+
+    def saved(self, step: int) -> str | None:
+        """Waits until the save of `step` is on disk; tells what went wrong, or None.
+
+        The one method that another thread may call while this role works.
+        """
+        saving = self._savings.get(step)
+        if saving is None:
+            return f"no save of step {step} was begun here"
+        try:
+            saving.wait()
+        except Exception as error:
+            return str(error).strip() or type(error).__name__
+        return None
+
+    def export(self, folder: Path, tokenizer_from: Path | None) -> str | None:
+        """Writes the policy as a Hugging Face folder; tells what the disk refused, or None."""
+        dtype, params = self.config.actor.param_dtype, self.state.params
+        with phase("export the policy"):
+            try:
+                save_hf(folder, self.model, params, dtype=dtype, tokenizer_from=tokenizer_from)
+            except OSError as error:
+                return error.strerror or str(error)
+        return None
 
     def _restore(self, folder: Path, tree: Any, shardings: Any) -> None:
         """Into the shapes, dtypes and shardings of this run, whatever they were."""
@@ -212,11 +266,7 @@ class Actor:
         self.state = TrainState(loaded["params"], loaded["opt_state"], updates)
 
     def _scalar(self, value: int) -> jax.Array:
-        return jax.device_put(np.int32(value), self._everywhere)
-
-    def parameters(self) -> Params:
-        """The policy as it is, in the stacked layout (for export at the end of a run)."""
-        return self.state.params
+        return put(np.int32(value), self._everywhere)
 
     def _micro_batches(self, rows: np.ndarray, lengths: np.ndarray, width: int) -> np.ndarray:
         """[n, b] row numbers, -1 where there is none; b is a multiple of the mesh's row shards."""
@@ -230,18 +280,21 @@ class Actor:
         value_and_grad = jax.value_and_grad(self._micro_loss, has_aux=True)
 
         def accumulate(params: Params, frozen: Any, batches: TrainBatch) -> Any:
-            """Gradient of the summed loss over all micro-batches, with its sums and counts."""
+            """Gradient of the summed loss over all micro-batches, with its sums and maxima."""
+            totals = _totals(batches)
             first, rest = _head_and_tail(batches)
-            (_, sums), grads = value_and_grad(params, frozen, first)
+            (_, (sums, maxima)), grads = value_and_grad(params, frozen, first, totals)
             if rest is None:
-                return grads, sums
+                return grads, sums, maxima
             grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
 
             def body(carry: Any, batch: TrainBatch) -> tuple[Any, None]:
-                (_, sums), grads = value_and_grad(params, frozen, batch)
-                return jax.tree.map(lambda a, b: a + b.astype(a.dtype), carry, (grads, sums)), None
+                *added, largest = carry
+                (_, (sums, maxima)), grads = value_and_grad(params, frozen, batch, totals)
+                added = jax.tree.map(lambda a, b: a + b.astype(a.dtype), added, [grads, sums])
+                return (*added, jax.tree.map(jnp.maximum, largest, maxima)), None
 
-            return jax.lax.scan(body, (grads, sums), rest)[0]
+            return jax.lax.scan(body, (grads, sums, maxima), rest)[0]
 
         def apply(state: TrainState, grads: Any) -> TrainState:
             changes, opt_state = optimizer.update(grads, state.opt_state, state.params)
@@ -249,19 +302,52 @@ class Actor:
             return TrainState(params, opt_state, state.updates + 1)
 
         def update(state: TrainState, frozen: Any, batch: TrainBatch, rows: jax.Array) -> Any:
-            grads, sums = accumulate(state.params, frozen, _take(batch, rows, spec))
+            grads, sums, maxima = accumulate(state.params, frozen, _take(batch, rows, spec))
             count = jnp.maximum(sums["loss"][1], 1)
             grads = jax.tree.map(lambda g: (g / count).astype(g.dtype), grads)
             norm = optax.tree.norm(grads)
             finite = jnp.isfinite(norm) & jnp.isfinite(sums["loss"][0])
             new = jax.lax.cond(finite, apply, lambda state, grads: state, state, grads)
-            return new, (sums, {"grad_norm": norm, "finite": finite})
+            return new, (sums, maxima, {"grad_norm": norm, "finite": finite})
 
         return update
 
-    def _micro_loss(self, params: Params, frozen: Any, batch: TrainBatch) -> Any:
-        (total, count), metrics = self._loss(params, frozen, batch)
-        return total, {"loss": (total, count), **metrics}
+    def _micro_loss(self, params: Params, frozen: Any, batch: TrainBatch, totals: Totals) -> Any:
+        (total, count), metrics, maxima = self._loss(params, frozen, batch, totals)
+        return total, ({"loss": (total, count), **metrics}, maxima)
+
+    def _make_old(self) -> Any:
+        """The jitted pass that tells the policy's log-probs before the batch changes it."""
+        spec = NamedSharding(self.mesh, PartitionSpec(None, ("data", "fsdp")))
+        c = self.config
+
+        def old(params: Params, batch: TrainBatch, rows: jax.Array) -> jax.Array:
+            weights = cast(params, jnp.dtype(c.actor.dtype))
+            out = jnp.zeros(batch.sequences.loss_mask.shape, jnp.float32)
+
+            def body(out: jax.Array, given: tuple[TrainBatch, jax.Array]) -> tuple[Any, None]:
+                micro, index = given
+                told = completion_logprobs(
+                    self.model,
+                    weights,
+                    micro.sequences,
+                    self.mesh,
+                    temperature=c.sampling.temperature,
+                    chunk=c.distill.chunk_tokens,
+                )
+                index = jnp.where(index < 0, len(out), index)  # beyond the end: dropped
+                return out.at[index].set(told, mode="drop"), None
+
+            return jax.lax.scan(body, out, (_take(batch, rows, spec), rows))[0]
+
+        return jax.jit(old, out_shardings=self._rows)
+
+    def _with_old_logprobs(self, placed: TrainBatch, lengths: np.ndarray) -> TrainBatch:
+        rows = np.flatnonzero(lengths > 0)
+        index = self._micro_batches(rows, lengths, placed.sequences.tokens.shape[1])
+        with phase("log-probs before the batch"):
+            plain = TrainBatch(placed.sequences)
+            return replace(placed, old_logprobs=self._old(self.state.params, plain, index))
 
     def _count_skipped(self, finite: bool, batch: TrainBatch, rows: np.ndarray, step: int) -> int:
         if finite:
@@ -269,19 +355,18 @@ class Actor:
             return 0
         self._skipped_in_a_row += 1
         path = self._run_dir / "nonfinite" / f"step_{step + 1}.npz"
-        with contextlib.suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
         tries = 1
         while path.exists():  # another minibatch of this step
             tries += 1
             path = path.with_name(f"step_{step + 1}_{tries}.npz")
-        leaves = {
-            jax.tree_util.keystr(key, simple=True, separator="."): np.asarray(leaf, _dumped(leaf))
+        arrays: dict[str, Any] = {"rows": rows} | {
+            jax.tree_util.keystr(key, simple=True, separator="."): _dumped(leaf)
             for key, leaf in jax.tree_util.tree_leaves_with_path(batch)
         }
-        arrays: dict[str, Any] = {"rows": rows, **leaves}
-        with contextlib.suppress(OSError):  # a full disk ends no run
-            np.savez(path, **arrays)
+        if leads(self.mesh.devices.flat):
+            with contextlib.suppress(OSError):  # a full disk ends no run
+                path.parent.mkdir(parents=True, exist_ok=True)
+                np.savez(path, **arrays)
         if self._skipped_in_a_row >= self.config.actor.max_nonfinite:
             raise RunError(
                 f"the gradient was not finite {self._skipped_in_a_row} updates in a row"
@@ -303,18 +388,33 @@ def _take(batch: TrainBatch, rows: jax.Array, spec: NamedSharding) -> TrainBatch
     return replace(taken, sequences=sequences)
 
 
+def _totals(batches: TrainBatch) -> Totals:
+    """Of all micro-batches [n, b, ...] together."""
+    mask = batches.sequences.loss_mask
+    tokens, sequences = mask.sum(dtype=jnp.float32), mask.any(-1).sum(dtype=jnp.float32)
+    return Totals(jnp.maximum(tokens, 1), jnp.maximum(sequences, 1))
+
+
 def _head_and_tail(batches: TrainBatch) -> tuple[TrainBatch, TrainBatch | None]:
     first = jax.tree.map(lambda x: x[0], batches)
     n = batches.sequences.tokens.shape[0]
     return first, None if n == 1 else jax.tree.map(lambda x: x[1:], batches)
 
 
-def _ratio(pairs: list[Any]) -> float:
-    """Sum over all updates / count over all updates; 0 where nothing counted."""
-    total, count = (float(sum(p[i] for p in pairs)) for i in (0, 1))
-    return total / count if count else 0.0
+def _added(totals: Mapping[str, list[Any]]) -> dict[str, tuple[float, float]]:
+    """(sum, count) of each metric, over all updates."""
+    return {
+        name: (float(sum(p[0] for p in pairs)), float(sum(p[1] for p in pairs)))
+        for name, pairs in totals.items()
+    }
 
 
-def _dumped(leaf: Any) -> Any:
+def ratios(sums: Mapping[str, Any], maxima: Mapping[str, Any]) -> dict[str, float]:
+    """Each sum by its count, 0 where nothing counted: the usual `Finish`."""
+    told = {name: total / count if count else 0.0 for name, (total, count) in sums.items()}
+    return told | dict(maxima)
+
+
+def _dumped(leaf: jax.Array) -> np.ndarray:
     """numpy's file format has no bfloat16."""
-    return np.float32 if leaf.dtype == jnp.bfloat16 else leaf.dtype
+    return to_host(leaf).astype(np.float32 if leaf.dtype == jnp.bfloat16 else leaf.dtype)

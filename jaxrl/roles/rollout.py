@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.config import Config
 from jaxrl.data.batch import make_rollout
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import Params
+from jaxrl.models.decoder import Params, abstract_params
+from jaxrl.models.weights import path_string
 from jaxrl.roles.actor import Weights
 from jaxrl.runtime.worker import detail, phase, stopping
 from jaxrl.sampling.engine import Engine, SamplingParams
 from jaxrl.sharding.mesh import verify_arrays
-from jaxrl.sharding.reshard import reshard
+from jaxrl.sharding.reshard import put, reshard, to_host
 from jaxrl.sharding.rules import param_shardings
 from jaxrl.signals import Projection, policy_topk
 from jaxrl.types import Completion, Prompt, Rollout
@@ -70,16 +72,38 @@ class Sampler:
         self._topk = jax.jit(partial(policy_topk, projection, model))
 
     def load(self, weights: Weights) -> dict[str, float]:
-        """Takes the next version of the policy and frees the old one."""
+        """Takes the next version of the policy, once the old one is freed."""
         if self.version >= 0 and weights.version <= self.version:
             raise RuntimeError(f"got version {weights.version} after version {self.version}")
-        self.params, self.version = reshard(weights.params, self._shardings), weights.version
+        self._check_fit(weights)
+        start = time.monotonic()
+        self.params = None
+        with phase(f"load version {weights.version}"):
+            self.params = jax.block_until_ready(reshard(weights.params, self._shardings))
+        self.version = weights.version
         verify_arrays("rollout", self.params, self.mesh)
+        seconds = weights.seconds + time.monotonic() - start
         return {
-            "time/weight_sync_s": weights.seconds,
+            "time/weight_sync_s": seconds,
             "weights/sync_bytes": float(weights.nbytes),
-            "weights/sync_gbps": weights.nbytes / max(weights.seconds, 1e-9) / 1e9,
+            "weights/sync_gbps": weights.nbytes / max(seconds, 1e-9) / 1e9,
         }
+
+    def _check_fit(self, weights: Weights) -> None:
+        """Names, shapes and dtypes against those of this role's model."""
+        expected, found = self._expected, _described(weights.params)
+        for name in expected | found:
+            if found.get(name) != expected.get(name):
+                raise RuntimeError(
+                    f"version {weights.version} does not fit the model of the role that samples:"
+                    f" {name} is {found.get(name, 'missing')},"
+                    f" it must be {expected.get(name, 'left out')}"
+                )
+
+    @cached_property
+    def _expected(self) -> dict[str, str]:
+        dtype = jnp.dtype(self.config.rollout.dtype)
+        return _described(abstract_params(self.model, dtype, "unstacked"))
 
     def generate(self, prompts: Sequence[Prompt], step: int) -> Rollout:
         """`group_size` completions of each prompt, packed; the prompts' ids seed the samples."""
@@ -113,8 +137,8 @@ class Sampler:
             return rollout
         with phase("top-k of the policy"):
             rows = NamedSharding(self.mesh, PartitionSpec(("data", "fsdp")))
-            ids = self._topk(self.params, jax.device_put(rollout.sequences, rows))
-        return replace(rollout, student_topk=np.asarray(ids))
+            ids = self._topk(self.params, put(rollout.sequences, rows))
+        return replace(rollout, student_topk=to_host(ids))
 
     def sample(self, prompts: Sequence[Prompt]) -> list[list[Completion]]:
         """`eval.samples` completions of each prompt, as `eval.*` says."""
@@ -147,3 +171,9 @@ class Sampler:
                 abort=stopping,
                 on_tokens=lambda tokens, done: detail(f"{done} completions, {tokens} tokens done"),
             )
+
+
+def _described(params: Any) -> dict[str, str]:
+    """Path -> dtype and shape of each leaf."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return {path_string(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}

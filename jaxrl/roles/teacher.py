@@ -15,8 +15,8 @@ class Teacher:
     def __init__(self, scorer: Scorer, sampler: Sampler | None):
         self._scorer, self._sampler = scorer, sampler
 
-    def score(self, rollout: Rollout) -> TeacherSignal:
-        return self._scorer.score(rollout)
+    def score(self, rollout: Rollout, part: int = 0, parts: int = 1) -> TeacherSignal | None:
+        return self._scorer.score(rollout, part, parts)
 
     def generate(self, prompts: Sequence[Prompt], step: int) -> Rollout:
         return self._samples().generate(prompts, step)

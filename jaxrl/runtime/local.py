@@ -9,20 +9,41 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 
 from jaxrl.errors import RunError, UserError
-from jaxrl.runtime.worker import DeadlineExceeded, Phase, Times, WorkerError, enter
+from jaxrl.runtime.worker import (
+    DeadlineExceeded,
+    OutOfMemory,
+    Phase,
+    Times,
+    WorkerError,
+    WorkerState,
+    enter,
+    leaves,
+    replaced,
+)
 
 
 class Stopped(RunError):
     """A call that was dropped because the run is over."""
 
 
+@runtime_checkable
+class Elsewhere(Protocol):
+    """A value of another process, as an argument."""
+
+    def arrive(self, stopping: Callable[[], bool]) -> Any:
+        """Waits for it; the driver bounds the wait."""
+        ...
+
+
+NO_ROOM = "RESOURCE_EXHAUSTED"
+"""How XLA's error of a device without room begins."""
 POLL_S = 0.5
 """How often a wait looks whether a deadline has passed."""
 
@@ -38,6 +59,10 @@ class LocalFuture:
     kwargs: Mapping[str, Any]
     deadline: float
     """Seconds that the call itself may take, from its start."""
+    aside: bool = False
+    """Beside the queue of the worker, on a thread of its own."""
+    then: Callable[[Any], Any] | None = None
+    """Makes of the result what is kept, in the worker, before its next call."""
     times: Times = field(default_factory=Times)
     _once: bool = False
     _done: threading.Event = field(default_factory=threading.Event)
@@ -65,7 +90,7 @@ class LocalFuture:
         """Raises for a failure in any worker, and for the late call that this one waits for."""
         for worker in self.worker.crew:
             worker.check_alive()
-        running = self.worker.running
+        running = None if self.aside else self.worker.running
         if running is not None and running is not self and not self.done():
             running.check_self()
         self.check_self()
@@ -81,7 +106,7 @@ class LocalFuture:
             raise DeadlineExceeded(self.diagnosis(elapsed))
 
     def inputs(self) -> list[LocalFuture]:
-        values = (*self.args, *self.kwargs.values())
+        values = leaves([list(self.args), dict(self.kwargs)])
         return [value for value in values if isinstance(value, LocalFuture)]
 
     def diagnosis(self, elapsed: float) -> str:
@@ -133,7 +158,7 @@ class LocalWorker:
 
     def start_role(self, role: str, make: Callable[[], Any], deadline: float) -> LocalFuture:
         """Makes the role inside the worker; workers start up side by side."""
-        return self._submit(LocalFuture(self, role, "start", (make,), {}, deadline))
+        return self.submit(LocalFuture(self, role, "start", (make,), {}, deadline))
 
     def handle(self, role: str) -> LocalHandle:
         return LocalHandle(self, role)
@@ -162,14 +187,40 @@ class LocalWorker:
         """
         return stop_all([self], timeout)
 
-    def _submit(self, future: LocalFuture) -> LocalFuture:
-        self._calls.put(future)
+    def submit(self, future: LocalFuture) -> LocalFuture:
+        if future.aside:
+            name = f"aside:{self.name}"
+            threading.Thread(target=self._aside, args=(future,), name=name, daemon=True).start()
+        else:
+            self._calls.put(future)
         return future
+
+    def state(self, restarts: int = 0) -> WorkerState:
+        return WorkerState(
+            self.name,
+            socket.gethostname(),
+            os.getpid(),
+            tuple(self._roles),
+            tuple(f"{device.platform}:{device.id}" for device in self.devices),
+            self.phase.name,
+            self.phase.detail,
+            self.phase.since,
+            time.monotonic(),
+            restarts,
+        )
+
+    def _aside(self, call: LocalFuture) -> None:
+        phase = Phase()
+        enter(phase, self._stopping.is_set)
+        self._execute(call, phase)
 
     def _run(self) -> None:
         enter(self.phase, self._stopping.is_set)
         while self._next():
-            self._enter("idle")
+            _enter(self.phase, "idle")
+        for role in self._roles.values():
+            if hasattr(role, "close"):  # it has processes of its own
+                role.close()
 
     def _next(self) -> bool:
         """Runs the next call; False at the end. Its own frame, so that no call stays alive."""
@@ -181,39 +232,47 @@ class LocalWorker:
             return True
         self.running = call
         try:
-            self._execute(call)
+            self._execute(call, self.phase)
         finally:
             self.running = None
         return True
 
-    def _execute(self, call: LocalFuture) -> None:
+    def _execute(self, call: LocalFuture, phase: Phase) -> None:
         name = f"{call.role}.{call.method}"
         try:
-            self._enter(f"{name}: waiting for arguments")
-            args = [self._value(arg) for arg in call.args]
-            kwargs = {key: self._value(arg) for key, arg in call.kwargs.items()}
-            self._enter(name)
+            _enter(phase, f"{name}: waiting for arguments")
+            args = [replaced(arg, self._value) for arg in call.args]
+            kwargs = {key: replaced(arg, self._value) for key, arg in call.kwargs.items()}
+            _enter(phase, name)
             call.times.started = time.monotonic()
             if call.method == "start":
                 self._roles[call.role] = args[0]()
                 value = None
             else:
                 value = getattr(self._roles[call.role], call.method)(*args, **kwargs)
-            call._finish(value)
+            call._finish(value if call.then is None else call.then(value))
         except (UserError, RunError) as error:  # says all there is to say
             self._fail(call, error)
-        except BaseException:
+        except BaseException as error:
+            if NO_ROOM in str(error):
+                first = str(error).strip().splitlines()[0]
+                told = f"{name} ran out of memory on {device_names(self.devices)}: {first}"
+                self._fail(call, OutOfMemory(told))
+                return
             told = f"{name} failed in worker {self.name}:\n{traceback.format_exc()}"
             self._fail(call, WorkerError(told))
         finally:
             call.args, call.kwargs = (), {}  # a finished call keeps no arrays alive
 
     def _fail(self, call: LocalFuture, error: BaseException) -> None:
-        self.failure = self.failure or error
+        if not call.aside:  # who asked for something beside the queue decides what it means
+            self.failure = self.failure or error
         call._finish(error=error)
 
     def _value(self, arg: Any) -> Any:
         """The value of an argument. Bounded by the driver, which watches the chain of calls."""
+        if isinstance(arg, Elsewhere):
+            return arg.arrive(self._stopping.is_set)
         if not isinstance(arg, LocalFuture):
             return arg
         while not arg._done.wait(POLL_S):
@@ -226,8 +285,9 @@ class LocalWorker:
             arg._value = None
         return value
 
-    def _enter(self, name: str) -> None:
-        self.phase.name, self.phase.since = name, time.monotonic()
+
+def _enter(phase: Phase, name: str) -> None:
+    phase.name, phase.since = name, time.monotonic()
 
 
 @dataclass(frozen=True)
@@ -237,13 +297,62 @@ class LocalHandle:
     worker: LocalWorker
     role: str
 
-    def call(self, method: str, *args: Any, deadline: float, **kwargs: Any) -> LocalFuture:
-        """Queues the call. `LocalFuture` arguments are waited for inside the worker, just before it
-        runs.
-        """
-        return self.worker._submit(
-            LocalFuture(self.worker, self.role, method, args, kwargs, deadline)
+    def call(
+        self, method: str, *args: Any, deadline: float, aside: bool = False, **kwargs: Any
+    ) -> LocalFuture:
+        return self.worker.submit(
+            LocalFuture(self.worker, self.role, method, args, kwargs, deadline, aside)
         )
+
+
+class LocalCrew:
+    """The workers of a run, all of them threads of this process."""
+
+    def __init__(self, stop_s: float):
+        """
+        Args:
+            stop_s: longest wait for the workers at the end.
+        """
+        self.workers: list[LocalWorker] = []
+        self._stop_s = stop_s
+        self._handles: dict[str, LocalHandle] = {}
+
+    def start(
+        self,
+        name: str,
+        devices: Iterable[jax.Device],
+        makers: Mapping[str, Callable[[], Any]],
+        deadline: float,
+    ) -> dict[str, LocalFuture]:
+        """A worker that makes its roles, one after the other; workers start up side by side."""
+        worker = LocalWorker(name, tuple(dict.fromkeys(devices)), crew=self.workers)
+        self._handles |= {role: worker.handle(role) for role in makers}
+        return {role: worker.start_role(role, make, deadline) for role, make in makers.items()}
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return tuple(self._handles)
+
+    def handle(self, role: str) -> LocalHandle:
+        return self._handles[role]
+
+    def value(self, value: Any) -> LocalFuture:
+        return done_future(value)
+
+    def states(self) -> list[WorkerState]:
+        return [worker.state() for worker in self.workers]
+
+    def peaks(self) -> dict[str, int]:
+        found = {}
+        for role, handle in self._handles.items():
+            peak = peak_bytes(handle.worker.devices)
+            if peak is not None:
+                found[role] = peak
+        return found
+
+    def stop(self) -> None:
+        """Ends the workers; one that is stuck is left behind."""
+        stop_all(self.workers, self._stop_s)
 
 
 def stop_all(workers: Sequence[LocalWorker], timeout: float) -> bool:
@@ -263,6 +372,17 @@ def done_future(value: Any) -> LocalFuture:
     future.times.started = time.monotonic()
     future._finish(value)
     return future
+
+
+def device_names(devices: Iterable[jax.Device]) -> str:
+    return ", ".join(f"{device.platform}:{device.id}" for device in devices)
+
+
+def peak_bytes(devices: Iterable[jax.Device]) -> int | None:
+    """The most that any of the devices has held; None where the platform does not tell."""
+    stats = [device.memory_stats() for device in devices]
+    peaks = [s["peak_bytes_in_use"] for s in stats if s and "peak_bytes_in_use" in s]
+    return max(peaks) if peaks else None
 
 
 def device_memory(devices: tuple[jax.Device, ...]) -> str:

@@ -24,6 +24,16 @@ class WorkerError(RunError):
     """An exception in a worker, with the traceback of the worker."""
 
 
+class OutOfMemory(WorkerError):
+    """A device had no room. The message begins with the role and what it did."""
+
+
+class RunLost(RunError):
+    """What the run needs is gone and cannot be made anew from seeds: it goes back to its newest
+    checkpoint.
+    """
+
+
 @dataclass
 class Phase:
     """What a worker is doing, and since when (`time.monotonic` seconds)."""
@@ -32,6 +42,29 @@ class Phase:
     since: float = field(default_factory=time.monotonic)
     detail: str = ""
     """How far it is."""
+
+
+@dataclass(frozen=True)
+class WorkerState:
+    """What a worker told of itself; for the console, the timeline and `jaxrl.devices`."""
+
+    name: str
+    """Its pool as in `--mesh`; with `.1`, `.2` ... for the other processes of a pool."""
+    host: str
+    pid: int
+    roles: tuple[str, ...]
+    devices: tuple[str, ...]
+    """As `cpu:0`, `gpu:3`."""
+    phase: str
+    """`idle`, `rollout.generate: 64 prompts x 4, version 3`, `died`, ..."""
+    detail: str
+    """How far it is."""
+    since: float
+    """Beginning of the phase; `time.monotonic` seconds of this process."""
+    heard: float
+    """When it last answered."""
+    restarts: int = 0
+    """How often it was made anew."""
 
 
 _here = threading.local()
@@ -88,6 +121,27 @@ class Times:
         return self.finished - self.started
 
 
+def leaves(value: Any) -> Iterator[Any]:
+    """What lies in lists and dicts, however deep; futures may be among the leaves of arguments."""
+    if isinstance(value, list | tuple):
+        for each in value:
+            yield from leaves(each)
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from leaves(each)
+    else:
+        yield value
+
+
+def replaced(value: Any, change: Callable[[Any], Any]) -> Any:
+    """The same lists and dicts with `change` of each leaf."""
+    if isinstance(value, list):
+        return [replaced(each, change) for each in value]
+    if isinstance(value, dict):
+        return {key: replaced(each, change) for key, each in value.items()}
+    return change(value)
+
+
 class Future(Protocol):
     """The result of a call, now or later. It may be an argument of another call."""
 
@@ -115,4 +169,37 @@ class Handle(Protocol):
     @property
     def role(self) -> str: ...
 
-    def call(self, method: str, *args: Any, deadline: float, **kwargs: Any) -> Future: ...
+    def call(
+        self, method: str, *args: Any, deadline: float, aside: bool = False, **kwargs: Any
+    ) -> Future:
+        """Queues the call. Futures among the arguments, also inside lists and dicts, are waited for
+        by the worker just before it runs.
+
+        Args:
+            deadline: seconds that it may take, from its start.
+            aside: beside the calls in the queue, on a thread of its own.
+        """
+        ...
+
+
+class Crew(Protocol):
+    """The workers of a run, however they are launched."""
+
+    @property
+    def roles(self) -> tuple[str, ...]: ...
+
+    def handle(self, role: str) -> Handle: ...
+
+    def value(self, value: Any) -> Future:
+        """A future that holds `value` already."""
+        ...
+
+    def states(self) -> list[WorkerState]: ...
+
+    def peaks(self) -> dict[str, int]:
+        """Role -> peak bytes of its fullest device so far, where the platform tells it."""
+        ...
+
+    def stop(self) -> None:
+        """Ends the workers; one that is stuck is left behind, or killed."""
+        ...

@@ -181,9 +181,10 @@ def launch(
 
     start = (jnp.int32(0), cache, state, out)
     _, cache, _, out = jax.lax.while_loop(unfinished, steps, start)
-    if mesh is not None:
+    out = jnp.swapaxes(out, 0, 1)
+    if mesh is not None:  # whole on every device: the host of each process reads all of it
         out = jax.lax.with_sharding_constraint(out, NamedSharding(mesh, PartitionSpec()))
-    return _constrain(config, mesh, cache, ROWS), jnp.swapaxes(out, 0, 1)
+    return _constrain(config, mesh, cache, ROWS), out
 
 
 def _insert_local(

@@ -6,6 +6,9 @@ and comes back early once enough of them are free; the host then reads the token
 strings, and refills. Prompts are prefilled once, in batches just large enough to fill the slots,
 and their keys and values are copied into the slots of their n samples. What is drawn depends on
 (seed, step, prompt id, sample id, position), never on slots, launches or timing.
+
+On a mesh of several processes each runs this with the same arguments; what a launch sampled is
+whole in all of them, so that they seat, refill and launch alike.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from jaxrl.models.decoder import Cache, Params, cast
 from jaxrl.sampling import decode, text
 from jaxrl.sampling.sampler import Knobs, SamplingParams, make_knobs
 from jaxrl.sampling.text import TextTokenizer
+from jaxrl.sharding.reshard import put
 from jaxrl.types import Completion, FinishReason
 
 __all__ = ["Aborted", "Engine", "EngineStats", "SamplingParams"]
@@ -242,7 +246,7 @@ class _Run:
         mesh = engine.mesh
         self.knobs = knobs
         if mesh is not None:
-            self.knobs = jax.device_put(knobs, NamedSharding(mesh, PartitionSpec()))
+            self.knobs = put(knobs, NamedSharding(mesh, PartitionSpec()))
         self.queue = deque(samples)
         self.seated: dict[int, _Sample] = {}
         self.table = np.zeros((engine.slots, 6), np.int32)

@@ -183,6 +183,8 @@ class MemoryInputs:
     copies_at_sync: int
     """Copies of the policy that appear on the rollout's devices while new weights arrive."""
     fused_attention: bool
+    reference_dtype: DType = "bfloat16"
+    reference_microbatches: int = 1
 
     @property
     def width(self) -> int:
@@ -414,9 +416,23 @@ def teacher(m: MemoryInputs) -> Account:
     return Account("teacher", tuple(p for p in parts if p.bytes))
 
 
+def reference(m: MemoryInputs) -> Account:
+    """Log-probs of the completions under the policy as it was."""
+    axes, dtype = m.axes["reference"], m.reference_dtype
+    rows = -(-m.rows("reference", m.sequences) // m.reference_microbatches)
+    run = m.run("reference", m.student, rows, m.width, dtype)
+    work = _scoring(m, run, m.chunk(rows), 2, stacked=True)
+    parts = [
+        Part("weights", "parameters", weight_bytes(m.student, axes, dtype)),
+        Part("activations", "forward pass", work, "score"),
+    ]
+    return Account("reference", tuple(p for p in parts if p.bytes))
+
+
 ACCOUNTS: dict[str, Callable[[MemoryInputs], Account]] = {
     "actor": actor,
     "rollout": rollout,
     "teacher": teacher,
+    "reference": reference,
 }
 """Role -> its account; a role that is not here loads nothing."""

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,9 +25,13 @@ MOST_EMULATED = 512
 class Visible:
     """The devices that a run may use."""
 
-    devices: tuple[jax.Device, ...]
+    devices: tuple[Any, ...]
+    """`jax.Device`s of this process, or a cluster's (`runtime.cluster.ClusterDevice`)."""
     note: str | None
     """Says so where the devices are emulated."""
+    launcher: str = "local"
+    why: str = ""
+    """What chose the launcher; empty where nobody could have expected another."""
 
     @property
     def emulated(self) -> bool:
@@ -62,6 +67,16 @@ def ensure_devices(needed: int) -> Visible:
     return Visible(
         devices, f"no accelerator: emulating {len(devices)} CPU devices" if on_cpu else None
     )
+
+
+def accelerators_here() -> int:
+    """GPUs of this host that a process may use, told without starting jax."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip()])
+    if os.environ.get("JAX_PLATFORMS") == "cpu":
+        return 0
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
 def _count_told() -> str | None:
@@ -127,6 +142,14 @@ def verify_arrays(role: str, arrays: Any, mesh: Mesh) -> None:
             f"{role} was given devices {device_list(given)}, but its arrays lie on"
             f" {device_list(held)}"
         )
+
+
+def leads(devices: Iterable[jax.Device]) -> bool:
+    """Whether this process is the first of those that share `devices`: the one that writes files.
+
+    The others have the same values, and take part where an array is gathered.
+    """
+    return min(device.process_index for device in devices) == jax.process_index()
 
 
 def verify_pools(placement: Placement, meshes: Mapping[str, Mesh]) -> None:

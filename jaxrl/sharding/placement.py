@@ -51,7 +51,9 @@ class Axes(NamedTuple):
 
 @dataclass(frozen=True)
 class Pool:
-    """Devices `start` to `stop` (excluded), owned by one worker that holds `roles`."""
+    """Devices `start` to `stop` (excluded), owned by one worker that holds `roles`; none where the
+    worker needs none.
+    """
 
     roles: tuple[str, ...]
     start: int
@@ -160,6 +162,20 @@ def place(
         if text is not None and role in placement.roles:
             placement = narrow(placement, role, text)
     return placement
+
+
+def serve(placement: Placement, role: str) -> Placement:
+    """`role` in a worker of its own that has no devices."""
+    if role in placement.roles:
+        raise UserError(
+            f"{role} takes no devices in this run: leave it out of the mesh {placement.spec!r}"
+        )
+    n = placement.n_devices
+    pool = Pool((role,), n, n)
+    placed = RolePlacement(role, len(placement.pools), pool.devices)
+    return replace(
+        placement, pools=(*placement.pools, pool), roles={**placement.roles, role: placed}
+    )
 
 
 def _join_actor(placement: Placement, role: str) -> Placement:

@@ -4,30 +4,62 @@ On a GPU, pieces go device to device: each destination shard is put together fro
 source shards that overlap it, so nothing passes through the host and nothing blocks. On CPU plain
 `device_put` is quicker. `device_put(donate=True)` across meshes crashes and is never used; drop the
 source after the call instead.
+
+A mesh may span processes that all make the same calls in the same order. Each then fills its own
+devices from what it has on the host; only an array that lies on such a mesh already is moved by a
+collective.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Sharding
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-Box = tuple[tuple[int, int], ...]
-"""Half-open range of each dim."""
+from jaxrl.sharding.shards import Box, Shards, box_of, overlap
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Arrays on one mesh whose rows (dim 0) follow one another; `reshard` makes one of them."""
+
+    parts: tuple[jax.Array, ...]
+
+
+def put(tree: Any, shardings: Any) -> Any:
+    """Host arrays, the same in every process, in `shardings` (of the same form, or one for all).
+
+    No process waits for another.
+    """
+    if all(sharding.is_fully_addressable for sharding in jax.tree.leaves(shardings)):
+        return jax.device_put(tree, shardings)
+    return jax.tree.map(_put, tree, jax.tree.broadcast(shardings, tree))
 
 
 def reshard(tree: Any, shardings: Any) -> Any:
     """The arrays of `tree` in `shardings` (a tree of the same form, or one sharding for all).
 
     A leaf that has its sharding already is returned as it is, without a copy.
+
+    Args:
+        tree: of `jax.Array`, `Rows`, `Shards` or numpy arrays, the latter the same in every
+            process.
     """
-    if isinstance(shardings, Sharding):
-        sharding = shardings
-        shardings = jax.tree.map(lambda _: sharding, tree)
-    return jax.tree.map(_move, tree, shardings)
+    return jax.tree.map(_move, tree, jax.tree.broadcast(shardings, tree))
+
+
+def to_host(x: Any) -> np.ndarray:
+    """All of `x` on the host of every process; those that share its mesh must ask together."""
+    if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
+        assert isinstance(x.sharding, NamedSharding)
+        x = _in(NamedSharding(x.sharding.mesh, PartitionSpec()))(x)
+    return np.asarray(x)
 
 
 def nbytes(tree: Any) -> int:
@@ -36,46 +68,99 @@ def nbytes(tree: Any) -> int:
 
 
 def _move(x: Any, target: Sharding) -> jax.Array:
+    if isinstance(x, Shards):
+        return _from_boxes(x.shape, x.dtype, x.read, target)
+    if isinstance(x, Rows):
+        return _join_rows(x.parts, target)
     if not isinstance(x, jax.Array):
-        return jax.device_put(x, target)
+        return put(x, target)
     if x.sharding == target:
         return x
+    if not (x.is_fully_addressable and target.is_fully_addressable):
+        together = x.sharding.device_set == target.device_set
+        return _in(target)(x) if together else put(to_host(x), target)
     devices: set[Any] = target.device_set | x.sharding.device_set
     on_gpu = all(device.platform == "gpu" for device in devices)
     return put_pieces(x, target) if on_gpu else jax.device_put(x, target)
 
 
+def _put(x: Any, target: Sharding) -> jax.Array:
+    x = np.asarray(x)
+    return _from_boxes(x.shape, x.dtype, lambda index: x[index], target)
+
+
+def _from_boxes(shape: tuple[int, ...], dtype: Any, read: Any, target: Sharding) -> jax.Array:
+    """An array of the boxes that `read` gives; each is read once for all devices that hold it."""
+    boxes: dict[Box, np.ndarray] = {}
+
+    def box(index: Any) -> np.ndarray:
+        at = box_of(index, shape)
+        if at not in boxes:
+            boxes[at] = read(tuple(slice(*span) for span in at))
+        return boxes[at]
+
+    return jax.make_array_from_callback(shape, target, box, dtype=dtype)
+
+
+def _join_rows(parts: Sequence[jax.Array], target: Sharding) -> jax.Array:
+    if not all(part.is_fully_addressable for part in parts):
+        return _move(_in(parts[0].sharding)(*parts), target)
+    sources: dict[Box, list[jax.Array]] = {}
+    rows = 0
+    for part in parts:
+        for ((start, stop), *rest), copies in _held(part).items():
+            sources[(start + rows, stop + rows), *rest] = copies
+        rows += part.shape[0]
+    return _assemble(sources, (rows, *parts[0].shape[1:]), target)
+
+
+@lru_cache(maxsize=256)
+def _in(target: Sharding) -> Any:
+    """Arrays over the devices of `target`, joined by rows, in `target`."""
+
+    def join(*parts: jax.Array) -> jax.Array:
+        return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+
+    return jax.jit(join, out_shardings=target)
+
+
 def put_pieces(x: jax.Array, target: Sharding) -> jax.Array:
     """`x` in `target`, through slices that go from device to device; asynchronous."""
-    sources: dict[Box, list[jax.Array]] = {}
+    return _assemble(_held(x), x.shape, target)
+
+
+def _held(x: jax.Array) -> dict[Box, list[jax.Array]]:
+    """The shards of `x` by their boxes, with all copies of each."""
+    held: dict[Box, list[jax.Array]] = {}
     for shard in x.addressable_shards:
-        sources.setdefault(_box(shard.index, x.shape), []).append(shard.data)
+        held.setdefault(box_of(shard.index, x.shape), []).append(shard.data)
+    return held
+
+
+def _assemble(
+    sources: dict[Box, list[jax.Array]], shape: tuple[int, ...], target: Sharding
+) -> jax.Array:
+    """An array of `shape` in `target` from the boxes that cover it, each with its copies."""
     out, turn = [], 0
-    for device, index in target.addressable_devices_indices_map(x.shape).items():
+    for device, index in target.addressable_devices_indices_map(shape).items():
         assert index is not None, "every device here holds a shard"
-        box = _box(index, x.shape)
+        box = box_of(index, shape)
         pieces, offsets = [], []
         for source, copies in sources.items():
-            overlap = tuple(
-                (max(a, c), min(b, d)) for (a, b), (c, d) in zip(source, box, strict=True)
-            )
-            if any(lo >= hi for lo, hi in overlap):
+            shared = overlap(source, box)
+            if shared is None:
                 continue
             here = [c for c in copies if device in c.devices()]
             data = here[0] if here else copies[turn % len(copies)]  # replicas share the sending
             turn += 1
-            starts = tuple(lo - a for (lo, _), (a, _) in zip(overlap, source, strict=True))
-            sizes = tuple(hi - lo for lo, hi in overlap)
+            starts = tuple(lo - a for (lo, _), (a, _) in zip(shared, source, strict=True))
+            sizes = tuple(hi - lo for lo, hi in shared)
             piece = data if sizes == data.shape else _cut(starts, sizes)(data)
             pieces.append(jax.device_put(piece, device))
-            offsets.append(tuple(lo - c for (lo, _), (c, _) in zip(overlap, box, strict=True)))
-        shape = tuple(hi - lo for lo, hi in box)
-        out.append(pieces[0] if pieces[0].shape == shape else _join(tuple(offsets), shape)(*pieces))
-    return jax.make_array_from_single_device_arrays(x.shape, target, out)
-
-
-def _box(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
-    return tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
+            offsets.append(tuple(lo - c for (lo, _), (c, _) in zip(shared, box, strict=True)))
+        size = tuple(hi - lo for lo, hi in box)
+        out.append(pieces[0] if pieces[0].shape == size else _join(tuple(offsets), size)(*pieces))
+    return jax.make_array_from_single_device_arrays(shape, target, out)
 
 
 @lru_cache(maxsize=4096)

@@ -1,10 +1,13 @@
 """What a run shows while it works: a live display on a terminal, plain lines anywhere else.
 
-One lock stands around every output: messages from worker threads never mix with the display.
+One lock stands around every output: messages from worker threads never mix with the display. A
+thread keeps the workers' states on the display fresh, or says them when no step has come for long.
 """
 
 from __future__ import annotations
 
+import os
+import socket
 import sys
 import threading
 import time
@@ -21,21 +24,34 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxrl.config import LoggingConfig
+from jaxrl.runtime.worker import WorkerState
 from jaxrl.telemetry.metrics import Sample
 
 Mode = Literal["auto", "rich", "plain", "quiet"]
 Row = Mapping[str, Any]
+States = Callable[[], Sequence[WorkerState]]
 
 ETA_WINDOW = 20
 """Steps whose mean duration predicts the time left."""
 SAMPLE_WIDTH = 60
 """Characters of a prompt or completion in a plain line."""
+TICK_S = 1.0
+"""Seconds between two looks at the workers."""
+SILENT_S = 60.0
+"""Seconds without a step or a line after which plain mode says what the workers do."""
+DEAF_S = 10.0
+"""Seconds without an answer of a worker from which on that is said."""
+CLOSE_S = 5.0
+"""Longest wait for a look at the workers that is under way at the end."""
 
 _SHOWN: dict[str, tuple[str, str]] = {
     "distill/divergence": ("divergence", ".4f"),
     "distill/reverse_kl_k1": ("reverse KL (k1)", ".4f"),
     "distill/top1_agreement": ("agreement", ".1%"),
     "sft/loss": ("loss", ".4f"),
+    "reward/mean": ("reward", ".3f"),
+    "policy/kl_k3": ("KL", ".4f"),
+    "policy/entropy": ("entropy", ".3f"),
     "eval/accuracy": ("accuracy", ".1%"),
     "teacher/accuracy": ("teacher", ".1%"),
     "tokens/per_second": ("tok/s", ",.0f"),
@@ -104,10 +120,13 @@ class Console:
         start: int = 0,
         out: IO[str] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        states: States | None = None,
     ) -> None:
         """
         Args:
             start: batches trained by an earlier process.
+            clock: seconds, in the time of ``states``.
+            states: as of `attach`.
         """
         self._out = sys.stdout if out is None else out
         self._steps = steps
@@ -121,12 +140,47 @@ class Console:
         self._eta = Eta(steps, clock)
         self._display = _Display(start, steps, self._out) if self.mode == "rich" else None
         self._due = True
+        self._clock = clock
+        self._told_at = self._stepped_at = clock()
+        """When something was shown last, and when the latest step came."""
+        self._step = start or None
+        self._states: States | None = None
+        self._ending = threading.Event()
+        self._thread: threading.Thread | None = None
+        if states is not None:
+            self.attach(states)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def attach(self, states: States) -> None:
+        """Shows from now on what the workers do.
+
+        Args:
+            states: quick, from any thread; its times are those of `time.monotonic`.
+        """
+        self._states = states
+        if self.mode != "quiet" and self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="console", daemon=True)
+            self._thread.start()
+
+    def tick(self) -> None:
+        """A look at the workers: the display, or a plain line after a long silence."""
+        if self._states is None:
+            return
+        # Asked for outside the lock: who answers may hold a lock of its own and want to say
+        # something here.
+        states, now = self._states(), self._clock()
+        with self._lock:
+            if self._ending.is_set():
+                return
+            if self._display is not None:
+                self._display.workers(states, now)
+            elif self.mode == "plain" and now - max(self._told_at, self._stepped_at) >= SILENT_S:
+                self._print(self._silence(states, now))
 
     def message(self, text: str) -> None:
         """One thing worth knowing, such as what start-up is doing."""
@@ -139,7 +193,8 @@ class Console:
     def step(self, row: Row) -> None:
         """A row of ``metrics.jsonl``; plain: one in ``every``, evaluations, both ends."""
         with self._lock:
-            step = row["step"]
+            step = self._step = row["step"]
+            self._stepped_at = self._clock()
             eta = self._eta.step(step)
             if self._display is not None:
                 self._display.step(row, eta)
@@ -160,12 +215,25 @@ class Console:
 
     def close(self) -> None:
         """Leaves the last state of the live display on the screen."""
+        self._ending.set()
+        if self._thread is not None:
+            self._thread.join(CLOSE_S)
         with self._lock:
             if self._display is not None:
                 self._display.close()
 
+    def _run(self) -> None:
+        while not self._ending.wait(TICK_S):
+            self.tick()
+
+    def _silence(self, states: Sequence[WorkerState], now: float) -> str:
+        since = "the start" if self._step is None else f"step {self._step}/{self._steps}"
+        parts = [f"{format_seconds(now - self._stepped_at)} since {since}"]
+        return "; ".join(parts + [worker_line(state, now) for state in states])
+
     def _print(self, text: str) -> None:
         print(text, file=self._out, flush=True)
+        self._told_at = self._clock()
 
 
 def _plain_line(row: Row, steps: int, eta: float | None) -> str:
@@ -175,6 +243,28 @@ def _plain_line(row: Row, steps: int, eta: float | None) -> str:
     if eta is not None and eta > 0:
         parts.append(f"eta {format_seconds(eta)}")
     return "  ".join(parts)
+
+
+def worker_line(state: WorkerState, now: float) -> str:
+    """What a worker does, since when, and what is odd about it: ``rollout: idle for 0:07``."""
+    detail = f" ({state.detail})" if state.detail else ""
+    told = f"{worker_name(state)}: {state.phase} for {format_seconds(now - state.since)}{detail}"
+    return ", ".join([told, *_oddities(state, now)])
+
+
+def worker_name(state: WorkerState) -> str:
+    """Its name, with host and pid where it is another process than this one."""
+    here = state.pid == os.getpid() and state.host == socket.gethostname()
+    return state.name if here else f"{state.name} ({state.host}:{state.pid})"
+
+
+def _oddities(state: WorkerState, now: float) -> list[str]:
+    found = []
+    if now - state.heard > DEAF_S:
+        found.append(f"no answer for {now - state.heard:.0f} s")
+    if state.restarts:
+        found.append(f"restarted {state.restarts}x")
+    return found
 
 
 def _score(sample: Sample) -> str:
@@ -197,7 +287,10 @@ def _sample_line(sample: Sample) -> str:
 
 
 class _Display:
-    """The live display: progress bar, latest numbers, latest samples. Its caller holds the lock."""
+    """The live display: progress bar, latest numbers, workers, latest samples.
+
+    Its caller holds the lock.
+    """
 
     def __init__(self, start: int, steps: int, out: IO[str]) -> None:
         self._console = rich.console.Console(file=out, force_terminal=True, highlight=False)
@@ -213,6 +306,7 @@ class _Display:
         self._task = self._progress.add_task("", total=steps, completed=start, eta="eta -:--")
         self._latest: dict[str, Any] = {}
         self._samples: Sequence[Sample] = ()
+        self._workers: Table | None = None
         self._live: Live | None = None
 
     def message(self, text: str) -> None:
@@ -230,20 +324,29 @@ class _Display:
         self._samples = tuple(samples)
         self._refresh()
 
+    def workers(self, states: Sequence[WorkerState], now: float) -> None:
+        self._workers = _worker_table(states, now)
+        self._refresh()
+
     def close(self) -> None:
         if self._live is not None:
+            if self._workers is not None:
+                self._workers = None  # what they did last is no news
+                self._refresh()
             self._live.stop()
             self._live = None
 
     def _refresh(self) -> None:
         if self._live is None:
-            # Drawn only when something changed: no refresh thread.
+            # Drawn when something changed: no refresh thread of rich's.
             self._live = Live(console=self._console, auto_refresh=False)
             self._live.start()
         self._live.update(self._render(), refresh=True)
 
     def _render(self) -> RenderableType:
         parts: list[RenderableType] = [self._progress, self._numbers()]
+        if self._workers is not None:
+            parts.append(self._workers)
         if self._samples:
             parts.append(_sample_table(self._samples))
         return Group(*parts)
@@ -257,6 +360,19 @@ class _Display:
 
 
 _EVALUATION = ("eval/accuracy", "eval/accuracy_low", "eval/accuracy_high", "teacher/accuracy")
+
+
+def _worker_table(states: Sequence[WorkerState], now: float) -> Table:
+    """One line a worker: its name, what is odd about it, what it does and since when."""
+    table = Table(box=None, show_header=False, expand=True, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True, style="dim")
+    table.add_column(no_wrap=True, ratio=1, overflow="ellipsis")
+    table.add_column(no_wrap=True, justify="right")
+    for state in states:
+        odd = "".join(f"{oddity}  " for oddity in _oddities(state, now))
+        does = Text.assemble((odd, "yellow"), state.phase, (f"  {state.detail}", "dim"))
+        table.add_row(Text(worker_name(state)), does, format_seconds(now - state.since))
+    return table
 
 
 def _sample_table(samples: Sequence[Sample]) -> Table:

@@ -38,7 +38,8 @@ class Metric:
 
 
 PLACEHOLDERS = {
-    "role": "actor|rollout|teacher",
+    "reward": r"\w+",
+    "role": "actor|rollout|teacher|reference|reward|grouper",
     "k": "[1-9][0-9]*",
     "set": "[A-Za-z0-9_.-]+",
 }
@@ -91,6 +92,39 @@ METRICS: dict[str, Metric] = {
     "distill/ratio_capped": Metric("fraction", "tokens whose importance ratio was capped"),
     "distill/entropy_aware": Metric("nats/token", "the entropy-aware term, as it enters the loss"),
     "distill/entropy_gate": Metric("fraction", "tokens where the entropy-aware term acts"),
+    "reward/mean": Metric("reward", "mean over the completions that have a reward, as trained on"),
+    "reward/std": Metric("reward", "their standard deviation"),
+    "reward/none": Metric("completions", "without a reward"),
+    "reward/kl": Metric("nats", "of a completion, before its weight in the reward"),
+    "reward/model_cut": Metric("completions", "too long for the reward model: beginning left out"),
+    "reward/{reward}/mean": Metric("reward", "mean of one reward, unweighted"),
+    "reward/{reward}/failures": Metric("completions", "one function raised, or its process ended"),
+    "reward/{reward}/timeouts": Metric("completions", "one function took longer than its timeout"),
+    "policy/ratio": Metric("1", "mean importance ratio of a token"),
+    "policy/clip_fraction": Metric("fraction", "tokens whose term the bound of the ratio holds"),
+    "policy/clip_low_fraction": Metric("fraction", "tokens that the bound from below holds"),
+    "policy/clip_high_fraction": Metric("fraction", "tokens that the bound from above holds"),
+    "policy/clip_fraction_sequences": Metric("fraction", "sequences with a token that is held"),
+    "policy/old_kl_k3": Metric("nats/token", "KL(policy at the batch's start||policy), k3"),
+    "policy/kl_k1": Metric("nats/token", "KL(policy||reference), k1"),
+    "policy/kl_k2": Metric("nats/token", "KL(policy||reference), k2"),
+    "policy/kl_k3": Metric("nats/token", "KL(policy||reference), k3"),
+    "policy/entropy": Metric("nats/token", "mean entropy of the policy's next token"),
+    "policy/mismatch_k3": Metric("nats/token", "KL(policy that sampled||policy at the start), k3"),
+    "policy/mismatch_chi2": Metric("1", "E[rho^2] - 1 of the ratio of these two"),
+    "policy/mismatch_ess": Metric("fraction", "of the tokens, that the batch is worth"),
+    "policy/mismatch_max_log_ratio": Metric("nats", "largest gap of these two at one token"),
+    "policy/correction_weight": Metric("1", "mean weight of the off-policy correction"),
+    "policy/correction_dropped": Metric("fraction", "tokens that the correction leaves out"),
+    "policy/degenerate_groups": Metric("prompts", "whose completions have one and the same reward"),
+    "policy/refills": Metric("times", "that the batch was sampled beyond the first time"),
+    "policy/prompts_replaced": Metric("prompts", "sampled, and left out by dynamic sampling"),
+    "policy/unscored_groups": Metric("prompts", "of which no two completions have a reward"),
+    "similarity/groups_per_prompt": Metric("groups", "mean number of clusters of a prompt"),
+    "similarity/singleton_fraction": Metric("fraction", "completions alone in their cluster"),
+    "similarity/silhouette": Metric("1", "mean silhouette of the prompts that are split"),
+    "similarity/unfinished_thoughts": Metric("fraction", "completions without an answer to embed"),
+    "similarity/split_into_{k}": Metric("fraction", "prompts that fall into k clusters"),
     "sft/loss": Metric("nats/token", "mean negative log-likelihood of the data's completions"),
     "actor/grad_norm": Metric("norm", "gradient norm before clipping, mean over updates"),
     "actor/learning_rate": Metric("1", "learning rate of the last update"),
@@ -104,6 +138,9 @@ METRICS: dict[str, Metric] = {
     "time/step_s": Metric("s", "end of the update before to the end of this one"),
     "time/rollout_s": Metric("s", "generation"),
     "time/score_s": Metric("s", "teacher's scoring"),
+    "time/reference_s": Metric("s", "the reference's log-probs"),
+    "time/reward_s": Metric("s", "all rewards of the batch"),
+    "time/embed_s": Metric("s", "embedding of the completions, loading the encoder included"),
     "time/update_s": Metric("s", "forward, backward and optimizer, all updates of the batch"),
     "time/weight_sync_s": Metric("s", "new weights into the rollout role"),
     "time/evaluate_s": Metric("s", "evaluation"),
@@ -306,6 +343,8 @@ class Sample:
     """What the verifier compares with."""
     score: float | None = None
     """The verifier's score in [0, 1]; null where nothing judged it."""
+    reward: float | None = None
+    """What the completion was rewarded with, where the algorithm learns from rewards."""
 
     @classmethod
     def of(
@@ -317,6 +356,7 @@ class Sample:
         split: Literal["train", "eval"],
         policy_version: int,
         score: float | None,
+        reward: float | None = None,
     ) -> Self:
         return cls(
             step=step,
@@ -328,6 +368,7 @@ class Sample:
             policy_version=policy_version,
             answer=prompt.answer,
             score=score,
+            reward=reward,
         )
 
 

@@ -1,8 +1,9 @@
 """Who did what when: ``timeline.json``, a Chrome trace that Perfetto and chrome://tracing open.
 
-One track per role with a span for each call, and tracks of their own for what runs beside them.
-The file holds one event a line; it is a whole JSON array after every flush, so a run may be killed
-at any moment. A resumed run goes on in the same file, a second after its last event.
+One track per role with a span for each call, one per worker with the states that it was in (idle,
+waiting for arguments, a phase), and tracks of their own for what runs beside them. The file holds
+one event a line; it is a whole JSON array after every flush, so a run may be killed at any moment.
+A resumed run goes on in the same file, a second after its last event.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ import os
 import threading
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Self
 
-from jaxrl.runtime.worker import Future, Handle, Times
+from jaxrl.runtime.worker import Future, Handle, Times, WorkerState
 from jaxrl.telemetry.lines import LineFile, to_stderr
 
 TIMELINE_FILE = "timeline.json"
@@ -30,6 +31,12 @@ GAP_US = 1_000_000
 """Microseconds between the last event of a killed run and the first of the one that goes on."""
 END_BYTES = 1 << 20
 """Bytes at the end of the file that hold its latest event."""
+CLOSE_S = 5.0
+"""Longest wait for a look at the workers that is under way when the file is closed."""
+STATES_EVERY_S = 0.25
+"""Seconds between two looks at the workers' states."""
+
+States = Callable[[], Sequence[WorkerState]]
 
 
 class Timeline:
@@ -55,6 +62,7 @@ class Timeline:
         self._lines: list[str] = []
         self._tracks: set[str] = set()
         self._file: LineFile | None = None
+        self._samplers: list[_Sampler] = []
         if path is None:
             return
         size, last_us = _kept(path) if after_resume else (0, None)
@@ -83,11 +91,27 @@ class Timeline:
         begin_us, end_us = self._us(start), self._us(end)
         event = {"ph": "X", "name": name, "cat": track, "ts": begin_us, "dur": end_us - begin_us}
         with self._lock:
-            if track not in self._tracks:
-                self._tracks.add(track)
-                meta = {"ph": "M", "name": "thread_name", "args": {"name": track}}
-                self._add(meta | {"tid": _number(track)})
-            self._add(event | {"tid": _number(track), "args": args})
+            self._add_to(track, event, args)
+
+    def event(self, track: str, name: str, at: float, **args: Any) -> None:
+        """What happened at one moment, such as the end of a worker (`time.monotonic` seconds)."""
+        if self._file is None:
+            return
+        event = {"ph": "i", "s": "t", "name": name, "cat": track, "ts": self._us(at)}
+        with self._lock:
+            self._add_to(track, event, args)
+
+    def state(self, worker: str, phase: str, start: float, end: float) -> None:
+        """The worker was in this phase from ``start`` to ``end`` (`time.monotonic` seconds)."""
+        self.span(worker_track(worker), phase, start, end)
+
+    def watch_states(self, states: States, every_s: float = STATES_EVERY_S) -> None:
+        """Draws what ``states`` tells, until the file is closed, by looking every ``every_s``
+        seconds: what is shorter than that may be missed, and then belongs to the state before it.
+        """
+        if self._file is not None:
+            spans = StateSpans(self.state, time.monotonic())
+            self._samplers.append(_Sampler(spans, states, every_s))
 
     def flush(self) -> None:
         """Writes what has ended; a disk that refuses is told once and raises nothing."""
@@ -107,6 +131,9 @@ class Timeline:
                 self._file.append(lines)
 
     def close(self) -> None:
+        for sampler in self._samplers:
+            sampler.close()
+        self._samplers.clear()
         self.flush()
         if self._file is not None:
             self._file.close()
@@ -121,6 +148,15 @@ class Timeline:
         """Microseconds of the trace at ``at``, `time.monotonic` seconds."""
         return int((at - self._zero) * 1e6)
 
+    def _add_to(self, track: str, event: Mapping[str, Any], args: Mapping[str, Any]) -> None:
+        """An event on a track; its caller holds the lock."""
+        number = {"tid": _number(track)}
+        if track not in self._tracks:
+            self._tracks.add(track)
+            meta = {"ph": "M", "name": "thread_name", "args": {"name": track}}
+            self._add(meta | number)
+        self._add(dict(event) | number | {"args": args})
+
     def _add(self, event: Mapping[str, Any], first: bool = False) -> None:
         comma = "" if first else ","
         self._lines.append(comma + json.dumps({"pid": PROCESS, "tid": 0} | dict(event)))
@@ -128,6 +164,75 @@ class Timeline:
     def _watch(self, call: _Call) -> None:
         with self._lock:
             self._calls.append(call)
+
+
+class StateSpans:
+    """From looks at the workers to spans without gap or overlap. One thread at a time."""
+
+    def __init__(self, draw: Callable[[str, str, float, float], None], begun: float) -> None:
+        """
+        Args:
+            draw: takes worker, phase, start and end of each state that is over.
+            begun: nothing is drawn before it, `time.monotonic` seconds.
+        """
+        self._draw = draw
+        self._open: dict[str, _Open] = {}
+        self._looked = begun
+
+    def look(self, states: Sequence[WorkerState], now: float) -> None:
+        """The states at ``now``; a worker that is not among them any more is drawn to its last."""
+        for state in states:
+            before = self._open.get(state.name)
+            if before is None:
+                began = max(state.since, self._looked)
+                self._open[state.name] = _Open(state.phase, state.since, began)
+            elif (before.phase, before.since) != (state.phase, state.since):
+                # A phase inside another one ends without a new `since`: the outer one has its own
+                # back. It ended after the last look then, at the latest now.
+                began = state.since if state.since > self._looked else now
+                self._draw(state.name, before.phase, before.start, began)
+                self._open[state.name] = _Open(state.phase, state.since, began)
+        for name in self._open.keys() - {state.name for state in states}:
+            gone = self._open.pop(name)
+            self._draw(name, gone.phase, gone.start, self._looked)
+        self._looked = now
+
+    def close(self, now: float) -> None:
+        """Draws the states that last."""
+        for name, last in self._open.items():
+            self._draw(name, last.phase, last.start, now)
+        self._open.clear()
+
+
+@dataclass(frozen=True)
+class _Open:
+    """A state that is not over."""
+
+    phase: str
+    since: float
+    """As the worker tells it."""
+    start: float
+    """Where its span begins."""
+
+
+class _Sampler:
+    """The thread that looks at the workers."""
+
+    def __init__(self, spans: StateSpans, states: States, every_s: float) -> None:
+        self._spans, self._states, self._every_s = spans, states, every_s
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="timeline", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._ending.set()
+        self._thread.join(CLOSE_S)
+        if not self._thread.is_alive():
+            self._spans.close(time.monotonic())
+
+    def _run(self) -> None:
+        while not self._ending.wait(self._every_s):
+            self._spans.look(self._states(), time.monotonic())
 
 
 @dataclass(frozen=True)
@@ -151,6 +256,11 @@ class _Watched:
         plain = {key: value for key, value in kwargs.items() if isinstance(value, int | str)}
         self.timeline._watch(_Call(self.role, method, future.times, plain))
         return future
+
+
+def worker_track(worker: str) -> str:
+    """The track of a worker's states and of what happens to it."""
+    return f"worker {worker}"
 
 
 def _number(track: str) -> int:

@@ -1,0 +1,338 @@
+"""Who has which device: on this host, and with --address in a Ray cluster.
+
+Lists the devices with their memory, the settings that hide or number them, every run of this user
+with its workers, and what is free. NVIDIA GPUs are asked for through nvidia-smi, so that no memory
+of theirs is taken; other devices through jax.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import io
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import rich.console
+from rich import box
+from rich.table import Table
+
+from jaxrl import cli
+from jaxrl.errors import RunError, UserError
+from jaxrl.registry import Member, Run, running
+from jaxrl.runtime.cluster import Cluster
+from jaxrl.runtime.worker import WorkerState
+from jaxrl.sharding.mesh import HOST_COUNT_FLAG, host_available
+
+SMI_S = 20.0
+"""Seconds that nvidia-smi may take."""
+FREE_SHARE = 0.05
+"""Share of a GPU's memory that may be in use while nobody has it: the driver keeps some."""
+COMMAND_WIDTH = 60
+"""Characters of a command that are shown."""
+GB, MIB = 1e9, 1 << 20
+SETTINGS = {
+    "CUDA_VISIBLE_DEVICES": "a run from here sees these GPUs only, numbered from 0",
+    "JAX_PLATFORMS": "a run from here uses the devices of these platforms only",
+    "JAX_NUM_CPU_DEVICES": "a run from here emulates that many CPU devices",
+    "XLA_PYTHON_CLIENT_MEM_FRACTION": "the share of a GPU's memory that a run from here takes",
+}
+"""What decides which devices a run gets."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device of this host."""
+
+    name: str
+    """As `gpu:3`, counted as nvidia-smi does."""
+    kind: str
+    uuid: str
+    """"" where there is none."""
+    used: int | None
+    """Bytes; None where not told."""
+    limit: int | None
+
+
+@dataclass(frozen=True)
+class Use:
+    """A process that computes on a GPU."""
+
+    pid: int
+    uuid: str
+    """Of the GPU."""
+    used: int | None
+    """Bytes; None where not told."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """What there is on this host."""
+
+    devices: tuple[Device, ...]
+    uses: tuple[Use, ...]
+    notes: tuple[str, ...]
+    """What keeps something from being known."""
+
+
+def find_host() -> Host:
+    """The devices of this host and who computes on them."""
+    notes: list[str] = []
+    if shutil.which("nvidia-smi") is None:
+        return Host(jax_devices(notes.append), (), tuple(notes))
+    try:
+        gpus = parse_gpus(_smi("--query-gpu=index,uuid,name,memory.used,memory.total"))
+        uses = parse_uses(_smi("--query-compute-apps=pid,gpu_uuid,used_memory"))
+    except subprocess.TimeoutExpired:
+        # A driver that does not answer would not answer jax either.
+        return Host((), (), (f"nvidia-smi has not answered for {SMI_S:g} s: its driver hangs",))
+    except RunError as error:
+        return Host(jax_devices(notes.append), (), (str(error), *notes))
+    plugins = [f"jax_cuda{version}_plugin" for version in (12, 13)]
+    if gpus and not any(map(importlib.util.find_spec, plugins)):
+        notes.append("jax here cannot use these GPUs: pip install 'jaxrl[cuda]'")
+    if len({gpu.kind for gpu in gpus}) > 1 and os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+        notes.append(
+            "these GPUs differ, and jax may count them otherwise: CUDA_DEVICE_ORDER=PCI_BUS_ID"
+        )
+    return Host(gpus, uses, tuple(notes))
+
+
+def _smi(query: str) -> str:
+    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_S)
+    if done.returncode:
+        told = " ".join((done.stdout + done.stderr).split())
+        raise RunError(f"nvidia-smi failed: {told or f'exit code {done.returncode}'}")
+    return done.stdout
+
+
+def parse_gpus(text: str) -> tuple[Device, ...]:
+    """Rows of index, uuid, name, MiB used, MiB in all."""
+    return tuple(
+        Device(f"gpu:{index}", kind, uuid, _bytes(used), _bytes(limit))
+        for index, uuid, kind, used, limit in _rows(text)
+    )
+
+
+def parse_uses(text: str) -> tuple[Use, ...]:
+    """Rows of pid, uuid of the GPU, MiB used."""
+    return tuple(Use(int(pid), uuid, _bytes(used)) for pid, uuid, used in _rows(text))
+
+
+def _rows(text: str) -> Iterator[list[str]]:
+    return (row for row in csv.reader(io.StringIO(text), skipinitialspace=True) if row)
+
+
+def _bytes(mib: str) -> int | None:
+    """None for `[N/A]` and the like."""
+    return int(mib) * MIB if mib.strip().isdigit() else None
+
+
+def jax_devices(told: Callable[[str], None]) -> tuple[Device, ...]:
+    """The devices that jax finds; starts its backend, with as little memory as that takes."""
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    import jax
+
+    try:
+        devices = jax.devices()
+    except (RuntimeError, AssertionError) as error:  # an accelerator in use, or a wrong platform
+        told(f"jax cannot start: {error}")
+        return ()
+    found = []
+    for device in devices:
+        stats = device.memory_stats() or {}
+        name, kind = f"{device.platform}:{device.id}", device.device_kind
+        found.append(Device(name, kind, "", stats.get("bytes_in_use"), stats.get("bytes_limit")))
+    return tuple(found)
+
+
+def settings(environ: Iterable[tuple[str, str]]) -> list[str]:
+    """What is set and decides which devices a run from here gets."""
+    told = []
+    for name, value in environ:
+        if name in SETTINGS:
+            told.append(f"{name}={value}: {SETTINGS[name]}")
+        elif name == "XLA_FLAGS" and (count := re.search(rf"{HOST_COUNT_FLAG}=\d+", value)):
+            told.append(f"XLA_FLAGS=--{count[0]}: {SETTINGS['JAX_NUM_CPU_DEVICES']}")
+    return sorted(told)
+
+
+def physical(name: str, visible: str | None, gpus: Sequence[Device]) -> str:
+    """The name on this host of a device that a process with CUDA_VISIBLE_DEVICES=`visible` counts
+    as `name`.
+    """
+    platform, _, number = name.partition(":")
+    if platform != "gpu" or visible is None:
+        return name
+    entries = visible.split(",")
+    entry = entries[int(number)].strip() if int(number) < len(entries) else ""
+    if entry.isdigit():
+        return f"gpu:{int(entry)}"
+    # A UUID, of which the beginning is enough.
+    return next((gpu.name for gpu in gpus if entry and gpu.uuid.startswith(entry)), name)
+
+
+def placed(run: Run, worker: Member, gpus: Sequence[Device]) -> list[str]:
+    """The devices of a worker as its host counts them."""
+    # Another process of a run has its own CUDA_VISIBLE_DEVICES, and tells devices of its host.
+    visible = run.visible if (worker.host, worker.pid) == (run.host, run.pid) else None
+    return [physical(name, visible, gpus) for name in worker.devices]
+
+
+def users(device: Device, host: Host, runs: Sequence[Run]) -> list[str]:
+    """Who has an accelerator; nobody: it is free."""
+    here, ours, told = socket.gethostname(), set[int](), []
+    for run in runs:
+        for worker in run.workers:
+            if worker.host == here and device.name in placed(run, worker, host.devices):
+                told.append(f"{Path(run.run_dir).name}: {worker.name} (pid {worker.pid})")
+                ours |= {worker.pid, run.pid}
+    others = [use for use in host.uses if use.uuid == device.uuid and use.pid not in ours]
+    told += [f"pid {use.pid}: {_command(use.pid)}{_taken(use.used)}" for use in others]
+    if not told and device.used and device.limit and device.used > FREE_SHARE * device.limit:
+        told.append("a process that cannot be seen from here")
+    return told
+
+
+def _taken(used: int | None) -> str:
+    return "" if used is None else f" ({used / GB:.1f} GB)"
+
+
+def _command(pid: int) -> str:
+    """The command of a process, cut."""
+    try:
+        text = Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return "its command is not known here"
+    text = " ".join(text.replace("\0", " ").split())
+    return text if len(text) <= COMMAND_WIDTH else text[: COMMAND_WIDTH - 3] + "..."
+
+
+def host_page(host: Host, runs: Sequence[Run]) -> list[Table | str]:
+    """The devices, who has them, and which are free."""
+    left = host_available()
+    free_memory = "" if left is None else f", {left / GB:.1f} GB of memory free"
+    page: list[Table | str] = [
+        f"host {socket.gethostname()}: {os.cpu_count()} CPU cores{free_memory}",
+        *settings(os.environ.items()),
+        *host.notes,
+    ]
+    if not host.devices:
+        return page
+    if all(device.name.startswith("cpu:") for device in host.devices):
+        return [*page, "no accelerator: each run emulates the CPU devices that its mesh needs"]
+    table = _table("device", "kind", "memory", "used by")
+    free = []
+    for device in host.devices:
+        told = users(device, host, runs)
+        free += [] if told else [device.name]
+        table.add_row(device.name, device.kind, _memory(device), "; ".join(told) or "free")
+    return [*page, table, f"free: {len(free)} of {len(host.devices)}: {', '.join(free) or 'none'}"]
+
+
+def _memory(device: Device) -> str:
+    if device.used is None or device.limit is None:
+        return "not told"
+    return f"{device.used / GB:.1f} of {device.limit / GB:.1f} GB"
+
+
+def run_page(run: Run, gpus: Sequence[Device]) -> list[Table | str]:
+    """A run and its workers."""
+    table = _table("worker", "roles", "process", "devices")
+    for worker in run.workers:
+        process = f"{worker.host}:{worker.pid}"
+        devices = ", ".join(placed(run, worker, gpus))
+        table.add_row(worker.name, ", ".join(worker.roles), process, devices)
+    head = f"run {run.run_dir}: pid {run.pid} since {run.started}: {run.command}"
+    return [head, table if run.workers else "its workers have not started yet"]
+
+
+def cluster_page(cluster: Cluster) -> list[Table | str]:
+    """The nodes of a cluster and the workers of jaxrl on it."""
+    nodes = _table("node", "address", "CPUs free", "GPUs free", "memory free")
+    for node in cluster.hosts:
+        memory = f"{node.memory_free / GB:.1f} of {node.memory / GB:.1f} GB"
+        cpus = f"{node.cpus_free:g} of {node.cpus:g}"
+        gpus = f"{node.gpus_free:g} of {node.gpus:g}"
+        nodes.add_row(node.name, node.address, cpus, gpus, memory)
+    page: list[Table | str] = [f"cluster {cluster.address}", nodes]
+    if not cluster.workers:
+        return [*page, "no worker of jaxrl on it"]
+    workers = _table("worker", "roles", "process", "devices", "phase")
+    for worker in cluster.workers:
+        workers.add_row(*_cluster_row(worker))
+    return [*page, workers]
+
+
+def _cluster_row(worker: WorkerState) -> tuple[str, ...]:
+    process = f"{worker.host}:{worker.pid}"
+    roles, devices = ", ".join(worker.roles), ", ".join(worker.devices)
+    return worker.name, roles, process, devices, worker.phase
+
+
+def _table(*titles: str) -> Table:
+    table = Table(box=box.SIMPLE)
+    for title in titles:
+        table.add_column(title, overflow="fold")
+    return table
+
+
+def show(page: Iterable[Table | str]) -> None:
+    """Prints a page; on no terminal, its lines are as long as they are."""
+    width = None if sys.stdout.isatty() else 1000
+    console = rich.console.Console(width=width, color_system=None, highlight=False, markup=False)
+    for part in page:
+        if isinstance(part, str):
+            print(part)
+            continue
+        with console.capture() as captured:
+            console.print(part)
+        print("\n".join(line.rstrip() for line in captured.get().splitlines() if line.strip()))
+
+
+def check_address(address: str) -> None:
+    """Refuses an address that cannot be one, and any without Ray."""
+    if not re.fullmatch(r"auto|(ray://)?[^\s/]+:\d{1,5}", address):
+        raise UserError(
+            f"{address!r} is no address of a Ray cluster: write HOST:PORT, or auto for the cluster"
+            " of this host (--address, or else RAY_ADDRESS)"
+        )
+    if importlib.util.find_spec("ray") is None:
+        raise UserError(f"a cluster ({address}) needs the package ray: pip install 'jaxrl[ray]'")
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = cli.Parser("python -m jaxrl.devices", __doc__ or "")
+    parser.add_argument(
+        "--address",
+        metavar="HOST:PORT",
+        default=os.environ.get("RAY_ADDRESS"),
+        help="a Ray cluster to tell of too (default: RAY_ADDRESS, where set)",
+    )
+    address = parser.parse(argv).address
+    if address:
+        check_address(address)
+    notes: list[str] = []
+    runs = running(notes.append)
+    host = find_host()
+    show([*host_page(host, runs), *notes])
+    for run in runs:
+        show(["", *run_page(run, host.devices)])
+    if not runs:
+        print("no run of this user works here")
+    if address:
+        from jaxrl.runtime.ray import cluster
+
+        show(["", *cluster_page(cluster(address))])
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main))

@@ -1,0 +1,201 @@
+"""Off-policy correction: the learner's policy at the start of a batch against the one that sampled.
+
+mu is the policy that sampled (older weights, or the same weights in another program), pi_old the
+learner's at the start of the batch, pi_theta the one in training; rho = pi_old / mu, r = pi_theta /
+pi_old. Two ways to train on mu's samples:
+
+- decoupled: `policy_loss(..., old_logprobs, ..., weights)`, rho * min(r A, clip(r) A), with the
+  weights of a `Correction`: fixed, and applied after the clip.
+- bypass: `policy_loss(..., sampler_logprobs, ...)`, pi_old := mu, **without** weights: the ratio
+  holds rho already.
+
+Where mu was truncated (top-p, top-k, min-p) it is 0 on a part of pi_old's support, and no weight
+repairs that.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from jaxrl.errors import unknown
+from jaxrl.losses.aggregation import kept, mean_over_tokens, token_metric
+from jaxrl.losses.divergence import Sums
+from jaxrl.losses.kl import k3
+from jaxrl.losses.policy import MAX_LOG_RATIO
+
+Correction = Callable[[Array, Array], Array]
+"""(log rho [B, T] in nats, 0 where masked; mask [B, T]) -> weights [B, T]."""
+
+
+@dataclass(frozen=True)
+class NoCorrection:
+    """1 everywhere."""
+
+    def __call__(self, log_rho: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Array:
+        return jnp.ones_like(log_rho)
+
+
+@dataclass(frozen=True)
+class TokenTIS:
+    """min(rho_t, cap): truncated importance sampling of each token."""
+
+    cap: float = 2.0
+
+    def __post_init__(self) -> None:
+        _check("cap", self.cap, self.cap > 0, "above 0")
+
+    def __call__(self, log_rho: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Array:
+        return jnp.minimum(_exp(log_rho), self.cap)
+
+
+@dataclass(frozen=True)
+class SequenceTIS:
+    """min(prod_t rho_t, cap) at every token of a sequence.
+
+    The ratio of the sequences' probabilities, exact up to the cap. Its spread grows with length:
+    for thousands of tokens, `TokenTIS` or `SequenceMask` keep more of the batch.
+    """
+
+    cap: float = 2.0
+
+    def __post_init__(self) -> None:
+        _check("cap", self.cap, self.cap > 0, "above 0")
+
+    def __call__(self, log_rho: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Array:
+        whole = jnp.where(mask, log_rho, 0).sum(-1)
+        return jnp.broadcast_to(jnp.minimum(_exp(whole), self.cap)[:, None], log_rho.shape)
+
+
+@dataclass(frozen=True)
+class IcePop:
+    """rho_t where low <= rho_t <= high, else 0: tokens that disagree do not train."""
+
+    low: float = 0.5
+    high: float = 5.0
+
+    def __post_init__(self) -> None:
+        _check("low", self.low, 0 <= self.low <= 1, "0 to 1, so that rho = 1 trains")
+        _check("high", self.high, self.high >= 1, "1 or above, so that rho = 1 trains")
+
+    def __call__(self, log_rho: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Array:
+        rho = _exp(log_rho)
+        return jnp.where((rho >= self.low) & (rho <= self.high), rho, 0)
+
+
+@dataclass(frozen=True)
+class SequenceMask:
+    """1 where |mean_t log rho_t| <= threshold, else 0, for whole sequences.
+
+    Of the *mean* log-ratio: a sum grows with length and would drop the long sequences.
+    """
+
+    threshold: float = 0.1
+    """Nats a token."""
+
+    def __post_init__(self) -> None:
+        _check("threshold", self.threshold, self.threshold >= 0, "0 or above, nats a token")
+
+    def __call__(self, log_rho: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Array:
+        agrees = jnp.abs(mean_over_tokens(log_rho, mask)) <= self.threshold
+        return jnp.broadcast_to(agrees[:, None].astype(log_rho.dtype), log_rho.shape)
+
+
+def _check(name: str, value: float, allowed: bool, words: str) -> None:
+    if not allowed:
+        raise ValueError(f"{name} of the off-policy correction is {value}; it must be {words}")
+
+
+CORRECTIONS: Mapping[str, Callable[..., Correction]] = {
+    "none": NoCorrection,
+    "tis_token": TokenTIS,
+    "tis_sequence": SequenceTIS,
+    "icepop": IcePop,
+    "sequence_mask": SequenceMask,
+}
+
+
+def make_correction(name: str, **settings: float | None) -> Correction:
+    """A correction by name; a setting of None keeps its default, one that it lacks is refused."""
+    if name not in CORRECTIONS:
+        raise unknown("off-policy correction", name, CORRECTIONS)
+    given = {key: value for key, value in settings.items() if value is not None}
+    known = inspect.signature(CORRECTIONS[name]).parameters
+    for key in given:
+        if key not in known:
+            has = f"it has {' and '.join(known)}" if known else "it has none"
+            raise ValueError(f"{key} is no setting of off-policy correction {name}: {has}")
+    return CORRECTIONS[name](**given)
+
+
+class Corrected(NamedTuple):
+    """Weights of a batch or micro-batch, and what to know about its mismatch."""
+
+    weights: Float[Array, "B T"]
+    """For `policy_loss`; no gradient; 0 where masked."""
+    sums: Sums
+    """Add them up over micro-batches."""
+    maxima: dict[str, Float[Array, ""]]
+    """Take the larger one over micro-batches."""
+
+
+def correct(
+    correction: Correction,
+    old_logprobs: Float[Array, "B T"],
+    sampler_logprobs: Float[Array, "B T"],
+    mask: Bool[Array, "B T"],
+) -> Corrected:
+    """The weights of tokens that mu sampled, and the mismatch of pi_old and mu.
+
+    A token or sequence of weight 0 still counts in the loss's count: what is left is not scaled up.
+
+    Args:
+        old_logprobs: nats, of the sampled tokens under pi_old.
+        sampler_logprobs: nats, of the same tokens under mu.
+
+    Returns:
+        Sums, all over tokens: mismatch_k3 (nats, estimate of KL(mu || pi_old)), mismatch_rho and
+        mismatch_rho_squared (for chi2 and ESS), correction_weight, correction_dropped (weight 0).
+        Maxima: mismatch_max_log_ratio (nats). `diagnostics` makes the figures of a batch of them.
+    """
+    mask = jnp.asarray(mask).astype(bool)
+    old, sampler = (jax.lax.stop_gradient(kept(x, mask)) for x in (old_logprobs, sampler_logprobs))
+    gap = old - sampler
+    log_rho = jnp.clip(gap, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    rho = _exp(log_rho)
+    weights = jnp.where(mask, correction(log_rho, mask), 0)
+    sums = {
+        "mismatch_k3": token_metric(k3(jnp.zeros_like(log_rho), log_rho), mask),
+        "mismatch_rho": token_metric(rho, mask),
+        "mismatch_rho_squared": token_metric(jnp.square(rho), mask),
+        "correction_weight": token_metric(weights, mask),
+        "correction_dropped": token_metric(weights == 0, mask),
+    }
+    return Corrected(weights, sums, {"mismatch_max_log_ratio": jnp.abs(gap).max(initial=0)})
+
+
+def diagnostics(sums: Sums, maxima: Mapping[str, Array]) -> dict[str, float]:
+    """The figures of a batch, from the added `sums` and the larger `maxima` of its parts.
+
+    chi2 = E_mu[rho^2] - 1; ess = (sum rho)^2 / (n sum rho^2), the fraction of the n tokens that
+    the batch is worth: 1 on-policy.
+    """
+    means = {name: float(total) / max(float(count), 1.0) for name, (total, count) in sums.items()}
+    rho, squared = means.pop("mismatch_rho"), means.pop("mismatch_rho_squared")
+    return {
+        **means,
+        "mismatch_chi2": squared - 1 if squared else 0.0,
+        "mismatch_ess": rho**2 / squared if squared else 1.0,
+        **{name: float(np.asarray(value)) for name, value in maxima.items()},
+    }
+
+
+def _exp(log_ratio: Array) -> Array:
+    return jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))

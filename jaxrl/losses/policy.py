@@ -1,0 +1,434 @@
+"""Policy losses from the log-probs of sampled tokens: the clipped, capped and soft families.
+
+An `Objective` is three choices that do not depend on each other:
+
+- the ratio pi_theta / pi_old: of each token, of the sequence, or GSPO-token's (`RATIOS`),
+- the term that is maximised: `Clipped`, `Capped` (CISPO), `Soft` (SAPO), `LogClipped` (GMPO),
+- the aggregation of tokens and sequences (`aggregation.AGGREGATIONS`).
+
+`PRESETS` has those of the papers, under their names; `LOSSES` has the same as functions. r is the
+ratio, A the advantage, d = logprobs - old_logprobs the log-ratio, |y| the completion's length.
+Masked positions may hold anything, NaN and -inf included. Gradients flow to `logprobs` only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from jaxrl.errors import unknown
+from jaxrl.losses.aggregation import (
+    AGGREGATIONS,
+    Aggregation,
+    SumCount,
+    SumOverConstant,
+    kept,
+    mean_over_tokens,
+    sequence_mean_token_mean,
+    token_mean,
+    token_metric,
+)
+from jaxrl.losses.divergence import Sums
+
+Loss = tuple[Float[Array, ""], Float[Array, ""], Sums]
+"""(sum to minimise, count, metrics)."""
+
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are kept within +-20 nats before they are exponentiated: e^20 is 5e8, and float32
+overflows at e^88."""
+
+RARE_CLIP = 0.05
+"""A sequence ratio moves by about 1e-3 in an update: a clip range from here on never acts."""
+
+
+class Tokens(NamedTuple):
+    """What a term sees; masked positions hold 0."""
+
+    logprobs: Float[Array, "B T"]
+    log_ratio: Float[Array, "B T"]
+    """d, nats."""
+    advantages: Float[Array, "B T"]
+    mask: Bool[Array, "B T"]
+
+
+class Terms(NamedTuple):
+    """A term at every token, and what became of the ratio there."""
+
+    value: Float[Array, "B T"]
+    """To be maximised."""
+    ratio: Float[Array, "B T"]
+    below: Bool[Array, "B T"]
+    """Where a bound from below holds the term: A < 0 and a small ratio. No gradient there."""
+    above: Bool[Array, "B T"]
+    """Where a bound from above does: A > 0 and a large ratio."""
+
+
+Level = Callable[[Float[Array, "B T"], Tokens], Float[Array, "B T"]]
+"""(log-ratio of each token, tokens) -> log-ratio at some level, at every token."""
+
+
+def _of_token(log_ratio: Array, tokens: Tokens) -> Array:
+    """r_t = pi(y_t) / pi_old(y_t)."""
+    return log_ratio
+
+
+def _of_sequence(log_ratio: Array, tokens: Tokens) -> Array:
+    """s = exp(mean_t d_t), the same at every token (GSPO, arXiv 2507.18071)."""
+    mean = mean_over_tokens(log_ratio, tokens.mask)
+    return jnp.broadcast_to(mean[:, None], log_ratio.shape)
+
+
+def _of_sequence_by_token(log_ratio: Array, tokens: Tokens) -> Array:
+    """s_t = sg(s) pi_t / sg(pi_t): the value of s, the gradient of the token (GSPO-token)."""
+    fixed = jax.lax.stop_gradient(_of_sequence(log_ratio, tokens))
+    return fixed + tokens.logprobs - jax.lax.stop_gradient(tokens.logprobs)
+
+
+RATIOS: Mapping[str, Level] = {
+    "token": _of_token,
+    "sequence": _of_sequence,
+    "sequence_token": _of_sequence_by_token,
+}
+
+
+def _exp(log_ratio: Array) -> Array:
+    return jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+
+
+@dataclass(frozen=True)
+class Clipped:
+    """min(r A, clip(r, 1 - clip_low, 1 + clip_high) A): PPO's, GRPO's, GSPO's."""
+
+    clip_low: float
+    clip_high: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.clip_low <= 1:
+            raise ValueError(
+                f"clip_low is {self.clip_low}; ratios are kept above 1 - clip_low: 0 to 1"
+            )
+        _at_least(0, "clip_high", self.clip_high, "ratios are kept below 1 + clip_high")
+
+    def __call__(self, tokens: Tokens, level: Level) -> Terms:
+        ratio = _exp(level(tokens.log_ratio, tokens))
+        below = (tokens.advantages < 0) & (ratio < 1 - self.clip_low)
+        above = (tokens.advantages > 0) & (ratio > 1 + self.clip_high)
+        clipped = jnp.where(below, 1 - self.clip_low, jnp.where(above, 1 + self.clip_high, ratio))
+        return Terms(clipped * tokens.advantages, ratio, below, above)
+
+
+@dataclass(frozen=True)
+class Capped:
+    """sg(min(r, ratio_cap)) A log pi: no token loses its gradient (CISPO, arXiv 2506.13585)."""
+
+    ratio_cap: float
+    """Absolute: a bound of r itself, not of r - 1."""
+
+    def __post_init__(self) -> None:
+        _above(0, "ratio_cap", self.ratio_cap, "it bounds the ratio itself; 5 is usual")
+
+    def __call__(self, tokens: Tokens, level: Level) -> Terms:
+        ratio = _exp(level(tokens.log_ratio, tokens))
+        above = ratio > self.ratio_cap
+        weight = jax.lax.stop_gradient(jnp.minimum(ratio, self.ratio_cap))
+        value = weight * tokens.advantages * tokens.logprobs
+        return Terms(value, ratio, jnp.zeros_like(above), above)
+
+
+@dataclass(frozen=True)
+class Soft:
+    """sigmoid(tau (r - 1)) (4 / tau) A: the gradient fades on both sides (SAPO, 2511.20347).
+
+    At r = 1 its gradient is A grad log pi, whatever tau; its value there is 2 A / tau.
+    """
+
+    tau_positive: float
+    """Where A > 0."""
+    tau_negative: float
+    """Elsewhere."""
+
+    def __post_init__(self) -> None:
+        _above(0, "tau_positive", self.tau_positive, "1 is usual")
+        _above(0, "tau_negative", self.tau_negative, "1.05 is usual")
+
+    def __call__(self, tokens: Tokens, level: Level) -> Terms:
+        ratio = _exp(level(tokens.log_ratio, tokens))
+        tau = jnp.where(tokens.advantages > 0, self.tau_positive, self.tau_negative)
+        value = jax.nn.sigmoid(tau * (ratio - 1)) * (4 / tau) * tokens.advantages
+        nowhere = jnp.zeros_like(tokens.mask)
+        return Terms(value, ratio, nowhere, nowhere)
+
+
+@dataclass(frozen=True)
+class LogClipped:
+    """A exp(level(d')), with d' = min(d, clip_log) where A > 0, max(d, -clip_log) where A < 0.
+
+    Every token's log-ratio is clipped on the one side that its advantage pushes it to, *before* the
+    level averages: at level "sequence" this is GMPO (arXiv 2507.20673), a geometric mean.
+    """
+
+    clip_log: float
+    """Nats."""
+
+    def __post_init__(self) -> None:
+        _at_least(0, "clip_log", self.clip_log, "nats; 0.4 is usual")
+
+    def __call__(self, tokens: Tokens, level: Level) -> Terms:
+        below = (tokens.advantages < 0) & (tokens.log_ratio < -self.clip_log)
+        above = (tokens.advantages > 0) & (tokens.log_ratio > self.clip_log)
+        clipped = jnp.where(above, self.clip_log, tokens.log_ratio)
+        ratio = _exp(level(jnp.where(below, -self.clip_log, clipped), tokens))
+        return Terms(ratio * tokens.advantages, ratio, below, above)
+
+
+def _above(limit: float, name: str, value: float, why: str) -> None:
+    if not value > limit:
+        raise ValueError(f"{name} is {value}; it must be above {limit}: {why}")
+
+
+def _at_least(limit: float, name: str, value: float, why: str) -> None:
+    if not value >= limit:
+        raise ValueError(f"{name} is {value}; it must be at least {limit}: {why}")
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a policy update maximises."""
+
+    term: Clipped | Capped | Soft | LogClipped
+    ratio: str
+    """A name of `RATIOS`."""
+    aggregation: Aggregation
+
+    def __post_init__(self) -> None:
+        if self.ratio not in RATIOS:
+            raise unknown("ratio level", self.ratio, RATIOS)
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A paper's objective, with the settings of a run that belong to it."""
+
+    formula: str
+    objective: Objective
+    minibatches: int = 1
+    """Updates per rollout batch: with one, every ratio is 1 and no clip acts."""
+    scale_by_std: bool = True
+    """Of the group advantage."""
+    dynamic_sampling: bool = False
+    """Whether groups without any difference in reward are dropped and sampled anew."""
+    soft_overlong: bool = False
+    """Whether completions near the length limit are penalised (`advantages.soft_overlong`)."""
+
+
+_GRPO = Objective(Clipped(0.2, 0.2), "token", sequence_mean_token_mean)
+_GSPO = Objective(Clipped(3e-4, 4e-4), "sequence", sequence_mean_token_mean)
+
+PRESETS: Mapping[str, Preset] = {
+    "grpo": Preset("min(r A, clip(r) A), mean over sequences of token means; 2402.03300", _GRPO),
+    "dr_grpo": Preset(
+        "GRPO's with A = R - mean, sum over tokens / constant; 2503.20783",
+        replace(_GRPO, aggregation=SumOverConstant()),
+        scale_by_std=False,
+    ),
+    "dapo": Preset(
+        "GRPO's with a higher upper bound, mean over all tokens; 2503.14476",
+        Objective(Clipped(0.2, 0.28), "token", token_mean),
+        dynamic_sampling=True,
+        soft_overlong=True,
+    ),
+    "gspo": Preset(
+        "min(s A, clip(s) A), s = exp(mean_t d), mean over sequences; 2507.18071",
+        _GSPO,
+        minibatches=4,
+    ),
+    "gspo_token": Preset(
+        "GSPO's with s_t = sg(s) pi_t / sg(pi_t), for advantages per token; 2507.18071",
+        replace(_GSPO, ratio="sequence_token"),
+        minibatches=4,
+    ),
+    "cispo": Preset(
+        "sg(min(r, ratio_cap)) A log pi, mean over all tokens; 2506.13585",
+        Objective(Capped(5.0), "token", token_mean),
+    ),
+    "sapo": Preset(
+        "sigmoid(tau (r - 1)) (4 / tau) A, mean over sequences of token means; 2511.20347",
+        Objective(Soft(1.0, 1.05), "token", sequence_mean_token_mean),
+    ),
+    "gmpo": Preset(
+        "A exp(mean_t of d clipped on the side of sign(A)), mean over sequences; 2507.20673",
+        Objective(LogClipped(0.4), "sequence", sequence_mean_token_mean),
+    ),
+    "luspo": Preset(
+        "|y| times GSPO's, mean over sequences; 2602.05261",
+        Objective(Clipped(2e-3, 2.5e-3), "sequence", SumOverConstant()),
+        minibatches=4,
+    ),
+}
+
+
+def make_objective(
+    name: str,
+    *,
+    ratio: str | None = None,
+    aggregation: str | None = None,
+    constant: float | None = None,
+    **settings: float | None,
+) -> Objective:
+    """The objective of a preset, with some of its choices changed; None keeps the preset's.
+
+    Args:
+        ratio: a name of `RATIOS`.
+        aggregation: a name of `AGGREGATIONS`.
+        constant: of the aggregation `sum_over_constant`, tokens; usually the longest completion
+            allowed.
+        settings: fields of the preset's term: clip_low and clip_high, or ratio_cap, or tau_positive
+            and tau_negative, or clip_log.
+    """
+    if name not in PRESETS:
+        raise unknown("policy loss", name, PRESETS)
+    objective = PRESETS[name].objective
+    given = {key: value for key, value in settings.items() if value is not None}
+    term: Any = objective.term
+    known = [field.name for field in fields(term)]
+    for key in given:
+        if key not in known:
+            raise ValueError(
+                f"{key} is no setting of policy loss {name}: it has {' and '.join(known)}"
+            )
+    chosen = objective.aggregation
+    if aggregation is not None:
+        if aggregation not in AGGREGATIONS:
+            raise unknown("aggregation", aggregation, AGGREGATIONS)
+        chosen = AGGREGATIONS[aggregation]
+    if constant is not None:
+        if not isinstance(chosen, SumOverConstant):
+            raise ValueError(
+                f"constant={constant:g} divides the sum of aggregation sum_over_constant only: "
+                f"set aggregation=sum_over_constant, or leave constant out of policy loss {name}"
+            )
+        chosen = SumOverConstant(constant)
+    return Objective(replace(term, **given), objective.ratio if ratio is None else ratio, chosen)
+
+
+def clip_never_acts(objective: Objective, updates_per_batch: int) -> str | None:
+    """Why the clip of a sequence ratio would never act, as a warning; None where it can."""
+    if objective.ratio == "token" or not isinstance(objective.term, Clipped):
+        return None
+    if updates_per_batch == 1:
+        return (
+            "one update per batch: every sequence ratio is 1 and the clip never acts; "
+            "4 minibatches are usual"
+        )
+    if max(objective.term.clip_low, objective.term.clip_high) >= RARE_CLIP:
+        return (
+            f"clip_low={objective.term.clip_low:g} clip_high={objective.term.clip_high:g}: a ratio "
+            "of whole sequences is a geometric mean and stays within about 1e-3 of 1, so the clip "
+            "never acts; 3e-4 and 4e-4 are usual"
+        )
+    return None
+
+
+def policy_loss(
+    objective: Objective,
+    logprobs: Float[Array, "B T"],
+    old_logprobs: Float[Array, "B T"],
+    advantages: Float[Array, " B"] | Float[Array, "B T"],
+    mask: Bool[Array, "B T"],
+    weights: Float[Array, " B"] | Float[Array, "B T"] | None = None,
+) -> Loss:
+    """-(term of the objective), aggregated: (sum, count, metrics); the caller divides once.
+
+    Args:
+        logprobs: nats, of the sampled tokens under the policy in training.
+        old_logprobs: nats, of the same tokens under the policy at the start of the batch.
+        advantages: one for each sequence; one for each token only where the ratio is not the
+            sequence's (GSPO-token is GSPO for that).
+        mask: True at the tokens that train.
+        weights: of an off-policy correction (`correction`); multiply the term after its clip.
+
+    Returns:
+        Metrics: ratio (mean, at the objective's level), clip_fraction (of tokens, with
+        clip_low_fraction and clip_high_fraction), clip_fraction_sequences (sequences with a clipped
+        token), old_kl_k3 (nats a token: estimate of KL(pi_old || pi_theta)).
+    """
+    mask = jnp.asarray(mask).astype(bool)
+    if objective.ratio == "sequence" and jnp.ndim(advantages) == 2:
+        raise ValueError(
+            "advantages have one value per token, and the ratio is one of whole sequences: use "
+            "gspo_token (ratio level sequence_token), or one advantage per sequence"
+        )
+    logprobs = kept(logprobs, mask)
+    old_logprobs = jax.lax.stop_gradient(kept(old_logprobs, mask))
+    advantages = jax.lax.stop_gradient(kept(_per_token(advantages, mask), mask))
+    tokens = Tokens(logprobs, logprobs - old_logprobs, advantages, mask)
+    terms = objective.term(tokens, RATIOS[objective.ratio])
+    value = terms.value
+    if weights is not None:
+        value = value * jax.lax.stop_gradient(kept(_per_token(weights, mask), mask))
+    total, count = objective.aggregation(-value, mask)
+    return total, count, _metrics(terms, tokens)
+
+
+def _per_token(x: Any, mask: Array) -> Array:
+    """[B] -> [B, T]; [B, T] as it is."""
+    x = jnp.asarray(x)
+    return jnp.broadcast_to(x[:, None], mask.shape) if x.ndim == 1 else x
+
+
+def _metrics(terms: Terms, tokens: Tokens) -> Sums:
+    mask = tokens.mask
+    clipped = (terms.below | terms.above) & mask
+    sequences = (clipped.any(-1).astype(jnp.float32).sum(), mask.any(-1).astype(jnp.float32).sum())
+    # r - 1 - log r, whose expectation under pi_old is KL(pi_old || pi_theta).
+    d = jnp.clip(tokens.log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return {
+        "ratio": token_metric(terms.ratio, mask),
+        "clip_fraction": token_metric(clipped, mask),
+        "clip_low_fraction": token_metric(terms.below, mask),
+        "clip_high_fraction": token_metric(terms.above, mask),
+        "clip_fraction_sequences": sequences,
+        "old_kl_k3": token_metric(jnp.expm1(d) - d, mask),
+    }
+
+
+def entropy_term(
+    entropy: Float[Array, "B T"], mask: Bool[Array, "B T"], *, aggregation: Aggregation
+) -> SumCount:
+    """-H, aggregated as the policy loss: times a coefficient above 0, a bonus for entropy.
+
+    Args:
+        entropy: nats, of the policy at each position (`head.logprobs_and_entropy_from_hidden`).
+    """
+    mask = jnp.asarray(mask).astype(bool)
+    return aggregation(-kept(entropy, mask), mask)
+
+
+def _named(name: str) -> Callable[..., Loss]:
+    def loss(
+        logprobs: Float[Array, "B T"],
+        old_logprobs: Float[Array, "B T"],
+        advantages: Float[Array, " B"] | Float[Array, "B T"],
+        mask: Bool[Array, "B T"],
+        *,
+        weights: Float[Array, " B"] | Float[Array, "B T"] | None = None,
+        **settings: Any,
+    ) -> Loss:
+        objective = make_objective(name, **settings)
+        return policy_loss(objective, logprobs, old_logprobs, advantages, mask, weights)
+
+    loss.__name__ = loss.__qualname__ = name
+    loss.__doc__ = (
+        f"Minimises minus: {PRESETS[name].formula}.\n\n    Arguments as `policy_loss`; "
+        "settings as `make_objective`, which default to `PRESETS`."
+    )
+    return loss
+
+
+LOSSES: Mapping[str, Callable[..., Loss]] = {name: _named(name) for name in PRESETS}
+"""name -> f(logprobs, old_logprobs, advantages, mask, *, weights=None, **settings)."""

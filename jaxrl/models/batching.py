@@ -1,0 +1,109 @@
+"""Sequences of many lengths through a compiled function of few shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrl.sharding.reshard import put
+
+NARROWEST = 16
+"""Smallest width of a batch, tokens."""
+Run = Callable[[jax.Array, jax.Array], jax.Array]
+"""(tokens [R, W] int32, mask [R, W] bool) -> [R, ...], whole on every device."""
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Some of the sequences, right-padded."""
+
+    rows: tuple[int, ...]
+    """Which they are; the array may have more rows, which are padding."""
+    tokens: np.ndarray
+    """[R, W] int32."""
+    mask: np.ndarray
+    """[R, W] bool."""
+
+
+def bucket(n: int, longest: int) -> int:
+    """The width that a sequence of n tokens is padded to: the next of 16, 24, 32, 48, 64, 96...,
+    at most `longest`."""
+    top = max(NARROWEST, _power_of_two(n))
+    three_quarters = top // 4 * 3
+    wide = three_quarters if three_quarters > NARROWEST and n <= three_quarters else top
+    return min(wide, longest)
+
+
+def rows_of(width: int, batch_tokens: int) -> int:
+    """Rows of a full batch on each device that holds rows, at least 1."""
+    return max(1, batch_tokens // width)
+
+
+def batches(
+    sequences: Sequence[Sequence[int]], *, shards: int, batch_tokens: int, longest: int
+) -> Iterator[Batch]:
+    """The sequences from long to short, each batch full but the last.
+
+    The last is as high as the next power of two asks for, so that the shapes are few.
+
+    Args:
+        shards: devices that the rows of a batch are divided among.
+        batch_tokens: tokens of a batch on one device, padding included; a longer sequence is alone.
+        longest: no sequence is longer.
+    """
+    order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]), reverse=True)
+    start = 0
+    while start < len(order):
+        width = bucket(len(sequences[order[start]]), longest)
+        full = rows_of(width, batch_tokens)
+        rows = order[start : start + full * shards]
+        height = min(full, _power_of_two(-(-len(rows) // shards))) * shards
+        tokens, mask = np.zeros((height, width), np.int32), np.zeros((height, width), bool)
+        for at, row in enumerate(rows):
+            n = len(sequences[row])
+            tokens[at, :n], mask[at, :n] = sequences[row], True
+        yield Batch(tuple(rows), tokens, mask)
+        start += len(rows)
+
+
+def run_batches(
+    sequences: Sequence[Sequence[int]],
+    run: Run,
+    *,
+    mesh: Mesh | None,
+    batch_tokens: int,
+    longest: int,
+    progress: Progress | None = None,
+) -> np.ndarray:
+    """What `run` says of each sequence, in their order; of equal ones it is asked once.
+
+    Args:
+        progress: told how far it is, before each batch.
+    """
+    distinct = list(dict.fromkeys(map(tuple, sequences)))
+    shards = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
+    found: dict[int, np.ndarray] = {}
+    for batch in batches(distinct, shards=shards, batch_tokens=batch_tokens, longest=longest):
+        if progress is not None:
+            progress(f"{len(found)} of {len(distinct)} texts")
+        values = np.asarray(run(_put(batch.tokens, mesh), _put(batch.mask, mesh)))
+        found.update(zip(batch.rows, values, strict=False))  # further rows are padding
+    at = {sequence: i for i, sequence in enumerate(distinct)}
+    return np.stack([found[at[tuple(sequence)]] for sequence in sequences])
+
+
+def _put(x: np.ndarray, mesh: Mesh | None) -> jax.Array:
+    if mesh is None:
+        return jnp.asarray(x)
+    return put(x, NamedSharding(mesh, PartitionSpec(("data", "fsdp"), None)))
+
+
+def _power_of_two(n: int) -> int:
+    """The smallest that is at least n."""
+    return 1 << max(0, n - 1).bit_length()

@@ -1,0 +1,263 @@
+"""BERT-like text encoders (BERT, XLM-RoBERTa) as functions of a parameter pytree.
+
+Devlin et al. 2019 (arXiv 1810.04805), Conneau et al. 2020 (arXiv 1911.02116): learned absolute
+positions, post-norm blocks. Parameters are a nested dict; those of the blocks have a leading [L]
+dim and run under `lax.scan`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrl.models import weights
+from jaxrl.models.decoder import Params
+from jaxrl.models.encoder_config import FAMILIES, EncoderConfig
+from jaxrl.models.layers import attention
+from jaxrl.sharding.rules import AXES
+
+Leaf = tuple[str, tuple[str, ...]]
+"""Tensor name in the checkpoint, and the logical axes of our parameter: their sizes are its shape,
+and `AXES` says which mesh axis splits each ("width", "positions" and "types" stay whole)."""
+TOP: dict[str, Leaf] = {
+    "embed/word": ("embeddings.word_embeddings.weight", ("vocab", "embed")),
+    "embed/position": ("embeddings.position_embeddings.weight", ("positions", "width")),
+    "embed/type": ("embeddings.token_type_embeddings.weight", ("types", "width")),
+    "embed/norm/scale": ("embeddings.LayerNorm.weight", ("width",)),
+    "embed/norm/bias": ("embeddings.LayerNorm.bias", ("width",)),
+}
+LAYER: dict[str, Leaf] = {
+    "attn/q/kernel": ("attention.self.query.weight", ("embed", "heads")),
+    "attn/q/bias": ("attention.self.query.bias", ("heads",)),
+    "attn/k/kernel": ("attention.self.key.weight", ("embed", "heads")),
+    "attn/k/bias": ("attention.self.key.bias", ("heads",)),
+    "attn/v/kernel": ("attention.self.value.weight", ("embed", "heads")),
+    "attn/v/bias": ("attention.self.value.bias", ("heads",)),
+    "attn/o/kernel": ("attention.output.dense.weight", ("heads", "embed")),
+    "attn/o/bias": ("attention.output.dense.bias", ("width",)),
+    "attn_norm/scale": ("attention.output.LayerNorm.weight", ("width",)),
+    "attn_norm/bias": ("attention.output.LayerNorm.bias", ("width",)),
+    "mlp/up/kernel": ("intermediate.dense.weight", ("embed", "mlp")),
+    "mlp/up/bias": ("intermediate.dense.bias", ("mlp",)),
+    "mlp/down/kernel": ("output.dense.weight", ("mlp", "embed")),
+    "mlp/down/bias": ("output.dense.bias", ("width",)),
+    "mlp_norm/scale": ("output.LayerNorm.weight", ("width",)),
+    "mlp_norm/bias": ("output.LayerNorm.bias", ("width",)),
+}
+"""Within `encoder.layer.N.`; kernels are stored transposed."""
+
+
+def shapes(config: EncoderConfig) -> dict[str, tuple[int, ...]]:
+    """Path -> shape of every parameter."""
+    sizes = {
+        "vocab": config.vocab_size,
+        "positions": config.positions,
+        "types": config.types,
+        "width": config.d_model,
+        "embed": config.d_model,
+        "heads": config.d_model,
+        "mlp": config.d_ff,
+    }
+    top = {path: tuple(sizes[a] for a in axes) for path, (_, axes) in TOP.items()}
+    layer = {path: tuple(sizes[a] for a in axes) for path, (_, axes) in LAYER.items()}
+    return top | {f"layers/{path}": (config.n_layers, *s) for path, s in layer.items()}
+
+
+def specs(config: EncoderConfig, axis_sizes: Mapping[str, int]) -> dict[str, PartitionSpec]:
+    """Path -> `PartitionSpec`; a dim that its mesh axis does not divide stays whole, and heads are
+    split between heads only."""
+    units = {
+        "vocab": config.vocab_size,
+        "embed": config.d_model,
+        "heads": config.n_heads,
+        "mlp": config.d_ff,
+    }
+
+    def split(axes: tuple[str, ...]) -> list[str | None]:
+        return [
+            AXES[a] if a in units and units[a] % axis_sizes[AXES[a]] == 0 else None for a in axes
+        ]
+
+    top = {path: PartitionSpec(*split(axes)) for path, (_, axes) in TOP.items()}
+    layer = {path: PartitionSpec(None, *split(axes)) for path, (_, axes) in LAYER.items()}
+    return top | {f"layers/{path}": spec for path, spec in layer.items()}
+
+
+def param_shardings(config: EncoderConfig, mesh: Mesh) -> Params:
+    """A `NamedSharding` for each parameter."""
+    return tree({path: NamedSharding(mesh, s) for path, s in specs(config, mesh.shape).items()})
+
+
+def tree(flat: Mapping[str, Any]) -> Params:
+    """A nested dict of values by path."""
+    nested: Params = {}
+    for path, value in flat.items():
+        *folders, name = path.split("/")
+        node = nested
+        for folder in folders:
+            node = node.setdefault(folder, {})
+        node[name] = value
+    return nested
+
+
+def check(tensors: weights.Tensors, config: EncoderConfig) -> None:
+    """Raises a UserError for the first tensor that is missing or of another shape."""
+    prefix = _prefix(tensors, config)
+    found = shapes(config)
+    expected = {f"{prefix}{name}": found[path] for path, (name, _) in TOP.items()}
+    for i in range(config.n_layers):
+        for path, (name, _) in LAYER.items():
+            shape = found[f"layers/{path}"][1:]
+            expected[f"{prefix}encoder.layer.{i}.{name}"] = shape[::-1]
+    weights.check(tensors, expected)
+
+
+def load(
+    tensors: weights.Tensors,
+    config: EncoderConfig,
+    mesh: Mesh | None = None,
+    dtype: Any = jnp.float32,
+) -> Params:
+    """Parameters of a checkpoint in `dtype`; where there is a mesh, each device reads its slices.
+
+    Raises:
+        UserError: a tensor is missing or has another shape than `config` asks for.
+    """
+    check(tensors, config)
+    prefix = _prefix(tensors, config)
+    values = {}
+    layouts = {} if mesh is None else specs(config, mesh.shape)
+    for path, shape in shapes(config).items():
+        if mesh is None:
+            whole = tuple(slice(0, n) for n in shape)
+            values[path] = jnp.asarray(_read(tensors, prefix, path, whole, dtype))
+        else:
+            values[path] = _sharded(
+                tensors, prefix, path, shape, NamedSharding(mesh, layouts[path]), dtype
+            )
+    return tree(values)
+
+
+def encode(
+    config: EncoderConfig,
+    params: Params,
+    tokens: jax.Array,
+    mask: jax.Array,
+    mesh: Mesh | None = None,
+) -> jax.Array:
+    """One vector of length 1 for each row.
+
+    Args:
+        tokens: [N, T] int32, padding on either side.
+        mask: [N, T] bool, True at real tokens; padding is never attended to nor pooled.
+        mesh: where given, the rows stay sharded over (data, fsdp).
+
+    Returns:
+        [N, D] float32; zeros for a row without tokens that is pooled by its mean.
+    """
+    positions = jnp.maximum(jnp.cumsum(mask, -1) - 1, 0) + config.first_position
+    allowed = jnp.broadcast_to(mask[:, None, :], (*mask.shape, mask.shape[1]))
+    embed = params["embed"]
+    x = _whole_width(config, embed["word"], mesh)[tokens] + embed["position"][positions]
+    x = _rows(_norm(x + embed["type"][0][None, None], embed["norm"], config.eps), mesh)
+    heads = (*tokens.shape, config.n_heads, -1)
+
+    def block(x: jax.Array, p: Params) -> tuple[jax.Array, None]:
+        q, k, v = (_dense(x, p["attn"][name]).reshape(heads) for name in "qkv")
+        attended = attention(q, k, v, allowed).reshape(x.shape)
+        x = _norm(x + _dense(attended, p["attn"]["o"]), p["attn_norm"], config.eps)
+        wide = jax.nn.gelu(_dense(x, p["mlp"]["up"]), approximate=False)
+        x = _norm(x + _dense(wide, p["mlp"]["down"]), p["mlp_norm"], config.eps)
+        return _rows(x, mesh), None
+
+    x, _ = jax.lax.scan(block, x, params["layers"])
+    if config.pooling == "cls":
+        first = jnp.argmax(mask, -1)
+        pooled = jnp.take_along_axis(x, first[:, None, None], 1)[:, 0].astype(jnp.float32)
+    else:
+        kept = jnp.where(mask[..., None], x.astype(jnp.float32), 0.0)
+        pooled = kept.sum(1) / jnp.maximum(mask.sum(-1, keepdims=True), 1)
+    return pooled / jnp.maximum(jnp.linalg.norm(pooled, axis=-1, keepdims=True), 1e-12)
+
+
+def _dense(x: jax.Array, p: Params) -> jax.Array:
+    return x @ p["kernel"] + p["bias"][None, None]
+
+
+def _norm(x: jax.Array, p: Params, eps: float) -> jax.Array:
+    """LayerNorm in float32 (Ba et al. 2016, arXiv 1607.06450)."""
+    x32 = x.astype(jnp.float32)
+    x32 = x32 - jnp.mean(x32, -1, keepdims=True)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + eps)
+    scale, bias = (p[name].astype(jnp.float32)[None, None] for name in ("scale", "bias"))
+    return (x32 * scale + bias).astype(x.dtype)
+
+
+def _whole_width(config: EncoderConfig, table: jax.Array, mesh: Mesh | None) -> jax.Array:
+    """The words' table with its D gathered: a lookup split both ways is replicated."""
+    if mesh is None:
+        return table
+    vocab = specs(config, mesh.shape)["embed/word"][0]
+    return jax.lax.with_sharding_constraint(table, NamedSharding(mesh, PartitionSpec(vocab, None)))
+
+
+def _rows(x: jax.Array, mesh: Mesh | None) -> jax.Array:
+    """Keeps the rows of x [N, T, D] sharded over (data, fsdp)."""
+    if mesh is None:
+        return x
+    spec = PartitionSpec(("data", "fsdp"), None, None)
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+
+def _prefix(tensors: weights.Tensors, config: EncoderConfig) -> str:
+    """What stands before every tensor's name: checkpoints with a head name the encoder."""
+    prefix = FAMILIES[config.family].prefix
+    return prefix if tensors.shape(f"{prefix}{TOP['embed/word'][0]}") is not None else ""
+
+
+def _read(
+    tensors: weights.Tensors, prefix: str, path: str, index: weights.Index, dtype: Any
+) -> np.ndarray:
+    """The box `index` of a parameter, in `dtype`."""
+    if path in TOP:
+        return np.asarray(tensors.read(prefix + TOP[path][0], index)).astype(dtype)
+    name = LAYER[path.removeprefix("layers/")][0]
+    layers, *box = index
+    out = np.empty([s.stop - s.start for s in index], dtype)
+    for i in range(layers.start, layers.stop):
+        values = tensors.read(f"{prefix}encoder.layer.{i}.{name}", tuple(box[::-1]))
+        out[i - layers.start] = values.T
+    return out
+
+
+def _sharded(
+    tensors: weights.Tensors,
+    prefix: str,
+    path: str,
+    shape: tuple[int, ...],
+    sharding: NamedSharding,
+    dtype: Any,
+) -> jax.Array:
+    """One parameter, box by box; a box that several devices hold is read once."""
+    read: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
+
+    def box(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None, "every device here holds a box"
+        spans = tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
+        if spans not in read:
+            slices = tuple(slice(*span) for span in spans)
+            read[spans] = _read(tensors, prefix, path, slices, dtype)
+        return read[spans]
+
+    return jax.make_array_from_callback(shape, sharding, box)
+
+
+def n_params(config: EncoderConfig) -> int:
+    """Number of parameters that are loaded; a pooler head is not."""
+    return sum(math.prod(shape) for shape in shapes(config).values())

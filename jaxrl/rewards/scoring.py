@@ -1,0 +1,260 @@
+"""The rewards of a batch of completions: every function's, their weighted sum, what to tell."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+
+from jaxrl.advantages import combine_rewards, soft_overlong
+from jaxrl.config import RewardConfig
+from jaxrl.errors import UserError, near
+from jaxrl.rewards.functions import KEY, find
+from jaxrl.rewards.items import Item, Source
+from jaxrl.rewards.pool import RewardPool, Scores
+from jaxrl.types import Completion, Prompt, Rollout
+
+MODEL = "model"
+"""Name of the reward model's score among the rewards."""
+MOST_WORKERS = 8
+"""Processes where `reward.workers` is null, on a machine with many cores."""
+OVERLONG = "overlong"
+"""Name of the soft penalty of long completions."""
+ADDED = ("answer", "finish_reason", "n_tokens")
+"""Columns that the run adds to those of a row."""
+
+
+@dataclass(frozen=True)
+class RewardReport:
+    """The rewards of one rollout."""
+
+    rewards: np.ndarray
+    """[B] float64; NaN at padding, and where a completion has no reward."""
+    per_reward: Mapping[str, np.ndarray]
+    """Name -> [B] float64, unweighted; NaN where that reward was not given."""
+    metrics: Mapping[str, float]
+    """`reward/...` and `time/reward_s`."""
+    notes: tuple[str, ...]
+    """What a reader should know: failures with the first traceback, slow functions."""
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """A rollout that is being judged."""
+
+    rollout: Rollout
+    names: tuple[str, ...]
+    futures: tuple[Future[Scores], ...]
+    config: RewardConfig
+    max_new_tokens: int
+    started: float
+    """`time.monotonic` seconds."""
+
+    def report(self, model_scores: np.ndarray | None = None) -> RewardReport:
+        """Waits for the functions and puts all rewards together.
+
+        Args:
+            model_scores: [B], of the reward model.
+
+        Raises:
+            RunError, UserError: a function fails too often, or returned what is no reward.
+        """
+        scores = dict(zip(self.names, [f.result() for f in self.futures], strict=True))
+        n, rows = len(self.rollout.completions), len(self.rollout.group_ids)
+        values = {name: _padded(one.values, rows) for name, one in scores.items()}
+        weights = dict(zip(self.names, self.config.weights_of_functions, strict=True))
+        if model_scores is not None:
+            values[MODEL] = _padded(list(np.asarray(model_scores, np.float64)[:n]), rows)
+            weights[MODEL] = self.config.model_weight
+        if self.config.overlong_buffer:
+            values[OVERLONG] = _padded(self._overlong(), rows)
+            weights[OVERLONG] = self.config.overlong_penalty
+        used = {name: given for name, given in values.items() if weights[name] != 0}
+        total = combine_rewards(
+            used, {name: weights[name] for name in used}, self.rollout.group_ids
+        )
+        metrics = _metrics(total[:n], {name: v[:n] for name, v in values.items()}, scores)
+        ended = max((one.finished for one in scores.values()), default=self.started)
+        metrics["time/reward_s"] = ended - self.started
+        notes = _notes(total[:n], {name: values[name][:n] for name in used}, scores, self.config)
+        return RewardReport(total, values, metrics, notes)
+
+    def _overlong(self) -> list[float]:
+        lengths = np.array([len(c.tokens) for c in self.rollout.completions])
+        buffer = self.config.overlong_buffer or 0
+        penalty = soft_overlong(lengths, max_tokens=self.max_new_tokens, cache_tokens=buffer)
+        return [float(one) for one in penalty]
+
+
+class RewardFunctions:
+    """The functions of `reward.functions`, loaded in processes of their own.
+
+    The processes start at once, so that their start-up overlaps with the run's.
+    """
+
+    def __init__(self, config: RewardConfig, max_new_tokens: int, startup: float):
+        """
+        Args:
+            startup: seconds for a process to import what it needs (`deadlines.startup`).
+
+        Raises:
+            UserError: a function that cannot be found; whether it can be loaded, `check` tells.
+        """
+        self.config, self.max_new_tokens = config, max_new_tokens
+        self.sources = tuple(find(text) for text in config.functions)
+        self.names = names_of(self.sources)
+        workers = config.workers or min(max((os.cpu_count() or 1) // 2, 1), MOST_WORKERS)
+        self.pool = RewardPool(
+            self.sources,
+            workers=workers if self.sources else 0,
+            timeout=config.timeout,
+            startup=startup,
+        )
+
+    def check(self, prompts: Sequence[Prompt]) -> None:
+        """That every function can be loaded and called with what the data has.
+
+        Args:
+            prompts: some, for their columns.
+
+        Raises:
+            UserError: a function cannot be imported or called; the rows lack a column that it
+                needs; a verifier can judge none of the prompts.
+        """
+        if not self.sources:
+            return
+        columns = {name for prompt in prompts for name in prompt.columns}
+        for name in sorted(columns & {"prompts", "completions", *ADDED}):
+            raise UserError(
+                f"{KEY}: the data has a column `{name}`, which functions get from the run: rename"
+                " the column"
+            )
+        columns |= set(ADDED)
+        for source, signature in zip(self.sources, self.pool.signatures(), strict=True):
+            for needed in signature.needs:
+                if needed not in columns:
+                    known = ", ".join(f"`{name}`" for name in sorted(columns))
+                    raise UserError(
+                        f"{KEY}: {source.text} asks for the column"
+                        f" `{needed}`{near(needed, columns)}; the data has {known} (a parameter"
+                        " with a default value may be missing)"
+                    )
+        self._check_verifiers(prompts)
+
+    def _check_verifiers(self, prompts: Sequence[Prompt]) -> None:
+        """Before hours of sampling: the empty completion tells whether there is anything to judge
+        by."""
+        empty = Completion((), np.zeros(0), np.zeros(0), "stop")
+        items = [_item(prompt, empty) for prompt in prompts]
+        for i, source in enumerate(self.sources):
+            if source.option != "verifier":
+                continue
+            scores = self.pool.submit(i, items).result()
+            if scores.failures and len(scores.failures) == len(items):
+                first = next(iter(scores.failures.values()))
+                raise UserError(f"{KEY}: {source.text}: {first.text}")
+            if items and all(value is None for value in scores.values):
+                raise UserError(
+                    f"{KEY}: {source.text} can judge none of the {len(items)} prompts looked at:"
+                    " they have no answer to compare with (data.answer_key names its column)"
+                )
+
+    def submit(self, rollout: Rollout) -> Scoring:
+        """Begins to judge a rollout; returns at once."""
+        prompts = rollout.prompts[: len(rollout.completions)]
+        pairs = zip(prompts, rollout.completions, strict=True)
+        items = [_item(prompt, completion) for prompt, completion in pairs]
+        limit = self.config.max_failures * len(items)
+        started = time.monotonic()
+        futures = tuple(self.pool.submit(i, items, limit) for i in range(len(self.sources)))
+        return Scoring(rollout, self.names, futures, self.config, self.max_new_tokens, started)
+
+    def score(self, rollout: Rollout, model_scores: np.ndarray | None = None) -> RewardReport:
+        """`submit`, and wait for it."""
+        return self.submit(rollout).report(model_scores)
+
+    def close(self) -> None:
+        """Ends the processes."""
+        self.pool.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def names_of(sources: Sequence[Source]) -> tuple[str, ...]:
+    """A name for each: the function's; the second of a name gets `_2`, and so on."""
+    seen = Counter[str]()
+    names = []
+    for source in sources:
+        seen[source.name] += 1
+        names.append(source.name + (f"_{seen[source.name]}" if seen[source.name] > 1 else ""))
+    twice = [name for name, count in Counter((*names, MODEL, OVERLONG)).items() if count > 1]
+    if twice:
+        raise UserError(f"{KEY}: two rewards would be called {twice[0]!r}: rename the function")
+    return tuple(names)
+
+
+def _item(prompt: Prompt, completion: Completion) -> Item:
+    run = {"finish_reason": completion.finish_reason, "n_tokens": len(completion.tokens)}
+    return Item(prompt.text, completion.text, prompt.answer, {**prompt.columns, **run})
+
+
+def _padded(values: Sequence[float | None], rows: int) -> np.ndarray:
+    """[B] float64, NaN where there is none."""
+    out = np.full(rows, np.nan)
+    out[: len(values)] = np.array(values, np.float64)
+    return out
+
+
+def _metrics(
+    total: np.ndarray, values: Mapping[str, np.ndarray], scores: Mapping[str, Scores]
+) -> dict[str, float]:
+    row: dict[str, float] = {"reward/none": float(np.isnan(total).sum())}
+    known = total[~np.isnan(total)]
+    if len(known):
+        row |= {"reward/mean": float(known.mean()), "reward/std": float(known.std())}
+    for name, given in values.items():
+        if not np.isnan(given).all():
+            row[f"reward/{name}/mean"] = float(np.nanmean(given))
+    for name, one in scores.items():
+        late = sum(failure.kind == "timeout" for failure in one.failures.values())
+        row[f"reward/{name}/timeouts"] = float(late)
+        row[f"reward/{name}/failures"] = float(len(one.failures) - late)
+    return row
+
+
+def _notes(
+    total: np.ndarray,
+    used: Mapping[str, np.ndarray],
+    scores: Mapping[str, Scores],
+    config: RewardConfig,
+) -> tuple[str, ...]:
+    notes = []
+    for name, one in scores.items():
+        if one.failures:
+            first = next(iter(one.failures.values()))
+            notes.append(
+                f"rewards: {name} failed on {len(one.failures)} of {len(total)} completions, which"
+                f" have no reward; the first, {first.kind}: {first.text}"
+            )
+        if one.slow_calls:
+            notes.append(
+                f"rewards: {one.slow_calls} calls of {name} with several completions took longer"
+                f" than reward.timeout={config.timeout:g} s; each completion was judged by itself"
+            )
+    if len(total) and np.isnan(total).all():
+        lacking = ", ".join(f"{name}: {int(np.isnan(v).sum())}" for name, v in used.items())
+        notes.append(
+            f"rewards: none of the {len(total)} completions has a reward, so nothing is learned"
+            f" from them; without one of {lacking}"
+        )
+    return tuple(notes)

@@ -1,0 +1,52 @@
+"""Scores that come in parts, some rows each, become those of the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxrl.sharding.reshard import Rows
+from jaxrl.sharding.shards import Shards, concat_rows
+
+
+def part_rows(n: int, part: int, parts: int, mesh: Mesh) -> slice | None:
+    """The rows of the `part`-th of `parts` slices of n, of a size that the mesh divides; of few
+    rows the last slices are empty: None.
+    """
+    assert 0 <= part < parts, (part, parts)
+    shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    size = -(-n // (parts * shards)) * shards
+    start, stop = part * size, min((part + 1) * size, n)
+    return None if start >= stop else slice(start, stop)
+
+
+def join_parts(scores: Any) -> Any:
+    """A list or tuple of trees with the same leaves as one tree; anything else as it is.
+
+    What lies on devices or in another worker stays there, as `Rows` or `Shards`: `reshard` fetches
+    it.
+
+    Args:
+        scores: None among them is a part without rows.
+    """
+    if not isinstance(scores, list | tuple):
+        return scores
+    filled = [part for part in scores if part is not None]
+    assert filled, "no part has a row"
+    return filled[0] if len(filled) == 1 else jax.tree.map(_join, *filled)
+
+
+def _join(*leaves: Any) -> Rows | Shards | np.ndarray:
+    kinds: Sequence[tuple[type, Any]] = (
+        (Shards, concat_rows),
+        (jax.Array, Rows),
+        (np.ndarray, np.concatenate),
+    )
+    for kind, join in kinds:
+        if all(isinstance(leaf, kind) for leaf in leaves):
+            return join(leaves)
+    raise TypeError(f"parts of several kinds: {[type(leaf).__name__ for leaf in leaves]}")

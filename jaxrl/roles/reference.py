@@ -1,0 +1,52 @@
+"""The reference: the policy as it was, which tells how probable it finds the completions."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.decoder import Params
+from jaxrl.roles.parts import part_rows
+from jaxrl.runtime.worker import phase
+from jaxrl.sharding.reshard import put, to_host
+from jaxrl.signals import completion_logprobs
+from jaxrl.types import Rollout
+
+
+class Reference:
+    """A frozen copy of the policy."""
+
+    def __init__(
+        self, model: DecoderConfig, params: Params, mesh: Mesh, temperature: float, chunk: int
+    ):
+        """
+        Args:
+            params: in the compute dtype, stacked, on `mesh`.
+            temperature: of sampling.
+            chunk: tokens whose logits exist at once.
+        """
+        self.params, self.mesh = params, mesh
+        self._rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        score = partial(completion_logprobs, model, temperature=temperature, chunk=chunk, mesh=mesh)
+        self._score = jax.jit(
+            lambda params, sequences: score(params, sequences), out_shardings=everywhere
+        )
+
+    def score(self, rollout: Rollout, part: int = 0, parts: int = 1) -> np.ndarray | None:
+        """[rows, C] float32 nats of the completion tokens of some rows; None where there are none.
+
+        Args:
+            part, parts: which of how many slices of rows.
+        """
+        n = rollout.sequences.tokens.shape[0]
+        rows = part_rows(n, part, parts, self.mesh)
+        if rows is None:
+            return None
+        with phase(f"rows {rows.start}-{rows.stop} of {n}"):
+            sequences = put(jax.tree.map(lambda x: x[rows], rollout.sequences), self._rows)
+            return to_host(self._score(self.params, sequences))

@@ -1,0 +1,88 @@
+"""The role that judges completions: reward functions, and a reward model with its own tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxrl.data.example import Message
+from jaxrl.data.tokenizer import as_messages
+from jaxrl.models.reward import BATCH_TOKENS, RewardScorer, RewardSource, render
+from jaxrl.rewards.scoring import RewardFunctions, RewardReport
+from jaxrl.runtime.worker import detail, phase
+from jaxrl.types import Prompt, Rollout
+
+
+class Reward:
+    """Every reward of a batch; functions and model work side by side."""
+
+    def __init__(self, functions: RewardFunctions, model: RewardModel | None):
+        self._functions, self._model = functions, model
+
+    def score(self, rollout: Rollout) -> RewardReport:
+        judging = self._functions.submit(rollout)
+        if self._model is None:
+            with phase("reward functions"):
+                return judging.report()
+        scores = self._model.score(rollout)
+        with phase("reward functions"):
+            report = judging.report(scores)
+        cut = {"reward/model_cut": float(self._model.cut())}
+        return replace(report, metrics={**report.metrics, **cut})
+
+    def close(self) -> None:
+        """Ends the processes of the functions."""
+        self._functions.close()
+
+
+class RewardModel:
+    """A frozen model that gives each completion one number."""
+
+    def __init__(
+        self,
+        source: RewardSource,
+        mesh: Mesh,
+        dtype: str = "float32",
+        batch_tokens: int = BATCH_TOKENS,
+        max_tokens: int | None = None,
+    ):
+        """
+        Args:
+            batch_tokens: tokens of a batch on one device, padding included.
+            max_tokens: longest sequence, in the reward model's tokens; None for its positions.
+        """
+        with phase(f"loads {source.name}"):
+            self._scorer = RewardScorer(source, mesh, dtype, batch_tokens, max_tokens)
+        self.mesh = mesh
+        self._cut = 0
+
+    def score(self, rollout: Rollout) -> np.ndarray:
+        """[B] float32 in the model's own unit; 0 at padding rows."""
+        sequences = [
+            render(self._scorer.tokenizer, chat_or_text(prompt), completion.text)
+            for prompt, completion in zip(rollout.prompts, rollout.completions, strict=True)
+        ]
+        with phase("scores"):
+            scores, self._cut = self._scorer.score(sequences, detail)
+        out = np.zeros((rollout.sequences.tokens.shape[0],), np.float32)
+        out[: len(scores)] = scores
+        return out
+
+    def cut(self) -> int:
+        """Sequences of the last batch that were too long, and lost the beginning of the prompt."""
+        return self._cut
+
+
+def chat_or_text(prompt: Prompt) -> str | Sequence[Message]:
+    """The prompt as messages where it was a chat, else its text.
+
+    A text prompt may have a column `messages` too; of a chat, the text is its last message.
+    """
+    chat = prompt.columns.get("messages")
+    messages = as_messages(chat) if isinstance(chat, Sequence) else None
+    if messages is None or messages[-1].get("content") != prompt.text:
+        return prompt.text
+    return messages

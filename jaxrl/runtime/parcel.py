@@ -1,0 +1,164 @@
+"""Values on their way to another process: arrays in pieces, the rest pickled.
+
+A worker of one pool packs what a call returned; every process of the pool packs its own part. Who
+receives it unpacks the parts of all of them into one value, in which `Shards` stand for the arrays:
+each device of the receiver then reads the boxes that it needs. bfloat16 travels as uint16, which
+shared memory takes without a copy.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl.sharding.shards import Box, Piece, Shards, held_pieces
+
+BUCKET_BYTES = 64 << 20
+"""Pieces travel together up to this size, so that a receiver fetches little that it does not need
+and a small array costs no message of its own."""
+
+Store = Callable[[list[np.ndarray]], Any]
+"""Puts a bucket of arrays where others can get it, and tells its address."""
+Fetch = Callable[[Any], Sequence[np.ndarray]]
+"""Gets the arrays at an address."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """The pieces of one array that one process holds."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    places: tuple[tuple[Box, int, int], ...]
+    """Box, bucket, position in the bucket."""
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """What one process of a pool packed."""
+
+    pickled: bytes
+    buffers: tuple[np.ndarray, ...]
+    """Memory of the numpy arrays inside."""
+    arrays: tuple[Sent, ...]
+    """The `jax.Array`s inside, in the order of the pickle."""
+    buckets: tuple[Any, ...]
+    """Addresses, or the arrays themselves where nothing was stored."""
+
+    @property
+    def nbytes(self) -> int:
+        sizes = [np.dtype(_numpy(sent.dtype)).itemsize * _size(sent) for sent in self.arrays]
+        return sum(sizes) + sum(buffer.nbytes for buffer in self.buffers)
+
+
+def pack(value: Any, store: Store | None = None) -> Parcel:
+    """Copies the arrays of `value` off their devices; those may be donated afterwards.
+
+    Args:
+        store: where the pieces go; None: into the parcel itself.
+    """
+    file = io.BytesIO()
+    buffers: list[pickle.PickleBuffer] = []
+    pickler = _Pickler(file, protocol=5, buffer_callback=buffers.append)
+    pickler.dump(value)
+    sent: list[Sent] = []
+    buckets: list[Any] = []
+    bucket: list[np.ndarray] = []
+    filled = 0
+    for array in pickler.arrays:
+        places = []
+        for box, values in held_pieces(array):
+            if bucket and filled + values.nbytes > BUCKET_BYTES:
+                buckets.append(bucket if store is None else store(bucket))
+                bucket, filled = [], 0
+            places.append((box, len(buckets), len(bucket)))
+            bucket.append(_plain(values))
+            filled += values.nbytes
+        sent.append(Sent(array.shape, str(array.dtype), tuple(places)))
+    if bucket:
+        buckets.append(bucket if store is None else store(bucket))
+    memory = tuple(np.frombuffer(buffer.raw(), np.uint8) for buffer in buffers)
+    return Parcel(file.getvalue(), memory, tuple(sent), tuple(buckets))
+
+
+def unpack(parcels: Sequence[Parcel], fetch: Fetch | None = None) -> Any:
+    """The value that the processes of a pool packed: the first one's, with everyone's pieces.
+
+    Args:
+        fetch: undoes `store`.
+    """
+    first = parcels[0]
+    arrays = []
+    for i, sent in enumerate(first.arrays):
+        pieces: list[Piece] = []
+        for parcel in parcels:
+            mine = parcel.arrays[i]
+            assert (mine.shape, mine.dtype) == (sent.shape, sent.dtype), "the processes disagree"
+            for box, bucket, position in mine.places:
+                pieces.append(Piece(box, _getter(parcel, bucket, position, sent.dtype, fetch)))
+        arrays.append(Shards(sent.shape, _numpy(sent.dtype), tuple(pieces)))
+    unpickler = _Unpickler(io.BytesIO(first.pickled), buffers=first.buffers)
+    unpickler.arrays = arrays
+    return unpickler.load()
+
+
+def _getter(
+    parcel: Parcel, bucket: int, position: int, dtype: str, fetch: Fetch | None
+) -> Callable[[], np.ndarray]:
+    def get() -> np.ndarray:
+        held = parcel.buckets[bucket]
+        values = (held if fetch is None else fetch(held))[position]
+        return values.view(_numpy(dtype))
+
+    return get
+
+
+class _Pickler(pickle.Pickler):
+    """Leaves `jax.Array`s out, and lists them."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.arrays: list[jax.Array] = []
+
+    def persistent_id(self, value: Any) -> int | None:
+        if not isinstance(value, jax.Array):
+            return None
+        self.arrays.append(value)
+        return len(self.arrays) - 1
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, np.ndarray) and str(value.dtype) == "bfloat16":
+            return _view, (value.view(np.uint16), "bfloat16")
+        return NotImplemented
+
+
+class _Unpickler(pickle.Unpickler):
+    arrays: list[Shards]
+
+    def persistent_load(self, index: int) -> Shards:
+        return self.arrays[index]
+
+
+def _view(values: np.ndarray, dtype: str) -> np.ndarray:
+    return values.view(_numpy(dtype))
+
+
+def _plain(values: np.ndarray) -> np.ndarray:
+    """In a dtype that numpy itself knows."""
+    values = np.asarray(values, order="C")
+    return values.view(np.uint16) if str(values.dtype) == "bfloat16" else values
+
+
+def _numpy(dtype: str) -> np.dtype:
+    return np.dtype(jax.numpy.dtype(dtype))
+
+
+def _size(sent: Sent) -> int:
+    sizes = [np.prod([hi - lo for lo, hi in box], dtype=np.int64) for box, _, _ in sent.places]
+    return int(sum(sizes))

@@ -1,0 +1,110 @@
+"""From a rollout and what the scorers said of it to what is trained on, where rewards are learnt
+from: rewards, groups, advantages. On the host, float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl.advantages import group_advantages, select_groups
+from jaxrl.config import Config
+from jaxrl.losses.kl import kl_in_reward
+from jaxrl.losses.policy import PRESETS
+from jaxrl.roles.actor import Prepare
+from jaxrl.roles.parts import join_parts
+from jaxrl.similarity import Similarity, similarity_advantages
+from jaxrl.types import Embedded, Rollout, TrainBatch
+
+
+def prepare_rewarded(config: Config) -> Prepare:
+    """How a batch of rewarded completions becomes a training batch.
+
+    A completion without a reward is in no statistic and has advantage 0. A truncated one may be
+    masked, as `reward.truncated` says: its reward still counts for the others of its prompt.
+    """
+
+    def prepare(rollout: Rollout, scores: Mapping[str, Any]) -> tuple[TrainBatch, dict[str, float]]:
+        rewards = np.array(scores["reward"][0].rewards, np.float64)
+        reference = join_parts(scores["reference"]) if "reference" in scores else None
+        metrics: dict[str, float] = {}
+        if config.policy.reward_kl_coef > 0:
+            penalty = _reward_kl(config, rollout, reference)
+            rewards = rewards - config.policy.reward_kl_coef * penalty
+            metrics["reward/kl"] = float(penalty[: len(rollout.completions)].mean())
+        advantages, told = _advantages(config, rollout, rewards, scores)
+        selection = select_groups(rewards, rollout.group_ids)
+        metrics |= told | {f"policy/{name}": float(n) for name, n in selection.dropped.items()}
+        keep = np.ones(len(rewards), bool)
+        if config.dynamic_sampling != "off":
+            keep = selection.keep
+        if config.reward.truncated == "mask":
+            cut = [completion.finish_reason == "length" for completion in rollout.completions]
+            keep[: len(cut)] &= ~np.asarray(cut)
+        sequences = rollout.sequences
+        sequences = replace(sequences, loss_mask=np.asarray(sequences.loss_mask) & keep[:, None])
+        batch = TrainBatch(
+            sequences,
+            join_parts(scores["teacher"]) if "teacher" in scores else None,
+            rollout.sampler_logprobs,
+            advantages.astype(np.float32),
+            reference if config.policy.kl_coef > 0 else None,
+        )
+        return batch, metrics
+
+    return prepare
+
+
+def _advantages(
+    config: Config, rollout: Rollout, rewards: np.ndarray, scores: Mapping[str, Any]
+) -> tuple[np.ndarray, dict[str, float]]:
+    if config.policy.advantages == "group":
+        asked = config.policy.scale_by_std
+        scaled = PRESETS[config.algorithm].scale_by_std if asked is None else asked
+        return group_advantages(rewards, rollout.group_ids, scale_by_std=scaled), {}
+    embedded: Embedded = scores["grouper"][0]
+    extra = len(rewards) - len(embedded.texts)
+    vectors = np.pad(np.asarray(embedded.vectors), ((0, extra), (0, 0)))
+    grouped = similarity_advantages(
+        rewards,
+        vectors,
+        rollout.group_ids,
+        options=configured_similarity(config),
+        texts=(*embedded.texts, *[None] * extra),
+    )
+    told = {
+        f"similarity/{name}": float(a) / max(float(n), 1)
+        for name, (a, n) in grouped.metrics.items()
+    }
+    return grouped.advantages, told
+
+
+def configured_similarity(config: Config) -> Similarity:
+    g = config.grouper
+    return Similarity(
+        method=g.method,
+        use=g.use,
+        std_scope=g.std_scope,
+        alpha=g.alpha,
+        tau=g.tau,
+        mmr_lambda=g.mmr_lambda,
+        max_clusters=g.max_clusters,
+        min_silhouette=g.min_silhouette,
+    )
+
+
+def _reward_kl(config: Config, rollout: Rollout, reference: Any) -> np.ndarray:
+    """[B] nats of KL(policy || reference) that each completion's reward loses, per unit of the
+    coefficient.
+    """
+    per_token = kl_in_reward(
+        jnp.asarray(rollout.logprobs),
+        jnp.asarray(reference),
+        rollout.sequences.loss_mask,
+        estimator=config.policy.reward_kl_estimator,
+    )
+    return np.asarray(per_token, np.float64).sum(-1)

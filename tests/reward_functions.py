@@ -1,0 +1,133 @@
+"""Reward functions as a user may write them, good and bad; run in processes by the tests."""
+
+import asyncio
+import ctypes
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+
+THREE = 3
+
+
+def length(prompts, completions, **columns):
+    return [len(c) for c in completions]
+
+
+def arguments(prompts, completions, answer, level=None, absent="default"):
+    """1 where everything is as `test_rewards_pool` sends it."""
+    rows = zip(prompts, completions, answer, level, strict=True)
+    return [float(row == ("p", "c", "5", 2) and absent == "default") for row in rows]
+
+
+def names(completions, **columns):
+    """The sum of 1 for each column that is a list as long as the completions."""
+    return [sum(len(column) == len(completions) for column in columns.values())] * len(completions)
+
+
+def as_numpy(completions):
+    return np.array([len(c) for c in completions], np.float32)
+
+
+def as_told(completions):
+    """True, False or None, as the completion says."""
+    return [{"true": True, "false": False}.get(c) for c in completions]
+
+
+def trouble(completions):
+    """What the completion asks for; else its length."""
+    for c in completions:
+        if c == "regex":
+            re.match(r"(a+)+$", "a" * 60 + "b")
+        if c == "exit":
+            os._exit(3)
+        if c == "leave":
+            sys.exit("bye")
+        if c == "raise":
+            raise KeyError("no such thing")
+        if c == "segfault":
+            ctypes.string_at(0)
+    return [float(len(c)) for c in completions]
+
+
+def slow(completions):
+    time.sleep(0.4 * len(completions))
+    return [1.0] * len(completions)
+
+
+def result(completions):
+    """What the completion names, as the whole result of the call."""
+    return {
+        "too few": [],
+        "too many": [1.0, 2.0],
+        "a number": 1.0,
+        "text": "1",
+        "a dict": {0: 1.0},
+        "nan": [float("nan")],
+        "inf": [-float("inf")],
+        "texts": ["1"],
+        "huge": [10**400],
+        "an array": [np.zeros(2)],
+    }[completions[0]]
+
+
+async def waits(prompts, completions):
+    assert len(completions) == 1
+    await asyncio.sleep(100 if completions[0] == "hang" else 0.3)
+    return [1.0]
+
+
+async def blocks(completions):
+    if completions[0] == "block":
+        time.sleep(100)
+    return [2.0]
+
+
+_lock = asyncio.Lock()
+
+
+async def shares(completions):
+    """A lock of one event loop: another loop would refuse it."""
+    async with _lock:
+        await asyncio.sleep(0.01)
+    return [1.0]
+
+
+def imported(completions):
+    """1 where what a run needs is not loaded here, and no accelerator is in sight."""
+    heavy = {"jax", "flax", "transformers", "torch"} & set(sys.modules)
+    clean = not heavy and os.environ["CUDA_VISIBLE_DEVICES"] == ""
+    return [float(clean and threading.current_thread() is threading.main_thread())]
+
+
+def family(completions):
+    """Starts a process, writes both ids to the file that the completion names, and hangs."""
+    child = subprocess.Popen(["sleep", "1000"])
+    Path(completions[0]).write_text(f"{os.getpid()} {child.pid}")
+    re.match(r"(a+)+$", "a" * 60 + "b")
+    return [0.0]
+
+
+def parts(completions, parts):
+    """Share of the texts in the column `parts` that occur in the completion."""
+    return [
+        None if wanted is None else sum(part in c for part in wanted) / len(wanted)
+        for c, wanted in zip(completions, parts, strict=True)
+    ]
+
+
+def no_completions(prompts, answers):
+    return []
+
+
+def positional(prompts, completions, /):
+    return []
+
+
+class Judge:
+    pass

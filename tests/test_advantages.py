@@ -1,0 +1,139 @@
+"""Group advantages by hand and by their laws; whole groups, several rewards, penalties."""
+
+import numpy as np
+import pytest
+
+from jaxrl.advantages import (
+    combine_rewards,
+    group_advantages,
+    opd_advantages,
+    select_groups,
+    soft_overlong,
+)
+
+RNG = np.random.default_rng(0)
+IDS = np.array([7, 3, 7, 7, -1, 3, 100000, 3, 7, -1])
+"""Groups of four (7), three (3) and one (100000), in no order; two rows of padding."""
+REWARDS = RNG.normal(0, 1, len(IDS))
+
+
+def reference(rewards, ids, scale=True):
+    """By its definition, a group at a time; rewards of None left out."""
+    out = np.zeros(len(ids))
+    for group in set(ids) - {-1}:
+        rows = [i for i in range(len(ids)) if ids[i] == group and rewards[i] is not None]
+        given = np.array([rewards[i] for i in rows])
+        if len(rows) < 2 or given.std(ddof=1) < 1e-6:
+            continue
+        divisor = given.std(ddof=1) + 1e-6 if scale else 1
+        out[rows] = (given - given.mean()) / divisor
+    return out
+
+
+def test_two_groups_by_hand():
+    """(1, 0, 0, 1): mean 1/2, std sqrt(1/3). (3, 1): mean 2, std sqrt(2)."""
+    got = group_advantages([1, 3, 0, 0, 1, 1], np.array([0, 5, 0, 0, 5, 0]))
+    a, b = 0.5 / (np.sqrt(1 / 3) + 1e-6), 1 / (np.sqrt(2) + 1e-6)
+    np.testing.assert_allclose(got, [a, b, -a, -a, -b, a], rtol=1e-12)
+    assert got.dtype == np.float64
+    got = group_advantages([1, 3, 0, 0, 1, 1], np.array([0, 5, 0, 0, 5, 0]), scale_by_std=False)
+    np.testing.assert_allclose(got, [0.5, 1, -0.5, -0.5, -1, 0.5], rtol=1e-12)
+
+
+@pytest.mark.parametrize("scale", [True, False])
+def test_arbitrary_ids_are_their_definition(scale):
+    rewards = [None if i in (1, 8) else float(r) for i, r in enumerate(REWARDS)]
+    expected = reference(rewards, IDS, scale)
+    assert np.count_nonzero(expected) == 5
+    np.testing.assert_allclose(group_advantages(rewards, IDS, scale_by_std=scale), expected)
+    as_nan = np.array([np.nan if r is None else r for r in rewards])
+    np.testing.assert_allclose(group_advantages(as_nan, IDS, scale_by_std=scale), expected)
+
+
+def test_each_group_sums_to_zero_and_the_order_of_rows_does_not_matter():
+    got = group_advantages(REWARDS, IDS)
+    for group in (3, 7):
+        np.testing.assert_allclose(got[group == IDS].sum(), 0, atol=1e-12)
+        np.testing.assert_allclose(got[group == IDS].std(ddof=1), 1, rtol=1e-5)
+    assert got[IDS == 100000] == 0 and not got[IDS == -1].any()
+    order = RNG.permutation(len(IDS))
+    np.testing.assert_array_equal(group_advantages(REWARDS[order], IDS[order]), got[order])
+
+
+def test_a_group_is_alone_with_its_rows():
+    """Cutting the batch anywhere between groups, or scaling another group, changes nothing."""
+    got = group_advantages(REWARDS, IDS)
+    for group in (3, 7, 100000):
+        rows = group == IDS
+        np.testing.assert_array_equal(group_advantages(REWARDS[rows], IDS[rows]), got[rows])
+
+
+def test_rounding_is_no_signal():
+    """Equal rewards whose sums round: std 1e-17, not 1e-17 / 1e-6 of an advantage."""
+    rewards = np.array([0.1 + 0.2, 0.3, 0.3, 1e6 + 0.1, 1e6 + 0.1, 1e6 + 0.1])
+    assert rewards[0] != rewards[1]
+    ids = np.array([0, 0, 0, 1, 1, 1])
+    for scale in (True, False):
+        assert not group_advantages(rewards, ids, scale_by_std=scale).any()
+    assert group_advantages([0, 1e-5], np.zeros(2, int)).any()
+
+
+def test_infinite_rewards_are_refused():
+    with pytest.raises(ValueError, match="reward of sample 1 is inf"):
+        group_advantages([0.0, np.inf, 1.0], np.zeros(3, int))
+
+
+def test_whole_groups_are_dropped_with_the_reason_counted():
+    ids = np.array([0, 1, 2, 0, 1, 2, 3, 3, -1, 4, 4])
+    rewards = [1, 1, None, 0, 1, None, None, 2, 5, None, 0.5]
+    rewards += [1]  # group 4 has two equal rewards and one that is missing
+    ids = np.append(ids, 4)
+    rewards[10] = 1
+    selection = select_groups(rewards, ids)
+    np.testing.assert_array_equal(selection.keep, ids == 0)
+    assert selection.groups == 5
+    assert selection.dropped == {"unscored_groups": 1, "degenerate_groups": 3}
+    assert select_groups(REWARDS, IDS).dropped == {"unscored_groups": 0, "degenerate_groups": 1}
+
+
+def test_kept_groups_are_those_with_an_advantage():
+    rewards = RNG.integers(0, 2, 60).astype(float)
+    rewards[RNG.random(60) < 0.2] = np.nan
+    ids = RNG.integers(0, 20, 60)
+    keep = select_groups(rewards, ids).keep
+    learning = np.isin(ids, ids[group_advantages(rewards, ids) != 0])
+    np.testing.assert_array_equal(keep, learning)
+    assert 0 < keep.sum() < 60
+
+
+def test_rewards_add_up_by_weight():
+    """Group 0 has both; group 1 lacks `style` for good; in group 2 one sample timed out."""
+    ids = np.array([0, 0, 1, 1, 2, 2, 3, -1])
+    rewards = {
+        "right": [1.0, 0.0, 1.0, 0.0, 1.0, None, None, 1.0],
+        "style": [0.5, 0.25, None, None, 0.5, 0.5, None, 1.0],
+    }
+    total = combine_rewards(rewards, {"right": 1.0, "style": 2.0}, ids)
+    np.testing.assert_allclose(total, [2, 0.5, 1, 0, 2, np.nan, np.nan, np.nan])
+    with pytest.raises(ValueError, match="weights are given for \\['right'\\]"):
+        combine_rewards(rewards, {"right": 1.0}, ids)
+
+
+def test_soft_overlong_by_hand():
+    """L 100, cache 20: 0 up to 80, -1/2 at 90, -1 from 100 on."""
+    got = soft_overlong(np.array([1, 80, 85, 90, 100, 130]), max_tokens=100, cache_tokens=20)
+    np.testing.assert_allclose(got, [0, 0, -0.25, -0.5, -1, -1])
+    for cache in (0, 101):
+        with pytest.raises(ValueError, match=f"cache_tokens is {cache}"):
+            soft_overlong(np.array([1]), max_tokens=100, cache_tokens=cache)
+
+
+def test_distillation_as_advantage_by_hand():
+    """A - coef (log Q - log P): a token that the teacher likes better than the student gains."""
+    student, teacher = np.log([[0.5, 0.2, 0.1]]), np.log([[0.25, 0.8, 0.1]])
+    mask = np.array([[True, True, False]])
+    holes = np.where(mask, student, -np.inf), np.where(mask, teacher, np.nan)
+    got = opd_advantages(np.array([1.0]), *holes, mask, coef=0.5)
+    np.testing.assert_allclose(got, [[1 - np.log(2) / 2, 1 + np.log(2), 0]], rtol=1e-5)
+    per_token = opd_advantages(np.array([[1.0, 2.0, np.nan]]), *holes, mask)
+    np.testing.assert_allclose(per_token, [[1 - np.log(2), 2 + 2 * np.log(2), 0]], rtol=1e-5)

@@ -1,0 +1,492 @@
+"""Laws of the objective of what learns from rewards: term by term, and put together."""
+
+from dataclasses import replace
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_models import make_mesh
+
+from jaxrl.advantages import group_advantages
+from jaxrl.algorithms import ALGORITHMS, needed_roles
+from jaxrl.config import Config
+from jaxrl.data.batch import make_rollout
+from jaxrl.losses.policy import PRESETS
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.decoder import init_params
+from jaxrl.objective import configured, policy_objective
+from jaxrl.rewards.scoring import RewardReport
+from jaxrl.roles.actor import Actor
+from jaxrl.roles.reference import Reference
+from jaxrl.sampled_batch import prepare_rewarded
+from jaxrl.sharding.rules import param_shardings
+from jaxrl.signals import completion_logprobs
+from jaxrl.types import Completion, Embedded, Prompt, Sequences, TeacherSignal, Totals, TrainBatch
+
+MODEL = DecoderConfig("llama", 48, 16, 1, 4, 2, 4, 24, tie_embeddings=True, eos_ids=(1,))
+WIDTHS = {"max_prompt_tokens": 6, "max_new_tokens": 8}
+GROUPS, G = 5, 3
+PLAIN = [
+    *("group_size=3", "batch_size=5", "reward.functions=[exact]", "teacher.model=null"),
+    *("mesh=actor+rollout=1", "optimizer.name=sgd", "optimizer.b1=0.0", "steps=4"),
+    *("optimizer.warmup_steps=0", "optimizer.learning_rate=0.5", "optimizer.clip_norm=null"),
+]
+TEACHER = ["teacher.model=a", "distill_weight=0.7"]
+ALL_TERMS = [*TEACHER, "policy.kl_coef=0.3", "policy.entropy_coef=0.2"]
+DEGENERATE = 3
+"""The prompt whose completions all have the same reward."""
+
+
+def config(algorithm, *overrides):
+    return Config.load(None, [*PLAIN, f"algorithm={algorithm}", *overrides])
+
+
+# A batch of hidden states, so that no model is in the way.
+
+B, C, D, V = 4, 5, 8, 24
+
+
+@cache
+def arrays():
+    """hidden [B, C, D], head [V, D], what a micro-batch has, the teacher's head."""
+    draw = np.random.default_rng(0)
+
+    def normal(*shape, scale=1.0):
+        return jnp.asarray(scale * draw.standard_normal(shape), jnp.float32)
+
+    lengths = draw.integers(1, C + 1, B)
+    mask = jnp.asarray(np.arange(C) < lengths[:, None])
+    tokens = jnp.asarray(draw.integers(0, V, (B, 3 + C)), jnp.int32)
+    sequences = Sequences(tokens, jnp.ones((B, 3 + C), bool), mask)
+    hidden, kernel = normal(B, C, D), normal(V, D, scale=0.5)
+    logits = hidden @ kernel.T
+    logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 3:, None], -1)[..., 0]
+    batch = TrainBatch(
+        sequences,
+        TeacherSignal(hidden=normal(B, C, 6), token_logprobs=logprobs + normal(B, C, scale=0.3)),
+        logprobs + normal(B, C, scale=0.05),
+        normal(B),
+        logprobs + normal(B, C, scale=0.2),
+        logprobs + normal(B, C, scale=0.05),
+    )
+    return hidden, kernel, batch, normal(V, 6)
+
+
+def mean_loss(cfg, hidden, kernel, batch, teacher_head):
+    evaluate = policy_objective(cfg, make_mesh(1, 1, 1), V)
+    mask = batch.sequences.loss_mask
+    totals = Totals(mask.sum(dtype=jnp.float32), mask.any(-1).sum(dtype=jnp.float32))
+    frozen = {"teacher_head": teacher_head}
+    (total, count), sums, maxima = evaluate(hidden, kernel, batch, frozen, totals)
+    return total / count, (sums, maxima)
+
+
+@cache
+def compiled(algorithm, *overrides):
+    loss = partial(mean_loss, config(algorithm, *overrides))
+    return jax.jit(jax.grad(lambda *given: loss(*given)[0], argnums=(0, 1)))
+
+
+def gradient(algorithm, *overrides, batch=None):
+    """Of the mean loss, with respect to the hidden states and the head."""
+    hidden, kernel, given, teacher_head = arrays()
+    return compiled(algorithm, *overrides)(hidden, kernel, batch or given, teacher_head)
+
+
+def assert_close(a, b, tolerance, scale=1.0):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(x, scale * np.asarray(y), rtol=0, atol=tolerance)
+
+
+def differ(a, b, by):
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return max(float(np.abs(np.asarray(x) - np.asarray(y)).max()) for x, y in pairs) > by
+
+
+@pytest.mark.parametrize("algorithm", ["gspo", "dapo"])
+def test_the_gradient_of_all_terms_at_once_is_that_of_finite_differences(algorithm):
+    """With a wide clip, for at its edge there is no derivative."""
+    asked = [*ALL_TERMS, "policy.clip_low=0.9", "policy.clip_high=9.0"]
+    cfg = config(algorithm, *asked)
+    hidden, kernel, batch, teacher_head = arrays()
+    loss = jax.jit(lambda h, k: mean_loss(cfg, h, k, batch, teacher_head)[0])
+    slope = gradient(algorithm, *asked)
+    draw = np.random.default_rng(7)
+    for _ in range(4):
+        step = [draw.standard_normal(x.shape).astype(np.float32) for x in (hidden, kernel)]
+        ahead, behind = (
+            float(loss(hidden + sign * 5e-3 * step[0], kernel + sign * 5e-3 * step[1]))
+            for sign in (1, -1)
+        )
+        along = sum(float((np.asarray(s) * x).sum()) for s, x in zip(slope, step, strict=True))
+        assert (ahead - behind) / 1e-2 == pytest.approx(along, rel=5e-3, abs=2e-3)
+
+
+def test_the_whole_is_the_sum_of_its_terms_each_with_its_weight():
+    terms = {
+        (): 1.0,
+        ("policy_weight=0", "teacher.model=a", "distill_weight=1"): 0.7,
+        ("policy_weight=0", "policy.kl_coef=1"): 0.3,
+        ("policy_weight=0", "policy.entropy_coef=1"): 0.2,
+    }
+    expected = jax.tree.map(jnp.zeros_like, arrays()[:2])
+    for asked, weight in terms.items():
+        term = gradient("gspo", *asked)
+        assert differ(term, jax.tree.map(jnp.zeros_like, term), by=1e-3), asked
+        expected = jax.tree.map(lambda total, x, w=weight: total + w * x, expected, term)
+    assert_close(gradient("gspo", *ALL_TERMS), expected, 1e-6)
+
+
+def test_the_teacher_decides_the_joint_gradient():
+    """And nothing of it where it has no weight."""
+    hidden, _, batch, _ = arrays()
+    other = replace(batch, teacher=TeacherSignal(hidden=batch.teacher.hidden[::-1]))
+    joint = gradient("gspo", *ALL_TERMS), gradient("gspo", *ALL_TERMS, batch=other)
+    assert differ(*joint, by=1e-3)
+    assert_close(gradient("gspo"), gradient("gspo", batch=other), 0)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [pytest.param(n, marks=() if n == "gspo" else pytest.mark.slow) for n in PRESETS],
+)
+def test_with_one_update_the_start_of_the_batch_is_the_policy_in_training(algorithm):
+    """No log-probs before the batch, or the very same ones: one gradient, and every ratio is 1."""
+    cfg = config(algorithm, "actor.minibatches=1")
+    hidden, kernel, batch, teacher_head = arrays()
+    logits = jax.nn.log_softmax(hidden @ kernel.T)
+    now = jnp.take_along_axis(logits, batch.sequences.tokens[:, 3:, None], -1)[..., 0]
+    without = replace(batch, old_logprobs=None)
+    asked = (algorithm, "actor.minibatches=1")
+    both = (gradient(*asked, batch=each) for each in (without, replace(batch, old_logprobs=now)))
+    assert_close(*both, 1e-6)
+    _, (sums, _) = mean_loss(cfg, hidden, kernel, without, teacher_head)
+    total, count = sums["policy/ratio"]
+    assert float(total) == float(count) and float(sums["policy/clip_fraction"][0]) == 0
+
+
+def test_bypass_takes_the_sampler_for_the_start_of_the_batch():
+    *_, batch, _ = arrays()
+    as_old = gradient("dapo", batch=replace(batch, old_logprobs=batch.sampler_logprobs))
+    assert_close(gradient("dapo", "policy.bypass=true"), as_old, 0)
+    assert differ(gradient("dapo"), as_old, by=1e-4)
+
+
+def test_a_correction_weighs_tokens_and_its_mismatch_is_told_without_one():
+    told = {}
+    for correction in ("none", "tis_token"):
+        cfg = config("dapo", f"policy.correction={correction}")
+        hidden, kernel, batch, teacher_head = arrays()
+        _, (sums, maxima) = mean_loss(cfg, hidden, kernel, batch, teacher_head)
+        told[correction] = ALGORITHMS["dapo"].finish(sums, maxima)
+    mask = np.asarray(batch.sequences.loss_mask)
+    gap = np.asarray(batch.old_logprobs - batch.sampler_logprobs)[mask]
+    for row in told.values():
+        expected = float(np.mean(np.expm1(gap) - gap))
+        assert row["policy/mismatch_k3"] == pytest.approx(expected, rel=1e-4)
+        largest = float(np.abs(gap).max())
+        assert row["policy/mismatch_max_log_ratio"] == pytest.approx(largest, rel=1e-5)
+    assert told["none"]["policy/correction_weight"] == 1
+    weight = float(np.minimum(np.exp(gap), 2).mean())
+    assert told["tis_token"]["policy/correction_weight"] == pytest.approx(weight, rel=1e-5)
+    assert differ(gradient("dapo"), gradient("dapo", "policy.correction=tis_token"), by=1e-4)
+
+
+OPD = ["teacher.model=a", "distill.signal=sampled", "distill.jsd_beta=1", "policy.opd_coef=1"]
+
+
+def test_opd_without_rewards_is_the_gradient_of_the_sampled_reverse_kl():
+    """Token mean of (log Q - log P) grad log Q, and of the very loss that gkd has for it."""
+    *_, batch, _ = arrays()
+    batch = replace(batch, advantages=jnp.zeros(B), old_logprobs=None, sampler_logprobs=None)
+    hidden, kernel, _, _ = arrays()
+    mask, told = batch.sequences.loss_mask, batch.teacher.token_logprobs
+
+    def loss(hidden, kernel):
+        logits = jax.nn.log_softmax(hidden @ kernel.T)
+        logprobs = jnp.take_along_axis(logits, batch.sequences.tokens[:, 3:, None], -1)[..., 0]
+        gap = jax.lax.stop_gradient(logprobs - told)
+        return jnp.where(mask, gap * logprobs, 0).sum() / mask.sum()
+
+    expected = jax.grad(loss, argnums=(0, 1))(hidden, kernel)
+    sampler = replace(batch, sampler_logprobs=jnp.zeros((B, C)))
+    assert_close(gradient("dapo", *OPD, batch=sampler), expected, 1e-6)
+    assert differ(expected, jax.tree.map(jnp.zeros_like, expected), by=1e-2)
+
+
+def test_opd_of_whole_sequences_is_refused_before_the_start():
+    with pytest.raises(ValueError, match=r"opd_coef=1 weighs single tokens.*gspo_token"):
+        configured(config("gspo", *OPD))
+    assert configured(config("gspo_token", *OPD)).ratio == "sequence_token"
+
+
+# From rewards to a batch.
+
+
+def completions(seed=0):
+    """For each of the prompts its completions, of several lengths; some are cut."""
+    draw = np.random.default_rng(seed)
+
+    def one(tokens):
+        values = draw.uniform(-3, -1, (2, len(tokens))).astype(np.float32)
+        return Completion(tokens, values[0], values[1], draw.choice(["stop", "length"]))
+
+    groups = []
+    for _ in range(GROUPS):
+        lengths = draw.integers(1, 8, G)
+        groups.append([one(tuple(draw.integers(2, 48, n).tolist())) for n in lengths])
+    prompts = [Prompt(i, tuple(draw.integers(2, 48, 4).tolist()), f"p{i}") for i in range(GROUPS)]
+    return prompts, groups
+
+
+@cache
+def rollout():
+    prompts, groups = completions()
+    return make_rollout(prompts, groups, policy_version=0, pad_id=0, row_multiple=8, **WIDTHS)
+
+
+@cache
+def rewards():
+    values = np.random.default_rng(3).integers(0, 4, (GROUPS, G)).astype(float)
+    values[0] = (0, 1, 3)  # whatever was drawn, these differ
+    values[DEGENERATE] = 2
+    return np.concatenate([values.ravel(), np.full(rows() - GROUPS * G, np.nan)])
+
+
+def rows():
+    return len(rollout().sequences.tokens)
+
+
+def scores(given=None, **more):
+    report = RewardReport(rewards() if given is None else given, {}, {}, ())
+    return {"reward": [report], **more}
+
+
+def prepared(algorithm, *overrides, given=None, **more):
+    return prepare_rewarded(config(algorithm, *overrides))(rollout(), scores(given, **more))
+
+
+def test_advantages_are_those_of_the_groups_and_padding_has_none():
+    batch, told = prepared("grpo")
+    expected = group_advantages(rewards(), rollout().group_ids)
+    np.testing.assert_allclose(batch.advantages, expected, atol=1e-6)
+    assert (batch.advantages[GROUPS * G :] == 0).all() and told["policy/degenerate_groups"] == 1
+    plain, _ = prepared("dr_grpo")
+    by_hand = np.array([0, 1, 3]) - 4 / 3
+    np.testing.assert_allclose(plain.advantages[:G], by_hand, atol=1e-6)
+    same, _ = prepared("grpo", "policy.scale_by_std=false")
+    np.testing.assert_array_equal(same.advantages, plain.advantages)
+
+
+def test_a_completion_without_a_reward_is_in_no_statistic():
+    given = rewards().copy()
+    given[1] = np.nan
+    batch, _ = prepared("dr_grpo", given=given)
+    np.testing.assert_allclose(batch.advantages[:G], [-1.5, 0, 1.5], atol=1e-6)
+
+
+def test_dropped_groups_train_nothing_and_the_others_as_before():
+    off, _ = prepared("grpo")
+    drop, told = prepared("grpo", "policy.dynamic_sampling=drop")
+    np.testing.assert_array_equal(off.advantages, drop.advantages)
+    before, after = (np.asarray(b.sequences.loss_mask).any(-1) for b in (off, drop))
+    lost = np.flatnonzero(before & ~after)
+    assert lost.tolist() == [*range(DEGENERATE * G, DEGENERATE * G + G)]
+    assert told["policy/degenerate_groups"] == 1
+
+
+def test_truncated_completions_are_compared_but_not_trained_on():
+    kept, _ = prepared("grpo")
+    masked, _ = prepared("grpo", "reward.truncated=mask")
+    np.testing.assert_array_equal(kept.advantages, masked.advantages)
+    cut = [c.finish_reason == "length" for c in rollout().completions]
+    assert any(cut) and not all(cut)
+    trained = np.asarray(masked.sequences.loss_mask)[: len(cut)].any(-1)
+    np.testing.assert_array_equal(trained, ~np.asarray(cut))
+    whole = np.asarray(kept.sequences.loss_mask)[: len(cut)][trained]
+    np.testing.assert_array_equal(
+        np.asarray(masked.sequences.loss_mask)[: len(cut)][trained], whole
+    )
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_the_kl_of_a_completion_is_taken_off_its_reward(estimator):
+    made = rollout()
+    reference = made.logprobs + np.random.default_rng(5).normal(0, 0.3, made.logprobs.shape)
+    reference = reference.astype(np.float32)
+    asked = ["policy.reward_kl_coef=0.5", f"policy.reward_kl_estimator={estimator}"]
+    batch, told = prepared("dr_grpo", *asked, reference=[reference])
+    d = np.where(made.sequences.loss_mask, made.logprobs - reference, 0)
+    penalty = (d if estimator == "k1" else np.expm1(-d) + d).sum(-1)
+    expected = group_advantages(rewards() - 0.5 * penalty, made.group_ids, scale_by_std=False)
+    np.testing.assert_allclose(batch.advantages, expected, atol=1e-5)
+    assert told["reward/kl"] == pytest.approx(penalty[: GROUPS * G].mean(), rel=1e-4)
+    assert batch.ref_logprobs is None  # it is in the reward, not in the loss
+
+
+def test_with_one_cluster_similarity_is_the_group():
+    n = GROUPS * G
+    asked = ["policy.advantages=similarity", "grouper.model=a"]
+    vectors = np.zeros((n, 4), np.float32)
+    vectors[:, 0] = 1
+    same = Embedded(vectors, ("x",) * n)
+    batch, told = prepared("grpo", *asked, grouper=[same])
+    group, _ = prepared("grpo")
+    np.testing.assert_allclose(batch.advantages, group.advantages, atol=1e-6)
+    assert told["similarity/groups_per_prompt"] == 1
+    apart = np.zeros((n, 4), np.float32)
+    apart[np.arange(n), np.arange(n) % 2] = 1
+    batch, told = prepared("grpo", *asked, grouper=[Embedded(apart, ("x",) * n)])
+    assert told["similarity/groups_per_prompt"] == 2
+    assert differ(batch.advantages, group.advantages, by=0.1)
+
+
+# Whole updates.
+
+
+def start():
+    return init_params(MODEL, jax.random.key(0))
+
+
+def actor(cfg, mesh, tmp_path):
+    algorithm = ALGORITHMS[cfg.algorithm]
+    head = 2.0 * jax.random.normal(jax.random.key(9), (48, 24))
+    return Actor(
+        cfg,
+        MODEL,
+        mesh,
+        load=lambda dtype: jax.device_put(start(), param_shardings(MODEL, mesh)),
+        prepare=algorithm.prepare(cfg),
+        loss=algorithm.make_loss(cfg, MODEL, mesh, 48),
+        finish=algorithm.finish,
+        frozen={"teacher_head": jax.device_put(head)},
+        receiver=None,
+        run_dir=tmp_path,
+    )
+
+
+@cache
+def teacher_signal():
+    hidden = np.random.default_rng(1).standard_normal((rows(), 8, 24)).astype(np.float32)
+    return TeacherSignal(hidden=jnp.asarray(hidden))
+
+
+@cache
+def policy_logprobs():
+    """Of the policy before training, as the reference tells them."""
+    mesh = make_mesh(1, 1, 1)
+    reference = Reference(MODEL, jax.device_put(start()), mesh, temperature=1.0, chunk=512)
+    return reference.score(rollout())
+
+
+def everything(cfg):
+    """What each role that the config needs says of the rollout."""
+    said = {"teacher": [teacher_signal()], "reference": [policy_logprobs() + 0.1]}
+    return scores() | {role: said[role] for role in said if role in needed_roles(cfg)}
+
+
+def updated(tmp_path, cfg, shape=(1, 1, 1), given=None):
+    one = actor(cfg, make_mesh(*shape), tmp_path)
+    report = one.update(rollout(), given or everything(cfg), step=0)
+    return jax.device_get(one.state.params), report
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "cuts"),
+    [
+        ("gspo", [(1, 2, 1, 28)]),
+        pytest.param("gspo", [(1, 8, 1, None), (1, 1, 1, 14)], marks=pytest.mark.slow),
+        pytest.param("grpo", [(1, 1, 1, 14), (1, 1, 1, 56), (1, 2, 1, 28)], marks=pytest.mark.slow),
+        pytest.param("dapo", [(1, 1, 1, 28), (2, 2, 2, 28)], marks=pytest.mark.slow),
+    ],
+)
+def test_neither_micro_batches_nor_devices_change_an_update(algorithm, cuts, tmp_path):
+    """Every term is divided by its own count over the whole update, wherever its rows are."""
+    asked = [*ALL_TERMS, "policy.dynamic_sampling=drop", "reward.truncated=mask"]
+    whole, told = updated(tmp_path, config(algorithm, *asked, "actor.micro_batch_tokens=null"))
+    assert differ(whole, start(), by=1e-3)
+    for *shape, budget in cuts:
+        size = "null" if budget is None else budget
+        cfg = config(algorithm, *asked, f"actor.micro_batch_tokens={size}")
+        params, again = updated(tmp_path, cfg, shape)
+        assert_close(params, whole, 5e-6)
+        for name in ("loss", "policy/kl_k3", "policy/entropy", "distill/divergence"):
+            assert again[name] == pytest.approx(told[name], rel=2e-4, abs=1e-6), name
+
+
+def test_the_loss_of_a_row_is_the_sum_of_its_terms(tmp_path):
+    """At one update, where a clipped objective's value is minus the mean advantage, which is 0."""
+    cfg = config("grpo", *ALL_TERMS, "policy.aggregation=token_mean", "policy.scale_by_std=false")
+    _, told = updated(tmp_path, cfg)
+    batch, _ = prepare_rewarded(cfg)(rollout(), everything(cfg))
+    mask = np.asarray(batch.sequences.loss_mask)
+    policy = -(mask * batch.advantages[:, None]).sum() / mask.sum()
+    parts = 0.7 * told["distill/divergence"] + 0.3 * told["policy/kl_k3"]
+    assert told["loss"] == pytest.approx(policy + parts - 0.2 * told["policy/entropy"], rel=1e-4)
+
+
+def test_without_the_policy_loss_what_is_left_is_distillation(tmp_path):
+    joint = config("grpo", "policy_weight=0", "teacher.model=a", "distill_weight=1")
+    alone = config("gkd", "teacher.model=a", "reward.functions=[]")
+    params, told = updated(tmp_path, joint)
+    expected, report = updated(tmp_path, alone, given={"teacher": [teacher_signal()]})
+    assert_close(params, expected, 1e-6)
+    assert told["distill/divergence"] == pytest.approx(report["distill/divergence"], rel=1e-6)
+
+
+def test_a_reference_that_is_the_policy_is_at_no_distance(tmp_path):
+    """In the first update, on one mesh."""
+    cfg = config("grpo", "policy.kl_coef=1.0")
+    given = scores(reference=[policy_logprobs()])
+    _, told = updated(tmp_path, cfg, given=given)
+    assert told["policy/kl_k1"] == pytest.approx(0, abs=1e-7)
+    assert told["policy/kl_k3"] == pytest.approx(0, abs=1e-12)
+
+
+def test_the_pass_before_the_batch_tells_the_policy_s_log_probs(tmp_path):
+    """Whatever the order of its micro-batches; and with them the first of four ratios is 1."""
+    cfg = config("gspo", "actor.micro_batch_tokens=28")
+    mesh = make_mesh(1, 2, 1)
+    one = actor(cfg, mesh, tmp_path)
+    batch, _ = one._prepare(rollout(), scores())
+    lengths = np.asarray(batch.sequences.mask).sum(-1)
+    old = one._with_old_logprobs(jax.device_put(batch, one._rows), lengths).old_logprobs
+    mask = rollout().sequences.loss_mask
+    expected = completion_logprobs(
+        MODEL, start(), rollout().sequences, make_mesh(1, 1, 1), temperature=1.0, chunk=512
+    )
+    np.testing.assert_allclose(np.asarray(old)[mask], np.asarray(expected)[mask], atol=1e-5)
+
+
+def test_dropped_groups_change_the_denominator_only(tmp_path):
+    """The sum of the gradients is the same; dapo counts tokens."""
+    steps = {}
+    for asked in ("off", "drop"):
+        cfg = config("dapo", f"policy.dynamic_sampling={asked}", "reward.overlong_buffer=0")
+        params, told = updated(tmp_path, cfg)
+        moved = jax.tree.map(lambda new, old: np.asarray(new) - np.asarray(old), params, start())
+        steps[asked] = moved, told["actor/tokens"]
+    (off, all_tokens), (drop, fewer) = steps["off"], steps["drop"]
+    assert fewer < all_tokens
+    assert_close(off, drop, 1e-6, scale=fewer / all_tokens)
+
+
+def test_a_batch_that_teaches_nothing_changes_nothing(tmp_path):
+    """All groups dropped: no token trains, no count is divided by."""
+    cfg = config("grpo", "policy.dynamic_sampling=drop")
+    same = np.where(np.isnan(rewards()), np.nan, 1.0)
+    params, told = updated(tmp_path, cfg, given=scores(same))
+    assert_close(params, start(), 0)
+    assert told["actor/tokens"] == 0 and told["loss"] == 0 and told["actor/skipped_updates"] == 0
+    assert all(np.isfinite(value) for value in told.values())
+
+
+def test_roles_follow_the_config():
+    assert needed_roles(config("grpo")) == ("actor", "rollout", "reward")
+    asked = [*ALL_TERMS, "policy.advantages=similarity", "grouper.model=a"]
+    expected = ("actor", "rollout", "teacher", "reference", "reward", "grouper")
+    assert needed_roles(config("grpo", *asked)) == expected
+    in_reward = config("grpo", "policy.reward_kl_coef=1")
+    assert needed_roles(in_reward) == ("actor", "rollout", "reference", "reward")

@@ -1,0 +1,176 @@
+"""Values on their way to another process: bits, shapes and types survive; no array is pickled."""
+
+import pickle
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrl.runtime import parcel
+from jaxrl.runtime.parcel import pack, unpack
+from jaxrl.sharding.reshard import reshard
+from jaxrl.sharding.shards import Shards, box_of
+
+
+def mesh(n, start=0):
+    return Mesh(np.array(jax.devices()[start : start + n]), ("x",))
+
+
+def rows(n, start=0):
+    return NamedSharding(mesh(n, start), PartitionSpec("x"))
+
+
+def everywhere(n):
+    return NamedSharding(mesh(n), PartitionSpec())
+
+
+@dataclass(frozen=True)
+class Inner:
+    weights: dict[str, Any]
+    name: str
+
+
+@dataclass(frozen=True)
+class Outer:
+    version: int
+    inner: Inner
+    parts: list[Any]
+    none: None = None
+
+
+def bits(x):
+    x = np.asarray(x)
+    return x.dtype, x.shape, x.tobytes()
+
+
+def test_nested_values_arrive_with_the_same_bits():
+    key = jax.random.key(0)
+    w = jax.random.normal(key, (8, 3), jnp.float32)
+    # Every bit pattern of bfloat16, NaNs with their payload too, which no arithmetic would keep.
+    all_bf16 = np.arange(1 << 16, dtype=np.uint16).view(jnp.bfloat16)
+    value = Outer(
+        version=3,
+        inner=Inner({"w": jax.device_put(w, rows(4)), "b": jax.device_put(all_bf16, rows(2))}, "x"),
+        parts=[
+            jnp.int32(7),  # a scalar on a device
+            jnp.zeros((0, 5)),
+            np.arange(6).reshape(2, 3),
+            all_bf16[:5],
+            np.float32(1.5),
+            (True, "text"),
+        ],
+    )
+    got = unpack([pickle.loads(pickle.dumps(pack(value)))])
+    assert isinstance(got, Outer) and (got.version, got.inner.name, got.none) == (3, "x", None)
+    assert isinstance(got.inner.weights["w"], Shards)
+    assert bits(got.inner.weights["w"]) == bits(w)
+    assert bits(got.inner.weights["b"]) == bits(all_bf16)
+    scalar, empty, integers, brain, number, plain = got.parts
+    assert scalar.shape == () and bits(reshard(scalar, everywhere(2))) == bits(np.int32(7))
+    assert empty.shape == (0, 5) and np.asarray(empty).dtype == np.float32
+    assert bits(integers) == bits(np.arange(6).reshape(2, 3))
+    assert bits(brain) == bits(all_bf16[:5])
+    assert (number, plain) == (1.5, (True, "text"))
+
+
+def test_arrays_are_outside_the_pickle():
+    mark = np.frombuffer(b"a mark that is easy to find in bytes", np.uint8)
+    value = {"device": jax.device_put(mark), "host": mark.copy(), "text": "a mark of a string"}
+    packed = pack(value)
+    assert mark.tobytes() not in packed.pickled and b"a mark of a string" in packed.pickled
+    assert packed.nbytes == 2 * mark.nbytes
+    assert [b.nbytes for b in packed.buffers] == [mark.nbytes]
+
+
+def test_the_copy_outlives_the_device_buffer():
+    x = jax.device_put(np.arange(8, dtype=np.float32), rows(2))
+    packed = pack(x)
+    x.delete()
+    np.testing.assert_array_equal(np.asarray(unpack([packed])), np.arange(8))
+
+
+class Shelf:
+    """Keeps buckets as an object store does, and counts who fetches what."""
+
+    def __init__(self):
+        self.buckets, self.fetched = [], []
+
+    def store(self, bucket):
+        self.buckets.append([np.array(values) for values in bucket])
+        return len(self.buckets) - 1
+
+    def fetch(self, place):
+        self.fetched.append(place)
+        return self.buckets[place]
+
+
+def test_pieces_travel_in_buckets_and_only_the_needed_ones_are_fetched(monkeypatch):
+    monkeypatch.setattr(parcel, "BUCKET_BYTES", 100)
+    shelf = Shelf()
+    values = [np.full((10,), i, np.float32) for i in range(5)]  # 40 bytes each
+    packed = pack([jax.device_put(v) for v in values], shelf.store)
+    # Two of 40 bytes fit into 100: buckets of 2, 2, 1.
+    assert [len(bucket) for bucket in shelf.buckets] == [2, 2, 1]
+    assert packed.buckets == (0, 1, 2) and packed.nbytes == 200
+    got = unpack([packed], shelf.fetch)
+    assert shelf.fetched == []
+    np.testing.assert_array_equal(np.asarray(got[3]), values[3])
+    assert shelf.fetched == [1]
+    # One that is larger than a bucket has one of its own.
+    large = pack([jnp.zeros(50), jnp.zeros(2)], shelf.store)
+    assert [len(bucket) for bucket in shelf.buckets[3:]] == [1, 1] and large.nbytes == 208
+
+
+def ranks_of(monkeypatch, value, devices_of_rank, shelf):
+    """What each process of a pool would pack: those boxes whose first copy it holds."""
+    packed = []
+    for devices in devices_of_rank:
+
+        def held(x, mine=frozenset(devices)):
+            return [
+                (box_of(shard.index, x.shape), np.asarray(shard.data))
+                for shard in x.addressable_shards
+                if shard.replica_id == 0 and shard.device.id in mine
+            ]
+
+        monkeypatch.setattr(parcel, "held_pieces", held)
+        packed.append(pack(value, shelf.store))
+    return packed
+
+
+@pytest.mark.parametrize("receivers", [1, 2, 4])
+def test_the_pieces_of_several_processes_make_one_array(monkeypatch, receivers):
+    shelf = Shelf()
+    whole = np.random.default_rng(0).standard_normal((8, 4)).astype(jnp.bfloat16)
+    sent = {
+        "sharded": jax.device_put(whole, rows(4)),
+        "replicated": jax.device_put(whole, everywhere(4)),
+    }
+    packed = ranks_of(monkeypatch, sent, [{0, 1}, {2, 3}], shelf)
+    # Each half of the sharded one is sent once, the replicated one by the first process only.
+    assert [p.nbytes for p in packed] == [whole.nbytes // 2 + whole.nbytes, whole.nbytes // 2]
+    first, second = packed
+    second = parcel.Parcel(b"", (), second.arrays, second.buckets)  # as the others send theirs
+    got = unpack([first, second], shelf.fetch)
+    placed = reshard(got, rows(receivers, start=4))
+    for name in sent:
+        assert placed[name].sharding == rows(receivers, start=4)
+        assert bits(placed[name]) == bits(whole)
+
+
+def test_processes_that_disagree_are_not_joined():
+    one, other = pack([jnp.zeros(4)]), pack([jnp.zeros(5)])
+    with pytest.raises(AssertionError, match="disagree"):
+        unpack([one, other])
+
+
+def test_a_missing_piece_is_told(monkeypatch):
+    shelf = Shelf()
+    x = jax.device_put(np.arange(8.0, dtype=np.float32), rows(2))
+    halves = ranks_of(monkeypatch, x, [{0}, {1}], shelf)
+    with pytest.raises(RuntimeError, match="do not cover"):
+        np.asarray(unpack(halves[:1], shelf.fetch))

@@ -1,0 +1,366 @@
+"""Workers as processes: order, futures, deadlines and errors as in one process; and processes that
+die, freeze or are late, in each stage of a step.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+ray = pytest.importorskip("ray")
+
+import ray_roles  # noqa: E402
+from ray._private import worker as ray_worker  # noqa: E402
+
+from jaxrl import cli  # noqa: E402
+from jaxrl.config import RayConfig  # noqa: E402
+from jaxrl.errors import RunError, UserError  # noqa: E402
+from jaxrl.runtime.local import LocalCrew, Stopped  # noqa: E402
+from jaxrl.runtime.ray import RayCrew, connect  # noqa: E402
+from jaxrl.runtime.worker import DeadlineExceeded, OutOfMemory, RunLost, WorkerError  # noqa: E402
+from jaxrl.sharding.placement import parse  # noqa: E402
+from jaxrl.train import main  # noqa: E402
+
+pytestmark = pytest.mark.ray
+
+MESH = "actor=2,rollout=1,teacher=2"
+ROLES = ("actor", "rollout", "teacher")
+SHORT = 5.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    here = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    os.environ["PYTHONPATH"] = here.rstrip(os.pathsep)  # the workers make this module's roles
+    ray.init(num_cpus=8, namespace="jaxrl", include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts crews, and ends them with the test."""
+    crews = []
+
+    def begin(mesh=MESH, log=lambda text: None, **options):
+        make = partial(ray_roles.make, str(tmp_path))
+        crew = RayCrew(
+            RayConfig(**options), parse(mesh), make, log, startup_s=60, roles=ROLES, spent=0
+        )
+        crews.append(crew)
+        crew.start()
+        return crew
+
+    yield begin
+    for crew in crews:
+        crew.stop()
+
+
+def local_crew(marks, mesh=MESH):
+    crew, placement = LocalCrew(5.0), parse(mesh)
+    for index, pool in enumerate(placement.pools):
+        devices = jax.devices()[pool.start : pool.stop]
+        makers = ray_roles.make(str(marks), placement, index, devices)
+        for started in crew.start(pool.name, devices, makers, 60).values():
+            started.result()
+    return crew
+
+
+def train(crew, steps, deadline=60.0, parts=2, first=0):
+    """What the loop does; returns what each update told."""
+    actor, rollout, teacher = (crew.handle(role) for role in ROLES)
+    updates = []
+    for index in range(first, first + steps):
+        sent = actor.call("publish", version=index, deadline=deadline)
+        rollout.call("load", sent, deadline=deadline)
+        batch = rollout.call("generate", index, deadline=deadline)
+        scores = [
+            teacher.call("score", batch, part=part, deadline=deadline) for part in range(parts)
+        ]
+        updates.append(actor.call("update", batch, scores, deadline=deadline))
+    return [update.result()["sum"] for update in updates]
+
+
+@ray.remote(num_cpus=0)
+class Keeper:
+    """A process that owns an array in the object store."""
+
+    def put(self):
+        return [ray.put([np.zeros(1 << 18, np.float32)])]
+
+
+def references(settle=2.0):
+    """How many objects this process keeps alive in the object store."""
+    end, last = time.monotonic() + settle, -1
+    while time.monotonic() < end:  # what workers borrowed comes back a little later
+        gc.collect()
+        last = len(ray_worker.global_worker.core_worker.get_all_reference_counts())
+        time.sleep(0.2)
+    return last
+
+
+def gone(pid, within=10.0):
+    end = time.monotonic() + within
+    while time.monotonic() < end:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        if state == "Z":
+            return True
+        time.sleep(0.1)
+    return False
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    crew = local_crew(tmp_path_factory.mktemp("marks"))
+    told = train(crew, 4)
+    crew.stop()
+    return told
+
+
+def test_processes_compute_what_threads_compute_and_leave_nothing(start, expected):
+    crew = start()
+    assert train(crew, 4) == expected
+    states = crew.states()
+    assert [s.name for s in states] == list(ROLES) and len({s.pid for s in states}) == 3
+    titles = [Path(f"/proc/{s.pid}/cmdline").read_text().split("\0")[0] for s in states]
+    assert [t.split()[0].partition(".")[0] for t in titles] == [f"ray::jaxrl:{r}" for r in ROLES]
+    before = references()
+    train(crew, 8, first=4)
+    assert references() <= before + 2, "what is no longer needed is still in the object store"
+    crew.stop()
+    assert all(gone(state.pid) for state in states)
+
+
+def test_a_pool_of_two_processes_is_one_program(start, expected):
+    crew = start("actor=2,rollout=2,teacher=2", devices_per_worker=1)
+    assert crew.handle("actor").call("facts", deadline=SHORT).result()[1:] == (1, 2)
+    np.testing.assert_allclose(train(crew, 4), expected, rtol=1e-6)
+    assert [s.name for s in crew.states()][:2] == ["actor.0", "actor.1"]
+
+
+@pytest.mark.slow
+def test_one_pool_keeps_its_weights_in_the_process(start, expected):
+    crew = start("actor+rollout=2,teacher=2")
+    assert train(crew, 4) == expected
+    alive = crew.handle("actor").call("alive", deadline=SHORT).result()
+    train(crew, 8, first=4)
+    time.sleep(3.0)  # the process is told each second what nobody needs any more
+    assert crew.handle("actor").call("alive", deadline=SHORT).result() <= alive + 1
+    sent = crew.handle("actor").call("publish", version=12, deadline=SHORT)
+    assert sent.keeps and sent.result() is None
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "told"),
+    [
+        (("fail", "boom"), WorkerError, "ZeroDivisionError: boom"),
+        pytest.param(("refuse",), UserError, "batch_size=0", marks=pytest.mark.slow),
+        pytest.param(("exhaust",), OutOfMemory, "out of memory on cpu:0", marks=pytest.mark.slow),
+    ],
+    ids=["exception", "user", "memory"],
+)
+def test_an_exception_reaches_whoever_waits_at_once(start, call, error, told):
+    crew = start("actor=1,rollout=1")
+    waiting = crew.handle("actor").call("hang", 30.0, deadline=600)
+    began = time.monotonic()
+    crew.handle("rollout").call(*call, deadline=600)
+    with pytest.raises(error, match=told):
+        waiting.result()
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize(
+    ("stage", "fault"),
+    [
+        ("score", "kill"),
+        ("load", "kill"),
+        ("load", "stop"),
+        ("generate", "kill"),
+        ("generate", "stop"),
+        ("score", "stop"),
+    ],
+)
+@pytest.mark.slow
+def test_frozen_roles_are_made_anew_and_nothing_changes(start, expected, tmp_path, stage, fault):
+    said = []
+    (tmp_path / f"{stage}.{fault}").touch()
+    crew = start(log=said.append)
+    assert train(crew, 4, deadline=60.0 if fault == "kill" else 8.0) == expected
+    anew = [line for line in said if "anew (1 of 3)" in line]
+    assert len(anew) == 1 and ("died" in anew[0] if fault == "kill" else "late" in anew[0])
+    if fault == "stop":
+        late = [line for line in said if "has run for" in line]
+        assert len(late) == 1 and "process stopped" in late[0], "\n".join(said)
+
+
+@pytest.mark.slow
+def test_a_killed_actor_is_told_as_lost(start, tmp_path):
+    crew = start()
+    (tmp_path / "update.kill").touch()
+    with pytest.raises(RunLost, match=r"worker actor .* died in actor.update"):
+        train(crew, 2)
+
+
+def test_a_late_call_is_told_with_its_phase_and_stack_then_replaced(start):
+    said = []
+    crew = start("actor=1,rollout=1", log=said.append, max_restarts=0)
+    late = crew.handle("rollout").call("hang", 60.0, deadline=2.0)
+    with pytest.raises(DeadlineExceeded) as error:
+        late.result()
+    for part in (
+        "rollout.hang has run for",
+        "deadline is 2 s",
+        "waiting for a collective",
+        "3 of 4 done",
+        "time.sleep(seconds)",
+        "pid",
+    ):
+        assert part in str(error.value)
+
+
+@pytest.mark.slow
+def test_the_budget_of_restarts_ends_the_run(start, tmp_path):
+    crew = start(max_restarts=1)
+    rollout = crew.handle("rollout")
+    for _ in range(2):
+        state = next(s for s in crew.states() if s.name == "rollout")
+        os.kill(state.pid, signal.SIGKILL)
+        time.sleep(0.1)
+        try:
+            rollout.call("generate", 0, deadline=60).result()
+        except RunError as error:
+            assert "ray.max_restarts" in str(error)
+            return
+    raise AssertionError("the second death did not end the run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "rank"), [("kill", 0), ("kill", 1), ("stop", 1)])
+def test_one_of_two_processes_takes_the_other_with_it(start, expected, fault, rank):
+    """The survivor's own error, of a collective with the dead one, is not what ends the run."""
+    said = []
+    crew = start("actor=1,rollout=1,teacher=2", devices_per_worker=1, log=said.append)
+    victim = next(s for s in crew.states() if s.name == f"teacher.{rank}")
+    pair = crew.handle("teacher").call("pair", 1.0, deadline=8.0)
+    time.sleep(0.5)
+    os.kill(victim.pid, signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
+    assert pair.result() == 2.0
+    assert sum("making teacher anew" in line for line in said) == 1
+
+
+@pytest.mark.slow
+def test_a_call_beside_the_queue_fails_for_who_asked(start):
+    crew = start("actor=1,rollout=1")
+    actor, rollout = crew.handle("actor"), crew.handle("rollout")
+    failed = actor.call("fail", "aside", deadline=SHORT, aside=True)
+    with pytest.raises(WorkerError, match="aside"):
+        failed.result()
+    late = actor.call("hang", 30.0, deadline=1.0, aside=True)
+    with pytest.raises(DeadlineExceeded, match=r"actor\.hang has run for"):
+        late.result()
+    assert rollout.call("generate", 1, deadline=SHORT).result()["index"] == 1
+    assert actor.call("publish", version=0, deadline=SHORT).result().version == 0
+    # Unless somebody needs what it was to make.
+    slow = actor.call("later", 1.0, "aside", deadline=SHORT, aside=True)
+    needs = rollout.call("load", slow, deadline=600)
+    began = time.monotonic()
+    with pytest.raises(WorkerError, match="ZeroDivisionError: aside"):
+        needs.result()
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.slow
+def test_a_value_that_nobody_makes_anew_is_told_as_lost(start):
+    crew = start("actor=1,rollout=1")
+    sent = crew.handle("actor").call("publish", version=0, deadline=SHORT)
+    while not sent.done():
+        time.sleep(0.1)
+    keeper = Keeper.remote()
+    place = ray.get(keeper.put.remote(), timeout=SHORT)[0]
+    ray.kill(keeper)  # and soon what it had put, as with a node
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        try:
+            ray.get(place, timeout=SHORT)
+        except ray.exceptions.RayError:
+            break
+        time.sleep(0.2)
+    parcel = ray.get(sent.refs[0], timeout=SHORT)
+    sent.refs = [ray.put(replace(parcel, buckets=(place,) * len(parcel.buckets)))]
+    began = time.monotonic()
+    with pytest.raises(RunLost, match=r"an input of rollout\.load was made, but is lost"):
+        crew.handle("rollout").call("load", sent, deadline=600).result()
+    assert time.monotonic() - began < 20
+
+
+@pytest.mark.slow
+def test_a_run_that_is_over_keeps_nobody_waiting(start):
+    crew = start("actor=1,rollout=1")
+    waiting = crew.handle("actor").call("hang", 60.0, deadline=600)
+    thread = threading.Thread(target=crew.stop)
+    thread.start()
+    with pytest.raises(Stopped):
+        waiting.result()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_a_cluster_that_is_too_small_is_refused_with_both_tables():
+    with pytest.raises(UserError) as error:
+        connect(RayConfig(), parse("actor=600,rollout=2"))
+    for part in ("needs 602 CPUs", "needs: rollout", "has: ", " of 512 CPU"):
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("address", "told"),
+    [
+        ("127.0.0.1:1", "does not answer: Connection refused"),
+        ("127.0.0.1", "no address of a Ray cluster"),
+        ("127.0.0.1:port", "no address of a Ray cluster"),
+        ("127.0.0.1:65536", "no address of a Ray cluster"),
+        ("ray://127.0.0.1:10001", "no address of a Ray cluster"),
+    ],
+)
+@pytest.mark.parametrize("by", ["key", "environment"])
+def test_an_address_without_a_cluster_is_refused_at_once(monkeypatch, address, told, by):
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    if by == "environment":
+        monkeypatch.setenv("RAY_ADDRESS", address)
+    config = RayConfig(address=address) if by == "key" else RayConfig()
+    began = time.monotonic()
+    with pytest.raises(UserError, match=re.escape(told)):
+        connect(config, parse("actor=1"))
+    assert time.monotonic() - began < 5
+
+
+def test_a_plan_starts_no_cluster(monkeypatch):
+    started = []
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda **options: started.append(options))
+    seen = connect(RayConfig(), parse("actor=2,rollout=2,teacher=4"))
+    assert len(seen.devices) == 8 and seen.launcher == "ray" and not started
+    assert seen.why == "a cluster of its own on this host"
+
+
+def test_without_the_package_the_extra_is_named(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "jaxrl.runtime.ray")
+    assert cli.run(main, ["--launcher", "ray", "--dry-run"]) == cli.EXIT_BAD_INPUT
+    assert "pip install 'jaxrl[ray]'" in capsys.readouterr().err
