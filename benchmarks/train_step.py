@@ -24,9 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 import step as whole_step
 
-from jaxrl.algorithms import prepare
+from jaxrl.algorithms import ALGORITHMS
 from jaxrl.data.batch import make_rollout
-from jaxrl.launch import Job, make_actor, make_job
+from jaxrl.launch import Job, make_actor, make_job, make_setup
 from jaxrl.losses.distill import divergence_from_hidden
 from jaxrl.models.decoder import head
 from jaxrl.plan import make_plan
@@ -50,13 +50,14 @@ def main() -> None:
         plan = make_plan(config, ROLES, ensure_devices)
         meshes = carve(plan.devices, plan.placement, plan.axes)
         job = make_job(config)
-        actor = make_actor(job, meshes["actor"], meshes["rollout"], Path(folder), None)
+        actor = make_actor(make_setup(job, plan.axes, Path(folder)), meshes)
         rollout, signal = make_batch(arguments, job)
+        scores = {"teacher": [signal]}
         steps = itertools.count(1)
         ways: dict[str, Callable[[], Any]] = {
-            "update": lambda: actor.update(rollout, signal, step=next(steps)) and None
+            "update": lambda: actor.update(rollout, scores, step=next(steps)) and None
         }
-        ways |= parts(job, actor, rollout, signal)
+        ways |= parts(job, actor, rollout, scores)
         seconds = common.alternate(ways, arguments.repeats)
     machine = common.ceilings(arguments.dtype, *whole_step.shapes(arguments, job))
     work = counted(arguments, job)
@@ -89,12 +90,15 @@ def make_batch(arguments: argparse.Namespace, job: Job) -> tuple[Rollout, Teache
     return rollout, TeacherSignal(hidden=jnp.asarray(hidden, arguments.dtype))
 
 
-def parts(job: Job, actor: Any, rollout: Rollout, signal: TeacherSignal) -> dict[str, Any]:
+def parts(
+    job: Job, actor: Any, rollout: Rollout, scores: dict[str, list[TeacherSignal]]
+) -> dict[str, Any]:
     """Programs that are parts of the update, on copies of its parameters, which it donates."""
     config, mesh, dtype = job.student.config, actor.mesh, jnp.dtype(job.config.actor.dtype)
-    params = jax.tree.map(lambda x: jnp.array(x, dtype, copy=True), actor.parameters())
+    params = jax.tree.map(lambda x: jnp.array(x, dtype, copy=True), actor.state.params)
     rows = jax.NamedSharding(mesh, jax.P(("data", "fsdp")))
-    batch = reshard(prepare(rollout, signal), rows)
+    made, _ = ALGORITHMS["gkd"].prepare(job.config)(rollout, scores)
+    batch = reshard(made, rows)
     forward = jax.jit(partial(completion_hidden, config, mesh=mesh))
     hidden = forward(params, batch.sequences)
 

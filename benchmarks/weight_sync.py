@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 import step as whole_step
 
-from jaxrl.launch import make_actor, make_job, make_rollout_role
+from jaxrl.launch import make_actor, make_job, make_rollout_role, make_setup
 from jaxrl.plan import make_plan
 from jaxrl.sharding.mesh import carve, ensure_devices
 from jaxrl.sharding.reshard import nbytes
@@ -116,8 +116,8 @@ def make_case(
     plan = make_plan(config, ("actor", "rollout", "teacher"), ensure_devices)
     meshes = carve(plan.devices, plan.placement, plan.axes)
     job = make_job(config)
-    actor = make_actor(job, meshes["actor"], meshes["rollout"], Path(folder), None)
-    sampler = make_rollout_role(job, meshes["rollout"], 2)
+    setup = make_setup(job, plan.axes, Path(folder))
+    actor, sampler = make_actor(setup, meshes), make_rollout_role(setup, meshes)
 
     def send() -> Any:
         actor.version += 1

@@ -1,17 +1,21 @@
-"""The ready-made 8-GPU configs, planned from `config.json` alone: no weights, no GPU."""
+"""The ready-made configs for GPUs, planned from `config.json` alone: no weights, no GPU."""
 
 import json
+import math
 import re
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from jaxrl import cli
+from jaxrl.algorithms import needed_roles
 from jaxrl.config import Config
 from jaxrl.models.config import DecoderConfig
+from jaxrl.models.weights import tensor_shapes
 from jaxrl.plan import Plan, build
 from jaxrl.sharding.mesh import Visible
 from jaxrl.sharding.placement import place
@@ -42,6 +46,45 @@ LARGE = {
 }
 
 
+QWEN3 = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": True,
+    "rope_theta": 1000000.0,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 40960,
+    "eos_token_id": 151645,
+}
+
+
+def qwen3(d_model: int, layers: int, heads: int, d_ff: int) -> dict[str, Any]:
+    sizes = {"hidden_size": d_model, "num_hidden_layers": layers}
+    return QWEN3 | sizes | {"num_attention_heads": heads, "intermediate_size": d_ff}
+
+
+SIZES = {
+    "Qwen2.5-1.5B-Instruct": QWEN,
+    "Qwen3-1.7B": qwen3(2048, 28, 16, 6144),
+    "Qwen3-4B": qwen3(2560, 36, 32, 9728),
+    "Skywork-Reward-V2-Qwen3-0.6B": qwen3(1024, 28, 16, 3072),
+    "Skywork-Reward-V2-Qwen3-1.7B": qwen3(2048, 28, 16, 6144),
+    "bge-m3": {
+        "model_type": "xlm-roberta",
+        "vocab_size": 250002,
+        "hidden_size": 1024,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "intermediate_size": 4096,
+        "max_position_embeddings": 8194,
+        "type_vocab_size": 1,
+        "layer_norm_eps": 1e-5,
+        "pad_token_id": 1,
+        "hidden_act": "gelu",
+    },
+}
+"""Folder in the configs that learn from rewards -> what its config.json says."""
 CHIPS = (24, 40, 80, 141)
 LONGEST_S = 60
 """Of a dry run; it takes about 4 on a free laptop, and may take 20."""
@@ -65,6 +108,50 @@ def test_eight_gpu_configs_are_planned_from_config_json_alone(split, tmp_path, c
     actor, rollout, teacher = split.split("-")
     assert f"actor={actor},rollout={rollout},teacher={teacher}" in told
     assert "on GPUs of 80 GB, of which jax takes 75%: fits" in told
+
+
+def model_folder(folder: Path, name: str) -> str:
+    """A folder that has all but the numbers: of a reward model, the names of its tensors too."""
+    place, raw = folder / name, dict(SIZES[name])
+    place.mkdir()
+    if "Reward" in name:
+        raw |= {"architectures": ["Qwen3ForSequenceClassification"], "num_labels": 1}
+        config = DecoderConfig.from_hf(raw)
+        shapes = tensor_shapes(config) | {"score.weight": (1, config.d_model)}
+        header, end = {}, 0
+        for tensor, shape in shapes.items():
+            start, end = end, end + 2 * math.prod(shape)
+            header[tensor] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [start, end]}
+        told = json.dumps(header).encode()
+        with open(place / "model.safetensors", "wb") as file:
+            file.write(len(told).to_bytes(8, "little") + told)
+            file.truncate(8 + len(told) + end)  # no disk is taken
+    (place / "config.json").write_text(json.dumps(raw))
+    return str(place)
+
+
+REWARDED = sorted(path.stem for path in CONFIGS.glob("qwen*_gspo_*.yaml"))
+REWARDED += sorted(path.stem for path in CONFIGS.glob("qwen*_similarity_*.yaml"))
+
+
+@pytest.mark.parametrize("name", REWARDED)
+def test_configs_that_learn_from_rewards_are_planned_and_fit(name, tmp_path, capsys):
+    """Every role with its devices and bytes, those on a slice and those that take turns too."""
+    config = Config.load(CONFIGS / f"{name}.yaml")
+    assert config.name == name
+    keys = {
+        "student.model": config.student.model,
+        "reward.model": config.reward.model,
+        "grouper.model": config.grouper.model,
+    }
+    given = {key: model_folder(tmp_path, Path(path).name) for key, path in keys.items() if path}
+    asked = [f"{key}={path}" for key, path in given.items()]
+    path = str(CONFIGS / f"{name}.yaml")
+    assert cli.run(main, ["--config", path, "--dry-run", *asked]) == 0
+    told = capsys.readouterr().out
+    assert "on GPUs of 80 GB, of which jax takes 75%: fits" in told
+    for role in needed_roles(config):
+        assert re.search(rf"^ .* {role} .* (cpu|gpu) \d", told, re.MULTILINE), role
 
 
 def test_a_dry_run_says_what_fits_which_gpus_and_soon(tmp_path):

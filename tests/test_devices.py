@@ -77,7 +77,7 @@ def test_a_run_is_listed_while_it_works_and_follows_its_workers(
     with registered("runs/a", [state("actor+rollout", "gpu:0")]) as registration:
         (run,) = running()
         assert (run.pid, run.host, run.visible) == (os.getpid(), HERE, "2,3")
-        assert run.run_dir == str(Path("runs/a").absolute()) and "pytest" in run.command
+        assert run.run_dir == str(Path("runs/a").absolute()) and "python" in run.command
         member = Member("actor+rollout", HERE, os.getpid(), ("actor", "rollout"), ("gpu:0",))
         assert run.workers == (member,)
         registration.update([state("actor", pid=7, host="other"), state("teacher", pid=8)])
@@ -237,7 +237,7 @@ def test_every_gpu_has_its_owner_and_the_rest_is_free() -> None:
     assert told[0] == ["a: teacher (pid 1001)"]
     assert told[1] == ["a: actor (pid 1000)"]
     assert len(told[2]) == 1 and told[2][0].startswith(f"pid {os.getpid()}: ")
-    assert "pytest" in told[2][0] and told[2][0].endswith("(3.2 GB)")
+    assert "python" in told[2][0] and told[2][0].endswith("(3.2 GB)")
     assert told[3] == []  # 4 of 140 GiB: what a driver keeps
     assert told[4] == ["a process that cannot be seen from here"]
     page = devices.host_page(host, [run])

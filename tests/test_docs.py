@@ -7,7 +7,7 @@ import importlib.util
 import re
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -16,9 +16,12 @@ from jaxrl.checkpoint.compare import FREE, TOLD
 from jaxrl.config import Config
 from jaxrl.config_keys import keys
 from jaxrl.data.tasks import TASKS
+from jaxrl.losses.correction import CORRECTIONS
+from jaxrl.losses.policy import PRESETS
 from jaxrl.models.config import FAMILIES
 from jaxrl.rewards.verifiers import VERIFIERS
-from jaxrl.sharding.placement import ROLES
+from jaxrl.sharding.placement import ROLES, parse
+from jaxrl.similarity import Use
 from jaxrl.telemetry.metrics import METRICS, describe
 
 ROOT = Path(__file__).parent.parent
@@ -81,7 +84,7 @@ def test_the_example_runs(page: Path, tmp_path: Path, monkeypatch: pytest.Monkey
 def test_keys_and_metrics_that_a_page_names_exist(page: Path) -> None:
     known = {key.path for key in keys(Config)}
     sections = "|".join(sorted({path.partition(".")[0] for path in known if "." in path}))
-    prefixes = "actor|distill|eval|memory|rollout|time|tokens|weights"
+    prefixes = "actor|distill|eval|memory|policy|reward|rollout|similarity|time|tokens|weights"
     for code in re.findall(r"`([^`\n]+)`", page.read_text(encoding="utf-8")):
         key = code.partition("=")[0]
         if re.fullmatch(rf"({sections})(\.[a-z_]+)+", key):
@@ -155,6 +158,39 @@ def matches(word: str) -> frozenset[str]:
     """The keys that `a.b`, `a.*` or `ROLE.b` stands for."""
     pattern = re.escape(word).replace(r"\*", ".*").replace("ROLE", f"({'|'.join(ROLES)})")
     return frozenset(key.path for key in keys(Config) if re.fullmatch(pattern, key.path))
+
+
+def test_the_page_on_rewards_has_the_formulas_and_defaults_of_every_algorithm() -> None:
+    """Its table's paper numbers and settings are those of `PRESETS`; what is its own is named."""
+    text = (DOCS / "reinforcement-learning.md").read_text(encoding="utf-8")
+    for name, preset in PRESETS.items():
+        (row,) = re.findall(rf"^\| `{name}`.*$", text, re.MULTILINE)
+        paper = re.search(r"\d{4}\.\d{5}", preset.formula)
+        assert paper is not None and paper[0] in row, row
+        shared = "as `gspo`" in row
+        numbers = {float(number) for number in re.findall(r"(?<![\d.])\d+(?:\.\d+)?(?:e-\d)?", row)}
+        assert shared or set(vars(preset.objective.term).values()) <= numbers, row
+        assert shared or ("4 minibatches" in row) == (preset.minibatches == 4), row
+    corrections = {name for name in CORRECTIONS if name != "none"}
+    uses = set(get_args(Use)) - {"subgroup"}
+    for name in corrections | uses:
+        assert re.search(rf"^\| `{name}`", text, re.MULTILINE), name
+
+
+def test_the_command_lines_of_the_page_on_rewards_are_understood() -> None:
+    """Each of its indented lines with keys is a config, put on top of the one it begins with."""
+    text = (DOCS / "reinforcement-learning.md").read_text(encoding="utf-8")
+    lines = [line.split() for line in re.findall(r"^    (\S+=.*|--mesh .*)$", text, re.MULTILINE)]
+    tried = 0
+    for words in lines:
+        if words[0] == "--mesh":
+            words[:2] = [f"mesh={words[1]}"]
+        asked = [word for word in words if re.match(r"[a-z_]+(\.[a-z_]+)*=", word)]
+        if asked:
+            config = Config.load(ROOT / "configs" / "quickstart_gspo.yaml", asked)
+            assert config.learns_from_rewards and parse(config.mesh).n_devices > 0
+            tried += 1
+    assert tried >= 5
 
 
 def test_the_page_on_data_lists_verifiers_and_tasks() -> None:

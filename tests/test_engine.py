@@ -127,8 +127,8 @@ def teacher_forced_logprobs(
     "options",
     [
         {"slots": 1},
-        {"slots": 16},
-        {"min_free": 1},
+        pytest.param({"slots": 16}, marks=pytest.mark.slow),
+        pytest.param({"min_free": 1}, marks=pytest.mark.slow),
         {"launch_tokens": 1},
         {"launch_tokens": 5, "check_every": 5},
         {"min_free": 4},

@@ -130,7 +130,13 @@ def test_divergence_is_the_dense_one(beta, term):
 
 
 @pytest.mark.parametrize(
-    ("signal", "beta"), [("topk", 0.0), ("topk", 0.3), ("student_topk", 1.0)], ids=str
+    ("signal", "beta"),
+    [
+        pytest.param("topk", 0.0, marks=pytest.mark.slow),
+        ("topk", 0.3),
+        pytest.param("student_topk", 1.0, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_topk_divergence_is_the_dense_one(signal, beta):
     temperature = 0.7
@@ -211,7 +217,11 @@ def every_loss(shape=None):
     return jax.jit(lambda h, w: [f(h, w) for f in both])(HIDDEN, HEAD)
 
 
-@pytest.mark.parametrize("shape", MESHES, ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [s if s == (2, 2, 2) else pytest.param(s, marks=pytest.mark.slow) for s in MESHES],
+    ids=str,
+)
 def test_eight_devices_are_one(shape):
     """With sizes that the mesh does not divide, and teacher rows that the student does not have."""
     for many, one in zip(every_loss(shape), every_loss(), strict=True):
@@ -219,7 +229,13 @@ def test_eight_devices_are_one(shape):
 
 
 @pytest.mark.parametrize(
-    ("shape", "lean"), [((1, 8, 1), False), ((2, 2, 2), False), ((1, 2, 4), True)], ids=str
+    ("shape", "lean"),
+    [
+        pytest.param((1, 8, 1), False, marks=pytest.mark.slow),
+        pytest.param((2, 2, 2), False, marks=pytest.mark.slow),
+        ((1, 2, 4), True),
+    ],
+    ids=str,
 )
 def test_eight_devices_are_one_with_heads_split_by_the_rules(shape, lean):
     mesh = mesh_of(shape)

@@ -98,7 +98,12 @@ def undisturbed(models, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "schedule", ["serial", pytest.param("one_step_off", marks=pytest.mark.slow), "two_step_off"]
+    "schedule",
+    [
+        pytest.param("serial", marks=pytest.mark.slow),
+        pytest.param("one_step_off", marks=pytest.mark.slow),
+        "two_step_off",
+    ],
 )
 def test_a_killed_run_goes_on_as_if_nothing_had_been(models, tmp_path, undisturbed, schedule):
     whole = undisturbed(schedule)

@@ -122,7 +122,7 @@ def test_off_policy_the_gap_of_learner_and_sampler_is_told_and_corrected(student
 
 def test_a_stopped_run_goes_on_bit_for_bit(student, tmp_path, monkeypatch):
     """With a batch in flight; the reference is what the student was, not what it has become."""
-    asked = ["policy.kl_coef=0.1", "steps=4", "schedule=one_step_off"]
+    asked = ["policy.kl_coef=0.1", "steps=5", "schedule=one_step_off"]
     whole = run(student, tmp_path / "whole", *asked)
     real = Actor.update
 
@@ -134,9 +134,10 @@ def test_a_stopped_run_goes_on_bit_for_bit(student, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(Actor, "update", stopped)
-        with pytest.raises(Interrupted, match="saved at step 2"):
+        with pytest.raises(Interrupted, match="saved at step"):
             run(student, tmp_path / "run", *asked)
-    assert store.newest(tmp_path / "run", print).manifest.in_flight == (2,)
+    saved = store.newest(tmp_path / "run", print)
+    assert 2 <= saved.step < 5 and saved.manifest.in_flight
     parts = run(student, tmp_path / "run", *asked)
     assert numbers(parts) == numbers(whole) and weights(parts.run_dir) == weights(whole.run_dir)
     assert samples(parts) == samples(whole)
@@ -146,7 +147,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(student, tmp_path, monkeypatch):
 def test_a_killed_run_goes_on_bit_for_bit(student, tmp_path):
     asked = ["policy.kl_coef=0.1", "steps=8", "checkpoint.every=2", "schedule=two_step_off"]
     whole = run(student, tmp_path / "whole", *asked)
-    victim = start([student], tmp_path / "run", *GSPO, *asked)
+    victim = start([student], tmp_path / "run", *GSPO, *asked, "eval.every=1")
     wait_for(tmp_path / "run" / "checkpoints" / "2" / store.MANIFEST, victim)
     victim.kill()
     victim.communicate()
@@ -225,7 +226,7 @@ def test_rewards_and_a_teacher_together(student, teacher, tmp_path):
         ["algorithm=dapo", "reward.overlong_buffer=4"],
         ["algorithm=gspo_token", "policy.opd_coef=1", "distill.signal=sampled"],
         ["algorithm=cispo", "policy.bypass=true", "schedule=one_step_off"],
-        ["algorithm=sapo", "reward.truncated=mask"],
+        ["algorithm=sapo", "policy.entropy_coef=0.01"],
         ["algorithm=gmpo", "policy.correction=icepop", "schedule=two_step_off"],
         ["algorithm=luspo"],
     ],
@@ -263,11 +264,13 @@ def test_prompts_that_teach_nothing_are_replaced_as_often_as_allowed(student, tm
 
 
 @pytest.mark.slow
-def test_length_is_learned(student, tmp_path):
-    """A reward that is easy: the mean length grows towards the limit of 8."""
-    asked = ["steps=40", "batch_size=16", "optimizer.learning_rate=1e-2"]
-    lengths = column(run(student, tmp_path / "run", *asked), "reward/mean")
-    assert np.mean(lengths[-5:]) > np.mean(lengths[:5]) + 1
+@pytest.mark.parametrize("algorithm", ["gspo", "grpo", "dapo"])
+def test_what_is_rewarded_is_learned(student, tmp_path, algorithm):
+    """The share of one sign, which is rare at first."""
+    asked = [f"algorithm={algorithm}", "steps=40", "batch_size=16", "optimizer.learning_rate=1e-2"]
+    signs = function(tmp_path, "return [c.count('=') / 8 for c in completions]")
+    share = column(run(student, tmp_path / "run", *asked, signs), "reward/judge/mean")
+    assert np.mean(share[:3]) < 0.3 and np.mean(share[-3:]) > 0.8
 
 
 # Rewards that fail.

@@ -99,7 +99,7 @@ def test_the_same_seed_gives_the_same_run_bit_for_bit(reference, models, tmp_pat
     "mesh",
     [
         "actor+rollout+teacher=1",
-        "actor=1,rollout=3,teacher=4",
+        pytest.param("actor=1,rollout=3,teacher=4", marks=pytest.mark.slow),
         pytest.param(
             "actor+rollout=6,teacher=2 actor.parallel.tensor=2 rollout.parallel.tensor=2",
             marks=pytest.mark.slow,
@@ -121,7 +121,14 @@ def test_off_policy_schedules_lag_by_their_bound(reference, models, tmp_path, sc
     assert result.metrics[1]["distill/divergence"] == losses(reference)[0]
 
 
-@pytest.mark.parametrize("signal", ["topk", "student_topk", "sampled"])
+@pytest.mark.parametrize(
+    "signal",
+    [
+        pytest.param("topk", marks=pytest.mark.slow),
+        "student_topk",
+        pytest.param("sampled", marks=pytest.mark.slow),
+    ],
+)
 def test_every_signal_trains(models, tmp_path, signal):
     extra = ["distill.jsd_beta=1"] if signal == "sampled" else ["distill.top_k=16"]
     entropy = ["distill.entropy_aware=true", "distill.entropy_top_k=16"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
@@ -14,6 +15,8 @@ from jaxrl.sharding.memory import Account, Column
 from jaxrl.sharding.placement import Axes, Placement, device_list
 
 GB, MB = 1e9, 1e6
+LINE = 22
+"""Most characters of a worker's name on one line: a long one takes no room from the figures."""
 TITLES = ("weights", "grads", "optim", "KV", "activ", "peak", "limit")
 
 Show = Callable[[int | None], str]
@@ -50,13 +53,18 @@ def plan_table(
         table.add_column(title, justify="right", no_wrap=True)
     for index, (pool, memory) in enumerate(zip(placement.pools, pools, strict=True)):
         for role in pool.roles:
-            head = (str(index), pool.name) if role == pool.roles[0] else ("", "")
+            head = (str(index), _folded(pool.name)) if role == pool.roles[0] else ("", "")
             where = _where(role, placement, axes, devices)
             table.add_row(*head, *where, *_sizes(accounts.get(role), memory, show))
         if len(pool.roles) > 1:
             sizes = [""] * 5 + [show(memory.bytes), show(memory.limit)]
             table.add_row("", "", "together", "", "", "", *sizes)
     return table
+
+
+def _folded(name: str) -> str:
+    """The name of a pool in lines that end with a `+`."""
+    return textwrap.fill(name.replace("+", "+ "), LINE).replace("+ ", "+")
 
 
 def _where(

@@ -123,7 +123,7 @@ class Times:
 
 def leaves(value: Any) -> Iterator[Any]:
     """What lies in lists and dicts, however deep; futures may be among the leaves of arguments."""
-    if isinstance(value, list | tuple):
+    if isinstance(value, list):
         for each in value:
             yield from leaves(each)
     elif isinstance(value, dict):

@@ -56,7 +56,7 @@ class Shards:
             shared = overlap(piece.box, wanted)
             if shared is None:
                 continue
-            values = piece.fetch()[_within(shared, piece.box)]
+            values = piece.fetch()[(..., *_within(shared, piece.box))]
             if values.shape == sizes:
                 return values
             out = np.empty(sizes, self.dtype) if out is None else out

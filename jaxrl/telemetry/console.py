@@ -101,6 +101,8 @@ class Eta:
 
     def step(self, step: int) -> float | None:
         """Marks the end of ``step``; returns the seconds left, or None where that is unknown."""
+        if self._ends and step <= self._ends[-1][0]:  # the run went back to a checkpoint
+            self._ends.clear()
         if step > 0:
             self._ends.append((step, self._clock()))
         if len(self._ends) < 2:
