@@ -141,7 +141,7 @@ def desk(
         ("actor.dtype=fp16", "actor.dtype|'float32' or 'bfloat16'|'fp16'"),
         ("sampling.temperature=0", "group_size=2|sampling.temperature"),
         ("sampling.top_p=0", "sampling.top_p|0"),
-        ("algorithm=ppo", "algorithm|'gkd' or 'sft'|'ppo'"),
+        ("algorithm=ppo", "algorithm|'gkd', 'sft'|'gspo'|'ppo'"),
         ("algorithm=sft", "teacher.model=null"),
         ("schedule=async", "schedule|'one_step_off'|'async'"),
         ("resume=maybe", "resume|'auto'|'maybe'"),
@@ -264,7 +264,8 @@ def test_an_empty_config_file_lacks_the_models(desk: Desk) -> None:
         ("actor=2 rollout.devices=1:1", "rollout.devices|'1:1'|empty"),
         ("actor=2 rollout.devices=a", "rollout.devices|'a'|start:stop"),
         ("actor=2 rollout.devices=1", "rollout.devices|start:stop"),
-        ("actor=2 reference.devices=0:1", "reference.devices"),
+        ("actor=2 reference.device=0:1", "reference.device|reference.devices"),
+        ("actor=2 critic.devices=0:1", "critic"),
     ],
 )
 def test_a_bad_mesh(desk: Desk, mesh: str, told: str) -> None:

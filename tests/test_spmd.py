@@ -25,7 +25,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tiny_models import Memory, tiny_config, tiny_model, tiny_tensors
 
-from jaxrl.algorithms import ALGORITHMS, prepare
+from jaxrl.algorithms import ALGORITHMS
 from jaxrl.config import Config
 from jaxrl.models import hf, weights
 from jaxrl.roles.actor import Actor, Weights
@@ -84,8 +84,9 @@ def actor(mesh: Mesh, folder: Path, signal: str, restore: Path | None = None) ->
         model,
         mesh,
         load=lambda dtype: tiny_model(STUDENT, mesh)[1],
-        prepare=prepare,
+        prepare=ALGORITHMS["gkd"].prepare(cfg),
         loss=ALGORITHMS["gkd"].make_loss(cfg, model, mesh, VOCAB),
+        finish=ALGORITHMS["gkd"].finish,
         frozen=frozen,
         receiver=None,
         run_dir=folder,
@@ -148,7 +149,7 @@ def scenario(sizes: list[int], folder: Path, checkpoint: Path, signal: str) -> d
         scores = [teacher.score(drawn, part, 3) for part in range(3)]  # on a mesh of this process
         if step == 1:
             scores = send(scores, folder, "scores")  # of another worker
-        report = one.update(drawn, scores, step)
+        report = one.update(drawn, {"teacher": scores}, step)
         told[f"metrics-{step}"] = [np.float32(report[key]) for key in sorted(report)]
         if step == 0:
             one.save(folder / "saved", step=1)
@@ -162,7 +163,7 @@ def scenario(sizes: list[int], folder: Path, checkpoint: Path, signal: str) -> d
 
     if signal == "hidden":
         poison = TeacherSignal(np.full((4, drawn.logprobs.shape[1], 48), np.nan, np.float32))
-        report = one.update(drawn, [poison, None, poison], 2)
+        report = one.update(drawn, {"teacher": [poison, None, poison]}, 2)
         assert report["actor/skipped_updates"] == 1
         close(on_host(one.state.params), told["params"], 0)
 
