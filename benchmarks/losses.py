@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import os
 import statistics
 import tempfile
 from dataclasses import dataclass
@@ -151,7 +152,8 @@ def page(lines: list[str], arguments: argparse.Namespace) -> str:
     )
     parts = [
         "# All losses on one task",
-        f"Written by `{written}` on {today},\n{run_all.machine()}",
+        f"Written by `{written}` on {today},\n{run_all.machine()} Load at the end"
+        f" {os.getloadavg()[0]:.1f}.",
         task,
         table,
         NOTES,

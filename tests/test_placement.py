@@ -18,6 +18,7 @@ from jaxrl.sharding.placement import (
     parse,
     place,
     resolve_axes,
+    serve,
 )
 
 
@@ -205,3 +206,11 @@ def test_words() -> None:
 def test_the_language_needs_no_jax() -> None:
     code = "import sys, jaxrl.sharding.placement; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_role_without_devices_leaves_its_pool_to_the_others():
+    placed = serve(place("actor+rollout+reward=8", ["actor", "rollout"]), "reward")
+    assert [pool.roles for pool in placed.pools] == [("actor", "rollout"), ("reward",)]
+    assert placed.n_devices == 8 and not placed.roles["reward"].devices and not placed.notes
+    with pytest.raises(UserError, match="reward takes no devices"):
+        serve(place("actor+rollout=2,reward=1", ["actor", "rollout"]), "reward")

@@ -41,6 +41,7 @@ def save_arrays(path: Path, items: Mapping[str, Any]) -> Saving:
     arrays' mesh must all call, with one folder that all of them see.
     """
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)  # else Orbax leaves threads that wait
         return Saving(orbax.save_checkpointables_async(path.resolve(), dict(items)))
     except Exception as error:
         return Saving(failed=error)

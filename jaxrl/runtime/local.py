@@ -259,7 +259,7 @@ class LocalWorker:
                 told = f"{name} ran out of memory on {device_names(self.devices)}: {first}"
                 self._fail(call, OutOfMemory(told))
                 return
-            told = f"{name} failed in worker {self.name}:\n{traceback.format_exc()}"
+            told = f"{name} failed in worker {self.name}:\n{_trace(error)}"
             self._fail(call, WorkerError(told))
         finally:
             call.args, call.kwargs = (), {}  # a finished call keeps no arrays alive
@@ -353,6 +353,16 @@ class LocalCrew:
     def stop(self) -> None:
         """Ends the workers; one that is stuck is left behind."""
         stop_all(self.workers, self._stop_s)
+
+
+def _trace(error: BaseException) -> str:
+    """The traceback as text."""
+    try:
+        return traceback.format_exc()
+    except SystemError:  # CPython 3.11.7: threads that parse at once disturb each other
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = (f'  File "{f.filename}", line {f.lineno}, in {f.name}\n' for f in frames)
+        return "".join(lines) + f"{type(error).__name__}: {error}"
 
 
 def stop_all(workers: Sequence[LocalWorker], timeout: float) -> bool:

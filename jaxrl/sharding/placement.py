@@ -165,11 +165,23 @@ def place(
 
 
 def serve(placement: Placement, role: str) -> Placement:
-    """`role` in a worker of its own that has no devices."""
+    """`role` in a worker of its own that has no devices; a pool that names it beside others keeps
+    the others.
+
+    Raises:
+        UserError: a pool of its devices alone, which nobody would use.
+    """
     if role in placement.roles:
-        raise UserError(
-            f"{role} takes no devices in this run: leave it out of the mesh {placement.spec!r}"
-        )
+        index = placement.roles[role].pool
+        pools, shared = list(placement.pools), placement.pools[index]
+        if shared.roles == (role,):
+            raise UserError(
+                f"{role} takes no devices in this run: leave it out of the mesh {placement.spec!r}"
+            )
+        pools[index] = replace(shared, roles=tuple(r for r in shared.roles if r != role))
+        others = {name: where for name, where in placement.roles.items() if name != role}
+        notes = tuple(note for note in placement.notes if not note.startswith(f"{role} is placed"))
+        placement = replace(placement, pools=tuple(pools), roles=others, notes=notes)
     n = placement.n_devices
     pool = Pool((role,), n, n)
     placed = RolePlacement(role, len(placement.pools), pool.devices)

@@ -56,7 +56,8 @@ class Shards:
             shared = overlap(piece.box, wanted)
             if shared is None:
                 continue
-            values = piece.fetch()[(..., *_within(shared, piece.box))]
+            inside: Any = (..., *_within(shared, piece.box))  # a view, also of 0 dims
+            values = piece.fetch()[inside]
             if values.shape == sizes:
                 return values
             out = np.empty(sizes, self.dtype) if out is None else out
