@@ -211,3 +211,19 @@ def test_the_reader_finds_the_module_behind_a_name() -> None:
     assert own_module("jaxrl.no_such_name") == "__init__"
     assert own_module("numpy.random") is None
     assert row_of("telemetry.metrics") == row_of("telemetry") != row_of("errors")
+
+
+def test_no_wait_for_ray_is_unbounded() -> None:
+    """Without a timeout they wait for ever for a process that does not answer."""
+    bare, seen = [], 0
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call) or ast.unparse(node.func) not in (
+                "ray.get",
+                "ray.wait",
+            ):
+                continue
+            seen += 1
+            if not any(keyword.arg == "timeout" for keyword in node.keywords):
+                bare.append(f"{path.name}:{node.lineno}")
+    assert seen > 5 and bare == []
