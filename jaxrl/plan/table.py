@@ -63,7 +63,9 @@ def plan_table(
 
 
 def _folded(name: str) -> str:
-    """The name of a pool in lines that end with a `+`."""
+    """The name of a pool; a long one in lines that end with a `+`."""
+    if len(name) <= LINE:
+        return name
     return textwrap.fill(name.replace("+", "+ "), LINE).replace("+ ", "+")
 
 
