@@ -42,7 +42,8 @@ def main(orders: int, answers: int, stacks: int, parent: int) -> None:
     os.close(orders)
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()
     _, status = os.waitpid(worker, 0)
-    _write(answers, b"\n" + _line({"ended": os.waitstatus_to_exitcode(status)}))
+    with contextlib.suppress(BrokenPipeError):  # nobody is left to hear of it
+        _write(answers, b"\n" + _line({"ended": os.waitstatus_to_exitcode(status)}))
     os._exit(0)
 
 
