@@ -22,6 +22,7 @@ from jaxrl.telemetry.metrics import METRICS_FILE
 
 CONFIG_FILE = "config.yaml"
 PLAN_FILE = "plan.txt"
+PLAN_DATA_FILE = "plan.json"
 LOCK = "lock"
 
 

@@ -27,9 +27,10 @@ from jaxrl.launch import Job, devices_for, make_job, make_setup, start_roles
 from jaxrl.loop import Loop
 from jaxrl.model import FINAL
 from jaxrl.plan import Plan, make_plan
+from jaxrl.plan.record import plan_json
 from jaxrl.records import Records
 from jaxrl.registry import Registration, registered
-from jaxrl.run_dir import CONFIG_FILE, PLAN_FILE, RunDir, find_run, open_run_dir
+from jaxrl.run_dir import CONFIG_FILE, PLAN_DATA_FILE, PLAN_FILE, RunDir, find_run, open_run_dir
 from jaxrl.runtime.worker import Crew, OutOfMemory, RunLost
 from jaxrl.telemetry.console import Console
 from jaxrl.telemetry.log import LOG_FILE, RunLog
@@ -182,6 +183,7 @@ def attempt(errand: Errand, run: RunDir, lost: int) -> Result:
     try:
         run.write(CONFIG_FILE, config.dump())
         run.write(PLAN_FILE, plan.text())
+        run.write(PLAN_DATA_FILE, plan_json(plan))
         run.remove_final()
         errand.console.attach(crew.states)
         errand.registration.update(crew.states())

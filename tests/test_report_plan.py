@@ -1,0 +1,59 @@
+"""`plan.json`: the plan as data says what the plan's table says."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from jaxrl.algorithms import needed_roles
+from jaxrl.config import Config
+from jaxrl.plan import Plan, make_plan
+from jaxrl.plan.record import plan_json
+
+
+def planned(*overrides: str) -> tuple[Plan, dict[str, Any]]:
+    config = Config.load(None, list(overrides))
+    plan = make_plan(config, needed_roles(config), limit_gb=2.0)
+    return plan, json.loads(plan_json(plan))
+
+
+@pytest.mark.parametrize(
+    "mesh", ["actor=2,rollout=2,teacher=4", "actor+rollout+teacher=1", "actor+rollout=6,teacher=2"]
+)
+def test_the_parts_of_a_pool_add_up_to_its_peak(mesh: str) -> None:
+    """What is resident of each of its roles, and the one phase that its moment names."""
+    _, record = planned(f"mesh={mesh}")
+    for index, pool in enumerate(record["pools"]):
+        role_then, phase_then = pool["moment"].split(": ")
+        parts = [
+            (role["role"], part)
+            for role in record["roles"]
+            if role["pool"] == index
+            for part in role["parts"]
+        ]
+        resident = sum(part["bytes"] for _, part in parts if part["phase"] is None)
+        phase = sum(
+            part["bytes"]
+            for role, part in parts
+            if role == role_then and part["phase"] == phase_then
+        )
+        assert resident > 0 and phase > 0 and resident + phase == pool["peak"]
+
+
+def test_devices_axes_and_limits_are_the_plans() -> None:
+    plan, record = planned("mesh=actor=2,rollout=2,teacher=4", "actor.parallel.tensor=2")
+    assert record["mesh"] == "actor=2,rollout=2,teacher=4" and record["launcher"] == plan.launcher
+    assert [pool["devices"] for pool in record["pools"]] == [[0, 1], [2, 3], [4, 5, 6, 7]]
+    assert [pool["limit"] for pool in record["pools"]] == [2_000_000_000] * 3
+    actor = next(role for role in record["roles"] if role["role"] == "actor")
+    assert actor["axes"] == {"data": 1, "fsdp": 1, "tensor": 2} and actor["devices"] == [0, 1]
+    assert actor["peak"] == plan.accounts["actor"].peak
+
+
+def test_a_role_without_devices_is_there_and_holds_nothing() -> None:
+    plan, record = planned("teacher.model=null", "teacher.address=localhost:8765", "mesh=actor=2")
+    teacher = next(role for role in record["roles"] if role["role"] == "teacher")
+    assert (teacher["devices"], teacher["axes"], teacher["parts"]) == ([], None, [])
+    assert teacher["peak"] is None and plan.accounts.keys() == {"actor", "rollout"}
