@@ -11,12 +11,18 @@ if TYPE_CHECKING:
     from jaxrl.generate import generate as generate
     from jaxrl.model import load_model as load_model
     from jaxrl.train import Result as Result
+    from jaxrl.train import dry_run as dry_run
     from jaxrl.train import train as train
 
 _MODULES = ("evaluate", "generate", "train")
 """Commands whose module is callable, and is itself the public name (`callable_module.py`)."""
-_NAMES = {"Config": "jaxrl.config", "Result": "jaxrl.train", "load_model": "jaxrl.model"}
-__all__ = ["Config", "Result", "evaluate", "generate", "load_model", "train"]
+_NAMES = {
+    "Config": "jaxrl.config",
+    "Result": "jaxrl.train",
+    "dry_run": "jaxrl.train",
+    "load_model": "jaxrl.model",
+}
+__all__ = ["Config", "Result", "dry_run", "evaluate", "generate", "load_model", "train"]
 
 
 def __getattr__(name: str) -> Any:

@@ -652,7 +652,7 @@ class LoggingConfig(Section):
     """What a run shows and records."""
 
     console: Literal["auto", "rich", "plain", "quiet"] = "auto"
-    """Live display or plain lines; auto: live on a terminal."""
+    """Live display or plain lines; auto: live on a terminal and in a notebook."""
     every: Positive = 1
     """Steps between plain lines (`metrics.jsonl` has every step)."""
     samples: Count = 2

@@ -54,6 +54,17 @@ class Result:
         return self.metrics[-1].get("eval/accuracy")
 
 
+def dry_run(config: Config) -> Plan:
+    """The plan of a run: the devices of each role, its mesh axes and its bytes.
+
+    Its `text()` is what `--dry-run` prints. No weight is read, nothing is written.
+
+    Raises:
+        UserError: what cannot be placed.
+    """
+    return make_plan(config, needed_roles(config), devices_for(config))
+
+
 def train(config: Config) -> Result:
     """Runs `config` to its end, or goes on with what its run directory holds.
 
@@ -130,7 +141,7 @@ def prepare_run(config: Config) -> tuple[Job, Plan]:
     """All that can be checked before a weight is read."""
     check_trackers(config.logging)
     enable_compile_cache(config.compile_cache)
-    plan = make_plan(config, needed_roles(config), devices_for(config))
+    plan = dry_run(config)
     if plan.hopeless:
         told = (*plan.verdict[:1], *plan.advice[:3], "--dry-run shows the plan")
         raise UserError("\n".join(told))
@@ -286,8 +297,7 @@ def summary(
 def main(argv: Sequence[str]) -> None:
     arguments = cli.parse_run(argv, prog="python -m jaxrl.train", description=__doc__ or "")
     if arguments.dry_run:
-        config = arguments.config
-        print(make_plan(config, needed_roles(config), devices_for(config)).text())
+        print(dry_run(arguments.config).text())
         return
     train(arguments.config)
 

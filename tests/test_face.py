@@ -12,9 +12,9 @@ import jaxrl
     "before", ["", "import jaxrl.train, jaxrl.generate", "from jaxrl.train import main"]
 )
 def test_public_names_are_callable_in_any_order(before):
-    code = f"{before}\nfrom jaxrl import Config, train, load_model, generate\n"
+    code = f"{before}\nfrom jaxrl import Config, dry_run, train, load_model, generate\n"
     code += "import jaxrl.train\n"
-    code += "assert all(map(callable, (Config.load, train, load_model, generate)))\n"
+    code += "assert all(map(callable, (Config.load, dry_run, train, load_model, generate)))\n"
     code += "assert callable(jaxrl.train.main) and callable(jaxrl.train) and jaxrl.generate.main\n"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 

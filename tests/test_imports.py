@@ -55,8 +55,13 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 FORBIDDEN = ("torch", "tensorflow")
 RAY_HOME = "runtime.ray"
-EXTRAS = ("data", "mlflow", "plot", "ray", "tasks", "wandb")
-IMPORT_NAME = {"pyyaml": "yaml", "tensorboardx": "tensorboardX", "orbax-checkpoint": "orbax"}
+EXTRAS = ("data", "mlflow", "notebook", "plot", "ray", "tasks", "wandb")
+IMPORT_NAME = {
+    "ipython": "IPython",
+    "orbax-checkpoint": "orbax",
+    "pyyaml": "yaml",
+    "tensorboardx": "tensorboardX",
+}
 
 
 @dataclass(frozen=True)

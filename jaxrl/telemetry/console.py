@@ -1,4 +1,5 @@
-"""What a run shows while it works: a live display on a terminal, plain lines anywhere else.
+"""What a run shows while it works: a live display on a terminal and in a notebook, plain lines
+anywhere else.
 
 One lock stands around every output: messages from worker threads never mix with the display. A
 thread keeps the workers' states on the display fresh, or says them when no step has come for long.
@@ -15,10 +16,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any, Literal, Self
 
-import rich.console
 from rich.columns import Columns
 from rich.console import Group, RenderableType
-from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
@@ -26,6 +25,7 @@ from rich.text import Text
 from jaxrl.config import LoggingConfig
 from jaxrl.runtime.worker import WorkerState
 from jaxrl.telemetry.metrics import Sample
+from jaxrl.telemetry.screen import Cell, Screen, Terminal, in_notebook
 
 Mode = Literal["auto", "rich", "plain", "quiet"]
 Row = Mapping[str, Any]
@@ -130,6 +130,7 @@ class Console:
             clock: seconds, in the time of ``states``.
             states: as of `attach`.
         """
+        notebook = out is None and in_notebook()
         self._out = sys.stdout if out is None else out
         self._steps = steps
         self._first = start + 1 if start else 0
@@ -137,10 +138,13 @@ class Console:
         self._every = logging.every
         self.mode: Mode = logging.console
         if self.mode == "auto":
-            self.mode = "rich" if self._out.isatty() else "plain"
+            self.mode = "rich" if notebook or self._out.isatty() else "plain"
         self._lock = threading.Lock()
         self._eta = Eta(steps, clock)
-        self._display = _Display(start, steps, self._out) if self.mode == "rich" else None
+        self._display: _Display | None = None
+        if self.mode == "rich":
+            screen = Cell(self._out) if notebook else Terminal(self._out)
+            self._display = _Display(start, steps, screen)
         self._due = True
         self._clock = clock
         self._told_at = self._stepped_at = clock()
@@ -294,14 +298,13 @@ class _Display:
     Its caller holds the lock.
     """
 
-    def __init__(self, start: int, steps: int, out: IO[str]) -> None:
-        self._console = rich.console.Console(file=out, force_terminal=True, highlight=False)
+    def __init__(self, start: int, steps: int, screen: Screen) -> None:
+        self._screen = screen
         self._progress = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
             BarColumn(bar_width=None),
             TextColumn("{task.fields[eta]}"),
-            console=self._console,
             expand=True,
             auto_refresh=False,
         )
@@ -309,10 +312,9 @@ class _Display:
         self._latest: dict[str, Any] = {}
         self._samples: Sequence[Sample] = ()
         self._workers: Table | None = None
-        self._live: Live | None = None
 
     def message(self, text: str) -> None:
-        self._console.print(Text(text))
+        self._screen.message(text)
 
     def step(self, row: Row, eta: float | None) -> None:
         # Evaluations are rare: their last values stay on the screen between them.
@@ -331,27 +333,18 @@ class _Display:
         self._refresh()
 
     def close(self) -> None:
-        if self._live is not None:
-            if self._workers is not None:
-                self._workers = None  # what they did last is no news
-                self._refresh()
-            self._live.stop()
-            self._live = None
+        if self._workers is not None:
+            self._workers = None  # what they did last is no news
+            self._refresh()
+        self._screen.close()
 
     def _refresh(self) -> None:
-        if self._live is None:
-            # Drawn when something changed: no refresh thread of rich's.
-            self._live = Live(console=self._console, auto_refresh=False)
-            self._live.start()
-        self._live.update(self._render(), refresh=True)
-
-    def _render(self) -> RenderableType:
         parts: list[RenderableType] = [self._progress, self._numbers()]
         if self._workers is not None:
             parts.append(self._workers)
         if self._samples:
             parts.append(_sample_table(self._samples))
-        return Group(*parts)
+        self._screen.show(Group(*parts))
 
     def _numbers(self) -> RenderableType:
         numbers = [

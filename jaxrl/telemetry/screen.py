@@ -1,0 +1,110 @@
+"""Where the live display is drawn: over itself on a terminal, or in the output of a cell.
+
+A cell has no cursor that could go back: its display is a piece of HTML that is exchanged.
+"""
+
+from __future__ import annotations
+
+import io
+import time
+from typing import IO, Any, Protocol
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+CELL_WIDTH = 110
+"""Characters of a line in a cell's output."""
+CELL_EVERY_S = 0.2
+"""Shortest time between two drawings: each is sent to the browser whole."""
+CELL_FORMAT = '<pre style="line-height: normal; white-space: pre">{code}</pre>'
+
+
+class Screen(Protocol):
+    """What shows messages, and below them one display."""
+
+    def message(self, text: str) -> None: ...
+
+    def show(self, display: RenderableType) -> None:
+        """In place of what it showed last."""
+
+    def close(self) -> None:
+        """What is shown last stays."""
+
+
+class Terminal:
+    """Messages scroll by above the display."""
+
+    def __init__(self, out: IO[str]) -> None:
+        self._console = Console(file=out, force_terminal=True, force_jupyter=False, highlight=False)
+        self._live: Live | None = None
+
+    def message(self, text: str) -> None:
+        self._console.print(Text(text))
+
+    def show(self, display: RenderableType) -> None:
+        if self._live is None:
+            # Drawn when something changed: no refresh thread of rich's.
+            self._live = Live(console=self._console, auto_refresh=False)
+            self._live.start()
+        self._live.update(display, refresh=True)
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+
+class Cell:
+    """Messages are printed; the display stays where it was first shown."""
+
+    def __init__(self, out: IO[str]) -> None:
+        self._out = out
+        self._handle: Any = None
+        """IPython's, of the piece of HTML."""
+        self._undrawn: RenderableType | None = None
+        self._drawn_at = -CELL_EVERY_S
+
+    def message(self, text: str) -> None:
+        print(text, file=self._out, flush=True)
+
+    def show(self, display: RenderableType) -> None:
+        self._undrawn = display
+        if time.monotonic() - self._drawn_at >= CELL_EVERY_S:
+            self._draw()
+
+    def close(self) -> None:
+        if self._undrawn is not None:
+            self._draw()
+
+    def _draw(self) -> None:
+        from IPython.display import HTML
+        from IPython.display import display as put
+
+        assert self._undrawn is not None
+        html = HTML(as_html(self._undrawn))
+        if self._handle is None:
+            self._handle = put(html, display_id=True)
+        else:
+            self._handle.update(html)
+        self._undrawn, self._drawn_at = None, time.monotonic()
+
+
+def in_notebook() -> bool:
+    """Whether this process runs the cells of a notebook (Jupyter, Colab)."""
+    return Console().is_jupyter
+
+
+def as_html(display: RenderableType) -> str:
+    """`display` with its colours, `CELL_WIDTH` characters wide."""
+    console = Console(
+        file=io.StringIO(),
+        record=True,
+        width=CELL_WIDTH,
+        force_terminal=True,
+        force_jupyter=False,
+        color_system="truecolor",
+        highlight=False,
+    )
+    console.print(display)
+    return console.export_html(inline_styles=True, code_format=CELL_FORMAT)
