@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxrl import cli
 from jaxrl.algorithms import needed_roles
@@ -35,7 +35,11 @@ from jaxrl.runtime.worker import Crew, OutOfMemory, RunLost
 from jaxrl.telemetry.console import Console
 from jaxrl.telemetry.log import LOG_FILE, RunLog
 from jaxrl.telemetry.metrics import read_metrics
+from jaxrl.telemetry.plot import draw
 from jaxrl.telemetry.trackers import check_trackers
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 AGAIN = "nothing to do. A larger steps goes on; --resume never begins anew"
 
@@ -52,6 +56,10 @@ class Result:
     def final_eval(self) -> float | None:
         """Accuracy of the last weights on the held-out prompts; None without an evaluation."""
         return self.metrics[-1].get("eval/accuracy")
+
+    def curves(self) -> Figure:
+        """Its metrics as `python -m jaxrl.telemetry.plot` draws them (extra `plot`)."""
+        return draw({self.run_dir.name: self.metrics})
 
 
 def dry_run(config: Config) -> Plan:

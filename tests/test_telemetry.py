@@ -31,6 +31,7 @@ from jaxrl.telemetry.metrics import (
     markdown,
     read_metrics,
 )
+from jaxrl.train import Result
 
 SAMPLE = Sample(
     step=3,
@@ -516,6 +517,12 @@ def test_plot_draws_each_run_and_the_teachers_line(tmp_path: Path) -> None:
     assert list(accuracy.lines[1].get_ydata()) == [0.98, 0.98]
 
 
+def test_a_result_draws_its_curves() -> None:
+    pytest.importorskip("matplotlib")
+    figure = Result(Path("runs/a"), ROWS).curves()
+    assert [line.get_label() for line in figure.axes[1].lines] == ["a", "a: teacher"]
+
+
 def test_plot_of_intervals_sets_and_pass_at_k() -> None:
     pytest.importorskip("matplotlib")
     row = {"eval/accuracy": 0.5, "eval/accuracy_low": 0.4, "eval/accuracy_high": 0.7}
@@ -527,6 +534,18 @@ def test_plot_of_intervals_sets_and_pass_at_k() -> None:
     assert titles == [f"{name} (fraction)" for name in names]
     (band,) = figure.axes[0].collections
     assert sorted({y for _, y in band.get_paths()[0].vertices}) == [0.4, 0.7]
+
+
+def test_plot_of_a_run_from_rewards_has_two_rows_of_panels() -> None:
+    pytest.importorskip("matplotlib")
+    names = ["reward/mean", "policy/entropy", "policy/clip_fraction", "eval/accuracy"]
+    names.append("tokens/per_second")
+    figure = plot.draw({"run": [{"step": step} | dict.fromkeys(names, -0.5) for step in (1, 2)]})
+    assert [axes.get_title().split()[0] for axes in figure.axes] == names
+    tops = [round(axes.get_subplotspec().get_position(figure).y1, 3) for axes in figure.axes]
+    assert len({*tops[:4]}) == 1 and tops[4] < tops[0]
+    bottoms = {name: axes.get_ylim()[0] for name, axes in zip(names, figure.axes, strict=True)}
+    assert bottoms["reward/mean"] < -0.5 and bottoms["tokens/per_second"] == 0
 
 
 def test_plot_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

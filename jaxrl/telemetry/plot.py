@@ -1,4 +1,4 @@
-"""Draws the curves of runs: divergence or loss, agreement, accuracy and the teacher's, speed.
+"""Draws the curves of runs: divergence, loss or reward, accuracy and the teacher's, speed.
 
 Accuracies have their 95% interval as a band; named held-out sets and pass@k have panels too.
 
@@ -9,6 +9,7 @@ A RUN is a run directory or a metrics.jsonl. Needs matplotlib (the extra `plot`)
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -30,10 +31,17 @@ PANELS = (
     "distill/reverse_kl_k1",
     "sft/loss",
     "distill/top1_agreement",
+    "reward/mean",
+    "policy/entropy",
+    "policy/clip_fraction",
     "eval/accuracy",
     "tokens/per_second",
 )
-"""One panel each, left to right; a metric that no run has gets none."""
+"""One panel each, in this order; a metric that no run has gets none."""
+SIGNED = ("distill/reverse_kl_k1", "reward/mean")
+"""Those of them that may be negative."""
+COLUMNS = 4
+"""Most panels side by side."""
 MORE = re.compile(r"eval/([^/]+/accuracy|pass@\d+)")
 """Further panels, after those: named held-out sets, and pass@k."""
 SUFFIXES = (".png", ".svg", ".pdf")
@@ -55,17 +63,20 @@ def draw(runs: Mapping[str, Rows]) -> Figure:
     panels = _panels(runs)
     if not panels:
         raise UserError(f"nothing to draw: no run has any of {', '.join(PANELS)}")
-    figure = Figure(figsize=(4.5 * len(panels), 3.2), layout="constrained")
+    columns = min(len(panels), COLUMNS)
+    rows = math.ceil(len(panels) / columns)
+    figure = Figure(figsize=(4.5 * columns, 3.2 * rows), layout="constrained")
     FigureCanvasAgg(figure)
-    for axes, name in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        for index, (label, rows) in enumerate(runs.items()):
-            _draw_run(axes, name, label, rows, color=f"C{index}")
+    for place, name in enumerate(panels, start=1):
+        axes = figure.add_subplot(rows, columns, place)
+        for index, (label, run) in enumerate(runs.items()):
+            _draw_run(axes, name, label, run, color=f"C{index}")
         unit = _known(name).unit
         axes.set_title(f"{name} ({unit})", fontsize=10)
         axes.set_xlabel("step")
         if unit == "fraction":
             axes.set_ylim(0, 1.02)
-        elif name != "distill/reverse_kl_k1":  # an estimate: it may be negative
+        elif name not in SIGNED:
             axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
         if len(runs) > 1 or name == "eval/accuracy":
