@@ -15,7 +15,7 @@ import numpy as np
 from jaxrl.advantages import select_groups
 from jaxrl.config import Config
 from jaxrl.data.batch import make_rollout
-from jaxrl.rewards.scoring import RewardReport
+from jaxrl.rewards.scoring import RewardReport, reward_stats
 from jaxrl.runtime.worker import Future
 from jaxrl.types import Completion, Prompt, Rollout
 
@@ -50,7 +50,7 @@ def refilled(source: Source, index: int) -> tuple[Future, Future]:
     config = source.config
     kept: list[_Group] = []
     spare: list[_Group] = []
-    reports, rollouts, times, dropped = [], [], [], 0
+    reports, rollouts, times = [], [], []
     for attempt in range(config.policy.max_refills + 1):
         sampling = source.student_samples(index, attempt)
         judging = source.scores("reward", sampling)[0]
@@ -58,7 +58,6 @@ def refilled(source: Source, index: int) -> tuple[Future, Future]:
         found, useless = _groups(rollout, report)
         kept += found
         spare += useless
-        dropped += len(useless)
         reports.append(report)
         rollouts.append(rollout)
         times.append((sampling.times, judging.times))
@@ -72,7 +71,8 @@ def refilled(source: Source, index: int) -> tuple[Future, Future]:
         **source.packing,
     )
     batch = replace(batch, decode_steps=sum(rollout.decode_steps for rollout in rollouts))
-    futures = source.value(batch), source.value(_merged(groups, reports, batch, dropped))
+    metrics = _told(kept + spare, reports) | {"policy/prompts_replaced": float(len(spare))}
+    futures = source.value(batch), source.value(_merged(groups, reports, batch, metrics))
     for i, future in enumerate(futures):
         future.times.started, future.times.finished = times[0][i].started, times[-1][i].finished
     return futures
@@ -95,20 +95,32 @@ def _groups(rollout: Rollout, report: RewardReport) -> tuple[list[_Group], list[
     return sides
 
 
+def _told(sampled: Sequence[_Group], reports: Sequence[RewardReport]) -> dict[str, float]:
+    """Of all that was sampled, what is replaced included; failures and seconds are added up."""
+    rewards = _joined(sampled)
+    stats = reward_stats(rewards.pop("total"), rewards)
+    added = [name for name in reports[0].metrics if name not in stats]
+    sums = {name: sum(report.metrics[name] for report in reports) for name in added}
+    return stats | sums | {"policy/refills": len(reports) - 1.0}
+
+
 def _merged(
-    groups: Sequence[_Group], reports: Sequence[RewardReport], batch: Rollout, dropped: int
+    groups: Sequence[_Group],
+    reports: Sequence[RewardReport],
+    batch: Rollout,
+    metrics: Mapping[str, float],
 ) -> RewardReport:
-    """The rewards of the batch; metrics are means over all that was sampled, counts are sums."""
-    extra = len(batch.group_ids) - sum(len(group.completions) for group in groups)
+    """The rewards of the batch."""
+    extra = len(batch.group_ids) - len(batch.completions)
     rewards = {
-        name: np.concatenate([*(group.rewards[name] for group in groups), np.full(extra, np.nan)])
-        for name in groups[0].rewards
+        name: np.pad(values, (0, extra), constant_values=np.nan)
+        for name, values in _joined(groups).items()
     }
-    metrics: dict[str, float] = {}
-    for name in reports[0].metrics:
-        values = [report.metrics[name] for report in reports if name in report.metrics]
-        counted = name.endswith(("/none", "/failures", "/timeouts", "_s", "_cut"))
-        metrics[name] = float(np.sum(values) if counted else np.mean(values))
-    metrics |= {"policy/refills": len(reports) - 1.0, "policy/prompts_replaced": float(dropped)}
     notes = tuple(note for report in reports for note in report.notes)
     return RewardReport(rewards.pop("total"), rewards, metrics, notes)
+
+
+def _joined(groups: Sequence[_Group]) -> dict[str, np.ndarray]:
+    """Name -> the rewards of all completions."""
+    names = groups[0].rewards
+    return {name: np.concatenate([group.rewards[name] for group in groups]) for name in names}

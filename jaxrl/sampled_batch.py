@@ -45,6 +45,9 @@ def prepare_rewarded(config: Config) -> Prepare:
         if config.reward.truncated == "mask":
             cut = [completion.finish_reason == "length" for completion in rollout.completions]
             keep[: len(cut)] &= ~np.asarray(cut)
+        trained = rewards[keep & np.isfinite(rewards)]
+        if len(trained):
+            metrics["reward/trained_mean"] = float(trained.mean())
         sequences = rollout.sequences
         sequences = replace(sequences, loss_mask=np.asarray(sequences.loss_mask) & keep[:, None])
         batch = TrainBatch(

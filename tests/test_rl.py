@@ -96,6 +96,7 @@ def test_a_run_tells_its_rewards(plain):
     for row in rows[1:]:
         assert all(np.isfinite(value) for value in row.values())
         assert row["reward/mean"] == row["reward/length/mean"] and row["reward/std"] > 0
+        assert row["reward/trained_mean"] == pytest.approx(row["reward/mean"])
         assert row["optimizer_step"] == 4 * row["step"]  # gspo's own four minibatches
         assert row["actor/skipped_updates"] == row["reward/none"] == 0
         assert row["policy/entropy"] > 0 and row["policy/old_kl_k3"] > 0
@@ -259,6 +260,9 @@ def test_prompts_that_teach_nothing_are_replaced_as_often_as_allowed(student, tm
     shown = [sample for sample in samples(result) if sample["step"] == 2]
     prompts = [sample["prompt"] for sample in shown]
     assert len(set(prompts)) == 6 and all(prompts.count(prompt) == 4 for prompt in prompts)
+    rewards = np.array([[s["reward"] for s in shown if s["prompt"] == p] for p in set(prompts)])
+    trained = rewards[rewards.min(1) < rewards.max(1)]
+    assert result.metrics[2]["reward/trained_mean"] == pytest.approx(trained.mean())
     dull = {prompt for prompt in prompts if prompt[0] not in "1234"}
     assert len(dull) <= result.metrics[2]["policy/degenerate_groups"]
 

@@ -79,7 +79,8 @@ class Scoring:
         total = combine_rewards(
             used, {name: weights[name] for name in used}, self.rollout.group_ids
         )
-        metrics = _metrics(total[:n], {name: v[:n] for name, v in values.items()}, scores)
+        metrics = reward_stats(total[:n], {name: v[:n] for name, v in values.items()})
+        metrics |= _failures(scores)
         ended = max((one.finished for one in scores.values()), default=self.started)
         metrics["time/reward_s"] = ended - self.started
         notes = _notes(total[:n], {name: values[name][:n] for name in used}, scores, self.config)
@@ -215,16 +216,25 @@ def _padded(values: Sequence[float | None], rows: int) -> np.ndarray:
     return out
 
 
-def _metrics(
-    total: np.ndarray, values: Mapping[str, np.ndarray], scores: Mapping[str, Scores]
-) -> dict[str, float]:
-    row: dict[str, float] = {"reward/none": float(np.isnan(total).sum())}
+def reward_stats(total: np.ndarray, values: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """`reward/none`, `reward/mean` and `reward/std` of completions, and each reward's own mean.
+
+    Args:
+        total: [n] the weighted sums; NaN where a completion has no reward.
+        values: name -> [n], unweighted; NaN where that reward was not given.
+    """
+    row = {"reward/none": float(np.isnan(total).sum())}
     known = total[~np.isnan(total)]
     if len(known):
         row |= {"reward/mean": float(known.mean()), "reward/std": float(known.std())}
     for name, given in values.items():
         if not np.isnan(given).all():
             row[f"reward/{name}/mean"] = float(np.nanmean(given))
+    return row
+
+
+def _failures(scores: Mapping[str, Scores]) -> dict[str, float]:
+    row: dict[str, float] = {}
     for name, one in scores.items():
         late = sum(failure.kind == "timeout" for failure in one.failures.values())
         row[f"reward/{name}/timeouts"] = float(late)

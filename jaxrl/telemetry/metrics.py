@@ -94,7 +94,10 @@ METRICS: dict[str, Metric] = {
     "distill/entropy_gate": Metric("fraction", "tokens where the entropy-aware term acts"),
     "reward/mean": Metric("reward", "mean over the completions that have a reward, as trained on"),
     "reward/std": Metric("reward", "their standard deviation"),
-    "reward/none": Metric("completions", "without a reward"),
+    "reward/trained_mean": Metric(
+        "reward", "mean of those trained on: not left out by dynamic sampling or a mask; less the KL"
+    ),
+    "reward/none": Metric("completions", "without a reward, of those sampled"),
     "reward/kl": Metric("nats", "of a completion, before its weight in the reward"),
     "reward/model_cut": Metric("completions", "too long for the reward model: beginning left out"),
     "reward/{reward}/mean": Metric("reward", "mean of one reward, unweighted"),

@@ -1,0 +1,95 @@
+"""Dynamic sampling by hand: which prompts a batch ends up with, and what is told of all of them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from jaxrl.config import Config
+from jaxrl.data.batch import make_rollout
+from jaxrl.refill import refilled
+from jaxrl.rewards.scoring import RewardReport
+from jaxrl.runtime.local import done_future
+from jaxrl.types import Completion, Prompt
+
+NONE = np.nan
+
+
+def completion(token: int) -> Completion:
+    zero = np.zeros(1, np.float32)
+    return Completion((token,), zero, zero, "stop")
+
+
+class Source:
+    """Gives the batches of `attempts`, one after the other: for each prompt, its rewards."""
+
+    def __init__(self, attempts, most):
+        asked = ["algorithm=dapo", "teacher.model=null", "reward.functions=[math]"]
+        asked += ["batch_size=2", "group_size=2", f"policy.max_refills={most}"]
+        self.config = Config.load(None, asked)
+        self.packing = dict(pad_id=0, max_prompt_tokens=4, max_new_tokens=4, row_multiple=3)
+        self.attempts, self.attempt = attempts, 0
+
+    def student_samples(self, index, attempt=0):
+        assert (index, attempt) == (5, self.attempt)
+        self.attempt += 1
+        ids = [2 * attempt + p for p in range(2)]
+        prompts = [Prompt(i, (1, 2), f"prompt {i}") for i in ids]
+        made = [[completion(10 * i + g) for g in range(2)] for i in ids]
+        return self.value(make_rollout(prompts, made, policy_version=7, **self.packing))
+
+    def scores(self, role, rollout):
+        given = np.array(self.attempts[self.attempt - 1], float).ravel()
+        told = {"reward/f/failures": float(np.isnan(given).sum()), "time/reward_s": 0.5}
+        total = np.pad(given, (0, 2), constant_values=NONE)  # six rows: a multiple of three
+        report = RewardReport(total, {"f": total / 2}, told, (f"note {self.attempt}",))
+        return [self.value(report)]
+
+    def value(self, value):
+        return done_future(value)
+
+
+def refill(*attempts, most=4):
+    source = Source(attempts, most)
+    batch, report = (future.result() for future in refilled(source, 5))
+    assert source.attempt == len(attempts)
+    return SimpleNamespace(batch=batch, report=report, metrics=report.metrics)
+
+
+def test_a_full_batch_is_sampled_once():
+    got = refill([[0, 1], [2, 0]])
+    assert [prompt.id for prompt in got.batch.prompts] == [0, 0, 1, 1]
+    assert got.metrics["policy/refills"] == got.metrics["policy/prompts_replaced"] == 0
+    assert got.metrics["reward/mean"] == 0.75
+
+
+def test_what_teaches_nothing_is_replaced_and_yet_counts_in_the_mean():
+    """Prompts 0, 1 and 2 have one reward each, or none; 3, 4 and 5 differ: 3 and 4 make a batch."""
+    got = refill([[1, 1], [NONE, 4]], [[2, 2], [0, 6]], [[1, 3], [0, 2]])
+    assert [prompt.id for prompt in got.batch.prompts] == [3, 3, 4, 4]
+    assert [c.tokens[0] for c in got.batch.completions] == [30, 31, 40, 41]
+    np.testing.assert_array_equal(got.report.rewards, [0, 6, 1, 3, NONE, NONE])
+    np.testing.assert_array_equal(got.report.per_reward["f"], [0, 3, 0.5, 1.5, NONE, NONE])
+    np.testing.assert_array_equal(got.batch.group_ids, [0, 0, 1, 1, -1, -1])
+    known = [1, 1, 4, 2, 2, 0, 6, 1, 3, 0, 2]
+    assert got.metrics == {
+        "reward/none": 1,
+        "reward/mean": pytest.approx(np.mean(known)),
+        "reward/std": pytest.approx(np.std(known)),
+        "reward/f/mean": pytest.approx(np.mean(known) / 2),
+        "reward/f/failures": 1,
+        "time/reward_s": 1.5,
+        "policy/refills": 2,
+        "policy/prompts_replaced": 3,
+    }
+    assert got.report.notes == ("note 1", "note 2", "note 3")
+
+
+def test_what_is_missing_after_the_last_time_is_filled_with_the_first_that_teach_nothing():
+    got = refill([[1, 1], [5, 5]], [[0, 2], [3, 3]], most=1)
+    assert [prompt.id for prompt in got.batch.prompts] == [2, 2, 0, 0]
+    np.testing.assert_array_equal(got.report.rewards[:4], [0, 2, 1, 1])
+    assert got.metrics["policy/refills"] == 1 and got.metrics["policy/prompts_replaced"] == 3
+    assert got.metrics["reward/mean"] == pytest.approx((1 + 1 + 5 + 5 + 0 + 2 + 3 + 3) / 8)
