@@ -272,7 +272,7 @@ def _sample(job: Job) -> tuple[list[list[Completion]], list[EngineStats]]:
     working = Phase()
     enter(working, lambda: False)
     groups, speeds = [], []
-    with Console(stderr=True).status(_Progress(working)):
+    with Console(stderr=True, force_jupyter=False).status(_Progress(working)):
         for held_out in job.sets:
             working.name = held_out.name or "data.eval"
             groups += sampler.sample(held_out.prompts)

@@ -98,7 +98,9 @@ class Plan:
     def text(self, width: int = WIDTH) -> str:
         """Table, notes, verdict and advice, for the console and for `plan.txt`."""
         out = io.StringIO()
-        console = Console(file=out, width=width, color_system=None, highlight=False)
+        console = Console(
+            file=out, width=width, color_system=None, highlight=False, force_jupyter=False
+        )
         console.print(self.table)
         lines = [line.rstrip() for line in out.getvalue().splitlines() if line.strip()]
         return "\n".join((*lines, *self.notes, *self.verdict, *self.advice)) + "\n"
