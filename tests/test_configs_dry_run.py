@@ -1,7 +1,6 @@
 """The ready-made configs for GPUs, planned from `config.json` alone: no weights, no GPU."""
 
 import json
-import math
 import re
 import subprocess
 import sys
@@ -15,7 +14,6 @@ from jaxrl import cli
 from jaxrl.algorithms import needed_roles
 from jaxrl.config import Config
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.weights import tensor_shapes
 from jaxrl.plan import Plan, build
 from jaxrl.sharding.mesh import Visible
 from jaxrl.sharding.placement import place
@@ -111,21 +109,11 @@ def test_eight_gpu_configs_are_planned_from_config_json_alone(split, tmp_path, c
 
 
 def model_folder(folder: Path, name: str) -> str:
-    """A folder that has all but the numbers: of a reward model, the names of its tensors too."""
+    """A folder that has a config.json and nothing else."""
     place, raw = folder / name, dict(SIZES[name])
     place.mkdir()
     if "Reward" in name:
         raw |= {"architectures": ["Qwen3ForSequenceClassification"], "num_labels": 1}
-        config = DecoderConfig.from_hf(raw)
-        shapes = tensor_shapes(config) | {"score.weight": (1, config.d_model)}
-        header, end = {}, 0
-        for tensor, shape in shapes.items():
-            start, end = end, end + 2 * math.prod(shape)
-            header[tensor] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [start, end]}
-        told = json.dumps(header).encode()
-        with open(place / "model.safetensors", "wb") as file:
-            file.write(len(told).to_bytes(8, "little") + told)
-            file.truncate(8 + len(told) + end)  # no disk is taken
     (place / "config.json").write_text(json.dumps(raw))
     return str(place)
 

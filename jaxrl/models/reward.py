@@ -64,6 +64,18 @@ def open_reward(path: str | os.PathLike[str]) -> RewardSource:
         path: a Hugging Face folder, or `package:NAME` for the one in an installed package.
 
     Raises:
+        UserError: as `read_reward`; or tensors that are missing or of other shapes.
+    """
+    folder, config = read_reward(path)
+    tensors = open_weights(folder)
+    weights.check(tensors, weights.tensor_shapes(config) | {HEAD: (1, config.d_model)})
+    return RewardSource(os.fspath(path), folder, config, tensors)
+
+
+def read_reward(path: str | os.PathLike[str]) -> tuple[Path, DecoderConfig]:
+    """The folder of a reward model, and what its `config.json` says.
+
+    Raises:
         UserError: nothing there, not a reward model, or one with several labels.
     """
     folder = find_folder(path)
@@ -81,10 +93,7 @@ def open_reward(path: str | os.PathLike[str]) -> RewardSource:
             f"reward model {os.fspath(path)!r}: num_labels={n} (config.json: id2label={labels});"
             " a reward is one number, so only num_labels=1 is supported"
         )
-    config = replace(hf.read_config(folder), tie_embeddings=True)
-    tensors = open_weights(folder)
-    weights.check(tensors, weights.tensor_shapes(config) | {HEAD: (1, config.d_model)})
-    return RewardSource(os.fspath(path), folder, config, tensors)
+    return folder, replace(hf.read_config(folder), tie_embeddings=True)
 
 
 def score_tokens(

@@ -23,7 +23,7 @@ from jaxrl.model import resolve_model
 from jaxrl.models import hf
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.encoder_config import find_folder, read_encoder
-from jaxrl.models.reward import open_reward
+from jaxrl.models.reward import read_reward
 from jaxrl.plan.advice import advise, relief, room, set_key
 from jaxrl.plan.scene import PoolMemory, Scene, optimizer_bytes, parallel, sections
 from jaxrl.plan.table import GB, plan_table
@@ -136,7 +136,7 @@ def make_plan(
     roles = tuple(role for role in roles if role not in served)
     frozen: dict[str, Any] = {}
     if "reward" in roles and config.reward.model is not None:
-        frozen["reward"] = open_reward(config.reward.model).config
+        frozen["reward"] = read_reward(config.reward.model)[1]
     if "grouper" in roles and config.grouper.model is not None:
         frozen["grouper"] = read_encoder(find_folder(config.grouper.model))[0]
     return build(config, roles, placement, student, teacher, seen, limit_gb, frozen)
