@@ -32,6 +32,7 @@ from jaxrl.records import Records
 from jaxrl.registry import Registration, registered
 from jaxrl.run_dir import CONFIG_FILE, PLAN_DATA_FILE, PLAN_FILE, RunDir, find_run, open_run_dir
 from jaxrl.runtime.worker import Crew, OutOfMemory, RunLost
+from jaxrl.splits import run_advice
 from jaxrl.telemetry.console import Console
 from jaxrl.telemetry.log import LOG_FILE, RunLog
 from jaxrl.telemetry.metrics import read_metrics
@@ -230,6 +231,8 @@ def attempt(errand: Errand, run: RunDir, lost: int) -> Result:
                 raise Interrupted(interrupted_at(trained, records.checkpoints.newest, run.path))
             export(job, crew, run.path / FINAL, records.checkpoints.newest)
             for line in summary(records.rows, run, errand.started, records.reporter.first_step_at):
+                say(line)
+            for line in run_advice(run.path):
                 say(line)
     finally:
         crew.stop()

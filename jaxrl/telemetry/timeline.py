@@ -25,6 +25,8 @@ from jaxrl.telemetry.lines import LineFile, to_stderr
 TIMELINE_FILE = "timeline.json"
 
 OPEN, CLOSE = b"[\n", b"]\n"
+BEGUN = ("start", "resume")
+"""Names of the events with which a run begins, and goes on."""
 PROCESS = 1
 """The trace's process; its threads are the tracks."""
 GAP_US = 1_000_000
@@ -74,7 +76,7 @@ class Timeline:
             self._file.append(["["])
             self._add({"ph": "M", "name": "process_name", "args": {"name": "jaxrl"}}, first=True)
         started = datetime.now().astimezone().isoformat(timespec="seconds")
-        name = "start" if last_us is None else "resume"
+        name = BEGUN[0] if last_us is None else BEGUN[1]
         told_in = {"at": started, "pid": os.getpid()}
         self._add({"ph": "i", "s": "g", "name": name, "ts": self._us(now), "args": told_in})
         self.flush()

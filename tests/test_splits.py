@@ -1,0 +1,246 @@
+"""The advice: its predictions against runs of roles that only take time, and its laws."""
+
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import product
+from types import SimpleNamespace
+
+import pytest
+
+from jaxrl import splits
+from jaxrl.algorithms import needed_roles
+from jaxrl.config import Config
+from jaxrl.loop import Loop
+from jaxrl.plan import make_plan
+from jaxrl.plan.record import plan_json
+from jaxrl.runtime.local import LocalCrew
+from jaxrl.schedule import SCHEDULES
+from jaxrl.sharding.placement import parse
+from jaxrl.telemetry.calls import (
+    OTHER,
+    Call,
+    pool_waits,
+    read_calls,
+    stage_seconds,
+    steady_steps,
+)
+from jaxrl.telemetry.timeline import Timeline
+
+COSTS = {"generate": 0.6, "score": 0.2, "update": 0.2}
+"""Seconds on one device."""
+SYNC_S = 0.003
+HERE, BEST = "actor=2,rollout=2,teacher=4", "actor=2,rollout=4,teacher=2"
+MESHES = (HERE, BEST, "actor=1,rollout=5,teacher=2")
+STEPS = 12
+
+
+class Sleeper:
+    """Every role in one: takes the time that its devices need for the work."""
+
+    def __init__(self, devices):
+        self.devices = devices
+
+    def _work(self, method, parts=1):
+        time.sleep(COSTS[method] / self.devices / parts)
+
+    def generate(self, prompts, step):
+        self._work("generate")
+
+    def score(self, rollout, part, parts):
+        self._work("score", parts)
+
+    def update(self, rollout, scores, step):
+        self._work("update")
+
+    def publish(self, version, dtype):
+        time.sleep(SYNC_S)
+
+    def load(self, weights):
+        time.sleep(SYNC_S)
+
+
+class Rows:
+    gave_up = False
+
+    def row(self, step, futures):
+        for future in futures.values():
+            future.result()
+
+
+def facts(mesh=HERE, schedule="serial", **more):
+    config = Config.load(None, [f"mesh={mesh}", f"schedule={schedule}", f"steps={STEPS}"])
+    placement = parse(mesh)
+    pool_of = {role: placement.pool_of(role).name for role in placement.roles}
+    devices = {role: len(where.devices) for role, where in placement.roles.items()}
+    return splits.RunFacts(config, pool_of, devices, **({"emulated": False, "limit": None} | more))
+
+
+def simulate(path, mesh, schedule):
+    """A run of sleeping roles through the loop, as its timeline tells it."""
+    run = facts(mesh, schedule)
+    crew = LocalCrew(stop_s=5)
+    for pool in parse(mesh).pools:
+        makers = {role: partial(Sleeper, run.devices[role]) for role in pool.roles}
+        for started in crew.start(pool.name, (), makers, deadline=30).values():
+            started.result()
+    with Timeline(path) as timeline:
+        roles = {role: timeline.watch(role, crew.handle(role)) for role in crew.roles}
+        stream = SimpleNamespace(batch=lambda i: [i])
+        Loop(run.config, roles, stream, (), Rows(), packing={}, value=crew.value).run()
+    crew.stop()
+    return splits.measure(read_calls(path), run.pool_of, run.staleness)
+
+
+def test_predictions_are_true_of_runs_and_the_best_split_is_the_fastest(tmp_path):
+    """Measured once, on one split and the serial schedule; the runs only sleep, so all of them run
+    at the same time.
+    """
+    runs = list(product(MESHES, SCHEDULES))
+    with ThreadPoolExecutor(len(runs)) as threads:
+        started = [threads.submit(simulate, tmp_path / " ".join(r), *r) for r in runs]
+        found = {run: told.result() for run, told in zip(runs, started, strict=True)}
+    here, measured = facts(), found[HERE, "serial"]
+    for (mesh, schedule), there in found.items():
+        devices, staleness = facts(mesh).devices, SCHEDULES[schedule]
+        predicted = measured.step / splits.speedup(here, measured, devices, staleness)
+        assert predicted == pytest.approx(there.step, rel=0.1), (mesh, schedule)
+    for schedule, staleness in SCHEDULES.items():
+        took = {mesh: found[mesh, schedule].step for mesh in MESHES}
+        best, faster = splits.best_split(here, measured, staleness)
+        assert best == BEST == min(took, key=took.get)
+        assert faster == pytest.approx(measured.step / took[best], rel=0.1)
+
+
+def test_a_pool_waits_for_whoever_holds_up_what_it_needs():
+    """One serial step of 10 s, four times: 6 s of sampling, 1 of scoring, 2 of training, 0.4 of
+    weight sync, and 0.6 in which nobody works.
+    """
+    calls = []
+    for i in range(4):
+        t = 10 * i
+        calls += [
+            Call("rollout", "generate", t, t + 6, i),
+            Call("teacher", "score", t + 6, t + 7),
+            Call("actor", "update", t + 7, t + 9, i),
+            Call("actor", "publish", t + 9, t + 9.3),
+            Call("rollout", "load", t + 9.3, t + 9.4),
+        ]
+    windows = [(9, 19), (19, 29)]
+    names = {"actor": "actor", "rollout": "rollout", "teacher": "teacher"}
+    found = {told.pool: told for told in pool_waits(calls, windows, names)}
+    assert found["actor"].busy == pytest.approx(0.23)
+    assert found["actor"].waited == pytest.approx({"rollout": 6.1, "teacher": 1, OTHER: 0.6})
+    assert found["rollout"].waited == pytest.approx({"actor": 2.3, "teacher": 1, OTHER: 0.6})
+    assert found["teacher"].waited == pytest.approx({"actor": 2.3, "rollout": 6.1, OTHER: 0.6})
+    for told in found.values():
+        assert told.seconds == 10
+        assert sum(told.waited.values()) == pytest.approx(told.idle * told.seconds)
+    assert stage_seconds(calls, windows)["rollout", "generate"] == pytest.approx(6)
+
+
+def test_calls_that_overlap_count_once():
+    """Parts that a teacher elsewhere scores side by side."""
+    calls = [Call("teacher", "score", 0, 2), Call("teacher", "score", 1, 3)]
+    assert stage_seconds(calls, [(0, 4)]) == {("teacher", "score"): 3}
+
+
+def test_steady_steps_leave_out_the_first_the_last_and_the_long():
+    ends = [0, 50, 60, 61, 62, 63, 66, 67, 68]
+    calls = [Call("actor", "update", end - 0.5, end) for end in ends]
+    assert steady_steps(calls, 0) == [(60, 61), (61, 62), (62, 63), (66, 67)]
+    assert steady_steps(calls, 1) == [(60, 61), (61, 62), (62, 63)]
+    assert steady_steps(calls[:2], 0) == []
+
+
+def test_the_weight_sync_and_roles_without_devices_keep_their_seconds():
+    stages = {("actor", "update"): 1.0, ("actor", "publish"): 0.5, ("reward", "score"): 0.25}
+    before, after = {"actor": 2, "reward": 0}, {"actor": 4, "reward": 0}
+    assert splits.scaled(stages, before, after) == stages | {("actor", "update"): 0.5}
+
+
+def test_every_other_split_is_tried_once():
+    found = list(splits.splits(parse("actor=1,rollout+teacher=3")))
+    assert found == ["actor=2,rollout+teacher=2", "actor=3,rollout+teacher=1"]
+    assert len(list(splits.splits(parse(HERE)))) == 20  # 7 choose 2, less the present one
+    large = list(splits.splits(parse("actor=64,rollout=64,teacher=128")))
+    assert len(large) <= splits.MOST and "actor=64,rollout=128,teacher=64" in large
+
+
+def measured(**seconds):
+    """Of serial steps whose stages follow on each other."""
+    named = {"rollout": "generate", "teacher": "score", "actor": "update"}
+    calls, t = [], 0.0
+    for i in range(12):
+        for role, method in named.items():
+            calls.append(Call(role, method, t, t + seconds[role], i))
+            t += seconds[role]
+        calls.append(Call("actor", "publish", t, t + 0.001))
+        calls.append(Call("rollout", "load", t + 0.001, t + 0.002))
+        t += 0.002
+    return calls
+
+
+def write_run(folder, calls, *overrides, limit=None):
+    """What a run directory holds that the advice reads."""
+    config = Config.load(None, [f"mesh={HERE}", *overrides])
+    (folder / "config.yaml").write_text(config.dump())
+    plan = json.loads(plan_json(make_plan(config, needed_roles(config))))
+    for pool in plan["pools"]:
+        pool |= {"device": "gpu", "limit": limit}
+    (folder / "plan.json").write_text(json.dumps(plan))
+    with Timeline(folder / "timeline.json") as timeline:
+        for call in calls:
+            step = {} if call.step is None else {"step": call.step}
+            timeline.span(call.role, call.method, call.start, call.end, **step)
+    return folder
+
+
+def test_the_advice_of_a_run_in_words(tmp_path):
+    """0.71 s of sampling, 0.1 of scoring, 0.19 of training, on 2, 4 and 2 devices."""
+    calls = measured(rollout=0.71, teacher=0.1, actor=0.19)
+    told = splits.run_advice(write_run(tmp_path, calls))
+    assert told[:3] == [
+        "actor: busy 0.19 s of 1.00 s a step; waited 0.71 s for rollout, 0.10 s for teacher",
+        "rollout: busy 0.71 s of 1.00 s a step; waited 0.19 s for actor, 0.10 s for teacher",
+        "teacher: busy 0.10 s of 1.00 s a step; waited 0.71 s for rollout, 0.19 s for actor",
+    ]
+    # actor 0.19, rollout 0.71 / 2 and teacher 0.1 * 2 make 0.745 s; one step off, rollout alone is
+    # as long as a step, and with this split half the way of a batch through all three: 0.3725 s
+    split = "actor=2,rollout=4,teacher=2"
+    assert told[3:] == [
+        f"rollout is 71% of the step; {split} would be 1.3x faster",
+        f"schedule=one_step_off would be 1.4x faster, and with {split} 2.7x",
+    ]
+    idle = {wait.pool: wait.idle for wait in splits.waits(tmp_path)}
+    assert idle == pytest.approx({"actor": 0.81, "rollout": 0.29, "teacher": 0.9}, abs=1e-3)
+
+
+def test_a_split_that_cannot_be_had_is_not_named(tmp_path):
+    calls = measured(rollout=0.5, teacher=0.1, actor=0.4)
+    free = splits.run_advice(write_run(tmp_path, calls))
+    assert any("rollout=3," in line for line in free)
+    fixed = ("rollout.parallel.data=2", "rollout.parallel.tensor=1")
+    told = splits.run_advice(write_run(tmp_path, calls, *fixed))
+    assert any("rollout=2," in line for line in told) and not any("rollout=3," in x for x in told)
+    small = splits.run_advice(write_run(tmp_path, calls, limit=1000))  # bytes
+    assert not any("rollout=" in line for line in small)
+
+
+def test_nothing_is_said_without_steps_or_need(tmp_path):
+    calls = measured(rollout=0.5, teacher=0.5, actor=0.5)
+    assert splits.run_advice(tmp_path) == [] and splits.waits(tmp_path) == []
+    assert splits.run_advice(write_run(tmp_path, calls[:12])) == []  # four steps, two to warm up
+    even = splits.run_advice(write_run(tmp_path, calls, "mesh=actor+rollout+teacher=1"))
+    assert even == []  # one pool: nothing to split
+
+
+def test_emulated_devices_are_told(tmp_path):
+    calls = measured(rollout=0.71, teacher=0.1, actor=0.19)
+    write_run(tmp_path, calls)
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    for pool in plan["pools"]:
+        pool["device"] = "cpu"
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    assert "emulated ones share the cores" in splits.run_advice(tmp_path)[-1]
