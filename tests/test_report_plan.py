@@ -23,17 +23,17 @@ def planned(*overrides: str) -> tuple[Plan, dict[str, Any]]:
     "mesh", ["actor=2,rollout=2,teacher=4", "actor+rollout+teacher=1", "actor+rollout=6,teacher=2"]
 )
 def test_the_parts_of_a_pool_add_up_to_its_peak(mesh: str) -> None:
-    """What is resident of each of its roles, and the one phase that its moment names."""
+    """What is resident of each of its roles and not away, and the phase that its moment names."""
     _, record = planned(f"mesh={mesh}")
     for index, pool in enumerate(record["pools"]):
         role_then, phase_then = pool["moment"].split(": ")
-        parts = [
-            (role["role"], part)
-            for role in record["roles"]
-            if role["pool"] == index
-            for part in role["parts"]
-        ]
-        resident = sum(part["bytes"] for _, part in parts if part["phase"] is None)
+        roles = [role for role in record["roles"] if role["pool"] == index]
+        parts = [(role["role"], part) for role in roles for part in role["parts"]]
+        resident = sum(
+            part["bytes"]
+            for _, part in parts
+            if part["phase"] is None and not {role_then, pool["moment"]} & set(part["away"])
+        )
         phase = sum(
             part["bytes"]
             for role, part in parts

@@ -1,0 +1,46 @@
+"""Makes one self-contained HTML page of a run directory: curves, timeline, memory, samples.
+
+With several runs, their curves in one page.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxrl import cli
+from jaxrl.errors import UserError
+from jaxrl.reports.page import page
+from jaxrl.reports.read import read_run
+
+REPORT_FILE = "report.html"
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = cli.Parser("python -m jaxrl.report", __doc__ or "")
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", help="run directory, also of a run that is going on"
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE.html",
+        help=f"file to write (default RUN/{REPORT_FILE}; needed where there are several runs)",
+    )
+    arguments = parser.parse(argv)
+    paths = [Path(path) for path in dict.fromkeys(arguments.runs)]
+    if arguments.output is None and len(paths) > 1:
+        raise UserError(f"-o FILE.html is needed: {len(paths)} runs have no folder in common")
+    runs = [read_run(path) for path in paths]
+    output = paths[0] / REPORT_FILE if arguments.output is None else Path(arguments.output)
+    cli.check_writable("-o", output)
+    try:
+        output.write_text(page(runs), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {output}: {error.strerror}") from error
+    print(output)
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main))

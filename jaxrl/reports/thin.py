@@ -1,0 +1,47 @@
+"""Curves of many steps in few points, so that no spike is lost and no mean is shifted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Values over steps, as they are drawn."""
+
+    steps: list[int]
+    values: list[float]
+    mean_steps: list[float]
+    """Where the means belong: the middle of the steps that each is over."""
+    means: list[float]
+    """What is smoothed; the values themselves where nothing was thinned."""
+
+
+def thin(steps: Sequence[int], values: Sequence[float], limit: int) -> Curve:
+    """At most `limit` values (4 at the least): the first, the last, and of each stretch of equally
+    many the lowest and the highest; of each stretch also the mean.
+    """
+    n = len(steps)
+    if n <= limit:
+        return Curve(list(steps), list(values), [float(s) for s in steps], list(values))
+    size = ceil(n / max(1, (limit - 2) // 2))
+    kept, mean_steps, means = {0, n - 1}, [], []
+    for start in range(0, n, size):
+        here = range(start, min(start + size, n))
+        kept |= {min(here, key=values.__getitem__), max(here, key=values.__getitem__)}
+        mean_steps.append(sum(steps[i] for i in here) / len(here))
+        means.append(sum(values[i] for i in here) / len(here))
+    order = sorted(kept)
+    return Curve([steps[i] for i in order], [values[i] for i in order], mean_steps, means)
+
+
+def evenly(items: Sequence[int], limit: int) -> list[int]:
+    """At most `limit` (2 at the least) of the items: the first, the last, and those that lie as
+    evenly between them as they can.
+    """
+    if len(items) <= limit:
+        return list(items)
+    last = len(items) - 1
+    return [items[round(i * last / (limit - 1))] for i in range(limit)]

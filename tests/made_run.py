@@ -1,0 +1,121 @@
+"""A made-up run directory whose every figure is known, written by the run's own writers."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from jaxrl.algorithms import needed_roles
+from jaxrl.config import Config
+from jaxrl.plan import make_plan
+from jaxrl.plan.record import plan_json
+from jaxrl.run_dir import CONFIG_FILE, PLAN_DATA_FILE
+from jaxrl.telemetry.metrics import (
+    METRICS_FILE,
+    SAMPLES_FILE,
+    MetricsWriter,
+    Sample,
+    SamplesWriter,
+)
+from jaxrl.telemetry.timeline import TIMELINE_FILE, Timeline
+
+STEPS, EVERY = 41, 10
+"""Steps, and those from one evaluation to the next."""
+GENERATE, SCORE, UPDATE, PUBLISH, LOAD = 0.100, 0.050, 0.150, 0.010, 0.005
+"""Seconds of the calls of a step, one after the other."""
+PAUSE, PAUSED = 2.0, 20
+"""Seconds in which no pool works, before this step is generated."""
+LOST = 7
+"""The step whose gradient norm is not finite."""
+PEAK = 50_000_000
+"""Measured bytes of the actor at the end; the other roles' peaks are the plan's."""
+HARMFUL = '</script><script>window.harmed = 1</script><img src="x:y" onerror="window.harmed = 1">'
+"""The completion of the second sample of each step."""
+
+
+def make_run(path: Path, *overrides: str) -> Path:
+    """Distillation in three pools, with everything that a run writes."""
+    path.mkdir()
+    config = Config.load(None, [f"steps={STEPS}", "mesh=actor=2,rollout=2,teacher=4", *overrides])
+    (path / CONFIG_FILE).write_text(config.dump(), encoding="utf-8")
+    plan = make_plan(config, needed_roles(config), limit_gb=2.0)
+    (path / PLAN_DATA_FILE).write_text(plan_json(plan), encoding="utf-8")
+    write_metrics(path / METRICS_FILE)
+    write_samples(path / SAMPLES_FILE)
+    write_timeline(path / TIMELINE_FILE)
+    return path
+
+
+def divergence(step: int) -> float:
+    return 1 / step
+
+
+def accuracy(step: int) -> float:
+    return 0.1 + 0.02 * step
+
+
+def write_metrics(path: Path) -> None:
+    with MetricsWriter(path) as writer:
+        writer.write(0, evaluation(0) | {"teacher/accuracy": 0.99})
+        for step in range(1, STEPS + 1):
+            row = {
+                "distill/divergence": divergence(step),
+                "distill/top1_agreement": 0.5 + step / 100,
+                "actor/grad_norm": float("nan") if step == LOST else 2.0 + step % 5,
+                "actor/learning_rate": 1e-3,
+                "memory/actor/peak_bytes": PEAK - STEPS + step,
+                "memory/actor/planned": 0,
+                "memory/rollout/peak_bytes": 1e6,
+                "memory/rollout/planned": 1,
+                "time/step_s": 0.315,
+                "tokens/per_second": 1000.0 + step,
+            }
+            writer.write(step, row | (evaluation(step) if step % EVERY == 0 else {}))
+
+
+def evaluation(step: int) -> dict[str, float]:
+    at = accuracy(step)
+    ends = {"eval/accuracy_low": at - 0.03, "eval/accuracy_high": at + 0.05}
+    return {"eval/accuracy": at, **ends, "eval/unjudged": 0}
+
+
+def write_samples(path: Path) -> None:
+    with SamplesWriter(path) as writer:
+        for step in range(1, STEPS + 1):
+            writer.write([sample(step, number) for number in range(2)])
+
+
+def sample(step: int, number: int) -> Sample:
+    return Sample(
+        step=step,
+        split="train",
+        prompt=f"prompt {step}.{number} <b>&amp;",
+        completion=HARMFUL if number else f"completion {step}",
+        finish_reason="length" if number else "stop",
+        tokens=5 + number,
+        policy_version=step - 1,
+        answer="42",
+        score=float(1 - number),
+        reward=step + 0.5 * number,
+    )
+
+
+def write_timeline(path: Path) -> None:
+    with Timeline(path) as timeline:
+        at = time.monotonic()
+
+        def call(role: str, method: str, seconds: float, **args: int) -> None:
+            nonlocal at
+            timeline.span(role, method, at, at + seconds, **args)
+            timeline.state(role, f"{role}.{method}", at, at + seconds)
+            at += seconds
+
+        call("actor", "publish", PUBLISH, version=0)
+        call("rollout", "load", LOAD)
+        for index in range(STEPS):
+            at += PAUSE if index + 1 == PAUSED else 0
+            call("rollout", "generate", GENERATE, step=index)
+            call("teacher", "score", SCORE, part=0)
+            call("actor", "update", UPDATE, step=index)
+            call("actor", "publish", PUBLISH, version=index + 1)
+            call("rollout", "load", LOAD)

@@ -1,0 +1,318 @@
+"""What the report reads and counts: against figures made by hand, and of what a run lacks."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import made_run
+import pytest
+from made_run import GENERATE, LOAD, PAUSE, PUBLISH, SCORE, STEPS, UPDATE, make_run
+
+from jaxrl import cli, report
+from jaxrl.reports import memory, samples, timeline
+from jaxrl.reports.curves import charts
+from jaxrl.reports.facts import changed_keys, differing_keys, facts
+from jaxrl.reports.idle import PoolUse, understand
+from jaxrl.reports.page import page
+from jaxrl.reports.read import read_run
+from jaxrl.reports.tables import bytes_text
+from jaxrl.reports.thin import evenly, thin
+from jaxrl.telemetry.metrics import METRICS_FILE, SAMPLES_FILE
+from jaxrl.telemetry.timeline import TIMELINE_FILE
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("report") / "made")
+
+
+def pools_of(path: Path) -> dict[str, PoolUse]:
+    return {pool.name: pool for pool in understand(read_run(path).events).pools}
+
+
+def test_idle_shares_and_gaps_are_those_of_the_calls(run: Path) -> None:
+    pools = pools_of(run)
+    window = PUBLISH + LOAD + STEPS * (GENERATE + SCORE + UPDATE + PUBLISH + LOAD) + PAUSE
+    busy = {
+        "actor": PUBLISH + STEPS * (UPDATE + PUBLISH),
+        "rollout": LOAD + STEPS * (GENERATE + LOAD),
+        "teacher": STEPS * SCORE,
+    }
+    assert list(pools) == ["actor", "rollout", "teacher"]
+    for name, seconds in busy.items():
+        assert pools[name].window / 1e6 == pytest.approx(window, abs=1e-4)
+        assert pools[name].idle_share == pytest.approx(1 - seconds / window, abs=1e-4)
+    # The actor waits before each update and at the end, the rollout after each of its generate
+    # calls, at the start and in the pause, the teacher before each score and at the end.
+    counted = {name: len(pool.counted) for name, pool in pools.items()}
+    assert counted == {"actor": STEPS + 1, "rollout": STEPS + 2, "teacher": STEPS + 1}
+
+
+def test_a_gap_tells_what_it_waited_for(run: Path) -> None:
+    pools = pools_of(run)
+    total = {
+        "actor": {
+            "rollout.generate": STEPS * GENERATE,
+            "teacher.score": STEPS * SCORE,
+            "rollout.load": (STEPS + 1) * LOAD,
+            "the driver": PAUSE,
+        },
+        "rollout": {
+            "actor.update": STEPS * UPDATE,
+            "teacher.score": STEPS * SCORE,
+            "actor.publish": (STEPS + 1) * PUBLISH,
+            "the driver": PAUSE,
+        },
+    }
+    for name, expected in total.items():
+        waited = {call: us / 1e6 for call, us in pools[name].waited().items() if us > 1e4}
+        assert waited == pytest.approx(expected, abs=1e-3)
+    longest = max(pools["rollout"].gaps, key=lambda gap: gap.length)
+    assert longest.length / 1e6 == pytest.approx(PAUSE, abs=1e-5)
+    assert timeline.told(longest) == "waited for the driver before rollout.generate"
+
+
+def event(name: str, start: int, end: int, **args: Any) -> dict[str, Any]:
+    role, _, method = name.partition(".")
+    return {
+        "ph": "X", "cat": role, "name": method, "ts": start, "dur": end - start, "args": args
+    }  # fmt: skip
+
+
+def test_time_between_two_lives_of_a_run_is_nobodys() -> None:
+    starts = [{"ph": "i", "name": name, "ts": ts} for name, ts in (("start", 0), ("resume", 9000))]
+    calls = [event("actor.update", 0, 4000), event("actor.update", 10_000, 14_000)]
+    (pool,) = understand([*starts, *calls]).pools
+    assert (pool.window, pool.busy, pool.gaps) == (8000, 8000, ())
+
+
+def test_calls_beside_the_queue_keep_no_pool_busy() -> None:
+    calls = [
+        event("actor.update", 0, 10_000),
+        event("actor.saved", 10_000, 60_000, aside=True),
+        event("actor.update", 90_000, 100_000),
+    ]
+    use = understand(calls)
+    (pool,) = use.pools
+    assert pool.busy == 20_000 and [gap.length for gap in pool.gaps] == [80_000]
+    labels = [lane["label"] for lane in timeline.lanes(use)["pools"][0]["lanes"]]
+    assert labels == ["actor", "actor, beside"]
+
+
+def test_roles_and_processes_of_a_pool_are_one_pool() -> None:
+    """Overlapping calls of two processes count once."""
+    states = [
+        event(f"worker actor+rollout{number}.x", 0, 10) | {"cat": f"worker actor+rollout{number}"}
+        for number in ("", ".1")
+    ]
+    calls = [event("actor.update", 0, 6000), event("rollout.generate", 4000, 10_000)]
+    (pool,) = understand([*states, *calls]).pools
+    assert (pool.name, pool.roles) == ("actor+rollout", ("actor", "rollout"))
+    assert pool.workers == ("worker actor+rollout", "worker actor+rollout.1")
+    assert (pool.busy, pool.gaps) == (10_000, ())
+
+
+def test_many_spans_become_few_and_end_where_they_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeline, "SPANS", 100)
+    calls = [event("actor.update", 1000 * i, 1000 * i + 500, step=i) for i in range(1000)]
+    drawn = timeline.lanes(understand(calls))
+    lane = drawn["pools"][0]["lanes"][0]
+    assert 10 < len(lane["start"]) <= 100 and max(lane["length"]) < drawn["merged_us"]
+    assert lane["start"][-1] + lane["length"][-1] == drawn["end"] == 999_500
+    assert {drawn["names"][number] for number in lane["name"]} <= {"update"}
+
+
+def test_thinned_curves_keep_spikes_and_means() -> None:
+    values = [random.Random(0).gauss(0, 1) for _ in range(10_000)]
+    values[1234], values[8765] = 99.0, -99.0
+    curve = thin(range(10_000), values, 200)
+    assert len(curve.steps) <= 200 and (curve.steps[0], curve.steps[-1]) == (0, 9999)
+    assert (
+        dict(zip(curve.steps, curve.values, strict=True)).items() <= dict(enumerate(values)).items()
+    )
+    assert {1234, 8765} <= set(curve.steps)
+    sizes = [102] * 98 + [4]
+    mean = sum(m * n for m, n in zip(curve.means, sizes, strict=True)) / 10_000
+    assert mean == pytest.approx(sum(values) / 10_000)
+    short = thin([3, 5], [1.0, 2.0], 200)
+    assert (short.steps, short.values, short.means) == ([3, 5], [1.0, 2.0], [1.0, 2.0])
+
+
+def test_evenly_keeps_both_ends() -> None:
+    assert evenly(range(10), 4) == [0, 3, 6, 9]
+    assert evenly([5, 6], 4) == [5, 6]
+
+
+def test_charts_are_grouped_and_what_does_not_change_is_none(run: Path) -> None:
+    groups = {group["title"]: group for group in charts([read_run(run)])}
+    main = [chart["name"] for chart in groups["main"]["charts"]]
+    assert main == [
+        "distill/divergence", "distill/top1_agreement", "eval/accuracy", "actor/grad_norm",
+        "tokens/per_second",
+    ]  # fmt: skip
+    assert [c["name"] for c in groups["actor"]["constants"]] == ["actor/learning_rate"]
+    assert groups["actor"]["constants"][0]["values"] == [1e-3]
+    (norm,) = next(c for c in groups["main"]["charts"] if c["name"] == "actor/grad_norm")["series"]
+    assert norm["lost"] == [made_run.LOST] and norm["count"] == STEPS - 1
+    held_out = next(c for c in groups["main"]["charts"] if c["name"] == "eval/accuracy")
+    (series,) = held_out["series"]
+    assert series["x"] == [0, 10, 20, 30, 40] and held_out["levels"][0]["y"] == 0.99
+    assert series["low"] == pytest.approx([y - 0.03 for y in series["y"]])
+
+
+def test_the_plan_stands_beside_what_was_measured(run: Path) -> None:
+    pools = {pool.name: pool for pool in memory.pools(read_run(run))}
+    for pool in pools.values():
+        assert sum(part.bytes for part in pool.parts) == pool.peak > 0
+    told = [(each.name, each.bytes) for each in pools["actor"].measured]
+    assert told == [("memory/actor/peak_bytes", made_run.PEAK)]
+    assert pools["rollout"].measured == (), "the plan's own figure is no measurement"
+
+
+def test_the_summary(run: Path) -> None:
+    files = read_run(run)
+    told = facts(files, understand(files.events))
+    assert told["state"] == f"ended: all of its {STEPS} steps"
+    assert told["wall time"] == "14.9 s" and told["mesh"] == "actor=2,rollout=2,teacher=4"
+    assert told["held-out accuracy"] == (
+        "10.0% (7.0% to 15.0%) at step 0 → 90.0% (87.0% to 95.0%) at step 40; the teacher 99.0%"
+    )
+    assert told["distill/divergence"].startswith("0.4567 → 0.02567")  # (1 + ... + 1/5) / 5
+    assert told["speed"].startswith("1,021 tokens/s, 0.315 s a step")
+    assert changed_keys(files)["steps"] == (STEPS, 200)
+
+
+def test_a_run_that_was_cut_or_goes_on_says_so(run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "cut"
+    copy.mkdir()
+    lines = (run / METRICS_FILE).read_text().splitlines(keepends=True)
+    (copy / METRICS_FILE).write_text("".join(lines[:6]) + lines[6][:30])
+    (copy / "config.yaml").write_text((run / "config.yaml").read_text())
+    files = read_run(copy)
+    assert files.steps == 5 and files.notes == ()
+    assert facts(files, understand(files.events))["state"] == f"cut at step 5 of {STEPS}"
+    with open(copy / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert facts(read_run(copy), understand([]))["state"].startswith("going on: step 5 of 41")
+
+
+def test_a_run_that_lacks_files_has_a_page_that_says_which(tmp_path: Path) -> None:
+    path = tmp_path / "bare"
+    path.mkdir()
+    (path / METRICS_FILE).write_text("")
+    text = page([read_run(path)])
+    for file in (METRICS_FILE, TIMELINE_FILE, SAMPLES_FILE, "plan.json", "config.yaml"):
+        assert file in text
+    assert text.count('class="missing') == 5
+
+
+def test_broken_lines_are_left_out_and_told(run: Path, tmp_path: Path) -> None:
+    path = tmp_path / "broken"
+    path.mkdir()
+    (path / METRICS_FILE).write_text('{"step": 1, "loss": 2}\nnonsense\n[3]\n{"loss": 4}\n')
+    (path / "plan.json").write_text("{")
+    files = read_run(path)
+    assert files.rows == ({"step": 1, "loss": 2},) and files.plan is None
+    assert files.notes == (
+        "metrics.jsonl: 2 lines are no JSON objects, and left out",
+        "plan.json: no JSON, and left out",
+    )
+
+
+def test_samples_are_chosen_evenly_and_cut_in_the_middle(run: Path, tmp_path: Path) -> None:
+    path = tmp_path / "many"
+    path.mkdir()
+    row = {"prompt": "p", "completion": "a" * 5000 + "z"}
+    lines = [json.dumps({"step": step, **row}) for step in range(1, 1001) for _ in range(4)]
+    (path / SAMPLES_FILE).write_text("\n".join(lines) + "\n")
+    (path / METRICS_FILE).write_text('{"step": 1, "distill/top1_agreement": 0.25}\n')
+    files = read_run(path)
+    chosen = samples.samples(files)
+    assert len(chosen) == samples.SAMPLES and (chosen[0]["step"], chosen[-1]["step"]) == (1, 1000)
+    assert len(chosen[0]["completion"]) < 2100 and chosen[0]["completion"].endswith("z")
+    assert (chosen[0]["agreement"], chosen[0]["of_step"]) == (0.25, True)
+    told = samples.told(files, chosen)
+    assert told == "600 of 4000 samples: those of 150 steps, evenly chosen"
+
+
+def test_a_long_run_makes_a_small_page(tmp_path: Path) -> None:
+    """10,000 steps with 20 metrics: a few MB, which says what it left out."""
+    path = tmp_path / "long"
+    make_long_run(path, 10_000)
+    text = page([read_run(path)])
+    assert len(text.encode()) < 4e6
+    assert "Of 10,000 rows each curve shows" in text and "is drawn as one" in text
+
+
+def make_long_run(path: Path, steps: int) -> None:
+    path.mkdir()
+    noise = random.Random(1)
+    names = ["distill/divergence", *(f"reward/r{i}/mean" for i in range(20))]
+    with open(path / METRICS_FILE, "w") as metrics, open(path / TIMELINE_FILE, "w") as trace:
+        trace.write("[\n")
+        for step in range(1, steps + 1):
+            row = {"step": step} | {name: noise.gauss(0, 1) for name in names}
+            metrics.write(json.dumps(row) + "\n")
+            calls = (
+                "rollout.generate",
+                "teacher.score",
+                "actor.update",
+                "actor.publish",
+                "rollout.load",
+            )
+            for place, name in enumerate(calls):
+                start = step * 1_000_000 + place * 200_000
+                told = event(name, start, start + 190_000, step=step - 1)
+                trace.write("," + json.dumps(told) + "\n")
+        trace.write("]\n")
+
+
+def test_text_of_a_run_ends_no_element(run: Path) -> None:
+    """The data holds no `<` at all, so that nothing in it is a tag."""
+    text = page([read_run(run)])
+    (data,) = [part.split("</script>")[0] for part in text.split('id="data">')[1:]]
+    assert "<" not in data and "window.harmed" in data
+    assert made_run.HARMFUL in {s["completion"] for s in json.loads(data)["samples"]}
+    assert text.count("<script") == 2 and "http" not in text.replace("http-equiv", "").replace(
+        "http://www.w3.org/2000/svg", ""
+    )
+
+
+def test_two_runs_share_a_page(run: Path, tmp_path: Path) -> None:
+    other = make_run(tmp_path / "other", "optimizer.learning_rate=0.1")
+    runs = [read_run(run), read_run(other)]
+    assert differing_keys(runs) == {"optimizer.learning_rate": [0.003, 0.1]}
+    out = tmp_path / "both.html"
+    assert cli.run(report.main, [str(run), str(other), "-o", str(out)]) == 0
+    text = out.read_text()
+    assert "optimizer.learning_rate" in text and 'id="timeline"' not in text
+
+
+def test_the_command_writes_beside_the_run_and_refuses_the_rest(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(report.main, [str(run)]) == 0
+    assert capsys.readouterr().out.strip() == str(run / "report.html")
+    assert (run / "report.html").stat().st_size > 10_000
+    refused = {
+        (str(tmp_path),): "holds no run: neither config.yaml nor metrics.jsonl is in it",
+        (str(tmp_path / "no"),): "does not exist: give the directory of a run",
+        (str(run / METRICS_FILE),): "is a file: give the directory of a run",
+        (str(run), str(tmp_path)): "-o FILE.html is needed: 2 runs",
+        (str(run), "-o", str(tmp_path / "no" / "x.html")): "there is no folder",
+    }
+    for arguments, told in refused.items():
+        assert cli.run(report.main, list(arguments)) == cli.EXIT_BAD_INPUT
+        error = capsys.readouterr().err
+        assert told in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("n", "told"), [(999, "999 bytes"), (1e3, "1 kB"), (53_826_632, "53.8 MB"), (1.4e11, "140 GB")]
+)
+def test_bytes_as_a_reader_says_them(n: float, told: str) -> None:
+    assert bytes_text(n) == told
