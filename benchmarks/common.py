@@ -1,10 +1,8 @@
-"""What the benchmarks share: FLOPs and bytes of the work, the machine, taking turns, the line.
+"""What the benchmarks share: sampling and updates as work, the machine, taking turns, the line.
 
-A benchmark counts the work first, from the model's config and the real tokens: `Work` is one part
-that happens in one go, and its floor is the longer of its FLOPs at the machine's best matrix
-product and its bytes at the machine's best bandwidth, both measured in the same run. Parts that
-must follow one another add up. Padding, masks, softmax and everything else that is not a product
-counts as nothing: the floor is what no program can go below.
+A benchmark counts the work first (`jaxrl.telemetry.work`): the floor of a part is the longer of its
+FLOPs at the machine's best matrix product and its bytes at the machine's best bandwidth, both
+measured in the same run.
 """
 
 from __future__ import annotations
@@ -16,17 +14,17 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.compile_cache import enable_compile_cache
 from jaxrl.models.config import DecoderConfig
+from jaxrl.telemetry.ceilings import best_seconds, product_flops, read_bandwidth
+from jaxrl.telemetry.work import Work, adamw_work, decode_work, divergence_work, forward_work
 
 BIG = 2**28
 """Bytes of the array that is read for the bandwidth: far above every cache."""
@@ -53,30 +51,6 @@ def start(arguments: argparse.Namespace) -> None:
 # The work.
 
 
-@dataclass(frozen=True)
-class Work:
-    """FLOPs (a multiply and an add are two) and bytes to and from memory, at least."""
-
-    flops: float
-    bytes: float
-
-    def __mul__(self, times: float) -> Work:
-        return Work(self.flops * times, self.bytes * times)
-
-
-def block_params(c: DecoderConfig) -> int:
-    """Weights of all blocks that enter matrix products."""
-    attention = 2 * c.d_model * c.head_dim * (c.n_heads + c.n_kv_heads)
-    return c.n_layers * (attention + 3 * c.d_model * c.d_ff)
-
-
-def forward_work(c: DecoderConfig, lengths: Sequence[float], itemsize: int) -> Work:
-    """Blocks alone, over whole sequences of these lengths; attention is causal."""
-    pairs = sum(t * (t + 1) / 2 for t in lengths)
-    flops = 2 * block_params(c) * sum(lengths) + 4 * c.n_layers * c.n_heads * c.head_dim * pairs
-    return Work(flops, block_params(c) * itemsize)
-
-
 def train_work(
     student: DecoderConfig,
     teacher_width: int,
@@ -95,25 +69,6 @@ def train_work(
     ]
 
 
-def divergence_work(vocab: int, width: int, teacher_width: int, tokens: int, itemsize: int) -> Work:
-    """Both models' logits, and the gradients by the student's hidden states and head."""
-    flops = 2 * vocab * tokens * (3 * width + teacher_width)
-    return Work(flops, vocab * (2 * width + teacher_width) * itemsize)
-
-
-def adamw_work(params: int) -> Work:
-    """Gradient read; parameters and both moments read and written; all in float32."""
-    return Work(12 * params, 7 * 4 * params)
-
-
-def decode_work(c: DecoderConfig, contexts: Sequence[float], itemsize: int) -> Work:
-    """One token for each context [tokens before it]: every weight and every key is read once."""
-    held, seen = block_params(c) + c.vocab_size * c.d_model, sum(contexts)
-    flops = 2 * held * len(contexts) + 4 * c.n_layers * c.n_heads * c.head_dim * seen
-    keys = 2 * c.n_layers * c.n_kv_heads * c.head_dim * seen
-    return Work(flops, (held + keys) * itemsize)
-
-
 def sampling_work(
     c: DecoderConfig, prompts: Sequence[int], lengths: np.ndarray, slots: int, itemsize: int
 ) -> list[Work]:
@@ -124,13 +79,10 @@ def sampling_work(
         lengths: [prompts, samples] tokens of each completion.
     """
     steps = max(int(lengths.max()), -(-int(lengths.sum()) // slots))
-    rows = lengths.sum() / steps
     prompt = np.asarray(prompts, float)[:, None]
-    mean = float((lengths * (prompt + lengths / 2)).sum() / lengths.sum())
-    step = decode_work(c, [mean], itemsize)
-    weights = decode_work(c, [0.0], itemsize)
-    one = Work(step.flops * rows, weights.bytes + (step.bytes - weights.bytes) * rows)
-    return [forward_work(c, prompts, itemsize), one * steps]
+    context = float((lengths * (prompt + lengths / 2)).sum() / lengths.sum())
+    decode = decode_work(c, context, float(lengths.sum()), steps, itemsize)
+    return [forward_work(c, prompts, itemsize), decode]
 
 
 # The machine.
@@ -164,26 +116,7 @@ def ceilings(dtype: Any, *shapes: tuple[int, int, int]) -> Ceilings:
     size = 2048 if jax.default_backend() == "cpu" else 8192
     found = {shape: product_flops(*shape, dtype) for shape in ((size,) * 3, *shapes)}
     at = {" x ".join(map(str, shape)): round(x / 1e9, 1) for shape, x in found.items()}
-    return Ceilings(max(found.values()), read_bandwidth(), at)
-
-
-def product_flops(rows: int, inner: int, columns: int, dtype: Any) -> float:
-    """FLOPs per second of one XLA product [rows, inner] @ [inner, columns]."""
-    a, b = jnp.ones((rows, inner), dtype), jnp.ones((inner, columns), dtype)
-    run = jax.jit(lambda a, b: jnp.matmul(a, b, preferred_element_type=jnp.float32))
-    return 2 * rows * inner * columns / best_seconds(lambda: run(a, b))
-
-
-def read_bandwidth() -> float:
-    """Bytes per second: the best of a sum in XLA and, on a CPU, of sums in numpy's threads."""
-    x = jnp.ones(BIG // 4, jnp.float32)
-    total = jax.jit(jnp.sum)
-    seconds = best_seconds(lambda: total(x))
-    if jax.default_backend() == "cpu":
-        parts = np.array_split(np.asarray(x), os.cpu_count() or 1)
-        with ThreadPoolExecutor(len(parts)) as pool:
-            seconds = min(seconds, best_seconds(lambda: list(pool.map(np.max, parts))))
-    return BIG / seconds
+    return Ceilings(max(found.values()), read_bandwidth(BIG), at)
 
 
 def copy_seconds(nbytes: int) -> float:
@@ -191,10 +124,6 @@ def copy_seconds(nbytes: int) -> float:
     source = np.ones(nbytes, np.uint8)
     target = np.empty_like(source)
     return best_seconds(lambda: np.copyto(target, source))
-
-
-def best_seconds(run: Callable[[], Any], tries: int = 6) -> float:
-    return min(alternate({"": run}, tries)[""])
 
 
 def alternate(ways: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:

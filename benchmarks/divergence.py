@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.losses.distill import divergence_from_hidden
+from jaxrl.telemetry.work import divergence_work
 
 MEMORY_VOCAB, MEMORY_TOKENS = 151936, 4096
 
@@ -108,7 +109,7 @@ def main() -> None:
     machine = common.ceilings(arguments.dtype, shape)
     itemsize = jnp.dtype(arguments.dtype).itemsize
     width = arguments.width
-    work = common.divergence_work(arguments.vocab, width, width, arguments.tokens, itemsize)
+    work = divergence_work(arguments.vocab, width, width, arguments.tokens, itemsize)
     figures = {name: common.figure(each, [work], machine) for name, each in seconds.items()}
     for name in seconds if "naive" in seconds else ():
         pairs = zip(seconds[name], seconds["naive"], strict=True)

@@ -24,6 +24,7 @@ import numpy as np
 from jaxrl.config import Config
 from jaxrl.launch import Job, make_job
 from jaxrl.models.config import DecoderConfig
+from jaxrl.telemetry.work import Work, forward_work
 from jaxrl.train import train
 
 WARM = 2
@@ -137,10 +138,10 @@ def figures(
         lengths = [p + mean for p in prompts for _ in range(group)]
         new = np.full((len(prompts), group), mean)
         each["rollout"].append(common.sampling_work(student, prompts, new, n, itemsize))
-        each["score"].append([common.forward_work(job.teacher.config, lengths, itemsize)])
+        each["score"].append([forward_work(job.teacher.config, lengths, itemsize)])
         each["update"].append(update_work(student, job, lengths, round(mean * n), itemsize))
     parts = {stage: mean_work(steps) for stage, steps in each.items()}
-    parts["weight_sync"] = [common.Work(0, 2 * student.n_params * itemsize)]  # read and written
+    parts["weight_sync"] = [Work(0, 2 * student.n_params * itemsize)]  # read and written
     # The last weights are sent nowhere.
     seconds = {
         stage: [row[key] for row in rows if (key := f"time/{stage}_s") in row] for stage in parts
@@ -156,17 +157,17 @@ def figures(
 
 def update_work(
     student: DecoderConfig, job: Job, lengths: list[float], tokens: int, itemsize: int
-) -> list[common.Work]:
+) -> list[Work]:
     assert job.teacher is not None
     width = job.teacher.config.d_model
     return common.train_work(student, width, job.vocab_size, lengths, tokens, itemsize)
 
 
-def mean_work(steps: list[list[common.Work]]) -> list[common.Work]:
+def mean_work(steps: list[list[Work]]) -> list[Work]:
     """The mean of each part over the steps."""
     n = len(steps)
     return [
-        common.Work(sum(w.flops for w in part) / n, sum(w.bytes for w in part) / n)
+        Work(sum(w.flops for w in part) / n, sum(w.bytes for w in part) / n)
         for part in zip(*steps, strict=True)
     ]
 

@@ -33,6 +33,7 @@ from jaxrl.plan import make_plan
 from jaxrl.sharding.mesh import carve, ensure_devices
 from jaxrl.sharding.reshard import reshard
 from jaxrl.signals import completion_hidden
+from jaxrl.telemetry.work import Work, divergence_work, forward_work
 from jaxrl.types import Completion, Prompt, Rollout, TeacherSignal
 
 ROLES = ("actor", "rollout", "teacher")
@@ -130,18 +131,18 @@ def parts(
     }
 
 
-def counted(arguments: argparse.Namespace, job: Job) -> dict[str, list[common.Work]]:
+def counted(arguments: argparse.Namespace, job: Job) -> dict[str, list[Work]]:
     c, itemsize = job.student.config, jnp.dtype(arguments.dtype).itemsize
     assert job.teacher is not None
     lengths = [arguments.prompt + arguments.new] * arguments.batch * arguments.group
     tokens = arguments.new * arguments.batch * arguments.group
     width = job.teacher.config.d_model
-    forward = common.forward_work(c, lengths, itemsize)
+    forward = forward_work(c, lengths, itemsize)
     return {
         "update": common.train_work(c, width, job.vocab_size, lengths, tokens, itemsize),
         "forward": [forward],
         "blocks": [forward, forward * 2],
-        "divergence": [common.divergence_work(job.vocab_size, c.d_model, width, tokens, itemsize)],
+        "divergence": [divergence_work(job.vocab_size, c.d_model, width, tokens, itemsize)],
     }
 
 

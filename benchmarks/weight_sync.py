@@ -32,6 +32,7 @@ from jaxrl.launch import make_actor, make_job, make_rollout_role, make_setup
 from jaxrl.plan import make_plan
 from jaxrl.sharding.mesh import carve, ensure_devices
 from jaxrl.sharding.reshard import nbytes
+from jaxrl.telemetry.work import Work
 
 CASES: dict[str, dict[str, str]] = {
     "same": {"mesh": "actor+rollout=1,teacher=1"},
@@ -79,7 +80,7 @@ def main() -> None:
     figures = {}
     for name in ways:
         copies = 2 if name == "fsdp_to_data" else 1
-        work = common.Work(0, (read if name in CASES else size) + copies * size)
+        work = Work(0, (read if name in CASES else size) + copies * size)
         speed = common.rounded(size / statistics.median(seconds[name]) / 1e9)
         figures[name] = common.figure(seconds[name], [work], machine, gb_per_s=speed)
     print(common.line(arguments, machine, figures, benchmark="weight_sync", sent_bytes=size))

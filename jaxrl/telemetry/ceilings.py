@@ -1,0 +1,113 @@
+"""What a device reaches at best: matrix products and memory, as published or as measured there.
+
+The published figures are those of dense products of 16-bit floats, without the sparsity that data
+sheets like to count in. A device that the table does not have is measured: the best of a few tries,
+since a busy machine only ever lowers it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+PUBLISHED: dict[str, tuple[float, float]] = {
+    "NVIDIA A100-PCIE-40GB": (312, 1555),
+    "NVIDIA A100-SXM4-40GB": (312, 1555),
+    "NVIDIA A100 80GB PCIe": (312, 1935),
+    "NVIDIA A100-SXM4-80GB": (312, 2039),
+    "NVIDIA H100 80GB HBM3": (989, 3350),
+    "NVIDIA H100 PCIe": (756, 2000),
+    "NVIDIA H200": (989, 4800),
+    "NVIDIA L4": (121, 300),
+    "NVIDIA L40S": (362, 864),
+    "Tesla T4": (65, 320),
+    "Tesla V100-PCIE-16GB": (112, 900),
+    "Tesla V100-PCIE-32GB": (112, 900),
+    "Tesla V100-SXM2-16GB": (125, 900),
+    "Tesla V100-SXM2-32GB": (125, 900),
+    "TPU v4": (275, 1228),
+    "TPU v5 lite": (197, 819),
+    "TPU v5e": (197, 819),
+    "TPU v5": (459, 2765),
+    "TPU v5p": (459, 2765),
+    "TPU v6 lite": (918, 1640),
+    "TPU v6e": (918, 1640),
+}
+"""`jax.Device.device_kind` -> TFLOP/s in bfloat16 (float16 where a device has none)
+and GB/s of its memory."""
+SIZE = {"cpu": 1024}
+"""Rows, inner width and columns of the product that is measured."""
+READ = {"cpu": 2**26}
+"""Bytes of the array that is read for the bandwidth."""
+LARGE_SIZE, LARGE_READ = 8192, 2**30
+"""Both, on an accelerator."""
+TRIES = 6
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What one device reaches at best."""
+
+    device: str
+    flops: float
+    """Per second; a multiply and an add are two."""
+    bandwidth: float
+    """Bytes per second."""
+    published: bool
+    """False where it was measured."""
+    shared: bool
+    """Emulated devices: all of them together reach this."""
+
+
+def ceilings_of(device: jax.Device, dtype: str) -> Ceilings:
+    """What a device reaches, in products of `dtype` where it has to be measured."""
+    kind, shared = device.device_kind, device.platform == "cpu"
+    if kind in PUBLISHED:
+        tflops, gbytes = PUBLISHED[kind]
+        return Ceilings(kind, tflops * 1e12, gbytes * 1e9, published=True, shared=shared)
+    size = SIZE.get(device.platform, LARGE_SIZE)
+    nbytes = READ.get(device.platform, LARGE_READ)
+    with jax.default_device(device):
+        flops = product_flops(size, size, size, jnp.dtype(dtype))
+        bandwidth = read_bandwidth(nbytes)
+    return Ceilings(kind, flops, bandwidth, published=False, shared=shared)
+
+
+def product_flops(rows: int, inner: int, columns: int, dtype: Any) -> float:
+    """FLOPs per second of one XLA product [rows, inner] @ [inner, columns]."""
+    a, b = jnp.ones((rows, inner), dtype), jnp.ones((inner, columns), dtype)
+    run = jax.jit(lambda a, b: jnp.matmul(a, b, preferred_element_type=jnp.float32))
+    return 2 * rows * inner * columns / best_seconds(lambda: run(a, b))
+
+
+def read_bandwidth(nbytes: int) -> float:
+    """Bytes per second at which an array of `nbytes` is read, far more than any cache holds: the
+    best of a sum in XLA and, on a CPU, of the threads of numpy.
+    """
+    x = jnp.ones(nbytes // 4, jnp.float32)
+    total = jax.jit(jnp.sum)
+    seconds = best_seconds(lambda: total(x))
+    if next(iter(x.devices())).platform == "cpu":
+        parts = np.array_split(np.asarray(x), os.cpu_count() or 1)
+        with ThreadPoolExecutor(len(parts)) as pool:
+            seconds = min(seconds, best_seconds(lambda: list(pool.map(np.max, parts))))
+    return nbytes / seconds
+
+
+def best_seconds(run: Callable[[], Any], tries: int = TRIES) -> float:
+    """The shortest of some calls, after one to warm up."""
+    jax.block_until_ready(run())
+    found = []
+    for _ in range(tries):
+        begin = time.perf_counter()
+        jax.block_until_ready(run())
+        found.append(time.perf_counter() - begin)
+    return min(found)

@@ -1,0 +1,70 @@
+"""FLOPs and bytes that the work of a step takes at least, from the models' configs and real tokens.
+
+`Work` is one part that happens in one go; parts that must follow one another add up. Padding,
+masks, softmax and everything else that is not a product counts as nothing: what remains is what no
+program can go below. `copies` is how many groups of devices read the weights, each for itself: the
+product of a mesh's `data` and `fsdp`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxrl.models.config import DecoderConfig
+
+
+@dataclass(frozen=True)
+class Work:
+    """FLOPs (a multiply and an add are two) and bytes to and from memory, at least."""
+
+    flops: float
+    bytes: float
+
+    def __mul__(self, times: float) -> Work:
+        return Work(self.flops * times, self.bytes * times)
+
+
+def block_params(c: DecoderConfig) -> int:
+    """Weights of all blocks that enter matrix products."""
+    attention = 2 * c.d_model * c.head_dim * (c.n_heads + c.n_kv_heads)
+    return c.n_layers * (attention + 3 * c.d_model * c.d_ff)
+
+
+def forward_work(
+    c: DecoderConfig, lengths: Sequence[float], itemsize: int, copies: int = 1
+) -> Work:
+    """Blocks alone, over whole sequences of these lengths; attention is causal."""
+    pairs = sum(t * (t + 1) / 2 for t in lengths)
+    flops = 2 * block_params(c) * sum(lengths) + 4 * c.n_layers * c.n_heads * c.head_dim * pairs
+    return Work(flops, copies * block_params(c) * itemsize)
+
+
+def head_work(vocab: int, width: int, tokens: float, itemsize: int, copies: int = 1) -> Work:
+    """The logits of `tokens` tokens."""
+    return Work(2 * vocab * width * tokens, copies * vocab * width * itemsize)
+
+
+def divergence_work(
+    vocab: int, width: int, teacher_width: int, tokens: float, itemsize: int, copies: int = 1
+) -> Work:
+    """Both models' logits, and the gradients by the student's hidden states and head."""
+    flops = 2 * vocab * tokens * (3 * width + teacher_width)
+    return Work(flops, copies * vocab * (2 * width + teacher_width) * itemsize)
+
+
+def adamw_work(params: int) -> Work:
+    """Gradient read; parameters and both moments read and written; all in float32."""
+    return Work(12 * params, 7 * 4 * params)
+
+
+def decode_work(
+    c: DecoderConfig, context: float, tokens: float, steps: float, itemsize: int, copies: int = 1
+) -> Work:
+    """`tokens` tokens, each after `context` others on average. Each of the `steps` of the batch
+    reads every weight, and each token the keys and values before it.
+    """
+    held, seen = block_params(c) + c.vocab_size * c.d_model, tokens * context
+    flops = 2 * held * tokens + 4 * c.n_layers * c.n_heads * c.head_dim * seen
+    keys = 2 * c.n_layers * c.n_kv_heads * c.head_dim * seen
+    return Work(flops, (copies * steps * held + keys) * itemsize)

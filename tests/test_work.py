@@ -1,0 +1,93 @@
+"""FLOPs and bytes against what the model has and XLA counts; ceilings of devices."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.decoder import init_params
+from jaxrl.models.weights import path_string
+from jaxrl.telemetry.ceilings import PUBLISHED, ceilings_of
+from jaxrl.telemetry.work import (
+    adamw_work,
+    block_params,
+    decode_work,
+    divergence_work,
+    forward_work,
+    head_work,
+)
+
+MODEL = DecoderConfig("llama", 264, 32, 2, 4, 2, 8, 64, tie_embeddings=True, eos_ids=(258,))
+
+
+def counted(function, *shapes):
+    """FLOPs that XLA counts of a function."""
+    lowered = jax.jit(function).lower(*(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes))
+    return lowered.compile().cost_analysis()["flops"]
+
+
+def test_block_params_are_the_kernels_of_the_blocks():
+    params = init_params(MODEL, jax.random.key(0))
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    kernels = [leaf.size for path, leaf in leaves if path_string(path).endswith("kernel")]
+    assert block_params(MODEL) == sum(kernels)
+
+
+def test_the_head_costs_what_its_product_costs():
+    flops = counted(lambda hidden, head: hidden @ head.T, (5, 32), (264, 32))
+    assert head_work(264, 32, 5, itemsize=4).flops == flops
+    assert head_work(264, 32, 5, itemsize=4, copies=3).bytes == 3 * 264 * 32 * 4
+
+
+def test_attention_counts_the_pairs_of_a_causal_mask():
+    """Beyond the weights, a token's products with the keys and values up to its own."""
+    one, two = (forward_work(MODEL, lengths, 4).flops for lengths in ([3.0], [3.0, 3.0]))
+    assert two == 2 * one
+    weights = 2 * block_params(MODEL) * 3
+    pairs = np.tril(np.ones((3, 3))).sum()
+    heads = MODEL.n_heads * MODEL.head_dim
+    assert one - weights == 2 * (2 * heads * pairs) * MODEL.n_layers
+
+
+def test_decoding_reads_the_weights_at_each_step_and_the_keys_of_each_token():
+    work = decode_work(MODEL, context=10, tokens=6, steps=3, itemsize=2)
+    held = block_params(MODEL) + 264 * 32
+    keys = 2 * MODEL.n_layers * MODEL.n_kv_heads * MODEL.head_dim * 10
+    assert work.bytes == (3 * held + 6 * keys) * 2
+    alone = decode_work(MODEL, context=0, tokens=6, steps=3, itemsize=2)
+    assert alone.flops == 6 * 2 * held
+    twice = decode_work(MODEL, context=10, tokens=6, steps=3, itemsize=2, copies=2)
+    assert twice.bytes - work.bytes == 3 * held * 2 and twice.flops == work.flops
+
+
+def test_a_divergence_has_two_heads_forward_and_the_students_backward():
+    forward = head_work(264, 32, 7, 4).flops + head_work(264, 48, 7, 4).flops
+    backward = 2 * head_work(264, 32, 7, 4).flops
+    assert divergence_work(264, 32, 48, 7, 4).flops == forward + backward
+
+
+def test_adamw_reads_a_gradient_and_moves_weights_and_moments_both_ways():
+    assert adamw_work(10).bytes == 10 * 4 * (1 + 2 * 3)
+
+
+def test_a_known_device_has_its_published_figures_and_is_not_measured():
+    device = SimpleNamespace(device_kind="NVIDIA H200", platform="gpu")
+    told = ceilings_of(device, "bfloat16")
+    assert (told.flops, told.bandwidth) == (989e12, 4800e9)
+    assert told.published and not told.shared
+
+
+@pytest.mark.parametrize(("kind", "figures"), PUBLISHED.items())
+def test_published_figures_are_tera_and_giga(kind, figures):
+    tflops, gbytes = figures
+    assert 50 < tflops < 1000 and 250 < gbytes < 10_000
+    assert 50 < tflops * 1e3 / gbytes < 700, "FLOPs a byte"
+
+
+def test_an_unknown_device_is_measured():
+    told = ceilings_of(jax.devices("cpu")[0], "float32")
+    assert not told.published and told.shared
+    assert 1e8 < told.flops < 1e14 and 1e8 < told.bandwidth < 1e13
