@@ -13,6 +13,7 @@ from jaxrl import cli
 from jaxrl.errors import UserError
 from jaxrl.reports.page import page
 from jaxrl.reports.read import read_run
+from jaxrl.splits import run_advice
 
 REPORT_FILE = "report.html"
 
@@ -33,10 +34,11 @@ def main(argv: Sequence[str]) -> None:
     if arguments.output is None and len(paths) > 1:
         raise UserError(f"-o FILE.html is needed: {len(paths)} runs have no folder in common")
     runs = [read_run(path) for path in paths]
+    advice = run_advice(paths[0]) if len(paths) == 1 else []
     output = paths[0] / REPORT_FILE if arguments.output is None else Path(arguments.output)
     cli.check_writable("-o", output)
     try:
-        output.write_text(page(runs), encoding="utf-8")
+        output.write_text(page(runs, advice), encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {output}: {error.strerror}") from error
     print(output)

@@ -213,6 +213,11 @@ def test_the_plan_and_the_measured_peak_are_bars_of_one_scale(page: Browser) -> 
     assert text.count("not told by this platform") == 2
 
 
+def test_the_advice_of_the_run_is_told(page: Browser) -> None:
+    lines = page.texts("#summary li")
+    assert lines[0].startswith("actor: busy 0.16 s of 0.32 s a step; waited 0.10 s for rollout")
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_narrow_window_scrolls_only_down(page: Browser, scheme: str) -> None:
     page.emulate(scheme)

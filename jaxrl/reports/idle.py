@@ -15,9 +15,8 @@ from operator import attrgetter
 from typing import Any
 
 from jaxrl.sharding.placement import ROLES
+from jaxrl.telemetry.calls import OTHER
 
-DRIVER = "the driver"
-"""What a gap waited for while no other pool worked: results on their way, and the loop itself."""
 LEAST_GAP_US = 1000
 """Shorter gaps count in the idle share, and are not counted one by one."""
 SLOP_US = 1000
@@ -241,8 +240,8 @@ def _waited(start: int, end: int, others: Sequence[Span], ends: Sequence[int]) -
         if number < 0 or ends[number] <= start:
             break
         call = others[number]
-        add(DRIVER, at - min(call.end, at))
+        add(OTHER, at - min(call.end, at))
         add(call.call, min(call.end, at) - max(call.start, start))
         at = max(call.start, start)
-    add(DRIVER, at - start)
+    add(OTHER, at - start)
     return found
