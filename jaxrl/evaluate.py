@@ -272,7 +272,9 @@ def _sample(job: Job) -> tuple[list[list[Completion]], list[EngineStats]]:
     working = Phase()
     enter(working, lambda: False)
     groups, speeds = [], []
-    with Console(stderr=True, force_jupyter=False).status(_Progress(working)):
+    # A notebook says that it shows colours, which is no terminal.
+    terminal = Console(stderr=True, force_jupyter=False, force_terminal=sys.stderr.isatty())
+    with terminal.status(_Progress(working)):
         for held_out in job.sets:
             working.name = held_out.name or "data.eval"
             groups += sampler.sample(held_out.prompts)
