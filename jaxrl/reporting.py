@@ -13,6 +13,7 @@ from jaxrl.checkpoint.writer import CheckpointWriter
 from jaxrl.config import Config
 from jaxrl.data.stream import EvalSet
 from jaxrl.evaluation import Judge, evaluation_row
+from jaxrl.roles.actor import Trained
 from jaxrl.runtime.worker import Future
 from jaxrl.telemetry.console import Console
 from jaxrl.telemetry.metrics import MetricsWriter, Sample, SamplesWriter
@@ -22,6 +23,8 @@ from jaxrl.types import Rollout
 
 SCORED = {"teacher": "score", "reference": "reference", "reward": "reward", "grouper": "embed"}
 """Role -> the name of its time in a row."""
+AGREEMENT = "distill/top1_agreement"
+"""What the actor tells of each row, for the samples."""
 LOOK_S = 0.02
 """Seconds between two looks at an evaluation that is waited for."""
 
@@ -83,8 +86,8 @@ class Reporter:
 
     def _step(self, step: int, futures: Mapping[str, Future]) -> None:
         rollout: Rollout = futures["rollout"].result()
-        report = futures["update"].result()  # so that everything of the batch has ended
-        row = self._batch(rollout, futures) | report
+        trained: Trained = futures["update"].result()  # so everything of the batch has ended
+        row = self._batch(rollout, futures) | trained.metrics
         row |= self._sync(step, futures) | self._evaluation(futures)
         row |= self._memory() | self.checkpoint()
         row["data/epoch"] = self._epoch(step)
@@ -100,7 +103,8 @@ class Reporter:
         row["tokens/per_second"] = row["actor/tokens"] / row["time/step_s"]
         self._write(step, row)
         told = futures.get("score.reward")
-        self._show(step, rollout, None if told is None else told.result().rewards)
+        rewards = None if told is None else told.result().rewards
+        self._show(step, rollout, rewards, trained.by_row.get(AGREEMENT))
 
     def amend(self, step: int, futures: Mapping[str, Future]) -> None:
         """What the last row, written before an interruption, lacks of these."""
@@ -196,18 +200,18 @@ class Reporter:
             row[f"memory/{role}/planned"] = float(role not in peaks)
         return row
 
-    def _show(self, step: int, rollout: Rollout, rewards: Any) -> None:
+    def _show(self, step: int, rollout: Rollout, rewards: Any, agreement: Any) -> None:
+        """Some samples; rewards and agreement with the teacher are [B], or None."""
         count = min(self.config.logging.samples, len(rollout.completions))
         stride = max(1, len(rollout.completions) // max(count, 1))
         rows = range(0, len(rollout.completions), stride)[:count]
-        samples = [self._sample(step, rollout, i, rewards) for i in rows]
+        samples = [self._sample(step, rollout, i, rewards, agreement) for i in rows]
         if samples:
             self.samples.write(samples)
             self._trackers.samples(samples)
             self.console.samples(samples)
 
-    def _sample(self, step: int, rollout: Rollout, i: int, rewards: Any) -> Sample:
-        reward = None if rewards is None or np.isnan(rewards[i]) else float(rewards[i])
+    def _sample(self, step: int, rollout: Rollout, i: int, rewards: Any, agreement: Any) -> Sample:
         prompt, completion = rollout.prompts[i], rollout.completions[i]
         return Sample.of(
             prompt,
@@ -216,8 +220,14 @@ class Reporter:
             split="train",
             policy_version=rollout.policy_version,
             score=self._judge(completion.text, prompt),
-            reward=reward,
+            reward=_of_row(rewards, i),
+            agreement=_of_row(agreement, i),
         )
+
+
+def _of_row(values: Any, i: int) -> float | None:
+    """Entry i of [B]; None where there are no values, or none for it."""
+    return None if values is None or np.isnan(values[i]) else float(values[i])
 
 
 def _clock(at: float) -> str:

@@ -83,7 +83,7 @@ def actor(cfg, m, tmp_path):
 
 def trained(cfg, m, tmp_path, steps=1):
     one = actor(cfg, m, tmp_path)
-    report = [one.update(*batch(), step=i) for i in range(steps)][-1]
+    report = [one.update(*batch(), step=i).metrics for i in range(steps)][-1]
     return jax.device_get(one.state.params), report
 
 
@@ -136,6 +136,31 @@ def test_devices_change_nothing(reference, shape, tmp_path):
     assert report["distill/top1_agreement"] == pytest.approx(reference[1]["distill/top1_agreement"])
 
 
+@pytest.mark.parametrize(
+    ("shape", "overrides"),
+    [
+        ((1, 1, 1), ()),
+        ((1, 2, 1), ("actor.micro_batch_tokens=14",)),
+        ((2, 2, 2), ("actor.minibatches=3", "optimizer.learning_rate=0.0")),
+    ],
+)
+def test_agreement_of_each_row_is_that_of_the_dense_logits(shape, overrides, tmp_path):
+    """However the batch is cut; padded rows have none."""
+    rollout, scores = batch()
+    s, start = rollout.sequences, init_params(MODEL, jax.random.key(0))
+    theirs = scores["teacher"][0].hidden @ jax.random.normal(jax.random.key(9), (48, 24)).T
+    mine = logits(start, forward(MODEL, start, s.tokens, s.mask)[:, 5:-1])
+    agreed = (mine.argmax(-1) == theirs.argmax(-1)) & s.loss_mask
+    tokens = s.loss_mask.sum(-1)
+    expected = np.where(tokens > 0, agreed.sum(-1) / np.maximum(tokens, 1), np.nan)
+    assert 0 < agreed.sum() < tokens.sum() and (tokens == 0).any()
+    one = actor(config("distill.jsd_beta=0.5", *overrides), mesh(*shape), tmp_path)
+    trained = one.update(rollout, scores, step=0)
+    np.testing.assert_allclose(trained.by_row["distill/top1_agreement"], expected, rtol=1e-6)
+    mean = agreed.sum() / tokens.sum()
+    assert trained.metrics["distill/top1_agreement"] == pytest.approx(float(mean))
+
+
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])
 def test_rematerialisation_and_lean_change_nothing(reference, remat, tmp_path):
     cfg = config(f"actor.remat={remat}", "distill.lean=true", "distill.chunk_tokens=16")
@@ -154,7 +179,7 @@ def test_minibatches_and_epochs_count_updates(tmp_path):
 def test_a_non_finite_gradient_changes_nothing_and_dumps_the_batch(tmp_path):
     one = actor(config("actor.max_nonfinite=2"), mesh(1, 2, 1), tmp_path)
     before = jax.device_get(one.state)
-    report = one.update(*batch(poison=True), step=7)
+    report = one.update(*batch(poison=True), step=7).metrics
     assert report["actor/skipped_updates"] == 1 and report["optimizer_step"] == 0
     for x, y in zip(jax.tree.leaves(before), jax.tree.leaves(one.state), strict=True):
         np.testing.assert_array_equal(x, y)
@@ -162,7 +187,7 @@ def test_a_non_finite_gradient_changes_nothing_and_dumps_the_batch(tmp_path):
         np.testing.assert_array_equal(dumped["sequences.tokens"], sequences().tokens)
         assert np.isnan(dumped["teacher.hidden"]).any()
     assert (
-        one.update(*batch(), step=8)["actor/skipped_updates"] == 0
+        one.update(*batch(), step=8).metrics["actor/skipped_updates"] == 0
     )  # a good one starts the count anew
     one.update(*batch(poison=True), step=9)
     with pytest.raises(RunError, match="not finite 2 updates in a row.*step_11.npz"):

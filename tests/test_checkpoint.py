@@ -124,7 +124,7 @@ def test_restores_from_float32_to_bfloat16(saved, tmp_path, key):
     assert any(x.dtype == jax.numpy.bfloat16 for x, _ in pairs)
     for x, y in pairs:
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y).astype(x.dtype))
-    report = half.update(rollout(1)[0], {}, step=1)
+    report = half.update(rollout(1)[0], {}, step=1).metrics
     assert np.isfinite(report["loss"]) and report["optimizer_step"] == 2
 
 

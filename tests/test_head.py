@@ -324,7 +324,7 @@ def test_teacher_and_metrics_carry_no_gradient():
         total, count, metrics = divergence_from_hidden(
             h, w, t, tw, MASK, beta=0.5, chunk=CHUNK, entropy_aware=TERM
         )
-        return sum(x for x, _ in metrics.values()) if metric else total / count
+        return sum(x.sum() for x, _ in metrics.values()) if metric else total / count
 
     args = HIDDEN, HEAD, TEACHER, TEACHER_HEAD
     gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)), static_argnums=4)
@@ -348,10 +348,11 @@ def test_metrics():
     settings = {"beta": 0.5, "chunk": CHUNK}
     loss = jax.jit(partial(divergence_from_hidden, entropy_aware=TERM, **settings))
     total, count, metrics = loss(HIDDEN, HEAD, TEACHER, TEACHER_HEAD, MASK)
-    assert {float(c) for _, c in metrics.values()} == {float(MASK.sum())} == {float(count)}
+    assert {float(c.sum()) for _, c in metrics.values()} == {float(MASK.sum())} == {float(count)}
     assert_same(metrics["student_entropy"][0], masked_sum(entropy(mine), MASK))
     assert_same(metrics["teacher_entropy"][0], masked_sum(entropy(theirs), MASK))
-    assert metrics["top1_agreement"][0] == (agree & MASK).sum()
+    np.testing.assert_array_equal(metrics["top1_agreement"][0], (agree & MASK).sum(-1))
+    np.testing.assert_array_equal(metrics["top1_agreement"][1], MASK.sum(-1))
     assert (
         0 < (gate & MASK).sum() < MASK.sum() and metrics["entropy_gate"][0] == (gate & MASK).sum()
     )
@@ -361,7 +362,8 @@ def test_metrics():
     sent = jax.jit(partial(topk_from_hidden, k=K, chunk=CHUNK))(HIDDEN, HEAD)
     loss = jax.jit(partial(topk_divergence_from_hidden, **settings))
     _, _, metrics = loss(HIDDEN, HEAD, *sent[:3], MASK)
-    assert metrics["top1_agreement"] == (MASK.sum(), MASK.sum())
+    for told in metrics["top1_agreement"]:
+        np.testing.assert_array_equal(told, MASK.sum(-1))
     for side in ("teacher", "student"):
         tail = masked_sum(jnp.exp(sent.tail_logprob), MASK)
         assert_same(metrics[f"{side}_tail_mass"][0], tail)

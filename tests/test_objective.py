@@ -389,7 +389,7 @@ def everything(cfg):
 
 def updated(tmp_path, cfg, shape=(1, 1, 1), given=None):
     one = actor(cfg, make_mesh(*shape), tmp_path)
-    report = one.update(rollout(), given or everything(cfg), step=0)
+    report = one.update(rollout(), given or everything(cfg), step=0).metrics
     return jax.device_get(one.state.params), report
 
 

@@ -149,7 +149,7 @@ def scenario(sizes: list[int], folder: Path, checkpoint: Path, signal: str) -> d
         scores = [teacher.score(drawn, part, 3) for part in range(3)]  # on a mesh of this process
         if step == 1:
             scores = send(scores, folder, "scores")  # of another worker
-        report = one.update(drawn, {"teacher": scores}, step)
+        report = one.update(drawn, {"teacher": scores}, step).metrics
         told[f"metrics-{step}"] = [np.float32(report[key]) for key in sorted(report)]
         if step == 0:
             one.save(folder / "saved", step=1)
@@ -163,7 +163,7 @@ def scenario(sizes: list[int], folder: Path, checkpoint: Path, signal: str) -> d
 
     if signal == "hidden":
         poison = TeacherSignal(np.full((4, drawn.logprobs.shape[1], 48), np.nan, np.float32))
-        report = one.update(drawn, {"teacher": [poison, None, poison]}, 2)
+        report = one.update(drawn, {"teacher": [poison, None, poison]}, 2).metrics
         assert report["actor/skipped_updates"] == 1
         close(on_host(one.state.params), told["params"], 0)
 

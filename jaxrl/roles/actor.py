@@ -38,7 +38,8 @@ Loss = Callable[
     tuple[SumCount, Sums, dict[str, jax.Array]],
 ]
 """(parameters, frozen arrays, micro-batch, totals of the update) -> ((loss sum, count), metrics as
-(sum, count), metrics of which the largest counts); differentiable sum.
+(sum, count), metrics of which the largest counts); differentiable sum. A metric whose sum and count
+are [b], one for each row, is told of each row too.
 """
 Prepare = Callable[[Rollout, Mapping[str, Any]], tuple[TrainBatch, dict[str, float]]]
 """(rollout, what each scorer said of it) -> what is trained on, on the host or on its way; and what
@@ -73,6 +74,16 @@ class Weights:
     """Bytes that move; leaves shared with the sender do not."""
     seconds: float
     """Cast, unstacking and transfer."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What training on a batch told."""
+
+    metrics: dict[str, float]
+    """Of the whole batch."""
+    by_row: dict[str, np.ndarray]
+    """Of each row, [B], in the first pass over the batch; NaN where nothing of it was trained."""
 
 
 class Actor:
@@ -138,11 +149,11 @@ class Actor:
             out_shardings=param_shardings(model, mesh, "unstacked"),
         )
 
-    def update(self, rollout: Rollout, scores: Mapping[str, Any], step: int) -> dict[str, float]:
+    def update(self, rollout: Rollout, scores: Mapping[str, Any], step: int) -> Trained:
         """Trains on one rollout batch: `epochs_per_batch` passes of `minibatches` updates each.
 
-        Returns the metrics of the whole batch. A non-finite gradient changes nothing, dumps the
-        batch, and after `actor.max_nonfinite` such updates in a row ends the run.
+        A non-finite gradient changes nothing, dumps the batch, and after `actor.max_nonfinite` such
+        updates in a row ends the run.
 
         Args:
             scores: role -> what it said of the rollout, a list of parts; of `jax.Array` on any mesh
@@ -157,6 +168,7 @@ class Actor:
             placed = self._with_old_logprobs(placed, lengths)
         totals: dict[str, list[Any]] = {}
         largest: dict[str, float] = {}
+        by_row: dict[str, np.ndarray] = {}
         norms: list[float] = []
         last: dict[str, float] = {}
         skipped = 0
@@ -166,24 +178,27 @@ class Actor:
                 index = self._micro_batches(rows, lengths, batch.sequences.tokens.shape[1])
                 with phase(f"update {epoch + 1}/{c.epochs_per_batch}"):
                     self.state, out = self._update(self.state, self._frozen, placed, index)
-                    sums, maxima, last = jax.device_get(out)
+                    sums, maxima, each, last = jax.device_get(out)
                 if last["finite"]:
                     norms.append(float(last["grad_norm"]))
                 for name, pair in sums.items():
                     totals.setdefault(name, []).append(pair)
                 for name, value in maxima.items():
                     largest[name] = max(largest.get(name, 0.0), float(value))
+                if epoch == 0:
+                    _fill(by_row, each, index, len(lengths))
                 skipped += self._count_skipped(bool(last["finite"]), placed, rows, step)
         self.version += 1
         told = prepared | self._finish(_added(totals), largest)
         updates = int(jax.device_get(self.state.updates))
-        return told | {
+        told |= {
             "actor/grad_norm": float(np.mean(norms)) if norms else float("nan"),
             "actor/learning_rate": float(self._rate(max(updates - 1, 0))),
             "actor/skipped_updates": float(skipped),
             "actor/tokens": float(np.asarray(batch.sequences.loss_mask).sum()),
             "optimizer_step": float(updates),
         }
+        return Trained(told, by_row)
 
     def publish(self, version: int, dtype: str) -> Weights:
         """The policy in `dtype`, unstacked, sent to the receiver's mesh; `version` is checked.
@@ -280,21 +295,25 @@ class Actor:
         value_and_grad = jax.value_and_grad(self._micro_loss, has_aux=True)
 
         def accumulate(params: Params, frozen: Any, batches: TrainBatch) -> Any:
-            """Gradient of the summed loss over all micro-batches, with its sums and maxima."""
+            """Gradient of the summed loss over all micro-batches, with its sums and maxima, and what
+            is told of each row, [n, b].
+            """
             totals = _totals(batches)
             first, rest = _head_and_tail(batches)
-            (_, (sums, maxima)), grads = value_and_grad(params, frozen, first, totals)
+            (_, (sums, maxima, each)), grads = value_and_grad(params, frozen, first, totals)
+            each = jax.tree.map(lambda x: x[None], each)
             if rest is None:
-                return grads, sums, maxima
+                return grads, sums, maxima, each
             grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
 
-            def body(carry: Any, batch: TrainBatch) -> tuple[Any, None]:
+            def body(carry: Any, batch: TrainBatch) -> tuple[Any, Any]:
                 *added, largest = carry
-                (_, (sums, maxima)), grads = value_and_grad(params, frozen, batch, totals)
+                (_, (sums, maxima, each)), grads = value_and_grad(params, frozen, batch, totals)
                 added = jax.tree.map(lambda a, b: a + b.astype(a.dtype), added, [grads, sums])
-                return (*added, jax.tree.map(jnp.maximum, largest, maxima)), None
+                return (*added, jax.tree.map(jnp.maximum, largest, maxima)), each
 
-            return jax.lax.scan(body, (grads, sums, maxima), rest)[0]
+            summed, more = jax.lax.scan(body, (grads, sums, maxima), rest)
+            return *summed, jax.tree.map(lambda *x: jnp.concatenate(x), each, more)
 
         def apply(state: TrainState, grads: Any) -> TrainState:
             changes, opt_state = optimizer.update(grads, state.opt_state, state.params)
@@ -302,19 +321,21 @@ class Actor:
             return TrainState(params, opt_state, state.updates + 1)
 
         def update(state: TrainState, frozen: Any, batch: TrainBatch, rows: jax.Array) -> Any:
-            grads, sums, maxima = accumulate(state.params, frozen, _take(batch, rows, spec))
+            taken = _take(batch, rows, spec)
+            grads, sums, maxima, each = accumulate(state.params, frozen, taken)
             count = jnp.maximum(sums["loss"][1], 1)
             grads = jax.tree.map(lambda g: (g / count).astype(g.dtype), grads)
             norm = optax.tree.norm(grads)
             finite = jnp.isfinite(norm) & jnp.isfinite(sums["loss"][0])
             new = jax.lax.cond(finite, apply, lambda state, grads: state, state, grads)
-            return new, (sums, maxima, {"grad_norm": norm, "finite": finite})
+            return new, (sums, maxima, each, {"grad_norm": norm, "finite": finite})
 
         return update
 
     def _micro_loss(self, params: Params, frozen: Any, batch: TrainBatch, totals: Totals) -> Any:
         (total, count), metrics, maxima = self._loss(params, frozen, batch, totals)
-        return total, ({"loss": (total, count), **metrics}, maxima)
+        each = {name: pair for name, pair in metrics.items() if pair[0].ndim > 0}
+        return total, ({"loss": (total, count), **jax.tree.map(jnp.sum, metrics)}, maxima, each)
 
     def _make_old(self) -> Any:
         """The jitted pass that tells the policy's log-probs before the batch changes it."""
@@ -407,6 +428,16 @@ def _added(totals: Mapping[str, list[Any]]) -> dict[str, tuple[float, float]]:
         name: (float(sum(p[0] for p in pairs)), float(sum(p[1] for p in pairs)))
         for name, pairs in totals.items()
     }
+
+
+def _fill(
+    by_row: dict[str, np.ndarray], each: Mapping[str, Any], index: np.ndarray, rows: int
+) -> None:
+    """Puts sum / count of the rows [n, b] of an update in their places among all."""
+    for name, (total, count) in each.items():
+        told = by_row.setdefault(name, np.full(rows, np.nan))
+        real = (index >= 0) & (count > 0)
+        told[index[real]] = total[real] / count[real].astype(np.float64)
 
 
 def ratios(sums: Mapping[str, Any], maxima: Mapping[str, Any]) -> dict[str, float]:

@@ -348,6 +348,9 @@ class Sample:
     """The verifier's score in [0, 1]; null where nothing judged it."""
     reward: float | None = None
     """What the completion was rewarded with, where the algorithm learns from rewards."""
+    agreement: float | None = None
+    """Share of its tokens where student and teacher had the same most probable token when it was
+    trained on; null where nobody counted."""
 
     @classmethod
     def of(
@@ -360,6 +363,7 @@ class Sample:
         policy_version: int,
         score: float | None,
         reward: float | None = None,
+        agreement: float | None = None,
     ) -> Self:
         return cls(
             step=step,
@@ -372,6 +376,7 @@ class Sample:
             answer=prompt.answer,
             score=score,
             reward=reward,
+            agreement=agreement,
         )
 
 
