@@ -97,6 +97,7 @@ def sample(step: int, number: int) -> Sample:
         answer="42",
         score=float(1 - number),
         reward=step + 0.5 * number,
+        agreement=None if number else 0.75,
     )
 
 

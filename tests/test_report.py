@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from jaxrl.reports.curves import charts
 from jaxrl.reports.facts import changed_keys, differing_keys, facts
 from jaxrl.reports.idle import PoolUse, understand
 from jaxrl.reports.page import page
+from jaxrl.reports.profile import profile_section
 from jaxrl.reports.read import read_run
 from jaxrl.reports.tables import bytes_text
 from jaxrl.reports.thin import evenly, thin
@@ -237,6 +239,41 @@ def test_samples_are_chosen_evenly_and_cut_in_the_middle(run: Path, tmp_path: Pa
     assert (chosen[0]["agreement"], chosen[0]["of_step"]) == (0.25, True)
     told = samples.told(files, chosen)
     assert told == "600 of 4000 samples: those of 150 steps, evenly chosen"
+
+
+def test_a_sample_has_its_own_agreement_or_that_of_its_step(run: Path) -> None:
+    own, other = samples.samples(read_run(run))[2:4]
+    assert (own["step"], own["agreement"], own["of_step"]) == (2, 0.75, False)
+    assert (other["step"], other["agreement"], other["of_step"]) == (2, 0.52, True)
+
+
+def test_a_profile_is_a_table_of_its_stages() -> None:
+    told = profile_section(
+        {
+            "steps": [3, 4],
+            "step_seconds": 2.0,
+            "stages": [
+                {
+                    "stage": "actor.update",
+                    "pool": "actor",
+                    "seconds": 0.5,
+                    "tokens_per_second": 12_345.6,
+                    "flops": 2.5e12,
+                    "bytes": 3e9,
+                    "compute": 0.4,
+                    "memory": None,
+                    "bound": "compute",
+                    "moved": None,
+                }
+            ],
+            "pools": [{"pool": "actor", "idle": 0.75}],
+        }
+    )
+    assert "Steps 3 to 4, 2 s each. Idle: actor 75%." in told
+    assert re.findall("<t[hd][^>]*>([^<]*)</t[hd]>", told.split("<tbody>")[1]) == [
+        "actor.update", "actor", "0.5", "25%", "12,346", "2,500", "3 GB", "40.0%", "–",
+        "compute", "–",
+    ]  # fmt: skip
 
 
 def test_a_long_run_makes_a_small_page(tmp_path: Path) -> None:

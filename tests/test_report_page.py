@@ -189,6 +189,8 @@ def test_samples_are_filtered_sorted_and_harmless(page: Browser) -> None:
     shown = page.texts(f"{rows} td.completion")
     assert shown == ["completion 7", made_run.HARMFUL]
     assert page.texts(f"{rows} td.prompt") == [f"prompt 7.{n} <b>&amp;" for n in range(2)]
+    assert page.texts(f"{rows} td:nth-child(7)") == ["0.75", "0.57"]
+    assert page.texts(f"{rows} td.muted") == ["0.57"]  # that of the step
     assert page.run("return window.harmed") is None
     page.type("[name=sample-step]", "\ue011")  # the key Home: the first option, all
     page.type("[name=sample-text]", "COMPLETION 1")
@@ -248,6 +250,10 @@ def test_several_runs_are_lines_of_one_chart(
     told = window.text(f"{chart('distill/divergence')} .readout")
     assert told == "step 4 · made 0.25 · other 0.25"
     assert "optimizer.learning_rate\t0.003\t0.1" in window.text("#summary")
+    assert window.texts("#curves .legend") == [
+        "made optimizer.learning_rate=0.003",
+        "other optimizer.learning_rate=0.1",
+    ]
     assert window.errors() == []
 
 

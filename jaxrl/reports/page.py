@@ -17,6 +17,7 @@ from typing import Any
 from jaxrl.reports import memory_bars, samples, sections, timeline
 from jaxrl.reports.curves import charts, evaluated_steps
 from jaxrl.reports.idle import understand
+from jaxrl.reports.profile import profile_section
 from jaxrl.reports.read import RunFiles
 from jaxrl.reports.tables import text
 
@@ -43,10 +44,12 @@ def page(runs: Sequence[RunFiles], advice: Sequence[str] = ()) -> str:
         (run,), (use,) = runs, uses
         data |= {"timeline": timeline.lanes(use), "samples": samples.samples(run)}
         parts["Timeline"] = sections.timeline_section(use, data["timeline"])
+        if run.stages is not None:
+            parts["Profile"] = profile_section(run.stages)
         parts["Memory"] = memory_bars.section(run)
         parts["Samples"] = sections.samples_section(run, data["samples"])
         parts["Config"] = sections.config_section(run)
-    return _document(" and ".join(names), parts, data)
+    return _document(", ".join(names), parts, data)
 
 
 def unique_names(runs: Sequence[RunFiles]) -> list[str]:

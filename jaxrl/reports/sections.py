@@ -15,6 +15,8 @@ from jaxrl.reports.tables import definitions, missing, table, text
 
 LONGEST_GAPS = 5
 """Gaps of each pool in the table."""
+LEGEND_KEYS = 4
+"""Keys beside a run's name, of those that differ."""
 MOST_WAITED = 3
 """Calls that a pool waited for, in the table."""
 OPEN = ("main", "eval")
@@ -58,6 +60,16 @@ def _legend(number: int, name: str) -> str:
     return f'<span class="swatch run{number % 8}"></span>{text(name)}'
 
 
+def _legends(names: Sequence[str], runs: Sequence[RunFiles]) -> str:
+    """Each run with its values of the first keys that differ."""
+    keys = list(facts.differing_keys(runs).items())[:LEGEND_KEYS]
+    lines = []
+    for number, name in enumerate(names):
+        told = " ".join(f"{key}={values[number]}" for key, values in keys)
+        lines.append(f'{_legend(number, name)} <span class="muted">{text(told)}</span>')
+    return "".join(f'<p class="legend">{line}</p>' for line in lines)
+
+
 def _value(value: Any) -> str:
     return f"<code>{text(json.dumps(value, default=str))}</code>"
 
@@ -75,12 +87,11 @@ def curves_section(
         if thinned
         else "Every row is shown."
     )
-    legend = "".join(f"{_legend(i, name)} &ensp;" for i, name in enumerate(names))
     parts = [
-        f'<p>{legend if len(names) > 1 else ""}<span class="muted">{note} Ticks at the foot of a'
-        " chart: evaluations; red ones: a value that was not finite. Drag to see some steps only,"
-        " double-click for all; arrow keys move the cursor of a chart that has the focus."
-        "</span></p>",
+        _legends(names, runs) if len(names) > 1 else "",
+        f'<p class="muted">{note} Ticks at the foot of a chart: evaluations; red ones: a value that'
+        " was not finite. Drag to see some steps only, double-click for all; arrow keys move the"
+        " cursor of a chart that has the focus.</p>",
         CURVE_CONTROLS,
     ]
     for index, group in enumerate(groups):

@@ -131,7 +131,8 @@ def _gap(gap: Gap, zero: int, names: _Names) -> list[int]:
 def told(gap: Gap) -> str:
     """What a gap waited for most, and what came after it."""
     most = max(gap.waited, key=lambda call: gap.waited[call])
-    share = f" ({gap.waited[most] / gap.length:.0%})" if len(gap.waited) > 1 else ""
+    part = gap.waited[most] / gap.length
+    share = f" ({part:.0%})" if part < 0.995 else ""
     before = "the end" if gap.then is None else gap.then
     return f"waited for {most}{share} before {before}"
 

@@ -23,9 +23,10 @@ function number(value) {
   if (value === null || value === undefined) return "–";
   const size = Math.abs(value);
   if (Number.isInteger(value) && size < 1e7) return value.toLocaleString("en");
-  if (size >= 1e7 || (size > 0 && size < 1e-3)) return value.toExponential(3);
+  const rounded = Number(value.toPrecision(4));
+  if (size >= 1e7 || (size > 0 && size < 1e-3)) return rounded.toExponential();
   if (size >= 1000) return Math.round(value).toLocaleString("en");
-  return String(Number(value.toPrecision(4)));
+  return String(rounded);
 }
 
 /** Microseconds as a reader says them. */

@@ -92,7 +92,7 @@ class Chart {
     for (const level of this.chart.levels ?? []) parts.push(this.level(level, width));
     for (const line of lines) parts.push(this.line(line));
     this.cursor = svg("g", { class: "cursor" });
-    const frame = { x: EDGE.left, y: 0, width: width - EDGE.left, height: HEIGHT - EDGE.bottom + 4 };
+    const frame = { x: EDGE.left - 3, y: 0, width, height: HEIGHT - EDGE.bottom + 4 };
     const id = `frame-${this.name}`;
     this.svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
     this.svg.replaceChildren(

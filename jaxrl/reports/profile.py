@@ -1,0 +1,67 @@
+"""The section of a page that tells what a profiled run measured of its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxrl.reports.tables import bytes_text, table, text
+
+HEADS = (
+    "stage",
+    "pool",
+    "seconds a step",
+    "share",
+    "tokens/s",
+    "GFLOP",
+    "to and from memory",
+    "of the peak FLOP/s",
+    "of the peak bandwidth",
+    "bound by",
+    "moved to other pools",
+)
+
+
+def profile_section(told: Mapping[str, Any]) -> str:
+    """
+    Args:
+        told: `stages.json`, as `jaxrl.stages.StageTable` writes it.
+    """
+    first, last = told["steps"]
+    idle = ", ".join(f"{pool['pool']} {pool['idle']:.0%}" for pool in told["pools"])
+    rows = [_row(stage, told["step_seconds"]) for stage in told["stages"]]
+    return (
+        f'<p class="muted">Steps {first} to {last}, {told["step_seconds"]:.3g} s each.'
+        f" Idle: {text(idle)}.</p>{table(HEADS, rows)}"
+    )
+
+
+def _row(stage: Mapping[str, Any], step_seconds: float) -> list[str]:
+    return [
+        text(stage["stage"]),
+        text(stage["pool"]),
+        f"{stage['seconds']:.3g}",
+        f"{stage['seconds'] / step_seconds:.0%}",
+        _number(stage["tokens_per_second"]),
+        _number(stage["flops"], 1e-9),
+        _bytes(stage["bytes"]),
+        _share(stage["compute"]),
+        _share(stage["memory"]),
+        text(stage["bound"] or "–"),
+        _bytes(stage["moved"]),
+    ]
+
+
+def _number(value: float | None, scale: float = 1.0) -> str:
+    if value is None:
+        return "–"
+    number = value * scale
+    return f"{number:,.0f}" if abs(number) >= 1000 else f"{number:.3g}"
+
+
+def _bytes(value: float | None) -> str:
+    return "–" if value is None else bytes_text(value)
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1%}"
