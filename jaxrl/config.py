@@ -110,7 +110,14 @@ class RoleConfig(Section):
         return value
 
 
-class TeacherConfig(RoleConfig):
+class FrozenConfig(RoleConfig):
+    """A role whose model never trains."""
+
+    lazy: Flag = False
+    """Make the role (load its model) at its first use, not at the start."""
+
+
+class TeacherConfig(FrozenConfig):
     """The model to learn from; it never trains."""
 
     model: Name | None = None
@@ -184,6 +191,11 @@ class ActorConfig(RoleConfig):
 class RolloutConfig(RoleConfig):
     """The role that samples."""
 
+    layout: Literal["unstacked", "stacked"] = "unstacked"
+    """Layout of the weights that sample. unstacked: a copy of the layers, one array each; decodes
+    fastest. stacked: as they are trained; where dtype and mesh axes are the actor's too, the very
+    arrays of the actor, without a copy, and weights sharded over fsdp are gathered one layer at a
+    time."""
     slots: Positive | None = None
     """Sequences decoded at once over the whole mesh; freed ones are refilled. null: the whole
     batch."""
@@ -460,19 +472,21 @@ class PolicyConfig(Section):
         return self
 
 
-class ReferenceConfig(RoleConfig):
+class ReferenceConfig(FrozenConfig):
     """The policy as it was before training, for `policy.kl_coef` and `policy.reward_kl_coef`."""
 
     num_microbatches: Positive = 1
     """Slices in which a batch is scored; more take less activation memory."""
 
 
-class GrouperConfig(RoleConfig):
+class GrouperConfig(FrozenConfig):
     """Which completions are similar, for `policy.advantages=similarity`."""
 
     model: Name | None = None
     """Text encoder: a Hugging Face or sentence-transformers folder (BERT, MiniLM, XLM-RoBERTa,
-    bge-m3), or `package:NAME`. Read when it is first used."""
+    bge-m3), or `package:NAME`."""
+    lazy: Flag = True
+    """As `teacher.lazy`."""
     batch_tokens: Positive = 4096
     """Tokens that one device embeds at once, padding included."""
     method: Literal["agglomerative_silhouette", "connected_components", "leader"] = (
@@ -505,7 +519,7 @@ class GrouperConfig(RoleConfig):
         return self
 
 
-class RewardConfig(RoleConfig):
+class RewardConfig(FrozenConfig):
     """What completions are rewarded for, where the algorithm learns from rewards; and the role that
     judges them.
     """
@@ -561,6 +575,19 @@ class RewardConfig(RoleConfig):
     def weights_of_functions(self) -> tuple[float, ...]:
         """One for each function."""
         return (1.0,) * len(self.functions) if self.weights is None else self.weights
+
+
+class OffloadConfig(Section):
+    """What goes to pinned host memory while other roles of its pool work; no number changes."""
+
+    params: Flag = False
+    """The policy: of the actor while others work, and of the role that samples while none of its
+    calls runs. What both share stays."""
+    optimizer: Flag = False
+    """The optimizer's state, while nothing is trained."""
+    frozen: Flag = False
+    """The weights of teacher, reference, reward model and grouper while they are not asked, and the
+    teacher's LM head on the actor."""
 
 
 class EvalConfig(Section):
@@ -669,6 +696,38 @@ class LoggingConfig(Section):
     MLFLOW_TRACKING_URI names. null: none."""
 
 
+class ProfileConfig(Section):
+    """Some steps of a run, looked at closely."""
+
+    steps: str | None = None
+    """Steps `first:stop` that are profiled, as in `3:5` for the steps 3 and 4: a trace of JAX's
+    profiler and a table of the stages in `RUN/profile`. The first two compile. null: none."""
+
+    @field_validator("steps")
+    @classmethod
+    def _check_steps(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        match = re.fullmatch(r"(\d+):(\d+)", value)
+        if match is None:
+            raise ValueError(
+                f"{value!r} is not a range of steps: write first:stop, as in 3:5 for the steps 3"
+                " and 4"
+            )
+        first, stop = map(int, match.groups())
+        if first < 1:
+            raise ValueError(f"{value!r} begins with step {first}: the first step is 1")
+        if first >= stop:
+            raise ValueError(f"{value!r} holds no step: stop must exceed first, as in 3:5")
+        return value
+
+    @property
+    def range(self) -> range:
+        """The steps, none where there is nothing to profile."""
+        first, _, stop = (self.steps or "1:1").partition(":")
+        return range(int(first), int(stop))
+
+
 class Config(Section):
     """A run: what is trained, on what, where and how."""
 
@@ -733,16 +792,29 @@ class Config(Section):
     reward: RewardConfig = RewardConfig()
     grouper: GrouperConfig = GrouperConfig()
     policy: PolicyConfig = PolicyConfig()
+    offload: OffloadConfig = OffloadConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     deadlines: DeadlinesConfig = DeadlinesConfig()
     ray: RayConfig = RayConfig()
     logging: LoggingConfig = LoggingConfig()
+    profile: ProfileConfig = ProfileConfig()
 
     @property
     def run_path(self) -> Path:
         """Folder of the run."""
         return Path("runs") / self.name if self.run_dir is None else Path(self.run_dir)
+
+    @property
+    def lazy(self) -> tuple[str, ...]:
+        """Roles that are made at their first use."""
+        frozen = {
+            "teacher": self.teacher,
+            "reference": self.reference,
+            "reward": self.reward,
+            "grouper": self.grouper,
+        }
+        return tuple(role for role, section in frozen.items() if section.lazy)
 
     @property
     def learns_from_rewards(self) -> bool:
@@ -787,6 +859,11 @@ class Config(Section):
             self._check_rewards()
         else:
             self._check_no_rewards()
+        if self.profile.range.stop > self.steps + 1:
+            raise ValueError(
+                f"profile.steps={self.profile.steps} reaches beyond steps={self.steps}: stop is at"
+                f" most {self.steps + 1}"
+            )
         sequences = self.batch_size * self.group_size
         if self.minibatches > sequences:
             raise ValueError(

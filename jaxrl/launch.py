@@ -299,9 +299,11 @@ def _local(setup: Setup, plan: Plan, log: Log, spent: int) -> LocalCrew:
             roles = [role for role in pool.roles if role in plan.runs]
             makers = {role: partial(MAKERS[role], setup, meshes) for role in roles}
             devices = [d for role in roles if role in meshes for d in meshes[role].devices.flat]
-            starting |= crew.start(pool.name, devices, makers, deadline)
+            starting |= crew.start(pool.name, devices, makers, deadline, setup.config.lazy)
         for role, started in starting.items():
             started.result()
+            if role in setup.config.lazy:
+                continue
             where = "without devices"
             if role in meshes:
                 ids = device_list(device.id for device in meshes[role].devices.flat)
@@ -323,6 +325,7 @@ def _ray(setup: Setup, plan: Plan, log: Log, spent: int) -> Crew:
         log,
         startup_s=setup.config.deadlines.startup,
         roles=plan.runs,
+        lazy=setup.config.lazy,
         spent=spent,
     )
     try:
@@ -367,7 +370,7 @@ def make_actor(setup: Setup, meshes: Mapping[str, Mesh]) -> Actor:
         loss=algorithm.make_loss(config, student.config, mesh, setup.vocab_size),
         finish=algorithm.finish,
         frozen=frozen,
-        receiver=receiver and param_shardings(student.config, receiver, "unstacked"),
+        receiver=receiver and param_shardings(student.config, receiver, config.rollout.layout),
         run_dir=setup.run_dir,
         restore=setup.restore,
     )
@@ -385,7 +388,8 @@ def _teacher_head(setup: Setup, mesh: Mesh) -> jax.Array:
 
 
 def make_rollout_role(setup: Setup, meshes: Mapping[str, Mesh]) -> Sampler:
-    return _sampler(setup, setup.student, meshes["rollout"], params=None)
+    layout = setup.config.rollout.layout
+    return _sampler(setup, setup.student, meshes["rollout"], layout, params=None)
 
 
 def make_teacher(setup: Setup, meshes: Mapping[str, Mesh]) -> Teacher | RemoteTeacher:
@@ -399,8 +403,8 @@ def make_teacher(setup: Setup, meshes: Mapping[str, Mesh]) -> Teacher | RemoteTe
     projection = Projection(config.distill, mesh, setup.vocab_size)
     sampler = None
     if setup.teacher_samples:
-        sampler = _sampler(setup, source, mesh, params=params)
-    return Teacher(Scorer(source.config, params, projection), sampler)
+        sampler = _sampler(setup, source, mesh, layout, params=params)
+    return Teacher(Scorer(source.config, params, projection), sampler, config.offload.frozen)
 
 
 def make_reference(setup: Setup, meshes: Mapping[str, Mesh]) -> Reference:
@@ -413,6 +417,7 @@ def make_reference(setup: Setup, meshes: Mapping[str, Mesh]) -> Reference:
         mesh,
         config.sampling.temperature,
         config.distill.chunk_tokens,
+        config.offload.frozen,
     )
 
 
@@ -428,6 +433,7 @@ def make_reward(setup: Setup, meshes: Mapping[str, Mesh]) -> Reward:
             config.dtype,
             config.batch_tokens,
             config.max_tokens or longest + TEMPLATE_TOKENS,
+            setup.config.offload.frozen,
         )
     return Reward(functions, model)
 
@@ -436,7 +442,12 @@ def make_grouper(setup: Setup, meshes: Mapping[str, Mesh]) -> Grouper:
     config = setup.config.grouper
     assert config.model is not None
     return Grouper(
-        config.model, meshes["grouper"], config.dtype, config.batch_tokens, setup.opens_thought
+        config.model,
+        meshes["grouper"],
+        config.dtype,
+        config.batch_tokens,
+        setup.opens_thought,
+        setup.config.offload.frozen,
     )
 
 
@@ -451,12 +462,13 @@ MAKERS: dict[str, Callable[[Setup, Mapping[str, Mesh]], Any]] = {
 """Role -> (setup, the meshes of the roles that this process has) -> the role."""
 
 
-def _sampler(setup: Setup, source: ModelSource, mesh: Mesh, params: Any) -> Sampler:
+def _sampler(setup: Setup, source: ModelSource, mesh: Mesh, layout: Layout, params: Any) -> Sampler:
     config = setup.config
     return Sampler(
         config,
         source.config,
         mesh,
+        layout=layout,
         slots=config.rollout.slots or config.batch_size * config.group_size,
         tokenizer=setup.tokenizer,
         pad_id=setup.pad_id,

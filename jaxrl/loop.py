@@ -14,6 +14,7 @@ batch late.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,7 +23,7 @@ from jaxrl.config import Config
 from jaxrl.data.batch import data_rollout
 from jaxrl.reporting import Reporter
 from jaxrl.runtime.worker import Future, Handle
-from jaxrl.schedule import SCHEDULES, Schedule
+from jaxrl.schedule import SCHEDULES, Action, Schedule
 from jaxrl.types import Prompt, Rollout
 
 ELSEWHERE = 1 << 20
@@ -85,6 +86,7 @@ class Loop:
         decode: Callable[[Sequence[int]], str] = str,
         checkpoints: Checkpoints | None = None,
         asked_to_stop: Callable[[], bool] = lambda: False,
+        around: Callable[[Action], AbstractContextManager[None]] = lambda action: nullcontext(),
     ):
         """
         Args:
@@ -94,11 +96,12 @@ class Loop:
             decode: the text of tokens, for the data's own completions.
             checkpoints: None: none are written.
             asked_to_stop: looked at between actions; what is trained is saved then.
+            around: entered before each action and left after it (`Profile.around`).
         """
         self.config, self.roles, self.reporter = config, roles, reporter
         self._stream, self._held_out, self.packing, self.value = prompts, held_out, packing, value
         self._checkpoints, self._asked_to_stop = checkpoints, asked_to_stop
-        self._decode = decode
+        self._decode, self._around = decode, around
         self._algorithm = ALGORITHMS[config.algorithm]
         self._futures: dict[tuple[str, int], Future] = {}
         self._scores: dict[int, dict[str, list[Future]]] = {}
@@ -113,7 +116,8 @@ class Loop:
         """
         self._schedule = self._begin() if resumed is None else self._go_on(resumed)
         while not self._asked_to_stop() and (action := self._schedule.next()) is not None:
-            getattr(self, action.kind)(action.index)
+            with self._around(action):
+                getattr(self, action.kind)(action.index)
         if self._saved < self._schedule.trained and not self.reporter.gave_up:
             self._save(self._schedule.trained)
         self._report(until=self._schedule.trained - 1)
@@ -210,7 +214,7 @@ class Loop:
     def scores(self, role: str, rollout: Future) -> list[Future]:
         """What a role says of a rollout, in the micro-batches that its section asks for."""
         parts, aside = scoring_parts(self.config, role)
-        deadline = self.config.deadlines.score
+        deadline = self._patience(role, self.config.deadlines.score)
         if parts is None:
             return [self.roles[role].call("score", rollout, deadline=deadline, aside=aside)]
         return [
@@ -224,12 +228,17 @@ class Loop:
         self._known.setdefault(index, {})[role] = [scores]
 
     def _generate(self, role: str, index: int, batch: int) -> Future:
-        deadline = self.config.deadlines.generate
+        deadline = self._patience(role, self.config.deadlines.generate)
         return self.roles[role].call("generate", self.prompts(batch), step=index, deadline=deadline)
 
     def _sample(self, role: str) -> Future:
-        deadline = self.config.deadlines.evaluate
+        deadline = self._patience(role, self.config.deadlines.evaluate)
         return self.roles[role].call("sample", self._held_out, deadline=deadline)
+
+    def _patience(self, role: str, seconds: float) -> float:
+        """A deadline; the first call of a lazy role may have to make it."""
+        d = self.config.deadlines
+        return seconds + (d.startup if role in self.config.lazy else 0.0)
 
     def _rollout(self, index: int) -> Future:
         return self._futures["rollout", index]
@@ -244,10 +253,13 @@ class Loop:
 
     def _take(self, step: int) -> dict[str, Future]:
         """The futures of one row: of the batch that made version `step`, and what followed; of each
-        role's scores the last part, as `score.ROLE`.
+        role's scores the last part as `score.ROLE`, those before as `score.ROLE.0` and so on.
         """
         batch = [(kind, step - 1) for kind in ("rollout", "update")]
         keys = [*batch, ("publish", step), ("sync", step), ("eval", step), ("teacher", step)]
         taken = {key[0]: self._futures.pop(key) for key in keys if key in self._futures}
         scores = self._scores.pop(step - 1, {})
-        return taken | {f"score.{role}": parts[-1] for role, parts in scores.items()}
+        for role, parts in scores.items():
+            taken |= {f"score.{role}.{i}": part for i, part in enumerate(parts[:-1])}
+            taken[f"score.{role}"] = parts[-1]
+        return taken

@@ -15,6 +15,7 @@ from jaxrl.launch import Job
 from jaxrl.loop import Resumed, evaluates
 from jaxrl.models.hf import write_description
 from jaxrl.plan import Plan
+from jaxrl.profiling import PROFILE_DIR, Profile, steps_to_profile
 from jaxrl.reporting import Reporter
 from jaxrl.run_dir import RunDir
 from jaxrl.runtime.worker import Crew, Handle
@@ -56,6 +57,7 @@ class Records:
         self._stack = ExitStack()
         config, step = job.config, run.step
         resumed = run.checkpoint is not None
+        profiled = steps_to_profile(config, step, tell)
         after = step if resumed else None
         metrics = MetricsWriter(run.path / METRICS_FILE, after, tell)
         samples = SamplesWriter(run.path / SAMPLES_FILE, after, tell)
@@ -66,6 +68,8 @@ class Records:
         self._timeline = Timeline(timeline, resumed, tell)
         self._stack.enter_context(self._timeline)
         self._timeline.watch_states(crew.states)
+        folder = run.path / PROFILE_DIR
+        self.profile = Profile(job, plan, crew, folder, profiled, self.rows, tell)
         trackers = open_trackers(
             config.logging,
             config.name,
@@ -105,8 +109,9 @@ class Records:
         self._stack.__exit__(*failed)
 
     def watch(self, crew: Crew) -> dict[str, Handle]:
-        """The roles, their calls drawn in the timeline."""
-        return {role: self._timeline.watch(role, crew.handle(role)) for role in crew.roles}
+        """The roles, their calls drawn in the timeline, and counted where they are profiled."""
+        handles = {role: self._timeline.watch(role, crew.handle(role)) for role in crew.roles}
+        return {role: self.profile.watch(role, handle) for role, handle in handles.items()}
 
     def finish_checkpoints(self) -> None:
         """Waits for what is still being written."""

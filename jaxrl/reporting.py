@@ -82,13 +82,13 @@ class Reporter:
         if "teacher" in futures:
             teacher = evaluation_row(self._sets, futures["teacher"].result(), self._judge)
             row["teacher/accuracy"] = teacher.get("eval/accuracy", float("nan"))
-        self._write(step, row)
+        self._write(step, row | self._work(futures))
 
     def _step(self, step: int, futures: Mapping[str, Future]) -> None:
         rollout: Rollout = futures["rollout"].result()
         trained: Trained = futures["update"].result()  # so everything of the batch has ended
         row = self._batch(rollout, futures) | trained.metrics
-        row |= self._sync(step, futures) | self._evaluation(futures)
+        row |= self._sync(step, futures) | self._evaluation(futures) | self._work(futures)
         row |= self._memory() | self.checkpoint()
         row["data/epoch"] = self._epoch(step)
         row["staleness"] = step - 1 - max(rollout.policy_version, 0)
@@ -138,14 +138,33 @@ class Reporter:
             "time/update_s": futures["update"].times.seconds,
         }
         for role, name in SCORED.items():
-            if f"score.{role}" in futures:
-                row[f"time/{name}_s"] = futures[f"score.{role}"].times.seconds
+            parts = [future for key, future in futures.items() if _scored_by(key) == role]
+            if parts:
+                row[f"time/{name}_s"] = sum(part.times.seconds for part in parts)
         for told in self._told_by_scorers(futures):
             for note in told.notes:
-                self.console.message(note)
-                self._log(note)
+                self._say(note)
             row |= getattr(told, "metrics", {})
         return row
+
+    def _work(self, futures: Mapping[str, Future]) -> dict[str, float]:
+        """What the calls of a row cost beside their own work: roles made, memory moved."""
+        for key, future in futures.items():
+            if future.times.made_s is not None:
+                role = _scored_by(key) or key
+                self._say(f"{role}: made on its first use, in {future.times.made_s:.1f} s")
+        moves = [move for future in futures.values() for move in future.times.moves]
+        if not moves:
+            return {}
+        return {
+            "offload/to_host_bytes": float(sum(m.nbytes for m in moves if m.to == "host")),
+            "offload/to_device_bytes": float(sum(m.nbytes for m in moves if m.to == "device")),
+            "time/offload_s": sum(move.waited for move in moves),
+        }
+
+    def _say(self, note: str) -> None:
+        self.console.message(note)
+        self._log(note)
 
     def _told_by_scorers(self, futures: Mapping[str, Future]) -> list[Any]:
         """What the roles that also speak to the user said of a batch."""
@@ -223,6 +242,12 @@ class Reporter:
             reward=_of_row(rewards, i),
             agreement=_of_row(agreement, i),
         )
+
+
+def _scored_by(key: str) -> str | None:
+    """The role of a future whose key is `score.ROLE` or `score.ROLE.PART`."""
+    kind, _, rest = key.partition(".")
+    return rest.partition(".")[0] if kind == "score" else None
 
 
 def _of_row(values: Any, i: int) -> float | None:

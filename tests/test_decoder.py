@@ -86,10 +86,11 @@ def test_abstract_params_and_count_are_those_of_the_real_ones() -> None:
         assert config.n_params == sum(x.size for x in jax.tree.leaves(params)), name
 
 
+@pytest.mark.parametrize("layout", ["unstacked", "stacked"])
 @pytest.mark.parametrize("name", ["qwen2", "qwen3"])  # biases; qk-norm
-def test_prefill_then_decode_is_forward(name: str) -> None:
+def test_prefill_then_decode_is_forward(name: str, layout: decoder.Layout) -> None:
     """Rows with prompts of different lengths, teacher-forced to the end of the sequence."""
-    config, params = tiny_model(name, layout="unstacked")
+    config, params = tiny_model(name, layout=layout)
     tokens = np.random.RandomState(0).randint(3, config.vocab_size, (3, 12)).astype(np.int32)
     lengths = np.array([7, 4, 1])
     width, slots = 7, 16
@@ -101,7 +102,7 @@ def test_prefill_then_decode_is_forward(name: str) -> None:
     np.testing.assert_allclose(first[mask], expected[:, :width][mask], atol=1e-5)
 
     pad = ((0, 0), (0, 0), (0, slots - width), (0, 0))
-    cache = jax.tree.map(lambda x: jnp.pad(x, pad), cache)
+    cache = jax.tree.map(lambda x: jnp.pad(x, ((0, 0),) * (x.ndim - 4) + pad), cache)
     step = jax.jit(partial(decoder.decode, config), static_argnames="used")
     positions = lengths.copy()
     rows = np.arange(3)

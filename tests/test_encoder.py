@@ -156,23 +156,28 @@ def test_batches_hold_every_sequence_once_in_few_shapes() -> None:
 def test_equal_sequences_are_run_once_and_progress_is_told() -> None:
     seen, told = [], []
 
-    def run(tokens: Any, mask: Any) -> Any:
-        seen.append(int(mask.any(1).sum()))
-        return (tokens * mask).sum(1)
+    program = jax.jit(lambda scale, tokens, mask: scale * (tokens * mask).sum(1))
+
+    class Counted:
+        lower = program.lower
+
+        def __call__(self, scale: Any, tokens: Any, mask: Any) -> Any:
+            seen.append(int(mask.any(1).sum()))
+            return program(scale, tokens, mask)
 
     rows = [[1, 2], [5], [1, 2], [7, 7, 7]]
     options: Any = {"mesh": None, "batch_tokens": 32, "longest": 16, "progress": told.append}
-    assert run_batches(rows, run, **options).tolist() == [3, 5, 3, 21]
+    assert run_batches(rows, Counted(), 2, **options).tolist() == [6, 10, 6, 42]
     assert seen == [2, 1] and told == ["0 of 3 texts", "2 of 3 texts"]
 
 
-def test_the_grouper_loads_once_when_it_is_first_used() -> None:
+def test_the_grouper_embeds_what_was_answered_and_says_what_it_is_once() -> None:
     grouper = Grouper(str(FOLDER), make_mesh(2, 1, 1))
     texts = [*(f"<think>hm</think>{text}" for text in SENTENCES), "<think>cut off"]
     rollout = SimpleNamespace(completions=[SimpleNamespace(text=text) for text in texts])
     first = grouper.score(rollout)
     (line,) = first.notes
-    assert "on first use" in line and "float32" in line
+    assert "tiny_bge has " in line and "float32" in line
     assert first.texts == (*map(str.strip, SENTENCES), None)
     assert not first.vectors[-1].any()
     np.testing.assert_allclose(first.vectors[:-1], EXPECTED["tiny_bge"], atol=CLOSE, rtol=0)

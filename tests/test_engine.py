@@ -75,12 +75,13 @@ def generate(
     n: int = 3,
     sampling: SamplingParams = SAMPLING,
     seed: int = 0,
+    layout: decoder.Layout = "unstacked",
     **options: Any,
 ) -> dict[int, list[Completion]]:
     """Prompt id -> its completions, whatever the order they were asked for in."""
-    tree = params()
+    tree = params() if layout == "unstacked" else decoder.stack(params())
     if made.mesh is not None:
-        tree = jax.device_put(tree, param_shardings(CONFIG, made.mesh, "unstacked"))
+        tree = jax.device_put(tree, param_shardings(CONFIG, made.mesh, layout))
     prompts = [PROMPTS[i] for i in order]
     ids = {"prompt_ids": list(order), **options}
     out = made.generate(tree, prompts, n=n, sampling=sampling, seed=seed, **ids)
@@ -151,6 +152,33 @@ def test_tokens_do_not_depend_on_the_mesh(name: str) -> None:
     assert_same(reference(), generate(made))
     greedy = replace(SAMPLING, temperature=0.0)
     assert_same(generate(engine(), sampling=greedy), generate(made, sampling=greedy))
+
+
+@pytest.mark.parametrize("name", ["1", pytest.param("data=2", marks=pytest.mark.slow), "2x2x2"])
+def test_tokens_do_not_depend_on_the_layout(name: str) -> None:
+    assert_same(reference(), generate(engine(make_mesh(MESHES[name])), layout="stacked"))
+
+
+def test_stacked_weights_are_not_copied_to_decode() -> None:
+    """Temporaries of a launch do not grow with the layers' weights: no second copy is made."""
+    config = replace(CONFIG, n_layers=8, d_ff=512)
+    tree = decoder.init_params(config, jax.random.key(0))
+    held = decode.new_cache(config, None, 2, 16, np.dtype(np.float32), "stacked")
+    lowered = decode.launch.lower(
+        config,
+        None,
+        tree,
+        held,
+        np.zeros((2, 6), np.int32),
+        np.int32(1),
+        make_knobs(SAMPLING, 0, 0),
+        n_tokens=8,
+        check_every=8,
+    )
+    memory = lowered.compile().memory_analysis()
+    layers = sum(leaf.nbytes for leaf in jax.tree.leaves(tree["layers"]))
+    assert memory.temp_size_in_bytes < layers / 4
+    assert memory.alias_size_in_bytes >= sum(leaf.nbytes for leaf in jax.tree.leaves(held))
 
 
 def test_seeds_steps_and_prompt_ids_make_other_samples() -> None:

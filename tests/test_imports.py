@@ -30,7 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "serve_teacher",
         "config_page",
     ),
-    ("records", "reports", "splits"),
+    ("records", "profiling", "reports", "splits", "stages"),
     ("plan", "launch", "loop"),
     ("inputs", "reporting", "run_dir"),
     ("schedule",),

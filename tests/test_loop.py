@@ -144,7 +144,9 @@ def test_every_scorer_is_asked_in_its_own_parts_and_the_actor_gets_them_in_order
         (batch, part, 2) for batch in range(2) for part in range(2)
     ]
     last = {f"score.{role}": parts[-1] for role, parts in told.items()}
-    last["score.teacher"] = None  # its hidden states are dropped once the actor has them
+    last |= {f"score.reference.{i}": part for i, part in enumerate(told["reference"][:-1])}
+    # The teacher's hidden states are dropped once the actor has them.
+    last |= dict.fromkeys(("score.teacher", "score.teacher.0", "score.teacher.1"))
     assert {k: v for k, v in rows[2][1].items() if k.startswith("score.")} == last
 
 

@@ -256,10 +256,10 @@ def test_a_plan_needs_only_config_json(tmp_path: Path) -> None:
 
 def test_a_role_peaks_where_its_device_does() -> None:
     """A device's own statistics know no roles: what shares it counts."""
-    found = plan("actor+rollout=6,teacher=2")
-    policy, teacher = found.pools
-    assert found.peaks == {"actor": policy.bytes, "rollout": policy.bytes, "teacher": teacher.bytes}
-    assert policy.bytes > max(found.accounts[role].peak for role in ("actor", "rollout"))
+    found = plan("actor+teacher=6,rollout=2")
+    shared, rollout = found.pools
+    assert found.peaks == {"actor": shared.bytes, "teacher": shared.bytes, "rollout": rollout.bytes}
+    assert shared.bytes > max(found.accounts[role].peak for role in ("actor", "teacher"))
 
 
 def test_new_weights_at_a_sync_are_held_beside_the_old_ones() -> None:

@@ -205,7 +205,7 @@ def test_similar_completions_are_compared(student, reward_model, tmp_path, devic
     assert sum(split) == pytest.approx(1)
     mean = sum(k * share for k, share in enumerate(split, start=1))
     assert row["similarity/groups_per_prompt"] == pytest.approx(mean)
-    assert "grouper: loaded" in (result.run_dir / "log.txt").read_text()
+    assert "grouper: made on its first use, in " in (result.run_dir / "log.txt").read_text()
 
 
 def test_rewards_and_a_teacher_together(student, teacher, tmp_path):

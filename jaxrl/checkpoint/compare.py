@@ -11,13 +11,13 @@ from jaxrl.errors import UserError
 
 FREE = re.compile(
     r"mesh|name|run_dir|resume|compile_cache|launcher"
-    r"|(checkpoint|deadlines|logging|offload|ray)\..*|.*\.(parallel\.\w+|devices)"
+    r"|(checkpoint|deadlines|logging|offload|profile|ray)\..*|.*\.(parallel\.\w+|devices|lazy)"
     r"|teacher\.(address|service_threads)|reward\.(workers|timeout|max_failures)"
 )
 """Keys that change where and how a run works, never what it computes."""
 TOLD = re.compile(
     r"\w+\.(dtype|param_dtype|moment_dtype|micro_batch_tokens|num_microbatches|batch_tokens)"
-    r"|rollout\.(slots|launch_tokens)|steps"
+    r"|rollout\.(slots|launch_tokens|layout)|steps"
 )
 """Keys that may change, and are told: precision and memory, for other devices; numbers differ from
 then on, if by rounding alone. And more steps."""

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxrl.sharding.ledger import current
 from jaxrl.sharding.reshard import put
 
 NARROWEST = 16
 """Smallest width of a batch, tokens."""
-Run = Callable[[jax.Array, jax.Array], jax.Array]
-"""(tokens [R, W] int32, mask [R, W] bool) -> [R, ...], whole on every device."""
+Run = Callable[..., jax.Array]
+"""Jitted: (..., tokens [R, W] int32, mask [R, W] bool) -> [R, ...], whole on every device."""
 Progress = Callable[[str], None]
 
 
@@ -75,7 +77,7 @@ def batches(
 def run_batches(
     sequences: Sequence[Sequence[int]],
     run: Run,
-    *,
+    *leading: Any,
     mesh: Mesh | None,
     batch_tokens: int,
     longest: int,
@@ -84,6 +86,7 @@ def run_batches(
     """What `run` says of each sequence, in their order; of equal ones it is asked once.
 
     Args:
+        leading: arguments of `run` before the tokens.
         progress: told how far it is, before each batch.
     """
     distinct = list(dict.fromkeys(map(tuple, sequences)))
@@ -92,7 +95,9 @@ def run_batches(
     for batch in batches(distinct, shards=shards, batch_tokens=batch_tokens, longest=longest):
         if progress is not None:
             progress(f"{len(found)} of {len(distinct)} texts")
-        values = np.asarray(run(_put(batch.tokens, mesh), _put(batch.mask, mesh)))
+        given = (*leading, _put(batch.tokens, mesh), _put(batch.mask, mesh))
+        with current().running(run, *given):
+            values = np.asarray(run(*given))
         found.update(zip(batch.rows, values, strict=False))  # further rows are padding
     at = {sequence: i for i, sequence in enumerate(distinct)}
     return np.stack([found[at[tuple(sequence)]] for sequence in sequences])

@@ -3,9 +3,8 @@
 Parameters are a nested dict of arrays, in one of two layouts of `params["layers"]`:
 
 - stacked: one block whose leaves have a leading [L] dim, run under `lax.scan` (training: one block
-  is compiled);
-- unstacked: a list of L blocks, run one after the other (sampling: a scan would copy weights or
-  cache at every token).
+  is compiled; sampling with the very arrays that are trained);
+- unstacked: a list of L blocks, run one after the other (sampling: nothing is copied at a token).
 
 The NNX modules of `layers.py` are merged with their parameters inside the traced function, so that
 a call of a jitted function flattens a dict, not a module graph.
@@ -30,7 +29,8 @@ Layout = Literal["stacked", "unstacked"]
 Remat = Literal["none", "dots", "full"]
 Cache = list[tuple[jax.Array, jax.Array]]
 """Per layer (k, v), each [B, KV, S, H]: the positions of a head lie next to each other, so that a
-decode step reads them as a plain batched matmul, without a transposed copy."""
+decode step reads them as a plain batched matmul, without a transposed copy. Of stacked parameters
+one pair [L, B, KV, S, H]."""
 
 REMAT_POLICIES: dict[Remat, Any] = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -83,8 +83,12 @@ def abstract_params(
     )
 
 
+def layout_of(params: Params) -> Layout:
+    return "unstacked" if isinstance(params["layers"], list) else "stacked"
+
+
 def unstack(params: Params) -> Params:
-    """Stacked to unstacked layout."""
+    """Stacked to unstacked layout; entries other than the layers may be missing."""
     layers = params["layers"]
     n = jax.tree.leaves(layers)[0].shape[0]
     return params | {"layers": [jax.tree.map(lambda x, i=i: x[i], layers) for i in range(n)]}
@@ -144,7 +148,7 @@ def forward(
 
     if remat != "none":
         body = jax.checkpoint(body, policy=REMAT_POLICIES[remat], prevent_cse=False)
-    if isinstance(params["layers"], list):
+    if layout_of(params) == "unstacked":
         for layer in params["layers"]:
             x, _ = body(x, layer)
     else:
@@ -160,24 +164,35 @@ def prefill(
     *,
     mesh: Mesh | None = None,
 ) -> tuple[jax.Array, Cache]:
-    """Hidden states [B, P, D] and per-layer keys and values [B, KV, P, H] of right-padded prompts
-    [B, P].
+    """Hidden states [B, P, D] and the keys and values of right-padded prompts [B, P], a `Cache` of
+    P positions in the layout of the parameters.
 
-    Unstacked layout. Keys are stored rotated, at the index of their position.
+    Keys are stored rotated, at the index of their position.
     """
     causal = jnp.tril(jnp.ones((tokens.shape[1],) * 2, bool))
     allowed = causal[None] & mask[:, None, :]
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
-    cache: Cache = []
+    rope = rope_angles(config, positions)
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        cache.append((jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)))
-        return attention(q, k, v, allowed)
+    def body(x: jax.Array, layer: Params) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        written = []
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            written.append((jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)))
+            return attention(q, k, v, allowed)
+
+        x = _rows(_block(config, layer)(x, rope, attend), mesh)
+        return x, written[0]
 
     x = _embed(config, params, tokens, mesh)
-    rope = rope_angles(config, positions)
-    for layer in params["layers"]:
-        x = _rows(_block(config, layer)(x, rope, attend), mesh)
+    cache: Cache = []
+    if layout_of(params) == "unstacked":
+        for layer in params["layers"]:
+            x, pair = body(x, layer)
+            cache.append(pair)
+    else:
+        x, pair = jax.lax.scan(body, x, params["layers"])
+        cache.append(pair)
     return _norm(config, params)(x), cache
 
 
@@ -194,7 +209,7 @@ def decode(
     """One token for each slot: writes its keys and values, attends to the cache up to its position.
 
     Args:
-        cache: per layer (k, v) [B, KV, S, H]; donate it. Unstacked layout.
+        cache: in the layout of the parameters; donate it.
         tokens: [B] int32, the token at `positions`.
         positions: [B] int32 in [0, used).
         used: static bound on positions + 1: only this much of the cache is read.
@@ -203,19 +218,38 @@ def decode(
         hidden [B, D] that predicts the next token, and the new cache.
     """
     allowed = jnp.arange(used)[None] <= positions[:, None]
-    updated: Cache = []
-    layers = iter(cache)
+    rope = rope_angles(config, positions[:, None])
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        keys, values = next(layers)
-        keys, values = _write(keys, k, positions), _write(values, v, positions)
-        updated.append((keys, values))
-        return attention_step(q, keys[:, :, :used], values[:, :, :used], allowed)
+    def step(
+        x: jax.Array, layer: Params, pair: tuple[jax.Array, jax.Array], index: jax.Array | None
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        """A block; `index` of the layer where the cache holds all of them."""
+        written = []
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            keys = _write(pair[0], k, positions, index)
+            values = _write(pair[1], v, positions, index)
+            written.append((keys, values))
+            keys, values = (_layer(x, index)[:, :, :used] for x in (keys, values))
+            return attention_step(q, keys, values, allowed)
+
+        x = _rows(_block(config, layer)(x, rope, attend), mesh)
+        return x, written[0]
+
+    def body(carry: Any, given: tuple[jax.Array, Params]) -> tuple[Any, None]:
+        index, layer = given
+        return step(carry[0], layer, carry[1], index), None
 
     x = _embed(config, params, tokens[:, None], mesh)
-    rope = rope_angles(config, positions[:, None])
-    for layer in params["layers"]:
-        x = _rows(_block(config, layer)(x, rope, attend), mesh)
+    updated: Cache = []
+    if layout_of(params) == "unstacked":
+        for layer, pair in zip(params["layers"], cache, strict=True):
+            x, pair = step(x, layer, pair, None)
+            updated.append(pair)
+    else:
+        layers = jnp.arange(config.n_layers)
+        (x, pair), _ = jax.lax.scan(body, (x, cache[0]), (layers, params["layers"]))
+        updated.append(pair)
     return _norm(config, params)(x)[:, 0], updated
 
 
@@ -224,11 +258,23 @@ def cast(params: Params, dtype: Any) -> Params:
     return jax.tree.map(lambda x: x.astype(dtype), params)
 
 
-def _write(cache: jax.Array, new: jax.Array, positions: jax.Array) -> jax.Array:
-    """cache [B,KV,S,H] with new [B,1,KV,H] at positions [B]; in this form SPMD moves no cache."""
+def _write(
+    cache: jax.Array, new: jax.Array, positions: jax.Array, index: jax.Array | None
+) -> jax.Array:
+    """cache [(L,) B,KV,S,H] with new [B,1,KV,H] at positions [B] of layer `index`; in this form
+    SPMD moves no cache.
+    """
     update: Callable[..., jax.Array] = jax.lax.dynamic_update_slice
     new = jnp.swapaxes(new, 1, 2).astype(cache.dtype)
-    return jax.vmap(lambda c, n, i: update(c, n, (0, i, 0)))(cache, new, positions)
+    if index is None:
+        return jax.vmap(lambda c, n, i: update(c, n, (0, i, 0)))(cache, new, positions)
+    write = jax.vmap(lambda c, n, i: update(c, n[None], (index, 0, i, 0)), (1, 0, 0), 1)
+    return write(cache, new, positions)
+
+
+def _layer(cache: jax.Array, index: jax.Array | None) -> jax.Array:
+    """Keys or values [B, KV, S, H] of one layer."""
+    return cache if index is None else jax.lax.dynamic_index_in_dim(cache, index, keepdims=False)
 
 
 def _block(config: DecoderConfig, layer: Params) -> Callable[[jax.Array, Any, Attend], jax.Array]:

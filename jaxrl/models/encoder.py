@@ -63,7 +63,10 @@ class Encoder:
             return np.zeros((0, self.config.d_model), np.float32)
         return run_batches(
             self.tokens(texts),
-            partial(_encode, self.config, self.mesh, self.params),
+            _encode,
+            self.config,
+            self.mesh,
+            self.params,
             mesh=self.mesh,
             batch_tokens=self._batch_tokens,
             longest=self.config.max_tokens,

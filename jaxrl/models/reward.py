@@ -209,7 +209,11 @@ class RewardScorer:
             return np.zeros((0,), np.float32), 0
         scores = run_batches(
             [self._cut(sequence) for sequence in sequences],
-            partial(_score, self.config, self.mesh, self.params, self.head),
+            _score,
+            self.config,
+            self.mesh,
+            self.params,
+            self.head,
             mesh=self.mesh,
             batch_tokens=self._batch_tokens,
             longest=self.max_tokens,

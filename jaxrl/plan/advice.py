@@ -146,6 +146,9 @@ def _ladders(config: Config, scene: Scene, pool: Pool) -> Iterator[list[Change]]
     if "teacher" in roles:
         n = config.teacher.num_microbatches
         yield [("teacher.num_microbatches", n * k) for k in (2, 4, 8, 16)]
+    if len(roles) > 1:
+        asked = config.offload.model_dump()
+        yield from ([(f"offload.{key}", True)] for key, on in asked.items() if not on)
     for role in roles:
         now = scene.axes(config)[role]
         if parallel(config, role).tensor is None:

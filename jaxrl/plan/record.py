@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from jaxrl.plan import Plan
+from jaxrl.sharding.memory import Part
 
 
 def plan_json(plan: Plan) -> str:
@@ -15,7 +16,8 @@ def plan_json(plan: Plan) -> str:
     `pools`: name, roles, devices (numbers of the placement), device (`gpu`, or null in a plan for
     another machine), peak, moment (what goes on then, as `actor: update`), limit (null where nobody
     knows). `roles`: role, pool (index), devices, axes (null without a mesh), peak (null where
-    nothing is counted), parts of it: column, name, bytes, phase (null: always there).
+    nothing is counted), parts of it: column, name, bytes, phase (null: resident), away (moments and
+    roles at which a resident part is not there).
     """
     record = {
         "mesh": plan.placement.spec,
@@ -52,5 +54,9 @@ def _role(plan: Plan, role: str) -> dict[str, Any]:
         "devices": list(where.devices),
         "axes": None if axes is None else axes._asdict(),
         "peak": None if account is None else account.peak,
-        "parts": [] if account is None else [asdict(part) for part in account.parts],
+        "parts": [] if account is None else [_part(part) for part in account.parts],
     }
+
+
+def _part(part: Part) -> dict[str, Any]:
+    return {**asdict(part), "away": sorted(part.away)}

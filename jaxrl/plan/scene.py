@@ -18,6 +18,7 @@ from jaxrl.models.decoder import abstract_params
 from jaxrl.models.encoder_config import EncoderConfig
 from jaxrl.models.frozen_memory import grouper_account, reward_account
 from jaxrl.optimizer import make_optimizer, state_shardings
+from jaxrl.plan.turns import take_turns
 from jaxrl.sampling.engine import PREFILL_TOKENS, power_of_two
 from jaxrl.schedule import SCHEDULES
 from jaxrl.sharding.memory import (
@@ -117,7 +118,11 @@ class Scene:
                 longest=config.max_new_tokens,
                 fused_attention=self.fused_attention,
             )
-        return found
+        return {
+            role: account
+            for pool in self.placement.pools
+            for role, account in take_turns(found, pool.roles, config.offload).items()
+        }
 
     def pools(self, accounts: Mapping[str, Account]) -> tuple[PoolMemory, ...]:
         """The fullest device of each pool; roles on the same device add up."""
@@ -162,7 +167,6 @@ def memory_inputs(config: Config, scene: Scene, axes: Mapping[str, Axes]) -> Mem
     """What the planner needs of the config."""
     a, d, teacher = config.actor, config.distill, scene.teacher
     rows = config.batch_size * config.group_size
-    one_mesh = scene.same_mesh("actor", "rollout", axes)
     evaluated = config.eval.max_new_tokens if config.data.eval is not None else None
     samples = d.seq_kd or (config.eval.teacher and config.data.eval is not None)
     signal = None if teacher is None else d.signal
@@ -193,14 +197,15 @@ def memory_inputs(config: Config, scene: Scene, axes: Mapping[str, Axes]) -> Mem
         optimizer_scratch=optimizer_scratch(
             scene.student, axes["actor"], config.optimizer, a.moment_dtype
         ),
-        signal_bytes=0 if teacher is None else _signal_bytes(d, config.teacher.dtype, teacher),
+        signal_bytes=0 if teacher is None else signal_bytes(d, config.teacher.dtype, teacher),
         student_topk=teacher is not None and d.signal == "student_topk",
         teacher_microbatches=config.teacher.num_microbatches,
         teacher_samples=teacher is not None and samples,
         signals_in_flight=_signals_in_flight(config, scene, axes),
         head_on_actor=teacher is not None and d.signal == "hidden",
-        shared_weights=one_mesh and config.rollout.dtype == a.param_dtype,
-        copies_at_sync=0 if one_mesh else 2 if scene.together("actor", "rollout") else 1,
+        rollout_layout=config.rollout.layout,
+        one_mesh=scene.same_mesh("actor", "rollout", axes),
+        one_pool=scene.together("actor", "rollout"),
         fused_attention=scene.fused_attention,
         reference_dtype=config.reference.dtype,
         reference_microbatches=config.reference.num_microbatches,
@@ -232,7 +237,7 @@ def _prefill_rows(config: Config, axes: Axes) -> int:
     return -(-rows // shards) * shards
 
 
-def _signal_bytes(d: DistillConfig, dtype: str, teacher: DecoderConfig) -> int:
+def signal_bytes(d: DistillConfig, dtype: str, teacher: DecoderConfig) -> int:
     """Bytes that the teacher sends for each completion token."""
     if d.signal == "hidden":
         return teacher.d_model * ITEMSIZE[dtype]  # type: ignore[index]

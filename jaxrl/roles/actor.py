@@ -25,6 +25,7 @@ from jaxrl.models.hf import save_hf
 from jaxrl.optimizer import learning_rate, make_optimizer, state_shardings
 from jaxrl.roles.microbatch import minibatch_rows, split_rows
 from jaxrl.runtime.worker import phase
+from jaxrl.sharding.ledger import buffer, current
 from jaxrl.sharding.mesh import leads
 from jaxrl.sharding.reshard import nbytes, put, reshard, to_host
 from jaxrl.sharding.rules import param_shardings
@@ -49,6 +50,10 @@ Finish = Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, float]]
 """(sums of all updates, maxima) -> the metrics of the batch."""
 
 
+SENT = "weights on their way"
+"""In the ledger, from `publish` to the receiver's `load`."""
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
@@ -68,10 +73,10 @@ class Weights:
     version: int
     """Batches trained into it."""
     params: Params
-    """Unstacked layout, in the receiver's dtype. Arrays on the receiver's mesh, or on the actor's
-    where that is not of this worker; in place of these, `Shards` arrive there."""
+    """In the receiver's layout and dtype. Arrays on the receiver's mesh, or on the actor's where
+    that is not of this worker; in place of these, `Shards` arrive there."""
     nbytes: int
-    """Bytes that move; leaves shared with the sender do not."""
+    """Bytes that are copied, here or on their way; leaves shared with the sender are not."""
     seconds: float
     """Cast, unstacking and transfer."""
 
@@ -108,8 +113,8 @@ class Actor:
             load: dtype -> parameters in the stacked layout on `mesh`.
             finish: makes figures of what the loss told.
             frozen: arrays on `mesh` that the loss reads and nobody trains (the teacher's head).
-            receiver: shardings, in the unstacked layout, of the role that samples; None where that
-                is in another worker.
+            receiver: shardings, in `rollout.layout`, of the role that samples; None where that is
+                in another worker.
             run_dir: where the batch of a non-finite gradient is dumped.
             restore: a checkpoint to go on from, in place of `load`.
         """
@@ -117,6 +122,8 @@ class Actor:
         self.version = 0
         self._prepare, self._loss, self._finish = prepare, loss, finish
         self._frozen, self._receiver, self._run_dir = frozen, receiver, run_dir
+        there = jax.tree.leaves(receiver)[0].device_set if receiver is not None else set()
+        self._stays = not there.isdisjoint(mesh.devices.flat)
         self._skipped_in_a_row = 0
         self._savings: dict[int, Saving] = {}
         c = config.actor
@@ -134,7 +141,9 @@ class Actor:
             with phase("load"):
                 params = load(jnp.dtype(c.param_dtype))
             init = jax.jit(optimizer.init, out_shardings=moments)
-            self.state = TrainState(params, init(params), self._scalar(0))
+            # Waited for: what is still being read must not be offloaded.
+            opt_state = jax.block_until_ready(init(params))
+            self.state = TrainState(params, opt_state, self._scalar(0))
         else:
             with phase("restore"):
                 tree = {"params": abstract, "opt_state": jax.eval_shape(optimizer.init, abstract)}
@@ -143,11 +152,8 @@ class Actor:
             self._make_update(optimizer), donate_argnums=0, out_shardings=(placed, self._everywhere)
         )
         self._old = self._make_old()
-        self._cast = jax.jit(
-            lambda params, dtype: unstack(cast(params, dtype)),
-            static_argnums=1,
-            out_shardings=param_shardings(model, mesh, "unstacked"),
-        )
+        self._convert = self._make_convert()
+        self._keep()
 
     def update(self, rollout: Rollout, scores: Mapping[str, Any], step: int) -> Trained:
         """Trains on one rollout batch: `epochs_per_batch` passes of `minibatches` updates each.
@@ -164,6 +170,7 @@ class Actor:
         lengths = np.asarray(batch.sequences.mask).sum(-1)
         with phase("place the batch"):
             placed = reshard(batch, self._rows)
+            current().put("actor/batch", placed)
         if batch.advantages is not None and self.config.updates_per_batch > 1:
             placed = self._with_old_logprobs(placed, lengths)
         totals: dict[str, list[Any]] = {}
@@ -176,8 +183,13 @@ class Actor:
             seed = (self.config.seed, step, epoch)
             for rows in minibatch_rows(lengths, self.config.minibatches, seed):
                 index = self._micro_batches(rows, lengths, batch.sequences.tokens.shape[1])
-                with phase(f"update {epoch + 1}/{c.epochs_per_batch}"):
-                    self.state, out = self._update(self.state, self._frozen, placed, index)
+                given = (self.state, self._frozen, placed, index)
+                with (
+                    phase(f"update {epoch + 1}/{c.epochs_per_batch}"),
+                    current().running(self._update, *given),
+                ):
+                    self.state, out = self._update(*given)
+                    del given
                     sums, maxima, each, last = jax.device_get(out)
                 if last["finite"]:
                     norms.append(float(last["grad_norm"]))
@@ -189,6 +201,7 @@ class Actor:
                     _fill(by_row, each, index, len(lengths))
                 skipped += self._count_skipped(bool(last["finite"]), placed, rows, step)
         self.version += 1
+        current().drop("actor/batch")
         told = prepared | self._finish(_added(totals), largest)
         updates = int(jax.device_get(self.state.updates))
         told |= {
@@ -201,24 +214,45 @@ class Actor:
         return Trained(told, by_row)
 
     def publish(self, version: int, dtype: str) -> Weights:
-        """The policy in `dtype`, unstacked, sent to the receiver's mesh; `version` is checked.
+        """The policy in `dtype` and `rollout.layout`, sent to the receiver's mesh; `version` is
+        checked.
 
-        Sent from here, and not fetched, because the next update donates the buffers that a cast to
-        the same dtype shares. On one mesh such leaves are shared with the receiver, without a copy:
-        it is on the same worker then, and never samples between an update and the next `publish`.
-        Without a receiver the weights stay on the actor's mesh, for the caller to send before the
-        next update.
+        Sent from here, and not fetched, because the next update donates the buffers that are
+        shared: what has the receiver's dtype, layout and sharding already is the very array that is
+        trained, without a copy. The receiver is on the same worker then, and never samples between
+        an update and the next `publish`. Without a receiver the weights stay on the actor's mesh,
+        for the caller to send before the next update.
         """
         if version != self.version:
             raise RuntimeError(f"asked for version {version}, the actor holds {self.version}")
         start = time.monotonic()
+        own = set(map(buffer, jax.tree.leaves(self.state.params)))
         with phase(f"send version {version}"):
-            cast = self._cast(self.state.params, jnp.dtype(dtype))
-            params = cast if self._receiver is None else reshard(cast, self._receiver)
+            params = self._laid_out(jnp.dtype(dtype))
+            current().put(SENT, params)
+            if self._receiver is not None:
+                params = reshard(params, self._receiver)
+                current().put(SENT, params)
             jax.block_until_ready(params)
-        pairs = zip(jax.tree.leaves(cast), jax.tree.leaves(params), strict=True)
-        moved = nbytes([new for old, new in pairs if self._receiver is None or new is not old])
-        return Weights(version, params, moved, time.monotonic() - start)
+        if not self._stays:
+            current().drop(SENT)
+        moved = [
+            leaf
+            for leaf in jax.tree.leaves(params)
+            if self._receiver is None or buffer(leaf) not in own
+        ]
+        return Weights(version, params, nbytes(moved), time.monotonic() - start)
+
+    def _laid_out(self, dtype: Any) -> Params:
+        """The policy as the receiver wants it, on this mesh; only what differs is computed."""
+        params, layout = self.state.params, self.config.rollout.layout
+        if dtype == jnp.dtype(self.config.actor.param_dtype):
+            differs = {"layers"} if layout == "unstacked" else set()
+        else:
+            differs = set(params)
+        old = {name: params[name] for name in differs}
+        new = self._convert(old, dtype) if old else {}
+        return params | new
 
     def save(self, folder: Path, step: int) -> int:
         """Starts to write what a later `restore` needs; `step` is checked.
@@ -265,6 +299,39 @@ class Actor:
             except OSError as error:
                 return error.strerror or str(error)
         return None
+
+    def _keep(self) -> None:
+        """Tells the ledger what there is, and who needs it."""
+        ledger, offload = current(), self.config.offload
+
+        def write(**changed: Any) -> None:
+            self.state = replace(self.state, **changed)
+
+        def write_frozen(tree: Any) -> None:
+            self._frozen = tree
+
+        saves = ("actor.update", "actor.save")
+        ledger.resident(
+            "actor/params",
+            lambda: self.state.params,
+            lambda tree: write(params=tree),
+            stages=(*saves, "actor.publish", "actor.export"),
+            offload=offload.params,
+        )
+        ledger.resident(
+            "actor/optimizer",
+            lambda: self.state.opt_state,
+            lambda tree: write(opt_state=tree),
+            stages=saves,
+            offload=offload.optimizer,
+        )
+        ledger.resident(
+            "actor/teacher_head",
+            lambda: self._frozen,
+            write_frozen,
+            stages=("actor.update",),
+            offload=offload.frozen,
+        )
 
     def _restore(self, folder: Path, tree: Any, shardings: Any) -> None:
         """Into the shapes, dtypes and shardings of this run, whatever they were."""
@@ -367,8 +434,25 @@ class Actor:
         rows = np.flatnonzero(lengths > 0)
         index = self._micro_batches(rows, lengths, placed.sequences.tokens.shape[1])
         with phase("log-probs before the batch"):
-            plain = TrainBatch(placed.sequences)
-            return replace(placed, old_logprobs=self._old(self.state.params, plain, index))
+            given = (self.state.params, TrainBatch(placed.sequences), index)
+            with current().running(self._old, *given):
+                told = jax.block_until_ready(self._old(*given))
+            return replace(placed, old_logprobs=told)
+
+    def _make_convert(self) -> Any:
+        """(some top-level entries of the parameters, dtype) -> the same, for the receiver."""
+        layout = self.config.rollout.layout
+        shardings = param_shardings(self.model, self.mesh, layout)
+
+        def convert(params: Params, dtype: Any) -> Params:
+            params = cast(params, dtype)
+            params = params if layout == "stacked" else unstack(params)
+            return {
+                name: jax.lax.with_sharding_constraint(tree, shardings[name])
+                for name, tree in params.items()
+            }
+
+        return jax.jit(convert, static_argnums=1)
 
     def _count_skipped(self, finite: bool, batch: TrainBatch, rows: np.ndarray, step: int) -> int:
         if finite:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from functools import cached_property
 
 import numpy as np
 from jax.sharding import Mesh
@@ -12,12 +10,13 @@ from jax.sharding import Mesh
 from jaxrl.models import bert
 from jaxrl.models.encoder import BATCH_TOKENS, Encoder
 from jaxrl.runtime.worker import detail, phase
+from jaxrl.sharding.ledger import current
 from jaxrl.similarity import text_to_embed
 from jaxrl.types import Embedded, Rollout
 
 
 class Grouper:
-    """A text encoder that is loaded when it is first used, and kept."""
+    """A text encoder."""
 
     def __init__(
         self,
@@ -26,16 +25,27 @@ class Grouper:
         dtype: str = "float32",
         batch_tokens: int = BATCH_TOKENS,
         opened: bool = False,
+        offload: bool = False,
     ):
         """
         Args:
             path: a Hugging Face or sentence-transformers folder, or `package:NAME`.
             batch_tokens: tokens of a batch on one device, padding included.
             opened: the prompts end inside a thought (`<think>`).
+            offload: the weights go to the host while the grouper is not asked.
         """
-        self._path, self.mesh, self._dtype = path, mesh, dtype
-        self._batch_tokens, self._opened = batch_tokens, opened
-        self._notes: list[str] = []
+        with phase(f"loads {path}"):
+            encoder = Encoder(path, mesh, dtype, batch_tokens)
+        self.mesh, self._encoder, self._opened = mesh, encoder, opened
+        millions = bert.n_params(encoder.config) / 1e6
+        self._notes = [f"grouper: {path} has {millions:.0f}M parameters, here in {dtype}"]
+        current().resident(
+            "grouper/params",
+            lambda: encoder.params,
+            lambda params: setattr(encoder, "params", params),
+            stages=("grouper.score",),
+            offload=offload,
+        )
 
     def score(self, rollout: Rollout) -> Embedded:
         """What each completion answers, embedded: what follows its last `</think>`."""
@@ -44,6 +54,7 @@ class Grouper:
             for completion in rollout.completions
         )
         found = self.embed([text for text in texts if text is not None])
+        current().nearly_done()
         vectors = np.zeros((len(texts), found.shape[-1]), np.float32)
         vectors[[i for i, text in enumerate(texts) if text is not None]] = found
         notes, self._notes = tuple(self._notes), []
@@ -51,18 +62,5 @@ class Grouper:
 
     def embed(self, texts: Sequence[str]) -> np.ndarray:
         """[N, D] float32 of length 1, in the order of the texts."""
-        encoder = self._encoder
         with phase("embeds"):
-            return encoder.embed(texts, detail)
-
-    @cached_property
-    def _encoder(self) -> Encoder:
-        start = time.monotonic()
-        with phase(f"loads {self._path}"):
-            encoder = Encoder(self._path, self.mesh, self._dtype, self._batch_tokens)
-        millions = bert.n_params(encoder.config) / 1e6
-        self._notes.append(
-            f"grouper: loaded {self._path} on first use: {millions:.0f}M parameters,"
-            f" {self._dtype}, in {time.monotonic() - start:.1f} s"
-        )
-        return encoder
+            return self._encoder.embed(texts, detail)

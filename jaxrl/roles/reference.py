@@ -12,6 +12,7 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Params
 from jaxrl.roles.parts import part_rows
 from jaxrl.runtime.worker import phase
+from jaxrl.sharding.ledger import current
 from jaxrl.sharding.reshard import put, to_host
 from jaxrl.signals import completion_logprobs
 from jaxrl.types import Rollout
@@ -21,15 +22,29 @@ class Reference:
     """A frozen copy of the policy."""
 
     def __init__(
-        self, model: DecoderConfig, params: Params, mesh: Mesh, temperature: float, chunk: int
+        self,
+        model: DecoderConfig,
+        params: Params,
+        mesh: Mesh,
+        temperature: float,
+        chunk: int,
+        offload: bool = False,
     ):
         """
         Args:
             params: in the compute dtype, stacked, on `mesh`.
             temperature: of sampling.
             chunk: tokens whose logits exist at once.
+            offload: the weights go to the host while the reference is not asked.
         """
         self.params, self.mesh = params, mesh
+        current().resident(
+            "reference/params",
+            lambda: self.params,
+            lambda params: setattr(self, "params", params),
+            stages=("reference.score",),
+            offload=offload,
+        )
         self._rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
         everywhere = NamedSharding(mesh, PartitionSpec())
         score = partial(completion_logprobs, model, temperature=temperature, chunk=chunk, mesh=mesh)
@@ -49,4 +64,7 @@ class Reference:
             return None
         with phase(f"rows {rows.start}-{rows.stop} of {n}"):
             sequences = put(jax.tree.map(lambda x: x[rows], rollout.sequences), self._rows)
-            return to_host(self._score(self.params, sequences))
+            with current().running(self._score, self.params, sequences):
+                told = to_host(self._score(self.params, sequences))
+            current().nearly_done()
+            return told

@@ -13,6 +13,7 @@ from jaxrl.data.tokenizer import as_messages
 from jaxrl.models.reward import BATCH_TOKENS, RewardScorer, RewardSource, render
 from jaxrl.rewards.scoring import RewardFunctions, RewardReport
 from jaxrl.runtime.worker import detail, phase
+from jaxrl.sharding.ledger import current
 from jaxrl.types import Prompt, Rollout
 
 
@@ -48,14 +49,23 @@ class RewardModel:
         dtype: str = "float32",
         batch_tokens: int = BATCH_TOKENS,
         max_tokens: int | None = None,
+        offload: bool = False,
     ):
         """
         Args:
             batch_tokens: tokens of a batch on one device, padding included.
             max_tokens: longest sequence, in the reward model's tokens; None for its positions.
+            offload: the weights go to the host while the model is not asked.
         """
         with phase(f"loads {source.name}"):
-            self._scorer = RewardScorer(source, mesh, dtype, batch_tokens, max_tokens)
+            scorer = self._scorer = RewardScorer(source, mesh, dtype, batch_tokens, max_tokens)
+        current().resident(
+            "reward/params",
+            lambda: scorer.params,
+            lambda params: setattr(scorer, "params", params),
+            stages=("reward.score",),
+            offload=offload,
+        )
         self.mesh = mesh
         self._cut = 0
 
@@ -67,6 +77,7 @@ class RewardModel:
         ]
         with phase("scores"):
             scores, self._cut = self._scorer.score(sequences, detail)
+        current().nearly_done()
         out = np.zeros((rollout.sequences.tokens.shape[0],), np.float32)
         out[: len(scores)] = scores
         return out

@@ -15,11 +15,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl.config import Config
 from jaxrl.data.batch import make_rollout
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import Params, abstract_params
+from jaxrl.models.decoder import Layout, Params, abstract_params
 from jaxrl.models.weights import path_string
-from jaxrl.roles.actor import Weights
+from jaxrl.roles.actor import SENT, Weights
 from jaxrl.runtime.worker import detail, phase, stopping
 from jaxrl.sampling.engine import Engine, SamplingParams
+from jaxrl.sharding.ledger import current
 from jaxrl.sharding.mesh import verify_arrays
 from jaxrl.sharding.reshard import put, reshard, to_host
 from jaxrl.sharding.rules import param_shardings
@@ -39,6 +40,7 @@ class Sampler:
         model: DecoderConfig,
         mesh: Mesh,
         *,
+        layout: Layout = "unstacked",
         slots: int,
         tokenizer: Any,
         pad_id: int,
@@ -52,9 +54,11 @@ class Sampler:
             pad_id: fills the padding of the batch; masked everywhere.
             row_multiple: every batch is padded to a multiple of this many rows.
             vocab_size: tokens shared with the teacher.
-            params: frozen weights (unstacked, on `mesh`); None where they come through `load`.
+            layout: of the weights.
+            params: frozen weights on `mesh`; None where they come through `load`.
         """
         self.config, self.model, self.mesh, self.params = config, model, mesh, params
+        self._layout: Layout = layout
         self.version = -1
         self._pad_id, self._eos_ids, self._row_multiple = pad_id, eos_ids, row_multiple
         longest = max(config.max_new_tokens, config.eval.max_new_tokens or 0)
@@ -67,9 +71,28 @@ class Sampler:
             launch_tokens=config.rollout.launch_tokens,
             tokenizer=tokenizer,
         )
-        self._shardings = param_shardings(model, mesh, "unstacked")
+        self._shardings = param_shardings(model, mesh, layout)
+        if params is None:
+            self._keep()
         projection = Projection(config.distill, mesh, vocab_size)
         self._topk = jax.jit(partial(policy_topk, projection, model))
+
+    def _keep(self) -> None:
+        """Tells the ledger of the weights. On the actor's own devices they are of no use from the
+        next update on: every update is followed by new ones before anything is sampled.
+        """
+
+        def write(tree: Any) -> None:
+            self.params = tree
+
+        current().resident(
+            "rollout/params",
+            lambda: self.params,
+            write,
+            stages=("rollout.generate", "rollout.sample"),
+            offload=self.config.offload.params,
+            stale_at=("actor.update",),
+        )
 
     def load(self, weights: Weights) -> dict[str, float]:
         """Takes the next version of the policy, once the old one is freed."""
@@ -80,6 +103,7 @@ class Sampler:
         self.params = None
         with phase(f"load version {weights.version}"):
             self.params = jax.block_until_ready(reshard(weights.params, self._shardings))
+            current().drop(SENT)
         self.version = weights.version
         verify_arrays("rollout", self.params, self.mesh)
         seconds = weights.seconds + time.monotonic() - start
@@ -103,7 +127,7 @@ class Sampler:
     @cached_property
     def _expected(self) -> dict[str, str]:
         dtype = jnp.dtype(self.config.rollout.dtype)
-        return _described(abstract_params(self.model, dtype, "unstacked"))
+        return _described(abstract_params(self.model, dtype, self._layout))
 
     def generate(self, prompts: Sequence[Prompt], step: int) -> Rollout:
         """`group_size` completions of each prompt, packed; the prompts' ids seed the samples."""
@@ -137,7 +161,9 @@ class Sampler:
             return rollout
         with phase("top-k of the policy"):
             rows = NamedSharding(self.mesh, PartitionSpec(("data", "fsdp")))
-            ids = self._topk(self.params, put(rollout.sequences, rows))
+            given = (self.params, put(rollout.sequences, rows))
+            with current().running(self._topk, *given):
+                ids = jax.block_until_ready(self._topk(*given))
         return replace(rollout, student_topk=to_host(ids))
 
     def sample(self, prompts: Sequence[Prompt]) -> list[list[Completion]]:

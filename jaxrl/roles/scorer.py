@@ -11,6 +11,7 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Params, head
 from jaxrl.roles.parts import part_rows
 from jaxrl.runtime.worker import phase
+from jaxrl.sharding.ledger import current
 from jaxrl.sharding.reshard import put
 from jaxrl.signals import Projection, completion_hidden, teacher_signal
 from jaxrl.types import Rollout, Sequences, TeacherSignal
@@ -43,7 +44,10 @@ class Scorer:
         inputs = (rollout.sequences, rollout.student_topk)
         with phase(f"rows {rows.start}-{rows.stop} of {n}"):
             placed = put(jax.tree.map(lambda x: x[rows], inputs), self._rows)
-            return jax.block_until_ready(self._score(self.params, *placed))
+            with current().running(self._score, self.params, *placed):
+                signal = jax.block_until_ready(self._score(self.params, *placed))
+            current().nearly_done()
+            return signal
 
     def _signal(self, params: Params, sequences: Sequences, ids: Any) -> TeacherSignal:
         hidden = completion_hidden(self.model, params, sequences, self.mesh)

@@ -4,16 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from jaxrl.models.decoder import Params
 from jaxrl.roles.rollout import Sampler
 from jaxrl.roles.scorer import Scorer
+from jaxrl.sharding.ledger import current
 from jaxrl.types import Completion, Prompt, Rollout, TeacherSignal
 
 
 class Teacher:
     """One frozen model with two uses of the same weights."""
 
-    def __init__(self, scorer: Scorer, sampler: Sampler | None):
+    def __init__(self, scorer: Scorer, sampler: Sampler | None, offload: bool = False):
+        """
+        Args:
+            offload: the weights go to the host while the teacher is not asked.
+        """
         self._scorer, self._sampler = scorer, sampler
+
+        def write(params: Params) -> None:
+            scorer.params = params
+            if sampler is not None:
+                sampler.params = params
+
+        current().resident(
+            "teacher/params",
+            lambda: scorer.params,
+            write,
+            stages=("teacher.score", "teacher.generate", "teacher.sample"),
+            offload=offload,
+        )
 
     def score(self, rollout: Rollout, part: int = 0, parts: int = 1) -> TeacherSignal | None:
         return self._scorer.score(rollout, part, parts)

@@ -24,7 +24,9 @@ import jax
 from jaxrl.errors import RunError, UserError
 from jaxrl.runtime.local import LocalFuture, LocalWorker, Stopped, device_memory, peak_bytes
 from jaxrl.runtime.parcel import Parcel, Store, pack
+from jaxrl.runtime.tracing import Tracer
 from jaxrl.runtime.worker import OutOfMemory, Phase, WorkerError, WorkerState, replaced
+from jaxrl.sharding.ledger import Move
 
 KINDS: dict[str, type[Exception]] = {
     "user": UserError,
@@ -85,6 +87,9 @@ class Report:
     """Of arrays that left this process."""
     packed_s: float = 0.0
     """Seconds that it took to pack them."""
+    moves: tuple[Move, ...] = ()
+    made_s: float | None = None
+    """As in `Times`, in `time.monotonic` seconds of this process."""
 
 
 @dataclass(frozen=True)
@@ -128,12 +133,12 @@ class _Worker(LocalWorker):
 
     lost_epoch = -1
 
-    def _execute(self, call: LocalFuture, phase: Phase) -> None:
+    def _execute(self, call: LocalFuture, own: Phase) -> None:
         assert isinstance(call, _Call)
         if not call.aside and call.epoch <= self.lost_epoch:
             call._finish(error=InputLost("an earlier call lost its input"))
             return
-        super()._execute(call, phase)
+        super()._execute(call, own)
         if isinstance(call._error, InputLost) and not call.aside:
             self.lost_epoch = call.epoch
 
@@ -196,7 +201,8 @@ class Desk:
         )
 
     def open(self) -> None:
-        self._worker = _Worker(self.name, tuple(jax.local_devices()))
+        devices = tuple(jax.local_devices())
+        self._worker = _Worker(self.name, devices, tracer=Tracer(self.name))
 
     def run(self, order: Order) -> tuple[Report, Parcel | None]:
         """Runs a call in its turn; returns what became of it, and the result on its way."""
@@ -229,6 +235,8 @@ class Desk:
             error,
             0 if parcel is None else parcel.nbytes,
             call.packed_s,
+            call.times.moves,
+            call.times.made_s,
         )
         return report, parcel
 
@@ -292,7 +300,7 @@ class Desk:
             if call.times.started is not None and not call.done()
         )
         phase = worker.phase
-        peaks = peak_bytes(worker.devices)
+        peaks = peak_bytes(worker.devices) or worker.ledger.peak or None
         told = device_memory(worker.devices)
         return Answer(now, phase.name, phase.detail, phase.since, running, told, peaks)
 

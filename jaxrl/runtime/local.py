@@ -9,13 +9,16 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+from jax.profiler import StepTraceAnnotation, TraceAnnotation
 
 from jaxrl.errors import RunError, UserError
+from jaxrl.runtime.tracing import PROFILE, Tracer
 from jaxrl.runtime.worker import (
     DeadlineExceeded,
     OutOfMemory,
@@ -25,8 +28,10 @@ from jaxrl.runtime.worker import (
     WorkerState,
     enter,
     leaves,
+    phase,
     replaced,
 )
+from jaxrl.sharding.ledger import Ledger, use
 
 
 class Stopped(RunError):
@@ -136,11 +141,13 @@ class LocalWorker:
         name: str,
         devices: tuple[jax.Device, ...] = (),
         crew: list[LocalWorker] | None = None,
+        tracer: Tracer | None = None,
     ):
         """
         Args:
             crew: the workers of the run, to which this one adds itself: who waits for any of them
                 hears of the first failure in all of them.
+            tracer: of this process.
         """
         self.name = name
         self.crew: list[LocalWorker] = [] if crew is None else crew
@@ -149,16 +156,22 @@ class LocalWorker:
         """What made a call fail, the first time."""
         self.devices = devices
         self.phase = Phase()
+        self.ledger = Ledger(announce=phase)
         self.running: LocalFuture | None = None
+        self._tracer = Tracer() if tracer is None else tracer
         self._stopping = threading.Event()
         self._roles: dict[str, Any] = {}
         self._calls: queue.SimpleQueue[LocalFuture | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"worker:{name}", daemon=True)
         self._thread.start()
 
-    def start_role(self, role: str, make: Callable[[], Any], deadline: float) -> LocalFuture:
-        """Makes the role inside the worker; workers start up side by side."""
-        return self.submit(LocalFuture(self, role, "start", (make,), {}, deadline))
+    def start_role(
+        self, role: str, make: Callable[[], Any], deadline: float, lazy: bool = False
+    ) -> LocalFuture:
+        """Makes the role inside the worker, a lazy one at its first call; workers start up side by
+        side.
+        """
+        return self.submit(LocalFuture(self, role, "start", (make, lazy), {}, deadline))
 
     def handle(self, role: str) -> LocalHandle:
         return LocalHandle(self, role)
@@ -210,12 +223,13 @@ class LocalWorker:
         )
 
     def _aside(self, call: LocalFuture) -> None:
-        phase = Phase()
-        enter(phase, self._stopping.is_set)
-        self._execute(call, phase)
+        own = Phase()
+        enter(own, self._stopping.is_set)
+        self._execute(call, own)
 
     def _run(self) -> None:
         enter(self.phase, self._stopping.is_set)
+        use(self.ledger)
         while self._next():
             _enter(self.phase, "idle")
         for role in self._roles.values():
@@ -237,20 +251,30 @@ class LocalWorker:
             self.running = None
         return True
 
-    def _execute(self, call: LocalFuture, phase: Phase) -> None:
+    def _execute(self, call: LocalFuture, own: Phase) -> None:
         name = f"{call.role}.{call.method}"
         try:
-            _enter(phase, f"{name}: waiting for arguments")
+            _enter(own, f"{name}: waiting for arguments")
             args = [replaced(arg, self._value) for arg in call.args]
             kwargs = {key: replaced(arg, self._value) for key, arg in call.kwargs.items()}
-            _enter(phase, name)
+            _enter(own, name)
             call.times.started = time.monotonic()
-            if call.method == "start":
-                self._roles[call.role] = args[0]()
+            if not call.aside and call.method != PROFILE:
+                self.ledger.enter(name)
+            if call.method == PROFILE:
+                folder, dtype = args
+                value = self._tracer.arrive(folder, dtype, self.devices)
+            elif call.method == "start":
+                make, lazy = args
+                self._roles[call.role] = Lazy(make) if lazy else make()
                 value = None
             else:
-                value = getattr(self._roles[call.role], call.method)(*args, **kwargs)
-            call._finish(value if call.then is None else call.then(value))
+                with _annotation(name, kwargs.get("step")):
+                    value = getattr(self._role(call), call.method)(*args, **kwargs)
+            value = value if call.then is None else call.then(value)
+            if not call.aside:
+                call.times.moves = self.ledger.take_moves()
+            call._finish(value)
         except (UserError, RunError) as error:  # says all there is to say
             self._fail(call, error)
         except BaseException as error:
@@ -263,6 +287,17 @@ class LocalWorker:
             self._fail(call, WorkerError(told))
         finally:
             call.args, call.kwargs = (), {}  # a finished call keeps no arrays alive
+
+    def _role(self, call: LocalFuture) -> Any:
+        """The role of a call; a lazy one is made now."""
+        role = self._roles[call.role]
+        if isinstance(role, Lazy):
+            began = time.monotonic()
+            with phase("made on first use"):
+                role = self._roles[call.role] = role.make()
+            call.times.made_s = time.monotonic() - began
+            self.ledger.enter(f"{call.role}.{call.method}")  # now that it says what it needs
+        return role
 
     def _fail(self, call: LocalFuture, error: BaseException) -> None:
         if not call.aside:  # who asked for something beside the queue decides what it means
@@ -286,8 +321,20 @@ class LocalWorker:
         return value
 
 
-def _enter(phase: Phase, name: str) -> None:
-    phase.name, phase.since = name, time.monotonic()
+@dataclass(frozen=True)
+class Lazy:
+    """A role that nobody has called yet."""
+
+    make: Callable[[], Any]
+
+
+def _annotation(name: str, step: int | None) -> TraceAnnotation:
+    """What a trace shows of a call; nothing, in a microsecond, where none is written."""
+    return TraceAnnotation(name) if step is None else StepTraceAnnotation(name, step_num=step)
+
+
+def _enter(own: Phase, name: str) -> None:
+    own.name, own.since = name, time.monotonic()
 
 
 @dataclass(frozen=True)
@@ -315,6 +362,7 @@ class LocalCrew:
         """
         self.workers: list[LocalWorker] = []
         self._stop_s = stop_s
+        self._tracer = Tracer()
         self._handles: dict[str, LocalHandle] = {}
 
     def start(
@@ -323,11 +371,19 @@ class LocalCrew:
         devices: Iterable[jax.Device],
         makers: Mapping[str, Callable[[], Any]],
         deadline: float,
+        lazy: Collection[str] = (),
     ) -> dict[str, LocalFuture]:
-        """A worker that makes its roles, one after the other; workers start up side by side."""
-        worker = LocalWorker(name, tuple(dict.fromkeys(devices)), crew=self.workers)
+        """A worker that makes its roles, one after the other; workers start up side by side.
+
+        Args:
+            lazy: roles that are made at their first call.
+        """
+        worker = LocalWorker(name, tuple(dict.fromkeys(devices)), self.workers, self._tracer)
         self._handles |= {role: worker.handle(role) for role in makers}
-        return {role: worker.start_role(role, make, deadline) for role, make in makers.items()}
+        return {
+            role: worker.start_role(role, make, deadline, role in lazy)
+            for role, make in makers.items()
+        }
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -345,10 +401,20 @@ class LocalCrew:
     def peaks(self) -> dict[str, int]:
         found = {}
         for role, handle in self._handles.items():
-            peak = peak_bytes(handle.worker.devices)
-            if peak is not None:
+            worker = handle.worker
+            peak = peak_bytes(worker.devices) or worker.ledger.peak
+            if peak:
                 found[role] = peak
         return found
+
+    def profile(self, folder: Path | None, dtype: str, deadline: float) -> dict[str, LocalFuture]:
+        self._tracer.workers = len(self.workers)
+        return {
+            worker.name: worker.submit(
+                LocalFuture(worker, worker.name, PROFILE, (folder, dtype), {}, deadline)
+            )
+            for worker in self.workers
+        }
 
     def stop(self) -> None:
         """Ends the workers; one that is stuck is left behind."""

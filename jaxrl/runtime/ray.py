@@ -23,7 +23,7 @@ import time
 import uuid
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -57,6 +57,7 @@ from jaxrl.runtime.desk import (
 )
 from jaxrl.runtime.local import POLL_S, Stopped, done_future
 from jaxrl.runtime.parcel import unpack
+from jaxrl.runtime.tracing import PROFILE
 from jaxrl.runtime.worker import (
     DeadlineExceeded,
     RunLost,
@@ -532,18 +533,20 @@ class RayCrew:
         *,
         startup_s: float,
         roles: Sequence[str],
+        lazy: Collection[str] = (),
         spent: int,
     ):
         """
         Args:
             make_roles: (placement, pool, devices) -> role -> what makes it; runs in the worker.
             roles: those of the run; others may be placed.
+            lazy: of these, those that are made at their first call.
             spent: how often workers were made anew before, in this run.
         """
         self.config, self.placement, self.log = config, placement, log
         self.failure: BaseException | None = None
         self.restarts = spent
-        self._make_roles, self._startup_s = make_roles, startup_s
+        self._make_roles, self._startup_s, self._lazy = make_roles, startup_s, lazy
         _join(_address(config), placement.n_devices)
         on_gpu, places = _seats(config, placement, _hosts)
         self._on_gpu = on_gpu
@@ -653,6 +656,14 @@ class RayCrew:
             self._calls[future.number] = future
             self._flush(pool)
         return future
+
+    def profile(self, folder: Path | None, dtype: str, deadline: float) -> dict[str, RayFuture]:
+        return {
+            pool.name: self.call(
+                pool, pool.roles[0], PROFILE, (folder, dtype), {}, deadline, aside=False
+            )
+            for pool in self._pools
+        }
 
     def fetch(self, future: RayFuture) -> Any:
         """The value of a call that has ended, here in the driver."""
@@ -786,8 +797,8 @@ class RayCrew:
 
     def _order_start(self, pool: _Pool, role: str) -> Order:
         make = partial(_make, self._make_roles, self.placement, pool.index, role)
-        number = -1
-        return Order(number, pool.epoch, pool.position, role, "start", (make,), {}, False, False)
+        number, given = -1, (make, role in self._lazy)
+        return Order(number, pool.epoch, pool.position, role, "start", given, {}, False, False)
 
     def _verify(self) -> None:
         """Each process sees as many devices as it was given, and no device serves two."""
@@ -1029,6 +1040,9 @@ class RayCrew:
                 took = first.finished - (first.started or first.finished)
                 future.times.finished = now
                 future.times.started = now - took
+                future.times.made_s = first.made_s
+                shift = now - first.finished
+                future.times.moves = tuple(move.later(shift) for move in first.moves)
                 future.nbytes = sum(report.nbytes for report in future.reports.values())
             if STATEFUL.get(future.role) == future.method and not pool.trains:
                 pool.state = future

@@ -9,11 +9,15 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
+from jax.profiler import TraceAnnotation
+
 from jaxrl.errors import RunError
+from jaxrl.sharding.ledger import Move
 
 
 class DeadlineExceeded(RunError, TimeoutError):
@@ -72,7 +76,9 @@ _here = threading.local()
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Names what the current worker does in this block, for the error of a missed deadline."""
+    """Names what the current worker does in this block, for the error of a missed deadline and for
+    a trace.
+    """
     worker_phase: Phase | None = getattr(_here, "phase", None)
     if worker_phase is None:
         yield
@@ -80,7 +86,8 @@ def phase(name: str) -> Iterator[None]:
     outer = Phase(worker_phase.name, worker_phase.since)
     worker_phase.name, worker_phase.since = f"{outer.name}: {name}", time.monotonic()
     try:
-        yield
+        with TraceAnnotation(name):  # costs a microsecond where no trace is written
+            yield
     finally:
         worker_phase.name, worker_phase.since = outer.name, outer.since
         worker_phase.detail = ""
@@ -112,6 +119,10 @@ class Times:
     """None while queued or waiting for arguments."""
     finished: float | None = None
     """None before the end."""
+    moves: tuple[Move, ...] = ()
+    """What went to the host or came back for it."""
+    made_s: float | None = None
+    """Seconds that it took to make the role first, where it is made on first use."""
 
     @property
     def seconds(self) -> float:
@@ -198,6 +209,18 @@ class Crew(Protocol):
 
     def peaks(self) -> dict[str, int]:
         """Role -> peak bytes of its fullest device so far, where the platform tells it."""
+        ...
+
+    def profile(self, folder: Path | None, dtype: str, deadline: float) -> Mapping[str, Future]:
+        """Begins a trace of JAX's profiler in every process, or ends it (None): for each worker
+        after the calls that it was asked for before, and before those that follow.
+
+        Args:
+            dtype: of the products that tell what an unknown device can do.
+
+        Returns:
+            Pool -> what it tells, a `runtime.tracing.Traced`.
+        """
         ...
 
     def stop(self) -> None:

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.models import decoder
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import Cache, Params
+from jaxrl.models.decoder import Cache, Layout, Params
 from jaxrl.sampling.sampler import Knobs, is_eos, sample, sample_keys, uniforms
 
 TOKEN, POSITION, COUNT, LIMIT, PROMPT, SAMPLE = range(6)
@@ -35,29 +35,46 @@ def rows_sharding(mesh: Mesh | None, ndim: int = 1) -> NamedSharding | None:
     return NamedSharding(mesh, PartitionSpec(ROWS, *[None] * (ndim - 1)))
 
 
-def cache_spec(config: DecoderConfig, mesh: Mesh, rows: tuple[str, ...] | None) -> PartitionSpec:
-    """Spec of keys or values [rows, KV, S, H]: KV heads over tensor where it divides them."""
+BATCH, POSITIONS = -4, -2
+"""Dims of keys and values [(L,) B, KV, S, H]."""
+
+
+def cache_spec(
+    config: DecoderConfig, mesh: Mesh, rows: tuple[str, ...] | None, ndim: int = 4
+) -> PartitionSpec:
+    """Spec of keys or values [(L,) rows, KV, S, H]: KV heads over tensor where it divides them."""
     heads = "tensor" if config.n_kv_heads % mesh.shape["tensor"] == 0 else None
-    return PartitionSpec(rows, heads, None, None)
+    return PartitionSpec(*[None] * (ndim - 4), rows, heads, None, None)
 
 
-@partial(jax.jit, static_argnames=("config", "mesh", "slots", "length", "dtype"))
+@partial(jax.jit, static_argnames=("config", "mesh", "slots", "length", "dtype", "layout"))
 def new_cache(
-    config: DecoderConfig, mesh: Mesh | None, slots: int, length: int, dtype: Any
+    config: DecoderConfig,
+    mesh: Mesh | None,
+    slots: int,
+    length: int,
+    dtype: Any,
+    layout: Layout = "unstacked",
 ) -> Cache:
-    """Zeros: per layer (k, v), each [slots, KV, length, H]."""
-    shape = (slots, config.n_kv_heads, length, config.head_dim)
-    cache = [(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(config.n_layers)]
+    """Zeros: per layer (k, v), each [slots, KV, length, H]; stacked, one pair [L, ...]."""
+    shape: tuple[int, ...] = (slots, config.n_kv_heads, length, config.head_dim)
+    pairs = config.n_layers
+    if layout == "stacked":
+        shape, pairs = (config.n_layers, *shape), 1
+    cache = [(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(pairs)]
     return _constrain(config, mesh, cache, ROWS)
 
 
 @partial(jax.jit, static_argnames=("config", "mesh", "length"))
 def resize(config: DecoderConfig, mesh: Mesh | None, layer: Cache, length: int) -> Cache:
     """Some layers of the cache with `length` positions: the first ones, or zeros behind all."""
-    held = layer[0][0].shape[2]
-    pad = ((0, 0), (0, 0), (0, max(0, length - held)), (0, 0))
-    resized = jax.tree.map(lambda x: jnp.pad(x, pad)[:, :, :length], layer)
-    return _constrain(config, mesh, resized, ROWS)
+
+    def one(x: jax.Array) -> jax.Array:
+        pad = [(0, 0)] * x.ndim
+        pad[POSITIONS] = (0, max(0, length - x.shape[POSITIONS]))
+        return jnp.pad(x, pad)[..., :length, :]
+
+    return _constrain(config, mesh, jax.tree.map(one, layer), ROWS)
 
 
 @partial(jax.jit, static_argnames=("config", "mesh"))
@@ -68,12 +85,10 @@ def prefill(
     tokens: jax.Array,
     lengths: jax.Array,
 ) -> Cache:
-    """Keys and values [b, KV, P, H] of right-padded prompts [b, P] of `lengths` [b], whole on every
-    data shard.
+    """Keys and values of right-padded prompts [b, P] of `lengths` [b], whole on every data shard.
 
     The hidden states are not needed: a slot starts by feeding the last prompt token again, so that
-        the first token of a
-    completion is sampled by the same program as the others.
+    the first token of a completion is sampled by the same program as the others.
     """
     mask = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
     _, cache = decoder.prefill(config, params, tokens, mask, mesh=mesh)
@@ -94,18 +109,19 @@ def insert(
     stays in place.
 
     Args:
-        cache: per layer (k, v) [B, KV, S, H], donated.
-        prompts: per layer (k, v) [b, KV, P, H]; positions from S on, if any, are left out.
+        cache: of B slots and S positions, donated.
+        prompts: of b rows and P positions; those from S on, if any, are left out.
         source, target: [B] int32.
         count: int32; traced, so that one program serves any number of slots.
     """
     if mesh is None:
         return _insert_local(cache, prompts, source, target, count, jnp.int32(0))
-    ours, theirs = cache_spec(config, mesh, ROWS), cache_spec(config, mesh, None)
+    ndim = cache[0][0].ndim
+    ours, theirs = cache_spec(config, mesh, ROWS, ndim), cache_spec(config, mesh, None, ndim)
     whole = PartitionSpec()
 
     def local(cache: Cache, prompts: Cache, s: jax.Array, t: jax.Array, n: jax.Array) -> Cache:
-        first = jax.lax.axis_index(ROWS) * cache[0][0].shape[0]
+        first = jax.lax.axis_index(ROWS) * cache[0][0].shape[BATCH]
         return _insert_local(cache, prompts, s, t, n, first)
 
     run = jax.shard_map(
@@ -134,9 +150,8 @@ def launch(
     """Up to n_tokens decode steps; ends early once at least `exit_free` slots are free.
 
     Args:
-        params: unstacked layout.
-        cache: per layer (k, v) [B, KV, S, H], donated; S is above every position that is reached,
-            and all of it is read.
+        cache: of S positions, in the layout of `params`, donated; S is above every position that
+            is reached, and all of it is read.
         slots: [B, 6] int32, see the columns above.
         check_every: static divisor of n_tokens: steps between two looks at the number of free
             slots. On several devices a look is a collective, on a GPU also a wait of the host;
@@ -149,7 +164,7 @@ def launch(
     slots = _rows(slots, mesh)
     keys = _rows(sample_keys(knobs.key, slots[:, PROMPT], slots[:, SAMPLE]), mesh)
     state = tuple(slots[:, column] for column in (TOKEN, POSITION, COUNT, LIMIT))
-    used = cache[0][0].shape[2]
+    used = cache[0][0].shape[POSITIONS]
     out = _rows(jnp.full((slots.shape[0], n_tokens, 3), NOT_RUN, jnp.int32), mesh)
 
     def step(carry: Any, _: None) -> tuple[Any, jax.Array]:
@@ -197,7 +212,7 @@ def _insert_local(
 ) -> Cache:
     """`insert` into the slots [first, first + rows of cache) that this device holds; the others are
     left out."""
-    rows = cache[0][0].shape[0]
+    rows = cache[0][0].shape[BATCH]
 
     def one(i: jax.Array, cache: Cache) -> Cache:
         slot = target[i] - first
@@ -205,10 +220,12 @@ def _insert_local(
         slot = jnp.clip(slot, 0, rows - 1)
 
         def copy(ours: jax.Array, theirs: jax.Array) -> jax.Array:
-            theirs = theirs[:, :, : ours.shape[2]].astype(ours.dtype)
-            new = jax.lax.dynamic_slice_in_dim(theirs, source[i], 1)
-            old = jax.lax.dynamic_slice(ours, (slot, 0, 0, 0), new.shape)
-            return jax.lax.dynamic_update_slice(ours, jnp.where(mine, new, old), (slot, 0, 0, 0))
+            theirs = theirs[..., : ours.shape[POSITIONS], :].astype(ours.dtype)
+            new = jax.lax.dynamic_slice_in_dim(theirs, source[i], 1, BATCH)
+            start: list[Any] = [0] * ours.ndim
+            start[BATCH] = slot
+            old = jax.lax.dynamic_slice(ours, start, new.shape)
+            return jax.lax.dynamic_update_slice(ours, jnp.where(mine, new, old), start)
 
         return jax.tree.map(copy, cache, prompts)
 
@@ -220,7 +237,7 @@ def _constrain(
 ) -> Cache:
     if mesh is None:
         return cache
-    sharding = NamedSharding(mesh, cache_spec(config, mesh, rows))
+    sharding = NamedSharding(mesh, cache_spec(config, mesh, rows, cache[0][0].ndim))
     return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, sharding), cache)
 
 

@@ -25,10 +25,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.errors import UserError
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import Cache, Params, cast
+from jaxrl.models.decoder import Cache, Params, cast, layout_of
 from jaxrl.sampling import decode, text
 from jaxrl.sampling.sampler import Knobs, SamplingParams, make_knobs
 from jaxrl.sampling.text import TextTokenizer
+from jaxrl.sharding.ledger import current
 from jaxrl.sharding.reshard import put
 from jaxrl.types import Completion, FinishReason
 
@@ -39,6 +40,10 @@ SMALLEST_BUCKET = 64
 programs, little waste."""
 PREFILL_TOKENS = 4096
 """Most prompt tokens per data shard in one prefill: bounds its activations."""
+
+
+CACHE = "KV cache"
+"""In the ledger."""
 
 
 class Aborted(RuntimeError):
@@ -137,7 +142,7 @@ class Engine:
         """n completions of each prompt.
 
         Args:
-            params: unstacked layout, on the mesh.
+            params: either layout, on the mesh; unstacked is the faster one.
             prompts: token ids.
             seed, step: begin the key of every token.
             prompt_ids: go on with it; the index in `prompts` where None.
@@ -263,14 +268,27 @@ class _Run:
         on_tokens: Callable[[int, int], None] | None,
     ) -> None:
         total, tokens, finished = len(self.queue), 0, 0
-        while finished < total:
-            if abort is not None and abort():
-                raise Aborted(f"generation aborted: {finished} of {total} completions were done")
-            self._refill()
-            tokens += self._launch()
-            finished = total - len(self.queue) - len(self.seated)
-            if on_tokens is not None:
-                on_tokens(tokens, finished)
+        try:
+            while finished < total:
+                if abort is not None and abort():
+                    raise Aborted(
+                        f"generation aborted: {finished} of {total} completions were done"
+                    )
+                self._refill()
+                if not self.queue:
+                    current().nearly_done()
+                tokens += self._launch()
+                finished = total - len(self.queue) - len(self.seated)
+                if on_tokens is not None:
+                    on_tokens(tokens, finished)
+        finally:
+            self.cache, self.held_cache = [], []
+            current().drop(CACHE)
+        current().nearly_done()
+
+    def _told(self) -> None:
+        """The ledger hears what the cache takes."""
+        current().put(CACHE, (self.cache, self.held_cache))
 
     def _refill(self) -> None:
         """Seats waiting samples in free slots; prefills the prompts that they need."""
@@ -285,8 +303,9 @@ class _Run:
                 moves.append((free.pop(0), self.queue.popleft()))
             self._seat(moves)
             seated = True
-        if not self.queue:
+        if not self.queue and self.held_cache:
             self.held, self.held_cache = range(0), []
+            self._told()
         if seated:
             jax.block_until_ready(self.cache)
             self.stats.prefill_seconds += time.perf_counter() - started
@@ -302,9 +321,10 @@ class _Run:
             tokens[row, : len(prompt)] = prompt
             lengths[row] = len(prompt)
         self.held_cache = []
-        self.held_cache = decode.prefill(
-            self.engine.config, self.engine.mesh, self.params, tokens, lengths
-        )
+        given = (self.engine.config, self.engine.mesh, self.params, tokens, lengths)
+        with current().running(decode.prefill, *given):
+            self.held_cache = jax.block_until_ready(decode.prefill(*given))
+        self._told()
         self.stats.prefill_rows += len(chosen)
 
     def _seat(self, moves: list[tuple[int, _Sample]]) -> None:
@@ -333,18 +353,21 @@ class _Run:
         return bucket(int((self.table[:, decode.POSITION] + steps).max()), self.engine.length)
 
     def _cached(self) -> int:
-        return self.cache[0][0].shape[2] if self.cache else 0
+        return self.cache[0][0].shape[decode.POSITIONS] if self.cache else 0
 
     def _fit(self, length: int) -> None:
         """Makes the cache `length` positions long: a step reads all of it, and cutting a part out
         at each step would cost a copy. One layer at a time, so that only one is there twice."""
         config, mesh = self.engine.config, self.engine.mesh
         if not self.cache:
-            dtype = self.params["norm"]["scale"].dtype
-            self.cache = decode.new_cache(config, mesh, self.engine.slots, length, dtype)
+            dtype, layout = self.params["norm"]["scale"].dtype, layout_of(self.params)
+            self.cache = decode.new_cache(config, mesh, self.engine.slots, length, dtype, layout)
+            self._told()
         if self._cached() != length:
             for i, layer in enumerate(self.cache):
-                self.cache[i : i + 1] = decode.resize(config, mesh, [layer], length)
+                with current().running(decode.resize, config, mesh, [layer], length):
+                    self.cache[i : i + 1] = decode.resize(config, mesh, [layer], length)
+            self._told()
 
     def _launch(self) -> int:
         """Decodes, hands the tokens to their samples, frees the slots that are done; returns the
@@ -354,18 +377,12 @@ class _Run:
         waiting = len(self.queue)
         exit_free = min(engine.min_free, waiting) if waiting else engine.slots
         self._fit(self._reach())
-        self.cache, out = decode.launch(
-            engine.config,
-            engine.mesh,
-            self.params,
-            self.cache,
-            self.table,
-            np.int32(exit_free),
-            self.knobs,
-            n_tokens=engine.launch_tokens,
-            check_every=engine.check_every,
-        )
-        out = np.asarray(out)
+        given = (engine.config, engine.mesh, self.params, self.cache, self.table)
+        rest = (np.int32(exit_free), self.knobs)
+        length = {"n_tokens": engine.launch_tokens, "check_every": engine.check_every}
+        with current().running(decode.launch, *given, *rest, **length):
+            self.cache, launched = decode.launch(*given, *rest, **length)
+            out = np.asarray(launched)
         self.stats.launches += 1
         self.stats.decode_steps += int((out[:, 0, 0] != decode.NOT_RUN).sum())
         self.stats.decode_seconds += time.perf_counter() - started

@@ -4,8 +4,9 @@ Weights, gradients and optimizer state are exact: each leaf's shard under the ru
 The KV cache is exact for the slots and positions asked for. Temporaries are the analytic model of
 `activations.py`.
 
-A part is resident (always there) or belongs to a phase. A worker does one thing at a time, so the
-peak of a device is all that is resident on it, of whatever role, and the largest phase.
+A part is resident or belongs to a phase. A worker does one thing at a time, so the peak of a device
+is the largest over the phases of all roles there: what is resident and not away then, and the
+phase.
 """
 
 from __future__ import annotations
@@ -94,7 +95,14 @@ class Part:
     name: str
     bytes: int
     phase: str | None = None
-    """The phase that it exists in; None: always."""
+    """The phase that it exists in; None: it is resident."""
+    away: frozenset[str] = frozenset()
+    """Of a resident part, the moments (`actor: publish`) and roles while which it is freed, or on
+    the host."""
+
+    def there(self, moment: str) -> bool:
+        """Whether a resident part is on the device at `ROLE: PHASE`."""
+        return not self.away & {moment, moment.partition(":")[0]}
 
 
 @dataclass(frozen=True)
@@ -123,15 +131,21 @@ class Account:
 
     @property
     def peak(self) -> int:
-        return self.resident + max(self.phases().values(), default=0)
+        return peak((self,))[0]
 
 
 def peak(accounts: Iterable[Account]) -> tuple[int, str]:
     """Peak bytes of a device that holds these roles, and the moment of it (`actor: update`)."""
     accounts = tuple(accounts)
     moments = {f"{a.role}: {name}": size for a in accounts for name, size in a.phases().items()}
-    moment = max(moments, key=lambda name: moments[name], default="")
-    return sum(a.resident for a in accounts) + moments.get(moment, 0), moment
+    resident = [part for a in accounts for part in a.parts if part.phase is None]
+
+    def total(moment: str) -> int:
+        there = sum(part.bytes for part in resident if part.there(moment))
+        return there + moments.get(moment, 0)
+
+    moment = max(moments, key=total, default="")
+    return total(moment), moment
 
 
 @dataclass(frozen=True)
@@ -178,13 +192,24 @@ class MemoryInputs:
     """Batches whose signal stays on the teacher's devices while something else runs there."""
     head_on_actor: bool
     """The actor holds the teacher's LM head."""
-    shared_weights: bool
-    """Actor and rollout have one mesh and one dtype: what is not unstacked is one array."""
-    copies_at_sync: int
-    """Copies of the policy that appear on the rollout's devices while new weights arrive."""
+    rollout_layout: Literal["stacked", "unstacked"]
+    one_mesh: bool
+    """Actor and rollout have the same axes on the same devices."""
+    one_pool: bool
+    """They share a worker: old weights are freed before an update, new ones sent after it."""
     fused_attention: bool
     reference_dtype: DType = "bfloat16"
     reference_microbatches: int = 1
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of the policy on one device, what actor and rollout hold as one array."""
+        if not self.one_mesh or self.rollout_dtype != self.param_dtype:
+            return 0
+        axes, dtype = self.axes["actor"], self.param_dtype
+        whole = weight_bytes(self.student, axes, dtype)
+        own = layer_bytes(self.student, axes, dtype) if self.rollout_layout == "unstacked" else 0
+        return whole - own
 
     @property
     def width(self) -> int:
@@ -225,6 +250,7 @@ def micro_batches(m: MemoryInputs) -> tuple[int, int]:
 
 BACKWARD, LOSS, STEP = "backward pass", "loss", "optimizer step"
 """Phases of an update."""
+SHARED = "parameters, the rollout's too"
 
 
 def actor(m: MemoryInputs) -> Account:
@@ -246,7 +272,8 @@ def actor(m: MemoryInputs) -> Account:
     arrays = m.loss_arrays - (m.loss_fused and m.one_chunk(rows))
     loss = 2 * run.residual + logits(m.chunk(rows), m.vocab, axes.tensor, arrays)
     parts = [
-        Part("weights", "parameters", weights),
+        Part("weights", "parameters", weights - m.shared_bytes),
+        Part("weights", SHARED, m.shared_bytes),
         Part("optimizer", "optimizer state", m.optimizer_bytes),
         *(Part("activations", "teacher's signal", signal, p) for p in (BACKWARD, LOSS, STEP)),
         Part("gradients", "gradients", gradients, BACKWARD),
@@ -272,9 +299,13 @@ def actor(m: MemoryInputs) -> Account:
 
 
 def _published(m: MemoryInputs) -> int:
-    """The policy as the rollout wants it, on the actor's mesh; only what changes is copied."""
-    axes = m.axes["actor"]
-    size = layer_bytes if m.rollout_dtype == m.param_dtype else weight_bytes
+    """The policy as the rollout wants it, on the actor's mesh, where it does not stay there as the
+    rollout's own; only what changes is copied.
+    """
+    axes, same = m.axes["actor"], m.rollout_dtype == m.param_dtype
+    if m.one_mesh or (same and m.rollout_layout == "stacked"):
+        return 0
+    size = layer_bytes if same else weight_bytes
     return size(m.student, axes, m.rollout_dtype)
 
 
@@ -329,21 +360,22 @@ def rollout(m: MemoryInputs) -> Account:
     """Sampling: the policy in its compute dtype, its next version as it arrives, and the cache."""
     axes, dtype = m.axes["rollout"], m.rollout_dtype
     whole = weight_bytes(m.student, axes, dtype)
-    weights = layer_bytes(m.student, axes, dtype) if m.shared_weights else whole
     parts = [
-        Part("weights", "parameters", weights),
-        Part("activations", "next version", weights * m.copies_at_sync, "weight sync"),
-        *_sampling(m, "rollout", m.student, dtype),
+        Part("weights", "parameters", whole - m.shared_bytes),
+        Part("activations", "next version", 0 if m.one_pool else whole, "weight sync"),
+        *_sampling(m, "rollout", m.student, dtype, stacked=m.rollout_layout == "stacked"),
     ]
     if m.student_topk:
-        rows = m.rows("rollout", m.sequences)
+        rows, stacked = m.rows("rollout", m.sequences), m.rollout_layout == "stacked"
         run = m.run("rollout", m.student, rows, m.width, dtype)
-        work = _scoring(m, run, m.chunk(rows), 2, stacked=False)  # the ids alone
+        work = _scoring(m, run, m.chunk(rows), 2, stacked=stacked)  # the ids alone
         parts.append(Part("activations", "top-k of the policy", work, "score"))
     return Account("rollout", tuple(p for p in parts if p.bytes))
 
 
-def _sampling(m: MemoryInputs, role: str, config: DecoderConfig, dtype: DType) -> list[Part]:
+def _sampling(
+    m: MemoryInputs, role: str, config: DecoderConfig, dtype: DType, *, stacked: bool = False
+) -> list[Part]:
     """What the engine allocates while it generates."""
     axes = m.axes[role]
     row_shards = axes.data * axes.fsdp
@@ -358,10 +390,11 @@ def _sampling(m: MemoryInputs, role: str, config: DecoderConfig, dtype: DType) -
     table = whole_rows(config.vocab_size, config.d_model, axes, ITEMSIZE[dtype])
     shard = table // axes.fsdp if axes.fsdp > 1 else 0
     copy = table if axes.fsdp > 1 else 0
+    one = cache // config.n_layers
     work = {
-        "prefill": max(run.forward(stacked=False), shard),
-        "decode": max(scores, drawn, copy),
-        "longer cache": cache // config.n_layers,
+        "prefill": max(run.forward(stacked=stacked), shard),
+        "decode": max(scores + one * stacked, drawn, copy),
+        "longer cache": cache if stacked else one,
     }
     parts = []
     for phase, size in work.items():
@@ -370,7 +403,9 @@ def _sampling(m: MemoryInputs, role: str, config: DecoderConfig, dtype: DType) -
             Part("cache", "keys and values of prompts", held, phase),
             Part("activations", phase, size, phase),
         ]
-    if axes.fsdp > 1:  # each program gathers all the weights that it needs before its first layer
+    if axes.fsdp > 1 and stacked:  # gathered layer by layer
+        parts.append(Part("activations", "a layer gathered over fsdp", run.layer, "decode"))
+    elif axes.fsdp > 1:  # each program gathers all that it needs before its first layer
         size = weight_bytes(config, axes._replace(fsdp=1), dtype)
         name = "weights gathered over fsdp"
         unused = (0 if config.tie_embeddings else table) + run.layer  # nearly all of the last layer

@@ -121,17 +121,24 @@ def steady_steps(calls: Sequence[Call], staleness: int) -> list[Window]:
     return [(start, end) for start, end in windows if end - start <= LONG * median]
 
 
-def stage_seconds(calls: Sequence[Call], windows: Sequence[Window]) -> dict[Stage, float]:
-    """Seconds a step in which each stage ran; calls of a stage that overlap count once."""
+def stage_seconds(
+    calls: Sequence[Call], windows: Sequence[Window], steps: int
+) -> dict[Stage, float]:
+    """Seconds a step in which each stage ran; calls of a stage that overlap count once.
+
+    Args:
+        windows: all of the time that counts.
+        steps: how many steps that is.
+    """
     found: dict[Stage, list[Window]] = defaultdict(list)
     for call in calls:
         found[call.stage].append((call.start, call.end))
     each = {stage: _inside(_union(spans), windows) for stage, spans in found.items()}
-    return {stage: seconds / len(windows) for stage, seconds in each.items() if seconds > 0}
+    return {stage: seconds / steps for stage, seconds in each.items() if seconds > 0}
 
 
 def pool_waits(
-    calls: Sequence[Call], windows: Sequence[Window], pool_of: Mapping[str, str]
+    calls: Sequence[Call], windows: Sequence[Window], steps: int, pool_of: Mapping[str, str]
 ) -> list[PoolWait]:
     """Of each pool, how busy it was and whom it waited for while it was not.
 
@@ -139,6 +146,7 @@ def pool_waits(
     for whatever that call waited for.
 
     Args:
+        windows, steps: as in `stage_seconds`.
         pool_of: role -> name of its pool.
     """
     total = sum(end - start for start, end in windows)
@@ -151,10 +159,10 @@ def pool_waits(
         for call in queue:
             if call.start > since:
                 for culprit, start, end in queues.held_up(call, since):
-                    waited[culprit] += _inside([(start, end)], windows) / len(windows)
+                    waited[culprit] += _inside([(start, end)], windows) / steps
             since = max(since, call.end)
         waited = {name: seconds for name, seconds in waited.items() if seconds > 0}
-        found.append(PoolWait(pool, busy / total, total / len(windows), waited))
+        found.append(PoolWait(pool, busy / total, total / steps, waited))
     return found
 
 

@@ -92,10 +92,11 @@ METRICS: dict[str, Metric] = {
     "distill/ratio_capped": Metric("fraction", "tokens whose importance ratio was capped"),
     "distill/entropy_aware": Metric("nats/token", "the entropy-aware term, as it enters the loss"),
     "distill/entropy_gate": Metric("fraction", "tokens where the entropy-aware term acts"),
-    "reward/mean": Metric("reward", "mean over the completions that have a reward, as trained on"),
+    "reward/mean": Metric("reward", "mean of all sampled completions that have a reward, weighted"),
     "reward/std": Metric("reward", "their standard deviation"),
     "reward/trained_mean": Metric(
-        "reward", "mean of those trained on: not left out by dynamic sampling or a mask; less the KL"
+        "reward",
+        "mean of those trained on: not left out by dynamic sampling or a mask; less the KL",
     ),
     "reward/none": Metric("completions", "without a reward, of those sampled"),
     "reward/kl": Metric("nats", "of a completion, before its weight in the reward"),
@@ -155,10 +156,19 @@ METRICS: dict[str, Metric] = {
     **_evaluation("eval", "the held-out prompts"),
     **_evaluation("eval/{set}", "the held-out set of that name, where `data.eval` names several"),
     "teacher/accuracy": Metric("fraction", "the teacher's accuracy on the same prompts, step 0"),
+    "offload/to_host_bytes": Metric(
+        "bytes", "moved to pinned host memory for the calls of the step"
+    ),
+    "offload/to_device_bytes": Metric("bytes", "moved back from there"),
+    "time/offload_s": Metric("s", "calls waited for these moves; what overlapped is left out"),
     "data/epoch": Metric("passes", "passes over the training data, with a fraction"),
-    "memory/{role}/peak_bytes": Metric("bytes", "peak in use on a device of the role so far"),
+    "memory/{role}/peak_bytes": Metric(
+        "bytes",
+        "peak in use on a device of the role so far, all roles there together: the device's own"
+        " figure, or the ledger's where it has none (CPU)",
+    ),
     "memory/{role}/planned": Metric(
-        "flag", "1 where peak_bytes is the plan's figure, for the platform tells none"
+        "flag", "1 where peak_bytes is the plan's figure, for nothing was measured"
     ),
 }
 """Every name that may stand in a row; ``{...}`` stands for what ``PLACEHOLDERS`` says."""

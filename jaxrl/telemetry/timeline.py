@@ -83,7 +83,7 @@ class Timeline:
 
     def watch(self, role: str, handle: Handle) -> Handle:
         """The handle, with a span on the track ``role`` for every call through it."""
-        return handle if self._file is None else _Watched(role, handle, self)
+        return handle if self._file is None else Watched(role, handle, self._watch)
 
     def span(self, track: str, name: str, start: float, end: float, **args: Any) -> None:
         """What took from ``start`` to ``end`` (`time.monotonic` seconds); args: plain values."""
@@ -126,6 +126,10 @@ class Timeline:
             started, finished = call.times.started, call.times.finished
             if started is not None and finished is not None:
                 self.span(call.track, call.name, started, finished, **call.args)
+            for move in call.times.moves:
+                name = f"{move.name} to the {move.to}"
+                track = f"offload {call.track}"
+                self.span(track, name, move.started, move.finished, bytes=move.nbytes)
         with self._lock:
             self._calls += pending
             lines, self._lines = self._lines, []
@@ -163,9 +167,9 @@ class Timeline:
         comma = "" if first else ","
         self._lines.append(comma + json.dumps({"pid": PROCESS, "tid": 0} | dict(event)))
 
-    def _watch(self, call: _Call) -> None:
+    def _watch(self, role: str, method: str, times: Times, args: Mapping[str, Any]) -> None:
         with self._lock:
-            self._calls.append(call)
+            self._calls.append(_Call(role, method, times, args))
 
 
 class StateSpans:
@@ -246,17 +250,18 @@ class _Call:
 
 
 @dataclass(frozen=True)
-class _Watched:
-    """A handle whose calls are recorded."""
+class Watched:
+    """A handle whose calls are told to somebody."""
 
     role: str
     handle: Handle
-    timeline: Timeline
+    told: Callable[[str, str, Times, Mapping[str, Any]], None]
+    """Takes role, method, times and the plain arguments that have a name."""
 
     def call(self, method: str, *args: Any, deadline: float, **kwargs: Any) -> Future:
         future = self.handle.call(method, *args, deadline=deadline, **kwargs)
         plain = {key: value for key, value in kwargs.items() if isinstance(value, int | str)}
-        self.timeline._watch(_Call(self.role, method, future.times, plain))
+        self.told(self.role, method, future.times, plain)
         return future
 
 
