@@ -157,7 +157,7 @@ def timeline_section(use: Use, drawn: Mapping[str, Any]) -> str:
             text(pool.name),
             f'<button type="button" data-start="{gap.start - zero}" data-length="{gap.length}">'
             f"{(gap.start - zero) / 1e6:.3f} s</button>",
-            _step_at(use, gap.end),
+            "–" if gap.then is None else _step_at(use, gap.end),
             _seconds(gap.length),
             text(timeline.told(gap)),
         )

@@ -15,7 +15,14 @@ window.addEventListener("resize", () => {
   due = requestAnimationFrame(drawAll);
 });
 window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
+
+// On paper every group is open.
+let closed = [];
 window.addEventListener("beforeprint", () => {
-  for (const group of document.querySelectorAll(".group")) group.open = true;
+  closed = [...document.querySelectorAll(".group:not([open])")];
+  for (const group of closed) group.open = true;
   drawAll();
+});
+window.addEventListener("afterprint", () => {
+  for (const group of closed) group.open = false;
 });
