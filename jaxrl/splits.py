@@ -267,9 +267,10 @@ def measure(calls: Sequence[Call], pool_of: Mapping[str, str], staleness: int) -
     windows = steady_steps(calls, staleness)
     if len(windows) < ENOUGH:
         return None
-    step = sum(end - start for start, end in windows) / len(windows)
-    pools = pool_waits(calls, windows, pool_of)
-    return Measured(stage_seconds(calls, windows), step, tuple(pools))
+    n = len(windows)
+    step = sum(end - start for start, end in windows) / n
+    pools = pool_waits(calls, windows, n, pool_of)
+    return Measured(stage_seconds(calls, windows, n), step, tuple(pools))
 
 
 def _wait_line(pool: PoolWait) -> str:

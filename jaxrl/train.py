@@ -223,9 +223,11 @@ def attempt(errand: Errand, run: RunDir, lost: int) -> Result:
                 decode=partial(decode, job.tokenizer),
                 checkpoints=records.checkpoints,
                 asked_to_stop=interrupt.asked,
+                around=records.profile.around,
             )
             with interrupt.patient():
                 trained = loop.run(records.resumed(packing))
+                records.profile.close()
                 records.finish_checkpoints()
             if interrupt.asked():
                 raise Interrupted(interrupted_at(trained, records.checkpoints.newest, run.path))

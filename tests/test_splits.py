@@ -129,7 +129,7 @@ def test_a_pool_waits_for_whoever_holds_up_what_it_needs():
         ]
     windows = [(9, 19), (19, 29)]
     names = {"actor": "actor", "rollout": "rollout", "teacher": "teacher"}
-    found = {told.pool: told for told in pool_waits(calls, windows, names)}
+    found = {told.pool: told for told in pool_waits(calls, windows, 2, names)}
     assert found["actor"].busy == pytest.approx(0.23)
     assert found["actor"].waited == pytest.approx({"rollout": 6.1, "teacher": 1, OTHER: 0.6})
     assert found["rollout"].waited == pytest.approx({"actor": 2.3, "teacher": 1, OTHER: 0.6})
@@ -137,13 +137,13 @@ def test_a_pool_waits_for_whoever_holds_up_what_it_needs():
     for told in found.values():
         assert told.seconds == 10
         assert sum(told.waited.values()) == pytest.approx(told.idle * told.seconds)
-    assert stage_seconds(calls, windows)["rollout", "generate"] == pytest.approx(6)
+    assert stage_seconds(calls, windows, 2)["rollout", "generate"] == pytest.approx(6)
 
 
 def test_calls_that_overlap_count_once():
     """Parts that a teacher elsewhere scores side by side."""
     calls = [Call("teacher", "score", 0, 2), Call("teacher", "score", 1, 3)]
-    assert stage_seconds(calls, [(0, 4)]) == {("teacher", "score"): 3}
+    assert stage_seconds(calls, [(0, 4)], 1) == {("teacher", "score"): 3}
 
 
 def test_steady_steps_leave_out_the_first_the_last_and_the_long():
