@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import random
 import time
 from pathlib import Path
+from typing import Any
 
 from jaxrl.algorithms import needed_roles
 from jaxrl.config import Config
@@ -120,3 +123,33 @@ def write_timeline(path: Path) -> None:
             call("actor", "update", UPDATE, step=index)
             call("actor", "publish", PUBLISH, version=index + 1)
             call("rollout", "load", LOAD)
+
+
+def event(name: str, start: int, end: int, **args: Any) -> dict[str, Any]:
+    role, _, method = name.partition(".")
+    return {
+        "ph": "X", "cat": role, "name": method, "ts": start, "dur": end - start, "args": args
+    }  # fmt: skip
+
+
+def make_long_run(path: Path, steps: int) -> None:
+    path.mkdir()
+    noise = random.Random(1)
+    names = ["distill/divergence", *(f"reward/r{i}/mean" for i in range(20))]
+    with open(path / METRICS_FILE, "w") as metrics, open(path / TIMELINE_FILE, "w") as trace:
+        trace.write("[\n")
+        for step in range(1, steps + 1):
+            row = {"step": step} | {name: noise.gauss(0, 1) for name in names}
+            metrics.write(json.dumps(row) + "\n")
+            calls = (
+                "rollout.generate",
+                "teacher.score",
+                "actor.update",
+                "actor.publish",
+                "rollout.load",
+            )
+            for place, name in enumerate(calls):
+                start = step * 1_000_000 + place * 200_000
+                told = event(name, start, start + 190_000, step=step - 1)
+                trace.write("," + json.dumps(told) + "\n")
+        trace.write("]\n")

@@ -7,11 +7,21 @@ import json
 import random
 import re
 from pathlib import Path
-from typing import Any
 
 import made_run
 import pytest
-from made_run import GENERATE, LOAD, PAUSE, PUBLISH, SCORE, STEPS, UPDATE, make_run
+from made_run import (
+    GENERATE,
+    LOAD,
+    PAUSE,
+    PUBLISH,
+    SCORE,
+    STEPS,
+    UPDATE,
+    event,
+    make_long_run,
+    make_run,
+)
 
 from jaxrl import cli, report
 from jaxrl.reports import memory, samples, timeline
@@ -78,13 +88,6 @@ def test_a_gap_tells_what_it_waited_for(run: Path) -> None:
     assert timeline.told(longest) == "waited for the driver before rollout.generate"
 
 
-def event(name: str, start: int, end: int, **args: Any) -> dict[str, Any]:
-    role, _, method = name.partition(".")
-    return {
-        "ph": "X", "cat": role, "name": method, "ts": start, "dur": end - start, "args": args
-    }  # fmt: skip
-
-
 def test_time_between_two_lives_of_a_run_is_nobodys() -> None:
     starts = [{"ph": "i", "name": name, "ts": ts} for name, ts in (("start", 0), ("resume", 9000))]
     calls = [event("actor.update", 0, 4000), event("actor.update", 10_000, 14_000)]
@@ -103,6 +106,14 @@ def test_calls_beside_the_queue_keep_no_pool_busy() -> None:
     assert pool.busy == 20_000 and [gap.length for gap in pool.gaps] == [80_000]
     labels = [lane["label"] for lane in timeline.lanes(use)["pools"][0]["lanes"]]
     assert labels == ["actor", "actor, beside"]
+
+
+def test_what_is_moved_for_a_call_is_drawn_with_its_pool() -> None:
+    moved = event("offload rollout.to host", 0, 10)
+    use = understand([event("rollout.load", 0, 10), moved, event("checkpoints.write 6", 5, 10)])
+    assert use.others == ("checkpoints",)
+    labels = [lane["label"] for lane in timeline.lanes(use)["pools"][0]["lanes"]]
+    assert labels == ["rollout", "offload rollout"]
 
 
 def test_roles_and_processes_of_a_pool_are_one_pool() -> None:
@@ -159,7 +170,7 @@ def test_charts_are_grouped_and_what_does_not_change_is_none(run: Path) -> None:
     assert [c["name"] for c in groups["actor"]["constants"]] == ["actor/learning_rate"]
     assert groups["actor"]["constants"][0]["values"] == [1e-3]
     (norm,) = next(c for c in groups["main"]["charts"] if c["name"] == "actor/grad_norm")["series"]
-    assert norm["lost"] == [made_run.LOST] and norm["count"] == STEPS - 1
+    assert norm["lost"] == [made_run.LOST] and len(norm["x"]) == STEPS - 1
     held_out = next(c for c in groups["main"]["charts"] if c["name"] == "eval/accuracy")
     (series,) = held_out["series"]
     assert series["x"] == [0, 10, 20, 30, 40] and held_out["levels"][0]["y"] == 0.99
@@ -170,9 +181,8 @@ def test_the_plan_stands_beside_what_was_measured(run: Path) -> None:
     pools = {pool.name: pool for pool in memory.pools(read_run(run))}
     for pool in pools.values():
         assert sum(part.bytes for part in pool.parts) == pool.peak > 0
-    told = [(each.name, each.bytes) for each in pools["actor"].measured]
-    assert told == [("memory/actor/peak_bytes", made_run.PEAK)]
-    assert pools["rollout"].measured == (), "the plan's own figure is no measurement"
+    assert pools["actor"].measured == made_run.PEAK
+    assert pools["rollout"].measured is None, "the plan's own figure is no measurement"
 
 
 def test_the_summary(run: Path) -> None:
@@ -283,29 +293,6 @@ def test_a_long_run_makes_a_small_page(tmp_path: Path) -> None:
     text = page([read_run(path)])
     assert len(text.encode()) < 4e6
     assert "Of 10,000 rows each curve shows" in text and "is drawn as one" in text
-
-
-def make_long_run(path: Path, steps: int) -> None:
-    path.mkdir()
-    noise = random.Random(1)
-    names = ["distill/divergence", *(f"reward/r{i}/mean" for i in range(20))]
-    with open(path / METRICS_FILE, "w") as metrics, open(path / TIMELINE_FILE, "w") as trace:
-        trace.write("[\n")
-        for step in range(1, steps + 1):
-            row = {"step": step} | {name: noise.gauss(0, 1) for name in names}
-            metrics.write(json.dumps(row) + "\n")
-            calls = (
-                "rollout.generate",
-                "teacher.score",
-                "actor.update",
-                "actor.publish",
-                "rollout.load",
-            )
-            for place, name in enumerate(calls):
-                start = step * 1_000_000 + place * 200_000
-                told = event(name, start, start + 190_000, step=step - 1)
-                trace.write("," + json.dumps(told) + "\n")
-        trace.write("]\n")
 
 
 def test_text_of_a_run_ends_no_element(run: Path) -> None:

@@ -9,8 +9,7 @@ import browser as browsers
 import made_run
 import pytest
 from browser import Browser
-from made_run import EVERY, PAUSE, STEPS, accuracy, divergence, make_run
-from test_report import make_long_run
+from made_run import EVERY, PAUSE, STEPS, accuracy, divergence, make_long_run, make_run
 
 from jaxrl import cli, report
 
@@ -212,7 +211,7 @@ def test_the_plan_and_the_measured_peak_are_bars_of_one_scale(page: Browser) -> 
     assert actor_planned == pytest.approx(1, abs=0.01) and "50 MB, " in text
     share = int(text.split("50 MB, ")[1].split("%")[0]) / 100
     assert actor_measured / actor_planned == pytest.approx(share, abs=0.011)
-    assert text.count("not told by this platform") == 2
+    assert text.count("nothing was measured") == 2
 
 
 def test_the_advice_of_the_run_is_told(page: Browser) -> None:

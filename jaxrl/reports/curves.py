@@ -11,6 +11,7 @@ from jaxrl.telemetry.metrics import Metric, describe
 
 FIRST = (
     "distill/divergence",
+    "distill/reverse_kl_k1",
     "sft/loss",
     "reward/mean",
     "distill/top1_agreement",
@@ -38,6 +39,7 @@ GROUPS = (
     "time",
     "weights",
     "memory",
+    "offload",
     "checkpoint",
     "data",
 )
@@ -118,7 +120,7 @@ def _series(
     steps = [int(row["step"] or 0) for row in rows if row.get(name) is not None]
     values = [value for row in rows if (value := row.get(name)) is not None]
     lost = [int(row["step"] or 0) for row in rows if name in row and row[name] is None]
-    told: dict[str, Any] = {"run": number, "lost": evenly(lost, MARKS), "count": len(values)}
+    told: dict[str, Any] = {"run": number, "lost": evenly(lost, MARKS)}
     if name.startswith("eval/"):
         kept = set(evenly(range(len(steps)), limit))
         at = [i for i in range(len(steps)) if i in kept]

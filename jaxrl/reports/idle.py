@@ -84,6 +84,14 @@ class PoolUse:
         """The gaps that are worth counting."""
         return [gap for gap in self.gaps if gap.length >= LEAST_GAP_US]
 
+    @property
+    def tracks(self) -> tuple[str, ...]:
+        """All that may be told of it: its workers' states, its roles' calls and what is moved to
+        the host and back for those.
+        """
+        calls = (track for role in self.roles for track in (role, f"offload {role}"))
+        return (*self.workers, *calls)
+
     def waited(self) -> dict[str, int]:
         """Microseconds of all gaps by what they waited for, most first."""
         total: dict[str, int] = {}
@@ -125,11 +133,11 @@ def understand(events: Iterable[Mapping[str, Any]]) -> Use:
     updates = [span for span in spans.get("actor", []) if span.name == "update"]
     numbered = ((span.end, span.args.get("step")) for span in updates)
     steps = tuple((end, step + 1) for end, step in numbered if isinstance(step, int))
-    pools = _pools(spans)
-    mine = {track for _, roles, workers in pools for track in (*roles, *workers)}
+    pools = _use(_pools(spans), spans, sorted(sessions) or [0])
+    mine = {track for pool in pools for track in pool.tracks}
     return Use(
         spans=spans,
-        pools=_use(pools, spans, sorted(sessions) or [0]),
+        pools=pools,
         others=tuple(track for track in spans if track not in mine),
         steps=steps,
         sessions=tuple(sorted(sessions)),

@@ -20,15 +20,6 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """A peak that the run told."""
-
-    name: str
-    """Of the metric."""
-    bytes: float
-
-
-@dataclass(frozen=True)
 class PoolMemory:
     """The fullest device of a pool."""
 
@@ -40,8 +31,8 @@ class PoolMemory:
     limit: int | None
     parts: tuple[Part, ...]
     """What is there at the moment; their bytes add up to the peak."""
-    measured: tuple[Measured, ...]
-    """Empty where the platform tells none."""
+    measured: float | None
+    """Bytes; None where nothing was measured."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +84,7 @@ def _pool(number: int, pool: Mapping[str, Any], run: RunFiles) -> PoolMemory:
         moment=then,
         limit=pool["limit"],
         parts=tuple(parts),
-        measured=tuple(_measured(pool["name"], pool["roles"], run.rows)),
+        measured=_measured(pool["roles"], run.rows),
     )
 
 
@@ -114,29 +105,14 @@ def _axes(axes: Mapping[str, int] | None) -> str:
     return " ".join(f"{name}={size}" for name, size in axes.items() if size > 1) or "1 device"
 
 
-def _measured(
-    pool: str, roles: Sequence[str], rows: Sequence[Mapping[str, float | None]]
-) -> list[Measured]:
-    """The largest value of each `memory/.../peak_bytes` of the pool, or of a role of it, that is
-    not the plan's own figure.
+def _measured(roles: Sequence[str], rows: Sequence[Mapping[str, float | None]]) -> float | None:
+    """The largest peak that was told of a role, all roles on its devices together, and is not the
+    plan's own figure.
     """
-    found: dict[str, float] = {}
-    for row in rows:
-        for name, value in row.items():
-            owner = name.removeprefix("memory/").removesuffix("/peak_bytes")
-            if f"memory/{owner}/peak_bytes" != name or owner not in (pool, *roles):
-                continue
-            if value is not None and not row.get(f"memory/{owner}/planned"):
-                found[name] = max(value, found.get(name, 0.0))
-    return [Measured(name, value) for name, value in found.items()]
-
-
-def other_metrics(rows: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
-    """Every other `memory/...` -> its largest value."""
-    found: dict[str, float] = {}
-    for row in rows:
-        for name, value in row.items():
-            plain = name.startswith("memory/") and not name.endswith(("/peak_bytes", "/planned"))
-            if plain and value is not None:
-                found[name] = max(value, found.get(name, value))
-    return found
+    told = [
+        row.get(f"memory/{role}/peak_bytes")
+        for row in rows
+        for role in roles
+        if row.get(f"memory/{role}/planned") == 0
+    ]
+    return max((value for value in told if value is not None), default=None)

@@ -2,64 +2,52 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 from jaxrl.reports import memory
 from jaxrl.reports.read import RunFiles
 from jaxrl.reports.tables import bytes_text, missing, table, text
+from jaxrl.sharding.memory import Column
+
+COLUMNS = get_args(Column)
 
 
 def section(run: RunFiles) -> str:
     if run.plan is None:
         return missing("plan.json is not there: a run writes it when it starts")
-    return "\n".join((_pools(run), _roles(run), _other_memory(run)))
+    pools = memory.pools(run)
+    scale = max(1, *(figure for pool in pools for figure in (pool.peak, pool.measured or 0)))
+    kinds = "".join(f'<span class="chip"><i class="{c}"></i>{c}</span>' for c in COLUMNS)
+    bars = "".join(_bars(pool, scale) for pool in pools)
+    return f"""<p>{kinds}<span class="muted">bytes on the fullest device</span></p>
+<div class="memory">{bars}</div>
+{_roles(run)}"""
 
 
-def _pools(run: RunFiles) -> str:
-    """Bars of the fullest device of each pool, all to one scale."""
-    found = memory.pools(run)
-    figures = [pool.peak for pool in found] + [m.bytes for pool in found for m in pool.measured]
-    scale = max(figures, default=1) or 1
-    parts = []
-    for pool in found:
-        limit = "" if pool.limit is None else f"; a device has {bytes_text(pool.limit)}"
-        parts.append(
-            f'<div class="pool"><b>{text(pool.name)}</b>, {text(pool.devices)}:'
-            f' at its peak <i>{text(pool.moment)}</i><span class="muted">{limit}</span></div>'
-        )
-        pieces = "".join(_piece(part, scale) for part in pool.parts if part.bytes)
-        mark = ""
-        if pool.limit is not None and pool.limit <= scale:
-            mark = f'<b style="left:{pool.limit / scale:.2%}" title="limit"></b>'
-        planned = bytes_text(pool.peak)
-        parts.append(f'<span>planned</span><div class="bar">{pieces}{mark}</div>{_right(planned)}')
-        for told in pool.measured:
-            width = f"width:{told.bytes / scale:.2%}"
-            against = f"{bytes_text(told.bytes)}, {told.bytes / pool.peak:.0%} of the plan"
-            parts.append(
-                f'<span>measured</span><div class="bar"><i class="measured" style="{width}"'
-                f' title="{text(told.name)}"></i></div>{_right(against)}'
-            )
-        if not pool.measured:
-            parts.append(
-                '<span>measured</span><span class="muted">not told by this platform</span>'
-            )
-            parts.append("<span></span>")
-    kinds = "".join(
-        f'<span class="chip"><i class="{kind}"></i>{kind}</span>'
-        for kind in ("weights", "gradients", "optimizer", "cache", "activations")
+def _bars(pool: memory.PoolMemory, scale: float) -> str:
+    """What was planned of a pool, in parts, and what was measured; `scale` bytes are the width."""
+    limit = "" if pool.limit is None else f"; a device has {bytes_text(pool.limit)}"
+    head = (
+        f'<div class="pool"><b>{text(pool.name)}</b>, {text(pool.devices)}:'
+        f' at its peak <i>{text(pool.moment)}</i><span class="muted">{limit}</span></div>'
     )
-    return f'<p>{kinds}<span class="muted">bytes on the fullest device</span></p>' + (
-        f'<div class="memory">{"".join(parts)}</div>'
-    )
+    pieces = "".join(_piece(part, scale) for part in pool.parts if part.bytes)
+    if pool.limit is not None and pool.limit <= scale:
+        pieces += f'<b style="left:{pool.limit / scale:.2%}" title="limit of the device"></b>'
+    planned = f'<span>planned</span><div class="bar">{pieces}</div>{bytes_text(pool.peak)}'
+    if pool.measured is None:
+        told = '<span class="muted">nothing was measured</span><span></span>'
+    else:
+        against = f"{bytes_text(pool.measured)}, {pool.measured / pool.peak:.0%} of the plan"
+        width = f"width:{pool.measured / scale:.2%}"
+        told = f'<div class="bar"><i class="measured" style="{width}"></i></div>{against}'
+    return f"{head}{planned}<span>measured</span>{told}"
 
 
 def _piece(part: memory.Part, scale: float) -> str:
     told = f"{part.role}: {part.name}, {bytes_text(part.bytes)}"
     width = f"width:{part.bytes / scale:.3%}"
     return f'<i class="{text(part.column)}" style="{width}" title="{text(told)}"></i>'
-
-
-def _right(words: str) -> str:
-    return f"<span>{text(words)}</span>"
 
 
 def _roles(run: RunFiles) -> str:
@@ -77,10 +65,3 @@ def _roles(run: RunFiles) -> str:
     ]
     heads = ["role", "mesh", "when", "kind", "part", "bytes"]
     return f"<details><summary>All parts of the plan</summary>{table(heads, rows)}</details>"
-
-
-def _other_memory(run: RunFiles) -> str:
-    rows = [
-        (text(name), bytes_text(value)) for name, value in memory.other_metrics(run.rows).items()
-    ]
-    return table(["measured", "largest"], rows) if rows else ""

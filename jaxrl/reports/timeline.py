@@ -24,9 +24,7 @@ def lanes(use: Use) -> dict[str, Any]:
     Each of the lists of a lane has one entry a span: start, length, and the number of its name in
     `names`. `merged_us`: spans that lie together within so many microseconds are one; 0: none is.
     """
-    tracks = [t for pool in use.pools for t in (*pool.workers, *pool.roles)]
-    tracks += use.others
-    spans = {track: list(_lanes_of(track, use.spans[track])) for track in tracks}
+    spans = {track: list(_lanes_of(track, own)) for track, own in use.spans.items()}
     drawn = {lane: own for of_track in spans.values() for lane, own in of_track}
     every = [span.start for own in drawn.values() for span in own]
     zero = min(every, default=0)
@@ -38,7 +36,9 @@ def lanes(use: Use) -> dict[str, Any]:
     }
 
     def of(tracks: Iterable[str]) -> list[dict[str, Any]]:
-        return [{"label": lane} | table[lane] for track in tracks for lane, _ in spans[track]]
+        return [
+            {"label": lane} | table[lane] for track in tracks for lane, _ in spans.get(track, ())
+        ]
 
     return {
         "end": max((span.end for own in drawn.values() for span in own), default=zero) - zero,
@@ -46,7 +46,7 @@ def lanes(use: Use) -> dict[str, Any]:
         "pools": [
             {
                 "name": pool.name,
-                "lanes": of((*pool.workers, *pool.roles)),
+                "lanes": of(pool.tracks),
                 "gaps": [_gap(gap, zero, names) for gap in _longest(pool)],
             }
             for pool in use.pools
