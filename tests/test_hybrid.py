@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections import Counter
 
 import jax
@@ -166,3 +168,26 @@ def test_a_lazy_role_is_made_when_it_is_first_asked(models, tmp_path, capsys):
     )
     assert "teacher: ready" in (eager.run_dir / "log.txt").read_text()
     assert rows_of(result) == rows_of(eager)
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.parametrize("processes", [[], ["ray.devices_per_worker=1"]], ids=["one", "two"])
+def test_turns_in_processes_are_those_of_threads_and_ray_warns_of_nothing(
+    models, tmp_path, processes
+):
+    pytest.importorskip("ray")
+    asked = ["mesh=actor+rollout+teacher=2", "teacher.lazy=true", *OFFLOAD]
+    here = train(config(models, tmp_path / "here", *asked))
+    there = config(models, tmp_path / "there", *asked, *processes)
+    file = tmp_path / "run.yaml"
+    file.write_text(there.dump())
+    command = [sys.executable, "-m", "jaxrl.train", "--launcher", "ray", "--config", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    told = (done.stdout + done.stderr).lower()
+    assert not [word for word in ("warning", "infeasible", "autoscaler") if word in told], told
+    assert weights(there.run_path) == weights(here.run_dir)
+    rows = [json.loads(line) for line in (there.run_path / "metrics.jsonl").open()]
+    assert rows[-1]["offload/to_device_bytes"] > 0
+    assert rows[-1]["memory/actor/peak_bytes"] > 0 and rows[-1]["memory/actor/planned"] == 0
