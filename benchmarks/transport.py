@@ -91,7 +91,7 @@ def measure(mb: int, repeats: int, processes: int, copies: list[float]) -> list[
     """Seconds of each round for pack, load and both."""
     import transport  # by name, not as __main__: so that the workers find it
 
-    from jaxrl.runtime.ray import RayCrew  # an optional package
+    from jaxrl.runtime.ray.crew import RayCrew  # an optional package
 
     crew = RayCrew(
         RayConfig(devices_per_worker=2 // processes),

@@ -329,7 +329,7 @@ def main(argv: Sequence[str]) -> None:
     if not runs:
         print("no run of this user works here")
     if address:
-        from jaxrl.runtime.ray import cluster
+        from jaxrl.runtime.ray.connect import cluster
 
         show(["", *cluster_page(cluster(address))])
 

@@ -259,7 +259,7 @@ def devices_for(config: Config) -> Callable[[int], Visible]:
         launcher, why = _choose_launcher(config, needed)
         if launcher == "local":
             return replace(ensure_devices(needed), why=why)
-        from jaxrl.runtime.ray import connect  # an optional package
+        from jaxrl.runtime.ray.connect import connect  # an optional package
 
         seen = connect(config.ray, parse(config.mesh))
         return replace(seen, why="; ".join(filter(None, [why, seen.why])))
@@ -316,7 +316,7 @@ def _local(setup: Setup, plan: Plan, log: Log, spent: int) -> LocalCrew:
 
 
 def _ray(setup: Setup, plan: Plan, log: Log, spent: int) -> Crew:
-    from jaxrl.runtime.ray import RayCrew  # an optional package
+    from jaxrl.runtime.ray.crew import RayCrew  # an optional package
 
     crew = RayCrew(
         setup.config.ray,

@@ -28,7 +28,8 @@ from jaxrl import cli  # noqa: E402
 from jaxrl.config import RayConfig  # noqa: E402
 from jaxrl.errors import RunError, UserError  # noqa: E402
 from jaxrl.runtime.local import LocalCrew, Stopped  # noqa: E402
-from jaxrl.runtime.ray import RayCrew, connect  # noqa: E402
+from jaxrl.runtime.ray.connect import connect  # noqa: E402
+from jaxrl.runtime.ray.crew import RayCrew  # noqa: E402
 from jaxrl.runtime.worker import DeadlineExceeded, OutOfMemory, RunLost, WorkerError  # noqa: E402
 from jaxrl.sharding.placement import parse  # noqa: E402
 from jaxrl.train import main  # noqa: E402
@@ -362,6 +363,7 @@ def test_a_plan_starts_no_cluster(monkeypatch):
 
 def test_without_the_package_the_extra_is_named(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.delitem(sys.modules, "jaxrl.runtime.ray")
+    for name in [name for name in sys.modules if name.startswith("jaxrl.runtime.ray")]:
+        monkeypatch.delitem(sys.modules, name)
     assert cli.run(main, ["--launcher", "ray", "--dry-run"]) == cli.EXIT_BAD_INPUT
     assert "pip install 'jaxrl[ray]'" in capsys.readouterr().err

@@ -1,0 +1,243 @@
+"""Joins a Ray cluster, or starts one on this host: its nodes, what is free on each, and which
+process goes where.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import jax
+import ray
+from ray._private import worker as ray_worker
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from jaxrl.config import RayConfig
+from jaxrl.errors import UserError
+from jaxrl.runtime.cluster import Cluster, Host, Seat, devices_of, seats
+from jaxrl.runtime.local import POLL_S
+from jaxrl.sharding.mesh import MOST_EMULATED, Visible, accelerators_here, host_available
+from jaxrl.sharding.placement import Placement
+
+NAMESPACE = "jaxrl"
+LEAVE_S = 10.0
+"""How long what the cluster has, but is not free, may take to become so."""
+NODE_S = 60.0
+"""Longest wait for what a node tells of itself."""
+STATE_S = 5.0
+"""Longest wait for the state of another run's worker."""
+
+
+def connect(config: RayConfig, placement: Placement) -> Visible:
+    """Joins the cluster that is named; tells the devices that the run would get.
+
+    Where none is, the run has one of its own on this host; `RayCrew` starts it, not the plan.
+
+    Raises:
+        UserError: no cluster there, or one that is too small, with both tables.
+    """
+    address = address_of(config)
+    if address is not None:
+        join(address, placement.n_devices)
+    own = address is None and (not ray.is_initialized() or _started_here())
+    here = [_this_host(placement.n_devices)]
+    on_gpu, places = find_seats(config, placement, (lambda: here) if own else find_hosts)
+    note = None
+    if not on_gpu:
+        note = f"no accelerator: emulating {placement.n_devices} CPU devices"
+    return Visible(devices_of(placement, places, on_gpu), note, "ray", _why(config, address))
+
+
+def find_seats(
+    config: RayConfig, placement: Placement, look_at: Callable[[], list[Host]]
+) -> tuple[bool, tuple[Seat, ...]]:
+    """Whether the devices are GPUs, and where each process goes. What ended a moment ago gets a
+    while to leave the cluster.
+    """
+    end = time.monotonic() + LEAVE_S
+    while True:
+        hosts = look_at()
+        on_gpu = any(host.gpus for host in hosts)
+        try:
+            return on_gpu, seats(placement, hosts, on_gpu, config.devices_per_worker)
+        except UserError:
+            all_free = [replace(h, cpus_free=h.cpus, gpus_free=h.gpus) for h in hosts]
+            seats(placement, all_free, on_gpu, config.devices_per_worker)  # raises: never
+            if time.monotonic() > end:
+                raise
+        time.sleep(POLL_S)
+
+
+def _why(config: RayConfig, address: str | None) -> str:
+    if config.address:
+        return f"ray.address={config.address}"
+    return f"RAY_ADDRESS={address}" if address else "a cluster of its own on this host"
+
+
+def address_of(config: RayConfig) -> str | None:
+    return config.address or os.environ.get("RAY_ADDRESS") or None
+
+
+def join(address: str | None, devices: int) -> None:
+    """Joins a cluster; with no address one of this host, which is started where there is none."""
+    if ray.is_initialized():
+        enough = ray.cluster_resources().get("CPU", 0) >= devices
+        if address is not None or enough or not _started_here():
+            return
+        ray.shutdown()  # it was for a smaller run of this process
+    options: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False}
+    if address is None:
+        here = _this_host(devices)
+        options |= {"num_cpus": here.cpus, "num_gpus": here.gpus, "include_dashboard": False}
+    else:
+        options |= {"address": address}
+        _reach(address)
+        _show_token()
+    ray_worker.print_to_stdstream = lambda *_, **__: None  # what Ray says of deaths, we say
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    jax.config.update("jax_platforms", "cpu")  # the driver holds no device
+    try:
+        ray.init(logging_level=logging.CRITICAL, **options)
+    except (ConnectionError, RuntimeError, ValueError, TimeoutError, RayError) as error:
+        told = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"no Ray cluster at {address or 'this host'}: {told}\n"
+            "start one with `ray start --head` on its first node, or leave ray.address out; one"
+            " that asks for a token takes that of its head: copy ~/.ray/auth_token from there"
+        ) from error
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in handlers.items():
+                signal.signal(number, handler)  # Ray has one of its own for SIGTERM
+
+
+def _show_token() -> None:
+    """`ray start --head` asks for the token in ~/.ray/auth_token where there is one; who joins
+    shows it only when told to.
+    """
+    logging.getLogger("ray").setLevel(logging.CRITICAL)
+    with suppress(ImportError):  # before Ray had tokens
+        from ray._private.authentication import authentication_token_setup as setup
+
+        setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+
+
+def _started_here() -> bool:
+    """Whether this process is in a cluster that it started itself."""
+    node = ray_worker._global_node
+    return node is not None and bool(node.head)
+
+
+def _reach(address: str) -> None:
+    """Ray waits minutes for a head that is not there; a connection tells at once."""
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise UserError(
+            f"{address!r} is no address of a Ray cluster: write HOST:PORT of its head, as in"
+            " 10.0.0.1:6379, or auto for the cluster of this host (ray.address, or else"
+            " RAY_ADDRESS)"
+        )
+    try:
+        socket.create_connection((host, int(port)), timeout=10).close()
+    except OSError as error:
+        raise UserError(
+            f"the Ray cluster at {address} does not answer: {error.strerror or error}\n"
+            "start the head with `ray start --head --port=PORT`, and see that the port is open"
+        ) from error
+
+
+def _this_host(devices: int) -> Host:
+    """This machine as the one node of a cluster; it emulates as many CPU devices as are asked."""
+    cpus, gpus = max(os.cpu_count() or 1, min(devices, MOST_EMULATED)), accelerators_here()
+    memory = host_available() or 0
+    each = _gpu_memory() if gpus else ()
+    name = socket.gethostname()
+    return Host("", name, "127.0.0.1", cpus, cpus, gpus, gpus, memory, memory, each)
+
+
+def find_hosts() -> list[Host]:
+    """The nodes that are alive, the head first, with what is free on each."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    nodes.sort(key=lambda n: ("node:__internal_head__" not in n["Resources"], n["NodeID"]))
+    free = ray._private.state.available_resources_per_node()
+    gpu_memory = {n["NodeID"]: _ask_gpus(n["NodeID"]) for n in nodes if n["Resources"].get("GPU")}
+    found = []
+    for node in nodes:
+        has, left = node["Resources"], free.get(node["NodeID"], {})
+        found.append(
+            Host(
+                node["NodeID"],
+                node["NodeName"] if node.get("NodeName") else node["NodeManagerHostname"],
+                node["NodeManagerAddress"],
+                int(has.get("CPU", 0)),
+                int(left.get("CPU", 0)),
+                int(has.get("GPU", 0)),
+                int(left.get("GPU", 0)),
+                int(has.get("memory", 0)),
+                int(left.get("memory", 0)),
+                gpu_memory.get(node["NodeID"], ()),
+            )
+        )
+    return found
+
+
+def on_node(node: str) -> Any:
+    return NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+
+
+def _ask_gpus(node: str) -> tuple[int, ...]:
+    """Bytes of each GPU of a node, as its driver tells."""
+    task = ray.remote(num_cpus=0, max_retries=0)(_gpu_memory).options(
+        scheduling_strategy=on_node(node)
+    )
+    try:
+        found: tuple[int, ...] = ray.get(task.remote(), timeout=NODE_S)
+    except (RayError, GetTimeoutError):
+        return ()
+    return found
+
+
+def _gpu_memory() -> tuple[int, ...]:
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return tuple(int(line) << 20 for line in told.stdout.split())
+
+
+def cluster(address: str) -> Cluster:
+    """The nodes of a cluster and the jaxrl workers on it, for `python -m jaxrl.devices`.
+
+    Raises:
+        UserError: no cluster there.
+    """
+    join(address, 0)
+    try:
+        hosts = find_hosts()
+        asked: list[Any] = []
+        for named in ray.util.list_named_actors(all_namespaces=True):
+            if named["name"].startswith("jaxrl:"):
+                with suppress(ValueError):  # it has ended since
+                    worker = ray.get_actor(named["name"], namespace=named["namespace"])
+                    asked.append(worker.state.remote())
+        ready, _ = ray.wait(asked, num_returns=len(asked), timeout=STATE_S) if asked else ([], [])
+        found = []
+        for ref in ready:
+            with suppress(RayError):
+                found.append(ray.get(ref, timeout=STATE_S))
+        return Cluster(address, hosts, sorted(found, key=lambda state: (state.host, state.pid)))
+    finally:
+        ray.shutdown()

@@ -1,0 +1,192 @@
+"""The workers of a run, all of them processes of a Ray cluster, as the loop sees them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ray.exceptions import RayError
+
+from jaxrl.config import RayConfig
+from jaxrl.runtime.local import Stopped, done_future
+from jaxrl.runtime.ray.calls import STAYS, End, RayFuture
+from jaxrl.runtime.ray.connect import address_of, find_hosts, find_seats, join
+from jaxrl.runtime.ray.pool import Pool
+from jaxrl.runtime.ray.send import Sender
+from jaxrl.runtime.ray.start import Log, MakeRoles, NotStarted, Starter
+from jaxrl.runtime.ray.tend import Tender
+from jaxrl.runtime.ray.watch import kill
+from jaxrl.runtime.tracing import PROFILE
+from jaxrl.runtime.worker import RunLost, WorkerState
+from jaxrl.sharding.placement import Placement
+
+
+@dataclass(frozen=True)
+class RayHandle:
+    """A role of a pool, as the loop sees it."""
+
+    crew: RayCrew
+    pool: Pool
+    role: str
+
+    def call(
+        self, method: str, *args: Any, deadline: float, aside: bool = False, **kwargs: Any
+    ) -> RayFuture:
+        return self.crew.call(self.pool, self.role, method, args, kwargs, deadline, aside)
+
+
+class RayCrew:
+    """Makes them, takes calls to their roles, and ends them."""
+
+    def __init__(
+        self,
+        config: RayConfig,
+        placement: Placement,
+        make_roles: MakeRoles,
+        log: Log,
+        *,
+        startup_s: float,
+        roles: Sequence[str],
+        lazy: Collection[str] = (),
+        spent: int,
+    ):
+        """
+        Args:
+            make_roles: as of `Starter`.
+            roles: those of the run; others may be placed.
+            lazy: of these, those that are made at their first call.
+            spent: how often workers were made anew before, in this run.
+        """
+        join(address_of(config), placement.n_devices)
+        on_gpu, places = find_seats(config, placement, find_hosts)
+        pools = [
+            Pool(
+                index,
+                pool.name,
+                tuple(role for role in pool.roles if role in roles),
+                tuple(seat for seat in places if seat.pool == index),
+            )
+            for index, pool in enumerate(placement.pools)
+        ]
+        self._pools = [pool for pool in pools if pool.roles]
+        self._end, self._sender = End(), Sender()
+        self._starter = Starter(
+            placement,
+            self._pools,
+            make_roles,
+            log,
+            self._end,
+            on_gpu=on_gpu,
+            startup_s=startup_s,
+            lazy=lazy,
+        )
+        self._tender = Tender(
+            config, self._pools, self._starter, self._sender, self._end, log, spent
+        )
+
+    def start(self) -> None:
+        """Processes, devices, roles: side by side, bounded, verified.
+
+        Raises:
+            RunLost: a process died or hung meanwhile; another try may do.
+        """
+        self._starter.reserve()
+        try:
+            self._starter.launch(self._pools)
+        except NotStarted as error:
+            raise RunLost(str(error)) from error
+        for pool in self._pools:
+            pool.alive = True
+        self._tender.start()
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return tuple(role for pool in self._pools for role in pool.roles)
+
+    def handle(self, role: str) -> RayHandle:
+        pool = next(pool for pool in self._pools if role in pool.roles)
+        return RayHandle(self, pool, role)
+
+    def value(self, value: Any) -> Any:
+        return done_future(value)
+
+    def states(self) -> list[WorkerState]:
+        return [self._state(pool, rank) for pool in self._pools for rank in range(len(pool.seats))]
+
+    def _state(self, pool: Pool, rank: int) -> WorkerState:
+        facts = pool.facts[rank] if rank < len(pool.facts) else None
+        answer, heard = pool.answers.get(rank, (None, pool.born))
+        phase, detail, since = "starting", "", pool.born
+        if answer is not None:
+            phase, detail = answer.phase, answer.detail
+            since = heard - (answer.now - answer.since)
+        if facts is not None and not pool.alive and answer is not None:
+            phase = "died"
+        devices = [] if facts is None else [d for d in facts.devices if d[2]]
+        return WorkerState(
+            pool.label(rank),
+            pool.seats[rank].host.name if facts is None else facts.host,
+            0 if facts is None else facts.pid,
+            pool.roles,
+            tuple(f"{d[0]}:{d[2] if '.' not in d[2] else d[1]}" for d in devices),
+            phase,
+            detail,
+            since,
+            heard,
+            pool.life,
+        )
+
+    def peaks(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for pool in self._pools:
+            answers = [answer for answer, _ in list(pool.answers.values())]
+            told = [answer.peaks for answer in answers if answer.peaks is not None]
+            if told:
+                found |= dict.fromkeys(pool.roles, max(told))
+        return found
+
+    def call(
+        self,
+        pool: Pool,
+        role: str,
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        deadline: float,
+        aside: bool,
+    ) -> RayFuture:
+        with self._sender.lock:
+            number = self._sender.number()
+            future = RayFuture(self._end, pool, role, method, args, kwargs, deadline, aside, number)
+            failed = [needed._error for needed in future.inputs() if needed._error is not None]
+            if failed:
+                raise failed[0]
+            if STAYS.get((role, method)) in pool.roles:
+                future.keeps = True
+                weakref.finalize(future, pool.released.append, future.number)
+            self._sender.add(future)
+            self._sender.flush(pool)
+        return future
+
+    def profile(self, folder: Path | None, dtype: str, deadline: float) -> dict[str, RayFuture]:
+        return {
+            pool.name: self.call(
+                pool, pool.roles[0], PROFILE, (folder, dtype), {}, deadline, aside=False
+            )
+            for pool in self._pools
+        }
+
+    def stop(self) -> None:
+        """Ends every process: asked first, then killed. Who still waits for a call is told."""
+        self._tender.end(Stopped("the run is over"))
+        self._tender.join()
+        for pool in self._pools:
+            for worker in pool.workers:
+                with suppress(RayError):
+                    worker.stop.remote()
+        kill(self._pools)
+        self._starter.release()

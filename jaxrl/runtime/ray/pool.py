@@ -1,0 +1,54 @@
+"""The processes of a pool, and what they have told: the driver's own notes."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxrl.runtime.cluster import Seat
+from jaxrl.runtime.desk import Answer, Facts
+
+
+@dataclass(eq=False)
+class Pool:
+    """The processes that share the devices of one pool."""
+
+    index: int
+    name: str
+    roles: tuple[str, ...]
+    seats: tuple[Seat, ...]
+    workers: list[Any] = field(default_factory=list)
+    """Ray actors, by rank."""
+    facts: list[Facts] = field(default_factory=list)
+    """Of the processes that there are; empty while they start."""
+    answers: dict[int, tuple[Answer, float]] = field(default_factory=dict)
+    """Rank -> what it last said, and `time.monotonic` seconds of the driver then."""
+    asked: set[int] = field(default_factory=set)
+    """Ranks that have been asked, and have not answered."""
+    born: float = 0.0
+    life: int = 0
+    """How often its processes were made anew."""
+    epoch: int = 0
+    position: int = 0
+    alive: bool = False
+    lost_at: float | None = None
+    """When a call did not run, nor those after it, for a lost input: they come again, once its
+    inputs can be had."""
+    doubt: tuple[float, BaseException] | None = None
+    """An error that may come of the death of another process of the pool, and when it was told."""
+    released: deque[int] = field(default_factory=deque)
+    """Results that stay in its processes, and that nobody needs any more."""
+
+    @property
+    def trains(self) -> bool:
+        return "actor" in self.roles
+
+    def where(self, rank: int) -> str:
+        if rank >= len(self.facts):
+            return f"worker {self.label(rank)} ({self.seats[rank].host.name})"
+        facts = self.facts[rank]
+        return f"worker {self.label(rank)} ({facts.host}, pid {facts.pid})"
+
+    def label(self, rank: int) -> str:
+        return self.name if len(self.seats) == 1 else f"{self.name}.{rank}"

@@ -1,0 +1,46 @@
+"""A process of a pool, as Ray starts it: a Ray actor that hands everything to its desk."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import ray
+
+from jaxrl.runtime.desk import Desk
+from jaxrl.sharding.placement import Placement
+
+CALLS = 256
+"""Calls that a process takes at once; all but one wait for their turn."""
+
+
+def worker_class(pool: str) -> Any:
+    """A Ray actor class whose name, and so its process title, tells the roles."""
+    methods = {"run": "calls"} | dict.fromkeys(
+        ("facts", "free_port", "join", "open", "answer", "state", "stacks", "stop"), "control"
+    )
+    body = {
+        name: ray.method(concurrency_group=group)(_forward(name)) for name, group in methods.items()
+    }
+    body["run"] = ray.method(concurrency_group="calls", num_returns=2)(_forward("run"))
+    body["__init__"] = _begin
+    cls = type(f"jaxrl:{pool}", (), body)
+    options: dict[str, Any] = {"concurrency_groups": {"calls": CALLS, "control": 4}}
+    return ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0, **options)(cls)
+
+
+def _begin(self: Any, name: str, rank: int, cwd: str) -> None:
+    self.desk = Desk(name, rank, cwd, ray.put)
+
+
+def _forward(name: str) -> Any:
+    def method(self: Any, *args: Any) -> Any:
+        return getattr(self.desk, name)(*args)
+
+    method.__name__ = name
+    return method
+
+
+def make_role(make_roles: Any, placement: Placement, pool: int, role: str) -> Any:
+    """In the worker: a role on this pool's devices."""
+    return make_roles(placement, pool, jax.devices())[role]()

@@ -1,0 +1,233 @@
+"""New processes with their devices and roles: side by side, bounded, verified."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from jaxrl.errors import RunError, UserError
+from jaxrl.runtime.cluster import hosts_table, needs_table
+from jaxrl.runtime.desk import Order
+from jaxrl.runtime.local import POLL_S, Stopped
+from jaxrl.runtime.ray.calls import FETCH_S, End, raised
+from jaxrl.runtime.ray.connect import find_hosts
+from jaxrl.runtime.ray.pool import Pool
+from jaxrl.runtime.ray.process import make_role, worker_class
+from jaxrl.runtime.ray.watch import check_nodes, last_line, stacks
+from jaxrl.runtime.worker import WorkerError
+from jaxrl.sharding.placement import Placement, device_list
+
+Log = Callable[[str], None]
+MakeRoles = Callable[[Placement, int, Sequence[Any]], Mapping[str, Callable[[], Any]]]
+BUNDLE_S = 60.0
+"""Longest wait for what the cluster has free already."""
+
+
+class NotStarted(RunError):
+    """A process ended, or hung, while it started."""
+
+
+class Starter:
+    """Makes the processes of pools, with their devices and roles."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        pools: Sequence[Pool],
+        make_roles: MakeRoles,
+        log: Log,
+        end: End,
+        *,
+        on_gpu: bool,
+        startup_s: float,
+        lazy: Collection[str],
+    ):
+        """
+        Args:
+            make_roles: (placement, pool, devices) -> role -> what makes it; runs in the worker.
+            lazy: roles that are made at their first call.
+        """
+        self._placement, self._pools, self._make_roles = placement, pools, make_roles
+        self._log, self._end, self._on_gpu = log, end, on_gpu
+        self._startup_s, self._lazy = startup_s, lazy
+        self._group: Any = None
+
+    def reserve(self) -> None:
+        """A bundle of the cluster for each process; what is free was compared before."""
+        on_gpu = self._on_gpu
+        kind = "GPU" if on_gpu else "CPU"
+        places = [seat for pool in self._pools for seat in pool.seats]
+        group = placement_group(
+            [{kind: seat.devices} if seat.devices else {"memory": 1} for seat in places],
+            bundle_label_selector=[{"ray.io/node-id": seat.host.id} for seat in places],
+        )
+        end = time.monotonic() + BUNDLE_S
+        while not group.wait(POLL_S):
+            if time.monotonic() < end:
+                continue
+            remove_placement_group(group)
+            raise UserError(
+                f"the cluster did not give the workers their places within {BUNDLE_S:g} s; someone"
+                f" else may have taken them\n{needs_table(self._placement, on_gpu)}\n"
+                f"{hosts_table(find_hosts())}"
+            )
+        self._group = group
+
+    def launch(self, pools: Sequence[Pool]) -> None:
+        """New processes for these pools, with their roles."""
+        end = time.monotonic() + self._startup_s
+        for pool in pools:
+            pool.born, pool.answers, pool.asked, pool.facts = time.monotonic(), {}, set(), []
+            pool.epoch, pool.position = pool.epoch + 1, 0
+            pool.lost_at = pool.doubt = None
+            pool.workers = [self._process(pool, rank) for rank in range(len(pool.seats))]
+        joining: list[tuple[Pool, int, Any]] = []
+        for pool in pools:
+            n = len(pool.seats)
+            if n > 1:
+                port = self._get(pool, 0, pool.workers[0].free_port.remote(), end)
+                where = f"{pool.seats[0].host.address}:{port}"
+                joining += [
+                    (pool, rank, worker.join.remote(where, n, self._startup_s))
+                    for rank, worker in enumerate(pool.workers)
+                ]
+        self._get_all(joining, end)
+        asking = [
+            (pool, rank, worker.facts.remote())
+            for pool in pools
+            for rank, worker in enumerate(pool.workers)
+        ]
+        told = self._get_all(asking, end)
+        for pool in pools:
+            pool.facts = [f for (p, _, _), f in zip(asking, told, strict=True) if p is pool]
+        self._verify()
+        opening = [
+            (pool, rank, worker.open.remote())
+            for pool in pools
+            for rank, worker in enumerate(pool.workers)
+        ]
+        self._get_all(opening, end)
+        starting: list[tuple[Pool, str, int, Any]] = []
+        for pool in pools:
+            for role in pool.roles:
+                order = partial(self._order_start, pool, role)
+                for rank, worker in enumerate(pool.workers):
+                    report, _ = worker.run.remote(order())
+                    starting.append((pool, role, rank, report))
+                pool.position += 1
+        reports = self._get_all([(pool, rank, ref) for pool, _, rank, ref in starting], end)
+        for (pool, role, rank, _), report in zip(starting, reports, strict=True):
+            if report.error is not None:
+                raise raised(report.error)
+            if rank == 0:
+                seconds = report.finished - (report.started or report.finished)
+                ids = device_list(self._placement.roles[role].devices)
+                where = f"on devices {ids}" if ids else "without devices"
+                self._log(f"{role}: ready in {seconds:.1f} s, {where}; {pool.where(0)}")
+
+    def release(self) -> None:
+        """Gives the cluster its bundles back."""
+        if self._group is not None:
+            with suppress(Exception):
+                remove_placement_group(self._group)
+
+    def _process(self, pool: Pool, rank: int) -> Any:
+        seat = pool.seats[rank]
+        before = [s for p in self._pools for s in p.seats]
+        bundle = next(i for i, s in enumerate(before) if s is seat)
+        on_gpu = self._on_gpu
+        env = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+        env |= (
+            {"JAX_PLATFORMS": "cuda,cpu"}
+            if on_gpu
+            else {
+                "JAX_PLATFORMS": "cpu",
+                "JAX_NUM_CPU_DEVICES": str(max(seat.devices, 1)),
+                # XLA cuts its work for this many threads: as many as one process with all of the
+                # run's devices would have, so that every launcher computes the same bits.
+                "NPROC": str(max(os.cpu_count() or 1, self._placement.n_devices)),
+            }
+        )
+        actor = worker_class(pool.name).options(
+            name=f"jaxrl:{pool.label(rank)}:{uuid.uuid4().hex[:12]}",
+            num_gpus=seat.devices if on_gpu else 0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=bundle
+            ),
+            runtime_env={"env_vars": env},
+        )
+        return actor.remote(pool.label(rank), rank, os.getcwd())
+
+    def _order_start(self, pool: Pool, role: str) -> Order:
+        make = partial(make_role, self._make_roles, self._placement, pool.index, role)
+        number, given = -1, (make, role in self._lazy)
+        return Order(number, pool.epoch, pool.position, role, "start", given, {}, False, False)
+
+    def _verify(self) -> None:
+        """Each process sees as many devices as it was given, and no device serves two."""
+        owners: dict[tuple[str, str], str] = {}
+        versions: dict[tuple[tuple[str, str], ...], str] = {}
+        for pool in self._pools:
+            for rank, (seat, facts) in enumerate(zip(pool.seats, pool.facts, strict=False)):
+                where = pool.where(rank)
+                if seat.devices and facts.local != seat.devices:
+                    raise RunError(
+                        f"{where} was given {seat.devices} devices, but sees {facts.local}"
+                    )
+                for _, _, hardware in facts.devices:
+                    if hardware:
+                        other = owners.setdefault((facts.host, hardware), where)
+                        if other != where:
+                            raise RunError(
+                                f"device {hardware} of {facts.host} is seen by {other} and {where}"
+                            )
+                versions.setdefault(facts.versions, where)
+        if len(versions) > 1:
+            told = "; ".join(
+                f"{where}: " + ", ".join(f"{name} {version}" for name, version in found)
+                for found, where in versions.items()
+            )
+            raise UserError(f"the nodes of the cluster have different packages: {told}")
+
+    def _get(self, pool: Pool, rank: int, ref: Any, end: float) -> Any:
+        return self._get_all([(pool, rank, ref)], end)[0]
+
+    def _get_all(self, asked: Sequence[tuple[Pool, int, Any]], end: float) -> list[Any]:
+        """Waits for all; the first that has died or failed ends the wait."""
+        owner = {ref: (pool, rank) for pool, rank, ref in asked}
+        waiting = list(owner)
+        while waiting:
+            if self._end.came.is_set():
+                raise Stopped("the run is over")
+            ready, waiting = ray.wait(waiting, num_returns=1, timeout=POLL_S)
+            for ref in ready:
+                self._value(ref, *owner[ref])
+            if waiting and not ready:
+                pool, rank = owner[waiting[0]]
+                check_nodes(pool)
+                if time.monotonic() > end:
+                    raise NotStarted(
+                        f"{pool.where(rank)} has not started within"
+                        f" deadlines.startup={self._startup_s:g} s\nstack of the worker:\n"
+                        f"{stacks(pool, rank)}"
+                    )
+        return [self._value(ref, pool, rank) for pool, rank, ref in asked]
+
+    def _value(self, ref: Any, pool: Pool, rank: int) -> Any:
+        try:
+            return ray.get(ref, timeout=FETCH_S)
+        except RayTaskError as error:
+            raise WorkerError(f"{pool.where(rank)} failed while it started:\n{error}") from error
+        except RayError as error:
+            told = f"{pool.where(rank)} died while it started: {last_line(error)}"
+            raise NotStarted(told) from error

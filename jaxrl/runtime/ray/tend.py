@@ -1,0 +1,311 @@
+"""The thread that decides: what was told, who is late, who is lost, and what is done about it."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from ray.exceptions import ActorDiedError, RayTaskError
+
+from jaxrl.config import RayConfig
+from jaxrl.errors import RunError, UserError
+from jaxrl.runtime.desk import BOUNCED, Answer, Report
+from jaxrl.runtime.ray.calls import STATEFUL, End, RayFuture, raised
+from jaxrl.runtime.ray.pool import Pool
+from jaxrl.runtime.ray.send import Sender
+from jaxrl.runtime.ray.start import Log, NotStarted, Starter
+from jaxrl.runtime.ray.watch import check_nodes, death, diagnosis, kill
+from jaxrl.runtime.worker import DeadlineExceeded, RunLost, WorkerError
+
+ASK_S = 1.0
+"""Seconds between two questions to a worker about its state."""
+DOUBT_S = 3.0
+"""How long the error of one process of several waits for the news that another has died: who
+computes with a process that dies sees an error of its own, and may be heard first."""
+TOGETHER_S = 5.0
+"""How much later than the first the last process of a pool may tell that an input was lost."""
+JOIN_S = 5.0
+"""Longest wait at the end for each thread."""
+
+
+class Tender:
+    """Looks after the processes of a run until its end."""
+
+    def __init__(
+        self,
+        config: RayConfig,
+        pools: Sequence[Pool],
+        starter: Starter,
+        sender: Sender,
+        end: End,
+        log: Log,
+        spent: int,
+    ):
+        """
+        Args:
+            spent: how often workers were made anew before, in this run.
+        """
+        self._config, self._pools, self._log = config, pools, log
+        self._starter, self._sender, self._end = starter, sender, end
+        self._restarts = spent
+        self._states: dict[int, RayFuture] = {}
+        """Pool -> the call that made its state, where it can be made anew."""
+        self._threads = [threading.Thread(target=self._tend, name="crew", daemon=True)]
+
+    def start(self) -> None:
+        self._threads[0].start()
+
+    def join(self) -> None:
+        """After the end."""
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(JOIN_S)
+
+    def _tend(self) -> None:
+        asked = 0.0
+        while not self._end.came.is_set():
+            try:
+                with suppress(queue.Empty):
+                    self._note(*self._sender.news.get(timeout=0.2))
+                    while True:
+                        self._note(*self._sender.news.get_nowait())
+                for pool in self._pools:
+                    self._bring_back(pool)
+                    with self._sender.lock:
+                        self._sender.flush(pool)
+                    self._check_doubt(pool)
+                if time.monotonic() - asked > ASK_S:
+                    asked = time.monotonic()
+                    self._ask()
+                    self._find_late()
+            except (RunError, UserError) as error:
+                self.end(error)
+            except Exception as error:
+                self.end(RunError(f"the crew failed: {type(error).__name__}: {error}"))
+
+    def end(self, error: BaseException) -> None:
+        """Nothing can go on: whoever waits is told."""
+        with self._sender.lock:
+            self._end.failure = self._end.failure or error
+            self._sender.fail(self._end.failure)
+        self._end.came.set()
+
+    def _note(self, kind: str, *news: Any) -> None:
+        if kind == "report":
+            self._reported(*news)
+        elif kind == "answer":
+            self._answered(*news)
+        elif kind == "made":
+            self._made(*news)
+
+    def _answered(self, pool: Pool, life: int, rank: int, told: Any) -> None:
+        if life != pool.life or not pool.alive:
+            return
+        pool.asked.discard(rank)
+        failed = told.exception()
+        if isinstance(failed, ActorDiedError):
+            self._lost(pool, self._death(pool, rank, failed))
+        if failed is not None:
+            return
+        now = time.monotonic()
+        answer: Answer = told.result()
+        pool.answers[rank] = (answer, now)
+        for number, started in answer.running:
+            future = self._sender.find(number)
+            if future is not None and future.times.started is None:
+                future.times.started = now - (answer.now - started)
+
+    def _reported(self, pool: Pool, tries: int, rank: int, future: RayFuture, told: Any) -> None:
+        if tries != future.tries or future.done():
+            return  # of processes that are gone, or of a call that is sent again
+        failed = told.exception()
+        if failed is not None:
+            call = f"{future.role}.{future.method}"
+            if isinstance(failed, RayTaskError):
+                raise WorkerError(f"{call} failed in {pool.where(rank)}:\n{failed}")
+            self._lost(pool, self._death(pool, rank, failed))
+            return
+        report: Report = told.result()
+        now = time.monotonic()
+        if report.error is not None and report.error[0] == BOUNCED:
+            future.bounced.add(rank)
+            if not future.aside:
+                pool.lost_at = pool.lost_at or now
+            elif len(future.bounced) == len(pool.seats):  # it blocks no other
+                self._check_settled(future)
+                future.unsend()
+            return
+        if report.error is not None:
+            error = raised(report.error)
+            if future.aside:
+                self._finished(future, error)
+            elif len(pool.seats) > 1 and isinstance(error, WorkerError):
+                pool.doubt = pool.doubt or (now, error)
+            else:
+                raise error
+            return
+        future.reports[rank] = report
+        if len(future.reports) == len(pool.seats):
+            self._finished(future, None)
+
+    def _finished(self, future: RayFuture, error: BaseException | None) -> None:
+        pool = future.pool
+        if error is not None and any(future in call.inputs() for call in self._sender.unfinished()):
+            raise error
+        with self._sender.lock:
+            if future.reports:
+                first = future.reports[min(future.reports)]
+                now = time.monotonic()
+                took = first.finished - (first.started or first.finished)
+                future.times.finished = now
+                future.times.started = now - took
+                future.times.made_s = first.made_s
+                shift = now - first.finished
+                future.times.moves = tuple(move.later(shift) for move in first.moves)
+                future.nbytes = sum(report.nbytes for report in future.reports.values())
+            if STATEFUL.get(future.role) == future.method and not pool.trains:
+                self._states[pool.index] = future
+            self._sender.remove(future)
+            future.finish(error)
+
+    def _ask(self) -> None:
+        for pool in self._pools:
+            if not pool.alive:
+                continue
+            released: list[int] = []
+            while pool.released and not pool.asked:  # all of its processes hear of all
+                released.append(pool.released.popleft())
+            for rank, worker in enumerate(pool.workers):
+                if rank not in pool.asked:
+                    pool.asked.add(rank)
+                    heard = partial(self._sender.hear, "answer", pool, pool.life, rank)
+                    worker.answer.remote(released).future().add_done_callback(heard)
+
+    def _find_late(self) -> None:
+        now = time.monotonic()
+        for future in self._sender.unfinished():
+            pool = future.pool
+            if not pool.alive or not future.refs:
+                continue
+            begun = future.times.started
+            if begun is None:
+                silent = [
+                    rank
+                    for rank in range(len(pool.seats))
+                    if now - pool.answers.get(rank, (None, pool.born))[1] > future.deadline
+                ]
+                if not silent or now - future.sent <= future.deadline:
+                    continue
+                begun = future.sent
+            if now - begun > future.deadline:
+                self._late(future, now - begun)
+
+    def _late(self, future: RayFuture, elapsed: float) -> None:
+        pool = future.pool
+        told = [
+            f"{future.role}.{future.method} has run for {elapsed:.1f} s;"
+            f" its deadline is {future.deadline:g} s."
+        ]
+        for rank in range(len(pool.seats)):
+            if rank not in future.reports:
+                told.append(diagnosis(pool, rank))
+        text = "\n".join(told)
+        if future.aside:  # it blocks no other, and who asked for it decides what it means
+            self._finished(future, DeadlineExceeded(text))
+            return
+        if pool.trains or self._restarts >= self._config.max_restarts:
+            kill([pool])
+            raise RunLost(text) if pool.trains else DeadlineExceeded(text)
+        self._log(text)
+        self._lost(pool, f"{pool.name} was late")
+
+    def _death(self, pool: Pool, rank: int, error: BaseException) -> str:
+        running = [f for f in self._sender.unfinished(pool) if f.refs and not f.aside]
+        return death(pool, rank, running[0] if running else None, error)
+
+    def _lost(self, pool: Pool, why: str) -> None:
+        """A process has ended, or does not answer: its pool cannot go on."""
+        kill([pool])
+        if pool.trains:
+            raise RunLost(why)
+        check_nodes(pool)
+        most = self._config.max_restarts
+        self._restarts += 1
+        if self._restarts > most:
+            raise RunError(
+                f"{why}\nworkers were made anew {most} times in this run (ray.max_restarts): it"
+                " gives up"
+            )
+        self._log(f"{why}; making {pool.name} anew ({self._restarts} of {most})")
+        with self._sender.lock:
+            pool.life += 1
+            for future in self._sender.unfinished(pool):
+                future.unsend()
+        thread = threading.Thread(
+            target=self._make_anew, args=(pool,), name=f"anew:{pool.name}", daemon=True
+        )
+        self._threads.append(thread)
+        thread.start()
+
+    def _make_anew(self, pool: Pool) -> None:
+        """On a thread of its own: the others go on meanwhile."""
+        error: BaseException | None = None
+        try:
+            self._starter.launch([pool])
+        except BaseException as failed:
+            error = failed
+        self._sender.news.put(("made", pool, error))
+
+    def _made(self, pool: Pool, error: BaseException | None) -> None:
+        if isinstance(error, NotStarted):
+            self._lost(pool, str(error))
+            return
+        if error is not None:
+            raise error
+        with self._sender.lock:
+            if pool.index in self._states:
+                self._sender.add(self._states.pop(pool.index).again())
+            pool.alive = True
+        self._log(f"{pool.name} is back after {time.monotonic() - pool.born:.1f} s")
+
+    def _bring_back(self, pool: Pool) -> None:
+        """After a lost input: every call that did not run is unsent again, once all have ended."""
+        if pool.lost_at is None or not pool.alive:
+            return
+        n = len(pool.seats)
+        sent = [
+            future for future in self._sender.unfinished(pool) if future.refs and not future.aside
+        ]
+        if sent and not sent[0].bounced:  # one before is still at work
+            pool.lost_at = time.monotonic()
+            return
+        apart = any(future.bounced and future.reports for future in sent)
+        if not apart and any(len(future.bounced) < n for future in sent):
+            apart = n > 1 and time.monotonic() - pool.lost_at > TOGETHER_S
+            if not apart:
+                return
+        if apart:
+            self._lost(pool, f"only some processes of {pool.name} got the input of a call")
+            return
+        for future in sent[:1]:
+            self._check_settled(future)
+        with self._sender.lock:
+            pool.epoch, pool.position, pool.lost_at = pool.epoch + 1, 0, None
+            for future in sent:
+                future.unsend()
+
+    def _check_doubt(self, pool: Pool) -> None:
+        """Raises an error of one process once no other has been heard to die."""
+        if pool.doubt is not None and time.monotonic() - pool.doubt[0] > DOUBT_S:
+            raise pool.doubt[1]
+
+    def _check_settled(self, future: RayFuture) -> None:
+        """Of a call whose input was lost."""
+        if future.settled:
+            call = f"{future.role}.{future.method}"
+            raise RunLost(f"an input of {call} was made, but is lost: its node may be gone")

@@ -1,0 +1,118 @@
+"""A process seen from outside: its node, its stacks, its death; and its end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+
+from jaxrl.runtime.desk import look
+from jaxrl.runtime.ray.calls import RayFuture
+from jaxrl.runtime.ray.connect import on_node
+from jaxrl.runtime.ray.pool import Pool
+from jaxrl.runtime.worker import RunLost
+
+LOOK_S = 5.0
+"""Longest wait for the stacks of a late worker, before the kernel is asked instead."""
+SILENT_S = 3.0
+"""Seconds without an answer from which on that is told."""
+
+
+def check_nodes(pool: Pool) -> None:
+    """A pool cannot come back to a node that has left the cluster."""
+    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    for seat in pool.seats:
+        if seat.host.id not in alive:
+            told = f"the node {seat.host.name} ({seat.host.address}) of {pool.name} is gone"
+            raise RunLost(told)
+
+
+def diagnosis(pool: Pool, rank: int) -> str:
+    """What a late process does, as far as anybody can tell."""
+    answer, heard = pool.answers.get(rank, (None, pool.born))
+    now = time.monotonic()
+    found = stacks(pool, rank)
+    if answer is None:
+        return f"{pool.where(rank)} has never answered; {found}"
+    told = f", {answer.detail}" if answer.detail else ""
+    since = heard - (answer.now - answer.since)
+    silent = f" (it last answered {now - heard:.1f} s ago)" if now - heard > SILENT_S else ""
+    return (
+        f"{pool.where(rank)} in phase '{answer.phase}' for {now - since:.1f} s{told}{silent}\n"
+        f"device memory: {answer.memory}\nstack of the worker:\n{found}"
+    )
+
+
+def stacks(pool: Pool, rank: int) -> str:
+    """From the process itself or, where it does not answer, from its host."""
+    try:
+        told: str = ray.get(pool.workers[rank].stacks.remote(), timeout=LOOK_S)
+        return told
+    except (GetTimeoutError, RayError):
+        pass
+    if rank >= len(pool.facts):
+        return "(it has never answered)"
+    facts = pool.facts[rank]
+    try:
+        found = _there(pool, rank, look, facts.pid, facts.stacks_file)
+        return str(_got(found, 2 * LOOK_S))
+    except (GetTimeoutError, RayError) as error:
+        return f"its host does not answer ({type(error).__name__})"
+
+
+def death(pool: Pool, rank: int, call: RayFuture | None, error: BaseException) -> str:
+    """Which process ended, in which call, and what Ray knows of it."""
+    during = "" if call is None else f" in {call.role}.{call.method}"
+    return f"{pool.where(rank)} died{during}: {last_line(error)}"
+
+
+def kill(pools: Sequence[Pool]) -> None:
+    """Ends their processes, stopped ones too."""
+    asked: list[Any] = []
+    for pool in pools:
+        pool.alive = False
+        for rank, worker in enumerate(pool.workers):
+            with suppress(Exception):
+                ray.kill(worker, no_restart=True)
+            if rank < len(pool.facts):  # a stopped process does not hear Ray
+                with suppress(Exception):
+                    asked.append(_there(pool, rank, _end_process, pool.facts[rank].pid))
+    refs = [ref for ref in asked if isinstance(ref, ray.ObjectRef)]
+    if refs:
+        with suppress(RayError):
+            ray.wait(refs, num_returns=len(refs), timeout=2 * LOOK_S)
+
+
+def _there(pool: Pool, rank: int, function: Any, *args: Any) -> Any:
+    """Runs a function on the host of a process: its result, or where that will be."""
+    if pool.facts[rank].host == socket.gethostname():
+        return function(*args)
+    node = on_node(pool.seats[rank].host.id)
+    task = ray.remote(num_cpus=0, max_retries=0)(function).options(scheduling_strategy=node)
+    return task.remote(*args)
+
+
+def _got(value: Any, timeout: float) -> Any:
+    return ray.get(value, timeout=timeout) if isinstance(value, ray.ObjectRef) else value
+
+
+def last_line(error: BaseException) -> str:
+    """Of what Ray says, the part that tells."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1].partition(" Some common causes")[0] if lines else type(error).__name__
+
+
+def _end_process(pid: int) -> None:
+    """Of a worker; the number may be another's by now."""
+    with suppress(OSError):
+        title = Path(f"/proc/{pid}/cmdline").read_bytes()
+        if title.startswith(b"ray::jaxrl:"):
+            os.kill(pid, signal.SIGKILL)
