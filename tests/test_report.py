@@ -33,6 +33,9 @@ from jaxrl.reports.profile import profile_section
 from jaxrl.reports.read import read_run
 from jaxrl.reports.tables import bytes_text
 from jaxrl.reports.thin import evenly, thin
+from jaxrl.stages import StageRow, StageTable
+from jaxrl.telemetry.calls import PoolWait
+from jaxrl.telemetry.ceilings import Ceilings
 from jaxrl.telemetry.metrics import METRICS_FILE, SAMPLES_FILE
 from jaxrl.telemetry.timeline import TIMELINE_FILE
 
@@ -258,28 +261,18 @@ def test_a_sample_has_its_own_agreement_or_that_of_its_step(run: Path) -> None:
 
 
 def test_a_profile_is_a_table_of_its_stages() -> None:
-    told = profile_section(
-        {
-            "steps": [3, 4],
-            "step_seconds": 2.0,
-            "stages": [
-                {
-                    "stage": "actor.update",
-                    "pool": "actor",
-                    "seconds": 0.5,
-                    "tokens_per_second": 12_345.6,
-                    "flops": 2.5e12,
-                    "bytes": 3e9,
-                    "compute": 0.4,
-                    "memory": None,
-                    "bound": "compute",
-                    "moved": None,
-                }
-            ],
-            "pools": [{"pool": "actor", "idle": 0.75}],
-        }
-    )
+    stage = StageRow(
+        stage="actor.update", pool="actor", seconds=0.5, tokens_per_second=12_345.6, flops=2.5e12,
+        bytes=3e9, compute=0.4, memory=None, bound="compute", moved=None,
+    )  # fmt: skip
+    peak = Ceilings("H200", 989e12, 4.8e12, published=True, shared=False)
+    wait = PoolWait("actor", busy=0.25, seconds=2.0, waited={})
+    table = StageTable((3, 4), 2.0, {"actor": peak, "rollout": peak}, (stage,), (wait,))
+    told = profile_section(json.loads(table.to_json()))
     assert "Steps 3 to 4, 2 s each. Idle: actor 75%." in told
+    assert (
+        "Peaks of actor, rollout: 989,000 GFLOP/s and 4.8 TB/s, each device (H200, published)"
+    ) in told
     assert re.findall("<t[hd][^>]*>([^<]*)</t[hd]>", told.split("<tbody>")[1]) == [
         "actor.update", "actor", "0.5", "25%", "12,346", "2,500", "3 GB", "40.0%", "–",
         "compute", "–",

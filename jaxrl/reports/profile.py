@@ -25,15 +25,26 @@ HEADS = (
 def profile_section(told: Mapping[str, Any]) -> str:
     """
     Args:
-        told: `stages.json`, as `jaxrl.stages.StageTable` writes it.
+        told: `stages.json`, as `jaxrl.stages.StageTable.to_json` makes it.
     """
     first, last = told["steps"]
     idle = ", ".join(f"{pool['pool']} {pool['idle']:.0%}" for pool in told["pools"])
     rows = [_row(stage, told["step_seconds"]) for stage in told["stages"]]
     return (
         f'<p class="muted">Steps {first} to {last}, {told["step_seconds"]:.3g} s each.'
-        f" Idle: {text(idle)}.</p>{table(HEADS, rows)}"
+        f" Idle: {text(idle)}.{text(_peaks(told['ceilings']))}</p>{table(HEADS, rows)}"
     )
+
+
+def _peaks(ceilings: Mapping[str, Mapping[str, Any]]) -> str:
+    """What the peaks are, each once."""
+    pools: dict[str, list[str]] = {}
+    for pool, peak in ceilings.items():
+        whose = "all devices together" if peak["shared"] else "each device"
+        source = "published" if peak["published"] else "measured there"
+        figures = f"{_number(peak['flops'], 1e-9)} GFLOP/s and {bytes_text(peak['bandwidth'])}/s"
+        pools.setdefault(f"{figures}, {whose} ({peak['device']}, {source})", []).append(pool)
+    return "".join(f" Peaks of {', '.join(names)}: {peak}." for peak, names in pools.items())
 
 
 def _row(stage: Mapping[str, Any], step_seconds: float) -> list[str]:

@@ -15,11 +15,10 @@ from typing import Any
 
 from jaxrl import yaml_text
 from jaxrl.errors import UserError
+from jaxrl.profiling import PROFILE_DIR, STAGES_FILE
 from jaxrl.run_dir import CONFIG_FILE, LOCK, PLAN_DATA_FILE
 from jaxrl.telemetry.metrics import METRICS_FILE, SAMPLES_FILE
 from jaxrl.telemetry.timeline import TIMELINE_FILE
-
-STAGES_FILE = "profile/stages.json"
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ def read_run(path: Path) -> RunFiles:
         samples=tuple(_with_step(_lines(path / SAMPLES_FILE, notes))),
         events=tuple(_lines(path / TIMELINE_FILE, notes)),
         plan=_document(path / PLAN_DATA_FILE, notes),
-        stages=_document(path / STAGES_FILE, notes),
+        stages=_document(path / PROFILE_DIR / STAGES_FILE, notes),
         running=_locked(path / LOCK),
         notes=tuple(notes),
     )
