@@ -138,7 +138,7 @@ def test_processes_compute_the_bits_of_threads(models, tmp_path, undisturbed, la
     assert "anew" not in said(processes)
     if "similar" in case:
         for result in (processes, threads):
-            assert said(result).count("grouper: loaded") == 1
+            assert said(result).count("grouper: made on its first use") == 1
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS, indirect=True)
