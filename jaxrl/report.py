@@ -37,8 +37,10 @@ def main(argv: Sequence[str]) -> None:
     advice = run_advice(paths[0]) if len(paths) == 1 else []
     output = paths[0] / REPORT_FILE if arguments.output is None else Path(arguments.output)
     cli.check_writable("-o", output)
+    made = page(runs, advice)
     try:
-        output.write_text(page(runs, advice), encoding="utf-8")
+        # A completion may hold half a character, which has no UTF-8; escaped it is JSON still.
+        output.write_text(made, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise UserError(f"cannot write {output}: {error.strerror}") from error
     print(output)

@@ -299,6 +299,17 @@ def test_text_of_a_run_ends_no_element(run: Path) -> None:
     )
 
 
+def test_half_a_character_in_a_completion_is_no_error(tmp_path: Path) -> None:
+    path = tmp_path / "half"
+    path.mkdir()
+    (path / METRICS_FILE).write_text('{"step": 1}\n')
+    (path / SAMPLES_FILE).write_text('{"step": 1, "completion": "a\\ud83d"}\n')
+    assert cli.run(report.main, [str(path)]) == 0
+    text = (path / "report.html").read_text(encoding="utf-8")
+    data = text.split('id="data">')[1].split("</script>")[0]
+    assert json.loads(data)["samples"][0]["completion"] == "a\ud83d"
+
+
 def test_two_runs_share_a_page(run: Path, tmp_path: Path) -> None:
     other = make_run(tmp_path / "other", "optimizer.learning_rate=0.1")
     runs = [read_run(run), read_run(other)]

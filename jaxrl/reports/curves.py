@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from jaxrl.reports.read import RunFiles
+from jaxrl.reports.read import Row, RunFiles
 from jaxrl.reports.thin import evenly, thin
 from jaxrl.telemetry.metrics import Metric, describe
 
@@ -106,20 +106,20 @@ def _chart(name: str, runs: Sequence[RunFiles]) -> dict[str, Any]:
     if name == "eval/accuracy":
         told = [(number, _only("teacher/accuracy", run)) for number, run in enumerate(runs)]
         chart["levels"] = [
-            {"run": number, "y": value, "label": "teacher"} for number, value in told if value
+            {"run": number, "y": value, "label": "teacher"}
+            for number, value in told
+            if value is not None
         ]
     return chart
 
 
-def _series(
-    name: str, number: int, rows: Sequence[Mapping[str, float | None]], limit: int
-) -> dict[str, Any]:
+def _series(name: str, number: int, rows: Sequence[Row], limit: int) -> dict[str, Any]:
     """x, y: points; mx, my: means to smooth, where they are others; low, high: 95% interval; lost:
     steps without a finite value.
     """
-    steps = [int(row["step"] or 0) for row in rows if row.get(name) is not None]
+    steps = [row["step"] for row in rows if row.get(name) is not None]
     values = [value for row in rows if (value := row.get(name)) is not None]
-    lost = [int(row["step"] or 0) for row in rows if name in row and row[name] is None]
+    lost = [row["step"] for row in rows if name in row and row[name] is None]
     told: dict[str, Any] = {"run": number, "lost": evenly(lost, MARKS)}
     if name.startswith("eval/"):
         kept = set(evenly(range(len(steps)), limit))
@@ -141,7 +141,7 @@ def short(values: Sequence[float | None]) -> list[float | None]:
     return [None if v is None else v if isinstance(v, int) else float(f"{v:.6g}") for v in values]
 
 
-def evaluated_steps(rows: Sequence[Mapping[str, float | None]]) -> list[int]:
+def evaluated_steps(rows: Sequence[Row]) -> list[int]:
     """Steps whose rows have an evaluation."""
-    steps = [int(row["step"] or 0) for row in rows if any(k.startswith("eval/") for k in row)]
+    steps = [row["step"] for row in rows if any(k.startswith("eval/") for k in row)]
     return evenly(steps, POINTS)

@@ -85,7 +85,7 @@ def _batch(run: RunFiles) -> str:
 def _accuracy(rows: Sequence[Any]) -> str:
     """The first and the last, with their 95% intervals."""
     told = [row for row in rows if row.get("eval/accuracy") is not None]
-    teacher = next((row["teacher/accuracy"] for row in rows if row.get("teacher/accuracy")), None)
+    teacher = next(iter(_values(rows, "teacher/accuracy")), None)
     texts = [
         f"{row['eval/accuracy']:.1%}{_interval(row)} at step {row['step']}"
         for row in (told[:1] + told[-1:] if len(told) > 1 else told)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxrl.reports.read import RunFiles
+from jaxrl.reports.read import Row, RunFiles
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def _axes(axes: Mapping[str, int] | None) -> str:
     return " ".join(f"{name}={size}" for name, size in axes.items() if size > 1) or "1 device"
 
 
-def _measured(roles: Sequence[str], rows: Sequence[Mapping[str, float | None]]) -> float | None:
+def _measured(roles: Sequence[str], rows: Sequence[Row]) -> float | None:
     """The largest peak that was told of a role, all roles on its devices together, and is not the
     plan's own figure.
     """

@@ -102,6 +102,4 @@ def _document(title: str, parts: Mapping[str, str], data: Mapping[str, Any]) -> 
 def _embedded(data: Mapping[str, Any]) -> str:
     """JSON in which nothing ends the element that it stands in."""
     packed = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    # A lone surrogate, which a completion may hold, has no UTF-8.
-    packed = packed.encode("utf-8", "backslashreplace").decode("utf-8")
     return packed.replace("<", "\\u003c")

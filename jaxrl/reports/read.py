@@ -20,6 +20,9 @@ from jaxrl.run_dir import CONFIG_FILE, LOCK, PLAN_DATA_FILE
 from jaxrl.telemetry.metrics import METRICS_FILE, SAMPLES_FILE
 from jaxrl.telemetry.timeline import TIMELINE_FILE
 
+Row = Mapping[str, Any]
+"""The metrics of a step, and its number under `step`; None is a value that was not finite."""
+
 
 @dataclass(frozen=True)
 class RunFiles:
@@ -29,8 +32,7 @@ class RunFiles:
     path: Path
     config: Mapping[str, Any]
     """Dotted key -> value; empty where there is no config."""
-    rows: tuple[Mapping[str, float | None], ...]
-    """The metrics of each step; None is a value that was not finite."""
+    rows: tuple[Row, ...]
     samples: tuple[Mapping[str, Any], ...]
     events: tuple[Mapping[str, Any], ...]
     """Of the timeline, as in its file."""
@@ -46,7 +48,7 @@ class RunFiles:
     @property
     def steps(self) -> int:
         """Batches trained, as far as the rows tell."""
-        return int(self.rows[-1]["step"] or 0) if self.rows else 0
+        return int(self.rows[-1]["step"]) if self.rows else 0
 
     @property
     def wanted(self) -> int | None:
@@ -146,7 +148,8 @@ def _with_step(objects: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     return (each for each in objects if isinstance(each.get("step"), int))
 
 
-def _numbers(row: Mapping[str, Any]) -> dict[str, float | None]:
+def _numbers(row: Row) -> Row:
+    """What can be drawn of a row."""
     return {k: v for k, v in row.items() if v is None or isinstance(v, int | float)}
 
 

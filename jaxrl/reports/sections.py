@@ -43,11 +43,11 @@ def summary_section(
     if len(runs) == 1:
         parts.append(definitions(rows))
     else:
-        parts.append(table(["", *map(_legend, range(len(names)), names)], rows, "facts"))
-        differing = facts.differing_keys(runs)
-        parts.append("<h3>Keys that differ</h3>")
-        keys = [(f"<code>{text(k)}</code>", *map(_value, v)) for k, v in differing.items()]
-        parts.append(table(["", *map(_legend, range(len(names)), names)], keys, "facts"))
+        heads = ["", *map(_legend, range(len(names)), names)]
+        differing = facts.differing_keys(runs).items()
+        keys = [(f"<code>{text(key)}</code>", *map(_value, values)) for key, values in differing]
+        parts.append(table(heads, rows, "facts"))
+        parts.append(f"<h3>Keys that differ</h3>{table(heads, keys, 'facts')}")
     if advice:
         lines = "".join(f"<li>{text(line)}</li>" for line in advice)
         parts.append(f"<h3>Advice</h3><ul>{lines}</ul>")
@@ -71,7 +71,7 @@ def _legends(names: Sequence[str], runs: Sequence[RunFiles]) -> str:
 
 
 def _value(value: Any) -> str:
-    return f"<code>{text(json.dumps(value, default=str))}</code>"
+    return f"<code>{text(json.dumps(value, ensure_ascii=False))}</code>"
 
 
 def curves_section(
