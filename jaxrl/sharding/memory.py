@@ -392,10 +392,18 @@ def _sampling(
     copy = table if axes.fsdp > 1 else 0
     one = cache // config.n_layers
     work = {
-        "prefill": max(run.forward(stacked=stacked), shard),
-        "decode": max(scores + one * stacked, drawn, copy),
-        "longer cache": cache if stacked else one,
+        "prefill": max(run.forward(stacked=False), shard),
+        "decode": max(scores, drawn, copy),
+        "longer cache": one,
     }
+    if stacked:  # a layer's cache and weights are cut out of the whole; fsdp gathers a layer
+        layer = layer_bytes(config, axes, dtype) // config.n_layers
+        layer += layer_bytes(config, axes._replace(fsdp=1), dtype) // config.n_layers
+        work = {
+            "prefill": max(run.forward(stacked=True), shard) + copy,
+            "decode": max(scores + 2 * one, drawn) + layer + 2 * copy,
+            "longer cache": cache,
+        }
     parts = []
     for phase, size in work.items():
         parts += [
@@ -403,9 +411,7 @@ def _sampling(
             Part("cache", "keys and values of prompts", held, phase),
             Part("activations", phase, size, phase),
         ]
-    if axes.fsdp > 1 and stacked:  # gathered layer by layer
-        parts.append(Part("activations", "a layer gathered over fsdp", run.layer, "decode"))
-    elif axes.fsdp > 1:  # each program gathers all that it needs before its first layer
+    if axes.fsdp > 1 and not stacked:  # each program gathers all it needs before its first layer
         size = weight_bytes(config, axes._replace(fsdp=1), dtype)
         name = "weights gathered over fsdp"
         unused = (0 if config.tie_embeddings else table) + run.layer  # nearly all of the last layer
