@@ -8,7 +8,7 @@ batches, work on neighbouring ones is in it too, as it is in their time.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -118,7 +118,7 @@ class Profile:
         stages = stage_rows(
             stage_seconds(calls, windows, len(steps)),
             step_work(self.job, self.plan.axes, batches),
-            self._moved(rows),
+            self._moved(rows, windows),
             fmean(batch.tokens for batch in batches),
             pool_of,
             {role: len(placement.roles[role].devices) for role in pool_of},
@@ -153,18 +153,27 @@ class Profile:
         samples = round(row["actor/tokens"] / mean / len(prompts))
         return Batch(prompts, max(samples, 1), mean, row["rollout/decode_steps"])
 
-    def _moved(self, rows: Sequence[Mapping[str, Any]]) -> dict[Stage, float]:
-        """Bytes a step from one pool to another, of weights and of what the teacher tells."""
+    def _moved(
+        self, rows: Sequence[Mapping[str, Any]], windows: Sequence[Window]
+    ) -> dict[Stage, float]:
+        """Bytes a step from one pool to another, of weights and of what the teacher tells; and
+        those to the host and back for a call.
+        """
         pool_of = self.plan.placement.pool_of
         sent = [row["weights/sync_bytes"] for row in rows if "weights/sync_bytes" in row]
-        found: dict[Stage, float] = {}
+        found: dict[Stage, float] = defaultdict(float)
         if sent and pool_of("actor") != pool_of("rollout"):
             found["actor", "publish"] = sum(sent) / len(rows)
         if self.job.teacher is not None and pool_of("teacher") != pool_of("actor"):
             config = self.job.config
             each = signal_bytes(config.distill, config.teacher.dtype, self.job.teacher.config)
             found["teacher", "score"] = each * fmean(row["actor/tokens"] for row in rows)
-        return found
+        for made in self._calls:
+            ended = made.times.finished or 0.0
+            if any(begin < ended <= end for begin, end in windows):
+                nbytes = sum(move.nbytes for move in made.times.moves)
+                found[made.role, made.method] += nbytes / len(rows)
+        return {stage: nbytes for stage, nbytes in found.items() if nbytes}
 
 
 @dataclass(frozen=True)

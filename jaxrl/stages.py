@@ -78,7 +78,7 @@ class StageRow:
     bound: str | None
     """`compute` or `memory`: which of the two would take longer at its best."""
     moved: float | None
-    """Bytes to the devices of another pool."""
+    """Bytes to the devices of another pool, and to the host and back (`offload`)."""
 
 
 @dataclass(frozen=True)

@@ -157,12 +157,15 @@ def test_a_run_that_goes_on_profiles_what_is_left_and_others_write_nothing(tmp_p
 def test_learning_from_rewards_on_one_pool(tmp_path, models):
     student, _ = models
     keys = "algorithm=gspo mesh=actor+rollout=1 reward.functions=[exact] policy.kl_coef=0.1"
-    run_dir = run(tmp_path, [student], *keys.split(), "teacher.model=null", "profile.steps=2:3")
+    more = ("teacher.model=null", "offload.optimizer=true", "profile.steps=2:3", "steps=3")
+    run_dir = run(tmp_path, [student], *keys.split(), *more)
     rows = {row["stage"]: row for row in stages(run_dir)["stages"]}
     counted = {name for name, row in rows.items() if row["flops"] is not None}
     assert counted == {"rollout.generate", "reference.score", "actor.update"}
     assert rows["reward.score"]["compute"] is None
-    assert rows["actor.publish"]["moved"] is None, "one pool"
+    told = next(row for row in read_metrics(run_dir) if row["step"] == 2)
+    assert rows["actor.update"]["moved"] == told["offload/to_device_bytes"]
+    assert rows["rollout.load"]["moved"] is None, "one pool"
 
 
 @pytest.mark.slow
