@@ -13,8 +13,8 @@ SPANS = 40_000
 """Most spans of all lanes together."""
 GAPS = 1000
 """Most gaps of a pool that are drawn: the longest."""
-STEPS = 4000
-"""Most steps whose ends are drawn."""
+STEPS = 20_000
+"""Most steps whose ends are on the page; of more, some are told as `about step N`."""
 SEVERAL = "several calls"
 
 
@@ -53,6 +53,7 @@ def lanes(use: Use) -> dict[str, Any]:
         ],
         "others": of(use.others),
         "steps": [[at - zero, step] for at, step in _some_steps(use)],
+        "every_step": len(use.steps) <= STEPS,
         "resumed": [at - zero for at in use.sessions[1:]],
         "names": names.list,
     }

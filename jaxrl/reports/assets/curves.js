@@ -40,6 +40,10 @@ function reach(values) {
   ];
 }
 
+function interval({ low, high }, i) {
+  return (low?.[i] ?? null) === null ? "" : ` [${number(low[i])}, ${number(high[i])}]`;
+}
+
 class Chart {
   constructor(chart) {
     this.chart = chart;
@@ -185,11 +189,11 @@ class Chart {
   }
 
   line(line) {
-    const path = (xs, ys) =>
-      xs.map((x, i) => `${i ? "L" : "M"}${this.x(x).toFixed(1)} ${this.y(ys[i]).toFixed(1)}`).join("");
+    const point = (x, y) => `${this.x(x).toFixed(1)} ${this.y(y).toFixed(1)}`;
+    const path = (xs, ys) => xs.map((x, i) => `${i ? "L" : "M"}${point(x, ys[i])}`).join("");
     const kind = line.smooth ? "raw faint" : "raw";
     const group = svg("g", { class: `series run${line.run % 8}` });
-    group.append(svg("path", { class: kind, d: path(line.x, line.y), "data-points": line.x.length }));
+    group.append(svg("path", { class: kind, d: path(line.x, line.y) }));
     if (line.marked || line.x.length === 1) {
       for (const [i, step] of line.x.entries()) {
         const [x, y] = [this.x(step), this.y(line.y[i])];
@@ -225,7 +229,8 @@ class Chart {
 
   press(event) {
     const last = this.steps.length - 1;
-    const moves = { ArrowLeft: -1, ArrowRight: 1, PageUp: -10, PageDown: 10, Home: -last, End: last };
+    const arrows = { ArrowLeft: -1, ArrowRight: 1, PageUp: -10, PageDown: 10 };
+    const moves = { ...arrows, Home: -last, End: last };
     if (event.key === "Escape") this.show(null);
     if (!(event.key in moves) || last < 0) return;
     event.preventDefault();
@@ -246,8 +251,7 @@ class Chart {
       const i = series.x.indexOf(step);
       if (i < 0) continue;
       const name = data.runs.length > 1 ? `${data.runs[series.run]} ` : "";
-      const ends = series.low?.[i] != null ? ` [${number(series.low[i])}, ${number(series.high[i])}]` : "";
-      told.push(`${name}${number(series.y[i])}${ends}`);
+      told.push(`${name}${number(series.y[i])}${interval(series, i)}`);
       if (!shown.log || series.y[i] > 0) {
         const place = { cx: x, cy: this.y(series.y[i]), r: 3 };
         this.cursor.append(svg("circle", { class: `run${series.run % 8}`, ...place }));
@@ -308,9 +312,10 @@ function startCurves() {
     shown.log = event.target.checked;
     drawCharts();
   });
-  const asked = (name, otherwise) => (control(name).value === "" ? otherwise : Number(control(name).value));
-  for (const name of ["from", "to"]) {
-    control(name).addEventListener("change", () => setRange(asked("from", -Infinity), asked("to", Infinity)));
+  const [from, to] = [control("from"), control("to")];
+  const asked = ({ value }, otherwise) => (value === "" ? otherwise : Number(value));
+  for (const field of [from, to]) {
+    field.addEventListener("change", () => setRange(asked(from, -Infinity), asked(to, Infinity)));
   }
   control("metric").addEventListener("input", (event) => filterCharts(event.target.value));
   drawCharts();

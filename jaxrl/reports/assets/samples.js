@@ -1,7 +1,6 @@
 // The table of samples: filtered by step and text, sorted by a column, a page of rows at a time.
 
 const PAGE = 50;
-const COLUMNS = ["step", "prompt", "completion", "answer", "score", "reward", "agreement", "tokens"];
 const TEXTS = ["prompt", "completion", "answer"];
 
 class Samples {
@@ -12,12 +11,14 @@ class Samples {
     this.table = root.querySelector("tbody");
     this.count = root.querySelector(".count");
     this.more = root.querySelector("button[name='more']");
-    this.heads = new Map(COLUMNS.map((name) => [name, root.querySelector(`th[data-column="${name}"]`)]));
-    for (const [name, head] of this.heads) {
-      head.querySelector("button")?.addEventListener("click", () => this.sortBy(name));
+    this.heads = [...root.querySelectorAll("th[data-column]")];
+    for (const head of this.heads) {
+      const sort = () => this.sortBy(head.dataset.column);
+      head.querySelector("button")?.addEventListener("click", sort);
     }
     const steps = [...new Set(samples.map((sample) => sample.step))].sort((a, b) => a - b);
-    control("sample-step").append(...steps.map((step) => element("option", { value: step }, `step ${step}`)));
+    const options = steps.map((step) => element("option", { value: step }, `step ${step}`));
+    control("sample-step").append(...options);
     for (const name of ["sample-step", "sample-text"]) {
       control(name).addEventListener("input", () => {
         this.rows = PAGE;
@@ -46,7 +47,8 @@ class Samples {
       (step === "" || sample.step === Number(step)) &&
       TEXTS.some((name) => (sample[name] ?? "").toLowerCase().includes(text));
     const value = (sample) => sample[column] ?? (up ? Infinity : -Infinity); // unknown ones last
-    return this.samples.filter(fits).sort((a, b) => (up ? value(a) - value(b) : value(b) - value(a)) || 0);
+    const order = (a, b) => value(a) - value(b) || 0; // two unknown ones are equal
+    return this.samples.filter(fits).sort((a, b) => (up ? order(a, b) : order(b, a)));
   }
 
   draw() {
@@ -55,20 +57,23 @@ class Samples {
     const drawn = Math.min(this.rows, chosen.length);
     this.count.textContent = `${drawn} of ${chosen.length} that fit, ${this.samples.length} in all`;
     this.more.hidden = chosen.length <= this.rows;
-    for (const [name, head] of this.heads) {
-      const sorted = name === this.order.column;
-      head.setAttribute("aria-sort", sorted ? (this.order.up ? "ascending" : "descending") : "none");
+    const direction = this.order.up ? "ascending" : "descending";
+    for (const head of this.heads) {
+      const sorted = head.dataset.column === this.order.column;
+      head.setAttribute("aria-sort", sorted ? direction : "none");
     }
   }
 
   row(sample) {
-    const cells = COLUMNS.map((name) =>
-      TEXTS.includes(name)
-        ? element("td", { class: `text ${name}` }, element("div", {}, sample[name] ?? "–"))
-        : element("td", { class: "number" }, number(sample[name])),
-    );
-    if (sample.of_step) cells[COLUMNS.indexOf("agreement")].classList.add("muted");
-    if (sample.finish_reason === "length") cells[COLUMNS.indexOf("tokens")].append(" cut");
+    const cell = (name) => {
+      if (TEXTS.includes(name)) {
+        return element("td", { class: `text ${name}` }, element("div", {}, sample[name] ?? "–"));
+      }
+      const ofStep = name === "agreement" && sample.of_step ? " muted" : "";
+      const cut = name === "tokens" && sample.finish_reason === "length" ? " cut" : "";
+      return element("td", { class: `number${ofStep}` }, number(sample[name]) + cut);
+    };
+    const cells = this.heads.map((head) => cell(head.dataset.column));
     return element("tr", {}, ...cells);
   }
 }

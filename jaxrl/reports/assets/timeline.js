@@ -12,9 +12,9 @@ class Timeline {
     this.readout = root.querySelector(".readout");
     this.rows = this.makeRows();
     this.colours = this.chooseColours(root.querySelector(".legend"));
-    root.querySelector(".labels").append(
-      ...this.rows.map((row) => element("div", { class: row.gaps ? "pool" : "lane", title: row.label }, row.label)),
-    );
+    const label = ({ label, gaps }) =>
+      element("div", { class: gaps ? "pool" : "lane", title: label }, label);
+    root.querySelector(".labels").append(...this.rows.map(label));
     this.view = { from: 0, to: timeline.end };
     this.listen(root);
     this.draw();
@@ -58,12 +58,11 @@ class Timeline {
     }
     const order = [...total.keys()].sort((a, b) => total.get(b) - total.get(a));
     const colours = new Map(order.map((method, i) => [method, Math.min(i, CALLS - 1)]));
-    const chip = (kind, text) => element("span", { class: "chip" }, element("i", { class: kind }), text);
-    legend.append(
-      ...order.slice(0, CALLS).map((method, i) => chip(`call${i}`, i < CALLS - 1 ? method : "others")),
-      chip("wait", "waits for arguments"),
-      chip("gap", "idle"),
-    );
+    const chip = (kind, text) =>
+      element("span", { class: "chip" }, element("i", { class: kind }), text);
+    const told = order.slice(0, CALLS).map((method, i) => (i < CALLS - 1 ? method : "others"));
+    legend.append(...told.map((method, i) => chip(`call${i}`, method)));
+    legend.append(chip("wait", "waits for arguments"), chip("gap", "idle"));
     return colours;
   }
 
@@ -74,7 +73,10 @@ class Timeline {
       this.held = { x: event.clientX, ...this.view };
     });
     canvas.addEventListener("pointerup", () => (this.held = null));
-    canvas.addEventListener("pointermove", (event) => (this.held ? this.drag(event) : this.point(event)));
+    canvas.addEventListener("pointermove", (event) => {
+      if (this.held) this.drag(event);
+      else this.point(event);
+    });
     canvas.addEventListener("pointerleave", () => (this.readout.textContent = ""));
     canvas.addEventListener("dblclick", (event) => this.zoom(0.25, this.timeAt(event)));
     canvas.addEventListener("keydown", (event) => this.press(event));
@@ -87,12 +89,13 @@ class Timeline {
       },
       { passive: false },
     );
-    const buttons = { in: () => this.zoom(0.5), out: () => this.zoom(2), all: () => this.setView(0, this.timeline.end) };
-    for (const [name, act] of Object.entries(buttons)) {
+    const acts = { in: () => this.zoom(0.5), out: () => this.zoom(2), all: () => this.showAll() };
+    for (const [name, act] of Object.entries(acts)) {
       root.querySelector(`button[name="zoom-${name}"]`).addEventListener("click", act);
     }
-    for (const name of ["step-from", "step-to"]) {
-      control(name).addEventListener("change", () => this.showSteps(control("step-from").value, control("step-to").value));
+    const [first, last] = [control("step-from"), control("step-to")];
+    for (const field of [first, last]) {
+      field.addEventListener("change", () => this.showSteps(first.value, last.value));
     }
     for (const button of document.querySelectorAll("button[data-start]")) {
       button.addEventListener("click", () => {
@@ -112,7 +115,7 @@ class Timeline {
       "+": () => this.zoom(0.5),
       "=": () => this.zoom(0.5),
       "-": () => this.zoom(2),
-      Home: () => this.setView(0, this.timeline.end),
+      Home: () => this.showAll(),
     };
     if (!(event.key in acts) || event.ctrlKey || event.metaKey) return;
     event.preventDefault();
@@ -126,14 +129,19 @@ class Timeline {
     this.draw();
   }
 
+  showAll() {
+    this.setView(0, this.timeline.end);
+  }
+
   zoom(factor, around = (this.view.from + this.view.to) / 2) {
     const { from, to } = this.view;
     this.setView(around - (around - from) * factor, around + (to - around) * factor);
   }
 
   drag(event) {
-    const moved = ((event.clientX - this.held.x) / this.canvas.clientWidth) * (this.held.to - this.held.from);
-    this.setView(this.held.from - moved, this.held.to - moved);
+    const { x, from, to } = this.held;
+    const moved = ((event.clientX - x) / this.canvas.clientWidth) * (to - from);
+    this.setView(from - moved, to - moved);
   }
 
   /** From the end of the step before the first to the end of the last; empty is the run's own. */
@@ -145,8 +153,9 @@ class Timeline {
   }
 
   timeAt(event) {
+    const { from, to } = this.view;
     const box = this.canvas.getBoundingClientRect();
-    return this.view.from + ((event.clientX - box.left) / box.width) * (this.view.to - this.view.from);
+    return from + ((event.clientX - box.left) / box.width) * (to - from);
   }
 
   x(time) {
@@ -164,10 +173,16 @@ class Timeline {
     const pen = this.canvas.getContext("2d");
     pen.scale(ratio, ratio);
     const style = getComputedStyle(this.canvas);
-    const colour = (name) => style.getPropertyValue(`--${name}`).trim();
+    const known = new Map();
+    const colour = (name) => {
+      if (!known.has(name)) known.set(name, style.getPropertyValue(`--${name}`).trim());
+      return known.get(name);
+    };
     pen.font = `11px ${style.fontFamily}`;
     this.drawAxes(pen, colour, height);
-    for (const [number, row] of this.rows.entries()) this.drawRow(pen, colour, row, AXIS + number * LANE);
+    for (const [number, row] of this.rows.entries()) {
+      this.drawRow(pen, colour, row, AXIS + number * LANE);
+    }
   }
 
   drawAxes(pen, colour, height) {
@@ -180,7 +195,10 @@ class Timeline {
       pen.lineTo(Math.round(x) + 0.5, bottom);
       pen.stroke();
     };
-    const place = (text, x) => clamp(x - pen.measureText(text).width / 2, 0, this.width - pen.measureText(text).width);
+    const place = (text, x) => {
+      const size = pen.measureText(text).width;
+      return clamp(x - size / 2, 0, this.width - size);
+    };
     for (const second of ticks(from / 1e6, to / 1e6, this.width / 90)) {
       const text = `${number(second)} s`;
       line(this.x(second * 1e6), AXIS - 4, height - AXIS);
@@ -203,12 +221,12 @@ class Timeline {
   }
 
   drawRow(pen, colour, row, top) {
-    const colours = Array.from({ length: CALLS }, (_, i) => colour(`call${i}`));
     if (row.gaps) {
       pen.fillStyle = colour("pool");
       pen.fillRect(0, top, this.width, LANE);
     }
-    for (let i = firstAfter(row.start, this.view.from - row.longest - 1); i < row.start.length; i++) {
+    const first = firstAfter(row.start, this.view.from - row.longest - 1);
+    for (let i = first; i < row.start.length; i++) {
       if (row.start[i] > this.view.to) break;
       const left = this.x(row.start[i]);
       const width = Math.max(this.x(row.start[i] + row.length[i]) - left, 0.7);
@@ -218,7 +236,7 @@ class Timeline {
         ? colour("gap")
         : wait
           ? colour("wait")
-          : colours[this.colours.get(this.method(row, row.name[i]))];
+          : colour(`call${this.colours.get(this.method(row, row.name[i]))}`);
       const inset = wait ? 6 : 2;
       pen.fillRect(left, top + inset, width > 3 ? width - 0.5 : width, LANE - 2 * inset);
       this.write(pen, colour, row, i, left, width, top, wait);
@@ -247,7 +265,8 @@ class Timeline {
   /** The span of a row at a time, or within `slop` of it. */
   tell(row, time, slop) {
     let best = null;
-    for (let i = firstAfter(row.start, time - row.longest - slop - 1); i < row.start.length; i++) {
+    const first = firstAfter(row.start, time - row.longest - slop - 1);
+    for (let i = first; i < row.start.length; i++) {
       if (row.start[i] > time + slop) break;
       const away = Math.max(row.start[i] - time, time - row.start[i] - row.length[i], 0);
       if (away <= slop && (best === null || away <= best.away)) best = { i, away };
@@ -256,8 +275,10 @@ class Timeline {
     const { i } = best;
     const what = this.timeline.names[row.name[i]];
     const step = this.timeline.steps.find(([at]) => at >= row.start[i] + row.length[i]);
-    const where = `at ${number(row.start[i] / 1e6)} s${step ? `, step ${step[1]}` : ""}`;
-    return `${row.label} · ${row.gaps ? "idle, " : ""}${what} · ${duration(row.length[i])} · ${where}`;
+    const about = this.timeline.every_step ? "step" : "about step";
+    const where = `at ${number(row.start[i] / 1e6)} s${step ? `, ${about} ${step[1]}` : ""}`;
+    const kind = row.gaps ? "idle, " : "";
+    return `${row.label} · ${kind}${what} · ${duration(row.length[i])} · ${where}`;
   }
 }
 
