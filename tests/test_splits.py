@@ -228,6 +228,28 @@ def test_a_split_that_cannot_be_had_is_not_named(tmp_path):
     assert not any("rollout=" in line for line in small)
 
 
+def test_a_role_without_devices_keeps_its_seconds(tmp_path):
+    """Of 1.2 s: 0.75 of sampling and 0.25 of training, both on 4 devices, 0.2 of reward functions.
+    On 6 and 2 devices 0.5 + 0.5 would be no faster; on 5 and 3, 0.6 + 0.333 is 1.06 times.
+    """
+    calls, t = [], 0.0
+    for i in range(12):
+        for role, method, took in (
+            ("rollout", "generate", 0.75),
+            ("reward", "score", 0.2),
+            ("actor", "update", 0.25),
+            ("actor", "publish", 0.001),
+            ("rollout", "load", 0.001),
+        ):
+            calls.append(Call(role, method, t, t + took, i if method == "update" else None))
+            t += took
+    keys = "mesh=actor=4,rollout=4 algorithm=gspo group_size=2 teacher.model=null"
+    run = write_run(tmp_path, calls, *keys.split(), "reward.functions=[exact]")
+    told = splits.run_advice(run)
+    assert told[2].startswith("reward: busy 0.20 s of 1.20 s a step; waited 0.75 s for rollout")
+    assert told[3] == "rollout is 62% of the step; actor=3,rollout=5 would be 1.1x faster"
+
+
 def test_nothing_is_said_without_steps_or_need(tmp_path):
     calls = measured(rollout=0.5, teacher=0.5, actor=0.5)
     assert splits.run_advice(tmp_path) == [] and splits.waits(tmp_path) == []
