@@ -144,7 +144,7 @@ class Chart {
     const { from, to, low, high } = this.range;
     const group = svg("g", { class: "axes" });
     const bottom = HEIGHT - EDGE.bottom;
-    for (const value of shown.log ? logTicks(low, high) : ticks(low, high, 4)) {
+    for (const value of shown.log ? logTicks(low, high) : ticks(low, high, 5)) {
       const y = this.y(value);
       group.append(
         svg("line", { x1: EDGE.left, x2: width - EDGE.right, y1: y, y2: y }),
