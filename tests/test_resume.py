@@ -78,9 +78,11 @@ def weights(run_dir):
 
 
 def numbers(result_or_rows):
-    """All of a run that does not depend on the clock."""
+    """All of a run that depends neither on the clock nor on how long a process has lived, as a peak
+    of memory does.
+    """
     rows = getattr(result_or_rows, "metrics", result_or_rows)
-    changing = ("time/", "tokens/per", "weights/sync_gbps", "checkpoint/")
+    changing = ("time/", "tokens/per", "weights/sync_gbps", "checkpoint/", "memory/")
     return [{k: v for k, v in row.items() if not k.startswith(changing)} for row in rows]
 
 
