@@ -112,8 +112,9 @@ class Profile:
         steps = [row["step"] for row in rows]
         calls = [made.call() for made in self._calls if made.times.finished is not None]
         windows = self._windows(calls, steps)
-        known = next((told.ceilings for told in ended.values() if told.ceilings), None)
-        ceilings = {pool: told.ceilings or known for pool, told in ended.items()}
+        known = {pool: told.ceilings for pool, told in ended.items() if told.ceilings}
+        first = next(iter(known.values()), None)  # of a process that several pools share
+        ceilings = known if first is None else dict.fromkeys(ended, first) | known
         batches = [self._batch(row) for row in rows]
         stages = stage_rows(
             stage_seconds(calls, windows, len(steps)),
@@ -122,12 +123,12 @@ class Profile:
             fmean(batch.tokens for batch in batches),
             pool_of,
             {role: len(placement.roles[role].devices) for role in pool_of},
-            {pool: ceiling for pool, ceiling in ceilings.items() if ceiling is not None},
+            ceilings,
         )
         return StageTable(
             (steps[0], steps[-1]),
             sum(end - start for start, end in windows) / len(steps),
-            {pool: ceiling for pool, ceiling in ceilings.items() if ceiling is not None},
+            ceilings,
             stages,
             tuple(pool_waits(calls, windows, len(steps), pool_of)),
         )

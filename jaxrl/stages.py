@@ -94,9 +94,11 @@ class StageTable:
     pools: tuple[PoolWait, ...]
 
     def to_json(self) -> str:
-        """One object; a pool's `idle` is a share of the step, the rest as in the dataclasses."""
+        """One object: of each pool its name and the shares of the step in which it was `busy` and
+        `idle`; the rest as here.
+        """
         told = asdict(self)
-        told["pools"] = [asdict(pool) | {"idle": pool.idle} for pool in self.pools]
+        told["pools"] = [{"pool": p.pool, "busy": p.busy, "idle": p.idle} for p in self.pools]
         return json.dumps(told, indent=1) + "\n"
 
     def text(self) -> str:

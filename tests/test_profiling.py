@@ -24,7 +24,7 @@ from jaxrl.telemetry.metrics import read_metrics
 from jaxrl.telemetry.work import Work, adamw_work, block_params
 from jaxrl.train import train
 
-MESH = "mesh=actor=2,rollout=2,teacher=4"
+MESH = "mesh=actor=1,rollout=1,teacher=1"
 STAGES = {"rollout.generate", "teacher.score", "actor.update", "actor.publish", "rollout.load"}
 
 
