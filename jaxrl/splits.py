@@ -40,12 +40,12 @@ ENOUGH = 4
 """Steady steps without which nothing is said."""
 WORTH = 1.05
 """How many times faster something must be to be told."""
-MOST = 4000
-"""Splits that are replayed; of more devices, whole pairs, fours, ... of them are moved."""
+MOST = 600
+"""Splits that are replayed; where there are more, devices are moved by twos, or threes, ..."""
 PLANNED = 32
 """Splits that are planned, the fastest first, until one can be had."""
-REPLAYED = 24
-"""Steps of a replay; the last half of them are measured."""
+REPLAYED = 12
+"""Steps of a replay; the last half of them are measured: whole periods of up to three batches."""
 FIXED = ("publish", "load")
 """Methods that more devices make no faster: the weight sync."""
 
@@ -56,6 +56,8 @@ class Measured:
 
     stages: Mapping[Stage, float]
     step: float
+    unexplained: float
+    """Of the step, beyond its replay: evaluations, checkpoints, the driver."""
     pools: tuple[PoolWait, ...]
 
 
@@ -82,18 +84,17 @@ def run_advice(run_dir: Path) -> list[str]:
 
     Reads `config.yaml`, `plan.json` and `timeline.json` of the run.
     """
-    facts = _read_facts(run_dir)
-    measured = None if facts is None else _measure(run_dir, facts)
-    if facts is None or measured is None or len(measured.pools) < 2:
+    found = _read(run_dir)
+    if found is None or len(found[1].pools) < 2:
         return []
+    facts, measured = found
     return [*map(_wait_line, measured.pools), *split_advice(facts, measured)]
 
 
 def waits(run_dir: Path) -> list[PoolWait]:
     """How busy each pool was, and whom it waited for; empty where too few steps tell."""
-    facts = _read_facts(run_dir)
-    measured = None if facts is None else _measure(run_dir, facts)
-    return [] if measured is None else list(measured.pools)
+    found = _read(run_dir)
+    return [] if found is None else list(found[1].pools)
 
 
 def split_advice(facts: RunFacts, measured: Measured) -> list[str]:
@@ -113,8 +114,13 @@ def split_advice(facts: RunFacts, measured: Measured) -> list[str]:
         if max(now, faster) < WORTH * best:
             continue
         best = max(now, faster)
-        more = "" if split is None else f", and with {split} {faster:.1f}x"
-        lines.append(f"schedule={name} would be {now:.1f}x faster{more}")
+        if split is None:
+            lines.append(f"schedule={name} would be {now:.1f}x faster")
+        elif now < WORTH:
+            lines.append(f"schedule={name} with {split} would be {faster:.1f}x faster")
+        else:
+            more = f"and with {split} {faster:.1f}x"
+            lines.append(f"schedule={name} would be {now:.1f}x faster, {more}")
     if lines and facts.emulated:
         lines.append("as if on devices of their own: emulated ones share the cores of this host")
     return lines
@@ -172,11 +178,10 @@ def scaled(
 
 
 def splits(placement: Placement) -> Iterator[str]:
-    """Every other `--mesh` with the same pools over as many devices."""
+    """Every other `--mesh` with the same pools over as many devices, or `MOST` of them."""
     n, pools = placement.n_devices, placement.pools
-    unit = 1
-    while comb(n // unit - 1, len(pools) - 1) > MOST and n % (2 * unit) == 0:
-        unit *= 2
+    units = (unit for unit in range(1, n + 1) if n % unit == 0)
+    unit = next(unit for unit in units if comb(n // unit - 1, len(pools) - 1) <= MOST)
     present = [len(pool.devices) for pool in pools]
     for cuts in combinations(range(unit, n, unit), len(pools) - 1):
         sizes = [b - a for a, b in zip((0, *cuts), (*cuts, n), strict=True)]
@@ -208,12 +213,9 @@ def best_split(facts: RunFacts, measured: Measured, staleness: int) -> tuple[str
 def speedup(
     facts: RunFacts, measured: Measured, devices: Mapping[str, int], staleness: int
 ) -> float:
-    """How many times faster than the run; what the replay of the run itself does not explain stays
-    as it is.
-    """
-    rest = measured.step - predict(measured.stages, facts.pool_of, facts.staleness)
+    """How many times faster than the run; what its replay does not explain stays as it is."""
     stages = scaled(measured.stages, facts.devices, devices)
-    return measured.step / (max(rest, 0.0) + predict(stages, facts.pool_of, staleness))
+    return measured.step / (measured.unexplained + predict(stages, facts.pool_of, staleness))
 
 
 def _devices(facts: RunFacts, spec: str) -> dict[str, int] | None:
@@ -237,6 +239,16 @@ def _possible(facts: RunFacts, spec: str) -> bool:
         return False
 
 
+def _read(run_dir: Path) -> tuple[RunFacts, Measured] | None:
+    """None where files are missing, or too few steps tell."""
+    facts = _read_facts(run_dir)
+    if facts is None:
+        return None
+    calls = read_calls(run_dir / TIMELINE_FILE)
+    measured = measure(calls, facts.pool_of, facts.staleness)
+    return None if measured is None else (facts, measured)
+
+
 def _read_facts(run_dir: Path) -> RunFacts | None:
     """None where the run directory does not tell them."""
     try:
@@ -256,12 +268,6 @@ def _read_facts(run_dir: Path) -> RunFacts | None:
         return None
 
 
-def _measure(run_dir: Path, facts: RunFacts) -> Measured | None:
-    """None where too few steps tell."""
-    calls = read_calls(run_dir / TIMELINE_FILE)
-    return measure(calls, facts.pool_of, facts.staleness)
-
-
 def measure(calls: Sequence[Call], pool_of: Mapping[str, str], staleness: int) -> Measured | None:
     """What the steady steps among these calls took; None where they are too few."""
     windows = steady_steps(calls, staleness)
@@ -269,8 +275,9 @@ def measure(calls: Sequence[Call], pool_of: Mapping[str, str], staleness: int) -
         return None
     n = len(windows)
     step = sum(end - start for start, end in windows) / n
-    pools = pool_waits(calls, windows, n, pool_of)
-    return Measured(stage_seconds(calls, windows, n), step, tuple(pools))
+    stages = stage_seconds(calls, windows, n)
+    unexplained = max(step - predict(stages, pool_of, staleness), 0.0)
+    return Measured(stages, step, unexplained, tuple(pool_waits(calls, windows, n, pool_of)))
 
 
 def _wait_line(pool: PoolWait) -> str:

@@ -166,6 +166,7 @@ def test_every_other_split_is_tried_once():
     assert len(list(splits.splits(parse(HERE)))) == 20  # 7 choose 2, less the present one
     large = list(splits.splits(parse("actor=64,rollout=64,teacher=128")))
     assert len(large) <= splits.MOST and "actor=64,rollout=128,teacher=64" in large
+    assert list(splits.splits(parse("actor=2,rollout=2,teacher=1009"))) == [], "1013 is prime"
 
 
 def measured(**seconds):
