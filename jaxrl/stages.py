@@ -29,6 +29,7 @@ from jaxrl.telemetry.work import (
     decode_work,
     divergence_work,
     forward_work,
+    group_work,
     head_work,
 )
 
@@ -51,11 +52,6 @@ class Batch:
     def tokens(self) -> float:
         """Of all completions."""
         return len(self.prompts) * self.samples * self.mean
-
-    @property
-    def lengths(self) -> list[float]:
-        """Tokens of each sequence."""
-        return [prompt + self.mean for prompt in self.prompts for _ in range(self.samples)]
 
 
 @dataclass(frozen=True)
@@ -197,17 +193,16 @@ def _batch_work(job: Job, axes: Mapping[str, Axes], batch: Batch) -> dict[Stage,
         found["teacher", "score"] = _scoring(
             job.teacher.config,
             job.vocab_size,
-            0 if config.distill.signal == "hidden" else batch.tokens,
-            batch.lengths,
+            batch,
             size["teacher"],
             copies["teacher"],
+            head=config.distill.signal != "hidden",
         )
     if "reference" in axes:
         found["reference", "score"] = _scoring(
             student,
             student.vocab_size,
-            batch.tokens,
-            batch.lengths,
+            batch,
             size["reference"],
             copies["reference"],
         )
@@ -223,16 +218,16 @@ def _sampling(c: DecoderConfig, batch: Batch, itemsize: int, copies: int) -> lis
 
 
 def _scoring(
-    c: DecoderConfig,
-    vocab: int,
-    tokens: float,
-    lengths: Sequence[float],
-    itemsize: int,
-    copies: int,
+    c: DecoderConfig, vocab: int, batch: Batch, itemsize: int, copies: int, head: bool = True
 ) -> list[Work]:
-    """One pass over whole sequences, and the logits of `tokens` of them."""
-    forward = forward_work(c, lengths, itemsize, copies)
-    return [forward, head_work(vocab, c.d_model, tokens, itemsize, copies)] if tokens else [forward]
+    """One pass over the batch and, with the head, the logits of its completions."""
+    forward = _forward(c, batch, itemsize, copies)
+    logits = head_work(vocab, c.d_model, batch.tokens, itemsize, copies)
+    return [forward, logits] if head else [forward]
+
+
+def _forward(c: DecoderConfig, batch: Batch, itemsize: int, copies: int) -> Work:
+    return group_work(c, batch.prompts, batch.samples, batch.mean, itemsize, copies)
 
 
 def _update(job: Job, axes: Axes, batch: Batch, itemsize: int) -> list[Work]:
@@ -241,12 +236,12 @@ def _update(job: Job, axes: Axes, batch: Batch, itemsize: int) -> list[Work]:
     copies, passes = axes.data * axes.fsdp, config.actor.epochs_per_batch
     teacher = job.teacher if config.distill.signal == "hidden" else None
     width = 0 if teacher is None else teacher.config.d_model
-    forward = forward_work(c, batch.lengths, itemsize, copies)
+    forward = _forward(c, batch, itemsize, copies)
     loss = divergence_work(job.vocab_size, c.d_model, width, batch.tokens, itemsize, copies)
     optimizer = adamw_work(c.n_params) * (config.updates_per_batch * axes.data)
     parts = [forward * passes, loss * passes, forward * (2 * passes), optimizer]
     if config.learns_from_rewards and config.updates_per_batch > 1:  # log-probs before the batch
-        parts += _scoring(c, c.vocab_size, batch.tokens, batch.lengths, itemsize, copies)
+        parts += _scoring(c, c.vocab_size, batch, itemsize, copies)
     return parts
 
 

