@@ -117,7 +117,7 @@ def make_figures(
         lengths = np.full((len(batch), group), new)
         slots = len(batch) * group
         each["rollout"].append(common.sampling_work(c, batch, lengths, slots, itemsize))
-        whole = [float(p + new) for p in batch for _ in range(group)]
+        whole = [p / group + new for p in batch for _ in range(group)]  # each prompt once
         each["update"].append(common.train_work(c, 0, c.vocab_size, whole, slots * new, itemsize))
     parts = {stage: whole_step.mean_work(steps) for stage, steps in each.items()}
     told: dict[str, dict[str, Any]] = {}

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl.config import DistillConfig
@@ -28,7 +29,7 @@ from jaxrl.losses.distill import (
 from jaxrl.losses.divergence import EntropyAware, sampled_reverse_kl
 from jaxrl.losses.head import logprobs_at, logprobs_from_hidden, topk_from_hidden
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import Params, forward, head
+from jaxrl.models.decoder import Params, forward, forward_groups, head
 from jaxrl.types import Sequences, TeacherSignal, TrainBatch
 
 
@@ -58,9 +59,16 @@ def completion_hidden(
     """[B, C, D] hidden states, entry j the one that predicts completion token j (the shift is
     here).
     """
-    t, c = sequences.tokens.shape[1], sequences.loss_mask.shape[1]
-    hidden = forward(model, params, sequences.tokens, sequences.mask, mesh=mesh, **options)
-    return hidden[:, t - c - 1 : t - 1]
+    t, c, group = sequences.tokens.shape[1], sequences.loss_mask.shape[1], sequences.group
+    if group == 1:
+        hidden = forward(model, params, sequences.tokens, sequences.mask, mesh=mesh, **options)
+        return hidden[:, t - c - 1 : t - 1]
+    both = (sequences.tokens, sequences.mask)
+    prompts = tuple(x.reshape(-1, group, t)[:, 0, : t - c] for x in both)
+    completions = tuple(x[:, t - c :] for x in both)
+    before, own = forward_groups(model, params, prompts, completions, mesh=mesh, **options)
+    last = jnp.repeat(before[:, -1:], group, 0)  # it predicts the first token of each completion
+    return jnp.concatenate([last, own[:, :-1]], 1)
 
 
 def completion_logprobs(

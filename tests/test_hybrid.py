@@ -127,7 +127,7 @@ def test_offloading_changes_no_number(models, tmp_path, kind):
         for event in json.loads((moved.run_dir / "timeline.json").read_text())
         if event.get("cat", "").startswith("offload ")
     )
-    assert names["actor/optimizer to the host"] and names["actor/optimizer to the device"]
+    assert names["actor.optimizer to the host"] and names["actor.optimizer to the device"]
     peaks = [r.metrics[-1]["memory/actor/peak_bytes"] for r in (plain, moved)]
     assert peaks[1] <= peaks[0]
     if "+teacher" in KINDS[kind][0]:  # which is away when the pool is fullest, at the update

@@ -452,7 +452,8 @@ def test_the_pass_before_the_batch_tells_the_policy_s_log_probs(tmp_path):
     one = actor(cfg, mesh, tmp_path)
     batch, _ = one._prepare(rollout(), scores())
     lengths = np.asarray(batch.sequences.mask).sum(-1)
-    old = one._with_old_logprobs(jax.device_put(batch, one._rows), lengths).old_logprobs
+    placed = jax.device_put(batch, one._rows)
+    old = one._with_old_logprobs(placed, lengths, 1).old_logprobs
     mask = rollout().sequences.loss_mask
     expected = completion_logprobs(
         MODEL, start(), rollout().sequences, make_mesh(1, 1, 1), temperature=1.0, chunk=512

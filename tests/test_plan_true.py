@@ -23,7 +23,7 @@ from jaxrl.algorithms import ALGORITHMS
 from jaxrl.config import Config
 from jaxrl.models import decoder
 from jaxrl.models.config import DecoderConfig
-from jaxrl.plan.scene import Scene
+from jaxrl.plan.scene import Scene, memory_inputs
 from jaxrl.roles.actor import Actor
 from jaxrl.roles.scorer import Scorer
 from jaxrl.sampling import decode
@@ -96,8 +96,12 @@ class Programs:
         teacher = self.teacher if self.config.learns_from_teacher else None
         roles = tuple(role for role in ROLES if role != "teacher" or teacher is not None)
         scene = Scene(placement, roles, self.student, teacher, limits, fused_attention=False)
-        self.accounts = scene.accounts(self.config)
-        self.meshes = carve(jax.devices(), placement, scene.axes(self.config))
+        axes = scene.axes(self.config)
+        self.accounts, self.inputs = (
+            scene.accounts(self.config),
+            memory_inputs(self.config, scene, axes),
+        )
+        self.meshes = carve(jax.devices(), placement, axes)
 
     def planned(self, role: str, *phases: str) -> int:
         account: Account = self.accounts[role]
@@ -141,9 +145,10 @@ class Programs:
             old = numbers if config.updates_per_batch > 1 else None
             reference = numbers if config.policy.kl_coef > 0 else None
             batch = TrainBatch(sequences, signal, numbers, each, reference, old)
-        per_update = np.arange(-(-n // config.minibatches))
-        index = actor._micro_batches(per_update, np.full(n, width), width)
-        return measured(actor._update, actor.state, frozen, batch, index)
+        group = self.inputs.shared_group
+        per_update = np.arange(-(-n // group // config.minibatches))
+        index = actor._micro_batches(per_update, np.full(n // group, width), sequences, group)
+        return measured(actor._update, actor.state, frozen, batch, index, group=group)
 
     def score(self) -> int:
         """The teacher's scoring program."""

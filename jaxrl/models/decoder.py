@@ -156,6 +156,66 @@ def forward(
     return _norm(config, params)(x)
 
 
+def forward_groups(
+    config: DecoderConfig,
+    params: Params,
+    prompts: tuple[jax.Array, jax.Array],
+    completions: tuple[jax.Array, jax.Array],
+    *,
+    remat: Remat = "none",
+    mesh: Mesh | None = None,
+    dtype: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+    """`forward` of n prompts with G completions each; a prompt is computed once for its group.
+
+    In each layer the prompts run first, and the completions attend to their keys and values too.
+
+    Args:
+        prompts: tokens and mask [n, P], left-padded.
+        completions: tokens and mask [n * G, C], right-padded; row i belongs to prompt i // G.
+
+    Returns:
+        Hidden states [n, P, D] and [n * G, C, D], as `forward` of whole sequences has them.
+    """
+    params = params if dtype is None else cast(params, dtype)
+    (tokens_p, mask_p), (tokens_c, mask_c) = prompts, completions
+    group = len(tokens_c) // len(tokens_p)
+    lengths = jnp.repeat(mask_p.sum(-1), group)[:, None]
+    rope_p = rope_angles(config, jnp.maximum(jnp.cumsum(mask_p, -1) - 1, 0))
+    rope_c = rope_angles(config, jnp.maximum(lengths + jnp.cumsum(mask_c, -1) - 1, 0))
+    allowed_p = jnp.tril(jnp.ones((tokens_p.shape[1],) * 2, bool))[None] & mask_p[:, None, :]
+    own = jnp.tril(jnp.ones((tokens_c.shape[1],) * 2, bool))[None] & mask_c[:, None, :]
+    of_prompt = jnp.repeat(mask_p, group, 0)[:, None, :]
+    of_prompt = jnp.broadcast_to(of_prompt, (*own.shape[:2], of_prompt.shape[2]))
+    allowed_c = jnp.concatenate([of_prompt, own], -1)
+
+    def body(x: Any, layer: Params) -> tuple[Any, None]:
+        block, held = _block(config, layer), []
+
+        def attend_p(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            held.append((k, v))
+            return attention(q, k, v, allowed_p)
+
+        def attend_c(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            before = (_rows(jnp.repeat(x, group, 0), mesh) for x in held[0])
+            k, v = (jnp.concatenate(pair, 1) for pair in zip(before, (k, v), strict=True))
+            return attention(q, k, v, allowed_c)
+
+        of_prompts = _rows(block(x[0], rope_p, attend_p), mesh)
+        return (of_prompts, _rows(block(x[1], rope_c, attend_c), mesh)), None
+
+    if remat != "none":
+        body = jax.checkpoint(body, policy=REMAT_POLICIES[remat], prevent_cse=False)
+    x = tuple(_embed(config, params, tokens, mesh) for tokens in (tokens_p, tokens_c))
+    if layout_of(params) == "unstacked":
+        for layer in params["layers"]:
+            x, _ = body(x, layer)
+    else:
+        x, _ = jax.lax.scan(body, x, params["layers"])
+    norm = _norm(config, params)
+    return norm(x[0]), norm(x[1])
+
+
 def prefill(
     config: DecoderConfig,
     params: Params,

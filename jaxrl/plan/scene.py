@@ -19,6 +19,7 @@ from jaxrl.models.encoder_config import EncoderConfig
 from jaxrl.models.frozen_memory import grouper_account, reward_account
 from jaxrl.optimizer import make_optimizer, state_shardings
 from jaxrl.plan.turns import take_turns
+from jaxrl.roles.microbatch import shares
 from jaxrl.sampling.engine import PREFILL_TOKENS, power_of_two
 from jaxrl.schedule import SCHEDULES
 from jaxrl.sharding.memory import (
@@ -207,9 +208,20 @@ def memory_inputs(config: Config, scene: Scene, axes: Mapping[str, Axes]) -> Mem
         one_mesh=scene.same_mesh("actor", "rollout", axes),
         one_pool=scene.together("actor", "rollout"),
         fused_attention=scene.fused_attention,
+        shared_group=_shared_group(config),
         reference_dtype=config.reference.dtype,
         reference_microbatches=config.reference.num_microbatches,
     )
+
+
+def _shared_group(config: Config) -> int:
+    """Completions that share a prompt in an update of full widths, as the actor decides it."""
+    group, budget = config.group_size, config.actor.micro_batch_tokens
+    widths = (config.max_prompt_tokens, config.max_new_tokens)
+    learns_from_data = config.algorithm == "sft" or config.distill.on_policy_fraction < 1
+    if learns_from_data and not config.learns_from_rewards:
+        return 1
+    return group if shares(config.batch_size, group, *widths, config.minibatches, budget) else 1
 
 
 def _loss_arrays(d: DistillConfig, signal: str | None) -> int:

@@ -23,14 +23,14 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Params, abstract_params, cast, unstack
 from jaxrl.models.hf import save_hf
 from jaxrl.optimizer import learning_rate, make_optimizer, state_shardings
-from jaxrl.roles.microbatch import minibatch_rows, split_rows
+from jaxrl.roles.microbatch import minibatch_rows, rows_of_groups, shared_group, split_rows
 from jaxrl.runtime.worker import phase
 from jaxrl.sharding.ledger import buffer, current
 from jaxrl.sharding.mesh import leads
 from jaxrl.sharding.reshard import nbytes, put, reshard, to_host
 from jaxrl.sharding.rules import param_shardings
 from jaxrl.signals import completion_logprobs
-from jaxrl.types import Rollout, Totals, TrainBatch
+from jaxrl.types import Rollout, Sequences, Totals, TrainBatch
 
 SumCount = tuple[jax.Array, jax.Array]
 Sums = dict[str, SumCount]
@@ -149,7 +149,10 @@ class Actor:
                 tree = {"params": abstract, "opt_state": jax.eval_shape(optimizer.init, abstract)}
                 self._restore(restore, tree, {"params": shardings, "opt_state": moments})
         self._update = jax.jit(
-            self._make_update(optimizer), donate_argnums=0, out_shardings=(placed, self._everywhere)
+            self._make_update(optimizer),
+            donate_argnums=0,
+            static_argnums=4,
+            out_shardings=(placed, self._everywhere),
         )
         self._old = self._make_old()
         self._convert = self._make_convert()
@@ -170,9 +173,12 @@ class Actor:
         lengths = np.asarray(batch.sequences.mask).sum(-1)
         with phase("place the batch"):
             placed = reshard(batch, self._rows)
-            current().put("actor/batch", placed)
+            current().put("actor.batch", placed)
+        sequences, minibatches = batch.sequences, self.config.minibatches
+        group = shared_group(sequences, self.config.group_size, minibatches, c.micro_batch_tokens)
+        units = lengths.reshape(-1, group).sum(-1)
         if batch.advantages is not None and self.config.updates_per_batch > 1:
-            placed = self._with_old_logprobs(placed, lengths)
+            placed = self._with_old_logprobs(placed, units, group)
         totals: dict[str, list[Any]] = {}
         largest: dict[str, float] = {}
         by_row: dict[str, np.ndarray] = {}
@@ -181,9 +187,10 @@ class Actor:
         skipped = 0
         for epoch in range(c.epochs_per_batch):
             seed = (self.config.seed, step, epoch)
-            for rows in minibatch_rows(lengths, self.config.minibatches, seed):
-                index = self._micro_batches(rows, lengths, batch.sequences.tokens.shape[1])
-                given = (self.state, self._frozen, placed, index)
+            for chosen in minibatch_rows(units, minibatches, seed):
+                rows = rows_of_groups(chosen, group)
+                index = self._micro_batches(chosen, units, sequences, group)
+                given = (self.state, self._frozen, placed, index, group)
                 with (
                     phase(f"update {epoch + 1}/{c.epochs_per_batch}"),
                     current().running(self._update, *given),
@@ -201,7 +208,7 @@ class Actor:
                     _fill(by_row, each, index, len(lengths))
                 skipped += self._count_skipped(bool(last["finite"]), placed, rows, step)
         self.version += 1
-        current().drop("actor/batch")
+        current().drop("actor.batch")
         told = prepared | self._finish(_added(totals), largest)
         updates = int(jax.device_get(self.state.updates))
         told |= {
@@ -312,21 +319,21 @@ class Actor:
 
         saves = ("actor.update", "actor.save")
         ledger.resident(
-            "actor/params",
+            "actor.params",
             lambda: self.state.params,
             lambda tree: write(params=tree),
             stages=(*saves, "actor.publish", "actor.export"),
             offload=offload.params,
         )
         ledger.resident(
-            "actor/optimizer",
+            "actor.optimizer",
             lambda: self.state.opt_state,
             lambda tree: write(opt_state=tree),
             stages=saves,
             offload=offload.optimizer,
         )
         ledger.resident(
-            "actor/teacher_head",
+            "actor.teacher_head",
             lambda: self._frozen,
             write_frozen,
             stages=("actor.update",),
@@ -350,12 +357,18 @@ class Actor:
     def _scalar(self, value: int) -> jax.Array:
         return put(np.int32(value), self._everywhere)
 
-    def _micro_batches(self, rows: np.ndarray, lengths: np.ndarray, width: int) -> np.ndarray:
-        """[n, b] row numbers, -1 where there is none; b is a multiple of the mesh's row shards."""
+    def _micro_batches(
+        self, chosen: np.ndarray, lengths: np.ndarray, sequences: Sequences, group: int
+    ) -> np.ndarray:
+        """[n, b] row numbers, -1 where there is none; b is a multiple of the mesh's row shards, and
+        of the rows that share a prompt.
+        """
         shards = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
         budget = self.config.actor.micro_batch_tokens
-        size = len(rows) if budget is None else max(1, budget // width) * shards
-        return split_rows(rows, lengths, size, shards)
+        completion = sequences.loss_mask.shape[1]
+        width = sequences.tokens.shape[1] + (group - 1) * completion
+        size = len(chosen) if budget is None else max(1, budget // width) * shards
+        return rows_of_groups(split_rows(chosen, lengths, size, shards), group)
 
     def _make_update(self, optimizer: optax.GradientTransformation) -> Callable[..., Any]:
         spec = NamedSharding(self.mesh, PartitionSpec(None, ("data", "fsdp")))
@@ -387,8 +400,10 @@ class Actor:
             params = optax.apply_updates(state.params, changes)
             return TrainState(params, opt_state, state.updates + 1)
 
-        def update(state: TrainState, frozen: Any, batch: TrainBatch, rows: jax.Array) -> Any:
-            taken = _take(batch, rows, spec)
+        def update(
+            state: TrainState, frozen: Any, batch: TrainBatch, rows: jax.Array, group: int = 1
+        ) -> Any:
+            taken = _take(batch, rows, spec, group)
             grads, sums, maxima, each = accumulate(state.params, frozen, taken)
             count = jnp.maximum(sums["loss"][1], 1)
             grads = jax.tree.map(lambda g: (g / count).astype(g.dtype), grads)
@@ -409,7 +424,7 @@ class Actor:
         spec = NamedSharding(self.mesh, PartitionSpec(None, ("data", "fsdp")))
         c = self.config
 
-        def old(params: Params, batch: TrainBatch, rows: jax.Array) -> jax.Array:
+        def old(params: Params, batch: TrainBatch, rows: jax.Array, group: int) -> jax.Array:
             weights = cast(params, jnp.dtype(c.actor.dtype))
             out = jnp.zeros(batch.sequences.loss_mask.shape, jnp.float32)
 
@@ -426,15 +441,14 @@ class Actor:
                 index = jnp.where(index < 0, len(out), index)  # beyond the end: dropped
                 return out.at[index].set(told, mode="drop"), None
 
-            return jax.lax.scan(body, out, (_take(batch, rows, spec), rows))[0]
+            return jax.lax.scan(body, out, (_take(batch, rows, spec, group), rows))[0]
 
-        return jax.jit(old, out_shardings=self._rows)
+        return jax.jit(old, static_argnums=3, out_shardings=self._rows)
 
-    def _with_old_logprobs(self, placed: TrainBatch, lengths: np.ndarray) -> TrainBatch:
-        rows = np.flatnonzero(lengths > 0)
-        index = self._micro_batches(rows, lengths, placed.sequences.tokens.shape[1])
+    def _with_old_logprobs(self, placed: TrainBatch, units: np.ndarray, group: int) -> TrainBatch:
+        index = self._micro_batches(np.flatnonzero(units > 0), units, placed.sequences, group)
         with phase("log-probs before the batch"):
-            given = (self.state.params, TrainBatch(placed.sequences), index)
+            given = (self.state.params, TrainBatch(placed.sequences), index, group)
             with current().running(self._old, *given):
                 told = jax.block_until_ready(self._old(*given))
             return replace(placed, old_logprobs=told)
@@ -481,15 +495,20 @@ class Actor:
         return 1
 
 
-def _take(batch: TrainBatch, rows: jax.Array, spec: NamedSharding) -> TrainBatch:
-    """Rows [n, b] of a batch as micro-batches [n, b, ...]; row -1 trains nothing."""
+def _take(batch: TrainBatch, rows: jax.Array, spec: NamedSharding, group: int) -> TrainBatch:
+    """Rows [n, b] of a batch as micro-batches [n, b, ...]; row -1 trains nothing.
+
+    Args:
+        group: so many of the rows after each other share a prompt.
+    """
 
     def take(x: jax.Array) -> jax.Array:
         return jax.lax.with_sharding_constraint(x[jnp.maximum(rows, 0)], spec)
 
     taken = jax.tree.map(take, batch)
     real = (rows >= 0)[..., None]
-    sequences = replace(taken.sequences, loss_mask=taken.sequences.loss_mask & real)
+    trained = taken.sequences.loss_mask & real
+    sequences = replace(taken.sequences, loss_mask=trained, group=group)
     return replace(taken, sequences=sequences)
 
 

@@ -40,7 +40,7 @@ class Grouper:
         millions = bert.n_params(encoder.config) / 1e6
         self._notes = [f"grouper: {path} has {millions:.0f}M parameters, here in {dtype}"]
         current().resident(
-            "grouper/params",
+            "grouper.params",
             lambda: encoder.params,
             lambda params: setattr(encoder, "params", params),
             stages=("grouper.score",),

@@ -1,8 +1,62 @@
-"""Which rows of a batch form a minibatch, and how a minibatch is cut into micro-batches."""
+"""Which rows of a batch form a minibatch, and how a minibatch is cut into micro-batches.
+
+Where the completions of a prompt stand together, whole groups are what is cut: a micro-batch then
+computes each prompt once for its G completions.
+"""
 
 from __future__ import annotations
 
 import numpy as np
+
+from jaxrl.types import Sequences
+
+WORTH = 0.1
+"""Prompts are shared where that saves at least this part of the tokens."""
+
+
+def shared_group(sequences: Sequences, group: int, minibatches: int, budget: int | None) -> int:
+    """How many rows after each other share a prompt and are trained on together: `group`, or 1
+    where they are not alike or sharing is not worth it (`shares`).
+
+    Args:
+        sequences: on the host.
+        budget: most tokens of a micro-batch on one device.
+    """
+    tokens, mask = np.asarray(sequences.tokens), np.asarray(sequences.mask)
+    rows, completion = np.asarray(sequences.loss_mask).shape
+    prompt = tokens.shape[1] - completion
+    if rows % group:
+        return 1
+    live = int(mask.reshape(rows // group, -1).any(-1).sum())
+    if not shares(live, group, prompt, completion, minibatches, budget):
+        return 1
+    for x in (tokens, mask):
+        each = x[:, :prompt].reshape(rows // group, group, prompt)
+        if not (each == each[:, :1]).all():
+            return 1
+    return group
+
+
+def shares(
+    groups: int, group: int, prompt: int, completion: int, minibatches: int, budget: int | None
+) -> bool:
+    """Whether prompts of these widths are worth sharing, and can be: minibatches of whole groups
+    are of one size, and a group fits into a micro-batch.
+    """
+    together = prompt + group * completion
+    return (
+        group > 1
+        and groups % minibatches == 0
+        and together <= (1 - WORTH) * group * (prompt + completion)
+        and (budget is None or together <= budget)
+    )
+
+
+def rows_of_groups(groups: np.ndarray, group: int) -> np.ndarray:
+    """[..., b] group numbers, -1 where there is none -> [..., b * group] row numbers."""
+    rows = groups[..., None] * group + np.arange(group, dtype=groups.dtype)
+    rows = np.where(groups[..., None] < 0, -1, rows)
+    return rows.reshape(*groups.shape[:-1], -1)
 
 
 def minibatch_rows(lengths: np.ndarray, count: int, seed: tuple[int, ...]) -> list[np.ndarray]:

@@ -39,7 +39,7 @@ class Reference:
         """
         self.params, self.mesh = params, mesh
         current().resident(
-            "reference/params",
+            "reference.params",
             lambda: self.params,
             lambda params: setattr(self, "params", params),
             stages=("reference.score",),

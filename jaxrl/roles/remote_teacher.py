@@ -11,6 +11,7 @@ import copy
 from collections.abc import Iterable
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxrl.config import Config, TeacherConfig
@@ -22,7 +23,7 @@ from jaxrl.teacher_api.client import TeacherClient, rows_at_once
 from jaxrl.teacher_api.http import TeacherError, token_from_environment
 from jaxrl.teacher_api.openai import CompletionsClient
 from jaxrl.teacher_api.protocol import Info, Options, vocab_hash
-from jaxrl.types import Prompt, Rollout, Sequences, TeacherSignal
+from jaxrl.types import Prompt, Rollout, TeacherSignal
 
 MEET_S = 30.0
 """Longest wait for a server before the run starts."""
@@ -53,12 +54,11 @@ class RemoteTeacher:
         start, stop = n * part // parts, n * (part + 1) // parts
         if start == stop:
             return None
-        s = rollout.sequences
-        rows = (np.asarray(x)[start:stop] for x in (s.tokens, s.mask, s.loss_mask))
+        rows = jax.tree.map(lambda x: np.asarray(x)[start:stop], rollout.sequences)
         ids = rollout.student_topk
         ids = None if ids is None else np.asarray(ids)[start:stop]
         with phase(f"rows {start}-{stop} of {n}, at {self._address}"):
-            return self._client.score(Sequences(*rows), ids, self._distill, self._vocab_size)
+            return self._client.score(rows, ids, self._distill, self._vocab_size)
 
 
 def remote_info(config: Config) -> Info:

@@ -60,7 +60,7 @@ class RewardModel:
         with phase(f"loads {source.name}"):
             scorer = self._scorer = RewardScorer(source, mesh, dtype, batch_tokens, max_tokens)
         current().resident(
-            "reward/params",
+            "reward.params",
             lambda: scorer.params,
             lambda params: setattr(scorer, "params", params),
             stages=("reward.score",),

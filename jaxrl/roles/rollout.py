@@ -86,7 +86,7 @@ class Sampler:
             self.params = tree
 
         current().resident(
-            "rollout/params",
+            "rollout.params",
             lambda: self.params,
             write,
             stages=("rollout.generate", "rollout.sample"),

@@ -27,7 +27,7 @@ class Teacher:
                 sampler.params = params
 
         current().resident(
-            "teacher/params",
+            "teacher.params",
             lambda: scorer.params,
             write,
             stages=("teacher.score", "teacher.generate", "teacher.sample"),

@@ -81,10 +81,25 @@ class Pass:
     itemsize: int
     """Bytes of the compute dtype."""
     fused_attention: bool = False
+    shared: tuple[int, int] | None = None
+    """(G, P) where the first P tokens are computed once for G rows."""
 
     @property
     def tokens(self) -> int:
-        return self.rows * self.width
+        if self.shared is None:
+            return self.rows * self.width
+        group, prompt = self.shared
+        return self.rows * (self.width - prompt) + -(-self.rows // group) * prompt
+
+    @property
+    def pairs(self) -> int:
+        """Of a token and one that it might attend to."""
+        whole = self.rows * self.width * self.width
+        if self.shared is None:
+            return whole
+        group, prompt = self.shared
+        of_prompts = -(-self.rows // group) * prompt * prompt
+        return self.rows * (self.width - prompt) * self.width + of_prompts
 
     @property
     def residual(self) -> int:
@@ -100,7 +115,7 @@ class Pass:
             f=split(c.d_ff, tensor) * unit,
             q=heads * c.head_dim * unit,
             kv=2 * split(c.n_kv_heads, tensor) * c.head_dim * unit,
-            s=0 if self.fused_attention else heads * self.tokens * self.width * F32,
+            s=0 if self.fused_attention else heads * self.pairs * F32,
         )
 
     @property
@@ -112,7 +127,7 @@ class Pass:
         """Bytes of who may attend to whom, and of the rotary angles; fused attention wants the mask
         in the compute dtype too."""
         angles = self.tokens * self.config.head_dim * F32
-        return self.tokens * self.width * (1 + self.itemsize * self.fused_attention) + angles
+        return self.pairs * (1 + self.itemsize * self.fused_attention) + angles
 
     @property
     def layer(self) -> int:

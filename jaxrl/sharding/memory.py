@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -198,6 +198,8 @@ class MemoryInputs:
     one_pool: bool
     """They share a worker: old weights are freed before an update, new ones sent after it."""
     fused_attention: bool
+    shared_group: int = 1
+    """Completions of a prompt that the actor computes it once for."""
     reference_dtype: DType = "bfloat16"
     reference_microbatches: int = 1
 
@@ -244,6 +246,12 @@ def micro_batches(m: MemoryInputs) -> tuple[int, int]:
     rows = m.rows("actor", -(-m.sequences // m.minibatches))
     budget = m.micro_batch_tokens
     allowed = rows if budget is None else max(1, budget // m.width)
+    if m.shared_group > 1:  # whole groups
+        groups = -(-rows // m.shared_group)
+        together = m.prompt_tokens + m.shared_group * m.new_tokens
+        allowed = groups if budget is None else max(1, budget // together)
+        count = -(-groups // allowed)
+        return count, -(-groups // count) * m.shared_group
     count = -(-rows // allowed)
     return count, -(-rows // count)
 
@@ -261,6 +269,8 @@ def actor(m: MemoryInputs) -> Account:
     mixed = m.actor_dtype != m.param_dtype
     count, rows = micro_batches(m)
     run = m.run("actor", m.student, rows, m.width, m.actor_dtype)
+    if m.shared_group > 1:
+        run = replace(run, shared=(m.shared_group, m.prompt_tokens))
     gradients = weights + (computed if mixed else 0)
     if count > 1:  # a float32 sum, and the gradient that is added to it
         gradients = weight_bytes(m.student, axes, "float32") + computed
