@@ -67,8 +67,8 @@ class Sequences:
     loss_mask: Array
     """[B, C] bool: True where a completion token trains (EOS included)."""
     group: int = field(default=1, metadata={"static": True})
-    """So many rows after each other share their prompt, and a pass may compute it once for them; set
-    inside a program, which has it checked before (`roles.microbatch.shared_group`)."""
+    """So many rows after each other share their prompt, and a pass may compute it once for them;
+    set inside a program, which has it checked before (`roles.microbatch.shared_group`)."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,8 @@ class Source:
         asked = ["algorithm=dapo", "teacher.model=null", "reward.functions=[math]"]
         asked += ["batch_size=2", "group_size=2", f"policy.max_refills={most}"]
         self.config = Config.load(None, asked)
-        self.packing = dict(pad_id=0, max_prompt_tokens=4, max_new_tokens=4, row_multiple=3)
+        self.packing = {"pad_id": 0, "max_prompt_tokens": 4, "max_new_tokens": 4}
+        self.packing["row_multiple"] = 3
         self.attempts, self.attempt = attempts, 0
 
     def student_samples(self, index, attempt=0):

@@ -19,8 +19,8 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxrl.masked import masked_count, masked_sum
 
 Sums = dict[str, tuple[Array, Array]]
-"""Metric name -> (sum, count), to be added up over micro-batches and divided once; both are scalars,
-or both [B] where each row has its own.
+"""Metric name -> (sum, count), to be added up over micro-batches and divided once; both are
+scalars, or both [B] where each row has its own.
 """
 
 MIN = -1e30

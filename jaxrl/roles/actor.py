@@ -375,8 +375,8 @@ class Actor:
         value_and_grad = jax.value_and_grad(self._micro_loss, has_aux=True)
 
         def accumulate(params: Params, frozen: Any, batches: TrainBatch) -> Any:
-            """Gradient of the summed loss over all micro-batches, with its sums and maxima, and what
-            is told of each row, [n, b].
+            """Gradient of the summed loss over all micro-batches, with its sums and maxima, and
+            what is told of each row, [n, b].
             """
             totals = _totals(batches)
             first, rest = _head_and_tail(batches)
