@@ -7,6 +7,9 @@ from pathlib import Path
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
+import pytest
+
+from jaxrl.sharding import ledger
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -16,3 +19,9 @@ jax.config.update(
 )
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@pytest.fixture(autouse=True)
+def own_ledger():
+    """Roles that a test makes outside of a worker are not held by this thread's ledger for ever."""
+    ledger.use(ledger.Ledger())

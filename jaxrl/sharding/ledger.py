@@ -16,6 +16,7 @@ import contextlib
 import math
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
@@ -92,7 +93,10 @@ class Ledger:
     _coming: list[_Coming] = field(default_factory=list)
     _stage: str = ""
     _after: dict[str, str] = field(default_factory=dict)
-    _programs: dict[Any, int] = field(default_factory=dict)
+    _programs: weakref.WeakKeyDictionary[Any, dict[Any, int]] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    """Program -> form of its arguments -> bytes."""
 
     def resident(
         self,
@@ -194,15 +198,15 @@ class Ledger:
         costs no compilation of its own.
         """
         leaves = jax.tree.leaves((args, kwargs))
-        key = (program, *(_form(leaf) for leaf in leaves))
-        if key not in self._programs:
+        known, form = self._programs.setdefault(program, {}), tuple(map(_form, leaves))
+        if form not in known:
             found = program.lower(*args, **kwargs).compile().memory_analysis()
             new = found.output_size_in_bytes - found.alias_size_in_bytes if found else 0
-            self._programs[key] = found.temp_size_in_bytes + max(new, 0) if found else 0
+            known[form] = found.temp_size_in_bytes + max(new, 0) if found else 0
         arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
         devices = set().union(*(array.sharding.addressable_devices for array in arrays))
         name = f"temporaries of {getattr(program, '__name__', 'a program')}"
-        self._held[name] = Counter(dict.fromkeys(devices, self._programs[key]))
+        self._held[name] = Counter(dict.fromkeys(devices, known[form]))
         self._note()
         try:
             yield
