@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl.sharding.ledger import current
 from jaxrl.sharding.reshard import put
 
-NARROWEST = 16
+NARROWEST = 4
 """Smallest width of a batch, tokens."""
 Run = Callable[..., jax.Array]
 """Jitted: (..., tokens [R, W] int32, mask [R, W] bool) -> [R, ...], whole on every device."""
@@ -34,11 +34,11 @@ class Batch:
 
 
 def bucket(n: int, longest: int) -> int:
-    """The width that a sequence of n tokens is padded to: the next of 16, 24, 32, 48, 64, 96...,
+    """The width that a sequence of n tokens is padded to: the next of 4, 8, 16, 24, 32, 48, 64...,
     at most `longest`."""
     top = max(NARROWEST, _power_of_two(n))
     three_quarters = top // 4 * 3
-    wide = three_quarters if three_quarters > NARROWEST and n <= three_quarters else top
+    wide = three_quarters if three_quarters > 16 and n <= three_quarters else top
     return min(wide, longest)
 
 
