@@ -227,7 +227,7 @@ class Ledger:
             going = [
                 i
                 for i, leaf in enumerate(leaves)
-                if isinstance(leaf, jax.Array) and not _is_away(leaf) and buffer(leaf) not in kept
+                if _is_here(leaf) and not _is_away(leaf) and buffer(leaf) not in kept
             ]
             if not going:
                 continue
@@ -317,13 +317,20 @@ def buffer(array: jax.Array) -> Buffer:
 
 
 def _arrays(tree: Any) -> list[jax.Array]:
-    """Those of the tree that are still there: an update donates what the rollout shares with it."""
-    leaves = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
-    return [leaf for leaf in leaves if not leaf.is_deleted()]
+    return [leaf for leaf in jax.tree.leaves(tree) if _is_here(leaf)]
+
+
+def _is_here(leaf: Any) -> bool:
+    """An array with a part on a device of this process, and still there: an update donates what
+    the rollout shares with it.
+    """
+    if not isinstance(leaf, jax.Array) or leaf.is_deleted():
+        return False
+    return bool(leaf.sharding.addressable_devices)
 
 
 def _is_away(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and leaf.sharding.memory_kind == HOST
+    return _is_here(leaf) and leaf.sharding.memory_kind == HOST
 
 
 def _per_device(array: jax.Array) -> Counter[Any]:
