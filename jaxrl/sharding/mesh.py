@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from jaxrl.compile_cache import compile_unordered_programs_again
 from jaxrl.errors import UserError
 from jaxrl.sharding.placement import AXIS_NAMES, Axes, Placement, device_list
 
@@ -101,6 +102,8 @@ def _too_few(devices: Sequence[jax.Device], needed: int, told: str | None, late:
 
 def role_mesh(devices: Sequence[jax.Device], axes: Axes) -> Mesh:
     """A mesh (data, fsdp, tensor) over `devices` in order; neighbours share the last axis."""
+    if len(devices) > 1 and devices[0].platform == "cpu":
+        compile_unordered_programs_again()
     grid = np.asarray(devices, dtype=object).reshape(axes)
     return Mesh(grid, AXIS_NAMES, axis_types=(AxisType.Auto,) * len(AXIS_NAMES))
 
