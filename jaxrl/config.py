@@ -546,6 +546,13 @@ class RewardConfig(FrozenConfig):
     completion has no reward, and is counted in `reward/NAME/timeouts`."""
     workers: Positive | None = None
     """Processes that run the functions. null: half the CPU cores, at most 8."""
+    memory_mb: Positive | None = None
+    """Megabytes of address space that each process of the functions may use (RLIMIT_AS): beyond it
+    a function gets a MemoryError, counted in `reward/NAME/failures`. null: no limit, but where the
+    machine's memory runs out, the kernel ends these processes before the run."""
+    max_processes: Positive = 256
+    """Processes that each process of the functions may become, itself included: beyond it all of
+    them are killed, counted in `reward/NAME/failures`."""
     max_failures: Fraction = 0.5
     """Share of a batch's completions on which a function may fail (an exception, a crash, a
     timeout); beyond it the run ends."""

@@ -1,7 +1,9 @@
 """Reward functions as a user may write them, good and bad; run in processes by the tests."""
 
 import asyncio
+import contextlib
 import ctypes
+import itertools
 import os
 import re
 import subprocess
@@ -111,6 +113,76 @@ def family(completions):
     Path(completions[0]).write_text(f"{os.getpid()} {child.pid}")
     re.match(r"(a+)+$", "a" * 60 + "b")
     return [0.0]
+
+
+def forks(completions):
+    """Its length; a child that it forks returns too, a wrong reward and some exception."""
+    for _ in range(2):
+        if os.fork() == 0:
+            return [-1.0] * len(completions)
+    if os.fork() == 0:
+        raise KeyError("of the child")
+    time.sleep(0.1)  # the children are first
+    return [float(len(c)) for c in completions]
+
+
+async def forks_awaited(completions):
+    if os.fork() == 0:
+        return [-1.0]
+    await asyncio.sleep(0.1)
+    return [float(len(completions[0]))]
+
+
+NO_ANSWERS = (
+    b"half a line",
+    b"\xff\xfe\n",
+    b"[1]\n7\nnull\n" + b"[" * 100_000 + b"\n",
+    b'{"ended": null}\n{"begin": true}\n{"items": [7], "values": [0]}\n',
+    b'{"order": -1, "items": [0], "values": [9]}\n{"refused": "no"}\n',
+)
+
+
+def _pipes():
+    """Descriptors that lead to other processes."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if int(name) > 2 and os.readlink(f"/proc/self/fd/{name}").startswith("pipe:"):
+                yield int(name)
+
+
+def writes(completions):
+    """Its length; what is no answer goes to whoever listens, without an end where asked so."""
+    for c in completions:
+        for pipe, text in itertools.product(_pipes(), NO_ANSWERS):
+            with contextlib.suppress(OSError):
+                os.write(pipe, text)
+                while c == "flood":
+                    os.write(pipe, text)
+    return [float(len(c)) for c in completions]
+
+
+def hungry(completions):
+    for c in completions:
+        if c == "hungry":
+            bytearray(1 << 40)
+    return [float(len(c)) for c in completions]
+
+
+def prints(completions):
+    for _ in range(100):
+        print("x" * 100_000)
+        print("y" * 100_000, file=sys.stderr)
+    return [float(len(c)) for c in completions]
+
+
+def breeds(completions, folder):
+    """Starts processes, which leave its session, and writes their ids."""
+    for c, place in zip(completions, folder, strict=True):
+        for _ in range(30 if c == "breeds" else 0):
+            child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+            Path(place, str(child.pid)).touch()
+        time.sleep(100 if c == "breeds" else 0)
+    return [float(len(c)) for c in completions]
 
 
 def parts(completions, parts):

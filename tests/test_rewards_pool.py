@@ -23,7 +23,7 @@ from jaxrl.rewards.pool import RewardPool, Scores
 HERE = Path(__file__).parent / "reward_functions.py"
 NAMES = (
     *("length", "arguments", "names", "as_numpy", "as_told", "trouble", "slow", "result"),
-    *("waits", "blocks", "shares", "imported"),
+    *("waits", "blocks", "shares", "imported", "forks", "forks_awaited", "writes"),
 )
 TIMEOUT = 1.0
 
@@ -50,6 +50,71 @@ def test_values_come_back_in_order(pool: RewardPool) -> None:
     assert judge(pool, "as_numpy", "abc", "d").values == [3, 1]
     assert judge(pool, "as_told", "true", "false", "else").values == [1, 0, None]
     assert judge(pool, "length").values == []
+
+
+def test_a_function_that_forks_shifts_no_reward(pool: RewardPool) -> None:
+    """What its children return, or raise, belongs to no call."""
+    for name in ("forks", "forks_awaited"):
+        for texts in (["a"], ["bb", "ccc"], ["dddd"] * 3):
+            scores = judge(pool, name, *texts)
+            assert scores.values == [len(text) for text in texts] and not scores.failures
+        assert judge(pool, "length", "abc", "d").values == [3, 1]
+
+
+def test_what_is_no_answer_is_not_taken_for_one(pool: RewardPool) -> None:
+    before = pool.lost
+    assert judge(pool, "writes", "a", "bb").values == [1, 2]
+    assert judge(pool, "length", "abc", "d").values == [3, 1]
+    assert pool.lost == before
+
+
+def test_a_flood_of_what_is_no_answer_costs_its_own_item(pool: RewardPool) -> None:
+    scores = judge(pool, "writes", "a", "flood", "ccc")
+    assert scores.values == [1, None, 3] and "no answer" in scores.failures[1].text
+    assert judge(pool, "length", "abc", "d").values == [3, 1]
+
+
+def test_memory_has_a_limit() -> None:
+    sources = [find(f"{HERE}:hungry")]
+    with RewardPool(sources, workers=1, timeout=20, startup=60, memory_mb=4096) as pool:
+        scores = pool.submit(0, items("a", "hungry", "ccc")).result(60)
+    assert scores.values == [1, None, 3]
+    (failure,) = scores.failures.values()
+    assert failure.kind == "exception" and "reward.memory_mb=4096" in failure.text
+
+
+def test_the_number_of_processes_has_a_limit_and_none_is_left(tmp_path: Path) -> None:
+    """Whether by the limit or by the pool's end, also those of other sessions."""
+    sources = [find(f"{HERE}:breeds")]
+    for most, kind in ((20, "exception"), (100, "timeout")):
+        folder = tmp_path / kind
+        folder.mkdir()
+        with RewardPool(sources, workers=1, timeout=3, startup=60, max_processes=most) as pool:
+            scores = pool.submit(0, items("a", "breeds", "ccc", folder=str(folder))).result(60)
+        assert scores.values == [1, None, 3] and scores.failures[1].kind == kind
+        assert ("reward.max_processes=20" in scores.failures[1].text) == (kind == "exception")
+        children = [int(path.name) for path in folder.iterdir()]
+        assert len(children) > 20
+        wait_for(lambda family=children: not any(map(alive, family)), 10)
+
+
+PRINTS = """
+import sys
+from jaxrl.rewards.functions import find
+from jaxrl.rewards.items import Item
+from jaxrl.rewards.pool import RewardPool
+with RewardPool([find(sys.argv[1])], workers=1, timeout=60, startup=60) as pool:
+    print(pool.submit(0, [Item("p", "abc", None, {})]).result(60).values)
+"""
+
+
+def test_what_functions_print_has_a_limit() -> None:
+    """20 MB on both outputs: the beginning is shown, and that there was more."""
+    command = [sys.executable, "-c", PRINTS, f"{HERE}:prints"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "[3.0]\n", done.stderr[:2000]
+    assert 10_000 < len(done.stderr) < 100_000
+    assert done.stderr.startswith("xxx") and "more output" in done.stderr
 
 
 def test_a_function_gets_the_columns_that_it_names(pool: RewardPool) -> None:

@@ -12,7 +12,8 @@ from jaxrl.errors import UserError
 FREE = re.compile(
     r"mesh|name|run_dir|resume|compile_cache|launcher"
     r"|(checkpoint|deadlines|logging|offload|profile|ray)\..*|.*\.(parallel\.\w+|devices|lazy)"
-    r"|teacher\.(address|service_threads)|reward\.(workers|timeout|max_failures)"
+    r"|teacher\.(address|service_threads)"
+    r"|reward\.(workers|timeout|memory_mb|max_failures|max_processes)"
 )
 """Keys that change where and how a run works, never what it computes."""
 TOLD = re.compile(

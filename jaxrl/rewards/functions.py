@@ -94,12 +94,16 @@ def think_format(completion: str) -> float:
 class Function:
     """A loaded reward function."""
 
-    def __init__(self, source: Source):
+    def __init__(self, source: Source, memory_mb: int | None = None):
         """
+        Args:
+            memory_mb: the limit of this process, for messages.
+
         Raises:
             UserError: it cannot be imported, is not there, or cannot be called as one.
         """
         self.source = source
+        self._limit = f" (reward.memory_mb={memory_mb} is the limit)" if memory_mb else ""
         if source.option in ("file", "module"):
             self._call = _import(source)
             self.signature = _signature(source, self._call)
@@ -129,7 +133,7 @@ class Function:
             try:
                 value = self._judge(item.completion, item)
             except BaseException as error:
-                say({"items": [index], **told(error)})
+                say({"items": [index], **self._told(error)})
             else:
                 say({"items": [index], "values": [value]})
 
@@ -138,7 +142,7 @@ class Function:
         try:
             result = self._call(**self._arguments(items))
         except BaseException as error:
-            say({"items": everyone, **told(error)})
+            say({"items": everyone, **self._told(error)})
         else:
             say({"items": everyone, "values": self._numbers(result, len(items))})
 
@@ -149,7 +153,7 @@ class Function:
                     result = await self._call(**self._arguments([item]))
             except BaseException as error:
                 late = {"late": "the awaited call was cancelled"} if limit.expired() else None
-                say({"items": [index], **(late or told(error))})
+                say({"items": [index], **(late or self._told(error))})
             else:
                 say({"items": [index], "values": self._numbers(result, 1)})
 
@@ -157,6 +161,10 @@ class Function:
             await asyncio.gather(*(judge(index, item) for index, item in enumerate(items)))
 
         _runner().run(judge_all())
+
+    def _told(self, error: BaseException) -> dict[str, Any]:
+        limit = self._limit if isinstance(error, MemoryError) else ""
+        return told(error, limit)
 
     def _arguments(self, items: Sequence[Item]) -> dict[str, list[Any]]:
         """Keyword arguments; a column that a row lacks is None there."""
@@ -204,14 +212,14 @@ def _number(name: str, value: Any) -> float | None:
     return number
 
 
-def told(error: BaseException) -> dict[str, Any]:
+def told(error: BaseException, hint: str = "") -> dict[str, Any]:
     """What is told of an exception: a user's mistake by its text, another with its traceback."""
     if isinstance(error, UserError):
         return {"error": str(error), "user": True}
     # The first frame is ours.
     frames = error.__traceback__.tb_next if error.__traceback__ else None
     text = "".join(traceback.format_exception(type(error), error, frames))
-    return {"error": text[-LONGEST_TRACEBACK:].rstrip(), "user": False}
+    return {"error": text[-LONGEST_TRACEBACK:].rstrip() + hint, "user": False}
 
 
 @cache

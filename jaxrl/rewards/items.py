@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Literal
 
 LENGTH = 8
-"""Bytes that tell how long an order is."""
+"""Bytes that hold the length of an order."""
 
 Kind = Literal["each", "batch", "async"]
 """How a function is called: for one completion after the other (what comes with jaxrl), for a list
@@ -58,24 +59,29 @@ class Signature:
     """Whether it takes every column (`**columns`)."""
 
 
-def start_order(sources: Sequence[Source], timeout: float) -> bytes:
-    """The first order to a process: functions to load, and the seconds for an awaited call."""
-    return _framed((list(sources), timeout))
-
-
-def judge_order(function: int, items: Sequence[Item]) -> bytes:
-    """An order to judge items with one of those functions."""
-    return _framed((function, list(items)))
+def write_order(number: int, content: Any) -> bytes:
+    """An order to a process. The first one's content is (sources, seconds for an awaited call,
+    megabytes of memory or None), each other one's (index of the function, items)."""
+    data = pickle.dumps((number, content))
+    return len(data).to_bytes(LENGTH, "big") + data
 
 
 def next_order(orders: BinaryIO) -> Any:
-    """What the next order says; None when there will be none."""
+    """The next order's number and content; None when there will be none."""
     head = orders.read(LENGTH)
     if len(head) < LENGTH:
         return None
     return pickle.loads(orders.read(int.from_bytes(head, "big")))
 
 
-def _framed(value: Any) -> bytes:
-    data = pickle.dumps(value)
-    return len(data).to_bytes(LENGTH, "big") + data
+def read_answer(line: bytes, number: int) -> dict[str, Any]:
+    """What a line says that answers the order of that number, or tells how the process ended;
+    empty for anything else, which a function may have written."""
+    try:
+        told = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    if not isinstance(told, dict):
+        return {}
+    ended = isinstance(told.get("ended"), int | str)
+    return told if told.get("order") == number or ended else {}

@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from jaxrl.errors import RunError, UserError
-from jaxrl.rewards.items import Item, Signature, Source, judge_order, start_order
+from jaxrl.rewards.family import kill_family
+from jaxrl.rewards.items import Item, Signature, Source, read_answer, write_order
 
 BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]);"
@@ -45,8 +46,13 @@ STACK_BYTES, STACK_LINES = 1 << 14, 12
 """Most of it that is read, and told."""
 OURS = os.path.join("rewards", "functions.py")
 """A line of a stack that is of no interest, with all below it."""
+MOST_NOISE = 1 << 20
+"""Bytes of no answer, between two that are, that a process may send."""
 END_S = 1.0
 """Longest wait for a process that has nothing to do to end by itself."""
+MAX_PROCESSES = 256
+"""That one of ours may become, where nothing else is said."""
+_NAMES = {number.value: number.name for number in signal.Signals}
 
 
 @dataclass(frozen=True)
@@ -119,7 +125,14 @@ class RewardPool:
     """Some processes that have loaded the same reward functions."""
 
     def __init__(
-        self, sources: Sequence[Source], *, workers: int, timeout: float, startup: float
+        self,
+        sources: Sequence[Source],
+        *,
+        workers: int,
+        timeout: float,
+        startup: float,
+        memory_mb: int | None = None,
+        max_processes: int = MAX_PROCESSES,
     ) -> None:
         """Starts the processes and does not wait for them.
 
@@ -127,8 +140,11 @@ class RewardPool:
             timeout: seconds for one item; a call with several gets no more before its items are
                 judged one by one.
             startup: seconds for a process to import what it needs.
+            memory_mb: megabytes that each process may address; None: no limit.
+            max_processes: those that one of them may become, itself included.
         """
         self.sources, self.timeout, self.startup = tuple(sources), timeout, startup
+        self._memory_mb, self._max_processes = memory_mb, max_processes
         self._signatures: tuple[Signature, ...] | None = None
         self._broken: Exception | None = None
         self._closing = False
@@ -226,9 +242,9 @@ class RewardPool:
                 process.end()
 
     def _start(self) -> _Process:
-        process = _Process(lambda: self._closing)
+        process = _Process(lambda: self._closing, self._max_processes)
         try:
-            process.order(start_order(self.sources, self.timeout), self.startup)
+            process.order((self.sources, self.timeout, self._memory_mb), self.startup)
             told = process.hear(self.startup)
             if "refused" in told:
                 raise UserError(told["refused"])
@@ -272,12 +288,12 @@ class RewardPool:
         kind = self._signatures[job.function].kind
         within = self.startup  # until it begins, it imports
         try:
-            process.order(judge_order(job.function, [job.items[i] for i in left]), within)
+            process.order((job.function, [job.items[i] for i in left]), within)
             while left:
                 told = process.hear(within)
                 if "refused" in told:
                     self._refuse(job, UserError(told["refused"]))
-                    return False  # other answers to this call may still come
+                    return True
                 if "begin" in told:
                     within = self.timeout + (ASYNC_SLACK_S if kind == "async" else 0)
                     continue
@@ -359,7 +375,7 @@ class RewardPool:
 class _Process:
     """A process that judges, as the thread that owns it sees it."""
 
-    def __init__(self, closing: Callable[[], bool]):
+    def __init__(self, closing: Callable[[], bool], max_processes: int):
         """
         Args:
             closing: waits end early once it says so.
@@ -367,14 +383,16 @@ class _Process:
         self.worker: int | None = None
         """Process id of the one that runs the functions, under the guard."""
         self._closing = closing
-        self._heard = b""
+        self._number = 0
+        """Of the last order; what answers another one is not taken."""
+        self._heard, self._noise = b"", 0
         theirs_in, self._orders = os.pipe()
         self._answers, theirs_out = os.pipe()
         self._stacks = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `kill`)
         inherited = (theirs_in, theirs_out, self._stacks.fileno())
         os.set_blocking(self._orders, False)
         paths = json.dumps([str(path) for path in sys.path])
-        numbers = [str(number) for number in (*inherited, os.getpid())]
+        numbers = [str(number) for number in (*inherited, os.getpid(), max_processes)]
         try:
             self._guard = subprocess.Popen(
                 [sys.executable, "-c", BOOT, paths, *numbers],
@@ -387,9 +405,11 @@ class _Process:
             os.close(theirs_in)
             os.close(theirs_out)
 
-    def order(self, data: bytes, within: float) -> None:
+    def order(self, content: Any, within: float) -> None:
         """Sends an order; raises _Lost where the process does not take it in time."""
-        left, end = memoryview(data), time.monotonic() + within
+        self._number += 1
+        left = memoryview(write_order(self._number, content))
+        end = time.monotonic() + within
         while left:
             self._wait(self._orders, select.POLLOUT, end, within)
             try:
@@ -399,23 +419,35 @@ class _Process:
                     self.hear(within)  # ends with the word that it has ended
 
     def hear(self, within: float) -> dict[str, Any]:
-        """The next message; raises _Lost where none comes in time, or the process has ended."""
-        end = time.monotonic() + within
-        while True:
-            line, newline, rest = self._heard.partition(b"\n")
-            if newline:
-                self._heard = rest
-                told = _parsed(line)
-                if "ended" in told:
-                    raise _Lost("exception", self._how_it_ended(told["ended"]))
-                if told:
-                    return told
-                continue
+        """The next answer to the last order; raises _Lost where none comes in time, or the process
+        has ended."""
+        end, late = time.monotonic() + within, False
+        while not (told := self._answer()):
+            if late:
+                raise self._late(within)
+            late = time.monotonic() >= end  # what there is by now is still read
             self._wait(self._answers, select.POLLIN, end, within)
             data = os.read(self._answers, 1 << 16)
             if not data:
                 raise _Lost("exception", self._how_it_ended(None))
             self._heard += data
+        if "ended" in told:
+            raise _Lost("exception", self._how_it_ended(told["ended"]))
+        return told
+
+    def _answer(self) -> dict[str, Any]:
+        """The first answer in what was read; empty where there is none."""
+        while True:
+            line, newline, rest = self._heard.partition(b"\n")
+            told = read_answer(line, self._number) if newline else {}
+            self._noise = 0 if told else self._noise + len(line) * bool(newline)
+            if self._noise + len(self._heard) * (not newline) > MOST_NOISE:
+                raise _Lost("exception", f"it wrote {MOST_NOISE} bytes that are no answer")
+            if not newline:
+                return {}
+            self._heard = rest
+            if told:
+                return told
 
     def end(self) -> None:
         """Lets a process that has nothing to do end by itself, and kills any other."""
@@ -429,8 +461,7 @@ class _Process:
 
     def kill(self) -> None:
         """Ends it, and all that it has started, at once."""
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._guard.pid, signal.SIGKILL)  # the guard is not reaped: the id is its own
+        kill_family(self._guard.pid)  # it is not reaped: the id is its own
         with suppress(subprocess.TimeoutExpired):
             self._guard.wait(END_S)
         for descriptor in (self._orders, self._answers):
@@ -446,13 +477,21 @@ class _Process:
             if poll.poll(1000 * max(min(left, LOOK_S), 0)):
                 return
             if left <= 0:
-                raise _Lost("timeout", f"no answer after {within:g} s{self._stack(ask=True)}")
+                raise self._late(within)
         raise _Closing
 
-    def _how_it_ended(self, code: int | None) -> str:
-        how = "is gone" if code is None else f"ended with exit code {code}"
-        if code is not None and code < 0:
-            how = f"was ended by {signal.Signals(-code).name}"
+    def _late(self, within: float) -> _Lost:
+        return _Lost("timeout", f"no answer after {within:g} s{self._stack(ask=True)}")
+
+    def _how_it_ended(self, code: int | str | None) -> str:
+        if code is None:
+            how = "is gone"
+        elif isinstance(code, str):
+            how = code
+        elif code < 0:
+            how = f"was ended by {_NAMES.get(-code, f'signal {-code}')}"
+        else:
+            how = f"ended with exit code {code}"
         return f"its process {how}{self._stack(ask=False)}"
 
     def _stack(self, ask: bool) -> str:
@@ -469,12 +508,3 @@ class _Process:
         ours = [i for i, line in enumerate(lines) if OURS in line]
         shown = lines[: ours[0]] if ours else lines
         return "".join(f"\n{line}" for line in shown[:STACK_LINES] if line)
-
-
-def _parsed(line: bytes) -> dict[str, Any]:
-    """A message; nothing where the process ended in the middle of it."""
-    try:
-        told: dict[str, Any] = json.loads(line)
-    except ValueError:
-        return {}
-    return told

@@ -116,6 +116,8 @@ class RewardFunctions:
             workers=workers if self.sources else 0,
             timeout=config.timeout,
             startup=startup,
+            memory_mb=config.memory_mb,
+            max_processes=config.max_processes,
         )
 
     def check(self, prompts: Sequence[Prompt]) -> None:
