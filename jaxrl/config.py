@@ -25,7 +25,7 @@ from pydantic import (
     model_validator,
 )
 
-from jaxrl import config_keys, yaml_text
+from jaxrl import config_keys, config_paths, yaml_text
 from jaxrl.errors import UserError
 
 QUICKSTART = Path(__file__).parent / "assets" / "quickstart.yaml"
@@ -525,8 +525,9 @@ class RewardConfig(FrozenConfig):
     """
 
     functions: Words = ()
-    """Reward functions: `path/to/file.py:function` or `package.module:function`; a verifier of
-    `data.verifier` by its name; `regex:PATTERN` (1 where it is found); `format` (1 for
+    """Reward functions: `path/to/file.py:function` (in a config file from that file's folder, else
+    from the working directory) or `package.module:function`; a verifier of `data.verifier` by its
+    name; `regex:PATTERN` (1 where it is found); `format` (1 for
     `<think>...</think><answer>...</answer>`)."""
     weights: tuple[Number, ...] | None = None
     """One for each function; 0: told, not trained on. null: 1 each. Where a function gives None to
@@ -981,9 +982,14 @@ class Config(Section):
             raise UserError(f"overrides is a list of key=value strings, got {overrides!r}")
         source = QUICKSTART if path is None else Path(path).expanduser()
         mapping = yaml_text.apply_overrides(
-            yaml_text.read_mapping(source), overrides, tuple(config_keys.mappings(cls))
+            cls.read(source), overrides, tuple(config_keys.mappings(cls))
         )
-        return cls.parse(mapping)
+        return cls.parse(config_paths.functions_here(mapping))
+
+    @staticmethod
+    def read(path: Path) -> dict[str, Any]:
+        """The mapping in a YAML file, in which paths that exist beside the file are absolute."""
+        return config_paths.beside(yaml_text.read_mapping(path), path.absolute().parent)
 
     @classmethod
     def parse(cls, mapping: dict[str, Any]) -> Self:

@@ -41,7 +41,16 @@ The defaults are for models of one to several billion parameters on accelerators
 `--config` the quickstart runs, which sets many keys otherwise
 ([jaxrl/assets/quickstart.yaml](../jaxrl/assets/quickstart.yaml)). `null` is a value: nothing, or
 what the text says. Required are `student.model`, `data.train` and, for algorithm `gkd`,
-`teacher.model`. Which keys may change when a run is resumed is told in
+`teacher.model`.
+
+A relative path of something to read (`student.model`, `teacher.model`, `reward.model`,
+`grouper.model`, `data.train`, `data.eval`, `data.few_shot`, `reward.functions`) in a config file is
+looked for in that file's folder first, then in the working directory; on the command line, in the
+working directory. So a config runs from any folder with the files beside it. What a run writes
+(`run_dir`, `compile_cache`) is relative to the working directory. The run's own `config.yaml` names
+what was found beside a config file, and every file of `reward.functions`, by its absolute path.
+
+Which keys may change when a run is resumed is told in
 [checkpoints.md](checkpoints.md)."""
 
 TABLE = ["| key | type | default | meaning |", "|---|---|---|---|"]

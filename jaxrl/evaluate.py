@@ -145,7 +145,7 @@ def _base(source: ModelSource, config: PathLike | Config | None) -> dict[str, An
     path = _run_config(source) if config is None else Path(config).expanduser()
     if path is None:
         return {}
-    mapping = yaml_text.read_mapping(path)
+    mapping = Config.read(path)
     config_keys.refuse_unknown(Config, mapping)
     return mapping
 

@@ -8,6 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from jaxrl import config_keys, yaml_text
+from jaxrl.checkpoint.compare import compare
 from jaxrl.config import QUICKSTART, Config, Section
 from jaxrl.errors import UserError
 
@@ -251,6 +252,40 @@ def test_frozen_and_strict_in_python_too() -> None:
         config.steps = 3  # type: ignore[misc]
     with pytest.raises(ValidationError, match="no_such_key"):
         Config(**(config.model_dump() | {"no_such_key": 1}))
+
+
+def test_a_relative_path_is_of_its_config_file_then_of_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, here = tmp_path / "there", tmp_path / "here"
+    for folder, names in ((there, ("r.py", "a.jsonl", "b-1.jsonl", "m")), (here, ("r.py", "s.py"))):
+        for name in names:
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).touch()
+    path = there / "run.yaml"
+    path.write_text(
+        "algorithm: gspo\nstudent: {model: ./m}\n"
+        "reward: {functions: [r.py:f, s.py:g, 'regex:a/b:c']}\n"
+        "data: {train: ['./a.jsonl:split=x', b-*.jsonl, other.jsonl], eval: {easy: a.jsonl}}\n"
+    )
+    monkeypatch.chdir(here)
+    config = Config.load(path)
+    assert config.student.model == f"{there}/m"
+    assert config.reward.functions == (f"{there}/r.py:f", f"{here}/s.py:g", "regex:a/b:c")
+    assert config.data.train == (f"{there}/a.jsonl:split=x", f"{there}/b-*.jsonl", "other.jsonl")
+    assert config.data.eval == {"easy": (f"{there}/a.jsonl",)}
+    assert Config.load(path, ["reward.functions=r.py:f"]).reward.functions == (f"{here}/r.py:f",)
+
+    (tmp_path / "config.yaml").write_text(config.dump())
+    monkeypatch.chdir(tmp_path)
+    assert Config.load(tmp_path / "config.yaml") == config
+    assert compare(config.model_dump(mode="json"), Config.load(path, []), "run") == []
+    moved = config.model_dump(mode="json")
+    moved["reward"]["functions"][0] = "elsewhere/r.py:f"
+    assert compare(moved, config, "run") == []
+    moved["reward"]["functions"][0] = "elsewhere/r.py:g"
+    with pytest.raises(UserError, match="reward.functions"):
+        compare(moved, config, "run")
 
 
 def test_run_path() -> None:

@@ -15,6 +15,7 @@ from jaxrl.algorithms import needed_roles
 from jaxrl.config import Config
 from jaxrl.models.config import DecoderConfig
 from jaxrl.plan import Plan, build
+from jaxrl.rewards.functions import find
 from jaxrl.sharding.mesh import Visible
 from jaxrl.sharding.placement import place
 from jaxrl.train import main
@@ -140,6 +141,27 @@ def test_configs_that_learn_from_rewards_are_planned_and_fit(name, tmp_path, cap
     assert "on GPUs of 80 GB, of which jax takes 75%: fits" in told
     for role in needed_roles(config):
         assert re.search(rf"^ .* {role} .* (cpu|gpu) \d", told, re.MULTILINE), role
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_config_names_the_same_files_from_any_folder(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(CONFIGS.parent)
+    there = Config.load(path.relative_to(CONFIGS.parent))
+    monkeypatch.chdir(tmp_path)
+    assert Config.load(path) == there
+    assert all(find(text) for text in there.reward.functions)
+    ours = [Path(text) for text in there.data.train if text.endswith(".jsonl")]
+    beside = [text for text in path.read_text().split() if text.startswith("data/prompts")]
+    assert [place for place in ours if place.is_absolute()] == [CONFIGS / text for text in beside]
+
+
+def test_the_rewarded_quickstart_is_planned_from_another_folder(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = str(CONFIGS / "quickstart_gspo.yaml")
+    asked = ["--config", config, "--dry-run", "batch_size=8", "mesh=actor+rollout=1"]
+    assert cli.run(main, asked) == 0
+    assert "actor" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_dry_run_says_what_fits_which_gpus_and_soon(tmp_path):

@@ -50,7 +50,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("models.decoder", "models.layers", "models.cache", "models.config"),
     ("types", "masked", "compile_cache", "callable_module", "cli", "interrupt"),
     ("config",),
-    ("config_keys", "yaml_text"),
+    ("config_keys", "config_paths", "yaml_text"),
     ("errors",),
 )
 FORBIDDEN = ("torch", "tensorflow")

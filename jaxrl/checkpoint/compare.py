@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from jaxrl import config_keys
+from jaxrl import config_keys, config_paths
 from jaxrl.config import Config
 from jaxrl.errors import UserError
 
@@ -43,6 +43,8 @@ def compare(old: dict[str, Any], new: Config, run_dir: Any) -> list[str]:
         if before is _ABSENT:  # a key that the jaxrl of that run did not have
             before = list(key.default) if isinstance(key.default, tuple) else key.default
         if before == now or FREE.fullmatch(key.path):
+            continue
+        if key.path == config_paths.FUNCTIONS and config_paths.same_functions(before, now):
             continue
         line = f"{key.path}: {_shown(before)} there, {_shown(now)} now"
         fewer = key.path == "steps" and now < before

@@ -67,7 +67,10 @@ def find(text: str) -> Source:
     if place.endswith(".py") or "/" in place:
         path = Path(place).expanduser().resolve()
         if not path.is_file():
-            raise UserError(f"{KEY}: {text}: there is no file {path}")
+            raise UserError(
+                f"{KEY}: {text}: there is no file {path} (a relative path is one from the folder of"
+                " the config file that names it, or from the working directory)"
+            )
         return Source(text, attribute, "file", str(path), attribute, _digest(path))
     if not all(part.isidentifier() for part in place.split(".")):
         raise UserError(f"{KEY}: {text}: {place!r} is neither a .py file nor the name of a module")

@@ -1,0 +1,73 @@
+"""Relative paths in a config file: beside that file first, then in the working directory."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+FUNCTIONS = "reward.functions"
+KEYS = (
+    *("student.model", "teacher.model", "reward.model", "grouper.model"),
+    *("data.train", "data.eval", "data.few_shot", FUNCTIONS),
+)
+"""Keys whose values may be paths of what a run reads."""
+
+
+def beside(mapping: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """A config file's mapping, in which paths that exist in its folder are absolute."""
+    for key in KEYS:
+        mapping = _changed(mapping, key.split("."), lambda text: _absolute(text, folder))
+    return mapping
+
+
+def functions_here(mapping: dict[str, Any]) -> dict[str, Any]:
+    """With the paths of reward functions absolute, so that a run can be resumed from any folder."""
+    return _changed(mapping, FUNCTIONS.split("."), lambda text: _absolute(text, Path.cwd()))
+
+
+def same_functions(before: Any, now: Any) -> bool:
+    """Whether two values of `reward.functions` differ in the folders of their files alone."""
+    if not isinstance(before, list) or not isinstance(now, list):
+        return False
+    return [_file_name(text) for text in before] == [_file_name(text) for text in now]
+
+
+def _changed(value: Any, path: list[str], change: Callable[[str], str]) -> Any:
+    """A value with each text under the path changed; lists and mappings are copied."""
+    if path and isinstance(value, dict) and path[0] in value:
+        return value | {path[0]: _changed(value[path[0]], path[1:], change)}
+    if path:
+        return value
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, list):
+        return [_changed(each, [], change) for each in value]
+    if isinstance(value, dict):
+        return {key: _changed(each, [], change) for key, each in value.items()}
+    return value
+
+
+def _absolute(text: str, folder: Path) -> str:
+    """The text with its path, which options or the name of a function may follow, from a folder."""
+    before, colon, after = text.rpartition(":")
+    for path, rest in ((text, ""), (before, colon + after)):
+        looks = "/" in path or os.path.splitext(path)[1]
+        if looks and not path.startswith(("/", "~")) and _exists(folder, path):
+            return os.path.abspath(folder / path) + rest
+    return text
+
+
+def _exists(folder: Path, path: str) -> bool:
+    if os.path.exists(folder / path):
+        return True
+    pattern = os.path.join(glob.escape(str(folder)), path)
+    return any(letter in path for letter in "*?[") and any(glob.iglob(pattern))
+
+
+def _file_name(text: Any) -> Any:
+    """`file.py:function` without a folder; anything else as it is."""
+    place, colon, name = str(text).rpartition(":")
+    return f"{Path(place).name}:{name}" if colon and place.endswith(".py") else text
