@@ -142,7 +142,7 @@ def make_job(config: Config) -> Job:
     if theirs is not None:
         check_same_prompts(tokenizer, theirs, prompts)
     if remote is not None:
-        notes.append(check_remote_prompts(config, remote, tokenizer, prompts))
+        notes.append(check_remote_prompts(config, remote, tokenizer, prompts, vocab_size))
         if config.eval.teacher and held_out:
             where = config.teacher.address
             notes.append(f"the teacher at {where} only scores: its own accuracy is not evaluated")

@@ -70,6 +70,7 @@ DISTILLS = {
     ),
 }
 PLAIN = DistillConfig(signal="topk", top_k=K, chunk_tokens=16)
+SAMPLED = DistillConfig(signal="sampled", jsd_beta=1.0, chunk_tokens=16)
 
 
 class Words:
@@ -208,7 +209,7 @@ def test_the_head_is_the_models(server: TeacherServer, service: ScoringService) 
 
 def test_bfloat16_travels_as_it_is() -> None:
     values = np.arange(12, dtype=np.float32).astype(jnp.bfloat16).reshape(2, 3, 2)
-    back = read_signal(b"".join(write_signal(TeacherSignal(hidden=values))), 2, 3)
+    back = read_signal(b"".join(write_signal(TeacherSignal(hidden=values))))
     assert back.hidden.dtype == jnp.bfloat16
     np.testing.assert_array_equal(back.hidden, values)
 
@@ -567,9 +568,87 @@ def test_an_answer_for_other_rows_is_refused(server: TeacherServer, rollout: Rol
 
     short = Short(server.info)
     with serving(short) as half:
-        teacher = RemoteTeacher(config(half.address, DISTILLS["sampled"]), V)
-        with pytest.raises(TeacherError, match=r"cannot be used.*\[3, 7\] is no answer for 6 x 7"):
+        teacher = RemoteTeacher(config(half.address, SAMPLED), V)
+        with pytest.raises(TeacherError, match=r"cannot be used.*\[3, 7\], float32 \[6, 7\] was"):
             teacher.score(rollout)
+
+
+def _set(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    def change(tensors: dict[str, Any]) -> None:
+        tensors[name] = tensors[name].copy()
+        tensors[name][1, 0] = value  # a token that trains
+
+    return change
+
+
+def _replace(name: str, value: Callable[[Any], Any]) -> Callable[[dict[str, Any]], None]:
+    return lambda tensors: tensors.update({name: value(tensors[name])})
+
+
+BENT: dict[str, tuple[str, Callable[[dict[str, Any]], None], str]] = {
+    "nan": ("sampled", _set("token_logprobs", np.nan), r"token_logprobs is nan at \[1, 0\]: "),
+    "above 0": ("sampled", _set("token_logprobs", 7), "token_logprobs is 7 at .* at most 0"),
+    "infinite": ("topk", _set("topk_logprobs", -np.inf), "topk_logprobs is -inf at .* finite"),
+    "huge id": ("topk", _set("topk_ids", 10**9), "topk_ids is 1000000000 at .* 0 to 63"),
+    "id below 0": ("topk", _set("topk_ids", -1), "topk_ids is -1 at .* 0 to 63"),
+    "other ids": (
+        "student_topk",
+        _replace("topk_ids", lambda x: (x + 1) % V),
+        "others than the student's",
+    ),
+    "more than 1": ("topk", _set("topk_logprobs", -0.1), "sum of topk_logprobs is [34][.].* up to 1"),
+    "tail": ("sampled", _set("best_tail", 0.5), "best_tail is 0.5 at"),
+    "entropy": ("sampled", _set("entropy", 5), r"entropy is 5 at .* 0 to log\(64\) = 4.16"),
+    "hidden nan": ("hidden", _set("hidden", np.nan), r"hidden is nan at \[1, 0, 0\]"),
+    "int hidden": ("hidden", _replace("hidden", lambda x: x.astype(np.int32)), "int32 .* float32"),
+    "narrow": ("hidden", _replace("hidden", lambda x: x[..., :-1]), r"hidden is .*, float32 \[6"),
+    "float64": ("topk", _replace("tail_logprob", lambda x: x.astype(np.float16)), "is float16 "),
+    "fewer": ("topk", _replace("topk_ids", lambda x: x[..., :-1]), r"\[6, 7, 3\].*\[6, 7, 4\]"),
+    "missing": ("topk", lambda tensors: tensors.pop("tail_logprob"), "'topk_logprobs'.* asked for"),
+}
+
+
+@pytest.mark.parametrize("case", BENT)
+def test_an_answer_that_no_teacher_can_give_is_refused(
+    case: str, server: TeacherServer, rollout: Rollout, expected: Any
+) -> None:
+    """With the tensor's name, the value and what is allowed; what no token reads is free."""
+    signal, change, word = BENT[case]
+    service = Failing(server.info)
+
+    def tell(change: Callable[[dict[str, Any]], None]) -> None:
+        tensors = {k: x for k, x in vars(expected(DISTILLS[signal])).items() if x is not None}
+        change(tensors)
+        service.score = lambda *_: TeacherSignal(**tensors)  # type: ignore[method-assign]
+
+    def unread(tensors: dict[str, Any]) -> None:
+        for name, x in tensors.items():
+            if x.dtype.kind == "f":
+                tensors[name] = x.copy()
+                tensors[name][~rollout.sequences.loss_mask] = np.nan
+
+    with serving(service) as bent:
+        teacher = RemoteTeacher(config(bent.address, DISTILLS[signal]), V)
+        tell(unread)
+        assert teacher.score(rollout) is not None
+        tell(change)
+        with pytest.raises(TeacherError, match=f"its answer cannot be used: .*{word}"):
+            teacher.score(rollout)
+
+
+@pytest.mark.parametrize(
+    ("value", "word"),
+    [
+        (lambda x: x[:, :-1], r"head is float32 \[64, .*, float32 \[64, .* was asked for"),
+        (lambda x: x.astype(np.float16), "head is float16"),
+        (lambda x: x * np.float32(np.nan), r"head is nan at \[0, 0\]"),
+    ],
+)
+def test_a_head_that_is_none_is_refused(service: ScoringService, value: Any, word: str) -> None:
+    bent = Failing(service.info)
+    bent.head = lambda: value(service.head())  # type: ignore[method-assign]
+    with serving(bent) as server, pytest.raises(TeacherError, match=word):
+        remote_head(config(server.address, DISTILLS["hidden"]), V)
 
 
 def test_a_dead_or_hung_server_is_told_within_the_deadline(
@@ -578,7 +657,7 @@ def test_a_dead_or_hung_server_is_told_within_the_deadline(
     ready = Failing(service.info)
     ready.go.set()
     with serving(ready) as server:
-        dead = RemoteTeacher(config(server.address, DISTILLS["sampled"], deadline=1.0), V)
+        dead = RemoteTeacher(config(server.address, SAMPLED, deadline=1.0), V)
         dead.score(rollout)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
@@ -618,7 +697,7 @@ def test_requests_in_hand_are_finished_and_no_others_taken(
 ) -> None:
     slow = Failing(service.info)
     with serving(slow, threads=1) as server, ThreadPoolExecutor(3) as pool:
-        asked = config(server.address, DISTILLS["sampled"], deadline=3.0)
+        asked = config(server.address, SAMPLED, deadline=3.0)
         first = pool.submit(RemoteTeacher(asked, V).score, rollout)
         assert slow.asked.acquire(timeout=5)
         assert not server.drain(0.05)
@@ -640,7 +719,7 @@ def test_no_more_than_threads_are_in_hand_and_the_abandoned_are_not_computed(
         host, port = server.address.split(":")
         leaving = http.client.HTTPConnection(host, int(port))
         leaving.request("POST", "/v1/score", body)
-        staying = RemoteTeacher(config(server.address, DISTILLS["sampled"]), V)
+        staying = RemoteTeacher(config(server.address, SAMPLED), V)
         kept = pool.submit(staying.score, rollout)
         assert slow.asked.acquire(timeout=5) and slow.asked.acquire(timeout=5)
         status, told = send(server, "POST", "/v1/score", body)
@@ -691,6 +770,7 @@ class FakeCompletions:
             return jax.nn.log_softmax(decoder.logits(params, hidden), -1)
 
         self.style, self.most, self.silent, self.logprobs = style, most, silent, logprobs
+        self.bend: Callable[[Any], None] = lambda told: None
         self.spelling, self.requests, self.at_once, self.peak = "w", 0, 0, 0
         self.keys: set[str | None] = set()
         self._lock = threading.Lock()
@@ -742,6 +822,7 @@ class FakeCompletions:
         told = {"choices": [self._vllm(rows, k) if self.style == "vllm" else self._echo(rows, k)]}
         if self.style == "echo":
             told["choices"][0]["logprobs"]["tokens"].insert(0, self._name(tokens[0]))
+        self.bend(told)
         return 200, told
 
     def _name(self, token: int) -> str:
@@ -796,9 +877,8 @@ def test_a_completions_server_tells_what_the_scorer_tells(
 ) -> None:
     monkeypatch.setenv(TOKEN, "key-1")
     real = rollout.sequences.loss_mask
-    sampled = DistillConfig(signal="sampled", jsd_beta=1.0, chunk_tokens=16)
     with completions(service, style, most=8) as fake:
-        for distill in (PLAIN, sampled):
+        for distill in (PLAIN, SAMPLED):
             asked = config(fake.url, distill, api="openai", service_threads=3)
             told = RemoteTeacher(asked, V).score(rollout)
             assert told is not None
@@ -859,6 +939,75 @@ def test_a_completions_server_is_tried_before_the_run(service: ScoringService) -
         fake.spelling = "text"
         with pytest.raises(UserError, match="does not tell the log-probs(.|\n)*return_tokens_as_t"):
             remote_info(asked)
+
+
+def _vllm(change: Callable[[list[Any]], Any]) -> Callable[[Any], None]:
+    """Changes what is told of position 2, in place, or all of it."""
+
+    def bend(told: Any) -> None:
+        if len(told["choices"][0]["prompt_logprobs"]) > 2:  # not the handshake's
+            change(told["choices"][0]["prompt_logprobs"])
+
+    return bend
+
+
+def _first(told: list[Any]) -> Any:
+    """The most probable token at position 2."""
+    return min(told[2].values(), key=lambda entry: entry["rank"])
+
+
+BENT_COMPLETIONS: dict[str, tuple[str, Callable[[Any], None], str]] = {
+    "shifted": (
+        "vllm",
+        _vllm(lambda told: told.__setitem__(slice(1, -1), told[2:])),
+        "prompt_logprobs at position 1 are of the tokens .*, not of 6, which was sent there",
+    ),
+    "padded": (
+        "vllm",
+        _vllm(lambda told: told[2].__setitem__(str(V), {"logprob": -0.0, "rank": 1})),
+        r"id of one of the best tokens is 64 at \[2, 0\]: .* 0 to 63",
+    ),
+    "above 0": ("vllm", _vllm(lambda t: _first(t).update(logprob=7.0)), "log-prob of .* is 7 at"),
+    "nan": ("vllm", _vllm(lambda t: t[2]["7"].update(logprob=float("nan"))), "nan at .* finite"),
+    "null": ("vllm", _vllm(lambda t: t[2]["7"].update(logprob=None)), "a log-prob is null"),
+    "sum": (
+        "vllm",
+        _vllm(lambda told: [entry.update(logprob=-0.1) for entry in told[2].values()]),
+        "sum of the best tokens' probabilities is .* at .*: ",
+    ),
+    "counted": ("vllm", lambda t: t.update(usage={"prompt_tokens": 5}), "read 5 tokens, .* sent"),
+    "other prompt": (
+        "vllm",
+        lambda told: told["choices"][0].update(prompt_token_ids=[1, 5, 6]),
+        r"it read the tokens \[1, 5, 6\] \(3\), \[.*\] .* were sent",
+    ),
+    "echo shifted": (
+        "echo",
+        lambda told: told["choices"][0]["logprobs"]["tokens"].insert(0, "token_id:1"),
+        r"it echoes the tokens \[1, .* were sent",
+    ),
+    "echo apart": (
+        "echo",
+        lambda told: told["choices"][0]["logprobs"]["token_logprobs"].__setitem__(1, -0.25),
+        "token_logprobs at position 1 say -0.25 of token .*, top_logprobs",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BENT_COMPLETIONS)
+def test_log_probs_that_are_not_of_the_tokens_sent_are_refused(
+    case: str, service: ScoringService
+) -> None:
+    style, bend, word = BENT_COMPLETIONS[case]
+    prompts = [Prompt(0, (5, 6, 7, 8), "")]
+    distill = DistillConfig(signal="topk", top_k=V if "echo" in case else K, chunk_tokens=16)
+    with completions(service, style, most=V) as fake:
+        asked = config(fake.url, distill, api="openai")
+        info = remote_info(asked)
+        assert "refused" not in str(check_remote_prompts(asked, info, Words(), prompts, V))
+        fake.bend = bend
+        with pytest.raises(UserError, match=word):
+            check_remote_prompts(asked, info, Words(), prompts, V)
 
 
 def test_the_tail_is_what_the_best_leave_over() -> None:

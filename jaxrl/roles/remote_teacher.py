@@ -117,12 +117,17 @@ def check_remote(config: Config, info: Info, tokenizer: Any, student: DecoderCon
 
 
 def check_remote_prompts(
-    config: Config, info: Info, tokenizer: Any, prompts: Iterable[Prompt]
+    config: Config,
+    info: Info,
+    tokenizer: Any,
+    prompts: Iterable[Prompt],
+    vocab_size: int | None = None,
 ) -> str | None:
     """Refuses a teacher whose chat template, or whose tokens, make other prompts of the run's data.
 
     Args:
         prompts: some of the run's; a completions server is tried with the first.
+        vocab_size: what `check_remote` returned; None: a completions server may name any token.
 
     Returns:
         What could not be checked; None where everything could.
@@ -132,7 +137,9 @@ def check_remote_prompts(
     """
     if config.teacher.api == "openai":
         first = next(iter(prompts), None)
-        return None if first is None else _probe(config, tokenizer, first.tokens[:PROBE_TOKENS])
+        if first is None:
+            return None
+        return _probe(config, tokenizer, first.tokens[:PROBE_TOKENS], vocab_size)
     theirs = copy.copy(tokenizer)
     theirs.chat_template = info.chat_template
     check_same_prompts(tokenizer, theirs, prompts)
@@ -189,13 +196,15 @@ def _check_vocabulary(info: Info, tokenizer: Any, student: DecoderConfig, where:
     return v
 
 
-def _probe(config: Config, tokenizer: Any, tokens: tuple[int, ...]) -> str | None:
+def _probe(
+    config: Config, tokenizer: Any, tokens: tuple[int, ...], vocab_size: int | None
+) -> str | None:
     """Asks for what the run will ask for, and compares how the server spells the tokens."""
     client = _client(config.teacher, MEET_S)
     assert isinstance(client, CompletionsClient)
     k = config.distill.top_k if config.distill.signal == "topk" else 0
     try:
-        told = client.positions(tokens, k)[1:]
+        told = client.positions(tokens, k, vocab_size)[1:]
     except TeacherError as error:
         raise UserError(f"teacher.address={config.teacher.address}: {error}") from error
     theirs = [position.decoded for position in told if position is not None]

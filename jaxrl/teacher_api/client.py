@@ -10,12 +10,14 @@ import numpy as np
 
 from jaxrl.config import DistillConfig
 from jaxrl.errors import UserError
+from jaxrl.teacher_api.check import check_head, check_signal
 from jaxrl.teacher_api.http import Endpoint
 from jaxrl.teacher_api.protocol import (
     HEAD,
     PROTOCOL,
     Info,
     Options,
+    Request,
     decode,
     read_signal,
     write_request,
@@ -25,6 +27,9 @@ from jaxrl.types import Sequences, TeacherSignal
 SAFETENSORS = "application/octet-stream"
 OVERHEAD = 1 << 14
 """Bytes of a request beside its tensors, at most."""
+NUMBERS = ("d_model", "vocab_size", "max_tokens", "max_request_bytes", "max_answer_bytes")
+"""Of the handshake: what every teacher of this protocol has."""
+DTYPES = ("bfloat16", "float32")
 
 
 class TeacherClient:
@@ -51,7 +56,7 @@ class TeacherClient:
 
     def head(self) -> np.ndarray:
         """The LM head [V, D] in the server's dtype."""
-        return self.endpoint.ask("GET", "/v1/head", lambda body: decode(body)[0][HEAD])
+        return self.endpoint.ask("GET", "/v1/head", self._read_head)
 
     def score(
         self, sequences: Sequences, ids: np.ndarray | None, distill: DistillConfig, vocab_size: int
@@ -75,9 +80,23 @@ class TeacherClient:
             )
             theirs = None if options.signal != "student_topk" or ids is None else ids[rows]
             body = write_request(options, self.agreed.fingerprint, some, theirs)
-            read = partial(read_signal, rows=len(some.tokens), width=c)
+            read = partial(self._read, asked=Request(options, some, theirs))
             parts.append(self.endpoint.ask("POST", "/v1/score", read, body, SAFETENSORS))
         return parts[0] if len(parts) == 1 else _joined(parts)
+
+    def _read(self, body: bytes, asked: Request) -> TeacherSignal:
+        signal, options = read_signal(body), asked.options
+        mask = np.asarray(asked.sequences.loss_mask)
+        check_signal(signal, options.answer(self.agreed), mask, options.vocab_size)
+        if asked.ids is not None and not np.array_equal(signal.topk_ids, asked.ids):
+            raise ValueError("topk_ids are others than the student's, which were asked for")
+        return signal
+
+    def _read_head(self, body: bytes) -> np.ndarray:
+        info, head = self.agreed, decode(body)[0][HEAD]
+        assert info.dtype is not None and info.vocab_size is not None and info.d_model is not None
+        check_head(head, info.dtype, (info.vocab_size, info.d_model))
+        return head
 
     def _read_info(self, body: bytes) -> Info:
         told = Info.model_validate_json(body)
@@ -86,6 +105,11 @@ class TeacherClient:
                 f"teacher at {self.endpoint.url} speaks version {told.protocol} of the protocol,"
                 f" this jaxrl version {PROTOCOL}: install the same jaxrl on both sides"
             )
+        for name in NUMBERS:
+            if getattr(told, name) is None or getattr(told, name) < 1:
+                raise ValueError(f"{name} is {getattr(told, name)}: it must be at least 1")
+        if told.dtype not in DTYPES:
+            raise ValueError(f"dtype is {told.dtype}: it must be {' or '.join(DTYPES)}")
         return told
 
 

@@ -23,6 +23,7 @@ import numpy as np
 
 from jaxrl.config import DistillConfig
 from jaxrl.errors import UserError
+from jaxrl.teacher_api.check import ROUNDING, check_ids, check_logprobs, check_sum
 from jaxrl.teacher_api.http import Endpoint, TeacherError
 from jaxrl.teacher_api.protocol import PROTOCOL, Info
 from jaxrl.types import Sequences, TeacherSignal
@@ -107,7 +108,7 @@ class CompletionsClient:
         rows = [row for row in range(b) if loss_mask[row].any()]
         asked = [tokens[row][mask[row]].tolist() for row in rows]
         with ThreadPoolExecutor(self._at_once) as pool:
-            answers = list(pool.map(partial(self.positions, k=k), asked))
+            answers = list(pool.map(partial(self.positions, k=k, vocab_size=vocab_size), asked))
         token = np.zeros((b, c), np.float32)
         best_ids = np.broadcast_to(np.arange(k, dtype=np.int32), (b, c, k)).copy()
         best = np.full((b, c, k), -np.log(k + 1.0), np.float32)
@@ -125,19 +126,24 @@ class CompletionsClient:
             return TeacherSignal(token_logprobs=token)
         return TeacherSignal(topk_ids=best_ids, topk_logprobs=best, tail_logprob=tail)
 
-    def positions(self, tokens: Sequence[int], k: int) -> list[Position | None]:
+    def positions(
+        self, tokens: Sequence[int], k: int, vocab_size: int | None = None
+    ) -> list[Position | None]:
         """What the server says about each token of a sequence; None for the first, which nothing
         predicts.
 
         Args:
             k: most probable tokens to tell for each; 0: none.
+            vocab_size: the student's tokens; None: unknown.
         """
         self._meet()
         assert self._style is not None
         with self._free:
-            return self._ask(self._style, tokens, k)
+            return self._ask(self._style, tokens, k, vocab_size)
 
-    def _ask(self, style: Style, tokens: Sequence[int], k: int) -> list[Position | None]:
+    def _ask(
+        self, style: Style, tokens: Sequence[int], k: int, vocab_size: int | None = None
+    ) -> list[Position | None]:
         n = max(k, 1)  # some servers take 0 for "none at all"
         how = (
             {"prompt_logprobs": n} if style == "prompt_logprobs" else {"echo": True, "logprobs": n}
@@ -150,10 +156,8 @@ class CompletionsClient:
             "return_tokens_as_token_ids": True,
             **how,
         }
-        reader = _READERS[style]
-        found = self.endpoint.ask(
-            "POST", "/completions", partial(reader, tokens=tokens), json.dumps(body).encode()
-        )
+        read = partial(_read, style=style, tokens=tokens, k=k, vocab_size=vocab_size)
+        found = self.endpoint.ask("POST", "/completions", read, json.dumps(body).encode())
         return [None if told is None else self._cut(told, k) for told in found]
 
     def _cut(self, told: Position, k: int) -> Position:
@@ -215,13 +219,56 @@ def _models(body: bytes) -> dict[str, int | None]:
     return {each["id"]: each.get("max_model_len") for each in json.loads(body)["data"]}
 
 
-def _read_prompt_logprobs(body: bytes, tokens: Sequence[int]) -> list[Position | None]:
-    told = json.loads(body)["choices"][0]["prompt_logprobs"]
+def _read(
+    body: bytes, style: Style, tokens: Sequence[int], k: int, vocab_size: int | None
+) -> list[Position | None]:
+    """The positions in an answer. Raises ValueError where it is about other tokens than were sent,
+    or says what no teacher can say."""
+    answer = json.loads(body)
+    choice = answer["choices"][0]
+    echoed = choice.get("prompt_token_ids") or answer.get("prompt_token_ids")
+    if echoed is not None and echoed != list(tokens):
+        raise ValueError(f"it read the tokens {_some(echoed)}, {_some(tokens)} were sent")
+    count = (answer.get("usage") or {}).get("prompt_tokens")
+    if count is not None and count != len(tokens):
+        raise ValueError(f"it read {count} tokens, {len(tokens)} were sent: it adds or drops some")
+    positions: list[Position | None] = _READERS[style](choice, tokens)
+    _check(positions, k, vocab_size)
+    return positions
+
+
+def _check(positions: Sequence[Position | None], k: int, vocab_size: int | None) -> None:
+    mask = np.array([position is not None for position in positions])
+    there = [position for position in positions if position is not None]
+    own = np.zeros(len(mask), np.float32)
+    own[mask] = [position.token for position in there]
+    check_logprobs("the log-prob of the token sent", own, mask)
+    if not k or min(len(position.best) for position in there) < k:
+        return  # too few: `_cut` says so
+    ids, best = np.zeros((len(mask), k), np.int64), np.zeros((len(mask), k), np.float32)
+    tail = np.zeros(len(mask))
+    ids[mask] = [[i for i, _ in position.best[:k]] for position in there]
+    best[mask] = [[value for _, value in position.best[:k]] for position in there]
+    if vocab_size is not None:
+        check_ids("the id of one of the best tokens", ids, vocab_size)
+    check_logprobs("the log-prob of one of the best tokens", best, mask)
+    tail[mask] = [tail_logprob(row.tolist()) for row in best[mask]]
+    check_sum("the best tokens' probabilities", best, tail, mask)
+
+
+def _read_prompt_logprobs(choice: Any, tokens: Sequence[int]) -> list[Position | None]:
+    told = choice["prompt_logprobs"]
     if told is None or len(told) != len(tokens):
         raise ValueError(f"prompt_logprobs of {len(told or ())} tokens, {len(tokens)} were asked")
     positions: list[Position | None] = [None]
-    for token, each in zip(tokens[1:], told[1:], strict=True):
+    for at, token in enumerate(tokens[1:], 1):
+        each = told[at] or {}
         values = {int(i): _number(entry["logprob"]) for i, entry in each.items()}
+        if token not in values:
+            raise ValueError(
+                f"prompt_logprobs at position {at} are of the tokens {_some([*values])}, not of"
+                f" {token}, which was sent there: they belong to another position or vocabulary"
+            )
         # The token itself is there besides the best; its rank says whether it is one of them.
         own = each[str(token)]
         count = len(values) - ((own.get("rank") or 0) > len(values))
@@ -230,16 +277,27 @@ def _read_prompt_logprobs(body: bytes, tokens: Sequence[int]) -> list[Position |
     return positions
 
 
-def _read_echo(body: bytes, tokens: Sequence[int]) -> list[Position | None]:
-    told = json.loads(body)["choices"][0]["logprobs"]
+def _read_echo(choice: Any, tokens: Sequence[int]) -> list[Position | None]:
+    told = choice["logprobs"]
     names, values = told["tokens"][: len(tokens)], told["token_logprobs"]
-    if [_named(name) for name in names] != list(tokens):
-        raise ValueError("it does not echo the token ids that were asked")
+    echoed = [_named(name) for name in names]
+    if echoed != list(tokens):
+        raise ValueError(f"it echoes the tokens {_some(echoed)}, {_some(tokens)} were sent")
     positions: list[Position | None] = [None]
     for at in range(1, len(tokens)):
         best = {_named(name): _number(value) for name, value in told["top_logprobs"][at].items()}
-        positions.append(Position(_number(values[at]), _sorted(best, len(best)), None))
+        own = _number(values[at])
+        if abs(best.get(tokens[at], own) - own) > ROUNDING:
+            raise ValueError(
+                f"token_logprobs at position {at} say {own:.7g} of token {tokens[at]}, top_logprobs"
+                f" {best[tokens[at]]:.7g}: they belong to different positions"
+            )
+        positions.append(Position(own, _sorted(best, len(best)), None))
     return positions
+
+
+def _some(tokens: Sequence[int]) -> str:
+    return f"{list(tokens[:8])}{'...' if len(tokens) > 8 else ''} ({len(tokens)})"
 
 
 _READERS: dict[Style, Any] = {"prompt_logprobs": _read_prompt_logprobs, "echo": _read_echo}
@@ -257,4 +315,6 @@ def _sorted(values: dict[int, float], count: int) -> tuple[tuple[int, float], ..
 
 def _number(value: Any) -> float:
     """A log-prob; null is an error, minus infinity is not."""
+    if not isinstance(value, int | float):
+        raise ValueError(f"a log-prob is {json.dumps(value)[:40]}: a number is expected")
     return max(float(value), LEAST_LOGPROB)

@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from math import prod
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
@@ -122,14 +123,27 @@ class Options(Message):
         """Bytes of one sequence of T tokens, C of them in the completion, in a request."""
         return 5 * t + c + (4 * c * self.top_k if self.signal == "student_topk" else 0)
 
-    def answer_row_bytes(self, c: int, info: Info) -> int:
-        """Bytes of one sequence in an answer."""
+    def answer(self, info: Info) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """The tensors of an answer (`teacher_api.check.Shapes`)."""
         if self.signal == "hidden":
             assert info.d_model is not None and info.dtype is not None
-            each = info.d_model * (2 if info.dtype == "bfloat16" else 4)
-        else:
-            each = 4 if self.signal == "sampled" else 8 * self.top_k + 4
-        return c * (each + (0 if self.entropy_top_k is None else 8 * self.entropy_top_k + 8))
+            return {"hidden": (info.dtype, (info.d_model,))}
+        tensors: dict[str, tuple[str, tuple[int, ...]]] = {"token_logprobs": ("float32", ())}
+        if self.signal != "sampled":
+            tensors = _best("topk_ids", "topk_logprobs", "tail_logprob", self.top_k)
+        if self.entropy_top_k is not None:
+            tensors |= _best("best_ids", "best_logprobs", "best_tail", self.entropy_top_k)
+            tensors["entropy"] = ("float32", ())
+        return tensors
+
+    def answer_row_bytes(self, c: int, info: Info) -> int:
+        """Bytes of one sequence in an answer."""
+        each = (np.dtype(dtype).itemsize * prod(dims) for dtype, dims in self.answer(info).values())
+        return c * sum(each)
+
+
+def _best(ids: str, logprobs: str, tail: str, k: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+    return {ids: ("int32", (k,)), logprobs: ("float32", (k,)), tail: ("float32", ())}
 
 
 class Asked(Message):
@@ -263,18 +277,12 @@ def write_signal(signal: TeacherSignal) -> list[Piece]:
     return frame({name: tensor for name, tensor in tensors.items() if tensor is not None}, {})
 
 
-def read_signal(body: bytes, rows: int, width: int) -> TeacherSignal:
-    """The answer in a body; [B, C] are what was asked for.
-
-    Raises:
-        ValueError: no whole answer.
-    """
+def read_signal(body: bytes) -> TeacherSignal:
+    """The answer in a body. Raises ValueError for none; `check_signal` says whether it is right."""
     tensors, _ = decode(body)
-    for name, tensor in tensors.items():
-        if name not in _FIELDS or tensor.shape[:2] != (rows, width):
-            raise ValueError(f"{name} {list(tensor.shape)} is no answer for {rows} x {width}")
-    if not tensors:
-        raise ValueError("the answer is empty")
+    strange = sorted(tensors.keys() - set(_FIELDS))
+    if strange:
+        raise ValueError(f"it has the tensors {strange}, which no answer has")
     return TeacherSignal(**tensors)
 
 

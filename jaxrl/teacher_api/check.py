@@ -1,0 +1,92 @@
+"""What a teacher's answer must be before a run learns from it: every server's passes through here.
+
+Each check raises ValueError with the tensor's name, where the first wrong value is, the value, and
+what is allowed. Values are checked where a completion token trains: elsewhere they are not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from jaxrl.types import TeacherSignal
+
+ROUNDING = 1e-3
+"""Nats, or probability: what float32 sums over a large vocabulary may be off by."""
+Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
+"""Field of TeacherSignal -> name of its dtype and its dims after [B, C]."""
+
+
+def check_signal(signal: TeacherSignal, shapes: Shapes, mask: np.ndarray, v: int) -> None:
+    """That an answer has the tensors that were asked for, and says what a teacher can say.
+
+    Args:
+        mask: [B, C] True where values are read.
+        v: tokens that student and teacher share.
+    """
+    tensors = {name: x for name, x in vars(signal).items() if x is not None}
+    if tensors.keys() != shapes.keys():
+        raise ValueError(f"it has the tensors {sorted(tensors)}, {sorted(shapes)} were asked for")
+    for name, (dtype, dims) in shapes.items():
+        check_tensor(name, tensors[name], dtype, (*mask.shape, *dims))
+    for name, x in tensors.items():
+        if name.endswith("ids"):
+            check_ids(name, x, v)
+        elif name in ("hidden", "entropy"):
+            _refuse(name, x, ~np.isfinite(x) & _like(mask, x), "a finite number is expected")
+        else:
+            check_logprobs(name, x, mask)
+    if "entropy" in tensors:
+        x, most = tensors["entropy"], float(np.log(v)) + ROUNDING
+        wrong = (x < -ROUNDING) | (x > most)
+        _refuse("entropy", x, wrong & mask, f"it is 0 to log({v}) = {most:.2f} nats")
+    for best, tail in (("topk_logprobs", "tail_logprob"), ("best_logprobs", "best_tail")):
+        if best in tensors:
+            check_sum(best, tensors[best], tensors[tail], mask)
+
+
+def check_tensor(name: str, x: np.ndarray, dtype: str, shape: tuple[int, ...]) -> None:
+    if x.dtype.name != dtype or x.shape != shape:
+        raise ValueError(
+            f"{name} is {x.dtype.name} {list(x.shape)}, {dtype} {list(shape)} was asked for"
+        )
+
+
+def check_ids(name: str, ids: np.ndarray, v: int) -> None:
+    allowed = f"the tokens that student and teacher share are 0 to {v - 1}"
+    _refuse(name, ids, (ids < 0) | (ids >= v), allowed)
+
+
+def check_logprobs(name: str, x: np.ndarray, mask: np.ndarray) -> None:
+    """
+    Args:
+        x: as mask [B, C], or with another dim; nats.
+    """
+    wrong = ~np.isfinite(x) | (x > ROUNDING)
+    _refuse(name, x, wrong & _like(mask, x), "a log-prob is a finite number of at most 0")
+
+
+def check_sum(name: str, best: np.ndarray, tail: np.ndarray, mask: np.ndarray) -> None:
+    """That K probabilities and what they leave over make one distribution."""
+    total = np.exp(best.astype(np.float64)).sum(-1) + np.exp(tail.astype(np.float64))
+    wrong = mask & (np.abs(total - 1) > ROUNDING)
+    _refuse(f"the sum of {name}", total, wrong, "probabilities and their tail add up to 1")
+
+
+def check_head(head: np.ndarray, dtype: str, shape: tuple[int, ...]) -> None:
+    check_tensor("head", head, dtype, shape)
+    _refuse("head", head, ~np.isfinite(head), "a finite number is expected")
+
+
+def _like(mask: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """[B, C] as [B, C, 1] where x has a third dim."""
+    return mask.reshape(mask.shape + (1,) * (x.ndim - mask.ndim))
+
+
+def _refuse(name: str, x: np.ndarray, wrong: np.ndarray, allowed: str) -> None:
+    if wrong.any():
+        at = np.unravel_index(int(np.argmax(wrong)), wrong.shape)
+        value = x[at].item()
+        shown = value if isinstance(value, int) else f"{float(value):.7g}"
+        raise ValueError(f"{name} is {shown} at {[int(i) for i in at]}: {allowed}")
