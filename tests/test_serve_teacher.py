@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -596,7 +596,11 @@ BENT: dict[str, tuple[str, Callable[[dict[str, Any]], None], str]] = {
         _replace("topk_ids", lambda x: (x + 1) % V),
         "others than the student's",
     ),
-    "more than 1": ("topk", _set("topk_logprobs", -0.1), "sum of topk_logprobs is [34][.].* up to 1"),
+    "more than 1": (
+        "topk",
+        _set("topk_logprobs", -0.1),
+        "sum of topk_logprobs is [34][.].* up to 1",
+    ),
     "tail": ("sampled", _set("best_tail", 0.5), "best_tail is 0.5 at"),
     "entropy": ("sampled", _set("entropy", 5), r"entropy is 5 at .* 0 to log\(64\) = 4.16"),
     "hidden nan": ("hidden", _set("hidden", np.nan), r"hidden is nan at \[1, 0, 0\]"),
@@ -753,6 +757,86 @@ def test_a_client_that_dawdles_is_cut_off(service: ScoringService) -> None:
                     answer = told  # a reset took it
             assert told in answer and time.monotonic() - start < 3
         eventually(lambda: send(server, "GET", "/health")[1]["in_hand"] == 0)
+
+
+HALF = b"POST /v1/score HTTP/1.1\r\nContent-Length: 9999\r\n\r\n" + b"x" * 99
+
+
+@contextmanager
+def connections(server: TeacherServer, n: int, first: bytes) -> Iterator[list[socket.socket]]:
+    host, port = server.address.split(":")
+    wires = [socket.create_connection((host, int(port)), timeout=10) for _ in range(n)]
+    try:
+        for wire in wires:
+            with suppress(OSError):  # one that had to make room
+                wire.sendall(first)
+        yield wires
+    finally:
+        for wire in wires:
+            wire.close()
+
+
+@pytest.mark.parametrize("n", [8, 300])
+@pytest.mark.parametrize("first", [b"", HALF, HALF[:20]])
+def test_what_one_client_has_begun_locks_nobody_out(
+    n: int, first: bytes, service: ScoringService, rollout: Rollout, expected: Any
+) -> None:
+    """Half requests hold no turn, and the oldest of them make room for others, of one address."""
+    limits = {"header_s": 1000, "idle_s": 1000, "body_s": 1000}
+    with serving(service, threads=2, **limits) as server, connections(server, n, first) as wires:
+        started = time.monotonic()
+        teacher = RemoteTeacher(config(server.address, PLAIN, deadline=100), V)
+        assert_equal(teacher.score(rollout), expected(PLAIN))
+        assert time.monotonic() - started < 60
+        assert send(server, "GET", "/health")[1]["in_hand"] <= 1
+        wires[-1].settimeout(0.05)
+        with pytest.raises(TimeoutError):  # the youngest is still open
+            wires[-1].recv(1)
+
+
+def test_a_connection_on_which_nothing_comes_is_closed(service: ScoringService) -> None:
+    with serving(service, header_s=1000, idle_s=0.2, body_s=1000) as server:
+        for first, told in ((b"", b""), (HALF, b"408"), (HALF[:20], b"")):
+            with connections(server, 1, first) as (wire,):
+                answer = b""
+                while piece := wire.recv(1 << 16):  # to the end, within 10 s
+                    answer += piece
+                assert told in answer and bool(told) == bool(answer)
+
+
+def test_requests_in_memory_have_a_budget_of_which_one_address_gets_half(
+    service: ScoringService, rollout: Rollout
+) -> None:
+    """Counted as they arrive, and free again once they are answered or refused."""
+    most = service.info.max_request_bytes
+    assert most is not None
+    head = f"POST /v1/score HTTP/1.1\r\nContent-Length: {most}\r\n\r\n".encode()
+    body = good(service.info, rollout)
+    with serving(service, idle_s=1000, body_s=1000) as server:
+        with connections(server, 4, head + b"x" * (most - 100)):
+            eventually(lambda: server._bodies.total() == 4 * (most - 100), 30)
+            status, told = send(server, "POST", "/v1/score", body)
+            assert status == 503 and "bytes of requests in memory" in told["error"]["message"]
+            host, port = server.address.split(":")
+            other = http.client.HTTPConnection(
+                host, int(port), timeout=60, source_address=("127.0.0.2", 0)
+            )
+            other.request("POST", "/v1/score", body)
+            assert other.getresponse().status == 200
+        eventually(lambda: not server._bodies, 30)
+
+
+def test_an_answer_that_nobody_takes_holds_no_turn_for_long(
+    service: ScoringService, rollout: Rollout
+) -> None:
+    big = Failing(service.info)
+    big.score = lambda *_: TeacherSignal(hidden=np.zeros((6, 7, 400_000), np.float32))  # type: ignore[method-assign]
+    with serving(big, threads=1, idle_s=0.3, answer_s=1000) as server:
+        body = good(service.info, rollout)
+        head = f"POST /v1/score HTTP/1.1\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        with connections(server, 1, head + body):
+            eventually(lambda: server._in_hand == 1, 30)
+            eventually(lambda: server._in_hand == 0, 30)
 
 
 # Completions servers.

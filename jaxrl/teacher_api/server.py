@@ -2,7 +2,8 @@
 
 A request is read, checked and only then put in line for the devices, so that a bad or a slow one
 delays nobody. Every read and write has a deadline, every body a limit, and every connection one
-request.
+request. Where one client has too many connections, or all have, the oldest one whose request is not
+whole makes room for a new one.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import socketserver
 import threading
 import time
 import traceback
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -40,8 +41,12 @@ from jaxrl.teacher_api.protocol import (
 from jaxrl.types import TeacherSignal
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-MOST_CONNECTIONS = 256
-"""Open at once; one more is closed unanswered."""
+MOST_CONNECTIONS, MOST_OF_ONE = 256, 64
+"""Open at once, in all and of one address; one more is closed unanswered where all have asked."""
+MOST_BODIES, BODIES_OF_ONE = 8, 4
+"""Bytes of requests in memory, in all and of one address, in units of the largest request."""
+PIECE = 1 << 20
+"""Bytes between two looks at the clock."""
 TELL_EVERY_S = 60.0
 POLL_S, LINGER_S = 0.1, 1.0
 JSON, SAFETENSORS = "application/json", "application/octet-stream"
@@ -72,9 +77,11 @@ class Limits:
     """What one client may take of the server."""
 
     threads: int = 8
-    """Requests in hand at once: read, computed or being answered; others wait in line."""
+    """Requests in hand at once: computed or being answered; others wait in line."""
     header_s: float = 10.0
     """From a connection to the end of its header."""
+    idle_s: float = 10.0
+    """Longest wait for the next bytes of a request, or for the next piece of an answer to go."""
     body_s: float = 120.0
     """For a whole request to arrive."""
     answer_s: float = 120.0
@@ -124,6 +131,8 @@ class TeacherServer:
         self.service: Service | None = None
         self._tell, self._tell_requests = tell, tell_requests
         self._change, self._line = threading.Condition(), deque[object]()
+        self._bodies = Counter[str]()
+        """Bytes of requests that each address has in memory."""
         self._in_hand, self._draining, self._closed = 0, False, threading.Event()
         self._began = time.monotonic()
         try:
@@ -204,6 +213,28 @@ class TeacherServer:
                 self._in_hand -= 1
                 self._change.notify_all()
 
+    @contextmanager
+    def body(self, address: str) -> Iterator[Callable[[int], None]]:
+        """Gives what counts each piece of a request; all of it is free again at the end."""
+        assert self.info.max_request_bytes is not None
+        unit, held = self.info.max_request_bytes, 0
+
+        def take(n: int) -> None:
+            nonlocal held
+            with self._change:
+                everyone, theirs = self._bodies.total() + n, self._bodies[address] + n
+                if everyone > MOST_BODIES * unit or theirs > BODIES_OF_ONE * unit:
+                    raise Refused(503, f"busy: {everyone - n:,} bytes of requests in memory")
+                self._bodies[address] = theirs
+                held += n
+
+        try:
+            yield take
+        finally:
+            with self._change:
+                self._bodies[address] -= held
+                self._bodies += Counter()  # forgets the addresses that have none
+
     def _next(self, me: object) -> bool:
         return self._line[0] is me and self._in_hand < self.limits.threads
 
@@ -237,7 +268,11 @@ class _Http(ThreadingHTTPServer):
 
     def __init__(self, teacher: TeacherServer, host: str, port: int):
         self.teacher = teacher
-        self._open = threading.Semaphore(MOST_CONNECTIONS)
+        self._lock = threading.Lock()
+        self._open: dict[Any, str] = {}
+        """Address of each open connection, the oldest first."""
+        self._asking: dict[Any, str] = {}
+        """Of those, the ones whose request has not arrived as a whole."""
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), _Handler, bind_and_activate=False)
         try:
@@ -251,7 +286,9 @@ class _Http(ThreadingHTTPServer):
         socketserver.TCPServer.server_bind(self)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._open.acquire(blocking=False):
+        if self._has_room(client_address[0]):
+            with self._lock:
+                self._open[request] = self._asking[request] = client_address[0]
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
@@ -260,17 +297,40 @@ class _Http(ThreadingHTTPServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._open.release()
+            with self._lock:
+                self._open.pop(request, None)
+                self._asking.pop(request, None)
+
+    def asked(self, request: Any) -> None:
+        """The connection's request is whole: it no longer makes room for others."""
+        with self._lock:
+            self._asking.pop(request, None)
+
+    def _has_room(self, address: str) -> bool:
+        """Whether one more connection can be had, perhaps at the cost of an older one."""
+        with self._lock:
+            theirs = list(self._open.values()).count(address) >= MOST_OF_ONE
+            if not theirs and len(self._open) < MOST_CONNECTIONS:
+                return True
+            asking = (wire for wire, of in self._asking.items() if not theirs or of == address)
+            oldest = next(asking, None)
+            if oldest is None:
+                return False
+            del self._open[oldest], self._asking[oldest]
+            with suppress(OSError):
+                oldest.shutdown(socket.SHUT_RDWR)  # its thread reads the end
+            return True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         pass  # a connection that broke; whatever fails inside is told by the handler
 
 
 class _Wire(io.RawIOBase):
-    """A socket to read from until a deadline, however few bytes come at a time."""
+    """A socket to read from until a deadline, however few bytes come at a time, and as long as
+    some do."""
 
-    def __init__(self, connection: socket.socket):
-        self._connection, self._end = connection, 0.0
+    def __init__(self, connection: socket.socket, idle_s: float):
+        self._connection, self._idle_s, self._end = connection, idle_s, 0.0
 
     def within(self, seconds: float) -> None:
         self._end = time.monotonic() + seconds
@@ -282,7 +342,7 @@ class _Wire(io.RawIOBase):
         left = self._end - time.monotonic()
         if left <= 0:
             raise TimeoutError
-        self._connection.settimeout(left)
+        self._connection.settimeout(min(left, self._idle_s))
         return self._connection.recv_into(buffer)
 
 
@@ -293,7 +353,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def setup(self) -> None:
         super().setup()
-        self.teacher, self._wire = self.server.teacher, _Wire(self.connection)
+        self.teacher = self.server.teacher
+        self._wire = _Wire(self.connection, self.teacher.limits.idle_s)
         self._wire.within(self.teacher.limits.header_s)
         self.rfile = io.BufferedReader(self._wire, 1 << 16)
         self._unread, self._begun = 0, False
@@ -347,12 +408,15 @@ class _Handler(BaseHTTPRequestHandler):
         if path == "/v1/info":
             self._send(200, [service.info.model_dump_json().encode()], JSON)
             return
-        with self.teacher.turn():
-            if path == "/v1/head":
-                pieces = frame({HEAD: service.head()}, {})
-            else:
-                pieces = self._score(service)
-            self._send(200, pieces, SAFETENSORS)
+        with self.teacher.body(self.client_address[0]) as take:
+            request = self._request(service.info, take) if path == "/v1/score" else None
+            self.server.asked(self.connection)
+            with self.teacher.turn():
+                if request is None:
+                    pieces = frame({HEAD: service.head()}, {})
+                else:
+                    pieces = write_signal(service.score(request, self._wanted))
+                self._send(200, pieces, SAFETENSORS)
 
     def _known(self) -> bool:
         """Whether the client knows the token, or none is needed."""
@@ -379,21 +443,22 @@ class _Handler(BaseHTTPRequestHandler):
             raise Refused(400, f"Content-Length {told[:40]!r} is no number of bytes")
         return int(told)
 
-    def _score(self, service: Service) -> list[Piece]:
-        info, length = service.info, self._unread
+    def _request(self, info: Info, take: Callable[[int], None]) -> Request:
+        length, body = self._unread, bytearray()
         assert info.max_request_bytes is not None
         if length > info.max_request_bytes:
             raise Refused(
                 413, f"a body of {length:,} bytes: at most {info.max_request_bytes:,} are taken"
             )
         self._wire.within(self.teacher.limits.body_s)
-        body = self.rfile.read(length)
-        self._unread = 0
-        if len(body) < length:
+        while self._unread and (piece := self.rfile.read1(min(self._unread, PIECE))):
+            self._unread -= len(piece)
+            take(len(piece))
+            body += piece
+        if self._unread:
+            self._unread = 0
             raise Refused(400, f"the body ended after {len(body):,} of {length:,} bytes")
-        request = read_request(body, info)
-        del body
-        return write_signal(service.score(request, self._wanted))
+        return read_request(bytes(body), info)
 
     def _wanted(self) -> bool:
         """Whether the client still waits: it has sent all, so what can be read is the end."""
@@ -407,7 +472,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, status: int, pieces: Sequence[Piece], kind: str) -> None:
         self._begun = True
-        self.connection.settimeout(self.teacher.limits.answer_s)
+        self.connection.settimeout(self.teacher.limits.idle_s)
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(sum(map(len, pieces))))
@@ -415,8 +480,14 @@ class _Handler(BaseHTTPRequestHandler):
         if status == 401:
             self.send_header("WWW-Authenticate", "Bearer")
         self.end_headers()
+        end = time.monotonic() + self.teacher.limits.answer_s
         for piece in pieces:
-            self.wfile.write(piece)
+            for start in range(0, len(piece), PIECE):
+                left = min(end - time.monotonic(), self.teacher.limits.idle_s)
+                if left <= 0:
+                    raise TimeoutError
+                self.connection.settimeout(left)
+                self.wfile.write(piece[start : start + PIECE])
 
     def _send_error(self, status: int, message: str) -> None:
         self.close_connection = True
