@@ -31,6 +31,7 @@ from jaxrl.telemetry.metrics import (
     markdown,
     read_metrics,
 )
+from jaxrl.telemetry.trackers import _sample_text
 from jaxrl.train import Result
 
 SAMPLE = Sample(
@@ -384,6 +385,19 @@ def test_plain_lines_when_it_is_no_terminal() -> None:
         r"  train '1+1=\\n' -> '2 é' (stop, score 1)",
     ]
     assert "\x1b" not in out.getvalue()
+
+
+def test_a_sample_shows_the_reward_that_it_was_trained_with() -> None:
+    """Not the verifier's score, which is another number where a run learns from another reward."""
+    rewarded = dataclasses.replace(SAMPLE, reward=0.25)
+    plain, live = io.StringIO(), Terminal()
+    for out in (plain, live):
+        with Console(LoggingConfig(), steps=10, out=out) as console:
+            console.step({"step": 3})
+            console.samples([rewarded])
+    assert plain.getvalue().splitlines()[-1].endswith("(stop, reward 0.25)")
+    assert "reward 0.25" in live.getvalue() and "score 1" not in live.getvalue()
+    assert _sample_text(rewarded).startswith("**train**: 2 tokens, stop, reward 0.25, answer 2")
 
 
 def test_every_skips_lines_but_not_evaluations_nor_the_ends() -> None:

@@ -273,10 +273,6 @@ def _oddities(state: WorkerState, now: float) -> list[str]:
     return found
 
 
-def _score(sample: Sample) -> str:
-    return "" if sample.score is None else f"{sample.score:.2g}"
-
-
 def _cut(text: str, width: int, keep_end: bool = False) -> str:
     """``text`` on one line of at most ``width`` characters."""
     text = text.replace("\n", "\\n")
@@ -288,8 +284,8 @@ def _cut(text: str, width: int, keep_end: bool = False) -> str:
 def _sample_line(sample: Sample) -> str:
     prompt = _cut(sample.prompt, SAMPLE_WIDTH, keep_end=True)
     completion = _cut(sample.completion, SAMPLE_WIDTH)
-    score = "" if sample.score is None else f", score {_score(sample)}"
-    return f"  {sample.split} {prompt!r} -> {completion!r} ({sample.finish_reason}{score})"
+    ended = ", ".join(filter(None, (sample.finish_reason, sample.judged)))
+    return f"  {sample.split} {prompt!r} -> {completion!r} ({ended})"
 
 
 class _Display:
@@ -374,14 +370,14 @@ def _sample_table(samples: Sequence[Sample]) -> Table:
     table = Table(expand=True, title=f"samples of step {samples[0].step}", title_justify="left")
     for heading in ("prompt", "completion"):
         table.add_column(heading, ratio=1, overflow="ellipsis")
-    for heading in ("answer", "score", "tokens", "ended by"):
+    for heading in ("answer", "judged", "tokens", "ended by"):
         table.add_column(heading, no_wrap=True)
     for sample in samples:
         table.add_row(
             Text(_cut(sample.prompt, 2 * SAMPLE_WIDTH, keep_end=True)),
             Text(_cut(sample.completion, 2 * SAMPLE_WIDTH)),
             Text(_cut(sample.answer or "", SAMPLE_WIDTH)),
-            _score(sample),
+            sample.judged,
             str(sample.tokens),
             sample.finish_reason,
         )

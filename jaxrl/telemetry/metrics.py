@@ -362,6 +362,13 @@ class Sample:
     """Share of its tokens where student and teacher had the same most probable token when it was
     trained on; null where nobody counted."""
 
+    @property
+    def judged(self) -> str:
+        """The reward that it was trained with, else the verifier's score; empty without either."""
+        if self.reward is not None:
+            return f"reward {self.reward:.2g}"
+        return "" if self.score is None else f"score {self.score:.2g}"
+
     @classmethod
     def of(
         cls,

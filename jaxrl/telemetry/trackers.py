@@ -389,9 +389,9 @@ def _cell(value: Any) -> str:
 
 def _sample_text(sample: Sample) -> str:
     """A completion in Markdown; texts are indented, which shows them as they are."""
-    score = "" if sample.score is None else f", score {sample.score:.2g}"
+    judged = f", {sample.judged}" if sample.judged else ""
     answer = "" if sample.answer is None else f", answer {sample.answer}"
-    head = f"**{sample.split}**: {sample.tokens} tokens, {sample.finish_reason}{score}{answer}"
+    head = f"**{sample.split}**: {sample.tokens} tokens, {sample.finish_reason}{judged}{answer}"
     return "\n\n".join([head, _quoted(sample.prompt), "gave", _quoted(sample.completion)])
 
 
