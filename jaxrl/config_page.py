@@ -46,7 +46,8 @@ what the text says. Required are `student.model`, `data.train` and, for algorith
 A relative path of something to read (`student.model`, `teacher.model`, `reward.model`,
 `grouper.model`, `data.train`, `data.eval`, `data.few_shot`, `reward.functions`) in a config file is
 looked for in that file's folder first, then in the working directory; on the command line, in the
-working directory. So a config runs from any folder with the files beside it. What a run writes
+working directory. So a config runs from any folder with the files beside it. Such a path has a
+slash or a suffix: a folder beside the config is `./folder`. What a run writes
 (`run_dir`, `compile_cache`) is relative to the working directory. The run's own `config.yaml` names
 what was found beside a config file, and every file of `reward.functions`, by its absolute path.
 

@@ -54,7 +54,7 @@ def _absolute(text: str, folder: Path) -> str:
     """The text with its path, which options or the name of a function may follow, from a folder."""
     before, colon, after = text.rpartition(":")
     for path, rest in ((text, ""), (before, colon + after)):
-        looks = "/" in path or os.path.splitext(path)[1]
+        looks = "\0" not in path and ("/" in path or os.path.splitext(path)[1])
         if looks and not path.startswith(("/", "~")) and _exists(folder, path):
             return os.path.abspath(folder / path) + rest
     return text
