@@ -176,11 +176,13 @@ def prints(completions):
 
 
 def breeds(completions, folder):
-    """Starts processes, which leave its session, and writes their ids."""
+    """Starts processes, which leave its session, and writes their ids; then it hangs or ends."""
     for c, place in zip(completions, folder, strict=True):
-        for _ in range(30 if c == "breeds" else 0):
+        for _ in range(30 if c in ("breeds", "leaves") else 0):
             child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
             Path(place, str(child.pid)).touch()
+        if c == "leaves":
+            os._exit(3)
         time.sleep(100 if c == "breeds" else 0)
     return [float(len(c)) for c in completions]
 

@@ -83,19 +83,27 @@ def test_memory_has_a_limit() -> None:
     assert failure.kind == "exception" and "reward.memory_mb=4096" in failure.text
 
 
-def test_the_number_of_processes_has_a_limit_and_none_is_left(tmp_path: Path) -> None:
-    """Whether by the limit or by the pool's end, also those of other sessions."""
+@pytest.mark.parametrize(
+    ("bad", "most", "kind", "told"),
+    [
+        ("breeds", 20, "exception", "more than reward.max_processes=20"),
+        ("breeds", 100, "timeout", "no answer after 3 s"),
+        ("leaves", 100, "exception", "exit code 3"),
+    ],
+)
+def test_the_number_of_processes_has_a_limit_and_none_is_left(
+    bad: str, most: int, kind: str, told: str, tmp_path: Path
+) -> None:
+    """However their parent ends, also those of other sessions."""
     sources = [find(f"{HERE}:breeds")]
-    for most, kind in ((20, "exception"), (100, "timeout")):
-        folder = tmp_path / kind
-        folder.mkdir()
-        with RewardPool(sources, workers=1, timeout=3, startup=60, max_processes=most) as pool:
-            scores = pool.submit(0, items("a", "breeds", "ccc", folder=str(folder))).result(60)
-        assert scores.values == [1, None, 3] and scores.failures[1].kind == kind
-        assert ("reward.max_processes=20" in scores.failures[1].text) == (kind == "exception")
-        children = [int(path.name) for path in folder.iterdir()]
-        assert len(children) > 20
-        wait_for(lambda family=children: not any(map(alive, family)), 10)
+    with RewardPool(sources, workers=1, timeout=3, startup=60, max_processes=most) as pool:
+        texts = items("a", bad, "ccc", folder=str(tmp_path))
+        scores = pool.submit(0, texts).result(60)
+    assert scores.values == [1, None, 3]
+    assert scores.failures[1].kind == kind and told in scores.failures[1].text
+    children = [int(path.name) for path in tmp_path.iterdir()]
+    assert len(children) > 20
+    wait_for(lambda: not any(map(alive, children)), 10)
 
 
 PRINTS = """

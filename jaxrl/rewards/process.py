@@ -72,7 +72,7 @@ def main(orders: int, answers: int, stacks: int, parent: int, max_processes: int
         ended, status = os.waitpid(-1, 0)
     output.join(LOOK_S)
     _end(answers, os.waitstatus_to_exitcode(status))
-    os._exit(0)
+    kill_family(os.getpid())
 
 
 def _thread(run: Callable[..., None], *arguments: Any) -> threading.Thread:
