@@ -136,7 +136,7 @@ class Function:
             try:
                 value = self._judge(item.completion, item)
             except BaseException as error:
-                say({"items": [index], **self._told(error)})
+                say({"items": [index], **self._failure(error)})
             else:
                 say({"items": [index], "values": [value]})
 
@@ -145,7 +145,7 @@ class Function:
         try:
             result = self._call(**self._arguments(items))
         except BaseException as error:
-            say({"items": everyone, **self._told(error)})
+            say({"items": everyone, **self._failure(error)})
         else:
             say({"items": everyone, "values": self._numbers(result, len(items))})
 
@@ -156,7 +156,7 @@ class Function:
                     result = await self._call(**self._arguments([item]))
             except BaseException as error:
                 late = {"late": "the awaited call was cancelled"} if limit.expired() else None
-                say({"items": [index], **(late or self._told(error))})
+                say({"items": [index], **(late or self._failure(error))})
             else:
                 say({"items": [index], "values": self._numbers(result, 1)})
 
@@ -165,7 +165,7 @@ class Function:
 
         _runner().run(judge_all())
 
-    def _told(self, error: BaseException) -> dict[str, Any]:
+    def _failure(self, error: BaseException) -> dict[str, Any]:
         limit = self._limit if isinstance(error, MemoryError) else ""
         return told(error, limit)
 

@@ -75,13 +75,13 @@ def next_order(orders: BinaryIO) -> Any:
 
 
 def read_answer(line: bytes, number: int) -> dict[str, Any]:
-    """What a line says that answers the order of that number, or tells how the process ended;
-    empty for anything else, which a function may have written."""
+    """The message in a line, if it answers the order of that number or reports how the process
+    ended; empty for anything else, which a function may have written."""
     try:
-        told = json.loads(line)
+        message = json.loads(line)
     except (ValueError, RecursionError):
         return {}
-    if not isinstance(told, dict):
+    if not isinstance(message, dict):
         return {}
-    ended = isinstance(told.get("ended"), int | str)
-    return told if told.get("order") == number or ended else {}
+    ended = isinstance(message.get("ended"), int | str)
+    return message if message.get("order") == number or ended else {}
