@@ -49,11 +49,15 @@ def make_optimizer(
         "adam": lambda: optax.adam(rate, c.b1, c.b2, c.eps),
         "sgd": lambda: optax.sgd(rate, momentum=c.b1 or None),
         "lion": lambda: optax.lion(rate, c.b1, c.b2, weight_decay=c.weight_decay, mask=decayed),
-        "adafactor": lambda: optax.adafactor(
-            rate,
-            multiply_by_parameter_scale=False,
-            weight_decay_rate=c.weight_decay or None,
-            weight_decay_mask=decayed,
+        # With a learning rate of its own, optax's adafactor would leave the decay unscaled by it.
+        "adafactor": lambda: optax.chain(
+            optax.adafactor(
+                None,
+                multiply_by_parameter_scale=False,
+                weight_decay_rate=c.weight_decay or None,
+                weight_decay_mask=decayed,
+            ),
+            optax.scale_by_learning_rate(rate, flip_sign=False),
         ),
         "muon": lambda: muon(
             rate,

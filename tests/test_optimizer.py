@@ -72,6 +72,31 @@ def test_only_the_kernels_of_the_blocks_are_decayed():
     assert not mask["layers"]["attn_norm"]["scale"]
 
 
+@pytest.mark.parametrize("name", ["adamw", "lion", "adafactor", "muon"])
+@pytest.mark.parametrize("schedule", [{}, {"lr_schedule": "cosine", "warmup_steps": 4}])
+def test_without_a_gradient_only_weight_decay_moves_a_kernel(name, schedule):
+    """kernel *= 1 - lr_t * weight_decay at update t, whatever the optimizer."""
+    chosen, updates = config(name=name, weight_decay=0.01, **schedule), 10
+    optimizer, rate = make_optimizer(chosen, updates, jnp.float32), learning_rate(chosen, updates)
+    params = start = init_params(MODEL, jax.random.key(0))
+
+    @jax.jit
+    def step(params, state):
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        changes, state = optimizer.update(zeros, state, params)
+        return optax.apply_updates(params, changes), state
+
+    state = jax.jit(optimizer.init)(params)
+    for _ in range(updates):
+        params, state = step(params, state)
+    left = np.prod([1 - float(rate(t)) * chosen.weight_decay for t in range(updates)])
+    assert 0.99 < left < 0.995
+    for moved, first, is_kernel in zip(
+        *map(jax.tree.leaves, (params, start, decayed(start))), strict=True
+    ):
+        np.testing.assert_allclose(moved, first * (left if is_kernel else 1.0), rtol=2e-6)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_moments_lie_where_their_parameters_do(name):
     axes = ("data", "fsdp", "tensor")
