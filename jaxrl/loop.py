@@ -26,8 +26,9 @@ from jaxrl.runtime.worker import Future, Handle
 from jaxrl.schedule import SCHEDULES, Action, Schedule
 from jaxrl.types import Prompt, Rollout
 
-ELSEWHERE = 1 << 20
-"""Batches from those of a run to those that fill them up."""
+REFILL_OFFSET = 1 << 20
+"""A refill draws its prompts this many batches past the batch that it fills, so that no batch of
+the run has them."""
 
 
 class Checkpoints(Protocol):
@@ -201,8 +202,11 @@ class Loop:
         return self._stream.batch(index)
 
     def student_samples(self, index: int, attempt: int = 0) -> Future:
-        """Of batch `index`; a further attempt samples prompts that no batch of the run has."""
-        return self._generate("rollout", index, index + attempt * ELSEWHERE)
+        """Of batch `index`; a further attempt samples prompts that no batch of the run has, with
+        random numbers of its own.
+        """
+        batch = index + attempt * REFILL_OFFSET
+        return self._generate("rollout", index, batch, attempt=attempt)
 
     def teacher_samples(self, index: int) -> Future:
         return self._generate("teacher", index, index)
@@ -227,9 +231,11 @@ class Loop:
     def known(self, role: str, index: int, scores: Future) -> None:
         self._known.setdefault(index, {})[role] = [scores]
 
-    def _generate(self, role: str, index: int, batch: int) -> Future:
+    def _generate(self, role: str, index: int, batch: int, **options: int) -> Future:
         deadline = self._patience(role, self.config.deadlines.generate)
-        return self.roles[role].call("generate", self.prompts(batch), step=index, deadline=deadline)
+        return self.roles[role].call(
+            "generate", self.prompts(batch), step=index, deadline=deadline, **options
+        )
 
     def _sample(self, role: str) -> Future:
         deadline = self._patience(role, self.config.deadlines.evaluate)

@@ -181,14 +181,15 @@ def test_stacked_weights_are_not_copied_to_decode() -> None:
     assert memory.alias_size_in_bytes >= sum(leaf.nbytes for leaf in jax.tree.leaves(held))
 
 
-def test_seeds_steps_and_prompt_ids_make_other_samples() -> None:
+def test_seeds_steps_attempts_and_prompt_ids_make_other_samples() -> None:
     other = [
         generate(engine(), seed=1),
         generate(engine(), step=1),
         generate(engine(), prompt_ids=[9, 8, 7, 6, 5]),
+        *(generate(engine(), attempt=attempt) for attempt in (1, 4)),
     ]
     flat = [tuple(c.tokens for i in range(5) for c in g[i]) for g in (reference(), *other)]
-    assert len(set(flat)) == 4
+    assert len(set(flat)) == 6
     assert len({c.tokens for c in reference()[4]}) == 3  # and the samples of one prompt differ
     assert_same(reference(), generate(engine(), seed=0))
 

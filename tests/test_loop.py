@@ -25,7 +25,7 @@ class Recorder:
         self.version = version
         return {}
 
-    def generate(self, prompts, step):
+    def generate(self, prompts, step, attempt=0):
         self.log.append((f"{self.name}.generate", step, self.version, tuple(prompts)))
         return step
 
@@ -128,6 +128,34 @@ def test_off_policy_batches_by_the_seeded_coin():
     assert sources == [
         e[0] for e in sorted((e for e in again if "generate" in e[0]), key=lambda e: e[1])
     ]
+
+
+def test_the_prompts_of_refills_share_no_random_numbers():
+    """Of a batch of 512 prompts: the engine takes ids modulo 2^31."""
+    config, calls = Config.load(None, ["batch_size=512"]), []
+    rollout = SimpleNamespace(call=lambda method, *args, **given: calls.append((args, given)))
+    stream = SimpleNamespace(batch=lambda i: range(512 * i, 512 * (i + 1)))
+    loop = Loop(
+        config,
+        {"rollout": rollout},
+        stream,
+        (),
+        Rows(),
+        packing={},
+        value=done_future,
+        checkpoints=None,
+    )
+    for attempt in range(5):
+        loop.student_samples(3, attempt)
+    keys = {
+        (given["step"], given["attempt"], prompt % 2**31)
+        for (prompts,), given in calls
+        for prompt in prompts
+    }
+    assert len(keys) == 5 * 512 and {(step, attempt) for step, attempt, _ in keys} == {
+        (3, attempt) for attempt in range(5)
+    }
+    assert len({prompt for (prompts,), _ in calls for prompt in prompts}) == 5 * 512
 
 
 def test_every_scorer_is_asked_in_its_own_parts_and_the_actor_gets_them_in_order():

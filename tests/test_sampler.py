@@ -181,6 +181,18 @@ def test_random_bits_are_a_function_of_seed_step_prompt_sample_and_position() ->
     assert len(distinct) == 1 + len(others)
 
 
+def test_every_attempt_has_random_bits_of_its_own_for_every_prompt() -> None:
+    """Whatever the prompts' ids; the first attempt's are those of a key without one."""
+    prompts = jnp.arange(512, dtype=jnp.int32)
+
+    def keys(*attempt: int) -> list[tuple[int, ...]]:
+        key = make_knobs(BASE, 1, 2, *attempt).key
+        return list(map(tuple, np.asarray(sample_keys(key, prompts, prompts)).tolist()))
+
+    assert keys(0) == keys()
+    assert len({key for attempt in range(5) for key in keys(attempt)}) == 5 * 512
+
+
 def test_changing_a_setting_compiles_nothing() -> None:
     step: Callable[..., object] = jax.jit(lambda *args: sample(*args))
     logits, random = jnp.zeros((2, 10)), jnp.full((2, 2), 0.5)

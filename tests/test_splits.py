@@ -45,7 +45,7 @@ class Sleeper:
     def _work(self, method, parts=1):
         time.sleep(COSTS[method] / self.devices / parts)
 
-    def generate(self, prompts, step):
+    def generate(self, prompts, step, attempt=0):
         self._work("generate")
 
     def score(self, rollout, part, parts):

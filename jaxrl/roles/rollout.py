@@ -129,14 +129,17 @@ class Sampler:
         dtype = jnp.dtype(self.config.rollout.dtype)
         return _described(abstract_params(self.model, dtype, self._layout))
 
-    def generate(self, prompts: Sequence[Prompt], step: int) -> Rollout:
-        """`group_size` completions of each prompt, packed; the prompts' ids seed the samples."""
+    def generate(self, prompts: Sequence[Prompt], step: int, attempt: int = 0) -> Rollout:
+        """`group_size` completions of each prompt, packed; step, attempt and the prompts' ids seed
+        the samples.
+        """
         s = self.config.sampling
         completions = self._sample(
             prompts,
             n=self.config.group_size,
             seed=self.config.seed,
             step=step,
+            attempt=attempt,
             sampling=SamplingParams(
                 temperature=s.temperature,
                 top_k=s.top_k,
@@ -181,7 +184,14 @@ class Sampler:
         return self._sample(prompts, n=e.samples, seed=seed, step=0, sampling=sampling)
 
     def _sample(
-        self, prompts: Sequence[Prompt], *, n: int, seed: int, step: int, sampling: SamplingParams
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        n: int,
+        seed: int,
+        step: int,
+        sampling: SamplingParams,
+        attempt: int = 0,
     ) -> list[list[Completion]]:
         if self.params is None:
             raise RuntimeError("no weights have been loaded yet")
@@ -193,6 +203,7 @@ class Sampler:
                 sampling=sampling,
                 seed=seed,
                 step=step,
+                attempt=attempt,
                 prompt_ids=[prompt.id for prompt in prompts],
                 abort=stopping,
                 on_tokens=lambda tokens, done: detail(f"{done} completions, {tokens} tokens done"),

@@ -5,7 +5,7 @@ A slot is one row of the KV cache. A launch runs up to `launch_tokens` decode st
 and comes back early once enough of them are free; the host then reads the tokens, looks for stop
 strings, and refills. Prompts are prefilled once, in batches just large enough to fill the slots,
 and their keys and values are copied into the slots of their n samples. What is drawn depends on
-(seed, step, prompt id, sample id, position), never on slots, launches or timing.
+(seed, step, attempt, prompt id, sample id, position), never on slots, launches or timing.
 
 On a mesh of several processes each runs this with the same arguments; what a launch sampled is
 whole in all of them, so that they seat, refill and launch alike.
@@ -134,6 +134,7 @@ class Engine:
         sampling: SamplingParams,
         seed: int,
         step: int = 0,
+        attempt: int = 0,
         prompt_ids: Sequence[int] | None = None,
         limits: Sequence[Sequence[int]] | None = None,
         abort: Callable[[], bool] | None = None,
@@ -144,8 +145,8 @@ class Engine:
         Args:
             params: either layout, on the mesh; unstacked is the faster one.
             prompts: token ids.
-            seed, step: begin the key of every token.
-            prompt_ids: go on with it; the index in `prompts` where None.
+            seed, step, attempt: begin the key of every token.
+            prompt_ids: continue it, modulo 2^31; the index in `prompts` where None.
             limits: [len(prompts)][n] most tokens of each completion, where they differ from
                 `max_new_tokens`.
             abort: asked between launches; True raises `Aborted`.
@@ -167,9 +168,8 @@ class Engine:
             for sample in range(n)
         ]
         if samples:
-            run = _Run(
-                self, params, prompts, n, sampling, make_knobs(sampling, seed, step), samples
-            )
+            knobs = make_knobs(sampling, seed, step, attempt)
+            run = _Run(self, params, prompts, n, sampling, knobs, samples)
             run.loop(abort, on_tokens)
         done = [sample.completion() for sample in samples]
         self.stats.generated_tokens = sum(len(c.tokens) for c in done)

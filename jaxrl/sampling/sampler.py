@@ -24,6 +24,9 @@ BLOCK = 128
 """Token ids in a block of the two-level draw; it divides the vocabularies of the usual models."""
 EOS_SLOTS = 8
 """EOS ids are padded to a multiple of this with -1, so that another set of ids compiles nothing."""
+ATTEMPT = 2**32 - 1
+"""Folded in where prompt ids, which are below 2^31, are otherwise: no prompt's key begins a further
+attempt's."""
 ONE_BITS = 0x3F800000
 """Bit pattern of float32 1.0, the largest weight; patterns of non-negative floats order as
 integers."""
@@ -78,7 +81,7 @@ class Knobs:
     eos_ids: Array
     """[E] int32, padded with -1."""
     key: Array
-    """[2] uint32: threefry key of (seed, step)."""
+    """[2] uint32: threefry key of (seed, step, attempt)."""
 
 
 class Draw(NamedTuple):
@@ -92,13 +95,15 @@ class Draw(NamedTuple):
     """[B] float32, nats: under the truncated distribution (a point mass, so 0, when greedy)."""
 
 
-def make_knobs(sampling: SamplingParams, seed: int, step: int) -> Knobs:
-    """The traced form of `sampling`; `seed` and `step` begin the key of every token."""
+def make_knobs(sampling: SamplingParams, seed: int, step: int, attempt: int = 0) -> Knobs:
+    """The traced form of `sampling`; `seed`, `step` and `attempt` begin the key of every token."""
     width = EOS_SLOTS * max(1, -(-len(sampling.eos_ids) // EOS_SLOTS))
     eos_ids = (*sampling.eos_ids, *[-1] * (width - len(sampling.eos_ids)))
     key = jax.random.key(seed % 2**32, impl="threefry2x32")
     for part in (seed >> 32) % 2**32, step:
         key = jax.random.fold_in(key, part)
+    if attempt:
+        key = jax.random.fold_in(jax.random.fold_in(key, ATTEMPT), attempt)
     return Knobs(
         temperature=jnp.float32(sampling.temperature),
         top_p=jnp.float32(sampling.top_p),
@@ -112,7 +117,7 @@ def make_knobs(sampling: SamplingParams, seed: int, step: int) -> Knobs:
 def sample_keys(
     key: UInt32[Array, " 2"], prompts: Int32[Array, " B"], samples: Int32[Array, " B"]
 ) -> UInt32[Array, "B 2"]:
-    """Keys of (seed, step, prompt id, sample id); `key` is that of (seed, step)."""
+    """Keys of (seed, step, attempt, prompt id, sample id); `key` is that of the first three."""
 
     def one(prompt: Array, sample: Array) -> Array:
         base = jax.random.wrap_key_data(key, impl="threefry2x32")
