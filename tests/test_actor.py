@@ -2,6 +2,8 @@
 devices.
 """
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -192,6 +194,22 @@ def test_a_non_finite_gradient_changes_nothing_and_dumps_the_batch(tmp_path):
     one.update(*batch(poison=True), step=9)
     with pytest.raises(RunError, match="not finite 2 updates in a row.*step_11.npz"):
         one.update(*batch(poison=True), step=10)
+
+
+def test_an_update_in_which_no_token_trains_changes_nothing_and_is_counted(tmp_path):
+    """Neither momentum nor weight decay moves the weights, and the schedule does not advance."""
+    decayed = ["optimizer.name=adamw", "optimizer.weight_decay=0.1", "actor.minibatches=2"]
+    one = actor(config(*decayed, "optimizer.lr_schedule=linear"), mesh(1, 2, 1), tmp_path)
+    told = one.update(*batch(), step=0).metrics
+    assert told["actor/empty_updates"] == 0 and told["optimizer_step"] == 2
+    before, (rollout, scores) = jax.device_get(one.state), batch()
+    nothing = np.zeros_like(rollout.sequences.loss_mask)
+    empty = replace(rollout, sequences=replace(rollout.sequences, loss_mask=nothing))
+    told = one.update(empty, scores, step=1).metrics
+    for x, y in zip(jax.tree.leaves(before), jax.tree.leaves(one.state), strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert told["actor/empty_updates"] == 2 and told["actor/skipped_updates"] == 0
+    assert told["optimizer_step"] == 2
 
 
 def test_state_is_donated_and_one_shape_compiles_once(tmp_path):

@@ -481,6 +481,7 @@ def test_a_batch_that_teaches_nothing_changes_nothing(tmp_path):
     params, told = updated(tmp_path, cfg, given=scores(same))
     assert_close(params, start(), 0)
     assert told["actor/tokens"] == 0 and told["loss"] == 0 and told["actor/skipped_updates"] == 0
+    assert told["actor/empty_updates"] > 0 and told["optimizer_step"] == 0
     assert all(np.isfinite(value) for value in told.values())
 
 

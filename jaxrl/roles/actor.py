@@ -162,7 +162,7 @@ class Actor:
         """Trains on one rollout batch: `epochs_per_batch` passes of `minibatches` updates each.
 
         A non-finite gradient changes nothing, dumps the batch, and after `actor.max_nonfinite` such
-        updates in a row ends the run.
+        updates in a row ends the run. An update in which no token trains changes nothing either.
 
         Args:
             scores: role -> what it said of the rollout, a list of parts; of `jax.Array` on any mesh
@@ -184,7 +184,7 @@ class Actor:
         by_row: dict[str, np.ndarray] = {}
         norms: list[float] = []
         last: dict[str, float] = {}
-        skipped = 0
+        skipped = empty = 0
         for epoch in range(c.epochs_per_batch):
             seed = (self.config.seed, step, epoch)
             for chosen in minibatch_rows(units, minibatches, seed):
@@ -207,6 +207,7 @@ class Actor:
                 if epoch == 0:
                     _fill(by_row, each, index, len(lengths))
                 skipped += self._count_skipped(bool(last["finite"]), placed, rows, step)
+                empty += not last["trains"]
         self.version += 1
         current().drop("actor.batch")
         told = prepared | self._finish(_added(totals), largest)
@@ -215,6 +216,7 @@ class Actor:
             "actor/grad_norm": float(np.mean(norms)) if norms else float("nan"),
             "actor/learning_rate": float(self._rate(max(updates - 1, 0))),
             "actor/skipped_updates": float(skipped),
+            "actor/empty_updates": float(empty),
             "actor/tokens": float(np.asarray(batch.sequences.loss_mask).sum()),
             "optimizer_step": float(updates),
         }
@@ -409,8 +411,10 @@ class Actor:
             grads = jax.tree.map(lambda g: (g / count).astype(g.dtype), grads)
             norm = optax.tree.norm(grads)
             finite = jnp.isfinite(norm) & jnp.isfinite(sums["loss"][0])
-            new = jax.lax.cond(finite, apply, lambda state, grads: state, state, grads)
-            return new, (sums, maxima, each, {"grad_norm": norm, "finite": finite})
+            trains = sums["loss"][1] > 0  # else momentum and weight decay would move the weights
+            new = jax.lax.cond(finite & trains, apply, lambda state, grads: state, state, grads)
+            last = {"grad_norm": norm, "finite": finite, "trains": trains}
+            return new, (sums, maxima, each, last)
 
         return update
 

@@ -133,6 +133,7 @@ METRICS: dict[str, Metric] = {
     "actor/grad_norm": Metric("norm", "gradient norm before clipping, mean over updates"),
     "actor/learning_rate": Metric("1", "learning rate of the last update"),
     "actor/skipped_updates": Metric("updates", "skipped in this step: gradient not finite"),
+    "actor/empty_updates": Metric("updates", "skipped in this step: no token to train on"),
     "actor/tokens": Metric("tokens", "completion tokens trained in one pass over the batch"),
     "rollout/completion_tokens_mean": Metric("tokens", "mean length of a completion, EOS included"),
     "rollout/truncated_fraction": Metric("fraction", "completions cut at max_new_tokens"),
