@@ -149,7 +149,9 @@ def sft_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) 
     def loss(params: Params, frozen: Mapping[str, Any], batch: TrainBatch, totals: Totals) -> Any:
         params, hidden = _hidden(config, model, mesh, params, batch)
         tokens, mask = completion_tokens(batch.sequences), batch.sequences.loss_mask
-        logprobs = logprobs_from_hidden(hidden, head(params), tokens, chunk=chunk, mesh=mesh)
+        logprobs = logprobs_from_hidden(
+            hidden, head(params), tokens, mask=mask, chunk=chunk, mesh=mesh
+        )
         total = (-masked_sum(logprobs, mask), masked_count(mask))
         return total, {"sft/loss": total}, {}
 

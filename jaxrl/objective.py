@@ -100,7 +100,7 @@ def policy_objective(config: Config, mesh: Mesh, vocab_size: int) -> Evaluate:
     ) -> Any:
         mask = batch.sequences.loss_mask
         logprobs, entropy = logprobs_and_entropy_from_hidden(
-            hidden, kernel, completion_tokens(batch.sequences), **options
+            hidden, kernel, completion_tokens(batch.sequences), mask=mask, **options
         )
         start = jax.lax.stop_gradient(logprobs)
         if batch.old_logprobs is not None:

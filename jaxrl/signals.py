@@ -198,12 +198,12 @@ def _learn_topk(
 def _learn_sampled(
     p: Projection, hidden: jax.Array, kernel: jax.Array, batch: TrainBatch, frozen: Any
 ) -> Loss:
-    tokens = completion_tokens(batch.sequences)
-    logprobs = logprobs_from_hidden(hidden, kernel, tokens, v=p.vocab_size, **p.options)
+    tokens, mask = completion_tokens(batch.sequences), batch.sequences.loss_mask
+    logprobs = logprobs_from_hidden(hidden, kernel, tokens, mask=mask, v=p.vocab_size, **p.options)
     return sampled_reverse_kl(
         logprobs,
         _signal(batch).token_logprobs,
-        batch.sequences.loss_mask,
+        mask,
         sampler_logprobs=batch.sampler_logprobs,
         ratio_cap=p.distill.ratio_cap,
     )

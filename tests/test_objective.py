@@ -492,3 +492,50 @@ def test_roles_follow_the_config():
     assert needed_roles(config("grpo", *asked)) == expected
     in_reward = config("grpo", "policy.reward_kl_coef=1")
     assert needed_roles(in_reward) == ("actor", "rollout", "reference", "reward")
+
+
+SAMPLED = ["distill.signal=sampled", "distill.jsd_beta=1"]
+POISONED = {
+    "policy": ("gspo", *ALL_TERMS),
+    "policy, by tokens": ("dapo", *TEACHER, *SAMPLED, "policy.opd_coef=0.5"),
+    "gkd": ("gkd", "reward.functions=[]", "teacher.model=a"),
+    "gkd, lean": ("gkd", "reward.functions=[]", "teacher.model=a", "distill.lean=true"),
+    "gkd, sampled": ("gkd", "reward.functions=[]", "teacher.model=a", *SAMPLED),
+    "sft": ("sft", "reward.functions=[]"),
+}
+
+
+@pytest.mark.parametrize("case", POISONED)
+@pytest.mark.parametrize("junk", [np.nan, np.inf], ids=str)
+def test_masked_positions_may_hold_anything(monkeypatch, case, junk):
+    """Value and gradient are finite, and those of zeros there: of every array of that width."""
+    algorithm, *asked = POISONED[case]
+    cfg = config(algorithm, *asked)
+    hidden, kernel, batch, teacher_head = arrays()
+    mask = batch.sequences.loss_mask
+    assert not mask.all()
+    loss = ALGORITHMS[algorithm].make_loss(cfg, MODEL, make_mesh(1, 1, 1), V)
+
+    def fill(x, value):
+        wide = x.shape[:2] == mask.shape and x.dtype == jnp.float32
+        return jnp.where(mask.reshape(*mask.shape, *[1] * (x.ndim - 2)), x, value) if wide else x
+
+    @jax.jit
+    def value_and_grad(hidden, kernel, batch):
+        def mean(hidden, kernel):
+            monkeypatch.setattr("jaxrl.algorithms.completion_hidden", lambda *_, **__: hidden)
+            totals = Totals(mask.sum(dtype=jnp.float32), mask.any(-1).sum(dtype=jnp.float32))
+            params = {"lm_head": {"kernel": kernel}}
+            (total, _), sums, _ = loss(params, {"teacher_head": teacher_head}, batch, totals)
+            return total, sums
+
+        return jax.value_and_grad(mean, argnums=(0, 1), has_aux=True)(hidden, kernel)
+
+    def filled(value):
+        rows, rest = jax.tree.map(lambda x: fill(x, value), (hidden, batch))
+        return value_and_grad(rows, kernel, rest)
+
+    found, expected = filled(junk), filled(0.0)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(found))
+    assert_close(found, expected, 0)
+    assert differ(expected[1], jax.tree.map(jnp.zeros_like, expected[1]), by=1e-3)

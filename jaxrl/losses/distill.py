@@ -52,6 +52,7 @@ from jaxrl.losses.layout import (
     fit_rows,
     inverse,
     make_job,
+    masked_rows,
 )
 from jaxrl.losses.vocabulary import Columns, spread_tail, with_tail
 from jaxrl.masked import masked_count, masked_sum
@@ -195,10 +196,8 @@ def _loss(
     scale, tokens, teacher = inverse(temperature), *jax.lax.stop_gradient((tokens, teacher))
     rows = fit_rows(job, (mask, tokens))
     given = Given(rows[0], scale, rows[1], *teacher)
-    # 0 * NaN is NaN: what stands at masked positions must not reach the product that makes the
-    # head's gradient.
-    hidden = jnp.where(mask[..., None], hidden, 0)
-    total, values = loss_values(job, fit_rows(job, hidden), fit_head(job, head), given)
+    hidden = fit_rows(job, masked_rows(hidden, mask))
+    total, values = loss_values(job, hidden, fit_head(job, head), given)
     values = jax.lax.stop_gradient({k: x for k, x in values.items() if k != "loss"})
     count = masked_count(mask)
     metrics = {k: (masked_sum(x, rows[0]), count) for k, x in values.items()}

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl.losses.chunked import measure, tiled
 from jaxrl.losses.layout import (
@@ -31,6 +31,7 @@ from jaxrl.losses.layout import (
     fit_rows,
     inverse,
     make_job,
+    masked_rows,
 )
 from jaxrl.losses.vocabulary import Columns, with_tail
 
@@ -52,6 +53,7 @@ def logprobs_from_hidden(
     head: Float[Array, "V D"],
     tokens: Int[Array, "B C"],
     *,
+    mask: Bool[Array, "B C"] | None = None,
     temperature: float | Array = 1.0,
     chunk: int = CHUNK,
     mesh: Mesh | None = None,
@@ -61,9 +63,13 @@ def logprobs_from_hidden(
 
     Differentiable with respect to hidden and head. Its backward computes the logits again, a tile
     of the vocabulary at a time, so nothing of size V is kept for it.
+
+    Args:
+        mask: where False, hidden may hold anything, NaN included: the values there mean nothing,
+            and no gradient comes from them.
     """
     term = _TokenLogprob(entropy=False)
-    logprobs, _ = _of_tokens(term, hidden, head, tokens, temperature, chunk, mesh, v)
+    logprobs, _ = _of_tokens(term, hidden, head, tokens, mask, temperature, chunk, mesh, v)
     return logprobs
 
 
@@ -72,6 +78,7 @@ def logprobs_and_entropy_from_hidden(
     head: Float[Array, "V D"],
     tokens: Int[Array, "B C"],
     *,
+    mask: Bool[Array, "B C"] | None = None,
     temperature: float | Array = 1.0,
     chunk: int = CHUNK,
     mesh: Mesh | None = None,
@@ -79,7 +86,7 @@ def logprobs_and_entropy_from_hidden(
 ) -> tuple[Float[Array, "B C"], Float[Array, "B C"]]:
     """`logprobs_from_hidden`, and the entropy of each position in nats; both differentiable."""
     term = _TokenLogprob(entropy=True)
-    return _of_tokens(term, hidden, head, tokens, temperature, chunk, mesh, v)
+    return _of_tokens(term, hidden, head, tokens, mask, temperature, chunk, mesh, v)
 
 
 def topk_from_hidden(
@@ -195,13 +202,16 @@ def _of_tokens(
     hidden: Array,
     head: Array,
     tokens: Array,
+    mask: Array | None,
     temperature: float | Array,
     chunk: int,
     mesh: Mesh | None,
     v: int | None,
 ) -> tuple[Array, Array]:
     job = make_job(term, (hidden, head), chunk=chunk, mesh=mesh, v=v)
-    given = _given(job, tokens.shape, {"ids": tokens}, temperature)
+    mask = jnp.ones(tokens.shape, bool) if mask is None else mask
+    hidden = masked_rows(hidden, mask)
+    given = _given(job, mask, {"ids": tokens}, temperature)
     values = _token_values(job, fit_rows(job, hidden), fit_head(job, head), given)
     return jax.tree.map(lambda x: x[: hidden.shape[0]], values)
 
@@ -214,16 +224,16 @@ def _measured(
     temperature: float | Array,
 ) -> PerToken:
     hidden, head = jax.lax.stop_gradient((hidden, head))
-    given = _given(job, hidden.shape[:2], tokens, temperature)
+    given = _given(job, jnp.ones(hidden.shape[:2], bool), tokens, temperature)
     values = measure(job, fit_rows(job, hidden), fit_head(job, head), given).values
     return jax.tree.map(lambda x: x[: hidden.shape[0]], values)
 
 
 def _given(
     job: Job,
-    shape: tuple[int, ...],
+    mask: Array,
     tokens: PerToken,
     temperature: float | Array,
 ) -> Given:
-    given = fit_rows(job, (jnp.ones(shape, bool), tokens))
+    given = fit_rows(job, (mask, tokens))
     return Given(mask=given[0], scale=inverse(temperature), tokens=given[1])

@@ -150,6 +150,13 @@ def fit_rows(job: Job, tree: Any) -> Any:
     return jax.tree.map(pad, tree)
 
 
+def masked_rows(hidden: Float[Array, "B C D"], mask: Bool[Array, "B C"]) -> Float[Array, "B C D"]:
+    """`hidden` with zeros where masked: 0 * NaN is NaN, and what stands there must not reach the
+    product that makes the head's gradient.
+    """
+    return jnp.where(mask[..., None], hidden, 0)
+
+
 def fit_head(job: Job, head: Float[Array, "V D"]) -> Float[Array, "V D"]:
     """The first V rows, padded with zeros to a number that `tensor` divides."""
     return jnp.pad(head[: job.vocab], [(0, -job.vocab % job.size("tensor")), (0, 0)])
