@@ -403,7 +403,8 @@ class PolicyConfig(Section):
     """What a completion is compared with: all of its prompt, or those that are similar to it
     (`grouper`)."""
     scale_by_std: Flag | None = None
-    """Divide by the standard deviation of the group."""
+    """Divide advantages by the standard deviation of the rewards they are compared with; with
+    similarity groups `grouper.std_scope` chooses which."""
     ratio: Literal["token", "sequence", "sequence_token"] | None = None
     """Of what the importance ratio is: each token, the sequence (geometric mean), or the sequence's
     value with the token's gradient (GSPO-token)."""
@@ -500,7 +501,9 @@ class GrouperConfig(FrozenConfig):
     blend: alpha of that and 1 - alpha of the prompt's. size_weight: |cluster|^-alpha times the
     prompt's. distinct, smi, mmr change the reward before it is compared with the prompt's."""
     std_scope: Literal["cluster", "prompt", "none"] = "cluster"
-    """Whose standard deviation divides; a cluster of two is always +-0.707 under its own."""
+    """Whose standard deviation divides the advantages of subgroup and blend, unless
+    `policy.scale_by_std` (or the algorithm, such as dr_grpo) divides by none. A cluster of two is
+    always +-0.707 under its own. none: nothing is divided, whatever the algorithm."""
     alpha: NonNegative = 0.5
     """Of blend (0 to 1) and size_weight."""
     tau: Number = 0.95

@@ -66,8 +66,7 @@ def _advantages(
     config: Config, rollout: Rollout, rewards: np.ndarray, scores: Mapping[str, Any]
 ) -> tuple[np.ndarray, dict[str, float]]:
     if config.policy.advantages == "group":
-        asked = config.policy.scale_by_std
-        scaled = PRESETS[config.algorithm].scale_by_std if asked is None else asked
+        scaled = _scales_by_std(config)
         return group_advantages(rewards, rollout.group_ids, scale_by_std=scaled), {}
     embedded: Embedded = scores["grouper"][0]
     extra = len(rewards) - len(embedded.texts)
@@ -86,12 +85,18 @@ def _advantages(
     return grouped.advantages, told
 
 
+def _scales_by_std(config: Config) -> bool:
+    asked = config.policy.scale_by_std
+    return PRESETS[config.algorithm].scale_by_std if asked is None else asked
+
+
 def configured_similarity(config: Config) -> Similarity:
+    """Similarity groups as configured; an algorithm that divides by no std divides by none here."""
     g = config.grouper
     return Similarity(
         method=g.method,
         use=g.use,
-        std_scope=g.std_scope,
+        std_scope=g.std_scope if _scales_by_std(config) else "none",
         alpha=g.alpha,
         tau=g.tau,
         mmr_lambda=g.mmr_lambda,

@@ -326,16 +326,32 @@ def test_the_kl_of_a_completion_is_taken_off_its_reward(estimator):
     assert batch.ref_logprobs is None  # it is in the reward, not in the loss
 
 
-def test_with_one_cluster_similarity_is_the_group():
-    n = GROUPS * G
-    asked = ["policy.advantages=similarity", "grouper.model=a"]
-    vectors = np.zeros((n, 4), np.float32)
-    vectors[:, 0] = 1
-    same = Embedded(vectors, ("x",) * n)
-    batch, told = prepared("grpo", *asked, grouper=[same])
+SIMILAR = ["policy.advantages=similarity", "grouper.model=a"]
+ONE_CLUSTER = {"subgroup": 1, "blend": 1, "size_weight": 1, "distinct": 0.1, "smi": 1 / G, "mmr": 1}
+"""What each use makes of the rewards of one cluster, given alpha 0 for size_weight and lambda 1 for
+mmr."""
+
+
+@pytest.mark.parametrize("scaled", ["null", "true", "false"])
+@pytest.mark.parametrize("algorithm", PRESETS)
+def test_one_cluster_has_the_advantage_of_the_algorithm(algorithm, scaled):
+    """Of rewards times a constant, for the uses that multiply them: it divides out where the
+    algorithm divides by the std, and stays where it does not."""
+    n, asked = GROUPS * G, [f"policy.scale_by_std={scaled}"]
+    same = Embedded(np.eye(4, dtype=np.float32)[np.zeros(n, int)], ("x",) * n)
+    settings = [*SIMILAR, *asked, "grouper.alpha=0", "grouper.mmr_lambda=1"]
+    for use, factor in ONE_CLUSTER.items():
+        group, _ = prepared(algorithm, *asked, given=rewards() * factor)
+        for scope in ("cluster", "prompt"):
+            more = [f"grouper.use={use}", f"grouper.std_scope={scope}"]
+            batch, told = prepared(algorithm, *settings, *more, grouper=[same])
+            np.testing.assert_allclose(batch.advantages, group.advantages, atol=1e-5)
+            assert told["similarity/groups_per_prompt"] == 1 and batch.advantages.any()
+
+
+def test_two_clusters_are_not_one_group():
+    n, asked = GROUPS * G, SIMILAR
     group, _ = prepared("grpo")
-    np.testing.assert_allclose(batch.advantages, group.advantages, atol=1e-6)
-    assert told["similarity/groups_per_prompt"] == 1
     apart = np.zeros((n, 4), np.float32)
     apart[np.arange(n), np.arange(n) % 2] = 1
     batch, told = prepared("grpo", *asked, grouper=[Embedded(apart, ("x",) * n)])
