@@ -126,16 +126,20 @@ def combine_rewards(
     rewards: Mapping[str, Rewards],
     weights: Mapping[str, float],
     group_ids: Int[np.ndarray, " B"],
+    failed: Mapping[str, Bool[np.ndarray, " B"]] | None = None,
 ) -> Float[np.ndarray, " B"]:
     """Weighted sum of several rewards; NaN where a sample has none.
 
     A reward that a whole group lacks does not apply to its prompt and is left out there. A reward
-    that only some of a group's samples lack (one timed out) leaves those samples without any: its
-    absence would otherwise count as 0 against samples that have it.
+    that only some of a group's samples lack leaves those samples without any: its absence would
+    otherwise count as 0 against samples that have it. So does a failure, even if the whole group
+    failed: nobody knows whether the reward applies, and the other rewards do not stand in for it.
 
     Args:
         rewards: name -> one reward for each sample.
         weights: name -> weight, for the same names.
+        failed: name -> True where a reward is missing because its function failed (exception,
+            timeout); names left out never failed.
     """
     if set(weights) != set(rewards):
         raise UserError(
@@ -152,6 +156,8 @@ def combine_rewards(
         total += weights[name] * np.where(scored, values, 0)
         parts += applies
         missing |= applies & ~scored
+        if failed is not None and name in failed:
+            missing |= failed[name]
     return np.where(missing | (parts == 0) | (ids < 0), np.nan, total)
 
 

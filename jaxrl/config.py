@@ -442,9 +442,10 @@ class PolicyConfig(Section):
     """Nats by which the policy exceeds the teacher at a sampled token, times this, are taken off
     the token's advantage (on-policy distillation; a teacher and `distill.signal=sampled`)."""
     dynamic_sampling: Literal["off", "drop", "refill"] | None = None
-    """Prompts whose completions all have the same reward, or none. drop: not trained on. refill:
-    others are sampled in their place (needs schedule=serial). dapo's own is refill, with another
-    schedule drop."""
+    """What happens to prompts whose completions all have the same task reward (functions and reward
+    model, before penalties), or none. drop: the policy loss leaves them out. refill: others are
+    sampled in their place (needs schedule=serial). dapo's own is refill, with another schedule
+    drop."""
     max_refills: Positive = 4
     """refill: how often a batch is sampled beyond the first time."""
     correction: Literal["none", "tis_token", "tis_sequence", "icepop", "sequence_mask"] = "none"
@@ -534,7 +535,8 @@ class RewardConfig(FrozenConfig):
     `<think>...</think><answer>...</answer>`)."""
     weights: tuple[Number, ...] | None = None
     """One for each function; 0: told, not trained on. null: 1 each. Where a function gives None to
-    some completions of a prompt, these have no reward; where to all of them, it does not count."""
+    some completions of a prompt, these have no reward; where to all of them, it does not count. A
+    completion on which it fails (exception, crash, timeout) has no reward."""
     model: Name | None = None
     """Reward model, a `*ForSequenceClassification` checkpoint; its score is one more reward. null:
     none."""

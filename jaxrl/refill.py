@@ -1,12 +1,12 @@
 """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): prompts whose completions have all
-the same reward teach nothing, so others are sampled in their place, until the batch is full.
+the same task reward teach nothing, so others are sampled in their place, until the batch is full.
 
 The driver takes part: it looks at the rewards before the batch is complete, and puts it together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -33,12 +33,22 @@ class Source(Protocol):
     def value(self, value: Any) -> Future: ...
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Group:
-    prompt: Prompt
-    completions: list[Completion]
-    rewards: dict[str, np.ndarray]
-    """`total`, and each reward by its name."""
+    """The completions of one prompt, where they were sampled and judged."""
+
+    rollout: Rollout
+    report: RewardReport
+    rows: np.ndarray
+    """[G] of the rollout."""
+
+    @property
+    def prompt(self) -> Prompt:
+        return self.rollout.prompts[self.rows[0]]
+
+    @property
+    def completions(self) -> list[Completion]:
+        return [self.rollout.completions[row] for row in self.rows]
 
 
 def refilled(source: Source, index: int) -> tuple[Future, Future]:
@@ -70,7 +80,11 @@ def refilled(source: Source, index: int) -> tuple[Future, Future]:
         policy_version=rollouts[0].policy_version,
         **source.packing,
     )
-    batch = replace(batch, decode_steps=sum(rollout.decode_steps for rollout in rollouts))
+    batch = replace(
+        batch,
+        decode_steps=sum(rollout.decode_steps for rollout in rollouts),
+        student_topk=_student_topk(groups, batch),
+    )
     metrics = _told(kept + spare, reports) | {"policy/prompts_replaced": float(len(spare))}
     futures = source.value(batch), source.value(_merged(groups, reports, batch, metrics))
     for i, future in enumerate(futures):
@@ -80,25 +94,30 @@ def refilled(source: Source, index: int) -> tuple[Future, Future]:
 
 def _groups(rollout: Rollout, report: RewardReport) -> tuple[list[_Group], list[_Group]]:
     """Those that teach something, and the others."""
-    keep = select_groups(report.rewards, rollout.group_ids).keep
+    keep = select_groups(report.task, rollout.group_ids).keep
     sides: tuple[list[_Group], list[_Group]] = ([], [])
-    values = {"total": report.rewards, **report.per_reward}
-    n = len(rollout.completions)
-    for group in dict.fromkeys(rollout.group_ids[:n].tolist()):
-        rows = np.flatnonzero(rollout.group_ids[:n] == group)
-        made = _Group(
-            rollout.prompts[rows[0]],
-            [rollout.completions[i] for i in rows],
-            {name: np.asarray(value)[rows] for name, value in values.items()},
-        )
-        sides[0 if keep[rows].any() else 1].append(made)
+    ids = rollout.group_ids[: len(rollout.completions)]
+    for group in dict.fromkeys(ids.tolist()):
+        rows = np.flatnonzero(ids == group)
+        sides[0 if keep[rows].any() else 1].append(_Group(rollout, report, rows))
     return sides
+
+
+def _student_topk(groups: Sequence[_Group], batch: Rollout) -> np.ndarray | None:
+    """[B, C, K] what the policy ranked highest, at the width of the batch; None where the teacher's
+    signal does not ask for it."""
+    found = [(group.rollout.student_topk, group.rows) for group in groups]
+    if found[0][0] is None:
+        return None
+    b, c = batch.sequences.loss_mask.shape
+    narrow = [np.asarray(topk)[rows, :c] for topk, rows in found]  # beyond c is padding only
+    wide = [np.pad(x, ((0, 0), (0, c - x.shape[1]), (0, 0))) for x in narrow]
+    return _padded(np.concatenate(wide), b, 0)
 
 
 def _told(sampled: Sequence[_Group], reports: Sequence[RewardReport]) -> dict[str, float]:
     """Of all that was sampled, what is replaced included; failures and seconds are added up."""
-    rewards = _joined(sampled)
-    stats = reward_stats(rewards.pop("total"), rewards)
+    stats = reward_stats(_joined(sampled, lambda report: report.rewards), _each_reward(sampled))
     added = [name for name in reports[0].metrics if name not in stats]
     sums = {name: sum(report.metrics[name] for report in reports) for name in added}
     return stats | sums | {"policy/refills": len(reports) - 1.0}
@@ -111,16 +130,28 @@ def _merged(
     metrics: Mapping[str, float],
 ) -> RewardReport:
     """The rewards of the batch."""
-    extra = len(batch.group_ids) - len(batch.completions)
-    rewards = {
-        name: np.pad(values, (0, extra), constant_values=np.nan)
-        for name, values in _joined(groups).items()
-    }
-    notes = tuple(note for report in reports for note in report.notes)
-    return RewardReport(rewards.pop("total"), rewards, metrics, notes)
+    b = len(batch.group_ids)
+    return RewardReport(
+        _padded(_joined(groups, lambda report: report.rewards), b, np.nan),
+        _padded(_joined(groups, lambda report: report.task), b, np.nan),
+        {name: _padded(values, b, np.nan) for name, values in _each_reward(groups).items()},
+        metrics,
+        tuple(note for report in reports for note in report.notes),
+    )
 
 
-def _joined(groups: Sequence[_Group]) -> dict[str, np.ndarray]:
-    """Name -> the rewards of all completions."""
-    names = groups[0].rewards
-    return {name: np.concatenate([group.rewards[name] for group in groups]) for name in names}
+def _each_reward(groups: Sequence[_Group]) -> dict[str, np.ndarray]:
+    """Name -> that reward of all completions."""
+    names = groups[0].report.per_reward
+    return {n: _joined(groups, lambda report, n=n: report.per_reward[n]) for n in names}
+
+
+def _joined(groups: Sequence[_Group], of: Callable[[RewardReport], Any]) -> np.ndarray:
+    """[n] something of all completions of the groups."""
+    return np.concatenate([np.asarray(of(group.report))[group.rows] for group in groups])
+
+
+def _padded(values: np.ndarray, rows: int, fill: float) -> np.ndarray:
+    """Values of the completions, and of the padding rows after them."""
+    extra = [(0, rows - len(values))] + [(0, 0)] * (values.ndim - 1)
+    return np.pad(values, extra, constant_values=fill)

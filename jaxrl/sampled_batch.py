@@ -29,7 +29,8 @@ def prepare_rewarded(config: Config) -> Prepare:
     """
 
     def prepare(rollout: Rollout, scores: Mapping[str, Any]) -> tuple[TrainBatch, dict[str, float]]:
-        rewards = np.array(scores["reward"][0].rewards, np.float64)
+        report = scores["reward"][0]
+        rewards = np.array(report.rewards, np.float64)
         reference = join_parts(scores["reference"]) if "reference" in scores else None
         metrics: dict[str, float] = {}
         if config.policy.reward_kl_coef > 0:
@@ -37,7 +38,7 @@ def prepare_rewarded(config: Config) -> Prepare:
             rewards = rewards - config.policy.reward_kl_coef * penalty
             metrics["reward/kl"] = float(penalty[: len(rollout.completions)].mean())
         advantages, told = _advantages(config, rollout, rewards, scores)
-        selection = select_groups(rewards, rollout.group_ids)
+        selection = select_groups(report.task, rollout.group_ids)  # before penalties
         metrics |= told | {f"policy/{name}": float(n) for name, n in selection.dropped.items()}
         keep = np.ones(len(rewards), bool)
         if config.dynamic_sampling != "off":

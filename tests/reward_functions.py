@@ -57,6 +57,13 @@ def trouble(completions):
     return [float(len(c)) for c in completions]
 
 
+def sometimes(completions):
+    """It applies to nothing, and fails where the completion says so."""
+    if "raise" in completions:
+        raise RuntimeError("no such thing")
+    return [None] * len(completions)
+
+
 def slow(completions):
     time.sleep(0.4 * len(completions))
     return [1.0] * len(completions)

@@ -119,6 +119,17 @@ def test_rewards_add_up_by_weight():
         combine_rewards(rewards, {"right": 1.0}, ids)
 
 
+def test_a_failure_is_missing_and_never_a_reward_that_does_not_apply():
+    """In both groups `style` gave nothing: to group 0 it does not apply, in group 1 it failed on
+    every sample, in group 2 on one where it does not apply to the other."""
+    ids = np.array([0, 0, 1, 1, 2, 2, -1])
+    rewards = {"right": [1.0, 0.0] * 3 + [1.0], "style": [None] * 7}
+    failed = {"style": np.array([False, False, True, True, True, False, False])}
+    total = combine_rewards(rewards, {"right": 1.0, "style": 2.0}, ids, failed)
+    np.testing.assert_array_equal(total, [1, 0, np.nan, np.nan, np.nan, 0, np.nan])
+    assert select_groups(total, ids).dropped == {"unscored_groups": 1, "degenerate_groups": 1}
+
+
 def test_soft_overlong_by_hand():
     """L 100, cache 20: 0 up to 80, -1/2 at 90, -1 from 100 on."""
     got = soft_overlong(np.array([1, 80, 85, 90, 100, 130]), max_tokens=100, cache_tokens=20)

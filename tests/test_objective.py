@@ -259,13 +259,15 @@ def rows():
     return len(rollout().sequences.tokens)
 
 
-def scores(given=None, **more):
-    report = RewardReport(rewards() if given is None else given, {}, {}, ())
+def scores(given=None, penalty=0.0, **more):
+    task = rewards() if given is None else given
+    report = RewardReport(task - penalty, task, {}, {}, ())
     return {"reward": [report], **more}
 
 
-def prepared(algorithm, *overrides, given=None, **more):
-    return prepare_rewarded(config(algorithm, *overrides))(rollout(), scores(given, **more))
+def prepared(algorithm, *overrides, given=None, penalty=0.0, **more):
+    said = scores(given, penalty, **more)
+    return prepare_rewarded(config(algorithm, *overrides))(rollout(), said)
 
 
 def test_advantages_are_those_of_the_groups_and_padding_has_none():
@@ -285,6 +287,26 @@ def test_a_completion_without_a_reward_is_in_no_statistic():
     given[1] = np.nan
     batch, _ = prepared("dr_grpo", given=given)
     np.testing.assert_allclose(batch.advantages[:G], [-1.5, 0, 1.5], atol=1e-6)
+
+
+@pytest.mark.parametrize("how", ["off", "drop"])
+def test_groups_are_selected_on_the_task_reward(how):
+    """A group that differs only in its penalties teaches no task; a group whose penalties hide the
+    differences of its task does."""
+    task, penalty = rewards(), np.zeros(rows())
+    penalty[DEGENERATE * G : DEGENERATE * G + G] = (0, 0.5, 1)
+    penalty[:G] = task[:G]  # every total of the first group is 0
+    asked = ["policy.reward_kl_coef=0.5", f"policy.dynamic_sampling={how}"]
+    reference = np.random.default_rng(5).normal(-2, 1, rollout().logprobs.shape)
+    said = {"penalty": penalty, "reference": [reference.astype(np.float32)]}
+    batch, told = prepared("grpo", *asked, **said)
+    plain, without = prepared("grpo", f"policy.dynamic_sampling={how}")
+    np.testing.assert_array_equal(batch.sequences.loss_mask, plain.sequences.loss_mask)
+    for name in ("policy/degenerate_groups", "policy/unscored_groups"):
+        assert told[name] == without[name]
+    assert told["policy/degenerate_groups"] == 1
+    kept = np.asarray(batch.sequences.loss_mask).any(-1)
+    assert kept[:G].all() and kept[DEGENERATE * G] == (how == "off")
 
 
 def test_dropped_groups_train_nothing_and_the_others_as_before():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,19 +18,26 @@ from jaxrl.types import Completion, Prompt
 NONE = np.nan
 
 
-def completion(token: int) -> Completion:
-    zero = np.zeros(1, np.float32)
-    return Completion((token,), zero, zero, "stop")
+def completion(token: int, length: int = 1) -> Completion:
+    zeros = np.zeros(length, np.float32)
+    return Completion((token,) * length, zeros, zeros, "stop")
 
 
 class Source:
     """Gives the batches of `attempts`, one after the other: for each prompt, its rewards."""
 
-    def __init__(self, attempts, most):
+    def __init__(self, attempts, most=4, penalties=None, lengths=None):
+        """
+        Args:
+            penalties: of each attempt, as its rewards; subtracted from them.
+            lengths: of the completions of each attempt; the policy's two best tokens are known
+                then: the token and the position, plus 1000 at padding.
+        """
         asked = ["algorithm=dapo", "teacher.model=null", "reward.functions=[math]"]
         asked += ["batch_size=2", "group_size=2", f"policy.max_refills={most}"]
         self.config = Config.load(None, asked)
-        self.packing = {"pad_id": 0, "max_prompt_tokens": 4, "max_new_tokens": 4}
+        self.penalties, self.lengths = penalties, lengths
+        self.packing = {"pad_id": 0, "max_prompt_tokens": 4, "max_new_tokens": 64}
         self.packing["row_multiple"] = 3
         self.attempts, self.attempt = attempts, 0
 
@@ -38,22 +46,33 @@ class Source:
         self.attempt += 1
         ids = [2 * attempt + p for p in range(2)]
         prompts = [Prompt(i, (1, 2), f"prompt {i}") for i in ids]
-        made = [[completion(10 * i + g) for g in range(2)] for i in ids]
-        return self.value(make_rollout(prompts, made, policy_version=7, **self.packing))
+        length = self.lengths[attempt] if self.lengths else 1
+        made = [[completion(10 * i + g, length) for g in range(2)] for i in ids]
+        rollout = make_rollout(prompts, made, policy_version=7, **self.packing)
+        if self.lengths:
+            width = rollout.sequences.loss_mask.shape[1]
+            tokens = np.asarray(rollout.sequences.tokens)[:, -width:]
+            best = np.stack(np.broadcast_arrays(tokens, np.arange(width)), -1)
+            padding = 1000 * ~np.asarray(rollout.sequences.loss_mask)[..., None]
+            rollout = replace(rollout, student_topk=best + padding)
+        return self.value(rollout)
 
     def scores(self, role, rollout):
         given = np.array(self.attempts[self.attempt - 1], float).ravel()
         told = {"reward/f/failures": float(np.isnan(given).sum()), "time/reward_s": 0.5}
-        total = np.pad(given, (0, 2), constant_values=NONE)  # six rows: a multiple of three
-        report = RewardReport(total, {"f": total / 2}, told, (f"note {self.attempt}",))
+        task = np.pad(given, (0, 2), constant_values=NONE)  # six rows: a multiple of three
+        total = task
+        if self.penalties:
+            total = task - np.pad(np.ravel(self.penalties[self.attempt - 1]), (0, 2))
+        report = RewardReport(total, task, {"f": task / 2}, told, (f"note {self.attempt}",))
         return [self.value(report)]
 
     def value(self, value):
         return done_future(value)
 
 
-def refill(*attempts, most=4):
-    source = Source(attempts, most)
+def refill(*attempts, **options):
+    source = Source(attempts, **options)
     batch, report = (future.result() for future in refilled(source, 5))
     assert source.attempt == len(attempts)
     return SimpleNamespace(batch=batch, report=report, metrics=report.metrics)
@@ -94,3 +113,29 @@ def test_what_is_missing_after_the_last_time_is_filled_with_the_first_that_teach
     np.testing.assert_array_equal(got.report.rewards[:4], [0, 2, 1, 1])
     assert got.metrics["policy/refills"] == 1 and got.metrics["policy/prompts_replaced"] == 3
     assert got.metrics["reward/mean"] == pytest.approx((1 + 1 + 5 + 5 + 0 + 2 + 3 + 3) / 8)
+
+
+def test_penalties_select_nothing():
+    """Prompt 0 differs in its penalties only; those of prompt 1 hide its task's difference."""
+    got = refill([[1, 1], [0, 1]], [[3, 3], [2, 4]], penalties=[[0, 1, 0, 1], [0, 0, 1, 1]])
+    assert [prompt.id for prompt in got.batch.prompts] == [1, 1, 3, 3]
+    np.testing.assert_array_equal(got.report.rewards, [0, 0, 1, 3, NONE, NONE])
+    np.testing.assert_array_equal(got.report.task, [0, 1, 2, 4, NONE, NONE])
+
+
+@pytest.mark.parametrize("lengths", [(2, 40), (40, 2), (40, 33)])
+def test_what_the_policy_ranks_highest_comes_with_its_completion(lengths):
+    """Whatever the widths of the batches that were put together."""
+    got = refill([[1, 1], [0, 1]], [[3, 3], [2, 4]], lengths=lengths)
+    assert [prompt.id for prompt in got.batch.prompts] == [1, 1, 3, 3]
+    mask, topk = np.asarray(got.batch.sequences.loss_mask), got.batch.student_topk
+    assert topk.shape == (*mask.shape, 2) and len(topk) == 6
+    for row, token in enumerate((10, 11, 30, 31)):
+        length = lengths[row // 2]
+        assert mask[row].sum() == length
+        expected = np.stack([np.full(length, token), np.arange(length)], -1)
+        np.testing.assert_array_equal(topk[row, :length], expected)
+
+
+def test_without_such_a_signal_nothing_is_ranked():
+    assert refill([[0, 1], [2, 0]]).batch.student_topk is None

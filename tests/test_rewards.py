@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from jaxrl.advantages import group_advantages, select_groups
 from jaxrl.config import RewardConfig
 from jaxrl.errors import RunError, UserError
 from jaxrl.rewards.functions import find
@@ -104,6 +106,32 @@ def test_the_reward_model_and_the_length_by_hand() -> None:
         assert report.metrics["reward/model/mean"] == 4
         unscored = functions.score(batch, np.array([2, NAN, 6, 0, 0]))
         np.testing.assert_allclose(unscored.rewards, [2, NAN, 1, NAN, NAN])
+
+
+def test_a_penalty_counts_only_beside_a_real_reward() -> None:
+    """Nothing can judge group 0, which differs in length alone; in group 1 one function does not
+    apply, and in group 2 it fails on every completion."""
+    batch = rollout(
+        *[(0, "x", n, {"parts": None}) for n in (4, 8)],
+        *[(1, "5", n, {"parts": None}) for n in (4, 8)],
+        *[(2, "raise", n, {"parts": None}) for n in (4, 8)],
+    )
+    prompts = tuple(
+        replace(p, answer=None if row < 2 else "5") for row, p in enumerate(batch.prompts)
+    )
+    batch = replace(batch, prompts=prompts)
+    names = ("number", f"{HERE}:parts", f"{HERE}:sometimes")
+    made = config(functions=names, overlong_buffer=4, overlong_penalty=0.5)
+    with RewardFunctions(made, max_new_tokens=8, startup=60) as functions:
+        report = functions.score(batch)
+    np.testing.assert_array_equal(report.task, [NAN, NAN, 1, 1, NAN, NAN, NAN])
+    np.testing.assert_array_equal(report.rewards, [NAN, NAN, 1, 0.5, NAN, NAN, NAN])
+    assert report.metrics["reward/none"] == 4
+    assert report.metrics["reward/sometimes/failures"] == 2
+    assert report.metrics["reward/overlong/mean"] == -0.5
+    selection = select_groups(report.task, batch.group_ids)
+    assert selection.dropped == {"unscored_groups": 2, "degenerate_groups": 1}
+    assert not group_advantages(report.rewards, batch.group_ids)[[0, 1, 4, 5, 6]].any()
 
 
 def test_without_functions_the_model_alone_rewards() -> None:

@@ -35,7 +35,11 @@ class RewardReport:
     """The rewards of one rollout."""
 
     rewards: np.ndarray
-    """[B] float64; NaN at padding, and where a completion has no reward."""
+    """[B] float64, task reward plus penalties; NaN at padding, and where a completion has no task
+    reward."""
+    task: np.ndarray
+    """[B] float64, weighted sum of the functions and the reward model, before any penalty: what
+    groups are selected on. NaN where `rewards` is."""
     per_reward: Mapping[str, np.ndarray]
     """Name -> [B] float64, unweighted; NaN where that reward was not given."""
     metrics: Mapping[str, float]
@@ -68,23 +72,26 @@ class Scoring:
         scores = dict(zip(self.names, [f.result() for f in self.futures], strict=True))
         n, rows = len(self.rollout.completions), len(self.rollout.group_ids)
         values = {name: _padded(one.values, rows) for name, one in scores.items()}
+        failed = {name: _failed_rows(one, rows) for name, one in scores.items()}
         weights = dict(zip(self.names, self.config.weights_of_functions, strict=True))
         if model_scores is not None:
             values[MODEL] = _padded(list(np.asarray(model_scores, np.float64)[:n]), rows)
+            failed[MODEL] = np.isnan(values[MODEL])
             weights[MODEL] = self.config.model_weight
+        used = {name: given for name, given in values.items() if weights[name] != 0}
+        task = combine_rewards(
+            used, {name: weights[name] for name in used}, self.rollout.group_ids, failed
+        )
+        total = task
         if self.config.overlong_buffer:
             values[OVERLONG] = _padded(self._overlong(), rows)
-            weights[OVERLONG] = self.config.overlong_penalty
-        used = {name: given for name, given in values.items() if weights[name] != 0}
-        total = combine_rewards(
-            used, {name: weights[name] for name in used}, self.rollout.group_ids
-        )
+            total = task + self.config.overlong_penalty * values[OVERLONG]
         metrics = reward_stats(total[:n], {name: v[:n] for name, v in values.items()})
         metrics |= _failures(scores)
         ended = max((one.finished for one in scores.values()), default=self.started)
         metrics["time/reward_s"] = ended - self.started
         notes = _notes(total[:n], {name: values[name][:n] for name in used}, scores, self.config)
-        return RewardReport(total, values, metrics, notes)
+        return RewardReport(total, task, values, metrics, notes)
 
     def _overlong(self) -> list[float]:
         lengths = np.array([len(c.tokens) for c in self.rollout.completions])
@@ -215,6 +222,13 @@ def _padded(values: Sequence[float | None], rows: int) -> np.ndarray:
     """[B] float64, NaN where there is none."""
     out = np.full(rows, np.nan)
     out[: len(values)] = np.array(values, np.float64)
+    return out
+
+
+def _failed_rows(scores: Scores, rows: int) -> np.ndarray:
+    """[B] bool: where the function raised, crashed or was late, so that its answer is missing."""
+    out = np.zeros(rows, bool)
+    out[list(scores.failures)] = True
     return out
 
 

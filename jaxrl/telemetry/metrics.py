@@ -98,7 +98,9 @@ METRICS: dict[str, Metric] = {
         "reward",
         "mean of those trained on: not left out by dynamic sampling or a mask; less the KL",
     ),
-    "reward/none": Metric("completions", "without a reward, of those sampled"),
+    "reward/none": Metric(
+        "completions", "sampled, and without a reward: not judged, or a function failed on them"
+    ),
     "reward/kl": Metric("nats", "of a completion, before its weight in the reward"),
     "reward/model_cut": Metric("completions", "too long for the reward model: beginning left out"),
     "reward/{reward}/mean": Metric("reward", "mean of one reward, unweighted"),
@@ -120,10 +122,12 @@ METRICS: dict[str, Metric] = {
     "policy/mismatch_max_log_ratio": Metric("nats", "largest gap of these two at one token"),
     "policy/correction_weight": Metric("1", "mean weight of the off-policy correction"),
     "policy/correction_dropped": Metric("fraction", "tokens that the correction leaves out"),
-    "policy/degenerate_groups": Metric("prompts", "whose completions have one and the same reward"),
+    "policy/degenerate_groups": Metric(
+        "prompts", "whose rewarded completions have one and the same task reward, before penalties"
+    ),
     "policy/refills": Metric("times", "that the batch was sampled beyond the first time"),
     "policy/prompts_replaced": Metric("prompts", "sampled, and left out by dynamic sampling"),
-    "policy/unscored_groups": Metric("prompts", "of which no two completions have a reward"),
+    "policy/unscored_groups": Metric("prompts", "of which no completion has a reward"),
     "similarity/groups_per_prompt": Metric("groups", "mean number of clusters of a prompt"),
     "similarity/singleton_fraction": Metric("fraction", "completions alone in their cluster"),
     "similarity/silhouette": Metric("1", "mean silhouette of the prompts that are split"),
