@@ -20,6 +20,8 @@ from jaxrl.errors import UserError
 
 EPS = 1e-6
 """Added to a standard deviation before it divides."""
+MAX_OPD_GAP = 20.0
+"""Nats: the gap of student and teacher at one token counts up to this in `opd_advantages`."""
 TOLERANCE = 1e-6
 """A group whose rewards have a smaller standard deviation has no differences to learn from."""
 
@@ -181,6 +183,20 @@ def soft_overlong(
     return -np.clip((np.asarray(lengths, np.float64) - free) / cache_tokens, 0, 1)
 
 
+def opd_gap(
+    logprobs: Float[Array, "B T"],
+    teacher_logprobs: Float[Array, "B T"],
+    mask: Bool[Array, "B T"],
+) -> Float[Array, "B T"]:
+    """log Q(y_t) - log P(y_t), nats, unbounded; 0 where masked. No gradient.
+
+    A token beyond the teacher's vocabulary, or one that a remote teacher reports as impossible, has
+    a gap of thousands of nats or more: `opd_advantages` clamps it.
+    """
+    gap = jnp.asarray(logprobs) - jnp.asarray(teacher_logprobs)
+    return jax.lax.stop_gradient(jnp.where(jnp.asarray(mask).astype(bool), gap, 0))
+
+
 def opd_advantages(
     advantages: Any,
     logprobs: Float[Array, "B T"],
@@ -189,10 +205,11 @@ def opd_advantages(
     *,
     coef: float = 1.0,
 ) -> Float[Array, "B T"]:
-    """A_t = A - coef (log Q(y_t) - log P(y_t)): on-policy distillation as an advantage.
+    """A_t = A - coef clamp(log Q(y_t) - log P(y_t), +-20): on-policy distillation as an advantage.
 
-    With A = 0, the sampled reverse KL(student || teacher). Per token: of the sequence losses, only
-    gspo_token takes it. 0 where masked; no gradient.
+    With A = 0 and where nothing is clamped, the sampled reverse KL(student || teacher). The clamp
+    keeps a single token, impossible under the teacher, from being the whole gradient of a batch.
+    Per token: of the sequence losses, only gspo_token takes it. 0 where masked; no gradient.
 
     Args:
         advantages: [B] or [B, T], of the task.
@@ -204,5 +221,5 @@ def opd_advantages(
     task = jnp.asarray(advantages, jnp.float32)
     if task.ndim == 1:
         task = jnp.broadcast_to(task[:, None], mask.shape)
-    gap = jnp.where(mask, jnp.asarray(logprobs) - jnp.asarray(teacher_logprobs), 0)
+    gap = jnp.clip(opd_gap(logprobs, teacher_logprobs, mask), -MAX_OPD_GAP, MAX_OPD_GAP)
     return jax.lax.stop_gradient(jnp.where(mask, task, 0) - coef * gap)

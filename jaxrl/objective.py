@@ -13,12 +13,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxrl.advantages import opd_advantages
+from jaxrl.advantages import MAX_OPD_GAP, opd_advantages, opd_gap
 from jaxrl.config import Config
 from jaxrl.losses.aggregation import Aggregation, token_mean, token_metric
 from jaxrl.losses.correction import Correction, correct, diagnostics, make_correction
+from jaxrl.losses.divergence import Sums
 from jaxrl.losses.head import logprobs_and_entropy_from_hidden
 from jaxrl.losses.kl import kl_term
 from jaxrl.losses.policy import (
@@ -106,16 +108,17 @@ def policy_objective(config: Config, mesh: Mesh, vocab_size: int) -> Evaluate:
         if batch.old_logprobs is not None:
             start = batch.old_logprobs
         corrected = correct(correction, start, batch.sampler_logprobs, mask)
-        advantages = batch.advantages
+        advantages, opd = batch.advantages, Sums()
         if p.opd_coef > 0:
             assert batch.teacher is not None
-            told = batch.teacher.token_logprobs
-            advantages = opd_advantages(advantages, start, told, mask, coef=p.opd_coef)
+            gap = (start, batch.teacher.token_logprobs, mask)
+            advantages = opd_advantages(advantages, *gap, coef=p.opd_coef)
+            opd = {"opd_clamped": token_metric(jnp.abs(opd_gap(*gap)) > MAX_OPD_GAP, mask)}
         old, weights = start, None if p.correction == "none" else corrected.weights
         if p.bypass:
             old = batch.sampler_logprobs
         total, _, metrics = policy_loss(objective, logprobs, old, advantages, mask, weights)
-        metrics |= corrected.sums | {"entropy": token_metric(entropy, mask)}
+        metrics |= corrected.sums | opd | {"entropy": token_metric(entropy, mask)}
         loss = config.policy_weight * _mean(total, objective.aggregation, totals)
         if p.kl_coef > 0:
             total, _, more = kl_term(

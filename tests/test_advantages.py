@@ -146,5 +146,8 @@ def test_distillation_as_advantage_by_hand():
     holes = np.where(mask, student, -np.inf), np.where(mask, teacher, np.nan)
     got = opd_advantages(np.array([1.0]), *holes, mask, coef=0.5)
     np.testing.assert_allclose(got, [[1 - np.log(2) / 2, 1 + np.log(2), 0]], rtol=1e-5)
+    far = np.where(mask, [[-1e30, -np.inf, 0]], teacher)
+    clamped = opd_advantages(np.array([1.0]), holes[0], far, mask, coef=0.5)
+    np.testing.assert_array_equal(clamped, [[1 - 10, 1 - 10, 0]])
     per_token = opd_advantages(np.array([[1.0, 2.0, np.nan]]), *holes, mask)
     np.testing.assert_allclose(per_token, [[1 - np.log(2), 2 + 2 * np.log(2), 0]], rtol=1e-5)

@@ -216,6 +216,27 @@ def test_opd_without_rewards_is_the_gradient_of_the_sampled_reverse_kl():
     assert differ(expected, jax.tree.map(jnp.zeros_like, expected), by=1e-2)
 
 
+def test_a_token_that_the_teacher_calls_impossible_does_not_own_the_batch():
+    """Its gap counts as 20 nats, whatever stands there, and is counted."""
+    hidden, kernel, batch, teacher_head = arrays()
+    told = []
+    for theirs in (-1e30, -np.inf, -9991.0):
+        teacher = TeacherSignal(token_logprobs=batch.teacher.token_logprobs.at[0, 0].set(theirs))
+        broken = replace(batch, teacher=teacher)
+        told.append(gradient("dapo", *OPD, batch=broken))
+        cfg = config("dapo", *OPD)
+        _, (sums, _) = mean_loss(cfg, hidden, kernel, broken, teacher_head)
+        total, count = sums["policy/opd_clamped"]
+        assert total == 1 and count == batch.sequences.loss_mask.sum()
+    start = batch.old_logprobs[0, 0]
+    by_hand = batch.teacher.token_logprobs.at[0, 0].set(start - 20)
+    at_20 = replace(batch, teacher=TeacherSignal(token_logprobs=by_hand))
+    for each in told:
+        assert_close(each, gradient("dapo", *OPD, batch=at_20), 1e-6)
+    _, (sums, _) = mean_loss(config("dapo", *OPD), hidden, kernel, batch, teacher_head)
+    assert sums["policy/opd_clamped"][0] == 0
+
+
 def test_opd_of_whole_sequences_is_refused_before_the_start():
     with pytest.raises(ValueError, match=r"opd_coef=1 weighs single tokens.*gspo_token"):
         configured(config("gspo", *OPD))

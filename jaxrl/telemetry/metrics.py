@@ -116,6 +116,9 @@ METRICS: dict[str, Metric] = {
     "policy/kl_k2": Metric("nats/token", "KL(policy||reference), k2"),
     "policy/kl_k3": Metric("nats/token", "KL(policy||reference), k3"),
     "policy/entropy": Metric("nats/token", "mean entropy of the policy's next token"),
+    "policy/opd_clamped": Metric(
+        "fraction", "tokens whose gap to the teacher is beyond 20 nats, and counts as 20"
+    ),
     "policy/mismatch_k3": Metric("nats/token", "KL(policy that sampled||policy at the start), k3"),
     "policy/mismatch_chi2": Metric("1", "E[rho^2] - 1 of the ratio of these two"),
     "policy/mismatch_ess": Metric("fraction", "of the tokens, that the batch is worth"),
