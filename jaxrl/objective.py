@@ -79,6 +79,8 @@ def configured_correction(config: Config) -> Correction:
 
 def objective_notes(config: Config) -> list[str]:
     """What a reader of the config should know."""
+    if config.policy.bypass:  # the ratio is to the policy that sampled: it differs from 1
+        return []
     told = clip_never_acts(configured(config), config.updates_per_batch)
     return [] if told is None else [f"algorithm={config.algorithm}: {told}"]
 

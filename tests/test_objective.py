@@ -16,7 +16,7 @@ from jaxrl.data.batch import make_rollout
 from jaxrl.losses.policy import PRESETS
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import init_params
-from jaxrl.objective import configured, policy_objective
+from jaxrl.objective import configured, objective_notes, policy_objective
 from jaxrl.rewards.scoring import RewardReport
 from jaxrl.roles.actor import Actor
 from jaxrl.roles.reference import Reference
@@ -165,6 +165,13 @@ def test_with_one_update_the_start_of_the_batch_is_the_policy_in_training(algori
     _, (sums, _) = mean_loss(cfg, hidden, kernel, without, teacher_head)
     total, count = sums["policy/ratio"]
     assert float(total) == float(count) and float(sums["policy/clip_fraction"][0]) == 0
+
+
+def test_no_run_with_bypass_is_said_to_have_a_clip_that_never_acts():
+    """Its ratio is to the policy that sampled, so that one update does not make it 1."""
+    for asked in (["actor.minibatches=1"], ["policy.clip_low=0.2"]):
+        assert objective_notes(config("gspo", *asked))
+        assert not objective_notes(config("gspo", *asked, "policy.bypass=true"))
 
 
 def test_bypass_takes_the_sampler_for_the_start_of_the_batch():
