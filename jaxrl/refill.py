@@ -142,8 +142,11 @@ def _merged(
 
 def _each_reward(groups: Sequence[_Group]) -> dict[str, np.ndarray]:
     """Name -> that reward of all completions."""
-    names = groups[0].report.per_reward
-    return {n: _joined(groups, lambda report, n=n: report.per_reward[n]) for n in names}
+
+    def one(name: str) -> np.ndarray:
+        return _joined(groups, lambda report: report.per_reward[name])
+
+    return {name: one(name) for name in groups[0].report.per_reward}
 
 
 def _joined(groups: Sequence[_Group], of: Callable[[RewardReport], Any]) -> np.ndarray:

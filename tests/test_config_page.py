@@ -165,10 +165,6 @@ SHOWN_BY = {
         "test_train.py",
         "test_a_run_that_diverges_ends_with_exit_code_1_and_keeps_the_batch",
     ),
-    "policy.scale_by_std": (
-        "test_objective.py",
-        "test_advantages_are_those_of_the_groups_and_padding_has_none",
-    ),
     "policy.max_refills": (
         "test_rl.py",
         "test_prompts_that_teach_nothing_are_replaced_as_often_as_allowed",
