@@ -4,7 +4,8 @@
         + policy.kl_coef * KL(policy || reference) - policy.entropy_coef * entropy
 
 Each term is divided by its own count over the whole update: tokens or sequences, as its aggregation
-says. All log-probs are at the temperature of sampling.
+says. The divergence is of every token that trains; the other terms are of those that
+`TrainBatch.policy_mask` keeps. All log-probs are at the temperature of sampling.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def policy_objective(config: Config, mesh: Mesh, vocab_size: int) -> Evaluate:
         frozen: Mapping[str, Any],
         totals: Totals,
     ) -> Any:
-        mask = batch.sequences.loss_mask
+        mask = batch.policy_mask
         logprobs, entropy = logprobs_and_entropy_from_hidden(
             hidden, kernel, completion_tokens(batch.sequences), mask=mask, **options
         )
@@ -141,7 +142,7 @@ def policy_objective(config: Config, mesh: Mesh, vocab_size: int) -> Evaluate:
             loss += config.distill_weight * total / totals.tokens
             told |= {f"distill/{name}": pair for name, pair in more.items()}
         # The actor divides by the sum of the counts, which is totals.tokens.
-        pair = (loss * totals.tokens, mask.sum(dtype=loss.dtype))
+        pair = (loss * totals.tokens, batch.sequences.loss_mask.sum(dtype=loss.dtype))
         maxima = {f"policy/{name}": value for name, value in corrected.maxima.items()}
         return pair, told, maxima
 
@@ -150,7 +151,8 @@ def policy_objective(config: Config, mesh: Mesh, vocab_size: int) -> Evaluate:
 
 def _mean(total: jax.Array, aggregation: Aggregation, totals: Totals) -> jax.Array:
     """A micro-batch's share of the mean that the aggregation stands for."""
-    return total / (totals.tokens if aggregation is token_mean else totals.sequences)
+    by_token = aggregation is token_mean
+    return total / (totals.policy_tokens if by_token else totals.policy_sequences)
 
 
 def policy_metrics(sums: Mapping[str, Any], maxima: Mapping[str, Any]) -> dict[str, float]:

@@ -25,7 +25,8 @@ def prepare_rewarded(config: Config) -> Prepare:
     """How a batch of rewarded completions becomes a training batch.
 
     A completion without a reward is in no statistic and has advantage 0. A truncated one may be
-    masked, as `reward.truncated` says: its reward still counts for the others of its prompt.
+    left out, as `reward.truncated` says: its reward still counts for the others of its prompt. What
+    is left out, by that or by dynamic sampling, is left out of the policy loss only.
     """
 
     def prepare(rollout: Rollout, scores: Mapping[str, Any]) -> tuple[TrainBatch, dict[str, float]]:
@@ -50,13 +51,16 @@ def prepare_rewarded(config: Config) -> Prepare:
         if len(trained):
             metrics["reward/trained_mean"] = float(trained.mean())
         sequences = rollout.sequences
-        sequences = replace(sequences, loss_mask=np.asarray(sequences.loss_mask) & keep[:, None])
+        if config.distill_weight == 0:  # else the teacher has something to say of every completion
+            loss_mask = np.asarray(sequences.loss_mask) & keep[:, None]
+            sequences = replace(sequences, loss_mask=loss_mask)
         batch = TrainBatch(
             sequences,
             join_parts(scores["teacher"]) if "teacher" in scores else None,
             rollout.sampler_logprobs,
             advantages.astype(np.float32),
             reference if config.policy.kl_coef > 0 else None,
+            in_policy=keep,
         )
         return batch, metrics
 

@@ -141,6 +141,15 @@ class TrainBatch:
     old_logprobs: Array = None
     """[B, C] float32, nats, under the policy at the start of the batch; None where that is the
     policy in training, because there is one update."""
+    in_policy: Array = None
+    """[B] bool: rows of the policy loss and of what goes with it (KL, entropy); None: all. The
+    others train on the divergence from a teacher only."""
+
+    @property
+    def policy_mask(self) -> Array:
+        """[B, C] bool: tokens of the policy loss."""
+        mask = self.sequences.loss_mask
+        return mask if self.in_policy is None else mask & self.in_policy[..., None]
 
 
 @jax.tree_util.register_dataclass
@@ -149,8 +158,10 @@ class Totals:
     """What the terms of one update are divided by, over all its micro-batches and devices."""
 
     tokens: Array
-    """Scalar: tokens that train."""
-    sequences: Array
+    """Scalar: tokens that train, in whichever loss; the divergence from a teacher has them all."""
+    policy_tokens: Array
+    """Scalar: tokens of the policy loss."""
+    policy_sequences: Array
     """Scalar: sequences with such a token."""
 
 

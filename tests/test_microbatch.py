@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxrl.roles.microbatch import minibatch_rows, split_rows
+from jaxrl.roles.microbatch import ROOMS, minibatch_rows, room, split_rows
 
 
 def lengths(n, seed=0):
@@ -25,6 +25,48 @@ def test_order_is_drawn_from_the_seed_alone():
     a, b, c = (minibatch_rows(n, 4, (0, step, 0)) for step in (3, 3, 4))
     assert all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
     assert not all(np.array_equal(x, y) for x, y in zip(a, c, strict=True))
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_minibatches_have_equal_signal(count):
+    """Rows of one signal are dealt as evenly as all of them."""
+    n = lengths(41)
+    signal = np.random.default_rng(1).integers(0, 3, 41)
+    parts = minibatch_rows(n, count, (0, 1, 2), signal)
+    assert sorted(np.concatenate(parts)) == list(np.flatnonzero(n > 0))
+    for held in ([len(part) for part in parts], *_counts(parts, signal)):
+        assert max(held) - min(held) <= 1
+
+
+def _counts(parts, signal):
+    return [[int((signal[part] == value).sum()) for part in parts] for value in range(3)]
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_where_nothing_trains_there_is_one_empty_minibatch(count):
+    (part,) = minibatch_rows(np.zeros(8, int), count, (0, 1, 2))
+    assert part.size == 0
+    split = split_rows(part, np.zeros(8, int), 2, 2, padded=2)
+    assert (split == -1).all() and split.shape == (1, 2)
+
+
+@pytest.mark.parametrize("most", [1, 3, 7, 64])
+def test_a_minibatch_is_padded_to_one_of_few_sizes(most):
+    sizes = [room(rows, most) for rows in range(most + 1)]
+    assert len(set(sizes)) <= ROOMS and sizes[-1] == most and min(sizes) >= 1
+    extra = [size - max(rows, 1) for rows, size in enumerate(sizes)]
+    assert min(extra) >= 0 and max(extra) <= most / ROOMS
+
+
+@pytest.mark.parametrize(("size", "shards"), [(4, 1), (8, 2), (3, 2)])
+def test_the_shape_of_micro_batches_follows_from_the_room_alone(size, shards):
+    n = lengths(53, seed=1)
+    rows, shapes = np.flatnonzero(n > 0), set()
+    for left in (17, 20, 24):
+        split = split_rows(rows[:left], n, size, shards, padded=24)
+        assert sorted(split[split >= 0].tolist()) == rows[:left].tolist()
+        shapes.add(split.shape)
+    assert len(shapes) == 1
 
 
 @pytest.mark.parametrize(("size", "shards"), [(4, 1), (8, 2), (16, 4), (64, 8), (3, 2)])

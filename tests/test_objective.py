@@ -76,8 +76,9 @@ def arrays():
 
 def mean_loss(cfg, hidden, kernel, batch, teacher_head):
     evaluate = policy_objective(cfg, make_mesh(1, 1, 1), V)
-    mask = batch.sequences.loss_mask
-    totals = Totals(mask.sum(dtype=jnp.float32), mask.any(-1).sum(dtype=jnp.float32))
+    mask, policy = batch.sequences.loss_mask, batch.policy_mask
+    counts = mask.sum(), policy.sum(), policy.any(-1).sum()
+    totals = Totals(*(count.astype(jnp.float32) for count in counts))
     frozen = {"teacher_head": teacher_head}
     (total, count), sums, maxima = evaluate(hidden, kernel, batch, frozen, totals)
     return total / count, (sums, maxima)
@@ -341,9 +342,9 @@ def test_dropped_groups_train_nothing_and_the_others_as_before():
     off, _ = prepared("grpo")
     drop, told = prepared("grpo", "policy.dynamic_sampling=drop")
     np.testing.assert_array_equal(off.advantages, drop.advantages)
-    before, after = (np.asarray(b.sequences.loss_mask).any(-1) for b in (off, drop))
-    lost = np.flatnonzero(before & ~after)
-    assert lost.tolist() == [*range(DEGENERATE * G, DEGENERATE * G + G)]
+    for mask in (drop.sequences.loss_mask, drop.policy_mask):
+        lost = np.flatnonzero(np.asarray(off.policy_mask).any(-1) & ~np.asarray(mask).any(-1))
+        assert lost.tolist() == [*range(DEGENERATE * G, DEGENERATE * G + G)]
     assert told["policy/degenerate_groups"] == 1
 
 
@@ -351,14 +352,26 @@ def test_truncated_completions_are_compared_but_not_trained_on():
     kept, _ = prepared("grpo")
     masked, _ = prepared("grpo", "reward.truncated=mask")
     np.testing.assert_array_equal(kept.advantages, masked.advantages)
-    cut = [c.finish_reason == "length" for c in rollout().completions]
-    assert any(cut) and not all(cut)
-    trained = np.asarray(masked.sequences.loss_mask)[: len(cut)].any(-1)
-    np.testing.assert_array_equal(trained, ~np.asarray(cut))
-    whole = np.asarray(kept.sequences.loss_mask)[: len(cut)][trained]
-    np.testing.assert_array_equal(
-        np.asarray(masked.sequences.loss_mask)[: len(cut)][trained], whole
+    cut = np.pad(
+        [c.finish_reason == "length" for c in rollout().completions], (0, rows() - GROUPS * G)
     )
+    assert cut.any() and not cut.all()
+    whole = np.asarray(kept.policy_mask) & ~cut[:, None]
+    for mask in (masked.sequences.loss_mask, masked.policy_mask):
+        np.testing.assert_array_equal(mask, whole)
+
+
+LEFT_OUT = ["policy.dynamic_sampling=drop", "reward.truncated=mask"]
+
+
+@pytest.mark.parametrize("asked", LEFT_OUT)
+def test_what_the_policy_loss_leaves_out_the_teacher_still_teaches(asked):
+    """Two masks: that of the policy loss is as without a teacher, the other has every token."""
+    alone, _ = prepared("grpo", asked)
+    both, _ = prepared("grpo", asked, *TEACHER, teacher=[teacher_signal()])
+    np.testing.assert_array_equal(both.policy_mask, alone.policy_mask)
+    np.testing.assert_array_equal(both.sequences.loss_mask, rollout().sequences.loss_mask)
+    assert np.asarray(both.policy_mask).sum() < np.asarray(both.sequences.loss_mask).sum()
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
@@ -519,7 +532,7 @@ def test_the_pass_before_the_batch_tells_the_policy_s_log_probs(tmp_path):
     batch, _ = one._prepare(rollout(), scores())
     lengths = np.asarray(batch.sequences.mask).sum(-1)
     placed = jax.device_put(batch, one._rows)
-    old = one._with_old_logprobs(placed, lengths, 1).old_logprobs
+    old = one._with_old_logprobs(placed, lengths, 1, int((lengths > 0).sum())).old_logprobs
     mask = rollout().sequences.loss_mask
     expected = completion_logprobs(
         MODEL, start(), rollout().sequences, make_mesh(1, 1, 1), temperature=1.0, chunk=512
@@ -538,6 +551,74 @@ def test_dropped_groups_change_the_denominator_only(tmp_path):
     (off, all_tokens), (drop, fewer) = steps["off"], steps["drop"]
     assert fewer < all_tokens
     assert_close(off, drop, 1e-6, scale=fewer / all_tokens)
+
+
+def test_each_loss_has_its_own_mask_and_its_own_count(tmp_path):
+    """The move of a joint update is that of the policy loss without a teacher plus that of the
+    teacher without a policy loss."""
+    asked = [*LEFT_OUT, "policy.kl_coef=0.3", "actor.minibatches=1"]
+    moves = {}
+    for name, more in {
+        "policy": [],
+        "teacher": ["policy_weight=0", "policy.kl_coef=0", *TEACHER],
+        "both": TEACHER,
+    }.items():
+        params, told = updated(tmp_path, config("grpo", *asked, *more))
+        moves[name] = jax.tree.map(lambda new, old: new - np.asarray(old), params, start())
+        tokens = rollout().sequences.loss_mask.sum()
+        assert (told["actor/tokens"] == tokens) == (name != "policy")
+    summed = jax.tree.map(np.add, moves["policy"], moves["teacher"])
+    assert_close(moves["both"], summed, 1e-6)
+    assert differ(moves["both"], moves["teacher"], by=1e-4)
+
+
+def seen_by_updates(one):
+    """The rows of each update of an actor, [n, b], -1 where there is none."""
+    real, seen = one._update, []
+
+    def update(state, frozen, batch, index, group):
+        seen.append(np.asarray(index))
+        return real(state, frozen, batch, index, group)
+
+    update.lower = real.lower
+    one._update = update
+    return seen
+
+
+def with_degenerate(count):
+    """Rewards of which the first so many groups have no differences."""
+    values = np.tile(np.arange(G, dtype=float), GROUPS)
+    values[: count * G] = 1
+    return np.concatenate([values, np.full(rows() - GROUPS * G, np.nan)])
+
+
+def test_dropped_rows_are_not_computed_and_few_programs_are_compiled(tmp_path):
+    """15 rows of five groups: 12 and 9 of them are both padded to 12."""
+    one = actor(config("grpo", LEFT_OUT[0]), make_mesh(1, 1, 1), tmp_path)
+    compiled, seen = one._update, seen_by_updates(one)
+    for step, dropped in enumerate((0, 1, 2, 1)):
+        one.update(rollout(), scores(with_degenerate(dropped)), step=step)
+        index = seen.pop()
+        assert not seen and index[index >= 0].tolist() == [*range(dropped * G, GROUPS * G)]
+        assert index.size == (15, 12, 12)[dropped]
+    assert compiled._cache_size() == 2
+
+
+@pytest.mark.parametrize("teacher", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_minibatches_have_equal_signal_whatever_is_dropped(teacher, tmp_path):
+    """Rows of the policy loss, and rows in all; no row trains twice."""
+    asked = [LEFT_OUT[0], "actor.minibatches=3", *(TEACHER if teacher else [])]
+    cfg = config("gspo", *asked)
+    one = actor(cfg, make_mesh(1, 1, 1), tmp_path)
+    seen = seen_by_updates(one)
+    given = scores(with_degenerate(2), teacher=[teacher_signal()])
+    one.update(rollout(), given, step=0)
+    parts = [index[index >= 0] for index in seen]
+    signal = [int((part >= 2 * G).sum()) for part in parts]
+    assert signal == [3, 3, 3] and len({index.shape for index in seen}) == 1
+    assert [len(part) for part in parts] == ([5, 5, 5] if teacher else signal)
+    first = 0 if teacher else 2 * G
+    assert sorted(np.concatenate(parts).tolist()) == [*range(first, GROUPS * G)]
 
 
 def test_a_batch_that_teaches_nothing_changes_nothing(tmp_path):

@@ -267,6 +267,18 @@ def test_prompts_that_teach_nothing_are_replaced_as_often_as_allowed(student, tm
     assert len(dull) <= result.metrics[2]["policy/degenerate_groups"]
 
 
+def test_a_refilled_batch_is_distilled_at_the_tokens_the_policy_ranks_highest(
+    student, teacher, tmp_path
+):
+    asked = ["algorithm=dapo", "policy.max_refills=1", "steps=1", "actor.minibatches=1", "seed=3"]
+    asked += [f"teacher.model={teacher}", "distill_weight=1", "distill.signal=student_topk"]
+    asked += ["distill.top_k=4", "mesh=actor=1,rollout=1,teacher=1"]
+    (row,) = run(student, tmp_path / "run", *asked, function(tmp_path, FIRST)).metrics[1:]
+    assert row["policy/refills"] == 1 and row["policy/prompts_replaced"] > 0
+    assert row["distill/divergence"] > 0 and 0 < row["distill/student_tail_mass"] < 1
+    assert row["actor/tokens"] == row["tokens/generated"]  # the teacher's share drops nothing
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["gspo", "grpo", "dapo"])
 def test_what_is_rewarded_is_learned(student, tmp_path, algorithm):

@@ -23,7 +23,13 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Params, abstract_params, cast, unstack
 from jaxrl.models.hf import save_hf
 from jaxrl.optimizer import learning_rate, make_optimizer, state_shardings
-from jaxrl.roles.microbatch import minibatch_rows, rows_of_groups, shared_group, split_rows
+from jaxrl.roles.microbatch import (
+    minibatch_rows,
+    room,
+    rows_of_groups,
+    shared_group,
+    split_rows,
+)
 from jaxrl.runtime.worker import phase
 from jaxrl.sharding.ledger import buffer, current
 from jaxrl.sharding.mesh import leads
@@ -170,15 +176,20 @@ class Actor:
         """
         c = self.config.actor
         batch, prepared = self._prepare(rollout, scores)
-        lengths = np.asarray(batch.sequences.mask).sum(-1)
+        tokens = np.asarray(batch.sequences.mask).sum(-1)
+        lengths = np.where(np.asarray(batch.sequences.loss_mask).any(-1), tokens, 0)
         with phase("place the batch"):
             placed = reshard(batch, self._rows)
             current().put("actor.batch", placed)
         sequences, minibatches = batch.sequences, self.config.minibatches
         group = shared_group(sequences, self.config.group_size, minibatches, c.micro_batch_tokens)
-        units = lengths.reshape(-1, group).sum(-1)
+        units, signal = (
+            x.reshape(-1, group).sum(-1) for x in (lengths, np.asarray(batch.policy_mask).any(-1))
+        )
+        live = int((tokens.reshape(-1, group).sum(-1) > 0).sum())
         if batch.advantages is not None and self.config.updates_per_batch > 1:
-            placed = self._with_old_logprobs(placed, units, group)
+            in_policy = np.where(signal > 0, units, 0)
+            placed = self._with_old_logprobs(placed, in_policy, group, live)
         totals: dict[str, list[Any]] = {}
         largest: dict[str, float] = {}
         by_row: dict[str, np.ndarray] = {}
@@ -187,9 +198,11 @@ class Actor:
         skipped = empty = 0
         for epoch in range(c.epochs_per_batch):
             seed = (self.config.seed, step, epoch)
-            for chosen in minibatch_rows(units, minibatches, seed):
+            parts = minibatch_rows(units, minibatches, seed, signal)
+            padded = room(max(map(len, parts)), -(-live // minibatches))
+            for chosen in parts:
                 rows = rows_of_groups(chosen, group)
-                index = self._micro_batches(chosen, units, sequences, group)
+                index = self._micro_batches(chosen, units, sequences, group, padded)
                 given = (self.state, self._frozen, placed, index, group)
                 with (
                     phase(f"update {epoch + 1}/{c.epochs_per_batch}"),
@@ -360,17 +373,23 @@ class Actor:
         return put(np.int32(value), self._everywhere)
 
     def _micro_batches(
-        self, chosen: np.ndarray, lengths: np.ndarray, sequences: Sequences, group: int
+        self,
+        chosen: np.ndarray,
+        lengths: np.ndarray,
+        sequences: Sequences,
+        group: int,
+        padded: int,
     ) -> np.ndarray:
         """[n, b] row numbers, -1 where there is none; b is a multiple of the mesh's row shards, and
-        of the rows that share a prompt.
+        of the rows that share a prompt. The shape follows from `padded` alone, the rows (or groups)
+        to make room for.
         """
         shards = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
         budget = self.config.actor.micro_batch_tokens
         completion = sequences.loss_mask.shape[1]
         width = sequences.tokens.shape[1] + (group - 1) * completion
-        size = len(chosen) if budget is None else max(1, budget // width) * shards
-        return rows_of_groups(split_rows(chosen, lengths, size, shards), group)
+        size = padded if budget is None else max(1, budget // width) * shards
+        return rows_of_groups(split_rows(chosen, lengths, size, shards, padded), group)
 
     def _make_update(self, optimizer: optax.GradientTransformation) -> Callable[..., Any]:
         spec = NamedSharding(self.mesh, PartitionSpec(None, ("data", "fsdp")))
@@ -449,8 +468,17 @@ class Actor:
 
         return jax.jit(old, static_argnums=3, out_shardings=self._rows)
 
-    def _with_old_logprobs(self, placed: TrainBatch, units: np.ndarray, group: int) -> TrainBatch:
-        index = self._micro_batches(np.flatnonzero(units > 0), units, placed.sequences, group)
+    def _with_old_logprobs(
+        self, placed: TrainBatch, units: np.ndarray, group: int, live: int
+    ) -> TrainBatch:
+        """
+        Args:
+            units: [B] or [B / group] tokens of the rows or groups of the policy loss, 0 elsewhere.
+            live: rows or groups that hold tokens, of those that train nothing too.
+        """
+        chosen = np.flatnonzero(units > 0)
+        padded = room(len(chosen), live)
+        index = self._micro_batches(chosen, units, placed.sequences, group, padded)
         with phase("log-probs before the batch"):
             given = (self.state.params, TrainBatch(placed.sequences), index, group)
             with current().running(self._old, *given):
@@ -518,9 +546,9 @@ def _take(batch: TrainBatch, rows: jax.Array, spec: NamedSharding, group: int) -
 
 def _totals(batches: TrainBatch) -> Totals:
     """Of all micro-batches [n, b, ...] together."""
-    mask = batches.sequences.loss_mask
-    tokens, sequences = mask.sum(dtype=jnp.float32), mask.any(-1).sum(dtype=jnp.float32)
-    return Totals(jnp.maximum(tokens, 1), jnp.maximum(sequences, 1))
+    mask, policy = batches.sequences.loss_mask, batches.policy_mask
+    counts = mask.sum(), policy.sum(), policy.any(-1).sum()
+    return Totals(*(jnp.maximum(count.astype(jnp.float32), 1) for count in counts))
 
 
 def _head_and_tail(batches: TrainBatch) -> tuple[TrainBatch, TrainBatch | None]:

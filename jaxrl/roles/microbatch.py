@@ -10,6 +10,8 @@ import numpy as np
 
 from jaxrl.types import Sequences
 
+ROOMS = 4
+"""So many sizes of a minibatch, and no more, are compiled: see `room`."""
 WORTH = 0.1
 """Prompts are shared where that saves at least this part of the tokens."""
 
@@ -59,22 +61,40 @@ def rows_of_groups(groups: np.ndarray, group: int) -> np.ndarray:
     return rows.reshape(*groups.shape[:-1], -1)
 
 
-def minibatch_rows(lengths: np.ndarray, count: int, seed: tuple[int, ...]) -> list[np.ndarray]:
-    """Partitions the rows that hold tokens into `count` minibatches, in an order drawn from `seed`.
+def room(rows: int, most: int) -> int:
+    """How many rows a minibatch of `rows` is padded to: a quarter, half, three quarters or all of
+    `most`, so that few programs are compiled however many rows are left out of a batch.
+    """
+    sizes = [max(1, -(-most * k // ROOMS)) for k in range(1, ROOMS + 1)]
+    return next(size for size in sizes if size >= rows)
 
-    One minibatch holds all rows in their own order. Sizes differ by at most one row.
+
+def minibatch_rows(
+    lengths: np.ndarray, count: int, seed: tuple[int, ...], signal: np.ndarray | None = None
+) -> list[np.ndarray]:
+    """Partitions the rows that train into `count` minibatches, in an order drawn from `seed`.
+
+    One minibatch holds all rows in their own order. Sizes differ by at most one row, and so does
+    the number of rows of each value of `signal`. Where nothing trains, there is one empty
+    minibatch.
 
     Args:
-        lengths: [B] tokens of each row; a row of 0 tokens is padding and is in no minibatch.
+        lengths: [B] tokens of each row; a row of 0 tokens trains nothing and is in no minibatch.
+        signal: [B] how much of the policy loss each row has, where not all have the same.
     """
     rows = np.flatnonzero(lengths > 0)
     if count == 1:
         return [rows]
     rows = np.random.default_rng(seed).permutation(rows)
-    return [part for part in np.array_split(rows, count) if len(part)]
+    if signal is not None:
+        rows = rows[np.argsort(signal[rows], kind="stable")]
+    dealt = [rows[k::count] for k in range(count)]
+    return [part for part in dealt if len(part)] or [rows]
 
 
-def split_rows(rows: np.ndarray, lengths: np.ndarray, size: int, shards: int) -> np.ndarray:
+def split_rows(
+    rows: np.ndarray, lengths: np.ndarray, size: int, shards: int, padded: int | None = None
+) -> np.ndarray:
     """Cuts a minibatch into micro-batches of equal shape whose shards hold about as many tokens
     each.
 
@@ -87,13 +107,15 @@ def split_rows(rows: np.ndarray, lengths: np.ndarray, size: int, shards: int) ->
         lengths: [B] tokens of each row of the batch.
         size: most rows in one micro-batch.
         shards: devices that share a micro-batch's rows.
+        padded: rows to make room for; None: as many as there are.
 
     Returns:
         [n, b] int32 row numbers, -1 where there is none; b a multiple of `shards`, b <= size
         rounded up to one.
     """
-    n = max(1, -(-len(rows) // size))
-    per_shard = -(-len(rows) // (n * shards))
+    padded = max(1, len(rows)) if padded is None else padded
+    n = -(-padded // size)
+    per_shard = -(-padded // (n * shards))
     bins: list[list[int]] = [[] for _ in range(n * shards)]
     tokens = np.zeros(n * shards, np.int64)
     for row in sorted(rows.tolist(), key=lambda r: (-int(lengths[r]), r)):
