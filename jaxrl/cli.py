@@ -95,7 +95,11 @@ def run_parser(prog: str, description: str) -> Parser:
         choices=("auto", "local", "ray"),
         help="workers as threads, or as Ray processes (default auto; the key launcher)",
     )
-    parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print the plan and what the run would refuse (exit code 2), and stop",
+    )
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="set a key, as in steps=10; last one wins"
     )

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl.algorithms import ALGORITHMS, learns_from_data
 from jaxrl.compile_cache import enable_compile_cache
 from jaxrl.config import Config
-from jaxrl.data.source import open_source
+from jaxrl.data.source import Split, open_source
 from jaxrl.data.stream import EvalSet, PromptStream
 from jaxrl.data.tokenizer import check_same_prompts, check_same_vocabulary, decode
 from jaxrl.errors import UserError, user_input
@@ -29,7 +29,7 @@ from jaxrl.models.decoder import Layout
 from jaxrl.models.encoder_config import find_folder, read_encoder
 from jaxrl.models.reward import open_reward
 from jaxrl.objective import configured_correction, objective_notes
-from jaxrl.plan import Plan
+from jaxrl.plan import Plan, without_weights
 from jaxrl.plan.scene import TEMPLATE_TOKENS
 from jaxrl.rewards.scoring import RewardFunctions
 from jaxrl.rewards.verifiers import Verifier, verifier
@@ -160,6 +160,37 @@ def make_job(config: Config) -> Job:
         decode(tokenizer, prompts[0].tokens).rstrip().endswith("<think>"),
         tuple(filter(None, notes)),
     )
+
+
+def check_job(config: Config) -> None:
+    """Raises the UserError that `make_job` would. Of models that have no weights here, as in a plan
+    for another machine, only `config.json` is known: data and reward functions are checked alone.
+    """
+    if not without_weights(config):
+        make_job(config)
+        return
+    for label, sources, split in _data_sources(config):
+        open_source(sources, config.seed, split, keys(config), label)
+    if config.learns_from_rewards:
+        with user_input("policy"):
+            configured_correction(config)
+        with RewardFunctions(
+            config.rewards, config.max_new_tokens, config.deadlines.startup
+        ) as rewards:
+            rewards.pool.signatures()
+
+
+def _data_sources(config: Config) -> Iterator[tuple[str, Sequence[str], Split]]:
+    """Key, sources and split of all that a run reads."""
+    d = config.data
+    yield "data.train", d.train, "train"
+    if d.few_shot is not None:
+        yield "data.few_shot", d.few_shot, "train"
+    if isinstance(d.eval, dict):
+        for name, sources in d.eval.items():
+            yield f"data.eval.{name}", sources, "eval"
+    elif d.eval is not None:
+        yield "data.eval", d.eval, "eval"
 
 
 def _check_rewards(config: Config, train: PromptStream) -> list[str]:

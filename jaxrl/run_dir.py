@@ -71,12 +71,22 @@ def open_run_dir(config: Config, fingerprint: str) -> Iterator[RunDir]:
     Raises:
         UserError: it cannot be made or written, is in use, or holds another run.
     """
-    path = _choose(config)
-    if config.resume == "must" and not _holds_run(path):
-        raise UserError(f"run_dir={path} holds no run to go on with, and resume=must")
+    path = check_run_dir(config)
     _make(path)
     with _locked(path):
         yield find_run(path, config, fingerprint)
+
+
+def check_run_dir(config: Config) -> Path:
+    """The folder that the run would use; nothing is made or changed.
+
+    Raises:
+        UserError: `resume` does not allow what it holds.
+    """
+    path = _choose(config)
+    if config.resume == "must" and not _holds_run(path):
+        raise UserError(f"run_dir={path} holds no run to go on with, and resume=must")
+    return path
 
 
 def _choose(config: Config) -> Path:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,14 +23,22 @@ from jaxrl.data.tokenizer import decode
 from jaxrl.errors import RunError, UserError
 from jaxrl.inputs import held_out_notes
 from jaxrl.interrupt import Interrupt, Interrupted
-from jaxrl.launch import Job, devices_for, make_job, make_setup, start_roles
+from jaxrl.launch import Job, check_job, devices_for, make_job, make_setup, start_roles
 from jaxrl.loop import Loop
 from jaxrl.model import FINAL
 from jaxrl.plan import Plan, make_plan
 from jaxrl.plan.record import plan_json
 from jaxrl.records import Records
 from jaxrl.registry import Registration, registered
-from jaxrl.run_dir import CONFIG_FILE, PLAN_DATA_FILE, PLAN_FILE, RunDir, find_run, open_run_dir
+from jaxrl.run_dir import (
+    CONFIG_FILE,
+    PLAN_DATA_FILE,
+    PLAN_FILE,
+    RunDir,
+    check_run_dir,
+    find_run,
+    open_run_dir,
+)
 from jaxrl.runtime.worker import Crew, OutOfMemory, RunLost
 from jaxrl.splits import run_advice
 from jaxrl.telemetry.console import Console
@@ -64,14 +72,38 @@ class Result:
 
 
 def dry_run(config: Config) -> Plan:
-    """The plan of a run: the devices of each role, its mesh axes and its bytes.
+    """The plan of a run: the devices of each role, its mesh axes and its bytes; and what the run
+    would refuse.
 
     Its `text()` is what `--dry-run` prints. No weight is read, nothing is written.
 
     Raises:
         UserError: what cannot be placed.
     """
+    plan = plan_run(config)
+    return replace(plan, refusals=refusals(config))
+
+
+def plan_run(config: Config) -> Plan:
+    """The plan alone, from the models' `config.json` and the devices."""
     return make_plan(config, needed_roles(config), devices_for(config))
+
+
+def refusals(config: Config) -> tuple[str, ...]:
+    """What the run would refuse before it reads a weight: data, tokenizers, rewards, trackers, run
+    directory. Each check ends at its first error.
+    """
+    found = []
+    for check in (
+        partial(check_trackers, config.logging),
+        partial(check_run_dir, config),
+        partial(check_job, config),
+    ):
+        try:
+            check()
+        except (UserError, RunError) as error:
+            found.append(f"the run would be refused: {error}")
+    return tuple(found)
 
 
 def train(config: Config) -> Result:
@@ -150,7 +182,7 @@ def prepare_run(config: Config) -> tuple[Job, Plan]:
     """All that can be checked before a weight is read."""
     check_trackers(config.logging)
     enable_compile_cache(config.compile_cache)
-    plan = dry_run(config)
+    plan = plan_run(config)
     if plan.hopeless:
         told = (*plan.verdict[:1], *plan.advice[:3], "--dry-run shows the plan")
         raise UserError("\n".join(told))
@@ -307,10 +339,23 @@ def summary(
     return lines
 
 
+def print_plan(config: Config) -> None:
+    """Prints the plan at once, and then looks for what the run would refuse.
+
+    Raises:
+        UserError: the plan does not fit, or the run would be refused.
+    """
+    plan = plan_run(config)
+    print(plan.text(), flush=True)
+    found = [*plan.misfit, *refusals(config)]
+    if found:
+        raise UserError("\n".join(found))
+
+
 def main(argv: Sequence[str]) -> None:
     arguments = cli.parse_run(argv, prog="python -m jaxrl.train", description=__doc__ or "")
     if arguments.dry_run:
-        print(dry_run(arguments.config).text())
+        print_plan(arguments.config)
         return
     train(arguments.config)
 

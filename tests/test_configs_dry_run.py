@@ -89,6 +89,16 @@ LONGEST_S = 60
 """Of a dry run; it takes about 4 on a free laptop, and may take 20."""
 
 
+HERE = ["data.train=arithmetic", "data.eval=arithmetic"]
+"""Data that are there, in place of the configs' own."""
+
+
+@pytest.fixture
+def large_host(monkeypatch):
+    """A host on whose emulated devices everything fits: it says nothing about GPUs."""
+    monkeypatch.setattr("jaxrl.sharding.mesh.host_available", lambda: 10**13)
+
+
 def models(folder: Path) -> list[str]:
     """Overrides that name a student and a teacher of which there is only the config.json."""
     found = []
@@ -100,13 +110,24 @@ def models(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("split", ["2-2-4", "1-3-4"])
-def test_eight_gpu_configs_are_planned_from_config_json_alone(split, tmp_path, capsys):
+def test_eight_gpu_configs_are_planned_from_config_json_alone(split, large_host, tmp_path, capsys):
     config = str(CONFIGS / f"qwen2.5_7b_to_1.5b_{split}.yaml")
-    assert cli.run(main, ["--config", config, "--dry-run", *models(tmp_path)]) == 0
+    assert cli.run(main, ["--config", config, "--dry-run", *models(tmp_path), *HERE]) == 0
     told = capsys.readouterr().out
     actor, rollout, teacher = split.split("-")
     assert f"actor={actor},rollout={rollout},teacher={teacher}" in told
     assert "on GPUs of 80 GB, of which jax takes 75%: fits" in told
+    assert "teacher.model: no weights here, only a config.json" in told
+
+
+def test_a_plan_that_does_not_fit_ends_with_2_after_its_table(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("jaxrl.sharding.mesh.host_available", lambda: 8 * 10**9)
+    config = str(CONFIGS / "qwen2.5_7b_to_1.5b_2-2-4.yaml")
+    assert cli.run(main, ["--config", config, "--dry-run", *models(tmp_path), *HERE]) == 2
+    told = capsys.readouterr()
+    assert re.search(r"^ .* teacher .* cpu 4-7", told.out, re.MULTILINE)
+    assert "does not fit" in told.err and "=" in told.err
+    assert "the run would be refused" not in told.err
 
 
 def model_folder(folder: Path, name: str) -> str:
@@ -124,7 +145,7 @@ REWARDED += sorted(path.stem for path in CONFIGS.glob("qwen*_similarity_*.yaml")
 
 
 @pytest.mark.parametrize("name", REWARDED)
-def test_configs_that_learn_from_rewards_are_planned_and_fit(name, tmp_path, capsys):
+def test_configs_that_learn_from_rewards_are_planned_and_fit(name, large_host, tmp_path, capsys):
     """Every role with its devices and bytes, those on a slice and those that take turns too."""
     config = Config.load(CONFIGS / f"{name}.yaml")
     assert config.name == name
@@ -136,7 +157,7 @@ def test_configs_that_learn_from_rewards_are_planned_and_fit(name, tmp_path, cap
     given = {key: model_folder(tmp_path, Path(path).name) for key, path in keys.items() if path}
     asked = [f"{key}={path}" for key, path in given.items()]
     path = str(CONFIGS / f"{name}.yaml")
-    assert cli.run(main, ["--config", path, "--dry-run", *asked]) == 0
+    assert cli.run(main, ["--config", path, "--dry-run", *asked, *HERE]) == 0
     told = capsys.readouterr().out
     assert "on GPUs of 80 GB, of which jax takes 75%: fits" in told
     for role in needed_roles(config):
@@ -169,10 +190,11 @@ def test_a_dry_run_says_what_fits_which_gpus_and_soon(tmp_path):
     command = [sys.executable, "-m", "jaxrl.train", "--config", config, "--dry-run"]
     started = time.monotonic()
     done = subprocess.run(
-        [*command, *models(tmp_path)], capture_output=True, text=True, cwd=CONFIGS.parent
+        [*command, *models(tmp_path)], capture_output=True, text=True, cwd=tmp_path
     )
     assert time.monotonic() - started < LONGEST_S
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 2, done.stderr  # its data are not here
+    assert "the run would be refused: data.train: data/train.jsonl" in done.stderr
     lines = done.stdout.splitlines()
     (needed,) = [line for line in lines if line.startswith("each GPU needs: ")]
     need = {name: float(gb) for name, gb in re.findall(r"(\w+) ([\d.]+) GB", needed)}

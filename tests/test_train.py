@@ -172,6 +172,31 @@ def test_dry_run_prints_the_plan_and_writes_nothing(models, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
+def test_dry_run_refuses_what_the_run_would_refuse(models, tmp_path, capsys):
+    """Each with the run's own words, after the table; the run itself is never started."""
+    functions = tmp_path / "functions.py"
+    functions.write_text("def blind(prompts, **columns):\n    return [0.0] * len(prompts)\n")
+    rewarded = [models[0], "teacher.model=null", "algorithm=grpo"]
+    cases = {
+        "/nowhere.jsonl": [*models, "data.train=/nowhere.jsonl"],
+        "data.eval: /nowhere.jsonl": [*models, "data.eval=/nowhere.jsonl"],
+        "exact": [*models, "data.verifier=exakt"],
+        "no function missing": [*rewarded, f"reward.functions={functions}:missing"],
+        "no parameter `completions`": [*rewarded, f"reward.functions={functions}:blind"],
+        "holds no run to go on with": [*models, "resume=must"],
+    }
+    for told, arguments in cases.items():
+        asked = [*SHORT, *arguments, f"run_dir={tmp_path / 'run'}"]
+        assert cli.run(main, [*asked, "--dry-run"]) == 2, told
+        planned = capsys.readouterr()
+        assert "rollout" in planned.out
+        assert told in planned.err and "the run would be refused: " in planned.err
+        assert cli.run(main, asked) == 2, told
+        refused = capsys.readouterr().err.removeprefix("error: ")
+        assert refused.splitlines()[0] in planned.err
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("override", "told"),
     [

@@ -22,7 +22,7 @@ from jaxrl.config import Config
 from jaxrl.model import resolve_model
 from jaxrl.models import hf
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.encoder_config import find_folder, read_encoder
+from jaxrl.models.encoder_config import WEIGHTS, find_folder, read_encoder
 from jaxrl.models.reward import read_reward
 from jaxrl.plan.advice import advise, relief, room, set_key
 from jaxrl.plan.scene import PoolMemory, Scene, optimizer_bytes, parallel, sections
@@ -59,6 +59,8 @@ class Plan:
     advice: tuple[str, ...]
     relief: Callable[[str], list[str]]
     """Role -> keys to change where it runs out of memory though the plan says otherwise."""
+    refusals: tuple[str, ...] = ()
+    """What the run would refuse before it reads a weight; `dry_run` looks for it."""
 
     @property
     def runs(self) -> tuple[str, ...]:
@@ -70,6 +72,13 @@ class Plan:
     def fits(self) -> bool:
         """True where no device is known to be too small."""
         return all(pool.fits for pool in self.pools)
+
+    @property
+    def misfit(self) -> tuple[str, ...]:
+        """The verdict and what to change, where a device is known to be too small."""
+        if self.fits:
+            return ()
+        return (*self.verdict[:1], *(self.advice[:3] or ("see the table above",)))
 
     @property
     def hopeless(self) -> bool:
@@ -103,7 +112,8 @@ class Plan:
         )
         console.print(self.table)
         lines = [line.rstrip() for line in out.getvalue().splitlines() if line.strip()]
-        return "\n".join((*lines, *self.notes, *self.verdict, *self.advice)) + "\n"
+        told = (*self.notes, *self.verdict, *self.advice, *self.refusals)
+        return "\n".join((*lines, *told)) + "\n"
 
 
 def make_plan(
@@ -150,6 +160,23 @@ def services(config: Config) -> dict[str, str]:
     if config.learns_from_rewards and config.reward.model is None:
         found["reward"] = "its functions run in processes of their own"
     return found
+
+
+def without_weights(config: Config) -> list[str]:
+    """The keys of models that are folders with a `config.json` and no weights."""
+    models = {
+        "student.model": config.student.model,
+        "teacher.model": config.teacher.model,
+        "reward.model": config.reward.model,
+        "grouper.model": config.grouper.model,
+    }
+    return [key for key, name in models.items() if name is not None and _only_described(name)]
+
+
+def _only_described(name: str) -> bool:
+    folder = Path(name).expanduser()
+    weights = any((folder / file).is_file() for file in WEIGHTS)
+    return (folder / "config.json").is_file() and not weights
 
 
 def model_config(name: str) -> DecoderConfig:
@@ -251,7 +278,10 @@ def _with_rollout_axes(
 
 def _notes(config: Config, scene: Scene, axes: Mapping[str, Axes]) -> list[str]:
     """What the mesh does to the models and to the batch without being asked."""
-    notes = []
+    notes = [
+        f"{key}: no weights here, only a config.json: planned for another machine"
+        for key in without_weights(config)
+    ]
     for role, why in services(config).items():
         notes.append(f"{role}: no devices here, {why}")
     if config.teacher.address and config.distill.signal == "hidden":
