@@ -200,6 +200,38 @@ def test_plain_and_quantised_weights_round_to_nearest(kind: str, tmp_path: Path)
     assert (error <= step * (peak if kind == "Q8_0" else np.abs(exact))).all()
 
 
+def quantisable() -> list[str]:
+    """Types that the library can write."""
+    found = []
+    for kind in TYPES:
+        try:
+            gguf.quants.quantize(np.zeros((1, 256), np.float32), kind)
+        except NotImplementedError:
+            continue
+        found.append(kind.name)
+    return found
+
+
+@pytest.mark.parametrize("kind", quantisable())
+def test_every_type_that_the_library_writes_is_read_as_it_reads_it(
+    kind: str, tmp_path: Path
+) -> None:
+    """Token embeddings of ordinary Q4_K_M files are Q5_0."""
+    exact = np.random.RandomState(0).normal(size=(6, 512)).astype(np.float32)
+    raw = gguf.quants.quantize(exact, TYPES[kind])
+    out = Writer(tmp_path / "x.gguf", "llama")
+    out.add("token_embd.weight", raw, kind)
+    file, name = GgufFile(out.close()), "model.embed_tokens.weight"
+    assert file.shape(name) == exact.shape
+    whole = file.read(name, (slice(0, 6), slice(0, 512)))
+    np.testing.assert_array_equal(whole, gguf.quants.dequantize(raw, TYPES[kind]))
+    bits = 8 * gguf.GGML_QUANT_SIZES[TYPES[kind]][1] / gguf.GGML_QUANT_SIZES[TYPES[kind]][0]
+    correlation = np.corrcoef(whole.ravel(), exact.ravel())[0, 1]
+    assert 1 - correlation < 2 * 4.0 ** -min(bits - 1, 10)  # a bit more, a quarter of the variance
+    box = (slice(1, 4), slice(100, 301))
+    np.testing.assert_array_equal(file.read(name, box), whole[box])
+
+
 @pytest.mark.parametrize("name", ["llama", "smollm", "qwen2", "qwen3"])
 def test_a_file_is_the_folder_it_was_converted_from(name: str, tmp_path: Path) -> None:
     source = resolve_model(write_model(tmp_path / "x.gguf", name))
@@ -235,9 +267,17 @@ def test_what_is_wrong_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="architecture 'mamba' is not supported; supported: llama"):
         resolve_model(tmp_path / "y.gguf")
     out = Writer(tmp_path / "z.gguf", "llama")
-    out.add("token_embd.weight", random_rows("Q2_K", 4, 256), "Q2_K")
-    with pytest.raises(UserError, match=r"token_embd\.weight is stored as Q2_K"):
+    out.add("token_embd.weight", np.zeros((4, 256), np.int8), "I8")
+    with pytest.raises(UserError, match=r"token_embd\.weight is stored as I8.*Q4_0, Q4_1"):
         GgufFile(out.close()).shape("model.embed_tokens.weight")
+    unknown = (
+        (tmp_path / "z.gguf")
+        .read_bytes()
+        .replace(TYPES.I8.to_bytes(4, "little") + bytes(8), (999).to_bytes(4, "little") + bytes(8))
+    )
+    (tmp_path / "z.gguf").write_bytes(unknown)
+    with pytest.raises(UserError, match="999.* is not a valid GGMLQuantizationType.*newer one may"):
+        GgufFile(tmp_path / "z.gguf")
 
 
 # Tokenizers

@@ -6,19 +6,21 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType
 from gguf.quants import dequantize
 
 from jaxrl.errors import UserError
 from jaxrl.models.config import FAMILIES, DecoderConfig, LinearRope, Llama3Rope
 from jaxrl.models.weights import Index
 
-QUANTISATIONS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")
+MOST_ELEMENTS = 1 << 22
+"""Of an array in the metadata; the largest vocabularies have a sixteenth of it."""
 NAMES: dict[str, str] = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -43,16 +45,53 @@ LLAMA3_ROPE = Llama3Rope(
 """Llama 3.1 to 3.3, but for the factor; a GGUF stores only the divisors that result from it."""
 
 
+class _Reader(GGUFReader):
+    """The library's reader, which would read on behind the end of the file and count to any
+    number that it announces."""
+
+    def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+        end = int(offset) + int(count) * np.dtype(dtype).itemsize
+        if end > len(self.data):
+            raise ValueError(f"byte {end} of {len(self.data)}")
+        return super()._get(offset, dtype, count, override_order)
+
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+        if raw_type == GGUFValueType.ARRAY:
+            count = int(self._get(orig_offs + 4, np.uint64)[0])
+            if count > MOST_ELEMENTS:
+                raise UserError(f"an array of {count} elements; at most {MOST_ELEMENTS} are read")
+        return super()._get_field_parts(orig_offs, raw_type)
+
+
+@cache
+def is_read(kind: GGMLQuantizationType) -> bool:
+    """Whether the library dequantises a type."""
+    if kind in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
+        return True
+    try:
+        dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+    except NotImplementedError:
+        return False
+    return True
+
+
 class GgufFile:
     """The tensors of a GGUF file under Hugging Face's names, dequantised box by box."""
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
         try:
-            self._reader = GGUFReader(self.path)
+            self._reader = _Reader(self.path)
+        except UserError as error:
+            raise UserError(f"{self.path}: {error}") from None
         except OSError as error:
             raise UserError(f"{self.path}: cannot be read: {error.strerror}") from None
-        except (ValueError, IndexError, KeyError, TypeError, OverflowError):  # numpy's, of a slice
+        except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
+            if GGMLQuantizationType.__name__ in str(error):
+                raise UserError(
+                    f"{self.path}: {error}: a tensor is of a type that the installed gguf"
+                    f" {version('gguf')} does not know; a newer one may (pip install -U gguf)"
+                ) from None
             with open(self.path, "rb") as file:
                 first = file.read(4)
             raise UserError(
@@ -115,10 +154,11 @@ class GgufFile:
         tensor = self._tensors.get(_gguf_name(name))
         if tensor is None:
             return None
-        if tensor.tensor_type.name not in QUANTISATIONS:
+        if not is_read(tensor.tensor_type):
+            known = ", ".join(kind.name for kind in GGMLQuantizationType if is_read(kind))
             raise UserError(
-                f"{self.path}: tensor {tensor.name} is stored as {tensor.tensor_type.name},"
-                f" which is not read; supported: {', '.join(QUANTISATIONS)}"
+                f"{self.path}: tensor {tensor.name} is stored as {tensor.tensor_type.name}, which"
+                f" the installed gguf {version('gguf')} does not dequantise; it does: {known}"
             )
         return tuple(int(n) for n in tensor.shape[::-1])
 
