@@ -30,8 +30,10 @@ from jaxrl.errors import UserError
 
 QUICKSTART = Path(__file__).parent / "assets" / "quickstart.yaml"
 
-Positive = Annotated[int, Field(strict=True, ge=1)]
-Count = Annotated[int, Field(strict=True, ge=0)]
+LARGEST = 2**31 - 1
+"""What a device counts with; no key needs more."""
+Positive = Annotated[int, Field(strict=True, ge=1, le=LARGEST)]
+Count = Annotated[int, Field(strict=True, ge=0, le=LARGEST)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 PositiveNumber = Annotated[Number, Field(gt=0)]
 NonNegative = Annotated[Number, Field(ge=0)]

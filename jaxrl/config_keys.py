@@ -109,7 +109,7 @@ def _explain_one(item: Any) -> str:
     if item["type"] == "missing":
         return f"{path} is required and not set"
     if item["type"] in ("model_type", "model_attributes_type"):
-        return f"{path} is a section, not a value (got {item['input']!r}): set {path}.KEY"
+        return f"{path} is a section, not a value (got {_short(item['input'])}): set {path}.KEY"
     message = item["msg"].removeprefix("Value error, ")
     if item["type"] == "value_error":
         return f"{path}: {message}" if path else message

@@ -16,6 +16,10 @@ import yaml
 
 from jaxrl.errors import UserError
 
+DEEPEST, MOST_NODES = 50, 100_000
+"""Limits of a config file: levels of nesting, and values where each alias stands for what it
+names."""
+
 _SCALARS = (
     ("tag:yaml.org,2002:null", r"^(?:null|~|)$", "n~"),
     ("tag:yaml.org,2002:bool", r"^(?:true|false)$", "tf"),
@@ -40,6 +44,22 @@ def _core_resolvers() -> dict[str | None, list[tuple[str, re.Pattern[str]]]]:
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers = _core_resolvers()
 
+    def __init__(self, stream: Any):
+        super().__init__(stream)
+        self._depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        self._depth += 1
+        _check_depth(self._depth)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+    def get_single_node(self) -> Any:
+        node = super().get_single_node()
+        _count_nodes(node, 0, 0)
+        return node
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
         for key_node, _ in node.value:
@@ -50,6 +70,28 @@ class _Loader(yaml.SafeLoader):
                 raise UserError(f"{where}: key {key_node.value!r} is given twice")
             seen.add(key_node.value)
         return super().construct_mapping(node, deep=deep)
+
+
+def _check_depth(depth: int) -> None:
+    if depth > DEEPEST:
+        raise UserError(f"nested deeper than {DEEPEST} levels, or a value that contains itself")
+
+
+def _count_nodes(node: Any, depth: int, count: int) -> int:
+    """`count` and the nodes of a tree in which an alias repeats what it names.
+
+    Raises:
+        UserError: the tree is too deep or too large to be a config.
+    """
+    _check_depth(depth)
+    count += 1
+    if count > MOST_NODES:
+        raise UserError(f"more than {MOST_NODES} values, aliases written out: use fewer")
+    below = node.value if isinstance(node, yaml.CollectionNode) else []
+    for child in below:
+        for one in child if isinstance(child, tuple) else (child,):
+            count = _count_nodes(one, depth + 1, count)
+    return count
 
 
 class _Dumper(yaml.SafeDumper):
@@ -72,6 +114,8 @@ def read_mapping(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: {error}") from error
     except yaml.YAMLError as error:
         raise UserError(f"{path}: not YAML: {_one_line(error)}") from error
+    except ValueError as error:  # thousands of digits
+        raise UserError(f"{path}: {error}") from error
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -97,7 +141,10 @@ def parse_value(text: str) -> Any:
             raise UserError(f"not YAML: {_one_line(error)}") from error
     loader = _Loader("")
     tag = loader.resolve(yaml.ScalarNode, text, (True, False))
-    return loader.construct_object(yaml.ScalarNode(tag, text))
+    try:
+        return loader.construct_object(yaml.ScalarNode(tag, text))
+    except ValueError as error:  # thousands of digits
+        raise UserError(str(error)) from error
 
 
 def apply_overrides(
@@ -117,7 +164,8 @@ def apply_overrides(
         try:
             value = parse_value(text.strip())
         except UserError as error:
-            raise UserError(f"override {override!r}: {error}") from error
+            shown = override if len(override) <= 80 else override[:77] + "..."
+            raise UserError(f"override {shown!r}: {error}") from error
         if isinstance(value, dict) and key.strip() not in mappings:
             raise UserError(f"override {override!r}: set its keys one by one, as {key}.KEY=VALUE")
         _set(result, parts, value)

@@ -121,6 +121,10 @@ def desk(
         ("data.weights=[0]", "data.weights|greater than 0"),
         ("steps=many", "steps|'many'|integer"),
         ("steps=2.5", "steps|2.5"),
+        ("steps=" + "9" * 400, "steps|less than or equal to 2147483647"),
+        ("steps=" + "9" * 9999, "steps|4300 digits"),
+        ("optimizer.learning_rate=" + "9" * 400, "optimizer.learning_rate|valid number"),
+        ("data.train=" + "[" * 20_000, "nested deeper than 50"),
         ("steps=-1", "steps|-1|greater than or equal to 1"),
         ("steps=true", "steps|True"),
         ("steps=null", "steps|None"),
@@ -212,7 +216,21 @@ def test_a_bad_option(desk: Desk, argv: list[str], told: str) -> None:
         (b"steps: \x00\n", "run.yaml|not YAML"),
         ("steps: !!python/object:os.system x\n", "run.yaml"),
         ("seed: 2026-01-01\n", "seed|'2026-01-01'|integer"),
-        ("a: &a [*a]\n", "unknown key a"),
+        ("a: &a [*a]\n", "run.yaml|contains itself"),
+        ("a: &a {b: *a}\n", "run.yaml|contains itself"),
+        ("a: " + "[" * 20_000 + "]" * 20_000, "run.yaml|nested deeper than 50"),
+        ("a: " + "[" * 200_000, "run.yaml|nested deeper than 50"),
+        (
+            "a: &a0 [x, x]\n"
+            + "".join(f"b{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 45)),
+            "run.yaml|more than 100000 values",
+        ),
+        (
+            "optimizer: {warmup_steps: " + "9" * 400 + "}",
+            "warmup_steps|less than or equal to 2147483647",
+        ),
+        ("steps: " + "9" * 9999, "run.yaml|4300 digits"),
+        ("optimizer: [" + "x," * 9999 + "]", "optimizer|section"),
         ("optimizer: adamw\n", "optimizer|section"),
         ("optimizer: [1]\n", "optimizer|section"),
         ("seed: {a: 1}\n", "seed.a"),
@@ -312,6 +330,19 @@ def header(folder: Path, text: str) -> None:
     (folder / "model.safetensors").write_bytes(len(raw).to_bytes(8, "little") + raw)
 
 
+def move(folder: Path, name: str, start: int, stop: int) -> None:
+    """Gives a tensor other data_offsets."""
+    raw = (folder / "model.safetensors").read_bytes()
+    end = 8 + int.from_bytes(raw[:8], "little")
+    tensors = json.loads(raw[8:end])
+    tensors[name]["data_offsets"] = [start, stop]
+    text = json.dumps(tensors).encode()
+    content = len(text).to_bytes(8, "little") + text + raw[end:]
+    (folder / "model.safetensors").write_bytes(content)
+
+
+DEEP = '{"a":' + "[" * 200_000 + "]" * 200_000 + "}"
+NORM = "model.norm.weight"
 Q = "model.layers.1.self_attn.q_proj.weight"
 WEIGHTS = "model.safetensors"
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -424,6 +455,25 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         "model.safetensors",
     ),
     "header is no JSON": (lambda f: header(f, "{x"), "model.safetensors|not JSON"),
+    "config is deep": (lambda f: (f / "config.json").write_text(DEEP), "config.json|recursion"),
+    "header is deep": (lambda f: header(f, DEEP), "model.safetensors|not JSON"),
+    "header is endless": (
+        lambda f: (f / WEIGHTS).write_bytes((1 << 60).to_bytes(8, "little")),
+        "model.safetensors|header of 1152921504606846976 bytes",
+    ),
+    "offsets before the data": (
+        lambda f: move(f, NORM, -128, 0),
+        f"model.safetensors|{NORM}|data_offsets",
+    ),
+    "offsets in the wrong order": (
+        lambda f: move(f, NORM, 256, 128),
+        f"model.safetensors|{NORM}|data_offsets",
+    ),
+    "tensors that overlap": (lambda f: move(f, NORM, 64, 192), f"{WEIGHTS}|{NORM}|overlap"),
+    "tokenizer config is deep": (
+        lambda f: (f / "tokenizer_config.json").write_text(DEEP),
+        "tokenizer|cannot be read",
+    ),
     "header is a list": (lambda f: header(f, "[]"), "model.safetensors|header"),
     "header without offsets": (
         lambda f: header(f, '{"model.norm.weight": {"dtype": "F32", "shape": [32]}}'),
@@ -491,6 +541,37 @@ def test_a_gguf_file_that_is_none(desk: Desk) -> None:
     desk.refused(desk.argv("student.model=good.gguf"), "good.gguf", "tokenizer")
     write_model(desk.here / "wide.gguf", "llama", d_ff=96)
     desk.refused(desk.argv("student.model=wide.gguf"), "wide.gguf", "gate_proj", "[96, 32]")
+
+
+def test_a_gguf_file_that_announces_too_much(desk: Desk) -> None:
+    """An array of 2^40 elements, 2^60 keys, a word of 2^60 bytes: within seconds, by size alone."""
+
+    def number(n: int, size: int = 8) -> bytes:
+        return n.to_bytes(size, "little")
+
+    start = b"GGUF" + number(3, 4) + number(0)
+    array = number(1) + b"x" + number(9, 4) + number(4, 4)
+    deep = number(1) + b"x" + number(9, 4) + (number(9, 4) + number(1)) * 5000
+    cases = {
+        "1099511627776 elements": start + number(1) + array + number(1 << 40) + bytes(1 << 16),
+        "truncated": start + number(1 << 60) + array + number(2) + bytes(8),
+        "no GGUF": start + number(1) + number(1 << 60) + b"x",
+        "truncated, or": start + number(1) + deep + bytes(64),
+    }
+    for told, content in cases.items():
+        desk.write("x.gguf", content)
+        desk.refused(desk.argv("student.model=x.gguf"), "x.gguf", told)
+
+
+def test_a_chat_template_that_does_not_end(desk: Desk) -> None:
+    desk.write("chats.jsonl", '{"messages": [{"role": "user", "content": "1+1="}]}\n' * 2)
+    twice = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    itself = "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"
+    for template, told in ((twice, "does not end"), (itself, "recursion"), ("{{ 1/0 }}", "zero")):
+        folder = Path(shutil.copytree(desk.pair / "student", desk.here / "x", dirs_exist_ok=True))
+        tiny_tokenizer(template).save_pretrained(folder)
+        asked = ["data.train=chats.jsonl", "data.eval=null", "max_prompt_tokens=50"]
+        desk.refused(desk.argv(f"student.model={folder}", *asked), "chat template", told)
 
 
 # Two models

@@ -106,6 +106,30 @@ def test_any_other_name_is_refused_and_nothing_runs(
     assert os.listdir(tmp_path) == ["pytorch_model.bin"]
 
 
+def doubled(levels: int) -> bytes:
+    """Opcodes that leave a tuple of two equal tuples of two equal tuples, and so on."""
+    return b"\x80\x02)" + b"".join(b"q\x00h\x00\x86" for _ in range(levels))
+
+
+@pytest.mark.parametrize(
+    "pickled",
+    [
+        b"\x80\x02}" + doubled(200)[2:] + b"I1\ns.",
+        b"\x80\x02}(" + doubled(200)[2:] + b"I1\nu.",
+        b"\x80\x02(" + doubled(200)[2:] + b"I1\nd.",
+        b"\x80\x04\x8f(" + doubled(200)[2:] + b"\x90.",
+        b"ccollections\nOrderedDict\n((" + doubled(200)[2:] + b"I1\ntttR.",
+        b"\x80\x02(Vstorage\n" + FLOATS + doubled(200)[2:] + b"tQ.",
+        TENSOR + b"(" + tensor()[: tensor().index(b"tQ")][-60:] + b"I0\n" + doubled(200)[2:],
+    ],
+)
+def test_keys_that_double_with_each_level_are_refused_at_once(
+    tmp_path: Path, pickled: bytes
+) -> None:
+    """A tuple of a tuple twice, 200 deep, would take 2^200 steps to hash or to show."""
+    assert "its pickle cannot be read" in refusal(archive(tmp_path, pickled))
+
+
 @pytest.mark.parametrize(
     ("pickled", "told"),
     [

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import TemplateRuntimeError
 
 from jaxrl.data.example import Message
 from jaxrl.errors import UserError
@@ -18,6 +21,8 @@ Tokenizer = Any
 """A transformers `PreTrainedTokenizerBase`; Any, because transformers takes seconds to import."""
 PromptLike = str | Sequence[int] | Sequence[Message]
 """Text, token ids, or chat messages."""
+TEMPLATE_LINES = 1_000_000
+"""A chat of a thousand turns takes a tenth of it."""
 _SHOWN = 5
 """Differing ids that an error names; the others are counted."""
 
@@ -25,7 +30,8 @@ _SHOWN = 5
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer | None:
     """The tokenizer of a Hugging Face folder or a `.gguf` file; None where a folder has none.
 
-    Nothing is fetched: only files that are there are read.
+    Nothing is fetched: only files that are there are read. No code in them is run
+    (`trust_remote_code` is always False).
 
     Raises:
         UserError: nothing at `path`, or tokenizer files that cannot be read.
@@ -42,7 +48,9 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer | None:
     from transformers import AutoTokenizer  # takes seconds
 
     try:
-        return AutoTokenizer.from_pretrained(str(place), local_files_only=True)
+        return AutoTokenizer.from_pretrained(
+            str(place), local_files_only=True, trust_remote_code=False
+        )
     except (
         Exception
     ) as error:  # transformers raises what its readers raise, bare Exception included
@@ -229,16 +237,41 @@ def _render(
             "chat messages need a tokenizer with a chat template, this has none; give text prompts"
         )
     try:
-        tokens = tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            add_generation_prompt=add_generation_prompt,
-            tokenize=True,
-            return_dict=False,
-        )
-    except TemplateError as error:
+        with _limited_template():
+            tokens = tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                add_generation_prompt=add_generation_prompt,
+                tokenize=True,
+                return_dict=False,
+            )
+    except Exception as error:  # a template is a program that comes with the model
         roles = ", ".join(str(message.get("role")) for message in messages)
-        raise UserError(f"the chat template refuses messages of {roles}: {error}") from error
+        told = " ".join(str(error).split())[:300]
+        raise UserError(f"the chat template refuses messages of {roles}: {told}") from error
     return tuple(tokens)
+
+
+@contextmanager
+def _limited_template() -> Iterator[None]:
+    """Ends a chat template that runs more than TEMPLATE_LINES lines of the Python that jinja makes
+    of it: its sandbox limits one loop, but not loops within loops."""
+    left, before = TEMPLATE_LINES, sys.gettrace()
+
+    def count(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal left
+        left -= event == "line"
+        if left < 0:
+            raise TemplateRuntimeError(f"it does not end within {TEMPLATE_LINES} lines")
+        return count
+
+    def enter(frame: FrameType, *_: object) -> Any:
+        return count if frame.f_code.co_filename == "<template>" else None
+
+    sys.settrace(enter)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
 
 
 def _encode_text(tokenizer: Tokenizer | None, text: str) -> tuple[int, ...]:

@@ -163,7 +163,7 @@ def read_json(file: Path, kind: type = dict) -> Any:
         value = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{file}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # RecursionError: nested too deep
         raise UserError(f"{file}: not valid JSON: {error}") from None
     if not isinstance(value, kind):
         wanted = "an object" if kind is dict else "a list"

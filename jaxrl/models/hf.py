@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5_000_000_000
 """Largest safetensors file that is written, unless one tensor is larger."""
+HEADER_BYTES = 100_000_000
+"""Longest header of a safetensors file, as in the safetensors library."""
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -263,19 +266,21 @@ def _read_header(file: Path) -> dict[str, _Entry]:
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
-        if size < 8 or 8 + length > size:
+        if size < 8 or 8 + length > size or length > HEADER_BYTES:
             raise UserError(
                 f"{file}: truncated, or no safetensors file:"
-                f" it announces a header of {length} bytes, the file has {size}"
+                f" it announces a header of {length} bytes (at most {HEADER_BYTES} are read), the"
+                f" file has {size}"
             )
         try:
             header = json.loads(stream.read(length))
-        except ValueError:
+        except (ValueError, RecursionError):  # RecursionError: nested too deep
             raise UserError(f"{file}: no safetensors file: its header is not JSON") from None
     if not isinstance(header, dict):
         raise UserError(f"{file}: no safetensors file: its header is no JSON object")
     header.pop("__metadata__", None)
     entries: dict[str, _Entry] = {}
+    spans: list[tuple[int, int, str]] = []
     for name, info in header.items():
         try:
             stored, shape = str(info["dtype"]), tuple(map(int, info["shape"]))
@@ -285,6 +290,11 @@ def _read_header(file: Path) -> dict[str, _Entry]:
                 f"{file}: no safetensors file: its header tells no dtype, shape and data_offsets"
                 f" of tensor {name}"
             ) from None
+        if min(shape, default=0) < 0 or not 8 + length <= start <= stop:
+            raise UserError(
+                f"{file}: tensor {name} {list(shape)} has data_offsets that no tensor can have:"
+                f" bytes {start} to {stop} of the file, whose header ends at {8 + length}"
+            )
         if stop > size:
             raise UserError(
                 f"{file}: truncated: tensor {name} {list(shape)} ends at byte {stop},"
@@ -296,7 +306,16 @@ def _read_header(file: Path) -> dict[str, _Entry]:
                 f"{file}: tensor {name}: {stop - start} bytes do not hold {list(shape)} {stored}"
             )
         entries[name] = _Entry(file, stored, shape, start)
+        spans.append((start, stop, name))
+    _check_apart(file, spans)
     return entries
+
+
+def _check_apart(file: Path, spans: list[tuple[int, int, str]]) -> None:
+    """Refuses tensors that share bytes: (start, stop, name) of each."""
+    for (_, stop, name), (start, _, other) in pairwise(sorted(spans)):
+        if start < stop:
+            raise UserError(f"{file}: the tensors {name} and {other} overlap in the file")
 
 
 def _write_weights(
@@ -383,7 +402,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         value = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # RecursionError: nested too deep
         raise UserError(f"not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise UserError(f"a JSON object is needed, this is {json.dumps(value)[:80]}")

@@ -12,7 +12,7 @@ import math
 import os
 import pickle
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,10 @@ STORAGES: dict[str, np.dtype[Any]] = {
     "BoolStorage": np.dtype("?"),
 }
 """Names in module `torch`."""
+PYTHON_UNPICKLER: Any = pickle._Unpickler
+"""The one of Python; that of C hashes keys before anybody can look at them."""
+SETS = (pickle.EMPTY_SET, pickle.ADDITEMS, pickle.FROZENSET)
+"""Opcodes of sets, which no file of tensors has."""
 LOCAL_HEADER, LENGTHS_AT = 30, 26
 """Bytes of a zip member's local header before its name, and where in it the lengths stand."""
 
@@ -147,8 +151,16 @@ class _Parameter:
         return tensor
 
 
-class _Unpickler(pickle.Unpickler):
-    """Makes tensors and containers of them, and nothing else."""
+class _Unpickler(PYTHON_UNPICKLER):  # type: ignore[misc]
+    """Makes tensors and containers of them, and nothing else.
+
+    A key is a plain word or number: one of tuples within tuples takes twice as long to hash with
+    each level.
+    """
+
+    dispatch = {
+        code: load for code, load in PYTHON_UNPICKLER.dispatch.items() if bytes([code]) not in SETS
+    }
 
     def __init__(self, stream: Any, file: Path, places: Mapping[str, tuple[int, int]]):
         super().__init__(stream, encoding="utf-8")
@@ -160,7 +172,7 @@ class _Unpickler(pickle.Unpickler):
         allowed: dict[tuple[str, str], Any] = {
             ("torch._utils", "_rebuild_tensor_v2"): _Rebuild(),
             ("torch._utils", "_rebuild_parameter"): _Parameter(),
-            ("collections", "OrderedDict"): collections.OrderedDict,
+            ("collections", "OrderedDict"): _ordered_dict,
         }
         if (module, name) not in allowed:
             raise UserError(
@@ -171,13 +183,44 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> _Storage:
         kind, storage, key = pid[:3]
-        if kind != "storage" or storage not in STORAGES:
-            raise pickle.UnpicklingError(f"a reference to {kind!r}, not to a storage")
+        plain = isinstance(storage, str) and isinstance(key, str)
+        if kind != "storage" or not plain or storage not in STORAGES:
+            raise pickle.UnpicklingError("a reference to something that is no storage")
         if key not in self._places:
             raise pickle.UnpicklingError(f"storage {key!r} is not in the archive")
         at, size = self._places[key]
         dtype = STORAGES[storage]
         return _Storage(self._file, at, dtype, size // dtype.itemsize)
+
+    def load_setitem(self) -> None:
+        _check_keys(self.stack[-2:-1])
+        super().load_setitem()
+
+    def load_setitems(self) -> None:
+        _check_keys(self.stack[::2])  # what stands since the mark: key, value, key, value
+        super().load_setitems()
+
+    def load_dict(self) -> None:
+        _check_keys(self.stack[::2])
+        super().load_dict()
+
+    dispatch |= {
+        pickle.SETITEM[0]: load_setitem,
+        pickle.SETITEMS[0]: load_setitems,
+        pickle.DICT[0]: load_dict,
+    }
+
+
+def _check_keys(keys: Sequence[object]) -> None:
+    if any(type(key) not in (str, int) for key in keys):
+        raise pickle.UnpicklingError("a key that is neither a word nor a number")
+
+
+def _ordered_dict(*content: object) -> collections.OrderedDict[Any, Any]:
+    """An empty one: torch puts the items in afterwards."""
+    if content:
+        raise pickle.UnpicklingError("an OrderedDict with arguments")
+    return collections.OrderedDict()
 
 
 def _files(folder: Path) -> list[Path]:
@@ -252,5 +295,5 @@ def _place(file: Path, member: zipfile.ZipInfo) -> tuple[int, int]:
 def _whole_numbers(values: object) -> tuple[int, ...]:
     """Sizes, strides or offsets: whole numbers that are not negative."""
     if not isinstance(values, tuple) or any(type(n) is not int or n < 0 for n in values):
-        raise pickle.UnpicklingError(f"{values!r} where whole numbers are needed")
+        raise pickle.UnpicklingError("something else where whole numbers are needed")
     return values
