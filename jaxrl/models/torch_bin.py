@@ -151,7 +151,7 @@ class _Parameter:
         return tensor
 
 
-class _Unpickler(PYTHON_UNPICKLER):  # type: ignore[misc]
+class _Unpickler(PYTHON_UNPICKLER):
     """Makes tensors and containers of them, and nothing else.
 
     A key is a plain word or number: one of tuples within tuples takes twice as long to hash with
