@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import step as whole_step
 
-from jaxrl.algorithms import ALGORITHMS
+from jaxrl.algorithms import METHODS
 from jaxrl.data.batch import make_rollout
 from jaxrl.launch import Job, make_actor, make_job, make_setup
 from jaxrl.losses.distill import divergence_from_hidden
@@ -98,7 +98,7 @@ def parts(
     config, mesh, dtype = job.student.config, actor.mesh, jnp.dtype(job.config.actor.dtype)
     params = jax.tree.map(lambda x: jnp.array(x, dtype, copy=True), actor.state.params)
     rows = jax.NamedSharding(mesh, jax.P(("data", "fsdp")))
-    made, _ = ALGORITHMS["gkd"].prepare(job.config)(rollout, scores)
+    made, _ = METHODS["teacher"].prepare(job.config)(rollout, scores)
     batch = reshard(made, rows)
     forward = jax.jit(partial(completion_hidden, config, mesh=mesh))
     hidden = forward(params, batch.sequences)

@@ -1,6 +1,6 @@
-"""The algorithms: where each one's completions come from, who scores them, what its loss is.
+"""How algorithms run: where completions come from, who scores them, what the actor's loss is.
 
-A new algorithm is a new entry of `ALGORITHMS` and a loss; the loop does not change.
+Those that learn from the same thing share a `Method`; what sets them apart is in `algorithm_table`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxrl.algorithm_table import LearnsFrom
 from jaxrl.config import Config
+from jaxrl.errors import UserError
 from jaxrl.losses.head import logprobs_from_hidden
-from jaxrl.losses.policy import PRESETS
 from jaxrl.masked import masked_count, masked_sum
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Params, cast, head
@@ -57,7 +58,7 @@ class Sources(Protocol):
 
 
 @dataclass(frozen=True)
-class Algorithm:
+class Method:
     """One way to learn, as the loop needs it."""
 
     samples_policy: Callable[[Config], bool]
@@ -71,12 +72,27 @@ class Algorithm:
     make_loss: Callable[[Config, DecoderConfig, Mesh, int], Loss]
     """(config, student, actor's mesh, shared vocabulary) -> the loss of a micro-batch."""
     finish: Finish = ratios
-    """Makes figures of what the loss told."""
+    """Makes figures of the loss's sums."""
+    reads_completions: Callable[[Config], bool] = lambda config: False
+    """Whether some batch may hold the data's own completions."""
+
+
+def method_of(config: Config) -> Method:
+    """How the configured algorithm runs. Raises UserError."""
+    own = config.spec.method
+    if own is None:
+        return METHODS[config.spec.learns_from]
+    if not isinstance(own, Method):
+        raise UserError(
+            f"algorithm={config.algorithm}: method is of type {type(own).__name__}; it must be a"
+            " jaxrl.algorithms.Method, or None"
+        )
+    return own
 
 
 def needed_roles(config: Config) -> tuple[str, ...]:
     """Roles that the run cannot do without."""
-    return ("actor", "rollout", *ALGORITHMS[config.algorithm].scorers(config))
+    return ("actor", "rollout", *method_of(config).scorers(config))
 
 
 def _no_scores(config: Config) -> Prepare:
@@ -111,13 +127,6 @@ def on_policy(config: Config, index: int) -> bool:
     """
     coin = np.random.default_rng((config.seed, 0xC017, index)).random()
     return bool(coin < config.distill.on_policy_fraction)
-
-
-def learns_from_data(config: Config) -> bool:
-    """Whether some batch may hold the data's own completions."""
-    if config.algorithm == "sft":
-        return True
-    return config.distill.on_policy_fraction < 1 and not config.distill.seq_kd
 
 
 def gkd_completions(sources: Sources, index: int) -> Future:
@@ -187,30 +196,31 @@ def rewarded_completions(sources: Sources, index: int) -> Future:
     return rollout
 
 
-def _rewarded() -> Algorithm:
-    return Algorithm(
+METHODS: dict[LearnsFrom, Method] = {
+    "teacher": Method(
+        samples_policy=lambda config: config.distill.on_policy_fraction > 0,
+        completions=gkd_completions,
+        scorers=lambda config: ("teacher",),
+        prepare=_teacher_scores,
+        make_loss=gkd_loss,
+        reads_completions=lambda config: (
+            config.distill.on_policy_fraction < 1 and not config.distill.seq_kd
+        ),
+    ),
+    "data": Method(
+        samples_policy=lambda config: False,
+        completions=lambda sources, index: sources.data_completions(index),
+        scorers=lambda config: (),
+        prepare=_no_scores,
+        make_loss=sft_loss,
+        reads_completions=lambda config: True,
+    ),
+    "rewards": Method(
         samples_policy=lambda config: True,
         completions=rewarded_completions,
         scorers=rewarded_scorers,
         prepare=prepare_rewarded,
         make_loss=rewarded_loss,
         finish=policy_metrics,
-    )
-
-
-ALGORITHMS: dict[str, Algorithm] = {
-    "gkd": Algorithm(
-        samples_policy=lambda config: config.distill.on_policy_fraction > 0,
-        completions=gkd_completions,
-        scorers=lambda config: ("teacher",),
-        prepare=_teacher_scores,
-        make_loss=gkd_loss,
     ),
-    "sft": Algorithm(
-        samples_policy=lambda config: False,
-        completions=lambda sources, index: sources.data_completions(index),
-        scorers=lambda config: (),
-        prepare=_no_scores,
-        make_loss=sft_loss,
-    ),
-} | {name: _rewarded() for name in PRESETS}
+}

@@ -25,8 +25,10 @@ from pydantic import (
     model_validator,
 )
 
-from jaxrl import config_keys, config_paths, yaml_text
+from jaxrl import algorithm_table, config_keys, config_paths, yaml_text
+from jaxrl.algorithm_table import AlgorithmSpec, find_algorithm
 from jaxrl.errors import UserError
+from jaxrl.plugin import anchored
 
 QUICKSTART = Path(__file__).parent / "assets" / "quickstart.yaml"
 
@@ -180,8 +182,8 @@ class ActorConfig(RoleConfig):
     """Tokens (padding included) per device in one micro-batch. null: the whole minibatch at
     once."""
     minibatches: Positive | None = None
-    """Optimizer updates per pass over a batch. null: the algorithm's own (4 for gspo,
-    gspo_token and luspo, else 1)."""
+    """Optimizer updates per pass over a batch. null: those of the algorithm's paper
+    (docs/reinforcement-learning.md), or the next smaller number that divides `batch_size`."""
     epochs_per_batch: Positive = 1
     """Passes over each batch."""
     remat: Literal["none", "dots", "full"] = "full"
@@ -760,21 +762,9 @@ class Config(Section):
     launcher: Literal["auto", "local", "ray"] = "auto"
     """Workers as threads of this process (local), or as processes (ray). auto: ray where a cluster
     is named (`ray.address`, RAY_ADDRESS) or this host has too few accelerators."""
-    algorithm: Literal[
-        "gkd",
-        "sft",
-        "grpo",
-        "dr_grpo",
-        "dapo",
-        "gspo",
-        "gspo_token",
-        "cispo",
-        "sapo",
-        "gmpo",
-        "luspo",
-    ] = "gkd"
-    """gkd: distil a teacher on the student's own samples. sft: learn the data's completions, no
-    teacher. The others learn from rewards."""
+    algorithm: Annotated[str, Field(description=algorithm_table.described())] = (
+        algorithm_table.DEFAULT
+    )
     policy_weight: NonNegative = 1.0
     """Weight of the policy loss, where the algorithm learns from rewards."""
     distill_weight: NonNegative = 0.0
@@ -832,13 +822,18 @@ class Config(Section):
         return tuple(role for role, section in frozen.items() if section.lazy)
 
     @property
+    def spec(self) -> AlgorithmSpec:
+        """What is known of the algorithm."""
+        return find_algorithm(self.algorithm)
+
+    @property
     def learns_from_rewards(self) -> bool:
-        return self.algorithm not in ("gkd", "sft")
+        return self.spec.learns_from == "rewards"
 
     @property
     def learns_from_teacher(self) -> bool:
         """Whether a teacher scores the completions."""
-        if self.algorithm == "gkd":
+        if self.spec.learns_from == "teacher":
             return True
         return self.learns_from_rewards and (self.distill_weight > 0 or self.policy.opd_coef > 0)
 
@@ -849,13 +844,24 @@ class Config(Section):
 
     @property
     def minibatches(self) -> int:
-        """Optimizer updates per pass over a batch."""
-        own = 4 if self.algorithm in ("gspo", "gspo_token", "luspo") else 1
-        return own if self.actor.minibatches is None else self.actor.minibatches
+        """Optimizer updates per pass over a batch: where `actor.minibatches` is null the
+        algorithm's own, or the next smaller number of minibatches of equally many prompts.
+        """
+        if self.actor.minibatches is not None:
+            return self.actor.minibatches
+        own = range(1, self.spec.minibatches + 1)
+        return max(n for n in own if self.batch_size % n == 0)
 
     @property
     def updates_per_batch(self) -> int:
         return self.minibatches * self.actor.epochs_per_batch
+
+    @field_validator("algorithm")
+    @classmethod
+    def _check_algorithm(cls, value: str) -> str:
+        name = anchored(value, Path.cwd())
+        find_algorithm(name)
+        return name
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -868,8 +874,8 @@ class Config(Section):
                 f"algorithm={self.algorithm} has no teacher: set teacher.{key}=null{more}"
                 f" (got {getattr(self.teacher, key)})"
             )
-        if self.algorithm == "gkd":
-            self._check_gkd()
+        if self.spec.learns_from == "teacher":
+            self._check_samples()
         if self.learns_from_rewards:
             self._check_rewards()
         else:
@@ -892,14 +898,14 @@ class Config(Section):
         """`reward` with the algorithm's own penalty of long completions."""
         if self.reward.overlong_buffer is not None:
             return self.reward
-        own = self.max_new_tokens // 5 if self.algorithm == "dapo" else 0
+        own = int(self.max_new_tokens * self.spec.overlong_share)
         return self.reward.model_copy(update={"overlong_buffer": own})
 
     @property
     def dynamic_sampling(self) -> str:
         """`off`, `drop` or `refill`."""
         asked = self.policy.dynamic_sampling
-        if asked is not None or self.algorithm != "dapo":
+        if asked is not None or not self.spec.dynamic_sampling:
             return asked or "off"
         return "refill" if self.schedule == "serial" else "drop"
 
@@ -960,7 +966,7 @@ class Config(Section):
 
     def _check_teacher(self) -> None:
         if self.teacher.model is None and self.teacher.address is None:
-            why = "" if self.algorithm == "gkd" else " with distill_weight or policy.opd_coef"
+            why = " with distill_weight or policy.opd_coef" if self.learns_from_rewards else ""
             raise ValueError(
                 f"algorithm={self.algorithm}{why} needs a teacher: set teacher.model (or"
                 " teacher.address), or algorithm=sft to train without one"
@@ -972,7 +978,7 @@ class Config(Section):
                 " set sampling.temperature=1 sampling.top_k=0 sampling.top_p=1 sampling.min_p=0"
             )
 
-    def _check_gkd(self) -> None:
+    def _check_samples(self) -> None:
         if self.sampling.temperature == 0 and self.group_size > 1:
             raise ValueError(
                 f"group_size={self.group_size} greedy completions of a prompt are all the same:"

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl.algorithms import ALGORITHMS, learns_from_data
+from jaxrl.algorithms import method_of
 from jaxrl.compile_cache import enable_compile_cache
 from jaxrl.config import Config
 from jaxrl.data.source import Split, open_source
@@ -195,9 +195,11 @@ def _data_sources(config: Config) -> Iterator[tuple[str, Sequence[str], Split]]:
 
 def _check_rewards(config: Config, train: PromptStream) -> list[str]:
     """Everything about the rewards that would otherwise fail after the first sampling."""
+    notes: list[str] = []
     with user_input("policy"):
         configured_correction(config)
-        notes = objective_notes(config)
+        if config.spec.loss is not None:
+            notes = objective_notes(config)
     with RewardFunctions(
         config.rewards, config.max_new_tokens, config.deadlines.startup
     ) as rewards:
@@ -239,7 +241,7 @@ def _data(
     stream = PromptStream(
         source, encode, config.batch_size, config.seed, d.shuffle, weights=d.weights
     )
-    if learns_from_data(config):
+    if method_of(config).reads_completions(config):
         stream.check_completions()
     return stream, held_out_sets(config, encode)
 
@@ -386,7 +388,7 @@ def pool_makers(
 
 def make_actor(setup: Setup, meshes: Mapping[str, Mesh]) -> Actor:
     config, mesh = setup.config, meshes["actor"]
-    algorithm = ALGORITHMS[config.algorithm]
+    method = method_of(config)
     frozen: dict[str, Any] = {}
     if config.learns_from_teacher and config.distill.signal == "hidden":
         frozen["teacher_head"] = _teacher_head(setup, mesh)
@@ -397,9 +399,9 @@ def make_actor(setup: Setup, meshes: Mapping[str, Mesh]) -> Actor:
         student.config,
         mesh,
         load=lambda dtype: student.load(mesh, dtype, "stacked"),
-        prepare=algorithm.prepare(config),
-        loss=algorithm.make_loss(config, student.config, mesh, setup.vocab_size),
-        finish=algorithm.finish,
+        prepare=method.prepare(config),
+        loss=method.make_loss(config, student.config, mesh, setup.vocab_size),
+        finish=method.finish,
         frozen=frozen,
         receiver=receiver and param_shardings(student.config, receiver, config.rollout.layout),
         run_dir=setup.run_dir,

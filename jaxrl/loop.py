@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from jaxrl.algorithms import ALGORITHMS
+from jaxrl.algorithms import method_of
 from jaxrl.config import Config
 from jaxrl.data.batch import data_rollout
 from jaxrl.reporting import Reporter
@@ -103,7 +103,7 @@ class Loop:
         self._stream, self._held_out, self.packing, self.value = prompts, held_out, packing, value
         self._checkpoints, self._asked_to_stop = checkpoints, asked_to_stop
         self._decode, self._around = decode, around
-        self._algorithm = ALGORITHMS[config.algorithm]
+        self._algorithm = method_of(config)
         self._futures: dict[tuple[str, int], Future] = {}
         self._scores: dict[int, dict[str, list[Future]]] = {}
         self._known: dict[int, dict[str, list[Future]]] = {}

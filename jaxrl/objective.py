@@ -26,10 +26,10 @@ from jaxrl.losses.head import logprobs_and_entropy_from_hidden
 from jaxrl.losses.kl import kl_term
 from jaxrl.losses.policy import (
     Objective,
-    clip_never_acts,
     entropy_term,
     make_objective,
     policy_loss,
+    ratio_notes,
 )
 from jaxrl.roles.actor import ratios
 from jaxrl.signals import Projection, completion_tokens, distill_loss
@@ -41,12 +41,15 @@ Evaluate = Callable[[jax.Array, jax.Array, TrainBatch, Mapping[str, Any], Totals
 
 def configured(config: Config) -> Objective:
     """The algorithm's own objective, with what `policy.*` changes of it. Raises ValueError."""
-    p = config.policy
+    p, loss = config.policy, config.spec.loss
+    if loss is None:
+        raise ValueError(f"algorithm={config.algorithm} has no policy loss")
     constant = p.constant
-    if constant is None and config.algorithm == "dr_grpo" and p.aggregation is None:
+    own = p.aggregation is None and loss.aggregation == "sum_over_constant"
+    if constant is None and own and loss.constant is None:
         constant = float(config.max_new_tokens)
     objective = make_objective(
-        config.algorithm,
+        loss,
         ratio=p.ratio,
         aggregation=p.aggregation,
         constant=constant,
@@ -80,10 +83,15 @@ def configured_correction(config: Config) -> Correction:
 
 def objective_notes(config: Config) -> list[str]:
     """What a reader of the config should know."""
-    if config.policy.bypass:  # the ratio is to the policy that sampled: it differs from 1
-        return []
-    told = clip_never_acts(configured(config), config.updates_per_batch)
-    return [] if told is None else [f"algorithm={config.algorithm}: {told}"]
+    notes = ratio_notes(configured(config), config.updates_per_batch, config.policy.bypass)
+    own = config.spec.minibatches
+    if config.actor.minibatches is None and config.minibatches < own:
+        notes.insert(
+            0,
+            f"its paper makes {own} updates of a batch; batch_size={config.batch_size} divides into"
+            f" minibatches of whole prompts for {config.minibatches}",
+        )
+    return [f"algorithm={config.algorithm}: {note}" for note in notes]
 
 
 def policy_objective(config: Config, mesh: Mesh, vocab_size: int) -> Evaluate:

@@ -14,7 +14,6 @@ import numpy as np
 from jaxrl.advantages import group_advantages, select_groups
 from jaxrl.config import Config
 from jaxrl.losses.kl import kl_in_reward
-from jaxrl.losses.policy import PRESETS
 from jaxrl.roles.actor import Prepare
 from jaxrl.roles.parts import join_parts
 from jaxrl.similarity import Similarity, similarity_advantages
@@ -92,7 +91,7 @@ def _advantages(
 
 def _scales_by_std(config: Config) -> bool:
     asked = config.policy.scale_by_std
-    return PRESETS[config.algorithm].scale_by_std if asked is None else asked
+    return config.spec.scale_by_std if asked is None else asked
 
 
 def configured_similarity(config: Config) -> Similarity:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 
-from jaxrl.algorithms import ALGORITHMS
+from jaxrl.algorithms import method_of
 from jaxrl.config import Config
 from jaxrl.data.batch import pack
 from jaxrl.errors import RunError
@@ -66,7 +66,7 @@ def batch(rows=12, poison=False):
 
 def actor(cfg, m, tmp_path):
     teacher_head = 2.0 * jax.random.normal(jax.random.key(9), (48, 24))
-    start, algorithm = init_params(MODEL, jax.random.key(0)), ALGORITHMS[cfg.algorithm]
+    start, method = init_params(MODEL, jax.random.key(0)), method_of(cfg)
     return Actor(
         cfg,
         MODEL,
@@ -74,9 +74,9 @@ def actor(cfg, m, tmp_path):
         load=lambda dtype: jax.device_put(
             jax.tree.map(lambda x: x.astype(dtype), start), param_shardings(MODEL, m)
         ),
-        prepare=algorithm.prepare(cfg),
-        loss=algorithm.make_loss(cfg, MODEL, m, 48),
-        finish=algorithm.finish,
+        prepare=method.prepare(cfg),
+        loss=method.make_loss(cfg, MODEL, m, 48),
+        finish=method.finish,
         frozen={"teacher_head": jax.device_put(teacher_head)},
         receiver=param_shardings(MODEL, m, "unstacked"),
         run_dir=tmp_path,

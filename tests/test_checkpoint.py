@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 
-from jaxrl.algorithms import ALGORITHMS
+from jaxrl.algorithms import METHODS
 from jaxrl.checkpoint import store
 from jaxrl.checkpoint.arrays import Saving
 from jaxrl.checkpoint.rollouts import load_rollout, save_rollout
@@ -23,7 +23,7 @@ from jaxrl.roles.actor import Actor
 from jaxrl.sharding.rules import param_shardings
 from jaxrl.types import Completion, Prompt
 
-SFT = ALGORITHMS["sft"]
+SFT = METHODS["data"]
 MODEL = DecoderConfig("llama", 48, 16, 2, 4, 2, 4, 24, tie_embeddings=True, eos_ids=(1,))
 
 

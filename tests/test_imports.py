@@ -50,7 +50,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("models.decoder", "models.layers", "models.cache", "models.config"),
     ("types", "masked", "compile_cache", "callable_module", "cli", "interrupt"),
     ("config",),
-    ("config_keys", "config_paths", "yaml_text"),
+    ("algorithm_table", "config_keys", "config_paths", "yaml_text"),
+    ("plugin",),
     ("errors",),
 )
 FORBIDDEN = ("torch", "tensorflow")

@@ -10,10 +10,10 @@ import pytest
 from tiny_models import make_mesh
 
 from jaxrl.advantages import group_advantages
-from jaxrl.algorithms import ALGORITHMS, needed_roles
+from jaxrl.algorithm_table import ALGORITHMS
+from jaxrl.algorithms import METHODS, method_of, needed_roles
 from jaxrl.config import Config
 from jaxrl.data.batch import make_rollout
-from jaxrl.losses.policy import PRESETS
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import init_params
 from jaxrl.objective import configured, objective_notes, policy_objective
@@ -35,6 +35,7 @@ PLAIN = [
 ]
 TEACHER = ["teacher.model=a", "distill_weight=0.7"]
 ALL_TERMS = [*TEACHER, "policy.kl_coef=0.3", "policy.entropy_coef=0.2"]
+REWARDED = [name for name, spec in ALGORITHMS.items() if spec.learns_from == "rewards"]
 DEGENERATE = 3
 """The prompt whose completions all have the same reward."""
 
@@ -151,7 +152,7 @@ def test_the_teacher_decides_the_joint_gradient():
 
 @pytest.mark.parametrize(
     "algorithm",
-    [pytest.param(n, marks=() if n == "gspo" else pytest.mark.slow) for n in PRESETS],
+    [pytest.param(n, marks=() if n == "gspo" else pytest.mark.slow) for n in REWARDED],
 )
 def test_with_one_update_the_start_of_the_batch_is_the_policy_in_training(algorithm):
     """No log-probs before the batch, or the very same ones: one gradient, and every ratio is 1."""
@@ -188,7 +189,7 @@ def test_a_correction_weighs_tokens_and_its_mismatch_is_told_without_one():
         cfg = config("dapo", f"policy.correction={correction}")
         hidden, kernel, batch, teacher_head = arrays()
         _, (sums, maxima) = mean_loss(cfg, hidden, kernel, batch, teacher_head)
-        told[correction] = ALGORITHMS["dapo"].finish(sums, maxima)
+        told[correction] = METHODS["rewards"].finish(sums, maxima)
     mask = np.asarray(batch.sequences.loss_mask)
     gap = np.asarray(batch.old_logprobs - batch.sampler_logprobs)[mask]
     for row in told.values():
@@ -396,7 +397,7 @@ mmr."""
 
 
 @pytest.mark.parametrize("scaled", ["null", "true", "false"])
-@pytest.mark.parametrize("algorithm", PRESETS)
+@pytest.mark.parametrize("algorithm", REWARDED)
 def test_one_cluster_has_the_advantage_of_the_algorithm(algorithm, scaled):
     """Of rewards times a constant, for the uses that multiply them: it divides out where the
     algorithm divides by the std, and stays where it does not."""
@@ -430,16 +431,16 @@ def start():
 
 
 def actor(cfg, mesh, tmp_path):
-    algorithm = ALGORITHMS[cfg.algorithm]
+    method = method_of(cfg)
     head = 2.0 * jax.random.normal(jax.random.key(9), (48, 24))
     return Actor(
         cfg,
         MODEL,
         mesh,
         load=lambda dtype: jax.device_put(start(), param_shardings(MODEL, mesh)),
-        prepare=algorithm.prepare(cfg),
-        loss=algorithm.make_loss(cfg, MODEL, mesh, 48),
-        finish=algorithm.finish,
+        prepare=method.prepare(cfg),
+        loss=method.make_loss(cfg, MODEL, mesh, 48),
+        finish=method.finish,
         frozen={"teacher_head": jax.device_put(head)},
         receiver=None,
         run_dir=tmp_path,
@@ -544,7 +545,8 @@ def test_dropped_groups_change_the_denominator_only(tmp_path):
     """The sum of the gradients is the same; dapo counts tokens."""
     steps = {}
     for asked in ("off", "drop"):
-        cfg = config("dapo", f"policy.dynamic_sampling={asked}", "reward.overlong_buffer=0")
+        one = ("actor.minibatches=1", "reward.overlong_buffer=0")
+        cfg = config("dapo", f"policy.dynamic_sampling={asked}", *one)
         params, told = updated(tmp_path, cfg)
         moved = jax.tree.map(lambda new, old: np.asarray(new) - np.asarray(old), params, start())
         steps[asked] = moved, told["actor/tokens"]

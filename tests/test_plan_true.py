@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl.algorithms import ALGORITHMS
+from jaxrl.algorithms import method_of
 from jaxrl.config import Config
 from jaxrl.models import decoder
 from jaxrl.models.config import DecoderConfig
@@ -119,8 +119,8 @@ class Programs:
             zeros = jax.tree.map(lambda x: np.zeros(x.shape, dtype), shapes)
             return jax.device_put(zeros, param_shardings(self.student, mesh))
 
-        algorithm = ALGORITHMS[config.algorithm]
-        loss = algorithm.make_loss(config, self.student, mesh, self.student.vocab_size)
+        method = method_of(config)
+        loss = method.make_loss(config, self.student, mesh, self.student.vocab_size)
         frozen = {}
         if config.learns_from_teacher and config.distill.signal == "hidden":
             spec = PartitionSpec("tensor", "fsdp")
@@ -131,9 +131,9 @@ class Programs:
             self.student,
             mesh,
             load=load,
-            prepare=algorithm.prepare(config),
+            prepare=method.prepare(config),
             loss=loss,
-            finish=algorithm.finish,
+            finish=method.finish,
             frozen=frozen,
             receiver=None,
             run_dir=Path("nowhere"),

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxrl.algorithm_table import ALGORITHMS, PolicyLoss
 from jaxrl.losses.aggregation import (
     AGGREGATIONS,
     SumOverConstant,
@@ -17,20 +18,21 @@ from jaxrl.losses.aggregation import (
 )
 from jaxrl.losses.policy import (
     LOSSES,
-    PRESETS,
     RATIOS,
     Clipped,
     Objective,
-    clip_never_acts,
+    Terms,
     entropy_term,
     make_objective,
     policy_loss,
+    ratio_notes,
 )
 
 REFERENCES = np.load(Path(__file__).parent / "references" / "policy.npz")
 SETTINGS = {"dr_grpo": {"constant": 6.0}, "cispo": {"ratio_cap": 1.2}}
 """Those of the references that are no defaults."""
-SEQUENCE_ONLY = {name for name, p in PRESETS.items() if p.objective.ratio == "sequence"}
+OWN = {name: spec.loss for name, spec in ALGORITHMS.items() if spec.loss is not None}
+SEQUENCE_ONLY = {name for name, loss in OWN.items() if loss.ratio == "sequence"}
 
 
 def case(name="far", loss="grpo"):
@@ -356,7 +358,7 @@ def test_gradient_flows_to_the_policy_alone():
 
     def loss(*floats):
         lp, old, advantages, weights = floats
-        return policy_loss(PRESETS["grpo"].objective, lp, old, advantages, mask, weights)[0]
+        return policy_loss(make_objective(OWN["grpo"]), lp, old, advantages, mask, weights)[0]
 
     grads = jax.grad(loss, argnums=(0, 1, 2, 3))(lp, old, advantages, weights)
     assert jnp.abs(grads[0]).max() > 0.01
@@ -422,16 +424,16 @@ def test_ratio_level_and_aggregation_are_independent_choices():
             np.testing.assert_allclose(values[name], expected[name], rtol=1e-5)
 
 
-def test_an_objective_is_a_preset_with_changes():
-    assert make_objective("gspo") == PRESETS["gspo"].objective
-    assert make_objective(
-        "grpo", clip_low=3e-4, clip_high=4e-4, ratio="sequence"
-    ) == make_objective("gspo")
-    assert make_objective("dr_grpo", clip_high=None, constant=64.0) == Objective(
+def test_an_objective_is_a_loss_with_changes():
+    gspo, grpo = OWN["gspo"], OWN["grpo"]
+    plain = Objective(Clipped(3e-4, 4e-4), "sequence", sequence_mean_token_mean)
+    assert make_objective(gspo) == plain
+    assert make_objective(grpo, clip_low=3e-4, clip_high=4e-4, ratio="sequence") == plain
+    assert make_objective(OWN["dr_grpo"], clip_high=None, constant=64.0) == Objective(
         Clipped(0.2, 0.2), "token", SumOverConstant(64.0)
     )
-    assert make_objective("grpo", aggregation="token_mean", clip_high=0.28) == make_objective(
-        "dapo"
+    assert make_objective(grpo, aggregation="token_mean", clip_high=0.28) == make_objective(
+        OWN["dapo"]
     )
 
 
@@ -442,7 +444,7 @@ def test_bad_settings_are_refused():
         with pytest.raises(ValueError, match="gspo_token"):
             LOSSES[name](lp, old, wide, mask)
     for settings, message in (
-        ({"ratio_cap": 5.0}, "ratio_cap is no setting of policy loss grpo: it has clip_low"),
+        ({"ratio_cap": 5.0}, "ratio_cap is no setting of this policy loss: it has clip_low"),
         ({"constant": 5.0}, "set aggregation=sum_over_constant"),
         ({"clip_low": 1.5}, "clip_low is 1.5"),
         ({"clip_high": -0.1}, "clip_high is -0.1"),
@@ -451,15 +453,44 @@ def test_bad_settings_are_refused():
         ({"aggregation": "sum_over_constant", "constant": 0.0}, "constant is 0.0"),
     ):
         with pytest.raises(ValueError, match=message):
-            make_objective("grpo", **settings)
-    with pytest.raises(ValueError, match="did you mean gspo"):
-        make_objective("gsop")
+            make_objective(OWN["grpo"], **settings)
+    with pytest.raises(ValueError, match="did you mean clipped"):
+        make_objective(PolicyLoss("", "cliped", {}))
 
 
-def test_a_clip_that_never_acts_is_told():
-    gspo = make_objective("gspo")
-    assert clip_never_acts(gspo, 4) is None
-    assert clip_never_acts(make_objective("grpo"), 1) is None
-    assert "every sequence ratio is 1" in clip_never_acts(gspo, 1)
-    assert "clip_low=0.2" in clip_never_acts(make_objective("gspo", clip_low=0.2), 4)
-    assert "4e-4 are usual" in clip_never_acts(make_objective("gspo_token", clip_high=0.05), 4)
+def test_a_ratio_that_is_always_1_is_stated_for_every_loss():
+    for loss in OWN.values():
+        objective = make_objective(loss)
+        (note,) = ratio_notes(objective, 1, bypass=False)
+        assert "every ratio pi_theta / pi_old is 1" in note
+        assert ratio_notes(objective, 1, bypass=True) == []  # the ratio to the sampler may differ
+        assert ratio_notes(objective, 2, bypass=False) == []
+
+
+def test_a_clip_that_never_acts_is_stated():
+    for loss, clip in ((OWN["gspo"], {"clip_low": 0.2}), (OWN["gspo_token"], {"clip_high": 0.05})):
+        wide = make_objective(loss, **clip)
+        (note,) = ratio_notes(wide, 4, bypass=False)
+        assert "the clip never acts; 3e-4 and 4e-4 are usual" in note
+        assert ratio_notes(wide, 4, bypass=True) == []
+
+
+def test_a_term_of_ones_own():
+    """Called with its settings, it takes the place of a term of the table."""
+
+    class Plain:
+        def __init__(self, scale: float):
+            self.scale = scale
+
+        def __call__(self, tokens, level):
+            nowhere = jnp.zeros_like(tokens.mask)
+            ratio = jnp.exp(level(tokens.log_ratio, tokens))
+            return Terms(self.scale * ratio * tokens.advantages, ratio, nowhere, nowhere)
+
+    lp, old, advantages, mask = case("near")
+    own = make_objective(PolicyLoss("3 r A", Plain, {"scale": 3.0}))
+    plain = Objective(Clipped(1.0, 1e9), "token", sequence_mean_token_mean)
+    total, count, _ = policy_loss(own, lp, old, advantages, mask)
+    expected, same, _ = policy_loss(plain, lp, old, advantages, mask)
+    np.testing.assert_allclose(total, 3 * expected, rtol=1e-5)
+    assert count == same

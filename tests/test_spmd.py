@@ -25,7 +25,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tiny_models import Memory, tiny_config, tiny_model, tiny_tensors
 
-from jaxrl.algorithms import ALGORITHMS
+from jaxrl.algorithms import METHODS
 from jaxrl.config import Config
 from jaxrl.models import hf, weights
 from jaxrl.roles.actor import Actor, Weights
@@ -84,9 +84,9 @@ def actor(mesh: Mesh, folder: Path, signal: str, restore: Path | None = None) ->
         model,
         mesh,
         load=lambda dtype: tiny_model(STUDENT, mesh)[1],
-        prepare=ALGORITHMS["gkd"].prepare(cfg),
-        loss=ALGORITHMS["gkd"].make_loss(cfg, model, mesh, VOCAB),
-        finish=ALGORITHMS["gkd"].finish,
+        prepare=METHODS["teacher"].prepare(cfg),
+        loss=METHODS["teacher"].make_loss(cfg, model, mesh, VOCAB),
+        finish=METHODS["teacher"].finish,
         frozen=frozen,
         receiver=None,
         run_dir=folder,

@@ -6,21 +6,23 @@ An `Objective` is three choices that do not depend on each other:
 - the term that is maximised: `Clipped`, `Capped` (CISPO), `Soft` (SAPO), `LogClipped` (GMPO),
 - the aggregation of tokens and sequences (`aggregation.AGGREGATIONS`).
 
-`PRESETS` has those of the papers, under their names; `LOSSES` has the same as functions. r is the
-ratio, A the advantage, d = logprobs - old_logprobs the log-ratio, |y| the completion's length.
+`algorithm_table.ALGORITHMS` has those of the papers by the names of their parts; `LOSSES` has the
+same as functions. r is the ratio, A the advantage, d = logprobs - old_logprobs the log-ratio.
 Masked positions may hold anything, NaN and -inf included. Gradients flow to `logprobs` only.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from jaxrl.algorithm_table import ALGORITHMS, PolicyLoss
 from jaxrl.errors import unknown
 from jaxrl.losses.aggregation import (
     AGGREGATIONS,
@@ -29,8 +31,6 @@ from jaxrl.losses.aggregation import (
     SumOverConstant,
     kept,
     mean_over_tokens,
-    sequence_mean_token_mean,
-    token_mean,
     token_metric,
 )
 from jaxrl.losses.divergence import Sums
@@ -70,6 +70,8 @@ class Terms(NamedTuple):
 
 Level = Callable[[Float[Array, "B T"], Tokens], Float[Array, "B T"]]
 """(log-ratio of each token, tokens) -> log-ratio at some level, at every token."""
+Term = Callable[[Tokens, Level], Terms]
+"""What is maximised at each token: `Clipped`, `Capped`, `Soft`, `LogClipped` or one's own."""
 
 
 def _of_token(log_ratio: Array, tokens: Tokens) -> Array:
@@ -200,7 +202,7 @@ def _at_least(limit: float, name: str, value: float, why: str) -> None:
 class Objective:
     """What a policy update maximises."""
 
-    term: Clipped | Capped | Soft | LogClipped
+    term: Term
     ratio: str
     """A name of `RATIOS`."""
     aggregation: Aggregation
@@ -210,128 +212,82 @@ class Objective:
             raise unknown("ratio level", self.ratio, RATIOS)
 
 
-@dataclass(frozen=True)
-class Preset:
-    """A paper's objective, with the settings of a run that belong to it."""
-
-    formula: str
-    objective: Objective
-    minibatches: int = 1
-    """Updates per rollout batch: with one, every ratio is 1 and no clip acts."""
-    scale_by_std: bool = True
-    """Of the group advantage."""
-    dynamic_sampling: bool = False
-    """Whether groups without any difference in reward are dropped and sampled anew."""
-    soft_overlong: bool = False
-    """Whether completions near the length limit are penalised (`advantages.soft_overlong`)."""
-
-
-_GRPO = Objective(Clipped(0.2, 0.2), "token", sequence_mean_token_mean)
-_GSPO = Objective(Clipped(3e-4, 4e-4), "sequence", sequence_mean_token_mean)
-
-PRESETS: Mapping[str, Preset] = {
-    "grpo": Preset("min(r A, clip(r) A), mean over sequences of token means; 2402.03300", _GRPO),
-    "dr_grpo": Preset(
-        "GRPO's with A = R - mean, sum over tokens / constant; 2503.20783",
-        replace(_GRPO, aggregation=SumOverConstant()),
-        scale_by_std=False,
-    ),
-    "dapo": Preset(
-        "GRPO's with a higher upper bound, mean over all tokens; 2503.14476",
-        Objective(Clipped(0.2, 0.28), "token", token_mean),
-        dynamic_sampling=True,
-        soft_overlong=True,
-    ),
-    "gspo": Preset(
-        "min(s A, clip(s) A), s = exp(mean_t d), mean over sequences; 2507.18071",
-        _GSPO,
-        minibatches=4,
-    ),
-    "gspo_token": Preset(
-        "GSPO's with s_t = sg(s) pi_t / sg(pi_t), for advantages per token; 2507.18071",
-        replace(_GSPO, ratio="sequence_token"),
-        minibatches=4,
-    ),
-    "cispo": Preset(
-        "sg(min(r, ratio_cap)) A log pi, mean over all tokens; 2506.13585",
-        Objective(Capped(5.0), "token", token_mean),
-    ),
-    "sapo": Preset(
-        "sigmoid(tau (r - 1)) (4 / tau) A, mean over sequences of token means; 2511.20347",
-        Objective(Soft(1.0, 1.05), "token", sequence_mean_token_mean),
-    ),
-    "gmpo": Preset(
-        "A exp(mean_t of d clipped on the side of sign(A)), mean over sequences; 2507.20673",
-        Objective(LogClipped(0.4), "sequence", sequence_mean_token_mean),
-    ),
-    "luspo": Preset(
-        "|y| times GSPO's, mean over sequences; 2602.05261",
-        Objective(Clipped(2e-3, 2.5e-3), "sequence", SumOverConstant()),
-        minibatches=4,
-    ),
+TERMS: Mapping[str, Callable[..., Any]] = {
+    "clipped": Clipped,
+    "capped": Capped,
+    "soft": Soft,
+    "log_clipped": LogClipped,
 }
 
 
 def make_objective(
-    name: str,
+    loss: PolicyLoss,
     *,
     ratio: str | None = None,
     aggregation: str | None = None,
     constant: float | None = None,
     **settings: float | None,
 ) -> Objective:
-    """The objective of a preset, with some of its choices changed; None keeps the preset's.
+    """The objective of a policy loss, with some of its choices changed; None keeps its own.
 
     Args:
         ratio: a name of `RATIOS`.
         aggregation: a name of `AGGREGATIONS`.
         constant: of the aggregation `sum_over_constant`, tokens; usually the longest completion
-            allowed.
-        settings: fields of the preset's term: clip_low and clip_high, or ratio_cap, or tau_positive
+            allowed. 1 where the loss has none either.
+        settings: settings of the loss's term: clip_low and clip_high, or ratio_cap, or tau_positive
             and tau_negative, or clip_log.
     """
-    if name not in PRESETS:
-        raise unknown("policy loss", name, PRESETS)
-    objective = PRESETS[name].objective
+    if isinstance(loss.term, str) and loss.term not in TERMS:
+        raise unknown("term of a policy loss", loss.term, TERMS)
     given = {key: value for key, value in settings.items() if value is not None}
-    term: Any = objective.term
-    known = [field.name for field in fields(term)]
+    make = TERMS[loss.term] if isinstance(loss.term, str) else loss.term
+    known = list(inspect.signature(make).parameters)
     for key in given:
         if key not in known:
             raise ValueError(
-                f"{key} is no setting of policy loss {name}: it has {' and '.join(known)}"
+                f"{key} is no setting of this policy loss: it has {' and '.join(known)}"
             )
-    chosen = objective.aggregation
-    if aggregation is not None:
-        if aggregation not in AGGREGATIONS:
-            raise unknown("aggregation", aggregation, AGGREGATIONS)
-        chosen = AGGREGATIONS[aggregation]
-    if constant is not None:
-        if not isinstance(chosen, SumOverConstant):
-            raise ValueError(
-                f"constant={constant:g} divides the sum of aggregation sum_over_constant only: "
-                f"set aggregation=sum_over_constant, or leave constant out of policy loss {name}"
-            )
-        chosen = SumOverConstant(constant)
-    return Objective(replace(term, **given), objective.ratio if ratio is None else ratio, chosen)
+    name = loss.aggregation if aggregation is None else aggregation
+    if name not in AGGREGATIONS:
+        raise unknown("aggregation", name, AGGREGATIONS)
+    chosen = AGGREGATIONS[name]
+    if constant is not None and not isinstance(chosen, SumOverConstant):
+        raise ValueError(
+            f"constant={constant:g} divides the sum of aggregation sum_over_constant only: "
+            "set aggregation=sum_over_constant, or leave constant out"
+        )
+    if isinstance(chosen, SumOverConstant):
+        own = loss.constant if aggregation is None else None
+        chosen = SumOverConstant(next((c for c in (constant, own) if c is not None), 1.0))
+    level = loss.ratio if ratio is None else ratio
+    return Objective(make(**(dict(loss.settings) | given)), level, chosen)
 
 
-def clip_never_acts(objective: Objective, updates_per_batch: int) -> str | None:
-    """Why the clip of a sequence ratio would never act, as a warning; None where it can."""
-    if objective.ratio == "token" or not isinstance(objective.term, Clipped):
-        return None
+def ratio_notes(objective: Objective, updates_per_batch: int, bypass: bool) -> list[str]:
+    """Why the ratio, or a clip of it, would have no effect in a run.
+
+    Args:
+        bypass: the ratio is to the policy that sampled, and not to the one before the batch.
+    """
+    if bypass:
+        return []
     if updates_per_batch == 1:
-        return (
-            "one update per batch: every sequence ratio is 1 and the clip never acts; "
-            "4 minibatches are usual"
-        )
-    if max(objective.term.clip_low, objective.term.clip_high) >= RARE_CLIP:
-        return (
-            f"clip_low={objective.term.clip_low:g} clip_high={objective.term.clip_high:g}: a ratio "
-            "of whole sequences is a geometric mean and stays within about 1e-3 of 1, so the clip "
-            "never acts; 3e-4 and 4e-4 are usual"
-        )
-    return None
+        return [
+            "one update per batch: every ratio pi_theta / pi_old is 1, no clip or cap acts on it,"
+            " and the losses that differ in these alone are the same; actor.minibatches or"
+            " actor.epochs_per_batch above 1 make more updates of a batch"
+        ]
+    term = objective.term
+    if objective.ratio == "token" or not isinstance(term, Clipped):
+        return []
+    if max(term.clip_low, term.clip_high) < RARE_CLIP:
+        return []
+    return [
+        f"clip_low={term.clip_low:g} clip_high={term.clip_high:g}: a ratio of whole sequences is a"
+        " geometric mean and stays within about 1e-3 of 1, so the clip never acts; 3e-4 and 4e-4"
+        " are usual"
+    ]
 
 
 def policy_loss(
@@ -409,7 +365,7 @@ def entropy_term(
     return aggregation(-kept(entropy, mask), mask)
 
 
-def _named(name: str) -> Callable[..., Loss]:
+def _named(name: str, own: PolicyLoss) -> Callable[..., Loss]:
     def loss(
         logprobs: Float[Array, "B T"],
         old_logprobs: Float[Array, "B T"],
@@ -419,16 +375,18 @@ def _named(name: str) -> Callable[..., Loss]:
         weights: Float[Array, " B"] | Float[Array, "B T"] | None = None,
         **settings: Any,
     ) -> Loss:
-        objective = make_objective(name, **settings)
+        objective = make_objective(own, **settings)
         return policy_loss(objective, logprobs, old_logprobs, advantages, mask, weights)
 
     loss.__name__ = loss.__qualname__ = name
     loss.__doc__ = (
-        f"Minimises minus: {PRESETS[name].formula}.\n\n    Arguments as `policy_loss`; "
-        "settings as `make_objective`, which default to `PRESETS`."
+        f"Minimises minus: {own.formula}.\n\n    Arguments as `policy_loss`; "
+        "settings as `make_objective`, which default to the algorithm's own."
     )
     return loss
 
 
-LOSSES: Mapping[str, Callable[..., Loss]] = {name: _named(name) for name in PRESETS}
+LOSSES: Mapping[str, Callable[..., Loss]] = {
+    name: _named(name, spec.loss) for name, spec in ALGORITHMS.items() if spec.loss is not None
+}
 """name -> f(logprobs, old_logprobs, advantages, mask, *, weights=None, **settings)."""

@@ -218,8 +218,8 @@ def _shared_group(config: Config) -> int:
     """Completions that share a prompt in an update of full widths, as the actor decides it."""
     group, budget = config.group_size, config.actor.micro_batch_tokens
     widths = (config.max_prompt_tokens, config.max_new_tokens)
-    learns_from_data = config.algorithm == "sft" or config.distill.on_policy_fraction < 1
-    if learns_from_data and not config.learns_from_rewards:
+    off_policy = config.distill.on_policy_fraction < 1
+    if config.spec.learns_from == "data" or (off_policy and not config.learns_from_rewards):
         return 1
     return group if shares(config.batch_size, group, *widths, config.minibatches, budget) else 1
 

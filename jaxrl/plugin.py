@@ -1,0 +1,79 @@
+"""Objects of the user's own modules, by `path/to/file.py:NAME` or `package.module:NAME`."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+import traceback
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from jaxrl.errors import UserError, near
+
+
+def is_plugin(text: str) -> bool:
+    """Whether `text` names an object of a module, and not an entry of a table."""
+    return ":" in text
+
+
+def anchored(text: str, folder: Path) -> str:
+    """`text` with a relative path of a file made absolute: relative paths start at `folder`."""
+    place, colon, name = text.rpartition(":")
+    if not colon or not _is_file(place):
+        return text
+    return f"{(folder / Path(place).expanduser()).resolve()}:{name}"
+
+
+@cache
+def load_object(text: str) -> Any:
+    """The object that `text` names; its module is imported once in a process.
+
+    Raises:
+        UserError: there is no such file, module or name, or the module cannot be imported.
+    """
+    place, _, name = text.rpartition(":")
+    if not place or not name.isidentifier():
+        raise UserError(f"{text!r} must be path/to/file.py:NAME or package.module:NAME")
+    try:
+        module = _from_file(Path(place)) if _is_file(place) else importlib.import_module(place)
+    except UserError:
+        raise
+    except Exception as error:
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        raise UserError(
+            f"{text} cannot be imported: {type(error).__name__}: {error}"
+            f" ({at.filename}, line {at.lineno})"
+        ) from error
+    if not hasattr(module, name):
+        own = [word for word in vars(module) if not word.startswith("_")]
+        raise UserError(f"{place} has no {name}{near(name, own)}")
+    return getattr(module, name)
+
+
+def _is_file(place: str) -> bool:
+    return place.endswith(".py") or "/" in place
+
+
+def _from_file(path: Path) -> ModuleType:
+    path = path.expanduser().resolve()
+    if not path.is_file():
+        raise UserError(f"there is no file {path}")
+    name = f"jaxrl_plugin_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if name in sys.modules:  # several objects of one file share its module
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise UserError(f"{path} is not a Python file: its name must end with .py")
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))  # for modules beside the file
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
