@@ -3,7 +3,15 @@
 import numpy as np
 import pytest
 
-from jaxrl.roles.microbatch import ROOMS, minibatch_rows, room, split_rows
+from jaxrl.roles.microbatch import (
+    ROOMS,
+    cut_minibatches,
+    minibatch_rows,
+    room,
+    split_rows,
+    tokens_of,
+    unit_rows,
+)
 
 
 def lengths(n, seed=0):
@@ -87,3 +95,35 @@ def test_shards_hold_about_as_many_tokens_each():
     in_order = np.resize(n[rows], 64).reshape(-1, 4).sum(-1)
     assert tokens.max() - tokens.min() <= n.max()
     assert tokens.std() < in_order.std() / 2
+
+
+def test_prompts_are_the_units_of_minibatches_where_these_are_equal():
+    ids = np.repeat(np.arange(6), 3)
+    padded = np.append(ids, [-1, -1])
+    for count in (1, 2, 3, 6):
+        assert unit_rows(ids, count) == unit_rows(padded, count) == 3
+    for count in (4, 5, 12):  # prompts would be split unequally: single rows are not
+        assert unit_rows(ids, count) == 1
+    assert unit_rows(np.arange(6), 2) == 1  # one completion each
+    assert unit_rows(np.array([0, 1, 0, 1]), 1) == 1  # not after each other
+    assert unit_rows(np.array([0, 0, 0, 1]), 1) == 1  # not equally many
+    assert unit_rows(np.full(4, -1), 2) == 1
+
+
+def test_tokens_of_groups():
+    assert tokens_of(np.array([1, 2, 3, 4, 5, 0, 0]), 3).tolist() == [6, 9, 0]
+    assert tokens_of(np.array([1, 2]), 1).tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_minibatches_of_prompts_are_the_same_however_they_are_computed(count):
+    """In groups that share a prompt or row by row; rows that train nothing are left out there."""
+    tokens = np.arange(1, 25)
+    tokens[[3, 9, 10, 11]] = 0  # one completion of the second prompt, all of the fourth
+    policy = tokens % 5 > 0
+    shared, single = (cut_minibatches(tokens, policy, 3, group, count, (0, 1)) for group in (3, 1))
+    assert len(shared) == len(single) == count
+    for groups, rows in zip(shared, single, strict=True):
+        assert set(rows // 3) == set(groups.tolist())
+        assert len(rows) == (tokens.reshape(8, 3)[groups] > 0).sum()
+    assert sorted(np.concatenate(single)) == np.flatnonzero(tokens).tolist()

@@ -634,6 +634,72 @@ def test_a_batch_that_teaches_nothing_changes_nothing(tmp_path):
     assert all(np.isfinite(value) for value in told.values())
 
 
+# Which rows form an update.
+
+
+def minibatches_of(one, given, monkeypatch):
+    """The rows of each update of a batch, in the order of the updates; rows that share a prompt."""
+    seen, groups, cut = [], set(), one._micro_batches
+
+    def spied(rows, lengths, sequences, group, *more):
+        index = cut(rows, lengths, sequences, group, *more)
+        seen.append(frozenset(index[index >= 0].tolist()))
+        groups.add(group)
+        return index
+
+    monkeypatch.setattr(one, "_micro_batches", spied)
+    report = one.update(*given, step=0)
+    return seen[1:], groups, report.metrics  # the first is the pass before the batch
+
+
+@cache
+def two_widths():
+    """The same 6 prompts with 4 completions each, with prompts of at most 64 and 512 tokens."""
+    draw = np.random.default_rng(11)
+    rows = [draw.integers(2, 48, n).tolist() for n in draw.integers(1, 8, 24)]
+    logprobs = [draw.uniform(-3, -1, len(row)).astype(np.float32) for row in rows]
+    done = [Completion(tuple(r), x, x, "stop") for r, x in zip(rows, logprobs, strict=True)]
+    prompts = [Prompt(i, tuple(draw.integers(2, 48, 50).tolist()), "p") for i in range(6)]
+    groups = [done[4 * i : 4 * i + 4] for i in range(6)]
+    options = {"policy_version": 0, "pad_id": 0, "row_multiple": 8, "max_new_tokens": 8}
+    narrow = make_rollout(prompts, groups, max_prompt_tokens=64, **options)
+    extra = 448 - narrow.sequences.tokens.shape[1]
+    padded = [
+        np.pad(x, ((0, 0), (extra, 0))) for x in (narrow.sequences.tokens, narrow.sequences.mask)
+    ]
+    wide = replace(narrow, sequences=Sequences(*padded, narrow.sequences.loss_mask))
+    scores = np.random.default_rng(12).integers(0, 4, len(narrow.group_ids)).astype(float)
+    scores[narrow.group_ids < 0] = np.nan
+    return narrow, wide, {"reward": [RewardReport(scores, {}, {}, ())]}
+
+
+@pytest.mark.parametrize("minibatches", [3, pytest.param(4, marks=pytest.mark.slow)])
+def test_the_rows_of_an_update_depend_on_neither_memory_nor_width(
+    minibatches, tmp_path, monkeypatch
+):
+    """Whether completions share their prompt's computation is a matter of memory and speed."""
+    narrow, wide, scores = two_widths()
+    width = narrow.sequences.tokens.shape[1] - 8 + 4 * 8  # of a prompt with its completions
+    cases = {"whole": (narrow, "null"), "fits": (narrow, width), "does not": (narrow, width - 1)}
+    cases |= {"wide": (wide, "null"), "wide, cut": (wide, 447)}
+    found = {}
+    for name, (rollout, budget) in cases.items():
+        sizes = ("batch_size=6", "group_size=4", f"actor.minibatches={minibatches}")
+        cfg = config("gspo", *sizes, "actor.dtype=float32", f"actor.micro_batch_tokens={budget}")
+        one = actor(cfg, make_mesh(1, 2, 1), tmp_path)
+        rows, groups, told = minibatches_of(one, (rollout, scores), monkeypatch)
+        found[name] = rows, groups, told, jax.device_get(one.state.params)
+    rows, groups, told, params = found.pop("whole")
+    assert len(rows) == minibatches and sorted(i for part in rows for i in part) == [*range(24)]
+    if minibatches == 3:  # of whole prompts, which may share
+        assert all(len({i // 4 for i in part}) == 2 for part in rows)
+        assert groups == {4} != found["does not"][1]
+    for name, (again, _, metrics, moved) in found.items():
+        assert again == rows, name
+        assert_close(moved, params, 2e-6)
+        assert metrics["loss"] == pytest.approx(told["loss"], rel=1e-4, abs=1e-6)
+
+
 def test_roles_follow_the_config():
     assert needed_roles(config("grpo")) == ("actor", "rollout", "reward")
     asked = [*ALL_TERMS, "policy.advantages=similarity", "grouper.model=a"]

@@ -76,27 +76,25 @@ def test_it_saves_the_prompts_share_of_the_work():
 
 def test_only_what_is_alike_is_shared():
     given = sequences(64)
-    assert shared_group(given, G, 1, None) == G
-    assert shared_group(given, G, 4, None) == G
-    assert shared_group(given, G, 3, None) == 1  # minibatches of 1 and 2 groups
-    assert shared_group(given, G, 1, P + G * C) == G
-    assert shared_group(given, G, 1, P + G * C - 1) == 1  # does not fit into a micro-batch
-    assert shared_group(given, 5, 1, None) == 1  # 12 rows
-    assert shared_group(given, 2, 1, None) == 1  # rows of two prompts
+    assert shared_group(given, G, None) == G
+    assert shared_group(given, G, P + G * C) == G
+    assert shared_group(given, G, P + G * C - 1) == 1  # does not fit into a micro-batch
+    assert shared_group(given, 5, None) == 1  # 12 rows
+    assert shared_group(given, 2, None) == 1  # rows of two prompts
     other = given.tokens.copy()
     other[1, P - 1] += 1
-    assert shared_group(replace(given, tokens=other), G, 1, None) == 1
+    assert shared_group(replace(given, tokens=other), G, None) == 1
     pad = Sequences(
-        *(np.pad(x, ((0, G), (0, 0))) for x in (given.tokens, given.mask)),
-        np.pad(given.loss_mask, ((0, G), (0, 0))),
+        *(np.pad(x, ((0, G + 1), (0, 0))) for x in (given.tokens, given.mask)),
+        np.pad(given.loss_mask, ((0, G + 1), (0, 0))),
     )
-    assert shared_group(pad, G, 4, None) == G  # the padding is no group
+    assert shared_group(pad, G, None) == G  # the padding is no group
 
 
 def test_short_prompts_are_not_worth_it():
-    assert shares(4, 8, 100, 100, 1, None)
-    assert not shares(4, 8, 10, 100, 1, None)  # saves 8 of 100
-    assert not shares(4, 1, 100, 1, 1, None)
+    assert shares(8, 100, 100, None)
+    assert not shares(8, 10, 100, None)  # saves 8 of 100
+    assert not shares(1, 100, 1, None)
 
 
 def test_rows_of_groups():

@@ -221,7 +221,8 @@ def _shared_group(config: Config) -> int:
     off_policy = config.distill.on_policy_fraction < 1
     if config.spec.learns_from == "data" or (off_policy and not config.learns_from_rewards):
         return 1
-    return group if shares(config.batch_size, group, *widths, config.minibatches, budget) else 1
+    whole = config.batch_size % config.minibatches == 0
+    return group if whole and shares(group, *widths, budget) else 1
 
 
 def _loss_arrays(d: DistillConfig, signal: str | None) -> int:

@@ -24,11 +24,13 @@ from jaxrl.models.decoder import Params, abstract_params, cast, unstack
 from jaxrl.models.hf import save_hf
 from jaxrl.optimizer import learning_rate, make_optimizer, state_shardings
 from jaxrl.roles.microbatch import (
-    minibatch_rows,
+    cut_minibatches,
     room,
     rows_of_groups,
     shared_group,
     split_rows,
+    tokens_of,
+    unit_rows,
 )
 from jaxrl.runtime.worker import phase
 from jaxrl.sharding.ledger import buffer, current
@@ -182,14 +184,14 @@ class Actor:
             placed = reshard(batch, self._rows)
             current().put("actor.batch", placed)
         sequences, minibatches = batch.sequences, self.config.minibatches
-        group = shared_group(sequences, self.config.group_size, minibatches, c.micro_batch_tokens)
-        units, signal = (
-            x.reshape(-1, group).sum(-1) for x in (lengths, np.asarray(batch.policy_mask).any(-1))
-        )
-        live = int((tokens.reshape(-1, group).sum(-1) > 0).sum())
+        unit = unit_rows(rollout.group_ids, minibatches)
+        group = shared_group(sequences, unit, c.micro_batch_tokens)
+        in_policy = np.asarray(batch.policy_mask).any(-1)
+        units = tokens_of(lengths, group)
+        live = int((tokens_of(tokens, group) > 0).sum())
         if batch.advantages is not None and self.config.updates_per_batch > 1:
-            in_policy = np.where(signal > 0, units, 0)
-            placed = self._with_old_logprobs(placed, in_policy, group, live)
+            wanted = np.where(tokens_of(in_policy, group) > 0, units, 0)
+            placed = self._with_old_logprobs(placed, wanted, group, live)
         totals: dict[str, list[Any]] = {}
         largest: dict[str, float] = {}
         by_row: dict[str, np.ndarray] = {}
@@ -198,7 +200,7 @@ class Actor:
         skipped = empty = 0
         for epoch in range(c.epochs_per_batch):
             seed = (self.config.seed, step, epoch)
-            parts = minibatch_rows(units, minibatches, seed, signal)
+            parts = cut_minibatches(lengths, in_policy, unit, group, minibatches, seed)
             padded = room(max(map(len, parts)), -(-live // minibatches))
             for chosen in parts:
                 rows = rows_of_groups(chosen, group)

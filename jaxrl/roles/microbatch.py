@@ -1,7 +1,8 @@
 """Which rows of a batch form a minibatch, and how a minibatch is cut into micro-batches.
 
-Where the completions of a prompt stand together, whole groups are what is cut: a micro-batch then
-computes each prompt once for its G completions.
+A minibatch is an optimizer update, and depends on the batch and its seed alone. A micro-batch is a
+part of one for memory's sake: where whole groups stand together and it is worth it, it computes
+each prompt once for its G completions.
 """
 
 from __future__ import annotations
@@ -16,42 +17,59 @@ WORTH = 0.1
 """Prompts are shared where that saves at least this part of the tokens."""
 
 
-def shared_group(sequences: Sequences, group: int, minibatches: int, budget: int | None) -> int:
-    """How many rows after each other share a prompt and are trained on together: `group`, or 1
-    where they are not alike or sharing is not worth it (`shares`).
+def unit_rows(group_ids: np.ndarray, minibatches: int) -> int:
+    """How many rows after each other are in one minibatch together: the completions of a prompt
+    where the prompts divide into minibatches of equally many, else 1.
 
     Args:
-        sequences: on the host.
+        group_ids: [B] which rows are of one prompt; -1 at padding rows, which are the last ones.
+    """
+    ids = group_ids[group_ids >= 0]
+    groups = len(np.unique(ids))
+    if groups == 0 or groups % minibatches or len(ids) % groups:
+        return 1
+    size = len(ids) // groups
+    each = ids.reshape(groups, size)
+    return size if (each == each[:, :1]).all() else 1
+
+
+def shared_group(sequences: Sequences, group: int, budget: int | None) -> int:
+    """How many rows after each other are computed with one prompt: `group`, or 1 where they are not
+    alike or sharing is not worth it (`shares`).
+
+    Args:
+        sequences: on the host; padding rows are the last ones.
+        group: rows that are in one minibatch together (`unit_rows`).
         budget: most tokens of a micro-batch on one device.
     """
     tokens, mask = np.asarray(sequences.tokens), np.asarray(sequences.mask)
-    rows, completion = np.asarray(sequences.loss_mask).shape
+    completion = np.asarray(sequences.loss_mask).shape[1]
     prompt = tokens.shape[1] - completion
-    if rows % group:
+    if not shares(group, prompt, completion, budget):
         return 1
-    live = int(mask.reshape(rows // group, -1).any(-1).sum())
-    if not shares(live, group, prompt, completion, minibatches, budget):
+    live = int(mask.any(-1).sum())
+    if live % group:
         return 1
     for x in (tokens, mask):
-        each = x[:, :prompt].reshape(rows // group, group, prompt)
+        each = x[:live, :prompt].reshape(live // group, group, prompt)
         if not (each == each[:, :1]).all():
             return 1
     return group
 
 
-def shares(
-    groups: int, group: int, prompt: int, completion: int, minibatches: int, budget: int | None
-) -> bool:
-    """Whether prompts of these widths are worth sharing, and can be: minibatches of whole groups
-    are of one size, and a group fits into a micro-batch.
-    """
+def shares(group: int, prompt: int, completion: int, budget: int | None) -> bool:
+    """Whether prompts of these widths are worth sharing, and a group fits into a micro-batch."""
     together = prompt + group * completion
     return (
         group > 1
-        and groups % minibatches == 0
         and together <= (1 - WORTH) * group * (prompt + completion)
         and (budget is None or together <= budget)
     )
+
+
+def tokens_of(lengths: np.ndarray, group: int) -> np.ndarray:
+    """[B] tokens of rows -> tokens of each `group` rows after each other; the last may be fewer."""
+    return np.pad(lengths, (0, -len(lengths) % group)).reshape(-1, group).sum(-1)
 
 
 def rows_of_groups(groups: np.ndarray, group: int) -> np.ndarray:
@@ -90,6 +108,28 @@ def minibatch_rows(
         rows = rows[np.argsort(signal[rows], kind="stable")]
     dealt = [rows[k::count] for k in range(count)]
     return [part for part in dealt if len(part)] or [rows]
+
+
+def cut_minibatches(
+    lengths: np.ndarray,
+    signal: np.ndarray,
+    unit: int,
+    group: int,
+    count: int,
+    seed: tuple[int, ...],
+) -> list[np.ndarray]:
+    """`minibatch_rows` of whole units, each as the numbers of the groups that are computed for it.
+
+    Args:
+        lengths: [B] tokens of each row, 0 where it trains nothing.
+        signal: [B] whether a row is in the policy loss.
+        unit: rows that are in one minibatch together (`unit_rows`).
+        group: rows that are computed with one prompt (`shared_group`): `unit`, or 1.
+    """
+    computed = tokens_of(lengths, group)
+    units = minibatch_rows(tokens_of(lengths, unit), count, seed, tokens_of(signal, unit))
+    parts = [rows_of_groups(chosen, unit // group) for chosen in units]
+    return [part[computed[part] > 0] for part in parts]
 
 
 def split_rows(
