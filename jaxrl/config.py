@@ -325,7 +325,8 @@ class DistillConfig(Section):
     """Signal sampled: cap of the importance ratio between the learner and the policy that
     sampled."""
     entropy_aware: Flag = False
-    """Add KL(teacher||student) where the teacher is uncertain (arXiv 2603.07079)."""
+    """Add KL(teacher||student) where the teacher is uncertain (arXiv 2603.07079): to the divergence
+    or, where `distill_weight` is 0, to the policy loss with `policy.opd_coef`."""
     entropy_threshold: NonNegative = 0.8
     """Teacher entropy, in nats, from which the entropy-aware term counts."""
     entropy_top_k: Positive = 16
@@ -400,6 +401,18 @@ class OptimizerConfig(Section):
         return self
 
 
+Corrections = Annotated[
+    tuple[
+        Literal[
+            "none", "tis_token", "tis_sequence", "icepop", "sequence_mask", "sequence_geo_mask"
+        ],
+        ...,
+    ],
+    BeforeValidator(lambda v: (v,) if isinstance(v, str) else v),
+]
+"""Names of `losses.correction.CORRECTIONS`; a single string stands for a list of one."""
+
+
 class PolicyConfig(Section):
     """How the algorithms that learn from rewards do it; null takes the algorithm's own."""
 
@@ -423,6 +436,9 @@ class PolicyConfig(Section):
     """The ratio is kept above 1 - clip_low, where the term is clipped."""
     clip_high: NonNegative | None = None
     """And below 1 + clip_high."""
+    clip_dual: PositiveNumber | None = None
+    """Dual clip, where the term is clipped: at negative advantages the ratio counts as no more than
+    this (above 1; 3 is usual). null: it is not bounded there."""
     ratio_cap: PositiveNumber | None = None
     """cispo: the ratio itself is kept below this."""
     tau_positive: PositiveNumber | None = None
@@ -432,7 +448,9 @@ class PolicyConfig(Section):
     clip_log: PositiveNumber | None = None
     """gmpo: bound of each token's log-ratio, in nats."""
     kl_coef: NonNegative = 0.0
-    """Weight of KL(policy||reference) in the loss; above 0 the role `reference` is needed."""
+    """Weight of KL(policy||reference) in the loss; above 0 the role `reference` is needed. Tokens
+    are aggregated as in the policy loss: with luspo a completion's KL is the sum over its tokens,
+    with gspo their mean."""
     kl_estimator: Literal["k2", "k3"] = "k3"
     """Of that term. On-policy, k2's gradient is KL(policy||reference)'s, k3's that of
     KL(reference||policy)."""
@@ -452,17 +470,20 @@ class PolicyConfig(Section):
     drop."""
     max_refills: Positive = 4
     """refill: how often a batch is sampled beyond the first time."""
-    correction: Literal["none", "tis_token", "tis_sequence", "icepop", "sequence_mask"] = "none"
+    correction: Corrections | None = None
     """Weights of tokens for the gap between the policy that sampled and the learner at the start of
-    the batch; its size is told in any case (`policy/mismatch_*`)."""
+    the batch; its size is reported in any case (`policy/mismatch_*`). One name, or a list of one
+    with sequence_geo_mask. null: tis_token where the weights that generate lag (`schedule`), else
+    none."""
     correction_cap: PositiveNumber | None = None
-    """tis_token, tis_sequence: the largest weight; 2 where null."""
+    """tis_token, tis_sequence: the largest weight. sequence_mask: the largest ratio of a sequence
+    that trains. 2 where null."""
     correction_low: NonNegative | None = None
     """icepop: below this ratio a token is not trained on; 0.5 where null."""
     correction_high: PositiveNumber | None = None
     """icepop: nor above this one; 5 where null."""
     correction_threshold: NonNegative | None = None
-    """sequence_mask: largest mean log-ratio of a sequence that trains, nats a token; 0.1 where
+    """sequence_geo_mask: largest mean log-ratio of a sequence that trains, nats a token; 0.1 where
     null."""
     bypass: Flag = False
     """Take the policy that sampled for the one at the start of the batch: the clip acts on the
@@ -470,10 +491,10 @@ class PolicyConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.bypass and self.correction != "none":
+        if self.bypass and self.correction not in (None, ("none",)):
             raise ValueError(
-                f"bypass=true with correction={self.correction} would correct twice: set"
-                " correction=none, or bypass=false"
+                f"bypass=true with correction={','.join(self.correction or ())} would correct"
+                " twice: set correction=none, or bypass=false"
             )
         return self
 
@@ -892,6 +913,14 @@ class Config(Section):
                 f" batch (batch_size={self.batch_size} x group_size={self.group_size})"
             )
         return self
+
+    @property
+    def correction(self) -> tuple[str, ...]:
+        """Names of the off-policy corrections."""
+        if self.policy.correction is not None:
+            return self.policy.correction
+        lags = self.schedule != "serial" and not self.policy.bypass
+        return ("tis_token",) if lags else ("none",)
 
     @property
     def rewards(self) -> RewardConfig:

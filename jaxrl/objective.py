@@ -20,7 +20,14 @@ from jax.sharding import Mesh
 from jaxrl.advantages import MAX_OPD_GAP, opd_advantages, opd_gap
 from jaxrl.config import Config
 from jaxrl.losses.aggregation import Aggregation, token_mean, token_metric
-from jaxrl.losses.correction import Correction, correct, diagnostics, make_correction
+from jaxrl.losses.correction import (
+    Correction,
+    NoCorrection,
+    TokenTIS,
+    correct,
+    diagnostics,
+    make_correction,
+)
 from jaxrl.losses.divergence import Sums
 from jaxrl.losses.head import logprobs_and_entropy_from_hidden
 from jaxrl.losses.kl import kl_term
@@ -32,7 +39,7 @@ from jaxrl.losses.policy import (
     ratio_notes,
 )
 from jaxrl.roles.actor import ratios
-from jaxrl.signals import Projection, completion_tokens, distill_loss
+from jaxrl.signals import Projection, completion_tokens, distill_loss, entropy_aware_loss
 from jaxrl.types import Totals, TrainBatch
 
 Evaluate = Callable[[jax.Array, jax.Array, TrainBatch, Mapping[str, Any], Totals], Any]
@@ -55,6 +62,7 @@ def configured(config: Config) -> Objective:
         constant=constant,
         clip_low=p.clip_low,
         clip_high=p.clip_high,
+        clip_dual=p.clip_dual,
         ratio_cap=p.ratio_cap,
         tau_positive=p.tau_positive,
         tau_negative=p.tau_negative,
@@ -70,10 +78,12 @@ def configured(config: Config) -> Objective:
 
 
 def configured_correction(config: Config) -> Correction:
-    """The off-policy correction that `policy.correction*` describe. Raises ValueError."""
+    """The off-policy correction that `policy.correction*` and the schedule describe. Raises
+    ValueError.
+    """
     p = config.policy
     return make_correction(
-        p.correction,
+        config.correction,
         cap=p.correction_cap,
         low=p.correction_low,
         high=p.correction_high,
@@ -91,7 +101,15 @@ def objective_notes(config: Config) -> list[str]:
             f"its paper makes {own} updates of a batch; batch_size={config.batch_size} divides into"
             f" minibatches of whole prompts for {config.minibatches}",
         )
-    return [f"algorithm={config.algorithm}: {note}" for note in notes]
+    stated = [f"algorithm={config.algorithm}: {note}" for note in notes]
+    if config.policy.correction is None and config.correction != ("none",):
+        cap = config.policy.correction_cap or TokenTIS().cap
+        stated.append(
+            f"schedule={config.schedule}: completions are of older weights, so each token's term is"
+            f" multiplied by min(pi_old / mu, {cap:g}) (policy.correction=tis_token;"
+            " policy.correction=none leaves it out)"
+        )
+    return stated
 
 
 def policy_objective(config: Config, mesh: Mesh, vocab_size: int) -> Evaluate:
@@ -125,7 +143,7 @@ def policy_objective(config: Config, mesh: Mesh, vocab_size: int) -> Evaluate:
             gap = (start, batch.teacher.token_logprobs, mask)
             advantages = opd_advantages(advantages, *gap, coef=p.opd_coef)
             opd = {"opd_clamped": token_metric(jnp.abs(opd_gap(*gap)) > MAX_OPD_GAP, mask)}
-        old, weights = start, None if p.correction == "none" else corrected.weights
+        old, weights = start, None if isinstance(correction, NoCorrection) else corrected.weights
         if p.bypass:
             old = batch.sampler_logprobs
         total, _, metrics = policy_loss(objective, logprobs, old, advantages, mask, weights)
@@ -148,6 +166,10 @@ def policy_objective(config: Config, mesh: Mesh, vocab_size: int) -> Evaluate:
         if config.distill_weight > 0:
             total, _, more = distill_loss(projection, hidden, kernel, batch, frozen)
             loss += config.distill_weight * total / totals.tokens
+            told |= {f"distill/{name}": pair for name, pair in more.items()}
+        elif p.opd_coef > 0 and config.distill.entropy_aware:
+            total, _, more = entropy_aware_loss(projection, hidden, kernel, batch)
+            loss += config.policy_weight * p.opd_coef * total / totals.tokens
             told |= {f"distill/{name}": pair for name, pair in more.items()}
         # The actor divides by the sum of the counts, which is totals.tokens.
         pair = (loss * totals.tokens, batch.sequences.loss_mask.sum(dtype=loss.dtype))

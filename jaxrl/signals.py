@@ -230,10 +230,18 @@ def distill_loss(
         frozen: `teacher_head` [V, Dt] for the signal `hidden`.
     """
     total, count, metrics = LEARNERS[p.distill.signal](p, hidden, kernel, batch, frozen)
-    signal = _signal(batch)
-    if signal.best_ids is None:
+    if _signal(batch).best_ids is None:
         return total, count, metrics
-    extra, _, more = entropy_aware_from_topk(
+    extra, _, more = entropy_aware_loss(p, hidden, kernel, batch)
+    return total + extra, count, metrics | more
+
+
+def entropy_aware_loss(
+    p: Projection, hidden: jax.Array, kernel: jax.Array, batch: TrainBatch
+) -> Loss:
+    """The entropy-aware term alone, of what a teacher shipped for it."""
+    signal = _signal(batch)
+    return entropy_aware_from_topk(
         hidden,
         kernel,
         signal.best_ids,
@@ -246,7 +254,6 @@ def distill_loss(
         v=p.vocab_size,
         **p.options,
     )
-    return total + extra, count, metrics | more
 
 
 def _signal(batch: TrainBatch) -> TeacherSignal:

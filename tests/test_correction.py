@@ -38,6 +38,7 @@ def test_weights_by_hand():
         "tis_sequence": [2] * 5,
         "icepop": [0, 0.5, 1, 3, 0],
         "sequence_mask": [0] * 5,
+        "sequence_geo_mask": [0] * 5,
     }
     assert set(expected) == set(CORRECTIONS)
     for name, values in expected.items():
@@ -45,15 +46,34 @@ def test_weights_by_hand():
         np.testing.assert_allclose(weights_of(name, log_rho, **settings)[0], values, rtol=1e-5)
     np.testing.assert_allclose(weights_of("tis_sequence", log_rho, cap=9.0)[0], 9 / 4, rtol=1e-5)
     np.testing.assert_allclose(weights_of("tis_token", log_rho, cap=4.0)[0][3:], [3, 4], rtol=1e-5)
-    np.testing.assert_array_equal(weights_of("sequence_mask", log_rho, threshold=0.17)[0], 1)
-    np.testing.assert_array_equal(weights_of("sequence_mask", -log_rho, threshold=0.16)[0], 0)
+    np.testing.assert_array_equal(weights_of("sequence_geo_mask", log_rho, threshold=0.17)[0], 1)
+    np.testing.assert_array_equal(weights_of("sequence_geo_mask", -log_rho, threshold=0.16)[0], 0)
+
+
+def test_a_sequence_mask_is_the_ratio_of_the_sequences_up_to_its_cap():
+    """rho_seq = prod rho: 9/4 or 4/9 for the tokens above; not 1 where it trains, unlike geo's."""
+    log_rho = np.log([0.25, 0.5, 1, 3, 6])
+    for cap, sign, expected in ((2.3, 1, 9 / 4), (2.2, 1, 0), (2.2, -1, 4 / 9)):
+        found = weights_of("sequence_mask", sign * log_rho, cap=cap)[0]
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+    kept, truncated = (weights_of(n, -log_rho)[0] for n in ("sequence_mask", "tis_sequence"))
+    np.testing.assert_allclose(kept, truncated, rtol=1e-5)
+
+
+def test_token_tis_may_stand_beside_a_sequence_mask():
+    """The product of both: sequences that disagree are left out, the others' tokens weighed."""
+    log_rho = np.log([0.25, 0.5, 1, 3, 6])
+    both = ("tis_token", "sequence_geo_mask")
+    for threshold, kept in ((0.17, 1), (0.16, 0)):
+        found = weights_of(both, log_rho, cap=4.0, threshold=threshold)[0]
+        np.testing.assert_allclose(found, kept * np.array([0.25, 0.5, 1, 3, 4]), rtol=1e-5)
 
 
 def test_a_mask_by_the_mean_keeps_long_sequences():
     """0.05 nats a token is a mismatch of 0.05, be it over 2 tokens or 500 (a sum would be 25)."""
     mask = np.arange(500)[None, :] < np.array([2, 500, 2, 500])[:, None]
     gap = np.float32([0.05, -0.05, 0.15, -0.15])[:, None] * mask
-    found = correct(make_correction("sequence_mask"), gap, np.zeros_like(gap), mask)
+    found = correct(make_correction("sequence_geo_mask"), gap, np.zeros_like(gap), mask)
     np.testing.assert_array_equal(found.weights.any(-1), [True, True, False, False])
 
 
@@ -158,7 +178,13 @@ def test_bad_settings_are_refused():
         ("icepop", {"low": 2.0}, "low of the off-policy correction is 2.0"),
         ("icepop", {"high": 0.5}, "high of the off-policy correction is 0.5"),
         ("tis_sequence", {"cap": 0.0}, "above 0"),
-        ("sequence_mask", {"threshold": -1.0}, "0 or above"),
+        ("sequence_geo_mask", {"threshold": -1.0}, "0 or above"),
+        ("sequence_mask", {"threshold": 0.1}, "threshold is no setting of .* it has cap"),
+        ("sequence_mask", {"cap": 0.5}, "1 or above"),
+        (("tis_token", "icepop"), {}, "would correct twice: one of them, and sequence_geo_mask"),
+        (("none", "tis_token"), {}, "would correct twice"),
+        (("sequence_geo_mask",) * 2, {}, "would correct twice"),
+        ((), {}, "no off-policy correction is named"),
     ):
         with pytest.raises(ValueError, match=message):
             make_correction(name, **settings)

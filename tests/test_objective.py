@@ -14,6 +14,8 @@ from jaxrl.algorithm_table import ALGORITHMS
 from jaxrl.algorithms import METHODS, method_of, needed_roles
 from jaxrl.config import Config
 from jaxrl.data.batch import make_rollout
+from jaxrl.losses.distill import entropy_aware_from_topk
+from jaxrl.losses.divergence import EntropyAware
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import init_params
 from jaxrl.objective import configured, objective_notes, policy_objective
@@ -244,6 +246,85 @@ def test_a_token_that_the_teacher_calls_impossible_does_not_own_the_batch():
         assert_close(each, gradient("dapo", *OPD, batch=at_20), 1e-6)
     _, (sums, _) = mean_loss(config("dapo", *OPD), hidden, kernel, batch, teacher_head)
     assert sums["policy/opd_clamped"][0] == 0
+
+
+ENTROPY_AWARE = ["distill.entropy_aware=true", "distill.entropy_top_k=4"]
+
+
+def with_uncertain_teacher():
+    """The batch of `arrays`, with what the entropy-aware term asks: uncertain at some tokens."""
+    *_, batch, _ = arrays()
+    draw = np.random.default_rng(8)
+    logprobs = jax.nn.log_softmax(jnp.asarray(draw.standard_normal((B, C, V)), jnp.float32))
+    best, ids = jax.lax.top_k(logprobs, 4)
+    more = {"best_ids": ids, "best_logprobs": best}
+    more["best_tail"] = jnp.log1p(-jnp.exp(best).sum(-1))
+    more["entropy"] = jnp.asarray(draw.uniform(0, 1.6, (B, C)), jnp.float32)
+    return replace(batch, teacher=replace(batch.teacher, **more))
+
+
+def test_the_entropy_aware_term_is_there_once_however_the_teacher_is_learnt_from():
+    """Beside the advantages of OPD, beside the divergence, and beside both: as it is by itself."""
+    batch = with_uncertain_teacher()
+    term = EntropyAware(threshold=0.8, top_k=4)
+
+    def alone(hidden, kernel):
+        s = batch.teacher
+        given = (s.best_ids, s.best_logprobs, s.entropy, batch.sequences.loss_mask)
+        total, count, _ = entropy_aware_from_topk(
+            hidden, kernel, *given, term=term, teacher_tail=s.best_tail
+        )
+        return total / count
+
+    expected = jax.grad(alone, argnums=(0, 1))(*arrays()[:2])
+    assert differ(expected, jax.tree.map(jnp.zeros_like, expected), by=1e-2)
+    plain = [*OPD, "policy_weight=0.5"]
+    for asked, weight in (
+        ([*plain, "policy.opd_coef=0.4"], 0.5 * 0.4),
+        ([*plain, "policy.opd_coef=0", "distill_weight=0.3"], 0.3),
+        ([*plain, "policy.opd_coef=0.4", "distill_weight=0.3"], 0.3),
+    ):
+        # Without what the teacher shipped for it, the divergence has no such term.
+        bare = gradient("gspo_token", *asked)
+        both = gradient("gspo_token", *asked, *ENTROPY_AWARE, batch=batch)
+        assert_close(jax.tree.map(jnp.subtract, both, bare), expected, 1e-6, scale=weight)
+
+
+STALE = "schedule=one_step_off"
+
+
+def test_stale_samples_are_corrected_unless_asked_otherwise():
+    """Weights of min(rho, 2) a token with any schedule that lags; the reader is told."""
+    tis = gradient("dapo", "policy.correction=tis_token")
+    none = gradient("dapo", "policy.correction=none")
+    assert differ(tis, none, by=1e-4)
+    drop = "policy.dynamic_sampling=drop"
+    for schedule in (STALE, "schedule=two_step_off"):
+        assert_close(gradient("dapo", drop, schedule), tis, 0)
+        assert_close(gradient("dapo", drop, schedule, "policy.correction=none"), none, 0)
+    assert_close(gradient("dapo"), none, 0)
+    # With one update pi_theta / pi_old is 1: without weights nothing would be corrected at all.
+    (*_, stated) = objective_notes(config("grpo", STALE))
+    assert "multiplied by min(pi_old / mu, 2)" in stated and "policy.correction=none" in stated
+    for asked in (["policy.correction=none", STALE], ["policy.bypass=true", STALE], []):
+        assert not any("pi_old / mu" in note for note in objective_notes(config("gspo", *asked)))
+        assert config("gspo", *asked).correction == ("none",)
+
+
+def test_kl_and_entropy_are_aggregated_as_the_policy_loss():
+    """|y| times gspo's in each term of luspo, so that kl_coef weighs tokens alike in both."""
+    *_, batch, _ = arrays()
+    now = replace(
+        batch,
+        sequences=replace(batch.sequences, loss_mask=jnp.ones((B, C), bool)),
+        old_logprobs=None,
+        advantages=batch.advantages,
+    )
+    alone = ("policy_weight=0", "policy.kl_coef=1"), ("policy_weight=0", "policy.entropy_coef=1")
+    for asked in ((), *alone):
+        gspo, luspo = (gradient(name, *asked, batch=now) for name in ("gspo", "luspo"))
+        assert differ(gspo, jax.tree.map(jnp.zeros_like, gspo), by=1e-3)
+        assert_close(luspo, gspo, 1e-5, scale=C)
 
 
 def test_opd_of_whole_sequences_is_refused_before_the_start():

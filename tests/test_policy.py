@@ -448,6 +448,7 @@ def test_bad_settings_are_refused():
         ({"constant": 5.0}, "set aggregation=sum_over_constant"),
         ({"clip_low": 1.5}, "clip_low is 1.5"),
         ({"clip_high": -0.1}, "clip_high is -0.1"),
+        ({"clip_dual": 1.0}, "clip_dual is 1.0; it must be above 1"),
         ({"ratio": "sentence"}, "unknown ratio level 'sentence'"),
         ({"aggregation": "token_maen"}, "did you mean token_mean"),
         ({"aggregation": "sum_over_constant", "constant": 0.0}, "constant is 0.0"),
@@ -456,6 +457,41 @@ def test_bad_settings_are_refused():
             make_objective(OWN["grpo"], **settings)
     with pytest.raises(ValueError, match="did you mean clipped"):
         make_objective(PolicyLoss("", "cliped", {}))
+
+
+def test_the_dual_clip_by_hand():
+    """A = -1 and a log-ratio of 6: the term is -e^6 = -403 without it, -3 with c = 3."""
+    old = np.zeros((7, 6), np.float32)
+    lp, mask = old.copy(), np.zeros(old.shape, bool)
+    lp[:4, 0], mask[:4, 0] = (6, 1, -1, 6), True
+    for advantage, without, with_dual in (
+        # e^6 is far; e is beyond the clip only; 1/e is below it; then e^6 again
+        (-1.0, [np.exp(6), np.e, 0.8, np.exp(6)], [3, np.e, 0.8, 3]),
+        (1.0, [-1.2, -1.2, -np.exp(-1), -1.2], [-1.2, -1.2, -np.exp(-1), -1.2]),
+    ):
+        for settings, terms in (({}, without), ({"clip_dual": 3.0}, with_dual)):
+            value, count, gradient, metrics = value_and_gradient(
+                LOSSES["grpo"], lp, old, np.full(7, advantage, np.float32), mask, **settings
+            )
+            np.testing.assert_allclose((value, count), (np.sum(terms), 4), rtol=1e-5)
+            held = np.isin(np.float32(np.abs(terms)), np.float32([3.0, 0.8, 1.2]))
+            np.testing.assert_allclose(gradient[:4, 0], np.where(held, 0, terms), rtol=1e-5)
+            assert metrics["clip_fraction"][0] == held.sum()
+
+
+def test_the_gradient_under_a_dual_clip_is_that_of_finite_differences():
+    lp, old, advantages, mask = case("far")
+    for name in ("grpo", "gspo", "dapo"):
+
+        def loss(x, name=name):
+            return LOSSES[name](x, old, advantages, mask, clip_dual=1.3)[0]
+
+        with jax.enable_x64(True):
+            slope = jax.grad(loss)(jnp.asarray(lp, jnp.float64))
+            step = np.random.default_rng(3).standard_normal(lp.shape)
+            ahead, behind = (float(loss(jnp.asarray(lp + s * 1e-6 * step))) for s in (1, -1))
+        along = float((np.asarray(slope) * step)[mask].sum())
+        assert (ahead - behind) / 2e-6 == pytest.approx(along, rel=1e-4, abs=1e-6)
 
 
 def test_a_ratio_that_is_always_1_is_stated_for_every_loss():

@@ -16,7 +16,8 @@ repairs that.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -61,7 +62,7 @@ class SequenceTIS:
     """min(prod_t rho_t, cap) at every token of a sequence.
 
     The ratio of the sequences' probabilities, exact up to the cap. Its spread grows with length:
-    for thousands of tokens, `TokenTIS` or `SequenceMask` keep more of the batch.
+    for thousands of tokens, `TokenTIS` or `SequenceGeoMask` keep more of the batch.
     """
 
     cap: float = 2.0
@@ -92,6 +93,25 @@ class IcePop:
 
 @dataclass(frozen=True)
 class SequenceMask:
+    """prod_t rho_t at every token of a sequence where that is <= cap, else 0.
+
+    `SequenceTIS` that leaves out what it would truncate. A product over a long sequence is rarely
+    near 1: `SequenceGeoMask` judges sequences of any length alike.
+    """
+
+    cap: float = 2.0
+
+    def __post_init__(self) -> None:
+        _check("cap", self.cap, self.cap >= 1, "1 or above, so that rho = 1 trains")
+
+    def __call__(self, log_rho: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Array:
+        whole = jnp.where(mask, log_rho, 0).sum(-1)
+        weight = jnp.where(whole <= jnp.log(self.cap), _exp(whole), 0)
+        return jnp.broadcast_to(weight[:, None], log_rho.shape)
+
+
+@dataclass(frozen=True)
+class SequenceGeoMask:
     """1 where |mean_t log rho_t| <= threshold, else 0, for whole sequences.
 
     Of the *mean* log-ratio: a sum grows with length and would drop the long sequences.
@@ -108,6 +128,16 @@ class SequenceMask:
         return jnp.broadcast_to(agrees[:, None].astype(log_rho.dtype), log_rho.shape)
 
 
+@dataclass(frozen=True)
+class Product:
+    """Several corrections at once: a token's weights are multiplied."""
+
+    parts: tuple[Correction, ...]
+
+    def __call__(self, log_rho: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Array:
+        return math.prod((part(log_rho, mask) for part in self.parts), start=jnp.ones_like(log_rho))
+
+
 def _check(name: str, value: float, allowed: bool, words: str) -> None:
     if not allowed:
         raise ValueError(f"{name} of the off-policy correction is {value}; it must be {words}")
@@ -119,20 +149,42 @@ CORRECTIONS: Mapping[str, Callable[..., Correction]] = {
     "tis_sequence": SequenceTIS,
     "icepop": IcePop,
     "sequence_mask": SequenceMask,
+    "sequence_geo_mask": SequenceGeoMask,
 }
+MASKS = ("sequence_geo_mask",)
+"""Those whose weight is 1 or 0: they may stand beside one of the others."""
 
 
-def make_correction(name: str, **settings: float | None) -> Correction:
-    """A correction by name; a setting of None keeps its default, one that it lacks is refused."""
-    if name not in CORRECTIONS:
-        raise unknown("off-policy correction", name, CORRECTIONS)
+def make_correction(names: str | Sequence[str], **settings: float | None) -> Correction:
+    """A correction by its name, or the product of one with a mask by their names.
+
+    A setting of None keeps its default; one that none of them has is refused.
+    """
+    chosen = (names,) if isinstance(names, str) else tuple(names)
+    for name in chosen:
+        if name not in CORRECTIONS:
+            raise unknown("off-policy correction", name, CORRECTIONS)
+    if not chosen:
+        raise ValueError("no off-policy correction is named: none is the name of leaving it out")
+    if len([name for name in chosen if name not in MASKS]) > 1 or len(set(chosen)) < len(chosen):
+        raise ValueError(
+            f"the off-policy corrections {' and '.join(chosen)} would correct twice: one of them,"
+            f" and {' or '.join(MASKS)} beside it"
+        )
     given = {key: value for key, value in settings.items() if value is not None}
-    known = inspect.signature(CORRECTIONS[name]).parameters
+    known = {name: tuple(inspect.signature(CORRECTIONS[name]).parameters) for name in chosen}
+    every = [key for keys in known.values() for key in keys]
     for key in given:
-        if key not in known:
-            has = f"it has {' and '.join(known)}" if known else "it has none"
-            raise ValueError(f"{key} is no setting of off-policy correction {name}: {has}")
-    return CORRECTIONS[name](**given)
+        if key not in every:
+            has = f"it has {' and '.join(every)}" if every else "it has none"
+            raise ValueError(
+                f"{key} is no setting of off-policy correction {' and '.join(chosen)}: {has}"
+            )
+    parts = [
+        CORRECTIONS[name](**{key: given[key] for key in keys if key in given})
+        for name, keys in known.items()
+    ]
+    return parts[0] if len(parts) == 1 else Product(tuple(parts))
 
 
 class Corrected(NamedTuple):

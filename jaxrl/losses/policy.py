@@ -65,7 +65,7 @@ class Terms(NamedTuple):
     below: Bool[Array, "B T"]
     """Where a bound from below holds the term: A < 0 and a small ratio. No gradient there."""
     above: Bool[Array, "B T"]
-    """Where a bound from above does: A > 0 and a large ratio."""
+    """Where a bound from above does: A > 0 and a large ratio, or `clip_dual`."""
 
 
 Level = Callable[[Float[Array, "B T"], Tokens], Float[Array, "B T"]]
@@ -104,10 +104,16 @@ def _exp(log_ratio: Array) -> Array:
 
 @dataclass(frozen=True)
 class Clipped:
-    """min(r A, clip(r, 1 - clip_low, 1 + clip_high) A): PPO's, GRPO's, GSPO's."""
+    """min(r A, clip(r, 1 - clip_low, 1 + clip_high) A): PPO's, GRPO's, GSPO's.
+
+    With `clip_dual` c, where A < 0 it is max(of that, c A) (dual clip, arXiv 1912.09729): without
+    it a token that has become much likelier, r = 400, has a term of 400 A.
+    """
 
     clip_low: float
     clip_high: float
+    clip_dual: float | None = None
+    """Where A < 0, r counts as no more than this."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.clip_low <= 1:
@@ -115,12 +121,17 @@ class Clipped:
                 f"clip_low is {self.clip_low}; ratios are kept above 1 - clip_low: 0 to 1"
             )
         _at_least(0, "clip_high", self.clip_high, "ratios are kept below 1 + clip_high")
+        if self.clip_dual is not None:
+            _above(1, "clip_dual", self.clip_dual, "it bounds the ratio itself; 3 is usual")
 
     def __call__(self, tokens: Tokens, level: Level) -> Terms:
         ratio = _exp(level(tokens.log_ratio, tokens))
         below = (tokens.advantages < 0) & (ratio < 1 - self.clip_low)
         above = (tokens.advantages > 0) & (ratio > 1 + self.clip_high)
         clipped = jnp.where(below, 1 - self.clip_low, jnp.where(above, 1 + self.clip_high, ratio))
+        if self.clip_dual is not None:
+            far = (tokens.advantages < 0) & (ratio > self.clip_dual)
+            clipped, above = jnp.where(far, self.clip_dual, clipped), above | far
         return Terms(clipped * tokens.advantages, ratio, below, above)
 
 
@@ -235,8 +246,8 @@ def make_objective(
         aggregation: a name of `AGGREGATIONS`.
         constant: of the aggregation `sum_over_constant`, tokens; usually the longest completion
             allowed. 1 where the loss has none either.
-        settings: settings of the loss's term: clip_low and clip_high, or ratio_cap, or tau_positive
-            and tau_negative, or clip_log.
+        settings: settings of the loss's term: clip_low, clip_high and clip_dual, or ratio_cap, or
+            tau_positive and tau_negative, or clip_log.
     """
     if isinstance(loss.term, str) and loss.term not in TERMS:
         raise unknown("term of a policy loss", loss.term, TERMS)
