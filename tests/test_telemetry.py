@@ -558,8 +558,32 @@ def test_plot_of_a_run_from_rewards_has_two_rows_of_panels() -> None:
     assert [axes.get_title().split()[0] for axes in figure.axes] == names
     tops = [round(axes.get_subplotspec().get_position(figure).y1, 3) for axes in figure.axes]
     assert len({*tops[:4]}) == 1 and tops[4] < tops[0]
-    bottoms = {name: axes.get_ylim()[0] for name, axes in zip(names, figure.axes, strict=True)}
-    assert bottoms["reward/mean"] < -0.5 and bottoms["tokens/per_second"] == 0
+
+
+def test_the_axes_of_a_plot_fit_its_values() -> None:
+    """All but accuracies, which go from 0 to 100%; values over decades have a log scale; one step
+    far away from the others flattens nothing.
+    """
+    pytest.importorskip("matplotlib")
+    values = {
+        "distill/divergence": [10.0 ** (-i / 10) for i in range(40)],
+        "reward/mean": [-0.5 + 0.001 * i for i in range(40)],
+        "policy/clip_fraction": [0.01 + 0.0001 * i for i in range(40)],
+        "eval/accuracy": [0.5 + 0.001 * i for i in range(40)],
+        "tokens/per_second": [20.0] + [1000.0 + i for i in range(39)],
+    }
+    rows = [{"step": i} | {name: given[i] for name, given in values.items()} for i in range(40)]
+    figure = plot.draw({"run": rows})
+    panels = {axes.get_title().split()[0]: axes for axes in figure.axes}
+    assert panels["distill/divergence"].get_yscale() == "log"
+    assert panels["eval/accuracy"].get_ylim() == (0, 1.02)
+    for name in ("reward/mean", "policy/clip_fraction"):
+        (low, high), (least, most) = panels[name].get_ylim(), (min(values[name]), max(values[name]))
+        assert low < least and most < high and high - low < 1.5 * (most - least)
+    low, high = panels["tokens/per_second"].get_ylim()
+    assert 900 < low < 1000 and 1038 < high < 1100
+    constant = plot.draw({"run": [{"step": s, "reward/mean": 0.0} for s in (1, 2)]})
+    assert constant.axes[0].get_ylim()[0] < 0 < constant.axes[0].get_ylim()[1]
 
 
 def test_plot_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

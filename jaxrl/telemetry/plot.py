@@ -38,8 +38,13 @@ PANELS = (
     "tokens/per_second",
 )
 """One panel each, in this order; a metric that no run has gets none."""
-SIGNED = ("distill/reverse_kl_k1", "reward/mean")
-"""Those of them that may be negative."""
+WHOLE = re.compile(r"eval/.*(accuracy|pass@\d+)")
+"""Panels from 0 to 100%; every other one fits its values."""
+DECADES = 20.0
+"""Ratio of the 98th to the 2nd percentile from which positive values, but no fractions, have a log
+scale."""
+MARGIN = 0.06
+"""Room above and below the values, as a share of their range."""
 COLUMNS = 4
 """Most panels side by side."""
 MORE = re.compile(r"eval/([^/]+/accuracy|pass@\d+)")
@@ -71,13 +76,9 @@ def draw(runs: Mapping[str, Rows]) -> Figure:
         axes = figure.add_subplot(rows, columns, place)
         for index, (label, run) in enumerate(runs.items()):
             _draw_run(axes, name, label, run, color=f"C{index}")
-        unit = _known(name).unit
-        axes.set_title(f"{name} ({unit})", fontsize=10)
+        axes.set_title(f"{name} ({_known(name).unit})", fontsize=10)
         axes.set_xlabel("step")
-        if unit == "fraction":
-            axes.set_ylim(0, 1.02)
-        elif name not in SIGNED:
-            axes.set_ylim(bottom=0)
+        _set_scale(axes, name, [value for run in runs.values() for value in series(run, name)[1]])
         axes.grid(alpha=0.3)
         if len(runs) > 1 or name == "eval/accuracy":
             axes.legend(fontsize=8)
@@ -109,6 +110,29 @@ def _draw_run(axes: Axes, name: str, label: str, rows: Rows, color: str) -> None
         axes.axhline(teacher[0], color=color, linestyle="--", label=f"{label}: teacher")
 
 
+def _set_scale(axes: Axes, name: str, values: Sequence[float]) -> None:
+    """The range of a panel: all of its values but single ones far away from the others, such as the
+    speed of the step that compiles.
+    """
+    if WHOLE.fullmatch(name):
+        axes.set_ylim(0, 1.02)
+        return
+    ordered = sorted(values)
+    few, most = _percentile(ordered, 2), _percentile(ordered, 98)
+    if ordered[0] > 0 and most / few >= DECADES and _known(name).unit != "fraction":
+        axes.set_yscale("log")
+        return
+    far = 3 * (most - few)
+    low = few if far and ordered[0] < few - far else ordered[0]
+    high = most if far and ordered[-1] > most + far else ordered[-1]
+    room = MARGIN * ((high - low) or abs(high) or 1.0)
+    axes.set_ylim(low - room, high + room)
+
+
+def _percentile(ordered: Sequence[float], share: float) -> float:
+    return ordered[round(share / 100 * (len(ordered) - 1))]
+
+
 def _labels(paths: Sequence[str]) -> list[str]:
     """The folder names of the runs, or whole paths where two names are the same."""
     resolved = [Path(path).resolve() for path in paths]
@@ -117,7 +141,7 @@ def _labels(paths: Sequence[str]) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = cli.Parser("python -m jaxrl.telemetry.plot", __doc__)
+    parser = cli.Parser("jaxrl.telemetry.plot", __doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory or metrics.jsonl")
     parser.add_argument("-o", "--output", required=True, help="file to write: .png, .svg or .pdf")
     arguments = parser.parse(argv)
