@@ -6,9 +6,11 @@ import ast
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
 import jaxrl
 from jaxrl.config import Config
@@ -75,6 +77,38 @@ def test_a_notebook_is_valid_and_has_one_cell_of_parameters(path: Path) -> None:
     nbformat.validate(nbformat.read(path, as_version=4))
     (cell,) = (cell for cell in code_cells(path) if "parameters" in run_notebooks.tags(cell))
     assert re.match(r"steps = \d+ ", cell.source)
+
+
+ADDRESS = "git+https://host.example/owner/jaxrl"
+
+
+@each
+@pytest.mark.parametrize("place", [None, ADDRESS])
+def test_its_first_cell_installs_the_package_in_one_line(
+    path: Path, place: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the folder above the notebook's, or from the address in its first variable."""
+    source = code_cells(path)[0].source
+    if place is not None:
+        source, changed = re.subn('REPOSITORY = "[^"]*"', f'REPOSITORY = "{place}"', source)
+        assert changed == 1
+    ran: list[tuple[str, str]] = []
+    names: dict[str, Any] = {"get_ipython": lambda: SimpleNamespace(run_line_magic=note)}
+
+    def note(magic: str, line: str) -> None:
+        ran.append((magic, line.format(**names)))  # as IPython fills the braces in
+
+    code = TransformerManager().transform_cell(source)
+    monkeypatch.chdir(path.parent)
+    exec(code, names)
+    assert ran == []  # it is installed here
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    exec(code, names)
+    ((magic, line),) = ran
+    assert magic == "pip" and line.startswith("install --quiet ")
+    requirement = Requirement(line.partition("--quiet ")[2].strip('"'))
+    assert requirement.name == "jaxrl" and "notebook" in requirement.extras
+    assert requirement.url == (place or ROOT.as_uri())
 
 
 @each
