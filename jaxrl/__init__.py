@@ -25,6 +25,11 @@ _NAMES = {
 __all__ = ["Config", "Result", "dry_run", "evaluate", "generate", "load_model", "train"]
 
 
+def __dir__() -> list[str]:
+    """The public names, whether or not they are imported yet."""
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
+
+
 def __getattr__(name: str) -> Any:
     """The public names, imported when first asked for: `--help` need not load jax."""
     if name in _MODULES:

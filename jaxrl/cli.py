@@ -4,7 +4,7 @@ A command is a function of ``argv`` (without the program's name) that returns no
 exit code::
 
     def main(argv: Sequence[str]) -> None:
-        run = cli.parse_run(argv, prog="python -m jaxrl.train", description=__doc__)
+        run = cli.parse_run(argv, module="jaxrl.train", description=__doc__)
         ...
 
     if __name__ == "__main__":
@@ -27,6 +27,7 @@ from typing import NoReturn
 
 from jaxrl import config_keys
 from jaxrl.config import Config
+from jaxrl.config_base import Base
 from jaxrl.errors import RunError, UserError, near
 
 EXIT_FAILED = 1
@@ -42,6 +43,8 @@ class RunArguments:
 
     config: Config
     """The file's keys with the overrides applied."""
+    base: Base
+    """Where the keys that nobody set come from."""
     dry_run: bool
     """Print the plan and stop."""
 
@@ -49,9 +52,13 @@ class RunArguments:
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are ``UserError``s, with the near option named."""
 
-    def __init__(self, prog: str, description: str) -> None:
+    def __init__(self, module: str, description: str) -> None:
+        """
+        Args:
+            module: of the command, as in `jaxrl.train`.
+        """
         super().__init__(
-            prog=prog,
+            prog=called_as(module),
             description=_first_paragraph(description),
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
@@ -76,11 +83,26 @@ class Parser(argparse.ArgumentParser):
         return near(option, self._option_string_actions)
 
 
-def run_parser(prog: str, description: str) -> Parser:
+def called_as(module: str) -> str:
+    """How this command was called: `jaxrl train`, or `python -m` with one module or the other."""
+    main = sys.modules["__main__"]
+    started = main.__spec__.name if main.__spec__ is not None else ""
+    command = module.rpartition(".")[2].replace("_", "-")
+    if started == "jaxrl.__main__":
+        return f"python -m jaxrl {command}"
+    if not started and Path(sys.argv[0]).name == "jaxrl":
+        return f"jaxrl {command}"
+    return f"python -m {module}"
+
+
+def run_parser(module: str, description: str) -> Parser:
     """The parser of commands that take a whole config; a command may add options of its own."""
-    parser = Parser(prog, description)
+    parser = Parser(module, description)
     parser.add_argument(
-        "--config", metavar="FILE.yaml", help="the run to do (without it: the built-in quickstart)"
+        "--config",
+        metavar="FILE.yaml",
+        help="the run to do (without it: the built-in quickstart or, with student.model or"
+        " data.train set, the defaults)",
     )
     parser.add_argument(
         "--mesh", metavar="SPEC", help="placement of the roles: actor=2,rollout=2,teacher=4"
@@ -108,19 +130,34 @@ def run_parser(prog: str, description: str) -> Parser:
 
 
 def run_arguments(arguments: argparse.Namespace) -> RunArguments:
-    """The config that parsed arguments describe; options that stand for a key are applied after the
-    overrides."""
+    """The config that parsed arguments describe.
+
+    Raises:
+        UserError: an option and an override give one key two values, or a key is wrong.
+    """
     overrides = list(arguments.overrides)
     for key in ("mesh", "resume", "launcher"):
-        if getattr(arguments, key) is not None:
-            overrides.append(f"{key}={getattr(arguments, key)}")
-    config = Config.load(arguments.config, overrides)
-    return RunArguments(config=config, dry_run=arguments.dry_run)
+        value = getattr(arguments, key)
+        if value is None:
+            continue
+        _refuse_another(key, value, overrides)
+        overrides.append(f"{key}={value}")
+    config, base = Config.load_base(arguments.config, overrides)
+    return RunArguments(config, base, arguments.dry_run)
 
 
-def parse_run(argv: Sequence[str], *, prog: str, description: str) -> RunArguments:
+def _refuse_another(key: str, value: str, overrides: Sequence[str]) -> None:
+    for override in overrides:
+        name, _, other = override.partition("=")
+        if name.strip() == key and other.strip() != value:
+            raise UserError(
+                f"--{key} {value} and {override} set the key {key} to two values: leave one out"
+            )
+
+
+def parse_run(argv: Sequence[str], *, module: str, description: str) -> RunArguments:
     """Parses ``--config FILE.yaml --mesh SPEC --dry-run key=value ...`` in any order."""
-    return run_arguments(run_parser(prog, description).parse(argv))
+    return run_arguments(run_parser(module, description).parse(argv))
 
 
 def run(command: Command, argv: Sequence[str] | None = None) -> int:

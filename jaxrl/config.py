@@ -8,7 +8,6 @@ where the algorithm learns from a teacher, ``teacher.model`` have no default.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
@@ -27,10 +26,9 @@ from pydantic import (
 
 from jaxrl import algorithm_table, config_keys, config_paths, yaml_text
 from jaxrl.algorithm_table import AlgorithmSpec, find_algorithm
+from jaxrl.config_base import Base, Overrides, base_of
 from jaxrl.errors import UserError
 from jaxrl.plugin import anchored
-
-QUICKSTART = Path(__file__).parent / "assets" / "quickstart.yaml"
 
 LARGEST = 2**31 - 1
 """What a device counts with; no key needs more."""
@@ -557,7 +555,8 @@ class RewardConfig(FrozenConfig):
     """Reward functions: `path/to/file.py:function` (in a config file from that file's folder, else
     from the working directory) or `package.module:function`; a verifier of `data.verifier` by its
     name; `regex:PATTERN` (1 where it is found); `format` (1 for
-    `<think>...</think><answer>...</answer>`)."""
+    `<think>...</think><answer>...</answer>`); `python:NAME`, which a Python program gives, as in
+    `train(config, rewards=[NAME])`."""
     weights: tuple[Number, ...] | None = None
     """One for each function; 0: told, not trained on. null: 1 each. Where a function gives None to
     some completions of a prompt, these have no reward; where to all of them, it does not count. A
@@ -766,7 +765,20 @@ class ProfileConfig(Section):
         return range(int(first), int(stop))
 
 
-class Config(Section):
+class _Parsed(type(Section)):  # type: ignore[misc]
+    """Makes `Config(...)` say what is wrong as `Config.load` does."""
+
+    def __call__(cls, **mapping: Any) -> Any:
+        try:
+            return cls.parse(mapping)  # type: ignore[attr-defined]
+        except UserError as error:
+            raise UserError(
+                f"{error}\nConfig(...) takes every section as a mapping; Config.load(FILE,"
+                ' overrides={"steps": 2}) takes a file or the quickstart, and sets some keys'
+            ) from None
+
+
+class Config(Section, metaclass=_Parsed):
     """A run: what is trained, on what, where and how."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
@@ -778,6 +790,10 @@ class Config(Section):
     to begin anew."""
     seed: Count = 0
     """Seed of the shuffle, of every sample and of every coin."""
+    deterministic: Flag = False
+    """Only kernels whose result does not depend on timing: on a GPU two runs of one command are
+    then bit for bit the same, and slower; on a CPU they always are. Sets
+    `--xla_gpu_exclude_nondeterministic_ops=true` in XLA_FLAGS."""
     mesh: str = "actor+rollout=1"
     """Placement of the roles, as in `actor=2,rollout=2,teacher=4`; `+` shares devices."""
     launcher: Literal["auto", "local", "ray"] = "auto"
@@ -1015,23 +1031,32 @@ class Config(Section):
             )
 
     @classmethod
-    def load(cls, path: str | Path | None = None, overrides: Sequence[str] = ()) -> Self:
-        """The run of a YAML file (None: the built-in quickstart), ``key=value`` overrides applied.
+    def load(cls, path: str | Path | None = None, overrides: Overrides = ()) -> Self:
+        """The run of a YAML file, with some keys set otherwise.
 
-        Raises ``UserError``, of a few lines at most, for anything that the user can mend.
+        Args:
+            path: the file. None: the built-in quickstart or, where `student.model` or `data.train`
+                is among the overrides, the defaults. `builtin:quickstart`: the quickstart anyhow.
+            overrides: `["steps=10", "optimizer.learning_rate=1e-5"]`, or `{"steps": 10,
+                "optimizer.learning_rate": 1e-5}`.
+
+        Raises:
+            UserError: of a few lines at most, for anything that the user can mend.
         """
-        if isinstance(overrides, str):
-            raise UserError(f"overrides is a list of key=value strings, got {overrides!r}")
-        source = QUICKSTART if path is None else Path(path).expanduser()
-        mapping = yaml_text.apply_overrides(
-            cls.read(source), overrides, tuple(config_keys.mappings(cls))
-        )
-        return cls.parse(config_paths.functions_here(mapping))
+        return cls.load_base(path, overrides)[0]
 
-    @staticmethod
-    def read(path: Path) -> dict[str, Any]:
-        """The mapping in a YAML file, in which paths that exist beside the file are absolute."""
-        return config_paths.beside(yaml_text.read_mapping(path), path.absolute().parent)
+    @classmethod
+    def load_base(
+        cls, path: str | Path | None = None, overrides: Overrides = ()
+    ) -> tuple[Self, Base]:
+        """As `load`, and where the other keys come from."""
+        if isinstance(overrides, str):
+            raise UserError(
+                f"overrides is a list of key=value strings, or a mapping, got {overrides!r}"
+            )
+        base = base_of(path, overrides, tuple(config_keys.mappings(cls)))
+        with base.explained():
+            return cls.parse(config_paths.functions_here(base.mapping)), base
 
     @classmethod
     def parse(cls, mapping: dict[str, Any]) -> Self:

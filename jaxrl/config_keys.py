@@ -9,6 +9,8 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from jaxrl.config_aliases import alias_hint
+from jaxrl.config_base import MISSING
 from jaxrl.errors import UserError, closest, near
 
 SHOWN_ERRORS = 4
@@ -107,7 +109,7 @@ def explain(error: ValidationError) -> str:
 def _explain_one(item: Any) -> str:
     path = ".".join(str(part) for part in item["loc"] if not _is_union_branch(part))
     if item["type"] == "missing":
-        return f"{path} is required and not set"
+        return f"{path} {MISSING}"
     if item["type"] in ("model_type", "model_attributes_type"):
         return f"{path} is a section, not a value (got {_short(item['input'])}): set {path}.KEY"
     message = item["msg"].removeprefix("Value error, ")
@@ -160,6 +162,9 @@ def _near_path(path: str, known: list[str]) -> str:
     """A hint at the key that was meant: in the same section, else the same word, else any."""
     if path in known:
         return ": in a file, nest it (a section's name, then the key indented below)"
+    exact = alias_hint(path, whole=True)
+    if exact:
+        return exact
     section, _, word = path.rpartition(".")
     same_word = [key for key in known if key.rpartition(".")[2] == word]
     if same_word and not section:
@@ -168,6 +173,9 @@ def _near_path(path: str, known: list[str]) -> str:
     sibling = closest(word, siblings)
     if sibling is not None:
         return f" (did you mean {siblings[sibling]}?)"
+    alias = alias_hint(path)
+    if alias:
+        return alias
     return near(path, same_word) or near(path, known) or " (--help lists them all)"
 
 

@@ -5,12 +5,11 @@ python -m jaxrl.config_page > docs/config.md
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxrl import cli, config_keys
+from jaxrl import cli, config_keys, yaml_text
 from jaxrl.config import Config
 
 BOUNDS = {
@@ -39,9 +38,11 @@ optimizer: {learning_rate: 1e-5}
 
 The defaults are for models of one to several billion parameters on accelerators. Without
 `--config` the quickstart runs, which sets many keys otherwise
-([jaxrl/assets/quickstart.yaml](../jaxrl/assets/quickstart.yaml)). `null` is a value: nothing, or
-what the text says. Required are `student.model`, `data.train` and, for algorithm `gkd`,
-`teacher.model`.
+([jaxrl/assets/quickstart.yaml](../jaxrl/assets/quickstart.yaml)), unless `student.model` or
+`data.train` is set on the command line: then all other keys have their defaults.
+`--config builtin:quickstart` is the quickstart with a model or data of your own. `null` is a
+value: nothing, or what the text says. Required are `student.model`, `data.train` and, for
+algorithm `gkd`, `teacher.model`.
 
 A relative path of something to read (`student.model`, `teacher.model`, `reward.model`,
 `grouper.model`, `data.train`, `data.eval`, `data.few_shot`, `reward.functions`) in a config file is
@@ -68,18 +69,11 @@ def markdown() -> str:
             section = parent
             title = [f"## {section}", "", headings[section]] if section else ["## A run"]
             lines += ["", *title, "", *TABLE]
-        default = "required" if key.required else f"`{shown(key.default)}`"
+        default = "required" if key.required else f"`{yaml_text.shown(key.default)}`"
         allowed = ", ".join([key.type, *_bounds(_field(schema, key.path))])
         cells = (f"`{key.path}`", allowed, default, key.doc)
         lines.append(_row(cells))
     return "\n".join(lines) + "\n"
-
-
-def shown(value: Any) -> str:
-    """A default, as an override is written."""
-    if isinstance(value, str):
-        return value
-    return f"{value:g}" if isinstance(value, float) else json.dumps(value)
 
 
 def _row(cells: Sequence[str]) -> str:
@@ -105,7 +99,7 @@ def _bounds(schema: Mapping[str, Any]) -> Iterator[str]:
 
 
 def main(argv: Sequence[str]) -> None:
-    cli.Parser("python -m jaxrl.config_page", "Prints the page docs/config.md.").parse(argv)
+    cli.Parser("jaxrl.config_page", "Prints the page docs/config.md.").parse(argv)
     print(markdown(), end="")
 
 

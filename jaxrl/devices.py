@@ -310,7 +310,7 @@ def check_address(address: str) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = cli.Parser("python -m jaxrl.devices", __doc__ or "")
+    parser = cli.Parser("jaxrl.devices", __doc__ or "")
     parser.add_argument(
         "--address",
         metavar="HOST:PORT",

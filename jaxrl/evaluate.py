@@ -19,11 +19,12 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from jaxrl import cli, config_keys, inputs, yaml_text
+from jaxrl import cli, config_base, config_keys, inputs, yaml_text
 from jaxrl.callable_module import make_callable
 from jaxrl.checkpoint import store
 from jaxrl.compile_cache import enable_compile_cache
 from jaxrl.config import Config
+from jaxrl.config_base import Overrides
 from jaxrl.data.stream import EvalSet
 from jaxrl.errors import UserError
 from jaxrl.evaluation import Judge, Scores, judged, pass_ks, row_of_scores
@@ -82,7 +83,7 @@ def evaluate(
     model: PathLike | Config,
     config: PathLike | Config | None = None,
     *,
-    overrides: Sequence[str] = (),
+    overrides: Overrides = (),
     mesh: str | None = None,
     out: PathLike | None = None,
     samples: PathLike | None = None,
@@ -96,7 +97,7 @@ def evaluate(
     Args:
         model: any name that `load_model` takes; or a config, for its `student.model`.
         config: a config or a YAML file; None for that of the run that `model` came from.
-        overrides: `key=value` words, above the config.
+        overrides: `key=value` words, or a mapping of keys to values, above the config.
         mesh: devices of the role that samples, as in `rollout=4`; None: one.
         out: file that gets the result as JSON.
         samples: file that gets every completion, one JSON object (`Sample`) a line.
@@ -145,7 +146,7 @@ def _base(source: ModelSource, config: PathLike | Config | None) -> dict[str, An
     path = _run_config(source) if config is None else Path(config).expanduser()
     if path is None:
         return {}
-    mapping = Config.read(path)
+    mapping = config_base.read(path)
     config_keys.refuse_unknown(Config, mapping)
     return mapping
 
@@ -171,15 +172,15 @@ def _step(source: ModelSource, base: Mapping[str, Any]) -> int | None:
 
 
 def _config(
-    source: ModelSource, base: Mapping[str, Any], overrides: Sequence[str], mesh: str | None
+    source: ModelSource, base: Mapping[str, Any], overrides: Overrides, mesh: str | None
 ) -> Config:
     """The config of an evaluation: what only training reads keeps its defaults."""
     if isinstance(overrides, str):
         raise UserError(f"overrides is a list of key=value strings, got {overrides!r}")
-    for override in overrides:
-        _check_read(override.partition("=")[0].strip())
-    mappings = tuple(config_keys.mappings(Config))
-    mapping = yaml_text.apply_overrides(_kept(base), overrides, mappings)
+    given = dict(yaml_text.assignments(overrides, tuple(config_keys.mappings(Config))))
+    for key in given:
+        _check_read(key)
+    mapping = yaml_text.assign(_kept(base), given)
     if mesh is not None:
         mapping["mesh"] = mesh
     config = Config.parse(mapping | {"student": {"model": source.name}, "algorithm": "sft"})
@@ -414,7 +415,7 @@ def _cell(row: Mapping[str, Any], name: str) -> str:
 
 
 def _parser() -> cli.Parser:
-    parser = cli.Parser("python -m jaxrl.evaluate", __doc__ or "")
+    parser = cli.Parser("jaxrl.evaluate", __doc__ or "")
     add = parser.add_argument
     add(
         "model",
@@ -431,7 +432,7 @@ def _parser() -> cli.Parser:
     add("--out", metavar="FILE.json", help="write the numbers and the settings there")
     add("--samples", metavar="FILE.jsonl", help="write every completion with its score there")
     add("overrides", nargs="*", metavar="key=value", help=f"set a key of: {', '.join(READ)}")
-    parser.epilog = "python -m jaxrl.train --help tells what each key means."
+    parser.epilog = f"{cli.called_as('jaxrl.train')} --help tells what each key means."
     return parser
 
 

@@ -57,7 +57,7 @@ def evenly_spaced(n_layers: int, k: int) -> tuple[int, ...]:
 
 def main(argv: Sequence[str]) -> None:
     assert __doc__ is not None
-    parser = cli.Parser("python -m jaxrl.export", __doc__)
+    parser = cli.Parser("jaxrl.export", __doc__)
     parser.add_argument(
         "source",
         metavar="SOURCE",

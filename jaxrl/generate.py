@@ -161,7 +161,7 @@ def _engine(model: Model, longest: int, new_tokens: int, samples: int) -> Engine
 
 
 def _parser() -> cli.Parser:
-    parser = cli.Parser("python -m jaxrl.generate", __doc__ or "")
+    parser = cli.Parser("jaxrl.generate", __doc__ or "")
     add = parser.add_argument
     add("model", metavar="MODEL", help="HF folder, .gguf file, run directory, builtin:teacher, ...")
     add("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be repeated")

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from jaxrl.config import Config
 from jaxrl.data.source import Split, open_source
 from jaxrl.data.stream import EvalSet, PromptStream
 from jaxrl.data.tokenizer import check_same_prompts, check_same_vocabulary, decode
+from jaxrl.determinism import worker_environment
 from jaxrl.errors import UserError, user_input
 from jaxrl.inputs import encoder, end_ids, held_out_sets, keys, pad_id, tokenizer_of
 from jaxrl.model import ModelSource, resolve_model
@@ -90,6 +91,8 @@ class Job:
     """The prompts end inside a thought: the chat template opens `<think>`."""
     notes: tuple[str, ...] = ()
     """What could not be checked."""
+    given: Mapping[str, bytes] = field(default_factory=dict)
+    """Reward functions from Python, pickled, by their entries in `reward.functions`."""
 
     @property
     def held_out_prompts(self) -> tuple[Prompt, ...]:
@@ -112,8 +115,12 @@ class Job:
         return self.teacher is not None and asked
 
 
-def make_job(config: Config) -> Job:
-    """Reads configs, tokenizers and data. Raises UserError for what does not fit together."""
+def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
+    """Reads configs, tokenizers and data. Raises UserError for what does not fit together.
+
+    Args:
+        given: reward functions from Python (`rewards.callables.bind`).
+    """
     student = resolve_model(config.student.model)
     teacher = None if config.teacher.model is None else resolve_model(config.teacher.model)
     tokenizer = tokenizer_of(student)
@@ -138,7 +145,7 @@ def make_job(config: Config) -> Job:
     prompts = [*train.batch(0), *(prompt for one in held_out for prompt in one.prompts)]
     notes: list[str | None] = []
     if config.learns_from_rewards:
-        notes += _check_rewards(config, train)
+        notes += _check_rewards(config, train, given or {})
     if theirs is not None:
         check_same_prompts(tokenizer, theirs, prompts)
     if remote is not None:
@@ -159,15 +166,16 @@ def make_job(config: Config) -> Job:
         pad_id(student, eos_ids),
         decode(tokenizer, prompts[0].tokens).rstrip().endswith("<think>"),
         tuple(filter(None, notes)),
+        given or {},
     )
 
 
-def check_job(config: Config) -> None:
+def check_job(config: Config, given: Mapping[str, bytes]) -> None:
     """Raises the UserError that `make_job` would. Of models that have no weights here, as in a plan
     for another machine, only `config.json` is known: data and reward functions are checked alone.
     """
     if not without_weights(config):
-        make_job(config)
+        make_job(config, given)
         return
     for label, sources, split in _data_sources(config):
         open_source(sources, config.seed, split, keys(config), label)
@@ -175,7 +183,7 @@ def check_job(config: Config) -> None:
         with user_input("policy"):
             configured_correction(config)
         with RewardFunctions(
-            config.rewards, config.max_new_tokens, config.deadlines.startup
+            config.rewards, config.max_new_tokens, config.deadlines.startup, given
         ) as rewards:
             rewards.pool.signatures()
 
@@ -193,7 +201,7 @@ def _data_sources(config: Config) -> Iterator[tuple[str, Sequence[str], Split]]:
         yield "data.eval", d.eval, "eval"
 
 
-def _check_rewards(config: Config, train: PromptStream) -> list[str]:
+def _check_rewards(config: Config, train: PromptStream, given: Mapping[str, bytes]) -> list[str]:
     """Everything about the rewards that would otherwise fail after the first sampling."""
     notes: list[str] = []
     with user_input("policy"):
@@ -201,7 +209,7 @@ def _check_rewards(config: Config, train: PromptStream) -> list[str]:
         if config.spec.loss is not None:
             notes = objective_notes(config)
     with RewardFunctions(
-        config.rewards, config.max_new_tokens, config.deadlines.startup
+        config.rewards, config.max_new_tokens, config.deadlines.startup, given
     ) as rewards:
         rewards.check(train.batch(0))
     if config.reward.model is not None:
@@ -264,6 +272,8 @@ class Setup:
     run_dir: Path
     restore: Path | None
     """The checkpoint that the actor goes on from."""
+    given: Mapping[str, bytes]
+    """As in `Job`."""
 
 
 def make_setup(
@@ -282,6 +292,7 @@ def make_setup(
         math.lcm(*(sizes.data * sizes.fsdp for sizes in axes.values())),
         run_dir,
         restore,
+        job.given,
     )
 
 
@@ -360,6 +371,7 @@ def _ray(setup: Setup, plan: Plan, log: Log, spent: int) -> Crew:
         roles=plan.runs,
         lazy=setup.config.lazy,
         spent=spent,
+        environment=worker_environment(setup.config.deterministic),
     )
     try:
         crew.start()
@@ -457,7 +469,8 @@ def make_reference(setup: Setup, meshes: Mapping[str, Mesh]) -> Reference:
 def make_reward(setup: Setup, meshes: Mapping[str, Mesh]) -> Reward:
     config = setup.config.rewards
     longest = setup.config.max_prompt_tokens + setup.config.max_new_tokens
-    functions = RewardFunctions(config, setup.config.max_new_tokens, setup.config.deadlines.startup)
+    startup = setup.config.deadlines.startup
+    functions = RewardFunctions(config, setup.config.max_new_tokens, startup, setup.given)
     model = None
     if config.model is not None:
         model = RewardModel(

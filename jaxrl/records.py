@@ -47,11 +47,13 @@ class Records:
         log: RunLog,
         tell: Callable[[str], None],
         asked_to_stop: Callable[[], bool],
+        on_row: Callable[[Mapping[str, Any]], None],
     ):
         """
         Args:
             log: takes what only the file is told.
             tell: takes what the user should know.
+            on_row: called with each row once it is written.
         """
         self._job, self._run = job, run
         self._stack = ExitStack()
@@ -100,6 +102,7 @@ class Records:
             planned=plan.peaks,
             log=log.write,
             asked_to_stop=asked_to_stop,
+            on_row=on_row,
         )
 
     def __enter__(self) -> Self:

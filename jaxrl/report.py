@@ -19,7 +19,7 @@ REPORT_FILE = "report.html"
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = cli.Parser("python -m jaxrl.report", __doc__ or "")
+    parser = cli.Parser("jaxrl.report", __doc__ or "")
     parser.add_argument(
         "runs", nargs="+", metavar="RUN", help="run directory, also of a run that is going on"
     )

@@ -49,6 +49,7 @@ class Reporter:
         planned: Mapping[str, int],
         log: Callable[[str], None],
         asked_to_stop: Callable[[], bool] = lambda: False,
+        on_row: Callable[[Mapping[str, Any]], None] = lambda row: None,
     ):
         """
         Args:
@@ -58,12 +59,14 @@ class Reporter:
             planned: role -> the plan's peak bytes on a device of it, where it does not.
             log: takes what only `log.txt` is told.
             asked_to_stop: an evaluation that is still running is not waited for then.
+            on_row: called with each row once it is written; with one that was completed after an
+                interruption once more.
         """
         self.config, self.console, self.metrics, self.samples = config, console, metrics, samples
         self._trackers, self._timeline, self._checkpoints = trackers, timeline, checkpoints
         self._sets, self._judge, self._epoch = sets, judge, epoch
         self._peaks, self._planned, self._log = peaks, planned, log
-        self._asked_to_stop = asked_to_stop
+        self._asked_to_stop, self._on_row = asked_to_stop, on_row
         self.gave_up = False
         """The last row lacks its evaluation, and stays the last: who goes on makes up for it."""
         self._last: float | None = None
@@ -123,6 +126,7 @@ class Reporter:
         self._trackers.write(row["step"], row)
         self.console.step(row)
         self._timeline.flush()
+        self._on_row(row)
 
     def _batch(self, rollout: Rollout, futures: Mapping[str, Future]) -> dict[str, float]:
         lengths = [len(completion.tokens) for completion in rollout.completions]

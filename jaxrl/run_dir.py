@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from jaxrl import yaml_text
 from jaxrl.checkpoint import store
@@ -23,6 +25,8 @@ from jaxrl.telemetry.metrics import METRICS_FILE
 CONFIG_FILE = "config.yaml"
 PLAN_FILE = "plan.txt"
 PLAN_DATA_FILE = "plan.json"
+SESSIONS_FILE = "sessions.jsonl"
+"""A line for each start of the run whose steps are kept: the step that it began after, its mesh."""
 LOCK = "lock"
 
 
@@ -50,6 +54,12 @@ class RunDir:
         except OSError as error:
             raise UserError(f"cannot write {self.path / name}: {error.strerror}") from error
 
+    def begin_session(self, mesh: str) -> None:
+        """Notes what the steps from here on are trained on. Raises UserError."""
+        kept = [one for one in sessions(self.path) if one["step"] < self.step]
+        lines = [json.dumps(one) + "\n" for one in (*kept, {"step": self.step, "mesh": mesh})]
+        self.write(SESSIONS_FILE, "".join(lines))
+
     def remove_final(self) -> None:
         """The model of fewer steps, which a checkpoint has too, and what a killed export left."""
         for left in (self.path / FINAL, *self.path.glob(f".{FINAL}.partial-*")):
@@ -58,6 +68,27 @@ class RunDir:
     def finished(self, steps: int) -> bool:
         """Whether the run has been trained to its end, and exported."""
         return self.step == steps and (self.path / FINAL).is_dir()
+
+
+def sessions(path: Path) -> list[dict[str, Any]]:
+    """Of the run in a folder, as far as its file can be read."""
+    found = []
+    with suppress(OSError, ValueError):
+        for line in (path / SESSIONS_FILE).read_text(encoding="utf-8").splitlines():
+            found.append(json.loads(line))
+    return [one for one in found if isinstance(one, dict) and isinstance(one.get("step"), int)]
+
+
+def meshes(used: Sequence[Mapping[str, Any]]) -> str:
+    """The meshes of sessions, one after the other: `A to step 300, then B`."""
+    told = ""
+    mesh = None
+    for one in used:
+        if one["mesh"] == mesh:
+            continue
+        told += f" to step {one['step']}, then {one['mesh']}" if mesh else str(one["mesh"])
+        mesh = one["mesh"]
+    return told
 
 
 @contextmanager

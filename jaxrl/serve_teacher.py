@@ -278,7 +278,7 @@ def _told(arguments: Namespace, server: TeacherServer, service: ScoringService) 
 
 
 def _parser() -> cli.Parser:
-    parser = cli.Parser("python -m jaxrl.serve_teacher", __doc__ or "")
+    parser = cli.Parser("jaxrl.serve_teacher", __doc__ or "")
     add = parser.add_argument
     add("--model", required=True, help="HF folder, .gguf file, run directory, builtin:teacher, ...")
     add("--host", default="localhost", help="address to listen at (default localhost)")

@@ -6,7 +6,7 @@ Without --config the built-in quickstart runs.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,6 +20,7 @@ from jaxrl.checkpoint.writer import free_gb
 from jaxrl.compile_cache import enable_compile_cache
 from jaxrl.config import Config
 from jaxrl.data.tokenizer import decode
+from jaxrl.determinism import exclude_nondeterministic
 from jaxrl.errors import RunError, UserError
 from jaxrl.inputs import held_out_notes
 from jaxrl.interrupt import Interrupt, Interrupted
@@ -30,6 +31,7 @@ from jaxrl.plan import Plan, make_plan
 from jaxrl.plan.record import plan_json
 from jaxrl.records import Records
 from jaxrl.registry import Registration, registered
+from jaxrl.rewards.callables import bind
 from jaxrl.run_dir import (
     CONFIG_FILE,
     PLAN_DATA_FILE,
@@ -37,7 +39,9 @@ from jaxrl.run_dir import (
     RunDir,
     check_run_dir,
     find_run,
+    meshes,
     open_run_dir,
+    sessions,
 )
 from jaxrl.runtime.worker import Crew, OutOfMemory, RunLost
 from jaxrl.splits import run_advice
@@ -71,17 +75,20 @@ class Result:
         return draw({self.run_dir.name: self.metrics})
 
 
-def dry_run(config: Config) -> Plan:
+def dry_run(config: Config, rewards: Sequence[Callable[..., Any]] = ()) -> Plan:
     """The plan of a run: the devices of each role, its mesh axes and its bytes; and what the run
     would refuse.
 
     Its `text()` is what `--dry-run` prints. No weight is read, nothing is written.
 
+    Args:
+        rewards: as of `train`.
+
     Raises:
         UserError: what cannot be placed.
     """
-    plan = plan_run(config)
-    return replace(plan, refusals=refusals(config))
+    config, given = bind(config, rewards)
+    return replace(plan_run(config), refusals=refusals(config, given))
 
 
 def plan_run(config: Config) -> Plan:
@@ -89,15 +96,18 @@ def plan_run(config: Config) -> Plan:
     return make_plan(config, needed_roles(config), devices_for(config))
 
 
-def refusals(config: Config) -> tuple[str, ...]:
+def refusals(config: Config, given: Mapping[str, bytes]) -> tuple[str, ...]:
     """What the run would refuse before it reads a weight: data, tokenizers, rewards, trackers, run
     directory. Each check ends at its first error.
+
+    Args:
+        given: as of `run_config`.
     """
     found = []
     for check in (
         partial(check_trackers, config.logging),
         partial(check_run_dir, config),
-        partial(check_job, config),
+        partial(check_job, config, given),
     ):
         try:
             check()
@@ -106,24 +116,50 @@ def refusals(config: Config) -> tuple[str, ...]:
     return tuple(found)
 
 
-def train(config: Config) -> Result:
-    """Runs `config` to its end, or goes on with what its run directory holds.
+def train(
+    config: Config,
+    on_step: Callable[[dict[str, Any]], object] | None = None,
+    rewards: Sequence[Callable[..., Any]] = (),
+) -> Result:
+    """Runs `config` to its end, or resumes what its run directory holds.
+
+    Args:
+        on_step: called in this thread with a copy of each row of `metrics.jsonl` once the row is
+            written; the loop waits for it. Where it raises, the run saves and ends with RunError.
+        rewards: reward functions `f(prompts, completions, **columns)`, as in a file that
+            `reward.functions` names. One that `reward.functions` names as `python:NAME` takes that
+            place (and its weight), any other is added to them. They run in processes of their own,
+            so they must be picklable by cloudpickle.
 
     Raises:
         UserError: bad input; nothing has been written then, or what was trained is in the run
             directory.
+        RunError: the run cannot continue; the newest checkpoint is in the run directory.
         Interrupted: Ctrl-C or SIGTERM; what was trained is saved.
+    """
+    config, given = bind(config, rewards)
+    return run_config(config, given, OnStep(on_step))
+
+
+def run_config(
+    config: Config, given: Mapping[str, bytes], on_step: OnStep, notes: Sequence[str] = ()
+) -> Result:
+    """`train`, once what Python gave is bound to the config.
+
+    Args:
+        given: pickled reward functions by their entries in `reward.functions`.
+        notes: lines for the reader, said first.
     """
     started = time.monotonic()
     interrupt = Interrupt(config.deadlines.interrupt)
     with interrupt.listening():
-        job, plan = prepare_run(config)
+        job, plan = prepare_run(config, given)
         with (
             open_run_dir(config, job.train.fingerprint) as run,
             Console(config.logging, steps=config.steps, start=run.step) as console,
         ):
             say = Say(console)
-            for note in run.notes:
+            for note in (*notes, *run.notes):
                 say(note)
             if run.finished(config.steps):
                 say(f"{run.path} has all of its {config.steps} steps: {AGAIN}")
@@ -132,8 +168,24 @@ def train(config: Config) -> Result:
                 say(text)
             with registered(run.path, ()) as registration:
                 return run_job(
-                    Errand(job, plan, console, say, registration, interrupt, started), run
+                    Errand(job, plan, console, say, registration, interrupt, on_step, started), run
                 )
+
+
+class OnStep:
+    """The caller's function of each row. What it raises is kept, and asks the run to end."""
+
+    def __init__(self, function: Callable[[dict[str, Any]], object] | None = None):
+        self._function = function
+        self.error: Exception | None = None
+
+    def __call__(self, row: Mapping[str, Any]) -> None:
+        if self._function is None or self.error is not None:
+            return
+        try:
+            self._function(dict(row))
+        except Exception as error:
+            self.error = error
 
 
 class Say:
@@ -174,19 +226,26 @@ class Errand:
     say: Say
     registration: Registration
     interrupt: Interrupt
+    on_step: OnStep
     started: float
     """`time.monotonic` seconds."""
 
+    def asked_to_stop(self) -> bool:
+        """Whether to save and end: a signal came, or the caller's `on_step` failed."""
+        return self.interrupt.asked() or self.on_step.error is not None
 
-def prepare_run(config: Config) -> tuple[Job, Plan]:
+
+def prepare_run(config: Config, given: Mapping[str, bytes] | None = None) -> tuple[Job, Plan]:
     """All that can be checked before a weight is read."""
     check_trackers(config.logging)
+    if config.deterministic:
+        exclude_nondeterministic()
     enable_compile_cache(config.compile_cache)
     plan = plan_run(config)
     if plan.hopeless:
         told = (*plan.verdict[:1], *plan.advice[:3], "--dry-run shows the plan")
         raise UserError("\n".join(told))
-    return make_job(config), plan
+    return make_job(config, given), plan
 
 
 def run_job(errand: Errand, run: RunDir) -> Result:
@@ -234,6 +293,7 @@ def attempt(errand: Errand, run: RunDir, lost: int) -> Result:
     workers.append(crew)
     try:
         run.write(CONFIG_FILE, config.dump())
+        run.begin_session(config.mesh)
         run.write(PLAN_FILE, plan.text())
         run.write(PLAN_DATA_FILE, plan_json(plan))
         run.remove_final()
@@ -241,7 +301,9 @@ def attempt(errand: Errand, run: RunDir, lost: int) -> Result:
         errand.registration.update(crew.states())
         with (
             say.into(RunLog(run.path / LOG_FILE)) as log,
-            Records(job, plan, run, errand.console, crew, log, say, interrupt.asked) as records,
+            Records(
+                job, plan, run, errand.console, crew, log, say, errand.asked_to_stop, errand.on_step
+            ) as records,
         ):
             packing = job.packing(setup.row_multiple)
             loop = Loop(
@@ -254,7 +316,7 @@ def attempt(errand: Errand, run: RunDir, lost: int) -> Result:
                 value=crew.value,
                 decode=partial(decode, job.tokenizer),
                 checkpoints=records.checkpoints,
-                asked_to_stop=interrupt.asked,
+                asked_to_stop=errand.asked_to_stop,
                 around=records.profile.around,
             )
             with interrupt.patient():
@@ -263,6 +325,8 @@ def attempt(errand: Errand, run: RunDir, lost: int) -> Result:
                 records.finish_checkpoints()
             if interrupt.asked():
                 raise Interrupted(interrupted_at(trained, records.checkpoints.newest, run.path))
+            if errand.on_step.error is not None:
+                raise on_step_failed(errand.on_step.error, records.checkpoints.newest, run.path)
             export(job, crew, run.path / FINAL, records.checkpoints.newest)
             for line in summary(records.rows, run, errand.started, records.reporter.first_step_at):
                 say(line)
@@ -320,6 +384,14 @@ def interrupted_at(trained: int, saved: int | None, run_dir: Path) -> str:
     return f"interrupted at step {trained}; {kept} in {run_dir}"
 
 
+def on_step_failed(error: Exception, saved: int | None, run_dir: Path) -> RunError:
+    """The last words of a run that the caller's function ended; with the function's traceback."""
+    kept = "nothing is saved" if saved is None else f"the newest checkpoint is of step {saved}"
+    failed = RunError(f"on_step raised {type(error).__name__}: {error}; {kept} in {run_dir}")
+    failed.__cause__ = error
+    return failed
+
+
 def summary(
     rows: Sequence[dict[str, Any]], run: RunDir, started: float, first_step: float | None
 ) -> list[str]:
@@ -335,6 +407,9 @@ def summary(
         line = f"accuracy on held-out prompts: {first:.1%} before, {last:.1%} after"
         teacher = rows[0].get("teacher/accuracy")
         lines.append(line if teacher is None else f"{line}; the teacher has {teacher:.1%}")
+    used = meshes(sessions(run.path))
+    if "then" in used:
+        lines.append(f"mesh: {used}")
     lines.append(f"model: {run.path / FINAL}")
     return lines
 
@@ -347,17 +422,19 @@ def print_plan(config: Config) -> None:
     """
     plan = plan_run(config)
     print(plan.text(), flush=True)
-    found = [*plan.misfit, *refusals(config)]
+    found = [*plan.misfit, *refusals(config, {})]
     if found:
         raise UserError("\n".join(found))
 
 
 def main(argv: Sequence[str]) -> None:
-    arguments = cli.parse_run(argv, prog="python -m jaxrl.train", description=__doc__ or "")
-    if arguments.dry_run:
-        print_plan(arguments.config)
-        return
-    train(arguments.config)
+    arguments = cli.parse_run(argv, module="jaxrl.train", description=__doc__ or "")
+    with arguments.base.explained():
+        if arguments.dry_run:
+            print(arguments.base.note)
+            print_plan(arguments.config)
+        else:
+            run_config(arguments.config, {}, OnStep(), [arguments.base.note])
 
 
 make_callable(__name__, train)

@@ -7,13 +7,16 @@ repeated key is refused.
 
 from __future__ import annotations
 
+import json
+import os
 import re
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from jaxrl.config_aliases import alias_hint
 from jaxrl.errors import UserError
 
 DEEPEST, MOST_NODES = 50, 100_000
@@ -147,29 +150,60 @@ def parse_value(text: str) -> Any:
         raise UserError(str(error)) from error
 
 
-def apply_overrides(
-    mapping: dict[str, Any], overrides: Sequence[str], mappings: Collection[str] = ()
-) -> dict[str, Any]:
-    """``mapping`` with each ``a.b.c=value`` set, in order: of two for one key the last one wins.
+def assignments(
+    overrides: Sequence[str] | Mapping[str, Any], mappings: Collection[str] = ()
+) -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of each override: of ``a.b.c=value`` strings, or of a mapping whose keys
+    are dotted or nested.
 
     ``mappings`` are the keys whose value may be a whole mapping; every other one is a section, of
     which an override sets one key.
     """
-    result = _copy(mapping)
+    if isinstance(overrides, Mapping):
+        yield from _flat(overrides, mappings)
+        return
     for override in overrides:
+        if not isinstance(override, str):
+            raise UserError(f"bad override {override!r}: write 'key=value', as in 'steps=10'")
         key, equals, text = override.partition("=")
-        parts = key.strip().split(".")
-        if not equals or not all(parts):
+        key = key.strip()
+        if not equals or not all(key.split(".")):
             raise UserError(f"bad override {override!r}: write key=value, as in steps=10")
         try:
             value = parse_value(text.strip())
         except UserError as error:
-            shown = override if len(override) <= 80 else override[:77] + "..."
-            raise UserError(f"override {shown!r}: {error}") from error
-        if isinstance(value, dict) and key.strip() not in mappings:
+            shown_override = override if len(override) <= 80 else override[:77] + "..."
+            raise UserError(f"override {shown_override!r}: {error}") from error
+        if isinstance(value, dict) and key not in mappings:
             raise UserError(f"override {override!r}: set its keys one by one, as {key}.KEY=VALUE")
-        _set(result, parts, value)
+        yield key, value
+
+
+def _flat(
+    overrides: Mapping[str, Any], mappings: Collection[str], prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
+    for name, value in overrides.items():
+        if not isinstance(name, str) or not all(name.split(".")):
+            raise UserError(f"bad override {prefix}{name!r}: a key is a name, as in 'steps'")
+        if isinstance(value, Mapping) and prefix + name not in mappings:
+            yield from _flat(value, mappings, f"{prefix}{name}.")
+        else:
+            yield prefix + name, os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def assign(mapping: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """``mapping`` with the value of each dotted key set."""
+    result = _copy(mapping)
+    for key, value in values.items():
+        _set(result, key.split("."), value)
     return result
+
+
+def shown(value: Any) -> str:
+    """A value as an override is written."""
+    if isinstance(value, str):
+        return value
+    return f"{value:g}" if isinstance(value, float) else json.dumps(value)
 
 
 def _set(mapping: dict[str, Any], parts: list[str], value: Any) -> None:
@@ -179,7 +213,10 @@ def _set(mapping: dict[str, Any], parts: list[str], value: Any) -> None:
             below = mapping[part] = {}
         if not isinstance(below, dict):
             section = ".".join(parts[: depth + 1])
-            raise UserError(f"cannot set {'.'.join(parts)}: {section} is a value, not a section")
+            path = ".".join(parts)
+            raise UserError(
+                f"cannot set {path}: {section} is a value, not a section{alias_hint(path)}"
+            )
         mapping = below
     mapping[parts[-1]] = value
 

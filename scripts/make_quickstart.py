@@ -74,7 +74,7 @@ def make(name: str) -> None:
             *RECIPE.split(),
             *STAGES[name].split(),
         ]
-        result = train(Config.load(None, overrides))
+        result = train(Config.load("builtin:quickstart", overrides))
         shutil.rmtree(target, ignore_errors=True)
         shutil.copytree(run / FINAL, target)
     print(f"{target}: accuracy {result.final_eval:.1%}")

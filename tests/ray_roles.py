@@ -40,6 +40,9 @@ class Role:
         whole = np.asarray([value(i) for i in range(8)], np.float32)
         return jax.make_array_from_callback((8,), self.rows, lambda index: whole[index])
 
+    def variable(self, name: str) -> str:
+        return os.environ.get(name, "")
+
     # actor
     def update(self, rollout: Any, scores: Any) -> dict[str, float]:
         self._once("update")

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from test_gguf import write_model
-from test_train import SHORT, save_model
+from test_train import QUICK, SHORT, save_model
 from tiny_tokenizer import CHATML, tiny_tokenizer
 
 from jaxrl import Config, cli, evaluate, export, generate, train
@@ -65,6 +65,8 @@ class Desk:
 
     def refused(self, argv: Sequence[str], *told: str, command: Command = train.main) -> str:
         """What the command says on its way out; nothing in the folder has changed."""
+        if command is train.main and "--config" not in argv:
+            argv = [*QUICK, *argv]
         before = tree(self.here)
         code = cli.run(command, argv)
         error = self.told()
@@ -608,9 +610,11 @@ def test_chat_templates_that_render_the_run_s_prompts_differently(desk: Desk) ->
     desk.refused(prepare("chatml", "plain"), "teacher", "no chat template", "data.chat=raw")
     text = ["data.train=arithmetic", "data.eval=chats.jsonl"]
     desk.refused(prepare("chatml", "other", *text), "chat template")
-    train.prepare_run(Config.load(None, prepare("chatml", "same")))
+    train.prepare_run(Config.load("builtin:quickstart", prepare("chatml", "same")))
     for teacher in ("other", "plain"):
-        train.prepare_run(Config.load(None, prepare("chatml", teacher, "data.train=arithmetic")))
+        train.prepare_run(
+            Config.load("builtin:quickstart", prepare("chatml", teacher, "data.train=arithmetic"))
+        )
 
 
 # Data
@@ -681,7 +685,7 @@ def run_of(desk: Desk, *overrides: str, steps: Sequence[int] = (1, 2)) -> Path:
     """A run directory as a run leaves it, with checkpoints of stand-ins for the weights."""
     folder = desk.here / "run"
     folder.mkdir()
-    config = Config.load(None, desk.argv(*overrides))
+    config = Config.load("builtin:quickstart", desk.argv(*overrides))
     (folder / "config.yaml").write_text(config.dump())
     (folder / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
     for step in steps:
@@ -753,7 +757,7 @@ def test_a_compile_cache_that_cannot_be_is_told_and_done_without(
     before = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     desk.write("file", "in the way")
-    train.prepare_run(Config.load(None, desk.argv("compile_cache=file/below")))
+    train.prepare_run(Config.load("builtin:quickstart", desk.argv("compile_cache=file/below")))
     told = desk.told()
     assert "compile_cache=file/below is not used" in told and len(told.splitlines()) == 1
     assert jax.config.jax_compilation_cache_dir == before  # type: ignore[attr-defined]

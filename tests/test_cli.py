@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import io
 import subprocess
 import sys
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from jaxrl import cli, config_keys
+from jaxrl.__main__ import COMMANDS
+from jaxrl.__main__ import main as command_main
 from jaxrl.config import Config
 from jaxrl.errors import UserError, near, unknown, user_input
 
-PROG = "python -m jaxrl.train"
+MODULE = "jaxrl.train"
+ROOT = Path(__file__).parent.parent
 
 
 def parse(*argv: str) -> cli.RunArguments:
-    return cli.parse_run(argv, prog=PROG, description="Trains.")
+    return cli.parse_run(argv, module=MODULE, description="Trains.")
 
 
 def test_options_and_overrides_in_any_order(tmp_path: Path) -> None:
@@ -37,7 +44,39 @@ def test_no_arguments_is_the_quickstart() -> None:
 
 def test_the_mesh_option_is_the_mesh_key() -> None:
     assert parse("--mesh", "actor=4").config == parse("mesh=actor=4").config
-    assert parse("--mesh=actor=4", "mesh=actor=2").config.mesh == "actor=4"
+    assert parse("--mesh=actor=4", "mesh=actor=4").config.mesh == "actor=4"
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "other"),
+    [("mesh", "actor=4", "actor=2"), ("resume", "must", "auto"), ("launcher", "local", "ray")],
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_an_option_and_an_override_of_one_key_agree(
+    option: str, value: str, other: str, first: bool
+) -> None:
+    words = [f"--{option}={value}"]
+    with pytest.raises(UserError) as error:
+        parse(*(words if first else []), f"{option}={other}", *([] if first else words))
+    assert f"--{option} {value}" in str(error.value) and f"{option}={other}" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("argv", "note"),
+    [
+        ([], "config: the built-in quickstart"),
+        (["steps=3"], "config: the built-in quickstart, with 1 key set otherwise"),
+        (
+            ["student.model=a", "data.train=b.jsonl", "teacher.model=c"],
+            "config: no file and student.model and data.train set, so the defaults, with 3 keys set"
+            " otherwise",
+        ),
+        (["--config", "builtin:quickstart"], "config: the built-in quickstart"),
+    ],
+)
+def test_it_is_said_where_the_other_keys_come_from(argv: list[str], note: str) -> None:
+    assert parse(*argv).base.note == note
 
 
 @pytest.mark.parametrize(
@@ -102,7 +141,7 @@ def test_help_lists_every_key_with_type_default_and_docstring(
 
 
 def test_a_command_may_add_its_own_option() -> None:
-    parser = cli.run_parser(PROG, "Evaluates.")
+    parser = cli.run_parser(MODULE, "Evaluates.")
     parser.add_argument("--model")
     arguments = parser.parse(["seed=3", "--model", "x", "steps=4"])
     assert arguments.model == "x"
@@ -112,9 +151,8 @@ def test_a_command_may_add_its_own_option() -> None:
 def test_without_jax() -> None:
     """Help and errors answer at once: parsing must not load jax."""
     code = "import sys; import jaxrl.cli; print(int('jax' in sys.modules))"
-    root = Path(__file__).parent.parent
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "0"
 
@@ -130,3 +168,51 @@ def test_user_input_turns_value_errors_into_the_users() -> None:
         raise ValueError("bad")
     with pytest.raises(TypeError), user_input():
         raise TypeError
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["-h"], []])
+def test_the_command_lists_all_commands_without_jax(argv: list[str]) -> None:
+    code = "import sys; from jaxrl.__main__ import main; main(sys.argv[1:])"
+    code += "; assert 'jax' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for name in ("train", "evaluate", "generate", "export", "report", "plot", "devices"):
+        assert f"  {name} " in done.stdout
+    assert "  serve-teacher " in done.stdout
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_is_its_module(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same arguments; `--help` of both differs only in how it says it was called."""
+    module = COMMANDS[name][0]
+    shown = []
+    for argv0, main in (("jaxrl", lambda: command_main([name, "--help"])), ("x", None)):
+        monkeypatch.setattr(sys, "argv", [f"/usr/bin/{argv0}"])
+        monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+        asked = main or (lambda: importlib.import_module(module).main(["--help"]))
+        with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(SystemExit) as end:
+            asked()
+        assert end.value.code == 0
+        shown.append(" ".join(out.getvalue().split()))
+    assert shown[0].startswith(f"usage: jaxrl {name} [")
+    assert shown[0].replace(f"usage: jaxrl {name} ", f"usage: python -m {module} ", 1) == (
+        shown[1].replace("python -m jaxrl.train --help", "jaxrl train --help")
+        if name == "evaluate"
+        else shown[1]
+    )
+
+
+def test_an_unknown_command_is_refused_with_the_near_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.run(command_main, ["trian"]) == 2
+    assert "unknown command 'trian' (did you mean train?)" in capsys.readouterr().err
+
+
+def test_the_installed_command_and_the_package_are_one() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    module, _, function = project["scripts"]["jaxrl"].partition(":")
+    assert callable(getattr(importlib.import_module(module), function))
+    command = [sys.executable, "-m", "jaxrl", "plot"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "python -m jaxrl plot --help" in done.stderr

@@ -9,7 +9,9 @@ from pydantic import ValidationError
 
 from jaxrl import config_keys, yaml_text
 from jaxrl.checkpoint.compare import compare
-from jaxrl.config import QUICKSTART, Config, Section
+from jaxrl.config import Config, Section
+from jaxrl.config_aliases import ABSENT, ALIASES
+from jaxrl.config_base import QUICKSTART
 from jaxrl.errors import UserError
 
 MINIMAL = """
@@ -26,9 +28,9 @@ def load(tmp_path: Path, text: str, *overrides: str) -> Config:
     return Config.load(path, list(overrides))
 
 
-def message(*overrides: str) -> str:
+def message(*overrides: str, path: str | None = None) -> str:
     with pytest.raises(UserError) as error:
-        Config.load(None, list(overrides))
+        Config.load(path, list(overrides))
     return str(error.value)
 
 
@@ -37,6 +39,97 @@ def test_without_a_path_it_is_the_quickstart() -> None:
     assert (config.student.model, config.teacher.model) == ("builtin:student", "builtin:teacher")
     assert config.data.train == ("arithmetic:size=1000000",)
     assert config == Config.load(QUICKSTART)
+
+
+def test_a_model_or_data_of_ones_own_is_on_top_of_the_defaults(tmp_path: Path) -> None:
+    own = ["student.model=a", "teacher.model=b", "data.train=c"]
+    assert Config.load(None, own) == load(tmp_path, MINIMAL.replace("c.jsonl", "c"))
+    kept = Config.load("builtin:quickstart", own)
+    assert (kept.student.model, kept.batch_size) == ("a", Config.load().batch_size)
+    for word in own[::2]:
+        text = message(word)
+        assert "is required and not set" in text and word.partition("=")[0] in text
+        assert "--config builtin:quickstart" in text
+
+
+def test_errors_say_which_values_are_the_quickstarts(tmp_path: Path) -> None:
+    rewarded = ["algorithm=gspo", "teacher.model=null", "reward.functions=[math]"]
+    error, origin = message(*rewarded).splitlines()
+    assert "group_size=1" in error
+    assert origin == "from the built-in quickstart, for there is no --config: group_size=1"
+    assert "quickstart" not in message(*rewarded, "group_size=1")  # whoever sets it knows
+    with pytest.raises(UserError) as refused:
+        load(tmp_path, MINIMAL, "actor.minibatches=999")
+    assert "quickstart" not in str(refused.value)
+
+
+def test_overrides_may_be_a_mapping() -> None:
+    lines = ["steps=2", "optimizer.b1=0.5", "optimizer.b2=0.75", "data.eval={a: x, b: [y, z]}"]
+    nested = {
+        "steps": 2,
+        "optimizer": {"b1": 0.5},
+        "optimizer.b2": 0.75,
+        "data": {"eval": {"a": "x", "b": ["y", "z"]}},
+        "run_dir": Path("here"),
+    }
+    assert Config.load(None, nested) == Config.load(None, [*lines, "run_dir=here"])
+    for wrong in ({"setps": 2}, {"optimizer.lr": 1}, {1: 2}, {"optimizer": 5}, ["steps", 3], [3]):
+        with pytest.raises(UserError):
+            Config.load(None, wrong)  # type: ignore[arg-type]
+
+
+def test_a_config_made_in_python_says_what_is_wrong() -> None:
+    config = Config.load()
+    assert Config(**config.model_dump()) == config == Config(**dict(config))
+    with pytest.raises(UserError) as error:
+        Config(steps=2)
+    text = str(error.value)
+    assert "student.model is required" in text and "data.train is required" in text
+    assert 'Config.load(FILE, overrides={"steps": 2})' in text and "pydantic" not in text
+    with pytest.raises(UserError, match="steps: .* got 0"):
+        Config(**(config.model_dump() | {"steps": 0}))
+
+
+def test_every_alias_names_a_key_that_there_is() -> None:
+    known = {key.path for key in config_keys.keys(Config)}
+    assert not {key for found in ALIASES.values() for key in found} - known
+    assert not set(ALIASES) & set(ABSENT)
+    assert not (set(ALIASES) | set(ABSENT)) & known
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("optimizer.lr", "optimizer.learning_rate"),
+        ("lr", "optimizer.learning_rate"),
+        ("sampling.max_tokens", "max_new_tokens"),
+        ("max_completion_length", "max_new_tokens"),
+        ("num_generations", "group_size"),
+        ("rollout.n", "group_size"),
+        ("actor_rollout_ref.rollout.n", "group_size"),
+        ("actor_rollout_ref.actor.optim.lr", "optimizer.learning_rate"),
+        ("actor_rollout_ref.actor.kl_loss_coef", "policy.kl_coef"),
+        ("actor_rollout_ref.hybrid_engine", "docs/coming-from-verl.md"),
+        ("beta", "policy.kl_coef or distill.jsd_beta"),
+        ("kl_coef", "policy.kl_coef or policy.reward_kl_coef"),
+        ("lmbda", "distill.on_policy_fraction"),
+        ("per_device_train_batch_size", "batch_size or actor.micro_batch_tokens"),
+        ("gradient_accumulation_steps", "actor.micro_batch_tokens"),
+        ("trainer.total_epochs", "steps"),
+        ("lora.rank", "there is no LoRA here"),
+        ("peft_config.r", "there is no LoRA here"),
+        ("critic.optim.weird", "there is no critic here"),
+    ],
+)
+def test_keys_of_other_libraries_are_refused_with_the_key_here(theirs: str, ours: str) -> None:
+    (line,) = message(f"{theirs}=1").splitlines()
+    assert line.startswith(f"unknown key {theirs} (") and ours in line
+
+
+def test_a_key_below_a_value_is_refused_with_the_key_here(tmp_path: Path) -> None:
+    assert "here it is algorithm" in message("algorithm.adv_estimator=grpo")
+    with pytest.raises(UserError, match="algorithm.adv_estimator .here it is algorithm"):
+        load(tmp_path, MINIMAL + "algorithm: {adv_estimator: grpo}")
 
 
 def test_class_defaults_run_with_only_the_three_required_keys(tmp_path: Path) -> None:
@@ -64,7 +157,7 @@ def test_ready_made_configs_load(path: Path) -> None:
     ],
 )
 def test_dump_reads_back_equal(tmp_path: Path, overrides: tuple[str, ...]) -> None:
-    config = Config.load(None, list(overrides))
+    config = Config.load("builtin:quickstart", list(overrides))
     assert load(tmp_path, config.dump()) == config
 
 
@@ -170,7 +263,7 @@ def test_unknown_keys_are_refused_with_the_near_one(override: str, near: str) ->
 def test_bad_values_name_the_key_the_value_and_the_limit(
     overrides: list[str], words: list[str]
 ) -> None:
-    text = message(*overrides)
+    text = message(*overrides, path="builtin:quickstart")
     for word in words:
         assert word in text
     assert "\n" not in text
@@ -250,7 +343,7 @@ def test_frozen_and_strict_in_python_too() -> None:
     config = Config.load()
     with pytest.raises(ValidationError):
         config.steps = 3  # type: ignore[misc]
-    with pytest.raises(ValidationError, match="no_such_key"):
+    with pytest.raises(UserError, match="unknown key no_such_key"):
         Config(**(config.model_dump() | {"no_such_key": 1}))
 
 

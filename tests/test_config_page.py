@@ -16,7 +16,7 @@ from test_rl import save_reward_model
 from tiny_models import REFERENCES, make_mesh
 
 import jaxrl
-from jaxrl import cli, config, config_keys, config_page
+from jaxrl import cli, config, config_keys, config_page, yaml_text
 from jaxrl.algorithms import needed_roles
 from jaxrl.config import ActorConfig, Config, Section
 from jaxrl.plan import make_plan
@@ -62,7 +62,7 @@ def test_the_page_has_every_key_with_type_bounds_and_default() -> None:
 def test_defaults_shown_are_read_back_as_they_are() -> None:
     keys = [key for key in config_keys.keys(Config) if not key.required]
     required = ["student.model=a", "teacher.model=b", "data.train=c.jsonl"]
-    shown = [f"{key.path}={config_page.shown(key.default)}" for key in keys]
+    shown = [f"{key.path}={yaml_text.shown(key.default)}" for key in keys]
     told = [word for word in shown if not word.startswith("teacher.model=")]
     assert Config.load(None, [*told, *required]) == minimal()
 

@@ -254,7 +254,7 @@ def load(tmp_path: Path, data: str, *overrides: str) -> Any:
 
 def refused(*overrides: str) -> str:
     with pytest.raises(UserError) as error:
-        Config.load(None, list(overrides))
+        Config.load("builtin:quickstart", list(overrides))
     assert "\n" not in str(error.value) and "pydantic" not in str(error.value)
     return str(error.value)
 
@@ -312,7 +312,10 @@ def test_a_mapping_where_none_belongs_names_the_unknown_keys(tmp_path):
 
 def test_weights_are_as_many_as_the_sources():
     two = "data.train=[arithmetic, x.jsonl]"
-    assert Config.load(None, [two, "data.weights=[1, 0.5]"]).data.weights == (1.0, 0.5)
+    assert Config.load("builtin:quickstart", [two, "data.weights=[1, 0.5]"]).data.weights == (
+        1.0,
+        0.5,
+    )
     for override, words in (
         ("data.weights=[1]", "weights has 1 numbers for the 2 sources of train"),
         ("data.weights=[1, 2, 3]", "weights has 3 numbers for the 2 sources"),

@@ -51,7 +51,7 @@ RUN = [
 def run(tmp_path_factory):
     """A short run that unlearns some of what its model knew."""
     folder = tmp_path_factory.mktemp("run") / "sums"
-    return train(Config.load(None, [*RUN, f"run_dir={folder}"]))
+    return train(Config.load("builtin:quickstart", [*RUN, f"run_dir={folder}"]))
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,9 @@ def models(tmp_path_factory):
 
 
 def config(models, run_dir, *overrides):
-    return Config.load(None, [*models, *SHORT, *FLOAT32, f"run_dir={run_dir}", *overrides])
+    return Config.load(
+        "builtin:quickstart", [*models, *SHORT, *FLOAT32, f"run_dir={run_dir}", *overrides]
+    )
 
 
 def crew_of(made):

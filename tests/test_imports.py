@@ -19,7 +19,7 @@ PACKAGE = ROOT / "jaxrl"
 # no cycle. A name covers everything under it unless a longer name stands elsewhere: the definition
 # of a model lies below the rules that lay it out, which lie below the readers of its weights.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("__init__",),
+    ("__init__", "__main__"),
     (
         "train",
         "evaluate",
@@ -48,10 +48,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("models",),
     ("sharding",),
     ("models.decoder", "models.layers", "models.cache", "models.config"),
-    ("types", "masked", "compile_cache", "callable_module", "cli", "interrupt"),
+    ("types", "masked", "compile_cache", "determinism", "callable_module", "cli", "interrupt"),
     ("config",),
-    ("algorithm_table", "config_keys", "config_paths", "yaml_text"),
-    ("plugin",),
+    ("algorithm_table", "config_keys"),
+    ("config_base", "plugin"),
+    ("config_paths", "yaml_text"),
+    ("config_aliases",),
     ("errors",),
 )
 FORBIDDEN = ("torch", "tensorflow")

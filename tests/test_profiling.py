@@ -38,7 +38,7 @@ def models(tmp_path_factory):
 
 def run(folder, models, *overrides):
     config = [*models, *SHORT, "eval.every=0", MESH, f"run_dir={folder / 'run'}", *overrides]
-    return train(Config.load(None, config)).run_dir
+    return train(Config.load("builtin:quickstart", config)).run_dir
 
 
 def stages(run_dir):
@@ -74,12 +74,12 @@ def named_events(folder):
 )
 def test_steps_that_cannot_be_are_refused(given, told):
     with pytest.raises(UserError) as error:
-        Config.load(None, ["steps=2", f"profile.steps={given}"])
+        Config.load("builtin:quickstart", ["steps=2", f"profile.steps={given}"])
     assert told in str(error.value) and "profile.steps" in str(error.value)
 
 
 def test_steps_are_half_open_and_none_by_default(tmp_path):
-    assert list(Config.load(None, ["profile.steps=3:5"]).profile.range) == [3, 4]
+    assert list(Config.load("builtin:quickstart", ["profile.steps=3:5"]).profile.range) == [3, 4]
     assert list(Config.load(None).profile.range) == []
     file = tmp_path / "run.yaml"  # not a number in base 60, as older YAML has it
     file.write_text(Config.load(None).dump().replace("  steps: null", "  steps: 3:5"))
@@ -97,7 +97,7 @@ def test_steps_are_half_open_and_none_by_default(tmp_path):
 )
 def test_steps_that_are_trained_already_are_told(trained, left, told):
     said = []
-    config = Config.load(None, ["profile.steps=3:5"])
+    config = Config.load("builtin:quickstart", ["profile.steps=3:5"])
     assert list(steps_to_profile(config, trained, said.append)) == left
     assert said == ([] if told is None else [told])
 
@@ -241,7 +241,7 @@ class Asked:
 
 
 def profile(log, steps, rows=()):
-    config = Config.load(None, ["steps=8"])
+    config = Config.load("builtin:quickstart", ["steps=8"])
     return Profile(
         SimpleNamespace(config=config), None, Asked(log), Path("x"), steps, rows, log.append
     )
@@ -324,7 +324,7 @@ def test_the_work_of_a_step_follows_its_algorithm():
     c = SimpleNamespace(**MODEL)
 
     def work(*overrides):
-        config = Config.load(None, [*REWARDED, *overrides])
+        config = Config.load("builtin:quickstart", [*REWARDED, *overrides])
         job = SimpleNamespace(
             config=config, student=SimpleNamespace(config=c), teacher=None, vocab_size=264
         )

@@ -26,6 +26,7 @@ from ray._private import worker as ray_worker  # noqa: E402
 
 from jaxrl import cli  # noqa: E402
 from jaxrl.config import RayConfig  # noqa: E402
+from jaxrl.determinism import FLAG, worker_environment  # noqa: E402
 from jaxrl.errors import RunError, UserError  # noqa: E402
 from jaxrl.runtime.local import LocalCrew, Stopped  # noqa: E402
 from jaxrl.runtime.ray.connect import connect  # noqa: E402
@@ -55,10 +56,17 @@ def start(tmp_path):
     """Starts crews, and ends them with the test."""
     crews = []
 
-    def begin(mesh=MESH, log=lambda text: None, **options):
+    def begin(mesh=MESH, log=lambda text: None, environment=None, **options):
         make = partial(ray_roles.make, str(tmp_path))
         crew = RayCrew(
-            RayConfig(**options), parse(mesh), make, log, startup_s=60, roles=ROLES, spent=0
+            RayConfig(**options),
+            parse(mesh),
+            make,
+            log,
+            startup_s=60,
+            roles=ROLES,
+            spent=0,
+            environment=environment or {},
         )
         crews.append(crew)
         crew.start()
@@ -67,6 +75,14 @@ def start(tmp_path):
     yield begin
     for crew in crews:
         crew.stop()
+
+
+def test_the_deterministic_flag_reaches_every_process_beside_its_own(start, monkeypatch):
+    """Also on a host whose Ray was started before the run, with flags of its own."""
+    crew = start(environment=worker_environment(True))
+    for role in ROLES:
+        flags = crew.handle(role).call("variable", "XLA_FLAGS", deadline=60.0).result().split()
+        assert flags == [*os.environ.get("XLA_FLAGS", "").split(), FLAG]
 
 
 def local_crew(marks, mesh=MESH):

@@ -111,7 +111,7 @@ def arguments(models, run_dir, *overrides):
 
 
 def run(models, run_dir, *overrides):
-    return train(Config.load(None, arguments(models, run_dir, *overrides)))
+    return train(Config.load("builtin:quickstart", arguments(models, run_dir, *overrides)))
 
 
 @pytest.fixture(scope="module")
@@ -231,6 +231,7 @@ def test_a_pool_of_two_processes(models, cluster, tmp_path, undisturbed, struck)
 def start(models, run_dir, mark, *overrides):
     """A run in a process group of its own, as a terminal starts it; its cluster is its own."""
     command = [sys.executable, "-m", "jaxrl.train", "--launcher", "ray"]
+    command += ["--config", "builtin:quickstart"]
     return subprocess.Popen(
         [*command, *arguments(models, run_dir, "steps=200", "checkpoint.every=0", *overrides)],
         stdout=subprocess.PIPE,

@@ -10,12 +10,16 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from test_train import SHORT, losses, save_model
+from test_train import QUICK, SHORT, losses, save_model
 
 from jaxrl import Config, cli, load_model
 from jaxrl.checkpoint import store
 from jaxrl.errors import RunError, UserError
 from jaxrl.interrupt import Interrupted
+from jaxrl.reports.facts import facts
+from jaxrl.reports.idle import understand
+from jaxrl.reports.read import read_run
+from jaxrl.run_dir import SESSIONS_FILE, RunDir, meshes, sessions
 from jaxrl.schedule import SCHEDULES
 from jaxrl.telemetry.metrics import read_metrics
 from jaxrl.train import main, train
@@ -44,12 +48,18 @@ def arguments(models, run_dir, *overrides):
 
 
 def run(models, run_dir, *overrides):
-    return train(Config.load(None, arguments(models, run_dir, *overrides)))
+    return train(Config.load("builtin:quickstart", arguments(models, run_dir, *overrides)))
+
+
+def trained_by(argv):
+    """Exit code of the command line."""
+    return cli.run(main, [*QUICK, *argv])
 
 
 def start(models, run_dir, *overrides):
     """A run in a process of its own."""
-    command = [sys.executable, "-m", "jaxrl.train", *arguments(models, run_dir, *overrides)]
+    command = [sys.executable, "-m", "jaxrl.train", *QUICK]
+    command += arguments(models, run_dir, *overrides)
     return subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -143,8 +153,10 @@ def test_a_signal_saves_and_ends_with_130(models, tmp_path, undisturbed, number)
     assert numbers(result) == numbers(whole) and weights(result.run_dir) == weights(whole.run_dir)
 
 
-def test_other_meshes_go_on_with_it(models, tmp_path):
-    """From eight devices to one and back; without sampling, which turns rounding into tokens."""
+def test_other_meshes_go_on_with_it(models, tmp_path, capsys):
+    """From eight devices to one and back; without sampling, which turns rounding into tokens. The
+    run reports all of them.
+    """
     data = [models[0], "teacher.model=null", "algorithm=sft", "eval.every=0"]
     data += CONSTANT
     whole = run(data, tmp_path / "whole", "mesh=actor=6,rollout=2", "steps=6")
@@ -153,6 +165,12 @@ def test_other_meshes_go_on_with_it(models, tmp_path):
     parts = run(data, tmp_path / "run", "mesh=actor=6,rollout=2", "steps=6")
     told = [[row["sft/loss"] for row in result.metrics[1:]] for result in (whole, parts)]
     assert told[1] == pytest.approx(told[0], rel=1e-5)
+    used = "actor=6,rollout=2 to step 2, then actor+rollout=1 to step 4, then actor=6,rollout=2"
+    assert f"mesh: {used}" in capsys.readouterr().out
+    files = read_run(tmp_path / "run")
+    assert facts(files, understand(files.events))["mesh"] == used
+    alone = read_run(tmp_path / "whole")
+    assert facts(alone, understand(alone.events))["mesh"] == "actor=6,rollout=2"
 
 
 @pytest.mark.slow
@@ -267,6 +285,23 @@ def test_a_trained_model_without_checkpoints_is_not_trained_over(models, tmp_pat
     assert weights(folder) == weights(undisturbed("serial").run_dir)
 
 
+def test_the_meshes_of_a_run_are_those_of_the_steps_that_are_kept(tmp_path):
+    def begin(step, mesh):
+        checkpoint = SimpleNamespace(step=step) if step else None
+        RunDir(tmp_path, checkpoint, ()).begin_session(mesh)
+
+    assert sessions(tmp_path) == [] and meshes([]) == ""
+    begin(0, "a=1")
+    begin(0, "a=2")  # nothing was saved before
+    begin(3, "a=2")
+    begin(5, "b=1")
+    assert meshes(sessions(tmp_path)) == "a=2 to step 5, then b=1"
+    begin(4, "c=1")  # the checkpoint of step 5 is gone
+    assert meshes(sessions(tmp_path)) == "a=2 to step 4, then c=1"
+    (tmp_path / SESSIONS_FILE).write_text("no JSON")
+    assert sessions(tmp_path) == []
+
+
 def test_rows_after_the_checkpoint_and_a_torn_line_are_cut(models, tmp_path, undisturbed):
     metrics = killed_after_8(undisturbed, tmp_path / "run") / "metrics.jsonl"
     metrics.write_text(metrics.read_text() + '{"step": 11, "loss": 99}\n{"step": 12, "lo')
@@ -287,7 +322,7 @@ def test_rows_after_the_checkpoint_and_a_torn_line_are_cut(models, tmp_path, und
 def test_another_config_is_refused_with_its_keys(finished, capsys, override, told):
     before = sorted(path.name for path in finished.run_dir.iterdir())
     command = [*arguments(finished.models, finished.run_dir, "steps=4"), override]
-    assert cli.run(main, command) == 2
+    assert trained_by(command) == 2
     error = capsys.readouterr().err
     assert told in error and "holds a run with another config" in error
     assert before == sorted(path.name for path in finished.run_dir.iterdir())
@@ -307,14 +342,14 @@ def finished(models, tmp_path_factory):
 
 def test_resume_never_and_must(finished, tmp_path, capsys, monkeypatch):
     plain = arguments(finished.models, finished.run_dir, "steps=4")
-    assert cli.run(main, [*plain, "--resume", "never"]) == 2
+    assert trained_by([*plain, "--resume", "never"]) == 2
     assert "holds a run already" in capsys.readouterr().err
     empty = arguments(finished.models, tmp_path / "none", "steps=4")
-    assert cli.run(main, [*empty, "--resume", "must"]) == 2
+    assert trained_by([*empty, "--resume", "must"]) == 2
     assert "holds no run to go on with" in capsys.readouterr().err
     monkeypatch.chdir(tmp_path)
     named = [*arguments(finished.models, "x", "steps=1"), "run_dir=null", "name=n"]
-    assert cli.run(main, named) == cli.run(main, [*named, "--resume", "never"]) == 0
+    assert trained_by(named) == trained_by([*named, "--resume", "never"]) == 0
     assert (tmp_path / "runs" / "n-2" / "final").is_dir()
 
 
@@ -324,7 +359,7 @@ def test_other_training_data_of_the_same_name_are_refused(models, tmp_path, caps
     asked = [f"data.train={data}", "data.eval=null", "eval.teacher=false", "steps=2"]
     run(models, tmp_path / "run", *asked)
     data.write_text(data.read_text().replace("7+1", "7+2"))
-    assert cli.run(main, arguments(models, tmp_path / "run", *asked, "steps=3")) == 2
+    assert trained_by(arguments(models, tmp_path / "run", *asked, "steps=3")) == 2
     assert "what data.train names has changed" in capsys.readouterr().err
 
 
@@ -332,7 +367,7 @@ def test_a_directory_in_use_is_refused(finished, capsys):
     from jaxrl.run_dir import _locked
 
     with _locked(finished.run_dir):
-        assert cli.run(main, arguments(finished.models, finished.run_dir, "steps=4")) == 2
+        assert trained_by(arguments(finished.models, finished.run_dir, "steps=4")) == 2
     assert f"is in use by pid {os.getpid()}" in capsys.readouterr().err
 
 
@@ -354,7 +389,7 @@ def test_a_disk_that_is_full_stops_saving_not_training(models, tmp_path):
         "sys.exit(cli.run(main, sys.argv[1:]))"
     )
     asked = arguments(models, tmp_path / "run", "steps=6")
-    command = [sys.executable, "-c", program, *asked]
+    command = [sys.executable, "-c", program, *QUICK, *asked]
     env = os.environ | {"JAX_COMPILATION_CACHE_DIR": cache_dir()}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
     told = done.stdout + done.stderr

@@ -12,7 +12,7 @@ import pytest
 import safetensors.numpy
 from references.tiny import random_tensors
 from test_resume import numbers, start, wait_for, weights
-from test_train import SHORT, save_model
+from test_train import QUICK, SHORT, save_model
 from tiny_tokenizer import tiny_tokenizer
 
 from jaxrl import Config, cli
@@ -71,7 +71,7 @@ def arguments(student, run_dir, *overrides):
 
 
 def run(student, run_dir, *overrides):
-    return train(Config.load(None, arguments(student, run_dir, *overrides)))
+    return train(Config.load("builtin:quickstart", arguments(student, run_dir, *overrides)))
 
 
 def column(result, name):
@@ -317,7 +317,7 @@ def test_what_a_function_fails_on_has_no_reward(student, tmp_path):
 
 def test_a_function_that_always_fails_ends_the_run(student, tmp_path, capsys):
     asked = [function(tmp_path, 'raise RuntimeError("the judge is out")'), "steps=2"]
-    assert cli.run(main, arguments(student, tmp_path / "run", *asked)) == 1
+    assert cli.run(main, [*QUICK, *arguments(student, tmp_path / "run", *asked)]) == 1
     told = capsys.readouterr().err
     assert "reward.max_failures allows" in told and "the judge is out" in told
     assert "jaxrl/loop.py" not in told
@@ -362,7 +362,7 @@ BAD = {
 def test_bad_input_is_told_in_a_line_and_nothing_is_written(student, tmp_path, capsys, case):
     asked, told = BAD[case]
     asked = [word.replace("STUDENT", student.partition("=")[2]) for word in asked]
-    assert cli.run(main, arguments(student, tmp_path / "run", *asked)) == 2
+    assert cli.run(main, [*QUICK, *arguments(student, tmp_path / "run", *asked)]) == 2
     captured = capsys.readouterr()
     assert told in captured.err and "Traceback" not in captured.err, captured.err
     assert len(captured.err.splitlines()) <= 5 and not (tmp_path / "run").exists()

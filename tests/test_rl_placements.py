@@ -89,7 +89,7 @@ def arguments(models, run_dir, case, *overrides):
 
 
 def run(models, run_dir, case, *overrides):
-    return train(Config.load(None, arguments(models, run_dir, case, *overrides)))
+    return train(Config.load("builtin:quickstart", arguments(models, run_dir, case, *overrides)))
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +145,8 @@ def test_processes_compute_the_bits_of_threads(models, tmp_path, undisturbed, la
 @pytest.mark.parametrize("case", KILLED)
 def test_a_killed_run_goes_on_bit_for_bit(models, tmp_path, undisturbed, launcher, case):
     asked = [f"launcher={launcher}"]
-    command = [sys.executable, "-m", "jaxrl.train", *arguments(models, tmp_path / "run", case)]
+    command = [sys.executable, "-m", "jaxrl.train", "--config", "builtin:quickstart"]
+    command += arguments(models, tmp_path / "run", case)
     victim = subprocess.Popen(
         [*command, *asked],
         stdout=subprocess.PIPE,

@@ -131,10 +131,10 @@ def test_a_run_learns_what_it_would_learn_from_whole_sequences(tmp_path, monkeyp
         return groups[-1]
 
     monkeypatch.setattr(actor, "shared_group", spied)
-    shared = train(Config.load(None, [*asked, f"run_dir={tmp_path / 'shared'}"]))
+    shared = train(Config.load("builtin:quickstart", [*asked, f"run_dir={tmp_path / 'shared'}"]))
     assert groups == [4, 4]
     monkeypatch.setattr(actor, "shared_group", lambda *_: 1)
-    plain = train(Config.load(None, [*asked, f"run_dir={tmp_path / 'plain'}"]))
+    plain = train(Config.load("builtin:quickstart", [*asked, f"run_dir={tmp_path / 'plain'}"]))
     for a, b in zip(shared.metrics[1:], plain.metrics[1:], strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-4, abs=1e-6)
         assert a["actor/grad_norm"] == pytest.approx(b["actor/grad_norm"], rel=1e-3)

@@ -15,6 +15,8 @@ from jaxrl.models.hf import save_hf
 from jaxrl.telemetry.metrics import describe, read_metrics
 from jaxrl.train import main, train
 
+QUICK = ["--config", "builtin:quickstart"]
+"""On the command line: the keys that a test does not set are the quickstart's."""
 SHORT = [
     "steps=2",
     "batch_size=6",
@@ -49,7 +51,9 @@ def models(tmp_path_factory):
 
 
 def run(tmp_path, models, *overrides, name="run"):
-    config = Config.load(None, [*models, *SHORT, f"run_dir={tmp_path / name}", *overrides])
+    config = Config.load(
+        "builtin:quickstart", [*models, *SHORT, f"run_dir={tmp_path / name}", *overrides]
+    )
     return train(config)
 
 
@@ -158,16 +162,16 @@ def test_sft_and_seq_kd_learn_without_student_samples(models, tmp_path):
 
 def test_through_the_command_line(models, tmp_path, capsys):
     arguments = [*models, *SHORT, f"run_dir={tmp_path / 'run'}"]
-    assert cli.run(main, ["--mesh", "actor=2,rollout=2,teacher=4", *arguments]) == 0
+    assert cli.run(main, [*QUICK, "--mesh", "actor=2,rollout=2,teacher=4", *arguments]) == 0
     told = capsys.readouterr().out
     assert "actor: ready" in told and "accuracy on held-out prompts" in told and "step 2/2" in told
-    assert cli.run(main, ["--mesh", "actor=2,rollout=2,teacher=4", *arguments]) == 0
+    assert cli.run(main, [*QUICK, "--mesh", "actor=2,rollout=2,teacher=4", *arguments]) == 0
     assert "nothing to do" in capsys.readouterr().out
 
 
 def test_dry_run_prints_the_plan_and_writes_nothing(models, tmp_path, capsys):
     arguments = [*models, *SHORT, f"run_dir={tmp_path / 'run'}", "--dry-run"]
-    assert cli.run(main, ["--mesh", "actor=2,rollout=2,teacher=4", *arguments]) == 0
+    assert cli.run(main, [*QUICK, "--mesh", "actor=2,rollout=2,teacher=4", *arguments]) == 0
     assert "teacher" in capsys.readouterr().out
     assert not (tmp_path / "run").exists()
 
@@ -216,7 +220,7 @@ def test_dry_run_refuses_what_the_run_would_refuse(models, tmp_path, capsys):
 )
 def test_bad_input_is_told_in_a_line_with_exit_code_2(models, tmp_path, capsys, override, told):
     arguments = [*models, *SHORT, f"run_dir={tmp_path / 'run'}", *override.split(" ")]
-    assert cli.run(main, arguments) == 2
+    assert cli.run(main, [*QUICK, *arguments]) == 2
     captured = capsys.readouterr()
     assert told in captured.err and "Traceback" not in captured.err
     assert len(captured.err.splitlines()) <= 5
@@ -245,7 +249,7 @@ def test_a_run_that_diverges_ends_with_exit_code_1_and_keeps_the_batch(models, t
     folder = tmp_path / "run"
     arguments = [*models, *SHORT, f"run_dir={folder}", "steps=9", "eval.every=0"]
     wild = ["optimizer.name=sgd", "optimizer.learning_rate=1e30", "optimizer.clip_norm=null"]
-    assert cli.run(main, [*arguments, *wild, "actor.max_nonfinite=2"]) == 1
+    assert cli.run(main, [*QUICK, *arguments, *wild, "actor.max_nonfinite=2"]) == 1
     told = capsys.readouterr().err
     assert "not finite 2 updates in a row" in told and "Traceback" not in told
     assert list((folder / "nonfinite").glob("step_*.npz"))
@@ -254,9 +258,9 @@ def test_a_run_that_diverges_ends_with_exit_code_1_and_keeps_the_batch(models, t
 def test_a_run_directory_that_cannot_be_is_refused(models, tmp_path, capsys, monkeypatch):
     (tmp_path / "file").write_text("in the way")
     arguments = [*models, *SHORT]
-    assert cli.run(main, [*arguments, f"run_dir={tmp_path / 'file'}"]) == 2
+    assert cli.run(main, [*QUICK, *arguments, f"run_dir={tmp_path / 'file'}"]) == 2
     monkeypatch.setattr("os.access", lambda *_: False)
-    assert cli.run(main, [*arguments, f"run_dir={tmp_path / 'closed'}"]) == 2
+    assert cli.run(main, [*QUICK, *arguments, f"run_dir={tmp_path / 'closed'}"]) == 2
     told = capsys.readouterr().err
     assert "cannot be made" in told and "cannot be written to" in told
 
@@ -267,7 +271,7 @@ def test_a_failed_start_leaves_the_run_directory_usable(models, tmp_path, capsys
 
     with monkeypatch.context() as patch:
         patch.setitem(MAKERS, "rollout", broken)
-        assert cli.run(main, [*models, *SHORT, f"run_dir={tmp_path / 'run'}"]) == 1
+        assert cli.run(main, [*QUICK, *models, *SHORT, f"run_dir={tmp_path / 'run'}"]) == 1
     told = capsys.readouterr().err
     assert "rollout.start failed in worker rollout" in told and "disk on fire" in told
     assert run(tmp_path, models, "steps=1").metrics[-1]["step"] == 1
@@ -277,5 +281,5 @@ def test_teacher_of_another_vocabulary_is_refused(models, tmp_path, capsys):
     other = save_model(tmp_path / "other", 32, 1, seed=2)
     tiny_tokenizer(template=None, merges=(("1", "2"),)).save_pretrained(other)
     arguments = [models[0], f"teacher.model={other}", *SHORT, f"run_dir={tmp_path / 'run'}"]
-    assert cli.run(main, arguments) == 2
+    assert cli.run(main, [*QUICK, *arguments]) == 2
     assert "ids differ" in capsys.readouterr().err

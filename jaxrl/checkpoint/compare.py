@@ -18,10 +18,10 @@ FREE = re.compile(
 """Keys that change where and how a run works, never what it computes."""
 TOLD = re.compile(
     r"\w+\.(dtype|param_dtype|moment_dtype|micro_batch_tokens|num_microbatches|batch_tokens)"
-    r"|rollout\.(slots|launch_tokens|layout)|steps"
+    r"|rollout\.(slots|launch_tokens|layout)|steps|deterministic"
 )
-"""Keys that may change, and are told: precision and memory, for other devices; numbers differ from
-then on, if by rounding alone. And more steps."""
+"""Keys that may change, and are told: precision, kernels and memory, for other devices; numbers
+differ from then on, if by rounding alone. And more steps."""
 _ABSENT = object()
 
 

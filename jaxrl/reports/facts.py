@@ -11,6 +11,7 @@ from jaxrl.config import Config
 from jaxrl.config_keys import keys
 from jaxrl.reports.idle import Use
 from jaxrl.reports.read import RunFiles
+from jaxrl.run_dir import meshes
 
 ENDS = 5
 """Steps whose mean stands for the beginning and for the end of a noisy metric."""
@@ -25,6 +26,7 @@ def facts(run: RunFiles, use: Use) -> dict[str, str]:
     """Heading -> text; what the run has not told is left out."""
     told = {"state": state(run), "wall time": wall_time(run, use)}
     told |= {name: str(run.config.get(name, "")) for name in ("algorithm", "schedule", "mesh")}
+    told["mesh"] = meshes(run.sessions) or told["mesh"]
     told |= {"models": _models(run), "data": _data(run), "batch": _batch(run)}
     told["held-out accuracy"] = _accuracy(run.rows)
     for name in NOISY:

@@ -16,7 +16,7 @@ from typing import Any
 from jaxrl import yaml_text
 from jaxrl.errors import UserError
 from jaxrl.profiling import PROFILE_DIR, STAGES_FILE
-from jaxrl.run_dir import CONFIG_FILE, LOCK, PLAN_DATA_FILE
+from jaxrl.run_dir import CONFIG_FILE, LOCK, PLAN_DATA_FILE, sessions
 from jaxrl.telemetry.metrics import METRICS_FILE, SAMPLES_FILE
 from jaxrl.telemetry.timeline import TIMELINE_FILE
 
@@ -40,6 +40,8 @@ class RunFiles:
     """As `plan.record.plan_json` describes it."""
     stages: Any | None
     """What a profiled run measured of its stages."""
+    sessions: tuple[Mapping[str, Any], ...]
+    """The starts of the run, as `run_dir.sessions` tells them."""
     running: bool
     """Whether a process holds the run's lock."""
     notes: tuple[str, ...]
@@ -77,6 +79,7 @@ def read_run(path: Path) -> RunFiles:
         events=tuple(_lines(path / TIMELINE_FILE, notes)),
         plan=_document(path / PLAN_DATA_FILE, notes),
         stages=_document(path / PROFILE_DIR / STAGES_FILE, notes),
+        sessions=tuple(sessions(path)),
         running=_locked(path / LOCK),
         notes=tuple(notes),
     )

@@ -16,13 +16,14 @@ import importlib.util
 import inspect
 import logging
 import math
+import pickle
 import re
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from jaxrl.errors import UserError, near
@@ -45,8 +46,11 @@ Say = Callable[[dict[str, Any]], None]
 """Sends a message about some items of a call to the run."""
 
 
-def find(text: str) -> Source:
+def find(text: str, given: Mapping[str, bytes] = MappingProxyType({})) -> Source:
     """The source that one entry of `reward.functions` names; its code is not run.
+
+    Args:
+        given: functions from Python, pickled, by their entries.
 
     Raises:
         UserError: it names nothing.
@@ -56,6 +60,8 @@ def find(text: str) -> Source:
     place, colon, attribute = text.partition(":")
     if place == "regex" and colon:
         return _regex(text, attribute)
+    if place == "python" and colon:
+        return _given(text, attribute, given)
     place, colon, attribute = text.rpartition(":")
     if not colon:
         raise UserError(
@@ -85,6 +91,16 @@ def _regex(text: str, pattern: str) -> Source:
     return Source(text, "regex", "regex", pattern)
 
 
+def _given(text: str, name: str, given: Mapping[str, bytes]) -> Source:
+    if text not in given:
+        raise UserError(
+            f"{KEY}: {text} is a function of a Python program: give it from there, as in"
+            f" train(config, rewards=[{name.partition('@')[0]}])"
+        )
+    name = name.partition("@")[0]
+    return Source(text, name, "python", attribute=name, code=given[text])
+
+
 def think_format(completion: str) -> float:
     """1 where the completion is `<think>...</think><answer>...</answer>` and nothing else.
 
@@ -107,7 +123,7 @@ class Function:
         """
         self.source = source
         self._limit = f" (reward.memory_mb={memory_mb} is the limit)" if memory_mb else ""
-        if source.option in ("file", "module"):
+        if source.option in ("file", "module", "python"):
             self._call = _import(source)
             self.signature = _signature(source, self._call)
         else:
@@ -246,7 +262,9 @@ def _judge_of(source: Source) -> Callable[[str, Item], float | None]:
 
 
 def _import(source: Source) -> Callable[..., Any]:
-    """The callable in a file or module."""
+    """The callable in a file or module, or that was pickled."""
+    if source.option == "python":
+        return _unpickled(source)
     try:
         module = _module(source)
     except UserError:
@@ -267,6 +285,17 @@ def _import(source: Source) -> Callable[..., Any]:
             f"{KEY}: {source.text} is a {'class' if inspect.isclass(found) else type(found)},"
             f" it must be a function {SHAPE}"
         )
+    return found
+
+
+def _unpickled(source: Source) -> Callable[..., Any]:
+    try:
+        found: Callable[..., Any] = pickle.loads(source.code)
+    except BaseException as error:
+        raise UserError(
+            f"{KEY}: {source.text} cannot be loaded in a process of its own:"
+            f" {type(error).__name__}: {error}; write it in a file, and name it path.py:function"
+        ) from error
     return found
 
 

@@ -14,7 +14,7 @@ LENGTH = 8
 Kind = Literal["each", "batch", "async"]
 """How a function is called: for one completion after the other (what comes with jaxrl), for a list
 of them, or for many at the same time, each in a list of its own (`async def`)."""
-Option = Literal["verifier", "regex", "format", "file", "module"]
+Option = Literal["verifier", "regex", "format", "file", "module", "python"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,8 @@ class Source:
     """Name of the function in that file or module."""
     digest: str = ""
     """Hex hash of the file when the run began: a replaced process must not run another."""
+    code: bytes = b""
+    """The function itself, pickled by cloudpickle, where a Python program gave it."""
 
 
 @dataclass(frozen=True)

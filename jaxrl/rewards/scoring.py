@@ -106,16 +106,23 @@ class RewardFunctions:
     The processes start at once, so that their start-up overlaps with the run's.
     """
 
-    def __init__(self, config: RewardConfig, max_new_tokens: int, startup: float):
+    def __init__(
+        self,
+        config: RewardConfig,
+        max_new_tokens: int,
+        startup: float,
+        given: Mapping[str, bytes] | None = None,
+    ):
         """
         Args:
             startup: seconds for a process to import what it needs (`deadlines.startup`).
+            given: functions from Python, pickled, by their entries in `reward.functions`.
 
         Raises:
             UserError: a function that cannot be found; whether it can be loaded, `check` tells.
         """
         self.config, self.max_new_tokens = config, max_new_tokens
-        self.sources = tuple(find(text) for text in config.functions)
+        self.sources = tuple(find(text, given or {}) for text in config.functions)
         self.names = names_of(self.sources)
         workers = config.workers or min(max((os.cpu_count() or 1) // 2, 1), MOST_WORKERS)
         self.pool = RewardPool(

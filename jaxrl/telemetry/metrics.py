@@ -464,7 +464,7 @@ def markdown() -> str:
 
 
 def main(argv: Sequence[str]) -> None:
-    cli.Parser("python -m jaxrl.telemetry.metrics", "Prints the page docs/metrics.md.").parse(argv)
+    cli.Parser("jaxrl.telemetry.metrics", "Prints the page docs/metrics.md.").parse(argv)
     print(markdown(), end="")
 
 

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ray.exceptions import RayError
@@ -53,6 +54,7 @@ class RayCrew:
         roles: Sequence[str],
         lazy: Collection[str] = (),
         spent: int,
+        environment: Mapping[str, str] = MappingProxyType({}),
     ):
         """
         Args:
@@ -60,6 +62,7 @@ class RayCrew:
             roles: those of the run; others may be placed.
             lazy: of these, those that are made at their first call.
             spent: how often workers were made anew before, in this run.
+            environment: further variables of every process; `${NAME}` is its own value.
         """
         join(address_of(config), placement.n_devices)
         on_gpu, places = find_seats(config, placement, find_hosts)
@@ -83,6 +86,7 @@ class RayCrew:
             on_gpu=on_gpu,
             startup_s=startup_s,
             lazy=lazy,
+            environment=environment,
         )
         self._tender = Tender(
             config, self._pools, self._starter, self._sender, self._end, log, spent

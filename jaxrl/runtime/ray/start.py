@@ -51,15 +51,17 @@ class Starter:
         on_gpu: bool,
         startup_s: float,
         lazy: Collection[str],
+        environment: Mapping[str, str],
     ):
         """
         Args:
             make_roles: (placement, pool, devices) -> role -> what makes it; runs in the worker.
             lazy: roles that are made at their first call.
+            environment: further variables of every process.
         """
         self._placement, self._pools, self._make_roles = placement, pools, make_roles
         self._log, self._end, self._on_gpu = log, end, on_gpu
-        self._startup_s, self._lazy = startup_s, lazy
+        self._startup_s, self._lazy, self._environment = startup_s, lazy, environment
         self._group: Any = None
 
     def reserve(self) -> None:
@@ -146,7 +148,7 @@ class Starter:
         before = [s for p in self._pools for s in p.seats]
         bundle = next(i for i, s in enumerate(before) if s is seat)
         on_gpu = self._on_gpu
-        env = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+        env = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", **self._environment}
         env |= (
             {"JAX_PLATFORMS": "cuda,cpu"}
             if on_gpu

@@ -1,0 +1,62 @@
+"""All commands under one name: `jaxrl train` is `python -m jaxrl.train`, and so on.
+
+Only the module of the command asked for is imported: `jaxrl --help` answers without jax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import NoReturn
+
+from jaxrl import cli
+from jaxrl.errors import UserError, near
+
+COMMANDS = {
+    "train": ("jaxrl.train", "train a policy: distillation, rewards, or the data's completions"),
+    "evaluate": ("jaxrl.evaluate", "accuracy and pass@k of any checkpoint"),
+    "generate": ("jaxrl.generate", "sample from any checkpoint"),
+    "export": ("jaxrl.export", "write a Hugging Face folder"),
+    "report": ("jaxrl.report", "one HTML page of a run, or of several"),
+    "plot": ("jaxrl.telemetry.plot", "the curves of runs as a picture"),
+    "devices": ("jaxrl.devices", "who has which device, here and in a cluster"),
+    "serve-teacher": ("jaxrl.serve_teacher", "serve a teacher to one run or several"),
+}
+"""Name -> its module, and what it does."""
+
+
+def usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {what}" for name, (_, what) in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: jaxrl COMMAND [--help] ...",
+            "",
+            "Post-training of language models in JAX. Commands:",
+            "",
+            *lines,
+            "",
+            "jaxrl train without anything else trains a small model in a few minutes.",
+        ]
+    )
+
+
+def main(argv: Sequence[str]) -> int | None:
+    name, *rest = argv or ["--help"]
+    if name in ("-h", "--help"):
+        print(usage())
+        return None
+    if name not in COMMANDS:
+        known = near(name, COMMANDS) or f": one of {', '.join(COMMANDS)}"
+        raise UserError(f"unknown command {name!r}{known}\njaxrl --help says what each does")
+    code: int | None = import_module(COMMANDS[name][0]).main(rest)
+    return code
+
+
+def script() -> NoReturn:
+    """The command `jaxrl`."""
+    cli.leave(cli.run(main))
+
+
+if __name__ == "__main__":
+    script()
