@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxrl import cli, config_keys, yaml_text
-from jaxrl.config import Config
+from jaxrl.config import LARGEST, Config
 
 BOUNDS = {
     "exclusiveMinimum": "above",
@@ -91,10 +91,10 @@ def _field(schema: Mapping[str, Any], path: str) -> Any:
 
 
 def _bounds(schema: Mapping[str, Any]) -> Iterator[str]:
-    """`at least 1`, of a number that may be null."""
+    """`at least 1`, of a number that may be null; the largest that a device counts goes unsaid."""
     for one in (schema, *schema.get("anyOf", ())):
         for name, word in BOUNDS.items():
-            if name in one:
+            if name in one and one[name] != LARGEST:
                 yield f"{word} {one[name]:g}"
 
 
