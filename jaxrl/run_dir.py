@@ -81,14 +81,12 @@ def sessions(path: Path) -> list[dict[str, Any]]:
 
 def meshes(used: Sequence[Mapping[str, Any]]) -> str:
     """The meshes of sessions, one after the other: `A to step 300, then B`."""
-    told = ""
-    mesh = None
+    text, mesh = "", None
     for one in used:
-        if one["mesh"] == mesh:
-            continue
-        told += f" to step {one['step']}, then {one['mesh']}" if mesh else str(one["mesh"])
-        mesh = one["mesh"]
-    return told
+        if one["mesh"] != mesh:
+            text += f" to step {one['step']}, then {one['mesh']}" if text else str(one["mesh"])
+            mesh = one["mesh"]
+    return text
 
 
 @contextmanager

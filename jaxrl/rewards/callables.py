@@ -71,10 +71,10 @@ def digest(function: Callable[..., Any]) -> str:
     inner = _inner(function)
     code = inner if hasattr(inner, "__name__") else type(inner)
     try:
-        told = inspect.getsource(code)
+        text = inspect.getsource(code)
     except (OSError, TypeError):  # typed at a prompt, or built in
-        told = f"{code.__module__}.{code.__qualname__}"
-    return hashlib.sha256(told.encode()).hexdigest()[:DIGITS]
+        text = f"{code.__module__}.{code.__qualname__}"
+    return hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
 
 
 def _inner(function: Any) -> Any:
