@@ -95,7 +95,7 @@ def make_config(arguments: argparse.Namespace, folder: Path) -> Config:
         "logging.samples": 0,
     }
     given = [f"{key}={value}" for key, value in keys.items()]
-    return Config.load(None, [*given, *getattr(arguments, "overrides", [])])
+    return Config.load("builtin:quickstart", [*given, *getattr(arguments, "overrides", [])])
 
 
 def endless(model: str, folder: Path) -> str:

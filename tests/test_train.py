@@ -190,7 +190,7 @@ def test_dry_run_refuses_what_the_run_would_refuse(models, tmp_path, capsys):
         "holds no run to go on with": [*models, "resume=must"],
     }
     for told, arguments in cases.items():
-        asked = [*SHORT, *arguments, f"run_dir={tmp_path / 'run'}"]
+        asked = [*QUICK, *SHORT, *arguments, f"run_dir={tmp_path / 'run'}"]
         assert cli.run(main, [*asked, "--dry-run"]) == 2, told
         planned = capsys.readouterr()
         assert "rollout" in planned.out
