@@ -770,7 +770,7 @@ class _Parsed(type(Section)):  # type: ignore[misc]
 
     def __call__(cls, **mapping: Any) -> Any:
         try:
-            return cls.parse(mapping)  # type: ignore[attr-defined]
+            return cls.parse(mapping)
         except UserError as error:
             raise UserError(
                 f"{error}\nConfig(...) takes every section as a mapping; Config.load(FILE,"
