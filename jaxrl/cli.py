@@ -29,6 +29,8 @@ from jaxrl import config_keys
 from jaxrl.config import Config
 from jaxrl.config_base import Base
 from jaxrl.errors import RunError, UserError, near
+from jaxrl.interrupt import left_behind
+from jaxrl.streams import fill_missing, settle, to_stderr
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -162,16 +164,17 @@ def parse_run(argv: Sequence[str], *, module: str, description: str) -> RunArgum
 
 def run(command: Command, argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code; only the user's errors lose their traceback."""
+    fill_missing()
     try:
         code = command(sys.argv[1:] if argv is None else argv)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        to_stderr(f"error: {error}")
         return EXIT_BAD_INPUT
     except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
+        to_stderr(f"error: {error}")
         return EXIT_FAILED
     except KeyboardInterrupt as error:
-        print(str(error) or "interrupted", file=sys.stderr)
+        to_stderr(str(error) or "interrupted")
         return EXIT_INTERRUPTED
     return 0 if code is None else code
 
@@ -191,16 +194,18 @@ def check_writable(option: str, path: str | os.PathLike[str] | None) -> None:
 
 def leave(code: int, patience: float = 5.0) -> NoReturn:
     """Ends the process; threads that wait for a disk or a server that does not answer are left
-    behind after `patience` seconds.
+    behind after `patience` seconds, and workers that still compute at once.
     """
     end = time.monotonic() + patience
+    waiting = []
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join(max(end - time.monotonic(), 0.0))
-            if thread.is_alive():
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(code)
+            waiting.append(thread)
+    settle()
+    if any(thread.is_alive() for thread in (*waiting, *left_behind)):
+        # Python would wait for ever, or end a thread inside XLA, which aborts the process.
+        os._exit(code)
     sys.exit(code)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -12,6 +11,8 @@ from typing import Any
 
 import jax
 from jax._src import compilation_cache  # the cache has no public hook
+
+from jaxrl.streams import to_stderr
 
 COMPUTATION = re.compile(r"^(?:ENTRY )?%?[\w.-]+ \(.*\{$")
 """The first line of a computation in the text of an HLO module."""
@@ -35,7 +36,7 @@ def enable_compile_cache(path: str | None) -> None:
                 raise PermissionError("it cannot be written to")
         except (OSError, RuntimeError) as error:  # RuntimeError: ~ of a user without a home
             message = f"compile_cache={path} is not used: {error}; every run compiles again"
-            print(message, file=sys.stderr)
+            to_stderr(message)
             return
         jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

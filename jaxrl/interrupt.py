@@ -1,4 +1,8 @@
-"""Ctrl-C and SIGTERM: the first asks the run to save and end, the second ends it at once."""
+"""Ctrl-C, SIGTERM and SIGHUP: the first asks the run to save and end, the second ends it at once.
+
+SIGHUP comes when the terminal of a run is closed. A process that ignores it from its start, as
+`nohup` asks for, keeps ignoring it.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,19 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
+
+ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that ask a run to end."""
+
+
+left_behind: list[threading.Thread] = []
+"""Threads that compute on a device and did not end when they were asked to. Python must not end
+while one of them runs: when it comes back from XLA there is no interpreter any more, and the
+process aborts (`cli.leave`).
+"""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -36,9 +50,9 @@ class Interrupt:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        handlers: dict[int, Any] = {
-            number: signal.signal(number, self._heard) for number in (signal.SIGINT, signal.SIGTERM)
-        }
+        ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        asking = ASKING[:-1] if ignored else ASKING
+        handlers: dict[int, Any] = {number: signal.signal(number, self._heard) for number in asking}
         handlers[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._late)
         try:
             yield
@@ -67,7 +81,8 @@ class Interrupt:
             f"\n{signal.Signals(number).name}: finishing the step at hand and saving, for at most"
             f" {self.seconds:g} s; once more ends at once\n"
         )
-        os.write(2, told.encode())  # print is not safe in a signal handler
+        with suppress(OSError):  # the terminal may be what has gone
+            os.write(2, told.encode())  # print is not safe in a signal handler
 
     def _late(self, number: int, frame: FrameType | None) -> None:
         raise Interrupted(

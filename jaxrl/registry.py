@@ -22,7 +22,7 @@ from pydantic import TypeAdapter
 
 from jaxrl.errors import UserError
 from jaxrl.runtime.worker import WorkerState
-from jaxrl.telemetry.lines import to_stderr
+from jaxrl.streams import to_stderr
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import signal
+import sys
 import threading
 import time
 from argparse import Namespace
@@ -34,6 +35,7 @@ from jaxrl.models.decoder import Params
 from jaxrl.sharding.mesh import ensure_devices, role_mesh, verify_arrays
 from jaxrl.sharding.placement import Axes
 from jaxrl.signals import Projection, completion_hidden, teacher_signal
+from jaxrl.streams import Output
 from jaxrl.teacher_api.http import TOKEN, token_from_environment
 from jaxrl.teacher_api.protocol import (
     PROTOCOL,
@@ -318,7 +320,7 @@ def _check(arguments: Namespace) -> None:
 
 def _teller() -> Callable[[str], None]:
     def tell(text: str) -> None:
-        print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}", flush=True)
+        Output(sys.stdout).line(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
 
     return tell
 

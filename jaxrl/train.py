@@ -195,9 +195,14 @@ class Say:
         self._console = console
         self._log: RunLog | None = None
         self._kept: list[str] = []
+        console.on_lost(self._note)
 
     def __call__(self, text: str) -> None:
         self._console.message(text)
+        self._note(text)
+
+    def _note(self, text: str) -> None:
+        """For the log alone."""
         if self._log is None:
             self._kept.append(text)
         else:

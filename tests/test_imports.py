@@ -54,7 +54,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("config_base", "plugin"),
     ("config_paths", "yaml_text"),
     ("config_aliases",),
-    ("errors",),
+    ("errors", "streams"),
 )
 FORBIDDEN = ("torch", "tensorflow")
 RAY_HOME = "runtime.ray"

@@ -18,6 +18,7 @@ import jax
 from jax.profiler import StepTraceAnnotation, TraceAnnotation
 
 from jaxrl.errors import RunError, UserError
+from jaxrl.interrupt import left_behind
 from jaxrl.runtime.tracing import PROFILE, Tracer
 from jaxrl.runtime.worker import (
     DeadlineExceeded,
@@ -419,6 +420,7 @@ class LocalCrew:
     def stop(self) -> None:
         """Ends the workers; one that is stuck is left behind."""
         stop_all(self.workers, self._stop_s)
+        left_behind.extend(w._thread for w in self.workers if w._thread.is_alive())
 
 
 def _trace(error: BaseException) -> str:

@@ -24,6 +24,7 @@ from rich.text import Text
 
 from jaxrl.config import LoggingConfig
 from jaxrl.runtime.worker import WorkerState
+from jaxrl.streams import Output
 from jaxrl.telemetry.metrics import Sample
 from jaxrl.telemetry.screen import Cell, Screen, Terminal, in_notebook
 
@@ -131,7 +132,7 @@ class Console:
             states: as of `attach`.
         """
         notebook = out is None and in_notebook()
-        self._out = sys.stdout if out is None else out
+        self._out = Output(sys.stdout if out is None else out)
         self._steps = steps
         self._first = start + 1 if start else 0
         """The first row that comes; 0 is the one before training."""
@@ -161,6 +162,14 @@ class Console:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def on_lost(self, report: Callable[[str], None]) -> None:
+        """
+        Args:
+            report: takes the one message that the output cannot be written to; it must not write
+                to this console.
+        """
+        self._out.lost = report
 
     def attach(self, states: States) -> None:
         """Shows from now on what the workers do.
@@ -238,7 +247,7 @@ class Console:
         return "; ".join(parts + [worker_line(state, now) for state in states])
 
     def _print(self, text: str) -> None:
-        print(text, file=self._out, flush=True)
+        self._out.line(text)
         self._told_at = self._clock()
 
 

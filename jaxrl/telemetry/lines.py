@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,10 +10,6 @@ from jaxrl.errors import UserError
 
 HELD = 10_000
 """Lines kept for a disk that takes none; beyond them the oldest are lost."""
-
-
-def to_stderr(text: str) -> None:
-    print(text, file=sys.stderr)
 
 
 class LineFile:

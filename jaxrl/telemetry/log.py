@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Self
 
 from jaxrl.errors import UserError
-from jaxrl.telemetry.lines import LineFile, to_stderr
+from jaxrl.streams import to_stderr
+from jaxrl.telemetry.lines import LineFile
 
 LOG_FILE = "log.txt"
 

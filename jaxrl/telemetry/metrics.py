@@ -22,7 +22,8 @@ from typing import Any, Literal, Self, SupportsFloat
 
 from jaxrl import cli
 from jaxrl.errors import UserError, near
-from jaxrl.telemetry.lines import LineFile, to_stderr
+from jaxrl.streams import to_stderr
+from jaxrl.telemetry.lines import LineFile
 from jaxrl.types import Completion, Prompt
 
 METRICS_FILE = "metrics.jsonl"

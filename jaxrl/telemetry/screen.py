@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import io
 import time
-from typing import IO, Any, Protocol
+from typing import IO, Any, Protocol, cast
 
 from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
+
+from jaxrl.streams import Output
 
 CELL_WIDTH = 110
 """Characters of a line in a cell's output."""
@@ -35,8 +37,11 @@ class Screen(Protocol):
 class Terminal:
     """Messages scroll by above the display."""
 
-    def __init__(self, out: IO[str]) -> None:
-        self._console = Console(file=out, force_terminal=True, force_jupyter=False, highlight=False)
+    def __init__(self, out: Output) -> None:
+        file = cast(IO[str], out)
+        self._console = Console(
+            file=file, force_terminal=True, force_jupyter=False, highlight=False
+        )
         self._live: Live | None = None
 
     def message(self, text: str) -> None:
@@ -58,7 +63,7 @@ class Terminal:
 class Cell:
     """Messages are printed; the display stays where it was first shown."""
 
-    def __init__(self, out: IO[str]) -> None:
+    def __init__(self, out: Output) -> None:
         self._out = out
         self._handle: Any = None
         """IPython's, of the piece of HTML."""
@@ -66,7 +71,7 @@ class Cell:
         self._drawn_at = -CELL_EVERY_S
 
     def message(self, text: str) -> None:
-        print(text, file=self._out, flush=True)
+        self._out.line(text)
 
     def show(self, display: RenderableType) -> None:
         self._undrawn = display

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from jaxrl.runtime.worker import Future, Handle, Times, WorkerState
-from jaxrl.telemetry.lines import LineFile, to_stderr
+from jaxrl.streams import to_stderr
+from jaxrl.telemetry.lines import LineFile
 
 TIMELINE_FILE = "timeline.json"
 

@@ -1,0 +1,105 @@
+"""Standard output and standard error, which may go away while a run works: the terminal is closed,
+the reader of a pipe ends, the disk under a log is full. That never ends a run.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from typing import IO
+
+LOST = (OSError, ValueError)
+"""What a stream raises that is gone: a ValueError is of a closed file."""
+
+
+class Output:
+    """A text stream that drops what it cannot write. The next text is tried again."""
+
+    def __init__(self, stream: IO[str] | None, lost: Callable[[str], None] | None = None) -> None:
+        """
+        Args:
+            stream: None: there is none, as `sys.stdout` where the process began without one.
+            lost: takes one message, the first time that something could not be written.
+        """
+        self._stream = stream
+        self.lost = lost
+        self._reported = False
+
+    @property
+    def encoding(self) -> str:
+        return getattr(self._stream, "encoding", None) or "utf-8"
+
+    def isatty(self) -> bool:
+        with suppress(*LOST):
+            return self._stream is not None and self._stream.isatty()
+        return False
+
+    def write(self, text: str) -> int:
+        if self._stream is not None:
+            try:
+                self._stream.write(self._encodable(text))
+            except LOST as error:
+                self._report(error)
+        return len(text)
+
+    def flush(self) -> None:
+        if self._stream is not None:
+            try:
+                self._stream.flush()
+            except LOST as error:
+                self._report(error)
+
+    def line(self, text: str) -> None:
+        """Writes a line, at once."""
+        self.write(text + "\n")
+        self.flush()
+
+    def _encodable(self, text: str) -> str:
+        return text.encode(self.encoding, "backslashreplace").decode(self.encoding)
+
+    def _report(self, error: OSError | ValueError) -> None:
+        if self._reported or self.lost is None:
+            return
+        self._reported = True
+        why = getattr(error, "strerror", None) or str(error)
+        name = {"<stdout>": "standard output", "<stderr>": "standard error"}
+        stream = str(getattr(self._stream, "name", "the output"))
+        self.lost(
+            f"{name.get(stream, stream)} cannot be written to: {why}. Training continues; what it"
+            " does not take is lost there, but not here"
+        )
+
+
+def to_stderr(text: str) -> None:
+    """A line on standard error, where there is one."""
+    Output(sys.stderr).line(text)
+
+
+def fill_missing() -> None:
+    """Opens /dev/null in place of standard streams that the process began without: else the next
+    file that is opened gets the number of one, and takes what is meant for it.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
+
+
+def settle() -> None:
+    """Before the end of the process: Python turns the exit code into 120 where standard output
+    cannot be flushed. What is left of such a stream is dropped.
+    """
+    for number, stream in ((1, sys.stdout), (2, sys.stderr)):
+        if stream is None:
+            continue
+        try:
+            stream.flush()
+        except LOST:
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, number)
+            os.close(nothing)
+            with suppress(*LOST):
+                stream.flush()
