@@ -259,7 +259,7 @@ def test_a_checkpoint_evaluated_late_is_judged(models, tmp_path, undisturbed):
     assert judged == undisturbed("serial").metrics[8]["eval/accuracy"]
 
 
-@pytest.mark.parametrize("lost", ["rows", "config", "garbage"])
+@pytest.mark.parametrize("lost", ["rows", "config", "garbage", "files"])
 def test_damage_beside_the_checkpoint_stops_nothing(models, tmp_path, undisturbed, lost):
     """A disk that took the checkpoint but not the row; a config cut short; NULs of a power loss."""
     folder = killed_after_8(undisturbed, tmp_path / "run")
@@ -269,11 +269,19 @@ def test_damage_beside_the_checkpoint_stops_nothing(models, tmp_path, undisturbe
         metrics.write_text("".join(lines[:5]))
     elif lost == "config":
         (folder / "config.yaml").write_text("")
+    elif lost == "files":
+        metrics.write_bytes(bytes(metrics.stat().st_size))
+        for name in ("samples.jsonl", "timeline.json", "log.txt"):
+            (folder / name).unlink()
+            (folder / name).mkdir()
     else:
         metrics.write_text("".join(lines[:9]) + "\0\0\n{\n")
     result = run(models, folder)
     assert weights(folder) == weights(undisturbed("serial").run_dir)
     assert numbers(result)[-2:] == numbers(undisturbed("serial"))[-2:]
+    files = ("log.txt", "metrics.jsonl", "samples.jsonl", "timeline.json")
+    asides = [f"{name}.damaged" for name in files] if lost == "files" else []
+    assert sorted(path.name for path in folder.glob("*.damaged")) == asides
 
 
 def test_a_trained_model_without_checkpoints_is_not_trained_over(models, tmp_path, undisturbed):

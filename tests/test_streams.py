@@ -1,4 +1,4 @@
-"""Lost standard output ends nothing: the log says so once, and the exit code is as without."""
+"""Lost standard output ends nothing: the log says it once, and the exit code is as without."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def start(lost: str, log: Path, mode: str, code: int) -> subprocess.Popen[str]:
     return process
 
 
-def test_lost_stderr_ends_nothing_either(tmp_path: Path) -> None:
+def test_lost_stderr_ends_nothing_either() -> None:
     program = (
         "import sys; from jaxrl import cli; from jaxrl.errors import RunError\n"
         "def main(argv): raise RunError('it failed')\n"

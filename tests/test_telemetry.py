@@ -18,10 +18,10 @@ import pytest
 
 from jaxrl import cli
 from jaxrl.config import LoggingConfig
-from jaxrl.errors import UserError
 from jaxrl.sharding.placement import ROLES
 from jaxrl.telemetry import lines, metrics, plot
 from jaxrl.telemetry.console import Console, Eta, format_seconds
+from jaxrl.telemetry.log import RunLog
 from jaxrl.telemetry.metrics import (
     METRICS,
     MetricsWriter,
@@ -31,6 +31,7 @@ from jaxrl.telemetry.metrics import (
     markdown,
     read_metrics,
 )
+from jaxrl.telemetry.timeline import Timeline
 from jaxrl.telemetry.trackers import _sample_text
 from jaxrl.train import Result
 
@@ -281,12 +282,50 @@ def test_resuming_without_the_file_or_at_its_end_loses_nothing(tmp_path: Path) -
     assert read_metrics(path) == [{"step": 8}, {"step": 9}]
 
 
-def test_a_torn_line_before_the_end_stops_a_resume(tmp_path: Path) -> None:
-    path = tmp_path / "m.jsonl"
-    path.write_text('{"step": 0}\n{"st\n{"step": 2}\n')
-    with pytest.raises(UserError, match="line 2"):
-        MetricsWriter(path, after=2)
-    assert path.read_text() == '{"step": 0}\n{"st\n{"step": 2}\n'
+@pytest.mark.parametrize(
+    ("damaged", "kept"),
+    [
+        (b'{"step": 0}\n{"st\n{"step": 2}\n', [0]),
+        (b'{"step": 0}\n{"step": 1}\n' + bytes(50), [0, 1]),
+        (b'{"step": 0}\n' + bytes(11) + b'\n{"step": 2}\n', [0]),
+        (bytes(4096), []),
+        (b'{"step": 0}\n' + b"[" * 100_000 + b"\n", [0]),
+        (b"\xff\xfe\n", []),
+    ],
+)
+def test_a_damaged_file_is_moved_aside_and_its_first_rows_are_kept(
+    tmp_path: Path, damaged: bytes, kept: list[int]
+) -> None:
+    path, reported = tmp_path / "m.jsonl", list[str]()
+    for time in (1, 2):
+        path.write_bytes(damaged)
+        with MetricsWriter(path, after=2, told=reported.append) as writer:
+            assert [row["step"] for row in writer.rows] == kept
+            writer.write(3, {})
+        assert [row["step"] for row in read_metrics(path)] == [*kept, 3]
+        aside = tmp_path / f"m.jsonl.damaged{'-2' if time == 2 else ''}"
+        assert aside.read_bytes() == damaged and len(reported) == time
+        assert f"that file is now {aside}" in reported[-1]
+
+
+def test_rows_that_are_cut_off_or_follow_the_checkpoint_are_no_damage(tmp_path: Path) -> None:
+    path, reported = tmp_path / "m.jsonl", list[str]()
+    for text in ('{"step": 0}\n{"step"', '{"step": 0}\n{"step": 2}\n\0\0\n{\n', ""):
+        path.write_text(text)
+        MetricsWriter(path, after=2, told=reported.append).close()
+    assert reported == [] and sorted(tmp_path.iterdir()) == [path]
+
+
+def test_a_folder_in_the_place_of_a_file_is_moved_aside(tmp_path: Path) -> None:
+    reported: list[str] = []
+    for name in ("m.jsonl", "s.jsonl", "t.json", "l.txt"):
+        (tmp_path / name).mkdir()
+    MetricsWriter(tmp_path / "m.jsonl", 3, reported.append).close()
+    SamplesWriter(tmp_path / "s.jsonl", 3, reported.append).close()
+    Timeline(tmp_path / "t.json", True, reported.append).close()
+    RunLog(tmp_path / "l.txt", reported.append).close()
+    assert len(reported) == 4 and all(".damaged" in text for text in reported)
+    assert all((tmp_path / name).is_file() for name in ("m.jsonl", "s.jsonl", "t.json", "l.txt"))
 
 
 def test_the_newest_row_can_be_added_to(tmp_path: Path) -> None:

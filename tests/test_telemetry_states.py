@@ -353,6 +353,5 @@ def test_what_is_no_text_is_written_as_it_can_be(tmp_path: Path) -> None:
 
 
 def test_a_log_that_cannot_be_opened_is_the_user_s_to_mend(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="log.txt: Is a directory"):
-        (tmp_path / "log.txt").mkdir()
-        RunLog(tmp_path / "log.txt")
+    with pytest.raises(UserError, match="log.txt: No such file or directory"):
+        RunLog(tmp_path / "missing" / "log.txt")

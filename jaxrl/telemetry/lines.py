@@ -12,6 +12,25 @@ HELD = 10_000
 """Lines kept for a disk that takes none; beyond them the oldest are lost."""
 
 
+def move_aside(path: Path) -> Path:
+    """Renames what is there to `NAME.damaged`, or `NAME.damaged-2` and so on; returns the name."""
+    number, aside = 1, path.with_name(f"{path.name}.damaged")
+    while aside.exists():
+        number += 1
+        aside = path.with_name(f"{path.name}.damaged-{number}")
+    try:
+        path.rename(aside)
+    except OSError as error:
+        raise UserError(f"{path} is damaged and cannot be renamed: {error.strerror}") from error
+    return aside
+
+
+def clear_place(path: str | Path, told: Callable[[str], None]) -> None:
+    """Moves a folder aside that has the name of a file to write."""
+    if Path(path).is_dir():
+        told(f"{path} is a folder, no file of a run; it is now {move_aside(Path(path))}")
+
+
 class LineFile:
     """Appends lines, each on the disk at once; what the disk refuses goes out with a later append.
 

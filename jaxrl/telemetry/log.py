@@ -11,7 +11,7 @@ from typing import Self
 
 from jaxrl.errors import UserError
 from jaxrl.streams import to_stderr
-from jaxrl.telemetry.lines import LineFile
+from jaxrl.telemetry.lines import LineFile, clear_place
 
 LOG_FILE = "log.txt"
 
@@ -31,6 +31,7 @@ class RunLog:
         self._told, self._to_tell = told, list[str]()
         self._lock = threading.Lock()
         self._closed = False
+        clear_place(path, self._to_tell.append)
         size, torn = _kept(path)
         self._file = LineFile(path, size, self._to_tell.append)
         if torn:  # a killed run's last line stays, and ends here

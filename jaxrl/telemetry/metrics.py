@@ -23,7 +23,7 @@ from typing import Any, Literal, Self, SupportsFloat
 from jaxrl import cli
 from jaxrl.errors import UserError, near
 from jaxrl.streams import to_stderr
-from jaxrl.telemetry.lines import LineFile
+from jaxrl.telemetry.lines import LineFile, clear_place, move_aside
 from jaxrl.types import Completion, Prompt
 
 METRICS_FILE = "metrics.jsonl"
@@ -255,9 +255,9 @@ class MetricsWriter:
         """
         Args:
             after: go on with the file's rows up to this step; later ones and a torn last line are
-                cut. None: a new file.
+                cut, and a damaged file is moved aside. None: a new file.
         """
-        rows, size = ([], 0) if after is None else _kept(Path(path), after)
+        rows, size = ([], 0) if after is None else _kept(Path(path), after, told)
         self.rows: list[dict[str, int | float | None]] = rows
         """Every row of the run, as in the file."""
         self._file = LineFile(path, size, told)
@@ -295,37 +295,57 @@ class MetricsWriter:
         self.close()
 
 
-def _kept(path: Path, after: int) -> tuple[list[dict[str, Any]], int]:
+def _kept(path: Path, after: int, told: Callable[[str], None]) -> tuple[list[dict[str, Any]], int]:
     """The rows with a step of at most ``after``, and the bytes of the file that hold them.
 
-    Steps never fall in these files, so the rows to keep are the first ones.
+    Steps never fall in these files, so the rows to keep are the first ones. A file with damage
+    among them is moved aside whole; the rows before the damage are written to a new one.
     """
+    clear_place(path, told)
     try:
-        lines = path.read_bytes().split(b"\n")[:-1]
+        data = path.read_bytes()
     except FileNotFoundError:
         return [], 0
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
+    rows, size, damage = _whole_rows(path, data, after)
+    if damage is not None:
+        aside = move_aside(path)
+        try:
+            path.write_bytes(data[:size])
+        except OSError as error:
+            raise UserError(f"cannot write {path}: {error.strerror}") from error
+        told(f"{damage}; that file is now {aside}, and {path.name} has the {len(rows)} rows before")
+    return rows, size
+
+
+def _whole_rows(
+    path: Path, data: bytes, after: int
+) -> tuple[list[dict[str, Any]], int, str | None]:
+    """The rows up to the step ``after``, their bytes, and what stands in the place of a row."""
+    *lines, torn = data.split(b"\n")
     rows: list[dict[str, Any]] = []
     size = 0
     for number, line in enumerate(lines, start=1):
         try:
             row = _parse(path, number, line)
-        except UserError:
-            if rows and rows[-1]["step"] >= after:  # it would be cut anyway
-                break
-            raise
+        except UserError as error:
+            complete = bool(rows) and rows[-1]["step"] >= after  # it would be cut anyway
+            return rows, size, None if complete else str(error)
         if row["step"] > after:
-            break
+            return rows, size, None
         rows.append(row)
         size += len(line) + 1
-    return rows, size
+    complete = bool(rows) and rows[-1]["step"] >= after
+    if complete or not torn or torn.startswith(b"{"):  # a killed run leaves the beginning of a row
+        return rows, size, None
+    return rows, size, f"{path}, line {len(lines) + 1}: no object with a step"
 
 
 def _parse(path: Path, number: int, line: str | bytes) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}, line {number}: not JSON: {error}") from error
     if not isinstance(row, dict) or not isinstance(row.get("step"), int):
         raise UserError(f"{path}, line {number}: no object with a step")
@@ -422,7 +442,7 @@ class SamplesWriter:
         Args:
             after: as in ``MetricsWriter``.
         """
-        size = 0 if after is None else _kept(Path(path), after)[1]
+        size = 0 if after is None else _kept(Path(path), after, told)[1]
         self._file = LineFile(path, size, told)
         self._lock = threading.Lock()
 

@@ -21,7 +21,7 @@ from typing import Any, Self
 
 from jaxrl.runtime.worker import Future, Handle, Times, WorkerState
 from jaxrl.streams import to_stderr
-from jaxrl.telemetry.lines import LineFile
+from jaxrl.telemetry.lines import LineFile, clear_place
 
 TIMELINE_FILE = "timeline.json"
 
@@ -68,6 +68,7 @@ class Timeline:
         self._samplers: list[_Sampler] = []
         if path is None:
             return
+        clear_place(path, told)
         size, last_us = _kept(path) if after_resume else (0, None)
         self._file = LineFile(path, size, told, tail=CLOSE)
         now = time.monotonic()
