@@ -52,6 +52,12 @@ class Sources(Protocol):
 
     def value(self, value: Any) -> Future: ...
 
+    def wait(self, future: Future) -> Any:
+        """The value of a call. Raises `Stopped` where the run is asked to end and does not need it
+        any more.
+        """
+        ...
+
     def known(self, role: str, index: int, scores: Future) -> None:
         """What a role says of a batch, where that is known before the batch is scored."""
         ...

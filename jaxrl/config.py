@@ -694,9 +694,9 @@ class DeadlinesConfig(Section):
     """Taking a checkpoint's arrays off the devices; writing what is unwritten at a run's end."""
     export: PositiveNumber = 600.0
     """Writing the trained model at a run's end."""
-    interrupt: PositiveNumber = 120.0
-    """After Ctrl-C or SIGTERM: finishing the step at hand and saving. A second Ctrl-C ends at
-    once."""
+    interrupt: PositiveNumber | None = None
+    """After Ctrl-C, SIGTERM or SIGHUP: finishing the update that runs and saving. null: what the
+    deadlines of these calls allow. A second Ctrl-C ends at once."""
 
 
 class RayConfig(Section):

@@ -78,14 +78,14 @@ class Interrupt:
         self._was_asked = True
         signal.setitimer(signal.ITIMER_REAL, self.seconds)
         told = (
-            f"\n{signal.Signals(number).name}: finishing the step at hand and saving, for at most"
-            f" {self.seconds:g} s; once more ends at once\n"
+            f"\n{signal.Signals(number).name}: finishing the update that runs and saving, for at"
+            f" most {self.seconds:g} s; once more ends at once\n"
         )
         with suppress(OSError):  # the terminal may be what has gone
             os.write(2, told.encode())  # print is not safe in a signal handler
 
     def _late(self, number: int, frame: FrameType | None) -> None:
         raise Interrupted(
-            f"interrupted; the step at hand was not saved within deadlines.interrupt="
-            f"{self.seconds:g} s"
+            f"interrupted; what was trained could not be saved within {self.seconds:g} s"
+            " (deadlines.interrupt)"
         )

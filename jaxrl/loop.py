@@ -22,13 +22,17 @@ from jaxrl.algorithms import method_of
 from jaxrl.config import Config
 from jaxrl.data.batch import data_rollout
 from jaxrl.reporting import Reporter
-from jaxrl.runtime.worker import Future, Handle
+from jaxrl.runtime.worker import Future, Handle, Stopped
 from jaxrl.schedule import SCHEDULES, Action, Schedule
 from jaxrl.types import Prompt, Rollout
 
 REFILL_OFFSET = 1 << 20
 """A refill draws its prompts this many batches past the batch that it fills, so that no batch of
 the run has them."""
+
+
+POLL_S = 0.5
+"""How often a wait looks whether the run was asked to end."""
 
 
 class Checkpoints(Protocol):
@@ -41,6 +45,19 @@ class Checkpoints(Protocol):
     def begin(
         self, step: int, saved: Any, rollouts: Mapping[int, Any], schedule: dict[str, Any]
     ) -> None: ...
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A call that the loop asked for."""
+
+    kind: str
+    """`generate`, `score`, `train` or `publish`, as the action that asked for it, or `save`."""
+    row: int
+    """The row of the metrics that it belongs to: of the batch that makes this version, or of what
+    follows on that.
+    """
+    future: Future
 
 
 @dataclass(frozen=True)
@@ -108,21 +125,91 @@ class Loop:
         self._scores: dict[int, dict[str, list[Future]]] = {}
         self._known: dict[int, dict[str, list[Future]]] = {}
         self._reported = -1
-        self._saved = 0
+        self._submitted = 0
+        """Batches that the actor was asked to train."""
+        self._saves = {0}
+        """Steps after which a save was asked for; there is nothing to save before the first."""
+        self._asked: list[Asked] = []
+        """Those that may not have ended."""
+        self._now = ("publish", 0)
+        """Kind and row of what is asked for now."""
+        self._end: int | None = None
+        """Batches after which the run ends, once it was asked to."""
+        reporter.wait = self.wait
 
     def run(self, resumed: Resumed | None = None) -> int:
         """Trains up to `steps` batches; the last weights are evaluated too.
 
         Returns the batches trained: fewer than `steps` where the run was asked to stop.
         """
-        self._schedule = self._begin() if resumed is None else self._go_on(resumed)
-        while not self._asked_to_stop() and (action := self._schedule.next()) is not None:
-            with self._around(action):
-                getattr(self, action.kind)(action.index)
-        if self._saved < self._schedule.trained and not self.reporter.gave_up:
-            self._save(self._schedule.trained)
-        self._report(until=self._schedule.trained - 1)
-        return self._reported
+        try:
+            self._schedule = self._begin() if resumed is None else self._go_on(resumed)
+            while not self._asked_to_stop() and (action := self._schedule.next()) is not None:
+                # A version belongs to the row of the batch that made it.
+                self._now = action.kind, action.index + (action.kind != "publish")
+                with self._around(action):
+                    getattr(self, action.kind)(action.index)
+            if not self._asked_to_stop():
+                self._close(self._schedule.trained)
+        except Stopped:
+            if self._end is None:
+                raise
+        if self._asked_to_stop():
+            self._close(self._stop())
+        return max(self._reported, 0)
+
+    def _close(self, end: int) -> None:
+        """Saves what is unsaved, and reports it."""
+        if end not in self._saves:
+            self._save(end)
+        if end:
+            self._report(until=end - 1)
+
+    def wait(self, future: Future) -> Any:
+        """The value of a call. When the run is asked to end meanwhile, what has not begun is
+        cancelled; raises Stopped where this call is not needed any more.
+        """
+        while not future.wait(POLL_S):
+            future.check()
+            if self._asked_to_stop():
+                end = self._stop()
+                calls = [asked for asked in self._asked if asked.future is future]
+                if not all(self._needs(asked.kind, asked.row, end) for asked in calls):
+                    raise Stopped("the run was asked to end, and does not need this call")
+        return future.result()
+
+    def _stop(self) -> int:
+        """Cancels every update that has not begun, and all that only it or what follows would need.
+
+        Returns the batches that are trained then, of which the last may be running.
+        """
+        if self._end is not None:
+            return self._end
+        updates = [asked for asked in self._asked if asked.kind == "train"]
+        left = [asked.row for asked in reversed(updates) if asked.future.cancel()]
+        self._end = min(left) - 1 if left else self._submitted
+        for asked in reversed(self._asked):  # who takes a result before who makes it
+            if not self._needs(asked.kind, asked.row, self._end):
+                asked.future.cancel()
+        return self._end
+
+    def _needs(self, kind: str, row: int, end: int) -> bool:
+        """Whether a run that is asked to end after `end` batches needs a call: it needs those of
+        its rows, and the batches that its schedule has generated by then. What follows on the last
+        batch, such as its evaluation, is left to the run that resumes.
+        """
+        if end == 0:
+            return False
+        ahead = SCHEDULES[self.config.schedule]
+        most = {"publish": end - 1, "generate": end + ahead}.get(kind, end)
+        return row <= most
+
+    def _call(self, role: str, method: str, *args: Any, deadline: float, **kwargs: Any) -> Future:
+        if self._end is not None and not self._needs(*self._now, self._end):
+            raise Stopped("the run was asked to end")
+        future = self.roles[role].call(method, *args, deadline=deadline, **kwargs)
+        self._asked.append(Asked(*self._now, future))
+        return future
 
     def _begin(self) -> Schedule:
         self.publish(0)
@@ -133,7 +220,9 @@ class Loop:
 
     def _go_on(self, resumed: Resumed) -> Schedule:
         step, staleness = resumed.step, SCHEDULES[self.config.schedule]
-        self._reported = self._saved = step
+        self._reported = self._submitted = step
+        self._saves = {step}
+        self._now = "publish", step
         self.publish(step, evaluate=not resumed.evaluated)
         self.reporter.amend(step, self._take(step))
         for index, rollout in resumed.rollouts.items():
@@ -157,9 +246,10 @@ class Loop:
             for role, parts in self._scores[index].items()
         }
         deadline = self.config.deadlines.update
-        self._futures["update", index] = self.roles["actor"].call(
-            "update", self._rollout(index), scores, step=index, deadline=deadline
+        self._futures["update", index] = self._call(
+            "actor", "update", self._rollout(index), scores, step=index, deadline=deadline
         )
+        self._submitted = index + 1
         if self._checkpoints is not None and self._checkpoints.due(index + 1):
             self._save(index + 1)
         self._report(until=index - 1)
@@ -172,26 +262,24 @@ class Loop:
             return
         deadline = self.config.deadlines.weight_sync
         dtype = self.config.rollout.dtype
-        weights = self._futures["publish", version] = self.roles["actor"].call(
-            "publish", version=version, dtype=dtype, deadline=deadline
+        weights = self._futures["publish", version] = self._call(
+            "actor", "publish", version=version, dtype=dtype, deadline=deadline
         )
-        self._futures["sync", version] = self.roles["rollout"].call(
-            "load", weights, deadline=deadline
-        )
+        self._futures["sync", version] = self._call("rollout", "load", weights, deadline=deadline)
         if due:
             self._futures["eval", version] = self._sample("rollout")
 
     def _save(self, step: int) -> None:
         """Asks for a checkpoint of what the actor is after `step` batches; waits for nothing."""
-        self._saved = step
+        self._saves.add(step)
         if self._checkpoints is None:
             return
+        self._now = "save", step
         folder = self._checkpoints.folder(step)
         deadline = self.config.deadlines.checkpoint
-        actor = self.roles["actor"]
-        asked = actor.call("save", folder, step=step, deadline=deadline)
-        saved = actor.call("saved", asked, deadline=deadline, aside=True)
-        generated = self._schedule.generated
+        asked = self._call("actor", "save", folder, step=step, deadline=deadline)
+        saved = self._call("actor", "saved", asked, deadline=deadline, aside=True)
+        generated = min(self._schedule.generated, step + SCHEDULES[self.config.schedule])
         in_flight = {i: self._rollout(i) for i in range(step, generated)}
         schedule = {"name": self.config.schedule, "generated": generated, "trained": step}
         self._checkpoints.begin(step, saved, in_flight, schedule)
@@ -220,10 +308,10 @@ class Loop:
         parts, aside = scoring_parts(self.config, role)
         deadline = self._patience(role, self.config.deadlines.score)
         if parts is None:
-            return [self.roles[role].call("score", rollout, deadline=deadline, aside=aside)]
+            return [self._call(role, "score", rollout, deadline=deadline, aside=aside)]
         return [
-            self.roles[role].call(
-                "score", rollout, part=part, parts=parts, deadline=deadline, aside=aside
+            self._call(
+                role, "score", rollout, part=part, parts=parts, deadline=deadline, aside=aside
             )
             for part in range(parts)
         ]
@@ -233,13 +321,12 @@ class Loop:
 
     def _generate(self, role: str, index: int, batch: int, **options: int) -> Future:
         deadline = self._patience(role, self.config.deadlines.generate)
-        return self.roles[role].call(
-            "generate", self.prompts(batch), step=index, deadline=deadline, **options
-        )
+        prompts = self.prompts(batch)
+        return self._call(role, "generate", prompts, step=index, deadline=deadline, **options)
 
     def _sample(self, role: str) -> Future:
         deadline = self._patience(role, self.config.deadlines.evaluate)
-        return self.roles[role].call("sample", self._held_out, deadline=deadline)
+        return self._call(role, "sample", self._held_out, deadline=deadline)
 
     def _patience(self, role: str, seconds: float) -> float:
         """A deadline; the first call of a lazy role may have to make it."""
@@ -253,9 +340,17 @@ class Loop:
         """Waits for the batches up to `until` (-1: the evaluation before the first) and writes
         their rows.
         """
-        while self._reported <= until and not self.reporter.gave_up:
-            self.reporter.row(self._reported + 1, self._take(self._reported + 1))
-            self._reported += 1
+        while self._reported <= until:
+            step = self._reported + 1
+            taken = self._take(step)
+            try:
+                self.reporter.row(step, taken)
+            except Stopped:
+                if "rollout" in taken:  # it may be saved
+                    self._futures["rollout", step - 1] = taken["rollout"]
+                raise
+            self._reported = step
+        self._asked = [asked for asked in self._asked if not asked.future.done()]
 
     def _take(self, step: int) -> dict[str, Future]:
         """The futures of one row: of the batch that made version `step`, and what followed; of each

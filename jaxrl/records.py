@@ -46,7 +46,6 @@ class Records:
         crew: Crew,
         log: RunLog,
         tell: Callable[[str], None],
-        asked_to_stop: Callable[[], bool],
         on_row: Callable[[Mapping[str, Any]], None],
     ):
         """
@@ -101,7 +100,6 @@ class Records:
             peaks=crew.peaks,
             planned=plan.peaks,
             log=log.write,
-            asked_to_stop=asked_to_stop,
             on_row=on_row,
         )
 

@@ -32,6 +32,8 @@ class Source(Protocol):
 
     def value(self, value: Any) -> Future: ...
 
+    def wait(self, future: Future) -> Any: ...
+
 
 @dataclass(frozen=True)
 class _Group:
@@ -64,7 +66,7 @@ def refilled(source: Source, index: int) -> tuple[Future, Future]:
     for attempt in range(config.policy.max_refills + 1):
         sampling = source.student_samples(index, attempt)
         judging = source.scores("reward", sampling)[0]
-        rollout, report = sampling.result(), judging.result()
+        rollout, report = source.wait(sampling), source.wait(judging)
         found, useless = _groups(rollout, report)
         kept += found
         spare += useless

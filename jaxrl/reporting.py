@@ -14,7 +14,7 @@ from jaxrl.config import Config
 from jaxrl.data.stream import EvalSet
 from jaxrl.evaluation import Judge, evaluation_row
 from jaxrl.roles.actor import Trained
-from jaxrl.runtime.worker import Future
+from jaxrl.runtime.worker import Future, Stopped
 from jaxrl.telemetry.console import Console
 from jaxrl.telemetry.metrics import MetricsWriter, Sample, SamplesWriter
 from jaxrl.telemetry.timeline import Timeline
@@ -25,8 +25,6 @@ SCORED = {"teacher": "score", "reference": "reference", "reward": "reward", "gro
 """Role -> the name of its time in a row."""
 AGREEMENT = "distill/top1_agreement"
 """What the actor tells of each row, for the samples."""
-LOOK_S = 0.02
-"""Seconds between two looks at an evaluation that is waited for."""
 
 
 class Reporter:
@@ -48,7 +46,6 @@ class Reporter:
         peaks: Callable[[], Mapping[str, int]],
         planned: Mapping[str, int],
         log: Callable[[str], None],
-        asked_to_stop: Callable[[], bool] = lambda: False,
         on_row: Callable[[Mapping[str, Any]], None] = lambda row: None,
     ):
         """
@@ -58,7 +55,6 @@ class Reporter:
             peaks: role -> peak bytes of its fullest device, where the platform tells it.
             planned: role -> the plan's peak bytes on a device of it, where it does not.
             log: takes what only `log.txt` is told.
-            asked_to_stop: an evaluation that is still running is not waited for then.
             on_row: called with each row once it is written; with one that was completed after an
                 interruption once more.
         """
@@ -66,9 +62,9 @@ class Reporter:
         self._trackers, self._timeline, self._checkpoints = trackers, timeline, checkpoints
         self._sets, self._judge, self._epoch = sets, judge, epoch
         self._peaks, self._planned, self._log = peaks, planned, log
-        self._asked_to_stop, self._on_row = asked_to_stop, on_row
-        self.gave_up = False
-        """The last row lacks its evaluation, and stays the last: who goes on makes up for it."""
+        self._on_row = on_row
+        self.wait: Callable[[Future], Any] = lambda future: future.result()
+        """The value of a call. Raises Stopped for one that the run, asked to end, does not need."""
         self._last: float | None = None
         """`time.monotonic` seconds at the end of the latest update."""
         self.first_step_at: float | None = None
@@ -83,13 +79,13 @@ class Reporter:
         """Before training: weights in place, accuracy of the student and of the teacher."""
         row = self._sync(step, futures) | self._evaluation(futures)
         if "teacher" in futures:
-            teacher = evaluation_row(self._sets, futures["teacher"].result(), self._judge)
+            teacher = evaluation_row(self._sets, self.wait(futures["teacher"]), self._judge)
             row["teacher/accuracy"] = teacher.get("eval/accuracy", float("nan"))
         self._write(step, row | self._work(futures))
 
     def _step(self, step: int, futures: Mapping[str, Future]) -> None:
-        rollout: Rollout = futures["rollout"].result()
-        trained: Trained = futures["update"].result()  # so everything of the batch has ended
+        rollout: Rollout = self.wait(futures["rollout"])
+        trained: Trained = self.wait(futures["update"])  # so everything of the batch has ended
         row = self._batch(rollout, futures) | trained.metrics
         row |= self._sync(step, futures) | self._evaluation(futures) | self._work(futures)
         row |= self._memory() | self.checkpoint()
@@ -179,7 +175,10 @@ class Reporter:
         """Both halves of a weight sync: what the actor sent, and what the rollout took."""
         if "sync" not in futures:
             return {}
-        told: dict[str, float] = futures["sync"].result()
+        try:
+            told: dict[str, float] = self.wait(futures["sync"])
+        except Stopped:  # the last row: the run makes up for it when it resumes
+            return {}
         sent, taken = futures["publish"].times, futures["sync"].times
         seconds, size = sent.seconds + taken.seconds, told["weights/sync_bytes"]
         speed = size / max(seconds, 1e-9) / 1e9
@@ -194,13 +193,11 @@ class Reporter:
     def _evaluation(self, futures: Mapping[str, Future]) -> dict[str, float]:
         if "eval" not in futures:
             return {}
-        while not futures["eval"].done():
-            if self._asked_to_stop():
-                self.gave_up = True
-                return {}
-            futures["eval"].check()
-            time.sleep(LOOK_S)
-        row = evaluation_row(self._sets, futures["eval"].result(), self._judge)
+        try:
+            samples = self.wait(futures["eval"])
+        except Stopped:
+            return {}
+        row = evaluation_row(self._sets, samples, self._judge)
         return row | {"time/evaluate_s": futures["eval"].times.seconds}
 
     def checkpoint(self) -> dict[str, float]:

@@ -44,6 +44,7 @@ from jaxrl.run_dir import (
     sessions,
 )
 from jaxrl.runtime.worker import Crew, OutOfMemory, RunLost
+from jaxrl.schedule import SCHEDULES
 from jaxrl.splits import run_advice
 from jaxrl.telemetry.console import Console
 from jaxrl.telemetry.log import LOG_FILE, RunLog
@@ -151,7 +152,7 @@ def run_config(
         notes: lines for the reader, said first.
     """
     started = time.monotonic()
-    interrupt = Interrupt(config.deadlines.interrupt)
+    interrupt = Interrupt(interrupt_s(config))
     with interrupt.listening():
         job, plan = prepare_run(config, given)
         with (
@@ -186,6 +187,17 @@ class OnStep:
             self._function(dict(row))
         except Exception as error:
             self.error = error
+
+
+def interrupt_s(config: Config) -> float:
+    """Seconds that a run may take to end once it was asked to: the calls that run then, and the
+    save.
+    """
+    d = config.deadlines
+    if d.interrupt is not None:
+        return d.interrupt
+    running = d.generate + d.evaluate if SCHEDULES[config.schedule] else 0.0
+    return max(d.update, running) + d.checkpoint
 
 
 class Say:
@@ -306,9 +318,7 @@ def attempt(errand: Errand, run: RunDir, lost: int) -> Result:
         errand.registration.update(crew.states())
         with (
             say.into(RunLog(run.path / LOG_FILE)) as log,
-            Records(
-                job, plan, run, errand.console, crew, log, say, errand.asked_to_stop, errand.on_step
-            ) as records,
+            Records(job, plan, run, errand.console, crew, log, say, errand.on_step) as records,
         ):
             packing = job.packing(setup.row_multiple)
             loop = Loop(

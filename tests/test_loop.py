@@ -1,5 +1,8 @@
 """The loop's order of calls, seen from roles that only write down what they are asked. No model."""
 
+import threading
+import time
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +11,7 @@ from jaxrl.algorithms import needed_roles
 from jaxrl.config import Config
 from jaxrl.loop import Loop
 from jaxrl.runtime.local import LocalWorker, done_future
+from jaxrl.runtime.worker import Stopped
 from jaxrl.schedule import SCHEDULES
 
 
@@ -52,20 +56,25 @@ class Recorder:
 class Rows:
     """Stands for the reporter: waits for the futures of each row."""
 
-    gave_up = False
-
     def __init__(self):
         self.rows = []
 
     def row(self, step, futures):
-        self.rows.append((step, {kind: future.result() for kind, future in futures.items()}))
+        told = {}
+        for kind, future in futures.items():
+            try:
+                told[kind] = self.wait(future)
+            except Stopped:
+                if kind not in ("publish", "sync", "eval"):  # what a row may lack
+                    raise
+        self.rows.append((step, told))
 
 
 class Saves:
     """Stands for the checkpoint writer: one is due every `every` steps."""
 
     def __init__(self, every):
-        self.every, self.begun = every, []
+        self.every, self._asked = every, []
 
     def due(self, step):
         return step % self.every == 0
@@ -74,21 +83,38 @@ class Saves:
         return f"folder {step}"
 
     def begin(self, step, saved, rollouts, schedule):
-        in_flight = {index: future.result() for index, future in rollouts.items()}
-        self.begun.append((step, saved.result(), in_flight, schedule))
+        self._asked.append((step, saved, rollouts, schedule))
+
+    @property
+    def begun(self):
+        """Those that were not cancelled."""
+        found = []
+        for step, saved, rollouts, schedule in self._asked:
+            with suppress(Stopped):
+                in_flight = {index: future.result() for index, future in rollouts.items()}
+                found.append((step, saved.result(), in_flight, schedule))
+        return found
 
 
-def run(*overrides, held_out=("q",), checkpoints=None):
+def run(*overrides, held_out=("q",), checkpoints=None, stop=None):
+    """`stop`: where the run is asked to end, a `Stop`."""
     config = Config.load(None, ["steps=5", "eval.every=2", *overrides])
     log, rows, workers = [], Rows(), []
     for name in needed_roles(config):
         workers.append(LocalWorker(name))
-        role = Recorder(name, log)
+        role = Recorder(name, log) if stop is None else Stopping(name, log, stop)
         workers[-1].start_role(name, lambda role=role: role, deadline=5).result()
     handles = {worker.name: worker.handle(worker.name) for worker in workers}
     stream = SimpleNamespace(batch=lambda i: [f"p{i}"])
     given = {"packing": {}, "value": done_future, "checkpoints": checkpoints}
-    Loop(config, handles, stream, held_out, rows, **given).run()
+    if stop is not None:
+        given["asked_to_stop"] = stop.asked.is_set
+    trained = Loop(config, handles, stream, held_out, rows, **given).run()
+    if checkpoints is not None:
+        assert checkpoints.begun is not None  # waits for those that were not cancelled
+    if stop is not None:
+        assert trained == stop.trained
+        stop.over.set()
     for worker in workers:
         assert worker.stop(5)
     return log, rows.rows
@@ -190,3 +216,82 @@ def test_a_checkpoint_holds_what_is_generated_and_not_yet_trained_on(schedule):
         generated = min(5, step + ahead)
         assert saved is None and in_flight == {i: i for i in range(step, generated)}
         assert told == {"name": schedule, "generated": generated, "trained": step}
+
+
+class Stop:
+    """Asks a run to end while `method` works on batch `index`."""
+
+    def __init__(self, method, index, trained):
+        self.method, self.index, self.trained = method, index, trained
+        self.asked, self.over = threading.Event(), threading.Event()
+
+
+class Stopping(Recorder):
+    def __init__(self, name, log, stop):
+        super().__init__(name, log)
+        self.stop = stop
+
+    def generate(self, prompts, step):
+        self._slow("generate", step)
+        return super().generate(prompts, step)
+
+    def update(self, rollout, scores, step):
+        super().update(rollout, scores, step)
+        self._slow("update", step)
+        return {}
+
+    def sample(self, prompts):
+        self._slow("sample", self.version)
+        return super().sample(prompts)
+
+    def _slow(self, method, index):
+        if (method, index) == (self.stop.method, self.stop.index):
+            self.stop.asked.set()
+            # An update ends in its own time; what the run does not need, after the run has ended.
+            self.stop.over.wait(2.0 if method == "update" else 60.0)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_asked_to_end_a_run_saves_right_after_the_update_that_runs(schedule):
+    """No other update begins, and no batch is generated that the checkpoint does not hold."""
+    saves = Saves(every=9)
+    stop = Stop("update", 2, trained=3)
+    log, rows = run(f"schedule={schedule}", "eval.every=0", checkpoints=saves, stop=stop)
+    actor = [entry[:2] for entry in log if entry[0] in ("update", "save")]
+    assert actor == [("update", 0), ("update", 1), ("update", 2), ("save", "folder 3")]
+    assert [step for step, _ in rows] == [0, 1, 2, 3]
+    ahead = min(5, 3 + SCHEDULES[schedule])
+    generated = [entry[1:3] for entry in log if entry[0] == "rollout.generate"]
+    assert generated == [(i, max(0, i - SCHEDULES[schedule])) for i in range(ahead)]
+    assert saves.begun == [
+        (
+            3,
+            None,
+            {i: i for i in range(3, ahead)},
+            {"name": schedule, "generated": ahead, "trained": 3},
+        )
+    ]
+
+
+@pytest.mark.parametrize("every", [1, 3, 9])
+def test_a_generation_that_the_checkpoint_does_not_hold_is_not_waited_for(every):
+    """Whether the checkpoint at the end was due anyway or is made for it, there is one."""
+    saves = Saves(every)
+    begun = time.monotonic()
+    log, rows = run("eval.every=0", checkpoints=saves, stop=Stop("generate", 3, trained=3))
+    assert time.monotonic() - begun < 50
+    assert [entry[1] for entry in log if entry[0] == "save"].count("folder 3") == 1
+    assert rows[-1][0] == 3 and saves.begun[-1][0] == 3
+
+
+def test_an_evaluation_is_not_waited_for_and_its_row_is_written():
+    saves = Saves(every=9)
+    _, rows = run("eval.every=2", checkpoints=saves, stop=Stop("sample", 2, trained=2))
+    assert [step for step, _ in rows] == [0, 1, 2] and "eval" not in rows[-1][1]
+    assert saves.begun[-1][0] == 2
+
+
+def test_asked_to_end_before_anything_is_trained_nothing_is_saved():
+    saves = Saves(every=1)
+    _, rows = run(checkpoints=saves, stop=Stop("generate", 0, trained=0))
+    assert saves.begun == [] and all(step == 0 for step, _ in rows)

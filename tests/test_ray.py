@@ -28,10 +28,10 @@ from jaxrl import cli  # noqa: E402
 from jaxrl.config import RayConfig  # noqa: E402
 from jaxrl.determinism import FLAG, worker_environment  # noqa: E402
 from jaxrl.errors import RunError, UserError  # noqa: E402
-from jaxrl.runtime.local import LocalCrew, Stopped  # noqa: E402
+from jaxrl.runtime.local import LocalCrew  # noqa: E402
 from jaxrl.runtime.ray.connect import connect  # noqa: E402
 from jaxrl.runtime.ray.crew import RayCrew  # noqa: E402
-from jaxrl.runtime.worker import DeadlineExceeded, OutOfMemory, RunLost, WorkerError  # noqa: E402
+from jaxrl.runtime.worker import DeadlineExceeded, OutOfMemory, RunLost, Stopped, WorkerError  # noqa: E402
 from jaxrl.sharding.placement import parse  # noqa: E402
 from jaxrl.train import main  # noqa: E402
 

@@ -70,6 +70,9 @@ class Source:
     def value(self, value):
         return done_future(value)
 
+    def wait(self, future):
+        return future.result()
+
 
 def refill(*attempts, **options):
     source = Source(attempts, **options)

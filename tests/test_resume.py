@@ -146,7 +146,7 @@ def test_a_signal_saves_and_ends_with_130(models, tmp_path, undisturbed, number)
     process.send_signal(number)
     told, _ = process.communicate(timeout=60)
     assert process.returncode == 130, told
-    assert "finishing the step at hand" in told and "Traceback" not in told
+    assert "finishing the update that runs" in told and "Traceback" not in told
     step = store.newest(tmp_path / "run", print).step
     assert f"saved at step {step}" in told and 0 < step < STEPS
     result = run(models, tmp_path / "run", *asked)
@@ -418,7 +418,7 @@ def test_an_interruption_that_cannot_save_in_time_says_so(models, tmp_path, monk
 
     monkeypatch.setattr(Actor, "update", slow)
     begun = time.monotonic()
-    with pytest.raises(Interrupted, match=r"not saved within deadlines.interrupt=0.5 s"):
+    with pytest.raises(Interrupted, match=r"could not be saved within 0.5 s"):
         run(models, tmp_path / "run", "deadlines.interrupt=0.5")
     assert time.monotonic() - begun < 28
 

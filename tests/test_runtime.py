@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jaxrl.errors import UserError
-from jaxrl.runtime.local import LocalWorker, Stopped, done_future, stop_all
-from jaxrl.runtime.worker import DeadlineExceeded, WorkerError, detail, phase
+from jaxrl.runtime.local import LocalWorker, done_future, stop_all
+from jaxrl.runtime.worker import DeadlineExceeded, Stopped, WorkerError, detail, phase
 
 
 class Role:
@@ -168,3 +168,23 @@ def test_a_value_taken_once_is_dropped(worker):
     handle.call("add", 1, deadline=5).result()
     gc.collect()
     assert alive() is None
+
+
+def test_a_call_that_has_not_begun_can_be_cancelled_and_one_that_runs_cannot(worker):
+    """Also one that the worker holds already, while it waits for its argument."""
+    owner, handle, role = worker
+    running = handle.call("hang", deadline=600)
+    waiting = other_worker("actor")
+    taken = waiting.call("add", running, deadline=600)
+    queued = [handle.call("add", 1, deadline=600), waiting.call("add", taken, deadline=600)]
+    while "hang" not in owner.phase.name or "waiting" not in waiting.worker.phase.name:
+        time.sleep(0.01)
+    assert not running.cancel()
+    assert all(future.cancel() for future in [*reversed(queued), taken])
+    for future in (*queued, taken):
+        with pytest.raises(Stopped):
+            future.result()
+    role.release.set()
+    assert running.result() == "late" and not running.cancel()
+    assert role.calls == [] and waiting.worker.failure is None
+    assert waiting.call("add", 5, deadline=600).result() == 5

@@ -62,8 +62,6 @@ class Sleeper:
 
 
 class Rows:
-    gave_up = False
-
     def row(self, step, futures):
         for future in futures.values():
             future.result()

@@ -22,10 +22,10 @@ from typing import Any
 import jax
 
 from jaxrl.errors import RunError, UserError
-from jaxrl.runtime.local import LocalFuture, LocalWorker, Stopped, device_memory, peak_bytes
+from jaxrl.runtime.local import LocalFuture, LocalWorker, device_memory, peak_bytes
 from jaxrl.runtime.parcel import Parcel, Store, pack
 from jaxrl.runtime.tracing import Tracer
-from jaxrl.runtime.worker import OutOfMemory, Phase, WorkerError, WorkerState, replaced
+from jaxrl.runtime.worker import OutOfMemory, Phase, Stopped, WorkerError, WorkerState, replaced
 from jaxrl.sharding.ledger import Move
 
 KINDS: dict[str, type[Exception]] = {

@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,11 +20,13 @@ from jax.profiler import StepTraceAnnotation, TraceAnnotation
 
 from jaxrl.errors import RunError, UserError
 from jaxrl.interrupt import left_behind
+from jaxrl.runtime.awake import awake_since
 from jaxrl.runtime.tracing import PROFILE, Tracer
 from jaxrl.runtime.worker import (
     DeadlineExceeded,
     OutOfMemory,
     Phase,
+    Stopped,
     Times,
     WorkerError,
     WorkerState,
@@ -33,10 +36,6 @@ from jaxrl.runtime.worker import (
     replaced,
 )
 from jaxrl.sharding.ledger import Ledger, use
-
-
-class Stopped(RunError):
-    """A call that was dropped because the run is over."""
 
 
 @runtime_checkable
@@ -72,11 +71,30 @@ class LocalFuture:
     times: Times = field(default_factory=Times)
     _once: bool = False
     _done: threading.Event = field(default_factory=threading.Event)
+    _turn: threading.Lock = field(default_factory=threading.Lock)
+    """Held by who decides whether the call begins, or ends."""
     _value: Any = None
     _error: BaseException | None = None
 
     def done(self) -> bool:
         return self._done.is_set()
+
+    def wait(self, seconds: float) -> bool:
+        return self._done.wait(seconds)
+
+    def cancel(self) -> bool:
+        with self._turn:
+            if self.times.started is not None or self.done():
+                return False
+            self._end(None, Stopped("the run was asked to end before this call began"))
+            return True
+
+    def begin(self) -> bool:
+        """Marks the start of the call; False where it was cancelled."""
+        with self._turn:
+            if not self.done():
+                self.times.started = time.monotonic()
+            return not self.done()
 
     def once(self) -> LocalFuture:
         self._once = True
@@ -107,7 +125,7 @@ class LocalFuture:
                 arg.check()
         if self.times.started is None or self.done():
             return
-        elapsed = time.monotonic() - self.times.started
+        elapsed = awake_since(self.times.started)
         if elapsed > self.deadline:
             raise DeadlineExceeded(self.diagnosis(elapsed))
 
@@ -129,6 +147,11 @@ class LocalFuture:
         )
 
     def _finish(self, value: Any = None, error: BaseException | None = None) -> None:
+        with self._turn:
+            if not self.done():
+                self._end(value, error)
+
+    def _end(self, value: Any, error: BaseException | None) -> None:
         self._value, self._error = value, error
         self.times.finished = time.monotonic()
         self._done.set()
@@ -242,6 +265,8 @@ class LocalWorker:
         call = self._calls.get()
         if call is None:
             return False
+        if call.done():  # cancelled
+            return True
         if self.stopping:
             call._finish(error=Stopped("the run is over"))
             return True
@@ -256,10 +281,12 @@ class LocalWorker:
         name = f"{call.role}.{call.method}"
         try:
             _enter(own, f"{name}: waiting for arguments")
-            args = [replaced(arg, self._value) for arg in call.args]
-            kwargs = {key: replaced(arg, self._value) for key, arg in call.kwargs.items()}
+            value_of = partial(self._value, call)
+            args = [replaced(arg, value_of) for arg in call.args]
+            kwargs = {key: replaced(arg, value_of) for key, arg in call.kwargs.items()}
             _enter(own, name)
-            call.times.started = time.monotonic()
+            if not call.begin():
+                return
             if not call.aside and call.method != PROFILE:
                 self.ledger.enter(name)
             if call.method == PROFILE:
@@ -301,18 +328,20 @@ class LocalWorker:
         return role
 
     def _fail(self, call: LocalFuture, error: BaseException) -> None:
+        if call.done():  # cancelled while it waited for its arguments
+            return
         if not call.aside:  # who asked for something beside the queue decides what it means
             self.failure = self.failure or error
         call._finish(error=error)
 
-    def _value(self, arg: Any) -> Any:
+    def _value(self, call: LocalFuture, arg: Any) -> Any:
         """The value of an argument. Bounded by the driver, which watches the chain of calls."""
         if isinstance(arg, Elsewhere):
-            return arg.arrive(self._stopping.is_set)
+            return arg.arrive(lambda: self.stopping or call.done())
         if not isinstance(arg, LocalFuture):
             return arg
         while not arg._done.wait(POLL_S):
-            if self.stopping:
+            if self.stopping or call.done():
                 raise Stopped("the run is over")
         if arg._error is not None:
             raise arg._error

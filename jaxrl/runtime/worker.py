@@ -32,6 +32,10 @@ class OutOfMemory(WorkerError):
     """A device had no room. The message begins with the role and what it did."""
 
 
+class Stopped(RunError):
+    """A call that was dropped because the run is over."""
+
+
 class RunLost(RunError):
     """What the run needs is gone and cannot be made anew from seeds: it goes back to its newest
     checkpoint.
@@ -163,6 +167,16 @@ class Future(Protocol):
 
     def check(self) -> None:
         """Raises as `result` would, where there is something to raise; waits for nothing."""
+        ...
+
+    def wait(self, seconds: float) -> bool:
+        """Waits for its end, for at most so long; whether it has ended."""
+        ...
+
+    def cancel(self) -> bool:
+        """Keeps the call from running: who waits for it gets `Stopped`. False, and nothing is
+        changed, where it has begun already or has ended.
+        """
         ...
 
     def once(self) -> Future:

@@ -14,7 +14,7 @@ from jaxrl.runtime.desk import KINDS, Here, InputLost, Report
 from jaxrl.runtime.local import POLL_S
 from jaxrl.runtime.parcel import unpack
 from jaxrl.runtime.ray.pool import Pool
-from jaxrl.runtime.worker import RunLost, Times, leaves, replaced
+from jaxrl.runtime.worker import RunLost, Stopped, Times, leaves, replaced
 
 FETCH_S = 60.0
 """Longest wait for one bucket of arrays."""
@@ -59,11 +59,24 @@ class RayFuture:
     sent: float = 0.0
     tries: int = 0
     """What is told of an earlier one is not heard."""
+    lock: Any = field(default_factory=threading.RLock)
+    """Of the sender: held by who decides whether the call is sent."""
     _done: threading.Event = field(default_factory=threading.Event)
     _error: BaseException | None = None
 
     def done(self) -> bool:
         return self._done.is_set()
+
+    def wait(self, seconds: float) -> bool:
+        return self._done.wait(seconds)
+
+    def cancel(self) -> bool:
+        """A call that was sent counts as begun: else the processes of a pool might not agree."""
+        with self.lock:
+            if self.refs or self.done():
+                return False
+            self.finish(Stopped("the run was asked to end before this call began"))
+            return True
 
     def once(self) -> RayFuture:
         return self  # each reader has a copy of its own

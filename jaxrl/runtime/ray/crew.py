@@ -13,7 +13,7 @@ from typing import Any
 from ray.exceptions import RayError
 
 from jaxrl.config import RayConfig
-from jaxrl.runtime.local import Stopped, done_future
+from jaxrl.runtime.local import done_future
 from jaxrl.runtime.ray.calls import STAYS, End, RayFuture
 from jaxrl.runtime.ray.connect import address_of, find_hosts, find_seats, join
 from jaxrl.runtime.ray.pool import Pool
@@ -22,7 +22,7 @@ from jaxrl.runtime.ray.start import Log, MakeRoles, NotStarted, Starter
 from jaxrl.runtime.ray.tend import Tender
 from jaxrl.runtime.ray.watch import kill
 from jaxrl.runtime.tracing import PROFILE
-from jaxrl.runtime.worker import RunLost, WorkerState
+from jaxrl.runtime.worker import RunLost, Stopped, WorkerState
 from jaxrl.sharding.placement import Placement
 
 
@@ -166,6 +166,7 @@ class RayCrew:
         with self._sender.lock:
             number = self._sender.number()
             future = RayFuture(self._end, pool, role, method, args, kwargs, deadline, aside, number)
+            future.lock = self._sender.lock
             failed = [needed._error for needed in future.inputs() if needed._error is not None]
             if failed:
                 raise failed[0]

@@ -67,7 +67,7 @@ class Sender:
         """In the order in which they were asked for."""
         with self.lock:
             calls = sorted(self._calls.items())
-        return [future for _, future in calls if pool in (future.pool, None)]
+        return [f for _, f in calls if pool in (f.pool, None) and not f.done()]
 
     def _available(self, future: RayFuture) -> bool:
         return future.done() or (

@@ -16,15 +16,16 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from jaxrl.errors import RunError, UserError
+from jaxrl.runtime.awake import awake_since
 from jaxrl.runtime.cluster import hosts_table, needs_table
 from jaxrl.runtime.desk import Order
-from jaxrl.runtime.local import POLL_S, Stopped
+from jaxrl.runtime.local import POLL_S
 from jaxrl.runtime.ray.calls import FETCH_S, End, raised
 from jaxrl.runtime.ray.connect import find_hosts
 from jaxrl.runtime.ray.pool import Pool
 from jaxrl.runtime.ray.process import make_role, worker_class
 from jaxrl.runtime.ray.watch import check_nodes, last_line, stacks
-from jaxrl.runtime.worker import WorkerError
+from jaxrl.runtime.worker import Stopped, WorkerError
 from jaxrl.sharding.placement import Placement, device_list
 
 Log = Callable[[str], None]
@@ -87,7 +88,7 @@ class Starter:
 
     def launch(self, pools: Sequence[Pool]) -> None:
         """New processes for these pools, with their roles."""
-        end = time.monotonic() + self._startup_s
+        begun = time.monotonic()
         for pool in pools:
             pool.born, pool.answers, pool.asked, pool.facts = time.monotonic(), {}, set(), []
             pool.epoch, pool.position = pool.epoch + 1, 0
@@ -97,19 +98,19 @@ class Starter:
         for pool in pools:
             n = len(pool.seats)
             if n > 1:
-                port = self._get(pool, 0, pool.workers[0].free_port.remote(), end)
+                port = self._get(pool, 0, pool.workers[0].free_port.remote(), begun)
                 where = f"{pool.seats[0].host.address}:{port}"
                 joining += [
                     (pool, rank, worker.join.remote(where, n, self._startup_s))
                     for rank, worker in enumerate(pool.workers)
                 ]
-        self._get_all(joining, end)
+        self._get_all(joining, begun)
         asking = [
             (pool, rank, worker.facts.remote())
             for pool in pools
             for rank, worker in enumerate(pool.workers)
         ]
-        told = self._get_all(asking, end)
+        told = self._get_all(asking, begun)
         for pool in pools:
             pool.facts = [f for (p, _, _), f in zip(asking, told, strict=True) if p is pool]
         self._verify()
@@ -118,7 +119,7 @@ class Starter:
             for pool in pools
             for rank, worker in enumerate(pool.workers)
         ]
-        self._get_all(opening, end)
+        self._get_all(opening, begun)
         starting: list[tuple[Pool, str, int, Any]] = []
         for pool in pools:
             for role in pool.roles:
@@ -127,7 +128,7 @@ class Starter:
                     report, _ = worker.run.remote(order())
                     starting.append((pool, role, rank, report))
                 pool.position += 1
-        reports = self._get_all([(pool, rank, ref) for pool, _, rank, ref in starting], end)
+        reports = self._get_all([(pool, rank, ref) for pool, _, rank, ref in starting], begun)
         for (pool, role, rank, _), report in zip(starting, reports, strict=True):
             if report.error is not None:
                 raise raised(report.error)
@@ -201,11 +202,15 @@ class Starter:
             )
             raise UserError(f"the nodes of the cluster have different packages: {told}")
 
-    def _get(self, pool: Pool, rank: int, ref: Any, end: float) -> Any:
-        return self._get_all([(pool, rank, ref)], end)[0]
+    def _get(self, pool: Pool, rank: int, ref: Any, begun: float) -> Any:
+        return self._get_all([(pool, rank, ref)], begun)[0]
 
-    def _get_all(self, asked: Sequence[tuple[Pool, int, Any]], end: float) -> list[Any]:
-        """Waits for all; the first that has died or failed ends the wait."""
+    def _get_all(self, asked: Sequence[tuple[Pool, int, Any]], begun: float) -> list[Any]:
+        """Waits for all; the first that has died or failed ends the wait.
+
+        Args:
+            begun: `time.monotonic` seconds, from which on they may take `deadlines.startup`.
+        """
         owner = {ref: (pool, rank) for pool, rank, ref in asked}
         waiting = list(owner)
         while waiting:
@@ -217,7 +222,7 @@ class Starter:
             if waiting and not ready:
                 pool, rank = owner[waiting[0]]
                 check_nodes(pool)
-                if time.monotonic() > end:
+                if awake_since(begun) > self._startup_s:
                     raise NotStarted(
                         f"{pool.where(rank)} has not started within"
                         f" deadlines.startup={self._startup_s:g} s\nstack of the worker:\n"

@@ -14,6 +14,7 @@ from ray.exceptions import ActorDiedError, RayTaskError
 
 from jaxrl.config import RayConfig
 from jaxrl.errors import RunError, UserError
+from jaxrl.runtime.awake import awake_since
 from jaxrl.runtime.desk import BOUNCED, Answer, Report
 from jaxrl.runtime.ray.calls import STATEFUL, End, RayFuture, raised
 from jaxrl.runtime.ray.pool import Pool
@@ -187,7 +188,6 @@ class Tender:
                     worker.answer.remote(released).future().add_done_callback(heard)
 
     def _find_late(self) -> None:
-        now = time.monotonic()
         for future in self._sender.unfinished():
             pool = future.pool
             if not pool.alive or not future.refs:
@@ -197,13 +197,13 @@ class Tender:
                 silent = [
                     rank
                     for rank in range(len(pool.seats))
-                    if now - pool.answers.get(rank, (None, pool.born))[1] > future.deadline
+                    if awake_since(pool.answers.get(rank, (None, pool.born))[1]) > future.deadline
                 ]
-                if not silent or now - future.sent <= future.deadline:
+                if not silent or awake_since(future.sent) <= future.deadline:
                     continue
                 begun = future.sent
-            if now - begun > future.deadline:
-                self._late(future, now - begun)
+            if awake_since(begun) > future.deadline:
+                self._late(future, awake_since(begun))
 
     def _late(self, future: RayFuture, elapsed: float) -> None:
         pool = future.pool
