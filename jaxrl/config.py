@@ -788,6 +788,9 @@ class Config(Section, metaclass=_Parsed):
     resume: Literal["auto", "never", "must"] = "auto"
     """auto: go on with the run that `run_dir` holds, if any. never: always begin anew. must: refuse
     to begin anew."""
+    resume_changed: bool = False
+    """Resume a run although the files of a model, a reward function or data have changed since its
+    checkpoint; each change is reported."""
     seed: Count = 0
     """Seed of the shuffle, of every sample and of every coin."""
     deterministic: Flag = False

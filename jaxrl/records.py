@@ -47,13 +47,16 @@ class Records:
         log: RunLog,
         tell: Callable[[str], None],
         on_row: Callable[[Mapping[str, Any]], None],
+        describe: Mapping[str, str],
     ):
         """
         Args:
             log: takes what only the file is told.
             tell: takes what the user should know.
             on_row: called with each row once it is written.
+            describe: name -> text of the files that describe the run.
         """
+        self._log, self._tell, self._described = log, tell, describe
         self._job, self._run = job, run
         self._stack = ExitStack()
         config, step = job.config, run.step
@@ -63,6 +66,7 @@ class Records:
         metrics = MetricsWriter(run.path / METRICS_FILE, after, tell)
         samples = SamplesWriter(run.path / SAMPLES_FILE, after, tell)
         self.rows = metrics.rows
+        self._metrics, self._samples = metrics, samples
         self._stack.enter_context(metrics)
         self._stack.enter_context(samples)
         timeline = run.path / TIMELINE_FILE if config.logging.timeline else None
@@ -81,7 +85,13 @@ class Records:
         )
         self._stack.push(lambda failed, *_: trackers.close(HURRY_S if failed else CLOSE_S))
         self.checkpoints = CheckpointWriter(
-            run.path, config, job.train.fingerprint, partial(describe_policy, job), tell
+            run.path,
+            config,
+            job.train.fingerprint,
+            partial(describe_policy, job),
+            tell,
+            run.depends,
+            self._check_folder,
         )
         self.checkpoints.newest = step or None
         self._stack.callback(self.checkpoints.stop)
@@ -108,6 +118,23 @@ class Records:
 
     def __exit__(self, *failed: Any) -> None:
         self._stack.__exit__(*failed)
+
+    def _check_folder(self) -> None:
+        """Before a checkpoint: makes again what somebody removed. Raises RunError where another
+        process has the folder.
+        """
+        removed = None if self._run.lock is None else self._run.lock.check()
+        if removed is None:
+            return
+        if removed != "lock":
+            for name, text in self._described.items():
+                self._run.write(name, text)
+            for file in (self._metrics, self._samples, self._timeline, self._log):
+                file.restore()
+        self._tell(
+            f"the {removed} of {self._run.path} was removed while the run worked: it is made again;"
+            " what only stood there, such as earlier checkpoints and samples, is lost"
+        )
 
     def watch(self, crew: Crew) -> dict[str, Handle]:
         """The roles, their calls drawn in the timeline, and counted where they are profiled."""

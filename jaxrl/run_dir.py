@@ -8,17 +8,19 @@ import os
 import shutil
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from jaxrl import yaml_text
 from jaxrl.checkpoint import store
 from jaxrl.checkpoint.compare import compare
+from jaxrl.checkpoint.digest import changes
 from jaxrl.checkpoint.store import Checkpoint
+from jaxrl.checkpoint.writer import versions
 from jaxrl.config import Config
-from jaxrl.errors import UserError
+from jaxrl.errors import RunError, UserError
 from jaxrl.model import FINAL
 from jaxrl.telemetry.metrics import METRICS_FILE
 
@@ -39,6 +41,9 @@ class RunDir:
     """What to go on from; None at the beginning."""
     notes: tuple[str, ...]
     """What was found there, for the reader."""
+    depends: Mapping[str, str] = field(default_factory=dict)
+    """What the run depends on -> its digest."""
+    lock: Lock | None = None
 
     @property
     def step(self) -> int:
@@ -90,20 +95,21 @@ def meshes(used: Sequence[Mapping[str, Any]]) -> str:
 
 
 @contextmanager
-def open_run_dir(config: Config, fingerprint: str) -> Iterator[RunDir]:
+def open_run_dir(config: Config, depends: Mapping[str, str]) -> Iterator[RunDir]:
     """The folder of the run, made or taken up as `resume` says; no other process may use it
     meanwhile.
 
     Args:
-        fingerprint: of the training data: what a run goes on with must be what it began with.
+        depends: what the run depends on -> its digest: of another state of it the run resumes only
+            with `resume_changed`.
 
     Raises:
         UserError: it cannot be made or written, is in use, or holds another run.
     """
     path = check_run_dir(config)
     _make(path)
-    with _locked(path):
-        yield find_run(path, config, fingerprint)
+    with closing(Lock(path)) as lock:
+        yield replace(find_run(path, config, depends), lock=lock)
 
 
 def check_run_dir(config: Config) -> Path:
@@ -148,32 +154,84 @@ def _make(path: Path) -> None:
         raise UserError(f"run_dir={path} cannot be written to: name another")
 
 
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """The lock is the kernel's: it ends with the process, however that ends."""
-    try:
-        file = open(path / LOCK, "a+", encoding="utf-8")  # noqa: SIM115 - closed below
-    except OSError as error:
-        raise UserError(f"run_dir={path} cannot be written to: {error.strerror}") from error
-    with file:
+class Lock:
+    """That a run directory is this process's. The lock is the kernel's: it ends with the process,
+    however that ends.
+    """
+
+    def __init__(self, run_dir: Path):
+        """
+        Raises:
+            UserError: another process holds it, or it cannot be written.
+        """
+        self.path = run_dir / LOCK
+        try:
+            self._file = self._take()
+        except OSError as error:
+            raise UserError(f"run_dir={run_dir} cannot be written to: {error.strerror}") from error
+        except _Held as held:
+            raise UserError(f"run_dir={run_dir} is in use by {held}: name another") from None
+
+    def close(self) -> None:
+        self._file.close()
+
+    def check(self) -> str | None:
+        """Whether the folder is still this run's, to be asked before each checkpoint.
+
+        A lock that somebody removed is taken again, in a new folder where that was removed too.
+        Returns what was removed: `run directory` or `lock`, None where all is as it was.
+
+        Raises:
+            RunError: another process has the folder now.
+        """
+        try:
+            if os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno())):
+                return None
+        except FileNotFoundError:
+            pass
+        except OSError:  # a disk that does not answer: the save says so
+            return None
+        run_dir = self.path.parent
+        removed = "lock" if run_dir.is_dir() else "run directory"
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            taken = self._take()
+        except OSError:
+            return None
+        except _Held as held:
+            raise RunError(
+                f"run_dir={run_dir} is in use by {held} too: the lock of this run was removed. This"
+                " run ends before it writes over the checkpoints of the other one"
+            ) from None
+        self._file.close()
+        self._file = taken
+        return removed
+
+    def _take(self) -> IO[str]:
+        file = open(self.path, "a+", encoding="utf-8")  # noqa: SIM115 - closed by its owner
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             file.seek(0)
             holder = file.read().strip() or "another process"
-            raise UserError(f"run_dir={path} is in use by {holder}: name another") from None
+            file.close()
+            raise _Held(holder) from None
         with suppress(OSError):  # a full disk: the lock holds without a name in it
             file.truncate(0)
             file.write(f"pid {os.getpid()} on {socket.gethostname()}")
             file.flush()
-        yield
+        return file
 
 
-def find_run(path: Path, config: Config, fingerprint: str) -> RunDir:
+class _Held(Exception):
+    """By whom."""
+
+
+def find_run(path: Path, config: Config, depends: Mapping[str, str]) -> RunDir:
     """What the folder holds to go on from; no other process may use it meanwhile."""
     if not _holds_run(path):
         store.sweep(path)
-        return RunDir(path, None, ())
+        return RunDir(path, None, (), depends)
     notes: list[str] = []
     changed = []
     # The newest checkpoint's says what was trained; the folder's own may be of an attempt since.
@@ -194,13 +252,22 @@ def find_run(path: Path, config: Config, fingerprint: str) -> RunDir:
                 f"run_dir={path} holds a trained model ({path / FINAL}) and no checkpoint to go on"
                 " from; to begin anew would delete it: name another run_dir, or move it away"
             )
-        return RunDir(path, None, (*notes, f"{told}: it begins anew"))
-    before = checkpoint.manifest.data["fingerprint"]
-    if before != fingerprint:
+        return RunDir(path, None, (*notes, f"{told}: it begins anew"), depends)
+    manifest = checkpoint.manifest
+    before = {"data.train": manifest.data["fingerprint"]} | manifest.depends
+    names = changes(before, dict(depends))
+    if names and not config.resume_changed:
         raise UserError(
-            f"run_dir={path} holds a run on other training data: what data.train names has changed"
-            f" since its step {checkpoint.step}; put it back, or name another run_dir"
+            f"run_dir={path}: what {' and '.join(names)} names has changed since step"
+            f" {checkpoint.step} of the run there; put it back, name another run_dir, or set"
+            " resume_changed=true to resume with what is there now"
         )
+    changed += [f"what {name} names" for name in names]
+    here = versions()
+    changed += [
+        f"{name} {manifest.versions[name]} there, {here[name]} now"
+        for name in changes(manifest.versions, here)
+    ]
     notes.append(f"going on from step {checkpoint.step} of {config.steps} ({checkpoint.path})")
     notes += [f"changed since: {line}" for line in changed]
-    return RunDir(path, checkpoint, tuple(notes))
+    return RunDir(path, checkpoint, tuple(notes), depends)

@@ -20,6 +20,7 @@ from jaxrl.checkpoint.writer import free_gb
 from jaxrl.compile_cache import enable_compile_cache
 from jaxrl.config import Config
 from jaxrl.data.tokenizer import decode
+from jaxrl.depends import dependencies
 from jaxrl.determinism import exclude_nondeterministic
 from jaxrl.errors import RunError, UserError
 from jaxrl.inputs import held_out_notes
@@ -156,7 +157,7 @@ def run_config(
     with interrupt.listening():
         job, plan = prepare_run(config, given)
         with (
-            open_run_dir(config, job.train.fingerprint) as run,
+            open_run_dir(config, dependencies(job)) as run,
             Console(config.logging, steps=config.steps, start=run.step) as console,
         ):
             say = Say(console)
@@ -283,7 +284,8 @@ def run_job(errand: Errand, run: RunDir) -> Result:
                 f"{error}\nthe run goes back to its newest checkpoint ({lost} of"
                 f" {config.ray.max_restarts})"
             )
-            run = find_run(run.path, config, errand.job.train.fingerprint)
+            found = find_run(run.path, config, dependencies(errand.job))
+            run = replace(found, lock=run.lock)
             for note in run.notes:
                 errand.say(note)
 
@@ -309,16 +311,22 @@ def attempt(errand: Errand, run: RunDir, lost: int) -> Result:
     crew = start_roles(setup, plan, told, lost)
     workers.append(crew)
     try:
-        run.write(CONFIG_FILE, config.dump())
+        describe = {
+            CONFIG_FILE: config.dump(),
+            PLAN_FILE: plan.text(),
+            PLAN_DATA_FILE: plan_json(plan),
+        }
+        for name, text in describe.items():
+            run.write(name, text)
         run.begin_session(config.mesh)
-        run.write(PLAN_FILE, plan.text())
-        run.write(PLAN_DATA_FILE, plan_json(plan))
         run.remove_final()
         errand.console.attach(crew.states)
         errand.registration.update(crew.states())
         with (
             say.into(RunLog(run.path / LOG_FILE)) as log,
-            Records(job, plan, run, errand.console, crew, log, say, errand.on_step) as records,
+            Records(
+                job, plan, run, errand.console, crew, log, say, errand.on_step, describe
+            ) as records,
         ):
             packing = job.packing(setup.row_multiple)
             loop = Loop(

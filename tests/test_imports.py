@@ -31,6 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "config_page",
     ),
     ("records", "profiling", "reports", "splits", "stages"),
+    ("depends",),
     ("plan", "launch", "loop"),
     ("inputs", "reporting", "run_dir"),
     ("schedule",),

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
@@ -368,15 +369,41 @@ def test_other_training_data_of_the_same_name_are_refused(models, tmp_path, caps
     run(models, tmp_path / "run", *asked)
     data.write_text(data.read_text().replace("7+1", "7+2"))
     assert trained_by(arguments(models, tmp_path / "run", *asked, "steps=3")) == 2
-    assert "what data.train names has changed" in capsys.readouterr().err
+    assert "what data.train names has changed since step 2" in capsys.readouterr().err
 
 
 def test_a_directory_in_use_is_refused(finished, capsys):
-    from jaxrl.run_dir import _locked
+    from jaxrl.run_dir import Lock
 
-    with _locked(finished.run_dir):
+    with closing(Lock(finished.run_dir)):
         assert trained_by(arguments(finished.models, finished.run_dir, "steps=4")) == 2
     assert f"is in use by pid {os.getpid()}" in capsys.readouterr().err
+
+
+def test_a_run_directory_that_is_removed_is_made_again(models, tmp_path, undisturbed, monkeypatch):
+    """At the next checkpoint, with every row so far; the run ends as if nothing had been."""
+    from jaxrl.roles.actor import Actor
+
+    real = Actor.update
+
+    def removing(self, *args, step, **kwargs):
+        if step == 5:
+            while not (tmp_path / "run" / "checkpoints" / "4" / store.MANIFEST).exists():
+                time.sleep(0.01)
+            shutil.rmtree(tmp_path / "run")
+        return real(self, *args, step=step, **kwargs)
+
+    monkeypatch.setattr(Actor, "update", removing)
+    result = run(models, tmp_path / "run")
+    whole = undisturbed("serial")
+    assert numbers(read_metrics(result.run_dir)) == numbers(whole)
+    assert weights(result.run_dir) == weights(whole.run_dir)
+    assert [c.name for c in store.folders(result.run_dir)] == ["10", "8"]
+    assert {"config.yaml", "plan.txt", "lock", "log.txt", "samples.jsonl", "timeline.json"} <= {
+        path.name for path in result.run_dir.iterdir()
+    }
+    json.loads((result.run_dir / "timeline.json").read_text())
+    assert "it is made again" in (result.run_dir / "log.txt").read_text()
 
 
 def test_a_checkpoint_is_a_model(finished):

@@ -10,7 +10,7 @@ from jaxrl.config import Config
 from jaxrl.errors import UserError
 
 FREE = re.compile(
-    r"mesh|name|run_dir|resume|compile_cache|launcher"
+    r"mesh|name|run_dir|resume|resume_changed|compile_cache|launcher"
     r"|(checkpoint|deadlines|logging|offload|profile|ray)\..*|.*\.(parallel\.\w+|devices|lazy)"
     r"|teacher\.(address|service_threads)"
     r"|reward\.(workers|timeout|memory_mb|max_failures|max_processes)"

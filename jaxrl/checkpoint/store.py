@@ -41,6 +41,8 @@ class Manifest:
     """`eval/accuracy` of these weights, where they were evaluated."""
     versions: dict[str, str]
     """Of the libraries that wrote it."""
+    depends: dict[str, str] = field(default_factory=dict)
+    """What the run depends on -> its digest (`depends.dependencies`)."""
     files: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Path in the folder -> (bytes, CRC-32)."""
     format: int = FORMAT

@@ -17,6 +17,10 @@ from jaxrl.checkpoint.rollouts import save_rollout
 from jaxrl.config import Config
 from jaxrl.errors import RunError, UserError
 
+PACKAGES = (
+    "jaxrl", "jax", "jaxlib", "numpy", "optax", "orbax-checkpoint", "tokenizers", "transformers"
+)  # fmt: skip
+
 
 class Result(Protocol):
     """A future, as far as it is needed here."""
@@ -64,10 +68,14 @@ class CheckpointWriter:
         fingerprint: str,
         describe: Callable[[Path], None],
         tell: Callable[[str], None],
+        depends: Mapping[str, str] | None = None,
+        check: Callable[[], None] = lambda: None,
     ):
         """
         Args:
             fingerprint: of the training data.
+            depends: what else the run depends on -> its digest.
+            check: makes sure, before each checkpoint, that the folder is this run's; may raise.
             describe: writes the config and the tokenizer of the policy into a folder.
             tell: takes what the user should know.
         """
@@ -75,6 +83,7 @@ class CheckpointWriter:
         self.newest: int | None = None
         """Step of the newest checkpoint that this process finished, or went on from."""
         self._fingerprint, self._describe, self._tell = fingerprint, describe, tell
+        self._depends, self._check = dict(depends or {}), check
         self._pending: dict[int, Pending] = {}
         self._written: list[Written] = []
         self._queue: queue.SimpleQueue[tuple[Pending, Mapping[str, Any]] | None]
@@ -88,6 +97,11 @@ class CheckpointWriter:
         return step == self.config.steps or (every > 0 and step % every == 0)
 
     def folder(self, step: int) -> Path:
+        """Where a new checkpoint goes."""
+        self._check()
+        return self._folder(step)
+
+    def _folder(self, step: int) -> Path:
         return self.run_dir / store.FOLDER / str(step)
 
     def begin(
@@ -103,7 +117,7 @@ class CheckpointWriter:
             self._queue.put((pending, row))
         elif row["step"] == self.newest and "eval/accuracy" in row:  # made up for after a resume
             try:
-                store.judge(self.folder(row["step"]), row["eval/accuracy"])
+                store.judge(self._folder(row["step"]), row["eval/accuracy"])
             except (OSError, UserError) as error:
                 self._tell(f"the accuracy of checkpoint {row['step']} could not be noted: {error}")
 
@@ -145,7 +159,7 @@ class CheckpointWriter:
                 self._tell(f"old checkpoints could not be removed: {error}")
 
     def _write(self, pending: Pending, row: Mapping[str, Any]) -> None:
-        folder = self.folder(pending.step)
+        folder = self._folder(pending.step)
         problem: str | None = pending.saved.result()
         if problem is not None:
             raise OSError(problem)
@@ -173,17 +187,23 @@ class CheckpointWriter:
                 "fingerprint": self._fingerprint,
             },
             accuracy=row.get("eval/accuracy"),
-            versions={name: _version(name) for name in ("jaxrl", "jax", "orbax-checkpoint")},
+            versions=versions(),
+            depends=self._depends,
         )
 
     def _failed(self, step: int, error: Exception) -> None:
-        shutil.rmtree(self.folder(step), ignore_errors=True)
+        shutil.rmtree(self._folder(step), ignore_errors=True)
         told = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
         last = "there is none yet" if self.newest is None else f"the newest one is {self.newest}"
         self._tell(
             f"checkpoint {step} could not be written: {told} ({free_gb(self.run_dir):.1f} GB are"
             f" free there). Training goes on, and so will saving; {last}"
         )
+
+
+def versions() -> dict[str, str]:
+    """Of the packages on which the numbers of a run depend."""
+    return {name: _version(name) for name in PACKAGES}
 
 
 def _version(name: str) -> str:

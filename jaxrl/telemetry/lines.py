@@ -87,6 +87,16 @@ class LineFile:
             self._torn = True
         self.append([new])
 
+    def restore(self, lines: Sequence[str]) -> None:
+        """Begins a new file with these lines where the old one was removed."""
+        try:
+            new = open(self._path, "wb", buffering=0)  # noqa: SIM115
+        except OSError:  # the old one stays open, so that nothing else has to know
+            return
+        self._file.close()
+        self._file, self._size, self._torn = new, 0, False
+        self.append(lines)
+
     def close(self) -> None:
         """A last attempt at what was refused; tells what never went out."""
         if self._held:

@@ -49,6 +49,11 @@ class RunLog:
                 self._file.append([_encodable(line).rstrip() for line in lines])
         self._tell()
 
+    def restore(self) -> None:
+        """Begins a new file: the old one was removed."""
+        with self._lock:
+            self._file.restore([])
+
     def close(self) -> None:
         with self._lock:
             if not self._closed:

@@ -285,6 +285,11 @@ class MetricsWriter:
             self._file.replace_last(_line(old), _line(self.rows[-1]))
             return self.rows[-1]
 
+    def restore(self) -> None:
+        """Writes every row to a new file: the old one was removed."""
+        with self._lock:
+            self._file.restore([_line(row) for row in self.rows])
+
     def close(self) -> None:
         self._file.close()
 
@@ -450,6 +455,11 @@ class SamplesWriter:
         lines = [json.dumps(dataclasses.asdict(s), ensure_ascii=False) for s in samples]
         with self._lock:
             self._file.append(lines)
+
+    def restore(self) -> None:
+        """Begins a new file: the old one was removed."""
+        with self._lock:
+            self._file.restore([])
 
     def close(self) -> None:
         self._file.close()

@@ -75,8 +75,7 @@ class Timeline:
         self._zero = now if last_us is None else now - (last_us + GAP_US) / 1e6
         """`time.monotonic` seconds at the trace's time 0."""
         if last_us is None:
-            self._file.append(["["])
-            self._add({"ph": "M", "name": "process_name", "args": {"name": "jaxrl"}}, first=True)
+            self._file.append(self._first_lines())
         started = datetime.now().astimezone().isoformat(timespec="seconds")
         name = BEGUN[0] if last_us is None else BEGUN[1]
         told_in = {"at": started, "pid": os.getpid()}
@@ -138,6 +137,17 @@ class Timeline:
             if lines:
                 self._file.append(lines)
 
+    def restore(self) -> None:
+        """Begins a new file: the old one was removed."""
+        with self._lock:
+            if self._file is not None:
+                self._tracks.clear()
+                self._file.restore(self._first_lines())
+
+    def _first_lines(self) -> list[str]:
+        name = {"ph": "M", "name": "process_name", "args": {"name": "jaxrl"}}
+        return ["[", json.dumps({"pid": PROCESS, "tid": 0} | name)]
+
     def close(self) -> None:
         for sampler in self._samplers:
             sampler.close()
@@ -165,9 +175,8 @@ class Timeline:
             self._add(meta | number)
         self._add(dict(event) | number | {"args": args})
 
-    def _add(self, event: Mapping[str, Any], first: bool = False) -> None:
-        comma = "" if first else ","
-        self._lines.append(comma + json.dumps({"pid": PROCESS, "tid": 0} | dict(event)))
+    def _add(self, event: Mapping[str, Any]) -> None:
+        self._lines.append("," + json.dumps({"pid": PROCESS, "tid": 0} | dict(event)))
 
     def _watch(self, role: str, method: str, times: Times, args: Mapping[str, Any]) -> None:
         with self._lock:

@@ -1,0 +1,102 @@
+"""What a run depends on: a change is noticed by its digest, and refused or reported on resume."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from jaxrl.checkpoint import store
+from jaxrl.checkpoint.digest import WHOLE_BYTES, changes, digest_file, digest_model
+from jaxrl.checkpoint.store import Manifest
+from jaxrl.checkpoint.writer import versions
+from jaxrl.config import Config
+from jaxrl.errors import UserError
+from jaxrl.run_dir import find_run
+
+
+def test_small_files_are_digested_whole(tmp_path: Path) -> None:
+    file = tmp_path / "reward.py"
+    file.write_text("def reward(completion): return 1.0\n" * 1000)
+    before = digest_file(file)
+    file.write_text(file.read_text()[:-5] + "2.0 \n")
+    assert digest_file(file) != before
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".gguf", ".bin"])
+def test_other_weights_of_the_same_size_are_noticed(tmp_path: Path, suffix: str) -> None:
+    file = tmp_path / f"model{suffix}"
+    rng = np.random.default_rng(0)
+    one, two = (rng.bytes(WHOLE_BYTES * 2) for _ in range(2))
+    file.write_bytes(one)
+    before = digest_file(file)
+    assert digest_file(file) == before
+    for other in (two, one[: len(one) // 2] + two[len(one) // 2 :], one[:-1], one + b"x"):
+        file.write_bytes(other)
+        assert digest_file(file) != before
+
+
+def test_a_renamed_tensor_is_noticed(tmp_path: Path) -> None:
+    array = np.zeros((2 * WHOLE_BYTES,), np.uint8)
+    digests = []
+    for name in ("a", "b"):
+        save_file({name: array}, tmp_path / "model.safetensors")
+        digests.append(digest_file(tmp_path / "model.safetensors"))
+    assert digests[0] != digests[1]
+
+
+def test_a_folder_is_what_is_read_from_it(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    whole, described = digest_model(tmp_path), digest_model(tmp_path, weights=False)
+    (tmp_path / "README.md").write_text("no part of the model")
+    assert (digest_model(tmp_path), digest_model(tmp_path, False)) == (whole, described)
+    (tmp_path / "model.safetensors").write_bytes(b"Weights")
+    assert digest_model(tmp_path) != whole and digest_model(tmp_path, False) == described
+    (tmp_path / "config.json").write_text('{"a": 1}')
+    assert digest_model(tmp_path, False) != described
+
+
+def test_what_only_one_side_knows_is_no_change() -> None:
+    assert changes({"a": "1", "b": "1"}, {"a": "2", "b": "1", "c": "1"}) == ["a"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run directory with a checkpoint that depends on a teacher of other versions of packages."""
+    config = Config.load(None, [f"run_dir={tmp_path}"])
+    folder = tmp_path / store.FOLDER / "3"
+    folder.mkdir(parents=True)
+    (folder / store.CONFIG).write_text(config.dump())
+    known = versions() | {"jax": "0.1"}
+    depends = {"teacher.model=t": "1"}
+    manifest = Manifest(3, 3, (), {}, {"fingerprint": "f"}, None, known, depends)
+    store.commit(folder, manifest)
+    return tmp_path
+
+
+def test_what_has_changed_is_refused_by_name_and_versions_are_reported(run: Path) -> None:
+    config = Config.load(None, [f"run_dir={run}"])
+    same = find_run(run, config, {"data.train": "f", "teacher.model=t": "1"})
+    assert same.step == 3
+    (note,) = (note for note in same.notes if "changed since" in note)
+    assert note.startswith("changed since: jax 0.1 there, ")
+    other = {"data.train": "g", "teacher.model=t": "2"}
+    with pytest.raises(UserError, match="resume_changed=true") as error:
+        find_run(run, config, other)
+    assert "what data.train and teacher.model=t names has changed since step 3" in str(error.value)
+    allowed = Config.load(None, [f"run_dir={run}", "resume_changed=true"])
+    notes = find_run(run, allowed, other).notes
+    assert "changed since: what teacher.model=t names" in notes
+
+
+def test_a_checkpoint_of_an_older_jaxrl_is_resumed(run: Path) -> None:
+    path = run / store.FOLDER / "3" / store.MANIFEST
+    manifest = json.loads(path.read_text())
+    del manifest["depends"]
+    path.write_text(json.dumps(manifest))
+    config = Config.load(None, [f"run_dir={run}"])
+    assert find_run(run, config, {"data.train": "f", "teacher.model=t": "2"}).step == 3

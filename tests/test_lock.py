@@ -1,0 +1,40 @@
+"""Two runs never share a folder, whatever somebody removes from it."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from jaxrl.errors import RunError, UserError
+from jaxrl.run_dir import LOCK, Lock
+
+
+def test_a_removed_lock_is_taken_again(tmp_path: Path) -> None:
+    with closing(Lock(tmp_path)) as lock:
+        assert lock.check() is None
+        (tmp_path / LOCK).unlink()
+        assert lock.check() == "lock" and lock.check() is None
+        with pytest.raises(UserError, match="is in use by pid"):
+            Lock(tmp_path)
+    Lock(tmp_path).close()
+
+
+def test_who_finds_another_run_in_its_folder_ends(tmp_path: Path) -> None:
+    with closing(Lock(tmp_path)) as first:
+        (tmp_path / LOCK).unlink()
+        with closing(Lock(tmp_path)) as second:
+            with pytest.raises(RunError, match="is in use by pid .* too: the lock of this run was"):
+                first.check()
+            assert second.check() is None
+
+
+def test_a_removed_folder_is_made_again(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with closing(Lock(folder)) as lock:
+        shutil.rmtree(folder)
+        assert lock.check() == "run directory" and lock.check() is None
+        assert folder.is_dir()
