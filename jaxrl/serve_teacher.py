@@ -13,7 +13,7 @@ import threading
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
 from functools import cached_property
 from types import FrameType
@@ -53,6 +53,10 @@ MB = 10**6
 DTYPES = ("bfloat16", "float32")
 MOST_CHUNK = 4096
 """Tokens whose logits exist at once, at most, whatever a client asks for."""
+POLL_S = 0.5
+"""How often a request that waits for the devices looks whether its client is still there."""
+HEAD_S = 600.0
+"""Longest wait for the head's weights on their way to the host, behind the requests before."""
 MOST_PROGRAMS = 64
 """Compiled programs kept; the one unused for longest goes first."""
 
@@ -116,7 +120,8 @@ class ScoringService:
 
     @cached_property
     def _head(self) -> np.ndarray:
-        return self._devices.submit(lambda: np.asarray(decoder.head(self.params))).result()
+        found = self._devices.submit(lambda: np.asarray(decoder.head(self.params)))
+        return found.result(timeout=HEAD_S)
 
     def score(self, request: Request, wanted: Callable[[], bool]) -> TeacherSignal:
         sequences, ids = request.sequences, request.ids
@@ -130,8 +135,9 @@ class ScoringService:
             size = row_bucket(stop - start, shards, most)
             part = jax.tree.map(lambda x, a=start, b=stop: x[a:b], (sequences, ids))
             padded = jax.tree.map(lambda x, size=size: _padded(x, size), part)
-            work.append((self._program(request.options, padded), padded, stop - start))
-        parts = self._devices.submit(self._run, work, wanted).result()
+            program = self._program(request.options, padded, wanted)
+            work.append((program, padded, stop - start))
+        parts = waited(self._devices.submit(self._run, work, wanted), wanted)
         return jax.tree.map(lambda *xs: xs[0] if len(xs) == 1 else np.concatenate(xs), *parts)
 
     def close(self) -> None:
@@ -148,7 +154,7 @@ class ScoringService:
             done.append(jax.tree.map(lambda x, n=n: np.asarray(x)[:n], signal))
         return done
 
-    def _program(self, options: Options, inputs: Any) -> Any:
+    def _program(self, options: Options, inputs: Any, wanted: Callable[[], bool]) -> Any:
         """Compiled for these shapes; two that need the same one at once compile it once."""
         shapes = jax.tree.map(lambda x: (x.shape, x.dtype.name), inputs)
         key = (options, str(shapes))
@@ -166,7 +172,7 @@ class ScoringService:
                 compiled.set_exception(error)
                 with self._lock:
                     self._programs.pop(key, None)
-        return compiled.result()
+        return waited(compiled, wanted)
 
     def _compile(self, options: Options, inputs: Any) -> Any:
         try:
@@ -184,6 +190,16 @@ class ScoringService:
         )
         jitted = jax.jit(signal, out_shardings=self._rows)
         return jitted.lower(self.params, *abstract).compile()
+
+
+def waited(future: Future[Any], wanted: Callable[[], bool]) -> Any:
+    """The value of a future, for as long as somebody wants it; else raises Gone."""
+    while not future.done():
+        wait([future], timeout=POLL_S)
+        if not future.done() and not wanted():
+            future.cancel()  # where it has not begun
+            raise Gone
+    return future.result(timeout=0)
 
 
 def row_bucket(n: int, multiple: int, most: int) -> int:
