@@ -173,9 +173,10 @@ def test_with_one_update_the_start_of_the_batch_is_the_policy_in_training(algori
 
 def test_no_run_with_bypass_is_said_to_have_a_clip_that_never_acts():
     """Its ratio is to the policy that sampled, so that one update does not make it 1."""
-    for asked in (["actor.minibatches=1"], ["policy.clip_low=0.2"]):
-        assert objective_notes(config("gspo", *asked))
-        assert not objective_notes(config("gspo", *asked, "policy.bypass=true"))
+    for asked in (["actor.minibatches=1"], ["actor.minibatches=5", "policy.clip_low=0.2"]):
+        assert any("clip" in note for note in objective_notes(config("gspo", *asked)))
+        told = objective_notes(config("gspo", *asked, "policy.bypass=true"))
+        assert not any("clip" in note for note in told)
 
 
 def test_bypass_takes_the_sampler_for_the_start_of_the_batch():
