@@ -20,7 +20,7 @@ from jaxrl.errors import UserError
 from jaxrl.losses.head import logprobs_from_hidden
 from jaxrl.masked import masked_count, masked_sum
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import Params, cast, head
+from jaxrl.models.decoder import Params, head
 from jaxrl.objective import policy_metrics, policy_objective
 from jaxrl.refill import refilled
 from jaxrl.roles.actor import Finish, Loss, Prepare, ratios
@@ -149,8 +149,8 @@ def gkd_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) 
     projection = Projection(config.distill, mesh, vocab_size)
 
     def loss(params: Params, frozen: Mapping[str, Any], batch: TrainBatch, totals: Totals) -> Any:
-        params, hidden = _hidden(config, model, mesh, params, batch)
-        total, count, metrics = distill_loss(projection, hidden, head(params), batch, frozen)
+        hidden, kernel = _hidden(config, model, mesh, params, batch)
+        total, count, metrics = distill_loss(projection, hidden, kernel, batch, frozen)
         told = {f"distill/{name}": pair for name, pair in metrics.items()}
         return (total, count), told, {}
 
@@ -162,11 +162,9 @@ def sft_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) 
     chunk = config.distill.chunk_tokens
 
     def loss(params: Params, frozen: Mapping[str, Any], batch: TrainBatch, totals: Totals) -> Any:
-        params, hidden = _hidden(config, model, mesh, params, batch)
+        hidden, kernel = _hidden(config, model, mesh, params, batch)
         tokens, mask = completion_tokens(batch.sequences), batch.sequences.loss_mask
-        logprobs = logprobs_from_hidden(
-            hidden, head(params), tokens, mask=mask, chunk=chunk, mesh=mesh
-        )
+        logprobs = logprobs_from_hidden(hidden, kernel, tokens, mask=mask, chunk=chunk, mesh=mesh)
         total = (-masked_sum(logprobs, mask), masked_count(mask))
         return total, {"sft/loss": total}, {}
 
@@ -175,11 +173,13 @@ def sft_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) 
 
 def _hidden(
     config: Config, model: DecoderConfig, mesh: Mesh, params: Params, batch: TrainBatch
-) -> tuple[Params, jax.Array]:
-    """The parameters in the compute dtype, and the hidden states [B, C, D] of the completions."""
-    params = cast(params, jnp.dtype(config.actor.dtype))
-    remat = config.actor.remat
-    return params, completion_hidden(model, params, batch.sequences, mesh, remat=remat)
+) -> tuple[jax.Array, jax.Array]:
+    """The hidden states [B, C, D] of the completions and the LM head [V, D], both in the compute
+    dtype.
+    """
+    dtype, remat = jnp.dtype(config.actor.dtype), config.actor.remat
+    hidden = completion_hidden(model, params, batch.sequences, mesh, remat=remat, dtype=dtype)
+    return hidden, head(params).astype(dtype)
 
 
 def rewarded_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) -> Loss:
@@ -187,8 +187,8 @@ def rewarded_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: 
     objective = policy_objective(config, mesh, vocab_size)
 
     def loss(params: Params, frozen: Mapping[str, Any], batch: TrainBatch, totals: Totals) -> Any:
-        params, hidden = _hidden(config, model, mesh, params, batch)
-        return objective(hidden, head(params), batch, frozen, totals)
+        hidden, kernel = _hidden(config, model, mesh, params, batch)
+        return objective(hidden, kernel, batch, frozen, totals)
 
     return loss
 

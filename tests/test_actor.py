@@ -19,7 +19,7 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import forward, head, init_params, logits
 from jaxrl.roles.actor import Actor
 from jaxrl.sharding.rules import param_shardings
-from jaxrl.types import Rollout, TeacherSignal
+from jaxrl.types import Rollout, Sequences, TeacherSignal, Totals, TrainBatch
 
 MODEL = DecoderConfig("llama", 48, 16, 2, 4, 2, 4, 24, tie_embeddings=True, eos_ids=(1,))
 TEACHER = DecoderConfig("llama", 48, 24, 1, 4, 4, 6, 32, eos_ids=(1,))
@@ -243,3 +243,48 @@ def test_published_weights_are_the_policy_cast_and_unstacked(tmp_path):
     one.update(*batch(), step=0)  # donates the state: the published copy lives on
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(weights.params))
     assert np.isfinite(np.asarray(head(weights.params), np.float32)).all()
+
+
+REPEATED = {
+    "untied": (False, (1, 1, 1), 1, "float32"),
+    "tied": (True, (1, 1, 1), 1, "float32"),
+    "tied, bfloat16 masters": (True, (1, 1, 1), 1, "bfloat16"),
+    "untied, fsdp, shared prompts": (False, (1, 4, 1), 4, "float32"),
+    "tied, tensor": (True, (1, 1, 2), 1, "float32"),
+    "untied, all axes, shared prompts": (False, (2, 2, 2), 4, "float32"),
+}
+
+
+@pytest.mark.parametrize("case", REPEATED)
+def test_the_gradient_of_a_frequent_token_is_summed_in_float32(case):
+    """64 rows of 128 times the same token: 8192 equal terms, of which a sum in bfloat16 keeps 256.
+
+    The blocks add nothing to the residual stream, so that bfloat16 rounds each term by little.
+    """
+    tied, shape, group, held = REPEATED[case]
+    model, m = replace(MODEL, tie_embeddings=tied), mesh(*shape)
+    params = init_params(model, jax.random.key(0))
+    for part, kernel in (("attn", "o"), ("mlp", "down")):
+        part = params["layers"][part][kernel]
+        part["kernel"] = jnp.zeros_like(part["kernel"])
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(held), params)
+    params = jax.device_put(params, param_shardings(model, m))
+    tokens, mask = np.full((64, 128), 5, np.int32), np.ones((64, 128), bool)
+    sequences = Sequences(tokens, mask, mask[:, 1:], group=group)
+    count = float(sequences.loss_mask.sum())
+
+    def gradient(dtype):
+        cfg = config("algorithm=sft", "teacher.model=null", f"actor.dtype={dtype}")
+        loss = ALGORITHMS["sft"].make_loss(cfg, model, m, 48)
+
+        def total(params):
+            return loss(params, {}, TrainBatch(sequences), Totals(count, 64.0))[0][0]
+
+        start = params if dtype == "bfloat16" else jax.tree.map(lambda x: x.astype(dtype), params)
+        found = jax.jit(jax.grad(total))(start)["embed"]["embedding"]
+        assert found.dtype == start["embed"]["embedding"].dtype
+        return np.asarray(found[5], np.float64)
+
+    found, expected = gradient("bfloat16"), gradient("float32")
+    assert np.linalg.norm(expected) > 1
+    assert np.linalg.norm(found - expected) < 0.01 * np.linalg.norm(expected)

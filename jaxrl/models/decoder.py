@@ -13,7 +13,7 @@ a call of a jitted function flattens a dict, not a module graph.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Literal
 
 import jax
@@ -127,11 +127,13 @@ def forward(
         mask: [B, T] bool, True at real tokens; positions count them, padding is never attended to.
         remat: what the backward pass recomputes of each block: nothing, all but the matmuls, all.
         mesh: where given, the residual stream is kept sharded by rows over (data, fsdp).
-        dtype: compute dtype; the parameters' own where None.
+        dtype: compute dtype; the parameters' own where None. To be given in place of parameters
+            that are cast beforehand: the embedding's gradient then is a sum in float32.
 
     Returns:
         [B, T, D] in the compute dtype; meaningless where mask is False.
     """
+    x = _embed(config, params, tokens, mesh, dtype)
     params = params if dtype is None else cast(params, dtype)
     positions = jnp.maximum(jnp.cumsum(mask, -1) - 1, 0)
     causal = jnp.tril(jnp.ones((tokens.shape[1],) * 2, bool))
@@ -140,7 +142,6 @@ def forward(
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         return attention(q, k, v, allowed)
 
-    x = _embed(config, params, tokens, mesh)
     rope = rope_angles(config, positions)
 
     def body(x: jax.Array, layer: Params) -> tuple[jax.Array, None]:
@@ -177,9 +178,15 @@ def forward_groups(
     Returns:
         Hidden states [n, P, D] and [n * G, C, D], as `forward` of whole sequences has them.
     """
-    params = params if dtype is None else cast(params, dtype)
     (tokens_p, mask_p), (tokens_c, mask_c) = prompts, completions
-    group = len(tokens_c) // len(tokens_p)
+    # Looked up together: apart, the embedding's gradient would be there twice at full width.
+    n, width = tokens_p.shape
+    tokens = jnp.concatenate([tokens_p, tokens_c.reshape(n, -1)], 1)
+    looked_up = _embed(config, params, tokens, mesh, dtype)
+    of_completions = looked_up[:, width:].reshape(*tokens_c.shape, -1)
+    x = (_rows(looked_up[:, :width], mesh), _rows(of_completions, mesh))
+    params = params if dtype is None else cast(params, dtype)
+    group = len(tokens_c) // n
     lengths = jnp.repeat(mask_p.sum(-1), group)[:, None]
     rope_p = rope_angles(config, jnp.maximum(jnp.cumsum(mask_p, -1) - 1, 0))
     rope_c = rope_angles(config, jnp.maximum(lengths + jnp.cumsum(mask_c, -1) - 1, 0))
@@ -206,7 +213,6 @@ def forward_groups(
 
     if remat != "none":
         body = jax.checkpoint(body, policy=REMAT_POLICIES[remat], prevent_cse=False)
-    x = tuple(_embed(config, params, tokens, mesh) for tokens in (tokens_p, tokens_c))
     if layout_of(params) == "unstacked":
         for layer in params["layers"]:
             x, _ = body(x, layer)
@@ -346,15 +352,49 @@ def _norm(config: DecoderConfig, params: Params) -> Callable[[jax.Array], jax.Ar
 
 
 def _embed(
-    config: DecoderConfig, params: Params, tokens: jax.Array, mesh: Mesh | None
+    config: DecoderConfig, params: Params, tokens: jax.Array, mesh: Mesh | None, dtype: Any = None
 ) -> jax.Array:
-    """Rows of the embedding; its D is gathered first: a lookup split both ways is replicated."""
-    table = params["embed"]["embedding"]
+    """Rows of the embedding in `dtype`, its own where None; its D is gathered first: a lookup split
+    both ways is replicated.
+    """
+    table, sharding = params["embed"]["embedding"], None
     if mesh is not None:
         vocab = "tensor" if config.vocab_size % mesh.shape["tensor"] == 0 else None
         sharding = NamedSharding(mesh, PartitionSpec(vocab, None))
-        table = jax.lax.with_sharding_constraint(table, sharding)
-    return _rows(table[tokens], mesh)
+    dtype = table.dtype if dtype is None else jnp.dtype(dtype)
+    return _rows(_look_up(table, tokens, dtype, sharding), mesh)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _look_up(
+    table: jax.Array, tokens: jax.Array, dtype: Any, sharding: NamedSharding | None
+) -> jax.Array:
+    """table[tokens] in `dtype`, cast before the table is gathered. Whatever the dtype, the gradient
+    is summed in float32: in bfloat16 the sum of a frequent token stops at 256 times a term.
+    """
+    return _laid_out(table.astype(dtype), sharding)[tokens]
+
+
+def _look_up_forward(
+    table: jax.Array, tokens: jax.Array, dtype: Any, sharding: NamedSharding | None
+) -> tuple[jax.Array, Any]:
+    return _look_up(table, tokens, dtype, sharding), (table, tokens)  # of the table: its shape
+
+
+def _look_up_backward(
+    dtype: Any, sharding: NamedSharding | None, kept: Any, d_rows: jax.Array
+) -> tuple[jax.Array, None]:
+    table, tokens = kept
+    zeros = jnp.zeros(table.shape, jnp.float32)
+    summed = _laid_out(zeros.at[tokens].add(d_rows.astype(jnp.float32)), sharding)
+    return summed.astype(table.dtype), None
+
+
+_look_up.defvjp(_look_up_forward, _look_up_backward)
+
+
+def _laid_out(x: jax.Array, sharding: NamedSharding | None) -> jax.Array:
+    return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
 
 
 def _rows(x: jax.Array, mesh: Mesh | None) -> jax.Array:

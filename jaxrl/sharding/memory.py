@@ -273,7 +273,9 @@ def actor(m: MemoryInputs) -> Account:
         run = replace(run, shared=(m.shared_group, m.prompt_tokens))
     gradients = weights + (computed if mixed else 0)
     if count > 1:  # a float32 sum, and the gradient that is added to it
-        gradients = weight_bytes(m.student, axes, "float32") + computed
+        table = sum(s.size for s in shards(m.student, axes) if s.path.startswith("embed"))
+        wider = table * (F32 - ITEMSIZE[m.actor_dtype])  # the embedding's is float32 as it comes
+        gradients = weight_bytes(m.student, axes, "float32") + computed + wider
     signal = m.rows("actor", m.sequences) * m.new_tokens * m.signal_bytes
     taken = min(m.rows("actor", -(-m.sequences // m.minibatches)), count * rows)
     taken_bytes = taken * m.new_tokens * m.signal_bytes
@@ -329,10 +331,10 @@ class Heads(NamedTuple):
     """Arrays of an LM head's or the embedding's size beyond parameters and their gradients."""
 
     embedding: int
-    """What the embedding's gradient takes before it is split over `fsdp` again."""
+    """What the embedding's gradient, a float32 sum, takes before it is split over `fsdp` again."""
     forward: int
-    """That, the heads gathered, and the sum of the student's head gradient. XLA gathers them before
-    the first layer runs."""
+    """The embedding and the heads gathered, and the sum of the student's head gradient. XLA gathers
+    them before the first layer runs."""
     copied: int
     """What comes and goes while they are gathered."""
     later: int
@@ -349,16 +351,17 @@ def _heads(m: MemoryInputs, rows: int) -> Heads:
     if axes.fsdp == 1:
         apart = m.loss_fused and m.actor_dtype != "float32" and not one_chunk
         return Heads(0, summed if apart else 0, 0, later)
-    table = whole_rows(m.student.vocab_size, width, axes, compute)
+    table = whole_rows(m.student.vocab_size, width, axes, F32)  # whatever the compute dtype
     embedding = table - (0 if tied else table // axes.fsdp)
+    looked_up = embedding * compute // F32
     theirs = 0
     if m.head_on_actor and m.teacher is not None:
         theirs = whole_rows(m.vocab, m.teacher.d_model, axes, ITEMSIZE[m.teacher_dtype])
     if one_chunk:  # the heads are read once, and gone when the logits fill up
-        return Heads(embedding, embedding + own, own + theirs + theirs // axes.fsdp, later)
+        return Heads(embedding, looked_up + own, own + theirs + theirs // axes.fsdp, later)
     kept = summed - own // axes.fsdp if m.loss_fused else 0
     copied = max(2 * own if tied else own, theirs)
-    return Heads(embedding, embedding + own + theirs + kept, copied, later)
+    return Heads(embedding, looked_up + own + theirs + kept, copied, later)
 
 
 def _fullest(m: MemoryInputs, run: Pass, loss: int, heads: Heads) -> int:
