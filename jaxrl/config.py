@@ -173,7 +173,8 @@ class ActorConfig(RoleConfig):
     """The role that trains the policy."""
 
     param_dtype: DType = "float32"
-    """Dtype of the weights that the optimizer updates (float32: master weights)."""
+    """Dtype of the weights that the optimizer updates. float32: master weights. bfloat16: half the
+    memory; each update is rounded up or down at random, so that small ones arrive in the mean."""
     moment_dtype: DType = "float32"
     """Dtype of gradients and moments inside the optimizer."""
     micro_batch_tokens: Positive | None = 16384

@@ -275,7 +275,7 @@ def test_the_gradient_of_a_frequent_token_is_summed_in_float32(case):
 
     def gradient(dtype):
         cfg = config("algorithm=sft", "teacher.model=null", f"actor.dtype={dtype}")
-        loss = ALGORITHMS["sft"].make_loss(cfg, model, m, 48)
+        loss = method_of(cfg).make_loss(cfg, model, m, 48)
 
         def total(params):
             return loss(params, {}, TrainBatch(sequences), Totals(count, 64.0))[0][0]

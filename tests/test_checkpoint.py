@@ -128,6 +128,19 @@ def test_restores_from_float32_to_bfloat16(saved, tmp_path, key):
     assert np.isfinite(report["loss"]) and report["optimizer_step"] == 2
 
 
+def test_bfloat16_weights_resume_to_the_bit(tmp_path):
+    """Their rounding at random depends on the updates done, which a checkpoint holds."""
+    half = "actor.param_dtype=bfloat16"
+    one = actor(mesh(1, 2, 1), tmp_path, None, half)
+    one.update(rollout(0)[0], {}, step=0)
+    one.save(tmp_path / "half", step=1)
+    assert one.saved(1) is None
+    again = actor(mesh(1, 2, 1), tmp_path, tmp_path / "half", half, seed=5)
+    for each in (one, again):
+        each.update(rollout(1)[0], {}, step=1)
+    assert_equal(state(again), state(one))
+
+
 def test_a_restore_takes_no_second_copy(saved, tmp_path):
     """Neither initial weights nor an initial optimizer state are made first."""
     path, _, _ = saved

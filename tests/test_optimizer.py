@@ -2,6 +2,8 @@
 downhill.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +14,14 @@ from jax.sharding import AxisType, Mesh
 from jaxrl.config import OptimizerConfig
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import init_params
-from jaxrl.optimizer import decayed, learning_rate, make_optimizer, state_shardings
+from jaxrl.optimizer import (
+    apply_changes,
+    decayed,
+    learning_rate,
+    make_optimizer,
+    round_at_random,
+    state_shardings,
+)
 from jaxrl.sharding.rules import param_shardings
 
 MODEL = DecoderConfig("qwen2", 32, 16, 2, 4, 2, 4, 24, attention_bias=True)
@@ -95,6 +104,64 @@ def test_without_a_gradient_only_weight_decay_moves_a_kernel(name, schedule):
         *map(jax.tree.leaves, (params, start, decayed(start))), strict=True
     ):
         np.testing.assert_allclose(moved, first * (left if is_kernel else 1.0), rtol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion"])
+def test_small_moves_of_bfloat16_weights_arrive_in_the_mean(name):
+    """100 steps of 1e-5: rounded to the nearest, weights above 0.005 would not move at all."""
+    optimizer = make_optimizer(config(name=name, learning_rate=1e-5), 100, jnp.float32)
+    start = 0.02 * jax.random.normal(jax.random.key(3), (512, 512))
+    start = {"w": start.astype(jnp.bfloat16)}
+
+    @partial(jax.jit, donate_argnums=0)
+    def step(carry, updates):
+        params, state = carry
+        changes, state = optimizer.update(jax.tree.map(jnp.ones_like, params), state, params)
+        return apply_changes(params, changes, 0, updates), state
+
+    carry = jax.tree.map(jnp.copy, start), optimizer.init(start)
+    for updates in range(100):
+        carry = step(carry, jnp.int32(updates))
+    before = np.asarray(start["w"], np.float64)
+    moved = np.asarray(carry[0]["w"], np.float64) - before
+    assert moved.mean() == pytest.approx(-1e-3, rel=0.05)
+    assert moved[np.abs(before) > 0.01].mean() == pytest.approx(-1e-3, rel=0.05)
+
+
+def test_rounding_at_random_keeps_the_mean_and_what_needs_none():
+    """1 + 2^-9 lies a quarter of the way from 1 to the next bfloat16 number, 1 + 2^-7."""
+    between = jnp.full((256, 1024), 1 + 2**-9, jnp.float32)
+    one, other = (round_at_random(between, jax.random.key(seed)) for seed in (0, 1))
+    for rounded in (one, other):
+        up = np.asarray(rounded == 1 + 2**-7)
+        assert (up | np.asarray(rounded == 1)).all()
+        for axis in (None, 0, 1):  # no row and no column is favoured either
+            share = up.mean(axis)
+            limit = 5 * np.sqrt(0.25 * 0.75 * np.size(share) / up.size)
+            assert np.abs(share - 0.25).max() < limit
+    both = np.asarray((one > 1) & (other > 1)).mean()
+    assert both == pytest.approx(1 / 16, abs=5 * np.sqrt(1 / 16 / between.size))
+    exact = jnp.array([0.0, -1.5, jnp.inf, -jnp.inf, jnp.nan])
+    kept = round_at_random(exact, jax.random.key(0)).astype(jnp.float32)
+    np.testing.assert_array_equal(kept, exact)
+
+
+def test_random_rounding_is_the_same_on_every_mesh_and_another_at_every_update():
+    axes = ("data", "fsdp", "tensor")
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), axes, axis_types=(AxisType.Auto,) * 3)
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), init_params(MODEL, jax.random.key(0)))
+    changes = jax.tree.map(lambda x: jnp.full(x.shape, 1e-4), params)
+    step = jax.jit(apply_changes, static_argnums=2)
+    alone = step(params, changes, 7, jnp.int32(3))
+    placed = jax.device_put((params, changes), (param_shardings(MODEL, mesh),) * 2)
+    spread = step(*placed, 7, jnp.int32(3))
+    jax.tree.map(np.testing.assert_array_equal, alone, spread)
+    for other in (step(params, changes, 7, jnp.int32(4)), step(params, changes, 8, jnp.int32(3))):
+        pairs = zip(jax.tree.leaves(alone), jax.tree.leaves(other), strict=True)
+        assert not all(bool((a == b).all()) for a, b in pairs)
+    whole = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+    expected = jax.jit(optax.apply_updates)(whole, changes)
+    jax.tree.map(np.testing.assert_array_equal, step(whole, changes, 7, jnp.int32(3)), expected)
 
 
 @pytest.mark.parametrize("name", NAMES)

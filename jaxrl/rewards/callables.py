@@ -42,7 +42,8 @@ def bind(
         return config, {}
     if callable(rewards):
         raise UserError("rewards is a list of functions: write rewards=[f]")
-    entries, given = list(config.reward.functions), {}
+    entries = list(config.reward.functions)
+    given: dict[str, bytes] = {}
     for function in rewards:
         name = name_of(function)
         text = f"{PREFIX}{name}@{digest(function)}"

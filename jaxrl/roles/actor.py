@@ -22,7 +22,7 @@ from jaxrl.errors import RunError
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Params, abstract_params, cast, unstack
 from jaxrl.models.hf import save_hf
-from jaxrl.optimizer import learning_rate, make_optimizer, state_shardings
+from jaxrl.optimizer import apply_changes, learning_rate, make_optimizer, state_shardings
 from jaxrl.roles.microbatch import (
     cut_minibatches,
     room,
@@ -186,7 +186,7 @@ class Actor:
         sequences, minibatches = batch.sequences, self.config.minibatches
         unit = unit_rows(rollout.group_ids, minibatches)
         group = shared_group(sequences, unit, c.micro_batch_tokens)
-        in_policy = np.asarray(batch.policy_mask).any(-1)
+        in_policy = np.asarray(np.any(batch.policy_mask, axis=-1))
         units = tokens_of(lengths, group)
         live = int((tokens_of(tokens, group) > 0).sum())
         if batch.advantages is not None and self.config.updates_per_batch > 1:
@@ -420,7 +420,7 @@ class Actor:
 
         def apply(state: TrainState, grads: Any) -> TrainState:
             changes, opt_state = optimizer.update(grads, state.opt_state, state.params)
-            params = optax.apply_updates(state.params, changes)
+            params = apply_changes(state.params, changes, self.config.seed, state.updates)
             return TrainState(params, opt_state, state.updates + 1)
 
         def update(
