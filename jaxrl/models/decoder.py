@@ -357,7 +357,8 @@ def _embed(
     """Rows of the embedding in `dtype`, its own where None; its D is gathered first: a lookup split
     both ways is replicated.
     """
-    table, sharding = params["embed"]["embedding"], None
+    table: jax.Array = params["embed"]["embedding"]
+    sharding: NamedSharding | None = None
     if mesh is not None:
         vocab = "tensor" if config.vocab_size % mesh.shape["tensor"] == 0 else None
         sharding = NamedSharding(mesh, PartitionSpec(vocab, None))
