@@ -8,8 +8,11 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import pytest
+import shape_checks
 
-from jaxrl.sharding import ledger
+shape_checks.install()
+
+from jaxrl.sharding import ledger  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")

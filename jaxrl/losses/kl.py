@@ -12,11 +12,12 @@ from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Bool, Float
 
 from jaxrl.errors import unknown
 from jaxrl.losses.aggregation import Aggregation, kept, token_metric
 from jaxrl.losses.divergence import Sums
+from jaxrl.types import Array
 
 MAX_GAP = 20.0
 """Nats: |d| in the term and in the penalty is at most this, so that exp(-d) stays finite."""

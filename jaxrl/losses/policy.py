@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Bool, Float
 
 from jaxrl.algorithm_table import ALGORITHMS, PolicyLoss
 from jaxrl.errors import unknown
@@ -34,6 +34,7 @@ from jaxrl.losses.aggregation import (
     token_metric,
 )
 from jaxrl.losses.divergence import Sums
+from jaxrl.types import Array
 
 Loss = tuple[Float[Array, ""], Float[Array, ""], Sums]
 """(sum to minimise, count, metrics)."""
