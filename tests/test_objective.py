@@ -751,9 +751,9 @@ def two_widths():
         np.pad(x, ((0, 0), (extra, 0))) for x in (narrow.sequences.tokens, narrow.sequences.mask)
     ]
     wide = replace(narrow, sequences=Sequences(*padded, narrow.sequences.loss_mask))
-    scores = np.random.default_rng(12).integers(0, 4, len(narrow.group_ids)).astype(float)
-    scores[narrow.group_ids < 0] = np.nan
-    return narrow, wide, {"reward": [RewardReport(scores, {}, {}, ())]}
+    given = np.random.default_rng(12).integers(0, 4, len(narrow.group_ids)).astype(float)
+    given[narrow.group_ids < 0] = np.nan
+    return narrow, wide, scores(given)
 
 
 @pytest.mark.parametrize("minibatches", [3, pytest.param(4, marks=pytest.mark.slow)])
@@ -761,7 +761,7 @@ def test_the_rows_of_an_update_depend_on_neither_memory_nor_width(
     minibatches, tmp_path, monkeypatch
 ):
     """Whether completions share their prompt's computation is a matter of memory and speed."""
-    narrow, wide, scores = two_widths()
+    narrow, wide, given = two_widths()
     width = narrow.sequences.tokens.shape[1] - 8 + 4 * 8  # of a prompt with its completions
     cases = {"whole": (narrow, "null"), "fits": (narrow, width), "does not": (narrow, width - 1)}
     cases |= {"wide": (wide, "null"), "wide, cut": (wide, 447)}
@@ -770,7 +770,7 @@ def test_the_rows_of_an_update_depend_on_neither_memory_nor_width(
         sizes = ("batch_size=6", "group_size=4", f"actor.minibatches={minibatches}")
         cfg = config("gspo", *sizes, "actor.dtype=float32", f"actor.micro_batch_tokens={budget}")
         one = actor(cfg, make_mesh(1, 2, 1), tmp_path)
-        rows, groups, told = minibatches_of(one, (rollout, scores), monkeypatch)
+        rows, groups, told = minibatches_of(one, (rollout, given), monkeypatch)
         found[name] = rows, groups, told, jax.device_get(one.state.params)
     rows, groups, told, params = found.pop("whole")
     assert len(rows) == minibatches and sorted(i for part in rows for i in part) == [*range(24)]
