@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -32,8 +33,16 @@ from jaxrl.plugin import anchored
 
 LARGEST = 2**31 - 1
 """What a device counts with; no key needs more."""
-Positive = Annotated[int, Field(strict=True, ge=1, le=LARGEST)]
-Count = Annotated[int, Field(strict=True, ge=0, le=LARGEST)]
+
+
+def _countable(value: int) -> int:
+    if value > LARGEST:
+        raise ValueError(f"input should be less than or equal to {LARGEST}")
+    return value
+
+
+Positive = Annotated[int, Field(strict=True, ge=1), AfterValidator(_countable)]
+Count = Annotated[int, Field(strict=True, ge=0), AfterValidator(_countable)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 PositiveNumber = Annotated[Number, Field(gt=0)]
 NonNegative = Annotated[Number, Field(ge=0)]
@@ -95,8 +104,16 @@ class RoleConfig(Section):
     devices: str | None = None
     """Slice `start:stop` of the pool's devices that this role uses, as in `1:2`. null: all of
     them."""
-    dtype: DType = "bfloat16"
-    """Dtype of activations and of the weights that enter matrix products."""
+    dtype: DType | None = None
+    """Dtype of activations and of the weights that enter matrix products. null: bfloat16 on
+    accelerators; float32 on a CPU, which computes bfloat16 in float32 from copies of the
+    weights."""
+
+    @property
+    def compute_dtype(self) -> DType:
+        """`dtype` once the devices are known (`Config.with_dtypes`)."""
+        assert self.dtype is not None, "Config.with_dtypes fills it"
+        return self.dtype
 
     @field_validator("devices")
     @classmethod
@@ -850,6 +867,28 @@ class Config(Section, metaclass=_Parsed):
     def run_path(self) -> Path:
         """Folder of the run."""
         return Path("runs") / self.name if self.run_dir is None else Path(self.run_dir)
+
+    @property
+    def roles(self) -> dict[str, RoleConfig]:
+        """Role -> its section."""
+        return {
+            "actor": self.actor,
+            "rollout": self.rollout,
+            "teacher": self.teacher,
+            "reference": self.reference,
+            "reward": self.reward,
+            "grouper": self.grouper,
+        }
+
+    def with_dtypes(self, platform: str) -> Self:
+        """Each role's dtype that is null, as it is on the devices of a platform."""
+        own = "float32" if platform == "cpu" else "bfloat16"
+        filled = {
+            role: section.model_copy(update={"dtype": own})
+            for role, section in self.roles.items()
+            if section.dtype is None
+        }
+        return self.model_copy(update=filled)
 
     @property
     def lazy(self) -> tuple[str, ...]:

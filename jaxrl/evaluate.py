@@ -247,6 +247,7 @@ def _prepare(source: ModelSource, config: Config) -> Job:
         )
     enable_compile_cache(config.compile_cache)
     mesh, placed = _mesh(source, config)
+    config = config.with_dtypes(mesh.devices.flat[0].platform)
     return Job(config, source, mesh, tokenizer, ends, sets, judge, (*placed, *notes))
 
 
@@ -258,9 +259,9 @@ def _mesh(source: ModelSource, config: Config) -> tuple[Mesh, list[str]]:
     limits = (None,) * len(placement.pools)
     scene = Scene(placement, ("rollout",), source.config, None, limits, fused_attention=False)
     axes = scene.axes(config)
-    model = source.config
+    model, dtype = source.config, config.with_dtypes(seen.devices[0].platform).rollout.dtype
     told = (
-        f"{source.name}: {model.family}, {model.n_params:,} parameters, {config.rollout.dtype},"
+        f"{source.name}: {model.family}, {model.n_params:,} parameters, {dtype},"
         f" on {axes['rollout']}"
     )
     mesh = carve(seen.devices, placement, axes)["rollout"]

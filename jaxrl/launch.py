@@ -476,7 +476,7 @@ def make_reward(setup: Setup, meshes: Mapping[str, Mesh]) -> Reward:
         model = RewardModel(
             open_reward(config.model),
             meshes["reward"],
-            config.dtype,
+            config.compute_dtype,
             config.batch_tokens,
             config.max_tokens or longest + TEMPLATE_TOKENS,
             setup.config.offload.frozen,
@@ -490,7 +490,7 @@ def make_grouper(setup: Setup, meshes: Mapping[str, Mesh]) -> Grouper:
     return Grouper(
         config.model,
         meshes["grouper"],
-        config.dtype,
+        config.compute_dtype,
         config.batch_tokens,
         setup.opens_thought,
         setup.config.offload.frozen,

@@ -83,7 +83,7 @@ class Profile:
 
     def _ask(self, folder: Path | None) -> Mapping[str, Future]:
         config = self.job.config
-        return self.crew.profile(folder, config.actor.dtype, config.deadlines.checkpoint)
+        return self.crew.profile(folder, config.actor.compute_dtype, config.deadlines.checkpoint)
 
     def _finish(self) -> None:
         """Waits for the traces, then tells the table."""
@@ -167,7 +167,9 @@ class Profile:
             found["actor", "publish"] = sum(sent) / len(rows)
         if self.job.teacher is not None and pool_of("teacher") != pool_of("actor"):
             config = self.job.config
-            each = signal_bytes(config.distill, config.teacher.dtype, self.job.teacher.config)
+            each = signal_bytes(
+                config.distill, config.teacher.compute_dtype, self.job.teacher.config
+            )
             found["teacher", "score"] = each * fmean(row["actor/tokens"] for row in rows)
         for made in self._calls:
             ended = made.times.finished or 0.0

@@ -20,7 +20,6 @@ from jaxrl.algorithms import needed_roles
 from jaxrl.config import Config
 from jaxrl.errors import UserError
 from jaxrl.plan import make_plan
-from jaxrl.plan.scene import sections
 from jaxrl.plan.table import GB
 from jaxrl.run_dir import CONFIG_FILE, PLAN_DATA_FILE
 from jaxrl.schedule import SCHEDULES, Schedule
@@ -220,7 +219,7 @@ def speedup(
 
 def _devices(facts: RunFacts, spec: str) -> dict[str, int] | None:
     """Role -> its devices under another `--mesh`; None where a role's slice of them cannot be."""
-    slices = {role: section.devices for role, section in sections(facts.config).items()}
+    slices = {role: section.devices for role, section in facts.config.roles.items()}
     placed = [role for role, n in facts.devices.items() if n]
     try:
         roles = place(spec, placed, slices).roles

@@ -19,7 +19,6 @@ from rich.table import Table
 
 from jaxrl.launch import Job
 from jaxrl.models.config import DecoderConfig
-from jaxrl.plan.scene import sections
 from jaxrl.sharding.placement import Axes
 from jaxrl.telemetry.calls import PoolWait, Stage
 from jaxrl.telemetry.ceilings import Ceilings
@@ -186,7 +185,7 @@ def _batch_work(job: Job, axes: Mapping[str, Axes], batch: Batch) -> dict[Stage,
     config, student = job.config, job.student.config
     found: dict[Stage, list[Work]] = {}
     copies = {role: sizes.data * sizes.fsdp for role, sizes in axes.items()}
-    size = {role: jnp.dtype(part.dtype).itemsize for role, part in sections(config).items()}
+    size = {role: jnp.dtype(part.dtype).itemsize for role, part in config.roles.items()}
     if batch.decode_steps:
         found["rollout", "generate"] = _sampling(student, batch, size["rollout"], copies["rollout"])
     if job.teacher is not None:

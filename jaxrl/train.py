@@ -156,6 +156,7 @@ def run_config(
     interrupt = Interrupt(interrupt_s(config))
     with interrupt.listening():
         job, plan = prepare_run(config, given)
+        config = plan.config
         with (
             open_run_dir(config, dependencies(job)) as run,
             Console(config.logging, steps=config.steps, start=run.step) as console,
@@ -263,7 +264,7 @@ def prepare_run(config: Config, given: Mapping[str, bytes] | None = None) -> tup
     if plan.hopeless:
         told = (*plan.verdict[:1], *plan.advice[:3], "--dry-run shows the plan")
         raise UserError("\n".join(told))
-    return make_job(config, given), plan
+    return make_job(plan.config, given), plan
 
 
 def run_job(errand: Errand, run: RunDir) -> Result:

@@ -112,6 +112,6 @@ def test_emulated_devices_share_the_memory_that_is_free_on_their_host():
     hosts = [host("1", cpus=3), host("2", cpus=8)]
     placement = parse("actor=2,rollout=1,teacher=2")
     found = devices_of(placement, seats(placement, hosts, False, None), False)
-    # 6 GiB of host 1 for three devices, 6 GiB of host 2 for two.
-    assert [d.limit for d in found] == [2 * GIB] * 3 + [3 * GIB] * 2
+    # 6 GiB of host 1 for its three devices together, 6 GiB of host 2 for its two.
+    assert [d.limit for d in found] == [6 * GIB] * 5
     assert {d.platform for d in found} == {"cpu"}

@@ -205,6 +205,8 @@ def test_every_key_is_read_but_those_planted_here(
     monkeypatch.setattr(
         Section, "__getattribute__", lambda section, name: reads.spy(section, name), raising=False
     )
+    fill = Config.with_dtypes  # a run reads the copy that it makes
+    monkeypatch.setattr(Config, "with_dtypes", lambda c, where: reads.watch(fill(c, where)))
     shots = tmp_path / "shots.jsonl"
     shots.write_text('{"prompt": "1+1=", "completion": "2"}\n')
     distillation = [

@@ -42,7 +42,8 @@ def config(models, run_dir, *overrides):
 
 def crew_of(made):
     """Started roles of a run."""
-    job, plan = make_job(made), make_plan(made, needed_roles(made), devices_for(made))
+    plan = make_plan(made, needed_roles(made), devices_for(made))
+    job = make_job(plan.config)
     return start_roles(make_setup(job, plan.axes, made.run_path), plan, print)
 
 

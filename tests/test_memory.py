@@ -19,9 +19,10 @@ from jaxrl.errors import UserError
 from jaxrl.models import decoder
 from jaxrl.models.config import DecoderConfig
 from jaxrl.optimizer import make_optimizer, state_shardings
-from jaxrl.plan import Plan, build, checkpoint_bytes, make_plan
+from jaxrl.plan import PROCESS_BYTES, Plan, build, checkpoint_bytes, make_plan
 from jaxrl.plan.advice import set_key
 from jaxrl.plan.scene import optimizer_bytes
+from jaxrl.runtime.cluster import ClusterDevice
 from jaxrl.sampling import decode
 from jaxrl.sharding import memory
 from jaxrl.sharding.memory import Account, Part
@@ -172,6 +173,66 @@ def test_roles_on_slices_meet_only_where_the_slices_do() -> None:
     accounts = apart.accounts
     policy, _ = memory.peak([accounts["actor"], accounts["rollout"]])
     assert apart.pools[0].bytes == max(policy, accounts["teacher"].peak)
+
+
+def test_emulated_devices_are_held_against_the_sum_of_what_their_host_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No share of it: an actor may take more than half. A byte less, and it does not fit."""
+
+    def on(free: int, mesh: str = "actor=1,rollout=2,teacher=1") -> Plan:
+        monkeypatch.setattr("jaxrl.sharding.mesh.host_available", lambda: free)
+        return plan(mesh, here=True)
+
+    roomy = on(10**13)
+    actor, rollout, teacher = (pool.bytes for pool in roomy.pools)
+    (host,) = roomy.hosts
+    needed = actor + 2 * rollout + teacher + host.beside
+    assert host.devices == (1, 2, 1) and host.beside >= PROCESS_BYTES
+    assert max(actor, teacher) > needed / 4  # which an eighth for each device, or a quarter, is not
+    assert on(needed).fits and not on(needed).hopeless
+    small = on(needed - 1)
+    assert not small.fits and not small.hopeless
+    assert f"this host needs {needed / 1e9:.1f} GB of" in small.verdict[0]
+    assert f"2 x {rollout / 1e9:.1f} rollout" in small.verdict[0]
+    assert on(int(needed / 1.3)).hopeless
+    assert any("teacher" in line for line in on(needed // 2).advice)
+
+
+def test_a_cluster_s_emulated_devices_share_the_memory_of_their_own_host() -> None:
+    placement = place("actor=2,teacher=1,rollout=1", ROLES)
+    config = Config.parse({**BASE, "mesh": placement.spec})
+
+    def on(*free: int) -> Plan:
+        where = [("a", free[0])] * 2 + [("b", free[1])] * 2
+        devices = [ClusterDevice(i, "cpu", i // 2, *host) for i, host in enumerate(where)]
+        seen = Visible(tuple(devices), "emulated", "ray")
+        return build(config, ROLES, placement, QWEN_1_5B, QWEN_7B, seen)
+
+    a, b = on(10**13, 10**13).hosts
+    assert (a.name, a.devices, b.name, b.devices) == ("a", (2, 0, 0), "b", (0, 1, 1))
+    sizes = [pool.bytes for pool in on(10**13, 10**13).pools]
+    need_a, need_b = (host.needed(sizes) for host in (a, b))
+    assert on(need_a, need_b).fits
+    assert not on(need_a - 1, 10**13).fits and not on(10**13, need_b - 1).fits
+
+
+def test_roles_compute_in_what_their_devices_do_unless_they_are_told() -> None:
+    def dtypes(found: Plan) -> set[str | None]:
+        return {section.dtype for section in found.config.roles.values()}
+
+    here = plan("actor+rollout+teacher=1", here=True)
+    assert dtypes(here) == {"float32"}
+    assert any("dtype=float32 of actor, rollout, teacher" in note for note in here.notes)
+    assert dtypes(plan("actor+rollout+teacher=1")) == {"bfloat16"}
+    config = Config.parse({**BASE, "mesh": "actor+rollout+teacher=1"})
+    device = ClusterDevice(0, "cpu", 0, "a", 10**13)
+    placement = place(config.mesh, ROLES)
+    seen = Visible((device,), "emulated", "ray")
+    assert dtypes(build(config, ROLES, placement, QWEN_1_5B, QWEN_7B, seen)) == {"float32"}
+    asked = plan("actor+rollout+teacher=1", here=True, teacher__dtype="bfloat16")
+    assert asked.config.teacher.dtype == "bfloat16" and asked.config.actor.dtype == "float32"
+    assert any("dtype=bfloat16 of teacher: a CPU computes it in float32" in n for n in asked.notes)
 
 
 def test_what_does_not_fit_names_keys_that_help() -> None:

@@ -140,5 +140,5 @@ def test_emulated_devices_share_the_host_memory() -> None:
     available = host_available()
     assert available is not None
     assert available > 0
-    eighth = bytes_limit(jax.devices()[0], sharers=8)
-    assert eighth == pytest.approx(available / 8, rel=0.5)  # the machine is not idle
+    of_all = bytes_limit(jax.devices()[0])
+    assert of_all == pytest.approx(available, rel=0.5)  # the machine is not idle

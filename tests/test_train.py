@@ -76,7 +76,9 @@ def test_what_a_run_leaves_behind(reference):
     assert rows[1]["weights/sync_bytes"] > 0 and rows[1]["rollout/decode_steps"] > 0
     stages = ("rollout", "score", "update", "weight_sync", "step")
     assert all(row[f"time/{stage}_s"] > 0 for row in rows[1:] for stage in stages)
-    assert Config.load(folder / "config.yaml").steps == 2
+    written = Config.load(folder / "config.yaml")
+    assert written.steps == 2
+    assert written.reference.dtype == "float32"  # null in the config, and these are CPUs
     assert "actor" in (folder / "plan.txt").read_text()
     samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     assert {sample["step"] for sample in samples} == {1, 2}

@@ -25,8 +25,9 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.encoder_config import WEIGHTS, find_folder, read_encoder
 from jaxrl.models.reward import read_reward
 from jaxrl.plan.advice import advise, relief, room, set_key
-from jaxrl.plan.scene import PoolMemory, Scene, optimizer_bytes, parallel, sections
+from jaxrl.plan.scene import HostMemory, PoolMemory, Scene, optimizer_bytes, parallel
 from jaxrl.plan.table import GB, plan_table
+from jaxrl.runtime.cluster import ClusterDevice
 from jaxrl.sharding.memory import Account, weight_bytes
 from jaxrl.sharding.mesh import Visible, bytes_limit
 from jaxrl.sharding.placement import Axes, Placement, check_visible, place, serve
@@ -35,6 +36,9 @@ GPU_SIZES = (24, 40, 80, 141)
 """GB of the GPUs that a plan made without one is judged for."""
 JAX_SHARE = 0.75
 """Of a GPU's memory, what jax takes unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise."""
+PROCESS_BYTES = 600_000_000
+"""What a process grows by from its plan to the end of a run, arrays aside: the tokenizers' library,
+compiled programs, buffers of the allocator. Measured on the quickstart."""
 SLACK = 1.25
 """How much too high a plan is allowed to be before it refuses a run."""
 WIDTH = 132
@@ -44,6 +48,8 @@ WIDTH = 132
 class Plan:
     """Where everything goes, what it takes, and what would help."""
 
+    config: Config
+    """With the dtypes that these devices compute in."""
     placement: Placement
     axes: Mapping[str, Axes]
     """For each role of the run."""
@@ -54,6 +60,8 @@ class Plan:
     """`local` or `ray`."""
     accounts: Mapping[str, Account]
     pools: tuple[PoolMemory, ...]
+    hosts: tuple[HostMemory, ...]
+    """Those of emulated devices."""
     notes: tuple[str, ...]
     verdict: tuple[str, ...]
     advice: tuple[str, ...]
@@ -82,15 +90,12 @@ class Plan:
 
     @property
     def hopeless(self) -> bool:
-        """True where it would not fit even if the figures were `SLACK` times too high. Emulated
-        devices share the host's memory.
-        """
-        sizes = [pool.stop - pool.start for pool in self.placement.pools]
-        known = [(n, p.bytes, p.limit) for n, p in zip(sizes, self.pools, strict=True) if p.limit]
-        if self.devices and self.devices[0].platform == "cpu":
-            needed = sum(n * peak for n, peak, _ in known)
-            return needed > SLACK * sum(n * limit for n, _, limit in known)
-        return any(peak > SLACK * limit for _, peak, limit in known)
+        """True where it would not fit even if the figures were `SLACK` times too high."""
+        sizes = [pool.bytes for pool in self.pools]
+        if self.hosts:
+            return any(host.needed(sizes) > SLACK * host.limit for host in self.hosts)
+        known = [(pool.bytes, pool.limit) for pool in self.pools if pool.limit is not None]
+        return any(peak > SLACK * limit for peak, limit in known)
 
     @property
     def peaks(self) -> dict[str, int]:
@@ -133,7 +138,7 @@ def make_plan(
     Raises:
         UserError: a mesh that cannot be, in one line with both numbers.
     """
-    slices = {role: section.devices for role, section in sections(config).items()}
+    slices = {role: section.devices for role, section in config.roles.items()}
     served = [role for role in roles if role in services(config)]
     placement = place(config.mesh, [role for role in roles if role not in served], slices)
     student = model_config(config.student.model)
@@ -149,7 +154,8 @@ def make_plan(
         frozen["reward"] = read_reward(config.reward.model)[1]
     if "grouper" in roles and config.grouper.model is not None:
         frozen["grouper"] = read_encoder(find_folder(config.grouper.model))[0]
-    return build(config, roles, placement, student, teacher, seen, limit_gb, frozen)
+    mapped = mapped_bytes(config) if seen.emulated else 0
+    return build(config, roles, placement, student, teacher, seen, limit_gb, frozen, mapped)
 
 
 def services(config: Config) -> dict[str, str]:
@@ -196,14 +202,28 @@ def build(
     seen: Visible,
     limit_gb: float | None = None,
     frozen: Mapping[str, Any] | None = None,
+    mapped: int = 0,
 ) -> Plan:
-    """The plan of a placement on the devices `seen`; where none are, on GPUs elsewhere."""
-    gpu = not seen.devices or seen.devices[0].platform == "gpu"
-    limits = _limits(placement, seen, limit_gb)
+    """The plan of a placement on the devices `seen`; where none are, on GPUs elsewhere.
+
+    Args:
+        mapped: bytes of the files that stay mapped on each host.
+    """
+    platform = seen.devices[0].platform if seen.devices else "gpu"
+    asked, config = config, config.with_dtypes(platform)
+    hosts = _hosts(mapped, placement, seen) if platform == "cpu" and limit_gb is None else ()
     scene = Scene(
-        placement, tuple(roles), student, teacher, limits, fused_attention=gpu, **(frozen or {})
+        placement,
+        tuple(roles),
+        student,
+        teacher,
+        (None,) * len(placement.pools) if hosts else _limits(placement, seen, limit_gb),
+        fused_attention=platform == "gpu",
+        hosts=hosts,
+        on_cpu=platform == "cpu",
+        **(frozen or {}),
     )
-    config, chosen = _with_rollout_axes(config, scene, seen.emulated)
+    run, (config, chosen) = config, _with_rollout_axes(config, scene, seen.emulated)
     axes, accounts = scene.axes(config), scene.accounts(config)
     pools = scene.pools(accounts)
     launcher = f"launcher: {seen.launcher} ({seen.why})" if seen.why else None
@@ -214,21 +234,24 @@ def build(
         *_notes(config, scene, axes),
     )
     notes += tuple(_checkpoint_notes(config, student))
-    if seen.emulated and limit_gb is None and limits[0] is not None:
-        notes += (f"limit: the host's free memory, shared by {len(seen.devices)} emulated devices",)
-    verdict, advice = [_verdict(placement, pools)], advise(config, scene)
+    notes += tuple(_dtype_notes(asked, run, scene))
+    notes += tuple(_host_note(host, pools) for host in hosts)
+    verdict, advice = [_verdict(placement, pools, hosts)], advise(config, scene)
     verdict += filter(None, [room(config, scene)])
     if (seen.emulated or not seen.devices) and limit_gb is None:
-        lines, there = _elsewhere(config, replace(scene, fused_attention=True))
+        gpus = replace(scene, fused_attention=True, hosts=(), on_cpu=False)
+        lines, there = _elsewhere(asked.with_dtypes("gpu"), gpus)
         verdict += lines
         advice = advice if there is None else there
     return Plan(
+        run,
         placement,
         axes,
         seen.devices,
         seen.launcher,
         accounts,
         pools,
+        hosts,
         notes,
         tuple(verdict),
         tuple(advice),
@@ -242,12 +265,70 @@ def _limits(placement: Placement, seen: Visible, limit_gb: float | None) -> tupl
         return (round(limit_gb * GB),) * len(placement.pools)
     if not seen.devices:
         return (None,) * len(placement.pools)
-    limits = [bytes_limit(device, len(seen.devices)) for device in seen.devices]
+    limits = [bytes_limit(device) for device in seen.devices]
     found: list[int | None] = []
     for pool in placement.pools:
         known = [n for i in pool.devices if (n := limits[i]) is not None]
         found.append(min(known) if known and len(known) == len(pool.devices) else None)
     return tuple(found)
+
+
+def _hosts(mapped: int, placement: Placement, seen: Visible) -> tuple[HostMemory, ...]:
+    """The hosts of emulated devices whose free memory is known; each process counts, and what is
+    left mapped of each GGUF file."""
+    mine: dict[str, list[Any]] = {}
+    for number, device in enumerate(seen.devices):
+        host = device.host if isinstance(device, ClusterDevice) else "this host"
+        mine.setdefault(host, []).append((number, device))
+    found = []
+    for name, numbered in mine.items():
+        limit = bytes_limit(numbered[0][1])
+        if limit is None:
+            continue
+        here = {number for number, _ in numbered}
+        processes = len({device.process_index for _, device in numbered})
+        counts = tuple(len(here.intersection(pool.devices)) for pool in placement.pools)
+        beside = processes * PROCESS_BYTES + mapped
+        found.append(HostMemory(name, limit, beside, counts))
+    return tuple(found)
+
+
+def mapped_bytes(config: Config) -> int:
+    """Bytes of the GGUF files of a run, which stay mapped once they are read."""
+    names = {config.student.model, config.teacher.model} - {None}
+    places = {
+        resolve_model(name).path
+        for name in names
+        if name is not None and not (Path(name).expanduser() / "config.json").is_file()
+    }
+    return sum(place.stat().st_size for place in places if place.is_file())
+
+
+def _host_note(host: HostMemory, pools: Sequence[PoolMemory]) -> str:
+    needed = host.needed([pool.bytes for pool in pools])
+    return (
+        f"{host.name}: {sum(host.devices)} emulated devices share its free memory of"
+        f" {host.limit / GB:.1f} GB; the run needs {needed / GB:.1f} GB of it,"
+        f" {host.beside / GB:.1f} GB of that for processes and mapped files. A limit in the table"
+        " is what the others leave"
+    )
+
+
+def _dtype_notes(asked: Config, config: Config, scene: Scene) -> list[str]:
+    """What was chosen for the roles of the run, and what is slower than it looks."""
+    chosen = [role for role in scene.roles if role in asked.roles and not asked.roles[role].dtype]
+    notes = []
+    if chosen:
+        dtype = config.roles[chosen[0]].dtype
+        where = "a CPU computes in it anyway" if scene.on_cpu else "the default of accelerators"
+        notes.append(f"dtype={dtype} of {', '.join(chosen)}: {where}")
+    slow = [r for r in scene.roles if r in asked.roles and asked.roles[r].dtype == "bfloat16"]
+    if scene.on_cpu and slow:
+        notes.append(
+            f"dtype=bfloat16 of {', '.join(slow)}: a CPU computes it in float32 from copies of the"
+            " weights, slower than float32 and with the copies beside the weights"
+        )
+    return notes
 
 
 def _with_rollout_axes(
@@ -343,7 +424,19 @@ def _checkpoint_notes(config: Config, student: DecoderConfig) -> list[str]:
     return notes
 
 
-def _verdict(placement: Placement, pools: Sequence[PoolMemory]) -> str:
+def _verdict(
+    placement: Placement, pools: Sequence[PoolMemory], hosts: Sequence[HostMemory] = ()
+) -> str:
+    sizes = [pool.bytes for pool in pools]
+    over = [
+        f"{host.name} needs {host.needed(sizes) / GB:.1f} GB of {host.limit / GB:.1f}"
+        f" ({_sum_of(placement, pools, host)}),"
+        f" {(host.needed(sizes) - host.limit) / GB:.1f} too much"
+        for host in hosts
+        if host.needed(sizes) > host.limit
+    ]
+    if hosts:
+        return "verdict: " + ("fits" if not over else "does not fit: " + "; ".join(over))
     if all(pool.limit is None for pool in pools):
         return "verdict: no limit is known"
     full = [
@@ -353,6 +446,16 @@ def _verdict(placement: Placement, pools: Sequence[PoolMemory]) -> str:
         if not memory.fits and memory.limit is not None
     ]
     return "verdict: " + ("fits" if not full else "does not fit: " + "; ".join(full))
+
+
+def _sum_of(placement: Placement, pools: Sequence[PoolMemory], host: HostMemory) -> str:
+    """What a host's emulated devices add up to, in words."""
+    each = [
+        f"{n} x {memory.bytes / GB:.1f} {pool.name}"
+        for pool, memory, n in zip(placement.pools, pools, host.devices, strict=True)
+        if n
+    ]
+    return " + ".join([*each, f"{host.beside / GB:.1f} processes and mapped files"])
 
 
 def _elsewhere(config: Config, scene: Scene) -> tuple[list[str], list[str] | None]:

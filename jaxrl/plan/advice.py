@@ -47,7 +47,8 @@ def room(config: Config, scene: Scene) -> str | None:
     """How far the sizes of a batch may grow, each alone, until the first pool is full; None where
     no limit is known or the run does not fit as it is.
     """
-    if all(limit is None for limit in scene.limits) or not _fits(config, scene, []):
+    known = scene.hosts or any(limit is not None for limit in scene.limits)
+    if not known or not _fits(config, scene, []):
         return None
     positions = scene.student.max_positions - config.max_prompt_tokens
     most = {"batch_size": MOST, "group_size": MOST, "max_new_tokens": min(MOST, positions)}
@@ -88,7 +89,7 @@ def relief(config: Config, scene: Scene, role: str) -> list[str]:
     now = scene.pools(scene.accounts(config))[index].bytes
     limits = list(scene.limits)
     limits[index] = now // 2
-    tight = replace(scene, limits=tuple(limits))
+    tight = replace(scene, limits=tuple(limits), hosts=())
     return [
         f"{key}={show(value)} takes {size / 1e9:.2f} GB in place of {now / 1e9:.2f}"
         for (key, value), size in _helpful(config, tight, index)[:LINES]
@@ -154,7 +155,7 @@ def _ladders(config: Config, scene: Scene, pool: Pool) -> Iterator[list[Change]]
         if parallel(config, role).tensor is None:
             sizes = [t for t in (2, 4, 8) if t > now.tensor and now.size % t == 0]
             yield [(f"{role}.parallel.tensor", t) for t in sizes]
-        if role != "actor":
+        if role != "actor" and not scene.on_cpu:
             yield [(f"{role}.dtype", "bfloat16")]
 
 
@@ -170,7 +171,8 @@ def _actor_ladders(config: Config, scene: Scene) -> Iterator[list[Change]]:
     yield [("distill.lean", True)]
     yield [("actor.moment_dtype", "bfloat16")]
     yield [("actor.param_dtype", "bfloat16")]
-    yield [("actor.dtype", "bfloat16")]
+    if not scene.on_cpu:
+        yield [("actor.dtype", "bfloat16")]
 
 
 def show(value: Any) -> str:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
-from jaxrl.config import Config, DistillConfig, OptimizerConfig, ParallelConfig, RoleConfig
+from jaxrl.config import Config, DistillConfig, OptimizerConfig, ParallelConfig
 from jaxrl.errors import UserError
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import abstract_params
@@ -22,6 +22,7 @@ from jaxrl.plan.turns import take_turns
 from jaxrl.roles.microbatch import shares
 from jaxrl.sampling.engine import PREFILL_TOKENS, power_of_two
 from jaxrl.schedule import SCHEDULES
+from jaxrl.sharding.activations import whole_rows
 from jaxrl.sharding.memory import (
     ACCOUNTS,
     ITEMSIZE,
@@ -31,6 +32,7 @@ from jaxrl.sharding.memory import (
     layer_bytes,
     peak,
     shards,
+    upcast,
 )
 from jaxrl.sharding.placement import AXIS_NAMES, Axes, Placement, resolve_axes
 from jaxrl.sharding.rules import param_shardings
@@ -61,6 +63,28 @@ class PoolMemory:
 
 
 @dataclass(frozen=True)
+class HostMemory:
+    """A host whose emulated devices share its memory."""
+
+    name: str
+    limit: int
+    """Bytes that are free before the run."""
+    beside: int
+    """Bytes that the run takes there beside its arrays: processes and mapped files."""
+    devices: tuple[int, ...]
+    """How many devices of each pool it emulates."""
+
+    def needed(self, sizes: Sequence[int]) -> int:
+        """Bytes of the run, given those of one device of each pool."""
+        return self.beside + sum(n * size for n, size in zip(self.devices, sizes, strict=True))
+
+    def left(self, pool: int, sizes: Sequence[int]) -> int | None:
+        """Bytes that the other pools leave to a device of this one; None where it has none here."""
+        n, size = self.devices[pool], sizes[pool]
+        return (self.limit - self.needed(sizes)) // n + size if n else None
+
+
+@dataclass(frozen=True)
 class Scene:
     """What stays the same while keys of the config are tried."""
 
@@ -74,6 +98,9 @@ class Scene:
     fused_attention: bool
     reward: DecoderConfig | None = None
     grouper: EncoderConfig | None = None
+    hosts: tuple[HostMemory, ...] = ()
+    """Those of emulated devices; the `limits` are None then."""
+    on_cpu: bool = False
 
     def model(self, role: str) -> DecoderConfig | EncoderConfig:
         own = {"teacher": self.teacher, "reward": self.reward, "grouper": self.grouper}
@@ -95,6 +122,43 @@ class Scene:
 
     def accounts(self, config: Config) -> dict[str, Account]:
         """Memory of each role of the run."""
+        found = self._accounts(config)
+        if self.on_cpu and any(config.roles[role].dtype == "bfloat16" for role in found):
+            found = self._upcast(config, found)
+        return {
+            role: account
+            for pool in self.placement.pools
+            for role, account in take_turns(found, pool.roles, config.offload).items()
+        }
+
+    def _upcast(self, config: Config, found: Mapping[str, Account]) -> dict[str, Account]:
+        """The accounts where bfloat16 is computed in float32, from copies of the weights."""
+        axes = self.axes(config)
+        float32 = config.model_copy(
+            update={
+                role: section.model_copy(update={"dtype": "float32"})
+                for role, section in config.roles.items()
+            }
+        )
+        computed = self._accounts(float32)
+        return {
+            role: account
+            if config.roles[role].dtype != "bfloat16"
+            else upcast(account, computed[role], self._copies(role, axes[role]))
+            for role, account in found.items()
+        }
+
+    def _copies(self, role: str, axes: Axes) -> dict[str, int]:
+        """Phase -> bytes of a role's weights that XLA's CPU holds in float32 too."""
+        model = self.model(role)
+        if not isinstance(model, DecoderConfig) or role not in ("rollout", "teacher", "reference"):
+            return {}
+        layers = layer_bytes(model, axes, "float32")
+        head = whole_rows(model.vocab_size, model.d_model, axes, ITEMSIZE["float32"])
+        return {"prefill": layers, "decode": layers + head, "score": layers}
+
+    def _accounts(self, config: Config) -> dict[str, Account]:
+        """Memory of each role by itself, computed in the dtypes of the config."""
         axes = self.axes(config)
         inputs = memory_inputs(config, self, axes)
         found = {role: ACCOUNTS[role](inputs) for role in self.roles if role in ACCOUNTS}
@@ -104,7 +168,7 @@ class Scene:
             found["reward"] = reward_account(
                 self.reward,
                 axes["reward"],
-                r.dtype,
+                r.compute_dtype,
                 batch_tokens=r.batch_tokens,
                 longest=r.max_tokens or longest + TEMPLATE_TOKENS,
                 fused_attention=self.fused_attention,
@@ -114,16 +178,12 @@ class Scene:
             found["grouper"] = grouper_account(
                 self.grouper,
                 axes["grouper"],
-                g.dtype,
+                g.compute_dtype,
                 batch_tokens=g.batch_tokens,
                 longest=config.max_new_tokens,
                 fused_attention=self.fused_attention,
             )
-        return {
-            role: account
-            for pool in self.placement.pools
-            for role, account in take_turns(found, pool.roles, config.offload).items()
-        }
+        return found
 
     def pools(self, accounts: Mapping[str, Account]) -> tuple[PoolMemory, ...]:
         """The fullest device of each pool; roles on the same device add up."""
@@ -136,7 +196,16 @@ class Scene:
                 for device in pool.devices
             ]
             found.append(PoolMemory(*max(loads, default=(0, "nothing")), limit))
-        return tuple(found)
+        return self._shared(found) if self.hosts else tuple(found)
+
+    def _shared(self, pools: Sequence[PoolMemory]) -> tuple[PoolMemory, ...]:
+        """Each with what the others leave of its hosts: one fits where all do."""
+        sizes = [pool.bytes for pool in pools]
+        left = [[host.left(i, sizes) for host in self.hosts] for i in range(len(pools))]
+        return tuple(
+            replace(pool, limit=min((n for n in each if n is not None), default=None))
+            for pool, each in zip(pools, left, strict=True)
+        )
 
     def together(self, a: str, b: str) -> bool:
         """Whether two roles share a worker."""
@@ -147,20 +216,8 @@ class Scene:
         return where[a].devices == where[b].devices and axes[a] == axes[b]
 
 
-def sections(config: Config) -> dict[str, RoleConfig]:
-    """Role -> its section of the config; other roles have only defaults."""
-    return {
-        "actor": config.actor,
-        "rollout": config.rollout,
-        "teacher": config.teacher,
-        "reference": config.reference,
-        "reward": config.reward,
-        "grouper": config.grouper,
-    }
-
-
 def parallel(config: Config, role: str) -> ParallelConfig:
-    section = sections(config).get(role)
+    section = config.roles.get(role)
     return ParallelConfig() if section is None else section.parallel
 
 
@@ -188,17 +245,19 @@ def memory_inputs(config: Config, scene: Scene, axes: Mapping[str, Axes]) -> Mem
         loss_arrays=_loss_arrays(d, signal),
         loss_fused=signal in ("hidden", "topk", "student_topk") and not d.lean,
         score_arrays={None: 0, "hidden": 0, "sampled": 2}.get(signal, SCORE_ARRAYS),
-        actor_dtype=a.dtype,
+        actor_dtype=a.compute_dtype,
         param_dtype=a.param_dtype,
-        rollout_dtype=config.rollout.dtype,
-        teacher_dtype=config.teacher.dtype,
+        rollout_dtype=config.rollout.compute_dtype,
+        teacher_dtype=config.teacher.compute_dtype,
         optimizer_bytes=optimizer_bytes(
             scene.student, axes["actor"], config.optimizer, a.param_dtype, a.moment_dtype
         ),
         optimizer_scratch=optimizer_scratch(
             scene.student, axes["actor"], config.optimizer, a.moment_dtype
         ),
-        signal_bytes=0 if teacher is None else signal_bytes(d, config.teacher.dtype, teacher),
+        signal_bytes=0
+        if teacher is None
+        else signal_bytes(d, config.teacher.compute_dtype, teacher),
         student_topk=teacher is not None and d.signal == "student_topk",
         teacher_microbatches=config.teacher.num_microbatches,
         teacher_samples=teacher is not None and samples,
@@ -209,7 +268,7 @@ def memory_inputs(config: Config, scene: Scene, axes: Mapping[str, Axes]) -> Mem
         one_pool=scene.together("actor", "rollout"),
         fused_attention=scene.fused_attention,
         shared_group=_shared_group(config),
-        reference_dtype=config.reference.dtype,
+        reference_dtype=config.reference.compute_dtype,
         reference_microbatches=config.reference.num_microbatches,
     )
 

@@ -57,9 +57,14 @@ def plan_table(
             where = _where(role, placement, axes, devices)
             table.add_row(*head, *where, *_sizes(accounts.get(role), memory, show))
         if len(pool.roles) > 1:
-            sizes = [""] * 5 + [show(memory.bytes), show(memory.limit)]
+            sizes = [""] * 5 + [show(memory.bytes), show(_limit(memory))]
             table.add_row("", "", "together", "", "", "", *sizes)
     return table
+
+
+def _limit(memory: PoolMemory) -> int | None:
+    """Never below 0, as what others leave of a shared memory may be."""
+    return None if memory.limit is None else max(memory.limit, 0)
 
 
 def _folded(name: str) -> str:
@@ -88,6 +93,6 @@ def _where(
 
 def _sizes(account: Account | None, memory: PoolMemory, show: Show) -> list[str]:
     if account is None:
-        return ["-"] * 6 + [show(memory.limit)]
+        return ["-"] * 6 + [show(_limit(memory))]
     columns = [account.column(column) for column in get_args(Column)]
     return [show(n) for n in (*columns, account.peak, memory.limit)]

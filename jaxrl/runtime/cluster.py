@@ -66,7 +66,7 @@ class ClusterDevice:
     process_index: int
     host: str
     limit: int | None
-    """Bytes that a run may use on it."""
+    """Bytes that a run may use on it; of an emulated one, those that all on its host share."""
 
     def memory_stats(self) -> Mapping[str, Any] | None:
         return None if self.limit is None else {"bytes_limit": self.limit}
@@ -161,16 +161,12 @@ def devices_of(
 ) -> tuple[ClusterDevice, ...]:
     """Every device of the run in the order of the placement."""
     found: list[ClusterDevice] = []
-    emulated = {
-        seat.host.id: sum(other.devices for other in places if other.host.id == seat.host.id)
-        for seat in places
-    }
     for process, seat in enumerate(places):
         host = seat.host
         if on_gpu:
             limit = min(host.gpu_memory) if host.gpu_memory else None
         else:
-            limit = host.memory_free // emulated[host.id] if host.memory_free else None
+            limit = host.memory_free or None
         for _ in range(seat.devices):
             platform = "gpu" if on_gpu else "cpu"
             found.append(ClusterDevice(len(found), platform, process, host.name, limit))

@@ -148,6 +148,22 @@ def peak(accounts: Iterable[Account]) -> tuple[int, str]:
     return total(moment), moment
 
 
+def upcast(stored: Account, computed: Account, copies: Mapping[str, int]) -> Account:
+    """What a role holds as `stored` and computes as `computed`, in a wider dtype.
+
+    Args:
+        copies: phase -> bytes of weights that are there in the wider dtype too.
+    """
+    narrow, wide = stored.phases(), computed.phases()
+    parts = [part for part in stored.parts if part.phase is None]
+    for phase in narrow:
+        larger = computed if wide.get(phase, 0) > narrow[phase] else stored
+        parts += [part for part in larger.parts if part.phase == phase]
+        if copies.get(phase):
+            parts.append(Part("activations", "weights in float32", copies[phase], phase))
+    return Account(stored.role, tuple(parts))
+
+
 @dataclass(frozen=True)
 class MemoryInputs:
     """Everything that the account depends on."""

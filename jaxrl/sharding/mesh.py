@@ -166,17 +166,14 @@ def verify_pools(placement: Placement, meshes: Mapping[str, Mesh]) -> None:
                 raise RuntimeError(f"device {device.id} is in two pools: {other} and {pool}")
 
 
-def bytes_limit(device: jax.Device, sharers: int) -> int | None:
-    """Bytes that a run may use on `device`; None where nobody knows.
-
-    Args:
-        sharers: emulated devices among which the host's memory is divided.
+def bytes_limit(device: jax.Device) -> int | None:
+    """Bytes that a run may use on `device`, of an emulated one those that all on its host share;
+    None where nobody knows.
     """
     stats = device.memory_stats()
     if stats and stats.get("bytes_limit"):
         return int(stats["bytes_limit"])
-    available = host_available() if device.platform == "cpu" else None
-    return None if available is None else available // sharers
+    return host_available() if device.platform == "cpu" else None
 
 
 def host_available() -> int | None:
