@@ -812,7 +812,7 @@ def test_masked_positions_may_hold_anything(monkeypatch, case, junk):
     hidden, kernel, batch, teacher_head = arrays()
     mask = batch.sequences.loss_mask
     assert not mask.all()
-    loss = ALGORITHMS[algorithm].make_loss(cfg, MODEL, make_mesh(1, 1, 1), V)
+    loss = method_of(cfg).make_loss(cfg, MODEL, make_mesh(1, 1, 1), V)
 
     def fill(x, value):
         wide = x.shape[:2] == mask.shape and x.dtype == jnp.float32
@@ -822,7 +822,8 @@ def test_masked_positions_may_hold_anything(monkeypatch, case, junk):
     def value_and_grad(hidden, kernel, batch):
         def mean(hidden, kernel):
             monkeypatch.setattr("jaxrl.algorithms.completion_hidden", lambda *_, **__: hidden)
-            totals = Totals(mask.sum(dtype=jnp.float32), mask.any(-1).sum(dtype=jnp.float32))
+            tokens, sequences = (x.sum(dtype=jnp.float32) for x in (mask, mask.any(-1)))
+            totals = Totals(tokens, tokens, sequences)
             params = {"lm_head": {"kernel": kernel}}
             (total, _), sums, _ = loss(params, {"teacher_head": teacher_head}, batch, totals)
             return total, sums
