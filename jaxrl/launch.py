@@ -22,7 +22,6 @@ from jaxrl.config import Config
 from jaxrl.data.source import Split, open_source
 from jaxrl.data.stream import EvalSet, PromptStream
 from jaxrl.data.tokenizer import check_same_prompts, check_same_vocabulary, decode
-from jaxrl.determinism import worker_environment
 from jaxrl.errors import UserError, user_input
 from jaxrl.inputs import encoder, end_ids, held_out_sets, keys, pad_id, tokenizer_of
 from jaxrl.model import ModelSource, resolve_model
@@ -63,6 +62,7 @@ from jaxrl.sharding.reshard import put
 from jaxrl.sharding.rules import param_shardings
 from jaxrl.signals import Projection
 from jaxrl.types import Prompt
+from jaxrl.xla_flags import worker_environment
 
 Log = Callable[[str], None]
 STOP_S = 10.0

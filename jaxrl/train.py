@@ -21,7 +21,6 @@ from jaxrl.compile_cache import enable_compile_cache
 from jaxrl.config import Config
 from jaxrl.data.tokenizer import decode
 from jaxrl.depends import dependencies
-from jaxrl.determinism import exclude_nondeterministic
 from jaxrl.errors import RunError, UserError
 from jaxrl.inputs import held_out_notes
 from jaxrl.interrupt import Interrupt, Interrupted
@@ -52,6 +51,7 @@ from jaxrl.telemetry.log import LOG_FILE, RunLog
 from jaxrl.telemetry.metrics import read_metrics
 from jaxrl.telemetry.plot import draw
 from jaxrl.telemetry.trackers import check_trackers
+from jaxrl.xla_flags import exclude_nondeterministic
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -49,7 +49,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("models",),
     ("sharding",),
     ("models.decoder", "models.layers", "models.cache", "models.config"),
-    ("types", "masked", "compile_cache", "determinism", "callable_module", "cli", "interrupt"),
+    ("types", "masked", "compile_cache", "xla_flags", "callable_module", "cli", "interrupt"),
     ("config",),
     ("algorithm_table", "config_keys"),
     ("config_base", "plugin"),

@@ -26,7 +26,6 @@ from ray._private import worker as ray_worker  # noqa: E402
 
 from jaxrl import cli  # noqa: E402
 from jaxrl.config import RayConfig  # noqa: E402
-from jaxrl.determinism import FLAG, worker_environment  # noqa: E402
 from jaxrl.errors import RunError, UserError  # noqa: E402
 from jaxrl.runtime.local import LocalCrew  # noqa: E402
 from jaxrl.runtime.ray.connect import connect  # noqa: E402
@@ -34,6 +33,7 @@ from jaxrl.runtime.ray.crew import RayCrew  # noqa: E402
 from jaxrl.runtime.worker import DeadlineExceeded, OutOfMemory, RunLost, Stopped, WorkerError  # noqa: E402
 from jaxrl.sharding.placement import parse  # noqa: E402
 from jaxrl.train import main  # noqa: E402
+from jaxrl.xla_flags import worker_environment  # noqa: E402
 
 pytestmark = pytest.mark.ray
 
@@ -82,7 +82,7 @@ def test_the_deterministic_flag_reaches_every_process_beside_its_own(start, monk
     crew = start(environment=worker_environment(True))
     for role in ROLES:
         flags = crew.handle(role).call("variable", "XLA_FLAGS", deadline=60.0).result().split()
-        assert flags == [*os.environ.get("XLA_FLAGS", "").split(), FLAG]
+        assert flags == [*os.environ.get("XLA_FLAGS", "").split(), PATIENT, DETERMINISTIC]
 
 
 def local_crew(marks, mesh=MESH):

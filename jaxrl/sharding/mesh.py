@@ -16,6 +16,7 @@ from jax.sharding import AxisType, Mesh
 from jaxrl.compile_cache import compile_unordered_programs_again
 from jaxrl.errors import UserError
 from jaxrl.sharding.placement import AXIS_NAMES, Axes, Placement, device_list
+from jaxrl.xla_flags import wait_for_slow_devices
 
 HOST_COUNT_FLAG = "xla_force_host_platform_device_count"
 MOST_EMULATED = 512
@@ -55,6 +56,7 @@ def ensure_devices(needed: int) -> Visible:
             jax.config.update("jax_num_cpu_devices", min(needed, MOST_EMULATED))
         except RuntimeError:  # the backend runs already
             late = True
+    wait_for_slow_devices()
     try:
         devices = tuple(jax.devices())
     except (RuntimeError, AssertionError) as error:  # jax asserts where a named platform is missing

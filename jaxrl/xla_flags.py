@@ -1,0 +1,57 @@
+"""Flags that XLA must have before jax starts, in this process and in those of a cluster."""
+
+from __future__ import annotations
+
+import os
+
+from jax._src import xla_bridge  # no public function tells whether a backend runs
+
+from jaxrl.errors import UserError
+
+VARIABLE = "XLA_FLAGS"
+DETERMINISTIC = "--xla_gpu_exclude_nondeterministic_ops=true"
+PATIENT = "--xla_cpu_collective_call_terminate_timeout_seconds=86400"
+"""XLA's CPU runtime ends the process, and saves nothing, once a device has waited 40 s for another
+in a collective, which on loaded cores may only be slow. A run's own deadlines are named, longer and
+leave a checkpoint, so XLA's is moved out of their way (jaxlib 0.10 to 0.12 know the flag; one that
+does not know it would not start, so raise the bound only after a look)."""
+
+
+def exclude_nondeterministic() -> None:
+    """Asks for kernels whose result does not depend on timing, in this process and in those that it
+    starts on this host.
+
+    Raises:
+        UserError: jax runs already without it, and reads it no more.
+    """
+    if not _set(DETERMINISTIC):
+        raise UserError(
+            "deterministic=true comes too late: jax has started in this process, and reads"
+            f" {VARIABLE} no more. Start python with {VARIABLE}={DETERMINISTIC}, or ask jax for"
+            " nothing before the run; on a CPU leave deterministic=false, for every run is"
+            " deterministic"
+        )
+
+
+def wait_for_slow_devices() -> None:
+    """Lets the emulated devices of this process wait for each other as long as the run does, where
+    jax has not started yet.
+    """
+    _set(PATIENT)
+
+
+def worker_environment(deterministic: bool) -> dict[str, str]:
+    """Variables of a process on any host, whose own flags are kept (Ray fills the braces in)."""
+    flags = [PATIENT, *([DETERMINISTIC] if deterministic else [])]
+    return {VARIABLE: " ".join([f"${{{VARIABLE}}}", *flags])}
+
+
+def _set(flag: str) -> bool:
+    """Whether XLA has the flag, or one of its name that somebody else gave, when jax starts."""
+    flags = os.environ.get(VARIABLE, "").split()
+    if any(given.partition("=")[0] == flag.partition("=")[0] for given in flags):
+        return True
+    if xla_bridge.backends_are_initialized():
+        return False
+    os.environ[VARIABLE] = " ".join([*flags, flag])
+    return True
