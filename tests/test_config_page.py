@@ -183,6 +183,10 @@ SHOWN_BY = {
         "test_serve_teacher.py",
         "test_a_completions_server_tells_what_the_scorer_tells",
     ),
+    "resume_changed": (
+        "test_depends.py",
+        "test_what_has_changed_is_refused_by_name_and_versions_are_reported",
+    ),
 }
 """Keys that only other runs read (in trouble, in several processes) -> the test that shows their
 effect."""
