@@ -33,7 +33,11 @@ from jaxrl.runtime.ray.crew import RayCrew  # noqa: E402
 from jaxrl.runtime.worker import DeadlineExceeded, OutOfMemory, RunLost, Stopped, WorkerError  # noqa: E402
 from jaxrl.sharding.placement import parse  # noqa: E402
 from jaxrl.train import main  # noqa: E402
-from jaxrl.xla_flags import worker_environment  # noqa: E402
+from jaxrl.xla_flags import (  # noqa: E402
+    DETERMINISTIC,
+    PATIENT,
+    worker_environment,
+)
 
 pytestmark = pytest.mark.ray
 
