@@ -727,7 +727,8 @@ class RayConfig(Section):
     """Most devices of one process; the processes of a pool are one SPMD program. null: one process
     for a pool's share of a host."""
     max_restarts: Count = 3
-    """How often lost or late workers are made anew in a run, before it gives up."""
+    """How often lost or late workers are restarted before the run gives up. The count begins again
+    with each trained step; for returns to the newest checkpoint, with each newer checkpoint."""
 
 
 class LoggingConfig(Section):

@@ -323,17 +323,14 @@ def _choose_launcher(config: Config, needed: int) -> tuple[str, str]:
     return "local", ""
 
 
-def start_roles(setup: Setup, plan: Plan, log: Log, spent: int = 0) -> Crew:
+def start_roles(setup: Setup, plan: Plan, log: Log) -> Crew:
     """One worker for each pool, as the plan's launcher makes them; roles of different pools load
     and build side by side.
-
-    Args:
-        spent: how often workers were made anew before, in this run.
     """
-    return LAUNCHERS[plan.launcher](setup, plan, log, spent)
+    return LAUNCHERS[plan.launcher](setup, plan, log)
 
 
-def _local(setup: Setup, plan: Plan, log: Log, spent: int) -> LocalCrew:
+def _local(setup: Setup, plan: Plan, log: Log) -> LocalCrew:
     crew = LocalCrew(STOP_S)
     meshes = carve(plan.devices, plan.placement, plan.axes)
     deadline = setup.config.deadlines.startup
@@ -359,7 +356,7 @@ def _local(setup: Setup, plan: Plan, log: Log, spent: int) -> LocalCrew:
     return crew
 
 
-def _ray(setup: Setup, plan: Plan, log: Log, spent: int) -> Crew:
+def _ray(setup: Setup, plan: Plan, log: Log) -> Crew:
     from jaxrl.runtime.ray.crew import RayCrew  # an optional package
 
     crew = RayCrew(
@@ -370,7 +367,6 @@ def _ray(setup: Setup, plan: Plan, log: Log, spent: int) -> Crew:
         startup_s=setup.config.deadlines.startup,
         roles=plan.runs,
         lazy=setup.config.lazy,
-        spent=spent,
         environment=worker_environment(setup.config.deterministic),
     )
     try:
@@ -381,7 +377,7 @@ def _ray(setup: Setup, plan: Plan, log: Log, spent: int) -> Crew:
     return crew
 
 
-LAUNCHERS: dict[str, Callable[[Setup, Plan, Log, int], Crew]] = {"local": _local, "ray": _ray}
+LAUNCHERS: dict[str, Callable[[Setup, Plan, Log], Crew]] = {"local": _local, "ray": _ray}
 
 
 def pool_makers(

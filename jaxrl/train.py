@@ -271,32 +271,31 @@ def run_job(errand: Errand, run: RunDir) -> Result:
     """From the plan to the exported model; anew from the newest checkpoint where workers are lost
     that cannot be made anew by themselves.
     """
-    config, lost = errand.job.config, 0
+    config, lost, reached = errand.job.config, 0, run.step
     while True:
         try:
-            return attempt(errand, run, lost)
+            return attempt(errand, run)
         except OutOfMemory as error:
             raise RunError(out_of_memory(errand.plan, error)) from error
         except RunLost as error:
-            lost += 1
-            if errand.interrupt.asked() or lost > config.ray.max_restarts:
+            if errand.interrupt.asked():
                 raise
-            errand.say(
-                f"{error}\nthe run goes back to its newest checkpoint ({lost} of"
-                f" {config.ray.max_restarts})"
-            )
             found = find_run(run.path, config, dependencies(errand.job))
             run = replace(found, lock=run.lock)
+            lost = 1 if run.step > reached else lost + 1
+            reached, most = max(reached, run.step), config.ray.max_restarts
+            if lost > most:
+                raise RunError(
+                    f"{error}\nthe run went back to its newest checkpoint {most} times without a"
+                    " newer one (ray.max_restarts): it gives up"
+                ) from error
+            errand.say(f"{error}\nthe run goes back to its newest checkpoint ({lost} of {most})")
             for note in run.notes:
                 errand.say(note)
 
 
-def attempt(errand: Errand, run: RunDir, lost: int) -> Result:
-    """One life of the workers.
-
-    Args:
-        lost: how many lives there were before.
-    """
+def attempt(errand: Errand, run: RunDir) -> Result:
+    """One life of the workers."""
     job, plan, say, interrupt = errand.job, errand.plan, errand.say, errand.interrupt
     config = job.config
     restore = None if run.checkpoint is None else run.checkpoint.path
@@ -309,8 +308,12 @@ def attempt(errand: Errand, run: RunDir, lost: int) -> Result:
         for crew in workers:
             errand.registration.update(crew.states())
 
-    crew = start_roles(setup, plan, told, lost)
+    crew = start_roles(setup, plan, told)
     workers.append(crew)
+
+    def asked_to_stop() -> bool:
+        return errand.asked_to_stop() or crew.ending() is not None
+
     try:
         describe = {
             CONFIG_FILE: config.dump(),
@@ -340,7 +343,7 @@ def attempt(errand: Errand, run: RunDir, lost: int) -> Result:
                 value=crew.value,
                 decode=partial(decode, job.tokenizer),
                 checkpoints=records.checkpoints,
-                asked_to_stop=errand.asked_to_stop,
+                asked_to_stop=asked_to_stop,
                 around=records.profile.around,
             )
             with interrupt.patient():
@@ -351,6 +354,9 @@ def attempt(errand: Errand, run: RunDir, lost: int) -> Result:
                 raise Interrupted(interrupted_at(trained, records.checkpoints.newest, run.path))
             if errand.on_step.error is not None:
                 raise on_step_failed(errand.on_step.error, records.checkpoints.newest, run.path)
+            if crew.ending() is not None:
+                at = interrupted_at(trained, records.checkpoints.newest, run.path)
+                raise RunError(f"{crew.ending()}\n{at}")
             export(job, crew, run.path / FINAL, records.checkpoints.newest)
             for line in summary(records.rows, run, errand.started, records.reporter.first_step_at):
                 say(line)

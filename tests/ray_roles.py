@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import signal
 import time
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import psutil
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.errors import UserError
@@ -79,7 +81,7 @@ class Role:
         raise UserError("batch_size=0 must be at least 1")
 
     def exhaust(self) -> None:
-        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
+        exhaust()
 
     def hang(self, seconds: float) -> None:
         with phase("waiting for a collective"):
@@ -115,6 +117,15 @@ class Role:
             except FileNotFoundError:
                 continue
             os.kill(os.getpid(), signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
+
+
+def exhaust() -> None:
+    """Asks a device for more than the system gives this process, with some room for threads."""
+    value = np.zeros(1 << 30, np.int8)
+    size = psutil.Process().memory_info().vms + (256 << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (size, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    jax.device_put(value).block_until_ready()
+    raise AssertionError("there was room")
 
 
 def _host(x: jax.Array) -> np.ndarray:

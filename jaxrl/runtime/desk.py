@@ -197,6 +197,7 @@ class Desk:
             processes,
             self.rank,
             initialization_timeout=round(timeout),
+            coordinator_bind_address=coordinator,  # unless told, it listens everywhere
             heartbeat_timeout_seconds=60,
         )
 

@@ -425,6 +425,9 @@ class LocalCrew:
     def value(self, value: Any) -> LocalFuture:
         return done_future(value)
 
+    def ending(self) -> str | None:
+        return None
+
     def states(self) -> list[WorkerState]:
         return [worker.state() for worker in self.workers]
 

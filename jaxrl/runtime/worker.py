@@ -219,6 +219,10 @@ class Crew(Protocol):
         """A future that holds `value` already."""
         ...
 
+    def ending(self) -> str | None:
+        """Why the workers will soon be gone, so that the run has to save and end; else None."""
+        ...
+
     def states(self) -> list[WorkerState]: ...
 
     def peaks(self) -> dict[str, int]:

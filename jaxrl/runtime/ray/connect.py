@@ -12,7 +12,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,8 @@ from jaxrl.config import RayConfig
 from jaxrl.errors import UserError
 from jaxrl.runtime.cluster import Cluster, Host, Seat, devices_of, seats
 from jaxrl.runtime.local import POLL_S
+from jaxrl.runtime.ray.auth import show_token
+from jaxrl.runtime.ray.own import leave, leave_at_exit, private, started_here, usable
 from jaxrl.sharding.mesh import MOST_EMULATED, Visible, accelerators_here, host_available
 from jaxrl.sharding.placement import Placement
 
@@ -49,7 +51,7 @@ def connect(config: RayConfig, placement: Placement) -> Visible:
     address = address_of(config)
     if address is not None:
         join(address, placement.n_devices)
-    own = address is None and (not ray.is_initialized() or _started_here())
+    own = address is None and (not ray.is_initialized() or started_here())
     here = [_this_host(placement.n_devices)]
     on_gpu, places = find_seats(config, placement, (lambda: here) if own else find_hosts)
     note = None
@@ -91,23 +93,24 @@ def address_of(config: RayConfig) -> str | None:
 def join(address: str | None, devices: int) -> None:
     """Joins a cluster; with no address one of this host, which is started where there is none."""
     if ray.is_initialized():
-        enough = ray.cluster_resources().get("CPU", 0) >= devices
-        if address is not None or enough or not _started_here():
+        if _serves(address, devices):
             return
-        ray.shutdown()  # it was for a smaller run of this process
+        leave()
     options: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False}
     if address is None:
         here = _this_host(devices)
         options |= {"num_cpus": here.cpus, "num_gpus": here.gpus, "include_dashboard": False}
+        options |= {"address": "local"}  # without it Ray joins a cluster that runs on this host
     else:
         options |= {"address": address}
         _reach(address)
-        _show_token()
+        show_token()
     ray_worker.print_to_stdstream = lambda *_, **__: None  # what Ray says of deaths, we say
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     jax.config.update("jax_platforms", "cpu")  # the driver holds no device
     try:
-        ray.init(logging_level=logging.CRITICAL, **options)
+        with private() if address is None else nullcontext():
+            ray.init(logging_level=logging.CRITICAL, **options)
     except (ConnectionError, RuntimeError, ValueError, TimeoutError, RayError) as error:
         told = str(error).strip().splitlines()[0]
         raise UserError(
@@ -119,23 +122,16 @@ def join(address: str | None, devices: int) -> None:
         if threading.current_thread() is threading.main_thread():
             for number, handler in handlers.items():
                 signal.signal(number, handler)  # Ray has one of its own for SIGTERM
+    leave_at_exit()
 
 
-def _show_token() -> None:
-    """`ray start --head` asks for the token in ~/.ray/auth_token where there is one; who joins
-    shows it only when told to.
-    """
-    logging.getLogger("ray").setLevel(logging.CRITICAL)
-    with suppress(ImportError):  # before Ray had tokens
-        from ray._private.authentication import authentication_token_setup as setup
-
-        setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
-
-
-def _started_here() -> bool:
-    """Whether this process is in a cluster that it started itself."""
-    node = ray_worker._global_node
-    return node is not None and bool(node.head)
+def _serves(address: str | None, devices: int) -> bool:
+    """Whether the cluster that this process is in already will do."""
+    if address is not None or not started_here():
+        return True
+    if not usable():
+        return False
+    return bool(ray.cluster_resources().get("CPU", 0) >= devices)  # else of a smaller run
 
 
 def _reach(address: str) -> None:
@@ -240,4 +236,4 @@ def cluster(address: str) -> Cluster:
                 found.append(ray.get(ref, timeout=STATE_S))
         return Cluster(address, hosts, sorted(found, key=lambda state: (state.host, state.pid)))
     finally:
-        ray.shutdown()
+        leave()

@@ -16,11 +16,12 @@ from jaxrl.config import RayConfig
 from jaxrl.runtime.local import done_future
 from jaxrl.runtime.ray.calls import STAYS, End, RayFuture
 from jaxrl.runtime.ray.connect import address_of, find_hosts, find_seats, join
+from jaxrl.runtime.ray.own import guard_head, guard_own, leave, started_here, usable
 from jaxrl.runtime.ray.pool import Pool
 from jaxrl.runtime.ray.send import Sender
-from jaxrl.runtime.ray.start import Log, MakeRoles, NotStarted, Starter
+from jaxrl.runtime.ray.start import Launch, Log, MakeRoles, NotStarted, Starter
 from jaxrl.runtime.ray.tend import Tender
-from jaxrl.runtime.ray.watch import kill
+from jaxrl.runtime.ray.watch import end_here, kill
 from jaxrl.runtime.tracing import PROFILE
 from jaxrl.runtime.worker import RunLost, Stopped, WorkerState
 from jaxrl.sharding.placement import Placement
@@ -53,7 +54,6 @@ class RayCrew:
         startup_s: float,
         roles: Sequence[str],
         lazy: Collection[str] = (),
-        spent: int,
         environment: Mapping[str, str] = MappingProxyType({}),
     ):
         """
@@ -61,7 +61,6 @@ class RayCrew:
             make_roles: as of `Starter`.
             roles: those of the run; others may be placed.
             lazy: of these, those that are made at their first call.
-            spent: how often workers were made anew before, in this run.
             environment: further variables of every process; `${NAME}` is its own value.
         """
         join(address_of(config), placement.n_devices)
@@ -88,9 +87,9 @@ class RayCrew:
             lazy=lazy,
             environment=environment,
         )
-        self._tender = Tender(
-            config, self._pools, self._starter, self._sender, self._end, log, spent
-        )
+        self._tender = Tender(config, self._pools, self._starter, self._sender, self._end, log)
+        self._ending: str | None = None
+        self._guard = guard_own(self._lost) if started_here() else guard_head(self._lose_head)
 
     def start(self) -> None:
         """Processes, devices, roles: side by side, bounded, verified.
@@ -98,14 +97,22 @@ class RayCrew:
         Raises:
             RunLost: a process died or hung meanwhile; another try may do.
         """
-        self._starter.reserve()
+        self._guard.start()
+        launching = Launch(self._starter, self._pools)
         try:
-            self._starter.launch(self._pools)
+            launching.wait(self._end)
         except NotStarted as error:
             raise RunLost(str(error)) from error
         for pool in self._pools:
             pool.alive = True
         self._tender.start()
+
+    def _lost(self, why: str) -> None:
+        self._tender.end(RunLost(why))
+
+    def _lose_head(self, why: str) -> None:
+        """Workers and calls do without the head for a minute: time to save."""
+        self._ending = why
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -117,6 +124,9 @@ class RayCrew:
 
     def value(self, value: Any) -> Any:
         return done_future(value)
+
+    def ending(self) -> str | None:
+        return self._ending
 
     def states(self) -> list[WorkerState]:
         return [self._state(pool, rank) for pool in self._pools for rank in range(len(pool.seats))]
@@ -187,8 +197,13 @@ class RayCrew:
 
     def stop(self) -> None:
         """Ends every process: asked first, then killed. Who still waits for a call is told."""
+        self._guard.stop()
         self._tender.end(Stopped("the run is over"))
         self._tender.join()
+        if self._ending or not usable():  # Ray would wait for it
+            end_here(self._pools)
+            leave()
+            return
         for pool in self._pools:
             for worker in pool.workers:
                 with suppress(RayError):

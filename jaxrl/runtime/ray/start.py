@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -25,7 +26,7 @@ from jaxrl.runtime.ray.connect import find_hosts
 from jaxrl.runtime.ray.pool import Pool
 from jaxrl.runtime.ray.process import make_role, worker_class
 from jaxrl.runtime.ray.watch import check_nodes, last_line, stacks
-from jaxrl.runtime.worker import Stopped, WorkerError
+from jaxrl.runtime.worker import WorkerError
 from jaxrl.sharding.placement import Placement, device_list
 
 Log = Callable[[str], None]
@@ -64,6 +65,11 @@ class Starter:
         self._log, self._end, self._on_gpu = log, end, on_gpu
         self._startup_s, self._lazy, self._environment = startup_s, lazy, environment
         self._group: Any = None
+
+    @property
+    def longest_s(self) -> float:
+        """Bound on a start of pools, for where Ray itself does not answer."""
+        return BUNDLE_S + self._startup_s + 2 * FETCH_S
 
     def reserve(self) -> None:
         """A bundle of the cluster for each process; what is free was compared before."""
@@ -214,8 +220,8 @@ class Starter:
         owner = {ref: (pool, rank) for pool, rank, ref in asked}
         waiting = list(owner)
         while waiting:
-            if self._end.came.is_set():
-                raise Stopped("the run is over")
+            if self._end.failure is not None:
+                raise self._end.failure
             ready, waiting = ray.wait(waiting, num_returns=1, timeout=POLL_S)
             for ref in ready:
                 self._value(ref, *owner[ref])
@@ -238,3 +244,34 @@ class Starter:
         except RayError as error:
             told = f"{pool.where(rank)} died while it started: {last_line(error)}"
             raise NotStarted(told) from error
+
+
+class Launch:
+    """The first start of all pools, on a thread of its own: Ray's calls may wait without limit, and
+    who needs the pools must hear of the end of the run.
+    """
+
+    def __init__(self, starter: Starter, pools: Sequence[Pool]):
+        self._starter, self._pools = starter, pools
+        self._end_at = time.monotonic() + starter.longest_s
+        self._error: BaseException | None = None
+        self._done = threading.Event()
+        threading.Thread(target=self._run, name="launch", daemon=True).start()
+
+    def wait(self, end: End) -> None:
+        """Raises what kept the pools from starting."""
+        while not self._done.wait(POLL_S):
+            if end.failure is not None:
+                raise end.failure
+            if time.monotonic() > self._end_at:
+                raise NotStarted("Ray has not answered while the workers were started")
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            self._starter.reserve()
+            self._starter.launch(self._pools)
+        except BaseException as error:
+            self._error = error
+        self._done.set()

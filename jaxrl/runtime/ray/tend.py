@@ -30,6 +30,8 @@ DOUBT_S = 3.0
 computes with a process that dies sees an error of its own, and may be heard first."""
 TOGETHER_S = 5.0
 """How much later than the first the last process of a pool may tell that an input was lost."""
+PROGRESS = ("actor", "update")
+"""The call after which the budget of restarts is full again."""
 JOIN_S = 5.0
 """Longest wait at the end for each thread."""
 
@@ -45,15 +47,11 @@ class Tender:
         sender: Sender,
         end: End,
         log: Log,
-        spent: int,
     ):
-        """
-        Args:
-            spent: how often workers were made anew before, in this run.
-        """
         self._config, self._pools, self._log = config, pools, log
         self._starter, self._sender, self._end = starter, sender, end
-        self._restarts = spent
+        self._restarts = 0
+        """Since the last update of the policy."""
         self._states: dict[int, RayFuture] = {}
         """Pool -> the call that made its state, where it can be made anew."""
         self._threads = [threading.Thread(target=self._tend, name="crew", daemon=True)]
@@ -173,6 +171,8 @@ class Tender:
                 self._states[pool.index] = future
             self._sender.remove(future)
             future.finish(error)
+        if (future.role, future.method) == PROGRESS and error is None:
+            self._restarts = 0
 
     def _ask(self) -> None:
         for pool in self._pools:
@@ -188,6 +188,9 @@ class Tender:
                     worker.answer.remote(released).future().add_done_callback(heard)
 
     def _find_late(self) -> None:
+        for pool in self._pools:
+            if not pool.alive and awake_since(pool.born) > self._starter.longest_s:
+                raise RunLost(f"Ray has not answered while {pool.name} was restarted")
         for future in self._sender.unfinished():
             pool = future.pool
             if not pool.alive or not future.refs:
@@ -238,12 +241,12 @@ class Tender:
         self._restarts += 1
         if self._restarts > most:
             raise RunError(
-                f"{why}\nworkers were made anew {most} times in this run (ray.max_restarts): it"
-                " gives up"
+                f"{why}\nworkers were restarted {most} times since the last trained step"
+                " (ray.max_restarts): the run gives up"
             )
         self._log(f"{why}; making {pool.name} anew ({self._restarts} of {most})")
         with self._sender.lock:
-            pool.life += 1
+            pool.life, pool.born = pool.life + 1, time.monotonic()
             for future in self._sender.unfinished(pool):
                 future.unsend()
         thread = threading.Thread(

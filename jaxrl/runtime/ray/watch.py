@@ -17,6 +17,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from jaxrl.runtime.desk import look
 from jaxrl.runtime.ray.calls import RayFuture
 from jaxrl.runtime.ray.connect import on_node
+from jaxrl.runtime.ray.own import Health, started_here
 from jaxrl.runtime.ray.pool import Pool
 from jaxrl.runtime.worker import RunLost
 
@@ -28,6 +29,11 @@ SILENT_S = 3.0
 
 def check_nodes(pool: Pool) -> None:
     """A pool cannot come back to a node that has left the cluster."""
+    if started_here():  # its GCS, which Ray would ask, may be what has ended
+        trouble = Health().trouble()
+        if trouble is not None:
+            raise RunLost(trouble)
+        return
     alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
     for seat in pool.seats:
         if seat.host.id not in alive:
@@ -89,6 +95,13 @@ def kill(pools: Sequence[Pool]) -> None:
     if refs:
         with suppress(RayError):
             ray.wait(refs, num_returns=len(refs), timeout=2 * LOOK_S)
+
+
+def end_here(pools: Sequence[Pool]) -> None:
+    """Ends the processes that are on this host, without Ray."""
+    for facts in (facts for pool in pools for facts in pool.facts):
+        if facts.host == socket.gethostname():
+            _end_process(facts.pid)
 
 
 def _there(pool: Pool, rank: int, function: Any, *args: Any) -> Any:

@@ -1,0 +1,209 @@
+"""A Ray cluster that this process started itself, on this host: how it listens, and how it ends.
+
+Its daemons are children of this process. Ray waits without limit for one that is stopped, and ends
+this process a minute after the death of the GCS. So both are watched from outside, by what the
+kernel says of them, and the end of a cluster is bounded.
+"""
+
+from __future__ import annotations
+
+import atexit
+import socket
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import psutil
+import ray
+from ray._private import ray_constants
+from ray._private import worker as ray_worker
+
+from jaxrl.runtime.local import POLL_S
+from jaxrl.runtime.ray.auth import private_token
+
+DAEMONS = ("gcs_server", "raylet")
+"""Those that a cluster cannot do without."""
+STOPPED_POLLS = 20
+"""How often in a row a daemon is seen stopped before it counts as lost: 10 s of this process's own
+time, so that a pause of both counts for nothing."""
+MISSED_POLLS = 10
+"""How often in a row the head of a joined cluster is not reached before it counts as gone."""
+CONNECT_S = 1.0
+"""Longest wait for a connection to the head: 10 polls take 5 to 15 s of the minute that is left."""
+LEAVE_S = 15.0
+"""Longest wait for Ray to leave a cluster; it takes 5 s where the daemons are gone."""
+
+
+@contextmanager
+def private() -> Iterator[None]:
+    """A cluster that is started in this block listens on 127.0.0.1 only, and asks for a token.
+
+    Ray takes the address of a network card, unless it believes that no cluster can have a second
+    node, as on macOS.
+    """
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        with private_token():
+            yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+def started_here() -> bool:
+    """Whether this process is in a cluster that it started itself."""
+    node = ray_worker._global_node
+    return node is not None and bool(node.head)
+
+
+def usable() -> bool:
+    """Whether no daemon of a cluster of this process has ended or is stopped, so that Ray may be
+    called without a bound.
+    """
+    return not any(
+        process.poll() is not None or _stopped(process.pid) for process in _daemons().values()
+    )
+
+
+class Health:
+    """What is wrong with the cluster of this process, looked at again and again."""
+
+    def __init__(self) -> None:
+        self._stopped = dict.fromkeys(DAEMONS, 0)
+
+    def trouble(self) -> str | None:
+        """Which daemon has ended, or has been stopped for a while."""
+        for name, process in _daemons().items():
+            who = f"the {name} (pid {process.pid}) of the run's own Ray cluster"
+            if process.poll() is not None:
+                return f"{who} has ended"
+            self._stopped[name] = self._stopped[name] + 1 if _stopped(process.pid) else 0
+            if self._stopped[name] >= STOPPED_POLLS:
+                return f"{who} is stopped"
+        return None
+
+
+class Head:
+    """Whether the head of a cluster that was joined can be reached. Ray ends this process a minute
+    after it cannot.
+    """
+
+    def __init__(self, address: str):
+        self._address, self._missed = address, 0
+
+    def trouble(self) -> str | None:
+        host, _, port = self._address.rpartition(":")
+        try:
+            socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
+            self._missed = 0
+        except OSError:
+            self._missed += 1
+        if self._missed < MISSED_POLLS:
+            return None
+        return f"the head of the Ray cluster at {self._address} has ended, or cannot be reached"
+
+
+def leave() -> None:
+    """Leaves the cluster, in time even where it does not answer; one of this process is ended.
+
+    Ray's own end may wait without limit. It is left behind then, and kept from running again when
+    the interpreter ends.
+    """
+    if not ray.is_initialized():
+        return
+    mine = _children() if started_here() else []
+    if not usable():
+        _kill(mine)
+    leaving = threading.Thread(target=ray.shutdown, name="leave", daemon=True)
+    leaving.start()
+    leaving.join(LEAVE_S)
+    if leaving.is_alive() and mine:
+        _kill(mine)
+        leaving.join(LEAVE_S)
+    if leaving.is_alive():
+        atexit.unregister(ray_worker.shutdown)
+
+
+def leave_at_exit() -> None:
+    """Before Ray's own handlers, which run in the reverse order of their registration."""
+    atexit.unregister(leave)
+    atexit.register(leave)
+
+
+def end_daemons() -> None:
+    """Ends every process of the cluster at once, so that whoever waits for one hears of it."""
+    _kill(_children())
+
+
+def _daemons() -> dict[str, subprocess.Popen[bytes]]:
+    node = ray_worker._global_node
+    known: dict[str, Any] = {} if node is None else node.all_processes
+    return {name: known[name][0].process for name in DAEMONS if name in known}
+
+
+def _children() -> list[psutil.Process]:
+    found: list[psutil.Process] = []
+    for process in _daemons().values():
+        if process.poll() is not None:
+            continue  # its number may be another's by now
+        with suppress(psutil.Error):
+            daemon = psutil.Process(process.pid)
+            found += [daemon, *daemon.children(recursive=True)]
+    return found
+
+
+def _kill(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with suppress(psutil.Error):
+            process.kill()
+
+
+def _stopped(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    except psutil.Error:
+        return False
+
+
+class Guard:
+    """A thread that looks at the cluster until the end of a run, and never calls Ray."""
+
+    def __init__(self, trouble: Callable[[], str | None], lost: Callable[[str], None]):
+        """
+        Args:
+            trouble: what is wrong with the cluster, if anything.
+            lost: called once, with what is wrong.
+        """
+        self._trouble, self._lost = trouble, lost
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="guard", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._over.set()
+
+    def _watch(self) -> None:
+        while not self._over.wait(POLL_S):
+            trouble = self._trouble()
+            if trouble is not None:
+                self._lost(trouble)
+                return
+
+
+def guard_own(lost: Callable[[str], None]) -> Guard:
+    """Of a cluster of this process; where it is lost, all of its processes are ended first."""
+
+    def end(why: str) -> None:
+        end_daemons()
+        lost(why)
+
+    return Guard(Health().trouble, end)
+
+
+def guard_head(lost: Callable[[str], None]) -> Guard:
+    """Of a cluster that was joined."""
+    return Guard(Head(ray.get_runtime_context().gcs_address).trouble, lost)
