@@ -1,7 +1,8 @@
 """Whole runs with workers as processes: the same bits as with threads, also where a process dies,
 freezes or fails in any stage.
 
-Every role, stage and fault, as the table in docs/cluster.md:
+Two runs of the default suite are struck again and again, each time in another way. Every role,
+stage and fault by itself is slow, and makes the table in docs/cluster.md:
 
     FAULTS_TABLE=FILE python -m pytest tests/test_ray_train.py -m "slow or not slow" -n 0 -k struck
 """
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -24,10 +26,13 @@ ray = pytest.importorskip("ray")
 
 import ray_faults  # noqa: E402
 from test_resume import CONSTANT, numbers, weights  # noqa: E402
+from test_rl import FUNCTIONS, HERE, save_reward_model  # noqa: E402
 from test_train import SHORT, save_model  # noqa: E402
 
 from jaxrl import Config, load_model  # noqa: E402
 from jaxrl.errors import RunError  # noqa: E402
+from jaxrl.runtime.ray.connect import join  # noqa: E402
+from jaxrl.runtime.ray.own import leave  # noqa: E402
 from jaxrl.telemetry.log import LOG_FILE  # noqa: E402
 from jaxrl.train import train  # noqa: E402
 
@@ -51,9 +56,22 @@ STAGES = {
         "sample": "evaluate",
     },
     "teacher": {"startup": "startup", "score": "score", "sample": "evaluate"},
+    "reference": {"startup": "startup", "score": "score"},
+    "reward": {"startup": "startup", "score": "score"},
+    "grouper": {"score": "score"},  # lazy: it starts in its first call
 }
 """Role -> stage -> the deadline that bounds it."""
-DEFAULT = [("rollout", "generate", "kill", 2, "serial")]
+FROZEN = ("reference", "reward", "grouper")
+"""Roles of a run that learns from rewards: one pool, two of them lazy, all offloaded."""
+REWARDED = [
+    *("algorithm=gspo", "teacher.model=null", "policy.kl_coef=0.1", "group_size=4"),
+    *("policy.advantages=similarity", f"grouper.model={HERE / 'references' / 'tiny_bge'}"),
+    *("grouper.use=blend", "grouper.dtype=float32", "reference.dtype=float32"),
+    *(f"reward.functions=[{FUNCTIONS}:length]", "reward.weights=[0.1]", "reward.workers=1"),
+    *("reward.dtype=float32", "reference.lazy=true"),
+    *("offload.params=true", "offload.optimizer=true", "offload.frozen=true"),
+    "mesh=actor+rollout=2,reference+reward+grouper=1",
+]
 STRUCK = [
     *(
         (role, stage, fault, 0 if stage == "startup" else 1 if stage in ("export", "sample") else 2)
@@ -61,6 +79,12 @@ STRUCK = [
         for role, stages in STAGES.items()
         for stage in stages
         for fault in ("kill", "stop", "raise")
+    ),
+    *((role, "score", "memory", 2, "serial") for role in ("teacher", *FROZEN)),
+    *(
+        ("teacher", "score", f"{daemon}-{fault}", 2, "serial")
+        for daemon in ("raylet", "gcs_server")
+        for fault in ("kill", "stop")
     ),
     ("actor", "update", "kill", 1, "serial"),
     ("rollout", "generate", "slow", 2, "serial"),
@@ -81,16 +105,21 @@ def models(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def rewarded(tmp_path_factory):
+    return [*REWARDED, f"reward.model={save_reward_model(tmp_path_factory.mktemp('reward'))}"]
+
+
+@pytest.fixture(scope="module")
 def cluster():
     """Its workers import the faults, and share the tests' compile cache."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment().items():
             patch.setenv(name, value)
         patch.setattr("jaxrl.launch.pool_makers", ray_faults.pool_makers)
-        ray.shutdown()
-        ray.init(num_cpus=8, namespace="jaxrl", include_dashboard=False, log_to_driver=False)
+        leave()
+        join(None, 8)
         yield
-        ray.shutdown()
+        leave()
 
 
 def environment():
@@ -119,11 +148,12 @@ def undisturbed(models, tmp_path_factory):
     """The run with threads."""
     folder, done = tmp_path_factory.mktemp("undisturbed"), {}
 
-    def get(schedule):
-        if schedule not in done:
-            options = ["launcher=local", f"schedule={schedule}"]
-            done[schedule] = run(models, folder / schedule, *options)
-        return done[schedule]
+    def get(schedule, *options):
+        name = "-".join([schedule, *(option.replace("/", "_") for option in options)])[:100]
+        if name not in done:
+            options = ["launcher=local", f"schedule={schedule}", *options]
+            done[name] = run(models, folder / str(len(done)), *options)
+        return done[name]
 
     return get
 
@@ -134,50 +164,110 @@ def ask_for(tmp_path, *what):
     (folder / ".".join(map(str, what))).touch()
 
 
+def unstruck(tmp_path):
+    return ray_faults.asked(tmp_path / ray_faults.FOLDER)
+
+
 def said(run_dir):
     return (run_dir / LOG_FILE).read_text()
 
 
+DISTILLED_STRIKES = {
+    "teacher.score.kill.1": r"worker teacher .* died in teacher\.score",
+    "rollout.generate.kill.2": r"worker rollout .* died in rollout\.generate",
+    "actor.update.kill.3": r"worker actor .* died in actor\.update",
+    "teacher.score.stop.4": r"teacher\.score has run for .*; its deadline is 10 s",
+    "teacher.score.raylet-stop.6": r"the raylet .* of the run's own Ray cluster is stopped",
+    "teacher.score.gcs_server-kill.9": r"the gcs_server .* of the run's own Ray cluster has ended",
+}
+"""What strikes a run, and what it says of it."""
+REWARDED_STRIKES = {
+    "reference.score.kill.1": r"died in reference\.score",
+    "reward.score.kill.2": r"died in reward\.score",
+    "grouper.score.kill.3": r"died in grouper\.score",
+    "rollout.generate.kill.4": r"worker actor\+rollout .* died in rollout\.generate",
+    "reward.score.stop.5": r"reward\.score has run for .*; its deadline is 10 s",
+}
+LAST = "grouper.score.raise.6"
+"""Ends the run, which then resumes."""
+ENDS = {"raise": "struck in {}", "memory": "{} ran out of memory on cpu:0"}
+"""What ends a run, and how the error says it."""
+LIMITS = ["deadlines.score=10", "ray.max_restarts=2"]
+"""Fewer restarts than strikes: only what a run achieves between them lets it reach its end."""
+
+
+def is_undisturbed(result, expected, strikes, told, tmp_path):
+    assert not unstruck(tmp_path)
+    for strike, line in strikes.items():
+        assert re.search(line, told), f"nothing is said of {strike}:\n{told}"
+    assert weights(result.run_dir) == weights(expected.run_dir)
+    for ours, theirs in zip(numbers(result), numbers(expected), strict=True):
+        differ = {key for key, _ in ours.items() ^ theirs.items()}
+        assert not {key for key in differ if not key.startswith("offload/")}  # of a process's life
+
+
+def test_a_distillation_survives_its_workers_and_its_cluster(
+    models, cluster, tmp_path, undisturbed, capsys
+):
+    """One run, struck six times: two workers killed, one stopped, the actor killed, the cluster's
+    raylet stopped and its GCS killed."""
+    expected = undisturbed("serial", "steps=6")
+    for strike in DISTILLED_STRIKES:
+        ask_for(tmp_path, strike)
+    result = run(models, tmp_path / "run", "launcher=ray", "steps=6", *LIMITS)
+    told = capsys.readouterr().out
+    is_undisturbed(result, expected, DISTILLED_STRIKES, told, tmp_path)
+
+
+def test_frozen_lazy_and_offloaded_roles_are_struck(
+    models, rewarded, cluster, tmp_path, undisturbed, capsys
+):
+    """One run that learns from rewards, struck five times; an exception ends it, and it resumes."""
+    learned = [*rewarded, "steps=6"]
+    expected = undisturbed("serial", *learned)
+    for strike in (*REWARDED_STRIKES, LAST):
+        ask_for(tmp_path, strike)
+    asked = ["launcher=ray", *learned, *LIMITS]
+    with pytest.raises(RunError, match=r"struck in grouper\.score"):
+        run(models, tmp_path / "run", *asked)
+    result = run(models, tmp_path / "run", *asked)
+    is_undisturbed(result, expected, REWARDED_STRIKES, capsys.readouterr().out, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("role", "stage", "fault", "nth", "schedule"),
-    [
-        *(pytest.param(*what, id="-".join(map(str, what))) for what in DEFAULT),
-        *(
-            pytest.param(*what, id="-".join(map(str, what)), marks=pytest.mark.slow)
-            for what in STRUCK
-            if what not in DEFAULT
-        ),
-    ],
+    [pytest.param(*what, id="-".join(map(str, what))) for what in STRUCK],
 )
+@pytest.mark.slow
 def test_a_struck_worker(
-    models, cluster, tmp_path, undisturbed, role, stage, fault, nth, schedule, capsys
+    models, rewarded, cluster, tmp_path, undisturbed, role, stage, fault, nth, schedule, capsys
 ):
     """A kill or a hang changes no bit of the rows and the weights; an exception ends the run."""
     ask_for(tmp_path, role, stage, fault, nth)
-    options = ["launcher=ray", f"schedule={schedule}"]
+    learned = rewarded if role in FROZEN else []
+    options = ["launcher=ray", f"schedule={schedule}", *learned]
     if fault in ("stop", "slow"):
         options.append(f"deadlines.{STAGES[role][stage]}={DEADLINE * (3 if nth == 0 else 1)}")
     began, ended, error = time.monotonic(), "same weights", ""
-    if fault == "raise":
-        with pytest.raises(RunError, match=f"struck in {role}.{stage}") as raised:
+    if fault in ENDS:
+        with pytest.raises(RunError, match=ENDS[fault].format(f"{role}.{stage}")) as raised:
             run(models, tmp_path / "run", *options)
         error = str(raised.value)
+        ended = "exit 1"
+    if fault == "raise":
         assert "Traceback" in error and "ray_faults.py" in error and "anew" not in error
-        ended = "exit 1 with the traceback"
-    else:
+    if fault not in ENDS:
         result = run(models, tmp_path / "run", *options)
-        expected = undisturbed(schedule)
+        expected = undisturbed(schedule, *learned)
         assert weights(result.run_dir) == weights(expected.run_dir)
         assert numbers(result) == numbers(expected)
     out = capsys.readouterr()
     told = out.out + out.err
-    assert not list((tmp_path / ray_faults.FOLDER).iterdir()), "it was not struck"
-    if fault != "raise":
-        back = role == "actor" or stage == "startup"
-        assert (
-            "goes back to its newest checkpoint" if back else f"making {role} anew (1 of"
-        ) in told
-        if fault != "kill" and stage != "startup":
+    assert not unstruck(tmp_path), "it was not struck"
+    if fault not in ENDS:
+        back = role == "actor" or stage == "startup" or "-" in fault
+        assert ("goes back to its newest checkpoint" if back else "anew (1 of") in told
+        if fault in ("stop", "slow") and stage != "startup":
             assert f"{role}.{stage} has run for" in told and "deadline is" in told
             sign = "process stopped (state T" if fault == "stop" else "time.sleep(3600)"
             assert sign in told
@@ -189,7 +279,7 @@ def table(role, stage, fault, nth, schedule, told, ended, seconds):
     file = os.environ.get("FAULTS_TABLE")
     if file is None:
         return
-    found = re.search(r"^.*(anew \(|goes back to|struck in).*$", told, re.MULTILINE)
+    found = re.search(r"^.*(anew \(|goes back to|struck in|ran out).*$", told, re.MULTILINE)
     line = found[0].strip() if found else ""
     with open(file, "a", encoding="utf-8") as out:
         out.write(
@@ -291,6 +381,67 @@ def test_nothing_is_left_of_a_run_that_is_ended(models, tmp_path, asked):
     checkpoints = list((tmp_path / "run" / "checkpoints").glob("*/manifest.json"))
     assert len(checkpoints) == (1 if asked in ("ctrl-c", "SIGTERM") else 0), told
     assert "Traceback" not in told
+
+
+HEAD = """
+import sys, time
+import ray
+from jaxrl.runtime.ray import own
+from jaxrl.runtime.ray.connect import join
+join(None, 8)
+pids = [own._daemons()[name].pid for name in own.DAEMONS]
+print(ray.get_runtime_context().gcs_address, *pids, flush=True)
+sys.stdin.read()
+"""
+JOINED = {"RAY_AUTH_MODE": "disabled", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+"""A cluster on 127.0.0.1 that another process may join."""
+
+
+@pytest.fixture
+def other_cluster():
+    """(address, pid of its GCS, pid of its raylet) of a cluster of another process."""
+    command = [sys.executable, "-c", HEAD]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    head = subprocess.Popen(command, env=os.environ | environment() | JOINED, **pipes)
+    address, *pids = head.stdout.readline().split()
+    yield address, *map(int, pids)
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
+    head.kill()
+    head.communicate()
+
+
+@pytest.mark.slow
+def test_a_run_saves_before_ray_gives_up_on_a_head_that_is_gone(models, other_cluster, tmp_path):
+    address, gcs, _ = other_cluster
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in JOINED.items():
+            patch.setenv(name, value)
+        process = start(models, tmp_path / "run", uuid.uuid4().hex, f"ray.address={address}")
+    rows = tmp_path / "run" / "metrics.jsonl"
+    wait_until(lambda: rows.is_file() and len(rows.read_text().splitlines()) > 2, 240, process)
+    os.kill(gcs, signal.SIGKILL)
+    told, _ = process.communicate(timeout=120)
+    assert process.returncode == 1, told
+    assert f"the head of the Ray cluster at {address} has ended" in told and "saved at step" in told
+    assert len(list((tmp_path / "run" / "checkpoints").glob("*/manifest.json"))) == 1
+
+
+@pytest.mark.slow
+def test_a_run_ends_beside_a_raylet_that_is_stopped_and_not_its_own(
+    models, other_cluster, tmp_path
+):
+    address, _, raylet = other_cluster
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in JOINED.items():
+            patch.setenv(name, value)
+        process = start(models, tmp_path / "run", uuid.uuid4().hex, f"ray.address={address}")
+    rows = tmp_path / "run" / "metrics.jsonl"
+    wait_until(lambda: rows.is_file() and len(rows.read_text().splitlines()) > 2, 240, process)
+    os.kill(raylet, signal.SIGSTOP)
+    told, _ = process.communicate(timeout=300)
+    assert process.returncode in (1, 2), told
 
 
 @pytest.mark.slow
