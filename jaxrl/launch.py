@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl.algorithms import method_of
 from jaxrl.compile_cache import enable_compile_cache
 from jaxrl.config import Config
+from jaxrl.conversion import converted_once
 from jaxrl.data.source import Split, open_source
 from jaxrl.data.stream import EvalSet, PromptStream
 from jaxrl.data.tokenizer import check_same_prompts, check_same_vocabulary, decode
@@ -325,9 +326,28 @@ def _choose_launcher(config: Config, needed: int) -> tuple[str, str]:
 
 def start_roles(setup: Setup, plan: Plan, log: Log) -> Crew:
     """One worker for each pool, as the plan's launcher makes them; roles of different pools load
-    and build side by side.
+    and build side by side. Those of one host that load the same GGUF file convert it once.
     """
-    return LAUNCHERS[plan.launcher](setup, plan, log)
+    wait_s = setup.config.deadlines.startup
+    with converted_once(_loads(setup, plan), plan, wait_s, log) as shared:
+        sources = {
+            name: replace(source, scratch=shared.get(source.path.resolve()))
+            for name in ("student", "teacher")
+            if (source := getattr(setup, name)) is not None
+        }
+        return LAUNCHERS[plan.launcher](replace(setup, **sources), plan, log)
+
+
+def _loads(setup: Setup, plan: Plan) -> dict[str, tuple[ModelSource, str]]:
+    """What each role reads when it starts; the rollout gets its weights from the actor."""
+    config = setup.config
+    found = {"reference": (setup.student, config.reference.compute_dtype)}
+    if setup.restore is None:
+        found["actor"] = (setup.student, config.actor.param_dtype)
+    if setup.teacher is not None:
+        found["teacher"] = (setup.teacher, config.teacher.compute_dtype)
+    starting = set(plan.runs) - set(config.lazy)
+    return {role: found[role] for role in sorted(found) if role in starting}
 
 
 def _local(setup: Setup, plan: Plan, log: Log) -> LocalCrew:

@@ -20,6 +20,7 @@ from jaxrl.checkpoint.tensors import SavedTensors
 from jaxrl.errors import UserError
 from jaxrl.models import decoder, hf, weights
 from jaxrl.models.config import DecoderConfig
+from jaxrl.models.converted import Converted, Scratch
 from jaxrl.models.decoder import Layout, Params
 
 BUILTIN = ("teacher", "student")
@@ -40,21 +41,27 @@ class ModelSource:
     tensors: weights.Tensors = field(repr=False, compare=False)
     tokenizer_path: Path | None
     """A folder or a GGUF file; None where the checkpoint has no tokenizer."""
+    scratch: Scratch | None = None
+    """Where the roles of a starting run share the conversion of a GGUF file."""
 
     def __reduce__(self) -> Any:
         """Another process finds it anew by its name: no open file travels."""
         assert not isinstance(self.tensors, weights.KeptLayers), "a cut model has no name"
-        return resolve_model, (self.name,)
+        return _resolve_shared, (self.name, self.scratch)
 
     def load(
         self, mesh: Mesh | None = None, dtype: Any = jnp.float32, layout: Layout = "stacked"
     ) -> Params:
         """Parameters, each device reading only its slices."""
-        return weights.load(self.tensors, self.config, mesh, dtype, layout)
+        return weights.load(self._read_from(), self.config, mesh, dtype, layout)
 
     def load_head(self, mesh: Mesh | None = None, dtype: Any = jnp.float32) -> jax.Array:
         """The LM head [V, D] alone, rows over `tensor` and D over `fsdp`."""
-        return weights.load_head(self.tensors, self.config, mesh, dtype)
+        return weights.load_head(self._read_from(), self.config, mesh, dtype)
+
+    def _read_from(self) -> weights.Tensors:
+        file: Any = self.tensors
+        return file if self.scratch is None else Converted(file, self.scratch)
 
     def keep_layers(self, keep: tuple[int, ...]) -> ModelSource:
         """The same model with only some of its layers, in the given order."""
@@ -95,6 +102,10 @@ def resolve_model(path: str | os.PathLike[str]) -> ModelSource:
     tensors = hf.SafetensorsFolder(place)
     weights.check(tensors, weights.tensor_shapes(config))
     return ModelSource(name, place, config, tensors, tokenizer)
+
+
+def _resolve_shared(name: str, scratch: Scratch | None) -> ModelSource:
+    return replace(resolve_model(name), scratch=scratch)
 
 
 def _checkpoint(name: str, place: Path) -> ModelSource:

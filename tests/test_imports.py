@@ -32,7 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("records", "profiling", "reports", "splits", "stages"),
     ("depends",),
-    ("plan", "launch", "loop"),
+    ("plan", "launch", "loop", "conversion"),
     ("inputs", "reporting", "run_dir"),
     ("schedule",),
     ("algorithms", "objective", "refill", "sampled_batch"),

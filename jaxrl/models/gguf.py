@@ -165,6 +165,10 @@ class GgufFile:
     def file(self, name: str) -> Path:
         return self.path
 
+    def is_quantised(self, name: str) -> bool:
+        """Whether a tensor is stored in blocks, from which its values have to be computed."""
+        return GGML_QUANT_SIZES[self._tensors[_gguf_name(name)].tensor_type][0] > 1
+
     def read(self, name: str, index: Index) -> np.ndarray:
         tensor = self._tensors[_gguf_name(name)]
         shape = tuple(int(n) for n in tensor.shape[::-1])
