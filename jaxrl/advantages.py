@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Bool, Float, Int
 
 from jaxrl.errors import UserError
+from jaxrl.types import Array
 
 EPS = 1e-6
 """Added to a standard deviation before it divides."""
@@ -198,7 +198,7 @@ def opd_gap(
 
 
 def opd_advantages(
-    advantages: Any,
+    advantages: Float[Array, " B"] | Float[Array, "B T"],
     logprobs: Float[Array, "B T"],
     teacher_logprobs: Float[Array, "B T"],
     mask: Bool[Array, "B T"],
@@ -212,7 +212,7 @@ def opd_advantages(
     Per token: of the sequence losses, only gspo_token takes it. 0 where masked; no gradient.
 
     Args:
-        advantages: [B] or [B, T], of the task.
+        advantages: one for each sequence or one for each token, of the task.
         logprobs: nats, log Q, of the student at the start of the batch.
         teacher_logprobs: nats, log P, of the same tokens.
         coef: 1 weighs a nat as an advantage of 1.

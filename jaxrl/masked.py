@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Bool, Float, Shaped
+
+from jaxrl.types import Array
 
 
 def masked_count(mask: Bool[Array, "*shape"]) -> Float[Array, ""]:
@@ -11,11 +13,11 @@ def masked_count(mask: Bool[Array, "*shape"]) -> Float[Array, ""]:
     return mask.astype(jnp.float32).sum()
 
 
-def masked_sum(x: Float[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Float[Array, ""]:
+def masked_sum(x: Shaped[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Float[Array, ""]:
     """Sum of `x` where `mask`, float32."""
     return jnp.where(mask, x, 0).astype(jnp.float32).sum()
 
 
-def masked_mean(x: Float[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Float[Array, ""]:
+def masked_mean(x: Shaped[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Float[Array, ""]:
     """Mean of `x` where `mask`, float32; 0 where nothing is kept."""
     return masked_sum(x, mask) / jnp.maximum(masked_count(mask), 1.0)

@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jaxtyping import Float, Int
 
 from jaxrl.config import DistillConfig
 from jaxrl.losses.distill import (
@@ -30,7 +30,7 @@ from jaxrl.losses.divergence import EntropyAware, sampled_reverse_kl
 from jaxrl.losses.head import logprobs_at, logprobs_from_hidden, topk_from_hidden
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Params, forward, forward_groups, head
-from jaxrl.types import Sequences, TeacherSignal, TrainBatch
+from jaxrl.types import Array, Sequences, TeacherSignal, TrainBatch
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,8 @@ class Projection:
 
 def completion_hidden(
     model: DecoderConfig, params: Params, sequences: Sequences, mesh: Mesh, **options: Any
-) -> jax.Array:
-    """[B, C, D] hidden states, entry j the one that predicts completion token j (the shift is
-    here).
-    """
+) -> Float[Array, "B C D"]:
+    """Hidden states, entry j the one that predicts completion token j (the shift is here)."""
     t, c, group = sequences.tokens.shape[1], sequences.loss_mask.shape[1], sequences.group
     if group == 1:
         hidden = forward(model, params, sequences.tokens, sequences.mask, mesh=mesh, **options)
@@ -79,8 +77,8 @@ def completion_logprobs(
     *,
     temperature: float,
     chunk: int,
-) -> jax.Array:
-    """[B, C] float32, nats: of each completion token, at the temperature of sampling."""
+) -> Float[Array, "B C"]:
+    """float32, nats: of each completion token, at the temperature of sampling."""
     hidden = completion_hidden(model, params, sequences, mesh)
     tokens = completion_tokens(sequences)
     return logprobs_from_hidden(
@@ -88,22 +86,22 @@ def completion_logprobs(
     )
 
 
-def completion_tokens(sequences: Sequences) -> jax.Array:
-    """[B, C] the tokens of the completions."""
+def completion_tokens(sequences: Sequences) -> Int[Array, "B C"]:
+    """The tokens of the completions."""
     return sequences.tokens[:, sequences.tokens.shape[1] - sequences.loss_mask.shape[1] :]
 
 
 # The teacher's side: (projection, hidden [B, C, Dt], head [V, Dt], sequences, ids [B, C, K]) ->
 # fields of TeacherSignal.
 
-Fields = dict[str, jax.Array]
+Fields = dict[str, Array]
 
 
-def _ship_hidden(p: Projection, hidden: jax.Array, kernel: jax.Array, *_: Any) -> Fields:
+def _ship_hidden(p: Projection, hidden: Array, kernel: Array, *_: Any) -> Fields:
     return {"hidden": hidden}
 
 
-def _ship_topk(p: Projection, hidden: jax.Array, kernel: jax.Array, *_: Any) -> Fields:
+def _ship_topk(p: Projection, hidden: Array, kernel: Array, *_: Any) -> Fields:
     best = topk_from_hidden(hidden, kernel, p.distill.top_k, v=p.vocab_size, **p.options)
     return {
         "topk_ids": best.ids,
@@ -113,14 +111,14 @@ def _ship_topk(p: Projection, hidden: jax.Array, kernel: jax.Array, *_: Any) -> 
 
 
 def _ship_student_topk(
-    p: Projection, hidden: jax.Array, kernel: jax.Array, _: Sequences, ids: jax.Array
+    p: Projection, hidden: Array, kernel: Array, _: Sequences, ids: Array
 ) -> Fields:
     logprobs, tail = logprobs_at(hidden, kernel, ids, v=p.vocab_size, **p.options)
     return {"topk_ids": ids, "topk_logprobs": logprobs, "tail_logprob": tail}
 
 
 def _ship_sampled(
-    p: Projection, hidden: jax.Array, kernel: jax.Array, sequences: Sequences, *_: Any
+    p: Projection, hidden: Array, kernel: Array, sequences: Sequences, *_: Any
 ) -> Fields:
     tokens = completion_tokens(sequences)
     told = logprobs_from_hidden(hidden, kernel, tokens, v=p.vocab_size, **p.options)
@@ -137,16 +135,15 @@ SHIPPERS: dict[str, Callable[..., Fields]] = {
 
 def teacher_signal(
     p: Projection,
-    hidden: jax.Array,
-    kernel: jax.Array,
+    hidden: Float[Array, "B C Dt"],
+    kernel: Float[Array, "Vt Dt"],
     sequences: Sequences,
-    ids: jax.Array | None,
+    ids: Int[Array, "B C K"] | None,
 ) -> TeacherSignal:
-    """What `distill.signal` asks of the teacher, given its hidden states [B, C, Dt] and its head
-    [V, Dt].
+    """What `distill.signal` asks of the teacher, given its hidden states and its head.
 
     Args:
-        ids: [B, C, K] the student's most probable tokens; only for `student_topk`.
+        ids: the student's most probable tokens; only for `student_topk`.
     """
     fields = SHIPPERS[p.distill.signal](p, hidden, kernel, sequences, ids)
     if p.distill.entropy_aware and p.distill.signal != "hidden":
@@ -162,7 +159,7 @@ def teacher_signal(
 
 
 def _learn_hidden(
-    p: Projection, hidden: jax.Array, kernel: jax.Array, batch: TrainBatch, frozen: Any
+    p: Projection, hidden: Array, kernel: Array, batch: TrainBatch, frozen: Any
 ) -> Loss:
     return divergence_from_hidden(
         hidden,
@@ -178,7 +175,7 @@ def _learn_hidden(
 
 
 def _learn_topk(
-    p: Projection, hidden: jax.Array, kernel: jax.Array, batch: TrainBatch, frozen: Any
+    p: Projection, hidden: Array, kernel: Array, batch: TrainBatch, frozen: Any
 ) -> Loss:
     signal = _signal(batch)
     return topk_divergence_from_hidden(
@@ -196,7 +193,7 @@ def _learn_topk(
 
 
 def _learn_sampled(
-    p: Projection, hidden: jax.Array, kernel: jax.Array, batch: TrainBatch, frozen: Any
+    p: Projection, hidden: Array, kernel: Array, batch: TrainBatch, frozen: Any
 ) -> Loss:
     tokens, mask = completion_tokens(batch.sequences), batch.sequences.loss_mask
     logprobs = logprobs_from_hidden(hidden, kernel, tokens, mask=mask, v=p.vocab_size, **p.options)
@@ -219,8 +216,8 @@ LEARNERS: dict[str, Callable[..., Loss]] = {
 
 def distill_loss(
     p: Projection,
-    hidden: jax.Array,
-    kernel: jax.Array,
+    hidden: Float[Array, "B C D"],
+    kernel: Float[Array, "V D"],
     batch: TrainBatch,
     frozen: Mapping[str, Any],
 ) -> Loss:
@@ -237,7 +234,7 @@ def distill_loss(
 
 
 def entropy_aware_loss(
-    p: Projection, hidden: jax.Array, kernel: jax.Array, batch: TrainBatch
+    p: Projection, hidden: Float[Array, "B C D"], kernel: Float[Array, "V D"], batch: TrainBatch
 ) -> Loss:
     """The entropy-aware term alone, of what a teacher shipped for it."""
     signal = _signal(batch)
@@ -263,7 +260,7 @@ def _signal(batch: TrainBatch) -> TeacherSignal:
 
 def policy_topk(
     p: Projection, model: DecoderConfig, params: Params, sequences: Sequences
-) -> jax.Array:
-    """[B, C, K] the policy's most probable tokens, on which the signal `student_topk` is asked."""
+) -> Int[Array, "B C K"]:
+    """The policy's most probable tokens, on which the signal `student_topk` is asked."""
     hidden = completion_hidden(model, params, sequences, p.mesh)
     return topk_from_hidden(hidden, head(params), p.distill.top_k, v=p.vocab_size, **p.options).ids

@@ -1,8 +1,8 @@
 """What travels between the stages of a step, and the legend of every shape.
 
-Shapes: P prompts, G group size, B = P * G sequences, T tokens of a sequence (prompt width + C), C
-completion width, V vocabulary, K top-k, D model width, N heads, KV key-value heads, H head width, S
-cache positions, L layers.
+Shapes: P prompts, G group size, B = P * G sequences, W prompt width, C completion width, T = W + C
+tokens of a sequence, V vocabulary, K top-k, D model width, N heads, KV key-value heads, H head
+width, S cache positions, L layers; t is the teacher's: Dt, Vt.
 
 A sequence is a left-padded prompt followed by a right-padded completion. Arrays of width C are
 aligned with the completion: entry j belongs to token ``T - C + j``, which the hidden state at ``T -

@@ -1,4 +1,4 @@
-"""Checks the shape annotations of the modules that compute losses while the tests run.
+"""Checks the shape annotations of the array functions while the tests run.
 
 `types` is left out: jaxtyping's hook would also check dataclasses that JAX fills with other things
 than arrays while it transforms a pytree.
@@ -6,15 +6,34 @@ than arrays while it transforms a pytree.
 
 from __future__ import annotations
 
-from beartype import BeartypeConf, beartype
+from collections.abc import Callable
+from typing import Any
+
 from jaxtyping import install_import_hook
 
-MODULES = ("jaxrl.losses.kl", "jaxrl.losses.policy", "jaxrl.losses.correction")
-
-checked = beartype(conf=BeartypeConf(is_pep484_tower=True))
-"""An int is a float, as everywhere in Python's typing."""
+MODULES = (
+    "jaxrl.losses",
+    "jaxrl.masked",
+    "jaxrl.advantages",
+    "jaxrl.signals",
+    "jaxrl.models.decoder",
+)
 
 
 def install() -> None:
     """To be called before any of the modules is imported."""
+    try:
+        import beartype  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            "the tests check shape annotations with beartype, which is not installed:"
+            " pip install -e '.[dev]'"
+        ) from error
     install_import_hook(MODULES, "shape_checks.checked")
+
+
+def checked(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` with its annotations checked; an int is a float, as everywhere in Python."""
+    from beartype import BeartypeConf, beartype
+
+    return beartype(function, conf=BeartypeConf(is_pep484_tower=True))

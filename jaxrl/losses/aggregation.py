@@ -13,9 +13,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Bool, Float
 
 from jaxrl.losses.divergence import MIN
+from jaxrl.types import Array
 
 SumCount = tuple[Float[Array, ""], Float[Array, ""]]
 Aggregation = Callable[[Array, Array], SumCount]

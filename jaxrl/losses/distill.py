@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Bool, Float, Int
 
 from jaxrl.losses.chunked import loss_values
 from jaxrl.losses.divergence import (
@@ -56,6 +56,7 @@ from jaxrl.losses.layout import (
 )
 from jaxrl.losses.vocabulary import Columns, spread_tail, with_tail
 from jaxrl.masked import masked_count, masked_sum
+from jaxrl.types import Array
 
 Loss = tuple[Float[Array, ""], Float[Array, ""], Sums]
 

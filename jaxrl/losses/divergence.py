@@ -14,9 +14,10 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Bool, Float, Int
 
 from jaxrl.masked import masked_count, masked_sum
+from jaxrl.types import Array
 
 Sums = dict[str, tuple[Array, Array]]
 """Metric name -> (sum, count), to be added up over micro-batches and divided once; both are

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Bool, Float, Int
 
 from jaxrl.losses.chunked import measure, tiled
 from jaxrl.losses.layout import (
@@ -34,6 +34,7 @@ from jaxrl.losses.layout import (
     masked_rows,
 )
 from jaxrl.losses.vocabulary import Columns, with_tail
+from jaxrl.types import Array
 
 
 class TopK(NamedTuple):

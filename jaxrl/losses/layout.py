@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Bool, Float
 
 from jaxrl.losses.vocabulary import Columns
+from jaxrl.types import Array
 
 CHUNK = 256
 """Tokens a device projects on the vocabulary at once: 156 MB for a float32 array at V = 152k."""
@@ -157,7 +158,7 @@ def masked_rows(hidden: Float[Array, "B C D"], mask: Bool[Array, "B C"]) -> Floa
     return jnp.where(mask[..., None], hidden, 0)
 
 
-def fit_head(job: Job, head: Float[Array, "V D"]) -> Float[Array, "V D"]:
+def fit_head(job: Job, head: Float[Array, "rows D"]) -> Float[Array, "V D"]:
     """The first V rows, padded with zeros to a number that `tensor` divides."""
     return jnp.pad(head[: job.vocab], [(0, -job.vocab % job.size("tensor")), (0, 0)])
 

@@ -20,14 +20,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Bool, Float, Int
 
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.layers import Attend, Block, RMSNorm, attention, attention_step, rope_angles
+from jaxrl.types import Array
 
 Params = dict[str, Any]
 Layout = Literal["stacked", "unstacked"]
 Remat = Literal["none", "dots", "full"]
-Cache = list[tuple[jax.Array, jax.Array]]
+Pair = tuple[Float[Array, "*L B KV S H"], Float[Array, "*L B KV S H"]]
+Cache = list[Pair]
 """Per layer (k, v), each [B, KV, S, H]: the positions of a head lie next to each other, so that a
 decode step reads them as a plain batched matmul, without a transposed copy. Of stacked parameters
 one pair [L, B, KV, S, H]."""
@@ -99,13 +102,13 @@ def stack(params: Params) -> Params:
     return params | {"layers": jax.tree.map(lambda *xs: jnp.stack(xs), *params["layers"])}
 
 
-def head(params: Params) -> jax.Array:
+def head(params: Params) -> Float[Array, "V D"]:
     """The LM head [V, D], the embedding when tied; logits are `hidden @ head.T`."""
     return params["lm_head"]["kernel"] if "lm_head" in params else params["embed"]["embedding"]
 
 
-def logits(params: Params, hidden: jax.Array) -> jax.Array:
-    """[..., V] float32 logits of hidden states [..., D]."""
+def logits(params: Params, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
+    """float32 logits of hidden states."""
     kernel = head(params).astype(hidden.dtype)
     return jnp.einsum("...d,vd->...v", hidden, kernel, preferred_element_type=jnp.float32)
 
@@ -113,25 +116,24 @@ def logits(params: Params, hidden: jax.Array) -> jax.Array:
 def forward(
     config: DecoderConfig,
     params: Params,
-    tokens: jax.Array,
-    mask: jax.Array,
+    tokens: Int[Array, "B T"],
+    mask: Bool[Array, "B T"],
     *,
     remat: Remat = "none",
     mesh: Mesh | None = None,
     dtype: Any = None,
-) -> jax.Array:
-    """Hidden states after the final norm, for tokens [B, T] with padding on either side.
+) -> Float[Array, "B T D"]:
+    """Hidden states after the final norm, for tokens with padding on either side.
 
     Args:
-        tokens: [B, T] int32.
-        mask: [B, T] bool, True at real tokens; positions count them, padding is never attended to.
+        mask: True at real tokens; positions count them, padding is never attended to.
         remat: what the backward pass recomputes of each block: nothing, all but the matmuls, all.
         mesh: where given, the residual stream is kept sharded by rows over (data, fsdp).
         dtype: compute dtype; the parameters' own where None. To be given in place of parameters
             that are cast beforehand: the embedding's gradient then is a sum in float32.
 
     Returns:
-        [B, T, D] in the compute dtype; meaningless where mask is False.
+        In the compute dtype; meaningless where mask is False.
     """
     x = _embed(config, params, tokens, mesh, dtype)
     params = params if dtype is None else cast(params, dtype)
@@ -139,12 +141,12 @@ def forward(
     causal = jnp.tril(jnp.ones((tokens.shape[1],) * 2, bool))
     allowed = causal[None] & mask[:, None, :]
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def attend(q: Array, k: Array, v: Array) -> Array:
         return attention(q, k, v, allowed)
 
     rope = rope_angles(config, positions)
 
-    def body(x: jax.Array, layer: Params) -> tuple[jax.Array, None]:
+    def body(x: Array, layer: Params) -> tuple[Array, None]:
         return _rows(_block(config, layer)(x, rope, attend), mesh), None
 
     if remat != "none":
@@ -160,23 +162,23 @@ def forward(
 def forward_groups(
     config: DecoderConfig,
     params: Params,
-    prompts: tuple[jax.Array, jax.Array],
-    completions: tuple[jax.Array, jax.Array],
+    prompts: tuple[Int[Array, "P W"], Bool[Array, "P W"]],
+    completions: tuple[Int[Array, "B C"], Bool[Array, "B C"]],
     *,
     remat: Remat = "none",
     mesh: Mesh | None = None,
     dtype: Any = None,
-) -> tuple[jax.Array, jax.Array]:
-    """`forward` of n prompts with G completions each; a prompt is computed once for its group.
+) -> tuple[Float[Array, "P W D"], Float[Array, "B C D"]]:
+    """`forward` of P prompts with G completions each; a prompt is computed once for its group.
 
     In each layer the prompts run first, and the completions attend to their keys and values too.
 
     Args:
-        prompts: tokens and mask [n, P], left-padded.
-        completions: tokens and mask [n * G, C], right-padded; row i belongs to prompt i // G.
+        prompts: tokens and mask, left-padded.
+        completions: tokens and mask, right-padded; row i belongs to prompt i // G.
 
     Returns:
-        Hidden states [n, P, D] and [n * G, C, D], as `forward` of whole sequences has them.
+        Hidden states of both, as `forward` of whole sequences has them.
     """
     (tokens_p, mask_p), (tokens_c, mask_c) = prompts, completions
     # Looked up together: apart, the embedding's gradient would be there twice at full width.
@@ -199,11 +201,11 @@ def forward_groups(
     def body(x: Any, layer: Params) -> tuple[Any, None]:
         block, held = _block(config, layer), []
 
-        def attend_p(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        def attend_p(q: Array, k: Array, v: Array) -> Array:
             held.append((k, v))
             return attention(q, k, v, allowed_p)
 
-        def attend_c(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        def attend_c(q: Array, k: Array, v: Array) -> Array:
             before = (_rows(jnp.repeat(x, group, 0), mesh) for x in held[0])
             k, v = (jnp.concatenate(pair, 1) for pair in zip(before, (k, v), strict=True))
             return attention(q, k, v, allowed_c)
@@ -225,13 +227,13 @@ def forward_groups(
 def prefill(
     config: DecoderConfig,
     params: Params,
-    tokens: jax.Array,
-    mask: jax.Array,
+    tokens: Int[Array, "B W"],
+    mask: Bool[Array, "B W"],
     *,
     mesh: Mesh | None = None,
-) -> tuple[jax.Array, Cache]:
-    """Hidden states [B, P, D] and the keys and values of right-padded prompts [B, P], a `Cache` of
-    P positions in the layout of the parameters.
+) -> tuple[Float[Array, "B W D"], Cache]:
+    """Hidden states, and the keys and values, of right-padded prompts: a `Cache` of W positions in
+    the layout of the parameters.
 
     Keys are stored rotated, at the index of their position.
     """
@@ -240,10 +242,10 @@ def prefill(
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
     rope = rope_angles(config, positions)
 
-    def body(x: jax.Array, layer: Params) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    def body(x: Array, layer: Params) -> tuple[Array, Pair]:
         written = []
 
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        def attend(q: Array, k: Array, v: Array) -> Array:
             written.append((jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)))
             return attention(q, k, v, allowed)
 
@@ -266,33 +268,31 @@ def decode(
     config: DecoderConfig,
     params: Params,
     cache: Cache,
-    tokens: jax.Array,
-    positions: jax.Array,
+    tokens: Int[Array, " B"],
+    positions: Int[Array, " B"],
     *,
     used: int,
     mesh: Mesh | None = None,
-) -> tuple[jax.Array, Cache]:
+) -> tuple[Float[Array, "B D"], Cache]:
     """One token for each slot: writes its keys and values, attends to the cache up to its position.
 
     Args:
         cache: in the layout of the parameters; donate it.
-        tokens: [B] int32, the token at `positions`.
-        positions: [B] int32 in [0, used).
+        tokens: the token at `positions`.
+        positions: in [0, used).
         used: static bound on positions + 1: only this much of the cache is read.
 
     Returns:
-        hidden [B, D] that predicts the next token, and the new cache.
+        The hidden state that predicts the next token, and the new cache.
     """
     allowed = jnp.arange(used)[None] <= positions[:, None]
     rope = rope_angles(config, positions[:, None])
 
-    def step(
-        x: jax.Array, layer: Params, pair: tuple[jax.Array, jax.Array], index: jax.Array | None
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    def step(x: Array, layer: Params, pair: Pair, index: Array | None) -> tuple[Array, Pair]:
         """A block; `index` of the layer where the cache holds all of them."""
         written = []
 
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        def attend(q: Array, k: Array, v: Array) -> Array:
             keys = _write(pair[0], k, positions, index)
             values = _write(pair[1], v, positions, index)
             written.append((keys, values))
@@ -302,7 +302,7 @@ def decode(
         x = _rows(_block(config, layer)(x, rope, attend), mesh)
         return x, written[0]
 
-    def body(carry: Any, given: tuple[jax.Array, Params]) -> tuple[Any, None]:
+    def body(carry: Any, given: tuple[Array, Params]) -> tuple[Any, None]:
         index, layer = given
         return step(carry[0], layer, carry[1], index), None
 
@@ -324,13 +324,11 @@ def cast(params: Params, dtype: Any) -> Params:
     return jax.tree.map(lambda x: x.astype(dtype), params)
 
 
-def _write(
-    cache: jax.Array, new: jax.Array, positions: jax.Array, index: jax.Array | None
-) -> jax.Array:
+def _write(cache: Array, new: Array, positions: Array, index: Array | None) -> Array:
     """cache [(L,) B,KV,S,H] with new [B,1,KV,H] at positions [B] of layer `index`; in this form
     SPMD moves no cache.
     """
-    update: Callable[..., jax.Array] = jax.lax.dynamic_update_slice
+    update: Callable[..., Array] = jax.lax.dynamic_update_slice
     new = jnp.swapaxes(new, 1, 2).astype(cache.dtype)
     if index is None:
         return jax.vmap(lambda c, n, i: update(c, n, (0, i, 0)))(cache, new, positions)
@@ -338,26 +336,26 @@ def _write(
     return write(cache, new, positions)
 
 
-def _layer(cache: jax.Array, index: jax.Array | None) -> jax.Array:
+def _layer(cache: Array, index: Array | None) -> Array:
     """Keys or values [B, KV, S, H] of one layer."""
     return cache if index is None else jax.lax.dynamic_index_in_dim(cache, index, keepdims=False)
 
 
-def _block(config: DecoderConfig, layer: Params) -> Callable[[jax.Array, Any, Attend], jax.Array]:
+def _block(config: DecoderConfig, layer: Params) -> Callable[[Array, Any, Attend], Array]:
     return nnx.merge(_block_graph(config), layer)
 
 
-def _norm(config: DecoderConfig, params: Params) -> Callable[[jax.Array], jax.Array]:
+def _norm(config: DecoderConfig, params: Params) -> Callable[[Array], Array]:
     return nnx.merge(_norm_graph(config), params["norm"])
 
 
 def _embed(
-    config: DecoderConfig, params: Params, tokens: jax.Array, mesh: Mesh | None, dtype: Any = None
-) -> jax.Array:
+    config: DecoderConfig, params: Params, tokens: Array, mesh: Mesh | None, dtype: Any = None
+) -> Array:
     """Rows of the embedding in `dtype`, its own where None; its D is gathered first: a lookup split
     both ways is replicated.
     """
-    table: jax.Array = params["embed"]["embedding"]
+    table: Array = params["embed"]["embedding"]
     sharding: NamedSharding | None = None
     if mesh is not None:
         vocab = "tensor" if config.vocab_size % mesh.shape["tensor"] == 0 else None
@@ -367,9 +365,7 @@ def _embed(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _look_up(
-    table: jax.Array, tokens: jax.Array, dtype: Any, sharding: NamedSharding | None
-) -> jax.Array:
+def _look_up(table: Array, tokens: Array, dtype: Any, sharding: NamedSharding | None) -> Array:
     """table[tokens] in `dtype`, cast before the table is gathered. Whatever the dtype, the gradient
     is summed in float32: in bfloat16 the sum of a frequent token stops at 256 times a term.
     """
@@ -377,14 +373,14 @@ def _look_up(
 
 
 def _look_up_forward(
-    table: jax.Array, tokens: jax.Array, dtype: Any, sharding: NamedSharding | None
-) -> tuple[jax.Array, Any]:
+    table: Array, tokens: Array, dtype: Any, sharding: NamedSharding | None
+) -> tuple[Array, Any]:
     return _look_up(table, tokens, dtype, sharding), (table, tokens)  # of the table: its shape
 
 
 def _look_up_backward(
-    dtype: Any, sharding: NamedSharding | None, kept: Any, d_rows: jax.Array
-) -> tuple[jax.Array, None]:
+    dtype: Any, sharding: NamedSharding | None, kept: Any, d_rows: Array
+) -> tuple[Array, None]:
     table, tokens = kept
     zeros = jnp.zeros(table.shape, jnp.float32)
     summed = _laid_out(zeros.at[tokens].add(d_rows.astype(jnp.float32)), sharding)
@@ -394,11 +390,11 @@ def _look_up_backward(
 _look_up.defvjp(_look_up_forward, _look_up_backward)
 
 
-def _laid_out(x: jax.Array, sharding: NamedSharding | None) -> jax.Array:
+def _laid_out(x: Array, sharding: NamedSharding | None) -> Array:
     return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
 
 
-def _rows(x: jax.Array, mesh: Mesh | None) -> jax.Array:
+def _rows(x: Array, mesh: Mesh | None) -> Array:
     """Keeps the rows of x sharded over (data, fsdp): left alone, XLA picks odd layouts."""
     if mesh is None:
         return x
