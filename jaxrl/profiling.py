@@ -44,18 +44,23 @@ class Profile:
     """Of the run's profile."""
     steps: range
     """As rows count them, from 1; those that this run still has to train."""
-    rows: Sequence[Mapping[str, Any]]
-    """Of the run's metrics, the newest last."""
     tell: Callable[[str], None]
     _calls: deque[_Made] = field(default_factory=lambda: deque(maxlen=BEFORE))
     _begun: Mapping[str, Future] = field(default_factory=dict)
     _ended: Mapping[str, Future] = field(default_factory=dict)
     """Pool -> what its workers tell of the trace that they began, and ended."""
+    _rows: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    """Those of `steps`, so far."""
     _told: bool = False
 
     def watch(self, role: str, handle: Handle) -> Handle:
         """The handle, whose calls are remembered for the table."""
         return Watched(role, handle, self._note) if self.steps else handle
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        """A row is written."""
+        if row["step"] in self.steps:
+            self._rows[row["step"]] = row
 
     @contextmanager
     def around(self, action: Action) -> Iterator[None]:
@@ -67,7 +72,7 @@ class Profile:
         last = self.steps[-1] if self.steps else 0
         if self._begun and not self._ended and action.kind == "publish" and action.index >= last:
             self._ended = self._ask(None)
-        if self._ended and self.rows and self.rows[-1]["step"] >= last:
+        if self._ended and last in self._rows:
             self._finish()
 
     def close(self) -> None:
@@ -94,7 +99,7 @@ class Profile:
         ended: dict[str, Traced] = {pool: told.result() for pool, told in self._ended.items()}
         for problem in {told.problem: None for told in (*begun, *ended.values()) if told.problem}:
             self.tell(f"profile.steps: JAX's profiler wrote no trace: {problem}")
-        rows = [row for row in self.rows if row["step"] in self.steps]
+        rows = list(self._rows.values())
         if not rows:
             return
         table = self._table(rows, ended)

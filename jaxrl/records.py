@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -11,6 +12,7 @@ from typing import Any, Self
 from jaxrl.checkpoint import store
 from jaxrl.checkpoint.rollouts import load_rollout
 from jaxrl.checkpoint.writer import CheckpointWriter
+from jaxrl.errors import UserError
 from jaxrl.launch import Job
 from jaxrl.loop import Resumed, evaluates
 from jaxrl.models.hf import write_description
@@ -58,6 +60,8 @@ class Records:
         """
         self._log, self._tell, self._described = log, tell, describe
         self._job, self._run = job, run
+        self._checking = threading.Lock()
+        self._removed = 0
         self._stack = ExitStack()
         config, step = job.config, run.step
         resumed = run.checkpoint is not None
@@ -65,7 +69,6 @@ class Records:
         after = step if resumed else None
         metrics = MetricsWriter(run.path / METRICS_FILE, after, tell)
         samples = SamplesWriter(run.path / SAMPLES_FILE, after, tell)
-        self.rows = metrics.rows
         self._metrics, self._samples = metrics, samples
         self._stack.enter_context(metrics)
         self._stack.enter_context(samples)
@@ -74,7 +77,12 @@ class Records:
         self._stack.enter_context(self._timeline)
         self._timeline.watch_states(crew.states)
         folder = run.path / PROFILE_DIR
-        self.profile = Profile(job, plan, crew, folder, profiled, self.rows, tell)
+        self.profile = Profile(job, plan, crew, folder, profiled, tell)
+
+        def written(row: Mapping[str, Any]) -> None:
+            self.profile.row(row)
+            on_row(row)
+
         trackers = open_trackers(
             config.logging,
             config.name,
@@ -91,7 +99,7 @@ class Records:
             partial(describe_policy, job),
             tell,
             run.depends,
-            self._check_folder,
+            self.check_folder,
         )
         self.checkpoints.newest = step or None
         self._stack.callback(self.checkpoints.stop)
@@ -110,7 +118,7 @@ class Records:
             peaks=crew.peaks,
             planned=plan.peaks,
             log=log.write,
-            on_row=on_row,
+            on_row=written,
         )
 
     def __enter__(self) -> Self:
@@ -119,22 +127,34 @@ class Records:
     def __exit__(self, *failed: Any) -> None:
         self._stack.__exit__(*failed)
 
-    def _check_folder(self) -> None:
-        """Before a checkpoint: makes again what somebody removed. Raises RunError where another
-        process has the folder.
+    def check_folder(self) -> int:
+        """Before a checkpoint begins, before it is completed, and at the end: writes again what
+        somebody removed. Raises RunError where another process has the folder.
+
+        Returns how often files of this run were found removed.
         """
-        removed = None if self._run.lock is None else self._run.lock.check()
-        if removed is None:
-            return
-        if removed != "lock":
-            for name, text in self._described.items():
-                self._run.write(name, text)
-            for file in (self._metrics, self._samples, self._timeline, self._log):
-                file.restore()
-        self._tell(
-            f"the {removed} of {self._run.path} was removed while the run worked: it is made again;"
-            " what only stood there, such as earlier checkpoints and samples, is lost"
-        )
+        with self._checking:
+            lock_removed = self._run.lock is not None and self._run.lock.check()
+            files = (self._metrics, self._samples, self._timeline, self._log)
+            restored = [file.restore() for file in files]  # each of them, so no `any` here
+            with suppress(UserError):  # a disk that refuses: the save says so
+                self._run.write_missing(self._described)
+            if any(restored):
+                self._removed += 1
+                self.checkpoints.forget_removed()
+                self._tell(
+                    f"files of {self._run.path} were removed while the run worked. metrics.jsonl,"
+                    " samples.jsonl, timeline.json, log.txt and the config are restored; what else"
+                    " was removed, such as checkpoints and TensorBoard's files, is lost"
+                )
+            elif lock_removed:
+                self._tell(f"the lock of {self._run.path} was removed: it is taken again")
+            return self._removed
+
+    def first_and_last(self) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        """The first and the last row of the run."""
+        none = {"step": self._run.step}
+        return self._metrics.first or none, self._metrics.last or none
 
     def watch(self, crew: Crew) -> dict[str, Handle]:
         """The roles, their calls drawn in the timeline, and counted where they are profiled."""
@@ -145,6 +165,7 @@ class Records:
         """Waits for what is still being written."""
         self.checkpoints.close(self._job.config.deadlines.checkpoint)
         self.reporter.checkpoint()
+        self.check_folder()
 
     def resumed(self, packing: Mapping[str, Any]) -> Resumed | None:
         """Where the loop goes on; None at the beginning of a run.
@@ -168,9 +189,9 @@ class Records:
         """Whether the row of the step to go on from has its evaluation, or needs none."""
         step = self._run.step
         due = bool(self._job.held_out) and evaluates(self._job.config, step)
-        row = self.rows[-1] if self.rows and self.rows[-1]["step"] == step else None
+        row = self._metrics.last
         # A disk that took the checkpoint and not the row has left nothing to complete.
-        return not due or row is None or "eval/unjudged" in row
+        return not due or row is None or row["step"] != step or "eval/unjudged" in row
 
 
 def describe_policy(job: Job, folder: Path) -> None:

@@ -108,7 +108,7 @@ class Reporter:
     def amend(self, step: int, futures: Mapping[str, Future]) -> None:
         """What the last row, written before an interruption, lacks of these."""
         row = self._sync(step, futures) | self._evaluation(futures)
-        last = self.metrics.rows[-1] if self.metrics.rows else {}
+        last = self.metrics.last or {}
         lacking = {name: value for name, value in row.items() if name not in last}
         if lacking and last.get("step") == step:
             self._told(self.metrics.amend(step, lacking))

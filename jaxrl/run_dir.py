@@ -59,11 +59,17 @@ class RunDir:
         except OSError as error:
             raise UserError(f"cannot write {self.path / name}: {error.strerror}") from error
 
-    def begin_session(self, mesh: str) -> None:
-        """Notes what the steps from here on are trained on. Raises UserError."""
+    def sessions_with(self, mesh: str) -> str:
+        """The text of `SESSIONS_FILE` that says what the steps from here on are trained on."""
         kept = [one for one in sessions(self.path) if one["step"] < self.step]
         lines = [json.dumps(one) + "\n" for one in (*kept, {"step": self.step, "mesh": mesh})]
-        self.write(SESSIONS_FILE, "".join(lines))
+        return "".join(lines)
+
+    def write_missing(self, texts: Mapping[str, str]) -> None:
+        """Those of these files that are not in the folder. Raises UserError."""
+        for name, text in texts.items():
+            if not (self.path / name).exists():
+                self.write(name, text)
 
     def remove_final(self) -> None:
         """The model of fewer steps, which a checkpoint has too, and what a killed export left."""
@@ -175,29 +181,27 @@ class Lock:
     def close(self) -> None:
         self._file.close()
 
-    def check(self) -> str | None:
-        """Whether the folder is still this run's, to be asked before each checkpoint.
+    def check(self) -> bool:
+        """Whether the folder is still this run's; returns whether the lock was removed.
 
         A lock that somebody removed is taken again, in a new folder where that was removed too.
-        Returns what was removed: `run directory` or `lock`, None where all is as it was.
 
         Raises:
             RunError: another process has the folder now.
         """
         try:
             if os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno())):
-                return None
+                return False
         except FileNotFoundError:
             pass
         except OSError:  # a disk that does not answer: the save says so
-            return None
+            return False
         run_dir = self.path.parent
-        removed = "lock" if run_dir.is_dir() else "run directory"
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
             taken = self._take()
         except OSError:
-            return None
+            return False
         except _Held as held:
             raise RunError(
                 f"run_dir={run_dir} is in use by {held} too: the lock of this run was removed. This"
@@ -205,7 +209,7 @@ class Lock:
             ) from None
         self._file.close()
         self._file = taken
-        return removed
+        return True
 
     def _take(self) -> IO[str]:
         file = open(self.path, "a+", encoding="utf-8")  # noqa: SIM115 - closed by its owner

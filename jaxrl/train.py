@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,7 @@ from jaxrl.run_dir import (
     CONFIG_FILE,
     PLAN_DATA_FILE,
     PLAN_FILE,
+    SESSIONS_FILE,
     RunDir,
     check_run_dir,
     find_run,
@@ -64,8 +65,11 @@ class Result:
     """What a run ends with."""
 
     run_dir: Path
-    metrics: list[dict[str, Any]]
-    """The rows of `metrics.jsonl`."""
+
+    @cached_property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The rows of `metrics.jsonl`, which is read when they are first asked for."""
+        return read_metrics(self.run_dir)
 
     @property
     def final_eval(self) -> float | None:
@@ -166,7 +170,7 @@ def run_config(
                 say(note)
             if run.finished(config.steps):
                 say(f"{run.path} has all of its {config.steps} steps: {AGAIN}")
-                return Result(run.path, read_metrics(run.path))
+                return Result(run.path)
             for text in (plan.text(), f"run directory: {run.path}", *data_notes(job)):
                 say(text)
             with registered(run.path, ()) as registration:
@@ -319,10 +323,10 @@ def attempt(errand: Errand, run: RunDir) -> Result:
             CONFIG_FILE: config.dump(),
             PLAN_FILE: plan.text(),
             PLAN_DATA_FILE: plan_json(plan),
+            SESSIONS_FILE: run.sessions_with(config.mesh),
         }
         for name, text in describe.items():
             run.write(name, text)
-        run.begin_session(config.mesh)
         run.remove_final()
         errand.console.attach(crew.states)
         errand.registration.update(crew.states())
@@ -358,13 +362,14 @@ def attempt(errand: Errand, run: RunDir) -> Result:
                 at = interrupted_at(trained, records.checkpoints.newest, run.path)
                 raise RunError(f"{crew.ending()}\n{at}")
             export(job, crew, run.path / FINAL, records.checkpoints.newest)
-            for line in summary(records.rows, run, errand.started, records.reporter.first_step_at):
+            ends = records.first_and_last()
+            for line in summary(*ends, run, errand.started, records.reporter.first_step_at):
                 say(line)
             for line in run_advice(run.path):
                 say(line)
     finally:
         crew.stop()
-    return Result(run.path, records.rows)
+    return Result(run.path)
 
 
 def out_of_memory(plan: Plan, error: OutOfMemory) -> str:
@@ -423,19 +428,23 @@ def on_step_failed(error: Exception, saved: int | None, run_dir: Path) -> RunErr
 
 
 def summary(
-    rows: Sequence[dict[str, Any]], run: RunDir, started: float, first_step: float | None
+    first_row: Mapping[str, Any],
+    last_row: Mapping[str, Any],
+    run: RunDir,
+    started: float,
+    first_step: float | None,
 ) -> list[str]:
     """The last words of a run."""
     took = time.monotonic() - started
-    lines = [f"done: {rows[-1]['step'] - run.step} steps in {took:.0f} s"]
+    lines = [f"done: {last_row['step'] - run.step} steps in {took:.0f} s"]
     if first_step is not None:
         lines[0] += f", the first after {first_step - started:.0f} s"
     if run.step:
-        lines[0] += f"; {rows[-1]['step']} steps in all"
-    first, last = rows[0].get("eval/accuracy"), rows[-1].get("eval/accuracy")
+        lines[0] += f"; {last_row['step']} steps in all"
+    first, last = first_row.get("eval/accuracy"), last_row.get("eval/accuracy")
     if first is not None and last is not None:
         line = f"accuracy on held-out prompts: {first:.1%} before, {last:.1%} after"
-        teacher = rows[0].get("teacher/accuracy")
+        teacher = first_row.get("teacher/accuracy")
         lines.append(line if teacher is None else f"{line}; the teacher has {teacher:.1%}")
     used = meshes(sessions(run.path))
     if "then" in used:

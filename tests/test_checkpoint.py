@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import time
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -324,3 +326,36 @@ def test_an_accuracy_that_cannot_be_noted_is_told(tmp_path):
     assert len(lines) == 1 and "could not be noted" in lines[0]
     writer.close(5)
     assert len(lines) == 1
+
+
+def test_a_save_during_which_files_were_removed_is_no_checkpoint(tmp_path):
+    """Its arrays may be among them; the file that describes the policy would be made again."""
+    lines, removed = [], [0]
+
+    def describe(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text("{}")
+
+    def save(step, harm=lambda: None):
+        folder = writer.folder(step)
+        folder.mkdir(parents=True)
+        writer.begin(step, SimpleNamespace(result=harm), {}, {"generated": step})
+        writer.row({"step": step, "optimizer_step": step, "data/epoch": 0.0})
+
+    def harm():
+        shutil.rmtree(tmp_path / "run")
+        removed[0] += 1
+
+    config = Config.load(None, ["steps=9"])
+    writer = CheckpointWriter(
+        tmp_path / "run", config, "f", describe, lines.append, check=lambda: removed[0]
+    )
+    save(3, harm)
+    while not lines:
+        time.sleep(0.01)
+    save(6)
+    writer.close(30)
+    assert [folder.name for folder in store.folders(tmp_path / "run")] == ["6"]
+    assert writer.newest == 6 and [written.step for written in writer.written()] == [6]
+    (line,) = lines
+    assert line.startswith("checkpoint 3 could not be written: files of the run were removed")

@@ -240,11 +240,9 @@ class Asked:
         return {"actor": done_future(Traced())}
 
 
-def profile(log, steps, rows=()):
+def profile(log, steps):
     config = Config.load("builtin:quickstart", ["steps=8"])
-    return Profile(
-        SimpleNamespace(config=config), None, Asked(log), Path("x"), steps, rows, log.append
-    )
+    return Profile(SimpleNamespace(config=config), None, Asked(log), Path("x"), steps, log.append)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

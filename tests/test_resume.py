@@ -297,7 +297,8 @@ def test_a_trained_model_without_checkpoints_is_not_trained_over(models, tmp_pat
 def test_the_meshes_of_a_run_are_those_of_the_steps_that_are_kept(tmp_path):
     def begin(step, mesh):
         checkpoint = SimpleNamespace(step=step) if step else None
-        RunDir(tmp_path, checkpoint, ()).begin_session(mesh)
+        run_dir = RunDir(tmp_path, checkpoint, ())
+        run_dir.write(SESSIONS_FILE, run_dir.sessions_with(mesh))
 
     assert sessions(tmp_path) == [] and meshes([]) == ""
     begin(0, "a=1")
@@ -381,29 +382,39 @@ def test_a_directory_in_use_is_refused(finished, capsys):
 
 
 def test_a_run_directory_that_is_removed_is_made_again(models, tmp_path, undisturbed, monkeypatch):
-    """At the next checkpoint, with every row so far; the run ends as if nothing had been."""
+    """With every row so far, and all that describes the run; it ends as if nothing had been.
+
+    A save that began before the removal and is completed after it is no checkpoint.
+    """
     from jaxrl.roles.actor import Actor
 
+    whole = undisturbed("serial")
     real = Actor.update
 
     def removing(self, *args, step, **kwargs):
         if step == 5:
             while not (tmp_path / "run" / "checkpoints" / "4" / store.MANIFEST).exists():
                 time.sleep(0.01)
-            shutil.rmtree(tmp_path / "run")
+            while (tmp_path / "run").exists():  # an old checkpoint may be removed beside this
+                shutil.rmtree(tmp_path / "run", ignore_errors=True)
         return real(self, *args, step=step, **kwargs)
 
     monkeypatch.setattr(Actor, "update", removing)
     result = run(models, tmp_path / "run")
-    whole = undisturbed("serial")
     assert numbers(read_metrics(result.run_dir)) == numbers(whole)
     assert weights(result.run_dir) == weights(whole.run_dir)
     assert [c.name for c in store.folders(result.run_dir)] == ["10", "8"]
-    assert {"config.yaml", "plan.txt", "lock", "log.txt", "samples.jsonl", "timeline.json"} <= {
-        path.name for path in result.run_dir.iterdir()
-    }
-    json.loads((result.run_dir / "timeline.json").read_text())
-    assert "it is made again" in (result.run_dir / "log.txt").read_text()
+    files = {path.name for path in whole.run_dir.iterdir()} - {"tensorboard"}
+    assert files == {path.name for path in result.run_dir.iterdir()}
+    assert sessions(result.run_dir) == sessions(whole.run_dir)
+    samples = [(folder / "samples.jsonl").read_text() for folder in (result.run_dir, whole.run_dir)]
+    assert samples[0] == samples[1]
+    events = json.loads((result.run_dir / "timeline.json").read_text())
+    updates = [event["args"]["step"] for event in events if event["name"] == "update"]
+    assert updates == list(range(STEPS))
+    log = (result.run_dir / "log.txt").read_text()
+    assert log.count("were removed while the run worked") == 1
+    assert "run directory:" in log, "the lines before the removal are there too"
 
 
 def test_a_checkpoint_is_a_model(finished):

@@ -8,6 +8,7 @@ import errno
 import io
 import json
 import re
+import shutil
 import threading
 from pathlib import Path
 from typing import Literal
@@ -81,8 +82,9 @@ def test_rows_read_back_and_are_on_disk_before_the_file_is_closed(tmp_path: Path
     row = writer.write(1, {"sft/loss": jnp.float32(1.5), "data/epoch": None, "staleness": 1.0})
     assert row == {"step": 1, "sft/loss": 1.5, "data/epoch": None, "staleness": 1}
     assert '"staleness": 1}' in path.read_text()
-    assert read_metrics(path) == read_metrics(tmp_path) == writer.rows
-    assert writer.rows[0] == {"step": 0, "eval/accuracy": 0.25, "optimizer_step": 3}
+    assert read_metrics(path) == read_metrics(tmp_path) == [writer.first, writer.last]
+    assert writer.first == {"step": 0, "eval/accuracy": 0.25, "optimizer_step": 3}
+    assert writer.last == row
     writer.close()
 
 
@@ -263,12 +265,12 @@ def test_a_resumed_file_is_that_of_a_run_that_never_stopped(tmp_path: Path) -> N
     with open(path, "a") as file:
         file.write('{"step": 5, "sft/lo')
     with MetricsWriter(path, after=3) as writer:
-        assert writer.rows == read_metrics(whole)[:4]
+        assert [writer.first, writer.last] == read_metrics(whole)[:4:3]
         with pytest.raises(ValueError, match="step 3 after step 3"):
             writer.write(3, {})
         for step in (4, 5):
             writer.write(step, {"sft/loss": 0.1 * step})
-        assert writer.rows == read_metrics(path)
+        assert [writer.first, writer.last] == read_metrics(path)[::5]
     assert path.read_text() == whole.read_text()
 
 
@@ -277,7 +279,7 @@ def test_resuming_without_the_file_or_at_its_end_loses_nothing(tmp_path: Path) -
     with MetricsWriter(path, after=7) as writer:
         writer.write(8, {})
     with MetricsWriter(path, after=8) as writer:
-        assert writer.rows == [{"step": 8}]
+        assert writer.first == writer.last == {"step": 8}
         writer.write(9, {})
     assert read_metrics(path) == [{"step": 8}, {"step": 9}]
 
@@ -300,7 +302,8 @@ def test_a_damaged_file_is_moved_aside_and_its_first_rows_are_kept(
     for time in (1, 2):
         path.write_bytes(damaged)
         with MetricsWriter(path, after=2, told=reported.append) as writer:
-            assert [row["step"] for row in writer.rows] == kept
+            ends = [row["step"] for row in (writer.first, writer.last) if row is not None]
+            assert ends == kept[:1] + kept[-1:]
             writer.write(3, {})
         assert [row["step"] for row in read_metrics(path)] == [*kept, 3]
         aside = tmp_path / f"m.jsonl.damaged{'-2' if time == 2 else ''}"
@@ -338,7 +341,7 @@ def test_the_newest_row_can_be_added_to(tmp_path: Path) -> None:
     with MetricsWriter(path, after=1) as writer:
         assert writer.amend(1, {"sft/loss": 1.0, "loss": None})["sft/loss"] == 1.0
         writer.write(2, {})
-        assert writer.rows == read_metrics(path)
+        assert [writer.first, writer.last] == read_metrics(path)[::2]
     assert [row["step"] for row in read_metrics(path)] == [0, 1, 2]
 
 
@@ -372,11 +375,11 @@ def test_a_full_disk_is_told_once_and_what_it_refused_follows_when_there_is_room
     writer.write(1, {})
     writer.write(2, {"sft/loss": 1.0})
     assert len(told) == 1 and "m.jsonl" in told[0] and "No space left" in told[0]
-    assert [row["step"] for row in writer.rows] == [0, 1, 2]
+    assert writer.last == {"step": 2, "sft/loss": 1.0}
     assert read_metrics(path) == [{"step": 0}]
     disk.room = 10_000
     writer.write(3, {})
-    assert read_metrics(path) == writer.rows
+    assert read_metrics(path) == [{"step": 0}, {"step": 1}, {"step": 2, "sft/loss": 1}, {"step": 3}]
     disk.room = 0
     writer.write(4, {})
     writer.close()
@@ -397,6 +400,74 @@ def test_samples_resume_and_outlive_a_full_disk(tmp_path: Path) -> None:
         writer.write([later])
     found = [Sample(**json.loads(line)) for line in path.read_text("utf-8").splitlines()]
     assert found == [SAMPLE, SAMPLE, later, later] and len(told) == 1
+
+
+@pytest.mark.parametrize("harm", ["none", "folder", "replaced"])
+def test_a_file_that_is_removed_is_written_again_with_every_line(tmp_path: Path, harm: str) -> None:
+    folder, told = tmp_path / "run", list[str]()
+    folder.mkdir()
+    metrics = MetricsWriter(folder / "m.jsonl", told=told.append)
+    samples = SamplesWriter(folder / "s.jsonl", told=told.append)
+    timeline = Timeline(folder / "t.json", told=told.append)
+    log = RunLog(folder / "l.txt", told=told.append)
+    files = (metrics, samples, timeline, log)
+    for step in range(1, 6):
+        metrics.write(step, {"sft/loss": 0.5})
+        samples.write([dataclasses.replace(SAMPLE, step=step)])
+        timeline.span("actor", "update", step, step + 1.0, step=step)
+        timeline.flush()
+        log.write(f"step {step}")
+        if step == 3 and harm != "none":
+            shutil.rmtree(folder)
+            folder.mkdir()
+            if harm == "replaced":
+                (folder / "m.jsonl").write_text("of somebody else\n" * 1000)
+        restored = [file.restore() for file in files]
+        assert restored == [step == 3 and harm != "none"] * 4
+    metrics.amend(5, {"loss": 1.0})
+    for file in files:
+        file.close()
+    steps = [1, 2, 3, 4, 5]
+    assert [row["step"] for row in read_metrics(folder / "m.jsonl")] == steps
+    assert (
+        read_metrics(folder / "m.jsonl")[-1]
+        == metrics.last
+        == {"step": 5, "sft/loss": 0.5, "loss": 1}
+    )
+    found = [json.loads(line)["step"] for line in (folder / "s.jsonl").read_text().splitlines()]
+    assert found == steps
+    events = json.loads((folder / "t.json").read_text())
+    assert [event["args"]["step"] for event in events if event["name"] == "update"] == steps
+    assert [line.split()[-1] for line in (folder / "l.txt").read_text().splitlines()] == list(
+        "12345"
+    )
+    assert told == []
+
+
+def test_a_removed_file_that_cannot_be_read_back_begins_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a network file system, where a file that another computer removes is gone."""
+
+    def stale(*_: object) -> bytes:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    told: list[str] = []
+    metrics = MetricsWriter(tmp_path / "m.jsonl", told=told.append)
+    timeline = Timeline(tmp_path / "t.json", told=told.append)
+    metrics.write(1, {})
+    for name in ("m.jsonl", "t.json"):
+        (tmp_path / name).unlink()
+    monkeypatch.setattr("jaxrl.telemetry.lines.os.pread", stale)
+    assert metrics.restore() and timeline.restore()
+    assert len(told) == 2 and all("cannot be read back" in text for text in told)
+    metrics.write(2, {})
+    timeline.span("actor", "update", 1.0, 2.0, step=7)
+    metrics.close()
+    timeline.close()
+    assert read_metrics(tmp_path / "m.jsonl") == [{"step": 2}]
+    names = [event["name"] for event in json.loads((tmp_path / "t.json").read_text())]
+    assert names == ["process_name", "thread_name", "update"]
 
 
 def test_samples_are_one_object_a_line(tmp_path: Path) -> None:
@@ -570,9 +641,9 @@ def test_plot_draws_each_run_and_the_teachers_line(tmp_path: Path) -> None:
     assert list(accuracy.lines[1].get_ydata()) == [0.98, 0.98]
 
 
-def test_a_result_draws_its_curves() -> None:
+def test_a_result_draws_its_curves(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    figure = Result(Path("runs/a"), ROWS).curves()
+    figure = Result(write_run(tmp_path / "a")).curves()
     assert [line.get_label() for line in figure.axes[1].lines] == ["a", "a: teacher"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import os
@@ -213,6 +214,42 @@ def test_a_full_disk_is_told_once_and_raises_nothing(tmp_path: Path) -> None:
     disk.room = 10_000
     timeline.close()
     assert [s["args"]["step"] for s in spans(path)] == [0, 1, 2] and len(told) == 1
+
+
+def test_a_long_run_keeps_the_latest_part_of_its_timeline(tmp_path: Path) -> None:
+    """Whole JSON of a bounded size after every step, and resumed; the oldest calls are cut."""
+    path, most, session = tmp_path / "t.json", 30_000, 500
+    for begin in range(0, 3 * session, session):
+        with Timeline(path, after_resume=begin > 0, most_bytes=most) as timeline:
+            rare = time.monotonic()
+            timeline.span("checkpoints", "write", rare, rare + 0.1, bytes=1)
+            for step in range(begin, begin + session):
+                now = time.monotonic()
+                timeline.span("actor", "update", now, now + 1e-4, step=step)
+                timeline.flush()
+                assert path.stat().st_size < most + 1000
+            kept = [s["args"]["step"] for s in spans(path) if s["name"] == "update"]
+            assert kept == list(range(kept[0], begin + session))
+            assert path.stat().st_size > most / 2 - 1000 and kept[0] > 0
+    assert set(tracks(path).values()) == {"actor", "checkpoints"}
+    assert {tracks(path)[s["tid"]] for s in spans(path)} == {"actor"}
+    assert sorted(tmp_path.iterdir()) == [path]
+
+
+def test_a_disk_that_refuses_leaves_the_long_timeline_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = tmp_path / "t.json"
+    with Timeline(path, most_bytes=1000) as timeline:
+        monkeypatch.setattr("jaxrl.telemetry.lines._copy", refuse)
+        for step in range(30):
+            timeline.span("actor", "update", step, step + 1.0, step=step)
+            timeline.flush()
+    assert [s["args"]["step"] for s in spans(path)] == list(range(30))
+    assert sorted(tmp_path.iterdir()) == [path]
 
 
 def test_without_a_path_nothing_is_recorded(tmp_path: Path, handles: dict[str, Handle]) -> None:

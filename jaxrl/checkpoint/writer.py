@@ -40,6 +40,8 @@ class Pending:
     rollouts: Mapping[int, Result]
     """Batches not yet trained on."""
     schedule: dict[str, Any]
+    removed: int
+    """How often files of the run had been found removed when it began."""
 
 
 @dataclass(frozen=True)
@@ -69,13 +71,14 @@ class CheckpointWriter:
         describe: Callable[[Path], None],
         tell: Callable[[str], None],
         depends: Mapping[str, str] | None = None,
-        check: Callable[[], None] = lambda: None,
+        check: Callable[[], int] = lambda: 0,
     ):
         """
         Args:
             fingerprint: of the training data.
             depends: what else the run depends on -> its digest.
-            check: makes sure, before each checkpoint, that the folder is this run's; may raise.
+            check: makes sure that the folder is this run's, and tells how often files of it were
+                found removed; may raise.
             describe: writes the config and the tokenizer of the policy into a folder.
             tell: takes what the user should know.
         """
@@ -84,6 +87,7 @@ class CheckpointWriter:
         """Step of the newest checkpoint that this process finished, or went on from."""
         self._fingerprint, self._describe, self._tell = fingerprint, describe, tell
         self._depends, self._check = dict(depends or {}), check
+        self._removed = 0
         self._pending: dict[int, Pending] = {}
         self._written: list[Written] = []
         self._queue: queue.SimpleQueue[tuple[Pending, Mapping[str, Any]] | None]
@@ -98,7 +102,7 @@ class CheckpointWriter:
 
     def folder(self, step: int) -> Path:
         """Where a new checkpoint goes."""
-        self._check()
+        self._removed = self._check()
         return self._folder(step)
 
     def _folder(self, step: int) -> Path:
@@ -108,7 +112,8 @@ class CheckpointWriter:
         self, step: int, saved: Result, rollouts: Mapping[int, Result], schedule: dict[str, Any]
     ) -> None:
         """The actor has been asked to save what it is after `step` batches."""
-        self._pending[step] = Pending(step, time.monotonic(), saved, rollouts, schedule)
+        now = time.monotonic()
+        self._pending[step] = Pending(step, now, saved, rollouts, schedule, self._removed)
 
     def row(self, row: Mapping[str, Any]) -> None:
         """The row of a step has been written."""
@@ -120,6 +125,11 @@ class CheckpointWriter:
                 store.judge(self._folder(row["step"]), row["eval/accuracy"])
             except (OSError, UserError) as error:
                 self._tell(f"the accuracy of checkpoint {row['step']} could not be noted: {error}")
+
+    def forget_removed(self) -> None:
+        """Where the newest checkpoint was removed: there is none any more."""
+        if self.newest is not None and not (self._folder(self.newest) / store.MANIFEST).exists():
+            self.newest = None
 
     def written(self) -> list[Written]:
         """The checkpoints finished since the last time this was asked."""
@@ -167,6 +177,8 @@ class CheckpointWriter:
             save_rollout(folder / store.rollout_file(index), rollout.result())
         self._describe(folder / store.MODEL)
         (folder / store.CONFIG).write_text(self.config.dump(), encoding="utf-8")
+        if self._check() != pending.removed:
+            raise OSError("files of the run were removed while it was written")
         checkpoint = store.commit(folder, self._manifest(pending, row))
         self.newest = pending.step
         nbytes = checkpoint.manifest.nbytes
@@ -214,5 +226,6 @@ def _version(name: str) -> str:
 
 
 def free_gb(path: Path) -> float:
-    """Free space on the disk of `path`, in units of 1e9 bytes."""
+    """Free space on the disk of `path`, in units of 1e9 bytes; it may have been removed."""
+    path = next(place for place in (path, *path.absolute().parents) if place.exists())
     return shutil.disk_usage(path).free / 1e9

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Sequence
+from io import FileIO
 from pathlib import Path
+from typing import IO
 
 from jaxrl.errors import UserError
 
+COPIED = 1 << 20
+"""Bytes of a file that are in memory at once while it is copied."""
 HELD = 10_000
 """Lines kept for a disk that takes none; beyond them the oldest are lost."""
 
@@ -53,11 +58,16 @@ class LineFile:
         """Whether something may follow the lines that count."""
         self._lost = 0
         try:
-            self._file = open(path, "r+b" if size else "wb", buffering=0)  # noqa: SIM115
+            self._file = open(path, "r+b" if size else "w+b", buffering=0)  # noqa: SIM115
             # Cutting the end in place needs no room and is done or not done, whatever happens.
             self._file.truncate(size)
         except OSError as error:
             raise UserError(f"cannot write {path}: {error.strerror}") from error
+
+    @property
+    def size(self) -> int:
+        """Bytes of the lines that the disk has."""
+        return self._size
 
     def append(self, lines: Sequence[str]) -> None:
         """Writes the lines (none of which holds a line break), and all that was refused before."""
@@ -68,7 +78,7 @@ class LineFile:
             if self._torn:
                 self._file.truncate(self._size)
             self._file.seek(self._size)
-            self._write(data + self._tail)
+            _write_all(self._file, data + self._tail)
         except OSError as error:
             if not self._refused:
                 self._told(f"cannot write {self._path}: {error.strerror}; the run goes on")
@@ -87,15 +97,68 @@ class LineFile:
             self._torn = True
         self.append([new])
 
-    def restore(self, lines: Sequence[str]) -> None:
-        """Begins a new file with these lines where the old one was removed."""
+    def restore(self) -> bool:
+        """Writes the file once more where it was removed, or another one has its name; returns
+        whether that was so.
+
+        The lines come from the removed file, which exists as long as it is open here.
+        """
         try:
-            new = open(self._path, "wb", buffering=0)  # noqa: SIM115
+            if os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno())):
+                return False
+        except FileNotFoundError:
+            pass
+        except OSError:  # a disk that does not answer: the next write says so
+            return False
+        try:
+            new = open(self._path, "w+b", buffering=0)  # noqa: SIM115
         except OSError:  # the old one stays open, so that nothing else has to know
+            return False
+        try:
+            copied = _copy(self._file, new, 0, self._size)
+        except OSError:  # no room: the next restore tries again
+            new.close()
+            return False
+        if copied < self._size:
+            copied = 0
+            self._told(f"{self._path} was removed and cannot be read back: its lines are lost")
+        self._file.close()
+        self._file, self._size, self._torn = new, copied, True
+        self.append([])
+        return True
+
+    def drop_oldest(self, keep: Callable[[bytes], bool]) -> None:
+        """Puts a file without the older half of the lines in the place of this one. A disk that
+        refuses leaves it as it is.
+
+        Args:
+            keep: of a line in the older half, whether it stays; once, where it is repeated.
+        """
+        partial = self._path.with_name(f".{self._path.name}.partial")
+        try:
+            new = open(partial, "w+b", buffering=0)  # noqa: SIM115
+        except OSError:
+            return
+        try:
+            size = self._write_newer_half(new, keep)
+            partial.replace(self._path)
+        except OSError:
+            new.close()
+            partial.unlink(missing_ok=True)
             return
         self._file.close()
-        self._file, self._size, self._torn = new, 0, False
-        self.append(lines)
+        self._file, self._size, self._torn = new, size, False
+
+    def _write_newer_half(self, new: FileIO, keep: Callable[[bytes], bool]) -> int:
+        """Bytes of the lines in the new file, after which its tail stands."""
+        kept: dict[bytes, None] = {}
+        with open(self._path, "rb") as old:
+            while old.tell() < self._size // 2 and (line := old.readline()):
+                kept |= {line: None} if keep(line) else {}
+            _write_all(new, b"".join(kept))
+            size = sum(map(len, kept)) + _copy(old, new, old.tell(), self._size)
+        _write_all(new, self._tail)
+        return size
 
     def close(self) -> None:
         """A last attempt at what was refused; tells what never went out."""
@@ -109,7 +172,25 @@ class LineFile:
         except OSError as error:
             self._told(f"cannot close {self._path}: {error.strerror}")
 
-    def _write(self, data: bytes) -> None:
-        rest = memoryview(data)
-        while rest:
-            rest = rest[self._file.write(rest) :]
+
+def _copy(old: IO[bytes], new: FileIO, start: int, end: int) -> int:
+    """Writes these bytes of a file to a new one; returns how many: fewer where the old one cannot
+    be read any more, as on some network file systems.
+    """
+    at = start
+    while at < end:
+        try:
+            part = os.pread(old.fileno(), min(COPIED, end - at), at)
+        except OSError:
+            part = b""
+        if not part:
+            break
+        _write_all(new, part)
+        at += len(part)
+    return at - start
+
+
+def _write_all(file: FileIO, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) :]

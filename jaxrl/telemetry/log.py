@@ -49,10 +49,10 @@ class RunLog:
                 self._file.append([_encodable(line).rstrip() for line in lines])
         self._tell()
 
-    def restore(self) -> None:
-        """Begins a new file: the old one was removed."""
+    def restore(self) -> bool:
+        """As `LineFile.restore`."""
         with self._lock:
-            self._file.restore([])
+            return not self._closed and self._file.restore()
 
     def close(self) -> None:
         with self._lock:

@@ -11,10 +11,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import re
+import shutil
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -186,6 +188,7 @@ _WHOLE = ("batches", "updates", "steps", "bytes", "completions", "flag")
 """Units that are counts: written without a decimal point."""
 
 Value = SupportsFloat | None
+Row = dict[str, int | float | None]
 
 
 @cache
@@ -226,7 +229,7 @@ def _plain(name: str, value: Value) -> int | float | None:
     return int(number) if whole else number
 
 
-def _row(step: int, metrics: Mapping[str, Value]) -> dict[str, int | float | None]:
+def _row(step: int, metrics: Mapping[str, Value]) -> Row:
     unknown = [name for name in metrics if describe(name) is None]
     if unknown:
         hint = near(unknown[0], METRICS)
@@ -236,14 +239,15 @@ def _row(step: int, metrics: Mapping[str, Value]) -> dict[str, int | float | Non
     return {"step": step} | {name: _plain(name, value) for name, value in metrics.items()}
 
 
-def _line(row: Mapping[str, int | float | None]) -> str:
+def _line(row: Row) -> str:
     return json.dumps(row, allow_nan=False)
 
 
 class MetricsWriter:
     """Appends rows to ``metrics.jsonl``, each at once; steps rise, names stand in ``METRICS``.
 
-    A disk that takes no more is told once and ends nothing: the rows stay in ``rows``.
+    A disk that takes no more is told once and ends nothing. Of the rows only the first and the last
+    stay in memory: `read_metrics` reads all of them.
     """
 
     def __init__(
@@ -257,38 +261,41 @@ class MetricsWriter:
             after: go on with the file's rows up to this step; later ones and a torn last line are
                 cut, and a damaged file is moved aside. None: a new file.
         """
-        rows, size = ([], 0) if after is None else _kept(Path(path), after, told)
-        self.rows: list[dict[str, int | float | None]] = rows
-        """Every row of the run, as in the file."""
-        self._file = LineFile(path, size, told)
+        kept = _Kept() if after is None else _kept(Path(path), after, told)
+        self.first: Row | None = kept.first
+        """The first row of the run, as in the file; None where there is none yet."""
+        self.last: Row | None = kept.last
+        self._file = LineFile(path, kept.size, told)
         self._lock = threading.Lock()
         self._last_step = -1 if after is None else after
 
-    def write(self, step: int, metrics: Mapping[str, Value]) -> dict[str, int | float | None]:
+    def write(self, step: int, metrics: Mapping[str, Value]) -> Row:
         """Writes and returns the row of one step."""
         row = _row(step, metrics)
         with self._lock:
             if step <= self._last_step:
                 raise ValueError(f"step {step} after step {self._last_step}: steps must rise")
             self._last_step = step
-            self.rows.append(row)
+            self.first, self.last = self.first or row, row
             self._file.append([_line(row)])
         return row
 
-    def amend(self, step: int, metrics: Mapping[str, Value]) -> dict[str, int | float | None]:
+    def amend(self, step: int, metrics: Mapping[str, Value]) -> Row:
         """Adds to the newest row, which must be of ``step``; returns all of it."""
         with self._lock:
-            if not self.rows or self.rows[-1]["step"] != step:
+            old = self.last
+            if old is None or old["step"] != step:
                 raise ValueError(f"the newest row is not of step {step}")
-            old = self.rows[-1]
-            self.rows[-1] = old | _row(step, metrics)
-            self._file.replace_last(_line(old), _line(self.rows[-1]))
-            return self.rows[-1]
+            self.last = old | _row(step, metrics)
+            if self.first is old:
+                self.first = self.last
+            self._file.replace_last(_line(old), _line(self.last))
+            return self.last
 
-    def restore(self) -> None:
-        """Writes every row to a new file: the old one was removed."""
+    def restore(self) -> bool:
+        """As `LineFile.restore`."""
         with self._lock:
-            self._file.restore([_line(row) for row in self.rows])
+            return self._file.restore()
 
     def close(self) -> None:
         self._file.close()
@@ -300,51 +307,69 @@ class MetricsWriter:
         self.close()
 
 
-def _kept(path: Path, after: int, told: Callable[[str], None]) -> tuple[list[dict[str, Any]], int]:
-    """The rows with a step of at most ``after``, and the bytes of the file that hold them.
+@dataclass
+class _Kept:
+    """The rows of a file that a resumed run keeps."""
+
+    size: int = 0
+    """Bytes of them."""
+    count: int = 0
+    first: Row | None = None
+    last: Row | None = None
+
+    def add(self, row: Row, nbytes: int) -> None:
+        self.first, self.last = self.first or row, row
+        self.size, self.count = self.size + nbytes, self.count + 1
+
+    def reaches(self, step: int) -> bool:
+        last = None if self.last is None else self.last["step"]
+        return last is not None and last >= step
+
+
+def _kept(path: Path, after: int, told: Callable[[str], None]) -> _Kept:
+    """The rows with a step of at most ``after``; one line at a time is in memory.
 
     Steps never fall in these files, so the rows to keep are the first ones. A file with damage
     among them is moved aside whole; the rows before the damage are written to a new one.
     """
     clear_place(path, told)
     try:
-        data = path.read_bytes()
+        with open(path, "rb") as file:
+            kept, damage = _whole_rows(path, file, after)
     except FileNotFoundError:
-        return [], 0
+        return _Kept()
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
-    rows, size, damage = _whole_rows(path, data, after)
     if damage is not None:
         aside = move_aside(path)
         try:
-            path.write_bytes(data[:size])
+            shutil.copyfile(aside, path)
+            os.truncate(path, kept.size)
         except OSError as error:
             raise UserError(f"cannot write {path}: {error.strerror}") from error
-        told(f"{damage}; that file is now {aside}, and {path.name} has the {len(rows)} rows before")
-    return rows, size
+        told(
+            f"{damage}; that file is now {aside}, and {path.name} has the {kept.count} rows before"
+        )
+    return kept
 
 
-def _whole_rows(
-    path: Path, data: bytes, after: int
-) -> tuple[list[dict[str, Any]], int, str | None]:
-    """The rows up to the step ``after``, their bytes, and what stands in the place of a row."""
-    *lines, torn = data.split(b"\n")
-    rows: list[dict[str, Any]] = []
-    size = 0
+def _whole_rows(path: Path, lines: Iterable[bytes], after: int) -> tuple[_Kept, str | None]:
+    """The rows up to the step ``after``, and what stands in the place of a row."""
+    kept = _Kept()
     for number, line in enumerate(lines, start=1):
+        whole = line.endswith(b"\n")
+        if not whole and (kept.reaches(after) or line.startswith(b"{")):
+            break  # a killed run leaves the beginning of a row
         try:
             row = _parse(path, number, line)
         except UserError as error:
-            complete = bool(rows) and rows[-1]["step"] >= after  # it would be cut anyway
-            return rows, size, None if complete else str(error)
+            return kept, None if kept.reaches(after) else str(error)  # it would be cut anyway
+        if not whole:
+            return kept, f"{path}, line {number}: no object with a step"
         if row["step"] > after:
-            return rows, size, None
-        rows.append(row)
-        size += len(line) + 1
-    complete = bool(rows) and rows[-1]["step"] >= after
-    if complete or not torn or torn.startswith(b"{"):  # a killed run leaves the beginning of a row
-        return rows, size, None
-    return rows, size, f"{path}, line {len(lines) + 1}: no object with a step"
+            break
+        kept.add(row, len(line))
+    return kept, None
 
 
 def _parse(path: Path, number: int, line: str | bytes) -> dict[str, Any]:
@@ -362,13 +387,14 @@ def read_metrics(run: str | Path) -> list[dict[str, Any]]:
     path = Path(run)
     path = path / METRICS_FILE if path.is_dir() else path
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        with open(path, encoding="utf-8", newline="\n") as file:
+            # Every whole line ends with a newline; what follows the last one is torn (or empty).
+            whole = (line for line in file if line.endswith("\n"))
+            return [_parse(path, number, line) for number, line in enumerate(whole, start=1)]
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8: no {METRICS_FILE} of a run") from error
-    # Every whole line ends with a newline, so what follows the last one is torn (or empty).
-    return [_parse(path, number, line) for number, line in enumerate(lines[:-1], start=1)]
 
 
 @dataclass(frozen=True)
@@ -447,7 +473,7 @@ class SamplesWriter:
         Args:
             after: as in ``MetricsWriter``.
         """
-        size = 0 if after is None else _kept(Path(path), after, told)[1]
+        size = 0 if after is None else _kept(Path(path), after, told).size
         self._file = LineFile(path, size, told)
         self._lock = threading.Lock()
 
@@ -456,10 +482,10 @@ class SamplesWriter:
         with self._lock:
             self._file.append(lines)
 
-    def restore(self) -> None:
-        """Begins a new file: the old one was removed."""
+    def restore(self) -> bool:
+        """As `LineFile.restore`."""
         with self._lock:
-            self._file.restore([])
+            return self._file.restore()
 
     def close(self) -> None:
         self._file.close()

@@ -3,7 +3,8 @@
 One track per role with a span for each call, one per worker with the states that it was in (idle,
 waiting for arguments, a phase), and tracks of their own for what runs beside them. The file holds
 one event a line; it is a whole JSON array after every flush, so a run may be killed at any moment.
-A resumed run goes on in the same file, a second after its last event.
+A resumed run goes on in the same file, a second after its last event. A file that has grown to
+``MOST_BYTES`` loses the older half of its events, so it always holds the latest part of the run.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ GAP_US = 1_000_000
 """Microseconds between the last event of a killed run and the first of the one that goes on."""
 END_BYTES = 1 << 20
 """Bytes at the end of the file that hold its latest event."""
+MOST_BYTES = 32 << 20
+"""Largest size of the file: about twenty thousand steps."""
 CLOSE_S = 5.0
 """Longest wait for a look at the workers that is under way when the file is closed."""
 STATES_EVERY_S = 0.25
@@ -53,14 +56,17 @@ class Timeline:
         path: Path | None,
         after_resume: bool = False,
         told: Callable[[str], None] = to_stderr,
+        most_bytes: int = MOST_BYTES,
     ) -> None:
         """
         Args:
             path: None: nothing is recorded.
             after_resume: go on in the file that is there.
             told: takes the one message of a disk that refuses.
+            most_bytes: of the file; beyond it the older half of the events is removed.
         """
         self._lock = threading.Lock()
+        self._most_bytes = most_bytes
         self._calls: list[_Call] = []
         self._lines: list[str] = []
         self._tracks: set[str] = set()
@@ -136,13 +142,18 @@ class Timeline:
             lines, self._lines = self._lines, []
             if lines:
                 self._file.append(lines)
+            if self._file.size > self._most_bytes:
+                self._file.drop_oldest(_names)
 
-    def restore(self) -> None:
-        """Begins a new file: the old one was removed."""
+    def restore(self) -> bool:
+        """As `LineFile.restore`."""
         with self._lock:
-            if self._file is not None:
+            if self._file is None or not self._file.restore():
+                return False
+            if not self._file.size:
                 self._tracks.clear()
-                self._file.restore(self._first_lines())
+                self._file.append(self._first_lines())
+            return True
 
     def _first_lines(self) -> list[str]:
         name = {"ph": "M", "name": "process_name", "args": {"name": "jaxrl"}}
@@ -284,6 +295,11 @@ def worker_track(worker: str) -> str:
 def _number(track: str) -> int:
     """The trace's thread of a track: the same in every process that goes on with the file."""
     return zlib.crc32(track.encode()) & 0x7FFFFFFF
+
+
+def _names(line: bytes) -> bool:
+    """Whether a line names a track or opens the array, and so is needed by the lines after it."""
+    return line == OPEN or b'"ph": "M"' in line
 
 
 def _kept(path: Path) -> tuple[int, int | None]:
