@@ -350,6 +350,7 @@ class Loop:
                     self._futures["rollout", step - 1] = taken["rollout"]
                 raise
             self._reported = step
+        self._saves = {step for step in self._saves if step >= self._reported}
         self._asked = [asked for asked in self._asked if not asked.future.done()]
 
     def _take(self, step: int) -> dict[str, Future]:

@@ -134,6 +134,7 @@ class Actor:
         self._stays = not there.isdisjoint(mesh.devices.flat)
         self._skipped_in_a_row = 0
         self._savings: dict[int, Saving] = {}
+        """Those that nobody has waited for with `saved`."""
         c = config.actor
         self._rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
         per_batch = config.updates_per_batch
@@ -286,7 +287,7 @@ class Actor:
         """
         if step != self.version:
             raise RuntimeError(f"asked to save step {step}, the actor holds {self.version}")
-        for saving in self._savings.values():
+        for saving in list(self._savings.values()):
             with phase("write the checkpoint before"), contextlib.suppress(Exception):
                 saving.wait()  # `saved` tells what went wrong
         counters = {
@@ -297,7 +298,7 @@ class Actor:
         state = {"params": self.state.params, "opt_state": self.state.opt_state}
         with phase(f"save step {step}"):
             saving = save_arrays(folder / ACTOR, state | {"counters": counters})
-        self._savings = {**self._savings, step: saving}
+        self._savings[step] = saving
         return step
 
     def saved(self, step: int) -> str | None:
@@ -312,6 +313,8 @@ class Actor:
             saving.wait()
         except Exception as error:
             return str(error).strip() or type(error).__name__
+        finally:
+            self._savings.pop(step, None)
         return None
 
     def export(self, folder: Path, tokenizer_from: Path | None) -> str | None:
