@@ -45,6 +45,9 @@ TEMPLATE_TOKENS = 128
 """Room for the reward model's own template, and for a tokenizer that needs more tokens."""
 ENTROPY_ARRAYS = 2
 """And with the entropy-aware term."""
+GATHERED_BY_MUON = 7
+"""Arrays of the largest kernel's size, whole in `fsdp`, that are alive while muon has its kernels
+gathered; 6 to 8, as XLA schedules them."""
 
 
 @dataclass(frozen=True)
@@ -242,7 +245,7 @@ def memory_inputs(config: Config, scene: Scene, axes: Mapping[str, Axes]) -> Mem
         minibatches=config.minibatches,
         micro_batch_tokens=a.micro_batch_tokens,
         chunk_tokens=d.chunk_tokens,
-        loss_arrays=_loss_arrays(d, signal),
+        loss_arrays=_loss_arrays(d, signal, axes["actor"]),
         loss_fused=signal in ("hidden", "topk", "student_topk") and not d.lean,
         score_arrays={None: 0, "hidden": 0, "sampled": 2}.get(signal, SCORE_ARRAYS),
         actor_dtype=a.compute_dtype,
@@ -284,7 +287,7 @@ def _shared_group(config: Config) -> int:
     return group if whole and shares(group, *widths, budget) else 1
 
 
-def _loss_arrays(d: DistillConfig, signal: str | None) -> int:
+def _loss_arrays(d: DistillConfig, signal: str | None, axes: Axes) -> int:
     """Float32 arrays [chunk, V] alive at once in the actor's loss."""
     if signal in (None, "sampled"):  # one log-prob of each token; tile by tile in the backward pass
         return 2
@@ -292,7 +295,7 @@ def _loss_arrays(d: DistillConfig, signal: str | None) -> int:
         return SCORE_ARRAYS
     extra = ENTROPY_ARRAYS if d.entropy_aware else 0
     if d.lean:
-        return LEAN_ARRAYS + extra
+        return LEAN_ARRAYS + (axes.tensor > 1) + extra  # both models' exponentials stay
     return (JSD_ARRAYS if 0 < d.jsd_beta < 1 else KL_ARRAYS) + extra
 
 
@@ -353,31 +356,37 @@ def optimizer_scratch(
     """Bytes that an optimizer step writes out beside the gradient and its state, on one device.
 
     An optimizer that reads the gradient in two places has its clipped form written out, lion and
-    adafactor their update; the rest is fused, but for one leaf at a time. Muon orthogonalises the
-    blocks' kernels: their update twice, each with the product by its transpose and the square of
-    that, and with several devices the largest kernel four times at full size.
+    adafactor their update; the rest is fused, but for one leaf at a time. What muon writes out is
+    in `_muon_scratch`.
     """
     item = ITEMSIZE[moment_dtype]
     sizes = [shard.size for shard in shards(model, axes)]
     weights, leaf = item * sum(sizes), item * max(sizes)
     if optimizer.name == "muon":
-        whole = [
-            s.shape
-            for s in shards(model, Axes())
-            if s.path.endswith("kernel") and len(s.shape) == 3
-        ]
-        squares = sum(2 * n * min(a, b) ** 2 for n, a, b in whole) * item
-        gathered = (
-            4 * max(math.prod(shape) for shape in whole) * item
-            if axes.fsdp * axes.tensor > 1
-            else 0
-        )
-        return 2 * layer_bytes(model, axes, moment_dtype) + max(squares, gathered)
+        return max(weights, _muon_scratch(model, axes, moment_dtype))
     copies = {"lion": 1, "adafactor": 1}.get(optimizer.name, 0)
     if optimizer.clip_norm is not None:
         copies = {"sgd": 0, "adafactor": 2}.get(optimizer.name, 1)
     last = 0 if optimizer.name == "adafactor" or (copies and optimizer.name != "lion") else leaf
     return copies * weights + last
+
+
+def _muon_scratch(model: DecoderConfig, axes: Axes, moment_dtype: DType) -> int:
+    """Bytes on one device while muon orthogonalises the kernels of the blocks.
+
+    Their update is there twice. A step of Newton and Schulz takes products X @ X.T, and squares of
+    these: on one device XLA computes all kernels side by side, two such arrays each; on several one
+    after the other, with a third array. `fsdp` has kernels gathered, several at once.
+    """
+    item = ITEMSIZE[moment_dtype]
+    kernels = [s for s in shards(model, axes._replace(fsdp=1)) if s.path.endswith("kernel")]
+    kernels = [s for s in kernels if len(s.shape) == 3]
+    squares = [s.shape[0] * min(s.shape[1:]) ** 2 * item for s in kernels]
+    if axes.fsdp > 1:
+        work = GATHERED_BY_MUON * max(s.size for s in kernels) * item
+    else:
+        work = 2 * sum(squares) if axes.size == 1 else 3 * max(squares)
+    return 2 * layer_bytes(model, axes, moment_dtype) + work
 
 
 def _check_heads(role: str, model: DecoderConfig | EncoderConfig, axes: Axes) -> None:

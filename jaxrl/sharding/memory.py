@@ -296,7 +296,7 @@ def actor(m: MemoryInputs) -> Account:
     taken = min(m.rows("actor", -(-m.sequences // m.minibatches)), count * rows)
     taken_bytes = taken * m.new_tokens * m.signal_bytes
     summed = weight_bytes(m.student, axes, "float32") if count > 1 else weights
-    heads = _heads(m, rows)
+    heads = _heads(m, rows, count)
     arrays = m.loss_arrays - (m.loss_fused and m.one_chunk(rows))
     loss = 2 * run.residual + logits(m.chunk(rows), m.vocab, axes.tensor, arrays)
     parts = [
@@ -358,7 +358,7 @@ class Heads(NamedTuple):
     up."""
 
 
-def _heads(m: MemoryInputs, rows: int) -> Heads:
+def _heads(m: MemoryInputs, rows: int, count: int) -> Heads:
     axes, width, compute = m.axes["actor"], m.student.d_model, ITEMSIZE[m.actor_dtype]
     tied, one_chunk = m.student.tie_embeddings, m.one_chunk(rows)
     own = whole_rows(m.vocab, width, axes, compute)
@@ -373,11 +373,15 @@ def _heads(m: MemoryInputs, rows: int) -> Heads:
     theirs = 0
     if m.head_on_actor and m.teacher is not None:
         theirs = whole_rows(m.vocab, m.teacher.d_model, axes, ITEMSIZE[m.teacher_dtype])
-    if one_chunk:  # the heads are read once, and gone when the logits fill up
-        return Heads(embedding, looked_up + own, own + theirs + theirs // axes.fsdp, later)
+    hole = 0 if m.loss_fused else own // 4  # between what XLA packs: nothing on one mesh, own / 2
+    if one_chunk:  # on another. The heads are read once, and gone when the logits fill up
+        return Heads(embedding, looked_up + own, own + hole + theirs + theirs // axes.fsdp, later)
     kept = summed - own // axes.fsdp if m.loss_fused else 0
-    copied = max(2 * own if tied else own, theirs)
-    return Heads(embedding, looked_up + own + theirs + kept, copied, later)
+    copied = max(2 * own if tied else own, theirs) + hole
+    twice = 0
+    if count == 2:  # XLA dissolves the loop over the one that is left, and gathers for both at once
+        twice = whole_rows(m.student.vocab_size, width, axes, compute) + own
+    return Heads(embedding, looked_up + own + theirs + kept + twice, copied, later)
 
 
 def _fullest(m: MemoryInputs, run: Pass, loss: int, heads: Heads) -> int:
