@@ -29,6 +29,7 @@ from jaxrl.data.stream import EvalSet
 from jaxrl.errors import UserError
 from jaxrl.evaluation import Judge, Scores, judged, pass_ks, row_of_scores
 from jaxrl.model import FINAL, ModelSource, resolve_model
+from jaxrl.models.kernels import CPU
 from jaxrl.plan.scene import Scene
 from jaxrl.rewards.verifiers import verifier
 from jaxrl.roles.rollout import Sampler
@@ -257,7 +258,7 @@ def _mesh(source: ModelSource, config: Config) -> tuple[Mesh, list[str]]:
     seen = ensure_devices(placement.n_devices)
     placement = check_visible(placement, len(seen.devices))
     limits = (None,) * len(placement.pools)
-    scene = Scene(placement, ("rollout",), source.config, None, limits, fused_attention=False)
+    scene = Scene(placement, ("rollout",), source.config, None, limits, CPU)
     axes = scene.axes(config)
     model, dtype = source.config, config.with_dtypes(seen.devices[0].platform).rollout.dtype
     told = (

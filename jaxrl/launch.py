@@ -28,6 +28,7 @@ from jaxrl.inputs import encoder, end_ids, held_out_sets, keys, pad_id, tokenize
 from jaxrl.model import ModelSource, resolve_model
 from jaxrl.models.decoder import Layout
 from jaxrl.models.encoder_config import find_folder, read_encoder
+from jaxrl.models.kernels import Target
 from jaxrl.models.reward import open_reward
 from jaxrl.objective import configured_correction, objective_notes
 from jaxrl.plan import Plan, without_weights
@@ -100,13 +101,16 @@ class Job:
         """Those of all sets, one after the other."""
         return tuple(prompt for one in self.held_out for prompt in one.prompts)
 
-    def packing(self, row_multiple: int) -> dict[str, Any]:
-        """How prompts and completions become arrays: arguments of `make_rollout`."""
+    def packing(self, row_multiple: int, target: Target) -> dict[str, Any]:
+        """How prompts and completions become arrays for the devices of a run: arguments of
+        `make_rollout`.
+        """
         return {
             "pad_id": self.pad_id,
             "max_prompt_tokens": self.config.max_prompt_tokens,
             "max_new_tokens": self.config.max_new_tokens,
             "row_multiple": row_multiple,
+            "width_multiple": target.width_multiple,
         }
 
     @property

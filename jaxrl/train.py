@@ -336,7 +336,7 @@ def attempt(errand: Errand, run: RunDir) -> Result:
                 job, plan, run, errand.console, crew, log, say, errand.on_step, describe
             ) as records,
         ):
-            packing = job.packing(setup.row_multiple)
+            packing = job.packing(setup.row_multiple, plan.target)
             loop = Loop(
                 config,
                 records.watch(crew),

@@ -27,6 +27,7 @@ def test_bucket_is_the_smallest_width_that_holds():
     for n in range(1001):
         assert bucket(n, 1000) == min(w for w in widths if w >= n)
     assert bucket(3, 16) == 16
+    assert bucket(3, 15) == 16 and bucket(3, 15, 64) == 64  # what is allowed is rounded up too
     with pytest.raises(ValueError, match="17 tokens do not fit a width of at most 16"):
         bucket(17, 16)
 
@@ -94,7 +95,7 @@ def test_rollout_rows_groups_and_logprobs():
     assert r.group_ids.tolist() == [0, 0, 1, 1, -1, -1]
     assert r.logprobs.tolist() == [[-1, -2], [-1, 0], [-1, 0], [-1, -2], [0, 0], [0, 0]]
     assert np.array_equal(r.sampler_logprobs, 2 * r.logprobs)
-    assert (r.policy_version, r.sequences.tokens.shape) == (3, (6, 5))
+    assert (r.policy_version, r.sequences.tokens.shape) == (3, (6, 6))  # even widths
 
 
 def test_rollout_widths_are_buckets_of_what_is_there():

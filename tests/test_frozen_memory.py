@@ -24,6 +24,7 @@ from jaxrl.models.frozen_memory import (
     reward_account,
     reward_work,
 )
+from jaxrl.models.kernels import CPU
 from jaxrl.models.reward import _score
 from jaxrl.sharding.memory import weight_bytes
 from jaxrl.sharding.mesh import role_mesh
@@ -72,7 +73,7 @@ def test_the_grouper_takes_what_the_compiler_says(
     )
     real = measured(_encode, config, mesh, params, *batch(mesh, rows, width))
     planned = encoder_bytes(config, axes, "float32")
-    planned += encoder_work(config, axes, rows, width, "float32", fused_attention=False)
+    planned += encoder_work(config, axes, rows, width, "float32", target=CPU)
     assert planned / real == pytest.approx(1, abs=WITHIN), (planned, real)
 
 
@@ -88,7 +89,7 @@ def test_the_reward_model_takes_what_the_compiler_says(
     head = shape((REWARD.d_model,), NamedSharding(mesh, PartitionSpec()))
     real = measured(_score, config, mesh, params, head, *batch(mesh, rows, width))
     planned = weight_bytes(config, axes, "float32")
-    planned += reward_work(config, axes, rows, width, "float32", fused_attention=False)
+    planned += reward_work(config, axes, rows, width, "float32", target=CPU)
     assert planned / real == pytest.approx(1, abs=WITHIN), (planned, real)
 
 
@@ -110,7 +111,7 @@ def test_the_encoders_pieces_add_up(axes: Axes) -> None:
 def test_no_batch_takes_more_than_the_plan_says(longest: int) -> None:
     """Any mix of lengths, cut into the batches that are really run."""
     limit, tokens = min(longest, ENCODER.max_tokens), 1024
-    options: Any = {"batch_tokens": tokens, "fused_attention": False, "longest": longest}
+    options: Any = {"batch_tokens": tokens, "target": CPU, "longest": longest}
     encoder = grouper_account(ENCODER, Axes(), "float32", **options).phases()["embed"]
     reward = reward_account(REWARD, Axes(), "float32", **options).phases()["score"]
     lengths = [1 + (i * 37) % limit for i in range(200)] + [limit]

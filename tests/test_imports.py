@@ -49,6 +49,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("models",),
     ("sharding",),
     ("models.decoder", "models.layers", "models.cache", "models.config"),
+    ("models.kernels",),
     ("types", "masked", "compile_cache", "xla_flags", "callable_module", "cli", "interrupt"),
     ("config",),
     ("algorithm_table", "config_keys"),

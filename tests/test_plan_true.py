@@ -23,6 +23,7 @@ from jaxrl.algorithms import method_of
 from jaxrl.config import Config
 from jaxrl.models import decoder
 from jaxrl.models.config import DecoderConfig
+from jaxrl.models.kernels import CPU
 from jaxrl.plan.scene import Scene, memory_inputs
 from jaxrl.roles.actor import Actor
 from jaxrl.roles.scorer import Scorer
@@ -95,9 +96,7 @@ class Programs:
         limits = (None,) * len(placement.pools)
         teacher = self.teacher if self.config.learns_from_teacher else None
         roles = tuple(role for role in ROLES if role != "teacher" or teacher is not None)
-        scene = Scene(
-            placement, roles, self.student, teacher, limits, fused_attention=False, on_cpu=True
-        )
+        scene = Scene(placement, roles, self.student, teacher, limits, CPU)
         axes = scene.axes(self.config)
         self.accounts, self.inputs = (
             scene.accounts(self.config),

@@ -335,6 +335,8 @@ def good(info: Info, rollout: Rollout, **changed: Any) -> bytes:
 
 
 LONG = np.zeros((1, 300), np.int32)
+PADDED = {"tokens": LONG, "mask": np.arange(300)[None] < 250, "loss_mask": LONG[:, :7] > 0}
+"""As a device that wants rounded widths pads a sequence that the server's limit allows."""
 BAD: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
     "missing": ({"mask": None}, 400, ("'mask' is missing", "loss_mask")),
     "rank": ({"tokens": np.zeros(3, np.int32)}, 400, ("'tokens' is int32 [3]", "2 dims")),
@@ -388,6 +390,11 @@ def test_a_request_that_does_not_fit_is_told_why(
     found, told = send(server, "POST", "/v1/score", good(server.info, rollout, **dict(changed)))
     assert found == status == told["error"]["status"], told
     assert all(word in told["error"]["message"] for word in words), told
+
+
+def test_padding_is_not_counted_as_length(server: TeacherServer, rollout: Rollout) -> None:
+    read = read_request(good(server.info, rollout, **dict(PADDED)), server.info)
+    assert read.sequences.tokens.shape == (1, 300) and server.info.max_tokens == 256
 
 
 def test_other_refusals(server: TeacherServer, rollout: Rollout) -> None:

@@ -20,14 +20,15 @@ DATA = -1
 """`policy_version` of completions that no policy sampled, and group id of padding rows."""
 
 
-def bucket(n: int, limit: int) -> int:
-    """The smallest width of 32, 48, 64, 96, 128, 192, ... that holds n.
+def bucket(n: int, limit: int, multiple: int = 2) -> int:
+    """The smallest width of 32, 48, 64, 96, 128, 192, ... that holds n, rounded up to `multiple`.
 
-    Above 32, at most a third of it is padding.
+    Above 32, at most a third of it is padding, and what it is rounded by.
 
     Args:
         n: tokens to hold.
-        limit: most tokens there may be; itself a width, and the largest.
+        limit: most tokens there may be; rounded up, itself a width, and the largest.
+        multiple: what suits the devices (`models.kernels`); never odd, which some kernels refuse.
     """
     if not 0 <= n <= limit:
         raise ValueError(f"{n} tokens do not fit a width of at most {limit}")
@@ -35,7 +36,7 @@ def bucket(n: int, limit: int) -> int:
     while width < n:
         power_of_two = width & (width - 1) == 0
         width = width * 3 // 2 if power_of_two else width * 4 // 3
-    return min(width, limit)
+    return -(-min(width, limit) // multiple) * multiple
 
 
 def pack(
@@ -94,6 +95,7 @@ def make_rollout(
     max_prompt_tokens: int,
     max_new_tokens: int,
     row_multiple: int = 1,
+    width_multiple: int = 2,
 ) -> Rollout:
     """Packs sampled completions; row p * G + g is sample g of prompt p, and its group id is p.
 
@@ -104,6 +106,7 @@ def make_rollout(
         pad_id: fills the padding.
         max_prompt_tokens, max_new_tokens: limits of the two widths, each a bucket.
         row_multiple: masked rows (group id -1, no prompt) are added until this divides B.
+        width_multiple: the two widths are rounded up to a multiple of it.
     """
     each = [
         (prompt, completion, group)
@@ -112,12 +115,15 @@ def make_rollout(
     ]
     row_prompts = tuple(prompt for prompt, _, _ in each)
     row_completions = tuple(completion for _, completion, _ in each)
-    width = bucket(max((len(c.tokens) for c in row_completions), default=0), max_new_tokens)
+    longest = max((len(c.tokens) for c in row_completions), default=0)
+    width = bucket(longest, max_new_tokens, width_multiple)
     sequences = pack(
         [prompt.tokens for prompt in row_prompts],
         [completion.tokens for completion in row_completions],
         prompt_width=bucket(
-            max((len(p.tokens) for p in row_prompts), default=0), max_prompt_tokens
+            max((len(p.tokens) for p in row_prompts), default=0),
+            max_prompt_tokens,
+            width_multiple,
         ),
         completion_width=width,
         pad_id=pad_id,
@@ -145,6 +151,7 @@ def data_rollout(
     max_new_tokens: int,
     decode: Callable[[Sequence[int]], str],
     row_multiple: int = 1,
+    width_multiple: int = 2,
 ) -> Rollout:
     """Packs the data set's own completions, one for each prompt; policy_version -1.
 
@@ -163,6 +170,7 @@ def data_rollout(
         max_prompt_tokens=max_prompt_tokens,
         max_new_tokens=max_new_tokens,
         row_multiple=row_multiple,
+        width_multiple=width_multiple,
     )
 
 

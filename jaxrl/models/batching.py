@@ -35,11 +35,11 @@ class Batch:
 
 def bucket(n: int, longest: int) -> int:
     """The width that a sequence of n tokens is padded to: the next of 4, 8, 16, 24, 32, 48, 64...,
-    at most `longest`."""
+    at most `longest`, and even: some attention kernels take no other."""
     top = max(NARROWEST, _power_of_two(n))
     three_quarters = top // 4 * 3
     wide = three_quarters if three_quarters > 16 and n <= three_quarters else top
-    return min(wide, longest)
+    return min(wide, longest + longest % 2)
 
 
 def rows_of(width: int, batch_tokens: int) -> int:

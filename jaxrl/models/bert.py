@@ -170,7 +170,7 @@ def encode(
 
     def block(x: jax.Array, p: Params) -> tuple[jax.Array, None]:
         q, k, v = (_dense(x, p["attn"][name]).reshape(heads) for name in "qkv")
-        attended = attention(q, k, v, allowed).reshape(x.shape)
+        attended = attention(q, k, v, allowed, mesh).reshape(x.shape)
         x = _norm(x + _dense(attended, p["attn"]["o"]), p["attn_norm"], config.eps)
         wide = jax.nn.gelu(_dense(x, p["mlp"]["up"]), approximate=False)
         x = _norm(x + _dense(wide, p["mlp"]["down"]), p["mlp_norm"], config.eps)

@@ -142,7 +142,7 @@ def forward(
     allowed = causal[None] & mask[:, None, :]
 
     def attend(q: Array, k: Array, v: Array) -> Array:
-        return attention(q, k, v, allowed)
+        return attention(q, k, v, allowed, mesh)
 
     rope = rope_angles(config, positions)
 
@@ -203,12 +203,12 @@ def forward_groups(
 
         def attend_p(q: Array, k: Array, v: Array) -> Array:
             held.append((k, v))
-            return attention(q, k, v, allowed_p)
+            return attention(q, k, v, allowed_p, mesh)
 
         def attend_c(q: Array, k: Array, v: Array) -> Array:
             before = (_rows(jnp.repeat(x, group, 0), mesh) for x in held[0])
             k, v = (jnp.concatenate(pair, 1) for pair in zip(before, (k, v), strict=True))
-            return attention(q, k, v, allowed_c)
+            return attention(q, k, v, allowed_c, mesh)
 
         of_prompts = _rows(block(x[0], rope_p, attend_p), mesh)
         return (of_prompts, _rows(block(x[1], rope_c, attend_c), mesh)), None
@@ -247,7 +247,7 @@ def prefill(
 
         def attend(q: Array, k: Array, v: Array) -> Array:
             written.append((jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)))
-            return attention(q, k, v, allowed)
+            return attention(q, k, v, allowed, mesh)
 
         x = _rows(_block(config, layer)(x, rope, attend), mesh)
         return x, written[0]

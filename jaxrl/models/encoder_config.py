@@ -62,6 +62,10 @@ class EncoderConfig:
     max_tokens: int
     """Longest text; longer ones lose their end."""
 
+    @property
+    def head_dim(self) -> int:
+        return self.d_model // self.n_heads
+
     @classmethod
     def from_hf(
         cls, raw: Mapping[str, Any], pooling: Pooling | None = None, max_tokens: int | None = None

@@ -14,6 +14,7 @@ from jaxrl.models import bert
 from jaxrl.models.batching import bucket, rows_of
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.encoder_config import EncoderConfig
+from jaxrl.models.kernels import Target, fuses
 from jaxrl.sharding.activations import F32, SCAN, SPREAD, Pass, split, whole_rows
 from jaxrl.sharding.memory import ITEMSIZE, Account, DType, Part, weight_bytes
 from jaxrl.sharding.placement import AXIS_NAMES, Axes
@@ -26,7 +27,7 @@ def grouper_account(
     *,
     batch_tokens: int,
     longest: int,
-    fused_attention: bool,
+    target: Target,
 ) -> Account:
     """The grouper, as large as it is once it has been loaded, on its first use.
 
@@ -35,7 +36,7 @@ def grouper_account(
         longest: tokens of the longest text, in the encoder's own; what its limit cuts may be more.
     """
     work = _fullest(
-        lambda rows, width: encoder_work(config, axes, rows, width, dtype, fused_attention),
+        lambda rows, width: encoder_work(config, axes, rows, width, dtype, target),
         batch_tokens,
         min(longest, config.max_tokens),
     )
@@ -50,7 +51,7 @@ def reward_account(
     *,
     batch_tokens: int,
     longest: int,
-    fused_attention: bool,
+    target: Target,
 ) -> Account:
     """The reward model.
 
@@ -60,7 +61,7 @@ def reward_account(
         longest: tokens of the longest sequence, in the model's own.
     """
     work = _fullest(
-        lambda rows, width: reward_work(config, axes, rows, width, dtype, fused_attention),
+        lambda rows, width: reward_work(config, axes, rows, width, dtype, target),
         batch_tokens,
         min(longest, config.max_positions),
     )
@@ -83,7 +84,7 @@ def encoder_bytes(config: EncoderConfig, axes: Axes, dtype: DType) -> int:
 
 
 def encoder_work(
-    config: EncoderConfig, axes: Axes, rows: int, width: int, dtype: DType, fused_attention: bool
+    config: EncoderConfig, axes: Axes, rows: int, width: int, dtype: DType, target: Target
 ) -> int:
     """Bytes of the temporaries while a device embeds `rows` texts of `width` tokens.
 
@@ -91,7 +92,7 @@ def encoder_work(
     wide array, in attention the scores three times; or the words' table while it is gathered.
     """
     item, tensor = ITEMSIZE[dtype], axes.tensor
-    fused = fused_attention and dtype == "bfloat16"
+    fused = fuses(target, config.head_dim, dtype, width, width)
     tokens, wide = rows * width, split(config.d_ff, tensor)
     heads = split(config.n_heads, tensor)
     attended = heads * config.d_model // config.n_heads
@@ -105,14 +106,14 @@ def encoder_work(
 
 
 def reward_work(
-    config: DecoderConfig, axes: Axes, rows: int, width: int, dtype: DType, fused_attention: bool
+    config: DecoderConfig, axes: Axes, rows: int, width: int, dtype: DType, target: Target
 ) -> int:
     """Bytes of the temporaries while a device scores `rows` sequences of `width` tokens.
 
     As `Pass.forward` over stacked layers; here XLA keeps a third array of the scores' shape on any
     mesh.
     """
-    fused = fused_attention and dtype == "bfloat16"
+    fused = fuses(target, config.head_dim, dtype, width, width)
     run = Pass(config, axes, rows, width, ITEMSIZE[dtype], fused)
     mlp, attention = (run.blocks.times(counts) for counts in SCAN)
     attention += run.blocks.times(SPREAD)

@@ -8,8 +8,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
 from jaxrl.models.config import DecoderConfig, LinearRope, Llama3Rope
+from jaxrl.models.kernels import fuses, target_of
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """(q [B,T,N,H], k [B,T,KV,H], v [B,T,KV,H]) -> [B,T,N,H]; training, prefill and decode differ only
@@ -132,14 +134,17 @@ def rotate(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
 
 
-def attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+def attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, mesh: Mesh | None = None
+) -> jax.Array:
     """Softmax attention of q [B,T,N,H] over k, v [B,S,KV,H] where mask [B,T,S]; softmax in float32.
 
-    Query heads are grouped over the KV heads. On a GPU in bfloat16 or float16 cuDNN's kernel is
-    used.
+    Query heads are grouped over the KV heads. cuDNN's kernel is used where the devices of `mesh`
+    have it for these arrays (`kernels.fuses`); without a mesh, the first device of all.
     """
     b, t, n, h = q.shape
-    if jax.default_backend() == "gpu" and q.dtype != jnp.float32 and t > 1:
+    target = target_of(jax.devices()[:1] if mesh is None else mesh.devices.flat)
+    if fuses(target, h, q.dtype.name, t, k.shape[1]):
         return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None], implementation="cudnn")
     kv = k.shape[2]
     q = q.reshape(b, t, kv, n // kv, h)

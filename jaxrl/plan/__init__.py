@@ -23,6 +23,7 @@ from jaxrl.model import resolve_model
 from jaxrl.models import hf
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.encoder_config import WEIGHTS, find_folder, read_encoder
+from jaxrl.models.kernels import GPU, UNKNOWN_GPU, Target, target_of, why_not_fused
 from jaxrl.models.reward import read_reward
 from jaxrl.plan.advice import advise, relief, room, set_key
 from jaxrl.plan.scene import HostMemory, PoolMemory, Scene, optimizer_bytes, parallel
@@ -62,6 +63,8 @@ class Plan:
     pools: tuple[PoolMemory, ...]
     hosts: tuple[HostMemory, ...]
     """Those of emulated devices."""
+    target: Target
+    """What the devices are, and all of them can do."""
     notes: tuple[str, ...]
     verdict: tuple[str, ...]
     advice: tuple[str, ...]
@@ -209,7 +212,8 @@ def build(
     Args:
         mapped: bytes of the files that stay mapped on each host.
     """
-    platform = seen.devices[0].platform if seen.devices else "gpu"
+    target = target_of(seen.devices) if seen.devices else UNKNOWN_GPU
+    platform = target.platform
     asked, config = config, config.with_dtypes(platform)
     hosts = _hosts(mapped, placement, seen) if platform == "cpu" and limit_gb is None else ()
     scene = Scene(
@@ -218,9 +222,8 @@ def build(
         student,
         teacher,
         (None,) * len(placement.pools) if hosts else _limits(placement, seen, limit_gb),
-        fused_attention=platform == "gpu",
+        target,
         hosts=hosts,
-        on_cpu=platform == "cpu",
         **(frozen or {}),
     )
     run, (config, chosen) = config, _with_rollout_axes(config, scene, seen.emulated)
@@ -235,11 +238,12 @@ def build(
     )
     notes += tuple(_checkpoint_notes(config, student))
     notes += tuple(_dtype_notes(asked, run, scene))
+    notes += tuple(_kernel_notes(config, scene))
     notes += tuple(_host_note(host, pools) for host in hosts)
     verdict, advice = [_verdict(placement, pools, hosts)], advise(config, scene)
     verdict += filter(None, [room(config, scene)])
     if (seen.emulated or not seen.devices) and limit_gb is None:
-        gpus = replace(scene, fused_attention=True, hosts=(), on_cpu=False)
+        gpus = replace(scene, target=UNKNOWN_GPU, hosts=())
         lines, there = _elsewhere(asked.with_dtypes("gpu"), gpus)
         verdict += lines
         advice = advice if there is None else there
@@ -252,6 +256,7 @@ def build(
         accounts,
         pools,
         hosts,
+        target,
         notes,
         tuple(verdict),
         tuple(advice),
@@ -329,6 +334,24 @@ def _dtype_notes(asked: Config, config: Config, scene: Scene) -> list[str]:
             " weights, slower than float32 and with the copies beside the weights"
         )
     return notes
+
+
+def _kernel_notes(config: Config, scene: Scene) -> list[str]:
+    """Roles of a GPU that compute in bfloat16 and have no kernel for their attention."""
+    if scene.target.platform not in GPU:
+        return []
+    why: dict[str, list[str]] = {}
+    prompt, new = scene.widths(config)
+    for role in (r for r in scene.roles if config.roles[r].dtype == "bfloat16"):
+        dim = scene.model(role).head_dim
+        reason = why_not_fused(scene.target, dim, "bfloat16", prompt + new, prompt + new)
+        if reason is not None:
+            why.setdefault(reason, []).append(role)
+    return [
+        f"attention of {', '.join(roles)}: {reason}; matrix products are used, slower and with the"
+        " scores in memory"
+        for reason, roles in why.items()
+    ]
 
 
 def _with_rollout_axes(

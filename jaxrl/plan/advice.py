@@ -160,7 +160,7 @@ def _ladders(config: Config, scene: Scene, pool: Pool) -> Iterator[list[Change]]
 
 
 def _actor_ladders(config: Config, scene: Scene) -> Iterator[list[Change]]:
-    width = config.max_prompt_tokens + config.max_new_tokens
+    width = sum(scene.widths(config))
     _, rows = micro_batches(memory_inputs(config, scene, scene.axes(config)))
     fewer = sorted({max(1, rows // n) for n in (2, 4, 8, 16, 32)} - {rows}, reverse=True)
     yield [("actor.micro_batch_tokens", width * n) for n in fewer]

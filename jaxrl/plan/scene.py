@@ -17,6 +17,7 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import abstract_params
 from jaxrl.models.encoder_config import EncoderConfig
 from jaxrl.models.frozen_memory import grouper_account, reward_account
+from jaxrl.models.kernels import Target, round_up
 from jaxrl.optimizer import make_optimizer, state_shardings
 from jaxrl.plan.turns import take_turns
 from jaxrl.roles.microbatch import shares
@@ -98,12 +99,22 @@ class Scene:
     teacher: DecoderConfig | None
     limits: tuple[int | None, ...]
     """Bytes of the smallest device of each pool."""
-    fused_attention: bool
+    target: Target
+    """The device that all of them are, or can do as much as."""
     reward: DecoderConfig | None = None
     grouper: EncoderConfig | None = None
     hosts: tuple[HostMemory, ...] = ()
     """Those of emulated devices; the `limits` are None then."""
-    on_cpu: bool = False
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.target.platform == "cpu"
+
+    def widths(self, config: Config) -> tuple[int, int]:
+        """Of the longest prompts and completions, as arrays have them."""
+        multiple = self.target.width_multiple
+        asked = config.max_prompt_tokens, config.max_new_tokens
+        return round_up(asked[0], multiple), round_up(asked[1], multiple)
 
     def model(self, role: str) -> DecoderConfig | EncoderConfig:
         own = {"teacher": self.teacher, "reward": self.reward, "grouper": self.grouper}
@@ -174,7 +185,7 @@ class Scene:
                 r.compute_dtype,
                 batch_tokens=r.batch_tokens,
                 longest=r.max_tokens or longest + TEMPLATE_TOKENS,
-                fused_attention=self.fused_attention,
+                target=self.target,
             )
         if self.grouper is not None:
             g = config.grouper
@@ -184,7 +195,7 @@ class Scene:
                 g.compute_dtype,
                 batch_tokens=g.batch_tokens,
                 longest=config.max_new_tokens,
-                fused_attention=self.fused_attention,
+                target=self.target,
             )
         return found
 
@@ -228,6 +239,7 @@ def memory_inputs(config: Config, scene: Scene, axes: Mapping[str, Axes]) -> Mem
     """What the planner needs of the config."""
     a, d, teacher = config.actor, config.distill, scene.teacher
     rows = config.batch_size * config.group_size
+    prompt, new = scene.widths(config)
     evaluated = config.eval.max_new_tokens if config.data.eval is not None else None
     samples = d.seq_kd or (config.eval.teacher and config.data.eval is not None)
     signal = None if teacher is None else d.signal
@@ -236,11 +248,11 @@ def memory_inputs(config: Config, scene: Scene, axes: Mapping[str, Axes]) -> Mem
         teacher=teacher,
         axes=axes,
         sequences=rows,
-        prompt_tokens=config.max_prompt_tokens,
-        new_tokens=config.max_new_tokens,
+        prompt_tokens=prompt,
+        new_tokens=new,
         sample_tokens=max(config.max_new_tokens, evaluated or 0),
         slots=config.rollout.slots or rows,
-        prefill_rows={role: _prefill_rows(config, sizes) for role, sizes in axes.items()},
+        prefill_rows={role: _prefill_rows(config, prompt, sizes) for role, sizes in axes.items()},
         remat=a.remat,
         minibatches=config.minibatches,
         micro_batch_tokens=a.micro_batch_tokens,
@@ -269,22 +281,21 @@ def memory_inputs(config: Config, scene: Scene, axes: Mapping[str, Axes]) -> Mem
         rollout_layout=config.rollout.layout,
         one_mesh=scene.same_mesh("actor", "rollout", axes),
         one_pool=scene.together("actor", "rollout"),
-        fused_attention=scene.fused_attention,
-        shared_group=_shared_group(config),
+        target=scene.target,
+        shared_group=_shared_group(config, prompt, new),
         reference_dtype=config.reference.compute_dtype,
         reference_microbatches=config.reference.num_microbatches,
     )
 
 
-def _shared_group(config: Config) -> int:
+def _shared_group(config: Config, prompt: int, new: int) -> int:
     """Completions that share a prompt in an update of full widths, as the actor decides it."""
     group, budget = config.group_size, config.actor.micro_batch_tokens
-    widths = (config.max_prompt_tokens, config.max_new_tokens)
     off_policy = config.distill.on_policy_fraction < 1
     if config.spec.learns_from == "data" or (off_policy and not config.learns_from_rewards):
         return 1
     whole = config.batch_size % config.minibatches == 0
-    return group if whole and shares(group, *widths, budget) else 1
+    return group if whole and shares(group, prompt, new, budget) else 1
 
 
 def _loss_arrays(d: DistillConfig, signal: str | None, axes: Axes) -> int:
@@ -299,15 +310,15 @@ def _loss_arrays(d: DistillConfig, signal: str | None, axes: Axes) -> int:
     return (JSD_ARRAYS if 0 < d.jsd_beta < 1 else KL_ARRAYS) + extra
 
 
-def _prefill_rows(config: Config, axes: Axes) -> int:
-    """Prompts in the largest prefill of a role that samples, as the engine chooses them."""
+def _prefill_rows(config: Config, width: int, axes: Axes) -> int:
+    """Prompts of `width` in the largest prefill of a role that samples, as the engine does it."""
     shards = axes.data * axes.fsdp
     slots = config.rollout.slots or config.batch_size * config.group_size
     asked = [(config.batch_size, config.group_size)]
     if config.data.eval is not None:
         asked.append((config.eval.prompts, config.eval.samples))
     wanted = max(min(-(-slots // n), prompts) for prompts, n in asked)
-    allowed = max(1, PREFILL_TOKENS * shards // config.max_prompt_tokens)
+    allowed = max(1, PREFILL_TOKENS * shards // width)
     rows = min(power_of_two(wanted), power_of_two(allowed))
     return -(-rows // shards) * shards
 

@@ -16,6 +16,7 @@ from jaxrl.config import Config
 from jaxrl.data.batch import make_rollout
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Layout, Params, abstract_params
+from jaxrl.models.kernels import target_of
 from jaxrl.models.weights import path_string
 from jaxrl.roles.actor import SENT, Weights
 from jaxrl.runtime.worker import detail, phase, stopping
@@ -158,6 +159,7 @@ class Sampler:
             max_prompt_tokens=self.config.max_prompt_tokens,
             max_new_tokens=self.config.max_new_tokens,
             row_multiple=self._row_multiple,
+            width_multiple=target_of(self.mesh.devices.flat).width_multiple,
         )
         rollout = replace(rollout, decode_steps=self.engine.stats.decode_steps)
         if self.config.distill.signal != "student_topk":

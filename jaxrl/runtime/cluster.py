@@ -34,6 +34,8 @@ class Host:
     """Bytes of host memory."""
     gpu_memory: tuple[int, ...] = ()
     """Bytes of each GPU, where the driver tells."""
+    capability: str | None = None
+    """Least compute capability of its GPUs, where the driver tells."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class ClusterDevice:
     host: str
     limit: int | None
     """Bytes that a run may use on it; of an emulated one, those that all on its host share."""
+    compute_capability: str | None = None
 
     def memory_stats(self) -> Mapping[str, Any] | None:
         return None if self.limit is None else {"bytes_limit": self.limit}
@@ -169,7 +172,8 @@ def devices_of(
             limit = host.memory_free or None
         for _ in range(seat.devices):
             platform = "gpu" if on_gpu else "cpu"
-            found.append(ClusterDevice(len(found), platform, process, host.name, limit))
+            told = host.name, limit, host.capability
+            found.append(ClusterDevice(len(found), platform, process, *told))
     return tuple(found)
 
 

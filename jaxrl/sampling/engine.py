@@ -26,6 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl.errors import UserError
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Cache, Params, cast, layout_of
+from jaxrl.models.kernels import round_up, target_of
 from jaxrl.sampling import decode, text
 from jaxrl.sampling.sampler import Knobs, SamplingParams, make_knobs
 from jaxrl.sampling.text import TextTokenizer
@@ -117,12 +118,14 @@ class Engine:
         devices = 1 if mesh is None else mesh.size
         self.config, self.mesh, self.tokenizer, self.dtype = config, mesh, tokenizer, dtype
         self.max_prompt_tokens, self.max_new_tokens = max_prompt_tokens, max_new_tokens
-        self.slots = _round_up(slots, devices)
+        self.slots = round_up(slots, devices)
         self.min_free = max(1, self.slots // 8) if min_free is None else min_free
+        target = target_of(jax.devices()[:1] if mesh is None else mesh.devices.flat)
+        self.width_multiple = target.width_multiple
         if check_every is None:
-            check_every = 1 if devices == 1 and jax.default_backend() == "cpu" else 8
+            check_every = 1 if devices == 1 and target.platform == "cpu" else 8
         self.check_every = min(check_every, launch_tokens)
-        self.launch_tokens = _round_up(launch_tokens, self.check_every)
+        self.launch_tokens = round_up(launch_tokens, self.check_every)
         self.stats = EngineStats()
 
     def generate(
@@ -314,7 +317,7 @@ class _Run:
         """Prefills the batch of prompts that begins with `first`, in place of the one held."""
         self.held = range(first, min(first + self.prefill_batch, len(self.prompts)))
         chosen = [self.prompts[i] for i in self.held]
-        width = bucket(max(map(len, chosen)), self.engine.max_prompt_tokens)
+        width = self._width(chosen)
         tokens = np.zeros((self.prefill_batch, width), np.int32)
         lengths = np.ones(self.prefill_batch, np.int32)
         for row, prompt in enumerate(chosen):
@@ -421,15 +424,20 @@ class _Run:
             return None
         return text.find_stop(tokenizer, tokens, before, stop)
 
+    def _width(self, prompts: Sequence[Sequence[int]]) -> int:
+        """Of the arrays that these prompts are prefilled in; it may be above the engine's limit."""
+        width = bucket(max(map(len, prompts)), self.engine.max_prompt_tokens)
+        return round_up(width, self.engine.width_multiple)
+
     def _prefill_batch(self, n: int) -> int:
         """Prompts in one prefill: as many as fill the slots with their n samples, within
         `PREFILL_TOKENS`."""
         mesh = self.engine.mesh
         shards = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
-        width = bucket(max(map(len, self.prompts)), self.engine.max_prompt_tokens)
+        width = self._width(self.prompts)
         wanted = min(-(-self.engine.slots // n), len(self.prompts))
         allowed = max(1, PREFILL_TOKENS * shards // width)
-        return _round_up(min(power_of_two(wanted), power_of_two(allowed)), shards)
+        return round_up(min(power_of_two(wanted), power_of_two(allowed)), shards)
 
 
 _cast = jax.jit(cast, static_argnames="dtype")
@@ -443,10 +451,6 @@ def bucket(length: int, limit: int) -> int:
 def power_of_two(x: int) -> int:
     """The least power of two that is not below x."""
     return 1 << (x - 1).bit_length()
-
-
-def _round_up(x: int, multiple: int) -> int:
-    return -(-x // multiple) * multiple
 
 
 def _at_least_one(**values: int) -> None:

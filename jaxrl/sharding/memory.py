@@ -21,6 +21,7 @@ import jax
 
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Remat, abstract_params
+from jaxrl.models.kernels import Target, fuses
 from jaxrl.sharding.activations import (
     F32,
     SAMPLER_ARRAYS,
@@ -213,7 +214,8 @@ class MemoryInputs:
     """Actor and rollout have the same axes on the same devices."""
     one_pool: bool
     """They share a worker: old weights are freed before an update, new ones sent after it."""
-    fused_attention: bool
+    target: Target
+    """The devices that all roles run on."""
     shared_group: int = 1
     """Completions of a prompt that the actor computes it once for."""
     reference_dtype: DType = "bfloat16"
@@ -245,7 +247,7 @@ class MemoryInputs:
         return -(-sequences // (axes.data * axes.fsdp))
 
     def run(self, role: str, config: DecoderConfig, rows: int, width: int, dtype: DType) -> Pass:
-        fused = self.fused_attention and dtype == "bfloat16"
+        fused = fuses(self.target, config.head_dim, dtype, width, width)
         return Pass(config, self.axes[role], rows, width, ITEMSIZE[dtype], fused)
 
     def chunk(self, rows: int) -> int:

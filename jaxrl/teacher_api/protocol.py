@@ -25,6 +25,9 @@ Signal = Literal["hidden", "topk", "student_topk", "sampled"]
 SIGNALS: tuple[Signal, ...] = ("hidden", "topk", "student_topk", "sampled")
 REQUEST = "request"
 """Key of the safetensors metadata that holds `Asked` as JSON."""
+MOST_PADDING = 128
+"""Columns that no sequence uses: widths of prompts and completions are rounded up to a multiple of
+64 at most."""
 HEAD = "head"
 """Name of the LM head's tensor."""
 _DTYPES = STORED | {"I32": np.dtype("<i4"), "BOOL": np.dtype(bool)}
@@ -218,8 +221,13 @@ def _sequences(tensors: Mapping[str, np.ndarray], options: Options, info: Info) 
         )
     assert info.max_tokens is not None and info.vocab_size is not None
     assert info.max_answer_bytes is not None
-    if t > info.max_tokens:
-        raise Refused(413, f"sequences of {t} tokens: this teacher takes at most {info.max_tokens}")
+    used = int(mask.any(0).sum())  # the client rounds its widths up to what suits its devices
+    if used > info.max_tokens or t > info.max_tokens + MOST_PADDING:
+        raise Refused(
+            413,
+            f"sequences of {used} tokens, {t} with padding: this teacher takes at most"
+            f" {info.max_tokens}, and {MOST_PADDING} of padding",
+        )
     if options.vocab_size > info.vocab_size:
         raise Refused(
             400, f"vocab_size {options.vocab_size}: this teacher has {info.vocab_size} tokens"

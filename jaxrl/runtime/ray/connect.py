@@ -38,6 +38,9 @@ NODE_S = 60.0
 """Longest wait for what a node tells of itself."""
 STATE_S = 5.0
 """Longest wait for the state of another run's worker."""
+_Gpus = tuple[tuple[int, ...], str | None]
+"""Bytes of each GPU of a host, and their least compute capability."""
+_NOT_TOLD: _Gpus = ((), None)
 
 
 def connect(config: RayConfig, placement: Placement) -> Visible:
@@ -158,9 +161,9 @@ def _this_host(devices: int) -> Host:
     """This machine as the one node of a cluster; it emulates as many CPU devices as are asked."""
     cpus, gpus = max(os.cpu_count() or 1, min(devices, MOST_EMULATED)), accelerators_here()
     memory = host_available() or 0
-    each = _gpu_memory() if gpus else ()
+    told = _ask_driver() if gpus else _NOT_TOLD
     name = socket.gethostname()
-    return Host("", name, "127.0.0.1", cpus, cpus, gpus, gpus, memory, memory, each)
+    return Host("", name, "127.0.0.1", cpus, cpus, gpus, gpus, memory, memory, *told)
 
 
 def find_hosts() -> list[Host]:
@@ -168,7 +171,7 @@ def find_hosts() -> list[Host]:
     nodes = [node for node in ray.nodes() if node["Alive"]]
     nodes.sort(key=lambda n: ("node:__internal_head__" not in n["Resources"], n["NodeID"]))
     free = ray._private.state.available_resources_per_node()
-    gpu_memory = {n["NodeID"]: _ask_gpus(n["NodeID"]) for n in nodes if n["Resources"].get("GPU")}
+    told = {n["NodeID"]: _ask_gpus(n["NodeID"]) for n in nodes if n["Resources"].get("GPU")}
     found = []
     for node in nodes:
         has, left = node["Resources"], free.get(node["NodeID"], {})
@@ -183,7 +186,7 @@ def find_hosts() -> list[Host]:
                 int(left.get("GPU", 0)),
                 int(has.get("memory", 0)),
                 int(left.get("memory", 0)),
-                gpu_memory.get(node["NodeID"], ()),
+                *told.get(node["NodeID"], _NOT_TOLD),
             )
         )
     return found
@@ -193,25 +196,35 @@ def on_node(node: str) -> Any:
     return NodeAffinitySchedulingStrategy(node_id=node, soft=False)
 
 
-def _ask_gpus(node: str) -> tuple[int, ...]:
-    """Bytes of each GPU of a node, as its driver tells."""
-    task = ray.remote(num_cpus=0, max_retries=0)(_gpu_memory).options(
+def _ask_gpus(node: str) -> _Gpus:
+    """`_ask_driver` on a node."""
+    task = ray.remote(num_cpus=0, max_retries=0)(_ask_driver).options(
         scheduling_strategy=on_node(node)
     )
     try:
-        found: tuple[int, ...] = ray.get(task.remote(), timeout=NODE_S)
+        found: _Gpus = ray.get(task.remote(), timeout=NODE_S)
     except (RayError, GetTimeoutError):
-        return ()
+        return _NOT_TOLD
     return found
 
 
-def _gpu_memory() -> tuple[int, ...]:
-    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+def _ask_driver() -> _Gpus:
+    """Bytes of each GPU of this host, and their least compute capability."""
+    query = "--query-gpu=memory.total,compute_cap"
+    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
     try:
         told = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
-        return ()
-    return tuple(int(line) << 20 for line in told.stdout.split())
+        return _NOT_TOLD
+    return read_gpus(told.stdout)
+
+
+def read_gpus(text: str) -> _Gpus:
+    """Of the lines `MIB, MAJOR.MINOR` of nvidia-smi."""
+    rows = [line.split(",") for line in text.splitlines() if line.strip()]
+    capabilities = [capability.strip() for _, capability in rows]
+    least = min(capabilities, key=lambda c: tuple(map(int, c.split("."))), default=None)
+    return tuple(int(mib) << 20 for mib, _ in rows), least
 
 
 def cluster(address: str) -> Cluster:

@@ -1,0 +1,164 @@
+"""Which kernel computes attention is decided by one function, of the device that runs it."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.config import Config
+from jaxrl.data.batch import make_rollout
+from jaxrl.models import layers
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.decoder import forward, init_params
+from jaxrl.models.kernels import CPU, UNKNOWN_GPU, Target, fuses, target_of, why_not_fused
+from jaxrl.plan import build
+from jaxrl.sampling.engine import Engine
+from jaxrl.sampling.sampler import SamplingParams
+from jaxrl.sharding.mesh import Visible
+from jaxrl.sharding.placement import place
+from jaxrl.types import Completion, Prompt
+
+HEAD_DIMS = (64, 80, 96, 100, 128, 160, 256)
+HAS = {"7.5": (), "8.0": (64, 80, 96, 128), "9.0": (64, 80, 96, 128, 160, 256)}
+"""Compute capability -> the head dims that cuDNN has."""
+
+
+def gpu(capability: str | None, **more: Any) -> Any:
+    return SimpleNamespace(platform="gpu", compute_capability=capability, **more)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("capability", HAS)
+def test_a_gpu_has_the_head_dims_that_cudnn_says(capability, head_dim):
+    target = target_of([gpu(capability)])
+    assert fuses(target, head_dim, "bfloat16", 64, 128) == (head_dim in HAS[capability])
+    assert not fuses(target, head_dim, "float32", 64, 128)
+    assert not fuses(target, head_dim, "bfloat16", 63, 128)
+    assert not fuses(target, head_dim, "bfloat16", 64, 127)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_no_other_device_has_cudnn(platform):
+    assert not fuses(target_of([SimpleNamespace(platform=platform)]), 64, "bfloat16", 64, 64)
+
+
+def test_devices_of_several_kinds_do_what_the_least_able_can():
+    assert target_of([gpu("9.0"), gpu("7.5"), gpu("10.0")]) == Target("gpu", (7, 5))
+    assert target_of([gpu("10.3")]).capability > target_of([gpu("9.0")]).capability
+    assert target_of([gpu("gfx942")]) == Target("gpu")  # AMD's
+    assert target_of([gpu(None)]) == UNKNOWN_GPU
+    assert target_of(jax.devices()) == CPU
+
+
+def test_attention_asks_for_the_devices_of_its_mesh(monkeypatch):
+    """Not for those of the process that traces it."""
+    chosen = []
+    fused = lambda q, *_, implementation, **__: chosen.append(implementation) or q  # noqa: E731
+    monkeypatch.setattr(jax.nn, "dot_product_attention", fused)
+    q = jax.ShapeDtypeStruct((2, 8, 4, 64), jnp.bfloat16)
+    mask = jax.ShapeDtypeStruct((2, 8, 8), bool)
+    for capability in ("7.5", "8.0"):
+        mesh: Any = SimpleNamespace(devices=np.array([gpu(capability)], object))
+        run = lambda *given, mesh=mesh: layers.attention(*given, mesh)  # noqa: E731
+        assert jax.eval_shape(run, q, q, q, mask).shape == q.shape
+        assert chosen == (["cudnn"] if capability == "8.0" else [])
+    jax.eval_shape(layers.attention, q, q, q, mask)  # without a mesh: this process's own
+    assert chosen == ["cudnn"]
+
+
+def planned(capability: str, head_dim: int = 64, **changes: Any) -> Any:
+    model = DecoderConfig("qwen2", 1000, 4 * head_dim, 2, 4, 2, head_dim, 512)
+    config = Config.parse(
+        {
+            "student": {"model": "s"},
+            "data": {"train": "arithmetic"},
+            "mesh": "actor=1,rollout=1",
+            "algorithm": "sft",
+            "batch_size": 8,
+            **changes,
+        }
+    )
+    roles = ("actor", "rollout")
+    stats = {"bytes_limit": 10**10}
+    made = [gpu(capability, id=i, memory_stats=lambda: stats, process_index=0) for i in range(2)]
+    placement = place(config.mesh, roles)
+    return build(config, roles, placement, model, None, Visible(tuple(made), None))
+
+
+def test_the_plan_counts_the_scores_where_there_is_no_kernel_and_says_so():
+    new, old = planned("8.0"), planned("7.5")
+    assert not [note for note in new.notes if "attention" in note]
+    (note,) = [note for note in old.notes if "attention" in note]
+    assert "actor, rollout" in note and "needs compute capability 8.0" in note and "7.5" in note
+    assert old.accounts["actor"].phases()["loss"] >= new.accounts["actor"].phases()["loss"]
+    backward = [plan.accounts["actor"].phases()["backward pass"] for plan in (old, new)]
+    assert backward[0] > backward[1]
+    (note,) = [note for note in planned("8.0", 100).notes if "attention" in note]
+    assert "the model has 100" in note
+
+
+def test_the_plan_counts_widths_as_they_are_rounded():
+    rounded, asked = planned("8.0", max_new_tokens=2047), planned("8.0", max_new_tokens=2048)
+    actor = [plan.accounts["actor"] for plan in (rounded, asked)]
+    assert actor[0] == actor[1]
+
+
+@pytest.mark.parametrize(("platform", "multiple"), [("cpu", 2), ("gpu", 64), ("tpu", 64)])
+@pytest.mark.parametrize("most", [5, 2047])
+def test_odd_limits_make_widths_that_every_kernel_takes(platform, multiple, most):
+    """The rest is padding: the tokens under the mask are the same."""
+    prompt = Prompt(0, (3, 4, 5), "p")
+    probs = np.zeros(5, np.float32)
+    completion = Completion((6, 7, 8, 9, 1), probs, probs, "stop", "")
+    packed = [
+        make_rollout(
+            [prompt],
+            [[completion]],
+            policy_version=0,
+            pad_id=0,
+            max_prompt_tokens=7,
+            max_new_tokens=most,
+            width_multiple=n,
+        ).sequences
+        for n in (Target(platform).width_multiple, 1)
+    ]
+    new = packed[0].loss_mask.shape[1]
+    assert new % multiple == 0 and (packed[0].tokens.shape[1] - new) % multiple == 0
+    rows = [s.tokens[s.mask].tolist() for s in packed]
+    assert rows[0] == rows[1] == [3, 4, 5, 6, 7, 8, 9, 1]
+
+
+CONFIG = DecoderConfig("qwen2", 64, 32, 2, 4, 2, 8, 64)
+
+
+def test_padding_to_an_even_width_changes_no_hidden_state():
+    params = init_params(CONFIG, jax.random.key(0))
+    tokens = np.array([[5, 6, 7, 8, 9]], np.int32)
+    mask = np.ones_like(tokens, bool)
+    wide = [np.pad(x, ((0, 0), (3, 60))) for x in (tokens, mask)]
+    hidden = forward(CONFIG, params, jnp.asarray(tokens), jnp.asarray(mask))
+    padded = forward(CONFIG, params, *map(jnp.asarray, wide))[:, 3:8]
+    np.testing.assert_allclose(padded, hidden, rtol=1e-5, atol=1e-5)
+
+
+def test_the_width_of_a_prefill_changes_no_sample():
+    """It may be wider than the prompts' limit, and wider than the cache."""
+    params = init_params(CONFIG, jax.random.key(0), layout="unstacked")
+    prompts = [[3, 4, 5], [6, 7, 8, 9, 10]]
+    found = []
+    for multiple in (2, 64):
+        engine = Engine(CONFIG, None, slots=2, max_prompt_tokens=5, max_new_tokens=7)
+        engine.width_multiple = multiple
+        sampled = engine.generate(params, prompts, n=2, sampling=SamplingParams(7), seed=1)
+        found.append([[c.tokens for c in group] for group in sampled])
+    assert found[0] == found[1]
+
+
+def test_a_note_says_what_the_wrapper_would_refuse():
+    assert why_not_fused(UNKNOWN_GPU, 128, "bfloat16", 64, 64) is None
+    assert "even lengths" in str(why_not_fused(UNKNOWN_GPU, 128, "bfloat16", 2047, 64))
+    assert "up to 128" in str(why_not_fused(UNKNOWN_GPU, 256, "bfloat16", 64, 64))
+    assert "float32" in str(why_not_fused(UNKNOWN_GPU, 64, "float32", 64, 64))
