@@ -121,13 +121,11 @@ def test_no_batch_takes_more_than_the_plan_says(longest: int) -> None:
         rows, width = one.tokens.shape
         most.append(
             (
-                encoder_work(ENCODER, Axes(), rows, width, "float32", False),
-                reward_work(REWARD, Axes(), rows, width, "float32", False),
+                encoder_work(ENCODER, Axes(), rows, width, "float32", CPU),
+                reward_work(REWARD, Axes(), rows, width, "float32", CPU),
             )
         )
     worst = bucket(limit, limit)
     assert max(e for e, _ in most) <= encoder
     assert max(r for _, r in most) <= reward
-    assert encoder >= encoder_work(
-        ENCODER, Axes(), max(1, tokens // worst), worst, "float32", False
-    )
+    assert encoder >= encoder_work(ENCODER, Axes(), max(1, tokens // worst), worst, "float32", CPU)
