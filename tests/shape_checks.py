@@ -33,7 +33,14 @@ def install() -> None:
 
 
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` with its annotations checked; an int is a float, as everywhere in Python."""
+    """`function` with its annotations checked; an int is a float, as everywhere in Python.
+
+    jaxtyping asks for a function that checks the arguments alone and, after the call, for one that
+    checks all: there only the result is left to check.
+    """
     from beartype import BeartypeConf, beartype
 
+    result = function.__annotations__.get("return", Any)
+    if result is not Any:
+        function.__annotations__ = {"return": result}
     return beartype(function, conf=BeartypeConf(is_pep484_tower=True))
