@@ -278,7 +278,7 @@ def test_the_gradient_of_a_frequent_token_is_summed_in_float32(case):
         loss = method_of(cfg).make_loss(cfg, model, m, 48)
 
         def total(params):
-            return loss(params, {}, TrainBatch(sequences), Totals(count, 64.0))[0][0]
+            return loss(params, {}, TrainBatch(sequences), Totals(count, count, 64.0))[0][0]
 
         start = params if dtype == "bfloat16" else jax.tree.map(lambda x: x.astype(dtype), params)
         found = jax.jit(jax.grad(total))(start)["embed"]["embedding"]
