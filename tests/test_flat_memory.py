@@ -136,12 +136,12 @@ class Nowhere(io.StringIO):
 
 
 def test_resuming_reads_one_row_at_a_time(tmp_path):
-    """A file of 2 MB takes less than a tenth of that, whatever is kept of it."""
+    """The memory that it takes is less than a tenth of the file."""
     path = tmp_path / "metrics.jsonl"
     row = {f"reward/r{i}/mean": i / 7 for i in range(20)}
     lines = [json.dumps({"step": step} | row) + "\n" for step in range(3000)]
     path.write_text("".join(lines))
-    assert path.stat().st_size > 2_000_000 - 500_000
+    assert path.stat().st_size > 1_500_000
     tracemalloc.start()
     with MetricsWriter(path, after=2500) as writer:
         peak = tracemalloc.get_traced_memory()[1]
@@ -151,34 +151,18 @@ def test_resuming_reads_one_row_at_a_time(tmp_path):
     assert path.read_text() == "".join(lines[:2501])
 
 
-# With models: what XLA, JAX and Orbax keep counts too.
+# With models: what XLA and JAX keep counts too.
 
-GKD = ("mesh=actor+rollout+teacher=1", "eval.every=0")
-GSPO = (
-    "mesh=actor+rollout+reward=1",
-    "algorithm=gspo",
-    "teacher.model=null",
-    "reward.functions=[auto]",
-    "checkpoint.every=5",
-    "eval.every=5",
-)
+ALONE = ("mesh=actor+rollout+teacher=1", "eval.every=0", "checkpoint.every=0")
 WARM, SEEN = 100, 11
 """Steps in which caches fill, and those over whose least use each count is taken: what is in flight
 differs from step to step.
 """
 
 
-@pytest.mark.parametrize(
-    ("given", "steps", "most"),
-    [
-        (GKD, 220, 1000),
-        pytest.param(GKD, 700, 300, marks=pytest.mark.slow),
-        pytest.param(GSPO, 700, 1000, marks=pytest.mark.slow),
-    ],
-    ids=["distilling", "distilling-for-long", "rewards-and-checkpoints"],
-)
-def test_a_run_keeps_nothing_of_a_step(tmp_path, given, steps, most):
-    """The process grows by less than `most` bytes a step, where a row alone would take 3000.
+@pytest.mark.parametrize("steps", [220, pytest.param(700, marks=pytest.mark.slow)])
+def test_a_run_keeps_nothing_of_a_step(tmp_path, steps):
+    """The process grows by less than 1000 bytes a step, where a row alone would take 3000.
 
     The prompts repeat, because the cache of tokenizers grows up to 10,000 texts a thread.
     """
@@ -198,9 +182,9 @@ def test_a_run_keeps_nothing_of_a_step(tmp_path, given, steps, most):
         "data.train=arithmetic:size=24",
     ]
     plain = [*models, *SHORT, f"run_dir={tmp_path / 'run'}", f"steps={steps}", "logging.every=100"]
-    train(Config.load("builtin:quickstart", [*plain, "checkpoint.every=0", *given]), on_step)
+    train(Config.load("builtin:quickstart", [*plain, *ALONE]), on_step)
     assert [len(taken) for taken in used.values()] == [SEEN, SEEN]
-    assert (min(used["late"]) - min(used["early"])) / (steps - 1 - WARM - SEEN) < most
+    assert (min(used["late"]) - min(used["early"])) / (steps - 1 - WARM - SEEN) < 1000
 
 
 def in_use():
