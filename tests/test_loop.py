@@ -231,9 +231,9 @@ class Stopping(Recorder):
         super().__init__(name, log)
         self.stop = stop
 
-    def generate(self, prompts, step):
+    def generate(self, prompts, step, attempt=0):
         self._slow("generate", step)
-        return super().generate(prompts, step)
+        return super().generate(prompts, step, attempt)
 
     def update(self, rollout, scores, step):
         super().update(rollout, scores, step)
