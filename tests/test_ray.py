@@ -386,6 +386,46 @@ def listening():
     }
 
 
+DRIVER = """
+import sys
+from functools import partial
+import ray_roles
+from jaxrl.config import RayConfig
+from jaxrl.runtime.ray.crew import RayCrew
+from jaxrl.sharding.placement import parse
+make = partial(ray_roles.make, sys.argv[1])
+crew = RayCrew(
+    RayConfig(max_restarts=0), parse("rollout=1"), make, print, startup_s=60, roles=("rollout",)
+)
+crew.start()
+call = crew.handle("rollout").call("hang", 10.0, deadline=8.5)
+while call.times.started is None:
+    call._done.wait(0.1)
+print("begun", flush=True)
+call.result()
+crew.stop()
+print("ended")
+"""
+
+
+def test_a_stopped_driver_finds_nobody_late(tmp_path):
+    """8 s of a call of 10 s, whose deadline is 8.5 s: no restart is left to spend on it."""
+    command = [sys.executable, "-c", DRIVER, str(tmp_path)]
+    driver = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ
+    )
+    told = ""
+    while "begun" not in told:
+        line = driver.stdout.readline()
+        assert line, told
+        told += line
+    driver.send_signal(signal.SIGSTOP)
+    time.sleep(8.0)
+    driver.send_signal(signal.SIGCONT)
+    told += driver.communicate(timeout=120)[0]
+    assert driver.returncode == 0 and "ended" in told, told
+
+
 def is_loopback(ip):
     address = ipaddress.ip_address(ip)
     return (getattr(address, "ipv4_mapped", None) or address).is_loopback

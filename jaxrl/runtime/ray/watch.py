@@ -105,10 +105,13 @@ def end_here(pools: Sequence[Pool]) -> None:
 
 
 def _there(pool: Pool, rank: int, function: Any, *args: Any) -> Any:
-    """Runs a function on the host of a process: its result, or where that will be."""
-    if pool.facts[rank].host == socket.gethostname():
+    """Runs a function on the host of a process: its result, or where that will be. Hosts may have
+    the same name, as containers often do: only the node's number tells them apart.
+    """
+    host = pool.seats[rank].host.id
+    if host in ("", ray.get_runtime_context().get_node_id()):
         return function(*args)
-    node = on_node(pool.seats[rank].host.id)
+    node = on_node(host)
     task = ray.remote(num_cpus=0, max_retries=0)(function).options(scheduling_strategy=node)
     return task.remote(*args)
 
