@@ -359,3 +359,18 @@ def test_a_save_during_which_files_were_removed_is_no_checkpoint(tmp_path):
     assert writer.newest == 6 and [written.step for written in writer.written()] == [6]
     (line,) = lines
     assert line.startswith("checkpoint 3 could not be written: files of the run were removed")
+
+
+def test_a_save_that_is_asked_for_after_its_row_is_written_all_the_same(tmp_path):
+    """As where a run is asked to end, and the update that follows is cancelled."""
+    lines = []
+    config = Config.load(None, ["steps=9"])
+    writer = CheckpointWriter(
+        tmp_path, config, "f", lambda folder: folder.mkdir(parents=True), lines.append
+    )
+    writer.row({"step": 2, "optimizer_step": 2, "data/epoch": 0.0})
+    folder = writer.folder(2)
+    folder.mkdir(parents=True)
+    writer.begin(2, SimpleNamespace(result=lambda: None), {}, {"generated": 2})
+    writer.close(30)
+    assert writer.newest == 2 and not lines

@@ -120,7 +120,8 @@ def test_an_on_step_that_fails_ends_the_run_after_saving(student, tmp_path):
     assert rows[1]["reward/length/mean"] > 0
     steps = []
     train(config, on_step=lambda row: steps.append(row["step"]), rewards=[length])
-    assert steps == list(range(saved, 10))  # the last row was completed, and comes again
+    assert steps[-(9 - saved) :] == list(range(saved + 1, 10))
+    assert steps[: -(9 - saved)] in ([], [saved])  # a row that lacked something comes again
 
 
 @pytest.mark.slow

@@ -14,9 +14,9 @@ from jaxrl.run_dir import LOCK, Lock
 
 def test_a_removed_lock_is_taken_again(tmp_path: Path) -> None:
     with closing(Lock(tmp_path)) as lock:
-        assert lock.check() is None
+        assert not lock.check()
         (tmp_path / LOCK).unlink()
-        assert lock.check() == "lock" and lock.check() is None
+        assert lock.check() and not lock.check()
         with pytest.raises(UserError, match="is in use by pid"):
             Lock(tmp_path)
     Lock(tmp_path).close()
@@ -28,7 +28,7 @@ def test_who_finds_another_run_in_its_folder_ends(tmp_path: Path) -> None:
         with closing(Lock(tmp_path)) as second:
             with pytest.raises(RunError, match="is in use by pid .* too: the lock of this run was"):
                 first.check()
-            assert second.check() is None
+            assert not second.check()
 
 
 def test_a_removed_folder_is_made_again(tmp_path: Path) -> None:
@@ -36,5 +36,5 @@ def test_a_removed_folder_is_made_again(tmp_path: Path) -> None:
     folder.mkdir()
     with closing(Lock(folder)) as lock:
         shutil.rmtree(folder)
-        assert lock.check() == "run directory" and lock.check() is None
+        assert lock.check() and not lock.check()
         assert folder.is_dir()

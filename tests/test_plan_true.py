@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -258,6 +259,7 @@ class Programs:
         run: Any = SimpleNamespace(
             engine=engine, prompts=[[0] * c.max_prompt_tokens] * c.batch_size
         )
+        run._width = partial(_Run._width, run)
         return _Run._prefill_batch(run, c.group_size)
 
 

@@ -89,6 +89,8 @@ class CheckpointWriter:
         self._depends, self._check = dict(depends or {}), check
         self._removed = 0
         self._pending: dict[int, Pending] = {}
+        self._row: Mapping[str, Any] = {}
+        """The latest row that was written."""
         self._written: list[Written] = []
         self._queue: queue.SimpleQueue[tuple[Pending, Mapping[str, Any]] | None]
         self._queue = queue.SimpleQueue()
@@ -113,10 +115,15 @@ class CheckpointWriter:
     ) -> None:
         """The actor has been asked to save what it is after `step` batches."""
         now = time.monotonic()
-        self._pending[step] = Pending(step, now, saved, rollouts, schedule, self._removed)
+        pending = Pending(step, now, saved, rollouts, schedule, self._removed)
+        if self._row.get("step") == step:  # a run that was asked to end: the row came first
+            self._queue.put((pending, self._row))
+        else:
+            self._pending[step] = pending
 
     def row(self, row: Mapping[str, Any]) -> None:
         """The row of a step has been written."""
+        self._row = row
         pending = self._pending.pop(row["step"], None)
         if pending is not None:
             self._queue.put((pending, row))
