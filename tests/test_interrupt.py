@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 
 from jaxrl.interrupt import Interrupt, Interrupted
+
+
+@pytest.fixture(autouse=True)
+def a_terminal() -> Iterator[None]:
+    """The tests may themselves run under `nohup`, which ignores a hangup from the start."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
