@@ -10,6 +10,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from typing import Any
 
 FIRST, SECOND = "10.77.0.1", "10.77.0.2"
 PORT = 6379
+NAMES = Path("/etc/netns")
 CPUS = 4
 """Of each host: so many devices it emulates."""
 TIMEOUT = 120
@@ -114,6 +116,7 @@ def two_hosts(env: dict[str, str]) -> Iterator[TwoHosts]:
         _ip("-n", switch, "link", "set", "switch", "up")
         for i, (name, address) in enumerate(((first, FIRST), (second, SECOND))):
             _ip("netns", "add", name)
+            _name_host(name, address)
             pair = ("type", "veth", "peer", "name", "eth0", "netns", name)
             _ip("-n", switch, "link", "add", f"port{i}", *pair)
             _ip("-n", switch, "link", "set", f"port{i}", "master", "switch")
@@ -127,5 +130,15 @@ def two_hosts(env: dict[str, str]) -> Iterator[TwoHosts]:
             if Path("/run/netns", name).exists():
                 hosts.kill(host)
         for name in (first, second, switch):
+            shutil.rmtree(NAMES / name, ignore_errors=True)
             if Path("/run/netns", name).exists():
                 _ip("netns", "del", name)
+
+
+def _name_host(namespace: str, address: str) -> None:
+    """The host's name means its own address there, as gloo needs it: `ip netns exec` puts this file
+    in the place of /etc/hosts.
+    """
+    folder = NAMES / namespace
+    folder.mkdir(parents=True)
+    (folder / "hosts").write_text(f"127.0.0.1 localhost\n{address} {socket.gethostname()}\n")
