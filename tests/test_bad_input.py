@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from tiny_tokenizer import CHATML, tiny_tokenizer
 
 from jaxrl import Config, cli, evaluate, export, generate, train
 from jaxrl.checkpoint import store
-from jaxrl.run_dir import LOCK, _locked
+from jaxrl.run_dir import LOCK, Lock
 from jaxrl.telemetry import plot
 
 Command = Callable[[Sequence[str]], Any]
@@ -714,12 +715,12 @@ def test_a_run_that_must_not_be_lost(desk: Desk) -> None:
     run_of(desk)
     desk.refused(desk.argv("resume=never"), "run_dir=run", "holds a run already", "another")
     desk.refused(desk.argv("seed=3"), "run_dir=run", "seed: 0 there, 3 now", "another run_dir")
-    desk.refused(desk.argv(), "other training data", "put it back")
+    desk.refused(desk.argv(), "what data.train names has changed", "put it back")
     desk.refused(desk.argv("student.model=nowhere"), "'nowhere'")
 
 
 def test_a_run_in_use(desk: Desk) -> None:
-    with _locked(run_of(desk)):
+    with closing(Lock(run_of(desk))):
         desk.refused(desk.argv(), "run_dir=run", f"in use by pid {os.getpid()}")
 
 
