@@ -1,6 +1,6 @@
 """What the benchmarks share: sampling and updates as work, the machine, taking turns, the line.
 
-A benchmark counts the work first (`jaxrl.telemetry.work`): the floor of a part is the longer of its
+A benchmark counts the work first (`jaxrl.profile.work`): the floor of a part is the longer of its
 FLOPs at the machine's best matrix product and its bytes at the machine's best bandwidth, both
 measured in the same run.
 """
@@ -21,10 +21,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl.compile_cache import enable_compile_cache
 from jaxrl.models.config import DecoderConfig
-from jaxrl.telemetry.ceilings import best_seconds, product_flops, read_bandwidth
-from jaxrl.telemetry.work import Work, adamw_work, decode_work, divergence_work, forward_work
+from jaxrl.process.compile_cache import enable_compile_cache
+from jaxrl.profile.work import Work, adamw_work, decode_work, divergence_work, forward_work
+from jaxrl.sharding.ceilings import best_seconds, product_flops, read_bandwidth
 
 BIG = 2**28
 """Bytes of the array that is read for the bandwidth: far above every cache."""

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.losses.distill import divergence_from_hidden
-from jaxrl.telemetry.work import divergence_work
+from jaxrl.profile.work import divergence_work
 
 MEMORY_VOCAB, MEMORY_TOKENS = 151936, 4096
 

@@ -22,9 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 import step as whole_step
 
-from jaxrl.config import Config
-from jaxrl.launch import make_job
+from jaxrl.config.schema import Config
 from jaxrl.models.config import DecoderConfig
+from jaxrl.run.launch import make_job
 from jaxrl.train import train
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))

@@ -25,8 +25,8 @@ from typing import Any
 import run_all
 
 from jaxrl import Config, train
-from jaxrl.algorithm_table import ALGORITHMS
-from jaxrl.objective import configured
+from jaxrl.algorithms.objective import configured
+from jaxrl.losses.algorithm_table import ALGORITHMS
 
 ROOT = Path(__file__).parent.parent
 CONFIG = ROOT / "configs" / "quickstart_gspo.yaml"

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.model import resolve_model
+from jaxrl.checkpoint.source import resolve_model
 from jaxrl.models import decoder
 from jaxrl.models.config import DecoderConfig
 from jaxrl.sampling.engine import Engine, EngineStats, SamplingParams

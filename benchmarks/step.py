@@ -21,10 +21,10 @@ import common
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.config import Config
-from jaxrl.launch import Job, make_job
+from jaxrl.config.schema import Config
 from jaxrl.models.config import DecoderConfig
-from jaxrl.telemetry.work import Work, forward_work
+from jaxrl.profile.work import Work, forward_work
+from jaxrl.run.launch import Job, make_job
 from jaxrl.train import train
 
 WARM = 2
@@ -100,7 +100,7 @@ def make_config(arguments: argparse.Namespace, folder: Path) -> Config:
 
 def endless(model: str, folder: Path) -> str:
     """A copy of a Hugging Face folder (its files as links) whose end token hardly ever comes."""
-    from jaxrl.model import resolve_model
+    from jaxrl.checkpoint.source import resolve_model
 
     source = resolve_model(model)
     folder.mkdir()

@@ -24,16 +24,16 @@ import jax.numpy as jnp
 import numpy as np
 import step as whole_step
 
-from jaxrl.algorithms import METHODS
+from jaxrl.algorithms.methods import METHODS
+from jaxrl.algorithms.signals import completion_hidden
 from jaxrl.data.batch import make_rollout
-from jaxrl.launch import Job, make_actor, make_job, make_setup
 from jaxrl.losses.distill import divergence_from_hidden
 from jaxrl.models.decoder import head
 from jaxrl.plan import make_plan
+from jaxrl.profile.work import Work, divergence_work, forward_work
+from jaxrl.run.launch import Job, make_actor, make_job, make_setup
 from jaxrl.sharding.mesh import carve, ensure_devices
 from jaxrl.sharding.reshard import reshard
-from jaxrl.signals import completion_hidden
-from jaxrl.telemetry.work import Work, divergence_work, forward_work
 from jaxrl.types import Completion, Prompt, Rollout, TeacherSignal
 
 ROLES = ("actor", "rollout", "teacher")

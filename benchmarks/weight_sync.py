@@ -28,11 +28,11 @@ import jax.numpy as jnp
 import numpy as np
 import step as whole_step
 
-from jaxrl.launch import make_actor, make_job, make_rollout_role, make_setup
 from jaxrl.plan import make_plan
+from jaxrl.profile.work import Work
+from jaxrl.run.launch import make_actor, make_job, make_rollout_role, make_setup
 from jaxrl.sharding.mesh import carve, ensure_devices
 from jaxrl.sharding.reshard import nbytes
-from jaxrl.telemetry.work import Work
 
 CASES: dict[str, dict[str, str]] = {
     "same": {"mesh": "actor+rollout=1,teacher=1"},

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxrl.config import Config as Config
+    from jaxrl.checkpoint.source import load_model as load_model
+    from jaxrl.config.schema import Config as Config
     from jaxrl.evaluate import evaluate as evaluate
     from jaxrl.generate import generate as generate
-    from jaxrl.model import load_model as load_model
     from jaxrl.train import Result as Result
     from jaxrl.train import dry_run as dry_run
     from jaxrl.train import train as train
 
 _MODULES = ("evaluate", "generate", "train")
-"""Commands whose module is callable, and is itself the public name (`callable_module.py`)."""
+"""Commands whose module is callable, and is itself the public name (`process.callable_module`)."""
 _NAMES = {
     "Config": "jaxrl.config",
     "Result": "jaxrl.train",
     "dry_run": "jaxrl.train",
-    "load_model": "jaxrl.model",
+    "load_model": "jaxrl.checkpoint.source",
 }
+_HOMES = {
+    "jaxrl.advantages": "jaxrl.algorithms.advantages",
+    "jaxrl.models.encoder": "jaxrl.roles.encoder",
+    "jaxrl.models.reward": "jaxrl.roles.reward_model",
+    "jaxrl.similarity": "jaxrl.algorithms.similarity",
+}
+"""Public name of a module -> where it is."""
 __all__ = ["Config", "Result", "dry_run", "evaluate", "generate", "load_model", "train"]
 
 
@@ -37,3 +48,16 @@ def __getattr__(name: str) -> Any:
     if name in _NAMES:
         return getattr(import_module(_NAMES[name]), name)
     raise AttributeError(f"module 'jaxrl' has no attribute {name!r}")
+
+
+class _Homes(MetaPathFinder, Loader):
+    """Imports the modules of `_HOMES` by their public names."""
+
+    def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
+        return ModuleSpec(name, self) if name in _HOMES else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        sys.modules[module.__name__] = import_module(_HOMES[module.__name__])
+
+
+sys.meta_path.append(_Homes())

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import NoReturn
 
-from jaxrl import cli
+from jaxrl.config import cli
 from jaxrl.errors import UserError, near
 
 COMMANDS = {
@@ -17,7 +17,7 @@ COMMANDS = {
     "evaluate": ("jaxrl.evaluate", "accuracy and pass@k of any checkpoint"),
     "generate": ("jaxrl.generate", "sample from any checkpoint"),
     "export": ("jaxrl.export", "write a Hugging Face folder"),
-    "report": ("jaxrl.report", "one HTML page of a run, or of several"),
+    "report": ("jaxrl.report.__main__", "one HTML page of a run, or of several"),
     "plot": ("jaxrl.telemetry.plot", "the curves of runs as a picture"),
     "devices": ("jaxrl.devices", "who has which device, here and in a cluster"),
     "serve-teacher": ("jaxrl.serve_teacher", "serve a teacher to one run or several"),

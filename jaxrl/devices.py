@@ -24,10 +24,10 @@ import rich.console
 from rich import box
 from rich.table import Table
 
-from jaxrl import cli
+from jaxrl.config import cli
 from jaxrl.errors import RunError, UserError
-from jaxrl.registry import Member, Run, running
 from jaxrl.runtime.cluster import Cluster
+from jaxrl.runtime.registry import Member, Run, running
 from jaxrl.runtime.worker import WorkerState
 from jaxrl.sharding.mesh import HOST_COUNT_FLAG, host_available
 

@@ -19,20 +19,23 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from jaxrl import cli, config_base, config_keys, inputs, yaml_text
-from jaxrl.callable_module import make_callable
 from jaxrl.checkpoint import store
-from jaxrl.compile_cache import enable_compile_cache
-from jaxrl.config import Config
-from jaxrl.config_base import Overrides
+from jaxrl.checkpoint.source import FINAL, ModelSource, resolve_model
+from jaxrl.config import base as config_base
+from jaxrl.config import cli, yaml_text
+from jaxrl.config import keys as config_keys
+from jaxrl.config.base import Overrides
+from jaxrl.config.schema import Config
 from jaxrl.data.stream import EvalSet
 from jaxrl.errors import UserError
-from jaxrl.evaluation import Judge, Scores, judged, pass_ks, row_of_scores
-from jaxrl.model import FINAL, ModelSource, resolve_model
 from jaxrl.models.kernels import CPU
 from jaxrl.plan.scene import Scene
+from jaxrl.process.callable_module import make_callable
+from jaxrl.process.compile_cache import enable_compile_cache
 from jaxrl.rewards.verifiers import verifier
 from jaxrl.roles.rollout import Sampler
+from jaxrl.run import inputs
+from jaxrl.run.evaluation import Judge, Scores, judged, pass_ks, row_of_scores
 from jaxrl.runtime.worker import Phase, enter
 from jaxrl.sampling.engine import EngineStats
 from jaxrl.sharding.mesh import carve, ensure_devices, verify_arrays

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxrl import cli
+from jaxrl.checkpoint.source import ModelSource, resolve_model
+from jaxrl.config import cli
 from jaxrl.errors import UserError
-from jaxrl.model import ModelSource, resolve_model
-from jaxrl.models import hf, weights
+from jaxrl.formats import hf, weights
 
 
 def export(

@@ -13,15 +13,15 @@ from typing import Any, TextIO
 
 from jax.sharding import Mesh
 
-from jaxrl import cli
-from jaxrl.callable_module import make_callable
-from jaxrl.compile_cache import enable_compile_cache
-from jaxrl.config import Config
+from jaxrl.checkpoint.source import Model, resolve_model
+from jaxrl.config import cli
+from jaxrl.config.schema import Config
 from jaxrl.data.jsonl import JsonlFile
 from jaxrl.data.tokenizer import PromptLike, encode_prompt
 from jaxrl.errors import UserError
-from jaxrl.model import Model, resolve_model
 from jaxrl.models import decoder
+from jaxrl.process.callable_module import make_callable
+from jaxrl.process.compile_cache import enable_compile_cache
 from jaxrl.sampling.engine import Engine, EngineStats, bucket, power_of_two
 from jaxrl.sampling.sampler import SamplingParams
 from jaxrl.sharding.mesh import ensure_devices, role_mesh

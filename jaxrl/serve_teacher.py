@@ -24,20 +24,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl import cli
-from jaxrl.compile_cache import enable_compile_cache
-from jaxrl.config import Config
+from jaxrl.algorithms.signals import Projection, completion_hidden, teacher_signal
+from jaxrl.checkpoint.source import ModelSource, resolve_model
+from jaxrl.config import cli
+from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
-from jaxrl.inputs import tokenizer_of
-from jaxrl.model import ModelSource, resolve_model
 from jaxrl.models import decoder
 from jaxrl.models.decoder import Params
+from jaxrl.process.compile_cache import enable_compile_cache
+from jaxrl.process.streams import Output
+from jaxrl.run.inputs import tokenizer_of
 from jaxrl.sharding.mesh import ensure_devices, role_mesh, verify_arrays
 from jaxrl.sharding.placement import Axes
-from jaxrl.signals import Projection, completion_hidden, teacher_signal
-from jaxrl.streams import Output
-from jaxrl.teacher_api.http import TOKEN, token_from_environment
-from jaxrl.teacher_api.protocol import (
+from jaxrl.teacher.http import TOKEN, token_from_environment
+from jaxrl.teacher.protocol import (
     PROTOCOL,
     SIGNALS,
     Info,
@@ -46,7 +46,7 @@ from jaxrl.teacher_api.protocol import (
     Request,
     vocab_hash,
 )
-from jaxrl.teacher_api.server import Gone, Limits, TeacherServer
+from jaxrl.teacher.server import Gone, Limits, TeacherServer
 from jaxrl.types import Sequences, TeacherSignal
 
 MB = 10**6
@@ -62,7 +62,7 @@ MOST_PROGRAMS = 64
 
 
 class ScoringService:
-    """One frozen model that answers requests in order of arrival (`teacher_api.server.Service`).
+    """One frozen model that answers requests in order of arrival (`teacher.server.Service`).
 
     Programs are compiled where a request is read; only what is ready to run stands in line for the
     devices.

@@ -13,29 +13,28 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxrl import cli
-from jaxrl.algorithms import needed_roles
-from jaxrl.callable_module import make_callable
+from jaxrl.algorithms.methods import needed_roles
+from jaxrl.algorithms.schedule import SCHEDULES
+from jaxrl.checkpoint.source import FINAL
 from jaxrl.checkpoint.writer import free_gb
-from jaxrl.compile_cache import enable_compile_cache
-from jaxrl.config import Config
+from jaxrl.config import cli
+from jaxrl.config.schema import CONFIG_FILE, Config
 from jaxrl.data.tokenizer import decode
-from jaxrl.depends import dependencies
 from jaxrl.errors import RunError, UserError
-from jaxrl.inputs import held_out_notes
-from jaxrl.interrupt import Interrupt, Interrupted
-from jaxrl.launch import Job, check_job, devices_for, make_job, make_setup, start_roles
-from jaxrl.loop import Loop
-from jaxrl.model import FINAL
 from jaxrl.plan import Plan, make_plan
-from jaxrl.plan.record import plan_json
-from jaxrl.records import Records
-from jaxrl.registry import Registration, registered
+from jaxrl.plan.record import PLAN_DATA_FILE, PLAN_FILE, plan_json
+from jaxrl.process.callable_module import make_callable
+from jaxrl.process.compile_cache import enable_compile_cache
+from jaxrl.process.interrupt import Interrupt, Interrupted
+from jaxrl.process.xla_flags import exclude_nondeterministic
+from jaxrl.profile.splits import run_advice
 from jaxrl.rewards.callables import bind
-from jaxrl.run_dir import (
-    CONFIG_FILE,
-    PLAN_DATA_FILE,
-    PLAN_FILE,
+from jaxrl.run.depends import dependencies
+from jaxrl.run.inputs import held_out_notes
+from jaxrl.run.launch import Job, check_job, devices_for, make_job, make_setup, start_roles
+from jaxrl.run.loop import Loop
+from jaxrl.run.records import Records
+from jaxrl.run.run_dir import (
     SESSIONS_FILE,
     RunDir,
     check_run_dir,
@@ -44,15 +43,13 @@ from jaxrl.run_dir import (
     open_run_dir,
     sessions,
 )
+from jaxrl.runtime.registry import Registration, registered
 from jaxrl.runtime.worker import Crew, OutOfMemory, RunLost
-from jaxrl.schedule import SCHEDULES
-from jaxrl.splits import run_advice
 from jaxrl.telemetry.console import Console
 from jaxrl.telemetry.log import LOG_FILE, RunLog
 from jaxrl.telemetry.metrics import read_metrics
 from jaxrl.telemetry.plot import draw
 from jaxrl.telemetry.trackers import check_trackers
-from jaxrl.xla_flags import exclude_nondeterministic
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -11,7 +11,7 @@ C + j - 1`` predicts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -175,3 +175,21 @@ class Embedded:
     """What was embedded; None for a thought that never ended."""
     notes: tuple[str, ...] = ()
     """What the user should know."""
+
+
+SumCount = tuple[Array, Array]
+Sums = dict[str, SumCount]
+Loss = Callable[
+    [Any, Mapping[str, Any], TrainBatch, Totals],
+    tuple[SumCount, Sums, dict[str, Array]],
+]
+"""(parameters, frozen arrays, micro-batch, totals of the update) -> ((loss sum, count), metrics as
+(sum, count), metrics of which the largest counts); differentiable sum. A metric whose sum and count
+are [b], one for each row, is told of each row too.
+"""
+Prepare = Callable[[Rollout, Mapping[str, Any]], tuple[TrainBatch, dict[str, float]]]
+"""(rollout, what each scorer said of it) -> what is trained on, on the host or on its way; and what
+to tell of it.
+"""
+Finish = Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, float]]
+"""(sums of all updates, maxima) -> the metrics of the batch."""

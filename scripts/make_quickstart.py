@@ -18,10 +18,10 @@ import jax
 import make_quickstart_tokenizer
 
 from jaxrl import Config, train
-from jaxrl.model import FINAL
+from jaxrl.checkpoint.source import FINAL
+from jaxrl.formats.hf import save_hf
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import init_params
-from jaxrl.models.hf import save_hf
 
 ASSETS = Path(__file__).parent.parent / "jaxrl" / "assets"
 SHAPES = {"teacher": {"n_layers": 3}, "student": {"n_layers": 2}}

@@ -1,10 +1,15 @@
-"""Test set-up: eight emulated CPU devices, a shared compile cache, strict rank promotion."""
+"""Test set-up: eight emulated CPU devices, a shared compile cache, strict rank promotion.
+
+The suite's models are tiny and most of its time is XLA's, so programs are compiled with few of
+LLVM's optimizations, by the tests' own processes and by those that they start.
+"""
 
 import os
 import tempfile
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 import jax
 import pytest

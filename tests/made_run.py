@@ -8,11 +8,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jaxrl.algorithms import needed_roles
-from jaxrl.config import Config
+from jaxrl.algorithms.methods import needed_roles
+from jaxrl.config.schema import CONFIG_FILE, Config
 from jaxrl.plan import make_plan
-from jaxrl.plan.record import plan_json
-from jaxrl.run_dir import CONFIG_FILE, PLAN_DATA_FILE
+from jaxrl.plan.record import PLAN_DATA_FILE, plan_json
 from jaxrl.telemetry.metrics import (
     METRICS_FILE,
     SAMPLES_FILE,

@@ -1,5 +1,7 @@
 """Roles that are struck in a stage of a run: what `tests/test_ray_train.py` puts in place of
-`jaxrl.launch.pool_makers`. Workers import it; a file `ROLE.STAGE.FAULT.NTH` asks for a fault, in
+`jaxrl.run.launch.pool_makers`.
+
+Workers import it; a file `ROLE.STAGE.FAULT.NTH` asks for a fault, in
 the first call of that kind from the n-th on; calls of processes that were lost count too.
 """
 
@@ -17,7 +19,7 @@ import jax
 import psutil
 from ray_roles import exhaust
 
-from jaxrl import launch
+from jaxrl.run import launch
 
 real_pool_makers = launch.pool_makers
 FOLDER = "faults"

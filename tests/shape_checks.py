@@ -13,9 +13,9 @@ from jaxtyping import install_import_hook
 
 MODULES = (
     "jaxrl.losses",
-    "jaxrl.masked",
-    "jaxrl.advantages",
-    "jaxrl.signals",
+    "jaxrl.losses.masked",
+    "jaxrl.algorithms.advantages",
+    "jaxrl.algorithms.signals",
     "jaxrl.models.decoder",
 )
 

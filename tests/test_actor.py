@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 
-from jaxrl.algorithms import method_of
-from jaxrl.config import Config
+from jaxrl.algorithms.methods import method_of
+from jaxrl.config.schema import Config
 from jaxrl.data.batch import pack
 from jaxrl.errors import RunError
 from jaxrl.losses.divergence import jsd
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import forward, head, init_params, logits
+from jaxrl.models.rules import param_shardings
 from jaxrl.roles.actor import Actor
-from jaxrl.sharding.rules import param_shardings
 from jaxrl.types import Rollout, Sequences, TeacherSignal, Totals, TrainBatch
 
 MODEL = DecoderConfig("llama", 48, 16, 2, 4, 2, 4, 24, tie_embeddings=True, eos_ids=(1,))

@@ -3,13 +3,12 @@
 import numpy as np
 import pytest
 
-from jaxrl.advantages import (
-    combine_rewards,
+from jaxrl.algorithms.advantages import (
     group_advantages,
     opd_advantages,
     select_groups,
-    soft_overlong,
 )
+from jaxrl.rewards.combine import combine_rewards, soft_overlong
 
 RNG = np.random.default_rng(0)
 IDS = np.array([7, 3, 7, 7, -1, 3, 100000, 3, 7, -1])

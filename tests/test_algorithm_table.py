@@ -9,19 +9,19 @@ import pytest
 from test_objective import config
 
 from jaxrl import Config
-from jaxrl.algorithm_table import ALGORITHMS, AlgorithmSpec, find_algorithm
-from jaxrl.algorithms import METHODS, Method, method_of
+from jaxrl.algorithms.methods import METHODS, Method, method_of
+from jaxrl.algorithms.objective import configured, objective_notes
 from jaxrl.checkpoint.compare import compare
 from jaxrl.errors import UserError
-from jaxrl.launch import make_job
+from jaxrl.losses.algorithm_table import ALGORITHMS, AlgorithmSpec, find_algorithm
 from jaxrl.losses.policy import LOSSES
-from jaxrl.objective import configured, objective_notes
+from jaxrl.run.launch import make_job
 
 ROOT = Path(__file__).parent.parent
 REWARDED = [name for name, spec in ALGORITHMS.items() if spec.learns_from == "rewards"]
 OWN = """
 from dataclasses import replace
-from jaxrl.algorithm_table import ALGORITHMS
+from jaxrl.losses.algorithm_table import ALGORITHMS
 gspo = ALGORITHMS["gspo"]
 loss = replace(gspo.loss, settings={"clip_low": 0.1, "clip_high": 1.0})
 mine = replace(gspo, minibatches=2, loss=loss)

@@ -23,9 +23,10 @@ from test_gguf import write_model
 from test_train import QUICK, SHORT, save_model
 from tiny_tokenizer import CHATML, tiny_tokenizer
 
-from jaxrl import Config, cli, evaluate, export, generate, train
+from jaxrl import Config, evaluate, export, generate, train
 from jaxrl.checkpoint import store
-from jaxrl.run_dir import LOCK, Lock
+from jaxrl.config import cli
+from jaxrl.run.run_dir import LOCK, Lock
 from jaxrl.telemetry import plot
 
 Command = Callable[[Sequence[str]], Any]

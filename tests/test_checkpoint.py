@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 
-from jaxrl.algorithms import METHODS
+from jaxrl.algorithms.methods import METHODS
 from jaxrl.checkpoint import store
 from jaxrl.checkpoint.arrays import Saving
 from jaxrl.checkpoint.rollouts import load_rollout, save_rollout
 from jaxrl.checkpoint.store import Damaged, Manifest
 from jaxrl.checkpoint.writer import CheckpointWriter
-from jaxrl.config import Config
+from jaxrl.config.schema import Config
 from jaxrl.data.batch import make_rollout
 from jaxrl.errors import UserError
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import init_params
+from jaxrl.models.rules import param_shardings
 from jaxrl.roles.actor import Actor
-from jaxrl.sharding.rules import param_shardings
 from jaxrl.types import Completion, Prompt
 
 SFT = METHODS["data"]

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl import cli, config_keys
 from jaxrl.__main__ import COMMANDS
 from jaxrl.__main__ import main as command_main
-from jaxrl.config import Config
+from jaxrl.config import cli
+from jaxrl.config import keys as config_keys
+from jaxrl.config.schema import Config
 from jaxrl.errors import UserError, near, unknown, user_input
 
 MODULE = "jaxrl.train"
@@ -150,7 +151,7 @@ def test_a_command_may_add_its_own_option() -> None:
 
 def test_without_jax() -> None:
     """Help and errors answer at once: parsing must not load jax."""
-    code = "import sys; import jaxrl.cli; print(int('jax' in sys.modules))"
+    code = "import sys; import jaxrl.config.cli; print(int('jax' in sys.modules))"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
@@ -195,7 +196,9 @@ def test_a_command_is_its_module(name: str, monkeypatch: pytest.MonkeyPatch) -> 
         assert end.value.code == 0
         shown.append(" ".join(out.getvalue().split()))
     assert shown[0].startswith(f"usage: jaxrl {name} [")
-    assert shown[0].replace(f"usage: jaxrl {name} ", f"usage: python -m {module} ", 1) == (
+    assert shown[0].replace(
+        f"usage: jaxrl {name} ", f"usage: python -m {module.removesuffix('.__main__')} ", 1
+    ) == (
         shown[1].replace("python -m jaxrl.train --help", "jaxrl train --help")
         if name == "evaluate"
         else shown[1]

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl.config import Config
-from jaxrl.config_keys import keys
+from jaxrl.config.keys import keys
+from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 
 DOCS = Path(__file__).parent.parent / "docs"

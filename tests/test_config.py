@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from jaxrl import config_keys, yaml_text
 from jaxrl.checkpoint.compare import compare
-from jaxrl.config import Config, Section
-from jaxrl.config_aliases import ABSENT, ALIASES
-from jaxrl.config_base import QUICKSTART
+from jaxrl.config import keys as config_keys
+from jaxrl.config import yaml_text
+from jaxrl.config.aliases import ABSENT, ALIASES
+from jaxrl.config.base import QUICKSTART
+from jaxrl.config.schema import Config, Section
 from jaxrl.errors import UserError
 
 MINIMAL = """

@@ -16,11 +16,14 @@ from test_rl import save_reward_model
 from tiny_models import REFERENCES, make_mesh
 
 import jaxrl
-from jaxrl import cli, config, config_keys, config_page, yaml_text
-from jaxrl.algorithms import needed_roles
-from jaxrl.config import ActorConfig, Config, Section
+from jaxrl.algorithms.methods import needed_roles
+from jaxrl.algorithms.signals import Projection, distill_loss, teacher_signal
+from jaxrl.config import cli, yaml_text
+from jaxrl.config import keys as config_keys
+from jaxrl.config import page as config_page
+from jaxrl.config import schema as config
+from jaxrl.config.schema import ActorConfig, Config, Section
 from jaxrl.plan import make_plan
-from jaxrl.signals import Projection, distill_loss, teacher_signal
 from jaxrl.train import train
 from jaxrl.types import Sequences, TrainBatch
 
@@ -40,7 +43,7 @@ LLAMA = {
 def test_the_page_is_fresh(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(config_page.main, []) == 0
     page = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
-    again = "python -m jaxrl.config_page > docs/config.md"
+    again = "python -m jaxrl.config.page > docs/config.md"
     assert page == capsys.readouterr().out, f"make it anew: {again}"
 
 

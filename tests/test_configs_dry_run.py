@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from jaxrl import cli
-from jaxrl.algorithms import needed_roles
-from jaxrl.config import Config
+from jaxrl.algorithms.methods import needed_roles
+from jaxrl.config import cli
+from jaxrl.config.schema import Config
 from jaxrl.models.config import DecoderConfig
 from jaxrl.plan import Plan, build
 from jaxrl.rewards.functions import find

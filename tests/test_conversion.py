@@ -20,16 +20,17 @@ from test_gguf import write_model
 from test_train import SHORT
 from tiny_models import make_mesh
 
-from jaxrl import Config, conversion
-from jaxrl.algorithms import needed_roles
-from jaxrl.conversion import converted_once
-from jaxrl.launch import Setup, devices_for, start_roles
-from jaxrl.model import ModelSource, resolve_model
-from jaxrl.models import converted
-from jaxrl.models.converted import Converted, NotConverted, Scratch
-from jaxrl.models.gguf import GgufFile
-from jaxrl.models.weights import tensor_shapes
+from jaxrl import Config
+from jaxrl.algorithms.methods import needed_roles
+from jaxrl.checkpoint.source import ModelSource, resolve_model
+from jaxrl.formats import converted
+from jaxrl.formats.converted import Converted, NotConverted, Scratch
+from jaxrl.formats.gguf import GgufFile
+from jaxrl.formats.weights import tensor_shapes
 from jaxrl.plan import make_plan
+from jaxrl.run import conversion
+from jaxrl.run.conversion import converted_once
+from jaxrl.run.launch import Setup, devices_for, start_roles
 from jaxrl.runtime.cluster import ClusterDevice
 
 WHOLE = (slice(None), slice(None))
@@ -37,7 +38,7 @@ CHILD = """
 import sys
 from pathlib import Path
 from jaxrl.models import converted
-from jaxrl.models.gguf import GgufFile
+from jaxrl.formats.gguf import GgufFile
 
 converted.BAND = 1
 file, folder, last = sys.argv[1:]

@@ -10,9 +10,9 @@ import pytest
 from test_data import Words
 from tiny_tokenizer import tiny_tokenizer
 
-from jaxrl import config_keys
-from jaxrl.cli import keys_help
-from jaxrl.config import Config
+from jaxrl.config import keys as config_keys
+from jaxrl.config.cli import keys_help
+from jaxrl.config.schema import Config
 from jaxrl.data.encoder import PromptEncoder, few_shot
 from jaxrl.data.example import Example
 from jaxrl.data.rows import Keys

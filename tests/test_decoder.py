@@ -12,7 +12,8 @@ import pytest
 from references.tiny import batch
 from tiny_models import NAMES, REFERENCES, loss_and_logits, make_mesh, tiny_model
 
-from jaxrl.models import decoder, weights
+from jaxrl.formats import weights
+from jaxrl.models import decoder
 
 TINY = np.load(REFERENCES / "tiny.npz")
 

@@ -13,9 +13,9 @@ from jaxrl.checkpoint import store
 from jaxrl.checkpoint.digest import WHOLE_BYTES, changes, digest_file, digest_model
 from jaxrl.checkpoint.store import Manifest
 from jaxrl.checkpoint.writer import versions
-from jaxrl.config import Config
+from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
-from jaxrl.run_dir import find_run
+from jaxrl.run.run_dir import find_run
 
 
 def test_small_files_are_digested_whole(tmp_path: Path) -> None:

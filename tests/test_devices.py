@@ -16,11 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl import cli, devices, registry
+from jaxrl import devices
+from jaxrl.config import cli
 from jaxrl.devices import Device, Host, Use
-from jaxrl.registry import Member, Run, registered, running
+from jaxrl.runtime import registry
 from jaxrl.runtime.cluster import Cluster
 from jaxrl.runtime.cluster import Host as Node
+from jaxrl.runtime.registry import Member, Run, registered, running
 from jaxrl.runtime.worker import WorkerState
 
 HERE = socket.gethostname()
@@ -126,7 +128,7 @@ def test_a_link_in_the_folder_s_place_is_not_followed(home: Path, dangling: bool
 def test_a_killed_run_is_dropped_and_its_file_removed(home: Path) -> None:
     program = """
         import time
-        from jaxrl.registry import registered
+        from jaxrl.runtime.registry import registered
         with registered("runs/killed", []):
             time.sleep(60)
     """

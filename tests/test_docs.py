@@ -12,16 +12,16 @@ from typing import Any, get_args
 import pytest
 
 from jaxrl.__main__ import COMMANDS
-from jaxrl.algorithm_table import ALGORITHMS
+from jaxrl.algorithms.similarity import Use
 from jaxrl.checkpoint.compare import FREE, TOLD
-from jaxrl.config import Config
-from jaxrl.config_keys import keys
+from jaxrl.config.keys import keys
+from jaxrl.config.schema import Config
 from jaxrl.data.tasks import TASKS
+from jaxrl.losses.algorithm_table import ALGORITHMS
 from jaxrl.losses.correction import CORRECTIONS
 from jaxrl.models.config import FAMILIES
 from jaxrl.rewards.verifiers import VERIFIERS
 from jaxrl.sharding.placement import ROLES, parse
-from jaxrl.similarity import Use
 from jaxrl.telemetry.metrics import METRICS, describe
 
 ROOT = Path(__file__).parent.parent

@@ -16,10 +16,10 @@ from jax.sharding import AxisType, Mesh
 from jaxrl.errors import UserError
 from jaxrl.models import decoder
 from jaxrl.models.config import DecoderConfig
+from jaxrl.models.rules import param_shardings
 from jaxrl.sampling import decode
 from jaxrl.sampling.engine import Aborted, Engine
 from jaxrl.sampling.sampler import SamplingParams, make_knobs
-from jaxrl.sharding.rules import param_shardings
 from jaxrl.types import Completion
 
 CONFIG = DecoderConfig(

@@ -10,12 +10,13 @@ import pytest
 from tiny_tokenizer import tiny_tokenizer
 
 import jaxrl
-from jaxrl import Config, cli
+from jaxrl import Config
+from jaxrl.config import cli
 from jaxrl.errors import UserError
 from jaxrl.evaluate import evaluate, main
+from jaxrl.formats.hf import save_hf
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import init_params
-from jaxrl.models.hf import save_hf
 from jaxrl.train import train
 
 SUMS = [

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxrl.data.stream import EvalSet
-from jaxrl.evaluation import (
+from jaxrl.run.evaluation import (
     Estimate,
     Z,
     estimates,

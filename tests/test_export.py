@@ -13,10 +13,11 @@ import pytest
 from references.tiny import batch
 from tiny_models import make_mesh, tiny_model
 
-from jaxrl import cli, export
+from jaxrl import export
+from jaxrl.checkpoint.source import load_model, resolve_model
+from jaxrl.config import cli
 from jaxrl.errors import UserError
-from jaxrl.model import load_model, resolve_model
-from jaxrl.models import hf
+from jaxrl.formats import hf
 
 
 @pytest.fixture

@@ -11,8 +11,9 @@ from test_resume import numbers
 from test_train import SHORT, save_model
 
 import jaxrl
-from jaxrl import Config, cli
-from jaxrl.config import RewardConfig
+from jaxrl import Config
+from jaxrl.config import cli
+from jaxrl.config.schema import RewardConfig
 from jaxrl.errors import RunError, UserError
 from jaxrl.rewards.callables import bind
 from jaxrl.rewards.functions import find
@@ -31,6 +32,16 @@ def test_public_names_are_callable_in_any_order(before):
     code += "import jaxrl.train\n"
     code += "assert all(map(callable, (Config.load, dry_run, train, load_model, generate)))\n"
     code += "assert callable(jaxrl.train.main) and callable(jaxrl.train) and jaxrl.generate.main\n"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_public_modules_are_found_wherever_they_live():
+    code = "from jaxrl.advantages import group_advantages\nimport jaxrl.similarity\n"
+    code += "import jaxrl.models.encoder, jaxrl.models.reward\n"
+    code += "from jaxrl.algorithms import advantages, similarity\n"
+    code += "assert group_advantages is advantages.group_advantages\n"
+    code += "assert jaxrl.similarity is similarity and similarity.cluster\n"
+    code += "assert callable(jaxrl.models.encoder.embed) and callable(jaxrl.models.reward.score)\n"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 

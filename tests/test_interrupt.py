@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from jaxrl.interrupt import Interrupt, Interrupted
+from jaxrl.process.interrupt import Interrupt, Interrupted
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.config import Config
+from jaxrl.config.schema import Config
 from jaxrl.data.batch import make_rollout
 from jaxrl.models import layers
 from jaxrl.models.config import DecoderConfig

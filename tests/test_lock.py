@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jaxrl.errors import RunError, UserError
-from jaxrl.run_dir import LOCK, Lock
+from jaxrl.run.run_dir import LOCK, Lock
 
 
 def test_a_removed_lock_is_taken_again(tmp_path: Path) -> None:

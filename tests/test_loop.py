@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxrl.algorithms import needed_roles
-from jaxrl.config import Config
-from jaxrl.loop import Loop
+from jaxrl.algorithms.methods import needed_roles
+from jaxrl.algorithms.schedule import SCHEDULES
+from jaxrl.config.schema import Config
+from jaxrl.run.loop import Loop
 from jaxrl.runtime.local import LocalWorker, done_future
 from jaxrl.runtime.worker import Stopped
-from jaxrl.schedule import SCHEDULES
 
 
 class Recorder:

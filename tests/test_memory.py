@@ -14,21 +14,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.config import Config, OptimizerConfig
+from jaxrl.config.schema import Config, OptimizerConfig
 from jaxrl.errors import UserError
 from jaxrl.models import decoder
 from jaxrl.models.config import DecoderConfig
-from jaxrl.optimizer import make_optimizer, state_shardings
-from jaxrl.plan import PROCESS_BYTES, Plan, build, checkpoint_bytes, make_plan
+from jaxrl.models.rules import param_shardings
+from jaxrl.plan import PROCESS_BYTES, Plan, build, checkpoint_bytes, make_plan, memory
 from jaxrl.plan.advice import set_key
+from jaxrl.plan.memory import Account, Part
 from jaxrl.plan.scene import optimizer_bytes
+from jaxrl.roles.optimizer import make_optimizer, state_shardings
 from jaxrl.runtime.cluster import ClusterDevice
 from jaxrl.sampling import decode
-from jaxrl.sharding import memory
-from jaxrl.sharding.memory import Account, Part
 from jaxrl.sharding.mesh import Visible, ensure_devices, role_mesh
 from jaxrl.sharding.placement import Axes, check_visible, place
-from jaxrl.sharding.rules import param_shardings
 
 ROLES = ("actor", "rollout", "teacher")
 AXES = [

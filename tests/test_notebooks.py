@@ -13,8 +13,8 @@ import pytest
 from packaging.requirements import Requirement
 
 import jaxrl
-from jaxrl.config import Config
-from jaxrl.config_keys import keys
+from jaxrl.config.keys import keys
+from jaxrl.config.schema import Config
 from jaxrl.sharding.placement import ROLES
 from jaxrl.telemetry.metrics import read_metrics
 
@@ -156,7 +156,7 @@ def test_it_shows_a_whole_run_without_an_error(path: Path) -> None:
 
 CONSOLE = """
 import threading
-from jaxrl.config import Config, LoggingConfig
+from jaxrl.config.schema import Config, LoggingConfig
 from jaxrl.telemetry.console import Console
 
 with Console(LoggingConfig(), steps=3) as console:

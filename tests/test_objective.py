@@ -9,22 +9,22 @@ import numpy as np
 import pytest
 from tiny_models import make_mesh
 
-from jaxrl.advantages import group_advantages
-from jaxrl.algorithm_table import ALGORITHMS
-from jaxrl.algorithms import METHODS, method_of, needed_roles
-from jaxrl.config import Config
+from jaxrl.algorithms.advantages import group_advantages
+from jaxrl.algorithms.methods import METHODS, method_of, needed_roles
+from jaxrl.algorithms.objective import configured, objective_notes, policy_objective
+from jaxrl.algorithms.sampled_batch import prepare_rewarded
+from jaxrl.algorithms.signals import completion_logprobs
+from jaxrl.config.schema import Config
 from jaxrl.data.batch import make_rollout
+from jaxrl.losses.algorithm_table import ALGORITHMS
 from jaxrl.losses.distill import entropy_aware_from_topk
 from jaxrl.losses.divergence import EntropyAware
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import init_params
-from jaxrl.objective import configured, objective_notes, policy_objective
+from jaxrl.models.rules import param_shardings
 from jaxrl.rewards.scoring import RewardReport
 from jaxrl.roles.actor import Actor
 from jaxrl.roles.reference import Reference
-from jaxrl.sampled_batch import prepare_rewarded
-from jaxrl.sharding.rules import param_shardings
-from jaxrl.signals import completion_logprobs
 from jaxrl.types import Completion, Embedded, Prompt, Sequences, TeacherSignal, Totals, TrainBatch
 
 MODEL = DecoderConfig("llama", 48, 16, 1, 4, 2, 4, 24, tie_embeddings=True, eos_ids=(1,))
@@ -821,7 +821,9 @@ def test_masked_positions_may_hold_anything(monkeypatch, case, junk):
     @jax.jit
     def value_and_grad(hidden, kernel, batch):
         def mean(hidden, kernel):
-            monkeypatch.setattr("jaxrl.algorithms.completion_hidden", lambda *_, **__: hidden)
+            monkeypatch.setattr(
+                "jaxrl.algorithms.methods.completion_hidden", lambda *_, **__: hidden
+            )
             tokens, sequences = (x.sum(dtype=jnp.float32) for x in (mask, mask.any(-1)))
             totals = Totals(tokens, tokens, sequences)
             params = {"lm_head": {"kernel": kernel}}

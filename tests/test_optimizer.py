@@ -11,10 +11,11 @@ import optax
 import pytest
 from jax.sharding import AxisType, Mesh
 
-from jaxrl.config import OptimizerConfig
+from jaxrl.config.schema import OptimizerConfig
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import init_params
-from jaxrl.optimizer import (
+from jaxrl.models.rules import param_shardings
+from jaxrl.roles.optimizer import (
     apply_changes,
     decayed,
     learning_rate,
@@ -22,7 +23,6 @@ from jaxrl.optimizer import (
     round_at_random,
     state_shardings,
 )
-from jaxrl.sharding.rules import param_shardings
 
 MODEL = DecoderConfig("qwen2", 32, 16, 2, 4, 2, 4, 24, attention_bias=True)
 NAMES = ["adamw", "adam", "sgd", "lion", "adafactor", "muon"]

@@ -20,22 +20,22 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl.algorithms import method_of
-from jaxrl.config import Config
+from jaxrl.algorithms.methods import method_of
+from jaxrl.algorithms.signals import Projection, policy_topk
+from jaxrl.config.schema import Config
 from jaxrl.models import decoder
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import CPU
+from jaxrl.models.rules import param_shardings
+from jaxrl.plan.memory import BACKWARD, LOSS, STEP, Account
 from jaxrl.plan.scene import Scene, memory_inputs
 from jaxrl.roles.actor import Actor
 from jaxrl.roles.scorer import Scorer
 from jaxrl.sampling import decode
 from jaxrl.sampling.engine import Engine, _Run, bucket
 from jaxrl.sampling.sampler import SamplingParams, make_knobs
-from jaxrl.sharding.memory import BACKWARD, LOSS, STEP, Account
 from jaxrl.sharding.mesh import carve
 from jaxrl.sharding.placement import place
-from jaxrl.sharding.rules import param_shardings
-from jaxrl.signals import Projection, policy_topk
 from jaxrl.types import Sequences, TeacherSignal, TrainBatch
 
 ROLES = ("actor", "rollout", "teacher")

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl.algorithm_table import ALGORITHMS, PolicyLoss
 from jaxrl.losses.aggregation import (
     AGGREGATIONS,
     SumOverConstant,
     sequence_mean_token_mean,
     token_mean,
 )
+from jaxrl.losses.algorithm_table import ALGORITHMS, PolicyLoss
 from jaxrl.losses.policy import (
     LOSSES,
     RATIOS,

@@ -10,18 +10,18 @@ import jax
 import pytest
 from test_train import SHORT, save_model
 
-from jaxrl.config import Config
+from jaxrl.algorithms.schedule import SCHEDULES, Schedule
+from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
-from jaxrl.profiling import Profile, steps_to_profile
+from jaxrl.profile.stages import Batch, stage_rows, step_work
+from jaxrl.profile.traces import Profile, steps_to_profile
+from jaxrl.profile.waits import Call
+from jaxrl.profile.work import Work, adamw_work, block_params
 from jaxrl.runtime.local import LocalCrew, done_future
 from jaxrl.runtime.tracing import Traced, Tracer
-from jaxrl.schedule import SCHEDULES, Schedule
+from jaxrl.sharding.ceilings import Ceilings
 from jaxrl.sharding.placement import Axes
-from jaxrl.stages import Batch, stage_rows, step_work
-from jaxrl.telemetry.calls import Call
-from jaxrl.telemetry.ceilings import Ceilings
 from jaxrl.telemetry.metrics import read_metrics
-from jaxrl.telemetry.work import Work, adamw_work, block_params
 from jaxrl.train import train
 
 MESH = "mesh=actor=1,rollout=1,teacher=1"

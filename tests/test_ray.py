@@ -27,9 +27,14 @@ ray = pytest.importorskip("ray")
 import ray_roles  # noqa: E402
 from ray._private import worker as ray_worker  # noqa: E402
 
-from jaxrl import cli  # noqa: E402
-from jaxrl.config import RayConfig  # noqa: E402
+from jaxrl.config import cli  # noqa: E402
+from jaxrl.config.schema import RayConfig  # noqa: E402
 from jaxrl.errors import RunError, UserError  # noqa: E402
+from jaxrl.process.xla_flags import (  # noqa: E402
+    DETERMINISTIC,
+    PATIENT,
+    worker_environment,
+)
 from jaxrl.runtime.local import LocalCrew  # noqa: E402
 from jaxrl.runtime.ray.connect import connect, join  # noqa: E402
 from jaxrl.runtime.ray.crew import RayCrew  # noqa: E402
@@ -37,11 +42,6 @@ from jaxrl.runtime.ray.own import leave  # noqa: E402
 from jaxrl.runtime.worker import DeadlineExceeded, OutOfMemory, RunLost, Stopped, WorkerError  # noqa: E402
 from jaxrl.sharding.placement import parse  # noqa: E402
 from jaxrl.train import main  # noqa: E402
-from jaxrl.xla_flags import (  # noqa: E402
-    DETERMINISTIC,
-    PATIENT,
-    worker_environment,
-)
 
 pytestmark = pytest.mark.ray
 
@@ -390,7 +390,7 @@ DRIVER = """
 import sys
 from functools import partial
 import ray_roles
-from jaxrl.config import RayConfig
+from jaxrl.config.schema import RayConfig
 from jaxrl.runtime.ray.crew import RayCrew
 from jaxrl.sharding.placement import parse
 make = partial(ray_roles.make, sys.argv[1])

@@ -115,7 +115,7 @@ def cluster():
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment().items():
             patch.setenv(name, value)
-        patch.setattr("jaxrl.launch.pool_makers", ray_faults.pool_makers)
+        patch.setattr("jaxrl.run.launch.pool_makers", ray_faults.pool_makers)
         leave()
         join(None, 8)
         yield

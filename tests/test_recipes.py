@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from test_configs_dry_run import LARGE, QWEN, qwen3
 
-from jaxrl.algorithms import needed_roles
-from jaxrl.cli import parse_run
+from jaxrl.algorithms.methods import needed_roles
+from jaxrl.config.cli import parse_run
 from jaxrl.models.config import DecoderConfig
 from jaxrl.plan import build
 from jaxrl.sharding.mesh import Visible

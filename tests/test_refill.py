@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jaxrl.config import Config
+from jaxrl.algorithms.refill import refilled
+from jaxrl.config.schema import Config
 from jaxrl.data.batch import make_rollout
-from jaxrl.refill import refilled
 from jaxrl.rewards.scoring import RewardReport
 from jaxrl.runtime.local import done_future
 from jaxrl.types import Completion, Prompt

@@ -23,19 +23,20 @@ from made_run import (
     make_run,
 )
 
-from jaxrl import cli, report
-from jaxrl.reports import memory, samples, timeline
-from jaxrl.reports.curves import charts
-from jaxrl.reports.facts import changed_keys, differing_keys, facts
-from jaxrl.reports.idle import PoolUse, understand
-from jaxrl.reports.page import page
-from jaxrl.reports.profile import profile_section
-from jaxrl.reports.read import read_run
-from jaxrl.reports.tables import bytes_text
-from jaxrl.reports.thin import evenly, thin
-from jaxrl.stages import StageRow, StageTable
-from jaxrl.telemetry.calls import PoolWait
-from jaxrl.telemetry.ceilings import Ceilings
+from jaxrl.config import cli
+from jaxrl.profile.stages import StageRow, StageTable
+from jaxrl.profile.waits import PoolWait
+from jaxrl.report import __main__ as report
+from jaxrl.report import memory, samples, timeline
+from jaxrl.report.curves import charts
+from jaxrl.report.facts import changed_keys, differing_keys, facts
+from jaxrl.report.idle import PoolUse, understand
+from jaxrl.report.page import page
+from jaxrl.report.profile import profile_section
+from jaxrl.report.read import read_run
+from jaxrl.report.tables import bytes_text
+from jaxrl.report.thin import evenly, thin
+from jaxrl.sharding.ceilings import Ceilings
 from jaxrl.telemetry.metrics import METRICS_FILE, SAMPLES_FILE
 from jaxrl.telemetry.timeline import TIMELINE_FILE
 

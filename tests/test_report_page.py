@@ -11,7 +11,8 @@ import pytest
 from browser import Browser
 from made_run import EVERY, PAUSE, STEPS, accuracy, divergence, make_long_run, make_run
 
-from jaxrl import cli, report
+from jaxrl.config import cli
+from jaxrl.report import __main__ as report
 
 pytestmark = pytest.mark.skipif(browsers.MISSING is not None, reason=browsers.MISSING or "")
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from jaxrl.algorithms import needed_roles
-from jaxrl.config import Config
+from jaxrl.algorithms.methods import needed_roles
+from jaxrl.config.schema import Config
 from jaxrl.plan import Plan, make_plan
 from jaxrl.plan.record import plan_json
 

@@ -13,15 +13,16 @@ from types import SimpleNamespace
 import pytest
 from test_train import QUICK, SHORT, losses, save_model
 
-from jaxrl import Config, cli, load_model
+from jaxrl import Config, load_model
+from jaxrl.algorithms.schedule import SCHEDULES
 from jaxrl.checkpoint import store
+from jaxrl.config import cli
 from jaxrl.errors import RunError, UserError
-from jaxrl.interrupt import Interrupted
-from jaxrl.reports.facts import facts
-from jaxrl.reports.idle import understand
-from jaxrl.reports.read import read_run
-from jaxrl.run_dir import SESSIONS_FILE, RunDir, meshes, sessions
-from jaxrl.schedule import SCHEDULES
+from jaxrl.process.interrupt import Interrupted
+from jaxrl.report.facts import facts
+from jaxrl.report.idle import understand
+from jaxrl.report.read import read_run
+from jaxrl.run.run_dir import SESSIONS_FILE, RunDir, meshes, sessions
 from jaxrl.telemetry.metrics import read_metrics
 from jaxrl.train import main, train
 
@@ -374,7 +375,7 @@ def test_other_training_data_of_the_same_name_are_refused(models, tmp_path, caps
 
 
 def test_a_directory_in_use_is_refused(finished, capsys):
-    from jaxrl.run_dir import Lock
+    from jaxrl.run.run_dir import Lock
 
     with closing(Lock(finished.run_dir)):
         assert trained_by(arguments(finished.models, finished.run_dir, "steps=4")) == 2
@@ -430,7 +431,7 @@ def test_a_checkpoint_is_a_model(finished):
 def test_a_disk_that_is_full_stops_saving_not_training(models, tmp_path):
     """The limit on the size of a file is the kernel's, as a full disk is; one save fits again."""
     program = (
-        "import resource, sys; from jaxrl import cli; from jaxrl.train import main\n"
+        "import resource, sys; from jaxrl.config import cli; from jaxrl.train import main\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, resource.RLIM_INFINITY))\n"
         "sys.exit(cli.run(main, sys.argv[1:]))"
     )
@@ -474,7 +475,7 @@ def test_the_best_checkpoint_follows_the_evaluation(models, tmp_path, monkeypatc
     """More accurate weights outlive newer ones; of equals the newer stays."""
     told = iter([0.0, 0.0, 0.2, 0.9, 0.9, 0.3, 0.1])  # step 0, the teacher, steps 1 to 5
     row = {"eval/mean_completion_tokens": 1.0}
-    evaluation = "jaxrl.reporting.evaluation_row"
+    evaluation = "jaxrl.run.reporting.evaluation_row"
     monkeypatch.setattr(evaluation, lambda *_: row | {"eval/accuracy": next(told)})
     asked = ["checkpoint.every=1", "eval.every=1", "steps=5", "checkpoint.keep_last=1"]
     result = run(models, tmp_path / "run", *asked)
@@ -484,12 +485,12 @@ def test_the_best_checkpoint_follows_the_evaluation(models, tmp_path, monkeypatc
 
 def test_trackers_get_less_time_after_a_failure(models, tmp_path, monkeypatch):
     """So that the end of a run that was interrupted, or failed, is not the tracker's to decide."""
-    from jaxrl.records import CLOSE_S, HURRY_S
     from jaxrl.roles.actor import Actor
+    from jaxrl.run.records import CLOSE_S, HURRY_S
 
     closed = []
     still = SimpleNamespace(write=lambda *_: None, samples=lambda _: None, close=closed.append)
-    monkeypatch.setattr("jaxrl.records.open_trackers", lambda *_: still)
+    monkeypatch.setattr("jaxrl.run.records.open_trackers", lambda *_: still)
     run(models, tmp_path / "run", "steps=1")
     monkeypatch.setattr(Actor, "update", None)
     with pytest.raises(RunError):

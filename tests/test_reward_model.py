@@ -18,9 +18,10 @@ from tiny_models import Memory, make_mesh
 from tiny_tokenizer import tiny_tokenizer
 
 from jaxrl.errors import UserError
-from jaxrl.models import weights
+from jaxrl.formats import weights
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.reward import (
+from jaxrl.roles.reward import RewardModel
+from jaxrl.roles.reward_model import (
     RewardScorer,
     RewardSource,
     _score,
@@ -29,7 +30,6 @@ from jaxrl.models.reward import (
     render,
     score,
 )
-from jaxrl.roles.reward import RewardModel
 from jaxrl.types import Completion, Prompt, Rollout, Sequences
 
 REFERENCES = Path(__file__).parent / "references"

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from jaxrl.advantages import group_advantages, select_groups
-from jaxrl.config import RewardConfig
+from jaxrl.algorithms.advantages import group_advantages, select_groups
+from jaxrl.config.schema import RewardConfig
 from jaxrl.errors import RunError, UserError
 from jaxrl.rewards.functions import find
 from jaxrl.rewards.scoring import RewardFunctions, names_of

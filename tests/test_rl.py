@@ -15,11 +15,12 @@ from test_resume import numbers, start, wait_for, weights
 from test_train import QUICK, SHORT, save_model
 from tiny_tokenizer import tiny_tokenizer
 
-from jaxrl import Config, cli
+from jaxrl import Config
 from jaxrl.checkpoint import store
-from jaxrl.interrupt import Interrupted
+from jaxrl.config import cli
+from jaxrl.formats.weights import tensor_shapes
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.weights import tensor_shapes
+from jaxrl.process.interrupt import Interrupted
 from jaxrl.roles.actor import Actor
 from jaxrl.telemetry.metrics import describe, read_metrics
 from jaxrl.train import main, train
@@ -321,7 +322,7 @@ def test_a_function_that_always_fails_ends_the_run(student, tmp_path, capsys):
     assert cli.run(main, [*QUICK, *arguments(student, tmp_path / "run", *asked)]) == 1
     told = capsys.readouterr().err
     assert "reward.max_failures allows" in told and "the judge is out" in told
-    assert "jaxrl/loop.py" not in told
+    assert "jaxrl/run/loop.py" not in told
 
 
 BAD = {

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from jaxrl.schedule import SCHEDULES, Schedule
+from jaxrl.algorithms.schedule import SCHEDULES, Schedule
 
 
 def actions(steps, staleness):

@@ -28,11 +28,12 @@ from tiny_models import Memory, make_mesh, tiny_config, tiny_tensors
 from tiny_tokenizer import tiny_tokenizer
 
 from jaxrl import serve_teacher
-from jaxrl.cli import run
-from jaxrl.config import Config, DistillConfig, TeacherConfig
+from jaxrl.algorithms.signals import Projection
+from jaxrl.checkpoint.source import ModelSource
+from jaxrl.config.cli import run
+from jaxrl.config.schema import Config, DistillConfig, TeacherConfig
 from jaxrl.data.batch import pack
 from jaxrl.errors import UserError
-from jaxrl.model import ModelSource
 from jaxrl.models import decoder
 from jaxrl.roles.remote_teacher import (
     RemoteTeacher,
@@ -43,11 +44,10 @@ from jaxrl.roles.remote_teacher import (
 )
 from jaxrl.roles.scorer import Scorer
 from jaxrl.serve_teacher import ScoringService, row_bucket
-from jaxrl.signals import Projection
-from jaxrl.teacher_api.client import TeacherClient
-from jaxrl.teacher_api.http import TOKEN, TeacherError
-from jaxrl.teacher_api.openai import TAIL_FLOOR, tail_logprob
-from jaxrl.teacher_api.protocol import (
+from jaxrl.teacher.client import TeacherClient
+from jaxrl.teacher.http import TOKEN, TeacherError
+from jaxrl.teacher.openai import TAIL_FLOOR, tail_logprob
+from jaxrl.teacher.protocol import (
     Info,
     Options,
     encode,
@@ -57,7 +57,7 @@ from jaxrl.teacher_api.protocol import (
     write_request,
     write_signal,
 )
-from jaxrl.teacher_api.server import Gone, Limits, TeacherServer
+from jaxrl.teacher.server import Gone, Limits, TeacherServer
 from jaxrl.types import Prompt, Rollout, Sequences, TeacherSignal
 
 V, K = 64, 4

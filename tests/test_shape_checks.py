@@ -7,10 +7,11 @@ import shape_checks
 from jaxtyping import TypeCheckError
 from tiny_models import make_mesh, tiny_model
 
-from jaxrl.advantages import opd_advantages, within
-from jaxrl.algorithm_table import ALGORITHMS
-from jaxrl.config import DistillConfig
+from jaxrl.algorithms.advantages import opd_advantages, within
+from jaxrl.algorithms.signals import Projection, teacher_signal
+from jaxrl.config.schema import DistillConfig
 from jaxrl.losses.aggregation import token_mean
+from jaxrl.losses.algorithm_table import ALGORITHMS
 from jaxrl.losses.chunked import loss_values
 from jaxrl.losses.correction import NoCorrection, correct
 from jaxrl.losses.distill import topk_divergence_from_hidden
@@ -18,11 +19,10 @@ from jaxrl.losses.divergence import sampled_reverse_kl
 from jaxrl.losses.head import logprobs_from_hidden
 from jaxrl.losses.kl import kl_in_reward
 from jaxrl.losses.layout import Given, Job, Term
+from jaxrl.losses.masked import masked_sum
 from jaxrl.losses.policy import make_objective, policy_loss
 from jaxrl.losses.vocabulary import Columns
-from jaxrl.masked import masked_sum
 from jaxrl.models.decoder import decode, forward
-from jaxrl.signals import Projection, teacher_signal
 from jaxrl.types import Sequences
 
 WIDE, MASK, NARROW = jnp.zeros((2, 3)), jnp.ones((2, 3), bool), jnp.zeros(2)

@@ -13,9 +13,9 @@ from test_train import SHORT, save_model
 from tiny_models import make_mesh, tiny_model
 
 from jaxrl import Config
+from jaxrl.algorithms.signals import completion_hidden
 from jaxrl.roles import actor
 from jaxrl.roles.microbatch import rows_of_groups, shared_group, shares
-from jaxrl.signals import completion_hidden
 from jaxrl.train import train
 from jaxrl.types import Sequences
 

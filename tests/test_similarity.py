@@ -5,9 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxrl.advantages import group_advantages
-from jaxrl.errors import RunError, UserError
-from jaxrl.similarity import (
+from jaxrl.algorithms.advantages import group_advantages
+from jaxrl.algorithms.similarity import (
     METHODS,
     Similarity,
     cluster,
@@ -16,6 +15,7 @@ from jaxrl.similarity import (
     similarity_advantages,
     text_to_embed,
 )
+from jaxrl.errors import RunError, UserError
 
 REFERENCES = np.load(Path(__file__).parent / "references" / "similarity.npz")
 CASES = sorted({int(name.split("/")[0]) for name in REFERENCES})

@@ -9,16 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxrl import splits
-from jaxrl.algorithms import needed_roles
-from jaxrl.config import Config
-from jaxrl.loop import Loop
+from jaxrl.algorithms.methods import needed_roles
+from jaxrl.algorithms.schedule import SCHEDULES
+from jaxrl.config.schema import Config
 from jaxrl.plan import make_plan
 from jaxrl.plan.record import plan_json
-from jaxrl.runtime.local import LocalCrew
-from jaxrl.schedule import SCHEDULES
-from jaxrl.sharding.placement import parse
-from jaxrl.telemetry.calls import (
+from jaxrl.profile import splits
+from jaxrl.profile.waits import (
     OTHER,
     Call,
     pool_waits,
@@ -26,6 +23,9 @@ from jaxrl.telemetry.calls import (
     stage_seconds,
     steady_steps,
 )
+from jaxrl.run.loop import Loop
+from jaxrl.runtime.local import LocalCrew
+from jaxrl.sharding.placement import parse
 from jaxrl.telemetry.timeline import Timeline
 
 COSTS = {"generate": 0.6, "score": 0.2, "update": 0.2}

@@ -25,20 +25,20 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tiny_models import Memory, tiny_config, tiny_model, tiny_tensors
 
-from jaxrl.algorithms import METHODS
-from jaxrl.config import Config
-from jaxrl.models import hf, weights
+from jaxrl.algorithms.methods import METHODS
+from jaxrl.algorithms.signals import Projection
+from jaxrl.config.schema import Config
+from jaxrl.formats import hf, weights
+from jaxrl.models.rules import param_shardings
 from jaxrl.roles.actor import Actor, Weights
-from jaxrl.roles.parts import join_parts
 from jaxrl.roles.rollout import Sampler
 from jaxrl.roles.scorer import Scorer
 from jaxrl.runtime import parcel
 from jaxrl.sharding.mesh import role_mesh, verify, verify_arrays
+from jaxrl.sharding.parts import join_parts
 from jaxrl.sharding.placement import Axes
 from jaxrl.sharding.reshard import reshard, to_host
-from jaxrl.sharding.rules import param_shardings
 from jaxrl.sharding.shards import Piece, Shards
-from jaxrl.signals import Projection
 from jaxrl.types import Prompt, TeacherSignal
 
 STUDENT, TEACHER = "qwen3", "smollm"

@@ -12,16 +12,16 @@ from typing import Literal
 
 import pytest
 
-from jaxrl.config import LoggingConfig
-from jaxrl.streams import Output
+from jaxrl.config.schema import LoggingConfig
+from jaxrl.process.streams import Output
 from jaxrl.telemetry.console import Console
 from jaxrl.telemetry.log import RunLog
 from jaxrl.train import Say
 
 PROGRAM = """
 import sys
-from jaxrl import cli
-from jaxrl.config import LoggingConfig
+from jaxrl.config import cli
+from jaxrl.config.schema import LoggingConfig
 from jaxrl.telemetry.console import Console
 from jaxrl.telemetry.log import RunLog
 from jaxrl.train import Say
@@ -137,7 +137,7 @@ def start(lost: str, log: Path, mode: str, code: int) -> subprocess.Popen[str]:
 
 def test_lost_stderr_ends_nothing_either() -> None:
     program = (
-        "import sys; from jaxrl import cli; from jaxrl.errors import RunError\n"
+        "import sys; from jaxrl.config import cli; from jaxrl.errors import RunError\n"
         "def main(argv): raise RunError('it failed')\n"
         "cli.leave(cli.run(main, []))"
     )
@@ -150,7 +150,7 @@ def test_a_worker_that_still_computes_at_the_end_does_not_abort_the_process() ->
     """The thread is inside XLA, and comes back when Python has ended."""
     program = (
         "import jax, jax.numpy as jnp, sys, threading, time\n"
-        "from jaxrl import cli, interrupt\n"
+        "from jaxrl.config import cli; from jaxrl.process import interrupt\n"
         "def main(argv):\n"
         "    x = jnp.ones((64, 64))\n"
         "    f = jax.jit(lambda x: jax.lax.fori_loop(0, 10**9, lambda i, x: x @ x / 64, x))\n"

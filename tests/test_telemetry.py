@@ -17,8 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl import cli
-from jaxrl.config import LoggingConfig
+import jaxrl
+from jaxrl.config import cli
+from jaxrl.config.schema import LoggingConfig
 from jaxrl.sharding.placement import ROLES
 from jaxrl.telemetry import lines, metrics, plot
 from jaxrl.telemetry.console import Console, Eta, format_seconds
@@ -125,7 +126,7 @@ def test_the_table_documents_each_name_with_unit_and_meaning() -> None:
 
 
 def package_texts() -> dict[Path, str]:
-    package = Path(cli.__file__).parent
+    package = Path(jaxrl.__file__).parent
     return {path: path.read_text(encoding="utf-8") for path in package.rglob("*.py")}
 
 

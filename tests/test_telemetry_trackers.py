@@ -17,7 +17,7 @@ import pytest
 from test_telemetry import SAMPLE
 
 from jaxrl import Config
-from jaxrl.config import LoggingConfig
+from jaxrl.config.schema import LoggingConfig
 from jaxrl.errors import UserError
 from jaxrl.telemetry import trackers
 from jaxrl.telemetry.trackers import Courier, Trackers, check_trackers, flat, open_trackers

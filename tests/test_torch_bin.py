@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from jaxrl.errors import UserError
-from jaxrl.models.torch_bin import TorchBinFolder, open_weights
+from jaxrl.formats.torch_bin import TorchBinFolder, open_weights
 
 REFERENCES = Path(__file__).parent / "references"
 EXPECTED = {

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 from tiny_tokenizer import tiny_tokenizer
 
-from jaxrl import Config, cli, load_model
-from jaxrl.launch import MAKERS
+from jaxrl import Config, load_model
+from jaxrl.config import cli
+from jaxrl.formats.hf import save_hf
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import init_params
-from jaxrl.models.hf import save_hf
+from jaxrl.run.launch import MAKERS
 from jaxrl.telemetry.metrics import describe, read_metrics
 from jaxrl.train import main, train
 

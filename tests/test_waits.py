@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jaxrl.serve_teacher import waited
-from jaxrl.teacher_api.server import Gone
+from jaxrl.teacher.server import Gone
 
 PACKAGE = Path(__file__).parent.parent / "jaxrl"
 WAITS = ("join", "result", "wait", "get", "acquire")
@@ -26,12 +26,12 @@ BOUNDED = {
     ("checkpoint/writer.py", "rollout.result()"): CALLS,
     ("checkpoint/writer.py", "self._queue.get()"): QUEUE,
     ("devices.py", "captured.get()"): "rich's captured text: no wait",
-    ("launch.py", "started.result()"): CALLS,
-    ("loop.py", "future.result()"): ENDED,
-    ("profiling.py", "future.result()"): CALLS,
-    ("profiling.py", "told.result()"): CALLS,
-    ("reporting.py", "future.result()"): CALLS,
-    ("reporting.py", "told.result()"): ENDED,
+    ("run/launch.py", "started.result()"): CALLS,
+    ("run/loop.py", "future.result()"): ENDED,
+    ("profile/traces.py", "future.result()"): CALLS,
+    ("profile/traces.py", "told.result()"): CALLS,
+    ("run/reporting.py", "future.result()"): CALLS,
+    ("run/reporting.py", "told.result()"): ENDED,
     ("rewards/scoring.py", "f.result()"): SCORES,
     ("rewards/scoring.py", "self.pool.submit(i, items).result()"): SCORES,
     ("rewards/verifiers.py", "_pool(name).submit(0, [item]).result()"): SCORES,

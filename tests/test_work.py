@@ -7,11 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.formats.weights import path_string
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import init_params
-from jaxrl.models.weights import path_string
-from jaxrl.telemetry.ceilings import PUBLISHED, ceilings_of
-from jaxrl.telemetry.work import (
+from jaxrl.profile.work import (
     adamw_work,
     block_params,
     decode_work,
@@ -20,6 +19,7 @@ from jaxrl.telemetry.work import (
     group_work,
     head_work,
 )
+from jaxrl.sharding.ceilings import PUBLISHED, ceilings_of
 
 MODEL = DecoderConfig("llama", 264, 32, 2, 4, 2, 8, 64, tie_embeddings=True, eos_ids=(258,))
 

@@ -10,7 +10,7 @@ from test_train import SHORT
 
 from jaxrl import Config
 from jaxrl.errors import UserError
-from jaxrl.xla_flags import (
+from jaxrl.process.xla_flags import (
     DETERMINISTIC,
     PATIENT,
     exclude_nondeterministic,

@@ -14,7 +14,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 from references.tiny import CASES, random_tensors
 
-from jaxrl.models import decoder, weights
+from jaxrl.formats import weights
+from jaxrl.models import decoder
 from jaxrl.models.config import DecoderConfig
 
 REFERENCES = Path(__file__).parent / "references"

@@ -11,9 +11,9 @@ import argparse
 import json
 from pathlib import Path
 
+from jaxrl.checkpoint.source import resolve_model
 from jaxrl.data.source import open_source
 from jaxrl.data.tokenizer import as_messages, encode_prompt, load_tokenizer
-from jaxrl.model import resolve_model
 
 TASKS = [f"reasoning_gym/{name}" for name in ("chain_sum", "basic_arithmetic", "gcd")]
 SHORTEST, LONGEST = 24, 64

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from jaxrl import config_keys, config_paths
-from jaxrl.config import Config
+from jaxrl.config import keys as config_keys
+from jaxrl.config import paths as config_paths
+from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 
 FREE = re.compile(

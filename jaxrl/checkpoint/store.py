@@ -42,7 +42,7 @@ class Manifest:
     versions: dict[str, str]
     """Of the libraries that wrote it."""
     depends: dict[str, str] = field(default_factory=dict)
-    """What the run depends on -> its digest (`depends.dependencies`)."""
+    """What the run depends on -> its digest (`run.depends.dependencies`)."""
     files: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Path in the folder -> (bytes, CRC-32)."""
     format: int = FORMAT

@@ -12,7 +12,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxrl.checkpoint.arrays import load_arrays
 from jaxrl.checkpoint.store import ACTOR
-from jaxrl.models import weights
+from jaxrl.formats import weights
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import abstract_params
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from jaxrl.checkpoint import store
 from jaxrl.checkpoint.rollouts import save_rollout
-from jaxrl.config import Config
+from jaxrl.config.schema import Config
 from jaxrl.errors import RunError, UserError
 
 PACKAGES = (

@@ -14,7 +14,7 @@ from jinja2 import TemplateRuntimeError
 
 from jaxrl.data.example import Message
 from jaxrl.errors import UserError
-from jaxrl.models import gguf, hf
+from jaxrl.formats import gguf, hf
 from jaxrl.types import Prompt
 
 Tokenizer = Any

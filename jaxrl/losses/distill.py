@@ -54,8 +54,8 @@ from jaxrl.losses.layout import (
     make_job,
     masked_rows,
 )
+from jaxrl.losses.masked import masked_count, masked_sum
 from jaxrl.losses.vocabulary import Columns, spread_tail, with_tail
-from jaxrl.masked import masked_count, masked_sum
 from jaxrl.types import Array
 
 Loss = tuple[Float[Array, ""], Float[Array, ""], Sums]

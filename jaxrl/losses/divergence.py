@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
-from jaxrl.masked import masked_count, masked_sum
+from jaxrl.losses.masked import masked_count, masked_sum
 from jaxrl.types import Array
 
 Sums = dict[str, tuple[Array, Array]]

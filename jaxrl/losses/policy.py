@@ -22,7 +22,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float
 
-from jaxrl.algorithm_table import ALGORITHMS, PolicyLoss
 from jaxrl.errors import unknown
 from jaxrl.losses.aggregation import (
     AGGREGATIONS,
@@ -33,6 +32,7 @@ from jaxrl.losses.aggregation import (
     mean_over_tokens,
     token_metric,
 )
+from jaxrl.losses.algorithm_table import ALGORITHMS, PolicyLoss
 from jaxrl.losses.divergence import Sums
 from jaxrl.types import Array
 

@@ -18,18 +18,18 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from jaxrl.config import Config
-from jaxrl.model import resolve_model
-from jaxrl.models import hf
+from jaxrl.checkpoint.source import resolve_model
+from jaxrl.config.schema import Config
+from jaxrl.formats import hf
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.encoder_config import WEIGHTS, find_folder, read_encoder
 from jaxrl.models.kernels import GPU, UNKNOWN_GPU, Target, target_of, why_not_fused
-from jaxrl.models.reward import read_reward
 from jaxrl.plan.advice import advise, relief, room, set_key
+from jaxrl.plan.memory import Account, weight_bytes
 from jaxrl.plan.scene import HostMemory, PoolMemory, Scene, optimizer_bytes, parallel
 from jaxrl.plan.table import GB, plan_table
+from jaxrl.roles.reward_model import read_reward
 from jaxrl.runtime.cluster import ClusterDevice
-from jaxrl.sharding.memory import Account, weight_bytes
 from jaxrl.sharding.mesh import Visible, bytes_limit
 from jaxrl.sharding.placement import Axes, Placement, check_visible, place, serve
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from jaxrl.config import Config
+from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
+from jaxrl.plan.memory import micro_batches
 from jaxrl.plan.scene import Scene, memory_inputs, parallel
-from jaxrl.sharding.memory import micro_batches
 from jaxrl.sharding.placement import Pool
 
 LINES = 4

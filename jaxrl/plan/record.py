@@ -7,7 +7,10 @@ from dataclasses import asdict
 from typing import Any
 
 from jaxrl.plan import Plan
-from jaxrl.sharding.memory import Part
+from jaxrl.plan.memory import Part
+
+PLAN_FILE = "plan.txt"
+PLAN_DATA_FILE = "plan.json"
 
 
 def plan_json(plan: Plan) -> str:

@@ -11,20 +11,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
-from jaxrl.config import Config, DistillConfig, OptimizerConfig, ParallelConfig
+from jaxrl.algorithms.schedule import SCHEDULES
+from jaxrl.config.schema import Config, DistillConfig, OptimizerConfig, ParallelConfig
 from jaxrl.errors import UserError
+from jaxrl.models.activations import whole_rows
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import abstract_params
 from jaxrl.models.encoder_config import EncoderConfig
-from jaxrl.models.frozen_memory import grouper_account, reward_account
 from jaxrl.models.kernels import Target, round_up
-from jaxrl.optimizer import make_optimizer, state_shardings
-from jaxrl.plan.turns import take_turns
-from jaxrl.roles.microbatch import shares
-from jaxrl.sampling.engine import PREFILL_TOKENS, power_of_two
-from jaxrl.schedule import SCHEDULES
-from jaxrl.sharding.activations import whole_rows
-from jaxrl.sharding.memory import (
+from jaxrl.models.rules import param_shardings
+from jaxrl.plan.frozen_memory import grouper_account, reward_account
+from jaxrl.plan.memory import (
     ACCOUNTS,
     ITEMSIZE,
     Account,
@@ -35,8 +32,11 @@ from jaxrl.sharding.memory import (
     shards,
     upcast,
 )
+from jaxrl.plan.turns import take_turns
+from jaxrl.roles.microbatch import shares
+from jaxrl.roles.optimizer import make_optimizer, state_shardings
+from jaxrl.sampling.engine import PREFILL_TOKENS, power_of_two
 from jaxrl.sharding.placement import AXIS_NAMES, Axes, Placement, resolve_axes
-from jaxrl.sharding.rules import param_shardings
 
 JSD_ARRAYS, KL_ARRAYS, LEAN_ARRAYS, SCORE_ARRAYS = 7, 6, 5, 3
 """Float32 arrays [chunk, V] alive at once in a loss of both models' logits that keeps its gradients

@@ -9,9 +9,9 @@ from typing import Any, get_args
 from rich import box
 from rich.table import Table
 
+from jaxrl.plan.memory import Account, Column
 from jaxrl.plan.scene import PoolMemory
 from jaxrl.runtime.cluster import ClusterDevice
-from jaxrl.sharding.memory import Account, Column
 from jaxrl.sharding.placement import Axes, Placement, device_list
 
 GB, MB = 1e9, 1e6

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from jaxrl.config import OffloadConfig
-from jaxrl.sharding.memory import BACKWARD, LOSS, SHARED, STEP, Account, Part
+from jaxrl.config.schema import OffloadConfig
+from jaxrl.plan.memory import BACKWARD, LOSS, SHARED, STEP, Account, Part
 
 UPDATE = frozenset(f"actor: {phase}" for phase in (BACKWARD, LOSS, STEP))
 PUBLISH = frozenset({"actor: publish"})
@@ -37,7 +37,7 @@ def take_turns(
 
 
 def _away(role: str, part: Part, others: frozenset[str], offload: OffloadConfig) -> frozenset[str]:
-    """Moments, as `sharding.memory.peak` has them, or whole roles."""
+    """Moments, as `plan.memory.peak` has them, or whole roles."""
     if part.phase is not None or part.column not in ("weights", "optimizer"):
         return frozenset()
     if role == "actor":

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import cloudpickle
 
-from jaxrl.config import Config
+from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 
 PREFIX = "python:"

@@ -12,9 +12,9 @@ from typing import Self
 
 import numpy as np
 
-from jaxrl.advantages import combine_rewards, soft_overlong
-from jaxrl.config import RewardConfig
+from jaxrl.config.schema import RewardConfig
 from jaxrl.errors import UserError, near
+from jaxrl.rewards.combine import combine_rewards, soft_overlong
 from jaxrl.rewards.functions import KEY, find
 from jaxrl.rewards.items import Item, Source
 from jaxrl.rewards.pool import RewardPool, Scores

@@ -15,14 +15,15 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxrl.algorithms.signals import completion_logprobs
 from jaxrl.checkpoint.arrays import Saving, load_arrays, save_arrays
 from jaxrl.checkpoint.store import ACTOR
-from jaxrl.config import Config
+from jaxrl.config.schema import Config
 from jaxrl.errors import RunError
+from jaxrl.formats.hf import save_hf
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Params, abstract_params, cast, unstack
-from jaxrl.models.hf import save_hf
-from jaxrl.optimizer import apply_changes, learning_rate, make_optimizer, state_shardings
+from jaxrl.models.rules import param_shardings
 from jaxrl.roles.microbatch import (
     cut_minibatches,
     room,
@@ -32,31 +33,20 @@ from jaxrl.roles.microbatch import (
     tokens_of,
     unit_rows,
 )
+from jaxrl.roles.optimizer import apply_changes, learning_rate, make_optimizer, state_shardings
 from jaxrl.runtime.worker import phase
 from jaxrl.sharding.ledger import buffer, current
 from jaxrl.sharding.mesh import leads
 from jaxrl.sharding.reshard import nbytes, put, reshard, to_host
-from jaxrl.sharding.rules import param_shardings
-from jaxrl.signals import completion_logprobs
-from jaxrl.types import Rollout, Sequences, Totals, TrainBatch
-
-SumCount = tuple[jax.Array, jax.Array]
-Sums = dict[str, SumCount]
-Loss = Callable[
-    [Params, Mapping[str, Any], TrainBatch, Totals],
-    tuple[SumCount, Sums, dict[str, jax.Array]],
-]
-"""(parameters, frozen arrays, micro-batch, totals of the update) -> ((loss sum, count), metrics as
-(sum, count), metrics of which the largest counts); differentiable sum. A metric whose sum and count
-are [b], one for each row, is told of each row too.
-"""
-Prepare = Callable[[Rollout, Mapping[str, Any]], tuple[TrainBatch, dict[str, float]]]
-"""(rollout, what each scorer said of it) -> what is trained on, on the host or on its way; and what
-to tell of it.
-"""
-Finish = Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, float]]
-"""(sums of all updates, maxima) -> the metrics of the batch."""
-
+from jaxrl.types import (
+    Finish,
+    Loss,
+    Prepare,
+    Rollout,
+    Sequences,
+    Totals,
+    TrainBatch,
+)
 
 SENT = "weights on their way"
 """In the ledger, from `publish` to the receiver's `load`."""
@@ -578,12 +568,6 @@ def _fill(
         told = by_row.setdefault(name, np.full(rows, np.nan))
         real = (index >= 0) & (count > 0)
         told[index[real]] = total[real] / count[real].astype(np.float64)
-
-
-def ratios(sums: Mapping[str, Any], maxima: Mapping[str, Any]) -> dict[str, float]:
-    """Each sum by its count, 0 where nothing counted: the usual `Finish`."""
-    told = {name: total / count if count else 0.0 for name, (total, count) in sums.items()}
-    return told | dict(maxima)
 
 
 def _dumped(leaf: jax.Array) -> np.ndarray:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxrl.algorithms.similarity import text_to_embed
 from jaxrl.models import bert
-from jaxrl.models.encoder import BATCH_TOKENS, Encoder
+from jaxrl.roles.encoder import BATCH_TOKENS, Encoder
 from jaxrl.runtime.worker import detail, phase
 from jaxrl.sharding.ledger import current
-from jaxrl.similarity import text_to_embed
 from jaxrl.types import Embedded, Rollout
 
 

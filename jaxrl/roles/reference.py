@@ -8,13 +8,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxrl.algorithms.signals import completion_logprobs
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Params
-from jaxrl.roles.parts import part_rows
 from jaxrl.runtime.worker import phase
 from jaxrl.sharding.ledger import current
+from jaxrl.sharding.parts import part_rows
 from jaxrl.sharding.reshard import put, to_host
-from jaxrl.signals import completion_logprobs
 from jaxrl.types import Rollout
 
 

@@ -1,6 +1,6 @@
 """A teacher that runs outside the training run: the role has no devices, it asks a server.
 
-`launch` meets the server before anything is written (`remote_info`, `check_remote`,
+`run.launch` meets the server before anything is written (`remote_info`, `check_remote`,
 `check_remote_prompts`); for the signal `hidden` the actor fetches the head (`remote_head`); then
 `RemoteTeacher` stands where `roles.teacher.Teacher` would.
 """
@@ -14,15 +14,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl.config import Config, TeacherConfig
+from jaxrl.config.schema import Config, TeacherConfig
 from jaxrl.data.tokenizer import check_same_prompts
 from jaxrl.errors import UserError
 from jaxrl.models.config import DecoderConfig
 from jaxrl.runtime.worker import phase
-from jaxrl.teacher_api.client import TeacherClient, rows_at_once
-from jaxrl.teacher_api.http import TeacherError, token_from_environment
-from jaxrl.teacher_api.openai import CompletionsClient
-from jaxrl.teacher_api.protocol import Info, Options, vocab_hash
+from jaxrl.teacher.client import TeacherClient, rows_at_once
+from jaxrl.teacher.http import TeacherError, token_from_environment
+from jaxrl.teacher.openai import CompletionsClient
+from jaxrl.teacher.protocol import Info, Options, vocab_hash
 from jaxrl.types import Prompt, Rollout, TeacherSignal
 
 MEET_S = 30.0

@@ -10,8 +10,8 @@ from jax.sharding import Mesh
 
 from jaxrl.data.example import Message
 from jaxrl.data.tokenizer import as_messages
-from jaxrl.models.reward import BATCH_TOKENS, RewardScorer, RewardSource, render
 from jaxrl.rewards.scoring import RewardFunctions, RewardReport
+from jaxrl.roles.reward_model import BATCH_TOKENS, RewardScorer, RewardSource, render
 from jaxrl.runtime.worker import detail, phase
 from jaxrl.sharding.ledger import current
 from jaxrl.types import Prompt, Rollout

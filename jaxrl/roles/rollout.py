@@ -12,20 +12,20 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl.config import Config
+from jaxrl.algorithms.signals import Projection, policy_topk
+from jaxrl.config.schema import Config
 from jaxrl.data.batch import make_rollout
+from jaxrl.formats.weights import path_string
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Layout, Params, abstract_params
 from jaxrl.models.kernels import target_of
-from jaxrl.models.weights import path_string
+from jaxrl.models.rules import param_shardings
 from jaxrl.roles.actor import SENT, Weights
 from jaxrl.runtime.worker import detail, phase, stopping
 from jaxrl.sampling.engine import Engine, SamplingParams
 from jaxrl.sharding.ledger import current
 from jaxrl.sharding.mesh import verify_arrays
 from jaxrl.sharding.reshard import put, reshard, to_host
-from jaxrl.sharding.rules import param_shardings
-from jaxrl.signals import Projection, policy_topk
 from jaxrl.types import Completion, Prompt, Rollout
 
 EVAL_SEED = 0x5EED

@@ -7,13 +7,13 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxrl.algorithms.signals import Projection, completion_hidden, teacher_signal
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Params, head
-from jaxrl.roles.parts import part_rows
 from jaxrl.runtime.worker import phase
 from jaxrl.sharding.ledger import current
+from jaxrl.sharding.parts import part_rows
 from jaxrl.sharding.reshard import put
-from jaxrl.signals import Projection, completion_hidden, teacher_signal
 from jaxrl.types import Rollout, Sequences, TeacherSignal
 
 

@@ -19,7 +19,7 @@ import jax
 from jax.profiler import StepTraceAnnotation, TraceAnnotation
 
 from jaxrl.errors import RunError, UserError
-from jaxrl.interrupt import left_behind
+from jaxrl.process.interrupt import left_behind
 from jaxrl.runtime.awake import awake_since
 from jaxrl.runtime.tracing import PROFILE, Tracer
 from jaxrl.runtime.worker import (

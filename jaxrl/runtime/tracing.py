@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jax
 
-from jaxrl.telemetry.ceilings import Ceilings, ceilings_of
+from jaxrl.sharding.ceilings import Ceilings, ceilings_of
 
 PROFILE = "profile"
 """The method of a worker, and of no role, that begins and ends a trace."""

@@ -13,10 +13,10 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from jaxrl.compile_cache import compile_unordered_programs_again
 from jaxrl.errors import UserError
+from jaxrl.process.compile_cache import compile_unordered_programs_again
+from jaxrl.process.xla_flags import wait_for_slow_devices
 from jaxrl.sharding.placement import AXIS_NAMES, Axes, Placement, device_list
-from jaxrl.xla_flags import wait_for_slow_devices
 
 HOST_COUNT_FLAG = "xla_force_host_platform_device_count"
 MOST_EMULATED = 512

@@ -22,9 +22,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from jaxrl.config import LoggingConfig
+from jaxrl.config.schema import LoggingConfig
+from jaxrl.process.streams import Output
 from jaxrl.runtime.worker import WorkerState
-from jaxrl.streams import Output
 from jaxrl.telemetry.metrics import Sample
 from jaxrl.telemetry.screen import Cell, Screen, Terminal, in_notebook
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Self
 
 from jaxrl.errors import UserError
-from jaxrl.streams import to_stderr
+from jaxrl.process.streams import to_stderr
 from jaxrl.telemetry.lines import LineFile, clear_place
 
 LOG_FILE = "log.txt"

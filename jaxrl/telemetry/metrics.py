@@ -22,9 +22,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Self, SupportsFloat
 
-from jaxrl import cli
+from jaxrl.config import cli
 from jaxrl.errors import UserError, near
-from jaxrl.streams import to_stderr
+from jaxrl.process.streams import to_stderr
 from jaxrl.telemetry.lines import LineFile, clear_place, move_aside
 from jaxrl.types import Completion, Prompt
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxrl import cli
+from jaxrl.config import cli
 from jaxrl.errors import UserError
 from jaxrl.telemetry.metrics import METRICS_FILE, Metric, describe, read_metrics
 

@@ -13,7 +13,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from jaxrl.streams import Output
+from jaxrl.process.streams import Output
 
 CELL_WIDTH = 110
 """Characters of a line in a cell's output."""

@@ -20,8 +20,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Self
 
+from jaxrl.process.streams import to_stderr
 from jaxrl.runtime.worker import Future, Handle, Times, WorkerState
-from jaxrl.streams import to_stderr
 from jaxrl.telemetry.lines import LineFile, clear_place
 
 TIMELINE_FILE = "timeline.json"

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from jaxrl.config import LoggingConfig
+from jaxrl.config.schema import LoggingConfig
 from jaxrl.errors import UserError
 from jaxrl.telemetry.metrics import Sample
 

@@ -22,7 +22,7 @@ from ray._private import worker as ray_worker
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from jaxrl.config import RayConfig
+from jaxrl.config.schema import RayConfig
 from jaxrl.errors import UserError
 from jaxrl.runtime.cluster import Cluster, Host, Seat, devices_of, seats
 from jaxrl.runtime.local import POLL_S

@@ -12,7 +12,7 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from jaxrl.config import RayConfig
+from jaxrl.config.schema import RayConfig
 from jaxrl.runtime.local import done_future
 from jaxrl.runtime.ray.calls import STAYS, End, RayFuture
 from jaxrl.runtime.ray.connect import address_of, find_hosts, find_seats, join

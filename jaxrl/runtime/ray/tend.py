@@ -12,7 +12,7 @@ from typing import Any
 
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from jaxrl.config import RayConfig
+from jaxrl.config.schema import RayConfig
 from jaxrl.errors import RunError, UserError
 from jaxrl.runtime.awake import awake_since
 from jaxrl.runtime.desk import BOUNCED, Answer, Report

@@ -1,0 +1,152 @@
+"""Advantages of samples that are compared within groups: explicit group ids, float64 on the host.
+
+Rows are samples; rows with one id (0 or above) form a group, in any order and of any size; id -1 is
+padding. A reward of None or NaN was not given: its row is left out of the group's statistics and
+gets advantage 0, which is not the same as a reward of 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from jaxrl.rewards.combine import Rewards, as_rewards
+from jaxrl.types import Array
+
+EPS = 1e-6
+"""Added to a standard deviation before it divides."""
+MAX_OPD_GAP = 20.0
+"""Nats: the gap of student and teacher at one token counts up to this in `opd_advantages`."""
+TOLERANCE = 1e-6
+"""A group whose rewards have a smaller standard deviation has no differences to learn from."""
+
+
+def group_advantages(
+    rewards: Rewards, group_ids: Int[np.ndarray, " B"], *, scale_by_std: bool = True
+) -> Float[np.ndarray, " B"]:
+    """A = (R - mean) / (std + 1e-6) within each group; without the division if not `scale_by_std`.
+
+    The std has ddof = 1 (GRPO, arXiv 2402.03300; without std: Dr. GRPO, 2503.20783). 0 for a group
+    of one, for a group whose std is below 1e-6, for a reward of None or NaN, and for padding.
+
+    Args:
+        rewards: one for each sample.
+        group_ids: which samples belong together; -1 at padding.
+    """
+    values, ids = as_rewards(rewards), np.asarray(group_ids)
+    return within(values, ids, ids if scale_by_std else None)
+
+
+def within(
+    values: Float[np.ndarray, " B"],
+    ids: Int[np.ndarray, " B"],
+    scale_ids: Int[np.ndarray, " B"] | None,
+) -> Float[np.ndarray, " B"]:
+    """(R - mean over the rows of one id) / (std over the rows of one scale id + 1e-6).
+
+    Args:
+        values: rewards, NaN where there is none.
+        ids: -1 is left out.
+        scale_ids: groups whose std divides; None divides by nothing. 0 where either std is below
+            1e-6.
+    """
+    assert values.shape == ids.shape, f"{values.shape} rewards, {ids.shape} group ids"
+    rows = np.flatnonzero((ids >= 0) & ~np.isnan(values))
+    out = np.zeros(len(values))
+    centred, std = _centred(values[rows], ids[rows])
+    differs = std >= TOLERANCE
+    if scale_ids is not None:
+        _, scale = _centred(values[rows], scale_ids[rows])
+        differs &= scale >= TOLERANCE
+        centred = centred / (scale + EPS)
+    out[rows] = np.where(differs, centred, 0)
+    return out
+
+
+def _centred(values: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Each value less the mean of its group, and the std of its group (0 for a group of one)."""
+    _, group = np.unique(ids, return_inverse=True)
+    size = np.bincount(group)
+    mean = np.bincount(group, values) / size
+    centred = values - mean[group]
+    variance = np.bincount(group, centred**2) / np.maximum(size - 1, 1)
+    return centred, np.sqrt(variance)[group]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which rows are left when whole groups are dropped, and why groups were."""
+
+    keep: Bool[np.ndarray, " B"]
+    """All rows of a group or none; False at padding."""
+    groups: int
+    """Before anything was dropped."""
+    dropped: Mapping[str, int]
+    """Reason -> groups: unscored_groups (no reward at all), degenerate_groups (nothing to compare:
+    fewer than two rewards, or a std below 1e-6)."""
+
+
+def select_groups(rewards: Rewards, group_ids: Int[np.ndarray, " B"]) -> Selection:
+    """Drops the groups that teach nothing (DAPO's dynamic sampling, arXiv 2503.14476).
+
+    The rows stay where they are: index every array of the batch with `keep`, or mask by it.
+    """
+    values, ids = as_rewards(rewards), np.asarray(group_ids)
+    real = ids >= 0
+    every = np.unique(ids[real])
+    scored = real & ~np.isnan(values)
+    _, std = _centred(values[scored], ids[scored])
+    differs = np.unique(ids[scored][std >= TOLERANCE])
+    unscored = len(every) - len(np.unique(ids[scored]))
+    dropped = {
+        "unscored_groups": unscored,
+        "degenerate_groups": len(every) - len(differs) - unscored,
+    }
+    return Selection(real & np.isin(ids, differs), len(every), dropped)
+
+
+def opd_gap(
+    logprobs: Float[Array, "B T"],
+    teacher_logprobs: Float[Array, "B T"],
+    mask: Bool[Array, "B T"],
+) -> Float[Array, "B T"]:
+    """log Q(y_t) - log P(y_t), nats, unbounded; 0 where masked. No gradient.
+
+    A token beyond the teacher's vocabulary, or one that a remote teacher reports as impossible, has
+    a gap of thousands of nats or more: `opd_advantages` clamps it.
+    """
+    gap = jnp.asarray(logprobs) - jnp.asarray(teacher_logprobs)
+    return jax.lax.stop_gradient(jnp.where(jnp.asarray(mask).astype(bool), gap, 0))
+
+
+def opd_advantages(
+    advantages: Float[Array, " B"] | Float[Array, "B T"],
+    logprobs: Float[Array, "B T"],
+    teacher_logprobs: Float[Array, "B T"],
+    mask: Bool[Array, "B T"],
+    *,
+    coef: float = 1.0,
+) -> Float[Array, "B T"]:
+    """A_t = A - coef clamp(log Q(y_t) - log P(y_t), +-20): on-policy distillation as an advantage.
+
+    With A = 0 and where nothing is clamped, the sampled reverse KL(student || teacher). The clamp
+    keeps a single token, impossible under the teacher, from being the whole gradient of a batch.
+    Per token: of the sequence losses, only gspo_token takes it. 0 where masked; no gradient.
+
+    Args:
+        advantages: one for each sequence or one for each token, of the task.
+        logprobs: nats, log Q, of the student at the start of the batch.
+        teacher_logprobs: nats, log P, of the same tokens.
+        coef: 1 weighs a nat as an advantage of 1.
+    """
+    mask = jnp.asarray(mask).astype(bool)
+    task = jnp.asarray(advantages, jnp.float32)
+    if task.ndim == 1:
+        task = jnp.broadcast_to(task[:, None], mask.shape)
+    gap = jnp.clip(opd_gap(logprobs, teacher_logprobs, mask), -MAX_OPD_GAP, MAX_OPD_GAP)
+    return jax.lax.stop_gradient(jnp.where(mask, task, 0) - coef * gap)

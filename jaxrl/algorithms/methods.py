@@ -1,0 +1,233 @@
+"""How algorithms run: where completions come from, who scores them, what the actor's loss is.
+
+Those that learn from the same thing share a `Method`; what sets them apart is in
+`losses.algorithm_table`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxrl.algorithms.objective import policy_metrics, policy_objective
+from jaxrl.algorithms.refill import refilled
+from jaxrl.algorithms.sampled_batch import prepare_rewarded
+from jaxrl.algorithms.signals import Projection, completion_hidden, completion_tokens, distill_loss
+from jaxrl.config.schema import Config
+from jaxrl.errors import UserError
+from jaxrl.losses.aggregation import ratios
+from jaxrl.losses.algorithm_table import LearnsFrom
+from jaxrl.losses.head import logprobs_from_hidden
+from jaxrl.losses.masked import masked_count, masked_sum
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.decoder import Params, head
+from jaxrl.runtime.worker import Future
+from jaxrl.sharding.parts import join_parts
+from jaxrl.types import Finish, Loss, Prepare, Rollout, Totals, TrainBatch
+
+Scores = dict[str, list[Future]]
+"""Role -> what it says of a rollout, in one part or more."""
+
+
+class Sources(Protocol):
+    """Where an algorithm gets what it learns from; each call returns at once, with a future."""
+
+    config: Config
+
+    packing: Mapping[str, Any]
+    """Arguments of `make_rollout`."""
+
+    def student_samples(self, index: int, attempt: int = 0) -> Future: ...
+
+    def teacher_samples(self, index: int) -> Future: ...
+
+    def data_completions(self, index: int) -> Future: ...
+
+    def scores(self, role: str, rollout: Future) -> list[Future]: ...
+
+    def value(self, value: Any) -> Future: ...
+
+    def wait(self, future: Future) -> Any:
+        """The value of a call. Raises `Stopped` where the run is asked to end and does not need it
+        any more.
+        """
+        ...
+
+    def known(self, role: str, index: int, scores: Future) -> None:
+        """What a role says of a batch, where that is known before the batch is scored."""
+        ...
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to learn, as the loop needs it."""
+
+    samples_policy: Callable[[Config], bool]
+    """Whether the rollout role needs every version of the weights."""
+    completions: Callable[[Sources, int], Future]
+    """(sources, batch index) -> future Rollout."""
+    scorers: Callable[[Config], tuple[str, ...]]
+    """Roles that say something of every rollout."""
+    prepare: Callable[[Config], Prepare]
+    """config -> how the actor makes what it trains on."""
+    make_loss: Callable[[Config, DecoderConfig, Mesh, int], Loss]
+    """(config, student, actor's mesh, shared vocabulary) -> the loss of a micro-batch."""
+    finish: Finish = ratios
+    """Makes figures of the loss's sums."""
+    reads_completions: Callable[[Config], bool] = lambda config: False
+    """Whether some batch may hold the data's own completions."""
+
+
+def method_of(config: Config) -> Method:
+    """How the configured algorithm runs. Raises UserError."""
+    own = config.spec.method
+    if own is None:
+        return METHODS[config.spec.learns_from]
+    if not isinstance(own, Method):
+        raise UserError(
+            f"algorithm={config.algorithm}: method is of type {type(own).__name__}; it must be a"
+            " jaxrl.algorithms.methods.Method, or None"
+        )
+    return own
+
+
+def needed_roles(config: Config) -> tuple[str, ...]:
+    """Roles that the run cannot do without."""
+    return ("actor", "rollout", *method_of(config).scorers(config))
+
+
+def _no_scores(config: Config) -> Prepare:
+    def prepare(rollout: Rollout, scores: Mapping[str, Any]) -> tuple[TrainBatch, dict[str, float]]:
+        return TrainBatch(rollout.sequences), {}
+
+    return prepare
+
+
+def _teacher_scores(config: Config) -> Prepare:
+    def prepare(rollout: Rollout, scores: Mapping[str, Any]) -> tuple[TrainBatch, dict[str, float]]:
+        signal = join_parts(scores["teacher"])
+        return TrainBatch(rollout.sequences, signal, rollout.sampler_logprobs), {}
+
+    return prepare
+
+
+def rewarded_scorers(config: Config) -> tuple[str, ...]:
+    """Who is asked where the algorithm learns from rewards."""
+    asked = {
+        "teacher": config.learns_from_teacher,
+        "reference": config.needs_reference,
+        "reward": True,
+        "grouper": config.policy.advantages == "similarity",
+    }
+    return tuple(role for role, needed in asked.items() if needed)
+
+
+def on_policy(config: Config, index: int) -> bool:
+    """GKD's seeded coin (lambda = `distill.on_policy_fraction`): whether batch `index` is the
+    student's.
+    """
+    coin = np.random.default_rng((config.seed, 0xC017, index)).random()
+    return bool(coin < config.distill.on_policy_fraction)
+
+
+def gkd_completions(sources: Sources, index: int) -> Future:
+    """Student samples or, by the coin, the teacher's (seq_kd) or the data's completions."""
+    if on_policy(sources.config, index):
+        return sources.student_samples(index)
+    if sources.config.distill.seq_kd:
+        return sources.teacher_samples(index)
+    return sources.data_completions(index)
+
+
+def gkd_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) -> Loss:
+    """Divergence between teacher and student at the completion tokens (GKD, arXiv 2306.13649)."""
+    projection = Projection(config.distill, mesh, vocab_size)
+
+    def loss(params: Params, frozen: Mapping[str, Any], batch: TrainBatch, totals: Totals) -> Any:
+        hidden, kernel = _hidden(config, model, mesh, params, batch)
+        total, count, metrics = distill_loss(projection, hidden, kernel, batch, frozen)
+        told = {f"distill/{name}": pair for name, pair in metrics.items()}
+        return (total, count), told, {}
+
+    return loss
+
+
+def sft_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) -> Loss:
+    """Negative log-likelihood of the completion tokens."""
+    chunk = config.distill.chunk_tokens
+
+    def loss(params: Params, frozen: Mapping[str, Any], batch: TrainBatch, totals: Totals) -> Any:
+        hidden, kernel = _hidden(config, model, mesh, params, batch)
+        tokens, mask = completion_tokens(batch.sequences), batch.sequences.loss_mask
+        logprobs = logprobs_from_hidden(hidden, kernel, tokens, mask=mask, chunk=chunk, mesh=mesh)
+        total = (-masked_sum(logprobs, mask), masked_count(mask))
+        return total, {"sft/loss": total}, {}
+
+    return loss
+
+
+def _hidden(
+    config: Config, model: DecoderConfig, mesh: Mesh, params: Params, batch: TrainBatch
+) -> tuple[jax.Array, jax.Array]:
+    """The hidden states [B, C, D] of the completions and the LM head [V, D], both in the compute
+    dtype.
+    """
+    dtype, remat = jnp.dtype(config.actor.dtype), config.actor.remat
+    hidden = completion_hidden(model, params, batch.sequences, mesh, remat=remat, dtype=dtype)
+    return hidden, head(params).astype(dtype)
+
+
+def rewarded_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) -> Loss:
+    """A policy loss, and beside it the terms that the config gives a weight."""
+    objective = policy_objective(config, mesh, vocab_size)
+
+    def loss(params: Params, frozen: Mapping[str, Any], batch: TrainBatch, totals: Totals) -> Any:
+        hidden, kernel = _hidden(config, model, mesh, params, batch)
+        return objective(hidden, kernel, batch, frozen, totals)
+
+    return loss
+
+
+def rewarded_completions(sources: Sources, index: int) -> Future:
+    """Student samples; with dynamic sampling only those that teach something."""
+    if sources.config.dynamic_sampling != "refill":
+        return sources.student_samples(index)
+    rollout, rewards = refilled(sources, index)
+    sources.known("reward", index, rewards)
+    return rollout
+
+
+METHODS: dict[LearnsFrom, Method] = {
+    "teacher": Method(
+        samples_policy=lambda config: config.distill.on_policy_fraction > 0,
+        completions=gkd_completions,
+        scorers=lambda config: ("teacher",),
+        prepare=_teacher_scores,
+        make_loss=gkd_loss,
+        reads_completions=lambda config: (
+            config.distill.on_policy_fraction < 1 and not config.distill.seq_kd
+        ),
+    ),
+    "data": Method(
+        samples_policy=lambda config: False,
+        completions=lambda sources, index: sources.data_completions(index),
+        scorers=lambda config: (),
+        prepare=_no_scores,
+        make_loss=sft_loss,
+        reads_completions=lambda config: True,
+    ),
+    "rewards": Method(
+        samples_policy=lambda config: True,
+        completions=rewarded_completions,
+        scorers=rewarded_scorers,
+        prepare=prepare_rewarded,
+        make_loss=rewarded_loss,
+        finish=policy_metrics,
+    ),
+}

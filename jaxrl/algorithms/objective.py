@@ -1,0 +1,194 @@
+"""What the algorithms that learn from rewards minimise: a policy loss and the terms beside it.
+
+    policy_weight * policy loss + distill_weight * divergence
+        + policy.kl_coef * KL(policy || reference) - policy.entropy_coef * entropy
+
+Each term is divided by its own count over the whole update: tokens or sequences, as its aggregation
+says. The divergence is of every token that trains; the other terms are of those that
+`TrainBatch.policy_mask` keeps. All log-probs are at the temperature of sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxrl.algorithms.advantages import MAX_OPD_GAP, opd_advantages, opd_gap
+from jaxrl.algorithms.signals import Projection, completion_tokens, distill_loss, entropy_aware_loss
+from jaxrl.config.schema import Config
+from jaxrl.losses.aggregation import Aggregation, ratios, token_mean, token_metric
+from jaxrl.losses.correction import (
+    Correction,
+    NoCorrection,
+    TokenTIS,
+    correct,
+    diagnostics,
+    make_correction,
+)
+from jaxrl.losses.divergence import Sums
+from jaxrl.losses.head import logprobs_and_entropy_from_hidden
+from jaxrl.losses.kl import kl_term
+from jaxrl.losses.policy import (
+    Objective,
+    entropy_term,
+    make_objective,
+    policy_loss,
+    ratio_notes,
+)
+from jaxrl.types import Totals, TrainBatch
+
+Evaluate = Callable[[jax.Array, jax.Array, TrainBatch, Mapping[str, Any], Totals], Any]
+"""(hidden [B, C, D], head [V, D], micro-batch, frozen arrays, totals) -> as `types.Loss`."""
+
+
+def configured(config: Config) -> Objective:
+    """The algorithm's own objective, with what `policy.*` changes of it. Raises ValueError."""
+    p, loss = config.policy, config.spec.loss
+    if loss is None:
+        raise ValueError(f"algorithm={config.algorithm} has no policy loss")
+    constant = p.constant
+    own = p.aggregation is None and loss.aggregation == "sum_over_constant"
+    if constant is None and own and loss.constant is None:
+        constant = float(config.max_new_tokens)
+    objective = make_objective(
+        loss,
+        ratio=p.ratio,
+        aggregation=p.aggregation,
+        constant=constant,
+        clip_low=p.clip_low,
+        clip_high=p.clip_high,
+        clip_dual=p.clip_dual,
+        ratio_cap=p.ratio_cap,
+        tau_positive=p.tau_positive,
+        tau_negative=p.tau_negative,
+        clip_log=p.clip_log,
+    )
+    if p.opd_coef > 0 and objective.ratio == "sequence":
+        raise ValueError(
+            f"opd_coef={p.opd_coef:g} weighs single tokens, and the ratio of"
+            f" algorithm={config.algorithm} is one of whole sequences: take"
+            " algorithm=gspo_token, or policy.ratio=sequence_token"
+        )
+    return objective
+
+
+def configured_correction(config: Config) -> Correction:
+    """The off-policy correction that `policy.correction*` and the schedule describe. Raises
+    ValueError.
+    """
+    p = config.policy
+    return make_correction(
+        config.correction,
+        cap=p.correction_cap,
+        low=p.correction_low,
+        high=p.correction_high,
+        threshold=p.correction_threshold,
+    )
+
+
+def objective_notes(config: Config) -> list[str]:
+    """What a reader of the config should know."""
+    notes = ratio_notes(configured(config), config.updates_per_batch, config.policy.bypass)
+    own = config.spec.minibatches
+    if config.actor.minibatches is None and config.minibatches < own:
+        notes.insert(
+            0,
+            f"its paper makes {own} updates of a batch; batch_size={config.batch_size} divides into"
+            f" minibatches of whole prompts for {config.minibatches}",
+        )
+    stated = [f"algorithm={config.algorithm}: {note}" for note in notes]
+    if config.policy.correction is None and config.correction != ("none",):
+        cap = config.policy.correction_cap or TokenTIS().cap
+        stated.append(
+            f"schedule={config.schedule}: completions are of older weights, so each token's term is"
+            f" multiplied by min(pi_old / mu, {cap:g}) (policy.correction=tis_token;"
+            " policy.correction=none leaves it out)"
+        )
+    return stated
+
+
+def policy_objective(config: Config, mesh: Mesh, vocab_size: int) -> Evaluate:
+    """The loss of a micro-batch, given its hidden states."""
+    objective, correction, p = configured(config), configured_correction(config), config.policy
+    projection = Projection(config.distill, mesh, vocab_size)
+    options: dict[str, Any] = {
+        "temperature": config.sampling.temperature,
+        "chunk": config.distill.chunk_tokens,
+        "mesh": mesh,
+    }
+
+    def evaluate(
+        hidden: jax.Array,
+        kernel: jax.Array,
+        batch: TrainBatch,
+        frozen: Mapping[str, Any],
+        totals: Totals,
+    ) -> Any:
+        mask = batch.policy_mask
+        logprobs, entropy = logprobs_and_entropy_from_hidden(
+            hidden, kernel, completion_tokens(batch.sequences), mask=mask, **options
+        )
+        start = jax.lax.stop_gradient(logprobs)
+        if batch.old_logprobs is not None:
+            start = batch.old_logprobs
+        corrected = correct(correction, start, batch.sampler_logprobs, mask)
+        advantages, opd = batch.advantages, Sums()
+        if p.opd_coef > 0:
+            assert batch.teacher is not None
+            gap = (start, batch.teacher.token_logprobs, mask)
+            advantages = opd_advantages(advantages, *gap, coef=p.opd_coef)
+            opd = {"opd_clamped": token_metric(jnp.abs(opd_gap(*gap)) > MAX_OPD_GAP, mask)}
+        old, weights = start, None if isinstance(correction, NoCorrection) else corrected.weights
+        if p.bypass:
+            old = batch.sampler_logprobs
+        total, _, metrics = policy_loss(objective, logprobs, old, advantages, mask, weights)
+        metrics |= corrected.sums | opd | {"entropy": token_metric(entropy, mask)}
+        loss = config.policy_weight * _mean(total, objective.aggregation, totals)
+        if p.kl_coef > 0:
+            total, _, more = kl_term(
+                logprobs,
+                batch.ref_logprobs,
+                mask,
+                estimator=p.kl_estimator,
+                aggregation=objective.aggregation,
+            )
+            loss += p.kl_coef * _mean(total, objective.aggregation, totals)
+            metrics |= more
+        if p.entropy_coef > 0:
+            total, _ = entropy_term(entropy, mask, aggregation=objective.aggregation)
+            loss += p.entropy_coef * _mean(total, objective.aggregation, totals)
+        told = {f"policy/{name}": pair for name, pair in metrics.items()}
+        if config.distill_weight > 0:
+            total, _, more = distill_loss(projection, hidden, kernel, batch, frozen)
+            loss += config.distill_weight * total / totals.tokens
+            told |= {f"distill/{name}": pair for name, pair in more.items()}
+        elif p.opd_coef > 0 and config.distill.entropy_aware:
+            total, _, more = entropy_aware_loss(projection, hidden, kernel, batch)
+            loss += config.policy_weight * p.opd_coef * total / totals.tokens
+            told |= {f"distill/{name}": pair for name, pair in more.items()}
+        # The actor divides by the sum of the counts, which is totals.tokens.
+        pair = (loss * totals.tokens, batch.sequences.loss_mask.sum(dtype=loss.dtype))
+        maxima = {f"policy/{name}": value for name, value in corrected.maxima.items()}
+        return pair, told, maxima
+
+    return evaluate
+
+
+def _mean(total: jax.Array, aggregation: Aggregation, totals: Totals) -> jax.Array:
+    """A micro-batch's share of the mean that the aggregation stands for."""
+    by_token = aggregation is token_mean
+    return total / (totals.policy_tokens if by_token else totals.policy_sequences)
+
+
+def policy_metrics(sums: Mapping[str, Any], maxima: Mapping[str, Any]) -> dict[str, float]:
+    """The figures of a batch; the gap between learner and sampler from its sums."""
+    plain = {name.removeprefix("policy/"): pair for name, pair in sums.items()}
+    gap = {k: pair for k, pair in plain.items() if k.startswith(("mismatch_", "correction_"))}
+    rest = {k: pair for k, pair in sums.items() if k.removeprefix("policy/") not in gap}
+    largest = {name.removeprefix("policy/"): value for name, value in maxima.items()}
+    told = {f"policy/{name}": value for name, value in diagnostics(gap, largest).items()}
+    return ratios(rest, {}) | told

@@ -1,0 +1,162 @@
+"""Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): prompts whose completions have all
+the same task reward teach nothing, so others are sampled in their place, until the batch is full.
+
+The driver takes part: it looks at the rewards before the batch is complete, and puts it together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxrl.algorithms.advantages import select_groups
+from jaxrl.config.schema import Config
+from jaxrl.data.batch import make_rollout
+from jaxrl.rewards.scoring import RewardReport, reward_stats
+from jaxrl.runtime.worker import Future
+from jaxrl.types import Completion, Prompt, Rollout
+
+
+class Source(Protocol):
+    """What a batch is put together from."""
+
+    config: Config
+    packing: Mapping[str, Any]
+
+    def student_samples(self, index: int, attempt: int = 0) -> Future: ...
+
+    def scores(self, role: str, rollout: Future) -> list[Future]: ...
+
+    def value(self, value: Any) -> Future: ...
+
+    def wait(self, future: Future) -> Any: ...
+
+
+@dataclass(frozen=True)
+class _Group:
+    """The completions of one prompt, where they were sampled and judged."""
+
+    rollout: Rollout
+    report: RewardReport
+    rows: np.ndarray
+    """[G] of the rollout."""
+
+    @property
+    def prompt(self) -> Prompt:
+        return self.rollout.prompts[self.rows[0]]
+
+    @property
+    def completions(self) -> list[Completion]:
+        return [self.rollout.completions[row] for row in self.rows]
+
+
+def refilled(source: Source, index: int) -> tuple[Future, Future]:
+    """The batch, and its rewards; waits for both.
+
+    Sampled at most `policy.max_refills` times more than once; what is still missing then is filled
+    with prompts that teach nothing, the first ones of the batch.
+    """
+    config = source.config
+    kept: list[_Group] = []
+    spare: list[_Group] = []
+    reports, rollouts, times = [], [], []
+    for attempt in range(config.policy.max_refills + 1):
+        sampling = source.student_samples(index, attempt)
+        judging = source.scores("reward", sampling)[0]
+        rollout, report = source.wait(sampling), source.wait(judging)
+        found, useless = _groups(rollout, report)
+        kept += found
+        spare += useless
+        reports.append(report)
+        rollouts.append(rollout)
+        times.append((sampling.times, judging.times))
+        if len(kept) >= config.batch_size:
+            break
+    groups = (kept + spare)[: config.batch_size]
+    batch = make_rollout(
+        [group.prompt for group in groups],
+        [group.completions for group in groups],
+        policy_version=rollouts[0].policy_version,
+        **source.packing,
+    )
+    batch = replace(
+        batch,
+        decode_steps=sum(rollout.decode_steps for rollout in rollouts),
+        student_topk=_student_topk(groups, batch),
+    )
+    metrics = _told(kept + spare, reports) | {"policy/prompts_replaced": float(len(spare))}
+    futures = source.value(batch), source.value(_merged(groups, reports, batch, metrics))
+    for i, future in enumerate(futures):
+        future.times.started, future.times.finished = times[0][i].started, times[-1][i].finished
+    return futures
+
+
+def _groups(rollout: Rollout, report: RewardReport) -> tuple[list[_Group], list[_Group]]:
+    """Those that teach something, and the others."""
+    keep = select_groups(report.task, rollout.group_ids).keep
+    sides: tuple[list[_Group], list[_Group]] = ([], [])
+    ids = rollout.group_ids[: len(rollout.completions)]
+    for group in dict.fromkeys(ids.tolist()):
+        rows = np.flatnonzero(ids == group)
+        sides[0 if keep[rows].any() else 1].append(_Group(rollout, report, rows))
+    return sides
+
+
+def _student_topk(groups: Sequence[_Group], batch: Rollout) -> np.ndarray | None:
+    """[B, C, K] what the policy ranked highest, at the width of the batch; None where the teacher's
+    signal does not ask for it."""
+    found = [(group.rollout.student_topk, group.rows) for group in groups]
+    if found[0][0] is None:
+        return None
+    b, c = batch.sequences.loss_mask.shape
+    narrow = [np.asarray(topk)[rows, :c] for topk, rows in found]  # beyond c is padding only
+    wide = [np.pad(x, ((0, 0), (0, c - x.shape[1]), (0, 0))) for x in narrow]
+    return _padded(np.concatenate(wide), b, 0)
+
+
+def _told(sampled: Sequence[_Group], reports: Sequence[RewardReport]) -> dict[str, float]:
+    """Of all that was sampled, what is replaced included; failures and seconds are added up."""
+    stats = reward_stats(_joined(sampled, lambda report: report.rewards), _each_reward(sampled))
+    added = [name for name in reports[0].metrics if name not in stats]
+    sums = {name: sum(report.metrics[name] for report in reports) for name in added}
+    return stats | sums | {"policy/refills": len(reports) - 1.0}
+
+
+def _merged(
+    groups: Sequence[_Group],
+    reports: Sequence[RewardReport],
+    batch: Rollout,
+    metrics: Mapping[str, float],
+) -> RewardReport:
+    """The rewards of the batch."""
+    b = len(batch.group_ids)
+    return RewardReport(
+        _padded(_joined(groups, lambda report: report.rewards), b, np.nan),
+        _padded(_joined(groups, lambda report: report.task), b, np.nan),
+        {name: _padded(values, b, np.nan) for name, values in _each_reward(groups).items()},
+        metrics,
+        tuple(note for report in reports for note in report.notes),
+    )
+
+
+def _each_reward(groups: Sequence[_Group]) -> dict[str, np.ndarray]:
+    """Name -> that reward of all completions."""
+
+    def one(name: str) -> np.ndarray:
+        return _joined(groups, lambda report: report.per_reward[name])
+
+    return {name: one(name) for name in groups[0].report.per_reward}
+
+
+def _joined(groups: Sequence[_Group], of: Callable[[RewardReport], Any]) -> np.ndarray:
+    """[n] something of all completions of the groups."""
+    return np.concatenate([np.asarray(of(group.report))[group.rows] for group in groups])
+
+
+def _padded(values: np.ndarray, rows: int, fill: float) -> np.ndarray:
+    """Values of the completions, and of the padding rows after them."""
+    extra = [(0, rows - len(values))] + [(0, 0)] * (values.ndim - 1)
+    return np.pad(values, extra, constant_values=fill)

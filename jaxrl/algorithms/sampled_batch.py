@@ -1,0 +1,121 @@
+"""From a rollout and what the scorers said of it to what is trained on, where rewards are learnt
+from: rewards, groups, advantages. On the host, float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl.algorithms.advantages import group_advantages, select_groups
+from jaxrl.algorithms.similarity import Similarity, similarity_advantages
+from jaxrl.config.schema import Config
+from jaxrl.losses.kl import kl_in_reward
+from jaxrl.sharding.parts import join_parts
+from jaxrl.types import Embedded, Prepare, Rollout, TrainBatch
+
+
+def prepare_rewarded(config: Config) -> Prepare:
+    """How a batch of rewarded completions becomes a training batch.
+
+    A completion without a reward is in no statistic and has advantage 0. A truncated one may be
+    left out, as `reward.truncated` says: its reward still counts for the others of its prompt. What
+    is left out, by that or by dynamic sampling, is left out of the policy loss only.
+    """
+
+    def prepare(rollout: Rollout, scores: Mapping[str, Any]) -> tuple[TrainBatch, dict[str, float]]:
+        report = scores["reward"][0]
+        rewards = np.array(report.rewards, np.float64)
+        reference = join_parts(scores["reference"]) if "reference" in scores else None
+        metrics: dict[str, float] = {}
+        if config.policy.reward_kl_coef > 0:
+            penalty = _reward_kl(config, rollout, reference)
+            rewards = rewards - config.policy.reward_kl_coef * penalty
+            metrics["reward/kl"] = float(penalty[: len(rollout.completions)].mean())
+        advantages, told = _advantages(config, rollout, rewards, scores)
+        selection = select_groups(report.task, rollout.group_ids)  # before penalties
+        metrics |= told | {f"policy/{name}": float(n) for name, n in selection.dropped.items()}
+        keep = np.ones(len(rewards), bool)
+        if config.dynamic_sampling != "off":
+            keep = selection.keep
+        if config.reward.truncated == "mask":
+            cut = [completion.finish_reason == "length" for completion in rollout.completions]
+            keep[: len(cut)] &= ~np.asarray(cut)
+        trained = rewards[keep & np.isfinite(rewards)]
+        if len(trained):
+            metrics["reward/trained_mean"] = float(trained.mean())
+        sequences = rollout.sequences
+        if config.distill_weight == 0:  # else the teacher has something to say of every completion
+            loss_mask = np.asarray(sequences.loss_mask) & keep[:, None]
+            sequences = replace(sequences, loss_mask=loss_mask)
+        batch = TrainBatch(
+            sequences,
+            join_parts(scores["teacher"]) if "teacher" in scores else None,
+            rollout.sampler_logprobs,
+            advantages.astype(np.float32),
+            reference if config.policy.kl_coef > 0 else None,
+            in_policy=keep,
+        )
+        return batch, metrics
+
+    return prepare
+
+
+def _advantages(
+    config: Config, rollout: Rollout, rewards: np.ndarray, scores: Mapping[str, Any]
+) -> tuple[np.ndarray, dict[str, float]]:
+    if config.policy.advantages == "group":
+        scaled = _scales_by_std(config)
+        return group_advantages(rewards, rollout.group_ids, scale_by_std=scaled), {}
+    embedded: Embedded = scores["grouper"][0]
+    extra = len(rewards) - len(embedded.texts)
+    vectors = np.pad(np.asarray(embedded.vectors), ((0, extra), (0, 0)))
+    grouped = similarity_advantages(
+        rewards,
+        vectors,
+        rollout.group_ids,
+        options=configured_similarity(config),
+        texts=(*embedded.texts, *[None] * extra),
+    )
+    told = {
+        f"similarity/{name}": float(a) / max(float(n), 1)
+        for name, (a, n) in grouped.metrics.items()
+    }
+    return grouped.advantages, told
+
+
+def _scales_by_std(config: Config) -> bool:
+    asked = config.policy.scale_by_std
+    return config.spec.scale_by_std if asked is None else asked
+
+
+def configured_similarity(config: Config) -> Similarity:
+    """Similarity groups as configured; an algorithm that divides by no std divides by none here."""
+    g = config.grouper
+    return Similarity(
+        method=g.method,
+        use=g.use,
+        std_scope=g.std_scope if _scales_by_std(config) else "none",
+        alpha=g.alpha,
+        tau=g.tau,
+        mmr_lambda=g.mmr_lambda,
+        max_clusters=g.max_clusters,
+        min_silhouette=g.min_silhouette,
+    )
+
+
+def _reward_kl(config: Config, rollout: Rollout, reference: Any) -> np.ndarray:
+    """[B] nats of KL(policy || reference) that each completion's reward loses, per unit of the
+    coefficient.
+    """
+    per_token = kl_in_reward(
+        jnp.asarray(rollout.logprobs),
+        jnp.asarray(reference),
+        rollout.sequences.loss_mask,
+        estimator=config.policy.reward_kl_estimator,
+    )
+    return np.asarray(per_token, np.float64).sum(-1)

@@ -1,0 +1,266 @@
+"""What a teacher ships for each completion token, and the loss that the student makes of it: both
+sides in one place.
+
+| signal | shipped per token | loss |
+|---|---|---|
+| hidden | last hidden state (the actor holds the teacher's LM head) | exact generalised JSD |
+| topk | the teacher's K best ids, log-probs, the tail's | JSD of K + 1 outcomes: a lower bound |
+| student_topk | the same at the student's K best ids | as topk, on the student's support |
+| sampled | log-prob of the sampled token | unbiased estimate of KL(student || teacher) |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Float, Int
+
+from jaxrl.config.schema import DistillConfig
+from jaxrl.losses.distill import (
+    Loss,
+    divergence_from_hidden,
+    entropy_aware_from_topk,
+    topk_divergence_from_hidden,
+)
+from jaxrl.losses.divergence import EntropyAware, sampled_reverse_kl
+from jaxrl.losses.head import logprobs_at, logprobs_from_hidden, topk_from_hidden
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.decoder import Params, forward, forward_groups, head
+from jaxrl.types import Array, Sequences, TeacherSignal, TrainBatch
+
+
+@dataclass(frozen=True)
+class Projection:
+    """How hidden states become probabilities, the same on both sides."""
+
+    distill: DistillConfig
+    mesh: Mesh
+    vocab_size: int
+    """Tokens that student and teacher share: the smaller number of rows of the two heads."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        d = self.distill
+        return {"chunk": d.chunk_tokens, "mesh": self.mesh, "temperature": d.distill_temperature}
+
+    @property
+    def term(self) -> EntropyAware:
+        d = self.distill
+        return EntropyAware(threshold=d.entropy_threshold, top_k=d.entropy_top_k)
+
+
+def completion_hidden(
+    model: DecoderConfig, params: Params, sequences: Sequences, mesh: Mesh, **options: Any
+) -> Float[Array, "B C D"]:
+    """Hidden states, entry j the one that predicts completion token j (the shift is here)."""
+    t, c, group = sequences.tokens.shape[1], sequences.loss_mask.shape[1], sequences.group
+    if group == 1:
+        hidden = forward(model, params, sequences.tokens, sequences.mask, mesh=mesh, **options)
+        return hidden[:, t - c - 1 : t - 1]
+    both = (sequences.tokens, sequences.mask)
+    prompts = tuple(x.reshape(-1, group, t)[:, 0, : t - c] for x in both)
+    completions = tuple(x[:, t - c :] for x in both)
+    before, own = forward_groups(model, params, prompts, completions, mesh=mesh, **options)
+    last = jnp.repeat(before[:, -1:], group, 0)  # it predicts the first token of each completion
+    return jnp.concatenate([last, own[:, :-1]], 1)
+
+
+def completion_logprobs(
+    model: DecoderConfig,
+    params: Params,
+    sequences: Sequences,
+    mesh: Mesh,
+    *,
+    temperature: float,
+    chunk: int,
+) -> Float[Array, "B C"]:
+    """float32, nats: of each completion token, at the temperature of sampling."""
+    hidden = completion_hidden(model, params, sequences, mesh)
+    tokens = completion_tokens(sequences)
+    return logprobs_from_hidden(
+        hidden, head(params), tokens, temperature=temperature, chunk=chunk, mesh=mesh
+    )
+
+
+def completion_tokens(sequences: Sequences) -> Int[Array, "B C"]:
+    """The tokens of the completions."""
+    return sequences.tokens[:, sequences.tokens.shape[1] - sequences.loss_mask.shape[1] :]
+
+
+# The teacher's side: (projection, hidden [B, C, Dt], head [V, Dt], sequences, ids [B, C, K]) ->
+# fields of TeacherSignal.
+
+Fields = dict[str, Array]
+
+
+def _ship_hidden(p: Projection, hidden: Array, kernel: Array, *_: Any) -> Fields:
+    return {"hidden": hidden}
+
+
+def _ship_topk(p: Projection, hidden: Array, kernel: Array, *_: Any) -> Fields:
+    best = topk_from_hidden(hidden, kernel, p.distill.top_k, v=p.vocab_size, **p.options)
+    return {
+        "topk_ids": best.ids,
+        "topk_logprobs": best.logprobs,
+        "tail_logprob": best.tail_logprob,
+    }
+
+
+def _ship_student_topk(
+    p: Projection, hidden: Array, kernel: Array, _: Sequences, ids: Array
+) -> Fields:
+    logprobs, tail = logprobs_at(hidden, kernel, ids, v=p.vocab_size, **p.options)
+    return {"topk_ids": ids, "topk_logprobs": logprobs, "tail_logprob": tail}
+
+
+def _ship_sampled(
+    p: Projection, hidden: Array, kernel: Array, sequences: Sequences, *_: Any
+) -> Fields:
+    tokens = completion_tokens(sequences)
+    told = logprobs_from_hidden(hidden, kernel, tokens, v=p.vocab_size, **p.options)
+    return {"token_logprobs": told}
+
+
+SHIPPERS: dict[str, Callable[..., Fields]] = {
+    "hidden": _ship_hidden,
+    "topk": _ship_topk,
+    "student_topk": _ship_student_topk,
+    "sampled": _ship_sampled,
+}
+
+
+def teacher_signal(
+    p: Projection,
+    hidden: Float[Array, "B C Dt"],
+    kernel: Float[Array, "Vt Dt"],
+    sequences: Sequences,
+    ids: Int[Array, "B C K"] | None,
+) -> TeacherSignal:
+    """What `distill.signal` asks of the teacher, given its hidden states and its head.
+
+    Args:
+        ids: the student's most probable tokens; only for `student_topk`.
+    """
+    fields = SHIPPERS[p.distill.signal](p, hidden, kernel, sequences, ids)
+    if p.distill.entropy_aware and p.distill.signal != "hidden":
+        k = p.distill.entropy_top_k
+        best = topk_from_hidden(hidden, kernel, k, v=p.vocab_size, **p.options)
+        fields["best_ids"], fields["best_logprobs"] = best.ids, best.logprobs
+        fields["best_tail"], fields["entropy"] = best.tail_logprob, best.entropy
+    return TeacherSignal(**fields)
+
+
+# The student's side: (projection, hidden [B, C, D], head [V, D], batch, frozen arrays) -> (sum,
+# count, metrics).
+
+
+def _learn_hidden(
+    p: Projection, hidden: Array, kernel: Array, batch: TrainBatch, frozen: Any
+) -> Loss:
+    return divergence_from_hidden(
+        hidden,
+        kernel,
+        _signal(batch).hidden,
+        frozen["teacher_head"],
+        batch.sequences.loss_mask,
+        beta=p.distill.jsd_beta,
+        lean=p.distill.lean,
+        entropy_aware=p.term if p.distill.entropy_aware else None,
+        **p.options,
+    )
+
+
+def _learn_topk(
+    p: Projection, hidden: Array, kernel: Array, batch: TrainBatch, frozen: Any
+) -> Loss:
+    signal = _signal(batch)
+    return topk_divergence_from_hidden(
+        hidden,
+        kernel,
+        signal.topk_ids,
+        signal.topk_logprobs,
+        signal.tail_logprob,
+        batch.sequences.loss_mask,
+        beta=p.distill.jsd_beta,
+        lean=p.distill.lean,
+        v=p.vocab_size,
+        **p.options,
+    )
+
+
+def _learn_sampled(
+    p: Projection, hidden: Array, kernel: Array, batch: TrainBatch, frozen: Any
+) -> Loss:
+    tokens, mask = completion_tokens(batch.sequences), batch.sequences.loss_mask
+    logprobs = logprobs_from_hidden(hidden, kernel, tokens, mask=mask, v=p.vocab_size, **p.options)
+    return sampled_reverse_kl(
+        logprobs,
+        _signal(batch).token_logprobs,
+        mask,
+        sampler_logprobs=batch.sampler_logprobs,
+        ratio_cap=p.distill.ratio_cap,
+    )
+
+
+LEARNERS: dict[str, Callable[..., Loss]] = {
+    "hidden": _learn_hidden,
+    "topk": _learn_topk,
+    "student_topk": _learn_topk,
+    "sampled": _learn_sampled,
+}
+
+
+def distill_loss(
+    p: Projection,
+    hidden: Float[Array, "B C D"],
+    kernel: Float[Array, "V D"],
+    batch: TrainBatch,
+    frozen: Mapping[str, Any],
+) -> Loss:
+    """The divergence that `distill.signal` allows, with the entropy-aware term where it is on.
+
+    Args:
+        frozen: `teacher_head` [V, Dt] for the signal `hidden`.
+    """
+    total, count, metrics = LEARNERS[p.distill.signal](p, hidden, kernel, batch, frozen)
+    if _signal(batch).best_ids is None:
+        return total, count, metrics
+    extra, _, more = entropy_aware_loss(p, hidden, kernel, batch)
+    return total + extra, count, metrics | more
+
+
+def entropy_aware_loss(
+    p: Projection, hidden: Float[Array, "B C D"], kernel: Float[Array, "V D"], batch: TrainBatch
+) -> Loss:
+    """The entropy-aware term alone, of what a teacher shipped for it."""
+    signal = _signal(batch)
+    return entropy_aware_from_topk(
+        hidden,
+        kernel,
+        signal.best_ids,
+        signal.best_logprobs,
+        signal.entropy,
+        batch.sequences.loss_mask,
+        term=p.term,
+        teacher_tail=signal.best_tail,
+        lean=p.distill.lean,
+        v=p.vocab_size,
+        **p.options,
+    )
+
+
+def _signal(batch: TrainBatch) -> TeacherSignal:
+    assert batch.teacher is not None
+    return batch.teacher
+
+
+def policy_topk(
+    p: Projection, model: DecoderConfig, params: Params, sequences: Sequences
+) -> Int[Array, "B C K"]:
+    """The policy's most probable tokens, on which the signal `student_topk` is asked."""
+    hidden = completion_hidden(model, params, sequences, p.mesh)
+    return topk_from_hidden(hidden, head(params), p.distill.top_k, v=p.vocab_size, **p.options).ids

@@ -1,0 +1,423 @@
+"""Similarity groups: the samples of one prompt, clustered by what they say, and advantages from it.
+
+Everything happens within one prompt; no cluster crosses prompts, so a batch may be cut by whole
+prompts and never by rows. Host numpy, float64. S = E E^T holds cosine similarities.
+
+With `use="subgroup"` a sample is compared with its own cluster only: differences in quality
+*between* clusters give no gradient (`blend` has them again).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from jaxrl.algorithms.advantages import group_advantages, within
+from jaxrl.errors import RunError, UserError, unknown
+from jaxrl.rewards.combine import Rewards, as_rewards
+
+Sums = dict[str, tuple[float, float]]
+"""Metric name -> (sum, count)."""
+Array = np.ndarray
+Method = Literal["agglomerative_silhouette", "connected_components", "leader"]
+Use = Literal["subgroup", "blend", "size_weight", "distinct", "smi", "mmr"]
+StdScope = Literal["cluster", "prompt", "none"]
+
+ZERO_DISTANCE = 1e-6
+"""Distances below count as 0: float32 embeddings of the same text differ by this much."""
+SMALLEST_FACTOR = 0.1
+"""Of `distinct` (DARLING, arXiv 2509.02534), and of the sum of similarities in `smi`."""
+_OPEN, _CLOSE = "<think>", "</think>"
+
+
+@dataclass(frozen=True)
+class Similarity:
+    """How samples are clustered, and what the clusters are for."""
+
+    method: Method = "agglomerative_silhouette"
+    """agglomerative_silhouette: average linkage, the number of clusters by the best silhouette.
+    connected_components: joined by any chain of similarities of at least tau (DARLING, 2509.02534).
+    leader: the first earlier leader at least tau similar, else a new one (GiGPO, 2505.10978)."""
+    use: Use = "subgroup"
+    """subgroup: A = (R - mean) / (std + 1e-6) within the cluster. blend: alpha of that and
+    1 - alpha of the prompt's (Stratified GRPO, 2510.06214). size_weight: |c|^-alpha times the
+    prompt's (2601.08763). These change the reward, before the prompt's statistics: distinct, times
+    the fraction of the prompt's other samples that are in other clusters, at least 0.1 (DARLING);
+    smi, divided by the sum of similarities to all samples, itself included (DRA-GRPO, 2505.09655);
+    mmr, the score at which maximal marginal relevance picks the sample (2601.09085)."""
+    std_scope: StdScope = "cluster"
+    """Whose std divides in subgroup and blend: a cluster of two unequal rewards is always +-0.707
+    under its own. The others have the prompt's unless this is none."""
+    alpha: float = 0.5
+    """Of blend (0 to 1) and size_weight (0 or above)."""
+    tau: float = 0.95
+    """Cosine similarity from which connected_components and leader join."""
+    mmr_lambda: float = 0.7
+    """Of mmr: 1 is the reward alone, 0 novelty alone."""
+    max_clusters: int = 7
+    """Of agglomerative_silhouette."""
+    min_silhouette: float = 0.1
+    """Of agglomerative_silhouette: below, the prompt is one cluster."""
+
+    def __post_init__(self) -> None:
+        choices = {"method": METHODS, "use": get_args(Use), "std_scope": get_args(StdScope)}
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise unknown(name, getattr(self, name), known)
+        if self.alpha < 0 or (self.use == "blend" and self.alpha > 1):
+            raise UserError(
+                f"alpha is {self.alpha}; blend takes 0 (GRPO) to 1 (subgroup), size_weight 0 or"
+                " above"
+            )
+        if self.max_clusters < 2:
+            raise UserError(f"max_clusters is {self.max_clusters}; it must be at least 2")
+        if not 0 <= self.mmr_lambda <= 1:
+            raise UserError(f"mmr_lambda is {self.mmr_lambda}; it must lie in [0, 1]")
+
+    def clustering(self) -> dict[str, float]:
+        """The options of `method`, for `cluster`."""
+        if self.method == "agglomerative_silhouette":
+            return {"max_clusters": self.max_clusters, "min_silhouette": self.min_silhouette}
+        return {"tau": self.tau}
+
+
+def text_to_embed(completion: str, *, opened: bool = False) -> str | None:
+    """What a completion answers: the text after its last `</think>`, else all of it; stripped.
+
+    None where the thought was never closed: there is no answer.
+
+    Args:
+        opened: whether the prompt's template itself ends inside `<think>`.
+    """
+    head, closed, answer = completion.rpartition(_CLOSE)
+    if _OPEN in answer or (opened and not closed):
+        return None
+    return answer.strip()
+
+
+def canonical_order(texts: Sequence[str | bytes]) -> Int[np.ndarray, " N"]:
+    """Indices by the hash of the text, then by index: an order that no batch layout changes."""
+
+    def key(i: int) -> tuple[bytes, int]:
+        text = texts[i]
+        data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
+        return hashlib.sha256(data).digest(), i
+
+    return np.array(sorted(range(len(texts)), key=key), int)
+
+
+def similarities(embeddings: Float[np.ndarray, "N D"]) -> Float[np.ndarray, "N N"]:
+    """Cosine similarities: symmetric, 1 on the diagonal, and 1 where 1 - s < 1e-6."""
+    e = np.asarray(embeddings, np.float64)
+    if not np.isfinite(e).all():
+        row = int(np.flatnonzero(~np.isfinite(e).all(1))[0])
+        raise RunError(
+            f"the embedding of sample {row} of a prompt holds NaN or infinity: the encoder"
+            " overflows (a wider dtype may help) or its weights are broken"
+        )
+    norm = np.linalg.norm(e, axis=1, keepdims=True)
+    e = e / np.where(norm > 0, norm, 1)
+    s = e @ e.T
+    s = np.where(1 - s < ZERO_DISTANCE, 1.0, s)
+    np.fill_diagonal(s, 1.0)
+    return (s + s.T) / 2
+
+
+def cluster(
+    embeddings: Float[np.ndarray, "N D"],
+    *,
+    method: str = "agglomerative_silhouette",
+    texts: Sequence[str] | None = None,
+    **options: float,
+) -> Int[np.ndarray, " N"]:
+    """Cluster numbers of the samples of one prompt: 0, 1, ... in order of first appearance.
+
+    Args:
+        embeddings: rows of length 1 (they are scaled to it).
+        method: a name of `METHODS`.
+        texts: what was embedded, for the canonical order; without, the embeddings stand for it.
+        options: max_clusters (7) and min_silhouette (0.1) of agglomerative_silhouette; tau (0.95)
+            of connected_components and leader.
+    """
+    if method not in METHODS:
+        raise unknown("clustering method", method, METHODS)
+    embeddings = np.asarray(embeddings)
+    order = canonical_order([row.tobytes() for row in embeddings] if texts is None else texts)
+    labels = np.empty(len(order), int)
+    if len(order):
+        labels[order] = METHODS[method](similarities(embeddings[order]), **options)
+    return _renumbered(labels)
+
+
+def agglomerative_silhouette(
+    similarity: Float[np.ndarray, "N N"], *, max_clusters: int = 7, min_silhouette: float = 0.1
+) -> Int[np.ndarray, " N"]:
+    """Average linkage (UPGMA), cut into the 2 ... min(max_clusters, N - 1) of best silhouette.
+
+    Ties go to fewer clusters. One cluster for N <= 2, where nothing differs, and where the best
+    silhouette is below `min_silhouette`.
+    """
+    distance = 1 - similarity
+    n = len(distance)
+    if n <= 2 or distance.max() == 0:
+        return np.zeros(n, int)
+    cuts = _average_linkage(distance)
+    counts = range(2, min(max_clusters, n - 1) + 1)
+    scores = {k: silhouette(distance, cuts[k]) for k in counts}
+    # Rounded: what is a tie should not hang on the last bit of a sum.
+    best = max(counts, key=lambda k: round(scores[k], 9))
+    return cuts[best] if scores[best] >= min_silhouette else np.zeros(n, int)
+
+
+def _average_linkage(distance: Float[np.ndarray, "N N"]) -> dict[int, np.ndarray]:
+    """Number of clusters -> labels. Merges the closest two, the first pair among equals."""
+    n = len(distance)
+    d = distance.copy()
+    np.fill_diagonal(d, np.inf)
+    labels, size = np.arange(n), np.ones(n)
+    cuts = {n: labels.copy()}
+    for left in range(n - 1, 0, -1):
+        i, j = np.unravel_index(np.argmin(d), d.shape)
+        merged = (size[i] * d[i] + size[j] * d[j]) / (size[i] + size[j])
+        d[i], d[:, i] = merged, merged
+        d[j], d[:, j], d[i, i] = np.inf, np.inf, np.inf
+        size[i] += size[j]
+        labels[labels == j] = i
+        cuts[left] = labels.copy()
+    return cuts
+
+
+def silhouette(distance: Float[np.ndarray, "N N"], labels: Int[np.ndarray, " N"]) -> float:
+    """Mean of (b - a) / max(a, b): a to the own cluster, b to the nearest other; 0 for a singleton.
+
+    Rousseeuw 1987. Needs 2 to N - 1 clusters.
+    """
+    n = len(labels)
+    _, own, size = np.unique(labels, return_inverse=True, return_counts=True)
+    assert 2 <= len(size) < n, f"{len(size)} clusters of {n} samples have no silhouette"
+    member = own[:, None] == np.arange(len(size))[None, :]
+    sums = distance @ member
+    rows = np.arange(n)
+    a = sums[rows, own] / np.maximum(size[own] - 1, 1)
+    b = np.where(member, np.inf, sums / size[None, :]).min(-1)
+    widest = np.maximum(a, b)
+    score = np.where(widest > 0, (b - a) / np.where(widest > 0, widest, 1), 0)
+    return float(np.where(size[own] > 1, score, 0).mean())
+
+
+def connected_components(
+    similarity: Float[np.ndarray, "N N"], *, tau: float = 0.95
+) -> Int[np.ndarray, " N"]:
+    """One cluster for all that a chain of similarities >= tau connects."""
+    linked = similarity >= tau
+    labels = np.arange(len(linked))
+    while True:
+        smallest = np.where(linked, labels[None, :], len(linked)).min(-1)
+        if (smallest == labels).all():
+            return labels
+        labels = smallest
+
+
+def leader(similarity: Float[np.ndarray, "N N"], *, tau: float = 0.95) -> Int[np.ndarray, " N"]:
+    """Each sample joins the first leader that it is at least tau similar to, or becomes one."""
+    labels = np.arange(len(similarity))
+    leaders: list[int] = []
+    for i in range(len(similarity)):
+        near = [j for j in leaders if similarity[i, j] >= tau]
+        if near:
+            labels[i] = near[0]
+        else:
+            leaders.append(i)
+    return labels
+
+
+METHODS: Mapping[str, Callable[..., np.ndarray]] = {
+    "agglomerative_silhouette": agglomerative_silhouette,
+    "connected_components": connected_components,
+    "leader": leader,
+}
+
+
+def _renumbered(labels: np.ndarray) -> np.ndarray:
+    """0, 1, ... in order of first appearance."""
+    _, first, inverse = np.unique(labels, return_index=True, return_inverse=True)
+    rank = np.empty(len(first), int)
+    rank[np.argsort(first)] = np.arange(len(first))
+    return rank[inverse]
+
+
+class Grouped(NamedTuple):
+    """Advantages by similarity groups."""
+
+    advantages: Float[np.ndarray, " B"]
+    labels: Int[np.ndarray, " B"]
+    """Clusters, numbered over the whole batch; -1 at padding and where there is no reward."""
+    metrics: Sums
+    """groups_per_prompt, singleton_fraction (of samples), silhouette (mean over the prompts that
+    have one), split_into_K (fraction of prompts, for each K up to the largest), unfinished_thoughts
+    (of samples)."""
+
+
+def similarity_advantages(
+    rewards: Rewards,
+    embeddings: Float[np.ndarray, "B D"],
+    group_ids: Int[np.ndarray, " B"],
+    *,
+    options: Similarity | None = None,
+    texts: Sequence[str | None] | None = None,
+) -> Grouped:
+    """Clusters every prompt's samples and makes their advantages as `options` says.
+
+    Samples without a reward are in no cluster and no statistic, and get 0. A sample whose text is
+    None (an unfinished thought) has no answer to embed: it is a cluster of its own, similar to
+    nothing.
+
+    Args:
+        rewards: one for each sample; None or NaN where there is none.
+        embeddings: L2-normalised; rows of padding, or without a text, are not read.
+        group_ids: the prompt of each sample; -1 at padding.
+        texts: from `text_to_embed`, for the canonical order and the unfinished thoughts; without,
+            every sample has an answer.
+    """
+    o = Similarity() if options is None else options
+    values, ids = as_rewards(rewards), np.asarray(group_ids)
+    labels = np.full(len(ids), -1)
+    shaped, shape = values.copy(), SHAPES.get(o.use)
+    scores, counts = [], []
+    for prompt in np.unique(ids[(ids >= 0) & ~np.isnan(values)]):
+        rows = np.flatnonzero((ids == prompt) & ~np.isnan(values))
+        rows, found, similarity = _one_prompt(rows, embeddings, texts, o)
+        if shape is not None:
+            shaped[rows] = shape(values[rows], found, similarity, o)
+        labels[rows] = labels.max() + 1 + found
+        counts.append(int(found.max()) + 1)
+        if 2 <= counts[-1] < len(rows):
+            scores.append(silhouette(1 - similarity, found))
+    prompts = np.where(labels < 0, -1, ids)
+    advantages = ADVANTAGES.get(o.use, _of_prompt)(shaped, labels, prompts, o)
+    placed = np.flatnonzero(labels >= 0).tolist()
+    unfinished = 0 if texts is None else sum(texts[i] is None for i in placed)
+    return Grouped(advantages, labels, _metrics(labels, counts, scores, unfinished))
+
+
+def _one_prompt(
+    rows: np.ndarray, embeddings: np.ndarray, texts: Sequence[str | None] | None, o: Similarity
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A prompt's rows in canonical order, their clusters 0, 1, ..., their similarities."""
+    members = rows.tolist()
+    answered = np.array([texts is None or texts[i] is not None for i in members])
+    keys: list[str | bytes]
+    if texts is None:
+        keys = [np.asarray(embeddings[i]).tobytes() for i in members]
+    else:
+        keys = [texts[i] or "" for i in members]
+    order = canonical_order(keys)
+    rows, answered = rows[order], answered[order]
+    similarity = np.eye(len(rows))
+    similarity[np.ix_(answered, answered)] = similarities(np.asarray(embeddings)[rows[answered]])
+    found = np.arange(len(rows))
+    if answered.any():
+        inside = METHODS[o.method](similarity[np.ix_(answered, answered)], **o.clustering())
+        found[answered] = found[answered][_first_of(inside)]
+    return rows, _renumbered(found), similarity
+
+
+def _first_of(labels: np.ndarray) -> np.ndarray:
+    """The index of the first member of each one's cluster."""
+    _, first, inverse = np.unique(labels, return_index=True, return_inverse=True)
+    return first[inverse]
+
+
+def _of_prompt(values: np.ndarray, labels: np.ndarray, prompts: np.ndarray, o: Similarity) -> Array:
+    return group_advantages(values, prompts, scale_by_std=o.std_scope != "none")
+
+
+def _of_cluster(
+    values: np.ndarray, labels: np.ndarray, prompts: np.ndarray, o: Similarity
+) -> Array:
+    scopes = {"cluster": labels, "prompt": prompts, "none": None}
+    return within(values, labels, scopes[o.std_scope])
+
+
+def _blend(values: np.ndarray, labels: np.ndarray, prompts: np.ndarray, o: Similarity) -> Array:
+    inside = _of_cluster(values, labels, prompts, o)
+    return o.alpha * inside + (1 - o.alpha) * _of_prompt(values, labels, prompts, o)
+
+
+def _size_weight(
+    values: np.ndarray, labels: np.ndarray, prompts: np.ndarray, o: Similarity
+) -> Array:
+    _, inverse, size = np.unique(labels, return_inverse=True, return_counts=True)
+    return size[inverse] ** -o.alpha * _of_prompt(values, labels, prompts, o)
+
+
+def _distinct(
+    values: np.ndarray, labels: np.ndarray, similarity: np.ndarray, o: Similarity
+) -> Array:
+    """R max((G - |c|) / (G - 1), 0.1)."""
+    _not_negative(values, "distinct")
+    size = np.bincount(labels)[labels]
+    others = np.maximum(len(labels) - 1, 1)
+    return values * np.maximum((len(labels) - size) / others, SMALLEST_FACTOR)
+
+
+def _smi(values: np.ndarray, labels: np.ndarray, similarity: np.ndarray, o: Similarity) -> Array:
+    """R / sum_j s_ij with j = i in the sum; opposite embeddings may not bring it below 0.1."""
+    _not_negative(values, "smi")
+    return values / np.maximum(similarity.sum(-1), SMALLEST_FACTOR)
+
+
+def _mmr(values: np.ndarray, labels: np.ndarray, similarity: np.ndarray, o: Similarity) -> Array:
+    """lambda R_i - (1 - lambda) max(0, max_j s_ij) over the j picked before i, best score first.
+
+    Rows are in canonical order: the first among equals is picked.
+    """
+    nearest = np.zeros(len(values))
+    scores, left = np.zeros(len(values)), np.ones(len(values), bool)
+    for _ in range(len(values)):
+        score = o.mmr_lambda * values - (1 - o.mmr_lambda) * nearest
+        pick = int(np.argmax(np.where(left, score, -np.inf)))
+        scores[pick], left[pick] = score[pick], False
+        nearest = np.maximum(nearest, similarity[pick])
+    return scores
+
+
+def _not_negative(values: np.ndarray, use: str) -> None:
+    if values.min() < 0:
+        raise UserError(
+            f"use={use} multiplies rewards and needs them at 0 or above; one is {values.min():g}. "
+            "Shift the rewards, or choose subgroup, blend, size_weight or mmr"
+        )
+
+
+SHAPES: Mapping[str, Callable[[Array, Array, Array, Similarity], Array]] = {
+    "distinct": _distinct,
+    "smi": _smi,
+    "mmr": _mmr,
+}
+"""Uses that change the rewards of one prompt: (rewards, clusters, similarities, options)."""
+ADVANTAGES: Mapping[str, Callable[[Array, Array, Array, Similarity], Array]] = {
+    "subgroup": _of_cluster,
+    "blend": _blend,
+    "size_weight": _size_weight,
+}
+"""Uses that make advantages otherwise than GRPO: (rewards, clusters, prompts, options)."""
+
+
+def _metrics(labels: Array, counts: list[int], scores: list[float], unfinished: int) -> Sums:
+    _, size = np.unique(labels[labels >= 0], return_counts=True)
+    samples, prompts = float(size.sum()), float(len(counts))
+    told = {
+        "groups_per_prompt": (float(sum(counts)), prompts),
+        "singleton_fraction": (float((size == 1).sum()), samples),
+        "silhouette": (float(sum(scores)), float(len(scores))),
+        "unfinished_thoughts": (float(unfinished), samples),
+    }
+    for k in range(1, max(counts, default=0) + 1):
+        told[f"split_into_{k}"] = (float(counts.count(k)), prompts)
+    return told

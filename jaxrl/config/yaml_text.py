@@ -1,0 +1,232 @@
+"""Strict YAML: what a config file and a ``key=value`` override mean.
+
+PyYAML follows YAML 1.1, where ``1:2`` is the number 62, ``1e-4`` a string, ``no`` false, and a key
+given twice silently keeps its last value. Here scalars follow the YAML 1.2 core schema and a
+repeated key is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from jaxrl.config.aliases import alias_hint
+from jaxrl.errors import UserError
+
+DEEPEST, MOST_NODES = 50, 100_000
+"""Limits of a config file: levels of nesting, and values where each alias stands for what it
+names."""
+
+_SCALARS = (
+    ("tag:yaml.org,2002:null", r"^(?:null|~|)$", "n~"),
+    ("tag:yaml.org,2002:bool", r"^(?:true|false)$", "tf"),
+    ("tag:yaml.org,2002:int", r"^[-+]?(?:0|[1-9][0-9]*)$", "-+0123456789"),
+    (
+        "tag:yaml.org,2002:float",
+        r"^[-+]?(?:\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?$|^[-+]?\.inf$|^\.nan$",
+        "-+.0123456789",
+    ),
+)
+
+
+def _core_resolvers() -> dict[str | None, list[tuple[str, re.Pattern[str]]]]:
+    table: dict[str | None, list[tuple[str, re.Pattern[str]]]] = {"": []}
+    for tag, pattern, first_letters in _SCALARS:
+        for letter in first_letters:
+            table.setdefault(letter, []).append((tag, re.compile(pattern)))
+    table[""].append((_SCALARS[0][0], re.compile(_SCALARS[0][1])))
+    return table
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers = _core_resolvers()
+
+    def __init__(self, stream: Any):
+        super().__init__(stream)
+        self._depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        self._depth += 1
+        _check_depth(self._depth)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+    def get_single_node(self) -> Any:
+        node = super().get_single_node()
+        _count_nodes(node, 0, 0)
+        return node
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[str] = set()
+        for key_node, _ in node.value:
+            where = f"line {key_node.start_mark.line + 1}"
+            if key_node.tag != "tag:yaml.org,2002:str":
+                raise UserError(f"{where}: keys are plain words, got {key_node.value!r}")
+            if key_node.value in seen:
+                raise UserError(f"{where}: key {key_node.value!r} is given twice")
+            seen.add(key_node.value)
+        return super().construct_mapping(node, deep=deep)
+
+
+def _check_depth(depth: int) -> None:
+    if depth > DEEPEST:
+        raise UserError(f"nested deeper than {DEEPEST} levels, or a value that contains itself")
+
+
+def _count_nodes(node: Any, depth: int, count: int) -> int:
+    """`count` and the nodes of a tree in which an alias repeats what it names.
+
+    Raises:
+        UserError: the tree is too deep or too large to be a config.
+    """
+    _check_depth(depth)
+    count += 1
+    if count > MOST_NODES:
+        raise UserError(f"more than {MOST_NODES} values, aliases written out: use fewer")
+    below = node.value if isinstance(node, yaml.CollectionNode) else []
+    for child in below:
+        for one in child if isinstance(child, tuple) else (child,):
+            count = _count_nodes(one, depth + 1, count)
+    return count
+
+
+class _Dumper(yaml.SafeDumper):
+    yaml_implicit_resolvers = _core_resolvers()
+
+
+def _parse(text: str) -> Any:
+    return yaml.load(text, Loader=_Loader)
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """The mapping that a YAML file holds; an empty file is an empty mapping."""
+    try:
+        content = _parse(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read config {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text") from error
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+    except yaml.YAMLError as error:
+        raise UserError(f"{path}: not YAML: {_one_line(error)}") from error
+    except ValueError as error:  # thousands of digits
+        raise UserError(f"{path}: {error}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        what = "a list" if isinstance(content, list) else "a single value"
+        raise UserError(f"{path}: holds {what}, not `key: value` lines")
+    return content
+
+
+def dump_mapping(mapping: dict[str, Any]) -> str:
+    """YAML text that ``read_mapping`` reads back to an equal mapping, keys in their given order."""
+    return yaml.dump(mapping, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+
+
+def parse_value(text: str) -> Any:
+    """The value of an override: a quoted string or ``[list]`` in YAML, else one whole plain scalar.
+
+    Whole: ``data.system_prompt=Answer: yes # or no`` needs no second layer of quotes.
+    """
+    if text.startswith(("[", "{", '"', "'")):
+        try:
+            return _parse(text)
+        except yaml.YAMLError as error:
+            raise UserError(f"not YAML: {_one_line(error)}") from error
+    loader = _Loader("")
+    tag = loader.resolve(yaml.ScalarNode, text, (True, False))
+    try:
+        return loader.construct_object(yaml.ScalarNode(tag, text))
+    except ValueError as error:  # thousands of digits
+        raise UserError(str(error)) from error
+
+
+def assignments(
+    overrides: Sequence[str] | Mapping[str, Any], mappings: Collection[str] = ()
+) -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of each override: of ``a.b.c=value`` strings, or of a mapping whose keys
+    are dotted or nested.
+
+    ``mappings`` are the keys whose value may be a whole mapping; every other one is a section, of
+    which an override sets one key.
+    """
+    if isinstance(overrides, Mapping):
+        yield from _flat(overrides, mappings)
+        return
+    for override in overrides:
+        if not isinstance(override, str):
+            raise UserError(f"bad override {override!r}: write 'key=value', as in 'steps=10'")
+        key, equals, text = override.partition("=")
+        key = key.strip()
+        if not equals or not all(key.split(".")):
+            raise UserError(f"bad override {override!r}: write key=value, as in steps=10")
+        try:
+            value = parse_value(text.strip())
+        except UserError as error:
+            shown_override = override if len(override) <= 80 else override[:77] + "..."
+            raise UserError(f"override {shown_override!r}: {error}") from error
+        if isinstance(value, dict) and key not in mappings:
+            raise UserError(f"override {override!r}: set its keys one by one, as {key}.KEY=VALUE")
+        yield key, value
+
+
+def _flat(
+    overrides: Mapping[str, Any], mappings: Collection[str], prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
+    for name, value in overrides.items():
+        if not isinstance(name, str) or not all(name.split(".")):
+            raise UserError(f"bad override {prefix}{name!r}: a key is a name, as in 'steps'")
+        if isinstance(value, Mapping) and prefix + name not in mappings:
+            yield from _flat(value, mappings, f"{prefix}{name}.")
+        else:
+            yield prefix + name, os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def assign(mapping: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """``mapping`` with the value of each dotted key set."""
+    result = _copy(mapping)
+    for key, value in values.items():
+        _set(result, key.split("."), value)
+    return result
+
+
+def shown(value: Any) -> str:
+    """A value as an override is written."""
+    if isinstance(value, str):
+        return value
+    return f"{value:g}" if isinstance(value, float) else json.dumps(value)
+
+
+def _set(mapping: dict[str, Any], parts: list[str], value: Any) -> None:
+    for depth, part in enumerate(parts[:-1]):
+        below = mapping.setdefault(part, {})
+        if below is None:
+            below = mapping[part] = {}
+        if not isinstance(below, dict):
+            section = ".".join(parts[: depth + 1])
+            path = ".".join(parts)
+            raise UserError(
+                f"cannot set {path}: {section} is a value, not a section{alias_hint(path)}"
+            )
+        mapping = below
+    mapping[parts[-1]] = value
+
+
+def _copy(mapping: dict[str, Any]) -> dict[str, Any]:
+    return {k: _copy(v) if isinstance(v, dict) else v for k, v in mapping.items()}
+
+
+def _one_line(error: yaml.YAMLError) -> str:
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return re.sub(r"\s+", " ", str(error)).strip()
+    mark = error.problem_mark
+    return f"{error.problem} (line {mark.line + 1}, column {mark.column + 1})"

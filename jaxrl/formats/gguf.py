@@ -1,0 +1,299 @@
+"""GGUF files (llama.cpp): weights dequantised box by box, and the config that their metadata
+describe."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from functools import cache, cached_property, lru_cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType
+from gguf.quants import dequantize
+
+from jaxrl.errors import UserError
+from jaxrl.formats.weights import Index
+from jaxrl.models.config import FAMILIES, DecoderConfig, LinearRope, Llama3Rope
+
+MOST_ELEMENTS = 1 << 22
+"""Of an array in the metadata; the largest vocabularies have a sixteenth of it."""
+NAMES: dict[str, str] = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+"""Hugging Face name (within a layer, where in one) -> GGUF name; both without `.weight` or
+`.bias`."""
+LLAMA3_ROPE = Llama3Rope(
+    factor=1.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192
+)
+"""Llama 3.1 to 3.3, but for the factor; a GGUF stores only the divisors that result from it."""
+
+
+class _Reader(GGUFReader):
+    """The library's reader, which would read on behind the end of the file and count to any
+    number that it announces."""
+
+    def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+        end = int(offset) + int(count) * np.dtype(dtype).itemsize
+        if end > len(self.data):
+            raise ValueError(f"byte {end} of {len(self.data)}")
+        return super()._get(offset, dtype, count, override_order)
+
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+        if raw_type == GGUFValueType.ARRAY:
+            count = int(self._get(orig_offs + 4, np.uint64)[0])
+            if count > MOST_ELEMENTS:
+                raise UserError(f"an array of {count} elements; at most {MOST_ELEMENTS} are read")
+        return super()._get_field_parts(orig_offs, raw_type)
+
+
+@cache
+def is_read(kind: GGMLQuantizationType) -> bool:
+    """Whether the library dequantises a type."""
+    if kind in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
+        return True
+    try:
+        dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+    except NotImplementedError:
+        return False
+    return True
+
+
+class GgufFile:
+    """The tensors of a GGUF file under Hugging Face's names, dequantised box by box."""
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = Path(path)
+        try:
+            self._reader = _Reader(self.path)
+        except UserError as error:
+            raise UserError(f"{self.path}: {error}") from None
+        except OSError as error:
+            raise UserError(f"{self.path}: cannot be read: {error.strerror}") from None
+        except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
+            if GGMLQuantizationType.__name__ in str(error):
+                raise UserError(
+                    f"{self.path}: {error}: a tensor is of a type that the installed gguf"
+                    f" {version('gguf')} does not know; a newer one may (pip install -U gguf)"
+                ) from None
+            with open(self.path, "rb") as file:
+                first = file.read(4)
+            raise UserError(
+                f"{self.path}: truncated, or no GGUF file: it has"
+                f" {self.path.stat().st_size} bytes and begins with {first!r} (GGUF: {b'GGUF'!r})"
+            ) from None
+        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+
+    def meta(self, key: str) -> Any:
+        """A value of the metadata; None where there is none."""
+        field = self._reader.fields.get(key)
+        return None if field is None else field.contents()
+
+    @cached_property
+    def config(self) -> DecoderConfig:
+        """The config that the metadata describe.
+
+        Raises:
+            UserError: an architecture or a variant that is not supported.
+        """
+        family = self.meta("general.architecture")
+        if family not in FAMILIES:
+            raise UserError(
+                f"{self.path}: architecture {family!r} is not supported;"
+                f" supported: {', '.join(FAMILIES)}"
+            )
+        d_model = int(self._need("embedding_length"))
+        n_heads = int(self._need("attention.head_count"))
+        n_kv_heads = self._arch("attention.head_count_kv")
+        head_dim = int(self._arch("attention.key_length") or d_model // n_heads)
+        rotated = self._arch("rope.dimension_count")
+        if rotated is not None and rotated != head_dim:
+            raise UserError(
+                f"{self.path}: {rotated} of {head_dim} dims of a head are rotated; all or none"
+            )
+        theta = self._arch("rope.freq_base")
+        theta = 10000.0 if theta is None else _shortest(theta)
+        return DecoderConfig(
+            family=family,
+            vocab_size=int(self._tensor("token_embd.weight").shape[1]),
+            d_model=d_model,
+            n_layers=int(self._need("block_count")),
+            n_heads=n_heads,
+            n_kv_heads=n_heads if n_kv_heads is None else int(n_kv_heads),
+            head_dim=head_dim,
+            d_ff=int(self._need("feed_forward_length")),
+            rope_theta=theta,
+            rope_scaling=self._rope_scaling(theta, head_dim),
+            rms_norm_eps=_shortest(self._need("attention.layer_norm_rms_epsilon")),
+            tie_embeddings="output.weight" not in self._tensors,
+            attention_bias=FAMILIES[family].attention_bias,
+            qk_norm=FAMILIES[family].qk_norm,
+            max_positions=int(self._need("context_length")),
+            eos_ids=self._eos_ids(),
+            bos_id=self.meta("tokenizer.ggml.bos_token_id"),
+            pad_id=self.meta("tokenizer.ggml.padding_token_id"),
+        )
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        tensor = self._tensors.get(_gguf_name(name))
+        if tensor is None:
+            return None
+        if not is_read(tensor.tensor_type):
+            known = ", ".join(kind.name for kind in GGMLQuantizationType if is_read(kind))
+            raise UserError(
+                f"{self.path}: tensor {tensor.name} is stored as {tensor.tensor_type.name}, which"
+                f" the installed gguf {version('gguf')} does not dequantise; it does: {known}"
+            )
+        return tuple(int(n) for n in tensor.shape[::-1])
+
+    def file(self, name: str) -> Path:
+        return self.path
+
+    def is_quantised(self, name: str) -> bool:
+        """Whether a tensor is stored in blocks, from which its values have to be computed."""
+        return GGML_QUANT_SIZES[self._tensors[_gguf_name(name)].tensor_type][0] > 1
+
+    def read(self, name: str, index: Index) -> np.ndarray:
+        tensor = self._tensors[_gguf_name(name)]
+        shape = tuple(int(n) for n in tensor.shape[::-1])
+        rows = index[0] if len(shape) == 2 else slice(None)
+        part = tensor.data[self._row_order(name, shape)[rows]] if len(shape) == 2 else tensor.data
+        return _dequantise_columns(part, tensor.tensor_type, index[-1].indices(shape[-1])[:2])
+
+    def _row_order(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """Row of the file for each row in Hugging Face's order.
+
+        For the llama architecture the file interleaves the two halves that rotate together in each
+        head of q and k.
+        """
+        order = np.arange(shape[0])
+        permuted = name.endswith(("q_proj.weight", "k_proj.weight"))
+        if self.meta("general.architecture") != "llama" or not permuted:
+            return order
+        return order.reshape(-1, self.config.head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
+
+    def _tensor(self, name: str) -> Any:
+        if name not in self._tensors:
+            raise UserError(f"{self.path}: tensor {name} is missing")
+        return self._tensors[name]
+
+    def _arch(self, key: str) -> Any:
+        return self.meta(f"{self.meta('general.architecture')}.{key}")
+
+    def _need(self, key: str) -> Any:
+        value = self._arch(key)
+        if value is None:
+            raise UserError(
+                f"{self.path}: the metadata lack {self.meta('general.architecture')}.{key}"
+            )
+        return value
+
+    def _eos_ids(self) -> tuple[int, ...]:
+        """The end of text, then the end of a turn where a file tells both."""
+        keys = ("eos_token_id", "eot_token_id")
+        ids = [self.meta(f"tokenizer.ggml.{key}") for key in keys]
+        return tuple(dict.fromkeys(int(i) for i in ids if i is not None))
+
+    def _rope_scaling(self, theta: float, head_dim: int) -> Llama3Rope | LinearRope | None:
+        kind = self._arch("rope.scaling.type")
+        if "rope_freqs.weight" in self._tensors:
+            return self._llama3_rope(theta, head_dim)
+        if kind in (None, "none"):
+            return None
+        if kind == "linear":
+            return LinearRope(_shortest(self._need("rope.scaling.factor")))
+        raise UserError(
+            f"{self.path}: rope scaling {kind!r} is not supported; supported: linear, llama3"
+        )
+
+    def _llama3_rope(self, theta: float, head_dim: int) -> Llama3Rope:
+        """The scaling whose divisors the file stores in `rope_freqs.weight` [H / 2]."""
+        stored = np.asarray(self._tensors["rope_freqs.weight"].data, np.float64)
+        rope = replace(LLAMA3_ROPE, factor=float(stored.max()))
+        half = head_dim // 2
+        freq = theta ** -(np.arange(half) / half)
+        turns = rope.original_max_positions * freq / (2 * np.pi)
+        span = rope.high_freq_factor - rope.low_freq_factor
+        smooth = np.clip((turns - rope.low_freq_factor) / span, 0.0, 1.0)
+        divisors = 1.0 / (smooth + (1.0 - smooth) / rope.factor)
+        if stored.shape != divisors.shape or not np.allclose(stored, divisors, rtol=1e-4):
+            raise UserError(
+                f"{self.path}: rope_freqs.weight is no llama3 scaling, which would be {rope};"
+                " other scalings are not supported"
+            )
+        return rope
+
+
+def _gguf_name(name: str) -> str:
+    """`model.layers.3.self_attn.q_proj.weight` -> `blk.3.attn_q.weight`."""
+    stem, kind = name.rsplit(".", 1)
+    if not stem.startswith("model.layers."):
+        return f"{NAMES[stem]}.{kind}"
+    _, _, layer, rest = stem.split(".", 3)
+    return f"blk.{layer}.{NAMES[rest]}.{kind}"
+
+
+def _dequantise_columns(
+    data: np.ndarray, kind: GGMLQuantizationType, columns: tuple[int, int]
+) -> np.ndarray:
+    """Columns [start, stop) of stored rows as float32; only the blocks that hold them are read."""
+    start, stop = columns
+    block, size = GGML_QUANT_SIZES[kind]
+    if block == 1 and data.dtype != np.uint8:
+        return np.ascontiguousarray(data[..., start:stop], np.float32)
+    first, last = start // block, -(-stop // block)
+    blocks = np.ascontiguousarray(data[..., first * size : last * size])
+    return dequantize(blocks, kind)[..., start - first * block : stop - first * block]
+
+
+def _shortest(value: float) -> float:
+    """The shortest decimal that is the same float32: 1e-05, not 9.999999747378752e-06."""
+    return float(str(np.float32(value)))
+
+
+@lru_cache(maxsize=4)
+def _opened(path: Path, size: int, modified_ns: int) -> GgufFile:
+    return GgufFile(path)
+
+
+def open_gguf(path: str | os.PathLike[str]) -> GgufFile:
+    """`GgufFile`, read once as long as the file stays as it is: long token lists take seconds."""
+    place = Path(path)
+    if not place.is_file():
+        raise UserError(f"model {str(path)!r}: there is no such file")
+    state = place.stat()
+    return _opened(place, state.st_size, state.st_mtime_ns)
+
+
+def load_tokenizer(path: str | os.PathLike[str]) -> Any:
+    """The file's tokenizer with its chat template, as a transformers `PreTrainedTokenizerFast`."""
+    from jaxrl.formats import gguf_tokenizer
+
+    return gguf_tokenizer.build(open_gguf(path), str(path))
+
+
+def save_tokenizer(path: str | os.PathLike[str], folder: Path) -> None:
+    """Writes the file's tokenizer into a Hugging Face folder; transformers 4 and 5 read it."""
+    load_tokenizer(path).save_pretrained(folder)
+    file = folder / "tokenizer_config.json"
+    raw = json.loads(file.read_text(encoding="utf-8"))
+    for key in ("backend", "is_local", "local_files_only"):
+        raw.pop(key, None)
+    raw["tokenizer_class"] = "PreTrainedTokenizerFast"
+    file.write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,413 @@
+"""Hugging Face folders: `config.json` and safetensors, read by slices and written as a stream."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxrl.errors import UserError
+from jaxrl.formats import weights
+from jaxrl.models.config import DecoderConfig, check_special_ids, special_ids
+from jaxrl.models.decoder import Layout, Params
+from jaxrl.sharding.mesh import leads
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SHARD_BYTES = 5_000_000_000
+"""Largest safetensors file that is written, unless one tensor is larger."""
+HEADER_BYTES = 100_000_000
+"""Longest header of a safetensors file, as in the safetensors library."""
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+STORED: dict[str, np.dtype[Any]] = {
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+"""Dtypes of a safetensors header that can be read, and written."""
+WRITTEN = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+@dataclass(frozen=True)
+class _Entry:
+    file: Path
+    stored: str
+    """Dtype, by the name that the header gives it."""
+    shape: tuple[int, ...]
+    offset: int
+    """Bytes from the start of the file."""
+
+
+class SafetensorsFolder:
+    """The tensors of a folder's `*.safetensors`; a read maps only the tensor it is about."""
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = Path(path)
+        self._files, self._file_of = _weight_files(self.path)
+        self._entries: dict[str, _Entry] = {}
+        for file in self._files:
+            self._entries |= _read_header(file)
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        entry = self._entries.get(name)
+        if entry is not None and entry.stored not in STORED:
+            raise UserError(
+                f"{entry.file}: tensor {name} is stored as {entry.stored},"
+                f" which is not read; supported: {', '.join(STORED)}"
+            )
+        return None if entry is None else entry.shape
+
+    def file(self, name: str) -> Path:
+        if name in self._entries:
+            return self._entries[name].file
+        return self._file_of.get(name, self._files[0] if len(self._files) == 1 else self.path)
+
+    def read(self, name: str, index: weights.Index) -> np.ndarray:
+        entry = self._entries[name]
+        dtype = STORED[entry.stored]
+        bits = np.dtype(f"<u{dtype.itemsize}")
+        mapped = np.memmap(entry.file, bits, "r", entry.offset, entry.shape)
+        return mapped[index].view(dtype)
+
+
+def read_config(path: str | os.PathLike[str]) -> DecoderConfig:
+    """`config.json`, merged with the eos ids (and bos, pad) of `generation_config.json`."""
+    folder = Path(path)
+    if not folder.exists():
+        raise UserError(f"model {str(path)!r}: there is no such folder")
+    file = folder / "config.json"
+    if not file.is_file():
+        raise UserError(
+            f"model {str(path)!r}: no config.json in this folder; it is no model folder"
+        )
+    with _of_file(file):
+        config = DecoderConfig.from_hf(_read_json(file))
+        check_special_ids(config)
+    file = folder / "generation_config.json"
+    if not file.is_file():
+        return config
+    with _of_file(file):
+        more = special_ids(_read_json(file))
+        config = replace(
+            config,
+            eos_ids=tuple(dict.fromkeys((*config.eos_ids, *more["eos_ids"]))),
+            bos_id=more["bos_id"] if config.bos_id is None else config.bos_id,
+            pad_id=more["pad_id"] if config.pad_id is None else config.pad_id,
+        )
+        check_special_ids(config)
+    return config
+
+
+def load_params(
+    path: str | os.PathLike[str],
+    config: DecoderConfig,
+    mesh: Mesh | None = None,
+    dtype: Any = jnp.float32,
+    layout: Layout = "stacked",
+) -> Params:
+    """Parameters of a Hugging Face folder; see `weights.load`."""
+    return weights.load(SafetensorsFolder(path), config, mesh, dtype, layout)
+
+
+def load_head(
+    path: str | os.PathLike[str],
+    config: DecoderConfig,
+    mesh: Mesh | None = None,
+    dtype: Any = jnp.float32,
+) -> jax.Array:
+    """The LM head [V, D] alone, e.g. the teacher's on the actor's mesh; see `weights.load_head`."""
+    return weights.load_head(SafetensorsFolder(path), config, mesh, dtype)
+
+
+def save_hf(
+    path: str | os.PathLike[str],
+    config: DecoderConfig,
+    params: Params,
+    *,
+    dtype: str = "bfloat16",
+    tokenizer_from: str | os.PathLike[str] | None = None,
+) -> Path:
+    """Writes a folder that transformers loads; one that stands there is replaced, in one rename.
+
+    Where several processes share the parameters' mesh, all must call and the first one writes.
+
+    Args:
+        params: in either layout, on any mesh; one tensor at a time visits the host.
+        dtype: float32, float16 or bfloat16, of the stored weights.
+        tokenizer_from: a folder whose tokenizer files are copied, or a GGUF file whose tokenizer is
+            written.
+    """
+    read = weights.hf_tensors(params)
+    unread = dict.fromkeys(weights.tensor_shapes(config))
+
+    def take(name: str) -> np.ndarray:
+        del unread[name]
+        return read(name)
+
+    devices = jax.tree.leaves(params)[0].sharding.device_set
+    try:
+        if leads(devices):
+            write_folder(path, config, take, dtype=dtype, tokenizer_from=tokenizer_from)
+    finally:
+        if any(device.process_index != jax.process_index() for device in devices):
+            for name in unread:  # all processes gather all tensors, also where the disk refuses
+                read(name)
+    return Path(path).resolve()
+
+
+def write_folder(
+    path: str | os.PathLike[str],
+    config: DecoderConfig,
+    read: Callable[[str], np.ndarray],
+    *,
+    dtype: str,
+    tokenizer_from: str | os.PathLike[str] | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> Path:
+    """`save_hf` for anything that gives tensors by Hugging Face name."""
+    if dtype not in WRITTEN:
+        raise UserError(f"dtype={dtype!r} cannot be written; choose one of {', '.join(WRITTEN)}")
+    final = Path(path).resolve()
+    partial = final.with_name(f".{final.name}.partial-{os.getpid()}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        write_description(partial, config, dtype, tokenizer_from)
+        _write_weights(partial, weights.tensor_shapes(config), read, dtype, shard_bytes)
+        _replace(partial, final)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return final
+
+
+def write_description(
+    folder: Path,
+    config: DecoderConfig,
+    dtype: str,
+    tokenizer_from: str | os.PathLike[str] | None = None,
+) -> None:
+    """All of a model folder but its weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_json(folder / "config.json", config.to_hf(dtype))
+    _write_json(folder / "generation_config.json", _generation_config(config))
+    if tokenizer_from is not None:
+        save_tokenizer(tokenizer_from, folder)
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether the folder holds something that a tokenizer can be made of."""
+    return any(
+        (folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")
+    )
+
+
+def save_tokenizer(source: str | os.PathLike[str], folder: Path) -> None:
+    """Copies the tokenizer and chat template of a folder, or writes those of a GGUF file."""
+    if Path(source).is_file():
+        from jaxrl.formats import gguf
+
+        gguf.save_tokenizer(source, folder)
+        return
+    for name in TOKENIZER_FILES:
+        if (Path(source) / name).is_file():
+            shutil.copyfile(Path(source) / name, folder / name)
+
+
+def _weight_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
+    """The safetensors files, and which of them an index says should hold each tensor."""
+    if (folder / INDEX).is_file():
+        with _of_file(folder / INDEX):
+            weight_map = _read_json(folder / INDEX).get("weight_map")
+            if not isinstance(weight_map, dict) or not weight_map:
+                raise UserError("`weight_map` names no file of weights")
+        file_of = {name: folder / str(file) for name, file in weight_map.items()}
+        files = sorted(set(file_of.values()))
+        for file in files:
+            if not file.is_file():
+                raise UserError(f"{file} is missing, but {folder / INDEX} names it")
+        return files, file_of
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE], {}
+    if not folder.is_dir():
+        raise UserError(f"model {str(folder)!r}: there is no such folder")
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pth")):
+        raise UserError(
+            f"{folder}: weights are in .bin or .pth files (pickles), which are not read;"
+            " save them as safetensors first"
+        )
+    raise UserError(f"{folder}: neither {SINGLE} nor {INDEX} is there")
+
+
+def _read_header(file: Path) -> dict[str, _Entry]:
+    """Names, dtypes, shapes and places of the tensors, checked against the size of the file."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if size < 8 or 8 + length > size or length > HEADER_BYTES:
+            raise UserError(
+                f"{file}: truncated, or no safetensors file:"
+                f" it announces a header of {length} bytes (at most {HEADER_BYTES} are read), the"
+                f" file has {size}"
+            )
+        try:
+            header = json.loads(stream.read(length))
+        except (ValueError, RecursionError):  # RecursionError: nested too deep
+            raise UserError(f"{file}: no safetensors file: its header is not JSON") from None
+    if not isinstance(header, dict):
+        raise UserError(f"{file}: no safetensors file: its header is no JSON object")
+    header.pop("__metadata__", None)
+    entries: dict[str, _Entry] = {}
+    spans: list[tuple[int, int, str]] = []
+    for name, info in header.items():
+        try:
+            stored, shape = str(info["dtype"]), tuple(map(int, info["shape"]))
+            start, stop = (8 + length + int(at) for at in info["data_offsets"])
+        except (KeyError, TypeError, ValueError):
+            raise UserError(
+                f"{file}: no safetensors file: its header tells no dtype, shape and data_offsets"
+                f" of tensor {name}"
+            ) from None
+        if min(shape, default=0) < 0 or not 8 + length <= start <= stop:
+            raise UserError(
+                f"{file}: tensor {name} {list(shape)} has data_offsets that no tensor can have:"
+                f" bytes {start} to {stop} of the file, whose header ends at {8 + length}"
+            )
+        if stop > size:
+            raise UserError(
+                f"{file}: truncated: tensor {name} {list(shape)} ends at byte {stop},"
+                f" the file has {size}"
+            )
+        width = STORED[stored].itemsize if stored in STORED else None
+        if width is not None and stop - start != math.prod(shape) * width:
+            raise UserError(
+                f"{file}: tensor {name}: {stop - start} bytes do not hold {list(shape)} {stored}"
+            )
+        entries[name] = _Entry(file, stored, shape, start)
+        spans.append((start, stop, name))
+    _check_apart(file, spans)
+    return entries
+
+
+def _check_apart(file: Path, spans: list[tuple[int, int, str]]) -> None:
+    """Refuses tensors that share bytes: (start, stop, name) of each."""
+    for (_, stop, name), (start, _, other) in pairwise(sorted(spans)):
+        if start < stop:
+            raise UserError(f"{file}: the tensors {name} and {other} overlap in the file")
+
+
+def _write_weights(
+    folder: Path,
+    shapes: dict[str, tuple[int, ...]],
+    read: Callable[[str], np.ndarray],
+    dtype: str,
+    shard_bytes: int,
+) -> None:
+    """One file, or several with an index once they would exceed `shard_bytes`."""
+    itemsize = STORED[WRITTEN[dtype]].itemsize
+    shards: list[dict[str, tuple[int, ...]]] = [{}]
+    filled = 0
+    for name, shape in shapes.items():
+        n = math.prod(shape) * itemsize
+        if shards[-1] and filled + n > shard_bytes:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = shape
+        filled += n
+    if len(shards) == 1:
+        _write_safetensors(folder / SINGLE, shards[0], read, dtype)
+        return
+    weight_map: dict[str, str] = {}
+    for i, shard in enumerate(shards):
+        file = f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
+        _write_safetensors(folder / file, shard, read, dtype)
+        weight_map |= dict.fromkeys(shard, file)
+    total = sum(math.prod(s) for s in shapes.values()) * itemsize
+    _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _write_safetensors(
+    file: Path, shapes: dict[str, tuple[int, ...]], read: Callable[[str], np.ndarray], dtype: str
+) -> None:
+    """The header from the shapes alone, then one tensor after the other."""
+    stored = STORED[WRITTEN[dtype]]
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, shape in shapes.items():
+        end = at + math.prod(shape) * stored.itemsize
+        header[name] = {"dtype": WRITTEN[dtype], "shape": list(shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for name, shape in shapes.items():
+            value = read(name)
+            assert value.shape == shape, (name, value.shape, shape)
+            stream.write(np.ascontiguousarray(value, stored).tobytes())
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _generation_config(config: DecoderConfig) -> dict[str, Any]:
+    raw = config.to_hf("float32")
+    ids = {key: raw[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    return {"_from_model_config": True, **{k: v for k, v in ids.items() if v is not None}}
+
+
+def _replace(source: Path, target: Path) -> None:
+    """Renames a folder to where one may stand; the old one goes once the new one is there."""
+    old = target.with_name(f".{target.name}.old-{os.getpid()}")
+    if target.exists():
+        os.rename(target, old)
+    os.rename(source, target)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def _of_file(file: Path) -> Iterator[None]:
+    """What is wrong inside is told with the file."""
+    try:
+        yield
+    except KeyError as missing:
+        raise UserError(f"{file}: the field {missing} is missing") from None
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from None
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:  # RecursionError: nested too deep
+        raise UserError(f"not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"a JSON object is needed, this is {json.dumps(value)[:80]}")
+    return value
+
+
+def _write_json(file: Path, value: dict[str, Any]) -> None:
+    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

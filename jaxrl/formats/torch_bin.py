@@ -1,0 +1,299 @@
+"""Torch's `.bin` files (a zip archive with a pickle inside), read without torch and without running
+anything that they hold.
+
+Only the names that tensors need can be called while the pickle is read; any other is refused. The
+numbers themselves stay on disk: a read maps the storage and takes a box of it.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+import os
+import pickle
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jaxrl.errors import UserError
+from jaxrl.formats.hf import SafetensorsFolder
+from jaxrl.formats.weights import Index, Tensors
+from jaxrl.models.encoder_config import read_json
+
+SINGLE = "pytorch_model.bin"
+INDEX = "pytorch_model.bin.index.json"
+STORAGES: dict[str, np.dtype[Any]] = {
+    "FloatStorage": np.dtype("<f4"),
+    "HalfStorage": np.dtype("<f2"),
+    "BFloat16Storage": np.dtype(ml_dtypes.bfloat16),
+    "DoubleStorage": np.dtype("<f8"),
+    "LongStorage": np.dtype("<i8"),
+    "IntStorage": np.dtype("<i4"),
+    "ByteStorage": np.dtype("u1"),
+    "BoolStorage": np.dtype("?"),
+}
+"""Names in module `torch`."""
+PYTHON_UNPICKLER: Any = pickle._Unpickler
+"""The one of Python; that of C hashes keys before anybody can look at them."""
+SETS = (pickle.EMPTY_SET, pickle.ADDITEMS, pickle.FROZENSET)
+"""Opcodes of sets, which no file of tensors has."""
+LOCAL_HEADER, LENGTHS_AT = 30, 26
+"""Bytes of a zip member's local header before its name, and where in it the lengths stand."""
+
+
+class TorchBinFolder:
+    """The tensors of a folder's `pytorch_model.bin`, or of the files that its index names."""
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = Path(path)
+        self._tensors: dict[str, _Tensor] = {}
+        self._files = _files(self.path)
+        for file in self._files:
+            self._tensors |= _read_file(file)
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        tensor = self._tensors.get(name)
+        return None if tensor is None else tensor.shape
+
+    def file(self, name: str) -> Path:
+        if name in self._tensors:
+            return self._tensors[name].storage.file
+        return self._files[0] if len(self._files) == 1 else self.path
+
+    def read(self, name: str, index: Index) -> np.ndarray:
+        tensor = self._tensors[name]
+        storage = tensor.storage
+        bits = np.dtype(f"<u{storage.dtype.itemsize}")
+        span = tensor.span
+        if span == 0:
+            return np.empty(tensor.shape, storage.dtype)[index]
+        start = storage.at + tensor.offset * bits.itemsize
+        flat = np.memmap(storage.file, bits, "r", start, (span,))
+        strides = tuple(n * bits.itemsize for n in tensor.strides)
+        whole = np.lib.stride_tricks.as_strided(flat, tensor.shape, strides, writeable=False)
+        return whole[index].view(storage.dtype)
+
+
+def open_weights(folder: str | os.PathLike[str]) -> Tensors:
+    """The tensors of a model folder: of its safetensors, or else of its `.bin` files."""
+    place = Path(folder)
+    for name in ("model.safetensors", "model.safetensors.index.json"):
+        if (place / name).is_file():
+            return SafetensorsFolder(place)
+    if (place / SINGLE).is_file() or (place / INDEX).is_file():
+        return TorchBinFolder(place)
+    raise UserError(f"{place}: no weights here: neither model.safetensors nor {SINGLE} is there")
+
+
+@dataclass(frozen=True)
+class _Storage:
+    """A run of numbers in a file."""
+
+    file: Path
+    at: int
+    """Byte of the first."""
+    dtype: np.dtype[Any]
+    size: int
+    """Numbers."""
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    storage: _Storage
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    """In numbers, not bytes."""
+
+    @property
+    def span(self) -> int:
+        """Numbers from the first to the last."""
+        if math.prod(self.shape) == 0:
+            return 0
+        steps = zip(self.shape, self.strides, strict=True)
+        return 1 + sum((n - 1) * stride for n, stride in steps)
+
+
+class _Rebuild:
+    """Stands for `torch._utils._rebuild_tensor_v2`. A pickle could set attributes on what it is
+    given; this has none."""
+
+    __slots__ = ()
+
+    def __call__(
+        self, storage: object, offset: object, shape: object, strides: object, *_: object
+    ) -> _Tensor:
+        if not isinstance(storage, _Storage):
+            raise pickle.UnpicklingError("a tensor without a storage")
+        sizes, steps = _whole_numbers(shape), _whole_numbers(strides)
+        (start,) = _whole_numbers((offset,))
+        if len(sizes) != len(steps):
+            raise pickle.UnpicklingError(f"a tensor of shape {sizes} with strides {steps}")
+        tensor = _Tensor(storage, start, sizes, steps)
+        if start + tensor.span > storage.size:
+            raise pickle.UnpicklingError(
+                f"a tensor of shape {sizes} goes beyond its storage of {storage.size} numbers"
+            )
+        return tensor
+
+
+class _Parameter:
+    """Stands for `torch._utils._rebuild_parameter`: a tensor that has a gradient."""
+
+    __slots__ = ()
+
+    def __call__(self, tensor: object, *_: object) -> object:
+        return tensor
+
+
+class _Unpickler(PYTHON_UNPICKLER):
+    """Makes tensors and containers of them, and nothing else.
+
+    A key is a plain word or number: one of tuples within tuples takes twice as long to hash with
+    each level.
+    """
+
+    dispatch = {
+        code: load for code, load in PYTHON_UNPICKLER.dispatch.items() if bytes([code]) not in SETS
+    }
+
+    def __init__(self, stream: Any, file: Path, places: Mapping[str, tuple[int, int]]):
+        super().__init__(stream, encoding="utf-8")
+        self._file, self._places = file, places
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and name in STORAGES:
+            return name
+        allowed: dict[tuple[str, str], Any] = {
+            ("torch._utils", "_rebuild_tensor_v2"): _Rebuild(),
+            ("torch._utils", "_rebuild_parameter"): _Parameter(),
+            ("collections", "OrderedDict"): _ordered_dict,
+        }
+        if (module, name) not in allowed:
+            raise UserError(
+                f"{self._file}: asks for {module}.{name}, which no tensor needs; nothing of it was"
+                " run. Only files of plain tensors are read: save the weights as safetensors"
+            )
+        return allowed[module, name]
+
+    def persistent_load(self, pid: Any) -> _Storage:
+        kind, storage, key = pid[:3]
+        plain = isinstance(storage, str) and isinstance(key, str)
+        if kind != "storage" or not plain or storage not in STORAGES:
+            raise pickle.UnpicklingError("a reference to something that is no storage")
+        if key not in self._places:
+            raise pickle.UnpicklingError(f"storage {key!r} is not in the archive")
+        at, size = self._places[key]
+        dtype = STORAGES[storage]
+        return _Storage(self._file, at, dtype, size // dtype.itemsize)
+
+    def load_setitem(self) -> None:
+        _check_keys(self.stack[-2:-1])
+        super().load_setitem()
+
+    def load_setitems(self) -> None:
+        _check_keys(self.stack[::2])  # what stands since the mark: key, value, key, value
+        super().load_setitems()
+
+    def load_dict(self) -> None:
+        _check_keys(self.stack[::2])
+        super().load_dict()
+
+    dispatch |= {
+        pickle.SETITEM[0]: load_setitem,
+        pickle.SETITEMS[0]: load_setitems,
+        pickle.DICT[0]: load_dict,
+    }
+
+
+def _check_keys(keys: Sequence[object]) -> None:
+    if any(type(key) not in (str, int) for key in keys):
+        raise pickle.UnpicklingError("a key that is neither a word nor a number")
+
+
+def _ordered_dict(*content: object) -> collections.OrderedDict[Any, Any]:
+    """An empty one: torch puts the items in afterwards."""
+    if content:
+        raise pickle.UnpicklingError("an OrderedDict with arguments")
+    return collections.OrderedDict()
+
+
+def _files(folder: Path) -> list[Path]:
+    if not (folder / INDEX).is_file():
+        return [folder / SINGLE]
+    weight_map = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(f"{folder / INDEX}: `weight_map` names no file of weights")
+    files = sorted({folder / str(name) for name in weight_map.values()})
+    for file in files:
+        if not file.is_file():
+            raise UserError(f"{file} is missing, but {folder / INDEX} names it")
+    return files
+
+
+def _read_file(file: Path) -> dict[str, _Tensor]:
+    """Name -> tensor, of the mapping that the file holds."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            return _read_archive(file, archive)
+    except zipfile.BadZipFile:
+        raise UserError(
+            f"{file}: not in torch's zip format: damaged, or written by torch before 1.6. Where it"
+            " is whole, write it anew: torch.save(torch.load(FILE, weights_only=True), FILE)"
+        ) from None
+
+
+def _read_archive(file: Path, archive: zipfile.ZipFile) -> dict[str, _Tensor]:
+    members = {member.filename: member for member in archive.infolist()}
+    roots = [name.removesuffix("data.pkl") for name in members if name.endswith("/data.pkl")]
+    if len(roots) != 1:
+        raise UserError(f"{file}: a zip archive, but no file of torch: it has no single data.pkl")
+    root = roots[0]
+    order = archive.read(f"{root}byteorder") if f"{root}byteorder" in members else b"little"
+    if order != b"little":
+        raise UserError(f"{file}: its numbers are {order.decode(errors='replace')}-endian")
+    head = f"{root}data/"
+    places = {
+        name.removeprefix(head): _place(file, member)
+        for name, member in members.items()
+        if name.startswith(head)
+    }
+    _place(file, members[f"{root}data.pkl"])  # refuses a compressed one: it could be endless
+    try:
+        with archive.open(f"{root}data.pkl") as stream:
+            values = _Unpickler(stream, file, places).load()
+    except UserError:
+        raise
+    except Exception as error:  # a damaged pickle raises whatever its opcodes stumble on
+        raise UserError(f"{file}: its pickle cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{file}: holds no names with tensors, but {type(values).__name__}")
+    return {str(name): value for name, value in values.items() if isinstance(value, _Tensor)}
+
+
+def _place(file: Path, member: zipfile.ZipInfo) -> tuple[int, int]:
+    """Byte where the member's contents begin, and how many there are."""
+    if member.compress_type != zipfile.ZIP_STORED:
+        raise UserError(
+            f"{file}: {member.filename} is compressed; torch stores numbers as they are"
+        )
+    with file.open("rb") as stream:
+        stream.seek(member.header_offset + LENGTHS_AT)
+        name = int.from_bytes(stream.read(2), "little")
+        extra = int.from_bytes(stream.read(2), "little")
+    at = member.header_offset + LOCAL_HEADER + name + extra
+    if at + member.file_size > file.stat().st_size:
+        raise UserError(f"{file}: truncated: {member.filename} ends beyond the file")
+    return at, member.file_size
+
+
+def _whole_numbers(values: object) -> tuple[int, ...]:
+    """Sizes, strides or offsets: whole numbers that are not negative."""
+    if not isinstance(values, tuple) or any(type(n) is not int or n < 0 for n in values):
+        raise pickle.UnpicklingError("something else where whole numbers are needed")
+    return values

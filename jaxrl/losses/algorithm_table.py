@@ -1,0 +1,196 @@
+"""What is known of each algorithm before anything runs: its loss and the defaults of its paper.
+
+One entry an algorithm, and the only place that names them: `Config` takes its defaults from here,
+`losses.policy` its formulas, `algorithms.methods` the roles that take part. An entry may also
+stand in a module of the user's own, as in `algorithm=my_module.py:my_algorithm`.
+
+In the formulas r is the ratio pi_theta / pi_old of a token, d = log r, s = exp(mean_t d), A the
+advantage, |y| the completion's length in tokens; each is maximised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
+
+from jaxrl.errors import UserError, unknown
+from jaxrl.process.plugin import is_plugin, load_object
+
+LearnsFrom = Literal["teacher", "data", "rewards"]
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """A policy loss: the names of its parts, as `losses.policy.make_objective` takes them."""
+
+    formula: str
+    """What is maximised, and the paper's number."""
+    term: str | Callable[..., Any]
+    """A name of `losses.policy.TERMS`, or a class of one's own: called with `settings` it makes
+    (tokens, level) -> `losses.policy.Terms`."""
+    settings: Mapping[str, float]
+    """The term's own numbers. `policy.*` changes those that it has a key for."""
+    ratio: str = "token"
+    """A name of `losses.policy.RATIOS`."""
+    aggregation: str = "sequence_mean_token_mean"
+    """A name of `losses.aggregation.AGGREGATIONS`."""
+    constant: float | None = None
+    """What the aggregation sum_over_constant divides by, in tokens. None: `max_new_tokens`."""
+
+
+@dataclass(frozen=True)
+class AlgorithmSpec:
+    """One algorithm, with the defaults that its paper trains with."""
+
+    learns_from: LearnsFrom
+    """A teacher that scores the student's samples, the data's completions, or rewards."""
+    loss: PolicyLoss | None = None
+    """Where it learns from rewards."""
+    minibatches: int = 1
+    """Optimizer updates per rollout batch. With one, every ratio pi_theta / pi_old is 1."""
+    scale_by_std: bool = True
+    """Whether the group advantage is divided by the standard deviation."""
+    dynamic_sampling: bool = False
+    """Whether groups without any difference in reward are left out and others are sampled."""
+    overlong_share: float = 0.0
+    """The last share of `max_new_tokens`, in which a penalty grows with the length."""
+    method: Any = field(default=None, compare=False)
+    """How the loop runs it (`algorithms.methods.Method`). None: as all that learn from the same."""
+
+    def __post_init__(self) -> None:
+        if self.learns_from not in get_args(LearnsFrom):
+            raise unknown("learns_from", str(self.learns_from), get_args(LearnsFrom))
+        if self.learns_from == "rewards" and self.loss is None and self.method is None:
+            raise UserError("an algorithm that learns from rewards needs a loss or a method")
+        if self.minibatches < 1:
+            raise UserError(f"minibatches={self.minibatches}: a batch takes at least one update")
+        if not 0 <= self.overlong_share <= 1:
+            raise UserError(f"overlong_share={self.overlong_share:g} is a share: 0 to 1")
+
+
+def _clipped(formula: str, low: float, high: float, **parts: Any) -> PolicyLoss:
+    return PolicyLoss(formula, "clipped", {"clip_low": low, "clip_high": high}, **parts)
+
+
+_GRPO = _clipped("min(r A, clip(r) A), mean over sequences of token means; 2402.03300", 0.2, 0.2)
+_GSPO = _clipped(
+    "min(s A, clip(s) A), mean over sequences; 2507.18071", 3e-4, 4e-4, ratio="sequence"
+)
+
+# Updates per rollout batch: DeepSeekMath (2402.03300) makes a single one; the recipe of Dr. GRPO
+# and GMPO trains on 1024 completions in 8 parts of 128; DAPO on 512 prompts x 16 in 16 parts;
+# CISPO is compared with it in 16 rounds; GSPO, SAPO and LUSPO split each batch into 4.
+ALGORITHMS: dict[str, AlgorithmSpec] = {
+    "gkd": AlgorithmSpec("teacher"),
+    "sft": AlgorithmSpec("data"),
+    "grpo": AlgorithmSpec("rewards", _GRPO),
+    "dr_grpo": AlgorithmSpec(
+        "rewards",
+        replace(
+            _GRPO,
+            formula="GRPO's with A = R - mean, sum over tokens / constant; 2503.20783",
+            aggregation="sum_over_constant",
+        ),
+        minibatches=8,
+        scale_by_std=False,
+    ),
+    "dapo": AlgorithmSpec(
+        "rewards",
+        _clipped(
+            "GRPO's with a higher upper bound, mean over all tokens; 2503.14476",
+            0.2,
+            0.28,
+            aggregation="token_mean",
+        ),
+        minibatches=16,
+        dynamic_sampling=True,
+        overlong_share=0.2,
+    ),
+    "gspo": AlgorithmSpec("rewards", _GSPO, minibatches=4),
+    "gspo_token": AlgorithmSpec(
+        "rewards",
+        replace(
+            _GSPO,
+            formula="GSPO's with s_t = sg(s) pi_t / sg(pi_t), for advantages per token; 2507.18071",
+            ratio="sequence_token",
+        ),
+        minibatches=4,
+    ),
+    "cispo": AlgorithmSpec(
+        "rewards",
+        PolicyLoss(
+            "sg(min(r, ratio_cap)) A log pi, mean over all tokens; 2506.13585",
+            "capped",
+            {"ratio_cap": 5.0},
+            aggregation="token_mean",
+        ),
+        minibatches=16,
+    ),
+    "sapo": AlgorithmSpec(
+        "rewards",
+        PolicyLoss(
+            "sigmoid(tau (r - 1)) (4 / tau) A, mean over sequences of token means; 2511.20347",
+            "soft",
+            {"tau_positive": 1.0, "tau_negative": 1.05},
+        ),
+        minibatches=4,
+    ),
+    "gmpo": AlgorithmSpec(
+        "rewards",
+        PolicyLoss(
+            "A exp(mean_t of d clipped on the side of sign(A)), mean over sequences; 2507.20673",
+            "log_clipped",
+            {"clip_log": 0.4},
+            ratio="sequence",
+        ),
+        minibatches=8,
+    ),
+    "luspo": AlgorithmSpec(
+        "rewards",
+        _clipped(
+            "|y| times GSPO's, mean over sequences; 2602.05261",
+            2e-3,
+            2.5e-3,
+            ratio="sequence",
+            aggregation="sum_over_constant",
+            constant=1.0,
+        ),
+        minibatches=4,
+    ),
+}
+DEFAULT = "gkd"
+
+
+def find_algorithm(name: str) -> AlgorithmSpec:
+    """An entry of the table, or of a module (`path/to/file.py:NAME`, `package.module:NAME`).
+
+    Raises:
+        UserError: there is no such entry.
+    """
+    if name in ALGORITHMS:
+        return ALGORITHMS[name]
+    if not is_plugin(name):
+        raise unknown("algorithm", name, ALGORITHMS)
+    found = load_object(name)
+    if not isinstance(found, AlgorithmSpec):
+        raise UserError(
+            f"{name} is of type {type(found).__name__}; it must be a jaxrl.losses.algorithm_table."
+            "AlgorithmSpec"
+        )
+    return found
+
+
+def described() -> str:
+    """What the config's key `algorithm` takes."""
+    of: dict[str, list[str]] = {}
+    for name, spec in ALGORITHMS.items():
+        of.setdefault(spec.learns_from, []).append(name)
+    return (
+        f"{', '.join(of['teacher'])}: distil a teacher on the student's own samples."
+        f" {', '.join(of['data'])}: learn the data's completions, without a teacher."
+        f" {', '.join(of['rewards'])}: learn from rewards. `path/to/file.py:NAME` or"
+        " `package.module:NAME`: an algorithm of one's own (docs/add-an-algorithm.md); a relative"
+        " path starts at the folder of the file that names it, on the command line at the working"
+        " directory."
+    )

@@ -1,0 +1,133 @@
+"""Memory of the frozen models that read texts, the grouper and the reward model, in bytes on one
+device; computed before any weight is read.
+
+Weights are exact. Temporaries are counted in arrays of one block, as in `sharding/activations.py`,
+read from the live ranges that XLA assigns to the real programs (CPU, float32).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from jaxrl.models import bert
+from jaxrl.models.activations import F32, SCAN, SPREAD, Pass, split, whole_rows
+from jaxrl.models.batching import bucket, rows_of
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.encoder_config import EncoderConfig
+from jaxrl.models.kernels import Target, fuses
+from jaxrl.plan.memory import ITEMSIZE, Account, DType, Part, weight_bytes
+from jaxrl.sharding.placement import AXIS_NAMES, Axes
+
+
+def grouper_account(
+    config: EncoderConfig,
+    axes: Axes,
+    dtype: DType,
+    *,
+    batch_tokens: int,
+    longest: int,
+    target: Target,
+) -> Account:
+    """The grouper, as large as it is once it has been loaded, on its first use.
+
+    Args:
+        batch_tokens: tokens of a batch on one device, padding included.
+        longest: tokens of the longest text, in the encoder's own; what its limit cuts may be more.
+    """
+    work = _fullest(
+        lambda rows, width: encoder_work(config, axes, rows, width, dtype, target),
+        batch_tokens,
+        min(longest, config.max_tokens),
+    )
+    weights = Part("weights", "parameters", encoder_bytes(config, axes, dtype))
+    return Account("grouper", (weights, Part("activations", "forward pass", work, "embed")))
+
+
+def reward_account(
+    config: DecoderConfig,
+    axes: Axes,
+    dtype: DType,
+    *,
+    batch_tokens: int,
+    longest: int,
+    target: Target,
+) -> Account:
+    """The reward model.
+
+    Args:
+        config: of its `RewardSource`: without an LM head.
+        batch_tokens: tokens of a batch on one device, padding included.
+        longest: tokens of the longest sequence, in the model's own.
+    """
+    work = _fullest(
+        lambda rows, width: reward_work(config, axes, rows, width, dtype, target),
+        batch_tokens,
+        min(longest, config.max_positions),
+    )
+    weights = weight_bytes(config, axes, dtype) + config.d_model * F32
+    parts = (
+        Part("weights", "parameters", weights),
+        Part("activations", "forward pass", work, "score"),
+    )
+    return Account("reward", parts)
+
+
+def encoder_bytes(config: EncoderConfig, axes: Axes, dtype: DType) -> int:
+    """Bytes of the encoder's parameters on one device."""
+    sizes: dict[str, int] = dict(zip(AXIS_NAMES, axes, strict=True))
+    specs, total = bert.specs(config, sizes), 0
+    for path, shape in bert.shapes(config).items():
+        parts = math.prod(sizes[axis] for axis in specs[path] if axis is not None)
+        total += math.prod(shape) // parts
+    return ITEMSIZE[dtype] * total
+
+
+def encoder_work(
+    config: EncoderConfig, axes: Axes, rows: int, width: int, dtype: DType, target: Target
+) -> int:
+    """Bytes of the temporaries while a device embeds `rows` texts of `width` tokens.
+
+    One layer's weights (copied by the scan, gathered over `fsdp`), and in the MLP its input and its
+    wide array, in attention the scores three times; or the words' table while it is gathered.
+    """
+    item, tensor = ITEMSIZE[dtype], axes.tensor
+    fused = fuses(target, config.head_dim, dtype, width, width)
+    tokens, wide = rows * width, split(config.d_ff, tensor)
+    heads = split(config.n_heads, tensor)
+    attended = heads * config.d_model // config.n_heads
+    residual = tokens * config.d_model * item
+    layer = config.d_model * (4 * attended + 2 * wide) * item
+    slices = config.d_model * wide * item // axes.fsdp if axes.fsdp > 1 else 0
+    mlp = tokens * wide * item + slices
+    scores = 0 if fused else 3 * heads * tokens * width * F32
+    attention = scores + tokens * width * (1 + item * fused) + fused * 4 * tokens * attended * item
+    return max(layer + residual + max(mlp, attention), _gather(config, axes, item))
+
+
+def reward_work(
+    config: DecoderConfig, axes: Axes, rows: int, width: int, dtype: DType, target: Target
+) -> int:
+    """Bytes of the temporaries while a device scores `rows` sequences of `width` tokens.
+
+    As `Pass.forward` over stacked layers; here XLA keeps a third array of the scores' shape on any
+    mesh.
+    """
+    fused = fuses(target, config.head_dim, dtype, width, width)
+    run = Pass(config, axes, rows, width, ITEMSIZE[dtype], fused)
+    mlp, attention = (run.blocks.times(counts) for counts in SCAN)
+    attention += run.blocks.times(SPREAD)
+    work = max(mlp + run.layer // 3, attention + run.layer) + run.mask
+    return max(work, _gather(config, axes, ITEMSIZE[dtype]))
+
+
+def _gather(config: EncoderConfig | DecoderConfig, axes: Axes, itemsize: int) -> int:
+    """Bytes of the embedding at full width, beside the piece that stays, while it is read."""
+    table = whole_rows(config.vocab_size, config.d_model, axes, itemsize)
+    return table + table // axes.fsdp if axes.fsdp > 1 else 0
+
+
+def _fullest(work: Callable[[int, int], int], batch_tokens: int, longest: int) -> int:
+    """The most that a batch of any width takes."""
+    widths = {bucket(n, longest) for n in range(1, longest + 1)}
+    return max(work(rows_of(width, batch_tokens), width) for width in widths)

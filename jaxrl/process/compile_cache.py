@@ -1,0 +1,122 @@
+"""Compiled programs kept on disk, so that the second run starts quickly."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax._src import compilation_cache  # the cache has no public hook
+
+from jaxrl.process.streams import to_stderr
+
+COMPUTATION = re.compile(r"^(?:ENTRY )?%?[\w.-]+ \(.*\{$")
+"""The first line of a computation in the text of an HLO module."""
+COLLECTIVE = re.compile(
+    r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute|collective-broadcast)"
+    r"(-start)?\("
+)
+
+
+def enable_compile_cache(path: str | None) -> None:
+    """Keeps compiled programs in `path`, unless JAX_COMPILATION_CACHE_DIR names a place; None
+    changes nothing. A folder that cannot be written is reported on stderr: only time is lost.
+    """
+    if path is None:
+        return
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        try:
+            folder = Path(path).expanduser()
+            folder.mkdir(parents=True, exist_ok=True)
+            if not os.access(folder, os.W_OK | os.X_OK):
+                raise PermissionError("it cannot be written to")
+        except (OSError, RuntimeError) as error:  # RuntimeError: ~ of a user without a home
+            message = f"compile_cache={path} is not used: {error}; every run compiles again"
+            to_stderr(message)
+            return
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+_KEPT: OrderedDict[str, tuple[Any, int]] = OrderedDict()
+"""Key in the cache (on a CPU it names the devices too) -> an unordered program that this process
+compiled, and the seconds that took; the one used last stands at the end."""
+_KEPT_AT_MOST = 256
+
+
+def compile_unordered_programs_again() -> None:
+    """Keeps programs whose collectives lose their order on disk out of the compile cache, in this
+    process from now on: each process compiles them once, and holds the last `_KEPT_AT_MOST` of
+    them for its later runs. Call it before programs run on several CPU devices of one process.
+
+    XLA's CPU runtime runs the operations of a program as a graph, on each device by itself. What
+    makes every device enter two collectives in the same order is an edge between them, which comes
+    from one resource that all collectives of a compiled program share. When a program is read back
+    from disk, each computation (the body of a loop, a branch) gets a resource of its own, so that
+    nothing orders a collective inside a loop after one outside of it (jaxlib 0.10.2 and 0.12.0).
+    One device then waits in the first and another in the second, for ever: XLA ends the process
+    after 40 s (`rendezvous.cc: Termination timeout`). Seen with two emulated devices on two loaded
+    cores: of runs of 60 to 100 updates whose programs came from the cache, 2 of 3 hung with jaxlib
+    0.10.2 and 4 of 4 with 0.12.0; whose programs were compiled by the process itself, none did.
+    """
+    _wrap_once("get_executable_and_time", _without_unordered)
+    _wrap_once("put_executable_and_time", _unless_unordered)
+
+
+def collectives_lose_order(hlo: str) -> bool:
+    """Whether the collectives of an HLO module stand in more than one computation."""
+    computation, found = "", set()
+    for line in hlo.splitlines():
+        if COMPUTATION.match(line):
+            computation = line
+        elif COLLECTIVE.search(line):
+            found.add(computation)
+    return len(found) > 1
+
+
+def _is_unordered(program: Any) -> bool:
+    """Whether a compiled program, or what else it may be, is one of a CPU that loses its order."""
+    if not hasattr(program, "hlo_modules") or program.local_devices()[0].platform != "cpu":
+        return False
+    return any(collectives_lose_order(module.to_string()) for module in program.hlo_modules())
+
+
+def _without_unordered(read: Callable[..., Any]) -> Callable[..., Any]:
+    """Reads of the cache, in which an unordered program is found only if this process made it."""
+
+    @wraps(read)
+    def found(key: str, *args: Any) -> Any:
+        if key in _KEPT:
+            _KEPT.move_to_end(key)
+            return _KEPT[key]
+        program, seconds = read(key, *args)
+        return (None, None) if _is_unordered(program) else (program, seconds)
+
+    return found
+
+
+def _unless_unordered(write: Callable[..., None]) -> Callable[..., None]:
+    """Writes to the cache, of all programs but unordered ones, which stay in memory."""
+
+    @wraps(write)
+    def stored(key: str, name: str, program: Any, backend: Any, seconds: int) -> None:
+        if not _is_unordered(program):
+            write(key, name, program, backend, seconds)
+            return
+        _KEPT[key] = program, seconds
+        while len(_KEPT) > _KEPT_AT_MOST:
+            _KEPT.popitem(last=False)
+
+    return stored
+
+
+def _wrap_once(name: str, wrap: Callable[[Any], Any]) -> None:
+    function = getattr(compilation_cache, name)
+    if not hasattr(function, "__wrapped__"):
+        setattr(compilation_cache, name, wrap(function))

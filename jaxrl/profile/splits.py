@@ -1,0 +1,287 @@
+"""Advice from a run's own times: which pool waited for which, and which other split of the same
+devices, or which schedule, would be faster.
+
+The prediction replays the schedule with the measured seconds of each stage, every pool a queue of
+calls. On more or fewer devices a stage takes its seconds times old over new devices; weight syncs,
+roles without devices and the driver keep theirs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from math import comb
+from pathlib import Path
+
+from jaxrl.algorithms.methods import needed_roles
+from jaxrl.algorithms.schedule import SCHEDULES, Schedule
+from jaxrl.config.schema import CONFIG_FILE, Config
+from jaxrl.errors import UserError
+from jaxrl.plan import make_plan
+from jaxrl.plan.record import PLAN_DATA_FILE
+from jaxrl.plan.table import GB
+from jaxrl.profile.waits import (
+    Call,
+    PoolWait,
+    Stage,
+    pool_waits,
+    read_calls,
+    stage_seconds,
+    steady_steps,
+)
+from jaxrl.sharding.placement import Placement, parse, place
+from jaxrl.telemetry.timeline import TIMELINE_FILE
+
+ENOUGH = 4
+"""Steady steps without which nothing is said."""
+WORTH = 1.05
+"""How many times faster something must be to be told."""
+MOST = 600
+"""Splits that are replayed; where there are more, devices are moved by twos, or threes, ..."""
+PLANNED = 32
+"""Splits that are planned, the fastest first, until one can be had."""
+REPLAYED = 12
+"""Steps of a replay; the last half of them are measured: whole periods of up to three batches."""
+FIXED = ("publish", "load")
+"""Methods that more devices make no faster: the weight sync."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a run took, in seconds a step."""
+
+    stages: Mapping[Stage, float]
+    step: float
+    unexplained: float
+    """Of the step, beyond its replay: evaluations, checkpoints, the driver."""
+    pools: tuple[PoolWait, ...]
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """Where a run's roles were."""
+
+    config: Config
+    pool_of: Mapping[str, str]
+    """Role -> name of its pool, roles without devices too."""
+    devices: Mapping[str, int]
+    """Role -> how many it had."""
+    emulated: bool
+    limit: int | None
+    """Bytes of the smallest device; None where nobody knows."""
+
+    @property
+    def staleness(self) -> int:
+        return SCHEDULES[self.config.schedule]
+
+
+def run_advice(run_dir: Path) -> list[str]:
+    """What the times of a run say, in lines; none where there is nothing to say.
+
+    Reads `config.yaml`, `plan.json` and `timeline.json` of the run.
+    """
+    found = _read(run_dir)
+    if found is None or len(found[1].pools) < 2:
+        return []
+    facts, measured = found
+    return [*map(_wait_line, measured.pools), *split_advice(facts, measured)]
+
+
+def waits(run_dir: Path) -> list[PoolWait]:
+    """How busy each pool was, and whom it waited for; empty where too few steps tell."""
+    found = _read(run_dir)
+    return [] if found is None else list(found[1].pools)
+
+
+def split_advice(facts: RunFacts, measured: Measured) -> list[str]:
+    """The best split under the run's schedule, and what another schedule would do."""
+    lines = []
+    top = max(measured.pools, key=lambda pool: pool.busy)
+    split, best = best_split(facts, measured, facts.staleness)
+    if split is not None:
+        lines.append(
+            f"{top.pool} is {top.busy:.0%} of the step; {split} would be {best:.1f}x faster"
+        )
+    for name, staleness in SCHEDULES.items():
+        if staleness <= facts.staleness or facts.config.dynamic_sampling == "refill":
+            continue
+        now = speedup(facts, measured, facts.devices, staleness)
+        split, faster = best_split(facts, measured, staleness)
+        if max(now, faster) < WORTH * best:
+            continue
+        best = max(now, faster)
+        if split is None:
+            lines.append(f"schedule={name} would be {now:.1f}x faster")
+        elif now < WORTH:
+            lines.append(f"schedule={name} with {split} would be {faster:.1f}x faster")
+        else:
+            more = f"and with {split} {faster:.1f}x"
+            lines.append(f"schedule={name} would be {now:.1f}x faster, {more}")
+    if lines and facts.emulated:
+        lines.append("as if on devices of their own: emulated ones share the cores of this host")
+    return lines
+
+
+def predict(stages: Mapping[Stage, float], pool_of: Mapping[str, str], staleness: int) -> float:
+    """Seconds of a step once the pipeline is full.
+
+    Args:
+        stages: seconds a step of each stage.
+        pool_of: role -> its pool.
+    """
+    free: dict[str, float] = defaultdict(float)
+    generated: dict[int, float] = {}
+    scored: dict[int, float] = {}
+    updates: list[float] = []
+
+    def run(role: str, method: str, ready: float) -> float:
+        """When a call ends that is queued now and has its arguments at `ready`."""
+        if (role, method) not in stages:
+            return ready
+        pool = pool_of[role]
+        free[pool] = max(free[pool], ready) + stages[role, method]
+        return free[pool]
+
+    scorers = [role for role, method in stages if method == "score"]
+    for action in Schedule(REPLAYED, staleness):
+        i = action.index
+        if action.kind == "generate":
+            generated[i] = run("teacher", "generate", run("rollout", "generate", 0.0))
+        elif action.kind == "score":
+            scored[i] = max((run(role, "score", generated[i]) for role in scorers), default=0.0)
+        elif action.kind == "train":
+            updates.append(run("actor", "update", max(generated[i], scored[i])))
+        else:
+            run("rollout", "load", run("actor", "publish", 0.0))
+    half = REPLAYED // 2
+    return (updates[-1] - updates[-1 - half]) / half
+
+
+def scaled(
+    stages: Mapping[Stage, float], before: Mapping[str, int], after: Mapping[str, int]
+) -> dict[Stage, float]:
+    """Seconds of the stages on another number of devices.
+
+    Args:
+        before, after: role -> devices; 0 where it has none.
+    """
+    return {
+        (role, method): seconds
+        if method in FIXED or not before[role]
+        else seconds * before[role] / after[role]
+        for (role, method), seconds in stages.items()
+    }
+
+
+def splits(placement: Placement) -> Iterator[str]:
+    """Every other `--mesh` with the same pools over as many devices, or `MOST` of them."""
+    n, pools = placement.n_devices, placement.pools
+    units = (unit for unit in range(1, n + 1) if n % unit == 0)
+    unit = next(unit for unit in units if comb(n // unit - 1, len(pools) - 1) <= MOST)
+    present = [len(pool.devices) for pool in pools]
+    for cuts in combinations(range(unit, n, unit), len(pools) - 1):
+        sizes = [b - a for a, b in zip((0, *cuts), (*cuts, n), strict=True)]
+        if sizes != present:
+            pairs = zip(pools, sizes, strict=True)
+            yield ",".join(f"{pool.name}={size}" for pool, size in pairs)
+
+
+def best_split(facts: RunFacts, measured: Measured, staleness: int) -> tuple[str | None, float]:
+    """The fastest other `--mesh` that can be had, and how many times faster it is than the run;
+    None, and 1, where none is worth it.
+    """
+    placement = parse(facts.config.mesh)
+    kept = speedup(facts, measured, facts.devices, staleness)
+    found = []
+    for spec in splits(placement):
+        devices = _devices(facts, spec)
+        if devices is None:
+            continue
+        faster = speedup(facts, measured, devices, staleness)
+        if faster >= WORTH * kept:
+            found.append((faster, spec))
+    for faster, spec in sorted(found, reverse=True)[:PLANNED]:
+        if _possible(facts, spec):
+            return spec, faster
+    return None, 1.0
+
+
+def speedup(
+    facts: RunFacts, measured: Measured, devices: Mapping[str, int], staleness: int
+) -> float:
+    """How many times faster than the run; what its replay does not explain stays as it is."""
+    stages = scaled(measured.stages, facts.devices, devices)
+    return measured.step / (measured.unexplained + predict(stages, facts.pool_of, staleness))
+
+
+def _devices(facts: RunFacts, spec: str) -> dict[str, int] | None:
+    """Role -> its devices under another `--mesh`; None where a role's slice of them cannot be."""
+    slices = {role: section.devices for role, section in facts.config.roles.items()}
+    placed = [role for role, n in facts.devices.items() if n]
+    try:
+        roles = place(spec, placed, slices).roles
+    except UserError:
+        return None
+    return {role: len(roles[role].devices) if n else 0 for role, n in facts.devices.items()}
+
+
+def _possible(facts: RunFacts, spec: str) -> bool:
+    """Whether the plan takes another `--mesh`: axes divide, and the memory is enough."""
+    config = facts.config.model_copy(update={"mesh": spec})
+    limit = None if facts.limit is None else facts.limit / GB
+    try:
+        return make_plan(config, needed_roles(config), None, limit).fits
+    except UserError:
+        return False
+
+
+def _read(run_dir: Path) -> tuple[RunFacts, Measured] | None:
+    """None where files are missing, or too few steps tell."""
+    facts = _read_facts(run_dir)
+    if facts is None:
+        return None
+    calls = read_calls(run_dir / TIMELINE_FILE)
+    measured = measure(calls, facts.pool_of, facts.staleness)
+    return None if measured is None else (facts, measured)
+
+
+def _read_facts(run_dir: Path) -> RunFacts | None:
+    """None where the run directory does not tell them."""
+    try:
+        config = Config.load(run_dir / CONFIG_FILE)
+        plan = json.loads((run_dir / PLAN_DATA_FILE).read_text(encoding="utf-8"))
+        pools, roles = plan["pools"], plan["roles"]
+        emulated = any(pool["device"] == "cpu" for pool in pools)
+        limits = [pool["limit"] for pool in pools if pool["limit"] is not None]
+        return RunFacts(
+            config,
+            {role["role"]: pools[role["pool"]]["name"] for role in roles},
+            {role["role"]: len(role["devices"]) for role in roles},
+            emulated,
+            None if emulated else min(limits, default=None),
+        )
+    except (UserError, OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def measure(calls: Sequence[Call], pool_of: Mapping[str, str], staleness: int) -> Measured | None:
+    """What the steady steps among these calls took; None where they are too few."""
+    windows = steady_steps(calls, staleness)
+    if len(windows) < ENOUGH:
+        return None
+    n = len(windows)
+    step = sum(end - start for start, end in windows) / n
+    stages = stage_seconds(calls, windows, n)
+    unexplained = max(step - predict(stages, pool_of, staleness), 0.0)
+    return Measured(stages, step, unexplained, tuple(pool_waits(calls, windows, n, pool_of)))
+
+
+def _wait_line(pool: PoolWait) -> str:
+    """As in `actor: busy 0.40 s of 1.52 s a step; waited 1.00 s for rollout`."""
+    line = f"{pool.pool}: busy {pool.busy * pool.seconds:.2f} s of {pool.seconds:.2f} s a step"
+    longest = sorted(pool.waited.items(), key=lambda item: -item[1])
+    told = [f"{seconds:.2f} s for {name}" for name, seconds in longest if seconds >= 0.005]
+    return f"{line}; waited {', '.join(told)}" if told else line

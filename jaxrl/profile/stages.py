@@ -1,0 +1,311 @@
+"""What each stage of some steps took, against what its devices can do: the table of a profile.
+
+Work is counted from the models' configs and the steps' own tokens (`profile.work`): the least
+that has to be done. A share of a ceiling is therefore never flattered by padding or recomputation.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import Protocol
+
+import jax.numpy as jnp
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from jaxrl.config.schema import Config
+from jaxrl.data.stream import PromptStream
+from jaxrl.models.config import DecoderConfig
+from jaxrl.profile.waits import PoolWait, Stage
+from jaxrl.profile.work import (
+    Work,
+    adamw_work,
+    decode_work,
+    divergence_work,
+    forward_work,
+    group_work,
+    head_work,
+)
+from jaxrl.sharding.ceilings import Ceilings
+from jaxrl.sharding.placement import Axes
+
+WIDTH = 132
+
+
+class Sized(Protocol):
+    """A model whose config is known."""
+
+    @property
+    def config(self) -> DecoderConfig: ...
+
+
+class Profiled(Protocol):
+    """What a profile needs to know of a run; `run.launch.Job` does."""
+
+    @property
+    def config(self) -> Config: ...
+    @property
+    def student(self) -> Sized: ...
+    @property
+    def teacher(self) -> Sized | None: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def train(self) -> PromptStream: ...
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a step was about."""
+
+    prompts: tuple[int, ...]
+    """Tokens of each prompt."""
+    samples: int
+    """Completions of each."""
+    mean: float
+    """Tokens of a completion."""
+    decode_steps: int
+
+    @property
+    def tokens(self) -> float:
+        """Of all completions."""
+        return len(self.prompts) * self.samples * self.mean
+
+
+@dataclass(frozen=True)
+class StageRow:
+    """One stage, per step. None: not counted for this stage."""
+
+    stage: str
+    """Role and method, as in the trace: `rollout.generate`."""
+    pool: str
+    seconds: float
+    tokens_per_second: float | None
+    """Completion tokens of a step over `seconds`."""
+    flops: float | None
+    bytes: float | None
+    """To and from the memory of its devices."""
+    compute: float | None
+    """`flops` as a share of what its devices could do in `seconds`."""
+    memory: float | None
+    """`bytes` likewise."""
+    bound: str | None
+    """`compute` or `memory`: which of the two would take longer at its best."""
+    moved: float | None
+    """Bytes to the devices of another pool, and to the host and back (`offload`)."""
+
+
+@dataclass(frozen=True)
+class StageTable:
+    """The profile of some steps; what `stages.json` holds."""
+
+    steps: tuple[int, int]
+    """First and last."""
+    step_seconds: float
+    ceilings: Mapping[str, Ceilings]
+    """Pool -> of one of its devices, where they are known."""
+    stages: tuple[StageRow, ...]
+    pools: tuple[PoolWait, ...]
+
+    def to_json(self) -> str:
+        """One object: of each pool its name and the shares of the step in which it was `busy` and
+        `idle`; the rest as here.
+        """
+        told = asdict(self)
+        told["pools"] = [{"pool": p.pool, "busy": p.busy, "idle": p.idle} for p in self.pools]
+        return json.dumps(told, indent=1) + "\n"
+
+    def text(self) -> str:
+        """For the console and the log."""
+        first, last = self.steps
+        steps = f"step {first}" if first == last else f"steps {first}-{last}"
+        table = Table(
+            box=box.SIMPLE,
+            title=f"profile of {steps}: {_number(self.step_seconds)} s a step",
+            title_justify="left",
+        )
+        for name in ("stage", "pool"):
+            table.add_column(name, no_wrap=True)
+        numbers = ("s", "share", "tokens/s", "GFLOP", "GB", "compute", "memory", "MB moved")
+        for name in numbers:
+            table.add_column(name, justify="right", no_wrap=True)
+        for row in self.stages:
+            table.add_row(*_cells(row, self.step_seconds))
+        out = io.StringIO()
+        console = Console(file=out, width=WIDTH, color_system=None, highlight=False)
+        console.print(table)
+        lines = [line.rstrip() for line in out.getvalue().splitlines() if line.strip()]
+        idle = ", ".join(f"{pool.pool} {pool.idle:.0%}" for pool in self.pools)
+        return "\n".join((*lines, f"idle: {idle}", *_ceiling_lines(self.ceilings)))
+
+
+def stage_rows(
+    seconds: Mapping[Stage, float],
+    work: Mapping[Stage, Sequence[Work]],
+    moved: Mapping[Stage, float],
+    tokens: float,
+    pool_of: Mapping[str, str],
+    devices: Mapping[str, int],
+    ceilings: Mapping[str, Ceilings],
+) -> tuple[StageRow, ...]:
+    """The longest stage first.
+
+    Args:
+        seconds, work, moved: of each stage, a step.
+        tokens: completion tokens of a step.
+        pool_of, devices: of each role.
+        ceilings: pool -> what one of its devices reaches.
+    """
+    rows = []
+    for stage, took in sorted(seconds.items(), key=lambda item: -item[1]):
+        role, pool = stage[0], pool_of[stage[0]]
+        parts, ceiling = work.get(stage), ceilings.get(pool)
+        flops = None if parts is None else sum(part.flops for part in parts)
+        nbytes = None if parts is None else sum(part.bytes for part in parts)
+        compute = memory = bound = None
+        if flops is not None and nbytes is not None and ceiling is not None and devices[role]:
+            n = 1 if ceiling.shared else devices[role]
+            compute = flops / (took * n * ceiling.flops)
+            memory = nbytes / (took * n * ceiling.bandwidth)
+            bound = "compute" if compute > memory else "memory"
+        rate = tokens / took if stage in work else None
+        rows.append(
+            StageRow(
+                ".".join(stage),
+                pool,
+                took,
+                rate,
+                flops,
+                nbytes,
+                compute,
+                memory,
+                bound,
+                moved.get(stage),
+            )
+        )
+    return tuple(rows)
+
+
+def step_work(
+    job: Profiled, axes: Mapping[str, Axes], batches: Sequence[Batch]
+) -> dict[Stage, list[Work]]:
+    """The work of each stage whose model is known here, the mean over some steps."""
+    each = [_batch_work(job, axes, batch) for batch in batches]
+    return {
+        stage: [
+            Work(fmean(part.flops for part in same), fmean(part.bytes for part in same))
+            for same in zip(*(work[stage] for work in each), strict=True)
+        ]
+        for stage in each[0]
+    }
+
+
+def _batch_work(job: Profiled, axes: Mapping[str, Axes], batch: Batch) -> dict[Stage, list[Work]]:
+    config, student = job.config, job.student.config
+    found: dict[Stage, list[Work]] = {}
+    copies = {role: sizes.data * sizes.fsdp for role, sizes in axes.items()}
+    size = {role: jnp.dtype(part.dtype).itemsize for role, part in config.roles.items()}
+    if batch.decode_steps:
+        found["rollout", "generate"] = _sampling(student, batch, size["rollout"], copies["rollout"])
+    if job.teacher is not None:
+        found["teacher", "score"] = _scoring(
+            job.teacher.config,
+            job.vocab_size,
+            batch,
+            size["teacher"],
+            copies["teacher"],
+            head=config.distill.signal != "hidden",
+        )
+    if "reference" in axes:
+        found["reference", "score"] = _scoring(
+            student,
+            student.vocab_size,
+            batch,
+            size["reference"],
+            copies["reference"],
+        )
+    found["actor", "update"] = _update(job, axes["actor"], batch, size["actor"])
+    return found
+
+
+def _sampling(c: DecoderConfig, batch: Batch, itemsize: int, copies: int) -> list[Work]:
+    """Each prompt prefilled once; then the decode steps that the batch took."""
+    context = fmean(batch.prompts) + batch.mean / 2
+    decode = decode_work(c, context, batch.tokens, batch.decode_steps, itemsize, copies)
+    return [forward_work(c, batch.prompts, itemsize, copies), decode]
+
+
+def _scoring(
+    c: DecoderConfig, vocab: int, batch: Batch, itemsize: int, copies: int, head: bool = True
+) -> list[Work]:
+    """One pass over the batch and, with the head, the logits of its completions."""
+    forward = _forward(c, batch, itemsize, copies)
+    logits = head_work(vocab, c.d_model, batch.tokens, itemsize, copies)
+    return [forward, logits] if head else [forward]
+
+
+def _forward(c: DecoderConfig, batch: Batch, itemsize: int, copies: int) -> Work:
+    return group_work(c, batch.prompts, batch.samples, batch.mean, itemsize, copies)
+
+
+def _update(job: Profiled, axes: Axes, batch: Batch, itemsize: int) -> list[Work]:
+    """Forward and backward of each pass over the batch, and the optimizer at each update."""
+    config, c = job.config, job.student.config
+    copies, passes = axes.data * axes.fsdp, config.actor.epochs_per_batch
+    teacher = job.teacher if config.distill.signal == "hidden" else None
+    width = 0 if teacher is None else teacher.config.d_model
+    forward = _forward(c, batch, itemsize, copies)
+    loss = divergence_work(job.vocab_size, c.d_model, width, batch.tokens, itemsize, copies)
+    optimizer = adamw_work(c.n_params) * (config.updates_per_batch * axes.data)
+    parts = [forward * passes, loss * passes, forward * (2 * passes), optimizer]
+    if config.learns_from_rewards and config.updates_per_batch > 1:  # log-probs before the batch
+        parts += _scoring(c, c.vocab_size, batch, itemsize, copies)
+    return parts
+
+
+def _cells(row: StageRow, step: float) -> list[str]:
+    def show(value: float | None, unit: float = 1.0) -> str:
+        return "-" if value is None else _number(value / unit)
+
+    shares = []
+    for name, share in (("compute", row.compute), ("memory", row.memory)):
+        mark = "*" if row.bound == name else " "
+        shares.append("- " if share is None else f"{share:.1%}{mark}")
+    return [
+        row.stage,
+        row.pool,
+        _number(row.seconds),
+        f"{row.seconds / step:.0%}",
+        show(row.tokens_per_second),
+        show(row.flops, 1e9),
+        show(row.bytes, 1e9),
+        *shares,
+        show(row.moved, 1e6),
+    ]
+
+
+def _number(value: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _ceiling_lines(ceilings: Mapping[str, Ceilings]) -> list[str]:
+    """What `compute` and `memory` are shares of."""
+    if not ceilings:
+        return []
+    lines = ["compute, memory: shares of what the devices of the pool can do; * bounds the stage"]
+    for ceiling in dict.fromkeys(ceilings.values()):
+        pools = ", ".join(pool for pool, other in ceilings.items() if other == ceiling)
+        unit, name = (1e12, "TFLOP/s") if ceiling.flops >= 1e12 else (1e9, "GFLOP/s")
+        lines.append(
+            f"{pools}: {_number(ceiling.flops / unit)} {name} and"
+            f" {_number(ceiling.bandwidth / 1e9)} GB/s"
+            f" {'all devices together' if ceiling.shared else 'each'}"
+            f" ({ceiling.device}, {'published' if ceiling.published else 'measured here'})"
+        )
+    return lines

@@ -1,0 +1,212 @@
+"""The profile of some steps of a run (`profile.steps`): a trace of JAX's profiler from every
+process, and the table of what each stage took.
+
+A trace begins in each worker between its calls of earlier steps and those of the first profiled
+one, and ends after the weights of the last one are published. With a schedule that overlaps
+batches, work on neighbouring ones is in it too, as it is in their time.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from jaxrl.algorithms.schedule import Action
+from jaxrl.config.schema import Config
+from jaxrl.plan import Plan
+from jaxrl.plan.scene import signal_bytes
+from jaxrl.profile.stages import Batch, Profiled, StageTable, stage_rows, step_work
+from jaxrl.profile.waits import ASIDE, Call, Stage, Window, pool_waits, stage_seconds
+from jaxrl.runtime.tracing import Traced
+from jaxrl.runtime.worker import Crew, Future, Handle, Times
+from jaxrl.telemetry.timeline import Watched
+
+PROFILE_DIR = "profile"
+STAGES_FILE = "stages.json"
+BEFORE = 64
+"""Calls that are remembered while nothing is profiled: the last update is among them."""
+
+
+@dataclass
+class Profile:
+    """Waits for its steps, has them traced, and tells the table once."""
+
+    job: Profiled
+    plan: Plan
+    crew: Crew
+    folder: Path
+    """Of the run's profile."""
+    steps: range
+    """As rows count them, from 1; those that this run still has to train."""
+    tell: Callable[[str], None]
+    _calls: deque[_Made] = field(default_factory=lambda: deque(maxlen=BEFORE))
+    _begun: Mapping[str, Future] = field(default_factory=dict)
+    _ended: Mapping[str, Future] = field(default_factory=dict)
+    """Pool -> what its workers tell of the trace that they began, and ended."""
+    _rows: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    """Those of `steps`, so far."""
+    _told: bool = False
+
+    def watch(self, role: str, handle: Handle) -> Handle:
+        """The handle, whose calls are remembered for the table."""
+        return Watched(role, handle, self._note) if self.steps else handle
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        """A row is written."""
+        if row["step"] in self.steps:
+            self._rows[row["step"]] = row
+
+    @contextmanager
+    def around(self, action: Action) -> Iterator[None]:
+        """Begins and ends the trace where that lies before or after an action of the loop."""
+        if not self._begun and action.kind != "publish" and action.index + 1 in self.steps:
+            self._begun = self._ask(self.folder)
+            self._calls = deque(self._calls)  # from now on, all of them
+        yield
+        last = self.steps[-1] if self.steps else 0
+        if self._begun and not self._ended and action.kind == "publish" and action.index >= last:
+            self._ended = self._ask(None)
+        if self._ended and last in self._rows:
+            self._finish()
+
+    def close(self) -> None:
+        """At the end of a run that may have been interrupted: what there is of the profile."""
+        if self._begun and not self._ended:
+            self._ended = self._ask(None)
+        if self._ended:
+            self._finish()
+
+    def _note(self, role: str, method: str, times: Times, given: Mapping[str, Any]) -> None:
+        if method != ASIDE and not self._told:
+            self._calls.append(_Made(role, method, times, given.get("step")))
+
+    def _ask(self, folder: Path | None) -> Mapping[str, Future]:
+        config = self.job.config
+        return self.crew.profile(folder, config.actor.compute_dtype, config.deadlines.checkpoint)
+
+    def _finish(self) -> None:
+        """Waits for the traces, then tells the table."""
+        if self._told:
+            return
+        self._told = True
+        begun = [future.result() for future in self._begun.values()]
+        ended: dict[str, Traced] = {pool: told.result() for pool, told in self._ended.items()}
+        for problem in {told.problem: None for told in (*begun, *ended.values()) if told.problem}:
+            self.tell(f"profile.steps: JAX's profiler wrote no trace: {problem}")
+        rows = list(self._rows.values())
+        if not rows:
+            return
+        table = self._table(rows, ended)
+        self.tell(f"{table.text()}\nprofile: {self.folder}")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / STAGES_FILE).write_text(table.to_json(), encoding="utf-8")
+        except OSError as error:  # a disk that refuses ends no run
+            self.tell(f"cannot write {self.folder / STAGES_FILE}: {error.strerror}")
+
+    def _table(self, rows: Sequence[Mapping[str, Any]], ended: Mapping[str, Traced]) -> StageTable:
+        """Of the steps that have a row."""
+        placement = self.plan.placement
+        pool_of = {role: placement.pool_of(role).name for role in self.plan.runs}
+        steps = [row["step"] for row in rows]
+        calls = [made.call() for made in self._calls if made.times.finished is not None]
+        windows = self._windows(calls, steps)
+        known = {pool: told.ceilings for pool, told in ended.items() if told.ceilings}
+        first = next(iter(known.values()), None)  # of a process that several pools share
+        ceilings = known if first is None else dict.fromkeys(ended, first) | known
+        batches = [self._batch(row) for row in rows]
+        stages = stage_rows(
+            stage_seconds(calls, windows, len(steps)),
+            step_work(self.job, self.plan.axes, batches),
+            self._moved(rows, windows),
+            fmean(batch.tokens for batch in batches),
+            pool_of,
+            {role: len(placement.roles[role].devices) for role in pool_of},
+            ceilings,
+        )
+        return StageTable(
+            (steps[0], steps[-1]),
+            sum(end - start for start, end in windows) / len(steps),
+            ceilings,
+            stages,
+            tuple(pool_waits(calls, windows, len(steps), pool_of)),
+        )
+
+    def _windows(self, calls: Sequence[Call], steps: Sequence[int]) -> list[Window]:
+        """From update to update, without the time in which the trace began."""
+        ends = {call.step: call.end for call in calls if call.method == "update"}
+        pause = max((told.times for told in self._begun.values()), key=lambda t: t.finished or 0)
+        assert pause.started is not None and pause.finished is not None, "it has begun"
+        start = ends.get(steps[0] - 2, pause.finished)
+        bounds = [start, *(ends[step - 1] for step in steps)]
+        windows = list(zip(bounds, bounds[1:], strict=False))
+        return [
+            part
+            for begin, end in windows
+            for part in ((begin, min(end, pause.started)), (max(begin, pause.finished), end))
+            if part[0] < part[1]
+        ]
+
+    def _batch(self, row: Mapping[str, Any]) -> Batch:
+        prompts = tuple(len(prompt.tokens) for prompt in self.job.train.batch(row["step"] - 1))
+        mean = row["rollout/completion_tokens_mean"]
+        samples = round(row["actor/tokens"] / mean / len(prompts))
+        return Batch(prompts, max(samples, 1), mean, row["rollout/decode_steps"])
+
+    def _moved(
+        self, rows: Sequence[Mapping[str, Any]], windows: Sequence[Window]
+    ) -> dict[Stage, float]:
+        """Bytes a step from one pool to another, of weights and of what the teacher tells; and
+        those to the host and back for a call.
+        """
+        pool_of = self.plan.placement.pool_of
+        sent = [row["weights/sync_bytes"] for row in rows if "weights/sync_bytes" in row]
+        found: dict[Stage, float] = defaultdict(float)
+        if sent and pool_of("actor") != pool_of("rollout"):
+            found["actor", "publish"] = sum(sent) / len(rows)
+        if self.job.teacher is not None and pool_of("teacher") != pool_of("actor"):
+            config = self.job.config
+            each = signal_bytes(
+                config.distill, config.teacher.compute_dtype, self.job.teacher.config
+            )
+            found["teacher", "score"] = each * fmean(row["actor/tokens"] for row in rows)
+        for made in self._calls:
+            ended = made.times.finished or 0.0
+            if any(begin < ended <= end for begin, end in windows):
+                nbytes = sum(move.nbytes for move in made.times.moves)
+                found[made.role, made.method] += nbytes / len(rows)
+        return {stage: nbytes for stage, nbytes in found.items() if nbytes}
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A call that was asked for."""
+
+    role: str
+    method: str
+    times: Times
+    step: int | None
+
+    def call(self) -> Call:
+        assert self.times.started is not None and self.times.finished is not None, "it has ended"
+        return Call(self.role, self.method, self.times.started, self.times.finished, self.step)
+
+
+def steps_to_profile(config: Config, trained: int, tell: Callable[[str], None]) -> range:
+    """The steps that a run still has to train of those that its config names; tells where it is
+    too late for some.
+
+    Args:
+        trained: steps that the run has trained already.
+    """
+    asked = config.profile.range
+    left = range(max(asked.start, trained + 1), asked.stop)
+    if asked and len(left) < len(asked):
+        told = "nothing is profiled" if not left else f"only {left.start}:{left.stop} is profiled"
+        tell(f"profile.steps={config.profile.steps}: the run goes on after step {trained}; {told}")
+    return left if left else range(0)

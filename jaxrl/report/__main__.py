@@ -1,0 +1,50 @@
+"""Makes one self-contained HTML page of a run directory: curves, timeline, memory, samples.
+
+With several runs, their curves in one page.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxrl.config import cli
+from jaxrl.errors import UserError
+from jaxrl.profile.splits import run_advice
+from jaxrl.report.page import page
+from jaxrl.report.read import read_run
+
+REPORT_FILE = "report.html"
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = cli.Parser("jaxrl.report", __doc__ or "")
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", help="run directory, also of a run that is going on"
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE.html",
+        help=f"file to write (default RUN/{REPORT_FILE}; needed where there are several runs)",
+    )
+    arguments = parser.parse(argv)
+    paths = [Path(path) for path in dict.fromkeys(arguments.runs)]
+    if arguments.output is None and len(paths) > 1:
+        raise UserError(f"-o FILE.html is needed: {len(paths)} runs have no folder in common")
+    runs = [read_run(path) for path in paths]
+    advice = run_advice(paths[0]) if len(paths) == 1 else []
+    output = paths[0] / REPORT_FILE if arguments.output is None else Path(arguments.output)
+    cli.check_writable("-o", output)
+    made = page(runs, advice)
+    try:
+        # A completion may hold half a character, which has no UTF-8; escaped it is JSON still.
+        output.write_text(made, encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        raise UserError(f"cannot write {output}: {error.strerror}") from error
+    print(output)
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main))

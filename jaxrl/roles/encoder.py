@@ -1,0 +1,96 @@
+"""Texts to vectors: an encoder with its own tokenizer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
+from jaxrl.errors import UserError
+from jaxrl.formats.bert import load as load_bert
+from jaxrl.formats.torch_bin import open_weights
+from jaxrl.models import bert
+from jaxrl.models.batching import Progress, run_batches
+from jaxrl.models.decoder import Params
+from jaxrl.models.encoder_config import EncoderConfig, find_folder, read_encoder
+
+BATCH_TOKENS = 4096
+"""Tokens of a batch on one device, padding included."""
+
+
+class Encoder:
+    """A loaded encoder (bge-m3, MiniLM, ...)."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        mesh: Mesh | None = None,
+        dtype: str = "float32",
+        batch_tokens: int = BATCH_TOKENS,
+    ):
+        """
+        Args:
+            path: a Hugging Face or sentence-transformers folder, or `package:NAME`.
+            mesh: axes (data, fsdp, tensor); None for one device.
+            dtype: of weights and computation.
+            batch_tokens: tokens of a batch on one device, padding included.
+
+        Raises:
+            UserError: nothing there, or nothing that can be loaded.
+        """
+        self.config, folder = read_encoder(find_folder(path))
+        self.tokenizer: Tokenizer = load_tokenizer(folder)
+        if self.tokenizer is None:
+            raise UserError(f"encoder {os.fspath(path)!r}: no tokenizer.json in {folder}")
+        self.params = load_bert(open_weights(folder), self.config, mesh, jnp.dtype(dtype))
+        self.mesh, self._batch_tokens = mesh, batch_tokens
+
+    def tokens(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text with the special ones; what is too long loses its end."""
+        limit = self.config.max_tokens
+        stripped = [text.strip() for text in texts]  # as sentence-transformers does
+        ids = self.tokenizer(stripped, truncation=True, max_length=limit, padding=False)
+        return ids["input_ids"] if stripped else []
+
+    def embed(self, texts: Sequence[str], progress: Progress | None = None) -> np.ndarray:
+        """[N, D] float32 of length 1, in the order of the texts."""
+        if not texts:
+            return np.zeros((0, self.config.d_model), np.float32)
+        return run_batches(
+            self.tokens(texts),
+            _encode,
+            self.config,
+            self.mesh,
+            self.params,
+            mesh=self.mesh,
+            batch_tokens=self._batch_tokens,
+            longest=self.config.max_tokens,
+            progress=progress,
+        )
+
+
+def embed(path: str | os.PathLike[str], texts: Sequence[str]) -> np.ndarray:
+    """Embeddings [N, D] float32 of length 1: their inner products are cosine similarities.
+
+    Loads the weights anew at each call; keep an `Encoder` to embed often.
+
+    Args:
+        path: a Hugging Face or sentence-transformers folder, or `package:NAME`.
+    """
+    return Encoder(path).embed(texts)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _encode(
+    config: EncoderConfig, mesh: Mesh | None, params: Params, tokens: jax.Array, mask: jax.Array
+) -> jax.Array:
+    vectors = bert.encode(config, params, tokens, mask, mesh)
+    if mesh is None:
+        return vectors
+    return jax.lax.with_sharding_constraint(vectors, NamedSharding(mesh, PartitionSpec()))

@@ -1,0 +1,177 @@
+"""The optax optimizer of a run, and where its state lives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from optax.contrib import MuonDimensionNumbers, muon
+
+from jaxrl.config.schema import OptimizerConfig
+
+Schedule = Callable[[Any], Any]
+ROUNDING_SEED = 0x0DD
+"""Added to the seed of a run for the rounding of bfloat16 weights."""
+
+
+def learning_rate(config: OptimizerConfig, updates: int) -> Schedule:
+    """Learning rate as a function of the number of updates done; it reaches its end at `updates`.
+
+    Rises linearly from peak / (warmup_steps + 1), so that no update is wasted at rate 0.
+    """
+    peak, warmup = config.learning_rate, min(config.warmup_steps, max(updates - 1, 0))
+    rest, end = max(updates - warmup, 1), config.learning_rate * config.min_lr_ratio
+    shapes: dict[str, Callable[[], Schedule]] = {
+        "constant": lambda: optax.constant_schedule(peak),
+        "linear": lambda: optax.linear_schedule(peak, end, rest),
+        "cosine": lambda: optax.cosine_decay_schedule(peak, rest, config.min_lr_ratio),
+    }
+    after = shapes[config.lr_schedule]()
+    if warmup == 0:
+        return after
+    before = optax.linear_schedule(peak / (warmup + 1), peak, warmup)
+    return optax.join_schedules([before, after], [warmup])
+
+
+def make_optimizer(
+    config: OptimizerConfig, updates: int, moment_dtype: Any
+) -> optax.GradientTransformation:
+    """Clipping by the global norm, then the named optimizer under its schedule.
+
+    Gradients enter, and moments are kept, in `moment_dtype`.
+    """
+    c, rate = config, learning_rate(config, updates)
+    makers: dict[str, Callable[[], optax.GradientTransformation]] = {
+        "adamw": lambda: optax.adamw(
+            rate, c.b1, c.b2, c.eps, weight_decay=c.weight_decay, mask=decayed
+        ),
+        "adam": lambda: optax.adam(rate, c.b1, c.b2, c.eps),
+        "sgd": lambda: optax.sgd(rate, momentum=c.b1 or None),
+        "lion": lambda: optax.lion(rate, c.b1, c.b2, weight_decay=c.weight_decay, mask=decayed),
+        # With a learning rate of its own, optax's adafactor would leave the decay unscaled by it.
+        "adafactor": lambda: optax.chain(
+            optax.adafactor(
+                None,
+                multiply_by_parameter_scale=False,
+                weight_decay_rate=c.weight_decay or None,
+                weight_decay_mask=decayed,
+            ),
+            optax.scale_by_learning_rate(rate, flip_sign=False),
+        ),
+        "muon": lambda: muon(
+            rate,
+            weight_decay=c.weight_decay,
+            weight_decay_mask=decayed,
+            adam_b1=c.b1,
+            adam_b2=c.b2,
+            adam_weight_decay=0.0,
+            eps=c.eps,
+            muon_weight_dimension_numbers=_muon_dims,
+        ),
+    }
+    clip = [] if c.clip_norm is None else [optax.clip_by_global_norm(c.clip_norm)]
+    return in_dtype(optax.chain(*clip, makers[c.name]()), moment_dtype)
+
+
+def in_dtype(inner: optax.GradientTransformation, dtype: Any) -> optax.GradientTransformation:
+    """`inner` with its gradients and its state in `dtype`, whatever the parameters' dtype."""
+
+    def init(params: Any) -> Any:
+        return inner.init(jax.tree.map(lambda x: x.astype(dtype), params))
+
+    def update(grads: Any, state: Any, params: Any = None) -> Any:
+        grads = jax.tree.map(lambda x: x.astype(dtype), grads)
+        params = None if params is None else jax.tree.map(lambda x: x.astype(dtype), params)
+        return inner.update(grads, state, params)
+
+    return optax.GradientTransformation(init, update)
+
+
+def apply_changes(params: Any, changes: Any, seed: int, updates: jax.Array) -> Any:
+    """params + changes; what is held in bfloat16 is rounded up or down at random.
+
+    Rounded to the nearest, most of Adam's moves are lost: at a learning rate of 1e-5 they are
+    smaller than half of bfloat16's step at all but the smallest weights. The random numbers depend
+    on the seed, the updates done, the leaf and the place in it, never on the mesh.
+    """
+    key = jax.random.key((seed + ROUNDING_SEED) % 2**32, impl="threefry2x32")
+    key = jax.random.fold_in(key, updates)
+    leaves, tree = jax.tree.flatten(params)
+    moved = []
+    for i, (x, change) in enumerate(zip(leaves, jax.tree.leaves(changes), strict=True)):
+        if x.dtype == jnp.bfloat16:
+            exact = x.astype(jnp.float32) + change.astype(jnp.float32)
+            moved.append(round_at_random(exact, jax.random.fold_in(key, i)))
+        else:
+            moved.append(optax.apply_updates(x, change))
+    return jax.tree.unflatten(tree, moved)
+
+
+def round_at_random(x: jax.Array, key: jax.Array) -> jax.Array:
+    """float32 to one of the two nearest bfloat16 numbers, each as likely as the other is far: the
+    mean is x. What is not finite stays so.
+    """
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + (_random_bits(key, x.shape) >> 16)
+    upper = jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
+    return jnp.where(jnp.isfinite(x), upper, x).astype(jnp.bfloat16)
+
+
+def _random_bits(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """uint32, a hash of the key and of each place in an array. It is fused into the update: with
+    `jax.random.bits` a CPU takes 16 bytes a number, and seven to nine times as long to round.
+    """
+    first, last = jax.random.key_data(key)
+    x = jnp.broadcast_to(first, shape)
+    for axis in range(len(shape)):
+        x = _mixed(x ^ jax.lax.broadcasted_iota(jnp.uint32, shape, axis))
+    return _mixed(x ^ last)
+
+
+def _mixed(x: jax.Array) -> jax.Array:
+    """The finaliser of MurmurHash3: a bijection that changes half of the bits for each bit."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
+
+
+def decayed(params: Any) -> Any:
+    """True for the kernels of the blocks: embeddings, head, norms and biases are not decayed."""
+
+    def is_kernel(path: Any, _: Any) -> bool:
+        names = [getattr(key, "key", "") for key in path]
+        return names[0] == "layers" and names[-1] == "kernel"
+
+    return jax.tree_util.tree_map_with_path(is_kernel, params)
+
+
+def state_shardings(
+    optimizer: optax.GradientTransformation, params: Any, shardings: Any, mesh: Mesh
+) -> Any:
+    """Shardings of the optimizer's state: a moment lies where its parameter does, all else is
+    replicated.
+
+    Args:
+        params: the parameters or their `jax.ShapeDtypeStruct`s.
+        shardings: the parameters' shardings.
+    """
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    placed = dict(zip([path for path, _ in leaves], jax.tree.leaves(shardings), strict=True))
+    shapes = {path: leaf.shape for path, leaf in leaves}
+
+    def place(path: Any, leaf: Any) -> NamedSharding:
+        """A moment's path ends with the path of its parameter."""
+        own = next((path[i:] for i in range(len(path)) if path[i:] in shapes), None)
+        return placed[own] if own and leaf.shape == shapes[own] else everywhere
+
+    return jax.tree_util.tree_map_with_path(place, jax.eval_shape(optimizer.init, params))
+
+
+def _muon_dims(params: Any) -> Any:
+    """Muon for the kernels of the blocks [L, in, out]; Adam, its fallback, for the rest."""
+    dims = MuonDimensionNumbers(reduction_axis=1, output_axis=2)
+    return jax.tree.map(lambda kernel: dims if kernel else None, decayed(params))

@@ -1,0 +1,264 @@
+"""Reward models: a decoder whose head gives one number for each sequence.
+
+`*ForSequenceClassification` checkpoints of transformers: `score.weight` [1, D] without bias, at the
+hidden state of the last token. Which token is last is told by the mask alone: where padding and EOS
+share an id, the token ids do not tell.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jinja2 import TemplateError
+
+from jaxrl.data.example import Message
+from jaxrl.data.tokenizer import Tokenizer, as_messages, has_template, load_tokenizer
+from jaxrl.errors import UserError
+from jaxrl.formats import hf, weights
+from jaxrl.formats.torch_bin import open_weights
+from jaxrl.models import decoder
+from jaxrl.models.batching import Progress, run_batches
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.decoder import Params
+from jaxrl.models.encoder_config import find_folder, read_json
+from jaxrl.sharding.reshard import put
+
+BATCH_TOKENS = 4096
+"""Tokens of a batch on one device, padding included."""
+HEAD = "score.weight"
+
+
+@dataclass(frozen=True)
+class RewardSource:
+    """A reward model that was found and understood, of which no weight has been read."""
+
+    name: str
+    """As the user gave it."""
+    path: Path
+    config: DecoderConfig
+    """Without an LM head: it counts as tied."""
+    tensors: weights.Tensors = field(repr=False, compare=False)
+
+    def load(self, mesh: Mesh | None = None, dtype: Any = jnp.float32) -> tuple[Params, jax.Array]:
+        """Parameters (stacked) and the head [D] float32, which is whole on every device."""
+        params = weights.load(self.tensors, self.config, mesh, dtype)
+        row = self.tensors.read(HEAD, (slice(0, 1), slice(0, self.config.d_model)))
+        head = np.asarray(row[0]).astype(np.float32)
+        if mesh is None:
+            return params, jnp.asarray(head)
+        return params, put(head, NamedSharding(mesh, PartitionSpec()))
+
+
+def open_reward(path: str | os.PathLike[str]) -> RewardSource:
+    """Finds a reward model and checks the list of its tensors against its config.
+
+    Args:
+        path: a Hugging Face folder, or `package:NAME` for the one in an installed package.
+
+    Raises:
+        UserError: as `read_reward`; or tensors that are missing or of other shapes.
+    """
+    folder, config = read_reward(path)
+    tensors = open_weights(folder)
+    weights.check(tensors, weights.tensor_shapes(config) | {HEAD: (1, config.d_model)})
+    return RewardSource(os.fspath(path), folder, config, tensors)
+
+
+def read_reward(path: str | os.PathLike[str]) -> tuple[Path, DecoderConfig]:
+    """The folder of a reward model, and what its `config.json` says.
+
+    Raises:
+        UserError: nothing there, not a reward model, or one with several labels.
+    """
+    folder = find_folder(path)
+    raw = read_json(folder / "config.json")
+    names = raw.get("architectures") or ()
+    if not any(str(name).endswith("ForSequenceClassification") for name in names):
+        raise UserError(
+            f"reward model {os.fspath(path)!r}: {folder / 'config.json'} names architectures"
+            f" {list(names)}; a *ForSequenceClassification is needed"
+        )
+    labels = raw.get("id2label")
+    n = len(labels) if isinstance(labels, dict) else raw.get("num_labels", 1)
+    if n != 1:
+        raise UserError(
+            f"reward model {os.fspath(path)!r}: num_labels={n} (config.json: id2label={labels});"
+            " a reward is one number, so only num_labels=1 is supported"
+        )
+    return folder, replace(hf.read_config(folder), tie_embeddings=True)
+
+
+def score_tokens(
+    config: DecoderConfig,
+    params: Params,
+    head: jax.Array,
+    tokens: jax.Array,
+    mask: jax.Array,
+    mesh: Mesh | None = None,
+) -> jax.Array:
+    """head . hidden state of each row's last token.
+
+    Args:
+        head: [D] float32.
+        tokens: [B, T] int32, padding on either side.
+        mask: [B, T] bool, True at real tokens.
+
+    Returns:
+        [B] float32, unbounded; 0 for a row without tokens.
+    """
+    hidden = decoder.forward(config, params, tokens, mask, mesh=mesh)
+    at = jnp.max(jnp.where(mask, jnp.arange(mask.shape[1])[None], 0), -1)
+    last = jnp.take_along_axis(hidden, at[:, None, None], 1)[:, 0]
+    scores = jnp.einsum("bd,d->b", last.astype(jnp.float32), head)
+    return jnp.where(mask.any(-1), scores, 0.0)
+
+
+def render(
+    tokenizer: Tokenizer, prompt: str | Sequence[Message], completion: str
+) -> tuple[int, ...]:
+    """Tokens of a prompt with its completion, by the reward model's own tokenizer and template.
+
+    Args:
+        prompt: chat messages; or a text, which becomes a user message where there is a template and
+            is followed by the completion where there is none.
+
+    Raises:
+        UserError: messages, and no template or one that refuses them.
+    """
+    messages = as_messages(prompt)
+    if messages is None:
+        assert isinstance(prompt, str), "a prompt is a text or messages"
+        if not has_template(tokenizer):
+            return encode_text(tokenizer, prompt + completion)
+        messages = ({"role": "user", "content": prompt},)
+    return encode_chat(tokenizer, [*messages, {"role": "assistant", "content": completion}])
+
+
+def encode_chat(tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[int, ...]:
+    """Tokens of a whole conversation, the assistant's last turn included."""
+    if not has_template(tokenizer):
+        raise UserError(
+            "the reward model's tokenizer has no chat template to render chat messages with: put"
+            " chat_template.jinja into its folder"
+        )
+    try:
+        tokens = tokenizer.apply_chat_template(
+            [dict(m) for m in messages],
+            add_generation_prompt=False,
+            tokenize=True,
+            return_dict=False,
+        )
+    except TemplateError as error:
+        roles = ", ".join(str(m.get("role")) for m in messages)
+        raise UserError(
+            f"the reward model's chat template refuses messages of {roles}: {error}"
+        ) from error
+    return tuple(tokens)
+
+
+def encode_text(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+    """Tokens of a text with the tokenizer's special ones; a BOS that it begins with stays one."""
+    tokens = tuple(tokenizer(text)["input_ids"])
+    bos = tokenizer.bos_token_id
+    return tokens[1:] if bos is not None and tokens[:2] == (bos, bos) else tokens
+
+
+class RewardScorer:
+    """A loaded reward model with its tokenizer."""
+
+    def __init__(
+        self,
+        source: RewardSource,
+        mesh: Mesh | None = None,
+        dtype: str = "float32",
+        batch_tokens: int = BATCH_TOKENS,
+        max_tokens: int | None = None,
+    ):
+        """
+        Args:
+            mesh: axes (data, fsdp, tensor); None for one device.
+            dtype: of weights and computation; the head is applied in float32.
+            batch_tokens: tokens of a batch on one device, padding included.
+            max_tokens: longest sequence; never more than the model's positions.
+        """
+        self.tokenizer: Tokenizer = load_tokenizer(source.path)
+        if self.tokenizer is None:
+            raise UserError(f"reward model {source.name!r}: no tokenizer.json in {source.path}")
+        positions = source.config.max_positions
+        self.max_tokens = positions if max_tokens is None else min(positions, max_tokens)
+        self.config, self.mesh = source.config, mesh
+        self.params, self.head = source.load(mesh, jnp.dtype(dtype))
+        self._batch_tokens = batch_tokens
+
+    def score(
+        self, sequences: Sequence[Sequence[int]], progress: Progress | None = None
+    ) -> tuple[np.ndarray, int]:
+        """Scores [N] float32 of token sequences, and how many of these were too long.
+
+        What is too long loses its beginning, but for a BOS: the end is what is judged.
+        """
+        if not sequences:
+            return np.zeros((0,), np.float32), 0
+        scores = run_batches(
+            [self._cut(sequence) for sequence in sequences],
+            _score,
+            self.config,
+            self.mesh,
+            self.params,
+            self.head,
+            mesh=self.mesh,
+            batch_tokens=self._batch_tokens,
+            longest=self.max_tokens,
+            progress=progress,
+        )
+        return scores, sum(len(sequence) > self.max_tokens for sequence in sequences)
+
+    def _cut(self, sequence: Sequence[int]) -> Sequence[int]:
+        over = len(sequence) - self.max_tokens
+        if over <= 0:
+            return sequence
+        kept = 1 if sequence[0] == self.tokenizer.bos_token_id and self.max_tokens > 1 else 0
+        return (*sequence[:kept], *sequence[over + kept :])
+
+
+def score(path: str | os.PathLike[str], texts: Sequence[str | Sequence[Message]]) -> np.ndarray:
+    """Rewards [N] float32 of texts (taken as they are) or of conversations (by the chat template).
+
+    Loads the weights anew at each call; keep a `RewardScorer` to score often.
+
+    Args:
+        path: a Hugging Face folder, or `package:NAME`.
+    """
+    scorer = RewardScorer(open_reward(path))
+    sequences = []
+    for text in texts:
+        messages = as_messages(text)
+        if messages is None:
+            sequences.append(encode_text(scorer.tokenizer, str(text)))
+        else:
+            sequences.append(encode_chat(scorer.tokenizer, messages))
+    return scorer.score(sequences)[0]
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _score(
+    config: DecoderConfig,
+    mesh: Mesh | None,
+    params: Params,
+    head: jax.Array,
+    tokens: jax.Array,
+    mask: jax.Array,
+) -> jax.Array:
+    scores = score_tokens(config, params, head, tokens, mask, mesh)
+    if mesh is None:
+        return scores
+    return jax.lax.with_sharding_constraint(scores, NamedSharding(mesh, PartitionSpec()))

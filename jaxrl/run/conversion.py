@@ -1,0 +1,132 @@
+"""Which roles of a starting run share the conversion of a model file, and where it is kept."""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxrl.checkpoint.source import ModelSource
+from jaxrl.formats.converted import Scratch
+from jaxrl.formats.weights import tensor_shapes
+from jaxrl.plan import Plan
+from jaxrl.runtime.cluster import ClusterDevice
+from jaxrl.sharding.mesh import host_available
+
+Loads = Mapping[str, tuple[ModelSource, str]]
+"""Role -> the model that it loads when it starts, and in which dtype."""
+PREFIX = "jaxrl-converted-"
+GB = 1e9
+
+
+@contextmanager
+def converted_once(
+    loads: Loads, plan: Plan, wait_s: float, log: Callable[[str], None]
+) -> Iterator[dict[Path, Scratch]]:
+    """Place of a model file -> where its roles share its conversion, while the block runs.
+
+    It takes host memory that the plan leaves free, or is not made. Workers on other hosts than this
+    one do not find it.
+    """
+    found: dict[Path, Scratch] = {}
+    spare = _spare(plan)
+    folders: list[tuple[Path, int]] = []
+    try:
+        for place, roles in _together(loads, plan).items():
+            source = loads[roles[0]][0]
+            dtype = str(jnp.result_type(*(jnp.dtype(loads[role][1]) for role in roles)))
+            size = _elements(source) * jnp.dtype(dtype).itemsize
+            if not size:
+                continue
+            root = _root(size) if size <= spare else None
+            told = f"{source.name} is loaded by {' and '.join(roles)}"
+            if root is None:
+                log(f"{told}; each converts it, as {size / GB:.1f} GB are not free to share it")
+                continue
+            folder, lock = _make(root)
+            folders.append((folder, lock))
+            found[place] = Scratch(folder, dtype, wait_s)
+            spare -= size
+            log(
+                f"{told}; it is converted once, into {size / GB:.1f} GB of {root} until they have"
+                " started"
+            )
+        yield found
+    finally:
+        for folder, lock in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
+
+
+def _together(loads: Loads, plan: Plan) -> dict[Path, list[str]]:
+    """The model files that several roles of one host load, with these roles."""
+    by_place: dict[Path, list[str]] = {}
+    for role, (source, _) in loads.items():
+        if source.path.suffix == ".gguf":  # safetensors are mapped: nothing is converted
+            by_place.setdefault(source.path.resolve(), []).append(role)
+    hosts = {role: _hosts(plan, role) for role in loads}
+    return {
+        place: roles
+        for place, roles in by_place.items()
+        if any(hosts[a] & hosts[b] for a in roles for b in roles if a < b)
+    }
+
+
+def _hosts(plan: Plan, role: str) -> set[str]:
+    devices: list[Any] = [plan.devices[i] for i in plan.placement.roles[role].devices]
+    return {d.host if isinstance(d, ClusterDevice) else "here" for d in devices}
+
+
+def _spare(plan: Plan) -> int:
+    """Bytes of host memory that the run leaves free. On accelerators the plan does not count it:
+    half of what is free is left to buffers and to what is offloaded.
+    """
+    sizes = [pool.bytes for pool in plan.pools]
+    if plan.hosts:
+        return min(host.limit - host.needed(sizes) for host in plan.hosts)
+    return (host_available() or 0) // 2
+
+
+def _elements(source: ModelSource) -> int:
+    """Of the tensors that have to be dequantised."""
+    file: Any = source.tensors
+    shapes = tensor_shapes(source.config)
+    return sum(math.prod(shape) for name, shape in shapes.items() if file.is_quantised(name))
+
+
+def _root(size: int) -> Path | None:
+    """A folder with room: in memory, or else the one of temporary files."""
+    for root in (Path("/dev/shm"), Path(tempfile.gettempdir())):
+        if os.access(root, os.W_OK) and shutil.disk_usage(root).free > size:
+            return root
+    return None
+
+
+def _make(root: Path) -> tuple[Path, int]:
+    """A new folder and a lock on it; those whose run was killed are removed first."""
+    for old in root.glob(f"{PREFIX}*"):
+        with suppress(OSError):
+            lock = _lock(old)
+            shutil.rmtree(old, ignore_errors=True)
+            os.close(lock)
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))
+    return folder, _lock(folder)
+
+
+def _lock(folder: Path) -> int:
+    """A descriptor that holds the lock of a folder. Raises OSError where a run has it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor

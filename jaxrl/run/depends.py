@@ -1,0 +1,65 @@
+"""What a run depends on beside its config: weights, data, reward functions, by name and digest. A
+checkpoint notes them, so that a run that resumes notices what has changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+from pathlib import Path
+
+from jaxrl.checkpoint.digest import digest_file, digest_model
+from jaxrl.models.encoder_config import find_folder
+from jaxrl.rewards.callables import PREFIX
+from jaxrl.rewards.functions import find
+from jaxrl.run.launch import Job
+
+
+def dependencies(job: Job) -> dict[str, str]:
+    """Key and value of the config -> digest of what they name."""
+    config = job.config
+    student = job.student.path if config.needs_reference else job.student.tokenizer_path
+    found = {"data.train": job.train.fingerprint}
+    if student is not None:
+        weights = config.needs_reference
+        found[f"student.model={config.student.model}"] = digest_model(student, weights)
+    if job.teacher is not None:
+        found[f"teacher.model={config.teacher.model}"] = digest_model(job.teacher.path)
+    for one in job.held_out:
+        prompts = repr([(prompt.text, prompt.answer) for prompt in one.prompts])
+        name = f"data.eval.{one.name}" if one.name else "data.eval"
+        found[name] = hashlib.sha256(prompts.encode()).hexdigest()
+    return found | (_of_rewards(job) if config.learns_from_rewards else {})
+
+
+def _of_rewards(job: Job) -> dict[str, str]:
+    config, found = job.config, {}
+    for text in config.reward.functions:
+        if text.startswith(PREFIX):  # of a Python program: the config has its digest
+            continue
+        source = find(text)
+        path = Path(source.place) if source.option == "file" else _module_file(source.place)
+        if source.option in ("file", "module") and path is not None:
+            found[f"reward.functions={text}"] = digest_file(path)
+    if config.reward.model is not None:
+        found[f"reward.model={config.reward.model}"] = digest_model(
+            find_folder(config.reward.model)
+        )
+    if config.grouper.model is not None and config.policy.advantages == "similarity":
+        found[f"grouper.model={config.grouper.model}"] = digest_model(
+            find_folder(config.grouper.model)
+        )
+    return found
+
+
+def _module_file(module: str) -> Path | None:
+    """The file of a module, found without importing it or its packages."""
+    top, *rest = module.split(".")
+    spec = importlib.util.find_spec(top) if top.isidentifier() else None
+    if spec is None or spec.origin is None:
+        return None
+    if not rest:
+        return Path(spec.origin)
+    folder = Path(spec.origin).parent.joinpath(*rest)
+    files = (folder.with_suffix(".py"), folder / "__init__.py")
+    return next((file for file in files if file.is_file()), None)

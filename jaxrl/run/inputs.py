@@ -1,0 +1,99 @@
+"""What goes into a model and ends its completions, for training and for `python -m jaxrl.evaluate`:
+its tokenizer, its end tokens, its held-out prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jaxrl.checkpoint.source import ModelSource
+from jaxrl.config.schema import Config
+from jaxrl.data.encoder import PromptEncoder, few_shot
+from jaxrl.data.source import Example, Keys, Source, open_source
+from jaxrl.data.stream import EvalSet, eval_sets
+from jaxrl.data.tokenizer import load_tokenizer
+from jaxrl.errors import UserError
+from jaxrl.run.evaluation import Judge
+
+
+def tokenizer_of(source: ModelSource) -> Any:
+    """The transformers tokenizer; None where the checkpoint has none."""
+    return None if source.tokenizer_path is None else load_tokenizer(source.tokenizer_path)
+
+
+def end_ids(source: ModelSource, tokenizer: Any) -> tuple[int, ...]:
+    """The tokens that end a completion: those of the model's config, else its tokenizer's."""
+    if source.config.eos_ids:
+        return source.config.eos_ids
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        return (tokenizer.eos_token_id,)
+    raise UserError(
+        f"model {source.name!r} names no end-of-sequence token: set eos_token_id in its"
+        " config.json or generation_config.json"
+    )
+
+
+def pad_id(source: ModelSource, ends: tuple[int, ...]) -> int:
+    """What fills the padding: the model's own pad token, else an end token."""
+    return ends[0] if source.config.pad_id is None else source.config.pad_id
+
+
+def keys(config: Config) -> Keys:
+    """Names of the fields of a data row."""
+    d = config.data
+    return Keys(d.prompt_key, d.messages_key, d.completion_key, d.answer_key)
+
+
+def encoder(config: Config, tokenizer: Any, ends: tuple[int, ...]) -> PromptEncoder:
+    """How the rows of `data.train` and `data.eval` become tokens."""
+    d = config.data
+    shots: tuple[Example, ...] = ()
+    if d.few_shot is not None:
+        source = open_source(d.few_shot, config.seed, "train", keys(config), "data.few_shot")
+        shots = few_shot(source, d.few_shot_rows)
+    return PromptEncoder(
+        tokenizer,
+        config.max_prompt_tokens,
+        config.max_new_tokens,
+        ends,
+        d.system_prompt,
+        d.chat,
+        shots,
+        d.long_prompts,
+    )
+
+
+def held_out_sets(config: Config, encode: PromptEncoder) -> tuple[EvalSet, ...]:
+    """The sets of `data.eval`; none where it is null."""
+    if config.data.eval is None:
+        return ()
+
+    def open_one(sources: Sequence[str], label: str) -> Source:
+        return open_source(sources, config.seed, "eval", keys(config), label)
+
+    return eval_sets(config.data.eval, open_one, encode, config.eval.prompts)
+
+
+def held_out_notes(config: Config, sets: Sequence[EvalSet], judge: Judge) -> list[str]:
+    """What a reader should know of each set before anything is sampled: its size, what was left out
+    or cut, and prompts without an answer that the verifier can judge by.
+    """
+    longer = f"longer than max_prompt_tokens={config.max_prompt_tokens}"
+    notes = []
+    for held_out in sets:
+        name = f"data.eval.{held_out.name}" if held_out.name else "data.eval"
+        told = f"{name}: {len(held_out.prompts)} prompts"
+        if held_out.cut:
+            told += f"; {held_out.cut} {longer}: cut"
+        if held_out.dropped:
+            told += f"; {held_out.dropped} {longer} or repeated: left out"
+        # The empty completion tells, before hours of sampling, whether answers and verifier fit.
+        unjudged = sum(judge("", prompt) is None for prompt in held_out.prompts)
+        if unjudged:
+            told += (
+                f"; {unjudged} of {len(held_out.prompts)} prompts cannot be judged with"
+                f" data.verifier={config.data.verifier}: they have no answer to compare with"
+            )
+        notes.append(told)
+    return notes

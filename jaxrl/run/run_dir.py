@@ -1,0 +1,274 @@
+"""The folder of a run: made, or taken up again where the run left off."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import IO, Any
+
+from jaxrl.checkpoint import store
+from jaxrl.checkpoint.compare import compare
+from jaxrl.checkpoint.digest import changes
+from jaxrl.checkpoint.source import FINAL
+from jaxrl.checkpoint.store import Checkpoint
+from jaxrl.checkpoint.writer import versions
+from jaxrl.config import yaml_text
+from jaxrl.config.schema import CONFIG_FILE, Config
+from jaxrl.errors import RunError, UserError
+from jaxrl.telemetry.metrics import METRICS_FILE
+
+SESSIONS_FILE = "sessions.jsonl"
+"""A line for each start of the run whose steps are kept: the step that it began after, its mesh."""
+LOCK = "lock"
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """The folder of a run that is about to start."""
+
+    path: Path
+    checkpoint: Checkpoint | None
+    """What to go on from; None at the beginning."""
+    notes: tuple[str, ...]
+    """What was found there, for the reader."""
+    depends: Mapping[str, str] = field(default_factory=dict)
+    """What the run depends on -> its digest."""
+    lock: Lock | None = None
+
+    @property
+    def step(self) -> int:
+        """Batches trained already."""
+        return 0 if self.checkpoint is None else self.checkpoint.step
+
+    def write(self, name: str, text: str) -> None:
+        """A file in the folder: all of it, or what was there before. Raises UserError."""
+        partial = self.path / f".{name}.partial"
+        try:
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(self.path / name)
+        except OSError as error:
+            raise UserError(f"cannot write {self.path / name}: {error.strerror}") from error
+
+    def sessions_with(self, mesh: str) -> str:
+        """The text of `SESSIONS_FILE` that says what the steps from here on are trained on."""
+        kept = [one for one in sessions(self.path) if one["step"] < self.step]
+        lines = [json.dumps(one) + "\n" for one in (*kept, {"step": self.step, "mesh": mesh})]
+        return "".join(lines)
+
+    def write_missing(self, texts: Mapping[str, str]) -> None:
+        """Those of these files that are not in the folder. Raises UserError."""
+        for name, text in texts.items():
+            if not (self.path / name).exists():
+                self.write(name, text)
+
+    def remove_final(self) -> None:
+        """The model of fewer steps, which a checkpoint has too, and what a killed export left."""
+        for left in (self.path / FINAL, *self.path.glob(f".{FINAL}.partial-*")):
+            shutil.rmtree(left, ignore_errors=True)
+
+    def finished(self, steps: int) -> bool:
+        """Whether the run has been trained to its end, and exported."""
+        return self.step == steps and (self.path / FINAL).is_dir()
+
+
+def sessions(path: Path) -> list[dict[str, Any]]:
+    """Of the run in a folder, as far as its file can be read."""
+    found = []
+    with suppress(OSError, ValueError):
+        for line in (path / SESSIONS_FILE).read_text(encoding="utf-8").splitlines():
+            found.append(json.loads(line))
+    return [one for one in found if isinstance(one, dict) and isinstance(one.get("step"), int)]
+
+
+def meshes(used: Sequence[Mapping[str, Any]]) -> str:
+    """The meshes of sessions, one after the other: `A to step 300, then B`."""
+    text, mesh = "", None
+    for one in used:
+        if one["mesh"] != mesh:
+            text += f" to step {one['step']}, then {one['mesh']}" if text else str(one["mesh"])
+            mesh = one["mesh"]
+    return text
+
+
+@contextmanager
+def open_run_dir(config: Config, depends: Mapping[str, str]) -> Iterator[RunDir]:
+    """The folder of the run, made or taken up as `resume` says; no other process may use it
+    meanwhile.
+
+    Args:
+        depends: what the run depends on -> its digest: of another state of it the run resumes only
+            with `resume_changed`.
+
+    Raises:
+        UserError: it cannot be made or written, is in use, or holds another run.
+    """
+    path = check_run_dir(config)
+    _make(path)
+    with closing(Lock(path)) as lock:
+        yield replace(find_run(path, config, depends), lock=lock)
+
+
+def check_run_dir(config: Config) -> Path:
+    """The folder that the run would use; nothing is made or changed.
+
+    Raises:
+        UserError: `resume` does not allow what it holds.
+    """
+    path = _choose(config)
+    if config.resume == "must" and not _holds_run(path):
+        raise UserError(f"run_dir={path} holds no run to go on with, and resume=must")
+    return path
+
+
+def _choose(config: Config) -> Path:
+    path = config.run_path
+    if config.resume != "never" or not _holds_run(path):
+        return path
+    if config.run_dir is not None:
+        raise UserError(
+            f"run_dir={path} holds a run already, and resume=never: name another, or move it away"
+        )
+    number = 2
+    while _holds_run(path.with_name(f"{path.name}-{number}")):
+        number += 1
+    return path.with_name(f"{path.name}-{number}")
+
+
+def _holds_run(path: Path) -> bool:
+    """Whether there is anything to lose."""
+    metrics = path / METRICS_FILE
+    has_rows = metrics.is_file() and metrics.stat().st_size > 0
+    return has_rows or bool(store.folders(path))
+
+
+def _make(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"run_dir={path} cannot be made: {error.strerror}") from error
+    if not os.access(path, os.W_OK):
+        raise UserError(f"run_dir={path} cannot be written to: name another")
+
+
+class Lock:
+    """That a run directory is this process's. The lock is the kernel's: it ends with the process,
+    however that ends.
+    """
+
+    def __init__(self, run_dir: Path):
+        """
+        Raises:
+            UserError: another process holds it, or it cannot be written.
+        """
+        self.path = run_dir / LOCK
+        try:
+            self._file = self._take()
+        except OSError as error:
+            raise UserError(f"run_dir={run_dir} cannot be written to: {error.strerror}") from error
+        except _Held as held:
+            raise UserError(f"run_dir={run_dir} is in use by {held}: name another") from None
+
+    def close(self) -> None:
+        self._file.close()
+
+    def check(self) -> bool:
+        """Whether the folder is still this run's; returns whether the lock was removed.
+
+        A lock that somebody removed is taken again, in a new folder where that was removed too.
+
+        Raises:
+            RunError: another process has the folder now.
+        """
+        try:
+            if os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno())):
+                return False
+        except FileNotFoundError:
+            pass
+        except OSError:  # a disk that does not answer: the save says so
+            return False
+        run_dir = self.path.parent
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            taken = self._take()
+        except OSError:
+            return False
+        except _Held as held:
+            raise RunError(
+                f"run_dir={run_dir} is in use by {held} too: the lock of this run was removed. This"
+                " run ends before it writes over the checkpoints of the other one"
+            ) from None
+        self._file.close()
+        self._file = taken
+        return True
+
+    def _take(self) -> IO[str]:
+        file = open(self.path, "a+", encoding="utf-8")  # noqa: SIM115 - closed by its owner
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            file.close()
+            raise _Held(holder) from None
+        with suppress(OSError):  # a full disk: the lock holds without a name in it
+            file.truncate(0)
+            file.write(f"pid {os.getpid()} on {socket.gethostname()}")
+            file.flush()
+        return file
+
+
+class _Held(Exception):
+    """By whom."""
+
+
+def find_run(path: Path, config: Config, depends: Mapping[str, str]) -> RunDir:
+    """What the folder holds to go on from; no other process may use it meanwhile."""
+    if not _holds_run(path):
+        store.sweep(path)
+        return RunDir(path, None, (), depends)
+    notes: list[str] = []
+    changed = []
+    # The newest checkpoint's says what was trained; the folder's own may be of an attempt since.
+    places = [*(folder / store.CONFIG for folder in store.folders(path)[:1]), path / CONFIG_FILE]
+    written = next((place for place in places if place.is_file()), None)
+    if written is not None:
+        changed = compare(yaml_text.read_mapping(written), config, path)
+    swept = store.sweep(path)
+    if swept:
+        notes.append(f"removed an unfinished checkpoint: {', '.join(p.name for p in swept)}")
+    checkpoint = store.newest(path, notes.append)
+    if checkpoint is None:
+        told = f"{path} holds a run that wrote no checkpoint"
+        if config.resume == "must":
+            raise UserError(f"{told}, and resume=must")
+        if (path / FINAL).is_dir():
+            raise UserError(
+                f"run_dir={path} holds a trained model ({path / FINAL}) and no checkpoint to go on"
+                " from; to begin anew would delete it: name another run_dir, or move it away"
+            )
+        return RunDir(path, None, (*notes, f"{told}: it begins anew"), depends)
+    manifest = checkpoint.manifest
+    before = {"data.train": manifest.data["fingerprint"]} | manifest.depends
+    names = changes(before, dict(depends))
+    if names and not config.resume_changed:
+        raise UserError(
+            f"run_dir={path}: what {' and '.join(names)} names has changed since step"
+            f" {checkpoint.step} of the run there; put it back, name another run_dir, or set"
+            " resume_changed=true to resume with what is there now"
+        )
+    changed += [f"what {name} names" for name in names]
+    here = versions()
+    changed += [
+        f"{name} {manifest.versions[name]} there, {here[name]} now"
+        for name in changes(manifest.versions, here)
+    ]
+    notes.append(f"going on from step {checkpoint.step} of {config.steps} ({checkpoint.path})")
+    notes += [f"changed since: {line}" for line in changed]
+    return RunDir(path, checkpoint, tuple(notes), depends)
