@@ -29,6 +29,21 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
+LONGEST_FIRST = ("test_ray_train.py", "test_resume.py", "test_ray.py", "test_rl.py")
+    "test_ray_train.py",
+    "test_resume.py",
+    "test_ray.py",
+    "test_rl.py",
+    "test_train.py",
+)
+"""Files that take minutes: begun last, they would leave one of two processes with nothing to do."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    rank = {name: place for place, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
+
+
 @pytest.fixture(autouse=True)
 def own_ledger():
     """Roles that a test makes outside of a worker are not held by this thread's ledger for ever."""

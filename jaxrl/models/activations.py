@@ -3,7 +3,7 @@
 Counted in arrays of one block: x [t, D], f [t, F] (inside the MLP), q [t, N*H] and kv [t, 2*KV*H]
 with t = rows * width tokens of this device, and the attention scores s [rows, N, T, T] in float32.
 The counts were read from the live ranges that XLA assigns to the real programs (CPU, float32):
-`tests/test_plan_true.py` holds them against the compiler's account. Fused attention, which a
+`tests/plan/test_plan_true.py` holds them against the compiler's account. Fused attention, which a
 GPU takes in bfloat16, holds no scores.
 """
 

@@ -1,0 +1,833 @@
+"""Laws of the objective of what learns from rewards: term by term, and put together."""
+
+from dataclasses import replace
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from objectives import config
+from tiny_models import make_mesh
+
+from jaxrl.algorithms.advantages import group_advantages
+from jaxrl.algorithms.methods import METHODS, method_of, needed_roles
+from jaxrl.algorithms.objective import configured, objective_notes, policy_objective
+from jaxrl.algorithms.sampled_batch import prepare_rewarded
+from jaxrl.algorithms.signals import completion_logprobs
+from jaxrl.data.batch import make_rollout
+from jaxrl.losses.algorithm_table import ALGORITHMS
+from jaxrl.losses.distill import entropy_aware_from_topk
+from jaxrl.losses.divergence import EntropyAware
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.decoder import init_params
+from jaxrl.models.rules import param_shardings
+from jaxrl.rewards.scoring import RewardReport
+from jaxrl.roles.actor import Actor
+from jaxrl.roles.reference import Reference
+from jaxrl.types import Completion, Embedded, Prompt, Sequences, TeacherSignal, Totals, TrainBatch
+
+MODEL = DecoderConfig("llama", 48, 16, 1, 4, 2, 4, 24, tie_embeddings=True, eos_ids=(1,))
+WIDTHS = {"max_prompt_tokens": 6, "max_new_tokens": 8}
+GROUPS, G = 5, 3
+TEACHER = ["teacher.model=a", "distill_weight=0.7"]
+ALL_TERMS = [*TEACHER, "policy.kl_coef=0.3", "policy.entropy_coef=0.2"]
+REWARDED = [name for name, spec in ALGORITHMS.items() if spec.learns_from == "rewards"]
+DEGENERATE = 3
+"""The prompt whose completions all have the same reward."""
+
+
+# A batch of hidden states, so that no model is in the way.
+
+B, C, D, V = 4, 5, 8, 24
+
+
+@cache
+def arrays():
+    """hidden [B, C, D], head [V, D], what a micro-batch has, the teacher's head."""
+    draw = np.random.default_rng(0)
+
+    def normal(*shape, scale=1.0):
+        return jnp.asarray(scale * draw.standard_normal(shape), jnp.float32)
+
+    lengths = draw.integers(1, C + 1, B)
+    mask = jnp.asarray(np.arange(C) < lengths[:, None])
+    tokens = jnp.asarray(draw.integers(0, V, (B, 3 + C)), jnp.int32)
+    sequences = Sequences(tokens, jnp.ones((B, 3 + C), bool), mask)
+    hidden, kernel = normal(B, C, D), normal(V, D, scale=0.5)
+    logits = hidden @ kernel.T
+    logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 3:, None], -1)[..., 0]
+    batch = TrainBatch(
+        sequences,
+        TeacherSignal(hidden=normal(B, C, 6), token_logprobs=logprobs + normal(B, C, scale=0.3)),
+        logprobs + normal(B, C, scale=0.05),
+        normal(B),
+        logprobs + normal(B, C, scale=0.2),
+        logprobs + normal(B, C, scale=0.05),
+    )
+    return hidden, kernel, batch, normal(V, 6)
+
+
+def mean_loss(cfg, hidden, kernel, batch, teacher_head):
+    evaluate = policy_objective(cfg, make_mesh(1, 1, 1), V)
+    mask, policy = batch.sequences.loss_mask, batch.policy_mask
+    counts = mask.sum(), policy.sum(), policy.any(-1).sum()
+    totals = Totals(*(count.astype(jnp.float32) for count in counts))
+    frozen = {"teacher_head": teacher_head}
+    (total, count), sums, maxima = evaluate(hidden, kernel, batch, frozen, totals)
+    return total / count, (sums, maxima)
+
+
+@cache
+def compiled(algorithm, *overrides):
+    loss = partial(mean_loss, config(algorithm, *overrides))
+    return jax.jit(jax.grad(lambda *given: loss(*given)[0], argnums=(0, 1)))
+
+
+def gradient(algorithm, *overrides, batch=None):
+    """Of the mean loss, with respect to the hidden states and the head."""
+    hidden, kernel, given, teacher_head = arrays()
+    return compiled(algorithm, *overrides)(hidden, kernel, batch or given, teacher_head)
+
+
+def assert_close(a, b, tolerance, scale=1.0):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(x, scale * np.asarray(y), rtol=0, atol=tolerance)
+
+
+def differ(a, b, by):
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return max(float(np.abs(np.asarray(x) - np.asarray(y)).max()) for x, y in pairs) > by
+
+
+@pytest.mark.parametrize("algorithm", ["gspo", "dapo"])
+def test_the_gradient_of_all_terms_at_once_is_that_of_finite_differences(algorithm):
+    """With a wide clip, for at its edge there is no derivative."""
+    asked = [*ALL_TERMS, "policy.clip_low=0.9", "policy.clip_high=9.0"]
+    cfg = config(algorithm, *asked)
+    hidden, kernel, batch, teacher_head = arrays()
+    loss = jax.jit(lambda h, k: mean_loss(cfg, h, k, batch, teacher_head)[0])
+    slope = gradient(algorithm, *asked)
+    draw = np.random.default_rng(7)
+    for _ in range(4):
+        step = [draw.standard_normal(x.shape).astype(np.float32) for x in (hidden, kernel)]
+        ahead, behind = (
+            float(loss(hidden + sign * 5e-3 * step[0], kernel + sign * 5e-3 * step[1]))
+            for sign in (1, -1)
+        )
+        along = sum(float((np.asarray(s) * x).sum()) for s, x in zip(slope, step, strict=True))
+        assert (ahead - behind) / 1e-2 == pytest.approx(along, rel=5e-3, abs=2e-3)
+
+
+def test_the_whole_is_the_sum_of_its_terms_each_with_its_weight():
+    terms = {
+        (): 1.0,
+        ("policy_weight=0", "teacher.model=a", "distill_weight=1"): 0.7,
+        ("policy_weight=0", "policy.kl_coef=1"): 0.3,
+        ("policy_weight=0", "policy.entropy_coef=1"): 0.2,
+    }
+    expected = jax.tree.map(jnp.zeros_like, arrays()[:2])
+    for asked, weight in terms.items():
+        term = gradient("gspo", *asked)
+        assert differ(term, jax.tree.map(jnp.zeros_like, term), by=1e-3), asked
+        expected = jax.tree.map(lambda total, x, w=weight: total + w * x, expected, term)
+    assert_close(gradient("gspo", *ALL_TERMS), expected, 1e-6)
+
+
+def test_the_teacher_decides_the_joint_gradient():
+    """And nothing of it where it has no weight."""
+    hidden, _, batch, _ = arrays()
+    other = replace(batch, teacher=TeacherSignal(hidden=batch.teacher.hidden[::-1]))
+    joint = gradient("gspo", *ALL_TERMS), gradient("gspo", *ALL_TERMS, batch=other)
+    assert differ(*joint, by=1e-3)
+    assert_close(gradient("gspo"), gradient("gspo", batch=other), 0)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [pytest.param(n, marks=() if n == "gspo" else pytest.mark.slow) for n in REWARDED],
+)
+def test_with_one_update_the_start_of_the_batch_is_the_policy_in_training(algorithm):
+    """No log-probs before the batch, or the very same ones: one gradient, and every ratio is 1."""
+    cfg = config(algorithm, "actor.minibatches=1")
+    hidden, kernel, batch, teacher_head = arrays()
+    logits = jax.nn.log_softmax(hidden @ kernel.T)
+    now = jnp.take_along_axis(logits, batch.sequences.tokens[:, 3:, None], -1)[..., 0]
+    without = replace(batch, old_logprobs=None)
+    asked = (algorithm, "actor.minibatches=1")
+    both = (gradient(*asked, batch=each) for each in (without, replace(batch, old_logprobs=now)))
+    assert_close(*both, 1e-6)
+    _, (sums, _) = mean_loss(cfg, hidden, kernel, without, teacher_head)
+    total, count = sums["policy/ratio"]
+    assert float(total) == float(count) and float(sums["policy/clip_fraction"][0]) == 0
+
+
+def test_no_run_with_bypass_is_said_to_have_a_clip_that_never_acts():
+    """Its ratio is to the policy that sampled, so that one update does not make it 1."""
+    for asked in (["actor.minibatches=1"], ["actor.minibatches=5", "policy.clip_low=0.2"]):
+        assert any("clip" in note for note in objective_notes(config("gspo", *asked)))
+        told = objective_notes(config("gspo", *asked, "policy.bypass=true"))
+        assert not any("clip" in note for note in told)
+
+
+def test_bypass_takes_the_sampler_for_the_start_of_the_batch():
+    *_, batch, _ = arrays()
+    as_old = gradient("dapo", batch=replace(batch, old_logprobs=batch.sampler_logprobs))
+    assert_close(gradient("dapo", "policy.bypass=true"), as_old, 0)
+    assert differ(gradient("dapo"), as_old, by=1e-4)
+
+
+def test_a_correction_weighs_tokens_and_its_mismatch_is_told_without_one():
+    told = {}
+    for correction in ("none", "tis_token"):
+        cfg = config("dapo", f"policy.correction={correction}")
+        hidden, kernel, batch, teacher_head = arrays()
+        _, (sums, maxima) = mean_loss(cfg, hidden, kernel, batch, teacher_head)
+        told[correction] = METHODS["rewards"].finish(sums, maxima)
+    mask = np.asarray(batch.sequences.loss_mask)
+    gap = np.asarray(batch.old_logprobs - batch.sampler_logprobs)[mask]
+    for row in told.values():
+        expected = float(np.mean(np.expm1(gap) - gap))
+        assert row["policy/mismatch_k3"] == pytest.approx(expected, rel=1e-4)
+        largest = float(np.abs(gap).max())
+        assert row["policy/mismatch_max_log_ratio"] == pytest.approx(largest, rel=1e-5)
+    assert told["none"]["policy/correction_weight"] == 1
+    weight = float(np.minimum(np.exp(gap), 2).mean())
+    assert told["tis_token"]["policy/correction_weight"] == pytest.approx(weight, rel=1e-5)
+    assert differ(gradient("dapo"), gradient("dapo", "policy.correction=tis_token"), by=1e-4)
+
+
+OPD = ["teacher.model=a", "distill.signal=sampled", "distill.jsd_beta=1", "policy.opd_coef=1"]
+
+
+def test_opd_without_rewards_is_the_gradient_of_the_sampled_reverse_kl():
+    """Token mean of (log Q - log P) grad log Q, and of the very loss that gkd has for it."""
+    *_, batch, _ = arrays()
+    batch = replace(batch, advantages=jnp.zeros(B), old_logprobs=None, sampler_logprobs=None)
+    hidden, kernel, _, _ = arrays()
+    mask, told = batch.sequences.loss_mask, batch.teacher.token_logprobs
+
+    def loss(hidden, kernel):
+        logits = jax.nn.log_softmax(hidden @ kernel.T)
+        logprobs = jnp.take_along_axis(logits, batch.sequences.tokens[:, 3:, None], -1)[..., 0]
+        gap = jax.lax.stop_gradient(logprobs - told)
+        return jnp.where(mask, gap * logprobs, 0).sum() / mask.sum()
+
+    expected = jax.grad(loss, argnums=(0, 1))(hidden, kernel)
+    sampler = replace(batch, sampler_logprobs=jnp.zeros((B, C)))
+    assert_close(gradient("dapo", *OPD, batch=sampler), expected, 1e-6)
+    assert differ(expected, jax.tree.map(jnp.zeros_like, expected), by=1e-2)
+
+
+def test_a_token_that_the_teacher_calls_impossible_does_not_own_the_batch():
+    """Its gap counts as 20 nats, whatever stands there, and is counted."""
+    hidden, kernel, batch, teacher_head = arrays()
+    told = []
+    for theirs in (-1e30, -np.inf, -9991.0):
+        teacher = TeacherSignal(token_logprobs=batch.teacher.token_logprobs.at[0, 0].set(theirs))
+        broken = replace(batch, teacher=teacher)
+        told.append(gradient("dapo", *OPD, batch=broken))
+        cfg = config("dapo", *OPD)
+        _, (sums, _) = mean_loss(cfg, hidden, kernel, broken, teacher_head)
+        total, count = sums["policy/opd_clamped"]
+        assert total == 1 and count == batch.sequences.loss_mask.sum()
+    start = batch.old_logprobs[0, 0]
+    by_hand = batch.teacher.token_logprobs.at[0, 0].set(start - 20)
+    at_20 = replace(batch, teacher=TeacherSignal(token_logprobs=by_hand))
+    for each in told:
+        assert_close(each, gradient("dapo", *OPD, batch=at_20), 1e-6)
+    _, (sums, _) = mean_loss(config("dapo", *OPD), hidden, kernel, batch, teacher_head)
+    assert sums["policy/opd_clamped"][0] == 0
+
+
+ENTROPY_AWARE = ["distill.entropy_aware=true", "distill.entropy_top_k=4"]
+
+
+def with_uncertain_teacher():
+    """The batch of `arrays`, with what the entropy-aware term asks: uncertain at some tokens."""
+    *_, batch, _ = arrays()
+    draw = np.random.default_rng(8)
+    logprobs = jax.nn.log_softmax(jnp.asarray(draw.standard_normal((B, C, V)), jnp.float32))
+    best, ids = jax.lax.top_k(logprobs, 4)
+    more = {"best_ids": ids, "best_logprobs": best}
+    more["best_tail"] = jnp.log1p(-jnp.exp(best).sum(-1))
+    more["entropy"] = jnp.asarray(draw.uniform(0, 1.6, (B, C)), jnp.float32)
+    return replace(batch, teacher=replace(batch.teacher, **more))
+
+
+def test_the_entropy_aware_term_is_there_once_however_the_teacher_is_learnt_from():
+    """Beside the advantages of OPD, beside the divergence, and beside both: as it is by itself."""
+    batch = with_uncertain_teacher()
+    term = EntropyAware(threshold=0.8, top_k=4)
+
+    def alone(hidden, kernel):
+        s = batch.teacher
+        given = (s.best_ids, s.best_logprobs, s.entropy, batch.sequences.loss_mask)
+        total, count, _ = entropy_aware_from_topk(
+            hidden, kernel, *given, term=term, teacher_tail=s.best_tail
+        )
+        return total / count
+
+    expected = jax.grad(alone, argnums=(0, 1))(*arrays()[:2])
+    assert differ(expected, jax.tree.map(jnp.zeros_like, expected), by=1e-2)
+    plain = [*OPD, "policy_weight=0.5"]
+    for asked, weight in (
+        ([*plain, "policy.opd_coef=0.4"], 0.5 * 0.4),
+        ([*plain, "policy.opd_coef=0", "distill_weight=0.3"], 0.3),
+        ([*plain, "policy.opd_coef=0.4", "distill_weight=0.3"], 0.3),
+    ):
+        # Without what the teacher shipped for it, the divergence has no such term.
+        bare = gradient("gspo_token", *asked)
+        both = gradient("gspo_token", *asked, *ENTROPY_AWARE, batch=batch)
+        assert_close(jax.tree.map(jnp.subtract, both, bare), expected, 1e-6, scale=weight)
+
+
+STALE = "schedule=one_step_off"
+
+
+def test_stale_samples_are_corrected_unless_asked_otherwise():
+    """Weights of min(rho, 2) a token with any schedule that lags; the reader is told."""
+    tis = gradient("dapo", "policy.correction=tis_token")
+    none = gradient("dapo", "policy.correction=none")
+    assert differ(tis, none, by=1e-4)
+    drop = "policy.dynamic_sampling=drop"
+    for schedule in (STALE, "schedule=two_step_off"):
+        assert_close(gradient("dapo", drop, schedule), tis, 0)
+        assert_close(gradient("dapo", drop, schedule, "policy.correction=none"), none, 0)
+    assert_close(gradient("dapo"), none, 0)
+    # With one update pi_theta / pi_old is 1: without weights nothing would be corrected at all.
+    (*_, stated) = objective_notes(config("grpo", STALE))
+    assert "multiplied by min(pi_old / mu, 2)" in stated and "policy.correction=none" in stated
+    for asked in (["policy.correction=none", STALE], ["policy.bypass=true", STALE], []):
+        assert not any("pi_old / mu" in note for note in objective_notes(config("gspo", *asked)))
+        assert config("gspo", *asked).correction == ("none",)
+
+
+def test_kl_and_entropy_are_aggregated_as_the_policy_loss():
+    """|y| times gspo's in each term of luspo, so that kl_coef weighs tokens alike in both."""
+    *_, batch, _ = arrays()
+    now = replace(
+        batch,
+        sequences=replace(batch.sequences, loss_mask=jnp.ones((B, C), bool)),
+        old_logprobs=None,
+        advantages=batch.advantages,
+    )
+    alone = ("policy_weight=0", "policy.kl_coef=1"), ("policy_weight=0", "policy.entropy_coef=1")
+    for asked in ((), *alone):
+        gspo, luspo = (gradient(name, *asked, batch=now) for name in ("gspo", "luspo"))
+        assert differ(gspo, jax.tree.map(jnp.zeros_like, gspo), by=1e-3)
+        assert_close(luspo, gspo, 1e-5, scale=C)
+
+
+def test_opd_of_whole_sequences_is_refused_before_the_start():
+    with pytest.raises(ValueError, match=r"opd_coef=1 weighs single tokens.*gspo_token"):
+        configured(config("gspo", *OPD))
+    assert configured(config("gspo_token", *OPD)).ratio == "sequence_token"
+
+
+# From rewards to a batch.
+
+
+def completions(seed=0):
+    """For each of the prompts its completions, of several lengths; some are cut."""
+    draw = np.random.default_rng(seed)
+
+    def one(tokens):
+        values = draw.uniform(-3, -1, (2, len(tokens))).astype(np.float32)
+        return Completion(tokens, values[0], values[1], draw.choice(["stop", "length"]))
+
+    groups = []
+    for _ in range(GROUPS):
+        lengths = draw.integers(1, 8, G)
+        groups.append([one(tuple(draw.integers(2, 48, n).tolist())) for n in lengths])
+    prompts = [Prompt(i, tuple(draw.integers(2, 48, 4).tolist()), f"p{i}") for i in range(GROUPS)]
+    return prompts, groups
+
+
+@cache
+def rollout():
+    prompts, groups = completions()
+    return make_rollout(prompts, groups, policy_version=0, pad_id=0, row_multiple=8, **WIDTHS)
+
+
+@cache
+def rewards():
+    values = np.random.default_rng(3).integers(0, 4, (GROUPS, G)).astype(float)
+    values[0] = (0, 1, 3)  # whatever was drawn, these differ
+    values[DEGENERATE] = 2
+    return np.concatenate([values.ravel(), np.full(rows() - GROUPS * G, np.nan)])
+
+
+def rows():
+    return len(rollout().sequences.tokens)
+
+
+def scores(given=None, penalty=0.0, **more):
+    task = rewards() if given is None else given
+    report = RewardReport(task - penalty, task, {}, {}, ())
+    return {"reward": [report], **more}
+
+
+def prepared(algorithm, *overrides, given=None, penalty=0.0, **more):
+    said = scores(given, penalty, **more)
+    return prepare_rewarded(config(algorithm, *overrides))(rollout(), said)
+
+
+def test_advantages_are_those_of_the_groups_and_padding_has_none():
+    batch, told = prepared("grpo")
+    expected = group_advantages(rewards(), rollout().group_ids)
+    np.testing.assert_allclose(batch.advantages, expected, atol=1e-6)
+    assert (batch.advantages[GROUPS * G :] == 0).all() and told["policy/degenerate_groups"] == 1
+    plain, _ = prepared("dr_grpo")
+    by_hand = np.array([0, 1, 3]) - 4 / 3
+    np.testing.assert_allclose(plain.advantages[:G], by_hand, atol=1e-6)
+    same, _ = prepared("grpo", "policy.scale_by_std=false")
+    np.testing.assert_array_equal(same.advantages, plain.advantages)
+
+
+def test_a_completion_without_a_reward_is_in_no_statistic():
+    given = rewards().copy()
+    given[1] = np.nan
+    batch, _ = prepared("dr_grpo", given=given)
+    np.testing.assert_allclose(batch.advantages[:G], [-1.5, 0, 1.5], atol=1e-6)
+
+
+@pytest.mark.parametrize("how", ["off", "drop"])
+def test_groups_are_selected_on_the_task_reward(how):
+    """A group that differs only in its penalties teaches no task; a group whose penalties hide the
+    differences of its task does."""
+    task, penalty = rewards(), np.zeros(rows())
+    penalty[DEGENERATE * G : DEGENERATE * G + G] = (0, 0.5, 1)
+    penalty[:G] = task[:G]  # every total of the first group is 0
+    asked = ["policy.reward_kl_coef=0.5", f"policy.dynamic_sampling={how}"]
+    reference = np.random.default_rng(5).normal(-2, 1, rollout().logprobs.shape)
+    said = {"penalty": penalty, "reference": [reference.astype(np.float32)]}
+    batch, told = prepared("grpo", *asked, **said)
+    plain, without = prepared("grpo", f"policy.dynamic_sampling={how}")
+    np.testing.assert_array_equal(batch.sequences.loss_mask, plain.sequences.loss_mask)
+    for name in ("policy/degenerate_groups", "policy/unscored_groups"):
+        assert told[name] == without[name]
+    assert told["policy/degenerate_groups"] == 1
+    kept = np.asarray(batch.sequences.loss_mask).any(-1)
+    assert kept[:G].all() and kept[DEGENERATE * G] == (how == "off")
+
+
+def test_dropped_groups_train_nothing_and_the_others_as_before():
+    off, _ = prepared("grpo")
+    drop, told = prepared("grpo", "policy.dynamic_sampling=drop")
+    np.testing.assert_array_equal(off.advantages, drop.advantages)
+    for mask in (drop.sequences.loss_mask, drop.policy_mask):
+        lost = np.flatnonzero(np.asarray(off.policy_mask).any(-1) & ~np.asarray(mask).any(-1))
+        assert lost.tolist() == [*range(DEGENERATE * G, DEGENERATE * G + G)]
+    assert told["policy/degenerate_groups"] == 1
+
+
+def test_truncated_completions_are_compared_but_not_trained_on():
+    kept, _ = prepared("grpo")
+    masked, _ = prepared("grpo", "reward.truncated=mask")
+    np.testing.assert_array_equal(kept.advantages, masked.advantages)
+    cut = np.pad(
+        [c.finish_reason == "length" for c in rollout().completions], (0, rows() - GROUPS * G)
+    )
+    assert cut.any() and not cut.all()
+    whole = np.asarray(kept.policy_mask) & ~cut[:, None]
+    for mask in (masked.sequences.loss_mask, masked.policy_mask):
+        np.testing.assert_array_equal(mask, whole)
+
+
+LEFT_OUT = ["policy.dynamic_sampling=drop", "reward.truncated=mask"]
+
+
+@pytest.mark.parametrize("asked", LEFT_OUT)
+def test_what_the_policy_loss_leaves_out_the_teacher_still_teaches(asked):
+    """Two masks: that of the policy loss is as without a teacher, the other has every token."""
+    alone, _ = prepared("grpo", asked)
+    both, _ = prepared("grpo", asked, *TEACHER, teacher=[teacher_signal()])
+    np.testing.assert_array_equal(both.policy_mask, alone.policy_mask)
+    np.testing.assert_array_equal(both.sequences.loss_mask, rollout().sequences.loss_mask)
+    assert np.asarray(both.policy_mask).sum() < np.asarray(both.sequences.loss_mask).sum()
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_the_kl_of_a_completion_is_taken_off_its_reward(estimator):
+    made = rollout()
+    reference = made.logprobs + np.random.default_rng(5).normal(0, 0.3, made.logprobs.shape)
+    reference = reference.astype(np.float32)
+    asked = ["policy.reward_kl_coef=0.5", f"policy.reward_kl_estimator={estimator}"]
+    batch, told = prepared("dr_grpo", *asked, reference=[reference])
+    d = np.where(made.sequences.loss_mask, made.logprobs - reference, 0)
+    penalty = (d if estimator == "k1" else np.expm1(-d) + d).sum(-1)
+    expected = group_advantages(rewards() - 0.5 * penalty, made.group_ids, scale_by_std=False)
+    np.testing.assert_allclose(batch.advantages, expected, atol=1e-5)
+    assert told["reward/kl"] == pytest.approx(penalty[: GROUPS * G].mean(), rel=1e-4)
+    assert batch.ref_logprobs is None  # it is in the reward, not in the loss
+
+
+SIMILAR = ["policy.advantages=similarity", "grouper.model=a"]
+ONE_CLUSTER = {"subgroup": 1, "blend": 1, "size_weight": 1, "distinct": 0.1, "smi": 1 / G, "mmr": 1}
+"""What each use makes of the rewards of one cluster, given alpha 0 for size_weight and lambda 1 for
+mmr."""
+
+
+@pytest.mark.parametrize("scaled", ["null", "true", "false"])
+@pytest.mark.parametrize("algorithm", REWARDED)
+def test_one_cluster_has_the_advantage_of_the_algorithm(algorithm, scaled):
+    """Of rewards times a constant, for the uses that multiply them: it divides out where the
+    algorithm divides by the std, and stays where it does not."""
+    n, asked = GROUPS * G, [f"policy.scale_by_std={scaled}"]
+    same = Embedded(np.eye(4, dtype=np.float32)[np.zeros(n, int)], ("x",) * n)
+    settings = [*SIMILAR, *asked, "grouper.alpha=0", "grouper.mmr_lambda=1"]
+    for use, factor in ONE_CLUSTER.items():
+        group, _ = prepared(algorithm, *asked, given=rewards() * factor)
+        for scope in ("cluster", "prompt"):
+            more = [f"grouper.use={use}", f"grouper.std_scope={scope}"]
+            batch, told = prepared(algorithm, *settings, *more, grouper=[same])
+            np.testing.assert_allclose(batch.advantages, group.advantages, atol=1e-5)
+            assert told["similarity/groups_per_prompt"] == 1 and batch.advantages.any()
+
+
+def test_two_clusters_are_not_one_group():
+    n, asked = GROUPS * G, SIMILAR
+    group, _ = prepared("grpo")
+    apart = np.zeros((n, 4), np.float32)
+    apart[np.arange(n), np.arange(n) % 2] = 1
+    batch, told = prepared("grpo", *asked, grouper=[Embedded(apart, ("x",) * n)])
+    assert told["similarity/groups_per_prompt"] == 2
+    assert differ(batch.advantages, group.advantages, by=0.1)
+
+
+# Whole updates.
+
+
+def start():
+    return init_params(MODEL, jax.random.key(0))
+
+
+def actor(cfg, mesh, tmp_path):
+    method = method_of(cfg)
+    head = 2.0 * jax.random.normal(jax.random.key(9), (48, 24))
+    return Actor(
+        cfg,
+        MODEL,
+        mesh,
+        load=lambda dtype: jax.device_put(start(), param_shardings(MODEL, mesh)),
+        prepare=method.prepare(cfg),
+        loss=method.make_loss(cfg, MODEL, mesh, 48),
+        finish=method.finish,
+        frozen={"teacher_head": jax.device_put(head)},
+        receiver=None,
+        run_dir=tmp_path,
+    )
+
+
+@cache
+def teacher_signal():
+    hidden = np.random.default_rng(1).standard_normal((rows(), 8, 24)).astype(np.float32)
+    return TeacherSignal(hidden=jnp.asarray(hidden))
+
+
+@cache
+def policy_logprobs():
+    """Of the policy before training, as the reference tells them."""
+    mesh = make_mesh(1, 1, 1)
+    reference = Reference(MODEL, jax.device_put(start()), mesh, temperature=1.0, chunk=512)
+    return reference.score(rollout())
+
+
+def everything(cfg):
+    """What each role that the config needs says of the rollout."""
+    said = {"teacher": [teacher_signal()], "reference": [policy_logprobs() + 0.1]}
+    return scores() | {role: said[role] for role in said if role in needed_roles(cfg)}
+
+
+def updated(tmp_path, cfg, shape=(1, 1, 1), given=None):
+    one = actor(cfg, make_mesh(*shape), tmp_path)
+    report = one.update(rollout(), given or everything(cfg), step=0).metrics
+    return jax.device_get(one.state.params), report
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "cuts"),
+    [
+        ("gspo", [(1, 2, 1, 28)]),
+        pytest.param("gspo", [(1, 8, 1, None), (1, 1, 1, 14)], marks=pytest.mark.slow),
+        pytest.param("grpo", [(1, 1, 1, 14), (1, 1, 1, 56), (1, 2, 1, 28)], marks=pytest.mark.slow),
+        pytest.param("dapo", [(1, 1, 1, 28), (2, 2, 2, 28)], marks=pytest.mark.slow),
+    ],
+)
+def test_neither_micro_batches_nor_devices_change_an_update(algorithm, cuts, tmp_path):
+    """Every term is divided by its own count over the whole update, wherever its rows are."""
+    asked = [*ALL_TERMS, "policy.dynamic_sampling=drop", "reward.truncated=mask"]
+    whole, told = updated(tmp_path, config(algorithm, *asked, "actor.micro_batch_tokens=null"))
+    assert differ(whole, start(), by=1e-3)
+    for *shape, budget in cuts:
+        size = "null" if budget is None else budget
+        cfg = config(algorithm, *asked, f"actor.micro_batch_tokens={size}")
+        params, again = updated(tmp_path, cfg, shape)
+        assert_close(params, whole, 5e-6)
+        for name in ("loss", "policy/kl_k3", "policy/entropy", "distill/divergence"):
+            assert again[name] == pytest.approx(told[name], rel=2e-4, abs=1e-6), name
+
+
+def test_the_loss_of_a_row_is_the_sum_of_its_terms(tmp_path):
+    """At one update, where a clipped objective's value is minus the mean advantage, which is 0."""
+    cfg = config("grpo", *ALL_TERMS, "policy.aggregation=token_mean", "policy.scale_by_std=false")
+    _, told = updated(tmp_path, cfg)
+    batch, _ = prepare_rewarded(cfg)(rollout(), everything(cfg))
+    mask = np.asarray(batch.sequences.loss_mask)
+    policy = -(mask * batch.advantages[:, None]).sum() / mask.sum()
+    parts = 0.7 * told["distill/divergence"] + 0.3 * told["policy/kl_k3"]
+    assert told["loss"] == pytest.approx(policy + parts - 0.2 * told["policy/entropy"], rel=1e-4)
+
+
+def test_without_the_policy_loss_what_is_left_is_distillation(tmp_path):
+    joint = config("grpo", "policy_weight=0", "teacher.model=a", "distill_weight=1")
+    alone = config("gkd", "teacher.model=a", "reward.functions=[]")
+    params, told = updated(tmp_path, joint)
+    expected, report = updated(tmp_path, alone, given={"teacher": [teacher_signal()]})
+    assert_close(params, expected, 1e-6)
+    assert told["distill/divergence"] == pytest.approx(report["distill/divergence"], rel=1e-6)
+
+
+def test_a_reference_that_is_the_policy_is_at_no_distance(tmp_path):
+    """In the first update, on one mesh."""
+    cfg = config("grpo", "policy.kl_coef=1.0")
+    given = scores(reference=[policy_logprobs()])
+    _, told = updated(tmp_path, cfg, given=given)
+    assert told["policy/kl_k1"] == pytest.approx(0, abs=1e-7)
+    assert told["policy/kl_k3"] == pytest.approx(0, abs=1e-12)
+
+
+def test_the_pass_before_the_batch_tells_the_policy_s_log_probs(tmp_path):
+    """Whatever the order of its micro-batches; and with them the first of four ratios is 1."""
+    cfg = config("gspo", "actor.micro_batch_tokens=28")
+    mesh = make_mesh(1, 2, 1)
+    one = actor(cfg, mesh, tmp_path)
+    batch, _ = one._prepare(rollout(), scores())
+    lengths = np.asarray(batch.sequences.mask).sum(-1)
+    placed = jax.device_put(batch, one._rows)
+    old = one._with_old_logprobs(placed, lengths, 1, int((lengths > 0).sum())).old_logprobs
+    mask = rollout().sequences.loss_mask
+    expected = completion_logprobs(
+        MODEL, start(), rollout().sequences, make_mesh(1, 1, 1), temperature=1.0, chunk=512
+    )
+    np.testing.assert_allclose(np.asarray(old)[mask], np.asarray(expected)[mask], atol=1e-5)
+
+
+def test_dropped_groups_change_the_denominator_only(tmp_path):
+    """The sum of the gradients is the same; dapo counts tokens."""
+    steps = {}
+    for asked in ("off", "drop"):
+        one = ("actor.minibatches=1", "reward.overlong_buffer=0")
+        cfg = config("dapo", f"policy.dynamic_sampling={asked}", *one)
+        params, told = updated(tmp_path, cfg)
+        moved = jax.tree.map(lambda new, old: np.asarray(new) - np.asarray(old), params, start())
+        steps[asked] = moved, told["actor/tokens"]
+    (off, all_tokens), (drop, fewer) = steps["off"], steps["drop"]
+    assert fewer < all_tokens
+    assert_close(off, drop, 1e-6, scale=fewer / all_tokens)
+
+
+def test_each_loss_has_its_own_mask_and_its_own_count(tmp_path):
+    """The move of a joint update is that of the policy loss without a teacher plus that of the
+    teacher without a policy loss."""
+    asked = [*LEFT_OUT, "policy.kl_coef=0.3", "actor.minibatches=1"]
+    moves = {}
+    for name, more in {
+        "policy": [],
+        "teacher": ["policy_weight=0", "policy.kl_coef=0", *TEACHER],
+        "both": TEACHER,
+    }.items():
+        params, told = updated(tmp_path, config("grpo", *asked, *more))
+        moves[name] = jax.tree.map(lambda new, old: new - np.asarray(old), params, start())
+        tokens = rollout().sequences.loss_mask.sum()
+        assert (told["actor/tokens"] == tokens) == (name != "policy")
+    summed = jax.tree.map(np.add, moves["policy"], moves["teacher"])
+    assert_close(moves["both"], summed, 1e-6)
+    assert differ(moves["both"], moves["teacher"], by=1e-4)
+
+
+def seen_by_updates(one):
+    """The rows of each update of an actor, [n, b], -1 where there is none."""
+    real, seen = one._update, []
+
+    def update(state, frozen, batch, index, group):
+        seen.append(np.asarray(index))
+        return real(state, frozen, batch, index, group)
+
+    update.lower = real.lower
+    one._update = update
+    return seen
+
+
+def with_degenerate(count):
+    """Rewards of which the first so many groups have no differences."""
+    values = np.tile(np.arange(G, dtype=float), GROUPS)
+    values[: count * G] = 1
+    return np.concatenate([values, np.full(rows() - GROUPS * G, np.nan)])
+
+
+def test_dropped_rows_are_not_computed_and_few_programs_are_compiled(tmp_path, monkeypatch):
+    """15 rows of five groups, computed one by one: 12 and 9 of them are both padded to 12."""
+    monkeypatch.setattr("jaxrl.roles.actor.shared_group", lambda *_: 1)
+    one = actor(config("grpo", LEFT_OUT[0]), make_mesh(1, 1, 1), tmp_path)
+    compiled, seen = one._update, seen_by_updates(one)
+    for step, dropped in enumerate((0, 1, 2, 1)):
+        one.update(rollout(), scores(with_degenerate(dropped)), step=step)
+        index = seen.pop()
+        assert not seen and index[index >= 0].tolist() == [*range(dropped * G, GROUPS * G)]
+        assert index.size == (15, 12, 12)[dropped]
+    assert compiled._cache_size() == 2
+
+
+@pytest.mark.parametrize("teacher", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_minibatches_have_equal_signal_whatever_is_dropped(teacher, tmp_path):
+    """Rows of the policy loss, and rows in all; no row trains twice."""
+    asked = [LEFT_OUT[0], "actor.minibatches=3", *(TEACHER if teacher else [])]
+    cfg = config("gspo", *asked)
+    one = actor(cfg, make_mesh(1, 1, 1), tmp_path)
+    seen = seen_by_updates(one)
+    given = scores(with_degenerate(2), teacher=[teacher_signal()])
+    one.update(rollout(), given, step=0)
+    parts = [index[index >= 0] for index in seen]
+    signal = [int((part >= 2 * G).sum()) for part in parts]
+    assert signal == [3, 3, 3] and len({index.shape for index in seen}) == 1
+    assert [len(part) for part in parts] == ([5, 5, 5] if teacher else signal)
+    first = 0 if teacher else 2 * G
+    assert sorted(np.concatenate(parts).tolist()) == [*range(first, GROUPS * G)]
+
+
+def test_a_batch_that_teaches_nothing_changes_nothing(tmp_path):
+    """All groups dropped: no token trains, no count is divided by."""
+    cfg = config("grpo", "policy.dynamic_sampling=drop")
+    same = np.where(np.isnan(rewards()), np.nan, 1.0)
+    params, told = updated(tmp_path, cfg, given=scores(same))
+    assert_close(params, start(), 0)
+    assert told["actor/tokens"] == 0 and told["loss"] == 0 and told["actor/skipped_updates"] == 0
+    assert told["actor/empty_updates"] > 0 and told["optimizer_step"] == 0
+    assert all(np.isfinite(value) for value in told.values())
+
+
+# Which rows form an update.
+
+
+def minibatches_of(one, given, monkeypatch):
+    """The rows of each update of a batch, in the order of the updates; rows that share a prompt."""
+    seen, groups, cut = [], set(), one._micro_batches
+
+    def spied(rows, lengths, sequences, group, *more):
+        index = cut(rows, lengths, sequences, group, *more)
+        seen.append(frozenset(index[index >= 0].tolist()))
+        groups.add(group)
+        return index
+
+    monkeypatch.setattr(one, "_micro_batches", spied)
+    report = one.update(*given, step=0)
+    return seen[1:], groups, report.metrics  # the first is the pass before the batch
+
+
+@cache
+def two_widths():
+    """The same 6 prompts with 4 completions each, with prompts of at most 64 and 512 tokens."""
+    draw = np.random.default_rng(11)
+    rows = [draw.integers(2, 48, n).tolist() for n in draw.integers(1, 8, 24)]
+    logprobs = [draw.uniform(-3, -1, len(row)).astype(np.float32) for row in rows]
+    done = [Completion(tuple(r), x, x, "stop") for r, x in zip(rows, logprobs, strict=True)]
+    prompts = [Prompt(i, tuple(draw.integers(2, 48, 50).tolist()), "p") for i in range(6)]
+    groups = [done[4 * i : 4 * i + 4] for i in range(6)]
+    options = {"policy_version": 0, "pad_id": 0, "row_multiple": 8, "max_new_tokens": 8}
+    narrow = make_rollout(prompts, groups, max_prompt_tokens=64, **options)
+    extra = 448 - narrow.sequences.tokens.shape[1]
+    padded = [
+        np.pad(x, ((0, 0), (extra, 0))) for x in (narrow.sequences.tokens, narrow.sequences.mask)
+    ]
+    wide = replace(narrow, sequences=Sequences(*padded, narrow.sequences.loss_mask))
+    given = np.random.default_rng(12).integers(0, 4, len(narrow.group_ids)).astype(float)
+    given[narrow.group_ids < 0] = np.nan
+    return narrow, wide, scores(given)
+
+
+@pytest.mark.parametrize("minibatches", [3, pytest.param(4, marks=pytest.mark.slow)])
+def test_the_rows_of_an_update_depend_on_neither_memory_nor_width(
+    minibatches, tmp_path, monkeypatch
+):
+    """Whether completions share their prompt's computation is a matter of memory and speed."""
+    narrow, wide, given = two_widths()
+    width = narrow.sequences.tokens.shape[1] - 8 + 4 * 8  # of a prompt with its completions
+    cases = {"whole": (narrow, "null"), "fits": (narrow, width), "does not": (narrow, width - 1)}
+    cases |= {"wide": (wide, "null"), "wide, cut": (wide, 447)}
+    found = {}
+    for name, (rollout, budget) in cases.items():
+        sizes = ("batch_size=6", "group_size=4", f"actor.minibatches={minibatches}")
+        cfg = config("gspo", *sizes, "actor.dtype=float32", f"actor.micro_batch_tokens={budget}")
+        one = actor(cfg, make_mesh(1, 2, 1), tmp_path)
+        rows, groups, told = minibatches_of(one, (rollout, given), monkeypatch)
+        found[name] = rows, groups, told, jax.device_get(one.state.params)
+    rows, groups, told, params = found.pop("whole")
+    assert len(rows) == minibatches and sorted(i for part in rows for i in part) == [*range(24)]
+    if minibatches == 3:  # of whole prompts, which may share
+        assert all(len({i // 4 for i in part}) == 2 for part in rows)
+        assert groups == {4} != found["does not"][1]
+    for name, (again, _, metrics, moved) in found.items():
+        assert again == rows, name
+        assert_close(moved, params, 2e-6)
+        assert metrics["loss"] == pytest.approx(told["loss"], rel=1e-4, abs=1e-6)
+
+
+def test_roles_follow_the_config():
+    assert needed_roles(config("grpo")) == ("actor", "rollout", "reward")
+    asked = [*ALL_TERMS, "policy.advantages=similarity", "grouper.model=a"]
+    expected = ("actor", "rollout", "teacher", "reference", "reward", "grouper")
+    assert needed_roles(config("grpo", *asked)) == expected
+    in_reward = config("grpo", "policy.reward_kl_coef=1")
+    assert needed_roles(in_reward) == ("actor", "rollout", "reference", "reward")
+
+
+SAMPLED = ["distill.signal=sampled", "distill.jsd_beta=1"]
+POISONED = {
+    "policy": ("gspo", *ALL_TERMS),
+    "policy, by tokens": ("dapo", *TEACHER, *SAMPLED, "policy.opd_coef=0.5"),
+    "gkd": ("gkd", "reward.functions=[]", "teacher.model=a"),
+    "gkd, lean": ("gkd", "reward.functions=[]", "teacher.model=a", "distill.lean=true"),
+    "gkd, sampled": ("gkd", "reward.functions=[]", "teacher.model=a", *SAMPLED),
+    "sft": ("sft", "reward.functions=[]"),
+}
+
+
+@pytest.mark.parametrize("case", POISONED)
+@pytest.mark.parametrize("junk", [np.nan, np.inf], ids=str)
+def test_masked_positions_may_hold_anything(monkeypatch, case, junk):
+    """Value and gradient are finite, and those of zeros there: of every array of that width."""
+    algorithm, *asked = POISONED[case]
+    cfg = config(algorithm, *asked)
+    hidden, kernel, batch, teacher_head = arrays()
+    mask = batch.sequences.loss_mask
+    assert not mask.all()
+    loss = method_of(cfg).make_loss(cfg, MODEL, make_mesh(1, 1, 1), V)
+
+    def fill(x, value):
+        wide = x.shape[:2] == mask.shape and x.dtype == jnp.float32
+        return jnp.where(mask.reshape(*mask.shape, *[1] * (x.ndim - 2)), x, value) if wide else x
+
+    @jax.jit
+    def value_and_grad(hidden, kernel, batch):
+        def mean(hidden, kernel):
+            monkeypatch.setattr(
+                "jaxrl.algorithms.methods.completion_hidden", lambda *_, **__: hidden
+            )
+            tokens, sequences = (x.sum(dtype=jnp.float32) for x in (mask, mask.any(-1)))
+            totals = Totals(tokens, tokens, sequences)
+            params = {"lm_head": {"kernel": kernel}}
+            (total, _), sums, _ = loss(params, {"teacher_head": teacher_head}, batch, totals)
+            return total, sums
+
+        return jax.value_and_grad(mean, argnums=(0, 1), has_aux=True)(hidden, kernel)
+
+    def filled(value):
+        rows, rest = jax.tree.map(lambda x: fill(x, value), (hidden, batch))
+        return value_and_grad(rows, kernel, rest)
+
+    found, expected = filled(junk), filled(0.0)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(found))
+    assert_close(found, expected, 0)
+    assert differ(expected[1], jax.tree.map(jnp.zeros_like, expected[1]), by=1e-3)

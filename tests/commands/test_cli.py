@@ -1,0 +1,221 @@
+"""Command lines: options in any order, bad input in a few lines, help with every key."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import subprocess
+import sys
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from jaxrl.__main__ import COMMANDS
+from jaxrl.__main__ import main as command_main
+from jaxrl.config import cli
+from jaxrl.config import keys as config_keys
+from jaxrl.config.schema import Config
+from jaxrl.errors import UserError, near, unknown, user_input
+
+MODULE = "jaxrl.train"
+ROOT = Path(__file__).parent.parent.parent
+
+
+def parse(*argv: str) -> cli.RunArguments:
+    return cli.parse_run(argv, module=MODULE, description="Trains.")
+
+
+def test_options_and_overrides_in_any_order(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(Config.load(None, ["steps=9"]).dump(), encoding="utf-8")
+    run = parse("seed=1", "--mesh", "actor=2", "batch_size=3", "--config", str(path), "--dry-run")
+    config = run.config
+    assert (config.steps, config.seed, config.batch_size, config.mesh) == (9, 1, 3, "actor=2")
+    assert run.dry_run
+
+
+def test_no_arguments_is_the_quickstart() -> None:
+    run = parse()
+    assert run.config == Config.load()
+    assert not run.dry_run
+
+
+def test_the_mesh_option_is_the_mesh_key() -> None:
+    assert parse("--mesh", "actor=4").config == parse("mesh=actor=4").config
+    assert parse("--mesh=actor=4", "mesh=actor=4").config.mesh == "actor=4"
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "other"),
+    [("mesh", "actor=4", "actor=2"), ("resume", "must", "auto"), ("launcher", "local", "ray")],
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_an_option_and_an_override_of_one_key_agree(
+    option: str, value: str, other: str, first: bool
+) -> None:
+    words = [f"--{option}={value}"]
+    with pytest.raises(UserError) as error:
+        parse(*(words if first else []), f"{option}={other}", *([] if first else words))
+    assert f"--{option} {value}" in str(error.value) and f"{option}={other}" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("argv", "note"),
+    [
+        ([], "config: the built-in quickstart"),
+        (["steps=3"], "config: the built-in quickstart, with 1 key set otherwise"),
+        (
+            ["student.model=a", "data.train=b.jsonl", "teacher.model=c"],
+            "config: no file and student.model and data.train set, so the defaults, with 3 keys set"
+            " otherwise",
+        ),
+        (["--config", "builtin:quickstart"], "config: the built-in quickstart"),
+    ],
+)
+def test_it_is_said_where_the_other_keys_come_from(argv: list[str], note: str) -> None:
+    assert parse(*argv).base.note == note
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--mehs", "x"], ["--mehs", "did you mean --mesh?"]),
+        (["--conf=x"], ["--conf=x", "--config"]),
+        (["--steps=3"], ["write steps=3"]),
+        (["--optimizer.b1", "3"], ["write optimizer.b1=VALUE"]),
+        (["--mesh"], ["--mesh", "expected one argument"]),
+        (["nonsense"], ["'nonsense'", "key=value"]),
+        (["distill.jsd_bet=1"], ["distill.jsd_beta"]),
+        (["--config", "absent.yaml"], ["absent.yaml", "No such file"]),
+    ],
+)
+def test_bad_input_is_a_few_lines_and_exit_code_2(
+    argv: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def command(argv: Sequence[str]) -> None:
+        parse(*argv)
+
+    assert cli.run(command, argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert len(err.splitlines()) <= 3
+    for word in words:
+        assert word in err
+
+
+def test_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(argv: Sequence[str]) -> None:
+        raise KeyboardInterrupt
+
+    def broken(argv: Sequence[str]) -> None:
+        raise ValueError("ours")
+
+    assert cli.run(lambda argv: None, []) == 0
+    assert cli.run(lambda argv: 130, []) == 130
+    assert cli.run(interrupted, []) == 130
+    # A mistake of ours keeps its traceback: Python ends with exit code 1.
+    with pytest.raises(ValueError, match="ours"):
+        cli.run(broken, [])
+
+
+def test_help_lists_every_key_with_type_default_and_docstring(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse("--help")
+    assert end.value.code == 0
+    words = " ".join(capsys.readouterr().out.split())
+    for key in config_keys.keys(Config):
+        assert f" {key.path} {key.type} [" in words
+        assert key.doc in words
+    assert "student.model str [required]" in words
+    assert "optimizer.learning_rate float [default 1e-05]" in words
+    assert "data.shuffle bool [default true]" in words
+    assert "algorithm str [default gkd] gkd: distil a teacher" in words
+    assert "grpo, dr_grpo, dapo, gspo, gspo_token, cispo, sapo, gmpo, luspo: learn" in words
+    assert "actor.micro_batch_tokens int or null [default 16384]" in words
+
+
+def test_a_command_may_add_its_own_option() -> None:
+    parser = cli.run_parser(MODULE, "Evaluates.")
+    parser.add_argument("--model")
+    arguments = parser.parse(["seed=3", "--model", "x", "steps=4"])
+    assert arguments.model == "x"
+    assert cli.run_arguments(arguments).config.seed == 3
+
+
+def test_without_jax() -> None:
+    """Help and errors answer at once: parsing must not load jax."""
+    code = "import sys; import jaxrl.config.cli; print(int('jax' in sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "0"
+
+
+def test_near_names_a_close_choice_only() -> None:
+    assert near("actr", ["actor", "teacher"]) == " (did you mean actor?)"
+    assert near("xyz", ["actor", "teacher"]) == ""
+    assert str(unknown("role", "xyz", ["b", "a"])) == "unknown role 'xyz': one of a, b"
+
+
+def test_user_input_turns_value_errors_into_the_users() -> None:
+    with pytest.raises(UserError, match=r"^--n: bad$"), user_input("--n"):
+        raise ValueError("bad")
+    with pytest.raises(TypeError), user_input():
+        raise TypeError
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["-h"], []])
+def test_the_command_lists_all_commands_without_jax(argv: list[str]) -> None:
+    code = "import sys; from jaxrl.__main__ import main; main(sys.argv[1:])"
+    code += "; assert 'jax' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for name in ("train", "evaluate", "generate", "export", "report", "plot", "devices"):
+        assert f"  {name} " in done.stdout
+    assert "  serve-teacher " in done.stdout
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_is_its_module(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same arguments; `--help` of both differs only in how it says it was called."""
+    module = COMMANDS[name][0]
+    shown = []
+    for argv0, main in (("jaxrl", lambda: command_main([name, "--help"])), ("x", None)):
+        monkeypatch.setattr(sys, "argv", [f"/usr/bin/{argv0}"])
+        monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+        asked = main or (lambda: importlib.import_module(module).main(["--help"]))
+        with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(SystemExit) as end:
+            asked()
+        assert end.value.code == 0
+        shown.append(" ".join(out.getvalue().split()))
+    assert shown[0].startswith(f"usage: jaxrl {name} [")
+    assert shown[0].replace(
+        f"usage: jaxrl {name} ", f"usage: python -m {module.removesuffix('.__main__')} ", 1
+    ) == (
+        shown[1].replace("python -m jaxrl.train --help", "jaxrl train --help")
+        if name == "evaluate"
+        else shown[1]
+    )
+
+
+def test_an_unknown_command_is_refused_with_the_near_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.run(command_main, ["trian"]) == 2
+    assert "unknown command 'trian' (did you mean train?)" in capsys.readouterr().err
+
+
+def test_the_installed_command_and_the_package_are_one() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    module, _, function = project["scripts"]["jaxrl"].partition(":")
+    assert callable(getattr(importlib.import_module(module), function))
+    command = [sys.executable, "-m", "jaxrl", "plot"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "python -m jaxrl plot --help" in done.stderr

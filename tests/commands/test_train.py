@@ -1,0 +1,255 @@
+"""Whole runs of tiny models through the command line, and what they leave behind."""
+
+import json
+
+import numpy as np
+import pytest
+from runs import QUICK, SHORT, losses, save_model
+from tiny_tokenizer import tiny_tokenizer
+
+from jaxrl import Config, load_model
+from jaxrl.config import cli
+from jaxrl.run.launch import MAKERS
+from jaxrl.telemetry.metrics import describe, read_metrics
+from jaxrl.train import main, train
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    student = save_model(folder / "student", 32, 2, seed=0)
+    teacher = save_model(folder / "teacher", 48, 1, seed=1, rows=272)
+    return [f"student.model={student}", f"teacher.model={teacher}"]
+
+
+def run(tmp_path, models, *overrides, name="run"):
+    config = Config.load(
+        "builtin:quickstart", [*models, *SHORT, f"run_dir={tmp_path / name}", *overrides]
+    )
+    return train(config)
+
+
+@pytest.fixture(scope="module")
+def reference(models, tmp_path_factory):
+    return run(tmp_path_factory.mktemp("reference"), models)
+
+
+def test_what_a_run_leaves_behind(reference):
+    folder = reference.run_dir
+    rows = read_metrics(folder)
+    assert rows == reference.metrics and [row["step"] for row in rows] == [0, 1, 2]
+    assert all(describe(name) is not None for row in rows for name in row)
+    assert all("eval/accuracy" in row for row in rows) and "teacher/accuracy" in rows[0]
+    assert [row["policy_version"] for row in rows[1:]] == [0, 1]
+    assert rows[1]["weights/sync_bytes"] > 0 and rows[1]["rollout/decode_steps"] > 0
+    stages = ("rollout", "score", "update", "weight_sync", "step")
+    assert all(row[f"time/{stage}_s"] > 0 for row in rows[1:] for stage in stages)
+    written = Config.load(folder / "config.yaml")
+    assert written.steps == 2
+    assert written.reference.dtype == "float32"  # null in the config, and these are CPUs
+    assert "actor" in (folder / "plan.txt").read_text()
+    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    assert {sample["step"] for sample in samples} == {1, 2}
+    assert reference.final_eval == rows[-1]["eval/accuracy"]
+
+
+def test_the_final_model_loads_and_has_moved(reference, models):
+    trained = load_model(reference.run_dir)
+    start = load_model(models[0].partition("=")[2])
+    tokens = np.array([[5, 6, 7, 8]], np.int32)
+    mask = np.ones_like(tokens, bool)
+    difference = np.abs(trained.logits(tokens, mask) - start.logits(tokens, mask)).max()
+    assert 0 < difference < 10
+    assert trained.tokenizer.decode(trained.tokenizer("12+3")["input_ids"]) == "12+3"
+
+
+def test_the_same_seed_gives_the_same_run_bit_for_bit(reference, models, tmp_path):
+    again = run(tmp_path, models)
+    assert losses(again) == losses(reference)
+    assert losses(run(tmp_path, models, "seed=1", name="other")) != losses(reference)
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        "actor+rollout+teacher=1",
+        pytest.param("actor=1,rollout=3,teacher=4", marks=pytest.mark.slow),
+        pytest.param(
+            "actor+rollout=6,teacher=2 actor.parallel.tensor=2 rollout.parallel.tensor=2",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_the_mesh_changes_no_loss(reference, models, tmp_path, mesh):
+    spec, *axes = mesh.split(" ")
+    result = run(tmp_path, models, f"mesh={spec}", *axes)
+    assert losses(result) == pytest.approx(losses(reference), rel=2e-4)
+
+
+@pytest.mark.parametrize("schedule", ["one_step_off", "two_step_off"])
+def test_off_policy_schedules_lag_by_their_bound(reference, models, tmp_path, schedule):
+    result = run(tmp_path, models, f"schedule={schedule}", "steps=4")
+    bound = 1 + (schedule == "two_step_off")
+    expected = [max(0, i - bound) for i in range(4)]
+    assert [row["policy_version"] for row in result.metrics[1:]] == expected
+    assert result.metrics[1]["distill/divergence"] == losses(reference)[0]
+
+
+@pytest.mark.parametrize(
+    "signal",
+    [
+        pytest.param("topk", marks=pytest.mark.slow),
+        "student_topk",
+        pytest.param("sampled", marks=pytest.mark.slow),
+    ],
+)
+def test_every_signal_trains(models, tmp_path, signal):
+    extra = ["distill.jsd_beta=1"] if signal == "sampled" else ["distill.top_k=16"]
+    entropy = ["distill.entropy_aware=true", "distill.entropy_top_k=16"]
+    result = run(
+        tmp_path, models, f"distill.signal={signal}", *extra, *entropy, "teacher.num_microbatches=3"
+    )
+    row = result.metrics[-1]
+    assert row["actor/grad_norm"] > 0 and row["distill/entropy_aware"] > 0
+    assert row["actor/skipped_updates"] == 0
+
+
+def test_a_bound_holds_between_signals(reference, models, tmp_path):
+    """Top-k with a tail bucket is a coarser view of the same pair: a lower bound."""
+    topk = run(tmp_path, models, "distill.signal=topk", "distill.top_k=16", "steps=1")
+    assert 0 < losses(topk)[0] < losses(reference)[0]
+
+
+def test_sft_and_seq_kd_learn_without_student_samples(models, tmp_path):
+    student = [models[0], "teacher.model=null", "algorithm=sft", "mesh=actor=2,rollout=2"]
+    result = run(tmp_path, student, "steps=6", "optimizer.learning_rate=1e-2", "eval.every=0")
+    assert result.metrics[-1]["sft/loss"] < result.metrics[1]["sft/loss"]
+    mixed = ["distill.on_policy_fraction=0.0", "distill.seq_kd=true"]
+    result = run(tmp_path, models, *mixed, name="seq_kd")
+    assert [row["policy_version"] for row in result.metrics[1:]] == [-1, -1]
+    assert result.metrics[1]["distill/divergence"] > 0
+
+
+def test_through_the_command_line(models, tmp_path, capsys):
+    arguments = [*models, *SHORT, f"run_dir={tmp_path / 'run'}"]
+    assert cli.run(main, [*QUICK, "--mesh", "actor=2,rollout=2,teacher=4", *arguments]) == 0
+    told = capsys.readouterr().out
+    assert "actor: ready" in told and "accuracy on held-out prompts" in told and "step 2/2" in told
+    assert cli.run(main, [*QUICK, "--mesh", "actor=2,rollout=2,teacher=4", *arguments]) == 0
+    assert "nothing to do" in capsys.readouterr().out
+
+
+def test_dry_run_prints_the_plan_and_writes_nothing(models, tmp_path, capsys):
+    arguments = [*models, *SHORT, f"run_dir={tmp_path / 'run'}", "--dry-run"]
+    assert cli.run(main, [*QUICK, "--mesh", "actor=2,rollout=2,teacher=4", *arguments]) == 0
+    assert "teacher" in capsys.readouterr().out
+    assert not (tmp_path / "run").exists()
+
+
+def test_dry_run_refuses_what_the_run_would_refuse(models, tmp_path, capsys):
+    """Each with the run's own words, after the table; the run itself is never started."""
+    functions = tmp_path / "functions.py"
+    functions.write_text("def blind(prompts, **columns):\n    return [0.0] * len(prompts)\n")
+    rewarded = [models[0], "teacher.model=null", "algorithm=grpo"]
+    cases = {
+        "/nowhere.jsonl": [*models, "data.train=/nowhere.jsonl"],
+        "data.eval: /nowhere.jsonl": [*models, "data.eval=/nowhere.jsonl"],
+        "exact": [*models, "data.verifier=exakt"],
+        "no function missing": [*rewarded, f"reward.functions={functions}:missing"],
+        "no parameter `completions`": [*rewarded, f"reward.functions={functions}:blind"],
+        "holds no run to go on with": [*models, "resume=must"],
+    }
+    for told, arguments in cases.items():
+        asked = [*QUICK, *SHORT, *arguments, f"run_dir={tmp_path / 'run'}"]
+        assert cli.run(main, [*asked, "--dry-run"]) == 2, told
+        planned = capsys.readouterr()
+        assert "rollout" in planned.out
+        assert told in planned.err and "the run would be refused: " in planned.err
+        assert cli.run(main, asked) == 2, told
+        refused = capsys.readouterr().err.removeprefix("error: ")
+        assert refused.splitlines()[0] in planned.err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("mesh=actor=2,rolout=2,teacher=4", "rollout"),
+        ("mesh=actor=9,rollout=2,teacher=4", "15 devices"),
+        ("mesh=actor=2,rollout=2,teacher=4 actor.parallel.tensor=3", "actor.parallel.tensor=3"),
+        ("student.model=/nowhere", "/nowhere"),
+        ("data.train=/nowhere.jsonl", "/nowhere.jsonl"),
+        ("data.train=arithmetik", "arithmetic"),
+        ("data.verifier=exakt", "exact"),
+        ("optimizer.learning_rat=1", "optimizer.learning_rate"),
+        ("steps=0", "steps"),
+        ("max_new_tokens=3000", "2048"),
+        ("distill.signal=topk distill.top_k=300", "distill.top_k=300"),
+        ("teacher.model=null", "teacher"),
+    ],
+)
+def test_bad_input_is_told_in_a_line_with_exit_code_2(models, tmp_path, capsys, override, told):
+    arguments = [*models, *SHORT, f"run_dir={tmp_path / 'run'}", *override.split(" ")]
+    assert cli.run(main, [*QUICK, *arguments]) == 2
+    captured = capsys.readouterr()
+    assert told in captured.err and "Traceback" not in captured.err
+    assert len(captured.err.splitlines()) <= 5
+    assert not (tmp_path / "run").exists()
+
+
+def test_sft_shows_the_data_s_completions(models, tmp_path):
+    student = [models[0], "teacher.model=null", "algorithm=sft", "mesh=actor=2,rollout=2"]
+    result = run(tmp_path, student, "logging.samples=3")
+    lines = (result.run_dir / "samples.jsonl").read_text().splitlines()
+    samples = [json.loads(line) for line in lines]
+    assert len(samples) == 6 and all(sample["score"] == 1.0 for sample in samples)
+
+
+@pytest.mark.slow
+def test_a_shared_vocabulary_that_tensor_does_not_divide(models, tmp_path):
+    """The student's 263 words, cut from the teacher's 272, stay whole on every device."""
+    student = save_model(tmp_path / "odd", 32, 1, seed=3, rows=263)
+    pair = [f"student.model={student}", models[1], "steps=1", "eval.every=0"]
+    one = run(tmp_path, pair, "mesh=actor+rollout+teacher=1")
+    mesh = ["mesh=actor=4,rollout=2,teacher=2", "actor.parallel.tensor=2"]
+    assert losses(run(tmp_path, pair, *mesh, name="two")) == pytest.approx(losses(one), rel=2e-4)
+
+
+def test_a_run_that_diverges_ends_with_exit_code_1_and_keeps_the_batch(models, tmp_path, capsys):
+    folder = tmp_path / "run"
+    arguments = [*models, *SHORT, f"run_dir={folder}", "steps=9", "eval.every=0"]
+    wild = ["optimizer.name=sgd", "optimizer.learning_rate=1e30", "optimizer.clip_norm=null"]
+    assert cli.run(main, [*QUICK, *arguments, *wild, "actor.max_nonfinite=2"]) == 1
+    told = capsys.readouterr().err
+    assert "not finite 2 updates in a row" in told and "Traceback" not in told
+    assert list((folder / "nonfinite").glob("step_*.npz"))
+
+
+def test_a_run_directory_that_cannot_be_is_refused(models, tmp_path, capsys, monkeypatch):
+    (tmp_path / "file").write_text("in the way")
+    arguments = [*models, *SHORT]
+    assert cli.run(main, [*QUICK, *arguments, f"run_dir={tmp_path / 'file'}"]) == 2
+    monkeypatch.setattr("os.access", lambda *_: False)
+    assert cli.run(main, [*QUICK, *arguments, f"run_dir={tmp_path / 'closed'}"]) == 2
+    told = capsys.readouterr().err
+    assert "cannot be made" in told and "cannot be written to" in told
+
+
+def test_a_failed_start_leaves_the_run_directory_usable(models, tmp_path, capsys, monkeypatch):
+    def broken(*_):
+        raise OSError("disk on fire")
+
+    with monkeypatch.context() as patch:
+        patch.setitem(MAKERS, "rollout", broken)
+        assert cli.run(main, [*QUICK, *models, *SHORT, f"run_dir={tmp_path / 'run'}"]) == 1
+    told = capsys.readouterr().err
+    assert "rollout.start failed in worker rollout" in told and "disk on fire" in told
+    assert run(tmp_path, models, "steps=1").metrics[-1]["step"] == 1
+
+
+def test_teacher_of_another_vocabulary_is_refused(models, tmp_path, capsys):
+    other = save_model(tmp_path / "other", 32, 1, seed=2)
+    tiny_tokenizer(template=None, merges=(("1", "2"),)).save_pretrained(other)
+    arguments = [models[0], f"teacher.model={other}", *SHORT, f"run_dir={tmp_path / 'run'}"]
+    assert cli.run(main, [*QUICK, *arguments]) == 2
+    assert "ids differ" in capsys.readouterr().err

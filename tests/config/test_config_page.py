@@ -1,0 +1,252 @@
+"""The keys of a run: their page is fresh, their defaults run, and something reads each of them."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from runs import save_reward_model
+from tiny_models import REFERENCES, make_mesh
+
+import jaxrl
+from jaxrl.algorithms.methods import needed_roles
+from jaxrl.algorithms.signals import Projection, distill_loss, teacher_signal
+from jaxrl.config import cli, yaml_text
+from jaxrl.config import keys as config_keys
+from jaxrl.config import page as config_page
+from jaxrl.config import schema as config
+from jaxrl.config.schema import ActorConfig, Config, Section
+from jaxrl.plan import make_plan
+from jaxrl.train import train
+from jaxrl.types import Sequences, TrainBatch
+
+ROOT = Path(__file__).parent.parent.parent
+PACKAGE = str(Path(jaxrl.__file__).parent)
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 1024,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "max_position_embeddings": 2048,
+}
+
+
+def test_the_page_is_fresh(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(config_page.main, []) == 0
+    page = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
+    again = "python -m jaxrl.config.page > docs/config.md"
+    assert page == capsys.readouterr().out, f"make it anew: {again}"
+
+
+def test_the_page_has_every_key_with_type_bounds_and_default() -> None:
+    lines = config_page.markdown().splitlines()
+    for key in config_keys.keys(Config):
+        (line,) = [line for line in lines if line.startswith(f"| `{key.path}` |")]
+        assert key.doc and key.doc.replace("|", r"\|") in line
+    assert "| `steps` | int, at least 1 | `200` | Batches to train on. |" in lines
+    assert any(
+        line.startswith("| `sampling.top_p` | float, above 0, at most 1 | `1` |") for line in lines
+    )
+    assert any(
+        line.startswith("| `optimizer.clip_norm` | float or null, above 0 |") for line in lines
+    )
+    assert any(line.startswith("| `student.model` | str | required |") for line in lines)
+
+
+def test_defaults_shown_are_read_back_as_they_are() -> None:
+    keys = [key for key in config_keys.keys(Config) if not key.required]
+    required = ["student.model=a", "teacher.model=b", "data.train=c.jsonl"]
+    shown = [f"{key.path}={yaml_text.shown(key.default)}" for key in keys]
+    told = [word for word in shown if not word.startswith("teacher.model=")]
+    assert Config.load(None, [*told, *required]) == minimal()
+
+
+def minimal(**models: str) -> Config:
+    student, teacher = models.get("student", "a"), models.get("teacher", "b")
+    return Config.parse(
+        {
+            "student": {"model": student},
+            "teacher": {"model": teacher},
+            "data": {"train": "c.jsonl"},
+        }
+    )
+
+
+def test_every_default_is_planned(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    config = minimal(student=str(tmp_path), teacher=str(tmp_path))
+    plan = make_plan(config, needed_roles(config))
+    assert set(plan.axes) == set(plan.accounts) == {"actor", "rollout", "teacher"}
+    assert plan.fits and all(account.peak > 0 for account in plan.accounts.values())
+
+
+class Reads:
+    """Notes which keys of the configs it is told of are read by code of the package.
+
+    What a section's own checks read, when it is made, counts for nothing.
+    """
+
+    def __init__(self) -> None:
+        self.found: set[str] = set()
+        self._paths: dict[int, str] = {}
+        self._alive: list[Config] = []
+
+    def watch(self, config: Config) -> Config:
+        self._alive.append(config)
+        self._paths |= {id(section): path for path, section in _sections(config, "")}
+        return config
+
+    def spy(self, section: Section, name: str) -> Any:
+        path = self._paths.get(id(section))
+        if path is not None and not name.startswith("_") and _read_by_the_package():
+            self.found.add(path + name)
+        return object.__getattribute__(section, name)
+
+
+def _sections(section: Section, path: str) -> Iterator[tuple[str, Section]]:
+    yield path, section
+    for name, value in vars(section).items():
+        if isinstance(value, Section):
+            yield from _sections(value, f"{path}{name}.")
+
+
+def _read_by_the_package() -> bool:
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename in (__file__, config.__file__):
+        if frame.f_code.co_name.startswith("_check"):
+            return False
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(PACKAGE)
+
+
+class Planted(Section):
+    """A section that nobody asks."""
+
+    nested: int = 1
+
+
+class PlantedActor(ActorConfig):
+    """The actor with a key too many."""
+
+    nested: int = 1
+
+
+class PlantedConfig(Config):
+    """The keys of a run, and three that nothing reads."""
+
+    forgotten: int = 1
+    actor: PlantedActor = PlantedActor()
+    planted: Planted = Planted()
+
+
+def trace_signal(config: Config) -> None:
+    """Both sides of `distill.signal`, with shapes in place of numbers."""
+    projection = Projection(config.distill, make_mesh(1, 1, 1), vocab_size=32)
+    hidden, head = jnp.zeros((2, 3, 8)), jnp.zeros((32, 8))
+    mask = jnp.ones((2, 3), bool)
+    sequences = Sequences(jnp.zeros((2, 5), jnp.int32), jnp.ones((2, 5), bool), mask)
+
+    def step(hidden: Any, head: Any, sequences: Sequences) -> Any:
+        signal = teacher_signal(projection, hidden, head, sequences, None)
+        batch = TrainBatch(sequences, signal, jnp.zeros((2, 3)))
+        return distill_loss(projection, hidden, head, batch, {})
+
+    jax.eval_shape(step, hidden, head, sequences)
+
+
+SHOWN_BY = {
+    "actor.max_nonfinite": (
+        "test_train.py",
+        "test_a_run_that_diverges_ends_with_exit_code_1_and_keeps_the_batch",
+    ),
+    "policy.max_refills": (
+        "test_rl.py",
+        "test_prompts_that_teach_nothing_are_replaced_as_often_as_allowed",
+    ),
+    "ray.devices_per_worker": ("test_ray_train.py", "test_a_pool_of_two_processes"),
+    "ray.max_restarts": ("test_ray.py", "test_the_budget_of_restarts_ends_the_run"),
+    "teacher.api": (
+        "test_serve_teacher.py",
+        "test_a_completions_server_tells_what_the_scorer_tells",
+    ),
+    "teacher.api_model": (
+        "test_serve_teacher.py",
+        "test_a_completions_server_is_tried_before_the_run",
+    ),
+    "teacher.service_threads": (
+        "test_serve_teacher.py",
+        "test_a_completions_server_tells_what_the_scorer_tells",
+    ),
+    "resume_changed": (
+        "test_depends.py",
+        "test_what_has_changed_is_refused_by_name_and_versions_are_reported",
+    ),
+}
+"""Keys that only other runs read (in trouble, in several processes) -> the test that shows their
+effect."""
+
+ONE_STEP = [
+    "steps=1",
+    "batch_size=4",
+    "max_prompt_tokens=24",
+    "eval.prompts=4",
+    "logging.console=quiet",
+    "compile_cache=null",
+]
+
+
+def test_every_key_is_read_but_those_planted_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A key that nothing reads is named here: read it, or remove it."""
+    reads = Reads()
+    monkeypatch.setattr(
+        Section, "__getattribute__", lambda section, name: reads.spy(section, name), raising=False
+    )
+    fill = Config.with_dtypes  # a run reads the copy that it makes
+    monkeypatch.setattr(Config, "with_dtypes", lambda c, where: reads.watch(fill(c, where)))
+    shots = tmp_path / "shots.jsonl"
+    shots.write_text('{"prompt": "1+1=", "completion": "2"}\n')
+    distillation = [
+        "mesh=actor+rollout+teacher=1",
+        f"run_dir={tmp_path / 'distillation'}",
+        "distill.entropy_aware=true",
+        f"data.few_shot={shots}",
+        "data.few_shot_rows=1",
+    ]
+    rewards = [
+        "mesh=actor+rollout=1",
+        f"run_dir={tmp_path / 'rewards'}",
+        "algorithm=gspo",
+        "group_size=2",
+        "distill_weight=1",
+        "reward.functions=[auto]",
+        f"reward.model={save_reward_model(tmp_path)}",
+        "reward.overlong_buffer=2",
+        "policy.reward_kl_coef=0.1",
+        "policy.kl_coef=0.1",
+        "policy.entropy_coef=0.1",
+        "policy.advantages=similarity",
+        f"grouper.model={REFERENCES / 'tiny_bge'}",
+    ]
+    for asked in (distillation, rewards):
+        train(reads.watch(PlantedConfig.load(None, [*ONE_STEP, *asked])))
+    for signal in ("distill.signal=topk", "distill.signal=sampled distill.jsd_beta=1"):
+        overrides = [*signal.split(), "distill.top_k=4"]
+        trace_signal(reads.watch(PlantedConfig.load(None, overrides)))
+    for key, (file, name) in SHOWN_BY.items():
+        tests = (ROOT / "tests" / file).read_text(encoding="utf-8")
+        (body,) = re.findall(rf"\ndef {name}\(.*?(?=\ndef |\Z)", tests, re.DOTALL)
+        assert f"{key.rpartition('.')[2]}=" in body, key
+    keys = {key.path for key in config_keys.keys(PlantedConfig)}
+    assert keys - reads.found - set(SHOWN_BY) == {"forgotten", "actor.nested", "planted.nested"}
+    assert not reads.found & set(SHOWN_BY)

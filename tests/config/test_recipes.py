@@ -1,0 +1,59 @@
+"""docs/recipes.md: every command is a config, and its plan is what the page says."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from large_models import LARGE, QWEN, qwen3
+
+from jaxrl.algorithms.methods import needed_roles
+from jaxrl.config.cli import parse_run
+from jaxrl.models.config import DecoderConfig
+from jaxrl.plan import build
+from jaxrl.sharding.mesh import Visible
+from jaxrl.sharding.placement import place
+
+PAGE = Path(__file__).parent.parent.parent / "docs" / "recipes.md"
+SMALL = {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14}
+HUGE = {"hidden_size": 5120, "num_hidden_layers": 64, "num_attention_heads": 40}
+MODELS = {
+    "models/Qwen2.5-0.5B-Instruct": QWEN | SMALL | {"intermediate_size": 4864},
+    "models/Qwen2.5-1.5B-Instruct": QWEN,
+    "models/Qwen2.5-7B-Instruct": QWEN | LARGE,
+    "models/Qwen2.5-32B-Instruct": QWEN
+    | LARGE
+    | HUGE
+    | {"num_key_value_heads": 8, "intermediate_size": 27648},
+    "models/Qwen3-4B": qwen3(2560, 36, 32, 9728),
+}
+NEARLY = 0.2
+"""How far the page's gigabytes may be from the plan's, which becomes more exact with time."""
+
+
+def recipes() -> list[tuple[str, str, int, int, float]]:
+    """Title, command, GPUs, GB of one, and GB needed, of every recipe."""
+    text = PAGE.read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \[(.+?)\]\(#.*\) \| (\d+) x (\d+) GB \| (\d+) GB \|$", text, re.M)
+    commands = dict(re.findall(r"^## (.+)\n\n    jaxrl train (.+)$", text, re.MULTILINE))
+    assert [row[0] for row in rows] == list(commands)
+    return [(t, commands[t], int(n), int(size), float(need)) for t, n, size, need in rows]
+
+
+@pytest.mark.parametrize("recipe", recipes(), ids=lambda recipe: recipe[0])
+def test_a_recipe_is_planned_as_the_page_says(recipe: tuple[str, str, int, int, float]) -> None:
+    _, command, gpus, size, told = recipe
+    run = parse_run(shlex.split(command), module="jaxrl.train", description="")
+    config, names = run.config, needed_roles(run.config)
+    placement = place(config.mesh, names)
+    assert run.dry_run and run.base.own and placement.n_devices == gpus
+    student, teacher = (
+        None if model is None else DecoderConfig.from_hf(MODELS[model])
+        for model in (config.student.model, config.teacher.model)
+    )
+    assert student is not None
+    text = build(config, names, placement, student, teacher, Visible((), None)).text()
+    (needed,) = re.findall(r"^each GPU needs: (.*)$", text, re.MULTILINE)
+    found = max(float(gb) for gb in re.findall(r"([\d.]+) GB", needed))
+    assert told == pytest.approx(found, rel=NEARLY)
+    assert re.search(rf"^on GPUs of {size} GB, of which jax takes 75%: fits", text, re.MULTILINE)

@@ -1,0 +1,327 @@
+"""Prompts that are cut, few-shot rows before them, held-out sets by name, and their config keys."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_tokenizer import tiny_tokenizer
+from words import Words
+
+from jaxrl.config import keys as config_keys
+from jaxrl.config.cli import keys_help
+from jaxrl.config.schema import Config
+from jaxrl.data.encoder import PromptEncoder, few_shot
+from jaxrl.data.example import Example
+from jaxrl.data.rows import Keys
+from jaxrl.data.source import Source, open_source
+from jaxrl.data.stream import PromptStream, eval_sets
+from jaxrl.errors import UserError
+
+CHAT = tiny_tokenizer()
+PLAIN = tiny_tokenizer(template=None, eos="<|endoftext|>")
+TURN = "<|im_start|>{}\n{}<|im_end|>\n"
+START = "<|im_start|>assistant\n"
+EMPTY_CHAT = len(CHAT(TURN.format("user", "") + START)["input_ids"])
+
+
+def write(path: Path, *rows: object) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def shown(tokenizer: Any, encoder: PromptEncoder, example: Example) -> str:
+    prompt = encoder.encode(example, 0)
+    assert prompt is not None and len(prompt.tokens) <= encoder.max_prompt_tokens
+    return tokenizer.decode(prompt.tokens)
+
+
+# Cut
+
+
+def test_a_text_prompt_keeps_its_end_and_its_bos():
+    with_bos = tiny_tokenizer(template=None, bos=True)
+    for tokenizer, before, kept in ((PLAIN, "", "456789"), (with_bos, "<|endoftext|>", "56789")):
+        encoder = PromptEncoder(tokenizer, 6, 8, long_prompts="cut")
+        assert shown(tokenizer, encoder, Example("0123456789")) == before + kept
+        assert encoder.encode(Example("0123456789"), 0).text == kept
+        assert shown(tokenizer, encoder, Example("89")) == before + "89"
+        assert shown(tokenizer, encoder, Example("x" + kept)) == before + kept
+
+
+def test_cut_at_characters_not_at_their_bytes():
+    # Each ä is two tokens: of five, two fit into five.
+    encoder = PromptEncoder(PLAIN, 5, 8, long_prompts="cut")
+    assert shown(PLAIN, encoder, Example("äääää")) == "ää"
+
+
+def test_the_least_is_cut_whatever_the_merges():
+    merging = tiny_tokenizer(template=None, merges=(("a", "b"), ("ab", "ab")))
+    text = "abab" * 3 + "xab" * 5 + "ba" * 4
+    for limit in range(1, 24):
+        kept = PromptEncoder(merging, limit, 8, long_prompts="cut").encode(Example(text), 0).text
+        assert text.endswith(kept)
+        longer = text[len(text) - len(kept) - 1 :]
+        assert len(merging(kept)["input_ids"]) <= limit
+        assert kept == text or len(merging(longer)["input_ids"]) > limit
+
+
+def test_a_chat_loses_the_beginning_of_its_longest_user_message():
+    turns = (user("short"), {"role": "assistant", "content": "A" * 50}, user("0123456789"))
+    example = Example((*turns, user("end")), completion="done")
+    whole = "".join(TURN.format(t["role"], t["content"]) for t in example.prompt) + START
+    limit = len(CHAT(whole)["input_ids"]) - 4
+    encoder = PromptEncoder(CHAT, limit, 8, long_prompts="cut")
+    assert shown(CHAT, encoder, example) == whole.replace("0123456789", "456789")
+    prompt = encoder.encode(example, 3)
+    assert prompt.columns["messages"][2] == user("456789")
+    assert (prompt.text, CHAT.decode(prompt.completion)) == ("end", "done<|im_end|>")
+    assert PromptEncoder(CHAT, limit, 8).encode(example, 0) is None
+    assert encoder.encode(example, 0, may_cut=False) is None
+
+
+def test_system_prompt_and_few_shot_rows_stay_whole():
+    shots = (Example("1+1=", "2"),)
+    encoder = PromptEncoder(CHAT, 100, 8, system_prompt="S", few_shot=shots, long_prompts="cut")
+    before = TURN.format("system", "S") + TURN.format("user", "1+1=") + TURN.format("assistant", 2)
+    room = 100 - len(CHAT(before)["input_ids"]) - EMPTY_CHAT
+    text = "".join(chr(97 + i % 26) for i in range(200))
+    assert shown(CHAT, encoder, Example(text)) == (
+        before + TURN.format("user", text[-room:]) + START
+    )
+    plain = PromptEncoder(PLAIN, 20, 8, few_shot=shots, long_prompts="cut")
+    assert shown(PLAIN, plain, Example(text)) == "1+1=2\n\n" + text[-13:]
+
+
+def test_what_no_cut_can_mend_is_left_out_and_both_are_counted(tmp_path):
+    rows = [
+        {"prompt": "fits"},
+        {"prompt": "x" * 99},
+        {"messages": [{"role": "system", "content": "S" * 99}, user("a")]},
+        {"messages": [{"role": "tool", "content": "T" * 99}]},
+        {"messages": [user(" " * 99)]},
+        {"messages": [user("y" * 30 + "\n"), user("z")]},
+    ]
+    source = open_source(write(tmp_path / "x.jsonl", *rows))
+    counts = {}
+    for way in ("drop", "cut"):
+        encoder = PromptEncoder(CHAT, EMPTY_CHAT + 20, 8, long_prompts=way)
+        s = PromptStream(source, encoder, 1, 0, shuffle=False)
+        counts[way] = (s.epoch_prompts, s.dropped, s.cut)
+        assert len({s.batch(i)[0].tokens for i in range(s.epoch_prompts)}) == s.epoch_prompts
+    assert counts == {"drop": (1, 5, 0), "cut": (3, 3, 2)}
+
+
+def test_prompts_of_tasks_are_never_cut(tmp_path):
+    encoder = PromptEncoder(PLAIN, 3, 8, long_prompts="cut")
+    s = PromptStream(Source([Words("aaaaaa", "b")]), encoder, 2, 0, shuffle=False)
+    assert [prompt.text for prompt in s.batch(0)] == ["b", "b"]
+    assert (s.dropped, s.cut) == (0, 0)
+    file = open_source(write(tmp_path / "x.jsonl", {"prompt": "cccccc"}), split="eval").parts[0]
+    (held_out,) = eval_sets(["x"], lambda *_: Source([Words("aaaa", "b"), file]), encoder, 9)
+    assert [prompt.text for prompt in held_out.prompts] == ["ccc", "b"]
+    assert (held_out.dropped, held_out.cut) == (1, 1)
+
+
+# Few-shot
+
+
+def shots_of(path: Path, *rows: object, take: int | None = None) -> tuple[Example, ...]:
+    return few_shot(open_source(write(path, *rows)), len(rows) if take is None else take)
+
+
+def test_few_shot_rows_are_turns_after_the_system_message(tmp_path):
+    own_system = {"role": "system", "content": "left out"}
+    shots = shots_of(
+        tmp_path / "s.jsonl",
+        {"prompt": "q1", "completion": "a1"},
+        {"messages": [own_system, user("q2"), {"role": "assistant", "content": "a2"}]},
+        {"prompt": "q3", "completion": "a3"},
+        take=2,
+    )
+    encoder = PromptEncoder(CHAT, 400, 8, system_prompt="P", few_shot=shots)
+    pairs = (("user", "q1"), ("assistant", "a1"), ("user", "q2"), ("assistant", "a2"))
+    before = "".join(TURN.format(*pair) for pair in pairs)
+    end = TURN.format("user", "q") + START
+    assert shown(CHAT, encoder, Example("q")) == TURN.format("system", "P") + before + end
+    own = Example(({"role": "system", "content": "own"}, user("q")), completion="a")
+    assert shown(CHAT, encoder, own) == TURN.format("system", "own") + before + end
+    prompt = encoder.encode(own, 0)
+    assert prompt.text == "q" and len(prompt.columns["messages"]) == 6
+    assert CHAT.decode(prompt.completion) == "a<|im_end|>"
+
+
+def test_few_shot_text_is_prompt_completion_blank_line(tmp_path):
+    rows = [{"prompt": "2+2=", "completion": "4"}, {"prompt": "1+2=", "completion": "3"}]
+    shots = shots_of(tmp_path / "s.jsonl", *rows)
+    example = Example("5+1=", completion="6")
+    for tokenizer, more in ((PLAIN, {}), (CHAT, {"chat": "raw"})):
+        encoder = PromptEncoder(tokenizer, 100, 8, few_shot=shots, **more)
+        assert shown(tokenizer, encoder, example) == "2+2=4\n\n1+2=3\n\n5+1="
+        prompt = encoder.encode(example, 0)
+        assert prompt.text == "5+1=" and prompt.completion[0] == PLAIN("6")["input_ids"][0]
+    document = Example("5+1=", document=True)
+    encoder = PromptEncoder(CHAT, 100, 8, few_shot=shots)
+    assert shown(CHAT, encoder, document) == "2+2=4\n\n1+2=3\n\n5+1="
+
+
+def test_few_shot_from_a_task_and_before_held_out_prompts(tmp_path):
+    sums = few_shot(open_source("arithmetic:digits=1,terms=2"), 2)
+    encoder = PromptEncoder(PLAIN, 100, 8, few_shot=sums)
+    source = open_source(write(tmp_path / "x.jsonl", {"prompt": "q"}))
+    (held_out,) = eval_sets(["x"], lambda *_: source, encoder, 1)
+    before = "".join(f"{s.prompt}{s.completion}\n\n" for s in sums)
+    assert PLAIN.decode(held_out.prompts[0].tokens) == before + "q"
+
+
+def test_few_shot_refusals(tmp_path):
+    path = tmp_path / "s.jsonl"
+    with pytest.raises(UserError, match=r"^data\.few_shot: .*s\.jsonl:2: .* need a completion"):
+        shots_of(path, {"prompt": "q", "completion": "a"}, {"prompt": "q"})
+    with pytest.raises(UserError, match=r"s\.jsonl:1: .* need a completion"):
+        shots_of(path, {"messages": [user("q")]})
+    with pytest.raises(UserError, match=r"has 1 rows, data\.few_shot_rows asks for 2"):
+        shots_of(path, {"prompt": "q", "completion": "a"}, take=2)
+    shots = shots_of(path, {"prompt": "q" * 30, "completion": "a" * 8})
+    # 30 + 8 characters and the two of the blank line: 40 tokens.
+    with pytest.raises(UserError, match="1 rows take 40 tokens, .*max_prompt_tokens=40.*lower"):
+        PromptEncoder(PLAIN, 40, 8, few_shot=shots)
+    PromptEncoder(PLAIN, 41, 8, few_shot=shots)
+    turns = TURN.format("user", "q" * 30) + TURN.format("assistant", "a" * 8)
+    taken = len(CHAT(turns)["input_ids"]) + EMPTY_CHAT
+    with pytest.raises(UserError, match=f"1 rows take {taken} tokens"):
+        PromptEncoder(CHAT, taken, 8, few_shot=shots)
+    chats = shots_of(path, {"messages": [user("q"), {"role": "assistant", "content": "a"}]})
+    with pytest.raises(UserError, match="chats, which cannot stand before a text prompt"):
+        PromptEncoder(PLAIN, 99, 8, few_shot=chats)
+    mixed = PromptEncoder(CHAT, 99, 8, few_shot=chats)
+    with pytest.raises(UserError, match=r"arithmetic, row \d+: data\.few_shot has chats"):
+        PromptStream(open_source("arithmetic"), mixed, 1, 0).batch(0)
+
+
+# Completions that are missing
+
+
+def test_missing_completions_name_the_fields_there_are(tmp_path):
+    source = open_source(write(tmp_path / "x.jsonl", {"prompt": "q", "solution": "a"}))
+    with pytest.raises(UserError, match=r"1 of 1 rows .* among `prompt`, `solution` \(data\.compl"):
+        PromptStream(source, PromptEncoder(PLAIN, 9, 9), 1, 0).check_completions()
+
+
+# Held-out sets
+
+
+def test_named_sets_number_their_prompts_on(tmp_path):
+    files = {
+        name: write(tmp_path / f"{name}.jsonl", *({"prompt": f"{name}{i}"} for i in range(size)))
+        for name, size in (("a", 3), ("b", 2), ("c", 4))
+    }
+    asked = []
+
+    def opened(sources: Any, label: str) -> Source:
+        asked.append(label)
+        return open_source(sources, 0, "eval", Keys(), label)
+
+    encoder = PromptEncoder(PLAIN, 99, 8)
+    spec = {"first": [files["a"]], "both": [files["b"], files["c"]]}
+    first, both = eval_sets(spec, opened, encoder, 5)
+    assert [(p.id, p.text) for p in first.prompts] == [(0, "a0"), (1, "a1"), (2, "a2")]
+    texts = ["b0", "c0", "b1", "c1", "c2"]
+    assert [(p.id, p.text) for p in both.prompts] == list(zip(range(3, 8), texts, strict=True))
+    assert (first.name, both.name) == ("first", "both")
+    assert asked == ["data.eval.first", "data.eval.both"]
+    (alone,) = eval_sets([files["a"]], opened, encoder, 5)
+    assert (alone.name, alone.prompts) == ("", first.prompts)
+    assert asked[-1] == "data.eval"
+    with pytest.raises(UserError, match=r"^data\.eval\.x: .*none\.jsonl: No such file"):
+        eval_sets({"x": [f"{tmp_path}/none.jsonl"]}, opened, encoder, 5)
+
+
+# Config keys
+
+
+def load(tmp_path: Path, data: str, *overrides: str) -> Any:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"student: {{model: a}}\nteacher: {{model: b}}\ndata: {data}\n")
+    return Config.load(path, list(overrides)).data
+
+
+def refused(*overrides: str) -> str:
+    with pytest.raises(UserError) as error:
+        Config.load("builtin:quickstart", list(overrides))
+    assert "\n" not in str(error.value) and "pydantic" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("data", "overrides", "sets"),
+    [
+        ("{train: t, eval: x.jsonl}", (), ("x.jsonl",)),
+        ("{train: t, eval: [x.jsonl, y.jsonl]}", (), ("x.jsonl", "y.jsonl")),
+        ("{train: t, eval: {a: x, b: [y, z]}}", (), {"a": ("x",), "b": ("y", "z")}),
+        ("{train: t}", ("data.eval={a: x, b-1.2_c: y}",), {"a": ("x",), "b-1.2_c": ("y",)}),
+        ("{train: t, eval: {a: x}}", ("data.eval={b: y}",), {"b": ("y",)}),
+        ("{train: t, eval: {a: x}}", ("data.eval.b=y",), {"a": ("x",), "b": ("y",)}),
+        ("{train: t}", ("data.eval.a=[x, y]",), {"a": ("x", "y")}),
+        ("{train: t, eval: {a: x}}", ("data.eval=y",), ("y",)),
+        ("{train: t, eval: {a: x}}", ("data.eval=null",), None),
+    ],
+)
+def test_held_out_sets_in_files_and_overrides(tmp_path, data, overrides, sets):
+    made = load(tmp_path, data, *overrides)
+    assert made.eval == sets
+    if isinstance(sets, dict):
+        assert list(made.eval) == list(sets)
+    again = tmp_path / "again.yaml"
+    again.write_text(Config.load(tmp_path / "run.yaml", list(overrides)).dump())
+    assert Config.load(again).data == made
+
+
+def test_bad_held_out_sets_are_refused_in_one_line():
+    for override, words in (
+        ("data.eval={}", "data.eval: the mapping should not be empty"),
+        ("data.eval={a b: x}", "'a b' may have letters, digits"),
+        ("data.eval={a/b: x}", "'a/b'"),
+        ("data.eval={a: null}", "data.eval: a: a source or a list of sources is needed, got None"),
+        ("data.eval={a: []}", "a: a source or a list of sources is needed, got []"),
+        ("data.eval={a: {b: x}}", "a: a source"),
+        ("data.eval={1: x}", "keys are plain words"),
+        ("data.eval={a: x, a: y}", "'a' is given twice"),
+        ("data.eval=[]", "data.eval: the list should not be empty"),
+        ("data.eval=[[x]]", "data.eval"),
+        ("data.train={a: x}", "one by one"),
+        ("data.eval.a=x", "data.eval is a value, not a section"),
+    ):
+        assert words in refused(override), override
+
+
+def test_a_mapping_where_none_belongs_names_the_unknown_keys(tmp_path):
+    with pytest.raises(UserError, match=r"unknown key data\.train\.a"):
+        load(tmp_path, "{train: {a: x}}")
+    assert list(config_keys.mappings(Config)) == ["data.eval"]
+    text = keys_help(100)
+    assert "data.eval  list of str or mapping of NAME to list of str or null" in text
+    assert "data.weights  list of float or null" in text
+
+
+def test_weights_are_as_many_as_the_sources():
+    two = "data.train=[arithmetic, x.jsonl]"
+    assert Config.load("builtin:quickstart", [two, "data.weights=[1, 0.5]"]).data.weights == (
+        1.0,
+        0.5,
+    )
+    for override, words in (
+        ("data.weights=[1]", "weights has 1 numbers for the 2 sources of train"),
+        ("data.weights=[1, 2, 3]", "weights has 3 numbers for the 2 sources"),
+        ("data.weights=[1, 0]", "greater than 0, got 0"),
+        ("data.weights=[1, -1]", "greater than 0, got -1"),
+        ("data.weights=[1, x]", "got 'x'"),
+        ("data.weights=[1, .inf]", "finite"),
+    ):
+        assert words in refused(two, override)

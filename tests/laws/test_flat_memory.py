@@ -1,0 +1,197 @@
+"""The memory of a run does not depend on how many steps it has trained."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import io
+import json
+import tracemalloc
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from runs import SHORT, save_model
+
+from jaxrl import Config
+from jaxrl.run.loop import Loop
+from jaxrl.run.reporting import Reporter
+from jaxrl.runtime.local import LocalWorker, done_future
+from jaxrl.telemetry.console import Console
+from jaxrl.telemetry.metrics import MetricsWriter, SamplesWriter, read_metrics
+from jaxrl.telemetry.timeline import Timeline
+from jaxrl.telemetry.trackers import open_trackers
+from jaxrl.train import train
+from jaxrl.types import Completion, Prompt
+
+PROMPTS = [Prompt(i, (1, 2), f"prompt {i}", answer="42") for i in range(4)]
+ZEROS = np.zeros(2, np.float32)
+TIMELINE = 60_000
+"""Bytes that the timeline may have: those of about seventy steps."""
+
+
+class Pretender:
+    """Every role in one. It computes nothing."""
+
+    def publish(self, version, dtype):
+        return version
+
+    def load(self, version):
+        self.version = version
+        return {"weights/sync_bytes": 1e6}
+
+    def generate(self, prompts, step, attempt):
+        text = f"completion {step}"
+        completions = [Completion((step % 7, 5), ZEROS, ZEROS, "stop", text) for _ in prompts]
+        return SimpleNamespace(
+            prompts=prompts, completions=completions, policy_version=self.version, decode_steps=2
+        )
+
+    def score(self, rollout, part, parts):
+        return SimpleNamespace()
+
+    def update(self, rollout, scores, step):
+        row = {"loss": step / 7, "actor/grad_norm": 2.0 + step, "actor/tokens": 8.0 + step}
+        return SimpleNamespace(metrics=row, by_row={})
+
+
+def test_a_loop_that_trains_keeps_nothing_of_a_step(tmp_path):
+    """700 steps through everything that waits for, counts, writes and shows a step: after the first
+    200 the objects of Python grow by less than a float a step, where a row has twenty.
+    """
+    used = {}
+
+    def on_row(row):
+        if row["step"] == 150:
+            tracemalloc.start()
+        if row["step"] in (200, 699):
+            gc.collect()
+            used[row["step"]] = tracemalloc.get_traced_memory()[0]
+
+    loop, close = pretended_loop(tmp_path, on_row)
+    try:
+        assert loop.run() == 700
+    finally:
+        tracemalloc.stop()
+        close()
+    assert (used[699] - used[200]) / 499 < 24
+    assert [row["step"] for row in read_metrics(tmp_path)] == list(range(701))
+    assert (tmp_path / "timeline.json").stat().st_size < TIMELINE + 10_000
+    events = json.loads((tmp_path / "timeline.json").read_text())
+    assert [e["args"]["step"] for e in events if e["name"] == "update"][-1] == 699
+
+
+def pretended_loop(folder, on_row):
+    """A loop over roles that compute nothing, and what closes its workers and files."""
+    # TensorBoard has a bounded queue of its own, whose length depends on the load of the machine.
+    given = "steps=700 batch_size=4 logging.every=10 logging.samples=2 logging.tensorboard=false"
+    config = Config.load(None, given.split())
+    workers = [LocalWorker(name) for name in ("actor", "rollout", "teacher")]
+    for worker in workers:
+        worker.start_role(worker.name, Pretender, deadline=5).result()
+    timeline = Timeline(folder / "timeline.json", most_bytes=TIMELINE)
+    trackers = open_trackers(config.logging, "run", folder, {}, None, print)
+    files = [
+        Console(config.logging, steps=700, out=Nowhere()),
+        MetricsWriter(folder / "metrics.jsonl"),
+        SamplesWriter(folder / "samples.jsonl"),
+        timeline,
+    ]
+    console, metrics, samples, _ = files
+    saves = SimpleNamespace(row=lambda row: None, written=lambda: [])
+    reporter = Reporter(
+        config,
+        console,
+        metrics,
+        samples,
+        trackers,
+        timeline,
+        saves,
+        sets=(),
+        judge=lambda text, prompt: 1.0,
+        epoch=lambda step: step / 10,
+        peaks=lambda: {"actor": 10},
+        planned={"actor": 20},
+        log=lambda text: None,
+        on_row=on_row,
+    )
+    handles = {each.name: timeline.watch(each.name, each.handle(each.name)) for each in workers}
+    stream = SimpleNamespace(batch=lambda index: PROMPTS)
+    loop = Loop(config, handles, stream, (), reporter, packing={}, value=done_future)
+
+    def close():
+        for file in files:
+            file.close()
+        trackers.close()
+        assert all(worker.stop(5) for worker in workers)
+
+    return loop, close
+
+
+class Nowhere(io.StringIO):
+    """An output that keeps nothing."""
+
+    def write(self, text):
+        return len(text)
+
+
+def test_resuming_reads_one_row_at_a_time(tmp_path):
+    """The memory that it takes is less than a tenth of the file."""
+    path = tmp_path / "metrics.jsonl"
+    row = {f"reward/r{i}/mean": i / 7 for i in range(20)}
+    lines = [json.dumps({"step": step} | row) + "\n" for step in range(3000)]
+    path.write_text("".join(lines))
+    assert path.stat().st_size > 1_500_000
+    tracemalloc.start()
+    with MetricsWriter(path, after=2500) as writer:
+        peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < path.stat().st_size / 10
+    assert (writer.first["step"], writer.last["step"]) == (0, 2500)
+    assert path.read_text() == "".join(lines[:2501])
+
+
+# With models: what XLA and JAX keep counts too.
+
+ALONE = ("mesh=actor+rollout+teacher=1", "eval.every=0", "checkpoint.every=0")
+WARM, SEEN = 100, 11
+"""Steps in which caches fill, and those over whose least use each count is taken: what is in flight
+differs from step to step.
+"""
+
+
+@pytest.mark.parametrize("steps", [220, pytest.param(700, marks=pytest.mark.slow)])
+def test_a_run_keeps_nothing_of_a_step(tmp_path, steps):
+    """The process grows by less than 1000 bytes a step, where a row alone would take 3000.
+
+    The prompts repeat, because the cache of tokenizers grows up to 10,000 texts a thread.
+    """
+    used = {"early": [], "late": []}
+
+    def on_step(row):
+        for name, end in (("early", WARM + SEEN), ("late", steps - 1)):
+            if end - SEEN < row["step"] <= end:
+                gc.collect()
+                used[name].append(in_use())
+
+    student = save_model(tmp_path / "student", 32, 2, seed=0)
+    teacher = save_model(tmp_path / "teacher", 48, 1, seed=1, rows=272)
+    models = [
+        f"student.model={student}",
+        f"teacher.model={teacher}",
+        "data.train=arithmetic:size=24",
+    ]
+    plain = [*models, *SHORT, f"run_dir={tmp_path / 'run'}", f"steps={steps}", "logging.every=100"]
+    train(Config.load("builtin:quickstart", [*plain, *ALONE]), on_step)
+    assert [len(taken) for taken in used.values()] == [SEEN, SEEN]
+    assert (min(used["late"]) - min(used["early"])) / (steps - 1 - WARM - SEEN) < 1000
+
+
+def in_use():
+    """Bytes that the process has allocated: those of Python and of its libraries."""
+    names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    fields = {"_fields_": [(name, ctypes.c_size_t) for name in names.split()]}
+    libc = ctypes.CDLL(None)
+    libc.mallinfo2.restype = type("mallinfo2", (ctypes.Structure,), fields)
+    found = libc.mallinfo2()
+    return found.uordblks + found.hblkhd

@@ -1,0 +1,194 @@
+"""Roles that take turns on one pool: what they share is one array; offloading changes no number."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+
+import jax
+import pytest
+from runs import GSPO, SHORT, save_model, weights
+
+from jaxrl import Config
+from jaxrl.algorithms.methods import needed_roles
+from jaxrl.config.schema import OffloadConfig
+from jaxrl.plan import make_plan
+from jaxrl.run.launch import devices_for, make_job, make_setup, start_roles
+from jaxrl.sharding.ledger import buffer
+from jaxrl.train import train
+
+OFFLOAD = [f"offload.{name}=true" for name in OffloadConfig.model_fields]
+FLOAT32 = ["rollout.dtype=float32", "actor.param_dtype=float32", "actor.dtype=float32"]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    return [
+        f"student.model={save_model(folder / 'student', 32, 2, 0)}",
+        f"teacher.model={save_model(folder / 'teacher', 48, 1, 1)}",
+    ]
+
+
+def config(models, run_dir, *overrides):
+    return Config.load(
+        "builtin:quickstart", [*models, *SHORT, *FLOAT32, f"run_dir={run_dir}", *overrides]
+    )
+
+
+def crew_of(made):
+    """Started roles of a run."""
+    plan = make_plan(made, needed_roles(made), devices_for(made))
+    job = make_job(plan.config)
+    return start_roles(make_setup(job, plan.axes, made.run_path), plan, print)
+
+
+@pytest.mark.parametrize(
+    ("layout", "axes", "shared"),
+    [
+        ("stacked", [], "all"),
+        ("unstacked", [], "but the layers"),
+        ("stacked", ["rollout.parallel.data=2"], "norms"),  # the others are sharded over fsdp
+    ],
+)
+def test_what_has_one_layout_dtype_and_sharding_is_one_array(
+    models, tmp_path, layout, axes, shared
+):
+    same_axes = axes or ["rollout.parallel.fsdp=2", "rollout.parallel.data=1"]
+    made = config(
+        models,
+        tmp_path / "run",
+        "mesh=actor+rollout+teacher=2",
+        f"rollout.layout={layout}",
+        *same_axes,
+    )
+    crew = crew_of(made)
+    try:
+        sent = crew.handle("actor").call("publish", version=0, dtype="float32", deadline=60)
+        crew.handle("rollout").call("load", sent, deadline=60).result()
+        roles = crew.workers[0]._roles
+        trained, sampled = roles["actor"].state.params, roles["rollout"].params
+        mine = {buffer(leaf) for leaf in jax.tree.leaves(trained)}
+        found = {
+            jax.tree_util.keystr(path): buffer(leaf) in mine
+            for path, leaf in jax.tree_util.tree_leaves_with_path(sampled)
+        }
+        expected = {
+            "all": lambda name: True,
+            "but the layers": lambda name: "layers" not in name,
+            "norms": lambda name: "norm" in name,
+        }[shared]
+        assert found == {name: expected(name) for name in found}
+        copied = sum(leaf.nbytes for leaf in jax.tree.leaves(sampled) if buffer(leaf) not in mine)
+        assert sent.result().nbytes == copied
+        assert (copied == 0) == (shared == "all")
+    finally:
+        crew.stop()
+
+
+def rows_of(result):
+    """What must not change: every number but times and memory."""
+    left_out = ("time/", "memory/", "offload/", "tokens/per_second", "weights/sync")
+    return [
+        {key: value for key, value in row.items() if not key.startswith(left_out)}
+        for row in result.metrics
+    ]
+
+
+KINDS = {
+    "gkd": ["mesh=actor+rollout+teacher=2"],
+    "gspo": [*GSPO, "mesh=actor+rollout+reference=2", "policy.kl_coef=0.1"],
+    "one_step_off": ["mesh=actor+rollout+teacher=2", "schedule=one_step_off", "steps=5"],
+    "in parts": ["mesh=actor+rollout=2,teacher=2", "teacher.num_microbatches=2"],
+    "stacked": [
+        "mesh=actor+rollout+teacher=2",
+        "rollout.layout=stacked",
+        "rollout.parallel.fsdp=2",
+        "rollout.parallel.data=1",
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["gkd", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != "gkd")],
+)
+def test_offloading_changes_no_number(models, tmp_path, kind):
+    plain = train(config(models, tmp_path / "plain", *KINDS[kind]))
+    moved = train(config(models, tmp_path / "moved", *KINDS[kind], *OFFLOAD))
+    assert rows_of(plain) == rows_of(moved)
+    assert weights(plain.run_dir) == weights(moved.run_dir)
+    assert not any("offload/to_host_bytes" in row for row in plain.metrics)
+    for row in moved.metrics[1:]:
+        assert row["offload/to_host_bytes"] > 0 and row["offload/to_device_bytes"] > 0
+    names = Counter(
+        event["name"]
+        for event in json.loads((moved.run_dir / "timeline.json").read_text())
+        if event.get("cat", "").startswith("offload ")
+    )
+    assert names["actor.optimizer to the host"] and names["actor.optimizer to the device"]
+    peaks = [r.metrics[-1]["memory/actor/peak_bytes"] for r in (plain, moved)]
+    assert peaks[1] <= peaks[0]
+    if "+teacher" in KINDS[kind][0]:  # which is away when the pool is fullest, at the update
+        assert peaks[1] < peaks[0]
+
+
+@pytest.mark.parametrize("offload", [[], OFFLOAD], ids=["stays", "offloaded"])
+def test_the_plan_foresees_the_ledgers_peak(models, tmp_path, offload):
+    """A vocabulary of 300 and 2 layers: what is counted is small, and all of it is arrays."""
+    made = config(models, tmp_path / "run", "mesh=actor+rollout+teacher=2", "steps=2", *offload)
+    result = train(made)
+    planned = json.loads((result.run_dir / "plan.json").read_text())["pools"][0]["peak"]
+    assert result.metrics[-1]["memory/actor/peak_bytes"] == pytest.approx(planned, rel=0.15)
+    assert result.metrics[-1]["memory/actor/planned"] == 0
+
+
+def test_a_lazy_role_is_made_when_it_is_first_asked(models, tmp_path, capsys):
+    made = config(
+        models,
+        tmp_path / "run",
+        "mesh=actor+rollout+teacher=2",
+        "teacher.lazy=true",
+        "eval.teacher=false",
+        "steps=2",
+    )
+    result = train(made)
+    log = (result.run_dir / "log.txt").read_text()
+    assert "teacher: ready" not in log
+    assert log.count("teacher: made on its first use, in ") == 1
+    eager = train(
+        config(
+            models,
+            tmp_path / "eager",
+            "mesh=actor+rollout+teacher=2",
+            "eval.teacher=false",
+            "steps=2",
+        )
+    )
+    assert "teacher: ready" in (eager.run_dir / "log.txt").read_text()
+    assert rows_of(result) == rows_of(eager)
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.parametrize("processes", [[], ["ray.devices_per_worker=1"]], ids=["one", "two"])
+def test_turns_in_processes_are_those_of_threads_and_ray_warns_of_nothing(
+    models, tmp_path, processes
+):
+    pytest.importorskip("ray")
+    asked = ["mesh=actor+rollout+teacher=2", "teacher.lazy=true", *OFFLOAD]
+    here = train(config(models, tmp_path / "here", *asked))
+    there = config(models, tmp_path / "there", *asked, *processes)
+    file = tmp_path / "run.yaml"
+    file.write_text(there.dump())
+    command = [sys.executable, "-m", "jaxrl.train", "--launcher", "ray", "--config", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    told = (done.stdout + done.stderr).lower()
+    assert not [word for word in ("warning", "infeasible", "autoscaler") if word in told], told
+    assert weights(there.run_path) == weights(here.run_dir)
+    rows = [json.loads(line) for line in (there.run_path / "metrics.jsonl").open()]
+    assert rows[-1]["offload/to_device_bytes"] > 0
+    assert rows[-1]["memory/actor/peak_bytes"] > 0 and rows[-1]["memory/actor/planned"] == 0

@@ -1,0 +1,245 @@
+"""Laws of the import graph, read from the source: downwards, no cycles, extras optional."""
+
+from __future__ import annotations
+
+import ast
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+PACKAGE = ROOT / "jaxrl"
+
+# Top to bottom, one row for each room (a folder), and those that know nothing of one another
+# side by side. A module may import from its own room, where that makes no cycle, and from below.
+LAYERS: tuple[tuple[str, ...], ...] = (
+    (
+        "__init__",
+        "__main__",
+        "train",
+        "evaluate",
+        "generate",
+        "export",
+        "devices",
+        "serve_teacher",
+    ),
+    ("report",),
+    ("run",),
+    ("profile",),
+    ("plan",),
+    ("roles",),
+    ("algorithms",),
+    ("rewards", "teacher"),
+    ("telemetry",),
+    ("runtime",),
+    ("checkpoint",),
+    ("sampling",),
+    ("data",),
+    ("config",),
+    ("losses",),
+    ("formats",),
+    ("models",),
+    ("sharding",),
+    ("process",),
+    ("types", "errors"),
+)
+FORBIDDEN = ("torch", "tensorflow")
+RAY_HOME = "runtime.ray"
+EXTRAS = ("data", "mlflow", "notebook", "plot", "ray", "tasks", "wandb")
+IMPORT_NAME = {
+    "ipython": "IPython",
+    "orbax-checkpoint": "orbax",
+    "pyyaml": "yaml",
+    "tensorboardx": "tensorboardX",
+}
+
+
+@dataclass(frozen=True)
+class Import:
+    importer: str
+    """Without the leading ``jaxrl.``."""
+    target: str
+    """Full dotted name."""
+    line: int
+    runs_at_import: bool
+    """False inside functions and under TYPE_CHECKING."""
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    if parts[-1] == "__init__" and len(parts) > 1:
+        parts = parts[:-1]
+    return ".".join(parts)
+
+
+@cache
+def modules() -> frozenset[str]:
+    return frozenset(module_name(path) for path in PACKAGE.rglob("*.py"))
+
+
+def imports_in(tree: ast.AST, importer: str, at_import: bool = True) -> Iterator[Import]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(importer, alias.name, node.lineno, at_import)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{importer}:{node.lineno}: imports are absolute here"
+            for alias in node.names:
+                yield Import(importer, f"{node.module}.{alias.name}", node.lineno, at_import)
+        else:
+            deferred = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or (
+                isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+            )
+            yield from imports_in(node, importer, at_import and not deferred)
+
+
+@cache
+def all_imports() -> tuple[Import, ...]:
+    found: list[Import] = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+        found += imports_in(tree, module_name(path))
+    return tuple(found)
+
+
+def own_module(target: str) -> str | None:
+    """The module of ours that ``target`` loads: the longest one that it starts with."""
+    if target.split(".")[0] != "jaxrl":
+        return None
+    parts = target.split(".")[1:]
+    for length in range(len(parts), 0, -1):
+        if ".".join(parts[:length]) in modules():
+            return ".".join(parts[:length])
+    return "__init__"
+
+
+def row_of(module: str) -> int:
+    parts = module.split(".")
+    for length in range(len(parts), 0, -1):
+        name = ".".join(parts[:length])
+        for row, names in enumerate(LAYERS):
+            if name in names:
+                return row
+    raise AssertionError(f"jaxrl.{module} has no row in LAYERS: give it one")
+
+
+def edges() -> dict[str, set[str]]:
+    graph: dict[str, set[str]] = {module: set() for module in modules()}
+    for item in all_imports():
+        target = own_module(item.target)
+        if target is not None and target != item.importer:
+            graph[item.importer].add(target)
+    return graph
+
+
+def test_imports_point_down() -> None:
+    upward = [
+        f"jaxrl.{item.importer}:{item.line} imports {item.target}"
+        for item in all_imports()
+        if (target := own_module(item.target)) is not None
+        and row_of(target) < row_of(item.importer)
+    ]
+    assert upward == []
+
+
+def test_no_test_imports_another() -> None:
+    """What several tests need is in tests/support."""
+    tests = list((ROOT / "tests").rglob("test_*.py"))
+    names = {path.stem for path in tests}
+    for path in tests:
+        for item in imports_in(ast.parse(path.read_text(encoding="utf-8")), path.stem):
+            assert names.isdisjoint(item.target.split(".")), f"{path}:{item.line}"
+
+
+def test_every_row_names_modules_that_are_there() -> None:
+    rooms = {module.split(".")[0] for module in modules()}
+    assert sorted(name for row in LAYERS for name in row) == sorted(rooms)
+    assert len(LAYERS) <= 20 and len(list(PACKAGE.glob("*.py"))) <= 10
+
+
+def test_every_module_has_a_layer() -> None:
+    for module in modules():
+        row_of(module)
+
+
+def test_no_cycle_even_through_late_imports() -> None:
+    graph = {module: set(targets) for module, targets in edges().items()}
+    while True:
+        leaves = {module for module, targets in graph.items() if not targets}
+        if not leaves:
+            break
+        graph = {m: targets - leaves for m, targets in graph.items() if m not in leaves}
+    assert graph == {}, "these modules import each other"
+
+
+def test_no_torch_and_ray_in_one_place() -> None:
+    for item in all_imports():
+        root = item.target.split(".")[0]
+        assert root not in FORBIDDEN, f"jaxrl.{item.importer}:{item.line} imports {root}"
+        at_home = f"{item.importer}.".startswith(f"{RAY_HOME}.")
+        assert root != "ray" or at_home, f"jaxrl.{item.importer}:{item.line}"
+
+
+def declared(extra: str | None) -> set[str]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lines = project["dependencies"] if extra is None else project["optional-dependencies"][extra]
+    names = {line.split(">")[0].split("[")[0].split("=")[0].strip().lower() for line in lines}
+    return {IMPORT_NAME.get(name, name.replace("-", "_")) for name in names}
+
+
+def test_what_is_imported_is_declared_and_extras_are_imported_late() -> None:
+    required = declared(None)
+    optional = set().union(*(declared(extra) for extra in EXTRAS)) - required
+    for item in all_imports():
+        root = item.target.split(".")[0]
+        if root in sys.stdlib_module_names or root in ("jaxrl", "ray"):
+            continue
+        where = f"jaxrl.{item.importer}:{item.line} imports {root}"
+        if root in optional:
+            assert not item.runs_at_import, f"{where}, an extra, before it is needed"
+        else:
+            assert root in required, f"{where}, which pyproject.toml does not declare"
+
+
+@pytest.mark.parametrize(
+    ("source", "runs_at_import"),
+    [
+        ("import a", True),
+        ("try:\n    import a\nexcept ImportError:\n    pass", True),
+        ("class C:\n    import a", True),
+        ("def f():\n    import a", False),
+        ("if TYPE_CHECKING:\n    import a", False),
+    ],
+)
+def test_the_reader_tells_late_imports(source: str, runs_at_import: bool) -> None:
+    (item,) = imports_in(ast.parse(source), "m")
+    assert (item.target, item.runs_at_import) == ("a", runs_at_import)
+
+
+def test_the_reader_finds_the_module_behind_a_name() -> None:
+    assert own_module("jaxrl.errors.UserError") == "errors"
+    assert own_module("jaxrl.telemetry.metrics") == "telemetry.metrics"
+    assert own_module("jaxrl.no_such_name") == "__init__"
+    assert own_module("numpy.random") is None
+    assert row_of("telemetry.metrics") == row_of("telemetry") != row_of("errors")
+
+
+def test_no_wait_for_ray_is_unbounded() -> None:
+    """Without a timeout they wait for ever for a process that does not answer."""
+    bare, seen = [], 0
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call) or ast.unparse(node.func) not in (
+                "ray.get",
+                "ray.wait",
+            ):
+                continue
+            seen += 1
+            if not any(keyword.arg == "timeout" for keyword in node.keywords):
+                bare.append(f"{path.name}:{node.lineno}")
+    assert seen > 5 and bare == []

@@ -1,0 +1,453 @@
+"""Whole runs with workers as processes: the same bits as with threads, also where a process dies,
+freezes or fails in any stage.
+
+Two runs of the default suite are struck again and again, each time in another way. Every role,
+stage and fault by itself is slow, and makes the table in docs/cluster.md:
+
+    FAULTS_TABLE=FILE python -m pytest tests/laws/test_ray_train.py \\
+        -m "slow or not slow" -n 0 -k struck
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ray = pytest.importorskip("ray")
+
+import ray_faults  # noqa: E402
+from runs import (  # noqa: E402  # noqa: E402  # noqa: E402
+    CONSTANT,
+    FUNCTIONS,
+    HERE,
+    SHORT,
+    environment,
+    numbers,
+    save_model,
+    save_reward_model,
+    weights,
+)
+
+from jaxrl import Config, load_model  # noqa: E402
+from jaxrl.errors import RunError  # noqa: E402
+from jaxrl.runtime.ray.connect import join  # noqa: E402
+from jaxrl.runtime.ray.own import leave  # noqa: E402
+from jaxrl.telemetry.log import LOG_FILE  # noqa: E402
+from jaxrl.train import train  # noqa: E402
+
+pytestmark = pytest.mark.ray
+
+MESH = "mesh=actor=2,rollout=2,teacher=4"
+DEADLINE = 20
+"""Seconds, where a frozen worker is to be found; more than anything takes here."""
+STAGES = {
+    "actor": {
+        "startup": "startup",
+        "update": "update",
+        "publish": "weight_sync",
+        "save": "checkpoint",
+        "export": "export",
+    },
+    "rollout": {
+        "startup": "startup",
+        "load": "weight_sync",
+        "generate": "generate",
+        "sample": "evaluate",
+    },
+    "teacher": {"startup": "startup", "score": "score", "sample": "evaluate"},
+    "reference": {"startup": "startup", "score": "score"},
+    "reward": {"startup": "startup", "score": "score"},
+    "grouper": {"score": "score"},  # lazy: it starts in its first call
+}
+"""Role -> stage -> the deadline that bounds it."""
+FROZEN = ("reference", "reward", "grouper")
+"""Roles of a run that learns from rewards: one pool, two of them lazy, all offloaded."""
+REWARDED = [
+    *("algorithm=gspo", "teacher.model=null", "policy.kl_coef=0.1", "group_size=4"),
+    *("policy.advantages=similarity", f"grouper.model={HERE / 'references' / 'tiny_bge'}"),
+    *("grouper.use=blend", "grouper.dtype=float32", "reference.dtype=float32"),
+    *(f"reward.functions=[{FUNCTIONS}:length]", "reward.weights=[0.1]", "reward.workers=1"),
+    *("reward.dtype=float32", "reference.lazy=true"),
+    *("offload.params=true", "offload.optimizer=true", "offload.frozen=true"),
+    "mesh=actor+rollout=2,reference+reward+grouper=1",
+]
+STRUCK = [
+    *(
+        (role, stage, fault, 0 if stage == "startup" else 1 if stage in ("export", "sample") else 2)
+        + ("serial",)
+        for role, stages in STAGES.items()
+        for stage in stages
+        for fault in ("kill", "stop", "raise")
+    ),
+    *((role, "score", "memory", 2, "serial") for role in ("teacher", *FROZEN)),
+    *(
+        ("teacher", "score", f"{daemon}-{fault}", 2, "serial")
+        for daemon in ("raylet", "gcs_server")
+        for fault in ("kill", "stop")
+    ),
+    ("actor", "update", "kill", 1, "serial"),
+    ("rollout", "generate", "slow", 2, "serial"),
+    ("actor", "update", "kill", 3, "one_step_off"),
+    ("rollout", "load", "kill", 2, "one_step_off"),
+    ("rollout", "generate", "stop", 3, "one_step_off"),
+    ("teacher", "score", "kill", 2, "two_step_off"),
+]
+"""Role, stage, fault, in which call of that kind (from 1), schedule."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    student = save_model(folder / "student", 32, 2, seed=0)
+    teacher = save_model(folder / "teacher", 48, 1, seed=1, rows=272)
+    return [f"student.model={student}", f"teacher.model={teacher}"]
+
+
+@pytest.fixture(scope="module")
+def rewarded(tmp_path_factory):
+    return [*REWARDED, f"reward.model={save_reward_model(tmp_path_factory.mktemp('reward'))}"]
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """Its workers import the faults, and share the tests' compile cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment().items():
+            patch.setenv(name, value)
+        patch.setattr("jaxrl.run.launch.pool_makers", ray_faults.pool_makers)
+        leave()
+        join(None, 8)
+        yield
+        leave()
+
+
+def arguments(models, run_dir, *overrides):
+    plain = ["steps=3", "checkpoint.every=1", "eval.every=0", f"run_dir={run_dir}"]
+    return [*models, *SHORT, *CONSTANT, MESH, *plain, *overrides]
+
+
+def run(models, run_dir, *overrides):
+    return train(Config.load("builtin:quickstart", arguments(models, run_dir, *overrides)))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(models, tmp_path_factory):
+    """The run with threads."""
+    folder, done = tmp_path_factory.mktemp("undisturbed"), {}
+
+    def get(schedule, *options):
+        name = "-".join([schedule, *(option.replace("/", "_") for option in options)])[:100]
+        if name not in done:
+            options = ["launcher=local", f"schedule={schedule}", *options]
+            done[name] = run(models, folder / str(len(done)), *options)
+        return done[name]
+
+    return get
+
+
+def ask_for(tmp_path, *what):
+    folder = tmp_path / ray_faults.FOLDER
+    folder.mkdir(exist_ok=True)
+    (folder / ".".join(map(str, what))).touch()
+
+
+def unstruck(tmp_path):
+    return ray_faults.asked(tmp_path / ray_faults.FOLDER)
+
+
+def said(run_dir):
+    return (run_dir / LOG_FILE).read_text()
+
+
+DISTILLED_STRIKES = {
+    "teacher.score.kill.1": r"worker teacher .* died in teacher\.score",
+    "rollout.generate.kill.2": r"worker rollout .* died in rollout\.generate",
+    "actor.update.kill.3": r"worker actor .* died in actor\.update",
+    "teacher.score.stop.4": r"teacher\.score has run for .*; its deadline is 10 s",
+    "teacher.score.raylet-stop.6": r"the raylet .* of the run's own Ray cluster is stopped",
+    "teacher.score.gcs_server-kill.9": r"the gcs_server .* of the run's own Ray cluster has ended",
+}
+"""What strikes a run, and what it says of it."""
+REWARDED_STRIKES = {
+    "reference.score.kill.1": r"died in reference\.score",
+    "reward.score.kill.2": r"died in reward\.score",
+    "grouper.score.kill.3": r"died in grouper\.score",
+    "rollout.generate.kill.4": r"worker actor\+rollout .* died in rollout\.generate",
+    "reward.score.stop.5": r"reward\.score has run for .*; its deadline is 10 s",
+}
+LAST = "grouper.score.raise.6"
+"""Ends the run, which then resumes."""
+ENDS = {"raise": "struck in {}", "memory": "{} ran out of memory on cpu:0"}
+"""What ends a run, and how the error says it."""
+LIMITS = ["deadlines.score=10", "ray.max_restarts=2"]
+"""Fewer restarts than strikes: only what a run achieves between them lets it reach its end."""
+
+
+def is_undisturbed(result, expected, strikes, told, tmp_path):
+    assert not unstruck(tmp_path)
+    for strike, line in strikes.items():
+        assert re.search(line, told), f"nothing is said of {strike}:\n{told}"
+    assert weights(result.run_dir) == weights(expected.run_dir)
+    for ours, theirs in zip(numbers(result), numbers(expected), strict=True):
+        differ = {key for key, _ in ours.items() ^ theirs.items()}
+        assert not {key for key in differ if not key.startswith("offload/")}  # of a process's life
+
+
+def test_a_distillation_survives_its_workers_and_its_cluster(
+    models, cluster, tmp_path, undisturbed, capsys
+):
+    """One run, struck six times: two workers killed, one stopped, the actor killed, the cluster's
+    raylet stopped and its GCS killed."""
+    expected = undisturbed("serial", "steps=6")
+    for strike in DISTILLED_STRIKES:
+        ask_for(tmp_path, strike)
+    result = run(models, tmp_path / "run", "launcher=ray", "steps=6", *LIMITS)
+    told = capsys.readouterr().out
+    is_undisturbed(result, expected, DISTILLED_STRIKES, told, tmp_path)
+
+
+def test_frozen_lazy_and_offloaded_roles_are_struck(
+    models, rewarded, cluster, tmp_path, undisturbed, capsys
+):
+    """One run that learns from rewards, struck five times; an exception ends it, and it resumes."""
+    learned = [*rewarded, "steps=6"]
+    expected = undisturbed("serial", *learned)
+    for strike in (*REWARDED_STRIKES, LAST):
+        ask_for(tmp_path, strike)
+    asked = ["launcher=ray", *learned, *LIMITS]
+    with pytest.raises(RunError, match=r"struck in grouper\.score"):
+        run(models, tmp_path / "run", *asked)
+    result = run(models, tmp_path / "run", *asked)
+    is_undisturbed(result, expected, REWARDED_STRIKES, capsys.readouterr().out, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("role", "stage", "fault", "nth", "schedule"),
+    [pytest.param(*what, id="-".join(map(str, what))) for what in STRUCK],
+)
+@pytest.mark.slow
+def test_a_struck_worker(
+    models, rewarded, cluster, tmp_path, undisturbed, role, stage, fault, nth, schedule, capsys
+):
+    """A kill or a hang changes no bit of the rows and the weights; an exception ends the run."""
+    ask_for(tmp_path, role, stage, fault, nth)
+    learned = rewarded if role in FROZEN else []
+    options = ["launcher=ray", f"schedule={schedule}", *learned]
+    if fault in ("stop", "slow"):
+        options.append(f"deadlines.{STAGES[role][stage]}={DEADLINE * (3 if nth == 0 else 1)}")
+    began, ended, error = time.monotonic(), "same weights", ""
+    if fault in ENDS:
+        with pytest.raises(RunError, match=ENDS[fault].format(f"{role}.{stage}")) as raised:
+            run(models, tmp_path / "run", *options)
+        error = str(raised.value)
+        ended = "exit 1"
+    if fault == "raise":
+        assert "Traceback" in error and "ray_faults.py" in error and "anew" not in error
+    if fault not in ENDS:
+        result = run(models, tmp_path / "run", *options)
+        expected = undisturbed(schedule, *learned)
+        assert weights(result.run_dir) == weights(expected.run_dir)
+        assert numbers(result) == numbers(expected)
+    out = capsys.readouterr()
+    told = out.out + out.err
+    assert not unstruck(tmp_path), "it was not struck"
+    if fault not in ENDS:
+        back = role == "actor" or stage == "startup" or "-" in fault
+        assert ("goes back to its newest checkpoint" if back else "anew (1 of") in told
+        if fault in ("stop", "slow") and stage != "startup":
+            assert f"{role}.{stage} has run for" in told and "deadline is" in told
+            sign = "process stopped (state T" if fault == "stop" else "time.sleep(3600)"
+            assert sign in told
+    table(role, stage, fault, nth, schedule, told + error, ended, time.monotonic() - began)
+
+
+def table(role, stage, fault, nth, schedule, told, ended, seconds):
+    """One row, where somebody asks for the table."""
+    file = os.environ.get("FAULTS_TABLE")
+    if file is None:
+        return
+    found = re.search(r"^.*(anew \(|goes back to|struck in|ran out).*$", told, re.MULTILINE)
+    line = found[0].strip() if found else ""
+    with open(file, "a", encoding="utf-8") as out:
+        out.write(
+            f"| {role} | {stage} {nth or ''} | {fault} | {schedule} | {ended} | {seconds:.0f} s |\n"
+        )
+        out.write(f"    {line}\n")
+
+
+@pytest.mark.slow
+def test_processes_compute_the_bits_of_threads(models, cluster, tmp_path, undisturbed):
+    for schedule in ("serial", "one_step_off", "two_step_off"):
+        options = ["launcher=ray", f"schedule={schedule}"]
+        result = run(models, tmp_path / schedule, *options)
+        assert weights(result.run_dir) == weights(undisturbed(schedule).run_dir)
+        assert numbers(result) == numbers(undisturbed(schedule))
+        assert "anew" not in said(result.run_dir)
+
+
+def parameters(run_dir):
+    return load_model(run_dir / "final").params
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("struck", [False, True])
+def test_a_pool_of_two_processes(models, cluster, tmp_path, undisturbed, struck):
+    """Other sums, since each process has its own threads: close, not equal; and a killed one of two
+    changes nothing of that."""
+    if struck:
+        ask_for(tmp_path, "actor", "update", "kill", 2)
+    options = ["launcher=ray", "ray.devices_per_worker=1", "mesh=actor=2,rollout=2,teacher=2"]
+    result = run(models, tmp_path / "run", *options)
+    ours, theirs = parameters(result.run_dir), parameters(undisturbed("serial").run_dir)
+    import jax
+
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-5)
+
+
+def start(models, run_dir, mark, *overrides):
+    """A run in a process group of its own, as a terminal starts it; its cluster is its own."""
+    command = [sys.executable, "-m", "jaxrl.train", "--launcher", "ray"]
+    command += ["--config", "builtin:quickstart"]
+    return subprocess.Popen(
+        [*command, *arguments(models, run_dir, "steps=200", "checkpoint.every=0", *overrides)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | environment() | {MARK: mark},
+        start_new_session=True,
+    )
+
+
+MARK = "JAXRL_TEST_MARK"
+
+
+def marked(mark):
+    """Every process that the run began: Ray's daemons and all workers have its environment."""
+    wanted, found = f"{MARK}={mark}".encode(), []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if wanted in (folder / "environ").read_bytes().split(b"\0"):
+                found.append((folder / "cmdline").read_bytes().decode(errors="replace")[:60])
+        except OSError:
+            continue
+    return found
+
+
+def wait_until(true, seconds, process=None):
+    end = time.monotonic() + seconds
+    while not true():
+        assert process is None or process.poll() is None, process.stdout.read()
+        assert time.monotonic() < end, "it did not come"
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asked", ["ctrl-c", "SIGTERM", "SIGKILL", "ctrl-c at the start"])
+def test_nothing_is_left_of_a_run_that_is_ended(models, tmp_path, asked):
+    mark = uuid.uuid4().hex
+    process = start(models, tmp_path / "run", mark)
+    rows = tmp_path / "run" / "metrics.jsonl"
+    if asked.endswith("start"):
+        wait_until(lambda: any(title.startswith("ray::jaxrl:") for title in marked(mark)), 60)
+    else:
+        wait_until(lambda: rows.is_file() and len(rows.read_text().splitlines()) > 2, 120, process)
+    assert len(marked(mark)) > 4
+    if asked.startswith("ctrl-c"):  # the terminal signals all that is in the foreground
+        os.killpg(process.pid, signal.SIGINT)
+    else:
+        process.send_signal(getattr(signal, asked))
+    told, _ = process.communicate(timeout=60)
+    if asked == "SIGKILL":
+        assert process.returncode == -signal.SIGKILL
+    else:
+        assert process.returncode == 130, told
+    wait_until(lambda: not any("ray::jaxrl" in title for title in marked(mark)), 20)
+    # Two helpers of Ray notice only after a while that the process that began them was killed.
+    wait_until(lambda: not marked(mark), 90 if asked == "SIGKILL" else 20)
+    checkpoints = list((tmp_path / "run" / "checkpoints").glob("*/manifest.json"))
+    assert len(checkpoints) == (1 if asked in ("ctrl-c", "SIGTERM") else 0), told
+    assert "Traceback" not in told
+
+
+HEAD = """
+import sys, time
+import ray
+from jaxrl.runtime.ray import own
+from jaxrl.runtime.ray.connect import join
+join(None, 8)
+pids = [own._daemons()[name].pid for name in own.DAEMONS]
+print(ray.get_runtime_context().gcs_address, *pids, flush=True)
+sys.stdin.read()
+"""
+JOINED = {"RAY_AUTH_MODE": "disabled", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+"""A cluster on 127.0.0.1 that another process may join."""
+
+
+@pytest.fixture
+def other_cluster():
+    """(address, pid of its GCS, pid of its raylet) of a cluster of another process."""
+    command = [sys.executable, "-c", HEAD]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    head = subprocess.Popen(command, env=os.environ | environment() | JOINED, **pipes)
+    address, *pids = head.stdout.readline().split()
+    yield address, *map(int, pids)
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
+    head.kill()
+    head.communicate()
+
+
+@pytest.mark.slow
+def test_a_run_saves_before_ray_gives_up_on_a_head_that_is_gone(models, other_cluster, tmp_path):
+    address, gcs, _ = other_cluster
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in JOINED.items():
+            patch.setenv(name, value)
+        process = start(models, tmp_path / "run", uuid.uuid4().hex, f"ray.address={address}")
+    rows = tmp_path / "run" / "metrics.jsonl"
+    wait_until(lambda: rows.is_file() and len(rows.read_text().splitlines()) > 2, 240, process)
+    os.kill(gcs, signal.SIGKILL)
+    told, _ = process.communicate(timeout=120)
+    assert process.returncode == 1, told
+    assert f"the head of the Ray cluster at {address} has ended" in told and "saved at step" in told
+    assert len(list((tmp_path / "run" / "checkpoints").glob("*/manifest.json"))) == 1
+
+
+@pytest.mark.slow
+def test_a_run_ends_beside_a_raylet_that_is_stopped_and_not_its_own(
+    models, other_cluster, tmp_path
+):
+    address, _, raylet = other_cluster
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in JOINED.items():
+            patch.setenv(name, value)
+        process = start(models, tmp_path / "run", uuid.uuid4().hex, f"ray.address={address}")
+    rows = tmp_path / "run" / "metrics.jsonl"
+    wait_until(lambda: rows.is_file() and len(rows.read_text().splitlines()) > 2, 240, process)
+    os.kill(raylet, signal.SIGSTOP)
+    told, _ = process.communicate(timeout=300)
+    assert process.returncode in (1, 2), told
+
+
+@pytest.mark.slow
+def test_a_teacher_that_answers_half_a_batch(models, cluster, tmp_path):
+    """Killed after the second of three parts of the second batch."""
+    parts = "teacher.num_microbatches=3"
+    ask_for(tmp_path, "teacher", "score", "kill", 5)
+    result = run(models, tmp_path / "run", "launcher=ray", parts)
+    expected = run(models, tmp_path / "expected", "launcher=local", parts)
+    assert "died in teacher.score" in said(result.run_dir)
+    assert weights(result.run_dir) == weights(expected.run_dir)
+    assert numbers(result) == numbers(expected)

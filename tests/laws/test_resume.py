@@ -1,0 +1,461 @@
+"""n steps, kill -9, n steps are 2n steps, bit for bit; and what else a stopped run may count on."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import closing
+from types import SimpleNamespace
+
+import pytest
+from runs import (
+    CONSTANT,
+    QUICK,
+    STEPS,
+    arguments,
+    cache_dir,
+    losses,
+    numbers,
+    save_model,
+    start,
+    wait_for,
+    weights,
+)
+
+from jaxrl import Config, load_model
+from jaxrl.algorithms.schedule import SCHEDULES
+from jaxrl.checkpoint import store
+from jaxrl.config import cli
+from jaxrl.errors import RunError, UserError
+from jaxrl.process.interrupt import Interrupted
+from jaxrl.report.facts import facts
+from jaxrl.report.idle import understand
+from jaxrl.report.read import read_run
+from jaxrl.run.run_dir import SESSIONS_FILE, RunDir, meshes, sessions
+from jaxrl.telemetry.metrics import read_metrics
+from jaxrl.train import main, train
+
+ONE_BY_DEFAULT = [
+    pytest.param(name, marks=() if name == "one_step_off" else pytest.mark.slow)
+    for name in SCHEDULES
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    student = save_model(folder / "student", 32, 2, seed=0)
+    teacher = save_model(folder / "teacher", 48, 1, seed=1, rows=272)
+    return [f"student.model={student}", f"teacher.model={teacher}"]
+
+
+def run(models, run_dir, *overrides):
+    return train(Config.load("builtin:quickstart", arguments(models, run_dir, *overrides)))
+
+
+def trained_by(argv):
+    """Exit code of the command line."""
+    return cli.run(main, [*QUICK, *argv])
+
+
+@pytest.fixture(scope="module")
+def undisturbed(models, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    done = {}
+
+    def get(schedule):
+        if schedule not in done:
+            done[schedule] = run(models, folder / schedule, f"schedule={schedule}")
+        return done[schedule]
+
+    return get
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        pytest.param("serial", marks=pytest.mark.slow),
+        pytest.param("one_step_off", marks=pytest.mark.slow),
+        "two_step_off",
+    ],
+)
+def test_a_killed_run_goes_on_as_if_nothing_had_been(models, tmp_path, undisturbed, schedule):
+    whole = undisturbed(schedule)
+    victim = start(models, tmp_path / "run", f"schedule={schedule}")
+    wait_for(tmp_path / "run" / "checkpoints" / "2" / store.MANIFEST, victim)
+    victim.kill()
+    victim.communicate()
+    assert victim.returncode == -signal.SIGKILL and not (tmp_path / "run" / "final").exists()
+    in_flight = store.newest(tmp_path / "run", print).manifest.in_flight
+    assert len(in_flight) == SCHEDULES[schedule]
+    result = run(models, tmp_path / "run", f"schedule={schedule}")
+    assert numbers(result) == numbers(whole) == numbers(read_metrics(result.run_dir))
+    assert weights(result.run_dir) == weights(whole.run_dir)
+    samples = [(folder / "samples.jsonl").read_text() for folder in (result.run_dir, whole.run_dir)]
+    assert samples[0] == samples[1]
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
+def test_a_signal_saves_and_ends_with_130(models, tmp_path, undisturbed, number):
+    whole = undisturbed("one_step_off")
+    asked = ["schedule=one_step_off", "checkpoint.every=0"]
+    process = start(models, tmp_path / "run", *asked)
+    wait_for(tmp_path / "run" / "samples.jsonl", process)
+    while not (tmp_path / "run" / "samples.jsonl").read_text():
+        time.sleep(0.002)
+    process.send_signal(number)
+    told, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, told
+    assert "finishing the update that runs" in told and "Traceback" not in told
+    step = store.newest(tmp_path / "run", print).step
+    assert f"saved at step {step}" in told and 0 < step < STEPS
+    result = run(models, tmp_path / "run", *asked)
+    assert numbers(result) == numbers(whole) and weights(result.run_dir) == weights(whole.run_dir)
+
+
+def test_other_meshes_go_on_with_it(models, tmp_path, capsys):
+    """From eight devices to one and back; without sampling, which turns rounding into tokens. The
+    run reports all of them.
+    """
+    data = [models[0], "teacher.model=null", "algorithm=sft", "eval.every=0"]
+    data += CONSTANT
+    whole = run(data, tmp_path / "whole", "mesh=actor=6,rollout=2", "steps=6")
+    run(data, tmp_path / "run", "mesh=actor=6,rollout=2", "steps=2")
+    run(data, tmp_path / "run", "mesh=actor+rollout=1", "steps=4")
+    parts = run(data, tmp_path / "run", "mesh=actor=6,rollout=2", "steps=6")
+    told = [[row["sft/loss"] for row in result.metrics[1:]] for result in (whole, parts)]
+    assert told[1] == pytest.approx(told[0], rel=1e-5)
+    used = "actor=6,rollout=2 to step 2, then actor+rollout=1 to step 4, then actor=6,rollout=2"
+    assert f"mesh: {used}" in capsys.readouterr().out
+    files = read_run(tmp_path / "run")
+    assert facts(files, understand(files.events))["mesh"] == used
+    alone = read_run(tmp_path / "whole")
+    assert facts(alone, understand(alone.events))["mesh"] == "actor=6,rollout=2"
+
+
+@pytest.mark.slow
+def test_from_float32_to_bfloat16(models, tmp_path, capsys):
+    whole = run(models, tmp_path / "whole", *CONSTANT, "steps=5")
+    run(models, tmp_path / "run", *CONSTANT, "steps=4")
+    half = ["actor.param_dtype=bfloat16", "actor.moment_dtype=bfloat16", "rollout.dtype=bfloat16"]
+    result = run(models, tmp_path / "run", *CONSTANT, *half, "steps=5")
+    assert (
+        "changed since: actor.param_dtype: float32 there, bfloat16 now" in capsys.readouterr().out
+    )
+    assert losses(result)[:4] == losses(whole)[:4]
+    assert losses(result)[4] == pytest.approx(losses(whole)[4], rel=0.1)
+
+
+@pytest.mark.parametrize("schedule", ONE_BY_DEFAULT)
+def test_more_steps_continue_a_finished_run(models, tmp_path, undisturbed, schedule, capsys):
+    """Also where the old end left no batch in flight, and an epoch ended."""
+    asked = [f"schedule={schedule}", "data.train=arithmetic:size=24", "steps=4"]
+    run(models, tmp_path / "run", *asked)
+    again = run(models, tmp_path / "run", *asked)
+    assert "has all of its 4 steps: nothing to do" in capsys.readouterr().out
+    assert [row["step"] for row in again.metrics] == list(range(5))
+    longer = run(models, tmp_path / "run", *asked, "steps=7")
+    assert [row["step"] for row in longer.metrics] == list(range(8))
+    assert "steps: 4 there, 7 now" in capsys.readouterr().out
+    assert longer.metrics[7]["data/epoch"] == 7 * 6 / 24
+    assert [row["policy_version"] for row in longer.metrics[5:]] == [
+        max(4, i - SCHEDULES[schedule]) for i in range(4, 7)
+    ]
+
+
+def killed_after_8(undisturbed, folder):
+    """A run of ten steps that was killed after its checkpoint of step 8."""
+    shutil.copytree(undisturbed("serial").run_dir, folder)
+    shutil.rmtree(folder / "final")
+    shutil.rmtree(folder / "checkpoints" / "10")
+    return folder
+
+
+def test_an_interruption_before_the_evaluation_makes_up_for_it(models, tmp_path, undisturbed):
+    """The row of the step is written without it, and completed when the run goes on."""
+    metrics = killed_after_8(undisturbed, tmp_path / "run") / "metrics.jsonl"
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()][:9]
+    assert "eval/accuracy" in rows[8]
+    rows[8] = {k: v for k, v in rows[8].items() if not k.startswith(("eval/", "time/evaluate"))}
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert numbers(run(models, tmp_path / "run")) == numbers(undisturbed("serial"))
+
+
+def test_an_interrupted_evaluation_costs_no_checkpoint(models, tmp_path, undisturbed, monkeypatch):
+    """Its row is written without it, the checkpoint is kept, and who goes on evaluates."""
+    from jaxrl.roles.rollout import Sampler
+
+    real, calls = Sampler.sample, []
+
+    def slow(self, prompts):
+        if self.version >= 0:  # not the teacher's
+            calls.append(self.version)
+        if calls == [0, 4]:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1.0)
+        return real(self, prompts)
+
+    monkeypatch.setattr(Sampler, "sample", slow)
+    with pytest.raises(Interrupted, match="saved at step 4"):
+        run(models, tmp_path / "run")
+    rows = read_metrics(tmp_path / "run")
+    assert rows[-1]["step"] == 4 and "eval/accuracy" not in rows[-1]
+    assert store.read(store.folders(tmp_path / "run")[0]).manifest.accuracy is None
+    result = run(models, tmp_path / "run")
+    assert calls == [0, 4, 4, 8, 10]
+    assert numbers(result) == numbers(undisturbed("serial"))
+    assert store.newest(result.run_dir, print).manifest.accuracy is not None
+
+
+def test_a_checkpoint_evaluated_late_is_judged(models, tmp_path, undisturbed):
+    folder = killed_after_8(undisturbed, tmp_path / "run")
+    store.judge(folder / "checkpoints" / "8", None)
+    metrics = folder / "metrics.jsonl"
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()][:9]
+    rows[8] = {k: v for k, v in rows[8].items() if not k.startswith("eval/")}
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run(models, folder)
+    judged = store.read(folder / "checkpoints" / "8").manifest.accuracy
+    assert judged == undisturbed("serial").metrics[8]["eval/accuracy"]
+
+
+@pytest.mark.parametrize("lost", ["rows", "config", "garbage", "files"])
+def test_damage_beside_the_checkpoint_stops_nothing(models, tmp_path, undisturbed, lost):
+    """A disk that took the checkpoint but not the row; a config cut short; NULs of a power loss."""
+    folder = killed_after_8(undisturbed, tmp_path / "run")
+    metrics = folder / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    if lost == "rows":
+        metrics.write_text("".join(lines[:5]))
+    elif lost == "config":
+        (folder / "config.yaml").write_text("")
+    elif lost == "files":
+        metrics.write_bytes(bytes(metrics.stat().st_size))
+        for name in ("samples.jsonl", "timeline.json", "log.txt"):
+            (folder / name).unlink()
+            (folder / name).mkdir()
+    else:
+        metrics.write_text("".join(lines[:9]) + "\0\0\n{\n")
+    result = run(models, folder)
+    assert weights(folder) == weights(undisturbed("serial").run_dir)
+    assert numbers(result)[-2:] == numbers(undisturbed("serial"))[-2:]
+    files = ("log.txt", "metrics.jsonl", "samples.jsonl", "timeline.json")
+    asides = [f"{name}.damaged" for name in files] if lost == "files" else []
+    assert sorted(path.name for path in folder.glob("*.damaged")) == asides
+
+
+def test_a_trained_model_without_checkpoints_is_not_trained_over(models, tmp_path, undisturbed):
+    folder = killed_after_8(undisturbed, tmp_path / "run")
+    shutil.rmtree(folder / "checkpoints")
+    shutil.copytree(undisturbed("serial").run_dir / "final", folder / "final")
+    with pytest.raises(UserError, match="holds a trained model"):
+        run(models, folder)
+    assert weights(folder) == weights(undisturbed("serial").run_dir)
+
+
+def test_the_meshes_of_a_run_are_those_of_the_steps_that_are_kept(tmp_path):
+    def begin(step, mesh):
+        checkpoint = SimpleNamespace(step=step) if step else None
+        run_dir = RunDir(tmp_path, checkpoint, ())
+        run_dir.write(SESSIONS_FILE, run_dir.sessions_with(mesh))
+
+    assert sessions(tmp_path) == [] and meshes([]) == ""
+    begin(0, "a=1")
+    begin(0, "a=2")  # nothing was saved before
+    begin(3, "a=2")
+    begin(5, "b=1")
+    assert meshes(sessions(tmp_path)) == "a=2 to step 5, then b=1"
+    begin(4, "c=1")  # the checkpoint of step 5 is gone
+    assert meshes(sessions(tmp_path)) == "a=2 to step 4, then c=1"
+    (tmp_path / SESSIONS_FILE).write_text("no JSON")
+    assert sessions(tmp_path) == []
+
+
+def test_rows_after_the_checkpoint_and_a_torn_line_are_cut(models, tmp_path, undisturbed):
+    metrics = killed_after_8(undisturbed, tmp_path / "run") / "metrics.jsonl"
+    metrics.write_text(metrics.read_text() + '{"step": 11, "loss": 99}\n{"step": 12, "lo')
+    assert numbers(run(models, tmp_path / "run")) == numbers(undisturbed("serial"))
+    assert weights(tmp_path / "run") == weights(undisturbed("serial").run_dir)
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("optimizer.learning_rate=0.5", "optimizer.learning_rate: "),
+        ("seed=3", "seed: 0 there, 3 now"),
+        ("schedule=one_step_off", "schedule: serial there, one_step_off now"),
+        ("steps=3", "steps: 4 there, 3 now"),
+        ("data.train=arithmetic:terms=4", "data.train: "),
+    ],
+)
+def test_another_config_is_refused_with_its_keys(finished, capsys, override, told):
+    before = sorted(path.name for path in finished.run_dir.iterdir())
+    command = [*arguments(finished.models, finished.run_dir, "steps=4"), override]
+    assert trained_by(command) == 2
+    error = capsys.readouterr().err
+    assert told in error and "holds a run with another config" in error
+    assert before == sorted(path.name for path in finished.run_dir.iterdir())
+
+
+class Finished:
+    def __init__(self, models, run_dir):
+        self.models, self.run_dir = models, run_dir
+
+
+@pytest.fixture(scope="module")
+def finished(models, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    run(models, folder, "steps=4")
+    return Finished(models, folder)
+
+
+def test_resume_never_and_must(finished, tmp_path, capsys, monkeypatch):
+    plain = arguments(finished.models, finished.run_dir, "steps=4")
+    assert trained_by([*plain, "--resume", "never"]) == 2
+    assert "holds a run already" in capsys.readouterr().err
+    empty = arguments(finished.models, tmp_path / "none", "steps=4")
+    assert trained_by([*empty, "--resume", "must"]) == 2
+    assert "holds no run to go on with" in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
+    named = [*arguments(finished.models, "x", "steps=1"), "run_dir=null", "name=n"]
+    assert trained_by(named) == trained_by([*named, "--resume", "never"]) == 0
+    assert (tmp_path / "runs" / "n-2" / "final").is_dir()
+
+
+def test_other_training_data_of_the_same_name_are_refused(models, tmp_path, capsys):
+    data = tmp_path / "train.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"{i}+1="}) + "\n" for i in range(20)))
+    asked = [f"data.train={data}", "data.eval=null", "eval.teacher=false", "steps=2"]
+    run(models, tmp_path / "run", *asked)
+    data.write_text(data.read_text().replace("7+1", "7+2"))
+    assert trained_by(arguments(models, tmp_path / "run", *asked, "steps=3")) == 2
+    assert "what data.train names has changed since step 2" in capsys.readouterr().err
+
+
+def test_a_directory_in_use_is_refused(finished, capsys):
+    from jaxrl.run.run_dir import Lock
+
+    with closing(Lock(finished.run_dir)):
+        assert trained_by(arguments(finished.models, finished.run_dir, "steps=4")) == 2
+    assert f"is in use by pid {os.getpid()}" in capsys.readouterr().err
+
+
+def test_a_run_directory_that_is_removed_is_made_again(models, tmp_path, undisturbed, monkeypatch):
+    """With every row so far, and all that describes the run; it ends as if nothing had been.
+
+    A save that began before the removal and is completed after it is no checkpoint.
+    """
+    from jaxrl.roles.actor import Actor
+
+    whole = undisturbed("serial")
+    real = Actor.update
+
+    def removing(self, *args, step, **kwargs):
+        if step == 5:
+            while not (tmp_path / "run" / "checkpoints" / "4" / store.MANIFEST).exists():
+                time.sleep(0.01)
+            while (tmp_path / "run").exists():  # an old checkpoint may be removed beside this
+                shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        return real(self, *args, step=step, **kwargs)
+
+    monkeypatch.setattr(Actor, "update", removing)
+    result = run(models, tmp_path / "run")
+    assert numbers(read_metrics(result.run_dir)) == numbers(whole)
+    assert weights(result.run_dir) == weights(whole.run_dir)
+    assert [c.name for c in store.folders(result.run_dir)] == ["10", "8"]
+    files = {path.name for path in whole.run_dir.iterdir()} - {"tensorboard"}
+    assert files == {path.name for path in result.run_dir.iterdir()}
+    assert sessions(result.run_dir) == sessions(whole.run_dir)
+    samples = [(folder / "samples.jsonl").read_text() for folder in (result.run_dir, whole.run_dir)]
+    assert samples[0] == samples[1]
+    events = json.loads((result.run_dir / "timeline.json").read_text())
+    updates = [event["args"]["step"] for event in events if event["name"] == "update"]
+    assert updates == list(range(STEPS))
+    log = (result.run_dir / "log.txt").read_text()
+    assert log.count("were removed while the run worked") == 1
+    assert "run directory:" in log, "the lines before the removal are there too"
+
+
+def test_a_checkpoint_is_a_model(finished):
+    """Of the same logits as the export of the same step."""
+    folder = finished.run_dir / "checkpoints" / "4"
+    tokens, mask = [[5, 6, 7]], [[True] * 3]
+    ours = load_model(folder).logits(tokens, mask)
+    assert (ours == load_model(finished.run_dir / "final").logits(tokens, mask)).all()
+    assert load_model(folder).tokenizer is not None
+    assert json.loads((folder / store.MANIFEST).read_text())["data"]["next_batch"] == 4
+
+
+def test_a_disk_that_is_full_stops_saving_not_training(models, tmp_path):
+    """The limit on the size of a file is the kernel's, as a full disk is; one save fits again."""
+    program = (
+        "import resource, sys; from jaxrl.config import cli; from jaxrl.train import main\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, resource.RLIM_INFINITY))\n"
+        "sys.exit(cli.run(main, sys.argv[1:]))"
+    )
+    asked = arguments(models, tmp_path / "run", "steps=6")
+    command = [sys.executable, "-c", program, *QUICK, *asked]
+    env = os.environ | {"JAX_COMPILATION_CACHE_DIR": cache_dir()}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
+    told = done.stdout + done.stderr
+    assert told.count("Training goes on, and so will saving") >= 3, told
+    assert "step 6/6" in told and not store.folders(tmp_path / "run")
+    # The weights do not fit either, and that is the end of it.
+    assert done.returncode == 1 and "the trained model could not be written" in done.stderr
+    assert "no checkpoint could be written" in done.stderr and "jaxrl/train.py" not in told
+
+
+@pytest.mark.slow
+def test_an_interruption_that_cannot_save_in_time_says_so(models, tmp_path, monkeypatch):
+    from jaxrl.roles.actor import Actor
+
+    def slow(self, *args, **kwargs):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(30)
+
+    monkeypatch.setattr(Actor, "update", slow)
+    begun = time.monotonic()
+    with pytest.raises(Interrupted, match=r"could not be saved within 0.5 s"):
+        run(models, tmp_path / "run", "deadlines.interrupt=0.5")
+    assert time.monotonic() - begun < 28
+
+
+def test_a_checkpoint_folder_that_cannot_be_stops_saving_not_training(models, tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").write_text("in the way")
+    result = run(models, tmp_path / "run", "steps=2")
+    assert result.metrics[-1]["step"] == 2 and (tmp_path / "run" / "final").is_dir()
+    told = capsys.readouterr().out
+    assert "checkpoint 2 could not be written" in told and "there is none yet" in told
+
+
+def test_the_best_checkpoint_follows_the_evaluation(models, tmp_path, monkeypatch):
+    """More accurate weights outlive newer ones; of equals the newer stays."""
+    told = iter([0.0, 0.0, 0.2, 0.9, 0.9, 0.3, 0.1])  # step 0, the teacher, steps 1 to 5
+    row = {"eval/mean_completion_tokens": 1.0}
+    evaluation = "jaxrl.run.reporting.evaluation_row"
+    monkeypatch.setattr(evaluation, lambda *_: row | {"eval/accuracy": next(told)})
+    asked = ["checkpoint.every=1", "eval.every=1", "steps=5", "checkpoint.keep_last=1"]
+    result = run(models, tmp_path / "run", *asked)
+    found = {c.step: c.manifest.accuracy for c in map(store.read, store.folders(result.run_dir))}
+    assert found == {5: 0.1, 3: 0.9}
+
+
+def test_trackers_get_less_time_after_a_failure(models, tmp_path, monkeypatch):
+    """So that the end of a run that was interrupted, or failed, is not the tracker's to decide."""
+    from jaxrl.roles.actor import Actor
+    from jaxrl.run.records import CLOSE_S, HURRY_S
+
+    closed = []
+    still = SimpleNamespace(write=lambda *_: None, samples=lambda _: None, close=closed.append)
+    monkeypatch.setattr("jaxrl.run.records.open_trackers", lambda *_: still)
+    run(models, tmp_path / "run", "steps=1")
+    monkeypatch.setattr(Actor, "update", None)
+    with pytest.raises(RunError):
+        run(models, tmp_path / "failing", "steps=1")
+    assert closed == [CLOSE_S, HURRY_S] and HURRY_S < CLOSE_S

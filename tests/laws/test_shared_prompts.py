@@ -1,0 +1,140 @@
+"""A prompt that a group shares is computed once, and nothing else changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from runs import GSPO, SHORT, save_model
+from tiny_models import make_mesh, tiny_model
+
+from jaxrl import Config
+from jaxrl.algorithms.signals import completion_hidden
+from jaxrl.roles import actor
+from jaxrl.roles.microbatch import rows_of_groups, shared_group, shares
+from jaxrl.train import train
+from jaxrl.types import Sequences
+
+N, G, P, C = 4, 3, 7, 5
+
+
+def sequences(vocab: int, seed: int = 0) -> Sequences:
+    """4 prompts of 7, 3, 1 and 5 tokens with 3 completions each of 1 to 5."""
+    rng = np.random.default_rng(seed)
+    prompts = np.zeros((N, P), bool)
+    for row, length in enumerate((7, 3, 1, 5)):
+        prompts[row, P - length :] = True
+    completions = np.arange(C)[None] < rng.integers(1, C + 1, (N * G, 1))
+    tokens = np.repeat(rng.integers(0, vocab, (N, P)), G, 0)
+    tokens = np.concatenate([tokens, rng.integers(0, vocab, (N * G, C))], 1).astype(np.int32)
+    mask = np.concatenate([np.repeat(prompts, G, 0), completions], 1)
+    return Sequences(tokens, mask, completions)
+
+
+@pytest.mark.parametrize(
+    ("name", "axes", "remat"),
+    [
+        ("qwen2", (2, 2, 2), "none"),  # biases
+        ("qwen3", (1, 1, 1), "full"),  # qk-norm
+        pytest.param("qwen2", (1, 1, 1), "dots", marks=pytest.mark.slow),
+        pytest.param("qwen3", (2, 2, 2), "full", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_hidden_states_and_gradients_are_those_of_whole_sequences(name, axes, remat):
+    config, params = tiny_model(name)
+    mesh, given = make_mesh(*axes), sequences(config.vocab_size)
+
+    def loss(params, given):
+        hidden = completion_hidden(config, params, given, mesh, remat=remat)
+        seen = jnp.where(given.loss_mask[..., None], hidden, 0)
+        return jnp.sin(seen).sum(), seen
+
+    run = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    (_, plain), expected = run(params, given)
+    (_, shared), found = run(params, replace(given, group=G))
+    np.testing.assert_allclose(shared, plain, atol=2e-5)
+    for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+        np.testing.assert_allclose(b, a, atol=2e-5 * float(jnp.abs(a).max()))
+
+
+def flops(given):
+    config, params = tiny_model("llama")
+    run = jax.jit(lambda p, s: completion_hidden(config, p, s, make_mesh(1, 1, 1)))
+    return run.lower(params, given).compile().cost_analysis()["flops"]
+
+
+def test_it_saves_the_prompts_share_of_the_work():
+    given = sequences(64)
+    ratio = flops(replace(given, group=G)) / flops(given)
+    assert ratio == pytest.approx((P + G * C) / (G * (P + C)), rel=0.1)
+
+
+def test_only_what_is_alike_is_shared():
+    given = sequences(64)
+    assert shared_group(given, G, None) == G
+    assert shared_group(given, G, P + G * C) == G
+    assert shared_group(given, G, P + G * C - 1) == 1  # does not fit into a micro-batch
+    assert shared_group(given, 5, None) == 1  # 12 rows
+    assert shared_group(given, 2, None) == 1  # rows of two prompts
+    other = given.tokens.copy()
+    other[1, P - 1] += 1
+    assert shared_group(replace(given, tokens=other), G, None) == 1
+    pad = Sequences(
+        *(np.pad(x, ((0, G + 1), (0, 0))) for x in (given.tokens, given.mask)),
+        np.pad(given.loss_mask, ((0, G + 1), (0, 0))),
+    )
+    assert shared_group(pad, G, None) == G  # the padding is no group
+
+
+def test_short_prompts_are_not_worth_it():
+    assert shares(8, 100, 100, None)
+    assert not shares(8, 10, 100, None)  # saves 8 of 100
+    assert not shares(1, 100, 1, None)
+
+
+def test_rows_of_groups():
+    found = rows_of_groups(np.array([[2, 0], [-1, 1]], np.int32), 3)
+    assert found.tolist() == [[6, 7, 8, 0, 1, 2], [-1, -1, -1, 3, 4, 5]]
+    assert found.dtype == np.int32
+    assert rows_of_groups(np.array([5, 3]), 1).tolist() == [5, 3]
+
+
+CASES = {
+    "gspo": [*GSPO, "mesh=actor=2,rollout=1", "batch_size=4", "policy.kl_coef=0.1"],
+    "gkd": ["mesh=actor=2,rollout=1,teacher=1", "group_size=4"],
+    "in micro-batches": [
+        "mesh=actor=2,rollout=1,teacher=1",
+        "group_size=4",
+        "actor.micro_batch_tokens=80",
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["gspo", *(pytest.param(case, marks=pytest.mark.slow) for case in CASES if case != "gspo")],
+)
+def test_a_run_learns_what_it_would_learn_from_whole_sequences(tmp_path, monkeypatch, case):
+    models = [f"student.model={save_model(tmp_path / 'student', 32, 2, 0)}"]
+    models += [f"teacher.model={save_model(tmp_path / 'teacher', 48, 1, 1)}"]
+    asked = [*models, *SHORT, "actor.dtype=float32", "eval.every=0", *CASES[case]]
+    asked += ["optimizer.name=sgd", "optimizer.learning_rate=0.1", "actor.minibatches=1"]
+    groups = []
+
+    def spied(*arguments):
+        groups.append(shared_group(*arguments))
+        return groups[-1]
+
+    monkeypatch.setattr(actor, "shared_group", spied)
+    shared = train(Config.load("builtin:quickstart", [*asked, f"run_dir={tmp_path / 'shared'}"]))
+    assert groups == [4, 4]
+    monkeypatch.setattr(actor, "shared_group", lambda *_: 1)
+    plain = train(Config.load("builtin:quickstart", [*asked, f"run_dir={tmp_path / 'plain'}"]))
+    for a, b in zip(shared.metrics[1:], plain.metrics[1:], strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4, abs=1e-6)
+        assert a["actor/grad_norm"] == pytest.approx(b["actor/grad_norm"], rel=1e-3)
+        assert a["actor/tokens"] == b["actor/tokens"]

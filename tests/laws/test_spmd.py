@@ -1,0 +1,339 @@
+"""A role over several processes does what it does in one: same mesh, same calls, same results.
+
+Run as a program this file is one of these processes.
+"""
+
+import contextlib
+import json
+import math
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tiny_models import Memory, tiny_config, tiny_model, tiny_tensors
+
+from jaxrl.algorithms.methods import METHODS
+from jaxrl.algorithms.signals import Projection
+from jaxrl.config.schema import Config
+from jaxrl.formats import hf, weights
+from jaxrl.models.rules import param_shardings
+from jaxrl.roles.actor import Actor, Weights
+from jaxrl.roles.rollout import Sampler
+from jaxrl.roles.scorer import Scorer
+from jaxrl.runtime import parcel
+from jaxrl.sharding.mesh import role_mesh, verify, verify_arrays
+from jaxrl.sharding.parts import join_parts
+from jaxrl.sharding.placement import Axes
+from jaxrl.sharding.reshard import reshard, to_host
+from jaxrl.sharding.shards import Piece, Shards
+from jaxrl.types import Prompt, TeacherSignal
+
+STUDENT, TEACHER = "qwen3", "smollm"
+VOCAB = 64
+DEADLINE_S = 150.0
+
+
+def config(signal: str = "hidden") -> Config:
+    return Config.load(
+        None,
+        [
+            "steps=4",
+            "group_size=2",
+            "max_prompt_tokens=6",
+            "max_new_tokens=8",
+            "optimizer.name=sgd",  # momentum; Adam would blow rounding up where a gradient is 0
+            "optimizer.learning_rate=0.1",
+            "optimizer.warmup_steps=0",
+            f"actor.micro_batch_tokens={28 if signal == 'topk' else 'null'}",
+            "rollout.launch_tokens=4",
+            "distill.chunk_tokens=16",
+            "rollout.dtype=float32",
+            "distill.top_k=4",
+            f"distill.signal={signal}",
+            f"distill.jsd_beta={1 if signal == 'sampled' else 0.5}",
+        ],
+    )
+
+
+def prompts(step: int) -> list[Prompt]:
+    """Of 2 to 6 tokens."""
+    draw = np.random.default_rng(step)
+    drawn = [draw.integers(3, VOCAB, draw.integers(2, 7)).tolist() for _ in range(4)]
+    return [Prompt(4 * step + i, tuple(tokens), "") for i, tokens in enumerate(drawn)]
+
+
+def actor(mesh: Mesh, folder: Path, signal: str, restore: Path | None = None) -> Actor:
+    model, cfg = tiny_config(STUDENT), config(signal)
+    head = weights.load_head(Memory(tiny_tensors(TEACHER)), tiny_config(TEACHER), mesh)
+    frozen = {"teacher_head": head} if signal == "hidden" else {}
+    made = Actor(
+        cfg,
+        model,
+        mesh,
+        load=lambda dtype: tiny_model(STUDENT, mesh)[1],
+        prepare=METHODS["teacher"].prepare(cfg),
+        loss=METHODS["teacher"].make_loss(cfg, model, mesh, VOCAB),
+        finish=METHODS["teacher"].finish,
+        frozen=frozen,
+        receiver=None,
+        run_dir=folder,
+        restore=restore,
+    )
+    verify_arrays("actor", made.state, mesh)
+    return made
+
+
+def sampler(mesh: Mesh, signal: str) -> Sampler:
+    return Sampler(
+        config(signal),
+        tiny_config(STUDENT),
+        mesh,
+        slots=4,
+        tokenizer=None,
+        pad_id=0,
+        eos_ids=(2,),
+        row_multiple=8,
+        vocab_size=VOCAB,
+    )
+
+
+def send(value: Any, folder: Path, name: str) -> Any:
+    """Through files to all processes, as between the workers of two pools."""
+    rank, n = jax.process_index(), jax.process_count()
+    (folder / f"{name}.{rank}").write_bytes(pickle.dumps(parcel.pack(value)))
+    meet(name)
+    return parcel.unpack([pickle.loads((folder / f"{name}.{i}").read_bytes()) for i in range(n)])
+
+
+def meet(name: str) -> None:
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(name)
+
+
+def on_host(tree: Any) -> list[np.ndarray]:
+    return [to_host(leaf).astype(np.float32) for leaf in jax.tree.leaves(tree)]
+
+
+def scenario(sizes: list[int], folder: Path, checkpoint: Path, signal: str) -> dict[str, Any]:
+    """What every role does in two steps, on meshes over as many devices as `sizes` have.
+
+    Args:
+        checkpoint: of these processes or of others, after the first step.
+    """
+    mesh = role_mesh(jax.devices()[: math.prod(sizes)], Axes(*sizes))
+    other = role_mesh(mesh.devices.flat, Axes(*sizes[::-1]))
+    verify("actor", mesh, [device.id for device in jax.devices()[: mesh.size]])
+    one, samples = actor(mesh, folder, signal), sampler(other, signal)
+    teacher = Scorer(*tiny_model(TEACHER, other), Projection(config(signal).distill, other, VOCAB))
+    told: dict[str, Any] = {"tokens": []}
+    for step in range(2):
+        sent = one.publish(step, "float32")
+        samples.load(send(sent, folder, f"weights-{step}"))
+        close(on_host(samples.params), on_host(sent.params), 0)
+        drawn = samples.generate(prompts(step), step)
+        told["tokens"] += [np.int32(completion.tokens) for completion in drawn.completions]
+        told["logprobs"] = [drawn.logprobs, drawn.sampler_logprobs]
+        scores = [teacher.score(drawn, part, 3) for part in range(3)]  # on a mesh of this process
+        if step == 1:
+            scores = send(scores, folder, "scores")  # of another worker
+        report = one.update(drawn, {"teacher": scores}, step).metrics
+        told[f"metrics-{step}"] = [np.float32(report[key]) for key in sorted(report)]
+        if step == 0:
+            one.save(folder / "saved", step=1)
+            told["saved"] = on_host(state(one))
+    assert one.saved(1) is None
+    assert one.export(folder / "model", None) is None
+    (folder / "file").touch()
+    refused = one.export(folder / "file" / "model", None)  # the others are not left waiting
+    assert (refused is None) == (jax.process_index() > 0), refused
+    told["params"] = on_host(one.state.params)
+
+    if signal == "hidden":
+        poison = TeacherSignal(np.full((4, drawn.logprobs.shape[1], 48), np.nan, np.float32))
+        report = one.update(drawn, {"teacher": [poison, None, poison]}, 2).metrics
+        assert report["actor/skipped_updates"] == 1
+        close(on_host(one.state.params), told["params"], 0)
+
+    sent = one.publish(one.version, "bfloat16")
+    assert sent.nbytes == sum(leaf.nbytes for leaf in jax.tree.leaves(sent.params))
+    here = reshard(sent.params, param_shardings(one.model, other, "unstacked"))
+    verify_arrays("rollout", here, other)
+    close(on_host(here), on_host(sent.params), 0)
+    while not checkpoint.exists():  # whole then: it is renamed; who hangs here is killed
+        time.sleep(0.02)
+    told["restored"] = on_host(state(actor(mesh, folder, signal, restore=checkpoint)))
+    return told
+
+
+def state(one: Actor) -> Any:
+    """What a checkpoint keeps, and the update of which batch comes next."""
+    return one.state, np.int32(one.version)
+
+
+@contextlib.contextmanager
+def spawned(count: int, devices: int, *arguments: Any) -> Iterator[Callable[[], list[Any]]]:
+    """Starts `count` processes of some emulated devices; gives the wait for what they tell."""
+    folder, here = Path(arguments[1]), Path(__file__)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {
+        "JAX_NUM_CPU_DEVICES": str(devices),
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # all but the first process compile all anew
+        "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        "PYTHONPATH": os.pathsep.join(map(str, (here.parents[2], here.parents[1] / "support"))),
+    }
+    processes: list[subprocess.Popen[bytes]] = []
+    end = time.monotonic() + DEADLINE_S
+
+    def finish() -> list[Any]:
+        while any(process.poll() is None for process in processes):
+            if time.monotonic() > end or any(process.poll() for process in processes):
+                break
+            time.sleep(0.02)
+        codes = [process.poll() for process in processes]
+        if codes != [0] * count:
+            logs = [folder / f"log.{rank}" for rank in range(count)]
+            printed = "\n".join(f"-- {log.name}\n{log.read_text()[-6000:]}" for log in logs)
+            pytest.fail(f"exit codes {codes} (None: hung, or waits for the other)\n{printed}")
+        return [pickle.loads((folder / f"told.{rank}").read_bytes()) for rank in range(count)]
+
+    try:
+        for rank in range(count):
+            given = json.dumps([rank, count, port, *arguments], default=str)
+            with (folder / f"log.{rank}").open("wb") as log:
+                command = [sys.executable, str(here), given]
+                processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+        yield finish
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def close(a: list[np.ndarray], b: list[np.ndarray], tolerance: float = 1e-5) -> None:
+    for x, y in zip(a, b, strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=tolerance)
+
+
+def check(tmp_path: Path, count: int, devices: int, sizes: list[int], signal: str) -> None:
+    one, many = tmp_path / "one", tmp_path / "many"
+    one.mkdir(), many.mkdir()
+    with spawned(count, devices, sizes, many, one / "saved", signal) as finish:
+        alone = scenario(sizes, one, one / "saved", signal)
+        told = finish()
+    close(alone["restored"], alone["saved"], 0)
+    for here in told:
+        assert here.keys() == alone.keys()
+        for what, values in here.items():
+            close(values, told[0][what], 0)  # each process tells the whole, and the same
+            close(values, alone[what], 0 if what in ("tokens", "restored") else 1e-5)
+    single = actor(role_mesh(jax.devices()[:1], Axes()), tmp_path, signal, many / "saved")
+    close(on_host(state(single)), told[0]["saved"], 0)
+    dumps = [sorted((folder / "nonfinite").glob("*")) for folder in (one, many)]
+    assert [len(files) for files in dumps] == [signal == "hidden"] * 2
+    for files in zip(*dumps, strict=True):
+        left, right = map(np.load, files)
+        assert left.files == right.files
+        close([left[name] for name in left.files], [right[name] for name in left.files])
+    exported = hf.read_config(many / "model")
+    assert exported == tiny_config(STUDENT)
+    close(on_host(hf.load_params(many / "model", exported)), told[0]["params"], 0)
+
+
+def test_parts_of_the_rows_are_the_whole(tmp_path):
+    source, target = role_mesh(jax.devices()[:2], Axes(2)), role_mesh(jax.devices(), Axes(2, 2, 2))
+    samples = sampler(source, "sampled")
+    samples.load(Weights(0, tiny_model(STUDENT, source, "unstacked")[1], 0, 0.0))
+    drawn = samples.generate(prompts(0), 0)
+    projection = Projection(config("sampled").distill, source, VOCAB)
+    teacher = Scorer(*tiny_model(TEACHER, source), projection)
+    whole = to_host(teacher.score(drawn).token_logprobs)
+    parts = [teacher.score(drawn, part, 5) for part in range(5)]
+    assert [part and part.token_logprobs.shape[0] for part in parts] == [2, 2, 2, 2, None]
+    afar = [parcel.unpack([parcel.pack(part)]) for part in parts]
+    near = [part and jax.tree.map(np.asarray, part) for part in parts]
+    rows = NamedSharding(target, PartitionSpec(("data", "fsdp"), None))
+    for form in (parts, afar, near):
+        joined = reshard(join_parts(form), rows).token_logprobs
+        assert joined.sharding == rows
+        close([to_host(joined)], [whole])
+
+
+def test_weights_that_do_not_fit_are_refused_and_old_ones_freed_first():
+    mesh = role_mesh(jax.devices()[:2], Axes(1, 2))
+    samples = sampler(mesh, "hidden")
+    params = tiny_model(STUDENT, mesh, "unstacked")[1]
+    samples.load(Weights(0, params, 0, 0.0))
+    other = tiny_model("llama", mesh, "unstacked")[1]  # with narrower heads
+    with pytest.raises(RuntimeError, match=r"version 1 .*float32\[32, 16\], it must be"):
+        samples.load(Weights(1, other, 0, 0.0))
+    halves = jax.tree.map(lambda x: x.astype("bfloat16"), params)
+    with pytest.raises(RuntimeError, match=r"embedding is bfloat16\[64, 32\], it must be float32"):
+        samples.load(Weights(1, halves, 0, 0.0))
+    assert jax.tree.leaves(samples.params)[0] is jax.tree.leaves(params)[0]
+    old = [weakref.ref(leaf) for leaf in jax.tree.leaves(params)]
+
+    def later(leaf: jax.Array) -> Shards:
+        def fetch() -> np.ndarray:
+            assert all(leaf() is None for leaf in old)
+            return value
+
+        value = np.asarray(leaf) + 1
+        return Shards(value.shape, value.dtype, (Piece(tuple((0, n) for n in value.shape), fetch),))
+
+    sent = jax.tree.map(later, params)
+    expected = [leaf + 1 for leaf in on_host(params)]
+    del params
+    told = samples.load(Weights(1, sent, 4, 2.0))
+    assert told["time/weight_sync_s"] > 2 and told["weights/sync_bytes"] == 4
+    close(on_host(samples.params), expected, 0)
+
+
+def test_two_processes_are_one_program(tmp_path):
+    check(tmp_path, 2, 1, [1, 2, 1], "hidden")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("count", "devices", "sizes", "signal"),
+    [
+        (2, 1, [2, 1, 1], "topk"),
+        (2, 1, [1, 1, 2], "student_topk"),
+        (2, 2, [1, 2, 2], "hidden"),
+        (2, 2, [2, 2, 1], "sampled"),
+        (4, 1, [1, 4, 1], "student_topk"),
+        (2, 4, [2, 2, 2], "topk"),
+    ],
+)
+def test_any_mesh_over_processes_is_one_program(tmp_path, count, devices, sizes, signal):
+    check(tmp_path, count, devices, sizes, signal)
+
+
+if __name__ == "__main__":
+    rank, count, port, sizes, folder, checkpoint, signal = json.loads(sys.argv[1])
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    jax.distributed.initialize(f"127.0.0.1:{port}", count, rank, heartbeat_timeout_seconds=20)
+    try:
+        out = scenario(sizes, Path(folder), Path(checkpoint), signal)
+        Path(folder, f"told.{rank}").write_bytes(pickle.dumps(out))
+        meet("done")
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # jax would wait for the other processes first

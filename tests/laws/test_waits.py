@@ -1,0 +1,75 @@
+"""Every wait has an end: one without a timeout of its own stands here, with what bounds it."""
+
+from __future__ import annotations
+
+import ast
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+
+from jaxrl.serve_teacher import waited
+from jaxrl.teacher.server import Gone
+
+PACKAGE = Path(__file__).parent.parent.parent / "jaxrl"
+WAITS = ("join", "result", "wait", "get", "acquire")
+CALLS = "a call: `result` looks at its deadline, and at the worker, twice a second"
+ENDED = "it has ended: this only takes its value"
+QUEUE = "a daemon thread that waits for work; None is its end"
+CHECKPOINT = "runs inside the calls `save` and `saved`, which deadlines.checkpoint bounds"
+SCORES = "the reward pool ends each item after reward.timeout, and its process with it"
+BOUNDED = {
+    ("checkpoint/arrays.py", "response.result()"): CHECKPOINT,
+    ("roles/actor.py", "saving.wait()"): CHECKPOINT,
+    ("checkpoint/writer.py", "pending.saved.result()"): CALLS,
+    ("checkpoint/writer.py", "rollout.result()"): CALLS,
+    ("checkpoint/writer.py", "self._queue.get()"): QUEUE,
+    ("devices.py", "captured.get()"): "rich's captured text: no wait",
+    ("run/launch.py", "started.result()"): CALLS,
+    ("run/loop.py", "future.result()"): ENDED,
+    ("profile/traces.py", "future.result()"): CALLS,
+    ("profile/traces.py", "told.result()"): CALLS,
+    ("run/reporting.py", "future.result()"): CALLS,
+    ("run/reporting.py", "told.result()"): ENDED,
+    ("rewards/scoring.py", "f.result()"): SCORES,
+    ("rewards/scoring.py", "self.pool.submit(i, items).result()"): SCORES,
+    ("rewards/verifiers.py", "_pool(name).submit(0, [item]).result()"): SCORES,
+    ("runtime/local.py", "self._calls.get()"): QUEUE,
+    ("runtime/ray/calls.py", "value.result()"): "the driver's own value, which is there",
+    ("runtime/ray/crew.py", "self._tender.join()"): "it waits JOIN_S for each thread",
+    ("runtime/ray/tend.py", "told.result()"): ENDED,
+    ("serve_teacher.py", "asked.wait()"): "the server works until a signal asks it to end",
+    ("train.py", "exported.result()"): CALLS,
+}
+"""File and call -> why it ends."""
+
+
+def bare_waits() -> set[tuple[str, str]]:
+    found = set()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call) or node.args or node.keywords:
+                continue
+            if isinstance(node.func, ast.Attribute) and node.func.attr in WAITS:
+                found.add((path.relative_to(PACKAGE).as_posix(), ast.unparse(node)))
+    return found
+
+
+def test_every_wait_without_a_timeout_has_a_reason() -> None:
+    assert bare_waits() - BOUNDED.keys() == set(), "give it a timeout, or a reason here"
+    assert BOUNDED.keys() - bare_waits() == set(), "these are no more: take them out of the list"
+
+
+def test_a_request_waits_for_the_devices_as_long_as_its_client_is_there() -> None:
+    future: Future[int] = Future()
+    threading.Timer(0.1, future.set_result, [3]).start()
+    assert waited(future, lambda: True) == 3
+    queued: Future[int] = Future()
+    with pytest.raises(Gone):
+        waited(queued, lambda: False)
+    assert queued.cancelled()
+    failed: Future[int] = Future()
+    failed.set_exception(TimeoutError("ours"))
+    with pytest.raises(TimeoutError, match="ours"):
+        waited(failed, lambda: True)

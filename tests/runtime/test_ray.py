@@ -1,0 +1,487 @@
+"""Workers as processes: order, futures, deadlines and errors as in one process; and processes that
+die, freeze or are late, in each stage of a step.
+"""
+
+from __future__ import annotations
+
+import gc
+import ipaddress
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import jax
+import numpy as np
+import psutil
+import pytest
+
+ray = pytest.importorskip("ray")
+
+import ray_roles  # noqa: E402
+from ray._private import worker as ray_worker  # noqa: E402
+
+from jaxrl.config import cli  # noqa: E402
+from jaxrl.config.schema import RayConfig  # noqa: E402
+from jaxrl.errors import RunError, UserError  # noqa: E402
+from jaxrl.process.xla_flags import (  # noqa: E402
+    DETERMINISTIC,
+    PATIENT,
+    worker_environment,
+)
+from jaxrl.runtime.local import LocalCrew  # noqa: E402
+from jaxrl.runtime.ray.connect import connect, join  # noqa: E402
+from jaxrl.runtime.ray.crew import RayCrew  # noqa: E402
+from jaxrl.runtime.ray.own import leave  # noqa: E402
+from jaxrl.runtime.worker import DeadlineExceeded, OutOfMemory, RunLost, Stopped, WorkerError  # noqa: E402
+from jaxrl.sharding.placement import parse  # noqa: E402
+from jaxrl.train import main  # noqa: E402
+
+pytestmark = pytest.mark.ray
+
+MESH = "actor=2,rollout=1,teacher=2"
+ROLES = ("actor", "rollout", "teacher")
+SHORT = 5.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    support = str(Path(__file__).parent.parent / "support")
+    here = os.pathsep.join([support, os.environ.get("PYTHONPATH", "")])
+    os.environ["PYTHONPATH"] = here.rstrip(os.pathsep)  # the workers make this module's roles
+    join(None, 8)
+    yield
+    leave()
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts crews, and ends them with the test."""
+    crews = []
+
+    def begin(mesh=MESH, log=lambda text: None, environment=None, **options):
+        make = partial(ray_roles.make, str(tmp_path))
+        crew = RayCrew(
+            RayConfig(**options),
+            parse(mesh),
+            make,
+            log,
+            startup_s=60,
+            roles=ROLES,
+            environment=environment or {},
+        )
+        crews.append(crew)
+        crew.start()
+        return crew
+
+    yield begin
+    for crew in crews:
+        crew.stop()
+
+
+def test_the_deterministic_flag_reaches_every_process_beside_its_own(start, monkeypatch):
+    """Also on a host whose Ray was started before the run, with flags of its own."""
+    crew = start(environment=worker_environment(True))
+    for role in ROLES:
+        flags = crew.handle(role).call("variable", "XLA_FLAGS", deadline=60.0).result().split()
+        assert flags == [*os.environ.get("XLA_FLAGS", "").split(), PATIENT, DETERMINISTIC]
+
+
+def local_crew(marks, mesh=MESH):
+    crew, placement = LocalCrew(5.0), parse(mesh)
+    for index, pool in enumerate(placement.pools):
+        devices = jax.devices()[pool.start : pool.stop]
+        makers = ray_roles.make(str(marks), placement, index, devices)
+        for started in crew.start(pool.name, devices, makers, 60).values():
+            started.result()
+    return crew
+
+
+def train(crew, steps, deadline=60.0, parts=2, first=0):
+    """What the loop does; returns what each update told."""
+    actor, rollout, teacher = (crew.handle(role) for role in ROLES)
+    updates = []
+    for index in range(first, first + steps):
+        sent = actor.call("publish", version=index, deadline=deadline)
+        rollout.call("load", sent, deadline=deadline)
+        batch = rollout.call("generate", index, deadline=deadline)
+        scores = [
+            teacher.call("score", batch, part=part, deadline=deadline) for part in range(parts)
+        ]
+        updates.append(actor.call("update", batch, scores, deadline=deadline))
+    return [update.result()["sum"] for update in updates]
+
+
+@ray.remote(num_cpus=0)
+class Keeper:
+    """A process that owns an array in the object store."""
+
+    def put(self):
+        return [ray.put([np.zeros(1 << 18, np.float32)])]
+
+
+def references(settle=2.0, until=-1):
+    """How many objects this process keeps alive in the object store, once no more than `until`."""
+    end, last = time.monotonic() + settle, until + 1
+    while time.monotonic() < end and last > until:  # what workers borrowed comes back later
+        gc.collect()
+        last = len(ray_worker.global_worker.core_worker.get_all_reference_counts())
+        time.sleep(0.2)
+    return last
+
+
+def gone(pid, within=10.0):
+    end = time.monotonic() + within
+    while time.monotonic() < end:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        if state == "Z":
+            return True
+        time.sleep(0.1)
+    return False
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    crew = local_crew(tmp_path_factory.mktemp("marks"))
+    told = train(crew, 4)
+    crew.stop()
+    return told
+
+
+def test_processes_compute_what_threads_compute_and_leave_nothing(start, expected):
+    crew = start()
+    assert train(crew, 4) == expected
+    states = crew.states()
+    assert [s.name for s in states] == list(ROLES) and len({s.pid for s in states}) == 3
+    titles = [Path(f"/proc/{s.pid}/cmdline").read_text().split("\0")[0] for s in states]
+    assert [t.split()[0].partition(".")[0] for t in titles] == [f"ray::jaxrl:{r}" for r in ROLES]
+    before = references()
+    train(crew, 8, first=4)
+    left = references(settle=20.0, until=before + 2)
+    assert left <= before + 2, "what is no longer needed is still in the object store"
+    crew.stop()
+    assert all(gone(state.pid) for state in states)
+
+
+def test_a_pool_of_two_processes_is_one_program(start, expected):
+    crew = start("actor=2,rollout=2,teacher=2", devices_per_worker=1)
+    assert crew.handle("actor").call("facts", deadline=SHORT).result()[1:] == (1, 2)
+    np.testing.assert_allclose(train(crew, 4), expected, rtol=1e-6)
+    assert [s.name for s in crew.states()][:2] == ["actor.0", "actor.1"]
+
+
+@pytest.mark.slow
+def test_one_pool_keeps_its_weights_in_the_process(start, expected):
+    crew = start("actor+rollout=2,teacher=2")
+    assert train(crew, 4) == expected
+    alive = crew.handle("actor").call("alive", deadline=SHORT).result()
+    train(crew, 8, first=4)
+    time.sleep(3.0)  # the process is told each second what nobody needs any more
+    assert crew.handle("actor").call("alive", deadline=SHORT).result() <= alive + 1
+    sent = crew.handle("actor").call("publish", version=12, deadline=SHORT)
+    assert sent.keeps and sent.result() is None
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "told"),
+    [
+        (("fail", "boom"), WorkerError, "ZeroDivisionError: boom"),
+        pytest.param(("refuse",), UserError, "batch_size=0", marks=pytest.mark.slow),
+        (("exhaust",), OutOfMemory, "out of memory on cpu:0"),
+    ],
+    ids=["exception", "user", "memory"],
+)
+def test_an_exception_reaches_whoever_waits_at_once(start, call, error, told):
+    crew = start("actor=1,rollout=1")
+    waiting = crew.handle("actor").call("hang", 30.0, deadline=600)
+    began = time.monotonic()
+    crew.handle("rollout").call(*call, deadline=600)
+    with pytest.raises(error, match=told):
+        waiting.result()
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize(
+    ("stage", "fault"),
+    [
+        ("score", "kill"),
+        ("load", "kill"),
+        ("load", "stop"),
+        ("generate", "kill"),
+        ("generate", "stop"),
+        ("score", "stop"),
+    ],
+)
+@pytest.mark.slow
+def test_frozen_roles_are_made_anew_and_nothing_changes(start, expected, tmp_path, stage, fault):
+    said = []
+    (tmp_path / f"{stage}.{fault}").touch()
+    crew = start(log=said.append)
+    assert train(crew, 4, deadline=60.0 if fault == "kill" else 8.0) == expected
+    anew = [line for line in said if "anew (1 of 3)" in line]
+    assert len(anew) == 1 and ("died" in anew[0] if fault == "kill" else "late" in anew[0])
+    if fault == "stop":
+        late = [line for line in said if "has run for" in line]
+        assert len(late) == 1 and "process stopped" in late[0], "\n".join(said)
+
+
+@pytest.mark.slow
+def test_a_killed_actor_is_told_as_lost(start, tmp_path):
+    crew = start()
+    (tmp_path / "update.kill").touch()
+    with pytest.raises(RunLost, match=r"worker actor .* died in actor.update"):
+        train(crew, 2)
+
+
+def test_a_late_call_is_told_with_its_phase_and_stack_then_replaced(start):
+    said = []
+    crew = start("actor=1,rollout=1", log=said.append, max_restarts=0)
+    late = crew.handle("rollout").call("hang", 60.0, deadline=2.0)
+    with pytest.raises(DeadlineExceeded) as error:
+        late.result()
+    for part in (
+        "rollout.hang has run for",
+        "deadline is 2 s",
+        "waiting for a collective",
+        "3 of 4 done",
+        "time.sleep(seconds)",
+        "pid",
+    ):
+        assert part in str(error.value)
+
+
+@pytest.mark.slow
+def test_the_budget_of_restarts_ends_the_run(start, tmp_path):
+    crew = start(max_restarts=1)
+    rollout = crew.handle("rollout")
+    for _ in range(2):
+        state = next(s for s in crew.states() if s.name == "rollout")
+        os.kill(state.pid, signal.SIGKILL)
+        time.sleep(0.1)
+        try:
+            rollout.call("generate", 0, deadline=60).result()
+        except RunError as error:
+            assert "ray.max_restarts" in str(error)
+            return
+    raise AssertionError("the second death did not end the run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "rank"), [("kill", 0), ("kill", 1), ("stop", 1)])
+def test_one_of_two_processes_takes_the_other_with_it(start, expected, fault, rank):
+    """The survivor's own error, of a collective with the dead one, is not what ends the run."""
+    said = []
+    crew = start("actor=1,rollout=1,teacher=2", devices_per_worker=1, log=said.append)
+    victim = next(s for s in crew.states() if s.name == f"teacher.{rank}")
+    pair = crew.handle("teacher").call("pair", 1.0, deadline=8.0)
+    time.sleep(0.5)
+    os.kill(victim.pid, signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
+    assert pair.result() == 2.0
+    assert sum("making teacher anew" in line for line in said) == 1
+
+
+@pytest.mark.slow
+def test_a_call_beside_the_queue_fails_for_who_asked(start):
+    crew = start("actor=1,rollout=1")
+    actor, rollout = crew.handle("actor"), crew.handle("rollout")
+    failed = actor.call("fail", "aside", deadline=SHORT, aside=True)
+    with pytest.raises(WorkerError, match="aside"):
+        failed.result()
+    late = actor.call("hang", 30.0, deadline=1.0, aside=True)
+    with pytest.raises(DeadlineExceeded, match=r"actor\.hang has run for"):
+        late.result()
+    assert rollout.call("generate", 1, deadline=SHORT).result()["index"] == 1
+    assert actor.call("publish", version=0, deadline=SHORT).result().version == 0
+    # Unless somebody needs what it was to make.
+    slow = actor.call("later", 1.0, "aside", deadline=SHORT, aside=True)
+    needs = rollout.call("load", slow, deadline=600)
+    began = time.monotonic()
+    with pytest.raises(WorkerError, match="ZeroDivisionError: aside"):
+        needs.result()
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.slow
+def test_a_value_that_nobody_makes_anew_is_told_as_lost(start):
+    crew = start("actor=1,rollout=1")
+    sent = crew.handle("actor").call("publish", version=0, deadline=SHORT)
+    while not sent.done():
+        time.sleep(0.1)
+    keeper = Keeper.remote()
+    place = ray.get(keeper.put.remote(), timeout=SHORT)[0]
+    ray.kill(keeper)  # and soon what it had put, as with a node
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        try:
+            ray.get(place, timeout=SHORT)
+        except ray.exceptions.RayError:
+            break
+        time.sleep(0.2)
+    parcel = ray.get(sent.refs[0], timeout=SHORT)
+    sent.refs = [ray.put(replace(parcel, buckets=(place,) * len(parcel.buckets)))]
+    began = time.monotonic()
+    with pytest.raises(RunLost, match=r"an input of rollout\.load was made, but is lost"):
+        crew.handle("rollout").call("load", sent, deadline=600).result()
+    assert time.monotonic() - began < 20
+
+
+@pytest.mark.slow
+def test_a_run_that_is_over_keeps_nobody_waiting(start):
+    crew = start("actor=1,rollout=1")
+    waiting = crew.handle("actor").call("hang", 60.0, deadline=600)
+    thread = threading.Thread(target=crew.stop)
+    thread.start()
+    with pytest.raises(Stopped):
+        waiting.result()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_a_cluster_that_is_too_small_is_refused_with_both_tables():
+    with pytest.raises(UserError) as error:
+        connect(RayConfig(), parse("actor=600,rollout=2"))
+    for part in ("needs 602 CPUs", "needs: rollout", "has: ", " of 512 CPU"):
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("address", "told"),
+    [
+        ("127.0.0.1:1", "does not answer: Connection refused"),
+        ("127.0.0.1", "no address of a Ray cluster"),
+        ("127.0.0.1:port", "no address of a Ray cluster"),
+        ("127.0.0.1:65536", "no address of a Ray cluster"),
+        ("ray://127.0.0.1:10001", "no address of a Ray cluster"),
+    ],
+)
+@pytest.mark.parametrize("by", ["key", "environment"])
+def test_an_address_without_a_cluster_is_refused_at_once(monkeypatch, address, told, by):
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    if by == "environment":
+        monkeypatch.setenv("RAY_ADDRESS", address)
+    config = RayConfig(address=address) if by == "key" else RayConfig()
+    began = time.monotonic()
+    with pytest.raises(UserError, match=re.escape(told)):
+        connect(config, parse("actor=1"))
+    assert time.monotonic() - began < 5
+
+
+def listening():
+    """(process, address) of every port that the processes of the cluster of this one listen on."""
+    me = psutil.Process()
+    return {
+        (process.name(), connection.laddr.ip)
+        for process in [me, *me.children(recursive=True)]
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+
+
+DRIVER = """
+import sys
+from functools import partial
+import ray_roles
+from jaxrl.config.schema import RayConfig
+from jaxrl.runtime.ray.crew import RayCrew
+from jaxrl.sharding.placement import parse
+make = partial(ray_roles.make, sys.argv[1])
+crew = RayCrew(
+    RayConfig(max_restarts=0), parse("rollout=1"), make, print, startup_s=60, roles=("rollout",)
+)
+crew.start()
+call = crew.handle("rollout").call("hang", 10.0, deadline=8.5)
+while call.times.started is None:
+    call._done.wait(0.1)
+print("begun", flush=True)
+call.result()
+crew.stop()
+print("ended")
+"""
+
+
+def test_a_stopped_driver_finds_nobody_late(tmp_path):
+    """8 s of a call of 10 s, whose deadline is 8.5 s: no restart is left to spend on it."""
+    command = [sys.executable, "-c", DRIVER, str(tmp_path)]
+    driver = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ
+    )
+    told = ""
+    while "begun" not in told:
+        line = driver.stdout.readline()
+        assert line, told
+        told += line
+    driver.send_signal(signal.SIGSTOP)
+    time.sleep(8.0)
+    driver.send_signal(signal.SIGCONT)
+    told += driver.communicate(timeout=120)[0]
+    assert driver.returncode == 0 and "ended" in told, told
+
+
+def is_loopback(ip):
+    address = ipaddress.ip_address(ip)
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+
+
+STOPPED = """
+import os, signal, sys
+from jaxrl.runtime.ray import own
+from jaxrl.runtime.ray.connect import join
+join(None, 1)
+daemons = own._daemons()
+os.kill(daemons[sys.argv[1]].pid, signal.SIGSTOP)
+print(*(process.pid for process in daemons.values()), flush=True)
+sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize("daemon", ["raylet", pytest.param("gcs_server", marks=pytest.mark.slow)])
+def test_a_process_ends_with_its_code_beside_a_stopped_daemon(daemon):
+    """Ray's own handler at exit waits for it without limit."""
+    command = [sys.executable, "-c", STOPPED, daemon]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert ended.returncode == 7, ended.stderr
+    assert all(gone(int(pid)) for pid in ended.stdout.split())
+
+
+def test_a_cluster_of_ones_own_is_reached_from_this_host_only_and_with_its_token(start):
+    start("actor=1,teacher=2", devices_per_worker=1)
+    found = listening()
+    names = {name for name, _ in found}
+    assert {"raylet", "gcs_server"} <= names and any("jaxrl" in name for name in names)
+    assert not [(name, ip) for name, ip in found if not is_loopback(ip)]
+    address = ray.get_runtime_context().gcs_address
+    ask = f"from ray._raylet import GcsClient as C; C({address!r}).internal_kv_keys(b'', None)"
+    for shown in ({"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_TOKEN": "0" * 64}):
+        environment = os.environ | {"RAY_AUTH_MODE": "token"} | shown
+        command = [sys.executable, "-c", ask]
+        stranger = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=120
+        )
+        assert stranger.returncode == 1 and "InvalidAuthToken" in stranger.stderr, stranger.stderr
+
+
+def test_a_plan_starts_no_cluster(monkeypatch):
+    started = []
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda **options: started.append(options))
+    seen = connect(RayConfig(), parse("actor=2,rollout=2,teacher=4"))
+    assert len(seen.devices) == 8 and seen.launcher == "ray" and not started
+    assert seen.why == "a cluster of its own on this host"
+
+
+def test_without_the_package_the_extra_is_named(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    for name in [name for name in sys.modules if name.startswith("jaxrl.runtime.ray")]:
+        monkeypatch.delitem(sys.modules, name)
+    assert cli.run(main, ["--launcher", "ray", "--dry-run"]) == cli.EXIT_BAD_INPUT
+    assert "pip install 'jaxrl[ray]'" in capsys.readouterr().err

@@ -1,0 +1,145 @@
+"""From devices to meshes: emulation, carving, and the check of what each role got."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jaxrl.errors import UserError
+from jaxrl.sharding.mesh import (
+    bytes_limit,
+    carve,
+    ensure_devices,
+    host_available,
+    role_mesh,
+    verify,
+    verify_pools,
+)
+from jaxrl.sharding.placement import Axes, parse, place, resolve_axes
+
+
+@pytest.mark.parametrize(
+    "spec",
+    ["actor=2,rollout=2,teacher=4", "actor=1,rollout=3,teacher=4", "actor+rollout=6,teacher=2"],
+)
+def test_every_role_gets_its_devices_and_computes_on_them(spec: str) -> None:
+    placement = parse(spec)
+    axes = {role: resolve_axes(role, len(r.devices)) for role, r in placement.roles.items()}
+    meshes = carve(jax.devices(), placement, axes)
+    for role, mesh in meshes.items():
+        assert [d.id for d in mesh.devices.flat] == list(placement.roles[role].devices)
+        assert mesh.axis_names == ("data", "fsdp", "tensor")
+        assert set(mesh.axis_types) == {AxisType.Auto}
+        rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp", "tensor")))
+        x = jax.device_put(np.arange(mesh.size, dtype=np.int32), rows)
+        total = jax.jit(lambda x: x.sum(), out_shardings=NamedSharding(mesh, PartitionSpec()))(x)
+        assert int(total) == mesh.size * (mesh.size - 1) // 2
+        assert total.sharding.device_set == set(mesh.devices.flat)
+
+
+def test_a_slice_has_only_its_devices() -> None:
+    placement = place("actor+rollout+reward=2", (), {"reward": "1:2"})
+    axes = {role: resolve_axes(role, len(r.devices)) for role, r in placement.roles.items()}
+    meshes = carve(jax.devices(), placement, axes)
+    assert [d.id for d in meshes["reward"].devices.flat] == [1]
+    assert [d.id for d in meshes["actor"].devices.flat] == [0, 1]
+
+
+def test_neighbours_share_the_tensor_axis() -> None:
+    mesh = role_mesh(jax.devices()[:8], Axes(2, 2, 2))
+    ids = np.vectorize(lambda d: d.id)(mesh.devices)
+    np.testing.assert_array_equal(ids, np.arange(8).reshape(2, 2, 2))
+
+
+def test_a_mesh_on_other_devices_is_told() -> None:
+    mesh = role_mesh(jax.devices()[2:4], Axes(1, 2, 1))
+    verify("actor", mesh, [3, 2])
+    with pytest.raises(RuntimeError, match="actor was given devices 0-1, but its mesh has 2-3"):
+        verify("actor", mesh, [0, 1])
+
+
+def test_a_device_in_two_pools_is_told() -> None:
+    meshes = {
+        "actor": role_mesh(jax.devices()[:2], Axes(1, 2, 1)),
+        "rollout": role_mesh(jax.devices()[1:3], Axes(2, 1, 1)),
+    }
+    verify_pools(parse("actor+rollout=3"), meshes)
+    with pytest.raises(RuntimeError, match="device 1 is in two pools: actor and rollout"):
+        verify_pools(parse("actor=2,rollout=2"), meshes)
+
+
+def test_more_devices_than_jax_was_started_with_are_refused() -> None:
+    with pytest.raises(UserError) as error:
+        ensure_devices(9)
+    for word in ("needs 9 devices", "sees 8", "JAX_NUM_CPU_DEVICES=9"):
+        assert word in str(error.value)
+
+
+PROBE = """
+import sys
+sys.path.insert(0, {root!r})
+from jaxrl.sharding.mesh import ensure_devices
+if {late}:
+    import jax
+    jax.devices()
+try:
+    seen = ensure_devices({needed})
+    print(len(seen.devices), seen.note)
+except ValueError as error:
+    print(error)
+"""
+
+
+def probe(needed: int, *, late: bool = False, **env: str) -> str:
+    """What `ensure_devices` says in a fresh process."""
+    root = str(Path(__file__).parent.parent.parent)
+    code = PROBE.format(root=root, late=late, needed=needed)
+    kept = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**kept, "JAX_PLATFORMS": "cpu", **env},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.strip()
+
+
+def test_a_host_without_an_accelerator_emulates_what_is_needed() -> None:
+    assert probe(3) == "3 no accelerator: emulating 3 CPU devices"
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"JAX_NUM_CPU_DEVICES": "4"},
+        {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"},
+    ],
+)
+def test_a_number_that_was_set_is_kept(env: dict[str, str]) -> None:
+    ((name, value),) = env.items()
+    assert probe(3, **env) == "4 no accelerator: emulating 4 CPU devices"
+    refused = probe(5, **env)
+    for word in ("needs 5 devices", "sees 4", name, value):
+        assert word in refused
+
+
+def test_asking_too_late_is_told() -> None:
+    told = probe(3, late=True)
+    for word in ("needs 3 devices", "sees 1", "before the mesh was known", "JAX_NUM_CPU_DEVICES=3"):
+        assert word in told
+
+
+def test_emulated_devices_share_the_host_memory() -> None:
+    available = host_available()
+    assert available is not None
+    assert available > 0
+    of_all = bytes_limit(jax.devices()[0])
+    assert of_all == pytest.approx(available, rel=0.5)  # the machine is not idle

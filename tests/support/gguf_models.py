@@ -1,0 +1,83 @@
+"""GGUF files of tiny models."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from tiny_models import tiny_config, tiny_tensors
+
+from jaxrl.formats.gguf import _gguf_name
+from jaxrl.models.config import Llama3Rope
+
+TYPES = gguf.GGMLQuantizationType
+
+
+class Writer:
+    """A GGUF file in the making."""
+
+    def __init__(self, path: Path, architecture: str):
+        self.path = path
+        self.writer = gguf.GGUFWriter(path, architecture)
+
+    def add(self, name: str, values: np.ndarray, kind: str = "F32") -> None:
+        self.writer.add_tensor(name, values, raw_dtype=TYPES[kind])
+
+    def close(self) -> Path:
+        self.writer.write_header_to_file()
+        self.writer.write_kv_data_to_file()
+        self.writer.write_tensors_to_file()
+        self.writer.close()
+        return self.path
+
+
+def write_model(path: Path, name: str, kind: str = "F32", **changes: Any) -> Path:
+    """A tiny checkpoint as llama.cpp's converter writes it: llama's q and k with rows reordered."""
+    config = replace(tiny_config(name), **changes)
+    out = Writer(path, config.family)
+    w = out.writer
+    w.add_block_count(config.n_layers)
+    w.add_context_length(config.max_positions)
+    w.add_embedding_length(config.d_model)
+    w.add_feed_forward_length(config.d_ff)
+    w.add_head_count(config.n_heads)
+    w.add_head_count_kv(config.n_kv_heads)
+    w.add_key_length(config.head_dim)
+    w.add_layer_norm_rms_eps(config.rms_norm_eps)
+    w.add_rope_freq_base(config.rope_theta)
+    w.add_bos_token_id(config.bos_id)
+    w.add_eos_token_id(config.eos_ids[0])
+    w.add_pad_token_id(config.pad_id)
+    for hf_name, value in tiny_tensors(name).items():
+        if config.family == "llama" and hf_name.endswith(("q_proj.weight", "k_proj.weight")):
+            heads = value.shape[0] // config.head_dim
+            halves = value.reshape(heads, 2, config.head_dim // 2, value.shape[1])
+            value = halves.swapaxes(1, 2).reshape(value.shape)
+        whole_blocks = value.shape[-1] % gguf.GGML_QUANT_SIZES[TYPES[kind]][0] == 0
+        stored = kind if value.ndim == 2 and whole_blocks else "F32"
+        raw = gguf.quants.quantize(np.ascontiguousarray(value), TYPES[stored])
+        out.add(_gguf_name(hf_name), raw, stored)
+    if isinstance(config.rope_scaling, Llama3Rope):
+        out.add("rope_freqs.weight", llama3_divisors(config.rope_scaling, config))
+    return out.close()
+
+
+def llama3_divisors(rope: Llama3Rope, config: Any) -> np.ndarray:
+    """What the converter stores: by how much each frequency is divided."""
+    half = config.head_dim // 2
+    divisors = []
+    for i in range(half):
+        wavelength = 2 * np.pi * config.rope_theta ** (i / half)
+        if wavelength < rope.original_max_positions / rope.high_freq_factor:
+            divisors.append(1.0)
+        elif wavelength > rope.original_max_positions / rope.low_freq_factor:
+            divisors.append(rope.factor)
+        else:
+            turns = rope.original_max_positions / wavelength
+            span = rope.high_freq_factor - rope.low_freq_factor
+            smooth = (turns - rope.low_freq_factor) / span
+            divisors.append(1 / ((1 - smooth) / rope.factor + smooth))
+    return np.array(divisors, np.float32)

@@ -1,0 +1,149 @@
+"""Short runs of tiny models, and what is compared of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import safetensors.numpy
+from references.tiny import random_tensors
+from tiny_tokenizer import tiny_tokenizer
+
+from jaxrl.formats.hf import save_hf
+from jaxrl.formats.weights import tensor_shapes
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.decoder import init_params
+
+QUICK = ["--config", "builtin:quickstart"]
+"""On the command line: the keys that a test does not set are the quickstart's."""
+
+
+SHORT = [
+    "steps=2",
+    "batch_size=6",
+    "group_size=2",
+    "max_new_tokens=8",
+    "max_prompt_tokens=24",
+    "eval.every=1",
+    "eval.prompts=4",
+    "logging.console=plain",
+    "rollout.launch_tokens=4",
+    "compile_cache=null",
+]
+
+
+def save_model(path, d_model, n_layers, seed, rows=264, eos=258):
+    config = DecoderConfig(
+        "llama", rows, d_model, n_layers, 4, 2, 8, 2 * d_model, tie_embeddings=True, eos_ids=(eos,)
+    )
+    params = init_params(config, jax.random.key(seed))
+    params["embed"]["embedding"] *= 20
+    save_hf(path, config, params, dtype="float32")
+    tiny_tokenizer(template=None).save_pretrained(path)
+    return str(path)
+
+
+def losses(result):
+    return [row["distill/divergence"] for row in result.metrics[1:]]
+
+
+MESH = "mesh=actor=2,rollout=2,teacher=4"
+
+
+STEPS = 10
+
+
+CONSTANT = ["optimizer.lr_schedule=constant", "optimizer.warmup_steps=0"]
+"""A learning rate that does not depend on the number of steps to come."""
+
+
+def arguments(models, run_dir, *overrides):
+    plain = [MESH, f"steps={STEPS}", "checkpoint.every=2", "eval.every=4", f"run_dir={run_dir}"]
+    return [*models, *SHORT, *plain, *overrides]
+
+
+def start(models, run_dir, *overrides):
+    """A run in a process of its own."""
+    command = [sys.executable, "-m", "jaxrl.train", *QUICK]
+    command += arguments(models, run_dir, *overrides)
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"JAX_COMPILATION_CACHE_DIR": cache_dir()},
+    )
+
+
+def cache_dir():
+    import jax
+
+    return jax.config.jax_compilation_cache_dir
+
+
+def wait_for(path, process, seconds=120):
+    end = time.monotonic() + seconds
+    while not path.exists():
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < end, f"{path} did not come"
+        time.sleep(0.002)
+
+
+def weights(run_dir):
+    return (run_dir / "final" / "model.safetensors").read_bytes()
+
+
+def numbers(result_or_rows):
+    """All of a run that depends neither on the clock nor on how long a process has lived, as a peak
+    of memory does.
+    """
+    rows = getattr(result_or_rows, "metrics", result_or_rows)
+    changing = ("time/", "tokens/per", "weights/sync_gbps", "checkpoint/", "memory/")
+    return [{k: v for k, v in row.items() if not k.startswith(changing)} for row in rows]
+
+
+HERE = Path(__file__).parent.parent
+
+
+CONFIGS = json.loads((HERE / "references" / "encoder_configs.json").read_text())
+
+
+FUNCTIONS = HERE / "support" / "reward_functions.py"
+
+
+LENGTH = f"reward.functions=[{FUNCTIONS}:length]"
+"""Completions of several lengths differ in it, whatever a random model writes."""
+
+
+GSPO = ["algorithm=gspo", "teacher.model=null", LENGTH, "reward.workers=1", "group_size=4"]
+
+
+def save_reward_model(folder):
+    """A checkpoint with a tokenizer of bytes."""
+    place = folder / "reward_model"
+    place.mkdir()
+    raw = CONFIGS["reward/llama"] | {"vocab_size": 300, "max_position_embeddings": 512}
+    (place / "config.json").write_text(json.dumps(raw))
+    config = replace(DecoderConfig.from_hf(raw), tie_embeddings=True)
+    shapes = tensor_shapes(config) | {"score.weight": (1, config.d_model)}
+    safetensors.numpy.save_file(random_tensors(shapes, 3), place / "model.safetensors")
+    tiny_tokenizer().save_pretrained(place)
+    return str(place)
+
+
+def environment():
+    import jax
+
+    folder = str(Path(__file__).parent)
+    return {
+        "PYTHONPATH": os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")])),
+        "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }

@@ -1,0 +1,73 @@
+"""Tiny random checkpoints for tests: their config as transformers writes it, their tensors in
+memory."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh
+from references.tiny import CASES, random_tensors
+
+from jaxrl.formats import weights
+from jaxrl.models import decoder
+from jaxrl.models.config import DecoderConfig
+
+REFERENCES = Path(__file__).parent.parent / "references"
+RAW_CONFIGS: dict[str, dict[str, Any]] = json.loads((REFERENCES / "tiny_configs.json").read_text())
+NAMES = tuple(CASES)
+
+
+@dataclass
+class Memory:
+    """Tensors in memory, counting what is read."""
+
+    values: dict[str, np.ndarray]
+    reads: list[tuple[str, int]] = field(default_factory=list)
+    """(name, elements) of each read."""
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        return self.values[name].shape if name in self.values else None
+
+    def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        box = self.values[name][index]
+        self.reads.append((name, box.size))
+        return box
+
+    def file(self, name: str) -> Path:
+        return Path("memory")
+
+
+def tiny_config(name: str) -> DecoderConfig:
+    return DecoderConfig.from_hf(RAW_CONFIGS[name])
+
+
+def tiny_tensors(name: str) -> dict[str, np.ndarray]:
+    return random_tensors(weights.tensor_shapes(tiny_config(name)), seed=NAMES.index(name))
+
+
+def tiny_model(name: str, mesh: Mesh | None = None, layout: str = "stacked") -> tuple[Any, Any]:
+    """Config and float32 parameters."""
+    config = tiny_config(name)
+    return config, weights.load(Memory(tiny_tensors(name)), config, mesh, jnp.float32, layout)
+
+
+def make_mesh(data: int, fsdp: int, tensor: int) -> Mesh:
+    devices = np.array(jax.devices()[: data * fsdp * tensor]).reshape(data, fsdp, tensor)
+    return Mesh(devices, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+
+
+def loss_and_logits(
+    config: Any, params: Any, tokens: Any, mask: Any, **options: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Sum of -log p(token t+1) where tokens t and t+1 are both valid, nats; and the logits [B, T,
+    V]."""
+    logits = decoder.logits(params, decoder.forward(config, params, tokens, mask, **options))
+    logprobs = jax.nn.log_softmax(logits[:, :-1], -1)
+    picked = jnp.take_along_axis(logprobs, tokens[:, 1:, None], -1)[..., 0]
+    return -jnp.sum(jnp.where(mask[:, 1:] & mask[:, :-1], picked, 0.0)), logits
