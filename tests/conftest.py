@@ -30,12 +30,6 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 LONGEST_FIRST = ("test_ray_train.py", "test_resume.py", "test_ray.py", "test_rl.py")
-    "test_ray_train.py",
-    "test_resume.py",
-    "test_ray.py",
-    "test_rl.py",
-    "test_train.py",
-)
 """Files that take minutes: begun last, they would leave one of two processes with nothing to do."""
 
 
