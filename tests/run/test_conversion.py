@@ -37,7 +37,7 @@ WHOLE = (slice(None), slice(None))
 CHILD = """
 import sys
 from pathlib import Path
-from jaxrl.models import converted
+from jaxrl.formats import converted
 from jaxrl.formats.gguf import GgufFile
 
 converted.BAND = 1
