@@ -71,6 +71,7 @@ class Sampler:
             max_new_tokens=longest,
             launch_tokens=config.rollout.launch_tokens,
             tokenizer=tokenizer,
+            ledger=current(),
         )
         self._shardings = param_shardings(model, mesh, layout)
         if params is None:

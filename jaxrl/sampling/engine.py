@@ -30,7 +30,7 @@ from jaxrl.models.kernels import round_up, target_of
 from jaxrl.sampling import decode, text
 from jaxrl.sampling.sampler import Knobs, SamplingParams, make_knobs
 from jaxrl.sampling.text import TextTokenizer
-from jaxrl.sharding.ledger import current
+from jaxrl.sharding.ledger import Ledger
 from jaxrl.sharding.reshard import put
 from jaxrl.types import Completion, FinishReason
 
@@ -89,6 +89,7 @@ class Engine:
         check_every: int | None = None,
         dtype: Any = None,
         tokenizer: TextTokenizer | None = None,
+        ledger: Ledger | None = None,
     ):
         """Fixes the shapes. Nothing is allocated before `generate`, and everything is freed after
         it.
@@ -106,6 +107,7 @@ class Engine:
                 8. At launch_tokens a launch has a fixed length.
             dtype: of the computation and the cache; that of the parameters where None.
             tokenizer: decodes `text` and stop strings.
+            ledger: the account of the devices' memory that cache and programs are entered in.
         """
         _at_least_one(slots=slots, max_prompt_tokens=max_prompt_tokens)
         _at_least_one(max_new_tokens=max_new_tokens, launch_tokens=launch_tokens)
@@ -126,6 +128,7 @@ class Engine:
             check_every = 1 if devices == 1 and target.platform == "cpu" else 8
         self.check_every = min(check_every, launch_tokens)
         self.launch_tokens = round_up(launch_tokens, self.check_every)
+        self.ledger = ledger or Ledger()
         self.stats = EngineStats()
 
     def generate(
@@ -250,7 +253,7 @@ class _Run:
         samples: list[_Sample],
     ):
         self.engine, self.params, self.prompts = engine, params, prompts
-        self.sampling, self.stats = sampling, engine.stats
+        self.sampling, self.stats, self.ledger = sampling, engine.stats, engine.ledger
         mesh = engine.mesh
         self.knobs = knobs
         if mesh is not None:
@@ -279,19 +282,18 @@ class _Run:
                     )
                 self._refill()
                 if not self.queue:
-                    current().nearly_done()
+                    self.ledger.nearly_done()
                 tokens += self._launch()
                 finished = total - len(self.queue) - len(self.seated)
                 if on_tokens is not None:
                     on_tokens(tokens, finished)
         finally:
             self.cache, self.held_cache = [], []
-            current().drop(CACHE)
-        current().nearly_done()
+            self.ledger.drop(CACHE)
+        self.ledger.nearly_done()
 
-    def _told(self) -> None:
-        """The ledger hears what the cache takes."""
-        current().put(CACHE, (self.cache, self.held_cache))
+    def _record_cache(self) -> None:
+        self.ledger.put(CACHE, (self.cache, self.held_cache))
 
     def _refill(self) -> None:
         """Seats waiting samples in free slots; prefills the prompts that they need."""
@@ -308,7 +310,7 @@ class _Run:
             seated = True
         if not self.queue and self.held_cache:
             self.held, self.held_cache = range(0), []
-            self._told()
+            self._record_cache()
         if seated:
             jax.block_until_ready(self.cache)
             self.stats.prefill_seconds += time.perf_counter() - started
@@ -325,9 +327,9 @@ class _Run:
             lengths[row] = len(prompt)
         self.held_cache = []
         given = (self.engine.config, self.engine.mesh, self.params, tokens, lengths)
-        with current().running(decode.prefill, *given):
+        with self.ledger.running(decode.prefill, *given):
             self.held_cache = jax.block_until_ready(decode.prefill(*given))
-        self._told()
+        self._record_cache()
         self.stats.prefill_rows += len(chosen)
 
     def _seat(self, moves: list[tuple[int, _Sample]]) -> None:
@@ -365,12 +367,12 @@ class _Run:
         if not self.cache:
             dtype, layout = self.params["norm"]["scale"].dtype, layout_of(self.params)
             self.cache = decode.new_cache(config, mesh, self.engine.slots, length, dtype, layout)
-            self._told()
+            self._record_cache()
         if self._cached() != length:
             for i, layer in enumerate(self.cache):
-                with current().running(decode.resize, config, mesh, [layer], length):
+                with self.ledger.running(decode.resize, config, mesh, [layer], length):
                     self.cache[i : i + 1] = decode.resize(config, mesh, [layer], length)
-            self._told()
+            self._record_cache()
 
     def _launch(self) -> int:
         """Decodes, hands the tokens to their samples, frees the slots that are done; returns the
@@ -383,7 +385,7 @@ class _Run:
         given = (engine.config, engine.mesh, self.params, self.cache, self.table)
         rest = (np.int32(exit_free), self.knobs)
         length = {"n_tokens": engine.launch_tokens, "check_every": engine.check_every}
-        with current().running(decode.launch, *given, *rest, **length):
+        with self.ledger.running(decode.launch, *given, *rest, **length):
             self.cache, launched = decode.launch(*given, *rest, **length)
             out = np.asarray(launched)
         self.stats.launches += 1
