@@ -1,0 +1,1 @@
+"""What an algorithm makes of a batch: objective, advantages, signals, schedule."""

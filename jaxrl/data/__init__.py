@@ -1,0 +1,1 @@
+"""Prompts: files, tasks, tokenizers, their order, and batches of arrays."""

@@ -1,0 +1,1 @@
+"""Divergences, policy losses and corrections; the table of algorithms."""

@@ -1,0 +1,1 @@
+"""Measured times: stages, waits, and which split of the devices would be faster."""

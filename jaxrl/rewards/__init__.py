@@ -1,0 +1,1 @@
+"""Verifiers, reward functions in processes of their own, and their sum."""

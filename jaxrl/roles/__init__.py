@@ -1,0 +1,1 @@
+"""What workers compute: actor, rollout, teacher, reference, reward, grouper."""

@@ -1,0 +1,1 @@
+"""Completions: the draw of a token, and continuous batching."""

@@ -1,0 +1,1 @@
+"""Devices, meshes, moves between them, and the account of their memory."""

@@ -1,0 +1,1 @@
+"""A teacher behind a network address: protocol, server, clients."""

@@ -64,6 +64,15 @@ def test_every_page_is_reached_from_how_it_works() -> None:
     assert {page for page in DOCS.glob("*.md") if page.name != "how-it-works.md"} <= linked
 
 
+def test_the_picture_of_the_rooms_is_that_of_the_imports() -> None:
+    spec = importlib.util.spec_from_file_location("draw_rooms", ROOT / "scripts" / "draw_rooms.py")
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    drawn = (DOCS / "rooms.svg").read_text(encoding="utf-8")
+    assert drawn == script.picture(), "python scripts/draw_rooms.py"
+
+
 def blocks(page: Path) -> list[str]:
     """The Python of a page, each block at its own line, so that an error tells where."""
     text = page.read_text(encoding="utf-8")
