@@ -24,8 +24,8 @@ from jaxrl.plan import make_plan
 from jaxrl.plan.record import PLAN_DATA_FILE
 from jaxrl.plan.table import GB
 from jaxrl.profile.waits import (
-    Call,
     PoolWait,
+    Span,
     Stage,
     pool_waits,
     read_calls,
@@ -267,7 +267,7 @@ def _read_facts(run_dir: Path) -> RunFacts | None:
         return None
 
 
-def measure(calls: Sequence[Call], pool_of: Mapping[str, str], staleness: int) -> Measured | None:
+def measure(calls: Sequence[Span], pool_of: Mapping[str, str], staleness: int) -> Measured | None:
     """What the steady steps among these calls took; None where they are too few."""
     windows = steady_steps(calls, staleness)
     if len(windows) < ENOUGH:

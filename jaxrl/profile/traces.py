@@ -21,7 +21,7 @@ from jaxrl.config.schema import Config
 from jaxrl.plan import Plan
 from jaxrl.plan.scene import signal_bytes
 from jaxrl.profile.stages import Batch, Profiled, StageTable, stage_rows, step_work
-from jaxrl.profile.waits import ASIDE, Call, Stage, Window, pool_waits, stage_seconds
+from jaxrl.profile.waits import ASIDE, Span, Stage, Window, pool_waits, stage_seconds
 from jaxrl.runtime.tracing import Traced
 from jaxrl.runtime.worker import Crew, Future, Handle, Times
 from jaxrl.telemetry.timeline import Watched
@@ -137,9 +137,9 @@ class Profile:
             tuple(pool_waits(calls, windows, len(steps), pool_of)),
         )
 
-    def _windows(self, calls: Sequence[Call], steps: Sequence[int]) -> list[Window]:
+    def _windows(self, calls: Sequence[Span], steps: Sequence[int]) -> list[Window]:
         """From update to update, without the time in which the trace began."""
-        ends = {call.step: call.end for call in calls if call.method == "update"}
+        ends = {call.step: call.end for call in calls if call.name == "update"}
         pause = max((told.times for told in self._begun.values()), key=lambda t: t.finished or 0)
         assert pause.started is not None and pause.finished is not None, "it has begun"
         start = ends.get(steps[0] - 2, pause.finished)
@@ -192,9 +192,9 @@ class _Made:
     times: Times
     step: int | None
 
-    def call(self) -> Call:
+    def call(self) -> Span:
         assert self.times.started is not None and self.times.finished is not None, "it has ended"
-        return Call(self.role, self.method, self.times.started, self.times.finished, self.step)
+        return Span(self.role, self.method, self.times.started, self.times.finished, self.step)
 
 
 def steps_to_profile(config: Config, trained: int, tell: Callable[[str], None]) -> range:

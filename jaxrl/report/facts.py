@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxrl.config.keys import keys
 from jaxrl.config.schema import Config
-from jaxrl.report.idle import Use
+from jaxrl.report.idle import Activity
 from jaxrl.report.read import RunFiles
 from jaxrl.run.run_dir import meshes
 
@@ -22,7 +22,7 @@ PLACES = ("run_dir", "name", "resume")
 """Keys that say where a run is, and not what it is."""
 
 
-def facts(run: RunFiles, use: Use) -> dict[str, str]:
+def facts(run: RunFiles, use: Activity) -> dict[str, str]:
     """Heading -> text; what the run has not told is left out."""
     told = {"state": state(run), "wall time": wall_time(run, use)}
     told |= {name: str(run.config.get(name, "")) for name in ("algorithm", "schedule", "mesh")}
@@ -47,7 +47,7 @@ def state(run: RunFiles) -> str:
     return f"cut at step {run.steps}{of}"
 
 
-def wall_time(run: RunFiles, use: Use) -> str:
+def wall_time(run: RunFiles, use: Activity) -> str:
     """From the first call to the last, by the timeline; else the steps alone."""
     if use.pools:
         told = clock(use.pools[0].window / 1e6)

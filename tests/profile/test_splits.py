@@ -17,7 +17,7 @@ from jaxrl.plan.record import plan_json
 from jaxrl.profile import splits
 from jaxrl.profile.waits import (
     OTHER,
-    Call,
+    Span,
     pool_waits,
     read_calls,
     stage_seconds,
@@ -119,11 +119,11 @@ def test_a_pool_waits_for_whoever_holds_up_what_it_needs():
     for i in range(4):
         t = 10 * i
         calls += [
-            Call("rollout", "generate", t, t + 6, i),
-            Call("teacher", "score", t + 6, t + 7),
-            Call("actor", "update", t + 7, t + 9, i),
-            Call("actor", "publish", t + 9, t + 9.3),
-            Call("rollout", "load", t + 9.3, t + 9.4),
+            Span("rollout", "generate", t, t + 6, i),
+            Span("teacher", "score", t + 6, t + 7),
+            Span("actor", "update", t + 7, t + 9, i),
+            Span("actor", "publish", t + 9, t + 9.3),
+            Span("rollout", "load", t + 9.3, t + 9.4),
         ]
     windows = [(9, 19), (19, 29)]
     names = {"actor": "actor", "rollout": "rollout", "teacher": "teacher"}
@@ -140,13 +140,13 @@ def test_a_pool_waits_for_whoever_holds_up_what_it_needs():
 
 def test_calls_that_overlap_count_once():
     """Parts that a teacher elsewhere scores side by side."""
-    calls = [Call("teacher", "score", 0, 2), Call("teacher", "score", 1, 3)]
+    calls = [Span("teacher", "score", 0, 2), Span("teacher", "score", 1, 3)]
     assert stage_seconds(calls, [(0, 4)], 1) == {("teacher", "score"): 3}
 
 
 def test_steady_steps_leave_out_the_first_the_last_and_the_long():
     ends = [0, 50, 60, 61, 62, 63, 66, 67, 68]
-    calls = [Call("actor", "update", end - 0.5, end) for end in ends]
+    calls = [Span("actor", "update", end - 0.5, end) for end in ends]
     assert steady_steps(calls, 0) == [(60, 61), (61, 62), (62, 63), (66, 67)]
     assert steady_steps(calls, 1) == [(60, 61), (61, 62), (62, 63)]
     assert steady_steps(calls[:2], 0) == []
@@ -173,10 +173,10 @@ def measured(**seconds):
     calls, t = [], 0.0
     for i in range(12):
         for role, method in named.items():
-            calls.append(Call(role, method, t, t + seconds[role], i))
+            calls.append(Span(role, method, t, t + seconds[role], i))
             t += seconds[role]
-        calls.append(Call("actor", "publish", t, t + 0.001))
-        calls.append(Call("rollout", "load", t + 0.001, t + 0.002))
+        calls.append(Span("actor", "publish", t, t + 0.001))
+        calls.append(Span("rollout", "load", t + 0.001, t + 0.002))
         t += 0.002
     return calls
 
@@ -192,7 +192,7 @@ def write_run(folder, calls, *overrides, limit=None):
     with Timeline(folder / "timeline.json") as timeline:
         for call in calls:
             step = {} if call.step is None else {"step": call.step}
-            timeline.span(call.role, call.method, call.start, call.end, **step)
+            timeline.span(call.track, call.name, call.start, call.end, **step)
     return folder
 
 
@@ -240,7 +240,7 @@ def test_a_role_without_devices_keeps_its_seconds(tmp_path):
             ("actor", "publish", 0.001),
             ("rollout", "load", 0.001),
         ):
-            calls.append(Call(role, method, t, t + took, i if method == "update" else None))
+            calls.append(Span(role, method, t, t + took, i if method == "update" else None))
             t += took
     keys = "mesh=actor=4,rollout=4 algorithm=gspo group_size=2 teacher.model=null"
     run = write_run(tmp_path, calls, *keys.split(), "reward.functions=[exact]")

@@ -305,7 +305,7 @@ function startCurves() {
   control("smooth").addEventListener("input", (event) => {
     shown.halfLife = lives[event.target.value];
     const told = shown.halfLife ? `half-life ${shown.halfLife} steps` : "off";
-    document.getElementById("smooth-told").textContent = told;
+    document.getElementById("smooth-text").textContent = told;
     drawCharts();
   });
   control("log").addEventListener("change", (event) => {
