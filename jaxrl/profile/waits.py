@@ -29,8 +29,6 @@ LONG = 1.5
 """A step that took so many times the median is left out: it compiled, evaluated or saved."""
 TOUCH_S = 0.02
 """A call may begin so much before the end of what it needs: their workers' clocks differ."""
-ASIDE = "saved"
-"""The call that waits for a disk beside the queue: no work of its role's devices."""
 OTHER = "the driver"
 """Who is waited for where no pool works: results on their way, and the loop itself."""
 
@@ -52,7 +50,7 @@ class Span:
     step: int | None = None
     """The batch, where the call names it."""
     aside: bool = False
-    """Whether it runs beside the calls that the worker takes in order."""
+    """Whether it is a wait beside the queue of its worker, for a disk: no work of the devices."""
 
     @property
     def stage(self) -> Stage:
@@ -131,7 +129,7 @@ def read_calls(path: Path) -> list[Span]:
             event = json.loads(line.removeprefix(b","))
             if begins_run(event):
                 calls = []
-            elif (span := span_of(event)) and span.track in ROLES and span.name != ASIDE:
+            elif (span := span_of(event)) and span.track in ROLES and not span.aside:
                 start, took = span.start / 1e6, (span.end - span.start) / 1e6
                 calls.append(replace(span, start=start, end=start + took))
         except (ValueError, TypeError, AttributeError):

@@ -13,7 +13,7 @@ from runs import SHORT, save_model
 from jaxrl.algorithms.schedule import SCHEDULES, Schedule
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
-from jaxrl.profile.stages import Batch, stage_rows, step_work
+from jaxrl.profile.stages import StepBatch, stage_rows, step_work
 from jaxrl.profile.traces import Profile, steps_to_profile
 from jaxrl.profile.waits import Span
 from jaxrl.profile.work import Work, adamw_work, block_params
@@ -316,7 +316,7 @@ def test_the_work_of_a_step_follows_its_algorithm():
     """Passes multiply the products of an update, updates its optimizer; with several updates the
     old log-probs are computed first.
     """
-    batch = Batch(prompts=(3, 5), samples=2, mean=4.0, decode_steps=4)
+    batch = StepBatch(prompts=(3, 5), samples=2, mean=4.0, decode_steps=4)
     assert batch.tokens == 16
     axes = {"actor": Axes(data=2, fsdp=1), "rollout": Axes(data=2)}
     c = SimpleNamespace(**MODEL)

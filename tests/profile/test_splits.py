@@ -72,7 +72,7 @@ def facts(mesh=HERE, schedule="serial", **more):
     placement = parse(mesh)
     pool_of = {role: placement.pool_of(role).name for role in placement.roles}
     devices = {role: len(where.devices) for role, where in placement.roles.items()}
-    return splits.RunFacts(config, pool_of, devices, **({"emulated": False, "limit": None} | more))
+    return splits.RunSetup(config, pool_of, devices, **({"emulated": False, "limit": None} | more))
 
 
 def simulate(path, mesh, schedule):
@@ -212,7 +212,8 @@ def test_the_advice_of_a_run_in_words(tmp_path):
         f"rollout is 71% of the step; {split} would be 1.3x faster",
         f"schedule=one_step_off would be 1.4x faster, and with {split} 2.7x",
     ]
-    idle = {wait.pool: wait.idle for wait in splits.waits(tmp_path)}
+    _, measured_run = splits.measured_run(tmp_path)
+    idle = {wait.pool: wait.idle for wait in measured_run.pools}
     assert idle == pytest.approx({"actor": 0.81, "rollout": 0.29, "teacher": 0.9}, abs=1e-3)
 
 
@@ -251,7 +252,7 @@ def test_a_role_without_devices_keeps_its_seconds(tmp_path):
 
 def test_nothing_is_said_without_steps_or_need(tmp_path):
     calls = measured(rollout=0.5, teacher=0.5, actor=0.5)
-    assert splits.run_advice(tmp_path) == [] and splits.waits(tmp_path) == []
+    assert splits.run_advice(tmp_path) == [] and splits.measured_run(tmp_path) is None
     assert splits.run_advice(write_run(tmp_path, calls[:12])) == []  # four steps, two to warm up
     even = splits.run_advice(write_run(tmp_path, calls, "mesh=actor+rollout+teacher=1"))
     assert even == []  # one pool: nothing to split
