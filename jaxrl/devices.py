@@ -29,6 +29,7 @@ from jaxrl.config import cli
 from jaxrl.errors import RunError, UserError
 from jaxrl.runtime.cluster import Cluster
 from jaxrl.runtime.registry import Member, Run, running
+from jaxrl.runtime.worker import WorkerState
 from jaxrl.sharding.mesh import HOST_COUNT_FLAG, host_available
 
 SMI_S = 20.0
@@ -38,6 +39,8 @@ FREE_SHARE = 0.05
 COMMAND_WIDTH = 60
 """Characters of a command that are shown."""
 GB, MIB = 1e9, 1 << 20
+WORKER = ("worker", "roles", "process", "devices")
+"""Columns of a table of workers."""
 SETTINGS = {
     "CUDA_VISIBLE_DEVICES": "a run from here sees these GPUs only, numbered from 0",
     "JAX_PLATFORMS": "a run from here uses the devices of these platforms only",
@@ -191,11 +194,12 @@ def placed(run: Run, worker: Member, gpus: Sequence[LocalDevice]) -> list[str]:
 
 def users(device: LocalDevice, host: LocalHost, runs: Sequence[Run]) -> list[str]:
     """Who has an accelerator; empty if it is free."""
+    here = socket.gethostname()
     mine = [
         (run, worker)
         for run in runs
         for worker in run.workers
-        if worker.host == socket.gethostname() and device.name in placed(run, worker, host.devices)
+        if worker.host == here and device.name in placed(run, worker, host.devices)
     ]
     ours = {pid for run, worker in mine for pid in (run.pid, worker.pid)}
     others = [p for p in host.processes if p.uuid == device.uuid and p.pid not in ours]
@@ -230,7 +234,10 @@ def host_page(host: LocalHost, runs: Sequence[Run]) -> list[Table | str]:
     if all(device.name.startswith("cpu:") for device in host.devices):
         return [*page, "no accelerator: each run emulates the CPU devices that its mesh needs"]
     owners = {device: users(device, host, runs) for device in host.devices}
-    rows = [(d.name, d.kind, _memory(d), "; ".join(by) or "free") for d, by in owners.items()]
+    rows = [
+        (d.name, d.kind, _memory(d.used, d.limit), "; ".join(by) or "free")
+        for d, by in owners.items()
+    ]
     free = [device.name for device, by in owners.items() if not by]
     return [
         *page,
@@ -239,21 +246,11 @@ def host_page(host: LocalHost, runs: Sequence[Run]) -> list[Table | str]:
     ]
 
 
-def _memory(device: LocalDevice) -> str:
-    if device.used is None or device.limit is None:
-        return "not told"
-    return f"{device.used / GB:.1f} of {device.limit / GB:.1f} GB"
-
-
 def run_page(run: Run, gpus: Sequence[LocalDevice]) -> list[Table | str]:
     """A run and its workers."""
-    rows = [
-        (w.name, ", ".join(w.roles), f"{w.host}:{w.pid}", ", ".join(placed(run, w, gpus)))
-        for w in run.workers
-    ]
+    rows = [_worker(worker, placed(run, worker, gpus)) for worker in run.workers]
     head = f"run {run.run_dir}: pid {run.pid} since {run.started}: {run.command}"
-    table = _table(("worker", "roles", "process", "devices"), rows)
-    return [head, table if rows else "its workers have not started yet"]
+    return [head, _table(WORKER, rows) if rows else "its workers have not started yet"]
 
 
 def cluster_page(cluster: Cluster) -> list[Table | str]:
@@ -264,21 +261,27 @@ def cluster_page(cluster: Cluster) -> list[Table | str]:
             node.address,
             f"{node.cpus_free:g} of {node.cpus:g}",
             f"{node.gpus_free:g} of {node.gpus:g}",
-            f"{node.memory_free / GB:.1f} of {node.memory / GB:.1f} GB",
+            _memory(node.memory_free, node.memory),
         )
         for node in cluster.hosts
     ]
-    workers = [
-        (w.name, ", ".join(w.roles), f"{w.host}:{w.pid}", ", ".join(w.devices), w.phase)
-        for w in cluster.workers
-    ]
+    rows = [(*_worker(worker, worker.devices), worker.phase) for worker in cluster.workers]
     return [
         f"cluster {cluster.address}",
         _table(("node", "address", "CPUs free", "GPUs free", "memory free"), nodes),
-        _table(("worker", "roles", "process", "devices", "phase"), workers)
-        if workers
-        else "no worker of jaxrl on it",
+        _table((*WORKER, "phase"), rows) if rows else "no worker of jaxrl on it",
     ]
+
+
+def _worker(worker: Member | WorkerState, devices: Iterable[str]) -> tuple[str, ...]:
+    process = f"{worker.host}:{worker.pid}"
+    return worker.name, ", ".join(worker.roles), process, ", ".join(devices)
+
+
+def _memory(part: int | None, whole: int | None) -> str:
+    if part is None or whole is None:
+        return "not told"
+    return f"{part / GB:.1f} of {whole / GB:.1f} GB"
 
 
 def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:

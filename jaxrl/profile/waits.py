@@ -245,9 +245,11 @@ def _ended_last(
     nearest = None
     for i in range(bisect_right(ends, at + touch) - 1, -1, -1):
         call = others[i]
-        if call.start < at and (nearest is None or abs(at - call.end) < nearest.end - at):
+        if call.start >= at:
+            continue
+        if nearest is None or abs(at - call.end) < nearest.end - at:
             nearest = call
-        if call.end <= at and nearest is not None:
+        if call.end <= at:
             break
     return nearest
 

@@ -12,19 +12,10 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
-from jaxrl.profile.waits import (
-    OTHER,
-    TOUCH_S,
-    Gap,
-    Span,
-    Window,
-    begins_run,
-    gaps,
-    span_of,
-    union,
-)
+from jaxrl.profile.waits import OTHER, TOUCH_S, Gap, Span, begins_run, gaps, span_of, union
 from jaxrl.sharding.placement import ROLES
 
 LEAST_GAP_US = 1000
@@ -114,20 +105,34 @@ def understand(events: Iterable[Mapping[str, Any]]) -> Activity:
 
 
 def _use(spans: Mapping[str, Sequence[Span]], sessions: Sequence[int]) -> tuple[PoolUse, ...]:
+    pools = _pools(spans)
     calls = {
         name: [span for role in roles for span in spans[role] if not span.aside]
-        for name, (roles, _) in _pools(spans).items()
+        for name, (roles, _) in pools.items()
     }
-    lives = _lives([span for own in calls.values() for span in own], sessions)
-    found = []
-    for name, (roles, workers) in _pools(spans).items():
-        own = calls[name]
-        others = [call for other, theirs in calls.items() if other != name for call in theirs]
-        busy = sum(end - start for start, end in union((call.start, call.end) for call in own))
-        window = sum(end - start for start, end in lives)
-        idle = tuple(gaps(own, others, lives, TOUCH_S * 1e6))
-        found.append(PoolUse(name, roles, workers, window, busy, idle))
-    return tuple(found)
+    # Each life of the run, from its first call to the end of its last.
+    by_life: dict[int, list[Span]] = {}
+    for call in sorted(chain(*calls.values()), key=lambda call: call.start):
+        by_life.setdefault(bisect_right(sessions, call.start), []).append(call)
+    lives = [(life[0].start, max(call.end for call in life)) for life in by_life.values()]
+    return tuple(
+        PoolUse(
+            name,
+            roles,
+            workers,
+            window=sum(end - start for start, end in lives),
+            busy=sum(end - start for start, end in union((c.start, c.end) for c in calls[name])),
+            gaps=tuple(
+                gaps(
+                    calls[name],
+                    chain(*(theirs for other, theirs in calls.items() if other != name)),
+                    lives,
+                    TOUCH_S * 1e6,
+                )
+            ),
+        )
+        for name, (roles, workers) in pools.items()
+    )
 
 
 def _pools(spans: Iterable[str]) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
@@ -149,14 +154,3 @@ def _pools(spans: Iterable[str]) -> dict[str, tuple[tuple[str, ...], tuple[str, 
         name: (tuple(role for role in name.split("+") if role in tracks), tuple(workers[name]))
         for name in names
     }
-
-
-def _lives(calls: Sequence[Span], sessions: Sequence[int]) -> list[Window]:
-    """Each life of the run, from its first call to the end of its last."""
-    lives: dict[int, list[Span]] = {}
-    for call in calls:
-        lives.setdefault(bisect_right(sessions, call.start), []).append(call)
-    return [
-        (min(call.start for call in life), max(call.end for call in life))
-        for _, life in sorted(lives.items())
-    ]

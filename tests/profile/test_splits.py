@@ -18,6 +18,7 @@ from jaxrl.profile import splits
 from jaxrl.profile.waits import (
     OTHER,
     Span,
+    gaps,
     pool_waits,
     read_calls,
     stage_seconds,
@@ -136,6 +137,22 @@ def test_a_pool_waits_for_whoever_holds_up_what_it_needs():
         assert told.seconds == 10
         assert sum(told.waited.values()) == pytest.approx(told.idle * told.seconds)
     assert stage_seconds(calls, windows, 2)["rollout", "generate"] == pytest.approx(6)
+
+
+@pytest.mark.parametrize("later", [9.0, 10.004])
+def test_a_gap_waited_for_what_ended_nearest_by_clocks_that_differ(later):
+    """Sampling ends 10 ms after its scoring began, and scoring 5 ms after the update began. A call
+    that ends a little nearer, or runs on, changes that only where it is the nearest.
+    """
+    own = [Span("actor", "publish", -1, 0), Span("actor", "update", 10, 12)]
+    score, generate = Span("teacher", "score", 6, 10.005), Span("rollout", "generate", 0, 6.01)
+    ahead = Span("rollout", "generate", 6.5, 10.018)
+    (gap,) = gaps(own, [ahead, score, generate], [(-1, 12)])
+    assert (gap.start, gap.end, gap.then) == (0, 10, own[1])
+    assert gap.causes == ((score, 6, 10), (generate, 0, 6))
+    other = Span("reward", "score", 8, later)
+    (gap,) = gaps(own, [ahead, score, generate, other], [(-1, 12)])
+    assert gap.causes[0][0] == (score if later == 9.0 else other)
 
 
 def test_calls_that_overlap_count_once():
