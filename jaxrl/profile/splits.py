@@ -50,7 +50,7 @@ FIXED = ("publish", "load")
 
 
 @dataclass(frozen=True)
-class Measured:
+class StepTimes:
     """What a run took, in seconds a step."""
 
     stages: Mapping[Stage, float]
@@ -90,7 +90,7 @@ def run_advice(run_dir: Path) -> list[str]:
     return [*map(_wait_line, measured.pools), *split_advice(setup, measured)]
 
 
-def split_advice(setup: RunSetup, measured: Measured) -> list[str]:
+def split_advice(setup: RunSetup, measured: StepTimes) -> list[str]:
     """The best split under the run's schedule, and what another schedule would do."""
     lines = []
     top = max(measured.pools, key=lambda pool: pool.busy)
@@ -181,7 +181,7 @@ def splits(placement: Placement) -> Iterator[str]:
             yield ",".join(f"{pool.name}={size}" for pool, size in pairs)
 
 
-def best_split(setup: RunSetup, measured: Measured, staleness: int) -> tuple[str | None, float]:
+def best_split(setup: RunSetup, measured: StepTimes, staleness: int) -> tuple[str | None, float]:
     """The fastest other `--mesh` that can be had, and how many times faster it is than the run;
     None, and 1, where none is worth it.
     """
@@ -197,7 +197,7 @@ def best_split(setup: RunSetup, measured: Measured, staleness: int) -> tuple[str
 
 
 def speedup(
-    setup: RunSetup, measured: Measured, devices: Mapping[str, int], staleness: int
+    setup: RunSetup, measured: StepTimes, devices: Mapping[str, int], staleness: int
 ) -> float:
     """How many times faster than the run; what its replay does not explain stays as it is."""
     stages = scaled(measured.stages, setup.devices, devices)
@@ -224,7 +224,7 @@ def _possible(setup: RunSetup, spec: str) -> bool:
         return False
 
 
-def measured_run(run_dir: Path) -> tuple[RunSetup, Measured] | None:
+def measured_run(run_dir: Path) -> tuple[RunSetup, StepTimes] | None:
     """None where the config or the plan of the run cannot be read, or it has too few steps."""
     try:
         config = Config.load(run_dir / CONFIG_FILE)
@@ -245,7 +245,7 @@ def measured_run(run_dir: Path) -> tuple[RunSetup, Measured] | None:
     return None if measured is None else (setup, measured)
 
 
-def measure(calls: Sequence[Span], pool_of: Mapping[str, str], staleness: int) -> Measured | None:
+def measure(calls: Sequence[Span], pool_of: Mapping[str, str], staleness: int) -> StepTimes | None:
     """What the steady steps among these calls took; None where they are too few."""
     windows = steady_steps(calls, staleness)
     if len(windows) < ENOUGH:
@@ -254,7 +254,7 @@ def measure(calls: Sequence[Span], pool_of: Mapping[str, str], staleness: int) -
     step = sum(end - start for start, end in windows) / n
     stages = stage_seconds(calls, windows, n)
     unexplained = max(step - predict(stages, pool_of, staleness), 0.0)
-    return Measured(stages, step, unexplained, tuple(pool_waits(calls, windows, n, pool_of)))
+    return StepTimes(stages, step, unexplained, tuple(pool_waits(calls, windows, n, pool_of)))
 
 
 def _wait_line(pool: PoolWait) -> str:

@@ -116,10 +116,11 @@ def running(notify: Callable[[str], None] = to_stderr) -> list[Run]:
     """
     found = []
     for home in _homes():
+        folder = _folder(home)
         try:
-            paths = own_folder(home).glob("*.json") if os.path.lexists(_folder(home)) else ()
+            paths = own_folder(home).glob("*.json") if os.path.lexists(folder) else ()
         except (OSError, UserError) as error:
-            notify(f"runs in {_folder(home)} are not known: {error}")
+            notify(f"runs in {folder} are not known: {error}")
             continue
         for path in paths:
             try:
