@@ -53,10 +53,8 @@ class PoolUse:
         return (*self.workers, *calls)
 
     def waited(self) -> dict[str, float]:
-        """Call of another pool, as `rollout.generate` -> microseconds that this one waited for it,
-        most first.
-        """
-        return waited(*self.gaps)
+        """What the pool waited for, as `rollout.generate` -> microseconds, most first."""
+        return waited(self.gaps)
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ class Activity:
     """Where the run began, and where it was resumed."""
 
 
-def waited(*idle: Gap) -> dict[str, float]:
+def waited(idle: Iterable[Gap]) -> dict[str, float]:
     """What gaps waited for, as `rollout.generate` -> microseconds, most first."""
     total: dict[str, float] = defaultdict(float)
     for gap in idle:

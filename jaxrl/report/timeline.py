@@ -98,7 +98,7 @@ def _merged(spans: Sequence[Span], within: int) -> Sequence[Span]:
 
 def reason(gap: Gap) -> str:
     """What a gap waited for most, and what came after it."""
-    most, length = next(iter(waited(gap).items()))
+    most, length = next(iter(waited([gap]).items()))
     part = length / gap.length
     share = f" ({part:.0%})" if part < 0.995 else ""
     before = "the end" if gap.then is None else ".".join(gap.then.stage)
