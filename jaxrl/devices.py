@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import csv
 import importlib.util
-import io
 import os
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import rich.console
 from rich import box
 from rich.table import Table
@@ -38,17 +39,19 @@ FREE_SHARE = 0.05
 COMMAND_WIDTH = 60
 """Characters of a command that are shown."""
 GB, MIB = 1e9, 1 << 20
+WORKER = ("worker", "roles", "process", "devices")
+"""Columns of a table of workers."""
 SETTINGS = {
     "CUDA_VISIBLE_DEVICES": "a run from here sees these GPUs only, numbered from 0",
     "JAX_PLATFORMS": "a run from here uses the devices of these platforms only",
     "JAX_NUM_CPU_DEVICES": "a run from here emulates that many CPU devices",
     "XLA_PYTHON_CLIENT_MEM_FRACTION": "the share of a GPU's memory that a run from here takes",
 }
-"""What decides which devices a run gets."""
+"""Environment variables that decide which devices a run gets."""
 
 
 @dataclass(frozen=True)
-class Device:
+class LocalDevice:
     """A device of this host."""
 
     name: str
@@ -57,44 +60,45 @@ class Device:
     uuid: str
     """"" where there is none."""
     used: int | None
-    """Bytes; None where not told."""
+    """Bytes; None where unknown."""
     limit: int | None
 
 
 @dataclass(frozen=True)
-class Use:
+class GpuProcess:
     """A process that computes on a GPU."""
 
     pid: int
     uuid: str
     """Of the GPU."""
     used: int | None
-    """Bytes; None where not told."""
+    """Bytes; None where unknown."""
 
 
 @dataclass(frozen=True)
-class Host:
-    """What there is on this host."""
-
-    devices: tuple[Device, ...]
-    uses: tuple[Use, ...]
-    notes: tuple[str, ...]
-    """What keeps something from being known."""
-
-
-def find_host() -> Host:
+class LocalHost:
     """The devices of this host and who computes on them."""
+
+    devices: tuple[LocalDevice, ...]
+    processes: tuple[GpuProcess, ...]
+    notes: tuple[str, ...]
+    """Why something is not known."""
+
+
+def find_host() -> LocalHost:
+    """What nvidia-smi says of this host; what jax says, where there is no nvidia-smi."""
     notes: list[str] = []
     if shutil.which("nvidia-smi") is None:
-        return Host(jax_devices(notes.append), (), tuple(notes))
+        return LocalHost(jax_devices(notes.append), (), tuple(notes))
     try:
         gpus = parse_gpus(_smi("--query-gpu=index,uuid,name,memory.used,memory.total"))
-        uses = parse_uses(_smi("--query-compute-apps=pid,gpu_uuid,used_memory"))
+        processes = parse_processes(_smi("--query-compute-apps=pid,gpu_uuid,used_memory"))
     except subprocess.TimeoutExpired:
         # A driver that does not answer would not answer jax either.
-        return Host((), (), (f"nvidia-smi has not answered for {SMI_S:g} s: its driver hangs",))
+        hangs = f"nvidia-smi has not answered for {SMI_S:g} s: its driver hangs"
+        return LocalHost((), (), (hangs,))
     except RunError as error:
-        return Host(jax_devices(notes.append), (), (str(error), *notes))
+        return LocalHost(jax_devices(notes.append), (), (str(error), *notes))
     plugins = [f"jax_cuda{version}_plugin" for version in (12, 13)]
     if gpus and not any(map(importlib.util.find_spec, plugins)):
         notes.append("jax here cannot use these GPUs: pip install 'jaxrl[cuda]'")
@@ -102,33 +106,33 @@ def find_host() -> Host:
         notes.append(
             "these GPUs differ, and jax may count them otherwise: CUDA_DEVICE_ORDER=PCI_BUS_ID"
         )
-    return Host(gpus, uses, tuple(notes))
+    return LocalHost(gpus, processes, tuple(notes))
 
 
 def _smi(query: str) -> str:
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_S)
     if done.returncode:
-        told = " ".join((done.stdout + done.stderr).split())
-        raise RunError(f"nvidia-smi failed: {told or f'exit code {done.returncode}'}")
+        output = " ".join((done.stdout + done.stderr).split())
+        raise RunError(f"nvidia-smi failed: {output or f'exit code {done.returncode}'}")
     return done.stdout
 
 
-def parse_gpus(text: str) -> tuple[Device, ...]:
+def parse_gpus(text: str) -> tuple[LocalDevice, ...]:
     """Rows of index, uuid, name, MiB used, MiB in all."""
     return tuple(
-        Device(f"gpu:{index}", kind, uuid, _bytes(used), _bytes(limit))
+        LocalDevice(f"gpu:{index}", kind, uuid, _bytes(used), _bytes(limit))
         for index, uuid, kind, used, limit in _rows(text)
     )
 
 
-def parse_uses(text: str) -> tuple[Use, ...]:
+def parse_processes(text: str) -> tuple[GpuProcess, ...]:
     """Rows of pid, uuid of the GPU, MiB used."""
-    return tuple(Use(int(pid), uuid, _bytes(used)) for pid, uuid, used in _rows(text))
+    return tuple(GpuProcess(int(pid), uuid, _bytes(used)) for pid, uuid, used in _rows(text))
 
 
 def _rows(text: str) -> Iterator[list[str]]:
-    return (row for row in csv.reader(io.StringIO(text), skipinitialspace=True) if row)
+    return (row for row in csv.reader(text.splitlines(), skipinitialspace=True) if row)
 
 
 def _bytes(mib: str) -> int | None:
@@ -136,7 +140,7 @@ def _bytes(mib: str) -> int | None:
     return int(mib) * MIB if mib.strip().isdigit() else None
 
 
-def jax_devices(told: Callable[[str], None]) -> tuple[Device, ...]:
+def jax_devices(notify: Callable[[str], None]) -> tuple[LocalDevice, ...]:
     """The devices that jax finds; starts its backend, with as little memory as that takes."""
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     import jax
@@ -144,28 +148,29 @@ def jax_devices(told: Callable[[str], None]) -> tuple[Device, ...]:
     try:
         devices = jax.devices()
     except (RuntimeError, AssertionError) as error:  # an accelerator in use, or a wrong platform
-        told(f"jax cannot start: {error}")
+        notify(f"jax cannot start: {error}")
         return ()
     found = []
     for device in devices:
         stats = device.memory_stats() or {}
-        name, kind = f"{device.platform}:{device.id}", device.device_kind
-        found.append(Device(name, kind, "", stats.get("bytes_in_use"), stats.get("bytes_limit")))
+        used, limit = stats.get("bytes_in_use"), stats.get("bytes_limit")
+        name = f"{device.platform}:{device.id}"
+        found.append(LocalDevice(name, device.device_kind, "", used, limit))
     return tuple(found)
 
 
 def settings(environ: Iterable[tuple[str, str]]) -> list[str]:
-    """What is set and decides which devices a run from here gets."""
-    told = []
+    """The variables that are set and decide which devices a run from here gets."""
+    lines = []
     for name, value in environ:
         if name in SETTINGS:
-            told.append(f"{name}={value}: {SETTINGS[name]}")
+            lines.append(f"{name}={value}: {SETTINGS[name]}")
         elif name == "XLA_FLAGS" and (count := re.search(rf"{HOST_COUNT_FLAG}=\d+", value)):
-            told.append(f"XLA_FLAGS=--{count[0]}: {SETTINGS['JAX_NUM_CPU_DEVICES']}")
-    return sorted(told)
+            lines.append(f"XLA_FLAGS=--{count[0]}: {SETTINGS['JAX_NUM_CPU_DEVICES']}")
+    return sorted(lines)
 
 
-def physical(name: str, visible: str | None, gpus: Sequence[Device]) -> str:
+def physical(name: str, visible: str | None, gpus: Sequence[LocalDevice]) -> str:
     """The name on this host of a device that a process with CUDA_VISIBLE_DEVICES=`visible` counts
     as `name`.
     """
@@ -180,43 +185,42 @@ def physical(name: str, visible: str | None, gpus: Sequence[Device]) -> str:
     return next((gpu.name for gpu in gpus if entry and gpu.uuid.startswith(entry)), name)
 
 
-def placed(run: Run, worker: Member, gpus: Sequence[Device]) -> list[str]:
+def placed(run: Run, worker: Member, gpus: Sequence[LocalDevice]) -> list[str]:
     """The devices of a worker as its host counts them."""
-    # Another process of a run has its own CUDA_VISIBLE_DEVICES, and tells devices of its host.
+    # Another process of a run has its own CUDA_VISIBLE_DEVICES, and names devices of its host.
     visible = run.visible if (worker.host, worker.pid) == (run.host, run.pid) else None
     return [physical(name, visible, gpus) for name in worker.devices]
 
 
-def users(device: Device, host: Host, runs: Sequence[Run]) -> list[str]:
-    """Who has an accelerator; nobody: it is free."""
-    here, ours, told = socket.gethostname(), set[int](), []
-    for run in runs:
-        for worker in run.workers:
-            if worker.host == here and device.name in placed(run, worker, host.devices):
-                told.append(f"{Path(run.run_dir).name}: {worker.name} (pid {worker.pid})")
-                ours |= {worker.pid, run.pid}
-    others = [use for use in host.uses if use.uuid == device.uuid and use.pid not in ours]
-    told += [f"pid {use.pid}: {_command(use.pid)}{_taken(use.used)}" for use in others]
-    if not told and device.used and device.limit and device.used > FREE_SHARE * device.limit:
-        told.append("a process that cannot be seen from here")
-    return told
+def users(device: LocalDevice, host: LocalHost, runs: Sequence[Run]) -> list[str]:
+    """Who has an accelerator; empty if it is free."""
+    here = socket.gethostname()
+    mine = [
+        (run, worker)
+        for run in runs
+        for worker in run.workers
+        if worker.host == here and device.name in placed(run, worker, host.devices)
+    ]
+    ours = {pid for run, worker in mine for pid in (run.pid, worker.pid)}
+    others = [p for p in host.processes if p.uuid == device.uuid and p.pid not in ours]
+    found = [f"{Path(run.run_dir).name}: {w.name} (pid {w.pid})" for run, w in mine]
+    found += [f"pid {process.pid}: {_command(process)}" for process in others]
+    if not found and device.used and device.limit and device.used > FREE_SHARE * device.limit:
+        found.append("a process that cannot be seen from here")
+    return found
 
 
-def _taken(used: int | None) -> str:
-    return "" if used is None else f" ({used / GB:.1f} GB)"
-
-
-def _command(pid: int) -> str:
-    """The command of a process, cut."""
+def _command(process: GpuProcess) -> str:
+    """The command of a process, cut, and the memory that it takes."""
     try:
-        text = Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return "its command is not known here"
-    text = " ".join(text.replace("\0", " ").split())
-    return text if len(text) <= COMMAND_WIDTH else text[: COMMAND_WIDTH - 3] + "..."
+        text = shlex.join(psutil.Process(process.pid).cmdline())
+    except psutil.Error:
+        text = "its command is not known here"
+    cut = text if len(text) <= COMMAND_WIDTH else text[: COMMAND_WIDTH - 3] + "..."
+    return cut if process.used is None else f"{cut} ({process.used / GB:.1f} GB)"
 
 
-def host_page(host: Host, runs: Sequence[Run]) -> list[Table | str]:
+def host_page(host: LocalHost, runs: Sequence[Run]) -> list[Table | str]:
     """The devices, who has them, and which are free."""
     left = host_available()
     free_memory = "" if left is None else f", {left / GB:.1f} GB of memory free"
@@ -229,59 +233,63 @@ def host_page(host: Host, runs: Sequence[Run]) -> list[Table | str]:
         return page
     if all(device.name.startswith("cpu:") for device in host.devices):
         return [*page, "no accelerator: each run emulates the CPU devices that its mesh needs"]
-    table = _table("device", "kind", "memory", "used by")
-    free = []
-    for device in host.devices:
-        told = users(device, host, runs)
-        free += [] if told else [device.name]
-        table.add_row(device.name, device.kind, _memory(device), "; ".join(told) or "free")
-    return [*page, table, f"free: {len(free)} of {len(host.devices)}: {', '.join(free) or 'none'}"]
+    owners = {device: users(device, host, runs) for device in host.devices}
+    rows = [
+        (d.name, d.kind, _memory(d.used, d.limit), "; ".join(by) or "free")
+        for d, by in owners.items()
+    ]
+    free = [device.name for device, by in owners.items() if not by]
+    return [
+        *page,
+        _table(("device", "kind", "memory", "used by"), rows),
+        f"free: {len(free)} of {len(host.devices)}: {', '.join(free) or 'none'}",
+    ]
 
 
-def _memory(device: Device) -> str:
-    if device.used is None or device.limit is None:
-        return "not told"
-    return f"{device.used / GB:.1f} of {device.limit / GB:.1f} GB"
-
-
-def run_page(run: Run, gpus: Sequence[Device]) -> list[Table | str]:
+def run_page(run: Run, gpus: Sequence[LocalDevice]) -> list[Table | str]:
     """A run and its workers."""
-    table = _table("worker", "roles", "process", "devices")
-    for worker in run.workers:
-        process = f"{worker.host}:{worker.pid}"
-        devices = ", ".join(placed(run, worker, gpus))
-        table.add_row(worker.name, ", ".join(worker.roles), process, devices)
+    rows = [_worker(worker, placed(run, worker, gpus)) for worker in run.workers]
     head = f"run {run.run_dir}: pid {run.pid} since {run.started}: {run.command}"
-    return [head, table if run.workers else "its workers have not started yet"]
+    return [head, _table(WORKER, rows) if rows else "its workers have not started yet"]
 
 
 def cluster_page(cluster: Cluster) -> list[Table | str]:
     """The nodes of a cluster and the workers of jaxrl on it."""
-    nodes = _table("node", "address", "CPUs free", "GPUs free", "memory free")
-    for node in cluster.hosts:
-        memory = f"{node.memory_free / GB:.1f} of {node.memory / GB:.1f} GB"
-        cpus = f"{node.cpus_free:g} of {node.cpus:g}"
-        gpus = f"{node.gpus_free:g} of {node.gpus:g}"
-        nodes.add_row(node.name, node.address, cpus, gpus, memory)
-    page: list[Table | str] = [f"cluster {cluster.address}", nodes]
-    if not cluster.workers:
-        return [*page, "no worker of jaxrl on it"]
-    workers = _table("worker", "roles", "process", "devices", "phase")
-    for worker in cluster.workers:
-        workers.add_row(*_cluster_row(worker))
-    return [*page, workers]
+    nodes = [
+        (
+            node.name,
+            node.address,
+            f"{node.cpus_free:g} of {node.cpus:g}",
+            f"{node.gpus_free:g} of {node.gpus:g}",
+            _memory(node.memory_free, node.memory),
+        )
+        for node in cluster.hosts
+    ]
+    rows = [(*_worker(worker, worker.devices), worker.phase) for worker in cluster.workers]
+    return [
+        f"cluster {cluster.address}",
+        _table(("node", "address", "CPUs free", "GPUs free", "memory free"), nodes),
+        _table((*WORKER, "phase"), rows) if rows else "no worker of jaxrl on it",
+    ]
 
 
-def _cluster_row(worker: WorkerState) -> tuple[str, ...]:
+def _worker(worker: Member | WorkerState, devices: Iterable[str]) -> tuple[str, ...]:
     process = f"{worker.host}:{worker.pid}"
-    roles, devices = ", ".join(worker.roles), ", ".join(worker.devices)
-    return worker.name, roles, process, devices, worker.phase
+    return worker.name, ", ".join(worker.roles), process, ", ".join(devices)
 
 
-def _table(*titles: str) -> Table:
+def _memory(part: int | None, whole: int | None) -> str:
+    if part is None or whole is None:
+        return "not told"
+    return f"{part / GB:.1f} of {whole / GB:.1f} GB"
+
+
+def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     table = Table(box=box.SIMPLE)
     for title in titles:
         table.add_column(title, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
@@ -299,7 +307,7 @@ def show(page: Iterable[Table | str]) -> None:
 
 
 def check_address(address: str) -> None:
-    """Refuses an address that cannot be one, and any without Ray."""
+    """Raises UserError for what cannot be an address, and for any without Ray."""
     if not re.fullmatch(r"auto|(ray://)?[^\s/]+:\d{1,5}", address):
         raise UserError(
             f"{address!r} is no address of a Ray cluster: write HOST:PORT, or auto for the cluster"
@@ -315,7 +323,7 @@ def main(argv: Sequence[str]) -> None:
         "--address",
         metavar="HOST:PORT",
         default=os.environ.get("RAY_ADDRESS"),
-        help="a Ray cluster to tell of too (default: RAY_ADDRESS, where set)",
+        help="a Ray cluster to list too (default: RAY_ADDRESS, where set)",
     )
     address = parser.parse(argv).address
     if address:

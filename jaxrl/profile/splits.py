@@ -24,8 +24,8 @@ from jaxrl.plan import make_plan
 from jaxrl.plan.record import PLAN_DATA_FILE
 from jaxrl.plan.table import GB
 from jaxrl.profile.waits import (
-    Call,
     PoolWait,
+    Span,
     Stage,
     pool_waits,
     read_calls,
@@ -38,7 +38,7 @@ from jaxrl.telemetry.timeline import TIMELINE_FILE
 ENOUGH = 4
 """Steady steps without which nothing is said."""
 WORTH = 1.05
-"""How many times faster something must be to be told."""
+"""How many times faster something must be to be named."""
 MOST = 600
 """Splits that are replayed; where there are more, devices are moved by twos, or threes, ..."""
 PLANNED = 32
@@ -50,7 +50,7 @@ FIXED = ("publish", "load")
 
 
 @dataclass(frozen=True)
-class Measured:
+class StepTimes:
     """What a run took, in seconds a step."""
 
     stages: Mapping[Stage, float]
@@ -61,7 +61,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class RunFacts:
+class RunSetup:
     """Where a run's roles were."""
 
     config: Config
@@ -83,44 +83,36 @@ def run_advice(run_dir: Path) -> list[str]:
 
     Reads `config.yaml`, `plan.json` and `timeline.json` of the run.
     """
-    found = _read(run_dir)
+    found = measured_run(run_dir)
     if found is None or len(found[1].pools) < 2:
         return []
-    facts, measured = found
-    return [*map(_wait_line, measured.pools), *split_advice(facts, measured)]
+    setup, measured = found
+    return [*map(_wait_line, measured.pools), *split_advice(setup, measured)]
 
 
-def waits(run_dir: Path) -> list[PoolWait]:
-    """How busy each pool was, and whom it waited for; empty where too few steps tell."""
-    found = _read(run_dir)
-    return [] if found is None else list(found[1].pools)
-
-
-def split_advice(facts: RunFacts, measured: Measured) -> list[str]:
+def split_advice(setup: RunSetup, measured: StepTimes) -> list[str]:
     """The best split under the run's schedule, and what another schedule would do."""
     lines = []
     top = max(measured.pools, key=lambda pool: pool.busy)
-    split, best = best_split(facts, measured, facts.staleness)
+    split, best = best_split(setup, measured, setup.staleness)
     if split is not None:
         lines.append(
             f"{top.pool} is {top.busy:.0%} of the step; {split} would be {best:.1f}x faster"
         )
     for name, staleness in SCHEDULES.items():
-        if staleness <= facts.staleness or facts.config.dynamic_sampling == "refill":
+        if staleness <= setup.staleness or setup.config.dynamic_sampling == "refill":
             continue
-        now = speedup(facts, measured, facts.devices, staleness)
-        split, faster = best_split(facts, measured, staleness)
+        now = speedup(setup, measured, setup.devices, staleness)
+        split, faster = best_split(setup, measured, staleness)
         if max(now, faster) < WORTH * best:
             continue
         best = max(now, faster)
-        if split is None:
-            lines.append(f"schedule={name} would be {now:.1f}x faster")
-        elif now < WORTH:
+        if split is not None and now < WORTH:
             lines.append(f"schedule={name} with {split} would be {faster:.1f}x faster")
         else:
-            more = f"and with {split} {faster:.1f}x"
-            lines.append(f"schedule={name} would be {now:.1f}x faster, {more}")
-    if lines and facts.emulated:
+            more = "" if split is None else f", and with {split} {faster:.1f}x"
+            lines.append(f"schedule={name} would be {now:.1f}x faster{more}")
+    if lines and setup.emulated:
         lines.append("as if on devices of their own: emulated ones share the cores of this host")
     return lines
 
@@ -189,74 +181,58 @@ def splits(placement: Placement) -> Iterator[str]:
             yield ",".join(f"{pool.name}={size}" for pool, size in pairs)
 
 
-def best_split(facts: RunFacts, measured: Measured, staleness: int) -> tuple[str | None, float]:
+def best_split(setup: RunSetup, measured: StepTimes, staleness: int) -> tuple[str | None, float]:
     """The fastest other `--mesh` that can be had, and how many times faster it is than the run;
     None, and 1, where none is worth it.
     """
-    placement = parse(facts.config.mesh)
-    kept = speedup(facts, measured, facts.devices, staleness)
+    kept = speedup(setup, measured, setup.devices, staleness)
     found = []
-    for spec in splits(placement):
-        devices = _devices(facts, spec)
-        if devices is None:
-            continue
-        faster = speedup(facts, measured, devices, staleness)
-        if faster >= WORTH * kept:
-            found.append((faster, spec))
-    for faster, spec in sorted(found, reverse=True)[:PLANNED]:
-        if _possible(facts, spec):
-            return spec, faster
-    return None, 1.0
+    for spec in splits(parse(setup.config.mesh)):
+        devices = _devices(setup, spec)
+        if devices is not None:
+            found.append((speedup(setup, measured, devices, staleness), spec))
+    worth = sorted((each for each in found if each[0] >= WORTH * kept), reverse=True)
+    possible = ((spec, faster) for faster, spec in worth[:PLANNED] if _possible(setup, spec))
+    return next(possible, (None, 1.0))
 
 
 def speedup(
-    facts: RunFacts, measured: Measured, devices: Mapping[str, int], staleness: int
+    setup: RunSetup, measured: StepTimes, devices: Mapping[str, int], staleness: int
 ) -> float:
     """How many times faster than the run; what its replay does not explain stays as it is."""
-    stages = scaled(measured.stages, facts.devices, devices)
-    return measured.step / (measured.unexplained + predict(stages, facts.pool_of, staleness))
+    stages = scaled(measured.stages, setup.devices, devices)
+    return measured.step / (measured.unexplained + predict(stages, setup.pool_of, staleness))
 
 
-def _devices(facts: RunFacts, spec: str) -> dict[str, int] | None:
+def _devices(setup: RunSetup, spec: str) -> dict[str, int] | None:
     """Role -> its devices under another `--mesh`; None where a role's slice of them cannot be."""
-    slices = {role: section.devices for role, section in facts.config.roles.items()}
-    placed = [role for role, n in facts.devices.items() if n]
+    slices = {role: section.devices for role, section in setup.config.roles.items()}
     try:
-        roles = place(spec, placed, slices).roles
+        roles = place(spec, [role for role, n in setup.devices.items() if n], slices).roles
     except UserError:
         return None
-    return {role: len(roles[role].devices) if n else 0 for role, n in facts.devices.items()}
+    return {role: len(roles[role].devices) if n else 0 for role, n in setup.devices.items()}
 
 
-def _possible(facts: RunFacts, spec: str) -> bool:
+def _possible(setup: RunSetup, spec: str) -> bool:
     """Whether the plan takes another `--mesh`: axes divide, and the memory is enough."""
-    config = facts.config.model_copy(update={"mesh": spec})
-    limit = None if facts.limit is None else facts.limit / GB
+    config = setup.config.model_copy(update={"mesh": spec})
+    limit = None if setup.limit is None else setup.limit / GB
     try:
         return make_plan(config, needed_roles(config), None, limit).fits
     except UserError:
         return False
 
 
-def _read(run_dir: Path) -> tuple[RunFacts, Measured] | None:
-    """None where files are missing, or too few steps tell."""
-    facts = _read_facts(run_dir)
-    if facts is None:
-        return None
-    calls = read_calls(run_dir / TIMELINE_FILE)
-    measured = measure(calls, facts.pool_of, facts.staleness)
-    return None if measured is None else (facts, measured)
-
-
-def _read_facts(run_dir: Path) -> RunFacts | None:
-    """None where the run directory does not tell them."""
+def measured_run(run_dir: Path) -> tuple[RunSetup, StepTimes] | None:
+    """None where the config or the plan of the run cannot be read, or it has too few steps."""
     try:
         config = Config.load(run_dir / CONFIG_FILE)
         plan = json.loads((run_dir / PLAN_DATA_FILE).read_text(encoding="utf-8"))
         pools, roles = plan["pools"], plan["roles"]
         emulated = any(pool["device"] == "cpu" for pool in pools)
         limits = [pool["limit"] for pool in pools if pool["limit"] is not None]
-        return RunFacts(
+        setup = RunSetup(
             config,
             {role["role"]: pools[role["pool"]]["name"] for role in roles},
             {role["role"]: len(role["devices"]) for role in roles},
@@ -265,9 +241,11 @@ def _read_facts(run_dir: Path) -> RunFacts | None:
         )
     except (UserError, OSError, ValueError, KeyError, TypeError):
         return None
+    measured = measure(read_calls(run_dir / TIMELINE_FILE), setup.pool_of, setup.staleness)
+    return None if measured is None else (setup, measured)
 
 
-def measure(calls: Sequence[Call], pool_of: Mapping[str, str], staleness: int) -> Measured | None:
+def measure(calls: Sequence[Span], pool_of: Mapping[str, str], staleness: int) -> StepTimes | None:
     """What the steady steps among these calls took; None where they are too few."""
     windows = steady_steps(calls, staleness)
     if len(windows) < ENOUGH:
@@ -276,12 +254,14 @@ def measure(calls: Sequence[Call], pool_of: Mapping[str, str], staleness: int) -
     step = sum(end - start for start, end in windows) / n
     stages = stage_seconds(calls, windows, n)
     unexplained = max(step - predict(stages, pool_of, staleness), 0.0)
-    return Measured(stages, step, unexplained, tuple(pool_waits(calls, windows, n, pool_of)))
+    return StepTimes(stages, step, unexplained, tuple(pool_waits(calls, windows, n, pool_of)))
 
 
 def _wait_line(pool: PoolWait) -> str:
     """As in `actor: busy 0.40 s of 1.52 s a step; waited 1.00 s for rollout`."""
-    line = f"{pool.pool}: busy {pool.busy * pool.seconds:.2f} s of {pool.seconds:.2f} s a step"
     longest = sorted(pool.waited.items(), key=lambda item: -item[1])
-    told = [f"{seconds:.2f} s for {name}" for name, seconds in longest if seconds >= 0.005]
-    return f"{line}; waited {', '.join(told)}" if told else line
+    waited = ", ".join(
+        f"{seconds:.2f} s for {name}" for name, seconds in longest if seconds >= 0.005
+    )
+    busy = f"{pool.pool}: busy {pool.busy * pool.seconds:.2f} s of {pool.seconds:.2f} s a step"
+    return f"{busy}; waited {waited}" if waited else busy

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Protocol
 
@@ -35,6 +35,8 @@ from jaxrl.sharding.ceilings import Ceilings
 from jaxrl.sharding.placement import Axes
 
 WIDTH = 132
+TEXTS = ("stage", "pool")
+COLUMNS = (*TEXTS, "s", "share", "tokens/s", "GFLOP", "GB", "compute", "memory", "MB moved")
 
 
 class Sized(Protocol):
@@ -60,8 +62,8 @@ class Profiled(Protocol):
 
 
 @dataclass(frozen=True)
-class Batch:
-    """What a step was about."""
+class StepBatch:
+    """The real sizes of the batch of a step."""
 
     prompts: tuple[int, ...]
     """Tokens of each prompt."""
@@ -85,18 +87,18 @@ class StageRow:
     """Role and method, as in the trace: `rollout.generate`."""
     pool: str
     seconds: float
-    tokens_per_second: float | None
+    tokens_per_second: float | None = None
     """Completion tokens of a step over `seconds`."""
-    flops: float | None
-    bytes: float | None
+    flops: float | None = None
+    bytes: float | None = None
     """To and from the memory of its devices."""
-    compute: float | None
+    compute: float | None = None
     """`flops` as a share of what its devices could do in `seconds`."""
-    memory: float | None
+    memory: float | None = None
     """`bytes` likewise."""
-    bound: str | None
+    bound: str | None = None
     """`compute` or `memory`: which of the two would take longer at its best."""
-    moved: float | None
+    moved: float | None = None
     """Bytes to the devices of another pool, and to the host and back (`offload`)."""
 
 
@@ -116,29 +118,21 @@ class StageTable:
         """One object: of each pool its name and the shares of the step in which it was `busy` and
         `idle`; the rest as here.
         """
-        told = asdict(self)
-        told["pools"] = [{"pool": p.pool, "busy": p.busy, "idle": p.idle} for p in self.pools]
-        return json.dumps(told, indent=1) + "\n"
+        pools = [{"pool": p.pool, "busy": p.busy, "idle": p.idle} for p in self.pools]
+        return json.dumps(asdict(self) | {"pools": pools}, indent=1) + "\n"
 
     def text(self) -> str:
         """For the console and the log."""
         first, last = self.steps
         steps = f"step {first}" if first == last else f"steps {first}-{last}"
-        table = Table(
-            box=box.SIMPLE,
-            title=f"profile of {steps}: {_number(self.step_seconds)} s a step",
-            title_justify="left",
-        )
-        for name in ("stage", "pool"):
-            table.add_column(name, no_wrap=True)
-        numbers = ("s", "share", "tokens/s", "GFLOP", "GB", "compute", "memory", "MB moved")
-        for name in numbers:
-            table.add_column(name, justify="right", no_wrap=True)
+        title = f"profile of {steps}: {_number(self.step_seconds)} s a step"
+        table = Table(box=box.SIMPLE, title=title, title_justify="left")
+        for name in COLUMNS:
+            table.add_column(name, no_wrap=True, justify="left" if name in TEXTS else "right")
         for row in self.stages:
             table.add_row(*_cells(row, self.step_seconds))
         out = io.StringIO()
-        console = Console(file=out, width=WIDTH, color_system=None, highlight=False)
-        console.print(table)
+        Console(file=out, width=WIDTH, color_system=None, highlight=False).print(table)
         lines = [line.rstrip() for line in out.getvalue().splitlines() if line.strip()]
         idle = ", ".join(f"{pool.pool} {pool.idle:.0%}" for pool in self.pools)
         return "\n".join((*lines, f"idle: {idle}", *_ceiling_lines(self.ceilings)))
@@ -164,35 +158,23 @@ def stage_rows(
     rows = []
     for stage, took in sorted(seconds.items(), key=lambda item: -item[1]):
         role, pool = stage[0], pool_of[stage[0]]
-        parts, ceiling = work.get(stage), ceilings.get(pool)
-        flops = None if parts is None else sum(part.flops for part in parts)
-        nbytes = None if parts is None else sum(part.bytes for part in parts)
-        compute = memory = bound = None
-        if flops is not None and nbytes is not None and ceiling is not None and devices[role]:
-            n = 1 if ceiling.shared else devices[role]
-            compute = flops / (took * n * ceiling.flops)
-            memory = nbytes / (took * n * ceiling.bandwidth)
-            bound = "compute" if compute > memory else "memory"
-        rate = tokens / took if stage in work else None
-        rows.append(
-            StageRow(
-                ".".join(stage),
-                pool,
-                took,
-                rate,
-                flops,
-                nbytes,
-                compute,
-                memory,
-                bound,
-                moved.get(stage),
-            )
-        )
+        row = StageRow(".".join(stage), pool, took, moved=moved.get(stage))
+        if stage in work:
+            flops = sum(part.flops for part in work[stage])
+            nbytes = sum(part.bytes for part in work[stage])
+            row = replace(row, tokens_per_second=tokens / took, flops=flops, bytes=nbytes)
+            if (ceiling := ceilings.get(pool)) is not None and devices[role]:
+                n = 1 if ceiling.shared else devices[role]
+                compute = flops / (took * n * ceiling.flops)
+                memory = nbytes / (took * n * ceiling.bandwidth)
+                bound = "compute" if compute > memory else "memory"
+                row = replace(row, compute=compute, memory=memory, bound=bound)
+        rows.append(row)
     return tuple(rows)
 
 
 def step_work(
-    job: Profiled, axes: Mapping[str, Axes], batches: Sequence[Batch]
+    job: Profiled, axes: Mapping[str, Axes], batches: Sequence[StepBatch]
 ) -> dict[Stage, list[Work]]:
     """The work of each stage whose model is known here, the mean over some steps."""
     each = [_batch_work(job, axes, batch) for batch in batches]
@@ -205,66 +187,54 @@ def step_work(
     }
 
 
-def _batch_work(job: Profiled, axes: Mapping[str, Axes], batch: Batch) -> dict[Stage, list[Work]]:
+def _batch_work(
+    job: Profiled, axes: Mapping[str, Axes], batch: StepBatch
+) -> dict[Stage, list[Work]]:
     config, student = job.config, job.student.config
+    # Role -> bytes of a weight, and how often the weights are read.
+    reads = {
+        role: (jnp.dtype(config.roles[role].dtype).itemsize, sizes.data * sizes.fsdp)
+        for role, sizes in axes.items()
+    }
+    hidden = config.distill.signal == "hidden"
     found: dict[Stage, list[Work]] = {}
-    copies = {role: sizes.data * sizes.fsdp for role, sizes in axes.items()}
-    size = {role: jnp.dtype(part.dtype).itemsize for role, part in config.roles.items()}
     if batch.decode_steps:
-        found["rollout", "generate"] = _sampling(student, batch, size["rollout"], copies["rollout"])
+        context = fmean(batch.prompts) + batch.mean / 2
+        found["rollout", "generate"] = [
+            forward_work(student, batch.prompts, *reads["rollout"]),
+            decode_work(student, context, batch.tokens, batch.decode_steps, *reads["rollout"]),
+        ]
     if job.teacher is not None:
-        found["teacher", "score"] = _scoring(
-            job.teacher.config,
-            job.vocab_size,
-            batch,
-            size["teacher"],
-            copies["teacher"],
-            head=config.distill.signal != "hidden",
-        )
+        vocab = None if hidden else job.vocab_size
+        found["teacher", "score"] = _scoring(job.teacher.config, vocab, batch, reads["teacher"])
     if "reference" in axes:
-        found["reference", "score"] = _scoring(
-            student,
-            student.vocab_size,
-            batch,
-            size["reference"],
-            copies["reference"],
-        )
-    found["actor", "update"] = _update(job, axes["actor"], batch, size["actor"])
+        vocab = student.vocab_size
+        found["reference", "score"] = _scoring(student, vocab, batch, reads["reference"])
+    width = job.teacher.config.d_model if job.teacher is not None and hidden else 0
+    found["actor", "update"] = _update(job, width, batch, reads["actor"], axes["actor"].data)
     return found
 
 
-def _sampling(c: DecoderConfig, batch: Batch, itemsize: int, copies: int) -> list[Work]:
-    """Each prompt prefilled once; then the decode steps that the batch took."""
-    context = fmean(batch.prompts) + batch.mean / 2
-    decode = decode_work(c, context, batch.tokens, batch.decode_steps, itemsize, copies)
-    return [forward_work(c, batch.prompts, itemsize, copies), decode]
-
-
 def _scoring(
-    c: DecoderConfig, vocab: int, batch: Batch, itemsize: int, copies: int, head: bool = True
+    c: DecoderConfig, vocab: int | None, batch: StepBatch, reads: tuple[int, int]
 ) -> list[Work]:
-    """One pass over the batch and, with the head, the logits of its completions."""
-    forward = _forward(c, batch, itemsize, copies)
-    logits = head_work(vocab, c.d_model, batch.tokens, itemsize, copies)
-    return [forward, logits] if head else [forward]
+    """One pass over the batch and, with a vocabulary, the logits of its completions."""
+    forward = group_work(c, batch.prompts, batch.samples, batch.mean, *reads)
+    return [forward, *([head_work(vocab, c.d_model, batch.tokens, *reads)] if vocab else [])]
 
 
-def _forward(c: DecoderConfig, batch: Batch, itemsize: int, copies: int) -> Work:
-    return group_work(c, batch.prompts, batch.samples, batch.mean, itemsize, copies)
-
-
-def _update(job: Profiled, axes: Axes, batch: Batch, itemsize: int) -> list[Work]:
+def _update(
+    job: Profiled, teacher_width: int, batch: StepBatch, reads: tuple[int, int], replicas: int
+) -> list[Work]:
     """Forward and backward of each pass over the batch, and the optimizer at each update."""
     config, c = job.config, job.student.config
-    copies, passes = axes.data * axes.fsdp, config.actor.epochs_per_batch
-    teacher = job.teacher if config.distill.signal == "hidden" else None
-    width = 0 if teacher is None else teacher.config.d_model
-    forward = _forward(c, batch, itemsize, copies)
-    loss = divergence_work(job.vocab_size, c.d_model, width, batch.tokens, itemsize, copies)
-    optimizer = adamw_work(c.n_params) * (config.updates_per_batch * axes.data)
+    passes = config.actor.epochs_per_batch
+    (forward,) = _scoring(c, None, batch, reads)
+    loss = divergence_work(job.vocab_size, c.d_model, teacher_width, batch.tokens, *reads)
+    optimizer = adamw_work(c.n_params) * (config.updates_per_batch * replicas)
     parts = [forward * passes, loss * passes, forward * (2 * passes), optimizer]
     if config.learns_from_rewards and config.updates_per_batch > 1:  # log-probs before the batch
-        parts += _scoring(c, c.vocab_size, batch, itemsize, copies)
+        parts += _scoring(c, c.vocab_size, batch, reads)
     return parts
 
 
@@ -272,10 +242,7 @@ def _cells(row: StageRow, step: float) -> list[str]:
     def show(value: float | None, unit: float = 1.0) -> str:
         return "-" if value is None else _number(value / unit)
 
-    shares = []
-    for name, share in (("compute", row.compute), ("memory", row.memory)):
-        mark = "*" if row.bound == name else " "
-        shares.append("- " if share is None else f"{share:.1%}{mark}")
+    shares = {"compute": row.compute, "memory": row.memory}
     return [
         row.stage,
         row.pool,
@@ -284,7 +251,10 @@ def _cells(row: StageRow, step: float) -> list[str]:
         show(row.tokens_per_second),
         show(row.flops, 1e9),
         show(row.bytes, 1e9),
-        *shares,
+        *(
+            "- " if share is None else f"{share:.1%}{'*' if row.bound == name else ' '}"
+            for name, share in shares.items()
+        ),
         show(row.moved, 1e6),
     ]
 

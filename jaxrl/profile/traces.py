@@ -12,6 +12,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -20,8 +21,8 @@ from jaxrl.algorithms.schedule import Action
 from jaxrl.config.schema import Config
 from jaxrl.plan import Plan
 from jaxrl.plan.scene import signal_bytes
-from jaxrl.profile.stages import Batch, Profiled, StageTable, stage_rows, step_work
-from jaxrl.profile.waits import ASIDE, Call, Stage, Window, pool_waits, stage_seconds
+from jaxrl.profile.stages import Profiled, StageTable, StepBatch, stage_rows, step_work
+from jaxrl.profile.waits import Span, Stage, Window, pool_waits, stage_seconds
 from jaxrl.runtime.tracing import Traced
 from jaxrl.runtime.worker import Crew, Future, Handle, Times
 from jaxrl.telemetry.timeline import Watched
@@ -34,7 +35,7 @@ BEFORE = 64
 
 @dataclass
 class Profile:
-    """Waits for its steps, has them traced, and tells the table once."""
+    """Waits for its steps, has them traced, and reports the table once."""
 
     job: Profiled
     plan: Plan
@@ -43,18 +44,18 @@ class Profile:
     """Of the run's profile."""
     steps: range
     """As rows count them, from 1; those that this run still has to train."""
-    tell: Callable[[str], None]
-    _calls: deque[_Made] = field(default_factory=lambda: deque(maxlen=BEFORE))
+    notify: Callable[[str], None]
+    _calls: deque[_Call] = field(default_factory=lambda: deque(maxlen=BEFORE))
     _begun: Mapping[str, Future] = field(default_factory=dict)
     _ended: Mapping[str, Future] = field(default_factory=dict)
-    """Pool -> what its workers tell of the trace that they began, and ended."""
+    """Pool -> the `Traced` of its workers at the beginning and at the end of the trace."""
     _rows: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     """Those of `steps`, so far."""
-    _told: bool = False
+    _finished: bool = False
 
     def watch(self, role: str, handle: Handle) -> Handle:
         """The handle, whose calls are remembered for the table."""
-        return Watched(role, handle, self._note) if self.steps else handle
+        return Watched(role, handle, self._remember) if self.steps else handle
 
     def row(self, row: Mapping[str, Any]) -> None:
         """A row is written."""
@@ -81,47 +82,47 @@ class Profile:
         if self._ended:
             self._finish()
 
-    def _note(self, role: str, method: str, times: Times, given: Mapping[str, Any]) -> None:
-        if method != ASIDE and not self._told:
-            self._calls.append(_Made(role, method, times, given.get("step")))
+    def _remember(self, role: str, method: str, times: Times, given: Mapping[str, Any]) -> None:
+        if not given.get("aside") and not self._finished:
+            self._calls.append(_Call(role, method, times, given.get("step")))
 
     def _ask(self, folder: Path | None) -> Mapping[str, Future]:
         config = self.job.config
         return self.crew.profile(folder, config.actor.compute_dtype, config.deadlines.checkpoint)
 
     def _finish(self) -> None:
-        """Waits for the traces, then tells the table."""
-        if self._told:
+        """Waits for the traces, then reports the table."""
+        if self._finished:
             return
-        self._told = True
-        begun = [future.result() for future in self._begun.values()]
-        ended: dict[str, Traced] = {pool: told.result() for pool, told in self._ended.items()}
-        for problem in {told.problem: None for told in (*begun, *ended.values()) if told.problem}:
-            self.tell(f"profile.steps: JAX's profiler wrote no trace: {problem}")
-        rows = list(self._rows.values())
-        if not rows:
+        self._finished = True
+        begun: list[Traced] = [future.result() for future in self._begun.values()]
+        ended: dict[str, Traced] = {pool: future.result() for pool, future in self._ended.items()}
+        for problem in dict.fromkeys(traced.problem for traced in (*begun, *ended.values())):
+            if problem:
+                self.notify(f"profile.steps: JAX's profiler wrote no trace: {problem}")
+        if not self._rows:
             return
-        table = self._table(rows, ended)
-        self.tell(f"{table.text()}\nprofile: {self.folder}")
+        table = self._table(ended)
+        self.notify(f"{table.text()}\nprofile: {self.folder}")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / STAGES_FILE).write_text(table.to_json(), encoding="utf-8")
         except OSError as error:  # a disk that refuses ends no run
-            self.tell(f"cannot write {self.folder / STAGES_FILE}: {error.strerror}")
+            self.notify(f"cannot write {self.folder / STAGES_FILE}: {error.strerror}")
 
-    def _table(self, rows: Sequence[Mapping[str, Any]], ended: Mapping[str, Traced]) -> StageTable:
+    def _table(self, ended: Mapping[str, Traced]) -> StageTable:
         """Of the steps that have a row."""
-        placement = self.plan.placement
+        placement, rows = self.plan.placement, list(self._rows.values())
         pool_of = {role: placement.pool_of(role).name for role in self.plan.runs}
         steps = [row["step"] for row in rows]
-        calls = [made.call() for made in self._calls if made.times.finished is not None]
-        windows = self._windows(calls, steps)
-        known = {pool: told.ceilings for pool, told in ended.items() if told.ceilings}
+        spans = [call.span() for call in self._calls if call.times.finished is not None]
+        windows = self._windows(spans, steps)
+        known = {pool: traced.ceilings for pool, traced in ended.items() if traced.ceilings}
         first = next(iter(known.values()), None)  # of a process that several pools share
         ceilings = known if first is None else dict.fromkeys(ended, first) | known
         batches = [self._batch(row) for row in rows]
         stages = stage_rows(
-            stage_seconds(calls, windows, len(steps)),
+            stage_seconds(spans, windows, len(steps)),
             step_work(self.job, self.plan.axes, batches),
             self._moved(rows, windows),
             fmean(batch.tokens for batch in batches),
@@ -134,71 +135,68 @@ class Profile:
             sum(end - start for start, end in windows) / len(steps),
             ceilings,
             stages,
-            tuple(pool_waits(calls, windows, len(steps), pool_of)),
+            tuple(pool_waits(spans, windows, len(steps), pool_of)),
         )
 
-    def _windows(self, calls: Sequence[Call], steps: Sequence[int]) -> list[Window]:
+    def _windows(self, spans: Sequence[Span], steps: Sequence[int]) -> list[Window]:
         """From update to update, without the time in which the trace began."""
-        ends = {call.step: call.end for call in calls if call.method == "update"}
-        pause = max((told.times for told in self._begun.values()), key=lambda t: t.finished or 0)
+        ends = {span.step: span.end for span in spans if span.name == "update"}
+        pause = max(
+            (future.times for future in self._begun.values()), key=lambda t: t.finished or 0
+        )
         assert pause.started is not None and pause.finished is not None, "it has begun"
-        start = ends.get(steps[0] - 2, pause.finished)
-        bounds = [start, *(ends[step - 1] for step in steps)]
-        windows = list(zip(bounds, bounds[1:], strict=False))
+        bounds = [ends.get(steps[0] - 2, pause.finished), *(ends[step - 1] for step in steps)]
         return [
             part
-            for begin, end in windows
+            for begin, end in pairwise(bounds)
             for part in ((begin, min(end, pause.started)), (max(begin, pause.finished), end))
             if part[0] < part[1]
         ]
 
-    def _batch(self, row: Mapping[str, Any]) -> Batch:
+    def _batch(self, row: Mapping[str, Any]) -> StepBatch:
         prompts = tuple(len(prompt.tokens) for prompt in self.job.train.batch(row["step"] - 1))
         mean = row["rollout/completion_tokens_mean"]
         samples = round(row["actor/tokens"] / mean / len(prompts))
-        return Batch(prompts, max(samples, 1), mean, row["rollout/decode_steps"])
+        return StepBatch(prompts, max(samples, 1), mean, row["rollout/decode_steps"])
 
     def _moved(
         self, rows: Sequence[Mapping[str, Any]], windows: Sequence[Window]
     ) -> dict[Stage, float]:
-        """Bytes a step from one pool to another, of weights and of what the teacher tells; and
-        those to the host and back for a call.
+        """Bytes a step from one pool to another, of weights and of the teacher's signal; and those
+        to the host and back for a call.
         """
-        pool_of = self.plan.placement.pool_of
-        sent = [row["weights/sync_bytes"] for row in rows if "weights/sync_bytes" in row]
+        pool_of, config, teacher = self.plan.placement.pool_of, self.job.config, self.job.teacher
         found: dict[Stage, float] = defaultdict(float)
-        if sent and pool_of("actor") != pool_of("rollout"):
-            found["actor", "publish"] = sum(sent) / len(rows)
-        if self.job.teacher is not None and pool_of("teacher") != pool_of("actor"):
-            config = self.job.config
-            each = signal_bytes(
-                config.distill, config.teacher.compute_dtype, self.job.teacher.config
-            )
+        if pool_of("actor") != pool_of("rollout"):
+            sent = sum(row.get("weights/sync_bytes", 0) for row in rows)
+            found["actor", "publish"] = sent / len(rows)
+        if teacher is not None and pool_of("teacher") != pool_of("actor"):
+            each = signal_bytes(config.distill, config.teacher.compute_dtype, teacher.config)
             found["teacher", "score"] = each * fmean(row["actor/tokens"] for row in rows)
-        for made in self._calls:
-            ended = made.times.finished or 0.0
+        for call in self._calls:
+            ended = call.times.finished or 0.0
             if any(begin < ended <= end for begin, end in windows):
-                nbytes = sum(move.nbytes for move in made.times.moves)
-                found[made.role, made.method] += nbytes / len(rows)
+                moved = sum(move.nbytes for move in call.times.moves)
+                found[call.role, call.method] += moved / len(rows)
         return {stage: nbytes for stage, nbytes in found.items() if nbytes}
 
 
 @dataclass(frozen=True)
-class _Made:
-    """A call that was asked for."""
+class _Call:
+    """A call of a role; its times are filled in while it runs."""
 
     role: str
     method: str
     times: Times
     step: int | None
 
-    def call(self) -> Call:
+    def span(self) -> Span:
         assert self.times.started is not None and self.times.finished is not None, "it has ended"
-        return Call(self.role, self.method, self.times.started, self.times.finished, self.step)
+        return Span(self.role, self.method, self.times.started, self.times.finished, self.step)
 
 
-def steps_to_profile(config: Config, trained: int, tell: Callable[[str], None]) -> range:
-    """The steps that a run still has to train of those that its config names; tells where it is
+def steps_to_profile(config: Config, trained: int, notify: Callable[[str], None]) -> range:
+    """The steps that a run still has to train of those that its config names; says so where it is
     too late for some.
 
     Args:
@@ -207,6 +205,8 @@ def steps_to_profile(config: Config, trained: int, tell: Callable[[str], None]) 
     asked = config.profile.range
     left = range(max(asked.start, trained + 1), asked.stop)
     if asked and len(left) < len(asked):
-        told = "nothing is profiled" if not left else f"only {left.start}:{left.stop} is profiled"
-        tell(f"profile.steps={config.profile.steps}: the run goes on after step {trained}; {told}")
+        rest = f"only {left.start}:{left.stop} is profiled" if left else "nothing is profiled"
+        notify(
+            f"profile.steps={config.profile.steps}: the run goes on after step {trained}; {rest}"
+        )
     return left if left else range(0)

@@ -1,7 +1,7 @@
 """The calls of a run, read back from its timeline: seconds of each stage, and who waited for whom.
 
-Everything is counted over windows of time, each from the end of one update to the end of the next:
-one step. What runs in a window counts for it, whatever batch it is of, so with a schedule that
+The seconds of a step are counted over windows of time, each from the end of one update to the end
+of the next. What runs in a window counts for it, whatever batch it is of, so with a schedule that
 overlaps batches the seconds of a stage are still those of a step.
 """
 
@@ -12,10 +12,11 @@ import os
 import statistics
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice, pairwise
 from pathlib import Path
+from typing import Any
 
 from jaxrl.sharding.placement import ROLES
 from jaxrl.telemetry.timeline import BEGUN
@@ -27,15 +28,9 @@ WARM_UP = 2
 LONG = 1.5
 """A step that took so many times the median is left out: it compiled, evaluated or saved."""
 TOUCH_S = 0.02
-"""A call may begin so much before the end of what it needs, as told by another process's clock."""
-ASIDE = "saved"
-"""The call that waits for a disk beside the queue: no work of its role's devices."""
-NEEDS: Mapping[str, tuple[str, ...]] = {
-    "score": ("generate",),
-    "update": ("generate", "score"),
-    "load": ("publish",),
-}
-"""Method -> methods of other roles whose results it waits for."""
+"""A call may begin so much before the end of what it needs: their workers' clocks differ."""
+OTHER = "the driver"
+"""Who is waited for where no pool works: results on their way, and the loop itself."""
 
 Window = tuple[float, float]
 Stage = tuple[str, str]
@@ -43,24 +38,46 @@ Stage = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class Call:
-    """A call of a role that has ended, in seconds of the trace."""
+class Span:
+    """A call of a role, or the state of a worker, in seconds or microseconds of the trace."""
 
-    role: str
-    method: str
+    track: str
+    """The role; `worker actor` for the states of a worker."""
+    name: str
+    """The method, or the state."""
     start: float
     end: float
     step: int | None = None
-    """The batch, where the call was told it."""
+    """The batch, where the call names it."""
+    aside: bool = False
+    """Whether it is a wait beside the queue of its worker, for a disk: no work of the devices."""
 
     @property
     def stage(self) -> Stage:
-        return self.role, self.method
+        return self.track, self.name
+
+
+@dataclass(frozen=True)
+class Gap:
+    """A time in which a pool did nothing."""
+
+    start: float
+    end: float
+    then: Span | None
+    """The call that ended it; None at the end of the run."""
+    causes: tuple[tuple[Span | None, float, float], ...]
+    """What the pool waited for, the latest first: a call of another pool (None: no pool worked),
+    and the part of the gap that it took. The parts add up to the gap.
+    """
+
+    @property
+    def length(self) -> float:
+        return self.end - self.start
 
 
 @dataclass(frozen=True)
 class PoolWait:
-    """What a pool did in a step, in shares and seconds of it."""
+    """What a pool did in a step."""
 
     pool: str
     busy: float
@@ -75,14 +92,30 @@ class PoolWait:
         return 1 - self.busy
 
 
-OTHER = "the driver"
-"""Who is waited for where no pool works: results on their way, and the loop itself."""
+def span_of(event: Mapping[str, Any]) -> Span | None:
+    """The span of a trace event, in microseconds; None for all other events."""
+    if event.get("ph") != "X" or not {"cat", "name", "ts", "dur"} <= event.keys():
+        return None
+    start, args = int(event["ts"]), event.get("args") or {}
+    step = args.get("step")
+    return Span(
+        track=str(event["cat"]),
+        name=str(event["name"]),
+        start=start,
+        end=start + int(event["dur"]),
+        step=step if isinstance(step, int) else None,
+        aside=bool(args.get("aside")),
+    )
 
 
-def read_calls(path: Path) -> list[Call]:
-    """The calls of a timeline since its run last started or went on, in the order of their ends.
+def begins_run(event: Mapping[str, Any]) -> bool:
+    """Whether a run was started or resumed at a trace event."""
+    return event.get("ph") == "i" and event.get("name") in BEGUN
 
-    None where there is no file; what is cut is left out.
+
+def read_calls(path: Path) -> list[Span]:
+    """The calls of a timeline since its run was last started or resumed, in the order of their
+    ends, in seconds; none if there is no file. Lines that are cut are left out.
     """
     try:
         with open(path, "rb") as file:
@@ -90,30 +123,28 @@ def read_calls(path: Path) -> list[Call]:
             lines = file.read().split(b"\n")
     except OSError:
         return []
-    calls: list[Call] = []
+    calls: list[Span] = []
     for line in lines:
         try:
             event = json.loads(line.removeprefix(b","))
-            if event["ph"] == "i" and event["name"] in BEGUN:
+            if begins_run(event):
                 calls = []
-            elif event["ph"] == "X" and event["cat"] in ROLES and event["name"] != ASIDE:
-                start, took = event["ts"] / 1e6, event["dur"] / 1e6
-                step = event["args"].get("step")
-                calls.append(Call(event["cat"], event["name"], start, start + took, step))
-        except (ValueError, KeyError, TypeError):
+            elif (span := span_of(event)) and span.track in ROLES and not span.aside:
+                start, took = span.start / 1e6, (span.end - span.start) / 1e6
+                calls.append(replace(span, start=start, end=start + took))
+        except (ValueError, TypeError, AttributeError):
             continue  # a bracket of the array, or a torn line
     return sorted(calls, key=lambda call: call.end)
 
 
-def steady_steps(calls: Sequence[Call], staleness: int) -> list[Window]:
+def steady_steps(calls: Sequence[Span], staleness: int) -> list[Window]:
     """The steps without those that fill or drain the pipeline, or took much longer than most. The
-    last one is left out too: only the calls after it tell what their pools waited for.
+    last one is left out too: only the calls after it show what their pools waited for.
 
     Args:
         staleness: batches that the schedule generates ahead.
     """
-    ends = [call.end for call in calls if call.stage == ("actor", "update")]
-    windows = list(zip(ends, ends[1:], strict=False))
+    windows = list(pairwise(call.end for call in calls if call.stage == ("actor", "update")))
     windows = windows[WARM_UP - 1 + staleness : max(len(windows) - 1 - staleness, 0)]
     if not windows:
         return []
@@ -122,7 +153,7 @@ def steady_steps(calls: Sequence[Call], staleness: int) -> list[Window]:
 
 
 def stage_seconds(
-    calls: Sequence[Call], windows: Sequence[Window], steps: int
+    calls: Sequence[Span], windows: Sequence[Window], steps: int
 ) -> dict[Stage, float]:
     """Seconds a step in which each stage ran; calls of a stage that overlap count once.
 
@@ -133,81 +164,97 @@ def stage_seconds(
     found: dict[Stage, list[Window]] = defaultdict(list)
     for call in calls:
         found[call.stage].append((call.start, call.end))
-    each = {stage: _inside(_union(spans), windows) for stage, spans in found.items()}
+    each = {stage: _inside(union(spans), windows) for stage, spans in found.items()}
     return {stage: seconds / steps for stage, seconds in each.items() if seconds > 0}
 
 
 def pool_waits(
-    calls: Sequence[Call], windows: Sequence[Window], steps: int, pool_of: Mapping[str, str]
+    calls: Sequence[Span], windows: Sequence[Window], steps: int, pool_of: Mapping[str, str]
 ) -> list[PoolWait]:
-    """Of each pool, how busy it was and whom it waited for while it was not.
-
-    A pool that waits for a call waits for the pool of that call while it runs and, before it does,
-    for whatever that call waited for.
+    """How busy each pool was, and whom it waited for while it was not.
 
     Args:
         windows, steps: as in `stage_seconds`.
         pool_of: role -> name of its pool.
     """
     total = sum(end - start for start, end in windows)
-    queues = _Queues(calls, pool_of)
+    whole = [(min(call.start for call in calls), max(call.end for call in calls))] if calls else []
     found = []
-    for pool, queue in queues.of.items():
-        busy = _inside(_union((call.start, call.end) for call in queue), windows)
+    for pool in dict.fromkeys(pool_of.values()):
+        own = [call for call in calls if pool_of[call.track] == pool]
+        others = [call for call in calls if pool_of[call.track] != pool]
         waited: dict[str, float] = defaultdict(float)
-        since = queue[0].end if queue else 0.0
-        for call in queue:
-            if call.start > since:
-                for culprit, start, end in queues.held_up(call, since):
-                    waited[culprit] += _inside([(start, end)], windows) / steps
-            since = max(since, call.end)
+        for gap in gaps(own, others, whole):
+            for cause, start, end in gap.causes:
+                name = OTHER if cause is None else pool_of[cause.track]
+                waited[name] += _inside([(start, end)], windows) / steps
         waited = {name: seconds for name, seconds in waited.items() if seconds > 0}
+        busy = _inside(union((call.start, call.end) for call in own), windows)
         found.append(PoolWait(pool, busy / total, total / steps, waited))
     return found
 
 
-class _Queues:
-    """The calls of each pool, in the order of their ends."""
+def gaps(
+    own: Iterable[Span], others: Iterable[Span], lives: Iterable[Window], touch: float = TOUCH_S
+) -> Iterator[Gap]:
+    """The times in which a pool did nothing, and what it waited for.
 
-    def __init__(self, calls: Sequence[Call], pool_of: Mapping[str, str]):
-        self._pool_of = pool_of
-        self.of: dict[str, list[Call]] = {pool: [] for pool in pool_of.values()}
-        for call in sorted(calls, key=lambda call: call.end):
-            self.of[pool_of[call.role]].append(call)
-        self._ends = {pool: [call.end for call in queue] for pool, queue in self.of.items()}
+    A gap is followed back from its end: the call of another pool that ended last before it, then
+    the one that ended last before that one began, and so on to the beginning of the gap.
 
-    def held_up(self, call: Call, since: float) -> list[tuple[str, float, float]]:
-        """What went on from `since` until a call could begin, along the chain of what held it up:
-        pool, start and end of each part.
-        """
-        found, at = [], call.start
-        while at > since:
-            before = self._last_before(call)
-            end = since if before is None else max(min(before.end, at), since)
-            if end < at:
-                found.append((OTHER, end, at))
-            if before is None or end <= since:
-                break
-            found.append((self._pool_of[before.role], max(before.start, since), end))
-            call, at = before, before.start
-        return found
-
-    def _last_before(self, call: Call) -> Call | None:
-        """What ended last of the call before it in its queue and those whose results it takes."""
-        needed, mine = NEEDS.get(call.method, ()), self._pool_of[call.role]
-        found = []
-        for pool, queue in self.of.items():
-            ended = bisect_right(self._ends[pool], call.start + TOUCH_S)
-            fitting = (
-                other
-                for other in (queue[i] for i in range(ended - 1, -1, -1))
-                if other.start < call.start and (pool == mine or other.method in needed)
-            )
-            found += list(islice(fitting, 1))
-        return max(found, key=lambda other: other.end, default=None)
+    Args:
+        own, others: the calls of the pool, and of all other pools.
+        lives: the times to look at, from the first call after a start of the run to the last.
+        touch: `TOUCH_S` in the unit of the spans.
+    """
+    own, others = list(own), sorted(others, key=lambda call: call.end)
+    ends = [call.end for call in others]
+    begun = {call.start: call for call in own}
+    busy = union((call.start, call.end) for call in own)
+    for first, last in lives:
+        inside = [time for time in busy if first <= time[0] < last]
+        edges = [first, *(edge for time in inside for edge in time), last]
+        for start, end in zip(edges[::2], edges[1::2], strict=True):
+            if start < end:
+                causes = tuple(_causes(start, end, others, ends, touch))
+                yield Gap(start, end, begun.get(end), causes)
 
 
-def _union(spans: Iterable[Window]) -> list[Window]:
+def _causes(
+    start: float, end: float, others: Sequence[Span], ends: Sequence[float], touch: float
+) -> Iterator[tuple[Span | None, float, float]]:
+    """As in `Gap.causes`; `others` and their `ends` are in the order of the ends."""
+    at = end
+    while at > start:
+        cause = _ended_last(at, others, ends, touch)
+        ended = start if cause is None else max(min(cause.end, at), start)
+        if ended < at:
+            yield None, ended, at
+        if cause is None or ended == start:
+            return
+        at = max(cause.start, start)
+        yield cause, at, ended
+
+
+def _ended_last(
+    at: float, others: Sequence[Span], ends: Sequence[float], touch: float
+) -> Span | None:
+    """The call whose end is nearest to `at`, of those that began before and ended until `touch`
+    after it.
+    """
+    nearest = None
+    for i in range(bisect_right(ends, at + touch) - 1, -1, -1):
+        call = others[i]
+        if call.start >= at:
+            continue
+        if nearest is None or abs(at - call.end) < nearest.end - at:
+            nearest = call
+        if call.end <= at:
+            break
+    return nearest
+
+
+def union(spans: Iterable[Window]) -> list[Window]:
     """The same stretches of time, without overlap."""
     merged: list[Window] = []
     for start, end in sorted(spans):

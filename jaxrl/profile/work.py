@@ -35,9 +35,7 @@ def forward_work(
     c: DecoderConfig, lengths: Sequence[float], itemsize: int, copies: int = 1
 ) -> Work:
     """Blocks alone, over whole sequences of these lengths; attention is causal."""
-    pairs = sum(t * (t + 1) / 2 for t in lengths)
-    flops = 2 * block_params(c) * sum(lengths) + 4 * c.n_layers * c.n_heads * c.head_dim * pairs
-    return Work(flops, copies * block_params(c) * itemsize)
+    return group_work(c, lengths, 0, 0.0, itemsize, copies)
 
 
 def group_work(

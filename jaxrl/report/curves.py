@@ -27,23 +27,12 @@ FIRST = (
 )
 """What a reader looks at first; a run has those of them that its algorithm measures."""
 GROUPS = (
-    "eval",
-    "distill",
-    "sft",
-    "reward",
-    "policy",
-    "similarity",
-    "actor",
-    "rollout",
-    "tokens",
-    "time",
-    "weights",
-    "memory",
-    "offload",
-    "checkpoint",
-    "data",
+    *("main", "eval", "distill", "sft", "reward", "policy", "similarity", "actor", "rollout"),
+    *("tokens", "time", "weights", "memory", "offload", "checkpoint", "data", "run"),
 )
-"""Prefixes in the order of the page; others follow."""
+"""Titles in the order of the page, prefixes of metrics' names but for the first and the last;
+others follow.
+"""
 POINTS = 800
 """Most points of a curve, where one run is drawn; several share them."""
 FEWEST_POINTS = 200
@@ -58,57 +47,41 @@ def charts(runs: Sequence[RunFiles]) -> list[dict[str, Any]]:
     A metric that has one value in each run is no chart: it stands in the group's `constants`.
     """
     names = dict.fromkeys(name for run in runs for row in run.rows for name in row)
-    shown = [name for name in names if name != "step" and _interval_of(name) not in names]
-    groups: dict[str, list[str]] = {"main": []}
-    groups |= {title: [] for title in (*GROUPS, "run")}
-    for name in shown:
+    groups: dict[str, list[str]] = {title: [] for title in GROUPS}
+    for name in names:
+        base, _, end = name.rpartition("_")
+        if name == "step" or (end in ("low", "high") and base in names):  # end of an interval
+            continue
         title = name.partition("/")[0] if "/" in name else "run"
         groups.setdefault("main" if name in FIRST else title, []).append(name)
     groups["main"].sort(key=FIRST.index)
     return [_group(title, members, runs) for title, members in groups.items() if members]
 
 
-def _interval_of(name: str) -> str | None:
-    """The metric of whose interval this is an end."""
-    base, _, end = name.rpartition("_")
-    return base if end in ("low", "high") else None
-
-
 def _group(title: str, names: Sequence[str], runs: Sequence[RunFiles]) -> dict[str, Any]:
-    constants = [name for name in names if _is_constant(name, runs)]
-    return {
-        "title": title,
-        "charts": [_chart(name, runs) for name in names if name not in constants],
-        "constants": [
-            _told(name) | {"values": [_only(name, run) for run in runs]} for name in constants
-        ],
-    }
-
-
-def _is_constant(name: str, runs: Sequence[RunFiles]) -> bool:
-    return all(len({row[name] for row in run.rows if name in row}) <= 1 for run in runs)
-
-
-def _only(name: str, run: RunFiles) -> float | None:
-    return next((row[name] for row in run.rows if name in row), None)
-
-
-def _told(name: str) -> dict[str, str]:
-    metric = describe(name) or UNKNOWN
-    return {"name": name, "unit": metric.unit, "meaning": metric.meaning}
+    group: dict[str, Any] = {"title": title, "charts": [], "constants": []}
+    for name in names:
+        metric = describe(name) or UNKNOWN
+        described = {"name": name, "unit": metric.unit, "meaning": metric.meaning}
+        each = [{row[name] for row in run.rows if name in row} for run in runs]
+        if all(len(values) <= 1 for values in each):
+            values = [next(iter(values), None) for values in each]
+            group["constants"].append(described | {"values": values})
+        else:
+            group["charts"].append(described | _chart(name, runs))
+    return group
 
 
 def _chart(name: str, runs: Sequence[RunFiles]) -> dict[str, Any]:
     limit = max(FEWEST_POINTS, POINTS // len(runs))
     series = [_series(name, number, run.rows, limit) for number, run in enumerate(runs)]
-    chart: dict[str, Any] = _told(name)
-    chart["series"] = [each for each in series if each["x"] or each["lost"]]
+    chart: dict[str, Any] = {"series": [each for each in series if each["x"] or each["lost"]]}
     if name == "eval/accuracy":
-        told = [(number, _only("teacher/accuracy", run)) for number, run in enumerate(runs)]
         chart["levels"] = [
-            {"run": number, "y": value, "label": "teacher"}
-            for number, value in told
-            if value is not None
+            {"run": number, "y": row["teacher/accuracy"], "label": "teacher"}
+            for number, run in enumerate(runs)
+            for row in [row for row in run.rows if "teacher/accuracy" in row][:1]
+            if row["teacher/accuracy"] is not None
         ]
     return chart
 
@@ -117,23 +90,21 @@ def _series(name: str, number: int, rows: Sequence[Row], limit: int) -> dict[str
     """x, y: points; mx, my: means to smooth, where they are others; low, high: 95% interval; lost:
     steps without a finite value.
     """
-    steps = [row["step"] for row in rows if row.get(name) is not None]
-    values = [value for row in rows if (value := row.get(name)) is not None]
+    found = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
     lost = [row["step"] for row in rows if name in row and row[name] is None]
-    told: dict[str, Any] = {"run": number, "lost": evenly(lost, MARKS)}
+    series: dict[str, Any] = {"run": number, "lost": evenly(lost, MARKS)}
     if name.startswith("eval/"):
-        kept = set(evenly(range(len(steps)), limit))
-        at = [i for i in range(len(steps)) if i in kept]
-        told |= {"x": [steps[i] for i in at], "y": short([values[i] for i in at])}
-        ends = {row["step"]: (row.get(f"{name}_low"), row.get(f"{name}_high")) for row in rows}
-        told["low"] = short([ends[x][0] for x in told["x"]])
-        told["high"] = short([ends[x][1] for x in told["x"]])
-        return told
-    curve = thin(steps, values, limit)
-    told |= {"x": curve.steps, "y": short(curve.values)}
-    if len(curve.steps) < len(steps):
-        told |= {"mx": short(curve.mean_steps), "my": short(curve.means)}
-    return told
+        kept = evenly(found, limit)
+        ends = {row["step"]: [row.get(f"{name}_{end}") for end in ("low", "high")] for row in rows}
+        series |= {"x": [x for x, _ in kept], "y": short([y for _, y in kept])}
+        return series | {
+            end: short([ends[x][i] for x, _ in kept]) for i, end in enumerate(("low", "high"))
+        }
+    curve = thin([step for step, _ in found], [value for _, value in found], limit)
+    series |= {"x": curve.steps, "y": short(curve.values)}
+    if len(curve.steps) < len(found):
+        series |= {"mx": short(curve.mean_steps), "my": short(curve.means)}
+    return series
 
 
 def short(values: Sequence[float | None]) -> list[float | None]:
@@ -143,5 +114,5 @@ def short(values: Sequence[float | None]) -> list[float | None]:
 
 def evaluated_steps(rows: Sequence[Row]) -> list[int]:
     """Steps whose rows have an evaluation."""
-    steps = [row["step"] for row in rows if any(k.startswith("eval/") for k in row)]
+    steps = [row["step"] for row in rows if any(name.startswith("eval/") for name in row)]
     return evenly(steps, POINTS)

@@ -1,7 +1,8 @@
 """The page of a run, or of several: one HTML file that needs nothing else.
 
-What comes from a run is escaped, or travels as data that the page's script only ever shows as text.
-The page's own policy forbids every connection and every script but the one whose hash it names.
+The template escapes what comes from a run, or embeds it as data that the page's script shows as
+text only. The page's own policy forbids every connection and every script but the one whose hash
+it names.
 """
 
 from __future__ import annotations
@@ -10,18 +11,23 @@ import base64
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from importlib import resources
-from typing import Any
+from typing import Any, get_args
 
-from jaxrl.report import memory_bars, samples, sections, timeline
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from jaxrl.plan.memory import Column
 from jaxrl.report.curves import charts, evaluated_steps
-from jaxrl.report.idle import understand
-from jaxrl.report.profile import profile_section
+from jaxrl.report.facts import changed_keys, differing_keys, facts
+from jaxrl.report.idle import Activity, understand
+from jaxrl.report.memory import memory_pools
 from jaxrl.report.read import RunFiles
-from jaxrl.report.tables import text
+from jaxrl.report.samples import chosen, samples
+from jaxrl.report.timeline import lanes, reason
 
 SCRIPTS = ("base.js", "curves.js", "timeline.js", "samples.js", "start.js")
+UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
 def page(runs: Sequence[RunFiles], advice: Sequence[str] = ()) -> str:
@@ -30,26 +36,47 @@ def page(runs: Sequence[RunFiles], advice: Sequence[str] = ()) -> str:
     Args:
         advice: lines about the run's split of devices.
     """
-    uses = [understand(run.events) for run in runs]
-    groups = charts(runs)
-    names = unique_names(runs)
+    activities = [understand(run.events) for run in runs]
+    found = [facts(run, activity) for run, activity in zip(runs, activities, strict=True)]
     data: dict[str, Any] = {
-        "runs": names,
-        "groups": groups,
+        "runs": unique_names(runs),
+        "groups": charts(runs),
         "evaluated": [evaluated_steps(run.rows) for run in runs],
     }
-    parts = {"Summary": sections.summary_section(names, runs, uses, advice)}
-    parts["Curves"] = sections.curves_section(names, groups, runs)
+    series = (line for g in data["groups"] for chart in g["charts"] for line in chart["series"])
+    script = "\n" + "\n".join(map(_asset, SCRIPTS))
+    values: dict[str, Any] = {
+        "runs": runs,
+        "names": data["runs"],
+        "data": data,
+        "facts": found,
+        "headings": list(dict.fromkeys(heading for each in found for heading in each)),
+        "differing": differing_keys(runs),
+        "advice": advice,
+        "thinned": any("mx" in line for line in series),
+        "most_rows": max(len(run.rows) for run in runs),
+        "style": _asset("page.css"),
+        "script": script,
+        "digest": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+    }
     if len(runs) == 1:
-        (run,), (use,) = runs, uses
-        data |= {"timeline": timeline.lanes(use), "samples": samples.samples(run)}
-        parts["Timeline"] = sections.timeline_section(use, data["timeline"])
-        if run.stages is not None:
-            parts["Profile"] = profile_section(run.stages)
-        parts["Memory"] = memory_bars.section(run)
-        parts["Samples"] = sections.samples_section(run, data["samples"])
-        parts["Config"] = sections.config_section(run)
-    return _document(", ".join(names), parts, data)
+        values |= _of_one_run(runs[0], activities[0])
+        data |= {"timeline": lanes(activities[0]), "samples": samples(runs[0])}
+        values["chosen"] = chosen(runs[0], data["samples"])
+    return environment().get_template("page.html").render(values).lstrip()
+
+
+def _of_one_run(run: RunFiles, activity: Activity) -> dict[str, Any]:
+    starts = [span.start for spans in activity.spans.values() for span in spans]
+    return {
+        "activity": activity,
+        "spans": activity.spans,
+        "zero": min(starts, default=0),
+        "step_at": partial(_step_at, activity),
+        "columns": get_args(Column),
+        "pools": memory_pools(run),
+        "changed": changed_keys(run),
+    }
 
 
 def unique_names(runs: Sequence[RunFiles]) -> list[str]:
@@ -59,47 +86,62 @@ def unique_names(runs: Sequence[RunFiles]) -> list[str]:
 
 
 @cache
+def environment() -> Environment:
+    made = Environment(
+        loader=PackageLoader("jaxrl.report", "assets"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.policies["json.dumps_kwargs"] = {
+        "ensure_ascii": False,
+        "allow_nan": False,
+        "separators": (",", ":"),
+    }
+    made.filters |= {
+        "axes": _axes,
+        "bytes": bytes_text,
+        "figure": _figure,
+        "json": partial(json.dumps, ensure_ascii=False),
+        "reason": reason,
+        "seconds": _seconds,
+        "share": lambda value: "–" if value is None else f"{value:.1%}",
+    }
+    return made
+
+
+@cache
 def _asset(name: str) -> str:
     return (resources.files("jaxrl.report") / "assets" / name).read_text(encoding="utf-8")
 
 
-def _document(title: str, parts: Mapping[str, str], data: Mapping[str, Any]) -> str:
-    script = "\n" + "\n".join(map(_asset, SCRIPTS))
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = (
-        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline';"
-        " base-uri 'none'; form-action 'none'"
-    )
-    links = "".join(f'<a href="#{name.lower()}">{name}</a>' for name in parts)
-    body = "\n".join(
-        f'<section id="{name.lower()}"><h2>{name}</h2>\n{content}</section>'
-        for name, content in parts.items()
-    )
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{text(title)} · jaxrl</title>
-<style>
-{_asset("page.css")}</style>
-</head>
-<body>
-<h1>{text(title)}</h1>
-<nav>{links}</nav>
-<noscript><p>Curves, timeline and samples are drawn by a script, which is off.</p></noscript>
-<main>
-{body}
-</main>
-<script type="application/json" id="data">{_embedded(data)}</script>
-<script type="module">{script}</script>
-</body>
-</html>
-"""
+def bytes_text(n: float | None) -> str:
+    """Three digits, in the largest unit that the number fills; a dash for None."""
+    if n is None:
+        return "–"
+    for unit, size in UNITS:
+        if n >= size:
+            return f"{n / size:.3g} {unit}" if n < 100 * size else f"{n / size:.0f} {unit}"
+    return f"{n:.0f} bytes"
 
 
-def _embedded(data: Mapping[str, Any]) -> str:
-    """JSON in which nothing ends the element that it stands in."""
-    packed = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return packed.replace("<", "\\u003c")
+def _figure(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def _seconds(us: float) -> str:
+    return f"{us / 1e6:.3f} s" if us < 1e7 else f"{us / 1e6:,.1f} s"
+
+
+def _axes(axes: Mapping[str, int] | None) -> str:
+    if axes is None:
+        return "none"
+    return " ".join(f"{name}={size}" for name, size in axes.items() if size > 1) or "1 device"
+
+
+def _step_at(activity: Activity, at: float) -> str:
+    """The step whose update ended first after that time."""
+    return next((str(step) for end, step in activity.steps if end >= at), "–")

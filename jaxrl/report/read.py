@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import fcntl
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from jaxrl.profile.traces import PROFILE_DIR, STAGES_FILE
 from jaxrl.run.run_dir import LOCK, sessions
 from jaxrl.telemetry.metrics import METRICS_FILE, SAMPLES_FILE
 from jaxrl.telemetry.timeline import TIMELINE_FILE
+from jaxrl.telemetry.trackers import flat
 
 Row = Mapping[str, Any]
 """The metrics of a step, and its number under `step`; None is a value that was not finite."""
@@ -40,10 +42,10 @@ class RunFiles:
     """Of the timeline, as in its file."""
     plan: Mapping[str, Any] | None
     """As `plan.record.plan_json` describes it."""
-    stages: Any | None
-    """What a profiled run measured of its stages."""
+    stages: Mapping[str, Any] | None
+    """What a profiled run measured of its stages, as `StageTable.to_json` makes it."""
     sessions: tuple[Mapping[str, Any], ...]
-    """The starts of the run, as `run.run_dir.sessions` tells them."""
+    """The starts of the run, as `run.run_dir.sessions` returns them."""
     running: bool
     """Whether a process holds the run's lock."""
     notes: tuple[str, ...]
@@ -51,7 +53,7 @@ class RunFiles:
 
     @property
     def steps(self) -> int:
-        """Batches trained, as far as the rows tell."""
+        """Batches trained, by the last row."""
         return int(self.rows[-1]["step"]) if self.rows else 0
 
     @property
@@ -63,21 +65,25 @@ class RunFiles:
 
 def read_run(path: Path) -> RunFiles:
     """Raises UserError where the folder holds no run."""
+    usage = "give the directory of a run, as in runs/quickstart"
     if not path.is_dir():
-        told = "is a file" if path.exists() else "does not exist"
-        raise UserError(f"{path} {told}: give the directory of a run, as in runs/quickstart")
+        raise UserError(f"{path} {'is a file' if path.exists() else 'does not exist'}: {usage}")
     if not any((path / name).is_file() for name in (CONFIG_FILE, METRICS_FILE)):
         raise UserError(
-            f"{path} holds no run: neither {CONFIG_FILE} nor {METRICS_FILE} is in it;"
-            " give the directory of a run, as in runs/quickstart"
+            f"{path} holds no run: neither {CONFIG_FILE} nor {METRICS_FILE} is in it; {usage}"
         )
     notes: list[str] = []
+    rows = [row for row in _lines(path / METRICS_FILE, notes) if isinstance(row.get("step"), int)]
+    samples = _lines(path / SAMPLES_FILE, notes)
     return RunFiles(
         name=path.resolve().name,
         path=path,
         config=_config(path / CONFIG_FILE, notes),
-        rows=tuple(map(_numbers, _with_step(_lines(path / METRICS_FILE, notes)))),
-        samples=tuple(_with_step(_lines(path / SAMPLES_FILE, notes))),
+        rows=tuple(
+            {k: v for k, v in row.items() if v is None or isinstance(v, int | float)}
+            for row in rows
+        ),
+        samples=tuple(sample for sample in samples if isinstance(sample.get("step"), int)),
         events=tuple(_lines(path / TIMELINE_FILE, notes)),
         plan=_document(path / PLAN_DATA_FILE, notes),
         stages=_document(path / PROFILE_DIR / STAGES_FILE, notes),
@@ -87,20 +93,9 @@ def read_run(path: Path) -> RunFiles:
     )
 
 
-def flat(mapping: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every key of nested sections, dotted."""
-    for key, value in mapping.items():
-        if isinstance(value, Mapping):
-            yield from flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
 def _config(path: Path, notes: list[str]) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
     try:
-        return dict(flat(yaml_text.read_mapping(path)))
+        return flat(yaml_text.read_mapping(path)) if path.is_file() else {}
     except UserError as error:
         notes.append(str(error))
         return {}
@@ -117,45 +112,32 @@ def _text(path: Path, notes: list[str]) -> str:
 
 
 def _lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """The objects of a file with one a line, as they are written to it: every whole line ends with
-    a newline, and in the timeline begins with a comma, between lines of brackets.
+    """The objects of a file with one a line. Every whole line ends with a newline; those of the
+    timeline begin with a comma, between lines of brackets.
     """
     found, broken = [], 0
     for line in _text(path, notes).split("\n")[:-1]:
         text = line.removeprefix(",").strip()
         if text in ("", "[", "]"):
             continue
-        try:
-            value = json.loads(text)
-        except ValueError:
-            value = None
-        if isinstance(value, dict):
-            found.append(value)
-        else:
-            broken += 1
+        with suppress(ValueError):
+            if isinstance(value := json.loads(text), dict):
+                found.append(value)
+                continue
+        broken += 1
     if broken:
         notes.append(f"{path.name}: {broken} lines are no JSON objects, and left out")
     return found
 
 
-def _document(path: Path, notes: list[str]) -> Any | None:
+def _document(path: Path, notes: list[str]) -> Any:
+    """The value of a JSON file; None where there is none."""
     text = _text(path, notes)
-    if not text:
-        return None
     try:
-        return json.loads(text)
+        return json.loads(text) if text else None
     except ValueError:
         notes.append(f"{path.name}: no JSON, and left out")
         return None
-
-
-def _with_step(objects: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    return (each for each in objects if isinstance(each.get("step"), int))
-
-
-def _numbers(row: Row) -> Row:
-    """What can be drawn of a row."""
-    return {k: v for k, v in row.items() if v is None or isinstance(v, int | float)}
 
 
 def _locked(path: Path) -> bool:
@@ -163,8 +145,6 @@ def _locked(path: Path) -> bool:
     try:
         with open(path, encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
     return False

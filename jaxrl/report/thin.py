@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
+from statistics import fmean
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -27,17 +31,18 @@ def thin(steps: Sequence[int], values: Sequence[float], limit: int) -> Curve:
     if n <= limit:
         return Curve(list(steps), list(values), [float(s) for s in steps], list(values))
     size = ceil(n / max(1, (limit - 2) // 2))
-    kept, mean_steps, means = {0, n - 1}, [], []
-    for start in range(0, n, size):
-        here = range(start, min(start + size, n))
-        kept |= {min(here, key=values.__getitem__), max(here, key=values.__getitem__)}
-        mean_steps.append(sum(steps[i] for i in here) / len(here))
-        means.append(sum(values[i] for i in here) / len(here))
-    order = sorted(kept)
-    return Curve([steps[i] for i in order], [values[i] for i in order], mean_steps, means)
+    stretches = [range(start, min(start + size, n)) for start in range(0, n, size)]
+    extremes = {pick(here, key=values.__getitem__) for here in stretches for pick in (min, max)}
+    kept = sorted({0, n - 1} | extremes)
+    return Curve(
+        [steps[i] for i in kept],
+        [values[i] for i in kept],
+        [fmean(steps[i] for i in here) for here in stretches],
+        [fmean(values[i] for i in here) for here in stretches],
+    )
 
 
-def evenly(items: Sequence[int], limit: int) -> list[int]:
+def evenly(items: Sequence[T], limit: int) -> list[T]:
     """At most `limit` (2 at the least) of the items: the first, the last, and those that lie as
     evenly between them as they can.
     """

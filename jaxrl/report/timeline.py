@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from jaxrl.report.idle import Gap, PoolUse, Span, Use
+from jaxrl.profile.waits import Gap, Span
+from jaxrl.report.idle import Activity, waited
 from jaxrl.report.thin import evenly
 
 SPANS = 40_000
@@ -14,129 +16,90 @@ SPANS = 40_000
 GAPS = 1000
 """Most gaps of a pool that are drawn: the longest."""
 STEPS = 20_000
-"""Most steps whose ends are on the page; of more, some are told as `about step N`."""
-SEVERAL = "several calls"
+"""Most steps whose ends are on the page; where there are more, the page says `about step N`."""
 
 
-def lanes(use: Use) -> dict[str, Any]:
+def lanes(activity: Activity) -> dict[str, Any]:
     """Lanes by pool for the page's script; all times are microseconds from the first.
 
     Each of the lists of a lane has one entry a span: start, length, and the number of its name in
     `names`. `merged_us`: spans that lie together within so many microseconds are one; 0: none is.
     """
-    spans = {track: list(_lanes_of(track, own)) for track, own in use.spans.items()}
-    drawn = {lane: own for of_track in spans.values() for lane, own in of_track}
-    every = [span.start for own in drawn.values() for span in own]
-    zero = min(every, default=0)
-    merged_us = _resolution(drawn.values())
-    names = _Names()
-    table = {
-        lane: _packed([_plain(span) for span in own], merged_us, zero, names)
-        for lane, own in drawn.items()
-    }
+    # Calls beside those of a track overlap them, and have a lane of their own.
+    drawn: dict[tuple[str, bool], list[Span]] = {}
+    for track, own in activity.spans.items():
+        for span in own:
+            drawn.setdefault((track, span.aside), []).append(_plain(span))
+    every = [span for own in drawn.values() for span in own]
+    zero = min((span.start for span in every), default=0)
+    merged_us = 0
+    while sum(len(_merged(own, merged_us)) for own in drawn.values()) > SPANS:
+        merged_us = max(1000, 2 * merged_us)
+    names: dict[str, int] = {}
 
-    def of(tracks: Iterable[str]) -> list[dict[str, Any]]:
+    def lane(label: str, spans: Sequence[Span]) -> dict[str, Any]:
+        return {
+            "label": label,
+            "start": [span.start - zero for span in spans],
+            "length": [span.end - span.start for span in spans],
+            "name": [names.setdefault(span.name, len(names)) for span in spans],
+        }
+
+    def lanes_of(tracks: Iterable[str]) -> list[dict[str, Any]]:
         return [
-            {"label": lane} | table[lane] for track in tracks for lane, _ in spans.get(track, ())
+            lane(f"{track}, beside" if aside else track, _merged(drawn[track, aside], merged_us))
+            for track in tracks
+            for aside in (False, True)
+            if (track, aside) in drawn
         ]
 
+    def gap(gap: Gap) -> list[float]:
+        return [gap.start - zero, gap.length, names.setdefault(reason(gap), len(names))]
+
     return {
-        "end": max((span.end for own in drawn.values() for span in own), default=zero) - zero,
+        "end": max((span.end for span in every), default=zero) - zero,
         "merged_us": merged_us,
         "pools": [
             {
                 "name": pool.name,
-                "lanes": of(pool.tracks),
-                "gaps": [_gap(gap, zero, names) for gap in _longest(pool)],
+                "lanes": lanes_of(pool.tracks),
+                "gaps": sorted(map(gap, pool.counted[:GAPS])),
             }
-            for pool in use.pools
+            for pool in activity.pools
         ],
-        "others": of(use.others),
-        "steps": [[at - zero, step] for at, step in _some_steps(use)],
-        "every_step": len(use.steps) <= STEPS,
-        "resumed": [at - zero for at in use.sessions[1:]],
-        "names": names.list,
+        "others": lanes_of(activity.others),
+        "steps": [[at - zero, step] for at, step in evenly(activity.steps, STEPS)],
+        "every_step": len(activity.steps) <= STEPS,
+        "resumed": [at - zero for at in activity.sessions[1:]],
+        "names": list(names),
     }
-
-
-class _Names:
-    """Each text once."""
-
-    def __init__(self) -> None:
-        self.list: list[str] = []
-        self._numbers: dict[str, int] = {}
-
-    def number(self, name: str) -> int:
-        if name not in self._numbers:
-            self._numbers[name] = len(self.list)
-            self.list.append(name)
-        return self._numbers[name]
-
-
-def _lanes_of(track: str, spans: Sequence[Span]) -> Iterable[tuple[str, list[Span]]]:
-    """A track's calls, and those beside them in a lane of their own: they overlap."""
-    for lane, aside in ((track, False), (f"{track}, beside", True)):
-        own = [span for span in spans if span.aside is aside]
-        if own:
-            yield lane, own
 
 
 def _plain(span: Span) -> Span:
     """With a name that is the same at every step: versions and counts of steps are dropped."""
     name = re.sub(r"[,:]? (version|step) -?\d+|(?<=^write) \d+$", "", span.name)
-    return Span(span.track, name, span.start, span.end, span.args)
+    return replace(span, name=name)
 
 
-def _resolution(lanes: Iterable[Sequence[Span]]) -> int:
-    """The least microseconds to merge within, so that `SPANS` are enough."""
-    lanes, within = list(lanes), 0
-    while sum(len(_merged(lane, within)) for lane in lanes) > SPANS:
-        within = max(1000, 2 * within)
-    return within
-
-
-def _merged(spans: Sequence[Span], within: int) -> list[Span]:
+def _merged(spans: Sequence[Span], within: int) -> Sequence[Span]:
     """Neighbours that lie together within so many microseconds as one span."""
     if not within:
-        return list(spans)
+        return spans
     found: list[Span] = []
     for span in spans:
         if found and span.end - found[-1].start < within:
             last = found[-1]
-            name = last.name if last.name == span.name else SEVERAL
-            found[-1] = Span(last.track, name, last.start, max(last.end, span.end), {})
+            name = last.name if last.name == span.name else "several calls"
+            found[-1] = replace(last, name=name, end=max(last.end, span.end))
         else:
             found.append(span)
     return found
 
 
-def _packed(spans: Sequence[Span], within: int, zero: int, names: _Names) -> dict[str, Any]:
-    merged = _merged(spans, within)
-    return {
-        "start": [span.start - zero for span in merged],
-        "length": [span.end - span.start for span in merged],
-        "name": [names.number(span.name) for span in merged],
-    }
-
-
-def _longest(pool: PoolUse) -> list[Gap]:
-    longest = sorted(pool.counted, key=lambda gap: -gap.length)[:GAPS]
-    return sorted(longest, key=lambda gap: gap.start)
-
-
-def _gap(gap: Gap, zero: int, names: _Names) -> list[int]:
-    """Start, length, and the number of a text that tells of it."""
-    return [gap.start - zero, gap.length, names.number(told(gap))]
-
-
-def told(gap: Gap) -> str:
+def reason(gap: Gap) -> str:
     """What a gap waited for most, and what came after it."""
-    most = max(gap.waited, key=lambda call: gap.waited[call])
-    part = gap.waited[most] / gap.length
+    most, length = next(iter(waited([gap]).items()))
+    part = length / gap.length
     share = f" ({part:.0%})" if part < 0.995 else ""
-    before = "the end" if gap.then is None else gap.then
+    before = "the end" if gap.then is None else ".".join(gap.then.stage)
     return f"waited for {most}{share} before {before}"
-
-
-def _some_steps(use: Use) -> list[tuple[int, int]]:
-    return [use.steps[i] for i in evenly(range(len(use.steps)), STEPS)]

@@ -1,7 +1,7 @@
-"""Which runs work on this host, and what a cluster has: what `python -m jaxrl.devices` tells.
+"""Which runs work on this host, for `python -m jaxrl.devices`.
 
-A run writes a small file into a folder of its user while it works, and removes it at its end; what
-a killed one left is removed by the next reader.
+A run keeps a small file in a folder of its user while it works; the next reader removes what a
+killed run left.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
+import psutil
 from pydantic import TypeAdapter
 
 from jaxrl.errors import UserError
@@ -46,7 +47,7 @@ class Run:
     host: str
     pid: int
     born: str
-    """What tells the process from a later one with the same pid; "" where the system does not."""
+    """Tells the process from a later one with the same pid; "" where the system does not say."""
     started: str
     """Local time, ISO."""
     visible: str | None
@@ -57,93 +58,94 @@ class Run:
 class Registration:
     """The file of this process's run."""
 
-    def __init__(self, run: Run, told: Callable[[str], None]) -> None:
-        self._run, self._told = run, told
-        self._path: Path | None = None
-        self._refused = False
+    def __init__(self, run_dir: str | Path, notify: Callable[[str], None]) -> None:
+        self._run = Run(
+            run_dir=str(Path(run_dir).absolute()),
+            command=shlex.join(sys.orig_argv),
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            born=_born(os.getpid()) or "",
+            started=datetime.now().astimezone().isoformat(timespec="seconds"),
+            visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
+            workers=(),
+        )
+        self._notify: Callable[[str], None] | None = notify
+        self.path: Path | None = None
+        """None until the file is written."""
 
     def update(self, states: Sequence[WorkerState]) -> None:
-        """Writes the workers as they are now, where that is news: after one was made anew, say."""
+        """Writes the workers as they are now, if they changed, as after a restart."""
         workers = tuple(Member(s.name, s.host, s.pid, s.roles, s.devices) for s in states)
-        if self._path is not None and workers == self._run.workers:
+        if self.path is not None and workers == self._run.workers:
             return
         self._run = replace(self._run, workers=workers)
         try:
             folder = own_folder(_homes()[0])
             partial = folder / f".{self._run.pid}.partial"
             partial.write_bytes(_RUN.dump_json(self._run))
-            self._path = partial.replace(folder / f"{self._run.pid}.json")
+            self.path = partial.replace(folder / f"{self._run.pid}.json")
         except (OSError, UserError) as error:
-            if not self._refused:
-                self._told(f"python -m jaxrl.devices will not list this run: {error}")
-            self._refused = True
-
-    def remove(self) -> None:
-        if self._path is not None:
-            with suppress(OSError):  # whoever reads it next finds the process gone
-                self._path.unlink(missing_ok=True)
+            if self._notify is not None:
+                self._notify(f"python -m jaxrl.devices will not list this run: {error}")
+            self._notify = None  # once is enough
 
 
 @contextmanager
 def registered(
-    run_dir: str | Path, states: Sequence[WorkerState], told: Callable[[str], None] = to_stderr
+    run_dir: str | Path, states: Sequence[WorkerState], notify: Callable[[str], None] = to_stderr
 ) -> Iterator[Registration]:
-    """The run of this process is listed on this host meanwhile.
+    """Lists the run of this process on this host while the block runs.
 
     Args:
-        told: takes the one message of a disk that refuses; it raises nothing.
+        notify: receives one message if the file cannot be written; nothing is raised.
     """
-    run = Run(
-        str(Path(run_dir).absolute()),
-        shlex.join(sys.orig_argv),
-        socket.gethostname(),
-        os.getpid(),
-        _born(os.getpid()) or "",
-        datetime.now().astimezone().isoformat(timespec="seconds"),
-        os.environ.get("CUDA_VISIBLE_DEVICES"),
-        (),
-    )
-    registration = Registration(run, told)
+    registration = Registration(run_dir, notify)
     registration.update(states)
     try:
         yield registration
     finally:
-        registration.remove()
+        if registration.path is not None:
+            _remove(registration.path)
 
 
-def running(told: Callable[[str], None] = to_stderr) -> list[Run]:
-    """The runs of this user on this host, the oldest first; removes what ended ones left.
+def running(notify: Callable[[str], None] = to_stderr) -> list[Run]:
+    """The runs of this user on this host, the oldest first; removes the files of ended ones.
 
     Args:
-        told: takes what keeps a folder from being read.
+        notify: receives why a folder cannot be read.
     """
     found = []
     for home in _homes():
+        folder = _folder(home)
         try:
-            folder = own_folder(home) if os.path.lexists(_folder(home)) else None
+            paths = own_folder(home).glob("*.json") if os.path.lexists(folder) else ()
         except (OSError, UserError) as error:
-            told(f"runs in {_folder(home)} are not known: {error}")
+            notify(f"runs in {folder} are not known: {error}")
             continue
-        for path in [] if folder is None else folder.glob("*.json"):
+        for path in paths:
             try:
                 run = _RUN.validate_json(path.read_bytes())
-            except (OSError, ValueError):  # gone meanwhile, or of another version
+            except (OSError, ValueError):  # removed meanwhile, or of another version
                 continue
-            if run.host != socket.gethostname():  # a folder that hosts share
+            if run.host != socket.gethostname():  # several hosts share the folder
                 continue
             if _born(run.pid) == run.born:
                 found.append(run)
             else:
-                with suppress(OSError):
-                    path.unlink(missing_ok=True)
+                _remove(path)
     return sorted(found, key=lambda run: run.started)
 
 
+def _remove(path: Path) -> None:
+    with suppress(OSError):  # the next reader finds the process gone
+        path.unlink(missing_ok=True)
+
+
 def own_folder(home: Path) -> Path:
-    """The user's folder in `home`, made where there is none, readable by nobody else.
+    """The user's folder in `home`, created if missing, readable by nobody else.
 
     Raises:
-        UserError: what is there is no folder, or belongs to someone else.
+        UserError: it is not a folder, or belongs to someone else.
     """
     folder = _folder(home)
     with suppress(FileExistsError):
@@ -165,38 +167,28 @@ def _folder(home: Path) -> Path:
 
 
 def _homes() -> list[Path]:
-    """Where the folder may be: the first is written, all are read.
-
-    A run and the shell that asks for it need not agree on XDG_RUNTIME_DIR.
+    """Where the folder may be: the first is written, all are read, because a run and the shell
+    that asks for it need not agree on XDG_RUNTIME_DIR.
     """
-    told, usual = os.environ.get("XDG_RUNTIME_DIR"), Path(f"/run/user/{os.getuid()}")
-    homes = [Path(told)] if told and Path(told).is_dir() else []
+    session, usual = os.environ.get("XDG_RUNTIME_DIR"), Path(f"/run/user/{os.getuid()}")
+    homes = [Path(session)] if session and Path(session).is_dir() else []
     homes.append(Path(tempfile.gettempdir()))
-    if usual.is_dir():
-        homes.append(usual)
-    return list(dict.fromkeys(homes))
+    return list(dict.fromkeys([*homes, usual] if usual.is_dir() else homes))
 
 
 def _born(pid: int) -> str | None:
-    """The clock ticks after boot at which a process began; None where there is none any more."""
+    """The clock ticks after boot at which a process began; None where there is no such process.
+
+    Not psutil's `create_time`, which moves when the system's clock is set.
+    """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return None if Path("/proc/self/stat").exists() else _alive(pid)
+        has_proc = Path("/proc/self/stat").exists()
+        return "" if not has_proc and psutil.pid_exists(pid) else None
     # The second field, the program's name in parentheses, may hold anything (man 5 proc).
     state, *rest = text.rpartition(")")[2].split()
     return None if state in "ZX" else rest[18]
-
-
-def _alive(pid: int) -> str | None:
-    """Without /proc: "" for a process that is there."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return None
-    except PermissionError:
-        pass
-    return ""
 
 
 _RUN = TypeAdapter(Run)

@@ -18,7 +18,7 @@ import pytest
 
 from jaxrl import devices
 from jaxrl.config import cli
-from jaxrl.devices import Device, Host, Use
+from jaxrl.devices import GpuProcess, LocalDevice, LocalHost
 from jaxrl.runtime import registry
 from jaxrl.runtime.cluster import Cluster
 from jaxrl.runtime.cluster import Host as Node
@@ -28,7 +28,7 @@ from jaxrl.runtime.worker import WorkerState
 HERE = socket.gethostname()
 GIB = 1 << 30
 GPUS = tuple(
-    Device(f"gpu:{i}", "NVIDIA H200", f"GPU-{i}{i}aa", 4 * GIB * (i == 3), 140 * GIB)
+    LocalDevice(f"gpu:{i}", "NVIDIA H200", f"GPU-{i}{i}aa", 4 * GIB * (i == 3), 140 * GIB)
     for i in range(4)
 )
 SMI = """\
@@ -200,13 +200,13 @@ def test_what_nvidia_smi_says_is_read() -> None:
     (first, second) = devices.parse_gpus(
         "0, GPU-00aa, NVIDIA H200, 61440, 143771\n1, GPU-11aa, NVIDIA H200 MIG, [N/A], [N/A]\n"
     )
-    assert first == Device("gpu:0", "NVIDIA H200", "GPU-00aa", 60 * GIB, 143771 << 20)
-    assert second == Device("gpu:1", "NVIDIA H200 MIG", "GPU-11aa", None, None)
-    assert devices.parse_uses("17, GPU-00aa, 1024\n18, GPU-00aa, [N/A]\n") == (
-        Use(17, "GPU-00aa", GIB),
-        Use(18, "GPU-00aa", None),
+    assert first == LocalDevice("gpu:0", "NVIDIA H200", "GPU-00aa", 60 * GIB, 143771 << 20)
+    assert second == LocalDevice("gpu:1", "NVIDIA H200 MIG", "GPU-11aa", None, None)
+    assert devices.parse_processes("17, GPU-00aa, 1024\n18, GPU-00aa, [N/A]\n") == (
+        GpuProcess(17, "GPU-00aa", GIB),
+        GpuProcess(18, "GPU-00aa", None),
     )
-    assert devices.parse_uses("") == ()
+    assert devices.parse_processes("") == ()
 
 
 @pytest.mark.parametrize(
@@ -233,8 +233,10 @@ def test_every_gpu_has_its_owner_and_the_rest_is_free() -> None:
     run = run_of(
         state("actor", "gpu:0", pid=1000), state("teacher", "gpu:0", pid=1001), visible="1"
     )
-    uses = (Use(1000, "GPU-11aa", GIB), Use(os.getpid(), "GPU-22aa", 3 * GIB))
-    host = Host((*GPUS, Device("gpu:4", "NVIDIA H200", "GPU-44aa", 90 * GIB, 140 * GIB)), uses, ())
+    uses = (GpuProcess(1000, "GPU-11aa", GIB), GpuProcess(os.getpid(), "GPU-22aa", 3 * GIB))
+    host = LocalHost(
+        (*GPUS, LocalDevice("gpu:4", "NVIDIA H200", "GPU-44aa", 90 * GIB, 140 * GIB)), uses, ()
+    )
     told = [devices.users(device, host, [run]) for device in host.devices]
     assert told[0] == ["a: teacher (pid 1001)"]
     assert told[1] == ["a: actor (pid 1000)"]
@@ -248,7 +250,7 @@ def test_every_gpu_has_its_owner_and_the_rest_is_free() -> None:
 
 def test_workers_on_another_host_have_no_device_of_this_one() -> None:
     run = run_of(state("teacher", "gpu:0", pid=9, host=HERE + "x"))
-    assert devices.users(GPUS[0], Host(GPUS, (), ()), [run]) == []
+    assert devices.users(GPUS[0], LocalHost(GPUS, (), ()), [run]) == []
 
 
 def test_settings_that_matter_are_said_and_others_are_not() -> None:
@@ -280,7 +282,7 @@ def fake_smi(home: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
 def test_the_command_tells_devices_runs_and_what_is_free(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def no_jax(told: object) -> None:
+    def no_jax(notify: object) -> None:
         raise AssertionError("a GPU backend was started")
 
     monkeypatch.setattr(devices, "jax_devices", no_jax)
@@ -317,7 +319,7 @@ def test_nvidia_smi_that_fails_or_hangs_is_said(
     words: str,
 ) -> None:
     monkeypatch.setattr(devices, "SMI_S", 0.2)
-    monkeypatch.setattr(devices, "jax_devices", lambda told: ())
+    monkeypatch.setattr(devices, "jax_devices", lambda notify: ())
     fake_smi(home, monkeypatch, text)
     assert cli.run(devices.main, []) == 0
     out = capsys.readouterr().out

@@ -13,9 +13,9 @@ from runs import SHORT, save_model
 from jaxrl.algorithms.schedule import SCHEDULES, Schedule
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
-from jaxrl.profile.stages import Batch, stage_rows, step_work
+from jaxrl.profile.stages import StepBatch, stage_rows, step_work
 from jaxrl.profile.traces import Profile, steps_to_profile
-from jaxrl.profile.waits import Call
+from jaxrl.profile.waits import Span
 from jaxrl.profile.work import Work, adamw_work, block_params
 from jaxrl.runtime.local import LocalCrew, done_future
 from jaxrl.runtime.tracing import Traced, Tracer
@@ -282,7 +282,7 @@ def test_the_beginning_of_the_trace_is_no_part_of_a_step():
     begun = done_future(Traced())
     begun.times.started, begun.times.finished = 10.25, 10.5
     watched._begun = {"actor": begun}
-    updates = [Call("actor", "update", end - 0.5, end, i) for i, end in enumerate((9, 10, 12, 15))]
+    updates = [Span("actor", "update", end - 0.5, end, i) for i, end in enumerate((9, 10, 12, 15))]
     assert watched._windows(updates, [3, 4]) == [(10, 10.25), (10.5, 12), (12, 15)]
     assert watched._windows(updates[2:], [3, 4]) == [(10.5, 12), (12, 15)], "from the first step on"
 
@@ -316,7 +316,7 @@ def test_the_work_of_a_step_follows_its_algorithm():
     """Passes multiply the products of an update, updates its optimizer; with several updates the
     old log-probs are computed first.
     """
-    batch = Batch(prompts=(3, 5), samples=2, mean=4.0, decode_steps=4)
+    batch = StepBatch(prompts=(3, 5), samples=2, mean=4.0, decode_steps=4)
     assert batch.tokens == 16
     axes = {"actor": Axes(data=2, fsdp=1), "rollout": Axes(data=2)}
     c = SimpleNamespace(**MODEL)

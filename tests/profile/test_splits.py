@@ -17,7 +17,8 @@ from jaxrl.plan.record import plan_json
 from jaxrl.profile import splits
 from jaxrl.profile.waits import (
     OTHER,
-    Call,
+    Span,
+    gaps,
     pool_waits,
     read_calls,
     stage_seconds,
@@ -72,7 +73,7 @@ def facts(mesh=HERE, schedule="serial", **more):
     placement = parse(mesh)
     pool_of = {role: placement.pool_of(role).name for role in placement.roles}
     devices = {role: len(where.devices) for role, where in placement.roles.items()}
-    return splits.RunFacts(config, pool_of, devices, **({"emulated": False, "limit": None} | more))
+    return splits.RunSetup(config, pool_of, devices, **({"emulated": False, "limit": None} | more))
 
 
 def simulate(path, mesh, schedule):
@@ -119,11 +120,11 @@ def test_a_pool_waits_for_whoever_holds_up_what_it_needs():
     for i in range(4):
         t = 10 * i
         calls += [
-            Call("rollout", "generate", t, t + 6, i),
-            Call("teacher", "score", t + 6, t + 7),
-            Call("actor", "update", t + 7, t + 9, i),
-            Call("actor", "publish", t + 9, t + 9.3),
-            Call("rollout", "load", t + 9.3, t + 9.4),
+            Span("rollout", "generate", t, t + 6, i),
+            Span("teacher", "score", t + 6, t + 7),
+            Span("actor", "update", t + 7, t + 9, i),
+            Span("actor", "publish", t + 9, t + 9.3),
+            Span("rollout", "load", t + 9.3, t + 9.4),
         ]
     windows = [(9, 19), (19, 29)]
     names = {"actor": "actor", "rollout": "rollout", "teacher": "teacher"}
@@ -138,15 +139,31 @@ def test_a_pool_waits_for_whoever_holds_up_what_it_needs():
     assert stage_seconds(calls, windows, 2)["rollout", "generate"] == pytest.approx(6)
 
 
+@pytest.mark.parametrize("later", [9.0, 10.004])
+def test_a_gap_waited_for_what_ended_nearest_by_clocks_that_differ(later):
+    """Sampling ends 10 ms after its scoring began, and scoring 5 ms after the update began. A call
+    that ends a little nearer, or runs on, changes that only where it is the nearest.
+    """
+    own = [Span("actor", "publish", -1, 0), Span("actor", "update", 10, 12)]
+    score, generate = Span("teacher", "score", 6, 10.005), Span("rollout", "generate", 0, 6.01)
+    ahead = Span("rollout", "generate", 6.5, 10.018)
+    (gap,) = gaps(own, [ahead, score, generate], [(-1, 12)])
+    assert (gap.start, gap.end, gap.then) == (0, 10, own[1])
+    assert gap.causes == ((score, 6, 10), (generate, 0, 6))
+    other = Span("reward", "score", 8, later)
+    (gap,) = gaps(own, [ahead, score, generate, other], [(-1, 12)])
+    assert gap.causes[0][0] == (score if later == 9.0 else other)
+
+
 def test_calls_that_overlap_count_once():
     """Parts that a teacher elsewhere scores side by side."""
-    calls = [Call("teacher", "score", 0, 2), Call("teacher", "score", 1, 3)]
+    calls = [Span("teacher", "score", 0, 2), Span("teacher", "score", 1, 3)]
     assert stage_seconds(calls, [(0, 4)], 1) == {("teacher", "score"): 3}
 
 
 def test_steady_steps_leave_out_the_first_the_last_and_the_long():
     ends = [0, 50, 60, 61, 62, 63, 66, 67, 68]
-    calls = [Call("actor", "update", end - 0.5, end) for end in ends]
+    calls = [Span("actor", "update", end - 0.5, end) for end in ends]
     assert steady_steps(calls, 0) == [(60, 61), (61, 62), (62, 63), (66, 67)]
     assert steady_steps(calls, 1) == [(60, 61), (61, 62), (62, 63)]
     assert steady_steps(calls[:2], 0) == []
@@ -173,10 +190,10 @@ def measured(**seconds):
     calls, t = [], 0.0
     for i in range(12):
         for role, method in named.items():
-            calls.append(Call(role, method, t, t + seconds[role], i))
+            calls.append(Span(role, method, t, t + seconds[role], i))
             t += seconds[role]
-        calls.append(Call("actor", "publish", t, t + 0.001))
-        calls.append(Call("rollout", "load", t + 0.001, t + 0.002))
+        calls.append(Span("actor", "publish", t, t + 0.001))
+        calls.append(Span("rollout", "load", t + 0.001, t + 0.002))
         t += 0.002
     return calls
 
@@ -192,7 +209,7 @@ def write_run(folder, calls, *overrides, limit=None):
     with Timeline(folder / "timeline.json") as timeline:
         for call in calls:
             step = {} if call.step is None else {"step": call.step}
-            timeline.span(call.role, call.method, call.start, call.end, **step)
+            timeline.span(call.track, call.name, call.start, call.end, **step)
     return folder
 
 
@@ -212,7 +229,8 @@ def test_the_advice_of_a_run_in_words(tmp_path):
         f"rollout is 71% of the step; {split} would be 1.3x faster",
         f"schedule=one_step_off would be 1.4x faster, and with {split} 2.7x",
     ]
-    idle = {wait.pool: wait.idle for wait in splits.waits(tmp_path)}
+    _, measured_run = splits.measured_run(tmp_path)
+    idle = {wait.pool: wait.idle for wait in measured_run.pools}
     assert idle == pytest.approx({"actor": 0.81, "rollout": 0.29, "teacher": 0.9}, abs=1e-3)
 
 
@@ -240,7 +258,7 @@ def test_a_role_without_devices_keeps_its_seconds(tmp_path):
             ("actor", "publish", 0.001),
             ("rollout", "load", 0.001),
         ):
-            calls.append(Call(role, method, t, t + took, i if method == "update" else None))
+            calls.append(Span(role, method, t, t + took, i if method == "update" else None))
             t += took
     keys = "mesh=actor=4,rollout=4 algorithm=gspo group_size=2 teacher.model=null"
     run = write_run(tmp_path, calls, *keys.split(), "reward.functions=[exact]")
@@ -251,7 +269,7 @@ def test_a_role_without_devices_keeps_its_seconds(tmp_path):
 
 def test_nothing_is_said_without_steps_or_need(tmp_path):
     calls = measured(rollout=0.5, teacher=0.5, actor=0.5)
-    assert splits.run_advice(tmp_path) == [] and splits.waits(tmp_path) == []
+    assert splits.run_advice(tmp_path) == [] and splits.measured_run(tmp_path) is None
     assert splits.run_advice(write_run(tmp_path, calls[:12])) == []  # four steps, two to warm up
     even = splits.run_advice(write_run(tmp_path, calls, "mesh=actor+rollout+teacher=1"))
     assert even == []  # one pool: nothing to split

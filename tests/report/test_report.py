@@ -27,14 +27,13 @@ from jaxrl.config import cli
 from jaxrl.profile.stages import StageRow, StageTable
 from jaxrl.profile.waits import PoolWait
 from jaxrl.report import __main__ as report
-from jaxrl.report import memory, samples, timeline
+from jaxrl.report import samples, timeline
 from jaxrl.report.curves import charts
 from jaxrl.report.facts import changed_keys, differing_keys, facts
 from jaxrl.report.idle import PoolUse, understand
-from jaxrl.report.page import page
-from jaxrl.report.profile import profile_section
+from jaxrl.report.memory import memory_pools
+from jaxrl.report.page import bytes_text, environment, page
 from jaxrl.report.read import read_run
-from jaxrl.report.tables import bytes_text
 from jaxrl.report.thin import evenly, thin
 from jaxrl.sharding.ceilings import Ceilings
 from jaxrl.telemetry.metrics import METRICS_FILE, SAMPLES_FILE
@@ -89,7 +88,7 @@ def test_a_gap_tells_what_it_waited_for(run: Path) -> None:
         assert waited == pytest.approx(expected, abs=1e-3)
     longest = max(pools["rollout"].gaps, key=lambda gap: gap.length)
     assert longest.length / 1e6 == pytest.approx(PAUSE, abs=1e-5)
-    assert timeline.told(longest) == "waited for the driver before rollout.generate"
+    assert timeline.reason(longest) == "waited for the driver before rollout.generate"
 
 
 def test_time_between_two_lives_of_a_run_is_nobodys() -> None:
@@ -182,9 +181,9 @@ def test_charts_are_grouped_and_what_does_not_change_is_none(run: Path) -> None:
 
 
 def test_the_plan_stands_beside_what_was_measured(run: Path) -> None:
-    pools = {pool.name: pool for pool in memory.pools(read_run(run))}
+    pools = {pool.name: pool for pool in memory_pools(read_run(run))}
     for pool in pools.values():
-        assert sum(part.bytes for part in pool.parts) == pool.peak > 0
+        assert sum(part["bytes"] for part in pool.parts) == pool.peak > 0
     assert pools["actor"].measured == made_run.PEAK
     assert pools["rollout"].measured is None, "the plan's own figure is no measurement"
 
@@ -251,7 +250,7 @@ def test_samples_are_chosen_evenly_and_cut_in_the_middle(run: Path, tmp_path: Pa
     assert len(chosen) == samples.SAMPLES and (chosen[0]["step"], chosen[-1]["step"]) == (1, 1000)
     assert len(chosen[0]["completion"]) < 2100 and chosen[0]["completion"].endswith("z")
     assert (chosen[0]["agreement"], chosen[0]["of_step"]) == (0.25, True)
-    told = samples.told(files, chosen)
+    told = samples.chosen(files, chosen)
     assert told == "600 of 4000 samples: those of 150 steps, evenly chosen"
 
 
@@ -269,7 +268,8 @@ def test_a_profile_is_a_table_of_its_stages() -> None:
     peak = Ceilings("H200", 989e12, 4.8e12, published=True, shared=False)
     wait = PoolWait("actor", busy=0.25, seconds=2.0, waited={})
     table = StageTable((3, 4), 2.0, {"actor": peak, "rollout": peak}, (stage,), (wait,))
-    told = profile_section(json.loads(table.to_json()))
+    sections = environment().get_template("sections.html").module
+    told = str(sections.profile(json.loads(table.to_json())))
     assert "Steps 3 to 4, 2 s each. Idle: actor 75%." in told
     assert (
         "Peaks of actor, rollout: 989,000 GFLOP/s and 4.8 TB/s, each device (H200, published)"

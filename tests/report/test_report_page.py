@@ -106,7 +106,7 @@ def test_a_smoothed_line_leaves_the_points(page: Browser) -> None:
     """With a half-life of a step, each point weighs half as much as the one after it."""
     page.run("const s = document.querySelector('[name=smooth]'); s.value = 1;"
              "s.dispatchEvent(new Event('input'))")  # fmt: skip
-    assert page.text("#smooth-told") == "half-life 1 steps"
+    assert page.text("#smooth-text") == "half-life 1 steps"
     assert points(page, "distill/divergence") == [STEPS]
     heights = (
         "return [...document.querySelectorAll(arguments[0])].map("

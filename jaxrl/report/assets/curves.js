@@ -70,12 +70,12 @@ class Chart {
   }
 
   label() {
-    const told = this.chart.series.map(({ run, x, y }) => {
+    const ends = this.chart.series.map(({ run, x, y }) => {
       if (!x.length) return `${data.runs[run]}: nothing finite`;
       const [first, last] = [number(y[0]), number(y.at(-1))];
       return `${data.runs[run]}: ${first} at step ${x[0]}, ${last} at step ${x.at(-1)}`;
     });
-    return `${this.chart.name} over steps. ${told.join("; ")}`;
+    return `${this.chart.name} over steps. ${ends.join("; ")}`;
   }
 
   draw() {
@@ -246,18 +246,18 @@ class Chart {
     const step = this.steps[index];
     const x = this.x(step);
     this.cursor.append(svg("line", { x1: x, x2: x, y1: 0, y2: HEIGHT - EDGE.bottom }));
-    const told = [`step ${step}`];
+    const parts = [`step ${step}`];
     for (const series of this.chart.series) {
       const i = series.x.indexOf(step);
       if (i < 0) continue;
       const name = data.runs.length > 1 ? `${data.runs[series.run]} ` : "";
-      told.push(`${name}${number(series.y[i])}${interval(series, i)}`);
+      parts.push(`${name}${number(series.y[i])}${interval(series, i)}`);
       if (!shown.log || series.y[i] > 0) {
         const place = { cx: x, cy: this.y(series.y[i]), r: 3 };
         this.cursor.append(svg("circle", { class: `run${series.run % 8}`, ...place }));
       }
     }
-    this.readout.textContent = told.join(" · ");
+    this.readout.textContent = parts.join(" · ");
   }
 }
 
@@ -304,8 +304,8 @@ function startCurves() {
   control("smooth").max = lives.length - 1;
   control("smooth").addEventListener("input", (event) => {
     shown.halfLife = lives[event.target.value];
-    const told = shown.halfLife ? `half-life ${shown.halfLife} steps` : "off";
-    document.getElementById("smooth-told").textContent = told;
+    const text = shown.halfLife ? `half-life ${shown.halfLife} steps` : "off";
+    document.getElementById("smooth-text").textContent = text;
     drawCharts();
   });
   control("log").addEventListener("change", (event) => {

@@ -60,8 +60,8 @@ class Timeline {
     const colours = new Map(order.map((method, i) => [method, Math.min(i, CALLS - 1)]));
     const chip = (kind, text) =>
       element("span", { class: "chip" }, element("i", { class: kind }), text);
-    const told = order.slice(0, CALLS).map((method, i) => (i < CALLS - 1 ? method : "others"));
-    legend.append(...told.map((method, i) => chip(`call${i}`, method)));
+    const calls = order.slice(0, CALLS).map((method, i) => (i < CALLS - 1 ? method : "others"));
+    legend.append(...calls.map((method, i) => chip(`call${i}`, method)));
     legend.append(chip("wait", "waits for arguments"), chip("gap", "idle"));
     return colours;
   }
