@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-from functools import cached_property, partial
-from typing import Any
+import json
+from functools import cached_property
 
+import jax
 import numpy as np
 
 from jaxrl.config.schema import DistillConfig
 from jaxrl.errors import UserError
-from jaxrl.teacher.check import check_head, check_signal
+from jaxrl.teacher.check import check_answer, check_head
 from jaxrl.teacher.http import Endpoint
 from jaxrl.teacher.protocol import (
     HEAD,
     PROTOCOL,
+    SAFETENSORS,
     Info,
     Options,
-    Request,
     decode,
-    read_signal,
     write_request,
 )
 from jaxrl.types import Sequences, TeacherSignal
 
-SAFETENSORS = "application/octet-stream"
 OVERHEAD = 1 << 14
 """Bytes of a request beside its tensors, at most."""
-NUMBERS = ("d_model", "vocab_size", "max_tokens", "max_request_bytes", "max_answer_bytes")
-"""Of the handshake: what every teacher of this protocol has."""
-DTYPES = ("bfloat16", "float32")
 
 
 class TeacherClient:
@@ -45,18 +40,24 @@ class TeacherClient:
         self.endpoint = Endpoint(url.rstrip("/"), token, timeout)
 
     def info(self) -> Info:
-        """The handshake, asked for anew."""
+        """The handshake; each call asks the server."""
         return self.endpoint.ask("GET", "/v1/info", self._read_info)
 
     @cached_property
     def agreed(self) -> Info:
-        """The handshake, as it was when first needed: the teacher that all requests are meant
-        for."""
+        """The first handshake: every request is meant for this teacher."""
         return self.info()
 
     def head(self) -> np.ndarray:
         """The LM head [V, D] in the server's dtype."""
-        return self.endpoint.ask("GET", "/v1/head", self._read_head)
+        info = self.agreed
+
+        def read(body: bytes) -> np.ndarray:
+            head = decode(body)[0][HEAD]
+            check_head(head, info.dtype, (info.vocab_size, info.d_model))
+            return head
+
+        return self.endpoint.ask("GET", "/v1/head", read)
 
     def score(
         self, sequences: Sequences, ids: np.ndarray | None, distill: DistillConfig, vocab_size: int
@@ -69,61 +70,41 @@ class TeacherClient:
             ids: [B, C, K] the student's most probable tokens; only for `student_topk`.
         """
         options = Options.of(distill, vocab_size)
+        ids = ids if options.signal == "student_topk" else None
         b, t = sequences.tokens.shape
-        c = sequences.loss_mask.shape[1]
-        size = min(b, rows_at_once(self.agreed, options, t, c))
+        size = min(b, rows_at_once(self.agreed, options, t, sequences.loss_mask.shape[1]))
         parts = []
         for start in range(0, b, size):
             rows = slice(start, start + size)
-            some = Sequences(
-                sequences.tokens[rows], sequences.mask[rows], sequences.loss_mask[rows]
-            )
-            theirs = None if options.signal != "student_topk" or ids is None else ids[rows]
-            body = write_request(options, self.agreed.fingerprint, some, theirs)
-            read = partial(self._read, asked=Request(options, some, theirs))
-            parts.append(self.endpoint.ask("POST", "/v1/score", read, body, SAFETENSORS))
-        return parts[0] if len(parts) == 1 else _joined(parts)
+            some, theirs = jax.tree.map(lambda x, rows=rows: x[rows], (sequences, ids))
+            parts.append(self._score(options, some, theirs))
+        return jax.tree.map(lambda *xs: np.concatenate(xs) if len(xs) > 1 else xs[0], *parts)
 
-    def _read(self, body: bytes, asked: Request) -> TeacherSignal:
-        signal, options = read_signal(body), asked.options
-        mask = np.asarray(asked.sequences.loss_mask)
-        check_signal(signal, options.answer(self.agreed), mask, options.vocab_size)
-        if asked.ids is not None and not np.array_equal(signal.topk_ids, asked.ids):
-            raise ValueError("topk_ids are others than the student's, which were asked for")
-        return signal
+    def _score(
+        self, options: Options, sequences: Sequences, ids: np.ndarray | None
+    ) -> TeacherSignal:
+        def read(body: bytes) -> TeacherSignal:
+            tensors, mask = decode(body)[0], np.asarray(sequences.loss_mask)
+            check_answer(tensors, options.answer(self.agreed), mask, options.vocab_size)
+            if ids is not None and not np.array_equal(tensors["topk_ids"], ids):
+                raise ValueError("topk_ids are others than the student's, which were asked for")
+            return TeacherSignal(**tensors)
 
-    def _read_head(self, body: bytes) -> np.ndarray:
-        info, head = self.agreed, decode(body)[0][HEAD]
-        assert info.dtype is not None and info.vocab_size is not None and info.d_model is not None
-        check_head(head, info.dtype, (info.vocab_size, info.d_model))
-        return head
+        body = write_request(options, self.agreed.fingerprint, sequences, ids)
+        return self.endpoint.ask("POST", "/v1/score", read, body, SAFETENSORS)
 
     def _read_info(self, body: bytes) -> Info:
-        told = Info.model_validate_json(body)
-        if told.protocol != PROTOCOL:
+        protocol = json.loads(body)["protocol"]
+        if protocol != PROTOCOL:
             raise UserError(
-                f"teacher at {self.endpoint.url} speaks version {told.protocol} of the protocol,"
+                f"teacher at {self.endpoint.url} speaks version {protocol} of the protocol,"
                 f" this jaxrl version {PROTOCOL}: install the same jaxrl on both sides"
             )
-        for name in NUMBERS:
-            if getattr(told, name) is None or getattr(told, name) < 1:
-                raise ValueError(f"{name} is {getattr(told, name)}: it must be at least 1")
-        if told.dtype not in DTYPES:
-            raise ValueError(f"dtype is {told.dtype}: it must be {' or '.join(DTYPES)}")
-        return told
+        return Info.model_validate_json(body)
 
 
 def rows_at_once(info: Info, options: Options, t: int, c: int) -> int:
     """Sequences that one request may hold, of T tokens, C of them in the completion; 0: not one."""
-    assert info.max_request_bytes is not None and info.max_answer_bytes is not None
     asked = (info.max_request_bytes - OVERHEAD) // options.request_row_bytes(t, c)
     answered = info.max_answer_bytes // options.answer_row_bytes(c, info)
     return max(min(asked, answered), 0)
-
-
-def _joined(parts: list[TeacherSignal]) -> TeacherSignal:
-    joined: dict[str, Any] = {}
-    for field in fields(TeacherSignal):
-        values = [getattr(part, field.name) for part in parts]
-        joined[field.name] = None if values[0] is None else np.concatenate(values)
-    return TeacherSignal(**joined)

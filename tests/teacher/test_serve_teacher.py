@@ -35,13 +35,6 @@ from jaxrl.config.schema import Config, DistillConfig, TeacherConfig
 from jaxrl.data.batch import pack
 from jaxrl.errors import UserError
 from jaxrl.models import decoder
-from jaxrl.roles.remote_teacher import (
-    RemoteTeacher,
-    check_remote,
-    check_remote_prompts,
-    remote_head,
-    remote_info,
-)
 from jaxrl.roles.scorer import Scorer
 from jaxrl.serve_teacher import ScoringService, row_bucket
 from jaxrl.teacher.client import TeacherClient
@@ -50,12 +43,19 @@ from jaxrl.teacher.openai import TAIL_FLOOR, tail_logprob
 from jaxrl.teacher.protocol import (
     Info,
     Options,
+    decode,
     encode,
     read_request,
-    read_signal,
     vocab_hash,
     write_request,
     write_signal,
+)
+from jaxrl.teacher.remote import (
+    RemoteTeacher,
+    check_remote,
+    check_remote_prompts,
+    remote_head,
+    remote_info,
 )
 from jaxrl.teacher.server import Gone, Limits, TeacherServer
 from jaxrl.types import Prompt, Rollout, Sequences, TeacherSignal
@@ -209,9 +209,9 @@ def test_the_head_is_the_models(server: TeacherServer, service: ScoringService) 
 
 def test_bfloat16_travels_as_it_is() -> None:
     values = np.arange(12, dtype=np.float32).astype(jnp.bfloat16).reshape(2, 3, 2)
-    back = read_signal(b"".join(write_signal(TeacherSignal(hidden=values))))
-    assert back.hidden.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(back.hidden, values)
+    back, _ = decode(b"".join(write_signal(TeacherSignal(hidden=values))))
+    assert back["hidden"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(back["hidden"], values)
 
 
 def test_a_request_over_the_limits_is_sent_in_several_and_computed_in_slices(
@@ -1137,7 +1137,7 @@ def test_a_teacher_that_does_not_fit_is_refused(service: ScoringService) -> None
     with pytest.raises(UserError, match="no tokenizer"):
         check_remote(asked, info, None, student)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jaxrl.roles.remote_teacher.MEET_S", 0.3)
+        patch.setattr("jaxrl.teacher.remote.MEET_S", 0.3)
         with pytest.raises(UserError, match="localhost:1: .*Connection refused"):
             remote_info(asked)
 
