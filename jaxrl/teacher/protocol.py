@@ -22,6 +22,7 @@ from jaxrl.types import Sequences, TeacherSignal
 PROTOCOL = 1
 """Version of everything in this file; a client and a server of different versions do not talk."""
 Signal = Literal["hidden", "topk", "student_topk", "sampled"]
+DType = Literal["bfloat16", "float32"]
 SIGNALS: tuple[Signal, ...] = get_args(Signal)
 JSON, SAFETENSORS = "application/json", "application/octet-stream"
 REQUEST = "request"
@@ -46,6 +47,10 @@ class Refused(ValueError):
         self.status = status
 
 
+class Gone(Exception):
+    """The client no longer waits for its answer."""
+
+
 class Message(BaseModel):
     """Frozen; a field too many is an error."""
 
@@ -68,7 +73,7 @@ class Info(Message):
     tokenizer_eos: int | None
     model_eos: tuple[int, ...]
     chat_template: str | None
-    dtype: Literal["bfloat16", "float32"]
+    dtype: DType
     """Of hidden states and head."""
     max_tokens: Positive
     """Longest sequence, prompt and completion and padding together."""
