@@ -21,7 +21,7 @@ from jaxrl.errors import UserError
 from jaxrl.process.compile_cache import enable_compile_cache
 from jaxrl.process.streams import Output
 from jaxrl.run.inputs import tokenizer_of
-from jaxrl.teacher.http import TOKEN, token_from_environment
+from jaxrl.teacher.protocol import TOKEN, token_from_environment
 from jaxrl.teacher.server import Limits, TeacherServer
 from jaxrl.teacher.service import DTYPES, MB, ScoringService, serving_mesh
 

@@ -1,5 +1,5 @@
 """A completions server as teacher: any that speaks OpenAI's `/completions`, takes token ids and
-tells the log-probs of a prompt, in one of two styles.
+returns the log-probs of a prompt, in one of two styles.
 
 - `prompt_logprobs: k` (vLLM): per prompt token a map {id: {logprob, rank, decoded_token}} of the k
   best and the token itself.
@@ -24,7 +24,7 @@ import numpy as np
 from jaxrl.config.schema import DistillConfig
 from jaxrl.errors import UserError
 from jaxrl.teacher.check import ROUNDING, check_ids, check_logprobs, check_sum
-from jaxrl.teacher.http import Endpoint, TeacherError
+from jaxrl.teacher.client import Endpoint, TeacherError
 from jaxrl.teacher.protocol import Signal
 from jaxrl.types import Sequences, TeacherSignal
 
@@ -50,11 +50,11 @@ class Position:
 
 @dataclass(frozen=True)
 class CompletionsInfo:
-    """What a completions server tells about itself, and how it is asked."""
+    """The handshake with a completions server."""
 
     model: str
     max_tokens: int | None
-    """Longest sequence; None where the server does not tell."""
+    """Longest sequence; None where the server does not say."""
     style: str
     """One of `_STYLES`."""
     signals: tuple[Signal, ...] = ("topk", "sampled")
@@ -78,7 +78,8 @@ class CompletionsClient:
         self._at_once, self._free = at_once, threading.Semaphore(at_once)
 
     @cached_property
-    def _info(self) -> CompletionsInfo:
+    def info(self) -> CompletionsInfo:
+        """The handshake: finds the model, and the style that the server speaks."""
         url = self.endpoint.url
         models = self.endpoint.ask("GET", "/models", _models)
         if self._model is None and len(models) != 1:
@@ -103,10 +104,6 @@ class CompletionsClient:
             f"the server at {url} does not tell the log-probs of a prompt of token ids:\n  "
             + "\n  ".join(problems)
         )
-
-    def info(self) -> CompletionsInfo:
-        """The handshake, as it was when first needed."""
-        return self._info
 
     def score(
         self, sequences: Sequences, ids: np.ndarray | None, distill: DistillConfig, vocab_size: int
@@ -152,7 +149,7 @@ class CompletionsClient:
             k: most probable tokens to name for each, at least; 0: none.
             vocab_size: the student's tokens; None: unknown.
         """
-        info = self._info
+        info = self.info
         with self._free:
             return self._ask(info.model, info.style, tokens, k, vocab_size)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -16,11 +17,14 @@ import safetensors
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from jaxrl.config.schema import DistillConfig
+from jaxrl.errors import UserError
 from jaxrl.formats.hf import STORED
 from jaxrl.types import Sequences, TeacherSignal
 
 PROTOCOL = 1
 """Version of everything in this file; a client and a server of different versions do not talk."""
+TOKEN = "JAXRL_TEACHER_TOKEN"
+"""Environment variable; its value is never logged or shown."""
 Signal = Literal["hidden", "topk", "student_topk", "sampled"]
 DType = Literal["bfloat16", "float32"]
 SIGNALS: tuple[Signal, ...] = get_args(Signal)
@@ -37,6 +41,14 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 Piece = bytes | memoryview
 Positive = Annotated[int, Field(strict=True, ge=1)]
+
+
+def token_from_environment() -> str | None:
+    """The secret that a teacher and its runs share; None where none is set."""
+    token = os.environ.get(TOKEN) or None
+    if token is not None and not (token.isascii() and token.isprintable() and " " not in token):
+        raise UserError(f"{TOKEN} may have printable ASCII characters only, and no blank")
+    return token
 
 
 class Refused(ValueError):

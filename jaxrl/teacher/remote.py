@@ -19,10 +19,9 @@ from jaxrl.data.tokenizer import check_eos, check_same_prompts
 from jaxrl.errors import UserError
 from jaxrl.models.config import DecoderConfig
 from jaxrl.runtime.worker import phase
-from jaxrl.teacher.client import TeacherClient, rows_at_once
-from jaxrl.teacher.http import TeacherError, token_from_environment
+from jaxrl.teacher.client import TeacherClient, TeacherError, rows_at_once
 from jaxrl.teacher.openai import CompletionsClient, CompletionsInfo
-from jaxrl.teacher.protocol import Info, Options, vocab_hash
+from jaxrl.teacher.protocol import Info, Options, token_from_environment, vocab_hash
 from jaxrl.types import Prompt, Rollout, TeacherSignal
 
 MEET_S = 30.0
@@ -64,7 +63,7 @@ class RemoteTeacher:
 def remote_info(config: Config) -> Info | CompletionsInfo:
     """The handshake with `teacher.address`. Raises UserError where nobody answers."""
     try:
-        return _client(config.teacher, MEET_S).info()
+        return _client(config.teacher, MEET_S).info
     except TeacherError as error:
         raise UserError(f"teacher.address={config.teacher.address}: {error}") from error
 

@@ -30,6 +30,7 @@ from jaxrl.teacher.protocol import (
     HEAD,
     JSON,
     SAFETENSORS,
+    TOKEN,
     Gone,
     Info,
     Piece,
@@ -99,8 +100,8 @@ class TeacherServer(ThreadingTCPServer):
         """
         if host not in LOOPBACK and not token:
             raise UserError(
-                f"--host {host} lets other hosts connect: set JAXRL_TEACHER_TOKEN to a secret that"
-                " the runs know too, or leave --host at localhost"
+                f"--host {host} lets other hosts connect: set {TOKEN} to a secret that the"
+                " runs know too, or leave --host at localhost"
             )
         self.limits, self.token, self.log, self._log_requests = limits, token, log, log_requests
         self.counts = Counter(served=0, refused=0, failed=0)

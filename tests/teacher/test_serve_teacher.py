@@ -36,10 +36,10 @@ from jaxrl.data.batch import pack
 from jaxrl.errors import UserError
 from jaxrl.models import decoder
 from jaxrl.roles.scorer import Scorer
-from jaxrl.teacher.client import TeacherClient
-from jaxrl.teacher.http import TOKEN, TeacherError
+from jaxrl.teacher.client import TeacherClient, TeacherError
 from jaxrl.teacher.openai import TAIL_FLOOR, tail_logprob
 from jaxrl.teacher.protocol import (
+    TOKEN,
     Gone,
     Info,
     Options,
@@ -1270,7 +1270,7 @@ def test_the_command_serves_until_it_is_told_to_stop(number: int) -> None:
             found = re.search(r"http://(127.0.0.1:\d+)", lines[1])
             assert found is not None and "2 cpu device(s) (fsdp 2)" in lines[0], lines
             client = TeacherClient(found[1], "secret-2", 30)
-            info = client.agreed
+            info = client.info
             assert info.vocab_size is not None
             tokens = np.full((3, 8), 5, np.int32)
             sequences = Sequences(tokens, tokens > 0, np.ones((3, 4), bool))
