@@ -127,16 +127,11 @@ class Options(Message):
         Raises:
             ValueError: options that do not go together.
         """
-        entropy = {} if self.entropy_top_k is None else {"entropy_top_k": self.entropy_top_k}
-        return DistillConfig(
-            signal=self.signal,
-            jsd_beta=1.0 if self.signal == "sampled" else 0.5,  # not read by a teacher
-            top_k=self.top_k,
-            entropy_aware=self.entropy_top_k is not None,
-            distill_temperature=self.distill_temperature,
-            chunk_tokens=min(self.chunk_tokens, most_chunk),
-            **entropy,
-        )
+        keys = self.model_dump(exclude={"vocab_size"}, exclude_none=True)
+        keys["chunk_tokens"] = min(self.chunk_tokens, most_chunk)
+        if self.signal == "sampled":
+            keys["jsd_beta"] = 1.0  # what this signal needs; a teacher does not read it
+        return DistillConfig(entropy_aware=self.entropy_top_k is not None, **keys)
 
     @property
     def most_best(self) -> int:
