@@ -166,7 +166,7 @@ def check_same_vocabulary(
             f"the {smaller} has {v} embedding rows, which {len(beyond)} tokens lie beyond: "
             f"{_list(beyond, lambda i: f'{i} {ours[i]!r}')}; the two models do not belong together"
         )
-    _check_eos(student.eos_token_id, teacher.eos_token_id, set(student_eos), set(teacher_eos))
+    check_eos(student.eos_token_id, teacher.eos_token_id, set(student_eos), set(teacher_eos))
     return v
 
 
@@ -215,7 +215,8 @@ def _check_ids(ours: Mapping[int, str], theirs: Mapping[int, str]) -> None:
         )
 
 
-def _check_eos(student: int | None, teacher: int | None, ours: set[int], theirs: set[int]) -> None:
+def check_eos(student: int | None, teacher: int | None, ours: set[int], theirs: set[int]) -> None:
+    """Refuses a teacher with other EOS ids, of the tokenizer or of the model's config."""
     if student != teacher:
         raise UserError(
             f"the tokenizers have different EOS ids: student {student}, teacher {teacher}; set the "

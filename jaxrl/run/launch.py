@@ -38,13 +38,6 @@ from jaxrl.rewards.verifiers import Verifier, verifier
 from jaxrl.roles.actor import Actor
 from jaxrl.roles.grouper import Grouper
 from jaxrl.roles.reference import Reference
-from jaxrl.roles.remote_teacher import (
-    RemoteTeacher,
-    check_remote,
-    check_remote_prompts,
-    remote_head,
-    remote_info,
-)
 from jaxrl.roles.reward import Reward, RewardModel
 from jaxrl.roles.reward_model import open_reward
 from jaxrl.roles.rollout import Sampler
@@ -64,6 +57,13 @@ from jaxrl.sharding.mesh import (
 )
 from jaxrl.sharding.placement import Axes, Placement, device_list, parse
 from jaxrl.sharding.reshard import put
+from jaxrl.teacher.remote import (
+    RemoteTeacher,
+    check_remote,
+    check_remote_prompts,
+    remote_head,
+    remote_info,
+)
 from jaxrl.types import Prompt
 
 Log = Callable[[str], None]

@@ -1,6 +1,6 @@
-"""What a teacher's answer must be before a run learns from it: every server's passes through here.
+"""What a teacher's answer must be before a run learns from it, whichever server gave it.
 
-Each check raises ValueError with the tensor's name, where the first wrong value is, the value, and
+Each check raises ValueError with the tensor's name, where its first wrong value is, the value, and
 what is allowed. Values are checked where a completion token trains: elsewhere they are not read.
 """
 
@@ -10,37 +10,37 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from jaxrl.types import TeacherSignal
-
 ROUNDING = 1e-3
 """Nats, or probability: what float32 sums over a large vocabulary may be off by."""
 Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
-"""Field of TeacherSignal -> name of its dtype and its dims after [B, C]."""
+"""Name of a tensor -> name of its dtype, and its dims after [B, C]."""
 
 
-def check_signal(signal: TeacherSignal, shapes: Shapes, mask: np.ndarray, v: int) -> None:
-    """That an answer has the tensors that were asked for, and says what a teacher can say.
+def check_answer(
+    tensors: Mapping[str, np.ndarray], shapes: Shapes, mask: np.ndarray, v: int
+) -> None:
+    """That an answer has the tensors that were asked for, with values that a teacher can give.
 
     Args:
+        tensors: fields of a `TeacherSignal`.
         mask: [B, C] True where values are read.
         v: tokens that student and teacher share.
     """
-    tensors = {name: x for name, x in vars(signal).items() if x is not None}
     if tensors.keys() != shapes.keys():
         raise ValueError(f"it has the tensors {sorted(tensors)}, {sorted(shapes)} were asked for")
     for name, (dtype, dims) in shapes.items():
-        check_tensor(name, tensors[name], dtype, (*mask.shape, *dims))
-    for name, x in tensors.items():
+        x = tensors[name]
+        check_tensor(name, x, dtype, (*mask.shape, *dims))
         if name.endswith("ids"):
             check_ids(name, x, v)
-        elif name in ("hidden", "entropy"):
-            _refuse(name, x, ~np.isfinite(x) & _like(mask, x), "a finite number is expected")
+        elif name == "hidden":
+            _refuse(name, x, ~np.isfinite(x) & mask[..., None], "a finite number is expected")
+        elif name == "entropy":
+            most = float(np.log(v)) + ROUNDING
+            possible = (x >= -ROUNDING) & (x <= most)
+            _refuse(name, x, ~possible & mask, f"it is 0 to log({v}) = {most:.2f} nats")
         else:
             check_logprobs(name, x, mask)
-    if "entropy" in tensors:
-        x, most = tensors["entropy"], float(np.log(v)) + ROUNDING
-        wrong = (x < -ROUNDING) | (x > most)
-        _refuse("entropy", x, wrong & mask, f"it is 0 to log({v}) = {most:.2f} nats")
     for best, tail in (("topk_logprobs", "tail_logprob"), ("best_logprobs", "best_tail")):
         if best in tensors:
             check_sum(best, tensors[best], tensors[tail], mask)
@@ -63,8 +63,9 @@ def check_logprobs(name: str, x: np.ndarray, mask: np.ndarray) -> None:
     Args:
         x: as mask [B, C], or with another dim; nats.
     """
+    mask = mask.reshape(mask.shape + (1,) * (x.ndim - mask.ndim))
     wrong = ~np.isfinite(x) | (x > ROUNDING)
-    _refuse(name, x, wrong & _like(mask, x), "a log-prob is a finite number of at most 0")
+    _refuse(name, x, wrong & mask, "a log-prob is a finite number of at most 0")
 
 
 def check_sum(name: str, best: np.ndarray, tail: np.ndarray, mask: np.ndarray) -> None:
@@ -77,11 +78,6 @@ def check_sum(name: str, best: np.ndarray, tail: np.ndarray, mask: np.ndarray) -
 def check_head(head: np.ndarray, dtype: str, shape: tuple[int, ...]) -> None:
     check_tensor("head", head, dtype, shape)
     _refuse("head", head, ~np.isfinite(head), "a finite number is expected")
-
-
-def _like(mask: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """[B, C] as [B, C, 1] where x has a third dim."""
-    return mask.reshape(mask.shape + (1,) * (x.ndim - mask.ndim))
 
 
 def _refuse(name: str, x: np.ndarray, wrong: np.ndarray, allowed: str) -> None:

@@ -1,35 +1,167 @@
-"""A teacher that `python -m jaxrl.serve_teacher` runs, as its clients see it."""
+"""A served teacher as its clients see it: `TeacherClient`, and the `Endpoint` that asks a question
+over HTTP until it is answered or its deadline passes."""
 
 from __future__ import annotations
 
-from dataclasses import fields
-from functools import cached_property, partial
-from typing import Any
+import contextlib
+import http.client
+import json
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TypeVar
+from urllib.parse import urlsplit
 
+import jax
 import numpy as np
 
 from jaxrl.config.schema import DistillConfig
-from jaxrl.errors import UserError
-from jaxrl.teacher.check import check_head, check_signal
-from jaxrl.teacher.http import Endpoint
+from jaxrl.errors import RunError, UserError
+from jaxrl.teacher.check import check_answer, check_head
 from jaxrl.teacher.protocol import (
     HEAD,
+    JSON,
     PROTOCOL,
+    SAFETENSORS,
+    TOKEN,
     Info,
     Options,
-    Request,
     decode,
-    read_signal,
     write_request,
 )
 from jaxrl.types import Sequences, TeacherSignal
 
-SAFETENSORS = "application/octet-stream"
 OVERHEAD = 1 << 14
 """Bytes of a request beside its tensors, at most."""
-NUMBERS = ("d_model", "vocab_size", "max_tokens", "max_request_bytes", "max_answer_bytes")
-"""Of the handshake: what every teacher of this protocol has."""
-DTYPES = ("bfloat16", "float32")
+CONNECT_S = 10.0
+"""Longest wait for a connection, before it is tried again."""
+MOST_WRONG = 3
+"""Tries after which an answer that is wrong in itself (500, unreadable) is believed."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
+PIECE = 1 << 18
+"""Most bytes between two looks at the clock."""
+
+Answer = TypeVar("Answer")
+
+
+class TeacherError(RunError):
+    """A teacher that does not answer, or refuses; the message names its address."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A server, and how long to insist. Holds no connection: calls may run side by side."""
+
+    url: str
+    """http(s)://host:port, perhaps with a path."""
+    token: str | None = field(repr=False)
+    timeout: float
+    """Seconds for each question, all tries together."""
+
+    def ask(
+        self,
+        method: str,
+        path: str,
+        read: Callable[[bytes], Answer],
+        body: bytes | None = None,
+        kind: str = JSON,
+    ) -> Answer:
+        """What `read` makes of the answer.
+
+        Connection errors and 502 to 504 are tried again until the deadline; 500, and an answer
+        that `read` cannot read (ValueError, LookupError, TypeError, AttributeError), a few
+        times; a refusal (4xx) never.
+
+        Raises:
+            TeacherError: with the address, the question, and what came of it.
+            UserError: as `read` raises it.
+        """
+        start, pause, tries, wrong = time.monotonic(), FIRST_PAUSE_S, 0, 0
+        asked = f"teacher at {self.url}: {method} {path}"
+        while True:
+            tries += 1
+            try:
+                status, answer = self._once(method, path, body, kind, start + self.timeout)
+                if status == 200:
+                    return read(answer)
+                problem = f"status {status}: {_message(answer)}"
+                if status < 500:
+                    hint = f"; set {TOKEN} to its token" if status in (401, 403) else ""
+                    raise TeacherError(f"{asked}: {problem}{hint}")
+                wrong += status not in (502, 503, 504)
+            except UserError:
+                raise
+            except TimeoutError:
+                problem = "no answer in time"
+            except http.client.HTTPException as error:
+                problem = f"half an answer: {type(error).__name__}: {error}"
+            except OSError as error:
+                problem = error.strerror or f"{type(error).__name__}: {error}"
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
+                problem = f"its answer cannot be used: {type(error).__name__}: {error}"
+                wrong += 1
+            elapsed = time.monotonic() - start
+            if wrong >= MOST_WRONG or elapsed + pause >= self.timeout:
+                raise TeacherError(
+                    f"{asked}: {problem}; given up after"
+                    f" {elapsed:.1f} s and {tries} tries (deadline {self.timeout:g} s)"
+                )
+            time.sleep(pause * random.uniform(0.5, 1.0))  # runs that share it do not knock at once
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+
+    def _once(
+        self, method: str, path: str, body: bytes | None, kind: str, end: float
+    ) -> tuple[int, bytes]:
+        """Status and body of one answer; TimeoutError at `end`, a time of the monotonic clock."""
+        place = urlsplit(self.url)
+        secure = place.scheme == "https"
+        make = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+        assert place.hostname is not None
+        headers = {"Connection": "close"}
+        if body is not None:
+            headers["Content-Type"] = kind
+        if self.token is not None:
+            headers["Authorization"] = f"Bearer {self.token}"
+        connection = make(place.hostname, place.port, timeout=min(_until(end), CONNECT_S))
+        with contextlib.closing(connection):
+            connection.connect()
+            wire = connection.sock
+            wire.settimeout(_until(end))
+            # A refusal may come before the whole body went.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                connection.request(method, place.path.rstrip("/") + path, body, headers)
+            response, pieces = connection.getresponse(), list[bytes]()
+            while not response.isclosed():
+                wire.settimeout(_until(end))
+                piece = response.read1(PIECE)
+                if not piece:
+                    break
+                pieces.append(piece)
+            if response.length:
+                raise http.client.IncompleteRead(b"", response.length)
+            return response.status, b"".join(pieces)
+
+
+def _until(end: float) -> float:
+    """Seconds until then; TimeoutError where it has passed."""
+    left = end - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    return left
+
+
+def _message(body: bytes) -> str:
+    """What an error's JSON says; completions servers nest it, or do not."""
+    text = body.decode(errors="replace").strip()
+    try:
+        message = json.loads(text)
+    except ValueError:
+        return text[:300] or "(no message)"
+    for key in ("error", "message"):
+        message = message.get(key, message) if isinstance(message, dict) else message
+    return (message if isinstance(message, str) else json.dumps(message))[:600]
 
 
 class TeacherClient:
@@ -44,19 +176,21 @@ class TeacherClient:
         url = address if "://" in address else f"http://{address}"
         self.endpoint = Endpoint(url.rstrip("/"), token, timeout)
 
-    def info(self) -> Info:
-        """The handshake, asked for anew."""
-        return self.endpoint.ask("GET", "/v1/info", self._read_info)
-
     @cached_property
-    def agreed(self) -> Info:
-        """The handshake, as it was when first needed: the teacher that all requests are meant
-        for."""
-        return self.info()
+    def info(self) -> Info:
+        """The handshake; every request is meant for the teacher that it was made with."""
+        return self.endpoint.ask("GET", "/v1/info", self._read_info)
 
     def head(self) -> np.ndarray:
         """The LM head [V, D] in the server's dtype."""
-        return self.endpoint.ask("GET", "/v1/head", self._read_head)
+        info = self.info
+
+        def read(body: bytes) -> np.ndarray:
+            head = decode(body)[0][HEAD]
+            check_head(head, info.dtype, (info.vocab_size, info.d_model))
+            return head
+
+        return self.endpoint.ask("GET", "/v1/head", read)
 
     def score(
         self, sequences: Sequences, ids: np.ndarray | None, distill: DistillConfig, vocab_size: int
@@ -69,61 +203,41 @@ class TeacherClient:
             ids: [B, C, K] the student's most probable tokens; only for `student_topk`.
         """
         options = Options.of(distill, vocab_size)
+        ids = ids if options.signal == "student_topk" else None
         b, t = sequences.tokens.shape
-        c = sequences.loss_mask.shape[1]
-        size = min(b, rows_at_once(self.agreed, options, t, c))
+        size = min(b, rows_at_once(self.info, options, t, sequences.loss_mask.shape[1]))
         parts = []
         for start in range(0, b, size):
             rows = slice(start, start + size)
-            some = Sequences(
-                sequences.tokens[rows], sequences.mask[rows], sequences.loss_mask[rows]
-            )
-            theirs = None if options.signal != "student_topk" or ids is None else ids[rows]
-            body = write_request(options, self.agreed.fingerprint, some, theirs)
-            read = partial(self._read, asked=Request(options, some, theirs))
-            parts.append(self.endpoint.ask("POST", "/v1/score", read, body, SAFETENSORS))
-        return parts[0] if len(parts) == 1 else _joined(parts)
+            some, theirs = jax.tree.map(lambda x, rows=rows: x[rows], (sequences, ids))
+            parts.append(self._score(options, some, theirs))
+        return jax.tree.map(lambda *xs: np.concatenate(xs) if len(xs) > 1 else xs[0], *parts)
 
-    def _read(self, body: bytes, asked: Request) -> TeacherSignal:
-        signal, options = read_signal(body), asked.options
-        mask = np.asarray(asked.sequences.loss_mask)
-        check_signal(signal, options.answer(self.agreed), mask, options.vocab_size)
-        if asked.ids is not None and not np.array_equal(signal.topk_ids, asked.ids):
-            raise ValueError("topk_ids are others than the student's, which were asked for")
-        return signal
+    def _score(
+        self, options: Options, sequences: Sequences, ids: np.ndarray | None
+    ) -> TeacherSignal:
+        def read(body: bytes) -> TeacherSignal:
+            tensors, mask = decode(body)[0], np.asarray(sequences.loss_mask)
+            check_answer(tensors, options.answer(self.info), mask, options.vocab_size)
+            if ids is not None and not np.array_equal(tensors["topk_ids"], ids):
+                raise ValueError("topk_ids are others than the student's, which were asked for")
+            return TeacherSignal(**tensors)
 
-    def _read_head(self, body: bytes) -> np.ndarray:
-        info, head = self.agreed, decode(body)[0][HEAD]
-        assert info.dtype is not None and info.vocab_size is not None and info.d_model is not None
-        check_head(head, info.dtype, (info.vocab_size, info.d_model))
-        return head
+        body = write_request(options, self.info.fingerprint, sequences, ids)
+        return self.endpoint.ask("POST", "/v1/score", read, body, SAFETENSORS)
 
     def _read_info(self, body: bytes) -> Info:
-        told = Info.model_validate_json(body)
-        if told.protocol != PROTOCOL:
+        protocol = json.loads(body)["protocol"]
+        if protocol != PROTOCOL:
             raise UserError(
-                f"teacher at {self.endpoint.url} speaks version {told.protocol} of the protocol,"
+                f"teacher at {self.endpoint.url} speaks version {protocol} of the protocol,"
                 f" this jaxrl version {PROTOCOL}: install the same jaxrl on both sides"
             )
-        for name in NUMBERS:
-            if getattr(told, name) is None or getattr(told, name) < 1:
-                raise ValueError(f"{name} is {getattr(told, name)}: it must be at least 1")
-        if told.dtype not in DTYPES:
-            raise ValueError(f"dtype is {told.dtype}: it must be {' or '.join(DTYPES)}")
-        return told
+        return Info.model_validate_json(body)
 
 
 def rows_at_once(info: Info, options: Options, t: int, c: int) -> int:
     """Sequences that one request may hold, of T tokens, C of them in the completion; 0: not one."""
-    assert info.max_request_bytes is not None and info.max_answer_bytes is not None
     asked = (info.max_request_bytes - OVERHEAD) // options.request_row_bytes(t, c)
     answered = info.max_answer_bytes // options.answer_row_bytes(c, info)
     return max(min(asked, answered), 0)
-
-
-def _joined(parts: list[TeacherSignal]) -> TeacherSignal:
-    joined: dict[str, Any] = {}
-    for field in fields(TeacherSignal):
-        values = [getattr(part, field.name) for part in parts]
-        joined[field.name] = None if values[0] is None else np.concatenate(values)
-    return TeacherSignal(**joined)

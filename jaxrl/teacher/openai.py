@@ -1,5 +1,5 @@
 """A completions server as teacher: any that speaks OpenAI's `/completions`, takes token ids and
-tells the log-probs of a prompt, in one of two styles.
+returns the log-probs of a prompt, in one of two styles.
 
 - `prompt_logprobs: k` (vLLM): per prompt token a map {id: {logprob, rank, decoded_token}} of the k
   best and the token itself.
@@ -13,22 +13,21 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal
+from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 
 from jaxrl.config.schema import DistillConfig
 from jaxrl.errors import UserError
 from jaxrl.teacher.check import ROUNDING, check_ids, check_logprobs, check_sum
-from jaxrl.teacher.http import Endpoint, TeacherError
-from jaxrl.teacher.protocol import PROTOCOL, Info
+from jaxrl.teacher.client import Endpoint, TeacherError
+from jaxrl.teacher.protocol import Signal
 from jaxrl.types import Sequences, TeacherSignal
 
-Style = Literal["prompt_logprobs", "echo"]
 LEAST_LOGPROB = -1e4
 """Stands for a log-prob of minus infinity."""
 TAIL_FLOOR = float(np.log(2.0**-24))
@@ -46,7 +45,19 @@ class Position:
     best: tuple[tuple[int, float], ...]
     """(id, log-prob) of the most probable tokens, the most probable first."""
     decoded: str | None
-    """The token's text, where the server tells it."""
+    """The token's text, where the server gives it."""
+
+
+@dataclass(frozen=True)
+class CompletionsInfo:
+    """The handshake with a completions server."""
+
+    model: str
+    max_tokens: int | None
+    """Longest sequence; None where the server does not say."""
+    style: str
+    """One of `_STYLES`."""
+    signals: tuple[Signal, ...] = ("topk", "sampled")
 
 
 class CompletionsClient:
@@ -64,32 +75,34 @@ class CompletionsClient:
         """
         self.endpoint = Endpoint(url.rstrip("/"), token, timeout)
         self._model = model
-        self._max_tokens: int | None = None
-        self._style: Style | None = None
-        self._lock = threading.Lock()
         self._at_once, self._free = at_once, threading.Semaphore(at_once)
 
-    def info(self) -> Info:
-        """The handshake: what a completions server tells, and what it can be asked."""
-        self._meet()
-        assert self._model is not None
-        return Info(
-            protocol=PROTOCOL,
-            model=self._model,
-            family=None,
-            n_params=None,
-            d_model=None,
-            vocab_size=None,
-            vocab_hash=None,
-            tokenizer_eos=None,
-            model_eos=(),
-            chat_template=None,
-            dtype=None,
-            max_tokens=self._max_tokens,
-            max_request_bytes=None,
-            max_answer_bytes=None,
-            signals=("topk", "sampled"),
-            fingerprint=self._model,
+    @cached_property
+    def info(self) -> CompletionsInfo:
+        """The handshake: finds the model, and the style that the server speaks."""
+        url = self.endpoint.url
+        models = self.endpoint.ask("GET", "/models", _models)
+        if self._model is None and len(models) != 1:
+            raise UserError(
+                f"teacher at {url} has the models {', '.join(models) or '(none)'}:"
+                " name one in teacher.api_model"
+            )
+        model = next(iter(models)) if self._model is None else self._model
+        if models and model not in models:
+            has = ", ".join(models)
+            raise UserError(f"teacher.api_model={model}: the server at {url} has {has}")
+        longest = models.get(model)
+        most = None if longest is None else longest - 1  # it must generate one more
+        problems = []
+        for style in _STYLES:
+            try:
+                self._ask(model, style, (1, 2), 1)  # tokens that every vocabulary has
+                return CompletionsInfo(model, most, style)
+            except TeacherError as error:
+                problems.append(f"{style}: {error}")
+        raise UserError(
+            f"the server at {url} does not tell the log-probs of a prompt of token ids:\n  "
+            + "\n  ".join(problems)
         )
 
     def score(
@@ -105,7 +118,7 @@ class CompletionsClient:
         tokens, mask = np.asarray(sequences.tokens), np.asarray(sequences.mask)
         loss_mask = np.asarray(sequences.loss_mask)
         (b, t), c = tokens.shape, loss_mask.shape[1]
-        rows = [row for row in range(b) if loss_mask[row].any()]
+        rows = np.flatnonzero(loss_mask.any(1))
         asked = [tokens[row][mask[row]].tolist() for row in rows]
         with ThreadPoolExecutor(self._at_once) as pool:
             answers = list(pool.map(partial(self.positions, k=k, vocab_size=vocab_size), asked))
@@ -116,114 +129,89 @@ class CompletionsClient:
         for row, positions in zip(rows, answers, strict=True):
             place = np.cumsum(mask[row])[t - c :] - 1
             for j in np.flatnonzero(loss_mask[row]):
-                told = positions[place[j]]
-                assert told is not None, "a completion token stands after a prompt"
-                token[row, j] = told.token
+                assert place[j] > 0, "a completion token stands after a prompt"
+                position = positions[place[j] - 1]
+                token[row, j] = position.token
                 if k:
-                    best_ids[row, j], logprobs = (list(x) for x in zip(*told.best, strict=True))
-                    best[row, j], tail[row, j] = logprobs, tail_logprob(logprobs)
+                    best_ids[row, j], best[row, j] = zip(*position.best[:k], strict=True)
+                    tail[row, j] = tail_logprob([value for _, value in position.best[:k]])
         if not k:
             return TeacherSignal(token_logprobs=token)
         return TeacherSignal(topk_ids=best_ids, topk_logprobs=best, tail_logprob=tail)
 
     def positions(
         self, tokens: Sequence[int], k: int, vocab_size: int | None = None
-    ) -> list[Position | None]:
-        """What the server says about each token of a sequence; None for the first, which nothing
+    ) -> list[Position]:
+        """What the server says about each token of a sequence but the first, which nothing
         predicts.
 
         Args:
-            k: most probable tokens to tell for each; 0: none.
+            k: most probable tokens to name for each, at least; 0: none.
             vocab_size: the student's tokens; None: unknown.
         """
-        self._meet()
-        assert self._style is not None
+        info = self.info
         with self._free:
-            return self._ask(self._style, tokens, k, vocab_size)
+            return self._ask(info.model, info.style, tokens, k, vocab_size)
 
     def _ask(
-        self, style: Style, tokens: Sequence[int], k: int, vocab_size: int | None = None
-    ) -> list[Position | None]:
-        n = max(k, 1)  # some servers take 0 for "none at all"
-        how = (
-            {"prompt_logprobs": n} if style == "prompt_logprobs" else {"echo": True, "logprobs": n}
-        )
+        self, model: str, style: str, tokens: Sequence[int], k: int, vocab_size: int | None = None
+    ) -> list[Position]:
+        words, read_positions = _STYLES[style]
         body = {
-            "model": self._model,
+            "model": model,
             "prompt": list(tokens),
             "max_tokens": 1,  # 0 is refused by some
             "temperature": 0,
             "return_tokens_as_token_ids": True,
-            **how,
+            **words(max(k, 1)),  # some servers take 0 for "none at all"
         }
-        read = partial(_read, style=style, tokens=tokens, k=k, vocab_size=vocab_size)
-        found = self.endpoint.ask("POST", "/completions", read, json.dumps(body).encode())
-        return [None if told is None else self._cut(told, k) for told in found]
 
-    def _cut(self, told: Position, k: int) -> Position:
-        if len(told.best) < k:
+        def read(answer: bytes) -> list[Position]:
+            positions = read_positions(_choice(answer, tokens), tokens)
+            self._check(positions, k, vocab_size)
+            return positions
+
+        return self.endpoint.ask("POST", "/completions", read, json.dumps(body).encode())
+
+    def _check(self, positions: Sequence[Position], k: int, vocab_size: int | None) -> None:
+        """Refuses what no teacher can say. The arrays have an entry for the first token too, so
+        that an error names the position in the sequence."""
+        own = np.array([0.0, *(position.token for position in positions)])
+        mask = np.arange(len(own)) > 0
+        check_logprobs("the log-prob of the token sent", own, mask)
+        fewest = min((len(position.best) for position in positions), default=k)
+        if fewest < k:
             raise TeacherError(
-                f"teacher at {self.endpoint.url}: it tells {len(told.best)} log-probs a position,"
-                f" distill.top_k={k} asks for more: set distill.top_k={len(told.best)}, or raise"
+                f"teacher at {self.endpoint.url}: it tells {fewest} log-probs a position,"
+                f" distill.top_k={k} asks for more: set distill.top_k={fewest}, or raise"
                 " the server's limit (vLLM: --max-logprobs)"
             )
-        return Position(told.token, told.best[:k], told.decoded)
-
-    def _meet(self) -> None:
-        """Finds the name of the model and the style that the server speaks; once."""
-        with self._lock:
-            if self._style is not None:
-                return
-            models = self.endpoint.ask("GET", "/models", _models)
-            self._model, self._max_tokens = self._chosen(models)
-            self._style = self._find_style()
-
-    def _chosen(self, models: dict[str, int | None]) -> tuple[str, int | None]:
-        if self._model is None and len(models) != 1:
-            raise UserError(
-                f"teacher at {self.endpoint.url} has the models {', '.join(models) or '(none)'}:"
-                " name one in teacher.api_model"
-            )
-        name = next(iter(models)) if self._model is None else self._model
-        if models and name not in models:
-            raise UserError(
-                f"teacher.api_model={name}: the server at {self.endpoint.url} has"
-                f" {', '.join(models)}"
-            )
-        longest = models.get(name)
-        return name, None if longest is None else longest - 1  # it must generate one more
-
-    def _find_style(self) -> Style:
-        """Tries both on two tokens that every vocabulary has."""
-        problems = []
-        for style in _READERS:
-            try:
-                self._ask(style, (1, 2), 1)
-                return style
-            except TeacherError as error:
-                problems.append(f"{style}: {error}")
-        raise UserError(
-            f"the server at {self.endpoint.url} does not tell the log-probs of a prompt of token"
-            " ids:\n  " + "\n  ".join(problems)
-        )
+        if not k:
+            return
+        best = [((0, 0.0),) * k, *(position.best[:k] for position in positions)]
+        logprobs = np.array([[value for _, value in row] for row in best])
+        if vocab_size is not None:
+            ids = np.array([[i for i, _ in row] for row in best])
+            check_ids("the id of one of the best tokens", ids, vocab_size)
+        check_logprobs("the log-prob of one of the best tokens", logprobs, mask)
+        tail = np.array([0.0, *(tail_logprob(row) for row in logprobs[1:])])
+        check_sum("the best tokens' probabilities", logprobs, tail, mask)
 
 
-def tail_logprob(logprobs: Sequence[float]) -> float:
+def tail_logprob(logprobs: Sequence[float] | np.ndarray) -> float:
     """log(1 - sum of exp(logprobs)), nats, at least `TAIL_FLOOR`."""
     rest = -float(np.sum(np.exp(np.asarray(logprobs, np.float64))))
     return max(float(np.log1p(rest)), TAIL_FLOOR) if rest > -1 else TAIL_FLOOR
 
 
 def _models(body: bytes) -> dict[str, int | None]:
-    """Names of a server's models, with the longest sequence where it is told."""
+    """Names of a server's models, with the longest sequence where the server gives it."""
     return {each["id"]: each.get("max_model_len") for each in json.loads(body)["data"]}
 
 
-def _read(
-    body: bytes, style: Style, tokens: Sequence[int], k: int, vocab_size: int | None
-) -> list[Position | None]:
-    """The positions in an answer. Raises ValueError where it is about other tokens than were sent,
-    or says what no teacher can say."""
+def _choice(body: bytes, tokens: Sequence[int]) -> Any:
+    """The first choice of an answer. Raises ValueError where it is about other tokens than were
+    sent."""
     answer = json.loads(body)
     choice = answer["choices"][0]
     echoed = choice.get("prompt_token_ids") or answer.get("prompt_token_ids")
@@ -232,37 +220,17 @@ def _read(
     count = (answer.get("usage") or {}).get("prompt_tokens")
     if count is not None and count != len(tokens):
         raise ValueError(f"it read {count} tokens, {len(tokens)} were sent: it adds or drops some")
-    positions: list[Position | None] = _READERS[style](choice, tokens)
-    _check(positions, k, vocab_size)
-    return positions
+    return choice
 
 
-def _check(positions: Sequence[Position | None], k: int, vocab_size: int | None) -> None:
-    mask = np.array([position is not None for position in positions])
-    there = [position for position in positions if position is not None]
-    own = np.zeros(len(mask), np.float32)
-    own[mask] = [position.token for position in there]
-    check_logprobs("the log-prob of the token sent", own, mask)
-    if not k or min(len(position.best) for position in there) < k:
-        return  # too few: `_cut` says so
-    ids, best = np.zeros((len(mask), k), np.int64), np.zeros((len(mask), k), np.float32)
-    tail = np.zeros(len(mask))
-    ids[mask] = [[i for i, _ in position.best[:k]] for position in there]
-    best[mask] = [[value for _, value in position.best[:k]] for position in there]
-    if vocab_size is not None:
-        check_ids("the id of one of the best tokens", ids, vocab_size)
-    check_logprobs("the log-prob of one of the best tokens", best, mask)
-    tail[mask] = [tail_logprob(row.tolist()) for row in best[mask]]
-    check_sum("the best tokens' probabilities", best, tail, mask)
-
-
-def _read_prompt_logprobs(choice: Any, tokens: Sequence[int]) -> list[Position | None]:
-    told = choice["prompt_logprobs"]
-    if told is None or len(told) != len(tokens):
-        raise ValueError(f"prompt_logprobs of {len(told or ())} tokens, {len(tokens)} were asked")
-    positions: list[Position | None] = [None]
+def _read_prompt_logprobs(choice: Any, tokens: Sequence[int]) -> list[Position]:
+    entries = choice["prompt_logprobs"]
+    if entries is None or len(entries) != len(tokens):
+        n = len(entries or ())
+        raise ValueError(f"prompt_logprobs of {n} tokens, {len(tokens)} were asked")
+    positions = []
     for at, token in enumerate(tokens[1:], 1):
-        each = told[at] or {}
+        each = entries[at] or {}
         values = {int(i): _number(entry["logprob"]) for i, entry in each.items()}
         if token not in values:
             raise ValueError(
@@ -272,35 +240,37 @@ def _read_prompt_logprobs(choice: Any, tokens: Sequence[int]) -> list[Position |
         # The token itself is there besides the best; its rank says whether it is one of them.
         own = each[str(token)]
         count = len(values) - ((own.get("rank") or 0) > len(values))
-        decoded = own.get("decoded_token")
-        positions.append(Position(values[token], _sorted(values, count), decoded))
+        positions.append(Position(values[token], _sorted(values)[:count], own.get("decoded_token")))
     return positions
 
 
-def _read_echo(choice: Any, tokens: Sequence[int]) -> list[Position | None]:
-    told = choice["logprobs"]
-    names, values = told["tokens"][: len(tokens)], told["token_logprobs"]
-    echoed = [_named(name) for name in names]
+def _read_echo(choice: Any, tokens: Sequence[int]) -> list[Position]:
+    answer = choice["logprobs"]
+    echoed = [_named(name) for name in answer["tokens"][: len(tokens)]]
     if echoed != list(tokens):
         raise ValueError(f"it echoes the tokens {_some(echoed)}, {_some(tokens)} were sent")
-    positions: list[Position | None] = [None]
-    for at in range(1, len(tokens)):
-        best = {_named(name): _number(value) for name, value in told["top_logprobs"][at].items()}
-        own = _number(values[at])
-        if abs(best.get(tokens[at], own) - own) > ROUNDING:
+    positions = []
+    for at, token in enumerate(tokens[1:], 1):
+        best = {_named(name): _number(value) for name, value in answer["top_logprobs"][at].items()}
+        own = _number(answer["token_logprobs"][at])
+        if abs(best.get(token, own) - own) > ROUNDING:
             raise ValueError(
-                f"token_logprobs at position {at} say {own:.7g} of token {tokens[at]}, top_logprobs"
-                f" {best[tokens[at]]:.7g}: they belong to different positions"
+                f"token_logprobs at position {at} say {own:.7g} of token {token}, top_logprobs"
+                f" {best[token]:.7g}: they belong to different positions"
             )
-        positions.append(Position(own, _sorted(best, len(best)), None))
+        positions.append(Position(own, _sorted(best), None))
     return positions
+
+
+_STYLES: dict[str, tuple[Callable[[int], dict[str, Any]], Callable[..., list[Position]]]] = {
+    "prompt_logprobs": (lambda k: {"prompt_logprobs": k}, _read_prompt_logprobs),
+    "echo": (lambda k: {"echo": True, "logprobs": k}, _read_echo),
+}
+"""Style -> what asks for k log-probs a position, and what reads them."""
 
 
 def _some(tokens: Sequence[int]) -> str:
     return f"{list(tokens[:8])}{'...' if len(tokens) > 8 else ''} ({len(tokens)})"
-
-
-_READERS: dict[Style, Any] = {"prompt_logprobs": _read_prompt_logprobs, "echo": _read_echo}
 
 
 def _named(name: str) -> int:
@@ -309,8 +279,8 @@ def _named(name: str) -> int:
     return int(name.removeprefix(NAMED))
 
 
-def _sorted(values: dict[int, float], count: int) -> tuple[tuple[int, float], ...]:
-    return tuple(sorted(values.items(), key=lambda item: (-item[1], item[0]))[:count])
+def _sorted(values: dict[int, float]) -> tuple[tuple[int, float], ...]:
+    return tuple(sorted(values.items(), key=lambda item: (-item[1], item[0])))
 
 
 def _number(value: Any) -> float:

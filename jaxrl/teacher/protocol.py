@@ -6,23 +6,29 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from math import prod
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 import numpy as np
 import safetensors
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from jaxrl.config.schema import DistillConfig
+from jaxrl.errors import UserError
 from jaxrl.formats.hf import STORED
 from jaxrl.types import Sequences, TeacherSignal
 
 PROTOCOL = 1
 """Version of everything in this file; a client and a server of different versions do not talk."""
+TOKEN = "JAXRL_TEACHER_TOKEN"
+"""Environment variable; its value is never logged or shown."""
 Signal = Literal["hidden", "topk", "student_topk", "sampled"]
-SIGNALS: tuple[Signal, ...] = ("hidden", "topk", "student_topk", "sampled")
+DType = Literal["bfloat16", "float32"]
+SIGNALS: tuple[Signal, ...] = get_args(Signal)
+JSON, SAFETENSORS = "application/json", "application/octet-stream"
 REQUEST = "request"
 """Key of the safetensors metadata that holds `Asked` as JSON."""
 MOST_PADDING = 128
@@ -32,10 +38,17 @@ HEAD = "head"
 """Name of the LM head's tensor."""
 _DTYPES = STORED | {"I32": np.dtype("<i4"), "BOOL": np.dtype(bool)}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_FIELDS = tuple(field.name for field in fields(TeacherSignal))
 
 Piece = bytes | memoryview
-PositiveInt = Annotated[int, Field(strict=True, ge=1)]
+Positive = Annotated[int, Field(strict=True, ge=1)]
+
+
+def token_from_environment() -> str | None:
+    """The secret that a teacher and its runs share; None where none is set."""
+    token = os.environ.get(TOKEN) or None
+    if token is not None and not (token.isascii() and token.isprintable() and " " not in token):
+        raise UserError(f"{TOKEN} may have printable ASCII characters only, and no blank")
+    return token
 
 
 class Refused(ValueError):
@@ -44,6 +57,10 @@ class Refused(ValueError):
     def __init__(self, status: int, message: str):
         super().__init__(message)
         self.status = status
+
+
+class Gone(Exception):
+    """The client no longer waits for its answer."""
 
 
 class Message(BaseModel):
@@ -57,24 +74,23 @@ class Info(Message):
 
     protocol: int
     model: str
-    family: str | None
-    """The next three are None where the server does not tell (a completions server)."""
-    n_params: int | None
-    d_model: int | None
+    family: str
+    n_params: int
+    d_model: Positive
     """Width of the hidden states and of the head."""
-    vocab_size: int | None
-    """Rows of the head; None where unknown."""
-    vocab_hash: str | None
-    """`vocab_hash` of the tokenizer; None where unknown."""
+    vocab_size: Positive
+    """Rows of the head."""
+    vocab_hash: str
+    """`vocab_hash` of the tokenizer."""
     tokenizer_eos: int | None
     model_eos: tuple[int, ...]
     chat_template: str | None
-    dtype: str | None
-    """Of hidden states and head; None where neither is offered."""
-    max_tokens: int | None
+    dtype: DType
+    """Of hidden states and head."""
+    max_tokens: Positive
     """Longest sequence, prompt and completion and padding together."""
-    max_request_bytes: int | None
-    max_answer_bytes: int | None
+    max_request_bytes: Positive
+    max_answer_bytes: Positive
     signals: tuple[Signal, ...]
     fingerprint: str
     """Differs between models, dtypes and weights; a request for another one is refused."""
@@ -84,13 +100,13 @@ class Options(Message):
     """The part of `distill.*` that a teacher's answer depends on."""
 
     signal: Signal
-    top_k: Annotated[PositiveInt, Field(le=1024)]
-    entropy_top_k: PositiveInt | None
+    top_k: Annotated[Positive, Field(le=1024)]
+    entropy_top_k: Positive | None
     """None: no entropy-aware term."""
     distill_temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)]
-    vocab_size: PositiveInt
+    vocab_size: Positive
     """Probabilities are normalised over the first so many tokens."""
-    chunk_tokens: PositiveInt
+    chunk_tokens: Positive
     """Tokens whose logits exist at once; a server may take fewer."""
 
     @classmethod
@@ -111,16 +127,16 @@ class Options(Message):
         Raises:
             ValueError: options that do not go together.
         """
-        entropy = {} if self.entropy_top_k is None else {"entropy_top_k": self.entropy_top_k}
-        return DistillConfig(
-            signal=self.signal,
-            jsd_beta=1.0 if self.signal == "sampled" else 0.5,  # not read by a teacher
-            top_k=self.top_k,
-            entropy_aware=self.entropy_top_k is not None,
-            distill_temperature=self.distill_temperature,
-            chunk_tokens=min(self.chunk_tokens, most_chunk),
-            **entropy,
-        )
+        keys = self.model_dump(exclude={"vocab_size"}, exclude_none=True)
+        keys["chunk_tokens"] = min(self.chunk_tokens, most_chunk)
+        if self.signal == "sampled":
+            keys["jsd_beta"] = 1.0  # what this signal needs; a teacher does not read it
+        return DistillConfig(entropy_aware=self.entropy_top_k is not None, **keys)
+
+    @property
+    def most_best(self) -> int:
+        """The largest number of most probable tokens that is asked for; 0: none."""
+        return max(self.top_k if "topk" in self.signal else 0, self.entropy_top_k or 0)
 
     def request_row_bytes(self, t: int, c: int) -> int:
         """Bytes of one sequence of T tokens, C of them in the completion, in a request."""
@@ -129,7 +145,6 @@ class Options(Message):
     def answer(self, info: Info) -> dict[str, tuple[str, tuple[int, ...]]]:
         """The tensors of an answer (`teacher.check.Shapes`)."""
         if self.signal == "hidden":
-            assert info.d_model is not None and info.dtype is not None
             return {"hidden": (info.dtype, (info.d_model,))}
         tensors: dict[str, tuple[str, tuple[int, ...]]] = {"token_logprobs": ("float32", ())}
         if self.signal != "sampled":
@@ -195,32 +210,39 @@ def read_request(body: bytes, info: Info) -> Request:
         tensors, metadata = decode(body)
         asked = Asked.model_validate_json(metadata.get(REQUEST, "{}"))
     except ValidationError as error:
-        raise Refused(400, f"metadata {REQUEST!r}: {explain(error)}") from error
+        raise Refused(400, f"metadata {REQUEST!r}: {_first_mistake(error)}") from error
     except ValueError as error:
         raise Refused(400, f"the body cannot be read: {error}") from error
+    options = asked.options
     if asked.fingerprint != info.fingerprint:
         raise Refused(409, f"this is another teacher than the one asked for: now {info.model!r}")
-    options = asked.options
     if options.signal not in info.signals:
         raise Refused(400, f"signal {options.signal!r} is not offered: {', '.join(info.signals)}")
     sequences = _sequences(tensors, options, info)
-    return Request(options, sequences, _ids(tensors, options, sequences.loss_mask.shape))
+    if options.most_best > options.vocab_size:
+        most = f"the best {options.most_best} of {options.vocab_size} tokens"
+        raise Refused(400, f"{most}: ask for fewer")
+    if options.signal != "student_topk":
+        return Request(options, sequences, None)
+    ids, shape = _tensor(tensors, "ids", np.int32, 3), [*sequences.loss_mask.shape, options.top_k]
+    if list(ids.shape) != shape:
+        raise Refused(400, f"ids {list(ids.shape)}: [B, C, K] = {shape} was announced")
+    if ids.min() < 0 or ids.max() >= options.vocab_size:
+        raise Refused(400, f"ids name tokens beyond 0 to {options.vocab_size - 1}")
+    return Request(options, sequences, ids)
 
 
 def _sequences(tensors: Mapping[str, np.ndarray], options: Options, info: Info) -> Sequences:
     tokens = _tensor(tensors, "tokens", np.int32, 2)
     mask = _tensor(tensors, "mask", bool, 2)
     loss_mask = _tensor(tensors, "loss_mask", bool, 2)
-    b, t = tokens.shape
-    c = loss_mask.shape[1]
+    (b, t), c = tokens.shape, loss_mask.shape[1]
     if mask.shape != (b, t) or loss_mask.shape[0] != b or b < 1 or not 1 <= c < t:
         raise Refused(
             400,
             f"tokens {[b, t]}, mask {list(mask.shape)} and loss_mask {list(loss_mask.shape)} do not"
             " fit together: [B, T], [B, T] and [B, C] with B >= 1 and 1 <= C < T",
         )
-    assert info.max_tokens is not None and info.vocab_size is not None
-    assert info.max_answer_bytes is not None
     used = int(mask.any(0).sum())  # the client rounds its widths up to what suits its devices
     if used > info.max_tokens or t > info.max_tokens + MOST_PADDING:
         raise Refused(
@@ -229,12 +251,11 @@ def _sequences(tensors: Mapping[str, np.ndarray], options: Options, info: Info) 
             f" {info.max_tokens}, and {MOST_PADDING} of padding",
         )
     if options.vocab_size > info.vocab_size:
-        raise Refused(
-            400, f"vocab_size {options.vocab_size}: this teacher has {info.vocab_size} tokens"
-        )
-    if tokens.min() < 0 or tokens.max() >= info.vocab_size:
-        wrong = tokens.min() if tokens.min() < 0 else tokens.max()
-        raise Refused(400, f"token {wrong}: this teacher has tokens 0 to {info.vocab_size - 1}")
+        has = f"this teacher has {info.vocab_size} tokens"
+        raise Refused(400, f"vocab_size {options.vocab_size}: {has}")
+    for token in (tokens.min(), tokens.max()):
+        if not 0 <= token < info.vocab_size:
+            raise Refused(400, f"token {token}: this teacher has tokens 0 to {info.vocab_size - 1}")
     if (loss_mask & ~mask[:, t - c :]).any():
         raise Refused(400, "loss_mask is True where mask is False")
     answer = b * options.answer_row_bytes(c, info)
@@ -247,55 +268,31 @@ def _sequences(tensors: Mapping[str, np.ndarray], options: Options, info: Info) 
     return Sequences(tokens, mask, loss_mask)
 
 
-def _ids(
-    tensors: Mapping[str, np.ndarray], options: Options, shape: tuple[int, ...]
-) -> np.ndarray | None:
-    wanted = max(options.top_k if "topk" in options.signal else 0, options.entropy_top_k or 0)
-    if wanted > options.vocab_size:
-        raise Refused(400, f"the best {wanted} of {options.vocab_size} tokens: ask for fewer")
-    if options.signal != "student_topk":
-        return None
-    ids = _tensor(tensors, "ids", np.int32, 3)
-    if ids.shape != (*shape, options.top_k):
-        raise Refused(
-            400, f"ids {list(ids.shape)}: [B, C, K] = {[*shape, options.top_k]} was announced"
-        )
-    if ids.min() < 0 or ids.max() >= options.vocab_size:
-        raise Refused(400, f"ids name tokens beyond 0 to {options.vocab_size - 1}")
-    return ids
-
-
 def _tensor(
     tensors: Mapping[str, np.ndarray], name: str, dtype: type[Any], rank: int
 ) -> np.ndarray:
     if name not in tensors:
         raise Refused(400, f"tensor {name!r} is missing: there are {sorted(tensors)}")
-    tensor = tensors[name]
-    if tensor.dtype != np.dtype(dtype) or tensor.ndim != rank:
-        raise Refused(
-            400,
-            f"tensor {name!r} is {tensor.dtype} {list(tensor.shape)}: {np.dtype(dtype)} of {rank}"
-            " dims is expected",
-        )
+    tensor, needed = tensors[name], np.dtype(dtype)
+    if tensor.dtype != needed or tensor.ndim != rank:
+        found = f"{tensor.dtype} {list(tensor.shape)}"
+        raise Refused(400, f"tensor {name!r} is {found}: {needed} of {rank} dims is expected")
     return tensor
 
 
+def _first_mistake(error: ValidationError) -> str:
+    """By the name of its field; never the whole input."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    return f"{'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}"
+
+
 def write_signal(signal: TeacherSignal) -> list[Piece]:
-    tensors = {name: getattr(signal, name) for name in _FIELDS}
-    return frame({name: tensor for name, tensor in tensors.items() if tensor is not None}, {})
-
-
-def read_signal(body: bytes) -> TeacherSignal:
-    """The answer in a body. Raises ValueError for none; `check_signal` says whether it is right."""
-    tensors, _ = decode(body)
-    strange = sorted(tensors.keys() - set(_FIELDS))
-    if strange:
-        raise ValueError(f"it has the tensors {strange}, which no answer has")
-    return TeacherSignal(**tensors)
+    return frame({name: tensor for name, tensor in vars(signal).items() if tensor is not None}, {})
 
 
 def frame(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> list[Piece]:
-    """Safetensors in pieces, to be sent one after the other: the tensors are not copied."""
+    """Safetensors in pieces, to be sent one after the other: unlike with `safetensors.serialize`,
+    the tensors are not copied."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     pieces: list[Piece] = []
     at = 0
@@ -320,17 +317,11 @@ def decode(body: bytes) -> tuple[dict[str, np.ndarray], dict[str, str]]:
         entries = safetensors.deserialize(body)
     except (safetensors.SafetensorError, ValueError) as error:
         raise ValueError(f"no safetensors: {error}") from error
-    header = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])
     tensors = {}
     for name, entry in entries:
         if entry["dtype"] not in _DTYPES:
             raise ValueError(f"tensor {name!r} has dtype {entry['dtype']}: not one of {[*_DTYPES]}")
         dtype = _DTYPES[entry["dtype"]]
         tensors[name] = np.frombuffer(entry["data"], dtype).reshape(entry["shape"])
+    header = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])
     return tensors, header.get("__metadata__") or {}
-
-
-def explain(error: ValidationError) -> str:
-    """The first mistake, by the name of its field; never the whole input."""
-    first = error.errors(include_url=False, include_input=False)[0]
-    return f"{'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}"

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl.serve_teacher import waited
-from jaxrl.teacher.server import Gone
+from jaxrl.teacher.protocol import Gone
+from jaxrl.teacher.service import waited
 
 PACKAGE = Path(__file__).parent.parent.parent / "jaxrl"
 WAITS = ("join", "result", "wait", "get", "acquire")
@@ -39,7 +39,6 @@ BOUNDED = {
     ("runtime/ray/calls.py", "value.result()"): "the driver's own value, which is there",
     ("runtime/ray/crew.py", "self._tender.join()"): "it waits JOIN_S for each thread",
     ("runtime/ray/tend.py", "told.result()"): ENDED,
-    ("serve_teacher.py", "asked.wait()"): "the server works until a signal asks it to end",
     ("train.py", "exported.result()"): CALLS,
 }
 """File and call -> why it ends."""

@@ -35,29 +35,30 @@ from jaxrl.config.schema import Config, DistillConfig, TeacherConfig
 from jaxrl.data.batch import pack
 from jaxrl.errors import UserError
 from jaxrl.models import decoder
-from jaxrl.roles.remote_teacher import (
+from jaxrl.roles.scorer import Scorer
+from jaxrl.teacher.client import TeacherClient, TeacherError
+from jaxrl.teacher.openai import TAIL_FLOOR, tail_logprob
+from jaxrl.teacher.protocol import (
+    TOKEN,
+    Gone,
+    Info,
+    Options,
+    decode,
+    encode,
+    read_request,
+    vocab_hash,
+    write_request,
+    write_signal,
+)
+from jaxrl.teacher.remote import (
     RemoteTeacher,
     check_remote,
     check_remote_prompts,
     remote_head,
     remote_info,
 )
-from jaxrl.roles.scorer import Scorer
-from jaxrl.serve_teacher import ScoringService, row_bucket
-from jaxrl.teacher.client import TeacherClient
-from jaxrl.teacher.http import TOKEN, TeacherError
-from jaxrl.teacher.openai import TAIL_FLOOR, tail_logprob
-from jaxrl.teacher.protocol import (
-    Info,
-    Options,
-    encode,
-    read_request,
-    read_signal,
-    vocab_hash,
-    write_request,
-    write_signal,
-)
-from jaxrl.teacher.server import Gone, Limits, TeacherServer
+from jaxrl.teacher.server import Limits, TeacherServer
+from jaxrl.teacher.service import ScoringService, row_bucket
 from jaxrl.types import Prompt, Rollout, Sequences, TeacherSignal
 
 V, K = 64, 4
@@ -105,7 +106,7 @@ def service(mesh: Any) -> ScoringService:
 def serving(service: Any, token: str | None = None, **limits: Any) -> Iterator[TeacherServer]:
     told: list[str] = []
     server = TeacherServer(
-        "localhost", 0, token=token, limits=Limits(**limits), tell=told.append, tell_requests=True
+        "localhost", 0, token=token, limits=Limits(**limits), log=told.append, log_requests=True
     )
     server.told = told  # type: ignore[attr-defined]
     server.start(service)
@@ -209,9 +210,9 @@ def test_the_head_is_the_models(server: TeacherServer, service: ScoringService) 
 
 def test_bfloat16_travels_as_it_is() -> None:
     values = np.arange(12, dtype=np.float32).astype(jnp.bfloat16).reshape(2, 3, 2)
-    back = read_signal(b"".join(write_signal(TeacherSignal(hidden=values))))
-    assert back.hidden.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(back.hidden, values)
+    back, _ = decode(b"".join(write_signal(TeacherSignal(hidden=values))))
+    assert back["hidden"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(back["hidden"], values)
 
 
 def test_a_request_over_the_limits_is_sent_in_several_and_computed_in_slices(
@@ -291,6 +292,29 @@ def test_clients_with_other_options_are_served_side_by_side(
         signals = list(pool.map(lambda name: teachers[name].score(rollout), names))
     for name, told in zip(names, signals, strict=True):
         assert_equal(told, expected(DISTILLS[name]))
+
+
+def test_a_client_that_leaves_spoils_no_program_that_another_waits_for(
+    service: ScoringService, rollout: Rollout, expected: Any
+) -> None:
+    body = write_request(Options.of(PLAIN, V), service.info.fingerprint, rollout.sequences, None)
+    request = read_request(body, service.info)
+    go = threading.Event()
+
+    def compile_late(*inputs: Any) -> Any:
+        assert go.wait(10)
+        return service._compile(*inputs)
+
+    fresh = object.__new__(ScoringService)
+    fresh.__dict__ |= service.__dict__ | {"_programs": {}, "_compile": compile_late}
+    with ThreadPoolExecutor(1) as pool:
+        stays = pool.submit(fresh.score, request, lambda: True)
+        eventually(lambda: bool(fresh._programs))
+        with pytest.raises(Gone):
+            fresh.score(request, lambda: False)
+        go.set()
+        assert_equal(stays.result(30), expected(PLAIN))
+    assert_equal(fresh.score(request, lambda: True), expected(PLAIN))
 
 
 # What may be sent besides.
@@ -458,7 +482,7 @@ def test_a_token_is_asked_for_and_never_told(
 
 def test_what_is_open_to_other_hosts_needs_a_token() -> None:
     make = lambda token: TeacherServer(  # noqa: E731
-        "0.0.0.0", 0, token=token, limits=Limits(), tell=print
+        "0.0.0.0", 0, token=token, limits=Limits(), log=print
     )
     for token in (None, ""):
         with pytest.raises(UserError, match=f"set {TOKEN}"):
@@ -695,7 +719,7 @@ def test_a_server_that_comes_back_is_found_again(
         waiting = pool.submit(teacher.score, rollout)
         time.sleep(0.3)
         port = int(server.address.split(":")[1])
-        again = TeacherServer("localhost", port, token=None, limits=Limits(), tell=print)
+        again = TeacherServer("localhost", port, token=None, limits=Limits(), log=print)
         again.start(service)
         try:
             assert_equal(waiting.result(20), expected(PLAIN))
@@ -1137,9 +1161,19 @@ def test_a_teacher_that_does_not_fit_is_refused(service: ScoringService) -> None
     with pytest.raises(UserError, match="no tokenizer"):
         check_remote(asked, info, None, student)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jaxrl.roles.remote_teacher.MEET_S", 0.3)
+        patch.setattr("jaxrl.teacher.remote.MEET_S", 0.3)
         with pytest.raises(UserError, match="localhost:1: .*Connection refused"):
             remote_info(asked)
+
+
+def test_another_version_of_the_protocol_is_refused_at_once(
+    service: ScoringService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(service) as server:
+        monkeypatch.setattr("jaxrl.teacher.client.PROTOCOL", 2)
+        with pytest.raises(UserError, match="speaks version 1 .*, this jaxrl version 2: install"):
+            remote_info(config(server.address, PLAIN))
+        eventually(lambda: server.counts["served"] == 1)
 
 
 def _seq_kd() -> DistillConfig:
@@ -1236,7 +1270,7 @@ def test_the_command_serves_until_it_is_told_to_stop(number: int) -> None:
             found = re.search(r"http://(127.0.0.1:\d+)", lines[1])
             assert found is not None and "2 cpu device(s) (fsdp 2)" in lines[0], lines
             client = TeacherClient(found[1], "secret-2", 30)
-            info = client.agreed
+            info = client.info
             assert info.vocab_size is not None
             tokens = np.full((3, 8), 5, np.int32)
             sequences = Sequences(tokens, tokens > 0, np.ones((3, 4), bool))

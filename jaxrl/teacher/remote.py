@@ -1,8 +1,8 @@
-"""A teacher that runs outside the training run: the role has no devices, it asks a server.
+"""The role `teacher` of a run whose teacher is a server: it has no devices, it asks.
 
 `run.launch` meets the server before anything is written (`remote_info`, `check_remote`,
 `check_remote_prompts`); for the signal `hidden` the actor fetches the head (`remote_head`); then
-`RemoteTeacher` stands where `roles.teacher.Teacher` would.
+`RemoteTeacher` takes the place of `roles.teacher.Teacher`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ import jax
 import numpy as np
 
 from jaxrl.config.schema import Config, TeacherConfig
-from jaxrl.data.tokenizer import check_same_prompts
+from jaxrl.data.tokenizer import check_eos, check_same_prompts
 from jaxrl.errors import UserError
 from jaxrl.models.config import DecoderConfig
 from jaxrl.runtime.worker import phase
-from jaxrl.teacher.client import TeacherClient, rows_at_once
-from jaxrl.teacher.http import TeacherError, token_from_environment
-from jaxrl.teacher.openai import CompletionsClient
-from jaxrl.teacher.protocol import Info, Options, vocab_hash
+from jaxrl.teacher.client import TeacherClient, TeacherError, rows_at_once
+from jaxrl.teacher.openai import CompletionsClient, CompletionsInfo
+from jaxrl.teacher.protocol import Info, Options, token_from_environment, vocab_hash
 from jaxrl.types import Prompt, Rollout, TeacherSignal
 
 MEET_S = 30.0
@@ -61,10 +60,10 @@ class RemoteTeacher:
             return self._client.score(rows, ids, self._distill, self._vocab_size)
 
 
-def remote_info(config: Config) -> Info:
+def remote_info(config: Config) -> Info | CompletionsInfo:
     """The handshake with `teacher.address`. Raises UserError where nobody answers."""
     try:
-        return _client(config.teacher, MEET_S).info()
+        return _client(config.teacher, MEET_S).info
     except TeacherError as error:
         raise UserError(f"teacher.address={config.teacher.address}: {error}") from error
 
@@ -76,7 +75,9 @@ def remote_head(config: Config, rows: int) -> np.ndarray:
     return client.head()[:rows]
 
 
-def check_remote(config: Config, info: Info, tokenizer: Any, student: DecoderConfig) -> int:
+def check_remote(
+    config: Config, info: Info | CompletionsInfo, tokenizer: Any, student: DecoderConfig
+) -> int:
     """Refuses a teacher that the run cannot learn from.
 
     Returns:
@@ -98,16 +99,14 @@ def check_remote(config: Config, info: Info, tokenizer: Any, student: DecoderCon
             f"max_prompt_tokens={config.max_prompt_tokens} and max_new_tokens="
             f"{config.max_new_tokens} make {width} positions; {where} takes {info.max_tokens}"
         )
-    if config.teacher.api == "openai":
+    if isinstance(info, CompletionsInfo):
         _check_log_probs_only(config)
         return student.vocab_size
     v = _check_vocabulary(info, tokenizer, student, where)
     options = Options.of(d, v)
-    asked = max(options.top_k if "topk" in d.signal else 0, options.entropy_top_k or 0)
-    if asked > v:
-        raise UserError(
-            f"distill asks for the best {asked} of the {v} tokens that both models have"
-        )
+    most = options.most_best
+    if most > v:
+        raise UserError(f"distill asks for the best {most} of the {v} tokens that both models have")
     if rows_at_once(info, options, width, config.max_new_tokens) == 0:
         raise UserError(
             f"one sequence of {width} tokens does not fit the limits of {where}: its"
@@ -118,7 +117,7 @@ def check_remote(config: Config, info: Info, tokenizer: Any, student: DecoderCon
 
 def check_remote_prompts(
     config: Config,
-    info: Info,
+    info: Info | CompletionsInfo,
     tokenizer: Any,
     prompts: Iterable[Prompt],
     vocab_size: int | None = None,
@@ -135,7 +134,7 @@ def check_remote_prompts(
     Raises:
         UserError: with the place where the two part.
     """
-    if config.teacher.api == "openai":
+    if isinstance(info, CompletionsInfo):
         first = next(iter(prompts), None)
         if first is None:
             return None
@@ -167,25 +166,15 @@ def _check_vocabulary(info: Info, tokenizer: Any, student: DecoderConfig, where:
             "student.model has no tokenizer, so that its tokens cannot be compared: put"
             " tokenizer.json and tokenizer_config.json into its folder"
         )
-    assert info.vocab_size is not None
     ours = vocab_hash(tokenizer)
     if ours != info.vocab_hash:
         raise UserError(
             f"student and teacher have different vocabularies: {where} serves {info.model} with"
-            f" the vocabulary {str(info.vocab_hash)[:12]}, the student has {ours[:12]};"
+            f" the vocabulary {info.vocab_hash[:12]}, the student has {ours[:12]};"
             " distillation needs a teacher with the student's tokenizer"
         )
-    if tokenizer.eos_token_id != info.tokenizer_eos:
-        raise UserError(
-            f"the tokenizers have different EOS ids: student {tokenizer.eos_token_id}, {where}"
-            f" {info.tokenizer_eos}; set the same eos_token in both tokenizer_config.json"
-        )
-    mine, theirs = set(student.eos_ids), set(info.model_eos)
-    if mine and theirs and mine != theirs:
-        raise UserError(
-            f"the models have different EOS ids: student {sorted(mine)}, {where}"
-            f" {sorted(theirs)}; set the same eos_token_id in both generation_config.json"
-        )
+    eos = set(student.eos_ids), set(info.model_eos)
+    check_eos(tokenizer.eos_token_id, info.tokenizer_eos, *eos)
     v = min(student.vocab_size, info.vocab_size)
     beyond = [i for i in tokenizer.get_vocab().values() if i >= v]
     if beyond:
@@ -204,17 +193,17 @@ def _probe(
     assert isinstance(client, CompletionsClient)
     k = config.distill.top_k if config.distill.signal == "topk" else 0
     try:
-        told = client.positions(tokens, k, vocab_size)[1:]
+        positions = client.positions(tokens, k, vocab_size)
     except TeacherError as error:
         raise UserError(f"teacher.address={config.teacher.address}: {error}") from error
-    theirs = [position.decoded for position in told if position is not None]
-    if not theirs or None in theirs or tokenizer is None:
+    words = [position.decoded for position in positions]
+    if not words or None in words or tokenizer is None:
         return (
             f"{config.teacher.address} does not tell how it spells tokens: that its vocabulary is"
             " the student's could not be checked"
         )
     ours = tokenizer.decode(list(tokens[1:]), skip_special_tokens=False)
-    spelt = "".join(word for word in theirs if word is not None)
+    spelt = "".join(filter(None, words))
     if _letters(ours) != _letters(spelt):
         raise UserError(
             f"student and teacher have different vocabularies: tokens {list(tokens[1:9])}... are"

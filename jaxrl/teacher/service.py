@@ -1,0 +1,248 @@
+"""The model behind a served teacher: it computes what requests ask for, on devices of its own."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import cached_property, partial
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrl.algorithms.signals import Projection, completion_hidden, teacher_signal
+from jaxrl.checkpoint.source import ModelSource
+from jaxrl.errors import UserError
+from jaxrl.models import decoder
+from jaxrl.models.decoder import Params
+from jaxrl.sharding.mesh import ensure_devices, role_mesh, verify_arrays
+from jaxrl.sharding.placement import Axes
+from jaxrl.teacher.protocol import (
+    PROTOCOL,
+    SIGNALS,
+    DType,
+    Gone,
+    Info,
+    Options,
+    Refused,
+    Request,
+    vocab_hash,
+)
+from jaxrl.types import Sequences, TeacherSignal
+
+MB = 10**6
+DTYPES = get_args(DType)
+MOST_CHUNK = 4096
+"""Tokens whose logits exist at once, at most, whatever a client asks for."""
+POLL_S = 0.5
+"""How often a request that waits for the devices looks whether its client is still there."""
+HEAD_S = 600.0
+"""Longest wait for the head's weights on their way to the host, behind the requests before."""
+MOST_PROGRAMS = 64
+"""Compiled programs kept; the one unused for longest goes first."""
+
+
+class ScoringService:
+    """One frozen model that answers requests in order of arrival.
+
+    Programs are compiled where a request is read; only what is ready to run stands in line for the
+    devices.
+    """
+
+    def __init__(
+        self,
+        source: ModelSource,
+        tokenizer: Any,
+        mesh: Mesh,
+        dtype: DType,
+        *,
+        max_tokens: int | None = None,
+        max_batch_tokens: int = 65536,
+        max_request_bytes: int = 64 * MB,
+        max_answer_bytes: int = 1024 * MB,
+    ):
+        """
+        Args:
+            max_tokens: longest sequence; None: the model's positions.
+            max_batch_tokens: tokens (padding included) on the devices at once; a longer request is
+                scored in slices.
+
+        Raises:
+            UserError: no tokenizer, or more tokens than the model has positions.
+        """
+        model = source.config
+        if max_tokens is not None and max_tokens > model.max_positions:
+            has = f"the model has {model.max_positions} positions"
+            raise UserError(f"--max-tokens {max_tokens}: {has}")
+        if tokenizer is None:
+            raise UserError(
+                f"--model {source.name} has no tokenizer, so that no run can compare its tokens:"
+                " put tokenizer.json and tokenizer_config.json into its folder"
+            )
+        self.model, self.mesh = model, mesh
+        self.params = source.load(mesh, jnp.dtype(dtype), "stacked")
+        verify_arrays("teacher", self.params, mesh)
+        self._max_batch_tokens = max_batch_tokens
+        self._rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+        self._programs: dict[Any, Future[Any]] = {}
+        self._lock = threading.Lock()
+        self._devices = ThreadPoolExecutor(1, thread_name_prefix="teacher-devices")
+        vocabulary = vocab_hash(tokenizer)
+        known_by = (model, dtype, vocabulary, tokenizer.eos_token_id)
+        self.info = Info(
+            protocol=PROTOCOL,
+            model=source.name,
+            family=model.family,
+            n_params=model.n_params,
+            d_model=model.d_model,
+            vocab_size=model.vocab_size,
+            vocab_hash=vocabulary,
+            tokenizer_eos=tokenizer.eos_token_id,
+            model_eos=model.eos_ids,
+            chat_template=tokenizer.chat_template or None,
+            dtype=dtype,
+            max_tokens=model.max_positions if max_tokens is None else max_tokens,
+            max_request_bytes=max_request_bytes,
+            max_answer_bytes=max_answer_bytes,
+            signals=SIGNALS,
+            fingerprint=hashlib.sha256(repr(known_by).encode() + _sample(self.params)).hexdigest(),
+        )
+
+    def __str__(self) -> str:
+        """Model and devices, in words."""
+        devices, info = self.mesh.devices.flat, self.info
+        axes = ", ".join(f"{name} {n}" for name, n in self.mesh.shape.items() if n > 1)
+        where = f"{len(devices)} {devices[0].platform} device(s)" + (f" ({axes})" if axes else "")
+        return (
+            f"{info.model} ({info.n_params:,} parameters, {info.dtype}) on {where}, sequences of"
+            f" at most {info.max_tokens} tokens"
+        )
+
+    def head(self) -> np.ndarray:
+        """The LM head [V, D]."""
+        return self._head
+
+    @cached_property
+    def _head(self) -> np.ndarray:
+        found = self._devices.submit(lambda: np.asarray(decoder.head(self.params)))
+        return found.result(timeout=HEAD_S)
+
+    def score(self, request: Request, wanted: Callable[[], bool]) -> TeacherSignal:
+        """What a request asks for, as numpy arrays [B, C, ...].
+
+        Raises:
+            Gone: the answer was no longer wanted when its turn came.
+        """
+        inputs = (request.sequences, request.ids)
+        b, t = request.sequences.tokens.shape
+        shards = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+        most = max(self._max_batch_tokens // t // shards, 1) * shards
+        slices = -(-b // most)
+        work = []
+        for i in range(slices):
+            start, stop = b * i // slices, b * (i + 1) // slices
+            size = row_bucket(stop - start, shards, most)
+            rows = partial(_rows, start=start, stop=stop, size=size)
+            padded = jax.tree.map(rows, inputs)
+            work.append((self._program(request.options, padded, wanted), padded, stop - start))
+        parts = waited(self._devices.submit(self._run, work, wanted), wanted)
+        return jax.tree.map(lambda *xs: xs[0] if len(xs) == 1 else np.concatenate(xs), *parts)
+
+    def close(self) -> None:
+        """Nothing more is computed but what runs."""
+        self._devices.shutdown(wait=False, cancel_futures=True)
+
+    def _run(self, work: list[Any], wanted: Callable[[], bool]) -> list[TeacherSignal]:
+        """On the thread of the devices."""
+        done = []
+        for program, inputs, n in work:
+            if not wanted():
+                raise Gone
+            signal = program(self.params, *jax.device_put(inputs, self._rows))
+            done.append(jax.tree.map(lambda x, n=n: np.asarray(x)[:n], signal))
+        return done
+
+    def _program(self, options: Options, inputs: Any, wanted: Callable[[], bool]) -> Any:
+        """Compiled for these shapes; two that need the same one at once compile it once."""
+        key = (options, str(jax.tree.map(lambda x: (x.shape, x.dtype.name), inputs)))
+        with self._lock:
+            found = self._programs.pop(key, None)
+            compiled: Future[Any] = found or Future()
+            self._programs[key] = compiled
+            while len(self._programs) > MOST_PROGRAMS:
+                self._programs.pop(next(iter(self._programs)))
+        if found is None:
+            compiled.set_running_or_notify_cancel()  # no client that leaves can cancel it
+            try:
+                compiled.set_result(self._compile(options, inputs))
+            except BaseException as error:
+                compiled.set_exception(error)
+                with self._lock:
+                    self._programs.pop(key, None)
+        return waited(compiled, wanted)
+
+    def _compile(self, options: Options, inputs: Any) -> Any:
+        try:
+            distill = options.distill(MOST_CHUNK)
+        except ValueError as error:
+            raise Refused(400, f"options: {error}") from error
+        projection = Projection(distill, self.mesh, options.vocab_size)
+
+        def signal(params: Params, sequences: Sequences, ids: Any) -> TeacherSignal:
+            hidden = completion_hidden(self.model, params, sequences, self.mesh)
+            return teacher_signal(projection, hidden, decoder.head(params), sequences, ids)
+
+        abstract = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._rows), inputs
+        )
+        jitted = jax.jit(signal, out_shardings=self._rows)
+        return jitted.lower(self.params, *abstract).compile()
+
+
+def serving_mesh(devices: int | None, fsdp: int | None, tensor: int) -> Mesh:
+    """The first devices as a mesh.
+
+    Args:
+        devices: None: all that there are; one where they are emulated.
+        fsdp: None: the devices that `tensor` leaves.
+    """
+    visible = ensure_devices(devices or 1)
+    n = devices or (1 if visible.emulated else len(visible.devices))
+    fsdp = fsdp or max(n // tensor, 1)
+    if n % (fsdp * tensor):
+        raise UserError(f"{n} devices are not a multiple of --fsdp {fsdp} x --tensor {tensor}")
+    return role_mesh(visible.devices[:n], Axes(n // (fsdp * tensor), fsdp, tensor))
+
+
+def waited(future: Future[Any], wanted: Callable[[], bool]) -> Any:
+    """The value of a future, for as long as somebody wants it; else raises Gone."""
+    while not future.done():
+        wait([future], timeout=POLL_S)
+        if not future.done() and not wanted():
+            future.cancel()  # where it has not begun
+            raise Gone
+    return future.result(timeout=0)
+
+
+def row_bucket(n: int, multiple: int, most: int) -> int:
+    """The smallest of 1, 2, 3, 4, 6, 8, 12, ... times `multiple` that holds n rows, or `most`."""
+    size, units = 1, -(-n // multiple)
+    while size < units:
+        size = size * 3 // 2 if size > 1 and size & (size - 1) == 0 else -(-size * 4 // 3)
+    return min(size * multiple, most)
+
+
+def _rows(x: np.ndarray, start: int, stop: int, size: int) -> np.ndarray:
+    """Some rows, and below them rows of zeros up to `size`: no token of theirs is real."""
+    return np.pad(x[start:stop], [(0, size - (stop - start))] + [(0, 0)] * (x.ndim - 1))
+
+
+def _sample(params: Params) -> bytes:
+    """Some of the weights: two models of one shape differ in them."""
+    norms = [params["layers"][name]["scale"] for name in ("attn_norm", "mlp_norm")]
+    some = [*norms, params["norm"]["scale"], decoder.head(params)[:16]]
+    return b"".join(np.asarray(x).tobytes() for x in some)
