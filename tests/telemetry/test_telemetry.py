@@ -273,7 +273,7 @@ def test_a_damaged_file_is_moved_aside_and_its_first_rows_are_kept(
     path, reported = tmp_path / "m.jsonl", list[str]()
     for time in (1, 2):
         path.write_bytes(damaged)
-        with MetricsWriter(path, after=2, told=reported.append) as writer:
+        with MetricsWriter(path, after=2, notify=reported.append) as writer:
             ends = [row["step"] for row in (writer.first, writer.last) if row is not None]
             assert ends == kept[:1] + kept[-1:]
             writer.write(3, {})
@@ -287,7 +287,7 @@ def test_rows_that_are_cut_off_or_follow_the_checkpoint_are_no_damage(tmp_path: 
     path, reported = tmp_path / "m.jsonl", list[str]()
     for text in ('{"step": 0}\n{"step"', '{"step": 0}\n{"step": 2}\n\0\0\n{\n', ""):
         path.write_text(text)
-        MetricsWriter(path, after=2, told=reported.append).close()
+        MetricsWriter(path, after=2, notify=reported.append).close()
     assert reported == [] and sorted(tmp_path.iterdir()) == [path]
 
 
@@ -322,9 +322,9 @@ def test_a_full_disk_is_told_once_and_what_it_refused_follows_when_there_is_room
 ) -> None:
     told: list[str] = []
     path = tmp_path / "m.jsonl"
-    writer = MetricsWriter(path, told=told.append)
+    writer = MetricsWriter(path, notify=told.append)
     writer.write(0, {})
-    disk = FullDisk(writer._file, room=5)
+    disk = FullDisk(writer, room=5)
     writer.write(1, {})
     writer.write(2, {"sft/loss": 1.0})
     assert len(told) == 1 and "m.jsonl" in told[0] and "No space left" in told[0]
@@ -346,8 +346,8 @@ def test_samples_resume_and_outlive_a_full_disk(tmp_path: Path) -> None:
         writer.write([SAMPLE, SAMPLE])
         writer.write([later])
     told: list[str] = []
-    with SamplesWriter(path, after=3, told=told.append) as writer:
-        disk = FullDisk(writer._file, room=3)
+    with SamplesWriter(path, after=3, notify=told.append) as writer:
+        disk = FullDisk(writer, room=3)
         writer.write([later])
         disk.room = 10_000
         writer.write([later])
@@ -359,10 +359,10 @@ def test_samples_resume_and_outlive_a_full_disk(tmp_path: Path) -> None:
 def test_a_file_that_is_removed_is_written_again_with_every_line(tmp_path: Path, harm: str) -> None:
     folder, told = tmp_path / "run", list[str]()
     folder.mkdir()
-    metrics = MetricsWriter(folder / "m.jsonl", told=told.append)
-    samples = SamplesWriter(folder / "s.jsonl", told=told.append)
-    timeline = Timeline(folder / "t.json", told=told.append)
-    log = RunLog(folder / "l.txt", told=told.append)
+    metrics = MetricsWriter(folder / "m.jsonl", notify=told.append)
+    samples = SamplesWriter(folder / "s.jsonl", notify=told.append)
+    timeline = Timeline(folder / "t.json", notify=told.append)
+    log = RunLog(folder / "l.txt", notify=told.append)
     files = (metrics, samples, timeline, log)
     for step in range(1, 6):
         metrics.write(step, {"sft/loss": 0.5})
@@ -406,8 +406,8 @@ def test_a_removed_file_that_cannot_be_read_back_begins_again(
         raise OSError(errno.ESTALE, "Stale file handle")
 
     told: list[str] = []
-    metrics = MetricsWriter(tmp_path / "m.jsonl", told=told.append)
-    timeline = Timeline(tmp_path / "t.json", told=told.append)
+    metrics = MetricsWriter(tmp_path / "m.jsonl", notify=told.append)
+    timeline = Timeline(tmp_path / "t.json", notify=told.append)
     metrics.write(1, {})
     for name in ("m.jsonl", "t.json"):
         (tmp_path / name).unlink()

@@ -243,30 +243,27 @@ def test_a_worker_s_idle_and_waits_are_in_the_file(tmp_path: Path) -> None:
     assert "fast.work: waiting for arguments, fast.work" in longest["fast"]
 
 
-def test_the_file_is_whole_after_every_flush_with_states_and_events(tmp_path: Path) -> None:
+def test_the_file_is_whole_after_every_flush_with_states(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     for resumed in (False, True):
         with Timeline(path, after_resume=resumed) as timeline:
             now = time.monotonic()
             timeline.state("teacher", "idle", now, now + 1.0)
-            timeline.event("worker teacher", "died", now + 1.0, restarts=1, exit="-9")
             assert [span["name"] for span in read(path)] == ["idle"] * resumed
             timeline.flush()
-            (*_, died) = read(path, "i")
-            assert died["args"] == {"restarts": 1, "exit": "-9"} and died["s"] == "t"
-            (*_, idle) = read(path)
-            assert idle["tid"] == died["tid"] and idle["ts"] + idle["dur"] == died["ts"]
-    first, second = [event["ts"] for event in read(path, "i") if event["name"] == "died"]
-    assert second >= first + 1_000_000  # an event too is what a resumed run begins after
+            (*_, begun) = read(path, "i")
+            assert begun["name"] == ("resume" if resumed else "start") and begun["s"] == "g"
+    first, second = read(path)
+    assert first["tid"] == second["tid"] and first["dur"] == second["dur"] == 1_000_000
+    assert begun["ts"] >= first["ts"] + first["dur"] + 1_000_000
     named = [e["args"]["name"] for e in read(path, "M") if e["name"] == "thread_name"]
     assert named == ["worker teacher"] * 2
 
 
 def test_without_a_path_no_state_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timeline_module, "_Sampler", None)
+    monkeypatch.setattr(timeline_module, "Ticker", None)
     with Timeline(None) as timeline:
         timeline.watch_states(lambda: [ACTOR])
-        timeline.event("worker actor", "died", 1.0)
         timeline.state("actor", "idle", 0.0, 1.0)
         timeline.flush()
 
@@ -333,7 +330,7 @@ def test_a_full_disk_is_told_once_by_who_writes_to_the_log_itself(tmp_path: Path
         log.write(text)
 
     log = RunLog(path, tell)
-    disk = FullDisk(log._file, room=10)
+    disk = FullDisk(log, room=10)
     for word in ("one", "two", "three"):
         log.write(word)
     assert len(told) == 1 and "log.txt" in told[0] and "No space left" in told[0]

@@ -204,7 +204,7 @@ def test_a_process_that_is_killed_leaves_whole_json(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_told_once_and_raises_nothing(tmp_path: Path) -> None:
     path, told = tmp_path / "t.json", []
-    timeline = Timeline(path, told=told.append)
+    timeline = Timeline(path, notify=told.append)
     assert timeline._file is not None
     disk = FullDisk(timeline._file, room=20)
     for step in range(3):
