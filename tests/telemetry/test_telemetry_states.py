@@ -65,9 +65,8 @@ def test_a_long_silence_is_broken_once_a_minute_with_what_each_worker_does() -> 
 @pytest.mark.usefixtures("no_thread")
 def test_steps_and_messages_end_a_silence_even_where_no_line_is_due() -> None:
     out, clock = io.StringIO(), Clock()
-    console = Console(
-        LoggingConfig(every=100), steps=9, start=3, out=out, clock=clock, states=lambda: [ACTOR]
-    )
+    console = Console(LoggingConfig(every=100), steps=9, start=3, out=out, clock=clock)
+    console.attach(lambda: [ACTOR])
     clock.now = 50.0
     console.message("loading")
     clock.now = 109.0
@@ -115,7 +114,8 @@ def test_the_display_shows_every_worker_and_leaves_none_behind() -> None:
     out, clock = Terminal(), Clock()
     clock.now = 75.0
     states = [replace(ACTOR, phase="actor.update [a]", heard=75.0, since=70.0), TEACHER]
-    with Console(LoggingConfig(), steps=2, out=out, clock=clock, states=lambda: states) as console:
+    with Console(LoggingConfig(), steps=2, out=out, clock=clock) as console:
+        console.attach(lambda: states)
         console.step(ROWS[1])
         assert "actor" not in out.getvalue()
         console.tick()
@@ -156,10 +156,9 @@ def test_quiet_asks_nobody() -> None:
     out, before = io.StringIO(), threading.active_count()
     asked: list[int] = []
     logging = LoggingConfig(console="quiet")
-    with Console(logging, steps=2, out=out, states=lambda: asked.append(1) or []) as console:  # type: ignore[func-returns-value]
+    with Console(logging, steps=2, out=out) as console:
+        console.attach(lambda: asked.append(1) or [])  # type: ignore[func-returns-value]
         assert threading.active_count() == before and not asked
-        console.attach(lambda: [ACTOR])
-        assert threading.active_count() == before
     assert out.getvalue() == ""
 
 
