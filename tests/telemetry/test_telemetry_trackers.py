@@ -14,13 +14,19 @@ from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from flax.traverse_util import flatten_dict
 from telemetry_doubles import SAMPLE
 
 from jaxrl import Config
 from jaxrl.config.schema import LoggingConfig
 from jaxrl.errors import UserError
 from jaxrl.telemetry import trackers
-from jaxrl.telemetry.trackers import Courier, Trackers, check_trackers, flat, open_trackers
+from jaxrl.telemetry.trackers import (
+    Trackers,
+    TrackerThread,
+    check_trackers,
+    open_trackers,
+)
 
 if TYPE_CHECKING:
     from tensorboardX.proto.event_pb2 import Event
@@ -261,7 +267,7 @@ def test_mlflow_gets_the_rows_in_order_and_its_run_again(
         for name, value in row.items()
         if name != "step"
     ]
-    params = [("param", key, str(value)) for key, value in flat(SETTINGS).items()]
+    params = [("param", key, str(value)) for key, value in flatten_dict(SETTINGS, sep=".").items()]
     begins = [("experiment", "tests"), ("run", "7", "name"), *params]
     for resumed_at, head in ((None, begins), (1, [("update", "abc", "RUNNING")])):
         mlflow.calls = []
@@ -279,7 +285,9 @@ def test_mlflow_takes_every_key_of_a_config(tmp_path: Path, mlflow: FakeMLflow) 
     config = LoggingConfig(tensorboard=False, mlflow="tests")
     open_trackers(config, "name", tmp_path, settings, None, told.append).close(timeout=20)
     params = {call[1]: call[2] for call in mlflow.calls if call[0] == "param"}
-    assert told == [] and params == {key: str(value)[:500] for key, value in flat(settings).items()}
+    assert told == [] and params == {
+        key: str(value)[:500] for key, value in flatten_dict(settings, sep=".").items()
+    }
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
@@ -330,7 +338,7 @@ def test_a_tracker_that_raises_is_told_once_and_the_others_go_on(error: BaseExce
     told: list[str] = []
     bad, good = Recorder(error), Recorder()
     both = Trackers(
-        [Courier("bad", lambda: bad, told.append), Courier("good", lambda: good, print)]
+        [TrackerThread("bad", lambda: bad, told.append), TrackerThread("good", lambda: good, print)]
     )
     for row in ROWS:
         both.write(int(row["step"] or 0), row)
@@ -346,7 +354,7 @@ def test_a_tracker_that_cannot_start_is_told_once() -> None:
     def make() -> Recorder:
         raise RuntimeError("no server")
 
-    opened = Trackers([Courier("bad", make, told.append)])
+    opened = Trackers([TrackerThread("bad", make, told.append)])
     wait(lambda: bool(told))
     for row in ROWS:
         opened.write(int(row["step"] or 0), row)
@@ -358,7 +366,10 @@ def test_a_tracker_that_hangs_holds_up_neither_a_step_nor_the_end(slow: Recorder
     told: list[str] = []
     good = Recorder()
     both = Trackers(
-        [Courier("slow", lambda: slow, told.append), Courier("good", lambda: good, print)]
+        [
+            TrackerThread("slow", lambda: slow, told.append),
+            TrackerThread("good", lambda: good, print),
+        ]
     )
     begin = time.monotonic()
     for step in range(500):
@@ -375,10 +386,10 @@ def test_a_tracker_that_is_too_slow_loses_its_oldest_rows_and_says_how_many(
     slow: Recorder,
 ) -> None:
     told: list[str] = []
-    courier = Courier("slow", lambda: slow, told.append, capacity=4)
-    opened = Trackers([courier])
+    thread = TrackerThread("slow", lambda: slow, told.append, capacity=4)
+    opened = Trackers([thread])
     opened.write(0, {})
-    wait(lambda: not courier._waiting)  # row 0 is in the tracker's hands
+    wait(thread._waiting.empty)  # row 0 is in the tracker's hands
     for step in range(1, 11):
         opened.write(step, {})
     assert told == ["logging.slow is too slow: it loses its oldest rows"]
@@ -409,7 +420,7 @@ def test_a_full_disk_drops_tensorboard_and_nothing_else(
 def test_the_end_waits_for_what_was_written_at_the_default() -> None:
     assert trackers.CLOSE_S > 0
     good = Recorder()
-    opened = Trackers([Courier("good", lambda: good, print)])
+    opened = Trackers([TrackerThread("good", lambda: good, print)])
     opened.write(1, {})
     opened.close()
     assert good.rows == [{"step": 1}]
