@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any, Literal, Self
 
 from rich.columns import Columns
-from rich.console import Group, RenderableType
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -134,12 +133,13 @@ class Console:
         self.mode: Mode = logging.console
         if self.mode == "auto":
             self.mode = "rich" if notebook or self._out.isatty() else "plain"
-        self._view = _View()
+        self._view: _Plain | _Display
         if self.mode == "rich":
             screen = Cell(self._out) if notebook else Terminal(self._out)
             self._view = _Display(start, steps, screen)
-        elif self.mode == "plain":
-            self._view = _Plain(start, steps, logging.every, self._out, clock)
+        else:
+            out_or_none = self._out if self.mode == "plain" else Output(None)
+            self._view = _Plain(start, steps, logging.every, out_or_none, clock)
         self._lock = threading.Lock()
         self._clock = clock
         self._eta = Eta(steps, clock)
@@ -206,23 +206,11 @@ class Console:
             self._view.close()
 
 
-class _View:
-    """How a console shows a run; this one shows nothing. Its caller holds the lock."""
+class _Plain:
+    """A line for each message, shown step and sample, and for the workers after a long silence.
 
-    def message(self, text: str) -> None: ...
-
-    def step(self, row: Row, eta: float | None) -> None:
-        """``eta``: seconds left, where they are known."""
-
-    def samples(self, samples: Sequence[Sample]) -> None: ...
-
-    def workers(self, states: Sequence[WorkerState], now: float) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class _Plain(_View):
-    """A line for each message, shown step and sample, and for the workers after a long silence."""
+    The console holds its lock around every call, here and in ``_Display``.
+    """
 
     def __init__(
         self, start: int, steps: int, every: int, out: Output, clock: Callable[[], float]
@@ -260,8 +248,11 @@ class _Plain(_View):
             since = f"{format_seconds(now - self._stepped_at)} since {self._latest}"
             self.message("; ".join([since, *(worker_line(state, now) for state in states)]))
 
+    def close(self) -> None:
+        """Every line is out."""
 
-class _Display(_View):
+
+class _Display:
     """The live display: progress bar, latest numbers, workers, latest samples."""
 
     def __init__(self, start: int, steps: int, screen: Cell | Terminal) -> None:
@@ -304,12 +295,14 @@ class _Display(_View):
             Text.assemble((f"{label} ", "dim"), (value, "bold"))
             for label, value in describe(self._latest)
         ]
-        parts: list[RenderableType] = [progress, Columns(numbers, padding=(0, 3))]
+        display = Table.grid(expand=True)
+        display.add_row(progress)
+        display.add_row(Columns(numbers, padding=(0, 3)))
         if self._workers is not None:
-            parts.append(self._workers)
+            display.add_row(self._workers)
         if self._samples:
-            parts.append(_sample_table(self._samples))
-        self._screen.show(Group(*parts))
+            display.add_row(_sample_table(self._samples))
+        self._screen.show(display)
 
 
 _EVALUATION = ("eval/accuracy", "eval/accuracy_low", "eval/accuracy_high", "teacher/accuracy")

@@ -1,16 +1,17 @@
 """Where the live display is drawn: over itself on a terminal, or in the output of a cell.
 
-A cell has no cursor that could go back: its display is a piece of HTML that is exchanged.
+A cell has no cursor that could go back: its display is a piece of HTML, which rich makes, that is
+exchanged.
 """
 
 from __future__ import annotations
 
-import io
 import time
 from typing import IO, TYPE_CHECKING, cast
 
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.live import Live
+from rich.table import Table
 from rich.text import Text
 
 from jaxrl.process.streams import Output
@@ -18,11 +19,8 @@ from jaxrl.process.streams import Output
 if TYPE_CHECKING:
     from IPython.display import DisplayHandle
 
-CELL_WIDTH = 110
-"""Characters of a line in a cell's output."""
 CELL_EVERY_S = 0.2
 """Shortest time between two drawings: each is sent to the browser whole."""
-CELL_FORMAT = '<pre style="line-height: normal; white-space: pre">{code}</pre>'
 
 
 class Terminal:
@@ -39,7 +37,7 @@ class Terminal:
     def message(self, text: str) -> None:
         self._console.print(Text(text))
 
-    def show(self, display: RenderableType) -> None:
+    def show(self, display: Table) -> None:
         """In place of what it showed last."""
         self._live.start()
         self._live.update(display, refresh=True)
@@ -55,13 +53,13 @@ class Cell:
     def __init__(self, out: Output) -> None:
         self._out = out
         self._handle: DisplayHandle | None = None
-        self._undrawn: RenderableType | None = None
+        self._undrawn: Table | None = None
         self._drawn_at = -CELL_EVERY_S
 
     def message(self, text: str) -> None:
         self._out.line(text)
 
-    def show(self, display: RenderableType) -> None:
+    def show(self, display: Table) -> None:
         """In place of what it showed last."""
         self._undrawn = display
         if time.monotonic() - self._drawn_at >= CELL_EVERY_S:
@@ -72,34 +70,17 @@ class Cell:
         self._draw()
 
     def _draw(self) -> None:
-        from IPython.display import HTML
-        from IPython.display import display as put
+        import IPython.display
 
         if self._undrawn is None:
             return
-        html = HTML(_as_html(self._undrawn))
         if self._handle is None:
-            self._handle = put(html, display_id=True)
+            self._handle = IPython.display.display(self._undrawn, display_id=True)
         else:
-            self._handle.update(html)
+            self._handle.update(self._undrawn)
         self._undrawn, self._drawn_at = None, time.monotonic()
 
 
 def in_notebook() -> bool:
     """Whether this process runs the cells of a notebook (Jupyter, Colab)."""
     return Console().is_jupyter
-
-
-def _as_html(display: RenderableType) -> str:
-    """``display`` with its colours, ``CELL_WIDTH`` characters wide."""
-    console = Console(
-        file=io.StringIO(),
-        record=True,
-        width=CELL_WIDTH,
-        force_terminal=True,
-        force_jupyter=False,
-        color_system="truecolor",
-        highlight=False,
-    )
-    console.print(display)
-    return console.export_html(inline_styles=True, code_format=CELL_FORMAT)
