@@ -267,7 +267,8 @@ class _Display:
 
     def step(self, row: Row, eta: float | None) -> None:
         # Evaluations are rare: their last values stay on the screen between them.
-        lasting = {name: self._latest[name] for name in _EVALUATION if name in self._latest}
+        rare = ("eval/accuracy", "teacher/accuracy")
+        lasting = {n: value for n, value in self._latest.items() if n.startswith(rare)}
         self._latest = lasting | dict(row)
         self._done, self._eta = row["step"], "-:--" if eta is None else format_seconds(eta)
         self._refresh()
@@ -303,9 +304,6 @@ class _Display:
         if self._samples:
             display.add_row(_sample_table(self._samples))
         self._screen.show(display)
-
-
-_EVALUATION = ("eval/accuracy", "eval/accuracy_low", "eval/accuracy_high", "teacher/accuracy")
 
 
 def worker_line(state: WorkerState, now: float) -> str:

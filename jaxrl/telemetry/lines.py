@@ -93,7 +93,7 @@ class LineFile:
             if self._held:
                 self._held.pop()
             else:
-                self._size -= len(old.encode()) + 1
+                self._size -= len(_encoded(old))
                 self._torn = True
             self._append([new])
 
@@ -161,7 +161,7 @@ class LineFile:
 
     def _append(self, lines: Sequence[str]) -> None:
         self._lost += max(0, len(self._held) + len(lines) - HELD)
-        self._held += [line.encode() + b"\n" for line in lines]
+        self._held += map(_encoded, lines)
         data = b"".join(self._held)
         try:
             if self._torn:
@@ -221,6 +221,11 @@ class LineFile:
             size = sum(map(len, kept)) + _copy(old, new, old.tell(), self._size)
         _write_all(new, self._tail)
         return size
+
+
+def _encoded(line: str) -> bytes:
+    # Paths and completions may hold what is no UTF-8; it is no reason to end a run.
+    return line.encode("utf-8", "backslashreplace") + b"\n"
 
 
 def _copy(old: IO[bytes], new: FileIO, start: int, end: int) -> int:

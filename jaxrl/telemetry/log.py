@@ -34,9 +34,4 @@ class RunLog(LineFile):
         stamp = datetime.now().astimezone().isoformat(timespec="seconds")
         first, *rest = text.splitlines() or [""]
         lines = [f"{stamp} {first}", *(f"{'':{len(stamp)}} {line}" for line in rest)]
-        # Paths and completions may hold what is no UTF-8; it is no reason to end a run.
-        self.append([_encodable(line).rstrip() for line in lines])
-
-
-def _encodable(line: str) -> str:
-    return line.encode("utf-8", "backslashreplace").decode("utf-8")
+        self.append([line.rstrip() for line in lines])

@@ -194,11 +194,11 @@ def _patterns() -> tuple[tuple[re.Pattern[str], Metric], ...]:
     """The names with a variable part, as regular expressions."""
     found = []
     for name, metric in METRICS.items():
-        if "{" in name:
-            pattern = re.escape(name).replace(r"\{", "{").replace(r"\}", "}")
-            for variable, allowed in PLACEHOLDERS.items():
-                pattern = pattern.replace(f"{{{variable}}}", f"(?:{allowed})")
-            found.append((re.compile(pattern), metric))
+        parts = re.split(r"\{(\w+)\}", name)  # fixed text and placeholders by turns
+        if len(parts) > 1:
+            parts[::2] = map(re.escape, parts[::2])
+            parts[1::2] = (f"(?:{PLACEHOLDERS[variable]})" for variable in parts[1::2])
+            found.append((re.compile("".join(parts)), metric))
     return tuple(found)
 
 
@@ -210,7 +210,7 @@ def describe(name: str) -> Metric | None:
     return next(matches, None)
 
 
-def _plain(name: str, value: Value) -> int | float | None:
+def _plain(name: str, value: Value, unit: str) -> int | float | None:
     """A Python number; null where it is not finite. Accepts jax and numpy scalars."""
     if value is None:
         return None
@@ -222,19 +222,20 @@ def _plain(name: str, value: Value) -> int | float | None:
         raise TypeError(f"metric {name} must be one number, got {type(value).__name__}") from error
     if not math.isfinite(number):
         return None
-    metric = describe(name)
-    whole = metric is not None and metric.unit in _WHOLE and number.is_integer()
-    return int(number) if whole else number
+    return int(number) if unit in _WHOLE and number.is_integer() else number
 
 
 def _row(step: int, metrics: Mapping[str, Value]) -> Row:
-    unknown = [name for name in metrics if describe(name) is None]
-    if unknown:
-        hint = near(unknown[0], METRICS)
-        raise ValueError(f"metric {unknown[0]!r} is not documented in METRICS{hint}")
-    if metrics.get("step", step) != step:
-        raise ValueError(f"row of step {step} carries step={metrics['step']}")
-    return {"step": step} | {name: _plain(name, value) for name, value in metrics.items()}
+    row: Row = {"step": step}
+    for name, value in metrics.items():
+        metric = describe(name)
+        if metric is None:
+            hint = near(name, METRICS)
+            raise ValueError(f"metric {name!r} is not documented in METRICS{hint}")
+        row[name] = _plain(name, value, metric.unit)
+    if row["step"] != step:
+        raise ValueError(f"row of step {step} carries step={row['step']}")
+    return row
 
 
 def _line(row: Row) -> str:

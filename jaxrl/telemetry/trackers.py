@@ -170,8 +170,8 @@ class TrackerThread:
             with suppress(Empty):
                 self._waiting.get_nowait()
                 self._lost += 1
-            if self._lost == 1:
-                self._notify(f"logging.{self._name} is too slow: it loses its oldest rows")
+                if self._lost == 1:
+                    self._notify(f"logging.{self._name} is too slow: it loses its oldest rows")
         self._waiting.put(call)
 
     def finish(self) -> None:

@@ -254,7 +254,7 @@ def test_the_file_is_whole_after_every_flush_with_states(tmp_path: Path) -> None
             assert begun["name"] == ("resume" if resumed else "start") and begun["s"] == "g"
     first, second = read(path)
     assert first["tid"] == second["tid"] and first["dur"] == second["dur"] == 1_000_000
-    assert begun["ts"] >= first["ts"] + first["dur"] + 1_000_000
+    assert second["ts"] >= first["ts"] + first["dur"] + 1_000_000
     named = [e["args"]["name"] for e in read(path, "M") if e["name"] == "thread_name"]
     assert named == ["worker teacher"] * 2
 
