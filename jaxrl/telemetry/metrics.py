@@ -108,10 +108,10 @@ METRICS: dict[str, Metric] = {
     "reward/{reward}/failures": Metric("completions", "one function raised, or its process ended"),
     "reward/{reward}/timeouts": Metric("completions", "one function took longer than its timeout"),
     "policy/ratio": Metric("1", "mean importance ratio of a token"),
-    "policy/clip_fraction": Metric("fraction", "tokens whose term the bound of the ratio holds"),
-    "policy/clip_low_fraction": Metric("fraction", "tokens that the bound from below holds"),
-    "policy/clip_high_fraction": Metric("fraction", "tokens that the bound from above holds"),
-    "policy/clip_fraction_sequences": Metric("fraction", "sequences with a token that is held"),
+    "policy/clip_fraction": Metric("fraction", "tokens whose term is held at a bound of the ratio"),
+    "policy/clip_low_fraction": Metric("fraction", "tokens held at the lower bound"),
+    "policy/clip_high_fraction": Metric("fraction", "tokens held at the upper bound"),
+    "policy/clip_fraction_sequences": Metric("fraction", "sequences with at least one such token"),
     "policy/old_kl_k3": Metric("nats/token", "KL(policy at the batch's start||policy), k3"),
     "policy/kl_k1": Metric("nats/token", "KL(policy||reference), k1"),
     "policy/kl_k2": Metric("nats/token", "KL(policy||reference), k2"),
@@ -127,9 +127,9 @@ METRICS: dict[str, Metric] = {
     "policy/correction_weight": Metric("1", "mean weight of the off-policy correction"),
     "policy/correction_dropped": Metric("fraction", "tokens that the correction leaves out"),
     "policy/degenerate_groups": Metric(
-        "prompts", "whose rewarded completions have one and the same task reward, before penalties"
+        "prompts", "whose rewarded completions all have the same task reward, before penalties"
     ),
-    "policy/refills": Metric("times", "that the batch was sampled beyond the first time"),
+    "policy/refills": Metric("times", "that the batch was sampled again"),
     "policy/prompts_replaced": Metric("prompts", "sampled, and left out by dynamic sampling"),
     "policy/unscored_groups": Metric("prompts", "of which no completion has a reward"),
     "similarity/groups_per_prompt": Metric("groups", "mean number of clusters of a prompt"),
@@ -169,7 +169,7 @@ METRICS: dict[str, Metric] = {
         "bytes", "moved to pinned host memory for the calls of the step"
     ),
     "offload/to_device_bytes": Metric("bytes", "moved back from there"),
-    "time/offload_s": Metric("s", "calls waited for these moves; what overlapped is left out"),
+    "time/offload_s": Metric("s", "calls waited so long for these moves, overlapped ones left out"),
     "data/epoch": Metric("passes", "passes over the training data, with a fraction"),
     "memory/{role}/peak_bytes": Metric(
         "bytes",
@@ -177,7 +177,7 @@ METRICS: dict[str, Metric] = {
         " figure, or the ledger's where it has none (CPU)",
     ),
     "memory/{role}/planned": Metric(
-        "flag", "1 where peak_bytes is the plan's figure, for nothing was measured"
+        "flag", "1 where peak_bytes is the plan's figure, because nothing was measured"
     ),
 }
 """Every name that may stand in a row; ``{...}`` stands for what ``PLACEHOLDERS`` says."""

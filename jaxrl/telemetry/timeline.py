@@ -32,6 +32,12 @@ BEGUN = ("start", "resume")
 """Names of the events that mark where a run starts and where it resumes."""
 PROCESS = 1
 """The trace's process; its threads are the tracks."""
+FIRST_LINES = (
+    "[",
+    json.dumps(
+        {"pid": PROCESS, "tid": 0, "ph": "M", "name": "process_name", "args": {"name": "jaxrl"}}
+    ),
+)
 GAP_US = 1_000_000
 """Microseconds between the last event of a killed run and the first of the one that resumes it."""
 END_BYTES = 1 << 20
@@ -75,21 +81,14 @@ class Timeline:
         self._ticker: Ticker | None = None
         if path is None:
             return
-        now, last_us = time.monotonic(), list[int]()
-
-        def keep(file: IO[bytes]) -> int:
-            size, us = _whole_events(file)
-            last_us[:] = us
-            return size
-
-        self._file = LineFile(path, notify, keep if after_resume else None, tail=CLOSE)
-        self._zero = now - (max(last_us) + GAP_US) / 1e6 if last_us else now
+        self._zero = now = time.monotonic()
         """`time.monotonic` seconds at the trace's time 0."""
-        if not last_us:
-            self._file.append(self._first_lines())
+        self._file = LineFile(path, notify, self._keep if after_resume else None, tail=CLOSE)
+        if not self._file.size:
+            self._file.append(FIRST_LINES)
         started = datetime.now().astimezone().isoformat(timespec="seconds")
         args = {"at": started, "pid": os.getpid()}
-        self._add("i", BEGUN[bool(last_us)], 0, s="g", ts=self._us(now), args=args)
+        self._add("i", BEGUN[self._zero < now], 0, s="g", ts=self._us(now), args=args)
         self.flush()
 
     def watch(self, role: str, handle: Handle) -> Handle:
@@ -156,7 +155,7 @@ class Timeline:
                 return False
             if not self._file.size:
                 self._tracks.clear()
-                self._file.append(self._first_lines())
+                self._file.append(FIRST_LINES)
             return True
 
     def close(self) -> None:
@@ -174,9 +173,21 @@ class Timeline:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _first_lines(self) -> list[str]:
-        name = {"ph": "M", "name": "process_name", "args": {"name": "jaxrl"}}
-        return ["[", json.dumps({"pid": PROCESS, "tid": 0} | name)]
+    def _keep(self, file: IO[bytes]) -> int:
+        """Bytes up to the last whole event of the file that is there, after which the trace's time
+        continues. 0: it is no timeline, and is written from its beginning.
+        """
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        begins = file.read(len(OPEN)) == OPEN
+        start = file.seek(max(size - END_BYTES, 0))
+        end = file.read()
+        whole = end[: end.rfind(b"\n") + 1].removesuffix(CLOSE)
+        ended_us = [us for line in whole.split(b"\n") if (us := _end_us(line)) is not None]
+        if not begins or not ended_us:
+            return 0
+        self._zero -= (max(ended_us) + GAP_US) / 1e6
+        return start + len(whole)
 
     def _us(self, at: float) -> int:
         """Microseconds of the trace at ``at``, `time.monotonic` seconds."""
@@ -249,20 +260,6 @@ class Watched:
 def _is_needed_later(line: bytes) -> bool:
     """Whether a line names a track or opens the array, which the lines after it need."""
     return line == OPEN or b'"ph": "M"' in line
-
-
-def _whole_events(file: IO[bytes]) -> tuple[int, list[int]]:
-    """Bytes of the file up to its last whole event, and the microseconds at which the latest events
-    ended. (0, []): no timeline, so it is written from its beginning.
-    """
-    size = file.seek(0, os.SEEK_END)
-    file.seek(0)
-    begins = file.read(len(OPEN)) == OPEN
-    start = file.seek(max(size - END_BYTES, 0))
-    end = file.read()
-    whole = end[: end.rfind(b"\n") + 1].removesuffix(CLOSE)
-    found = [us for line in whole.split(b"\n") if (us := _end_us(line)) is not None]
-    return (start + len(whole), found) if begins and found else (0, [])
 
 
 def _end_us(line: bytes) -> int | None:

@@ -85,7 +85,7 @@ def test_steps_and_messages_end_a_silence_even_where_no_line_is_due() -> None:
 
 
 @pytest.mark.usefixtures("no_thread")
-def test_a_resumed_run_is_silent_since_the_step_it_goes_on_from() -> None:
+def test_a_resumed_run_is_silent_since_the_step_it_resumes_from() -> None:
     out, clock = io.StringIO(), Clock()
     with Console(LoggingConfig(), steps=9, start=3, out=out, clock=clock) as console:
         clock.now = 100.0
@@ -177,17 +177,17 @@ class Drawn(list[tuple[str, str, float, float]]):
 def test_states_become_spans_without_gap_or_overlap() -> None:
     drawn = Drawn()
     spans = StateSpans(drawn, begun=10.0)
-    told = [  # phase, since, and when it was looked at
+    seen = [  # phase, since, and when it was looked at
         ("idle", 3.0, 11.0),
         ("idle", 3.0, 12.0),
         ("a: waiting for arguments", 12.5, 13.0),
         ("a", 13.5, 14.0),
         ("a: inner", 14.2, 15.0),
-        ("a", 13.5, 16.0),  # the outer phase goes on: it has its own beginning back
+        ("a", 13.5, 16.0),  # the outer phase continues: it has its own beginning back
         ("idle", 16.5, 17.0),
         ("idle", 17.5, 18.0),  # something short was in between
     ]
-    for phase, since, now in told:
+    for phase, since, now in seen:
         spans.look([replace(ACTOR, phase=phase, since=since)], now)
     spans.close(20.0)
     assert drawn == [
@@ -286,7 +286,7 @@ def test_each_message_has_its_local_time_and_its_lines_stay_together(tmp_path: P
     assert datetime.fromisoformat(empty)
 
 
-def test_a_run_that_goes_on_adds_to_the_log_even_after_a_torn_line(tmp_path: Path) -> None:
+def test_a_resumed_run_adds_to_the_log_even_after_a_torn_line(tmp_path: Path) -> None:
     path = tmp_path / "log.txt"
     for word in ("one", "two"):
         with RunLog(path) as log:
@@ -321,25 +321,25 @@ def test_messages_of_many_threads_never_mix(tmp_path: Path) -> None:
     assert all(head.split(" ")[1] == rest.strip() for head, rest in pairs)
 
 
-def test_a_full_disk_is_told_once_by_who_writes_to_the_log_itself(tmp_path: Path) -> None:
-    path, told = tmp_path / "log.txt", list[str]()
+def test_a_full_disk_is_reported_once_by_who_writes_to_the_log_itself(tmp_path: Path) -> None:
+    path, messages = tmp_path / "log.txt", list[str]()
 
-    def tell(text: str) -> None:
-        told.append(text)
+    def notify(text: str) -> None:
+        messages.append(text)
         log.write(text)
 
-    log = RunLog(path, tell)
+    log = RunLog(path, notify)
     disk = FullDisk(log, room=10)
     for word in ("one", "two", "three"):
         log.write(word)
-    assert len(told) == 1 and "log.txt" in told[0] and "No space left" in told[0]
+    assert len(messages) == 1 and "log.txt" in messages[0] and "No space left" in messages[0]
     disk.room = 10_000
     log.write("four")
     log.close()
     log.write("late")
     log.close()
     words = [line.split(" ")[1] for line in path.read_text().splitlines()]
-    assert words == ["one", "cannot", "two", "three", "four"] and len(told) == 1
+    assert words == ["one", "cannot", "two", "three", "four"] and len(messages) == 1
 
 
 def test_what_is_no_text_is_written_as_it_can_be(tmp_path: Path) -> None:
