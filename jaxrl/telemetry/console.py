@@ -63,7 +63,7 @@ _SHOWN: dict[str, tuple[str, str]] = {
 _SHOWN_WHEN_POSITIVE = {"staleness", "actor/skipped_updates"}
 
 
-def describe(row: Row) -> list[tuple[str, str]]:
+def _shown(row: Row) -> list[tuple[str, str]]:
     """Label and text of each shown metric that ``row`` has."""
     shown = []
     for name, (label, form) in _SHOWN.items():
@@ -232,7 +232,7 @@ class _Plain:
         self._due = step % self._every == 0 or step in self._ends or "eval/accuracy" in row
         if self._due:
             parts = [f"step {step:>{len(str(self._steps))}}/{self._steps}"]
-            parts += [f"{label} {text}" for label, text in describe(row)]
+            parts += [f"{label} {text}" for label, text in _shown(row)]
             parts += [f"eta {format_seconds(eta)}"] if eta else []
             self.message("  ".join(parts))
 
@@ -294,7 +294,7 @@ class _Display:
         progress.add_row("step", f"{self._done}/{self._steps}", bar, f"eta {self._eta}")
         numbers = [
             Text.assemble((f"{label} ", "dim"), (value, "bold"))
-            for label, value in describe(self._latest)
+            for label, value in _shown(self._latest)
         ]
         display = Table.grid(expand=True)
         display.add_row(progress)
