@@ -37,39 +37,33 @@ class Output:
         return False
 
     def write(self, text: str) -> int:
-        if self._stream is not None:
-            try:
-                self._stream.write(self._encodable(text))
-            except LOST as error:
-                self._report(error)
+        known = text.encode(self.encoding, "backslashreplace").decode(self.encoding)
+        self._attempt(lambda stream: stream.write(known))
         return len(text)
 
     def flush(self) -> None:
-        if self._stream is not None:
-            try:
-                self._stream.flush()
-            except LOST as error:
-                self._report(error)
+        self._attempt(lambda stream: stream.flush())
 
     def line(self, text: str) -> None:
         """Writes a line, at once."""
         self.write(text + "\n")
         self.flush()
 
-    def _encodable(self, text: str) -> str:
-        return text.encode(self.encoding, "backslashreplace").decode(self.encoding)
-
-    def _report(self, error: OSError | ValueError) -> None:
-        if self._reported or self.lost is None:
-            return
-        self._reported = True
-        why = getattr(error, "strerror", None) or str(error)
-        name = {"<stdout>": "standard output", "<stderr>": "standard error"}
-        stream = str(getattr(self._stream, "name", "the output"))
-        self.lost(
-            f"{name.get(stream, stream)} cannot be written to: {why}. Training continues; what it"
-            " does not take is lost there, but not here"
-        )
+    def _attempt(self, action: Callable[[IO[str]], object]) -> None:
+        try:
+            if self._stream is not None:
+                action(self._stream)
+        except LOST as error:
+            if self._reported or self.lost is None:
+                return
+            self._reported = True
+            why = getattr(error, "strerror", None) or str(error)
+            name = {"<stdout>": "standard output", "<stderr>": "standard error"}
+            stream = str(getattr(self._stream, "name", "the output"))
+            self.lost(
+                f"{name.get(stream, stream)} cannot be written to: {why}. Training continues; what"
+                " it does not take is lost there, but not here"
+            )
 
 
 def to_stderr(text: str) -> None:

@@ -2,7 +2,8 @@
 anywhere else.
 
 One lock stands around every output: messages from worker threads never mix with the display. A
-thread keeps the workers' states on the display fresh, or says them when no step has come for long.
+thread keeps the workers' states on the display fresh, or prints them when no step has come for
+long.
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any, Literal, Self
 
 from rich.columns import Columns
-from rich.console import Group, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
@@ -26,7 +26,8 @@ from jaxrl.config.schema import LoggingConfig
 from jaxrl.process.streams import Output
 from jaxrl.runtime.worker import WorkerState
 from jaxrl.telemetry.metrics import Sample
-from jaxrl.telemetry.screen import Cell, Screen, Terminal, in_notebook
+from jaxrl.telemetry.screen import Cell, Terminal, in_notebook
+from jaxrl.telemetry.ticker import Ticker
 
 Mode = Literal["auto", "rich", "plain", "quiet"]
 Row = Mapping[str, Any]
@@ -39,11 +40,9 @@ SAMPLE_WIDTH = 60
 TICK_S = 1.0
 """Seconds between two looks at the workers."""
 SILENT_S = 60.0
-"""Seconds without a step or a line after which plain mode says what the workers do."""
+"""Seconds without a step or a line after which plain mode prints what the workers do."""
 DEAF_S = 10.0
-"""Seconds without an answer of a worker from which on that is said."""
-CLOSE_S = 5.0
-"""Longest wait for a look at the workers that is under way at the end."""
+"""Seconds without an answer of a worker from which on that is shown."""
 
 _SHOWN: dict[str, tuple[str, str]] = {
     "distill/divergence": ("divergence", ".4f"),
@@ -64,7 +63,7 @@ _SHOWN: dict[str, tuple[str, str]] = {
 _SHOWN_WHEN_POSITIVE = {"staleness", "actor/skipped_updates"}
 
 
-def describe(row: Row) -> list[tuple[str, str]]:
+def _shown(row: Row) -> list[tuple[str, str]]:
     """Label and text of each shown metric that ``row`` has."""
     shown = []
     for name, (label, form) in _SHOWN.items():
@@ -123,39 +122,30 @@ class Console:
         start: int = 0,
         out: IO[str] | None = None,
         clock: Callable[[], float] = time.monotonic,
-        states: States | None = None,
     ) -> None:
         """
         Args:
             start: batches trained by an earlier process.
-            clock: seconds, in the time of ``states``.
-            states: as of `attach`.
+            clock: seconds, in the time of the workers' states.
         """
         notebook = out is None and in_notebook()
         self._out = Output(sys.stdout if out is None else out)
-        self._steps = steps
-        self._first = start + 1 if start else 0
-        """The first row that comes; 0 is the one before training."""
-        self._every = logging.every
         self.mode: Mode = logging.console
         if self.mode == "auto":
             self.mode = "rich" if notebook or self._out.isatty() else "plain"
-        self._lock = threading.Lock()
-        self._eta = Eta(steps, clock)
-        self._display: _Display | None = None
+        self._view: _Plain | _Display
         if self.mode == "rich":
             screen = Cell(self._out) if notebook else Terminal(self._out)
-            self._display = _Display(start, steps, screen)
-        self._due = True
+            self._view = _Display(start, steps, screen)
+        else:
+            out_or_none = self._out if self.mode == "plain" else Output(None)
+            self._view = _Plain(start, steps, logging.every, out_or_none, clock)
+        self._lock = threading.Lock()
         self._clock = clock
-        self._told_at = self._stepped_at = clock()
-        """When something was shown last, and when the latest step came."""
-        self._step = start or None
+        self._eta = Eta(steps, clock)
         self._states: States | None = None
-        self._ending = threading.Event()
-        self._thread: threading.Thread | None = None
-        if states is not None:
-            self.attach(states)
+        self._ticker: Ticker | None = None
+        self._closed = False
 
     def __enter__(self) -> Self:
         return self
@@ -175,96 +165,152 @@ class Console:
         """Shows from now on what the workers do.
 
         Args:
-            states: quick, from any thread; its times are those of `time.monotonic`.
+            states: quick, from any thread; its times are those of `clock`.
         """
         self._states = states
-        if self.mode != "quiet" and self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="console", daemon=True)
-            self._thread.start()
+        if self.mode != "quiet" and self._ticker is None:
+            self._ticker = Ticker("console", TICK_S, self.tick)
 
     def tick(self) -> None:
         """A look at the workers: the display, or a plain line after a long silence."""
         if self._states is None:
             return
-        # Asked for outside the lock: who answers may hold a lock of its own and want to say
+        # Asked for outside the lock: who answers may hold a lock of its own and want to write
         # something here.
         states, now = self._states(), self._clock()
         with self._lock:
-            if self._ending.is_set():
-                return
-            if self._display is not None:
-                self._display.workers(states, now)
-            elif self.mode == "plain" and now - max(self._told_at, self._stepped_at) >= SILENT_S:
-                self._print(self._silence(states, now))
+            if not self._closed:
+                self._view.workers(states, now)
 
     def message(self, text: str) -> None:
         """One thing worth knowing, such as what start-up is doing."""
         with self._lock:
-            if self._display is not None:
-                self._display.message(text)
-            elif self.mode == "plain":
-                self._print(text)
+            self._view.message(text)
 
     def step(self, row: Row) -> None:
         """A row of ``metrics.jsonl``; plain: one in ``every``, evaluations, both ends."""
         with self._lock:
-            step = self._step = row["step"]
-            self._stepped_at = self._clock()
-            eta = self._eta.step(step)
-            if self._display is not None:
-                self._display.step(row, eta)
-                return
-            ends = (self._first, self._steps)
-            self._due = step % self._every == 0 or step in ends or "eval/accuracy" in row
-            if self.mode == "plain" and self._due:
-                self._print(_plain_line(row, self._steps, eta))
+            self._view.step(row, self._eta.step(row["step"]))
 
     def samples(self, samples: Sequence[Sample]) -> None:
         """Completions of the step just shown: the live display's table, or one plain line each."""
         with self._lock:
-            if self._display is not None:
-                self._display.samples(samples)
-            elif self.mode == "plain" and self._due:
-                for sample in samples:
-                    self._print(_sample_line(sample))
+            self._view.samples(samples)
 
     def close(self) -> None:
         """Leaves the last state of the live display on the screen."""
-        self._ending.set()
-        if self._thread is not None:
-            self._thread.join(CLOSE_S)
+        self._closed = True
+        if self._ticker is not None:
+            self._ticker.close()
         with self._lock:
-            if self._display is not None:
-                self._display.close()
+            self._view.close()
 
-    def _run(self) -> None:
-        while not self._ending.wait(TICK_S):
-            self.tick()
 
-    def _silence(self, states: Sequence[WorkerState], now: float) -> str:
-        since = "the start" if self._step is None else f"step {self._step}/{self._steps}"
-        parts = [f"{format_seconds(now - self._stepped_at)} since {since}"]
-        return "; ".join(parts + [worker_line(state, now) for state in states])
+class _Plain:
+    """A line for each message, shown step and sample, and for the workers after a long silence.
 
-    def _print(self, text: str) -> None:
+    The console holds its lock around every call, here and in ``_Display``.
+    """
+
+    def __init__(
+        self, start: int, steps: int, every: int, out: Output, clock: Callable[[], float]
+    ) -> None:
+        self._steps, self._every, self._out, self._clock = steps, every, out, clock
+        self._ends = (start + 1 if start else 0, steps)
+        """The first row that comes (0 is the one before training), and the last."""
+        self._latest = f"step {start}/{steps}" if start else "the start"
+        self._due = True
+        self._printed_at = self._stepped_at = clock()
+
+    def message(self, text: str) -> None:
         self._out.line(text)
-        self._told_at = self._clock()
+        self._printed_at = self._clock()
+
+    def step(self, row: Row, eta: float | None) -> None:
+        step = row["step"]
+        self._latest, self._stepped_at = f"step {step}/{self._steps}", self._clock()
+        self._due = step % self._every == 0 or step in self._ends or "eval/accuracy" in row
+        if self._due:
+            parts = [f"step {step:>{len(str(self._steps))}}/{self._steps}"]
+            parts += [f"{label} {text}" for label, text in _shown(row)]
+            parts += [f"eta {format_seconds(eta)}"] if eta else []
+            self.message("  ".join(parts))
+
+    def samples(self, samples: Sequence[Sample]) -> None:
+        for sample in samples if self._due else ():
+            prompt = _cut(sample.prompt, SAMPLE_WIDTH, keep_end=True)
+            completion = _cut(sample.completion, SAMPLE_WIDTH)
+            ended = ", ".join(filter(None, (sample.finish_reason, sample.judged)))
+            self.message(f"  {sample.split} {prompt!r} -> {completion!r} ({ended})")
+
+    def workers(self, states: Sequence[WorkerState], now: float) -> None:
+        if now - max(self._printed_at, self._stepped_at) >= SILENT_S:
+            since = f"{format_seconds(now - self._stepped_at)} since {self._latest}"
+            self.message("; ".join([since, *(worker_line(state, now) for state in states)]))
+
+    def close(self) -> None:
+        """Every line is out."""
 
 
-def _plain_line(row: Row, steps: int, eta: float | None) -> str:
-    width = len(str(steps))
-    parts = [f"step {row['step']:>{width}}/{steps}"]
-    parts += [f"{label} {text}" for label, text in describe(row)]
-    if eta is not None and eta > 0:
-        parts.append(f"eta {format_seconds(eta)}")
-    return "  ".join(parts)
+class _Display:
+    """The live display: progress bar, latest numbers, workers, latest samples."""
+
+    def __init__(self, start: int, steps: int, screen: Cell | Terminal) -> None:
+        self._steps, self._screen = steps, screen
+        self._done, self._eta = start, "-:--"
+        self._latest: dict[str, Any] = {}
+        self._samples: Sequence[Sample] = ()
+        self._workers: Table | None = None
+
+    def message(self, text: str) -> None:
+        self._screen.message(text)
+
+    def step(self, row: Row, eta: float | None) -> None:
+        # Evaluations are rare: their last values stay on the screen between them.
+        rare = ("eval/accuracy", "teacher/accuracy")
+        lasting = {n: value for n, value in self._latest.items() if n.startswith(rare)}
+        self._latest = lasting | dict(row)
+        self._done, self._eta = row["step"], "-:--" if eta is None else format_seconds(eta)
+        self._refresh()
+
+    def samples(self, samples: Sequence[Sample]) -> None:
+        self._samples = tuple(samples)
+        self._refresh()
+
+    def workers(self, states: Sequence[WorkerState], now: float) -> None:
+        self._workers = _worker_table(states, now)
+        self._refresh()
+
+    def close(self) -> None:
+        if self._workers is not None:
+            self._workers = None  # what they did last is no news
+            self._refresh()
+        self._screen.close()
+
+    def _refresh(self) -> None:
+        progress = Table.grid(*[""] * 4, padding=(0, 1), expand=True)
+        progress.columns[2].ratio = 1
+        bar = ProgressBar(total=self._steps, completed=self._done)
+        progress.add_row("step", f"{self._done}/{self._steps}", bar, f"eta {self._eta}")
+        numbers = [
+            Text.assemble((f"{label} ", "dim"), (value, "bold"))
+            for label, value in _shown(self._latest)
+        ]
+        display = Table.grid(expand=True)
+        display.add_row(progress)
+        display.add_row(Columns(numbers, padding=(0, 3)))
+        if self._workers is not None:
+            display.add_row(self._workers)
+        if self._samples:
+            display.add_row(_sample_table(self._samples))
+        self._screen.show(display)
 
 
 def worker_line(state: WorkerState, now: float) -> str:
     """What a worker does, since when, and what is odd about it: ``rollout: idle for 0:07``."""
     detail = f" ({state.detail})" if state.detail else ""
-    told = f"{worker_name(state)}: {state.phase} for {format_seconds(now - state.since)}{detail}"
-    return ", ".join([told, *_oddities(state, now)])
+    does = f"{worker_name(state)}: {state.phase} for {format_seconds(now - state.since)}{detail}"
+    return ", ".join([does, *_oddities(state, now)])
 
 
 def worker_name(state: WorkerState) -> str:
@@ -288,78 +334,6 @@ def _cut(text: str, width: int, keep_end: bool = False) -> str:
     if len(text) <= width:
         return text
     return "..." + text[3 - width :] if keep_end else text[: width - 3] + "..."
-
-
-def _sample_line(sample: Sample) -> str:
-    prompt = _cut(sample.prompt, SAMPLE_WIDTH, keep_end=True)
-    completion = _cut(sample.completion, SAMPLE_WIDTH)
-    ended = ", ".join(filter(None, (sample.finish_reason, sample.judged)))
-    return f"  {sample.split} {prompt!r} -> {completion!r} ({ended})"
-
-
-class _Display:
-    """The live display: progress bar, latest numbers, workers, latest samples.
-
-    Its caller holds the lock.
-    """
-
-    def __init__(self, start: int, steps: int, screen: Screen) -> None:
-        self._screen = screen
-        self._progress = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=None),
-            TextColumn("{task.fields[eta]}"),
-            expand=True,
-            auto_refresh=False,
-        )
-        self._task = self._progress.add_task("", total=steps, completed=start, eta="eta -:--")
-        self._latest: dict[str, Any] = {}
-        self._samples: Sequence[Sample] = ()
-        self._workers: Table | None = None
-
-    def message(self, text: str) -> None:
-        self._screen.message(text)
-
-    def step(self, row: Row, eta: float | None) -> None:
-        # Evaluations are rare: their last values stay on the screen between them.
-        lasting = {name: self._latest[name] for name in _EVALUATION if name in self._latest}
-        self._latest = lasting | dict(row)
-        text = "eta -:--" if eta is None else f"eta {format_seconds(eta)}"
-        self._progress.update(self._task, completed=row["step"], eta=text)
-        self._refresh()
-
-    def samples(self, samples: Sequence[Sample]) -> None:
-        self._samples = tuple(samples)
-        self._refresh()
-
-    def workers(self, states: Sequence[WorkerState], now: float) -> None:
-        self._workers = _worker_table(states, now)
-        self._refresh()
-
-    def close(self) -> None:
-        if self._workers is not None:
-            self._workers = None  # what they did last is no news
-            self._refresh()
-        self._screen.close()
-
-    def _refresh(self) -> None:
-        parts: list[RenderableType] = [self._progress, self._numbers()]
-        if self._workers is not None:
-            parts.append(self._workers)
-        if self._samples:
-            parts.append(_sample_table(self._samples))
-        self._screen.show(Group(*parts))
-
-    def _numbers(self) -> RenderableType:
-        numbers = [
-            Text.assemble((f"{label} ", "dim"), (value, "bold"))
-            for label, value in describe(self._latest)
-        ]
-        return Columns(numbers, padding=(0, 3))
-
-
-_EVALUATION = ("eval/accuracy", "eval/accuracy_low", "eval/accuracy_high", "teacher/accuracy")
 
 
 def _worker_table(states: Sequence[WorkerState], now: float) -> Table:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
-from typing import IO
+from typing import IO, Self
 
 from jaxrl.errors import UserError
 
@@ -30,39 +32,49 @@ def move_aside(path: Path) -> Path:
     return aside
 
 
-def clear_place(path: str | Path, told: Callable[[str], None]) -> None:
-    """Moves a folder aside that has the name of a file to write."""
-    if Path(path).is_dir():
-        told(f"{path} is a folder, no file of a run; it is now {move_aside(Path(path))}")
-
-
 class LineFile:
-    """Appends lines, each on the disk at once; what the disk refuses goes out with a later append.
+    """Appends lines, each on the disk at once; what the disk refuses is written by a later append.
 
-    One thread at a time.
+    Any thread may call it. Once it is closed, nothing is written any more.
     """
 
     def __init__(
-        self, path: str | Path, size: int, told: Callable[[str], None], tail: bytes = b""
+        self,
+        path: str | Path,
+        notify: Callable[[str], None],
+        keep: Callable[[IO[bytes]], int] | None = None,
+        tail: bytes = b"",
     ) -> None:
         """
         Args:
-            size: bytes of the file to go on after; the rest is cut. 0: a new file.
-            told: takes the one message of a disk that refuses.
+            notify: takes the one message of a disk that refuses; it may write to this file.
+            keep: reads the file that is there and returns how many of its bytes stay; the rest is
+                cut. None: a new file.
             tail: ends the file after every append, and is overwritten by the next.
+
+        Raises:
+            UserError: the file cannot be opened.
         """
-        self._path, self._size, self._told, self._tail = Path(path), size, told, tail
+        self._path, self._notify, self._tail = Path(path), notify, tail
+        self._lock = threading.Lock()
+        self._messages: list[str] = []
         self._held: deque[bytes] = deque(maxlen=HELD)
-        self._refused = False
+        self._lost = 0
+        self._refused = self._closed = False
         self._torn = False
         """Whether something may follow the lines that count."""
-        self._lost = 0
+        self._size = 0
+        if self._path.is_dir():
+            notify(f"{path} is a folder, no file of a run; it is now {move_aside(self._path)}")
         try:
-            self._file = open(path, "r+b" if size else "w+b", buffering=0)  # noqa: SIM115
+            if keep is not None:
+                with suppress(FileNotFoundError), open(path, "rb") as file:
+                    self._size = keep(file)
+            self._file = open(path, "r+b" if self._size else "w+b", buffering=0)  # noqa: SIM115
             # Cutting the end in place needs no room and is done or not done, whatever happens.
-            self._file.truncate(size)
+            self._file.truncate(self._size)
         except OSError as error:
-            raise UserError(f"cannot write {path}: {error.strerror}") from error
+            raise UserError(f"cannot open {path}: {error.strerror}") from error
 
     @property
     def size(self) -> int:
@@ -71,61 +83,38 @@ class LineFile:
 
     def append(self, lines: Sequence[str]) -> None:
         """Writes the lines (none of which holds a line break), and all that was refused before."""
-        self._lost += max(0, len(self._held) + len(lines) - HELD)
-        self._held += [line.encode() + b"\n" for line in lines]
-        data = b"".join(self._held)
-        try:
-            if self._torn:
-                self._file.truncate(self._size)
-            self._file.seek(self._size)
-            _write_all(self._file, data + self._tail)
-        except OSError as error:
-            if not self._refused:
-                self._told(f"cannot write {self._path}: {error.strerror}; the run goes on")
-            self._refused = self._torn = True
-            return
-        self._torn = False
-        self._size += len(data)
-        self._held.clear()
+        with self._locked():
+            if not self._closed:
+                self._append(lines)
 
     def replace_last(self, old: str, new: str) -> None:
         """Writes ``new`` in place of the line that was appended last."""
-        if self._held:
-            self._held.pop()
-        else:
-            self._size -= len(old.encode()) + 1
-            self._torn = True
-        self.append([new])
+        with self._locked():
+            if self._held:
+                self._held.pop()
+            else:
+                self._size -= len(_encoded(old))
+                self._torn = True
+            self._append([new])
 
     def restore(self) -> bool:
         """Writes the file once more where it was removed, or another one has its name; returns
         whether that was so.
 
-        The lines come from the removed file, which exists as long as it is open here.
+        The lines come from the removed file, which exists as long as it is open here. A disk
+        without room leaves everything as it is: the next restore tries again.
         """
-        try:
-            if os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno())):
+        with self._locked():
+            size = self._size
+            if self._closed or self._is_there() or not self._rewrite(self._copy_back):
                 return False
-        except FileNotFoundError:
-            pass
-        except OSError:  # a disk that does not answer: the next write says so
-            return False
-        try:
-            new = open(self._path, "w+b", buffering=0)  # noqa: SIM115
-        except OSError:  # the old one stays open, so that nothing else has to know
-            return False
-        try:
-            copied = _copy(self._file, new, 0, self._size)
-        except OSError:  # no room: the next restore tries again
-            new.close()
-            return False
-        if copied < self._size:
-            copied = 0
-            self._told(f"{self._path} was removed and cannot be read back: its lines are lost")
-        self._file.close()
-        self._file, self._size, self._torn = new, copied, True
-        self.append([])
-        return True
+            if self._size < size:
+                self._messages.append(
+                    f"{self._path} was removed and cannot be read back: its lines are lost"
+                )
+            self._torn = True
+            self._append([])
+            return True
 
     def drop_oldest(self, keep: Callable[[bytes], bool]) -> None:
         """Puts a file without the older half of the lines in the place of this one. A disk that
@@ -134,23 +123,96 @@ class LineFile:
         Args:
             keep: of a line in the older half, whether it stays; once, where it is repeated.
         """
+        with self._locked():
+            self._rewrite(lambda new: self._copy_newer_half(new, keep))
+
+    def close(self) -> None:
+        """A last attempt at what was refused; reports what was never written."""
+        with self._locked():
+            if self._closed:
+                return
+            if self._held:
+                self._append([])
+            self._closed = True
+            missing = self._lost + len(self._held)
+            if missing:
+                self._messages.append(
+                    f"{self._path} lacks {missing} lines: they could not be written"
+                )
+            try:
+                self._file.close()
+            except OSError as error:
+                self._messages.append(f"cannot close {self._path}: {error.strerror}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Holds the lock. Messages go out after it, for who takes them may write to this file."""
+        with self._lock:
+            yield
+            messages, self._messages = self._messages, []
+        for message in messages:
+            self._notify(message)
+
+    def _append(self, lines: Sequence[str]) -> None:
+        self._lost += max(0, len(self._held) + len(lines) - HELD)
+        self._held += map(_encoded, lines)
+        data = b"".join(self._held)
+        try:
+            if self._torn:
+                self._file.truncate(self._size)
+            self._file.seek(self._size)
+            _write_all(self._file, data + self._tail)
+        except OSError as error:
+            if not self._refused:
+                self._messages.append(
+                    f"cannot write {self._path}: {error.strerror}; the run goes on"
+                )
+            self._refused = self._torn = True
+            return
+        self._torn = False
+        self._size += len(data)
+        self._held.clear()
+
+    def _is_there(self) -> bool:
+        try:
+            return os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno()))
+        except FileNotFoundError:
+            return False
+        except OSError:  # a disk that does not answer: the next write reports it
+            return True
+
+    def _rewrite(self, write: Callable[[FileIO], int]) -> bool:
+        """Puts a new file in the place of this one; returns False where the disk refuses it.
+
+        Args:
+            write: fills the new file; returns the bytes of its lines.
+        """
         partial = self._path.with_name(f".{self._path.name}.partial")
         try:
             new = open(partial, "w+b", buffering=0)  # noqa: SIM115
         except OSError:
-            return
+            return False
         try:
-            size = self._write_newer_half(new, keep)
+            size = write(new)
             partial.replace(self._path)
         except OSError:
             new.close()
             partial.unlink(missing_ok=True)
-            return
+            return False
         self._file.close()
         self._file, self._size, self._torn = new, size, False
+        return True
 
-    def _write_newer_half(self, new: FileIO, keep: Callable[[bytes], bool]) -> int:
-        """Bytes of the lines in the new file, after which its tail stands."""
+    def _copy_back(self, new: FileIO) -> int:
+        return self._size if _copy(self._file, new, 0, self._size) == self._size else 0
+
+    def _copy_newer_half(self, new: FileIO, keep: Callable[[bytes], bool]) -> int:
         kept: dict[bytes, None] = {}
         with open(self._path, "rb") as old:
             while old.tell() < self._size // 2 and (line := old.readline()):
@@ -160,17 +222,10 @@ class LineFile:
         _write_all(new, self._tail)
         return size
 
-    def close(self) -> None:
-        """A last attempt at what was refused; tells what never went out."""
-        if self._held:
-            self.append([])
-        missing = self._lost + len(self._held)
-        if missing:
-            self._told(f"{self._path} lacks {missing} lines: they could not be written")
-        try:
-            self._file.close()
-        except OSError as error:
-            self._told(f"cannot close {self._path}: {error.strerror}")
+
+def _encoded(line: str) -> bytes:
+    # Paths and completions may hold what is no UTF-8; it is no reason to end a run.
+    return line.encode("utf-8", "backslashreplace") + b"\n"
 
 
 def _copy(old: IO[bytes], new: FileIO, start: int, end: int) -> int:

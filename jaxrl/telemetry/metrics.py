@@ -11,21 +11,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import re
 import shutil
 import sys
-import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, Self, SupportsFloat
+from typing import IO, Any, Literal, Self, SupportsFloat
 
 from jaxrl.config import cli
 from jaxrl.errors import UserError, near
 from jaxrl.process.streams import to_stderr
-from jaxrl.telemetry.lines import LineFile, clear_place, move_aside
+from jaxrl.telemetry.lines import LineFile, move_aside
 from jaxrl.types import Completion, Prompt
 
 METRICS_FILE = "metrics.jsonl"
@@ -62,7 +60,7 @@ def _with_interval(names: Mapping[str, Metric]) -> dict[str, Metric]:
 
 
 def _evaluation(prefix: str, where: str) -> dict[str, Metric]:
-    """What an evaluation tells of one set of held-out prompts, or of all of them."""
+    """What an evaluation measures on one set of held-out prompts, or on all of them."""
     rates = {
         f"{prefix}/accuracy": Metric("fraction", f"mean verifier score on {where} (mean@k)"),
         f"{prefix}/pass@{{k}}": Metric(
@@ -110,10 +108,10 @@ METRICS: dict[str, Metric] = {
     "reward/{reward}/failures": Metric("completions", "one function raised, or its process ended"),
     "reward/{reward}/timeouts": Metric("completions", "one function took longer than its timeout"),
     "policy/ratio": Metric("1", "mean importance ratio of a token"),
-    "policy/clip_fraction": Metric("fraction", "tokens whose term the bound of the ratio holds"),
-    "policy/clip_low_fraction": Metric("fraction", "tokens that the bound from below holds"),
-    "policy/clip_high_fraction": Metric("fraction", "tokens that the bound from above holds"),
-    "policy/clip_fraction_sequences": Metric("fraction", "sequences with a token that is held"),
+    "policy/clip_fraction": Metric("fraction", "tokens whose term is held at a bound of the ratio"),
+    "policy/clip_low_fraction": Metric("fraction", "tokens held at the lower bound"),
+    "policy/clip_high_fraction": Metric("fraction", "tokens held at the upper bound"),
+    "policy/clip_fraction_sequences": Metric("fraction", "sequences with at least one such token"),
     "policy/old_kl_k3": Metric("nats/token", "KL(policy at the batch's start||policy), k3"),
     "policy/kl_k1": Metric("nats/token", "KL(policy||reference), k1"),
     "policy/kl_k2": Metric("nats/token", "KL(policy||reference), k2"),
@@ -124,14 +122,14 @@ METRICS: dict[str, Metric] = {
     ),
     "policy/mismatch_k3": Metric("nats/token", "KL(policy that sampled||policy at the start), k3"),
     "policy/mismatch_chi2": Metric("1", "E[rho^2] - 1 of the ratio of these two"),
-    "policy/mismatch_ess": Metric("fraction", "of the tokens, that the batch is worth"),
+    "policy/mismatch_ess": Metric("fraction", "effective sample size of that ratio / tokens"),
     "policy/mismatch_max_log_ratio": Metric("nats", "largest gap of these two at one token"),
     "policy/correction_weight": Metric("1", "mean weight of the off-policy correction"),
     "policy/correction_dropped": Metric("fraction", "tokens that the correction leaves out"),
     "policy/degenerate_groups": Metric(
-        "prompts", "whose rewarded completions have one and the same task reward, before penalties"
+        "prompts", "whose rewarded completions all have the same task reward, before penalties"
     ),
-    "policy/refills": Metric("times", "that the batch was sampled beyond the first time"),
+    "policy/refills": Metric("times", "that the batch was sampled again"),
     "policy/prompts_replaced": Metric("prompts", "sampled, and left out by dynamic sampling"),
     "policy/unscored_groups": Metric("prompts", "of which no completion has a reward"),
     "similarity/groups_per_prompt": Metric("groups", "mean number of clusters of a prompt"),
@@ -171,7 +169,7 @@ METRICS: dict[str, Metric] = {
         "bytes", "moved to pinned host memory for the calls of the step"
     ),
     "offload/to_device_bytes": Metric("bytes", "moved back from there"),
-    "time/offload_s": Metric("s", "calls waited for these moves; what overlapped is left out"),
+    "time/offload_s": Metric("s", "calls waited so long for these moves, overlapped ones left out"),
     "data/epoch": Metric("passes", "passes over the training data, with a fraction"),
     "memory/{role}/peak_bytes": Metric(
         "bytes",
@@ -179,7 +177,7 @@ METRICS: dict[str, Metric] = {
         " figure, or the ledger's where it has none (CPU)",
     ),
     "memory/{role}/planned": Metric(
-        "flag", "1 where peak_bytes is the plan's figure, for nothing was measured"
+        "flag", "1 where peak_bytes is the plan's figure, because nothing was measured"
     ),
 }
 """Every name that may stand in a row; ``{...}`` stands for what ``PLACEHOLDERS`` says."""
@@ -196,11 +194,11 @@ def _patterns() -> tuple[tuple[re.Pattern[str], Metric], ...]:
     """The names with a variable part, as regular expressions."""
     found = []
     for name, metric in METRICS.items():
-        if "{" in name:
-            pattern = re.escape(name).replace(r"\{", "{").replace(r"\}", "}")
-            for variable, allowed in PLACEHOLDERS.items():
-                pattern = pattern.replace(f"{{{variable}}}", f"(?:{allowed})")
-            found.append((re.compile(pattern), metric))
+        parts = re.split(r"\{(\w+)\}", name)  # fixed text and placeholders by turns
+        if len(parts) > 1:
+            parts[::2] = map(re.escape, parts[::2])
+            parts[1::2] = (f"(?:{PLACEHOLDERS[variable]})" for variable in parts[1::2])
+            found.append((re.compile("".join(parts)), metric))
     return tuple(found)
 
 
@@ -212,7 +210,7 @@ def describe(name: str) -> Metric | None:
     return next(matches, None)
 
 
-def _plain(name: str, value: Value) -> int | float | None:
+def _plain(name: str, value: Value, unit: str) -> int | float | None:
     """A Python number; null where it is not finite. Accepts jax and numpy scalars."""
     if value is None:
         return None
@@ -224,152 +222,101 @@ def _plain(name: str, value: Value) -> int | float | None:
         raise TypeError(f"metric {name} must be one number, got {type(value).__name__}") from error
     if not math.isfinite(number):
         return None
-    metric = describe(name)
-    whole = metric is not None and metric.unit in _WHOLE and number.is_integer()
-    return int(number) if whole else number
+    return int(number) if unit in _WHOLE and number.is_integer() else number
 
 
 def _row(step: int, metrics: Mapping[str, Value]) -> Row:
-    unknown = [name for name in metrics if describe(name) is None]
-    if unknown:
-        hint = near(unknown[0], METRICS)
-        raise ValueError(f"metric {unknown[0]!r} is not documented in METRICS{hint}")
-    if metrics.get("step", step) != step:
-        raise ValueError(f"row of step {step} carries step={metrics['step']}")
-    return {"step": step} | {name: _plain(name, value) for name, value in metrics.items()}
+    row: Row = {"step": step}
+    for name, value in metrics.items():
+        metric = describe(name)
+        if metric is None:
+            hint = near(name, METRICS)
+            raise ValueError(f"metric {name!r} is not documented in METRICS{hint}")
+        row[name] = _plain(name, value, metric.unit)
+    if row["step"] != step:
+        raise ValueError(f"row of step {step} carries step={row['step']}")
+    return row
 
 
 def _line(row: Row) -> str:
     return json.dumps(row, allow_nan=False)
 
 
-class MetricsWriter:
-    """Appends rows to ``metrics.jsonl``, each at once; steps rise, names stand in ``METRICS``.
-
-    A disk that takes no more is told once and ends nothing. Of the rows only the first and the last
-    stay in memory: `read_metrics` reads all of them.
-    """
+class JsonLines(LineFile):
+    """A file of JSON objects, one a line, each with a ``step`` that never falls."""
 
     def __init__(
         self,
         path: str | Path,
         after: int | None = None,
-        told: Callable[[str], None] = to_stderr,
+        notify: Callable[[str], None] = to_stderr,
     ) -> None:
         """
         Args:
-            after: go on with the file's rows up to this step; later ones and a torn last line are
-                cut, and a damaged file is moved aside. None: a new file.
+            after: continue after the file's rows up to this step; later ones and a torn last line
+                are cut, and a damaged file is moved aside. None: a new file.
+            notify: takes what a user should know of the file.
         """
-        kept = _Kept() if after is None else _kept(Path(path), after, told)
-        self.first: Row | None = kept.first
+        self.first: Row | None = None
         """The first row of the run, as in the file; None where there is none yet."""
-        self.last: Row | None = kept.last
-        self._file = LineFile(path, kept.size, told)
-        self._lock = threading.Lock()
-        self._last_step = -1 if after is None else after
+        self.last: Row | None = None
+        self._step = -1 if after is None else after
+        """The step that the next row of metrics must exceed."""
+        super().__init__(path, notify, None if after is None else self._keep)
+
+    def _keep(self, file: IO[bytes]) -> int:
+        """Bytes of the rows to keep; one line at a time is in memory.
+
+        A file with damage among them is moved aside whole; the rows before it are copied back.
+        """
+        size, last = 0, -1
+        for number, line in enumerate(file, start=1):
+            try:
+                row = _parse(self._path, number, line)
+            except UserError as error:
+                killed = line.startswith(b"{") and not line.endswith(b"\n")  # while it was written
+                if last < self._step and not killed:
+                    aside = move_aside(self._path)
+                    shutil.copyfile(aside, self._path)
+                    self._notify(
+                        f"{error}; that file is now {aside}, and {self._path.name} has the"
+                        f" {number - 1} rows before"
+                    )
+                break
+            if row["step"] > self._step or not line.endswith(b"\n"):
+                break
+            self.first, self.last, last = self.first or row, row, row["step"]
+            size += len(line)
+        return size
+
+
+class MetricsWriter(JsonLines):
+    """Appends rows to ``metrics.jsonl``, each at once; steps rise, names stand in ``METRICS``.
+
+    A disk that takes no more is reported once and ends nothing. Of the rows only the first and the
+    last stay in memory: `read_metrics` reads all of them. One thread writes.
+    """
 
     def write(self, step: int, metrics: Mapping[str, Value]) -> Row:
         """Writes and returns the row of one step."""
         row = _row(step, metrics)
-        with self._lock:
-            if step <= self._last_step:
-                raise ValueError(f"step {step} after step {self._last_step}: steps must rise")
-            self._last_step = step
-            self.first, self.last = self.first or row, row
-            self._file.append([_line(row)])
+        if step <= self._step:
+            raise ValueError(f"step {step} after step {self._step}: steps must rise")
+        self._step = step
+        self.first, self.last = self.first or row, row
+        self.append([_line(row)])
         return row
 
     def amend(self, step: int, metrics: Mapping[str, Value]) -> Row:
         """Adds to the newest row, which must be of ``step``; returns all of it."""
-        with self._lock:
-            old = self.last
-            if old is None or old["step"] != step:
-                raise ValueError(f"the newest row is not of step {step}")
-            self.last = old | _row(step, metrics)
-            if self.first is old:
-                self.first = self.last
-            self._file.replace_last(_line(old), _line(self.last))
-            return self.last
-
-    def restore(self) -> bool:
-        """As `LineFile.restore`."""
-        with self._lock:
-            return self._file.restore()
-
-    def close(self) -> None:
-        self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-@dataclass
-class _Kept:
-    """The rows of a file that a resumed run keeps."""
-
-    size: int = 0
-    """Bytes of them."""
-    count: int = 0
-    first: Row | None = None
-    last: Row | None = None
-
-    def add(self, row: Row, nbytes: int) -> None:
-        self.first, self.last = self.first or row, row
-        self.size, self.count = self.size + nbytes, self.count + 1
-
-    def reaches(self, step: int) -> bool:
-        last = None if self.last is None else self.last["step"]
-        return last is not None and last >= step
-
-
-def _kept(path: Path, after: int, told: Callable[[str], None]) -> _Kept:
-    """The rows with a step of at most ``after``; one line at a time is in memory.
-
-    Steps never fall in these files, so the rows to keep are the first ones. A file with damage
-    among them is moved aside whole; the rows before the damage are written to a new one.
-    """
-    clear_place(path, told)
-    try:
-        with open(path, "rb") as file:
-            kept, damage = _whole_rows(path, file, after)
-    except FileNotFoundError:
-        return _Kept()
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-    if damage is not None:
-        aside = move_aside(path)
-        try:
-            shutil.copyfile(aside, path)
-            os.truncate(path, kept.size)
-        except OSError as error:
-            raise UserError(f"cannot write {path}: {error.strerror}") from error
-        told(
-            f"{damage}; that file is now {aside}, and {path.name} has the {kept.count} rows before"
-        )
-    return kept
-
-
-def _whole_rows(path: Path, lines: Iterable[bytes], after: int) -> tuple[_Kept, str | None]:
-    """The rows up to the step ``after``, and what stands in the place of a row."""
-    kept = _Kept()
-    for number, line in enumerate(lines, start=1):
-        whole = line.endswith(b"\n")
-        if not whole and (kept.reaches(after) or line.startswith(b"{")):
-            break  # a killed run leaves the beginning of a row
-        try:
-            row = _parse(path, number, line)
-        except UserError as error:
-            return kept, None if kept.reaches(after) else str(error)  # it would be cut anyway
-        if not whole:
-            return kept, f"{path}, line {number}: no object with a step"
-        if row["step"] > after:
-            break
-        kept.add(row, len(line))
-    return kept, None
+        old = self.last
+        if old is None or old["step"] != step:
+            raise ValueError(f"the newest row is not of step {step}")
+        self.last = old | _row(step, metrics)
+        if self.first is old:
+            self.first = self.last
+        self.replace_last(_line(old), _line(self.last))
+        return self.last
 
 
 def _parse(path: Path, number: int, line: str | bytes) -> dict[str, Any]:
@@ -457,44 +404,14 @@ class Sample:
         )
 
 
-class SamplesWriter:
+class SamplesWriter(JsonLines):
     """Appends completions to ``samples.jsonl``, one JSON object a line, each batch at once.
 
     As in ``MetricsWriter``, a disk that takes no more ends nothing.
     """
 
-    def __init__(
-        self,
-        path: str | Path,
-        after: int | None = None,
-        told: Callable[[str], None] = to_stderr,
-    ) -> None:
-        """
-        Args:
-            after: as in ``MetricsWriter``.
-        """
-        size = 0 if after is None else _kept(Path(path), after, told).size
-        self._file = LineFile(path, size, told)
-        self._lock = threading.Lock()
-
     def write(self, samples: Sequence[Sample]) -> None:
-        lines = [json.dumps(dataclasses.asdict(s), ensure_ascii=False) for s in samples]
-        with self._lock:
-            self._file.append(lines)
-
-    def restore(self) -> bool:
-        """As `LineFile.restore`."""
-        with self._lock:
-            return self._file.restore()
-
-    def close(self) -> None:
-        self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        self.append([json.dumps(dataclasses.asdict(s), ensure_ascii=False) for s in samples])
 
 
 def markdown() -> str:

@@ -16,9 +16,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from jaxrl.config import cli
 from jaxrl.errors import UserError
-from jaxrl.telemetry.metrics import METRICS_FILE, Metric, describe, read_metrics
+from jaxrl.telemetry.metrics import METRICS_FILE, describe, read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,17 +40,15 @@ PANELS = (
     "tokens/per_second",
 )
 """One panel each, in this order; a metric that no run has gets none."""
-WHOLE = re.compile(r"eval/.*(accuracy|pass@\d+)")
-"""Panels from 0 to 100%; every other one fits its values."""
+MORE = re.compile(r"eval/([^/]+/accuracy|pass@\d+)")
+"""Further panels, after those: named held-out sets, and pass@k."""
+COLUMNS = 4
+"""Most panels side by side."""
 DECADES = 20.0
 """Ratio of the 98th to the 2nd percentile from which positive values, but no fractions, have a log
 scale."""
 MARGIN = 0.06
 """Room above and below the values, as a share of their range."""
-COLUMNS = 4
-"""Most panels side by side."""
-MORE = re.compile(r"eval/([^/]+/accuracy|pass@\d+)")
-"""Further panels, after those: named held-out sets, and pass@k."""
 SUFFIXES = (".png", ".svg", ".pdf")
 
 
@@ -65,72 +65,60 @@ def draw(runs: Mapping[str, Rows]) -> Figure:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise UserError("plots need matplotlib: pip install 'jaxrl[plot]'") from error
-    panels = _panels(runs)
+    names = {name for rows in runs.values() for row in rows for name in row}
+    more = sorted(name for name in names if MORE.fullmatch(name))
+    panels = [n for n in (*PANELS, *more) if any(series(rows, n)[0] for rows in runs.values())]
     if not panels:
         raise UserError(f"nothing to draw: no run has any of {', '.join(PANELS)}")
     columns = min(len(panels), COLUMNS)
-    rows = math.ceil(len(panels) / columns)
-    figure = Figure(figsize=(4.5 * columns, 3.2 * rows), layout="constrained")
+    lines = math.ceil(len(panels) / columns)
+    figure = Figure(figsize=(4.5 * columns, 3.2 * lines), layout="constrained")
     FigureCanvasAgg(figure)
     for place, name in enumerate(panels, start=1):
-        axes = figure.add_subplot(rows, columns, place)
-        for index, (label, run) in enumerate(runs.items()):
-            _draw_run(axes, name, label, run, color=f"C{index}")
-        axes.set_title(f"{name} ({_known(name).unit})", fontsize=10)
-        axes.set_xlabel("step")
-        _set_scale(axes, name, [value for run in runs.values() for value in series(run, name)[1]])
-        axes.grid(alpha=0.3)
-        if len(runs) > 1 or name == "eval/accuracy":
-            axes.legend(fontsize=8)
+        _draw_panel(figure.add_subplot(lines, columns, place), name, runs)
     return figure
 
 
-def _panels(runs: Mapping[str, Rows]) -> list[str]:
-    """Names that some run has a point of."""
-    names = {name for rows in runs.values() for row in rows for name in row}
-    more = sorted(name for name in names if MORE.fullmatch(name))
-    return [n for n in (*PANELS, *more) if any(series(rows, n)[0] for rows in runs.values())]
-
-
-def _known(name: str) -> Metric:
+def _draw_panel(axes: Axes, name: str, runs: Mapping[str, Rows]) -> None:
     metric = describe(name)
     assert metric is not None, f"{name} stands in no table"
-    return metric
+    axes.set_title(f"{name} ({metric.unit})", fontsize=10)
+    axes.set_xlabel("step")
+    axes.grid(alpha=0.3)
+    drawn: list[float] = []
+    for index, (label, rows) in enumerate(runs.items()):
+        color, marker = f"C{index}", "o" if name.startswith("eval/") else ""
+        steps, values = series(rows, name)
+        drawn += values
+        axes.plot(steps, values, color=color, label=label, marker=marker, markersize=3)
+        (at, low), (also_at, high) = (series(rows, f"{name}_{end}") for end in ("low", "high"))
+        if at and at == also_at:
+            axes.fill_between(at, low, high, color=color, alpha=0.15, linewidth=0)
+        _, teacher = series(rows, "teacher/accuracy")
+        if name == "eval/accuracy" and teacher:
+            axes.axhline(teacher[0], color=color, linestyle="--", label=f"{label}: teacher")
+    if len(runs) > 1 or name == "eval/accuracy":
+        axes.legend(fontsize=8)
+    if name == "eval/accuracy" or MORE.fullmatch(name):
+        axes.set_ylim(0, 1.02)
+    else:
+        _fit(axes, drawn, may_be_log=metric.unit != "fraction")
 
 
-def _draw_run(axes: Axes, name: str, label: str, rows: Rows, color: str) -> None:
-    steps, values = series(rows, name)
-    marker = "o" if name.startswith("eval/") else ""
-    axes.plot(steps, values, color=color, label=label, marker=marker, markersize=3)
-    (at, low), (also_at, high) = (series(rows, f"{name}_{end}") for end in ("low", "high"))
-    if at and at == also_at:
-        axes.fill_between(at, low, high, color=color, alpha=0.15, linewidth=0)
-    _, teacher = series(rows, "teacher/accuracy")
-    if name == "eval/accuracy" and teacher:
-        axes.axhline(teacher[0], color=color, linestyle="--", label=f"{label}: teacher")
-
-
-def _set_scale(axes: Axes, name: str, values: Sequence[float]) -> None:
+def _fit(axes: Axes, values: Sequence[float], may_be_log: bool) -> None:
     """The range of a panel: all of its values but single ones far away from the others, such as the
     speed of the step that compiles.
     """
-    if WHOLE.fullmatch(name):
-        axes.set_ylim(0, 1.02)
-        return
-    ordered = sorted(values)
-    few, most = _percentile(ordered, 2), _percentile(ordered, 98)
-    if ordered[0] > 0 and most / few >= DECADES and _known(name).unit != "fraction":
+    least, largest = min(values), max(values)
+    few, most = np.percentile(values, (2, 98), method="nearest")
+    if may_be_log and least > 0 and most / few >= DECADES:
         axes.set_yscale("log")
         return
     far = 3 * (most - few)
-    low = few if far and ordered[0] < few - far else ordered[0]
-    high = most if far and ordered[-1] > most + far else ordered[-1]
+    low = few if far and least < few - far else least
+    high = most if far and largest > most + far else largest
     room = MARGIN * ((high - low) or abs(high) or 1.0)
     axes.set_ylim(low - room, high + room)
-
-
-def _percentile(ordered: Sequence[float], share: float) -> float:
-    return ordered[round(share / 100 * (len(ordered) - 1))]
 
 
 def _labels(paths: Sequence[str]) -> list[str]:

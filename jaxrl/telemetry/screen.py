@@ -1,37 +1,26 @@
 """Where the live display is drawn: over itself on a terminal, or in the output of a cell.
 
-A cell has no cursor that could go back: its display is a piece of HTML that is exchanged.
+A cell has no cursor that could go back: its display is a piece of HTML, which rich makes, that is
+exchanged.
 """
 
 from __future__ import annotations
 
-import io
 import time
-from typing import IO, Any, Protocol, cast
+from typing import IO, TYPE_CHECKING, cast
 
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.live import Live
+from rich.table import Table
 from rich.text import Text
 
 from jaxrl.process.streams import Output
 
-CELL_WIDTH = 110
-"""Characters of a line in a cell's output."""
+if TYPE_CHECKING:
+    from IPython.display import DisplayHandle
+
 CELL_EVERY_S = 0.2
 """Shortest time between two drawings: each is sent to the browser whole."""
-CELL_FORMAT = '<pre style="line-height: normal; white-space: pre">{code}</pre>'
-
-
-class Screen(Protocol):
-    """What shows messages, and below them one display."""
-
-    def message(self, text: str) -> None: ...
-
-    def show(self, display: RenderableType) -> None:
-        """In place of what it showed last."""
-
-    def close(self) -> None:
-        """What is shown last stays."""
 
 
 class Terminal:
@@ -42,22 +31,20 @@ class Terminal:
         self._console = Console(
             file=file, force_terminal=True, force_jupyter=False, highlight=False
         )
-        self._live: Live | None = None
+        # Drawn when something changed: no refresh thread of rich's.
+        self._live = Live(console=self._console, auto_refresh=False)
 
     def message(self, text: str) -> None:
         self._console.print(Text(text))
 
-    def show(self, display: RenderableType) -> None:
-        if self._live is None:
-            # Drawn when something changed: no refresh thread of rich's.
-            self._live = Live(console=self._console, auto_refresh=False)
-            self._live.start()
+    def show(self, display: Table) -> None:
+        """In place of what it showed last."""
+        self._live.start()
         self._live.update(display, refresh=True)
 
     def close(self) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        """What is shown last stays."""
+        self._live.stop()
 
 
 class Cell:
@@ -65,51 +52,35 @@ class Cell:
 
     def __init__(self, out: Output) -> None:
         self._out = out
-        self._handle: Any = None
-        """IPython's, of the piece of HTML."""
-        self._undrawn: RenderableType | None = None
+        self._handle: DisplayHandle | None = None
+        self._undrawn: Table | None = None
         self._drawn_at = -CELL_EVERY_S
 
     def message(self, text: str) -> None:
         self._out.line(text)
 
-    def show(self, display: RenderableType) -> None:
+    def show(self, display: Table) -> None:
+        """In place of what it showed last."""
         self._undrawn = display
         if time.monotonic() - self._drawn_at >= CELL_EVERY_S:
             self._draw()
 
     def close(self) -> None:
-        if self._undrawn is not None:
-            self._draw()
+        """What is shown last stays."""
+        self._draw()
 
     def _draw(self) -> None:
-        from IPython.display import HTML
-        from IPython.display import display as put
+        import IPython.display
 
-        assert self._undrawn is not None
-        html = HTML(as_html(self._undrawn))
+        if self._undrawn is None:
+            return
         if self._handle is None:
-            self._handle = put(html, display_id=True)
+            self._handle = IPython.display.display(self._undrawn, display_id=True)
         else:
-            self._handle.update(html)
+            self._handle.update(self._undrawn)
         self._undrawn, self._drawn_at = None, time.monotonic()
 
 
 def in_notebook() -> bool:
     """Whether this process runs the cells of a notebook (Jupyter, Colab)."""
     return Console().is_jupyter
-
-
-def as_html(display: RenderableType) -> str:
-    """`display` with its colours, `CELL_WIDTH` characters wide."""
-    console = Console(
-        file=io.StringIO(),
-        record=True,
-        width=CELL_WIDTH,
-        force_terminal=True,
-        force_jupyter=False,
-        color_system="truecolor",
-        highlight=False,
-    )
-    console.print(display)
-    return console.export_html(inline_styles=True, code_format=CELL_FORMAT)

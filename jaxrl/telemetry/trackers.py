@@ -1,7 +1,7 @@
 """Where else the numbers go: TensorBoard, and on request wandb and mlflow.
 
 Each tracker has a thread and a bounded queue, so that none can hold up a step or another tracker:
-one that raises is told once and dropped, one that is too slow loses its oldest rows.
+one that raises is reported once and dropped, one that is too slow loses its oldest rows.
 """
 
 from __future__ import annotations
@@ -11,19 +11,24 @@ import secrets
 import sys
 import threading
 import time
-from collections import deque
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from queue import Empty, SimpleQueue
+from textwrap import indent
+from typing import Any
+
+from flax.traverse_util import flatten_dict
 
 from jaxrl.config.schema import LoggingConfig
 from jaxrl.errors import UserError
 from jaxrl.telemetry.metrics import Sample
 
 Row = Mapping[str, int | float | None]
-Told = Callable[[str], None]
+Notify = Callable[[str], None]
 
 QUEUE = 1000
 """Rows that wait for a tracker; beyond them the oldest are lost."""
@@ -46,36 +51,35 @@ class RunFacts:
     """The resolved config, nested."""
     resumed_at: int | None
     """Batches trained before this process; None: a new run."""
-    told: Told
+    notify: Notify
 
     def kept_id(self, tracker: str) -> str | None:
         """The tracker's own name of this run, as an earlier process left it."""
-        path = self._id_path(tracker)
+        path = self.folder / f"{tracker}.id"
         if self.resumed_at is None or not path.exists():
             return None
         return path.read_text(encoding="utf-8").strip()
 
     def keep_id(self, tracker: str, value: str) -> None:
-        self._id_path(tracker).write_text(value + "\n", encoding="utf-8")
-
-    def _id_path(self, tracker: str) -> Path:
-        return self.folder / f"{tracker}.id"
+        (self.folder / f"{tracker}.id").write_text(value + "\n", encoding="utf-8")
 
 
-class Tracker(Protocol):
+class Tracker(ABC):
     """One place for rows; made, called and closed in its own thread."""
 
+    @abstractmethod
     def write(self, row: Row) -> None:
         """A row of ``metrics.jsonl``."""
-        ...
 
-    def samples(self, samples: Sequence[Sample]) -> None: ...
+    def samples(self, samples: Sequence[Sample]) -> None:  # noqa: B027
+        """Completions of one step, for a tracker that shows texts."""
 
-    def flush(self) -> None:
-        """Called when nothing more waits."""
-        ...
+    def flush(self) -> None:  # noqa: B027
+        """Called when nothing more waits, for a tracker that does not send by itself."""
 
-    def close(self) -> None: ...
+    @abstractmethod
+    def close(self) -> None:
+        """Every row was written."""
 
 
 def check_trackers(config: LoggingConfig) -> None:
@@ -95,17 +99,17 @@ def open_trackers(
     run_dir: Path,
     settings: Mapping[str, Any],
     resumed_at: int | None,
-    told: Told,
+    notify: Notify,
 ) -> Trackers:
     """The trackers that ``config`` asks for, each starting up in its thread.
 
     Args:
         settings: the resolved config as nested dicts, shown by each tracker.
-        resumed_at: batches trained before; rows after it are written anew. None: a new run.
-        told: takes what a user should know, from any thread.
+        resumed_at: batches trained before; rows after it are written again. None: a new run.
+        notify: takes what a user should know, from any thread.
     """
     check_trackers(config)
-    facts = RunFacts(run_name, run_dir, settings, resumed_at, told)
+    facts = RunFacts(run_name, run_dir, settings, resumed_at, notify)
     makers: dict[str, Callable[[], Tracker]] = {}
     if config.tensorboard:
         import_tensorboard()
@@ -114,110 +118,104 @@ def open_trackers(
         makers["wandb"] = partial(Wandb, facts, config.wandb)
     if config.mlflow is not None:
         makers["mlflow"] = partial(MLflow, facts, config.mlflow)
-    return Trackers([Courier(name, make, told) for name, make in makers.items()])
+    return Trackers([TrackerThread(name, make, notify) for name, make in makers.items()])
 
 
 class Trackers:
     """All trackers of a run; no call waits for any of them but ``close``."""
 
-    def __init__(self, couriers: Sequence[Courier]) -> None:
-        self._couriers = couriers
+    def __init__(self, threads: Sequence[TrackerThread]) -> None:
+        self._threads = threads
 
     def write(self, step: int, row: Row) -> None:
         """A row of ``metrics.jsonl``; a value of None is not passed on."""
         row = {"step": step} | {name: value for name, value in row.items() if value is not None}
-        for courier in self._couriers:
-            courier.put("write", row)
+        for thread in self._threads:
+            thread.put(lambda tracker: tracker.write(row))
 
     def samples(self, samples: Sequence[Sample]) -> None:
         """Completions of one step."""
-        for courier in self._couriers if samples else ():
-            courier.put("samples", tuple(samples))
+        for thread in self._threads if samples else ():
+            thread.put(lambda tracker: tracker.samples(samples))
 
     def close(self, timeout: float = CLOSE_S) -> None:
         """Sends what waits, for at most ``timeout`` seconds in all."""
         end = time.monotonic() + timeout
-        for courier in self._couriers:
-            courier.finish()
-        for courier in self._couriers:
-            courier.join(end)
+        for thread in self._threads:
+            thread.finish()
+        for thread in self._threads:
+            thread.join(end)
 
 
-class Courier:
-    """A tracker's thread and queue."""
+class TrackerThread:
+    """A tracker's thread and queue. The queue is filled by one thread."""
 
     def __init__(
-        self, name: str, make: Callable[[], Tracker], told: Told, capacity: int = QUEUE
+        self, name: str, make: Callable[[], Tracker], notify: Notify, capacity: int = QUEUE
     ) -> None:
-        self._name, self._make, self._told, self._capacity = name, make, told, capacity
-        self._waiting: deque[tuple[str, Any]] = deque()
-        self._changed = threading.Condition()
+        self._name, self._make, self._notify, self._capacity = name, make, notify, capacity
+        self._waiting: SimpleQueue[Callable[[Tracker], None] | None] = SimpleQueue()
+        """Calls of the tracker; None ends them."""
         self._lost = 0
-        self._ending = False
         self._dropped = False
         # A daemon: a tracker that never returns must not keep the process.
         self._thread = threading.Thread(target=self._run, name=f"tracker:{name}", daemon=True)
         self._thread.start()
 
-    def put(self, method: str, argument: Any) -> None:
+    def put(self, call: Callable[[Tracker], None]) -> None:
         """Queues a call; at once, whatever the tracker is doing."""
-        with self._changed:
-            if self._dropped:
-                return
-            full = len(self._waiting) == self._capacity
-            if full:
-                self._waiting.popleft()
+        if self._dropped:
+            return
+        if self._waiting.qsize() >= self._capacity:
+            with suppress(Empty):
+                self._waiting.get_nowait()
                 self._lost += 1
-            first = full and self._lost == 1
-            self._waiting.append((method, argument))
-            self._changed.notify()
-        if first:
-            self._told(f"logging.{self._name} is too slow: it loses its oldest rows")
+                if self._lost == 1:
+                    self._notify(f"logging.{self._name} is too slow: it loses its oldest rows")
+        self._waiting.put(call)
 
     def finish(self) -> None:
         """No more calls will come."""
-        with self._changed:
-            self._ending = True
-            self._changed.notify()
+        self._waiting.put(None)
 
     def join(self, end: float) -> None:
         """Waits for the tracker's end, until ``end`` (`time.monotonic` seconds) at most."""
         self._thread.join(max(end - time.monotonic(), 0.0))
-        with self._changed:
-            late, waiting, lost = self._thread.is_alive(), len(self._waiting), self._lost
+        if self._thread.is_alive():
             self._dropped = True
-            self._waiting.clear()
-        if late:
-            self._told(f"logging.{self._name} has not ended: left behind, {waiting} entries unsent")
-        if lost:
-            self._told(f"logging.{self._name} was too slow: it lost {lost} entries")
+            unsent = self._drain()
+            self._notify(
+                f"logging.{self._name} has not ended: left behind, {unsent} entries unsent"
+            )
+        if self._lost:
+            self._notify(f"logging.{self._name} was too slow: it lost {self._lost} entries")
 
     def _run(self) -> None:
         try:
             tracker = self._make()
-            while (call := self._next()) is not None:
-                method, argument = call
-                getattr(tracker, method)(argument)
-                if not self._waiting:
+            while (call := self._waiting.get()) is not None:
+                call(tracker)
+                if self._waiting.empty():
                     tracker.flush()
             tracker.close()
         except BaseException as error:  # a package may even raise SystemExit: the run is worth more
-            with self._changed:
-                told = not self._dropped
-                self._dropped = True
-                self._waiting.clear()
-            if told:
+            late, self._dropped = self._dropped, True
+            self._drain()
+            if not late:
                 text = str(error).strip() or "no message"
-                self._told(
+                self._notify(
                     f"logging.{self._name} failed and is dropped, the run goes on:"
                     f" {type(error).__name__}: {text}"
                 )
 
-    def _next(self) -> tuple[str, Any] | None:
-        """The next call; None at the end."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._ending)
-            return self._waiting.popleft() if self._waiting else None
+    def _drain(self) -> int:
+        """Leaves nothing in the queue but its end; returns how many calls waited."""
+        calls = 0
+        with suppress(Empty):
+            while True:
+                calls += self._waiting.get_nowait() is not None
+        self._waiting.put(None)
+        return calls
 
 
 def import_tensorboard() -> None:
@@ -236,7 +234,7 @@ def import_tensorboard() -> None:
             del sys.modules["torch"]
 
 
-class TensorBoard:
+class TensorBoard(Tracker):
     """Event files in ``RUN/tensorboard``: scalars by their names, samples and config as text.
 
     The writer classes of tensorboardX are not used: they have queues and threads of their own,
@@ -245,30 +243,29 @@ class TensorBoard:
 
     def __init__(self, run: RunFacts) -> None:
         from tensorboardX.event_file_writer import EventsWriter
-        from tensorboardX.proto.event_pb2 import Event, SessionLog
+        from tensorboardX.proto.event_pb2 import SessionLog
 
         folder = run.folder / "tensorboard"
         folder.mkdir(exist_ok=True)
         # Readers take the files in the order of their names, which start with the second.
         self._file = EventsWriter(str(folder / "events"), f".{time.time_ns()}")
-        self._texts = 0
+        self._has_samples = False
         first = 0 if run.resumed_at is None else run.resumed_at + 1
         # Readers drop what earlier files have from this step on.
-        start = SessionLog(status=SessionLog.START)
-        self._file.write_event(Event(wall_time=time.time(), step=first, session_log=start))
-        lines = [f"| `{key}` | {_cell(value)} |" for key, value in flat(run.settings).items()]
+        self._event(first, session_log=SessionLog(status=SessionLog.START))
+        lines = [f"| `{key}` | {_cell(value)} |" for key, value in _flat(run.settings).items()]
         self._text("config", first, "\n".join(["| key | value |", "|---|---|", *lines]))
 
     def write(self, row: Row) -> None:
         from tensorboardX.proto.summary_pb2 import Summary
 
         values = [Summary.Value(tag=n, simple_value=v) for n, v in row.items() if n != "step"]
-        self._add(row["step"], values)
+        self._event(row["step"], summary=Summary(value=values))
 
     def samples(self, samples: Sequence[Sample]) -> None:
-        if self._texts == 0 or samples[0].step % SAMPLES_EVERY == 0:
+        if not self._has_samples or samples[0].step % SAMPLES_EVERY == 0:
             self._text("samples", samples[0].step, "\n\n---\n\n".join(map(_sample_text, samples)))
-            self._texts += 1
+            self._has_samples = True
 
     def flush(self) -> None:
         self._file.flush()
@@ -279,17 +276,15 @@ class TensorBoard:
     def _text(self, tag: str, step: int, markdown: str) -> None:
         from tensorboardX.summary import text
 
-        self._add(step, text(tag, markdown).value)
+        self._event(step, summary=text(tag, markdown))
 
-    def _add(self, step: Any, values: Sequence[Any]) -> None:
+    def _event(self, step: Any, **content: Any) -> None:
         from tensorboardX.proto.event_pb2 import Event
-        from tensorboardX.proto.summary_pb2 import Summary
 
-        event = Event(wall_time=time.time(), step=step, summary=Summary(value=values))
-        self._file.write_event(event)
+        self._file.write_event(Event(wall_time=time.time(), step=step, **content))
 
 
-class Wandb:
+class Wandb(Tracker):
     """A run of the wandb project ``project``; its server and login are wandb's own settings."""
 
     def __init__(self, run: RunFacts, project: str) -> None:
@@ -314,22 +309,16 @@ class Wandb:
         # Our own axis: wandb's counter would refuse the steps that a resumed run takes again.
         self._run.define_metric("*", step_metric="step")
         if not self._run.offline:
-            run.told(f"wandb: {self._run.url}")
+            run.notify(f"wandb: {self._run.url}")
 
     def write(self, row: Row) -> None:
         self._run.log(dict(row))
-
-    def samples(self, samples: Sequence[Sample]) -> None:
-        """``samples.jsonl`` and TensorBoard have them."""
-
-    def flush(self) -> None:
-        """wandb sends by itself."""
 
     def close(self) -> None:
         self._run.finish()
 
 
-class MLflow:
+class MLflow(Tracker):
     """A run of the mlflow experiment ``experiment``, on the server of MLFLOW_TRACKING_URI."""
 
     def __init__(self, run: RunFacts, experiment: str) -> None:
@@ -347,7 +336,7 @@ class MLflow:
         number = found.experiment_id if found else self._client.create_experiment(experiment)
         self._id = self._client.create_run(number, run_name=run.name).info.run_id
         run.keep_id("mlflow", self._id)
-        params = [Param(k, str(v)[:PARAM_LENGTH]) for k, v in flat(run.settings).items()]
+        params = [Param(k, str(v)[:PARAM_LENGTH]) for k, v in _flat(run.settings).items()]
         for start in range(0, len(params), PARAMS_AT_ONCE):
             self._client.log_batch(self._id, params=params[start : start + PARAMS_AT_ONCE])
 
@@ -361,25 +350,13 @@ class MLflow:
         ]
         self._client.log_batch(self._id, metrics=values)
 
-    def samples(self, samples: Sequence[Sample]) -> None:
-        """``samples.jsonl`` and TensorBoard have them."""
-
-    def flush(self) -> None:
-        """Each row is a request of its own."""
-
     def close(self) -> None:
         self._client.set_terminated(self._id)
 
 
-def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Nested settings by their dotted keys."""
-    found: dict[str, Any] = {}
-    for key, value in settings.items():
-        if isinstance(value, Mapping):
-            found |= flat(value, f"{prefix}{key}.")
-        else:
-            found[prefix + key] = value
-    return found
+    return flatten_dict(dict(settings), sep=".")
 
 
 def _cell(value: Any) -> str:
@@ -392,8 +369,7 @@ def _sample_text(sample: Sample) -> str:
     judged = f", {sample.judged}" if sample.judged else ""
     answer = "" if sample.answer is None else f", answer {sample.answer}"
     head = f"**{sample.split}**: {sample.tokens} tokens, {sample.finish_reason}{judged}{answer}"
-    return "\n\n".join([head, _quoted(sample.prompt), "gave", _quoted(sample.completion)])
-
-
-def _quoted(text: str) -> str:
-    return "\n".join(f"    {line}" for line in text.splitlines() or [""])
+    prompt, completion = (
+        indent(text, "    ", lambda _: True) for text in (sample.prompt, sample.completion)
+    )
+    return "\n\n".join([head, prompt, "gave", completion])

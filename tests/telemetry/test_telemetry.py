@@ -82,7 +82,7 @@ def test_undocumented_names_and_bad_rows_are_refused_and_leave_no_trace(tmp_path
     assert read_metrics(tmp_path / "m.jsonl") == [{"step": 1}]
 
 
-def test_a_torn_last_line_is_left_out_and_a_torn_other_one_is_told(tmp_path: Path) -> None:
+def test_a_torn_last_line_is_left_out_and_a_torn_other_one_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     path.write_text('{"step": 0}\n{"step": 1}\n{"step": 2, "sft/lo')
     assert [row["step"] for row in read_metrics(path)] == [0, 1]
@@ -175,7 +175,7 @@ def test_every_name_in_the_table_is_made_somewhere_in_the_source() -> None:
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_every_role_may_tell_its_memory(role: str) -> None:
+def test_every_role_may_report_its_memory(role: str) -> None:
     assert describe(f"memory/{role}/peak_bytes") is METRICS["memory/{role}/peak_bytes"]
 
 
@@ -215,7 +215,7 @@ def test_each_name_of_the_table_has_one_entry() -> None:
 def test_the_page_of_the_table_is_fresh(capsys: pytest.CaptureFixture[str]) -> None:
     page = Path(__file__).parent.parent.parent / "docs" / "metrics.md"
     again = "python -m jaxrl.telemetry.metrics > docs/metrics.md"
-    assert page.read_text(encoding="utf-8") == markdown(), f"make it anew: {again}"
+    assert page.read_text(encoding="utf-8") == markdown(), f"make it again: {again}"
     assert cli.run(metrics.main, []) == 0
     assert capsys.readouterr().out == markdown()
 
@@ -273,7 +273,7 @@ def test_a_damaged_file_is_moved_aside_and_its_first_rows_are_kept(
     path, reported = tmp_path / "m.jsonl", list[str]()
     for time in (1, 2):
         path.write_bytes(damaged)
-        with MetricsWriter(path, after=2, told=reported.append) as writer:
+        with MetricsWriter(path, after=2, notify=reported.append) as writer:
             ends = [row["step"] for row in (writer.first, writer.last) if row is not None]
             assert ends == kept[:1] + kept[-1:]
             writer.write(3, {})
@@ -287,7 +287,7 @@ def test_rows_that_are_cut_off_or_follow_the_checkpoint_are_no_damage(tmp_path: 
     path, reported = tmp_path / "m.jsonl", list[str]()
     for text in ('{"step": 0}\n{"step"', '{"step": 0}\n{"step": 2}\n\0\0\n{\n', ""):
         path.write_text(text)
-        MetricsWriter(path, after=2, told=reported.append).close()
+        MetricsWriter(path, after=2, notify=reported.append).close()
     assert reported == [] and sorted(tmp_path.iterdir()) == [path]
 
 
@@ -317,17 +317,17 @@ def test_the_newest_row_can_be_added_to(tmp_path: Path) -> None:
     assert [row["step"] for row in read_metrics(path)] == [0, 1, 2]
 
 
-def test_a_full_disk_is_told_once_and_what_it_refused_follows_when_there_is_room(
+def test_a_full_disk_is_reported_once_and_what_it_refused_follows_when_there_is_room(
     tmp_path: Path,
 ) -> None:
-    told: list[str] = []
+    messages: list[str] = []
     path = tmp_path / "m.jsonl"
-    writer = MetricsWriter(path, told=told.append)
+    writer = MetricsWriter(path, notify=messages.append)
     writer.write(0, {})
-    disk = FullDisk(writer._file, room=5)
+    disk = FullDisk(writer, room=5)
     writer.write(1, {})
     writer.write(2, {"sft/loss": 1.0})
-    assert len(told) == 1 and "m.jsonl" in told[0] and "No space left" in told[0]
+    assert len(messages) == 1 and "m.jsonl" in messages[0] and "No space left" in messages[0]
     assert writer.last == {"step": 2, "sft/loss": 1.0}
     assert read_metrics(path) == [{"step": 0}]
     disk.room = 10_000
@@ -336,7 +336,7 @@ def test_a_full_disk_is_told_once_and_what_it_refused_follows_when_there_is_room
     disk.room = 0
     writer.write(4, {})
     writer.close()
-    assert len(told) == 2 and "lacks 1 lines" in told[1]
+    assert len(messages) == 2 and "lacks 1 lines" in messages[1]
 
 
 def test_samples_resume_and_outlive_a_full_disk(tmp_path: Path) -> None:
@@ -345,24 +345,24 @@ def test_samples_resume_and_outlive_a_full_disk(tmp_path: Path) -> None:
     with SamplesWriter(path) as writer:
         writer.write([SAMPLE, SAMPLE])
         writer.write([later])
-    told: list[str] = []
-    with SamplesWriter(path, after=3, told=told.append) as writer:
-        disk = FullDisk(writer._file, room=3)
+    messages: list[str] = []
+    with SamplesWriter(path, after=3, notify=messages.append) as writer:
+        disk = FullDisk(writer, room=3)
         writer.write([later])
         disk.room = 10_000
         writer.write([later])
     found = [Sample(**json.loads(line)) for line in path.read_text("utf-8").splitlines()]
-    assert found == [SAMPLE, SAMPLE, later, later] and len(told) == 1
+    assert found == [SAMPLE, SAMPLE, later, later] and len(messages) == 1
 
 
 @pytest.mark.parametrize("harm", ["none", "folder", "replaced"])
 def test_a_file_that_is_removed_is_written_again_with_every_line(tmp_path: Path, harm: str) -> None:
-    folder, told = tmp_path / "run", list[str]()
+    folder, messages = tmp_path / "run", list[str]()
     folder.mkdir()
-    metrics = MetricsWriter(folder / "m.jsonl", told=told.append)
-    samples = SamplesWriter(folder / "s.jsonl", told=told.append)
-    timeline = Timeline(folder / "t.json", told=told.append)
-    log = RunLog(folder / "l.txt", told=told.append)
+    metrics = MetricsWriter(folder / "m.jsonl", notify=messages.append)
+    samples = SamplesWriter(folder / "s.jsonl", notify=messages.append)
+    timeline = Timeline(folder / "t.json", notify=messages.append)
+    log = RunLog(folder / "l.txt", notify=messages.append)
     files = (metrics, samples, timeline, log)
     for step in range(1, 6):
         metrics.write(step, {"sft/loss": 0.5})
@@ -394,7 +394,7 @@ def test_a_file_that_is_removed_is_written_again_with_every_line(tmp_path: Path,
     assert [line.split()[-1] for line in (folder / "l.txt").read_text().splitlines()] == list(
         "12345"
     )
-    assert told == []
+    assert messages == []
 
 
 def test_a_removed_file_that_cannot_be_read_back_begins_again(
@@ -405,15 +405,15 @@ def test_a_removed_file_that_cannot_be_read_back_begins_again(
     def stale(*_: object) -> bytes:
         raise OSError(errno.ESTALE, "Stale file handle")
 
-    told: list[str] = []
-    metrics = MetricsWriter(tmp_path / "m.jsonl", told=told.append)
-    timeline = Timeline(tmp_path / "t.json", told=told.append)
+    messages: list[str] = []
+    metrics = MetricsWriter(tmp_path / "m.jsonl", notify=messages.append)
+    timeline = Timeline(tmp_path / "t.json", notify=messages.append)
     metrics.write(1, {})
     for name in ("m.jsonl", "t.json"):
         (tmp_path / name).unlink()
     monkeypatch.setattr("jaxrl.telemetry.lines.os.pread", stale)
     assert metrics.restore() and timeline.restore()
-    assert len(told) == 2 and all("cannot be read back" in text for text in told)
+    assert len(messages) == 2 and all("cannot be read back" in text for text in messages)
     metrics.write(2, {})
     timeline.span("actor", "update", 1.0, 2.0, step=7)
     metrics.close()
@@ -513,7 +513,7 @@ def test_a_resumed_run_shows_its_first_row_and_the_pace_of_this_process() -> Non
     assert out.getvalue().splitlines() == ["step  53/100", "step  60/100  eta 1:20"]
 
 
-def test_the_live_display_of_a_resumed_run_starts_where_it_goes_on() -> None:
+def test_the_live_display_of_a_resumed_run_starts_where_it_resumes() -> None:
     out = Terminal()
     with Console(LoggingConfig(), steps=100, start=52, out=out) as console:
         console.samples([SAMPLE])

@@ -65,9 +65,8 @@ def test_a_long_silence_is_broken_once_a_minute_with_what_each_worker_does() -> 
 @pytest.mark.usefixtures("no_thread")
 def test_steps_and_messages_end_a_silence_even_where_no_line_is_due() -> None:
     out, clock = io.StringIO(), Clock()
-    console = Console(
-        LoggingConfig(every=100), steps=9, start=3, out=out, clock=clock, states=lambda: [ACTOR]
-    )
+    console = Console(LoggingConfig(every=100), steps=9, start=3, out=out, clock=clock)
+    console.attach(lambda: [ACTOR])
     clock.now = 50.0
     console.message("loading")
     clock.now = 109.0
@@ -86,7 +85,7 @@ def test_steps_and_messages_end_a_silence_even_where_no_line_is_due() -> None:
 
 
 @pytest.mark.usefixtures("no_thread")
-def test_a_resumed_run_is_silent_since_the_step_it_goes_on_from() -> None:
+def test_a_resumed_run_is_silent_since_the_step_it_resumes_from() -> None:
     out, clock = io.StringIO(), Clock()
     with Console(LoggingConfig(), steps=9, start=3, out=out, clock=clock) as console:
         clock.now = 100.0
@@ -115,7 +114,8 @@ def test_the_display_shows_every_worker_and_leaves_none_behind() -> None:
     out, clock = Terminal(), Clock()
     clock.now = 75.0
     states = [replace(ACTOR, phase="actor.update [a]", heard=75.0, since=70.0), TEACHER]
-    with Console(LoggingConfig(), steps=2, out=out, clock=clock, states=lambda: states) as console:
+    with Console(LoggingConfig(), steps=2, out=out, clock=clock) as console:
+        console.attach(lambda: states)
         console.step(ROWS[1])
         assert "actor" not in out.getvalue()
         console.tick()
@@ -156,10 +156,9 @@ def test_quiet_asks_nobody() -> None:
     out, before = io.StringIO(), threading.active_count()
     asked: list[int] = []
     logging = LoggingConfig(console="quiet")
-    with Console(logging, steps=2, out=out, states=lambda: asked.append(1) or []) as console:  # type: ignore[func-returns-value]
+    with Console(logging, steps=2, out=out) as console:
+        console.attach(lambda: asked.append(1) or [])  # type: ignore[func-returns-value]
         assert threading.active_count() == before and not asked
-        console.attach(lambda: [ACTOR])
-        assert threading.active_count() == before
     assert out.getvalue() == ""
 
 
@@ -178,17 +177,17 @@ class Drawn(list[tuple[str, str, float, float]]):
 def test_states_become_spans_without_gap_or_overlap() -> None:
     drawn = Drawn()
     spans = StateSpans(drawn, begun=10.0)
-    told = [  # phase, since, and when it was looked at
+    seen = [  # phase, since, and when it was looked at
         ("idle", 3.0, 11.0),
         ("idle", 3.0, 12.0),
         ("a: waiting for arguments", 12.5, 13.0),
         ("a", 13.5, 14.0),
         ("a: inner", 14.2, 15.0),
-        ("a", 13.5, 16.0),  # the outer phase goes on: it has its own beginning back
+        ("a", 13.5, 16.0),  # the outer phase continues: it has its own beginning back
         ("idle", 16.5, 17.0),
         ("idle", 17.5, 18.0),  # something short was in between
     ]
-    for phase, since, now in told:
+    for phase, since, now in seen:
         spans.look([replace(ACTOR, phase=phase, since=since)], now)
     spans.close(20.0)
     assert drawn == [
@@ -243,30 +242,27 @@ def test_a_worker_s_idle_and_waits_are_in_the_file(tmp_path: Path) -> None:
     assert "fast.work: waiting for arguments, fast.work" in longest["fast"]
 
 
-def test_the_file_is_whole_after_every_flush_with_states_and_events(tmp_path: Path) -> None:
+def test_the_file_is_whole_after_every_flush_with_states(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     for resumed in (False, True):
         with Timeline(path, after_resume=resumed) as timeline:
             now = time.monotonic()
             timeline.state("teacher", "idle", now, now + 1.0)
-            timeline.event("worker teacher", "died", now + 1.0, restarts=1, exit="-9")
             assert [span["name"] for span in read(path)] == ["idle"] * resumed
             timeline.flush()
-            (*_, died) = read(path, "i")
-            assert died["args"] == {"restarts": 1, "exit": "-9"} and died["s"] == "t"
-            (*_, idle) = read(path)
-            assert idle["tid"] == died["tid"] and idle["ts"] + idle["dur"] == died["ts"]
-    first, second = [event["ts"] for event in read(path, "i") if event["name"] == "died"]
-    assert second >= first + 1_000_000  # an event too is what a resumed run begins after
+            (*_, begun) = read(path, "i")
+            assert begun["name"] == ("resume" if resumed else "start") and begun["s"] == "g"
+    first, second = read(path)
+    assert first["tid"] == second["tid"] and first["dur"] == second["dur"] == 1_000_000
+    assert second["ts"] >= first["ts"] + first["dur"] + 1_000_000
     named = [e["args"]["name"] for e in read(path, "M") if e["name"] == "thread_name"]
     assert named == ["worker teacher"] * 2
 
 
 def test_without_a_path_no_state_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timeline_module, "_Sampler", None)
+    monkeypatch.setattr(timeline_module, "Ticker", None)
     with Timeline(None) as timeline:
         timeline.watch_states(lambda: [ACTOR])
-        timeline.event("worker actor", "died", 1.0)
         timeline.state("actor", "idle", 0.0, 1.0)
         timeline.flush()
 
@@ -290,7 +286,7 @@ def test_each_message_has_its_local_time_and_its_lines_stay_together(tmp_path: P
     assert datetime.fromisoformat(empty)
 
 
-def test_a_run_that_goes_on_adds_to_the_log_even_after_a_torn_line(tmp_path: Path) -> None:
+def test_a_resumed_run_adds_to_the_log_even_after_a_torn_line(tmp_path: Path) -> None:
     path = tmp_path / "log.txt"
     for word in ("one", "two"):
         with RunLog(path) as log:
@@ -325,25 +321,25 @@ def test_messages_of_many_threads_never_mix(tmp_path: Path) -> None:
     assert all(head.split(" ")[1] == rest.strip() for head, rest in pairs)
 
 
-def test_a_full_disk_is_told_once_by_who_writes_to_the_log_itself(tmp_path: Path) -> None:
-    path, told = tmp_path / "log.txt", list[str]()
+def test_a_full_disk_is_reported_once_by_who_writes_to_the_log_itself(tmp_path: Path) -> None:
+    path, messages = tmp_path / "log.txt", list[str]()
 
-    def tell(text: str) -> None:
-        told.append(text)
+    def notify(text: str) -> None:
+        messages.append(text)
         log.write(text)
 
-    log = RunLog(path, tell)
-    disk = FullDisk(log._file, room=10)
+    log = RunLog(path, notify)
+    disk = FullDisk(log, room=10)
     for word in ("one", "two", "three"):
         log.write(word)
-    assert len(told) == 1 and "log.txt" in told[0] and "No space left" in told[0]
+    assert len(messages) == 1 and "log.txt" in messages[0] and "No space left" in messages[0]
     disk.room = 10_000
     log.write("four")
     log.close()
     log.write("late")
     log.close()
     words = [line.split(" ")[1] for line in path.read_text().splitlines()]
-    assert words == ["one", "cannot", "two", "three", "four"] and len(told) == 1
+    assert words == ["one", "cannot", "two", "three", "four"] and len(messages) == 1
 
 
 def test_what_is_no_text_is_written_as_it_can_be(tmp_path: Path) -> None:

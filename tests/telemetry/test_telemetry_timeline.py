@@ -134,7 +134,7 @@ def test_a_call_in_progress_is_written_when_it_has_ended(
     assert len(spans(path)) == 1
 
 
-def test_a_resumed_run_goes_on_later_in_the_same_file(tmp_path: Path) -> None:
+def test_a_resumed_run_continues_later_in_the_same_file(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     for step in range(3):
         with Timeline(path, after_resume=step > 0) as timeline:
@@ -167,7 +167,7 @@ def test_what_a_killed_run_left_is_mended(tmp_path: Path, cut: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[", "[\n", "not a timeline\n", '{"a": 1}\n', "[\n3\n"])
-def test_what_is_no_timeline_begins_anew(tmp_path: Path, text: str) -> None:
+def test_what_is_no_timeline_is_written_from_its_beginning(tmp_path: Path, text: str) -> None:
     path = tmp_path / "t.json"
     path.write_text(text)
     with Timeline(path, after_resume=True) as timeline:
@@ -202,18 +202,18 @@ def test_a_process_that_is_killed_leaves_whole_json(tmp_path: Path) -> None:
     assert [s["args"]["step"] for s in spans(path)] == [*before, -1]
 
 
-def test_a_full_disk_is_told_once_and_raises_nothing(tmp_path: Path) -> None:
-    path, told = tmp_path / "t.json", []
-    timeline = Timeline(path, told=told.append)
+def test_a_full_disk_is_reported_once_and_raises_nothing(tmp_path: Path) -> None:
+    path, messages = tmp_path / "t.json", []
+    timeline = Timeline(path, notify=messages.append)
     assert timeline._file is not None
     disk = FullDisk(timeline._file, room=20)
     for step in range(3):
         timeline.span("actor", "update", step, step + 1.0, step=step)
         timeline.flush()
-    assert len(told) == 1 and "t.json" in told[0] and "No space left" in told[0]
+    assert len(messages) == 1 and "t.json" in messages[0] and "No space left" in messages[0]
     disk.room = 10_000
     timeline.close()
-    assert [s["args"]["step"] for s in spans(path)] == [0, 1, 2] and len(told) == 1
+    assert [s["args"]["step"] for s in spans(path)] == [0, 1, 2] and len(messages) == 1
 
 
 def test_a_long_run_keeps_the_latest_part_of_its_timeline(tmp_path: Path) -> None:

@@ -14,13 +14,19 @@ from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from flax.traverse_util import flatten_dict
 from telemetry_doubles import SAMPLE
 
 from jaxrl import Config
 from jaxrl.config.schema import LoggingConfig
 from jaxrl.errors import UserError
 from jaxrl.telemetry import trackers
-from jaxrl.telemetry.trackers import Courier, Trackers, check_trackers, flat, open_trackers
+from jaxrl.telemetry.trackers import (
+    Trackers,
+    TrackerThread,
+    check_trackers,
+    open_trackers,
+)
 
 if TYPE_CHECKING:
     from tensorboardX.proto.event_pb2 import Event
@@ -35,10 +41,10 @@ SETTINGS = {"steps": 3, "actor": {"dtype": "bfloat16", "remat": None}, "mesh": "
 
 
 def open_for(
-    run_dir: Path, told: list[str], resumed_at: int | None = None, **keys: Any
+    run_dir: Path, messages: list[str], resumed_at: int | None = None, **keys: Any
 ) -> Trackers:
     config = LoggingConfig(**({"tensorboard": False} | keys))
-    return open_trackers(config, "name", run_dir, SETTINGS, resumed_at, told.append)
+    return open_trackers(config, "name", run_dir, SETTINGS, resumed_at, messages.append)
 
 
 def events(run_dir: Path) -> list[list[Event]]:
@@ -81,8 +87,8 @@ def texts(found: list[Event]) -> list[tuple[int, str, str]]:
 
 
 def test_tensorboard_has_every_row_the_config_and_samples(tmp_path: Path) -> None:
-    told: list[str] = []
-    opened = open_for(tmp_path, told, tensorboard=True)
+    messages: list[str] = []
+    opened = open_for(tmp_path, messages, tensorboard=True)
     for row in ROWS:
         opened.write(int(row["step"] or 0), row)
     for step in (1, 2, 10):
@@ -101,7 +107,7 @@ def test_tensorboard_has_every_row_the_config_and_samples(tmp_path: Path) -> Non
         (10, "samples/text_summary"),
     ]
     assert "    1+1=" in samples[0][2] and "    2 é" in samples[0][2]
-    assert told == []
+    assert messages == []
 
 
 def test_a_resumed_run_purges_what_tensorboard_has_after_it(tmp_path: Path) -> None:
@@ -132,8 +138,8 @@ def test_tensorboard_brings_no_torch() -> None:
         "import sys; from jaxrl.telemetry.trackers import import_tensorboard;"
         "import_tensorboard(); import tensorboardX; print('torch' in sys.modules)"
     )
-    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert told.stdout == "False\n", told.stderr
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr
 
 
 def wait(condition: Callable[[], bool]) -> None:
@@ -240,15 +246,15 @@ def test_wandb_gets_the_rows_in_order_and_its_run_again(tmp_path: Path, wandb: F
     assert wandb.started[2]["id"] != first["id"]
 
 
-def test_wandb_tells_where_the_run_is_and_never_asks_for_a_key(
+def test_wandb_reports_where_the_run_is_and_never_asks_for_a_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for key, expected in ((True, "wandb: there"), (False, "wandb login")):
         module = FakeWandb("online", key)
         monkeypatch.setitem(sys.modules, "wandb", module)
-        told: list[str] = []
-        open_for(tmp_path, told, wandb="project").close(timeout=20)
-        assert len(told) == 1 and expected in told[0]
+        messages: list[str] = []
+        open_for(tmp_path, messages, wandb="project").close(timeout=20)
+        assert len(messages) == 1 and expected in messages[0]
         assert len(module.started) == key
 
 
@@ -261,25 +267,27 @@ def test_mlflow_gets_the_rows_in_order_and_its_run_again(
         for name, value in row.items()
         if name != "step"
     ]
-    params = [("param", key, str(value)) for key, value in flat(SETTINGS).items()]
+    params = [("param", key, str(value)) for key, value in flatten_dict(SETTINGS, sep=".").items()]
     begins = [("experiment", "tests"), ("run", "7", "name"), *params]
     for resumed_at, head in ((None, begins), (1, [("update", "abc", "RUNNING")])):
         mlflow.calls = []
-        told: list[str] = []
-        opened = open_for(tmp_path, told, resumed_at, mlflow="tests")
+        messages: list[str] = []
+        opened = open_for(tmp_path, messages, resumed_at, mlflow="tests")
         for row in ROWS:
             opened.write(int(row["step"] or 0), row)
         opened.close(timeout=20)
-        assert told == [] and mlflow.calls == [*head, *metrics, ("end", "abc")]
+        assert messages == [] and mlflow.calls == [*head, *metrics, ("end", "abc")]
 
 
 def test_mlflow_takes_every_key_of_a_config(tmp_path: Path, mlflow: FakeMLflow) -> None:
     settings = Config.load().model_dump(mode="json")
-    told: list[str] = []
+    messages: list[str] = []
     config = LoggingConfig(tensorboard=False, mlflow="tests")
-    open_trackers(config, "name", tmp_path, settings, None, told.append).close(timeout=20)
+    open_trackers(config, "name", tmp_path, settings, None, messages.append).close(timeout=20)
     params = {call[1]: call[2] for call in mlflow.calls if call[0] == "param"}
-    assert told == [] and params == {key: str(value)[:500] for key, value in flat(settings).items()}
+    assert messages == [] and params == {
+        key: str(value)[:500] for key, value in flatten_dict(settings, sep=".").items()
+    }
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
@@ -295,7 +303,7 @@ def test_an_extra_that_is_not_installed_is_named(
 
 
 class Recorder:
-    """A tracker that can be told to raise or to wait."""
+    """A tracker that raises or waits where a test wants it."""
 
     def __init__(self, fails: BaseException | None = None) -> None:
         self.rows: list[Mapping[str, Any]] = []
@@ -326,39 +334,49 @@ def slow() -> Iterator[Recorder]:
 
 
 @pytest.mark.parametrize("error", [OSError("no route"), SystemExit(1)])
-def test_a_tracker_that_raises_is_told_once_and_the_others_go_on(error: BaseException) -> None:
-    told: list[str] = []
+def test_a_tracker_that_raises_is_reported_once_and_the_others_continue(
+    error: BaseException,
+) -> None:
+    messages: list[str] = []
     bad, good = Recorder(error), Recorder()
     both = Trackers(
-        [Courier("bad", lambda: bad, told.append), Courier("good", lambda: good, print)]
+        [
+            TrackerThread("bad", lambda: bad, messages.append),
+            TrackerThread("good", lambda: good, print),
+        ]
     )
     for row in ROWS:
         both.write(int(row["step"] or 0), row)
     both.close(timeout=20)
     assert good.rows == PASSED and good.closed
-    assert bad.rows == [] and len(told) == 1
-    assert "logging.bad failed" in told[0] and type(error).__name__ in told[0]
+    assert bad.rows == [] and len(messages) == 1
+    assert "logging.bad failed" in messages[0] and type(error).__name__ in messages[0]
 
 
-def test_a_tracker_that_cannot_start_is_told_once() -> None:
-    told: list[str] = []
+def test_a_tracker_that_cannot_start_is_reported_once() -> None:
+    messages: list[str] = []
 
     def make() -> Recorder:
         raise RuntimeError("no server")
 
-    opened = Trackers([Courier("bad", make, told.append)])
-    wait(lambda: bool(told))
+    opened = Trackers([TrackerThread("bad", make, messages.append)])
+    wait(lambda: bool(messages))
     for row in ROWS:
         opened.write(int(row["step"] or 0), row)
     opened.close(timeout=20)
-    assert told == ["logging.bad failed and is dropped, the run goes on: RuntimeError: no server"]
+    assert messages == [
+        "logging.bad failed and is dropped, the run goes on: RuntimeError: no server"
+    ]
 
 
 def test_a_tracker_that_hangs_holds_up_neither_a_step_nor_the_end(slow: Recorder) -> None:
-    told: list[str] = []
+    messages: list[str] = []
     good = Recorder()
     both = Trackers(
-        [Courier("slow", lambda: slow, told.append), Courier("good", lambda: good, print)]
+        [
+            TrackerThread("slow", lambda: slow, messages.append),
+            TrackerThread("good", lambda: good, print),
+        ]
     )
     begin = time.monotonic()
     for step in range(500):
@@ -368,24 +386,24 @@ def test_a_tracker_that_hangs_holds_up_neither_a_step_nor_the_end(slow: Recorder
     both.close(timeout=0.5)
     assert 0.5 <= time.monotonic() - begin < 1.5
     assert len(good.rows) == 500 and good.closed
-    assert told == ["logging.slow has not ended: left behind, 499 entries unsent"]
+    assert messages == ["logging.slow has not ended: left behind, 499 entries unsent"]
 
 
 def test_a_tracker_that_is_too_slow_loses_its_oldest_rows_and_says_how_many(
     slow: Recorder,
 ) -> None:
-    told: list[str] = []
-    courier = Courier("slow", lambda: slow, told.append, capacity=4)
-    opened = Trackers([courier])
+    messages: list[str] = []
+    thread = TrackerThread("slow", lambda: slow, messages.append, capacity=4)
+    opened = Trackers([thread])
     opened.write(0, {})
-    wait(lambda: not courier._waiting)  # row 0 is in the tracker's hands
+    wait(thread._waiting.empty)  # row 0 is in the tracker's hands
     for step in range(1, 11):
         opened.write(step, {})
-    assert told == ["logging.slow is too slow: it loses its oldest rows"]
+    assert messages == ["logging.slow is too slow: it loses its oldest rows"]
     slow.gate.set()
     opened.close(timeout=20)
     assert [row["step"] for row in slow.rows] == [0, 7, 8, 9, 10]
-    assert told[1:] == ["logging.slow was too slow: it lost 6 entries"]
+    assert messages[1:] == ["logging.slow was too slow: it lost 6 entries"]
 
 
 def test_a_full_disk_drops_tensorboard_and_nothing_else(
@@ -398,18 +416,18 @@ def test_a_full_disk_drops_tensorboard_and_nothing_else(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(EventsWriter, "flush", full)
-    told: list[str] = []
-    opened = open_for(tmp_path, told, tensorboard=True)
+    messages: list[str] = []
+    opened = open_for(tmp_path, messages, tensorboard=True)
     for row in ROWS:
         opened.write(int(row["step"] or 0), row)
     opened.close(timeout=20)
-    assert len(told) == 1 and "No space left" in told[0]
+    assert len(messages) == 1 and "No space left" in messages[0]
 
 
 def test_the_end_waits_for_what_was_written_at_the_default() -> None:
     assert trackers.CLOSE_S > 0
     good = Recorder()
-    opened = Trackers([Courier("good", lambda: good, print)])
+    opened = Trackers([TrackerThread("good", lambda: good, print)])
     opened.write(1, {})
     opened.close()
     assert good.rows == [{"step": 1}]
