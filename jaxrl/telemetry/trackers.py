@@ -253,7 +253,7 @@ class TensorBoard(Tracker):
         first = 0 if run.resumed_at is None else run.resumed_at + 1
         # Readers drop what earlier files have from this step on.
         self._event(first, session_log=SessionLog(status=SessionLog.START))
-        lines = [f"| `{key}` | {_cell(value)} |" for key, value in _flat(run.settings).items()]
+        lines = [f"| `{key}` | {_cell(value)} |" for key, value in flat(run.settings).items()]
         self._text("config", first, "\n".join(["| key | value |", "|---|---|", *lines]))
 
     def write(self, row: Row) -> None:
@@ -336,7 +336,7 @@ class MLflow(Tracker):
         number = found.experiment_id if found else self._client.create_experiment(experiment)
         self._id = self._client.create_run(number, run_name=run.name).info.run_id
         run.keep_id("mlflow", self._id)
-        params = [Param(k, str(v)[:PARAM_LENGTH]) for k, v in _flat(run.settings).items()]
+        params = [Param(k, str(v)[:PARAM_LENGTH]) for k, v in flat(run.settings).items()]
         for start in range(0, len(params), PARAMS_AT_ONCE):
             self._client.log_batch(self._id, params=params[start : start + PARAMS_AT_ONCE])
 
@@ -354,7 +354,7 @@ class MLflow(Tracker):
         self._client.set_terminated(self._id)
 
 
-def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Nested settings by their dotted keys."""
     return flatten_dict(dict(settings), sep=".")
 
