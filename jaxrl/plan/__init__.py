@@ -25,8 +25,9 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.encoder_config import WEIGHTS, find_folder, read_encoder
 from jaxrl.models.kernels import GPU, UNKNOWN_GPU, Target, target_of, why_not_fused
 from jaxrl.plan.advice import advise, relief, room, set_key
-from jaxrl.plan.memory import Account, weight_bytes
-from jaxrl.plan.scene import HostMemory, PoolMemory, Scene, optimizer_bytes, parallel
+from jaxrl.plan.inputs import HostMemory, PlanInputs, PoolMemory, parallel
+from jaxrl.plan.memory import Account, optimizer_bytes, weight_bytes
+from jaxrl.plan.roles import pool_peaks, role_accounts
 from jaxrl.plan.table import GB, plan_table
 from jaxrl.roles.reward_model import read_reward
 from jaxrl.runtime.cluster import ClusterDevice
@@ -120,8 +121,8 @@ class Plan:
         )
         console.print(self.table)
         lines = [line.rstrip() for line in out.getvalue().splitlines() if line.strip()]
-        told = (*self.notes, *self.verdict, *self.advice, *self.refusals)
-        return "\n".join((*lines, *told)) + "\n"
+        lines += [*self.notes, *self.verdict, *self.advice, *self.refusals]
+        return "\n".join(lines) + "\n"
 
 
 def make_plan(
@@ -216,7 +217,7 @@ def build(
     platform = target.platform
     asked, config = config, config.with_dtypes(platform)
     hosts = _hosts(mapped, placement, seen) if platform == "cpu" and limit_gb is None else ()
-    scene = Scene(
+    inputs = PlanInputs(
         placement,
         tuple(roles),
         student,
@@ -226,24 +227,24 @@ def build(
         hosts=hosts,
         **(frozen or {}),
     )
-    run, (config, chosen) = config, _with_rollout_axes(config, scene, seen.emulated)
-    axes, accounts = scene.axes(config), scene.accounts(config)
-    pools = scene.pools(accounts)
-    launcher = f"launcher: {seen.launcher} ({seen.why})" if seen.why else None
+    run, (config, chosen) = config, _with_rollout_axes(config, inputs, seen.emulated)
+    axes, accounts = inputs.axes(config), role_accounts(inputs, config)
+    pools = inputs.pools(accounts)
     notes = (
-        *filter(None, [launcher, seen.note]),
+        f"launcher: {seen.launcher} ({seen.why})" if seen.why else None,
+        seen.note,
         *placement.notes,
         *chosen,
-        *_notes(config, scene, axes),
+        *_notes(config, inputs, axes),
+        *_checkpoint_notes(config, student),
+        *_dtype_notes(asked, run, inputs),
+        *_kernel_notes(config, inputs),
+        *(_host_note(host, pools) for host in hosts),
     )
-    notes += tuple(_checkpoint_notes(config, student))
-    notes += tuple(_dtype_notes(asked, run, scene))
-    notes += tuple(_kernel_notes(config, scene))
-    notes += tuple(_host_note(host, pools) for host in hosts)
-    verdict, advice = [_verdict(placement, pools, hosts)], advise(config, scene)
-    verdict += filter(None, [room(config, scene)])
+    verdict, advice = [_verdict(placement, pools, hosts)], advise(config, inputs)
+    verdict += filter(None, [room(config, inputs)])
     if (seen.emulated or not seen.devices) and limit_gb is None:
-        gpus = replace(scene, target=UNKNOWN_GPU, hosts=())
+        gpus = replace(inputs, target=UNKNOWN_GPU, hosts=())
         lines, there = _elsewhere(asked.with_dtypes("gpu"), gpus)
         verdict += lines
         advice = advice if there is None else there
@@ -257,10 +258,10 @@ def build(
         pools,
         hosts,
         target,
-        notes,
+        tuple(filter(None, notes)),
         tuple(verdict),
         tuple(advice),
-        partial(relief, config, scene),
+        partial(relief, config, inputs),
     )
 
 
@@ -319,16 +320,16 @@ def _host_note(host: HostMemory, pools: Sequence[PoolMemory]) -> str:
     )
 
 
-def _dtype_notes(asked: Config, config: Config, scene: Scene) -> list[str]:
+def _dtype_notes(asked: Config, config: Config, inputs: PlanInputs) -> list[str]:
     """What was chosen for the roles of the run, and what is slower than it looks."""
-    chosen = [role for role in scene.roles if role in asked.roles and not asked.roles[role].dtype]
+    chosen = [role for role in inputs.roles if role in asked.roles and not asked.roles[role].dtype]
     notes = []
     if chosen:
         dtype = config.roles[chosen[0]].dtype
-        where = "a CPU computes in it anyway" if scene.on_cpu else "the default of accelerators"
+        where = "a CPU computes in it anyway" if inputs.on_cpu else "the default of accelerators"
         notes.append(f"dtype={dtype} of {', '.join(chosen)}: {where}")
-    slow = [r for r in scene.roles if r in asked.roles and asked.roles[r].dtype == "bfloat16"]
-    if scene.on_cpu and slow:
+    slow = [r for r in inputs.roles if r in asked.roles and asked.roles[r].dtype == "bfloat16"]
+    if inputs.on_cpu and slow:
         notes.append(
             f"dtype=bfloat16 of {', '.join(slow)}: a CPU computes it in float32 from copies of the"
             " weights, slower than float32 and with the copies beside the weights"
@@ -336,15 +337,15 @@ def _dtype_notes(asked: Config, config: Config, scene: Scene) -> list[str]:
     return notes
 
 
-def _kernel_notes(config: Config, scene: Scene) -> list[str]:
+def _kernel_notes(config: Config, inputs: PlanInputs) -> list[str]:
     """Roles of a GPU that compute in bfloat16 and have no kernel for their attention."""
-    if scene.target.platform not in GPU:
+    if inputs.target.platform not in GPU:
         return []
     why: dict[str, list[str]] = {}
-    prompt, new = scene.widths(config)
-    for role in (r for r in scene.roles if config.roles[r].dtype == "bfloat16"):
-        dim = scene.model(role).head_dim
-        reason = why_not_fused(scene.target, dim, "bfloat16", prompt + new, prompt + new)
+    prompt, new = inputs.widths(config)
+    for role in (r for r in inputs.roles if config.roles[r].dtype == "bfloat16"):
+        dim = inputs.model(role).head_dim
+        reason = why_not_fused(inputs.target, dim, "bfloat16", prompt + new, prompt + new)
         if reason is not None:
             why.setdefault(reason, []).append(role)
     return [
@@ -355,19 +356,19 @@ def _kernel_notes(config: Config, scene: Scene) -> list[str]:
 
 
 def _with_rollout_axes(
-    config: Config, scene: Scene, emulated: bool
+    config: Config, inputs: PlanInputs, emulated: bool
 ) -> tuple[Config, tuple[str, ...]]:
     """Splits the rollout's weights over the fewest devices that fit, where the config is silent."""
-    if "rollout" not in scene.roles or parallel(config, "rollout").model_dump(exclude_none=True):
+    if "rollout" not in inputs.roles or parallel(config, "rollout").model_dump(exclude_none=True):
         return config, ()
-    where = scene.placement.roles["rollout"]
-    limit, n = scene.limits[where.pool], len(where.devices)
+    where = inputs.placement.roles["rollout"]
+    limit, n = inputs.limits[where.pool], len(where.devices)
     if limit is None or emulated:
         return config, ()
     tried = []
-    for tensor in (t for t in range(1, n + 1) if n % t == 0 and scene.student.n_heads % t == 0):
+    for tensor in (t for t in range(1, n + 1) if n % t == 0 and inputs.student.n_heads % t == 0):
         choice = set_key(config, "rollout.parallel.tensor", tensor)
-        size = scene.pools(scene.accounts(choice))[where.pool].bytes
+        size = pool_peaks(inputs, choice)[where.pool].bytes
         tried.append((size > limit, size if size > limit else tensor, tensor, choice))
     _, _, tensor, choice = min(tried, key=lambda item: item[:3])
     if tensor == 1:
@@ -380,7 +381,7 @@ def _with_rollout_axes(
     return choice, (note,)
 
 
-def _notes(config: Config, scene: Scene, axes: Mapping[str, Axes]) -> list[str]:
+def _notes(config: Config, inputs: PlanInputs, axes: Mapping[str, Axes]) -> list[str]:
     """What the mesh does to the models and to the batch without being asked."""
     notes = [
         f"{key}: no weights here, only a config.json: planned for another machine"
@@ -391,7 +392,7 @@ def _notes(config: Config, scene: Scene, axes: Mapping[str, Axes]) -> list[str]:
     if config.teacher.address and config.distill.signal == "hidden":
         notes.append("actor: the teacher's LM head, which it also holds, is not counted here")
     for role, sizes in axes.items():
-        model = scene.model(role)
+        model = inputs.model(role)
         heads = model.n_kv_heads if isinstance(model, DecoderConfig) else model.n_heads
         if heads % sizes.tensor:
             notes.append(
@@ -481,28 +482,28 @@ def _sum_of(placement: Placement, pools: Sequence[PoolMemory], host: HostMemory)
     return " + ".join([*each, f"{host.beside / GB:.1f} processes and mapped files"])
 
 
-def _elsewhere(config: Config, scene: Scene) -> tuple[list[str], list[str] | None]:
+def _elsewhere(config: Config, inputs: PlanInputs) -> tuple[list[str], list[str] | None]:
     """What the run would take on GPUs, whether it would fit those of the usual sizes, and what
     would help on those that are too small. Silent for models that fit anywhere.
     """
     share = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", JAX_SHARE))
-    needed = scene.pools(scene.accounts(config))
+    needed = pool_peaks(inputs, config)
     if max(pool.bytes for pool in needed) < GB:
         return [], None
     each = [
         f"{pool.name} {memory.bytes / GB:.1f} GB ({memory.moment})"
-        for pool, memory in zip(scene.placement.pools, needed, strict=True)
+        for pool, memory in zip(inputs.placement.pools, needed, strict=True)
     ]
     lines, advice = ["each GPU needs: " + ", ".join(each)], []
     for size in GPU_SIZES:
         usable = round(size * share * GB)
-        there = replace(scene, limits=(usable,) * len(scene.placement.pools))
+        there = replace(inputs, limits=(usable,) * len(inputs.placement.pools))
         choice, _ = _with_rollout_axes(config, there, emulated=False)
-        pools = there.pools(there.accounts(choice))
-        told = _verdict(scene.placement, pools).removeprefix("verdict: ")
+        pools = pool_peaks(there, choice)
+        verdict = _verdict(inputs.placement, pools).removeprefix("verdict: ")
         if choice is not config:
-            told += f" (rollout: {there.axes(choice)['rollout']})"
-        lines.append(f"on GPUs of {size} GB, of which jax takes {share:.0%}: {told}")
+            verdict += f" (rollout: {there.axes(choice)['rollout']})"
+        lines.append(f"on GPUs of {size} GB, of which jax takes {share:.0%}: {verdict}")
         lines += [f"  {line}" for line in filter(None, [room(choice, there)])]
         if not all(pool.fits for pool in pools):
             advice += [f"for {size} GB: {line}" for line in advise(choice, there)]

@@ -35,13 +35,12 @@ def grouper_account(
         batch_tokens: tokens of a batch on one device, padding included.
         longest: tokens of the longest text, in the encoder's own; what its limit cuts may be more.
     """
-    work = _fullest(
-        lambda rows, width: encoder_work(config, axes, rows, width, dtype, target),
-        batch_tokens,
-        min(longest, config.max_tokens),
-    )
-    weights = Part("weights", "parameters", encoder_bytes(config, axes, dtype))
-    return Account("grouper", (weights, Part("activations", "forward pass", work, "embed")))
+
+    def work(rows: int, width: int) -> int:
+        return encoder_work(config, axes, rows, width, dtype, target)
+
+    most = _fullest(work, batch_tokens, min(longest, config.max_tokens))
+    return _account("grouper", encoder_bytes(config, axes, dtype), most, "embed")
 
 
 def reward_account(
@@ -60,17 +59,18 @@ def reward_account(
         batch_tokens: tokens of a batch on one device, padding included.
         longest: tokens of the longest sequence, in the model's own.
     """
-    work = _fullest(
-        lambda rows, width: reward_work(config, axes, rows, width, dtype, target),
-        batch_tokens,
-        min(longest, config.max_positions),
-    )
+
+    def work(rows: int, width: int) -> int:
+        return reward_work(config, axes, rows, width, dtype, target)
+
+    most = _fullest(work, batch_tokens, min(longest, config.max_positions))
     weights = weight_bytes(config, axes, dtype) + config.d_model * F32
-    parts = (
-        Part("weights", "parameters", weights),
-        Part("activations", "forward pass", work, "score"),
-    )
-    return Account("reward", parts)
+    return _account("reward", weights, most, "score")
+
+
+def _account(role: str, weights: int, work: int, phase: str) -> Account:
+    parts = Part("weights", "parameters", weights), Part("activations", "forward pass", work, phase)
+    return Account(role, parts)
 
 
 def encoder_bytes(config: EncoderConfig, axes: Axes, dtype: DType) -> int:

@@ -9,8 +9,8 @@ from typing import Any, get_args
 from rich import box
 from rich.table import Table
 
+from jaxrl.plan.inputs import PoolMemory
 from jaxrl.plan.memory import Account, Column
-from jaxrl.plan.scene import PoolMemory
 from jaxrl.runtime.cluster import ClusterDevice
 from jaxrl.sharding.placement import Axes, Placement, device_list
 

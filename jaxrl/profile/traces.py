@@ -19,7 +19,7 @@ from typing import Any
 from jaxrl.algorithms.schedule import Action
 from jaxrl.config.schema import Config
 from jaxrl.plan import Plan
-from jaxrl.plan.scene import signal_bytes
+from jaxrl.plan.roles import signal_bytes
 from jaxrl.profile.stages import Batch, Profiled, StageTable, stage_rows, step_work
 from jaxrl.profile.waits import ASIDE, Call, Stage, Window, pool_waits, stage_seconds
 from jaxrl.runtime.tracing import Traced

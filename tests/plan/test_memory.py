@@ -21,8 +21,7 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.rules import param_shardings
 from jaxrl.plan import PROCESS_BYTES, Plan, build, checkpoint_bytes, make_plan, memory
 from jaxrl.plan.advice import set_key
-from jaxrl.plan.memory import Account, Part
-from jaxrl.plan.scene import optimizer_bytes
+from jaxrl.plan.memory import Account, Part, optimizer_bytes
 from jaxrl.roles.optimizer import make_optimizer, state_shardings
 from jaxrl.runtime.cluster import ClusterDevice
 from jaxrl.sampling import decode

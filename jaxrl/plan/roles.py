@@ -1,0 +1,560 @@
+"""What each role holds on one of its devices, in bytes, computed before any weight is read.
+
+Weights, optimizer state and KV cache are exact (`memory.py`). Temporaries are the analytic model of
+`models/activations.py`: arrays counted in the live ranges that XLA assigns to the real programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from jaxrl.algorithms.schedule import SCHEDULES
+from jaxrl.config.schema import Config, DistillConfig, OffloadConfig
+from jaxrl.models.activations import F32, SAMPLER_ARRAYS, Pass, logits, split, whole_rows
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.kernels import fuses
+from jaxrl.plan.frozen_memory import grouper_account, reward_account
+from jaxrl.plan.inputs import PlanInputs, PoolMemory
+from jaxrl.plan.memory import (
+    ITEMSIZE,
+    Account,
+    DType,
+    Part,
+    cache_bytes,
+    layer_bytes,
+    optimizer_bytes,
+    optimizer_scratch,
+    shards,
+    upcast,
+    weight_bytes,
+)
+from jaxrl.roles.microbatch import shares
+from jaxrl.sampling.engine import PREFILL_TOKENS, power_of_two
+from jaxrl.sharding.placement import Axes
+
+JSD_ARRAYS, KL_ARRAYS, LEAN_ARRAYS, SCORE_ARRAYS = 7, 6, 5, 3
+"""Float32 arrays [chunk, V] alive at once in a loss of both models' logits that keeps its gradients
+(a divergence between the two ends, at one of them), in one that does not, and in one that reads a
+few log-probs of one model's."""
+ENTROPY_ARRAYS = 2
+"""And with the entropy-aware term."""
+TEMPLATE_TOKENS = 128
+"""Room for the reward model's own template, and for a tokenizer that needs more tokens."""
+BACKWARD, LOSS, STEP = "backward pass", "loss", "optimizer step"
+"""Phases of an update."""
+SHARED = "parameters, the rollout's too"
+UPDATE = {f"actor: {phase}" for phase in (BACKWARD, LOSS, STEP)}
+PUBLISH = {"actor: publish"}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A config on the devices that its roles got: everything that an account is computed from."""
+
+    config: Config
+    inputs: PlanInputs
+    axes: Mapping[str, Axes]
+
+    @property
+    def student(self) -> DecoderConfig:
+        return self.inputs.student
+
+    @property
+    def teacher(self) -> DecoderConfig | None:
+        return self.inputs.teacher
+
+    @property
+    def signal(self) -> str | None:
+        """`distill.signal`; None without a teacher."""
+        return None if self.teacher is None else self.config.distill.signal
+
+    @property
+    def signal_bytes(self) -> int:
+        """Of what the teacher sends, per completion token; 0 without a teacher."""
+        c = self.config
+        if self.teacher is None:
+            return 0
+        return signal_bytes(c.distill, c.teacher.compute_dtype, self.teacher)
+
+    @property
+    def loss_fused(self) -> bool:
+        """Whether the loss sums its head's gradient while it runs forward, in float32."""
+        return self.signal not in (None, "sampled") and not self.config.distill.lean
+
+    @property
+    def sequences(self) -> int:
+        """B: rows of a batch."""
+        return self.config.batch_size * self.config.group_size
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.inputs.widths(self.config)[0]
+
+    @property
+    def new_tokens(self) -> int:
+        return self.inputs.widths(self.config)[1]
+
+    @property
+    def width(self) -> int:
+        return self.prompt_tokens + self.new_tokens
+
+    @property
+    def vocab(self) -> int:
+        """V of the losses: the rows that both heads have."""
+        return min(m.vocab_size for m in (self.student, self.teacher) if m is not None)
+
+    @property
+    def one_mesh(self) -> bool:
+        """Whether actor and rollout have the same axes on the same devices."""
+        return self.inputs.same_mesh("actor", "rollout", self.axes)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of the policy on one device, what actor and rollout hold as one array."""
+        rollout, dtype = self.config.rollout, self.config.actor.param_dtype
+        if not self.one_mesh or rollout.compute_dtype != dtype:
+            return 0
+        whole = weight_bytes(self.student, self.axes["actor"], dtype)
+        if rollout.layout == "stacked":
+            return whole
+        return whole - layer_bytes(self.student, self.axes["actor"], dtype)
+
+    @property
+    def shared_group(self) -> int:
+        """Completions that share a prompt in an update of full widths, as the actor decides it."""
+        c, budget = self.config, self.config.actor.micro_batch_tokens
+        off_policy = c.distill.on_policy_fraction < 1 and not c.learns_from_rewards
+        if c.spec.learns_from == "data" or off_policy or c.batch_size % c.minibatches:
+            return 1
+        prompt, new = self.inputs.widths(c)
+        return c.group_size if shares(c.group_size, prompt, new, budget) else 1
+
+    @property
+    def update_rows(self) -> int:
+        """Sequences of one update on one device of the actor."""
+        return self.rows("actor", -(-self.sequences // self.config.minibatches))
+
+    def rows(self, role: str, sequences: int) -> int:
+        """Sequences on one device of a role."""
+        axes = self.axes[role]
+        return -(-sequences // (axes.data * axes.fsdp))
+
+    def run(self, role: str, model: DecoderConfig, rows: int, width: int) -> Pass:
+        dtype = self.config.roles[role].compute_dtype
+        fused = fuses(self.inputs.target, model.head_dim, dtype, width, width)
+        return Pass(model, self.axes[role], rows, width, ITEMSIZE[dtype], fused)
+
+    def chunk(self, rows: int) -> int:
+        """Tokens projected on the vocabulary at once, of the completions of `rows` sequences."""
+        return min(self.config.distill.chunk_tokens, rows * self.new_tokens)
+
+    def one_chunk(self, rows: int) -> bool:
+        """Whether these are all at once: XLA dissolves a loop over one chunk."""
+        return self.config.distill.chunk_tokens >= rows * self.new_tokens
+
+
+def micro_batches(m: Setting) -> tuple[int, int]:
+    """How many micro-batches an update has, and rows of one on a device."""
+    rows, budget = m.update_rows, m.config.actor.micro_batch_tokens
+    allowed = rows if budget is None else max(1, budget // m.width)
+    if m.shared_group > 1:  # whole groups
+        groups = -(-rows // m.shared_group)
+        together = m.prompt_tokens + m.shared_group * m.new_tokens
+        allowed = groups if budget is None else max(1, budget // together)
+        count = -(-groups // allowed)
+        return count, -(-groups // count) * m.shared_group
+    count = -(-rows // allowed)
+    return count, -(-rows // count)
+
+
+def actor(m: Setting) -> Account:
+    """Training: parameters, optimizer, gradients; temporaries of a block or of the loss."""
+    a, axes = m.config.actor, m.axes["actor"]
+    weights = weight_bytes(m.student, axes, a.param_dtype)
+    computed = weight_bytes(m.student, axes, a.compute_dtype)
+    mixed = a.compute_dtype != a.param_dtype
+    count, rows = micro_batches(m)
+    run = m.run("actor", m.student, rows, m.width)
+    if m.shared_group > 1:
+        run = replace(run, shared=(m.shared_group, m.prompt_tokens))
+    gradients, summed = weights + (computed if mixed else 0), weights
+    if count > 1:  # a float32 sum, and the gradient that is added to it
+        summed = weight_bytes(m.student, axes, "float32")
+        table = sum(s.size for s in shards(m.student, axes) if s.path.startswith("embed"))
+        wider = table * (F32 - run.itemsize)  # the embedding's is float32 as it comes
+        gradients = summed + computed + wider
+    signal = m.rows("actor", m.sequences) * m.new_tokens * m.signal_bytes
+    taken = min(m.update_rows, count * rows) * m.new_tokens * m.signal_bytes
+    heads, saved = _heads(m, rows, count), run.saved(a.remat)
+    arrays = loss_arrays(m) - (m.loss_fused and m.one_chunk(rows))
+    loss = 2 * run.residual + logits(m.chunk(rows), m.vocab, axes.tensor, arrays)
+    fullest = max(loss, run.first(a.remat), heads.copied)
+    optimizer = m.config.optimizer
+    state = optimizer_bytes(m.student, axes, optimizer, a.param_dtype, a.moment_dtype)
+    scratch = optimizer_scratch(m.student, axes, optimizer, a.moment_dtype)
+    parts = [
+        Part("weights", "parameters", weights - m.shared_bytes),
+        Part("weights", SHARED, m.shared_bytes),
+        Part("optimizer", "optimizer state", state),
+        *(Part("activations", "teacher's signal", signal, p) for p in (BACKWARD, LOSS, STEP)),
+        Part("gradients", "gradients", gradients, BACKWARD),
+        Part("activations", "kept by the layers", saved, BACKWARD),
+        Part("activations", "embedding's gradient at full width", heads.embedding, BACKWARD),
+        Part("activations", "one layer", run.backward(a.remat), BACKWARD),
+        Part("activations", "its micro-batches", taken * (count > 1), BACKWARD),
+        Part("gradients", "gradients", gradients - heads.later, LOSS),
+        Part("activations", "kept by the layers", saved, LOSS),
+        Part("activations", "heads at full width", heads.forward, LOSS),
+        # Logits and hidden states, a layer of the forward pass, or a gather of the heads.
+        Part("activations", "logits, or one layer", fullest, LOSS),
+        Part("activations", "its micro-batches", taken, LOSS),
+        Part("gradients", "gradients", summed, STEP),
+        Part("activations", "scratch", scratch, STEP),
+        Part("activations", "copy for the rollout", _published(m), "publish"),
+    ]
+    if mixed:
+        copy = f"copy in {a.compute_dtype}"
+        parts += [Part("activations", copy, computed, phase) for phase in (BACKWARD, LOSS)]
+    if m.teacher is not None and m.signal == "hidden":
+        head = split(m.vocab, axes.tensor) * split(m.teacher.d_model, axes.fsdp)
+        size = head * ITEMSIZE[m.config.teacher.compute_dtype]
+        parts.append(Part("weights", "teacher's LM head", size))
+    return Account("actor", tuple(p for p in parts if p.bytes))
+
+
+def _published(m: Setting) -> int:
+    """The policy as the rollout wants it, on the actor's mesh, where it does not stay there as the
+    rollout's own; only what changes is copied.
+    """
+    rollout = m.config.rollout
+    same = rollout.compute_dtype == m.config.actor.param_dtype
+    if m.one_mesh or (same and rollout.layout == "stacked"):
+        return 0
+    size = layer_bytes if same else weight_bytes
+    return size(m.student, m.axes["actor"], rollout.compute_dtype)
+
+
+class Heads(NamedTuple):
+    """Arrays of an LM head's or the embedding's size beyond parameters and their gradients."""
+
+    embedding: int
+    """What the embedding's gradient, a float32 sum, takes before it is split over `fsdp` again."""
+    forward: int
+    """The embedding and the heads gathered, and the sum of the student's head gradient. XLA gathers
+    them before the first layer runs."""
+    copied: int
+    """What comes and goes while they are gathered."""
+    later: int
+    """Of the gradients, what is not there before the loss is done: with one chunk nothing is summed
+    up."""
+
+
+def _heads(m: Setting, rows: int, count: int) -> Heads:
+    dtype = m.config.actor.compute_dtype
+    axes, width, compute = m.axes["actor"], m.student.d_model, ITEMSIZE[dtype]
+    tied, one_chunk = m.student.tie_embeddings, m.one_chunk(rows)
+    own = whole_rows(m.vocab, width, axes, compute)
+    summed = whole_rows(m.vocab, width, axes, F32)
+    later = own // axes.fsdp if one_chunk and m.loss_fused else 0
+    if axes.fsdp == 1:
+        apart = m.loss_fused and dtype != "float32" and not one_chunk
+        return Heads(0, summed if apart else 0, 0, later)
+    table = whole_rows(m.student.vocab_size, width, axes, F32)  # whatever the compute dtype
+    embedding = table - (0 if tied else table // axes.fsdp)
+    looked_up = embedding * compute // F32
+    theirs = 0
+    if m.teacher is not None and m.signal == "hidden":
+        theirs_dtype = ITEMSIZE[m.config.teacher.compute_dtype]
+        theirs = whole_rows(m.vocab, m.teacher.d_model, axes, theirs_dtype)
+    hole = 0 if m.loss_fused else own // 4  # between what XLA packs: nothing on one mesh, own / 2
+    if one_chunk:  # on another. The heads are read once, and gone when the logits fill up
+        return Heads(embedding, looked_up + own, own + hole + theirs + theirs // axes.fsdp, later)
+    kept = summed - own // axes.fsdp if m.loss_fused else 0
+    copied = max(2 * own if tied else own, theirs) + hole
+    twice = 0
+    if count == 2:  # XLA dissolves the loop over the one that is left, and gathers for both at once
+        twice = whole_rows(m.student.vocab_size, width, axes, compute) + own
+    return Heads(embedding, looked_up + own + theirs + kept + twice, copied, later)
+
+
+def rollout(m: Setting) -> Account:
+    """Sampling: the policy in its compute dtype, its next version as it arrives, and the cache."""
+    whole = weight_bytes(m.student, m.axes["rollout"], m.config.rollout.compute_dtype)
+    stacked = m.config.rollout.layout == "stacked"
+    apart = 0 if m.inputs.together("actor", "rollout") else whole
+    parts = [
+        Part("weights", "parameters", whole - m.shared_bytes),
+        Part("activations", "next version", apart, "weight sync"),
+        *_sampling(m, "rollout", m.student, stacked=stacked),
+    ]
+    if m.signal == "student_topk":
+        rows = m.rows("rollout", m.sequences)
+        run = m.run("rollout", m.student, rows, m.width)
+        work = _scoring(m, run, m.chunk(rows), 2, stacked=stacked)  # the ids alone
+        parts.append(Part("activations", "top-k of the policy", work, "score"))
+    return Account("rollout", tuple(p for p in parts if p.bytes))
+
+
+def _sampling(m: Setting, role: str, config: DecoderConfig, *, stacked: bool = False) -> list[Part]:
+    """What the engine allocates while it generates."""
+    c, axes, dtype = m.config, m.axes[role], m.config.roles[role].compute_dtype
+    row_shards = axes.data * axes.fsdp
+    slots = -(-(c.rollout.slots or m.sequences) // axes.size) * axes.size // row_shards
+    prompts = _prefill_rows(c, m.prompt_tokens, axes)
+    run = m.run(role, config, -(-prompts // row_shards), m.prompt_tokens)
+    evaluated = c.eval.max_new_tokens if c.data.eval is not None else None
+    positions = m.prompt_tokens + max(c.max_new_tokens, evaluated or 0)
+    cache = cache_bytes(config, axes, slots, positions, dtype)
+    held = cache_bytes(config, axes, prompts, m.prompt_tokens, dtype)
+    scores = 2 * slots * split(config.n_heads, axes.tensor) * positions * F32
+    drawn = logits(slots, config.vocab_size, axes.tensor, SAMPLER_ARRAYS)
+    table = whole_rows(config.vocab_size, config.d_model, axes, ITEMSIZE[dtype])
+    shard = table // axes.fsdp if axes.fsdp > 1 else 0
+    copy = table if axes.fsdp > 1 else 0
+    one = cache // config.n_layers
+    work = {
+        "prefill": max(run.forward(stacked=False), shard),
+        "decode": max(scores, drawn, copy),
+        "longer cache": one,
+    }
+    if stacked:  # a layer's cache and weights are cut out of the whole; fsdp gathers a layer
+        layer = layer_bytes(config, axes, dtype) // config.n_layers
+        layer += layer_bytes(config, axes._replace(fsdp=1), dtype) // config.n_layers
+        work = {
+            "prefill": max(run.forward(stacked=True), shard) + copy,
+            "decode": max(scores + 2 * one, drawn) + layer + 2 * copy,
+            "longer cache": cache,
+        }
+    parts = []
+    for phase, size in work.items():
+        parts += [
+            Part("cache", "KV cache", cache, phase),
+            Part("cache", "keys and values of prompts", held, phase),
+            Part("activations", phase, size, phase),
+        ]
+    if axes.fsdp > 1 and not stacked:  # each program gathers all it needs before its first layer
+        size = weight_bytes(config, axes._replace(fsdp=1), dtype)
+        name = "weights gathered over fsdp"
+        unused = (0 if config.tie_embeddings else table) + run.layer  # nearly all of the last layer
+        parts.append(Part("activations", name, size - unused, "prefill"))
+        parts.append(Part("activations", name, size, "decode"))
+    return parts
+
+
+def _scoring(m: Setting, run: Pass, tokens: int, arrays: int, *, stacked: bool) -> int:
+    """Bytes of a forward pass and of the loss's view of its hidden states.
+
+    Args:
+        arrays: float32 arrays [tokens, V] made of them; 0 where they are sent themselves.
+    """
+    axes, config = run.axes, run.config
+    work = run.forward(stacked, arrays > 0)
+    read = logits(tokens, m.vocab, axes.tensor, arrays)
+    if axes.fsdp == 1:
+        return max(work, read + run.residual)
+    table = whole_rows(config.vocab_size, config.d_model, axes, run.itemsize)
+    head = table if arrays else 0
+    if stacked:  # the embedding is dropped after the look-up, a layer's weights after the layer
+        return head + max(work, read, table + table // axes.fsdp)
+    layers = config.n_layers * run.layer
+    return layers + head + max(work, read, table + max(table // axes.fsdp, run.residual))
+
+
+def teacher(m: Setting) -> Account:
+    """Scoring, and sampling where the teacher's own completions are wanted."""
+    c, config, axes = m.config, m.teacher, m.axes["teacher"]
+    assert config is not None
+    slices = c.teacher.num_microbatches
+    all_rows = m.rows("teacher", m.sequences)
+    rows = -(-all_rows // slices)
+    run = m.run("teacher", config, rows, m.width)
+    signal = all_rows * m.new_tokens * m.signal_bytes
+    samples = c.distill.seq_kd or (c.eval.teacher and c.data.eval is not None)
+    arrays = {"hidden": 0, "sampled": 2}.get(c.distill.signal, SCORE_ARRAYS)
+    work = _scoring(m, run, m.chunk(rows), arrays, stacked=not samples)
+    weights = weight_bytes(config, axes, c.teacher.compute_dtype)
+    # A signal waits on the teacher's devices while something else runs there.
+    waits = SCHEDULES[c.schedule] > 0 or m.inputs.together("actor", "teacher")
+    in_flight = waits and not m.inputs.same_mesh("actor", "teacher", m.axes)
+    parts = [
+        Part("weights", "parameters", weights),
+        Part("activations", "signals in flight", signal * in_flight),
+        Part("activations", "signal", signal, "score"),
+        Part("activations", "forward pass", work, "score"),
+    ]
+    if slices > 1:
+        parts.append(Part("activations", "signal, put together", 2 * signal, "end of score"))
+    if samples:
+        parts += _sampling(m, "teacher", config)
+    return Account("teacher", tuple(p for p in parts if p.bytes))
+
+
+def reference(m: Setting) -> Account:
+    """Log-probs of the completions under the policy before training."""
+    section = m.config.reference
+    rows = -(-m.rows("reference", m.sequences) // section.num_microbatches)
+    run = m.run("reference", m.student, rows, m.width)
+    work = _scoring(m, run, m.chunk(rows), 2, stacked=True)
+    weights = weight_bytes(m.student, m.axes["reference"], section.compute_dtype)
+    parts = (
+        Part("weights", "parameters", weights),
+        Part("activations", "forward pass", work, "score"),
+    )
+    return Account("reference", tuple(p for p in parts if p.bytes))
+
+
+def reward(m: Setting) -> Account:
+    """The reward model; nothing where functions alone judge."""
+    section, model = m.config.reward, m.inputs.reward
+    if model is None:
+        return Account("reward", ())
+    longest = m.config.max_prompt_tokens + m.config.max_new_tokens + TEMPLATE_TOKENS
+    return reward_account(
+        model,
+        m.axes["reward"],
+        section.compute_dtype,
+        batch_tokens=section.batch_tokens,
+        longest=section.max_tokens or longest,
+        target=m.inputs.target,
+    )
+
+
+def grouper(m: Setting) -> Account:
+    """The text encoder of similarity groups."""
+    section, model = m.config.grouper, m.inputs.grouper
+    if model is None:
+        return Account("grouper", ())
+    return grouper_account(
+        model,
+        m.axes["grouper"],
+        section.compute_dtype,
+        batch_tokens=section.batch_tokens,
+        longest=m.config.max_new_tokens,
+        target=m.inputs.target,
+    )
+
+
+def loss_arrays(m: Setting) -> int:
+    """Float32 arrays [chunk, V] alive at once in the actor's loss."""
+    d = m.config.distill
+    if m.signal in (None, "sampled"):  # one log-prob of each token; tile by tile in the backward
+        return 2
+    if m.signal != "hidden":
+        return SCORE_ARRAYS
+    extra = ENTROPY_ARRAYS if d.entropy_aware else 0
+    if d.lean:  # both models' exponentials stay
+        return LEAN_ARRAYS + (m.axes["actor"].tensor > 1) + extra
+    return (JSD_ARRAYS if 0 < d.jsd_beta < 1 else KL_ARRAYS) + extra
+
+
+def _prefill_rows(config: Config, width: int, axes: Axes) -> int:
+    """Prompts of `width` in the largest prefill of a role that samples, over its whole mesh, as the
+    engine does it."""
+    shards = axes.data * axes.fsdp
+    slots = config.rollout.slots or config.batch_size * config.group_size
+    asked = [(config.batch_size, config.group_size)]
+    if config.data.eval is not None:
+        asked.append((config.eval.prompts, config.eval.samples))
+    wanted = max(min(-(-slots // n), prompts) for prompts, n in asked)
+    allowed = max(1, PREFILL_TOKENS * shards // width)
+    rows = min(power_of_two(wanted), power_of_two(allowed))
+    return -(-rows // shards) * shards
+
+
+def signal_bytes(d: DistillConfig, dtype: DType, teacher: DecoderConfig) -> int:
+    """Bytes that the teacher sends for each completion token."""
+    if d.signal == "hidden":
+        return teacher.d_model * ITEMSIZE[dtype]
+    sent = 4 if d.signal == "sampled" else 8 * d.top_k + 4
+    return sent + (8 * d.entropy_top_k + 8 if d.entropy_aware else 0)
+
+
+ACCOUNTS: dict[str, Callable[[Setting], Account]] = {
+    "actor": actor,
+    "rollout": rollout,
+    "teacher": teacher,
+    "reference": reference,
+    "reward": reward,
+    "grouper": grouper,
+}
+"""Role -> its account."""
+
+
+def role_accounts(inputs: PlanInputs, config: Config) -> dict[str, Account]:
+    """Memory of each role of the run; each part with the moments at which it is away."""
+    found = _alone(inputs, config)
+    if inputs.on_cpu and any(config.roles[role].dtype == "bfloat16" for role in found):
+        found = _upcast(inputs, config, found)
+    return {
+        role: Account(
+            role,
+            tuple(
+                replace(part, away=_away(role, part, {*pool.roles} - {role}, config.offload))
+                for part in found[role].parts
+            ),
+        )
+        for pool in inputs.placement.pools
+        for role in pool.roles
+        if role in found
+    }
+
+
+def _alone(inputs: PlanInputs, config: Config) -> dict[str, Account]:
+    """Memory of each role by itself, computed in the dtypes of the config."""
+    setting = Setting(config, inputs, inputs.axes(config))
+    found = {role: ACCOUNTS[role](setting) for role in inputs.roles}
+    return {role: account for role, account in found.items() if account.parts}
+
+
+def _upcast(inputs: PlanInputs, config: Config, found: Mapping[str, Account]) -> dict[str, Account]:
+    """The accounts where bfloat16 is computed in float32, from copies of the weights."""
+    narrow = {role: s for role, s in config.roles.items() if s.dtype == "bfloat16"}
+    wide = {role: s.model_copy(update={"dtype": "float32"}) for role, s in narrow.items()}
+    computed = _alone(inputs, config.model_copy(update=wide))
+    return {
+        role: upcast(account, computed[role], _copies(inputs, role, config))
+        if role in narrow
+        else account
+        for role, account in found.items()
+    }
+
+
+def _copies(inputs: PlanInputs, role: str, config: Config) -> dict[str, int]:
+    """Phase -> bytes of a role's weights that XLA's CPU holds in float32 too."""
+    model, axes = inputs.model(role), inputs.axes(config)[role]
+    if not isinstance(model, DecoderConfig) or role not in ("rollout", "teacher", "reference"):
+        return {}
+    layers = layer_bytes(model, axes, "float32")
+    head = whole_rows(model.vocab_size, model.d_model, axes, F32)
+    return {"prefill": layers, "decode": layers + head, "score": layers}
+
+
+def _away(role: str, part: Part, others: set[str], offload: OffloadConfig) -> frozenset[str]:
+    """Moments, as `memory.peak` has them, or whole roles during which a part is not on the device:
+    the plan's side of what `sharding.ledger` does in a worker.
+
+    Args:
+        others: the other roles of the pool.
+    """
+    gone: set[str] = set()
+    if part.phase is not None or part.column not in ("weights", "optimizer"):
+        return frozenset()
+    if role == "actor" and part.name.startswith("parameters"):
+        gone = others - ({"rollout"} if part.name == SHARED else set()) if offload.params else gone
+    elif role == "actor":
+        asked = offload.optimizer if part.column == "optimizer" else offload.frozen
+        gone = others | PUBLISH if asked else gone
+    elif role == "rollout":
+        gone = (UPDATE if "actor" in others else set()) | (
+            others - {"actor"} if offload.params else set()
+        )
+    elif offload.frozen:
+        gone = others
+    return frozenset(gone)
+
+
+def pool_peaks(inputs: PlanInputs, config: Config) -> tuple[PoolMemory, ...]:
+    """The fullest device of each pool."""
+    return inputs.pools(role_accounts(inputs, config))
