@@ -37,7 +37,8 @@ from jaxrl.process.plugin import anchored
 CONFIG_FILE = "config.yaml"
 """Of a run, in its folder."""
 LARGEST = 2**31 - 1
-"""What a device counts with; no key needs more."""
+"""The largest int32, which devices count with; no key needs more."""
+ROLES = ("actor", "rollout", "teacher", "reference", "reward", "grouper")
 
 Positive = Annotated[int, Field(strict=True, ge=1, le=LARGEST)]
 Count = Annotated[int, Field(strict=True, ge=0, le=LARGEST)]
@@ -935,23 +936,13 @@ class Config(Section, metaclass=_Parsed):
     @property
     def roles(self) -> dict[str, RoleConfig]:
         """Role -> its section."""
-        return {
-            "actor": self.actor,
-            "rollout": self.rollout,
-            "teacher": self.teacher,
-            "reference": self.reference,
-            "reward": self.reward,
-            "grouper": self.grouper,
-        }
+        return {role: getattr(self, role) for role in ROLES}
 
     def with_dtypes(self, platform: str) -> Self:
         """Each role's dtype that is null, as it is on the devices of a platform."""
         own = "float32" if platform == "cpu" else "bfloat16"
-        filled = {
-            role: section.model_copy(update={"dtype": own})
-            for role, section in self.roles.items()
-            if section.dtype is None
-        }
+        unset = {role: section for role, section in self.roles.items() if section.dtype is None}
+        filled = {role: s.model_copy(update={"dtype": own}) for role, s in unset.items()}
         return self.model_copy(update=filled)
 
     @property
@@ -988,8 +979,8 @@ class Config(Section, metaclass=_Parsed):
         """
         if self.actor.minibatches is not None:
             return self.actor.minibatches
-        own = range(1, self.spec.minibatches + 1)
-        return max(n for n in own if self.batch_size % n == 0)
+        own = range(self.spec.minibatches, 0, -1)
+        return next(n for n in own if self.batch_size % n == 0)
 
     @property
     def updates_per_batch(self) -> int:

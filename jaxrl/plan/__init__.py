@@ -25,10 +25,10 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.encoder_config import WEIGHTS, find_folder, read_encoder
 from jaxrl.models.kernels import GPU, UNKNOWN_GPU, Target, target_of, why_not_fused
 from jaxrl.plan.advice import advise, relief, room, set_key
-from jaxrl.plan.inputs import HostMemory, PlanInputs, PoolMemory, parallel
+from jaxrl.plan.inputs import GB, HostMemory, PlanInputs, PoolPeak, parallel
 from jaxrl.plan.memory import Account, optimizer_bytes, weight_bytes
 from jaxrl.plan.roles import pool_peaks, role_accounts
-from jaxrl.plan.table import GB, plan_table
+from jaxrl.plan.table import plan_table
 from jaxrl.roles.reward_model import read_reward
 from jaxrl.runtime.cluster import ClusterDevice
 from jaxrl.sharding.mesh import Visible, bytes_limit
@@ -44,6 +44,8 @@ compiled programs, buffers of the allocator. Measured on the quickstart."""
 SLACK = 1.25
 """How much too high a plan is allowed to be before it refuses a run."""
 WIDTH = 132
+HAVE_MODELS = ("student", "teacher", "reward", "grouper")
+"""Sections with a key `model`."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Plan:
     launcher: str
     """`local` or `ray`."""
     accounts: Mapping[str, Account]
-    pools: tuple[PoolMemory, ...]
+    pools: tuple[PoolPeak, ...]
     hosts: tuple[HostMemory, ...]
     """Those of emulated devices."""
     target: Target
@@ -106,8 +108,8 @@ class Plan:
         """Role -> peak bytes of the fullest device that it is on, all roles there counted: what a
         device's own statistics would say.
         """
-        pools = zip(self.placement.pools, self.pools, strict=True)
-        return {r: memory.bytes for pool, memory in pools for r in pool.roles if r in self.accounts}
+        accounted = self.accounts
+        return {r: p.bytes for p in self.pools for r in p.pool.roles if r in accounted}
 
     @property
     def table(self) -> Table:
@@ -174,13 +176,8 @@ def services(config: Config) -> dict[str, str]:
 
 def without_weights(config: Config) -> list[str]:
     """The keys of models that are folders with a `config.json` and no weights."""
-    models = {
-        "student.model": config.student.model,
-        "teacher.model": config.teacher.model,
-        "reward.model": config.reward.model,
-        "grouper.model": config.grouper.model,
-    }
-    return [key for key, name in models.items() if name is not None and _only_described(name)]
+    models = {role: getattr(config, role).model for role in HAVE_MODELS}
+    return [f"{role}.model" for role, name in models.items() if name and _only_described(name)]
 
 
 def _only_described(name: str) -> bool:
@@ -241,7 +238,7 @@ def build(
         *_kernel_notes(config, inputs),
         *(_host_note(host, pools) for host in hosts),
     )
-    verdict, advice = [_verdict(placement, pools, hosts)], advise(config, inputs)
+    verdict, advice = [_verdict(pools, hosts)], advise(config, inputs)
     verdict += filter(None, [room(config, inputs)])
     if (seen.emulated or not seen.devices) and limit_gb is None:
         gpus = replace(inputs, target=UNKNOWN_GPU, hosts=())
@@ -310,7 +307,7 @@ def mapped_bytes(config: Config) -> int:
     return sum(place.stat().st_size for place in places if place.is_file())
 
 
-def _host_note(host: HostMemory, pools: Sequence[PoolMemory]) -> str:
+def _host_note(host: HostMemory, pools: Sequence[PoolPeak]) -> str:
     needed = host.needed([pool.bytes for pool in pools])
     return (
         f"{host.name}: {sum(host.devices)} emulated devices share its free memory of"
@@ -448,38 +445,13 @@ def _checkpoint_notes(config: Config, student: DecoderConfig) -> list[str]:
     return notes
 
 
-def _verdict(
-    placement: Placement, pools: Sequence[PoolMemory], hosts: Sequence[HostMemory] = ()
-) -> str:
-    sizes = [pool.bytes for pool in pools]
-    over = [
-        f"{host.name} needs {host.needed(sizes) / GB:.1f} GB of {host.limit / GB:.1f}"
-        f" ({_sum_of(placement, pools, host)}),"
-        f" {(host.needed(sizes) - host.limit) / GB:.1f} too much"
-        for host in hosts
-        if host.needed(sizes) > host.limit
-    ]
-    if hosts:
-        return "verdict: " + ("fits" if not over else "does not fit: " + "; ".join(over))
-    if all(pool.limit is None for pool in pools):
+def _verdict(pools: Sequence[PoolPeak], hosts: Sequence[HostMemory] = ()) -> str:
+    if not hosts and all(pool.limit is None for pool in pools):
         return "verdict: no limit is known"
-    full = [
-        f"{pool.name} needs {memory.bytes / GB:.1f} GB ({memory.moment}) of"
-        f" {memory.limit / GB:.1f}, {(memory.bytes - memory.limit) / GB:.1f} too much"
-        for pool, memory in zip(placement.pools, pools, strict=True)
-        if not memory.fits and memory.limit is not None
-    ]
-    return "verdict: " + ("fits" if not full else "does not fit: " + "; ".join(full))
-
-
-def _sum_of(placement: Placement, pools: Sequence[PoolMemory], host: HostMemory) -> str:
-    """What a host's emulated devices add up to, in words."""
-    each = [
-        f"{n} x {memory.bytes / GB:.1f} {pool.name}"
-        for pool, memory, n in zip(placement.pools, pools, host.devices, strict=True)
-        if n
-    ]
-    return " + ".join([*each, f"{host.beside / GB:.1f} processes and mapped files"])
+    over = [text for host in hosts if (text := host.excess(pools))]
+    if not hosts:
+        over = [pool.excess for pool in pools if not pool.fits]
+    return "verdict: " + ("fits" if not over else "does not fit: " + "; ".join(over))
 
 
 def _elsewhere(config: Config, inputs: PlanInputs) -> tuple[list[str], list[str] | None]:
@@ -490,17 +462,14 @@ def _elsewhere(config: Config, inputs: PlanInputs) -> tuple[list[str], list[str]
     needed = pool_peaks(inputs, config)
     if max(pool.bytes for pool in needed) < GB:
         return [], None
-    each = [
-        f"{pool.name} {memory.bytes / GB:.1f} GB ({memory.moment})"
-        for pool, memory in zip(inputs.placement.pools, needed, strict=True)
-    ]
+    each = [f"{peak.pool.name} {peak.bytes / GB:.1f} GB ({peak.moment})" for peak in needed]
     lines, advice = ["each GPU needs: " + ", ".join(each)], []
     for size in GPU_SIZES:
         usable = round(size * share * GB)
         there = replace(inputs, limits=(usable,) * len(inputs.placement.pools))
         choice, _ = _with_rollout_axes(config, there, emulated=False)
         pools = pool_peaks(there, choice)
-        verdict = _verdict(inputs.placement, pools).removeprefix("verdict: ")
+        verdict = _verdict(pools).removeprefix("verdict: ")
         if choice is not config:
             verdict += f" (rollout: {there.axes(choice)['rollout']})"
         lines.append(f"on GPUs of {size} GB, of which jax takes {share:.0%}: {verdict}")

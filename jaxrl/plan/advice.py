@@ -31,15 +31,14 @@ Change = tuple[str, Any]
 def advise(config: Config, inputs: PlanInputs) -> list[str]:
     """Lines for each pool that does not fit: keys, and the peak that each leads to."""
     lines = []
-    memories = pool_peaks(inputs, config)
-    for index, (pool, memory) in enumerate(zip(inputs.placement.pools, memories, strict=True)):
-        if memory.limit is None or memory.fits:
+    for index, peak in enumerate(pool_peaks(inputs, config)):
+        if peak.limit is None or peak.fits:
             continue
         helpful = _helpful(config, inputs, index)
         for (key, value), size in helpful[:LINES]:
-            fits = ", which fits" if size <= memory.limit else ""
-            lines.append(f"{pool.name}: {key}={shown(value)} takes {size / 1e9:.1f} GB{fits}")
-        if not any(size <= memory.limit for _, size in helpful):
+            fits = ", which fits" if size <= peak.limit else ""
+            lines.append(f"{peak.pool.name}: {key}={shown(value)} takes {size / 1e9:.1f} GB{fits}")
+        if not any(size <= peak.limit for _, size in helpful):
             lines.append(_all_of_them(config, inputs, index, [change for change, _ in helpful]))
     return lines
 

@@ -11,13 +11,16 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.encoder_config import EncoderConfig
 from jaxrl.models.kernels import Target, round_up
 from jaxrl.plan.memory import Account, peak
-from jaxrl.sharding.placement import Axes, Placement, resolve_axes
+from jaxrl.sharding.placement import Axes, Placement, Pool, resolve_axes
+
+GB = 1e9
 
 
 @dataclass(frozen=True)
-class PoolMemory:
+class PoolPeak:
     """The fullest device of a pool."""
 
+    pool: Pool
     bytes: int
     moment: str
     """Role and phase at the peak, as in `actor: loss`."""
@@ -27,6 +30,15 @@ class PoolMemory:
     @property
     def fits(self) -> bool:
         return self.limit is None or self.bytes <= self.limit
+
+    @property
+    def excess(self) -> str:
+        """By how much it does not fit, in words."""
+        assert self.limit is not None
+        return (
+            f"{self.pool.name} needs {self.bytes / GB:.1f} GB ({self.moment}) of"
+            f" {self.limit / GB:.1f}, {(self.bytes - self.limit) / GB:.1f} too much"
+        )
 
 
 @dataclass(frozen=True)
@@ -44,6 +56,22 @@ class HostMemory:
     def needed(self, sizes: Sequence[int]) -> int:
         """Bytes of the run, given those of one device of each pool."""
         return self.beside + sum(n * size for n, size in zip(self.devices, sizes, strict=True))
+
+    def excess(self, pools: Sequence[PoolPeak]) -> str:
+        """By how much a run of these pools does not fit, in words; empty where it fits."""
+        needed = self.needed([pool.bytes for pool in pools])
+        if needed <= self.limit:
+            return ""
+        each = [
+            f"{n} x {peak.bytes / GB:.1f} {peak.pool.name}"
+            for peak, n in zip(pools, self.devices, strict=True)
+            if n
+        ]
+        parts = " + ".join([*each, f"{self.beside / GB:.1f} processes and mapped files"])
+        return (
+            f"{self.name} needs {needed / GB:.1f} GB of {self.limit / GB:.1f} ({parts}),"
+            f" {(needed - self.limit) / GB:.1f} too much"
+        )
 
     def left(self, pool: int, sizes: Sequence[int]) -> int | None:
         """Bytes that the other pools leave to a device of this one; None where it has none here."""
@@ -97,7 +125,7 @@ class PlanInputs:
             _check_heads(role, self.model(role), found[role])
         return found
 
-    def pools(self, accounts: Mapping[str, Account]) -> tuple[PoolMemory, ...]:
+    def pools(self, accounts: Mapping[str, Account]) -> tuple[PoolPeak, ...]:
         """The fullest device of each pool; roles on the same device add up.
 
         Where devices are emulated, the limit of a pool is what the others leave of its hosts: one
@@ -111,7 +139,7 @@ class PlanInputs:
                 )
                 for device in pool.devices
             ]
-            found.append(PoolMemory(*max(loads, default=(0, "nothing")), limit))
+            found.append(PoolPeak(pool, *max(loads, default=(0, "nothing")), limit))
         if not self.hosts:
             return tuple(found)
         sizes = [pool.bytes for pool in found]

@@ -27,15 +27,15 @@ def plan_json(plan: Plan) -> str:
         "launcher": plan.launcher,
         "pools": [
             {
-                "name": pool.name,
-                "roles": pool.roles,
-                "devices": list(pool.devices),
+                "name": peak.pool.name,
+                "roles": peak.pool.roles,
+                "devices": list(peak.pool.devices),
                 "device": platform,
-                "peak": memory.bytes,
-                "moment": memory.moment,
-                "limit": memory.limit,
+                "peak": peak.bytes,
+                "moment": peak.moment,
+                "limit": peak.limit,
             }
-            for pool, memory in zip(plan.placement.pools, plan.pools, strict=True)
+            for peak in plan.pools
         ],
         "roles": [_role(plan, role) for role in plan.runs],
         "notes": [*plan.notes, *plan.verdict],

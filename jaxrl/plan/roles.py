@@ -16,7 +16,7 @@ from jaxrl.models.activations import F32, SAMPLER_ARRAYS, Pass, logits, split, w
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import fuses
 from jaxrl.plan.frozen_memory import grouper_account, reward_account
-from jaxrl.plan.inputs import PlanInputs, PoolMemory
+from jaxrl.plan.inputs import PlanInputs, PoolPeak
 from jaxrl.plan.memory import (
     ITEMSIZE,
     Account,
@@ -555,6 +555,6 @@ def _away(role: str, part: Part, others: set[str], offload: OffloadConfig) -> fr
     return frozenset(gone)
 
 
-def pool_peaks(inputs: PlanInputs, config: Config) -> tuple[PoolMemory, ...]:
+def pool_peaks(inputs: PlanInputs, config: Config) -> tuple[PoolPeak, ...]:
     """The fullest device of each pool."""
     return inputs.pools(role_accounts(inputs, config))
