@@ -66,6 +66,8 @@ def _parse(text: str) -> Any:
         return None if node is None else loader.construct_document(node)
     except RecursionError:
         raise UserError(TOO_DEEP) from None
+    except yaml.YAMLError as error:
+        raise UserError(f"not YAML: {_one_line(error)}") from error
 
 
 def _count_nodes(node: Any, depth: int, count: int) -> int:
@@ -94,8 +96,6 @@ def read_mapping(path: Path) -> dict[str, Any]:
         raise UserError(f"cannot read config {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text") from error
-    except yaml.YAMLError as error:
-        raise UserError(f"{path}: not YAML: {_one_line(error)}") from error
     except ValueError as error:  # a UserError, or thousands of digits
         raise UserError(f"{path}: {error}") from error
     if content is None:
@@ -117,16 +117,10 @@ def parse_value(text: str) -> Any:
     Whole: ``data.system_prompt=Answer: yes # or no`` needs no second layer of quotes.
     """
     if text.startswith(("[", "{", '"', "'")):
-        try:
-            return _parse(text)
-        except yaml.YAMLError as error:
-            raise UserError(f"not YAML: {_one_line(error)}") from error
+        return _parse(text)
     loader = _Loader("")
     tag = loader.resolve(yaml.ScalarNode, text, (True, False))
-    try:
-        return loader.construct_object(yaml.ScalarNode(tag, text))
-    except ValueError as error:  # thousands of digits
-        raise UserError(str(error)) from error
+    return loader.construct_object(yaml.ScalarNode(tag, text))
 
 
 def assignments(
@@ -150,7 +144,7 @@ def assignments(
             raise UserError(f"bad override {override!r}: write key=value, as in steps=10")
         try:
             value = parse_value(text.strip())
-        except UserError as error:
+        except ValueError as error:  # a UserError, or thousands of digits
             shown_override = override if len(override) <= 80 else override[:77] + "..."
             raise UserError(f"override {shown_override!r}: {error}") from error
         if isinstance(value, dict) and key not in mappings:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from jaxrl.checkpoint.source import resolve_model
 from jaxrl.config.schema import Config
@@ -111,17 +110,15 @@ class Plan:
         accounted = self.accounts
         return {r: p.bytes for p in self.pools for r in p.pool.roles if r in accounted}
 
-    @property
-    def table(self) -> Table:
-        return plan_table(self.placement, self.axes, self.devices, self.accounts, self.pools)
-
     def text(self, width: int = WIDTH) -> str:
         """Table, notes, verdict and advice, for the console and for `plan.txt`."""
         out = io.StringIO()
         console = Console(
             file=out, width=width, color_system=None, highlight=False, force_jupyter=False
         )
-        console.print(self.table)
+        console.print(
+            plan_table(self.placement, self.axes, self.devices, self.accounts, self.pools)
+        )
         lines = [line.rstrip() for line in out.getvalue().splitlines() if line.strip()]
         lines += [*self.notes, *self.verdict, *self.advice, *self.refusals]
         return "\n".join(lines) + "\n"

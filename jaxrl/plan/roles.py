@@ -7,7 +7,8 @@ Weights, optimizer state and KV cache are exact (`memory.py`). Temporaries are t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import cached_property
 from typing import NamedTuple
 
 from jaxrl.algorithms.schedule import SCHEDULES
@@ -49,66 +50,26 @@ UPDATE = {f"actor: {phase}" for phase in (BACKWARD, LOSS, STEP)}
 PUBLISH = {"actor: publish"}
 
 
-@dataclass(frozen=True)
 class Setting:
     """A config on the devices that its roles got: everything that an account is computed from."""
 
-    config: Config
-    inputs: PlanInputs
-    axes: Mapping[str, Axes]
-
-    @property
-    def student(self) -> DecoderConfig:
-        return self.inputs.student
-
-    @property
-    def teacher(self) -> DecoderConfig | None:
-        return self.inputs.teacher
-
-    @property
-    def signal(self) -> str | None:
-        """`distill.signal`; None without a teacher."""
-        return None if self.teacher is None else self.config.distill.signal
-
-    @property
-    def signal_bytes(self) -> int:
-        """Of what the teacher sends, per completion token; 0 without a teacher."""
-        c = self.config
-        if self.teacher is None:
-            return 0
-        return signal_bytes(c.distill, c.teacher.compute_dtype, self.teacher)
-
-    @property
-    def loss_fused(self) -> bool:
-        """Whether the loss sums its head's gradient while it runs forward, in float32."""
-        return self.signal not in (None, "sampled") and not self.config.distill.lean
-
-    @property
-    def sequences(self) -> int:
-        """B: rows of a batch."""
-        return self.config.batch_size * self.config.group_size
-
-    @property
-    def prompt_tokens(self) -> int:
-        return self.inputs.widths(self.config)[0]
-
-    @property
-    def new_tokens(self) -> int:
-        return self.inputs.widths(self.config)[1]
-
-    @property
-    def width(self) -> int:
-        return self.prompt_tokens + self.new_tokens
-
-    @property
-    def vocab(self) -> int:
-        """V of the losses: the rows that both heads have."""
-        return min(m.vocab_size for m in (self.student, self.teacher) if m is not None)
-
-    @property
-    def one_mesh(self) -> bool:
-        """Whether actor and rollout have the same axes on the same devices."""
-        return self.inputs.same_mesh("actor", "rollout", self.axes)
+    def __init__(self, config: Config, inputs: PlanInputs, axes: Mapping[str, Axes]):
+        self.config, self.inputs, self.axes = config, inputs, axes
+        self.student, self.teacher = inputs.student, inputs.teacher
+        self.sequences = config.batch_size * config.group_size  # B: rows of a batch
+        self.prompt_tokens, self.new_tokens = inputs.widths(config)
+        self.width = self.prompt_tokens + self.new_tokens
+        self.update_rows = self.rows("actor", -(-self.sequences // config.minibatches))
+        self.one_mesh = inputs.same_mesh("actor", "rollout", axes)
+        self.signal: str | None = None
+        self.signal_bytes = 0  # of what the teacher sends, per completion token
+        self.vocab = self.student.vocab_size  # V of the losses: the rows that both heads have
+        if self.teacher is not None:
+            self.signal, dtype = config.distill.signal, config.teacher.compute_dtype
+            self.signal_bytes = signal_bytes(config.distill, dtype, self.teacher)
+            self.vocab = min(self.vocab, self.teacher.vocab_size)
+        # Whether the loss sums its head's gradient while it runs forward, in float32.
+        self.loss_fused = self.signal not in (None, "sampled") and not config.distill.lean
 
     @property
     def shared_bytes(self) -> int:
@@ -121,20 +82,15 @@ class Setting:
             return whole
         return whole - layer_bytes(self.student, self.axes["actor"], dtype)
 
-    @property
+    @cached_property
     def shared_group(self) -> int:
         """Completions that share a prompt in an update of full widths, as the actor decides it."""
         c, budget = self.config, self.config.actor.micro_batch_tokens
         off_policy = c.distill.on_policy_fraction < 1 and not c.learns_from_rewards
         if c.spec.learns_from == "data" or off_policy or c.batch_size % c.minibatches:
             return 1
-        prompt, new = self.inputs.widths(c)
-        return c.group_size if shares(c.group_size, prompt, new, budget) else 1
-
-    @property
-    def update_rows(self) -> int:
-        """Sequences of one update on one device of the actor."""
-        return self.rows("actor", -(-self.sequences // self.config.minibatches))
+        shared = shares(c.group_size, self.prompt_tokens, self.new_tokens, budget)
+        return c.group_size if shared else 1
 
     def rows(self, role: str, sequences: int) -> int:
         """Sequences on one device of a role."""
@@ -407,33 +363,20 @@ def reference(m: Setting) -> Account:
 
 def reward(m: Setting) -> Account:
     """The reward model; nothing where functions alone judge."""
-    section, model = m.config.reward, m.inputs.reward
+    c, model = m.config, m.inputs.reward
+    longest = c.max_prompt_tokens + c.max_new_tokens + TEMPLATE_TOKENS
+    longest = c.reward.max_tokens or longest
     if model is None:
         return Account("reward", ())
-    longest = m.config.max_prompt_tokens + m.config.max_new_tokens + TEMPLATE_TOKENS
-    return reward_account(
-        model,
-        m.axes["reward"],
-        section.compute_dtype,
-        batch_tokens=section.batch_tokens,
-        longest=section.max_tokens or longest,
-        target=m.inputs.target,
-    )
+    return reward_account(model, m.axes["reward"], c.reward, longest, m.inputs.target)
 
 
 def grouper(m: Setting) -> Account:
     """The text encoder of similarity groups."""
-    section, model = m.config.grouper, m.inputs.grouper
+    c, model = m.config, m.inputs.grouper
     if model is None:
         return Account("grouper", ())
-    return grouper_account(
-        model,
-        m.axes["grouper"],
-        section.compute_dtype,
-        batch_tokens=section.batch_tokens,
-        longest=m.config.max_new_tokens,
-        target=m.inputs.target,
-    )
+    return grouper_account(model, m.axes["grouper"], c.grouper, c.max_new_tokens, m.inputs.target)
 
 
 def loss_arrays(m: Setting) -> int:
