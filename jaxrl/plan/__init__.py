@@ -9,7 +9,7 @@ import io
 import math
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -229,7 +229,7 @@ def build(
         seen.note,
         *placement.notes,
         *chosen,
-        *_notes(config, inputs, axes),
+        *_mesh_notes(config, inputs, axes),
         *_checkpoint_notes(config, student),
         *_dtype_notes(asked, run, inputs),
         *_kernel_notes(config, inputs),
@@ -260,15 +260,13 @@ def build(
 
 
 def _limits(placement: Placement, seen: Visible, limit_gb: float | None) -> tuple[int | None, ...]:
-    """Bytes of the smallest device of each pool."""
+    """Bytes of the smallest device of each pool; None where one of them does not know its own."""
     if limit_gb is not None:
         return (round(limit_gb * GB),) * len(placement.pools)
-    if not seen.devices:
-        return (None,) * len(placement.pools)
     limits = [bytes_limit(device) for device in seen.devices]
     found: list[int | None] = []
     for pool in placement.pools:
-        known = [n for i in pool.devices if (n := limits[i]) is not None]
+        known = [n for i in pool.devices if limits and (n := limits[i]) is not None]
         found.append(min(known) if known and len(known) == len(pool.devices) else None)
     return tuple(found)
 
@@ -314,39 +312,38 @@ def _host_note(host: HostMemory, pools: Sequence[PoolPeak]) -> str:
     )
 
 
-def _dtype_notes(asked: Config, config: Config, inputs: PlanInputs) -> list[str]:
+def _dtype_notes(asked: Config, config: Config, inputs: PlanInputs) -> Iterator[str]:
     """What was chosen for the roles of the run, and what is slower than it looks."""
-    chosen = [role for role in inputs.roles if role in asked.roles and not asked.roles[role].dtype]
-    notes = []
+    wanted = {r: asked.roles[r].dtype for r in inputs.roles if r in asked.roles}
+    chosen = [role for role, dtype in wanted.items() if dtype is None]
     if chosen:
         dtype = config.roles[chosen[0]].dtype
         where = "a CPU computes in it anyway" if inputs.on_cpu else "the default of accelerators"
-        notes.append(f"dtype={dtype} of {', '.join(chosen)}: {where}")
-    slow = [r for r in inputs.roles if r in asked.roles and asked.roles[r].dtype == "bfloat16"]
+        yield f"dtype={dtype} of {', '.join(chosen)}: {where}"
+    slow = [role for role, dtype in wanted.items() if dtype == "bfloat16"]
     if inputs.on_cpu and slow:
-        notes.append(
+        yield (
             f"dtype=bfloat16 of {', '.join(slow)}: a CPU computes it in float32 from copies of the"
             " weights, slower than float32 and with the copies beside the weights"
         )
-    return notes
 
 
-def _kernel_notes(config: Config, inputs: PlanInputs) -> list[str]:
+def _kernel_notes(config: Config, inputs: PlanInputs) -> Iterator[str]:
     """Roles of a GPU that compute in bfloat16 and have no kernel for their attention."""
     if inputs.target.platform not in GPU:
-        return []
+        return
     why: dict[str, list[str]] = {}
-    prompt, new = inputs.widths(config)
+    width = sum(inputs.widths(config))
     for role in (r for r in inputs.roles if config.roles[r].dtype == "bfloat16"):
         dim = inputs.model(role).head_dim
-        reason = why_not_fused(inputs.target, dim, "bfloat16", prompt + new, prompt + new)
+        reason = why_not_fused(inputs.target, dim, "bfloat16", width, width)
         if reason is not None:
             why.setdefault(reason, []).append(role)
-    return [
-        f"attention of {', '.join(roles)}: {reason}; matrix products are used, slower and with the"
-        " scores in memory"
-        for reason, roles in why.items()
-    ]
+    for reason, roles in why.items():
+        yield (
+            f"attention of {', '.join(roles)}: {reason}; matrix products are used, slower and with"
+            " the scores in memory"
+        )
 
 
 def _with_rollout_axes(
@@ -375,21 +372,19 @@ def _with_rollout_axes(
     return choice, (note,)
 
 
-def _notes(config: Config, inputs: PlanInputs, axes: Mapping[str, Axes]) -> list[str]:
+def _mesh_notes(config: Config, inputs: PlanInputs, axes: Mapping[str, Axes]) -> Iterator[str]:
     """What the mesh does to the models and to the batch without being asked."""
-    notes = [
-        f"{key}: no weights here, only a config.json: planned for another machine"
-        for key in without_weights(config)
-    ]
+    for key in without_weights(config):
+        yield f"{key}: no weights here, only a config.json: planned for another machine"
     for role, why in services(config).items():
-        notes.append(f"{role}: no devices here, {why}")
+        yield f"{role}: no devices here, {why}"
     if config.teacher.address and config.distill.signal == "hidden":
-        notes.append("actor: the teacher's LM head, which it also holds, is not counted here")
+        yield "actor: the teacher's LM head, which it also holds, is not counted here"
     for role, sizes in axes.items():
         model = inputs.model(role)
         heads = model.n_kv_heads if isinstance(model, DecoderConfig) else model.n_heads
         if heads % sizes.tensor:
-            notes.append(
+            yield (
                 f"{role}: tensor={sizes.tensor} does not divide the {heads} KV heads:"
                 " each device keeps all"
             )
@@ -399,7 +394,7 @@ def _notes(config: Config, inputs: PlanInputs, axes: Mapping[str, Axes]) -> list
             ("tensor", sizes.tensor, "vocabulary", model.vocab_size),
         ):
             if dim % size:
-                notes.append(
+                yield (
                     f"{role}: {axis}={size} does not divide the {name} of {dim}:"
                     " those weights are whole on each device"
                 )
@@ -407,11 +402,10 @@ def _notes(config: Config, inputs: PlanInputs, axes: Mapping[str, Axes]) -> list
     multiple = math.lcm(*(sizes.data * sizes.fsdp for sizes in axes.values()))
     if rows % multiple:
         padded = -(-rows // multiple) * multiple
-        notes.append(
+        yield (
             f"the {rows} sequences of a batch are padded to {padded},"
             " so that every mesh divides them"
         )
-    return notes
 
 
 def checkpoint_bytes(config: Config, student: DecoderConfig) -> int:
@@ -421,25 +415,24 @@ def checkpoint_bytes(config: Config, student: DecoderConfig) -> int:
     return weight_bytes(student, whole, a.param_dtype) + state
 
 
-def _checkpoint_notes(config: Config, student: DecoderConfig) -> list[str]:
+def _checkpoint_notes(config: Config, student: DecoderConfig) -> Iterator[str]:
     """What the checkpoints of a run take on disk, and whether there is room."""
     c, size = config.checkpoint, checkpoint_bytes(config, student)
-    count = c.keep_last + c.keep_best + 1
-    total = f"{size * count / GB:.2f}"
-    notes = [
+    whole = size * (c.keep_last + c.keep_best + 1)
+    yield (
         f"checkpoints: {size / GB:.2f} GB each; checkpoint.keep_last={c.keep_last},"
-        f" keep_best={c.keep_best} and the one being written: up to {total} GB in {config.run_path}"
-    ]
-    folder = next(
-        p for p in (config.run_path.absolute(), *config.run_path.absolute().parents) if p.exists()
+        f" keep_best={c.keep_best} and the one being written: up to {whole / GB:.2f} GB in"
+        f" {config.run_path}"
     )
+    place = config.run_path.absolute()
+    folder = next(p for p in (place, *place.parents) if p.exists())
     free = shutil.disk_usage(folder).free
-    if free < size * count:
-        notes.append(
-            f"checkpoints: the disk of {folder} has {free / GB:.2f} GB free, less than {total} GB:"
-            " lower checkpoint.keep_last or checkpoint.keep_best, or set run_dir to another disk"
+    if free < whole:
+        yield (
+            f"checkpoints: the disk of {folder} has {free / GB:.2f} GB free, less than"
+            f" {whole / GB:.2f} GB: lower checkpoint.keep_last or checkpoint.keep_best, or set"
+            " run_dir to another disk"
         )
-    return notes
 
 
 def _verdict(pools: Sequence[PoolPeak], hosts: Sequence[HostMemory] = ()) -> str:

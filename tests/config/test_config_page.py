@@ -44,7 +44,7 @@ def test_the_page_is_fresh(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(config_page.main, []) == 0
     page = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
     again = "python -m jaxrl.config.page > docs/config.md"
-    assert page == capsys.readouterr().out, f"make it anew: {again}"
+    assert page == capsys.readouterr().out, f"make it again: {again}"
 
 
 def test_the_page_has_every_key_with_type_bounds_and_default() -> None:
@@ -66,8 +66,8 @@ def test_defaults_shown_are_read_back_as_they_are() -> None:
     keys = [key for key in config_keys.keys(Config) if not key.required]
     required = ["student.model=a", "teacher.model=b", "data.train=c.jsonl"]
     shown = [f"{key.path}={yaml_text.shown(key.default)}" for key in keys]
-    told = [word for word in shown if not word.startswith("teacher.model=")]
-    assert Config.load(None, [*told, *required]) == minimal()
+    given = [word for word in shown if not word.startswith("teacher.model=")]
+    assert Config.load(None, [*given, *required]) == minimal()
 
 
 def minimal(**models: str) -> Config:
@@ -90,7 +90,7 @@ def test_every_default_is_planned(tmp_path: Path) -> None:
 
 
 class Reads:
-    """Notes which keys of the configs it is told of are read by code of the package.
+    """Notes which keys of the configs that it watches are read by code of the package.
 
     What a section's own checks read, when it is made, counts for nothing.
     """
