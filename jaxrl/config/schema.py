@@ -120,7 +120,7 @@ class ParallelConfig(Section):
 class RoleConfig(Section):
     """What every role has: its devices, its mesh and its compute dtype."""
 
-    parallel: ParallelConfig = ParallelConfig()
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     """Mesh axes of the role."""
     devices: str | None = None
     """Slice `start:stop` of the pool's devices that this role uses, as in `1:2`. null: all of

@@ -59,8 +59,8 @@ for _tag, _pattern, _first_letters in (
 
 
 def _parse(text: str) -> Any:
-    loader = _Loader(text)
     try:
+        loader = _Loader(text)
         node = loader.get_single_node()
         _count_nodes(node, 0, 0)
         return None if node is None else loader.construct_document(node)

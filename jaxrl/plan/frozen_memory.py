@@ -17,7 +17,7 @@ from jaxrl.models.batching import bucket, rows_of
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.encoder_config import EncoderConfig
 from jaxrl.models.kernels import Target, fuses
-from jaxrl.plan.memory import ITEMSIZE, Account, Part, weight_bytes
+from jaxrl.plan.memory import ITEMSIZE, Account, Entry, weight_bytes
 from jaxrl.sharding.placement import AXIS_NAMES, Axes
 
 
@@ -58,8 +58,8 @@ def reward_account(
 
 
 def _account(role: str, weights: int, work: int, phase: str) -> Account:
-    parts = Part("weights", "parameters", weights), Part("activations", "forward pass", work, phase)
-    return Account(role, parts)
+    resident = Entry("weights", "parameters", weights)
+    return Account(role, (resident, Entry("activations", "forward pass", work, phase)))
 
 
 def encoder_bytes(config: EncoderConfig, axes: Axes, dtype: DType) -> int:

@@ -1,15 +1,15 @@
-"""Memory of a role on one of its devices: its parts and their peak, and the sizes that are exact
+"""Memory of a role on one of its devices: its entries and their peak, and the sizes that are exact
 (weights, optimizer state, KV cache: each leaf's shard under the rules of `models/rules.py`).
 
-A part is resident or belongs to a phase. A worker does one thing at a time, so the peak of a device
-is the largest over the phases of all roles there: what is resident and not away then, and the
-phase.
+An entry is resident or belongs to a phase. A worker does one thing at a time, so the peak of a
+device is the largest over the phases of all roles there: what is resident and not away then, and
+the phase.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
@@ -83,7 +83,7 @@ def cache_bytes(config: DecoderConfig, axes: Axes, rows: int, positions: int, dt
 
 
 @dataclass(frozen=True)
-class Part:
+class Entry:
     """Some bytes of a role on one device."""
 
     column: Column
@@ -93,36 +93,36 @@ class Part:
     phase: str | None = None
     """The phase that it exists in; None: it is resident."""
     away: frozenset[str] = frozenset()
-    """Of a resident part, the moments (`actor: publish`) and roles while which it is freed, or on
+    """Of a resident entry, the moments (`actor: publish`) and roles while which it is freed, or on
     the host."""
 
     def there(self, moment: str) -> bool:
-        """Whether a resident part is on the device at `ROLE: PHASE`."""
+        """Whether a resident entry is on the device at `ROLE: PHASE`."""
         return not self.away & {moment, moment.partition(":")[0]}
 
 
 @dataclass(frozen=True)
 class Account:
-    """All parts of one role on one of its devices."""
+    """Everything that one role holds on one of its devices."""
 
     role: str
-    parts: tuple[Part, ...]
+    entries: tuple[Entry, ...]
 
     @property
     def resident(self) -> int:
-        return sum(p.bytes for p in self.parts if p.phase is None)
+        return sum(p.bytes for p in self.entries if p.phase is None)
 
     def phases(self) -> dict[str, int]:
         """Phase -> bytes beyond what is resident."""
         found: dict[str, int] = {}
-        for part in self.parts:
-            if part.phase is not None:
-                found[part.phase] = found.get(part.phase, 0) + part.bytes
+        for entry in self.entries:
+            if entry.phase is not None:
+                found[entry.phase] = found.get(entry.phase, 0) + entry.bytes
         return found
 
     def column(self, column: Column) -> int:
         """What is resident of a column, and the most that one phase adds to it."""
-        mine = Account(self.role, tuple(p for p in self.parts if p.column == column))
+        mine = Account(self.role, tuple(e for e in self.entries if e.column == column))
         return mine.peak
 
     @property
@@ -134,30 +134,14 @@ def peak(accounts: Iterable[Account]) -> tuple[int, str]:
     """Peak bytes of a device that holds these roles, and the moment of it (`actor: update`)."""
     accounts = tuple(accounts)
     moments = {f"{a.role}: {name}": size for a in accounts for name, size in a.phases().items()}
-    resident = [part for a in accounts for part in a.parts if part.phase is None]
+    resident = [entry for a in accounts for entry in a.entries if entry.phase is None]
 
     def total(moment: str) -> int:
-        there = sum(part.bytes for part in resident if part.there(moment))
+        there = sum(entry.bytes for entry in resident if entry.there(moment))
         return there + moments.get(moment, 0)
 
     moment = max(moments, key=total, default="")
     return total(moment), moment
-
-
-def upcast(stored: Account, computed: Account, copies: Mapping[str, int]) -> Account:
-    """What a role holds as `stored` and computes as `computed`, in a wider dtype.
-
-    Args:
-        copies: phase -> bytes of weights that are there in the wider dtype too.
-    """
-    narrow, wide = stored.phases(), computed.phases()
-    parts = [part for part in stored.parts if part.phase is None]
-    for phase in narrow:
-        larger = computed if wide.get(phase, 0) > narrow[phase] else stored
-        parts += [part for part in larger.parts if part.phase == phase]
-        if copies.get(phase):
-            parts.append(Part("activations", "weights in float32", copies[phase], phase))
-    return Account(stored.role, tuple(parts))
 
 
 @lru_cache(maxsize=64)

@@ -18,8 +18,8 @@ def plan_json(plan: Plan) -> str:
     `pools`: name, roles, devices (numbers of the placement), device (`gpu`, or null in a plan for
     another machine), peak, moment (role and phase then, as `actor: loss`), limit (null where nobody
     knows). `roles`: role, pool (index), devices, axes (null without a mesh), peak (null where
-    nothing is counted), parts of it: column, name, bytes, phase (null: resident), away (moments and
-    roles at which a resident part is not there).
+    nothing is counted), parts: column, name, bytes, phase (null: resident), away (moments and
+    roles at which a resident one is not there).
     """
     platform = plan.devices[0].platform if plan.devices else None
     record = {
@@ -46,12 +46,12 @@ def plan_json(plan: Plan) -> str:
 def _role(plan: Plan, role: str) -> dict[str, Any]:
     where = plan.placement.roles[role]
     account, axes = plan.accounts.get(role), plan.axes.get(role)
-    parts = () if account is None else account.parts
+    entries = () if account is None else account.entries
     return {
         "role": role,
         "pool": where.pool,
         "devices": list(where.devices),
         "axes": None if axes is None else axes._asdict(),
         "peak": None if account is None else account.peak,
-        "parts": [{**asdict(part), "away": sorted(part.away)} for part in parts],
+        "parts": [{**asdict(e), "away": sorted(e.away)} for e in entries],
     }

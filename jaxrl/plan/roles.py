@@ -6,7 +6,7 @@ Weights, optimizer state and KV cache are exact (`memory.py`). Temporaries are t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
@@ -22,13 +22,12 @@ from jaxrl.plan.memory import (
     ITEMSIZE,
     Account,
     DType,
-    Part,
+    Entry,
     cache_bytes,
     layer_bytes,
     optimizer_bytes,
     optimizer_scratch,
     shards,
-    upcast,
     weight_bytes,
 )
 from jaxrl.roles.microbatch import shares
@@ -125,7 +124,7 @@ def micro_batches(m: Setting) -> tuple[int, int]:
     return count, -(-rows // count)
 
 
-def actor(m: Setting) -> Account:
+def actor(m: Setting) -> Iterable[Entry]:
     """Training: parameters, optimizer, gradients; temporaries of a block or of the loss."""
     a, axes = m.config.actor, m.axes["actor"]
     weights = weight_bytes(m.student, axes, a.param_dtype)
@@ -150,34 +149,34 @@ def actor(m: Setting) -> Account:
     optimizer = m.config.optimizer
     state = optimizer_bytes(m.student, axes, optimizer, a.param_dtype, a.moment_dtype)
     scratch = optimizer_scratch(m.student, axes, optimizer, a.moment_dtype)
-    parts = [
-        Part("weights", "parameters", weights - m.shared_bytes),
-        Part("weights", SHARED, m.shared_bytes),
-        Part("optimizer", "optimizer state", state),
-        *(Part("activations", "teacher's signal", signal, p) for p in (BACKWARD, LOSS, STEP)),
-        Part("gradients", "gradients", gradients, BACKWARD),
-        Part("activations", "kept by the layers", saved, BACKWARD),
-        Part("activations", "embedding's gradient at full width", heads.embedding, BACKWARD),
-        Part("activations", "one layer", run.backward(a.remat), BACKWARD),
-        Part("activations", "its micro-batches", taken * (count > 1), BACKWARD),
-        Part("gradients", "gradients", gradients - heads.later, LOSS),
-        Part("activations", "kept by the layers", saved, LOSS),
-        Part("activations", "heads at full width", heads.forward, LOSS),
+    entries = [
+        Entry("weights", "parameters", weights - m.shared_bytes),
+        Entry("weights", SHARED, m.shared_bytes),
+        Entry("optimizer", "optimizer state", state),
+        *(Entry("activations", "teacher's signal", signal, p) for p in (BACKWARD, LOSS, STEP)),
+        Entry("gradients", "gradients", gradients, BACKWARD),
+        Entry("activations", "kept by the layers", saved, BACKWARD),
+        Entry("activations", "embedding's gradient at full width", heads.embedding, BACKWARD),
+        Entry("activations", "one layer", run.backward(a.remat), BACKWARD),
+        Entry("activations", "its micro-batches", taken * (count > 1), BACKWARD),
+        Entry("gradients", "gradients", gradients - heads.later, LOSS),
+        Entry("activations", "kept by the layers", saved, LOSS),
+        Entry("activations", "heads at full width", heads.forward, LOSS),
         # Logits and hidden states, a layer of the forward pass, or a gather of the heads.
-        Part("activations", "logits, or one layer", fullest, LOSS),
-        Part("activations", "its micro-batches", taken, LOSS),
-        Part("gradients", "gradients", summed, STEP),
-        Part("activations", "scratch", scratch, STEP),
-        Part("activations", "copy for the rollout", _published(m), "publish"),
+        Entry("activations", "logits, or one layer", fullest, LOSS),
+        Entry("activations", "its micro-batches", taken, LOSS),
+        Entry("gradients", "gradients", summed, STEP),
+        Entry("activations", "scratch", scratch, STEP),
+        Entry("activations", "copy for the rollout", _published(m), "publish"),
     ]
     if mixed:
         copy = f"copy in {a.compute_dtype}"
-        parts += [Part("activations", copy, computed, phase) for phase in (BACKWARD, LOSS)]
+        entries += [Entry("activations", copy, computed, phase) for phase in (BACKWARD, LOSS)]
     if m.teacher is not None and m.signal == "hidden":
         head = split(m.vocab, axes.tensor) * split(m.teacher.d_model, axes.fsdp)
         size = head * ITEMSIZE[m.config.teacher.compute_dtype]
-        parts.append(Part("weights", "teacher's LM head", size))
-    return Account("actor", tuple(p for p in parts if p.bytes))
+        entries.append(Entry("weights", "teacher's LM head", size))
+    return entries
 
 
 def _published(m: Setting) -> int:
@@ -235,25 +234,27 @@ def _heads(m: Setting, rows: int, count: int) -> Heads:
     return Heads(embedding, looked_up + own + theirs + kept + twice, copied, later)
 
 
-def rollout(m: Setting) -> Account:
+def rollout(m: Setting) -> Iterable[Entry]:
     """Sampling: the policy in its compute dtype, its next version as it arrives, and the cache."""
     whole = weight_bytes(m.student, m.axes["rollout"], m.config.rollout.compute_dtype)
     stacked = m.config.rollout.layout == "stacked"
     apart = 0 if m.inputs.together("actor", "rollout") else whole
-    parts = [
-        Part("weights", "parameters", whole - m.shared_bytes),
-        Part("activations", "next version", apart, "weight sync"),
+    entries = [
+        Entry("weights", "parameters", whole - m.shared_bytes),
+        Entry("activations", "next version", apart, "weight sync"),
         *_sampling(m, "rollout", m.student, stacked=stacked),
     ]
     if m.signal == "student_topk":
         rows = m.rows("rollout", m.sequences)
         run = m.run("rollout", m.student, rows, m.width)
         work = _scoring(m, run, m.chunk(rows), 2, stacked=stacked)  # the ids alone
-        parts.append(Part("activations", "top-k of the policy", work, "score"))
-    return Account("rollout", tuple(p for p in parts if p.bytes))
+        entries.append(Entry("activations", "top-k of the policy", work, "score"))
+    return entries
 
 
-def _sampling(m: Setting, role: str, config: DecoderConfig, *, stacked: bool = False) -> list[Part]:
+def _sampling(
+    m: Setting, role: str, config: DecoderConfig, *, stacked: bool = False
+) -> list[Entry]:
     """What the engine allocates while it generates."""
     c, axes, dtype = m.config, m.axes[role], m.config.roles[role].compute_dtype
     row_shards = axes.data * axes.fsdp
@@ -283,20 +284,20 @@ def _sampling(m: Setting, role: str, config: DecoderConfig, *, stacked: bool = F
             "decode": max(scores + 2 * one, drawn) + layer + 2 * copy,
             "longer cache": cache,
         }
-    parts = []
+    entries = []
     for phase, size in work.items():
-        parts += [
-            Part("cache", "KV cache", cache, phase),
-            Part("cache", "keys and values of prompts", held, phase),
-            Part("activations", phase, size, phase),
+        entries += [
+            Entry("cache", "KV cache", cache, phase),
+            Entry("cache", "keys and values of prompts", held, phase),
+            Entry("activations", phase, size, phase),
         ]
     if axes.fsdp > 1 and not stacked:  # each program gathers all it needs before its first layer
         size = weight_bytes(config, axes._replace(fsdp=1), dtype)
         name = "weights gathered over fsdp"
         unused = (0 if config.tie_embeddings else table) + run.layer  # nearly all of the last layer
-        parts.append(Part("activations", name, size - unused, "prefill"))
-        parts.append(Part("activations", name, size, "decode"))
-    return parts
+        entries.append(Entry("activations", name, size - unused, "prefill"))
+        entries.append(Entry("activations", name, size, "decode"))
+    return entries
 
 
 def _scoring(m: Setting, run: Pass, tokens: int, arrays: int, *, stacked: bool) -> int:
@@ -318,7 +319,7 @@ def _scoring(m: Setting, run: Pass, tokens: int, arrays: int, *, stacked: bool) 
     return layers + head + max(work, read, table + max(table // axes.fsdp, run.residual))
 
 
-def teacher(m: Setting) -> Account:
+def teacher(m: Setting) -> Iterable[Entry]:
     """Scoring, and sampling where the teacher's own completions are wanted."""
     c, config, axes = m.config, m.teacher, m.axes["teacher"]
     assert config is not None
@@ -334,49 +335,49 @@ def teacher(m: Setting) -> Account:
     # A signal waits on the teacher's devices while something else runs there.
     waits = SCHEDULES[c.schedule] > 0 or m.inputs.together("actor", "teacher")
     in_flight = waits and not m.inputs.same_mesh("actor", "teacher", m.axes)
-    parts = [
-        Part("weights", "parameters", weights),
-        Part("activations", "signals in flight", signal * in_flight),
-        Part("activations", "signal", signal, "score"),
-        Part("activations", "forward pass", work, "score"),
+    entries = [
+        Entry("weights", "parameters", weights),
+        Entry("activations", "signals in flight", signal * in_flight),
+        Entry("activations", "signal", signal, "score"),
+        Entry("activations", "forward pass", work, "score"),
     ]
     if slices > 1:
-        parts.append(Part("activations", "signal, put together", 2 * signal, "end of score"))
+        entries.append(Entry("activations", "signal, put together", 2 * signal, "end of score"))
     if samples:
-        parts += _sampling(m, "teacher", config)
-    return Account("teacher", tuple(p for p in parts if p.bytes))
+        entries += _sampling(m, "teacher", config)
+    return entries
 
 
-def reference(m: Setting) -> Account:
+def reference(m: Setting) -> Iterable[Entry]:
     """Log-probs of the completions under the policy before training."""
     section = m.config.reference
     rows = -(-m.rows("reference", m.sequences) // section.num_microbatches)
     run = m.run("reference", m.student, rows, m.width)
     work = _scoring(m, run, m.chunk(rows), 2, stacked=True)
     weights = weight_bytes(m.student, m.axes["reference"], section.compute_dtype)
-    parts = (
-        Part("weights", "parameters", weights),
-        Part("activations", "forward pass", work, "score"),
+    entries = (
+        Entry("weights", "parameters", weights),
+        Entry("activations", "forward pass", work, "score"),
     )
-    return Account("reference", tuple(p for p in parts if p.bytes))
+    return entries
 
 
-def reward(m: Setting) -> Account:
+def reward(m: Setting) -> Iterable[Entry]:
     """The reward model; nothing where functions alone judge."""
     c, model = m.config, m.inputs.reward
     longest = c.max_prompt_tokens + c.max_new_tokens + TEMPLATE_TOKENS
     longest = c.reward.max_tokens or longest
     if model is None:
-        return Account("reward", ())
-    return reward_account(model, m.axes["reward"], c.reward, longest, m.inputs.target)
+        return ()
+    return reward_account(model, m.axes["reward"], c.reward, longest, m.inputs.target).entries
 
 
-def grouper(m: Setting) -> Account:
+def grouper(m: Setting) -> Iterable[Entry]:
     """The text encoder of similarity groups."""
-    c, model = m.config, m.inputs.grouper
+    c, model, target = m.config, m.inputs.grouper, m.inputs.target
     if model is None:
-        return Account("grouper", ())
-    return grouper_account(model, m.axes["grouper"], c.grouper, c.max_new_tokens, m.inputs.target)
+        return ()
+    return grouper_account(model, m.axes["grouper"], c.grouper, c.max_new_tokens, target).entries
 
 
 def loss_arrays(m: Setting) -> int:
@@ -414,7 +415,7 @@ def signal_bytes(d: DistillConfig, dtype: DType, teacher: DecoderConfig) -> int:
     return sent + (8 * d.entropy_top_k + 8 if d.entropy_aware else 0)
 
 
-ACCOUNTS: dict[str, Callable[[Setting], Account]] = {
+ENTRIES: dict[str, Callable[[Setting], Iterable[Entry]]] = {
     "actor": actor,
     "rollout": rollout,
     "teacher": teacher,
@@ -422,20 +423,20 @@ ACCOUNTS: dict[str, Callable[[Setting], Account]] = {
     "reward": reward,
     "grouper": grouper,
 }
-"""Role -> its account."""
+"""Role -> what it holds; entries of 0 bytes are dropped."""
 
 
 def role_accounts(inputs: PlanInputs, config: Config) -> dict[str, Account]:
-    """Memory of each role of the run; each part with the moments at which it is away."""
+    """Memory of each role of the run; each entry with the moments at which it is away."""
     found = _alone(inputs, config)
     if inputs.on_cpu and any(config.roles[role].dtype == "bfloat16" for role in found):
-        found = _upcast(inputs, config, found)
+        found = dict(_upcast(inputs, config, found))
     return {
         role: Account(
             role,
             tuple(
-                replace(part, away=_away(role, part, {*pool.roles} - {role}, config.offload))
-                for part in found[role].parts
+                replace(entry, away=_away(role, entry, {*pool.roles} - {role}, config.offload))
+                for entry in found[role].entries
             ),
         )
         for pool in inputs.placement.pools
@@ -447,25 +448,36 @@ def role_accounts(inputs: PlanInputs, config: Config) -> dict[str, Account]:
 def _alone(inputs: PlanInputs, config: Config) -> dict[str, Account]:
     """Memory of each role by itself, computed in the dtypes of the config."""
     setting = Setting(config, inputs, inputs.axes(config))
-    found = {role: ACCOUNTS[role](setting) for role in inputs.roles}
-    return {role: account for role, account in found.items() if account.parts}
+    known = (role for role in inputs.roles if role in ENTRIES)
+    found = {role: tuple(e for e in ENTRIES[role](setting) if e.bytes) for role in known}
+    return {role: Account(role, entries) for role, entries in found.items() if entries}
 
 
-def _upcast(inputs: PlanInputs, config: Config, found: Mapping[str, Account]) -> dict[str, Account]:
-    """The accounts where bfloat16 is computed in float32, from copies of the weights."""
+def _upcast(
+    inputs: PlanInputs, config: Config, found: Mapping[str, Account]
+) -> Iterator[tuple[str, Account]]:
+    """The accounts where bfloat16 is computed in float32, from copies of the weights: each phase is
+    the larger of both dtypes', and beside it the copies that XLA's CPU holds.
+    """
     narrow = {role: s for role, s in config.roles.items() if s.dtype == "bfloat16"}
     wide = {role: s.model_copy(update={"dtype": "float32"}) for role, s in narrow.items()}
     computed = _alone(inputs, config.model_copy(update=wide))
-    return {
-        role: upcast(account, computed[role], _copies(inputs, role, config))
-        if role in narrow
-        else account
-        for role, account in found.items()
-    }
+    for role, stored in found.items():
+        if role not in narrow:
+            yield role, stored
+            continue
+        entries = [entry for entry in stored.entries if entry.phase is None]
+        larger, copies = computed[role].phases(), _copies(inputs, role, config)
+        for phase, size in stored.phases().items():
+            chosen = computed[role] if larger.get(phase, 0) > size else stored
+            entries += [entry for entry in chosen.entries if entry.phase == phase]
+            if phase in copies:
+                entries.append(Entry("activations", "weights in float32", copies[phase], phase))
+        yield role, Account(role, tuple(entries))
 
 
 def _copies(inputs: PlanInputs, role: str, config: Config) -> dict[str, int]:
-    """Phase -> bytes of a role's weights that XLA's CPU holds in float32 too."""
+    """Phase -> bytes of a role's weights that are there in float32 too."""
     model, axes = inputs.model(role), inputs.axes(config)[role]
     if not isinstance(model, DecoderConfig) or role not in ("rollout", "teacher", "reference"):
         return {}
@@ -474,28 +486,28 @@ def _copies(inputs: PlanInputs, role: str, config: Config) -> dict[str, int]:
     return {"prefill": layers, "decode": layers + head, "score": layers}
 
 
-def _away(role: str, part: Part, others: set[str], offload: OffloadConfig) -> frozenset[str]:
-    """Moments, as `memory.peak` has them, or whole roles during which a part is not on the device:
-    the plan's side of what `sharding.ledger` does in a worker.
+def _away(role: str, entry: Entry, others: set[str], offload: OffloadConfig) -> frozenset[str]:
+    """Moments (as `memory.peak` names them) or whole roles during which an entry is not on the
+    device: the plan's side of what the ledger does in a worker.
 
     Args:
         others: the other roles of the pool.
     """
-    gone: set[str] = set()
-    if part.phase is not None or part.column not in ("weights", "optimizer"):
+    if entry.phase is not None or entry.column not in ("weights", "optimizer"):
         return frozenset()
-    if role == "actor" and part.name.startswith("parameters"):
-        gone = others - ({"rollout"} if part.name == SHARED else set()) if offload.params else gone
-    elif role == "actor":
-        asked = offload.optimizer if part.column == "optimizer" else offload.frozen
-        gone = others | PUBLISH if asked else gone
-    elif role == "rollout":
-        gone = (UPDATE if "actor" in others else set()) | (
-            others - {"actor"} if offload.params else set()
-        )
-    elif offload.frozen:
-        gone = others
-    return frozenset(gone)
+    if role == "rollout":
+        stale = UPDATE if "actor" in others else set()
+        return frozenset(stale | (others - {"actor"} if offload.params else set()))
+    asked, gone = offload.frozen, others
+    if role == "actor":
+        gone = others | PUBLISH
+        if entry.column == "optimizer":
+            asked = offload.optimizer
+        elif entry.name == SHARED:
+            asked, gone = offload.params, others - {"rollout"}
+        elif entry.name == "parameters":
+            asked, gone = offload.params, others
+    return frozenset(gone if asked else ())
 
 
 def pool_peaks(inputs: PlanInputs, config: Config) -> tuple[PoolPeak, ...]:

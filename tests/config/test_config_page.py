@@ -168,6 +168,12 @@ SHOWN_BY = {
         "test_train.py",
         "test_a_run_that_diverges_ends_with_exit_code_1_and_keeps_the_batch",
     ),
+    "grouper.alpha": ("test_similarity.py", "test_all_singletons"),
+    "grouper.mmr_lambda": ("test_similarity.py", "test_mmr_by_hand_with_partial_similarity"),
+    "grouper.tau": (
+        "test_similarity.py",
+        "test_neither_the_order_nor_the_rest_of_the_batch_matters",
+    ),
     "policy.max_refills": (
         "test_rl.py",
         "test_prompts_that_teach_nothing_are_replaced_as_often_as_allowed",
@@ -191,8 +197,8 @@ SHOWN_BY = {
         "test_what_has_changed_is_refused_by_name_and_versions_are_reported",
     ),
 }
-"""Keys that only other runs read (in trouble, in several processes) -> the test that shows their
-effect."""
+"""Keys that only other runs read (in trouble, in several processes, with other similarity groups)
+-> the test that shows their effect."""
 
 ONE_STEP = [
     "steps=1",
