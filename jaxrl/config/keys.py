@@ -96,8 +96,10 @@ def explain(model: type[BaseModel], error: ValidationError) -> str:
 
 def refuse_unknown(model: type[BaseModel], mapping: Mapping[str, Any]) -> None:
     """Raises ``UserError`` naming each key that no class defines; values are not judged."""
+    # Without texts, so that no algorithm of the user's is loaded.
+    names = {key: None if isinstance(value, str) else value for key, value in mapping.items()}
     try:
-        model.model_validate(mapping)
+        model.model_validate(names)
     except ValidationError as error:
         if text := _unknown(model, error):
             raise UserError(text) from None

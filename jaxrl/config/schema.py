@@ -866,8 +866,8 @@ class Config(Section, metaclass=_Parsed):
     """Folder of everything that the run writes: checkpoints, metrics, samples, logs. null:
     `runs/NAME`."""
     resume: Literal["auto", "never", "must"] = "auto"
-    """auto: resume the run that `run_dir` holds, if any. never: start a new run; refuse a `run_dir`
-    that holds one. must: resume; refuse a `run_dir` without a run."""
+    """auto: resume the run in `run_dir`, or start one where there is none. never: start a new run;
+    refuse a `run_dir` that holds one. must: resume; refuse a `run_dir` without a run."""
     resume_changed: bool = False
     """Resume even where files of a model, a reward function or data have changed since the
     checkpoint; each change is reported."""

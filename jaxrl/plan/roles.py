@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from jaxrl.algorithms.schedule import SCHEDULES
-from jaxrl.config.schema import Config, DistillConfig, OffloadConfig
+from jaxrl.config.schema import Config, DistillConfig, DType, OffloadConfig
 from jaxrl.models.activations import F32, SAMPLER_ARRAYS, Pass, logits, split, whole_rows
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import fuses
@@ -21,7 +21,6 @@ from jaxrl.plan.inputs import PlanInputs, PoolPeak
 from jaxrl.plan.memory import (
     ITEMSIZE,
     Account,
-    DType,
     Entry,
     cache_bytes,
     layer_bytes,
