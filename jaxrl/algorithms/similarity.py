@@ -159,7 +159,7 @@ def silhouette(distance: Float[np.ndarray, "N N"], labels: Int[np.ndarray, " N"]
 def connected_components(
     similarity: Float[np.ndarray, "N N"], *, tau: float = 0.95
 ) -> Int[np.ndarray, " N"]:
-    """One cluster for all that a chain of similarities >= tau connects."""
+    """One cluster for all that a chain of similarities >= tau connects (DARLING, 2509.02534)."""
     linked = similarity >= tau
     labels = np.arange(len(linked))
     while True:
@@ -170,7 +170,8 @@ def connected_components(
 
 
 def leader(similarity: Float[np.ndarray, "N N"], *, tau: float = 0.95) -> Int[np.ndarray, " N"]:
-    """Each sample joins the first leader that it is at least tau similar to, or becomes one."""
+    """Each sample joins the first leader that it is at least tau similar to, or becomes one (GiGPO,
+    arXiv 2505.10978)."""
     labels = np.arange(len(similarity))
     leaders: list[int] = []
     for i in range(len(similarity)):
@@ -300,6 +301,8 @@ def _of_cluster(
 
 
 def _blend(values: np.ndarray, labels: np.ndarray, prompts: np.ndarray, o: GrouperConfig) -> Array:
+    """alpha times the cluster's advantage and 1 - alpha the prompt's (Stratified GRPO, arXiv
+    2510.06214)."""
     inside = _of_cluster(values, labels, prompts, o)
     return o.alpha * inside + (1 - o.alpha) * _of_prompt(values, labels, prompts, o)
 
@@ -307,6 +310,7 @@ def _blend(values: np.ndarray, labels: np.ndarray, prompts: np.ndarray, o: Group
 def _size_weight(
     values: np.ndarray, labels: np.ndarray, prompts: np.ndarray, o: GrouperConfig
 ) -> Array:
+    """|c|^-alpha times the prompt's advantage (arXiv 2601.08763)."""
     _, inverse, size = np.unique(labels, return_inverse=True, return_counts=True)
     return size[inverse] ** -o.alpha * _of_prompt(values, labels, prompts, o)
 
@@ -314,7 +318,7 @@ def _size_weight(
 def _distinct(
     values: np.ndarray, labels: np.ndarray, similarity: np.ndarray, o: GrouperConfig
 ) -> Array:
-    """R max((G - |c|) / (G - 1), 0.1)."""
+    """R max((G - |c|) / (G - 1), 0.1) (DARLING, arXiv 2509.02534)."""
     _not_negative(values, "distinct")
     size = np.bincount(labels)[labels]
     others = np.maximum(len(labels) - 1, 1)
@@ -322,13 +326,17 @@ def _distinct(
 
 
 def _smi(values: np.ndarray, labels: np.ndarray, similarity: np.ndarray, o: GrouperConfig) -> Array:
-    """R / sum_j s_ij with j = i in the sum; opposite embeddings may not bring it below 0.1."""
+    """R / sum_j s_ij with j = i in the sum (DRA-GRPO, arXiv 2505.09655).
+
+    Opposite embeddings may not bring the sum below 0.1.
+    """
     _not_negative(values, "smi")
     return values / np.maximum(similarity.sum(-1), SMALLEST_FACTOR)
 
 
 def _mmr(values: np.ndarray, labels: np.ndarray, similarity: np.ndarray, o: GrouperConfig) -> Array:
-    """lambda R_i - (1 - lambda) max(0, max_j s_ij) over the j picked before i, best score first.
+    """lambda R_i - (1 - lambda) max(0, max_j s_ij) over the j picked before i, best score first
+    (maximal marginal relevance, arXiv 2601.09085).
 
     Rows are in canonical order: the first among equals is picked.
     """
