@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.algorithms.advantages import group_advantages, select_groups
-from jaxrl.algorithms.similarity import Similarity, similarity_advantages
-from jaxrl.config.schema import Config
+from jaxrl.algorithms.similarity import similarity_advantages
+from jaxrl.config.schema import Config, GrouperConfig
 from jaxrl.losses.kl import kl_in_reward
 from jaxrl.sharding.parts import join_parts
 from jaxrl.types import Embedded, Prepare, Rollout, TrainBatch
@@ -78,7 +78,7 @@ def _advantages(
         rewards,
         vectors,
         rollout.group_ids,
-        options=configured_similarity(config),
+        options=_similarity(config),
         texts=(*embedded.texts, *[None] * extra),
     )
     told = {
@@ -93,19 +93,11 @@ def _scales_by_std(config: Config) -> bool:
     return config.spec.scale_by_std if asked is None else asked
 
 
-def configured_similarity(config: Config) -> Similarity:
+def _similarity(config: Config) -> GrouperConfig:
     """Similarity groups as configured; an algorithm that divides by no std divides by none here."""
-    g = config.grouper
-    return Similarity(
-        method=g.method,
-        use=g.use,
-        std_scope=g.std_scope if _scales_by_std(config) else "none",
-        alpha=g.alpha,
-        tau=g.tau,
-        mmr_lambda=g.mmr_lambda,
-        max_clusters=g.max_clusters,
-        min_silhouette=g.min_silhouette,
-    )
+    if _scales_by_std(config):
+        return config.grouper
+    return config.grouper.model_copy(update={"std_scope": "none"})
 
 
 def _reward_kl(config: Config, rollout: Rollout, reference: Any) -> np.ndarray:

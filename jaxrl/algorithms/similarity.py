@@ -11,79 +11,25 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from jaxrl.algorithms.advantages import group_advantages, within
+from jaxrl.config.schema import GrouperConfig
 from jaxrl.errors import RunError, UserError, unknown
 from jaxrl.rewards.combine import Rewards, as_rewards
 
 Sums = dict[str, tuple[float, float]]
 """Metric name -> (sum, count)."""
 Array = np.ndarray
-Method = Literal["agglomerative_silhouette", "connected_components", "leader"]
-Use = Literal["subgroup", "blend", "size_weight", "distinct", "smi", "mmr"]
-StdScope = Literal["cluster", "prompt", "none"]
 
 ZERO_DISTANCE = 1e-6
 """Distances below count as 0: float32 embeddings of the same text differ by this much."""
 SMALLEST_FACTOR = 0.1
 """Of `distinct` (DARLING, arXiv 2509.02534), and of the sum of similarities in `smi`."""
 _OPEN, _CLOSE = "<think>", "</think>"
-
-
-@dataclass(frozen=True)
-class Similarity:
-    """How samples are clustered, and what the clusters are for."""
-
-    method: Method = "agglomerative_silhouette"
-    """agglomerative_silhouette: average linkage, the number of clusters by the best silhouette.
-    connected_components: joined by any chain of similarities of at least tau (DARLING, 2509.02534).
-    leader: the first earlier leader at least tau similar, else a new one (GiGPO, 2505.10978)."""
-    use: Use = "subgroup"
-    """subgroup: A = (R - mean) / (std + 1e-6) within the cluster. blend: alpha of that and
-    1 - alpha of the prompt's (Stratified GRPO, 2510.06214). size_weight: |c|^-alpha times the
-    prompt's (2601.08763). These change the reward, before the prompt's statistics: distinct, times
-    the fraction of the prompt's other samples that are in other clusters, at least 0.1 (DARLING);
-    smi, divided by the sum of similarities to all samples, itself included (DRA-GRPO, 2505.09655);
-    mmr, the score at which maximal marginal relevance picks the sample (2601.09085)."""
-    std_scope: StdScope = "cluster"
-    """Whose std divides in subgroup and blend: a cluster of two unequal rewards is always +-0.707
-    under its own. The others have the prompt's unless this is none."""
-    alpha: float = 0.5
-    """Of blend (0 to 1) and size_weight (0 or above)."""
-    tau: float = 0.95
-    """Cosine similarity from which connected_components and leader join."""
-    mmr_lambda: float = 0.7
-    """Of mmr: 1 is the reward alone, 0 novelty alone."""
-    max_clusters: int = 7
-    """Of agglomerative_silhouette."""
-    min_silhouette: float = 0.1
-    """Of agglomerative_silhouette: below, the prompt is one cluster."""
-
-    def __post_init__(self) -> None:
-        choices = {"method": METHODS, "use": get_args(Use), "std_scope": get_args(StdScope)}
-        for name, known in choices.items():
-            if getattr(self, name) not in known:
-                raise unknown(name, getattr(self, name), known)
-        if self.alpha < 0 or (self.use == "blend" and self.alpha > 1):
-            raise UserError(
-                f"alpha is {self.alpha}; blend takes 0 (GRPO) to 1 (subgroup), size_weight 0 or"
-                " above"
-            )
-        if self.max_clusters < 2:
-            raise UserError(f"max_clusters is {self.max_clusters}; it must be at least 2")
-        if not 0 <= self.mmr_lambda <= 1:
-            raise UserError(f"mmr_lambda is {self.mmr_lambda}; it must lie in [0, 1]")
-
-    def clustering(self) -> dict[str, float]:
-        """The options of `method`, for `cluster`."""
-        if self.method == "agglomerative_silhouette":
-            return {"max_clusters": self.max_clusters, "min_silhouette": self.min_silhouette}
-        return {"tau": self.tau}
 
 
 def text_to_embed(completion: str, *, opened: bool = False) -> str | None:
@@ -213,7 +159,7 @@ def silhouette(distance: Float[np.ndarray, "N N"], labels: Int[np.ndarray, " N"]
 def connected_components(
     similarity: Float[np.ndarray, "N N"], *, tau: float = 0.95
 ) -> Int[np.ndarray, " N"]:
-    """One cluster for all that a chain of similarities >= tau connects."""
+    """One cluster for all that a chain of similarities >= tau connects (DARLING, 2509.02534)."""
     linked = similarity >= tau
     labels = np.arange(len(linked))
     while True:
@@ -224,7 +170,8 @@ def connected_components(
 
 
 def leader(similarity: Float[np.ndarray, "N N"], *, tau: float = 0.95) -> Int[np.ndarray, " N"]:
-    """Each sample joins the first leader that it is at least tau similar to, or becomes one."""
+    """Each sample joins the first leader that it is at least tau similar to, or becomes one (GiGPO,
+    arXiv 2505.10978)."""
     labels = np.arange(len(similarity))
     leaders: list[int] = []
     for i in range(len(similarity)):
@@ -268,7 +215,7 @@ def similarity_advantages(
     embeddings: Float[np.ndarray, "B D"],
     group_ids: Int[np.ndarray, " B"],
     *,
-    options: Similarity | None = None,
+    options: GrouperConfig | None = None,
     texts: Sequence[str | None] | None = None,
 ) -> Grouped:
     """Clusters every prompt's samples and makes their advantages as `options` says.
@@ -284,7 +231,7 @@ def similarity_advantages(
         texts: from `text_to_embed`, for the canonical order and the unfinished thoughts; without,
             every sample has an answer.
     """
-    o = Similarity() if options is None else options
+    o = GrouperConfig() if options is None else options
     values, ids = as_rewards(rewards), np.asarray(group_ids)
     labels = np.full(len(ids), -1)
     shaped, shape = values.copy(), SHAPES.get(o.use)
@@ -306,7 +253,7 @@ def similarity_advantages(
 
 
 def _one_prompt(
-    rows: np.ndarray, embeddings: np.ndarray, texts: Sequence[str | None] | None, o: Similarity
+    rows: np.ndarray, embeddings: np.ndarray, texts: Sequence[str | None] | None, o: GrouperConfig
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """A prompt's rows in canonical order, their clusters 0, 1, ..., their similarities."""
     members = rows.tolist()
@@ -322,9 +269,16 @@ def _one_prompt(
     similarity[np.ix_(answered, answered)] = similarities(np.asarray(embeddings)[rows[answered]])
     found = np.arange(len(rows))
     if answered.any():
-        inside = METHODS[o.method](similarity[np.ix_(answered, answered)], **o.clustering())
+        inside = METHODS[o.method](similarity[np.ix_(answered, answered)], **_settings(o))
         found[answered] = found[answered][_first_of(inside)]
     return rows, _renumbered(found), similarity
+
+
+def _settings(o: GrouperConfig) -> dict[str, float]:
+    """The keyword arguments of a clustering method."""
+    if o.method == "agglomerative_silhouette":
+        return {"max_clusters": o.max_clusters, "min_silhouette": o.min_silhouette}
+    return {"tau": o.tau}
 
 
 def _first_of(labels: np.ndarray) -> np.ndarray:
@@ -333,47 +287,56 @@ def _first_of(labels: np.ndarray) -> np.ndarray:
     return first[inverse]
 
 
-def _of_prompt(values: np.ndarray, labels: np.ndarray, prompts: np.ndarray, o: Similarity) -> Array:
+def _of_prompt(
+    values: np.ndarray, labels: np.ndarray, prompts: np.ndarray, o: GrouperConfig
+) -> Array:
     return group_advantages(values, prompts, scale_by_std=o.std_scope != "none")
 
 
 def _of_cluster(
-    values: np.ndarray, labels: np.ndarray, prompts: np.ndarray, o: Similarity
+    values: np.ndarray, labels: np.ndarray, prompts: np.ndarray, o: GrouperConfig
 ) -> Array:
     scopes = {"cluster": labels, "prompt": prompts, "none": None}
     return within(values, labels, scopes[o.std_scope])
 
 
-def _blend(values: np.ndarray, labels: np.ndarray, prompts: np.ndarray, o: Similarity) -> Array:
+def _blend(values: np.ndarray, labels: np.ndarray, prompts: np.ndarray, o: GrouperConfig) -> Array:
+    """alpha times the cluster's advantage and 1 - alpha the prompt's (Stratified GRPO, arXiv
+    2510.06214)."""
     inside = _of_cluster(values, labels, prompts, o)
     return o.alpha * inside + (1 - o.alpha) * _of_prompt(values, labels, prompts, o)
 
 
 def _size_weight(
-    values: np.ndarray, labels: np.ndarray, prompts: np.ndarray, o: Similarity
+    values: np.ndarray, labels: np.ndarray, prompts: np.ndarray, o: GrouperConfig
 ) -> Array:
+    """|c|^-alpha times the prompt's advantage (arXiv 2601.08763)."""
     _, inverse, size = np.unique(labels, return_inverse=True, return_counts=True)
     return size[inverse] ** -o.alpha * _of_prompt(values, labels, prompts, o)
 
 
 def _distinct(
-    values: np.ndarray, labels: np.ndarray, similarity: np.ndarray, o: Similarity
+    values: np.ndarray, labels: np.ndarray, similarity: np.ndarray, o: GrouperConfig
 ) -> Array:
-    """R max((G - |c|) / (G - 1), 0.1)."""
+    """R max((G - |c|) / (G - 1), 0.1) (DARLING, arXiv 2509.02534)."""
     _not_negative(values, "distinct")
     size = np.bincount(labels)[labels]
     others = np.maximum(len(labels) - 1, 1)
     return values * np.maximum((len(labels) - size) / others, SMALLEST_FACTOR)
 
 
-def _smi(values: np.ndarray, labels: np.ndarray, similarity: np.ndarray, o: Similarity) -> Array:
-    """R / sum_j s_ij with j = i in the sum; opposite embeddings may not bring it below 0.1."""
+def _smi(values: np.ndarray, labels: np.ndarray, similarity: np.ndarray, o: GrouperConfig) -> Array:
+    """R / sum_j s_ij with j = i in the sum (DRA-GRPO, arXiv 2505.09655).
+
+    Opposite embeddings may not bring the sum below 0.1.
+    """
     _not_negative(values, "smi")
     return values / np.maximum(similarity.sum(-1), SMALLEST_FACTOR)
 
 
-def _mmr(values: np.ndarray, labels: np.ndarray, similarity: np.ndarray, o: Similarity) -> Array:
-    """lambda R_i - (1 - lambda) max(0, max_j s_ij) over the j picked before i, best score first.
+def _mmr(values: np.ndarray, labels: np.ndarray, similarity: np.ndarray, o: GrouperConfig) -> Array:
+    """lambda R_i - (1 - lambda) max(0, max_j s_ij) over the j picked before i, best score first
+    (maximal marginal relevance, arXiv 2601.09085).
 
     Rows are in canonical order: the first among equals is picked.
     """
@@ -395,13 +358,13 @@ def _not_negative(values: np.ndarray, use: str) -> None:
         )
 
 
-SHAPES: Mapping[str, Callable[[Array, Array, Array, Similarity], Array]] = {
+SHAPES: Mapping[str, Callable[[Array, Array, Array, GrouperConfig], Array]] = {
     "distinct": _distinct,
     "smi": _smi,
     "mmr": _mmr,
 }
 """Uses that change the rewards of one prompt: (rewards, clusters, similarities, options)."""
-ADVANTAGES: Mapping[str, Callable[[Array, Array, Array, Similarity], Array]] = {
+ADVANTAGES: Mapping[str, Callable[[Array, Array, Array, GrouperConfig], Array]] = {
     "subgroup": _of_cluster,
     "blend": _blend,
     "size_weight": _size_weight,
@@ -412,12 +375,12 @@ ADVANTAGES: Mapping[str, Callable[[Array, Array, Array, Similarity], Array]] = {
 def _metrics(labels: Array, counts: list[int], scores: list[float], unfinished: int) -> Sums:
     _, size = np.unique(labels[labels >= 0], return_counts=True)
     samples, prompts = float(size.sum()), float(len(counts))
-    told = {
+    metrics = {
         "groups_per_prompt": (float(sum(counts)), prompts),
         "singleton_fraction": (float((size == 1).sum()), samples),
         "silhouette": (float(sum(scores)), float(len(scores))),
         "unfinished_thoughts": (float(unfinished), samples),
     }
     for k in range(1, max(counts, default=0) + 1):
-        told[f"split_into_{k}"] = (float(counts.count(k)), prompts)
-    return told
+        metrics[f"split_into_{k}"] = (float(counts.count(k)), prompts)
+    return metrics

@@ -1,4 +1,4 @@
-"""What the keys of a run that nobody sets are: a file's, the quickstart's or the plain defaults."""
+"""Where the keys of a run come from: a file, the quickstart or the plain defaults."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OWN = ("student.model", "data.train")
 """Keys with which a run without a file is no longer the quickstart."""
 
 MISSING = "is required and not set"
-"""What is said of a key without a value and without a default."""
+"""How the error about a key without a value and without a default ends."""
 
 Overrides = Sequence[str] | Mapping[str, Any]
 """`key=value` strings, or a mapping of keys (dotted, or nested) to values."""

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from jaxrl.config import keys as config_keys
+from jaxrl.config import yaml_text
 from jaxrl.config.base import Base
 from jaxrl.config.schema import Config
 from jaxrl.errors import RunError, UserError, near
@@ -61,7 +62,7 @@ class Parser(argparse.ArgumentParser):
         """
         super().__init__(
             prog=called_as(module),
-            description=_first_paragraph(description),
+            description=textwrap.dedent(description).strip().split("\n\n")[0],
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
@@ -112,7 +113,7 @@ def run_parser(module: str, description: str) -> Parser:
     parser.add_argument(
         "--resume",
         choices=("auto", "never", "must"),
-        help="go on with the run in the run directory (default auto; the key resume)",
+        help="whether to resume the run in the run directory (default auto; the key resume)",
     )
     parser.add_argument(
         "--launcher",
@@ -180,7 +181,7 @@ def run(command: Command, argv: Sequence[str] | None = None) -> int:
 
 
 def check_writable(option: str, path: str | os.PathLike[str] | None) -> None:
-    """Refuses a file to write that cannot be one: told before the work, not after it."""
+    """Refuses a path that cannot be written, before any work is done."""
     if path is None:
         return
     place = Path(path).expanduser()
@@ -212,17 +213,14 @@ def leave(code: int, patience: float = 5.0) -> NoReturn:
 def keys_help(width: int) -> str:
     """Every config key with its type, default and docstring, grouped by section."""
     width = max(60, min(width, 120))
-    headings = dict(config_keys.sections(Config))
     lines = ["config keys (in the file, or as key=value):"]
-    section = ""
-    for key in config_keys.keys(Config):
-        parent = key.path.rpartition(".")[0]
-        if parent != section:
-            section = parent
-            lines += ["", *_wrap(f"{section}: {headings[section]}", width, "  ", "      ")]
-        default = "required" if key.required else f"default {_show(key.default)}"
-        lines.append(f"  {key.path}  {key.type}  [{default}]")
-        lines += _wrap(key.doc, width, "      ", "      ")
+    for group in config_keys.groups(Config):
+        heading = f"{group.path}: {group.doc}" if group.path else ""
+        lines += ["", *_wrap(heading, width, "  ", "      ")] if heading else []
+        for key in group.keys:
+            default = "required" if key.required else f"default {yaml_text.shown(key.default)}"
+            lines.append(f"  {key.path}  {key.type}  [{default}]")
+            lines += _wrap(key.doc, width, "      ", "      ")
     return "\n".join(lines)
 
 
@@ -230,17 +228,3 @@ def _wrap(text: str, width: int, first: str, rest: str) -> list[str]:
     return textwrap.wrap(
         text, width, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False
     )
-
-
-def _show(default: object) -> str:
-    if default is None:
-        return "null"
-    if isinstance(default, bool):
-        return str(default).lower()
-    if isinstance(default, tuple):
-        return f"[{', '.join(map(str, default))}]"
-    return f"{default:g}" if isinstance(default, float) else str(default)
-
-
-def _first_paragraph(text: str) -> str:
-    return textwrap.dedent(text).strip().split("\n\n")[0]

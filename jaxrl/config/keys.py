@@ -5,7 +5,7 @@ from __future__ import annotations
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -16,6 +16,8 @@ from jaxrl.errors import UserError, closest, near
 SHOWN_ERRORS = 4
 """Lines in one error message; what is beyond is counted."""
 
+MAPPING = "mapping of NAME"
+"""How the type of a key that takes a mapping begins."""
 _PLAIN = {
     "tuple_type": "input should be a string or a list of strings",
     "too_short": "the list should not be empty",
@@ -39,71 +41,84 @@ class Key:
     """The docstring under the field, on one line."""
 
 
-def keys(model: type[BaseModel], prefix: str = "") -> Iterator[Key]:
-    """Every key under ``model`` in the order of definition, a section's keys after the others."""
-    for name, field in model.model_fields.items():
-        if _section(field.annotation) is None:
-            yield Key(
-                path=prefix + name,
-                type=_type_name(field.annotation),
-                default=None if field.is_required() else field.default,
-                required=field.is_required(),
-                doc=" ".join((field.description or "").split()),
-            )
-    for name, field in model.model_fields.items():
-        section = _section(field.annotation)
-        if section is not None:
-            yield from keys(section, f"{prefix}{name}.")
+class Group(NamedTuple):
+    """The keys of one section."""
+
+    path: str
+    """Dotted; empty for the keys of no section."""
+    model: type[BaseModel]
+    keys: tuple[Key, ...]
+
+    @property
+    def doc(self) -> str:
+        """The docstring of the section, on one line."""
+        return " ".join((self.model.__doc__ or "").split())
 
 
-def sections(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Dotted name and docstring of every section under ``model``."""
-    for name, field in model.model_fields.items():
-        section = _section(field.annotation)
-        if section is not None:
-            yield prefix + name, " ".join((section.__doc__ or "").split())
-            yield from sections(section, f"{prefix}{name}.")
+def groups(model: type[BaseModel], prefix: str = "") -> Iterator[Group]:
+    """The keys of ``model`` and then of each section in it, in the order of definition."""
+    fields = model.model_fields.items()
+    below = {name: s for name, field in fields if (s := _section(field.annotation)) is not None}
+    own = (
+        Key(
+            path=prefix + name,
+            type=_type_name(field.annotation),
+            default=None if field.is_required() else field.default,
+            required=field.is_required(),
+            doc=" ".join((field.description or "").split()),
+        )
+        for name, field in fields
+        if name not in below
+    )
+    yield Group(prefix.rstrip("."), model, tuple(own))
+    for name, section in below.items():
+        yield from groups(section, f"{prefix}{name}.")
 
 
-def mappings(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+def keys(model: type[BaseModel]) -> Iterator[Key]:
+    """Every key under ``model``, in the order of ``groups``."""
+    return (key for group in groups(model) for key in group.keys)
+
+
+def mappings(model: type[BaseModel]) -> list[str]:
     """Every key under ``model`` whose value may be a mapping with names of the user's choice."""
-    for name, field in model.model_fields.items():
-        section = _section(field.annotation)
-        if section is not None:
-            yield from mappings(section, f"{prefix}{name}.")
-        elif _takes_mapping(field.annotation):
-            yield prefix + name
+    return [key.path for key in keys(model) if MAPPING in key.type]
 
 
-def fill_sections(model: type[BaseModel], mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """``mapping`` with every section that is absent, or left empty, as an empty dict."""
-    result = dict(mapping)
-    for name, field in model.model_fields.items():
-        section = _section(field.annotation)
-        given = mapping.get(name)
-        if section is not None and (given is None or isinstance(given, dict)):
-            result[name] = fill_sections(section, {} if given is None else given)
-    return result
+def explain(model: type[BaseModel], error: ValidationError) -> str:
+    """A validation error in a few lines: the dotted key, what is wrong, the value.
+
+    Unknown keys come alone: what else is wrong may follow from them.
+    """
+    items = error.errors(include_url=False)
+    return _unknown(model, error) or _shorten(list(dict.fromkeys(map(_explain_one, items))))
 
 
 def refuse_unknown(model: type[BaseModel], mapping: Mapping[str, Any]) -> None:
-    """Raises ``UserError`` naming each key that no class defines, with the near one."""
+    """Raises ``UserError`` naming each key that no class defines; values are not judged."""
+    # Without texts, so that no algorithm of the user's is loaded.
+    names = {key: None if isinstance(value, str) else value for key, value in mapping.items()}
+    try:
+        model.model_validate(names)
+    except ValidationError as error:
+        if text := _unknown(model, error):
+            raise UserError(text) from None
+
+
+def _unknown(model: type[BaseModel], error: ValidationError) -> str:
+    """A line for each unknown key, with the near one."""
     known = [key.path for key in keys(model)]
-    lines = [
-        f"unknown key {path}{_near_path(path, known)}" for path in _unknown_paths(model, mapping)
-    ]
-    if lines:
-        raise UserError(_shorten(lines))
+    paths = (path for item in error.errors(include_url=False) for path in _unknown_paths(item))
+    return _shorten([f"unknown key {path}{_near_path(path, known)}" for path in paths])
 
 
-def explain(error: ValidationError) -> str:
-    """A validation error in a few lines: the dotted key, what is wrong, the value."""
-    lines: list[str] = []
-    for item in error.errors(include_url=False):
-        line = _explain_one(item)
-        if line not in lines:
-            lines.append(line)
-    return _shorten(lines)
+def _unknown_paths(item: Any) -> Iterator[str]:
+    """Every key in what was given to no key at all, or in a mapping given to a plain key."""
+    given, where = item["input"], item["loc"]
+    plain = item["type"] not in ("missing", "value_error")
+    named = all(isinstance(part, str) for part in where)  # not an entry of a list
+    if item["type"] == "extra_forbidden" or (plain and named and isinstance(given, dict)):
+        yield from _leaves(".".join(map(str, where)), given)
 
 
 def _explain_one(item: Any) -> str:
@@ -133,21 +148,6 @@ def _shorten(lines: list[str]) -> str:
     hidden = len(lines) - SHOWN_ERRORS
     shown = lines[:SHOWN_ERRORS] + ([f"and {hidden} more"] if hidden > 0 else [])
     return "\n".join(shown)
-
-
-def _unknown_paths(
-    model: type[BaseModel], mapping: Mapping[str, Any], prefix: str = ""
-) -> Iterator[str]:
-    for name, value in mapping.items():
-        field = model.model_fields.get(name)
-        if field is None:
-            yield from _leaves(prefix + name, value)
-            continue
-        section = _section(field.annotation)
-        if section is not None and isinstance(value, dict):
-            yield from _unknown_paths(section, value, f"{prefix}{name}.")
-        elif section is None and isinstance(value, dict) and not _takes_mapping(field.annotation):
-            yield from _leaves(prefix + name, value)
 
 
 def _leaves(path: str, value: Any) -> Iterator[str]:
@@ -184,14 +184,6 @@ def _section(annotation: Any) -> type[BaseModel] | None:
     return annotation if is_section else None
 
 
-def _takes_mapping(annotation: Any) -> bool:
-    if get_origin(annotation) in (Union, types.UnionType):
-        return any(_takes_mapping(argument) for argument in get_args(annotation))
-    if hasattr(annotation, "__metadata__"):
-        return _takes_mapping(get_args(annotation)[0])
-    return get_origin(annotation) is dict
-
-
 def _type_name(annotation: Any) -> str:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Literal:
@@ -201,7 +193,7 @@ def _type_name(annotation: Any) -> str:
     if origin is tuple:
         return f"list of {_type_name(arguments[0])}"
     if origin is dict:
-        return f"mapping of NAME to {_type_name(arguments[1])}"
+        return f"{MAPPING} to {_type_name(arguments[1])}"
     if hasattr(annotation, "__metadata__"):
         return _type_name(arguments[0])
     return "null" if annotation is type(None) else annotation.__name__

@@ -53,7 +53,7 @@ slash or a suffix: a folder beside the config is `./folder`. What a run writes
 (`run_dir`, `compile_cache`) is relative to the working directory. The run's own `config.yaml` names
 what was found beside a config file, and every file of `reward.functions`, by its absolute path.
 
-Which keys may change when a run is resumed is told in
+Which keys may change when a run is resumed is in
 [checkpoints.md](checkpoints.md)."""
 
 TABLE = ["| key | type | default | meaning |", "|---|---|---|---|"]
@@ -61,34 +61,17 @@ TABLE = ["| key | type | default | meaning |", "|---|---|---|---|"]
 
 def markdown() -> str:
     """The page docs/config.md."""
-    headings = dict(config_keys.sections(Config))
-    schema = Config.model_json_schema()
-    lines, section = [HEAD], None
-    for key in config_keys.keys(Config):
-        parent = key.path.rpartition(".")[0]
-        if parent != section:
-            section = parent
-            title = [f"## {section}", "", headings[section]] if section else ["## A run"]
-            lines += ["", *title, "", *TABLE]
-        default = "required" if key.required else f"`{yaml_text.shown(key.default)}`"
-        allowed = ", ".join([key.type, *_bounds(_field(schema, key.path))])
-        cells = (f"`{key.path}`", allowed, default, key.doc)
-        lines.append(_row(cells))
+    lines = [HEAD]
+    for group in config_keys.groups(Config):
+        title = [f"## {group.path}", "", group.doc] if group.path else ["## A run"]
+        lines += ["", *title, "", *TABLE]
+        fields = group.model.model_json_schema()["properties"]
+        for key in group.keys:
+            default = "required" if key.required else f"`{yaml_text.shown(key.default)}`"
+            allowed = ", ".join([key.type, *_bounds(fields[key.path.rpartition(".")[2]])])
+            cells = (f"`{key.path}`", allowed, default, key.doc)
+            lines.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
-
-
-def _row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
-
-
-def _field(schema: Mapping[str, Any], path: str) -> Any:
-    """The JSON schema of one key."""
-    found: Any = schema
-    for part in path.split("."):
-        if "$ref" in found:
-            found = schema["$defs"][found["$ref"].rpartition("/")[2]]
-        found = found["properties"][part]
-    return found
 
 
 def _bounds(schema: Mapping[str, Any]) -> Iterator[str]:

@@ -7,6 +7,7 @@ repeated key is refused.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
@@ -22,46 +23,11 @@ from jaxrl.errors import UserError
 DEEPEST, MOST_NODES = 50, 100_000
 """Limits of a config file: levels of nesting, and values where each alias stands for what it
 names."""
-
-_SCALARS = (
-    ("tag:yaml.org,2002:null", r"^(?:null|~|)$", "n~"),
-    ("tag:yaml.org,2002:bool", r"^(?:true|false)$", "tf"),
-    ("tag:yaml.org,2002:int", r"^[-+]?(?:0|[1-9][0-9]*)$", "-+0123456789"),
-    (
-        "tag:yaml.org,2002:float",
-        r"^[-+]?(?:\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?$|^[-+]?\.inf$|^\.nan$",
-        "-+.0123456789",
-    ),
-)
-
-
-def _core_resolvers() -> dict[str | None, list[tuple[str, re.Pattern[str]]]]:
-    table: dict[str | None, list[tuple[str, re.Pattern[str]]]] = {"": []}
-    for tag, pattern, first_letters in _SCALARS:
-        for letter in first_letters:
-            table.setdefault(letter, []).append((tag, re.compile(pattern)))
-    table[""].append((_SCALARS[0][0], re.compile(_SCALARS[0][1])))
-    return table
+TOO_DEEP = f"nested deeper than {DEEPEST} levels, or a value that contains itself"
 
 
 class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers = _core_resolvers()
-
-    def __init__(self, stream: Any):
-        super().__init__(stream)
-        self._depth = 0
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        self._depth += 1
-        _check_depth(self._depth)
-        node = super().compose_node(parent, index)
-        self._depth -= 1
-        return node
-
-    def get_single_node(self) -> Any:
-        node = super().get_single_node()
-        _count_nodes(node, 0, 0)
-        return node
+    yaml_implicit_resolvers = {}
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
@@ -75,9 +41,33 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-def _check_depth(depth: int) -> None:
-    if depth > DEEPEST:
-        raise UserError(f"nested deeper than {DEEPEST} levels, or a value that contains itself")
+class _Dumper(yaml.SafeDumper):
+    yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+
+
+for _tag, _pattern, _first_letters in (
+    ("null", r"^(?:null|~|)$", ["n", "~", ""]),
+    ("bool", r"^(?:true|false)$", list("tf")),
+    ("int", r"^[-+]?(?:0|[1-9][0-9]*)$", list("-+0123456789")),
+    (
+        "float",
+        r"^[-+]?(?:\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?$|^[-+]?\.inf$|^\.nan$",
+        list("-+.0123456789"),
+    ),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), _first_letters)
+
+
+def _parse(text: str) -> Any:
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        _count_nodes(node, 0, 0)
+        return None if node is None else loader.construct_document(node)
+    except RecursionError:
+        raise UserError(TOO_DEEP) from None
+    except yaml.YAMLError as error:
+        raise UserError(f"not YAML: {_one_line(error)}") from error
 
 
 def _count_nodes(node: Any, depth: int, count: int) -> int:
@@ -86,23 +76,16 @@ def _count_nodes(node: Any, depth: int, count: int) -> int:
     Raises:
         UserError: the tree is too deep or too large to be a config.
     """
-    _check_depth(depth)
-    count += 1
-    if count > MOST_NODES:
+    if depth > DEEPEST:
+        raise UserError(TOO_DEEP)
+    if count >= MOST_NODES:
         raise UserError(f"more than {MOST_NODES} values, aliases written out: use fewer")
+    count += 1
     below = node.value if isinstance(node, yaml.CollectionNode) else []
     for child in below:
         for one in child if isinstance(child, tuple) else (child,):
             count = _count_nodes(one, depth + 1, count)
     return count
-
-
-class _Dumper(yaml.SafeDumper):
-    yaml_implicit_resolvers = _core_resolvers()
-
-
-def _parse(text: str) -> Any:
-    return yaml.load(text, Loader=_Loader)
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
@@ -113,11 +96,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
         raise UserError(f"cannot read config {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text") from error
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from error
-    except yaml.YAMLError as error:
-        raise UserError(f"{path}: not YAML: {_one_line(error)}") from error
-    except ValueError as error:  # thousands of digits
+    except ValueError as error:  # a UserError, or thousands of digits
         raise UserError(f"{path}: {error}") from error
     if content is None:
         return {}
@@ -138,16 +117,10 @@ def parse_value(text: str) -> Any:
     Whole: ``data.system_prompt=Answer: yes # or no`` needs no second layer of quotes.
     """
     if text.startswith(("[", "{", '"', "'")):
-        try:
-            return _parse(text)
-        except yaml.YAMLError as error:
-            raise UserError(f"not YAML: {_one_line(error)}") from error
+        return _parse(text)
     loader = _Loader("")
     tag = loader.resolve(yaml.ScalarNode, text, (True, False))
-    try:
-        return loader.construct_object(yaml.ScalarNode(tag, text))
-    except ValueError as error:  # thousands of digits
-        raise UserError(str(error)) from error
+    return loader.construct_object(yaml.ScalarNode(tag, text))
 
 
 def assignments(
@@ -171,7 +144,7 @@ def assignments(
             raise UserError(f"bad override {override!r}: write key=value, as in steps=10")
         try:
             value = parse_value(text.strip())
-        except UserError as error:
+        except ValueError as error:  # a UserError, or thousands of digits
             shown_override = override if len(override) <= 80 else override[:77] + "..."
             raise UserError(f"override {shown_override!r}: {error}") from error
         if isinstance(value, dict) and key not in mappings:
@@ -193,7 +166,7 @@ def _flat(
 
 def assign(mapping: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """``mapping`` with the value of each dotted key set."""
-    result = _copy(mapping)
+    result = copy.deepcopy(mapping)
     for key, value in values.items():
         _set(result, key.split("."), value)
     return result
@@ -219,10 +192,6 @@ def _set(mapping: dict[str, Any], parts: list[str], value: Any) -> None:
             )
         mapping = below
     mapping[parts[-1]] = value
-
-
-def _copy(mapping: dict[str, Any]) -> dict[str, Any]:
-    return {k: _copy(v) if isinstance(v, dict) else v for k, v in mapping.items()}
 
 
 def _one_line(error: yaml.YAMLError) -> str:

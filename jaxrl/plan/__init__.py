@@ -9,14 +9,13 @@ import io
 import math
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from jaxrl.checkpoint.source import resolve_model
 from jaxrl.config.schema import Config
@@ -25,9 +24,10 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.encoder_config import WEIGHTS, find_folder, read_encoder
 from jaxrl.models.kernels import GPU, UNKNOWN_GPU, Target, target_of, why_not_fused
 from jaxrl.plan.advice import advise, relief, room, set_key
-from jaxrl.plan.memory import Account, weight_bytes
-from jaxrl.plan.scene import HostMemory, PoolMemory, Scene, optimizer_bytes, parallel
-from jaxrl.plan.table import GB, plan_table
+from jaxrl.plan.inputs import GB, HostMemory, PlanInputs, PoolPeak, parallel
+from jaxrl.plan.memory import Account, optimizer_bytes, weight_bytes
+from jaxrl.plan.roles import pool_peaks, role_accounts
+from jaxrl.plan.table import plan_table
 from jaxrl.roles.reward_model import read_reward
 from jaxrl.runtime.cluster import ClusterDevice
 from jaxrl.sharding.mesh import Visible, bytes_limit
@@ -43,6 +43,8 @@ compiled programs, buffers of the allocator. Measured on the quickstart."""
 SLACK = 1.25
 """How much too high a plan is allowed to be before it refuses a run."""
 WIDTH = 132
+HAVE_MODELS = ("student", "teacher", "reward", "grouper")
+"""Sections with a key `model`."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class Plan:
     launcher: str
     """`local` or `ray`."""
     accounts: Mapping[str, Account]
-    pools: tuple[PoolMemory, ...]
+    pools: tuple[PoolPeak, ...]
     hosts: tuple[HostMemory, ...]
     """Those of emulated devices."""
     target: Target
@@ -105,12 +107,8 @@ class Plan:
         """Role -> peak bytes of the fullest device that it is on, all roles there counted: what a
         device's own statistics would say.
         """
-        pools = zip(self.placement.pools, self.pools, strict=True)
-        return {r: memory.bytes for pool, memory in pools for r in pool.roles if r in self.accounts}
-
-    @property
-    def table(self) -> Table:
-        return plan_table(self.placement, self.axes, self.devices, self.accounts, self.pools)
+        accounted = self.accounts
+        return {r: p.bytes for p in self.pools for r in p.pool.roles if r in accounted}
 
     def text(self, width: int = WIDTH) -> str:
         """Table, notes, verdict and advice, for the console and for `plan.txt`."""
@@ -118,10 +116,12 @@ class Plan:
         console = Console(
             file=out, width=width, color_system=None, highlight=False, force_jupyter=False
         )
-        console.print(self.table)
+        console.print(
+            plan_table(self.placement, self.axes, self.devices, self.accounts, self.pools)
+        )
         lines = [line.rstrip() for line in out.getvalue().splitlines() if line.strip()]
-        told = (*self.notes, *self.verdict, *self.advice, *self.refusals)
-        return "\n".join((*lines, *told)) + "\n"
+        lines += [*self.notes, *self.verdict, *self.advice, *self.refusals]
+        return "\n".join(lines) + "\n"
 
 
 def make_plan(
@@ -173,13 +173,8 @@ def services(config: Config) -> dict[str, str]:
 
 def without_weights(config: Config) -> list[str]:
     """The keys of models that are folders with a `config.json` and no weights."""
-    models = {
-        "student.model": config.student.model,
-        "teacher.model": config.teacher.model,
-        "reward.model": config.reward.model,
-        "grouper.model": config.grouper.model,
-    }
-    return [key for key, name in models.items() if name is not None and _only_described(name)]
+    models = {role: getattr(config, role).model for role in HAVE_MODELS}
+    return [f"{role}.model" for role, name in models.items() if name and _only_described(name)]
 
 
 def _only_described(name: str) -> bool:
@@ -216,7 +211,7 @@ def build(
     platform = target.platform
     asked, config = config, config.with_dtypes(platform)
     hosts = _hosts(mapped, placement, seen) if platform == "cpu" and limit_gb is None else ()
-    scene = Scene(
+    inputs = PlanInputs(
         placement,
         tuple(roles),
         student,
@@ -226,24 +221,24 @@ def build(
         hosts=hosts,
         **(frozen or {}),
     )
-    run, (config, chosen) = config, _with_rollout_axes(config, scene, seen.emulated)
-    axes, accounts = scene.axes(config), scene.accounts(config)
-    pools = scene.pools(accounts)
-    launcher = f"launcher: {seen.launcher} ({seen.why})" if seen.why else None
+    run, (config, chosen) = config, _with_rollout_axes(config, inputs, seen.emulated)
+    axes, accounts = inputs.axes(config), role_accounts(inputs, config)
+    pools = inputs.pools(accounts)
     notes = (
-        *filter(None, [launcher, seen.note]),
+        f"launcher: {seen.launcher} ({seen.why})" if seen.why else None,
+        seen.note,
         *placement.notes,
         *chosen,
-        *_notes(config, scene, axes),
+        *_mesh_notes(config, inputs, axes),
+        *_checkpoint_notes(config, student),
+        *_dtype_notes(asked, run, inputs),
+        *_kernel_notes(config, inputs),
+        *(_host_note(host, pools) for host in hosts),
     )
-    notes += tuple(_checkpoint_notes(config, student))
-    notes += tuple(_dtype_notes(asked, run, scene))
-    notes += tuple(_kernel_notes(config, scene))
-    notes += tuple(_host_note(host, pools) for host in hosts)
-    verdict, advice = [_verdict(placement, pools, hosts)], advise(config, scene)
-    verdict += filter(None, [room(config, scene)])
+    verdict, advice = [_verdict(pools, hosts)], advise(config, inputs)
+    verdict += filter(None, [room(config, inputs)])
     if (seen.emulated or not seen.devices) and limit_gb is None:
-        gpus = replace(scene, target=UNKNOWN_GPU, hosts=())
+        gpus = replace(inputs, target=UNKNOWN_GPU, hosts=())
         lines, there = _elsewhere(asked.with_dtypes("gpu"), gpus)
         verdict += lines
         advice = advice if there is None else there
@@ -257,23 +252,21 @@ def build(
         pools,
         hosts,
         target,
-        notes,
+        tuple(filter(None, notes)),
         tuple(verdict),
         tuple(advice),
-        partial(relief, config, scene),
+        partial(relief, config, inputs),
     )
 
 
 def _limits(placement: Placement, seen: Visible, limit_gb: float | None) -> tuple[int | None, ...]:
-    """Bytes of the smallest device of each pool."""
+    """Bytes of the smallest device of each pool; None where one of them does not know its own."""
     if limit_gb is not None:
         return (round(limit_gb * GB),) * len(placement.pools)
-    if not seen.devices:
-        return (None,) * len(placement.pools)
     limits = [bytes_limit(device) for device in seen.devices]
     found: list[int | None] = []
     for pool in placement.pools:
-        known = [n for i in pool.devices if (n := limits[i]) is not None]
+        known = [n for i in pool.devices if limits and (n := limits[i]) is not None]
         found.append(min(known) if known and len(known) == len(pool.devices) else None)
     return tuple(found)
 
@@ -309,7 +302,7 @@ def mapped_bytes(config: Config) -> int:
     return sum(place.stat().st_size for place in places if place.is_file())
 
 
-def _host_note(host: HostMemory, pools: Sequence[PoolMemory]) -> str:
+def _host_note(host: HostMemory, pools: Sequence[PoolPeak]) -> str:
     needed = host.needed([pool.bytes for pool in pools])
     return (
         f"{host.name}: {sum(host.devices)} emulated devices share its free memory of"
@@ -319,55 +312,54 @@ def _host_note(host: HostMemory, pools: Sequence[PoolMemory]) -> str:
     )
 
 
-def _dtype_notes(asked: Config, config: Config, scene: Scene) -> list[str]:
+def _dtype_notes(asked: Config, config: Config, inputs: PlanInputs) -> Iterator[str]:
     """What was chosen for the roles of the run, and what is slower than it looks."""
-    chosen = [role for role in scene.roles if role in asked.roles and not asked.roles[role].dtype]
-    notes = []
+    wanted = {r: asked.roles[r].dtype for r in inputs.roles if r in asked.roles}
+    chosen = [role for role, dtype in wanted.items() if dtype is None]
     if chosen:
         dtype = config.roles[chosen[0]].dtype
-        where = "a CPU computes in it anyway" if scene.on_cpu else "the default of accelerators"
-        notes.append(f"dtype={dtype} of {', '.join(chosen)}: {where}")
-    slow = [r for r in scene.roles if r in asked.roles and asked.roles[r].dtype == "bfloat16"]
-    if scene.on_cpu and slow:
-        notes.append(
+        where = "a CPU computes in it anyway" if inputs.on_cpu else "the default of accelerators"
+        yield f"dtype={dtype} of {', '.join(chosen)}: {where}"
+    slow = [role for role, dtype in wanted.items() if dtype == "bfloat16"]
+    if inputs.on_cpu and slow:
+        yield (
             f"dtype=bfloat16 of {', '.join(slow)}: a CPU computes it in float32 from copies of the"
             " weights, slower than float32 and with the copies beside the weights"
         )
-    return notes
 
 
-def _kernel_notes(config: Config, scene: Scene) -> list[str]:
+def _kernel_notes(config: Config, inputs: PlanInputs) -> Iterator[str]:
     """Roles of a GPU that compute in bfloat16 and have no kernel for their attention."""
-    if scene.target.platform not in GPU:
-        return []
+    if inputs.target.platform not in GPU:
+        return
     why: dict[str, list[str]] = {}
-    prompt, new = scene.widths(config)
-    for role in (r for r in scene.roles if config.roles[r].dtype == "bfloat16"):
-        dim = scene.model(role).head_dim
-        reason = why_not_fused(scene.target, dim, "bfloat16", prompt + new, prompt + new)
+    width = sum(inputs.widths(config))
+    for role in (r for r in inputs.roles if config.roles[r].dtype == "bfloat16"):
+        dim = inputs.model(role).head_dim
+        reason = why_not_fused(inputs.target, dim, "bfloat16", width, width)
         if reason is not None:
             why.setdefault(reason, []).append(role)
-    return [
-        f"attention of {', '.join(roles)}: {reason}; matrix products are used, slower and with the"
-        " scores in memory"
-        for reason, roles in why.items()
-    ]
+    for reason, roles in why.items():
+        yield (
+            f"attention of {', '.join(roles)}: {reason}; matrix products are used, slower and with"
+            " the scores in memory"
+        )
 
 
 def _with_rollout_axes(
-    config: Config, scene: Scene, emulated: bool
+    config: Config, inputs: PlanInputs, emulated: bool
 ) -> tuple[Config, tuple[str, ...]]:
     """Splits the rollout's weights over the fewest devices that fit, where the config is silent."""
-    if "rollout" not in scene.roles or parallel(config, "rollout").model_dump(exclude_none=True):
+    if "rollout" not in inputs.roles or parallel(config, "rollout").model_dump(exclude_none=True):
         return config, ()
-    where = scene.placement.roles["rollout"]
-    limit, n = scene.limits[where.pool], len(where.devices)
+    where = inputs.placement.roles["rollout"]
+    limit, n = inputs.limits[where.pool], len(where.devices)
     if limit is None or emulated:
         return config, ()
     tried = []
-    for tensor in (t for t in range(1, n + 1) if n % t == 0 and scene.student.n_heads % t == 0):
+    for tensor in (t for t in range(1, n + 1) if n % t == 0 and inputs.student.n_heads % t == 0):
         choice = set_key(config, "rollout.parallel.tensor", tensor)
-        size = scene.pools(scene.accounts(choice))[where.pool].bytes
+        size = pool_peaks(inputs, choice)[where.pool].bytes
         tried.append((size > limit, size if size > limit else tensor, tensor, choice))
     _, _, tensor, choice = min(tried, key=lambda item: item[:3])
     if tensor == 1:
@@ -380,21 +372,19 @@ def _with_rollout_axes(
     return choice, (note,)
 
 
-def _notes(config: Config, scene: Scene, axes: Mapping[str, Axes]) -> list[str]:
+def _mesh_notes(config: Config, inputs: PlanInputs, axes: Mapping[str, Axes]) -> Iterator[str]:
     """What the mesh does to the models and to the batch without being asked."""
-    notes = [
-        f"{key}: no weights here, only a config.json: planned for another machine"
-        for key in without_weights(config)
-    ]
+    for key in without_weights(config):
+        yield f"{key}: no weights here, only a config.json: planned for another machine"
     for role, why in services(config).items():
-        notes.append(f"{role}: no devices here, {why}")
+        yield f"{role}: no devices here, {why}"
     if config.teacher.address and config.distill.signal == "hidden":
-        notes.append("actor: the teacher's LM head, which it also holds, is not counted here")
+        yield "actor: the teacher's LM head, which it also holds, is not counted here"
     for role, sizes in axes.items():
-        model = scene.model(role)
+        model = inputs.model(role)
         heads = model.n_kv_heads if isinstance(model, DecoderConfig) else model.n_heads
         if heads % sizes.tensor:
-            notes.append(
+            yield (
                 f"{role}: tensor={sizes.tensor} does not divide the {heads} KV heads:"
                 " each device keeps all"
             )
@@ -404,7 +394,7 @@ def _notes(config: Config, scene: Scene, axes: Mapping[str, Axes]) -> list[str]:
             ("tensor", sizes.tensor, "vocabulary", model.vocab_size),
         ):
             if dim % size:
-                notes.append(
+                yield (
                     f"{role}: {axis}={size} does not divide the {name} of {dim}:"
                     " those weights are whole on each device"
                 )
@@ -412,11 +402,10 @@ def _notes(config: Config, scene: Scene, axes: Mapping[str, Axes]) -> list[str]:
     multiple = math.lcm(*(sizes.data * sizes.fsdp for sizes in axes.values()))
     if rows % multiple:
         padded = -(-rows // multiple) * multiple
-        notes.append(
+        yield (
             f"the {rows} sequences of a batch are padded to {padded},"
             " so that every mesh divides them"
         )
-    return notes
 
 
 def checkpoint_bytes(config: Config, student: DecoderConfig) -> int:
@@ -426,83 +415,54 @@ def checkpoint_bytes(config: Config, student: DecoderConfig) -> int:
     return weight_bytes(student, whole, a.param_dtype) + state
 
 
-def _checkpoint_notes(config: Config, student: DecoderConfig) -> list[str]:
+def _checkpoint_notes(config: Config, student: DecoderConfig) -> Iterator[str]:
     """What the checkpoints of a run take on disk, and whether there is room."""
     c, size = config.checkpoint, checkpoint_bytes(config, student)
-    count = c.keep_last + c.keep_best + 1
-    total = f"{size * count / GB:.2f}"
-    notes = [
+    whole = size * (c.keep_last + c.keep_best + 1)
+    yield (
         f"checkpoints: {size / GB:.2f} GB each; checkpoint.keep_last={c.keep_last},"
-        f" keep_best={c.keep_best} and the one being written: up to {total} GB in {config.run_path}"
-    ]
-    folder = next(
-        p for p in (config.run_path.absolute(), *config.run_path.absolute().parents) if p.exists()
+        f" keep_best={c.keep_best} and the one being written: up to {whole / GB:.2f} GB in"
+        f" {config.run_path}"
     )
+    place = config.run_path.absolute()
+    folder = next(p for p in (place, *place.parents) if p.exists())
     free = shutil.disk_usage(folder).free
-    if free < size * count:
-        notes.append(
-            f"checkpoints: the disk of {folder} has {free / GB:.2f} GB free, less than {total} GB:"
-            " lower checkpoint.keep_last or checkpoint.keep_best, or set run_dir to another disk"
+    if free < whole:
+        yield (
+            f"checkpoints: the disk of {folder} has {free / GB:.2f} GB free, less than"
+            f" {whole / GB:.2f} GB: lower checkpoint.keep_last or checkpoint.keep_best, or set"
+            " run_dir to another disk"
         )
-    return notes
 
 
-def _verdict(
-    placement: Placement, pools: Sequence[PoolMemory], hosts: Sequence[HostMemory] = ()
-) -> str:
-    sizes = [pool.bytes for pool in pools]
-    over = [
-        f"{host.name} needs {host.needed(sizes) / GB:.1f} GB of {host.limit / GB:.1f}"
-        f" ({_sum_of(placement, pools, host)}),"
-        f" {(host.needed(sizes) - host.limit) / GB:.1f} too much"
-        for host in hosts
-        if host.needed(sizes) > host.limit
-    ]
-    if hosts:
-        return "verdict: " + ("fits" if not over else "does not fit: " + "; ".join(over))
-    if all(pool.limit is None for pool in pools):
+def _verdict(pools: Sequence[PoolPeak], hosts: Sequence[HostMemory] = ()) -> str:
+    if not hosts and all(pool.limit is None for pool in pools):
         return "verdict: no limit is known"
-    full = [
-        f"{pool.name} needs {memory.bytes / GB:.1f} GB ({memory.moment}) of"
-        f" {memory.limit / GB:.1f}, {(memory.bytes - memory.limit) / GB:.1f} too much"
-        for pool, memory in zip(placement.pools, pools, strict=True)
-        if not memory.fits and memory.limit is not None
-    ]
-    return "verdict: " + ("fits" if not full else "does not fit: " + "; ".join(full))
+    over = [text for host in hosts if (text := host.excess(pools))]
+    if not hosts:
+        over = [pool.excess for pool in pools if not pool.fits]
+    return "verdict: " + ("fits" if not over else "does not fit: " + "; ".join(over))
 
 
-def _sum_of(placement: Placement, pools: Sequence[PoolMemory], host: HostMemory) -> str:
-    """What a host's emulated devices add up to, in words."""
-    each = [
-        f"{n} x {memory.bytes / GB:.1f} {pool.name}"
-        for pool, memory, n in zip(placement.pools, pools, host.devices, strict=True)
-        if n
-    ]
-    return " + ".join([*each, f"{host.beside / GB:.1f} processes and mapped files"])
-
-
-def _elsewhere(config: Config, scene: Scene) -> tuple[list[str], list[str] | None]:
+def _elsewhere(config: Config, inputs: PlanInputs) -> tuple[list[str], list[str] | None]:
     """What the run would take on GPUs, whether it would fit those of the usual sizes, and what
     would help on those that are too small. Silent for models that fit anywhere.
     """
     share = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", JAX_SHARE))
-    needed = scene.pools(scene.accounts(config))
+    needed = pool_peaks(inputs, config)
     if max(pool.bytes for pool in needed) < GB:
         return [], None
-    each = [
-        f"{pool.name} {memory.bytes / GB:.1f} GB ({memory.moment})"
-        for pool, memory in zip(scene.placement.pools, needed, strict=True)
-    ]
+    each = [f"{peak.pool.name} {peak.bytes / GB:.1f} GB ({peak.moment})" for peak in needed]
     lines, advice = ["each GPU needs: " + ", ".join(each)], []
     for size in GPU_SIZES:
         usable = round(size * share * GB)
-        there = replace(scene, limits=(usable,) * len(scene.placement.pools))
+        there = replace(inputs, limits=(usable,) * len(inputs.placement.pools))
         choice, _ = _with_rollout_axes(config, there, emulated=False)
-        pools = there.pools(there.accounts(choice))
-        told = _verdict(scene.placement, pools).removeprefix("verdict: ")
+        pools = pool_peaks(there, choice)
+        verdict = _verdict(pools).removeprefix("verdict: ")
         if choice is not config:
-            told += f" (rollout: {there.axes(choice)['rollout']})"
-        lines.append(f"on GPUs of {size} GB, of which jax takes {share:.0%}: {told}")
+            verdict += f" (rollout: {there.axes(choice)['rollout']})"
+        lines.append(f"on GPUs of {size} GB, of which jax takes {share:.0%}: {verdict}")
         lines += [f"  {line}" for line in filter(None, [room(choice, there)])]
         if not all(pool.fits for pool in pools):
             advice += [f"for {size} GB: {line}" for line in advise(choice, there)]

@@ -9,9 +9,10 @@ from typing import Any
 from pydantic import BaseModel
 
 from jaxrl.config.schema import Config
+from jaxrl.config.yaml_text import shown
 from jaxrl.errors import UserError
-from jaxrl.plan.memory import micro_batches
-from jaxrl.plan.scene import Scene, memory_inputs, parallel
+from jaxrl.plan.inputs import PlanInputs, parallel
+from jaxrl.plan.roles import Setting, micro_batches, pool_peaks
 from jaxrl.sharding.placement import Pool
 
 LINES = 4
@@ -27,51 +28,48 @@ Change = tuple[str, Any]
 """A dotted key and its new value."""
 
 
-def advise(config: Config, scene: Scene) -> list[str]:
+def advise(config: Config, inputs: PlanInputs) -> list[str]:
     """Lines for each pool that does not fit: keys, and the peak that each leads to."""
     lines = []
-    memories = scene.pools(scene.accounts(config))
-    for index, (pool, memory) in enumerate(zip(scene.placement.pools, memories, strict=True)):
-        if memory.limit is None or memory.fits:
+    for index, peak in enumerate(pool_peaks(inputs, config)):
+        if peak.limit is None or peak.fits:
             continue
-        helpful = _helpful(config, scene, index)
+        helpful = _helpful(config, inputs, index)
         for (key, value), size in helpful[:LINES]:
-            fits = ", which fits" if size <= memory.limit else ""
-            lines.append(f"{pool.name}: {key}={show(value)} takes {size / 1e9:.1f} GB{fits}")
-        if not any(size <= memory.limit for _, size in helpful):
-            lines.append(_all_of_them(config, scene, index, [change for change, _ in helpful]))
+            fits = ", which fits" if size <= peak.limit else ""
+            lines.append(f"{peak.pool.name}: {key}={shown(value)} takes {size / 1e9:.1f} GB{fits}")
+        if not any(size <= peak.limit for _, size in helpful):
+            lines.append(_all_of_them(config, inputs, index, [change for change, _ in helpful]))
     return lines
 
 
-def room(config: Config, scene: Scene) -> str | None:
+def room(config: Config, inputs: PlanInputs) -> str | None:
     """How far the sizes of a batch may grow, each alone, until the first pool is full; None where
     no limit is known or the run does not fit as it is.
     """
-    known = scene.hosts or any(limit is not None for limit in scene.limits)
-    if not known or not _fits(config, scene, []):
+    known = inputs.hosts or any(limit is not None for limit in inputs.limits)
+    if not known or not _fits(config, inputs):
         return None
-    positions = scene.student.max_positions - config.max_prompt_tokens
+    positions = inputs.student.max_positions - config.max_prompt_tokens
     most = {"batch_size": MOST, "group_size": MOST, "max_new_tokens": min(MOST, positions)}
     found = []
     for key, limit in most.items():
         now: int = getattr(config, key)
-        largest = _largest(config, scene, key, now, limit)
+        largest = _largest(config, inputs, key, now, limit)
         more = " or more" if largest == MOST else ""
         found.append(f"{key} up to {largest}{more} (now {now})")
     return f"room, each alone: {', or '.join(found)}"
 
 
-def _fits(config: Config, scene: Scene, changes: list[Change]) -> bool:
-    for key, value in changes:
-        config = set_key(config, key, value)
-    return all(pool.fits for pool in scene.pools(scene.accounts(config)))
+def _fits(config: Config, inputs: PlanInputs) -> bool:
+    return all(pool.fits for pool in pool_peaks(inputs, config))
 
 
-def _largest(config: Config, scene: Scene, key: str, low: int, most: int) -> int:
+def _largest(config: Config, inputs: PlanInputs, key: str, low: int, most: int) -> int:
     """The largest value of a key, from `low`, which fits, to `most`, that fits; exact up to 5%."""
 
     def fits(n: int) -> bool:
-        return _fits(config, scene, [(key, n)])
+        return _fits(set_key(config, key, n), inputs)
 
     high = low
     while high < most and fits(min(2 * high, most)):
@@ -83,27 +81,27 @@ def _largest(config: Config, scene: Scene, key: str, low: int, most: int) -> int
     return low
 
 
-def relief(config: Config, scene: Scene, role: str) -> list[str]:
+def relief(config: Config, inputs: PlanInputs, role: str) -> list[str]:
     """Keys that make the pool of a role smaller, for one that ran out of memory all the same."""
-    index = scene.placement.roles[role].pool
-    now = scene.pools(scene.accounts(config))[index].bytes
-    limits = list(scene.limits)
+    index = inputs.placement.roles[role].pool
+    now = pool_peaks(inputs, config)[index].bytes
+    limits = list(inputs.limits)
     limits[index] = now // 2
-    tight = replace(scene, limits=tuple(limits), hosts=())
+    tight = replace(inputs, limits=tuple(limits), hosts=())
     return [
-        f"{key}={show(value)} takes {size / 1e9:.2f} GB in place of {now / 1e9:.2f}"
+        f"{key}={shown(value)} takes {size / 1e9:.2f} GB in place of {now / 1e9:.2f}"
         for (key, value), size in _helpful(config, tight, index)[:LINES]
     ]
 
 
-def _helpful(config: Config, scene: Scene, index: int) -> list[tuple[Change, int]]:
+def _helpful(config: Config, inputs: PlanInputs, index: int) -> list[tuple[Change, int]]:
     """Changes that save something, with the pool's peak after each; what fits comes first."""
-    now = scene.pools(scene.accounts(config))[index]
+    now = pool_peaks(inputs, config)[index]
     limit = now.limit
     assert limit is not None
     found = []
-    for steps in _ladders(config, scene, scene.placement.pools[index]):
-        tried = [(change, _peak(config, scene, index, [change])) for change in steps]
+    for steps in _ladders(config, inputs, inputs.placement.pools[index]):
+        tried = [(change, _peak(config, inputs, index, [change])) for change in steps]
         known = [(change, size) for change, size in tried if size is not None]
         if not known:
             continue
@@ -114,9 +112,9 @@ def _helpful(config: Config, scene: Scene, index: int) -> list[tuple[Change, int
     return sorted(found, key=lambda item: (item[1] > limit, item[1]))
 
 
-def _all_of_them(config: Config, scene: Scene, index: int, changes: list[Change]) -> str:
-    pool, limit = scene.placement.pools[index], scene.limits[index]
-    size = _peak(config, scene, index, changes) if changes else None
+def _all_of_them(config: Config, inputs: PlanInputs, index: int, changes: list[Change]) -> str:
+    pool, limit = inputs.placement.pools[index], inputs.limits[index]
+    size = _peak(config, inputs, index, changes) if changes else None
     n = len(pool.devices)
     more = f"give {pool.name} more than its {n} device{'s' if n > 1 else ''} in the mesh"
     if size is None or limit is None:
@@ -126,21 +124,21 @@ def _all_of_them(config: Config, scene: Scene, index: int, changes: list[Change]
     return f"{pool.name}: even all of them together take {size / 1e9:.1f} GB: {more}"
 
 
-def _peak(config: Config, scene: Scene, index: int, changes: list[Change]) -> int | None:
+def _peak(config: Config, inputs: PlanInputs, index: int, changes: list[Change]) -> int | None:
     """The pool's peak under the changes; None where the mesh does not allow them."""
     try:
         for key, value in changes:
             config = set_key(config, key, value)
-        return scene.pools(scene.accounts(config))[index].bytes
+        return pool_peaks(inputs, config)[index].bytes
     except UserError:
         return None
 
 
-def _ladders(config: Config, scene: Scene, pool: Pool) -> Iterator[list[Change]]:
+def _ladders(config: Config, inputs: PlanInputs, pool: Pool) -> Iterator[list[Change]]:
     """For each key that may help the pool: values to try, the mildest first."""
-    roles = [role for role in pool.roles if role in scene.roles]
+    roles = [role for role in pool.roles if role in inputs.roles]
     if "actor" in roles:
-        yield from _actor_ladders(config, scene)
+        yield from _actor_ladders(config, inputs)
     if "rollout" in roles:
         slots = config.rollout.slots or config.batch_size * config.group_size
         yield [("rollout.slots", slots // n) for n in (2, 4, 8, 16) if slots >= n]
@@ -151,17 +149,17 @@ def _ladders(config: Config, scene: Scene, pool: Pool) -> Iterator[list[Change]]
         asked = config.offload.model_dump()
         yield from ([(f"offload.{key}", True)] for key, on in asked.items() if not on)
     for role in roles:
-        now = scene.axes(config)[role]
+        now = inputs.axes(config)[role]
         if parallel(config, role).tensor is None:
             sizes = [t for t in (2, 4, 8) if t > now.tensor and now.size % t == 0]
             yield [(f"{role}.parallel.tensor", t) for t in sizes]
-        if role != "actor" and not scene.on_cpu:
+        if role != "actor" and not inputs.on_cpu:
             yield [(f"{role}.dtype", "bfloat16")]
 
 
-def _actor_ladders(config: Config, scene: Scene) -> Iterator[list[Change]]:
-    width = sum(scene.widths(config))
-    _, rows = micro_batches(memory_inputs(config, scene, scene.axes(config)))
+def _actor_ladders(config: Config, inputs: PlanInputs) -> Iterator[list[Change]]:
+    width = sum(inputs.widths(config))
+    _, rows = micro_batches(Setting(config, inputs, inputs.axes(config)))
     fewer = sorted({max(1, rows // n) for n in (2, 4, 8, 16, 32)} - {rows}, reverse=True)
     yield [("actor.micro_batch_tokens", width * n) for n in fewer]
     yield [("actor.remat", "full")]
@@ -171,23 +169,17 @@ def _actor_ladders(config: Config, scene: Scene) -> Iterator[list[Change]]:
     yield [("distill.lean", True)]
     yield [("actor.moment_dtype", "bfloat16")]
     yield [("actor.param_dtype", "bfloat16")]
-    if not scene.on_cpu:
+    if not inputs.on_cpu:
         yield [("actor.dtype", "bfloat16")]
-
-
-def show(value: Any) -> str:
-    """As an override is written."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def set_key(config: Config, key: str, value: Any) -> Config:
     """`config` with one dotted key changed."""
-    changed = _set(config, key, value)
-    assert isinstance(changed, Config)
-    return changed
-
-
-def _set(section: BaseModel, key: str, value: Any) -> BaseModel:
-    name, _, rest = key.partition(".")
-    new = _set(getattr(section, name), rest, value) if rest else value
-    return section.model_copy(update={name: new})
+    *sections, name = key.split(".")
+    owners: list[BaseModel] = [config]
+    for section in sections:
+        owners.append(getattr(owners[-1], section))
+    for owner, field in zip(reversed(owners), (name, *reversed(sections)), strict=True):
+        value = owner.model_copy(update={field: value})
+    assert isinstance(value, Config)
+    return value

@@ -1,7 +1,7 @@
 """Memory of the frozen models that read texts, the grouper and the reward model, in bytes on one
 device; computed before any weight is read.
 
-Weights are exact. Temporaries are counted in arrays of one block, as in `sharding/activations.py`,
+Weights are exact. Temporaries are counted in arrays of one block, as in `models/activations.py`,
 read from the live ranges that XLA assigns to the real programs (CPU, float32).
 """
 
@@ -10,67 +10,56 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from jaxrl.config.schema import DType, GrouperConfig, RewardConfig
 from jaxrl.models import bert
 from jaxrl.models.activations import F32, SCAN, SPREAD, Pass, split, whole_rows
 from jaxrl.models.batching import bucket, rows_of
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.encoder_config import EncoderConfig
 from jaxrl.models.kernels import Target, fuses
-from jaxrl.plan.memory import ITEMSIZE, Account, DType, Part, weight_bytes
+from jaxrl.plan.memory import ITEMSIZE, Account, Entry, weight_bytes
 from jaxrl.sharding.placement import AXIS_NAMES, Axes
 
 
 def grouper_account(
-    config: EncoderConfig,
-    axes: Axes,
-    dtype: DType,
-    *,
-    batch_tokens: int,
-    longest: int,
-    target: Target,
+    model: EncoderConfig, axes: Axes, section: GrouperConfig, longest: int, target: Target
 ) -> Account:
     """The grouper, as large as it is once it has been loaded, on its first use.
 
     Args:
-        batch_tokens: tokens of a batch on one device, padding included.
         longest: tokens of the longest text, in the encoder's own; what its limit cuts may be more.
     """
-    work = _fullest(
-        lambda rows, width: encoder_work(config, axes, rows, width, dtype, target),
-        batch_tokens,
-        min(longest, config.max_tokens),
-    )
-    weights = Part("weights", "parameters", encoder_bytes(config, axes, dtype))
-    return Account("grouper", (weights, Part("activations", "forward pass", work, "embed")))
+    dtype = section.compute_dtype
+
+    def work(rows: int, width: int) -> int:
+        return encoder_work(model, axes, rows, width, dtype, target)
+
+    most = _fullest(work, section.batch_tokens, min(longest, model.max_tokens))
+    return _account("grouper", encoder_bytes(model, axes, dtype), most, "embed")
 
 
 def reward_account(
-    config: DecoderConfig,
-    axes: Axes,
-    dtype: DType,
-    *,
-    batch_tokens: int,
-    longest: int,
-    target: Target,
+    model: DecoderConfig, axes: Axes, section: RewardConfig, longest: int, target: Target
 ) -> Account:
     """The reward model.
 
     Args:
-        config: of its `RewardSource`: without an LM head.
-        batch_tokens: tokens of a batch on one device, padding included.
+        model: of its `RewardSource`: without an LM head.
         longest: tokens of the longest sequence, in the model's own.
     """
-    work = _fullest(
-        lambda rows, width: reward_work(config, axes, rows, width, dtype, target),
-        batch_tokens,
-        min(longest, config.max_positions),
-    )
-    weights = weight_bytes(config, axes, dtype) + config.d_model * F32
-    parts = (
-        Part("weights", "parameters", weights),
-        Part("activations", "forward pass", work, "score"),
-    )
-    return Account("reward", parts)
+    dtype = section.compute_dtype
+
+    def work(rows: int, width: int) -> int:
+        return reward_work(model, axes, rows, width, dtype, target)
+
+    most = _fullest(work, section.batch_tokens, min(longest, model.max_positions))
+    weights = weight_bytes(model, axes, dtype) + model.d_model * F32
+    return _account("reward", weights, most, "score")
+
+
+def _account(role: str, weights: int, work: int, phase: str) -> Account:
+    resident = Entry("weights", "parameters", weights)
+    return Account(role, (resident, Entry("activations", "forward pass", work, phase)))
 
 
 def encoder_bytes(config: EncoderConfig, axes: Axes, dtype: DType) -> int:

@@ -9,12 +9,12 @@ from typing import Any, get_args
 from rich import box
 from rich.table import Table
 
+from jaxrl.plan.inputs import GB, PoolPeak
 from jaxrl.plan.memory import Account, Column
-from jaxrl.plan.scene import PoolMemory
 from jaxrl.runtime.cluster import ClusterDevice
 from jaxrl.sharding.placement import Axes, Placement, device_list
 
-GB, MB = 1e9, 1e6
+MB = 1e6
 LINE = 22
 """Most characters of a worker's name on one line: a long one takes no room from the figures."""
 TITLES = ("weights", "grads", "optim", "KV", "activ", "peak", "limit")
@@ -27,22 +27,16 @@ def plan_table(
     axes: Mapping[str, Axes],
     devices: Sequence[Any],
     accounts: Mapping[str, Account],
-    pools: Sequence[PoolMemory],
+    pools: Sequence[PoolPeak],
 ) -> Table:
     """One row for each role, and one for each pool that several roles share."""
     largest = max(pool.bytes for pool in pools)
     unit, name = (GB, "GB") if largest >= GB else (MB, "MB")
 
     def show(n: int | None) -> str:
-        return (
-            "?"
-            if n is None
-            else "-"
-            if n == 0
-            else f"{n / unit:.2f}"
-            if n < unit
-            else f"{n / unit:.1f}"
-        )
+        if not n:
+            return "?" if n is None else "-"
+        return f"{n / unit:.2f}" if n < unit else f"{n / unit:.1f}"
 
     table = Table(
         box=box.SIMPLE, title=f"{placement.spec}: {name} on each device", title_justify="left"
@@ -51,7 +45,8 @@ def plan_table(
         table.add_column(title, no_wrap=True)
     for title in TITLES:
         table.add_column(title, justify="right", no_wrap=True)
-    for index, (pool, memory) in enumerate(zip(placement.pools, pools, strict=True)):
+    for index, memory in enumerate(pools):
+        pool = memory.pool
         for role in pool.roles:
             head = (str(index), _folded(pool.name)) if role == pool.roles[0] else ("", "")
             where = _where(role, placement, axes, devices)
@@ -62,7 +57,7 @@ def plan_table(
     return table
 
 
-def _limit(memory: PoolMemory) -> int | None:
+def _limit(memory: PoolPeak) -> int | None:
     """Never below 0, as what others leave of a shared memory may be."""
     return None if memory.limit is None else max(memory.limit, 0)
 
@@ -91,7 +86,7 @@ def _where(
     return role, f"{mine[0].platform} {device_list(d.id for d in mine)}", where, mesh
 
 
-def _sizes(account: Account | None, memory: PoolMemory, show: Show) -> list[str]:
+def _sizes(account: Account | None, memory: PoolPeak, show: Show) -> list[str]:
     if account is None:
         return ["-"] * 6 + [show(_limit(memory))]
     columns = [account.column(column) for column in get_args(Column)]

@@ -21,8 +21,8 @@ from jaxrl.algorithms.schedule import SCHEDULES, Schedule
 from jaxrl.config.schema import CONFIG_FILE, Config
 from jaxrl.errors import UserError
 from jaxrl.plan import make_plan
+from jaxrl.plan.inputs import GB
 from jaxrl.plan.record import PLAN_DATA_FILE
-from jaxrl.plan.table import GB
 from jaxrl.profile.waits import (
     PoolWait,
     Span,

@@ -30,7 +30,7 @@ from jaxrl.models.encoder_config import find_folder, read_encoder
 from jaxrl.models.kernels import Target
 from jaxrl.models.rules import param_shardings
 from jaxrl.plan import Plan, without_weights
-from jaxrl.plan.scene import TEMPLATE_TOKENS
+from jaxrl.plan.roles import TEMPLATE_TOKENS
 from jaxrl.process.compile_cache import enable_compile_cache
 from jaxrl.process.xla_flags import worker_environment
 from jaxrl.rewards.scoring import RewardFunctions

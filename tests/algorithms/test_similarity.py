@@ -8,13 +8,13 @@ import pytest
 from jaxrl.algorithms.advantages import group_advantages
 from jaxrl.algorithms.similarity import (
     METHODS,
-    Similarity,
     cluster,
     silhouette,
     similarities,
     similarity_advantages,
     text_to_embed,
 )
+from jaxrl.config.schema import Config, GrouperConfig
 from jaxrl.errors import RunError, UserError
 
 REFERENCES = np.load(Path(__file__).parent.parent / "references" / "similarity.npz")
@@ -138,7 +138,7 @@ def test_every_use_by_hand():
     size = np.array([3, 2, 3, 2, 3])
 
     def of(**options):
-        found = similarity_advantages(rewards, e, ids, options=Similarity(**options))
+        found = similarity_advantages(rewards, e, ids, options=GrouperConfig(**options))
         np.testing.assert_array_equal(np.equal.outer(found.labels, found.labels), e @ e.T)
         return found.advantages
 
@@ -163,7 +163,7 @@ def test_mmr_by_hand_with_partial_similarity():
     """Rewards 1, 0.9, 0.2 at 0, 20, 90 degrees; lambda 1/2: 0.5, then 0.1 (new), then the near."""
     e = angles(0, 20, 90)
     found = similarity_advantages(
-        [1, 0.9, 0.2], e, np.zeros(3, int), options=Similarity(use="mmr", mmr_lambda=0.5)
+        [1, 0.9, 0.2], e, np.zeros(3, int), options=GrouperConfig(use="mmr", mmr_lambda=0.5)
     )
     scores = [0.5, 0.45 - np.cos(np.radians(20)) / 2, 0.1]
     np.testing.assert_allclose(found.advantages, group_advantages(scores, np.zeros(3, int)))
@@ -173,7 +173,7 @@ def test_factors_stop_at_a_tenth():
     """All in one cluster: distinct gives 0.1 R. Opposite pairs: sums of 0 count as 0.1."""
     ids, rewards = np.zeros(4, int), np.array([1.0, 2, 3, 4])
     for use, e in (("distinct", np.stack([A] * 4)), ("smi", np.stack([A, -A, B, -B]))):
-        found = similarity_advantages(rewards, e, ids, options=Similarity(use=use))
+        found = similarity_advantages(rewards, e, ids, options=GrouperConfig(use=use))
         factor = 0.1 if use == "distinct" else 10
         np.testing.assert_allclose(found.advantages, group_advantages(rewards * factor, ids))
 
@@ -184,7 +184,7 @@ def test_one_cluster_is_grpo(use, std_scope):
     """Up to the scale that distinct and smi give to all rewards alike; mmr's at lambda 1."""
     rewards, _, ids = batch()
     same = np.tile(A, (len(ids), 1))
-    options = Similarity(use=use, std_scope=std_scope, mmr_lambda=1.0)
+    options = GrouperConfig(use=use, std_scope=std_scope, mmr_lambda=1.0)
     found = similarity_advantages(rewards, same, ids, options=options)
     scale = {"distinct": 0.1, "smi": 1 / 6}.get(use, 1.0)
     expected = group_advantages(rewards * scale, ids, scale_by_std=std_scope != "none")
@@ -202,7 +202,7 @@ def test_all_singletons(use, share):
     apart = np.zeros((len(ids), 6))
     for prompt in np.unique(ids):
         apart[ids == prompt] = np.eye(6)
-    options = Similarity(method="leader", use=use, alpha=0.3)
+    options = GrouperConfig(method="leader", use=use, alpha=0.3)
     found = similarity_advantages(rewards, apart, ids, options=options)
     np.testing.assert_allclose(
         found.advantages, share * group_advantages(rewards, ids), rtol=1e-4, atol=1e-12
@@ -213,7 +213,7 @@ def test_all_singletons(use, share):
 def test_a_cluster_sums_to_zero_and_no_label_crosses_prompts():
     rewards, e, ids = batch()
     for std_scope in ("cluster", "prompt", "none"):
-        found = similarity_advantages(rewards, e, ids, options=Similarity(std_scope=std_scope))
+        found = similarity_advantages(rewards, e, ids, options=GrouperConfig(std_scope=std_scope))
         for label in np.unique(found.labels):
             rows = found.labels == label
             assert len(set(ids[rows])) == 1
@@ -225,7 +225,7 @@ def test_a_cluster_sums_to_zero_and_no_label_crosses_prompts():
 @pytest.mark.parametrize("use", USES)
 def test_neither_the_order_nor_the_rest_of_the_batch_matters(use, method):
     rewards, e, ids = batch()
-    options = Similarity(use=use, method=method, tau=0.8)
+    options = GrouperConfig(use=use, method=method, tau=0.8)
     texts = [f"answer {i}" for i in range(len(ids))]
     found = similarity_advantages(rewards, e, ids, options=options, texts=texts)
     assert found.advantages.any()
@@ -249,14 +249,16 @@ def test_padding_and_missing_rewards_are_in_no_cluster(use):
     rewards, e, ids = batch()
     gone = np.zeros(len(ids), bool)
     gone[[0, 5, 11]] = True
-    left = similarity_advantages(rewards[~gone], e[~gone], ids[~gone], options=Similarity(use=use))
+    left = similarity_advantages(
+        rewards[~gone], e[~gone], ids[~gone], options=GrouperConfig(use=use)
+    )
     bad = np.where(gone[:, None], np.nan, e)
     given = [
         None if g and i else float(r) for i, (g, r) in enumerate(zip(gone, rewards, strict=True))
     ]
     ids = ids.copy()
     ids[0] = -1
-    found = similarity_advantages(given, bad, ids, options=Similarity(use=use))
+    found = similarity_advantages(given, bad, ids, options=GrouperConfig(use=use))
     np.testing.assert_allclose(found.advantages[~gone], left.advantages)
     assert not found.advantages[gone].any() and (found.labels[gone] == -1).all()
     assert same_partition(found.labels[~gone], left.labels) and found.metrics == left.metrics
@@ -296,21 +298,21 @@ def test_bad_input_is_refused():
     rewards, e, ids = batch()
     for use in ("distinct", "smi"):
         with pytest.raises(UserError, match=f"use={use} multiplies rewards"):
-            similarity_advantages(rewards - 1, e, ids, options=Similarity(use=use))
-    similarity_advantages(rewards - 1, e, ids, options=Similarity(use="mmr"))
+            similarity_advantages(rewards - 1, e, ids, options=GrouperConfig(use=use))
+    similarity_advantages(rewards - 1, e, ids, options=GrouperConfig(use="mmr"))
     broken = e.copy()
     broken[3] = np.nan
     with pytest.raises(RunError, match="NaN or infinity"):
         similarity_advantages(rewards, broken, ids)
     for settings, message in (
-        ({"method": "leaders"}, "did you mean leader"),
-        ({"use": "sub"}, "unknown use 'sub'"),
-        ({"std_scope": "group"}, "unknown std_scope"),
-        ({"use": "blend", "alpha": 1.5}, "alpha is 1.5"),
-        ({"mmr_lambda": -0.1}, "mmr_lambda is -0.1"),
-        ({"max_clusters": 1}, "max_clusters is 1"),
+        ({"method": "leaders"}, "grouper.method: .*'leader', got 'leaders'"),
+        ({"use": "sub"}, "grouper.use: .* got 'sub'"),
+        ({"std_scope": "group"}, "grouper.std_scope: .* got 'group'"),
+        ({"use": "blend", "alpha": 1.5}, "grouper: alpha=1.5"),
+        ({"mmr_lambda": -0.1}, "grouper.mmr_lambda: .* got -0.1"),
+        ({"max_clusters": 1}, "grouper.max_clusters: .* got 1"),
     ):
         with pytest.raises(UserError, match=message):
-            Similarity(**settings)
+            Config.load(None, {"grouper": settings})
     with pytest.raises(UserError, match="unknown clustering method 'kmeans'"):
         cluster(e, method="kmeans")

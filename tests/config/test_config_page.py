@@ -44,7 +44,7 @@ def test_the_page_is_fresh(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(config_page.main, []) == 0
     page = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
     again = "python -m jaxrl.config.page > docs/config.md"
-    assert page == capsys.readouterr().out, f"make it anew: {again}"
+    assert page == capsys.readouterr().out, f"make it again: {again}"
 
 
 def test_the_page_has_every_key_with_type_bounds_and_default() -> None:
@@ -66,8 +66,8 @@ def test_defaults_shown_are_read_back_as_they_are() -> None:
     keys = [key for key in config_keys.keys(Config) if not key.required]
     required = ["student.model=a", "teacher.model=b", "data.train=c.jsonl"]
     shown = [f"{key.path}={yaml_text.shown(key.default)}" for key in keys]
-    told = [word for word in shown if not word.startswith("teacher.model=")]
-    assert Config.load(None, [*told, *required]) == minimal()
+    given = [word for word in shown if not word.startswith("teacher.model=")]
+    assert Config.load(None, [*given, *required]) == minimal()
 
 
 def minimal(**models: str) -> Config:
@@ -90,7 +90,7 @@ def test_every_default_is_planned(tmp_path: Path) -> None:
 
 
 class Reads:
-    """Notes which keys of the configs it is told of are read by code of the package.
+    """Notes which keys of the configs that it watches are read by code of the package.
 
     What a section's own checks read, when it is made, counts for nothing.
     """
@@ -168,6 +168,12 @@ SHOWN_BY = {
         "test_train.py",
         "test_a_run_that_diverges_ends_with_exit_code_1_and_keeps_the_batch",
     ),
+    "grouper.alpha": ("test_similarity.py", "test_all_singletons"),
+    "grouper.mmr_lambda": ("test_similarity.py", "test_mmr_by_hand_with_partial_similarity"),
+    "grouper.tau": (
+        "test_similarity.py",
+        "test_neither_the_order_nor_the_rest_of_the_batch_matters",
+    ),
     "policy.max_refills": (
         "test_rl.py",
         "test_prompts_that_teach_nothing_are_replaced_as_often_as_allowed",
@@ -191,8 +197,8 @@ SHOWN_BY = {
         "test_what_has_changed_is_refused_by_name_and_versions_are_reported",
     ),
 }
-"""Keys that only other runs read (in trouble, in several processes) -> the test that shows their
-effect."""
+"""Keys that only other runs read (in trouble, in several processes, with other similarity groups)
+-> the test that shows their effect."""
 
 ONE_STEP = [
     "steps=1",

@@ -73,21 +73,21 @@ def models(folder: Path) -> list[str]:
 def test_eight_gpu_configs_are_planned_from_config_json_alone(split, large_host, tmp_path, capsys):
     config = str(CONFIGS / f"qwen2.5_7b_to_1.5b_{split}.yaml")
     assert cli.run(main, ["--config", config, "--dry-run", *models(tmp_path), *HERE]) == 0
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     actor, rollout, teacher = split.split("-")
-    assert f"actor={actor},rollout={rollout},teacher={teacher}" in told
-    assert "on GPUs of 80 GB, of which jax takes 75%: fits" in told
-    assert "teacher.model: no weights here, only a config.json" in told
+    assert f"actor={actor},rollout={rollout},teacher={teacher}" in printed
+    assert "on GPUs of 80 GB, of which jax takes 75%: fits" in printed
+    assert "teacher.model: no weights here, only a config.json" in printed
 
 
 def test_a_plan_that_does_not_fit_ends_with_2_after_its_table(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("jaxrl.sharding.mesh.host_available", lambda: 8 * 10**9)
     config = str(CONFIGS / "qwen2.5_7b_to_1.5b_2-2-4.yaml")
     assert cli.run(main, ["--config", config, "--dry-run", *models(tmp_path), *HERE]) == 2
-    told = capsys.readouterr()
-    assert re.search(r"^ .* teacher .* cpu 4-7", told.out, re.MULTILINE)
-    assert "does not fit" in told.err and "=" in told.err
-    assert "the run would be refused" not in told.err
+    printed = capsys.readouterr()
+    assert re.search(r"^ .* teacher .* cpu 4-7", printed.out, re.MULTILINE)
+    assert "does not fit" in printed.err and "=" in printed.err
+    assert "the run would be refused" not in printed.err
 
 
 def model_folder(folder: Path, name: str) -> str:
@@ -118,10 +118,10 @@ def test_configs_that_learn_from_rewards_are_planned_and_fit(name, large_host, t
     asked = [f"{key}={path}" for key, path in given.items()]
     path = str(CONFIGS / f"{name}.yaml")
     assert cli.run(main, ["--config", path, "--dry-run", *asked, *HERE]) == 0
-    told = capsys.readouterr().out
-    assert "on GPUs of 80 GB, of which jax takes 75%: fits" in told
+    printed = capsys.readouterr().out
+    assert "on GPUs of 80 GB, of which jax takes 75%: fits" in printed
     for role in needed_roles(config):
-        assert re.search(rf"^ .* {role} .* (cpu|gpu) \d", told, re.MULTILINE), role
+        assert re.search(rf"^ .* {role} .* (cpu|gpu) \d", printed, re.MULTILINE), role
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)

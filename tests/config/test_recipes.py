@@ -42,7 +42,7 @@ def recipes() -> list[tuple[str, str, int, int, float]]:
 
 @pytest.mark.parametrize("recipe", recipes(), ids=lambda recipe: recipe[0])
 def test_a_recipe_is_planned_as_the_page_says(recipe: tuple[str, str, int, int, float]) -> None:
-    _, command, gpus, size, told = recipe
+    _, command, gpus, size, stated = recipe
     run = parse_run(shlex.split(command), module="jaxrl.train", description="")
     config, names = run.config, needed_roles(run.config)
     placement = place(config.mesh, names)
@@ -55,5 +55,5 @@ def test_a_recipe_is_planned_as_the_page_says(recipe: tuple[str, str, int, int, 
     text = build(config, names, placement, student, teacher, Visible((), None)).text()
     (needed,) = re.findall(r"^each GPU needs: (.*)$", text, re.MULTILINE)
     found = max(float(gb) for gb in re.findall(r"([\d.]+) GB", needed))
-    assert told == pytest.approx(found, rel=NEARLY)
+    assert stated == pytest.approx(found, rel=NEARLY)
     assert re.search(rf"^on GPUs of {size} GB, of which jax takes 75%: fits", text, re.MULTILINE)

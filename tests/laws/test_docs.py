@@ -12,10 +12,9 @@ from typing import Any, get_args
 import pytest
 
 from jaxrl.__main__ import COMMANDS
-from jaxrl.algorithms.similarity import Use
 from jaxrl.checkpoint.compare import FREE, TOLD
 from jaxrl.config.keys import keys
-from jaxrl.config.schema import Config
+from jaxrl.config.schema import Config, GrouperConfig
 from jaxrl.data.tasks import TASKS
 from jaxrl.losses.algorithm_table import ALGORITHMS
 from jaxrl.losses.correction import CORRECTIONS
@@ -199,7 +198,7 @@ def test_the_page_on_rewards_has_the_formulas_and_defaults_of_every_algorithm() 
         assert "as `gspo`" in row or set(spec.loss.settings.values()) <= numbers, row
         assert row.endswith(f"| {spec.minibatches} |"), row
     corrections = {name for name in CORRECTIONS if name != "none"}
-    uses = set(get_args(Use)) - {"subgroup"}
+    uses = set(get_args(GrouperConfig.model_fields["use"].annotation)) - {"subgroup"}
     for name in corrections | uses:
         assert re.search(rf"^\| `{name}`", text, re.MULTILINE), name
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxrl.config.schema import GrouperConfig, RewardConfig
 from jaxrl.models import bert, decoder
 from jaxrl.models.batching import batches, bucket
 from jaxrl.models.config import DecoderConfig
@@ -111,9 +112,10 @@ def test_the_encoders_pieces_add_up(axes: Axes) -> None:
 def test_no_batch_takes_more_than_the_plan_says(longest: int) -> None:
     """Any mix of lengths, cut into the batches that are really run."""
     limit, tokens = min(longest, ENCODER.max_tokens), 1024
-    options: Any = {"batch_tokens": tokens, "target": CPU, "longest": longest}
-    encoder = grouper_account(ENCODER, Axes(), "float32", **options).phases()["embed"]
-    reward = reward_account(REWARD, Axes(), "float32", **options).phases()["score"]
+    texts = GrouperConfig(batch_tokens=tokens, dtype="float32")
+    judged = RewardConfig(batch_tokens=tokens, dtype="float32")
+    encoder = grouper_account(ENCODER, Axes(), texts, longest, CPU).phases()["embed"]
+    reward = reward_account(REWARD, Axes(), judged, longest, CPU).phases()["score"]
     lengths = [1 + (i * 37) % limit for i in range(200)] + [limit]
     cut = batches([[0] * n for n in lengths], shards=1, batch_tokens=tokens, longest=limit)
     most = [(0, 0)]

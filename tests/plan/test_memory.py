@@ -21,8 +21,7 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.rules import param_shardings
 from jaxrl.plan import PROCESS_BYTES, Plan, build, checkpoint_bytes, make_plan, memory
 from jaxrl.plan.advice import set_key
-from jaxrl.plan.memory import Account, Part
-from jaxrl.plan.scene import optimizer_bytes
+from jaxrl.plan.memory import Account, Entry, optimizer_bytes
 from jaxrl.roles.optimizer import make_optimizer, state_shardings
 from jaxrl.runtime.cluster import ClusterDevice
 from jaxrl.sampling import decode
@@ -100,10 +99,11 @@ def test_the_cache_is_what_the_engine_allocates(axes: Axes) -> None:
 
 def test_a_peak_is_what_is_resident_and_the_largest_phase_of_any_role() -> None:
     a = Account(
-        "a", (Part("weights", "w", 5), Part("cache", "k", 7, "x"), Part("cache", "l", 2, "y"))
+        "a", (Entry("weights", "w", 5), Entry("cache", "k", 7, "x"), Entry("cache", "l", 2, "y"))
     )
     b = Account(
-        "b", (Part("weights", "w", 1), Part("activations", "t", 3, "z"), Part("cache", "c", 6, "z"))
+        "b",
+        (Entry("weights", "w", 1), Entry("activations", "t", 3, "z"), Entry("cache", "c", 6, "z")),
     )
     assert (a.peak, b.peak) == (12, 10)
     assert memory.peak([a, b]) == (15, "b: z")

@@ -27,8 +27,9 @@ from jaxrl.models import decoder
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import CPU
 from jaxrl.models.rules import param_shardings
-from jaxrl.plan.memory import BACKWARD, LOSS, STEP, Account
-from jaxrl.plan.scene import Scene, memory_inputs
+from jaxrl.plan.inputs import PlanInputs
+from jaxrl.plan.memory import Account
+from jaxrl.plan.roles import BACKWARD, LOSS, STEP, Setting, role_accounts
 from jaxrl.roles.actor import Actor
 from jaxrl.roles.scorer import Scorer
 from jaxrl.sampling import decode
@@ -97,12 +98,10 @@ class Programs:
         limits = (None,) * len(placement.pools)
         teacher = self.teacher if self.config.learns_from_teacher else None
         roles = tuple(role for role in ROLES if role != "teacher" or teacher is not None)
-        scene = Scene(placement, roles, self.student, teacher, limits, CPU)
-        axes = scene.axes(self.config)
-        self.accounts, self.inputs = (
-            scene.accounts(self.config),
-            memory_inputs(self.config, scene, axes),
-        )
+        inputs = PlanInputs(placement, roles, self.student, teacher, limits, CPU)
+        axes = inputs.axes(self.config)
+        self.accounts = role_accounts(inputs, self.config)
+        self.setting = Setting(self.config, inputs, axes)
         self.meshes = carve(jax.devices(), placement, axes)
 
     def planned(self, role: str, *phases: str) -> int:
@@ -148,7 +147,7 @@ class Programs:
             old = numbers if config.updates_per_batch > 1 else None
             reference = numbers if config.policy.kl_coef > 0 else None
             batch = TrainBatch(sequences, signal, numbers, each, reference, old)
-        group = self.inputs.shared_group
+        group = self.setting.shared_group
         per_update = np.arange(-(-n // group // config.minibatches))
         lengths = np.full(n // group, width)
         index = actor._micro_batches(per_update, lengths, sequences, group, len(per_update))

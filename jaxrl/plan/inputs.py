@@ -1,0 +1,173 @@
+"""What a plan starts from: the models, where the roles are placed and what a device has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from jaxrl.config.schema import Config, ParallelConfig
+from jaxrl.errors import UserError
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.encoder_config import EncoderConfig
+from jaxrl.models.kernels import Target, round_up
+from jaxrl.plan.memory import Account, peak
+from jaxrl.sharding.placement import Axes, Placement, Pool, resolve_axes
+
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class PoolPeak:
+    """The fullest device of a pool."""
+
+    pool: Pool
+    bytes: int
+    moment: str
+    """Role and phase at the peak, as in `actor: loss`."""
+    limit: int | None
+    """Bytes that the device has; None where nobody knows."""
+
+    @property
+    def fits(self) -> bool:
+        return self.limit is None or self.bytes <= self.limit
+
+    @property
+    def excess(self) -> str:
+        """By how much it does not fit, in words."""
+        assert self.limit is not None
+        return (
+            f"{self.pool.name} needs {self.bytes / GB:.1f} GB ({self.moment}) of"
+            f" {self.limit / GB:.1f}, {(self.bytes - self.limit) / GB:.1f} too much"
+        )
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """A host whose emulated devices share its memory."""
+
+    name: str
+    limit: int
+    """Bytes that are free before the run."""
+    beside: int
+    """Bytes that the run takes there beside its arrays: processes and mapped files."""
+    devices: tuple[int, ...]
+    """How many devices of each pool it emulates."""
+
+    def needed(self, sizes: Sequence[int]) -> int:
+        """Bytes of the run, given those of one device of each pool."""
+        return self.beside + sum(n * size for n, size in zip(self.devices, sizes, strict=True))
+
+    def excess(self, pools: Sequence[PoolPeak]) -> str:
+        """By how much a run of these pools does not fit, in words; empty where it fits."""
+        needed = self.needed([pool.bytes for pool in pools])
+        if needed <= self.limit:
+            return ""
+        each = [
+            f"{n} x {peak.bytes / GB:.1f} {peak.pool.name}"
+            for peak, n in zip(pools, self.devices, strict=True)
+            if n
+        ]
+        parts = " + ".join([*each, f"{self.beside / GB:.1f} processes and mapped files"])
+        return (
+            f"{self.name} needs {needed / GB:.1f} GB of {self.limit / GB:.1f} ({parts}),"
+            f" {(needed - self.limit) / GB:.1f} too much"
+        )
+
+    def left(self, pool: int, sizes: Sequence[int]) -> int | None:
+        """Bytes that the other pools leave to a device of this one; None where it has none here."""
+        n, size = self.devices[pool], sizes[pool]
+        return (self.limit - self.needed(sizes)) // n + size if n else None
+
+
+@dataclass(frozen=True)
+class PlanInputs:
+    """What stays the same while keys of the config are tried."""
+
+    placement: Placement
+    roles: tuple[str, ...]
+    """Those of the run; others may be placed, but hold nothing."""
+    student: DecoderConfig
+    teacher: DecoderConfig | None
+    limits: tuple[int | None, ...]
+    """Bytes of the smallest device of each pool."""
+    target: Target
+    """The device that all of them are, or can do as much as."""
+    reward: DecoderConfig | None = None
+    grouper: EncoderConfig | None = None
+    hosts: tuple[HostMemory, ...] = ()
+    """Those of emulated devices; the `limits` are None then."""
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.target.platform == "cpu"
+
+    def widths(self, config: Config) -> tuple[int, int]:
+        """Of the longest prompts and completions, as arrays have them."""
+        multiple = self.target.width_multiple
+        asked = config.max_prompt_tokens, config.max_new_tokens
+        return round_up(asked[0], multiple), round_up(asked[1], multiple)
+
+    def model(self, role: str) -> DecoderConfig | EncoderConfig:
+        own = {"teacher": self.teacher, "reward": self.reward, "grouper": self.grouper}
+        return own.get(role) or self.student
+
+    def axes(self, config: Config) -> dict[str, Axes]:
+        """Mesh axes of each role of the run.
+
+        Raises:
+            UserError: axes that do not divide the role's devices or the model's heads.
+        """
+        found = {}
+        for role in self.roles:
+            p = parallel(config, role)
+            n = len(self.placement.roles[role].devices)
+            found[role] = resolve_axes(role, n, p.data, p.fsdp, p.tensor)
+            _check_heads(role, self.model(role), found[role])
+        return found
+
+    def pools(self, accounts: Mapping[str, Account]) -> tuple[PoolPeak, ...]:
+        """The fullest device of each pool; roles on the same device add up.
+
+        Where devices are emulated, the limit of a pool is what the others leave of its hosts: one
+        fits where all do.
+        """
+        where, found = self.placement.roles, []
+        for pool, limit in zip(self.placement.pools, self.limits, strict=True):
+            loads = [
+                peak(
+                    accounts[r] for r in pool.roles if r in accounts and device in where[r].devices
+                )
+                for device in pool.devices
+            ]
+            found.append(PoolPeak(pool, *max(loads, default=(0, "nothing")), limit))
+        if not self.hosts:
+            return tuple(found)
+        sizes = [pool.bytes for pool in found]
+        left = [[host.left(i, sizes) for host in self.hosts] for i in range(len(found))]
+        return tuple(
+            replace(pool, limit=min((n for n in each if n is not None), default=None))
+            for pool, each in zip(found, left, strict=True)
+        )
+
+    def together(self, a: str, b: str) -> bool:
+        """Whether two roles share a worker."""
+        return self.placement.roles[a].pool == self.placement.roles[b].pool
+
+    def same_mesh(self, a: str, b: str, axes: Mapping[str, Axes]) -> bool:
+        where = self.placement.roles
+        return where[a].devices == where[b].devices and axes[a] == axes[b]
+
+
+def parallel(config: Config, role: str) -> ParallelConfig:
+    section = config.roles.get(role)
+    return ParallelConfig() if section is None else section.parallel
+
+
+def _check_heads(role: str, model: DecoderConfig | EncoderConfig, axes: Axes) -> None:
+    if model.n_heads % axes.tensor == 0:
+        return
+    allowed = [t for t in range(1, axes.size + 1) if model.n_heads % t == 0 and axes.size % t == 0]
+    raise UserError(
+        f"{role}.parallel.tensor={axes.tensor} does not divide its model's n_heads={model.n_heads}:"
+        f" on {axes.size} devices, use {' or '.join(map(str, allowed))}"
+    )

@@ -1,0 +1,514 @@
+"""What each role holds on one of its devices, in bytes, computed before any weight is read.
+
+Weights, optimizer state and KV cache are exact (`memory.py`). Temporaries are the analytic model of
+`models/activations.py`: arrays counted in the live ranges that XLA assigns to the real programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import cached_property
+from typing import NamedTuple
+
+from jaxrl.algorithms.schedule import SCHEDULES
+from jaxrl.config.schema import Config, DistillConfig, DType, OffloadConfig
+from jaxrl.models.activations import F32, SAMPLER_ARRAYS, Pass, logits, split, whole_rows
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.kernels import fuses
+from jaxrl.plan.frozen_memory import grouper_account, reward_account
+from jaxrl.plan.inputs import PlanInputs, PoolPeak
+from jaxrl.plan.memory import (
+    ITEMSIZE,
+    Account,
+    Entry,
+    cache_bytes,
+    layer_bytes,
+    optimizer_bytes,
+    optimizer_scratch,
+    shards,
+    weight_bytes,
+)
+from jaxrl.roles.microbatch import shares
+from jaxrl.sampling.engine import PREFILL_TOKENS, power_of_two
+from jaxrl.sharding.placement import Axes
+
+JSD_ARRAYS, KL_ARRAYS, LEAN_ARRAYS, SCORE_ARRAYS = 7, 6, 5, 3
+"""Float32 arrays [chunk, V] alive at once in a loss of both models' logits that keeps its gradients
+(a divergence between the two ends, at one of them), in one that does not, and in one that reads a
+few log-probs of one model's."""
+ENTROPY_ARRAYS = 2
+"""And with the entropy-aware term."""
+TEMPLATE_TOKENS = 128
+"""Room for the reward model's own template, and for a tokenizer that needs more tokens."""
+BACKWARD, LOSS, STEP = "backward pass", "loss", "optimizer step"
+"""Phases of an update."""
+SHARED = "parameters, the rollout's too"
+UPDATE = {f"actor: {phase}" for phase in (BACKWARD, LOSS, STEP)}
+PUBLISH = {"actor: publish"}
+
+
+class Setting:
+    """A config on the devices that its roles got: everything that an account is computed from."""
+
+    def __init__(self, config: Config, inputs: PlanInputs, axes: Mapping[str, Axes]):
+        self.config, self.inputs, self.axes = config, inputs, axes
+        self.student, self.teacher = inputs.student, inputs.teacher
+        self.sequences = config.batch_size * config.group_size  # B: rows of a batch
+        self.prompt_tokens, self.new_tokens = inputs.widths(config)
+        self.width = self.prompt_tokens + self.new_tokens
+        self.update_rows = self.rows("actor", -(-self.sequences // config.minibatches))
+        self.one_mesh = inputs.same_mesh("actor", "rollout", axes)
+        self.signal: str | None = None
+        self.signal_bytes = 0  # of what the teacher sends, per completion token
+        self.vocab = self.student.vocab_size  # V of the losses: the rows that both heads have
+        if self.teacher is not None:
+            self.signal, dtype = config.distill.signal, config.teacher.compute_dtype
+            self.signal_bytes = signal_bytes(config.distill, dtype, self.teacher)
+            self.vocab = min(self.vocab, self.teacher.vocab_size)
+        # Whether the loss sums its head's gradient while it runs forward, in float32.
+        self.loss_fused = self.signal not in (None, "sampled") and not config.distill.lean
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of the policy on one device, what actor and rollout hold as one array."""
+        rollout, dtype = self.config.rollout, self.config.actor.param_dtype
+        if not self.one_mesh or rollout.compute_dtype != dtype:
+            return 0
+        whole = weight_bytes(self.student, self.axes["actor"], dtype)
+        if rollout.layout == "stacked":
+            return whole
+        return whole - layer_bytes(self.student, self.axes["actor"], dtype)
+
+    @cached_property
+    def shared_group(self) -> int:
+        """Completions that share a prompt in an update of full widths, as the actor decides it."""
+        c, budget = self.config, self.config.actor.micro_batch_tokens
+        off_policy = c.distill.on_policy_fraction < 1 and not c.learns_from_rewards
+        if c.spec.learns_from == "data" or off_policy or c.batch_size % c.minibatches:
+            return 1
+        shared = shares(c.group_size, self.prompt_tokens, self.new_tokens, budget)
+        return c.group_size if shared else 1
+
+    def rows(self, role: str, sequences: int) -> int:
+        """Sequences on one device of a role."""
+        axes = self.axes[role]
+        return -(-sequences // (axes.data * axes.fsdp))
+
+    def run(self, role: str, model: DecoderConfig, rows: int, width: int) -> Pass:
+        dtype = self.config.roles[role].compute_dtype
+        fused = fuses(self.inputs.target, model.head_dim, dtype, width, width)
+        return Pass(model, self.axes[role], rows, width, ITEMSIZE[dtype], fused)
+
+    def chunk(self, rows: int) -> int:
+        """Tokens projected on the vocabulary at once, of the completions of `rows` sequences."""
+        return min(self.config.distill.chunk_tokens, rows * self.new_tokens)
+
+    def one_chunk(self, rows: int) -> bool:
+        """Whether these are all at once: XLA dissolves a loop over one chunk."""
+        return self.config.distill.chunk_tokens >= rows * self.new_tokens
+
+
+def micro_batches(m: Setting) -> tuple[int, int]:
+    """How many micro-batches an update has, and rows of one on a device."""
+    rows, budget = m.update_rows, m.config.actor.micro_batch_tokens
+    allowed = rows if budget is None else max(1, budget // m.width)
+    if m.shared_group > 1:  # whole groups
+        groups = -(-rows // m.shared_group)
+        together = m.prompt_tokens + m.shared_group * m.new_tokens
+        allowed = groups if budget is None else max(1, budget // together)
+        count = -(-groups // allowed)
+        return count, -(-groups // count) * m.shared_group
+    count = -(-rows // allowed)
+    return count, -(-rows // count)
+
+
+def actor(m: Setting) -> Iterable[Entry]:
+    """Training: parameters, optimizer, gradients; temporaries of a block or of the loss."""
+    a, axes = m.config.actor, m.axes["actor"]
+    weights = weight_bytes(m.student, axes, a.param_dtype)
+    computed = weight_bytes(m.student, axes, a.compute_dtype)
+    mixed = a.compute_dtype != a.param_dtype
+    count, rows = micro_batches(m)
+    run = m.run("actor", m.student, rows, m.width)
+    if m.shared_group > 1:
+        run = replace(run, shared=(m.shared_group, m.prompt_tokens))
+    gradients, summed = weights + (computed if mixed else 0), weights
+    if count > 1:  # a float32 sum, and the gradient that is added to it
+        summed = weight_bytes(m.student, axes, "float32")
+        table = sum(s.size for s in shards(m.student, axes) if s.path.startswith("embed"))
+        wider = table * (F32 - run.itemsize)  # the embedding's is float32 as it comes
+        gradients = summed + computed + wider
+    signal = m.rows("actor", m.sequences) * m.new_tokens * m.signal_bytes
+    taken = min(m.update_rows, count * rows) * m.new_tokens * m.signal_bytes
+    heads, saved = _heads(m, rows, count), run.saved(a.remat)
+    arrays = loss_arrays(m) - (m.loss_fused and m.one_chunk(rows))
+    loss = 2 * run.residual + logits(m.chunk(rows), m.vocab, axes.tensor, arrays)
+    fullest = max(loss, run.first(a.remat), heads.copied)
+    optimizer = m.config.optimizer
+    state = optimizer_bytes(m.student, axes, optimizer, a.param_dtype, a.moment_dtype)
+    scratch = optimizer_scratch(m.student, axes, optimizer, a.moment_dtype)
+    entries = [
+        Entry("weights", "parameters", weights - m.shared_bytes),
+        Entry("weights", SHARED, m.shared_bytes),
+        Entry("optimizer", "optimizer state", state),
+        *(Entry("activations", "teacher's signal", signal, p) for p in (BACKWARD, LOSS, STEP)),
+        Entry("gradients", "gradients", gradients, BACKWARD),
+        Entry("activations", "kept by the layers", saved, BACKWARD),
+        Entry("activations", "embedding's gradient at full width", heads.embedding, BACKWARD),
+        Entry("activations", "one layer", run.backward(a.remat), BACKWARD),
+        Entry("activations", "its micro-batches", taken * (count > 1), BACKWARD),
+        Entry("gradients", "gradients", gradients - heads.later, LOSS),
+        Entry("activations", "kept by the layers", saved, LOSS),
+        Entry("activations", "heads at full width", heads.forward, LOSS),
+        # Logits and hidden states, a layer of the forward pass, or a gather of the heads.
+        Entry("activations", "logits, or one layer", fullest, LOSS),
+        Entry("activations", "its micro-batches", taken, LOSS),
+        Entry("gradients", "gradients", summed, STEP),
+        Entry("activations", "scratch", scratch, STEP),
+        Entry("activations", "copy for the rollout", _published(m), "publish"),
+    ]
+    if mixed:
+        copy = f"copy in {a.compute_dtype}"
+        entries += [Entry("activations", copy, computed, phase) for phase in (BACKWARD, LOSS)]
+    if m.teacher is not None and m.signal == "hidden":
+        head = split(m.vocab, axes.tensor) * split(m.teacher.d_model, axes.fsdp)
+        size = head * ITEMSIZE[m.config.teacher.compute_dtype]
+        entries.append(Entry("weights", "teacher's LM head", size))
+    return entries
+
+
+def _published(m: Setting) -> int:
+    """The policy as the rollout wants it, on the actor's mesh, where it does not stay there as the
+    rollout's own; only what changes is copied.
+    """
+    rollout = m.config.rollout
+    same = rollout.compute_dtype == m.config.actor.param_dtype
+    if m.one_mesh or (same and rollout.layout == "stacked"):
+        return 0
+    size = layer_bytes if same else weight_bytes
+    return size(m.student, m.axes["actor"], rollout.compute_dtype)
+
+
+class Heads(NamedTuple):
+    """Arrays of an LM head's or the embedding's size beyond parameters and their gradients."""
+
+    embedding: int
+    """What the embedding's gradient, a float32 sum, takes before it is split over `fsdp` again."""
+    forward: int
+    """The embedding and the heads gathered, and the sum of the student's head gradient. XLA gathers
+    them before the first layer runs."""
+    copied: int
+    """What comes and goes while they are gathered."""
+    later: int
+    """Of the gradients, what is not there before the loss is done: with one chunk nothing is summed
+    up."""
+
+
+def _heads(m: Setting, rows: int, count: int) -> Heads:
+    dtype = m.config.actor.compute_dtype
+    axes, width, compute = m.axes["actor"], m.student.d_model, ITEMSIZE[dtype]
+    tied, one_chunk = m.student.tie_embeddings, m.one_chunk(rows)
+    own = whole_rows(m.vocab, width, axes, compute)
+    summed = whole_rows(m.vocab, width, axes, F32)
+    later = own // axes.fsdp if one_chunk and m.loss_fused else 0
+    if axes.fsdp == 1:
+        apart = m.loss_fused and dtype != "float32" and not one_chunk
+        return Heads(0, summed if apart else 0, 0, later)
+    table = whole_rows(m.student.vocab_size, width, axes, F32)  # whatever the compute dtype
+    embedding = table - (0 if tied else table // axes.fsdp)
+    looked_up = embedding * compute // F32
+    theirs = 0
+    if m.teacher is not None and m.signal == "hidden":
+        theirs_dtype = ITEMSIZE[m.config.teacher.compute_dtype]
+        theirs = whole_rows(m.vocab, m.teacher.d_model, axes, theirs_dtype)
+    hole = 0 if m.loss_fused else own // 4  # between what XLA packs: nothing on one mesh, own / 2
+    if one_chunk:  # on another. The heads are read once, and gone when the logits fill up
+        return Heads(embedding, looked_up + own, own + hole + theirs + theirs // axes.fsdp, later)
+    kept = summed - own // axes.fsdp if m.loss_fused else 0
+    copied = max(2 * own if tied else own, theirs) + hole
+    twice = 0
+    if count == 2:  # XLA dissolves the loop over the one that is left, and gathers for both at once
+        twice = whole_rows(m.student.vocab_size, width, axes, compute) + own
+    return Heads(embedding, looked_up + own + theirs + kept + twice, copied, later)
+
+
+def rollout(m: Setting) -> Iterable[Entry]:
+    """Sampling: the policy in its compute dtype, its next version as it arrives, and the cache."""
+    whole = weight_bytes(m.student, m.axes["rollout"], m.config.rollout.compute_dtype)
+    stacked = m.config.rollout.layout == "stacked"
+    apart = 0 if m.inputs.together("actor", "rollout") else whole
+    entries = [
+        Entry("weights", "parameters", whole - m.shared_bytes),
+        Entry("activations", "next version", apart, "weight sync"),
+        *_sampling(m, "rollout", m.student, stacked=stacked),
+    ]
+    if m.signal == "student_topk":
+        rows = m.rows("rollout", m.sequences)
+        run = m.run("rollout", m.student, rows, m.width)
+        work = _scoring(m, run, m.chunk(rows), 2, stacked=stacked)  # the ids alone
+        entries.append(Entry("activations", "top-k of the policy", work, "score"))
+    return entries
+
+
+def _sampling(
+    m: Setting, role: str, config: DecoderConfig, *, stacked: bool = False
+) -> list[Entry]:
+    """What the engine allocates while it generates."""
+    c, axes, dtype = m.config, m.axes[role], m.config.roles[role].compute_dtype
+    row_shards = axes.data * axes.fsdp
+    slots = -(-(c.rollout.slots or m.sequences) // axes.size) * axes.size // row_shards
+    prompts = _prefill_rows(c, m.prompt_tokens, axes)
+    run = m.run(role, config, -(-prompts // row_shards), m.prompt_tokens)
+    evaluated = c.eval.max_new_tokens if c.data.eval is not None else None
+    positions = m.prompt_tokens + max(c.max_new_tokens, evaluated or 0)
+    cache = cache_bytes(config, axes, slots, positions, dtype)
+    held = cache_bytes(config, axes, prompts, m.prompt_tokens, dtype)
+    scores = 2 * slots * split(config.n_heads, axes.tensor) * positions * F32
+    drawn = logits(slots, config.vocab_size, axes.tensor, SAMPLER_ARRAYS)
+    table = whole_rows(config.vocab_size, config.d_model, axes, ITEMSIZE[dtype])
+    shard = table // axes.fsdp if axes.fsdp > 1 else 0
+    copy = table if axes.fsdp > 1 else 0
+    one = cache // config.n_layers
+    work = {
+        "prefill": max(run.forward(stacked=False), shard),
+        "decode": max(scores, drawn, copy),
+        "longer cache": one,
+    }
+    if stacked:  # a layer's cache and weights are cut out of the whole; fsdp gathers a layer
+        layer = layer_bytes(config, axes, dtype) // config.n_layers
+        layer += layer_bytes(config, axes._replace(fsdp=1), dtype) // config.n_layers
+        work = {
+            "prefill": max(run.forward(stacked=True), shard) + copy,
+            "decode": max(scores + 2 * one, drawn) + layer + 2 * copy,
+            "longer cache": cache,
+        }
+    entries = []
+    for phase, size in work.items():
+        entries += [
+            Entry("cache", "KV cache", cache, phase),
+            Entry("cache", "keys and values of prompts", held, phase),
+            Entry("activations", phase, size, phase),
+        ]
+    if axes.fsdp > 1 and not stacked:  # each program gathers all it needs before its first layer
+        size = weight_bytes(config, axes._replace(fsdp=1), dtype)
+        name = "weights gathered over fsdp"
+        unused = (0 if config.tie_embeddings else table) + run.layer  # nearly all of the last layer
+        entries.append(Entry("activations", name, size - unused, "prefill"))
+        entries.append(Entry("activations", name, size, "decode"))
+    return entries
+
+
+def _scoring(m: Setting, run: Pass, tokens: int, arrays: int, *, stacked: bool) -> int:
+    """Bytes of a forward pass and of the loss's view of its hidden states.
+
+    Args:
+        arrays: float32 arrays [tokens, V] made of them; 0 where they are sent themselves.
+    """
+    axes, config = run.axes, run.config
+    work = run.forward(stacked, arrays > 0)
+    read = logits(tokens, m.vocab, axes.tensor, arrays)
+    if axes.fsdp == 1:
+        return max(work, read + run.residual)
+    table = whole_rows(config.vocab_size, config.d_model, axes, run.itemsize)
+    head = table if arrays else 0
+    if stacked:  # the embedding is dropped after the look-up, a layer's weights after the layer
+        return head + max(work, read, table + table // axes.fsdp)
+    layers = config.n_layers * run.layer
+    return layers + head + max(work, read, table + max(table // axes.fsdp, run.residual))
+
+
+def teacher(m: Setting) -> Iterable[Entry]:
+    """Scoring, and sampling where the teacher's own completions are wanted."""
+    c, config, axes = m.config, m.teacher, m.axes["teacher"]
+    assert config is not None
+    slices = c.teacher.num_microbatches
+    all_rows = m.rows("teacher", m.sequences)
+    rows = -(-all_rows // slices)
+    run = m.run("teacher", config, rows, m.width)
+    signal = all_rows * m.new_tokens * m.signal_bytes
+    samples = c.distill.seq_kd or (c.eval.teacher and c.data.eval is not None)
+    arrays = {"hidden": 0, "sampled": 2}.get(c.distill.signal, SCORE_ARRAYS)
+    work = _scoring(m, run, m.chunk(rows), arrays, stacked=not samples)
+    weights = weight_bytes(config, axes, c.teacher.compute_dtype)
+    # A signal waits on the teacher's devices while something else runs there.
+    waits = SCHEDULES[c.schedule] > 0 or m.inputs.together("actor", "teacher")
+    in_flight = waits and not m.inputs.same_mesh("actor", "teacher", m.axes)
+    entries = [
+        Entry("weights", "parameters", weights),
+        Entry("activations", "signals in flight", signal * in_flight),
+        Entry("activations", "signal", signal, "score"),
+        Entry("activations", "forward pass", work, "score"),
+    ]
+    if slices > 1:
+        entries.append(Entry("activations", "signal, put together", 2 * signal, "end of score"))
+    if samples:
+        entries += _sampling(m, "teacher", config)
+    return entries
+
+
+def reference(m: Setting) -> Iterable[Entry]:
+    """Log-probs of the completions under the policy before training."""
+    section = m.config.reference
+    rows = -(-m.rows("reference", m.sequences) // section.num_microbatches)
+    run = m.run("reference", m.student, rows, m.width)
+    work = _scoring(m, run, m.chunk(rows), 2, stacked=True)
+    weights = weight_bytes(m.student, m.axes["reference"], section.compute_dtype)
+    entries = (
+        Entry("weights", "parameters", weights),
+        Entry("activations", "forward pass", work, "score"),
+    )
+    return entries
+
+
+def reward(m: Setting) -> Iterable[Entry]:
+    """The reward model; nothing where functions alone judge."""
+    c, model = m.config, m.inputs.reward
+    longest = c.max_prompt_tokens + c.max_new_tokens + TEMPLATE_TOKENS
+    longest = c.reward.max_tokens or longest
+    if model is None:
+        return ()
+    return reward_account(model, m.axes["reward"], c.reward, longest, m.inputs.target).entries
+
+
+def grouper(m: Setting) -> Iterable[Entry]:
+    """The text encoder of similarity groups."""
+    c, model, target = m.config, m.inputs.grouper, m.inputs.target
+    if model is None:
+        return ()
+    return grouper_account(model, m.axes["grouper"], c.grouper, c.max_new_tokens, target).entries
+
+
+def loss_arrays(m: Setting) -> int:
+    """Float32 arrays [chunk, V] alive at once in the actor's loss."""
+    d = m.config.distill
+    if m.signal in (None, "sampled"):  # one log-prob of each token; tile by tile in the backward
+        return 2
+    if m.signal != "hidden":
+        return SCORE_ARRAYS
+    extra = ENTROPY_ARRAYS if d.entropy_aware else 0
+    if d.lean:  # both models' exponentials stay
+        return LEAN_ARRAYS + (m.axes["actor"].tensor > 1) + extra
+    return (JSD_ARRAYS if 0 < d.jsd_beta < 1 else KL_ARRAYS) + extra
+
+
+def _prefill_rows(config: Config, width: int, axes: Axes) -> int:
+    """Prompts of `width` in the largest prefill of a role that samples, over its whole mesh, as the
+    engine does it."""
+    shards = axes.data * axes.fsdp
+    slots = config.rollout.slots or config.batch_size * config.group_size
+    asked = [(config.batch_size, config.group_size)]
+    if config.data.eval is not None:
+        asked.append((config.eval.prompts, config.eval.samples))
+    wanted = max(min(-(-slots // n), prompts) for prompts, n in asked)
+    allowed = max(1, PREFILL_TOKENS * shards // width)
+    rows = min(power_of_two(wanted), power_of_two(allowed))
+    return -(-rows // shards) * shards
+
+
+def signal_bytes(d: DistillConfig, dtype: DType, teacher: DecoderConfig) -> int:
+    """Bytes that the teacher sends for each completion token."""
+    if d.signal == "hidden":
+        return teacher.d_model * ITEMSIZE[dtype]
+    sent = 4 if d.signal == "sampled" else 8 * d.top_k + 4
+    return sent + (8 * d.entropy_top_k + 8 if d.entropy_aware else 0)
+
+
+ENTRIES: dict[str, Callable[[Setting], Iterable[Entry]]] = {
+    "actor": actor,
+    "rollout": rollout,
+    "teacher": teacher,
+    "reference": reference,
+    "reward": reward,
+    "grouper": grouper,
+}
+"""Role -> what it holds; entries of 0 bytes are dropped."""
+
+
+def role_accounts(inputs: PlanInputs, config: Config) -> dict[str, Account]:
+    """Memory of each role of the run; each entry with the moments at which it is away."""
+    found = _alone(inputs, config)
+    if inputs.on_cpu and any(config.roles[role].dtype == "bfloat16" for role in found):
+        found = dict(_upcast(inputs, config, found))
+    return {
+        role: Account(
+            role,
+            tuple(
+                replace(entry, away=_away(role, entry, {*pool.roles} - {role}, config.offload))
+                for entry in found[role].entries
+            ),
+        )
+        for pool in inputs.placement.pools
+        for role in pool.roles
+        if role in found
+    }
+
+
+def _alone(inputs: PlanInputs, config: Config) -> dict[str, Account]:
+    """Memory of each role by itself, computed in the dtypes of the config."""
+    setting = Setting(config, inputs, inputs.axes(config))
+    known = (role for role in inputs.roles if role in ENTRIES)
+    found = {role: tuple(e for e in ENTRIES[role](setting) if e.bytes) for role in known}
+    return {role: Account(role, entries) for role, entries in found.items() if entries}
+
+
+def _upcast(
+    inputs: PlanInputs, config: Config, found: Mapping[str, Account]
+) -> Iterator[tuple[str, Account]]:
+    """The accounts where bfloat16 is computed in float32, from copies of the weights: each phase is
+    the larger of both dtypes', and beside it the copies that XLA's CPU holds.
+    """
+    narrow = {role: s for role, s in config.roles.items() if s.dtype == "bfloat16"}
+    wide = {role: s.model_copy(update={"dtype": "float32"}) for role, s in narrow.items()}
+    computed = _alone(inputs, config.model_copy(update=wide))
+    for role, stored in found.items():
+        if role not in narrow:
+            yield role, stored
+            continue
+        entries = [entry for entry in stored.entries if entry.phase is None]
+        larger, copies = computed[role].phases(), _copies(inputs, role, config)
+        for phase, size in stored.phases().items():
+            chosen = computed[role] if larger.get(phase, 0) > size else stored
+            entries += [entry for entry in chosen.entries if entry.phase == phase]
+            if phase in copies:
+                entries.append(Entry("activations", "weights in float32", copies[phase], phase))
+        yield role, Account(role, tuple(entries))
+
+
+def _copies(inputs: PlanInputs, role: str, config: Config) -> dict[str, int]:
+    """Phase -> bytes of a role's weights that are there in float32 too."""
+    model, axes = inputs.model(role), inputs.axes(config)[role]
+    if not isinstance(model, DecoderConfig) or role not in ("rollout", "teacher", "reference"):
+        return {}
+    layers = layer_bytes(model, axes, "float32")
+    head = whole_rows(model.vocab_size, model.d_model, axes, F32)
+    return {"prefill": layers, "decode": layers + head, "score": layers}
+
+
+def _away(role: str, entry: Entry, others: set[str], offload: OffloadConfig) -> frozenset[str]:
+    """Moments (as `memory.peak` names them) or whole roles during which an entry is not on the
+    device: the plan's side of what the ledger does in a worker.
+
+    Args:
+        others: the other roles of the pool.
+    """
+    if entry.phase is not None or entry.column not in ("weights", "optimizer"):
+        return frozenset()
+    if role == "rollout":
+        stale = UPDATE if "actor" in others else set()
+        return frozenset(stale | (others - {"actor"} if offload.params else set()))
+    asked, gone = offload.frozen, others
+    if role == "actor":
+        gone = others | PUBLISH
+        if entry.column == "optimizer":
+            asked = offload.optimizer
+        elif entry.name == SHARED:
+            asked, gone = offload.params, others - {"rollout"}
+        elif entry.name == "parameters":
+            asked, gone = offload.params, others
+    return frozenset(gone if asked else ())
+
+
+def pool_peaks(inputs: PlanInputs, config: Config) -> tuple[PoolPeak, ...]:
+    """The fullest device of each pool."""
+    return inputs.pools(role_accounts(inputs, config))
