@@ -21,8 +21,8 @@ from jaxrl.algorithms.schedule import Action
 from jaxrl.config.schema import Config
 from jaxrl.plan import Plan
 from jaxrl.plan.roles import signal_bytes
-from jaxrl.profile.stages import Batch, Profiled, StageTable, stage_rows, step_work
-from jaxrl.profile.waits import ASIDE, Call, Stage, Window, pool_waits, stage_seconds
+from jaxrl.profile.stages import Profiled, StageTable, StepBatch, stage_rows, step_work
+from jaxrl.profile.waits import Span, Stage, Window, pool_waits, stage_seconds
 from jaxrl.runtime.tracing import Traced
 from jaxrl.runtime.worker import Crew, Future, Handle, Times
 from jaxrl.telemetry.timeline import Watched
