@@ -8,29 +8,25 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from jax.sharding import Mesh
+from safetensors import SafetensorError, safe_open
 
 from jaxrl.errors import UserError
 from jaxrl.formats import weights
 from jaxrl.models.config import DecoderConfig, check_special_ids, special_ids
-from jaxrl.models.decoder import Layout, Params
+from jaxrl.models.decoder import Params
 from jaxrl.sharding.mesh import leads
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5_000_000_000
 """Largest safetensors file that is written, unless one tensor is larger."""
-HEADER_BYTES = 100_000_000
-"""Longest header of a safetensors file, as in the safetensors library."""
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -51,46 +47,38 @@ STORED: dict[str, np.dtype[Any]] = {
 WRITTEN = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
-@dataclass(frozen=True)
-class _Entry:
-    file: Path
-    stored: str
-    """Dtype, by the name that the header gives it."""
-    shape: tuple[int, ...]
-    offset: int
-    """Bytes from the start of the file."""
-
-
 class SafetensorsFolder:
-    """The tensors of a folder's `*.safetensors`; a read maps only the tensor it is about."""
+    """The tensors of a folder's `*.safetensors`; nothing stays mapped between two reads."""
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
         self._files, self._file_of = _weight_files(self.path)
-        self._entries: dict[str, _Entry] = {}
+        self._found: dict[str, tuple[Path, str, tuple[int, ...]]] = {}
         for file in self._files:
-            self._entries |= _read_header(file)
+            with _opened(file) as tensors:
+                for name in tensors.keys():  # noqa: SIM118  # it is no mapping
+                    tensor = tensors.get_slice(name)
+                    self._found[name] = file, tensor.get_dtype(), tuple(tensor.get_shape())
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        entry = self._entries.get(name)
-        if entry is not None and entry.stored not in STORED:
+        if name not in self._found:
+            return None
+        file, stored, shape = self._found[name]
+        if stored not in STORED:
             raise UserError(
-                f"{entry.file}: tensor {name} is stored as {entry.stored},"
+                f"{file}: tensor {name} is stored as {stored},"
                 f" which is not read; supported: {', '.join(STORED)}"
             )
-        return None if entry is None else entry.shape
+        return shape
 
     def file(self, name: str) -> Path:
-        if name in self._entries:
-            return self._entries[name].file
+        if name in self._found:
+            return self._found[name][0]
         return self._file_of.get(name, self._files[0] if len(self._files) == 1 else self.path)
 
     def read(self, name: str, index: weights.Index) -> np.ndarray:
-        entry = self._entries[name]
-        dtype = STORED[entry.stored]
-        bits = np.dtype(f"<u{dtype.itemsize}")
-        mapped = np.memmap(entry.file, bits, "r", entry.offset, entry.shape)
-        return mapped[index].view(dtype)
+        with _opened(self._found[name][0]) as tensors:
+            return np.asarray(tensors.get_slice(name)[index])
 
 
 def read_config(path: str | os.PathLike[str]) -> DecoderConfig:
@@ -119,27 +107,6 @@ def read_config(path: str | os.PathLike[str]) -> DecoderConfig:
         )
         check_special_ids(config)
     return config
-
-
-def load_params(
-    path: str | os.PathLike[str],
-    config: DecoderConfig,
-    mesh: Mesh | None = None,
-    dtype: Any = jnp.float32,
-    layout: Layout = "stacked",
-) -> Params:
-    """Parameters of a Hugging Face folder; see `weights.load`."""
-    return weights.load(SafetensorsFolder(path), config, mesh, dtype, layout)
-
-
-def load_head(
-    path: str | os.PathLike[str],
-    config: DecoderConfig,
-    mesh: Mesh | None = None,
-    dtype: Any = jnp.float32,
-) -> jax.Array:
-    """The LM head [V, D] alone, e.g. the teacher's on the actor's mesh; see `weights.load_head`."""
-    return weights.load_head(SafetensorsFolder(path), config, mesh, dtype)
 
 
 def save_hf(
@@ -261,61 +228,21 @@ def _weight_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
     raise UserError(f"{folder}: neither {SINGLE} nor {INDEX} is there")
 
 
-def _read_header(file: Path) -> dict[str, _Entry]:
-    """Names, dtypes, shapes and places of the tensors, checked against the size of the file."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if size < 8 or 8 + length > size or length > HEADER_BYTES:
-            raise UserError(
-                f"{file}: truncated, or no safetensors file:"
-                f" it announces a header of {length} bytes (at most {HEADER_BYTES} are read), the"
-                f" file has {size}"
-            )
-        try:
-            header = json.loads(stream.read(length))
-        except (ValueError, RecursionError):  # RecursionError: nested too deep
-            raise UserError(f"{file}: no safetensors file: its header is not JSON") from None
-    if not isinstance(header, dict):
-        raise UserError(f"{file}: no safetensors file: its header is no JSON object")
-    header.pop("__metadata__", None)
-    entries: dict[str, _Entry] = {}
-    spans: list[tuple[int, int, str]] = []
-    for name, info in header.items():
-        try:
-            stored, shape = str(info["dtype"]), tuple(map(int, info["shape"]))
-            start, stop = (8 + length + int(at) for at in info["data_offsets"])
-        except (KeyError, TypeError, ValueError):
-            raise UserError(
-                f"{file}: no safetensors file: its header tells no dtype, shape and data_offsets"
-                f" of tensor {name}"
-            ) from None
-        if min(shape, default=0) < 0 or not 8 + length <= start <= stop:
-            raise UserError(
-                f"{file}: tensor {name} {list(shape)} has data_offsets that no tensor can have:"
-                f" bytes {start} to {stop} of the file, whose header ends at {8 + length}"
-            )
-        if stop > size:
-            raise UserError(
-                f"{file}: truncated: tensor {name} {list(shape)} ends at byte {stop},"
-                f" the file has {size}"
-            )
-        width = STORED[stored].itemsize if stored in STORED else None
-        if width is not None and stop - start != math.prod(shape) * width:
-            raise UserError(
-                f"{file}: tensor {name}: {stop - start} bytes do not hold {list(shape)} {stored}"
-            )
-        entries[name] = _Entry(file, stored, shape, start)
-        spans.append((start, stop, name))
-    _check_apart(file, spans)
-    return entries
-
-
-def _check_apart(file: Path, spans: list[tuple[int, int, str]]) -> None:
-    """Refuses tensors that share bytes: (start, stop, name) of each."""
-    for (_, stop, name), (start, _, other) in pairwise(sorted(spans)):
-        if start < stop:
-            raise UserError(f"{file}: the tensors {name} and {other} overlap in the file")
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    """A safetensors file, of which the library has checked the header against the size."""
+    try:
+        opened = safe_open(file, "numpy")
+    except SafetensorError as error:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            announced = int.from_bytes(stream.read(8), "little")
+        raise UserError(
+            f"{file}: truncated, damaged (such as data_offsets that overlap), or no safetensors"
+            f" file: {error}. The file has {size} bytes and announces a header of {announced} bytes"
+        ) from None
+    with opened as tensors:
+        yield tensors
 
 
 def _write_weights(
