@@ -21,6 +21,7 @@ from jaxrl.errors import UserError
 from jaxrl.formats import weights
 from jaxrl.models.config import DecoderConfig, check_special_ids, special_ids
 from jaxrl.models.decoder import Params
+from jaxrl.models.encoder_config import read_json
 from jaxrl.sharding.mesh import leads
 
 SINGLE = "model.safetensors"
@@ -91,14 +92,16 @@ def read_config(path: str | os.PathLike[str]) -> DecoderConfig:
         raise UserError(
             f"model {str(path)!r}: no config.json in this folder; it is no model folder"
         )
+    raw = read_json(file)
     with _of_file(file):
-        config = DecoderConfig.from_hf(_read_json(file))
+        config = DecoderConfig.from_hf(raw)
         check_special_ids(config)
     file = folder / "generation_config.json"
     if not file.is_file():
         return config
+    raw = read_json(file)
     with _of_file(file):
-        more = special_ids(_read_json(file))
+        more = special_ids(raw)
         config = replace(
             config,
             eos_ids=tuple(dict.fromkeys((*config.eos_ids, *more["eos_ids"]))),
@@ -203,19 +206,23 @@ def save_tokenizer(source: str | os.PathLike[str], folder: Path) -> None:
             shutil.copyfile(Path(source) / name, folder / name)
 
 
+def indexed_files(index: Path) -> dict[str, Path]:
+    """Tensor name -> the file that holds it, as the index of a folder says. Raises UserError."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(f"{index}: `weight_map` names no file of weights")
+    files = {name: index.parent / str(file) for name, file in weight_map.items()}
+    for file in files.values():
+        if not file.is_file():
+            raise UserError(f"{file} is missing, but {index} names it")
+    return files
+
+
 def _weight_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
     """The safetensors files, and which of them an index says should hold each tensor."""
     if (folder / INDEX).is_file():
-        with _of_file(folder / INDEX):
-            weight_map = _read_json(folder / INDEX).get("weight_map")
-            if not isinstance(weight_map, dict) or not weight_map:
-                raise UserError("`weight_map` names no file of weights")
-        file_of = {name: folder / str(file) for name, file in weight_map.items()}
-        files = sorted(set(file_of.values()))
-        for file in files:
-            if not file.is_file():
-                raise UserError(f"{file} is missing, but {folder / INDEX} names it")
-        return files, file_of
+        file_of = indexed_files(folder / INDEX)
+        return sorted(set(file_of.values())), file_of
     if (folder / SINGLE).is_file():
         return [folder / SINGLE], {}
     if not folder.is_dir():
@@ -315,25 +322,13 @@ def _replace(source: Path, target: Path) -> None:
 
 @contextmanager
 def _of_file(file: Path) -> Iterator[None]:
-    """What is wrong inside is told with the file."""
+    """Puts the file before the messages of what is wrong inside."""
     try:
         yield
     except KeyError as missing:
         raise UserError(f"{file}: the field {missing} is missing") from None
     except UserError as error:
         raise UserError(f"{file}: {error}") from None
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:  # RecursionError: nested too deep
-        raise UserError(f"not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise UserError(f"a JSON object is needed, this is {json.dumps(value)[:80]}")
-    return value
 
 
 def _write_json(file: Path, value: dict[str, Any]) -> None:

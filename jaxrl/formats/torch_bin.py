@@ -21,9 +21,9 @@ import ml_dtypes
 import numpy as np
 
 from jaxrl.errors import UserError
-from jaxrl.formats.hf import SafetensorsFolder
+from jaxrl.formats import hf
+from jaxrl.formats.hf import SafetensorsFolder, indexed_files
 from jaxrl.formats.weights import Index, Tensors
-from jaxrl.models.encoder_config import read_json
 
 SINGLE = "pytorch_model.bin"
 INDEX = "pytorch_model.bin.index.json"
@@ -52,7 +52,9 @@ class TorchBinFolder:
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
         self._tensors: dict[str, _Tensor] = {}
-        self._files = _files(self.path)
+        indexed = (self.path / INDEX).is_file()
+        files = indexed_files(self.path / INDEX).values() if indexed else [self.path / SINGLE]
+        self._files = sorted(set(files))
         for file in self._files:
             self._tensors |= _read_file(file)
 
@@ -82,9 +84,8 @@ class TorchBinFolder:
 def open_weights(folder: str | os.PathLike[str]) -> Tensors:
     """The tensors of a model folder: of its safetensors, or else of its `.bin` files."""
     place = Path(folder)
-    for name in ("model.safetensors", "model.safetensors.index.json"):
-        if (place / name).is_file():
-            return SafetensorsFolder(place)
+    if any((place / name).is_file() for name in (hf.SINGLE, hf.INDEX)):
+        return SafetensorsFolder(place)
     if (place / SINGLE).is_file() or (place / INDEX).is_file():
         return TorchBinFolder(place)
     raise UserError(f"{place}: no weights here: neither model.safetensors nor {SINGLE} is there")
@@ -221,19 +222,6 @@ def _ordered_dict(*content: object) -> collections.OrderedDict[Any, Any]:
     if content:
         raise pickle.UnpicklingError("an OrderedDict with arguments")
     return collections.OrderedDict()
-
-
-def _files(folder: Path) -> list[Path]:
-    if not (folder / INDEX).is_file():
-        return [folder / SINGLE]
-    weight_map = read_json(folder / INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise UserError(f"{folder / INDEX}: `weight_map` names no file of weights")
-    files = sorted({folder / str(name) for name in weight_map.values()})
-    for file in files:
-        if not file.is_file():
-            raise UserError(f"{file} is missing, but {folder / INDEX} names it")
-    return files
 
 
 def _read_file(file: Path) -> dict[str, _Tensor]:
