@@ -59,8 +59,8 @@ class CheckpointWriter:
     """The checkpoints of one run.
 
     `begin` when the actor's save is queued, `row` once the row of that step is in `metrics.jsonl`:
-    only then may the checkpoint become the one to go on from. A failure to write is told; training
-    goes on, and the next checkpoint is tried.
+    only then may a run resume from the checkpoint. A failure to write is reported; training
+    continues, and the next checkpoint is tried.
     """
 
     def __init__(
@@ -77,14 +77,14 @@ class CheckpointWriter:
         Args:
             fingerprint: of the training data.
             depends: what else the run depends on -> its digest.
-            check: makes sure that the folder is this run's, and tells how often files of it were
+            check: makes sure that the folder is this run's, and returns how often files of it were
                 found removed; may raise.
             describe: writes the config and the tokenizer of the policy into a folder.
             tell: takes what the user should know.
         """
         self.run_dir, self.config = run_dir, config
         self.newest: int | None = None
-        """Step of the newest checkpoint that this process finished, or went on from."""
+        """Step of the newest checkpoint that this process finished, or resumed from."""
         self._fingerprint, self._describe, self._tell = fingerprint, describe, tell
         self._depends, self._check = dict(depends or {}), check
         self._removed = 0
@@ -212,10 +212,10 @@ class CheckpointWriter:
 
     def _failed(self, step: int, error: Exception) -> None:
         shutil.rmtree(self._folder(step), ignore_errors=True)
-        told = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
+        why = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
         last = "there is none yet" if self.newest is None else f"the newest one is {self.newest}"
         self._tell(
-            f"checkpoint {step} could not be written: {told} ({free_gb(self.run_dir):.1f} GB are"
+            f"checkpoint {step} could not be written: {why} ({free_gb(self.run_dir):.1f} GB are"
             f" free there). Training goes on, and so will saving; {last}"
         )
 

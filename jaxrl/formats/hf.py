@@ -21,7 +21,7 @@ from jaxrl.errors import UserError
 from jaxrl.formats import weights
 from jaxrl.models.config import DecoderConfig, check_special_ids, special_ids
 from jaxrl.models.decoder import Params
-from jaxrl.models.encoder_config import read_json
+from jaxrl.models.encoder_config import of_file, read_json
 from jaxrl.sharding.mesh import leads
 
 SINGLE = "model.safetensors"
@@ -93,14 +93,14 @@ def read_config(path: str | os.PathLike[str]) -> DecoderConfig:
             f"model {str(path)!r}: no config.json in this folder; it is no model folder"
         )
     raw = read_json(file)
-    with _of_file(file):
+    with of_file(file):
         config = DecoderConfig.from_hf(raw)
         check_special_ids(config)
     file = folder / "generation_config.json"
     if not file.is_file():
         return config
     raw = read_json(file)
-    with _of_file(file):
+    with of_file(file):
         more = special_ids(raw)
         config = replace(
             config,
@@ -318,17 +318,6 @@ def _replace(source: Path, target: Path) -> None:
         os.rename(target, old)
     os.rename(source, target)
     shutil.rmtree(old, ignore_errors=True)
-
-
-@contextmanager
-def _of_file(file: Path) -> Iterator[None]:
-    """Puts the file before the messages of what is wrong inside."""
-    try:
-        yield
-    except KeyError as missing:
-        raise UserError(f"{file}: the field {missing} is missing") from None
-    except UserError as error:
-        raise UserError(f"{file}: {error}") from None
 
 
 def _write_json(file: Path, value: dict[str, Any]) -> None:

@@ -232,7 +232,7 @@ def _read_file(file: Path) -> dict[str, _Tensor]:
     except zipfile.BadZipFile:
         raise UserError(
             f"{file}: not in torch's zip format: damaged, or written by torch before 1.6. Where it"
-            " is whole, write it anew: torch.save(torch.load(FILE, weights_only=True), FILE)"
+            " is whole, write it again: torch.save(torch.load(FILE, weights_only=True), FILE)"
         ) from None
 
 
