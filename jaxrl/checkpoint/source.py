@@ -19,6 +19,7 @@ from jaxrl.checkpoint.tensors import SavedTensors
 from jaxrl.errors import UserError
 from jaxrl.formats import hf, weights
 from jaxrl.formats.converted import Converted, Scratch
+from jaxrl.losses.head import logprobs_from_hidden
 from jaxrl.models import decoder
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Layout, Params
@@ -259,18 +260,11 @@ def _logprobs(
     mask: jax.Array,
     temperature: jax.Array,
 ) -> jax.Array:
-    """One row's [T, V] at a time."""
     hidden = decoder.forward(config, params, tokens, mask, mesh=mesh)
     t = jnp.arange(tokens.shape[1])[None]
     last = jax.lax.cummax(jnp.where(mask, t, -1), axis=1)
     before = jnp.pad(last[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
-    predicted = mask & (before >= 0)
-
-    def row(args: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
-        hidden, at, token = args
-        scores = decoder.logits(params, hidden[at]) / temperature
-        picked = jnp.take_along_axis(scores, token[:, None], -1)[:, 0]
-        return picked - jax.nn.logsumexp(scores, -1)
-
-    values = jax.lax.map(row, (hidden, jnp.maximum(before, 0), tokens))
-    return jnp.where(predicted, values, 0.0)
+    states = jnp.take_along_axis(hidden, jnp.maximum(before, 0)[..., None], axis=1)
+    head = decoder.head(params)
+    values = logprobs_from_hidden(states, head, tokens, temperature=temperature, mesh=mesh)
+    return jnp.where(mask & (before >= 0), values, 0.0)

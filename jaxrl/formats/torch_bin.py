@@ -12,7 +12,7 @@ import math
 import os
 import pickle
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,16 +28,15 @@ from jaxrl.formats.weights import Index, Tensors
 SINGLE = "pytorch_model.bin"
 INDEX = "pytorch_model.bin.index.json"
 STORAGES: dict[str, np.dtype[Any]] = {
-    "FloatStorage": np.dtype("<f4"),
-    "HalfStorage": np.dtype("<f2"),
-    "BFloat16Storage": np.dtype(ml_dtypes.bfloat16),
-    "DoubleStorage": np.dtype("<f8"),
-    "LongStorage": np.dtype("<i8"),
-    "IntStorage": np.dtype("<i4"),
-    "ByteStorage": np.dtype("u1"),
-    "BoolStorage": np.dtype("?"),
+    "torch.FloatStorage": np.dtype("<f4"),
+    "torch.HalfStorage": np.dtype("<f2"),
+    "torch.BFloat16Storage": np.dtype(ml_dtypes.bfloat16),
+    "torch.DoubleStorage": np.dtype("<f8"),
+    "torch.LongStorage": np.dtype("<i8"),
+    "torch.IntStorage": np.dtype("<i4"),
+    "torch.ByteStorage": np.dtype("u1"),
+    "torch.BoolStorage": np.dtype("?"),
 }
-"""Names in module `torch`."""
 PYTHON_UNPICKLER: Any = pickle._Unpickler
 """The one of Python; that of C hashes keys before anybody can look at them."""
 SETS = (pickle.EMPTY_SET, pickle.ADDITEMS, pickle.FROZENSET)
@@ -120,36 +119,39 @@ class _Tensor:
         return 1 + sum((n - 1) * stride for n, stride in steps)
 
 
-class _Rebuild:
-    """Stands for `torch._utils._rebuild_tensor_v2`. A pickle could set attributes on what it is
-    given; this has none."""
-
-    __slots__ = ()
-
-    def __call__(
-        self, storage: object, offset: object, shape: object, strides: object, *_: object
-    ) -> _Tensor:
-        if not isinstance(storage, _Storage):
-            raise pickle.UnpicklingError("a tensor without a storage")
-        sizes, steps = _whole_numbers(shape), _whole_numbers(strides)
-        (start,) = _whole_numbers((offset,))
-        if len(sizes) != len(steps):
-            raise pickle.UnpicklingError(f"a tensor of shape {sizes} with strides {steps}")
-        tensor = _Tensor(storage, start, sizes, steps)
-        if start + tensor.span > storage.size:
-            raise pickle.UnpicklingError(
-                f"a tensor of shape {sizes} goes beyond its storage of {storage.size} numbers"
-            )
-        return tensor
+def _tensor(storage: object, offset: object, shape: object, strides: object, *_: object) -> _Tensor:
+    if not isinstance(storage, _Storage):
+        raise pickle.UnpicklingError("a tensor without a storage")
+    sizes, steps = _whole_numbers(shape), _whole_numbers(strides)
+    (start,) = _whole_numbers((offset,))
+    if len(sizes) != len(steps):
+        raise pickle.UnpicklingError(f"a tensor of shape {sizes} with strides {steps}")
+    tensor = _Tensor(storage, start, sizes, steps)
+    if start + tensor.span > storage.size:
+        raise pickle.UnpicklingError(
+            f"a tensor of shape {sizes} goes beyond its storage of {storage.size} numbers"
+        )
+    return tensor
 
 
-class _Parameter:
-    """Stands for `torch._utils._rebuild_parameter`: a tensor that has a gradient."""
+def _parameter(tensor: object, *_: object) -> object:
+    """A tensor that has a gradient."""
+    return tensor
 
-    __slots__ = ()
 
-    def __call__(self, tensor: object, *_: object) -> object:
-        return tensor
+def _ordered_dict(*content: object) -> collections.OrderedDict[Any, Any]:
+    """An empty one: torch puts the items in afterwards."""
+    if content:
+        raise pickle.UnpicklingError("an OrderedDict with arguments")
+    return collections.OrderedDict()
+
+
+CALLED: dict[str, Callable[..., object]] = {
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_parameter": _parameter,
+    "collections.OrderedDict": _ordered_dict,
+}
+"""What a pickle may call, of which it only ever holds the name."""
 
 
 class _Unpickler(PYTHON_UNPICKLER):
@@ -167,20 +169,25 @@ class _Unpickler(PYTHON_UNPICKLER):
         super().__init__(stream, encoding="utf-8")
         self._file, self._places = file, places
 
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and name in STORAGES:
-            return name
-        allowed: dict[tuple[str, str], Any] = {
-            ("torch._utils", "_rebuild_tensor_v2"): _Rebuild(),
-            ("torch._utils", "_rebuild_parameter"): _Parameter(),
-            ("collections", "OrderedDict"): _ordered_dict,
-        }
-        if (module, name) not in allowed:
+    def find_class(self, module: str, name: str) -> str:
+        full = f"{module}.{name}"
+        if full not in CALLED and full not in STORAGES:
             raise UserError(
-                f"{self._file}: asks for {module}.{name}, which no tensor needs; nothing of it was"
+                f"{self._file}: asks for {full}, which no tensor needs; nothing of it was"
                 " run. Only files of plain tensors are read: save the weights as safetensors"
             )
-        return allowed[module, name]
+        return full
+
+    def load_reduce(self) -> None:
+        args, name = self.stack.pop(), self.stack.pop()
+        _check_keys([name])
+        self.stack.append(CALLED[name](*args))
+
+    def load_build(self) -> None:
+        """Sets no attribute: those of torch's mappings, versions of modules, are of no use."""
+        self.stack.pop()
+        if not isinstance(self.stack[-1], dict):
+            raise pickle.UnpicklingError("attributes of something that is no mapping")
 
     def persistent_load(self, pid: Any) -> _Storage:
         kind, storage, key = pid[:3]
@@ -206,6 +213,8 @@ class _Unpickler(PYTHON_UNPICKLER):
         super().load_dict()
 
     dispatch |= {
+        pickle.REDUCE[0]: load_reduce,
+        pickle.BUILD[0]: load_build,
         pickle.SETITEM[0]: load_setitem,
         pickle.SETITEMS[0]: load_setitems,
         pickle.DICT[0]: load_dict,
@@ -215,13 +224,6 @@ class _Unpickler(PYTHON_UNPICKLER):
 def _check_keys(keys: Sequence[object]) -> None:
     if any(type(key) not in (str, int) for key in keys):
         raise pickle.UnpicklingError("a key that is neither a word nor a number")
-
-
-def _ordered_dict(*content: object) -> collections.OrderedDict[Any, Any]:
-    """An empty one: torch puts the items in afterwards."""
-    if content:
-        raise pickle.UnpicklingError("an OrderedDict with arguments")
-    return collections.OrderedDict()
 
 
 def _read_file(file: Path) -> dict[str, _Tensor]:
