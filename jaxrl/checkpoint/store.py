@@ -108,7 +108,7 @@ def folders(run_dir: Path) -> list[Path]:
     return sorted(whole, key=lambda path: int(path.name), reverse=True)
 
 
-def newest(run_dir: Path, tell: Callable[[str], None]) -> Checkpoint | None:
+def newest(run_dir: Path, notify: Callable[[str], None]) -> Checkpoint | None:
     """The newest usable checkpoint; None where the run has not written any.
 
     Where it is damaged the one before is looked at; if that is usable, the damaged one is reported
@@ -130,7 +130,7 @@ def newest(run_dir: Path, tell: Callable[[str], None]) -> Checkpoint | None:
             aside = bad.with_name(f"{bad.name}.damaged")
             shutil.rmtree(aside, ignore_errors=True)
             bad.rename(aside)
-            tell(f"checkpoint {bad.name} cannot be used: {why}; it is now {aside}")
+            notify(f"checkpoint {bad.name} cannot be used: {why}; it is now {aside}")
         return checkpoint
     if damaged:
         raise UserError(

@@ -173,7 +173,7 @@ def _open_folder(
 
 
 def _files_by_split(folder: Path, place: str) -> dict[str, list[Path]]:
-    """The data files right in a folder by split, or all of them as "" where no name tells one."""
+    """The data files right in a folder by split, or all of them as "" where no name says one."""
     try:
         there = sorted(path for path in folder.iterdir() if path.is_file())
     except OSError as error:

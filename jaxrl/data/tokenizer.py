@@ -271,7 +271,7 @@ def _limited_template() -> Iterator[None]:
 
 
 def _encode_text(tokenizer: Tokenizer | None, text: str) -> tuple[int, ...]:
-    """Tokens of a text that goes on: special tokens may be put before it, but no EOS after it."""
+    """Tokens of a text to continue: special tokens may be put before it, but no EOS after it."""
     tokenizer = _need(tokenizer, "text")
     tokens = tuple(tokenizer(text)["input_ids"])
     if tokens and tokens[-1] == tokenizer.eos_token_id:

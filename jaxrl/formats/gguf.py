@@ -197,7 +197,7 @@ class GgufFile:
         return value
 
     def _eos_ids(self) -> tuple[int, ...]:
-        """The end of text, then the end of a turn where a file tells both."""
+        """The end of text, then the end of a turn where a file names both."""
         keys = ("eos_token_id", "eot_token_id")
         ids = [self.meta(f"tokenizer.ggml.{key}") for key in keys]
         return tuple(dict.fromkeys(int(i) for i in ids if i is not None))

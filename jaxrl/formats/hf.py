@@ -6,9 +6,8 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,38 +47,50 @@ STORED: dict[str, np.dtype[Any]] = {
 WRITTEN = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
+@dataclass(frozen=True)
+class _Entry:
+    file: Path
+    stored: str
+    """Dtype, by the name that the header gives it."""
+    shape: tuple[int, ...]
+    offset: int
+    """Bytes from the start of the file."""
+
+
 class SafetensorsFolder:
-    """The tensors of a folder's `*.safetensors`; nothing stays mapped between two reads."""
+    """The tensors of a folder's `*.safetensors`; a read maps only the tensor it is about.
+
+    The library checks the headers. Its own slices hold the interpreter's lock while they are
+    copied from disk, a second for 0.5 GB, in which no other role of the process would move.
+    """
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
         self._files, self._file_of = _weight_files(self.path)
-        self._found: dict[str, tuple[Path, str, tuple[int, ...]]] = {}
+        self._entries: dict[str, _Entry] = {}
         for file in self._files:
-            with _opened(file) as tensors:
-                for name in tensors.keys():  # noqa: SIM118  # it is no mapping
-                    tensor = tensors.get_slice(name)
-                    self._found[name] = file, tensor.get_dtype(), tuple(tensor.get_shape())
+            self._entries |= _read_header(file)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        if name not in self._found:
-            return None
-        file, stored, shape = self._found[name]
-        if stored not in STORED:
+        entry = self._entries.get(name)
+        if entry is not None and entry.stored not in STORED:
             raise UserError(
-                f"{file}: tensor {name} is stored as {stored},"
+                f"{entry.file}: tensor {name} is stored as {entry.stored},"
                 f" which is not read; supported: {', '.join(STORED)}"
             )
-        return shape
+        return None if entry is None else entry.shape
 
     def file(self, name: str) -> Path:
-        if name in self._found:
-            return self._found[name][0]
+        if name in self._entries:
+            return self._entries[name].file
         return self._file_of.get(name, self._files[0] if len(self._files) == 1 else self.path)
 
     def read(self, name: str, index: weights.Index) -> np.ndarray:
-        with _opened(self._found[name][0]) as tensors:
-            return np.asarray(tensors.get_slice(name)[index])
+        entry = self._entries[name]
+        dtype = STORED[entry.stored]
+        bits = np.dtype(f"<u{dtype.itemsize}")
+        mapped = np.memmap(entry.file, bits, "r", entry.offset, entry.shape)
+        return mapped[index].view(dtype)
 
 
 def read_config(path: str | os.PathLike[str]) -> DecoderConfig:
@@ -235,21 +246,26 @@ def _weight_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
     raise UserError(f"{folder}: neither {SINGLE} nor {INDEX} is there")
 
 
-@contextmanager
-def _opened(file: Path) -> Iterator[Any]:
-    """A safetensors file, of which the library has checked the header against the size."""
-    try:
-        opened = safe_open(file, "numpy")
-    except SafetensorError as error:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            announced = int.from_bytes(stream.read(8), "little")
-        raise UserError(
-            f"{file}: truncated, damaged (such as data_offsets that overlap), or no safetensors"
-            f" file: {error}. The file has {size} bytes and announces a header of {announced} bytes"
-        ) from None
-    with opened as tensors:
-        yield tensors
+def _read_header(file: Path) -> dict[str, _Entry]:
+    """Names, dtypes, shapes and places of the tensors; the library refuses what cannot be."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        try:
+            with safe_open(file, "numpy"):
+                header = json.loads(stream.read(length))
+        except SafetensorError as error:
+            raise UserError(
+                f"{file}: truncated, damaged (such as data_offsets that overlap), or no safetensors"
+                f" file: {error}. It has {size} bytes and announces a header of {length} bytes"
+            ) from None
+    header.pop("__metadata__", None)
+    return {
+        name: _Entry(
+            file, info["dtype"], tuple(info["shape"]), 8 + length + info["data_offsets"][0]
+        )
+        for name, info in header.items()
+    }
 
 
 def _write_weights(
