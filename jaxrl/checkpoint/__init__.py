@@ -1,4 +1,4 @@
-"""Checkpoints: what a run needs to go on as if it had never stopped.
+"""Checkpoints: what a run needs to resume as if it had never stopped.
 
     RUN/checkpoints/STEP/
         actor/            parameters, optimizer state, counters (Orbax; any mesh to any mesh)

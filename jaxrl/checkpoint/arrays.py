@@ -37,7 +37,7 @@ def save_arrays(path: Path, items: Mapping[str, Any]) -> Saving:
     """Writes named trees (of `jax.Array`, or of plain numbers) to the new folder `path`.
 
     Returns once the arrays have left the devices: they may be donated then. Raises nothing: a disk
-    that refuses is no reason to stop training, so `Saving.wait` tells. Processes that share the
+    that refuses is no reason to stop training, so `Saving.wait` raises it. Processes that share the
     arrays' mesh must all call, with one folder that all of them see.
     """
     try:

@@ -1,4 +1,4 @@
-"""Whether a run may go on with another config."""
+"""Whether a run may be resumed with another config."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ FREE = re.compile(
     r"|reward\.(workers|timeout|memory_mb|max_failures|max_processes)"
 )
 """Keys that change where and how a run works, never what it computes."""
-TOLD = re.compile(
+REPORTED = re.compile(
     r"\w+\.(dtype|param_dtype|moment_dtype|micro_batch_tokens|num_microbatches|batch_tokens)"
     r"|rollout\.(slots|launch_tokens|layout)|steps|deterministic"
 )
-"""Keys that may change, and are told: precision, kernels and memory, for other devices; numbers
+"""Keys that may change, and are reported: precision, kernels and memory, for other devices; numbers
 differ from then on, if by rounding alone. And more steps."""
 _ABSENT = object()
 
 
 def compare(old: dict[str, Any], new: Config, run_dir: Any) -> list[str]:
-    """What changed and matters, as lines to tell.
+    """What changed and matters, a line each.
 
     Args:
         old: the mapping in the run directory's `config.yaml`.
@@ -35,7 +35,7 @@ def compare(old: dict[str, Any], new: Config, run_dir: Any) -> list[str]:
     Raises:
         UserError: the run is another one; the keys that differ are named.
     """
-    told: list[str] = []
+    reported: list[str] = []
     refused: list[str] = []
     asked = new.model_dump(mode="json")
     for key in config_keys.keys(Config):
@@ -49,14 +49,14 @@ def compare(old: dict[str, Any], new: Config, run_dir: Any) -> list[str]:
             continue
         line = f"{key.path}: {_shown(before)} there, {_shown(now)} now"
         fewer = key.path == "steps" and now < before
-        (told if TOLD.fullmatch(key.path) and not fewer else refused).append(line)
+        (reported if REPORTED.fullmatch(key.path) and not fewer else refused).append(line)
     if refused:
         raise UserError(
             f"run_dir={run_dir} holds a run with another config:\n  "
             + "\n  ".join(refused[:8] + ([f"and {len(refused) - 8} more"] if refused[8:] else []))
-            + "\nname another run_dir (or name), or set these back to go on with that run"
+            + "\nname another run_dir (or name), or set these back to resume that run"
         )
-    return told
+    return reported
 
 
 def _at(mapping: Any, path: str) -> Any:

@@ -36,10 +36,10 @@ def digest_model(place: Path, weights: bool = True) -> str:
             return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
         wanted = (*DESCRIPTIONS, *WEIGHTS) if weights else DESCRIPTIONS
         found = [path for path in sorted(place.iterdir()) if path.suffix in wanted]
-        told = [(path.name, digest_file(path)) for path in found if path.is_file()]
+        digests = [(path.name, digest_file(path)) for path in found if path.is_file()]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{place} cannot be read: {error}") from error
-    return hashlib.sha256(repr(told).encode()).hexdigest()
+    return hashlib.sha256(repr(digests).encode()).hexdigest()
 
 
 def digest_file(path: Path) -> str:

@@ -1,7 +1,7 @@
 """Batches that were generated but not yet trained on, as files without pickle.
 
-Prompts are not stored: batch I of the data is a pure function of I. Rows are padded anew for the
-mesh that goes on.
+Prompts are not stored: batch I of the data is a pure function of I. Rows are padded for the mesh
+of the run that resumes.
 """
 
 from __future__ import annotations

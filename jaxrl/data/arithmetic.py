@@ -9,29 +9,18 @@ result on the way is negative or longer than the numbers may be. Everything is a
 from __future__ import annotations
 
 import hashlib
+import operator
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
+from jaxrl.data.example import Example, Split
 from jaxrl.errors import UserError
 
-Split = Literal["train", "eval"]
-OPERATORS = "+-*"
+OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 HELD_OUT = 16
 """One expression in HELD_OUT, chosen by its hash, is for evaluation and never met in training."""
 _ATTEMPTS = 10_000
-
-
-@dataclass(frozen=True)
-class ArithmeticExample:
-    """One expression with its worked solution."""
-
-    prompt: str
-    """The expression and ``=``."""
-    completion: str
-    """The remaining expressions joined by ``=``, the answer last."""
-    answer: str
 
 
 @dataclass(frozen=True)
@@ -54,26 +43,29 @@ class Arithmetic:
         unknown = sorted(set(self.operators) - set(OPERATORS))
         if unknown or not self.operators or len(set(self.operators)) < len(self.operators):
             raise UserError(
-                f"arithmetic: operators={self.operators!r} must be one or more of {OPERATORS!r}, "
-                "each at most once"
+                f"arithmetic: operators={self.operators!r} must be one or more of "
+                f"{''.join(OPERATORS)!r}, each at most once"
             )
 
-    def example(self, index: int, split: Split = "train") -> ArithmeticExample:
-        """Example `index` of `split`; the two splits have no expression in common."""
+    def example(self, index: int, split: Split = "train") -> Example:
+        """Example `index` of `split`; the two splits have no expression in common.
+
+        Its completion is the remaining expressions joined by ``=``, the answer last.
+        """
         for attempt in range(_ATTEMPTS):
             numbers, operators = self._draw(f"{self.seed}/{split}/{index}/{attempt}")
             steps = solve(numbers, operators, 10**self.digits - 1)
             if steps is not None and split_of(steps[0]) == split:
-                return ArithmeticExample(f"{steps[0]}=", "=".join(steps[1:]), steps[-1])
+                task = {"task": "arithmetic"}
+                solution = "=".join(steps[1:])
+                return Example(f"{steps[0]}=", solution, steps[-1], task, document=True)
         raise UserError(
             f"arithmetic: no expression for split {split!r} in {_ATTEMPTS} draws with "
             f"digits={self.digits}, terms={self.terms}, operators={self.operators!r}; "
             "change one of them"
         )
 
-    def examples(
-        self, count: int, split: Split = "train", start: int = 0
-    ) -> Iterator[ArithmeticExample]:
+    def examples(self, count: int, split: Split = "train", start: int = 0) -> Iterator[Example]:
         """Examples `start` to `start + count - 1` of `split`."""
         return (self.example(index, split) for index in range(start, start + count))
 
@@ -97,8 +89,8 @@ def solve(numbers: list[int], operators: str, largest: int) -> list[str] | None:
     steps = [_render(numbers, pending)]
     while pending:
         at = pending.index("*") if "*" in pending else 0
-        operator, right = pending.pop(at), numbers.pop(at + 1)
-        numbers[at] = _apply(numbers[at], operator, right)
+        apply = OPERATORS[pending.pop(at)]
+        numbers[at] = apply(numbers[at], numbers.pop(at + 1))
         if not 0 <= numbers[at] <= largest:
             return None
         steps.append(_render(numbers, pending))
@@ -119,11 +111,5 @@ def score(completion: str, answer: str) -> float:
 
 def _render(numbers: list[int], operators: list[str]) -> str:
     return str(numbers[0]) + "".join(
-        f"{operator}{number}" for operator, number in zip(operators, numbers[1:], strict=True)
+        f"{sign}{number}" for sign, number in zip(operators, numbers[1:], strict=True)
     )
-
-
-def _apply(left: int, operator: str, right: int) -> int:
-    if operator == "*":
-        return left * right
-    return left + right if operator == "+" else left - right

@@ -8,6 +8,7 @@ padding only. Rows added to make B a multiple have an all-False mask and train n
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -146,12 +147,9 @@ def make_rollout(
 def data_rollout(
     prompts: Sequence[Prompt],
     *,
-    pad_id: int,
-    max_prompt_tokens: int,
     max_new_tokens: int,
     decode: Callable[[Sequence[int]], str],
-    row_multiple: int = 1,
-    width_multiple: int = 2,
+    **packing: Any,
 ) -> Rollout:
     """Packs the data set's own completions, one for each prompt; policy_version -1.
 
@@ -160,18 +158,11 @@ def data_rollout(
 
     Args:
         decode: tokens -> text, as samples are shown.
+        packing: the other arguments of `make_rollout`.
     """
-    completions = [_data_completion(prompt, max_new_tokens, decode) for prompt in prompts]
-    return make_rollout(
-        prompts,
-        [[completion] for completion in completions],
-        policy_version=DATA,
-        pad_id=pad_id,
-        max_prompt_tokens=max_prompt_tokens,
-        max_new_tokens=max_new_tokens,
-        row_multiple=row_multiple,
-        width_multiple=width_multiple,
-    )
+    completions = [[_data_completion(prompt, max_new_tokens, decode)] for prompt in prompts]
+    limits = {"max_new_tokens": max_new_tokens, **packing}
+    return make_rollout(prompts, completions, policy_version=DATA, **limits)
 
 
 def _data_completion(

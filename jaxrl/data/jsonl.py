@@ -1,7 +1,7 @@
 """JSONL files of prompts or chats.
 
-Every line is read and checked once, when the file is opened, so that a bad row is told before a
-model is loaded. Only line numbers and byte offsets stay in memory; a row is read again when it is
+Every line is read and checked once, when the file is opened, so that a bad row is reported before
+a model is loaded. Only line numbers and byte offsets stay in memory; a row is read again when it is
 needed.
 """
 

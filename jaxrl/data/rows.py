@@ -47,7 +47,7 @@ def to_example(row: Mapping[str, Any], keys: Keys, where: str) -> Example:
 
 
 def no_prompt(names: Iterable[str], keys: Keys, where: str, what: str) -> UserError:
-    """What is told of a row or a file (`what`) that has neither kind of prompt."""
+    """The error about a row or a file (`what`) that has neither kind of prompt."""
     names = list(names)
     hint = near(keys.prompt, names) or near(keys.messages, names)
     return UserError(

@@ -31,15 +31,16 @@ _SPLIT_FILE = re.compile(rf"({'|'.join(name for s in SPLITS.values() for name in
 
 
 class Source:
-    """Parts one after the other; the prompt stream mixes them."""
+    """Parts one after the other; the prompt stream mixes them. Files that have one name together
+    are a source that is itself a `Part` of another."""
 
-    def __init__(self, parts: Sequence[Part]):
+    procedural = False
+
+    def __init__(self, parts: Sequence[Part], name: str | None = None):
         self.parts = tuple(parts)
+        self.name = " + ".join(part.name for part in parts) if name is None else name
+        self.columns = tuple(dict.fromkeys(name for part in parts for name in part.columns))
         self._ends = list(accumulate(len(part) for part in self.parts))
-
-    @property
-    def name(self) -> str:
-        return " + ".join(part.name for part in self.parts)
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -55,26 +56,13 @@ class Source:
         number = bisect.bisect_right(self._ends, index)
         return self.parts[number], index - (self._ends[number - 1] if number else 0)
 
-
-class Shards(Source):
-    """Several files that are one part."""
-
-    procedural = False
-
-    def __init__(self, name: str, parts: Sequence[Part]):
-        super().__init__(parts)
-        self._name = name
-        self.columns = tuple(dict.fromkeys(name for part in parts for name in part.columns))
-
-    @property
-    def name(self) -> str:
-        return self._name
-
     def where(self, index: int) -> str:
+        """The file of row `index`, and its place there, for error messages."""
         part, row = self.locate(index)
         return part.where(row)
 
     def digest(self) -> str:
+        """Hex hash of what decides the rows."""
         return hashlib.sha256(" ".join(p.digest() for p in self.parts).encode()).hexdigest()
 
 
@@ -185,7 +173,7 @@ def _open_folder(
 
 
 def _files_by_split(folder: Path, place: str) -> dict[str, list[Path]]:
-    """The data files right in a folder by split, or all of them as "" where no name tells one."""
+    """The data files right in a folder by split, or all of them as "" where no name says one."""
     try:
         there = sorted(path for path in folder.iterdir() if path.is_file())
     except OSError as error:
@@ -233,13 +221,13 @@ def _choose(splits: Sequence[str], asked: str | None, split: Split, place: str) 
             "with :split=NAME"
         )
     if asked not in splits:
-        told = ", ".join(name for name in splits if name) or "none"
-        raise UserError(f"{place}: no split {asked!r}{near(asked, splits)}; there is {told}")
+        there = ", ".join(name for name in splits if name) or "none"
+        raise UserError(f"{place}: no split {asked!r}{near(asked, splits)}; there is {there}")
     return asked
 
 
 def _join(name: str, parts: Sequence[Part]) -> Part:
-    return parts[0] if len(parts) == 1 else Shards(name, parts)
+    return parts[0] if len(parts) == 1 else Source(parts, name)
 
 
 def _check_answers(source: Source, keys: Keys, label: str) -> None:

@@ -113,11 +113,11 @@ class PromptStream:
             rows = 1 if part.procedural else len(part)
             without = sum(part[row].completion is None for row in range(rows))
             if without:
-                told = "the task's rows" if part.procedural else f"{without} of {rows} rows"
+                those = "the task's rows" if part.procedural else f"{without} of {rows} rows"
                 there = f" among {listed(part.columns)}" if part.columns else ""
                 key = "" if part.procedural else " (data.completion_key)"
                 raise UserError(
-                    f"{self._label}: {part.name}: {told} have no completion{there}{key}; "
+                    f"{self._label}: {part.name}: {those} have no completion{there}{key}; "
                     f"{NEEDS_COMPLETIONS}"
                 )
 
@@ -197,7 +197,7 @@ def eval_set(
     seen: set[tuple[int, ...]] = set()
     dropped = cut = 0
     for part, row in _in_turn(source.parts):
-        with _told_where(part, row, label):
+        with _placed(part, row, label):
             example = part[row]
             prompt = encoder.encode(example, first_id + len(prompts), not part.procedural)
         if prompt is None or (part.procedural and prompt.tokens in seen):
@@ -234,7 +234,7 @@ def _usable_rows(
     for part in source.parts:
         usable = np.ones(len(part), bool)
         for row in () if part.procedural else range(len(part)):
-            with _told_where(part, row, label):
+            with _placed(part, row, label):
                 fit = encoder.fit(part[row])
             usable[row] = fit != "too long"
             cut += fit == "cut"
@@ -250,7 +250,7 @@ def _encode_row(
     part, row = source.locate(index)
     for step in range(min(_TRIES, len(part))):
         at = (row + step) % len(part)
-        with _told_where(part, at, label):
+        with _placed(part, at, label):
             prompt = encoder.encode(part[at], prompt_id, not part.procedural)
         if prompt is not None:
             return prompt
@@ -268,12 +268,11 @@ def _all_too_long(label: str, name: str, rows: int, encoder: PromptEncoder) -> U
 
 
 @contextmanager
-def _told_where(part: Part, row: int, label: str) -> Iterator[None]:
-    """What is wrong with a row is told with its place."""
+def _placed(part: Part, row: int, label: str) -> Iterator[None]:
+    """Puts the place of a row before the message of what is wrong with it."""
     try:
         yield
     except UserError as error:
-        told = str(error)
-        if told.startswith(f"{label}: "):  # the reader of the file has told it
+        if str(error).startswith(f"{label}: "):  # the reader of the file names it already
             raise
-        raise UserError(f"{label}: {part.where(row)}: {told}") from error
+        raise UserError(f"{label}: {part.where(row)}: {error}") from error

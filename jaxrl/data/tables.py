@@ -1,4 +1,4 @@
-"""Parquet files and folders of the Hugging Face `datasets` package (extra `data`).
+"""Parquet files and folders that the Hugging Face `datasets` package saved (extra `data`).
 
 Columns are the fields of a row. As with JSONL, every row is checked once when the file is opened.
 Rows are numbered from 0, as pandas and `datasets` do.
@@ -11,11 +11,11 @@ import json
 import os
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from jaxrl.data.example import Example
 from jaxrl.data.rows import Keys, no_prompt, to_example
@@ -29,31 +29,18 @@ _BATCH = 1024
 """Rows checked at once."""
 
 
-class Reader(Protocol):
-    """A table on disk."""
-
-    @property
-    def columns(self) -> tuple[str, ...]: ...
-
-    @property
-    def files(self) -> Sequence[str]:
-        """What holds the rows, in order."""
-
-    def __len__(self) -> int: ...
-
-    def row(self, index: int) -> Table:
-        """Row `index`, as a table of one row."""
-
-    def batches(self, columns: list[str]) -> Iterator[Table]:
-        """These columns of all rows, in order."""
-
-
 class TablePart:
     """The rows of a table."""
 
     procedural = False
 
-    def __init__(self, name: str, open_reader: Callable[[], Reader], keys: Keys, label: str):
+    def __init__(
+        self,
+        name: str,
+        open_reader: Callable[[], ParquetReader | DatasetReader],
+        keys: Keys,
+        label: str,
+    ):
         """
         Args:
             name: as the source was given.
@@ -134,7 +121,10 @@ class GroupCache:
 
 
 class ParquetReader:
-    """A parquet file, decoded one row group at a time."""
+    """A parquet file, decoded one row group at a time.
+
+    `row` gives a table of one row; `batches` these columns of all rows, in order.
+    """
 
     def __init__(self, path: str, cache: GroupCache):
         import pyarrow.parquet as pq
@@ -159,24 +149,27 @@ class ParquetReader:
 
 
 class DatasetReader:
-    """What `datasets.Dataset.save_to_disk` wrote, memory-mapped."""
+    """What `datasets.Dataset.save_to_disk` wrote: streams of Arrow, memory-mapped. Images and the
+    like stay bytes that nobody decodes.
+    """
 
-    def __init__(self, folder: str):
-        from datasets import load_from_disk
+    def __init__(self, files: list[str]):
+        import pyarrow as pa
 
-        # Arrow's format: images and the like stay bytes that nobody decodes.
-        self._rows = load_from_disk(folder, keep_in_memory=False).with_format("arrow")
-        self.columns = tuple(self._rows.column_names)
-        self.files = [file["filename"] for file in self._rows.cache_files]
+        self.files = files
+        self._table = pa.concat_tables(
+            pa.ipc.open_stream(pa.memory_map(file)).read_all() for file in files
+        )
+        self.columns = tuple(self._table.column_names)
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return int(self._table.num_rows)
 
     def row(self, index: int) -> Table:
-        return self._rows[index]
+        return self._table.slice(index, 1)
 
     def batches(self, columns: list[str]) -> Iterator[Table]:
-        return self._rows.select_columns(columns).iter(_BATCH)
+        return iter(self._table.select(columns).to_batches(_BATCH))
 
 
 def open_parquet(path: str, keys: Keys, label: str, cache: GroupCache) -> TablePart:
@@ -189,9 +182,10 @@ def open_dataset(name: str, folder: str, keys: Keys, label: str) -> TablePart:
     state = Path(folder) / "state.json"
     with _readable(f"{label}: {state}"):
         written = json.loads(state.read_text(encoding="utf-8"))["_data_files"]
-    if not written:  # datasets writes such a folder and cannot read it
+        files = [str(Path(folder) / file["filename"]) for file in written]
+    if not files:
         raise UserError(f"{label}: {name}: no rows")
-    return TablePart(name, lambda: DatasetReader(folder), keys, label)
+    return TablePart(name, lambda: DatasetReader(files), keys, label)
 
 
 def dataset_splits(folder: str, label: str) -> list[str] | None:

@@ -12,6 +12,8 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from jaxrl.data.arithmetic import Arithmetic
@@ -40,87 +42,40 @@ HASH_SEEDED = frozenset(
 Options = Mapping[str, Any]
 
 
-class ArithmeticTask:
-    """Worked arithmetic, `37+48-56=` completed by `85-56=29`; the options are `Arithmetic`'s."""
+@dataclass(frozen=True)
+class ProceduralPart:
+    """Rows made on demand; implements `Part`."""
 
+    name: str
+    size: int
+    settings: tuple[object, ...]
+    """What decides the rows, beside the program that makes them."""
+    make: Callable[[int], Example]
     procedural = True
     columns = ()
-
-    def __init__(self, task: Arithmetic, split: Split, size: int, name: str = "arithmetic"):
-        self.name = name
-        self._task, self._split, self._size = task, split, size
 
     def where(self, index: int) -> str:
         return f"{self.name}, row {index}"
 
     def digest(self) -> str:
-        return _digest_task(self, self._task, self._split)
+        """The first row stands for the program: another version may make other rows."""
+        decisive = (self.name, self.size, self.settings, self[0].prompt)
+        return hashlib.sha256(repr(decisive).encode()).hexdigest()
 
     def __len__(self) -> int:
-        return self._size
+        return self.size
 
     def __getitem__(self, index: int) -> Example:
-        made = self._task.example(index, self._split)
-        return Example(
-            made.prompt, made.completion, made.answer, {"task": "arithmetic"}, document=True
-        )
-
-
-class ReasoningGymTask:
-    """One data set of reasoning-gym (extra `tasks`), scored by its own `score_answer`."""
-
-    procedural = True
-    columns = ()
-
-    def __init__(
-        self, dataset: str, options: Options, seed: int, split: Split, size: int, label: str
-    ):
-        self.name = f"reasoning_gym/{dataset}"
-        self._dataset, self._options, self._size = dataset, dict(options), size
-        self._seed, self._split, self._label = seed, split, label
-        self._draws: list[Any] = []
-        self._draw(0)
-
-    def where(self, index: int) -> str:
-        return f"{self.name}, row {index}"
-
-    def digest(self) -> str:
-        return _digest_task(self, sorted(self._options.items()), self._seed, self._split)
-
-    def __len__(self) -> int:
-        return self._size
-
-    def __getitem__(self, index: int) -> Example:
-        if not 0 <= index < self._size:
-            raise IndexError(f"{self.name}: row {index} of {self._size}")
-        for attempt in range(ATTEMPTS):
-            entry = self._draw(attempt)[index]
-            if split_of(entry["question"]) == self._split:
-                columns = {"task": self.name, "options": self._options, "entry": entry}
-                return Example(entry["question"], None, entry["answer"], columns)
-        raise UserError(
-            f"{self._label}: {self.name}: no prompt for split {self._split!r} in {ATTEMPTS} draws: "
-            "with these options the task has too few different prompts to hold some out"
-        )
-
-    def _draw(self, attempt: int) -> Any:
-        """The data set whose row `index` is the attempt at ours.
-
-        Reasoning-gym seeds row i with seed + i, so that near seeds give the same rows: ours are
-        hashes.
-        """
-        while len(self._draws) <= attempt:
-            key = f"{self._seed}/{self._split}/{len(self._draws)}"
-            seed = int.from_bytes(_digest(key), "little") % 2**31
-            settings = {**self._options, "seed": seed, "size": self._size}
-            self._draws.append(make_dataset(self._dataset, settings, self._label))
-        return self._draws[attempt]
+        if not 0 <= index < self.size:
+            raise IndexError(f"{self.name}: row {index} of {self.size}")
+        return self.make(index)
 
 
 def open_arithmetic(
     dataset: str, options: Options, seed: int, split: Split, label: str
-) -> ArithmeticTask:
-    """`arithmetic:digits=2,terms=3,operators=+-,size=10000`."""
+) -> ProceduralPart:
+    """`arithmetic:digits=2,terms=3,operators=+-,size=10000`: `37+48-56=` is completed by
+    `85-56=29`; the options are `Arithmetic`'s."""
     if dataset:
         raise UserError(
             f"{label}: arithmetic/{dataset}: `arithmetic` has no parts; write arithmetic"
@@ -137,13 +92,18 @@ def open_arithmetic(
         task = Arithmetic(**given, seed=seed)
     except UserError as error:
         raise UserError(f"{label}: {error}") from error
-    return ArithmeticTask(task, split, _size(options, label))
+    size = _size(options, label)
+    return ProceduralPart(
+        "arithmetic", size, (task, split), lambda index: task.example(index, split)
+    )
 
 
 def open_reasoning_gym(
     dataset: str, options: Options, seed: int, split: Split, label: str
-) -> ReasoningGymTask:
-    """`reasoning_gym/NAME:option=value,size=10000` with the options of that data set's config."""
+) -> ProceduralPart:
+    """`reasoning_gym/NAME:option=value,size=10000` with the options of that data set's config
+    (extra `tasks`); rows are scored by its own `score_answer`.
+    """
     where = f"{label}: reasoning_gym/{dataset}"
     known = reasoning_gym_datasets(label)
     if dataset not in known:
@@ -159,7 +119,31 @@ def open_reasoning_gym(
     fields = [field.name for field in dataclasses.fields(known[dataset])]
     _check_options(options, [field for field in fields if field != "seed"], where)
     given = {key: value for key, value in options.items() if key != "size"}
-    return ReasoningGymTask(dataset, given, seed, split, _size(options, label), label)
+    name, size = f"reasoning_gym/{dataset}", _size(options, label)
+
+    @cache
+    def draw(attempt: int) -> Any:
+        """The data set whose row `index` is the attempt at ours.
+
+        Reasoning-gym seeds row i with seed + i, so that near seeds give the same rows: ours are
+        hashes.
+        """
+        drawn = int.from_bytes(_digest(f"{seed}/{split}/{attempt}"), "little") % 2**31
+        return make_dataset(dataset, {**given, "seed": drawn, "size": size}, label)
+
+    def row(index: int) -> Example:
+        for attempt in range(ATTEMPTS):
+            entry = draw(attempt)[index]
+            if split_of(entry["question"]) == split:
+                columns = {"task": name, "options": given, "entry": entry}
+                return Example(entry["question"], None, entry["answer"], columns)
+        raise UserError(
+            f"{label}: {name}: no prompt for split {split!r} in {ATTEMPTS} draws: "
+            "with these options the task has too few different prompts to hold some out"
+        )
+
+    draw(0)  # refuses bad values now
+    return ProceduralPart(name, size, (sorted(given.items()), seed, split), row)
 
 
 TASKS: dict[str, Callable[[str, Options, int, Split, str], Part]] = {
@@ -214,8 +198,8 @@ def make_dataset(name: str, settings: Options, label: str) -> Any:
     try:
         return create_dataset(name, **settings)
     except (AssertionError, TypeError, ValueError) as error:
-        told = {key: value for key, value in settings.items() if key != "seed"}
-        raise UserError(f"{label}: reasoning_gym/{name}: {told} is refused: {error}") from error
+        given = {key: value for key, value in settings.items() if key != "seed"}
+        raise UserError(f"{label}: reasoning_gym/{name}: {given} is refused: {error}") from error
 
 
 def _check_options(options: Options, allowed: list[str], where: str) -> None:
@@ -238,12 +222,6 @@ def _literal(text: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError:
         return text
-
-
-def _digest_task(task: Part, *settings: object) -> str:
-    """The first row stands for the program that makes the rows: another version may make others."""
-    told = (task.name, len(task), settings, task[0].prompt)
-    return hashlib.sha256(repr(told).encode()).hexdigest()
 
 
 def _digest(text: str) -> bytes:

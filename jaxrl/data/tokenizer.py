@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -51,11 +51,8 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer | None:
         return AutoTokenizer.from_pretrained(
             str(place), local_files_only=True, trust_remote_code=False
         )
-    except (
-        Exception
-    ) as error:  # transformers raises what its readers raise, bare Exception included
-        told = " ".join(str(error).split())[:300]
-        raise UserError(f"tokenizer: {path}: cannot be read: {told}") from error
+    except Exception as error:  # whatever the readers of transformers raise, Exception included
+        raise UserError(f"tokenizer: {path}: cannot be read: {_one_line(error)}") from error
 
 
 def has_template(tokenizer: Tokenizer | None) -> bool:
@@ -127,7 +124,7 @@ def as_messages(prompt: PromptLike) -> Sequence[Message] | None:
     """The prompt where it is a chat, else None."""
     if isinstance(prompt, str) or not len(prompt) or not isinstance(prompt[0], Mapping):
         return None
-    return prompt  # type: ignore[return-value]  # the first item told
+    return prompt  # type: ignore[return-value]  # the first item says so
 
 
 def check_same_vocabulary(
@@ -203,15 +200,13 @@ def check_same_prompts(
 def _check_ids(ours: Mapping[int, str], theirs: Mapping[int, str]) -> None:
     differing = sorted(i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i))
     if differing:
-        told = _list(
-            differing,
-            lambda i: (
-                f"{i} is {_token(ours, i)} for the student, {_token(theirs, i)} for the teacher"
-            ),
-        )
+
+        def both(i: int) -> str:
+            return f"{i} is {_token(ours, i)} for the student, {_token(theirs, i)} for the teacher"
+
         raise UserError(
-            f"student and teacher have different vocabularies: {len(differing)} ids differ: {told}"
-            "; distillation needs a teacher with the student's tokenizer"
+            f"student and teacher have different vocabularies: {len(differing)} ids differ: "
+            f"{_list(differing, both)}; distillation needs a teacher with the student's tokenizer"
         )
 
 
@@ -247,8 +242,9 @@ def _render(
             )
     except Exception as error:  # a template is a program that comes with the model
         roles = ", ".join(str(message.get("role")) for message in messages)
-        told = " ".join(str(error).split())[:300]
-        raise UserError(f"the chat template refuses messages of {roles}: {told}") from error
+        raise UserError(
+            f"the chat template refuses messages of {roles}: {_one_line(error)}"
+        ) from error
     return tuple(tokens)
 
 
@@ -276,7 +272,7 @@ def _limited_template() -> Iterator[None]:
 
 
 def _encode_text(tokenizer: Tokenizer | None, text: str) -> tuple[int, ...]:
-    """Tokens of a text that goes on: special tokens may be put before it, but no EOS after it."""
+    """Tokens of a text to continue: special tokens may be put before it, but no EOS after it."""
     tokenizer = _need(tokenizer, "text")
     tokens = tuple(tokenizer(text)["input_ids"])
     if tokens and tokens[-1] == tokenizer.eos_token_id:
@@ -309,8 +305,8 @@ def _token(vocabulary: Mapping[int, str], i: int) -> str:
     return repr(vocabulary[i]) if i in vocabulary else "no token"
 
 
-def _list(ids: Sequence[int], tell: Any) -> str:
-    shown = "; ".join(tell(i) for i in ids[:_SHOWN])
+def _list(ids: Sequence[int], describe: Callable[[int], str]) -> str:
+    shown = "; ".join(describe(i) for i in ids[:_SHOWN])
     return shown + (f"; and {len(ids) - _SHOWN} more" if len(ids) > _SHOWN else "")
 
 
@@ -325,6 +321,10 @@ def _first_difference(student: str, teacher: str) -> str:
     at = len(os.path.commonprefix([student, teacher]))
     ours, theirs = student[at : at + 40], teacher[at : at + 40]
     return f"from character {at} on, student {ours!r}, teacher {theirs!r}"
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
 
 
 def _short(prompt: object) -> str:

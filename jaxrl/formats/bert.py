@@ -6,25 +6,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxrl.formats import weights
+from jaxrl.formats.weights import Place
 from jaxrl.models import bert
 from jaxrl.models.decoder import Params
 from jaxrl.models.encoder_config import FAMILIES, EncoderConfig
-
-
-def check(tensors: weights.Tensors, config: EncoderConfig) -> None:
-    """Raises a UserError for the first tensor that is missing or of another shape."""
-    prefix = _prefix(tensors, config)
-    found = bert.shapes(config)
-    expected = {f"{prefix}{name}": found[path] for path, (name, _) in bert.TOP.items()}
-    for i in range(config.n_layers):
-        for path, (name, _) in bert.LAYER.items():
-            shape = found[f"layers/{path}"][1:]
-            expected[f"{prefix}encoder.layer.{i}.{name}"] = shape[::-1]
-    weights.check(tensors, expected)
 
 
 def load(
@@ -38,59 +26,24 @@ def load(
     Raises:
         UserError: a tensor is missing or has another shape than `config` asks for.
     """
-    check(tensors, config)
-    prefix = _prefix(tensors, config)
-    values = {}
+    places, shapes = _places(tensors, config), bert.shapes(config)
+    weights.check(tensors, weights.stored_shapes((places[p], s) for p, s in shapes.items()))
     layouts = {} if mesh is None else bert.specs(config, mesh.shape)
-    for path, shape in bert.shapes(config).items():
-        if mesh is None:
-            whole = tuple(slice(0, n) for n in shape)
-            values[path] = jnp.asarray(_read(tensors, prefix, path, whole, dtype))
-        else:
-            values[path] = _sharded(
-                tensors, prefix, path, shape, NamedSharding(mesh, layouts[path]), dtype
-            )
+    values = {}
+    for path, shape in shapes.items():
+        sharding = None if mesh is None else NamedSharding(mesh, layouts[path])
+        leaf = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+        values[path] = weights.read_parameter(tensors, places[path], leaf)
     return bert.tree(values)
 
 
-def _prefix(tensors: weights.Tensors, config: EncoderConfig) -> str:
-    """What stands before every tensor's name: checkpoints with a head name the encoder."""
+def _places(tensors: weights.Tensors, config: EncoderConfig) -> dict[str, Place]:
+    """Path -> where the parameter is; checkpoints with a head put a prefix before every name."""
     prefix = FAMILIES[config.family].prefix
-    return prefix if tensors.shape(f"{prefix}{bert.TOP['embed/word'][0]}") is not None else ""
-
-
-def _read(
-    tensors: weights.Tensors, prefix: str, path: str, index: weights.Index, dtype: Any
-) -> np.ndarray:
-    """The box `index` of a parameter, in `dtype`."""
-    if path in bert.TOP:
-        return np.asarray(tensors.read(prefix + bert.TOP[path][0], index)).astype(dtype)
-    name = bert.LAYER[path.removeprefix("layers/")][0]
-    layers, *box = index
-    out = np.empty([s.stop - s.start for s in index], dtype)
-    for i in range(layers.start, layers.stop):
-        values = tensors.read(f"{prefix}encoder.layer.{i}.{name}", tuple(box[::-1]))
-        out[i - layers.start] = values.T
-    return out
-
-
-def _sharded(
-    tensors: weights.Tensors,
-    prefix: str,
-    path: str,
-    shape: tuple[int, ...],
-    sharding: NamedSharding,
-    dtype: Any,
-) -> jax.Array:
-    """One parameter, box by box; a box that several devices hold is read once."""
-    read: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
-
-    def box(index: tuple[slice, ...] | None) -> np.ndarray:
-        assert index is not None, "every device here holds a box"
-        spans = tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
-        if spans not in read:
-            slices = tuple(slice(*span) for span in spans)
-            read[spans] = _read(tensors, prefix, path, slices, dtype)
-        return read[spans]
-
-    return jax.make_array_from_callback(shape, sharding, box)
+    if tensors.shape(f"{prefix}{bert.TOP['embed/word'][0]}") is None:
+        prefix = ""
+    places = {path: Place((f"{prefix}{name}",)) for path, (name, _) in bert.TOP.items()}
+    for path, (name, _) in bert.LAYER.items():
+        names = tuple(f"{prefix}encoder.layer.{i}.{name}" for i in range(config.n_layers))
+        places[f"layers/{path}"] = Place(names, True, path.endswith("/kernel"))
+    return places

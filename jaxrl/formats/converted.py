@@ -38,7 +38,7 @@ class Scratch:
     """Where the converted tensors of one model file are, until the roles have started."""
 
     folder: Path
-    """Whoever does not find it, on another host or after the start, converts for itself."""
+    """A role that does not find it, on another host or after the start, converts for itself."""
     dtype: str
     """One that holds every value of the roles' dtypes, so that the cast to theirs is exact or is
     the same rounding as from float32."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import replace
 from functools import cache, cached_property, lru_cache
 from importlib.metadata import version
@@ -12,7 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType
+from gguf import (
+    GGML_QUANT_SIZES,
+    MODEL_ARCH,
+    GGMLQuantizationType,
+    GGUFReader,
+    GGUFValueType,
+    get_tensor_name_map,
+)
 from gguf.quants import dequantize
 
 from jaxrl.errors import UserError
@@ -21,24 +29,8 @@ from jaxrl.models.config import FAMILIES, DecoderConfig, LinearRope, Llama3Rope
 
 MOST_ELEMENTS = 1 << 22
 """Of an array in the metadata; the largest vocabularies have a sixteenth of it."""
-NAMES: dict[str, str] = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-"""Hugging Face name (within a layer, where in one) -> GGUF name; both without `.weight` or
-`.bias`."""
+NAMES = get_tensor_name_map(MODEL_ARCH.QWEN3, n_blocks=1)
+"""Hugging Face name -> GGUF name; this architecture has every tensor that the others have."""
 LLAMA3_ROPE = Llama3Rope(
     factor=1.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192
 )
@@ -205,7 +197,7 @@ class GgufFile:
         return value
 
     def _eos_ids(self) -> tuple[int, ...]:
-        """The end of text, then the end of a turn where a file tells both."""
+        """The end of text, then the end of a turn where a file names both."""
         keys = ("eos_token_id", "eot_token_id")
         ids = [self.meta(f"tokenizer.ggml.{key}") for key in keys]
         return tuple(dict.fromkeys(int(i) for i in ids if i is not None))
@@ -242,11 +234,11 @@ class GgufFile:
 
 def _gguf_name(name: str) -> str:
     """`model.layers.3.self_attn.q_proj.weight` -> `blk.3.attn_q.weight`."""
-    stem, kind = name.rsplit(".", 1)
-    if not stem.startswith("model.layers."):
-        return f"{NAMES[stem]}.{kind}"
-    _, _, layer, rest = stem.split(".", 3)
-    return f"blk.{layer}.{NAMES[rest]}.{kind}"
+    layer = re.search(r"\.\d+\.", name)
+    number = layer.group() if layer else ".0."
+    found = NAMES.get_name(name.replace(number, ".0.", 1), (".weight", ".bias"))
+    assert found is not None, name
+    return found.replace(".0.", number, 1)
 
 
 def _dequantise_columns(

@@ -12,7 +12,7 @@ import math
 import os
 import pickle
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,23 +21,22 @@ import ml_dtypes
 import numpy as np
 
 from jaxrl.errors import UserError
-from jaxrl.formats.hf import SafetensorsFolder
+from jaxrl.formats import hf
+from jaxrl.formats.hf import SafetensorsFolder, indexed_files
 from jaxrl.formats.weights import Index, Tensors
-from jaxrl.models.encoder_config import read_json
 
 SINGLE = "pytorch_model.bin"
 INDEX = "pytorch_model.bin.index.json"
 STORAGES: dict[str, np.dtype[Any]] = {
-    "FloatStorage": np.dtype("<f4"),
-    "HalfStorage": np.dtype("<f2"),
-    "BFloat16Storage": np.dtype(ml_dtypes.bfloat16),
-    "DoubleStorage": np.dtype("<f8"),
-    "LongStorage": np.dtype("<i8"),
-    "IntStorage": np.dtype("<i4"),
-    "ByteStorage": np.dtype("u1"),
-    "BoolStorage": np.dtype("?"),
+    "torch.FloatStorage": np.dtype("<f4"),
+    "torch.HalfStorage": np.dtype("<f2"),
+    "torch.BFloat16Storage": np.dtype(ml_dtypes.bfloat16),
+    "torch.DoubleStorage": np.dtype("<f8"),
+    "torch.LongStorage": np.dtype("<i8"),
+    "torch.IntStorage": np.dtype("<i4"),
+    "torch.ByteStorage": np.dtype("u1"),
+    "torch.BoolStorage": np.dtype("?"),
 }
-"""Names in module `torch`."""
 PYTHON_UNPICKLER: Any = pickle._Unpickler
 """The one of Python; that of C hashes keys before anybody can look at them."""
 SETS = (pickle.EMPTY_SET, pickle.ADDITEMS, pickle.FROZENSET)
@@ -52,7 +51,9 @@ class TorchBinFolder:
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
         self._tensors: dict[str, _Tensor] = {}
-        self._files = _files(self.path)
+        indexed = (self.path / INDEX).is_file()
+        files = indexed_files(self.path / INDEX).values() if indexed else [self.path / SINGLE]
+        self._files = sorted(set(files))
         for file in self._files:
             self._tensors |= _read_file(file)
 
@@ -82,9 +83,8 @@ class TorchBinFolder:
 def open_weights(folder: str | os.PathLike[str]) -> Tensors:
     """The tensors of a model folder: of its safetensors, or else of its `.bin` files."""
     place = Path(folder)
-    for name in ("model.safetensors", "model.safetensors.index.json"):
-        if (place / name).is_file():
-            return SafetensorsFolder(place)
+    if any((place / name).is_file() for name in (hf.SINGLE, hf.INDEX)):
+        return SafetensorsFolder(place)
     if (place / SINGLE).is_file() or (place / INDEX).is_file():
         return TorchBinFolder(place)
     raise UserError(f"{place}: no weights here: neither model.safetensors nor {SINGLE} is there")
@@ -119,36 +119,39 @@ class _Tensor:
         return 1 + sum((n - 1) * stride for n, stride in steps)
 
 
-class _Rebuild:
-    """Stands for `torch._utils._rebuild_tensor_v2`. A pickle could set attributes on what it is
-    given; this has none."""
-
-    __slots__ = ()
-
-    def __call__(
-        self, storage: object, offset: object, shape: object, strides: object, *_: object
-    ) -> _Tensor:
-        if not isinstance(storage, _Storage):
-            raise pickle.UnpicklingError("a tensor without a storage")
-        sizes, steps = _whole_numbers(shape), _whole_numbers(strides)
-        (start,) = _whole_numbers((offset,))
-        if len(sizes) != len(steps):
-            raise pickle.UnpicklingError(f"a tensor of shape {sizes} with strides {steps}")
-        tensor = _Tensor(storage, start, sizes, steps)
-        if start + tensor.span > storage.size:
-            raise pickle.UnpicklingError(
-                f"a tensor of shape {sizes} goes beyond its storage of {storage.size} numbers"
-            )
-        return tensor
+def _tensor(storage: object, offset: object, shape: object, strides: object, *_: object) -> _Tensor:
+    if not isinstance(storage, _Storage):
+        raise pickle.UnpicklingError("a tensor without a storage")
+    sizes, steps = _whole_numbers(shape), _whole_numbers(strides)
+    (start,) = _whole_numbers((offset,))
+    if len(sizes) != len(steps):
+        raise pickle.UnpicklingError(f"a tensor of shape {sizes} with strides {steps}")
+    tensor = _Tensor(storage, start, sizes, steps)
+    if start + tensor.span > storage.size:
+        raise pickle.UnpicklingError(
+            f"a tensor of shape {sizes} goes beyond its storage of {storage.size} numbers"
+        )
+    return tensor
 
 
-class _Parameter:
-    """Stands for `torch._utils._rebuild_parameter`: a tensor that has a gradient."""
+def _parameter(tensor: object, *_: object) -> object:
+    """A tensor that has a gradient."""
+    return tensor
 
-    __slots__ = ()
 
-    def __call__(self, tensor: object, *_: object) -> object:
-        return tensor
+def _ordered_dict(*content: object) -> collections.OrderedDict[Any, Any]:
+    """An empty one: torch puts the items in afterwards."""
+    if content:
+        raise pickle.UnpicklingError("an OrderedDict with arguments")
+    return collections.OrderedDict()
+
+
+CALLED: dict[str, Callable[..., object]] = {
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_parameter": _parameter,
+    "collections.OrderedDict": _ordered_dict,
+}
+"""What a pickle may call, of which it only ever holds the name."""
 
 
 class _Unpickler(PYTHON_UNPICKLER):
@@ -166,20 +169,25 @@ class _Unpickler(PYTHON_UNPICKLER):
         super().__init__(stream, encoding="utf-8")
         self._file, self._places = file, places
 
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and name in STORAGES:
-            return name
-        allowed: dict[tuple[str, str], Any] = {
-            ("torch._utils", "_rebuild_tensor_v2"): _Rebuild(),
-            ("torch._utils", "_rebuild_parameter"): _Parameter(),
-            ("collections", "OrderedDict"): _ordered_dict,
-        }
-        if (module, name) not in allowed:
+    def find_class(self, module: str, name: str) -> str:
+        full = f"{module}.{name}"
+        if full not in CALLED and full not in STORAGES:
             raise UserError(
-                f"{self._file}: asks for {module}.{name}, which no tensor needs; nothing of it was"
+                f"{self._file}: asks for {full}, which no tensor needs; nothing of it was"
                 " run. Only files of plain tensors are read: save the weights as safetensors"
             )
-        return allowed[module, name]
+        return full
+
+    def load_reduce(self) -> None:
+        args, name = self.stack.pop(), self.stack.pop()
+        _check_keys([name])
+        self.stack.append(CALLED[name](*args))
+
+    def load_build(self) -> None:
+        """Sets no attribute: those of torch's mappings, versions of modules, are of no use."""
+        self.stack.pop()
+        if not isinstance(self.stack[-1], dict):
+            raise pickle.UnpicklingError("attributes of something that is no mapping")
 
     def persistent_load(self, pid: Any) -> _Storage:
         kind, storage, key = pid[:3]
@@ -205,6 +213,8 @@ class _Unpickler(PYTHON_UNPICKLER):
         super().load_dict()
 
     dispatch |= {
+        pickle.REDUCE[0]: load_reduce,
+        pickle.BUILD[0]: load_build,
         pickle.SETITEM[0]: load_setitem,
         pickle.SETITEMS[0]: load_setitems,
         pickle.DICT[0]: load_dict,
@@ -216,26 +226,6 @@ def _check_keys(keys: Sequence[object]) -> None:
         raise pickle.UnpicklingError("a key that is neither a word nor a number")
 
 
-def _ordered_dict(*content: object) -> collections.OrderedDict[Any, Any]:
-    """An empty one: torch puts the items in afterwards."""
-    if content:
-        raise pickle.UnpicklingError("an OrderedDict with arguments")
-    return collections.OrderedDict()
-
-
-def _files(folder: Path) -> list[Path]:
-    if not (folder / INDEX).is_file():
-        return [folder / SINGLE]
-    weight_map = read_json(folder / INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise UserError(f"{folder / INDEX}: `weight_map` names no file of weights")
-    files = sorted({folder / str(name) for name in weight_map.values()})
-    for file in files:
-        if not file.is_file():
-            raise UserError(f"{file} is missing, but {folder / INDEX} names it")
-    return files
-
-
 def _read_file(file: Path) -> dict[str, _Tensor]:
     """Name -> tensor, of the mapping that the file holds."""
     try:
@@ -244,7 +234,7 @@ def _read_file(file: Path) -> dict[str, _Tensor]:
     except zipfile.BadZipFile:
         raise UserError(
             f"{file}: not in torch's zip format: damaged, or written by torch before 1.6. Where it"
-            " is whole, write it anew: torch.save(torch.load(FILE, weights_only=True), FILE)"
+            " is whole, write it again: torch.save(torch.load(FILE, weights_only=True), FILE)"
         ) from None
 
 

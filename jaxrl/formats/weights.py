@@ -6,7 +6,7 @@ tensor's shape and read a box of it (`Tensors`); `hf.py` and `gguf.py` do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +21,7 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Layout, Params, abstract_params
 from jaxrl.models.rules import param_shardings, param_specs
 from jaxrl.sharding.reshard import to_host
+from jaxrl.sharding.shards import Box, box_of
 
 Index = tuple[slice, ...]
 
@@ -49,7 +50,7 @@ LAYER: dict[str, str] = {
 transposed."""
 
 BAND = 64
-"""Rows that are transposed at once."""
+"""Rows that are transposed at once; bands stay in the cache, 4 times as fast as one copy."""
 
 
 class Tensors(Protocol):
@@ -88,9 +89,53 @@ class KeptLayers:
         return f"model.layers.{self.keep[int(layer)]}.{rest}"
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a checkpoint keeps one parameter."""
+
+    names: tuple[str, ...]
+    """Its tensor or, of a stacked parameter, the tensors of its layers."""
+    stacked: bool = False
+    transposed: bool = False
+    """Checkpoints store the kernels of layers as [out, in]; parameters are [in, out]."""
+
+    def stored(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of each of the tensors, of a parameter of this shape."""
+        one = shape[1:] if self.stacked else shape
+        return one[::-1] if self.transposed else one
+
+    def read(self, tensors: Tensors, index: Index, dtype: Any) -> np.ndarray:
+        """The box `index` of the parameter, in `dtype`."""
+        out = np.empty([s.stop - s.start for s in index], dtype)
+        names, targets, box = self.names, [out], index
+        if self.stacked:
+            names, targets, box = names[index[0]], list(out), index[1:]
+        for target, name in zip(targets, names, strict=True):
+            if self.transposed:
+                rows = tensors.read(name, box[::-1])
+                for at in range(0, len(rows), BAND):
+                    target[:, at : at + BAND] = rows[at : at + BAND].astype(dtype).T
+            else:
+                target[...] = tensors.read(name, box)
+        return out
+
+
+def place_of(path: str, n_layers: int) -> Place:
+    """Where a parameter of the decoder is, by its path in either layout."""
+    if path in TOP:
+        return Place((TOP[path],))
+    rest, layers = path.removeprefix("layers/"), range(n_layers)
+    stacked = rest in LAYER
+    if not stacked:
+        layer, rest = rest.split("/", 1)
+        layers = range(int(layer), int(layer) + 1)
+    names = tuple(f"model.layers.{i}.{LAYER[rest]}" for i in layers)
+    return Place(names, stacked, rest.endswith("/kernel"))
+
+
 def path_string(path: Any) -> str:
     """A jax key path as `layers/attn/q/kernel`."""
-    return "/".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path)
+    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
@@ -100,7 +145,14 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     order = ["embed/embedding"]
     order += [f"layers/{i}/{path}" for i in range(config.n_layers) for path in LAYER]
     order += ["norm/scale", "lm_head/kernel"]
-    return {_tensor_name(p): _hf_shape(p, leaves[p]) for p in order if p in leaves}
+    return stored_shapes((place_of(p, 0), leaves[p]) for p in order if p in leaves)
+
+
+def stored_shapes(
+    parameters: Iterable[tuple[Place, tuple[int, ...]]],
+) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of the tensors that hold parameters of these places and shapes."""
+    return {name: place.stored(shape) for place, shape in parameters for name in place.names}
 
 
 def check(tensors: Tensors, expected: dict[str, tuple[int, ...]]) -> None:
@@ -136,15 +188,16 @@ def load(
     """
     check(tensors, tensor_shapes(config))
     abstract = abstract_params(config, jnp.dtype(dtype), layout)
-    if mesh is None:
-        return jax.tree_util.tree_map_with_path(
-            lambda path, leaf: _whole(tensors, config, path_string(path), leaf), abstract
+    if mesh is not None:
+        shardings = param_shardings(config, mesh, layout)
+        abstract = jax.tree.map(
+            lambda leaf, sharding: leaf.update(sharding=sharding), abstract, shardings
         )
-    shardings = param_shardings(config, mesh, layout)
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf, sharding: _sharded(tensors, config, path_string(path), leaf, sharding),
+        lambda path, leaf: read_parameter(
+            tensors, place_of(path_string(path), config.n_layers), leaf
+        ),
         abstract,
-        shardings,
     )
 
 
@@ -152,14 +205,35 @@ def load_head(
     tensors: Tensors, config: DecoderConfig, mesh: Mesh | None = None, dtype: Any = jnp.float32
 ) -> jax.Array:
     """Only the LM head [V, D] (the embedding when tied), rows over `tensor` and D over `fsdp`."""
-    path = "embed/embedding" if config.tie_embeddings else "lm_head/kernel"
+    place = place_of("embed/embedding" if config.tie_embeddings else "lm_head/kernel", 0)
+    sharding = None
+    if mesh is not None:
+        sharding = NamedSharding(mesh, param_specs(config, mesh.shape)["embed"]["embedding"])
     shape = (config.vocab_size, config.d_model)
-    check(tensors, {_tensor_name(path): shape})
-    leaf = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
-    if mesh is None:
-        return _whole(tensors, config, path, leaf)
-    spec = param_specs(config, mesh.shape)["embed"]["embedding"]
-    return _sharded(tensors, config, path, leaf, NamedSharding(mesh, spec))
+    check(tensors, stored_shapes([(place, shape)]))
+    leaf = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
+    return read_parameter(tensors, place, leaf)
+
+
+def read_parameter(tensors: Tensors, place: Place, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    """One parameter, in the dtype and the sharding of `leaf`, box by box.
+
+    Devices that hold the same box share one read. Without a sharding it is one box, on the default
+    device.
+    """
+    if leaf.sharding is None:
+        whole = tuple(slice(0, n) for n in leaf.shape)
+        return jax.device_put(place.read(tensors, whole, leaf.dtype), may_alias=False)
+    holders: dict[Box, list[jax.Device]] = {}
+    for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
+        holders.setdefault(box_of(index, leaf.shape), []).append(device)
+    pieces: list[jax.Array] = []
+    for spans, devices in holders.items():
+        box = place.read(tensors, tuple(slice(*span) for span in spans), leaf.dtype)
+        pieces += [jax.device_put(box, device, may_alias=False) for device in devices]
+        jax.block_until_ready(pieces)
+        del box
+    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, pieces)
 
 
 def hf_tensors(params: Params) -> Callable[[str], np.ndarray]:
@@ -168,100 +242,14 @@ def hf_tensors(params: Params) -> Callable[[str], np.ndarray]:
     What it returns is on the host, in the parameters' dtype; one layer of a stacked parameter is
     fetched at a time. Processes that share the parameters' mesh must read in the same order.
     """
-    flat = jax.tree_util.tree_leaves_with_path(params)
-    leaves = {path_string(path): leaf for path, leaf in flat}
-    stacked = not isinstance(params["layers"], list)
-    where: dict[str, tuple[str, int | None]] = {}
-    for path, leaf in leaves.items():
-        if stacked and path.startswith("layers/"):
-            for i in range(leaf.shape[0]):
-                where[_tensor_name(f"layers/{i}/{path.removeprefix('layers/')}")] = (path, i)
-        else:
-            where[_tensor_name(path)] = (path, None)
+    where: dict[str, tuple[Place, jax.Array, int]] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        place = place_of(path_string(path), leaf.shape[0])
+        where |= {name: (place, leaf, i) for i, name in enumerate(place.names)}
 
     def read(name: str) -> np.ndarray:
-        path, i = where[name]
-        value = to_host(leaves[path] if i is None else leaves[path][i])
-        return value.T if path.endswith("/kernel") and not path.startswith("lm_head") else value
+        place, leaf, i = where[name]
+        value = to_host(leaf[i] if place.stacked else leaf)
+        return value.T if place.transposed else value
 
     return read
-
-
-def _tensor_name(path: str) -> str:
-    """Tensor name of an unstacked parameter path."""
-    if path in TOP:
-        return TOP[path]
-    _, layer, rest = path.split("/", 2)
-    return f"model.layers.{layer}.{LAYER[rest]}"
-
-
-def _transposed(path: str) -> bool:
-    return path.endswith("/kernel") and path not in TOP
-
-
-def _hf_shape(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    return shape[::-1] if _transposed(path) else shape
-
-
-def _whole(
-    tensors: Tensors, config: DecoderConfig, path: str, leaf: jax.ShapeDtypeStruct
-) -> jax.Array:
-    box = _read_box(tensors, config, path, leaf, tuple(slice(0, n) for n in leaf.shape))
-    return jax.device_put(box, may_alias=False)
-
-
-def _sharded(
-    tensors: Tensors,
-    config: DecoderConfig,
-    path: str,
-    leaf: jax.ShapeDtypeStruct,
-    sharding: NamedSharding,
-) -> jax.Array:
-    """One parameter, box by box; devices that hold the same box share one read."""
-    holders: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
-    for device, index in sharding.addressable_devices_indices_map(leaf.shape).items():
-        assert index is not None
-        spans = tuple(s.indices(n)[:2] for s, n in zip(index, leaf.shape, strict=True))
-        holders.setdefault(spans, []).append(device)
-    pieces: list[jax.Array] = []
-    for spans, devices in holders.items():
-        box = _read_box(tensors, config, path, leaf, tuple(slice(*span) for span in spans))
-        pieces += [jax.device_put(box, device, may_alias=False) for device in devices]
-        jax.block_until_ready(pieces)
-        del box
-    return jax.make_array_from_single_device_arrays(leaf.shape, sharding, pieces)
-
-
-def _read_box(
-    tensors: Tensors,
-    config: DecoderConfig,
-    path: str,
-    leaf: jax.ShapeDtypeStruct,
-    index: Index,
-) -> np.ndarray:
-    """The box `index` of a parameter, cast to its dtype."""
-    out = np.empty([s.stop - s.start for s in index], leaf.dtype)
-    for target, tensor_path, box in _parts(config, path, out, index):
-        if _transposed(tensor_path):
-            _transpose_into(target, tensors.read(_tensor_name(tensor_path), box[::-1]))
-        else:
-            target[...] = tensors.read(_tensor_name(tensor_path), box)
-    return out
-
-
-def _transpose_into(target: np.ndarray, rows: np.ndarray) -> None:
-    """target = rows.T, cast, in bands that stay in the cache: 4 times faster than in one copy."""
-    for at in range(0, len(rows), BAND):
-        target[:, at : at + BAND] = rows[at : at + BAND].astype(target.dtype).T
-
-
-def _parts(
-    config: DecoderConfig, path: str, out: np.ndarray, index: Index
-) -> Iterator[tuple[np.ndarray, str, Index]]:
-    """(view of `out`, unstacked path, box of that tensor): one a layer where `path` is stacked."""
-    rest = path.removeprefix("layers/")
-    if path in TOP or rest not in LAYER:
-        yield out, path, index
-        return
-    for i in range(config.n_layers)[index[0]]:
-        yield out[i - index[0].start], f"layers/{i}/{rest}", index[1:]

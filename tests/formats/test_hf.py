@@ -42,7 +42,7 @@ def write(folder: Path, name: str = "qwen2", tensors: dict[str, np.ndarray] | No
 
 
 def load(folder: Path, **options: Any) -> Any:
-    return hf.load_params(folder, hf.read_config(folder), **options)
+    return weights.load(hf.SafetensorsFolder(folder), hf.read_config(folder), **options)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -173,7 +173,8 @@ def test_the_head_alone(name: str, tmp_path: Path) -> None:
     config, params = tiny_model(name)
     folder = hf.save_hf(tmp_path / "out", config, params, dtype="float32")
     mesh = make_mesh(1, 2, 4)
-    for head in (hf.load_head(folder, config), hf.load_head(folder, config, mesh)):
+    tensors = hf.SafetensorsFolder(folder)
+    for head in (weights.load_head(tensors, config), weights.load_head(tensors, config, mesh)):
         assert_same(head, decoder.head(params))
     assert head.sharding.spec == PartitionSpec("tensor", "fsdp")
     memory = Memory(tiny_tensors(name))
@@ -281,7 +282,7 @@ def _not_json(folder: Path) -> None:
         (_without_config, "no config.json"),
         (_only_pickles, "not read; save them as safetensors"),
         (_no_weights, "neither model.safetensors nor"),
-        (_truncated, r"model.safetensors: truncated: tensor \S+ \[.*\] ends at byte"),
+        (_truncated, r"model.safetensors: truncated, .*file not fully covered.* has \d+ bytes"),
         (_cut_in_header, "truncated"),
         (_missing, r"tensor model.layers.1.self_attn.k_proj.bias of shape \[16\] is missing"),
         (_wrong_shape, r"tensor model.norm.weight has shape \[33\], .* asks for \[32\]"),

@@ -142,7 +142,9 @@ def test_keys_that_double_with_each_level_are_refused_at_once(
         (tensor()[:-20], "cannot be read"),
         (TENSOR + b"(Vdata\nI0\n(t(tI00\n}tR.", "without a storage"),
         (TENSOR + b"}Vcode\nI1\nsb.", "cannot be read"),  # sets an attribute of the callable
+        (tensor()[:-2] + b"}Vstrides\n(I-9\nI-9\ntsbs.", "no mapping"),  # ... of a tensor
         (FLOATS + b")R.", "cannot be read"),  # calls a storage's type
+        (doubled(200) + b")R.", "neither a word nor a number"),  # calls a tuple
         (pickle.dumps([1, 2]), "list"),
     ],
 )

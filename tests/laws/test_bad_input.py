@@ -459,16 +459,16 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: (f / WEIGHTS).write_text("version https://git-lfs.github.com/spec/v1\n"),
         "model.safetensors",
     ),
-    "header is no JSON": (lambda f: header(f, "{x"), "model.safetensors|not JSON"),
+    "header is no JSON": (lambda f: header(f, "{x"), "model.safetensors|invalid JSON"),
     "config is deep": (lambda f: (f / "config.json").write_text(DEEP), "config.json|recursion"),
-    "header is deep": (lambda f: header(f, DEEP), "model.safetensors|not JSON"),
+    "header is deep": (lambda f: header(f, DEEP), "model.safetensors|invalid JSON|recursion"),
     "header is endless": (
         lambda f: (f / WEIGHTS).write_bytes((1 << 60).to_bytes(8, "little")),
         "model.safetensors|header of 1152921504606846976 bytes",
     ),
     "offsets before the data": (
         lambda f: move(f, NORM, -128, 0),
-        f"model.safetensors|{NORM}|data_offsets",
+        "model.safetensors|`-128`|data_offsets",
     ),
     "offsets in the wrong order": (
         lambda f: move(f, NORM, 256, 128),
@@ -482,7 +482,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "header is a list": (lambda f: header(f, "[]"), "model.safetensors|header"),
     "header without offsets": (
         lambda f: header(f, '{"model.norm.weight": {"dtype": "F32", "shape": [32]}}'),
-        "model.safetensors|model.norm.weight",
+        "model.safetensors|missing field `data_offsets`",
     ),
     "index of a missing shard": (index_with_a_missing_shard, "model-2.safetensors is missing"),
     "index without files": (index_without_files, "model.safetensors.index.json"),

@@ -12,7 +12,8 @@ from typing import Any, get_args
 import pytest
 
 from jaxrl.__main__ import COMMANDS
-from jaxrl.checkpoint.compare import FREE, TOLD
+from jaxrl.algorithms.similarity import Use
+from jaxrl.checkpoint.compare import FREE, REPORTED
 from jaxrl.config.keys import keys
 from jaxrl.config.schema import Config, GrouperConfig
 from jaxrl.data.tasks import TASKS
@@ -172,7 +173,7 @@ def test_troubleshooting_quotes_messages() -> None:
 def test_the_page_on_checkpoints_lists_the_keys_that_may_change() -> None:
     text = (DOCS / "checkpoints.md").read_text(encoding="utf-8")
     names = [key.path for key in keys(Config)]
-    for heading, pattern in (("Free", FREE), ("Told", TOLD)):
+    for heading, pattern in (("Free", FREE), ("Reported", REPORTED)):
         (listed,) = re.findall(rf"^\| {heading}[^|]*\| (.*) \|$", text, re.MULTILINE)
         shown = {matches(word) for word in re.findall(r"`([^`]+)`", listed)}
         found = {name for words in shown for name in words}

@@ -253,7 +253,9 @@ def check(tmp_path: Path, count: int, devices: int, sizes: list[int], signal: st
         close([left[name] for name in left.files], [right[name] for name in left.files])
     exported = hf.read_config(many / "model")
     assert exported == tiny_config(STUDENT)
-    close(on_host(hf.load_params(many / "model", exported)), told[0]["params"], 0)
+    close(
+        on_host(weights.load(hf.SafetensorsFolder(many / "model"), exported)), told[0]["params"], 0
+    )
 
 
 def test_parts_of_the_rows_are_the_whole(tmp_path):
