@@ -24,13 +24,12 @@ class Reward:
         self._functions, self._model = functions, model
 
     def score(self, rollout: Rollout) -> RewardReport:
-        judging = self._functions.submit(rollout)
-        if self._model is None:
-            with phase("reward functions"):
-                return judging.report()
-        scores = self._model.score(rollout)
+        futures = self._functions.submit(rollout)
+        scores = None if self._model is None else self._model.score(rollout)
         with phase("reward functions"):
-            report = judging.report(scores)
+            report = self._functions.report(rollout, futures, scores)
+        if self._model is None:
+            return report
         cut = {"reward/model_cut": float(self._model.cut())}
         return replace(report, metrics={**report.metrics, **cut})
 

@@ -238,7 +238,7 @@ def test_a_closed_pool_leaves_no_process_and_no_waiting_future() -> None:
         future.result(1)
     with pytest.raises(RunError, match="closed"):
         pool.submit(0, items("a")).result(1)
-    assert not [thread for thread in pool._threads if thread.is_alive()]
+    assert not pool._thread.is_alive()
 
 
 PARENT = """
