@@ -1,4 +1,4 @@
-"""What goes between a run and the processes that run its reward functions."""
+"""What a run and the processes that run its reward functions send each other."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Source:
     attribute: str = ""
     """Name of the function in that file or module."""
     digest: str = ""
-    """Hex hash of the file when the run began: a replaced process must not run another."""
+    """sha256 of the file, in hex, when the run began: a new process must not run another one."""
     code: bytes = b""
     """The function itself, pickled by cloudpickle, where a Python program gave it."""
 
@@ -48,7 +48,7 @@ class Signature:
     needs: Sequence[str] = ()
     """Columns without which it cannot be called."""
     takes: Sequence[str] = ()
-    """What it takes where there is any: parameters with defaults, `prompts` and `completions`."""
+    """Parameters that it may be called without: those with defaults; `prompts`, `completions`."""
     takes_all: bool = False
     """Whether it takes every column (`**columns`)."""
 

@@ -37,27 +37,27 @@ BOOT = (
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 """The accelerators are the roles'."""
 CALL_ITEMS = 16
-"""Most items of one call, but of async functions."""
+"""Items of one call at most; an async function gets all of a process's share at once."""
 ASYNC_SLACK_S = 1.0
-"""After its timeout an awaited call is cancelled from inside; later the process is killed."""
+"""The process cancels an awaited call at its timeout; so much later the process is killed."""
 STACK_S = 0.5
 """Longest wait for the stack of a process that is late."""
 STACK_BYTES, STACK_LINES = 1 << 14, 12
-"""Most of it that is read, and shown."""
+"""Limits of the part of it that is read, and shown."""
 OURS = os.path.join("rewards", "functions.py")
-"""A line of a stack that is of no interest, with all below it."""
+"""A stack is shown down to the user's last frame, above the first line with this."""
 MOST_NOISE = 1 << 20
-"""Bytes that are no answer, between two that are, that a process may send."""
+"""Bytes of other text that a process may send between two answers."""
 END_S = 1.0
 """Longest wait for a process that has nothing to do to end by itself."""
 MAX_PROCESSES = 256
-"""That one of ours may become, where nothing else is said."""
+"""Default of `max_processes`."""
 _NAMES = {number.value: number.name for number in signal.Signals}
 
 
 @dataclass
 class Scores:
-    """What a function says of some items."""
+    """What a function returned for some items."""
 
     values: list[float | None]
     """One for each item; None where the function said so, or failed."""
@@ -71,7 +71,7 @@ class Scores:
 
 
 class _Lost(Exception):
-    """A process that can no longer be used."""
+    """A process was late or has ended, and must be replaced."""
 
     def __init__(self, kind: Literal["timeout", "exception"], text: str):
         super().__init__(text)
@@ -111,15 +111,17 @@ class RewardPool:
                 judged one by one.
             startup: seconds for a process to import what it needs.
             memory_mb: megabytes that each process may address; None: no limit.
-            max_processes: those that one of them may become, itself included.
+            max_processes: number that each process may grow to, itself and all below it.
         """
         self.sources, self.timeout, self.startup = tuple(sources), timeout, startup
         self._workers, self._memory_mb, self._max_processes = workers, memory_mb, max_processes
         self.lost = 0
         """Processes that were late or ended in a call, and are replaced."""
         self._signatures: Future[tuple[Signature, ...]] = Future()
+        if not self.sources:
+            self._signatures.set_result(())
         self._error: Exception | None = None
-        """Why nothing more is judged."""
+        """Why the pool has ended."""
         self._lock = threading.Lock()
         """Nothing is submitted after `_error` is set."""
         self._idle: asyncio.Queue[_Process] = asyncio.Queue()
@@ -141,7 +143,7 @@ class RewardPool:
     def submit(
         self, function: int, items: Sequence[Item], limit: float = math.inf
     ) -> Future[Scores]:
-        """Has items judged; returns at once.
+        """Submits items to a function; returns at once.
 
         Args:
             function: index in `sources`.
@@ -156,7 +158,7 @@ class RewardPool:
         return refused
 
     def close(self) -> None:
-        """Ends all processes; what is not judged yet raises RunError."""
+        """Ends all processes; futures that are not done raise RunError."""
         with suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._closing.set)
         self._thread.join(2 * END_S)
@@ -184,7 +186,7 @@ class RewardPool:
                 self._error = group.exceptions[0]
         if not self._signatures.done():
             self._signatures.set_exception(self._error)
-        await asyncio.sleep(0)  # what was submitted before becomes a task
+        await asyncio.sleep(0)  # a submission from before becomes a task
         jobs = asyncio.all_tasks() - {asyncio.current_task()}
         for job in jobs:
             job.cancel()
@@ -192,7 +194,7 @@ class RewardPool:
         await asyncio.gather(*(self._idle.get_nowait().end() for _ in range(self._idle.qsize())))
 
     async def _start(self) -> None:
-        """Adds a process that has loaded the functions."""
+        """Starts a process and adds it to the idle ones once it has loaded the functions."""
         process = _Process(self._max_processes)
         try:
             await process.connect()
@@ -239,7 +241,7 @@ class RewardPool:
         return scores
 
     async def _call(self, job: _Job, indices: Sequence[int]) -> None:
-        """Has a process judge items of a job."""
+        """Lets a process judge items of a job; creates further calls for those to judge again."""
         process = await self._idle.get()
         left, within = list(indices), self.startup  # until it begins, it imports
         again: list[list[int]] = []
@@ -304,7 +306,7 @@ class _Process:
         """Process id of the one that runs the functions, under the guard."""
         self.killed = False
         self._number = 0
-        """Of the last order; what answers another one is not taken."""
+        """Of the last order; answers to earlier ones are ignored."""
         self._answers = asyncio.StreamReader(limit=MOST_NOISE)
         self._stacks = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `kill`)
         stacks = self._stacks.fileno()
@@ -338,7 +340,7 @@ class _Process:
     async def hear(self, within: float) -> dict[str, Any]:
         """The next answer to the last order; raises _Lost where none comes in `within` seconds, or
         the process has ended."""
-        for seconds in (within, 0.0):  # what there is by now is still read
+        for seconds in (within, 0.0):  # an answer that has arrived by now still counts
             with suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
                     return await self._answer()
@@ -384,8 +386,7 @@ class _Process:
         self._stacks.close()
 
     async def _late_stack(self) -> str:
-        """Where the function is, also where it never gives the interpreter away, as in a regular
-        expression."""
+        """Where the function is, even if it never releases the GIL, as in a regular expression."""
         if self.worker is not None:
             with suppress(ProcessLookupError):
                 os.kill(self.worker, signal.SIGUSR1)

@@ -4,8 +4,7 @@ Orders come as pickles, answers go back as lines of JSON that carry the number o
 run unpickles nothing that a function made, and takes nothing else for an answer. The process that
 the run starts is the guard. It forks the one that works, passes on some of what that one prints,
 reports how it ended, and kills everything when the run is gone, however it went, or when there are
-too many processes: also what a function started, and also while a function keeps the interpreter to
-itself.
+too many processes: also what a function started, and also while a function holds the GIL.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ LOOK_S = 1.0
 PRINTED_S = 0.25
 """Longest wait for the last of what functions printed."""
 OUTPUT_BYTES, OUTPUT_S = 1 << 14, 60.0
-"""Bytes of what functions print that are shown in so many seconds."""
+"""At most so many bytes of what functions print are shown in so many seconds."""
 MORE = b"\n(more output of this reward process is not shown)\n"
 PR_SET_CHILD_SUBREAPER = 36
 """Of prctl(2): orphans below this process become its own children, so that it can find them."""
@@ -85,7 +84,7 @@ def _watch(parent: int, answers: int, max_processes: int) -> None:
 
 
 def _show(printed: int) -> None:
-    """Passes on what functions print, as far as it may be shown."""
+    """Copies what functions print to stderr, up to a limit."""
     since, left = time.monotonic(), OUTPUT_BYTES
     while data := os.read(printed, 1 << 16):
         if time.monotonic() - since > OUTPUT_S:

@@ -1,4 +1,4 @@
-"""The rewards of a batch of completions: every function's, their weighted sum, what to tell."""
+"""The rewards of a batch of completions: every function's, their weighted sum, the metrics."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class RewardFunctions:
             given: functions from Python, pickled, by their entries in `reward.functions`.
 
         Raises:
-            UserError: a function that cannot be found; whether it can be loaded, `check` tells.
+            UserError: a function that cannot be found; `check` finds out whether it can be loaded.
         """
         self.config, self.max_new_tokens = config, max_new_tokens
         self.sources = tuple(find(text, given or {}) for text in config.functions)
@@ -112,8 +112,7 @@ class RewardFunctions:
         self._check_verifiers(prompts)
 
     def _check_verifiers(self, prompts: Sequence[Prompt]) -> None:
-        """Before hours of sampling: the empty completion tells whether there is anything to judge
-        by."""
+        """Judges an empty completion for each prompt, before hours of sampling."""
         empty = Completion((), np.zeros(0), np.zeros(0), "stop")
         items = [_item(prompt, empty) for prompt in prompts]
         for i, source in enumerate(self.sources):

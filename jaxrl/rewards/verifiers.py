@@ -2,7 +2,7 @@
 
 A verifier takes (completion text, prompt) and returns a score in [0, 1], or None where the prompt
 has no answer to compare with: such a completion is left out of every mean, it does not count as
-wrong. Some compute with what a completion says, which may take for ever: `verifier` has those run
+wrong. Some evaluate an expression in the completion, which may take for ever: `verifier` runs those
 in a process that can be killed.
 """
 
@@ -172,34 +172,28 @@ VERIFIERS: dict[str, Verifier] = {
 
 
 def verifier(name: str) -> Verifier:
-    """One of VERIFIERS by its name, which judges within TIMEOUT_S or, as None, not at all."""
+    """One of VERIFIERS by its name; None where it does not answer within TIMEOUT_S."""
     if name not in VERIFIERS:
         raise unknown("data.verifier", name, VERIFIERS)
-    judge = VERIFIERS[name]
 
-    def within_the_time(completion: str, prompt: Judged) -> float | None:
+    def judge(completion: str, prompt: Judged) -> float | None:
         if not may_hang(name, prompt):
-            return judge(completion, prompt)
-        return _judge_in_process(name, completion, prompt)
+            return VERIFIERS[name](completion, prompt)
+        item = Item("", completion, prompt.answer, prompt.columns)
+        scores = _pool(name).submit(0, [item]).result()
+        if scores.failures and scores.failures[0].kind == "user":
+            raise UserError(scores.failures[0].text)
+        return scores.values[0]
 
-    return within_the_time
+    return judge
 
 
 def may_hang(name: str, prompt: Judged) -> bool:
-    """Whether the verifier computes with what the completion says: `9**9**9` is enough."""
+    """Whether the verifier evaluates what the completion contains: `9**9**9` is enough."""
     if name == "math":
         return prompt.answer is not None
     task = str(prompt.columns.get("task", ""))
     return name in ("auto", "reasoning_gym") and task.startswith("reasoning_gym/")
-
-
-def _judge_in_process(name: str, completion: str, prompt: Judged) -> float | None:
-    item = Item("", completion, prompt.answer, prompt.columns)
-    scores = _pool(name).submit(0, [item]).result()
-    failure = scores.failures.get(0)
-    if failure is not None and failure.kind == "user":
-        raise UserError(failure.text)
-    return scores.values[0]
 
 
 @cache

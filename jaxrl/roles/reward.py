@@ -54,7 +54,7 @@ class RewardModel:
         Args:
             batch_tokens: tokens of a batch on one device, padding included.
             max_tokens: longest sequence, in the reward model's tokens; None for its positions.
-            offload: the weights go to the host while the model is not asked.
+            offload: the weights are on the host except during `score`.
         """
         with phase(f"loads {source.name}"):
             scorer = self._scorer = RewardScorer(source, mesh, dtype, batch_tokens, max_tokens)
@@ -69,7 +69,7 @@ class RewardModel:
         self._cut = 0
 
     def score(self, rollout: Rollout) -> np.ndarray:
-        """[B] float32 in the model's own unit; 0 at padding rows."""
+        """Rewards [B] float32, in the model's own unit; 0 at padding rows."""
         sequences = [
             render(self._scorer.tokenizer, chat_or_text(prompt), completion.text)
             for prompt, completion in zip(rollout.prompts, rollout.completions, strict=True)
@@ -82,7 +82,7 @@ class RewardModel:
         return out
 
     def cut(self) -> int:
-        """Sequences of the last batch that were too long, and lost the beginning of the prompt."""
+        """How many sequences of the last batch were too long and lost their beginning."""
         return self._cut
 
 
