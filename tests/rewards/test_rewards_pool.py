@@ -294,17 +294,20 @@ def test_a_file_that_changes_is_refused_by_the_next_process(tmp_path: Path) -> N
 
 def test_where_a_process_cannot_be_replaced_all_end(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
-    text = "import os, time\ndef f(completions):\n    time.sleep(0.5)\n"
+    text = "import os, time\ndef f(completions):\n    time.sleep(0.1)\n"
     text += "    return [os._exit(1) if c == 'exit' else os.getpid() for c in completions]\n"
     path.write_text(text)
     with RewardPool([find(f"{path}:f")], workers=2, timeout=5, startup=60) as pool:
-        pids = {
-            int(pid or 0) for pid in pool.submit(0, items("a", "b", "c", "d")).result(30).values
-        }
+        pids: set[float | None] = set()
+
+        def both_have_started() -> bool:
+            pids.update(pool.submit(0, items("a", "b")).result(30).values)
+            return len(pids) == 2
+
+        wait_for(both_have_started, 30)
         path.write_text(text + "#\n")
-        with pytest.raises(UserError, match="has changed since the run began"):
-            pool.submit(0, items("exit", "exit")).result(30)
-        wait_for(lambda: not any(map(alive, pids)), 10)
+        assert pool.submit(0, items("exit")).result(30).values == [None]
+        wait_for(lambda: not any(alive(int(pid or 0)) for pid in pids), 10)
         with pytest.raises(UserError, match="has changed since the run began"):
             pool.submit(0, items("a")).result(1)
 
