@@ -70,7 +70,7 @@ def encode_prompt(tokenizer: Tokenizer | None, prompt: PromptLike) -> tuple[int,
     """
     messages = as_messages(prompt)
     if messages is not None:
-        tokens = _render(tokenizer, messages, add_generation_prompt=True)
+        tokens = render_chat(tokenizer, messages, add_generation_prompt=True)
     elif isinstance(prompt, str):
         tokens = _encode_text(tokenizer, prompt)
     else:
@@ -100,7 +100,7 @@ def encode_completion(
     head, messages = encode_prompt(tokenizer, prompt), as_messages(prompt)
     if messages is not None:
         turn = {"role": "assistant", "content": completion}
-        whole = _render(tokenizer, [*messages, turn], add_generation_prompt=False)
+        whole = render_chat(tokenizer, [*messages, turn], add_generation_prompt=False)
     else:
         whole = _encode_text(tokenizer, prompt + completion) if isinstance(prompt, str) else ()
     if whole[: len(head)] == head:
@@ -224,9 +224,14 @@ def check_eos(student: int | None, teacher: int | None, ours: set[int], theirs: 
         )
 
 
-def _render(
+def render_chat(
     tokenizer: Tokenizer | None, messages: Sequence[Message], add_generation_prompt: bool
 ) -> tuple[int, ...]:
+    """Tokens of messages by the tokenizer's chat template.
+
+    Raises:
+        UserError: no tokenizer, no template, or one that refuses the messages or does not end.
+    """
     tokenizer = _need(tokenizer, "chat messages")
     if not tokenizer.chat_template:
         raise UserError(

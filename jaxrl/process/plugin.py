@@ -23,14 +23,22 @@ def is_plugin(text: str) -> bool:
 def anchored(text: str, folder: Path) -> str:
     """`text` with a relative path of a file made absolute: relative paths start at `folder`."""
     place, colon, name = text.rpartition(":")
-    if not colon or not _is_file(place):
+    if not colon or not is_file(place):
         return text
     return f"{(folder / Path(place).expanduser()).resolve()}:{name}"
 
 
+def is_file(place: str) -> bool:
+    """Whether `place` is the path of a file, and not the name of a module."""
+    return place.endswith(".py") or "/" in place
+
+
 @cache
-def load_object(text: str) -> Any:
+def load_object(text: str, kind: str = "") -> Any:
     """The object that `text` names; its module is imported once in a process.
+
+    Args:
+        kind: what it is, before its name in the message that there is none, as in "function ".
 
     Raises:
         UserError: there is no such file, module or name, or the module cannot be imported.
@@ -39,10 +47,10 @@ def load_object(text: str) -> Any:
     if not place or not name.isidentifier():
         raise UserError(f"{text!r} must be path/to/file.py:NAME or package.module:NAME")
     try:
-        module = _from_file(Path(place)) if _is_file(place) else importlib.import_module(place)
+        module = _from_file(Path(place)) if is_file(place) else importlib.import_module(place)
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         at = traceback.extract_tb(error.__traceback__)[-1]
         raise UserError(
             f"{text} cannot be imported: {type(error).__name__}: {error}"
@@ -50,12 +58,9 @@ def load_object(text: str) -> Any:
         ) from error
     if not hasattr(module, name):
         own = [word for word in vars(module) if not word.startswith("_")]
-        raise UserError(f"{place} has no {name}{near(name, own)}")
+        hint = near(name, own) or f"; it has {', '.join(own) or 'none'}"
+        raise UserError(f"{place} has no {kind}{name}{hint}")
     return getattr(module, name)
-
-
-def _is_file(place: str) -> bool:
-    return place.endswith(".py") or "/" in place
 
 
 def _from_file(path: Path) -> ModuleType:

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
+from contextlib import suppress
+
+import psutil
 
 
 def kill_family(guard: int) -> None:
     """Kills a guard and all processes below it, those that have left its group too."""
-    for pid in family(guard):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            if os.getpgid(pid) != guard:
-                os.kill(pid, signal.SIGKILL)
-    with contextlib.suppress(ProcessLookupError, PermissionError):
+    for process in family(guard):
+        with suppress(psutil.Error):
+            process.kill()
+    with suppress(ProcessLookupError, PermissionError):
         os.killpg(guard, signal.SIGKILL)
 
 
-def family(pid: int) -> list[int]:
-    """The ids of all processes that run below one; none where the system has no /proc."""
-    children: dict[int, list[int]] = {}
-    for name in os.listdir("/proc") if os.path.isdir("/proc") else []:
-        with contextlib.suppress(OSError, ValueError), open(f"/proc/{int(name)}/stat", "rb") as f:
-            state, parent = f.read().rpartition(b") ")[2].split()[:2]
-            if state != b"Z":
-                children.setdefault(int(parent), []).append(int(name))
-    found = list(children.get(pid, ()))
-    for each in found:  # grows
-        found += children.get(each, ())
-    return found
+def family(pid: int) -> list[psutil.Process]:
+    """All processes that run below one; those that have ended and are not reaped do not count."""
+
+    def runs(process: psutil.Process) -> bool:
+        with suppress(psutil.Error):
+            return bool(process.status() != psutil.STATUS_ZOMBIE)
+        return False
+
+    with suppress(psutil.Error):
+        return [each for each in psutil.Process(pid).children(recursive=True) if runs(each)]
+    return []

@@ -12,21 +12,20 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import importlib
-import importlib.util
 import inspect
 import logging
 import math
 import pickle
 import re
-import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 from typing import Any
 
 from jaxrl.errors import UserError, near
+from jaxrl.process.plugin import is_file, load_object
 from jaxrl.rewards.items import Item, Signature, Source
 from jaxrl.rewards.verifiers import VERIFIERS
 
@@ -57,11 +56,21 @@ def find(text: str, given: Mapping[str, bytes] = MappingProxyType({})) -> Source
     """
     if text in PLAIN:
         return Source(text, text, "format" if text == "format" else "verifier")
-    place, colon, attribute = text.partition(":")
-    if place == "regex" and colon:
-        return _regex(text, attribute)
-    if place == "python" and colon:
-        return _given(text, attribute, given)
+    scheme, _, rest = text.partition(":")
+    if scheme == "regex" and rest:
+        try:
+            re.compile(rest)
+        except re.error as error:
+            raise UserError(f"{KEY}: {text}: not a regular expression: {error}") from error
+        return Source(text, "regex", "regex", rest)
+    if scheme == "python" and rest:
+        name = rest.partition("@")[0]
+        if text not in given:
+            raise UserError(
+                f"{KEY}: {text} is a function of a Python program: give it from there, as in"
+                f" train(config, rewards=[{name}])"
+            )
+        return Source(text, name, "python", attribute=name, code=given[text])
     place, colon, attribute = text.rpartition(":")
     if not colon:
         raise UserError(
@@ -70,7 +79,7 @@ def find(text: str, given: Mapping[str, bytes] = MappingProxyType({})) -> Source
         )
     if not place or not attribute.isidentifier():
         raise UserError(f"{KEY}: {text!r} must be path/to/file.py:function or module:function")
-    if place.endswith(".py") or "/" in place:
+    if is_file(place):
         path = Path(place).expanduser().resolve()
         if not path.is_file():
             raise UserError(
@@ -81,24 +90,6 @@ def find(text: str, given: Mapping[str, bytes] = MappingProxyType({})) -> Source
     if not all(part.isidentifier() for part in place.split(".")):
         raise UserError(f"{KEY}: {text}: {place!r} is neither a .py file nor the name of a module")
     return Source(text, attribute, "module", place, attribute)
-
-
-def _regex(text: str, pattern: str) -> Source:
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise UserError(f"{KEY}: {text}: not a regular expression: {error}") from error
-    return Source(text, "regex", "regex", pattern)
-
-
-def _given(text: str, name: str, given: Mapping[str, bytes]) -> Source:
-    if text not in given:
-        raise UserError(
-            f"{KEY}: {text} is a function of a Python program: give it from there, as in"
-            f" train(config, rewards=[{name.partition('@')[0]}])"
-        )
-    name = name.partition("@")[0]
-    return Source(text, name, "python", attribute=name, code=given[text])
 
 
 def think_format(completion: str) -> float:
@@ -124,11 +115,13 @@ class Function:
         self.source = source
         self._limit = f" (reward.memory_mb={memory_mb} is the limit)" if memory_mb else ""
         if source.option in ("file", "module", "python"):
-            self._call = _import(source)
-            self.signature = _signature(source, self._call)
+            call = _load(source)
+            self.signature = _signature(source, call)
+            self._call = lambda items: call(**self._arguments(items))
         else:
-            self._judge = _judge_of(source)
+            judge = _judge_of(source)
             self.signature = Signature("each")
+            self._call = lambda items: [judge(item.completion, item) for item in items]
 
     def prepare(self, items: Sequence[Item]) -> None:
         """Imports what the first call would import: no completion's time is spent on it."""
@@ -138,67 +131,64 @@ class Function:
             importlib.import_module("reasoning_gym")
 
     def run(self, items: Sequence[Item], timeout: float, say: Say) -> None:
-        """Judges all items and tells of each, or of several at once.
+        """Judges all items and sends what it found of each, or of several at once.
 
         Args:
             timeout: seconds for each item of an async function. The others are watched from
                 outside, for nothing in this process can end them.
+
+        Raises:
+            UserError: a function returned what is no reward.
         """
-        run = {"each": self._run_each, "batch": self._run_batch, "async": self._run_async}
-        run[self.signature.kind](items, timeout, say)
-
-    def _run_each(self, items: Sequence[Item], timeout: float, say: Say) -> None:
-        for index, item in enumerate(items):
+        if self.signature.kind == "async":
+            _runner().run(self._await_all(items, timeout, say))
+            return
+        size = 1 if self.signature.kind == "each" else max(len(items), 1)
+        for start in range(0, len(items), size):
+            part = items[start : start + size]
+            indices = list(range(start, start + len(part)))
             try:
-                value = self._judge(item.completion, item)
+                result = self._call(part)
             except BaseException as error:
-                say({"items": [index], **self._failure(error)})
+                say({"items": indices, **self._failure(error)})
             else:
-                say({"items": [index], "values": [value]})
+                say({"items": indices, "values": self._numbers(result, len(part))})
 
-    def _run_batch(self, items: Sequence[Item], timeout: float, say: Say) -> None:
-        everyone = list(range(len(items)))
-        try:
-            result = self._call(**self._arguments(items))
-        except BaseException as error:
-            say({"items": everyone, **self._failure(error)})
-        else:
-            say({"items": everyone, "values": self._numbers(result, len(items))})
-
-    def _run_async(self, items: Sequence[Item], timeout: float, say: Say) -> None:
+    async def _await_all(self, items: Sequence[Item], timeout: float, say: Say) -> None:
         async def judge(index: int, item: Item) -> None:
             try:
                 async with asyncio.timeout(timeout) as limit:
-                    result = await self._call(**self._arguments([item]))
+                    result = await self._call([item])
             except BaseException as error:
-                late = {"late": "the awaited call was cancelled"} if limit.expired() else None
-                say({"items": [index], **(late or self._failure(error))})
+                say({"items": [index], **self._failure(error, late=limit.expired())})
             else:
                 say({"items": [index], "values": self._numbers(result, 1)})
 
-        async def judge_all() -> None:
-            await asyncio.gather(*(judge(index, item) for index, item in enumerate(items)))
+        await asyncio.gather(*(judge(index, item) for index, item in enumerate(items)))
 
-        _runner().run(judge_all())
-
-    def _failure(self, error: BaseException) -> dict[str, Any]:
-        limit = self._limit if isinstance(error, MemoryError) else ""
-        return told(error, limit)
+    def _failure(self, error: BaseException, late: bool = False) -> dict[str, Any]:
+        """A user's mistake by its text, any other exception with its traceback."""
+        if late:
+            return {"failure": ("timeout", "the awaited call was cancelled")}
+        if isinstance(error, UserError):
+            return {"failure": ("user", str(error))}
+        frames = error.__traceback__
+        while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+            frames = frames.tb_next
+        text = "".join(traceback.format_exception(type(error), error, frames))
+        hint = self._limit if isinstance(error, MemoryError) else ""
+        return {"failure": ("exception", text[-LONGEST_TRACEBACK:].rstrip() + hint)}
 
     def _arguments(self, items: Sequence[Item]) -> dict[str, list[Any]]:
         """Keyword arguments; a column that a row lacks is None there."""
-        known = [{**item.columns, "answer": item.answer} for item in items]
+        rows = [
+            {**i.columns, "answer": i.answer, "prompts": i.prompt, "completions": i.completion}
+            for i in items
+        ]
         s = self.signature
-        there = dict.fromkeys(name for row in known for name in row)
-        wanted = list(there) if s.takes_all else [name for name in s.takes if name in there]
-        names = dict.fromkeys((*s.needs, *wanted))
-        columns = {name: [row.get(name) for row in known] for name in names}
-        given = {
-            "prompts": [item.prompt for item in items],
-            "completions": [item.completion for item in items],
-        }
-        asked = inspect.signature(self._call).parameters
-        return columns | {k: v for k, v in given.items() if s.takes_all or k in asked}
+        present = dict.fromkeys(name for row in rows for name in row)
+        names = dict.fromkeys([*s.needs, *(n for n in present if s.takes_all or n in s.takes)])
+        return {name: [row.get(name) for row in rows] for name in names}
 
     def _numbers(self, result: Any, n: int) -> list[float | None]:
         """The checked result of a call with `n` completions."""
@@ -231,16 +221,6 @@ def _number(name: str, value: Any) -> float | None:
     return number
 
 
-def told(error: BaseException, hint: str = "") -> dict[str, Any]:
-    """What is told of an exception: a user's mistake by its text, another with its traceback."""
-    if isinstance(error, UserError):
-        return {"error": str(error), "user": True}
-    # The first frame is ours.
-    frames = error.__traceback__.tb_next if error.__traceback__ else None
-    text = "".join(traceback.format_exception(type(error), error, frames))
-    return {"error": text[-LONGEST_TRACEBACK:].rstrip() + hint, "user": False}
-
-
 @cache
 def _runner() -> asyncio.Runner:
     """One event loop for the life of the process: clients and locks that a function keeps stay
@@ -249,6 +229,7 @@ def _runner() -> asyncio.Runner:
 
 
 def _judge_of(source: Source) -> Callable[[str, Item], float | None]:
+    """What comes with jaxrl."""
     if source.option == "format":
         return lambda completion, item: think_format(completion)
     if source.option == "regex":
@@ -261,25 +242,26 @@ def _judge_of(source: Source) -> Callable[[str, Item], float | None]:
     return VERIFIERS[source.text]
 
 
-def _import(source: Source) -> Callable[..., Any]:
+def _load(source: Source) -> Callable[..., Any]:
     """The callable in a file or module, or that was pickled."""
     if source.option == "python":
-        return _unpickled(source)
-    try:
-        module = _module(source)
-    except UserError:
-        raise
-    except BaseException as error:
-        at = traceback.extract_tb(error.__traceback__)[-1]
+        try:
+            return pickle.loads(source.code)
+        except BaseException as error:
+            raise UserError(
+                f"{KEY}: {source.text} cannot be loaded in a process of its own:"
+                f" {type(error).__name__}: {error}; write it in a file, and name it"
+                " path.py:function"
+            ) from error
+    if source.option == "file" and _digest(Path(source.place)) != source.digest:
         raise UserError(
-            f"{KEY}: {source.text} cannot be imported: {type(error).__name__}: {error}"
-            f" ({at.filename}, line {at.lineno})"
-        ) from error
-    found = getattr(module, source.attribute, None)
-    if found is None:
-        own = [name for name, value in vars(module).items() if inspect.isfunction(value)]
-        hint = near(source.attribute, own) or f"; it has {', '.join(own) or 'none'}"
-        raise UserError(f"{KEY}: {source.text}: no function {source.attribute}{hint}")
+            f"{KEY}: {source.place} has changed since the run began: half of its rewards would be"
+            " of another function; start the run again"
+        )
+    try:
+        found = load_object(f"{source.place}:{source.attribute}", "function ")
+    except UserError as error:
+        raise UserError(f"{KEY}: {error}") from error.__cause__
     if inspect.isclass(found) or not callable(found):
         raise UserError(
             f"{KEY}: {source.text} is a {'class' if inspect.isclass(found) else type(found)},"
@@ -288,61 +270,28 @@ def _import(source: Source) -> Callable[..., Any]:
     return found
 
 
-def _unpickled(source: Source) -> Callable[..., Any]:
-    try:
-        found: Callable[..., Any] = pickle.loads(source.code)
-    except BaseException as error:
-        raise UserError(
-            f"{KEY}: {source.text} cannot be loaded in a process of its own:"
-            f" {type(error).__name__}: {error}; write it in a file, and name it path.py:function"
-        ) from error
-    return found
-
-
-def _module(source: Source) -> ModuleType:
-    if source.option == "module":
-        return importlib.import_module(source.place)
-    path = Path(source.place)
-    if _digest(path) != source.digest:
-        raise UserError(
-            f"{KEY}: {path} has changed since the run began: half of its rewards would be of"
-            " another function; start the run again"
-        )
-    name = f"jaxrl_rewards_{path.stem}_{source.digest[:8]}"
-    if name not in sys.modules:  # several functions of one file share its module
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None and spec.loader is not None, "a .py file has a loader"
-        sys.path.append(str(path.parent))  # for modules beside the file
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
 def _signature(source: Source, call: Callable[..., Any]) -> Signature:
     try:
-        parameters = inspect.signature(call).parameters
+        signature = inspect.signature(call)
     except (TypeError, ValueError) as error:
         raise UserError(f"{KEY}: {source.text} has no signature: write {SHAPE}") from error
-    kinds = inspect.Parameter
-    fixed = [p.name for p in parameters.values() if p.kind == kinds.POSITIONAL_ONLY]
-    if "completions" not in parameters or fixed:
-        shown = f"{source.attribute}{inspect.signature(call)}"
+    kinds, every = inspect.Parameter, signature.parameters.values()
+    fixed = [p.name for p in every if p.kind == kinds.POSITIONAL_ONLY]
+    if "completions" not in signature.parameters or fixed:
         why = f"{fixed[0]} cannot be named" if fixed else "it has no parameter `completions`"
-        raise UserError(f"{KEY}: {source.text}: {shown}: {why}; write {SHAPE}")
-    columns = [
-        p
-        for name, p in parameters.items()
-        if name not in ("prompts", "completions")
-        and p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)
-    ]
+        raise UserError(
+            f"{KEY}: {source.text}: {source.attribute}{signature}: {why}; write {SHAPE}"
+        )
+    named = [p for p in every if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)]
+    takes = {"prompts", "completions", *(p.name for p in named if p.default is not kinds.empty)}
     waits = inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(
         getattr(call, "__call__", None)  # noqa: B004 (an object that is called like a function)
     )
     return Signature(
         "async" if waits else "batch",
-        needs=tuple(p.name for p in columns if p.default is kinds.empty),
-        takes=tuple(p.name for p in columns if p.default is not kinds.empty),
-        takes_all=any(p.kind == kinds.VAR_KEYWORD for p in parameters.values()),
+        needs=[p.name for p in named if p.name not in takes],
+        takes=[p.name for p in named if p.name in takes],
+        takes_all=any(p.kind == kinds.VAR_KEYWORD for p in every),
     )
 
 

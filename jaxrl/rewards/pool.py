@@ -1,32 +1,34 @@
 """Reward functions in processes that can be killed.
 
-Each process has a thread here that starts it, hands it items, and replaces it when it is late or
-has ended. What a call has told before stays; the item that it was at gets no score, and where that
-may be any of several, each is judged again in a call of its own. Nothing waits without a limit.
+A thread runs an event loop, which starts the processes, hands them items, and replaces a process
+that is late or has ended. Answers that the process gave before remain; the item that it was working
+on gets no score, and where that may be any of several, each is judged again by itself. Every wait
+has a limit.
 """
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import json
 import math
 import os
-import select
+import pickle
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jaxrl.errors import RunError, UserError
 from jaxrl.rewards.family import kill_family
-from jaxrl.rewards.items import Item, Signature, Source, read_answer, write_order
+from jaxrl.rewards.items import Failure, Item, Signature, Source
 
 BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]);"
@@ -35,39 +37,27 @@ BOOT = (
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 """The accelerators are the roles'."""
 CALL_ITEMS = 16
-"""Most items of one call, but of async functions."""
+"""Items of one call at most; an async function gets all of a process's share at once."""
 ASYNC_SLACK_S = 1.0
-"""After its timeout an awaited call is cancelled from inside; later the process is killed."""
-LOOK_S = 0.2
-"""Seconds between two looks whether the pool is being closed."""
+"""The process cancels an awaited call at its timeout; so much later the process is killed."""
 STACK_S = 0.5
 """Longest wait for the stack of a process that is late."""
 STACK_BYTES, STACK_LINES = 1 << 14, 12
-"""Most of it that is read, and told."""
+"""Limits of the part of it that is read, and shown."""
 OURS = os.path.join("rewards", "functions.py")
-"""A line of a stack that is of no interest, with all below it."""
+"""A stack is shown down to the user's last frame, above the first line with this."""
 MOST_NOISE = 1 << 20
-"""Bytes of no answer, between two that are, that a process may send."""
+"""Bytes of other text that a process may send between two answers."""
 END_S = 1.0
 """Longest wait for a process that has nothing to do to end by itself."""
 MAX_PROCESSES = 256
-"""That one of ours may become, where nothing else is said."""
+"""Default of `max_processes`."""
 _NAMES = {number.value: number.name for number in signal.Signals}
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why an item has no score."""
-
-    kind: Literal["timeout", "exception", "user"]
-    """`user`: the data is wrong, as the text says; an `exception` comes with its traceback, or with
-    how the process ended."""
-    text: str
 
 
 @dataclass
 class Scores:
-    """What a function says of some items."""
+    """What a function returned for some items."""
 
     values: list[float | None]
     """One for each item; None where the function said so, or failed."""
@@ -76,49 +66,29 @@ class Scores:
     slow_calls: int = 0
     """Calls that took longer than the timeout with several items, which were then judged one by
     one."""
-    finished: float = 0.0
-    """`time.monotonic` seconds."""
+    seconds: float = 0.0
+    """From the submission to the last answer."""
 
 
 class _Lost(Exception):
-    """A process that can no longer be used."""
+    """A process was late or has ended, and must be replaced."""
 
     def __init__(self, kind: Literal["timeout", "exception"], text: str):
         super().__init__(text)
         self.failure = Failure(kind, text)
 
 
-class _Closing(Exception):
-    """The pool is being closed."""
-
-
-@dataclass(eq=False)
+@dataclass
 class _Job:
     """One submission."""
 
     function: int
+    kind: str
     items: Sequence[Item]
     limit: float
     """Failures beyond it end the job."""
-    future: Future[Scores]
     scores: Scores
-    left: int = 0
-    """Items that are not judged yet."""
-
-    @classmethod
-    def of(cls, function: int, items: Sequence[Item], limit: float) -> _Job:
-        future: Future[Scores] = Future()
-        future.set_running_or_notify_cancel()  # from here on nobody can cancel it
-        scores = Scores([None] * len(items), {}, finished=time.monotonic())
-        return cls(function, items, limit, future, scores, len(items))
-
-
-@dataclass
-class _Call:
-    """Items of a job that a process is to judge."""
-
-    job: _Job
-    indices: list[int]
+    calls: asyncio.TaskGroup = field(default_factory=asyncio.TaskGroup)
 
 
 class RewardPool:
@@ -141,24 +111,25 @@ class RewardPool:
                 judged one by one.
             startup: seconds for a process to import what it needs.
             memory_mb: megabytes that each process may address; None: no limit.
-            max_processes: those that one of them may become, itself included.
+            max_processes: number that each process may grow to, itself and all below it.
         """
         self.sources, self.timeout, self.startup = tuple(sources), timeout, startup
-        self._memory_mb, self._max_processes = memory_mb, max_processes
-        self._signatures: tuple[Signature, ...] | None = None
-        self._broken: Exception | None = None
-        self._closing = False
-        self._calls: deque[_Call] = deque()
-        self._jobs: set[_Job] = set()
-        self._changed = threading.Condition()
+        self._workers, self._memory_mb, self._max_processes = workers, memory_mb, max_processes
         self.lost = 0
         """Processes that were late or ended in a call, and are replaced."""
-        self._threads = [
-            threading.Thread(target=self._run, name=f"rewards:{i}", daemon=True)
-            for i in range(workers)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._signatures: Future[tuple[Signature, ...]] = Future()
+        if not self.sources:
+            self._signatures.set_result(())
+        self._error: Exception | None = None
+        """Why the pool has ended."""
+        self._lock = threading.Lock()
+        """Nothing is submitted after `_error` is set."""
+        self._idle: asyncio.Queue[_Process] = asyncio.Queue()
+        self._starts = asyncio.TaskGroup()
+        self._closing = asyncio.Event()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="rewards", daemon=True)
+        self._thread.start()
 
     def signatures(self) -> tuple[Signature, ...]:
         """What each function asks for; waits until a process has loaded them.
@@ -167,40 +138,30 @@ class RewardPool:
             UserError: one of them cannot be loaded.
             RunError: the processes cannot be started.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: self._signatures or self._broken or self._closing)
-            if self._broken is not None:
-                raise self._broken
-            if self._signatures is None:
-                raise RunError("rewards: closed before the functions were loaded")
-            return self._signatures
+        return self._signatures.result()
 
     def submit(
         self, function: int, items: Sequence[Item], limit: float = math.inf
     ) -> Future[Scores]:
-        """Has items judged; returns at once.
+        """Submits items to a function; returns at once.
 
         Args:
             function: index in `sources`.
             limit: number of failures beyond which the future raises RunError with the first one.
         """
-        job = _Job.of(function, items, limit)
-        with self._changed:
-            if self._broken is not None or self._closing:
-                job.future.set_exception(self._broken or RunError("rewards: the pool is closed"))
-            elif not items:
-                job.future.set_result(job.scores)
-            else:
-                self._jobs.add(job)
-                self._calls.append(_Call(job, list(range(len(items)))))
-                self._changed.notify_all()
-        return job.future
+        with self._lock:
+            if self._error is None:
+                judged = self._judge(function, items, limit)
+                return asyncio.run_coroutine_threadsafe(judged, self._loop)
+        refused: Future[Scores] = Future()
+        refused.set_exception(self._error)
+        return refused
 
     def close(self) -> None:
-        """Ends all processes; what is not judged yet raises RunError."""
-        self._break(RunError("rewards: the pool was closed"), closing=True)
-        for thread in self._threads:
-            thread.join(2 * END_S)
+        """Ends all processes; futures that are not done raise RunError."""
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._closing.set)
+        self._thread.join(2 * END_S)
 
     def __enter__(self) -> RewardPool:
         return self
@@ -208,303 +169,244 @@ class RewardPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _break(self, error: Exception, closing: bool = False) -> None:
-        with self._changed:
-            self._closing = self._closing or closing
-            if not closing:
-                self._broken = self._broken or error
-            for job in self._jobs:
-                job.future.set_exception(error)
-            self._jobs.clear()
-            self._calls.clear()
-            self._changed.notify_all()
-
     def _run(self) -> None:
-        """A thread: one process at a time, until the pool is closed."""
-        process: _Process | None = None
-        try:
-            while not self._closing:
-                process = self._start()
-                while (call := self._take()) is not None and self._judge(process, call):
-                    pass
-                if call is None:
-                    return
-                process.kill()
-                process = None
-        except _Closing:
-            if process is not None:
-                process.kill()
-                process = None
-        except Exception as error:
-            self._break(error)
-        finally:
-            if process is not None:
-                process.end()
+        self._loop.run_until_complete(self._serve())
+        self._loop.close()
 
-    def _start(self) -> _Process:
-        process = _Process(lambda: self._closing, self._max_processes)
+    async def _serve(self) -> None:
+        """Keeps the processes until the pool is closed, or one of them cannot be started."""
         try:
-            process.order((self.sources, self.timeout, self._memory_mb), self.startup)
-            told = process.hear(self.startup)
-            if "refused" in told:
-                raise UserError(told["refused"])
+            async with self._starts:
+                for _ in range(self._workers):
+                    self._starts.create_task(self._start())
+                await self._closing.wait()
+                raise RunError("rewards: the pool was closed")
+        except ExceptionGroup as group:
+            with self._lock:
+                self._error = group.exceptions[0]
+        if not self._signatures.done():
+            self._signatures.set_exception(self._error)
+        await asyncio.sleep(0)  # a submission from before becomes a task
+        jobs = asyncio.all_tasks() - {asyncio.current_task()}
+        for job in jobs:
+            job.cancel()
+        await asyncio.gather(*jobs, return_exceptions=True)
+        await asyncio.gather(*(self._idle.get_nowait().end() for _ in range(self._idle.qsize())))
+
+    async def _start(self) -> None:
+        """Starts a process and adds it to the idle ones once it has loaded the functions."""
+        process = _Process(self._max_processes)
+        try:
+            await process.connect()
+            process.order((self.sources, self.timeout, self._memory_mb))
+            answer = await process.hear(self.startup)
+            if "refused" in answer:
+                raise UserError(answer["refused"])
+        except BaseException as error:
+            process.kill()
+            if not isinstance(error, _Lost):
+                raise
+            names = ", ".join(source.text for source in self.sources)
+            raise RunError(f"rewards: the process for {names} did not start: {error}") from error
+        process.worker = answer["ready"]
+        if not self._signatures.done():
+            self._signatures.set_result(tuple(Signature(**s) for s in answer["signatures"]))
+        self._idle.put_nowait(process)
+
+    def _replace(self) -> None:
+        start = self._start()
+        try:
+            self._starts.create_task(start)
+        except RuntimeError:  # the pool is ending
+            start.close()
+
+    async def _judge(self, function: int, items: Sequence[Item], limit: float) -> Scores:
+        started = time.monotonic()
+        scores = Scores([None] * len(items), {})
+        try:
+            loaded = await asyncio.shield(asyncio.wrap_future(self._signatures))
+            job = _Job(function, loaded[function].kind, items, limit, scores)
+            size = math.ceil(len(items) / self._workers)
+            if job.kind != "async":
+                size = min(size, CALL_ITEMS)
+            async with job.calls:
+                for start in range(0, len(items), size or 1):
+                    indices = range(start, min(start + size, len(items)))
+                    job.calls.create_task(self._call(job, indices))
+        except asyncio.CancelledError:
+            raise self._error or RunError("rewards: cancelled") from None
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
+        scores.seconds = time.monotonic() - started
+        return scores
+
+    async def _call(self, job: _Job, indices: Sequence[int]) -> None:
+        """Lets a process judge items of a job; creates further calls for those to judge again."""
+        process = await self._idle.get()
+        left, within = list(indices), self.startup  # until it begins, it imports
+        again: list[list[int]] = []
+        try:
+            process.order((job.function, [job.items[i] for i in indices]))
+            while left:
+                answer = await process.hear(within)
+                if "refused" in answer:
+                    raise UserError(answer["refused"])
+                if "begin" in answer:
+                    within = self.timeout + (ASYNC_SLACK_S if job.kind == "async" else 0)
+                    continue
+                judged = [indices[k] for k in answer["items"]]
+                left = [i for i in left if i not in judged]
+                if "values" in answer:
+                    for i, value in zip(judged, answer["values"], strict=True):
+                        job.scores.values[i] = value
+                elif len(judged) > 1:
+                    again += [[i] for i in judged]
+                else:
+                    self._fail(job, judged[0], Failure(*answer["failure"]))
         except _Lost as lost:
             process.kill()
-            names = ", ".join(source.text for source in self.sources)
-            raise RunError(
-                f"rewards: the process for {names} did not start: {lost.failure.text}"
-            ) from lost
-        except BaseException:
+            self.lost += 1
+            if len(left) == 1 or job.kind == "each":
+                self._fail(job, left[0], lost.failure)
+                again += [left[1:]] if left[1:] else []
+            else:
+                job.scores.slow_calls += lost.failure.kind == "timeout"
+                again += [[i] for i in left]
+        except BaseException:  # it may still be at work
             process.kill()
             raise
-        process.worker = told["ready"]
-        with self._changed:
-            self._signatures = tuple(
-                Signature(s["kind"], tuple(s["needs"]), tuple(s["takes"]), s["takes_all"])
-                for s in told["signatures"]
-            )
-            self._changed.notify_all()
-        return process
-
-    def _take(self) -> _Call | None:
-        """The next call, of a size that suits; None when the pool is closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._calls or self._closing or self._broken)
-            if not self._calls:
-                return None
-            call = self._calls.popleft()
-            assert self._signatures is not None, "this thread's process has told them"
-            share = math.ceil(len(call.job.items) / len(self._threads))
-            kind = self._signatures[call.job.function].kind
-            size = share if kind == "async" else min(share, CALL_ITEMS)
-            if len(call.indices) > size:
-                self._calls.appendleft(_Call(call.job, call.indices[size:]))
-            return _Call(call.job, call.indices[:size])
-
-    def _judge(self, process: _Process, call: _Call) -> bool:
-        """Whether the process can be used after this call."""
-        job, left = call.job, list(call.indices)
-        assert self._signatures is not None
-        kind = self._signatures[job.function].kind
-        within = self.startup  # until it begins, it imports
-        try:
-            process.order((job.function, [job.items[i] for i in left]), within)
-            while left:
-                told = process.hear(within)
-                if "refused" in told:
-                    self._refuse(job, UserError(told["refused"]))
-                    return True
-                if "begin" in told:
-                    within = self.timeout + (ASYNC_SLACK_S if kind == "async" else 0)
-                    continue
-                mine = [call.indices[k] for k in told["items"]]
-                left = [i for i in left if i not in set(mine)]
-                self._settle(job, mine, told)
-        except _Lost as lost:
-            self.lost += 1
-            self._lost(job, left, lost.failure, left[:1] if kind == "each" else left)
-            return False
-        return True
-
-    def _settle(self, job: _Job, indices: list[int], told: dict[str, Any]) -> None:
-        """Keeps what a call told of some items."""
-        if "values" in told:
-            with self._changed:
-                for i, value in zip(indices, told["values"], strict=True):
-                    job.scores.values[i] = value
-                self._judged(job, len(indices))
-        elif len(indices) > 1:
-            self._again(job, [[i] for i in indices])
-        elif "late" in told:
-            self._fail(job, indices[0], Failure("timeout", told["late"]))
-        else:
-            kind: Literal["user", "exception"] = "user" if told["user"] else "exception"
-            self._fail(job, indices[0], Failure(kind, told["error"]))
-
-    def _lost(self, job: _Job, left: list[int], failure: Failure, suspects: list[int]) -> None:
-        """A process is gone with these items unjudged; one of the suspects is why."""
-        if len(suspects) == 1:
-            self._fail(job, suspects[0], failure)
-            self._again(job, [[i for i in left if i != suspects[0]]])
-            return
-        if failure.kind == "timeout":
-            job.scores.slow_calls += 1
-        self._again(job, [[i] for i in left])
-
-    def _again(self, job: _Job, calls: list[list[int]]) -> None:
-        with self._changed:
-            if job in self._jobs:
-                self._calls.extendleft(_Call(job, indices) for indices in calls if indices)
-                self._changed.notify_all()
+        finally:
+            if process.killed:
+                self._replace()
+            else:
+                self._idle.put_nowait(process)
+        for some in again:
+            job.calls.create_task(self._call(job, some))
 
     def _fail(self, job: _Job, index: int, failure: Failure) -> None:
-        with self._changed:
-            job.scores.failures[index] = failure
-            if len(job.scores.failures) <= job.limit:
-                self._judged(job, 1)
-                return
-        self._refuse(job, RunError(self._diagnosis(job)))
-
-    def _diagnosis(self, job: _Job) -> str:
-        failures = job.scores.failures.values()
-        late = sum(failure.kind == "timeout" for failure in failures)
-        first = next(iter(failures))
+        failures = job.scores.failures
+        failures[index] = failure
+        if len(failures) <= job.limit:
+            return
+        late = sum(failure.kind == "timeout" for failure in failures.values())
+        first = next(iter(failures.values()))
         name = self.sources[job.function].text
-        return (
+        raise RunError(
             f"reward.functions: {name} failed on {len(failures)} of {len(job.items)} completions"
             f" ({late} timeouts, {len(failures) - late} exceptions or ended processes), more than"
             f" reward.max_failures allows; the first, {first.kind}:\n{first.text}"
         )
 
-    def _judged(self, job: _Job, count: int) -> None:
-        job.left -= count
-        if job.left == 0 and job in self._jobs:
-            self._jobs.remove(job)
-            job.scores.finished = time.monotonic()
-            job.future.set_result(job.scores)
-
-    def _refuse(self, job: _Job, error: Exception) -> None:
-        """Ends a job, and drops what is left of it."""
-        with self._changed:
-            if job in self._jobs:
-                self._jobs.remove(job)
-                job.future.set_exception(error)
-            self._calls = deque(call for call in self._calls if call.job is not job)
-
 
 class _Process:
-    """A process that judges, as the thread that owns it sees it."""
+    """A process that judges, as the run sees it."""
 
-    def __init__(self, closing: Callable[[], bool], max_processes: int):
-        """
-        Args:
-            closing: waits end early once it says so.
-        """
+    def __init__(self, max_processes: int):
         self.worker: int | None = None
         """Process id of the one that runs the functions, under the guard."""
-        self._closing = closing
+        self.killed = False
         self._number = 0
-        """Of the last order; what answers another one is not taken."""
-        self._heard, self._noise = b"", 0
-        theirs_in, self._orders = os.pipe()
-        self._answers, theirs_out = os.pipe()
+        """Of the last order; answers to earlier ones are ignored."""
+        self._answers = asyncio.StreamReader(limit=MOST_NOISE)
         self._stacks = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `kill`)
-        inherited = (theirs_in, theirs_out, self._stacks.fileno())
-        os.set_blocking(self._orders, False)
+        stacks = self._stacks.fileno()
+        numbers = [str(number) for number in (stacks, os.getpid(), max_processes)]
         paths = json.dumps([str(path) for path in sys.path])
-        numbers = [str(number) for number in (*inherited, os.getpid(), max_processes)]
-        try:
-            self._guard = subprocess.Popen(
-                [sys.executable, "-c", BOOT, paths, *numbers],
-                stdin=subprocess.DEVNULL,
-                pass_fds=inherited,
-                env={**os.environ, **ENVIRONMENT},
-                start_new_session=True,
-            )
-        finally:
-            os.close(theirs_in)
-            os.close(theirs_out)
+        self._guard = subprocess.Popen(
+            [sys.executable, "-c", BOOT, paths, *numbers],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            pass_fds=(stacks,),
+            env={**os.environ, **ENVIRONMENT},
+            start_new_session=True,
+        )
+        self._pipes: list[Any] = [self._guard.stdin, self._guard.stdout]
 
-    def order(self, content: Any, within: float) -> None:
-        """Sends an order; raises _Lost where the process does not take it in time."""
+    async def connect(self) -> None:
+        """Lets the event loop read and write its pipes."""
+        loop = asyncio.get_running_loop()
+        self._orders, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, self._guard.stdin)
+        self._pipes[0] = self._orders
+        self._pipes[1], _ = await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(self._answers), self._guard.stdout
+        )
+
+    def order(self, content: Any) -> None:
+        """Sends an order."""
         self._number += 1
-        left = memoryview(write_order(self._number, content))
-        end = time.monotonic() + within
-        while left:
-            self._wait(self._orders, select.POLLOUT, end, within)
+        self._orders.write(pickle.dumps((self._number, content)))
+
+    async def hear(self, within: float) -> dict[str, Any]:
+        """The next answer to the last order; raises _Lost where none comes in `within` seconds, or
+        the process has ended."""
+        for seconds in (within, 0.0):  # an answer that has arrived by now still counts
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    return await self._answer()
+        raise _Lost("timeout", f"no answer after {within:g} s{await self._late_stack()}")
+
+    async def _answer(self) -> dict[str, Any]:
+        noise = 0
+        while noise <= MOST_NOISE:
             try:
-                left = left[os.write(self._orders, left) :]
-            except BrokenPipeError:
-                while True:
-                    self.hear(within)  # ends with the word that it has ended
+                line = await self._answers.readline()
+            except ValueError:  # a longer line than that
+                break
+            if not line.endswith(b"\n"):
+                raise _Lost("exception", f"its process is gone{self._stack()}")
+            try:
+                answer = json.loads(line)
+            except (ValueError, RecursionError):
+                answer = None
+            if isinstance(answer, dict):
+                if isinstance(ended := answer.get("ended"), int | str):
+                    raise _Lost("exception", f"its process {_how(ended)}{self._stack()}")
+                if answer.get("order") == self._number:
+                    return answer
+            noise += len(line)
+        raise _Lost("exception", f"it wrote {MOST_NOISE} bytes that are no answer")
 
-    def hear(self, within: float) -> dict[str, Any]:
-        """The next answer to the last order; raises _Lost where none comes in time, or the process
-        has ended."""
-        end, late = time.monotonic() + within, False
-        while not (told := self._answer()):
-            if late:
-                raise self._late(within)
-            late = time.monotonic() >= end  # what there is by now is still read
-            self._wait(self._answers, select.POLLIN, end, within)
-            data = os.read(self._answers, 1 << 16)
-            if not data:
-                raise _Lost("exception", self._how_it_ended(None))
-            self._heard += data
-        if "ended" in told:
-            raise _Lost("exception", self._how_it_ended(told["ended"]))
-        return told
-
-    def _answer(self) -> dict[str, Any]:
-        """The first answer in what was read; empty where there is none."""
-        while True:
-            line, newline, rest = self._heard.partition(b"\n")
-            told = read_answer(line, self._number) if newline else {}
-            self._noise = 0 if told else self._noise + len(line) * bool(newline)
-            if self._noise + len(self._heard) * (not newline) > MOST_NOISE:
-                raise _Lost("exception", f"it wrote {MOST_NOISE} bytes that are no answer")
-            if not newline:
-                return {}
-            self._heard = rest
-            if told:
-                return told
-
-    def end(self) -> None:
+    async def end(self) -> None:
         """Lets a process that has nothing to do end by itself, and kills any other."""
-        self._closing = lambda: False
-        os.close(self._orders)
-        self._orders = -1
+        self._orders.close()
         with suppress(_Lost):
             while True:
-                self.hear(END_S)
+                await self.hear(END_S)
         self.kill()
 
     def kill(self) -> None:
         """Ends it, and all that it has started, at once."""
+        self.killed = True
         kill_family(self._guard.pid)  # it is not reaped: the id is its own
         with suppress(subprocess.TimeoutExpired):
             self._guard.wait(END_S)
-        for descriptor in (self._orders, self._answers):
-            if descriptor >= 0:
-                os.close(descriptor)
+        for pipe in self._pipes:
+            pipe.close()
         self._stacks.close()
 
-    def _wait(self, descriptor: int, event: int, end: float, within: float) -> None:
-        poll = select.poll()
-        poll.register(descriptor, event)
-        while not self._closing():
-            left = end - time.monotonic()
-            if poll.poll(1000 * max(min(left, LOOK_S), 0)):
-                return
-            if left <= 0:
-                raise self._late(within)
-        raise _Closing
-
-    def _late(self, within: float) -> _Lost:
-        return _Lost("timeout", f"no answer after {within:g} s{self._stack(ask=True)}")
-
-    def _how_it_ended(self, code: int | str | None) -> str:
-        if code is None:
-            how = "is gone"
-        elif isinstance(code, str):
-            how = code
-        elif code < 0:
-            how = f"was ended by {_NAMES.get(-code, f'signal {-code}')}"
-        else:
-            how = f"ended with exit code {code}"
-        return f"its process {how}{self._stack(ask=False)}"
-
-    def _stack(self, ask: bool) -> str:
-        """Where the function is or, after a crash, was; also where it never gives the interpreter
-        away, as in a regular expression."""
-        descriptor, end = self._stacks.fileno(), time.monotonic() + STACK_S
-        if ask and self.worker is not None:
+    async def _late_stack(self) -> str:
+        """Where the function is, even if it never releases the GIL, as in a regular expression."""
+        if self.worker is not None:
             with suppress(ProcessLookupError):
                 os.kill(self.worker, signal.SIGUSR1)
-            while not os.fstat(descriptor).st_size and time.monotonic() < end:
-                time.sleep(0.01)
-            time.sleep(0.01)  # the lines after the first
-        lines = os.pread(descriptor, STACK_BYTES, 0).decode(errors="replace").splitlines()
-        ours = [i for i, line in enumerate(lines) if OURS in line]
-        shown = lines[: ours[0]] if ours else lines
+            end = time.monotonic() + STACK_S
+            while not os.fstat(self._stacks.fileno()).st_size and time.monotonic() < end:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.01)  # the lines after the first
+        return self._stack()
+
+    def _stack(self) -> str:
+        """Where the function is or, after a crash, was."""
+        lines = os.pread(self._stacks.fileno(), STACK_BYTES, 0).decode(errors="replace")
+        shown = list(itertools.takewhile(lambda line: OURS not in line, lines.splitlines()))
         return "".join(f"\n{line}" for line in shown[:STACK_LINES] if line)
+
+
+def _how(code: int | str) -> str:
+    """How a process ended, by its exit code or in the guard's words."""
+    if isinstance(code, str):
+        return code
+    if code < 0:
+        return f"was ended by {_NAMES.get(-code, f'signal {-code}')}"
+    return f"ended with exit code {code}"

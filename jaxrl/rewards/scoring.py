@@ -1,9 +1,8 @@
-"""The rewards of a batch of completions: every function's, their weighted sum, what to tell."""
+"""The rewards of a batch of completions: every function's, their weighted sum, the metrics."""
 
 from __future__ import annotations
 
 import os
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -48,58 +47,6 @@ class RewardReport:
     """What a reader should know: failures with the first traceback, slow functions."""
 
 
-@dataclass(frozen=True)
-class Scoring:
-    """A rollout that is being judged."""
-
-    rollout: Rollout
-    names: tuple[str, ...]
-    futures: tuple[Future[Scores], ...]
-    config: RewardConfig
-    max_new_tokens: int
-    started: float
-    """`time.monotonic` seconds."""
-
-    def report(self, model_scores: np.ndarray | None = None) -> RewardReport:
-        """Waits for the functions and puts all rewards together.
-
-        Args:
-            model_scores: [B], of the reward model.
-
-        Raises:
-            RunError, UserError: a function fails too often, or returned what is no reward.
-        """
-        scores = dict(zip(self.names, [f.result() for f in self.futures], strict=True))
-        n, rows = len(self.rollout.completions), len(self.rollout.group_ids)
-        values = {name: _padded(one.values, rows) for name, one in scores.items()}
-        failed = {name: _failed_rows(one, rows) for name, one in scores.items()}
-        weights = dict(zip(self.names, self.config.weights_of_functions, strict=True))
-        if model_scores is not None:
-            values[MODEL] = _padded(list(np.asarray(model_scores, np.float64)[:n]), rows)
-            failed[MODEL] = np.isnan(values[MODEL])
-            weights[MODEL] = self.config.model_weight
-        used = {name: given for name, given in values.items() if weights[name] != 0}
-        task = combine_rewards(
-            used, {name: weights[name] for name in used}, self.rollout.group_ids, failed
-        )
-        total = task
-        if self.config.overlong_buffer:
-            values[OVERLONG] = _padded(self._overlong(), rows)
-            total = task + self.config.overlong_penalty * values[OVERLONG]
-        metrics = reward_stats(total[:n], {name: v[:n] for name, v in values.items()})
-        metrics |= _failures(scores)
-        ended = max((one.finished for one in scores.values()), default=self.started)
-        metrics["time/reward_s"] = ended - self.started
-        notes = _notes(total[:n], {name: values[name][:n] for name in used}, scores, self.config)
-        return RewardReport(total, task, values, metrics, notes)
-
-    def _overlong(self) -> list[float]:
-        lengths = np.array([len(c.tokens) for c in self.rollout.completions])
-        buffer = self.config.overlong_buffer or 0
-        penalty = soft_overlong(lengths, max_tokens=self.max_new_tokens, cache_tokens=buffer)
-        return [float(one) for one in penalty]
-
-
 class RewardFunctions:
     """The functions of `reward.functions`, loaded in processes of their own.
 
@@ -119,7 +66,7 @@ class RewardFunctions:
             given: functions from Python, pickled, by their entries in `reward.functions`.
 
         Raises:
-            UserError: a function that cannot be found; whether it can be loaded, `check` tells.
+            UserError: a function that cannot be found; `check` finds out whether it can be loaded.
         """
         self.config, self.max_new_tokens = config, max_new_tokens
         self.sources = tuple(find(text, given or {}) for text in config.functions)
@@ -165,8 +112,7 @@ class RewardFunctions:
         self._check_verifiers(prompts)
 
     def _check_verifiers(self, prompts: Sequence[Prompt]) -> None:
-        """Before hours of sampling: the empty completion tells whether there is anything to judge
-        by."""
+        """Judges an empty completion for each prompt, before hours of sampling."""
         empty = Completion((), np.zeros(0), np.zeros(0), "stop")
         items = [_item(prompt, empty) for prompt in prompts]
         for i, source in enumerate(self.sources):
@@ -182,19 +128,60 @@ class RewardFunctions:
                     " they have no answer to compare with (data.answer_key names its column)"
                 )
 
-    def submit(self, rollout: Rollout) -> Scoring:
-        """Begins to judge a rollout; returns at once."""
+    def submit(self, rollout: Rollout) -> list[Future[Scores]]:
+        """Starts every function on a rollout; returns at once."""
         prompts = rollout.prompts[: len(rollout.completions)]
         pairs = zip(prompts, rollout.completions, strict=True)
         items = [_item(prompt, completion) for prompt, completion in pairs]
         limit = self.config.max_failures * len(items)
-        started = time.monotonic()
-        futures = tuple(self.pool.submit(i, items, limit) for i in range(len(self.sources)))
-        return Scoring(rollout, self.names, futures, self.config, self.max_new_tokens, started)
+        return [self.pool.submit(i, items, limit) for i in range(len(self.sources))]
+
+    def report(
+        self,
+        rollout: Rollout,
+        futures: Sequence[Future[Scores]],
+        model_scores: np.ndarray | None = None,
+    ) -> RewardReport:
+        """Waits for the functions and puts all rewards together.
+
+        Args:
+            futures: of `submit(rollout)`.
+            model_scores: [B], of the reward model.
+
+        Raises:
+            RunError, UserError: a function fails too often, or returned what is no reward.
+        """
+        config, n, rows = self.config, len(rollout.completions), len(rollout.group_ids)
+        scores = dict(zip(self.names, [f.result() for f in futures], strict=True))
+        values = {name: _padded(one.values, rows) for name, one in scores.items()}
+        failed = {name: np.isin(np.arange(rows), list(s.failures)) for name, s in scores.items()}
+        weights = dict(zip(self.names, config.weights_of_functions, strict=True))
+        if model_scores is not None:
+            values[MODEL] = _padded(model_scores[:n], rows)
+            failed[MODEL] = np.isnan(values[MODEL])
+            weights[MODEL] = config.model_weight
+        weights = {name: weight for name, weight in weights.items() if weight != 0}
+        used = {name: values[name] for name in weights}
+        task = total = combine_rewards(used, weights, rollout.group_ids, failed)
+        if config.overlong_buffer:
+            lengths = np.array([len(c.tokens) for c in rollout.completions])
+            penalty = soft_overlong(
+                lengths, max_tokens=self.max_new_tokens, cache_tokens=config.overlong_buffer
+            )
+            values[OVERLONG] = _padded(penalty, rows)
+            total = task + config.overlong_penalty * values[OVERLONG]
+        metrics = reward_stats(total[:n], {name: v[:n] for name, v in values.items()})
+        for name, one in scores.items():
+            late = sum(failure.kind == "timeout" for failure in one.failures.values())
+            metrics[f"reward/{name}/timeouts"] = float(late)
+            metrics[f"reward/{name}/failures"] = float(len(one.failures) - late)
+        metrics["time/reward_s"] = max((one.seconds for one in scores.values()), default=0.0)
+        notes = _notes(total[:n], {name: v[:n] for name, v in used.items()}, scores, config)
+        return RewardReport(total, task, values, metrics, notes)
 
     def score(self, rollout: Rollout, model_scores: np.ndarray | None = None) -> RewardReport:
         """`submit`, and wait for it."""
-        return self.submit(rollout).report(model_scores)
+        return self.report(rollout, self.submit(rollout), model_scores)
 
     def close(self) -> None:
         """Ends the processes."""
@@ -225,17 +212,10 @@ def _item(prompt: Prompt, completion: Completion) -> Item:
     return Item(prompt.text, completion.text, prompt.answer, {**prompt.columns, **run})
 
 
-def _padded(values: Sequence[float | None], rows: int) -> np.ndarray:
+def _padded(values: Sequence[float | None] | np.ndarray, rows: int) -> np.ndarray:
     """[B] float64, NaN where there is none."""
     out = np.full(rows, np.nan)
     out[: len(values)] = np.array(values, np.float64)
-    return out
-
-
-def _failed_rows(scores: Scores, rows: int) -> np.ndarray:
-    """[B] bool: where the function raised, crashed or was late, so that its answer is missing."""
-    out = np.zeros(rows, bool)
-    out[list(scores.failures)] = True
     return out
 
 
@@ -253,15 +233,6 @@ def reward_stats(total: np.ndarray, values: Mapping[str, np.ndarray]) -> dict[st
     for name, given in values.items():
         if not np.isnan(given).all():
             row[f"reward/{name}/mean"] = float(np.nanmean(given))
-    return row
-
-
-def _failures(scores: Mapping[str, Scores]) -> dict[str, float]:
-    row: dict[str, float] = {}
-    for name, one in scores.items():
-        late = sum(failure.kind == "timeout" for failure in one.failures.values())
-        row[f"reward/{name}/timeouts"] = float(late)
-        row[f"reward/{name}/failures"] = float(len(one.failures) - late)
     return row
 
 

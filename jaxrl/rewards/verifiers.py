@@ -2,7 +2,7 @@
 
 A verifier takes (completion text, prompt) and returns a score in [0, 1], or None where the prompt
 has no answer to compare with: such a completion is left out of every mean, it does not count as
-wrong. Some compute with what a completion says, which may take for ever: `verifier` has those run
+wrong. Some evaluate an expression in the completion, which may take for ever: `verifier` runs those
 in a process that can be killed.
 """
 
@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from fractions import Fraction
-from functools import cache, lru_cache
+from functools import cache, lru_cache, wraps
 from typing import Any, Protocol
 
 from jaxrl.data import arithmetic
@@ -50,58 +50,57 @@ class Judged(Protocol):
 Verifier = Callable[[str, Judged], float | None]
 
 
-def exact(completion: str, prompt: Judged) -> float | None:
+def _with_answer(judge: Callable[[str, str], float | bool]) -> Verifier:
+    """The verifier that compares a completion with its prompt's answer; None where it has none."""
+
+    @wraps(judge)
+    def judged(completion: str, prompt: Judged) -> float | None:
+        return None if prompt.answer is None else float(judge(completion, prompt.answer))
+
+    return judged
+
+
+@_with_answer
+def exact(completion: str, answer: str) -> bool:
     """1 where completion and answer are the same text, white space at the ends aside."""
-    return _with_answer(prompt, lambda answer: completion.strip() == answer.strip())
+    return completion.strip() == answer.strip()
 
 
-def contains(completion: str, prompt: Judged) -> float | None:
+@_with_answer
+def contains(completion: str, answer: str) -> bool:
     """1 where the answer stands in the completion as whole words, upper and lower case aside."""
-
-    def found(answer: str) -> bool:
-        words = re.escape(answer.strip())
-        return (
-            bool(words)
-            and re.search(rf"(?<!\w){words}(?!\w)", completion, re.IGNORECASE) is not None
-        )
-
-    return _with_answer(prompt, found)
+    words = re.escape(answer.strip())
+    found = re.search(rf"(?<!\w){words}(?!\w)", completion, re.IGNORECASE)
+    return bool(words) and found is not None
 
 
-def number(completion: str, prompt: Judged) -> float | None:
+@_with_answer
+def number(completion: str, answer: str) -> bool:
     """1 where the completion's last number equals the answer: 1,234.50 is 1234.5, 3/4 is 0.75."""
-
-    def equal(answer: str) -> bool:
-        wanted = last_number(answer)
-        if wanted is None:
-            raise UserError(
-                f"verifier number: the answer {answer!r} has no number; choose exact, "
-                "contains or math"
-            )
-        got = last_number(completion)
-        return got is not None and same_number(got, wanted)
-
-    return _with_answer(prompt, equal)
+    wanted = last_number(answer)
+    if wanted is None:
+        raise UserError(
+            f"verifier number: the answer {answer!r} has no number; choose exact, contains or math"
+        )
+    got = last_number(completion)
+    return got is not None and same_number(got, wanted)
 
 
-def boxed(completion: str, prompt: Judged) -> float | None:
+@_with_answer
+def boxed(completion: str, answer: str) -> bool:
     r"""1 where the completion's last \boxed{} is the answer, as a number or as the same text."""
-
-    def equal(answer: str) -> bool:
-        got = last_boxed(completion)
-        if got is None:
-            return False
-        wanted = last_boxed(answer)
-        wanted = answer if wanted is None else wanted
-        values = whole_number(got), whole_number(wanted)
-        if values[0] is not None and values[1] is not None:
-            return same_number(values[0], values[1])
-        return "".join(got.split()) == "".join(wanted.split())
-
-    return _with_answer(prompt, equal)
+    got, wanted = last_boxed(completion), last_boxed(answer)
+    if got is None:
+        return False
+    wanted = answer if wanted is None else wanted
+    values = whole_number(got), whole_number(wanted)
+    if values[0] is not None and values[1] is not None:
+        return same_number(values[0], values[1])
+    return "".join(got.split()) == "".join(wanted.split())
 
 
-def math(completion: str, prompt: Judged) -> float | None:
+@_with_answer
+def math(completion: str, answer: str) -> bool:
     """1 where math-verify (extra `tasks`) finds the completion's expression equal to the answer."""
     try:
         from math_verify import parse, verify  # an optional package
@@ -109,17 +108,18 @@ def math(completion: str, prompt: Judged) -> float | None:
         raise UserError(
             "verifier math needs the extra `tasks`: pip install 'jaxrl[tasks]'"
         ) from error
-
     # Its time limits are signals, which only a main thread may set: None switches them off.
-    def equal(answer: str) -> bool:
-        gold = parse(
-            f"${answer}$" if "\\" in answer and "$" not in answer else answer, parsing_timeout=None
-        )
-        if not gold:
-            raise UserError(f"verifier math: the answer {answer!r} is no expression; choose exact")
-        return bool(verify(gold, parse(completion, parsing_timeout=None), timeout_seconds=None))
+    expression = f"${answer}$" if "\\" in answer and "$" not in answer else answer
+    gold = parse(expression, parsing_timeout=None)
+    if not gold:
+        raise UserError(f"verifier math: the answer {answer!r} is no expression; choose exact")
+    return bool(verify(gold, parse(completion, parsing_timeout=None), timeout_seconds=None))
 
-    return _with_answer(prompt, equal)
+
+@_with_answer
+def arithmetic_task(completion: str, answer: str) -> float:
+    """The checker of the built-in task `arithmetic`: the number after the last `=`."""
+    return arithmetic.score(completion, answer)
 
 
 def reasoning_gym(completion: str, prompt: Judged) -> float | None:
@@ -140,11 +140,6 @@ def reasoning_gym(completion: str, prompt: Judged) -> float | None:
     if numbers and whole_number(str(entry["answer"])) is not None:
         candidates.append(numbers[-1].replace(",", ""))
     return max(_own_score(dataset, candidate, entry) for candidate in candidates)
-
-
-def arithmetic_task(completion: str, prompt: Judged) -> float | None:
-    """The checker of the built-in task `arithmetic`: the number after the last `=`."""
-    return _with_answer(prompt, lambda answer: arithmetic.score(completion, answer))
 
 
 def auto(completion: str, prompt: Judged) -> float | None:
@@ -172,34 +167,28 @@ VERIFIERS: dict[str, Verifier] = {
 
 
 def verifier(name: str) -> Verifier:
-    """One of VERIFIERS by its name, which judges within TIMEOUT_S or, as None, not at all."""
+    """One of VERIFIERS by its name; None where it does not answer within TIMEOUT_S."""
     if name not in VERIFIERS:
         raise unknown("data.verifier", name, VERIFIERS)
-    judge = VERIFIERS[name]
 
-    def within_the_time(completion: str, prompt: Judged) -> float | None:
+    def judge(completion: str, prompt: Judged) -> float | None:
         if not may_hang(name, prompt):
-            return judge(completion, prompt)
-        return _judge_in_process(name, completion, prompt)
+            return VERIFIERS[name](completion, prompt)
+        item = Item("", completion, prompt.answer, prompt.columns)
+        scores = _pool(name).submit(0, [item]).result()
+        if scores.failures and scores.failures[0].kind == "user":
+            raise UserError(scores.failures[0].text)
+        return scores.values[0]
 
-    return within_the_time
+    return judge
 
 
 def may_hang(name: str, prompt: Judged) -> bool:
-    """Whether the verifier computes with what the completion says: `9**9**9` is enough."""
+    """Whether the verifier evaluates what the completion contains: `9**9**9` is enough."""
     if name == "math":
         return prompt.answer is not None
     task = str(prompt.columns.get("task", ""))
     return name in ("auto", "reasoning_gym") and task.startswith("reasoning_gym/")
-
-
-def _judge_in_process(name: str, completion: str, prompt: Judged) -> float | None:
-    item = Item("", completion, prompt.answer, prompt.columns)
-    scores = _pool(name).submit(0, [item]).result()
-    failure = scores.failures.get(0)
-    if failure is not None and failure.kind == "user":
-        raise UserError(failure.text)
-    return scores.values[0]
 
 
 @cache
@@ -249,10 +238,6 @@ def final_answer(completion: str) -> str:
     tagged = _ANSWER_TAG.findall(completion)
     answer = tagged[-1] if tagged else last_boxed(completion)
     return (completion if answer is None else answer).strip()
-
-
-def _with_answer(prompt: Judged, judge: Callable[[str], float | bool]) -> float | None:
-    return None if prompt.answer is None else float(judge(prompt.answer))
 
 
 @lru_cache(maxsize=64)

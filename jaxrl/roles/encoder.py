@@ -78,7 +78,7 @@ class Encoder:
 def embed(path: str | os.PathLike[str], texts: Sequence[str]) -> np.ndarray:
     """Embeddings [N, D] float32 of length 1: their inner products are cosine similarities.
 
-    Loads the weights anew at each call; keep an `Encoder` to embed often.
+    Loads the weights at each call; keep an `Encoder` to embed often.
 
     Args:
         path: a Hugging Face or sentence-transformers folder, or `package:NAME`.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from jax.sharding import Mesh
 
@@ -32,13 +30,15 @@ class Grouper:
             path: a Hugging Face or sentence-transformers folder, or `package:NAME`.
             batch_tokens: tokens of a batch on one device, padding included.
             opened: the prompts end inside a thought (`<think>`).
-            offload: the weights go to the host while the grouper is not asked.
+            offload: the weights are on the host except during `score`.
         """
         with phase(f"loads {path}"):
             encoder = Encoder(path, mesh, dtype, batch_tokens)
         self.mesh, self._encoder, self._opened = mesh, encoder, opened
         millions = bert.n_params(encoder.config) / 1e6
-        self._notes = [f"grouper: {path} has {millions:.0f}M parameters, here in {dtype}"]
+        self._notes: tuple[str, ...] = (
+            f"grouper: {path} has {millions:.0f}M parameters, here in {dtype}",
+        )
         current().resident(
             "grouper.params",
             lambda: encoder.params,
@@ -48,19 +48,15 @@ class Grouper:
         )
 
     def score(self, rollout: Rollout) -> Embedded:
-        """What each completion answers, embedded: what follows its last `</think>`."""
+        """Embeds the answer of each completion: the text after its last `</think>`."""
         texts = tuple(
             text_to_embed(completion.text, opened=self._opened)
             for completion in rollout.completions
         )
-        found = self.embed([text for text in texts if text is not None])
+        with phase("embeds"):
+            found = self._encoder.embed([text for text in texts if text is not None], detail)
         current().nearly_done()
         vectors = np.zeros((len(texts), found.shape[-1]), np.float32)
         vectors[[i for i, text in enumerate(texts) if text is not None]] = found
-        notes, self._notes = tuple(self._notes), []
+        notes, self._notes = self._notes, ()
         return Embedded(vectors, texts, notes)
-
-    def embed(self, texts: Sequence[str]) -> np.ndarray:
-        """[N, D] float32 of length 1, in the order of the texts."""
-        with phase("embeds"):
-            return self._encoder.embed(texts, detail)

@@ -24,13 +24,12 @@ class Reward:
         self._functions, self._model = functions, model
 
     def score(self, rollout: Rollout) -> RewardReport:
-        judging = self._functions.submit(rollout)
-        if self._model is None:
-            with phase("reward functions"):
-                return judging.report()
-        scores = self._model.score(rollout)
+        futures = self._functions.submit(rollout)
+        scores = None if self._model is None else self._model.score(rollout)
         with phase("reward functions"):
-            report = judging.report(scores)
+            report = self._functions.report(rollout, futures, scores)
+        if self._model is None:
+            return report
         cut = {"reward/model_cut": float(self._model.cut())}
         return replace(report, metrics={**report.metrics, **cut})
 
@@ -55,7 +54,7 @@ class RewardModel:
         Args:
             batch_tokens: tokens of a batch on one device, padding included.
             max_tokens: longest sequence, in the reward model's tokens; None for its positions.
-            offload: the weights go to the host while the model is not asked.
+            offload: the weights are on the host except during `score`.
         """
         with phase(f"loads {source.name}"):
             scorer = self._scorer = RewardScorer(source, mesh, dtype, batch_tokens, max_tokens)
@@ -70,7 +69,7 @@ class RewardModel:
         self._cut = 0
 
     def score(self, rollout: Rollout) -> np.ndarray:
-        """[B] float32 in the model's own unit; 0 at padding rows."""
+        """Rewards [B] float32, in the model's own unit; 0 at padding rows."""
         sequences = [
             render(self._scorer.tokenizer, chat_or_text(prompt), completion.text)
             for prompt, completion in zip(rollout.prompts, rollout.completions, strict=True)
@@ -83,7 +82,7 @@ class RewardModel:
         return out
 
     def cut(self) -> int:
-        """Sequences of the last batch that were too long, and lost the beginning of the prompt."""
+        """How many sequences of the last batch were too long and lost their beginning."""
         return self._cut
 
 

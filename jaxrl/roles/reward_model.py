@@ -1,8 +1,8 @@
 """Reward models: a decoder whose head gives one number for each sequence.
 
 `*ForSequenceClassification` checkpoints of transformers: `score.weight` [1, D] without bias, at the
-hidden state of the last token. Which token is last is told by the mask alone: where padding and EOS
-share an id, the token ids do not tell.
+hidden state of the last token. The mask alone decides which token is last, since padding and EOS
+may share an id.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jinja2 import TemplateError
 
 from jaxrl.data.example import Message
-from jaxrl.data.tokenizer import Tokenizer, as_messages, has_template, load_tokenizer
+from jaxrl.data.tokenizer import Tokenizer, as_messages, has_template, load_tokenizer, render_chat
 from jaxrl.errors import UserError
 from jaxrl.formats import hf, weights
 from jaxrl.formats.torch_bin import open_weights
@@ -74,7 +73,7 @@ def open_reward(path: str | os.PathLike[str]) -> RewardSource:
 
 
 def read_reward(path: str | os.PathLike[str]) -> tuple[Path, DecoderConfig]:
-    """The folder of a reward model, and what its `config.json` says.
+    """The folder of a reward model, and the config of its decoder.
 
     Raises:
         UserError: nothing there, not a reward model, or one with several labels.
@@ -95,31 +94,6 @@ def read_reward(path: str | os.PathLike[str]) -> tuple[Path, DecoderConfig]:
             " a reward is one number, so only num_labels=1 is supported"
         )
     return folder, replace(hf.read_config(folder), tie_embeddings=True)
-
-
-def score_tokens(
-    config: DecoderConfig,
-    params: Params,
-    head: jax.Array,
-    tokens: jax.Array,
-    mask: jax.Array,
-    mesh: Mesh | None = None,
-) -> jax.Array:
-    """head . hidden state of each row's last token.
-
-    Args:
-        head: [D] float32.
-        tokens: [B, T] int32, padding on either side.
-        mask: [B, T] bool, True at real tokens.
-
-    Returns:
-        [B] float32, unbounded; 0 for a row without tokens.
-    """
-    hidden = decoder.forward(config, params, tokens, mask, mesh=mesh)
-    at = jnp.max(jnp.where(mask, jnp.arange(mask.shape[1])[None], 0), -1)
-    last = jnp.take_along_axis(hidden, at[:, None, None], 1)[:, 0]
-    scores = jnp.einsum("bd,d->b", last.astype(jnp.float32), head)
-    return jnp.where(mask.any(-1), scores, 0.0)
 
 
 def render(
@@ -151,18 +125,9 @@ def encode_chat(tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[int,
             " chat_template.jinja into its folder"
         )
     try:
-        tokens = tokenizer.apply_chat_template(
-            [dict(m) for m in messages],
-            add_generation_prompt=False,
-            tokenize=True,
-            return_dict=False,
-        )
-    except TemplateError as error:
-        roles = ", ".join(str(m.get("role")) for m in messages)
-        raise UserError(
-            f"the reward model's chat template refuses messages of {roles}: {error}"
-        ) from error
-    return tuple(tokens)
+        return render_chat(tokenizer, messages, add_generation_prompt=False)
+    except UserError as error:
+        raise UserError(f"the reward model: {error}") from error
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
@@ -233,20 +198,19 @@ class RewardScorer:
 def score(path: str | os.PathLike[str], texts: Sequence[str | Sequence[Message]]) -> np.ndarray:
     """Rewards [N] float32 of texts (taken as they are) or of conversations (by the chat template).
 
-    Loads the weights anew at each call; keep a `RewardScorer` to score often.
+    Loads the weights at each call; keep a `RewardScorer` to score often.
 
     Args:
         path: a Hugging Face folder, or `package:NAME`.
     """
     scorer = RewardScorer(open_reward(path))
-    sequences = []
-    for text in texts:
-        messages = as_messages(text)
-        if messages is None:
-            sequences.append(encode_text(scorer.tokenizer, str(text)))
-        else:
-            sequences.append(encode_chat(scorer.tokenizer, messages))
-    return scorer.score(sequences)[0]
+    tokenizer = scorer.tokenizer
+    return scorer.score(
+        [
+            encode_text(tokenizer, text) if isinstance(text, str) else encode_chat(tokenizer, text)
+            for text in texts
+        ]
+    )[0]
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -258,7 +222,21 @@ def _score(
     tokens: jax.Array,
     mask: jax.Array,
 ) -> jax.Array:
-    scores = score_tokens(config, params, head, tokens, mask, mesh)
+    """head . hidden state of each row's last token.
+
+    Args:
+        head: [D] float32.
+        tokens: [B, T] int32, padding on either side.
+        mask: [B, T] bool, True at real tokens.
+
+    Returns:
+        [B] float32, unbounded, whole on every device; 0 for a row without tokens.
+    """
+    hidden = decoder.forward(config, params, tokens, mask, mesh=mesh)
+    at = jnp.max(jnp.where(mask, jnp.arange(mask.shape[1])[None], 0), -1)
+    last = jnp.take_along_axis(hidden, at[:, None, None], 1)[:, 0]
+    scores = jnp.einsum("bd,d->b", last.astype(jnp.float32), head)
+    scores = jnp.where(mask.any(-1), scores, 0.0)
     if mesh is None:
         return scores
     return jax.lax.with_sharding_constraint(scores, NamedSharding(mesh, PartitionSpec()))

@@ -238,7 +238,7 @@ def test_a_closed_pool_leaves_no_process_and_no_waiting_future() -> None:
         future.result(1)
     with pytest.raises(RunError, match="closed"):
         pool.submit(0, items("a")).result(1)
-    assert not [thread for thread in pool._threads if thread.is_alive()]
+    assert not pool._thread.is_alive()
 
 
 PARENT = """
@@ -290,6 +290,26 @@ def test_a_file_that_changes_is_refused_by_the_next_process(tmp_path: Path) -> N
         path.write_text(text + "#\n")
         with pytest.raises(UserError, match=r"mine\.py has changed since the run began"):
             pool.submit(0, items("a", "b")).result(30)
+
+
+def test_where_a_process_cannot_be_replaced_all_end(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    text = "import os, time\ndef f(completions):\n    time.sleep(0.1)\n"
+    text += "    return [os._exit(1) if c == 'exit' else os.getpid() for c in completions]\n"
+    path.write_text(text)
+    with RewardPool([find(f"{path}:f")], workers=2, timeout=5, startup=60) as pool:
+        pids: set[float | None] = set()
+
+        def both_have_started() -> bool:
+            pids.update(pool.submit(0, items("a", "b")).result(30).values)
+            return len(pids) == 2
+
+        wait_for(both_have_started, 30)
+        path.write_text(text + "#\n")
+        assert pool.submit(0, items("exit")).result(30).values == [None]
+        wait_for(lambda: not any(alive(int(pid or 0)) for pid in pids), 10)
+        with pytest.raises(UserError, match="has changed since the run began"):
+            pool.submit(0, items("a")).result(1)
 
 
 @pytest.mark.parametrize(
