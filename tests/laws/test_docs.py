@@ -12,7 +12,6 @@ from typing import Any, get_args
 import pytest
 
 from jaxrl.__main__ import COMMANDS
-from jaxrl.algorithms.similarity import Use
 from jaxrl.checkpoint.compare import FREE, REPORTED
 from jaxrl.config.keys import keys
 from jaxrl.config.schema import Config, GrouperConfig
