@@ -14,6 +14,8 @@ import pytest
 from runs import SHORT, save_model
 
 from jaxrl import Config
+from jaxrl.algorithms.sources import Sources
+from jaxrl.run.calls import Calls
 from jaxrl.run.loop import Loop
 from jaxrl.run.reporting import Reporter
 from jaxrl.runtime.local import LocalWorker, done_future
@@ -98,7 +100,7 @@ def pretended_loop(folder, on_row):
         timeline,
     ]
     console, metrics, samples, _ = files
-    saves = SimpleNamespace(row=lambda row: None, written=lambda: [])
+    saves = SimpleNamespace(row=lambda row: None, written=lambda: [], due=lambda step: False)
     reporter = Reporter(
         config,
         console,
@@ -116,8 +118,9 @@ def pretended_loop(folder, on_row):
         on_row=on_row,
     )
     handles = {each.name: timeline.watch(each.name, each.handle(each.name)) for each in workers}
-    stream = SimpleNamespace(batch=lambda index: PROMPTS)
-    loop = Loop(config, handles, stream, (), reporter, packing={}, value=done_future)
+    calls = Calls(config, handles)
+    sources = Sources(config, lambda index: PROMPTS, {}, calls.call, done_future, calls.wait)
+    loop = Loop(sources, calls, reporter, saves)
 
     def close():
         for file in files:
