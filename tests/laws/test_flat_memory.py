@@ -56,6 +56,12 @@ class Pretender:
         row = {"loss": step / 7, "actor/grad_norm": 2.0 + step, "actor/tokens": 8.0 + step}
         return SimpleNamespace(metrics=row, by_row={})
 
+    def save(self, folder, step):
+        return step
+
+    def saved(self, step):
+        return None
+
 
 def test_a_loop_that_trains_keeps_nothing_of_a_step(tmp_path):
     """700 steps through everything that waits for, counts, writes and shows a step: after the first
@@ -100,7 +106,13 @@ def pretended_loop(folder, on_row):
         timeline,
     ]
     console, metrics, samples, _ = files
-    saves = SimpleNamespace(row=lambda row: None, written=lambda: [], due=lambda step: False)
+    saves = SimpleNamespace(
+        row=lambda row: None,
+        written=lambda: [],
+        due=lambda step: False,
+        folder=lambda step: None,
+        begin=lambda *_: None,
+    )
     reporter = Reporter(
         config,
         console,
