@@ -58,8 +58,10 @@ class Sources:
     def scores(self, role: str, rollout: Future) -> list[Future]:
         """The role's scores of a rollout, one future for each of its `num_microbatches`."""
         config = self.config
-        sections = {"teacher": config.teacher, "reference": config.reference}
-        parts = sections[role].num_microbatches if role in sections else None
+        parts = {
+            "teacher": config.teacher.num_microbatches,
+            "reference": config.reference.num_microbatches,
+        }.get(role)
         # A teacher service takes several requests at once.
         options: dict[str, Any] = {
             "deadline": config.deadlines.score,

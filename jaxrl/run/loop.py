@@ -124,8 +124,8 @@ class Loop:
         Returns the batches trained: fewer than `steps` where the run was asked to stop.
         """
         calls = self.calls
-        actions = {"generate": self._generate, "score": self._score, "train": self._train}
-        actions["publish"] = self._publish
+        actions: dict[str, Callable[[int], None]] = {"generate": self._generate}
+        actions |= {"score": self._score, "train": self._train, "publish": self._publish}
         try:
             self._schedule = self._start() if resumed is None else self._resume(resumed)
             while not calls.asked_to_stop() and (action := self._schedule.next()) is not None:

@@ -113,17 +113,20 @@ def pretended_loop(folder, on_row):
         folder=lambda step: None,
         begin=lambda *_: None,
     )
+    job = SimpleNamespace(
+        config=config,
+        held_out=(),
+        judge=lambda text, prompt: 1.0,
+        train=SimpleNamespace(epoch_prompts=40),
+    )
     reporter = Reporter(
-        config,
+        job,
         console,
         metrics,
         samples,
         trackers,
         timeline,
         saves,
-        sets=(),
-        judge=lambda text, prompt: 1.0,
-        epoch=lambda step: step / 10,
         peaks=lambda: {"actor": 10},
         planned={"actor": 20},
         log=lambda text: None,
