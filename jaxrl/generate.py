@@ -1,5 +1,4 @@
-"""Samples completions of prompts from any checkpoint: `python -m jaxrl.generate MODEL --prompt
-...`"""
+"""Samples completions of prompts from any checkpoint: `jaxrl generate MODEL --prompt TEXT`."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Method:
     completions: Callable[[Sources, int], Future]
     """(sources, batch index) -> future Rollout."""
     scorers: Callable[[Config], tuple[str, ...]]
-    """Roles that say something of every rollout."""
+    """Roles that score every rollout."""
     prepare: Callable[[Config], Prepare]
     """config -> how the actor makes what it trains on."""
     make_loss: Callable[[Config, DecoderConfig, Mesh, int], Loss]
@@ -121,8 +121,7 @@ def gkd_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) 
     def loss(params: Params, frozen: Mapping[str, Any], batch: TrainBatch, totals: Totals) -> Any:
         hidden, kernel = _hidden(config, model, mesh, params, batch)
         total, count, metrics = distill_loss(projection, hidden, kernel, batch, frozen)
-        told = {f"distill/{name}": pair for name, pair in metrics.items()}
-        return (total, count), told, {}
+        return (total, count), {f"distill/{name}": pair for name, pair in metrics.items()}, {}
 
     return loss
 

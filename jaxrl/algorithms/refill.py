@@ -72,7 +72,7 @@ def refilled(sources: Sources, index: int) -> tuple[Future, Future]:
         decode_steps=sum(rollout.decode_steps for rollout in rollouts),
         student_topk=_student_topk(groups, batch),
     )
-    metrics = _told(kept + spare, reports) | {"policy/prompts_replaced": float(len(spare))}
+    metrics = _metrics(kept + spare, reports) | {"policy/prompts_replaced": float(len(spare))}
     futures = sources.value(batch), sources.value(_merged(groups, reports, batch, metrics))
     for i, future in enumerate(futures):
         future.times.started, future.times.finished = times[0][i].started, times[-1][i].finished
@@ -102,7 +102,7 @@ def _student_topk(groups: Sequence[_Group], batch: Rollout) -> np.ndarray | None
     return _padded(np.concatenate(wide), b, 0)
 
 
-def _told(sampled: Sequence[_Group], reports: Sequence[RewardReport]) -> dict[str, float]:
+def _metrics(sampled: Sequence[_Group], reports: Sequence[RewardReport]) -> dict[str, float]:
     """Of all that was sampled, what is replaced included; failures and seconds are added up."""
     stats = reward_stats(_joined(sampled, lambda report: report.rewards), _each_reward(sampled))
     added = [name for name in reports[0].metrics if name not in stats]

@@ -44,7 +44,7 @@ from jaxrl.telemetry.console import Console
 from jaxrl.telemetry.log import LOG_FILE, RunLog
 from jaxrl.telemetry.trackers import check_trackers
 
-AGAIN = "nothing to do. A larger steps goes on; --resume never begins anew"
+AGAIN = "nothing to do. A larger steps resumes it; --resume never starts over"
 
 
 def plan_run(config: Config) -> Plan:
@@ -264,7 +264,7 @@ def _kept(saved: int | None) -> str:
 def _interrupted_at(trained: int, saved: int | None, run_dir: Path) -> str:
     """The last words of a run that was asked to stop."""
     if saved == trained:
-        return f"interrupted; saved at step {trained} in {run_dir}: --resume auto goes on there"
+        return f"interrupted; saved at step {trained} in {run_dir}: --resume auto resumes there"
     return f"interrupted at step {trained}; {_kept(saved)} in {run_dir}"
 
 

@@ -1,4 +1,4 @@
-"""What all attempts of a run share: what it is about, who is told, and whether it shall end."""
+"""What all attempts of a run share: what it is about, its notifier, and what asks it to end."""
 
 from __future__ import annotations
 

@@ -116,13 +116,7 @@ def prepare(
     config = _config(source, base, overrides, mesh)
     tokenizer = inputs.tokenizer_of(source)
     ends = inputs.end_ids(source, tokenizer)
-    width = config.max_prompt_tokens + config.max_new_tokens
-    if width > source.config.max_positions:
-        raise UserError(
-            f"max_prompt_tokens={config.max_prompt_tokens} and"
-            f" max_new_tokens={config.max_new_tokens} make {width} positions; model"
-            f" {source.name!r} has {source.config.max_positions}: lower one of them"
-        )
+    inputs.check_positions(config, config.max_new_tokens, source, f"model {source.name!r}")
     judge = verifier(config.data.verifier)
     sets = inputs.held_out_sets(config, inputs.encoder(config, tokenizer, ends))
     beyond = max(max(prompt.tokens) for held_out in sets for prompt in held_out.prompts)

@@ -24,6 +24,7 @@ from jaxrl.rewards.verifiers import Verifier, verifier
 from jaxrl.roles.remote_teacher import check_remote, check_remote_prompts, remote_info
 from jaxrl.roles.reward_model import open_reward
 from jaxrl.run.inputs import (
+    check_positions,
     encoder,
     end_ids,
     held_out_notes,
@@ -220,13 +221,9 @@ def _check_sizes(
 ) -> None:
     """Widths against the models' positions, and top-k against their vocabulary."""
     longest = max(config.max_new_tokens, config.eval.max_new_tokens or 0)
-    width = config.max_prompt_tokens + longest
     for role, source in (("student", student), ("teacher", teacher)):
-        if source is not None and width > source.config.max_positions:
-            raise UserError(
-                f"max_prompt_tokens={config.max_prompt_tokens} and max_new_tokens={longest} make"
-                f" {width} positions; {role}.model has {source.config.max_positions}"
-            )
+        if source is not None:
+            check_positions(config, longest, source, f"{role}.model")
     d = config.distill
     asked = {"distill.top_k": d.top_k} if d.signal in ("topk", "student_topk") else {}
     if d.entropy_aware:

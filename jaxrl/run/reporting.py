@@ -206,24 +206,23 @@ class Reporter:
         count = min(self.job.config.logging.samples, len(rollout.completions))
         stride = max(1, len(rollout.completions) // max(count, 1))
         rows = range(0, len(rollout.completions), stride)[:count]
-        samples = [self._sample(step, rollout, i, rewards, agreement) for i in rows]
+        samples = [
+            Sample.of(
+                rollout.prompts[i],
+                rollout.completions[i],
+                step=step,
+                split="train",
+                policy_version=rollout.policy_version,
+                score=self.job.judge(rollout.completions[i].text, rollout.prompts[i]),
+                reward=_of_row(rewards, i),
+                agreement=_of_row(agreement, i),
+            )
+            for i in rows
+        ]
         if samples:
             self.samples.write(samples)
             self.trackers.samples(samples)
             self.console.samples(samples)
-
-    def _sample(self, step: int, rollout: Rollout, i: int, rewards: Any, agreement: Any) -> Sample:
-        prompt, completion = rollout.prompts[i], rollout.completions[i]
-        return Sample.of(
-            prompt,
-            completion,
-            step=step,
-            split="train",
-            policy_version=rollout.policy_version,
-            score=self.job.judge(completion.text, prompt),
-            reward=_of_row(rewards, i),
-            agreement=_of_row(agreement, i),
-        )
 
 
 def _scored_by(key: str) -> str | None:
