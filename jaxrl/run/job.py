@@ -135,7 +135,14 @@ def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
         vocab_size = check_remote(config, remote, tokenizer, student.config)
     _check_sizes(config, student, teacher, vocab_size)
     eos_ids = end_ids(student, tokenizer)
-    train, held_out = _data(config, tokenizer, eos_ids)
+    d, encode = config.data, encoder(config, tokenizer, eos_ids)
+    source = open_source(d.train, config.seed, "train", keys(config))
+    train = PromptStream(
+        source, encode, config.batch_size, config.seed, d.shuffle, weights=d.weights
+    )
+    if method_of(config).reads_completions(config):
+        train.check_completions()
+    held_out = held_out_sets(config, encode)
     prompts = [*train.batch(0), *(prompt for one in held_out for prompt in one.prompts)]
     notes: list[str | None] = []
     if config.learns_from_rewards:
@@ -231,17 +238,3 @@ def _check_sizes(
     for key, k in asked.items():
         if teacher is not None and k > vocab_size:
             raise UserError(f"{key}={k} exceeds the vocabulary: it has {vocab_size} tokens")
-
-
-def _data(
-    config: Config, tokenizer: Any, eos_ids: tuple[int, ...]
-) -> tuple[PromptStream, tuple[EvalSet, ...]]:
-    d = config.data
-    encode = encoder(config, tokenizer, eos_ids)
-    source = open_source(d.train, config.seed, "train", keys(config))
-    stream = PromptStream(
-        source, encode, config.batch_size, config.seed, d.shuffle, weights=d.weights
-    )
-    if method_of(config).reads_completions(config):
-        stream.check_completions()
-    return stream, held_out_sets(config, encode)

@@ -49,7 +49,7 @@ def evaluates(config: Config, version: int) -> bool:
     return version in (0, config.steps) or (every > 0 and version % every == 0)
 
 
-class Rows:
+class PendingRows:
     """The futures of a run, until the row that they belong to is written."""
 
     def __init__(self, reporter: Reporter):
@@ -114,7 +114,7 @@ class Loop:
 
     def __post_init__(self) -> None:
         self.config, self._method = self.sources.config, method_of(self.sources.config)
-        self._rows, self.reporter.wait = Rows(self.reporter), self.calls.wait
+        self._rows, self.reporter.wait = PendingRows(self.reporter), self.calls.wait
         self._futures = self._rows.futures
         self._saved = 0  # a step that was saved without being due; nothing is before the first
 
