@@ -24,7 +24,7 @@ import step as whole_step
 
 from jaxrl.config.schema import Config
 from jaxrl.models.config import DecoderConfig
-from jaxrl.run.launch import make_job
+from jaxrl.run.job import make_job
 from jaxrl.train import train
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))

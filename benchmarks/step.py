@@ -24,7 +24,7 @@ import numpy as np
 from jaxrl.config.schema import Config
 from jaxrl.models.config import DecoderConfig
 from jaxrl.profile.work import Work, forward_work
-from jaxrl.run.launch import Job, make_job
+from jaxrl.run.job import Job, make_job
 from jaxrl.train import train
 
 WARM = 2

@@ -31,7 +31,8 @@ from jaxrl.losses.distill import divergence_from_hidden
 from jaxrl.models.decoder import head
 from jaxrl.plan import make_plan
 from jaxrl.profile.work import Work, divergence_work, forward_work
-from jaxrl.run.launch import Job, make_actor, make_job, make_setup
+from jaxrl.run.job import Job, make_job
+from jaxrl.run.launch import make_actor
 from jaxrl.sharding.mesh import carve, ensure_devices
 from jaxrl.sharding.reshard import reshard
 from jaxrl.types import Completion, Prompt, Rollout, TeacherSignal
@@ -51,7 +52,7 @@ def main() -> None:
         plan = make_plan(config, ROLES, ensure_devices)
         meshes = carve(plan.devices, plan.placement, plan.axes)
         job = make_job(config)
-        actor = make_actor(make_setup(job, plan.axes, Path(folder)), meshes)
+        actor = make_actor(job.for_workers(plan.axes, Path(folder)), meshes)
         rollout, signal = make_batch(arguments, job)
         scores = {"teacher": [signal]}
         steps = itertools.count(1)

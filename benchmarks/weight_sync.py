@@ -30,7 +30,8 @@ import step as whole_step
 
 from jaxrl.plan import make_plan
 from jaxrl.profile.work import Work
-from jaxrl.run.launch import make_actor, make_job, make_rollout_role, make_setup
+from jaxrl.run.job import make_job
+from jaxrl.run.launch import make_actor, make_rollout_role
 from jaxrl.sharding.mesh import carve, ensure_devices
 from jaxrl.sharding.reshard import nbytes
 
@@ -117,7 +118,7 @@ def make_case(
     plan = make_plan(config, ("actor", "rollout", "teacher"), ensure_devices)
     meshes = carve(plan.devices, plan.placement, plan.axes)
     job = make_job(config)
-    setup = make_setup(job, plan.axes, Path(folder))
+    setup = job.for_workers(plan.axes, Path(folder))
     actor, sampler = make_actor(setup, meshes), make_rollout_role(setup, meshes)
 
     def send() -> Any:

@@ -1,37 +1,28 @@
-"""Samples completions of prompts from any checkpoint: `python -m jaxrl.generate MODEL --prompt
-...`"""
+"""Samples completions of prompts from any checkpoint: `jaxrl generate MODEL --prompt TEXT`."""
 
 from __future__ import annotations
 
 import json
 import sys
-from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, TextIO
 
-from jax.sharding import Mesh
-
-from jaxrl.checkpoint.source import Model, resolve_model
+from jaxrl.checkpoint.source import Model
 from jaxrl.config import cli
-from jaxrl.config.schema import Config
-from jaxrl.data.jsonl import JsonlFile
-from jaxrl.data.tokenizer import PromptLike, encode_prompt
-from jaxrl.errors import UserError
-from jaxrl.models import decoder
+from jaxrl.data.tokenizer import PromptLike
 from jaxrl.process.callable_module import make_callable
-from jaxrl.process.compile_cache import enable_compile_cache
-from jaxrl.sampling.engine import Engine, EngineStats, bucket, power_of_two
+from jaxrl.run.generation import (
+    end_ids_of,
+    load_for_sampling,
+    read_prompts,
+    rows,
+    sample,
+    shown,
+    write_lines,
+)
 from jaxrl.sampling.sampler import SamplingParams
-from jaxrl.sharding.mesh import ensure_devices, role_mesh
-from jaxrl.sharding.placement import Axes
 from jaxrl.types import Completion
 
-MAX_SLOTS = 64
-"""Completions decoded side by side, at most."""
-CACHE_BYTES = 2**31
-"""Bytes of KV cache on a device, at most, beyond one slot for each."""
 DTYPES = ("float32", "bfloat16")
 
 
@@ -70,93 +61,34 @@ def generate(
         top_k=top_k,
         top_p=top_p,
         min_p=min_p,
-        eos_ids=_model_eos(model) if eos_ids is None else tuple(eos_ids),
+        eos_ids=end_ids_of(model) if eos_ids is None else tuple(eos_ids),
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
     )
     return sample(model, prompts, n=n, sampling=sampling, seed=seed)[0]
 
 
-def sample(
-    model: Model, prompts: Sequence[PromptLike], *, n: int, sampling: SamplingParams, seed: int
-) -> tuple[list[list[Completion]], EngineStats]:
-    """`generate`, with what it took."""
-    if isinstance(prompts, str):
-        raise UserError(f"prompts={prompts!r}: give a list of prompts, as in [{prompts!r}]")
-    tokenizer = model.tokenizer
-    tokens = [encode_prompt(tokenizer, prompt) for prompt in prompts]
-    if not tokens:
-        return [], EngineStats()
-    engine = _engine(model, max(map(len, tokens)), sampling.max_new_tokens, len(tokens) * n)
-    params = model.params
-    if not isinstance(params["layers"], list):
-        params = decoder.unstack(params)
-    return engine.generate(params, tokens, n=n, sampling=sampling, seed=seed), engine.stats
-
-
 def main(argv: Sequence[str]) -> None:
     arguments = _parser().parse(argv)
-    for option in ("devices", "tensor"):
-        if getattr(arguments, option) < 1:
-            raise UserError(f"--{option} {getattr(arguments, option)} must be at least 1")
-    if arguments.devices % arguments.tensor:
-        raise UserError(
-            f"--devices {arguments.devices} is not a multiple of --tensor {arguments.tensor}"
-        )
     cli.check_writable("--out", arguments.out)
-    prompts = _prompts(arguments)
+    prompts = read_prompts(arguments.prompt, arguments.prompts, arguments.chat)
+    names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p")
     sampling = SamplingParams(
-        max_new_tokens=arguments.max_new_tokens,
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
-        min_p=arguments.min_p,
-        stop=tuple(arguments.stop),
+        **{name: getattr(arguments, name) for name in names}, stop=tuple(arguments.stop)
     )
-    model = _load(arguments)
-    sampling = replace(sampling, eos_ids=_model_eos(model))
+    model = load_for_sampling(arguments.model, arguments.devices, arguments.tensor, arguments.dtype)
+    sampling = replace(sampling, eos_ids=end_ids_of(model))
     n, seed = arguments.n, arguments.seed
     completions, stats = sample(model, prompts, n=n, sampling=sampling, seed=seed)
+    found = rows(prompts, completions)
     if arguments.out is not None:
-        _write(arguments.out, prompts, completions)
-    else:
-        _show(sys.stdout, prompts, completions)
+        write_lines("--out", arguments.out, [json.dumps(r, ensure_ascii=False) for r in found])
+        print(f"{len(found)} completions in {arguments.out}")
+    for row in found if arguments.out is None else ():
+        print(shown(row))
     print(
         f"{stats.generated_tokens} tokens in {stats.seconds:.2f} s"
         f" = {stats.tokens_per_second:.1f} tokens/s, compilation included:"
         f" {stats.decode_steps} steps of {stats.slots} slots, {stats.prefill_rows} prompts"
-    )
-
-
-def _model_eos(model: Model) -> tuple[int, ...]:
-    """The EOS ids of the checkpoint's config; its tokenizer's where there are none."""
-    if model.config.eos_ids:
-        return model.config.eos_ids
-    own = getattr(model.tokenizer, "eos_token_id", None)
-    return () if own is None else (own,)
-
-
-def _engine(model: Model, longest: int, new_tokens: int, samples: int) -> Engine:
-    """An engine whose shapes are rounded up, so that another call like this one compiles
-    nothing."""
-    config, mesh = model.config, model.mesh
-    if longest + new_tokens > config.max_positions:
-        raise UserError(
-            f"a prompt of {longest} tokens and max_new_tokens={new_tokens} exceed the model's"
-            f" {config.max_positions} positions; shorten one of them"
-        )
-    prompt_width = bucket(longest, config.max_positions - new_tokens)
-    new_width = bucket(new_tokens, config.max_positions - prompt_width)
-    itemsize = model.params["norm"]["scale"].dtype.itemsize
-    token_bytes = 2 * config.n_layers * config.n_kv_heads * config.head_dim * itemsize
-    devices = 1 if mesh is None else mesh.size
-    room = devices * CACHE_BYTES // ((prompt_width + new_width) * token_bytes)
-    return Engine(
-        config,
-        mesh,
-        slots=max(1, min(power_of_two(samples), MAX_SLOTS, room)),
-        max_prompt_tokens=prompt_width,
-        max_new_tokens=new_width,
-        tokenizer=model.tokenizer,
     )
 
 
@@ -180,68 +112,6 @@ def _parser() -> cli.Parser:
     add("--dtype", choices=DTYPES, default=DTYPES[0])
     add("--out", metavar="FILE.jsonl", help="write the completions there instead of showing them")
     return parser
-
-
-def _prompts(arguments: Namespace) -> list[PromptLike]:
-    prompts: list[PromptLike] = list(arguments.prompt)
-    if arguments.prompts is not None:
-        rows = JsonlFile(arguments.prompts, label="--prompts")
-        prompts += [rows[i].prompt for i in range(len(rows))]
-    if not prompts:
-        raise UserError("no prompt: give --prompt TEXT or --prompts FILE.jsonl")
-    if not arguments.chat:
-        return prompts
-    return [[{"role": "user", "content": p}] if isinstance(p, str) else p for p in prompts]
-
-
-def _load(arguments: Namespace) -> Model:
-    """The model, in the layout that sampling wants."""
-    source = resolve_model(arguments.model)
-    enable_compile_cache(Config.model_fields["compile_cache"].default)
-    visible = ensure_devices(arguments.devices)
-    mesh: Mesh | None = None
-    if arguments.devices > 1:
-        axes = Axes(data=arguments.devices // arguments.tensor, tensor=arguments.tensor)
-        mesh = role_mesh(visible.devices[: arguments.devices], axes)
-    return Model(source, source.load(mesh, arguments.dtype, "unstacked"), mesh)
-
-
-def _rows(
-    prompts: Sequence[PromptLike], completions: Sequence[Sequence[Completion]]
-) -> list[dict[str, Any]]:
-    return [
-        {
-            "messages" if not isinstance(prompt, str) else "prompt": prompt,
-            "completion": completion.text,
-            "finish_reason": completion.finish_reason,
-            "tokens": len(completion.tokens),
-            "logprob": float(completion.logprobs.sum()),
-        }
-        for prompt, several in zip(prompts, completions, strict=True)
-        for completion in several
-    ]
-
-
-def _write(
-    path: str, prompts: Sequence[PromptLike], completions: Sequence[Sequence[Completion]]
-) -> None:
-    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in _rows(prompts, completions)]
-    try:
-        Path(path).write_text("".join(lines), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--out {path}: {error.strerror}") from error
-    print(f"{len(lines)} completions in {path}")
-
-
-def _show(
-    out: TextIO, prompts: Sequence[PromptLike], completions: Sequence[Sequence[Completion]]
-) -> None:
-    for row in _rows(prompts, completions):
-        prompt = row.get("prompt") or row["messages"][-1]["content"]
-        out.write(f"prompt:     {prompt}\ncompletion: {row['completion']}\n")
-        out.write(
-            f"[{row['finish_reason']}, {row['tokens']} tokens, log-prob {row['logprob']:.2f}]\n\n"
-        )
 
 
 make_callable(__name__, generate)

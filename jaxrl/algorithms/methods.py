@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jaxrl.algorithms.objective import policy_metrics, policy_objective
 from jaxrl.algorithms.refill import refilled
 from jaxrl.algorithms.sampled_batch import prepare_rewarded
 from jaxrl.algorithms.signals import Projection, completion_hidden, completion_tokens, distill_loss
+from jaxrl.algorithms.sources import Sources
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.losses.aggregation import ratios
@@ -31,38 +32,6 @@ from jaxrl.runtime.worker import Future
 from jaxrl.sharding.parts import join_parts
 from jaxrl.types import Finish, Loss, Prepare, Rollout, Totals, TrainBatch
 
-Scores = dict[str, list[Future]]
-"""Role -> what it says of a rollout, in one part or more."""
-
-
-class Sources(Protocol):
-    """Where an algorithm gets what it learns from; each call returns at once, with a future."""
-
-    config: Config
-
-    packing: Mapping[str, Any]
-    """Arguments of `make_rollout`."""
-
-    def student_samples(self, index: int, attempt: int = 0) -> Future: ...
-
-    def teacher_samples(self, index: int) -> Future: ...
-
-    def data_completions(self, index: int) -> Future: ...
-
-    def scores(self, role: str, rollout: Future) -> list[Future]: ...
-
-    def value(self, value: Any) -> Future: ...
-
-    def wait(self, future: Future) -> Any:
-        """The value of a call. Raises `Stopped` where the run is asked to end and does not need it
-        any more.
-        """
-        ...
-
-    def known(self, role: str, index: int, scores: Future) -> None:
-        """What a role says of a batch, where that is known before the batch is scored."""
-        ...
-
 
 @dataclass(frozen=True)
 class Method:
@@ -73,7 +42,7 @@ class Method:
     completions: Callable[[Sources, int], Future]
     """(sources, batch index) -> future Rollout."""
     scorers: Callable[[Config], tuple[str, ...]]
-    """Roles that say something of every rollout."""
+    """Roles that score every rollout."""
     prepare: Callable[[Config], Prepare]
     """config -> how the actor makes what it trains on."""
     make_loss: Callable[[Config, DecoderConfig, Mesh, int], Loss]
@@ -152,8 +121,7 @@ def gkd_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) 
     def loss(params: Params, frozen: Mapping[str, Any], batch: TrainBatch, totals: Totals) -> Any:
         hidden, kernel = _hidden(config, model, mesh, params, batch)
         total, count, metrics = distill_loss(projection, hidden, kernel, batch, frozen)
-        told = {f"distill/{name}": pair for name, pair in metrics.items()}
-        return (total, count), told, {}
+        return (total, count), {f"distill/{name}": pair for name, pair in metrics.items()}, {}
 
     return loss
 
@@ -199,7 +167,7 @@ def rewarded_completions(sources: Sources, index: int) -> Future:
     if sources.config.dynamic_sampling != "refill":
         return sources.student_samples(index)
     rollout, rewards = refilled(sources, index)
-    sources.known("reward", index, rewards)
+    sources.early_scores[index] = {"reward": [rewards]}
     return rollout
 
 

@@ -8,31 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from jaxrl.algorithms.advantages import select_groups
-from jaxrl.config.schema import Config
+from jaxrl.algorithms.sources import Sources
 from jaxrl.data.batch import make_rollout
 from jaxrl.rewards.scoring import RewardReport, reward_stats
 from jaxrl.runtime.worker import Future
 from jaxrl.types import Completion, Prompt, Rollout
-
-
-class Source(Protocol):
-    """What a batch is put together from."""
-
-    config: Config
-    packing: Mapping[str, Any]
-
-    def student_samples(self, index: int, attempt: int = 0) -> Future: ...
-
-    def scores(self, role: str, rollout: Future) -> list[Future]: ...
-
-    def value(self, value: Any) -> Future: ...
-
-    def wait(self, future: Future) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -53,20 +38,20 @@ class _Group:
         return [self.rollout.completions[row] for row in self.rows]
 
 
-def refilled(source: Source, index: int) -> tuple[Future, Future]:
+def refilled(sources: Sources, index: int) -> tuple[Future, Future]:
     """The batch, and its rewards; waits for both.
 
     Sampled at most `policy.max_refills` times more than once; what is still missing then is filled
     with prompts that teach nothing, the first ones of the batch.
     """
-    config = source.config
+    config = sources.config
     kept: list[_Group] = []
     spare: list[_Group] = []
     reports, rollouts, times = [], [], []
     for attempt in range(config.policy.max_refills + 1):
-        sampling = source.student_samples(index, attempt)
-        judging = source.scores("reward", sampling)[0]
-        rollout, report = source.wait(sampling), source.wait(judging)
+        sampling = sources.student_samples(index, attempt)
+        judging = sources.scores("reward", sampling)[0]
+        rollout, report = sources.wait(sampling), sources.wait(judging)
         found, useless = _groups(rollout, report)
         kept += found
         spare += useless
@@ -80,15 +65,15 @@ def refilled(source: Source, index: int) -> tuple[Future, Future]:
         [group.prompt for group in groups],
         [group.completions for group in groups],
         policy_version=rollouts[0].policy_version,
-        **source.packing,
+        **sources.packing,
     )
     batch = replace(
         batch,
         decode_steps=sum(rollout.decode_steps for rollout in rollouts),
         student_topk=_student_topk(groups, batch),
     )
-    metrics = _told(kept + spare, reports) | {"policy/prompts_replaced": float(len(spare))}
-    futures = source.value(batch), source.value(_merged(groups, reports, batch, metrics))
+    metrics = _metrics(kept + spare, reports) | {"policy/prompts_replaced": float(len(spare))}
+    futures = sources.value(batch), sources.value(_merged(groups, reports, batch, metrics))
     for i, future in enumerate(futures):
         future.times.started, future.times.finished = times[0][i].started, times[-1][i].finished
     return futures
@@ -117,7 +102,7 @@ def _student_topk(groups: Sequence[_Group], batch: Rollout) -> np.ndarray | None
     return _padded(np.concatenate(wide), b, 0)
 
 
-def _told(sampled: Sequence[_Group], reports: Sequence[RewardReport]) -> dict[str, float]:
+def _metrics(sampled: Sequence[_Group], reports: Sequence[RewardReport]) -> dict[str, float]:
     """Of all that was sampled, what is replaced included; failures and seconds are added up."""
     stats = reward_stats(_joined(sampled, lambda report: report.rewards), _each_reward(sampled))
     added = [name for name in reports[0].metrics if name not in stats]

@@ -47,16 +47,16 @@ def converted_once(
             if not size:
                 continue
             root = _root(size) if size <= spare else None
-            told = f"{source.name} is loaded by {' and '.join(roles)}"
+            loaded = f"{source.name} is loaded by {' and '.join(roles)}"
             if root is None:
-                log(f"{told}; each converts it, as {size / GB:.1f} GB are not free to share it")
+                log(f"{loaded}; each converts it, as {size / GB:.1f} GB are not free to share it")
                 continue
             folder, lock = _make(root)
             folders.append((folder, lock))
             found[place] = Scratch(folder, dtype, wait_s)
             spare -= size
             log(
-                f"{told}; it is converted once, into {size / GB:.1f} GB of {root} until they have"
+                f"{loaded}; it is converted once, into {size / GB:.1f} GB of {root} until they have"
                 " started"
             )
         yield found

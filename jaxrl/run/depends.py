@@ -12,7 +12,7 @@ from jaxrl.checkpoint.digest import digest_file, digest_model
 from jaxrl.models.encoder_config import find_folder
 from jaxrl.rewards.callables import PREFIX
 from jaxrl.rewards.functions import find
-from jaxrl.run.launch import Job
+from jaxrl.run.job import Job
 
 
 def dependencies(job: Job) -> dict[str, str]:

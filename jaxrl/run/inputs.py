@@ -39,6 +39,16 @@ def pad_id(source: ModelSource, ends: tuple[int, ...]) -> int:
     return ends[0] if source.config.pad_id is None else source.config.pad_id
 
 
+def check_positions(config: Config, new_tokens: int, source: ModelSource, model: str) -> None:
+    """Raises UserError where the longest sequence exceeds the positions of a model."""
+    width = config.max_prompt_tokens + new_tokens
+    if width > source.config.max_positions:
+        raise UserError(
+            f"max_prompt_tokens={config.max_prompt_tokens} and max_new_tokens={new_tokens} make"
+            f" {width} positions; {model} has {source.config.max_positions}: lower one of them"
+        )
+
+
 def keys(config: Config) -> Keys:
     """Names of the fields of a data row."""
     d = config.data
@@ -83,17 +93,17 @@ def held_out_notes(config: Config, sets: Sequence[EvalSet], judge: Judge) -> lis
     notes = []
     for held_out in sets:
         name = f"data.eval.{held_out.name}" if held_out.name else "data.eval"
-        told = f"{name}: {len(held_out.prompts)} prompts"
+        note = f"{name}: {len(held_out.prompts)} prompts"
         if held_out.cut:
-            told += f"; {held_out.cut} {longer}: cut"
+            note += f"; {held_out.cut} {longer}: cut"
         if held_out.dropped:
-            told += f"; {held_out.dropped} {longer} or repeated: left out"
+            note += f"; {held_out.dropped} {longer} or repeated: left out"
         # The empty completion tells, before hours of sampling, whether answers and verifier fit.
         unjudged = sum(judge("", prompt) is None for prompt in held_out.prompts)
         if unjudged:
-            told += (
+            note += (
                 f"; {unjudged} of {len(held_out.prompts)} prompts cannot be judged with"
                 f" data.verifier={config.data.verifier}: they have no answer to compare with"
             )
-        notes.append(told)
+        notes.append(note)
     return notes

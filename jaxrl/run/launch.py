@@ -1,15 +1,11 @@
-"""From a config to started roles: find the models, check that they fit together, place them, start
-the workers.
-"""
+"""From a plan to started roles: finds the devices, starts the workers, makes the roles there."""
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,34 +13,26 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.algorithms.methods import method_of
-from jaxrl.algorithms.objective import configured_correction, objective_notes
 from jaxrl.algorithms.signals import Projection
-from jaxrl.checkpoint.source import ModelSource, resolve_model
+from jaxrl.checkpoint.source import ModelSource
 from jaxrl.config.schema import Config
-from jaxrl.data.source import Split, open_source
-from jaxrl.data.stream import EvalSet, PromptStream
-from jaxrl.data.tokenizer import check_same_prompts, check_same_vocabulary, decode
-from jaxrl.errors import UserError, user_input
 from jaxrl.models.decoder import Layout
-from jaxrl.models.encoder_config import find_folder, read_encoder
-from jaxrl.models.kernels import Target
 from jaxrl.models.rules import param_shardings
-from jaxrl.plan import Plan, without_weights
-from jaxrl.plan.roles import TEMPLATE_TOKENS
+from jaxrl.plan import Plan
+from jaxrl.plan.scene import TEMPLATE_TOKENS
 from jaxrl.process.compile_cache import enable_compile_cache
 from jaxrl.process.xla_flags import worker_environment
-from jaxrl.rewards.scoring import RewardFunctions
-from jaxrl.rewards.verifiers import Verifier, verifier
 from jaxrl.roles.actor import Actor
 from jaxrl.roles.grouper import Grouper
 from jaxrl.roles.reference import Reference
+from jaxrl.roles.remote_teacher import RemoteTeacher, remote_head
 from jaxrl.roles.reward import Reward, RewardModel
 from jaxrl.roles.reward_model import open_reward
 from jaxrl.roles.rollout import Sampler
 from jaxrl.roles.scorer import Scorer
 from jaxrl.roles.teacher import Teacher
 from jaxrl.run.conversion import converted_once
-from jaxrl.run.inputs import encoder, end_ids, held_out_sets, keys, pad_id, tokenizer_of
+from jaxrl.run.job import Setup, reward_functions
 from jaxrl.runtime.local import LocalCrew
 from jaxrl.runtime.worker import Crew, Future
 from jaxrl.sharding.mesh import (
@@ -57,248 +45,10 @@ from jaxrl.sharding.mesh import (
 )
 from jaxrl.sharding.placement import Axes, Placement, device_list, parse
 from jaxrl.sharding.reshard import put
-from jaxrl.teacher.remote import (
-    RemoteTeacher,
-    check_remote,
-    check_remote_prompts,
-    remote_head,
-    remote_info,
-)
-from jaxrl.types import Prompt
 
 Log = Callable[[str], None]
 STOP_S = 10.0
 """Longest wait for the workers at the end of a run."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """What a run is about, before any weight is read: models, tokenizers, data. Everything in it
-    fits together.
-    """
-
-    config: Config
-    student: ModelSource
-    teacher: ModelSource | None
-    """None where there is none, or it runs elsewhere (`teacher.address`)."""
-    tokenizer: Any
-    vocab_size: int
-    """Tokens that student and teacher share."""
-    train: PromptStream
-    held_out: tuple[EvalSet, ...]
-    judge: Verifier
-    eos_ids: tuple[int, ...]
-    pad_id: int
-    opens_thought: bool
-    """The prompts end inside a thought: the chat template opens `<think>`."""
-    notes: tuple[str, ...] = ()
-    """What could not be checked."""
-    given: Mapping[str, bytes] = field(default_factory=dict)
-    """Reward functions from Python, pickled, by their entries in `reward.functions`."""
-
-    @property
-    def held_out_prompts(self) -> tuple[Prompt, ...]:
-        """Those of all sets, one after the other."""
-        return tuple(prompt for one in self.held_out for prompt in one.prompts)
-
-    def packing(self, row_multiple: int, target: Target) -> dict[str, Any]:
-        """How prompts and completions become arrays for the devices of a run: arguments of
-        `make_rollout`.
-        """
-        return {
-            "pad_id": self.pad_id,
-            "max_prompt_tokens": self.config.max_prompt_tokens,
-            "max_new_tokens": self.config.max_new_tokens,
-            "row_multiple": row_multiple,
-            "width_multiple": target.width_multiple,
-        }
-
-    @property
-    def teacher_samples(self) -> bool:
-        """Whether the teacher generates, for the student to learn from or for its own accuracy."""
-        asked = self.config.distill.seq_kd or (self.config.eval.teacher and bool(self.held_out))
-        return self.teacher is not None and asked
-
-
-def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
-    """Reads configs, tokenizers and data. Raises UserError for what does not fit together.
-
-    Args:
-        given: reward functions from Python (`rewards.callables.bind`).
-    """
-    student = resolve_model(config.student.model)
-    teacher = None if config.teacher.model is None else resolve_model(config.teacher.model)
-    tokenizer = tokenizer_of(student)
-    vocab_size = student.config.vocab_size
-    theirs = None
-    if teacher is not None:
-        theirs = tokenizer_of(teacher)
-        vocab_size = check_same_vocabulary(
-            tokenizer,
-            theirs,
-            student.config.vocab_size,
-            teacher.config.vocab_size,
-            student.config.eos_ids,
-            teacher.config.eos_ids,
-        )
-    remote = None if config.teacher.address is None else remote_info(config)
-    if remote is not None:
-        vocab_size = check_remote(config, remote, tokenizer, student.config)
-    _check_sizes(config, student, teacher, vocab_size)
-    eos_ids = end_ids(student, tokenizer)
-    train, held_out = _data(config, tokenizer, eos_ids)
-    prompts = [*train.batch(0), *(prompt for one in held_out for prompt in one.prompts)]
-    notes: list[str | None] = []
-    if config.learns_from_rewards:
-        notes += _check_rewards(config, train, given or {})
-    if theirs is not None:
-        check_same_prompts(tokenizer, theirs, prompts)
-    if remote is not None:
-        notes.append(check_remote_prompts(config, remote, tokenizer, prompts, vocab_size))
-        if config.eval.teacher and held_out:
-            where = config.teacher.address
-            notes.append(f"the teacher at {where} only scores: its own accuracy is not evaluated")
-    return Job(
-        config,
-        student,
-        teacher,
-        tokenizer,
-        vocab_size,
-        train,
-        held_out,
-        verifier(config.data.verifier),
-        eos_ids,
-        pad_id(student, eos_ids),
-        decode(tokenizer, prompts[0].tokens).rstrip().endswith("<think>"),
-        tuple(filter(None, notes)),
-        given or {},
-    )
-
-
-def check_job(config: Config, given: Mapping[str, bytes]) -> None:
-    """Raises the UserError that `make_job` would. Of models that have no weights here, as in a plan
-    for another machine, only `config.json` is known: data and reward functions are checked alone.
-    """
-    if not without_weights(config):
-        make_job(config, given)
-        return
-    for label, sources, split in _data_sources(config):
-        open_source(sources, config.seed, split, keys(config), label)
-    if config.learns_from_rewards:
-        with user_input("policy"):
-            configured_correction(config)
-        with RewardFunctions(
-            config.rewards, config.max_new_tokens, config.deadlines.startup, given
-        ) as rewards:
-            rewards.pool.signatures()
-
-
-def _data_sources(config: Config) -> Iterator[tuple[str, Sequence[str], Split]]:
-    """Key, sources and split of all that a run reads."""
-    d = config.data
-    yield "data.train", d.train, "train"
-    if d.few_shot is not None:
-        yield "data.few_shot", d.few_shot, "train"
-    if isinstance(d.eval, dict):
-        for name, sources in d.eval.items():
-            yield f"data.eval.{name}", sources, "eval"
-    elif d.eval is not None:
-        yield "data.eval", d.eval, "eval"
-
-
-def _check_rewards(config: Config, train: PromptStream, given: Mapping[str, bytes]) -> list[str]:
-    """Everything about the rewards that would otherwise fail after the first sampling."""
-    notes: list[str] = []
-    with user_input("policy"):
-        configured_correction(config)
-        if config.spec.loss is not None:
-            notes = objective_notes(config)
-    with RewardFunctions(
-        config.rewards, config.max_new_tokens, config.deadlines.startup, given
-    ) as rewards:
-        rewards.check(train.batch(0))
-    if config.reward.model is not None:
-        open_reward(config.reward.model)
-    if config.grouper.model is not None and config.policy.advantages == "similarity":
-        read_encoder(find_folder(config.grouper.model))
-    return notes
-
-
-def _check_sizes(
-    config: Config, student: ModelSource, teacher: ModelSource | None, vocab_size: int
-) -> None:
-    """Widths against the models' positions, and top-k against their vocabulary."""
-    longest = max(config.max_new_tokens, config.eval.max_new_tokens or 0)
-    width = config.max_prompt_tokens + longest
-    for role, source in (("student", student), ("teacher", teacher)):
-        if source is not None and width > source.config.max_positions:
-            raise UserError(
-                f"max_prompt_tokens={config.max_prompt_tokens} and max_new_tokens={longest} make"
-                f" {width} positions; {role}.model has {source.config.max_positions}"
-            )
-    d = config.distill
-    asked = {"distill.top_k": d.top_k} if d.signal in ("topk", "student_topk") else {}
-    if d.entropy_aware:
-        asked["distill.entropy_top_k"] = d.entropy_top_k
-    for key, k in asked.items():
-        if teacher is not None and k > vocab_size:
-            raise UserError(f"{key}={k} exceeds the vocabulary: it has {vocab_size} tokens")
-
-
-def _data(
-    config: Config, tokenizer: Any, eos_ids: tuple[int, ...]
-) -> tuple[PromptStream, tuple[EvalSet, ...]]:
-    d = config.data
-    encode = encoder(config, tokenizer, eos_ids)
-    source = open_source(d.train, config.seed, "train", keys(config))
-    stream = PromptStream(
-        source, encode, config.batch_size, config.seed, d.shuffle, weights=d.weights
-    )
-    if method_of(config).reads_completions(config):
-        stream.check_completions()
-    return stream, held_out_sets(config, encode)
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What a worker makes its roles from. It can be pickled: models are named, not loaded."""
-
-    config: Config
-    student: ModelSource
-    teacher: ModelSource | None
-    tokenizer: Any
-    vocab_size: int
-    eos_ids: tuple[int, ...]
-    pad_id: int
-    teacher_samples: bool
-    opens_thought: bool
-    row_multiple: int
-    """Rows of a batch are a multiple of this: every mesh divides them."""
-    run_dir: Path
-    restore: Path | None
-    """The checkpoint that the actor goes on from."""
-    given: Mapping[str, bytes]
-    """As in `Job`."""
-
-
-def make_setup(
-    job: Job, axes: Mapping[str, Axes], run_dir: Path, restore: Path | None = None
-) -> Setup:
-    return Setup(
-        job.config,
-        job.student,
-        job.teacher,
-        job.tokenizer,
-        job.vocab_size,
-        job.eos_ids,
-        job.pad_id,
-        job.teacher_samples,
-        job.opens_thought,
-        math.lcm(*(sizes.data * sizes.fsdp for sizes in axes.values())),
-        run_dir,
-        restore,
-        job.given,
-    )
 
 
 def devices_for(config: Config) -> Callable[[int], Visible]:
@@ -489,9 +239,7 @@ def make_reference(setup: Setup, meshes: Mapping[str, Mesh]) -> Reference:
 def make_reward(setup: Setup, meshes: Mapping[str, Mesh]) -> Reward:
     config = setup.config.rewards
     longest = setup.config.max_prompt_tokens + setup.config.max_new_tokens
-    startup = setup.config.deadlines.startup
-    functions = RewardFunctions(config, setup.config.max_new_tokens, startup, setup.given)
-    model = None
+    functions, model = reward_functions(setup.config, setup.given), None
     if config.model is not None:
         model = RewardModel(
             open_reward(config.model),

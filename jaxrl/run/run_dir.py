@@ -35,7 +35,7 @@ class RunDir:
 
     path: Path
     checkpoint: Checkpoint | None
-    """What to go on from; None at the beginning."""
+    """What to resume from; None at the beginning."""
     notes: tuple[str, ...]
     """What was found there, for the reader."""
     depends: Mapping[str, str] = field(default_factory=dict)
@@ -123,7 +123,7 @@ def check_run_dir(config: Config) -> Path:
     """
     path = _choose(config)
     if config.resume == "must" and not _holds_run(path):
-        raise UserError(f"run_dir={path} holds no run to go on with, and resume=must")
+        raise UserError(f"run_dir={path} holds no run to resume, and resume=must")
     return path
 
 
@@ -229,7 +229,7 @@ class _Held(Exception):
 
 
 def find_run(path: Path, config: Config, depends: Mapping[str, str]) -> RunDir:
-    """What the folder holds to go on from; no other process may use it meanwhile."""
+    """What the folder holds to resume from; no other process may use it meanwhile."""
     if not _holds_run(path):
         store.sweep(path)
         return RunDir(path, None, (), depends)
@@ -245,15 +245,15 @@ def find_run(path: Path, config: Config, depends: Mapping[str, str]) -> RunDir:
         notes.append(f"removed an unfinished checkpoint: {', '.join(p.name for p in swept)}")
     checkpoint = store.newest(path, notes.append)
     if checkpoint is None:
-        told = f"{path} holds a run that wrote no checkpoint"
+        found = f"{path} holds a run that wrote no checkpoint"
         if config.resume == "must":
-            raise UserError(f"{told}, and resume=must")
+            raise UserError(f"{found}, and resume=must")
         if (path / FINAL).is_dir():
             raise UserError(
-                f"run_dir={path} holds a trained model ({path / FINAL}) and no checkpoint to go on"
-                " from; to begin anew would delete it: name another run_dir, or move it away"
+                f"run_dir={path} holds a trained model ({path / FINAL}) and no checkpoint to"
+                " resume from; to start over would delete it: name another run_dir, or move it away"
             )
-        return RunDir(path, None, (*notes, f"{told}: it begins anew"), depends)
+        return RunDir(path, None, (*notes, f"{found}: it starts over"), depends)
     manifest = checkpoint.manifest
     before = {"data.train": manifest.data["fingerprint"]} | manifest.depends
     names = changes(before, dict(depends))
@@ -269,6 +269,6 @@ def find_run(path: Path, config: Config, depends: Mapping[str, str]) -> RunDir:
         f"{name} {manifest.versions[name]} there, {here[name]} now"
         for name in changes(manifest.versions, here)
     ]
-    notes.append(f"going on from step {checkpoint.step} of {config.steps} ({checkpoint.path})")
+    notes.append(f"resuming from step {checkpoint.step} of {config.steps} ({checkpoint.path})")
     notes += [f"changed since: {line}" for line in changed]
     return RunDir(path, checkpoint, tuple(notes), depends)

@@ -157,7 +157,7 @@ def test_dry_run_refuses_what_the_run_would_refuse(models, tmp_path, capsys):
         "exact": [*models, "data.verifier=exakt"],
         "no function missing": [*rewarded, f"reward.functions={functions}:missing"],
         "no parameter `completions`": [*rewarded, f"reward.functions={functions}:blind"],
-        "holds no run to go on with": [*models, "resume=must"],
+        "holds no run to resume": [*models, "resume=must"],
     }
     for told, arguments in cases.items():
         asked = [*QUICK, *SHORT, *arguments, f"run_dir={tmp_path / 'run'}"]

@@ -26,6 +26,7 @@ from tiny_tokenizer import CHATML, tiny_tokenizer
 from jaxrl import Config, evaluate, export, generate, train
 from jaxrl.checkpoint import store
 from jaxrl.config import cli
+from jaxrl.run.attempt import prepare_run
 from jaxrl.run.run_dir import LOCK, Lock
 from jaxrl.telemetry import plot
 
@@ -612,9 +613,9 @@ def test_chat_templates_that_render_the_run_s_prompts_differently(desk: Desk) ->
     desk.refused(prepare("chatml", "plain"), "teacher", "no chat template", "data.chat=raw")
     text = ["data.train=arithmetic", "data.eval=chats.jsonl"]
     desk.refused(prepare("chatml", "other", *text), "chat template")
-    train.prepare_run(Config.load("builtin:quickstart", prepare("chatml", "same")))
+    prepare_run(Config.load("builtin:quickstart", prepare("chatml", "same")))
     for teacher in ("other", "plain"):
-        train.prepare_run(
+        prepare_run(
             Config.load("builtin:quickstart", prepare("chatml", teacher, "data.train=arithmetic"))
         )
 
@@ -759,7 +760,7 @@ def test_a_compile_cache_that_cannot_be_is_told_and_done_without(
     before = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     desk.write("file", "in the way")
-    train.prepare_run(Config.load("builtin:quickstart", desk.argv("compile_cache=file/below")))
+    prepare_run(Config.load("builtin:quickstart", desk.argv("compile_cache=file/below")))
     told = desk.told()
     assert "compile_cache=file/below is not used" in told and len(told.splitlines()) == 1
     assert jax.config.jax_compilation_cache_dir == before  # type: ignore[attr-defined]

@@ -14,6 +14,8 @@ import pytest
 from runs import SHORT, save_model
 
 from jaxrl import Config
+from jaxrl.algorithms.sources import Sources
+from jaxrl.run.calls import Calls
 from jaxrl.run.loop import Loop
 from jaxrl.run.reporting import Reporter
 from jaxrl.runtime.local import LocalWorker, done_future
@@ -53,6 +55,12 @@ class Pretender:
     def update(self, rollout, scores, step):
         row = {"loss": step / 7, "actor/grad_norm": 2.0 + step, "actor/tokens": 8.0 + step}
         return SimpleNamespace(metrics=row, by_row={})
+
+    def save(self, folder, step):
+        return step
+
+    def saved(self, step):
+        return None
 
 
 def test_a_loop_that_trains_keeps_nothing_of_a_step(tmp_path):
@@ -98,26 +106,36 @@ def pretended_loop(folder, on_row):
         timeline,
     ]
     console, metrics, samples, _ = files
-    saves = SimpleNamespace(row=lambda row: None, written=lambda: [])
+    saves = SimpleNamespace(
+        row=lambda row: None,
+        written=lambda: [],
+        due=lambda step: False,
+        folder=lambda step: None,
+        begin=lambda *_: None,
+    )
+    job = SimpleNamespace(
+        config=config,
+        held_out=(),
+        judge=lambda text, prompt: 1.0,
+        train=SimpleNamespace(epoch_prompts=40),
+    )
     reporter = Reporter(
-        config,
+        job,
         console,
         metrics,
         samples,
         trackers,
         timeline,
         saves,
-        sets=(),
-        judge=lambda text, prompt: 1.0,
-        epoch=lambda step: step / 10,
         peaks=lambda: {"actor": 10},
         planned={"actor": 20},
         log=lambda text: None,
         on_row=on_row,
     )
     handles = {each.name: timeline.watch(each.name, each.handle(each.name)) for each in workers}
-    stream = SimpleNamespace(batch=lambda index: PROMPTS)
-    loop = Loop(config, handles, stream, (), reporter, packing={}, value=done_future)
+    calls = Calls(config, handles)
+    sources = Sources(config, lambda index: PROMPTS, {}, calls.call, done_future, calls.wait)
+    loop = Loop(sources, calls, reporter, saves)
 
     def close():
         for file in files:

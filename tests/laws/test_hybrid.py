@@ -15,7 +15,8 @@ from jaxrl import Config
 from jaxrl.algorithms.methods import needed_roles
 from jaxrl.config.schema import OffloadConfig
 from jaxrl.plan import make_plan
-from jaxrl.run.launch import devices_for, make_job, make_setup, start_roles
+from jaxrl.run.job import make_job
+from jaxrl.run.launch import devices_for, start_roles
 from jaxrl.sharding.ledger import buffer
 from jaxrl.train import train
 
@@ -42,7 +43,7 @@ def crew_of(made):
     """Started roles of a run."""
     plan = make_plan(made, needed_roles(made), devices_for(made))
     job = make_job(plan.config)
-    return start_roles(make_setup(job, plan.axes, made.run_path), plan, print)
+    return start_roles(job.for_workers(plan.axes, made.run_path), plan, print)
 
 
 @pytest.mark.parametrize(

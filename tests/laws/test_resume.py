@@ -320,7 +320,7 @@ def test_resume_never_and_must(finished, tmp_path, capsys, monkeypatch):
     assert "holds a run already" in capsys.readouterr().err
     empty = arguments(finished.models, tmp_path / "none", "steps=4")
     assert trained_by([*empty, "--resume", "must"]) == 2
-    assert "holds no run to go on with" in capsys.readouterr().err
+    assert "holds no run to resume" in capsys.readouterr().err
     monkeypatch.chdir(tmp_path)
     named = [*arguments(finished.models, "x", "steps=1"), "run_dir=null", "name=n"]
     assert trained_by(named) == trained_by([*named, "--resume", "never"]) == 0

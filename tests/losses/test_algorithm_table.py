@@ -15,7 +15,7 @@ from jaxrl.checkpoint.compare import compare
 from jaxrl.errors import UserError
 from jaxrl.losses.algorithm_table import ALGORITHMS, AlgorithmSpec, find_algorithm
 from jaxrl.losses.policy import LOSSES
-from jaxrl.run.launch import make_job
+from jaxrl.run.job import make_job
 
 ROOT = Path(__file__).parent.parent.parent
 REWARDED = [name for name, spec in ALGORITHMS.items() if spec.learns_from == "rewards"]

@@ -14,9 +14,9 @@ import pytest
 
 from jaxrl.config.schema import LoggingConfig
 from jaxrl.process.streams import Output
+from jaxrl.run.context import Notifier
 from jaxrl.telemetry.console import Console
 from jaxrl.telemetry.log import RunLog
-from jaxrl.train import Say
 
 PROGRAM = """
 import sys
@@ -24,18 +24,18 @@ from jaxrl.config import cli
 from jaxrl.config.schema import LoggingConfig
 from jaxrl.telemetry.console import Console
 from jaxrl.telemetry.log import RunLog
-from jaxrl.train import Say
+from jaxrl.run.context import Notifier
 
 def main(argv):
     path, mode, code = argv
     sys.stdin.readline()
     with Console(LoggingConfig(console=mode), steps=3) as console:
-        say = Say(console)
-        say("before the log")
-        with say.into(RunLog(path)):
+        notify = Notifier(console)
+        notify("before the log")
+        with notify.into(RunLog(path)):
             for step in range(4):
                 console.step({"step": step, "sft/loss": 1.0})
-                say(f"after step {step}")
+                notify(f"after step {step}")
     return int(code)
 
 cli.leave(cli.run(main, sys.argv[1:]))
@@ -59,12 +59,12 @@ def test_a_lost_output_is_reported_once_in_the_log(
     tmp_path: Path, mode: Literal["plain", "rich"]
 ) -> None:
     with Console(LoggingConfig(console=mode), steps=3, out=Gone()) as console:
-        say = Say(console)
-        say("first")
-        with say.into(RunLog(tmp_path / "log.txt")):
+        notify = Notifier(console)
+        notify("first")
+        with notify.into(RunLog(tmp_path / "log.txt")):
             for step in range(4):
                 console.step({"step": step, "sft/loss": 1.0})
-                say(f"after {step}")
+                notify(f"after {step}")
     log = (tmp_path / "log.txt").read_text()
     assert log.count("standard output cannot be written to: Broken pipe") == 1
     assert "first" in log and "after 3" in log

@@ -22,7 +22,7 @@ PROGRAM = """
 import os, sys
 from jax._src import xla_bridge
 from jaxrl import Config
-from jaxrl.train import prepare_run
+from jaxrl.run.attempt import prepare_run
 assert not xla_bridge.backends_are_initialized()
 prepare_run(Config.load(None, sys.argv[1:]))
 assert xla_bridge.backends_are_initialized()

@@ -5,12 +5,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
-from types import SimpleNamespace
 
 import pytest
 
 from jaxrl.algorithms.methods import needed_roles
 from jaxrl.algorithms.schedule import SCHEDULES
+from jaxrl.algorithms.sources import Sources
 from jaxrl.config.schema import Config
 from jaxrl.plan import make_plan
 from jaxrl.plan.record import plan_json
@@ -24,6 +24,7 @@ from jaxrl.profile.waits import (
     stage_seconds,
     steady_steps,
 )
+from jaxrl.run.calls import Calls
 from jaxrl.run.loop import Loop
 from jaxrl.runtime.local import LocalCrew
 from jaxrl.sharding.placement import parse
@@ -61,6 +62,25 @@ class Sleeper:
     def load(self, weights):
         time.sleep(SYNC_S)
 
+    def save(self, folder, step):
+        return step
+
+    def saved(self, step):
+        return None
+
+
+class Saves:
+    """Stands for the checkpoint writer: only the end of the run is saved."""
+
+    def due(self, step):
+        return False
+
+    def folder(self, step):
+        return None
+
+    def begin(self, step, saved, rollouts, schedule):
+        pass
+
 
 class Rows:
     def row(self, step, futures):
@@ -86,8 +106,9 @@ def simulate(path, mesh, schedule):
             started.result()
     with Timeline(path) as timeline:
         roles = {role: timeline.watch(role, crew.handle(role)) for role in crew.roles}
-        stream = SimpleNamespace(batch=lambda i: [i])
-        Loop(run.config, roles, stream, (), Rows(), packing={}, value=crew.value).run()
+        calls = Calls(run.config, roles)
+        sources = Sources(run.config, lambda i: [i], {}, calls.call, crew.value, calls.wait)
+        Loop(sources, calls, Rows(), Saves()).run()
     crew.stop()
     return splits.measure(read_calls(path), run.pool_of, run.staleness)
 

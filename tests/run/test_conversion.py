@@ -30,7 +30,8 @@ from jaxrl.formats.weights import tensor_shapes
 from jaxrl.plan import make_plan
 from jaxrl.run import conversion
 from jaxrl.run.conversion import converted_once
-from jaxrl.run.launch import Setup, devices_for, start_roles
+from jaxrl.run.job import Setup
+from jaxrl.run.launch import devices_for, start_roles
 from jaxrl.runtime.cluster import ClusterDevice
 
 WHOLE = (slice(None), slice(None))
@@ -109,9 +110,17 @@ def test_roles_in_threads_convert_a_model_once(source, counted, tmp_path, monkey
         conversion, "_make", lambda root: folders.append(made(tmp_path)) or folders[-1]
     )
     setup = Setup(
-        plan.config,
-        *(source, source, None, source.config.vocab_size, source.config.eos_ids, 0),
-        *(False, False, 2, tmp_path / "run", None, {}),
+        config=plan.config,
+        student=source,
+        teacher=source,
+        tokenizer=None,
+        vocab_size=source.config.vocab_size,
+        eos_ids=source.config.eos_ids,
+        pad_id=0,
+        teacher_samples=False,
+        opens_thought=False,
+        row_multiple=2,
+        run_dir=tmp_path / "run",
     )
     told: list[str] = []
     crew = start_roles(setup, plan, told.append)

@@ -3,13 +3,14 @@
 import threading
 import time
 from contextlib import suppress
-from types import SimpleNamespace
 
 import pytest
 
 from jaxrl.algorithms.methods import needed_roles
 from jaxrl.algorithms.schedule import SCHEDULES
+from jaxrl.algorithms.sources import Sources
 from jaxrl.config.schema import Config
+from jaxrl.run.calls import Calls
 from jaxrl.run.loop import Loop
 from jaxrl.runtime.local import LocalWorker, done_future
 from jaxrl.runtime.worker import Stopped
@@ -105,13 +106,19 @@ def run(*overrides, held_out=("q",), checkpoints=None, stop=None):
         role = Recorder(name, log) if stop is None else Stopping(name, log, stop)
         workers[-1].start_role(name, lambda role=role: role, deadline=5).result()
     handles = {worker.name: worker.handle(worker.name) for worker in workers}
-    stream = SimpleNamespace(batch=lambda i: [f"p{i}"])
-    given = {"packing": {}, "value": done_future, "checkpoints": checkpoints}
-    if stop is not None:
-        given["asked_to_stop"] = stop.asked.is_set
-    trained = Loop(config, handles, stream, held_out, rows, **given).run()
-    if checkpoints is not None:
-        assert checkpoints.begun is not None  # waits for those that were not cancelled
+    checkpoints = checkpoints or Saves(every=10**9)
+    calls = Calls(config, handles, stop.asked.is_set if stop else lambda: False)
+    sources = Sources(
+        config,
+        lambda i: [f"p{i}"],
+        {},
+        calls.call,
+        done_future,
+        calls.wait,
+        held_out,
+    )
+    trained = Loop(sources, calls, rows, checkpoints).run()
+    assert checkpoints.begun is not None  # waits for those that were not cancelled
     if stop is not None:
         assert trained == stop.trained
         stop.over.set()
@@ -159,20 +166,16 @@ def test_off_policy_batches_by_the_seeded_coin():
 def test_the_prompts_of_refills_share_no_random_numbers():
     """Of a batch of 512 prompts: the engine takes ids modulo 2^31."""
     config, calls = Config.load(None, ["batch_size=512"]), []
-    rollout = SimpleNamespace(call=lambda method, *args, **given: calls.append((args, given)))
-    stream = SimpleNamespace(batch=lambda i: range(512 * i, 512 * (i + 1)))
-    loop = Loop(
-        config,
-        {"rollout": rollout},
-        stream,
-        (),
-        Rows(),
-        packing={},
-        value=done_future,
-        checkpoints=None,
-    )
+
+    def call(role, method, *args, **given):
+        calls.append((args, given))
+
+    def prompts(i):
+        return range(512 * i, 512 * (i + 1))
+
+    sources = Sources(config, prompts, {}, call, done_future, wait=None)
     for attempt in range(5):
-        loop.student_samples(3, attempt)
+        sources.student_samples(3, attempt)
     keys = {
         (given["step"], given["attempt"], prompt % 2**31)
         for (prompts,), given in calls

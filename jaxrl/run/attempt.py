@@ -1,0 +1,288 @@
+"""A run from its config to the exported model, however often its workers are lost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from jaxrl.algorithms.methods import needed_roles
+from jaxrl.algorithms.schedule import SCHEDULES
+from jaxrl.algorithms.sources import Sources
+from jaxrl.checkpoint.source import FINAL
+from jaxrl.checkpoint.writer import free_gb
+from jaxrl.config.schema import CONFIG_FILE, Config
+from jaxrl.data.tokenizer import decode
+from jaxrl.errors import RunError, UserError
+from jaxrl.plan import Plan, make_plan
+from jaxrl.plan.record import PLAN_DATA_FILE, PLAN_FILE, plan_json
+from jaxrl.process.compile_cache import enable_compile_cache
+from jaxrl.process.interrupt import Interrupt, Interrupted
+from jaxrl.process.xla_flags import exclude_nondeterministic
+from jaxrl.profile.splits import run_advice
+from jaxrl.run.calls import Calls
+from jaxrl.run.context import Notifier, OnStep, RunContext
+from jaxrl.run.depends import dependencies
+from jaxrl.run.job import Job, check_job, make_job
+from jaxrl.run.launch import devices_for, start_roles
+from jaxrl.run.loop import Loop
+from jaxrl.run.records import Records
+from jaxrl.run.run_dir import (
+    SESSIONS_FILE,
+    RunDir,
+    check_run_dir,
+    find_run,
+    meshes,
+    open_run_dir,
+    sessions,
+)
+from jaxrl.runtime.registry import registered
+from jaxrl.runtime.worker import Crew, OutOfMemory, RunLost
+from jaxrl.telemetry.console import Console
+from jaxrl.telemetry.log import LOG_FILE, RunLog
+from jaxrl.telemetry.trackers import check_trackers
+
+AGAIN = "nothing to do. A larger steps resumes it; --resume never starts over"
+
+
+def plan_run(config: Config) -> Plan:
+    """The plan alone, from the models' `config.json` and the devices."""
+    return make_plan(config, needed_roles(config), devices_for(config))
+
+
+def refusals(config: Config, given: Mapping[str, bytes]) -> tuple[str, ...]:
+    """What the run would refuse before it reads a weight: data, tokenizers, rewards, trackers, run
+    directory. Each check ends at its first error.
+
+    Args:
+        given: as of `run_config`.
+    """
+    found = []
+    for check in (
+        partial(check_trackers, config.logging),
+        partial(check_run_dir, config),
+        partial(check_job, config, given),
+    ):
+        try:
+            check()
+        except (UserError, RunError) as error:
+            found.append(f"the run would be refused: {error}")
+    return tuple(found)
+
+
+def prepare_run(config: Config, given: Mapping[str, bytes] | None = None) -> tuple[Job, Plan]:
+    """All that can be checked before a weight is read."""
+    check_trackers(config.logging)
+    if config.deterministic:
+        exclude_nondeterministic()
+    enable_compile_cache(config.compile_cache)
+    plan = plan_run(config)
+    if plan.hopeless:
+        lines = (*plan.verdict[:1], *plan.advice[:3], "--dry-run shows the plan")
+        raise UserError("\n".join(lines))
+    return make_job(plan.config, given), plan
+
+
+def run_config(
+    config: Config, given: Mapping[str, bytes], on_step: OnStep, notes: Sequence[str] = ()
+) -> Path:
+    """`jaxrl.train`, once what Python gave is bound to the config. Returns the run directory.
+
+    Args:
+        given: pickled reward functions by their entries in `reward.functions`.
+        notes: lines for the reader, printed first.
+    """
+    started = time.monotonic()
+    interrupt = Interrupt(_interrupt_s(config))
+    with interrupt.listening():
+        job, plan = prepare_run(config, given)
+        config = plan.config
+        with (
+            open_run_dir(config, dependencies(job)) as run,
+            Console(config.logging, steps=config.steps, start=run.step) as console,
+        ):
+            notify = Notifier(console)
+            for note in (*notes, *run.notes):
+                notify(note)
+            if run.finished(config.steps):
+                notify(f"{run.path} has all of its {config.steps} steps: {AGAIN}")
+                return run.path
+            for text in (plan.text(), f"run directory: {run.path}", *job.data_notes()):
+                notify(text)
+            with registered(run.path, ()) as registration:
+                _run_job(
+                    RunContext(
+                        job, plan, console, notify, registration, interrupt, on_step, started
+                    ),
+                    run,
+                )
+            return run.path
+
+
+def _interrupt_s(config: Config) -> float:
+    """Seconds that a run may take to end once it was asked to: the calls that run then, and the
+    save.
+    """
+    d = config.deadlines
+    if d.interrupt is not None:
+        return d.interrupt
+    running = d.generate + d.evaluate if SCHEDULES[config.schedule] else 0.0
+    return max(d.update, running) + d.checkpoint
+
+
+def _run_job(context: RunContext, run: RunDir) -> None:
+    """From the plan to the exported model. Where workers are lost that cannot be restarted alone,
+    another attempt starts from the newest checkpoint.
+    """
+    config, lost, reached = context.job.config, 0, run.step
+    while True:
+        try:
+            return _attempt(context, run)
+        except OutOfMemory as error:
+            raise RunError(_out_of_memory(context.plan, error)) from error
+        except RunLost as error:
+            if context.interrupt.asked():
+                raise
+            found = find_run(run.path, config, dependencies(context.job))
+            run = replace(found, lock=run.lock)
+            lost = 1 if run.step > reached else lost + 1
+            reached, most = max(reached, run.step), config.ray.max_restarts
+            if lost > most:
+                raise RunError(
+                    f"{error}\nthe run went back to its newest checkpoint {most} times without a"
+                    " newer one (ray.max_restarts): it gives up"
+                ) from error
+            back = f"{error}\nthe run goes back to its newest checkpoint ({lost} of {most})"
+            for text in (back, *run.notes):
+                context.notify(text)
+
+
+def _attempt(context: RunContext, run: RunDir) -> None:
+    """One life of the workers."""
+    job, plan, config = context.job, context.plan, context.job.config
+    notify, interrupt, on_step = context.notify, context.interrupt, context.on_step
+    restore = None if run.checkpoint is None else run.checkpoint.path
+    setup = job.for_workers(plan.axes, run.path, restore)
+    packing = setup.packing(plan.target)
+    workers: list[Crew] = []
+
+    def on_worker_message(text: str) -> None:
+        """After a start, or when a worker was restarted: the registered workers have changed."""
+        notify(text)
+        for crew in workers:
+            context.registration.update(crew.states())
+
+    crew = start_roles(setup, plan, on_worker_message)
+    workers.append(crew)
+
+    def asked_to_stop() -> bool:
+        return interrupt.asked() or on_step.error is not None or crew.ending() is not None
+
+    try:
+        description = {
+            CONFIG_FILE: config.dump(),
+            PLAN_FILE: plan.text(),
+            PLAN_DATA_FILE: plan_json(plan),
+            SESSIONS_FILE: run.sessions_with(config.mesh),
+        }
+        for name, text in description.items():
+            run.write(name, text)
+        run.remove_final()
+        context.console.attach(crew.states)
+        context.registration.update(crew.states())
+        with (
+            notify.into(RunLog(run.path / LOG_FILE)) as log,
+            Records(context, run, crew, log, description) as records,
+        ):
+            calls = Calls(config, records.watch(crew), asked_to_stop)
+            sources = Sources(
+                config,
+                job.train.batch,
+                packing,
+                calls.call,
+                crew.value,
+                calls.wait,
+                job.held_out_prompts,
+                partial(decode, job.tokenizer),
+            )
+            saves, profile = records.checkpoints, records.profile
+            loop = Loop(sources, calls, records.reporter, saves, profile.around)
+            with interrupt.patient():
+                trained = loop.run(records.resumed(packing))
+                profile.close()
+                records.finish_checkpoints()
+            if interrupt.asked():
+                raise Interrupted(_interrupted_at(trained, saves.newest, run.path))
+            if (error := on_step.error) is not None:
+                raise RunError(
+                    f"on_step raised {type(error).__name__}: {error};"
+                    f" {_kept(saves.newest)} in {run.path}"
+                ) from error
+            if crew.ending() is not None:
+                at = _interrupted_at(trained, saves.newest, run.path)
+                raise RunError(f"{crew.ending()}\n{at}")
+            _export(job, crew, run.path / FINAL, saves.newest)
+            for line in (*_summary(context, run, records), *run_advice(run.path)):
+                notify(line)
+    finally:
+        crew.stop()
+
+
+def _out_of_memory(plan: Plan, error: OutOfMemory) -> str:
+    """What ran out, beside what was planned, and what would help."""
+    role = str(error).partition(".")[0]
+    lines = [str(error)]
+    if role in plan.peaks:
+        lines.append(f"planned for {role}: {plan.peaks[role] / 1e9:.2f} GB on its fullest device")
+    return "\n".join((*lines, *plan.relief(role)))
+
+
+def _export(job: Job, crew: Crew, path: Path, saved: int | None) -> None:
+    """The trained policy as a Hugging Face folder with its tokenizer.
+
+    Args:
+        saved: step of the newest checkpoint, for the error of a disk that refuses.
+    """
+    exported = crew.handle("actor").call(
+        "export", path, job.student.tokenizer_path, deadline=job.config.deadlines.export
+    )
+    problem: str | None = exported.result()
+    if problem is not None:
+        kept = "no checkpoint could be written" if saved is None else f"checkpoint {saved} is whole"
+        raise RunError(
+            f"the trained model could not be written to {path}: {problem}"
+            f" ({free_gb(path.parent):.1f} GB are free there); {kept}"
+        )
+
+
+def _kept(saved: int | None) -> str:
+    return "nothing is saved" if saved is None else f"the newest checkpoint is of step {saved}"
+
+
+def _interrupted_at(trained: int, saved: int | None, run_dir: Path) -> str:
+    """The last words of a run that was asked to stop."""
+    if saved == trained:
+        return f"interrupted; saved at step {trained} in {run_dir}: --resume auto resumes there"
+    return f"interrupted at step {trained}; {_kept(saved)} in {run_dir}"
+
+
+def _summary(context: RunContext, run: RunDir, records: Records) -> list[str]:
+    """The last words of a run that has ended."""
+    first_row, last_row = records.first_and_last()
+    first_step, took = records.reporter.first_step_at, time.monotonic() - context.started
+    lines = [f"done: {last_row['step'] - run.step} steps in {took:.0f} s"]
+    if first_step is not None:
+        lines[0] += f", the first after {first_step - context.started:.0f} s"
+    if run.step:
+        lines[0] += f"; {last_row['step']} steps in all"
+    first, last = first_row.get("eval/accuracy"), last_row.get("eval/accuracy")
+    if first is not None and last is not None:
+        line = f"accuracy on held-out prompts: {first:.1%} before, {last:.1%} after"
+        teacher = first_row.get("teacher/accuracy")
+        lines.append(line if teacher is None else f"{line}; the teacher has {teacher:.1%}")
+    used = meshes(sessions(run.path))
+    if "then" in used:
+        lines.append(f"mesh: {used}")
+    return [*lines, f"model: {run.path / FINAL}"]

@@ -1,0 +1,79 @@
+"""What all attempts of a run share: what it is about, its notifier, and what asks it to end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from jaxrl.plan import Plan
+from jaxrl.process.interrupt import Interrupt
+from jaxrl.run.job import Job
+from jaxrl.runtime.registry import Registration
+from jaxrl.telemetry.console import Console
+from jaxrl.telemetry.log import RunLog
+
+
+class Notifier:
+    """Prints to the console and, once open, to `log.txt`; what was printed before follows there."""
+
+    def __init__(self, console: Console):
+        self._console = console
+        self._log: RunLog | None = None
+        self._kept: list[str] = []
+        console.on_lost(self.to_log)
+
+    def __call__(self, text: str) -> None:
+        self._console.message(text)
+        self.to_log(text)
+
+    def to_log(self, text: str) -> None:
+        """A message for the log alone."""
+        if self._log is None:
+            self._kept.append(text)
+        else:
+            self._log.write(text)
+
+    @contextmanager
+    def into(self, log: RunLog) -> Iterator[RunLog]:
+        """Inside this block the log is open; it is closed at the end."""
+        with log:
+            for text in self._kept:
+                log.write(text)
+            self._kept, self._log = [], log
+            try:
+                yield log
+            finally:
+                self._log = None
+
+
+class OnStep:
+    """The caller's function of each row. What it raises is kept, and asks the run to end."""
+
+    def __init__(self, function: Callable[[dict[str, Any]], object] | None = None):
+        self._function = function
+        self.error: Exception | None = None
+
+    def __call__(self, row: Mapping[str, Any]) -> None:
+        if self._function is None or self.error is not None:
+            return
+        try:
+            self._function(dict(row))
+        except Exception as error:
+            self.error = error
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """State shared by all attempts of a run."""
+
+    job: Job
+    plan: Plan
+    console: Console
+    notify: Notifier
+    registration: Registration
+    interrupt: Interrupt
+    on_step: OnStep
+    started: float
+    """`time.monotonic` seconds."""

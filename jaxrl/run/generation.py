@@ -1,0 +1,140 @@
+"""Samples completions of prompts with a checkpoint, outside of a run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxrl.checkpoint.source import Model, resolve_model
+from jaxrl.config.schema import Config
+from jaxrl.data.jsonl import JsonlFile
+from jaxrl.data.tokenizer import PromptLike, encode_prompt
+from jaxrl.errors import UserError
+from jaxrl.models import decoder
+from jaxrl.process.compile_cache import enable_compile_cache
+from jaxrl.sampling.engine import Engine, EngineStats, bucket, power_of_two
+from jaxrl.sampling.sampler import SamplingParams
+from jaxrl.sharding.mesh import ensure_devices, role_mesh
+from jaxrl.sharding.placement import Axes
+from jaxrl.types import Completion
+
+MAX_SLOTS = 64
+"""Completions decoded side by side, at most."""
+CACHE_BYTES = 2**31
+"""Bytes of KV cache on a device, at most, beyond one slot for each."""
+
+
+def load_for_sampling(name: str, devices: int, tensor: int, dtype: str) -> Model:
+    """The model, in the layout that sampling wants, on `devices` of which `tensor` share a copy.
+
+    Raises:
+        UserError: there is no such model, or `tensor` does not divide `devices`.
+    """
+    for option, count in (("devices", devices), ("tensor", tensor)):
+        if count < 1:
+            raise UserError(f"--{option} {count} must be at least 1")
+    if devices % tensor:
+        raise UserError(f"--devices {devices} is not a multiple of --tensor {tensor}")
+    source = resolve_model(name)
+    enable_compile_cache(Config.model_fields["compile_cache"].default)
+    visible, mesh = ensure_devices(devices), None
+    if devices > 1:
+        axes = Axes(data=devices // tensor, tensor=tensor)
+        mesh = role_mesh(visible.devices[:devices], axes)
+    return Model(source, source.load(mesh, dtype, "unstacked"), mesh)
+
+
+def sample(
+    model: Model, prompts: Sequence[PromptLike], *, n: int, sampling: SamplingParams, seed: int
+) -> tuple[list[list[Completion]], EngineStats]:
+    """n completions of each prompt, as `jaxrl.generate` gives them, and what they took."""
+    if isinstance(prompts, str):
+        raise UserError(f"prompts={prompts!r}: give a list of prompts, as in [{prompts!r}]")
+    tokenizer = model.tokenizer
+    tokens = [encode_prompt(tokenizer, prompt) for prompt in prompts]
+    if not tokens:
+        return [], EngineStats()
+    engine = _engine(model, max(map(len, tokens)), sampling.max_new_tokens, len(tokens) * n)
+    params = model.params
+    if not isinstance(params["layers"], list):
+        params = decoder.unstack(params)
+    return engine.generate(params, tokens, n=n, sampling=sampling, seed=seed), engine.stats
+
+
+def end_ids_of(model: Model) -> tuple[int, ...]:
+    """The EOS ids of the checkpoint's config; its tokenizer's where there are none."""
+    if model.config.eos_ids:
+        return model.config.eos_ids
+    own = getattr(model.tokenizer, "eos_token_id", None)
+    return () if own is None else (own,)
+
+
+def _engine(model: Model, longest: int, new_tokens: int, samples: int) -> Engine:
+    """An engine whose shapes are rounded up, so that another call like this one compiles
+    nothing."""
+    config, mesh = model.config, model.mesh
+    if longest + new_tokens > config.max_positions:
+        raise UserError(
+            f"a prompt of {longest} tokens and max_new_tokens={new_tokens} exceed the model's"
+            f" {config.max_positions} positions; shorten one of them"
+        )
+    prompt_width = bucket(longest, config.max_positions - new_tokens)
+    new_width = bucket(new_tokens, config.max_positions - prompt_width)
+    itemsize = model.params["norm"]["scale"].dtype.itemsize
+    token_bytes = 2 * config.n_layers * config.n_kv_heads * config.head_dim * itemsize
+    devices = 1 if mesh is None else mesh.size
+    room = devices * CACHE_BYTES // ((prompt_width + new_width) * token_bytes)
+    return Engine(
+        config,
+        mesh,
+        slots=max(1, min(power_of_two(samples), MAX_SLOTS, room)),
+        max_prompt_tokens=prompt_width,
+        max_new_tokens=new_width,
+        tokenizer=model.tokenizer,
+    )
+
+
+def read_prompts(texts: Sequence[str], path: str | None, chat: bool) -> list[PromptLike]:
+    """The texts and the rows of a file; with `chat` each text is a user's turn."""
+    prompts: list[PromptLike] = list(texts)
+    if path is not None:
+        file = JsonlFile(path, label="--prompts")
+        prompts += [file[i].prompt for i in range(len(file))]
+    if not prompts:
+        raise UserError("no prompt: give --prompt TEXT or --prompts FILE.jsonl")
+    if not chat:
+        return prompts
+    return [[{"role": "user", "content": p}] if isinstance(p, str) else p for p in prompts]
+
+
+def rows(
+    prompts: Sequence[PromptLike], completions: Sequence[Sequence[Completion]]
+) -> list[dict[str, Any]]:
+    return [
+        {
+            "messages" if not isinstance(prompt, str) else "prompt": prompt,
+            "completion": completion.text,
+            "finish_reason": completion.finish_reason,
+            "tokens": len(completion.tokens),
+            "logprob": float(completion.logprobs.sum()),
+        }
+        for prompt, several in zip(prompts, completions, strict=True)
+        for completion in several
+    ]
+
+
+def shown(row: dict[str, Any]) -> str:
+    """One of `rows`, for a reader."""
+    prompt = row.get("prompt") or row["messages"][-1]["content"]
+    about = f"{row['finish_reason']}, {row['tokens']} tokens, log-prob {row['logprob']:.2f}"
+    return f"prompt:     {prompt}\ncompletion: {row['completion']}\n[{about}]\n"
+
+
+def write_lines(option: str, path: str | os.PathLike[str], lines: Sequence[str]) -> None:
+    """Writes the file that an option of a command names. Raises UserError."""
+    try:
+        Path(path).expanduser().write_text("".join(f"{x}\n" for x in lines), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{option} {path}: {error.strerror}") from error

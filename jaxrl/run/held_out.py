@@ -1,0 +1,342 @@
+"""Evaluates a checkpoint by itself: the config that it takes, its samples, the table of the result.
+
+The sampling is the rollout role's, and the numbers are those of `run.evaluation`: a run with the
+same keys reports the same of the same weights.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from jaxrl.checkpoint import store
+from jaxrl.checkpoint.source import FINAL, ModelSource
+from jaxrl.config import base as config_base
+from jaxrl.config import keys as config_keys
+from jaxrl.config import yaml_text
+from jaxrl.config.base import Overrides
+from jaxrl.config.schema import Config
+from jaxrl.data.stream import EvalSet
+from jaxrl.errors import UserError
+from jaxrl.models.kernels import CPU
+from jaxrl.plan.scene import Scene
+from jaxrl.process.compile_cache import enable_compile_cache
+from jaxrl.rewards.verifiers import verifier
+from jaxrl.roles.rollout import Sampler
+from jaxrl.run import inputs
+from jaxrl.run.evaluation import Judge, Scores, judged, pass_ks, row_of_scores
+from jaxrl.runtime.worker import Phase, enter
+from jaxrl.sampling.engine import EngineStats
+from jaxrl.sharding.mesh import carve, ensure_devices, verify_arrays
+from jaxrl.sharding.placement import check_visible, place
+from jaxrl.telemetry.metrics import Sample
+from jaxrl.types import Completion
+
+MESH = "rollout=1"
+"""Placement where none is asked for."""
+READ = (
+    *("seed", "mesh", "max_prompt_tokens", "max_new_tokens", "compile_cache", "data"),
+    *("sampling.stop", "rollout", "eval"),
+)
+"""Keys, and sections, that an evaluation reads."""
+UNREAD = ("data.train", "data.weights", "data.shuffle", "eval.every", "eval.teacher")
+"""Keys of those sections that only training reads."""
+PLACEMENT = ("mesh", "rollout.parallel", "rollout.devices")
+"""Keys that belong to the machine, and are not taken over from a run."""
+SLOTS = ("batch_size", "group_size")
+"""Keys of a run that stand for the slots where `rollout.slots` is null."""
+
+PathLike = str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What is evaluated; everything in it fits together, and no weight has been read."""
+
+    config: Config
+    source: ModelSource
+    step: int | None
+    """Batches trained into the weights; None where no run says so."""
+    mesh: Mesh
+    tokenizer: Any
+    end_ids: tuple[int, ...]
+    sets: tuple[EvalSet, ...]
+    judge: Judge
+    notes: tuple[str, ...]
+    """What a reader should know."""
+
+    def run(self) -> tuple[dict[str, Any], list[str]]:
+        """The result of `jaxrl.evaluate`, and every completion as a line of `samples.jsonl`."""
+        groups, speeds = _sample(self)
+        scores = judged(self.sets, groups, self.judge)
+        result = {
+            "model": self.source.name,
+            "path": str(self.source.path),
+            "step": self.step,
+            "metrics": row_of_scores(self.sets, groups, scores),
+            "sets": list(_by_set(self.sets, groups, scores, speeds)),
+            "settings": _values(
+                self.config.model_dump(mode="json"),
+                (key.path for key in config_keys.keys(Config) if _reads(key.path)),
+            ),
+        }
+        prompts = [prompt for held_out in self.sets for prompt in held_out.prompts]
+        step = self.step or 0
+        lines = [
+            Sample.of(prompt, one, step=step, split="eval", policy_version=step, score=score)
+            for prompt, group, marks in zip(prompts, groups, scores, strict=True)
+            for one, score in zip(group, marks, strict=True)
+        ]
+        return result, [json.dumps(asdict(line), ensure_ascii=False) for line in lines]
+
+
+def prepare(
+    source: ModelSource, given: PathLike | Config | None, overrides: Overrides, mesh: str | None
+) -> Evaluation:
+    """All that can be checked before a weight is read.
+
+    Args:
+        given: the config whose keys about evaluation count; None for that of the model's run.
+
+    Raises:
+        UserError: a key is wrong, or model, tokenizer and data do not fit together.
+    """
+    base = _base(source, given)
+    config = _config(source, base, overrides, mesh)
+    tokenizer = inputs.tokenizer_of(source)
+    ends = inputs.end_ids(source, tokenizer)
+    inputs.check_positions(config, config.max_new_tokens, source, f"model {source.name!r}")
+    judge = verifier(config.data.verifier)
+    sets = inputs.held_out_sets(config, inputs.encoder(config, tokenizer, ends))
+    beyond = max(max(prompt.tokens) for held_out in sets for prompt in held_out.prompts)
+    if beyond >= source.config.vocab_size:
+        raise UserError(
+            f"model {source.name!r} has {source.config.vocab_size} tokens, but its tokenizer gives"
+            f" id {beyond}: is it the right tokenizer?"
+        )
+    enable_compile_cache(config.compile_cache)
+    devices, placed = _mesh(source, config)
+    config = config.with_dtypes(devices.devices.flat[0].platform)
+    notes = (*placed, *inputs.held_out_notes(config, sets, judge))
+    step = _step(source, base)
+    return Evaluation(config, source, step, devices, tokenizer, ends, sets, judge, notes)
+
+
+def _base(source: ModelSource, config: PathLike | Config | None) -> dict[str, Any]:
+    """The keys that the overrides go on top of."""
+    if isinstance(config, Config):
+        return config.model_dump(mode="json")
+    path = _run_config(source) if config is None else Path(config).expanduser()
+    if path is None:
+        return {}
+    mapping = config_base.read(path)
+    config_keys.refuse_unknown(Config, mapping)
+    return mapping
+
+
+def _run_config(source: ModelSource) -> Path | None:
+    """The config of the run that wrote this model; None where no run did."""
+    place = source.path.resolve()
+    folder = place.parent if place.name == FINAL else place
+    if folder == place and not (place / store.MANIFEST).is_file():
+        return None
+    return folder / store.CONFIG if (folder / store.CONFIG).is_file() else None
+
+
+def _step(source: ModelSource, base: Mapping[str, Any]) -> int | None:
+    place = source.path.resolve()
+    if place.parent.name == store.FOLDER and place.name.isdigit():
+        return int(place.name)
+    saved = store.folders(place.parent) if place.name == FINAL else []
+    # A run that was given more steps, and did not reach them, still has its earlier final model.
+    ended = bool(saved) and int(saved[0].name) == base.get("steps")
+    return int(saved[0].name) if ended else None
+
+
+def _config(
+    source: ModelSource, base: Mapping[str, Any], overrides: Overrides, mesh: str | None
+) -> Config:
+    """The config of an evaluation: what only training reads keeps its defaults."""
+    if isinstance(overrides, str):
+        raise UserError(f"overrides is a list of key=value strings, got {overrides!r}")
+    given = dict(yaml_text.assignments(overrides, tuple(config_keys.mappings(Config))))
+    known = [key.path for key in config_keys.keys(Config)]
+    for key in given:
+        if key in known and not _reads(key):  # the config refuses unknown ones
+            meant = f"eval.{key.rpartition('.')[2]}"
+            hint = f" (did you mean {meant}?)" if meant in known and _reads(meant) else ""
+            keys = ", ".join(READ)
+            raise UserError(f"{key} has no part in an evaluation{hint}; keys that have: {keys}")
+    # `data.train` is a required key, which nothing here opens.
+    values = {"mesh": MESH, "data.train": "arithmetic"}
+    values |= _values(base, [k for k in known if _reads(k) and not _within(k, PLACEMENT)])
+    mapping = yaml_text.assign({}, values | _values(base, SLOTS) | given)
+    if mesh is not None:
+        mapping["mesh"] = mesh
+    config = Config.parse(mapping | {"student": {"model": source.name}, "algorithm": "sft"})
+    if config.data.eval is None:
+        raise UserError(
+            f"nothing to evaluate on: give data.eval=SOURCE, or --config FILE.yaml; model"
+            f" {source.name!r} is of no run that names a data.eval"
+        )
+    longest = config.eval.max_new_tokens or config.max_new_tokens
+    return config.model_copy(update={"max_new_tokens": longest})
+
+
+def _within(key: str, names: Sequence[str]) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in names)
+
+
+def _reads(key: str) -> bool:
+    """Whether an evaluation reads the key."""
+    return _within(key, READ) and key not in UNREAD
+
+
+def _values(mapping: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    """Dotted key -> its value in nested sections, of the keys that are there."""
+    found: dict[str, Any] = {}
+    for key in keys:
+        *sections, last = key.split(".")
+        here: Any = mapping
+        for name in sections:
+            here = {} if here.get(name) is None else here[name]
+            if not isinstance(here, Mapping):
+                raise UserError(f"the config has {here!r} where a section of keys belongs")
+        if last in here:
+            found[key] = here[last]
+    return found
+
+
+def _mesh(source: ModelSource, config: Config) -> tuple[Mesh, list[str]]:
+    """The mesh of the role that samples, and what to say of it."""
+    placement = place(config.mesh, ("rollout",), {"rollout": config.rollout.devices})
+    seen = ensure_devices(placement.n_devices)
+    placement = check_visible(placement, len(seen.devices))
+    limits = (None,) * len(placement.pools)
+    axes = Scene(placement, ("rollout",), source.config, None, limits, CPU).axes(config)
+    model, dtype = source.config, config.with_dtypes(seen.devices[0].platform).rollout.dtype
+    about = (
+        f"{source.name}: {model.family}, {model.n_params:,} parameters, {dtype},"
+        f" on {axes['rollout']}"
+    )
+    mesh = carve(seen.devices, placement, axes)["rollout"]
+    return mesh, [about, *filter(None, [seen.note]), *placement.notes]
+
+
+def _sample(job: Evaluation) -> tuple[list[list[Completion]], list[EngineStats]]:
+    """The samples of all prompts, set by set, and what each set took."""
+    sampler = _sampler(job)
+    working = Phase()
+    enter(working, lambda: False)
+    groups, speeds = [], []
+    # A notebook says that it shows colours, which is no terminal.
+    terminal = Console(stderr=True, force_jupyter=False, force_terminal=sys.stderr.isatty())
+    with terminal.status(_Progress(working)):
+        for held_out in job.sets:
+            working.name = held_out.name or "data.eval"
+            groups += sampler.sample(held_out.prompts)
+            speeds.append(sampler.engine.stats)
+    return groups, speeds
+
+
+def _sampler(job: Evaluation) -> Sampler:
+    """The rollout role with the checkpoint's weights."""
+    config, mesh = job.config, job.mesh
+    params = job.source.load(mesh, jnp.dtype(config.rollout.dtype), "unstacked")
+    verify_arrays("rollout", params, mesh)
+    wanted = max(len(held_out.prompts) for held_out in job.sets) * config.eval.samples
+    return Sampler(
+        config,
+        job.source.config,
+        mesh,
+        slots=config.rollout.slots or min(config.batch_size * config.group_size, wanted),
+        tokenizer=job.tokenizer,
+        pad_id=inputs.pad_id(job.source, job.end_ids),
+        eos_ids=job.end_ids,
+        row_multiple=mesh.shape["data"] * mesh.shape["fsdp"],
+        vocab_size=job.source.config.vocab_size,
+        params=params,
+    )
+
+
+@dataclass(frozen=True)
+class _Progress:
+    """How far the sampling is, at each look; shown on a terminal alone."""
+
+    phase: Phase
+
+    def __rich__(self) -> str:
+        return f"{self.phase.name.partition(', version')[0]}: {self.phase.detail}"
+
+
+def _by_set(
+    sets: Sequence[EvalSet],
+    groups: Sequence[Sequence[Completion]],
+    scores: Scores,
+    speeds: Sequence[EngineStats],
+) -> Iterator[dict[str, Any]]:
+    """Of each set its metrics, without `eval/`, and its prompts and speed."""
+    start = 0
+    for held_out, stats in zip(sets, speeds, strict=True):
+        mine = slice(start, start + len(held_out.prompts))
+        row = row_of_scores([replace(held_out, name="")], groups[mine], scores[mine])
+        yield {
+            "name": held_out.name,
+            "prompts": len(held_out.prompts),
+            "dropped": held_out.dropped,
+            "samples": len(groups[start]),
+            **{name.removeprefix("eval/"): value for name, value in row.items()},
+            "tokens": stats.generated_tokens,
+            "seconds": stats.seconds,
+            "tokens_per_second": stats.tokens_per_second,
+        }
+        start = mine.stop
+
+
+def table(result: Mapping[str, Any]) -> Table:
+    """mean@k and each pass@k of every set and, where there are several, of all; 80 columns wide."""
+    shown = Table(box=SIMPLE_HEAD, show_edge=False, padding=0, collapse_padding=True)
+    shown.add_column("set", min_width=9, overflow="fold")
+    for heading in ("prompts", "", "95% interval", "tokens", "cut", "unjudged", "tokens/s"):
+        shown.add_column(heading, justify="right", no_wrap=True)
+    sets = result["sets"]
+    for row in sets:
+        _add_rows(shown, row["name"] or "data.eval", row)
+    if len(sets) > 1:
+        whole = {name.removeprefix("eval/"): value for name, value in result["metrics"].items()}
+        whole |= {name: sum(row[name] for row in sets) for name in ("prompts", "tokens")}
+        whole["tokens_per_second"] = whole["tokens"] / sum(row["seconds"] for row in sets)
+        _add_rows(shown, "mean", whole | {"samples": sets[0]["samples"]})
+    return shown
+
+
+def _add_rows(shown: Table, name: str, row: Mapping[str, Any]) -> None:
+    """One line for each value; what is the same for all stands in the first."""
+    k = row["samples"]
+    about = (
+        f"{row['mean_completion_tokens']:.1f}",
+        f"{row['truncated_fraction']:.1%}",
+        f"{row['unjudged']:.0f}",
+        f"{row['tokens_per_second']:,.0f}",
+    )
+    shown.add_row(name, str(row["prompts"]), f"mean@{k}", _cell(row, "accuracy"), *about)
+    for n in pass_ks(k):
+        shown.add_row("", "", f"pass@{n}", _cell(row, f"pass@{n}"))
+
+
+def _cell(row: Mapping[str, Any], name: str) -> str:
+    """Per cent, with the interval."""
+    if name not in row:
+        return "not judged"
+    return f"{row[name]:.1%} [{100 * row[f'{name}_low']:.1f}, {100 * row[f'{name}_high']:.1f}]"

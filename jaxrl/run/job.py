@@ -1,0 +1,240 @@
+"""What a run is about, before any weight is read: models, tokenizers and data that fit together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from jaxrl.algorithms.methods import method_of
+from jaxrl.algorithms.objective import configured_correction, objective_notes
+from jaxrl.checkpoint.source import ModelSource, resolve_model
+from jaxrl.config.schema import Config
+from jaxrl.data.source import Split, open_source
+from jaxrl.data.stream import EvalSet, PromptStream
+from jaxrl.data.tokenizer import check_same_prompts, check_same_vocabulary, decode
+from jaxrl.errors import UserError, user_input
+from jaxrl.models.encoder_config import find_folder, read_encoder
+from jaxrl.models.kernels import Target
+from jaxrl.plan import without_weights
+from jaxrl.rewards.scoring import RewardFunctions
+from jaxrl.rewards.verifiers import Verifier, verifier
+from jaxrl.roles.remote_teacher import check_remote, check_remote_prompts, remote_info
+from jaxrl.roles.reward_model import open_reward
+from jaxrl.run.inputs import (
+    check_positions,
+    encoder,
+    end_ids,
+    held_out_notes,
+    held_out_sets,
+    keys,
+    pad_id,
+    tokenizer_of,
+)
+from jaxrl.sharding.placement import Axes
+from jaxrl.types import Prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What a worker makes its roles from. It can be pickled: models are named, not loaded."""
+
+    config: Config
+    student: ModelSource
+    teacher: ModelSource | None
+    """None where there is none, or it runs elsewhere (`teacher.address`)."""
+    tokenizer: Any
+    vocab_size: int
+    """Tokens that student and teacher share."""
+    eos_ids: tuple[int, ...]
+    pad_id: int
+    teacher_samples: bool
+    """The teacher generates, for the student to learn from or for its own accuracy."""
+    opens_thought: bool
+    """The prompts end inside a thought: the chat template opens `<think>`."""
+    given: Mapping[str, bytes] = field(default_factory=dict)
+    """Reward functions from Python, pickled, by their entries in `reward.functions`."""
+    row_multiple: int = 1
+    """Rows of a batch are a multiple of this: every mesh divides them."""
+    run_dir: Path = Path()
+    restore: Path | None = None
+    """The checkpoint that the actor resumes from."""
+
+    def packing(self, target: Target) -> dict[str, Any]:
+        """How prompts and completions become arrays for the devices of a run: arguments of
+        `make_rollout`.
+        """
+        return {
+            "pad_id": self.pad_id,
+            "max_prompt_tokens": self.config.max_prompt_tokens,
+            "max_new_tokens": self.config.max_new_tokens,
+            "row_multiple": self.row_multiple,
+            "width_multiple": target.width_multiple,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job(Setup):
+    """The whole run: with its data, which stay in this process."""
+
+    train: PromptStream
+    held_out: tuple[EvalSet, ...]
+    judge: Verifier
+    notes: tuple[str, ...] = ()
+    """What could not be checked."""
+
+    @property
+    def held_out_prompts(self) -> tuple[Prompt, ...]:
+        """Those of all sets, one after the other."""
+        return tuple(prompt for one in self.held_out for prompt in one.prompts)
+
+    def for_workers(
+        self, axes: Mapping[str, Axes], run_dir: Path, restore: Path | None = None
+    ) -> Setup:
+        """What workers need of it, once meshes and folder are known."""
+        kept = {one.name: getattr(self, one.name) for one in fields(Setup)}
+        multiple = math.lcm(*(sizes.data * sizes.fsdp for sizes in axes.values()))
+        return replace(Setup(**kept), row_multiple=multiple, run_dir=run_dir, restore=restore)
+
+    def data_notes(self) -> list[str]:
+        """What a reader should know of the data: sizes, and prompts that were left out or cut."""
+        limit = self.config.max_prompt_tokens
+        first = f"data.train: {self.train.epoch_prompts} prompts"
+        if self.train.dropped:
+            first += f"; {self.train.dropped} are longer than max_prompt_tokens={limit}: left out"
+        if self.train.cut:
+            first += f"; {self.train.cut} are longer than max_prompt_tokens={limit}: cut"
+        return [first, *held_out_notes(self.config, self.held_out, self.judge), *self.notes]
+
+
+def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
+    """Reads configs, tokenizers and data. Raises UserError for what does not fit together.
+
+    Args:
+        given: reward functions from Python (`rewards.callables.bind`).
+    """
+    student = resolve_model(config.student.model)
+    teacher = None if config.teacher.model is None else resolve_model(config.teacher.model)
+    tokenizer = tokenizer_of(student)
+    vocab_size = student.config.vocab_size
+    theirs = None
+    if teacher is not None:
+        theirs = tokenizer_of(teacher)
+        vocab_size = check_same_vocabulary(
+            tokenizer,
+            theirs,
+            student.config.vocab_size,
+            teacher.config.vocab_size,
+            student.config.eos_ids,
+            teacher.config.eos_ids,
+        )
+    remote = None if config.teacher.address is None else remote_info(config)
+    if remote is not None:
+        vocab_size = check_remote(config, remote, tokenizer, student.config)
+    _check_sizes(config, student, teacher, vocab_size)
+    eos_ids = end_ids(student, tokenizer)
+    d, encode = config.data, encoder(config, tokenizer, eos_ids)
+    source = open_source(d.train, config.seed, "train", keys(config))
+    train = PromptStream(
+        source, encode, config.batch_size, config.seed, d.shuffle, weights=d.weights
+    )
+    if method_of(config).reads_completions(config):
+        train.check_completions()
+    held_out = held_out_sets(config, encode)
+    prompts = [*train.batch(0), *(prompt for one in held_out for prompt in one.prompts)]
+    notes: list[str | None] = []
+    if config.learns_from_rewards:
+        notes += _check_rewards(config, train, given or {})
+    if theirs is not None:
+        check_same_prompts(tokenizer, theirs, prompts)
+    if remote is not None:
+        notes.append(check_remote_prompts(config, remote, tokenizer, prompts, vocab_size))
+        if config.eval.teacher and held_out:
+            where = config.teacher.address
+            notes.append(f"the teacher at {where} only scores: its own accuracy is not evaluated")
+    samples = config.distill.seq_kd or (config.eval.teacher and bool(held_out))
+    return Job(
+        config=config,
+        student=student,
+        teacher=teacher,
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        eos_ids=eos_ids,
+        pad_id=pad_id(student, eos_ids),
+        teacher_samples=teacher is not None and samples,
+        opens_thought=decode(tokenizer, prompts[0].tokens).rstrip().endswith("<think>"),
+        given=given or {},
+        train=train,
+        held_out=held_out,
+        judge=verifier(config.data.verifier),
+        notes=tuple(filter(None, notes)),
+    )
+
+
+def check_job(config: Config, given: Mapping[str, bytes]) -> None:
+    """Raises the UserError that `make_job` would. Of models that have no weights here, as in a plan
+    for another machine, only `config.json` is known: data and reward functions are checked alone.
+    """
+    if not without_weights(config):
+        make_job(config, given)
+        return
+    for label, sources, split in _data_sources(config):
+        open_source(sources, config.seed, split, keys(config), label)
+    if config.learns_from_rewards:
+        with user_input("policy"):
+            configured_correction(config)
+        with reward_functions(config, given) as rewards:
+            rewards.pool.signatures()
+
+
+def reward_functions(config: Config, given: Mapping[str, bytes]) -> RewardFunctions:
+    startup_s = config.deadlines.startup
+    return RewardFunctions(config.rewards, config.max_new_tokens, startup_s, given)
+
+
+def _data_sources(config: Config) -> Iterator[tuple[str, Sequence[str], Split]]:
+    """Key, sources and split of all that a run reads."""
+    d = config.data
+    yield "data.train", d.train, "train"
+    if d.few_shot is not None:
+        yield "data.few_shot", d.few_shot, "train"
+    if isinstance(d.eval, dict):
+        for name, sources in d.eval.items():
+            yield f"data.eval.{name}", sources, "eval"
+    elif d.eval is not None:
+        yield "data.eval", d.eval, "eval"
+
+
+def _check_rewards(config: Config, train: PromptStream, given: Mapping[str, bytes]) -> list[str]:
+    """Everything about the rewards that would otherwise fail after the first sampling."""
+    notes: list[str] = []
+    with user_input("policy"):
+        configured_correction(config)
+        if config.spec.loss is not None:
+            notes = objective_notes(config)
+    with reward_functions(config, given) as rewards:
+        rewards.check(train.batch(0))
+    if config.reward.model is not None:
+        open_reward(config.reward.model)
+    if config.grouper.model is not None and config.policy.advantages == "similarity":
+        read_encoder(find_folder(config.grouper.model))
+    return notes
+
+
+def _check_sizes(
+    config: Config, student: ModelSource, teacher: ModelSource | None, vocab_size: int
+) -> None:
+    """Widths against the models' positions, and top-k against their vocabulary."""
+    longest = max(config.max_new_tokens, config.eval.max_new_tokens or 0)
+    for role, source in (("student", student), ("teacher", teacher)):
+        if source is not None:
+            check_positions(config, longest, source, f"{role}.model")
+    d = config.distill
+    asked = {"distill.top_k": d.top_k} if d.signal in ("topk", "student_topk") else {}
+    if d.entropy_aware:
+        asked["distill.entropy_top_k"] = d.entropy_top_k
+    for key, k in asked.items():
+        if teacher is not None and k > vocab_size:
+            raise UserError(f"{key}={k} exceeds the vocabulary: it has {vocab_size} tokens")
