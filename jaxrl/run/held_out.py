@@ -30,7 +30,7 @@ from jaxrl.config.schema import Config
 from jaxrl.data.stream import EvalSet
 from jaxrl.errors import UserError
 from jaxrl.models.kernels import CPU
-from jaxrl.plan.scene import Scene
+from jaxrl.plan.inputs import PlanInputs
 from jaxrl.process.compile_cache import enable_compile_cache
 from jaxrl.rewards.verifiers import verifier
 from jaxrl.roles.rollout import Sampler
@@ -170,7 +170,7 @@ def _config(
     """The config of an evaluation: what only training reads keeps its defaults."""
     if isinstance(overrides, str):
         raise UserError(f"overrides is a list of key=value strings, got {overrides!r}")
-    given = dict(yaml_text.assignments(overrides, tuple(config_keys.mappings(Config))))
+    given = dict(yaml_text.assignments(overrides, config_keys.mappings(Config)))
     known = [key.path for key in config_keys.keys(Config)]
     for key in given:
         if key in known and not _reads(key):  # the config refuses unknown ones
@@ -224,7 +224,7 @@ def _mesh(source: ModelSource, config: Config) -> tuple[Mesh, list[str]]:
     seen = ensure_devices(placement.n_devices)
     placement = check_visible(placement, len(seen.devices))
     limits = (None,) * len(placement.pools)
-    axes = Scene(placement, ("rollout",), source.config, None, limits, CPU).axes(config)
+    axes = PlanInputs(placement, ("rollout",), source.config, None, limits, CPU).axes(config)
     model, dtype = source.config, config.with_dtypes(seen.devices[0].platform).rollout.dtype
     about = (
         f"{source.name}: {model.family}, {model.n_params:,} parameters, {dtype},"

@@ -21,7 +21,6 @@ from jaxrl.models.kernels import Target
 from jaxrl.plan import without_weights
 from jaxrl.rewards.scoring import RewardFunctions
 from jaxrl.rewards.verifiers import Verifier, verifier
-from jaxrl.roles.remote_teacher import check_remote, check_remote_prompts, remote_info
 from jaxrl.roles.reward_model import open_reward
 from jaxrl.run.inputs import (
     check_positions,
@@ -34,6 +33,7 @@ from jaxrl.run.inputs import (
     tokenizer_of,
 )
 from jaxrl.sharding.placement import Axes
+from jaxrl.teacher.remote import check_remote, check_remote_prompts, remote_info
 from jaxrl.types import Prompt
 
 

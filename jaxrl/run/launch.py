@@ -19,13 +19,12 @@ from jaxrl.config.schema import Config
 from jaxrl.models.decoder import Layout
 from jaxrl.models.rules import param_shardings
 from jaxrl.plan import Plan
-from jaxrl.plan.scene import TEMPLATE_TOKENS
+from jaxrl.plan.roles import TEMPLATE_TOKENS
 from jaxrl.process.compile_cache import enable_compile_cache
 from jaxrl.process.xla_flags import worker_environment
 from jaxrl.roles.actor import Actor
 from jaxrl.roles.grouper import Grouper
 from jaxrl.roles.reference import Reference
-from jaxrl.roles.remote_teacher import RemoteTeacher, remote_head
 from jaxrl.roles.reward import Reward, RewardModel
 from jaxrl.roles.reward_model import open_reward
 from jaxrl.roles.rollout import Sampler
@@ -45,6 +44,7 @@ from jaxrl.sharding.mesh import (
 )
 from jaxrl.sharding.placement import Axes, Placement, device_list, parse
 from jaxrl.sharding.reshard import put
+from jaxrl.teacher.remote import RemoteTeacher, remote_head
 
 Log = Callable[[str], None]
 STOP_S = 10.0
