@@ -27,11 +27,12 @@ BOUNDED = {
     ("checkpoint/writer.py", "self._queue.get()"): QUEUE,
     ("devices.py", "captured.get()"): "rich's captured text: no wait",
     ("run/launch.py", "started.result()"): CALLS,
-    ("run/loop.py", "future.result()"): ENDED,
+    ("run/attempt.py", "exported.result()"): CALLS,
+    ("run/calls.py", "future.result()"): CALLS,
     ("profile/traces.py", "future.result()"): CALLS,
-    ("profile/traces.py", "told.result()"): CALLS,
     ("run/reporting.py", "future.result()"): CALLS,
-    ("run/reporting.py", "told.result()"): ENDED,
+    ("run/reporting.py", "futures['score.reward'].result()"): ENDED,
+    ("run/reporting.py", "futures[key].result()"): ENDED,
     ("rewards/pool.py", "self._closing.wait()"): "a daemon thread that waits for `close`",
     ("rewards/pool.py", "self._idle.get()"): SCORES,
     ("rewards/pool.py", "self._signatures.result()"): "a process loads within its start-up limit",
@@ -42,7 +43,7 @@ BOUNDED = {
     ("runtime/ray/calls.py", "value.result()"): "the driver's own value, which is there",
     ("runtime/ray/crew.py", "self._tender.join()"): "it waits JOIN_S for each thread",
     ("runtime/ray/tend.py", "told.result()"): ENDED,
-    ("train.py", "exported.result()"): CALLS,
+    ("telemetry/trackers.py", "self._waiting.get()"): QUEUE,
 }
 """File and call -> why it ends."""
 

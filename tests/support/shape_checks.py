@@ -12,8 +12,9 @@ from typing import Any
 from jaxtyping import install_import_hook
 
 MODULES = (
-    "jaxrl.losses",
-    "jaxrl.losses.masked",
+    *(f"jaxrl.losses.{name}" for name in ("aggregation", "chunked", "correction", "distill")),
+    *(f"jaxrl.losses.{name}" for name in ("divergence", "head", "kl", "layout", "masked")),
+    *(f"jaxrl.losses.{name}" for name in ("policy", "vocabulary")),
     "jaxrl.algorithms.advantages",
     "jaxrl.algorithms.signals",
     "jaxrl.models.decoder",
