@@ -15,14 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl.algorithms.objective import policy_metrics, policy_objective
+from jaxrl.algorithms.objective import policy_metrics, policy_objective, ratios
 from jaxrl.algorithms.refill import refilled
 from jaxrl.algorithms.sampled_batch import prepare_rewarded
 from jaxrl.algorithms.signals import Projection, completion_hidden, completion_tokens, distill_loss
 from jaxrl.algorithms.sources import Sources
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
-from jaxrl.losses.aggregation import ratios
 from jaxrl.losses.algorithm_table import LearnsFrom
 from jaxrl.losses.head import logprobs_from_hidden
 from jaxrl.losses.masked import masked_count, masked_sum

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from jaxrl.algorithms.advantages import MAX_OPD_GAP, opd_advantages, opd_gap
 from jaxrl.algorithms.signals import Projection, completion_tokens, distill_loss, entropy_aware_loss
 from jaxrl.config.schema import Config
-from jaxrl.losses.aggregation import Aggregation, ratios, token_mean, token_metric
+from jaxrl.losses.aggregation import Aggregation, token_mean, token_metric
 from jaxrl.losses.correction import (
     Correction,
     NoCorrection,
@@ -192,3 +192,9 @@ def policy_metrics(sums: Mapping[str, Any], maxima: Mapping[str, Any]) -> dict[s
     largest = {name.removeprefix("policy/"): value for name, value in maxima.items()}
     told = {f"policy/{name}": value for name, value in diagnostics(gap, largest).items()}
     return ratios(rest, {}) | told
+
+
+def ratios(sums: Mapping[str, Any], maxima: Mapping[str, Any]) -> dict[str, float]:
+    """Each sum by its count, 0 where nothing counted: the usual `Finish`."""
+    metrics = {name: total / count if count else 0.0 for name, (total, count) in sums.items()}
+    return metrics | dict(maxima)

@@ -83,9 +83,3 @@ def mean_over_tokens(x: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[
 def token_metric(x: Array, mask: Bool[Array, "B T"]) -> SumCount:
     """(sum, tokens) of a value that carries no gradient."""
     return token_mean(jax.lax.stop_gradient(x).astype(jnp.float32), mask)
-
-
-def ratios(sums: Mapping[str, Any], maxima: Mapping[str, Any]) -> dict[str, float]:
-    """Each sum by its count, 0 where nothing counted: the usual `Finish`."""
-    told = {name: total / count if count else 0.0 for name, (total, count) in sums.items()}
-    return told | dict(maxima)

@@ -191,6 +191,9 @@ ENDS = {"raise": "struck in {}", "memory": "{} ran out of memory on cpu:0"}
 """What ends a run, and how the error says it."""
 LIMITS = ["deadlines.score=10", "ray.max_restarts=2"]
 """Fewer restarts than strikes: only what a run achieves between them lets it reach its end."""
+FEW = "mesh=actor=2,rollout=1,teacher=1"
+FEW_REWARDED = "mesh=actor+rollout=1,reference+reward+grouper=1"
+"""Programs of one device are compiled once, not again by each process that is restarted."""
 
 
 def is_undisturbed(result, expected, strikes, told, tmp_path):
@@ -208,10 +211,10 @@ def test_a_distillation_survives_its_workers_and_its_cluster(
 ):
     """One run, struck six times: two workers killed, one stopped, the actor killed, the cluster's
     raylet stopped and its GCS killed."""
-    expected = undisturbed("serial", "steps=6")
+    expected = undisturbed("serial", "steps=6", FEW)
     for strike in DISTILLED_STRIKES:
         ask_for(tmp_path, strike)
-    result = run(models, tmp_path / "run", "launcher=ray", "steps=6", *LIMITS)
+    result = run(models, tmp_path / "run", "launcher=ray", "steps=6", FEW, *LIMITS)
     told = capsys.readouterr().out
     is_undisturbed(result, expected, DISTILLED_STRIKES, told, tmp_path)
 
@@ -220,7 +223,7 @@ def test_frozen_lazy_and_offloaded_roles_are_struck(
     models, rewarded, cluster, tmp_path, undisturbed, capsys
 ):
     """One run that learns from rewards, struck five times; an exception ends it, and it resumes."""
-    learned = [*rewarded, "steps=6"]
+    learned = [*rewarded, "steps=6", FEW_REWARDED]
     expected = undisturbed("serial", *learned)
     for strike in (*REWARDED_STRIKES, LAST):
         ask_for(tmp_path, strike)

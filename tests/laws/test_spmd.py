@@ -187,6 +187,7 @@ def state(one: Actor) -> Any:
 def spawned(count: int, devices: int, *arguments: Any) -> Iterator[Callable[[], list[Any]]]:
     """Starts `count` processes of some emulated devices; gives the wait for what they tell."""
     folder, here = Path(arguments[1]), Path(__file__)
+    tests = here.parents[1]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -196,7 +197,7 @@ def spawned(count: int, devices: int, *arguments: Any) -> Iterator[Callable[[], 
         "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        "PYTHONPATH": os.pathsep.join(map(str, (here.parents[2], here.parents[1] / "support"))),
+        "PYTHONPATH": os.pathsep.join(map(str, (tests.parent, tests, tests / "support"))),
     }
     processes: list[subprocess.Popen[bytes]] = []
     end = time.monotonic() + DEADLINE_S
