@@ -185,7 +185,7 @@ Loss = Callable[
 ]
 """(parameters, frozen arrays, micro-batch, totals of the update) -> ((loss sum, count), metrics as
 (sum, count), metrics of which the largest counts); differentiable sum. A metric whose sum and count
-are [b], one for each row, is told of each row too.
+are [b], one for each row, is also reported per row.
 """
 Prepare = Callable[[Rollout, Mapping[str, Any]], tuple[TrainBatch, dict[str, float]]]
 """(rollout, what each scorer said of it) -> what is trained on, on the host or on its way; and what

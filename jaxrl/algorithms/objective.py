@@ -161,19 +161,19 @@ def policy_objective(config: Config, mesh: Mesh, vocab_size: int) -> Evaluate:
         if p.entropy_coef > 0:
             total, _ = entropy_term(entropy, mask, aggregation=objective.aggregation)
             loss += p.entropy_coef * _mean(total, objective.aggregation, totals)
-        told = {f"policy/{name}": pair for name, pair in metrics.items()}
+        reported = {f"policy/{name}": pair for name, pair in metrics.items()}
         if config.distill_weight > 0:
             total, _, more = distill_loss(projection, hidden, kernel, batch, frozen)
             loss += config.distill_weight * total / totals.tokens
-            told |= {f"distill/{name}": pair for name, pair in more.items()}
+            reported |= {f"distill/{name}": pair for name, pair in more.items()}
         elif p.opd_coef > 0 and config.distill.entropy_aware:
             total, _, more = entropy_aware_loss(projection, hidden, kernel, batch)
             loss += config.policy_weight * p.opd_coef * total / totals.tokens
-            told |= {f"distill/{name}": pair for name, pair in more.items()}
+            reported |= {f"distill/{name}": pair for name, pair in more.items()}
         # The actor divides by the sum of the counts, which is totals.tokens.
         pair = (loss * totals.tokens, batch.sequences.loss_mask.sum(dtype=loss.dtype))
         maxima = {f"policy/{name}": value for name, value in corrected.maxima.items()}
-        return pair, told, maxima
+        return pair, reported, maxima
 
     return evaluate
 
@@ -190,8 +190,8 @@ def policy_metrics(sums: Mapping[str, Any], maxima: Mapping[str, Any]) -> dict[s
     gap = {k: pair for k, pair in plain.items() if k.startswith(("mismatch_", "correction_"))}
     rest = {k: pair for k, pair in sums.items() if k.removeprefix("policy/") not in gap}
     largest = {name.removeprefix("policy/"): value for name, value in maxima.items()}
-    told = {f"policy/{name}": value for name, value in diagnostics(gap, largest).items()}
-    return ratios(rest, {}) | told
+    reported = {f"policy/{name}": value for name, value in diagnostics(gap, largest).items()}
+    return ratios(rest, {}) | reported
 
 
 def ratios(sums: Mapping[str, Any], maxima: Mapping[str, Any]) -> dict[str, float]:

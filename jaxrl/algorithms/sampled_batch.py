@@ -36,9 +36,9 @@ def prepare_rewarded(config: Config) -> Prepare:
             penalty = _reward_kl(config, rollout, reference)
             rewards = rewards - config.policy.reward_kl_coef * penalty
             metrics["reward/kl"] = float(penalty[: len(rollout.completions)].mean())
-        advantages, told = _advantages(config, rollout, rewards, scores)
+        advantages, reported = _advantages(config, rollout, rewards, scores)
         selection = select_groups(report.task, rollout.group_ids)  # before penalties
-        metrics |= told | {f"policy/{name}": float(n) for name, n in selection.dropped.items()}
+        metrics |= reported | {f"policy/{name}": float(n) for name, n in selection.dropped.items()}
         keep = np.ones(len(rewards), bool)
         if config.dynamic_sampling != "off":
             keep = selection.keep
@@ -81,11 +81,11 @@ def _advantages(
         options=_similarity(config),
         texts=(*embedded.texts, *[None] * extra),
     )
-    told = {
+    reported = {
         f"similarity/{name}": float(a) / max(float(n), 1)
         for name, (a, n) in grouped.metrics.items()
     }
-    return grouped.advantages, told
+    return grouped.advantages, reported
 
 
 def _scales_by_std(config: Config) -> bool:

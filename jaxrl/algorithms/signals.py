@@ -121,8 +121,8 @@ def _ship_sampled(
     p: Projection, hidden: Array, kernel: Array, sequences: Sequences, *_: Any
 ) -> Fields:
     tokens = completion_tokens(sequences)
-    told = logprobs_from_hidden(hidden, kernel, tokens, v=p.vocab_size, **p.options)
-    return {"token_logprobs": told}
+    logprobs = logprobs_from_hidden(hidden, kernel, tokens, v=p.vocab_size, **p.options)
+    return {"token_logprobs": logprobs}
 
 
 SHIPPERS: dict[str, Callable[..., Fields]] = {

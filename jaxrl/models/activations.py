@@ -153,19 +153,19 @@ class Pass:
         """Bytes alive while one block runs that will be differentiated."""
         return self._fullest(FORWARD[remat]) + self.layer + self.mask
 
-    def forward(self, stacked: bool, told: bool = False) -> int:
+    def forward(self, stacked: bool, reported: bool = False) -> int:
         """Bytes alive while one block runs without a backward pass.
 
         A scan over stacked layers copies each layer's weights (of the MLP's three one is left where
         it needs most), and `fsdp` gathers them; layer after layer they are read in place.
 
         Args:
-            told: the vocabulary is read after the last layer: there XLA packs the scores of layer
+            reported: the vocabulary is read after the last layer: there XLA packs the scores of layer
                 after layer into three places where two would do.
         """
         if not stacked:
             mlp, attention, rotary = (self.blocks.times(counts) for counts in UNROLLED)
-            third = self.blocks.times(SPREAD) if told else self.spread
+            third = self.blocks.times(SPREAD) if reported else self.spread
             return max(mlp, attention + third, rotary) + self.mask
         mlp, attention = (self.blocks.times(counts) for counts in SCAN)
         return max(mlp + self.layer // 3, attention + self.spread + self.layer) + self.mask

@@ -87,7 +87,7 @@ def run_batches(
 
     Args:
         leading: arguments of `run` before the tokens.
-        progress: told how far it is, before each batch.
+        progress: called with how far it is, before each batch.
     """
     distinct = list(dict.fromkeys(map(tuple, sequences)))
     shards = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]

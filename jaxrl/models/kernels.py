@@ -49,10 +49,10 @@ def target_of(devices: Iterable[Any]) -> Target:
 def _target(device: Any) -> Target:
     if device.platform not in GPU:
         return Target(device.platform)
-    told = getattr(device, "compute_capability", None)
-    if told is None:
+    reported = getattr(device, "compute_capability", None)
+    if reported is None:
         return UNKNOWN_GPU
-    numbers = re.fullmatch(r"(\d+)\.(\d+)", str(told))  # AMD's are of another form
+    numbers = re.fullmatch(r"(\d+)\.(\d+)", str(reported))  # AMD's are of another form
     return Target("gpu", numbers and (int(numbers[1]), int(numbers[2])))
 
 

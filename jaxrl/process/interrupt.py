@@ -77,12 +77,12 @@ class Interrupt:
             raise Interrupted("interrupted")
         self._was_asked = True
         signal.setitimer(signal.ITIMER_REAL, self.seconds)
-        told = (
+        reported = (
             f"\n{signal.Signals(number).name}: finishing the update that runs and saving, for at"
             f" most {self.seconds:g} s; once more ends at once\n"
         )
         with suppress(OSError):  # the terminal may be what has gone
-            os.write(2, told.encode())  # print is not safe in a signal handler
+            os.write(2, reported.encode())  # print is not safe in a signal handler
 
     def _late(self, number: int, frame: FrameType | None) -> None:
         raise Interrupted(

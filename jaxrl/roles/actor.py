@@ -81,7 +81,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Trained:
-    """What training on a batch told."""
+    """The metrics of training on a batch."""
 
     metrics: dict[str, float]
     """Of the whole batch."""
@@ -109,7 +109,7 @@ class Actor:
         """
         Args:
             load: dtype -> parameters in the stacked layout on `mesh`.
-            finish: makes figures of what the loss told.
+            finish: makes metrics of the sums that the loss returned.
             frozen: arrays on `mesh` that the loss reads and nobody trains (the teacher's head).
             receiver: shardings, in `rollout.layout`, of the role that samples; None where that is
                 in another worker.
@@ -216,9 +216,9 @@ class Actor:
                 empty += not last["trains"]
         self.version += 1
         current().drop("actor.batch")
-        told = prepared | self._finish(_added(totals), largest)
+        metrics = prepared | self._finish(_added(totals), largest)
         updates = int(jax.device_get(self.state.updates))
-        told |= {
+        metrics |= {
             "actor/grad_norm": float(np.mean(norms)) if norms else float("nan"),
             "actor/learning_rate": float(self._rate(max(updates - 1, 0))),
             "actor/skipped_updates": float(skipped),
@@ -226,7 +226,7 @@ class Actor:
             "actor/tokens": float(np.asarray(batch.sequences.loss_mask).sum()),
             "optimizer_step": float(updates),
         }
-        return Trained(told, by_row)
+        return Trained(metrics, by_row)
 
     def publish(self, version: int, dtype: str) -> Weights:
         """The policy in `dtype` and `rollout.layout`, sent to the receiver's mesh; `version` is
@@ -392,7 +392,7 @@ class Actor:
 
         def accumulate(params: Params, frozen: Any, batches: TrainBatch) -> Any:
             """Gradient of the summed loss over all micro-batches, with its sums and maxima, and
-            what is told of each row, [n, b].
+            the metrics of each row, [n, b].
             """
             totals = _totals(batches)
             first, rest = _head_and_tail(batches)
@@ -448,7 +448,7 @@ class Actor:
 
             def body(out: jax.Array, given: tuple[TrainBatch, jax.Array]) -> tuple[Any, None]:
                 micro, index = given
-                told = completion_logprobs(
+                logprobs = completion_logprobs(
                     self.model,
                     weights,
                     micro.sequences,
@@ -457,7 +457,7 @@ class Actor:
                     chunk=c.distill.chunk_tokens,
                 )
                 index = jnp.where(index < 0, len(out), index)  # beyond the end: dropped
-                return out.at[index].set(told, mode="drop"), None
+                return out.at[index].set(logprobs, mode="drop"), None
 
             return jax.lax.scan(body, out, (_take(batch, rows, spec, group), rows))[0]
 
@@ -477,8 +477,8 @@ class Actor:
         with phase("log-probs before the batch"):
             given = (self.state.params, TrainBatch(placed.sequences), index, group)
             with current().running(self._old, *given):
-                told = jax.block_until_ready(self._old(*given))
-            return replace(placed, old_logprobs=told)
+                logprobs = jax.block_until_ready(self._old(*given))
+            return replace(placed, old_logprobs=logprobs)
 
     def _make_convert(self) -> Any:
         """(some top-level entries of the parameters, dtype) -> the same, for the receiver."""
@@ -565,9 +565,9 @@ def _fill(
 ) -> None:
     """Puts sum / count of the rows [n, b] of an update in their places among all."""
     for name, (total, count) in each.items():
-        told = by_row.setdefault(name, np.full(rows, np.nan))
+        values = by_row.setdefault(name, np.full(rows, np.nan))
         real = (index >= 0) & (count > 0)
-        told[index[real]] = total[real] / count[real].astype(np.float64)
+        values[index[real]] = total[real] / count[real].astype(np.float64)
 
 
 def _dumped(leaf: jax.Array) -> np.ndarray:

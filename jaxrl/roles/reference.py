@@ -65,6 +65,6 @@ class Reference:
         with phase(f"rows {rows.start}-{rows.stop} of {n}"):
             sequences = put(jax.tree.map(lambda x: x[rows], rollout.sequences), self._rows)
             with current().running(self._score, self.params, sequences):
-                told = to_host(self._score(self.params, sequences))
+                logprobs = to_host(self._score(self.params, sequences))
             current().nearly_done()
-            return told
+            return logprobs

@@ -172,8 +172,8 @@ def devices_of(
             limit = host.memory_free or None
         for _ in range(seat.devices):
             platform = "gpu" if on_gpu else "cpu"
-            told = host.name, limit, host.capability
-            found.append(ClusterDevice(len(found), platform, process, *told))
+            reported = host.name, limit, host.capability
+            found.append(ClusterDevice(len(found), platform, process, *reported))
     return tuple(found)
 
 

@@ -197,7 +197,7 @@ class Desk:
             processes,
             self.rank,
             initialization_timeout=round(timeout),
-            coordinator_bind_address=coordinator,  # unless told, it listens everywhere
+            coordinator_bind_address=coordinator,  # by default it listens everywhere
             heartbeat_timeout_seconds=60,
         )
 
@@ -216,7 +216,7 @@ class Desk:
         finished, error, parcel = time.monotonic(), None, None
         value = call._value
         if call._error is not None:
-            error = _told(call._error)
+            error = _named_error(call._error)
         elif not order.keeps:
             try:
                 parcel = value if isinstance(value, Parcel) else self._pack(value, None)
@@ -302,8 +302,8 @@ class Desk:
         )
         phase = worker.phase
         peaks = peak_bytes(worker.devices) or worker.ledger.peak or None
-        told = device_memory(worker.devices)
-        return Answer(now, phase.name, phase.detail, phase.since, running, told, peaks)
+        reported = device_memory(worker.devices)
+        return Answer(now, phase.name, phase.detail, phase.since, running, reported, peaks)
 
     def state(self) -> WorkerState:
         """What this process is and does; `since` counts back from now."""
@@ -333,7 +333,7 @@ def dump_all() -> str:
         return file.read()
 
 
-def _told(error: BaseException) -> tuple[str, str]:
+def _named_error(error: BaseException) -> tuple[str, str]:
     if isinstance(error, InputLost | Stopped):
         return BOUNCED, str(error)
     for kind, of in KINDS.items():
@@ -343,7 +343,7 @@ def _told(error: BaseException) -> tuple[str, str]:
 
 
 def look(pid: int, stacks_file: str, wait_s: float = 1.0) -> str:
-    """What can be told of a process of this host that does not answer: its state in the kernel,
+    """What can be said about a process of this host that does not answer: its state in the kernel,
     and its stacks, which a signal writes even where Python code cannot run.
     """
     try:
@@ -362,7 +362,7 @@ def look(pid: int, stacks_file: str, wait_s: float = 1.0) -> str:
         time.sleep(wait_s)
         with open(stacks_file, encoding="utf-8", errors="replace") as file:
             file.seek(size)
-            told = file.read()
+            reported = file.read()
     except OSError as error:
-        told = f"(no stacks: {error})"
-    return f"process state {state}; stacks:\n{told}"
+        reported = f"(no stacks: {error})"
+    return f"process state {state}; stacks:\n{reported}"

@@ -136,12 +136,12 @@ class LocalFuture:
     def diagnosis(self, elapsed: float) -> str:
         phase, worker = self.worker.phase, self.worker
         in_phase = time.monotonic() - phase.since
-        told = f", {phase.detail}" if phase.detail else ""
+        reported = f", {phase.detail}" if phase.detail else ""
         return (
             f"{self.role}.{self.method} has run for {elapsed:.1f} s;"
             f" its deadline is {self.deadline:g} s.\n"
             f"worker {worker.name} ({socket.gethostname()}, pid {os.getpid()}) "
-            f"in phase '{phase.name}' for {in_phase:.1f} s{told}\n"
+            f"in phase '{phase.name}' for {in_phase:.1f} s{reported}\n"
             f"device memory: {device_memory(worker.devices)}\n"
             f"stack of the worker:\n{worker.stack()}"
         )
@@ -308,11 +308,11 @@ class LocalWorker:
         except BaseException as error:
             if NO_ROOM in str(error):
                 first = str(error).strip().splitlines()[0]
-                told = f"{name} ran out of memory on {device_names(self.devices)}: {first}"
-                self._fail(call, OutOfMemory(told))
+                reported = f"{name} ran out of memory on {device_names(self.devices)}: {first}"
+                self._fail(call, OutOfMemory(reported))
                 return
-            told = f"{name} failed in worker {self.name}:\n{_trace(error)}"
-            self._fail(call, WorkerError(told))
+            reported = f"{name} failed in worker {self.name}:\n{_trace(error)}"
+            self._fail(call, WorkerError(reported))
         finally:
             call.args, call.kwargs = (), {}  # a finished call keeps no arrays alive
 
@@ -497,13 +497,13 @@ def peak_bytes(devices: Iterable[jax.Device]) -> int | None:
 
 def device_memory(devices: tuple[jax.Device, ...]) -> str:
     """Bytes in use and limit of each device, where the platform tells them."""
-    told = []
+    reported = []
     for device in devices:
         stats = device.memory_stats()
         if stats:
             used, limit = stats.get("bytes_in_use", 0), stats.get("bytes_limit", 0)
-            told.append(f"{device}: {used / 1e9:.2f} of {limit / 1e9:.2f} GB")
-    return ", ".join(told) or "not told by this platform"
+            reported.append(f"{device}: {used / 1e9:.2f} of {limit / 1e9:.2f} GB")
+    return ", ".join(reported) or "not told by this platform"
 
 
 class _Nobody:

@@ -54,7 +54,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class WorkerState:
-    """What a worker told of itself; for the console, the timeline and `jaxrl.devices`."""
+    """What a worker reports about itself; for the console, the timeline and `jaxrl.devices`."""
 
     name: str
     """Its pool as in `--mesh`; with `.1`, `.2` ... for the other processes of a pool."""

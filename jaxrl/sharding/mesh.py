@@ -49,9 +49,9 @@ def ensure_devices(needed: int) -> Visible:
     Raises:
         UserError: fewer than `needed`, with the reason and the way out.
     """
-    told = _count_told()
+    asked = _count_asked_for()
     late = False
-    if told is None:  # harmless where there is an accelerator: only the CPU backend reads it
+    if asked is None:  # harmless where there is an accelerator: only the CPU backend reads it
         try:
             jax.config.update("jax_num_cpu_devices", min(needed, MOST_EMULATED))
         except RuntimeError:  # the backend runs already
@@ -65,7 +65,7 @@ def ensure_devices(needed: int) -> Visible:
             f"jax finds no device for JAX_PLATFORMS={asked!r}; unset it. {error}".strip()
         ) from error
     if len(devices) < needed:
-        raise UserError(_too_few(devices, needed, told, late))
+        raise UserError(_too_few(devices, needed, asked, late))
     on_cpu = devices[0].platform == "cpu"
     return Visible(
         devices, f"no accelerator: emulating {len(devices)} CPU devices" if on_cpu else None
@@ -82,7 +82,7 @@ def accelerators_here() -> int:
     return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
-def _count_told() -> str | None:
+def _count_asked_for() -> str | None:
     """Where the number of CPU devices was set, or None; jax's own setting wins over XLA's flag."""
     value: int = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
     if value >= 0:
@@ -92,13 +92,13 @@ def _count_told() -> str | None:
     return f"XLA_FLAGS=--{match[0]}" if match else None
 
 
-def _too_few(devices: Sequence[jax.Device], needed: int, told: str | None, late: bool) -> str:
+def _too_few(devices: Sequence[jax.Device], needed: int, asked: str | None, late: bool) -> str:
     have = f"the mesh needs {needed} devices, but jax sees {len(devices)} ({devices[0].platform})"
     if devices[0].platform != "cpu":
         return f"{have}: ask for fewer, or set JAX_PLATFORMS=cpu to emulate them"
     if needed > MOST_EMULATED:
         return f"{have}: ask for fewer; at most {MOST_EMULATED} are emulated"
-    why = "jax was started before the mesh was known" if late else f"{told} sets that number"
+    why = "jax was started before the mesh was known" if late else f"{asked} sets that number"
     return f"{have}: {why}; start python with JAX_NUM_CPU_DEVICES={needed}"
 
 

@@ -270,7 +270,7 @@ def resolve_axes(
     """
     given: dict[AxisName, int | None] = {"data": data, "fsdp": fsdp, "tensor": tensor}
     sizes = {name: size for name, size in given.items() if size is not None}
-    told = " ".join(f"{role}.parallel.{name}={size}" for name, size in sizes.items())
+    axes_text = " ".join(f"{role}.parallel.{name}={size}" for name, size in sizes.items())
     for name, size in sizes.items():
         if size < 1 and size != -1:
             raise UserError(
@@ -278,16 +278,16 @@ def resolve_axes(
             )
     rest = [name for name, size in sizes.items() if size == -1]
     if len(rest) > 1:
-        raise UserError(f"{told}: {len(rest)} axes are -1, and only 1 may take the rest")
+        raise UserError(f"{axes_text}: {len(rest)} axes are -1, and only 1 may take the rest")
     free = rest + [name for name in order or DEFAULT_AXES[role] if name not in sizes]
     fixed = 1
     for size in sizes.values():
         fixed *= max(size, 1)
     if n_devices % fixed or (not free and fixed != n_devices):
         raise UserError(
-            f"{told}: axes of {_count(fixed)} do not divide the {_count(n_devices)} of {role}"
+            f"{axes_text}: axes of {_count(fixed)} do not divide the {_count(n_devices)} of {role}"
             if n_devices % fixed
-            else f"{told}: axes use {_count(fixed)}, but {role} has {n_devices}"
+            else f"{axes_text}: axes use {_count(fixed)}, but {role} has {n_devices}"
         )
     result = {name: max(sizes.get(name, 1), 1) for name in AXIS_NAMES}
     if free:

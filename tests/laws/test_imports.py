@@ -162,6 +162,14 @@ def test_every_row_names_modules_that_are_there() -> None:
     assert len(LAYERS) <= 20 and len(list(PACKAGE.glob("*.py"))) <= 10
 
 
+def test_no_identifier_is_told() -> None:
+    """Metrics, messages and callbacks have the field's words for names."""
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [getattr(node, field, None) for field in ("id", "arg", "attr", "name")]
+            assert "told" not in names, f"{path}:{getattr(node, 'lineno', 0)}"
+
+
 def test_every_module_has_a_layer() -> None:
     for module in modules():
         row_of(module)

@@ -10,7 +10,7 @@ since every call is a function of its arguments and seeds, it gives the same. A 
 cannot: `RunLost` then takes the run back to its newest checkpoint.
 
     connect.py  joins a cluster: its hosts, and which process goes where
-    pool.py     the processes of a pool, and what they have told
+    pool.py     the processes of a pool, and what they have reported
     process.py  one of them, as Ray starts it
     calls.py    a call: its future, and how its arguments travel
     start.py    new processes with their devices and roles, bounded and verified

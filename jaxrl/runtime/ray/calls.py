@@ -58,7 +58,7 @@ class RayFuture:
     nbytes: int = 0
     sent: float = 0.0
     tries: int = 0
-    """What is told of an earlier one is not heard."""
+    """Reports about an earlier one are ignored."""
     lock: Any = field(default_factory=threading.RLock)
     """Of the sender: held by who decides whether the call is sent."""
     _done: threading.Event = field(default_factory=threading.Event)

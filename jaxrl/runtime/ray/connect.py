@@ -40,7 +40,7 @@ STATE_S = 5.0
 """Longest wait for the state of another run's worker."""
 _Gpus = tuple[tuple[int, ...], str | None]
 """Bytes of each GPU of a host, and their least compute capability."""
-_NOT_TOLD: _Gpus = ((), None)
+_UNKNOWN_GPUS: _Gpus = ((), None)
 
 
 def connect(config: RayConfig, placement: Placement) -> Visible:
@@ -115,9 +115,9 @@ def join(address: str | None, devices: int) -> None:
         with private() if address is None else nullcontext():
             ray.init(logging_level=logging.CRITICAL, **options)
     except (ConnectionError, RuntimeError, ValueError, TimeoutError, RayError) as error:
-        told = str(error).strip().splitlines()[0]
+        reported = str(error).strip().splitlines()[0]
         raise UserError(
-            f"no Ray cluster at {address or 'this host'}: {told}\n"
+            f"no Ray cluster at {address or 'this host'}: {reported}\n"
             "start one with `ray start --head` on its first node, or leave ray.address out; one"
             " that asks for a token takes that of its head: copy ~/.ray/auth_token from there"
         ) from error
@@ -161,9 +161,9 @@ def _this_host(devices: int) -> Host:
     """This machine as the one node of a cluster; it emulates as many CPU devices as are asked."""
     cpus, gpus = max(os.cpu_count() or 1, min(devices, MOST_EMULATED)), accelerators_here()
     memory = host_available() or 0
-    told = _ask_driver() if gpus else _NOT_TOLD
+    reported = _ask_driver() if gpus else _UNKNOWN_GPUS
     name = socket.gethostname()
-    return Host("", name, "127.0.0.1", cpus, cpus, gpus, gpus, memory, memory, *told)
+    return Host("", name, "127.0.0.1", cpus, cpus, gpus, gpus, memory, memory, *reported)
 
 
 def find_hosts() -> list[Host]:
@@ -171,7 +171,7 @@ def find_hosts() -> list[Host]:
     nodes = [node for node in ray.nodes() if node["Alive"]]
     nodes.sort(key=lambda n: ("node:__internal_head__" not in n["Resources"], n["NodeID"]))
     free = ray._private.state.available_resources_per_node()
-    told = {n["NodeID"]: _ask_gpus(n["NodeID"]) for n in nodes if n["Resources"].get("GPU")}
+    reported = {n["NodeID"]: _ask_gpus(n["NodeID"]) for n in nodes if n["Resources"].get("GPU")}
     found = []
     for node in nodes:
         has, left = node["Resources"], free.get(node["NodeID"], {})
@@ -186,7 +186,7 @@ def find_hosts() -> list[Host]:
                 int(left.get("GPU", 0)),
                 int(has.get("memory", 0)),
                 int(left.get("memory", 0)),
-                *told.get(node["NodeID"], _NOT_TOLD),
+                *reported.get(node["NodeID"], _UNKNOWN_GPUS),
             )
         )
     return found
@@ -204,7 +204,7 @@ def _ask_gpus(node: str) -> _Gpus:
     try:
         found: _Gpus = ray.get(task.remote(), timeout=NODE_S)
     except (RayError, GetTimeoutError):
-        return _NOT_TOLD
+        return _UNKNOWN_GPUS
     return found
 
 
@@ -213,10 +213,10 @@ def _ask_driver() -> _Gpus:
     query = "--query-gpu=memory.total,compute_cap"
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
     try:
-        told = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        reported = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
-        return _NOT_TOLD
-    return read_gpus(told.stdout)
+        return _UNKNOWN_GPUS
+    return read_gpus(reported.stdout)
 
 
 def read_gpus(text: str) -> _Gpus:

@@ -158,9 +158,9 @@ class RayCrew:
         found: dict[str, int] = {}
         for pool in self._pools:
             answers = [answer for answer, _ in list(pool.answers.values())]
-            told = [answer.peaks for answer in answers if answer.peaks is not None]
-            if told:
-                found |= dict.fromkeys(pool.roles, max(told))
+            reported = [answer.peaks for answer in answers if answer.peaks is not None]
+            if reported:
+                found |= dict.fromkeys(pool.roles, max(reported))
         return found
 
     def call(
@@ -196,7 +196,7 @@ class RayCrew:
         }
 
     def stop(self) -> None:
-        """Ends every process: asked first, then killed. Who still waits for a call is told."""
+        """Ends every process: asked first, then killed. Whoever still waits for a call gets an error."""
         self._guard.stop()
         self._tender.end(Stopped("the run is over"))
         self._tender.join()

@@ -20,7 +20,7 @@ class Sender:
         self.lock = threading.RLock()
         """Around the calls, and what of a pool and of a call decides whether it may be sent."""
         self.news: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
-        """(kind, ...) of what processes told."""
+        """(kind, ...) of what processes reported."""
         self._numbers = 0
         self._calls: dict[int, RayFuture] = {}
         """By number, so in the order in which they were asked for."""

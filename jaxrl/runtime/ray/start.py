@@ -116,9 +116,9 @@ class Starter:
             for pool in pools
             for rank, worker in enumerate(pool.workers)
         ]
-        told = self._get_all(asking, begun)
+        facts = self._get_all(asking, begun)
         for pool in pools:
-            pool.facts = [f for (p, _, _), f in zip(asking, told, strict=True) if p is pool]
+            pool.facts = [f for (p, _, _), f in zip(asking, facts, strict=True) if p is pool]
         self._verify()
         opening = [
             (pool, rank, worker.open.remote())
@@ -202,11 +202,11 @@ class Starter:
                             )
                 versions.setdefault(facts.versions, where)
         if len(versions) > 1:
-            told = "; ".join(
+            reported = "; ".join(
                 f"{where}: " + ", ".join(f"{name} {version}" for name, version in found)
                 for found, where in versions.items()
             )
-            raise UserError(f"the nodes of the cluster have different packages: {told}")
+            raise UserError(f"the nodes of the cluster have different packages: {reported}")
 
     def _get(self, pool: Pool, rank: int, ref: Any, begun: float) -> Any:
         return self._get_all([(pool, rank, ref)], begun)[0]
@@ -242,8 +242,8 @@ class Starter:
         except RayTaskError as error:
             raise WorkerError(f"{pool.where(rank)} failed while it started:\n{error}") from error
         except RayError as error:
-            told = f"{pool.where(rank)} died while it started: {last_line(error)}"
-            raise NotStarted(told) from error
+            reported = f"{pool.where(rank)} died while it started: {last_line(error)}"
+            raise NotStarted(reported) from error
 
 
 class Launch:

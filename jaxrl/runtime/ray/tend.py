@@ -1,4 +1,4 @@
-"""The thread that decides: what was told, who is late, who is lost, and what is done about it."""
+"""The thread that decides: what was reported, who is late, who is lost, and what is done about it."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Tender:
                 self.end(RunError(f"the crew failed: {type(error).__name__}: {error}"))
 
     def end(self, error: BaseException) -> None:
-        """Nothing can go on: whoever waits is told."""
+        """Nothing can continue: whoever waits gets the error."""
         with self._sender.lock:
             self._end.failure = self._end.failure or error
             self._sender.fail(self._end.failure)
@@ -102,34 +102,36 @@ class Tender:
         elif kind == "made":
             self._made(*news)
 
-    def _answered(self, pool: Pool, life: int, rank: int, told: Any) -> None:
+    def _answered(self, pool: Pool, life: int, rank: int, reported: Any) -> None:
         if life != pool.life or not pool.alive:
             return
         pool.asked.discard(rank)
-        failed = told.exception()
+        failed = reported.exception()
         if isinstance(failed, ActorDiedError):
             self._lost(pool, self._death(pool, rank, failed))
         if failed is not None:
             return
         now = time.monotonic()
-        answer: Answer = told.result()
+        answer: Answer = reported.result()
         pool.answers[rank] = (answer, now)
         for number, started in answer.running:
             future = self._sender.find(number)
             if future is not None and future.times.started is None:
                 future.times.started = now - (answer.now - started)
 
-    def _reported(self, pool: Pool, tries: int, rank: int, future: RayFuture, told: Any) -> None:
+    def _reported(
+        self, pool: Pool, tries: int, rank: int, future: RayFuture, reported: Any
+    ) -> None:
         if tries != future.tries or future.done():
             return  # of processes that are gone, or of a call that is sent again
-        failed = told.exception()
+        failed = reported.exception()
         if failed is not None:
             call = f"{future.role}.{future.method}"
             if isinstance(failed, RayTaskError):
                 raise WorkerError(f"{call} failed in {pool.where(rank)}:\n{failed}")
             self._lost(pool, self._death(pool, rank, failed))
             return
-        report: Report = told.result()
+        report: Report = reported.result()
         now = time.monotonic()
         if report.error is not None and report.error[0] == BOUNCED:
             future.bounced.add(rank)
@@ -210,14 +212,14 @@ class Tender:
 
     def _late(self, future: RayFuture, elapsed: float) -> None:
         pool = future.pool
-        told = [
+        reported = [
             f"{future.role}.{future.method} has run for {elapsed:.1f} s;"
             f" its deadline is {future.deadline:g} s."
         ]
         for rank in range(len(pool.seats)):
             if rank not in future.reports:
-                told.append(diagnosis(pool, rank))
-        text = "\n".join(told)
+                reported.append(diagnosis(pool, rank))
+        text = "\n".join(reported)
         if future.aside:  # it blocks no other, and who asked for it decides what it means
             self._finished(future, DeadlineExceeded(text))
             return

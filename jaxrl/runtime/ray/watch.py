@@ -37,8 +37,8 @@ def check_nodes(pool: Pool) -> None:
     alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
     for seat in pool.seats:
         if seat.host.id not in alive:
-            told = f"the node {seat.host.name} ({seat.host.address}) of {pool.name} is gone"
-            raise RunLost(told)
+            reported = f"the node {seat.host.name} ({seat.host.address}) of {pool.name} is gone"
+            raise RunLost(reported)
 
 
 def diagnosis(pool: Pool, rank: int) -> str:
@@ -48,11 +48,11 @@ def diagnosis(pool: Pool, rank: int) -> str:
     found = stacks(pool, rank)
     if answer is None:
         return f"{pool.where(rank)} has never answered; {found}"
-    told = f", {answer.detail}" if answer.detail else ""
+    reported = f", {answer.detail}" if answer.detail else ""
     since = heard - (answer.now - answer.since)
     silent = f" (it last answered {now - heard:.1f} s ago)" if now - heard > SILENT_S else ""
     return (
-        f"{pool.where(rank)} in phase '{answer.phase}' for {now - since:.1f} s{told}{silent}\n"
+        f"{pool.where(rank)} in phase '{answer.phase}' for {now - since:.1f} s{reported}{silent}\n"
         f"device memory: {answer.memory}\nstack of the worker:\n{found}"
     )
 
@@ -60,8 +60,8 @@ def diagnosis(pool: Pool, rank: int) -> str:
 def stacks(pool: Pool, rank: int) -> str:
     """From the process itself or, where it does not answer, from its host."""
     try:
-        told: str = ray.get(pool.workers[rank].stacks.remote(), timeout=LOOK_S)
-        return told
+        reported: str = ray.get(pool.workers[rank].stacks.remote(), timeout=LOOK_S)
+        return reported
     except (GetTimeoutError, RayError):
         pass
     if rank >= len(pool.facts):
