@@ -160,8 +160,8 @@ class Pass:
         it needs most), and `fsdp` gathers them; layer after layer they are read in place.
 
         Args:
-            reported: the vocabulary is read after the last layer: there XLA packs the scores of layer
-                after layer into three places where two would do.
+            reported: the vocabulary is read after the last layer: there XLA packs the scores of
+                layer after layer into three places where two would do.
         """
         if not stacked:
             mlp, attention, rotary = (self.blocks.times(counts) for counts in UNROLLED)

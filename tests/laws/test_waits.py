@@ -42,7 +42,7 @@ BOUNDED = {
     ("runtime/local.py", "self._calls.get()"): QUEUE,
     ("runtime/ray/calls.py", "value.result()"): "the driver's own value, which is there",
     ("runtime/ray/crew.py", "self._tender.join()"): "it waits JOIN_S for each thread",
-    ("runtime/ray/tend.py", "told.result()"): ENDED,
+    ("runtime/ray/tend.py", "reported.result()"): ENDED,
     ("telemetry/trackers.py", "self._waiting.get()"): QUEUE,
 }
 """File and call -> why it ends."""

@@ -196,7 +196,7 @@ class RayCrew:
         }
 
     def stop(self) -> None:
-        """Ends every process: asked first, then killed. Whoever still waits for a call gets an error."""
+        """Asks every process to end, then kills it. Who still waits for a call gets an error."""
         self._guard.stop()
         self._tender.end(Stopped("the run is over"))
         self._tender.join()

@@ -36,7 +36,7 @@ class Pool:
     """When a call did not run, nor those after it, for a lost input: they come again, once its
     inputs can be had."""
     doubt: tuple[float, BaseException] | None = None
-    """An error that may come of the death of another process of the pool, and when it was reported."""
+    """An error that another process's death may have caused, and when it was reported."""
     released: deque[int] = field(default_factory=deque)
     """Results that stay in its processes, and that nobody needs any more."""
 

@@ -1,4 +1,4 @@
-"""The thread that decides: what was reported, who is late, who is lost, and what is done about it."""
+"""The thread that decides: what was reported, who is late or lost, and what is done about it."""
 
 from __future__ import annotations
 
