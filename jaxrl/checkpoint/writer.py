@@ -22,7 +22,7 @@ PACKAGES = (
 )  # fmt: skip
 
 
-class Result(Protocol):
+class PendingResult(Protocol):
     """A future, as far as it is needed here."""
 
     def result(self) -> Any: ...
@@ -35,9 +35,9 @@ class Pending:
     step: int
     started: float
     """`time.monotonic` seconds."""
-    saved: Result
+    saved: PendingResult
     """Ends when the actor's arrays are on disk; what went wrong, or None."""
-    rollouts: Mapping[int, Result]
+    rollouts: Mapping[int, PendingResult]
     """Batches not yet trained on."""
     schedule: dict[str, Any]
     removed: int
@@ -111,7 +111,11 @@ class CheckpointWriter:
         return self.run_dir / store.FOLDER / str(step)
 
     def begin(
-        self, step: int, saved: Result, rollouts: Mapping[int, Result], schedule: dict[str, Any]
+        self,
+        step: int,
+        saved: PendingResult,
+        rollouts: Mapping[int, PendingResult],
+        schedule: dict[str, Any],
     ) -> None:
         """The actor has been asked to save what it is after `step` batches."""
         now = time.monotonic()

@@ -23,61 +23,61 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxrl.losses.layout import Given, Job, Measured, PerToken, gather_head, reduce_head
+from jaxrl.losses.layout import Given, Measured, PerToken, ShardedTerm, gather_head, reduce_head
 from jaxrl.losses.vocabulary import Columns
 
 
 def measure(
-    job: Job, hidden: Float[Array, "B C D"], head: Float[Array, "V D"], given: Given
+    sharded: ShardedTerm, hidden: Float[Array, "B C D"], head: Float[Array, "V D"], given: Given
 ) -> Measured:
     """The term's values and what its gradient needs, leaves [B, C, ...]."""
 
     def body(hidden: Array, head: Array, given: Given) -> Measured:
         rows, teacher_rows = _gather(hidden, head, given)
-        columns = job.columns(head.shape[0])
+        columns = sharded.columns(head.shape[0])
 
         def step(_: None, chunk: tuple[Array, Given]) -> tuple[None, Measured]:
             hidden, given = chunk
             z, tokens = _logits(hidden, rows, given, teacher_rows, columns)
-            return None, job.term.measure(z, tokens, columns)
+            return None, sharded.term.measure(z, tokens, columns)
 
-        _, measured = jax.lax.scan(step, None, _chunks(job, hidden, given))
+        _, measured = jax.lax.scan(step, None, _chunks(sharded, hidden, given))
         return _unchunk(measured, hidden.shape[:2])
 
-    specs = job.token_spec(), job.head_spec(head), job.given_spec(given)
-    return job.on_mesh(body, specs, job.token_spec())(hidden, head, given)
+    specs = sharded.token_spec(), sharded.head_spec(head), sharded.given_spec(given)
+    return sharded.on_mesh(body, specs, sharded.token_spec())(hidden, head, given)
 
 
 def fused(
-    job: Job, hidden: Float[Array, "B C D"], head: Float[Array, "V D"], given: Given
+    sharded: ShardedTerm, hidden: Float[Array, "B C D"], head: Float[Array, "V D"], given: Given
 ) -> tuple[PerToken, Float[Array, "B C D"], Float[Array, "V D"]]:
     """The term's values, and the gradients of the loss's masked sum by hidden and head."""
 
     def body(hidden: Array, head: Array, given: Given) -> tuple[PerToken, Array, Array]:
         rows, teacher_rows = _gather(hidden, head, given)
-        columns = job.columns(head.shape[0])
+        columns = sharded.columns(head.shape[0])
 
         def step(d_rows: Array, chunk: tuple[Array, Given]) -> tuple[Array, tuple[PerToken, Array]]:
             hidden, given = chunk
             z, tokens = _logits(hidden, rows, given, teacher_rows, columns)
-            values, saved = job.term.measure(z, tokens, columns)
-            dz = _kept(job.term.gradient(z, tokens, saved, columns), given).astype(hidden.dtype)
+            values, saved = sharded.term.measure(z, tokens, columns)
+            dz = _kept(sharded.term.gradient(z, tokens, saved, columns), given).astype(hidden.dtype)
             return d_rows + _outer(dz, hidden), (values, _back(dz, rows))
 
         start = jnp.zeros(rows.shape, jnp.float32)
-        d_rows, per_chunk = jax.lax.scan(step, start, _chunks(job, hidden, given))
+        d_rows, per_chunk = jax.lax.scan(step, start, _chunks(sharded, hidden, given))
         values, d_hidden = _unchunk(per_chunk, hidden.shape[:2])
-        d_hidden = jax.lax.psum(d_hidden, job.axes("tensor"))
-        d_head = reduce_head(job, d_rows, head.shape[1])
+        d_hidden = jax.lax.psum(d_hidden, sharded.axes("tensor"))
+        d_head = reduce_head(sharded, d_rows, head.shape[1])
         return values, d_hidden.astype(hidden.dtype), d_head.astype(head.dtype)
 
-    in_specs = job.token_spec(), job.head_spec(head), job.given_spec(given)
-    out_specs = job.token_spec(), job.token_spec(), job.head_spec(head)
-    return job.on_mesh(body, in_specs, out_specs)(hidden, head, given)
+    in_specs = sharded.token_spec(), sharded.head_spec(head), sharded.given_spec(given)
+    out_specs = sharded.token_spec(), sharded.token_spec(), sharded.head_spec(head)
+    return sharded.on_mesh(body, in_specs, out_specs)(hidden, head, given)
 
 
 def tiled(
-    job: Job,
+    sharded: ShardedTerm,
     hidden: Float[Array, "B C D"],
     head: Float[Array, "V D"],
     given: Given,
@@ -87,9 +87,9 @@ def tiled(
 
     def body(hidden: Array, head: Array, given: Given, saved: PerToken) -> tuple[Array, Array]:
         heads = _gather(hidden, head, given)
-        columns = job.columns(head.shape[0])
+        columns = sharded.columns(head.shape[0])
         flat, given, saved = _flat(hidden), _each_token(_flat, given), _flat(saved)
-        tiles = -(-flat.shape[0] // job.chunk)
+        tiles = -(-flat.shape[0] // sharded.chunk)
         size = -(-columns.size // tiles)
 
         def step(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -99,47 +99,51 @@ def tiled(
             # The last tile starts early where tiles do not fit; what it repeats counts as 0.
             first = jnp.minimum(i * size, columns.size - size)
             rows, teacher_rows = jax.tree.map(partial(_tile, first=first, size=size), here)
-            tile = Columns(columns.start + first, size, job.vocab, columns.padded)
+            tile = Columns(columns.start + first, size, sharded.vocab, columns.padded)
             z, tokens = _logits(flat, rows, given, teacher_rows, tile)
-            dz = _kept(job.term.gradient(z, tokens, saved, tile), given)
+            dz = _kept(sharded.term.gradient(z, tokens, saved, tile), given)
             dz = jnp.where((first + jnp.arange(size) >= i * size)[None, :], dz, 0)
             dz = dz.astype(flat.dtype)
-            d_tile = reduce_head(job, _outer(dz, flat), head.shape[1]).astype(head.dtype)
+            d_tile = reduce_head(sharded, _outer(dz, flat), head.shape[1]).astype(head.dtype)
             d_tile += jax.lax.bitcast_convert_type(_tile(d_head, first, size), head.dtype)
             d_head = jax.lax.dynamic_update_slice_in_dim(d_head, _bits(d_tile), first, 0)
             return d_hidden + _back(dz, rows), d_head
 
         start = jnp.zeros(flat.shape, jnp.float32), _bits(jnp.zeros_like(head))
         d_hidden, d_head = jax.lax.fori_loop(0, tiles, step, start)
-        d_hidden = jax.lax.psum(d_hidden, job.axes("tensor")).reshape(hidden.shape)
+        d_hidden = jax.lax.psum(d_hidden, sharded.axes("tensor")).reshape(hidden.shape)
         return d_hidden.astype(hidden.dtype), jax.lax.bitcast_convert_type(d_head, head.dtype)
 
-    token, head_spec = job.token_spec(), job.head_spec(head)
-    in_specs = token, head_spec, job.given_spec(given), dict.fromkeys(saved, token)
-    return job.on_mesh(body, in_specs, (token, head_spec))(hidden, head, given, saved)
+    token, head_spec = sharded.token_spec(), sharded.head_spec(head)
+    in_specs = token, head_spec, sharded.given_spec(given), dict.fromkeys(saved, token)
+    return sharded.on_mesh(body, in_specs, (token, head_spec))(hidden, head, given, saved)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def loss_values(
-    job: Job, hidden: Float[Array, "B C D"], head: Float[Array, "V D"], given: Given
+    sharded: ShardedTerm, hidden: Float[Array, "B C D"], head: Float[Array, "V D"], given: Given
 ) -> tuple[Float[Array, ""], PerToken]:
     """(masked sum of the loss, values per token [B, C, ...]). Only the sum carries a gradient."""
-    values = measure(job, hidden, head, given).values
+    values = measure(sharded, hidden, head, given).values
     return _masked_loss(values, given), values
 
 
-def _loss_forward(job: Job, hidden: Array, head: Array, given: Given) -> tuple[Any, Any]:
+def _loss_forward(
+    sharded: ShardedTerm, hidden: Array, head: Array, given: Given
+) -> tuple[Any, Any]:
     kept: Any
-    if job.lean:
-        values, saved = measure(job, hidden, head, given)
+    if sharded.lean:
+        values, saved = measure(sharded, hidden, head, given)
         kept = hidden, head, given, saved
     else:
-        values, *kept = fused(job, hidden, head, given)
+        values, *kept = fused(sharded, hidden, head, given)
     return (_masked_loss(values, given), values), kept
 
 
-def _loss_backward(job: Job, kept: Any, cotangents: tuple[Array, Any]) -> tuple[Any, Any, None]:
-    d_hidden, d_head = tiled(job, *kept) if job.lean else kept
+def _loss_backward(
+    sharded: ShardedTerm, kept: Any, cotangents: tuple[Array, Any]
+) -> tuple[Any, Any, None]:
+    d_hidden, d_head = tiled(sharded, *kept) if sharded.lean else kept
     return _scaled(d_hidden, cotangents[0]), _scaled(d_head, cotangents[0]), None
 
 
@@ -205,10 +209,10 @@ def _flat(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
 
 
-def _chunks(job: Job, hidden: Array, given: Given) -> tuple[Array, Given]:
+def _chunks(sharded: ShardedTerm, hidden: Array, given: Given) -> tuple[Array, Given]:
     """[b, C, ...] -> [chunks, chunk, ...] on every leaf, with masked tokens at the end."""
     tokens = hidden.shape[0] * hidden.shape[1]
-    chunk = min(job.chunk, tokens)
+    chunk = min(sharded.chunk, tokens)
     count = -(-tokens // chunk)
 
     def split(tree: Any) -> Any:

@@ -44,15 +44,15 @@ from jaxrl.losses.head import full_entropy
 from jaxrl.losses.layout import (
     CHUNK,
     Given,
-    Job,
     Measured,
     PerToken,
+    ShardedTerm,
     Term,
     fit_head,
     fit_rows,
     inverse,
-    make_job,
     masked_rows,
+    shard_term,
 )
 from jaxrl.losses.masked import masked_count, masked_sum
 from jaxrl.losses.vocabulary import Columns, spread_tail, with_tail
@@ -84,14 +84,14 @@ def divergence_from_hidden(
     """
     check_beta(beta)
     models = (student_hidden, student_head), (teacher_hidden, teacher_head)
-    job = make_job(_Full(beta, entropy_aware), *models, chunk=chunk, mesh=mesh, lean=lean)
-    if entropy_aware is not None and not 0 < entropy_aware.top_k <= job.vocab:
+    sharded = shard_term(_Full(beta, entropy_aware), *models, chunk=chunk, mesh=mesh, lean=lean)
+    if entropy_aware is not None and not 0 < entropy_aware.top_k <= sharded.vocab:
         raise ValueError(
             f"the entropy-aware term's top_k is {entropy_aware.top_k}; "
-            f"the vocabulary has {job.vocab} tokens: 1 to {job.vocab}"
+            f"the vocabulary has {sharded.vocab} tokens: 1 to {sharded.vocab}"
         )
-    teacher = fit_rows(job, teacher_hidden), fit_head(job, teacher_head)
-    return _loss(job, student_hidden, student_head, mask, {}, temperature, teacher)
+    teacher = fit_rows(sharded, teacher_hidden), fit_head(sharded, teacher_head)
+    return _loss(sharded, student_hidden, student_head, mask, {}, temperature, teacher)
 
 
 def topk_divergence_from_hidden(
@@ -121,9 +121,9 @@ def topk_divergence_from_hidden(
     """
     check_beta(beta)
     model = student_hidden, student_head
-    job = make_job(_TopKTail(beta), model, chunk=chunk, mesh=mesh, v=v, lean=lean)
+    sharded = shard_term(_TopKTail(beta), model, chunk=chunk, mesh=mesh, v=v, lean=lean)
     tokens = {"ids": ids, "logprobs": teacher_logprobs, "tail": teacher_tail}
-    return _loss(job, student_hidden, student_head, mask, tokens, temperature)
+    return _loss(sharded, student_hidden, student_head, mask, tokens, temperature)
 
 
 def entropy_aware_from_topk(
@@ -186,7 +186,7 @@ def entropy_aware_from_topk(
 
 
 def _loss(
-    job: Job,
+    sharded: ShardedTerm,
     hidden: Array,
     head: Array,
     mask: Array,
@@ -195,10 +195,10 @@ def _loss(
     teacher: tuple[Array, Array] | tuple[None, None] = (None, None),
 ) -> Loss:
     scale, tokens, teacher = inverse(temperature), *jax.lax.stop_gradient((tokens, teacher))
-    rows = fit_rows(job, (mask, tokens))
+    rows = fit_rows(sharded, (mask, tokens))
     given = Given(rows[0], scale, rows[1], *teacher)
-    hidden = fit_rows(job, masked_rows(hidden, mask))
-    total, values = loss_values(job, hidden, fit_head(job, head), given)
+    hidden = fit_rows(sharded, masked_rows(hidden, mask))
+    total, values = loss_values(sharded, hidden, fit_head(sharded, head), given)
     values = jax.lax.stop_gradient({k: x for k, x in values.items() if k != "loss"})
     count = masked_count(mask)
     metrics = {k: (masked_sum(x, rows[0]), count) for k, x in values.items()}

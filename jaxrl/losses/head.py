@@ -23,15 +23,15 @@ from jaxrl.losses.chunked import measure, tiled
 from jaxrl.losses.layout import (
     CHUNK,
     Given,
-    Job,
     Measured,
     PerToken,
+    ShardedTerm,
     Term,
     fit_head,
     fit_rows,
     inverse,
-    make_job,
     masked_rows,
+    shard_term,
 )
 from jaxrl.losses.vocabulary import Columns, with_tail
 from jaxrl.types import Array
@@ -101,10 +101,12 @@ def topk_from_hidden(
     v: int | None = None,
 ) -> TopK:
     """What a teacher ships for the `topk` signal, or a student for `student_topk`. No gradient."""
-    job = make_job(_TopK(k), (hidden, head), chunk=chunk, mesh=mesh, v=v)
-    if not 0 < k <= job.vocab:
-        raise ValueError(f"top-k is {k}; the vocabulary has {job.vocab} tokens: 1 to {job.vocab}")
-    values = _measured(job, hidden, head, {}, temperature)
+    sharded = shard_term(_TopK(k), (hidden, head), chunk=chunk, mesh=mesh, v=v)
+    if not 0 < k <= sharded.vocab:
+        raise ValueError(
+            f"top-k is {k}; the vocabulary has {sharded.vocab} tokens: 1 to {sharded.vocab}"
+        )
+    values = _measured(sharded, hidden, head, {}, temperature)
     return TopK(values["ids"], values["logprobs"], values["tail"], values["entropy"])
 
 
@@ -122,8 +124,8 @@ def logprobs_at(
 
     The teacher's answer to the student's top k (`student_topk`).
     """
-    job = make_job(_AtIds(), (hidden, head), chunk=chunk, mesh=mesh, v=v)
-    values = _measured(job, hidden, head, {"ids": ids}, temperature)
+    sharded = shard_term(_AtIds(), (hidden, head), chunk=chunk, mesh=mesh, v=v)
+    values = _measured(sharded, hidden, head, {"ids": ids}, temperature)
     return values["logprobs"], values["tail"]
 
 
@@ -178,21 +180,27 @@ class _AtIds(Term):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _token_values(job: Job, hidden: Array, head: Array, given: Given) -> tuple[Array, Array]:
-    values = measure(job, hidden, head, given).values
+def _token_values(
+    sharded: ShardedTerm, hidden: Array, head: Array, given: Given
+) -> tuple[Array, Array]:
+    values = measure(sharded, hidden, head, given).values
     return values["logprobs"], values["entropy"]
 
 
-def _token_forward(job: Job, hidden: Array, head: Array, given: Given) -> tuple[Any, Any]:
-    values, saved = measure(job, hidden, head, given)
+def _token_forward(
+    sharded: ShardedTerm, hidden: Array, head: Array, given: Given
+) -> tuple[Any, Any]:
+    values, saved = measure(sharded, hidden, head, given)
     return (values["logprobs"], values["entropy"]), (hidden, head, given, saved)
 
 
-def _token_backward(job: Job, kept: Any, cotangents: tuple[Array, Array]) -> tuple[Any, Any, None]:
+def _token_backward(
+    sharded: ShardedTerm, kept: Any, cotangents: tuple[Array, Array]
+) -> tuple[Any, Any, None]:
     hidden, head, given, saved = kept
     d_logprobs, d_entropy = cotangents
     tokens = given.tokens | {"d_logprobs": d_logprobs, "d_entropy": d_entropy}
-    return *tiled(job, hidden, head, given._replace(tokens=tokens), saved), None
+    return *tiled(sharded, hidden, head, given._replace(tokens=tokens), saved), None
 
 
 _token_values.defvjp(_token_forward, _token_backward)
@@ -209,32 +217,32 @@ def _of_tokens(
     mesh: Mesh | None,
     v: int | None,
 ) -> tuple[Array, Array]:
-    job = make_job(term, (hidden, head), chunk=chunk, mesh=mesh, v=v)
+    sharded = shard_term(term, (hidden, head), chunk=chunk, mesh=mesh, v=v)
     mask = jnp.ones(tokens.shape, bool) if mask is None else mask
     hidden = masked_rows(hidden, mask)
-    given = _given(job, mask, {"ids": tokens}, temperature)
-    values = _token_values(job, fit_rows(job, hidden), fit_head(job, head), given)
+    given = _given(sharded, mask, {"ids": tokens}, temperature)
+    values = _token_values(sharded, fit_rows(sharded, hidden), fit_head(sharded, head), given)
     return jax.tree.map(lambda x: x[: hidden.shape[0]], values)
 
 
 def _measured(
-    job: Job,
+    sharded: ShardedTerm,
     hidden: Array,
     head: Array,
     tokens: PerToken,
     temperature: float | Array,
 ) -> PerToken:
     hidden, head = jax.lax.stop_gradient((hidden, head))
-    given = _given(job, jnp.ones(hidden.shape[:2], bool), tokens, temperature)
-    values = measure(job, fit_rows(job, hidden), fit_head(job, head), given).values
+    given = _given(sharded, jnp.ones(hidden.shape[:2], bool), tokens, temperature)
+    values = measure(sharded, fit_rows(sharded, hidden), fit_head(sharded, head), given).values
     return jax.tree.map(lambda x: x[: hidden.shape[0]], values)
 
 
 def _given(
-    job: Job,
+    sharded: ShardedTerm,
     mask: Array,
     tokens: PerToken,
     temperature: float | Array,
 ) -> Given:
-    given = fit_rows(job, (mask, tokens))
+    given = fit_rows(sharded, (mask, tokens))
     return Given(mask=given[0], scale=inverse(temperature), tokens=given[1])

@@ -61,7 +61,7 @@ class Term:
 
 
 @dataclass(frozen=True)
-class Job:
+class ShardedTerm:
     """A term, and how to run it. Hashable."""
 
     term: Term
@@ -110,14 +110,14 @@ class Job:
         return Columns(start, rows, self.vocab, rows * self.size("tensor") > self.vocab, axes)
 
 
-def make_job(
+def shard_term(
     term: Term,
     *models: tuple[Array, Array],
     chunk: int,
     mesh: Mesh | None,
     v: int | None = None,
     lean: bool = False,
-) -> Job:
+) -> ShardedTerm:
     """A job over the first V = min(rows of the heads, `v`) rows; `models` are (hidden, head)."""
     rows = min(head.shape[0] for _, head in models)
     if v is not None and not 0 < v <= rows:
@@ -130,7 +130,7 @@ def make_job(
                 f"hidden states are {hidden.shape[-1]} wide and their head {head.shape[1]}: "
                 "both must come from one model"
             )
-    return Job(term, v or rows, chunk, mesh, lean)
+    return ShardedTerm(term, v or rows, chunk, mesh, lean)
 
 
 def inverse(temperature: float | Array) -> Float[Array, ""]:
@@ -141,9 +141,9 @@ def inverse(temperature: float | Array) -> Float[Array, ""]:
     return jax.lax.stop_gradient(1 / jnp.asarray(temperature, jnp.float32))
 
 
-def fit_rows(job: Job, tree: Any) -> Any:
+def fit_rows(sharded: ShardedTerm, tree: Any) -> Any:
     """Leaves [B, ...] padded with zeros to a B that the mesh divides."""
-    parts = job.size("data", "fsdp")
+    parts = sharded.size("data", "fsdp")
 
     def pad(x: Array) -> Array:
         return jnp.pad(x, [(0, -x.shape[0] % parts)] + [(0, 0)] * (x.ndim - 1))
@@ -158,9 +158,9 @@ def masked_rows(hidden: Float[Array, "B C D"], mask: Bool[Array, "B C"]) -> Floa
     return jnp.where(mask[..., None], hidden, 0)
 
 
-def fit_head(job: Job, head: Float[Array, "rows D"]) -> Float[Array, "V D"]:
+def fit_head(sharded: ShardedTerm, head: Float[Array, "rows D"]) -> Float[Array, "V D"]:
     """The first V rows, padded with zeros to a number that `tensor` divides."""
-    return jnp.pad(head[: job.vocab], [(0, -job.vocab % job.size("tensor")), (0, 0)])
+    return jnp.pad(head[: sharded.vocab], [(0, -sharded.vocab % sharded.size("tensor")), (0, 0)])
 
 
 def gather_head(head: Float[Array, "rows Dshard"], hidden: Array) -> Float[Array, "rows D"]:
@@ -171,9 +171,9 @@ def gather_head(head: Float[Array, "rows Dshard"], hidden: Array) -> Float[Array
     return jax.lax.all_gather(head, "fsdp", axis=1, tiled=True)
 
 
-def reduce_head(job: Job, d_rows: Float[Array, "rows D"], width: int) -> Array:
+def reduce_head(sharded: ShardedTerm, d_rows: Float[Array, "rows D"], width: int) -> Array:
     """Sum over the devices with other tokens; each keeps its `width` columns."""
     if d_rows.shape[1] == width:
-        return jax.lax.psum(d_rows, job.axes("data", "fsdp"))
+        return jax.lax.psum(d_rows, sharded.axes("data", "fsdp"))
     d_rows = jax.lax.psum_scatter(d_rows, "fsdp", scatter_dimension=1, tiled=True)
-    return jax.lax.psum(d_rows, job.axes("data"))
+    return jax.lax.psum(d_rows, sharded.axes("data"))

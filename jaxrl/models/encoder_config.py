@@ -25,7 +25,7 @@ MODULES = ("Transformer", "Pooling", "Normalize")
 
 
 @dataclass(frozen=True)
-class Family:
+class EncoderFamily:
     """What distinguishes the families that share the encoder."""
 
     after_padding: bool
@@ -36,9 +36,9 @@ class Family:
     """Before the names of the tensors, in checkpoints that have a head too."""
 
 
-FAMILIES: dict[str, Family] = {
-    "bert": Family(after_padding=False, pooling="mean", prefix="bert."),
-    "xlm-roberta": Family(after_padding=True, pooling="cls", prefix="roberta."),
+FAMILIES: dict[str, EncoderFamily] = {
+    "bert": EncoderFamily(after_padding=False, pooling="mean", prefix="bert."),
+    "xlm-roberta": EncoderFamily(after_padding=True, pooling="cls", prefix="roberta."),
 }
 
 

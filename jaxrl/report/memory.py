@@ -10,7 +10,7 @@ from jaxrl.report.read import Row, RunFiles
 
 
 @dataclass(frozen=True)
-class PoolPeak:
+class PoolMemory:
     """The fullest device of a pool."""
 
     name: str
@@ -26,7 +26,7 @@ class PoolPeak:
     """Bytes; None where nothing was measured."""
 
 
-def memory_pools(run: RunFiles) -> list[PoolPeak]:
+def memory_pools(run: RunFiles) -> list[PoolMemory]:
     """The pools of the run's plan; none without a plan."""
     if run.plan is None:
         return []
@@ -37,7 +37,7 @@ def memory_pools(run: RunFiles) -> list[PoolPeak]:
 
 def _pool(
     number: int, pool: Mapping[str, Any], plan: Mapping[str, Any], rows: Iterable[Row]
-) -> PoolPeak:
+) -> PoolMemory:
     parts = [
         {"role": role["role"], **part}
         for role in plan["roles"]
@@ -53,7 +53,7 @@ def _pool(
         if row.get(f"memory/{role}/planned") == 0
     ]
     devices = f"{len(pool['devices'])} {pool['device'] or 'device'}"
-    return PoolPeak(
+    return PoolMemory(
         name=pool["name"],
         devices=devices if pool["devices"] else "no device",
         peak=pool["peak"],

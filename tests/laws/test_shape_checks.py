@@ -18,7 +18,7 @@ from jaxrl.losses.distill import topk_divergence_from_hidden
 from jaxrl.losses.divergence import sampled_reverse_kl
 from jaxrl.losses.head import logprobs_from_hidden
 from jaxrl.losses.kl import kl_in_reward
-from jaxrl.losses.layout import Given, Job, Term
+from jaxrl.losses.layout import Given, ShardedTerm, Term
 from jaxrl.losses.masked import masked_sum
 from jaxrl.losses.policy import make_objective, policy_loss
 from jaxrl.losses.vocabulary import Columns
@@ -50,7 +50,10 @@ def signal_of_one_state_per_sequence():
             "teacher_tail",
             lambda: topk_divergence_from_hidden(HIDDEN, HEAD, IDS, OF_IDS, NARROW, MASK, beta=0),
         ),
-        ("hidden", lambda: loss_values(Job(Term(), 8, 4), WIDE, HEAD, Given(MASK, NARROW, {}))),
+        (
+            "hidden",
+            lambda: loss_values(ShardedTerm(Term(), 8, 4), WIDE, HEAD, Given(MASK, NARROW, {})),
+        ),
         ("ids", lambda: Columns(0, 3, 3, False).at(WIDE, ID)),
         ("tokens", lambda: logprobs_from_hidden(HIDDEN, HEAD, ID)),
         ("teacher_logprobs", lambda: opd_advantages(NARROW, WIDE, NARROW, MASK)),

@@ -26,7 +26,7 @@ from jaxrl.losses.head import (
     logprobs_from_hidden,
     topk_from_hidden,
 )
-from jaxrl.losses.layout import Term, make_job
+from jaxrl.losses.layout import Term, shard_term
 from jaxrl.losses.masked import masked_sum
 
 B, C, D, DT, V, VT, K = 4, 5, 12, 10, 50, 53, 6
@@ -496,7 +496,7 @@ def test_bad_settings_are_refused():
     with pytest.raises(ValueError, match="top_k is 51.*50 tokens"):
         call(beta=0.5, entropy_aware=EntropyAware(top_k=51))
     with pytest.raises(ValueError, match="12 wide and their head 10"):
-        make_job(Term(), (HIDDEN, TEACHER_HEAD), chunk=8, mesh=None)
+        shard_term(Term(), (HIDDEN, TEACHER_HEAD), chunk=8, mesh=None)
     with pytest.raises(ValueError, match="v is 51; .* 50 rows"):
         logprobs_from_hidden(HIDDEN, HEAD, TOKENS, v=51)
     with pytest.raises(ValueError, match="top-k is 0"):
