@@ -33,7 +33,7 @@ from jaxrl.plan import make_plan
 from jaxrl.profile.work import Work, divergence_work, forward_work
 from jaxrl.run.job import Job, make_job
 from jaxrl.run.launch import make_actor
-from jaxrl.sharding.mesh import carve, ensure_devices
+from jaxrl.sharding.mesh import ensure_devices, role_meshes
 from jaxrl.sharding.reshard import reshard
 from jaxrl.types import Completion, Prompt, Rollout, TeacherSignal
 
@@ -50,7 +50,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         config = whole_step.make_config(arguments, Path(folder))
         plan = make_plan(config, ROLES, ensure_devices)
-        meshes = carve(plan.devices, plan.placement, plan.axes)
+        meshes = role_meshes(plan.devices, plan.placement, plan.axes)
         job = make_job(config)
         actor = make_actor(job.for_workers(plan.axes, Path(folder)), meshes)
         rollout, signal = make_batch(arguments, job)

@@ -91,9 +91,9 @@ def measure(mb: int, repeats: int, processes: int, copies: list[float]) -> list[
     """Seconds of each round for pack, load and both."""
     import transport  # by name, not as __main__: so that the workers find it
 
-    from jaxrl.runtime.ray.crew import RayCrew  # an optional package
+    from jaxrl.runtime.ray.worker_group import RayWorkerGroup  # an optional package
 
-    crew = RayCrew(
+    worker_group = RayWorkerGroup(
         RayConfig(devices_per_worker=2 // processes),
         parse(MESH),
         partial(transport.make_roles, mb),
@@ -106,11 +106,11 @@ def measure(mb: int, repeats: int, processes: int, copies: list[float]) -> list[
     target = np.zeros_like(source)
     seconds: list[list[float]] = [[], [], []]
     try:
-        crew.start()
+        worker_group.start()
         for i in range(repeats + 1):
             begun = time.perf_counter()
-            sent = crew.handle("actor").call("publish", deadline=DEADLINE)
-            loaded = crew.handle("rollout").call("load", sent, deadline=DEADLINE)
+            sent = worker_group.handle("actor").call("publish", deadline=DEADLINE)
+            loaded = worker_group.handle("rollout").call("load", sent, deadline=DEADLINE)
             loaded.result()
             whole = time.perf_counter() - begun
             if i > 0:
@@ -122,7 +122,7 @@ def measure(mb: int, repeats: int, processes: int, copies: list[float]) -> list[
                 np.copyto(target, source)
                 copies.append(time.perf_counter() - begun)
     finally:
-        crew.stop()
+        worker_group.stop()
     return seconds
 
 

@@ -32,7 +32,7 @@ from jaxrl.plan import make_plan
 from jaxrl.profile.work import Work
 from jaxrl.run.job import make_job
 from jaxrl.run.launch import make_actor, make_rollout_role
-from jaxrl.sharding.mesh import carve, ensure_devices
+from jaxrl.sharding.mesh import ensure_devices, role_meshes
 from jaxrl.sharding.reshard import nbytes
 
 CASES: dict[str, dict[str, str]] = {
@@ -116,7 +116,7 @@ def make_case(
     )
     config = whole_step.make_config(options, Path(folder))
     plan = make_plan(config, ("actor", "rollout", "teacher"), ensure_devices)
-    meshes = carve(plan.devices, plan.placement, plan.axes)
+    meshes = role_meshes(plan.devices, plan.placement, plan.axes)
     job = make_job(config)
     setup = job.for_workers(plan.axes, Path(folder))
     actor, sampler = make_actor(setup, meshes), make_rollout_role(setup, meshes)

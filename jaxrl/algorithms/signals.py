@@ -125,7 +125,7 @@ def _ship_sampled(
     return {"token_logprobs": logprobs}
 
 
-SHIPPERS: dict[str, Callable[..., Fields]] = {
+TEACHER_SIGNALS: dict[str, Callable[..., Fields]] = {
     "hidden": _ship_hidden,
     "topk": _ship_topk,
     "student_topk": _ship_student_topk,
@@ -145,7 +145,7 @@ def teacher_signal(
     Args:
         ids: the student's most probable tokens; only for `student_topk`.
     """
-    fields = SHIPPERS[p.distill.signal](p, hidden, kernel, sequences, ids)
+    fields = TEACHER_SIGNALS[p.distill.signal](p, hidden, kernel, sequences, ids)
     if p.distill.entropy_aware and p.distill.signal != "hidden":
         k = p.distill.entropy_top_k
         best = topk_from_hidden(hidden, kernel, k, v=p.vocab_size, **p.options)
@@ -206,7 +206,7 @@ def _learn_sampled(
     )
 
 
-LEARNERS: dict[str, Callable[..., Loss]] = {
+DISTILL_LOSSES: dict[str, Callable[..., Loss]] = {
     "hidden": _learn_hidden,
     "topk": _learn_topk,
     "student_topk": _learn_topk,
@@ -226,7 +226,7 @@ def distill_loss(
     Args:
         frozen: `teacher_head` [V, Dt] for the signal `hidden`.
     """
-    total, count, metrics = LEARNERS[p.distill.signal](p, hidden, kernel, batch, frozen)
+    total, count, metrics = DISTILL_LOSSES[p.distill.signal](p, hidden, kernel, batch, frozen)
     if _signal(batch).best_ids is None:
         return total, count, metrics
     extra, _, more = entropy_aware_loss(p, hidden, kernel, batch)

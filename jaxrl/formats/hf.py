@@ -21,7 +21,7 @@ from jaxrl.formats import weights
 from jaxrl.models.config import DecoderConfig, check_special_ids, special_ids
 from jaxrl.models.decoder import Params
 from jaxrl.models.encoder_config import of_file, read_json
-from jaxrl.sharding.mesh import leads
+from jaxrl.sharding.mesh import is_primary
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -150,7 +150,7 @@ def save_hf(
 
     devices = jax.tree.leaves(params)[0].sharding.device_set
     try:
-        if leads(devices):
+        if is_primary(devices):
             write_folder(path, config, take, dtype=dtype, tokenizer_from=tokenizer_from)
     finally:
         if any(device.process_index != jax.process_index() for device in devices):

@@ -23,20 +23,30 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxrl.losses.layout import Given, Measured, PerToken, ShardedTerm, gather_head, reduce_head
-from jaxrl.losses.vocabulary import Columns
+from jaxrl.losses.layout import (
+    FrozenInputs,
+    PerToken,
+    ShardedTerm,
+    TokenStats,
+    gather_head,
+    reduce_head,
+)
+from jaxrl.losses.vocabulary import VocabShard
 
 
 def measure(
-    sharded: ShardedTerm, hidden: Float[Array, "B C D"], head: Float[Array, "V D"], given: Given
-) -> Measured:
+    sharded: ShardedTerm,
+    hidden: Float[Array, "B C D"],
+    head: Float[Array, "V D"],
+    given: FrozenInputs,
+) -> TokenStats:
     """The term's values and what its gradient needs, leaves [B, C, ...]."""
 
-    def body(hidden: Array, head: Array, given: Given) -> Measured:
+    def body(hidden: Array, head: Array, given: FrozenInputs) -> TokenStats:
         rows, teacher_rows = _gather(hidden, head, given)
         columns = sharded.columns(head.shape[0])
 
-        def step(_: None, chunk: tuple[Array, Given]) -> tuple[None, Measured]:
+        def step(_: None, chunk: tuple[Array, FrozenInputs]) -> tuple[None, TokenStats]:
             hidden, given = chunk
             z, tokens = _logits(hidden, rows, given, teacher_rows, columns)
             return None, sharded.term.measure(z, tokens, columns)
@@ -49,15 +59,20 @@ def measure(
 
 
 def fused(
-    sharded: ShardedTerm, hidden: Float[Array, "B C D"], head: Float[Array, "V D"], given: Given
+    sharded: ShardedTerm,
+    hidden: Float[Array, "B C D"],
+    head: Float[Array, "V D"],
+    given: FrozenInputs,
 ) -> tuple[PerToken, Float[Array, "B C D"], Float[Array, "V D"]]:
     """The term's values, and the gradients of the loss's masked sum by hidden and head."""
 
-    def body(hidden: Array, head: Array, given: Given) -> tuple[PerToken, Array, Array]:
+    def body(hidden: Array, head: Array, given: FrozenInputs) -> tuple[PerToken, Array, Array]:
         rows, teacher_rows = _gather(hidden, head, given)
         columns = sharded.columns(head.shape[0])
 
-        def step(d_rows: Array, chunk: tuple[Array, Given]) -> tuple[Array, tuple[PerToken, Array]]:
+        def step(
+            d_rows: Array, chunk: tuple[Array, FrozenInputs]
+        ) -> tuple[Array, tuple[PerToken, Array]]:
             hidden, given = chunk
             z, tokens = _logits(hidden, rows, given, teacher_rows, columns)
             values, saved = sharded.term.measure(z, tokens, columns)
@@ -80,12 +95,14 @@ def tiled(
     sharded: ShardedTerm,
     hidden: Float[Array, "B C D"],
     head: Float[Array, "V D"],
-    given: Given,
+    given: FrozenInputs,
     saved: PerToken,
 ) -> tuple[Float[Array, "B C D"], Float[Array, "V D"]]:
     """Gradients of the loss's masked sum, from what `measure` saved ([B, C, ...])."""
 
-    def body(hidden: Array, head: Array, given: Given, saved: PerToken) -> tuple[Array, Array]:
+    def body(
+        hidden: Array, head: Array, given: FrozenInputs, saved: PerToken
+    ) -> tuple[Array, Array]:
         heads = _gather(hidden, head, given)
         columns = sharded.columns(head.shape[0])
         flat, given, saved = _flat(hidden), _each_token(_flat, given), _flat(saved)
@@ -99,7 +116,7 @@ def tiled(
             # The last tile starts early where tiles do not fit; what it repeats counts as 0.
             first = jnp.minimum(i * size, columns.size - size)
             rows, teacher_rows = jax.tree.map(partial(_tile, first=first, size=size), here)
-            tile = Columns(columns.start + first, size, sharded.vocab, columns.padded)
+            tile = VocabShard(columns.start + first, size, sharded.vocab, columns.padded)
             z, tokens = _logits(flat, rows, given, teacher_rows, tile)
             dz = _kept(sharded.term.gradient(z, tokens, saved, tile), given)
             dz = jnp.where((first + jnp.arange(size) >= i * size)[None, :], dz, 0)
@@ -121,7 +138,10 @@ def tiled(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def loss_values(
-    sharded: ShardedTerm, hidden: Float[Array, "B C D"], head: Float[Array, "V D"], given: Given
+    sharded: ShardedTerm,
+    hidden: Float[Array, "B C D"],
+    head: Float[Array, "V D"],
+    given: FrozenInputs,
 ) -> tuple[Float[Array, ""], PerToken]:
     """(masked sum of the loss, values per token [B, C, ...]). Only the sum carries a gradient."""
     values = measure(sharded, hidden, head, given).values
@@ -129,7 +149,7 @@ def loss_values(
 
 
 def _loss_forward(
-    sharded: ShardedTerm, hidden: Array, head: Array, given: Given
+    sharded: ShardedTerm, hidden: Array, head: Array, given: FrozenInputs
 ) -> tuple[Any, Any]:
     kept: Any
     if sharded.lean:
@@ -150,7 +170,7 @@ def _loss_backward(
 loss_values.defvjp(_loss_forward, _loss_backward)
 
 
-def _masked_loss(values: PerToken, given: Given) -> Array:
+def _masked_loss(values: PerToken, given: FrozenInputs) -> Array:
     return jnp.where(given.mask, values["loss"], 0).sum()
 
 
@@ -158,14 +178,14 @@ def _scaled(x: Array, factor: Array) -> Array:
     return (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
-def _gather(hidden: Array, head: Array, given: Given) -> tuple[Array, Array | None]:
+def _gather(hidden: Array, head: Array, given: FrozenInputs) -> tuple[Array, Array | None]:
     if given.teacher_head is None or given.teacher_hidden is None:
         return gather_head(head, hidden), None
     return gather_head(head, hidden), gather_head(given.teacher_head, given.teacher_hidden)
 
 
 def _logits(
-    hidden: Array, rows: Array, given: Given, teacher_rows: Array | None, columns: Columns
+    hidden: Array, rows: Array, given: FrozenInputs, teacher_rows: Array | None, columns: VocabShard
 ) -> tuple[Array, PerToken]:
     z = columns.logits(hidden, rows, given.scale)
     if teacher_rows is None or given.teacher_hidden is None:
@@ -174,7 +194,7 @@ def _logits(
     return z, given.tokens | {"teacher_z": teacher_z}
 
 
-def _kept(dz: Float[Array, "n size"], given: Given) -> Float[Array, "n size"]:
+def _kept(dz: Float[Array, "n size"], given: FrozenInputs) -> Float[Array, "n size"]:
     """Gradient by the products, from the one by the logits; 0 where masked, even of a NaN."""
     return jnp.where(given.mask[:, None], dz * given.scale, 0)
 
@@ -198,7 +218,7 @@ def _tile(rows: Array, first: Array, size: int) -> Array:
     return jax.lax.dynamic_slice_in_dim(rows, first, size)
 
 
-def _each_token(f: Any, given: Given) -> Given:
+def _each_token(f: Any, given: FrozenInputs) -> FrozenInputs:
     """`f` of the leaves [B, C, ...]; the scale as it is, the teacher's head left out."""
     per_token: Any = {"scale": None, "teacher_head": None}
     return f(given._replace(**per_token))._replace(scale=given.scale)
@@ -209,7 +229,7 @@ def _flat(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
 
 
-def _chunks(sharded: ShardedTerm, hidden: Array, given: Given) -> tuple[Array, Given]:
+def _chunks(sharded: ShardedTerm, hidden: Array, given: FrozenInputs) -> tuple[Array, FrozenInputs]:
     """[b, C, ...] -> [chunks, chunk, ...] on every leaf, with masked tokens at the end."""
     tokens = hidden.shape[0] * hidden.shape[1]
     chunk = min(sharded.chunk, tokens)

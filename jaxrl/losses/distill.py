@@ -43,11 +43,11 @@ from jaxrl.losses.divergence import (
 from jaxrl.losses.head import full_entropy
 from jaxrl.losses.layout import (
     CHUNK,
-    Given,
-    Measured,
+    FrozenInputs,
     PerToken,
     ShardedTerm,
     Term,
+    TokenStats,
     fit_head,
     fit_rows,
     inverse,
@@ -55,7 +55,7 @@ from jaxrl.losses.layout import (
     shard_term,
 )
 from jaxrl.losses.masked import masked_count, masked_sum
-from jaxrl.losses.vocabulary import Columns, spread_tail, with_tail
+from jaxrl.losses.vocabulary import VocabShard, spread_tail, with_tail
 from jaxrl.types import Array
 
 Loss = tuple[Float[Array, ""], Float[Array, ""], Sums]
@@ -196,7 +196,7 @@ def _loss(
 ) -> Loss:
     scale, tokens, teacher = inverse(temperature), *jax.lax.stop_gradient((tokens, teacher))
     rows = fit_rows(sharded, (mask, tokens))
-    given = Given(rows[0], scale, rows[1], *teacher)
+    given = FrozenInputs(rows[0], scale, rows[1], *teacher)
     hidden = fit_rows(sharded, masked_rows(hidden, mask))
     total, values = loss_values(sharded, hidden, fit_head(sharded, head), given)
     values = jax.lax.stop_gradient({k: x for k, x in values.items() if k != "loss"})
@@ -213,7 +213,7 @@ class _Full(Term):
     beta: float
     entropy_aware: EntropyAware | None
 
-    def measure(self, z: Array, tokens: PerToken, columns: Columns) -> Measured:
+    def measure(self, z: Array, tokens: PerToken, columns: VocabShard) -> TokenStats:
         teacher_z = tokens["teacher_z"]
         lse, teacher_lse = columns.logsumexp(z), columns.logsumexp(teacher_z)
         student, teacher = z - lse[:, None], teacher_z - teacher_lse[:, None]
@@ -228,10 +228,10 @@ class _Full(Term):
         }
         saved = {"lse": lse, "teacher_lse": teacher_lse, "centre": centre}
         if self.entropy_aware is None:
-            return Measured(values, saved)
-        return _add_term(self.entropy_aware, Measured(values, saved), z, teacher_z, columns)
+            return TokenStats(values, saved)
+        return _add_term(self.entropy_aware, TokenStats(values, saved), z, teacher_z, columns)
 
-    def gradient(self, z: Array, tokens: PerToken, saved: PerToken, columns: Columns) -> Array:
+    def gradient(self, z: Array, tokens: PerToken, saved: PerToken, columns: VocabShard) -> Array:
         student = z - saved["lse"][:, None]
         teacher = tokens["teacher_z"] - saved["teacher_lse"][:, None]
         dz = logits_gradient(student, teacher, saved["centre"], self.beta)
@@ -241,8 +241,8 @@ class _Full(Term):
 
 
 def _add_term(
-    term: EntropyAware, so_far: Measured, z: Array, teacher_z: Array, columns: Columns
-) -> Measured:
+    term: EntropyAware, so_far: TokenStats, z: Array, teacher_z: Array, columns: VocabShard
+) -> TokenStats:
     values, saved = so_far
     _, ids = columns.topk(teacher_z, term.top_k)
     student, others = with_tail(z, saved["lse"], ids, columns)
@@ -257,7 +257,7 @@ def _add_term(
         "entropy_gate": gate,
     }
     gradient = weight[:, None] * logits_gradient(student, teacher, centre, beta=0)
-    return Measured(values, saved | {"ids": ids, "gradient": gradient, "others": others})
+    return TokenStats(values, saved | {"ids": ids, "gradient": gradient, "others": others})
 
 
 @dataclass(frozen=True)
@@ -266,7 +266,7 @@ class _TopKTail(Term):
 
     beta: float
 
-    def measure(self, z: Array, tokens: PerToken, columns: Columns) -> Measured:
+    def measure(self, z: Array, tokens: PerToken, columns: VocabShard) -> TokenStats:
         ids, lse = tokens["ids"], columns.logsumexp(z)
         student, others = with_tail(z, lse, ids, columns)
         teacher = jnp.concatenate([tokens["logprobs"], tokens["tail"][:, None]], -1)
@@ -283,7 +283,7 @@ class _TopKTail(Term):
             == columns.peak(z),
         }
         gradient = logits_gradient(student, teacher, centre, self.beta)
-        return Measured(values, {"gradient": gradient, "others": others})
+        return TokenStats(values, {"gradient": gradient, "others": others})
 
-    def gradient(self, z: Array, tokens: PerToken, saved: PerToken, columns: Columns) -> Array:
+    def gradient(self, z: Array, tokens: PerToken, saved: PerToken, columns: VocabShard) -> Array:
         return spread_tail(z, tokens["ids"], saved["gradient"], saved["others"], columns)

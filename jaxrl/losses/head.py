@@ -22,18 +22,18 @@ from jaxtyping import Bool, Float, Int
 from jaxrl.losses.chunked import measure, tiled
 from jaxrl.losses.layout import (
     CHUNK,
-    Given,
-    Measured,
+    FrozenInputs,
     PerToken,
     ShardedTerm,
     Term,
+    TokenStats,
     fit_head,
     fit_rows,
     inverse,
     masked_rows,
     shard_term,
 )
-from jaxrl.losses.vocabulary import Columns, with_tail
+from jaxrl.losses.vocabulary import VocabShard, with_tail
 from jaxrl.types import Array
 
 
@@ -130,7 +130,7 @@ def logprobs_at(
 
 
 def full_entropy(
-    z: Float[Array, "n size"], lse: Float[Array, " n"], columns: Columns
+    z: Float[Array, "n size"], lse: Float[Array, " n"], columns: VocabShard
 ) -> Float[Array, " n"]:
     """Entropy of softmax(z), nats."""
     logprobs = z - lse[:, None]
@@ -143,14 +143,14 @@ class _TokenLogprob(Term):
 
     entropy: bool
 
-    def measure(self, z: Array, tokens: PerToken, columns: Columns) -> Measured:
+    def measure(self, z: Array, tokens: PerToken, columns: VocabShard) -> TokenStats:
         lse = columns.logsumexp(z)
         logprobs = columns.at(z, tokens["ids"][:, None])[:, 0] - lse
         entropy = full_entropy(z, lse, columns) if self.entropy else jnp.zeros_like(lse)
         values = {"logprobs": logprobs, "entropy": entropy}
-        return Measured(values, {"lse": lse, "entropy": entropy})
+        return TokenStats(values, {"lse": lse, "entropy": entropy})
 
-    def gradient(self, z: Array, tokens: PerToken, saved: PerToken, columns: Columns) -> Array:
+    def gradient(self, z: Array, tokens: PerToken, saved: PerToken, columns: VocabShard) -> Array:
         """g (1[token] - pi) for the log-prob, -g pi (log pi + H) for the entropy."""
         logprobs = z - saved["lse"][:, None]
         factor = tokens["d_logprobs"][:, None]
@@ -164,31 +164,31 @@ class _TokenLogprob(Term):
 class _TopK(Term):
     k: int
 
-    def measure(self, z: Array, tokens: PerToken, columns: Columns) -> Measured:
+    def measure(self, z: Array, tokens: PerToken, columns: VocabShard) -> TokenStats:
         lse = columns.logsumexp(z)
         _, ids = columns.topk(z, self.k)
         outcomes, _ = with_tail(z, lse, ids, columns)
         values = {"ids": ids, "logprobs": outcomes[:, :-1], "tail": outcomes[:, -1]}
-        return Measured(values | {"entropy": full_entropy(z, lse, columns)}, {})
+        return TokenStats(values | {"entropy": full_entropy(z, lse, columns)}, {})
 
 
 @dataclass(frozen=True)
 class _AtIds(Term):
-    def measure(self, z: Array, tokens: PerToken, columns: Columns) -> Measured:
+    def measure(self, z: Array, tokens: PerToken, columns: VocabShard) -> TokenStats:
         outcomes, _ = with_tail(z, columns.logsumexp(z), tokens["ids"], columns)
-        return Measured({"logprobs": outcomes[:, :-1], "tail": outcomes[:, -1]}, {})
+        return TokenStats({"logprobs": outcomes[:, :-1], "tail": outcomes[:, -1]}, {})
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _token_values(
-    sharded: ShardedTerm, hidden: Array, head: Array, given: Given
+    sharded: ShardedTerm, hidden: Array, head: Array, given: FrozenInputs
 ) -> tuple[Array, Array]:
     values = measure(sharded, hidden, head, given).values
     return values["logprobs"], values["entropy"]
 
 
 def _token_forward(
-    sharded: ShardedTerm, hidden: Array, head: Array, given: Given
+    sharded: ShardedTerm, hidden: Array, head: Array, given: FrozenInputs
 ) -> tuple[Any, Any]:
     values, saved = measure(sharded, hidden, head, given)
     return (values["logprobs"], values["entropy"]), (hidden, head, given, saved)
@@ -243,6 +243,6 @@ def _given(
     mask: Array,
     tokens: PerToken,
     temperature: float | Array,
-) -> Given:
+) -> FrozenInputs:
     given = fit_rows(sharded, (mask, tokens))
-    return Given(mask=given[0], scale=inverse(temperature), tokens=given[1])
+    return FrozenInputs(mask=given[0], scale=inverse(temperature), tokens=given[1])

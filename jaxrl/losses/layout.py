@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Bool, Float
 
-from jaxrl.losses.vocabulary import Columns
+from jaxrl.losses.vocabulary import VocabShard
 from jaxrl.types import Array
 
 CHUNK = 256
@@ -25,7 +25,7 @@ PerToken = dict[str, Array]
 """Arrays by name, each [B, C, ...] or, for the n tokens of a chunk, [n, ...]."""
 
 
-class Given(NamedTuple):
+class FrozenInputs(NamedTuple):
     """What no gradient flows to."""
 
     mask: Bool[Array, "B C"]
@@ -36,7 +36,7 @@ class Given(NamedTuple):
     teacher_head: Float[Array, "V Dt"] | None = None
 
 
-class Measured(NamedTuple):
+class TokenStats(NamedTuple):
     """What a term measures on some tokens."""
 
     values: PerToken
@@ -49,13 +49,13 @@ class Term:
     """A function of the logits of each token. Hashable: it is part of a compiled function's key.
 
     `z` [n, size] are the logits of n tokens at temperature, `columns` says of which ids; `tokens`
-    are `Given.tokens` of the same tokens and, with a teacher's head, its logits "teacher_z".
+    are `FrozenInputs.tokens` of the same tokens and, with a teacher's head, its logits "teacher_z".
     """
 
-    def measure(self, z: Array, tokens: PerToken, columns: Columns) -> Measured:
+    def measure(self, z: Array, tokens: PerToken, columns: VocabShard) -> TokenStats:
         raise NotImplementedError
 
-    def gradient(self, z: Array, tokens: PerToken, saved: PerToken, columns: Columns) -> Array:
+    def gradient(self, z: Array, tokens: PerToken, saved: PerToken, columns: VocabShard) -> Array:
         """d loss / d z, [n, size]. No collectives: `columns` may be a tile of a device's slice."""
         raise NotImplementedError
 
@@ -88,8 +88,8 @@ class ShardedTerm:
     def token_spec(self) -> PartitionSpec:
         return PartitionSpec(self.axes("data", "fsdp") or None)
 
-    def given_spec(self, given: Given) -> Any:
-        """`Given` with a spec for each array."""
+    def given_spec(self, given: FrozenInputs) -> Any:
+        """`FrozenInputs` with a spec for each array."""
         spec: Any = jax.tree.map(lambda _: self.token_spec(), given)
         teacher = None if given.teacher_head is None else self.head_spec(given.teacher_head)
         return spec._replace(scale=PartitionSpec(), teacher_head=teacher)
@@ -103,11 +103,11 @@ class ShardedTerm:
             body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
 
-    def columns(self, rows: int) -> Columns:
+    def columns(self, rows: int) -> VocabShard:
         """The slice of the vocabulary of a device that holds `rows` rows of the head."""
         axes = self.axes("tensor")
         start = jax.lax.axis_index(axes) * rows if axes else 0
-        return Columns(start, rows, self.vocab, rows * self.size("tensor") > self.vocab, axes)
+        return VocabShard(start, rows, self.vocab, rows * self.size("tensor") > self.vocab, axes)
 
 
 def shard_term(

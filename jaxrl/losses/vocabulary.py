@@ -17,7 +17,7 @@ from jaxrl.losses.divergence import MIN
 
 
 @dataclass(frozen=True)
-class Columns:
+class VocabShard:
     """The token ids `start` ... `start + size - 1`, as columns of a logits array."""
 
     start: Array | int
@@ -84,7 +84,7 @@ class Columns:
 
 
 def with_tail(
-    z: Float[Array, "n size"], lse: Float[Array, " n"], ids: Int[Array, "n K"], columns: Columns
+    z: Float[Array, "n size"], lse: Float[Array, " n"], ids: Int[Array, "n K"], columns: VocabShard
 ) -> tuple[Float[Array, "n K+1"], Float[Array, " n"]]:
     """Log-probs of the K ids and, last, of all others together; the logsumexp of the others."""
     others = columns.logsumexp(columns.without(z, ids))
@@ -97,7 +97,7 @@ def spread_tail(
     ids: Int[Array, "n K"],
     gradient: Float[Array, "n K+1"],
     others: Float[Array, " n"],
-    columns: Columns,
+    columns: VocabShard,
 ) -> Float[Array, "n size"]:
     """Gradient by the logits from `gradient`, that by the logits of `with_tail`'s outcomes.
 

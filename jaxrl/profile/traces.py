@@ -24,7 +24,7 @@ from jaxrl.plan.roles import signal_bytes
 from jaxrl.profile.stages import Profiled, StageTable, StepBatch, stage_rows, step_work
 from jaxrl.profile.waits import Span, Stage, Window, pool_waits, stage_seconds
 from jaxrl.runtime.tracing import Traced
-from jaxrl.runtime.worker import Crew, Future, Handle, Times
+from jaxrl.runtime.worker import Future, Handle, Times, WorkerGroup
 from jaxrl.telemetry.timeline import Watched
 
 PROFILE_DIR = "profile"
@@ -39,7 +39,7 @@ class Profile:
 
     job: Profiled
     plan: Plan
-    crew: Crew
+    worker_group: WorkerGroup
     folder: Path
     """Of the run's profile."""
     steps: range
@@ -88,7 +88,9 @@ class Profile:
 
     def _ask(self, folder: Path | None) -> Mapping[str, Future]:
         config = self.job.config
-        return self.crew.profile(folder, config.actor.compute_dtype, config.deadlines.checkpoint)
+        return self.worker_group.profile(
+            folder, config.actor.compute_dtype, config.deadlines.checkpoint
+        )
 
     def _finish(self) -> None:
         """Waits for the traces, then reports the table."""

@@ -26,7 +26,7 @@ from typing import Any
 
 from jaxrl.errors import UserError, near
 from jaxrl.process.plugin import is_file, load_object
-from jaxrl.rewards.items import Item, Signature, Source
+from jaxrl.rewards.items import Item, ItemSource, Signature
 from jaxrl.rewards.verifiers import VERIFIERS
 
 KEY = "reward.functions"
@@ -45,7 +45,7 @@ Say = Callable[[dict[str, Any]], None]
 """Sends a message about some items of a call to the run."""
 
 
-def find(text: str, given: Mapping[str, bytes] = MappingProxyType({})) -> Source:
+def find(text: str, given: Mapping[str, bytes] = MappingProxyType({})) -> ItemSource:
     """The source that one entry of `reward.functions` names; its code is not run.
 
     Args:
@@ -55,14 +55,14 @@ def find(text: str, given: Mapping[str, bytes] = MappingProxyType({})) -> Source
         UserError: it names nothing.
     """
     if text in PLAIN:
-        return Source(text, text, "format" if text == "format" else "verifier")
+        return ItemSource(text, text, "format" if text == "format" else "verifier")
     scheme, _, rest = text.partition(":")
     if scheme == "regex" and rest:
         try:
             re.compile(rest)
         except re.error as error:
             raise UserError(f"{KEY}: {text}: not a regular expression: {error}") from error
-        return Source(text, "regex", "regex", rest)
+        return ItemSource(text, "regex", "regex", rest)
     if scheme == "python" and rest:
         name = rest.partition("@")[0]
         if text not in given:
@@ -70,7 +70,7 @@ def find(text: str, given: Mapping[str, bytes] = MappingProxyType({})) -> Source
                 f"{KEY}: {text} is a function of a Python program: give it from there, as in"
                 f" train(config, rewards=[{name}])"
             )
-        return Source(text, name, "python", attribute=name, code=given[text])
+        return ItemSource(text, name, "python", attribute=name, code=given[text])
     place, colon, attribute = text.rpartition(":")
     if not colon:
         raise UserError(
@@ -86,10 +86,10 @@ def find(text: str, given: Mapping[str, bytes] = MappingProxyType({})) -> Source
                 f"{KEY}: {text}: there is no file {path} (a relative path is one from the folder of"
                 " the config file that names it, or from the working directory)"
             )
-        return Source(text, attribute, "file", str(path), attribute, _digest(path))
+        return ItemSource(text, attribute, "file", str(path), attribute, _digest(path))
     if not all(part.isidentifier() for part in place.split(".")):
         raise UserError(f"{KEY}: {text}: {place!r} is neither a .py file nor the name of a module")
-    return Source(text, attribute, "module", place, attribute)
+    return ItemSource(text, attribute, "module", place, attribute)
 
 
 def think_format(completion: str) -> float:
@@ -104,7 +104,7 @@ def think_format(completion: str) -> float:
 class Function:
     """A loaded reward function."""
 
-    def __init__(self, source: Source, memory_mb: int | None = None):
+    def __init__(self, source: ItemSource, memory_mb: int | None = None):
         """
         Args:
             memory_mb: the limit of this process, for messages.
@@ -228,7 +228,7 @@ def _runner() -> asyncio.Runner:
     return asyncio.Runner()
 
 
-def _judge_of(source: Source) -> Callable[[str, Item], float | None]:
+def _judge_of(source: ItemSource) -> Callable[[str, Item], float | None]:
     """What comes with jaxrl."""
     if source.option == "format":
         return lambda completion, item: think_format(completion)
@@ -242,7 +242,7 @@ def _judge_of(source: Source) -> Callable[[str, Item], float | None]:
     return VERIFIERS[source.text]
 
 
-def _load(source: Source) -> Callable[..., Any]:
+def _load(source: ItemSource) -> Callable[..., Any]:
     """The callable in a file or module, or that was pickled."""
     if source.option == "python":
         try:
@@ -270,7 +270,7 @@ def _load(source: Source) -> Callable[..., Any]:
     return found
 
 
-def _signature(source: Source, call: Callable[..., Any]) -> Signature:
+def _signature(source: ItemSource, call: Callable[..., Any]) -> Signature:
     try:
         signature = inspect.signature(call)
     except (TypeError, ValueError) as error:

@@ -20,7 +20,7 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Source:
+class ItemSource:
     """Where a reward function comes from."""
 
     text: str

@@ -28,7 +28,7 @@ from typing import Any, Literal
 
 from jaxrl.errors import RunError, UserError
 from jaxrl.rewards.family import kill_family
-from jaxrl.rewards.items import Failure, Item, Signature, Source
+from jaxrl.rewards.items import Failure, Item, ItemSource, Signature
 
 BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]);"
@@ -96,7 +96,7 @@ class RewardPool:
 
     def __init__(
         self,
-        sources: Sequence[Source],
+        sources: Sequence[ItemSource],
         *,
         workers: int,
         timeout: float,

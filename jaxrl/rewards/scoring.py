@@ -15,7 +15,7 @@ from jaxrl.config.schema import RewardConfig
 from jaxrl.errors import UserError, near
 from jaxrl.rewards.combine import combine_rewards, soft_overlong
 from jaxrl.rewards.functions import KEY, find
-from jaxrl.rewards.items import Item, Source
+from jaxrl.rewards.items import Item, ItemSource
 from jaxrl.rewards.pool import RewardPool, Scores
 from jaxrl.types import Completion, Prompt, Rollout
 
@@ -194,7 +194,7 @@ class RewardFunctions:
         self.close()
 
 
-def names_of(sources: Sequence[Source]) -> tuple[str, ...]:
+def names_of(sources: Sequence[ItemSource]) -> tuple[str, ...]:
     """A name for each: the function's; the second of a name gets `_2`, and so on."""
     seen = Counter[str]()
     names = []

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from jaxrl.data import arithmetic
 from jaxrl.data.tasks import make_dataset
 from jaxrl.errors import UserError, unknown
-from jaxrl.rewards.items import Item, Source
+from jaxrl.rewards.items import Item, ItemSource
 from jaxrl.rewards.pool import RewardPool
 
 TOLERANCE = 1e-6
@@ -194,7 +194,7 @@ def may_hang(name: str, prompt: Judged) -> bool:
 @cache
 def _pool(name: str) -> RewardPool:
     """One process for each such verifier; it ends with this one."""
-    source = Source(name, name, "verifier")
+    source = ItemSource(name, name, "verifier")
     return RewardPool([source], workers=1, timeout=TIMEOUT_S, startup=STARTUP_S)
 
 

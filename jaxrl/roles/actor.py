@@ -36,7 +36,7 @@ from jaxrl.roles.microbatch import (
 from jaxrl.roles.optimizer import apply_changes, learning_rate, make_optimizer, state_shardings
 from jaxrl.runtime.worker import phase
 from jaxrl.sharding.ledger import buffer, current
-from jaxrl.sharding.mesh import leads
+from jaxrl.sharding.mesh import is_primary
 from jaxrl.sharding.reshard import nbytes, put, reshard, to_host
 from jaxrl.types import (
     Finish,
@@ -509,7 +509,7 @@ class Actor:
             jax.tree_util.keystr(key, simple=True, separator="."): _dumped(leaf)
             for key, leaf in jax.tree_util.tree_leaves_with_path(batch)
         }
-        if leads(self.mesh.devices.flat):
+        if is_primary(self.mesh.devices.flat):
             with contextlib.suppress(OSError):  # a full disk ends no run
                 path.parent.mkdir(parents=True, exist_ok=True)
                 np.savez(path, **arrays)

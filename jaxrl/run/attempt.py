@@ -39,7 +39,7 @@ from jaxrl.run.run_dir import (
     sessions,
 )
 from jaxrl.runtime.registry import registered
-from jaxrl.runtime.worker import Crew, OutOfMemory, RunLost
+from jaxrl.runtime.worker import OutOfMemory, RunLost, WorkerGroup
 from jaxrl.telemetry.console import Console
 from jaxrl.telemetry.log import LOG_FILE, RunLog
 from jaxrl.telemetry.trackers import check_trackers
@@ -166,19 +166,19 @@ def _attempt(context: RunContext, run: RunDir) -> None:
     restore = None if run.checkpoint is None else run.checkpoint.path
     setup = job.for_workers(plan.axes, run.path, restore)
     packing = setup.packing(plan.target)
-    workers: list[Crew] = []
+    workers: list[WorkerGroup] = []
 
     def on_worker_message(text: str) -> None:
         """After a start, or when a worker was restarted: the registered workers have changed."""
         notify(text)
-        for crew in workers:
-            context.registration.update(crew.states())
+        for worker_group in workers:
+            context.registration.update(worker_group.states())
 
-    crew = start_roles(setup, plan, on_worker_message)
-    workers.append(crew)
+    worker_group = start_roles(setup, plan, on_worker_message)
+    workers.append(worker_group)
 
     def asked_to_stop() -> bool:
-        return interrupt.asked() or on_step.error is not None or crew.ending() is not None
+        return interrupt.asked() or on_step.error is not None or worker_group.ending() is not None
 
     try:
         description = {
@@ -190,19 +190,19 @@ def _attempt(context: RunContext, run: RunDir) -> None:
         for name, text in description.items():
             run.write(name, text)
         run.remove_final()
-        context.console.attach(crew.states)
-        context.registration.update(crew.states())
+        context.console.attach(worker_group.states)
+        context.registration.update(worker_group.states())
         with (
             notify.into(RunLog(run.path / LOG_FILE)) as log,
-            Records(context, run, crew, log, description) as records,
+            Records(context, run, worker_group, log, description) as records,
         ):
-            calls = Calls(config, records.watch(crew), asked_to_stop)
+            calls = Calls(config, records.watch(worker_group), asked_to_stop)
             sources = Sources(
                 config,
                 job.train.batch,
                 packing,
                 calls.call,
-                crew.value,
+                worker_group.value,
                 calls.wait,
                 job.held_out_prompts,
                 partial(decode, job.tokenizer),
@@ -220,14 +220,14 @@ def _attempt(context: RunContext, run: RunDir) -> None:
                     f"on_step raised {type(error).__name__}: {error};"
                     f" {_kept(saves.newest)} in {run.path}"
                 ) from error
-            if crew.ending() is not None:
+            if worker_group.ending() is not None:
                 at = _interrupted_at(trained, saves.newest, run.path)
-                raise RunError(f"{crew.ending()}\n{at}")
-            _export(job, crew, run.path / FINAL, saves.newest)
+                raise RunError(f"{worker_group.ending()}\n{at}")
+            _export(job, worker_group, run.path / FINAL, saves.newest)
             for line in (*_summary(context, run, records), *run_advice(run.path)):
                 notify(line)
     finally:
-        crew.stop()
+        worker_group.stop()
 
 
 def _out_of_memory(plan: Plan, error: OutOfMemory) -> str:
@@ -239,13 +239,13 @@ def _out_of_memory(plan: Plan, error: OutOfMemory) -> str:
     return "\n".join((*lines, *plan.relief(role)))
 
 
-def _export(job: Job, crew: Crew, path: Path, saved: int | None) -> None:
+def _export(job: Job, worker_group: WorkerGroup, path: Path, saved: int | None) -> None:
     """The trained policy as a Hugging Face folder with its tokenizer.
 
     Args:
         saved: step of the newest checkpoint, for the error of a disk that refuses.
     """
-    exported = crew.handle("actor").call(
+    exported = worker_group.handle("actor").call(
         "export", path, job.student.tokenizer_path, deadline=job.config.deadlines.export
     )
     problem: str | None = exported.result()

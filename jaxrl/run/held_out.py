@@ -38,7 +38,7 @@ from jaxrl.run import inputs
 from jaxrl.run.evaluation import Judge, Scores, judged, pass_ks, row_of_scores
 from jaxrl.runtime.worker import Phase, enter
 from jaxrl.sampling.engine import EngineStats
-from jaxrl.sharding.mesh import carve, ensure_devices, verify_arrays
+from jaxrl.sharding.mesh import ensure_devices, role_meshes, verify_arrays
 from jaxrl.sharding.placement import check_visible, place
 from jaxrl.telemetry.metrics import Sample
 from jaxrl.types import Completion
@@ -230,7 +230,7 @@ def _mesh(source: ModelSource, config: Config) -> tuple[Mesh, list[str]]:
         f"{source.name}: {model.family}, {model.n_params:,} parameters, {dtype},"
         f" on {axes['rollout']}"
     )
-    mesh = carve(seen.devices, placement, axes)["rollout"]
+    mesh = role_meshes(seen.devices, placement, axes)["rollout"]
     return mesh, [about, *filter(None, [seen.note]), *placement.notes]
 
 

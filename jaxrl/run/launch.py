@@ -32,14 +32,14 @@ from jaxrl.roles.scorer import Scorer
 from jaxrl.roles.teacher import Teacher
 from jaxrl.run.conversion import converted_once
 from jaxrl.run.job import Setup, reward_functions
-from jaxrl.runtime.local import LocalCrew
-from jaxrl.runtime.worker import Crew, Future
+from jaxrl.runtime.local import LocalWorkerGroup
+from jaxrl.runtime.worker import Future, WorkerGroup
 from jaxrl.sharding.mesh import (
     Visible,
     accelerators_here,
-    carve,
     ensure_devices,
     role_mesh,
+    role_meshes,
     verify_arrays,
 )
 from jaxrl.sharding.placement import Axes, Placement, device_list, parse
@@ -78,7 +78,7 @@ def _choose_launcher(config: Config, needed: int) -> tuple[str, str]:
     return "local", ""
 
 
-def start_roles(setup: Setup, plan: Plan, log: Log) -> Crew:
+def start_roles(setup: Setup, plan: Plan, log: Log) -> WorkerGroup:
     """One worker for each pool, as the plan's launcher makes them; roles of different pools load
     and build side by side. Those of one host that load the same GGUF file convert it once.
     """
@@ -104,9 +104,9 @@ def _loads(setup: Setup, plan: Plan) -> dict[str, tuple[ModelSource, str]]:
     return {role: found[role] for role in sorted(found) if role in starting}
 
 
-def _local(setup: Setup, plan: Plan, log: Log) -> LocalCrew:
-    crew = LocalCrew(STOP_S)
-    meshes = carve(plan.devices, plan.placement, plan.axes)
+def _local(setup: Setup, plan: Plan, log: Log) -> LocalWorkerGroup:
+    worker_group = LocalWorkerGroup(STOP_S)
+    meshes = role_meshes(plan.devices, plan.placement, plan.axes)
     deadline = setup.config.deadlines.startup
     starting: dict[str, Future] = {}
     try:
@@ -114,7 +114,7 @@ def _local(setup: Setup, plan: Plan, log: Log) -> LocalCrew:
             roles = [role for role in pool.roles if role in plan.runs]
             makers = {role: partial(MAKERS[role], setup, meshes) for role in roles}
             devices = [d for role in roles if role in meshes for d in meshes[role].devices.flat]
-            starting |= crew.start(pool.name, devices, makers, deadline, setup.config.lazy)
+            starting |= worker_group.start(pool.name, devices, makers, deadline, setup.config.lazy)
         for role, started in starting.items():
             started.result()
             if role in setup.config.lazy:
@@ -125,15 +125,15 @@ def _local(setup: Setup, plan: Plan, log: Log) -> LocalCrew:
                 where = f"on devices {ids}"
             log(f"{role}: ready in {started.times.seconds:.1f} s, {where}")
     except BaseException:
-        crew.stop()
+        worker_group.stop()
         raise
-    return crew
+    return worker_group
 
 
-def _ray(setup: Setup, plan: Plan, log: Log) -> Crew:
-    from jaxrl.runtime.ray.crew import RayCrew  # an optional package
+def _ray(setup: Setup, plan: Plan, log: Log) -> WorkerGroup:
+    from jaxrl.runtime.ray.worker_group import RayWorkerGroup  # an optional package
 
-    crew = RayCrew(
+    worker_group = RayWorkerGroup(
         setup.config.ray,
         plan.placement,
         partial(pool_makers, setup, dict(plan.axes)),
@@ -144,14 +144,14 @@ def _ray(setup: Setup, plan: Plan, log: Log) -> Crew:
         environment=worker_environment(setup.config.deterministic),
     )
     try:
-        crew.start()
+        worker_group.start()
     except BaseException:
-        crew.stop()
+        worker_group.stop()
         raise
-    return crew
+    return worker_group
 
 
-LAUNCHERS: dict[str, Callable[[Setup, Plan, Log], Crew]] = {"local": _local, "ray": _ray}
+LAUNCHERS: dict[str, Callable[[Setup, Plan, Log], WorkerGroup]] = {"local": _local, "ray": _ray}
 
 
 def pool_makers(

@@ -64,7 +64,7 @@ class PendingRows:
     def scores_to_train_on(self, batch: int) -> dict[str, list[Future]]:
         """Role -> its scores. The teacher's are the largest: dropped once the actor has them."""
         return {
-            role: [part.once() for part in parts] if role == "teacher" else parts
+            role: [part.consume() for part in parts] if role == "teacher" else parts
             for role, parts in self.scores[batch].items()
         }
 

@@ -20,7 +20,7 @@ from jaxrl.run.job import Job
 from jaxrl.run.loop import Resumed, evaluates
 from jaxrl.run.reporting import Reporter
 from jaxrl.run.run_dir import RunDir
-from jaxrl.runtime.worker import Crew, Handle
+from jaxrl.runtime.worker import Handle, WorkerGroup
 from jaxrl.telemetry.log import RunLog
 from jaxrl.telemetry.metrics import METRICS_FILE, SAMPLES_FILE, MetricsWriter, SamplesWriter
 from jaxrl.telemetry.timeline import TIMELINE_FILE, Timeline
@@ -34,7 +34,12 @@ class Records:
     """The files and trackers of one attempt in this process, and the reporter that fills them."""
 
     def __init__(
-        self, context: RunContext, run: RunDir, crew: Crew, log: RunLog, description: dict[str, str]
+        self,
+        context: RunContext,
+        run: RunDir,
+        worker_group: WorkerGroup,
+        log: RunLog,
+        description: dict[str, str],
     ):
         """
         Args:
@@ -54,9 +59,9 @@ class Records:
         self._timeline = Timeline(timeline, after is not None, notify)
         for file in (self._metrics, self._samples, self._timeline):
             self._stack.callback(file.close)
-        self._timeline.watch_states(crew.states)
+        self._timeline.watch_states(worker_group.states)
         folder = run.path / PROFILE_DIR
-        self.profile = Profile(job, context.plan, crew, folder, profiled, notify)
+        self.profile = Profile(job, context.plan, worker_group, folder, profiled, notify)
         settings = config.model_dump(mode="json")
         trackers = open_trackers(config.logging, config.name, run.path, settings, after, notify)
         self._stack.push(lambda failed, *_: trackers.close(HURRY_S if failed else CLOSE_S))
@@ -84,7 +89,7 @@ class Records:
             trackers,
             self._timeline,
             self.checkpoints,
-            crew.peaks,
+            worker_group.peaks,
             context.plan.peaks,
             log.write,
             on_row,
@@ -101,9 +106,12 @@ class Records:
         none = {"step": self._run.step}
         return self._metrics.first or none, self._metrics.last or none
 
-    def watch(self, crew: Crew) -> dict[str, Handle]:
+    def watch(self, worker_group: WorkerGroup) -> dict[str, Handle]:
         """The roles, their calls drawn in the timeline, and counted where they are profiled."""
-        handles = {role: self._timeline.watch(role, crew.handle(role)) for role in crew.roles}
+        handles = {
+            role: self._timeline.watch(role, worker_group.handle(role))
+            for role in worker_group.roles
+        }
         return {role: self.profile.watch(role, handle) for role, handle in handles.items()}
 
     def finish_checkpoints(self) -> None:

@@ -48,7 +48,7 @@ class Cluster:
 
 
 @dataclass(frozen=True)
-class Seat:
+class ProcessSlot:
     """One worker process: some devices of one pool on one host."""
 
     pool: int
@@ -75,9 +75,9 @@ class ClusterDevice:
         return None if self.limit is None else {"bytes_limit": self.limit}
 
 
-def seats(
+def process_slots(
     placement: Placement, hosts: Sequence[Host], on_gpu: bool, most: int | None
-) -> tuple[Seat, ...]:
+) -> tuple[ProcessSlot, ...]:
     """A host, and its share of the devices, for each worker process.
 
     Args:
@@ -88,7 +88,7 @@ def seats(
         UserError: the cluster is too small, with both tables, or `most` does not divide a share.
     """
     free = {host.id: host.gpus_free if on_gpu else host.cpus_free for host in hosts}
-    found: list[Seat] = []
+    found: list[ProcessSlot] = []
     for index, pool in enumerate(placement.pools):
         shares = _shares(len(pool.devices), hosts, free)
         if shares is None:
@@ -97,7 +97,7 @@ def seats(
         for host, count in shares:
             free[host.id] -= count
             for size in _processes(count, most, pool.name):
-                found.append(Seat(index, rank, host, size))
+                found.append(ProcessSlot(index, rank, host, size))
                 rank += 1
     return tuple(found)
 
@@ -160,17 +160,17 @@ def hosts_table(hosts: Sequence[Host]) -> str:
 
 
 def devices_of(
-    placement: Placement, places: Sequence[Seat], on_gpu: bool
+    placement: Placement, places: Sequence[ProcessSlot], on_gpu: bool
 ) -> tuple[ClusterDevice, ...]:
     """Every device of the run in the order of the placement."""
     found: list[ClusterDevice] = []
-    for process, seat in enumerate(places):
-        host = seat.host
+    for process, slot in enumerate(places):
+        host = slot.host
         if on_gpu:
             limit = min(host.gpu_memory) if host.gpu_memory else None
         else:
             limit = host.memory_free or None
-        for _ in range(seat.devices):
+        for _ in range(slot.devices):
             platform = "gpu" if on_gpu else "cpu"
             reported = host.name, limit, host.capability
             found.append(ClusterDevice(len(found), platform, process, *reported))

@@ -39,7 +39,7 @@ from jaxrl.sharding.ledger import Ledger, use
 
 
 @runtime_checkable
-class Elsewhere(Protocol):
+class RemoteValue(Protocol):
     """A value of another process, as an argument."""
 
     def arrive(self, stopping: Callable[[], bool]) -> Any:
@@ -96,12 +96,12 @@ class LocalFuture:
                 self.times.started = time.monotonic()
             return not self.done()
 
-    def once(self) -> LocalFuture:
+    def consume(self) -> LocalFuture:
         self._once = True
         return self
 
     def result(self) -> Any:
-        """The value. Raises as soon as anything fails in a worker of the same crew, or is late
+        """The value. Raises as soon as anything fails in a worker of the same group, or is late
         anywhere up the chain of calls.
         """
         while not self._done.wait(POLL_S):
@@ -112,7 +112,7 @@ class LocalFuture:
 
     def check(self) -> None:
         """Raises for a failure in any worker, and for the late call that this one waits for."""
-        for worker in self.worker.crew:
+        for worker in self.worker.worker_group:
             worker.check_alive()
         running = None if self.aside else self.worker.running
         if running is not None and running is not self and not self.done():
@@ -164,18 +164,18 @@ class LocalWorker:
         self,
         name: str,
         devices: tuple[jax.Device, ...] = (),
-        crew: list[LocalWorker] | None = None,
+        worker_group: list[LocalWorker] | None = None,
         tracer: Tracer | None = None,
     ):
         """
         Args:
-            crew: the workers of the run, to which this one adds itself: who waits for any of them
-                hears of the first failure in all of them.
+            worker_group: the workers of the run, to which this one adds itself: who waits for any
+                of them hears of the first failure in all of them.
             tracer: of this process.
         """
         self.name = name
-        self.crew: list[LocalWorker] = [] if crew is None else crew
-        self.crew.append(self)
+        self.worker_group: list[LocalWorker] = [] if worker_group is None else worker_group
+        self.worker_group.append(self)
         self.failure: BaseException | None = None
         """What made a call fail, the first time."""
         self.devices = devices
@@ -336,7 +336,7 @@ class LocalWorker:
 
     def _value(self, call: LocalFuture, arg: Any) -> Any:
         """The value of an argument. Bounded by the driver, which watches the chain of calls."""
-        if isinstance(arg, Elsewhere):
+        if isinstance(arg, RemoteValue):
             return arg.arrive(lambda: self.stopping or call.done())
         if not isinstance(arg, LocalFuture):
             return arg
@@ -382,7 +382,7 @@ class LocalHandle:
         )
 
 
-class LocalCrew:
+class LocalWorkerGroup:
     """The workers of a run, all of them threads of this process."""
 
     def __init__(self, stop_s: float):
@@ -513,7 +513,7 @@ class _Nobody:
     running = None
     phase = Phase()
     devices: tuple[jax.Device, ...] = ()
-    crew: tuple[LocalWorker, ...] = ()
+    worker_group: tuple[LocalWorker, ...] = ()
 
     def stack(self) -> str:
         return ""

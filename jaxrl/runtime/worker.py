@@ -179,7 +179,7 @@ class Future(Protocol):
         """
         ...
 
-    def once(self) -> Future:
+    def consume(self) -> Future:
         """This future, for a call that is the last to need the value: it is dropped when taken."""
         ...
 
@@ -207,7 +207,7 @@ class Handle(Protocol):
         ...
 
 
-class Crew(Protocol):
+class WorkerGroup(Protocol):
     """The workers of a run, however they are launched."""
 
     @property

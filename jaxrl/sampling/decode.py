@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl.models import decoder
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Cache, Layout, Params
-from jaxrl.sampling.sampler import Knobs, is_eos, sample, sample_keys, uniforms
+from jaxrl.sampling.sampler import SamplingArrays, is_eos, sample, sample_keys, uniforms
 
 TOKEN, POSITION, COUNT, LIMIT, PROMPT, SAMPLE = range(6)
 """Columns of the slot table [B, 6] int32: the token to feed next and its position, how many tokens
@@ -142,7 +142,7 @@ def launch(
     cache: Cache,
     slots: jax.Array,
     exit_free: jax.Array,
-    knobs: Knobs,
+    knobs: SamplingArrays,
     *,
     n_tokens: int,
     check_every: int,

@@ -8,7 +8,7 @@ and their keys and values are copied into the slots of their n samples. What is 
 (seed, step, attempt, prompt id, sample id, position), never on slots, launches or timing.
 
 On a mesh of several processes each runs this with the same arguments; what a launch sampled is
-whole in all of them, so that they seat, refill and launch alike.
+whole in all of them, so that they fill, refill and launch alike.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Cache, Params, cast, layout_of
 from jaxrl.models.kernels import round_up, target_of
 from jaxrl.sampling import decode, text
-from jaxrl.sampling.sampler import Knobs, SamplingParams, make_knobs
+from jaxrl.sampling.sampler import SamplingArrays, SamplingParams, sampling_arrays
 from jaxrl.sampling.text import TextTokenizer
 from jaxrl.sharding.ledger import Ledger
 from jaxrl.sharding.reshard import put
@@ -174,7 +174,7 @@ class Engine:
             for sample in range(n)
         ]
         if samples:
-            knobs = make_knobs(sampling, seed, step, attempt)
+            knobs = sampling_arrays(sampling, seed, step, attempt)
             run = _Run(self, params, prompts, n, sampling, knobs, samples)
             run.loop(abort, on_tokens)
         done = [sample.completion() for sample in samples]
@@ -249,7 +249,7 @@ class _Run:
         prompts: Sequence[Sequence[int]],
         n: int,
         sampling: SamplingParams,
-        knobs: Knobs,
+        knobs: SamplingArrays,
         samples: list[_Sample],
     ):
         self.engine, self.params, self.prompts = engine, params, prompts
@@ -296,7 +296,7 @@ class _Run:
         self.ledger.put(CACHE, (self.cache, self.held_cache))
 
     def _refill(self) -> None:
-        """Seats waiting samples in free slots; prefills the prompts that they need."""
+        """Puts waiting samples into free slots; prefills the prompts that they need."""
         started = time.perf_counter()
         free = [slot for slot in range(self.engine.slots) if slot not in self.seated]
         seated = False

@@ -71,7 +71,7 @@ class SamplingParams:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Knobs:
+class SamplingArrays:
     """`SamplingParams` and seed as arrays, so that changing one compiles nothing."""
 
     temperature: Array
@@ -95,7 +95,9 @@ class Draw(NamedTuple):
     """[B] float32, nats: under the truncated distribution (a point mass, so 0, when greedy)."""
 
 
-def make_knobs(sampling: SamplingParams, seed: int, step: int, attempt: int = 0) -> Knobs:
+def sampling_arrays(
+    sampling: SamplingParams, seed: int, step: int, attempt: int = 0
+) -> SamplingArrays:
     """The traced form of `sampling`; `seed`, `step` and `attempt` begin the key of every token."""
     width = EOS_SLOTS * max(1, -(-len(sampling.eos_ids) // EOS_SLOTS))
     eos_ids = (*sampling.eos_ids, *[-1] * (width - len(sampling.eos_ids)))
@@ -104,7 +106,7 @@ def make_knobs(sampling: SamplingParams, seed: int, step: int, attempt: int = 0)
         key = jax.random.fold_in(key, part)
     if attempt:
         key = jax.random.fold_in(jax.random.fold_in(key, ATTEMPT), attempt)
-    return Knobs(
+    return SamplingArrays(
         temperature=jnp.float32(sampling.temperature),
         top_p=jnp.float32(sampling.top_p),
         min_p=jnp.float32(sampling.min_p),
@@ -138,7 +140,7 @@ def uniforms(keys: UInt32[Array, "B 2"], positions: Int32[Array, " B"]) -> Float
     return jax.vmap(one)(keys, positions)
 
 
-def sample(logits: Float[Array, "B V"], random: Float[Array, "B 2"], knobs: Knobs) -> Draw:
+def sample(logits: Float[Array, "B V"], random: Float[Array, "B 2"], knobs: SamplingArrays) -> Draw:
     """Draws one token for each row.
 
     Args:
@@ -157,7 +159,7 @@ def sample(logits: Float[Array, "B V"], random: Float[Array, "B 2"], knobs: Knob
     return Draw(tokens, chosen - jnp.log(weights.sum(-1)), sampler_logprobs)
 
 
-def truncate(weights: Float[Array, "B V"], knobs: Knobs) -> Float[Array, "B V"]:
+def truncate(weights: Float[Array, "B V"], knobs: SamplingArrays) -> Float[Array, "B V"]:
     """Weights with 0 where top-k, then top-p of what is left, then min-p drop the token.
 
     Args:
@@ -189,7 +191,7 @@ def pick(weights: Float[Array, "B V"], random: Float[Array, "B 2"]) -> Int[Array
     return block * BLOCK + _invert(inside, random[:, 1])
 
 
-def is_eos(tokens: Int32[Array, " B"], knobs: Knobs) -> Bool[Array, " B"]:
+def is_eos(tokens: Int32[Array, " B"], knobs: SamplingArrays) -> Bool[Array, " B"]:
     """Whether each token ends its completion."""
     return (tokens[:, None] == knobs.eos_ids[None, :]).any(-1)
 

@@ -110,7 +110,7 @@ def role_mesh(devices: Sequence[jax.Device], axes: Axes) -> Mesh:
     return Mesh(grid, AXIS_NAMES, axis_types=(AxisType.Auto,) * len(AXIS_NAMES))
 
 
-def carve(
+def role_meshes(
     devices: Sequence[jax.Device], placement: Placement, axes: Mapping[str, Axes]
 ) -> dict[str, Mesh]:
     """Role -> its mesh, for the roles that `axes` names."""
@@ -149,7 +149,7 @@ def verify_arrays(role: str, arrays: Any, mesh: Mesh) -> None:
         )
 
 
-def leads(devices: Iterable[jax.Device]) -> bool:
+def is_primary(devices: Iterable[jax.Device]) -> bool:
     """Whether this process is the first of those that share `devices`: the one that writes files.
 
     The others have the same values, and take part where an array is gathered.

@@ -63,13 +63,13 @@ class Gone(Exception):
     """The client no longer waits for its answer."""
 
 
-class Message(BaseModel):
+class ProtocolMessage(BaseModel):
     """Frozen; a field too many is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
 
-class Info(Message):
+class Info(ProtocolMessage):
     """The handshake: what a teacher is, and what it can be asked."""
 
     protocol: int
@@ -96,7 +96,7 @@ class Info(Message):
     """Differs between models, dtypes and weights; a request for another one is refused."""
 
 
-class Options(Message):
+class Options(ProtocolMessage):
     """The part of `distill.*` that a teacher's answer depends on."""
 
     signal: Signal
@@ -164,7 +164,7 @@ def _best(ids: str, logprobs: str, tail: str, k: int) -> dict[str, tuple[str, tu
     return {ids: ("int32", (k,)), logprobs: ("float32", (k,)), tail: ("float32", ())}
 
 
-class Asked(Message):
+class Asked(ProtocolMessage):
     """The words of a request."""
 
     options: Options

@@ -65,11 +65,11 @@ def test_what_has_one_layout_dtype_and_sharding_is_one_array(
         f"rollout.layout={layout}",
         *same_axes,
     )
-    crew = crew_of(made)
+    worker_group = crew_of(made)
     try:
-        sent = crew.handle("actor").call("publish", version=0, dtype="float32", deadline=60)
-        crew.handle("rollout").call("load", sent, deadline=60).result()
-        roles = crew.workers[0]._roles
+        sent = worker_group.handle("actor").call("publish", version=0, dtype="float32", deadline=60)
+        worker_group.handle("rollout").call("load", sent, deadline=60).result()
+        roles = worker_group.workers[0]._roles
         trained, sampled = roles["actor"].state.params, roles["rollout"].params
         mine = {buffer(leaf) for leaf in jax.tree.leaves(trained)}
         found = {
@@ -86,7 +86,7 @@ def test_what_has_one_layout_dtype_and_sharding_is_one_array(
         assert sent.result().nbytes == copied
         assert (copied == 0) == (shared == "all")
     finally:
-        crew.stop()
+        worker_group.stop()
 
 
 def rows_of(result):

@@ -41,8 +41,8 @@ BOUNDED = {
     ("rewards/verifiers.py", "_pool(name).submit(0, [item]).result()"): SCORES,
     ("runtime/local.py", "self._calls.get()"): QUEUE,
     ("runtime/ray/calls.py", "value.result()"): "the driver's own value, which is there",
-    ("runtime/ray/crew.py", "self._tender.join()"): "it waits JOIN_S for each thread",
-    ("runtime/ray/tend.py", "reported.result()"): ENDED,
+    ("runtime/ray/worker_group.py", "self._tender.join()"): "it waits JOIN_S for each thread",
+    ("runtime/ray/supervise.py", "reported.result()"): ENDED,
     ("telemetry/trackers.py", "self._waiting.get()"): QUEUE,
 }
 """File and call -> why it ends."""

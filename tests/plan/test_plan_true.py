@@ -34,8 +34,8 @@ from jaxrl.roles.actor import Actor
 from jaxrl.roles.scorer import Scorer
 from jaxrl.sampling import decode
 from jaxrl.sampling.engine import Engine, _Run, bucket
-from jaxrl.sampling.sampler import SamplingParams, make_knobs
-from jaxrl.sharding.mesh import carve
+from jaxrl.sampling.sampler import SamplingParams, sampling_arrays
+from jaxrl.sharding.mesh import role_meshes
 from jaxrl.sharding.placement import place
 from jaxrl.types import Sequences, TeacherSignal, TrainBatch
 
@@ -102,7 +102,7 @@ class Programs:
         axes = inputs.axes(self.config)
         self.accounts = role_accounts(inputs, self.config)
         self.setting = Setting(self.config, inputs, axes)
-        self.meshes = carve(jax.devices(), placement, axes)
+        self.meshes = role_meshes(jax.devices(), placement, axes)
 
     def planned(self, role: str, *phases: str) -> int:
         account: Account = self.accounts[role]
@@ -190,7 +190,7 @@ class Programs:
         engine, params, cache = self.engine()
         mesh = engine.mesh
         assert mesh is not None
-        knobs = make_knobs(SamplingParams(engine.max_new_tokens), 0, 0)
+        knobs = sampling_arrays(SamplingParams(engine.max_new_tokens), 0, 0)
         knobs = jax.device_put(knobs, NamedSharding(mesh, PartitionSpec()))
         slots = np.zeros((engine.slots, 6), np.int32)
         held = self.new_cache(mesh, self.prompts(engine), engine.max_prompt_tokens, None)

@@ -17,7 +17,7 @@ from jaxrl.profile.stages import StepBatch, stage_rows, step_work
 from jaxrl.profile.traces import Profile, steps_to_profile
 from jaxrl.profile.waits import Span
 from jaxrl.profile.work import Work, adamw_work, block_params
-from jaxrl.runtime.local import LocalCrew, done_future
+from jaxrl.runtime.local import LocalWorkerGroup, done_future
 from jaxrl.runtime.tracing import Traced, Tracer
 from jaxrl.sharding.ceilings import Ceilings
 from jaxrl.sharding.placement import Axes
@@ -189,21 +189,21 @@ def test_every_process_writes_its_own_trace(tmp_path, models):
 
 
 def test_a_trace_begins_and_ends_with_the_last_worker_of_the_process(tmp_path):
-    crew = LocalCrew(stop_s=5)
+    worker_group = LocalWorkerGroup(stop_s=5)
     for name in ("actor", "rollout"):
-        crew.start(name, (), {name: Gated}, deadline=5)[name].result()
-    actor, rollout = crew.handle("actor"), crew.handle("rollout")
+        worker_group.start(name, (), {name: Gated}, deadline=5)[name].result()
+    actor, rollout = worker_group.handle("actor"), worker_group.handle("rollout")
     gate = rollout.call("wait", deadline=5)
-    begun = crew.profile(tmp_path, "float32", deadline=5)
+    begun = worker_group.profile(tmp_path, "float32", deadline=5)
     assert begun["actor"].result() == Traced()  # not yet: the rollout has still to come
     before = actor.call("update", step=0, deadline=5).result()
     Gated.gate.set()
     gate.result(), begun["rollout"].result()
     actor.call("update", step=1, deadline=5).result()
-    for ended in crew.profile(None, "float32", deadline=5).values():
+    for ended in worker_group.profile(None, "float32", deadline=5).values():
         ended.result()
     actor.call("update", step=2, deadline=5).result()
-    crew.stop()
+    worker_group.stop()
     assert before == 0 and named_events(tmp_path) == [("actor.update", "1")]
 
 

@@ -26,7 +26,7 @@ from jaxrl.profile.waits import (
 )
 from jaxrl.run.calls import Calls
 from jaxrl.run.loop import Loop
-from jaxrl.runtime.local import LocalCrew
+from jaxrl.runtime.local import LocalWorkerGroup
 from jaxrl.sharding.placement import parse
 from jaxrl.telemetry.timeline import Timeline
 
@@ -99,17 +99,19 @@ def facts(mesh=HERE, schedule="serial", **more):
 def simulate(path, mesh, schedule):
     """A run of sleeping roles through the loop, as its timeline tells it."""
     run = facts(mesh, schedule)
-    crew = LocalCrew(stop_s=5)
+    worker_group = LocalWorkerGroup(stop_s=5)
     for pool in parse(mesh).pools:
         makers = {role: partial(Sleeper, run.devices[role]) for role in pool.roles}
-        for started in crew.start(pool.name, (), makers, deadline=30).values():
+        for started in worker_group.start(pool.name, (), makers, deadline=30).values():
             started.result()
     with Timeline(path) as timeline:
-        roles = {role: timeline.watch(role, crew.handle(role)) for role in crew.roles}
+        roles = {
+            role: timeline.watch(role, worker_group.handle(role)) for role in worker_group.roles
+        }
         calls = Calls(run.config, roles)
-        sources = Sources(run.config, lambda i: [i], {}, calls.call, crew.value, calls.wait)
+        sources = Sources(run.config, lambda i: [i], {}, calls.call, worker_group.value, calls.wait)
         Loop(sources, calls, Rows(), Saves()).run()
-    crew.stop()
+    worker_group.stop()
     return splits.measure(read_calls(path), run.pool_of, run.staleness)
 
 

@@ -123,16 +123,16 @@ def test_roles_in_threads_convert_a_model_once(source, counted, tmp_path, monkey
         run_dir=tmp_path / "run",
     )
     told: list[str] = []
-    crew = start_roles(setup, plan, told.append)
+    worker_group = start_roles(setup, plan, told.append)
     try:
-        roles = {name: role for one in crew.workers for name, role in one._roles.items()}
+        roles = {name: role for one in worker_group.workers for name, role in one._roles.items()}
         trained, teacher = roles["actor"].state.params, roles["teacher"]._scorer.params
         assert counted == quantised(source)
         assert bits(trained) == bits(source.load(None, jnp.float32, "stacked"))
         stacked = "stacked" if not isinstance(teacher["layers"], list) else "unstacked"
         assert bits(teacher) == bits(source.load(None, jnp.bfloat16, stacked))
     finally:
-        crew.stop()
+        worker_group.stop()
     assert "loaded by actor and teacher; it is converted once" in told[0]
     assert len(folders) == 1 and not folders[0][0].exists()
 

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxrl.errors import UserError
-from jaxrl.runtime.cluster import Host, devices_of, hosts_table, seats
+from jaxrl.runtime.cluster import Host, devices_of, hosts_table, process_slots
 from jaxrl.sharding.placement import parse
 
 GIB = 1 << 30
@@ -19,8 +19,8 @@ def host(name, cpus=0, gpus=0, free=None, gpu_memory=()):
 
 def placed(mesh, hosts, on_gpu=True, most=None):
     """(pool, rank, host, devices) of each process."""
-    found = seats(parse(mesh), hosts, on_gpu, most)
-    return [(seat.pool, seat.rank, seat.host.name, seat.devices) for seat in found]
+    found = process_slots(parse(mesh), hosts, on_gpu, most)
+    return [(slot.pool, slot.rank, slot.host.name, slot.devices) for slot in found]
 
 
 def test_a_pool_goes_whole_to_the_first_host_with_room():
@@ -60,7 +60,7 @@ def test_a_share_of_a_host_is_cut_into_processes():
         (0, 1, "1", 2),
         (1, 0, "1", 1),
     ]
-    assert [seat[1:] for seat in placed("actor=16", hosts, on_gpu=False, most=4)] == [
+    assert [slot[1:] for slot in placed("actor=16", hosts, on_gpu=False, most=4)] == [
         (0, "1", 4),
         (1, "1", 4),
         (2, "2", 4),
@@ -97,7 +97,7 @@ def test_a_cluster_that_is_too_small_is_told_with_both_tables():
 def test_devices_are_numbered_in_the_order_of_the_placement_with_the_limit_of_their_host():
     hosts = [host("1", gpus=4, gpu_memory=(24 * GIB, 16 * GIB)), host("2", gpus=4)]
     placement = parse("actor=4,rollout=2")
-    found = devices_of(placement, seats(placement, hosts, True, None), True)
+    found = devices_of(placement, process_slots(placement, hosts, True, None), True)
     assert [(d.id, d.host, d.process_index) for d in found] == [
         *((i, "1", 0) for i in range(4)),
         *((i, "2", 1) for i in (4, 5)),
@@ -111,7 +111,7 @@ def test_devices_are_numbered_in_the_order_of_the_placement_with_the_limit_of_th
 def test_emulated_devices_share_the_memory_that_is_free_on_their_host():
     hosts = [host("1", cpus=3), host("2", cpus=8)]
     placement = parse("actor=2,rollout=1,teacher=2")
-    found = devices_of(placement, seats(placement, hosts, False, None), False)
+    found = devices_of(placement, process_slots(placement, hosts, False, None), False)
     # 6 GiB of host 1 for its three devices together, 6 GiB of host 2 for its two.
     assert [d.limit for d in found] == [6 * GIB] * 5
     assert {d.platform for d in found} == {"cpu"}

@@ -35,10 +35,10 @@ from jaxrl.process.xla_flags import (  # noqa: E402
     PATIENT,
     worker_environment,
 )
-from jaxrl.runtime.local import LocalCrew  # noqa: E402
+from jaxrl.runtime.local import LocalWorkerGroup  # noqa: E402
 from jaxrl.runtime.ray.connect import connect, join  # noqa: E402
-from jaxrl.runtime.ray.crew import RayCrew  # noqa: E402
 from jaxrl.runtime.ray.own import leave  # noqa: E402
+from jaxrl.runtime.ray.worker_group import RayWorkerGroup  # noqa: E402
 from jaxrl.runtime.worker import DeadlineExceeded, OutOfMemory, RunLost, Stopped, WorkerError  # noqa: E402
 from jaxrl.sharding.placement import parse  # noqa: E402
 from jaxrl.train import main  # noqa: E402
@@ -67,7 +67,7 @@ def start(tmp_path):
 
     def begin(mesh=MESH, log=lambda text: None, environment=None, **options):
         make = partial(ray_roles.make, str(tmp_path))
-        crew = RayCrew(
+        worker_group = RayWorkerGroup(
             RayConfig(**options),
             parse(mesh),
             make,
@@ -76,36 +76,38 @@ def start(tmp_path):
             roles=ROLES,
             environment=environment or {},
         )
-        crews.append(crew)
-        crew.start()
-        return crew
+        crews.append(worker_group)
+        worker_group.start()
+        return worker_group
 
     yield begin
-    for crew in crews:
-        crew.stop()
+    for worker_group in crews:
+        worker_group.stop()
 
 
 def test_the_deterministic_flag_reaches_every_process_beside_its_own(start, monkeypatch):
     """Also on a host whose Ray was started before the run, with flags of its own."""
-    crew = start(environment=worker_environment(True))
+    worker_group = start(environment=worker_environment(True))
     for role in ROLES:
-        flags = crew.handle(role).call("variable", "XLA_FLAGS", deadline=60.0).result().split()
+        flags = (
+            worker_group.handle(role).call("variable", "XLA_FLAGS", deadline=60.0).result().split()
+        )
         assert flags == [*os.environ.get("XLA_FLAGS", "").split(), PATIENT, DETERMINISTIC]
 
 
 def local_crew(marks, mesh=MESH):
-    crew, placement = LocalCrew(5.0), parse(mesh)
+    worker_group, placement = LocalWorkerGroup(5.0), parse(mesh)
     for index, pool in enumerate(placement.pools):
         devices = jax.devices()[pool.start : pool.stop]
         makers = ray_roles.make(str(marks), placement, index, devices)
-        for started in crew.start(pool.name, devices, makers, 60).values():
+        for started in worker_group.start(pool.name, devices, makers, 60).values():
             started.result()
-    return crew
+    return worker_group
 
 
-def train(crew, steps, deadline=60.0, parts=2, first=0):
+def train(worker_group, steps, deadline=60.0, parts=2, first=0):
     """What the loop does; returns what each update told."""
-    actor, rollout, teacher = (crew.handle(role) for role in ROLES)
+    actor, rollout, teacher = (worker_group.handle(role) for role in ROLES)
     updates = []
     for index in range(first, first + steps):
         sent = actor.call("publish", version=index, deadline=deadline)
@@ -152,43 +154,43 @@ def gone(pid, within=10.0):
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
-    crew = local_crew(tmp_path_factory.mktemp("marks"))
-    told = train(crew, 4)
-    crew.stop()
+    worker_group = local_crew(tmp_path_factory.mktemp("marks"))
+    told = train(worker_group, 4)
+    worker_group.stop()
     return told
 
 
 def test_processes_compute_what_threads_compute_and_leave_nothing(start, expected):
-    crew = start()
-    assert train(crew, 4) == expected
-    states = crew.states()
+    worker_group = start()
+    assert train(worker_group, 4) == expected
+    states = worker_group.states()
     assert [s.name for s in states] == list(ROLES) and len({s.pid for s in states}) == 3
     titles = [Path(f"/proc/{s.pid}/cmdline").read_text().split("\0")[0] for s in states]
     assert [t.split()[0].partition(".")[0] for t in titles] == [f"ray::jaxrl:{r}" for r in ROLES]
     before = references()
-    train(crew, 8, first=4)
+    train(worker_group, 8, first=4)
     left = references(settle=20.0, until=before + 2)
     assert left <= before + 2, "what is no longer needed is still in the object store"
-    crew.stop()
+    worker_group.stop()
     assert all(gone(state.pid) for state in states)
 
 
 def test_a_pool_of_two_processes_is_one_program(start, expected):
-    crew = start("actor=2,rollout=2,teacher=2", devices_per_worker=1)
-    assert crew.handle("actor").call("facts", deadline=SHORT).result()[1:] == (1, 2)
-    np.testing.assert_allclose(train(crew, 4), expected, rtol=1e-6)
-    assert [s.name for s in crew.states()][:2] == ["actor.0", "actor.1"]
+    worker_group = start("actor=2,rollout=2,teacher=2", devices_per_worker=1)
+    assert worker_group.handle("actor").call("facts", deadline=SHORT).result()[1:] == (1, 2)
+    np.testing.assert_allclose(train(worker_group, 4), expected, rtol=1e-6)
+    assert [s.name for s in worker_group.states()][:2] == ["actor.0", "actor.1"]
 
 
 @pytest.mark.slow
 def test_one_pool_keeps_its_weights_in_the_process(start, expected):
-    crew = start("actor+rollout=2,teacher=2")
-    assert train(crew, 4) == expected
-    alive = crew.handle("actor").call("alive", deadline=SHORT).result()
-    train(crew, 8, first=4)
+    worker_group = start("actor+rollout=2,teacher=2")
+    assert train(worker_group, 4) == expected
+    alive = worker_group.handle("actor").call("alive", deadline=SHORT).result()
+    train(worker_group, 8, first=4)
     time.sleep(3.0)  # the process is told each second what nobody needs any more
-    assert crew.handle("actor").call("alive", deadline=SHORT).result() <= alive + 1
-    sent = crew.handle("actor").call("publish", version=12, deadline=SHORT)
+    assert worker_group.handle("actor").call("alive", deadline=SHORT).result() <= alive + 1
+    sent = worker_group.handle("actor").call("publish", version=12, deadline=SHORT)
     assert sent.keeps and sent.result() is None
 
 
@@ -202,10 +204,10 @@ def test_one_pool_keeps_its_weights_in_the_process(start, expected):
     ids=["exception", "user", "memory"],
 )
 def test_an_exception_reaches_whoever_waits_at_once(start, call, error, told):
-    crew = start("actor=1,rollout=1")
-    waiting = crew.handle("actor").call("hang", 30.0, deadline=600)
+    worker_group = start("actor=1,rollout=1")
+    waiting = worker_group.handle("actor").call("hang", 30.0, deadline=600)
     began = time.monotonic()
-    crew.handle("rollout").call(*call, deadline=600)
+    worker_group.handle("rollout").call(*call, deadline=600)
     with pytest.raises(error, match=told):
         waiting.result()
     assert time.monotonic() - began < 5
@@ -226,8 +228,8 @@ def test_an_exception_reaches_whoever_waits_at_once(start, call, error, told):
 def test_frozen_roles_are_made_anew_and_nothing_changes(start, expected, tmp_path, stage, fault):
     said = []
     (tmp_path / f"{stage}.{fault}").touch()
-    crew = start(log=said.append)
-    assert train(crew, 4, deadline=60.0 if fault == "kill" else 8.0) == expected
+    worker_group = start(log=said.append)
+    assert train(worker_group, 4, deadline=60.0 if fault == "kill" else 8.0) == expected
     anew = [line for line in said if "anew (1 of 3)" in line]
     assert len(anew) == 1 and ("died" in anew[0] if fault == "kill" else "late" in anew[0])
     if fault == "stop":
@@ -237,16 +239,16 @@ def test_frozen_roles_are_made_anew_and_nothing_changes(start, expected, tmp_pat
 
 @pytest.mark.slow
 def test_a_killed_actor_is_told_as_lost(start, tmp_path):
-    crew = start()
+    worker_group = start()
     (tmp_path / "update.kill").touch()
     with pytest.raises(RunLost, match=r"worker actor .* died in actor.update"):
-        train(crew, 2)
+        train(worker_group, 2)
 
 
 def test_a_late_call_is_told_with_its_phase_and_stack_then_replaced(start):
     said = []
-    crew = start("actor=1,rollout=1", log=said.append, max_restarts=0)
-    late = crew.handle("rollout").call("hang", 60.0, deadline=2.0)
+    worker_group = start("actor=1,rollout=1", log=said.append, max_restarts=0)
+    late = worker_group.handle("rollout").call("hang", 60.0, deadline=2.0)
     with pytest.raises(DeadlineExceeded) as error:
         late.result()
     for part in (
@@ -262,10 +264,10 @@ def test_a_late_call_is_told_with_its_phase_and_stack_then_replaced(start):
 
 @pytest.mark.slow
 def test_the_budget_of_restarts_ends_the_run(start, tmp_path):
-    crew = start(max_restarts=1)
-    rollout = crew.handle("rollout")
+    worker_group = start(max_restarts=1)
+    rollout = worker_group.handle("rollout")
     for _ in range(2):
-        state = next(s for s in crew.states() if s.name == "rollout")
+        state = next(s for s in worker_group.states() if s.name == "rollout")
         os.kill(state.pid, signal.SIGKILL)
         time.sleep(0.1)
         try:
@@ -281,9 +283,9 @@ def test_the_budget_of_restarts_ends_the_run(start, tmp_path):
 def test_one_of_two_processes_takes_the_other_with_it(start, expected, fault, rank):
     """The survivor's own error, of a collective with the dead one, is not what ends the run."""
     said = []
-    crew = start("actor=1,rollout=1,teacher=2", devices_per_worker=1, log=said.append)
-    victim = next(s for s in crew.states() if s.name == f"teacher.{rank}")
-    pair = crew.handle("teacher").call("pair", 1.0, deadline=8.0)
+    worker_group = start("actor=1,rollout=1,teacher=2", devices_per_worker=1, log=said.append)
+    victim = next(s for s in worker_group.states() if s.name == f"teacher.{rank}")
+    pair = worker_group.handle("teacher").call("pair", 1.0, deadline=8.0)
     time.sleep(0.5)
     os.kill(victim.pid, signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
     assert pair.result() == 2.0
@@ -292,8 +294,8 @@ def test_one_of_two_processes_takes_the_other_with_it(start, expected, fault, ra
 
 @pytest.mark.slow
 def test_a_call_beside_the_queue_fails_for_who_asked(start):
-    crew = start("actor=1,rollout=1")
-    actor, rollout = crew.handle("actor"), crew.handle("rollout")
+    worker_group = start("actor=1,rollout=1")
+    actor, rollout = worker_group.handle("actor"), worker_group.handle("rollout")
     failed = actor.call("fail", "aside", deadline=SHORT, aside=True)
     with pytest.raises(WorkerError, match="aside"):
         failed.result()
@@ -313,8 +315,8 @@ def test_a_call_beside_the_queue_fails_for_who_asked(start):
 
 @pytest.mark.slow
 def test_a_value_that_nobody_makes_anew_is_told_as_lost(start):
-    crew = start("actor=1,rollout=1")
-    sent = crew.handle("actor").call("publish", version=0, deadline=SHORT)
+    worker_group = start("actor=1,rollout=1")
+    sent = worker_group.handle("actor").call("publish", version=0, deadline=SHORT)
     while not sent.done():
         time.sleep(0.1)
     keeper = Keeper.remote()
@@ -331,15 +333,15 @@ def test_a_value_that_nobody_makes_anew_is_told_as_lost(start):
     sent.refs = [ray.put(replace(parcel, buckets=(place,) * len(parcel.buckets)))]
     began = time.monotonic()
     with pytest.raises(RunLost, match=r"an input of rollout\.load was made, but is lost"):
-        crew.handle("rollout").call("load", sent, deadline=600).result()
+        worker_group.handle("rollout").call("load", sent, deadline=600).result()
     assert time.monotonic() - began < 20
 
 
 @pytest.mark.slow
 def test_a_run_that_is_over_keeps_nobody_waiting(start):
-    crew = start("actor=1,rollout=1")
-    waiting = crew.handle("actor").call("hang", 60.0, deadline=600)
-    thread = threading.Thread(target=crew.stop)
+    worker_group = start("actor=1,rollout=1")
+    waiting = worker_group.handle("actor").call("hang", 60.0, deadline=600)
+    thread = threading.Thread(target=worker_group.stop)
     thread.start()
     with pytest.raises(Stopped):
         waiting.result()
@@ -392,19 +394,19 @@ import sys
 from functools import partial
 import ray_roles
 from jaxrl.config.schema import RayConfig
-from jaxrl.runtime.ray.crew import RayCrew
+from jaxrl.runtime.ray.worker_group import RayWorkerGroup
 from jaxrl.sharding.placement import parse
 make = partial(ray_roles.make, sys.argv[1])
-crew = RayCrew(
+worker_group = RayWorkerGroup(
     RayConfig(max_restarts=0), parse("rollout=1"), make, print, startup_s=60, roles=("rollout",)
 )
-crew.start()
-call = crew.handle("rollout").call("hang", 10.0, deadline=8.5)
+worker_group.start()
+call = worker_group.handle("rollout").call("hang", 10.0, deadline=8.5)
 while call.times.started is None:
     call._done.wait(0.1)
 print("begun", flush=True)
 call.result()
-crew.stop()
+worker_group.stop()
 print("ended")
 """
 

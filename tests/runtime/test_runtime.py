@@ -132,8 +132,8 @@ def test_a_finished_call_keeps_no_argument_alive(worker):
 
 
 def test_whoever_waits_hears_of_the_first_failure_of_the_crew():
-    crew = []
-    workers = [LocalWorker(name, crew=crew) for name in ("actor", "rollout")]
+    worker_group = []
+    workers = [LocalWorker(name, worker_group=worker_group) for name in ("actor", "rollout")]
     roles = [Role(), Role()]
     for worker, role in zip(workers, roles, strict=True):
         worker.start_role(worker.name, lambda role=role: role, deadline=5).result()
@@ -164,7 +164,7 @@ def test_a_value_taken_once_is_dropped(worker):
     alive = weakref.ref(big)
     value = done_future(big)
     del big
-    assert handle.call("size", value.once(), deadline=5).result() == 1000
+    assert handle.call("size", value.consume(), deadline=5).result() == 1000
     handle.call("add", 1, deadline=5).result()
     gc.collect()
     assert alive() is None

@@ -19,7 +19,7 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.rules import param_shardings
 from jaxrl.sampling import decode
 from jaxrl.sampling.engine import Aborted, Engine
-from jaxrl.sampling.sampler import SamplingParams, make_knobs
+from jaxrl.sampling.sampler import SamplingParams, sampling_arrays
 from jaxrl.types import Completion
 
 CONFIG = DecoderConfig(
@@ -171,7 +171,7 @@ def test_stacked_weights_are_not_copied_to_decode() -> None:
         held,
         np.zeros((2, 6), np.int32),
         np.int32(1),
-        make_knobs(SAMPLING, 0, 0),
+        sampling_arrays(SAMPLING, 0, 0),
         n_tokens=8,
         check_every=8,
     )
@@ -360,7 +360,7 @@ def test_data_parallel_steps_exchange_nothing() -> None:
         cache_,
         np.zeros((4, 6), np.int32),
         np.int32(1),
-        make_knobs(SAMPLING, 0, 0),
+        sampling_arrays(SAMPLING, 0, 0),
         n_tokens=8,
         check_every=4,
     )

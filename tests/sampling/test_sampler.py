@@ -13,10 +13,10 @@ import pytest
 from jaxrl.errors import UserError
 from jaxrl.sampling.sampler import (
     SamplingParams,
-    make_knobs,
     pick,
     sample,
     sample_keys,
+    sampling_arrays,
     truncate,
     uniforms,
 )
@@ -26,7 +26,7 @@ BASE = SamplingParams(max_new_tokens=1)
 
 def draws(logits: np.ndarray, sampling: SamplingParams, count: int, seed: int = 0) -> object:
     """`count` independent draws from one row of logits [V]."""
-    knobs = make_knobs(sampling, seed, 0)
+    knobs = sampling_arrays(sampling, seed, 0)
     ids = jnp.arange(count, dtype=jnp.int32)
     keys = sample_keys(knobs.key, ids, jnp.zeros_like(ids))
     rows = jnp.broadcast_to(jnp.asarray(logits)[None], (count, len(logits)))
@@ -107,14 +107,14 @@ def test_truncation_keeps_exactly_the_set_of_its_definition(change: dict[str, fl
     logits = 2 * np.random.default_rng(1).normal(size=(20, 257)).astype(np.float32)
     scaled = logits / s.temperature
     weights = jnp.exp(scaled - scaled.max(-1, keepdims=True))
-    kept = np.asarray(jax.jit(truncate)(weights, make_knobs(s, 0, 0))) > 0
+    kept = np.asarray(jax.jit(truncate)(weights, sampling_arrays(s, 0, 0))) > 0
     expected = np.stack([reference_support(row, s) for row in logits])
     np.testing.assert_array_equal(kept, expected)
 
 
 def test_equally_probable_tokens_stay_or_go_together() -> None:
     weights = jnp.array([[1.0, 0.5, 0.5, 0.25]])
-    kept = truncate(weights, make_knobs(replace(BASE, top_k=2), 0, 0))
+    kept = truncate(weights, sampling_arrays(replace(BASE, top_k=2), 0, 0))
     np.testing.assert_array_equal(kept, [[1.0, 0.5, 0.5, 0.0]])
 
 
@@ -162,7 +162,7 @@ def test_pick_never_takes_a_weight_of_zero() -> None:
 
 def test_random_bits_are_a_function_of_seed_step_prompt_sample_and_position() -> None:
     def numbers(seed: int, step: int, prompt: list[int], sample: list[int], at: int) -> np.ndarray:
-        key = make_knobs(BASE, seed, step).key
+        key = sampling_arrays(BASE, seed, step).key
         keys = sample_keys(key, jnp.array(prompt, jnp.int32), jnp.array(sample, jnp.int32))
         return np.asarray(uniforms(keys, jnp.full(len(prompt), at, jnp.int32)))
 
@@ -186,7 +186,7 @@ def test_every_attempt_has_random_bits_of_its_own_for_every_prompt() -> None:
     prompts = jnp.arange(512, dtype=jnp.int32)
 
     def keys(*attempt: int) -> list[tuple[int, ...]]:
-        key = make_knobs(BASE, 1, 2, *attempt).key
+        key = sampling_arrays(BASE, 1, 2, *attempt).key
         return list(map(tuple, np.asarray(sample_keys(key, prompts, prompts)).tolist()))
 
     assert keys(0) == keys()
@@ -201,7 +201,7 @@ def test_changing_a_setting_compiles_nothing() -> None:
         replace(BASE, temperature=0.0, eos_ids=(1, 2, 3)),
         replace(BASE, temperature=0.3, top_k=3, top_p=0.5, min_p=0.1, max_new_tokens=9),
     ):
-        step(logits, random, make_knobs(s, 3, 4))
+        step(logits, random, sampling_arrays(s, 3, 4))
     assert step._cache_size() == 1  # type: ignore[attr-defined]
 
 

@@ -15,10 +15,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxrl.errors import UserError
 from jaxrl.sharding.mesh import (
     bytes_limit,
-    carve,
     ensure_devices,
     host_available,
     role_mesh,
+    role_meshes,
     verify,
     verify_pools,
 )
@@ -32,7 +32,7 @@ from jaxrl.sharding.placement import Axes, parse, place, resolve_axes
 def test_every_role_gets_its_devices_and_computes_on_them(spec: str) -> None:
     placement = parse(spec)
     axes = {role: resolve_axes(role, len(r.devices)) for role, r in placement.roles.items()}
-    meshes = carve(jax.devices(), placement, axes)
+    meshes = role_meshes(jax.devices(), placement, axes)
     for role, mesh in meshes.items():
         assert [d.id for d in mesh.devices.flat] == list(placement.roles[role].devices)
         assert mesh.axis_names == ("data", "fsdp", "tensor")
@@ -47,7 +47,7 @@ def test_every_role_gets_its_devices_and_computes_on_them(spec: str) -> None:
 def test_a_slice_has_only_its_devices() -> None:
     placement = place("actor+rollout+reward=2", (), {"reward": "1:2"})
     axes = {role: resolve_axes(role, len(r.devices)) for role, r in placement.roles.items()}
-    meshes = carve(jax.devices(), placement, axes)
+    meshes = role_meshes(jax.devices(), placement, axes)
     assert [d.id for d in meshes["reward"].devices.flat] == [1]
     assert [d.id for d in meshes["actor"].devices.flat] == [0, 1]
 

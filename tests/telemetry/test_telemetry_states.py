@@ -219,18 +219,18 @@ def test_a_worker_s_idle_and_waits_are_in_the_file(tmp_path: Path) -> None:
             time.sleep(seconds)
 
     path = tmp_path / "t.json"
-    crew: list[LocalWorker] = []
-    slow, fast = LocalWorker("slow", (), crew), LocalWorker("fast", (), crew)
+    worker_group: list[LocalWorker] = []
+    slow, fast = LocalWorker("slow", (), worker_group), LocalWorker("fast", (), worker_group)
     try:
-        for worker in crew:
+        for worker in worker_group:
             worker.start_role(worker.name, Role, deadline=5).result()
         with Timeline(path) as timeline:
-            timeline.watch_states(lambda: [worker.state() for worker in crew], every_s=0.01)
+            timeline.watch_states(lambda: [worker.state() for worker in worker_group], every_s=0.01)
             first = slow.handle("slow").call("work", 0.3, deadline=5)
             fast.handle("fast").call("work", 0.3, after=first, deadline=5).result()
         assert not [t for t in threading.enumerate() if t.name == "timeline"]
     finally:
-        for worker in crew:
+        for worker in worker_group:
             worker.stop(5)
     longest: dict[str, str] = {}
     for name in ("slow", "fast"):

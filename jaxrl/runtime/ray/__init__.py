@@ -16,8 +16,8 @@ cannot: `RunLost` then takes the run back to its newest checkpoint.
     start.py    new processes with their devices and roles, bounded and verified
     watch.py    a process seen from outside: its node, its stacks, its death, its end
     send.py     the calls that have not ended, and when each is sent
-    tend.py     the thread that decides: reports, deadlines, losses
-    crew.py     the workers of a run, as the loop sees them
+    supervise.py     the thread that decides: reports, deadlines, losses
+    worker_group.py     the workers of a run, as the loop sees them
 
 This is the only import of ray.
 """

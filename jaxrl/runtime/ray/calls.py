@@ -10,10 +10,10 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from jaxrl.runtime.desk import KINDS, Here, InputLost, Report
 from jaxrl.runtime.local import POLL_S
 from jaxrl.runtime.parcel import unpack
-from jaxrl.runtime.ray.pool import Pool
+from jaxrl.runtime.ray.pool import RayPool
+from jaxrl.runtime.server import KINDS, CallReport, InputLost, LocalRef
 from jaxrl.runtime.worker import RunLost, Stopped, Times, leaves, replaced
 
 FETCH_S = 60.0
@@ -38,7 +38,7 @@ class RayFuture:
     """The result of one call to a pool."""
 
     end: End
-    pool: Pool
+    pool: RayPool
     role: str
     method: str
     args: tuple[Any, ...]
@@ -49,7 +49,7 @@ class RayFuture:
     times: Times = field(default_factory=Times)
     refs: list[Any] = field(default_factory=list)
     """Of the results, one for each process; empty while unsent."""
-    reports: dict[int, Report] = field(default_factory=dict)
+    reports: dict[int, CallReport] = field(default_factory=dict)
     bounced: set[int] = field(default_factory=set)
     """Processes where an input was lost, so that it did not run."""
     settled: bool = False
@@ -78,7 +78,7 @@ class RayFuture:
             self.finish(Stopped("the run was asked to end before this call began"))
             return True
 
-    def once(self) -> RayFuture:
+    def consume(self) -> RayFuture:
         return self  # each reader has a copy of its own
 
     def check(self) -> None:
@@ -139,7 +139,7 @@ class RayFuture:
 
 
 @dataclass(frozen=True)
-class There:
+class RemoteRef:
     """An argument that another pool made."""
 
     number: int
@@ -172,15 +172,15 @@ def fetched(place: Any) -> Any:
         raise InputLost(f"arrays on their way are lost: {type(error).__name__}") from error
 
 
-def wire(values: Any, pool: Pool) -> Any:
+def wire(values: Any, pool: RayPool) -> Any:
     """Arguments with every future as the place of its value."""
 
     def place(value: Any) -> Any:
         if isinstance(value, RayFuture):
             if value.pool is pool and value.keeps:
-                return Here(value.number)
-            return There(value.number, value.role, tuple(value.refs))
-        if hasattr(value, "times") and hasattr(value, "once"):
+                return LocalRef(value.number)
+            return RemoteRef(value.number, value.role, tuple(value.refs))
+        if hasattr(value, "times") and hasattr(value, "consume"):
             return value.result()  # the driver's own, which is there
         return value
 

@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from jaxrl.config.schema import RayConfig
 from jaxrl.errors import UserError
-from jaxrl.runtime.cluster import Cluster, Host, Seat, devices_of, seats
+from jaxrl.runtime.cluster import Cluster, Host, ProcessSlot, devices_of, process_slots
 from jaxrl.runtime.local import POLL_S
 from jaxrl.runtime.ray.auth import show_token
 from jaxrl.runtime.ray.own import leave, leave_at_exit, private, started_here, usable
@@ -46,7 +46,7 @@ _UNKNOWN_GPUS: _Gpus = ((), None)
 def connect(config: RayConfig, placement: Placement) -> Visible:
     """Joins the cluster that is named; tells the devices that the run would get.
 
-    Where none is, the run has one of its own on this host; `RayCrew` starts it, not the plan.
+    Where none is, the run has one of its own on this host; `RayWorkerGroup` starts it.
 
     Raises:
         UserError: no cluster there, or one that is too small, with both tables.
@@ -65,7 +65,7 @@ def connect(config: RayConfig, placement: Placement) -> Visible:
 
 def find_seats(
     config: RayConfig, placement: Placement, look_at: Callable[[], list[Host]]
-) -> tuple[bool, tuple[Seat, ...]]:
+) -> tuple[bool, tuple[ProcessSlot, ...]]:
     """Whether the devices are GPUs, and where each process goes. What ended a moment ago gets a
     while to leave the cluster.
     """
@@ -74,10 +74,10 @@ def find_seats(
         hosts = look_at()
         on_gpu = any(host.gpus for host in hosts)
         try:
-            return on_gpu, seats(placement, hosts, on_gpu, config.devices_per_worker)
+            return on_gpu, process_slots(placement, hosts, on_gpu, config.devices_per_worker)
         except UserError:
             all_free = [replace(h, cpus_free=h.cpus, gpus_free=h.gpus) for h in hosts]
-            seats(placement, all_free, on_gpu, config.devices_per_worker)  # raises: never
+            process_slots(placement, all_free, on_gpu, config.devices_per_worker)  # raises: never
             if time.monotonic() > end:
                 raise
         time.sleep(POLL_S)

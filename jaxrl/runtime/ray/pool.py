@@ -6,23 +6,23 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxrl.runtime.cluster import Seat
-from jaxrl.runtime.desk import Answer, Facts
+from jaxrl.runtime.cluster import ProcessSlot
+from jaxrl.runtime.server import ProcessInfo, ProcessStatus
 
 
 @dataclass(eq=False)
-class Pool:
+class RayPool:
     """The processes that share the devices of one pool."""
 
     index: int
     name: str
     roles: tuple[str, ...]
-    seats: tuple[Seat, ...]
+    process_slots: tuple[ProcessSlot, ...]
     workers: list[Any] = field(default_factory=list)
     """Ray actors, by rank."""
-    facts: list[Facts] = field(default_factory=list)
+    info: list[ProcessInfo] = field(default_factory=list)
     """Of the processes that there are; empty while they start."""
-    answers: dict[int, tuple[Answer, float]] = field(default_factory=dict)
+    answers: dict[int, tuple[ProcessStatus, float]] = field(default_factory=dict)
     """Rank -> what it last said, and `time.monotonic` seconds of the driver then."""
     asked: set[int] = field(default_factory=set)
     """Ranks that have been asked, and have not answered."""
@@ -45,10 +45,10 @@ class Pool:
         return "actor" in self.roles
 
     def where(self, rank: int) -> str:
-        if rank >= len(self.facts):
-            return f"worker {self.label(rank)} ({self.seats[rank].host.name})"
-        facts = self.facts[rank]
-        return f"worker {self.label(rank)} ({facts.host}, pid {facts.pid})"
+        if rank >= len(self.info):
+            return f"worker {self.label(rank)} ({self.process_slots[rank].host.name})"
+        info = self.info[rank]
+        return f"worker {self.label(rank)} ({info.host}, pid {info.pid})"
 
     def label(self, rank: int) -> str:
-        return self.name if len(self.seats) == 1 else f"{self.name}.{rank}"
+        return self.name if len(self.process_slots) == 1 else f"{self.name}.{rank}"

@@ -1,4 +1,4 @@
-"""A process of a pool, as Ray starts it: a Ray actor that hands everything to its desk."""
+"""A process of a pool, as Ray starts it: a Ray actor that hands everything to its server."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import ray
 
-from jaxrl.runtime.desk import Desk
+from jaxrl.runtime.server import WorkerServer
 from jaxrl.sharding.placement import Placement
 
 CALLS = 256
@@ -17,7 +17,7 @@ CALLS = 256
 def worker_class(pool: str) -> Any:
     """A Ray actor class whose name, and so its process title, tells the roles."""
     methods = {"run": "calls"} | dict.fromkeys(
-        ("facts", "free_port", "join", "open", "answer", "state", "stacks", "stop"), "control"
+        ("info", "free_port", "join", "open", "answer", "state", "stacks", "stop"), "control"
     )
     body = {
         name: ray.method(concurrency_group=group)(_forward(name)) for name, group in methods.items()
@@ -30,12 +30,12 @@ def worker_class(pool: str) -> Any:
 
 
 def _begin(self: Any, name: str, rank: int, cwd: str) -> None:
-    self.desk = Desk(name, rank, cwd, ray.put)
+    self.server = WorkerServer(name, rank, cwd, ray.put)
 
 
 def _forward(name: str) -> Any:
     def method(self: Any, *args: Any) -> Any:
-        return getattr(self.desk, name)(*args)
+        return getattr(self.server, name)(*args)
 
     method.__name__ = name
     return method

@@ -8,9 +8,9 @@ import time
 from functools import partial
 from typing import Any
 
-from jaxrl.runtime.desk import Order
 from jaxrl.runtime.ray.calls import RayFuture, wire
-from jaxrl.runtime.ray.pool import Pool
+from jaxrl.runtime.ray.pool import RayPool
+from jaxrl.runtime.server import CallRequest
 
 
 class Sender:
@@ -49,7 +49,7 @@ class Sender:
                 future.finish(error)
             self._calls.clear()
 
-    def flush(self, pool: Pool) -> None:
+    def flush(self, pool: RayPool) -> None:
         """Sends what is unsent, in order, up to the first call whose inputs cannot be had yet.
         With the lock held.
         """
@@ -63,7 +63,7 @@ class Sender:
             elif not future.aside:
                 return
 
-    def unfinished(self, pool: Pool | None = None) -> list[RayFuture]:
+    def unfinished(self, pool: RayPool | None = None) -> list[RayFuture]:
         """In the order in which they were asked for."""
         with self.lock:
             calls = sorted(self._calls.items())
@@ -80,7 +80,7 @@ class Sender:
         position = -1
         if not future.aside:
             position, pool.position = pool.position, pool.position + 1
-        order = Order(
+        request = CallRequest(
             number=future.number,
             epoch=pool.epoch,
             position=position,
@@ -95,7 +95,7 @@ class Sender:
         future.sent = time.monotonic()
         future.settled = all(needed.done() for needed in future.inputs())
         for rank, worker in enumerate(pool.workers):
-            report, value = worker.run.remote(order)
+            report, value = worker.run.remote(request)
             future.refs.append(value)
             heard = partial(self.hear, "report", pool, future.tries, rank, future)
             report.future().add_done_callback(heard)

@@ -19,13 +19,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from jaxrl.errors import RunError, UserError
 from jaxrl.runtime.awake import awake_since
 from jaxrl.runtime.cluster import hosts_table, needs_table
-from jaxrl.runtime.desk import Order
 from jaxrl.runtime.local import POLL_S
 from jaxrl.runtime.ray.calls import FETCH_S, End, raised
 from jaxrl.runtime.ray.connect import find_hosts
-from jaxrl.runtime.ray.pool import Pool
+from jaxrl.runtime.ray.pool import RayPool
 from jaxrl.runtime.ray.process import make_role, worker_class
 from jaxrl.runtime.ray.watch import check_nodes, last_line, stacks
+from jaxrl.runtime.server import CallRequest
 from jaxrl.runtime.worker import WorkerError
 from jaxrl.sharding.placement import Placement, device_list
 
@@ -45,7 +45,7 @@ class Starter:
     def __init__(
         self,
         placement: Placement,
-        pools: Sequence[Pool],
+        pools: Sequence[RayPool],
         make_roles: MakeRoles,
         log: Log,
         end: End,
@@ -75,10 +75,10 @@ class Starter:
         """A bundle of the cluster for each process; what is free was compared before."""
         on_gpu = self._on_gpu
         kind = "GPU" if on_gpu else "CPU"
-        places = [seat for pool in self._pools for seat in pool.seats]
+        places = [slot for pool in self._pools for slot in pool.process_slots]
         group = placement_group(
-            [{kind: seat.devices} if seat.devices else {"memory": 1} for seat in places],
-            bundle_label_selector=[{"ray.io/node-id": seat.host.id} for seat in places],
+            [{kind: slot.devices} if slot.devices else {"memory": 1} for slot in places],
+            bundle_label_selector=[{"ray.io/node-id": slot.host.id} for slot in places],
         )
         end = time.monotonic() + BUNDLE_S
         while not group.wait(POLL_S):
@@ -92,33 +92,33 @@ class Starter:
             )
         self._group = group
 
-    def launch(self, pools: Sequence[Pool]) -> None:
+    def launch(self, pools: Sequence[RayPool]) -> None:
         """New processes for these pools, with their roles."""
         begun = time.monotonic()
         for pool in pools:
-            pool.born, pool.answers, pool.asked, pool.facts = time.monotonic(), {}, set(), []
+            pool.born, pool.answers, pool.asked, pool.info = time.monotonic(), {}, set(), []
             pool.epoch, pool.position = pool.epoch + 1, 0
             pool.lost_at = pool.doubt = None
-            pool.workers = [self._process(pool, rank) for rank in range(len(pool.seats))]
-        joining: list[tuple[Pool, int, Any]] = []
+            pool.workers = [self._process(pool, rank) for rank in range(len(pool.process_slots))]
+        joining: list[tuple[RayPool, int, Any]] = []
         for pool in pools:
-            n = len(pool.seats)
+            n = len(pool.process_slots)
             if n > 1:
                 port = self._get(pool, 0, pool.workers[0].free_port.remote(), begun)
-                where = f"{pool.seats[0].host.address}:{port}"
+                where = f"{pool.process_slots[0].host.address}:{port}"
                 joining += [
                     (pool, rank, worker.join.remote(where, n, self._startup_s))
                     for rank, worker in enumerate(pool.workers)
                 ]
         self._get_all(joining, begun)
         asking = [
-            (pool, rank, worker.facts.remote())
+            (pool, rank, worker.info.remote())
             for pool in pools
             for rank, worker in enumerate(pool.workers)
         ]
-        facts = self._get_all(asking, begun)
+        info = self._get_all(asking, begun)
         for pool in pools:
-            pool.facts = [f for (p, _, _), f in zip(asking, facts, strict=True) if p is pool]
+            pool.info = [f for (p, _, _), f in zip(asking, info, strict=True) if p is pool]
         self._verify()
         opening = [
             (pool, rank, worker.open.remote())
@@ -126,12 +126,12 @@ class Starter:
             for rank, worker in enumerate(pool.workers)
         ]
         self._get_all(opening, begun)
-        starting: list[tuple[Pool, str, int, Any]] = []
+        starting: list[tuple[RayPool, str, int, Any]] = []
         for pool in pools:
             for role in pool.roles:
-                order = partial(self._order_start, pool, role)
+                request = partial(self._order_start, pool, role)
                 for rank, worker in enumerate(pool.workers):
-                    report, _ = worker.run.remote(order())
+                    report, _ = worker.run.remote(request())
                     starting.append((pool, role, rank, report))
                 pool.position += 1
         reports = self._get_all([(pool, rank, ref) for pool, _, rank, ref in starting], begun)
@@ -150,10 +150,10 @@ class Starter:
             with suppress(Exception):
                 remove_placement_group(self._group)
 
-    def _process(self, pool: Pool, rank: int) -> Any:
-        seat = pool.seats[rank]
-        before = [s for p in self._pools for s in p.seats]
-        bundle = next(i for i, s in enumerate(before) if s is seat)
+    def _process(self, pool: RayPool, rank: int) -> Any:
+        slot = pool.process_slots[rank]
+        before = [s for p in self._pools for s in p.process_slots]
+        bundle = next(i for i, s in enumerate(before) if s is slot)
         on_gpu = self._on_gpu
         env = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", **self._environment}
         env |= (
@@ -161,7 +161,7 @@ class Starter:
             if on_gpu
             else {
                 "JAX_PLATFORMS": "cpu",
-                "JAX_NUM_CPU_DEVICES": str(max(seat.devices, 1)),
+                "JAX_NUM_CPU_DEVICES": str(max(slot.devices, 1)),
                 # XLA cuts its work for this many threads: as many as one process with all of the
                 # run's devices would have, so that every launcher computes the same bits.
                 "NPROC": str(max(os.cpu_count() or 1, self._placement.n_devices)),
@@ -169,7 +169,7 @@ class Starter:
         )
         actor = worker_class(pool.name).options(
             name=f"jaxrl:{pool.label(rank)}:{uuid.uuid4().hex[:12]}",
-            num_gpus=seat.devices if on_gpu else 0,
+            num_gpus=slot.devices if on_gpu else 0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 self._group, placement_group_bundle_index=bundle
             ),
@@ -177,30 +177,32 @@ class Starter:
         )
         return actor.remote(pool.label(rank), rank, os.getcwd())
 
-    def _order_start(self, pool: Pool, role: str) -> Order:
+    def _order_start(self, pool: RayPool, role: str) -> CallRequest:
         make = partial(make_role, self._make_roles, self._placement, pool.index, role)
         number, given = -1, (make, role in self._lazy)
-        return Order(number, pool.epoch, pool.position, role, "start", given, {}, False, False)
+        return CallRequest(
+            number, pool.epoch, pool.position, role, "start", given, {}, False, False
+        )
 
     def _verify(self) -> None:
         """Each process sees as many devices as it was given, and no device serves two."""
         owners: dict[tuple[str, str], str] = {}
         versions: dict[tuple[tuple[str, str], ...], str] = {}
         for pool in self._pools:
-            for rank, (seat, facts) in enumerate(zip(pool.seats, pool.facts, strict=False)):
+            for rank, (slot, info) in enumerate(zip(pool.process_slots, pool.info, strict=False)):
                 where = pool.where(rank)
-                if seat.devices and facts.local != seat.devices:
+                if slot.devices and info.local != slot.devices:
                     raise RunError(
-                        f"{where} was given {seat.devices} devices, but sees {facts.local}"
+                        f"{where} was given {slot.devices} devices, but sees {info.local}"
                     )
-                for _, _, hardware in facts.devices:
+                for _, _, hardware in info.devices:
                     if hardware:
-                        other = owners.setdefault((facts.host, hardware), where)
+                        other = owners.setdefault((info.host, hardware), where)
                         if other != where:
                             raise RunError(
-                                f"device {hardware} of {facts.host} is seen by {other} and {where}"
+                                f"device {hardware} of {info.host} is seen by {other} and {where}"
                             )
-                versions.setdefault(facts.versions, where)
+                versions.setdefault(info.versions, where)
         if len(versions) > 1:
             reported = "; ".join(
                 f"{where}: " + ", ".join(f"{name} {version}" for name, version in found)
@@ -208,10 +210,10 @@ class Starter:
             )
             raise UserError(f"the nodes of the cluster have different packages: {reported}")
 
-    def _get(self, pool: Pool, rank: int, ref: Any, begun: float) -> Any:
+    def _get(self, pool: RayPool, rank: int, ref: Any, begun: float) -> Any:
         return self._get_all([(pool, rank, ref)], begun)[0]
 
-    def _get_all(self, asked: Sequence[tuple[Pool, int, Any]], begun: float) -> list[Any]:
+    def _get_all(self, asked: Sequence[tuple[RayPool, int, Any]], begun: float) -> list[Any]:
         """Waits for all; the first that has died or failed ends the wait.
 
         Args:
@@ -236,7 +238,7 @@ class Starter:
                     )
         return [self._value(ref, pool, rank) for pool, rank, ref in asked]
 
-    def _value(self, ref: Any, pool: Pool, rank: int) -> Any:
+    def _value(self, ref: Any, pool: RayPool, rank: int) -> Any:
         try:
             return ray.get(ref, timeout=FETCH_S)
         except RayTaskError as error:
@@ -251,7 +253,7 @@ class Launch:
     who needs the pools must hear of the end of the run.
     """
 
-    def __init__(self, starter: Starter, pools: Sequence[Pool]):
+    def __init__(self, starter: Starter, pools: Sequence[RayPool]):
         self._starter, self._pools = starter, pools
         self._end_at = time.monotonic() + starter.longest_s
         self._error: BaseException | None = None

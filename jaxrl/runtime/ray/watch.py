@@ -14,11 +14,11 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
-from jaxrl.runtime.desk import look
 from jaxrl.runtime.ray.calls import RayFuture
 from jaxrl.runtime.ray.connect import on_node
 from jaxrl.runtime.ray.own import Health, started_here
-from jaxrl.runtime.ray.pool import Pool
+from jaxrl.runtime.ray.pool import RayPool
+from jaxrl.runtime.server import look
 from jaxrl.runtime.worker import RunLost
 
 LOOK_S = 5.0
@@ -27,7 +27,7 @@ SILENT_S = 3.0
 """Seconds without an answer from which on that is told."""
 
 
-def check_nodes(pool: Pool) -> None:
+def check_nodes(pool: RayPool) -> None:
     """A pool cannot come back to a node that has left the cluster."""
     if started_here():  # its GCS, which Ray would ask, may be what has ended
         trouble = Health().trouble()
@@ -35,13 +35,13 @@ def check_nodes(pool: Pool) -> None:
             raise RunLost(trouble)
         return
     alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-    for seat in pool.seats:
-        if seat.host.id not in alive:
-            reported = f"the node {seat.host.name} ({seat.host.address}) of {pool.name} is gone"
+    for slot in pool.process_slots:
+        if slot.host.id not in alive:
+            reported = f"the node {slot.host.name} ({slot.host.address}) of {pool.name} is gone"
             raise RunLost(reported)
 
 
-def diagnosis(pool: Pool, rank: int) -> str:
+def diagnosis(pool: RayPool, rank: int) -> str:
     """What a late process does, as far as anybody can tell."""
     answer, heard = pool.answers.get(rank, (None, pool.born))
     now = time.monotonic()
@@ -57,30 +57,30 @@ def diagnosis(pool: Pool, rank: int) -> str:
     )
 
 
-def stacks(pool: Pool, rank: int) -> str:
+def stacks(pool: RayPool, rank: int) -> str:
     """From the process itself or, where it does not answer, from its host."""
     try:
         reported: str = ray.get(pool.workers[rank].stacks.remote(), timeout=LOOK_S)
         return reported
     except (GetTimeoutError, RayError):
         pass
-    if rank >= len(pool.facts):
+    if rank >= len(pool.info):
         return "(it has never answered)"
-    facts = pool.facts[rank]
+    info = pool.info[rank]
     try:
-        found = _there(pool, rank, look, facts.pid, facts.stacks_file)
+        found = _there(pool, rank, look, info.pid, info.stacks_file)
         return str(_got(found, 2 * LOOK_S))
     except (GetTimeoutError, RayError) as error:
         return f"its host does not answer ({type(error).__name__})"
 
 
-def death(pool: Pool, rank: int, call: RayFuture | None, error: BaseException) -> str:
+def death(pool: RayPool, rank: int, call: RayFuture | None, error: BaseException) -> str:
     """Which process ended, in which call, and what Ray knows of it."""
     during = "" if call is None else f" in {call.role}.{call.method}"
     return f"{pool.where(rank)} died{during}: {last_line(error)}"
 
 
-def kill(pools: Sequence[Pool]) -> None:
+def kill(pools: Sequence[RayPool]) -> None:
     """Ends their processes, stopped ones too."""
     asked: list[Any] = []
     for pool in pools:
@@ -88,27 +88,27 @@ def kill(pools: Sequence[Pool]) -> None:
         for rank, worker in enumerate(pool.workers):
             with suppress(Exception):
                 ray.kill(worker, no_restart=True)
-            if rank < len(pool.facts):  # a stopped process does not hear Ray
+            if rank < len(pool.info):  # a stopped process does not hear Ray
                 with suppress(Exception):
-                    asked.append(_there(pool, rank, _end_process, pool.facts[rank].pid))
+                    asked.append(_there(pool, rank, _end_process, pool.info[rank].pid))
     refs = [ref for ref in asked if isinstance(ref, ray.ObjectRef)]
     if refs:
         with suppress(RayError):
             ray.wait(refs, num_returns=len(refs), timeout=2 * LOOK_S)
 
 
-def end_here(pools: Sequence[Pool]) -> None:
+def end_here(pools: Sequence[RayPool]) -> None:
     """Ends the processes that are on this host, without Ray."""
-    for facts in (facts for pool in pools for facts in pool.facts):
-        if facts.host == socket.gethostname():
-            _end_process(facts.pid)
+    for info in (info for pool in pools for info in pool.info):
+        if info.host == socket.gethostname():
+            _end_process(info.pid)
 
 
-def _there(pool: Pool, rank: int, function: Any, *args: Any) -> Any:
+def _there(pool: RayPool, rank: int, function: Any, *args: Any) -> Any:
     """Runs a function on the host of a process: its result, or where that will be. Hosts may have
     the same name, as containers often do: only the node's number tells them apart.
     """
-    host = pool.seats[rank].host.id
+    host = pool.process_slots[rank].host.id
     if host in ("", ray.get_runtime_context().get_node_id()):
         return function(*args)
     node = on_node(host)

@@ -45,7 +45,7 @@ class InputLost(RunError):
 
 
 @dataclass(frozen=True)
-class Here:
+class LocalRef:
     """An argument that this pool itself made."""
 
     number: int
@@ -53,7 +53,7 @@ class Here:
 
 
 @dataclass(frozen=True)
-class Order:
+class CallRequest:
     """A call on the wire."""
 
     number: int
@@ -73,7 +73,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Report:
+class CallReport:
     """What became of a call; small."""
 
     number: int
@@ -93,7 +93,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ProcessStatus:
     """What a process says of itself while it works."""
 
     now: float
@@ -108,7 +108,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Facts:
+class ProcessInfo:
     """What a process is, and which devices it sees."""
 
     host: str
@@ -143,7 +143,7 @@ class _Worker(LocalWorker):
             self.lost_epoch = call.epoch
 
 
-class Desk:
+class WorkerServer:
     """A process of a pool. Every method may be called from any thread."""
 
     def __init__(self, name: str, rank: int, cwd: str, store: Store):
@@ -163,7 +163,7 @@ class Desk:
         self._kept: dict[int, _Call] = {}
         self._running: dict[int, _Call] = {}
 
-    def facts(self) -> Facts:
+    def info(self) -> ProcessInfo:
         """Starts jax; tells what it sees. After `join`, where there is one."""
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         names = [name for name in visible.split(",") if name]
@@ -175,7 +175,7 @@ class Desk:
             label = hardware or f"{os.getpid()}.{device.id}"
             found.append((device.platform, device.id, label if own else ""))
         versions = tuple((name, sys.modules[name].__version__) for name in ("jax", "numpy"))
-        return Facts(
+        return ProcessInfo(
             socket.gethostname(),
             "",
             os.getpid(),
@@ -205,32 +205,32 @@ class Desk:
         devices = tuple(jax.local_devices())
         self._worker = _Worker(self.name, devices, tracer=Tracer(self.name))
 
-    def run(self, order: Order) -> tuple[Report, Parcel | None]:
+    def run(self, request: CallRequest) -> tuple[CallReport, Parcel | None]:
         """Runs a call in its turn; returns what became of it, and the result on its way."""
         worker = self._worker
         assert worker is not None, "open() comes first"
-        call = self._submit(worker, order)
+        call = self._submit(worker, request)
         while not call._done.wait(1.0):
             pass  # the driver bounds the wait: it asks `answer`, and kills
-        self._running.pop(order.number, None)
+        self._running.pop(request.number, None)
         finished, error, parcel = time.monotonic(), None, None
         value = call._value
         if call._error is not None:
             error = _named_error(call._error)
-        elif not order.keeps:
+        elif not request.keeps:
             try:
                 parcel = value if isinstance(value, Parcel) else self._pack(value, None)
             except BaseException as failed:
                 error = (
                     "run",
-                    f"the result of {order.role}.{order.method} cannot travel: {failed}",
+                    f"the result of {request.role}.{request.method} cannot travel: {failed}",
                 )
         call.args = call.kwargs = ()  # type: ignore[assignment]
-        if not order.keeps:
+        if not request.keeps:
             call._value = None
-        report = Report(
-            order.number,
-            order.epoch,
+        report = CallReport(
+            request.number,
+            request.epoch,
             call.times.started,
             call.times.finished or finished,
             error,
@@ -241,38 +241,38 @@ class Desk:
         )
         return report, parcel
 
-    def _submit(self, worker: _Worker, order: Order) -> _Call:
+    def _submit(self, worker: _Worker, request: CallRequest) -> _Call:
         call = _Call(
             worker,
-            order.role,
-            order.method,
+            request.role,
+            request.method,
             (),
             {},
             deadline=float("inf"),
-            aside=order.position < 0,
-            epoch=order.epoch,
+            aside=request.position < 0,
+            epoch=request.epoch,
         )
-        if order.stores:
+        if request.stores:
             call.then = lambda value: self._stored(call, value)
         with self._turn:
-            while self._next.get(order.epoch, 0) < order.position:
+            while self._next.get(request.epoch, 0) < request.position:
                 self._turn.wait(1.0)
                 if worker.stopping:
                     call._finish(error=Stopped("the run is over"))
                     return call
-            call.args = tuple(self._resolve(list(order.args)))
-            call.kwargs = self._resolve(dict(order.kwargs))
-            if order.keeps:
-                self._kept[order.number] = call
-            self._running[order.number] = call
+            call.args = tuple(self._resolve(list(request.args)))
+            call.kwargs = self._resolve(dict(request.kwargs))
+            if request.keeps:
+                self._kept[request.number] = call
+            self._running[request.number] = call
             worker.submit(call)
-            if order.position >= 0:
-                self._next[order.epoch] = order.position + 1
+            if request.position >= 0:
+                self._next[request.epoch] = request.position + 1
             self._turn.notify_all()
         return call
 
     def _resolve(self, value: Any) -> Any:
-        return replaced(value, lambda x: self._kept[x.number] if isinstance(x, Here) else x)
+        return replaced(value, lambda x: self._kept[x.number] if isinstance(x, LocalRef) else x)
 
     def _stored(self, call: _Call, value: Any) -> Parcel:
         start = time.monotonic()
@@ -285,7 +285,7 @@ class Desk:
         parcel = pack(value, store)
         return parcel if self.rank == 0 else Parcel(b"", (), parcel.arrays, parcel.buckets)
 
-    def answer(self, released: Sequence[int] = ()) -> Answer:
+    def answer(self, released: Sequence[int] = ()) -> ProcessStatus:
         """
         Args:
             released: calls whose results nobody needs any more.
@@ -294,7 +294,7 @@ class Desk:
             self._kept.pop(number, None)
         now, worker = time.monotonic(), self._worker
         if worker is None:
-            return Answer(now, "starting", "", now, (), "", None)
+            return ProcessStatus(now, "starting", "", now, (), "", None)
         running = tuple(
             (number, call.times.started)
             for number, call in list(self._running.items())
@@ -303,7 +303,7 @@ class Desk:
         phase = worker.phase
         peaks = peak_bytes(worker.devices) or worker.ledger.peak or None
         reported = device_memory(worker.devices)
-        return Answer(now, phase.name, phase.detail, phase.since, running, reported, peaks)
+        return ProcessStatus(now, phase.name, phase.detail, phase.since, running, reported, peaks)
 
     def state(self) -> WorkerState:
         """What this process is and does; `since` counts back from now."""

@@ -17,10 +17,10 @@ from jaxrl.runtime.local import done_future
 from jaxrl.runtime.ray.calls import STAYS, End, RayFuture
 from jaxrl.runtime.ray.connect import address_of, find_hosts, find_seats, join
 from jaxrl.runtime.ray.own import guard_head, guard_own, leave, started_here, usable
-from jaxrl.runtime.ray.pool import Pool
+from jaxrl.runtime.ray.pool import RayPool
 from jaxrl.runtime.ray.send import Sender
 from jaxrl.runtime.ray.start import Launch, Log, MakeRoles, NotStarted, Starter
-from jaxrl.runtime.ray.tend import Tender
+from jaxrl.runtime.ray.supervise import Supervisor
 from jaxrl.runtime.ray.watch import end_here, kill
 from jaxrl.runtime.tracing import PROFILE
 from jaxrl.runtime.worker import RunLost, Stopped, WorkerState
@@ -31,17 +31,17 @@ from jaxrl.sharding.placement import Placement
 class RayHandle:
     """A role of a pool, as the loop sees it."""
 
-    crew: RayCrew
-    pool: Pool
+    worker_group: RayWorkerGroup
+    pool: RayPool
     role: str
 
     def call(
         self, method: str, *args: Any, deadline: float, aside: bool = False, **kwargs: Any
     ) -> RayFuture:
-        return self.crew.call(self.pool, self.role, method, args, kwargs, deadline, aside)
+        return self.worker_group.call(self.pool, self.role, method, args, kwargs, deadline, aside)
 
 
-class RayCrew:
+class RayWorkerGroup:
     """Makes them, takes calls to their roles, and ends them."""
 
     def __init__(
@@ -66,11 +66,11 @@ class RayCrew:
         join(address_of(config), placement.n_devices)
         on_gpu, places = find_seats(config, placement, find_hosts)
         pools = [
-            Pool(
+            RayPool(
                 index,
                 pool.name,
                 tuple(role for role in pool.roles if role in roles),
-                tuple(seat for seat in places if seat.pool == index),
+                tuple(slot for slot in places if slot.pool == index),
             )
             for index, pool in enumerate(placement.pools)
         ]
@@ -87,7 +87,7 @@ class RayCrew:
             lazy=lazy,
             environment=environment,
         )
-        self._tender = Tender(config, self._pools, self._starter, self._sender, self._end, log)
+        self._tender = Supervisor(config, self._pools, self._starter, self._sender, self._end, log)
         self._ending: str | None = None
         self._guard = guard_own(self._lost) if started_here() else guard_head(self._lose_head)
 
@@ -129,22 +129,26 @@ class RayCrew:
         return self._ending
 
     def states(self) -> list[WorkerState]:
-        return [self._state(pool, rank) for pool in self._pools for rank in range(len(pool.seats))]
+        return [
+            self._state(pool, rank)
+            for pool in self._pools
+            for rank in range(len(pool.process_slots))
+        ]
 
-    def _state(self, pool: Pool, rank: int) -> WorkerState:
-        facts = pool.facts[rank] if rank < len(pool.facts) else None
+    def _state(self, pool: RayPool, rank: int) -> WorkerState:
+        info = pool.info[rank] if rank < len(pool.info) else None
         answer, heard = pool.answers.get(rank, (None, pool.born))
         phase, detail, since = "starting", "", pool.born
         if answer is not None:
             phase, detail = answer.phase, answer.detail
             since = heard - (answer.now - answer.since)
-        if facts is not None and not pool.alive and answer is not None:
+        if info is not None and not pool.alive and answer is not None:
             phase = "died"
-        devices = [] if facts is None else [d for d in facts.devices if d[2]]
+        devices = [] if info is None else [d for d in info.devices if d[2]]
         return WorkerState(
             pool.label(rank),
-            pool.seats[rank].host.name if facts is None else facts.host,
-            0 if facts is None else facts.pid,
+            pool.process_slots[rank].host.name if info is None else info.host,
+            0 if info is None else info.pid,
             pool.roles,
             tuple(f"{d[0]}:{d[2] if '.' not in d[2] else d[1]}" for d in devices),
             phase,
@@ -165,7 +169,7 @@ class RayCrew:
 
     def call(
         self,
-        pool: Pool,
+        pool: RayPool,
         role: str,
         method: str,
         args: tuple[Any, ...],

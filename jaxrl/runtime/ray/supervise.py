@@ -15,12 +15,12 @@ from ray.exceptions import ActorDiedError, RayTaskError
 from jaxrl.config.schema import RayConfig
 from jaxrl.errors import RunError, UserError
 from jaxrl.runtime.awake import awake_since
-from jaxrl.runtime.desk import BOUNCED, Answer, Report
 from jaxrl.runtime.ray.calls import STATEFUL, End, RayFuture, raised
-from jaxrl.runtime.ray.pool import Pool
+from jaxrl.runtime.ray.pool import RayPool
 from jaxrl.runtime.ray.send import Sender
 from jaxrl.runtime.ray.start import Log, NotStarted, Starter
 from jaxrl.runtime.ray.watch import check_nodes, death, diagnosis, kill
+from jaxrl.runtime.server import BOUNCED, CallReport, ProcessStatus
 from jaxrl.runtime.worker import DeadlineExceeded, RunLost, WorkerError
 
 ASK_S = 1.0
@@ -36,13 +36,13 @@ JOIN_S = 5.0
 """Longest wait at the end for each thread."""
 
 
-class Tender:
+class Supervisor:
     """Looks after the processes of a run until its end."""
 
     def __init__(
         self,
         config: RayConfig,
-        pools: Sequence[Pool],
+        pools: Sequence[RayPool],
         starter: Starter,
         sender: Sender,
         end: End,
@@ -54,7 +54,7 @@ class Tender:
         """Since the last update of the policy."""
         self._states: dict[int, RayFuture] = {}
         """Pool -> the call that made its state, where it can be made anew."""
-        self._threads = [threading.Thread(target=self._tend, name="crew", daemon=True)]
+        self._threads = [threading.Thread(target=self._tend, name="supervisor", daemon=True)]
 
     def start(self) -> None:
         self._threads[0].start()
@@ -85,7 +85,7 @@ class Tender:
             except (RunError, UserError) as error:
                 self.end(error)
             except Exception as error:
-                self.end(RunError(f"the crew failed: {type(error).__name__}: {error}"))
+                self.end(RunError(f"the supervisor failed: {type(error).__name__}: {error}"))
 
     def end(self, error: BaseException) -> None:
         """Nothing can continue: whoever waits gets the error."""
@@ -102,7 +102,7 @@ class Tender:
         elif kind == "made":
             self._made(*news)
 
-    def _answered(self, pool: Pool, life: int, rank: int, reported: Any) -> None:
+    def _answered(self, pool: RayPool, life: int, rank: int, reported: Any) -> None:
         if life != pool.life or not pool.alive:
             return
         pool.asked.discard(rank)
@@ -112,7 +112,7 @@ class Tender:
         if failed is not None:
             return
         now = time.monotonic()
-        answer: Answer = reported.result()
+        answer: ProcessStatus = reported.result()
         pool.answers[rank] = (answer, now)
         for number, started in answer.running:
             future = self._sender.find(number)
@@ -120,7 +120,7 @@ class Tender:
                 future.times.started = now - (answer.now - started)
 
     def _reported(
-        self, pool: Pool, tries: int, rank: int, future: RayFuture, reported: Any
+        self, pool: RayPool, tries: int, rank: int, future: RayFuture, reported: Any
     ) -> None:
         if tries != future.tries or future.done():
             return  # of processes that are gone, or of a call that is sent again
@@ -131,13 +131,13 @@ class Tender:
                 raise WorkerError(f"{call} failed in {pool.where(rank)}:\n{failed}")
             self._lost(pool, self._death(pool, rank, failed))
             return
-        report: Report = reported.result()
+        report: CallReport = reported.result()
         now = time.monotonic()
         if report.error is not None and report.error[0] == BOUNCED:
             future.bounced.add(rank)
             if not future.aside:
                 pool.lost_at = pool.lost_at or now
-            elif len(future.bounced) == len(pool.seats):  # it blocks no other
+            elif len(future.bounced) == len(pool.process_slots):  # it blocks no other
                 self._check_settled(future)
                 future.unsend()
             return
@@ -145,13 +145,13 @@ class Tender:
             error = raised(report.error)
             if future.aside:
                 self._finished(future, error)
-            elif len(pool.seats) > 1 and isinstance(error, WorkerError):
+            elif len(pool.process_slots) > 1 and isinstance(error, WorkerError):
                 pool.doubt = pool.doubt or (now, error)
             else:
                 raise error
             return
         future.reports[rank] = report
-        if len(future.reports) == len(pool.seats):
+        if len(future.reports) == len(pool.process_slots):
             self._finished(future, None)
 
     def _finished(self, future: RayFuture, error: BaseException | None) -> None:
@@ -201,7 +201,7 @@ class Tender:
             if begun is None:
                 silent = [
                     rank
-                    for rank in range(len(pool.seats))
+                    for rank in range(len(pool.process_slots))
                     if awake_since(pool.answers.get(rank, (None, pool.born))[1]) > future.deadline
                 ]
                 if not silent or awake_since(future.sent) <= future.deadline:
@@ -216,7 +216,7 @@ class Tender:
             f"{future.role}.{future.method} has run for {elapsed:.1f} s;"
             f" its deadline is {future.deadline:g} s."
         ]
-        for rank in range(len(pool.seats)):
+        for rank in range(len(pool.process_slots)):
             if rank not in future.reports:
                 reported.append(diagnosis(pool, rank))
         text = "\n".join(reported)
@@ -229,11 +229,11 @@ class Tender:
         self._log(text)
         self._lost(pool, f"{pool.name} was late")
 
-    def _death(self, pool: Pool, rank: int, error: BaseException) -> str:
+    def _death(self, pool: RayPool, rank: int, error: BaseException) -> str:
         running = [f for f in self._sender.unfinished(pool) if f.refs and not f.aside]
         return death(pool, rank, running[0] if running else None, error)
 
-    def _lost(self, pool: Pool, why: str) -> None:
+    def _lost(self, pool: RayPool, why: str) -> None:
         """A process has ended, or does not answer: its pool cannot go on."""
         kill([pool])
         if pool.trains:
@@ -257,7 +257,7 @@ class Tender:
         self._threads.append(thread)
         thread.start()
 
-    def _make_anew(self, pool: Pool) -> None:
+    def _make_anew(self, pool: RayPool) -> None:
         """On a thread of its own: the others go on meanwhile."""
         error: BaseException | None = None
         try:
@@ -266,7 +266,7 @@ class Tender:
             error = failed
         self._sender.news.put(("made", pool, error))
 
-    def _made(self, pool: Pool, error: BaseException | None) -> None:
+    def _made(self, pool: RayPool, error: BaseException | None) -> None:
         if isinstance(error, NotStarted):
             self._lost(pool, str(error))
             return
@@ -278,11 +278,11 @@ class Tender:
             pool.alive = True
         self._log(f"{pool.name} is back after {time.monotonic() - pool.born:.1f} s")
 
-    def _bring_back(self, pool: Pool) -> None:
+    def _bring_back(self, pool: RayPool) -> None:
         """After a lost input: every call that did not run is unsent again, once all have ended."""
         if pool.lost_at is None or not pool.alive:
             return
-        n = len(pool.seats)
+        n = len(pool.process_slots)
         sent = [
             future for future in self._sender.unfinished(pool) if future.refs and not future.aside
         ]
@@ -304,7 +304,7 @@ class Tender:
             for future in sent:
                 future.unsend()
 
-    def _check_doubt(self, pool: Pool) -> None:
+    def _check_doubt(self, pool: RayPool) -> None:
         """Raises an error of one process once no other has been heard to die."""
         if pool.doubt is not None and time.monotonic() - pool.doubt[0] > DOUBT_S:
             raise pool.doubt[1]
