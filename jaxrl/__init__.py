@@ -9,6 +9,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from jaxrl.process.quiet_import import QuietPlugins
+
 if TYPE_CHECKING:
     from jaxrl.checkpoint.source import load_model as load_model
     from jaxrl.config.schema import Config as Config
@@ -60,4 +62,5 @@ class _Homes(MetaPathFinder, Loader):
         sys.modules[module.__name__] = import_module(_HOMES[module.__name__])
 
 
+sys.meta_path[:0] = [QuietPlugins()]
 sys.meta_path.append(_Homes())

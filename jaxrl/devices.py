@@ -27,6 +27,7 @@ from rich.table import Table
 
 from jaxrl.config import cli
 from jaxrl.errors import RunError, UserError
+from jaxrl.process.xla_flags import ignore_absent_accelerators
 from jaxrl.runtime.cluster import Cluster
 from jaxrl.runtime.registry import Member, Run, running
 from jaxrl.runtime.worker import WorkerState
@@ -146,6 +147,7 @@ def jax_devices(notify: Callable[[str], None]) -> tuple[LocalDevice, ...]:
     import jax
 
     try:
+        ignore_absent_accelerators()
         devices = jax.devices()
     except (RuntimeError, AssertionError) as error:  # an accelerator in use, or a wrong platform
         notify(f"jax cannot start: {error}")

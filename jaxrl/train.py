@@ -16,6 +16,7 @@ from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.plan import Plan
 from jaxrl.process.callable_module import make_callable
+from jaxrl.process.streams import to_stderr
 from jaxrl.rewards.callables import bind
 from jaxrl.run.attempt import plan_run, refusals, run_config
 from jaxrl.run.context import OnStep
@@ -101,10 +102,26 @@ def print_plan(config: Config) -> None:
         raise UserError("\n".join(found))
 
 
+def print_compiled(config: Config, target: str, as_json: bool) -> None:
+    """Prints the plan for a machine that is not here, and what its compiler makes of the run.
+
+    Raises:
+        UserError: the run does not compile there or does not fit, or the target is unknown.
+    """
+    from jaxrl.aot.check import check  # only here: it sets jax up for the compilers of others
+
+    report = check(config, target, to_stderr)
+    print(report.json() if as_json else f"{report.plan.text()}\n{report.text()}", flush=True)
+    if report.failures:
+        raise UserError("\n".join(report.failures))
+
+
 def main(argv: Sequence[str]) -> None:
     arguments = cli.parse_run(argv, module="jaxrl.train", description=__doc__ or "")
     with arguments.base.explained():
-        if arguments.dry_run:
+        if arguments.target is not None:
+            print_compiled(arguments.config, arguments.target, arguments.json)
+        elif arguments.dry_run:
             print(arguments.base.note)
             print_plan(arguments.config)
         else:

@@ -50,6 +50,10 @@ class RunArguments:
     """Where the keys that nobody set come from."""
     dry_run: bool
     """Print the plan and stop."""
+    target: str | None = None
+    """The machine that the plan is made and the programs are compiled for."""
+    json: bool = False
+    """Print what the compiler says as JSON."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -126,6 +130,15 @@ def run_parser(module: str, description: str) -> Parser:
         help="print the plan and what the run would refuse (exit code 2), and stop",
     )
     parser.add_argument(
+        "--compile",
+        metavar="TARGET",
+        help="with --dry-run: plan for a machine that is not here and compile every program of the"
+        " run with its compiler: h200x8, h200x16 (two hosts), t4x1, tpu-v5e:2x4 (extra aot)",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="with --compile: print one JSON object instead of text"
+    )
+    parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="set a key, as in steps=10; last one wins"
     )
     parser.epilog = keys_help(shutil.get_terminal_size().columns)
@@ -146,7 +159,11 @@ def run_arguments(arguments: argparse.Namespace) -> RunArguments:
         _refuse_another(key, value, overrides)
         overrides.append(f"{key}={value}")
     config, base = Config.load_base(arguments.config, overrides)
-    return RunArguments(config, base, arguments.dry_run)
+    if arguments.compile is not None and not arguments.dry_run:
+        raise UserError(f"--compile {arguments.compile} needs --dry-run: nothing is run")
+    if arguments.json and arguments.compile is None:
+        raise UserError("--json needs --dry-run --compile TARGET")
+    return RunArguments(config, base, arguments.dry_run, arguments.compile, arguments.json)
 
 
 def _refuse_another(key: str, value: str, overrides: Sequence[str]) -> None:

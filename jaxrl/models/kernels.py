@@ -6,8 +6,9 @@ made for: what is planned is what is computed.
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,3 +90,31 @@ def why_not_fused(target: Target, head_dim: int, dtype: str, queries: int, keys:
 def round_up(n: int, multiple: int) -> int:
     """The least multiple that is not below n."""
     return -(-n // multiple) * multiple
+
+
+@contextlib.contextmanager
+def compiling_for(target: Target) -> Iterator[None]:
+    """Within it, jax's wrapper of cuDNN believes that the target is here."""
+    if target.platform not in GPU or target.capability is None:
+        yield
+        return
+    from jax._src.cudnn import fused_attention_stablehlo as fused
+
+    has = target.capability
+    asked = {
+        "check_cudnn_version": lambda: 91000,
+        "check_compute_capability": lambda wanted: has >= _numbers(wanted),
+        "is_cuda_compute_capability_equal": lambda wanted: has == _numbers(wanted),
+    }
+    kept = {name: getattr(fused, name) for name in asked}
+    try:
+        for name, answer in asked.items():
+            setattr(fused, name, answer)
+        yield
+    finally:
+        for name, own in kept.items():
+            setattr(fused, name, own)
+
+
+def _numbers(capability: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in capability.split("."))

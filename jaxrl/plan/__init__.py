@@ -22,7 +22,7 @@ from jaxrl.config.schema import Config
 from jaxrl.formats import hf
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.encoder_config import WEIGHTS, find_folder, read_encoder
-from jaxrl.models.kernels import GPU, UNKNOWN_GPU, Target, target_of, why_not_fused
+from jaxrl.models.kernels import GPU, UNKNOWN_GPU, target_of, why_not_fused
 from jaxrl.plan.advice import advise, relief, room, set_key
 from jaxrl.plan.inputs import GB, HostMemory, PlanInputs, PoolPeak, parallel
 from jaxrl.plan.memory import Account, optimizer_bytes, weight_bytes
@@ -63,10 +63,8 @@ class Plan:
     """`local` or `ray`."""
     accounts: Mapping[str, Account]
     pools: tuple[PoolPeak, ...]
-    hosts: tuple[HostMemory, ...]
-    """Those of emulated devices."""
-    target: Target
-    """What the devices are, and all of them can do."""
+    inputs: PlanInputs
+    """The models, and what the devices are and have."""
     notes: tuple[str, ...]
     verdict: tuple[str, ...]
     advice: tuple[str, ...]
@@ -97,8 +95,8 @@ class Plan:
     def hopeless(self) -> bool:
         """True where it would not fit even if the figures were `SLACK` times too high."""
         sizes = [pool.bytes for pool in self.pools]
-        if self.hosts:
-            return any(host.needed(sizes) > SLACK * host.limit for host in self.hosts)
+        if self.inputs.hosts:
+            return any(host.needed(sizes) > SLACK * host.limit for host in self.inputs.hosts)
         known = [(pool.bytes, pool.limit) for pool in self.pools if pool.limit is not None]
         return any(peak > SLACK * limit for peak, limit in known)
 
@@ -250,8 +248,7 @@ def build(
         seen.launcher,
         accounts,
         pools,
-        hosts,
-        target,
+        inputs,
         tuple(filter(None, notes)),
         tuple(verdict),
         tuple(advice),
@@ -444,11 +441,16 @@ def _verdict(pools: Sequence[PoolPeak], hosts: Sequence[HostMemory] = ()) -> str
     return "verdict: " + ("fits" if not over else "does not fit: " + "; ".join(over))
 
 
+def jax_share() -> float:
+    """Of a GPU's memory, what jax takes."""
+    return float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", JAX_SHARE))
+
+
 def _elsewhere(config: Config, inputs: PlanInputs) -> tuple[list[str], list[str] | None]:
     """What the run would take on GPUs, whether it would fit those of the usual sizes, and what
     would help on those that are too small. Silent for models that fit anywhere.
     """
-    share = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", JAX_SHARE))
+    share = jax_share()
     needed = pool_peaks(inputs, config)
     if max(pool.bytes for pool in needed) < GB:
         return [], None

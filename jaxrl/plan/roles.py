@@ -6,6 +6,7 @@ Weights, optimizer state and KV cache are exact (`memory.py`). Temporaries are t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -94,6 +95,17 @@ class Setting:
         """Sequences on one device of a role."""
         axes = self.axes[role]
         return -(-sequences // (axes.data * axes.fsdp))
+
+    @property
+    def padded_rows(self) -> int:
+        """Sequences of a batch, with those that pad it so that every mesh divides it."""
+        multiple = math.lcm(*(sizes.data * sizes.fsdp for sizes in self.axes.values()))
+        return -(-self.sequences // multiple) * multiple
+
+    def part_rows(self, role: str, parts: int) -> int:
+        """Sequences, over all devices, of the first of so many parts of a batch."""
+        shards = self.axes[role].data * self.axes[role].fsdp
+        return -(-self.padded_rows // (parts * shards)) * shards
 
     def run(self, role: str, model: DecoderConfig, rows: int, width: int) -> Pass:
         dtype = self.config.roles[role].compute_dtype
@@ -258,7 +270,7 @@ def _sampling(
     c, axes, dtype = m.config, m.axes[role], m.config.roles[role].compute_dtype
     row_shards = axes.data * axes.fsdp
     slots = -(-(c.rollout.slots or m.sequences) // axes.size) * axes.size // row_shards
-    prompts = _prefill_rows(c, m.prompt_tokens, axes)
+    prompts = prefill_rows(c, m.prompt_tokens, axes)
     run = m.run(role, config, -(-prompts // row_shards), m.prompt_tokens)
     evaluated = c.eval.max_new_tokens if c.data.eval is not None else None
     positions = m.prompt_tokens + max(c.max_new_tokens, evaluated or 0)
@@ -392,7 +404,7 @@ def loss_arrays(m: Setting) -> int:
     return (JSD_ARRAYS if 0 < d.jsd_beta < 1 else KL_ARRAYS) + extra
 
 
-def _prefill_rows(config: Config, width: int, axes: Axes) -> int:
+def prefill_rows(config: Config, width: int, axes: Axes) -> int:
     """Prompts of `width` in the largest prefill of a role that samples, over its whole mesh, as the
     engine does it."""
     shards = axes.data * axes.fsdp

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 
+import jax
 from jax._src import xla_bridge  # no public function tells whether a backend runs
 
 from jaxrl.errors import UserError
+from jaxrl.process.quiet_import import has_accelerator
 
 VARIABLE = "XLA_FLAGS"
 DETERMINISTIC = "--xla_gpu_exclude_nondeterministic_ops=true"
@@ -24,7 +26,7 @@ def exclude_nondeterministic() -> None:
     Raises:
         UserError: jax runs already without it, and reads it no more.
     """
-    if not _set(DETERMINISTIC):
+    if not add_flag(DETERMINISTIC):
         raise UserError(
             "deterministic=true comes too late: jax has started in this process, and reads"
             f" {VARIABLE} no more. Start python with {VARIABLE}={DETERMINISTIC}, or ask jax for"
@@ -37,7 +39,7 @@ def wait_for_slow_devices() -> None:
     """Lets the emulated devices of this process wait for each other as long as the run does, where
     jax has not started yet.
     """
-    _set(PATIENT)
+    add_flag(PATIENT)
 
 
 def worker_environment(deterministic: bool) -> dict[str, str]:
@@ -46,7 +48,19 @@ def worker_environment(deterministic: bool) -> dict[str, str]:
     return {VARIABLE: " ".join([f"${{{VARIABLE}}}", *flags])}
 
 
-def _set(flag: str) -> bool:
+def ignore_absent_accelerators() -> None:
+    """Keeps jax from looking for GPUs and TPUs on a host that has none, though plugins for them are
+    installed: their search takes seconds, prints errors, and asks a cloud which TPU it has.
+
+    Call it before jax starts; a choice by JAX_PLATFORMS is kept.
+    """
+    if os.environ.get("JAX_PLATFORMS") or has_accelerator():
+        return
+    if not xla_bridge.backends_are_initialized():
+        jax.config.update("jax_platforms", "cpu")
+
+
+def add_flag(flag: str) -> bool:
     """Whether XLA has the flag, or one of its name that somebody else gave, when jax starts."""
     flags = os.environ.get(VARIABLE, "").split()
     if any(given.partition("=")[0] == flag.partition("=")[0] for given in flags):

@@ -12,28 +12,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
-from jaxrl.algorithms.signals import completion_logprobs
 from jaxrl.checkpoint.arrays import Saving, load_arrays, save_arrays
 from jaxrl.checkpoint.store import ACTOR
 from jaxrl.config.schema import Config
 from jaxrl.errors import RunError
 from jaxrl.formats.hf import save_hf
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import Params, abstract_params, cast, unstack
-from jaxrl.models.rules import param_shardings
+from jaxrl.models.decoder import Params
 from jaxrl.roles.microbatch import (
     cut_minibatches,
     room,
     rows_of_groups,
     shared_group,
-    split_rows,
     tokens_of,
     unit_rows,
 )
-from jaxrl.roles.optimizer import apply_changes, learning_rate, make_optimizer, state_shardings
+from jaxrl.roles.optimizer import learning_rate
+from jaxrl.roles.update import ActorPrograms, TrainState
 from jaxrl.runtime.worker import phase
 from jaxrl.sharding.ledger import buffer, current
 from jaxrl.sharding.mesh import is_primary
@@ -43,25 +40,11 @@ from jaxrl.types import (
     Loss,
     Prepare,
     Rollout,
-    Sequences,
-    Totals,
     TrainBatch,
 )
 
 SENT = "weights on their way"
 """In the ledger, from `publish` to the receiver's `load`."""
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class TrainState:
-    """What an update changes; donated to it."""
-
-    params: Params
-    """Stacked layout, in `actor.param_dtype`."""
-    opt_state: Any
-    updates: jax.Array
-    """Scalar int32: optimizer updates applied."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +101,7 @@ class Actor:
         """
         self.config, self.model, self.mesh = config, model, mesh
         self.version = 0
-        self._prepare, self._loss, self._finish = prepare, loss, finish
+        self._prepare, self._finish = prepare, finish
         self._frozen, self._receiver, self._run_dir = frozen, receiver, run_dir
         there = jax.tree.leaves(receiver)[0].device_set if receiver is not None else set()
         self._stays = not there.isdisjoint(mesh.devices.flat)
@@ -126,35 +109,18 @@ class Actor:
         self._savings: dict[int, Saving] = {}
         """Those that nobody has waited for with `saved`."""
         c = config.actor
-        self._rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
-        per_batch = config.updates_per_batch
-        self._rate = learning_rate(config.optimizer, config.steps * per_batch)
-        moment_dtype = jnp.dtype(c.moment_dtype)
-        optimizer = make_optimizer(config.optimizer, config.steps * per_batch, moment_dtype)
-        shardings = param_shardings(model, mesh)
-        abstract = abstract_params(model, jnp.dtype(c.param_dtype))
-        moments = state_shardings(optimizer, abstract, shardings, mesh)
-        self._everywhere = NamedSharding(mesh, PartitionSpec())
-        placed: Any = TrainState(shardings, moments, self._everywhere)  # type: ignore[arg-type]
+        self._rate = learning_rate(config.optimizer, config.steps * config.updates_per_batch)
+        self.programs = programs = ActorPrograms(config, model, mesh, loss)
         if restore is None:
             with phase("load"):
                 params = load(jnp.dtype(c.param_dtype))
-            init = jax.jit(optimizer.init, out_shardings=moments)
+            init = jax.jit(programs.optimizer.init, out_shardings=programs.shardings.opt_state)
             # Waited for: what is still being read must not be offloaded.
             opt_state = jax.block_until_ready(init(params))
             self.state = TrainState(params, opt_state, self._scalar(0))
         else:
             with phase("restore"):
-                tree = {"params": abstract, "opt_state": jax.eval_shape(optimizer.init, abstract)}
-                self._restore(restore, tree, {"params": shardings, "opt_state": moments})
-        self._update = jax.jit(
-            self._make_update(optimizer),
-            donate_argnums=0,
-            static_argnums=4,
-            out_shardings=(placed, self._everywhere),
-        )
-        self._old = self._make_old()
-        self._convert = self._make_convert()
+                self._restore(restore)
         self._keep()
 
     def update(self, rollout: Rollout, scores: Mapping[str, Any], step: int) -> Trained:
@@ -172,7 +138,7 @@ class Actor:
         tokens = np.asarray(batch.sequences.mask).sum(-1)
         lengths = np.where(np.asarray(batch.sequences.loss_mask).any(-1), tokens, 0)
         with phase("place the batch"):
-            placed = reshard(batch, self._rows)
+            placed = reshard(batch, self.programs.rows)
             current().put("actor.batch", placed)
         sequences, minibatches = batch.sequences, self.config.minibatches
         unit = unit_rows(rollout.group_ids, minibatches)
@@ -195,13 +161,13 @@ class Actor:
             padded = room(max(map(len, parts)), -(-live // minibatches))
             for chosen in parts:
                 rows = rows_of_groups(chosen, group)
-                index = self._micro_batches(chosen, units, sequences, group, padded)
+                index = self.programs.micro_batches(chosen, units, sequences, group, padded)
                 given = (self.state, self._frozen, placed, index, group)
                 with (
                     phase(f"update {epoch + 1}/{c.epochs_per_batch}"),
-                    current().running(self._update, *given),
+                    current().running(self.programs.update, *given),
                 ):
-                    self.state, out = self._update(*given)
+                    self.state, out = self.programs.update(*given)
                     del given
                     sums, maxima, each, last = jax.device_get(out)
                 if last["finite"]:
@@ -260,14 +226,9 @@ class Actor:
 
     def _laid_out(self, dtype: Any) -> Params:
         """The policy as the receiver wants it, on this mesh; only what differs is computed."""
-        params, layout = self.state.params, self.config.rollout.layout
-        if dtype == jnp.dtype(self.config.actor.param_dtype):
-            differs = {"layers"} if layout == "unstacked" else set()
-        else:
-            differs = set(params)
-        old = {name: params[name] for name in differs}
-        new = self._convert(old, dtype) if old else {}
-        return params | new
+        params = self.state.params
+        old = self.programs.differing(params, dtype)
+        return params | (self.programs.convert(old, dtype) if old else {})
 
     def save(self, folder: Path, step: int) -> int:
         """Starts to write what a later `restore` needs; `step` is checked.
@@ -350,14 +311,11 @@ class Actor:
             offload=offload.frozen,
         )
 
-    def _restore(self, folder: Path, tree: Any, shardings: Any) -> None:
+    def _restore(self, folder: Path) -> None:
         """Into the shapes, dtypes and shardings of this run, whatever they were."""
-        wanted = jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-            tree,
-            shardings,
-        )
-        loaded = load_arrays(folder / ACTOR, wanted | {"counters": None})
+        state = self.programs.abstract_state()
+        wanted = {"params": state.params, "opt_state": state.opt_state, "counters": None}
+        loaded = load_arrays(folder / ACTOR, wanted)
         counters = loaded["counters"]
         self.version = counters["version"]
         self._skipped_in_a_row = counters["skipped_in_a_row"]
@@ -365,103 +323,7 @@ class Actor:
         self.state = TrainState(loaded["params"], loaded["opt_state"], updates)
 
     def _scalar(self, value: int) -> jax.Array:
-        return put(np.int32(value), self._everywhere)
-
-    def _micro_batches(
-        self,
-        chosen: np.ndarray,
-        lengths: np.ndarray,
-        sequences: Sequences,
-        group: int,
-        padded: int,
-    ) -> np.ndarray:
-        """[n, b] row numbers, -1 where there is none; b is a multiple of the mesh's row shards, and
-        of the rows that share a prompt. The shape follows from `padded` alone, the rows (or groups)
-        to make room for.
-        """
-        shards = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
-        budget = self.config.actor.micro_batch_tokens
-        completion = sequences.loss_mask.shape[1]
-        width = sequences.tokens.shape[1] + (group - 1) * completion
-        size = padded if budget is None else max(1, budget // width) * shards
-        return rows_of_groups(split_rows(chosen, lengths, size, shards, padded), group)
-
-    def _make_update(self, optimizer: optax.GradientTransformation) -> Callable[..., Any]:
-        spec = NamedSharding(self.mesh, PartitionSpec(None, ("data", "fsdp")))
-        value_and_grad = jax.value_and_grad(self._micro_loss, has_aux=True)
-
-        def accumulate(params: Params, frozen: Any, batches: TrainBatch) -> Any:
-            """Gradient of the summed loss over all micro-batches, with its sums and maxima, and
-            the metrics of each row, [n, b].
-            """
-            totals = _totals(batches)
-            first, rest = _head_and_tail(batches)
-            (_, (sums, maxima, each)), grads = value_and_grad(params, frozen, first, totals)
-            each = jax.tree.map(lambda x: x[None], each)
-            if rest is None:
-                return grads, sums, maxima, each
-            grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
-
-            def body(carry: Any, batch: TrainBatch) -> tuple[Any, Any]:
-                *added, largest = carry
-                (_, (sums, maxima, each)), grads = value_and_grad(params, frozen, batch, totals)
-                added = jax.tree.map(lambda a, b: a + b.astype(a.dtype), added, [grads, sums])
-                return (*added, jax.tree.map(jnp.maximum, largest, maxima)), each
-
-            summed, more = jax.lax.scan(body, (grads, sums, maxima), rest)
-            return *summed, jax.tree.map(lambda *x: jnp.concatenate(x), each, more)
-
-        def apply(state: TrainState, grads: Any) -> TrainState:
-            changes, opt_state = optimizer.update(grads, state.opt_state, state.params)
-            params = apply_changes(state.params, changes, self.config.seed, state.updates)
-            return TrainState(params, opt_state, state.updates + 1)
-
-        def update(
-            state: TrainState, frozen: Any, batch: TrainBatch, rows: jax.Array, group: int = 1
-        ) -> Any:
-            taken = _take(batch, rows, spec, group)
-            grads, sums, maxima, each = accumulate(state.params, frozen, taken)
-            count = jnp.maximum(sums["loss"][1], 1)
-            grads = jax.tree.map(lambda g: (g / count).astype(g.dtype), grads)
-            norm = optax.tree.norm(grads)
-            finite = jnp.isfinite(norm) & jnp.isfinite(sums["loss"][0])
-            trains = sums["loss"][1] > 0  # else momentum and weight decay would move the weights
-            new = jax.lax.cond(finite & trains, apply, lambda state, grads: state, state, grads)
-            last = {"grad_norm": norm, "finite": finite, "trains": trains}
-            return new, (sums, maxima, each, last)
-
-        return update
-
-    def _micro_loss(self, params: Params, frozen: Any, batch: TrainBatch, totals: Totals) -> Any:
-        (total, count), metrics, maxima = self._loss(params, frozen, batch, totals)
-        each = {name: pair for name, pair in metrics.items() if pair[0].ndim > 0}
-        return total, ({"loss": (total, count), **jax.tree.map(jnp.sum, metrics)}, maxima, each)
-
-    def _make_old(self) -> Any:
-        """The jitted pass that tells the policy's log-probs before the batch changes it."""
-        spec = NamedSharding(self.mesh, PartitionSpec(None, ("data", "fsdp")))
-        c = self.config
-
-        def old(params: Params, batch: TrainBatch, rows: jax.Array, group: int) -> jax.Array:
-            weights = cast(params, jnp.dtype(c.actor.dtype))
-            out = jnp.zeros(batch.sequences.loss_mask.shape, jnp.float32)
-
-            def body(out: jax.Array, given: tuple[TrainBatch, jax.Array]) -> tuple[Any, None]:
-                micro, index = given
-                logprobs = completion_logprobs(
-                    self.model,
-                    weights,
-                    micro.sequences,
-                    self.mesh,
-                    temperature=c.sampling.temperature,
-                    chunk=c.distill.chunk_tokens,
-                )
-                index = jnp.where(index < 0, len(out), index)  # beyond the end: dropped
-                return out.at[index].set(logprobs, mode="drop"), None
-
-            return jax.lax.scan(body, out, (_take(batch, rows, spec, group), rows))[0]
-
-        return jax.jit(old, static_argnums=3, out_shardings=self._rows)
+        return put(np.int32(value), self.programs.everywhere)
 
     def _with_old_logprobs(
         self, placed: TrainBatch, units: np.ndarray, group: int, live: int
@@ -473,27 +335,12 @@ class Actor:
         """
         chosen = np.flatnonzero(units > 0)
         padded = room(len(chosen), live)
-        index = self._micro_batches(chosen, units, placed.sequences, group, padded)
+        index = self.programs.micro_batches(chosen, units, placed.sequences, group, padded)
         with phase("log-probs before the batch"):
             given = (self.state.params, TrainBatch(placed.sequences), index, group)
-            with current().running(self._old, *given):
-                logprobs = jax.block_until_ready(self._old(*given))
+            with current().running(self.programs.old, *given):
+                logprobs = jax.block_until_ready(self.programs.old(*given))
             return replace(placed, old_logprobs=logprobs)
-
-    def _make_convert(self) -> Any:
-        """(some top-level entries of the parameters, dtype) -> the same, for the receiver."""
-        layout = self.config.rollout.layout
-        shardings = param_shardings(self.model, self.mesh, layout)
-
-        def convert(params: Params, dtype: Any) -> Params:
-            params = cast(params, dtype)
-            params = params if layout == "stacked" else unstack(params)
-            return {
-                name: jax.lax.with_sharding_constraint(tree, shardings[name])
-                for name, tree in params.items()
-            }
-
-        return jax.jit(convert, static_argnums=1)
 
     def _count_skipped(self, finite: bool, batch: TrainBatch, rows: np.ndarray, step: int) -> int:
         if finite:
@@ -520,36 +367,6 @@ class Actor:
                 " A lower optimizer.learning_rate or actor.dtype=float32 may help."
             )
         return 1
-
-
-def _take(batch: TrainBatch, rows: jax.Array, spec: NamedSharding, group: int) -> TrainBatch:
-    """Rows [n, b] of a batch as micro-batches [n, b, ...]; row -1 trains nothing.
-
-    Args:
-        group: so many of the rows after each other share a prompt.
-    """
-
-    def take(x: jax.Array) -> jax.Array:
-        return jax.lax.with_sharding_constraint(x[jnp.maximum(rows, 0)], spec)
-
-    taken = jax.tree.map(take, batch)
-    real = (rows >= 0)[..., None]
-    trained = taken.sequences.loss_mask & real
-    sequences = replace(taken.sequences, loss_mask=trained, group=group)
-    return replace(taken, sequences=sequences)
-
-
-def _totals(batches: TrainBatch) -> Totals:
-    """Of all micro-batches [n, b, ...] together."""
-    mask, policy = batches.sequences.loss_mask, batches.policy_mask
-    counts = mask.sum(), policy.sum(), policy.any(-1).sum()
-    return Totals(*(jnp.maximum(count.astype(jnp.float32), 1) for count in counts))
-
-
-def _head_and_tail(batches: TrainBatch) -> tuple[TrainBatch, TrainBatch | None]:
-    first = jax.tree.map(lambda x: x[0], batches)
-    n = batches.sequences.tokens.shape[0]
-    return first, None if n == 1 else jax.tree.map(lambda x: x[1:], batches)
 
 
 def _added(totals: Mapping[str, list[Any]]) -> dict[str, tuple[float, float]]:

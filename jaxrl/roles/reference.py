@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -46,11 +47,7 @@ class Reference:
             offload=offload,
         )
         self._rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
-        everywhere = NamedSharding(mesh, PartitionSpec())
-        score = partial(completion_logprobs, model, temperature=temperature, chunk=chunk, mesh=mesh)
-        self._score = jax.jit(
-            lambda params, sequences: score(params, sequences), out_shardings=everywhere
-        )
+        self._score = reference_program(model, mesh, temperature, chunk)
 
     def score(self, rollout: Rollout, part: int = 0, parts: int = 1) -> np.ndarray | None:
         """[rows, C] float32 nats of the completion tokens of some rows; None where there are none.
@@ -68,3 +65,10 @@ class Reference:
                 logprobs = to_host(self._score(self.params, sequences))
             current().nearly_done()
             return logprobs
+
+
+def reference_program(model: DecoderConfig, mesh: Mesh, temperature: float, chunk: int) -> Any:
+    """Jitted: (parameters, sequences) -> [B, C] float32 log-probs, whole on every device."""
+    score = partial(completion_logprobs, model, temperature=temperature, chunk=chunk, mesh=mesh)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    return jax.jit(lambda params, sequences: score(params, sequences), out_shardings=everywhere)

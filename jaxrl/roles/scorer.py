@@ -16,6 +16,8 @@ from jaxrl.sharding.parts import part_rows
 from jaxrl.sharding.reshard import put
 from jaxrl.types import Rollout, Sequences, TeacherSignal
 
+ROWS = PartitionSpec(("data", "fsdp"))
+
 
 class Scorer:
     """Runs a frozen model over finished sequences and tells what `distill.signal` asks for."""
@@ -26,9 +28,8 @@ class Scorer:
             params: in the compute dtype, either layout, on the projection's mesh.
         """
         self.model, self.params, self.mesh = model, params, projection.mesh
-        self._projection = projection
-        self._rows = NamedSharding(self.mesh, PartitionSpec(("data", "fsdp")))
-        self._score = jax.jit(self._signal, out_shardings=self._rows)
+        self._rows = NamedSharding(self.mesh, ROWS)
+        self._score = score_program(model, projection)
 
     def score(self, rollout: Rollout, part: int = 0, parts: int = 1) -> TeacherSignal | None:
         """What the teacher says of each completion position of some rows, on its own mesh.
@@ -49,6 +50,13 @@ class Scorer:
             current().nearly_done()
             return signal
 
-    def _signal(self, params: Params, sequences: Sequences, ids: Any) -> TeacherSignal:
-        hidden = completion_hidden(self.model, params, sequences, self.mesh)
-        return teacher_signal(self._projection, hidden, head(params), sequences, ids)
+
+def score_program(model: DecoderConfig, projection: Projection) -> Any:
+    """Jitted: (parameters, sequences, the student's top-k ids or None) -> the teacher's signal."""
+    mesh = projection.mesh
+
+    def score(params: Params, sequences: Sequences, ids: Any) -> TeacherSignal:
+        hidden = completion_hidden(model, params, sequences, mesh)
+        return teacher_signal(projection, hidden, head(params), sequences, ids)
+
+    return jax.jit(score, out_shardings=NamedSharding(mesh, ROWS))

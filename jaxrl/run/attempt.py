@@ -165,7 +165,7 @@ def _attempt(context: RunContext, run: RunDir) -> None:
     notify, interrupt, on_step = context.notify, context.interrupt, context.on_step
     restore = None if run.checkpoint is None else run.checkpoint.path
     setup = job.for_workers(plan.axes, run.path, restore)
-    packing = setup.packing(plan.target)
+    packing = setup.packing(plan.inputs.target)
     workers: list[WorkerGroup] = []
 
     def on_worker_message(text: str) -> None:

@@ -90,8 +90,8 @@ def _spare(plan: Plan) -> int:
     half of what is free is left to buffers and to what is offloaded.
     """
     sizes = [pool.bytes for pool in plan.pools]
-    if plan.hosts:
-        return min(host.limit - host.needed(sizes) for host in plan.hosts)
+    if plan.inputs.hosts:
+        return min(host.limit - host.needed(sizes) for host in plan.inputs.hosts)
     return (host_available() or 0) // 2
 
 

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh
 
 from jaxrl.errors import UserError
 from jaxrl.process.compile_cache import compile_unordered_programs_again
-from jaxrl.process.xla_flags import wait_for_slow_devices
+from jaxrl.process.xla_flags import ignore_absent_accelerators, wait_for_slow_devices
 from jaxrl.sharding.placement import AXIS_NAMES, Axes, Placement, device_list
 
 HOST_COUNT_FLAG = "xla_force_host_platform_device_count"
@@ -57,6 +57,7 @@ def ensure_devices(needed: int) -> Visible:
         except RuntimeError:  # the backend runs already
             late = True
     wait_for_slow_devices()
+    ignore_absent_accelerators()
     try:
         devices = tuple(jax.devices())
     except (RuntimeError, AssertionError) as error:  # jax asserts where a named platform is missing

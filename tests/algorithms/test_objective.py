@@ -605,7 +605,7 @@ def test_the_pass_before_the_batch_tells_the_policy_s_log_probs(tmp_path):
     one = actor(cfg, mesh, tmp_path)
     batch, _ = one._prepare(rollout(), scores())
     lengths = np.asarray(batch.sequences.mask).sum(-1)
-    placed = jax.device_put(batch, one._rows)
+    placed = jax.device_put(batch, one.programs.rows)
     old = one._with_old_logprobs(placed, lengths, 1, int((lengths > 0).sum())).old_logprobs
     mask = rollout().sequences.loss_mask
     expected = completion_logprobs(
@@ -649,14 +649,14 @@ def test_each_loss_has_its_own_mask_and_its_own_count(tmp_path):
 
 def seen_by_updates(one):
     """The rows of each update of an actor, [n, b], -1 where there is none."""
-    real, seen = one._update, []
+    real, seen = one.programs.update, []
 
     def update(state, frozen, batch, index, group):
         seen.append(np.asarray(index))
         return real(state, frozen, batch, index, group)
 
     update.lower = real.lower
-    one._update = update
+    one.programs.update = update
     return seen
 
 
@@ -671,7 +671,7 @@ def test_dropped_rows_are_not_computed_and_few_programs_are_compiled(tmp_path, m
     """15 rows of five groups, computed one by one: 12 and 9 of them are both padded to 12."""
     monkeypatch.setattr("jaxrl.roles.actor.shared_group", lambda *_: 1)
     one = actor(config("grpo", LEFT_OUT[0]), make_mesh(1, 1, 1), tmp_path)
-    compiled, seen = one._update, seen_by_updates(one)
+    compiled, seen = one.programs.update, seen_by_updates(one)
     for step, dropped in enumerate((0, 1, 2, 1)):
         one.update(rollout(), scores(with_degenerate(dropped)), step=step)
         index = seen.pop()
@@ -713,7 +713,7 @@ def test_a_batch_that_teaches_nothing_changes_nothing(tmp_path):
 
 def minibatches_of(one, given, monkeypatch):
     """The rows of each update of a batch, in the order of the updates; rows that share a prompt."""
-    seen, groups, cut = [], set(), one._micro_batches
+    seen, groups, cut = [], set(), one.programs.micro_batches
 
     def spied(rows, lengths, sequences, group, *more):
         index = cut(rows, lengths, sequences, group, *more)
@@ -721,7 +721,7 @@ def minibatches_of(one, given, monkeypatch):
         groups.add(group)
         return index
 
-    monkeypatch.setattr(one, "_micro_batches", spied)
+    monkeypatch.setattr(one.programs, "micro_batches", spied)
     report = one.update(*given, step=0)
     return seen[1:], groups, report.metrics  # the first is the pass before the batch
 

@@ -28,7 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "devices",
         "serve_teacher",
     ),
-    ("report",),
+    ("report", "aot"),
     ("run",),
     ("profile",),
     ("plan",),

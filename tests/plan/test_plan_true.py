@@ -150,8 +150,8 @@ class Programs:
         group = self.setting.shared_group
         per_update = np.arange(-(-n // group // config.minibatches))
         lengths = np.full(n // group, width)
-        index = actor._micro_batches(per_update, lengths, sequences, group, len(per_update))
-        return measured(actor._update, actor.state, frozen, batch, index, group=group)
+        index = actor.programs.micro_batches(per_update, lengths, sequences, group, len(per_update))
+        return measured(actor.programs.update, actor.state, frozen, batch, index, group=group)
 
     def score(self) -> int:
         """The teacher's scoring program."""

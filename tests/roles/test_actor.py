@@ -219,7 +219,7 @@ def test_state_is_donated_and_one_shape_compiles_once(tmp_path):
     for step in range(3):
         one.update(*batch(), step=step)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old))
-    assert one._update._cache_size() == 1
+    assert one.programs.update._cache_size() == 1
 
 
 def test_master_weights_and_moments_keep_their_dtypes(tmp_path):

@@ -1,0 +1,180 @@
+"""What the text of a compiled program says: collectives, what overlaps them, kernels, graphs."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+KINDS = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "collective-permute",
+    "all-to-all",
+)
+SIZES = {
+    "pred": 1,
+    "s8": 1,
+    "u8": 1,
+    "f8e4m3fn": 1,
+    "bf16": 2,
+    "f16": 2,
+    "s16": 2,
+    "u16": 2,
+    "s32": 4,
+    "u32": 4,
+    "f32": 4,
+    "s64": 8,
+    "u64": 8,
+    "f64": 8,
+}
+"""Bytes of a number, by its name in HLO."""
+INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*)$")
+COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+CALLED = re.compile(r"(?:body|condition|calls|to_apply|async_execution_thread)=%?([\w.\-]+)")
+TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+TARGET = re.compile(r'custom_call_target="([^"]+)"')
+WORK = ("fusion", "custom-call", "dot", "convolution", "call")
+ATTENTION = {
+    "__cudnn$fmha": "cuDNN's flash attention",
+    "tpu_custom_call": "a TPU kernel (Pallas)",
+    "mosaic_gpu": "a Mosaic GPU kernel",
+    "__gpu$xla.gpu.triton": "a Triton kernel",
+}
+"""Beginning of a custom call's target -> the attention kernel."""
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of HLO."""
+
+    name: str
+    result: str
+    """Its shapes, as text."""
+    kind: str
+    rest: str
+
+
+@dataclass(frozen=True)
+class Collective:
+    """All collectives of a kind in a program."""
+
+    calls: int
+    """In one call of the program, those in loops counted as often as they run."""
+    bytes: int
+    """On a device: of the larger of operand and result, over all of these."""
+    overlapped: int
+    """Of the bytes, those of collectives that computation runs beside."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What a compiled program does, as its text says."""
+
+    collectives: dict[str, Collective]
+    largest_gather: dict[str, int]
+    """Computation -> bytes of the largest all-gather in it."""
+    kernels: dict[str, int]
+    """Targets of custom calls, and how many there are."""
+    outside_graphs: int | None
+    """Computations in loops that CUDA graphs (command buffers) leave to the host, or None where
+    there are no graphs."""
+    attention: str | None
+    """The kernel; None where attention is made of matrix products."""
+
+
+def read(text: str) -> Compiled:
+    """What an optimized program's `as_text()` says."""
+    computations = dict(_computations(text))
+    trips = _trips(computations)
+    found: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
+    gathers: dict[str, int] = {}
+    for name, lines in computations.items():
+        for at, line in enumerate(lines):
+            kind = line.kind.removesuffix("-start")
+            if kind not in KINDS or trips.get(name, 0) == 0:
+                continue
+            size = max((s for s in _arrays(line.result)), default=0)
+            times = trips[name]
+            each = found[kind]
+            each[0] += times
+            each[1] += times * size
+            if line.kind.endswith("-start") and _works_beside(line, lines[at + 1 :]):
+                each[2] += times * size
+            if kind == "all-gather":
+                gathers[name] = max(gathers.get(name, 0), size)
+    kernels = Counter(TARGET.findall(text))
+    attention = next(
+        (
+            label
+            for start, label in ATTENTION.items()
+            if any(kernel.startswith(start) for kernel in kernels)
+        ),
+        None,
+    )
+    collectives = {kind: Collective(*each) for kind, each in sorted(found.items())}
+    return Compiled(collectives, gathers, dict(kernels), _outside(computations, trips), attention)
+
+
+def _computations(text: str) -> Iterator[tuple[str, list[Instruction]]]:
+    lines: list[Instruction] = []
+    for line in text.splitlines():
+        begin = COMPUTATION.match(line)
+        if begin is not None:
+            lines = []
+            yield ("ENTRY" if begin[1] else begin[2]), lines
+        elif (found := INSTRUCTION.match(line)) is not None:
+            lines.append(Instruction(*found.groups()))
+
+
+def _trips(computations: dict[str, list[Instruction]]) -> dict[str, int]:
+    """How often each computation runs in a call of the program; a loop of unknown length once."""
+    times: dict[str, int] = defaultdict(int)
+
+    def visit(name: str, n: int) -> None:
+        times[name] += n
+        for line in computations.get(name, ()):
+            known = TRIPS.search(line.rest)
+            inside = n * (int(known[1]) if known and line.kind == "while" else 1)
+            for called in CALLED.findall(line.rest):
+                if called in computations and line.kind != "fusion":
+                    visit(called, inside)
+            for called in re.findall(r"branch_computations=\{([^}]*)\}", line.rest):
+                for branch in called.replace("%", "").split(", "):
+                    visit(branch, inside)
+
+    visit("ENTRY", 1)
+    return times
+
+
+def _works_beside(start: Instruction, after: list[Instruction]) -> bool:
+    """Whether computation stands between the start of a collective and its end."""
+    for line in after:
+        if line.kind.endswith("-done") and re.search(rf"%?{re.escape(start.name)}\b", line.rest):
+            return False
+        if line.kind in WORK:
+            return True
+    return False
+
+
+def _arrays(shapes: str) -> Iterator[int]:
+    """Bytes of each array in the text of a shape."""
+    for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", shapes):
+        if dtype in SIZES:
+            yield SIZES[dtype] * math.prod(int(n) for n in dims.split(",") if n)
+
+
+def _outside(computations: dict[str, list[Instruction]], trips: dict[str, int]) -> int | None:
+    """Kernels in the loops of a program that no command buffer launches."""
+    graphs = {name for name in computations if name.startswith("command_buffer")}
+    if not graphs:
+        return None
+    return sum(
+        line.kind in ("fusion", "custom-call")
+        for name, lines in computations.items()
+        if name not in graphs and name != "ENTRY" and trips.get(name, 0) > 0
+        for line in lines
+    )

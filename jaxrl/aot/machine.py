@@ -1,0 +1,241 @@
+"""Machines that are not here: their devices as the compilers of XLA describe them.
+
+`jax.experimental.topologies` gives the devices of a machine from its description alone; a program
+that is lowered over them is compiled by the compiler of the target itself, without driver or device
+(extra `aot`: the compilers of NVIDIA's GPUs, and libtpu).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax._src import xla_bridge  # no public function tells whether a backend runs
+
+from jaxrl.errors import UserError
+from jaxrl.process.xla_flags import add_flag
+
+GIB = 2**30
+INSTALL = "pip install 'jaxrl[aot]'"
+ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
+"""The process itself computes on the CPU, and asks no cloud which TPU it has."""
+NO_AUTOTUNING = "--xla_gpu_autotune_level=0"
+"""The fastest of several kernels cannot be found by running them."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What XLA's compiler asks about a GPU, from NVIDIA's data sheets."""
+
+    kind: str
+    """`jax.Device.device_kind`."""
+    capability: tuple[int, int]
+    cores: int
+    """Streaming multiprocessors."""
+    lanes: int
+    """Float32 lanes of each."""
+    threads: int
+    """Most threads of each."""
+    shared_kib: int
+    """Shared memory of each; a block may have 1 KiB less from compute capability 8.0 on."""
+    l2_mib: int
+    clock_ghz: float
+    bandwidth_gbs: int
+    memory: int
+    """Bytes that CUDA reports."""
+    link_gbs: float
+    """GB/s at which a device sends to the others of its host, one direction."""
+
+
+GPUS = {
+    "t4": Gpu("Tesla T4", (7, 5), 40, 64, 1024, 64, 4, 1.59, 320, 15_835_660_288, 12),
+    "l4": Gpu("NVIDIA L4", (8, 9), 58, 128, 1536, 100, 48, 2.04, 300, 23_580_639_232, 25),
+    "a100": Gpu(
+        "NVIDIA A100-SXM4-80GB", (8, 0), 108, 64, 2048, 164, 40, 1.41, 2039, 85_095_874_560, 300
+    ),
+    "h100": Gpu(
+        "NVIDIA H100 80GB HBM3", (9, 0), 132, 128, 2048, 228, 50, 1.98, 3350, 84_942_979_072, 450
+    ),
+    "h200": Gpu("NVIDIA H200", (9, 0), 132, 128, 2048, 228, 50, 1.98, 4800, 150_754_820_096, 450),
+    "b200": Gpu("NVIDIA B200", (10, 0), 148, 128, 2048, 228, 126, 1.97, 8000, 191_500_000_000, 900),
+}
+HOST_GPUS = 8
+"""GPUs of one host; a target with more has several hosts."""
+HOST_LINK_GBS = 50.0
+"""GB/s of each GPU to another host: one adapter of 400 Gbit/s for each."""
+
+
+@dataclass(frozen=True)
+class Tpu:
+    """What is not in libtpu's own description of a TPU."""
+
+    memory: int
+    """Bytes of a chip that a program may use."""
+    link_gbs: float
+    """GB/s at which a chip sends over all its links, one direction."""
+
+
+TPUS = {
+    "v5e": Tpu(round(15.75 * GIB), 200),
+    "v5p": Tpu(round(95.74 * GIB), 600),
+    "v6e": Tpu(round(31.25 * GIB), 448),
+}
+TEXT = """\
+gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: {shared}
+  threads_per_core_limit: {threads}
+  core_count: {cores}
+  fpus_per_core: {lanes}
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: {bandwidth}
+  l2_cache_size: {l2}
+  clock_rate_ghz: {clock}
+  device_memory_size: {memory}
+  shared_memory_per_block_optin: {optin}
+  cuda_compute_capability {{ major: {major} minor: {minor} {feature} }}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  driver_version: "12.9.0"
+  runtime_version: "12.9.0"
+  compile_time_toolkit_version: "12.9.0"
+  dnn_version: "9.10.0"
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
+runtime_version {{ major: 12 minor: 9 patch: 0 }}
+device_description_str: "{kind}"
+"""
+"""XLA's `GpuTargetConfigProto`. Without a driver's version no command buffers (CUDA graphs) are
+made."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The devices of a target."""
+
+    name: str
+    devices: tuple[Any, ...]
+    memory: int
+    """Bytes of one device."""
+    link: float
+    """Bytes per second at which a device sends to the others, one direction: within a host, or
+    over the slower links between hosts."""
+    hosts: int
+
+    @property
+    def kind(self) -> str:
+        return str(self.devices[0].device_kind)
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.devices[0].platform != "tpu"
+
+
+def machine(name: str) -> Machine:
+    """The machine of a target's name: `h200x8`, `h200x16` (two hosts), `tpu-v5e:2x4`.
+
+    Raises:
+        UserError: no such target; or its compiler is not installed, or jax has started.
+    """
+    gpu = re.fullmatch(r"([a-z]\w*?)x(\d+)", name)
+    tpu = re.fullmatch(r"tpu-(\w+?)(?::(\d+(?:x\d+)*))?", name)
+    if gpu is not None and gpu[1] in GPUS and int(gpu[2]) > 0:
+        return _gpus(name, GPUS[gpu[1]], int(gpu[2]))
+    if tpu is not None and tpu[1] in TPUS:
+        return _tpus(name, tpu[1], tpu[2] or "1x1")
+    known = ", ".join([*(f"{gpu}xN" for gpu in GPUS), *(f"tpu-{tpu}:NxM" for tpu in TPUS)])
+    raise UserError(
+        f"--compile {name}: no such target; allowed are {known}, as in h200x8, h200x16 (two hosts"
+        " of 8) and tpu-v5e:2x4"
+    )
+
+
+def _gpus(name: str, chip: Gpu, count: int) -> Machine:
+    hosts = -(-count // HOST_GPUS)
+    if count % hosts:
+        raise UserError(
+            f"--compile {name}: {count} GPUs do not fill hosts of {HOST_GPUS}; allowed are 1 to"
+            f" {HOST_GPUS} and multiples of {HOST_GPUS}"
+        )
+    accelerated = "feature_extension: ACCELERATED_FEATURES" if chip.capability >= (9, 0) else ""
+    text = TEXT.format(
+        shared=chip.shared_kib * 1024,
+        threads=chip.threads,
+        cores=chip.cores,
+        lanes=chip.lanes,
+        bandwidth=chip.bandwidth_gbs * 10**9,
+        l2=chip.l2_mib * 2**20,
+        clock=chip.clock_ghz,
+        memory=chip.memory,
+        optin=(chip.shared_kib - (chip.capability >= (8, 0))) * 1024,
+        major=chip.capability[0],
+        minor=chip.capability[1],
+        feature=accelerated,
+        kind=chip.kind,
+    )
+    topology = f"1x{hosts}x{count // hosts}"  # slices, hosts, GPUs of each
+    devices = _described(name, "cuda", target_config=text, topology=topology)
+    link = chip.link_gbs if hosts == 1 else min(chip.link_gbs, HOST_LINK_GBS)
+    return Machine(name, devices, chip.memory, link * 1e9, hosts)
+
+
+def _tpus(name: str, chip: str, shape: str) -> Machine:
+    more: dict[str, Any] = {}
+    sizes = [int(n) for n in shape.split("x")] + [1] * (3 - len(shape.split("x")))
+    chips = sizes[0] * sizes[1] * sizes[2]
+    if chips < 4:  # a part of a host; libtpu takes whole hosts of 2x2 by default
+        more["chips_per_host_bounds"] = tuple(sizes)
+    text = "x".join(map(str, sizes if chip == "v5p" else sizes[:2]))
+    devices = _described(name, "tpu", topology_name=f"{chip}:{text}", **more)
+    hosts = len({device.process_index for device in devices})
+    return Machine(name, devices, TPUS[chip].memory, TPUS[chip].link_gbs * 1e9, hosts)
+
+
+def _described(name: str, platform: str, **description: Any) -> tuple[Any, ...]:
+    from jax.experimental import topologies  # starts nothing, but takes time to import
+
+    try:
+        found = topologies.get_topology_desc(platform=platform, **description).devices
+    except Exception as error:  # which one depends on the platform, and on what is missing
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        missing = platform not in _compilers()
+        wanted = f"its compiler is not installed: {INSTALL}" if missing else reason
+        raise UserError(f"--compile {name}: {wanted}") from error
+    return tuple(found)
+
+
+def _compilers() -> set[str]:
+    """Platforms whose compiler is installed."""
+    from importlib.util import find_spec
+
+    found = set()
+    if find_spec("libtpu") is not None:
+        found.add("tpu")
+    if any(find_spec(f"jax_plugins.xla_cuda{n}") for n in (12, 13) if find_spec("jax_plugins")):
+        found.add("cuda")
+    return found
+
+
+def prepare() -> None:
+    """Makes this process ready to compile for machines that are not here: before jax starts.
+
+    Raises:
+        UserError: jax runs already, on something else than the CPU.
+    """
+    if xla_bridge.backends_are_initialized() and jax.default_backend() != "cpu":
+        raise UserError(
+            "--compile comes too late: jax has started on an accelerator in this process, and the"
+            " compilers of other machines want it on the CPU. Use a new process"
+        )
+    os.environ.update(ENVIRONMENT)
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    jax.config.update("jax_platforms", "cpu")
+    add_flag(NO_AUTOTUNING)

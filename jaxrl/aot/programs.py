@@ -1,0 +1,294 @@
+"""The programs that a run would call, made as its roles make them, of arrays that are not there.
+
+Every argument is a `jax.ShapeDtypeStruct` with its sharding over the devices of a machine: nothing
+is allocated, and no weight is read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrl.algorithms.methods import method_of
+from jaxrl.algorithms.signals import Projection, policy_topk
+from jaxrl.config.schema import Config
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.decoder import Cache, Layout, Params, abstract_params
+from jaxrl.models.rules import param_shardings
+from jaxrl.plan import Plan
+from jaxrl.plan.roles import BACKWARD, LOSS, STEP, Setting, prefill_rows
+from jaxrl.roles.reference import reference_program
+from jaxrl.roles.scorer import score_program
+from jaxrl.roles.update import ActorPrograms
+from jaxrl.sampling import decode
+from jaxrl.sampling.engine import Engine, SamplingParams
+from jaxrl.sampling.sampler import sampling_arrays
+from jaxrl.sharding.mesh import role_mesh
+from jaxrl.types import Sequences, TeacherSignal, TrainBatch
+
+ROWS = PartitionSpec(("data", "fsdp"))
+
+
+@dataclass(frozen=True)
+class Program:
+    """A jitted function with the arguments of its largest call."""
+
+    role: str
+    name: str
+    jitted: Any
+    args: tuple[Any, ...]
+    phases: tuple[str, ...]
+    """Of the role's account: what the plan expects of it."""
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    beside: int = 0
+    """Bytes that the role holds on a device meanwhile and that are not among the arguments."""
+    calls: float = 1.0
+    """Of it in a step of training."""
+
+
+def shaped(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
+
+
+def local_bytes(tree: Any) -> int:
+    """Bytes on one device of abstract arrays with shardings."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+        if isinstance(leaf, jax.ShapeDtypeStruct)
+    )
+
+
+class RunPrograms:
+    """The programs of a run as it is planned for a machine."""
+
+    def __init__(self, plan: Plan, devices: tuple[Any, ...]):
+        """
+        Args:
+            plan: for the machine.
+            devices: of the machine.
+        """
+        self.config: Config = plan.config
+        self.setting = Setting(plan.config, plan.inputs, plan.axes)
+        self.student = plan.inputs.student
+        self.meshes: dict[str, Mesh] = {
+            role: role_mesh([devices[i] for i in plan.placement.roles[role].devices], axes)
+            for role, axes in plan.axes.items()
+        }
+
+    def __iter__(self) -> Iterator[Program]:
+        for role in self.meshes:
+            if role in MAKERS:
+                yield from MAKERS[role](self)
+
+    def rows(self, role: str) -> NamedSharding:
+        """Rows of a batch over the data axes of a role."""
+        return NamedSharding(self.meshes[role], ROWS)
+
+    def everywhere(self, role: str) -> NamedSharding:
+        return NamedSharding(self.meshes[role], PartitionSpec())
+
+    def params(self, role: str, model: DecoderConfig, dtype: Any, layout: Layout) -> Params:
+        abstract = abstract_params(model, jnp.dtype(dtype), layout)
+        shardings = param_shardings(model, self.meshes[role], layout)
+        return jax.tree.map(lambda x, s: shaped(x.shape, x.dtype, s), abstract, shardings)
+
+    def sequences(self, role: str, rows: int) -> Sequences:
+        m, at = self.setting, self.rows(role)
+        width = m.width
+        return Sequences(
+            shaped((rows, width), jnp.int32, at),
+            shaped((rows, width), bool, at),
+            shaped((rows, m.new_tokens), bool, at),
+        )
+
+    def signal(self, role: str, rows: int) -> TeacherSignal:
+        """What the teacher sends of so many rows, on the mesh of a role."""
+        jitted, args = self._score("teacher", rows)
+        out = jax.eval_shape(jitted, *args)
+        at = self.rows(role)
+        return jax.tree.map(lambda x: shaped(x.shape, x.dtype, at), out)
+
+    def _score(self, role: str, rows: int) -> tuple[Any, tuple[Any, ...]]:
+        c, m = self.config, self.setting
+        model = m.teacher
+        assert model is not None
+        samples = c.distill.seq_kd or (c.eval.teacher and c.data.eval is not None)
+        params = self.params(
+            role, model, c.teacher.compute_dtype, "unstacked" if samples else "stacked"
+        )
+        projection = Projection(c.distill, self.meshes[role], m.vocab)
+        ids = None
+        if c.distill.signal == "student_topk":
+            ids = shaped((rows, m.new_tokens, c.distill.top_k), jnp.int32, self.rows(role))
+        return score_program(model, projection), (params, self.sequences(role, rows), ids)
+
+
+def actor(run: RunPrograms) -> Iterator[Program]:
+    """The update, the log-probs before it, and the weights for the rollout."""
+    c, m, mesh = run.config, run.setting, run.meshes["actor"]
+    loss = method_of(c).make_loss(c, run.student, mesh, m.vocab)
+    programs = ActorPrograms(c, run.student, mesh, loss)
+    rows, everywhere = run.rows("actor"), run.everywhere("actor")
+    sequences = run.sequences("actor", m.padded_rows)
+    n = m.padded_rows
+    number = shaped((n, m.new_tokens), jnp.float32, rows)
+    signal, frozen = None, {}
+    if m.signal is not None:
+        signal = run.signal("actor", n) if "teacher" in run.meshes else None
+        if m.signal == "hidden" and m.teacher is not None:
+            head = NamedSharding(mesh, _head_spec((m.vocab, m.teacher.d_model), mesh))
+            shape = (m.vocab, m.teacher.d_model)
+            frozen["teacher_head"] = shaped(shape, c.teacher.compute_dtype, head)
+    rewarded = c.learns_from_rewards
+    batch = TrainBatch(
+        sequences,
+        signal,
+        number,
+        advantages=shaped((n,), jnp.float32, rows) if rewarded else None,
+        ref_logprobs=number if rewarded and c.policy.kl_coef > 0 else None,
+        old_logprobs=number if rewarded and c.updates_per_batch > 1 else None,
+        in_policy=shaped((n,), bool, rows) if rewarded else None,
+    )
+    group = m.shared_group
+    units = n // group
+    chosen = np.arange(units // c.minibatches)
+    length = np.full(units, m.width)
+    abstract = jax.tree.map(lambda x: np.broadcast_to(np.zeros((), x.dtype), x.shape), sequences)
+    index = programs.micro_batches(chosen, length, abstract, group, len(chosen))
+    place = shaped(index.shape, index.dtype, everywhere)
+    state = programs.abstract_state()
+    passes = c.actor.epochs_per_batch * c.minibatches
+    yield Program(
+        "actor",
+        "update",
+        programs.update,
+        (state, frozen, batch, place, group),
+        (BACKWARD, LOSS, STEP),
+        calls=passes,
+    )
+    if batch.old_logprobs is not None:
+        given = (state.params, TrainBatch(sequences), place, group)
+        held = local_bytes((state.opt_state, batch)) - local_bytes(sequences)
+        yield Program("actor", "log-probs before", programs.old, given, (BACKWARD,), beside=held)
+    dtype = jnp.dtype(c.rollout.compute_dtype)
+    differs = programs.differing(state.params, dtype)
+    if differs:
+        held = local_bytes(state) - local_bytes(differs)
+        yield Program(
+            "actor", "convert", programs.convert, (differs, dtype), ("publish",), beside=held
+        )
+
+
+def _head_spec(shape: tuple[int, int], mesh: Mesh) -> PartitionSpec:
+    vocab = "tensor" if shape[0] % mesh.shape["tensor"] == 0 else None
+    width = "fsdp" if shape[1] % mesh.shape["fsdp"] == 0 else None
+    return PartitionSpec(vocab, width)
+
+
+def rollout(run: RunPrograms) -> Iterator[Program]:
+    c = run.config
+    dtype, layout = c.rollout.compute_dtype, c.rollout.layout
+    yield from _sampling(run, "rollout", run.student, dtype, layout)
+    if c.distill.signal == "student_topk" and run.setting.signal is not None:
+        projection = Projection(c.distill, run.meshes["rollout"], run.setting.vocab)
+        jitted = jax.jit(lambda params, s: policy_topk(projection, run.student, params, s))
+        params = run.params("rollout", run.student, dtype, layout)
+        given = (params, run.sequences("rollout", run.setting.padded_rows))
+        yield Program("rollout", "top-k of the policy", jitted, given, ("score",))
+
+
+def _sampling(
+    run: RunPrograms, role: str, model: DecoderConfig, dtype: Any, layout: Layout
+) -> Iterator[Program]:
+    """Prefill of a batch of prompts, their copy into slots, and a launch of decode steps."""
+    c, m, mesh, at = run.config, run.setting, run.meshes[role], run.everywhere(role)
+    longest = max(m.config.max_new_tokens, c.eval.max_new_tokens or 0)
+    engine = Engine(
+        model,
+        mesh,
+        slots=c.rollout.slots or m.sequences,
+        max_prompt_tokens=c.max_prompt_tokens,
+        max_new_tokens=longest,
+        launch_tokens=c.rollout.launch_tokens,
+    )
+    params = run.params(role, model, dtype, layout)
+    prompts = prefill_rows(c, m.prompt_tokens, m.axes[role])
+
+    def cache(rows: int, length: int, split: tuple[str, ...] | None) -> Cache:
+        whole = jax.eval_shape(
+            lambda: decode.new_cache(model, None, rows, length, jnp.dtype(dtype), layout)
+        )
+        spec = decode.cache_spec(model, mesh, split, whole[0][0].ndim)
+        sharding = NamedSharding(mesh, spec)
+        return jax.tree.map(lambda x: shaped(x.shape, x.dtype, sharding), whole)
+
+    slots, held = (
+        cache(engine.slots, engine.length, decode.ROWS),
+        cache(prompts, m.prompt_tokens, None),
+    )
+    tokens = shaped((prompts, m.prompt_tokens), jnp.int32, at)
+    lengths = shaped((prompts,), jnp.int32, at)
+    given = (model, mesh, params, tokens, lengths)
+    yield Program(role, "prefill", decode.prefill, given, ("prefill",), beside=local_bytes(slots))
+    where = shaped((engine.slots,), jnp.int32, at)
+    given = (model, mesh, slots, held, where, where, shaped((), jnp.int32, at))
+    yield Program(role, "insert", decode.insert, given, ("prefill",), beside=local_bytes(params))
+    s = c.sampling
+    sampling = SamplingParams(longest, s.temperature, s.top_k, s.top_p, s.min_p)
+    arrays = jax.tree.map(lambda x: shaped(x.shape, x.dtype, at), sampling_arrays(sampling, 0, 0))
+    table = shaped((engine.slots, 6), jnp.int32, at)
+    given = (model, mesh, params, slots, table, shaped((), jnp.int32, at), arrays)
+    sizes = {"n_tokens": engine.launch_tokens, "check_every": engine.check_every}
+    steps = c.max_new_tokens / engine.launch_tokens
+    yield Program(
+        role,
+        "decode",
+        decode.launch,
+        given,
+        ("decode",),
+        sizes,
+        beside=local_bytes(held),
+        calls=steps * max(1.0, m.sequences / engine.slots),
+    )
+
+
+def teacher(run: RunPrograms) -> Iterator[Program]:
+    c, m = run.config, run.setting
+    parts = c.teacher.num_microbatches
+    rows = m.part_rows("teacher", parts)
+    jitted, given = run._score("teacher", rows)
+    out = local_bytes(run.signal("teacher", rows))
+    yield Program(
+        "teacher", "score", jitted, given, ("score",), beside=(parts - 1) * out, calls=parts
+    )
+    model = m.teacher
+    assert model is not None
+    if c.distill.seq_kd or (c.eval.teacher and c.data.eval is not None):
+        yield from _sampling(run, "teacher", model, c.teacher.compute_dtype, "unstacked")
+
+
+def reference(run: RunPrograms) -> Iterator[Program]:
+    c, m = run.config, run.setting
+    parts = c.reference.num_microbatches
+    params = run.params("reference", run.student, c.reference.compute_dtype, "stacked")
+    jitted = reference_program(
+        run.student, run.meshes["reference"], c.sampling.temperature, c.distill.chunk_tokens
+    )
+    given = (params, run.sequences("reference", m.part_rows("reference", parts)))
+    yield Program("reference", "score", jitted, given, ("score",), calls=parts)
+
+
+MAKERS: dict[str, Callable[[RunPrograms], Iterator[Program]]] = {
+    "actor": actor,
+    "rollout": rollout,
+    "teacher": teacher,
+    "reference": reference,
+}

@@ -1,0 +1,225 @@
+"""The programs of the actor: an update, the log-probs before it, and the weights for the rollout.
+
+They hold no array, so that they can be compiled for a machine that is not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrl.algorithms.signals import completion_logprobs
+from jaxrl.config.schema import Config
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.decoder import Params, abstract_params, cast, unstack
+from jaxrl.models.rules import param_shardings
+from jaxrl.roles.microbatch import rows_of_groups, split_rows
+from jaxrl.roles.optimizer import apply_changes, make_optimizer, state_shardings
+from jaxrl.types import Loss, Sequences, Totals, TrainBatch
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """What an update changes; donated to it."""
+
+    params: Params
+    """Stacked layout, in `actor.param_dtype`."""
+    opt_state: Any
+    updates: jax.Array
+    """Scalar int32: optimizer updates applied."""
+
+
+class ActorPrograms:
+    """What the actor runs on one mesh. Each program is jitted; its arguments are the caller's."""
+
+    def __init__(self, config: Config, model: DecoderConfig, mesh: Mesh, loss: Loss):
+        self.config, self.model, self.mesh, self._loss = config, model, mesh, loss
+        c = config.actor
+        self.rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+        self.everywhere = NamedSharding(mesh, PartitionSpec())
+        updates = config.steps * config.updates_per_batch
+        self.optimizer = make_optimizer(config.optimizer, updates, jnp.dtype(c.moment_dtype))
+        self.abstract = abstract_params(model, jnp.dtype(c.param_dtype))
+        """Shapes of the parameters."""
+        params = param_shardings(model, mesh)
+        moments = state_shardings(self.optimizer, self.abstract, params, mesh)
+        self.shardings = TrainState(params, moments, self.everywhere)  # type: ignore[arg-type]
+        """Of the state, leaf by leaf."""
+        self.update = jax.jit(
+            self._make_update(self.optimizer),
+            donate_argnums=0,
+            static_argnums=4,
+            out_shardings=(self.shardings, self.everywhere),
+        )
+        """(state, frozen arrays, batch, rows [n, b] of its micro-batches, group) -> the new state,
+        and what was measured."""
+        self.old = self._make_old()
+        """(parameters, batch, rows [n, b], group) -> [B, C] float32 log-probs of completions."""
+        self.convert = self._make_convert()
+        """(some top-level entries of the parameters, dtype) -> the same, for the rollout."""
+
+    def abstract_state(self) -> TrainState:
+        """The state as shapes with shardings."""
+        opt_state = jax.eval_shape(self.optimizer.init, self.abstract)
+        state = TrainState(self.abstract, opt_state, jax.ShapeDtypeStruct((), jnp.int32))
+        return jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            state,
+            self.shardings,
+        )
+
+    def differing(self, params: Params, dtype: jnp.dtype) -> Params:
+        """The entries of the parameters that change for a rollout in `dtype` and its layout."""
+        if dtype != jnp.dtype(self.config.actor.param_dtype):
+            return params
+        unstacked = self.config.rollout.layout == "unstacked"
+        return {"layers": params["layers"]} if unstacked else {}
+
+    def micro_batches(
+        self,
+        chosen: np.ndarray,
+        lengths: np.ndarray,
+        sequences: Sequences,
+        group: int,
+        padded: int,
+    ) -> np.ndarray:
+        """[n, b] row numbers, -1 where there is none; b is a multiple of the mesh's row shards, and
+        of the rows that share a prompt. The shape follows from `padded` alone, the rows (or groups)
+        to make room for.
+        """
+        shards = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+        budget = self.config.actor.micro_batch_tokens
+        completion = sequences.loss_mask.shape[1]
+        width = sequences.tokens.shape[1] + (group - 1) * completion
+        size = padded if budget is None else max(1, budget // width) * shards
+        return rows_of_groups(split_rows(chosen, lengths, size, shards, padded), group)
+
+    def _make_update(self, optimizer: optax.GradientTransformation) -> Callable[..., Any]:
+        spec = NamedSharding(self.mesh, PartitionSpec(None, ("data", "fsdp")))
+        value_and_grad = jax.value_and_grad(self._micro_loss, has_aux=True)
+
+        def accumulate(params: Params, frozen: Any, batches: TrainBatch) -> Any:
+            """Gradient of the summed loss over all micro-batches, with its sums and maxima, and
+            the metrics of each row, [n, b].
+            """
+            totals = _totals(batches)
+            first, rest = _head_and_tail(batches)
+            (_, (sums, maxima, each)), grads = value_and_grad(params, frozen, first, totals)
+            each = jax.tree.map(lambda x: x[None], each)
+            if rest is None:
+                return grads, sums, maxima, each
+            grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+
+            def body(carry: Any, batch: TrainBatch) -> tuple[Any, Any]:
+                *added, largest = carry
+                (_, (sums, maxima, each)), grads = value_and_grad(params, frozen, batch, totals)
+                added = jax.tree.map(lambda a, b: a + b.astype(a.dtype), added, [grads, sums])
+                return (*added, jax.tree.map(jnp.maximum, largest, maxima)), each
+
+            summed, more = jax.lax.scan(body, (grads, sums, maxima), rest)
+            return *summed, jax.tree.map(lambda *x: jnp.concatenate(x), each, more)
+
+        def apply(state: TrainState, grads: Any) -> TrainState:
+            changes, opt_state = optimizer.update(grads, state.opt_state, state.params)
+            params = apply_changes(state.params, changes, self.config.seed, state.updates)
+            return TrainState(params, opt_state, state.updates + 1)
+
+        def update(
+            state: TrainState, frozen: Any, batch: TrainBatch, rows: jax.Array, group: int = 1
+        ) -> Any:
+            taken = _take(batch, rows, spec, group)
+            grads, sums, maxima, each = accumulate(state.params, frozen, taken)
+            count = jnp.maximum(sums["loss"][1], 1)
+            grads = jax.tree.map(lambda g: (g / count).astype(g.dtype), grads)
+            norm = optax.tree.norm(grads)
+            finite = jnp.isfinite(norm) & jnp.isfinite(sums["loss"][0])
+            trains = sums["loss"][1] > 0  # else momentum and weight decay would move the weights
+            new = jax.lax.cond(finite & trains, apply, lambda state, grads: state, state, grads)
+            last = {"grad_norm": norm, "finite": finite, "trains": trains}
+            return new, (sums, maxima, each, last)
+
+        return update
+
+    def _micro_loss(self, params: Params, frozen: Any, batch: TrainBatch, totals: Totals) -> Any:
+        (total, count), metrics, maxima = self._loss(params, frozen, batch, totals)
+        each = {name: pair for name, pair in metrics.items() if pair[0].ndim > 0}
+        return total, ({"loss": (total, count), **jax.tree.map(jnp.sum, metrics)}, maxima, each)
+
+    def _make_old(self) -> Any:
+        """The jitted pass that tells the policy's log-probs before the batch changes it."""
+        spec = NamedSharding(self.mesh, PartitionSpec(None, ("data", "fsdp")))
+        c = self.config
+
+        def old(params: Params, batch: TrainBatch, rows: jax.Array, group: int) -> jax.Array:
+            weights = cast(params, jnp.dtype(c.actor.dtype))
+            out = jnp.zeros(batch.sequences.loss_mask.shape, jnp.float32)
+
+            def body(out: jax.Array, given: tuple[TrainBatch, jax.Array]) -> tuple[Any, None]:
+                micro, index = given
+                logprobs = completion_logprobs(
+                    self.model,
+                    weights,
+                    micro.sequences,
+                    self.mesh,
+                    temperature=c.sampling.temperature,
+                    chunk=c.distill.chunk_tokens,
+                )
+                index = jnp.where(index < 0, len(out), index)  # beyond the end: dropped
+                return out.at[index].set(logprobs, mode="drop"), None
+
+            return jax.lax.scan(body, out, (_take(batch, rows, spec, group), rows))[0]
+
+        return jax.jit(old, static_argnums=3, out_shardings=self.rows)
+
+    def _make_convert(self) -> Any:
+        """(some top-level entries of the parameters, dtype) -> the same, for the receiver."""
+        layout = self.config.rollout.layout
+        shardings = param_shardings(self.model, self.mesh, layout)
+
+        def convert(params: Params, dtype: Any) -> Params:
+            params = cast(params, dtype)
+            params = params if layout == "stacked" else unstack(params)
+            return {
+                name: jax.lax.with_sharding_constraint(tree, shardings[name])
+                for name, tree in params.items()
+            }
+
+        return jax.jit(convert, static_argnums=1)
+
+
+def _take(batch: TrainBatch, rows: jax.Array, spec: NamedSharding, group: int) -> TrainBatch:
+    """Rows [n, b] of a batch as micro-batches [n, b, ...]; row -1 trains nothing.
+
+    Args:
+        group: so many of the rows after each other share a prompt.
+    """
+
+    def take(x: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x[jnp.maximum(rows, 0)], spec)
+
+    taken = jax.tree.map(take, batch)
+    real = (rows >= 0)[..., None]
+    trained = taken.sequences.loss_mask & real
+    sequences = replace(taken.sequences, loss_mask=trained, group=group)
+    return replace(taken, sequences=sequences)
+
+
+def _totals(batches: TrainBatch) -> Totals:
+    """Of all micro-batches [n, b, ...] together."""
+    mask, policy = batches.sequences.loss_mask, batches.policy_mask
+    counts = mask.sum(), policy.sum(), policy.any(-1).sum()
+    return Totals(*(jnp.maximum(count.astype(jnp.float32), 1) for count in counts))
+
+
+def _head_and_tail(batches: TrainBatch) -> tuple[TrainBatch, TrainBatch | None]:
+    first = jax.tree.map(lambda x: x[0], batches)
+    n = batches.sequences.tokens.shape[0]
+    return first, None if n == 1 else jax.tree.map(lambda x: x[1:], batches)
