@@ -9,7 +9,6 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -18,7 +17,7 @@ from rich.table import Table
 from jaxrl.algorithms.methods import needed_roles
 from jaxrl.aot.hlo import Compiled, read
 from jaxrl.aot.machine import Machine, machine, prepare
-from jaxrl.aot.programs import Program, RunPrograms, local_bytes
+from jaxrl.aot.programs import Program, RunPrograms
 from jaxrl.config.schema import Config
 from jaxrl.models.kernels import compiling_for
 from jaxrl.plan import WIDTH, Plan, jax_share, make_plan
@@ -48,7 +47,6 @@ class Checked:
     """Bytes on a device while it runs, as the plan has it: of its role alone."""
     compiled: int | None
     """The same from the compiled program; None where it does not compile."""
-    temporaries: int
     seconds: float
     """That lowering and compiling took."""
     calls: float
@@ -179,7 +177,7 @@ def check(config: Config, name: str, progress: Callable[[str], None] = lambda li
     plan = plan_for(config, target)
     checked = []
     with compiling_for(plan.inputs.target):
-        for program in RunPrograms(plan, target.devices):
+        for program in RunPrograms(plan.config, plan.inputs, plan.axes, target.devices):
             progress(f"compiling {program.role}: {program.name}")
             checked.append(_checked(program, plan))
     limit = plan.pools[0].limit
@@ -195,24 +193,19 @@ def _checked(program: Program, plan: Plan) -> Checked:
     begin = time.monotonic()
     try:
         with silenced():
-            compiled = program.jitted.lower(*program.args, **program.kwargs).compile()
+            compiled = program.compile()
     except Exception as error:  # of whatever the target's compiler does not take
         reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
         seconds = time.monotonic() - begin
         return Checked(
-            program.role, program.name, devices, planned, None, 0, seconds, program.calls, reason
+            program.role, program.name, devices, planned, None, seconds, program.calls, reason
         )
-    sizes: Any = compiled.memory_analysis()
-    arguments = max(sizes.argument_size_in_bytes, local_bytes((program.args, program.kwargs)))
-    more_out = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
-    total = arguments + sizes.temp_size_in_bytes + more_out + program.beside
     return Checked(
         program.role,
         program.name,
         devices,
         planned,
-        total,
-        sizes.temp_size_in_bytes,
+        program.held(compiled),
         time.monotonic() - begin,
         program.calls,
         None,

@@ -7,7 +7,7 @@ is allocated, and no weight is read.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ from jaxrl.config.schema import Config
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Cache, Layout, Params, abstract_params
 from jaxrl.models.rules import param_shardings
-from jaxrl.plan import Plan
+from jaxrl.plan.inputs import PlanInputs
 from jaxrl.plan.roles import BACKWARD, LOSS, STEP, Setting, prefill_rows
 from jaxrl.roles.reference import reference_program
 from jaxrl.roles.scorer import score_program
@@ -31,6 +31,7 @@ from jaxrl.sampling import decode
 from jaxrl.sampling.engine import Engine, SamplingParams
 from jaxrl.sampling.sampler import sampling_arrays
 from jaxrl.sharding.mesh import role_mesh
+from jaxrl.sharding.placement import Axes
 from jaxrl.types import Sequences, TeacherSignal, TrainBatch
 
 ROWS = PartitionSpec(("data", "fsdp"))
@@ -50,7 +51,20 @@ class Program:
     beside: int = 0
     """Bytes that the role holds on a device meanwhile and that are not among the arguments."""
     calls: float = 1.0
-    """Of it in a step of training."""
+    """Of it in a step of training; 0 where only evaluations call it."""
+
+    def compile(self, options: Mapping[str, Any] | None = None) -> Any:
+        """`jax.stages.Compiled`, of the machine's own compiler."""
+        lowered = self.jitted.lower(*self.args, **self.kwargs)
+        return lowered.compile(compiler_options=options)
+
+    def held(self, compiled: Any) -> int:
+        """Bytes of its role on one device while the compiled program runs."""
+        sizes = compiled.memory_analysis()
+        # Arguments that the program does not read are held all the same.
+        arguments = max(sizes.argument_size_in_bytes, local_bytes((self.args, self.kwargs)))
+        results = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+        return int(arguments + sizes.temp_size_in_bytes + results + self.beside)
 
 
 def shaped(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
@@ -69,18 +83,24 @@ def local_bytes(tree: Any) -> int:
 class RunPrograms:
     """The programs of a run as it is planned for a machine."""
 
-    def __init__(self, plan: Plan, devices: tuple[Any, ...]):
+    def __init__(
+        self,
+        config: Config,
+        inputs: PlanInputs,
+        axes: Mapping[str, Axes],
+        devices: Sequence[Any],
+    ):
         """
         Args:
-            plan: for the machine.
-            devices: of the machine.
+            config: with the dtypes of the machine.
+            devices: of the machine, which the numbers of the placement count.
         """
-        self.config: Config = plan.config
-        self.setting = Setting(plan.config, plan.inputs, plan.axes)
-        self.student = plan.inputs.student
+        self.config, self.student = config, inputs.student
+        self.setting = Setting(config, inputs, axes)
+        where = inputs.placement.roles
         self.meshes: dict[str, Mesh] = {
-            role: role_mesh([devices[i] for i in plan.placement.roles[role].devices], axes)
-            for role, axes in plan.axes.items()
+            role: role_mesh([devices[i] for i in where[role].devices], sizes)
+            for role, sizes in axes.items()
         }
 
     def __iter__(self) -> Iterator[Program]:
@@ -196,7 +216,7 @@ def _head_spec(shape: tuple[int, int], mesh: Mesh) -> PartitionSpec:
 def rollout(run: RunPrograms) -> Iterator[Program]:
     c = run.config
     dtype, layout = c.rollout.compute_dtype, c.rollout.layout
-    yield from _sampling(run, "rollout", run.student, dtype, layout)
+    yield from _sampling(run, "rollout", run.student, dtype, layout, 1.0)
     if c.distill.signal == "student_topk" and run.setting.signal is not None:
         projection = Projection(c.distill, run.meshes["rollout"], run.setting.vocab)
         jitted = jax.jit(lambda params, s: policy_topk(projection, run.student, params, s))
@@ -206,9 +226,13 @@ def rollout(run: RunPrograms) -> Iterator[Program]:
 
 
 def _sampling(
-    run: RunPrograms, role: str, model: DecoderConfig, dtype: Any, layout: Layout
+    run: RunPrograms, role: str, model: DecoderConfig, dtype: Any, layout: Layout, share: float
 ) -> Iterator[Program]:
-    """Prefill of a batch of prompts, their copy into slots, and a launch of decode steps."""
+    """Prefill of a batch of prompts, their copy into slots, and a launch of decode steps.
+
+    Args:
+        share: of the batches that are sampled here.
+    """
     c, m, mesh, at = run.config, run.setting, run.meshes[role], run.everywhere(role)
     longest = max(m.config.max_new_tokens, c.eval.max_new_tokens or 0)
     engine = Engine(
@@ -237,7 +261,16 @@ def _sampling(
     tokens = shaped((prompts, m.prompt_tokens), jnp.int32, at)
     lengths = shaped((prompts,), jnp.int32, at)
     given = (model, mesh, params, tokens, lengths)
-    yield Program(role, "prefill", decode.prefill, given, ("prefill",), beside=local_bytes(slots))
+    fills = share * c.batch_size / prompts
+    yield Program(
+        role,
+        "prefill",
+        decode.prefill,
+        given,
+        ("prefill",),
+        beside=local_bytes(slots),
+        calls=fills,
+    )
     where = shaped((engine.slots,), jnp.int32, at)
     given = (model, mesh, slots, held, where, where, shaped((), jnp.int32, at))
     yield Program(role, "insert", decode.insert, given, ("prefill",), beside=local_bytes(params))
@@ -256,7 +289,7 @@ def _sampling(
         ("decode",),
         sizes,
         beside=local_bytes(held),
-        calls=steps * max(1.0, m.sequences / engine.slots),
+        calls=share * steps * max(1.0, m.sequences / engine.slots),
     )
 
 
@@ -272,7 +305,8 @@ def teacher(run: RunPrograms) -> Iterator[Program]:
     model = m.teacher
     assert model is not None
     if c.distill.seq_kd or (c.eval.teacher and c.data.eval is not None):
-        yield from _sampling(run, "teacher", model, c.teacher.compute_dtype, "unstacked")
+        share = 1 - c.distill.on_policy_fraction if c.distill.seq_kd else 0.0
+        yield from _sampling(run, "teacher", model, c.teacher.compute_dtype, "unstacked", share)
 
 
 def reference(run: RunPrograms) -> Iterator[Program]:
