@@ -102,7 +102,7 @@ def print_plan(config: Config) -> None:
         raise UserError("\n".join(found))
 
 
-def print_compiled(config: Config, target: str, as_json: bool) -> None:
+def print_compiled(arguments: cli.RunArguments) -> None:
     """Prints the plan for a machine that is not here, and what its compiler makes of the run.
 
     Raises:
@@ -110,8 +110,9 @@ def print_compiled(config: Config, target: str, as_json: bool) -> None:
     """
     from jaxrl.aot.check import check  # only here: it sets jax up for the compilers of others
 
-    report = check(config, target, to_stderr)
-    print(report.json() if as_json else f"{report.plan.text()}\n{report.text()}", flush=True)
+    assert arguments.target is not None
+    report = check(arguments.config, arguments.target, arguments.suggest, to_stderr)
+    print(report.json() if arguments.json else report.text(), flush=True)
     if report.failures:
         raise UserError("\n".join(report.failures))
 
@@ -120,7 +121,7 @@ def main(argv: Sequence[str]) -> None:
     arguments = cli.parse_run(argv, module="jaxrl.train", description=__doc__ or "")
     with arguments.base.explained():
         if arguments.target is not None:
-            print_compiled(arguments.config, arguments.target, arguments.json)
+            print_compiled(arguments)
         elif arguments.dry_run:
             print(arguments.base.note)
             print_plan(arguments.config)

@@ -8,7 +8,7 @@ import io
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from rich import box
 from rich.console import Console
@@ -18,6 +18,7 @@ from jaxrl.algorithms.methods import needed_roles
 from jaxrl.aot.hlo import Compiled, read
 from jaxrl.aot.machine import Machine, machine, prepare
 from jaxrl.aot.programs import Program, RunPrograms
+from jaxrl.aot.suggest import SHOWN, WORTH, Candidate, Search, candidate_lines
 from jaxrl.config.schema import Config
 from jaxrl.models.kernels import compiling_for
 from jaxrl.plan import WIDTH, Plan, jax_share, make_plan
@@ -43,10 +44,13 @@ class Checked:
     role: str
     name: str
     devices: int
-    planned: int
-    """Bytes on a device while it runs, as the plan has it: of its role alone."""
+    planned: int | None
+    """Bytes on a device while it runs, as the plan has it: of its role alone. None where the plan
+    does not count it apart, because a larger program of the role covers it."""
     compiled: int | None
     """The same from the compiled program; None where it does not compile."""
+    others: int
+    """Bytes that other roles hold on the same device meanwhile."""
     seconds: float
     """That lowering and compiling took."""
     calls: float
@@ -65,32 +69,26 @@ class Report:
     programs: tuple[Checked, ...]
     limit: int
     """Bytes of a device that a run may use."""
+    search: tuple[Candidate, ...] = ()
+    """With `--suggest`: the run as it is, and the best ways to run it."""
+    suggested: Report | None = None
+    """What the compiler says of the best of them."""
 
     @property
     def peaks(self) -> dict[str, int]:
-        """Pool -> bytes of its fullest device: the plan's peak, corrected by the programs of its
-        roles."""
+        """Pool -> bytes of its fullest device: the compiled programs of its roles, each with what
+        the other roles hold there meanwhile; where none was compiled, the plan's."""
         found = {}
         for pool in self.plan.pools:
-            off = [
-                program.compiled - program.planned
+            if not pool.pool.devices:
+                continue
+            sizes = [
+                program.compiled + program.others
                 for program in self.programs
                 if program.role in pool.pool.roles and program.compiled is not None
             ]
-            alone = [
-                program.compiled
-                for program in self.programs
-                if program.role in pool.pool.roles and program.compiled is not None
-            ]
-            others = pool.bytes - max((self._planned(role) for role in pool.pool.roles), default=0)
-            found[pool.pool.name] = max(alone, default=pool.bytes) + max(others, 0)
-            if not off:
-                found[pool.pool.name] = pool.bytes
+            found[pool.pool.name] = max(sizes, default=pool.bytes)
         return found
-
-    def _planned(self, role: str) -> int:
-        account = self.plan.accounts.get(role)
-        return 0 if account is None else account.peak
 
     @property
     def failures(self) -> list[str]:
@@ -118,7 +116,12 @@ class Report:
         console.print(_table(self))
         lines = [line.rstrip() for line in out.getvalue().splitlines() if line.strip()]
         lines += _notes(self)
-        return "\n".join(lines) + "\n"
+        if self.search:
+            lines += ["", *candidate_lines(self.search[0], self.search[1:])]
+        parts = [self.plan.text(), "\n".join(lines) + "\n"]
+        if self.suggested is not None:
+            parts.append(self.suggested.text(width))
+        return "\n".join(parts)
 
     def json(self) -> str:
         """One JSON object; sizes are bytes on one device."""
@@ -151,6 +154,16 @@ class Report:
             "failures": self.failures,
             "pools": self.peaks,
             "programs": programs,
+            "candidates": [
+                {
+                    "keys": dict(candidate.changes),
+                    "step_seconds": candidate.step,
+                    "stages": {".".join(stage): s for stage, s in candidate.stages.items()},
+                    "pools": candidate.peaks,
+                }
+                for candidate in self.search
+            ],
+            "suggested": self.suggested and json.loads(self.suggested.json()),
         }
         return json.dumps(record, indent=1) + "\n"
 
@@ -162,10 +175,16 @@ def plan_for(config: Config, target: Machine) -> Plan:
     return make_plan(config, needed_roles(config), lambda needed: visible, limit / GB)
 
 
-def check(config: Config, name: str, progress: Callable[[str], None] = lambda line: None) -> Report:
+def check(
+    config: Config,
+    name: str,
+    suggest: bool = False,
+    progress: Callable[[str], None] = lambda line: None,
+) -> Report:
     """Compiles the programs of a run for the machine of that name.
 
     Args:
+        suggest: look for faster ways to run it, and compile the fastest one too.
         progress: called with a line before each program.
 
     Raises:
@@ -174,6 +193,21 @@ def check(config: Config, name: str, progress: Callable[[str], None] = lambda li
     prepare()
     with silenced():
         target = machine(name)
+    report = compiled_report(config, target, progress)
+    if not suggest:
+        return report
+    search = Search(report.plan, target)
+    found = (search.now, *search.best())
+    best, faster = None, [each for each in found[1:] if each.step * WORTH < search.now.step]
+    for candidate in faster[:SHOWN]:
+        best = compiled_report(candidate.config, target, progress)
+        if not best.failures:
+            break
+    return replace(report, search=found, suggested=best)
+
+
+def compiled_report(config: Config, target: Machine, progress: Callable[[str], None]) -> Report:
+    """What the compiler of a machine says of a run."""
     plan = plan_for(config, target)
     checked = []
     with compiling_for(plan.inputs.target):
@@ -186,62 +220,69 @@ def check(config: Config, name: str, progress: Callable[[str], None] = lambda li
 
 
 def _checked(program: Program, plan: Plan) -> Checked:
-    account = plan.accounts[program.role]
-    more = account.phases()
-    planned = account.resident + max(more.get(phase, 0) for phase in program.phases)
-    devices = len(plan.placement.roles[program.role].devices)
+    account, where = plan.accounts[program.role], plan.placement.roles
+    more = [account.phases()[phase] for phase in program.phases if phase in account.phases()]
+    planned = account.resident + max(more) if more else None
+    devices = where[program.role].devices
+    moment = f"{program.role}: {(*program.phases, program.name)[0]}"
+    others = sum(
+        entry.bytes
+        for role, other in plan.accounts.items()
+        if role != program.role and not set(where[role].devices).isdisjoint(devices)
+        for entry in other.entries
+        if entry.phase is None and entry.there(moment)
+    )
+    checked = Checked(
+        program.role, program.name, len(devices), planned, None, others, 0.0, program.calls
+    )
     begin = time.monotonic()
     try:
         with silenced():
             compiled = program.compile()
     except Exception as error:  # of whatever the target's compiler does not take
         reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
-        seconds = time.monotonic() - begin
-        return Checked(
-            program.role, program.name, devices, planned, None, seconds, program.calls, reason
-        )
-    return Checked(
-        program.role,
-        program.name,
-        devices,
-        planned,
-        program.held(compiled),
-        time.monotonic() - begin,
-        program.calls,
-        None,
-        read(compiled.as_text()),
+        return replace(checked, seconds=time.monotonic() - begin, error=reason)
+    return replace(
+        checked,
+        compiled=program.held(compiled),
+        seconds=time.monotonic() - begin,
+        found=read(compiled.as_text()),
     )
 
 
 def _table(report: Report) -> Table:
     machine = report.target
+    largest = max((p.compiled or p.planned or 0 for p in report.programs), default=0)
+    unit, unit_name = (GB, "GB") if largest >= GB else (MB, "MB")
+
+    def show(size: int | None) -> str:
+        return "-" if size is None else f"{size / unit:.2f}"
+
     table = Table(
         box=box.SIMPLE,
         title=f"{report.plan.placement.spec}, compiled for {machine.name} ({machine.kind}):"
-        " GB on each device",
+        f" {unit_name} on each device",
         title_justify="left",
     )
     for title in ("role", "program"):
         table.add_column(title, no_wrap=True)
-    for title in ("calls/step", "planned", "compiled", "off"):
+    for title in ("calls a step", "planned", "compiled", "plan off by"):
         table.add_column(title, justify="right", no_wrap=True)
     for title in ("MB of collectives a call (overlapped)", "attention"):
         table.add_column(title)
     for program in report.programs:
-        if program.compiled is None:
-            table.add_row(program.role, program.name, "", f"{program.planned / GB:.2f}", "fails")
-            continue
-        assert program.found is not None
-        off = program.compiled / max(program.planned, 1) - 1
+        found, off = program.found, "-"
+        if program.compiled is not None and program.planned:
+            off = f"{program.planned / program.compiled - 1:+.0%}"
         table.add_row(
             program.role,
             program.name,
-            f"{program.calls:.3g}",
-            f"{program.planned / GB:.2f}",
-            f"{program.compiled / GB:.2f}",
-            f"{off:+.0%}",
-            _collectives(program.found),
-            program.found.attention or "",
+            f"{program.calls:.3g}" if program.calls else "-",
+            show(program.planned),
+            "fails" if found is None else show(program.compiled),
+            off,
+            "" if found is None else _collectives(found),
+            "" if found is None else found.attention or "",
         )
     return table
 

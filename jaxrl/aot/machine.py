@@ -125,9 +125,10 @@ class Machine:
     devices: tuple[Any, ...]
     memory: int
     """Bytes of one device."""
+    inside: float
+    """Bytes per second at which a device sends to the others of its host, one direction."""
     link: float
-    """Bytes per second at which a device sends to the others, one direction: within a host, or
-    over the slower links between hosts."""
+    """The same to any other device: over the slower links between hosts, where there are some."""
     hosts: int
 
     @property
@@ -160,7 +161,7 @@ def machine(name: str) -> Machine:
 
 def _gpus(name: str, chip: Gpu, count: int) -> Machine:
     hosts = -(-count // HOST_GPUS)
-    if count % hosts:
+    if hosts > 1 and count % HOST_GPUS:
         raise UserError(
             f"--compile {name}: {count} GPUs do not fill hosts of {HOST_GPUS}; allowed are 1 to"
             f" {HOST_GPUS} and multiples of {HOST_GPUS}"
@@ -184,7 +185,7 @@ def _gpus(name: str, chip: Gpu, count: int) -> Machine:
     topology = f"1x{hosts}x{count // hosts}"  # slices, hosts, GPUs of each
     devices = _described(name, "cuda", target_config=text, topology=topology)
     link = chip.link_gbs if hosts == 1 else min(chip.link_gbs, HOST_LINK_GBS)
-    return Machine(name, devices, chip.memory, link * 1e9, hosts)
+    return Machine(name, devices, chip.memory, chip.link_gbs * 1e9, link * 1e9, hosts)
 
 
 def _tpus(name: str, chip: str, shape: str) -> Machine:
@@ -196,7 +197,8 @@ def _tpus(name: str, chip: str, shape: str) -> Machine:
     text = "x".join(map(str, sizes if chip == "v5p" else sizes[:2]))
     devices = _described(name, "tpu", topology_name=f"{chip}:{text}", **more)
     hosts = len({device.process_index for device in devices})
-    return Machine(name, devices, TPUS[chip].memory, TPUS[chip].link_gbs * 1e9, hosts)
+    link = TPUS[chip].link_gbs * 1e9  # the same between hosts of a slice
+    return Machine(name, devices, TPUS[chip].memory, link, link, hosts)
 
 
 def _described(name: str, platform: str, **description: Any) -> tuple[Any, ...]:

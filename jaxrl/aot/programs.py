@@ -197,7 +197,7 @@ def actor(run: RunPrograms) -> Iterator[Program]:
     if batch.old_logprobs is not None:
         given = (state.params, TrainBatch(sequences), place, group)
         held = local_bytes((state.opt_state, batch)) - local_bytes(sequences)
-        yield Program("actor", "log-probs before", programs.old, given, (BACKWARD,), beside=held)
+        yield Program("actor", "log-probs before", programs.old, given, (), beside=held)
     dtype = jnp.dtype(c.rollout.compute_dtype)
     differs = programs.differing(state.params, dtype)
     if differs:
@@ -273,7 +273,7 @@ def _sampling(
     )
     where = shaped((engine.slots,), jnp.int32, at)
     given = (model, mesh, slots, held, where, where, shaped((), jnp.int32, at))
-    yield Program(role, "insert", decode.insert, given, ("prefill",), beside=local_bytes(params))
+    yield Program(role, "insert", decode.insert, given, (), beside=local_bytes(params))
     s = c.sampling
     sampling = SamplingParams(longest, s.temperature, s.top_k, s.top_p, s.min_p)
     arrays = jax.tree.map(lambda x: shaped(x.shape, x.dtype, at), sampling_arrays(sampling, 0, 0))

@@ -52,6 +52,8 @@ class RunArguments:
     """Print the plan and stop."""
     target: str | None = None
     """The machine that the plan is made and the programs are compiled for."""
+    suggest: bool = False
+    """Look for the placement and the keys with the shortest step there."""
     json: bool = False
     """Print what the compiler says as JSON."""
 
@@ -136,6 +138,12 @@ def run_parser(module: str, description: str) -> Parser:
         " run with its compiler: h200x8, h200x16 (two hosts), t4x1, tpu-v5e:2x4 (extra aot)",
     )
     parser.add_argument(
+        "--suggest",
+        action="store_true",
+        help="with --compile: predict the seconds of each stage there, and propose the mesh and the"
+        " keys of the shortest step that fits, compiled too",
+    )
+    parser.add_argument(
         "--json", action="store_true", help="with --compile: print one JSON object instead of text"
     )
     parser.add_argument(
@@ -161,9 +169,11 @@ def run_arguments(arguments: argparse.Namespace) -> RunArguments:
     config, base = Config.load_base(arguments.config, overrides)
     if arguments.compile is not None and not arguments.dry_run:
         raise UserError(f"--compile {arguments.compile} needs --dry-run: nothing is run")
-    if arguments.json and arguments.compile is None:
-        raise UserError("--json needs --dry-run --compile TARGET")
-    return RunArguments(config, base, arguments.dry_run, arguments.compile, arguments.json)
+    for option in ("suggest", "json"):
+        if getattr(arguments, option) and arguments.compile is None:
+            raise UserError(f"--{option} needs --dry-run --compile TARGET")
+    asked = (arguments.dry_run, arguments.compile, arguments.suggest, arguments.json)
+    return RunArguments(config, base, *asked)
 
 
 def _refuse_another(key: str, value: str, overrides: Sequence[str]) -> None:

@@ -26,6 +26,7 @@ PUBLISHED: dict[str, tuple[float, float]] = {
     "NVIDIA H100 80GB HBM3": (989, 3350),
     "NVIDIA H100 PCIe": (756, 2000),
     "NVIDIA H200": (989, 4800),
+    "NVIDIA B200": (2250, 8000),
     "NVIDIA L4": (121, 300),
     "NVIDIA L40S": (362, 864),
     "Tesla T4": (65, 320),

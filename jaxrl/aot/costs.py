@@ -1,0 +1,187 @@
+"""Seconds that each stage of a step takes on a machine, predicted before it is rented.
+
+Work is counted as in `profile.work`, at the widths that the programs compute (padding included),
+and divided by a stated share of what the data sheet promises. Collectives are counted from the mesh
+axes: the compiled programs of the run as it is say by how much that count is off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxrl.config.schema import Config
+from jaxrl.data.stream import PromptStream
+from jaxrl.models.config import DecoderConfig
+from jaxrl.plan.inputs import PlanInputs
+from jaxrl.plan.memory import ITEMSIZE, layer_bytes, weight_bytes
+from jaxrl.plan.roles import Setting, micro_batches
+from jaxrl.profile.stages import StepBatch, step_work
+from jaxrl.profile.waits import Stage
+from jaxrl.profile.work import Work
+from jaxrl.sharding.ceilings import Ceilings
+from jaxrl.sharding.placement import Axes
+
+PRODUCTS, MEMORY, LINKS = 0.5, 0.65, 0.7
+"""Shares of the published ceilings that programs are assumed to reach: matrix products, reads and
+writes of the device's memory, links between devices."""
+RECOMPUTED = {"none": 0.0, "dots": 0.15, "full": 1.0}
+"""Of a forward pass, what the backward pass computes again, by `actor.remat`."""
+LAUNCH_S = 1.5e-6
+"""Seconds from one kernel of a CUDA graph to the next."""
+KERNELS = 15
+"""Kernels of a layer in a decode step."""
+LATENCY_S = 10e-6
+"""Seconds that a collective takes beside its bytes."""
+ASSUMED = (
+    f"assumed: matrix products reach {PRODUCTS:.0%} of the data sheet, memory {MEMORY:.0%}, links"
+    f" {LINKS:.0%}; every prompt and completion is as long as the config allows; weights gathered"
+    " by fsdp come while layers compute; all-reduces of tensor do not"
+)
+
+
+@dataclass(frozen=True)
+class Links:
+    """Bytes per second at which a device sends to others, one direction."""
+
+    inside: float
+    """Of its host."""
+    between: float
+    """Hosts."""
+
+    def of(self, devices: range, host_size: int) -> float:
+        """The slowest link among these devices, which are numbered host after host."""
+        hosts = {device // host_size for device in devices}
+        return self.inside if len(hosts) == 1 else self.between
+
+
+@dataclass(frozen=True)
+class _Model:
+    config: DecoderConfig
+
+
+@dataclass(frozen=True)
+class _Described:
+    """A run as `profile.stages.step_work` wants it."""
+
+    config: Config
+    student: _Model
+    teacher: _Model | None
+    vocab_size: int
+    train: PromptStream | None = None
+
+
+def stage_costs(
+    config: Config,
+    inputs: PlanInputs,
+    axes: Mapping[str, Axes],
+    ceilings: Ceilings,
+    links: Links,
+    host_size: int,
+) -> dict[Stage, float]:
+    """(role, method) -> seconds a step, of the roles whose model is known.
+
+    Args:
+        config: with dtypes.
+        host_size: devices of a host.
+    """
+    m = Setting(config, inputs, axes)
+    teacher = None if m.teacher is None or "teacher" not in axes else _Model(m.teacher)
+    run: Any = _Described(config, _Model(m.student), teacher, m.vocab)
+    slots = min(config.rollout.slots or m.sequences, m.sequences)
+    steps = m.new_tokens * -(-m.sequences // slots)
+    batch = StepBatch(
+        (float(m.prompt_tokens),) * config.batch_size, config.group_size, m.new_tokens, steps
+    )
+    work = step_work(run, axes, [batch])
+    forward = work["actor", "update"][0]
+    work["actor", "update"].append(forward * RECOMPUTED[config.actor.remat])
+    found: dict[Stage, float] = {}
+    for (role, method), parts in work.items():
+        where = inputs.placement.roles[role].devices
+        n, link = len(where), links.of(where, host_size) * LINKS
+        computed = sum(_seconds(part, n, ceilings) for part in parts)
+        moved = _COLLECTIVES[role](m, link)
+        overlapped, alone = moved
+        found[role, method] = max(computed, overlapped) + alone
+    found["rollout", "generate"] += _launches(m, steps)
+    found["actor", "publish"] = _sync(m, links.between if host_size else links.inside)
+    return found
+
+
+def _seconds(work: Work, n: int, ceilings: Ceilings) -> float:
+    products = work.flops / (n * ceilings.flops * PRODUCTS)
+    return max(products, work.bytes / (n * ceilings.bandwidth * MEMORY))
+
+
+def _launches(m: Setting, steps: int) -> float:
+    """Seconds of a step of training that decoding spends between kernels, and in the latency of
+    `tensor`'s collectives."""
+    layers, tensor = m.student.n_layers, m.axes["rollout"].tensor
+    latency = 2 * layers * LATENCY_S if tensor > 1 else 0.0
+    return steps * (layers * KERNELS * LAUNCH_S + latency)
+
+
+def _sync(m: Setting, link: float) -> float:
+    """Seconds of sending the weights from the actor's devices to the rollout's."""
+    if m.one_mesh:
+        return 0.0
+    size = weight_bytes(m.student, Axes(), m.config.rollout.compute_dtype)
+    return size / (link * LINKS * m.axes["actor"].size)
+
+
+def _reduced(m: Setting, role: str, model: DecoderConfig, tokens: int) -> float:
+    """Bytes that `tensor` sends on a device in a forward pass over the tokens of that device."""
+    tensor = m.axes[role].tensor
+    size = tokens * model.d_model * ITEMSIZE[m.config.roles[role].compute_dtype]
+    return 2 * model.n_layers * size * 2 * (tensor - 1) / tensor
+
+
+def _gathered(m: Setting, role: str, model: DecoderConfig) -> float:
+    """Bytes that `fsdp` brings to a device in one pass over the layers."""
+    axes = m.axes[role]
+    whole = layer_bytes(model, axes._replace(fsdp=1), m.config.roles[role].compute_dtype)
+    return whole * (axes.fsdp - 1) / axes.fsdp
+
+
+def _update(m: Setting, link: float) -> tuple[float, float]:
+    axes, c = m.axes["actor"], m.config
+    count, rows = micro_batches(m)
+    passes = count * c.minibatches * c.actor.epochs_per_batch
+    forward = 2 if c.actor.remat == "full" else 1
+    gathers = (forward + 1) * _gathered(m, "actor", m.student)
+    grads = layer_bytes(m.student, axes._replace(fsdp=1), "float32")
+    scattered = grads * (axes.fsdp - 1) / axes.fsdp
+    reduced = (forward + 1) * _reduced(m, "actor", m.student, rows * m.width)
+    replicas = grads / axes.fsdp * 2 * (axes.data - 1) / axes.data
+    overlapped = passes * (gathers + scattered)
+    return overlapped / link, (passes * reduced + c.updates_per_batch * replicas) / link
+
+
+def _generate(m: Setting, link: float) -> tuple[float, float]:
+    axes = m.axes["rollout"]
+    prompts = m.config.batch_size * m.prompt_tokens // (axes.data * axes.fsdp)
+    drawn = m.rows("rollout", m.sequences) * m.new_tokens
+    return 0.0, _reduced(m, "rollout", m.student, prompts + drawn) / link
+
+
+def _score(role: str) -> Any:
+    def moved(m: Setting, link: float) -> tuple[float, float]:
+        model = m.teacher if role == "teacher" else m.student
+        assert model is not None
+        section: Any = m.config.roles[role]
+        tokens = m.rows(role, m.sequences) * m.width
+        gathered = section.num_microbatches * _gathered(m, role, model)
+        return gathered / link, _reduced(m, role, model, tokens) / link
+
+    return moved
+
+
+_COLLECTIVES = {
+    "actor": _update,
+    "rollout": _generate,
+    "teacher": _score("teacher"),
+    "reference": _score("reference"),
+}
+"""Role -> (seconds of collectives that run beside computation, seconds of those that do not)."""
