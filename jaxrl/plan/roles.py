@@ -152,7 +152,7 @@ def actor(m: Setting) -> Iterable[Entry]:
         wider = table * (F32 - run.itemsize)  # the embedding's is float32 as it comes
         gradients = summed + computed + wider
     signal = m.rows("actor", m.sequences) * m.new_tokens * m.signal_bytes
-    taken = min(m.update_rows, count * rows) * m.new_tokens * m.signal_bytes
+    taken = rows * m.new_tokens * m.signal_bytes
     heads, saved = _heads(m, rows, count), run.saved(a.remat)
     arrays = loss_arrays(m) - (m.loss_fused and m.one_chunk(rows))
     loss = 2 * run.residual + logits(m.chunk(rows), m.vocab, axes.tensor, arrays)
@@ -169,13 +169,12 @@ def actor(m: Setting) -> Iterable[Entry]:
         Entry("activations", "kept by the layers", saved, BACKWARD),
         Entry("activations", "embedding's gradient at full width", heads.embedding, BACKWARD),
         Entry("activations", "one layer", run.backward(a.remat), BACKWARD),
-        Entry("activations", "its micro-batches", taken * (count > 1), BACKWARD),
         Entry("gradients", "gradients", gradients - heads.later, LOSS),
         Entry("activations", "kept by the layers", saved, LOSS),
         Entry("activations", "heads at full width", heads.forward, LOSS),
         # Logits and hidden states, a layer of the forward pass, or a gather of the heads.
         Entry("activations", "logits, or one layer", fullest, LOSS),
-        Entry("activations", "its micro-batches", taken, LOSS),
+        Entry("activations", "its rows of a micro-batch", taken, LOSS),
         Entry("gradients", "gradients", summed, STEP),
         Entry("activations", "scratch", scratch, STEP),
         Entry("activations", "copy for the rollout", _published(m), "publish"),

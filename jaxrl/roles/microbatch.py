@@ -7,9 +7,14 @@ each prompt once for its G completions.
 
 from __future__ import annotations
 
-import numpy as np
+from dataclasses import replace
 
-from jaxrl.types import Sequences
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxrl.types import Sequences, TrainBatch
 
 ROOMS = 4
 """So many sizes of a minibatch, and no more, are compiled: see `room`."""
@@ -167,3 +172,50 @@ def split_rows(
     for k, held in enumerate(bins):
         out[k, : len(held)] = sorted(held)
     return out.reshape(n, shards * per_shard)
+
+
+def micro_batch(batch: TrainBatch, rows: jax.Array, mesh: Mesh, group: int) -> TrainBatch:
+    """Some rows of a batch, inside a program; batch and result lie over (data, fsdp).
+
+    No device ever holds more of them than its share: the shares go around the ring of devices, and
+    each device puts in the rows that it has. Nothing is added, so that every bit stays.
+
+    Args:
+        rows: [b] int32, in any order, b a multiple of the devices that share the rows; row -1
+            trains nothing.
+        group: so many of the rows after each other share a prompt.
+    """
+    axes = ("data", "fsdp")
+    ring = mesh.shape["data"] * mesh.shape["fsdp"]
+    forward = [(i, (i + 1) % ring) for i in range(ring)]
+
+    def taken(batch: TrainBatch, index: jax.Array) -> TrainBatch:
+        mine, held = jax.lax.axis_index(axes), len(batch.sequences.tokens)
+        index = index.reshape(ring, -1) - mine * held
+
+        def fill(turn: jax.Array, shares: TrainBatch) -> TrainBatch:
+            wanted = index[(mine - 1 - turn) % ring]  # those of the last turn stay here
+            here = (wanted >= 0) & (wanted < held)
+
+            def put(x: jax.Array, share: jax.Array) -> jax.Array:
+                mask = here.reshape(-1, *[1] * (x.ndim - 1))
+                return jnp.where(mask, x[jnp.clip(wanted, 0, held - 1)], share)
+
+            return jax.tree.map(put, batch, shares)
+
+        def pass_on(turn: jax.Array, shares: TrainBatch) -> TrainBatch:
+            return fill(turn, jax.lax.ppermute(shares, axes, forward))
+
+        empty = jax.tree.map(lambda x: jnp.zeros((index.shape[1], *x.shape[1:]), x.dtype), batch)
+        return jax.lax.fori_loop(1, ring, pass_on, fill(jnp.int32(0), empty))
+
+    index = jnp.maximum(rows, 0)
+    if ring == 1:
+        micro = jax.tree.map(lambda x: x[index], batch)
+    else:
+        whole, split = PartitionSpec(), PartitionSpec(axes)
+        micro = jax.shard_map(taken, mesh=mesh, in_specs=(split, whole), out_specs=split)(
+            batch, index
+        )
+    trained = micro.sequences.loss_mask & (rows >= 0)[:, None]
+    return replace(micro, sequences=replace(micro.sequences, loss_mask=trained, group=group))

@@ -20,7 +20,7 @@ from jaxrl.config.schema import Config
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Params, abstract_params, cast, unstack
 from jaxrl.models.rules import param_shardings
-from jaxrl.roles.microbatch import rows_of_groups, split_rows
+from jaxrl.roles.microbatch import micro_batch, rows_of_groups, split_rows
 from jaxrl.roles.optimizer import apply_changes, make_optimizer, state_shardings
 from jaxrl.types import Loss, Sequences, Totals, TrainBatch
 
@@ -103,28 +103,34 @@ class ActorPrograms:
         return rows_of_groups(split_rows(chosen, lengths, size, shards, padded), group)
 
     def _make_update(self, optimizer: optax.GradientTransformation) -> Callable[..., Any]:
-        spec = NamedSharding(self.mesh, PartitionSpec(None, ("data", "fsdp")))
         value_and_grad = jax.value_and_grad(self._micro_loss, has_aux=True)
 
-        def accumulate(params: Params, frozen: Any, batches: TrainBatch) -> Any:
+        def accumulate(
+            params: Params, frozen: Any, batch: TrainBatch, rows: jax.Array, group: int
+        ) -> Any:
             """Gradient of the summed loss over all micro-batches, with its sums and maxima, and
             the metrics of each row, [n, b].
             """
-            totals = _totals(batches)
-            first, rest = _head_and_tail(batches)
-            (_, (sums, maxima, each)), grads = value_and_grad(params, frozen, first, totals)
+            totals = _totals(batch, rows)
+
+            def one(index: jax.Array) -> Any:
+                micro = micro_batch(batch, index, self.mesh, group)
+                (_, rest), grads = value_and_grad(params, frozen, micro, totals)
+                return *rest, grads
+
+            sums, maxima, each, grads = one(rows[0])
             each = jax.tree.map(lambda x: x[None], each)
-            if rest is None:
+            if len(rows) == 1:
                 return grads, sums, maxima, each
             grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
 
-            def body(carry: Any, batch: TrainBatch) -> tuple[Any, Any]:
+            def body(carry: Any, index: jax.Array) -> tuple[Any, Any]:
                 *added, largest = carry
-                (_, (sums, maxima, each)), grads = value_and_grad(params, frozen, batch, totals)
+                sums, maxima, each, grads = one(index)
                 added = jax.tree.map(lambda a, b: a + b.astype(a.dtype), added, [grads, sums])
                 return (*added, jax.tree.map(jnp.maximum, largest, maxima)), each
 
-            summed, more = jax.lax.scan(body, (grads, sums, maxima), rest)
+            summed, more = jax.lax.scan(body, (grads, sums, maxima), rows[1:])
             return *summed, jax.tree.map(lambda *x: jnp.concatenate(x), each, more)
 
         def apply(state: TrainState, grads: Any) -> TrainState:
@@ -135,8 +141,7 @@ class ActorPrograms:
         def update(
             state: TrainState, frozen: Any, batch: TrainBatch, rows: jax.Array, group: int = 1
         ) -> Any:
-            taken = _take(batch, rows, spec, group)
-            grads, sums, maxima, each = accumulate(state.params, frozen, taken)
+            grads, sums, maxima, each = accumulate(state.params, frozen, batch, rows, group)
             count = jnp.maximum(sums["loss"][1], 1)
             grads = jax.tree.map(lambda g: (g / count).astype(g.dtype), grads)
             norm = optax.tree.norm(grads)
@@ -155,15 +160,14 @@ class ActorPrograms:
 
     def _make_old(self) -> Any:
         """The jitted pass that tells the policy's log-probs before the batch changes it."""
-        spec = NamedSharding(self.mesh, PartitionSpec(None, ("data", "fsdp")))
         c = self.config
 
         def old(params: Params, batch: TrainBatch, rows: jax.Array, group: int) -> jax.Array:
             weights = cast(params, jnp.dtype(c.actor.dtype))
             out = jnp.zeros(batch.sequences.loss_mask.shape, jnp.float32)
 
-            def body(out: jax.Array, given: tuple[TrainBatch, jax.Array]) -> tuple[Any, None]:
-                micro, index = given
+            def body(out: jax.Array, index: jax.Array) -> tuple[Any, None]:
+                micro = micro_batch(batch, index, self.mesh, group)
                 logprobs = completion_logprobs(
                     self.model,
                     weights,
@@ -175,7 +179,7 @@ class ActorPrograms:
                 index = jnp.where(index < 0, len(out), index)  # beyond the end: dropped
                 return out.at[index].set(logprobs, mode="drop"), None
 
-            return jax.lax.scan(body, out, (_take(batch, rows, spec, group), rows))[0]
+            return jax.lax.scan(body, out, rows)[0]
 
         return jax.jit(old, static_argnums=3, out_shardings=self.rows)
 
@@ -195,31 +199,11 @@ class ActorPrograms:
         return jax.jit(convert, static_argnums=1)
 
 
-def _take(batch: TrainBatch, rows: jax.Array, spec: NamedSharding, group: int) -> TrainBatch:
-    """Rows [n, b] of a batch as micro-batches [n, b, ...]; row -1 trains nothing.
-
-    Args:
-        group: so many of the rows after each other share a prompt.
-    """
-
-    def take(x: jax.Array) -> jax.Array:
-        return jax.lax.with_sharding_constraint(x[jnp.maximum(rows, 0)], spec)
-
-    taken = jax.tree.map(take, batch)
-    real = (rows >= 0)[..., None]
-    trained = taken.sequences.loss_mask & real
-    sequences = replace(taken.sequences, loss_mask=trained, group=group)
-    return replace(taken, sequences=sequences)
-
-
-def _totals(batches: TrainBatch) -> Totals:
-    """Of all micro-batches [n, b, ...] together."""
-    mask, policy = batches.sequences.loss_mask, batches.policy_mask
+def _totals(batch: TrainBatch, rows: jax.Array) -> Totals:
+    """Of the rows [n, b] of a batch together; -1 is none."""
+    size = len(batch.sequences.loss_mask)
+    chosen = jnp.zeros(size, bool).at[jnp.where(rows < 0, size, rows)].set(True, mode="drop")
+    trained = replace(batch.sequences, loss_mask=batch.sequences.loss_mask & chosen[:, None])
+    mask, policy = trained.loss_mask, replace(batch, sequences=trained).policy_mask
     counts = mask.sum(), policy.sum(), policy.any(-1).sum()
     return Totals(*(jnp.maximum(count.astype(jnp.float32), 1) for count in counts))
-
-
-def _head_and_tail(batches: TrainBatch) -> tuple[TrainBatch, TrainBatch | None]:
-    first = jax.tree.map(lambda x: x[0], batches)
-    n = batches.sequences.tokens.shape[0]
-    return first, None if n == 1 else jax.tree.map(lambda x: x[1:], batches)

@@ -1,4 +1,5 @@
-"""One token from logits: temperature, top-k, top-p, min-p, greedy; all of them traced values.
+"""One token from logits: temperature, top-k, top-p, min-p, greedy. Their values are traced; which
+of them there are is not, so that a program holds nothing that its draws do not ask for.
 
 A token is drawn by inverting the cumulative distribution with two uniform numbers of its own (seed,
 step, prompt, sample, position): one picks a block of `BLOCK` token ids by its mass, the other a
@@ -10,7 +11,6 @@ Truncation sorts nothing: the smallest weight kept is found by bisection over fl
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -72,12 +72,14 @@ class SamplingParams:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SamplingArrays:
-    """`SamplingParams` and seed as arrays, so that changing one compiles nothing."""
+    """`SamplingParams` and seed as arrays, so that another value compiles nothing. What is None is
+    not done, in a program of its own."""
 
-    temperature: Array
-    top_p: Array
-    min_p: Array
-    top_k: Array
+    temperature: Array | None
+    """None is greedy; the next three are None then too."""
+    top_p: Array | None
+    min_p: Array | None
+    top_k: Array | None
     eos_ids: Array
     """[E] int32, padded with -1."""
     key: Array
@@ -106,11 +108,12 @@ def sampling_arrays(
         key = jax.random.fold_in(key, part)
     if attempt:
         key = jax.random.fold_in(jax.random.fold_in(key, ATTEMPT), attempt)
+    s, draws = sampling, sampling.temperature > 0
     return SamplingArrays(
-        temperature=jnp.float32(sampling.temperature),
-        top_p=jnp.float32(sampling.top_p),
-        min_p=jnp.float32(sampling.min_p),
-        top_k=jnp.int32(min(sampling.top_k, 2**31 - 1)),
+        temperature=jnp.float32(s.temperature) if draws else None,
+        top_p=jnp.float32(s.top_p) if draws and s.top_p < 1 else None,
+        min_p=jnp.float32(s.min_p) if draws and s.min_p > 0 else None,
+        top_k=jnp.int32(min(s.top_k, 2**31 - 1)) if draws and s.top_k > 0 else None,
         eos_ids=jnp.array(eos_ids, jnp.int32),
         key=jax.random.key_data(key),
     )
@@ -146,17 +149,21 @@ def sample(logits: Float[Array, "B V"], random: Float[Array, "B 2"], knobs: Samp
     Args:
         logits: [B, V] float32.
         random: [B, 2] in [0, 1), from `uniforms`.
-        knobs: traced settings.
+        knobs: from `sampling_arrays`.
     """
-    greedy = knobs.temperature == 0
-    scaled = logits / jnp.where(greedy, 1.0, knobs.temperature)
+    scaled = logits if knobs.temperature is None else logits / knobs.temperature
     shifted = scaled - scaled.max(-1, keepdims=True)
     weights = jnp.exp(shifted)
-    kept = truncate(weights, knobs)
-    tokens = jnp.where(greedy, jnp.argmax(logits, -1), pick(kept, random)).astype(jnp.int32)
+    if knobs.temperature is None:
+        tokens = jnp.argmax(logits, -1).astype(jnp.int32)
+    else:
+        kept = truncate(weights, knobs)
+        tokens = pick(kept, random).astype(jnp.int32)
     chosen = jnp.take_along_axis(shifted, tokens[:, None], -1)[:, 0]
-    sampler_logprobs = jnp.where(greedy, 0.0, chosen - jnp.log(kept.sum(-1)))
-    return Draw(tokens, chosen - jnp.log(weights.sum(-1)), sampler_logprobs)
+    logprobs = chosen - jnp.log(weights.sum(-1))
+    if knobs.temperature is None:
+        return Draw(tokens, logprobs, jnp.zeros_like(chosen))
+    return Draw(tokens, logprobs, chosen - jnp.log(kept.sum(-1)))
 
 
 def truncate(weights: Float[Array, "B V"], knobs: SamplingArrays) -> Float[Array, "B V"]:
@@ -166,18 +173,15 @@ def truncate(weights: Float[Array, "B V"], knobs: SamplingArrays) -> Float[Array
         weights: unnormalised probabilities whose largest is 1 in each row. Tokens as probable as
             the last one kept are kept.
     """
-    count = jnp.float32(weights.shape[-1])
-
-    def top_k(w: Array) -> Array:
-        goal = jnp.minimum(knobs.top_k.astype(jnp.float32), count)
-        return _most_probable(w, jnp.ones_like, jnp.broadcast_to(goal, w.shape[:1]))
-
-    def top_p(w: Array) -> Array:
-        return _most_probable(w, lambda x: x, knobs.top_p * w.sum(-1))
-
-    weights = jax.lax.cond(knobs.top_k > 0, top_k, lambda w: w, weights)
-    weights = jax.lax.cond(knobs.top_p < 1, top_p, lambda w: w, weights)
-    return jnp.where(weights >= knobs.min_p, weights, 0.0)
+    if knobs.top_k is not None:
+        goal = jnp.minimum(knobs.top_k.astype(jnp.float32), jnp.float32(weights.shape[-1]))
+        goal = jnp.broadcast_to(goal, weights.shape[:1])
+        weights = _most_probable(weights, jnp.ones_like(weights), goal)
+    if knobs.top_p is not None:
+        weights = _most_probable(weights, weights, knobs.top_p * weights.sum(-1))
+    if knobs.min_p is not None:
+        weights = jnp.where(weights >= knobs.min_p, weights, 0.0)
+    return weights
 
 
 def pick(weights: Float[Array, "B V"], random: Float[Array, "B 2"]) -> Int[Array, " B"]:
@@ -208,11 +212,10 @@ def _invert(weights: Array, random: Array) -> Array:
     return jnp.argmax(cumulative > target, -1)
 
 
-def _most_probable(weights: Array, measure: Callable[[Array], Array], goal: Array) -> Array:
-    """Weights [B, V] of the fewest most probable tokens whose measure adds up to goal [B], 0
+def _most_probable(weights: Array, amount: Array, goal: Array) -> Array:
+    """Weights [B, V] of the fewest most probable tokens whose amounts [B, V] add up to goal [B], 0
     elsewhere."""
     bits = jax.lax.bitcast_convert_type(weights, jnp.int32)
-    amount = measure(weights)
 
     def halve(_: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bounds

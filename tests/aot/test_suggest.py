@@ -139,9 +139,8 @@ def test_the_ranking_is_that_of_advice_from_measured_times():
     }
     here = "actor=2,rollout=4,teacher=2"
     config, inputs = run_of(here, None, **keys)
-    names = {
-        role: inputs.placement.pools[w.pool].name for role, w in inputs.placement.roles.items()
-    }
+    where, pools = inputs.placement.roles, inputs.placement.pools
+    names = {role: pools[found.pool].name for role, found in where.items()}
     devices = {role: len(found.devices) for role, found in where.items()}
     stages = costs(here, **keys)
     step = predict(stages, names, 1)

@@ -2,6 +2,7 @@
 devices.
 """
 
+import re
 from dataclasses import replace
 
 import jax
@@ -289,3 +290,29 @@ def test_the_gradient_of_a_frequent_token_is_summed_in_float32(case):
     found, expected = gradient("bfloat16"), gradient("float32")
     assert np.linalg.norm(expected) > 1
     assert np.linalg.norm(found - expected) < 0.01 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 1), (1, 2, 2)])
+def test_the_update_makes_no_array_of_the_global_batch(shape, tmp_path):
+    """Twice as many micro-batches take no more memory, and no device gathers the signal."""
+    one = actor(config("actor.micro_batch_tokens=28"), mesh(*shape), tmp_path)
+
+    def compiled(rows):
+        def array(*dims, dtype="float32"):
+            return jax.ShapeDtypeStruct((rows, *dims), dtype, sharding=one._rows)
+
+        sequences = Sequences(
+            array(14, dtype="int32"), array(14, dtype="bool"), array(8, dtype="bool")
+        )
+        hidden = array(8, 24)
+        given = TrainBatch(sequences, TeacherSignal(hidden=hidden), array(8))
+        index = one._micro_batches(np.arange(rows), np.full(rows, 14), sequences, 1, rows)
+        assert len(index) > 4
+        return one._update.lower(one.state, one._frozen, given, index, 1).compile()
+
+    few, many = compiled(64), compiled(128)
+    temporary = [x.memory_analysis().temp_size_in_bytes for x in (few, many)]
+    assert temporary[1] == pytest.approx(temporary[0], rel=0.03)
+    widths = {int(n) for n in re.findall(r"f32\[(\d+),8,24\]", many.as_text())}
+    shards = shape[0] * shape[1]
+    assert widths - {1, 2} == {128 // shards}  # of a micro-batch's share 2 rows; the parameter

@@ -246,16 +246,28 @@ def test_one_long_completion_holds_nobody() -> None:
     assert made.stats.generated_tokens == lengths.sum()
 
 
-def test_other_settings_compile_nothing() -> None:
+def test_other_settings_compile_nothing_and_a_kind_of_draw_one_program() -> None:
     made = engine()
-    generate(made)
-    compiled = [f._cache_size() for f in (decode.launch, decode.insert, decode.prefill)]
-    other = SamplingParams(
-        max_new_tokens=16, temperature=0.3, top_k=4, top_p=0.8, min_p=0.1, eos_ids=(1, 2)
-    )
-    generate(made, sampling=other, seed=5, step=3)
-    generate(made, sampling=replace(other, temperature=0.0, max_new_tokens=2))
-    assert [f._cache_size() for f in (decode.launch, decode.insert, decode.prefill)] == compiled
+    some = SamplingParams(max_new_tokens=16, top_k=9, top_p=0.5, min_p=0.2)
+    programs = (decode.launch, decode.insert, decode.prefill)
+
+    def compiled(*asked: SamplingParams) -> list[int]:
+        before = [f._cache_size() for f in programs]
+        for step, sampling in enumerate(asked):
+            generate(made, sampling=sampling, seed=5, step=step)
+        return [f._cache_size() - n for f, n in zip(programs, before, strict=True)]
+
+    jax.clear_caches()
+    assert compiled(SAMPLING) == [1, 1, 1]
+    assert compiled(replace(SAMPLING, temperature=0.7, max_new_tokens=3)) == [0, 0, 0]
+    assert compiled(some) == [1, 0, 0]
+    other = replace(some, temperature=0.3, top_k=4, top_p=0.8, min_p=0.1, eos_ids=(1, 2))
+    assert compiled(other) == [0, 0, 0]
+    assert compiled(replace(other, temperature=0.0), replace(SAMPLING, temperature=0.0)) == [
+        1,
+        0,
+        0,
+    ]
 
 
 @pytest.mark.parametrize("launch_tokens", [1, 3, 16])

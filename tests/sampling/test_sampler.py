@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -193,16 +193,27 @@ def test_every_attempt_has_random_bits_of_its_own_for_every_prompt() -> None:
     assert len({key for attempt in range(5) for key in keys(attempt)}) == 5 * 512
 
 
-def test_changing_a_setting_compiles_nothing() -> None:
-    step: Callable[..., object] = jax.jit(lambda *args: sample(*args))
+def test_a_program_for_each_kind_of_draw_and_none_for_other_values() -> None:
+    """Greedy, none, one or several of the truncations: what does not truncate has no loop in it,
+    and what is greedy draws nothing."""
+    step = jax.jit(lambda *args: sample(*args))
     logits, random = jnp.zeros((2, 10)), jnp.full((2, 2), 0.5)
-    for s in (
-        BASE,
-        replace(BASE, temperature=0.0, eos_ids=(1, 2, 3)),
-        replace(BASE, temperature=0.3, top_k=3, top_p=0.5, min_p=0.1, max_new_tokens=9),
-    ):
-        step(logits, random, sampling_arrays(s, 3, 4))
-    assert step._cache_size() == 1  # type: ignore[attr-defined]
+    kinds: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
+        (0, {}, {"temperature": 0.3}),
+        (0, {"temperature": 0.0}, {"temperature": 0.0, "top_k": 3, "top_p": 0.5}),
+        (1, {"top_p": 0.9}, {"top_p": 0.2, "temperature": 2.0}),
+        (2, {"top_k": 3, "top_p": 0.5, "min_p": 0.1}, {"top_k": 1, "top_p": 0.1, "min_p": 0.2}),
+    ]
+    for count, (loops, *kind) in enumerate(kinds, 1):
+        for eos_ids in (), (1, 2, 3):
+            for change in kind:
+                knobs = sampling_arrays(replace(BASE, eos_ids=eos_ids, **change), 3, 4)
+                step(logits, random, knobs)
+        assert step._cache_size() == count
+        text = step.lower(logits, random, knobs).as_text()
+        assert text.count("stablehlo.while") == loops
+        assert ("cumsum" in text) == ("temperature" not in kind[0])
+        assert "stablehlo.case" not in text and "stablehlo.if" not in text
 
 
 @pytest.mark.parametrize(
