@@ -306,9 +306,9 @@ def test_the_update_makes_no_array_of_the_global_batch(shape, tmp_path):
         )
         hidden = array(8, 24)
         given = TrainBatch(sequences, TeacherSignal(hidden=hidden), array(8))
-        index = one._micro_batches(np.arange(rows), np.full(rows, 14), sequences, 1, rows)
+        index = one.programs.micro_batches(np.arange(rows), np.full(rows, 14), sequences, 1, rows)
         assert len(index) > 4
-        return one._update.lower(one.state, one._frozen, given, index, 1).compile()
+        return one.programs.update.lower(one.state, one._frozen, given, index, 1).compile()
 
     few, many = compiled(64), compiled(128)
     temporary = [x.memory_analysis().temp_size_in_bytes for x in (few, many)]
