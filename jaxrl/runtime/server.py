@@ -190,14 +190,24 @@ class WorkerServer:
             file.bind(("", 0))
             return int(file.getsockname()[1])
 
-    def join(self, coordinator: str, processes: int, timeout: float) -> None:
-        """Makes the processes of the pool one SPMD program."""
+    def join(self, coordinator: str, processes: int, devices: int, timeout: float) -> None:
+        """Makes the processes of the pool one SPMD program.
+
+        Everything is given here, and jax is kept from looking for a cluster of its own: in a step
+        of SLURM, under Open MPI or in a Kubernetes job it would take one GPU for each process.
+
+        Args:
+            devices: of this process: all that it was made to see.
+            timeout: seconds until all must have joined.
+        """
         jax.distributed.initialize(
             coordinator,
             processes,
             self.rank,
             initialization_timeout=round(timeout),
             coordinator_bind_address=coordinator,  # by default it listens everywhere
+            local_device_ids=range(devices),
+            cluster_detection_method="deactivate",
             heartbeat_timeout_seconds=60,
         )
 

@@ -107,8 +107,8 @@ class Starter:
                 port = self._get(pool, 0, pool.workers[0].free_port.remote(), begun)
                 where = f"{pool.process_slots[0].host.address}:{port}"
                 joining += [
-                    (pool, rank, worker.join.remote(where, n, self._startup_s))
-                    for rank, worker in enumerate(pool.workers)
+                    (pool, slot.rank, worker.join.remote(where, n, slot.devices, self._startup_s))
+                    for slot, worker in zip(pool.process_slots, pool.workers, strict=True)
                 ]
         self._get_all(joining, begun)
         asking = [
