@@ -22,6 +22,7 @@ from typing import Any
 import jax
 
 from jaxrl.errors import RunError, UserError
+from jaxrl.process.gpu_memory import take_share
 from jaxrl.runtime.local import LocalFuture, LocalWorker, device_memory, peak_bytes
 from jaxrl.runtime.parcel import Parcel, Store, pack
 from jaxrl.runtime.tracing import Tracer
@@ -154,6 +155,7 @@ class WorkerServer:
         """
         if os.path.isdir(cwd):
             os.chdir(cwd)
+        take_share()
         self.name, self.rank, self._store = name, rank, store
         self._stacks = tempfile.TemporaryFile("w+")  # noqa: SIM115 - as long as the process
         faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=True)
@@ -204,10 +206,10 @@ class WorkerServer:
             coordinator,
             processes,
             self.rank,
-            initialization_timeout=round(timeout),
-            coordinator_bind_address=coordinator,  # by default it listens everywhere
             local_device_ids=range(devices),
             cluster_detection_method="deactivate",
+            initialization_timeout=round(timeout),
+            coordinator_bind_address=coordinator,  # by default it listens everywhere
             heartbeat_timeout_seconds=60,
         )
 
