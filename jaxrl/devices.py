@@ -27,6 +27,7 @@ from rich.table import Table
 
 from jaxrl.config import cli
 from jaxrl.errors import RunError, UserError
+from jaxrl.process.gpu_memory import OLD_NAME, VARIABLE
 from jaxrl.process.xla_flags import ignore_absent_accelerators
 from jaxrl.runtime.cluster import Cluster
 from jaxrl.runtime.registry import Member, Run, running
@@ -42,12 +43,14 @@ COMMAND_WIDTH = 60
 GB, MIB = 1e9, 1 << 20
 WORKER = ("worker", "roles", "process", "devices")
 """Columns of a table of workers."""
+NODE = ("node", "address", "CPUs free", "GPUs free")
 SETTINGS = {
     "CUDA_VISIBLE_DEVICES": "a run from here sees these GPUs only, numbered from 0",
     "JAX_PLATFORMS": "a run from here uses the devices of these platforms only",
     "JAX_NUM_CPU_DEVICES": "a run from here emulates that many CPU devices",
-    "XLA_PYTHON_CLIENT_MEM_FRACTION": "the share of a GPU's memory that a run from here takes",
-}
+} | dict.fromkeys(
+    (VARIABLE, OLD_NAME), "the share of a GPU's memory that jax takes in a run from here"
+)
 """Environment variables that decide which devices a run gets."""
 
 
@@ -257,12 +260,14 @@ def run_page(run: Run, gpus: Sequence[LocalDevice]) -> list[Table | str]:
 
 def cluster_page(cluster: Cluster) -> list[Table | str]:
     """The nodes of a cluster and the workers of jaxrl on it."""
+    tpus = any(node.tpus for node in cluster.hosts)
     nodes = [
         (
             node.name,
             node.address,
             f"{node.cpus_free:g} of {node.cpus:g}",
             f"{node.gpus_free:g} of {node.gpus:g}",
+            *([f"{node.tpus_free:g} of {node.tpus:g}"] if tpus else []),
             _memory(node.memory_free, node.memory),
         )
         for node in cluster.hosts
@@ -270,7 +275,7 @@ def cluster_page(cluster: Cluster) -> list[Table | str]:
     rows = [(*_worker(worker, worker.devices), worker.phase) for worker in cluster.workers]
     return [
         f"cluster {cluster.address}",
-        _table(("node", "address", "CPUs free", "GPUs free", "memory free"), nodes),
+        _table((*NODE, *(["TPUs free"] if tpus else []), "memory free"), nodes),
         _table((*WORKER, "phase"), rows) if rows else "no worker of jaxrl on it",
     ]
 

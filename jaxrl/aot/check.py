@@ -21,8 +21,9 @@ from jaxrl.aot.programs import Program, RunPrograms
 from jaxrl.aot.suggest import SHOWN, WORTH, Candidate, Search, candidate_lines
 from jaxrl.config.schema import Config
 from jaxrl.models.kernels import compiling_for
-from jaxrl.plan import WIDTH, Plan, jax_share, make_plan
+from jaxrl.plan import WIDTH, Plan, make_plan
 from jaxrl.plan.inputs import GB
+from jaxrl.process.gpu_memory import gpu_share
 from jaxrl.process.quiet_import import silenced
 from jaxrl.sharding.mesh import Visible
 
@@ -171,7 +172,7 @@ class Report:
 def plan_for(config: Config, target: Machine) -> Plan:
     """The plan of a run on a machine that is not here."""
     visible = Visible(target.devices, None)
-    limit = target.memory * (jax_share() if target.is_gpu else 1)
+    limit = target.memory * (gpu_share() if target.is_gpu else 1)
     return make_plan(config, needed_roles(config), lambda needed: visible, limit / GB)
 
 

@@ -102,11 +102,12 @@ class Search:
     def _placed(self, spec: str) -> Candidate:
         """The run on another mesh, with every choice of axes open again."""
         config = set_key(self.config, "mesh", spec)
-        for role in self.inputs.roles:
-            config = _with_axes(config, role, {})
         roles = [role for role in needed_roles(config) if role not in services(config)]
         slices = {role: section.devices for role, section in config.roles.items()}
         placement = place(spec, roles, slices)
+        for role in self.inputs.roles:
+            n = len(placement.roles[role].devices)
+            config = _with_axes(config, role, next(_axes(n, role)))
         return self.judge(config, replace(self.inputs, placement=placement))
 
     def _improved(self, start: Candidate) -> Candidate:
@@ -154,8 +155,9 @@ def _axes(n: int, role: str) -> Iterator[dict[str, int]]:
     """Ways to use n devices: two axes at most, and no copies of what is trained."""
     other = "fsdp" if role == "actor" else "data"
     for tensor in (t for t in range(1, n + 1) if n % t == 0):
-        yield {"tensor": tensor, other: n // tensor}
-    if role != "actor":
+        sizes = {other: n // tensor, "tensor": tensor}
+        yield {axis: size for axis, size in sizes.items() if size > 1} or {other: 1}
+    if role != "actor" and n > 1:
         yield {"fsdp": n}
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import math
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,11 +22,14 @@ from jaxrl.formats import hf
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.encoder_config import WEIGHTS, find_folder, read_encoder
 from jaxrl.models.kernels import GPU, UNKNOWN_GPU, target_of, why_not_fused
-from jaxrl.plan.advice import advise, relief, room, set_key
-from jaxrl.plan.inputs import GB, HostMemory, PlanInputs, PoolPeak, parallel
+from jaxrl.plan.advice import advise, faster, relief, room
+from jaxrl.plan.axes import with_axes
+from jaxrl.plan.inputs import GB, HostMemory, PlanInputs, PoolPeak
 from jaxrl.plan.memory import Account, optimizer_bytes, weight_bytes
 from jaxrl.plan.roles import pool_peaks, role_accounts
 from jaxrl.plan.table import plan_table
+from jaxrl.process.gpu_memory import VARIABLE as SHARE_VARIABLE
+from jaxrl.process.gpu_memory import gpu_share, taken_share
 from jaxrl.roles.reward_model import read_reward
 from jaxrl.runtime.cluster import ClusterDevice
 from jaxrl.sharding.mesh import Visible, bytes_limit
@@ -35,8 +37,6 @@ from jaxrl.sharding.placement import Axes, Placement, check_visible, place, serv
 
 GPU_SIZES = (24, 40, 80, 141)
 """GB of the GPUs that a plan made without one is judged for."""
-JAX_SHARE = 0.75
-"""Of a GPU's memory, what jax takes unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise."""
 PROCESS_BYTES = 600_000_000
 """What a process grows by from its plan to the end of a run, arrays aside: the tokenizers' library,
 compiled programs, buffers of the allocator. Measured on the quickstart."""
@@ -219,12 +219,15 @@ def build(
         hosts=hosts,
         **(frozen or {}),
     )
-    run, (config, chosen) = config, _with_rollout_axes(config, inputs, seen.emulated)
+    run, chosen = config, ()
+    if not seen.emulated:
+        config, chosen = with_axes(config, inputs)
     axes, accounts = inputs.axes(config), role_accounts(inputs, config)
     pools = inputs.pools(accounts)
     notes = (
         f"launcher: {seen.launcher} ({seen.why})" if seen.why else None,
         seen.note,
+        *_share_notes(seen),
         *placement.notes,
         *chosen,
         *_mesh_notes(config, inputs, axes),
@@ -235,6 +238,7 @@ def build(
     )
     verdict, advice = [_verdict(pools, hosts)], advise(config, inputs)
     verdict += filter(None, [room(config, inputs)])
+    verdict += faster(config, inputs)
     if (seen.emulated or not seen.devices) and limit_gb is None:
         gpus = replace(inputs, target=UNKNOWN_GPU, hosts=())
         lines, there = _elsewhere(asked.with_dtypes("gpu"), gpus)
@@ -309,6 +313,17 @@ def _host_note(host: HostMemory, pools: Sequence[PoolPeak]) -> str:
     )
 
 
+def _share_notes(seen: Visible) -> list[str]:
+    """What jax takes of the GPUs, for each kind that there is."""
+    found: dict[str, None] = {}
+    for device in seen.devices:
+        limit = bytes_limit(device) if device.platform in GPU else None
+        if limit is not None:
+            share = getattr(device, "share", None) or taken_share()  # a cluster's says its own
+            found[f"of each GPU's {limit / share / GB:.0f} GB jax takes {share:.0%}"] = None
+    return [f"{text}: {SHARE_VARIABLE} changes that" for text in found]
+
+
 def _dtype_notes(asked: Config, config: Config, inputs: PlanInputs) -> Iterator[str]:
     """What was chosen for the roles of the run, and what is slower than it looks."""
     wanted = {r: asked.roles[r].dtype for r in inputs.roles if r in asked.roles}
@@ -341,32 +356,6 @@ def _kernel_notes(config: Config, inputs: PlanInputs) -> Iterator[str]:
             f"attention of {', '.join(roles)}: {reason}; matrix products are used, slower and with"
             " the scores in memory"
         )
-
-
-def _with_rollout_axes(
-    config: Config, inputs: PlanInputs, emulated: bool
-) -> tuple[Config, tuple[str, ...]]:
-    """Splits the rollout's weights over the fewest devices that fit, where the config is silent."""
-    if "rollout" not in inputs.roles or parallel(config, "rollout").model_dump(exclude_none=True):
-        return config, ()
-    where = inputs.placement.roles["rollout"]
-    limit, n = inputs.limits[where.pool], len(where.devices)
-    if limit is None or emulated:
-        return config, ()
-    tried = []
-    for tensor in (t for t in range(1, n + 1) if n % t == 0 and inputs.student.n_heads % t == 0):
-        choice = set_key(config, "rollout.parallel.tensor", tensor)
-        size = pool_peaks(inputs, choice)[where.pool].bytes
-        tried.append((size > limit, size if size > limit else tensor, tensor, choice))
-    _, _, tensor, choice = min(tried, key=lambda item: item[:3])
-    if tensor == 1:
-        return config, ()
-    whole = tried[0][1] / GB
-    note = (
-        f"rollout.parallel.tensor={tensor}: with a copy of the weights on each device"
-        f" its pool would take {whole:.1f} GB"
-    )
-    return choice, (note,)
 
 
 def _mesh_notes(config: Config, inputs: PlanInputs, axes: Mapping[str, Axes]) -> Iterator[str]:
@@ -441,16 +430,11 @@ def _verdict(pools: Sequence[PoolPeak], hosts: Sequence[HostMemory] = ()) -> str
     return "verdict: " + ("fits" if not over else "does not fit: " + "; ".join(over))
 
 
-def jax_share() -> float:
-    """Of a GPU's memory, what jax takes."""
-    return float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", JAX_SHARE))
-
-
 def _elsewhere(config: Config, inputs: PlanInputs) -> tuple[list[str], list[str] | None]:
     """What the run would take on GPUs, whether it would fit those of the usual sizes, and what
     would help on those that are too small. Silent for models that fit anywhere.
     """
-    share = jax_share()
+    share = gpu_share()
     needed = pool_peaks(inputs, config)
     if max(pool.bytes for pool in needed) < GB:
         return [], None
@@ -459,13 +443,18 @@ def _elsewhere(config: Config, inputs: PlanInputs) -> tuple[list[str], list[str]
     for size in GPU_SIZES:
         usable = round(size * share * GB)
         there = replace(inputs, limits=(usable,) * len(inputs.placement.pools))
-        choice, _ = _with_rollout_axes(config, there, emulated=False)
+        choice, _ = with_axes(config, there)
         pools = pool_peaks(there, choice)
         verdict = _verdict(pools).removeprefix("verdict: ")
-        if choice is not config:
-            verdict += f" (rollout: {there.axes(choice)['rollout']})"
+        axes = there.axes(choice)
+        split = [
+            f"{role}: {axes[role]}" for role, own in there.axes(config).items() if axes[role] != own
+        ]
+        if split:
+            verdict += f" ({', '.join(split)})"
         lines.append(f"on GPUs of {size} GB, of which jax takes {share:.0%}: {verdict}")
         lines += [f"  {line}" for line in filter(None, [room(choice, there)])]
+        lines += [f"  {line}" for line in faster(choice, there)]
         if not all(pool.fits for pool in pools):
             advice += [f"for {size} GB: {line}" for line in advise(choice, there)]
     return lines, advice

@@ -1,4 +1,6 @@
-"""What would help where a plan does not fit: keys to change, each tried before it is named."""
+"""What would help where a plan does not fit, and what there is room for where it does: keys to
+change, each tried before it is named.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +21,10 @@ LINES = 4
 """Keys named for each pool."""
 WORTH = 0.02
 """A key is named where it saves at least this fraction of the peak."""
+REMATS = ("none", "dots", "full")
+"""The fastest first."""
+EIGHTHS = 8
+"""The values of `rollout.slots` that are tried, in parts of the sequences of a batch."""
 MOST = 1 << 16
 """Where the search for the largest batch ends."""
 SMALL_CHUNK = 128
@@ -59,6 +65,60 @@ def room(config: Config, inputs: PlanInputs) -> str | None:
         more = " or more" if largest == MOST else ""
         found.append(f"{key} up to {largest}{more} (now {now})")
     return f"room, each alone: {', or '.join(found)}"
+
+
+def faster(config: Config, inputs: PlanInputs) -> list[str]:
+    """Keys that make the run faster, each alone at the fastest of its values that fit, with what
+    its pool takes then; empty where no limit is known or the run does not fit as it is.
+    """
+    if not any(inputs.limits) or not _fits(config, inputs):
+        return []
+    lines = []
+    for role, key, values in _quickest_first(config, inputs):
+        section, _, name = key.partition(".")
+        now = getattr(getattr(config, section), name)
+        for value in values:
+            choice = set_key(config, key, value)
+            pools = pool_peaks(inputs, choice)
+            if all(pool.fits for pool in pools):
+                mine = pools[inputs.placement.roles[role].pool]
+                limit = "" if mine.limit is None else f" of {mine.limit / 1e9:.1f}"
+                lines.append(
+                    f"room: {key}={shown(value)} (now {shown(now)}) is faster:"
+                    f" {mine.pool.name} then takes {mine.bytes / 1e9:.1f}{limit} GB"
+                )
+                break
+    return lines
+
+
+def _quickest_first(
+    config: Config, inputs: PlanInputs
+) -> Iterator[tuple[str, str, Iterator[int | str | None]]]:
+    """Role, key, and the values of the key that are faster than its own, the fastest first."""
+    setting = Setting(config, inputs, inputs.axes(config))
+    if "rollout" in inputs.roles:
+        slots = config.rollout.slots or setting.sequences
+        parts = range(EIGHTHS, 0, -1)
+        more = (setting.sequences * part // EIGHTHS for part in parts)
+        yield "rollout", "rollout.slots", (n for n in more if n > slots)
+    if "actor" in inputs.roles:
+        remat = config.actor.remat
+        yield "actor", "actor.remat", iter(REMATS[: REMATS.index(remat)])
+        yield "actor", "actor.micro_batch_tokens", _larger_micro_batches(setting)
+    if "teacher" in inputs.roles:
+        yield "teacher", "teacher.num_microbatches", iter(range(1, config.teacher.num_microbatches))
+
+
+def _larger_micro_batches(m: Setting) -> Iterator[int | None]:
+    """Budgets that cut an update in fewer micro-batches; null for one."""
+    count, _ = micro_batches(m)
+    if count > 1:
+        yield None
+    for fewer in range(2, count):
+        rows = -(-m.update_rows // fewer)
+        rows = -(-rows // m.shared_group) * m.shared_group
+        apart = rows // m.shared_group * (m.shared_group - 1) * m.prompt_tokens
+        yield rows * m.width - apart  # a group has its prompt once
 
 
 def _fits(config: Config, inputs: PlanInputs) -> bool:

@@ -21,6 +21,7 @@ from jaxrl.models.rules import param_shardings
 from jaxrl.plan import Plan
 from jaxrl.plan.roles import TEMPLATE_TOKENS
 from jaxrl.process.compile_cache import enable_compile_cache
+from jaxrl.process.gpu_memory import worker_share
 from jaxrl.process.xla_flags import worker_environment
 from jaxrl.roles.actor import Actor
 from jaxrl.roles.grouper import Grouper
@@ -141,7 +142,7 @@ def _ray(setup: Setup, plan: Plan, log: Log) -> WorkerGroup:
         startup_s=setup.config.deadlines.startup,
         roles=plan.runs,
         lazy=setup.config.lazy,
-        environment=worker_environment(setup.config.deterministic),
+        environment=worker_environment(setup.config.deterministic) | worker_share(),
     )
     try:
         worker_group.start()

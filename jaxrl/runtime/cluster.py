@@ -3,19 +3,32 @@
 A pool goes whole to the first host with room for it; where none has, it is shared evenly by the
 fewest hosts. What does not fit is refused before anything is asked of the cluster, with what is
 needed beside what there is.
+
+A process of GPUs sees those that Ray gives it. TPU chips are chosen here: the runtime of a process
+(libtpu) takes a block of neighbours, and Ray would give any that are free.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from jaxrl.errors import UserError
+from jaxrl.process.gpu_memory import SHARE
 from jaxrl.runtime.worker import WorkerState
 from jaxrl.sharding.placement import Placement
 
 GB = 1e9
+Kind = Literal["GPU", "TPU", "CPU"]
+"""What a device is, by the name of its resource in Ray; a CPU stands for an emulated device."""
+BLOCKS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
+"""Chips of a process -> the shape of their block, as libtpu wants it. The shapes are those that
+Ray (`accelerators/tpu.py`) and JAX's own multi-process tests use; a block starts at a multiple of
+its size."""
+TPU_PORT = 8476
+"""The port of libtpu in a process that has the host's first chip; the next chip's is the next."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +47,22 @@ class Host:
     """Bytes of host memory."""
     gpu_memory: tuple[int, ...] = ()
     """Bytes of each GPU, where the driver tells."""
+    gpu_share: float = SHARE
+    """The part of them that jax would take in a worker there."""
+    tpus: int = 0
+    tpus_free: int = 0
+
+    def has(self, kind: Kind) -> int:
+        return {"GPU": self.gpus, "TPU": self.tpus, "CPU": self.cpus}[kind]
+
+    def free(self, kind: Kind) -> int:
+        """Devices for a run. A host's TPU chips are for one run: who has which of them is known
+        only where nobody else has any.
+        """
+        if kind == "TPU":
+            return self.tpus if self.tpus_free == self.tpus else 0
+        return self.gpus_free if kind == "GPU" else self.cpus_free
+
     capability: str | None = None
     """Least compute capability of its GPUs, where the driver tells."""
 
@@ -57,6 +86,8 @@ class ProcessSlot:
     """Number among the processes of its pool, which share its devices in this order."""
     host: Host
     devices: int
+    chips: tuple[int, ...] = ()
+    """Numbers of its TPU chips on the host."""
 
 
 @dataclass(frozen=True)
@@ -70,29 +101,43 @@ class ClusterDevice:
     limit: int | None
     """Bytes that a run may use on it; of an emulated one, those that all on its host share."""
     compute_capability: str | None = None
+    share: float | None = None
+    """Of a GPU's memory, what the limit is."""
 
     def memory_stats(self) -> Mapping[str, Any] | None:
         return None if self.limit is None else {"bytes_limit": self.limit}
 
 
 def process_slots(
-    placement: Placement, hosts: Sequence[Host], on_gpu: bool, most: int | None
+    placement: Placement, hosts: Sequence[Host], kind: Kind, most: int | None
 ) -> tuple[ProcessSlot, ...]:
     """A host, and its share of the devices, for each worker process.
 
     Args:
-        on_gpu: a device is a GPU; otherwise it is emulated, and takes one CPU.
         most: devices of one process at most (`ray.devices_per_worker`).
 
     Raises:
-        UserError: the cluster is too small, with both tables, or `most` does not divide a share.
+        UserError: the cluster is too small, with both tables; `most` does not divide a share; or a
+            pool's TPU chips are no block of one host.
     """
-    free = {host.id: host.gpus_free if on_gpu else host.cpus_free for host in hosts}
+    free = {host.id: host.free(kind) for host in hosts}
+    chips = {host.id: list(range(host.tpus)) for host in hosts}
     found: list[ProcessSlot] = []
     for index, pool in enumerate(placement.pools):
-        shares = _shares(len(pool.devices), hosts, free)
+        n = len(pool.devices)
+        shares = _shares(n, hosts, free)
         if shares is None:
-            raise UserError(_too_small(placement, hosts, on_gpu, pool.name))
+            raise UserError(_too_small(placement, hosts, kind, pool.name))
+        if kind == "TPU" and n:
+            (host, *others) = (host for host, _ in shares)
+            if n not in BLOCKS or others or (most or n) < n:
+                raise UserError(_no_block(placement, hosts, pool.name, n, most))
+            block = _take_block(chips[host.id], n)
+            if block is None:
+                raise UserError(_too_small(placement, hosts, kind, pool.name))
+            free[host.id] -= n
+            found.append(ProcessSlot(index, 0, host, n, block))
+            continue
         rank = 0
         for host, count in shares:
             free[host.id] -= count
@@ -100,6 +145,64 @@ def process_slots(
                 found.append(ProcessSlot(index, rank, host, size))
                 rank += 1
     return tuple(found)
+
+
+def _take_block(free: list[int], size: int) -> tuple[int, ...] | None:
+    """Takes the first chips that are a block. The first that fits is always the smallest that does,
+    so that blocks of any sizes use up a host of 1, 2, 4 or 8 chips.
+    """
+    for start in (chip for chip in free if chip % size == 0):
+        block = tuple(range(start, start + size))
+        if set(block) <= set(free):
+            free[:] = [chip for chip in free if chip not in block]
+            return block
+    return None
+
+
+def _no_block(
+    placement: Placement, hosts: Sequence[Host], pool: str, n: int, most: int | None
+) -> str:
+    largest = max(host.tpus for host in hosts)
+    sizes = [size for size in BLOCKS if size <= largest]
+    cut = f" in processes of {most} (ray.devices_per_worker)" if (most or n) < n else ""
+    return (
+        f"the mesh {placement.spec!r} gives {pool} {n} TPU chips{cut}; with launcher=ray a pool of"
+        f" TPUs is one process with {', '.join(map(str, sizes))} chips of one host, which libtpu"
+        f" can set apart: change that pool{' and leave the key out' if cut else ''}, or set"
+        " launcher=local, where one process has all chips of this host and pools of any size"
+    )
+
+
+def worker_variables(slot: ProcessSlot, kind: Kind, placement: Placement) -> dict[str, str]:
+    """The environment that gives a process its devices, and no others."""
+    if kind == "GPU" and slot.devices:
+        return {"JAX_PLATFORMS": "cuda,cpu"}
+    if kind == "TPU" and slot.devices:
+        return {"JAX_PLATFORMS": "tpu,cpu", **_chip_variables(slot)}
+    return {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": str(max(slot.devices, 1)),
+        # XLA cuts its work for this many threads: as many as one process with all of the
+        # run's devices would have, so that every launcher computes the same bits.
+        "NPROC": str(max(os.cpu_count() or 1, placement.n_devices)),
+    }
+
+
+def _chip_variables(slot: ProcessSlot) -> dict[str, str]:
+    """What libtpu reads. A process that has all chips of its host needs nothing."""
+    ours = {"RAY_EXPERIMENTAL_NOSET_TPU_VISIBLE_CHIPS": "1"}  # Ray would name others
+    if slot.devices == slot.host.tpus:
+        return ours
+    port = TPU_PORT + slot.chips[0]
+    return ours | {
+        "TPU_VISIBLE_CHIPS": ",".join(map(str, slot.chips)),
+        "TPU_CHIPS_PER_PROCESS_BOUNDS": BLOCKS[slot.devices],
+        "TPU_PROCESS_BOUNDS": "1,1,1",
+        "TPU_PROCESS_ADDRESSES": f"localhost:{port}",
+        "TPU_PROCESS_PORT": str(port),
+        "CLOUD_TPU_TASK_ID": "0",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # each process has chips of its own
+    }
 
 
 def _shares(
@@ -125,33 +228,38 @@ def _processes(count: int, most: int | None, pool: str) -> list[int]:
     return [most] * (count // most)
 
 
-def _too_small(placement: Placement, hosts: Sequence[Host], on_gpu: bool, stuck: str) -> str:
-    kind = "GPUs" if on_gpu else "CPUs (one for each emulated device)"
-    total = sum(host.gpus_free if on_gpu else host.cpus_free for host in hosts)
+def _too_small(placement: Placement, hosts: Sequence[Host], kind: Kind, stuck: str) -> str:
+    units = {
+        "GPU": "GPUs",
+        "TPU": "TPU chips (of hosts where all are free)",
+        "CPU": "CPUs (one for each emulated device)",
+    }
+    total = sum(host.free(kind) for host in hosts)
     return (
-        f"the cluster is too small: the mesh {placement.spec!r} needs {placement.n_devices} {kind},"
-        f" {total} are free; there is no room for {stuck}\n"
-        f"{needs_table(placement, on_gpu)}\n{hosts_table(hosts)}\n"
+        f"the cluster is too small: the mesh {placement.spec!r} needs {placement.n_devices}"
+        f" {units[kind]}, {total} are free; there is no room for {stuck}\n"
+        f"{needs_table(placement, kind)}\n{hosts_table(hosts)}\n"
         "ask for fewer devices, wait until others are done, or add nodes with"
         " `ray start --address=HEAD:PORT`"
     )
 
 
-def needs_table(placement: Placement, on_gpu: bool) -> str:
+def needs_table(placement: Placement, kind: Kind) -> str:
     """What each pool asks of the cluster."""
-    unit = "GPU" if on_gpu else "CPU"
-    rows = [(f"needs: {pool.name}", f"{len(pool.devices)} {unit}") for pool in placement.pools]
+    rows = [(f"needs: {pool.name}", f"{len(pool.devices)} {kind}") for pool in placement.pools]
     return _table(rows)
 
 
 def hosts_table(hosts: Sequence[Host]) -> str:
     """What each node has: free of all."""
+    tpus = any(host.tpus for host in hosts)
     return _table(
         [
             (
                 f"has: {host.name} ({host.address})",
                 f"{host.cpus_free} of {host.cpus} CPU",
                 f"{host.gpus_free} of {host.gpus} GPU",
+                *([f"{host.tpus_free} of {host.tpus} TPU"] if tpus else []),
                 f"{host.memory_free / GB:.1f} of {host.memory / GB:.1f} GB memory",
             )
             for host in hosts
@@ -160,20 +268,19 @@ def hosts_table(hosts: Sequence[Host]) -> str:
 
 
 def devices_of(
-    placement: Placement, places: Sequence[ProcessSlot], on_gpu: bool
+    placement: Placement, places: Sequence[ProcessSlot], kind: Kind
 ) -> tuple[ClusterDevice, ...]:
     """Every device of the run in the order of the placement."""
     found: list[ClusterDevice] = []
     for process, slot in enumerate(places):
         host = slot.host
-        if on_gpu:
-            limit = min(host.gpu_memory) if host.gpu_memory else None
-        else:
-            limit = host.memory_free or None
+        limit = (host.memory_free or None) if kind == "CPU" else None
+        if kind == "GPU" and host.gpu_memory:
+            limit = round(host.gpu_share * min(host.gpu_memory))
+        share = host.gpu_share if kind == "GPU" else None
         for _ in range(slot.devices):
-            platform = "gpu" if on_gpu else "cpu"
-            reported = host.name, limit, host.capability
-            found.append(ClusterDevice(len(found), platform, process, *reported))
+            reported = host.name, limit, host.capability, share
+            found.append(ClusterDevice(len(found), kind.lower(), process, *reported))
     return tuple(found)
 
 

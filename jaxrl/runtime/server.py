@@ -22,6 +22,7 @@ from typing import Any
 import jax
 
 from jaxrl.errors import RunError, UserError
+from jaxrl.process.gpu_memory import take_share
 from jaxrl.runtime.local import LocalFuture, LocalWorker, device_memory, peak_bytes
 from jaxrl.runtime.parcel import Parcel, Store, pack
 from jaxrl.runtime.tracing import Tracer
@@ -154,6 +155,7 @@ class WorkerServer:
         """
         if os.path.isdir(cwd):
             os.chdir(cwd)
+        take_share()
         self.name, self.rank, self._store = name, rank, store
         self._stacks = tempfile.TemporaryFile("w+")  # noqa: SIM115 - as long as the process
         faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=True)
@@ -190,12 +192,22 @@ class WorkerServer:
             file.bind(("", 0))
             return int(file.getsockname()[1])
 
-    def join(self, coordinator: str, processes: int, timeout: float) -> None:
-        """Makes the processes of the pool one SPMD program."""
+    def join(self, coordinator: str, processes: int, devices: int, timeout: float) -> None:
+        """Makes the processes of the pool one SPMD program.
+
+        Everything is given here, and jax is kept from looking for a cluster of its own: in a step
+        of SLURM, under Open MPI or in a Kubernetes job it would take one GPU for each process.
+
+        Args:
+            devices: of this process: all that it was made to see.
+            timeout: seconds until all must have joined.
+        """
         jax.distributed.initialize(
             coordinator,
             processes,
             self.rank,
+            local_device_ids=range(devices),
+            cluster_detection_method="deactivate",
             initialization_timeout=round(timeout),
             coordinator_bind_address=coordinator,  # by default it listens everywhere
             heartbeat_timeout_seconds=60,

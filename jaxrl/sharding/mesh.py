@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,10 +12,12 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src import hardware_utils  # no public function counts chips
 from jax.sharding import AxisType, Mesh
 
 from jaxrl.errors import UserError
 from jaxrl.process.compile_cache import compile_unordered_programs_again
+from jaxrl.process.gpu_memory import take_share
 from jaxrl.process.xla_flags import ignore_absent_accelerators, wait_for_slow_devices
 from jaxrl.sharding.placement import AXIS_NAMES, Axes, Placement, device_list
 
@@ -58,6 +61,7 @@ def ensure_devices(needed: int) -> Visible:
             late = True
     wait_for_slow_devices()
     ignore_absent_accelerators()
+    take_share()
     try:
         devices = tuple(jax.devices())
     except (RuntimeError, AssertionError) as error:  # jax asserts where a named platform is missing
@@ -81,6 +85,19 @@ def accelerators_here() -> int:
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         return 0
     return len(list(Path("/dev").glob("nvidia[0-9]*")))
+
+
+def tpu_chips_here() -> int:
+    """TPU chips of this host that a process may use, told without starting jax; 0 where jax has not
+    the package that drives them.
+    """
+    platforms = os.environ.get("JAX_PLATFORMS", "")
+    if platforms and "tpu" not in platforms.split(","):
+        return 0
+    if importlib.util.find_spec("libtpu") is None:
+        return 0
+    chips, _ = hardware_utils.num_available_tpu_chips_and_device_id()
+    return chips
 
 
 def _count_asked_for() -> str | None:

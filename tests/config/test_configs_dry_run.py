@@ -15,6 +15,7 @@ from jaxrl.config import cli
 from jaxrl.config.schema import Config
 from jaxrl.models.config import DecoderConfig
 from jaxrl.plan import Plan, build
+from jaxrl.process.gpu_memory import SHARE
 from jaxrl.rewards.functions import find
 from jaxrl.sharding.mesh import Visible
 from jaxrl.sharding.placement import place
@@ -76,7 +77,7 @@ def test_eight_gpu_configs_are_planned_from_config_json_alone(split, large_host,
     printed = capsys.readouterr().out
     actor, rollout, teacher = split.split("-")
     assert f"actor={actor},rollout={rollout},teacher={teacher}" in printed
-    assert "on GPUs of 80 GB, of which jax takes 75%: fits" in printed
+    assert "on GPUs of 80 GB, of which jax takes 92%: fits" in printed
     assert "teacher.model: no weights here, only a config.json" in printed
 
 
@@ -119,7 +120,7 @@ def test_configs_that_learn_from_rewards_are_planned_and_fit(name, large_host, t
     path = str(CONFIGS / f"{name}.yaml")
     assert cli.run(main, ["--config", path, "--dry-run", *asked, *HERE]) == 0
     printed = capsys.readouterr().out
-    assert "on GPUs of 80 GB, of which jax takes 75%: fits" in printed
+    assert "on GPUs of 80 GB, of which jax takes 92%: fits" in printed
     for role in needed_roles(config):
         assert re.search(rf"^ .* {role} .* (cpu|gpu) \d", printed, re.MULTILINE), role
 
@@ -161,10 +162,12 @@ def test_a_dry_run_says_what_fits_which_gpus_and_soon(tmp_path):
     assert set(need) == {"actor", "rollout", "teacher"}
     for size in CHIPS:
         (verdict,) = [line for line in lines if line.startswith(f"on GPUs of {size} GB")]
-        small = [name for name, gb in need.items() if gb > 0.75 * size]
+        small = [name for name, gb in need.items() if gb > SHARE * size]
+        if "teacher: data" in verdict or "teacher: tensor" in verdict:
+            small = [name for name in small if name != "teacher"]  # split so that it fits
         assert ("does not fit" in verdict) == bool(small)
         for name in small:  # by how much, and what to do
-            over = f"{need[name] - 0.75 * size:.1f}"
+            over = f"{need[name] - SHARE * size:.1f}"
             assert re.search(rf"{name} needs {need[name]} GB .*, {over} too much", verdict)
             advice = [line for line in lines if line.startswith(f"for {size} GB: {name}: ")]
             assert any(f"{name}." in line and "=" in line for line in advice)

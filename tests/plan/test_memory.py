@@ -216,6 +216,27 @@ def test_a_cluster_s_emulated_devices_share_the_memory_of_their_own_host() -> No
     assert not on(need_a - 1, 10**13).fits and not on(10**13, need_b - 1).fits
 
 
+def test_what_jax_takes_of_a_gpu_is_told_and_planned_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    placement = place("actor+rollout+teacher=1", ROLES)
+    config = Config.parse({**BASE, "mesh": placement.spec})
+
+    def on(share: float) -> Plan:
+        device = ClusterDevice(0, "gpu", 0, "a", round(share * 141e9), "9.0", share)
+        return build(config, ROLES, placement, QWEN_1_5B, QWEN_7B, Visible((device,), None, "ray"))
+
+    (note,) = (note for note in on(0.92).notes if "jax takes" in note)
+    assert note == "of each GPU's 141 GB jax takes 92%: XLA_CLIENT_MEM_FRACTION changes that"
+    assert on(0.92).pools[0].limit == round(0.92 * 141e9)
+    assert any("141 GB jax takes 50%" in note for note in on(0.5).notes)
+
+    monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    elsewhere = plan(placement.spec, here=True).text()
+    assert "on GPUs of 141 GB, of which jax takes 92%" in elsewhere
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
+    assert "of which jax takes 60%" in plan(placement.spec, here=True).text()
+
+
 def test_roles_compute_in_what_their_devices_do_unless_they_are_told() -> None:
     def dtypes(found: Plan) -> set[str | None]:
         return {section.dtype for section in found.config.roles.values()}
@@ -234,14 +255,19 @@ def test_roles_compute_in_what_their_devices_do_unless_they_are_told() -> None:
     assert any("dtype=bfloat16 of teacher: a CPU computes it in float32" in n for n in asked.notes)
 
 
+def named(found: Plan) -> list[str]:
+    """The keys that the advice names."""
+    return [line.split("=")[0].split(": ")[1] for line in found.advice if "takes" in line]
+
+
 def test_what_does_not_fit_names_keys_that_help() -> None:
     large = plan("actor=2,rollout=2,teacher=4", limit_gb=18)
     assert not large.fits
     assert "does not fit: actor needs" in large.verdict[0]
     assert "of 18.0" in large.verdict[0]
-    named = [line.split("=")[0].split(": ")[1] for line in large.advice if "takes" in line]
-    assert "actor.micro_batch_tokens" in named
-    assert "teacher.parallel.tensor" in named
+    assert "actor.micro_batch_tokens" in named(large)
+    assert large.axes["teacher"] == Axes(2, 1, 2)  # the plan splits it by itself, where that fits
+    assert "teacher.parallel.tensor" in named(plan("actor=2,rollout=2,teacher=4", limit_gb=8))
     assert plan("actor=2,rollout=2,teacher=4", limit_gb=200).advice == ()
 
 
@@ -258,6 +284,51 @@ def test_named_keys_keep_their_promise() -> None:
         assert after.pools[index].bytes / 1e9 == pytest.approx(float(size), abs=0.051)
 
 
+KEYS_TO_RUN_FASTER = {
+    "rollout.slots": [48, 96, 192],
+    "actor.remat": ["full", "dots", "none"],
+    "actor.micro_batch_tokens": [12288, 24576, 36864, None],
+    "teacher.num_microbatches": [8, 4, 2, 1],
+}
+"""Key -> values, the slowest first."""
+
+
+@pytest.mark.parametrize("limit_gb", [26, 40, 80])
+def test_what_would_be_faster_is_named_with_what_it_takes_and_fits(limit_gb: float) -> None:
+    mesh = "actor=2,rollout=2,teacher=4"
+    sizes: dict[str, Any] = {"batch_size": 48, "group_size": 4, "max_new_tokens": 2048}
+    sizes |= {key: values[0] for key, values in KEYS_TO_RUN_FASTER.items()}
+
+    def on(**changes: Any) -> Plan:
+        return plan(mesh, limit_gb=limit_gb, **(sizes | changes))
+
+    now, found = on(), {}
+    assert now.fits
+    for line in now.verdict:
+        if not line.startswith("room: "):
+            continue
+        key, value = line.split()[1].split("=")
+        typed: Any = int(value) if value.isdigit() else {"null": None}.get(value, value)
+        pool, size = line.split("faster: ")[1].split(" then takes ")
+        after = on(**{key: typed})
+        assert after.fits
+        index = [p.name for p in after.placement.pools].index(pool)
+        assert after.pools[index].bytes / 1e9 == pytest.approx(float(size.split()[0]), abs=0.051)
+        assert line.endswith(f"of {limit_gb:.1f} GB")
+        found[key] = typed
+    for key, values in KEYS_TO_RUN_FASTER.items():
+        fitting = [value for value in values[1:] if on(**{key: value}).fits]
+        assert (key in found) >= bool(fitting)  # none is missed
+    remats = [r for r in KEYS_TO_RUN_FASTER["actor.remat"] if on(**{"actor.remat": r}).fits]
+    assert found.get("actor.remat", "full") == remats[-1]
+    # Once all are set, nothing more is named; one that does not fit names nothing.
+    fastest = {key: values[-1] for key, values in KEYS_TO_RUN_FASTER.items()}
+    most = plan(mesh, limit_gb=1000, **(sizes | fastest))
+    assert not any(line.startswith("room: ") for line in most.verdict)
+    tight = plan(mesh, limit_gb=10, **sizes)
+    assert not tight.fits and not any(line.startswith("room") for line in tight.verdict)
+
+
 def test_the_rollout_splits_its_weights_only_where_a_copy_does_not_fit() -> None:
     roomy = plan("actor=2,rollout=2,teacher=4", limit_gb=60)
     assert roomy.axes["rollout"] == Axes(2, 1, 1)
@@ -266,6 +337,52 @@ def test_the_rollout_splits_its_weights_only_where_a_copy_does_not_fit() -> None
     assert any("rollout.parallel.tensor=2" in note for note in tight.notes)
     asked = plan("actor=2,rollout=2,teacher=4", limit_gb=5, rollout__parallel__data=2)
     assert asked.axes["rollout"] == Axes(2, 1, 1)
+
+
+def test_a_frozen_role_has_whole_copies_where_they_fit_and_is_split_where_not() -> None:
+    mesh = "actor=2,rollout=2,teacher=4"
+    roomy = plan(mesh, limit_gb=60)
+    assert roomy.axes["teacher"] == Axes(4, 1, 1)
+    (note,) = (note for note in roomy.notes if note.startswith("teacher.parallel"))
+    size = roomy.pools[2].bytes
+    assert note.startswith("teacher.parallel.data=4: a copy of the weights fits")
+    assert note.endswith(f"its pool takes {size / 1e9:.1f} GB")
+    # Exactly as much as it takes is enough; a byte less, and it is split over two.
+    at_limit = plan(mesh, limit_gb=size / 1e9)
+    assert at_limit.axes["teacher"] == Axes(4, 1, 1)
+    below = plan(mesh, limit_gb=(size - 1) / 1e9)
+    assert below.axes["teacher"] == Axes(2, 1, 2) and below.pools[2].fits
+    assert any(f"its pool would take {size / 1e9:.1f} GB" in note for note in below.notes)
+    # The config's own keys win, and where nothing fits the advice names what would help.
+    asked = plan(mesh, limit_gb=60, teacher__parallel__fsdp=4)
+    assert asked.axes["teacher"] == Axes(1, 4, 1)
+    assert plan(mesh, limit_gb=5).axes["teacher"] == Axes(1, 4, 1)
+    # Nothing is known of the device, or a CPU emulates it: the usual axes.
+    assert plan(mesh).axes["teacher"] == Axes(1, 4, 1)
+    assert plan(mesh, here=True).axes["teacher"] == Axes(1, 4, 1)
+
+
+def test_frozen_roles_that_share_a_pool_have_copies_only_where_all_of_them_fit() -> None:
+    roles, mesh = ("actor", "rollout", "reference", "reward"), "actor+rollout=4,reference+reward=2"
+    placement = place(mesh, roles)
+    changes: dict[str, Any] = {
+        "algorithm": "gspo",
+        "policy": {"kl_coef": 0.1},
+        "reward": {"model": "judge"},
+    }
+    changes |= {"teacher": {"model": None}, "mesh": mesh, "batch_size": 8}
+    config = Config.parse(BASE | changes)
+
+    def on(limit_gb: float) -> Plan:
+        seen, frozen = Visible((), None), {"reward": QWEN_7B}
+        return build(config, roles, placement, QWEN_1_5B, None, seen, limit_gb, frozen)
+
+    both = on(100)
+    assert {both.axes[role] for role in ("reference", "reward")} == {Axes(2, 1, 1)}
+    needed = both.pools[1].bytes
+    one = on((needed - 1) / 1e9)
+    assert one.pools[1].fits
+    assert (one.axes["reference"], one.axes["reward"]) == (Axes(2, 1, 1), Axes(1, 1, 2))
 
 
 def test_heads_that_tensor_does_not_divide_are_refused() -> None:

@@ -1,10 +1,20 @@
 """Which host gets which pool: by hand, on clusters that are only described."""
 
+import itertools
+from dataclasses import replace
+
 import pytest
 
 from jaxrl.errors import UserError
-from jaxrl.runtime.cluster import Host, devices_of, hosts_table, process_slots
-from jaxrl.sharding.placement import parse
+from jaxrl.runtime.cluster import (
+    Host,
+    ProcessSlot,
+    devices_of,
+    hosts_table,
+    process_slots,
+    worker_variables,
+)
+from jaxrl.sharding.placement import ROLES, parse
 
 GIB = 1 << 30
 
@@ -17,9 +27,9 @@ def host(name, cpus=0, gpus=0, free=None, gpu_memory=()):
     )
 
 
-def placed(mesh, hosts, on_gpu=True, most=None):
+def placed(mesh, hosts, kind="GPU", most=None):
     """(pool, rank, host, devices) of each process."""
-    found = process_slots(parse(mesh), hosts, on_gpu, most)
+    found = process_slots(parse(mesh), hosts, kind, most)
     return [(slot.pool, slot.rank, slot.host.name, slot.devices) for slot in found]
 
 
@@ -55,19 +65,19 @@ def test_what_no_host_has_room_for_is_shared_evenly_by_the_fewest():
 
 def test_a_share_of_a_host_is_cut_into_processes():
     hosts = [host("1", cpus=8), host("2", cpus=8)]
-    assert placed("actor=4,rollout=1", hosts, on_gpu=False, most=2) == [
+    assert placed("actor=4,rollout=1", hosts, kind="CPU", most=2) == [
         (0, 0, "1", 2),
         (0, 1, "1", 2),
         (1, 0, "1", 1),
     ]
-    assert [slot[1:] for slot in placed("actor=16", hosts, on_gpu=False, most=4)] == [
+    assert [slot[1:] for slot in placed("actor=16", hosts, kind="CPU", most=4)] == [
         (0, "1", 4),
         (1, "1", 4),
         (2, "2", 4),
         (3, "2", 4),
     ]
     with pytest.raises(UserError, match="devices_per_worker=2 does not divide the 3 devices"):
-        placed("actor=3", hosts, on_gpu=False, most=2)
+        placed("actor=3", hosts, kind="CPU", most=2)
 
 
 def test_only_what_is_free_counts_and_gpus_or_cpus_do():
@@ -76,7 +86,7 @@ def test_only_what_is_free_counts_and_gpus_or_cpus_do():
     assert placed("actor=2,rollout=1", hosts) == [(0, 0, "2", 2), (1, 0, "1", 1)]
     mixed = [host("1", cpus=64), host("2", cpus=1, gpus=2)]
     assert placed("actor=2", mixed) == [(0, 0, "2", 2)]
-    assert placed("actor=2", mixed, on_gpu=False) == [(0, 0, "1", 2)]
+    assert placed("actor=2", mixed, kind="CPU") == [(0, 0, "1", 2)]
 
 
 def test_a_cluster_that_is_too_small_is_told_with_both_tables():
@@ -97,21 +107,121 @@ def test_a_cluster_that_is_too_small_is_told_with_both_tables():
 def test_devices_are_numbered_in_the_order_of_the_placement_with_the_limit_of_their_host():
     hosts = [host("1", gpus=4, gpu_memory=(24 * GIB, 16 * GIB)), host("2", gpus=4)]
     placement = parse("actor=4,rollout=2")
-    found = devices_of(placement, process_slots(placement, hosts, True, None), True)
+    found = devices_of(placement, process_slots(placement, hosts, "GPU", None), "GPU")
     assert [(d.id, d.host, d.process_index) for d in found] == [
         *((i, "1", 0) for i in range(4)),
         *((i, "2", 1) for i in (4, 5)),
     ]
-    # The smallest GPU of the host; where the driver tells nothing, no limit is known.
-    assert [d.limit for d in found] == [16 * GIB] * 4 + [None] * 2
-    assert found[0].memory_stats() == {"bytes_limit": 16 * GIB}
+    # The share that jax takes of the smallest GPU of the host; where the driver tells nothing, no
+    # limit is known.
+    usable = round(0.92 * 16 * GIB)
+    assert [d.limit for d in found] == [usable] * 4 + [None] * 2
+    assert found[0].memory_stats() == {"bytes_limit": usable}
     assert found[5].memory_stats() is None
 
 
 def test_emulated_devices_share_the_memory_that_is_free_on_their_host():
     hosts = [host("1", cpus=3), host("2", cpus=8)]
     placement = parse("actor=2,rollout=1,teacher=2")
-    found = devices_of(placement, process_slots(placement, hosts, False, None), False)
+    found = devices_of(placement, process_slots(placement, hosts, "CPU", None), "CPU")
     # 6 GiB of host 1 for its three devices together, 6 GiB of host 2 for its two.
     assert [d.limit for d in found] == [6 * GIB] * 5
     assert {d.platform for d in found} == {"cpu"}
+
+
+def tpus(name, chips, free=None):
+    return replace(host(name, cpus=8), tpus=chips, tpus_free=chips if free is None else free)
+
+
+def chips_of(mesh, *hosts, most=None):
+    return {
+        slot.pool: (slot.host.name, slot.chips)
+        for slot in process_slots(parse(mesh), hosts, "TPU", most)
+    }
+
+
+def test_pools_get_blocks_of_neighbouring_chips() -> None:
+    assert chips_of("actor=2,rollout=2,teacher=4", tpus("1", 8)) == {
+        0: ("1", (0, 1)),
+        1: ("1", (2, 3)),
+        2: ("1", (4, 5, 6, 7)),
+    }
+    # A block starts at a multiple of its size, whatever the order of the mesh.
+    assert chips_of("actor=1,rollout=4,teacher=2,reference=1", tpus("1", 8)) == {
+        0: ("1", (0,)),
+        1: ("1", (4, 5, 6, 7)),
+        2: ("1", (2, 3)),
+        3: ("1", (1,)),
+    }
+    assert chips_of("actor=4,rollout=4", tpus("1", 4), tpus("2", 4)) == {
+        0: ("1", (0, 1, 2, 3)),
+        1: ("2", (0, 1, 2, 3)),
+    }
+
+
+@pytest.mark.parametrize("sizes", set(itertools.permutations((1, 1, 2, 4))))
+def test_blocks_of_any_sizes_use_up_a_host(sizes) -> None:
+    mesh = ",".join(f"{role}={n}" for role, n in zip(ROLES, sizes, strict=False))
+    taken = [chips for _, chips in chips_of(mesh, tpus("1", 8)).values()]
+    assert sorted(chip for chips in taken for chip in chips) == list(range(8))
+    assert [len(chips) for chips in taken] == list(sizes)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "hosts", "most", "told"),
+    [
+        ("actor=3,rollout=1", [tpus("1", 4)], None, "gives actor 3 TPU chips; .* 1, 2, 4 chips"),
+        (
+            "actor=8",
+            [tpus("1", 4), tpus("2", 4)],
+            None,
+            "gives actor 8 TPU chips; .* 1, 2, 4 chips",
+        ),
+        ("actor=6,rollout=2", [tpus("1", 8)], None, "gives actor 6 TPU chips; .* 1, 2, 4, 8 chips"),
+        ("actor=4", [tpus("1", 4)], 2, r"4 TPU chips in processes of 2 \(ray.devices_per_worker\)"),
+        ("actor=4,rollout=1", [tpus("1", 4)], None, "needs 5 TPU chips .* no room for rollout"),
+        # Nobody knows which chips another run of Ray's has taken.
+        ("actor=1", [tpus("1", 4, free=3)], None, r"(?s)0 are free.*3 of 4 TPU"),
+    ],
+)
+def test_what_is_no_block_of_chips_is_refused(mesh, hosts, most, told) -> None:
+    with pytest.raises(UserError, match=told):
+        process_slots(parse(mesh), hosts, "TPU", most)
+
+
+def test_each_process_is_given_its_own_chips() -> None:
+    placement = parse("actor=2,rollout=1,teacher=4")
+    slots = process_slots(placement, [tpus("1", 8)], "TPU", None)
+    actor, rollout, teacher = (worker_variables(slot, "TPU", placement) for slot in slots)
+    for name, values in {
+        "JAX_PLATFORMS": ("tpu,cpu", "tpu,cpu", "tpu,cpu"),
+        "TPU_VISIBLE_CHIPS": ("0,1", "2", "4,5,6,7"),
+        "TPU_CHIPS_PER_PROCESS_BOUNDS": ("1,2,1", "1,1,1", "2,2,1"),
+        "TPU_PROCESS_BOUNDS": ("1,1,1", "1,1,1", "1,1,1"),
+        "TPU_PROCESS_PORT": ("8476", "8478", "8480"),
+        "TPU_PROCESS_ADDRESSES": ("localhost:8476", "localhost:8478", "localhost:8480"),
+        "RAY_EXPERIMENTAL_NOSET_TPU_VISIBLE_CHIPS": ("1", "1", "1"),
+    }.items():
+        assert (actor[name], rollout[name], teacher[name]) == values
+    found = devices_of(placement, slots, "TPU")
+    assert {(d.platform, d.limit) for d in found} == {("tpu", None)}
+
+
+def test_a_process_with_the_whole_host_has_its_usual_chips() -> None:
+    placement = parse("actor=4")
+    (slot,) = process_slots(placement, [tpus("1", 4)], "TPU", None)
+    assert worker_variables(slot, "TPU", placement) == {
+        "JAX_PLATFORMS": "tpu,cpu",
+        "RAY_EXPERIMENTAL_NOSET_TPU_VISIBLE_CHIPS": "1",
+    }
+
+
+@pytest.mark.parametrize("kind", ["GPU", "TPU", "CPU"])
+def test_a_process_without_devices_takes_none(kind) -> None:
+    """Else jax would take memory of every GPU of the host."""
+    where = tpus("1", 4)
+    found = worker_variables(ProcessSlot(0, 0, where, 0), kind, parse("actor=2"))
+    assert (found["JAX_PLATFORMS"], found["JAX_NUM_CPU_DEVICES"]) == ("cpu", "1")
+    assert worker_variables(ProcessSlot(0, 0, where, 2), "GPU", parse("actor=2")) == {
+        "JAX_PLATFORMS": "cuda,cpu"
+    }

@@ -24,11 +24,18 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from jaxrl.config.schema import RayConfig
 from jaxrl.errors import UserError
-from jaxrl.runtime.cluster import Cluster, Host, ProcessSlot, devices_of, process_slots
+from jaxrl.process.gpu_memory import SHARE, given_share, gpu_share
+from jaxrl.runtime.cluster import Cluster, Host, Kind, ProcessSlot, devices_of, process_slots
 from jaxrl.runtime.local import POLL_S
 from jaxrl.runtime.ray.auth import show_token
 from jaxrl.runtime.ray.own import leave, leave_at_exit, private, started_here, usable
-from jaxrl.sharding.mesh import MOST_EMULATED, Visible, accelerators_here, host_available
+from jaxrl.sharding.mesh import (
+    MOST_EMULATED,
+    Visible,
+    accelerators_here,
+    host_available,
+    tpu_chips_here,
+)
 from jaxrl.sharding.placement import Placement
 
 NAMESPACE = "jaxrl"
@@ -38,9 +45,9 @@ NODE_S = 60.0
 """Longest wait for what a node tells of itself."""
 STATE_S = 5.0
 """Longest wait for the state of another run's worker."""
-_Gpus = tuple[tuple[int, ...], str | None]
-"""Bytes of each GPU of a host, and their least compute capability."""
-_UNKNOWN_GPUS: _Gpus = ((), None)
+_Gpus = tuple[tuple[int, ...], str | None, float]
+"""Bytes of each GPU of a host, their least compute capability, the share that jax would take."""
+_UNKNOWN_GPUS: _Gpus = ((), None, SHARE)
 
 
 def connect(config: RayConfig, placement: Placement) -> Visible:
@@ -56,28 +63,31 @@ def connect(config: RayConfig, placement: Placement) -> Visible:
         join(address, placement.n_devices)
     own = address is None and (not ray.is_initialized() or started_here())
     here = [_this_host(placement.n_devices)]
-    on_gpu, places = find_seats(config, placement, (lambda: here) if own else find_hosts)
+    kind, places = find_seats(config, placement, (lambda: here) if own else find_hosts)
     note = None
-    if not on_gpu:
+    if kind == "CPU":
         note = f"no accelerator: emulating {placement.n_devices} CPU devices"
-    return Visible(devices_of(placement, places, on_gpu), note, "ray", _why(config, address))
+    return Visible(devices_of(placement, places, kind), note, "ray", _why(config, address))
 
 
 def find_seats(
     config: RayConfig, placement: Placement, look_at: Callable[[], list[Host]]
-) -> tuple[bool, tuple[ProcessSlot, ...]]:
-    """Whether the devices are GPUs, and where each process goes. What ended a moment ago gets a
-    while to leave the cluster.
+) -> tuple[Kind, tuple[ProcessSlot, ...]]:
+    """What the devices are, and where each process goes. What ended a moment ago gets a while to
+    leave the cluster.
     """
     end = time.monotonic() + LEAVE_S
     while True:
         hosts = look_at()
-        on_gpu = any(host.gpus for host in hosts)
+        kinds: tuple[Kind, ...] = ("GPU", "TPU")
+        kind: Kind = next((k for k in kinds if any(host.has(k) for host in hosts)), "CPU")
         try:
-            return on_gpu, process_slots(placement, hosts, on_gpu, config.devices_per_worker)
+            return kind, process_slots(placement, hosts, kind, config.devices_per_worker)
         except UserError:
-            all_free = [replace(h, cpus_free=h.cpus, gpus_free=h.gpus) for h in hosts]
-            process_slots(placement, all_free, on_gpu, config.devices_per_worker)  # raises: never
+            all_free = [
+                replace(h, cpus_free=h.cpus, gpus_free=h.gpus, tpus_free=h.tpus) for h in hosts
+            ]
+            process_slots(placement, all_free, kind, config.devices_per_worker)  # raises: never
             if time.monotonic() > end:
                 raise
         time.sleep(POLL_S)
@@ -103,6 +113,7 @@ def join(address: str | None, devices: int) -> None:
     if address is None:
         here = _this_host(devices)
         options |= {"num_cpus": here.cpus, "num_gpus": here.gpus, "include_dashboard": False}
+        options |= {"resources": {"TPU": here.tpus}} if here.tpus else {}
         options |= {"address": "local"}  # without it Ray joins a cluster that runs on this host
     else:
         options |= {"address": address}
@@ -161,9 +172,11 @@ def _this_host(devices: int) -> Host:
     """This machine as the one node of a cluster; it emulates as many CPU devices as are asked."""
     cpus, gpus = max(os.cpu_count() or 1, min(devices, MOST_EMULATED)), accelerators_here()
     memory = host_available() or 0
-    reported = _ask_driver() if gpus else _UNKNOWN_GPUS
+    reported = _ask_driver(given_share()) if gpus else _UNKNOWN_GPUS
     name = socket.gethostname()
-    return Host("", name, "127.0.0.1", cpus, cpus, gpus, gpus, memory, memory, *reported)
+    sizes = cpus, cpus, gpus, gpus, memory, memory
+    chips = 0 if gpus else tpu_chips_here()
+    return Host("", name, "127.0.0.1", *sizes, *reported, tpus=chips, tpus_free=chips)
 
 
 def find_hosts() -> list[Host]:
@@ -187,6 +200,8 @@ def find_hosts() -> list[Host]:
                 int(has.get("memory", 0)),
                 int(left.get("memory", 0)),
                 *reported.get(node["NodeID"], _UNKNOWN_GPUS),
+                tpus=int(has.get("TPU", 0)),
+                tpus_free=int(left.get("TPU", 0)),
             )
         )
     return found
@@ -202,24 +217,28 @@ def _ask_gpus(node: str) -> _Gpus:
         scheduling_strategy=on_node(node)
     )
     try:
-        found: _Gpus = ray.get(task.remote(), timeout=NODE_S)
+        found: _Gpus = ray.get(task.remote(given_share()), timeout=NODE_S)
     except (RayError, GetTimeoutError):
         return _UNKNOWN_GPUS
     return found
 
 
-def _ask_driver() -> _Gpus:
-    """Bytes of each GPU of this host, and their least compute capability."""
+def _ask_driver(share: float | None) -> _Gpus:
+    """What the GPUs of this host are.
+
+    Args:
+        share: what the user of the run has set; it counts before what is set on this host.
+    """
     query = "--query-gpu=memory.total,compute_cap"
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
     try:
         reported = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return _UNKNOWN_GPUS
-    return read_gpus(reported.stdout)
+    return *read_gpus(reported.stdout), share or gpu_share()
 
 
-def read_gpus(text: str) -> _Gpus:
+def read_gpus(text: str) -> tuple[tuple[int, ...], str | None]:
     """Of the lines `MIB, MAJOR.MINOR` of nvidia-smi."""
     rows = [line.split(",") for line in text.splitlines() if line.strip()]
     capabilities = [capability.strip() for _, capability in rows]

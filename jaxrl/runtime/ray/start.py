@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from jaxrl.errors import RunError, UserError
 from jaxrl.runtime.awake import awake_since
-from jaxrl.runtime.cluster import hosts_table, needs_table
+from jaxrl.runtime.cluster import Kind, hosts_table, needs_table, worker_variables
 from jaxrl.runtime.local import POLL_S
 from jaxrl.runtime.ray.calls import FETCH_S, End, raised
 from jaxrl.runtime.ray.connect import find_hosts
@@ -50,7 +50,7 @@ class Starter:
         log: Log,
         end: End,
         *,
-        on_gpu: bool,
+        kind: Kind,
         startup_s: float,
         lazy: Collection[str],
         environment: Mapping[str, str],
@@ -62,7 +62,7 @@ class Starter:
             environment: further variables of every process.
         """
         self._placement, self._pools, self._make_roles = placement, pools, make_roles
-        self._log, self._end, self._on_gpu = log, end, on_gpu
+        self._log, self._end, self._kind = log, end, kind
         self._startup_s, self._lazy, self._environment = startup_s, lazy, environment
         self._group: Any = None
 
@@ -73,8 +73,7 @@ class Starter:
 
     def reserve(self) -> None:
         """A bundle of the cluster for each process; what is free was compared before."""
-        on_gpu = self._on_gpu
-        kind = "GPU" if on_gpu else "CPU"
+        kind: str = self._kind
         places = [slot for pool in self._pools for slot in pool.process_slots]
         group = placement_group(
             [{kind: slot.devices} if slot.devices else {"memory": 1} for slot in places],
@@ -87,7 +86,7 @@ class Starter:
             remove_placement_group(group)
             raise UserError(
                 f"the cluster did not give the workers their places within {BUNDLE_S:g} s; someone"
-                f" else may have taken them\n{needs_table(self._placement, on_gpu)}\n"
+                f" else may have taken them\n{needs_table(self._placement, self._kind)}\n"
                 f"{hosts_table(find_hosts())}"
             )
         self._group = group
@@ -107,8 +106,8 @@ class Starter:
                 port = self._get(pool, 0, pool.workers[0].free_port.remote(), begun)
                 where = f"{pool.process_slots[0].host.address}:{port}"
                 joining += [
-                    (pool, rank, worker.join.remote(where, n, self._startup_s))
-                    for rank, worker in enumerate(pool.workers)
+                    (pool, slot.rank, worker.join.remote(where, n, slot.devices, self._startup_s))
+                    for slot, worker in zip(pool.process_slots, pool.workers, strict=True)
                 ]
         self._get_all(joining, begun)
         asking = [
@@ -154,22 +153,15 @@ class Starter:
         slot = pool.process_slots[rank]
         before = [s for p in self._pools for s in p.process_slots]
         bundle = next(i for i, s in enumerate(before) if s is slot)
-        on_gpu = self._on_gpu
-        env = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", **self._environment}
-        env |= (
-            {"JAX_PLATFORMS": "cuda,cpu"}
-            if on_gpu
-            else {
-                "JAX_PLATFORMS": "cpu",
-                "JAX_NUM_CPU_DEVICES": str(max(slot.devices, 1)),
-                # XLA cuts its work for this many threads: as many as one process with all of the
-                # run's devices would have, so that every launcher computes the same bits.
-                "NPROC": str(max(os.cpu_count() or 1, self._placement.n_devices)),
-            }
-        )
+        env = {
+            "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+            **self._environment,
+            **worker_variables(slot, self._kind, self._placement),
+        }
         actor = worker_class(pool.name).options(
             name=f"jaxrl:{pool.label(rank)}:{uuid.uuid4().hex[:12]}",
-            num_gpus=slot.devices if on_gpu else 0,
+            num_gpus=slot.devices if self._kind == "GPU" else 0,
+            resources={"TPU": slot.devices} if slot.chips else None,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 self._group, placement_group_bundle_index=bundle
             ),

@@ -64,7 +64,7 @@ class RayWorkerGroup:
             environment: further variables of every process; `${NAME}` is its own value.
         """
         join(address_of(config), placement.n_devices)
-        on_gpu, places = find_seats(config, placement, find_hosts)
+        kind, places = find_seats(config, placement, find_hosts)
         pools = [
             RayPool(
                 index,
@@ -82,7 +82,7 @@ class RayWorkerGroup:
             make_roles,
             log,
             self._end,
-            on_gpu=on_gpu,
+            kind=kind,
             startup_s=startup_s,
             lazy=lazy,
             environment=environment,

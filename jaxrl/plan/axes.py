@@ -1,0 +1,65 @@
+"""The mesh axes of roles that only run forward, where the config is silent.
+
+A whole copy of the weights on each device needs no collective, so it comes first: for the rollout,
+and for the frozen roles, whose `fsdp` or `tensor` would gather or sum in every layer. Where a copy
+does not fit with its work, `tensor` splits it over the fewest devices that do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from jaxrl.config.schema import Config
+from jaxrl.plan.advice import set_key
+from jaxrl.plan.inputs import GB, PlanInputs, parallel
+from jaxrl.plan.roles import pool_peaks
+from jaxrl.sharding.placement import Axes
+
+FROZEN = ("teacher", "reference", "reward", "grouper")
+
+
+def with_axes(config: Config, inputs: PlanInputs) -> tuple[Config, tuple[str, ...]]:
+    """The config with the axes of these roles, one role after the other, and what to say of it. A
+    role keeps the axes that it is given, and its usual ones where its device's limit is unknown.
+    """
+    notes: list[str] = []
+    for role in ("rollout", *FROZEN):
+        given = parallel(config, role).model_dump(exclude_none=True)
+        if role in inputs.roles and inputs.placement.roles[role].devices and not given:
+            config = _with_own_axes(config, inputs, role, notes)
+    return config, tuple(notes)
+
+
+def _with_own_axes(config: Config, inputs: PlanInputs, role: str, notes: list[str]) -> Config:
+    pool = inputs.placement.roles[role].pool
+    limit, before = inputs.limits[pool], inputs.axes(config)[role]
+    if limit is None or before.size == 1:
+        return config
+    tried = []
+    for axes in _candidates(inputs, role, before.size):
+        choice = set_key(config, f"{role}.parallel.data", axes.data)
+        choice = set_key(choice, f"{role}.parallel.tensor", axes.tensor)
+        tried.append((pool_peaks(inputs, choice)[pool].bytes, axes, choice))
+    whole = tried[0][0]
+    fitting = [item for item in tried if item[0] <= limit]
+    if not fitting and role in FROZEN:  # as it is, and the advice names what would help
+        return config
+    size, axes, choice = fitting[0] if fitting else min(tried, key=lambda item: item[0])
+    if axes.tensor > 1:
+        notes.append(
+            f"{role}.parallel.tensor={axes.tensor}: with a copy of the weights on each device"
+            f" its pool would take {whole / GB:.1f} GB"
+        )
+    elif axes != before:
+        notes.append(
+            f"{role}.parallel.data={axes.data}: a copy of the weights fits on each device, so that"
+            f" it runs without collectives; its pool takes {size / GB:.1f} GB"
+        )
+    return choice if axes != before else config
+
+
+def _candidates(inputs: PlanInputs, role: str, n: int) -> Iterator[Axes]:
+    """Whole copies first, then ever smaller pieces."""
+    heads = inputs.model(role).n_heads
+    for tensor in (t for t in range(1, n + 1) if n % t == 0 and heads % t == 0):
+        yield Axes(n // tensor, 1, tensor)
