@@ -92,7 +92,7 @@ def stage_costs(
     slots = min(config.rollout.slots or m.sequences, m.sequences)
     steps = m.new_tokens * -(-m.sequences // slots)
     batch = StepBatch(
-        (float(m.prompt_tokens),) * config.batch_size, config.group_size, m.new_tokens, steps
+        (m.prompt_tokens,) * config.batch_size, config.group_size, m.new_tokens, steps
     )
     work = step_work(run, axes, [batch])
     forward = work["actor", "update"][0]

@@ -19,12 +19,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl.algorithms.methods import method_of
 from jaxrl.algorithms.signals import Projection, policy_topk
 from jaxrl.config.schema import Config
+from jaxrl.models import bert
+from jaxrl.models.batching import bucket, rows_of
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Cache, Layout, Params, abstract_params
 from jaxrl.models.rules import param_shardings
 from jaxrl.plan.inputs import PlanInputs
-from jaxrl.plan.roles import BACKWARD, LOSS, STEP, Setting, prefill_rows
+from jaxrl.plan.roles import BACKWARD, LOSS, STEP, TEMPLATE_TOKENS, Setting, prefill_rows
+from jaxrl.roles.encoder import encode_batch
 from jaxrl.roles.reference import reference_program
+from jaxrl.roles.reward_model import score_batch
 from jaxrl.roles.scorer import score_program
 from jaxrl.roles.update import ActorPrograms
 from jaxrl.sampling import decode
@@ -260,32 +264,38 @@ def _sampling(
     )
     tokens = shaped((prompts, m.prompt_tokens), jnp.int32, at)
     lengths = shaped((prompts,), jnp.int32, at)
-    given = (model, mesh, params, tokens, lengths)
     fills = share * c.batch_size / prompts
     yield Program(
         role,
         "prefill",
         decode.prefill,
-        given,
+        (model, mesh, params, tokens, lengths),
         ("prefill",),
         beside=local_bytes(slots),
         calls=fills,
     )
     where = shaped((engine.slots,), jnp.int32, at)
-    given = (model, mesh, slots, held, where, where, shaped((), jnp.int32, at))
-    yield Program(role, "insert", decode.insert, given, (), beside=local_bytes(params))
+    number = shaped((), jnp.int32, at)
+    yield Program(
+        role,
+        "insert",
+        decode.insert,
+        (model, mesh, slots, held, where, where, number),
+        (),
+        beside=local_bytes(params),
+        calls=fills,
+    )
     s = c.sampling
     sampling = SamplingParams(longest, s.temperature, s.top_k, s.top_p, s.min_p)
     arrays = jax.tree.map(lambda x: shaped(x.shape, x.dtype, at), sampling_arrays(sampling, 0, 0))
     table = shaped((engine.slots, 6), jnp.int32, at)
-    given = (model, mesh, params, slots, table, shaped((), jnp.int32, at), arrays)
     sizes = {"n_tokens": engine.launch_tokens, "check_every": engine.check_every}
     steps = c.max_new_tokens / engine.launch_tokens
     yield Program(
         role,
         "decode",
         decode.launch,
-        given,
+        (model, mesh, params, slots, table, number, arrays),
         ("decode",),
         sizes,
         beside=local_bytes(held),
@@ -320,9 +330,47 @@ def reference(run: RunPrograms) -> Iterator[Program]:
     yield Program("reference", "score", jitted, given, ("score",), calls=parts)
 
 
+def reward(run: RunPrograms) -> Iterator[Program]:
+    """A full batch of the widest sequences through the reward model, where there is one."""
+    c, model = run.config.rewards, run.setting.inputs.reward
+    if model is None:
+        return
+    longest = c.max_tokens or run.setting.width + TEMPLATE_TOKENS
+    params = run.params("reward", model, c.compute_dtype, "stacked")
+    head = shaped((model.d_model,), jnp.float32, run.everywhere("reward"))
+    batch = _batch(run, "reward", min(longest, model.max_positions), c.batch_tokens)
+    given = (model, run.meshes["reward"], params, head, *batch)
+    yield Program("reward", "score", score_batch, given, ("score",))
+
+
+def grouper(run: RunPrograms) -> Iterator[Program]:
+    """A full batch of the widest texts through the encoder of similarity groups."""
+    c, model, mesh = run.config.grouper, run.setting.inputs.grouper, run.meshes["grouper"]
+    if model is None:
+        return
+    dtype, shardings = jnp.dtype(c.compute_dtype), bert.param_shardings(model, mesh)
+    shapes = {path: jax.ShapeDtypeStruct(s, dtype) for path, s in bert.shapes(model).items()}
+    params = jax.tree.map(lambda x, s: shaped(x.shape, dtype, s), bert.tree(shapes), shardings)
+    longest = min(run.setting.new_tokens, model.max_tokens)
+    batch = _batch(run, "grouper", longest, c.batch_tokens)
+    yield Program("grouper", "embed", encode_batch, (model, mesh, params, *batch), ("embed",))
+
+
+def _batch(
+    run: RunPrograms, role: str, longest: int, batch_tokens: int
+) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Tokens and mask of a full batch of the longest texts."""
+    axes, at = run.setting.axes[role], run.rows(role)
+    width = bucket(longest, longest)
+    shape = (rows_of(width, batch_tokens) * axes.data * axes.fsdp, width)
+    return shaped(shape, jnp.int32, at), shaped(shape, bool, at)
+
+
 MAKERS: dict[str, Callable[[RunPrograms], Iterator[Program]]] = {
     "actor": actor,
     "rollout": rollout,
     "teacher": teacher,
     "reference": reference,
+    "reward": reward,
+    "grouper": grouper,
 }

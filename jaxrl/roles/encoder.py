@@ -64,7 +64,7 @@ class Encoder:
             return np.zeros((0, self.config.d_model), np.float32)
         return run_batches(
             self.tokens(texts),
-            _encode,
+            encode_batch,
             self.config,
             self.mesh,
             self.params,
@@ -87,7 +87,7 @@ def embed(path: str | os.PathLike[str], texts: Sequence[str]) -> np.ndarray:
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _encode(
+def encode_batch(
     config: EncoderConfig, mesh: Mesh | None, params: Params, tokens: jax.Array, mask: jax.Array
 ) -> jax.Array:
     vectors = bert.encode(config, params, tokens, mask, mesh)

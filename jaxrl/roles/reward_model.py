@@ -175,7 +175,7 @@ class RewardScorer:
             return np.zeros((0,), np.float32), 0
         scores = run_batches(
             [self._cut(sequence) for sequence in sequences],
-            _score,
+            score_batch,
             self.config,
             self.mesh,
             self.params,
@@ -214,7 +214,7 @@ def score(path: str | os.PathLike[str], texts: Sequence[str | Sequence[Message]]
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _score(
+def score_batch(
     config: DecoderConfig,
     mesh: Mesh | None,
     params: Params,

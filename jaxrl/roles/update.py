@@ -69,12 +69,13 @@ class ActorPrograms:
     def abstract_state(self) -> TrainState:
         """The state as shapes with shardings."""
         opt_state = jax.eval_shape(self.optimizer.init, self.abstract)
-        state = TrainState(self.abstract, opt_state, jax.ShapeDtypeStruct((), jnp.int32))
-        return jax.tree.map(
+        updates = jax.ShapeDtypeStruct((), jnp.int32)
+        found: TrainState = jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            state,
+            TrainState(self.abstract, opt_state, updates),  # type: ignore[arg-type]
             self.shardings,
         )
+        return found
 
     def differing(self, params: Params, dtype: jnp.dtype) -> Params:
         """The entries of the parameters that change for a rollout in `dtype` and its layout."""

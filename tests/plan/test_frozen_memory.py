@@ -27,8 +27,8 @@ from jaxrl.plan.frozen_memory import (
     reward_work,
 )
 from jaxrl.plan.memory import weight_bytes
-from jaxrl.roles.encoder import _encode
-from jaxrl.roles.reward_model import _score
+from jaxrl.roles.encoder import encode_batch
+from jaxrl.roles.reward_model import score_batch
 from jaxrl.sharding.mesh import role_mesh
 from jaxrl.sharding.placement import Axes
 
@@ -72,7 +72,7 @@ def test_the_grouper_takes_what_the_compiler_says(
     params = jax.tree.map(
         shape, bert.tree(bert.shapes(config)), bert.param_shardings(config, mesh), is_leaf=is_shape
     )
-    real = measured(_encode, config, mesh, params, *batch(mesh, rows, width))
+    real = measured(encode_batch, config, mesh, params, *batch(mesh, rows, width))
     planned = encoder_bytes(config, axes, "float32")
     planned += encoder_work(config, axes, rows, width, "float32", target=CPU)
     assert planned / real == pytest.approx(1, abs=WITHIN), (planned, real)
@@ -88,7 +88,7 @@ def test_the_reward_model_takes_what_the_compiler_says(
     shapes, layout = decoder.abstract_params(config), param_shardings(config, mesh)
     params = jax.tree.map(lambda x, s: shape(x.shape, s), shapes, layout)
     head = shape((REWARD.d_model,), NamedSharding(mesh, PartitionSpec()))
-    real = measured(_score, config, mesh, params, head, *batch(mesh, rows, width))
+    real = measured(score_batch, config, mesh, params, head, *batch(mesh, rows, width))
     planned = weight_bytes(config, axes, "float32")
     planned += reward_work(config, axes, rows, width, "float32", target=CPU)
     assert planned / real == pytest.approx(1, abs=WITHIN), (planned, real)

@@ -299,7 +299,7 @@ def test_the_update_makes_no_array_of_the_global_batch(shape, tmp_path):
 
     def compiled(rows):
         def array(*dims, dtype="float32"):
-            return jax.ShapeDtypeStruct((rows, *dims), dtype, sharding=one._rows)
+            return jax.ShapeDtypeStruct((rows, *dims), dtype, sharding=one.programs.rows)
 
         sequences = Sequences(
             array(14, dtype="int32"), array(14, dtype="bool"), array(8, dtype="bool")

@@ -24,11 +24,11 @@ from jaxrl.roles.reward import RewardModel
 from jaxrl.roles.reward_model import (
     RewardScorer,
     RewardSource,
-    _score,
     encode_text,
     open_reward,
     render,
     score,
+    score_batch,
 )
 from jaxrl.types import Completion, Prompt, Rollout, Sequences
 
@@ -68,7 +68,7 @@ def test_scores_are_those_of_transformers_where_padding_is_eos(family: str) -> N
     config = source(family).config
     params, head = source(family).load()
     for left in (False, True):
-        found = _score(config, None, params, head, *padded(left))
+        found = score_batch(config, None, params, head, *padded(left))
         np.testing.assert_allclose(found, EXPECTED[f"reward/{family}"], atol=CLOSE, rtol=0)
 
 
@@ -76,7 +76,7 @@ def test_a_mesh_changes_nothing_and_a_row_without_tokens_scores_0() -> None:
     config, mesh = source("qwen2").config, make_mesh(2, 1, 2)
     params, head = source("qwen2").load(mesh)
     tokens, mask = padded(left=False)
-    found = _score(config, mesh, params, head, tokens, mask.at[1].set(False))
+    found = score_batch(config, mesh, params, head, tokens, mask.at[1].set(False))
     expected = EXPECTED["reward/qwen2"] * [1, 0, 1, 1]
     np.testing.assert_allclose(found, expected, atol=CLOSE, rtol=0)
 
@@ -103,7 +103,7 @@ def alone(scorer: RewardScorer, text: str | list[int]) -> float:
     ids = scorer.tokenizer(text)["input_ids"] if isinstance(text, str) else text
     tokens, mask = np.zeros((1, 96), np.int32), np.arange(96)[None] < len(ids)
     tokens[mask] = ids
-    return float(_score(scorer.config, None, scorer.params, scorer.head, tokens, mask)[0])
+    return float(score_batch(scorer.config, None, scorer.params, scorer.head, tokens, mask)[0])
 
 
 def test_texts_are_scored_as_they_are_and_chats_by_the_template(
