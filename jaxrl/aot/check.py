@@ -6,21 +6,23 @@ from __future__ import annotations
 
 import io
 import json
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from jaxrl.algorithms.methods import needed_roles
-from jaxrl.aot.hlo import Compiled, read
+from jaxrl.aot.hlo import Compiled, Graphs, read, read_thunks
 from jaxrl.aot.machine import Machine, machine, prepare
 from jaxrl.aot.programs import Program, RunPrograms
 from jaxrl.aot.suggest import SHOWN, WORTH, Candidate, Search, candidate_lines
 from jaxrl.config.schema import Config
-from jaxrl.models.kernels import compiling_for
+from jaxrl.models.kernels import GPU, compiling_for
 from jaxrl.plan import WIDTH, Plan, make_plan
 from jaxrl.plan.inputs import GB
 from jaxrl.process.gpu_memory import gpu_share
@@ -28,6 +30,8 @@ from jaxrl.process.quiet_import import silenced
 from jaxrl.sharding.mesh import Visible
 
 MB = 1e6
+THUNKS = "*thunk_sequence_after_thunk_passes*"
+"""XLA's dump of what a GPU program launches."""
 SHORT = {
     "all-gather": "gather",
     "all-reduce": "reduce",
@@ -59,6 +63,8 @@ class Checked:
     error: str | None = None
     """Why it does not compile."""
     found: Compiled | None = None
+    graphs: Graphs | None = None
+    """Of a decode launch on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +149,7 @@ class Report:
                     if found is None
                     else {kind: asdict(c) for kind, c in found.collectives.items()},
                     "attention": None if found is None else found.attention,
-                    "outside_graphs": None if found is None else found.outside_graphs,
+                    "graphs": program.graphs and asdict(program.graphs),
                 }
             )
         record = {
@@ -236,10 +242,13 @@ def _checked(program: Program, plan: Plan) -> Checked:
     checked = Checked(
         program.role, program.name, len(devices), planned, None, others, 0.0, program.calls
     )
-    begin = time.monotonic()
+    begin, folder = time.monotonic(), tempfile.TemporaryDirectory()
+    looks = program.name == "decode" and plan.inputs.target.platform in GPU
+    options = {"xla_dump_to": folder.name, "xla_dump_hlo_as_text": True} if looks else None
     try:
-        with silenced():
-            compiled = program.compile()
+        with silenced(), folder:
+            compiled = program.compile(options)
+            thunks = [path.read_text() for path in Path(folder.name).glob(THUNKS)]
     except Exception as error:  # of whatever the target's compiler does not take
         reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
         return replace(checked, seconds=time.monotonic() - begin, error=reason)
@@ -248,6 +257,7 @@ def _checked(program: Program, plan: Plan) -> Checked:
         compiled=program.held(compiled),
         seconds=time.monotonic() - begin,
         found=read(compiled.as_text()),
+        graphs=read_thunks(thunks[0]) if thunks else None,
     )
 
 
@@ -300,10 +310,10 @@ def _collectives(found: Compiled) -> str:
 
 def _notes(report: Report) -> Iterator[str]:
     for program in report.programs:
-        if program.found is not None and program.found.outside_graphs:
+        if (graphs := program.graphs) is not None:
             yield (
-                f"{program.role}: {program.name}: {program.found.outside_graphs} kernels of its"
-                " loops stand outside CUDA graphs: the host launches each"
+                f"{program.role}: {program.name}: of the kernels of its loops {graphs.inside} are"
+                f" in {graphs.graphs} CUDA graphs, and the host launches {graphs.outside}"
             )
     for name, size in report.peaks.items():
         yield (

@@ -1,4 +1,4 @@
-"""What the text of a compiled program says: collectives, what overlaps them, kernels, graphs."""
+"""What the texts of a compiled program say: collectives, what overlaps them, kernels, graphs."""
 
 from __future__ import annotations
 
@@ -79,9 +79,6 @@ class Compiled:
     """Computation -> bytes of the largest all-gather in it."""
     kernels: dict[str, int]
     """Targets of custom calls, and how many there are."""
-    outside_graphs: int | None
-    """Computations in loops that CUDA graphs (command buffers) leave to the host, or None where
-    there are no graphs."""
     attention: str | None
     """The kernel; None where attention is made of matrix products."""
 
@@ -116,7 +113,7 @@ def read(text: str) -> Compiled:
         None,
     )
     collectives = {kind: Collective(*each) for kind, each in sorted(found.items())}
-    return Compiled(collectives, gathers, dict(kernels), _outside(computations, trips), attention)
+    return Compiled(collectives, gathers, dict(kernels), attention)
 
 
 def _computations(text: str) -> Iterator[tuple[str, list[Instruction]]]:
@@ -167,14 +164,39 @@ def _arrays(shapes: str) -> Iterator[int]:
             yield SIZES[dtype] * math.prod(int(n) for n in dims.split(",") if n)
 
 
-def _outside(computations: dict[str, list[Instruction]], trips: dict[str, int]) -> int | None:
-    """Kernels in the loops of a program that no command buffer launches."""
-    graphs = {name for name in computations if name.startswith("command_buffer")}
-    if not graphs:
-        return None
-    return sum(
-        line.kind in ("fusion", "custom-call")
-        for name, lines in computations.items()
-        if name not in graphs and name != "ENTRY" and trips.get(name, 0) > 0
-        for line in lines
-    )
+THUNK = re.compile(r"^(\s*)\d+: (k\w+)")
+CONTROL = ("kWhile", "kConditional", "kCommandBuffer", "kSequential")
+
+
+@dataclass(frozen=True)
+class Graphs:
+    """What a GPU program launches in its loops."""
+
+    graphs: int
+    """CUDA graphs (command buffers)."""
+    inside: int
+    """Kernels, copies and library calls in them."""
+    outside: int
+    """Those that the host launches one by one."""
+
+
+def read_thunks(text: str) -> Graphs:
+    """What XLA's dump `thunk_sequence_after_thunk_passes` says: one line a thunk, indented by the
+    loops, conditions and graphs that it is in."""
+    above: list[tuple[int, str]] = []
+    graphs = inside = outside = 0
+    for line in text.splitlines():
+        found = THUNK.match(line)
+        if found is None:
+            continue
+        depth, kind = len(found[1]), found[2]
+        while above and above[-1][0] >= depth:
+            above.pop()
+        kinds = [name for _, name in above]
+        if kind == "kCommandBuffer":
+            graphs += "kWhile" in kinds
+        elif kind not in CONTROL and "kWhile" in kinds:
+            inside += "kCommandBuffer" in kinds
+            outside += "kCommandBuffer" not in kinds
+        above.append((depth, kind))
+    return Graphs(graphs, inside, outside)

@@ -1,6 +1,6 @@
 """What is read from the text of a compiled program."""
 
-from jaxrl.aot.hlo import read
+from jaxrl.aot.hlo import read, read_thunks
 
 PROGRAM = """\
 HloModule jit_step
@@ -50,10 +50,31 @@ def test_a_collective_is_overlapped_where_work_stands_between_its_start_and_its_
     assert found.collectives["all-reduce"].overlapped == 0
 
 
-def test_the_attention_kernel_and_what_graphs_leave_out():
-    found = read(PROGRAM)
-    assert found.attention == "cuDNN's flash attention"
-    assert found.outside_graphs is None  # there is no graph at all
-    graphed = PROGRAM.replace("%cond.1", "%command_buffer.1")
-    assert read(graphed).outside_graphs == 1  # the fusion of the loop's body
+def test_the_attention_kernel():
+    assert read(PROGRAM).attention == "cuDNN's flash attention"
     assert read(PROGRAM.replace("__cudnn$fmhaSoftmax", "other")).attention is None
+
+
+THUNKS = """\
+001: kCopy  [source       | next=003 (2)] kCopy
+003: kWhile [prev=002 (1) | sink        ]
+condition:
+    004: kCustomKernel [source | sink] loop_and_fusion grid: [1, 1, 1]
+  body:
+    005: kCopy         [source       | next=007 (2)] kCopy
+    007: kWhile        [prev=005 (2) | sink        ]
+condition:
+        008: kCustomKernel [source | sink] loop_compare_fusion grid: [1, 1, 1]
+      body:
+        000: kCommandBuffer [source | sink]
+            009: kCustomKernel [source       | sink        ] loop_add_fusion grid: [1, 1, 1]
+            010: kGemm         [source       | next=011 (1)] gemm_fusion_dot
+        012: kCustomKernel [source | sink] another
+013: kCustomKernel [source | sink] after the loop
+"""
+
+
+def test_what_the_host_launches_in_loops_is_what_no_graph_holds():
+    """Two conditions, a copy of the outer loop, a kernel beside the graph; not what is outside."""
+    found = read_thunks(THUNKS)
+    assert (found.graphs, found.inside, found.outside) == (1, 2, 4)
