@@ -189,7 +189,9 @@ def candidate_lines(now: Candidate, found: Sequence[Candidate]) -> list[str]:
 
 def _line(title: str, candidate: Candidate) -> str:
     stages = ", ".join(
-        f"{role} {seconds:.2f}" for (role, _), seconds in candidate.stages.items() if seconds > 0
+        f"{role} {method} {seconds:.2f}"
+        for (role, method), seconds in candidate.stages.items()
+        if seconds > 0
     )
     sizes = ", ".join(f"{size / GB:.1f}" for size in candidate.peaks)
     return f"  {title:>8}: {candidate.step:.2f} s ({stages}); GB of the pools: {sizes}"

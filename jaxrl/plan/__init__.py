@@ -219,9 +219,8 @@ def build(
         hosts=hosts,
         **(frozen or {}),
     )
-    run, chosen = config, ()
-    if not seen.emulated:
-        config, chosen = with_axes(config, inputs)
+    run = config
+    config, chosen = (config, ()) if seen.emulated else with_axes(config, inputs)
     axes, accounts = inputs.axes(config), role_accounts(inputs, config)
     pools = inputs.pools(accounts)
     notes = (

@@ -190,7 +190,10 @@ def bytes_limit(device: jax.Device) -> int | None:
     """Bytes that a run may use on `device`, of an emulated one those that all on its host share;
     None where nobody knows.
     """
-    stats = device.memory_stats()
+    try:
+        stats = device.memory_stats()
+    except jax.errors.JaxRuntimeError:  # of a machine that programs are compiled for elsewhere
+        return None
     if stats and stats.get("bytes_limit"):
         return int(stats["bytes_limit"])
     return host_available() if device.platform == "cpu" else None

@@ -176,7 +176,8 @@ def _this_host(devices: int) -> Host:
     name = socket.gethostname()
     sizes = cpus, cpus, gpus, gpus, memory, memory
     chips = 0 if gpus else tpu_chips_here()
-    return Host("", name, "127.0.0.1", *sizes, *reported, tpus=chips, tpus_free=chips)
+    found = Host("", name, "127.0.0.1", *sizes, *reported)
+    return replace(found, tpus=chips, tpus_free=chips)
 
 
 def find_hosts() -> list[Host]:
