@@ -432,13 +432,14 @@ def _verdict(pools: Sequence[PoolPeak], hosts: Sequence[HostMemory] = ()) -> str
 def _elsewhere(config: Config, inputs: PlanInputs) -> tuple[list[str], list[str] | None]:
     """What the run would take on GPUs, whether it would fit those of the usual sizes, and what
     would help on those that are too small. Silent for models that fit anywhere.
+
+    What each GPU needs is counted with the axes that the roles get on the smallest size that fits.
     """
     share = gpu_share()
-    needed = pool_peaks(inputs, config)
+    needed, lines, advice = pool_peaks(inputs, config), [], []
     if max(pool.bytes for pool in needed) < GB:
         return [], None
-    each = [f"{peak.pool.name} {peak.bytes / GB:.1f} GB ({peak.moment})" for peak in needed]
-    lines, advice = ["each GPU needs: " + ", ".join(each)], []
+    smallest: int | None = None
     for size in GPU_SIZES:
         usable = round(size * share * GB)
         there = replace(inputs, limits=(usable,) * len(inputs.placement.pools))
@@ -456,4 +457,7 @@ def _elsewhere(config: Config, inputs: PlanInputs) -> tuple[list[str], list[str]
         lines += [f"  {line}" for line in faster(choice, there)]
         if not all(pool.fits for pool in pools):
             advice += [f"for {size} GB: {line}" for line in advise(choice, there)]
-    return lines, advice
+        elif smallest is None:
+            needed, smallest = pools, size
+    each = [f"{peak.pool.name} {peak.bytes / GB:.1f} GB ({peak.moment})" for peak in needed]
+    return ["each GPU needs: " + ", ".join(each), *lines], advice

@@ -111,6 +111,49 @@ def test_its_first_cell_installs_the_package_in_one_line(
     assert requirement.url == (place or ROOT.as_uri())
 
 
+@pytest.mark.parametrize(
+    ("devices", "mesh"),
+    [
+        (["cpu"] * 8, "actor=2,rollout=2,teacher=4"),
+        (["gpu"], "actor+rollout+teacher=1"),
+        (["tpu"] * 4, "actor+rollout+teacher=1"),
+        (["gpu"] * 8, "actor=2,rollout=2,teacher=4"),
+    ],
+)
+def test_the_quickstart_fits_its_mesh_to_the_devices(
+    devices: list[str], mesh: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (cell,) = (c for c in code_cells(ROOT / "notebooks/quickstart.ipynb") if "mesh =" in c.source)
+    found = [SimpleNamespace(platform=platform, device_kind=platform) for platform in devices]
+    monkeypatch.setattr("jax.devices", lambda: found)
+    monkeypatch.setattr("jax.config.update", lambda name, value: None)
+    names: dict[str, Any] = {}
+    exec(cell.source, names)
+    assert names["mesh"] == mesh
+
+
+@each
+@pytest.mark.parametrize(
+    ("there", "extras"),
+    [("nvidia-smi", {"cuda", "notebook"}), ("libtpu", {"tpu", "notebook"}), ("", {"notebook"})],
+)
+def test_it_installs_what_drives_the_accelerator(
+    path: Path, there: str, extras: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: name if name == there else None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name if name == there else None)
+    ran: list[str] = []
+    names: dict[str, Any] = {}
+
+    def note(magic: str, line: str) -> None:
+        ran.append(line.format(**names))
+
+    names["get_ipython"] = lambda: SimpleNamespace(run_line_magic=note)
+    monkeypatch.chdir(path.parent)
+    exec(TransformerManager().transform_cell(code_cells(path)[0].source), names)
+    assert Requirement(ran[0].partition("--quiet ")[2].strip('"')).extras == extras
+
+
 @each
 def test_it_uses_public_names_alone(path: Path) -> None:
     names = set()

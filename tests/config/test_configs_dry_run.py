@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from large_models import LARGE, QWEN, qwen3
+from large_models import HUGE, LARGE, QWEN, qwen3
 
 from jaxrl.algorithms.methods import needed_roles
 from jaxrl.config import cli
@@ -17,6 +17,7 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.plan import Plan, build
 from jaxrl.process.gpu_memory import SHARE
 from jaxrl.rewards.functions import find
+from jaxrl.runtime.cluster import Host, process_slots
 from jaxrl.sharding.mesh import Visible
 from jaxrl.sharding.placement import place
 from jaxrl.train import main
@@ -79,6 +80,25 @@ def test_eight_gpu_configs_are_planned_from_config_json_alone(split, large_host,
     assert f"actor={actor},rollout={rollout},teacher={teacher}" in printed
     assert "on GPUs of 80 GB, of which jax takes 92%: fits" in printed
     assert "teacher.model: no weights here, only a config.json" in printed
+
+
+def test_the_config_for_two_hosts_is_planned_from_config_json_alone(tmp_path):
+    """Both hosts are full, no pool needs both, and the teacher is split no further than it must."""
+    config = CONFIGS / "qwen2.5_32b_to_7b_two_hosts.yaml"
+    asked = []
+    for role, raw in (("student", QWEN | LARGE), ("teacher", QWEN | LARGE | HUGE)):
+        (tmp_path / role).mkdir()
+        (tmp_path / role / "config.json").write_text(json.dumps(raw))
+        asked.append(f"{role}.model={tmp_path / role}")
+    command = [sys.executable, "-m", "jaxrl.train", "--config", str(config), "--dry-run", *asked]
+    done = subprocess.run([*command, *HERE], capture_output=True, text=True, cwd=tmp_path)
+    fits = "on GPUs of 80 GB, of which jax takes 92%: fits (teacher: data=2 tensor=4)"
+    assert fits in done.stdout, done.stderr
+    hosts = [Host(name, name, name, 64, 64, 8, 8, 1, 1) for name in ("first", "second")]
+    placement = place(Config.load(config).mesh, ("actor", "rollout", "teacher"))
+    slots = process_slots(placement, hosts, "GPU", None)
+    where = [(slot.host.name, slot.devices) for slot in slots]
+    assert where == [("first", 4), ("first", 4), ("second", 8)]
 
 
 def test_a_plan_that_does_not_fit_ends_with_2_after_its_table(tmp_path, capsys, monkeypatch):

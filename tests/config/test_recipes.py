@@ -5,7 +5,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from large_models import LARGE, QWEN, qwen3
+from large_models import HUGE, LARGE, QWEN, qwen3
 
 from jaxrl.algorithms.methods import needed_roles
 from jaxrl.config.cli import parse_run
@@ -16,15 +16,11 @@ from jaxrl.sharding.placement import place
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "recipes.md"
 SMALL = {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14}
-HUGE = {"hidden_size": 5120, "num_hidden_layers": 64, "num_attention_heads": 40}
 MODELS = {
     "models/Qwen2.5-0.5B-Instruct": QWEN | SMALL | {"intermediate_size": 4864},
     "models/Qwen2.5-1.5B-Instruct": QWEN,
     "models/Qwen2.5-7B-Instruct": QWEN | LARGE,
-    "models/Qwen2.5-32B-Instruct": QWEN
-    | LARGE
-    | HUGE
-    | {"num_key_value_heads": 8, "intermediate_size": 27648},
+    "models/Qwen2.5-32B-Instruct": QWEN | LARGE | HUGE,
     "models/Qwen3-4B": qwen3(2560, 36, 32, 9728),
 }
 NEARLY = 0.2

@@ -472,6 +472,17 @@ def test_a_cluster_of_ones_own_is_reached_from_this_host_only_and_with_its_token
         assert stranger.returncode == 1 and "InvalidAuthToken" in stranger.stderr, stranger.stderr
 
 
+def test_a_tpu_host_gives_its_chips_or_says_why_not(monkeypatch):
+    """It emulated CPU devices, and trained on them."""
+    monkeypatch.setattr("jaxrl.runtime.ray.connect.tpu_chips_here", lambda: 4)
+    seen = connect(RayConfig(), parse("actor=2,rollout=1,teacher=1"))
+    assert not seen.emulated and [device.platform for device in seen.devices] == ["tpu"] * 4
+    with pytest.raises(UserError, match="gives actor 3 TPU chips"):
+        connect(RayConfig(), parse("actor=3,rollout=1"))
+    with pytest.raises(UserError, match="needs 6 TPU chips .* 4 are free"):
+        connect(RayConfig(), parse("actor=4,rollout=2"))
+
+
 def test_a_plan_starts_no_cluster(monkeypatch):
     started = []
     monkeypatch.setattr(ray, "is_initialized", lambda: False)

@@ -19,6 +19,7 @@ from jaxrl.sharding.mesh import (
     host_available,
     role_mesh,
     role_meshes,
+    tpu_chips_here,
     verify,
     verify_pools,
 )
@@ -42,6 +43,20 @@ def test_every_role_gets_its_devices_and_computes_on_them(spec: str) -> None:
         total = jax.jit(lambda x: x.sum(), out_shardings=NamedSharding(mesh, PartitionSpec()))(x)
         assert int(total) == mesh.size * (mesh.size - 1) // 2
         assert total.sharding.device_set == set(mesh.devices.flat)
+
+
+@pytest.mark.parametrize(
+    ("platforms", "driver", "chips"),
+    [("", True, 4), ("tpu,cpu", True, 4), ("cpu", True, 0), ("cuda,cpu", True, 0), ("", False, 0)],
+)
+def test_tpu_chips_are_those_that_jax_would_use(
+    platforms: str, driver: bool, chips: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = "jaxrl.sharding.mesh.hardware_utils.num_available_tpu_chips_and_device_id"
+    monkeypatch.setattr(counted, lambda: (4, None))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name if driver else None)
+    monkeypatch.setenv("JAX_PLATFORMS", platforms)
+    assert tpu_chips_here() == chips
 
 
 def test_a_slice_has_only_its_devices() -> None:

@@ -30,6 +30,15 @@ LARGE = {
 }
 
 
+HUGE = {
+    "hidden_size": 5120,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "intermediate_size": 27648,
+}
+
+
 QWEN3 = {
     "model_type": "qwen3",
     "vocab_size": 151936,

@@ -174,10 +174,9 @@ def _this_host(devices: int) -> Host:
     memory = host_available() or 0
     reported = _ask_driver(given_share()) if gpus else _UNKNOWN_GPUS
     name = socket.gethostname()
-    sizes = cpus, cpus, gpus, gpus, memory, memory
+    here = Host("", name, "127.0.0.1", cpus, cpus, gpus, gpus, memory, memory, *reported)
     chips = 0 if gpus else tpu_chips_here()
-    found = Host("", name, "127.0.0.1", *sizes, *reported)
-    return replace(found, tpus=chips, tpus_free=chips)
+    return replace(here, tpus=chips, tpus_free=chips)
 
 
 def find_hosts() -> list[Host]:
@@ -189,22 +188,20 @@ def find_hosts() -> list[Host]:
     found = []
     for node in nodes:
         has, left = node["Resources"], free.get(node["NodeID"], {})
-        found.append(
-            Host(
-                node["NodeID"],
-                node["NodeName"] if node.get("NodeName") else node["NodeManagerHostname"],
-                node["NodeManagerAddress"],
-                int(has.get("CPU", 0)),
-                int(left.get("CPU", 0)),
-                int(has.get("GPU", 0)),
-                int(left.get("GPU", 0)),
-                int(has.get("memory", 0)),
-                int(left.get("memory", 0)),
-                *reported.get(node["NodeID"], _UNKNOWN_GPUS),
-                tpus=int(has.get("TPU", 0)),
-                tpus_free=int(left.get("TPU", 0)),
-            )
+        host = Host(
+            node["NodeID"],
+            node["NodeName"] if node.get("NodeName") else node["NodeManagerHostname"],
+            node["NodeManagerAddress"],
+            int(has.get("CPU", 0)),
+            int(left.get("CPU", 0)),
+            int(has.get("GPU", 0)),
+            int(left.get("GPU", 0)),
+            int(has.get("memory", 0)),
+            int(left.get("memory", 0)),
+            *reported.get(node["NodeID"], _UNKNOWN_GPUS),
         )
+        chips, chips_left = int(has.get("TPU", 0)), int(left.get("TPU", 0))
+        found.append(replace(host, tpus=chips, tpus_free=chips_left))
     return found
 
 

@@ -184,8 +184,10 @@ class Starter:
             for rank, (slot, info) in enumerate(zip(pool.process_slots, pool.info, strict=False)):
                 where = pool.where(rank)
                 if slot.devices and info.local != slot.devices:
+                    two = "; a chip of TPU v2, v3 and v7x is two devices: set launcher=local"
                     raise RunError(
                         f"{where} was given {slot.devices} devices, but sees {info.local}"
+                        f"{two if slot.chips else ''}"
                     )
                 for _, _, hardware in info.devices:
                     if hardware:
