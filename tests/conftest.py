@@ -34,7 +34,10 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-LONGEST_FIRST = ("test_ray_train.py", "test_resume.py", "test_ray.py", "test_rl.py")
+LONGEST_FIRST = (
+    *("test_ray_train.py", "test_resume.py", "test_actor.py", "test_two_hosts.py"),
+    *("test_objective.py", "test_ray.py", "test_plan_true.py", "test_rl.py"),
+)
 """Files that take minutes: begun last, they would leave one of two processes with nothing to do."""
 
 

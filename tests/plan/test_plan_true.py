@@ -8,7 +8,7 @@ not take. Code generation is cut short, which comes after the memory is assigned
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -297,14 +297,16 @@ def local_bytes(tree: Any) -> int:
     return sum(one(x) for x in jax.tree.leaves(tree))
 
 
+def by_default(cases: Sequence[tuple[Any, ...]], *some: tuple[Any, ...]) -> list[Any]:
+    """All cases, of which the default suite has some."""
+    return [pytest.param(*case, marks=() if case in some else pytest.mark.slow) for case in cases]
+
+
 CASES = [(s, p) for s in SHAPES for p in PLACES]
-BY_DEFAULT = {("gqa", p) for p in PLACES} | {("tied", "fsdp"), ("deep", "tensor")}
+BY_DEFAULT = [*(("gqa", p) for p in PLACES), ("tied", "fsdp"), ("deep", "tensor")]
 
 
-@pytest.mark.parametrize(
-    ("shape_name", "place_name"),
-    [pytest.param(*case, marks=() if case in BY_DEFAULT else pytest.mark.slow) for case in CASES],
-)
+@pytest.mark.parametrize(("shape_name", "place_name"), by_default(CASES, *BY_DEFAULT))
 def test_the_peak_of_each_role_is_what_the_compiler_says(shape_name: str, place_name: str) -> None:
     programs = Programs(shape_name, place_name)
     pairs = {
@@ -323,13 +325,10 @@ UPCAST = (0.9, 1.4)
 it holds in float32 at once is its own affair, and a plan that says too little ends a run."""
 
 
-@pytest.mark.parametrize(
-    ("shape_name", "place_name"),
-    [
-        ("deep", "one"),
-        *(pytest.param("gqa", p, marks=pytest.mark.slow) for p in ("one", "tensor", "fsdp")),
-    ],
-)
+UPCAST_CASES = [("deep", "one"), *(("gqa", p) for p in ("one", "tensor", "fsdp"))]
+
+
+@pytest.mark.parametrize(("shape_name", "place_name"), by_default(UPCAST_CASES, ("deep", "one")))
 def test_bfloat16_on_a_cpu_counts_the_copies_in_float32(shape_name: str, place_name: str) -> None:
     programs = Programs(shape_name, place_name, "bfloat16")
     ratios = {
@@ -370,35 +369,22 @@ UPDATES: dict[str, dict[str, Any]] = {
 }
 
 
-UPDATE_CASES = [(*u, s, p) for u in UPDATES.items() for s in ("gqa", "tied") for p in PLACES]
-UPDATES_BY_DEFAULT = {("few tokens, muon", "tied", "one"), ("rewards", "gqa", "fsdp")}
+UPDATE_CASES = [(name, s, p) for name in UPDATES for s in ("gqa", "tied") for p in PLACES]
+UPDATES_BY_DEFAULT = [("few tokens, muon", "tied", "one"), ("rewards", "gqa", "fsdp")]
 
 
 @pytest.mark.parametrize(
-    ("changes", "shape_name", "place_name"),
-    [
-        pytest.param(
-            changes,
-            *where,
-            marks=() if (name, *where) in UPDATES_BY_DEFAULT else pytest.mark.slow,
-            id="-".join((name, *where)),
-        )
-        for name, changes, *where in UPDATE_CASES
-    ],
+    ("changed", "shape_name", "place_name"), by_default(UPDATE_CASES, *UPDATES_BY_DEFAULT)
 )
-def test_the_update_in_other_settings(
-    changes: dict[str, Any], shape_name: str, place_name: str
-) -> None:
-    programs = Programs(shape_name, place_name, **changes)
+def test_the_update_in_other_settings(changed: str, shape_name: str, place_name: str) -> None:
+    programs = Programs(shape_name, place_name, **UPDATES[changed])
     real = programs.update()
     ratio = programs.planned("actor", BACKWARD, LOSS, STEP) / real
     print(f"planned / measured: {ratio:.3f} of {real / 1e6:.0f} MB")
     assert ratio == pytest.approx(1, abs=WITHIN)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("place_name", PLACES)
-@pytest.mark.parametrize("shape_name", SHAPES)
+@pytest.mark.parametrize(("shape_name", "place_name"), by_default(CASES, ("tied", "tensor")))
 def test_sampling_from_stacked_weights(shape_name: str, place_name: str) -> None:
     programs = Programs(shape_name, place_name, **{"rollout.layout": "stacked"})
     ratios = {
@@ -419,14 +405,20 @@ SCORES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("place_name", ["one", "tensor", "fsdp", "data x fsdp"])
-@pytest.mark.parametrize("shape_name", ["gqa", "tied"])
-@pytest.mark.parametrize("changes", SCORES.values(), ids=SCORES)
-def test_the_scores_in_other_settings(
-    changes: dict[str, Any], shape_name: str, place_name: str
-) -> None:
-    programs = Programs(shape_name, place_name, **changes)
+SCORE_CASES = [
+    (name, shape_name, place_name)
+    for name in SCORES
+    for shape_name in ("gqa", "tied")
+    for place_name in ("one", "tensor", "fsdp", "data x fsdp")
+]
+
+
+@pytest.mark.parametrize(
+    ("changed", "shape_name", "place_name"),
+    by_default(SCORE_CASES, ("student_topk", "gqa", "tensor")),
+)
+def test_the_scores_in_other_settings(changed: str, shape_name: str, place_name: str) -> None:
+    programs = Programs(shape_name, place_name, **SCORES[changed])
     ratios = {"score": programs.planned("teacher", "score") / programs.score()}
     if programs.config.distill.signal == "student_topk":
         ratios["top-k"] = programs.planned("rollout", "score") / programs.topk()
