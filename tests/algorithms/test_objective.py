@@ -546,13 +546,19 @@ def updated(tmp_path, cfg, shape=(1, 1, 1), given=None):
     return jax.device_get(one.state.params), report
 
 
+MORE_CUTS = [
+    ("gspo", [(1, 8, 1, None), (1, 1, 1, 14)]),
+    ("grpo", [(1, 1, 1, 14), (1, 1, 1, 56), (1, 2, 1, 28)]),
+    ("dapo", [(1, 1, 1, 28), (2, 2, 2, 28)]),
+]
+"""Algorithm, and how its update is cut: the mesh, and the tokens of a micro-batch."""
+
+
 @pytest.mark.parametrize(
     ("algorithm", "cuts"),
     [
         ("gspo", [(1, 2, 1, 28)]),
-        pytest.param("gspo", [(1, 8, 1, None), (1, 1, 1, 14)], marks=pytest.mark.slow),
-        pytest.param("grpo", [(1, 1, 1, 14), (1, 1, 1, 56), (1, 2, 1, 28)], marks=pytest.mark.slow),
-        pytest.param("dapo", [(1, 1, 1, 28), (2, 2, 2, 28)], marks=pytest.mark.slow),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE_CUTS),
     ],
 )
 def test_neither_micro_batches_nor_devices_change_an_update(algorithm, cuts, tmp_path):
@@ -680,7 +686,7 @@ def test_dropped_rows_are_not_computed_and_few_programs_are_compiled(tmp_path, m
     assert compiled._cache_size() == 2
 
 
-@pytest.mark.parametrize("teacher", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("teacher", [False, True])
 def test_minibatches_have_equal_signal_whatever_is_dropped(teacher, tmp_path):
     """Rows of the policy loss, and rows in all; no row trains twice."""
     asked = [LEFT_OUT[0], "actor.minibatches=3", *(TEACHER if teacher else [])]

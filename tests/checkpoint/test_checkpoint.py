@@ -114,9 +114,7 @@ def test_restores_onto_any_mesh_and_back(saved, tmp_path, shape):
     assert_equal(state(actor(mesh(1, 2, 1), tmp_path, tmp_path / "back")), before)
 
 
-@pytest.mark.parametrize(
-    "key", ["param_dtype", pytest.param("moment_dtype", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("key", ["param_dtype", "moment_dtype"])
 def test_restores_from_float32_to_bfloat16(saved, tmp_path, key):
     path, before, _ = saved
     half = actor(mesh(1, 2, 1), tmp_path, path, f"actor.{key}=bfloat16")

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import closing
 from types import SimpleNamespace
@@ -38,10 +39,12 @@ from jaxrl.run.run_dir import SESSIONS_FILE, RunDir, meshes, sessions
 from jaxrl.telemetry.metrics import read_metrics
 from jaxrl.train import main, train
 
-ONE_BY_DEFAULT = [
-    pytest.param(name, marks=() if name == "one_step_off" else pytest.mark.slow)
-    for name in SCHEDULES
-]
+
+def by_default(schedule):
+    """All schedules, of which the default suite has one."""
+    return [
+        pytest.param(name, marks=() if name == schedule else pytest.mark.slow) for name in SCHEDULES
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -74,14 +77,7 @@ def undisturbed(models, tmp_path_factory):
     return get
 
 
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        pytest.param("serial", marks=pytest.mark.slow),
-        pytest.param("one_step_off", marks=pytest.mark.slow),
-        "two_step_off",
-    ],
-)
+@pytest.mark.parametrize("schedule", by_default("two_step_off"))
 def test_a_killed_run_goes_on_as_if_nothing_had_been(models, tmp_path, undisturbed, schedule):
     whole = undisturbed(schedule)
     victim = start(models, tmp_path / "run", f"schedule={schedule}")
@@ -98,17 +94,14 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(models, tmp_path, undisturb
     assert samples[0] == samples[1]
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
-)
-def test_a_signal_saves_and_ends_with_130(models, tmp_path, undisturbed, number):
+def test_a_signal_saves_and_ends_with_130(models, tmp_path, undisturbed):
     whole = undisturbed("one_step_off")
     asked = ["schedule=one_step_off", "checkpoint.every=0"]
     process = start(models, tmp_path / "run", *asked)
     wait_for(tmp_path / "run" / "samples.jsonl", process)
     while not (tmp_path / "run" / "samples.jsonl").read_text():
         time.sleep(0.002)
-    process.send_signal(number)
+    process.send_signal(signal.SIGTERM)
     told, _ = process.communicate(timeout=60)
     assert process.returncode == 130, told
     assert "finishing the update that runs" in told and "Traceback" not in told
@@ -138,12 +131,12 @@ def test_other_meshes_go_on_with_it(models, tmp_path, capsys):
     assert facts(alone, understand(alone.events))["mesh"] == "actor=6,rollout=2"
 
 
-@pytest.mark.slow
 def test_from_float32_to_bfloat16(models, tmp_path, capsys):
-    whole = run(models, tmp_path / "whole", *CONSTANT, "steps=5")
-    run(models, tmp_path / "run", *CONSTANT, "steps=4")
+    asked = [*CONSTANT, "mesh=actor=2,rollout=1,teacher=1", "eval.every=0"]
+    whole = run(models, tmp_path / "whole", *asked, "steps=5")
+    run(models, tmp_path / "run", *asked, "steps=4")
     half = ["actor.param_dtype=bfloat16", "actor.moment_dtype=bfloat16", "rollout.dtype=bfloat16"]
-    result = run(models, tmp_path / "run", *CONSTANT, *half, "steps=5")
+    result = run(models, tmp_path / "run", *asked, *half, "steps=5")
     assert (
         "changed since: actor.param_dtype: float32 there, bfloat16 now" in capsys.readouterr().out
     )
@@ -151,7 +144,7 @@ def test_from_float32_to_bfloat16(models, tmp_path, capsys):
     assert losses(result)[4] == pytest.approx(losses(whole)[4], rel=0.1)
 
 
-@pytest.mark.parametrize("schedule", ONE_BY_DEFAULT)
+@pytest.mark.parametrize("schedule", by_default("one_step_off"))
 def test_more_steps_continue_a_finished_run(models, tmp_path, undisturbed, schedule, capsys):
     """Also where the old end left no batch in flight, and an epoch ended."""
     asked = [f"schedule={schedule}", "data.train=arithmetic:size=24", "steps=4"]
@@ -410,19 +403,22 @@ def test_a_disk_that_is_full_stops_saving_not_training(models, tmp_path):
     assert "no checkpoint could be written" in done.stderr and "jaxrl/train.py" not in told
 
 
-@pytest.mark.slow
 def test_an_interruption_that_cannot_save_in_time_says_so(models, tmp_path, monkeypatch):
     from jaxrl.roles.actor import Actor
 
+    over, waited = threading.Event(), []
+
     def slow(self, *args, **kwargs):
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(30)
+        waited.append(over.wait(30))
 
     monkeypatch.setattr(Actor, "update", slow)
-    begun = time.monotonic()
+    monkeypatch.setattr("jaxrl.run.launch.STOP_S", 0.5)
+    asked = ["mesh=actor=2,rollout=1,teacher=1", "eval.every=0", "deadlines.interrupt=0.5"]
     with pytest.raises(Interrupted, match=r"could not be saved within 0.5 s"):
-        run(models, tmp_path / "run", "deadlines.interrupt=0.5")
-    assert time.monotonic() - begun < 28
+        run(models, tmp_path / "run", *asked)
+    assert not waited, "the run waited for the update"
+    over.set()
 
 
 def test_a_checkpoint_folder_that_cannot_be_stops_saving_not_training(models, tmp_path, capsys):

@@ -18,10 +18,10 @@ from jaxrl.losses.distill import topk_divergence_from_hidden
 from jaxrl.losses.divergence import sampled_reverse_kl
 from jaxrl.losses.head import logprobs_from_hidden
 from jaxrl.losses.kl import kl_in_reward
-from jaxrl.losses.layout import Given, ShardedTerm, Term
+from jaxrl.losses.layout import FrozenInputs, ShardedTerm, Term
 from jaxrl.losses.masked import masked_sum
 from jaxrl.losses.policy import make_objective, policy_loss
-from jaxrl.losses.vocabulary import Columns
+from jaxrl.losses.vocabulary import VocabShard
 from jaxrl.models.decoder import decode, forward
 from jaxrl.types import Sequences
 
@@ -52,9 +52,11 @@ def signal_of_one_state_per_sequence():
         ),
         (
             "hidden",
-            lambda: loss_values(ShardedTerm(Term(), 8, 4), WIDE, HEAD, Given(MASK, NARROW, {})),
+            lambda: loss_values(
+                ShardedTerm(Term(), 8, 4), WIDE, HEAD, FrozenInputs(MASK, NARROW, {})
+            ),
         ),
-        ("ids", lambda: Columns(0, 3, 3, False).at(WIDE, ID)),
+        ("ids", lambda: VocabShard(0, 3, 3, False).at(WIDE, ID)),
         ("tokens", lambda: logprobs_from_hidden(HIDDEN, HEAD, ID)),
         ("teacher_logprobs", lambda: opd_advantages(NARROW, WIDE, NARROW, MASK)),
         ("ids", lambda: within(np.zeros(2), np.zeros((2, 3), int), None)),

@@ -133,9 +133,9 @@ def test_divergence_is_the_dense_one(beta, term):
 @pytest.mark.parametrize(
     ("signal", "beta"),
     [
-        pytest.param("topk", 0.0, marks=pytest.mark.slow),
+        ("topk", 0.0),
         ("topk", 0.3),
-        pytest.param("student_topk", 1.0, marks=pytest.mark.slow),
+        ("student_topk", 1.0),
     ],
     ids=str,
 )
@@ -232,8 +232,8 @@ def test_eight_devices_are_one(shape):
 @pytest.mark.parametrize(
     ("shape", "lean"),
     [
-        pytest.param((1, 8, 1), False, marks=pytest.mark.slow),
-        pytest.param((2, 2, 2), False, marks=pytest.mark.slow),
+        ((1, 8, 1), False),
+        ((2, 2, 2), False),
         ((1, 2, 4), True),
     ],
     ids=str,

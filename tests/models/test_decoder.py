@@ -173,8 +173,8 @@ def test_bfloat16_compute_is_near_float32(name: str) -> None:
     ("name", "axes"),
     [
         ("llama", (2, 2, 2)),
-        pytest.param("qwen2", (1, 2, 4), marks=pytest.mark.slow),  # tensor exceeds the KV heads
-        pytest.param("qwen3", (1, 1, 8), marks=pytest.mark.slow),  # and the query heads
+        ("qwen2", (1, 2, 4)),  # tensor exceeds the KV heads
+        ("qwen3", (1, 1, 8)),  # and the query heads
         ("smollm", (2, 1, 2)),  # divides neither of 3 heads and 1 KV head
     ],
 )

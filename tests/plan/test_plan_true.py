@@ -7,7 +7,7 @@ not take. Code generation is cut short, which comes after the memory is assigned
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -100,14 +100,18 @@ MAIN = (
     ("rollout", "decode"),
 )
 """Programs of every run, by role."""
+
+
+def by_default(cases: Sequence[tuple[Any, ...]], *some: tuple[Any, ...]) -> list[Any]:
+    """All cases, of which the default suite has some."""
+    return [pytest.param(*case, marks=() if case in some else pytest.mark.slow) for case in cases]
+
+
 CASES = [(s, p) for s in SHAPES for p in PLACES]
-BY_DEFAULT = {("gqa", p) for p in PLACES} | {("tied", "fsdp"), ("deep", "tensor")}
+BY_DEFAULT = [*(("gqa", p) for p in PLACES), ("tied", "fsdp"), ("deep", "tensor")]
 
 
-@pytest.mark.parametrize(
-    ("shape_name", "place_name"),
-    [pytest.param(*case, marks=() if case in BY_DEFAULT else pytest.mark.slow) for case in CASES],
-)
+@pytest.mark.parametrize(("shape_name", "place_name"), by_default(CASES, *BY_DEFAULT))
 def test_the_peak_of_each_role_is_what_the_compiler_says(shape_name: str, place_name: str) -> None:
     programs = Programs(shape_name, place_name)
     ratios = {name: round(programs.ratio(role, name), 3) for role, name in MAIN}
@@ -120,13 +124,10 @@ UPCAST = (0.9, 1.4)
 it holds in float32 at once is its own affair, and a plan that says too little ends a run."""
 
 
-@pytest.mark.parametrize(
-    ("shape_name", "place_name"),
-    [
-        ("deep", "one"),
-        *(pytest.param("gqa", p, marks=pytest.mark.slow) for p in ("one", "tensor", "fsdp")),
-    ],
-)
+UPCAST_CASES = [("deep", "one"), *(("gqa", p) for p in ("one", "tensor", "fsdp"))]
+
+
+@pytest.mark.parametrize(("shape_name", "place_name"), by_default(UPCAST_CASES, ("deep", "one")))
 def test_bfloat16_on_a_cpu_counts_the_copies_in_float32(shape_name: str, place_name: str) -> None:
     programs = Programs(shape_name, place_name, "bfloat16")
     ratios = {name: round(programs.ratio(role, name), 3) for role, name in MAIN}
@@ -161,34 +162,21 @@ UPDATES: dict[str, dict[str, Any]] = {
 }
 
 
-UPDATE_CASES = [(*u, s, p) for u in UPDATES.items() for s in ("gqa", "tied") for p in PLACES]
-UPDATES_BY_DEFAULT = {("few tokens, muon", "tied", "one"), ("rewards", "gqa", "fsdp")}
+UPDATE_CASES = [(name, s, p) for name in UPDATES for s in ("gqa", "tied") for p in PLACES]
+UPDATES_BY_DEFAULT = [("few tokens, muon", "tied", "one"), ("rewards", "gqa", "fsdp")]
 
 
 @pytest.mark.parametrize(
-    ("changes", "shape_name", "place_name"),
-    [
-        pytest.param(
-            changes,
-            *where,
-            marks=() if (name, *where) in UPDATES_BY_DEFAULT else pytest.mark.slow,
-            id="-".join((name, *where)),
-        )
-        for name, changes, *where in UPDATE_CASES
-    ],
+    ("changed", "shape_name", "place_name"), by_default(UPDATE_CASES, *UPDATES_BY_DEFAULT)
 )
-def test_the_update_in_other_settings(
-    changes: dict[str, Any], shape_name: str, place_name: str
-) -> None:
-    programs = Programs(shape_name, place_name, **changes)
+def test_the_update_in_other_settings(changed: str, shape_name: str, place_name: str) -> None:
+    programs = Programs(shape_name, place_name, **UPDATES[changed])
     ratio = programs.ratio("actor", "update")
     print(f"planned / measured: {ratio:.3f}")
     assert ratio == pytest.approx(1, abs=WITHIN)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("place_name", PLACES)
-@pytest.mark.parametrize("shape_name", SHAPES)
+@pytest.mark.parametrize(("shape_name", "place_name"), by_default(CASES, ("tied", "tensor")))
 def test_sampling_from_stacked_weights(shape_name: str, place_name: str) -> None:
     programs = Programs(shape_name, place_name, **{"rollout.layout": "stacked"})
     ratios = {name: programs.ratio("rollout", name) for name in ("prefill", "decode")}
@@ -206,14 +194,20 @@ SCORES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("place_name", ["one", "tensor", "fsdp", "data x fsdp"])
-@pytest.mark.parametrize("shape_name", ["gqa", "tied"])
-@pytest.mark.parametrize("changes", SCORES.values(), ids=SCORES)
-def test_the_scores_in_other_settings(
-    changes: dict[str, Any], shape_name: str, place_name: str
-) -> None:
-    programs = Programs(shape_name, place_name, **changes)
+SCORE_CASES = [
+    (name, shape_name, place_name)
+    for name in SCORES
+    for shape_name in ("gqa", "tied")
+    for place_name in ("one", "tensor", "fsdp", "data x fsdp")
+]
+
+
+@pytest.mark.parametrize(
+    ("changed", "shape_name", "place_name"),
+    by_default(SCORE_CASES, ("student_topk", "gqa", "tensor")),
+)
+def test_the_scores_in_other_settings(changed: str, shape_name: str, place_name: str) -> None:
+    programs = Programs(shape_name, place_name, **SCORES[changed])
     ratios = {"score": programs.ratio("teacher", "score")}
     if programs.config.distill.signal == "student_topk":
         ratios["top-k"] = programs.ratio("rollout", "top-k of the policy")

@@ -259,7 +259,7 @@ REPEATED = {
 
 @pytest.mark.parametrize("case", REPEATED)
 def test_the_gradient_of_a_frequent_token_is_summed_in_float32(case):
-    """64 rows of 128 times the same token: 8192 equal terms, of which a sum in bfloat16 keeps 256.
+    """64 rows of 64 times the same token: 4096 equal terms, of which a sum in bfloat16 keeps 256.
 
     The blocks add nothing to the residual stream, so that bfloat16 rounds each term by little.
     """
@@ -271,7 +271,7 @@ def test_the_gradient_of_a_frequent_token_is_summed_in_float32(case):
         part["kernel"] = jnp.zeros_like(part["kernel"])
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(held), params)
     params = jax.device_put(params, param_shardings(model, m))
-    tokens, mask = np.full((64, 128), 5, np.int32), np.ones((64, 128), bool)
+    tokens, mask = np.full((64, 64), 5, np.int32), np.ones((64, 64), bool)
     sequences = Sequences(tokens, mask, mask[:, 1:], group=group)
     count = float(sequences.loss_mask.sum())
 

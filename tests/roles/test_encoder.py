@@ -283,7 +283,6 @@ def test_safetensors_are_read_in_either_dtype(safe_folder: Path) -> None:
     np.testing.assert_array_equal(scale, tensors_of("bert").values["embeddings.LayerNorm.weight"])
 
 
-@pytest.mark.slow
 def test_bfloat16_points_the_same_way(safe_folder: Path) -> None:
     exact, rough = (
         Encoder(safe_folder, dtype=dtype).embed(SENTENCES) for dtype in ("float32", "bfloat16")

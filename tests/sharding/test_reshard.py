@@ -26,11 +26,18 @@ def layouts():
         "tensor4": mesh(devices[4:], (1, 1, 4)),
         "all": mesh(devices, (2, 2, 2)),
     }
-    specs = [(), ("fsdp",), (None, "tensor"), ("tensor", "fsdp"), (("data", "fsdp"), "tensor")]
+    rows, columns, both = ("fsdp",), (None, "tensor"), (("data", "fsdp"), "tensor")
+    specs = {  # of those that split a mesh alike, one or two
+        "one": [(), both],
+        "fsdp2": [(), rows, ("tensor", "fsdp")],
+        "data2": [rows, both],
+        "tensor4": [(), columns, ("tensor", "fsdp")],
+        "all": [(), rows, columns, ("tensor", "fsdp"), both],
+    }
     return {
         f"{name}-{spec}": NamedSharding(m, PartitionSpec(*spec))
         for name, m in meshes.items()
-        for spec in specs
+        for spec in specs[name]
     }
 
 
