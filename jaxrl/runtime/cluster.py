@@ -47,6 +47,8 @@ class Host:
     """Bytes of host memory."""
     gpu_memory: tuple[int, ...] = ()
     """Bytes of each GPU, where the driver tells."""
+    capability: str | None = None
+    """Least compute capability of its GPUs, where the driver tells."""
     gpu_share: float = SHARE
     """The part of them that jax would take in a worker there."""
     tpus: int = 0
@@ -62,9 +64,6 @@ class Host:
         if kind == "TPU":
             return self.tpus if self.tpus_free == self.tpus else 0
         return self.gpus_free if kind == "GPU" else self.cpus_free
-
-    capability: str | None = None
-    """Least compute capability of its GPUs, where the driver tells."""
 
 
 @dataclass(frozen=True)
