@@ -12,6 +12,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -377,4 +378,8 @@ def test_the_page_of_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
     assert ["head", "10.0.0.1", "4", "of", "16", "2", "of", "8", *memory] in lines
     assert ["teacher", "teacher", "head:77", "gpu:4,", "gpu:5", "idle"] in lines
     devices.show(devices.cluster_page(Cluster("10.0.0.1:6379", nodes, [])))
-    assert "no worker of jaxrl on it" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "no worker of jaxrl on it" in printed and "TPU" not in printed
+    devices.show(devices.cluster_page(Cluster("h:1", [replace(nodes[0], tpus=8, tpus_free=4)], [])))
+    printed = capsys.readouterr().out
+    assert "GPUs free   TPUs free   memory free" in printed and "4 of 8      32.0 of" in printed

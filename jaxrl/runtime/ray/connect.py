@@ -174,9 +174,14 @@ def _this_host(devices: int) -> Host:
     memory = host_available() or 0
     reported = _ask_driver(given_share()) if gpus else _UNKNOWN_GPUS
     name = socket.gethostname()
-    here = Host("", name, "127.0.0.1", cpus, cpus, gpus, gpus, memory, memory, *reported)
+    here = Host("", name, "127.0.0.1", cpus, cpus, gpus, gpus, memory, memory)
     chips = 0 if gpus else tpu_chips_here()
-    return replace(here, tpus=chips, tpus_free=chips)
+    return replace(_with_gpus(here, reported), tpus=chips, tpus_free=chips)
+
+
+def _with_gpus(host: Host, reported: _Gpus) -> Host:
+    memory, capability, share = reported
+    return replace(host, gpu_memory=memory, capability=capability, gpu_share=share)
 
 
 def find_hosts() -> list[Host]:
@@ -198,10 +203,10 @@ def find_hosts() -> list[Host]:
             int(left.get("GPU", 0)),
             int(has.get("memory", 0)),
             int(left.get("memory", 0)),
-            *reported.get(node["NodeID"], _UNKNOWN_GPUS),
+            tpus=int(has.get("TPU", 0)),
+            tpus_free=int(left.get("TPU", 0)),
         )
-        chips, chips_left = int(has.get("TPU", 0)), int(left.get("TPU", 0))
-        found.append(replace(host, tpus=chips, tpus_free=chips_left))
+        found.append(_with_gpus(host, reported.get(node["NodeID"], _UNKNOWN_GPUS)))
     return found
 
 
