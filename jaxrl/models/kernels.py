@@ -84,8 +84,3 @@ def why_not_fused(target: Target, head_dim: int, dtype: str, queries: int, keys:
     if queries % EVEN or keys % EVEN:
         return f"cuDNN's kernel takes even lengths under a mask, not {queries} and {keys}"
     return None
-
-
-def round_up(n: int, multiple: int) -> int:
-    """The least multiple that is not below n."""
-    return -(-n // multiple) * multiple

@@ -33,7 +33,7 @@ from jaxrl.plan.roles import BACKWARD, LOSS, STEP, Setting, role_accounts
 from jaxrl.roles.actor import Actor
 from jaxrl.roles.scorer import Scorer
 from jaxrl.sampling import decode
-from jaxrl.sampling.engine import Engine, _Run, bucket
+from jaxrl.sampling.engine import Engine, _Run
 from jaxrl.sampling.sampler import SamplingParams, sampling_arrays
 from jaxrl.sharding.mesh import role_meshes
 from jaxrl.sharding.placement import place
@@ -176,7 +176,7 @@ class Programs:
         """The rollout's largest prefill, while the cache is there."""
         engine, params, cache = self.engine()
         prompts = self.prompts(engine)
-        tokens = np.zeros((prompts, bucket(engine.max_prompt_tokens, engine.max_prompt_tokens)))
+        tokens = np.zeros((prompts, engine.max_prompt_tokens))
         arguments = params, tokens.astype(np.int32), np.zeros(prompts, np.int32)
         return measured(
             decode.prefill,
