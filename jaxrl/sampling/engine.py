@@ -380,11 +380,13 @@ class _Run:
         Returns:
             [slots left] int32: which of its slots each device keeps; None where all stay.
         """
+        if self.queue:
+            return None
         mesh, shards = self.engine.mesh, self.engine.row_shards
         held = len(self.table) // shards
         taken = [[s for s in sorted(self.seated) if s // held == k] for k in range(shards)]
         left = round_up(bucket(max(map(len, taken))), 1 if mesh is None else mesh.shape["tensor"])
-        if self.queue or 2 * left > held:
+        if 2 * left > held:
             return None
         kept, old = np.zeros((shards, left), np.int32), self.table
         self.table = np.zeros((shards * left, old.shape[1]), np.int32)

@@ -1,9 +1,10 @@
 """Moves arrays from one mesh to another: any layout to any layout, values bit-equal.
 
-On a GPU, pieces go device to device: each destination shard is put together from the boxes of the
-source shards that overlap it, so nothing passes through the host and nothing blocks. On CPU plain
-`device_put` is quicker. Either way many arrays take few dispatches. `device_put(donate=True)`
-across meshes crashes and is never used; drop the source after the call instead.
+On an accelerator, pieces go device to device: each destination shard is put together from the boxes
+of the source shards that overlap it, so nothing passes through the host and nothing blocks. On CPU
+plain `device_put` is quicker. Either way many arrays take few dispatches.
+`device_put(donate=True)` across meshes crashes and is never used; drop the source after the call
+instead.
 
 A mesh may span processes that all make the same calls in the same order. Each then fills its own
 devices from what it has on the host; only an array that lies on such a mesh already is moved by a
@@ -28,7 +29,7 @@ Held = dict[Box, list[jax.Array]]
 """The boxes of an array, each with its copies."""
 Offsets = tuple[tuple[int, ...], ...]
 TOGETHER = 2**28
-"""Bytes of arrays that move at once on a GPU, where their slices are held beside them."""
+"""Bytes of arrays that move at once on an accelerator, where their slices are held beside them."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def _moves_here(x: Any, target: Sharding) -> bool:
 def _move_together(xs: Sequence[jax.Array], targets: Sequence[Sharding]) -> list[jax.Array]:
     """With few dispatches however many arrays there are."""
     devices: set[Any] = set().union(*(s.device_set for s in (*targets, *(x.sharding for x in xs))))
-    if not all(device.platform == "gpu" for device in devices):
+    if any(device.platform == "cpu" for device in devices):
         return jax.device_put(list(xs), list(targets))
     moved: list[jax.Array] = []
     for part in _parts([x.nbytes for x in xs]):
