@@ -20,7 +20,7 @@ from jaxrl.algorithms.methods import method_of
 from jaxrl.algorithms.signals import Projection, policy_topk
 from jaxrl.config.schema import Config
 from jaxrl.models import bert
-from jaxrl.models.batching import bucket, rows_of
+from jaxrl.models.batching import rows_of, width_of
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Cache, Layout, Params, abstract_params
 from jaxrl.models.rules import param_shardings
@@ -361,7 +361,7 @@ def _batch(
 ) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
     """Tokens and mask of a full batch of the longest texts."""
     axes, at = run.setting.axes[role], run.rows(role)
-    width = bucket(longest, longest)
+    width = width_of(longest, longest)
     shape = (rows_of(width, batch_tokens) * axes.data * axes.fsdp, width)
     return shaped(shape, jnp.int32, at), shaped(shape, bool, at)
 

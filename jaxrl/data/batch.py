@@ -14,17 +14,17 @@ import numpy as np
 
 from jaxrl.data.stream import NEEDS_COMPLETIONS
 from jaxrl.errors import UserError
+from jaxrl.models.buckets import bucket
 from jaxrl.types import Completion, FinishReason, Prompt, Rollout, Sequences
 
-SMALLEST_BUCKET = 32
+NARROWEST = 32
+"""Smallest width of prompts or completions, tokens."""
 DATA = -1
 """`policy_version` of completions that no policy sampled, and group id of padding rows."""
 
 
-def bucket(n: int, limit: int, multiple: int = 2) -> int:
+def width_of(n: int, limit: int, multiple: int = 2) -> int:
     """The smallest width of 32, 48, 64, 96, 128, 192, ... that holds n, rounded up to `multiple`.
-
-    Above 32, at most a third of it is padding, and what it is rounded by.
 
     Args:
         n: tokens to hold.
@@ -33,11 +33,7 @@ def bucket(n: int, limit: int, multiple: int = 2) -> int:
     """
     if not 0 <= n <= limit:
         raise ValueError(f"{n} tokens do not fit a width of at most {limit}")
-    width = SMALLEST_BUCKET
-    while width < n:
-        power_of_two = width & (width - 1) == 0
-        width = width * 3 // 2 if power_of_two else width * 4 // 3
-    return -(-min(width, limit) // multiple) * multiple
+    return bucket(n, smallest=NARROWEST, steps=2, multiple=multiple, most=limit)
 
 
 def pack(
@@ -117,11 +113,11 @@ def make_rollout(
     row_prompts = tuple(prompt for prompt, _, _ in each)
     row_completions = tuple(completion for _, completion, _ in each)
     longest = max((len(c.tokens) for c in row_completions), default=0)
-    width = bucket(longest, max_new_tokens, width_multiple)
+    width = width_of(longest, max_new_tokens, width_multiple)
     sequences = pack(
         [prompt.tokens for prompt in row_prompts],
         [completion.tokens for completion in row_completions],
-        prompt_width=bucket(
+        prompt_width=width_of(
             max((len(p.tokens) for p in row_prompts), default=0),
             max_prompt_tokens,
             width_multiple,

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxrl.models.buckets import bucket
 from jaxrl.sharding.ledger import current
 from jaxrl.sharding.reshard import put
 
@@ -33,13 +34,10 @@ class Batch:
     """[R, W] bool."""
 
 
-def bucket(n: int, longest: int) -> int:
-    """The width that a sequence of n tokens is padded to: the next of 4, 8, 16, 24, 32, 48, 64...,
-    at most `longest`, and even: some attention kernels take no other."""
-    top = max(NARROWEST, _power_of_two(n))
-    three_quarters = top // 4 * 3
-    wide = three_quarters if three_quarters > 16 and n <= three_quarters else top
-    return min(wide, longest + longest % 2)
+def width_of(n: int, longest: int) -> int:
+    """The width that a sequence of n tokens is padded to: the next of 4, 6, 8, 12, 16, 24, ..., at
+    most `longest`, and even: some attention kernels take no other."""
+    return bucket(n, smallest=NARROWEST, steps=2, multiple=2, most=longest)
 
 
 def rows_of(width: int, batch_tokens: int) -> int:
@@ -62,10 +60,10 @@ def batches(
     order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]), reverse=True)
     start = 0
     while start < len(order):
-        width = bucket(len(sequences[order[start]]), longest)
+        width = width_of(len(sequences[order[start]]), longest)
         full = rows_of(width, batch_tokens)
         rows = order[start : start + full * shards]
-        height = min(full, _power_of_two(-(-len(rows) // shards))) * shards
+        height = bucket(-(-len(rows) // shards), most=full) * shards
         tokens, mask = np.zeros((height, width), np.int32), np.zeros((height, width), bool)
         for at, row in enumerate(rows):
             n = len(sequences[row])
@@ -107,8 +105,3 @@ def _put(x: np.ndarray, mesh: Mesh | None) -> jax.Array:
     if mesh is None:
         return jnp.asarray(x)
     return put(x, NamedSharding(mesh, PartitionSpec(("data", "fsdp"), None)))
-
-
-def _power_of_two(n: int) -> int:
-    """The smallest that is at least n."""
-    return 1 << max(0, n - 1).bit_length()

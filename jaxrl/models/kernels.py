@@ -87,11 +87,6 @@ def why_not_fused(target: Target, head_dim: int, dtype: str, queries: int, keys:
     return None
 
 
-def round_up(n: int, multiple: int) -> int:
-    """The least multiple that is not below n."""
-    return -(-n // multiple) * multiple
-
-
 @contextlib.contextmanager
 def compiling_for(target: Target) -> Iterator[None]:
     """Within it, jax's wrapper of cuDNN believes that the target is here."""

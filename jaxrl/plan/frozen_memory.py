@@ -13,7 +13,7 @@ from collections.abc import Callable
 from jaxrl.config.schema import DType, GrouperConfig, RewardConfig
 from jaxrl.models import bert
 from jaxrl.models.activations import F32, SCAN, SPREAD, Pass, split, whole_rows
-from jaxrl.models.batching import bucket, rows_of
+from jaxrl.models.batching import rows_of, width_of
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.encoder_config import EncoderConfig
 from jaxrl.models.kernels import Target, fuses
@@ -118,5 +118,5 @@ def _gather(config: EncoderConfig | DecoderConfig, axes: Axes, itemsize: int) ->
 
 def _fullest(work: Callable[[int, int], int], batch_tokens: int, longest: int) -> int:
     """The most that a batch of any width takes."""
-    widths = {bucket(n, longest) for n in range(1, longest + 1)}
+    widths = {width_of(n, longest) for n in range(1, longest + 1)}
     return max(work(rows_of(width, batch_tokens), width) for width in widths)

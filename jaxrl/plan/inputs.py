@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 from jaxrl.config.schema import Config, ParallelConfig
 from jaxrl.errors import UserError
+from jaxrl.models.buckets import round_up
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.encoder_config import EncoderConfig
-from jaxrl.models.kernels import Target, round_up
+from jaxrl.models.kernels import Target
 from jaxrl.plan.memory import Account, peak
 from jaxrl.sharding.placement import Axes, Placement, Pool, resolve_axes
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from jaxrl.algorithms.schedule import SCHEDULES
 from jaxrl.config.schema import Config, DistillConfig, DType, OffloadConfig
 from jaxrl.models.activations import F32, SAMPLER_ARRAYS, Pass, logits, split, whole_rows
+from jaxrl.models.buckets import bucket
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import fuses
 from jaxrl.plan.frozen_memory import grouper_account, reward_account
@@ -31,7 +32,7 @@ from jaxrl.plan.memory import (
     weight_bytes,
 )
 from jaxrl.roles.microbatch import shares
-from jaxrl.sampling.engine import PREFILL_TOKENS, power_of_two
+from jaxrl.sampling.engine import PREFILL_TOKENS
 from jaxrl.sharding.placement import Axes
 
 JSD_ARRAYS, KL_ARRAYS, LEAN_ARRAYS, SCORE_ARRAYS = 7, 6, 5, 3
@@ -413,7 +414,7 @@ def prefill_rows(config: Config, width: int, axes: Axes) -> int:
         asked.append((config.eval.prompts, config.eval.samples))
     wanted = max(min(-(-slots // n), prompts) for prompts, n in asked)
     allowed = max(1, PREFILL_TOKENS * shards // width)
-    rows = min(power_of_two(wanted), power_of_two(allowed))
+    rows = min(bucket(wanted), bucket(allowed))
     return -(-rows // shards) * shards
 
 

@@ -13,8 +13,9 @@ from jaxrl.data.jsonl import JsonlFile
 from jaxrl.data.tokenizer import PromptLike, encode_prompt
 from jaxrl.errors import UserError
 from jaxrl.models import decoder
+from jaxrl.models.buckets import bucket
 from jaxrl.process.compile_cache import enable_compile_cache
-from jaxrl.sampling.engine import Engine, EngineStats, bucket, power_of_two
+from jaxrl.sampling.engine import NARROWEST, Engine, EngineStats
 from jaxrl.sampling.sampler import SamplingParams
 from jaxrl.sharding.mesh import ensure_devices, role_mesh
 from jaxrl.sharding.placement import Axes
@@ -80,8 +81,8 @@ def _engine(model: Model, longest: int, new_tokens: int, samples: int) -> Engine
             f"a prompt of {longest} tokens and max_new_tokens={new_tokens} exceed the model's"
             f" {config.max_positions} positions; shorten one of them"
         )
-    prompt_width = bucket(longest, config.max_positions - new_tokens)
-    new_width = bucket(new_tokens, config.max_positions - prompt_width)
+    prompt_width = bucket(longest, smallest=NARROWEST, most=config.max_positions - new_tokens)
+    new_width = bucket(new_tokens, smallest=NARROWEST, most=config.max_positions - prompt_width)
     itemsize = model.params["norm"]["scale"].dtype.itemsize
     token_bytes = 2 * config.n_layers * config.n_kv_heads * config.head_dim * itemsize
     devices = 1 if mesh is None else mesh.size
@@ -89,7 +90,7 @@ def _engine(model: Model, longest: int, new_tokens: int, samples: int) -> Engine
     return Engine(
         config,
         mesh,
-        slots=max(1, min(power_of_two(samples), MAX_SLOTS, room)),
+        slots=max(1, min(bucket(samples), MAX_SLOTS, room)),
         max_prompt_tokens=prompt_width,
         max_new_tokens=new_width,
         tokenizer=model.tokenizer,

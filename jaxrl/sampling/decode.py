@@ -66,14 +66,35 @@ def new_cache(
 
 
 @partial(jax.jit, static_argnames=("config", "mesh", "length"))
-def resize(config: DecoderConfig, mesh: Mesh | None, layer: Cache, length: int) -> Cache:
-    """Some layers of the cache with `length` positions: the first ones, or zeros behind all."""
+def resize(
+    config: DecoderConfig,
+    mesh: Mesh | None,
+    layer: Cache,
+    length: int,
+    kept: jax.Array | None = None,
+) -> Cache:
+    """Some layers of the cache with `length` positions: the first ones, or zeros behind all.
+
+    Args:
+        kept: [slots left] int32: the slots that each device keeps, counted among its own; None: all
+            of them.
+    """
 
     def one(x: jax.Array) -> jax.Array:
         pad = [(0, 0)] * x.ndim
         pad[POSITIONS] = (0, max(0, length - x.shape[POSITIONS]))
         return jnp.pad(x, pad)[..., :length, :]
 
+    def select(layer: Cache, kept: jax.Array) -> Cache:
+        return jax.tree.map(lambda x: jnp.take(x, kept, x.ndim + BATCH), layer)
+
+    if kept is not None:
+        run = select
+        if mesh is not None:
+            spec = cache_spec(config, mesh, ROWS, layer[0][0].ndim)
+            rows = PartitionSpec(ROWS)
+            run = jax.shard_map(select, mesh=mesh, in_specs=(spec, rows), out_specs=spec)
+        layer = run(layer, kept)
     return _constrain(config, mesh, jax.tree.map(one, layer), ROWS)
 
 
@@ -102,32 +123,34 @@ def insert(
     cache: Cache,
     prompts: Cache,
     source: jax.Array,
-    target: jax.Array,
-    count: jax.Array,
 ) -> Cache:
-    """Copies row source[i] of `prompts` into slot target[i] of `cache` for i < count; the rest
-    stays in place.
+    """Copies row source[i] of `prompts` into slot i of `cache`, where that is not -1.
 
     Args:
         cache: of B slots and S positions, donated.
         prompts: of b rows and P positions; those from S on, if any, are left out.
-        source, target: [B] int32.
-        count: int32; traced, so that one program serves any number of slots.
+        source: [B] int32.
     """
+
+    def local(cache: Cache, prompts: Cache, source: jax.Array) -> Cache:
+        def copy(ours: jax.Array, theirs: jax.Array) -> jax.Array:
+            width = min(ours.shape[POSITIONS], theirs.shape[POSITIONS])
+            new = jnp.take(theirs[..., :width, :], jnp.maximum(source, 0), theirs.ndim + BATCH)
+            shape = [1] * ours.ndim
+            shape[BATCH] = -1
+            filled = (source >= 0).reshape(shape)
+            new = jnp.where(filled, new.astype(ours.dtype), ours[..., :width, :])
+            return ours.at[..., :width, :].set(new)
+
+        return jax.tree.map(copy, cache, prompts)
+
     if mesh is None:
-        return _insert_local(cache, prompts, source, target, count, jnp.int32(0))
+        return local(cache, prompts, source)
     ndim = cache[0][0].ndim
     ours, theirs = cache_spec(config, mesh, ROWS, ndim), cache_spec(config, mesh, None, ndim)
-    whole = PartitionSpec()
-
-    def local(cache: Cache, prompts: Cache, s: jax.Array, t: jax.Array, n: jax.Array) -> Cache:
-        first = jax.lax.axis_index(ROWS) * cache[0][0].shape[BATCH]
-        return _insert_local(cache, prompts, s, t, n, first)
-
-    run = jax.shard_map(
-        local, mesh=mesh, in_specs=(ours, theirs, whole, whole, whole), out_specs=ours
-    )
-    return run(cache, prompts, source, target, count)
+    in_specs = (ours, theirs, PartitionSpec(ROWS))
+    run = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=ours)
+    return run(cache, prompts, source)
 
 
 @partial(
@@ -200,36 +223,6 @@ def launch(
     if mesh is not None:  # whole on every device: the host of each process reads all of it
         out = jax.lax.with_sharding_constraint(out, NamedSharding(mesh, PartitionSpec()))
     return _constrain(config, mesh, cache, ROWS), out
-
-
-def _insert_local(
-    cache: Cache,
-    prompts: Cache,
-    source: jax.Array,
-    target: jax.Array,
-    count: jax.Array,
-    first: jax.Array,
-) -> Cache:
-    """`insert` into the slots [first, first + rows of cache) that this device holds; the others are
-    left out."""
-    rows = cache[0][0].shape[BATCH]
-
-    def one(i: jax.Array, cache: Cache) -> Cache:
-        slot = target[i] - first
-        mine = (slot >= 0) & (slot < rows)
-        slot = jnp.clip(slot, 0, rows - 1)
-
-        def copy(ours: jax.Array, theirs: jax.Array) -> jax.Array:
-            theirs = theirs[..., : ours.shape[POSITIONS], :].astype(ours.dtype)
-            new = jax.lax.dynamic_slice_in_dim(theirs, source[i], 1, BATCH)
-            start: list[Any] = [0] * ours.ndim
-            start[BATCH] = slot
-            old = jax.lax.dynamic_slice(ours, start, new.shape)
-            return jax.lax.dynamic_update_slice(ours, jnp.where(mine, new, old), start)
-
-        return jax.tree.map(copy, cache, prompts)
-
-    return jax.lax.fori_loop(0, count, one, cache)
 
 
 def _constrain(

@@ -3,9 +3,10 @@ out.
 
 A slot is one row of the KV cache. A launch runs up to `launch_tokens` decode steps over all slots
 and comes back early once enough of them are free; the host then reads the tokens, looks for stop
-strings, and refills. Prompts are prefilled once, in batches just large enough to fill the slots,
-and their keys and values are copied into the slots of their n samples. What is drawn depends on
-(seed, step, attempt, prompt id, sample id, position), never on slots, launches or timing.
+strings, and refills, or gives slots up where nothing waits. Prompts are prefilled once, in batches
+just large enough to fill the slots, and their keys and values are copied into the slots of their n
+samples. What is drawn depends on (seed, step, attempt, prompt id, sample id, position), never on
+slots, launches or timing.
 
 On a mesh of several processes each runs this with the same arguments; what a launch sampled is
 whole in all of them, so that they fill, refill and launch alike.
@@ -24,9 +25,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.errors import UserError
+from jaxrl.models.buckets import bucket, round_up
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Cache, Params, cast, layout_of
-from jaxrl.models.kernels import round_up, target_of
+from jaxrl.models.kernels import target_of
 from jaxrl.sampling import decode, text
 from jaxrl.sampling.sampler import SamplingArrays, SamplingParams, sampling_arrays
 from jaxrl.sampling.text import TextTokenizer
@@ -36,9 +38,10 @@ from jaxrl.types import Completion, FinishReason
 
 __all__ = ["Aborted", "Engine", "EngineStats", "SamplingParams"]
 
-SMALLEST_BUCKET = 64
-"""The cache's positions and prompt widths are rounded up to this times a power of two: few
-programs, little waste."""
+NARROWEST = 64
+"""Least width of prompts, and least positions of the cache."""
+CACHE_STEPS = 4
+"""Sizes of the cache between two powers of two: a step reads all of it."""
 PREFILL_TOKENS = 4096
 """Most prompt tokens per data shard in one prefill: bounds its activations."""
 
@@ -87,6 +90,7 @@ class Engine:
         launch_tokens: int = 32,
         min_free: int | None = None,
         check_every: int | None = None,
+        search_beside: bool | None = None,
         dtype: Any = None,
         tokenizer: TextTokenizer | None = None,
         ledger: Ledger | None = None,
@@ -105,6 +109,9 @@ class Engine:
             check_every: decode steps between two looks of the device at the free slots; a divisor
                 of launch_tokens. Where None: 1 on one CPU device, where a look costs nothing, else
                 8. At launch_tokens a launch has a fixed length.
+            search_beside: whether stop strings are searched while the next launch runs, which
+                decodes a completion that they end for one launch more. Where None: not on a CPU,
+                where a launch takes much longer than a search.
             dtype: of the computation and the cache; that of the parameters where None.
             tokenizer: decodes `text` and stop strings.
             ledger: the account of the devices' memory that cache and programs are entered in.
@@ -118,14 +125,17 @@ class Engine:
                 f"the model's {config.max_positions} positions; lower one of them"
             )
         devices = 1 if mesh is None else mesh.size
+        self.row_shards = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
         self.config, self.mesh, self.tokenizer, self.dtype = config, mesh, tokenizer, dtype
         self.max_prompt_tokens, self.max_new_tokens = max_prompt_tokens, max_new_tokens
         self.slots = round_up(slots, devices)
         self.min_free = max(1, self.slots // 8) if min_free is None else min_free
         target = target_of(jax.devices()[:1] if mesh is None else mesh.devices.flat)
         self.width_multiple = target.width_multiple
+        on_cpu = target.platform == "cpu"
+        self.search_beside = not on_cpu if search_beside is None else search_beside
         if check_every is None:
-            check_every = 1 if devices == 1 and target.platform == "cpu" else 8
+            check_every = 1 if devices == 1 and on_cpu else 8
         self.check_every = min(check_every, launch_tokens)
         self.launch_tokens = round_up(launch_tokens, self.check_every)
         self.ledger = ledger or Ledger()
@@ -225,6 +235,8 @@ class _Sample:
     """[k, 2] float32 for each launch: full and truncated."""
     finish_reason: FinishReason | None = None
     text: str = ""
+    slot: int | None = None
+    """Where it is decoded; None before and after."""
 
     def completion(self) -> Completion:
         assert self.finish_reason is not None
@@ -260,6 +272,9 @@ class _Run:
             self.knobs = put(knobs, NamedSharding(mesh, PartitionSpec()))
         self.queue = deque(samples)
         self.seated: dict[int, _Sample] = {}
+        self.unread: list[tuple[_Sample, int]] = []
+        """Samples with new tokens, and how many tokens each had before, whose text is to be read.
+        """
         self.table = np.zeros((engine.slots, 6), np.int32)
         self.prefill_batch = self._prefill_batch(n)
         self.held = range(0)
@@ -275,7 +290,7 @@ class _Run:
     ) -> None:
         total, tokens, finished = len(self.queue), 0, 0
         try:
-            while finished < total:
+            while self.queue or self.seated:
                 if abort is not None and abort():
                     raise Aborted(
                         f"generation aborted: {finished} of {total} completions were done"
@@ -287,6 +302,7 @@ class _Run:
                 finished = total - len(self.queue) - len(self.seated)
                 if on_tokens is not None:
                     on_tokens(tokens, finished)
+            self._read()
         finally:
             self.cache, self.held_cache = [], []
             self.ledger.drop(CACHE)
@@ -333,45 +349,67 @@ class _Run:
         self.stats.prefill_rows += len(chosen)
 
     def _seat(self, moves: list[tuple[int, _Sample]]) -> None:
-        source, target = np.zeros((2, self.engine.slots), np.int32)
-        for i, (slot, sample) in enumerate(moves):
+        source = np.full(self.engine.slots, -1, np.int32)
+        for slot, sample in moves:
             prompt = self.prompts[sample.prompt]
-            source[i], target[i] = sample.prompt - self.held.start, slot
-            self.seated[slot] = sample
+            source[slot] = sample.prompt - self.held.start
             ids = sample.prompt_id, sample.sample_id
-            self.table[slot] = (prompt[-1], len(prompt) - 1, 0, sample.limit, *ids)
+            self._sit(sample, slot, (prompt[-1], len(prompt) - 1, 0, sample.limit, *ids))
         self._fit(max(self._reach(), self._cached()))
         self.cache = decode.insert(
-            self.engine.config,
-            self.engine.mesh,
-            self.cache,
-            self.held_cache,
-            source,
-            target,
-            np.int32(len(moves)),
+            self.engine.config, self.engine.mesh, self.cache, self.held_cache, source
         )
 
     def _reach(self) -> int:
         """Cache positions that the next launch may use, as a bucket."""
         left = self.table[:, decode.LIMIT] - self.table[:, decode.COUNT]
         steps = np.minimum(left, self.engine.launch_tokens)
-        return bucket(int((self.table[:, decode.POSITION] + steps).max()), self.engine.length)
+        reach = int((self.table[:, decode.POSITION] + steps).max())
+        multiple = self.engine.width_multiple
+        size = bucket(reach, smallest=NARROWEST, steps=CACHE_STEPS, multiple=multiple)
+        return min(size, self.engine.length)
 
     def _cached(self) -> int:
         return self.cache[0][0].shape[decode.POSITIONS] if self.cache else 0
 
-    def _fit(self, length: int) -> None:
-        """Makes the cache `length` positions long: a step reads all of it, and cutting a part out
-        at each step would cost a copy. One layer at a time, so that only one is there twice."""
+    def _shrink(self) -> np.ndarray | None:
+        """Fewer slots once nothing waits and half of them are free: a step computes a free one too.
+
+        Each device keeps slots of its own, so that none is moved to another.
+
+        Returns:
+            [slots left] int32: which of its slots each device keeps; None where all stay.
+        """
+        if self.queue:
+            return None
+        mesh, shards = self.engine.mesh, self.engine.row_shards
+        held = len(self.table) // shards
+        taken = [[s for s in sorted(self.seated) if s // held == k] for k in range(shards)]
+        left = round_up(bucket(max(map(len, taken))), 1 if mesh is None else mesh.shape["tensor"])
+        if 2 * left > held:
+            return None
+        kept, old = np.zeros((shards, left), np.int32), self.table
+        self.table = np.zeros((shards * left, old.shape[1]), np.int32)
+        for k, slots in enumerate(taken):
+            for at, slot in enumerate(slots):
+                kept[k, at] = slot - k * held
+                self._sit(self.seated.pop(slot), k * left + at, old[slot])
+        return kept.reshape(-1)
+
+    def _fit(self, length: int, kept: np.ndarray | None = None) -> None:
+        """Makes the cache `length` positions long, with the slots `kept`: a step reads all of it,
+        and cutting a part out at each step would cost a copy. One layer at a time, so that only one
+        is there twice."""
         config, mesh = self.engine.config, self.engine.mesh
         if not self.cache:
             dtype, layout = self.params["norm"]["scale"].dtype, layout_of(self.params)
             self.cache = decode.new_cache(config, mesh, self.engine.slots, length, dtype, layout)
             self._record_cache()
-        if self._cached() != length:
+        if self._cached() != length or kept is not None:
             for i, layer in enumerate(self.cache):
-                with self.ledger.running(decode.resize, config, mesh, [layer], length):
-                    self.cache[i : i + 1] = decode.resize(config, mesh, [layer], length)
+                given = (config, mesh, [layer], length, kept)
+                with self.ledger.running(decode.resize, *given):
+                    self.cache[i : i + 1] = decode.resize(*given)
             self._record_cache()
 
     def _launch(self) -> int:
@@ -379,46 +417,66 @@ class _Run:
         number of tokens."""
         started = time.perf_counter()
         engine = self.engine
+        kept = self._shrink()
+        self._fit(self._reach(), kept)
         waiting = len(self.queue)
-        exit_free = min(engine.min_free, waiting) if waiting else engine.slots
-        self._fit(self._reach())
-        given = (engine.config, engine.mesh, self.params, self.cache, self.table)
+        exit_free = min(engine.min_free, waiting) if waiting else len(self.table)
+        given = (engine.config, engine.mesh, self.params, self.cache, self.table.copy())
         rest = (np.int32(exit_free), self.knobs)
         length = {"n_tokens": engine.launch_tokens, "check_every": engine.check_every}
         with self.ledger.running(decode.launch, *given, *rest, **length):
             self.cache, launched = decode.launch(*given, *rest, **length)
+            self._read()  # the tokens of the launch before, while this one runs
             out = np.asarray(launched)
         self.stats.launches += 1
         self.stats.decode_steps += int((out[:, 0, 0] != decode.NOT_RUN).sum())
         self.stats.decode_seconds += time.perf_counter() - started
         counts = (out[:, :, 0] >= 0).sum(0)
         for slot, sample in list(self.seated.items()):
-            self._collect(slot, sample, out[: counts[slot], slot])
+            self._collect(sample, out[: counts[slot], slot])
+        if self.sampling.stop and not engine.search_beside:
+            self._read()
         return int(counts.sum())
 
-    def _collect(self, slot: int, sample: _Sample, rows: np.ndarray) -> None:
-        """Appends the launch's rows [k, 3] to the sample; frees the slot if it is done."""
-        before = len(sample.tokens)
+    def _collect(self, sample: _Sample, rows: np.ndarray) -> None:
+        """Appends the launch's rows [k, 3] to the sample; frees the slot of one that ended."""
+        self.unread.append((sample, len(sample.tokens)))
         sample.tokens += rows[:, 0].tolist()
         sample.logprobs.append(rows[:, 1:].copy().view(np.float32))
-        ended = sample.tokens[-1] in self.sampling.eos_ids
-        visible = sample.tokens[:-1] if ended else sample.tokens
-        stopped = self._find_stop(visible, before)
-        if stopped is not None:
-            end, sample.text = stopped
-            del sample.tokens[end:]
-        elif ended or len(sample.tokens) == sample.limit:
-            sample.text = text.decode(self.engine.tokenizer, visible)
-        if ended or stopped is not None:
+        if sample.tokens[-1] in self.sampling.eos_ids:
             sample.finish_reason = "stop"
         elif len(sample.tokens) == sample.limit:
             sample.finish_reason = "length"
-        if sample.finish_reason is None:
-            last = sample.tokens[-1], len(self.prompts[sample.prompt]) + len(sample.tokens) - 1
-            self.table[slot, :3] = (*last, len(sample.tokens))
+        if sample.finish_reason is not None:
+            self._free(sample)
         else:
-            self.table[slot] = 0
-            del self.seated[slot]
+            last = sample.tokens[-1], len(self.prompts[sample.prompt]) + len(sample.tokens) - 1
+            self.table[sample.slot, :3] = (*last, len(sample.tokens))
+
+    def _read(self) -> None:
+        """The text of what was collected: a stop string ends a completion, a finished one gets its
+        text. A slot that is freed here was decoded once too often by a launch that runs beside."""
+        for sample, before in self.unread:
+            ended = sample.finish_reason == "stop"
+            visible = sample.tokens[:-1] if ended else sample.tokens
+            stopped = self._find_stop(visible, before)
+            if stopped is not None:
+                end, sample.text = stopped
+                del sample.tokens[end:]
+                sample.finish_reason = "stop"
+                self._free(sample)
+            elif sample.finish_reason is not None:
+                sample.text = text.decode(self.engine.tokenizer, visible)
+        self.unread = []
+
+    def _sit(self, sample: _Sample, slot: int, row: Any) -> None:
+        sample.slot, self.seated[slot], self.table[slot] = slot, sample, row
+
+    def _free(self, sample: _Sample) -> None:
+        if sample.slot is not None:
+            self.table[sample.slot] = 0
+            del self.seated[sample.slot]
+            sample.slot = None
 
     def _find_stop(self, tokens: list[int], before: int) -> tuple[int, str] | None:
         tokenizer, stop = self.engine.tokenizer, self.sampling.stop
@@ -428,31 +486,21 @@ class _Run:
 
     def _width(self, prompts: Sequence[Sequence[int]]) -> int:
         """Of the arrays that these prompts are prefilled in; it may be above the engine's limit."""
-        width = bucket(max(map(len, prompts)), self.engine.max_prompt_tokens)
-        return round_up(width, self.engine.width_multiple)
+        longest, most = max(map(len, prompts)), self.engine.max_prompt_tokens
+        multiple = self.engine.width_multiple
+        return bucket(longest, smallest=NARROWEST, multiple=multiple, most=most)
 
     def _prefill_batch(self, n: int) -> int:
         """Prompts in one prefill: as many as fill the slots with their n samples, within
         `PREFILL_TOKENS`."""
-        mesh = self.engine.mesh
-        shards = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
+        shards = self.engine.row_shards
         width = self._width(self.prompts)
         wanted = min(-(-self.engine.slots // n), len(self.prompts))
         allowed = max(1, PREFILL_TOKENS * shards // width)
-        return round_up(min(power_of_two(wanted), power_of_two(allowed)), shards)
+        return round_up(min(bucket(wanted), bucket(allowed)), shards)
 
 
 _cast = jax.jit(cast, static_argnames="dtype")
-
-
-def bucket(length: int, limit: int) -> int:
-    """`length` rounded up to `SMALLEST_BUCKET` times a power of two, at most `limit`."""
-    return min(limit, SMALLEST_BUCKET * power_of_two(-(-length // SMALLEST_BUCKET)))
-
-
-def power_of_two(x: int) -> int:
-    """The least power of two that is not below x."""
-    return 1 << (x - 1).bit_length()
 
 
 def _at_least_one(**values: int) -> None:

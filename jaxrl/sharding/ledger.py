@@ -197,8 +197,8 @@ class Ledger:
         What XLA says of it (`memory_analysis`) is asked once for each form of the arguments, and
         costs no compilation of its own.
         """
-        leaves = jax.tree.leaves((args, kwargs))
-        known, form = self._programs.setdefault(program, {}), tuple(map(_form, leaves))
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        known, form = self._programs.setdefault(program, {}), (tree, *map(_form, leaves))
         if form not in known:
             found = program.lower(*args, **kwargs).compile().memory_analysis()
             new = found.output_size_in_bytes - found.alias_size_in_bytes if found else 0

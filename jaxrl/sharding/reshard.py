@@ -1,9 +1,10 @@
 """Moves arrays from one mesh to another: any layout to any layout, values bit-equal.
 
-On a GPU, pieces go device to device: each destination shard is put together from the boxes of the
-source shards that overlap it, so nothing passes through the host and nothing blocks. On CPU plain
-`device_put` is quicker. `device_put(donate=True)` across meshes crashes and is never used; drop the
-source after the call instead.
+On an accelerator, pieces go device to device: each destination shard is put together from the boxes
+of the source shards that overlap it, so nothing passes through the host and nothing blocks. On CPU
+plain `device_put` is quicker. Either way many arrays take few dispatches.
+`device_put(donate=True)` across meshes crashes and is never used; drop the source after the call
+instead.
 
 A mesh may span processes that all make the same calls in the same order. Each then fills its own
 devices from what it has on the host; only an array that lies on such a mesh already is moved by a
@@ -12,7 +13,7 @@ collective.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -23,6 +24,12 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jaxrl.sharding.shards import Box, Shards, box_of, overlap
+
+Held = dict[Box, list[jax.Array]]
+"""The boxes of an array, each with its copies."""
+Offsets = tuple[tuple[int, ...], ...]
+TOGETHER = 2**28
+"""Bytes of arrays that move at once on an accelerator, where their slices are held beside them."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +58,14 @@ def reshard(tree: Any, shardings: Any) -> Any:
         tree: of `jax.Array`, `Rows`, `Shards` or numpy arrays, the latter the same in every
             process.
     """
-    return jax.tree.map(_move, tree, jax.tree.broadcast(shardings, tree))
+    leaves, form = jax.tree.flatten(tree)
+    targets = jax.tree.leaves(jax.tree.broadcast(shardings, tree))
+    out = list(leaves)
+    here = [i for i, pair in enumerate(zip(leaves, targets, strict=True)) if _moves_here(*pair)]
+    moved = _move_together([leaves[i] for i in here], [targets[i] for i in here])
+    for i, x in zip(here, moved, strict=True):
+        out[i] = x
+    return form.unflatten(map(_move, out, targets))
 
 
 def to_host(x: Any) -> np.ndarray:
@@ -79,9 +93,37 @@ def _move(x: Any, target: Sharding) -> jax.Array:
     if not (x.is_fully_addressable and target.is_fully_addressable):
         together = x.sharding.device_set == target.device_set
         return _in(target)(x) if together else put(to_host(x), target)
-    devices: set[Any] = target.device_set | x.sharding.device_set
-    on_gpu = all(device.platform == "gpu" for device in devices)
-    return put_pieces(x, target) if on_gpu else jax.device_put(x, target)
+    return _move_together([x], [target])[0]
+
+
+def _moves_here(x: Any, target: Sharding) -> bool:
+    """Whether `x` is an array that goes from devices of this process to others of it."""
+    if not isinstance(x, jax.Array) or x.sharding == target:
+        return False
+    return x.is_fully_addressable and target.is_fully_addressable
+
+
+def _move_together(xs: Sequence[jax.Array], targets: Sequence[Sharding]) -> list[jax.Array]:
+    """With few dispatches however many arrays there are."""
+    devices: set[Any] = set().union(*(s.device_set for s in (*targets, *(x.sharding for x in xs))))
+    if any(device.platform == "cpu" for device in devices):
+        return jax.device_put(list(xs), list(targets))
+    moved: list[jax.Array] = []
+    for part in _parts([x.nbytes for x in xs]):
+        moved += put_pieces(xs[part], targets[part])
+    return moved
+
+
+def _parts(sizes: Sequence[int]) -> Iterator[slice]:
+    """Consecutive items of at most `TOGETHER` bytes in all, or one that is larger."""
+    start = held = 0
+    for i, size in enumerate(sizes):
+        if i > start and held + size > TOGETHER:
+            yield slice(start, i)
+            start, held = i, 0
+        held += size
+    if sizes:
+        yield slice(start, len(sizes))
 
 
 def _put(x: Any, target: Sharding) -> jax.Array:
@@ -105,13 +147,13 @@ def _from_boxes(shape: tuple[int, ...], dtype: Any, read: Any, target: Sharding)
 def _join_rows(parts: Sequence[jax.Array], target: Sharding) -> jax.Array:
     if not all(part.is_fully_addressable for part in parts):
         return _move(_in(parts[0].sharding)(*parts), target)
-    sources: dict[Box, list[jax.Array]] = {}
+    sources: Held = {}
     rows = 0
     for part in parts:
         for ((start, stop), *rest), copies in _held(part).items():
             sources[(start + rows, stop + rows), *rest] = copies
         rows += part.shape[0]
-    return _assemble(sources, (rows, *parts[0].shape[1:]), target)
+    return _assemble([(sources, (rows, *parts[0].shape[1:]), target)])[0]
 
 
 @lru_cache(maxsize=256)
@@ -124,57 +166,111 @@ def _in(target: Sharding) -> Any:
     return jax.jit(join, out_shardings=target)
 
 
-def put_pieces(x: jax.Array, target: Sharding) -> jax.Array:
-    """`x` in `target`, through slices that go from device to device; asynchronous."""
-    return _assemble(_held(x), x.shape, target)
+def put_pieces(xs: Sequence[jax.Array], targets: Sequence[Sharding]) -> list[jax.Array]:
+    """Arrays in `targets`, through slices that go from device to device; asynchronous. Each device
+    cuts and joins the slices of all arrays in one program."""
+    pairs = zip(xs, targets, strict=True)
+    return _assemble([(_held(x), x.shape, target) for x, target in pairs])
 
 
-def _held(x: jax.Array) -> dict[Box, list[jax.Array]]:
+def _held(x: jax.Array) -> Held:
     """The shards of `x` by their boxes, with all copies of each."""
-    held: dict[Box, list[jax.Array]] = {}
+    held: Held = {}
     for shard in x.addressable_shards:
         held.setdefault(box_of(shard.index, x.shape), []).append(shard.data)
     return held
 
 
-def _assemble(
-    sources: dict[Box, list[jax.Array]], shape: tuple[int, ...], target: Sharding
-) -> jax.Array:
-    """An array of `shape` in `target` from the boxes that cover it, each with its copies."""
-    out, turn = [], 0
-    for device, index in target.addressable_devices_indices_map(shape).items():
-        assert index is not None, "every device here holds a shard"
-        box = box_of(index, shape)
-        pieces, offsets = [], []
-        for source, copies in sources.items():
-            shared = overlap(source, box)
-            if shared is None:
-                continue
-            here = [c for c in copies if device in c.devices()]
-            data = here[0] if here else copies[turn % len(copies)]  # replicas share the sending
-            turn += 1
-            starts = tuple(lo - a for (lo, _), (a, _) in zip(shared, source, strict=True))
-            sizes = tuple(hi - lo for lo, hi in shared)
-            piece = data if sizes == data.shape else _cut(starts, sizes)(data)
-            pieces.append(jax.device_put(piece, device))
-            offsets.append(tuple(lo - c for (lo, _), (c, _) in zip(shared, box, strict=True)))
-        size = tuple(hi - lo for lo, hi in box)
-        out.append(pieces[0] if pieces[0].shape == size else _join(tuple(offsets), size)(*pieces))
-    return jax.make_array_from_single_device_arrays(shape, target, out)
+def _assemble(wanted: Sequence[tuple[Held, tuple[int, ...], Sharding]]) -> list[jax.Array]:
+    """For each the array of a shape in a sharding, from the boxes that cover it."""
+    cuts: dict[Any, list[tuple[jax.Array, Box]]] = {}
+    """By source device: what is cut out of a shard."""
+    pieces: list[tuple[Any, int]] = []
+    """Where each piece is: the source device and the place among its cuts."""
+    joins: dict[Any, list[tuple[list[int], Offsets, tuple[int, ...]]]] = {}
+    """By destination: for each shard its pieces, their offsets in it, and its shape."""
+    turn = 0
+    for sources, shape, target in wanted:
+        for device, index in target.addressable_devices_indices_map(shape).items():
+            assert index is not None, "every device here holds a shard"
+            box = box_of(index, shape)
+            mine, offsets = [], []
+            for source, copies in sources.items():
+                shared = overlap(source, box)
+                if shared is None:
+                    continue
+                here = [c for c in copies if device in c.devices()]
+                data = here[0] if here else copies[turn % len(copies)]  # replicas share the sending
+                turn += 1
+                within = tuple(
+                    (lo - a, hi - a) for (lo, hi), (a, _) in zip(shared, source, strict=True)
+                )
+                held = cuts.setdefault(data.device, [])
+                mine.append(len(pieces))
+                pieces.append((data.device, len(held)))
+                held.append((data, within))
+                offsets.append(tuple(lo - c for (lo, _), (c, _) in zip(shared, box, strict=True)))
+            size = tuple(hi - lo for lo, hi in box)
+            joins.setdefault(device, []).append((mine, tuple(offsets), size))
+    cut = {device: _cut_all(held) for device, held in cuts.items()}
+    receivers = {i: device for device, each in joins.items() for mine, *_ in each for i in mine}
+    sent = jax.device_put(
+        [cut[device][at] for device, at in pieces], [receivers[i] for i in range(len(pieces))]
+    )
+    shards = {
+        device: iter(_join_all([([sent[i] for i in mine], *rest) for mine, *rest in each]))
+        for device, each in joins.items()
+    }
+    return [
+        jax.make_array_from_single_device_arrays(
+            shape, target, [next(shards[d]) for d in target.addressable_devices_indices_map(shape)]
+        )
+        for _, shape, target in wanted
+    ]
 
 
-@lru_cache(maxsize=4096)
-def _cut(starts: tuple[int, ...], sizes: tuple[int, ...]) -> Any:
-    stops = tuple(a + n for a, n in zip(starts, sizes, strict=True))
-    return jax.jit(lambda x: jax.lax.slice(x, starts, stops))
+def _cut_all(held: Sequence[tuple[jax.Array, Box]]) -> list[jax.Array]:
+    """Boxes of arrays on one device; one that is whole is the array itself."""
+    out = [data for data, _ in held]
+    partial = [i for i, (x, box) in enumerate(held) if tuple(b - a for a, b in box) != x.shape]
+    if partial:
+        cut = _cut(tuple(held[i][1] for i in partial))([out[i] for i in partial])
+        for i, piece in zip(partial, cut, strict=True):
+            out[i] = piece
+    return out
 
 
-@lru_cache(maxsize=4096)
-def _join(offsets: tuple[tuple[int, ...], ...], shape: tuple[int, ...]) -> Any:
-    def join(*pieces: jax.Array) -> jax.Array:
-        out = jnp.zeros(shape, pieces[0].dtype)
-        for piece, offset in zip(pieces, offsets, strict=True):
-            out = jax.lax.dynamic_update_slice(out, piece, offset)
+def _join_all(
+    each: Sequence[tuple[list[jax.Array], Offsets, tuple[int, ...]]],
+) -> list[jax.Array]:
+    """Shards on one device, of their pieces; one of a single piece is the piece itself."""
+    out = [pieces[0] for pieces, _, _ in each]
+    partial = [i for i, (pieces, _, shape) in enumerate(each) if pieces[0].shape != shape]
+    if partial:
+        joined = _join(tuple(each[i][1:] for i in partial))([each[i][0] for i in partial])
+        for i, shard in zip(partial, joined, strict=True):
+            out[i] = shard
+    return out
+
+
+@lru_cache(maxsize=256)
+def _cut(boxes: tuple[Box, ...]) -> Any:
+    def cut(xs: list[jax.Array]) -> list[jax.Array]:
+        spans = [tuple(zip(*box, strict=True)) for box in boxes]
+        return [jax.lax.slice(x, *span) for x, span in zip(xs, spans, strict=True)]
+
+    return jax.jit(cut)
+
+
+@lru_cache(maxsize=256)
+def _join(shards: tuple[tuple[Offsets, tuple[int, ...]], ...]) -> Any:
+    def join(each: list[list[jax.Array]]) -> list[jax.Array]:
+        out = []
+        for pieces, (offsets, shape) in zip(each, shards, strict=True):
+            shard = jnp.zeros(shape, pieces[0].dtype)
+            for piece, offset in zip(pieces, offsets, strict=True):
+                shard = jax.lax.dynamic_update_slice(shard, piece, offset)
+            out.append(shard)
         return out
 
     return jax.jit(join)

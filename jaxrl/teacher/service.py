@@ -18,6 +18,7 @@ from jaxrl.algorithms.signals import Projection, completion_hidden, teacher_sign
 from jaxrl.checkpoint.source import ModelSource
 from jaxrl.errors import UserError
 from jaxrl.models import decoder
+from jaxrl.models.buckets import bucket
 from jaxrl.models.decoder import Params
 from jaxrl.sharding.mesh import ensure_devices, role_mesh, verify_arrays
 from jaxrl.sharding.placement import Axes
@@ -145,7 +146,7 @@ class ScoringService:
         work = []
         for i in range(slices):
             start, stop = b * i // slices, b * (i + 1) // slices
-            size = row_bucket(stop - start, shards, most)
+            size = rows_of(stop - start, shards, most)
             rows = partial(_rows, start=start, stop=stop, size=size)
             padded = jax.tree.map(rows, inputs)
             work.append((self._program(request.options, padded, wanted), padded, stop - start))
@@ -228,12 +229,9 @@ def waited(future: Future[Any], wanted: Callable[[], bool]) -> Any:
     return future.result(timeout=0)
 
 
-def row_bucket(n: int, multiple: int, most: int) -> int:
+def rows_of(n: int, multiple: int, most: int) -> int:
     """The smallest of 1, 2, 3, 4, 6, 8, 12, ... times `multiple` that holds n rows, or `most`."""
-    size, units = 1, -(-n // multiple)
-    while size < units:
-        size = size * 3 // 2 if size > 1 and size & (size - 1) == 0 else -(-size * 4 // 3)
-    return min(size * multiple, most)
+    return min(bucket(-(-n // multiple), steps=2) * multiple, most)
 
 
 def _rows(x: np.ndarray, start: int, stop: int, size: int) -> np.ndarray:

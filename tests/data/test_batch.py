@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxrl.data.batch import bucket, data_rollout, make_rollout, pack, unpack
+from jaxrl.data.batch import data_rollout, make_rollout, pack, unpack, width_of
 from jaxrl.errors import UserError
 from jaxrl.types import Completion, Prompt
 
@@ -22,14 +22,14 @@ def completion(*tokens: int) -> Completion:
 
 
 def test_bucket_is_the_smallest_width_that_holds():
-    widths = sorted({bucket(n, 1000) for n in range(1001)})
+    widths = sorted({width_of(n, 1000) for n in range(1001)})
     assert widths == [32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1000]
     for n in range(1001):
-        assert bucket(n, 1000) == min(w for w in widths if w >= n)
-    assert bucket(3, 16) == 16
-    assert bucket(3, 15) == 16 and bucket(3, 15, 64) == 64  # what is allowed is rounded up too
+        assert width_of(n, 1000) == min(w for w in widths if w >= n)
+    assert width_of(3, 16) == 16
+    assert width_of(3, 15) == 16 and width_of(3, 15, 64) == 64  # what is allowed is rounded up too
     with pytest.raises(ValueError, match="17 tokens do not fit a width of at most 16"):
-        bucket(17, 16)
+        width_of(17, 16)
 
 
 def test_layout_by_hand():

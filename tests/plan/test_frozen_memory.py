@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.config.schema import GrouperConfig, RewardConfig
 from jaxrl.models import bert, decoder
-from jaxrl.models.batching import batches, bucket
+from jaxrl.models.batching import batches, width_of
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.encoder_config import EncoderConfig
 from jaxrl.models.kernels import CPU
@@ -127,7 +127,7 @@ def test_no_batch_takes_more_than_the_plan_says(longest: int) -> None:
                 reward_work(REWARD, Axes(), rows, width, "float32", CPU),
             )
         )
-    worst = bucket(limit, limit)
+    worst = width_of(limit, limit)
     assert max(e for e, _ in most) <= encoder
     assert max(r for _, r in most) <= reward
     assert encoder >= encoder_work(ENCODER, Axes(), max(1, tokens // worst), worst, "float32", CPU)

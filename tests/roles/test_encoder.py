@@ -28,7 +28,7 @@ from tiny_models import Memory, make_mesh
 from jaxrl.errors import UserError
 from jaxrl.formats.bert import load as load_bert
 from jaxrl.models import bert
-from jaxrl.models.batching import batches, bucket, run_batches
+from jaxrl.models.batching import batches, run_batches, width_of
 from jaxrl.models.encoder_config import EncoderConfig, find_folder, read_encoder
 from jaxrl.roles.encoder import Encoder, _encode, embed
 from jaxrl.roles.grouper import Grouper
@@ -149,8 +149,8 @@ def test_batches_hold_every_sequence_once_in_few_shapes() -> None:
         assert not batch.mask[len(batch.rows) :].any()
     full = [batch for batch in found[:-1] if len(batch.rows) < len(batch.tokens)]
     assert full == [] and len({batch.tokens.shape for batch in found}) <= 10
-    assert [bucket(n, 100) for n in (1, 5, 9, 17, 24, 25, 33, 48, 49, 65, 97)] == [
-        *(4, 8, 16, 24, 24, 32, 48, 48, 64, 96, 100)
+    assert [width_of(n, 100) for n in (1, 5, 9, 17, 24, 25, 33, 48, 49, 65, 97)] == [
+        *(4, 6, 12, 24, 24, 32, 48, 48, 64, 96, 100)
     ]
 
 

@@ -1,17 +1,23 @@
 """Rows are neither lost nor doubled, and shards hold about as many tokens each."""
 
+import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl.roles.microbatch import (
     ROOMS,
     cut_minibatches,
+    micro_batch,
     minibatch_rows,
     room,
     split_rows,
     tokens_of,
     unit_rows,
 )
+from jaxrl.sharding.mesh import role_mesh
+from jaxrl.sharding.placement import Axes
+from jaxrl.types import Sequences, TeacherSignal, TrainBatch
 
 
 def lengths(n, seed=0):
@@ -127,3 +133,24 @@ def test_minibatches_of_prompts_are_the_same_however_they_are_computed(count):
         assert set(rows // 3) == set(groups.tolist())
         assert len(rows) == (tokens.reshape(8, 3)[groups] > 0).sum()
     assert sorted(np.concatenate(single)) == np.flatnonzero(tokens).tolist()
+
+
+@pytest.mark.parametrize("axes", [Axes(1, 1, 2), Axes(1, 3, 1), Axes(2, 2, 2)], ids=str)
+def test_a_micro_batch_has_its_rows_bit_for_bit_in_any_order_on_any_mesh(axes):
+    """Signed zeros and infinities too (a CPU has one NaN in bfloat16); -1 trains nothing."""
+    rng, mesh = np.random.default_rng(0), role_mesh(jax.devices()[: axes.size], axes)
+    hidden = rng.integers(0, 2**16, (24, 5, 3), np.uint16).view(jax.numpy.bfloat16)
+    hidden[np.isnan(hidden)] = -0.0
+    tokens, mask = rng.integers(-(2**31), 2**31, (24, 9), np.int64), rng.random((24, 9)) < 0.5
+    sequences = Sequences(tokens.astype(np.int32), mask, mask[:, :5])
+    batch = TrainBatch(sequences, TeacherSignal(hidden=hidden), in_policy=mask[:, 0])
+    rows = rng.permutation(24)[:12].astype(np.int32)
+    rows[[2, 7]] = -1
+    split = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+    take = jax.jit(lambda batch, rows: micro_batch(batch, rows, mesh, 3))
+    micro = take(jax.device_put(batch, split), rows)
+    assert micro.sequences.group == 3
+    for x, whole in zip(jax.tree.leaves(micro), jax.tree.leaves(batch), strict=True):
+        assert x.sharding.is_equivalent_to(split, x.ndim) and x.dtype == whole.dtype
+        assert np.asarray(x)[rows >= 0].tobytes() == whole[rows[rows >= 0]].tobytes()
+    assert not np.asarray(micro.sequences.loss_mask)[rows < 0].any()

@@ -17,7 +17,7 @@ from jaxrl.errors import UserError
 from jaxrl.models import decoder
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.rules import param_shardings
-from jaxrl.sampling import decode
+from jaxrl.sampling import decode, text
 from jaxrl.sampling.engine import Aborted, Engine
 from jaxrl.sampling.sampler import SamplingParams, sampling_arrays
 from jaxrl.types import Completion
@@ -247,7 +247,7 @@ def test_one_long_completion_holds_nobody() -> None:
 
 
 def test_other_settings_compile_nothing_and_a_kind_of_draw_one_program() -> None:
-    made = engine()
+    made = engine(slots=1)
     some = SamplingParams(max_new_tokens=16, top_k=9, top_p=0.5, min_p=0.2)
     programs = (decode.launch, decode.insert, decode.prefill)
 
@@ -270,13 +270,77 @@ def test_other_settings_compile_nothing_and_a_kind_of_draw_one_program() -> None
     ]
 
 
-@pytest.mark.parametrize("launch_tokens", [1, 3, 16])
-def test_a_stop_string_ends_the_completion_wherever_it_falls(launch_tokens: int) -> None:
+def spy(monkeypatch: pytest.MonkeyPatch, seen: list[Any]) -> None:
+    """Appends (slots, positions) of the cache of each launch."""
+    launch = decode.launch
+
+    def spied(*args: Any, **kwargs: Any) -> Any:
+        seen.append(args[3][0][0].shape[:3:2])
+        return launch(*args, **kwargs)
+
+    spied.lower = launch.lower  # type: ignore[attr-defined]
+    monkeypatch.setattr(decode, "launch", spied)
+
+
+@pytest.mark.parametrize("name", ["1", "2x2x2"])
+def test_slots_are_given_up_when_nothing_waits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Completions of which each half is twice as long as the next: the same ones as of an engine of
+    two slots, at a fraction of the rows, and one more program for each halving at the most."""
+    seen: list[tuple[int, int]] = []
+    lengths = np.random.default_rng(1).permutation(60 // 2 ** (np.arange(40) // 8)).reshape(5, 8)
+    sampling = SamplingParams(max_new_tokens=60)
+    asked = {"n": 8, "sampling": sampling, "limits": lengths.tolist()}
+    few = generate(engine(slots=2, max_new_tokens=60), **asked)
+    before = decode.launch._cache_size()
+    spy(monkeypatch, seen)
+    made = engine(make_mesh(MESHES[name]), slots=40, max_new_tokens=60, launch_tokens=8)
+    assert_same(few, generate(made, **asked))
+    monkeypatch.undo()
+    slots = [slots for slots, _ in seen]
+    assert slots[0] == 40 and slots[-1] <= 16 and slots == sorted(slots, reverse=True)
+    assert all(b == a or 2 * b <= a for a, b in zip(slots, slots[1:], strict=False))
+    assert sum(slots) < 0.75 * 40 * len(slots)
+    assert decode.launch._cache_size() - before == len(set(seen)) <= 1 + np.log2(40)
+    assert made.stats.slots == 40 and made.stats.generated_tokens == lengths.sum()
+
+
+def test_the_cache_follows_the_longest_and_each_size_is_one_program(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[tuple[int, int]] = []
+    made = engine(slots=2, max_new_tokens=200, launch_tokens=4)
+    before = decode.launch._cache_size()
+    spy(monkeypatch, seen)
+    for _ in range(2):
+        made.generate(params(), [[5]], n=2, sampling=SamplingParams(200), seed=0)
+    monkeypatch.undo()
+    assert sorted({width for _, width in seen}) == [64, 80, 96, 112, 128, 160, 192, 208]
+    assert decode.launch._cache_size() - before == len(set(seen)) == 8
+
+
+def test_the_next_launch_starts_before_the_last_tokens_are_searched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    find, order = text.find_stop, []
+    spy(monkeypatch, order)
+    monkeypatch.setattr(text, "find_stop", lambda *a: (order.append("search"), find(*a))[1])
+    made = engine(slots=40, launch_tokens=6, tokenizer=Letters(), search_beside=True)
+    generate(made, n=8, sampling=SamplingParams(max_new_tokens=12, stop=("zzzzzz",)))
+    launches = [i for i, kind in enumerate(order) if kind != "search"]
+    assert launches == [0, 1] and len(order) == 2 + 2 * 40
+
+
+@pytest.mark.parametrize(
+    ("launch_tokens", "search_beside"), [(1, False), (3, False), (16, False), (1, True), (3, True)]
+)
+def test_a_stop_string_ends_the_completion_wherever_it_falls(
+    launch_tokens: int, search_beside: bool
+) -> None:
     letters = Letters()
     free = generate(engine(), sampling=SamplingParams(max_new_tokens=16), n=8)
     texts = {i: [letters.decode(c.tokens) for c in free[i]] for i in free}
     stop = (texts[0][0][5:8], texts[1][1][3:5], "zzzzzz")
-    made = engine(launch_tokens=launch_tokens, tokenizer=letters)
+    made = engine(launch_tokens=launch_tokens, tokenizer=letters, search_beside=search_beside)
     out = generate(made, n=8, sampling=SamplingParams(max_new_tokens=16, stop=stop))
     stopped = 0
     for i in free:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jaxrl.sharding import reshard as module
 from jaxrl.sharding.reshard import nbytes, put_pieces, reshard
 
 AXES = ("data", "fsdp", "tensor")
@@ -41,9 +42,13 @@ def layouts():
     }
 
 
+def pieces(x, target):
+    return put_pieces([x], [target])[0]
+
+
 @pytest.mark.parametrize(
     ("move", "dtype"),
-    [(reshard, jnp.float32), (reshard, jnp.bfloat16), (put_pieces, jnp.bfloat16)],
+    [(reshard, jnp.float32), (reshard, jnp.bfloat16), (pieces, jnp.bfloat16)],
 )
 def test_every_pair_of_layouts_is_bit_equal(move, dtype):
     values = np.asarray(jax.random.normal(jax.random.key(0), (8, 16)).astype(dtype))
@@ -61,3 +66,26 @@ def test_a_leaf_that_is_in_place_is_not_copied():
     moved = reshard(tree, {"a": sharding})
     assert moved["a"] is tree["a"]
     assert nbytes(tree) == 8 * 16 * 4
+
+
+def test_many_arrays_in_layouts_of_their_own_move_together():
+    """Each to where the next one was; one is in place, and one goes from numpy."""
+    targets = list(layouts().values())
+    values = [np.random.default_rng(i).normal(size=(8, 16)) for i in range(len(targets))]
+    values = [x.astype(np.float32) for x in values]
+    xs = [jax.device_put(x, at) for x, at in zip(values, targets[1:] + targets[:1], strict=True)]
+    for moved in reshard(xs, targets), put_pieces(xs, targets):
+        for x, value, target in zip(moved, values, targets, strict=True):
+            assert x.sharding == target
+            np.testing.assert_array_equal(np.asarray(x), value)
+    mixed = reshard({"a": xs[0], "b": values[1], "c": xs[2]}, targets[1])
+    assert mixed["a"] is xs[0]
+    np.testing.assert_array_equal(np.asarray(mixed["b"]), values[1])
+    np.testing.assert_array_equal(np.asarray(mixed["c"]), values[2])
+
+
+def test_the_parts_that_move_at_once_are_bounded(monkeypatch):
+    monkeypatch.setattr(module, "TOGETHER", 10)
+    parts = [(part.start, part.stop) for part in module._parts([4, 4, 4, 30, 1, 9, 1])]
+    assert parts == [(0, 2), (2, 3), (3, 4), (4, 6), (6, 7)]
+    assert list(module._parts([])) == []

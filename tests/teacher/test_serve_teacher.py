@@ -58,7 +58,7 @@ from jaxrl.teacher.remote import (
     remote_info,
 )
 from jaxrl.teacher.server import Limits, TeacherServer
-from jaxrl.teacher.service import ScoringService, row_bucket
+from jaxrl.teacher.service import ScoringService, rows_of
 from jaxrl.types import Prompt, Rollout, Sequences, TeacherSignal
 
 V, K = 64, 4
@@ -273,14 +273,14 @@ def test_a_teacher_is_known_by_what_it_computes_not_by_its_limits(
 
 def test_row_buckets_hold_the_rows_and_waste_little() -> None:
     for multiple in (1, 2, 5):
-        sizes = {row_bucket(n, multiple, 512 * multiple) for n in range(1, 400)}
+        sizes = {rows_of(n, multiple, 512 * multiple) for n in range(1, 400)}
         assert len(sizes) < 20
         for n in range(1, 400):
-            size = row_bucket(n, multiple, 512 * multiple)
+            size = rows_of(n, multiple, 512 * multiple)
             assert size >= n and size % multiple == 0
             units = -(-n // multiple)
             assert size // multiple <= 1.5 * units
-    assert row_bucket(5, 1, 5) == 5
+    assert rows_of(5, 1, 5) == 5
 
 
 def test_clients_with_other_options_are_served_side_by_side(
