@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,37 +39,15 @@ from jaxrl.types import (
     Finish,
     Loss,
     Prepare,
+    RoleScores,
     Rollout,
     TrainBatch,
+    Trained,
+    Weights,
 )
 
 SENT = "weights on their way"
 """In the ledger, from `publish` to the receiver's `load`."""
-
-
-@dataclass(frozen=True)
-class Weights:
-    """A version of the policy, on its way to the roles that sample."""
-
-    version: int
-    """Batches trained into it."""
-    params: Params
-    """In the receiver's layout and dtype. Arrays on the receiver's mesh, or on the actor's where
-    that is not of this worker; in place of these, `Shards` arrive there."""
-    nbytes: int
-    """Bytes that are copied, here or on their way; leaves shared with the sender are not."""
-    seconds: float
-    """Cast, unstacking and transfer."""
-
-
-@dataclass(frozen=True)
-class Trained:
-    """The metrics of training on a batch."""
-
-    metrics: dict[str, float]
-    """Of the whole batch."""
-    by_row: dict[str, np.ndarray]
-    """Of each row, [B], in the first pass over the batch; NaN where nothing of it was trained."""
 
 
 class Actor:
@@ -123,7 +101,7 @@ class Actor:
                 self._restore(restore)
         self._keep()
 
-    def update(self, rollout: Rollout, scores: Mapping[str, Any], step: int) -> Trained:
+    def update(self, rollout: Rollout, scores: RoleScores, step: int) -> Trained:
         """Trains on one rollout batch: `epochs_per_batch` passes of `minibatches` updates each.
 
         A non-finite gradient changes nothing, dumps the batch, and after `actor.max_nonfinite` such
