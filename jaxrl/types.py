@@ -19,6 +19,13 @@ import jax
 import numpy as np
 
 FinishReason = Literal["stop", "length"]
+JsonObject = dict[str, Any]
+"""An object of JSON or a mapping of YAML, as it is parsed or written."""
+Row = Mapping[str, Any]
+"""The metrics of a step by their names, and its number under `step`; None where a value was not
+finite."""
+Tree = Any
+"""A pytree: of arrays, or of what stands for them (shardings, shapes); None is an empty one."""
 Array = Any
 """A `jax.Array` in a traced program, a numpy array on the host; None where a field does not apply.
 """
@@ -36,7 +43,7 @@ class Prompt:
     """Tokens of the data set's own completion (EOS included), where there is one."""
     answer: str | None = None
     """What a verifier compares with."""
-    columns: Mapping[str, Any] = field(default_factory=dict)
+    columns: Mapping[str, object] = field(default_factory=dict)
     """Every other field of the data row."""
 
 
@@ -166,10 +173,35 @@ class Totals:
 
 
 @dataclass(frozen=True)
+class Weights:
+    """A version of the policy, on its way to the roles that sample."""
+
+    version: int
+    """Batches trained into it."""
+    params: dict[str, Tree]
+    """In the receiver's layout and dtype. Arrays on the receiver's mesh, or on the actor's where
+    that is not of this worker; in place of these, `Shards` arrive there."""
+    nbytes: int
+    """Bytes that are copied, here or on their way; leaves shared with the sender are not."""
+    seconds: float
+    """Cast, unstacking and transfer."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The metrics of training on a batch."""
+
+    metrics: dict[str, float]
+    """Of the whole batch."""
+    by_row: dict[str, np.ndarray]
+    """Of each row, [B], in the first pass over the batch; NaN where nothing of it was trained."""
+
+
+@dataclass(frozen=True)
 class Embedded:
     """The answers of a batch of completions, for the similarity of one to another."""
 
-    vectors: Any
+    vectors: np.ndarray
     """[n, D] float32 of length 1, one for each completion; zeros where there is no answer."""
     texts: tuple[str | None, ...]
     """What was embedded; None for a thought that never ended."""
@@ -177,19 +209,22 @@ class Embedded:
     """What the user should know."""
 
 
+RoleScores = Mapping[str, Any]
+"""Role -> what it said of a rollout, a list of parts: each a `TeacherSignal`, an array, a report.
+"""
+Frozen = Mapping[str, Tree]
+"""Name -> arrays that a loss reads and nobody trains, such as the teacher's head."""
 SumCount = tuple[Array, Array]
 Sums = dict[str, SumCount]
-Loss = Callable[
-    [Any, Mapping[str, Any], TrainBatch, Totals],
-    tuple[SumCount, Sums, dict[str, Array]],
-]
+LossParts = tuple[SumCount, Sums, dict[str, Array]]
+Loss = Callable[[Tree, Frozen, TrainBatch, Totals], LossParts]
 """(parameters, frozen arrays, micro-batch, totals of the update) -> ((loss sum, count), metrics as
 (sum, count), metrics of which the largest counts); differentiable sum. A metric whose sum and count
 are [b], one for each row, is also reported per row.
 """
-Prepare = Callable[[Rollout, Mapping[str, Any]], tuple[TrainBatch, dict[str, float]]]
+Prepare = Callable[[Rollout, RoleScores], tuple[TrainBatch, dict[str, float]]]
 """(rollout, what each scorer said of it) -> what is trained on, on the host or on its way; and what
 to tell of it.
 """
-Finish = Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, float]]
+Finish = Callable[[Mapping[str, tuple[float, float]], Mapping[str, float]], dict[str, float]]
 """(sums of all updates, maxima) -> the metrics of the batch."""

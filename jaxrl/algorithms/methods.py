@@ -6,9 +6,8 @@ Those that learn from the same thing share a `Method`; what sets them apart is i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +28,17 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Params, head
 from jaxrl.runtime.worker import Future
 from jaxrl.sharding.parts import join_parts
-from jaxrl.types import Finish, Loss, Prepare, Rollout, Totals, TrainBatch
+from jaxrl.types import (
+    Finish,
+    Frozen,
+    Loss,
+    LossParts,
+    Prepare,
+    RoleScores,
+    Rollout,
+    Totals,
+    TrainBatch,
+)
 
 
 @dataclass(frozen=True)
@@ -38,7 +47,7 @@ class Method:
 
     samples_policy: Callable[[Config], bool]
     """Whether the rollout role needs every version of the weights."""
-    completions: Callable[[Sources, int], Future]
+    completions: Callable[[Sources, int], Future[Rollout]]
     """(sources, batch index) -> future Rollout."""
     scorers: Callable[[Config], tuple[str, ...]]
     """Roles that score every rollout."""
@@ -71,14 +80,14 @@ def needed_roles(config: Config) -> tuple[str, ...]:
 
 
 def _no_scores(config: Config) -> Prepare:
-    def prepare(rollout: Rollout, scores: Mapping[str, Any]) -> tuple[TrainBatch, dict[str, float]]:
+    def prepare(rollout: Rollout, scores: RoleScores) -> tuple[TrainBatch, dict[str, float]]:
         return TrainBatch(rollout.sequences), {}
 
     return prepare
 
 
 def _teacher_scores(config: Config) -> Prepare:
-    def prepare(rollout: Rollout, scores: Mapping[str, Any]) -> tuple[TrainBatch, dict[str, float]]:
+    def prepare(rollout: Rollout, scores: RoleScores) -> tuple[TrainBatch, dict[str, float]]:
         signal = join_parts(scores["teacher"])
         return TrainBatch(rollout.sequences, signal, rollout.sampler_logprobs), {}
 
@@ -104,7 +113,7 @@ def on_policy(config: Config, index: int) -> bool:
     return bool(coin < config.distill.on_policy_fraction)
 
 
-def gkd_completions(sources: Sources, index: int) -> Future:
+def gkd_completions(sources: Sources, index: int) -> Future[Rollout]:
     """Student samples or, by the coin, the teacher's (seq_kd) or the data's completions."""
     if on_policy(sources.config, index):
         return sources.student_samples(index)
@@ -117,7 +126,7 @@ def gkd_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) 
     """Divergence between teacher and student at the completion tokens (GKD, arXiv 2306.13649)."""
     projection = Projection(config.distill, mesh, vocab_size)
 
-    def loss(params: Params, frozen: Mapping[str, Any], batch: TrainBatch, totals: Totals) -> Any:
+    def loss(params: Params, frozen: Frozen, batch: TrainBatch, totals: Totals) -> LossParts:
         hidden, kernel = _hidden(config, model, mesh, params, batch)
         total, count, metrics = distill_loss(projection, hidden, kernel, batch, frozen)
         return (total, count), {f"distill/{name}": pair for name, pair in metrics.items()}, {}
@@ -129,7 +138,7 @@ def sft_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) 
     """Negative log-likelihood of the completion tokens."""
     chunk = config.distill.chunk_tokens
 
-    def loss(params: Params, frozen: Mapping[str, Any], batch: TrainBatch, totals: Totals) -> Any:
+    def loss(params: Params, frozen: Frozen, batch: TrainBatch, totals: Totals) -> LossParts:
         hidden, kernel = _hidden(config, model, mesh, params, batch)
         tokens, mask = completion_tokens(batch.sequences), batch.sequences.loss_mask
         logprobs = logprobs_from_hidden(hidden, kernel, tokens, mask=mask, chunk=chunk, mesh=mesh)
@@ -154,14 +163,14 @@ def rewarded_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: 
     """A policy loss, and beside it the terms that the config gives a weight."""
     objective = policy_objective(config, mesh, vocab_size)
 
-    def loss(params: Params, frozen: Mapping[str, Any], batch: TrainBatch, totals: Totals) -> Any:
+    def loss(params: Params, frozen: Frozen, batch: TrainBatch, totals: Totals) -> LossParts:
         hidden, kernel = _hidden(config, model, mesh, params, batch)
         return objective(hidden, kernel, batch, frozen, totals)
 
     return loss
 
 
-def rewarded_completions(sources: Sources, index: int) -> Future:
+def rewarded_completions(sources: Sources, index: int) -> Future[Rollout]:
     """Student samples; with dynamic sampling only those that teach something."""
     if sources.config.dynamic_sampling != "refill":
         return sources.student_samples(index)

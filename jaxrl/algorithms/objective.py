@@ -11,7 +11,6 @@ says. The divergence is of every token that trains; the other terms are of those
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,9 +38,9 @@ from jaxrl.losses.policy import (
     policy_loss,
     ratio_notes,
 )
-from jaxrl.types import Totals, TrainBatch
+from jaxrl.types import Frozen, JsonObject, LossParts, Totals, TrainBatch
 
-Evaluate = Callable[[jax.Array, jax.Array, TrainBatch, Mapping[str, Any], Totals], Any]
+Evaluate = Callable[[jax.Array, jax.Array, TrainBatch, Frozen, Totals], LossParts]
 """(hidden [B, C, D], head [V, D], micro-batch, frozen arrays, totals) -> as `types.Loss`."""
 
 
@@ -115,7 +114,7 @@ def policy_objective(config: Config, mesh: Mesh, vocab_size: int) -> Evaluate:
     """The loss of a micro-batch, given its hidden states."""
     objective, correction, p = configured(config), configured_correction(config), config.policy
     projection = Projection(config.distill, mesh, vocab_size)
-    options: dict[str, Any] = {
+    options: JsonObject = {
         "temperature": config.sampling.temperature,
         "chunk": config.distill.chunk_tokens,
         "mesh": mesh,
@@ -125,9 +124,9 @@ def policy_objective(config: Config, mesh: Mesh, vocab_size: int) -> Evaluate:
         hidden: jax.Array,
         kernel: jax.Array,
         batch: TrainBatch,
-        frozen: Mapping[str, Any],
+        frozen: Frozen,
         totals: Totals,
-    ) -> Any:
+    ) -> LossParts:
         mask = batch.policy_mask
         logprobs, entropy = logprobs_and_entropy_from_hidden(
             hidden, kernel, completion_tokens(batch.sequences), mask=mask, **options
@@ -184,7 +183,9 @@ def _mean(total: jax.Array, aggregation: Aggregation, totals: Totals) -> jax.Arr
     return total / (totals.policy_tokens if by_token else totals.policy_sequences)
 
 
-def policy_metrics(sums: Mapping[str, Any], maxima: Mapping[str, Any]) -> dict[str, float]:
+def policy_metrics(
+    sums: Mapping[str, tuple[float, float]], maxima: Mapping[str, float]
+) -> dict[str, float]:
     """The figures of a batch; the gap between learner and sampler from its sums."""
     plain = {name.removeprefix("policy/"): pair for name, pair in sums.items()}
     gap = {k: pair for k, pair in plain.items() if k.startswith(("mismatch_", "correction_"))}
@@ -194,7 +195,9 @@ def policy_metrics(sums: Mapping[str, Any], maxima: Mapping[str, Any]) -> dict[s
     return ratios(rest, {}) | reported
 
 
-def ratios(sums: Mapping[str, Any], maxima: Mapping[str, Any]) -> dict[str, float]:
+def ratios(
+    sums: Mapping[str, tuple[float, float]], maxima: Mapping[str, float]
+) -> dict[str, float]:
     """Each sum by its count, 0 where nothing counted: the usual `Finish`."""
     metrics = {name: total / count if count else 0.0 for name, (total, count) in sums.items()}
     return metrics | dict(maxima)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -16,6 +15,7 @@ from jaxrl.algorithms.advantages import select_groups
 from jaxrl.algorithms.sources import Sources
 from jaxrl.data.batch import make_rollout
 from jaxrl.rewards.scoring import RewardReport, reward_stats
+from jaxrl.runtime.local import done_future
 from jaxrl.runtime.worker import Future
 from jaxrl.types import Completion, Prompt, Rollout
 
@@ -38,7 +38,7 @@ class _Group:
         return [self.rollout.completions[row] for row in self.rows]
 
 
-def refilled(sources: Sources, index: int) -> tuple[Future, Future]:
+def refilled(sources: Sources, index: int) -> tuple[Future[Rollout], Future[RewardReport]]:
     """The batch, and its rewards; waits for both.
 
     Sampled at most `policy.max_refills` times more than once; what is still missing then is filled
@@ -50,7 +50,7 @@ def refilled(sources: Sources, index: int) -> tuple[Future, Future]:
     reports, rollouts, times = [], [], []
     for attempt in range(config.policy.max_refills + 1):
         sampling = sources.student_samples(index, attempt)
-        judging = sources.scores("reward", sampling)[0]
+        judging = sources.rewards(sampling)
         rollout, report = sources.wait(sampling), sources.wait(judging)
         found, useless = _groups(rollout, report)
         kept += found
@@ -73,7 +73,7 @@ def refilled(sources: Sources, index: int) -> tuple[Future, Future]:
         student_topk=_student_topk(groups, batch),
     )
     metrics = _metrics(kept + spare, reports) | {"policy/prompts_replaced": float(len(spare))}
-    futures = sources.value(batch), sources.value(_merged(groups, reports, batch, metrics))
+    futures = done_future(batch), done_future(_merged(groups, reports, batch, metrics))
     for i, future in enumerate(futures):
         future.times.started, future.times.finished = times[0][i].started, times[-1][i].finished
     return futures
@@ -136,9 +136,9 @@ def _each_reward(groups: Sequence[_Group]) -> dict[str, np.ndarray]:
     return {name: one(name) for name in groups[0].report.per_reward}
 
 
-def _joined(groups: Sequence[_Group], of: Callable[[RewardReport], Any]) -> np.ndarray:
+def _joined(groups: Sequence[_Group], of: Callable[[RewardReport], np.ndarray]) -> np.ndarray:
     """[n] something of all completions of the groups."""
-    return np.concatenate([np.asarray(of(group.report))[group.rows] for group in groups])
+    return np.concatenate([of(group.report)[group.rows] for group in groups])
 
 
 def _padded(values: np.ndarray, rows: int, fill: float) -> np.ndarray:

@@ -4,9 +4,7 @@ from: rewards, groups, advantages. On the host, float64.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +14,7 @@ from jaxrl.algorithms.similarity import similarity_advantages
 from jaxrl.config.schema import Config, GrouperConfig
 from jaxrl.losses.kl import kl_in_reward
 from jaxrl.sharding.parts import join_parts
-from jaxrl.types import Embedded, Prepare, Rollout, TrainBatch
+from jaxrl.types import Embedded, Prepare, RoleScores, Rollout, TrainBatch, Tree
 
 
 def prepare_rewarded(config: Config) -> Prepare:
@@ -27,7 +25,7 @@ def prepare_rewarded(config: Config) -> Prepare:
     is left out, by that or by dynamic sampling, is left out of the policy loss only.
     """
 
-    def prepare(rollout: Rollout, scores: Mapping[str, Any]) -> tuple[TrainBatch, dict[str, float]]:
+    def prepare(rollout: Rollout, scores: RoleScores) -> tuple[TrainBatch, dict[str, float]]:
         report = scores["reward"][0]
         rewards = np.array(report.rewards, np.float64)
         reference = join_parts(scores["reference"]) if "reference" in scores else None
@@ -66,7 +64,7 @@ def prepare_rewarded(config: Config) -> Prepare:
 
 
 def _advantages(
-    config: Config, rollout: Rollout, rewards: np.ndarray, scores: Mapping[str, Any]
+    config: Config, rollout: Rollout, rewards: np.ndarray, scores: RoleScores
 ) -> tuple[np.ndarray, dict[str, float]]:
     if config.policy.advantages == "group":
         scaled = _scales_by_std(config)
@@ -100,7 +98,7 @@ def _similarity(config: Config) -> GrouperConfig:
     return config.grouper.model_copy(update={"std_scope": "none"})
 
 
-def _reward_kl(config: Config, rollout: Rollout, reference: Any) -> np.ndarray:
+def _reward_kl(config: Config, rollout: Rollout, reference: Tree) -> np.ndarray:
     """[B] nats of KL(policy || reference) that each completion's reward loses, per unit of the
     coefficient.
     """

@@ -11,7 +11,7 @@ sides in one place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ from jaxrl.losses.divergence import EntropyAware, sampled_reverse_kl
 from jaxrl.losses.head import logprobs_at, logprobs_from_hidden, topk_from_hidden
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Params, forward, forward_groups, head
-from jaxrl.types import Array, Sequences, TeacherSignal, TrainBatch
+from jaxrl.types import Array, Frozen, JsonObject, Sequences, TeacherSignal, TrainBatch
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Projection:
     """Tokens that student and teacher share: the smaller number of rows of the two heads."""
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> JsonObject:
         d = self.distill
         return {"chunk": d.chunk_tokens, "mesh": self.mesh, "temperature": d.distill_temperature}
 
@@ -97,11 +97,11 @@ def completion_tokens(sequences: Sequences) -> Int[Array, "B C"]:
 Fields = dict[str, Array]
 
 
-def _ship_hidden(p: Projection, hidden: Array, kernel: Array, *_: Any) -> Fields:
+def _ship_hidden(p: Projection, hidden: Array, kernel: Array, *_: object) -> Fields:
     return {"hidden": hidden}
 
 
-def _ship_topk(p: Projection, hidden: Array, kernel: Array, *_: Any) -> Fields:
+def _ship_topk(p: Projection, hidden: Array, kernel: Array, *_: object) -> Fields:
     best = topk_from_hidden(hidden, kernel, p.distill.top_k, v=p.vocab_size, **p.options)
     return {
         "topk_ids": best.ids,
@@ -118,7 +118,7 @@ def _ship_student_topk(
 
 
 def _ship_sampled(
-    p: Projection, hidden: Array, kernel: Array, sequences: Sequences, *_: Any
+    p: Projection, hidden: Array, kernel: Array, sequences: Sequences, *_: object
 ) -> Fields:
     tokens = completion_tokens(sequences)
     logprobs = logprobs_from_hidden(hidden, kernel, tokens, v=p.vocab_size, **p.options)
@@ -159,7 +159,7 @@ def teacher_signal(
 
 
 def _learn_hidden(
-    p: Projection, hidden: Array, kernel: Array, batch: TrainBatch, frozen: Any
+    p: Projection, hidden: Array, kernel: Array, batch: TrainBatch, frozen: Frozen
 ) -> Loss:
     return divergence_from_hidden(
         hidden,
@@ -175,7 +175,7 @@ def _learn_hidden(
 
 
 def _learn_topk(
-    p: Projection, hidden: Array, kernel: Array, batch: TrainBatch, frozen: Any
+    p: Projection, hidden: Array, kernel: Array, batch: TrainBatch, frozen: Frozen
 ) -> Loss:
     signal = _signal(batch)
     return topk_divergence_from_hidden(
@@ -193,7 +193,7 @@ def _learn_topk(
 
 
 def _learn_sampled(
-    p: Projection, hidden: Array, kernel: Array, batch: TrainBatch, frozen: Any
+    p: Projection, hidden: Array, kernel: Array, batch: TrainBatch, frozen: Frozen
 ) -> Loss:
     tokens, mask = completion_tokens(batch.sequences), batch.sequences.loss_mask
     logprobs = logprobs_from_hidden(hidden, kernel, tokens, mask=mask, v=p.vocab_size, **p.options)
@@ -219,7 +219,7 @@ def distill_loss(
     hidden: Float[Array, "B C D"],
     kernel: Float[Array, "V D"],
     batch: TrainBatch,
-    frozen: Mapping[str, Any],
+    frozen: Frozen,
 ) -> Loss:
     """The divergence that `distill.signal` allows, with the entropy-aware term where it is on.
 

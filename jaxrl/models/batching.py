@@ -12,12 +12,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.models.buckets import bucket
-from jaxrl.sharding.ledger import current
+from jaxrl.sharding.ledger import Ledger
 from jaxrl.sharding.reshard import put
 
 NARROWEST = 4
 """Smallest width of a batch, tokens."""
-Run = Callable[..., jax.Array]
+Run = jax.stages.Wrapped
 """Jitted: (..., tokens [R, W] int32, mask [R, W] bool) -> [R, ...], whole on every device."""
 Progress = Callable[[str], None]
 
@@ -79,12 +79,14 @@ def run_batches(
     mesh: Mesh | None,
     batch_tokens: int,
     longest: int,
+    ledger: Ledger,
     progress: Progress | None = None,
 ) -> np.ndarray:
     """What `run` says of each sequence, in their order; of equal ones it is asked once.
 
     Args:
         leading: arguments of `run` before the tokens.
+        ledger: the account of the devices' memory that `run` is entered in.
         progress: called with how far it is, before each batch.
     """
     distinct = list(dict.fromkeys(map(tuple, sequences)))
@@ -94,7 +96,7 @@ def run_batches(
         if progress is not None:
             progress(f"{len(found)} of {len(distinct)} texts")
         given = (*leading, _put(batch.tokens, mesh), _put(batch.mask, mesh))
-        with current().running(run, *given):
+        with ledger.running(run, *given):
             values = np.asarray(run(*given))
         found.update(zip(batch.rows, values, strict=False))  # further rows are padding
     at = {sequence: i for i, sequence in enumerate(distinct)}

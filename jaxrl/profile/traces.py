@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from jaxrl.algorithms.schedule import Action
 from jaxrl.config.schema import Config
@@ -26,6 +25,7 @@ from jaxrl.profile.waits import Span, Stage, Window, pool_waits, stage_seconds
 from jaxrl.runtime.tracing import Traced
 from jaxrl.runtime.worker import Future, Handle, Times, WorkerGroup
 from jaxrl.telemetry.timeline import Watched
+from jaxrl.types import Row
 
 PROFILE_DIR = "profile"
 STAGES_FILE = "stages.json"
@@ -46,10 +46,10 @@ class Profile:
     """As rows count them, from 1; those that this run still has to train."""
     notify: Callable[[str], None]
     _calls: deque[_Call] = field(default_factory=lambda: deque(maxlen=BEFORE))
-    _begun: Mapping[str, Future] = field(default_factory=dict)
-    _ended: Mapping[str, Future] = field(default_factory=dict)
+    _begun: Mapping[str, Future[Traced]] = field(default_factory=dict)
+    _ended: Mapping[str, Future[Traced]] = field(default_factory=dict)
     """Pool -> the `Traced` of its workers at the beginning and at the end of the trace."""
-    _rows: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    _rows: dict[int, Row] = field(default_factory=dict)
     """Those of `steps`, so far."""
     _finished: bool = False
 
@@ -57,7 +57,7 @@ class Profile:
         """The handle, whose calls are remembered for the table."""
         return Watched(role, handle, self._remember) if self.steps else handle
 
-    def row(self, row: Mapping[str, Any]) -> None:
+    def row(self, row: Row) -> None:
         """A row is written."""
         if row["step"] in self.steps:
             self._rows[row["step"]] = row
@@ -82,11 +82,12 @@ class Profile:
         if self._ended:
             self._finish()
 
-    def _remember(self, role: str, method: str, times: Times, given: Mapping[str, Any]) -> None:
+    def _remember(self, role: str, method: str, times: Times, given: Mapping[str, object]) -> None:
         if not given.get("aside") and not self._finished:
-            self._calls.append(_Call(role, method, times, given.get("step")))
+            step = given.get("step")
+            self._calls.append(_Call(role, method, times, step if isinstance(step, int) else None))
 
-    def _ask(self, folder: Path | None) -> Mapping[str, Future]:
+    def _ask(self, folder: Path | None) -> Mapping[str, Future[Traced]]:
         config = self.job.config
         return self.worker_group.profile(
             folder, config.actor.compute_dtype, config.deadlines.checkpoint
@@ -97,8 +98,8 @@ class Profile:
         if self._finished:
             return
         self._finished = True
-        begun: list[Traced] = [future.result() for future in self._begun.values()]
-        ended: dict[str, Traced] = {pool: future.result() for pool, future in self._ended.items()}
+        begun = [future.result() for future in self._begun.values()]
+        ended = {pool: future.result() for pool, future in self._ended.items()}
         for problem in dict.fromkeys(traced.problem for traced in (*begun, *ended.values())):
             if problem:
                 self.notify(f"profile.steps: JAX's profiler wrote no trace: {problem}")
@@ -155,15 +156,13 @@ class Profile:
             if part[0] < part[1]
         ]
 
-    def _batch(self, row: Mapping[str, Any]) -> StepBatch:
+    def _batch(self, row: Row) -> StepBatch:
         prompts = tuple(len(prompt.tokens) for prompt in self.job.train.batch(row["step"] - 1))
         mean = row["rollout/completion_tokens_mean"]
         samples = round(row["actor/tokens"] / mean / len(prompts))
         return StepBatch(prompts, max(samples, 1), mean, row["rollout/decode_steps"])
 
-    def _moved(
-        self, rows: Sequence[Mapping[str, Any]], windows: Sequence[Window]
-    ) -> dict[Stage, float]:
+    def _moved(self, rows: Sequence[Row], windows: Sequence[Window]) -> dict[Stage, float]:
         """Bytes a step from one pool to another, of weights and of the teacher's signal; and those
         to the host and back for a call.
         """

@@ -16,10 +16,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any
 
 from jaxrl.sharding.placement import ROLES
 from jaxrl.telemetry.timeline import BEGUN
+from jaxrl.types import JsonObject
 
 READ_BYTES = 1 << 20
 """Bytes at the end of a timeline that are read: about five hundred steps."""
@@ -92,7 +92,7 @@ class PoolWait:
         return 1 - self.busy
 
 
-def span_of(event: Mapping[str, Any]) -> Span | None:
+def span_of(event: JsonObject) -> Span | None:
     """The span of a trace event, in microseconds; None for all other events."""
     if event.get("ph") != "X" or not {"cat", "name", "ts", "dur"} <= event.keys():
         return None
@@ -108,7 +108,7 @@ def span_of(event: Mapping[str, Any]) -> Span | None:
     )
 
 
-def begins_run(event: Mapping[str, Any]) -> bool:
+def begins_run(event: JsonObject) -> bool:
     """Whether a run was started or resumed at a trace event."""
     return event.get("ph") == "i" and event.get("name") in BEGUN
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from jaxrl.checkpoint.arrays import Saving, load_arrays, save_arrays
 from jaxrl.checkpoint.store import ACTOR
@@ -37,39 +38,19 @@ from jaxrl.sharding.mesh import is_primary
 from jaxrl.sharding.reshard import nbytes, put, reshard, to_host
 from jaxrl.types import (
     Finish,
+    Frozen,
     Loss,
     Prepare,
+    RoleScores,
     Rollout,
     TrainBatch,
+    Trained,
+    Tree,
+    Weights,
 )
 
 SENT = "weights on their way"
 """In the ledger, from `publish` to the receiver's `load`."""
-
-
-@dataclass(frozen=True)
-class Weights:
-    """A version of the policy, on its way to the roles that sample."""
-
-    version: int
-    """Batches trained into it."""
-    params: Params
-    """In the receiver's layout and dtype. Arrays on the receiver's mesh, or on the actor's where
-    that is not of this worker; in place of these, `Shards` arrive there."""
-    nbytes: int
-    """Bytes that are copied, here or on their way; leaves shared with the sender are not."""
-    seconds: float
-    """Cast, unstacking and transfer."""
-
-
-@dataclass(frozen=True)
-class Trained:
-    """The metrics of training on a batch."""
-
-    metrics: dict[str, float]
-    """Of the whole batch."""
-    by_row: dict[str, np.ndarray]
-    """Of each row, [B], in the first pass over the batch; NaN where nothing of it was trained."""
 
 
 class Actor:
@@ -80,12 +61,12 @@ class Actor:
         config: Config,
         model: DecoderConfig,
         mesh: Mesh,
-        load: Callable[[Any], Params],
+        load: Callable[[DTypeLike], Params],
         prepare: Prepare,
         loss: Loss,
         finish: Finish,
-        frozen: Mapping[str, Any],
-        receiver: Any | None,
+        frozen: Frozen,
+        receiver: Tree,
         run_dir: Path,
         restore: Path | None = None,
     ):
@@ -123,7 +104,7 @@ class Actor:
                 self._restore(restore)
         self._keep()
 
-    def update(self, rollout: Rollout, scores: Mapping[str, Any], step: int) -> Trained:
+    def update(self, rollout: Rollout, scores: RoleScores, step: int) -> Trained:
         """Trains on one rollout batch: `epochs_per_batch` passes of `minibatches` updates each.
 
         A non-finite gradient changes nothing, dumps the batch, and after `actor.max_nonfinite` such
@@ -149,7 +130,7 @@ class Actor:
         if batch.advantages is not None and self.config.updates_per_batch > 1:
             wanted = np.where(tokens_of(in_policy, group) > 0, units, 0)
             placed = self._with_old_logprobs(placed, wanted, group, live)
-        totals: dict[str, list[Any]] = {}
+        totals: dict[str, list[tuple[float, float]]] = {}
         largest: dict[str, float] = {}
         by_row: dict[str, np.ndarray] = {}
         norms: list[float] = []
@@ -282,10 +263,10 @@ class Actor:
         """Tells the ledger what there is, and who needs it."""
         ledger, offload = current(), self.config.offload
 
-        def write(**changed: Any) -> None:
+        def write(**changed: Tree) -> None:
             self.state = replace(self.state, **changed)
 
-        def write_frozen(tree: Any) -> None:
+        def write_frozen(tree: Tree) -> None:
             self._frozen = tree
 
         saves = ("actor.update", "actor.save")
@@ -369,7 +350,7 @@ class Actor:
         return 1
 
 
-def _added(totals: Mapping[str, list[Any]]) -> dict[str, tuple[float, float]]:
+def _added(totals: Mapping[str, list[tuple[float, float]]]) -> dict[str, tuple[float, float]]:
     """(sum, count) of each metric, over all updates."""
     return {
         name: (float(sum(p[0] for p in pairs)), float(sum(p[1] for p in pairs)))
@@ -378,7 +359,7 @@ def _added(totals: Mapping[str, list[Any]]) -> dict[str, tuple[float, float]]:
 
 
 def _fill(
-    by_row: dict[str, np.ndarray], each: Mapping[str, Any], index: np.ndarray, rows: int
+    by_row: dict[str, np.ndarray], each: Mapping[str, Tree], index: np.ndarray, rows: int
 ) -> None:
     """Puts sum / count of the rows [n, b] of an update in their places among all."""
     for name, (total, count) in each.items():

@@ -19,6 +19,7 @@ from jaxrl.models import bert
 from jaxrl.models.batching import Progress, run_batches
 from jaxrl.models.decoder import Params
 from jaxrl.models.encoder_config import EncoderConfig, find_folder, read_encoder
+from jaxrl.sharding.ledger import current
 
 BATCH_TOKENS = 4096
 """Tokens of a batch on one device, padding included."""
@@ -71,6 +72,7 @@ class Encoder:
             mesh=self.mesh,
             batch_tokens=self._batch_tokens,
             longest=self.config.max_tokens,
+            ledger=current(),
             progress=progress,
         )
 

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from jaxrl.data.example import Message
 from jaxrl.data.tokenizer import Tokenizer, as_messages, has_template, load_tokenizer, render_chat
@@ -29,6 +29,7 @@ from jaxrl.models.batching import Progress, run_batches
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Params
 from jaxrl.models.encoder_config import find_folder, read_json
+from jaxrl.sharding.ledger import current
 from jaxrl.sharding.reshard import put
 
 BATCH_TOKENS = 4096
@@ -47,7 +48,9 @@ class RewardSource:
     """Without an LM head: it counts as tied."""
     tensors: weights.Tensors = field(repr=False, compare=False)
 
-    def load(self, mesh: Mesh | None = None, dtype: Any = jnp.float32) -> tuple[Params, jax.Array]:
+    def load(
+        self, mesh: Mesh | None = None, dtype: DTypeLike = jnp.float32
+    ) -> tuple[Params, jax.Array]:
         """Parameters (stacked) and the head [D] float32, which is whole on every device."""
         params = weights.load(self.tensors, self.config, mesh, dtype)
         row = self.tensors.read(HEAD, (slice(0, 1), slice(0, self.config.d_model)))
@@ -183,6 +186,7 @@ class RewardScorer:
             mesh=self.mesh,
             batch_tokens=self._batch_tokens,
             longest=self.max_tokens,
+            ledger=current(),
             progress=progress,
         )
         return scores, sum(len(sequence) > self.max_tokens for sequence in sequences)

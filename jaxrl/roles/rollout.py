@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,18 +14,19 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl.algorithms.signals import Projection, policy_topk
 from jaxrl.config.schema import Config
 from jaxrl.data.batch import make_rollout
+from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.formats.weights import path_string
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Layout, Params, abstract_params
 from jaxrl.models.kernels import target_of
 from jaxrl.models.rules import param_shardings
-from jaxrl.roles.actor import SENT, Weights
+from jaxrl.roles.actor import SENT
 from jaxrl.runtime.worker import detail, phase, stopping
 from jaxrl.sampling.engine import Engine, SamplingParams
 from jaxrl.sharding.ledger import current
 from jaxrl.sharding.mesh import verify_arrays
 from jaxrl.sharding.reshard import put, reshard, to_host
-from jaxrl.types import Completion, Prompt, Rollout
+from jaxrl.types import Completion, Prompt, Rollout, Tree, Weights
 
 EVAL_SEED = 0x5EED
 """Added to the seed of evaluations: never the samples that train, and the same ones each time."""
@@ -43,7 +43,7 @@ class Sampler:
         *,
         layout: Layout = "unstacked",
         slots: int,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         pad_id: int,
         eos_ids: tuple[int, ...],
         row_multiple: int,
@@ -84,7 +84,7 @@ class Sampler:
         next update on: every update is followed by new ones before anything is sampled.
         """
 
-        def write(tree: Any) -> None:
+        def write(tree: Tree) -> None:
             self.params = tree
 
         current().resident(
@@ -213,7 +213,7 @@ class Sampler:
             )
 
 
-def _described(params: Any) -> dict[str, str]:
+def _described(params: Tree) -> dict[str, str]:
     """Path -> dtype and shape of each leaf."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     return {path_string(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}

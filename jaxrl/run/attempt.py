@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from jaxrl.algorithms.methods import needed_roles
+from jaxrl.algorithms.protocols import ActorRole
 from jaxrl.algorithms.schedule import SCHEDULES
 from jaxrl.algorithms.sources import Sources
 from jaxrl.checkpoint.source import FINAL
@@ -202,7 +203,6 @@ def _attempt(context: RunContext, run: RunDir) -> None:
                 job.train.batch,
                 packing,
                 calls.call,
-                worker_group.value,
                 calls.wait,
                 job.held_out_prompts,
                 partial(decode, job.tokenizer),
@@ -245,10 +245,9 @@ def _export(job: Job, worker_group: WorkerGroup, path: Path, saved: int | None) 
     Args:
         saved: step of the newest checkpoint, for the error of a disk that refuses.
     """
-    exported = worker_group.handle("actor").call(
-        "export", path, job.student.tokenizer_path, deadline=job.config.deadlines.export
-    )
-    problem: str | None = exported.result()
+    calls = Calls(job.config, {"actor": worker_group.handle("actor")})
+    exported = calls.call("actor", ActorRole.export, path, job.student.tokenizer_path)
+    problem = exported.result()
     if problem is not None:
         kept = "no checkpoint could be written" if saved is None else f"checkpoint {saved} is whole"
         raise RunError(

@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jaxrl.algorithms.protocols import Ask, deadline_of
 from jaxrl.algorithms.schedule import SCHEDULES
 from jaxrl.config.schema import Config
-from jaxrl.runtime.worker import Future, Handle, Stopped
+from jaxrl.runtime.worker import Future, Handle, Stopped, T
 
 POLL_S = 0.5
 """How often a wait looks whether the run was asked to end."""
@@ -24,7 +25,7 @@ class Requested:
     """The row of the metrics that it belongs to: of the batch that makes this version, or of what
     follows on that version.
     """
-    future: Future
+    future: Future[object]
 
 
 class Calls:
@@ -46,27 +47,31 @@ class Calls:
         self._config, self._ahead = config, SCHEDULES[config.schedule]
         self._open: list[Requested] = []
         self._kind, self._row = "publish", 0
+        self.call = Ask(self._send)
+        """Asks a role; raises Stopped for a call that the run does not need any more."""
 
     def belong_to(self, kind: str, row: int) -> None:
         """The calls from here on are of this kind and row, as in `Requested`."""
         self._kind, self._row = kind, row
 
-    def call(self, role: str, method: str, *args: Any, deadline: float, **kwargs: Any) -> Future:
-        """Asks a role. The deadline, in seconds, is longer for a lazy role: its first call makes
-        it.
-        """
+    def _send(self, role: str, method: str, *args: object, **kwargs: object) -> Future[Any]:
+        """Queues a call. Its deadline is longer for a lazy role: the first call makes it."""
         if self.end is not None and not self._needs(self._kind, self._row, self.end):
             raise Stopped("the run was asked to end")
+        deadline = deadline_of(self._config, method)
         if role in self._config.lazy:
             deadline += self._config.deadlines.startup
-        future = self.roles[role].call(method, *args, deadline=deadline, **kwargs)
+        # A teacher service takes several requests at once.
+        served = role == "teacher" and self._config.teacher.address is not None
+        aside = served or method == "saved"
+        future = self.roles[role].call(method, *args, deadline=deadline, aside=aside, **kwargs)
         self._open = [each for each in self._open if not each.future.done()]
         self._open.append(Requested(self._kind, self._row, future))
         if self._kind == "train":
             self.submitted = self._row
         return future
 
-    def wait(self, future: Future) -> Any:
+    def wait(self, future: Future[T]) -> T:
         """The value of a call. When the run is asked to end meanwhile, what has not begun is
         cancelled; raises Stopped where this call is not needed any more.
         """

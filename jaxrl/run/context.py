@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from jaxrl.plan import Plan
 from jaxrl.process.interrupt import Interrupt
@@ -13,6 +12,7 @@ from jaxrl.run.job import Job
 from jaxrl.runtime.registry import Registration
 from jaxrl.telemetry.console import Console
 from jaxrl.telemetry.log import RunLog
+from jaxrl.types import JsonObject, Row
 
 
 class Notifier:
@@ -51,11 +51,11 @@ class Notifier:
 class OnStep:
     """The caller's function of each row. What it raises is kept, and asks the run to end."""
 
-    def __init__(self, function: Callable[[dict[str, Any]], object] | None = None):
+    def __init__(self, function: Callable[[JsonObject], object] | None = None):
         self._function = function
         self.error: Exception | None = None
 
-    def __call__(self, row: Mapping[str, Any]) -> None:
+    def __call__(self, row: Row) -> None:
         if self._function is None or self.error is not None:
             return
         try:

@@ -81,7 +81,7 @@ def _together(loads: Loads, plan: Plan) -> dict[Path, list[str]]:
 
 
 def _hosts(plan: Plan, role: str) -> set[str]:
-    devices: list[Any] = [plan.devices[i] for i in plan.placement.roles[role].devices]
+    devices = [plan.devices[i] for i in plan.placement.roles[role].devices]
     return {d.host if isinstance(d, ClusterDevice) else "here" for d in devices}
 
 

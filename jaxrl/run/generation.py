@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from jaxrl.checkpoint.source import Model, resolve_model
 from jaxrl.config.schema import Config
@@ -19,7 +18,7 @@ from jaxrl.sampling.engine import NARROWEST, Engine, EngineStats
 from jaxrl.sampling.sampler import SamplingParams
 from jaxrl.sharding.mesh import ensure_devices, role_mesh
 from jaxrl.sharding.placement import Axes
-from jaxrl.types import Completion
+from jaxrl.types import Completion, JsonObject
 
 MAX_SLOTS = 64
 """Completions decoded side by side, at most."""
@@ -112,7 +111,7 @@ def read_prompts(texts: Sequence[str], path: str | None, chat: bool) -> list[Pro
 
 def rows(
     prompts: Sequence[PromptLike], completions: Sequence[Sequence[Completion]]
-) -> list[dict[str, Any]]:
+) -> list[JsonObject]:
     return [
         {
             "messages" if not isinstance(prompt, str) else "prompt": prompt,
@@ -126,7 +125,7 @@ def rows(
     ]
 
 
-def shown(row: dict[str, Any]) -> str:
+def shown(row: JsonObject) -> str:
     """One of `rows`, for a reader."""
     prompt = row.get("prompt") or row["messages"][-1]["content"]
     about = f"{row['finish_reason']}, {row['tokens']} tokens, log-prob {row['logprob']:.2f}"

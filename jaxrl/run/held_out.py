@@ -28,6 +28,7 @@ from jaxrl.config import yaml_text
 from jaxrl.config.base import Overrides
 from jaxrl.config.schema import Config
 from jaxrl.data.stream import EvalSet
+from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
 from jaxrl.models.kernels import CPU
 from jaxrl.plan.inputs import PlanInputs
@@ -41,7 +42,7 @@ from jaxrl.sampling.engine import EngineStats
 from jaxrl.sharding.mesh import ensure_devices, role_meshes, verify_arrays
 from jaxrl.sharding.placement import check_visible, place
 from jaxrl.telemetry.metrics import Sample
-from jaxrl.types import Completion
+from jaxrl.types import Completion, JsonObject, Row
 
 MESH = "rollout=1"
 """Placement where none is asked for."""
@@ -69,14 +70,14 @@ class Evaluation:
     step: int | None
     """Batches trained into the weights; None where no run says so."""
     mesh: Mesh
-    tokenizer: Any
+    tokenizer: Tokenizer
     end_ids: tuple[int, ...]
     sets: tuple[EvalSet, ...]
     judge: Judge
     notes: tuple[str, ...]
     """What a reader should know."""
 
-    def run(self) -> tuple[dict[str, Any], list[str]]:
+    def run(self) -> tuple[JsonObject, list[str]]:
         """The result of `jaxrl.evaluate`, and every completion as a line of `samples.jsonl`."""
         groups, speeds = _sample(self)
         scores = judged(self.sets, groups, self.judge)
@@ -133,7 +134,7 @@ def prepare(
     return Evaluation(config, source, step, devices, tokenizer, ends, sets, judge, notes)
 
 
-def _base(source: ModelSource, config: PathLike | Config | None) -> dict[str, Any]:
+def _base(source: ModelSource, config: PathLike | Config | None) -> JsonObject:
     """The keys that the overrides go on top of."""
     if isinstance(config, Config):
         return config.model_dump(mode="json")
@@ -154,7 +155,7 @@ def _run_config(source: ModelSource) -> Path | None:
     return folder / store.CONFIG if (folder / store.CONFIG).is_file() else None
 
 
-def _step(source: ModelSource, base: Mapping[str, Any]) -> int | None:
+def _step(source: ModelSource, base: JsonObject) -> int | None:
     place = source.path.resolve()
     if place.parent.name == store.FOLDER and place.name.isdigit():
         return int(place.name)
@@ -165,7 +166,7 @@ def _step(source: ModelSource, base: Mapping[str, Any]) -> int | None:
 
 
 def _config(
-    source: ModelSource, base: Mapping[str, Any], overrides: Overrides, mesh: str | None
+    source: ModelSource, base: JsonObject, overrides: Overrides, mesh: str | None
 ) -> Config:
     """The config of an evaluation: what only training reads keeps its defaults."""
     if isinstance(overrides, str):
@@ -203,9 +204,9 @@ def _reads(key: str) -> bool:
     return _within(key, READ) and key not in UNREAD
 
 
-def _values(mapping: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+def _values(mapping: JsonObject, keys: Iterable[str]) -> JsonObject:
     """Dotted key -> its value in nested sections, of the keys that are there."""
-    found: dict[str, Any] = {}
+    found: JsonObject = {}
     for key in keys:
         *sections, last = key.split(".")
         here: Any = mapping
@@ -285,7 +286,7 @@ def _by_set(
     groups: Sequence[Sequence[Completion]],
     scores: Scores,
     speeds: Sequence[EngineStats],
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[JsonObject]:
     """Of each set its metrics, without `eval/`, and its prompts and speed."""
     start = 0
     for held_out, stats in zip(sets, speeds, strict=True):
@@ -304,7 +305,7 @@ def _by_set(
         start = mine.stop
 
 
-def table(result: Mapping[str, Any]) -> Table:
+def table(result: JsonObject) -> Table:
     """mean@k and each pass@k of every set and, where there are several, of all; 80 columns wide."""
     shown = Table(box=SIMPLE_HEAD, show_edge=False, padding=0, collapse_padding=True)
     shown.add_column("set", min_width=9, overflow="fold")
@@ -321,7 +322,7 @@ def table(result: Mapping[str, Any]) -> Table:
     return shown
 
 
-def _add_rows(shown: Table, name: str, row: Mapping[str, Any]) -> None:
+def _add_rows(shown: Table, name: str, row: Row) -> None:
     """One line for each value; what is the same for all stands in the first."""
     k = row["samples"]
     about = (
@@ -335,7 +336,7 @@ def _add_rows(shown: Table, name: str, row: Mapping[str, Any]) -> None:
         shown.add_row("", "", f"pass@{n}", _cell(row, f"pass@{n}"))
 
 
-def _cell(row: Mapping[str, Any], name: str) -> str:
+def _cell(row: Row, name: str) -> str:
     """Per cent, with the interval."""
     if name not in row:
         return "not judged"

@@ -5,24 +5,23 @@ its tokenizer, its end tokens, its held-out prompts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from jaxrl.checkpoint.source import ModelSource
 from jaxrl.config.schema import Config
 from jaxrl.data.encoder import PromptEncoder, few_shot
 from jaxrl.data.source import Example, Keys, Source, open_source
 from jaxrl.data.stream import EvalSet, eval_sets
-from jaxrl.data.tokenizer import load_tokenizer
+from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.run.evaluation import Judge
 
 
-def tokenizer_of(source: ModelSource) -> Any:
+def tokenizer_of(source: ModelSource) -> Tokenizer:
     """The transformers tokenizer; None where the checkpoint has none."""
     return None if source.tokenizer_path is None else load_tokenizer(source.tokenizer_path)
 
 
-def end_ids(source: ModelSource, tokenizer: Any) -> tuple[int, ...]:
+def end_ids(source: ModelSource, tokenizer: Tokenizer) -> tuple[int, ...]:
     """The tokens that end a completion: those of the model's config, else its tokenizer's."""
     if source.config.eos_ids:
         return source.config.eos_ids
@@ -55,7 +54,7 @@ def keys(config: Config) -> Keys:
     return Keys(d.prompt_key, d.messages_key, d.completion_key, d.answer_key)
 
 
-def encoder(config: Config, tokenizer: Any, ends: tuple[int, ...]) -> PromptEncoder:
+def encoder(config: Config, tokenizer: Tokenizer, ends: tuple[int, ...]) -> PromptEncoder:
     """How the rows of `data.train` and `data.eval` become tokens."""
     d = config.data
     shots: tuple[Example, ...] = ()

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
 
 from jaxrl.algorithms.methods import method_of
 from jaxrl.algorithms.objective import configured_correction, objective_notes
@@ -14,7 +13,7 @@ from jaxrl.checkpoint.source import ModelSource, resolve_model
 from jaxrl.config.schema import Config
 from jaxrl.data.source import Split, open_source
 from jaxrl.data.stream import EvalSet, PromptStream
-from jaxrl.data.tokenizer import check_same_prompts, check_same_vocabulary, decode
+from jaxrl.data.tokenizer import Tokenizer, check_same_prompts, check_same_vocabulary, decode
 from jaxrl.errors import UserError, user_input
 from jaxrl.models.encoder_config import find_folder, read_encoder
 from jaxrl.models.kernels import Target
@@ -45,7 +44,7 @@ class Setup:
     student: ModelSource
     teacher: ModelSource | None
     """None where there is none, or it runs elsewhere (`teacher.address`)."""
-    tokenizer: Any
+    tokenizer: Tokenizer
     vocab_size: int
     """Tokens that student and teacher share."""
     eos_ids: tuple[int, ...]
@@ -62,7 +61,7 @@ class Setup:
     restore: Path | None = None
     """The checkpoint that the actor resumes from."""
 
-    def packing(self, target: Target) -> dict[str, Any]:
+    def packing(self, target: Target) -> dict[str, int]:
         """How prompts and completions become arrays for the devices of a run: arguments of
         `make_rollout`.
         """

@@ -13,6 +13,16 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.algorithms.methods import method_of
+from jaxrl.algorithms.protocols import (
+    ActorRole,
+    GrouperRole,
+    ReferenceRole,
+    RewardRole,
+    RolloutRole,
+    ServedTeacherRole,
+    TeacherRole,
+    protocols,
+)
 from jaxrl.algorithms.signals import Projection
 from jaxrl.checkpoint.source import ModelSource
 from jaxrl.config.schema import Config
@@ -46,6 +56,7 @@ from jaxrl.sharding.mesh import (
 from jaxrl.sharding.placement import Axes, Placement, device_list, parse
 from jaxrl.sharding.reshard import put
 from jaxrl.teacher.remote import RemoteTeacher, remote_head
+from jaxrl.types import JsonObject, Tree
 
 Log = Callable[[str], None]
 STOP_S = 10.0
@@ -106,10 +117,10 @@ def _loads(setup: Setup, plan: Plan) -> dict[str, tuple[ModelSource, str]]:
 
 
 def _local(setup: Setup, plan: Plan, log: Log) -> LocalWorkerGroup:
-    worker_group = LocalWorkerGroup(STOP_S)
+    worker_group = LocalWorkerGroup(STOP_S, protocols(setup.config))
     meshes = role_meshes(plan.devices, plan.placement, plan.axes)
     deadline = setup.config.deadlines.startup
-    starting: dict[str, Future] = {}
+    starting: dict[str, Future[Any]] = {}
     try:
         for pool in plan.placement.pools:
             roles = [role for role in pool.roles if role in plan.runs]
@@ -143,6 +154,7 @@ def _ray(setup: Setup, plan: Plan, log: Log) -> WorkerGroup:
         roles=plan.runs,
         lazy=setup.config.lazy,
         environment=worker_environment(setup.config.deterministic) | worker_share(),
+        protocols=protocols(setup.config),
     )
     try:
         worker_group.start()
@@ -156,8 +168,12 @@ LAUNCHERS: dict[str, Callable[[Setup, Plan, Log], WorkerGroup]] = {"local": _loc
 
 
 def pool_makers(
-    setup: Setup, axes: Mapping[str, Axes], placement: Placement, pool: int, devices: Sequence[Any]
-) -> dict[str, Callable[[], Any]]:
+    setup: Setup,
+    axes: Mapping[str, Axes],
+    placement: Placement,
+    pool: int,
+    devices: Sequence[jax.Device],
+) -> dict[str, Callable[[], object]]:
     """Role -> what makes it, in a process that sees the devices of one pool and no others."""
     enable_compile_cache(setup.config.compile_cache)
     start, roles = placement.pools[pool].start, placement.pools[pool].roles
@@ -169,10 +185,10 @@ def pool_makers(
     return {role: partial(MAKERS[role], setup, meshes) for role in roles if role in MAKERS}
 
 
-def make_actor(setup: Setup, meshes: Mapping[str, Mesh]) -> Actor:
+def make_actor(setup: Setup, meshes: Mapping[str, Mesh]) -> ActorRole:
     config, mesh = setup.config, meshes["actor"]
     method = method_of(config)
-    frozen: dict[str, Any] = {}
+    frozen: JsonObject = {}
     if config.learns_from_teacher and config.distill.signal == "hidden":
         frozen["teacher_head"] = _teacher_head(setup, mesh)
     receiver = meshes.get("rollout")  # elsewhere, where another process has it
@@ -203,12 +219,12 @@ def _teacher_head(setup: Setup, mesh: Mesh) -> jax.Array:
     return put(there, _head_sharding(there.shape, mesh))
 
 
-def make_rollout_role(setup: Setup, meshes: Mapping[str, Mesh]) -> Sampler:
+def make_rollout_role(setup: Setup, meshes: Mapping[str, Mesh]) -> RolloutRole:
     layout = setup.config.rollout.layout
     return _sampler(setup, setup.student, meshes["rollout"], layout, params=None)
 
 
-def make_teacher(setup: Setup, meshes: Mapping[str, Mesh]) -> Teacher | RemoteTeacher:
+def make_teacher(setup: Setup, meshes: Mapping[str, Mesh]) -> TeacherRole | ServedTeacherRole:
     config, source = setup.config, setup.teacher
     if source is None:
         return RemoteTeacher(config, setup.vocab_size)
@@ -220,10 +236,12 @@ def make_teacher(setup: Setup, meshes: Mapping[str, Mesh]) -> Teacher | RemoteTe
     sampler = None
     if setup.teacher_samples:
         sampler = _sampler(setup, source, mesh, layout, params=params)
-    return Teacher(Scorer(source.config, params, projection), sampler, config.offload.frozen)
+    scorer = Scorer(source.config, params, projection)
+    teacher: TeacherRole = Teacher(scorer, sampler, config.offload.frozen)
+    return teacher
 
 
-def make_reference(setup: Setup, meshes: Mapping[str, Mesh]) -> Reference:
+def make_reference(setup: Setup, meshes: Mapping[str, Mesh]) -> ReferenceRole:
     config, mesh = setup.config, meshes["reference"]
     params = setup.student.load(mesh, jnp.dtype(config.reference.dtype), "stacked")
     verify_arrays("reference", params, mesh)
@@ -237,7 +255,7 @@ def make_reference(setup: Setup, meshes: Mapping[str, Mesh]) -> Reference:
     )
 
 
-def make_reward(setup: Setup, meshes: Mapping[str, Mesh]) -> Reward:
+def make_reward(setup: Setup, meshes: Mapping[str, Mesh]) -> RewardRole:
     config = setup.config.rewards
     longest = setup.config.max_prompt_tokens + setup.config.max_new_tokens
     functions, model = reward_functions(setup.config, setup.given), None
@@ -253,7 +271,7 @@ def make_reward(setup: Setup, meshes: Mapping[str, Mesh]) -> Reward:
     return Reward(functions, model)
 
 
-def make_grouper(setup: Setup, meshes: Mapping[str, Mesh]) -> Grouper:
+def make_grouper(setup: Setup, meshes: Mapping[str, Mesh]) -> GrouperRole:
     config = setup.config.grouper
     assert config.model is not None
     return Grouper(
@@ -266,7 +284,7 @@ def make_grouper(setup: Setup, meshes: Mapping[str, Mesh]) -> Grouper:
     )
 
 
-MAKERS: dict[str, Callable[[Setup, Mapping[str, Mesh]], Any]] = {
+MAKERS: dict[str, Callable[[Setup, Mapping[str, Mesh]], object]] = {
     "actor": make_actor,
     "rollout": make_rollout_role,
     "teacher": make_teacher,
@@ -277,7 +295,9 @@ MAKERS: dict[str, Callable[[Setup, Mapping[str, Mesh]], Any]] = {
 """Role -> (setup, the meshes of the roles that this process has) -> the role."""
 
 
-def _sampler(setup: Setup, source: ModelSource, mesh: Mesh, layout: Layout, params: Any) -> Sampler:
+def _sampler(
+    setup: Setup, source: ModelSource, mesh: Mesh, layout: Layout, params: Tree
+) -> Sampler:
     config = setup.config
     return Sampler(
         config,

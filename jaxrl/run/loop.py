@@ -13,18 +13,20 @@ batch late.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 from jaxrl.algorithms.methods import method_of
+from jaxrl.algorithms.protocols import ActorRole, RolloutRole
 from jaxrl.algorithms.schedule import SCHEDULES, Action, Schedule
 from jaxrl.algorithms.sources import Sources
 from jaxrl.checkpoint.writer import CheckpointWriter
 from jaxrl.config.schema import Config
 from jaxrl.run.calls import Calls
 from jaxrl.run.reporting import Reporter
+from jaxrl.runtime.local import done_future
 from jaxrl.runtime.worker import Future, Stopped
 from jaxrl.types import Rollout
 
@@ -53,18 +55,18 @@ class PendingRows:
     """The futures of a run, until the row that they belong to is written."""
 
     def __init__(self, reporter: Reporter):
-        self.futures: dict[tuple[str, int], Future] = {}
+        self.futures: dict[tuple[str, int], Future[Any]] = {}
         """(`rollout` or `update`, batch) or (`publish`, `sync`, `eval` or `teacher`, version)."""
-        self.scores: dict[int, dict[str, list[Future]]] = {}
+        self.scores: dict[int, dict[str, Sequence[Future[object]]]] = {}
         """Batch -> role -> its scores."""
         self.reported = -1
         """The newest step that has its row."""
         self._reporter = reporter
 
-    def scores_to_train_on(self, batch: int) -> dict[str, list[Future]]:
+    def scores_to_train_on(self, batch: int) -> dict[str, list[Future[object]]]:
         """Role -> its scores. The teacher's are the largest: dropped once the actor has them."""
         return {
-            role: [part.consume() for part in parts] if role == "teacher" else parts
+            role: [part.consume() if role == "teacher" else part for part in parts]
             for role, parts in self.scores[batch].items()
         }
 
@@ -88,7 +90,7 @@ class PendingRows:
         self.reported = step
         self._reporter.amend(step, self._take(step))
 
-    def _take(self, step: int) -> dict[str, Future]:
+    def _take(self, step: int) -> dict[str, Future[Any]]:
         """The futures of one row: of the batch that made version `step`, and what followed; of each
         role's scores the last part as `score.ROLE`, those before as `score.ROLE.0` and so on.
         """
@@ -156,7 +158,7 @@ class Loop:
         self._publish(step, evaluate=not resumed.evaluated)
         self._rows.amend(step)
         for index, rollout in resumed.rollouts.items():
-            self._futures["rollout", index] = self.sources.value(rollout)
+            self._futures["rollout", index] = done_future(rollout)
         return Schedule.after(step, len(resumed.rollouts), self.config.steps, staleness)
 
     def _generate(self, index: int) -> None:
@@ -171,9 +173,8 @@ class Loop:
 
     def _train(self, index: int) -> None:
         rollout, scores = self._futures["rollout", index], self._rows.scores_to_train_on(index)
-        deadline = self.config.deadlines.update
         self._futures["update", index] = self.calls.call(
-            "actor", "update", rollout, scores, step=index, deadline=deadline
+            "actor", ActorRole.update, rollout, scores, step=index
         )
         if self.checkpoints.due(index + 1):
             self._save(index + 1)
@@ -185,19 +186,19 @@ class Loop:
         sampled = self._method.samples_policy(self.config) and version < self.config.steps
         if not due and not sampled:
             return
-        call = partial(self.calls.call, deadline=self.config.deadlines.weight_sync)
-        weights = call("actor", "publish", version=version, dtype=self.config.rollout.dtype)
+        call, dtype = self.calls.call, self.config.rollout.compute_dtype
+        weights = call("actor", ActorRole.publish, version=version, dtype=dtype)
         self._futures["publish", version] = weights
-        self._futures["sync", version] = call("rollout", "load", weights)
+        self._futures["sync", version] = call("rollout", RolloutRole.load, weights)
         if due:
             self._futures["eval", version] = self.sources.held_out_samples("rollout")
 
     def _save(self, step: int) -> None:
         """Asks for a checkpoint of what the actor is after `step` batches; waits for nothing."""
         self.calls.belong_to("save", step)
-        call = partial(self.calls.call, "actor", deadline=self.config.deadlines.checkpoint)
-        asked = call("save", self.checkpoints.folder(step), step=step)
-        saved = call("saved", asked, aside=True)
+        folder = self.checkpoints.folder(step)
+        asked = self.calls.call("actor", ActorRole.save, folder, step=step)
+        saved = self.calls.call("actor", ActorRole.saved, asked)
         generated = min(self._schedule.generated, step + self._schedule.staleness)
         in_flight = {i: self._futures["rollout", i] for i in range(step, generated)}
         schedule = {"name": self.config.schedule, "generated": generated, "trained": step}

@@ -25,6 +25,7 @@ from jaxrl.telemetry.log import RunLog
 from jaxrl.telemetry.metrics import METRICS_FILE, SAMPLES_FILE, MetricsWriter, SamplesWriter
 from jaxrl.telemetry.timeline import TIMELINE_FILE, Timeline
 from jaxrl.telemetry.trackers import CLOSE_S, open_trackers
+from jaxrl.types import Row
 
 HURRY_S = 3.0
 """Longest wait for the trackers at the end of a run that was interrupted, or failed."""
@@ -77,7 +78,7 @@ class Records:
         self.checkpoints.newest = run.step or None
         self._stack.callback(self.checkpoints.stop)
 
-        def on_row(row: Mapping[str, Any]) -> None:
+        def on_row(row: Row) -> None:
             self.profile.row(row)
             context.on_step(row)
 
@@ -101,7 +102,7 @@ class Records:
     def __exit__(self, *failed: Any) -> None:
         self._stack.__exit__(*failed)
 
-    def first_and_last(self) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    def first_and_last(self) -> tuple[Row, Row]:
         """The first and the last row of the run."""
         none = {"step": self._run.step}
         return self._metrics.first or none, self._metrics.last or none
@@ -120,7 +121,7 @@ class Records:
         self.reporter.checkpoint()
         self._check_folder()
 
-    def resumed(self, packing: Mapping[str, Any]) -> Resumed | None:
+    def resumed(self, packing: Mapping[str, int]) -> Resumed | None:
         """Where the loop resumes; None at the beginning of a run.
 
         Args:

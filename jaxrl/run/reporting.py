@@ -11,18 +11,19 @@ from typing import Any
 import numpy as np
 
 from jaxrl.checkpoint.writer import CheckpointWriter
-from jaxrl.roles.actor import Trained
 from jaxrl.run.evaluation import evaluation_row
 from jaxrl.run.job import Job
-from jaxrl.runtime.worker import Future, Stopped
+from jaxrl.runtime.worker import Future, Stopped, Wait
 from jaxrl.telemetry.console import Console
 from jaxrl.telemetry.metrics import MetricsWriter, Sample, SamplesWriter
 from jaxrl.telemetry.timeline import Timeline
 from jaxrl.telemetry.trackers import Trackers
-from jaxrl.types import Rollout
+from jaxrl.types import Rollout, Row, Trained
 
 SCORED = {"teacher": "score", "reference": "reference", "reward": "reward", "grouper": "embed"}
 """Role -> the name of its time in a row."""
+Futures = Mapping[str, Future[Any]]
+"""Those of one row, by what they are: `rollout`, `update`, `score.ROLE` ..."""
 AGREEMENT = "distill/top1_agreement"
 """What the actor reports per row, for the samples."""
 
@@ -44,25 +45,25 @@ class Reporter:
     """Role -> the plan's peak bytes on a device of it, where the platform does not."""
     log: Callable[[str], None]
     """Takes what only `log.txt` shows."""
-    on_row: Callable[[Mapping[str, Any]], None]
+    on_row: Callable[[Row], None]
     """Called with each row once it is written; with one that was completed after an interruption
     once more.
     """
-    wait: Callable[[Future], Any] = lambda future: future.result()
-    """The value of a call. Raises Stopped for one that the run, asked to end, does not need."""
+    wait: Wait = lambda future: future.result()
+    """Raises Stopped for a call that the run, asked to end, does not need."""
     first_step_at: float | None = None
     """`time.monotonic` seconds at the end of the first update."""
     _last: float | None = None
     """The same, of the latest update."""
 
-    def row(self, step: int, futures: Mapping[str, Future]) -> None:
+    def row(self, step: int, futures: Futures) -> None:
         """Waits for the futures of a step, then writes and shows its row."""
         if step == 0:
             self._before_training(futures)
         else:
             self._step(step, futures)
 
-    def amend(self, step: int, futures: Mapping[str, Future]) -> None:
+    def amend(self, step: int, futures: Futures) -> None:
         """What the last row, written before an interruption, lacks of these."""
         row = self._sync(step, futures) | self._evaluation(futures)
         last = self.metrics.last or {}
@@ -70,7 +71,7 @@ class Reporter:
         if lacking and last.get("step") == step:
             self._written(self.metrics.amend(step, lacking))
 
-    def _written(self, row: Mapping[str, Any]) -> None:
+    def _written(self, row: Row) -> None:
         """A row is in `metrics.jsonl`."""
         self.checkpoints.row(row)
         self.trackers.write(row["step"], row)
@@ -78,7 +79,7 @@ class Reporter:
         self.timeline.flush()
         self.on_row(row)
 
-    def _before_training(self, futures: Mapping[str, Future]) -> None:
+    def _before_training(self, futures: Futures) -> None:
         """Weights in place, accuracy of the student and of the teacher."""
         row = self._sync(0, futures) | self._evaluation(futures)
         if "teacher" in futures:
@@ -87,7 +88,7 @@ class Reporter:
             row["teacher/accuracy"] = teacher.get("eval/accuracy", float("nan"))
         self._written(self.metrics.write(0, row | self._work(futures)))
 
-    def _step(self, step: int, futures: Mapping[str, Future]) -> None:
+    def _step(self, step: int, futures: Futures) -> None:
         rollout: Rollout = self.wait(futures["rollout"])
         trained: Trained = self.wait(futures["update"])  # so everything of the batch has ended
         row = self._batch(rollout, futures) | trained.metrics
@@ -107,7 +108,7 @@ class Reporter:
         rewards = futures["score.reward"].result().rewards if "score.reward" in futures else None
         self._show(step, rollout, rewards, trained.by_row.get(AGREEMENT))
 
-    def _batch(self, rollout: Rollout, futures: Mapping[str, Future]) -> dict[str, float]:
+    def _batch(self, rollout: Rollout, futures: Futures) -> dict[str, float]:
         lengths = [len(completion.tokens) for completion in rollout.completions]
         cut = [completion.finish_reason == "length" for completion in rollout.completions]
         sampled = rollout.policy_version >= 0 or self.job.config.distill.seq_kd
@@ -133,7 +134,7 @@ class Reporter:
             row |= getattr(report, "metrics", {})
         return row
 
-    def _work(self, futures: Mapping[str, Future]) -> dict[str, float]:
+    def _work(self, futures: Futures) -> dict[str, float]:
         """What the calls of a row cost beside their own work: roles made, memory moved."""
         for key, future in futures.items():
             if future.times.made_s is not None:
@@ -152,7 +153,7 @@ class Reporter:
         self.console.message(note)
         self.log(note)
 
-    def _sync(self, version: int, futures: Mapping[str, Future]) -> dict[str, float]:
+    def _sync(self, version: int, futures: Futures) -> dict[str, float]:
         """Both halves of a weight sync: what the actor sent, and what the rollout took."""
         if "sync" not in futures:
             return {}
@@ -171,7 +172,7 @@ class Reporter:
             )
         return taken | {"time/weight_sync_s": seconds, "weights/sync_gbps": speed}
 
-    def _evaluation(self, futures: Mapping[str, Future]) -> dict[str, float]:
+    def _evaluation(self, futures: Futures) -> dict[str, float]:
         if "eval" not in futures:
             return {}
         try:
@@ -201,7 +202,9 @@ class Reporter:
             row[f"memory/{role}/planned"] = float(role not in peaks)
         return row
 
-    def _show(self, step: int, rollout: Rollout, rewards: Any, agreement: Any) -> None:
+    def _show(
+        self, step: int, rollout: Rollout, rewards: np.ndarray | None, agreement: np.ndarray | None
+    ) -> None:
         """Some samples; rewards and agreement with the teacher are [B], or None."""
         count = min(self.job.config.logging.samples, len(rollout.completions))
         stride = max(1, len(rollout.completions) // max(count, 1))
@@ -231,7 +234,7 @@ def _scored_by(key: str) -> str | None:
     return rest.partition(".")[0] if kind == "score" else None
 
 
-def _of_row(values: Any, i: int) -> float | None:
+def _of_row(values: np.ndarray | None, i: int) -> float | None:
     """Entry i of [B]; None where there are no values, or none for it."""
     return None if values is None or np.isnan(values[i]) else float(values[i])
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from jaxrl.checkpoint import store
 from jaxrl.checkpoint.compare import compare
@@ -23,6 +23,7 @@ from jaxrl.config import yaml_text
 from jaxrl.config.schema import CONFIG_FILE, Config
 from jaxrl.errors import RunError, UserError
 from jaxrl.telemetry.metrics import METRICS_FILE
+from jaxrl.types import JsonObject
 
 SESSIONS_FILE = "sessions.jsonl"
 """A line for each start of the run whose steps are kept: the step that it began after, its mesh."""
@@ -78,7 +79,7 @@ class RunDir:
         return self.step == steps and (self.path / FINAL).is_dir()
 
 
-def sessions(path: Path) -> list[dict[str, Any]]:
+def sessions(path: Path) -> list[JsonObject]:
     """Of the run in a folder, as far as its file can be read."""
     found = []
     with suppress(OSError, ValueError):
@@ -87,7 +88,7 @@ def sessions(path: Path) -> list[dict[str, Any]]:
     return [one for one in found if isinstance(one, dict) and isinstance(one.get("step"), int)]
 
 
-def meshes(used: Sequence[Mapping[str, Any]]) -> str:
+def meshes(used: Sequence[JsonObject]) -> str:
     """The meshes of sessions, one after the other: `A to step 300, then B`."""
     text, mesh = "", None
     for one in used:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from jaxrl.errors import UserError
 from jaxrl.process.gpu_memory import SHARE
@@ -103,7 +103,7 @@ class ClusterDevice:
     share: float | None = None
     """Of a GPU's memory, what the limit is."""
 
-    def memory_stats(self) -> Mapping[str, Any] | None:
+    def memory_stats(self) -> Mapping[str, int] | None:
         return None if self.limit is None else {"bytes_limit": self.limit}
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -24,14 +25,17 @@ from jaxrl.runtime.awake import awake_since
 from jaxrl.runtime.tracing import PROFILE, Tracer
 from jaxrl.runtime.worker import (
     DeadlineExceeded,
+    Future,
     OutOfMemory,
     Phase,
     Stopped,
+    T,
     Times,
     WorkerError,
     WorkerState,
     enter,
     leaves,
+    methods_of,
     phase,
     replaced,
 )
@@ -42,7 +46,7 @@ from jaxrl.sharding.ledger import Ledger, use
 class RemoteValue(Protocol):
     """A value of another process, as an argument."""
 
-    def arrive(self, stopping: Callable[[], bool]) -> Any:
+    def arrive(self, stopping: Callable[[], bool]) -> object:
         """Waits for it; the driver bounds the wait."""
         ...
 
@@ -60,20 +64,20 @@ class LocalFuture:
     worker: LocalWorker
     role: str
     method: str
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    args: tuple[object, ...]
+    kwargs: Mapping[str, object]
     deadline: float
     """Seconds that the call itself may take, from its start."""
     aside: bool = False
     """Beside the queue of the worker, on a thread of its own."""
-    then: Callable[[Any], Any] | None = None
+    then: Callable[[object], object] | None = None
     """Makes of the result what is kept, in the worker, before its next call."""
     times: Times = field(default_factory=Times)
     _once: bool = False
     _done: threading.Event = field(default_factory=threading.Event)
     _turn: threading.Lock = field(default_factory=threading.Lock)
     """Held by who decides whether the call begins, or ends."""
-    _value: Any = None
+    _value: object = None
     _error: BaseException | None = None
 
     def done(self) -> bool:
@@ -146,12 +150,12 @@ class LocalFuture:
             f"stack of the worker:\n{worker.stack()}"
         )
 
-    def _finish(self, value: Any = None, error: BaseException | None = None) -> None:
+    def _finish(self, value: object = None, error: BaseException | None = None) -> None:
         with self._turn:
             if not self.done():
                 self._end(value, error)
 
-    def _end(self, value: Any, error: BaseException | None) -> None:
+    def _end(self, value: object, error: BaseException | None) -> None:
         self._value, self._error = value, error
         self.times.finished = time.monotonic()
         self._done.set()
@@ -184,18 +188,28 @@ class LocalWorker:
         self.running: LocalFuture | None = None
         self._tracer = Tracer() if tracer is None else tracer
         self._stopping = threading.Event()
-        self._roles: dict[str, Any] = {}
+        self._roles: dict[str, object] = {}
+        self._protocols: dict[str, type | None] = {}
         self._calls: queue.SimpleQueue[LocalFuture | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"worker:{name}", daemon=True)
         self._thread.start()
 
     def start_role(
-        self, role: str, make: Callable[[], Any], deadline: float, lazy: bool = False
+        self,
+        role: str,
+        make: Callable[[], object],
+        deadline: float,
+        lazy: bool = False,
+        protocol: type | None = None,
     ) -> LocalFuture:
         """Makes the role inside the worker, a lazy one at its first call; workers start up side by
         side.
+
+        Args:
+            protocol: names the methods that the role must have, and that may be called; None:
+                whatever it has.
         """
-        return self.submit(LocalFuture(self, role, "start", (make, lazy), {}, deadline))
+        return self.submit(LocalFuture(self, role, "start", (make, lazy, protocol), {}, deadline))
 
     def handle(self, role: str) -> LocalHandle:
         return LocalHandle(self, role)
@@ -289,16 +303,18 @@ class LocalWorker:
                 return
             if not call.aside and call.method != PROFILE:
                 self.ledger.enter(name)
+            value: object
             if call.method == PROFILE:
                 folder, dtype = args
                 value = self._tracer.arrive(folder, dtype, self.devices)
             elif call.method == "start":
-                make, lazy = args
-                self._roles[call.role] = Lazy(make) if lazy else make()
+                make, lazy, protocol = args
+                self._protocols[call.role] = protocol
+                self._roles[call.role] = Lazy(make) if lazy else self._made(call.role, make)
                 value = None
             else:
                 with _annotation(name, kwargs.get("step")):
-                    value = getattr(self._role(call), call.method)(*args, **kwargs)
+                    value = self._method(call)(*args, **kwargs)
             value = value if call.then is None else call.then(value)
             if not call.aside:
                 call.times.moves = self.ledger.take_moves()
@@ -316,13 +332,32 @@ class LocalWorker:
         finally:
             call.args, call.kwargs = (), {}  # a finished call keeps no arrays alive
 
-    def _role(self, call: LocalFuture) -> Any:
+    def _method(self, call: LocalFuture) -> Callable[..., object]:
+        """The method of a call, which the role's Protocol names."""
+        role, protocol = self._role(call), self._protocols[call.role]
+        if protocol is not None and call.method not in methods_of(protocol):
+            raise RunError(
+                f"{call.role}.{call.method} may not be called: {protocol.__name__} names only"
+                f" {', '.join(methods_of(protocol))}"
+            )
+        method: Callable[..., object] = getattr(role, call.method)
+        return method
+
+    def _made(self, name: str, make: Callable[[], object]) -> object:
+        """A new role, with all that its Protocol names."""
+        role, protocol = make(), self._protocols[name]
+        for method in methods_of(protocol):
+            if not callable(getattr(role, method, None)):
+                raise RunError(f"{name}: {type(role).__name__} lacks the method {method}")
+        return role
+
+    def _role(self, call: LocalFuture) -> object:
         """The role of a call; a lazy one is made now."""
         role = self._roles[call.role]
         if isinstance(role, Lazy):
             began = time.monotonic()
             with phase("made on first use"):
-                role = self._roles[call.role] = role.make()
+                role = self._roles[call.role] = self._made(call.role, role.make)
             call.times.made_s = time.monotonic() - began
             self.ledger.enter(f"{call.role}.{call.method}")  # now that it says what it needs
         return role
@@ -334,7 +369,7 @@ class LocalWorker:
             self.failure = self.failure or error
         call._finish(error=error)
 
-    def _value(self, call: LocalFuture, arg: Any) -> Any:
+    def _value(self, call: LocalFuture, arg: object) -> object:
         """The value of an argument. Bounded by the driver, which watches the chain of calls."""
         if isinstance(arg, RemoteValue):
             return arg.arrive(lambda: self.stopping or call.done())
@@ -355,7 +390,7 @@ class LocalWorker:
 class Lazy:
     """A role that nobody has called yet."""
 
-    make: Callable[[], Any]
+    make: Callable[[], object]
 
 
 def _annotation(name: str, step: int | None) -> TraceAnnotation:
@@ -375,7 +410,7 @@ class LocalHandle:
     role: str
 
     def call(
-        self, method: str, *args: Any, deadline: float, aside: bool = False, **kwargs: Any
+        self, method: str, *args: object, deadline: float, aside: bool = False, **kwargs: object
     ) -> LocalFuture:
         return self.worker.submit(
             LocalFuture(self.worker, self.role, method, args, kwargs, deadline, aside)
@@ -385,13 +420,14 @@ class LocalHandle:
 class LocalWorkerGroup:
     """The workers of a run, all of them threads of this process."""
 
-    def __init__(self, stop_s: float):
+    def __init__(self, stop_s: float, protocols: Mapping[str, type] = MappingProxyType({})):
         """
         Args:
             stop_s: longest wait for the workers at the end.
+            protocols: role -> its Protocol, as in `LocalWorker.start_role`.
         """
         self.workers: list[LocalWorker] = []
-        self._stop_s = stop_s
+        self._stop_s, self._protocols = stop_s, protocols
         self._tracer = Tracer()
         self._handles: dict[str, LocalHandle] = {}
 
@@ -399,7 +435,7 @@ class LocalWorkerGroup:
         self,
         name: str,
         devices: Iterable[jax.Device],
-        makers: Mapping[str, Callable[[], Any]],
+        makers: Mapping[str, Callable[[], object]],
         deadline: float,
         lazy: Collection[str] = (),
     ) -> dict[str, LocalFuture]:
@@ -411,7 +447,7 @@ class LocalWorkerGroup:
         worker = LocalWorker(name, tuple(dict.fromkeys(devices)), self.workers, self._tracer)
         self._handles |= {role: worker.handle(role) for role in makers}
         return {
-            role: worker.start_role(role, make, deadline, role in lazy)
+            role: worker.start_role(role, make, deadline, role in lazy, self._protocols.get(role))
             for role, make in makers.items()
         }
 
@@ -421,9 +457,6 @@ class LocalWorkerGroup:
 
     def handle(self, role: str) -> LocalHandle:
         return self._handles[role]
-
-    def value(self, value: Any) -> LocalFuture:
-        return done_future(value)
 
     def ending(self) -> str | None:
         return None
@@ -476,7 +509,7 @@ def stop_all(workers: Sequence[LocalWorker], timeout: float) -> bool:
     return not any(worker._thread.is_alive() for worker in workers)
 
 
-def done_future(value: Any) -> LocalFuture:
+def done_future(value: T) -> Future[T]:
     """A future that holds `value` already."""
     future = LocalFuture(_NOBODY, "driver", "value", (), {}, deadline=0.0)
     future.times.started = time.monotonic()

@@ -23,9 +23,9 @@ BUCKET_BYTES = 64 << 20
 """Pieces travel together up to this size, so that a receiver fetches little that it does not need
 and a small array costs no message of its own."""
 
-Store = Callable[[list[np.ndarray]], Any]
+Store = Callable[[list[np.ndarray]], object]
 """Puts a bucket of arrays where others can get it, and tells its address."""
-Fetch = Callable[[Any], Sequence[np.ndarray]]
+Fetch = Callable[[object], Sequence[np.ndarray]]
 """Gets the arrays at an address."""
 
 
@@ -57,7 +57,7 @@ class Parcel:
         return sum(sizes) + sum(buffer.nbytes for buffer in self.buffers)
 
 
-def pack(value: Any, store: Store | None = None) -> Parcel:
+def pack(value: object, store: Store | None = None) -> Parcel:
     """Copies the arrays of `value` off their devices; those may be donated afterwards.
 
     Args:
@@ -126,13 +126,13 @@ class _Pickler(pickle.Pickler):
         super().__init__(*args, **kwargs)
         self.arrays: list[jax.Array] = []
 
-    def persistent_id(self, value: Any) -> int | None:
+    def persistent_id(self, value: object) -> int | None:
         if not isinstance(value, jax.Array):
             return None
         self.arrays.append(value)
         return len(self.arrays) - 1
 
-    def reducer_override(self, value: Any) -> Any:
+    def reducer_override(self, value: object) -> Any:
         if isinstance(value, np.ndarray) and str(value.dtype) == "bfloat16":
             return _view, (value.view(np.uint16), "bfloat16")
         return NotImplemented

@@ -65,8 +65,8 @@ class CallRequest:
     """In the epoch, from 0; -1 for a call beside the queue."""
     role: str
     method: str
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    args: tuple[object, ...]
+    kwargs: Mapping[str, object]
     keeps: bool
     """The result stays in this process, for a later call of the same pool."""
     stores: bool
@@ -283,16 +283,16 @@ class WorkerServer:
             self._turn.notify_all()
         return call
 
-    def _resolve(self, value: Any) -> Any:
+    def _resolve(self, value: object) -> Any:
         return replaced(value, lambda x: self._kept[x.number] if isinstance(x, LocalRef) else x)
 
-    def _stored(self, call: _Call, value: Any) -> Parcel:
+    def _stored(self, call: _Call, value: object) -> Parcel:
         start = time.monotonic()
         parcel = self._pack(value, self._store)
         call.packed_s = time.monotonic() - start
         return parcel
 
-    def _pack(self, value: Any, store: Store | None) -> Parcel:
+    def _pack(self, value: object, store: Store | None) -> Parcel:
         """The first process tells the value; the others add their pieces of its arrays."""
         parcel = pack(value, store)
         return parcel if self.rank == 0 else Parcel(b"", (), parcel.arrays, parcel.buckets)

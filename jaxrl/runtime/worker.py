@@ -12,12 +12,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from jax.profiler import TraceAnnotation
 
 from jaxrl.errors import RunError
+from jaxrl.runtime.tracing import Traced
 from jaxrl.sharding.ledger import Move
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
 class DeadlineExceeded(RunError, TimeoutError):
@@ -136,7 +140,12 @@ class Times:
         return self.finished - self.started
 
 
-def leaves(value: Any) -> Iterator[Any]:
+def methods_of(protocol: type | None) -> list[str]:
+    """The methods that a Protocol names; none where there is no Protocol."""
+    return [] if protocol is None else [name for name in dir(protocol) if not name.startswith("_")]
+
+
+def leaves(value: object) -> Iterator[object]:
     """What lies in lists and dicts, however deep; futures may be among the leaves of arguments."""
     if isinstance(value, list):
         for each in value:
@@ -148,7 +157,7 @@ def leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-def replaced(value: Any, change: Callable[[Any], Any]) -> Any:
+def replaced(value: object, change: Callable[[object], object]) -> Any:
     """The same lists and dicts with `change` of each leaf."""
     if isinstance(value, list):
         return [replaced(each, change) for each in value]
@@ -157,7 +166,7 @@ def replaced(value: Any, change: Callable[[Any], Any]) -> Any:
     return change(value)
 
 
-class Future(Protocol):
+class Future(Protocol[T_co]):
     """The result of a call, now or later. It may be an argument of another call."""
 
     @property
@@ -179,13 +188,19 @@ class Future(Protocol):
         """
         ...
 
-    def consume(self) -> Future:
+    def consume(self) -> Future[T_co]:
         """This future, for a call that is the last to need the value: it is dropped when taken."""
         ...
 
-    def result(self) -> Any:
+    def result(self) -> T_co:
         """Waits. Raises DeadlineExceeded, or WorkerError with the worker's traceback."""
         ...
+
+
+class Wait(Protocol):
+    """The value of a future; what it raises besides is up to who waits."""
+
+    def __call__(self, future: Future[T], /) -> T: ...
 
 
 class Handle(Protocol):
@@ -195,8 +210,8 @@ class Handle(Protocol):
     def role(self) -> str: ...
 
     def call(
-        self, method: str, *args: Any, deadline: float, aside: bool = False, **kwargs: Any
-    ) -> Future:
+        self, method: str, *args: object, deadline: float, aside: bool = False, **kwargs: object
+    ) -> Future[Any]:
         """Queues the call. Futures among the arguments, also inside lists and dicts, are waited for
         by the worker just before it runs.
 
@@ -215,10 +230,6 @@ class WorkerGroup(Protocol):
 
     def handle(self, role: str) -> Handle: ...
 
-    def value(self, value: Any) -> Future:
-        """A future that holds `value` already."""
-        ...
-
     def ending(self) -> str | None:
         """Why the workers will soon be gone, so that the run has to save and end; else None."""
         ...
@@ -229,7 +240,9 @@ class WorkerGroup(Protocol):
         """Role -> peak bytes of its fullest device so far, where the platform tells it."""
         ...
 
-    def profile(self, folder: Path | None, dtype: str, deadline: float) -> Mapping[str, Future]:
+    def profile(
+        self, folder: Path | None, dtype: str, deadline: float
+    ) -> Mapping[str, Future[Traced]]:
         """Begins a trace of JAX's profiler in every process, or ends it (None): for each worker
         after the calls that it was asked for before, and before those that follow.
 
@@ -237,7 +250,7 @@ class WorkerGroup(Protocol):
             dtype: of the products that tell what an unknown device can do.
 
         Returns:
-            Pool -> what it tells, a `runtime.tracing.Traced`.
+            Pool -> what it tells.
         """
         ...
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -11,6 +10,7 @@ from jax.sharding import Mesh
 
 from jaxrl.sharding.reshard import Rows
 from jaxrl.sharding.shards import Shards, concat_rows
+from jaxrl.types import Tree
 
 
 def part_rows(n: int, part: int, parts: int, mesh: Mesh) -> slice | None:
@@ -24,7 +24,7 @@ def part_rows(n: int, part: int, parts: int, mesh: Mesh) -> slice | None:
     return None if start >= stop else slice(start, stop)
 
 
-def join_parts(scores: Any) -> Any:
+def join_parts(scores: Tree) -> Tree:
     """A list or tuple of trees with the same leaves as one tree; anything else as it is.
 
     What lies on devices or in another worker stays there, as `Rows` or `Shards`: `reshard` fetches
@@ -40,8 +40,8 @@ def join_parts(scores: Any) -> Any:
     return filled[0] if len(filled) == 1 else jax.tree.map(_join, *filled)
 
 
-def _join(*leaves: Any) -> Rows | Shards | np.ndarray:
-    kinds: Sequence[tuple[type, Any]] = (
+def _join(*leaves: object) -> Rows | Shards | np.ndarray:
+    kinds: Sequence[tuple[type, Callable[..., Rows | Shards | np.ndarray]]] = (
         (Shards, concat_rows),
         (jax.Array, Rows),
         (np.ndarray, np.concatenate),

@@ -13,17 +13,18 @@ collective.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.typing import ArrayLike
 
 from jaxrl.sharding.shards import Box, Shards, box_of, overlap
+from jaxrl.types import Tree
 
 Held = dict[Box, list[jax.Array]]
 """The boxes of an array, each with its copies."""
@@ -39,7 +40,7 @@ class Rows:
     parts: tuple[jax.Array, ...]
 
 
-def put(tree: Any, shardings: Any) -> Any:
+def put(tree: Tree, shardings: Tree) -> Tree:
     """Host arrays, the same in every process, in `shardings` (of the same form, or one for all).
 
     No process waits for another.
@@ -49,7 +50,7 @@ def put(tree: Any, shardings: Any) -> Any:
     return jax.tree.map(_put, tree, jax.tree.broadcast(shardings, tree))
 
 
-def reshard(tree: Any, shardings: Any) -> Any:
+def reshard(tree: Tree, shardings: Tree) -> Tree:
     """The arrays of `tree` in `shardings` (a tree of the same form, or one sharding for all).
 
     A leaf that has its sharding already is returned as it is, without a copy.
@@ -68,7 +69,7 @@ def reshard(tree: Any, shardings: Any) -> Any:
     return form.unflatten(map(_move, out, targets))
 
 
-def to_host(x: Any) -> np.ndarray:
+def to_host(x: jax.Array | np.ndarray) -> np.ndarray:
     """All of `x` on the host of every process; those that share its mesh must ask together."""
     if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
         assert isinstance(x.sharding, NamedSharding)
@@ -76,12 +77,12 @@ def to_host(x: Any) -> np.ndarray:
     return np.asarray(x)
 
 
-def nbytes(tree: Any) -> int:
+def nbytes(tree: Tree) -> int:
     """Bytes of the arrays of `tree`, each counted once however it is replicated."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def _move(x: Any, target: Sharding) -> jax.Array:
+def _move(x: jax.Array | Rows | Shards | np.ndarray, target: Sharding) -> jax.Array:
     if isinstance(x, Shards):
         return _from_boxes(x.shape, x.dtype, x.read, target)
     if isinstance(x, Rows):
@@ -96,7 +97,7 @@ def _move(x: Any, target: Sharding) -> jax.Array:
     return _move_together([x], [target])[0]
 
 
-def _moves_here(x: Any, target: Sharding) -> bool:
+def _moves_here(x: object, target: Sharding) -> bool:
     """Whether `x` is an array that goes from devices of this process to others of it."""
     if not isinstance(x, jax.Array) or x.sharding == target:
         return False
@@ -105,7 +106,9 @@ def _moves_here(x: Any, target: Sharding) -> bool:
 
 def _move_together(xs: Sequence[jax.Array], targets: Sequence[Sharding]) -> list[jax.Array]:
     """With few dispatches however many arrays there are."""
-    devices: set[Any] = set().union(*(s.device_set for s in (*targets, *(x.sharding for x in xs))))
+    devices: set[jax.Device] = set().union(
+        *(s.device_set for s in (*targets, *(x.sharding for x in xs)))
+    )
     if any(device.platform == "cpu" for device in devices):
         return jax.device_put(list(xs), list(targets))
     moved: list[jax.Array] = []
@@ -126,16 +129,22 @@ def _parts(sizes: Sequence[int]) -> Iterator[slice]:
         yield slice(start, len(sizes))
 
 
-def _put(x: Any, target: Sharding) -> jax.Array:
-    x = np.asarray(x)
-    return _from_boxes(x.shape, x.dtype, lambda index: x[index], target)
+def _put(x: ArrayLike, target: Sharding) -> jax.Array:
+    values = np.asarray(x)
+    return _from_boxes(values.shape, values.dtype, lambda index: values[index], target)
 
 
-def _from_boxes(shape: tuple[int, ...], dtype: Any, read: Any, target: Sharding) -> jax.Array:
+def _from_boxes(
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    read: Callable[[tuple[slice, ...]], np.ndarray],
+    target: Sharding,
+) -> jax.Array:
     """An array of the boxes that `read` gives; each is read once for all devices that hold it."""
     boxes: dict[Box, np.ndarray] = {}
 
-    def box(index: Any) -> np.ndarray:
+    def box(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None, "every device here holds a shard"
         at = box_of(index, shape)
         if at not in boxes:
             boxes[at] = read(tuple(slice(*span) for span in at))
@@ -157,7 +166,7 @@ def _join_rows(parts: Sequence[jax.Array], target: Sharding) -> jax.Array:
 
 
 @lru_cache(maxsize=256)
-def _in(target: Sharding) -> Any:
+def _in(target: Sharding) -> Callable[..., jax.Array]:
     """Arrays over the devices of `target`, joined by rows, in `target`."""
 
     def join(*parts: jax.Array) -> jax.Array:
@@ -183,11 +192,11 @@ def _held(x: jax.Array) -> Held:
 
 def _assemble(wanted: Sequence[tuple[Held, tuple[int, ...], Sharding]]) -> list[jax.Array]:
     """For each the array of a shape in a sharding, from the boxes that cover it."""
-    cuts: dict[Any, list[tuple[jax.Array, Box]]] = {}
+    cuts: dict[jax.Device, list[tuple[jax.Array, Box]]] = {}
     """By source device: what is cut out of a shard."""
     pieces: list[tuple[Any, int]] = []
     """Where each piece is: the source device and the place among its cuts."""
-    joins: dict[Any, list[tuple[list[int], Offsets, tuple[int, ...]]]] = {}
+    joins: dict[jax.Device, list[tuple[list[int], Offsets, tuple[int, ...]]]] = {}
     """By destination: for each shard its pieces, their offsets in it, and its shape."""
     turn = 0
     for sources, shape, target in wanted:
@@ -254,7 +263,7 @@ def _join_all(
 
 
 @lru_cache(maxsize=256)
-def _cut(boxes: tuple[Box, ...]) -> Any:
+def _cut(boxes: tuple[Box, ...]) -> Callable[..., list[jax.Array]]:
     def cut(xs: list[jax.Array]) -> list[jax.Array]:
         spans = [tuple(zip(*box, strict=True)) for box in boxes]
         return [jax.lax.slice(x, *span) for x, span in zip(xs, spans, strict=True)]
@@ -263,7 +272,7 @@ def _cut(boxes: tuple[Box, ...]) -> Any:
 
 
 @lru_cache(maxsize=256)
-def _join(shards: tuple[tuple[Offsets, tuple[int, ...]], ...]) -> Any:
+def _join(shards: tuple[tuple[Offsets, tuple[int, ...]], ...]) -> Callable[..., list[jax.Array]]:
     def join(each: list[list[jax.Array]]) -> list[jax.Array]:
         out = []
         for pieces, (offsets, shape) in zip(each, shards, strict=True):

@@ -72,7 +72,7 @@ class Timeline:
         """
         self._lock = threading.Lock()
         self._most_bytes = most_bytes
-        self._calls: list[tuple[str, str, Times, Mapping[str, Any]]] = []
+        self._calls: list[tuple[str, str, Times, Mapping[str, object]]] = []
         """Role, method, times and arguments of those that have not ended."""
         self._lines: list[str] = []
         self._tracks: set[str] = set()
@@ -95,7 +95,7 @@ class Timeline:
         """The handle, with a span on the track ``role`` for every call through it."""
         return handle if self._file is None else Watched(role, handle, self._watch)
 
-    def span(self, track: str, name: str, start: float, end: float, **args: Any) -> None:
+    def span(self, track: str, name: str, start: float, end: float, **args: object) -> None:
         """What took from ``start`` to ``end`` (`time.monotonic` seconds); args: plain values."""
         if self._file is None:
             return
@@ -193,11 +193,11 @@ class Timeline:
         """Microseconds of the trace at ``at``, `time.monotonic` seconds."""
         return int((at - self._zero) * 1e6)
 
-    def _add(self, kind: str, name: str, thread: int, **fields: Any) -> None:
+    def _add(self, kind: str, name: str, thread: int, **fields: object) -> None:
         event = {"pid": PROCESS, "tid": thread, "ph": kind, "name": name} | fields
         self._lines.append("," + json.dumps(event))
 
-    def _watch(self, role: str, method: str, times: Times, args: Mapping[str, Any]) -> None:
+    def _watch(self, role: str, method: str, times: Times, args: Mapping[str, object]) -> None:
         with self._lock:
             self._calls.append((role, method, times, args))
 
@@ -247,12 +247,16 @@ class Watched:
 
     role: str
     handle: Handle
-    report: Callable[[str, str, Times, Mapping[str, Any]], None]
+    report: Callable[[str, str, Times, Mapping[str, object]], None]
     """Takes role, method, times and the plain arguments that have a name."""
 
-    def call(self, method: str, *args: Any, deadline: float, **kwargs: Any) -> Future:
-        future = self.handle.call(method, *args, deadline=deadline, **kwargs)
+    def call(
+        self, method: str, *args: object, deadline: float, aside: bool = False, **kwargs: object
+    ) -> Future[Any]:
+        future = self.handle.call(method, *args, deadline=deadline, aside=aside, **kwargs)
         plain = {key: value for key, value in kwargs.items() if isinstance(value, int | str)}
+        if aside:
+            plain["aside"] = True
         self.report(self.role, method, future.times, plain)
         return future
 

@@ -55,9 +55,9 @@ class Source:
             best = np.stack(np.broadcast_arrays(tokens, np.arange(width)), -1)
             padding = 1000 * ~np.asarray(rollout.sequences.loss_mask)[..., None]
             rollout = replace(rollout, student_topk=best + padding)
-        return self.value(rollout)
+        return done_future(rollout)
 
-    def scores(self, role, rollout):
+    def rewards(self, rollout):
         given = np.array(self.attempts[self.attempt - 1], float).ravel()
         told = {"reward/f/failures": float(np.isnan(given).sum()), "time/reward_s": 0.5}
         task = np.pad(given, (0, 2), constant_values=NONE)  # six rows: a multiple of three
@@ -65,10 +65,7 @@ class Source:
         if self.penalties:
             total = task - np.pad(np.ravel(self.penalties[self.attempt - 1]), (0, 2))
         report = RewardReport(total, task, {"f": task / 2}, told, (f"note {self.attempt}",))
-        return [self.value(report)]
-
-    def value(self, value):
-        return done_future(value)
+        return done_future(report)
 
     def wait(self, future):
         return future.result()

@@ -17,7 +17,7 @@ from jaxrl.algorithms.sources import Sources
 from jaxrl.run.calls import Calls
 from jaxrl.run.loop import Loop
 from jaxrl.run.reporting import Reporter
-from jaxrl.runtime.local import LocalWorker, done_future
+from jaxrl.runtime.local import LocalWorker
 from jaxrl.telemetry.console import Console
 from jaxrl.telemetry.metrics import MetricsWriter, SamplesWriter, read_metrics
 from jaxrl.telemetry.timeline import Timeline
@@ -92,7 +92,7 @@ def pretended_loop(folder, on_row):
     """A loop over roles that compute nothing, and what closes its workers and files."""
     # TensorBoard has a bounded queue of its own, whose length depends on the load of the machine.
     given = "steps=700 batch_size=4 logging.every=10 logging.samples=2 logging.tensorboard=false"
-    config = Config.load(None, given.split())
+    config = Config.load(None, given.split()).with_dtypes("cpu")
     workers = [LocalWorker(name) for name in ("actor", "rollout", "teacher")]
     for worker in workers:
         worker.start_role(worker.name, Pretender, deadline=5).result()
@@ -133,7 +133,7 @@ def pretended_loop(folder, on_row):
     )
     handles = {each.name: timeline.watch(each.name, each.handle(each.name)) for each in workers}
     calls = Calls(config, handles)
-    sources = Sources(config, lambda index: PROMPTS, {}, calls.call, done_future, calls.wait)
+    sources = Sources(config, lambda index: PROMPTS, {}, calls.call, calls.wait)
     loop = Loop(sources, calls, reporter, saves)
 
     def close():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -168,6 +169,16 @@ def test_no_identifier_is_told() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [getattr(node, field, None) for field in ("id", "arg", "attr", "name")]
             assert "told" not in names, f"{path}:{getattr(node, 'lineno', 0)}"
+
+
+def test_a_public_class_name_has_one_meaning() -> None:
+    counts = Counter(
+        node.name
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert len(counts) > 200 and [name for name, count in counts.items() if count > 1] == []
 
 
 def test_every_module_has_a_layer() -> None:

@@ -89,7 +89,8 @@ class Rows:
 
 
 def facts(mesh=HERE, schedule="serial", **more):
-    config = Config.load(None, [f"mesh={mesh}", f"schedule={schedule}", f"steps={STEPS}"])
+    given = [f"mesh={mesh}", f"schedule={schedule}", f"steps={STEPS}"]
+    config = Config.load(None, given).with_dtypes("cpu")
     placement = parse(mesh)
     pool_of = {role: placement.pool_of(role).name for role in placement.roles}
     devices = {role: len(where.devices) for role, where in placement.roles.items()}
@@ -109,7 +110,7 @@ def simulate(path, mesh, schedule):
             role: timeline.watch(role, worker_group.handle(role)) for role in worker_group.roles
         }
         calls = Calls(run.config, roles)
-        sources = Sources(run.config, lambda i: [i], {}, calls.call, worker_group.value, calls.wait)
+        sources = Sources(run.config, lambda i: [i], {}, calls.call, calls.wait)
         Loop(sources, calls, Rows(), Saves()).run()
     worker_group.stop()
     return splits.measure(read_calls(path), run.pool_of, run.staleness)

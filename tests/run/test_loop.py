@@ -12,7 +12,7 @@ from jaxrl.algorithms.sources import Sources
 from jaxrl.config.schema import Config
 from jaxrl.run.calls import Calls
 from jaxrl.run.loop import Loop
-from jaxrl.runtime.local import LocalWorker, done_future
+from jaxrl.runtime.local import LocalWorker
 from jaxrl.runtime.worker import Stopped
 
 
@@ -99,7 +99,7 @@ class Saves:
 
 def run(*overrides, held_out=("q",), checkpoints=None, stop=None):
     """`stop`: where the run is asked to end, a `Stop`."""
-    config = Config.load(None, ["steps=5", "eval.every=2", *overrides])
+    config = Config.load(None, ["steps=5", "eval.every=2", *overrides]).with_dtypes("cpu")
     log, rows, workers = [], Rows(), []
     for name in needed_roles(config):
         workers.append(LocalWorker(name))
@@ -113,7 +113,6 @@ def run(*overrides, held_out=("q",), checkpoints=None, stop=None):
         lambda i: [f"p{i}"],
         {},
         calls.call,
-        done_future,
         calls.wait,
         held_out,
     )
@@ -173,7 +172,7 @@ def test_the_prompts_of_refills_share_no_random_numbers():
     def prompts(i):
         return range(512 * i, 512 * (i + 1))
 
-    sources = Sources(config, prompts, {}, call, done_future, wait=None)
+    sources = Sources(config, prompts, {}, call, wait=None)
     for attempt in range(5):
         sources.student_samples(3, attempt)
     keys = {

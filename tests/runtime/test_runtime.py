@@ -4,11 +4,12 @@ import gc
 import threading
 import time
 import weakref
+from typing import Protocol
 
 import numpy as np
 import pytest
 
-from jaxrl.errors import UserError
+from jaxrl.errors import RunError, UserError
 from jaxrl.runtime.local import LocalWorker, done_future, stop_all
 from jaxrl.runtime.worker import DeadlineExceeded, Stopped, WorkerError, detail, phase
 
@@ -188,3 +189,27 @@ def test_a_call_that_has_not_begun_can_be_cancelled_and_one_that_runs_cannot(wor
     assert running.result() == "late" and not running.cancel()
     assert role.calls == [] and waiting.worker.failure is None
     assert waiting.call("add", 5, deadline=600).result() == 5
+
+
+class Adder(Protocol):
+    def add(self, a, b=0): ...
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_role_that_lacks_a_method_of_its_protocol_is_refused_when_it_is_made(lazy):
+    worker = LocalWorker("rollout")
+    started = worker.start_role("rollout", threading.Event, 5, lazy, protocol=Adder)
+    called = worker.handle("rollout").call("add", 1, deadline=5) if lazy else started
+    with pytest.raises(RunError, match="^rollout: Event lacks the method add$"):
+        called.result()
+    assert worker.stop(5)
+
+
+def test_only_what_the_protocol_names_may_be_called():
+    worker = LocalWorker("rollout")
+    worker.start_role("rollout", Role, 5, protocol=Adder).result()
+    assert worker.handle("rollout").call("add", 1, b=2, deadline=5).result() == 3
+    refused = worker.handle("rollout").call("refuse", deadline=5)
+    with pytest.raises(RunError, match=r"^rollout.refuse may not be called: Adder names only add$"):
+        refused.result()
+    assert worker.stop(5)

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from jaxrl.runtime.local import POLL_S
+from jaxrl.runtime.local import POLL_S, LocalFuture
 from jaxrl.runtime.parcel import unpack
 from jaxrl.runtime.ray.pool import RayPool
 from jaxrl.runtime.server import KINDS, CallReport, InputLost, LocalRef
@@ -41,8 +41,8 @@ class RayFuture:
     pool: RayPool
     role: str
     method: str
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    args: tuple[object, ...]
+    kwargs: Mapping[str, object]
     deadline: float
     aside: bool
     number: int
@@ -94,7 +94,7 @@ class RayFuture:
             return None  # of no use outside its pool
         return self._fetch()
 
-    def _fetch(self) -> Any:
+    def _fetch(self) -> object:
         """The value of a call that has ended, here in the driver."""
         waiting = list(self.refs)
         while waiting:
@@ -146,7 +146,7 @@ class RemoteRef:
     role: str
     refs: tuple[Any, ...]
 
-    def arrive(self, stopping: Callable[[], bool]) -> Any:
+    def arrive(self, stopping: Callable[[], bool]) -> object:
         """Waits in the process that needs it; the driver bounds the wait."""
         waiting = list(self.refs)
         try:
@@ -172,15 +172,15 @@ def fetched(place: Any) -> Any:
         raise InputLost(f"arrays on their way are lost: {type(error).__name__}") from error
 
 
-def wire(values: Any, pool: RayPool) -> Any:
+def wire(values: object, pool: RayPool) -> Any:
     """Arguments with every future as the place of its value."""
 
-    def place(value: Any) -> Any:
+    def place(value: object) -> object:
         if isinstance(value, RayFuture):
             if value.pool is pool and value.keeps:
                 return LocalRef(value.number)
             return RemoteRef(value.number, value.role, tuple(value.refs))
-        if hasattr(value, "times") and hasattr(value, "consume"):
+        if isinstance(value, LocalFuture):
             return value.result()  # the driver's own, which is there
         return value
 

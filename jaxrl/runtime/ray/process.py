@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -9,7 +10,9 @@ import ray
 
 from jaxrl.runtime.server import WorkerServer
 from jaxrl.sharding.placement import Placement
+from jaxrl.types import JsonObject
 
+MakeRoles = Callable[[Placement, int, Sequence[jax.Device]], Mapping[str, Callable[[], object]]]
 CALLS = 256
 """Calls that a process takes at once; all but one wait for their turn."""
 
@@ -25,7 +28,7 @@ def worker_class(pool: str) -> Any:
     body["run"] = ray.method(concurrency_group="calls", num_returns=2)(_forward("run"))
     body["__init__"] = _begin
     cls = type(f"jaxrl:{pool}", (), body)
-    options: dict[str, Any] = {"concurrency_groups": {"calls": CALLS, "control": 4}}
+    options: JsonObject = {"concurrency_groups": {"calls": CALLS, "control": 4}}
     return ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0, **options)(cls)
 
 
@@ -34,13 +37,13 @@ def _begin(self: Any, name: str, rank: int, cwd: str) -> None:
 
 
 def _forward(name: str) -> Any:
-    def method(self: Any, *args: Any) -> Any:
+    def method(self: Any, *args: object) -> Any:
         return getattr(self.server, name)(*args)
 
     method.__name__ = name
     return method
 
 
-def make_role(make_roles: Any, placement: Placement, pool: int, role: str) -> Any:
+def make_role(make_roles: MakeRoles, placement: Placement, pool: int, role: str) -> object:
     """In the worker: a role on this pool's devices."""
     return make_roles(placement, pool, jax.devices())[role]()

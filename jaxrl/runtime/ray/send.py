@@ -100,6 +100,6 @@ class Sender:
             heard = partial(self.hear, "report", pool, future.tries, rank, future)
             report.future().add_done_callback(heard)
 
-    def hear(self, kind: str, *news: Any) -> None:
+    def hear(self, kind: str, *news: object) -> None:
         """On a thread of Ray: only notes it."""
         self.news.put((kind, *news))

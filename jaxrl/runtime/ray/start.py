@@ -23,14 +23,13 @@ from jaxrl.runtime.local import POLL_S
 from jaxrl.runtime.ray.calls import FETCH_S, End, raised
 from jaxrl.runtime.ray.connect import find_hosts
 from jaxrl.runtime.ray.pool import RayPool
-from jaxrl.runtime.ray.process import make_role, worker_class
+from jaxrl.runtime.ray.process import MakeRoles, make_role, worker_class
 from jaxrl.runtime.ray.watch import check_nodes, last_line, stacks
 from jaxrl.runtime.server import CallRequest
 from jaxrl.runtime.worker import WorkerError
 from jaxrl.sharding.placement import Placement, device_list
 
 Log = Callable[[str], None]
-MakeRoles = Callable[[Placement, int, Sequence[Any]], Mapping[str, Callable[[], Any]]]
 BUNDLE_S = 60.0
 """Longest wait for what the cluster has free already."""
 
@@ -54,16 +53,19 @@ class Starter:
         startup_s: float,
         lazy: Collection[str],
         environment: Mapping[str, str],
+        protocols: Mapping[str, type],
     ):
         """
         Args:
             make_roles: (placement, pool, devices) -> role -> what makes it; runs in the worker.
             lazy: roles that are made at their first call.
             environment: further variables of every process.
+            protocols: role -> its Protocol, as in `LocalWorker.start_role`.
         """
         self._placement, self._pools, self._make_roles = placement, pools, make_roles
         self._log, self._end, self._kind = log, end, kind
         self._startup_s, self._lazy, self._environment = startup_s, lazy, environment
+        self._protocols = protocols
         self._group: Any = None
 
     @property
@@ -171,7 +173,7 @@ class Starter:
 
     def _order_start(self, pool: RayPool, role: str) -> CallRequest:
         make = partial(make_role, self._make_roles, self._placement, pool.index, role)
-        number, given = -1, (make, role in self._lazy)
+        number, given = -1, (make, role in self._lazy, self._protocols.get(role))
         return CallRequest(
             number, pool.epoch, pool.position, role, "start", given, {}, False, False
         )

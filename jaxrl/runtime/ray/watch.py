@@ -104,7 +104,7 @@ def end_here(pools: Sequence[RayPool]) -> None:
             _end_process(info.pid)
 
 
-def _there(pool: RayPool, rank: int, function: Any, *args: Any) -> Any:
+def _there(pool: RayPool, rank: int, function: Any, *args: object) -> Any:
     """Runs a function on the host of a process: its result, or where that will be. Hosts may have
     the same name, as containers often do: only the node's number tells them apart.
     """

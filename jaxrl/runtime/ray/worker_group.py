@@ -8,18 +8,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from ray.exceptions import RayError
 
 from jaxrl.config.schema import RayConfig
-from jaxrl.runtime.local import done_future
 from jaxrl.runtime.ray.calls import STAYS, End, RayFuture
 from jaxrl.runtime.ray.connect import address_of, find_hosts, find_seats, join
 from jaxrl.runtime.ray.own import guard_head, guard_own, leave, started_here, usable
 from jaxrl.runtime.ray.pool import RayPool
+from jaxrl.runtime.ray.process import MakeRoles
 from jaxrl.runtime.ray.send import Sender
-from jaxrl.runtime.ray.start import Launch, Log, MakeRoles, NotStarted, Starter
+from jaxrl.runtime.ray.start import Launch, Log, NotStarted, Starter
 from jaxrl.runtime.ray.supervise import Supervisor
 from jaxrl.runtime.ray.watch import end_here, kill
 from jaxrl.runtime.tracing import PROFILE
@@ -36,7 +35,7 @@ class RayHandle:
     role: str
 
     def call(
-        self, method: str, *args: Any, deadline: float, aside: bool = False, **kwargs: Any
+        self, method: str, *args: object, deadline: float, aside: bool = False, **kwargs: object
     ) -> RayFuture:
         return self.worker_group.call(self.pool, self.role, method, args, kwargs, deadline, aside)
 
@@ -55,6 +54,7 @@ class RayWorkerGroup:
         roles: Sequence[str],
         lazy: Collection[str] = (),
         environment: Mapping[str, str] = MappingProxyType({}),
+        protocols: Mapping[str, type] = MappingProxyType({}),
     ):
         """
         Args:
@@ -62,6 +62,7 @@ class RayWorkerGroup:
             roles: those of the run; others may be placed.
             lazy: of these, those that are made at their first call.
             environment: further variables of every process; `${NAME}` is its own value.
+            protocols: role -> its Protocol, as in `LocalWorker.start_role`.
         """
         join(address_of(config), placement.n_devices)
         kind, places = find_seats(config, placement, find_hosts)
@@ -86,6 +87,7 @@ class RayWorkerGroup:
             startup_s=startup_s,
             lazy=lazy,
             environment=environment,
+            protocols=protocols,
         )
         self._tender = Supervisor(config, self._pools, self._starter, self._sender, self._end, log)
         self._ending: str | None = None
@@ -121,9 +123,6 @@ class RayWorkerGroup:
     def handle(self, role: str) -> RayHandle:
         pool = next(pool for pool in self._pools if role in pool.roles)
         return RayHandle(self, pool, role)
-
-    def value(self, value: Any) -> Any:
-        return done_future(value)
 
     def ending(self) -> str | None:
         return self._ending
@@ -172,8 +171,8 @@ class RayWorkerGroup:
         pool: RayPool,
         role: str,
         method: str,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
         deadline: float,
         aside: bool,
     ) -> RayFuture:
