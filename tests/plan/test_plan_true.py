@@ -92,7 +92,7 @@ class Programs:
     """What a run of these models compiles, and what the plan says of it."""
 
     def __init__(self, shape: str, place_name: str, dtype: str = "float32", **changes: Any):
-        self.config = parse(place_name, changes, dtype).with_dtypes("cpu")
+        self.config = parse(place_name, changes, dtype).with_dtypes("float32")
         self.student, self.teacher = SHAPES[shape]
         placement = place(self.config.mesh, ROLES)
         limits = (None,) * len(placement.pools)
