@@ -126,8 +126,9 @@ class RoleConfig(Section):
     """Slice `start:stop` of the pool's devices that this role uses, as in `1:2`. null: all of
     them."""
     dtype: DType | None = None
-    """Dtype of activations and of the weights in matrix products. null: bfloat16 on accelerators,
-    float32 on a CPU (which computes bfloat16 in float32 from copies of the weights)."""
+    """Dtype of activations and of the weights in matrix products. null: bfloat16 on accelerators;
+    float32 on a CPU (which computes bfloat16 in float32 from copies of the weights) and on GPUs
+    before compute capability 8.0 (a T4 has no tensor cores for bfloat16)."""
 
     @property
     def compute_dtype(self) -> DType:
@@ -938,9 +939,8 @@ class Config(Section, metaclass=_Parsed):
         """Role -> its section."""
         return {role: getattr(self, role) for role in ROLES}
 
-    def with_dtypes(self, platform: str) -> Self:
-        """Each role's dtype that is null, as it is on the devices of a platform."""
-        own = "float32" if platform == "cpu" else "bfloat16"
+    def with_dtypes(self, own: DType) -> Self:
+        """Each role's dtype that is null becomes `own`, that of the devices."""
         unset = {role: section for role, section in self.roles.items() if section.dtype is None}
         filled = {role: s.model_copy(update={"dtype": own}) for role, s in unset.items()}
         return self.model_copy(update=filled)

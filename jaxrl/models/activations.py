@@ -3,13 +3,13 @@
 Counted in arrays of one block: x [t, D], f [t, F] (inside the MLP), q [t, N*H] and kv [t, 2*KV*H]
 with t = rows * width tokens of this device, and the attention scores s [rows, N, T, T] in float32.
 The counts were read from the live ranges that XLA assigns to the real programs (CPU, float32):
-`tests/plan/test_plan_true.py` holds them against the compiler's account. Fused attention, which a
-GPU takes in bfloat16, holds no scores.
+`tests/plan/test_plan_true.py` holds them against the compiler's account. Fused attention
+(`kernels.fuses`) holds no scores.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from jaxrl.models.config import DecoderConfig
@@ -119,15 +119,26 @@ class Pass:
         )
 
     @property
+    def half(self) -> Blocks:
+        """`blocks` while the completions run, which follow the prompts that they share; hidden
+        states, keys and values of both are there."""
+        if self.shared is None:
+            return self.blocks
+        alone = replace(self, width=self.width - self.shared[1], shared=None)
+        pairs = alone.tokens * self.width
+        scores = round(self.blocks.s * pairs / self.pairs)
+        return self.blocks._replace(f=alone.blocks.f, q=alone.blocks.q, s=scores)
+
+    @property
     def spread(self) -> int:
         return self.blocks.times(SPREAD) if self.axes.size == 1 else 0
 
     @property
     def mask(self) -> int:
-        """Bytes of who may attend to whom, and of the rotary angles; fused attention wants the mask
-        in the compute dtype too."""
+        """Bytes of who may attend to whom, which fused attention computes, and of the rotary
+        angles."""
         angles = self.tokens * self.config.head_dim * F32
-        return self.pairs * (1 + self.itemsize * self.fused_attention) + angles
+        return angles if self.fused_attention else self.pairs + angles
 
     @property
     def layer(self) -> int:
@@ -163,12 +174,14 @@ class Pass:
             reported: the vocabulary is read after the last layer: there XLA packs the scores of
                 layer after layer into three places where two would do.
         """
+        spread = self.half.times(SPREAD)
+        third = spread if self.axes.size == 1 else 0
         if not stacked:
-            mlp, attention, rotary = (self.blocks.times(counts) for counts in UNROLLED)
-            third = self.blocks.times(SPREAD) if reported else self.spread
+            mlp, attention, rotary = (self.half.times(counts) for counts in UNROLLED)
+            third = spread if reported else third
             return max(mlp, attention + third, rotary) + self.mask
-        mlp, attention = (self.blocks.times(counts) for counts in SCAN)
-        return max(mlp + self.layer // 3, attention + self.spread + self.layer) + self.mask
+        mlp, attention = (self.half.times(counts) for counts in SCAN)
+        return max(mlp + self.layer // 3, attention + third + self.layer) + self.mask
 
     def _fullest(self, moments: tuple[Blocks, ...]) -> int:
         return max(self.blocks.times(counts) for counts in moments)

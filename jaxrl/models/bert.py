@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxrl.models.attention import attender, kernel_on, roll_rows
 from jaxrl.models.decoder import Params
 from jaxrl.models.encoder_config import EncoderConfig
-from jaxrl.models.layers import attention
 from jaxrl.models.rules import AXES
 
 Leaf = tuple[str, tuple[str, ...]]
@@ -121,16 +121,19 @@ def encode(
     Returns:
         [N, D] float32; zeros for a row without tokens that is pooled by its mean.
     """
-    positions = jnp.maximum(jnp.cumsum(mask, -1) - 1, 0) + config.first_position
-    allowed = jnp.broadcast_to(mask[:, None, :], (*mask.shape, mask.shape[1]))
     embed = params["embed"]
+    kernel = kernel_on(mesh, config.head_dim, embed["word"].dtype)
+    if kernel == "cudnn":
+        tokens, mask = (roll_rows(x, jnp.argmax(mask, -1)) for x in (tokens, mask))
+    attend = attender(kernel, mask, mesh, causal=False)
+    positions = jnp.maximum(jnp.cumsum(mask, -1) - 1, 0) + config.first_position
     x = _whole_width(config, embed["word"], mesh)[tokens] + embed["position"][positions]
     x = _rows(_norm(x + embed["type"][0][None, None], embed["norm"], config.eps), mesh)
     heads = (*tokens.shape, config.n_heads, -1)
 
     def block(x: jax.Array, p: Params) -> tuple[jax.Array, None]:
         q, k, v = (_dense(x, p["attn"][name]).reshape(heads) for name in "qkv")
-        attended = attention(q, k, v, allowed, mesh).reshape(x.shape)
+        attended = attend(q, k, v).reshape(x.shape)
         x = _norm(x + _dense(attended, p["attn"]["o"]), p["attn_norm"], config.eps)
         wide = jax.nn.gelu(_dense(x, p["mlp"]["up"]), approximate=False)
         x = _norm(x + _dense(wide, p["mlp"]["down"]), p["mlp_norm"], config.eps)

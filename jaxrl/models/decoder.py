@@ -22,8 +22,17 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Bool, Float, Int
 
+from jaxrl.models.attention import (
+    Attend,
+    attend_joined,
+    attender,
+    attention_step,
+    kernel_on,
+    roll_rows,
+)
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.layers import Attend, Block, RMSNorm, attention, attention_step, rope_angles
+from jaxrl.models.kernels import Kernel
+from jaxrl.models.layers import Block, RMSNorm, rope_angles
 from jaxrl.types import Array
 
 Params = dict[str, Any]
@@ -135,16 +144,13 @@ def forward(
     Returns:
         In the compute dtype; meaningless where mask is False.
     """
+    kernel, first = _kernel(config, params, mesh, dtype), jnp.argmax(mask, -1)
+    if kernel == "cudnn":
+        tokens, mask = roll_rows(tokens, first), roll_rows(mask, first)
     x = _embed(config, params, tokens, mesh, dtype)
     params = params if dtype is None else cast(params, dtype)
-    positions = jnp.maximum(jnp.cumsum(mask, -1) - 1, 0)
-    causal = jnp.tril(jnp.ones((tokens.shape[1],) * 2, bool))
-    allowed = causal[None] & mask[:, None, :]
-
-    def attend(q: Array, k: Array, v: Array) -> Array:
-        return attention(q, k, v, allowed, mesh)
-
-    rope = rope_angles(config, positions)
+    attend = attender(kernel, mask, mesh)
+    rope = rope_angles(config, jnp.maximum(jnp.cumsum(mask, -1) - 1, 0))
 
     def body(x: Array, layer: Params) -> tuple[Array, None]:
         return _rows(_block(config, layer)(x, rope, attend), mesh), None
@@ -156,7 +162,8 @@ def forward(
             x, _ = body(x, layer)
     else:
         x, _ = jax.lax.scan(body, x, params["layers"])
-    return _norm(config, params)(x)
+    x = _norm(config, params)(x)
+    return roll_rows(x, -first) if kernel == "cudnn" else x
 
 
 def forward_groups(
@@ -181,6 +188,9 @@ def forward_groups(
         Hidden states of both, as `forward` of whole sequences has them.
     """
     (tokens_p, mask_p), (tokens_c, mask_c) = prompts, completions
+    kernel, first = _kernel(config, params, mesh, dtype, joined=True), jnp.argmax(mask_p, -1)
+    if kernel == "cudnn":
+        tokens_p, mask_p = roll_rows(tokens_p, first), roll_rows(mask_p, first)
     # Looked up together: apart, the embedding's gradient would be there twice at full width.
     n, width = tokens_p.shape
     tokens = jnp.concatenate([tokens_p, tokens_c.reshape(n, -1)], 1)
@@ -192,25 +202,25 @@ def forward_groups(
     lengths = jnp.repeat(mask_p.sum(-1), group)[:, None]
     rope_p = rope_angles(config, jnp.maximum(jnp.cumsum(mask_p, -1) - 1, 0))
     rope_c = rope_angles(config, jnp.maximum(lengths + jnp.cumsum(mask_c, -1) - 1, 0))
-    allowed_p = jnp.tril(jnp.ones((tokens_p.shape[1],) * 2, bool))[None] & mask_p[:, None, :]
-    own = jnp.tril(jnp.ones((tokens_c.shape[1],) * 2, bool))[None] & mask_c[:, None, :]
-    of_prompt = jnp.repeat(mask_p, group, 0)[:, None, :]
-    of_prompt = jnp.broadcast_to(of_prompt, (*own.shape[:2], of_prompt.shape[2]))
-    allowed_c = jnp.concatenate([of_prompt, own], -1)
+    attend_p = attender(kernel, mask_p, mesh)
+    seen = jnp.concatenate([jnp.repeat(mask_p, group, 0), mask_c], 1)
+    attend_whole = attender(kernel, seen, mesh, queries=mask_c) if kernel != "cudnn" else None
 
     def body(x: Any, layer: Params) -> tuple[Any, None]:
         block, held = _block(config, layer), []
 
-        def attend_p(q: Array, k: Array, v: Array) -> Array:
+        def hold(q: Array, k: Array, v: Array) -> Array:
             held.append((k, v))
-            return attention(q, k, v, allowed_p, mesh)
+            return attend_p(q, k, v)
 
         def attend_c(q: Array, k: Array, v: Array) -> Array:
+            if attend_whole is None:
+                return attend_joined(mesh, q, held[0], (k, v), mask_p, mask_c)
             before = (_rows(jnp.repeat(x, group, 0), mesh) for x in held[0])
             k, v = (jnp.concatenate(pair, 1) for pair in zip(before, (k, v), strict=True))
-            return attention(q, k, v, allowed_c, mesh)
+            return attend_whole(q, k, v)
 
-        of_prompts = _rows(block(x[0], rope_p, attend_p), mesh)
+        of_prompts = _rows(block(x[0], rope_p, hold), mesh)
         return (of_prompts, _rows(block(x[1], rope_c, attend_c), mesh)), None
 
     if remat != "none":
@@ -220,8 +230,8 @@ def forward_groups(
             x, _ = body(x, layer)
     else:
         x, _ = jax.lax.scan(body, x, params["layers"])
-    norm = _norm(config, params)
-    return norm(x[0]), norm(x[1])
+    of_prompts, of_completions = map(_norm(config, params), x)
+    return roll_rows(of_prompts, -first) if kernel == "cudnn" else of_prompts, of_completions
 
 
 def prefill(
@@ -237,8 +247,7 @@ def prefill(
 
     Keys are stored rotated, at the index of their position.
     """
-    causal = jnp.tril(jnp.ones((tokens.shape[1],) * 2, bool))
-    allowed = causal[None] & mask[:, None, :]
+    attend_rows = attender(_kernel(config, params, mesh), mask, mesh)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
     rope = rope_angles(config, positions)
 
@@ -247,7 +256,7 @@ def prefill(
 
         def attend(q: Array, k: Array, v: Array) -> Array:
             written.append((jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)))
-            return attention(q, k, v, allowed, mesh)
+            return attend_rows(q, k, v)
 
         x = _rows(_block(config, layer)(x, rope, attend), mesh)
         return x, written[0]
@@ -339,6 +348,18 @@ def _write(cache: Array, new: Array, positions: Array, index: Array | None) -> A
 def _layer(cache: Array, index: Array | None) -> Array:
     """Keys or values [B, KV, S, H] of one layer."""
     return cache if index is None else jax.lax.dynamic_index_in_dim(cache, index, keepdims=False)
+
+
+def _kernel(
+    config: DecoderConfig,
+    params: Params,
+    mesh: Mesh | None,
+    dtype: Any = None,
+    joined: bool = False,
+) -> Kernel | None:
+    """What attention runs in, in `dtype`, that of the parameters where None."""
+    dtype = params["embed"]["embedding"].dtype if dtype is None else dtype
+    return kernel_on(mesh, config.head_dim, dtype, joined)
 
 
 def _block(config: DecoderConfig, layer: Params) -> Callable[[Array, Any, Attend], Array]:

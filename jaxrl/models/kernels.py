@@ -10,8 +10,13 @@ import contextlib
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+from jaxrl.models import cudnn
+
+Kernel = Literal["cudnn", "splash"]
+"""cuDNN's fused attention, of NVIDIA's GPUs; pallas's splash attention, of TPUs."""
+TPU = "tpu"
 GPU = ("gpu", "cuda")
 """`platform` of a GPU here, and of one that a program is compiled for elsewhere."""
 OLDEST = (8, 0)
@@ -57,20 +62,37 @@ def _target(device: Any) -> Target:
     return Target("gpu", numbers and (int(numbers[1]), int(numbers[2])))
 
 
-def fuses(target: Target, head_dim: int, dtype: str, queries: int, keys: int) -> bool:
-    """Whether attention runs in cuDNN's kernel, which keeps no scores in memory."""
-    return why_not_fused(target, head_dim, dtype, queries, keys) is None
+def default_dtype(target: Target) -> Literal["float32", "bfloat16"]:
+    """What the matrix products of a device are fast in: bfloat16 needs the tensor cores of compute
+    capability 8.0, or the units of other accelerators."""
+    old = target.capability is not None and target.capability < OLDEST
+    return "float32" if old or target.platform == "cpu" else "bfloat16"
 
 
-def why_not_fused(target: Target, head_dim: int, dtype: str, queries: int, keys: int) -> str | None:
-    """Why attention is computed as matrix products and a softmax, or None where cuDNN's kernel is.
+def kernel_of(target: Target, head_dim: int, dtype: str, joined: bool = False) -> Kernel | None:
+    """The kernel that attention runs in, which keeps no scores in memory; None where there is
+    none (`why_not_fused`)."""
+    if why_not_fused(target, head_dim, dtype, joined) is not None:
+        return None
+    return "splash" if target.platform == TPU else "cudnn"
+
+
+def fuses(target: Target, head_dim: int, dtype: str, joined: bool = False) -> bool:
+    """Whether attention runs in a kernel."""
+    return kernel_of(target, head_dim, dtype, joined) is not None
+
+
+def why_not_fused(target: Target, head_dim: int, dtype: str, joined: bool = False) -> str | None:
+    """Why attention is computed as matrix products and a softmax; None where a kernel is used.
 
     Args:
         dtype: of queries, keys and values.
-        queries, keys: T and S, tokens of each sequence.
+        joined: rows share a prompt, and attend to its keys and to their own.
     """
+    if target.platform == TPU:
+        return None
     if target.platform not in GPU or target.capability is None:
-        return "cuDNN is for NVIDIA's GPUs"
+        return f"there is no kernel for a {target.platform} (cuDNN is for NVIDIA's GPUs)"
     if dtype not in ("bfloat16", "float16"):
         return f"cuDNN's kernel does not compute in {dtype}"
     has = "{}.{}".format(*target.capability)
@@ -82,34 +104,21 @@ def why_not_fused(target: Target, head_dim: int, dtype: str, queries: int, keys:
             f"cuDNN's kernel takes head dims that are multiples of {HEAD_DIM_MULTIPLE}, at compute"
             f" capability {has} up to {most}, and the model has {head_dim}"
         )
-    if queries % EVEN or keys % EVEN:
-        return f"cuDNN's kernel takes even lengths under a mask, not {queries} and {keys}"
+    if joined and not cudnn.JOINS:
+        return "this version of jax hides the backward pass that prompts computed once need"
     return None
 
 
 @contextlib.contextmanager
 def compiling_for(target: Target) -> Iterator[None]:
-    """Within it, jax's wrapper of cuDNN believes that the target is here."""
-    if target.platform not in GPU or target.capability is None:
+    """Lets programs for `target` be traced where there is no such device.
+
+    What kernel a program gets follows from the devices of its mesh. But jax checks cuDNN's limits
+    against this process's own GPU: while this is open, it takes `target` for that. All threads see
+    it; nothing is left of it afterwards.
+    """
+    if target.capability is None:
         yield
         return
-    from jax._src.cudnn import fused_attention_stablehlo as fused
-
-    has = target.capability
-    asked = {
-        "check_cudnn_version": lambda: 91000,
-        "check_compute_capability": lambda wanted: has >= _numbers(wanted),
-        "is_cuda_compute_capability_equal": lambda wanted: has == _numbers(wanted),
-    }
-    kept = {name: getattr(fused, name) for name in asked}
-    try:
-        for name, answer in asked.items():
-            setattr(fused, name, answer)
+    with cudnn.pretend(target.capability):
         yield
-    finally:
-        for name, own in kept.items():
-            setattr(fused, name, own)
-
-
-def _numbers(capability: str) -> tuple[int, ...]:
-    return tuple(int(n) for n in capability.split("."))

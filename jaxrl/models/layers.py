@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
 
+from jaxrl.models.attention import Attend
 from jaxrl.models.config import DecoderConfig, LinearRope, Llama3Rope
-from jaxrl.models.kernels import fuses, target_of
-
-Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-"""(q [B,T,N,H], k [B,T,KV,H], v [B,T,KV,H]) -> [B,T,N,H]; training, prefill and decode differ only
-here."""
-MASKED = -1e30
-"""Score of a masked key: finite, so that a row with no valid key gives numbers, not NaN."""
 
 
 class RMSNorm(nnx.Module):
@@ -132,38 +124,3 @@ def rotate(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
     cos, sin = rope
     a, b = jnp.split(x.astype(jnp.float32), 2, -1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
-
-
-def attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, mesh: Mesh | None = None
-) -> jax.Array:
-    """Softmax attention of q [B,T,N,H] over k, v [B,S,KV,H] where mask [B,T,S]; softmax in float32.
-
-    Query heads are grouped over the KV heads. cuDNN's kernel is used where the devices of `mesh`
-    have it for these arrays (`kernels.fuses`); without a mesh, the first device of all.
-    """
-    b, t, n, h = q.shape
-    target = target_of(jax.devices()[:1] if mesh is None else mesh.devices.flat)
-    if fuses(target, h, q.dtype.name, t, k.shape[1]):
-        return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None], implementation="cudnn")
-    kv = k.shape[2]
-    q = q.reshape(b, t, kv, n // kv, h)
-    scores = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32)
-    scores = jnp.where(mask[:, None, None], scores * h**-0.5, MASKED)
-    weights = jax.nn.softmax(scores, -1).astype(v.dtype)
-    return jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(b, t, n, h)
-
-
-def attention_step(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
-    """`attention` of one query q [B,1,N,H] over a cache k, v [B,KV,S,H] where mask [B,S].
-
-    With heads before positions both products are plain batched matmuls: 1.5 to 4 times faster on
-    a CPU than over [B,S,KV,H], which has to be transposed first.
-    """
-    b, _, n, h = q.shape
-    kv = k.shape[1]
-    q = q.reshape(b, kv, n // kv, h)
-    scores = jnp.einsum("bkgh,bksh->bkgs", q, k, preferred_element_type=jnp.float32)
-    scores = jnp.where(mask[:, None, None], scores * h**-0.5, MASKED)
-    weights = jax.nn.softmax(scores, -1).astype(v.dtype)
-    return jnp.einsum("bkgs,bksh->bkgh", weights, v).reshape(b, 1, n, h)

@@ -21,7 +21,7 @@ from jaxrl.config.schema import Config
 from jaxrl.formats import hf
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.encoder_config import WEIGHTS, find_folder, read_encoder
-from jaxrl.models.kernels import GPU, UNKNOWN_GPU, target_of, why_not_fused
+from jaxrl.models.kernels import GPU, UNKNOWN_GPU, default_dtype, target_of, why_not_fused
 from jaxrl.plan.advice import advise, faster, relief, room
 from jaxrl.plan.axes import with_axes
 from jaxrl.plan.inputs import GB, HostMemory, PlanInputs, PoolPeak
@@ -207,7 +207,7 @@ def build(
     """
     target = target_of(seen.devices) if seen.devices else UNKNOWN_GPU
     platform = target.platform
-    asked, config = config, config.with_dtypes(platform)
+    asked, config = config, config.with_dtypes(default_dtype(target))
     hosts = _hosts(mapped, placement, seen) if platform == "cpu" and limit_gb is None else ()
     inputs = PlanInputs(
         placement,
@@ -240,7 +240,7 @@ def build(
     verdict += faster(config, inputs)
     if (seen.emulated or not seen.devices) and limit_gb is None:
         gpus = replace(inputs, target=UNKNOWN_GPU, hosts=())
-        lines, there = _elsewhere(asked.with_dtypes("gpu"), gpus)
+        lines, there = _elsewhere(asked.with_dtypes(default_dtype(UNKNOWN_GPU)), gpus)
         verdict += lines
         advice = advice if there is None else there
     return Plan(
@@ -328,8 +328,13 @@ def _dtype_notes(asked: Config, config: Config, inputs: PlanInputs) -> Iterator[
     wanted = {r: asked.roles[r].dtype for r in inputs.roles if r in asked.roles}
     chosen = [role for role, dtype in wanted.items() if dtype is None]
     if chosen:
-        dtype = config.roles[chosen[0]].dtype
-        where = "a CPU computes in it anyway" if inputs.on_cpu else "the default of accelerators"
+        dtype = default_dtype(inputs.target)
+        where = "the default of accelerators"
+        if inputs.on_cpu:
+            where = "a CPU computes in it anyway"
+        elif dtype == "float32":
+            missing = why_not_fused(inputs.target, inputs.model(chosen[0]).head_dim, "bfloat16")
+            where = f"this GPU has no tensor cores for bfloat16, nor fused attention: {missing}"
         yield f"dtype={dtype} of {', '.join(chosen)}: {where}"
     slow = [role for role, dtype in wanted.items() if dtype == "bfloat16"]
     if inputs.on_cpu and slow:
@@ -340,14 +345,12 @@ def _dtype_notes(asked: Config, config: Config, inputs: PlanInputs) -> Iterator[
 
 
 def _kernel_notes(config: Config, inputs: PlanInputs) -> Iterator[str]:
-    """Roles of a GPU that compute in bfloat16 and have no kernel for their attention."""
-    if inputs.target.platform not in GPU:
+    """Roles of an accelerator that compute in bfloat16 and have no kernel for their attention."""
+    if inputs.on_cpu:
         return
     why: dict[str, list[str]] = {}
-    width = sum(inputs.widths(config))
     for role in (r for r in inputs.roles if config.roles[r].dtype == "bfloat16"):
-        dim = inputs.model(role).head_dim
-        reason = why_not_fused(inputs.target, dim, "bfloat16", width, width)
+        reason = why_not_fused(inputs.target, inputs.model(role).head_dim, "bfloat16")
         if reason is not None:
             why.setdefault(reason, []).append(role)
     for reason, roles in why.items():

@@ -81,7 +81,7 @@ def encoder_work(
     wide array, in attention the scores three times; or the words' table while it is gathered.
     """
     item, tensor = ITEMSIZE[dtype], axes.tensor
-    fused = fuses(target, config.head_dim, dtype, width, width)
+    fused = fuses(target, config.head_dim, dtype)
     tokens, wide = rows * width, split(config.d_ff, tensor)
     heads = split(config.n_heads, tensor)
     attended = heads * config.d_model // config.n_heads
@@ -89,8 +89,8 @@ def encoder_work(
     layer = config.d_model * (4 * attended + 2 * wide) * item
     slices = config.d_model * wide * item // axes.fsdp if axes.fsdp > 1 else 0
     mlp = tokens * wide * item + slices
-    scores = 0 if fused else 3 * heads * tokens * width * F32
-    attention = scores + tokens * width * (1 + item * fused) + fused * 4 * tokens * attended * item
+    scores_and_mask = tokens * width * (3 * heads * F32 + 1)
+    attention = 4 * tokens * attended * item if fused else scores_and_mask
     return max(layer + residual + max(mlp, attention), _gather(config, axes, item))
 
 
@@ -102,7 +102,7 @@ def reward_work(
     As `Pass.forward` over stacked layers; here XLA keeps a third array of the scores' shape on any
     mesh.
     """
-    fused = fuses(target, config.head_dim, dtype, width, width)
+    fused = fuses(target, config.head_dim, dtype)
     run = Pass(config, axes, rows, width, ITEMSIZE[dtype], fused)
     mlp, attention = (run.blocks.times(counts) for counts in SCAN)
     attention += run.blocks.times(SPREAD)

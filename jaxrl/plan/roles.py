@@ -110,7 +110,7 @@ class Setting:
 
     def run(self, role: str, model: DecoderConfig, rows: int, width: int) -> Pass:
         dtype = self.config.roles[role].compute_dtype
-        fused = fuses(self.inputs.target, model.head_dim, dtype, width, width)
+        fused = fuses(self.inputs.target, model.head_dim, dtype)
         return Pass(model, self.axes[role], rows, width, ITEMSIZE[dtype], fused)
 
     def chunk(self, rows: int) -> int:

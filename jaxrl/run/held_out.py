@@ -30,7 +30,7 @@ from jaxrl.config.schema import Config
 from jaxrl.data.stream import EvalSet
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
-from jaxrl.models.kernels import CPU
+from jaxrl.models.kernels import CPU, default_dtype, target_of
 from jaxrl.plan.inputs import PlanInputs
 from jaxrl.process.compile_cache import enable_compile_cache
 from jaxrl.rewards.verifiers import verifier
@@ -128,7 +128,7 @@ def prepare(
         )
     enable_compile_cache(config.compile_cache)
     devices, placed = _mesh(source, config)
-    config = config.with_dtypes(devices.devices.flat[0].platform)
+    config = config.with_dtypes(default_dtype(target_of(devices.devices.flat)))
     notes = (*placed, *inputs.held_out_notes(config, sets, judge))
     step = _step(source, base)
     return Evaluation(config, source, step, devices, tokenizer, ends, sets, judge, notes)
@@ -226,7 +226,8 @@ def _mesh(source: ModelSource, config: Config) -> tuple[Mesh, list[str]]:
     placement = check_visible(placement, len(seen.devices))
     limits = (None,) * len(placement.pools)
     axes = PlanInputs(placement, ("rollout",), source.config, None, limits, CPU).axes(config)
-    model, dtype = source.config, config.with_dtypes(seen.devices[0].platform).rollout.dtype
+    config = config.with_dtypes(default_dtype(target_of(seen.devices)))
+    model, dtype = source.config, config.rollout.dtype
     about = (
         f"{source.name}: {model.family}, {model.n_params:,} parameters, {dtype},"
         f" on {axes['rollout']}"

@@ -194,7 +194,7 @@ def _assemble(wanted: Sequence[tuple[Held, tuple[int, ...], Sharding]]) -> list[
     """For each the array of a shape in a sharding, from the boxes that cover it."""
     cuts: dict[jax.Device, list[tuple[jax.Array, Box]]] = {}
     """By source device: what is cut out of a shard."""
-    pieces: list[tuple[Any, int]] = []
+    pieces: list[tuple[jax.Device, int]] = []
     """Where each piece is: the source device and the place among its cuts."""
     joins: dict[jax.Device, list[tuple[list[int], Offsets, tuple[int, ...]]]] = {}
     """By destination: for each shard its pieces, their offsets in it, and its shape."""

@@ -53,7 +53,7 @@ def run_of(mesh: str, limit: int | None = LIMIT, **keys) -> tuple[Config, PlanIn
         "actor": {"micro_batch_tokens": 12288, "remat": "full"},
         "rollout": {"slots": 96},
     } | keys
-    config = Config.parse(raw).with_dtypes("gpu")
+    config = Config.parse(raw).with_dtypes("bfloat16")
     placement = place(mesh, ROLES)
     limits = (limit,) * len(placement.pools)
     target = target_of(machine(1).devices)

@@ -10,10 +10,20 @@ import pytest
 
 from jaxrl.config.schema import Config
 from jaxrl.data.batch import make_rollout
-from jaxrl.models import layers
+from jaxrl.models import cudnn
+from jaxrl.models.attention import kernel_on
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import forward, init_params
-from jaxrl.models.kernels import CPU, UNKNOWN_GPU, Target, fuses, target_of, why_not_fused
+from jaxrl.models.kernels import (
+    CPU,
+    UNKNOWN_GPU,
+    Target,
+    default_dtype,
+    fuses,
+    kernel_of,
+    target_of,
+    why_not_fused,
+)
 from jaxrl.plan import build
 from jaxrl.sampling.engine import Engine
 from jaxrl.sampling.sampler import SamplingParams
@@ -34,15 +44,33 @@ def gpu(capability: str | None, **more: Any) -> Any:
 @pytest.mark.parametrize("capability", HAS)
 def test_a_gpu_has_the_head_dims_that_cudnn_says(capability, head_dim):
     target = target_of([gpu(capability)])
-    assert fuses(target, head_dim, "bfloat16", 64, 128) == (head_dim in HAS[capability])
-    assert not fuses(target, head_dim, "float32", 64, 128)
-    assert not fuses(target, head_dim, "bfloat16", 63, 128)
-    assert not fuses(target, head_dim, "bfloat16", 64, 127)
+    expected = "cudnn" if head_dim in HAS[capability] else None
+    assert kernel_of(target, head_dim, "bfloat16") == expected
+    assert fuses(target, head_dim, "bfloat16") == (expected is not None)
+    assert kernel_of(target, head_dim, "float32") is None
 
 
-@pytest.mark.parametrize("platform", ["cpu", "tpu"])
-def test_no_other_device_has_cudnn(platform):
-    assert not fuses(target_of([SimpleNamespace(platform=platform)]), 64, "bfloat16", 64, 64)
+@pytest.mark.parametrize(("platform", "expected"), [("cpu", None), ("tpu", "splash")])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_no_other_device_has_cudnn(platform, expected, dtype):
+    assert kernel_of(target_of([SimpleNamespace(platform=platform)]), 64, dtype) == expected
+
+
+def test_prompts_computed_once_need_a_backward_pass_that_jax_may_hide(monkeypatch):
+    assert fuses(UNKNOWN_GPU, 64, "bfloat16", joined=True)  # the version that is installed
+    monkeypatch.setattr(cudnn, "JOINS", False)
+    assert not fuses(UNKNOWN_GPU, 64, "bfloat16", joined=True)
+    assert fuses(UNKNOWN_GPU, 64, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype"), [("7.5", "float32"), ("8.0", "bfloat16"), ("9.0", "bfloat16")]
+)
+def test_a_gpu_without_tensor_cores_for_bfloat16_computes_in_float32(capability, dtype):
+    assert default_dtype(target_of([gpu(capability)])) == dtype
+    plan = planned(capability)
+    assert {plan.config.roles[role].dtype for role in ("actor", "rollout")} == {dtype}
+    assert [note for note in plan.notes if note.startswith(f"dtype={dtype} of actor, rollout")]
 
 
 def test_devices_of_several_kinds_do_what_the_least_able_can():
@@ -53,20 +81,13 @@ def test_devices_of_several_kinds_do_what_the_least_able_can():
     assert target_of(jax.devices()) == CPU
 
 
-def test_attention_asks_for_the_devices_of_its_mesh(monkeypatch):
+def test_attention_asks_for_the_devices_of_its_mesh():
     """Not for those of the process that traces it."""
-    chosen = []
-    fused = lambda q, *_, implementation, **__: chosen.append(implementation) or q  # noqa: E731
-    monkeypatch.setattr(jax.nn, "dot_product_attention", fused)
-    q = jax.ShapeDtypeStruct((2, 8, 4, 64), jnp.bfloat16)
-    mask = jax.ShapeDtypeStruct((2, 8, 8), bool)
-    for capability in ("7.5", "8.0"):
+    for capability, expected in (("7.5", None), ("8.0", "cudnn")):
         mesh: Any = SimpleNamespace(devices=np.array([gpu(capability)], object))
-        run = lambda *given, mesh=mesh: layers.attention(*given, mesh)  # noqa: E731
-        assert jax.eval_shape(run, q, q, q, mask).shape == q.shape
-        assert chosen == (["cudnn"] if capability == "8.0" else [])
-    jax.eval_shape(layers.attention, q, q, q, mask)  # without a mesh: this process's own
-    assert chosen == ["cudnn"]
+        assert kernel_on(mesh, 64, jnp.bfloat16) == expected
+        assert kernel_on(mesh, 64, "float32") is None
+    assert kernel_on(None, 64, jnp.bfloat16) is None  # without a mesh: this process's own
 
 
 def planned(capability: str, head_dim: int = 64, **changes: Any) -> Any:
@@ -158,7 +179,6 @@ def test_the_width_of_a_prefill_changes_no_sample():
 
 
 def test_a_note_says_what_the_wrapper_would_refuse():
-    assert why_not_fused(UNKNOWN_GPU, 128, "bfloat16", 64, 64) is None
-    assert "even lengths" in str(why_not_fused(UNKNOWN_GPU, 128, "bfloat16", 2047, 64))
-    assert "up to 128" in str(why_not_fused(UNKNOWN_GPU, 256, "bfloat16", 64, 64))
-    assert "float32" in str(why_not_fused(UNKNOWN_GPU, 64, "float32", 64, 64))
+    assert why_not_fused(UNKNOWN_GPU, 128, "bfloat16") is None
+    assert "up to 128" in str(why_not_fused(UNKNOWN_GPU, 256, "bfloat16"))
+    assert "float32" in str(why_not_fused(UNKNOWN_GPU, 64, "float32"))

@@ -74,7 +74,7 @@ class Programs:
     """What a run of these models compiles, and what the plan says of it."""
 
     def __init__(self, shape: str, place_name: str, dtype: str = "float32", **changes: Any):
-        config = parse(place_name, changes, dtype).with_dtypes("cpu")
+        config = parse(place_name, changes, dtype).with_dtypes("float32")
         student, teacher = SHAPES[shape]
         placement = place(config.mesh, ROLES)
         limits = (None,) * len(placement.pools)

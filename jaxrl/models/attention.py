@@ -1,0 +1,175 @@
+"""Attention of a batch of rows: matrix products and a softmax, or an accelerator's own kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxrl.models import cudnn, splash
+from jaxrl.models.kernels import Kernel, kernel_of, target_of
+
+Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+"""(q [B,T,N,H], k [B,T,KV,H], v [B,T,KV,H]) -> [B,T,N,H]; training, prefill and decode differ only
+here."""
+Pair = tuple[jax.Array, jax.Array]
+"""Keys and values [B,S,KV,H]."""
+MASKED = -1e30
+"""Score of a masked key: finite, so that a row with no valid key gives numbers, not NaN."""
+ROWS = ("data", "fsdp")
+"""Mesh axes of the rows."""
+
+
+def kernel_on(mesh: Mesh | None, head_dim: int, dtype: Any, joined: bool = False) -> Kernel | None:
+    """The kernel of the devices of `mesh`; without a mesh, of the first device of all.
+
+    Args:
+        dtype: of queries, keys and values.
+        joined: rows share a prompt (`kernels.why_not_fused`).
+    """
+    target = target_of(jax.devices()[:1] if mesh is None else mesh.devices.flat)
+    return kernel_of(target, head_dim, jnp.dtype(dtype).name, joined)
+
+
+def attender(
+    kernel: Kernel | None,
+    keys: jax.Array,
+    mesh: Mesh | None,
+    *,
+    queries: jax.Array | None = None,
+    causal: bool = True,
+) -> Attend:
+    """How rows attend to themselves, or to keys that end with their own.
+
+    Args:
+        keys: [B,S] bool, True at real tokens; padding is never attended to. For cuDNN they are the
+            first ones of each row (`roll_rows`).
+        queries: [B,T] bool, the last T of the keys; all of them where None, as cuDNN takes them.
+        causal: no token attends to one behind it.
+    """
+    queries = keys if queries is None else queries
+    width, behind = queries.shape[1], keys.shape[1] - queries.shape[1]
+    if kernel == "cudnn":
+        assert behind == 0, "cuDNN's causal mask starts at the first key"
+        run, lengths = partial(cudnn.attend, causal=causal), row_lengths(keys)
+        return lambda q, k, v: _on_shards(run, mesh, q, k, v, lengths)
+    if kernel == "splash":
+        run = partial(splash.attend, causal=causal)
+        return lambda q, k, v: _on_shards(run, mesh, q, k, v, queries, keys)
+    allowed = jnp.broadcast_to(keys[:, None], (len(keys), width, keys.shape[1]))
+    if causal:
+        allowed &= jnp.tril(jnp.ones(allowed.shape[1:], bool), behind)[None]
+    return lambda q, k, v: attention(q, k, v, allowed)
+
+
+def attend_joined(
+    mesh: Mesh | None,
+    q: jax.Array,
+    prompts: Pair,
+    own: Pair,
+    prompt_mask: jax.Array,
+    mask: jax.Array,
+) -> jax.Array:
+    """cuDNN's attention of completions q [B,C,N,H] to the keys and values of their prompts
+    [P,W,KV,H], and causally to their own [B,C,KV,H].
+
+    Args:
+        prompt_mask, mask: [P,W], [B,C] bool; the real tokens are the first ones.
+    """
+
+    def run(q: jax.Array, *given: Any) -> jax.Array:
+        return cudnn.attend_joined(q, given[0:2], given[2:4], *given[4:])
+
+    lengths = row_lengths(prompt_mask), row_lengths(mask)
+    return _on_shards(run, mesh, q, *prompts, *own, *lengths)
+
+
+def row_lengths(mask: jax.Array) -> jax.Array:
+    """[B] int32 of mask [B,T], at least 1: a row without a key would have no softmax."""
+    return jnp.maximum(mask.sum(-1, dtype=jnp.int32), 1)
+
+
+@jax.custom_vjp
+def roll_rows(x: jax.Array, by: jax.Array) -> jax.Array:
+    """Each row of x [B,T,...] moved to the left by `by` [B] positions; what leaves it enters at its
+    other end. The gradient is rolled back: nothing is added up.
+    """
+    width = x.shape[1]
+    index = (jnp.arange(width)[None] + by[:, None]) % width
+    index = index.reshape(*index.shape, *[1] * (x.ndim - 2))
+    return jnp.take_along_axis(x, index, 1, mode="promise_in_bounds")
+
+
+def _roll_forward(x: jax.Array, by: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return roll_rows(x, by), by
+
+
+def _roll_backward(by: jax.Array, d: jax.Array) -> tuple[jax.Array, None]:
+    return roll_rows(d, -by), None
+
+
+roll_rows.defvjp(_roll_forward, _roll_backward)
+
+
+def attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+    """Softmax attention of q [B,T,N,H] over k, v [B,S,KV,H] where mask [B,T,S]; softmax in float32.
+
+    Query heads are grouped over the KV heads.
+    """
+    b, t, n, h = q.shape
+    kv = k.shape[2]
+    q = q.reshape(b, t, kv, n // kv, h)
+    scores = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32)
+    scores = jnp.where(mask[:, None, None], scores * h**-0.5, MASKED)
+    weights = jax.nn.softmax(scores, -1).astype(v.dtype)
+    return jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(b, t, n, h)
+
+
+def attention_step(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+    """`attention` of one query q [B,1,N,H] over a cache k, v [B,KV,S,H] where mask [B,S].
+
+    With heads before positions both products are plain batched matmuls: 1.5 to 4 times faster on
+    a CPU than over [B,S,KV,H], which has to be transposed first.
+    """
+    b, _, n, h = q.shape
+    kv = k.shape[1]
+    q = q.reshape(b, kv, n // kv, h)
+    scores = jnp.einsum("bkgh,bksh->bkgs", q, k, preferred_element_type=jnp.float32)
+    scores = jnp.where(mask[:, None, None], scores * h**-0.5, MASKED)
+    weights = jax.nn.softmax(scores, -1).astype(v.dtype)
+    return jnp.einsum("bkgs,bksh->bkgh", weights, v).reshape(b, 1, n, h)
+
+
+def _on_shards(run: Callable[..., jax.Array], mesh: Mesh | None, *given: jax.Array) -> jax.Array:
+    """`run` on each device's rows and heads, which no kernel lets XLA divide.
+
+    Args:
+        given: queries [B,T,N,H], then keys and values [*,S,KV,H], then what has no heads. KV heads
+            that the mesh does not divide are whole on each device, which picks its own.
+    """
+    if mesh is None or mesh.size == 1:
+        return run(*given)
+    parts, heads = mesh.shape["tensor"], given[0].shape[2]
+    kv_heads = given[1].shape[2]
+    split, kv_split = (PartitionSpec(ROWS, None, _axis(n, parts)) for n in (heads, kv_heads))
+    specs = [kv_split if x.ndim == 4 else PartitionSpec(ROWS) for x in given]
+    specs[0] = split
+
+    def local(q: jax.Array, *rest: jax.Array) -> jax.Array:
+        if split == kv_split:
+            return run(q, *rest)
+        first = jax.lax.axis_index("tensor") * q.shape[2]
+        own = (first + jnp.arange(q.shape[2])) // (heads // kv_heads)
+        return run(q, *(jnp.take(x, own, 2) if x.ndim == 4 else x for x in rest))
+
+    return jax.shard_map(local, mesh=mesh, in_specs=tuple(specs), out_specs=split, check_vma=False)(
+        *given
+    )
+
+
+def _axis(heads: int, parts: int) -> str | None:
+    return "tensor" if heads % parts == 0 else None

@@ -1,0 +1,200 @@
+"""Attention in cuDNN's kernel, over rows whose real tokens are the first ones: no mask is an array.
+
+The only module that uses what jax does not make public: a backward pass that is given the
+normaliser (`attend_joined`), and the checks that ask this process for its GPUs (`pretend`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+try:
+    from jax._src.cudnn import fused_attention_stablehlo as _private
+except ImportError:  # another version of jax
+    _private = None  # type: ignore[assignment]
+
+EVEN = 2
+"""jax refuses other widths where a gradient is wanted, as if there were a bias."""
+BACKWARD = "_dot_product_attention_bwd_p_wrapper"
+JOINS = all(
+    hasattr(_private, name)
+    for name in ("dot_product_attention", "MaskType", "AttentionLayout", BACKWARD)
+)
+"""Whether this jax has what `attend_joined` needs."""
+VERSION = 91100
+"""Of cuDNN, as `pretend` has it: 9.11 takes all GPUs that jax knows."""
+Pair = tuple[jax.Array, jax.Array]
+"""Keys and values."""
+
+
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array, causal: bool) -> jax.Array:
+    """Softmax attention of q [B,T,N,H] over k, v [B,T,KV,H] within rows of `lengths` [B] int32,
+    which are at least 1; zeros beyond them.
+
+    No scores or mask are kept, and what lies beyond a length or the diagonal is not computed.
+    """
+    width = q.shape[1]
+    if width % EVEN:
+        q, k, v = (jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (q, k, v))
+    out = jax.nn.dot_product_attention(
+        q,
+        k,
+        v,
+        is_causal=causal,
+        query_seq_lengths=lengths,
+        key_value_seq_lengths=lengths,
+        implementation="cudnn",
+    )
+    return out[:, :width]
+
+
+@jax.custom_vjp
+def attend_joined(
+    q: jax.Array, shared: Pair, own: Pair, shared_lengths: jax.Array, lengths: jax.Array
+) -> jax.Array:
+    """Softmax attention of B = P * G rows over the keys of their group, and causally over their
+    own.
+
+    Two calls, joined by their normalisers (FlashAttention-2, arXiv 2307.08691, section 3.1): with
+    l = log(exp l_1 + exp l_2), the output is exp(l_1 - l) o_1 + exp(l_2 - l) o_2. The backward pass
+    of either call is given l and the joined output, and so has its part of the whole gradient. (The
+    public `return_residual` rounds l to bfloat16 and drops its gradient.)
+
+    Args:
+        q: [B,C,N,H].
+        shared: keys and values [P,W,KV,H]; row b of q belongs to row b // G of them.
+        own: keys and values [B,C,KV,H].
+        shared_lengths: [P] int32, at least 1.
+        lengths: [B] int32, at least 1.
+    """
+    return _forward(q, shared, own, shared_lengths, lengths)[0]
+
+
+def _forward(
+    q: jax.Array, shared: Pair, own: Pair, shared_lengths: jax.Array, lengths: jax.Array
+) -> tuple[jax.Array, Any]:
+    groups, group = len(shared[0]), len(q) // len(shared[0])
+    together = q.reshape(groups, -1, *q.shape[2:])
+    whole = jnp.full(groups, together.shape[1], jnp.int32)
+    outer, outer_l = _block(together, *shared, whole, shared_lengths, causal=False)
+    inner, inner_l = _block(q, *own, lengths, lengths, causal=True)
+    outer = outer.reshape(q.shape)
+    outer_l = _by_row(outer_l, group)
+    real = jnp.arange(q.shape[1])[None] < lengths[:, None]
+    inner = jnp.where(real[:, :, None, None], inner, 0)
+    inner_l = jnp.where(real[:, None], inner_l, -jnp.inf)
+    joined = jnp.logaddexp(outer_l, inner_l)
+    parts = ((outer, outer_l), (inner, inner_l))
+    out = sum(
+        jnp.exp(part_l - joined).swapaxes(1, 2)[..., None] * part.astype(jnp.float32)
+        for part, part_l in parts
+    )
+    out = out.astype(q.dtype)
+    return out, (q, shared, own, shared_lengths, lengths, out, joined)
+
+
+def _backward(kept: Any, d_out: jax.Array) -> tuple[Any, ...]:
+    q, shared, own, shared_lengths, lengths, out, joined = kept
+    groups, group = len(shared[0]), len(q) // len(shared[0])
+    together = [x.reshape(groups, -1, *q.shape[2:]) for x in (q, out, d_out)]
+    whole = jnp.full(groups, together[0].shape[1], jnp.int32)
+    ends = _by_group(joined, group), whole, shared_lengths
+    d_outer, *d_shared = _block_gradients(together[0], *shared, *ends, *together[1:], causal=False)
+    inner = (q, *own, joined, lengths, lengths, out, d_out)
+    d_inner, *d_own = _block_gradients(*inner, causal=True)
+    return d_outer.reshape(q.shape) + d_inner, tuple(d_shared), tuple(d_own), None, None
+
+
+attend_joined.defvjp(_forward, _backward)
+
+
+def _by_row(normaliser: jax.Array, group: int) -> jax.Array:
+    """[P,N,G*C] -> [P*G,N,C]."""
+    groups, heads, _ = normaliser.shape
+    apart = normaliser.reshape(groups, heads, group, -1).swapaxes(1, 2)
+    return apart.reshape(groups * group, heads, -1)
+
+
+def _by_group(normaliser: jax.Array, group: int) -> jax.Array:
+    """[P*G,N,C] -> [P,N,G*C]."""
+    rows, heads, _ = normaliser.shape
+    apart = normaliser.reshape(rows // group, group, heads, -1).swapaxes(1, 2)
+    return apart.reshape(rows // group, heads, -1)
+
+
+def _block(
+    q: jax.Array, k: jax.Array, v: jax.Array, queries: jax.Array, keys: jax.Array, *, causal: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Output [B,T,N,H] and log-sum-exp of the scores [B,N,T] float32, of one call."""
+    return _private.dot_product_attention(
+        q,
+        k,
+        v,
+        q_seqlen=queries,
+        kv_seqlen=keys,
+        scale=q.shape[-1] ** -0.5,
+        mask_type=_mask(causal),
+        return_residual=True,
+    )
+
+
+def _block_gradients(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    normaliser: jax.Array,
+    queries: jax.Array,
+    keys: jax.Array,
+    out: jax.Array,
+    d_out: jax.Array,
+    *,
+    causal: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Of q, k and v, where each probability is exp(score - normaliser [B,N,T])."""
+    unused = jnp.zeros(0, q.dtype)
+    offsets_and_pages = (unused,) * 4
+    known = inspect.signature(_private._dot_product_attention_bwd_impl).parameters
+    newer = {"score_mod": None} if "score_mod" in known else {}  # jax 0.12
+    return getattr(_private, BACKWARD).bind(
+        *(q, k, v, unused, queries, keys, *offsets_and_pages, normaliser, out, d_out),
+        scale=q.shape[-1] ** -0.5,
+        seed=0,
+        dropout_rate=0.0,
+        variadic_args=(False, False),  # no bias, and no gradient of it
+        mask_type=_mask(causal),
+        layout=_private.AttentionLayout.BTNH.value,
+        sliding_window_length=None,
+        **newer,
+    )
+
+
+def _mask(causal: bool) -> Any:
+    return _private.MaskType.PADDING_CAUSAL if causal else _private.MaskType.PADDING
+
+
+@contextlib.contextmanager
+def pretend(capability: tuple[int, int]) -> Iterator[None]:
+    """While it is open, jax's checks take this process to have a GPU of this compute capability."""
+
+    def numbers(text: str) -> tuple[int, ...]:
+        return tuple(map(int, text.split(".")))
+
+    answers = {
+        "check_cudnn_version": lambda: VERSION,
+        "check_compute_capability": lambda wanted: capability >= numbers(wanted),
+        "is_cuda_compute_capability_equal": lambda wanted: capability == numbers(wanted),
+    }
+    asked = {name: getattr(_private, name) for name in answers if hasattr(_private, name)}
+    for name in asked:
+        setattr(_private, name, answers[name])
+    try:
+        yield
+    finally:
+        for name, function in asked.items():
+            setattr(_private, name, function)

@@ -1,0 +1,61 @@
+"""Attention in the TPU's splash kernel (`jax.experimental.pallas`): masks are computed in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+LANES = 128
+"""Rows are padded to multiples of it."""
+BLOCKS = (512, 384, 256, LANES)
+"""Tokens of a tile: the largest of these that divides the width."""
+
+
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    queries: jax.Array,
+    keys: jax.Array,
+    causal: bool,
+    interpret: bool = False,
+) -> jax.Array:
+    """Softmax attention of q [B,T,N,H] over k, v [B,S,KV,H]; meaningless, but finite, where
+    `queries` is False.
+
+    Args:
+        queries: [B,T] bool, True at real tokens.
+        keys: [B,S] bool. Real tokens attend to real ones only.
+        causal: query i attends to the keys up to i + S - T.
+        interpret: runs anywhere, slowly.
+    """
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash  # 0.6 s, on TPUs only
+
+    width, behind = q.shape[1], k.shape[1] - q.shape[1]
+    scaled = q * jnp.asarray(q.shape[-1] ** -0.5, q.dtype)
+    q, k, v = (_padded(x).swapaxes(1, 2) for x in (scaled, k, v))
+    sizes = q.shape[2], k.shape[2]
+    mask = splash.CausalMask(sizes, offset=behind) if causal else splash.FullMask(sizes)
+    run = splash.make_splash_mha(
+        splash.MultiHeadMask([mask] * q.shape[1]),
+        block_sizes=splash.BlockSizes(**_blocks(*sizes)),
+        head_shards=1,
+        q_seq_shards=1,
+        interpret=interpret,
+    )
+    ids = splash.SegmentIds(*(_padded(x).astype(jnp.int32) for x in (queries, keys)))
+    return jax.vmap(run)(q, k, v, ids).swapaxes(1, 2)[:, :width]
+
+
+def _padded(x: jax.Array) -> jax.Array:
+    """x [B,T,...] with a multiple of `LANES` positions."""
+    return jnp.pad(x, [(0, 0), (0, -x.shape[1] % LANES)] + [(0, 0)] * (x.ndim - 2))
+
+
+def _blocks(queries: int, keys: int) -> dict[str, Any]:
+    """Tiles of the forward pass and of the backward pass's two kernels."""
+    q, kv = (next(size for size in BLOCKS if n % size == 0) for n in (queries, keys))
+    passes = ("", "_dkv", "_dq")
+    return {f"block_q{name}": q for name in passes} | {f"block_kv{name}": kv for name in passes}

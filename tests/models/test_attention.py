@@ -1,0 +1,290 @@
+"""Attention in an accelerator's kernel is the attention of matrix products.
+
+No kernel runs here: cuDNN's is stood in for by the same function in XLA, the TPU's is interpreted.
+What accelerators' compilers make of it is in test_kernels_aot.py.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.cudnn import fused_attention_stablehlo
+from tiny_models import make_mesh, tiny_model
+
+from jaxrl.models import attention, bert, cudnn, decoder, splash
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.encoder_config import EncoderConfig
+from jaxrl.models.kernels import CPU, Target, compiling_for
+
+P, G, W, C, N, KV, H = 2, 3, 7, 5, 4, 2, 8
+PROMPTS = jnp.array([7, 3], jnp.int32)
+LENGTHS = jnp.array([5, 1, 3, 2, 5, 4], jnp.int32)
+NAN = float("nan")
+
+
+def arrays(*shapes: tuple[int, ...], seed: int = 0) -> list[jax.Array]:
+    rng = np.random.default_rng(seed)
+    return [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
+
+
+def gradients(function: Any, *given: Any) -> tuple[Any, Any]:
+    """A value and its gradient along a fixed direction."""
+
+    def both(*given: Any) -> tuple[Any, Any]:
+        out, back = jax.vjp(function, *given)
+        return out, back(arrays(out.shape, seed=9)[0])
+
+    return jax.jit(both)(*given)
+
+
+def assert_close(found: Any, expected: Any, limit: float = 2e-5) -> None:
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=limit * max(1.0, float(jnp.abs(b).max())))
+
+
+def scores(q: Any, k: Any, queries: Any, keys: Any, causal: bool) -> jax.Array:
+    """[B,N,T,S], -inf where cuDNN computes nothing."""
+    k = jnp.repeat(k, q.shape[2] // k.shape[2], 2)
+    found = jnp.einsum("btnh,bsnh->bnts", q, k) * q.shape[-1] ** -0.5
+    t, s = (jnp.arange(n) for n in found.shape[2:])
+    seen = (t[None, :, None] < queries[:, None, None]) & (s[None, None] < keys[:, None, None])
+    if causal:
+        seen &= (s[None] <= t[:, None])[None]
+    return jnp.where(seen[:, None], found, -jnp.inf)
+
+
+def block(q: Any, k: Any, v: Any, queries: Any, keys: Any, *, causal: bool) -> Any:
+    """One call of cuDNN; where a query is padding, anything may stand."""
+    found = scores(q, k, queries, keys, causal)
+    v = jnp.repeat(v, q.shape[2] // v.shape[2], 2)
+    out = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(found, -1), v)
+    real = jnp.arange(q.shape[1])[None] < queries[:, None]
+    normaliser = jnp.where(real[:, None], jax.nn.logsumexp(found, -1), NAN)
+    return jnp.where(real[:, :, None, None], out, NAN), normaliser
+
+
+def block_gradients(
+    q: Any, k: Any, v: Any, lse: Any, queries: Any, keys: Any, out: Any, d: Any, *, causal: bool
+) -> Any:
+    """As FlashAttention-2 has them (arXiv 2307.08691, algorithm 2), of a given normaliser."""
+    many, scale = q.shape[2] // k.shape[2], q.shape[-1] ** -0.5
+    probs = jnp.exp(scores(q, k, queries, keys, causal) - lse[..., None])
+    values, keys_of = (jnp.repeat(x, many, 2) for x in (v, k))
+    inner = jnp.einsum("btnh,bsnh->bnts", d, values) - (d * out).sum(-1).swapaxes(1, 2)[..., None]
+    d_scores = probs * inner * scale
+
+    def whole(x: Any) -> Any:
+        return x.reshape(*x.shape[:2], -1, many, x.shape[-1]).sum(3)
+
+    d_k = whole(jnp.einsum("bnts,btnh->bsnh", d_scores, q))
+    d_v = whole(jnp.einsum("bnts,btnh->bsnh", probs, d))
+    return jnp.einsum("bnts,bsnh->btnh", d_scores, keys_of), d_k, d_v
+
+
+@pytest.fixture
+def as_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel is cuDNN's, and XLA computes what it would."""
+    given = jax.nn.dot_product_attention
+
+    def public(*args: Any, implementation: str, **kw: Any) -> jax.Array:
+        assert implementation == "cudnn" and not {"mask", "bias"} & set(kw)
+        return given(*args, **kw, implementation="xla")
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", public)
+    monkeypatch.setattr(cudnn, "_block", block)
+    monkeypatch.setattr(cudnn, "_block_gradients", block_gradients)
+
+
+def test_the_calls_of_a_group_are_joined_to_the_attention_of_whole_rows(as_cudnn: None) -> None:
+    q, *pairs = arrays((P * G, C, N, H), *[(P, W, KV, H)] * 2, *[(P * G, C, KV, H)] * 2)
+    shared, own = tuple(pairs[:2]), tuple(pairs[2:])
+    before = jnp.arange(W)[None] < jnp.repeat(PROMPTS, G)[:, None]
+    real = jnp.arange(C)[None] < LENGTHS[:, None]
+    keys = jnp.concatenate([before, real], 1)
+
+    def seen(out: jax.Array) -> jax.Array:
+        return jnp.where(real[..., None, None], out, 0)
+
+    def plain(q: Any, shared: Any, own: Any) -> jax.Array:
+        both = zip(shared, own, strict=True)
+        rows = [jnp.concatenate([jnp.repeat(x, G, 0), y], 1) for x, y in both]
+        return seen(attention.attender(None, keys, None, queries=real)(q, *rows))
+
+    def joined(q: Any, shared: Any, own: Any) -> jax.Array:
+        return seen(cudnn.attend_joined(q, shared, own, PROMPTS, LENGTHS))
+
+    expected, found = (gradients(f, q, shared, own) for f in (plain, joined))
+    assert_close(found, expected)
+    run = jax.jit(cudnn.attend_joined)
+    assert np.isfinite(run(q, shared, own, PROMPTS, LENGTHS)).all()
+
+
+@pytest.mark.parametrize("width", [C, 2 * C])  # odd, even
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_row_of_any_width_is_attended_to_up_to_its_length(
+    as_cudnn: None, width: int, causal: bool
+) -> None:
+    q, k, v = arrays((P * G, width, N, H), *[(P * G, width, KV, H)] * 2)
+    real = jnp.arange(width)[None] < LENGTHS[:, None]
+    given = {"keys": real, "mesh": None, "causal": causal}
+    found, expected = (attention.attender(kernel, **given) for kernel in ("cudnn", None))
+    seen = real[..., None, None]
+    a, b = (
+        gradients(lambda *x, f=f: jnp.where(seen, f(*x), 0), q, k, v) for f in (found, expected)
+    )
+    assert_close(a, b)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("width", [C, W + C])  # all the keys are its own, and with others before
+def test_splash_attention_is_that_of_matrix_products(width: int, causal: bool) -> None:
+    """Padding on either side, and in the middle of the keys."""
+    q, k, v = arrays((2, C, N, H), *[(2, width, KV, H)] * 2)
+    real = jnp.array([[1, 1, 1, 1, 0], [0, 0, 1, 1, 1]], bool)
+    before = jnp.array([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]], bool)
+    keys = jnp.concatenate([before, real], 1)[:, -width:]
+    seen = real[..., None, None]
+
+    def kernel(*x: Any) -> jax.Array:
+        return jnp.where(seen, splash.attend(*x, real, keys, causal, interpret=True), 0)
+
+    def plain(*x: Any) -> jax.Array:
+        run = attention.attender(None, keys, None, queries=real, causal=causal)
+        return jnp.where(seen, run(*x), 0)
+
+    assert_close(gradients(kernel, q, k, v), gradients(plain, q, k, v))
+
+
+def test_rows_are_rolled_and_rolled_back_and_nothing_is_added_up() -> None:
+    (x,) = arrays((3, 6, 2))
+    by = jnp.array([0, 2, 5])
+    found, (d, *_) = gradients(lambda x: attention.roll_rows(x, by), x)
+    expected = np.stack([np.roll(row, -n, 0) for row, n in zip(x, by, strict=True)])
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(attention.roll_rows(found, -by), x)
+    (direction,) = arrays(x.shape, seed=9)
+    np.testing.assert_array_equal(attention.roll_rows(d, by), direction)
+    differentiated = jax.make_jaxpr(jax.grad(lambda x: attention.roll_rows(x, by).sum()))(x)
+    assert "scatter" not in str(differentiated)
+
+
+def rows(vocab: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Left-padded prompts and right-padded completions of them, with their masks."""
+    rng = np.random.default_rng(0)
+    prompts = jnp.asarray(rng.integers(0, vocab, (4, W)), jnp.int32)
+    completions = jnp.asarray(rng.integers(0, vocab, (8, C)), jnp.int32)
+    real = jnp.arange(W)[None] >= jnp.array([0, 4, 6, 2])[:, None]
+    lengths = jnp.array([5, 1, 3, 2, 5, 4, 1, 2])
+    return prompts, real, completions, jnp.arange(C)[None] < lengths[:, None]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "axes"),
+    [("cudnn", (2, 1, 4)), ("splash", None)],
+    ids=str,
+)
+def test_a_model_is_the_same_function_in_each_kernel(
+    as_cudnn: None,
+    monkeypatch: pytest.MonkeyPatch,
+    kernel: str,
+    axes: tuple[int, int, int] | None,
+) -> None:
+    """Whole sequences, groups and prefill, and cuDNN's gradients; of 2 KV heads each of four
+    devices picks its own."""
+    mesh = None if axes is None else make_mesh(*axes)
+    config, params = tiny_model("qwen2", mesh)
+    prompts, real, completions, live = rows(config.vocab_size)
+    halves = (prompts, completions), (real, live)
+    whole = [jnp.concatenate([jnp.repeat(x, 2, 0), y], 1) for x, y in halves]
+
+    def loss(params: Any) -> tuple[jax.Array, Any]:
+        plain = decoder.forward(config, params, *whole, mesh=mesh)
+        plain = jnp.where(whole[1][..., None], plain, 0)
+        given = (prompts, real), (completions, live)
+        apart = decoder.forward_groups(config, params, *given, mesh=mesh)
+        apart = [jnp.where(m[..., None], x, 0) for m, x in zip((real, live), apart, strict=True)]
+        total = sum(jnp.sin(x).sum() for x in (plain, *apart))
+        filled, _ = decoder.prefill(config, params, completions, live, mesh=mesh)
+        return total, (plain, *apart, jnp.where(live[..., None], filled, 0))
+
+    def run() -> Any:
+        differentiated = jax.value_and_grad(loss, has_aux=True)
+        return jax.jit(differentiated if kernel == "cudnn" else loss)(params)
+
+    expected = run()
+    monkeypatch.setattr(decoder, "kernel_on", lambda *_: kernel)
+    monkeypatch.setattr(splash, "attend", partial(splash.attend, interpret=True))
+    assert_close(run(), expected, 1e-4)
+
+
+def test_an_encoder_is_the_same_function_in_cudnn(
+    as_cudnn: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose padding may be on either side."""
+    config = EncoderConfig("bert", 50, 32, 2, 4, 48, 20, 0, 2, 1e-12, "mean", 20)
+    shapes = bert.shapes(config)
+    values = zip(shapes, arrays(*shapes.values()), strict=True)
+    params = bert.tree({path: 0.1 * x for path, x in values})
+    prompts, real, completions, live = rows(config.vocab_size)
+    given = [(prompts, real), (completions, live)]
+
+    def run() -> Any:
+        return jax.jit(lambda: [bert.encode(config, params, *x) for x in given])()
+
+    expected = run()
+    monkeypatch.setattr(bert, "kernel_on", lambda *_: "cudnn")
+    assert_close(run(), expected)
+
+
+def test_compiling_for_a_gpu_leaves_no_trace() -> None:
+    before = dict(vars(fused_attention_stablehlo))
+    with pytest.raises(RuntimeError, match="stop"), compiling_for(Target("gpu", (9, 0))):
+        check = fused_attention_stablehlo.check_compute_capability
+        assert check("9.0") and check("8.0") and not check("10.0")
+        raise RuntimeError("stop")
+    assert dict(vars(fused_attention_stablehlo)) == before
+    with compiling_for(CPU):
+        assert dict(vars(fused_attention_stablehlo)) == before
+
+
+@pytest.mark.gpu
+def test_the_kernel_of_an_accelerator_is_near_matrix_products(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In bfloat16, where both round; what stands at padding is finite."""
+    if jax.devices()[0].platform == "cpu":
+        pytest.skip("no accelerator: unset JAX_PLATFORMS on a machine that has one")
+    config = DecoderConfig("qwen2", 64, 256, 2, 4, 2, 64, 128, attention_bias=True)
+    params = decoder.init_params(config, jax.random.key(0))
+    prompts, real, completions, live = rows(config.vocab_size)
+    halves = (prompts, completions), (real, live)
+    whole = [jnp.concatenate([jnp.repeat(x, 2, 0), y], 1) for x, y in halves]
+
+    def loss(params: Any) -> tuple[jax.Array, Any]:
+        found = [
+            decoder.forward(config, params, *whole, dtype=jnp.bfloat16),
+            *decoder.forward_groups(
+                config, params, (prompts, real), (completions, live), dtype=jnp.bfloat16
+            ),
+        ]
+        found = [x.astype(jnp.float32) for x in found]
+        seen = [
+            jnp.where(m[..., None], x, 0)
+            for m, x in zip((whole[1], real, live), found, strict=True)
+        ]
+        return sum(jnp.sin(x).sum() for x in seen), (found, seen)
+
+    def run() -> Any:
+        (_, (found, seen)), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves((found, grads)))
+        return [np.asarray(x) for x in jax.tree.leaves((seen, grads))]
+
+    fused = run()
+    monkeypatch.setattr(decoder, "kernel_on", lambda *_: None)
+    for a, b in zip(fused, run(), strict=True):
+        assert np.sqrt(np.mean((a - b) ** 2)) <= 0.05 * np.sqrt(np.mean(b**2)) + 1e-6
