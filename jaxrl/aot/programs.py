@@ -280,7 +280,7 @@ def _sampling(
         role,
         "insert",
         decode.insert,
-        (model, mesh, slots, held, where, where, number),
+        (model, mesh, slots, held, where),
         (),
         beside=local_bytes(params),
         calls=fills,

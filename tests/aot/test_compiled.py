@@ -47,7 +47,7 @@ TEACHER = STUDENT | {
     "vocab_size": 152064,
     "tie_word_embeddings": False,
 }
-PROMPT, NEW, BATCH, GROUP = 512, 1024, 16, 4
+PROMPT, NEW, BATCH, GROUP = 448, 832, 16, 4
 WIDTH = PROMPT + NEW
 TEACHER_WIDTH = 3584
 
