@@ -178,7 +178,10 @@ SHOWN_BY = {
         "test_rl.py",
         "test_prompts_that_teach_nothing_are_replaced_as_often_as_allowed",
     ),
-    "ray.devices_per_worker": ("test_ray_train.py", "test_a_pool_of_two_processes"),
+    "ray.devices_per_worker": (
+        "test_ray_train.py",
+        "test_a_pool_of_two_processes_of_which_one_is_killed",
+    ),
     "ray.max_restarts": ("test_ray.py", "test_the_budget_of_restarts_ends_the_run"),
     "teacher.api": (
         "test_serve_teacher.py",

@@ -131,19 +131,6 @@ def test_other_meshes_go_on_with_it(models, tmp_path, capsys):
     assert facts(alone, understand(alone.events))["mesh"] == "actor=6,rollout=2"
 
 
-def test_from_float32_to_bfloat16(models, tmp_path, capsys):
-    asked = [*CONSTANT, "mesh=actor=2,rollout=1,teacher=1", "eval.every=0"]
-    whole = run(models, tmp_path / "whole", *asked, "steps=5")
-    run(models, tmp_path / "run", *asked, "steps=4")
-    half = ["actor.param_dtype=bfloat16", "actor.moment_dtype=bfloat16", "rollout.dtype=bfloat16"]
-    result = run(models, tmp_path / "run", *asked, *half, "steps=5")
-    assert (
-        "changed since: actor.param_dtype: float32 there, bfloat16 now" in capsys.readouterr().out
-    )
-    assert losses(result)[:4] == losses(whole)[:4]
-    assert losses(result)[4] == pytest.approx(losses(whole)[4], rel=0.1)
-
-
 @pytest.mark.parametrize("schedule", by_default("one_step_off"))
 def test_more_steps_continue_a_finished_run(models, tmp_path, undisturbed, schedule, capsys):
     """Also where the old end left no batch in flight, and an epoch ended."""
@@ -167,6 +154,19 @@ def killed_after_8(undisturbed, folder):
     shutil.rmtree(folder / "final")
     shutil.rmtree(folder / "checkpoints" / "10")
     return folder
+
+
+def test_from_float32_to_bfloat16(models, tmp_path, undisturbed, capsys):
+    whole = undisturbed("serial")
+    folder = killed_after_8(undisturbed, tmp_path / "run")
+    half = ["actor.param_dtype=bfloat16", "actor.moment_dtype=bfloat16", "rollout.dtype=bfloat16"]
+    result = run(models, folder, *half)
+    assert (
+        "changed since: actor.param_dtype: float32 there, bfloat16 now" in capsys.readouterr().out
+    )
+    assert losses(result)[:8] == losses(whole)[:8]
+    assert losses(result)[8] != losses(whole)[8]
+    assert losses(result)[8] == pytest.approx(losses(whole)[8], rel=0.1)
 
 
 def test_an_interruption_before_the_evaluation_makes_up_for_it(models, tmp_path, undisturbed):

@@ -188,18 +188,18 @@ def test_every_process_writes_its_own_trace(tmp_path, models):
 def test_a_trace_begins_and_ends_with_the_last_worker_of_the_process(tmp_path):
     worker_group = LocalWorkerGroup(stop_s=5)
     for name in ("actor", "rollout"):
-        worker_group.start(name, (), {name: Gated}, deadline=5)[name].result()
+        worker_group.start(name, (), {name: Gated}, deadline=60)[name].result()
     actor, rollout = worker_group.handle("actor"), worker_group.handle("rollout")
-    gate = rollout.call("wait", deadline=5)
-    begun = worker_group.profile(tmp_path, "float32", deadline=5)
+    gate = rollout.call("wait", deadline=60)
+    begun = worker_group.profile(tmp_path, "float32", deadline=60)
     assert begun["actor"].result() == Traced()  # not yet: the rollout has still to come
-    before = actor.call("update", step=0, deadline=5).result()
+    before = actor.call("update", step=0, deadline=60).result()
     Gated.gate.set()
     gate.result(), begun["rollout"].result()
-    actor.call("update", step=1, deadline=5).result()
-    for ended in worker_group.profile(None, "float32", deadline=5).values():
+    actor.call("update", step=1, deadline=60).result()
+    for ended in worker_group.profile(None, "float32", deadline=60).values():
         ended.result()
-    actor.call("update", step=2, deadline=5).result()
+    actor.call("update", step=2, deadline=60).result()
     worker_group.stop()
     assert before == 0 and named_events(tmp_path) == [("actor.update", "1")]
 
@@ -210,7 +210,7 @@ class Gated:
     gate = threading.Event()
 
     def wait(self):
-        self.gate.wait(5)
+        self.gate.wait(60)
 
     def update(self, step):
         return step
