@@ -10,9 +10,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxrl.algorithms.signals import Projection, completion_hidden, teacher_signal
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Params, head
+from jaxrl.roles.microbatch import scored_part
 from jaxrl.runtime.worker import phase
 from jaxrl.sharding.ledger import current
-from jaxrl.sharding.parts import part_rows
 from jaxrl.sharding.reshard import put
 from jaxrl.types import Rollout, Sequences, TeacherSignal
 
@@ -28,27 +28,31 @@ class Scorer:
         self.model, self.params, self.mesh = model, params, projection.mesh
         self._projection = projection
         self._rows = NamedSharding(self.mesh, PartitionSpec(("data", "fsdp")))
-        self._score = jax.jit(self._signal, out_shardings=self._rows)
+        self._score = jax.jit(self._signal, static_argnames="live", out_shardings=self._rows)
 
     def score(self, rollout: Rollout, part: int = 0, parts: int = 1) -> TeacherSignal | None:
         """What the teacher says of each completion position of some rows, on its own mesh.
 
         Args:
             part, parts: which of how many slices of rows. All but the last ones are of one size,
-                which the mesh divides; of few rows the last ones are empty: None.
+                which the mesh divides into whole groups where these share a prompt; of few rows the
+                last ones are empty: None.
         """
-        n = rollout.sequences.tokens.shape[0]
-        rows = part_rows(n, part, parts, self.mesh)
-        if rows is None:
+        given = scored_part(rollout, part, parts, self.mesh)
+        if given is None:
             return None
-        inputs = (rollout.sequences, rollout.student_topk)
-        with phase(f"rows {rows.start}-{rows.stop} of {n}"):
-            placed = put(jax.tree.map(lambda x: x[rows], inputs), self._rows)
-            with current().running(self._score, self.params, *placed):
-                signal = jax.block_until_ready(self._score(self.params, *placed))
+        rows, live = given.rows, given.live
+        with phase(f"rows {rows.start}-{rows.stop} of {len(rollout.group_ids)}"):
+            placed = put((given.sequences, given.ids), self._rows)
+            with current().running(self._score, self.params, *placed, live=live):
+                signal = jax.block_until_ready(self._score(self.params, *placed, live=live))
             current().nearly_done()
             return signal
 
-    def _signal(self, params: Params, sequences: Sequences, ids: Any) -> TeacherSignal:
+    def _signal(
+        self, params: Params, sequences: Sequences, ids: Any, live: int | None = None
+    ) -> TeacherSignal:
+        """Of the first `live` rows."""
         hidden = completion_hidden(self.model, params, sequences, self.mesh)
-        return teacher_signal(self._projection, hidden, head(params), sequences, ids)
+        signal = teacher_signal(self._projection, hidden, head(params), sequences, ids)
+        return jax.tree.map(lambda x: x[:live], signal)

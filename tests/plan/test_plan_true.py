@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -161,7 +162,8 @@ class Programs:
         projection = Projection(config.distill, mesh, self.teacher.vocab_size)
         slices = config.teacher.num_microbatches
         scorer = Scorer(self.teacher, params, projection)
-        sequences = self.sequences(mesh)
+        shared = self.setting.scored("teacher", self.teacher, slices).shared
+        sequences = replace(self.sequences(mesh), group=shared[0] if shared else 1)
         ids = None
         if config.distill.signal == "student_topk":
             ids = shape((*sequences.loss_mask.shape, config.distill.top_k), rows_of(mesh), "int32")
