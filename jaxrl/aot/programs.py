@@ -124,24 +124,31 @@ class RunPrograms:
         shardings = param_shardings(model, self.meshes[role], layout)
         return jax.tree.map(lambda x, s: shaped(x.shape, x.dtype, s), abstract, shardings)
 
-    def sequences(self, role: str, rows: int) -> Sequences:
+    def sequences(self, role: str, rows: int, group: int = 1) -> Sequences:
         m, at = self.setting, self.rows(role)
         width = m.width
         return Sequences(
             shaped((rows, width), jnp.int32, at),
             shaped((rows, width), bool, at),
             shaped((rows, m.new_tokens), bool, at),
+            group,
         )
 
     def signal(self, role: str, rows: int) -> TeacherSignal:
         """What the teacher sends of so many rows, on the mesh of a role."""
-        jitted, args = self._score("teacher", rows)
+        jitted, args = self.score(rows)
         out = jax.eval_shape(jitted, *args)
         at = self.rows(role)
         return jax.tree.map(lambda x: shaped(x.shape, x.dtype, at), out)
 
-    def _score(self, role: str, rows: int) -> tuple[Any, tuple[Any, ...]]:
-        c, m = self.config, self.setting
+    def scored(self, role: str, model: DecoderConfig, parts: int) -> tuple[int, int]:
+        """Rows of a part of the batch over all devices of a role, and how many share a prompt."""
+        run, axes = self.setting.scored(role, model, parts), self.setting.axes[role]
+        return run.rows * axes.data * axes.fsdp, 1 if run.shared is None else run.shared[0]
+
+    def score(self, rows: int, group: int = 1) -> tuple[Any, tuple[Any, ...]]:
+        """The teacher's program and its arguments."""
+        c, m, role = self.config, self.setting, "teacher"
         model = m.teacher
         assert model is not None
         samples = c.distill.seq_kd or (c.eval.teacher and c.data.eval is not None)
@@ -152,7 +159,7 @@ class RunPrograms:
         ids = None
         if c.distill.signal == "student_topk":
             ids = shaped((rows, m.new_tokens, c.distill.top_k), jnp.int32, self.rows(role))
-        return score_program(model, projection), (params, self.sequences(role, rows), ids)
+        return score_program(model, projection), (params, self.sequences(role, rows, group), ids)
 
 
 def actor(run: RunPrograms) -> Iterator[Program]:
@@ -306,27 +313,28 @@ def _sampling(
 def teacher(run: RunPrograms) -> Iterator[Program]:
     c, m = run.config, run.setting
     parts = c.teacher.num_microbatches
-    rows = m.part_rows("teacher", parts)
-    jitted, given = run._score("teacher", rows)
+    model = m.teacher
+    assert model is not None
+    rows, group = run.scored("teacher", model, parts)
+    jitted, given = run.score(rows, group)
     out = local_bytes(run.signal("teacher", rows))
     yield Program(
         "teacher", "score", jitted, given, ("score",), beside=(parts - 1) * out, calls=parts
     )
-    model = m.teacher
-    assert model is not None
     if c.distill.seq_kd or (c.eval.teacher and c.data.eval is not None):
         share = 1 - c.distill.on_policy_fraction if c.distill.seq_kd else 0.0
         yield from _sampling(run, "teacher", model, c.teacher.compute_dtype, "unstacked", share)
 
 
 def reference(run: RunPrograms) -> Iterator[Program]:
-    c, m = run.config, run.setting
+    c = run.config
     parts = c.reference.num_microbatches
     params = run.params("reference", run.student, c.reference.compute_dtype, "stacked")
     jitted = reference_program(
         run.student, run.meshes["reference"], c.sampling.temperature, c.distill.chunk_tokens
     )
-    given = (params, run.sequences("reference", m.part_rows("reference", parts)))
+    rows = run.scored("reference", run.student, parts)
+    given = (params, run.sequences("reference", *rows))
     yield Program("reference", "score", jitted, given, ("score",), calls=parts)
 
 

@@ -119,7 +119,7 @@ class Pass:
         )
 
     @property
-    def half(self) -> Blocks:
+    def of_completions(self) -> Blocks:
         """`blocks` while the completions run, which follow the prompts that they share; hidden
         states, keys and values of both are there."""
         if self.shared is None:
@@ -174,13 +174,13 @@ class Pass:
             reported: the vocabulary is read after the last layer: there XLA packs the scores of
                 layer after layer into three places where two would do.
         """
-        spread = self.half.times(SPREAD)
+        spread = self.of_completions.times(SPREAD)
         third = spread if self.axes.size == 1 else 0
         if not stacked:
-            mlp, attention, rotary = (self.half.times(counts) for counts in UNROLLED)
+            mlp, attention, rotary = (self.of_completions.times(counts) for counts in UNROLLED)
             third = spread if reported else third
             return max(mlp, attention + third, rotary) + self.mask
-        mlp, attention = (self.half.times(counts) for counts in SCAN)
+        mlp, attention = (self.of_completions.times(counts) for counts in SCAN)
         return max(mlp + self.layer // 3, attention + third + self.layer) + self.mask
 
     def _fullest(self, moments: tuple[Blocks, ...]) -> int:

@@ -162,9 +162,17 @@ def _on_shards(run: Callable[..., jax.Array], mesh: Mesh | None, *given: jax.Arr
     def local(q: jax.Array, *rest: jax.Array) -> jax.Array:
         if split == kv_split:
             return run(q, *rest)
-        first = jax.lax.axis_index("tensor") * q.shape[2]
-        own = (first + jnp.arange(q.shape[2])) // (heads // kv_heads)
-        return run(q, *(jnp.take(x, own, 2) if x.ndim == 4 else x for x in rest))
+        first, group = jax.lax.axis_index("tensor") * q.shape[2], heads // kv_heads
+        if group % q.shape[2] == 0:  # its heads read one KV head
+
+            def pick(x: jax.Array) -> jax.Array:
+                return jax.lax.dynamic_slice_in_dim(x, first // group, 1, 2)
+        else:
+
+            def pick(x: jax.Array) -> jax.Array:
+                return jnp.take(x, (first + jnp.arange(q.shape[2])) // group, 2)
+
+        return run(q, *(pick(x) if x.ndim == 4 else x for x in rest))
 
     return jax.shard_map(local, mesh=mesh, in_specs=tuple(specs), out_specs=split, check_vma=False)(
         *given

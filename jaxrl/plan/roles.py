@@ -31,7 +31,7 @@ from jaxrl.plan.memory import (
     shards,
     weight_bytes,
 )
-from jaxrl.roles.microbatch import shares
+from jaxrl.roles.microbatch import scored_group, shares
 from jaxrl.sampling.engine import PREFILL_TOKENS
 from jaxrl.sharding.placement import Axes
 
@@ -85,12 +85,29 @@ class Setting:
     @cached_property
     def shared_group(self) -> int:
         """Completions that share a prompt in an update of full widths, as the actor decides it."""
-        c, budget = self.config, self.config.actor.micro_batch_tokens
+        c = self.config
+        return 1 if c.batch_size % c.minibatches else self._shared(c.actor.micro_batch_tokens)
+
+    def _shared(self, budget: int | None) -> int:
+        """How many completions stand together and are computed with one prompt.
+
+        Args:
+            budget: most tokens of a micro-batch on one device.
+        """
+        c = self.config
         off_policy = c.distill.on_policy_fraction < 1 and not c.learns_from_rewards
-        if c.spec.learns_from == "data" or off_policy or c.batch_size % c.minibatches:
+        if c.spec.learns_from == "data" or off_policy:
             return 1
         shared = shares(c.group_size, self.prompt_tokens, self.new_tokens, budget)
         return c.group_size if shared else 1
+
+    def scored(self, role: str, model: DecoderConfig, parts: int) -> Pass:
+        """A role's pass over one of `parts` slices of the batch, as `scored_part` cuts it."""
+        shards = self.axes[role].data * self.axes[role].fsdp
+        group = scored_group(self.sequences, parts, shards, self._shared(None))
+        rows = -(-self.sequences // (parts * shards * group)) * group
+        run = self.run(role, model, rows, self.width, joined=group > 1)
+        return run if group == 1 else replace(run, shared=(group, self.prompt_tokens))
 
     def rows(self, role: str, sequences: int) -> int:
         """Sequences on one device of a role."""
@@ -103,14 +120,11 @@ class Setting:
         multiple = math.lcm(*(sizes.data * sizes.fsdp for sizes in self.axes.values()))
         return -(-self.sequences // multiple) * multiple
 
-    def part_rows(self, role: str, parts: int) -> int:
-        """Sequences, over all devices, of the first of so many parts of a batch."""
-        shards = self.axes[role].data * self.axes[role].fsdp
-        return -(-self.padded_rows // (parts * shards)) * shards
-
-    def run(self, role: str, model: DecoderConfig, rows: int, width: int) -> Pass:
+    def run(
+        self, role: str, model: DecoderConfig, rows: int, width: int, joined: bool = False
+    ) -> Pass:
         dtype = self.config.roles[role].compute_dtype
-        fused = fuses(self.inputs.target, model.head_dim, dtype)
+        fused = fuses(self.inputs.target, model.head_dim, dtype, joined)
         return Pass(model, self.axes[role], rows, width, ITEMSIZE[dtype], fused)
 
     def chunk(self, rows: int) -> int:
@@ -143,7 +157,7 @@ def actor(m: Setting) -> Iterable[Entry]:
     computed = weight_bytes(m.student, axes, a.compute_dtype)
     mixed = a.compute_dtype != a.param_dtype
     count, rows = micro_batches(m)
-    run = m.run("actor", m.student, rows, m.width)
+    run = m.run("actor", m.student, rows, m.width, joined=m.shared_group > 1)
     if m.shared_group > 1:
         run = replace(run, shared=(m.shared_group, m.prompt_tokens))
     gradients, summed = weights + (computed if mixed else 0), weights
@@ -335,13 +349,11 @@ def teacher(m: Setting) -> Iterable[Entry]:
     c, config, axes = m.config, m.teacher, m.axes["teacher"]
     assert config is not None
     slices = c.teacher.num_microbatches
-    all_rows = m.rows("teacher", m.sequences)
-    rows = -(-all_rows // slices)
-    run = m.run("teacher", config, rows, m.width)
-    signal = all_rows * m.new_tokens * m.signal_bytes
+    run = m.scored("teacher", config, slices)
+    signal = m.rows("teacher", m.sequences) * m.new_tokens * m.signal_bytes
     samples = c.distill.seq_kd or (c.eval.teacher and c.data.eval is not None)
     arrays = {"hidden": 0, "sampled": 2}.get(c.distill.signal, SCORE_ARRAYS)
-    work = _scoring(m, run, m.chunk(rows), arrays, stacked=not samples)
+    work = _scoring(m, run, m.chunk(run.rows), arrays, stacked=not samples)
     weights = weight_bytes(config, axes, c.teacher.compute_dtype)
     # A signal waits on the teacher's devices while something else runs there.
     waits = SCHEDULES[c.schedule] > 0 or m.inputs.together("actor", "teacher")
@@ -362,9 +374,8 @@ def teacher(m: Setting) -> Iterable[Entry]:
 def reference(m: Setting) -> Iterable[Entry]:
     """Log-probs of the completions under the policy before training."""
     section = m.config.reference
-    rows = -(-m.rows("reference", m.sequences) // section.num_microbatches)
-    run = m.run("reference", m.student, rows, m.width)
-    work = _scoring(m, run, m.chunk(rows), 2, stacked=True)
+    run = m.scored("reference", m.student, section.num_microbatches)
+    work = _scoring(m, run, m.chunk(run.rows), 2, stacked=True)
     weights = weight_bytes(m.student, m.axes["reference"], section.compute_dtype)
     entries = (
         Entry("weights", "parameters", weights),

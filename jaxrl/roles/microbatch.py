@@ -1,4 +1,5 @@
-"""Which rows of a batch form a minibatch, and how a minibatch is cut into micro-batches.
+"""Which rows of a batch form a minibatch, how a minibatch is cut into micro-batches, and a batch
+into the parts that are scored at once.
 
 A minibatch is an optimizer update, and depends on the batch and its seed alone. A micro-batch is a
 part of one for memory's sake: where whole groups stand together and it is worth it, it computes
@@ -7,14 +8,15 @@ each prompt once for its G completions.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxrl.types import Sequences, TrainBatch
+from jaxrl.sharding.parts import part_rows
+from jaxrl.types import Array, Rollout, Sequences, TrainBatch
 
 ROOMS = 4
 """So many sizes of a minibatch, and no more, are compiled: see `room`."""
@@ -70,6 +72,49 @@ def shares(group: int, prompt: int, completion: int, budget: int | None) -> bool
         and together <= (1 - WORTH) * group * (prompt + completion)
         and (budget is None or together <= budget)
     )
+
+
+@dataclass(frozen=True)
+class ScoredPart:
+    """Rows of a batch that are scored at once."""
+
+    rows: slice
+    """Which they are."""
+    sequences: Sequences
+    """numpy arrays of these, with rows without tokens behind them where that makes whole groups."""
+    ids: Array
+    """[rows, C, K] of `Rollout.student_topk`, or None; padded like the sequences."""
+
+    @property
+    def live(self) -> int:
+        """How many rows there are, without those behind."""
+        return self.rows.stop - self.rows.start
+
+
+def scored_part(rollout: Rollout, part: int, parts: int, mesh: Mesh) -> ScoredPart | None:
+    """The `part`-th of `parts` slices of a rollout, for a mesh to score; None where no row is left.
+
+    A prompt is computed once for its group where that is worth it (`shared_group`) and each device
+    has a group in each part.
+    """
+    n, shards = len(rollout.group_ids), mesh.shape["data"] * mesh.shape["fsdp"]
+    group = shared_group(rollout.sequences, unit_rows(rollout.group_ids, 1), None)
+    group = scored_group(n, parts, shards, group)
+    rows = part_rows(n, part, parts, mesh, group)
+    if rows is None:
+        return None
+
+    def cut(x: np.ndarray) -> np.ndarray:
+        more = -(rows.stop - rows.start) % (shards * group)
+        return np.pad(x[rows], [(0, more)] + [(0, 0)] * (x.ndim - 1)) if more else x[rows]
+
+    sequences, ids = jax.tree.map(cut, (rollout.sequences, rollout.student_topk))
+    return ScoredPart(rows, replace(sequences, group=group), ids)
+
+
+def scored_group(rows: int, parts: int, shards: int, group: int) -> int:
+    """`group`, or 1 where a part of these rows would have less than a group for each device."""
+    return group if rows >= parts * shards * group else 1
 
 
 def tokens_of(lengths: np.ndarray, group: int) -> np.ndarray:

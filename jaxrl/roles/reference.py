@@ -12,9 +12,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl.algorithms.signals import completion_logprobs
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Params
+from jaxrl.roles.microbatch import scored_part
 from jaxrl.runtime.worker import phase
 from jaxrl.sharding.ledger import current
-from jaxrl.sharding.parts import part_rows
 from jaxrl.sharding.reshard import put, to_host
 from jaxrl.types import Rollout
 
@@ -55,16 +55,15 @@ class Reference:
         Args:
             part, parts: which of how many slices of rows.
         """
-        n = rollout.sequences.tokens.shape[0]
-        rows = part_rows(n, part, parts, self.mesh)
-        if rows is None:
+        given = scored_part(rollout, part, parts, self.mesh)
+        if given is None:
             return None
-        with phase(f"rows {rows.start}-{rows.stop} of {n}"):
-            sequences = put(jax.tree.map(lambda x: x[rows], rollout.sequences), self._rows)
+        with phase(f"rows {given.rows.start}-{given.rows.stop} of {len(rollout.group_ids)}"):
+            sequences = put(given.sequences, self._rows)
             with current().running(self._score, self.params, sequences):
                 logprobs = to_host(self._score(self.params, sequences))
             current().nearly_done()
-            return logprobs
+            return logprobs[: given.live]
 
 
 def reference_program(model: DecoderConfig, mesh: Mesh, temperature: float, chunk: int) -> Any:

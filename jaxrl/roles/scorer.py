@@ -10,9 +10,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxrl.algorithms.signals import Projection, completion_hidden, teacher_signal
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Params, head
+from jaxrl.roles.microbatch import scored_part
 from jaxrl.runtime.worker import phase
 from jaxrl.sharding.ledger import current
-from jaxrl.sharding.parts import part_rows
 from jaxrl.sharding.reshard import put
 from jaxrl.types import Rollout, Sequences, TeacherSignal
 
@@ -36,27 +36,31 @@ class Scorer:
 
         Args:
             part, parts: which of how many slices of rows. All but the last ones are of one size,
-                which the mesh divides; of few rows the last ones are empty: None.
+                which the mesh divides into whole groups where these share a prompt; of few rows the
+                last ones are empty: None.
         """
-        n = rollout.sequences.tokens.shape[0]
-        rows = part_rows(n, part, parts, self.mesh)
-        if rows is None:
+        given = scored_part(rollout, part, parts, self.mesh)
+        if given is None:
             return None
-        inputs = (rollout.sequences, rollout.student_topk)
-        with phase(f"rows {rows.start}-{rows.stop} of {n}"):
-            placed = put(jax.tree.map(lambda x: x[rows], inputs), self._rows)
-            with current().running(self._score, self.params, *placed):
-                signal = jax.block_until_ready(self._score(self.params, *placed))
+        rows, live = given.rows, given.live
+        with phase(f"rows {rows.start}-{rows.stop} of {len(rollout.group_ids)}"):
+            placed = put((given.sequences, given.ids), self._rows)
+            with current().running(self._score, self.params, *placed, live=live):
+                signal = jax.block_until_ready(self._score(self.params, *placed, live=live))
             current().nearly_done()
             return signal
 
 
 def score_program(model: DecoderConfig, projection: Projection) -> Any:
-    """Jitted: (parameters, sequences, the student's top-k ids or None) -> the teacher's signal."""
+    """Jitted: (parameters, sequences, the student's top-k ids or None) -> the teacher's signal, of
+    the first `live` rows."""
     mesh = projection.mesh
 
-    def score(params: Params, sequences: Sequences, ids: Any) -> TeacherSignal:
+    def score(
+        params: Params, sequences: Sequences, ids: Any, live: int | None = None
+    ) -> TeacherSignal:
         hidden = completion_hidden(model, params, sequences, mesh)
-        return teacher_signal(projection, hidden, head(params), sequences, ids)
+        signal = teacher_signal(projection, hidden, head(params), sequences, ids)
+        return jax.tree.map(lambda x: x[:live], signal)
 
-    return jax.jit(score, out_shardings=NamedSharding(mesh, ROWS))
+    return jax.jit(score, static_argnames="live", out_shardings=NamedSharding(mesh, ROWS))

@@ -12,11 +12,14 @@ from runs import GSPO, SHORT, save_model
 from tiny_models import make_mesh, tiny_model
 
 from jaxrl import Config
-from jaxrl.algorithms.signals import completion_hidden
-from jaxrl.roles import actor
+from jaxrl.algorithms.signals import Projection, completion_hidden
+from jaxrl.config.schema import DistillConfig
+from jaxrl.roles import actor, microbatch
 from jaxrl.roles.microbatch import rows_of_groups, shared_group, shares
+from jaxrl.roles.reference import Reference
+from jaxrl.roles.scorer import Scorer
 from jaxrl.train import train
-from jaxrl.types import Sequences
+from jaxrl.types import Rollout, Sequences
 
 N, G, P, C = 4, 3, 7, 5
 
@@ -135,3 +138,55 @@ def test_a_run_learns_what_it_would_learn_from_whole_sequences(tmp_path, monkeyp
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-4, abs=1e-6)
         assert a["actor/grad_norm"] == pytest.approx(b["actor/grad_norm"], rel=1e-3)
         assert a["actor/tokens"] == b["actor/tokens"]
+
+
+def drawn(vocab: int, pad: int = 0) -> Rollout:
+    """What `sequences` has, with rows without tokens behind it."""
+    given = jax.tree.map(lambda x: np.pad(x, ((0, pad), (0, 0))), sequences(vocab))
+    ids = np.concatenate([np.repeat(np.arange(N), G), np.full(pad, -1)]).astype(np.int32)
+    probs = np.zeros(given.loss_mask.shape, np.float32)
+    topk = np.random.default_rng(1).integers(0, vocab, (*probs.shape, 2)).astype(np.int32)
+    return Rollout(given, (), (), ids, probs, probs, 0, student_topk=topk)
+
+
+@pytest.mark.parametrize(
+    ("axes", "parts", "sizes"),
+    [
+        ((1, 1, 1), 1, [14]),
+        ((2, 1, 1), 2, [12, 2]),  # whole groups on each of two devices
+        ((2, 1, 1), 4, [4, 4, 4, 2]),  # a part has less: each row by itself
+    ],
+    ids=str,
+)
+def test_scorers_say_what_they_say_of_whole_sequences(monkeypatch, axes, parts, sizes):
+    config, params = tiny_model("qwen2", mesh := make_mesh(*axes))
+    rollout = drawn(config.vocab_size, pad=2)
+    distill = DistillConfig(signal="student_topk", top_k=2)
+    widths = []
+    spied = microbatch.part_rows
+
+    def spy(*given):
+        widths.append(given[-1])
+        return spied(*given)
+
+    monkeypatch.setattr(microbatch, "part_rows", spy)
+
+    def scores():
+        teacher = Scorer(config, params, Projection(distill, mesh, config.vocab_size))
+        reference = Reference(config, params, mesh, 1.0, 16)
+        signals = [teacher.score(rollout, part, parts) for part in range(parts)]
+        logprobs = [reference.score(rollout, part, parts) for part in range(parts)]
+        assert [len(x) for x in logprobs] == [len(x.tail_logprob) for x in signals]
+        fields = [(x.topk_logprobs, x.tail_logprob) for x in signals]
+        joined = [np.concatenate(x) for x in zip(*fields, strict=True)]
+        seen = rollout.sequences.loss_mask
+        values = [x[seen] for x in (*joined, np.concatenate(logprobs))]
+        return values, [len(x) for x in logprobs]
+
+    shared, found = scores()
+    assert found == sizes
+    assert set(widths) == {1 if parts == 4 else G}
+    monkeypatch.setattr(microbatch, "shared_group", lambda *_: 1)
+    plain, _ = scores()
+    for a, b in zip(shared, plain, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)

@@ -140,6 +140,16 @@ def test_a_row_of_any_width_is_attended_to_up_to_its_length(
     assert_close(a, b)
 
 
+@pytest.mark.parametrize("devices", [2, 4, 6])  # whole groups of heads, parts of one, of two
+def test_each_device_picks_the_keys_of_its_heads(as_cudnn: None, devices: int) -> None:
+    """12 heads in groups of 3."""
+    q, k, v = arrays((2, C, 12, H), *[(2, C, 4, H)] * 2)
+    real = jnp.ones((2, C), bool)
+    expected = gradients(attention.attender(None, real, None), q, k, v)
+    run = attention.attender("cudnn", real, make_mesh(1, 1, devices))
+    assert_close(gradients(run, q, k, v), expected)
+
+
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("width", [C, W + C])  # all the keys are its own, and with others before
 def test_splash_attention_is_that_of_matrix_products(width: int, causal: bool) -> None:
