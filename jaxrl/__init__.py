@@ -55,7 +55,7 @@ def __getattr__(name: str) -> Any:
 class _Homes(MetaPathFinder, Loader):
     """Imports the modules of `_HOMES` by their public names."""
 
-    def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
+    def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
         return ModuleSpec(name, self) if name in _HOMES else None
 
     def exec_module(self, module: ModuleType) -> None:

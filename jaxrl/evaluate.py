@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from rich.console import Console
 
@@ -19,6 +18,7 @@ from jaxrl.config.schema import Config
 from jaxrl.process.callable_module import make_callable
 from jaxrl.run.generation import write_lines
 from jaxrl.run.held_out import MESH, READ, PathLike, prepare, table
+from jaxrl.types import JsonObject
 
 WIDTH = 132
 """Columns of the table where there is no terminal."""
@@ -33,7 +33,7 @@ def evaluate(
     out: PathLike | None = None,
     samples: PathLike | None = None,
     tell: Callable[[str], None] | None = None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """The accuracy of a checkpoint on `data.eval`, as `eval.*` says: what a run with the same keys
     reports of the same weights.
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jaxrl.config import cli
 from jaxrl.config.schema import Config
@@ -22,6 +22,7 @@ from jaxrl.run.attempt import plan_run, refusals, run_config
 from jaxrl.run.context import OnStep
 from jaxrl.telemetry.metrics import read_metrics
 from jaxrl.telemetry.plot import draw
+from jaxrl.types import JsonObject
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -34,7 +35,7 @@ class Result:
     run_dir: Path
 
     @cached_property
-    def metrics(self) -> list[dict[str, Any]]:
+    def metrics(self) -> list[JsonObject]:
         """The rows of `metrics.jsonl`, which is read when they are first asked for."""
         return read_metrics(self.run_dir)
 
@@ -48,7 +49,7 @@ class Result:
         return draw({self.run_dir.name: self.metrics})
 
 
-def dry_run(config: Config, rewards: Sequence[Callable[..., Any]] = ()) -> Plan:
+def dry_run(config: Config, rewards: Sequence[Callable[..., object]] = ()) -> Plan:
     """The plan of a run: the devices of each role, its mesh axes and its bytes; and what the run
     would refuse.
 
@@ -66,8 +67,8 @@ def dry_run(config: Config, rewards: Sequence[Callable[..., Any]] = ()) -> Plan:
 
 def train(
     config: Config,
-    on_step: Callable[[dict[str, Any]], object] | None = None,
-    rewards: Sequence[Callable[..., Any]] = (),
+    on_step: Callable[[JsonObject], object] | None = None,
+    rewards: Sequence[Callable[..., object]] = (),
 ) -> Result:
     """Runs `config` to its end, or resumes what its run directory holds.
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from orbax.checkpoint import v1 as orbax
+
+from jaxrl.types import Tree
 
 logging.getLogger("absl").setLevel(logging.CRITICAL)  # what Orbax logs, it raises as well
 
@@ -16,24 +17,24 @@ logging.getLogger("absl").setLevel(logging.CRITICAL)  # what Orbax logs, it rais
 class Saving:
     """A save that is being written while its role works on. Any thread may wait, at any time."""
 
-    def __init__(self, response: Any = None, failed: Exception | None = None):
-        self._response, self._failed = response, failed
+    def __init__(self, finish: Callable[[], object] | None = None, failed: Exception | None = None):
+        self._finish, self._failed = finish, failed
         self._lock = threading.Lock()
 
     def wait(self) -> None:
         """Until everything is on disk. Raises what went wrong."""
         with self._lock:
-            response, self._response = self._response, None
-            if response is not None:
+            finish, self._finish = self._finish, None
+            if finish is not None:
                 try:
-                    response.result()
+                    finish()
                 except Exception as error:
                     self._failed = error
         if self._failed is not None:
             raise self._failed
 
 
-def save_arrays(path: Path, items: Mapping[str, Any]) -> Saving:
+def save_arrays(path: Path, items: Mapping[str, Tree]) -> Saving:
     """Writes named trees (of `jax.Array`, or of plain numbers) to the new folder `path`.
 
     Returns once the arrays have left the devices: they may be donated then. Raises nothing: a disk
@@ -42,17 +43,17 @@ def save_arrays(path: Path, items: Mapping[str, Any]) -> Saving:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)  # else Orbax leaves threads that wait
-        return Saving(orbax.save_checkpointables_async(path.resolve(), dict(items)))
+        return Saving(orbax.save_checkpointables_async(path.resolve(), dict(items)).result)
     except Exception as error:
         return Saving(failed=error)
 
 
-def load_arrays(path: Path, abstract: Mapping[str, Any]) -> dict[str, Any]:
+def load_arrays(path: Path, abstract: Mapping[str, Tree]) -> dict[str, Tree]:
     """Reads the named trees, each array with the shape, dtype and sharding that `abstract` asks.
 
     Args:
         abstract: trees of `jax.ShapeDtypeStruct` with shardings; None for plain numbers. Trees
             that are not named are not read.
     """
-    loaded: dict[str, Any] = orbax.load_checkpointables(path.resolve(), dict(abstract))
+    loaded: dict[str, Tree] = orbax.load_checkpointables(path.resolve(), dict(abstract))
     return loaded

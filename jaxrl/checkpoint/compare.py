@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 from jaxrl.config import keys as config_keys
@@ -26,7 +27,7 @@ differ from then on, if by rounding alone. And more steps."""
 _ABSENT = object()
 
 
-def compare(old: dict[str, Any], new: Config, run_dir: Any) -> list[str]:
+def compare(old: dict[str, Any], new: Config, run_dir: Path | str) -> list[str]:
     """What changed and matters, a line each.
 
     Args:
@@ -67,6 +68,6 @@ def _at(mapping: Any, path: str) -> Any:
     return mapping
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     text = "null" if value is None else str(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from jaxrl.checkpoint import store
 from jaxrl.errors import UserError
@@ -69,6 +69,6 @@ def changes(before: dict[str, str], now: dict[str, str]) -> list[str]:
     return [name for name, digest in now.items() if before.get(name, digest) != digest]
 
 
-def _header(file: IO[Any]) -> bytes:
+def _header(file: IO[bytes]) -> bytes:
     length = int.from_bytes(file.read(8), "little")
     return bytes(file.read(min(length, HEADER_BYTES)))

@@ -10,9 +10,9 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxrl.data.batch import make_rollout
 from jaxrl.types import Completion, Prompt, Rollout
@@ -39,7 +39,7 @@ def save_rollout(path: Path, rollout: Rollout) -> None:
     np.savez(path, allow_pickle=False, **arrays)
 
 
-def load_rollout(path: Path, prompts: Sequence[Prompt], packing: Mapping[str, Any]) -> Rollout:
+def load_rollout(path: Path, prompts: Sequence[Prompt], packing: Mapping[str, int]) -> Rollout:
     """The batch of `prompts` that `save_rollout` wrote.
 
     Args:
@@ -67,5 +67,5 @@ def load_rollout(path: Path, prompts: Sequence[Prompt], packing: Mapping[str, An
     return replace(rollout, decode_steps=words["decode_steps"], student_topk=topk)
 
 
-def _joined(values: Sequence[Any], dtype: Any) -> np.ndarray:
+def _joined(values: Sequence[Sequence[float] | np.ndarray], dtype: DTypeLike) -> np.ndarray:
     return np.concatenate([np.asarray(value, dtype) for value in values])

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 from jaxtyping import ArrayLike, Bool, Float, Int
 
 from jaxrl.checkpoint import store
@@ -46,18 +47,18 @@ class ModelSource:
     scratch: Scratch | None = None
     """Where the roles of a starting run share the conversion of a GGUF file."""
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         """Another process finds it by its name again: no open file travels."""
         assert not isinstance(self.tensors, weights.KeptLayers), "a cut model has no name"
         return _resolve_shared, (self.name, self.scratch)
 
     def load(
-        self, mesh: Mesh | None = None, dtype: Any = jnp.float32, layout: Layout = "stacked"
+        self, mesh: Mesh | None = None, dtype: DTypeLike = jnp.float32, layout: Layout = "stacked"
     ) -> Params:
         """Parameters, each device reading only its slices."""
         return weights.load(self._read_from(), self.config, mesh, dtype, layout)
 
-    def load_head(self, mesh: Mesh | None = None, dtype: Any = jnp.float32) -> jax.Array:
+    def load_head(self, mesh: Mesh | None = None, dtype: DTypeLike = jnp.float32) -> jax.Array:
         """The LM head [V, D] alone, rows over `tensor` and D over `fsdp`."""
         return weights.load_head(self._read_from(), self.config, mesh, dtype)
 

@@ -10,22 +10,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 from jaxrl.checkpoint import store
 from jaxrl.checkpoint.rollouts import save_rollout
 from jaxrl.config.schema import Config
 from jaxrl.errors import RunError, UserError
+from jaxrl.types import JsonObject, Rollout, Row
 
+T_co = TypeVar("T_co", covariant=True)
 PACKAGES = (
     "jaxrl", "jax", "jaxlib", "numpy", "optax", "orbax-checkpoint", "tokenizers", "transformers"
 )  # fmt: skip
 
 
-class PendingResult(Protocol):
+class PendingResult(Protocol[T_co]):
     """A future, as far as it is needed here."""
 
-    def result(self) -> Any: ...
+    def result(self) -> T_co: ...
 
 
 @dataclass(frozen=True)
@@ -35,11 +37,11 @@ class Pending:
     step: int
     started: float
     """`time.monotonic` seconds."""
-    saved: PendingResult
+    saved: PendingResult[str | None]
     """Ends when the actor's arrays are on disk; what went wrong, or None."""
-    rollouts: Mapping[int, PendingResult]
+    rollouts: Mapping[int, PendingResult[Rollout]]
     """Batches not yet trained on."""
-    schedule: dict[str, Any]
+    schedule: JsonObject
     removed: int
     """How often files of the run had been found removed when it began."""
 
@@ -89,10 +91,10 @@ class CheckpointWriter:
         self._depends, self._check = dict(depends or {}), check
         self._removed = 0
         self._pending: dict[int, Pending] = {}
-        self._row: Mapping[str, Any] = {}
+        self._row: Row = {}
         """The latest row that was written."""
         self._written: list[Written] = []
-        self._queue: queue.SimpleQueue[tuple[Pending, Mapping[str, Any]] | None]
+        self._queue: queue.SimpleQueue[tuple[Pending, Row] | None]
         self._queue = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="checkpoints", daemon=True)
         self._thread.start()
@@ -113,9 +115,9 @@ class CheckpointWriter:
     def begin(
         self,
         step: int,
-        saved: PendingResult,
-        rollouts: Mapping[int, PendingResult],
-        schedule: dict[str, Any],
+        saved: PendingResult[str | None],
+        rollouts: Mapping[int, PendingResult[Rollout]],
+        schedule: JsonObject,
     ) -> None:
         """The actor has been asked to save what it is after `step` batches."""
         now = time.monotonic()
@@ -125,7 +127,7 @@ class CheckpointWriter:
         else:
             self._pending[step] = pending
 
-    def row(self, row: Mapping[str, Any]) -> None:
+    def row(self, row: Row) -> None:
         """The row of a step has been written."""
         self._row = row
         pending = self._pending.pop(row["step"], None)
@@ -181,9 +183,9 @@ class CheckpointWriter:
             except OSError as error:
                 self._notify(f"old checkpoints could not be removed: {error}")
 
-    def _write(self, pending: Pending, row: Mapping[str, Any]) -> None:
+    def _write(self, pending: Pending, row: Row) -> None:
         folder = self._folder(pending.step)
-        problem: str | None = pending.saved.result()
+        problem = pending.saved.result()
         if problem is not None:
             raise OSError(problem)
         for index, rollout in pending.rollouts.items():
@@ -197,7 +199,7 @@ class CheckpointWriter:
         nbytes = checkpoint.manifest.nbytes
         self._written.append(Written(pending.step, nbytes, pending.started, time.monotonic()))
 
-    def _manifest(self, pending: Pending, row: Mapping[str, Any]) -> store.Manifest:
+    def _manifest(self, pending: Pending, row: Row) -> store.Manifest:
         next_batch = pending.schedule["generated"]
         return store.Manifest(
             step=pending.step,

@@ -22,7 +22,7 @@ OWN = ("student.model", "data.train")
 MISSING = "is required and not set"
 """How the error about a key without a value and without a default ends."""
 
-Overrides = Sequence[str] | Mapping[str, Any]
+Overrides = Sequence[str] | Mapping[str, object]
 """`key=value` strings, or a mapping of keys (dotted, or nested) to values."""
 
 
@@ -34,7 +34,7 @@ class Base:
     """For the reader of a run."""
     mapping: dict[str, Any]
     """All keys: those of the file, the quickstart or none, and those that were set."""
-    unset: Mapping[str, Any]
+    unset: Mapping[str, object]
     """The quickstart's keys that were not set, with their values; empty for another base."""
     own: tuple[str, ...] = ()
     """The keys for which a run without a file is not the quickstart."""

@@ -33,7 +33,7 @@ class Key:
     """Dotted, as in an override."""
     type: str
     """For a reader: `int`, `gkd|sft`, `str or null`."""
-    default: Any
+    default: object
     """Its default value."""
     required: bool
     """True when there is no default."""
@@ -94,7 +94,7 @@ def explain(model: type[BaseModel], error: ValidationError) -> str:
     return _unknown(model, error) or _shorten(list(dict.fromkeys(map(_explain_one, items))))
 
 
-def refuse_unknown(model: type[BaseModel], mapping: Mapping[str, Any]) -> None:
+def refuse_unknown(model: type[BaseModel], mapping: Mapping[str, object]) -> None:
     """Raises ``UserError`` naming each key that no class defines; values are not judged."""
     # Without texts, so that no algorithm of the user's is loaded.
     names = {key: None if isinstance(value, str) else value for key, value in mapping.items()}
@@ -139,7 +139,7 @@ def _is_union_branch(part: int | str) -> bool:
     return isinstance(part, str) and not part.isidentifier()
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -150,7 +150,7 @@ def _shorten(lines: list[str]) -> str:
     return "\n".join(shown)
 
 
-def _leaves(path: str, value: Any) -> Iterator[str]:
+def _leaves(path: str, value: object) -> Iterator[str]:
     if not isinstance(value, dict) or not value:
         yield path
         return
@@ -179,9 +179,10 @@ def _near_path(path: str, known: list[str]) -> str:
     return near(path, same_word) or near(path, known) or " (--help lists them all)"
 
 
-def _section(annotation: Any) -> type[BaseModel] | None:
-    is_section = isinstance(annotation, type) and issubclass(annotation, BaseModel)
-    return annotation if is_section else None
+def _section(annotation: object) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return None
 
 
 def _type_name(annotation: Any) -> str:

@@ -6,7 +6,7 @@ python -m jaxrl.config.page > docs/config.md
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxrl.config import cli, yaml_text
@@ -74,7 +74,7 @@ def markdown() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _bounds(schema: Mapping[str, Any]) -> Iterator[str]:
+def _bounds(schema: dict[str, Any]) -> Iterator[str]:
     """`at least 1`, of a number that may be null; the largest that a device counts goes unsaid."""
     for one in (schema, *schema.get("anyOf", ())):
         for name, word in BOUNDS.items():

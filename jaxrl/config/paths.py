@@ -28,7 +28,7 @@ def functions_here(mapping: dict[str, Any]) -> dict[str, Any]:
     return _changed(mapping, FUNCTIONS.split("."), lambda text: _absolute(text, Path.cwd()))
 
 
-def same_functions(before: Any, now: Any) -> bool:
+def same_functions(before: object, now: object) -> bool:
     """Whether two values of `reward.functions` differ in the folders of their files alone."""
     if not isinstance(before, list) or not isinstance(now, list):
         return False
@@ -67,7 +67,7 @@ def _exists(folder: Path, path: str) -> bool:
     return any(letter in path for letter in "*?[") and any(glob.iglob(pattern))
 
 
-def _file_name(text: Any) -> Any:
+def _file_name(text: object) -> object:
     """`file.py:function` without a folder; anything else as it is."""
     place, colon, name = str(text).rpartition(":")
     return f"{Path(place).name}:{name}" if colon and place.endswith(".py") else text

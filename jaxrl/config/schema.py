@@ -74,7 +74,7 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _check_given(cls, given: Any) -> Any:
+    def _check_given(cls, given: object) -> object:
         return {} if given is None else given  # a section left empty in a file
 
     @model_validator(mode="after")
@@ -249,7 +249,7 @@ class RolloutConfig(RoleConfig):
     """Tokens decoded per device launch; free slots are refilled between launches."""
 
 
-def _named_sets(value: Any) -> Any:
+def _named_sets(value: object) -> object:
     """Checks the names of held-out sets, and that each has a source."""
     if not isinstance(value, dict):
         return value

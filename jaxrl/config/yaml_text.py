@@ -29,7 +29,9 @@ TOO_DEEP = f"nested deeper than {DEEPEST} levels, or a value that contains itsel
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers = {}
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+    def construct_mapping(
+        self, node: yaml.MappingNode, deep: bool = False
+    ) -> dict[Hashable, object]:
         seen: set[str] = set()
         for key_node, _ in node.value:
             where = f"line {key_node.start_mark.line + 1}"
@@ -58,7 +60,7 @@ for _tag, _pattern, _first_letters in (
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), _first_letters)
 
 
-def _parse(text: str) -> Any:
+def _parse(text: str) -> object:
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
@@ -70,7 +72,7 @@ def _parse(text: str) -> Any:
         raise UserError(f"not YAML: {_one_line(error)}") from error
 
 
-def _count_nodes(node: Any, depth: int, count: int) -> int:
+def _count_nodes(node: yaml.Node | None, depth: int, count: int) -> int:
     """`count` and the nodes of a tree in which an alias repeats what it names.
 
     Raises:
@@ -111,7 +113,7 @@ def dump_mapping(mapping: dict[str, Any]) -> str:
     return yaml.dump(mapping, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
-def parse_value(text: str) -> Any:
+def parse_value(text: str) -> object:
     """The value of an override: a quoted string or ``[list]`` in YAML, else one whole plain scalar.
 
     Whole: ``data.system_prompt=Answer: yes # or no`` needs no second layer of quotes.
@@ -124,8 +126,8 @@ def parse_value(text: str) -> Any:
 
 
 def assignments(
-    overrides: Sequence[str] | Mapping[str, Any], mappings: Collection[str] = ()
-) -> Iterator[tuple[str, Any]]:
+    overrides: Sequence[str] | Mapping[str, object], mappings: Collection[str] = ()
+) -> Iterator[tuple[str, object]]:
     """Dotted key and value of each override: of ``a.b.c=value`` strings, or of a mapping whose keys
     are dotted or nested.
 
@@ -153,8 +155,8 @@ def assignments(
 
 
 def _flat(
-    overrides: Mapping[str, Any], mappings: Collection[str], prefix: str = ""
-) -> Iterator[tuple[str, Any]]:
+    overrides: Mapping[str, object], mappings: Collection[str], prefix: str = ""
+) -> Iterator[tuple[str, object]]:
     for name, value in overrides.items():
         if not isinstance(name, str) or not all(name.split(".")):
             raise UserError(f"bad override {prefix}{name!r}: a key is a name, as in 'steps'")
@@ -164,7 +166,7 @@ def _flat(
             yield prefix + name, os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
-def assign(mapping: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+def assign(mapping: dict[str, Any], values: Mapping[str, object]) -> dict[str, Any]:
     """``mapping`` with the value of each dotted key set."""
     result = copy.deepcopy(mapping)
     for key, value in values.items():
@@ -172,14 +174,14 @@ def assign(mapping: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]
     return result
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """A value as an override is written."""
     if isinstance(value, str):
         return value
     return f"{value:g}" if isinstance(value, float) else json.dumps(value)
 
 
-def _set(mapping: dict[str, Any], parts: list[str], value: Any) -> None:
+def _set(mapping: dict[str, Any], parts: list[str], value: object) -> None:
     for depth, part in enumerate(parts[:-1]):
         below = mapping.setdefault(part, {})
         if below is None:

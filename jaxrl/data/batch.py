@@ -8,7 +8,6 @@ padding only. Rows added to make B a multiple have an all-False mask and train n
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -149,7 +148,7 @@ def data_rollout(
     *,
     max_new_tokens: int,
     decode: Callable[[Sequence[int]], str],
-    **packing: Any,
+    **packing: int,
 ) -> Rollout:
     """Packs the data set's own completions, one for each prompt; policy_version -1.
 

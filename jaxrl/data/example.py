@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 Split = Literal["train", "eval"]
 Message = Mapping[str, str]
@@ -21,7 +21,7 @@ class Example:
     """The data set's own completion, without EOS."""
     answer: str | None = None
     """What a verifier compares with."""
-    columns: Mapping[str, Any] = field(default_factory=dict)
+    columns: Mapping[str, object] = field(default_factory=dict)
     """Every other field of the row; `task` names the procedural task that made it."""
     document: bool = False
     """A text prompt that the completion simply continues: never wrapped as a chat turn."""

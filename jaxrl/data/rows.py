@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Number
-from typing import Any
 
 from jaxrl.data.example import Example, Message
 from jaxrl.errors import UserError, near
@@ -27,7 +26,7 @@ class Keys:
 KEYS = Keys()
 
 
-def to_example(row: Mapping[str, Any], keys: Keys, where: str) -> Example:
+def to_example(row: Mapping[str, object], keys: Keys, where: str) -> Example:
     """A row as an example; `where` begins the error messages."""
     prompt, completion = _prompt(row, keys, where)
     given = _field(row, keys.completion, where)
@@ -61,7 +60,7 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names) or "no field"
 
 
-def kind(value: Any) -> str:
+def kind(value: object) -> str:
     """What a value is, for error messages."""
     kinds = {
         dict: "an object",
@@ -77,7 +76,7 @@ def kind(value: Any) -> str:
 
 
 def _prompt(
-    row: Mapping[str, Any], keys: Keys, where: str
+    row: Mapping[str, object], keys: Keys, where: str
 ) -> tuple[str | tuple[Message, ...], str | None]:
     """The prompt and, where the chat ends with one, the assistant's completion."""
     text, chat = _field(row, keys.prompt, where), row.get(keys.messages)
@@ -98,7 +97,7 @@ def _prompt(
     return text, None
 
 
-def _split_chat(chat: Any, key: str, where: str) -> tuple[tuple[Message, ...], str | None]:
+def _split_chat(chat: object, key: str, where: str) -> tuple[tuple[Message, ...], str | None]:
     if not isinstance(chat, list):
         raise UserError(f"{where}: `{key}` must be a list of messages, it is {kind(chat)}")
     for number, message in enumerate(chat):
@@ -119,7 +118,7 @@ def _split_chat(chat: Any, key: str, where: str) -> tuple[tuple[Message, ...], s
     return turns, completion
 
 
-def _field(row: Mapping[str, Any], key: str, where: str, numbers: bool = False) -> str | None:
+def _field(row: Mapping[str, object], key: str, where: str, numbers: bool = False) -> str | None:
     """A text field; null is as good as absent. With `numbers`, a number stands for its text."""
     value = row.get(key)
     if isinstance(value, str):

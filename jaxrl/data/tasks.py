@@ -217,7 +217,7 @@ def _size(options: Options, label: str) -> int:
     return size
 
 
-def _literal(text: str) -> Any:
+def _literal(text: str) -> object:
     try:
         return json.loads(text)
     except json.JSONDecodeError:

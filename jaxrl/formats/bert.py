@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
+from jax.typing import DTypeLike
 
 from jaxrl.formats import weights
 from jaxrl.formats.weights import Place
@@ -19,7 +18,7 @@ def load(
     tensors: weights.Tensors,
     config: EncoderConfig,
     mesh: Mesh | None = None,
-    dtype: Any = jnp.float32,
+    dtype: DTypeLike = jnp.float32,
 ) -> Params:
     """Parameters of a checkpoint in `dtype`; where there is a mesh, each device reads its slices.
 

@@ -9,7 +9,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import jax
 import ml_dtypes
@@ -22,6 +21,7 @@ from jaxrl.models.config import DecoderConfig, check_special_ids, special_ids
 from jaxrl.models.decoder import Params
 from jaxrl.models.encoder_config import of_file, read_json
 from jaxrl.sharding.mesh import is_primary
+from jaxrl.types import JsonObject
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -38,7 +38,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-STORED: dict[str, np.dtype[Any]] = {
+STORED: dict[str, np.dtype] = {
     "F32": np.dtype("<f4"),
     "F16": np.dtype("<f2"),
     "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -303,7 +303,7 @@ def _write_safetensors(
 ) -> None:
     """The header from the shapes alone, then one tensor after the other."""
     stored = STORED[WRITTEN[dtype]]
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: JsonObject = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, shape in shapes.items():
         end = at + math.prod(shape) * stored.itemsize
@@ -321,7 +321,7 @@ def _write_safetensors(
         os.fsync(stream.fileno())
 
 
-def _generation_config(config: DecoderConfig) -> dict[str, Any]:
+def _generation_config(config: DecoderConfig) -> JsonObject:
     raw = config.to_hf("float32")
     ids = {key: raw[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     return {"_from_model_config": True, **{k: v for k, v in ids.items() if v is not None}}
@@ -336,5 +336,5 @@ def _replace(source: Path, target: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _write_json(file: Path, value: dict[str, Any]) -> None:
+def _write_json(file: Path, value: JsonObject) -> None:
     file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -15,7 +15,7 @@ import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import ml_dtypes
 import numpy as np
@@ -27,7 +27,7 @@ from jaxrl.formats.weights import Index, Tensors
 
 SINGLE = "pytorch_model.bin"
 INDEX = "pytorch_model.bin.index.json"
-STORAGES: dict[str, np.dtype[Any]] = {
+STORAGES: dict[str, np.dtype] = {
     "torch.FloatStorage": np.dtype("<f4"),
     "torch.HalfStorage": np.dtype("<f2"),
     "torch.BFloat16Storage": np.dtype(ml_dtypes.bfloat16),
@@ -97,7 +97,7 @@ class _Storage:
     file: Path
     at: int
     """Byte of the first."""
-    dtype: np.dtype[Any]
+    dtype: np.dtype
     size: int
     """Numbers."""
 
@@ -139,7 +139,7 @@ def _parameter(tensor: object, *_: object) -> object:
     return tensor
 
 
-def _ordered_dict(*content: object) -> collections.OrderedDict[Any, Any]:
+def _ordered_dict(*content: object) -> collections.OrderedDict[object, object]:
     """An empty one: torch puts the items in afterwards."""
     if content:
         raise pickle.UnpicklingError("an OrderedDict with arguments")
@@ -165,7 +165,7 @@ class _Unpickler(PYTHON_UNPICKLER):
         code: load for code, load in PYTHON_UNPICKLER.dispatch.items() if bytes([code]) not in SETS
     }
 
-    def __init__(self, stream: Any, file: Path, places: Mapping[str, tuple[int, int]]):
+    def __init__(self, stream: IO[bytes], file: Path, places: Mapping[str, tuple[int, int]]):
         super().__init__(stream, encoding="utf-8")
         self._file, self._places = file, places
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
+from jax.tree_util import KeyPath
+from jax.typing import DTypeLike
 
 from jaxrl.errors import UserError
 from jaxrl.models.config import DecoderConfig
@@ -104,7 +106,7 @@ class Place:
         one = shape[1:] if self.stacked else shape
         return one[::-1] if self.transposed else one
 
-    def read(self, tensors: Tensors, index: Index, dtype: Any) -> np.ndarray:
+    def read(self, tensors: Tensors, index: Index, dtype: DTypeLike) -> np.ndarray:
         """The box `index` of the parameter, in `dtype`."""
         out = np.empty([s.stop - s.start for s in index], dtype)
         names, targets, box = self.names, [out], index
@@ -133,7 +135,7 @@ def place_of(path: str, n_layers: int) -> Place:
     return Place(names, stacked, rest.endswith("/kernel"))
 
 
-def path_string(path: Any) -> str:
+def path_string(path: KeyPath) -> str:
     """A jax key path as `layers/attn/q/kernel`."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
@@ -175,7 +177,7 @@ def load(
     tensors: Tensors,
     config: DecoderConfig,
     mesh: Mesh | None = None,
-    dtype: Any = jnp.float32,
+    dtype: DTypeLike = jnp.float32,
     layout: Layout = "stacked",
 ) -> Params:
     """Parameters of a checkpoint, in `dtype`, sharded by the rules of `sharding/rules.py`.
@@ -202,7 +204,10 @@ def load(
 
 
 def load_head(
-    tensors: Tensors, config: DecoderConfig, mesh: Mesh | None = None, dtype: Any = jnp.float32
+    tensors: Tensors,
+    config: DecoderConfig,
+    mesh: Mesh | None = None,
+    dtype: DTypeLike = jnp.float32,
 ) -> jax.Array:
     """Only the LM head [V, D] (the embedding when tied), rows over `tensor` and D over `fsdp`."""
     place = place_of("embed/embedding" if config.tie_embeddings else "lm_head/kernel", 0)

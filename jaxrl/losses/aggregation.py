@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,7 @@ Aggregation = Callable[[Array, Array], SumCount]
 """(values [B, T], mask [B, T]) -> (sum, count)."""
 
 
-def kept(x: Any, mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
+def kept(x: Array, mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
     """`x` where the mask holds, else 0, in float32 or wider.
 
     Finite also where x is -inf. Selecting before any arithmetic is what keeps gradients finite: 0

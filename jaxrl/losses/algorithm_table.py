@@ -55,7 +55,7 @@ class AlgorithmSpec:
     """Whether groups without any difference in reward are left out and others are sampled."""
     overlong_share: float = 0.0
     """The last share of `max_new_tokens`, in which a penalty grows with the length."""
-    method: Any = field(default=None, compare=False)
+    method: object = field(default=None, compare=False)
     """How the loop runs it (`algorithms.methods.Method`). None: as all that learn from the same."""
 
     def __post_init__(self) -> None:

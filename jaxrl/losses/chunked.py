@@ -16,6 +16,7 @@ gradient once, after the loop; `tiled` reduces each tile once, which is as many 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -32,6 +33,7 @@ from jaxrl.losses.layout import (
     reduce_head,
 )
 from jaxrl.losses.vocabulary import VocabShard
+from jaxrl.types import Tree
 
 
 def measure(
@@ -150,8 +152,8 @@ def loss_values(
 
 def _loss_forward(
     sharded: ShardedTerm, hidden: Array, head: Array, given: FrozenInputs
-) -> tuple[Any, Any]:
-    kept: Any
+) -> tuple[tuple[Array, PerToken], Tree]:
+    kept: Tree
     if sharded.lean:
         values, saved = measure(sharded, hidden, head, given)
         kept = hidden, head, given, saved
@@ -161,8 +163,8 @@ def _loss_forward(
 
 
 def _loss_backward(
-    sharded: ShardedTerm, kept: Any, cotangents: tuple[Array, Any]
-) -> tuple[Any, Any, None]:
+    sharded: ShardedTerm, kept: Tree, cotangents: tuple[Array, PerToken]
+) -> tuple[Array, Array, None]:
     d_hidden, d_head = tiled(sharded, *kept) if sharded.lean else kept
     return _scaled(d_hidden, cotangents[0]), _scaled(d_head, cotangents[0]), None
 
@@ -218,13 +220,13 @@ def _tile(rows: Array, first: Array, size: int) -> Array:
     return jax.lax.dynamic_slice_in_dim(rows, first, size)
 
 
-def _each_token(f: Any, given: FrozenInputs) -> FrozenInputs:
+def _each_token(f: Callable[[FrozenInputs], FrozenInputs], given: FrozenInputs) -> FrozenInputs:
     """`f` of the leaves [B, C, ...]; the scale as it is, the teacher's head left out."""
     per_token: Any = {"scale": None, "teacher_head": None}
     return f(given._replace(**per_token))._replace(scale=given.scale)
 
 
-def _flat(tree: Any) -> Any:
+def _flat(tree: Tree) -> Tree:
     """[b, C, ...] -> [b * C, ...]."""
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
 
@@ -235,7 +237,7 @@ def _chunks(sharded: ShardedTerm, hidden: Array, given: FrozenInputs) -> tuple[A
     chunk = min(sharded.chunk, tokens)
     count = -(-tokens // chunk)
 
-    def split(tree: Any) -> Any:
+    def split(tree: Tree) -> Tree:
         def one(x: Array) -> Array:
             x = jnp.pad(x, [(0, count * chunk - tokens)] + [(0, 0)] * (x.ndim - 1))
             return x.reshape(count, chunk, *x.shape[1:])
@@ -246,7 +248,7 @@ def _chunks(sharded: ShardedTerm, hidden: Array, given: FrozenInputs) -> tuple[A
     return split(hidden), chunks._replace(scale=jnp.broadcast_to(given.scale, (count,)))
 
 
-def _unchunk(tree: Any, rows: tuple[int, ...]) -> Any:
+def _unchunk(tree: Tree, rows: tuple[int, ...]) -> Tree:
     """[chunks, chunk, ...] -> [b, C, ...]."""
 
     def join(x: Array) -> Array:

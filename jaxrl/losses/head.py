@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ from jaxrl.losses.layout import (
     shard_term,
 )
 from jaxrl.losses.vocabulary import VocabShard, with_tail
-from jaxrl.types import Array
+from jaxrl.types import Array, Tree
 
 
 class TopK(NamedTuple):
@@ -189,14 +189,14 @@ def _token_values(
 
 def _token_forward(
     sharded: ShardedTerm, hidden: Array, head: Array, given: FrozenInputs
-) -> tuple[Any, Any]:
+) -> tuple[tuple[Array, Array], Tree]:
     values, saved = measure(sharded, hidden, head, given)
     return (values["logprobs"], values["entropy"]), (hidden, head, given, saved)
 
 
 def _token_backward(
-    sharded: ShardedTerm, kept: Any, cotangents: tuple[Array, Array]
-) -> tuple[Any, Any, None]:
+    sharded: ShardedTerm, kept: Tree, cotangents: tuple[Array, Array]
+) -> tuple[Array, Array, None]:
     hidden, head, given, saved = kept
     d_logprobs, d_entropy = cotangents
     tokens = given.tokens | {"d_logprobs": d_logprobs, "d_entropy": d_entropy}

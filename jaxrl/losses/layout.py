@@ -7,8 +7,9 @@ padded: rows of tokens with masked ones, the vocabulary with columns of `MIN`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Bool, Float
 
 from jaxrl.losses.vocabulary import VocabShard
-from jaxrl.types import Array
+from jaxrl.types import Array, Tree
 
 CHUNK = 256
 """Tokens a device projects on the vocabulary at once: 156 MB for a float32 array at V = 152k."""
@@ -88,13 +89,15 @@ class ShardedTerm:
     def token_spec(self) -> PartitionSpec:
         return PartitionSpec(self.axes("data", "fsdp") or None)
 
-    def given_spec(self, given: FrozenInputs) -> Any:
+    def given_spec(self, given: FrozenInputs) -> FrozenInputs:
         """`FrozenInputs` with a spec for each array."""
-        spec: Any = jax.tree.map(lambda _: self.token_spec(), given)
+        spec: FrozenInputs = jax.tree.map(lambda _: self.token_spec(), given)
         teacher = None if given.teacher_head is None else self.head_spec(given.teacher_head)
         return spec._replace(scale=PartitionSpec(), teacher_head=teacher)
 
-    def on_mesh(self, body: Any, in_specs: Any, out_specs: Any) -> Any:
+    def on_mesh(
+        self, body: Callable[..., Tree], in_specs: Tree, out_specs: Tree
+    ) -> Callable[..., Tree]:
         """`body` on each device's shards; as it is where there is one device."""
         if self.mesh is None or self.mesh.size == 1:
             return body
@@ -141,7 +144,7 @@ def inverse(temperature: float | Array) -> Float[Array, ""]:
     return jax.lax.stop_gradient(1 / jnp.asarray(temperature, jnp.float32))
 
 
-def fit_rows(sharded: ShardedTerm, tree: Any) -> Any:
+def fit_rows(sharded: ShardedTerm, tree: Tree) -> Tree:
     """Leaves [B, ...] padded with zeros to a B that the mesh divides."""
     parts = sharded.size("data", "fsdp")
 

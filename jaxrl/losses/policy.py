@@ -224,7 +224,7 @@ class Objective:
             raise unknown("ratio level", self.ratio, RATIOS)
 
 
-TERMS: Mapping[str, Callable[..., Any]] = {
+TERMS: Mapping[str, Callable[..., Term]] = {
     "clipped": Clipped,
     "capped": Capped,
     "soft": Soft,
@@ -343,7 +343,7 @@ def policy_loss(
     return total, count, _metrics(terms, tokens)
 
 
-def _per_token(x: Any, mask: Array) -> Array:
+def _per_token(x: Array, mask: Array) -> Array:
     """[B] -> [B, T]; [B, T] as it is."""
     x = jnp.asarray(x)
     return jnp.broadcast_to(x[:, None], mask.shape) if x.ndim == 1 else x

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from jaxrl.report.read import Row, RunFiles
+from jaxrl.report.read import RunFiles
 from jaxrl.report.thin import evenly, thin
 from jaxrl.telemetry.metrics import Metric, describe
+from jaxrl.types import JsonObject, Row
 
 FIRST = (
     "distill/divergence",
@@ -41,7 +41,7 @@ MARKS = 100
 UNKNOWN = Metric("", "not in the table of metrics")
 
 
-def charts(runs: Sequence[RunFiles]) -> list[dict[str, Any]]:
+def charts(runs: Sequence[RunFiles]) -> list[JsonObject]:
     """Groups of charts for the page's script, most important first.
 
     A metric that has one value in each run is no chart: it stands in the group's `constants`.
@@ -58,8 +58,8 @@ def charts(runs: Sequence[RunFiles]) -> list[dict[str, Any]]:
     return [_group(title, members, runs) for title, members in groups.items() if members]
 
 
-def _group(title: str, names: Sequence[str], runs: Sequence[RunFiles]) -> dict[str, Any]:
-    group: dict[str, Any] = {"title": title, "charts": [], "constants": []}
+def _group(title: str, names: Sequence[str], runs: Sequence[RunFiles]) -> JsonObject:
+    group: JsonObject = {"title": title, "charts": [], "constants": []}
     for name in names:
         metric = describe(name) or UNKNOWN
         described = {"name": name, "unit": metric.unit, "meaning": metric.meaning}
@@ -72,10 +72,10 @@ def _group(title: str, names: Sequence[str], runs: Sequence[RunFiles]) -> dict[s
     return group
 
 
-def _chart(name: str, runs: Sequence[RunFiles]) -> dict[str, Any]:
+def _chart(name: str, runs: Sequence[RunFiles]) -> JsonObject:
     limit = max(FEWEST_POINTS, POINTS // len(runs))
     series = [_series(name, number, run.rows, limit) for number, run in enumerate(runs)]
-    chart: dict[str, Any] = {"series": [each for each in series if each["x"] or each["lost"]]}
+    chart: JsonObject = {"series": [each for each in series if each["x"] or each["lost"]]}
     if name == "eval/accuracy":
         chart["levels"] = [
             {"run": number, "y": row["teacher/accuracy"], "label": "teacher"}
@@ -86,13 +86,13 @@ def _chart(name: str, runs: Sequence[RunFiles]) -> dict[str, Any]:
     return chart
 
 
-def _series(name: str, number: int, rows: Sequence[Row], limit: int) -> dict[str, Any]:
+def _series(name: str, number: int, rows: Sequence[Row], limit: int) -> JsonObject:
     """x, y: points; mx, my: means to smooth, where they are others; low, high: 95% interval; lost:
     steps without a finite value.
     """
     found = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
     lost = [row["step"] for row in rows if name in row and row[name] is None]
-    series: dict[str, Any] = {"run": number, "lost": evenly(lost, MARKS)}
+    series: JsonObject = {"run": number, "lost": evenly(lost, MARKS)}
     if name.startswith("eval/"):
         kept = evenly(found, limit)
         ends = {row["step"]: [row.get(f"{name}_{end}") for end in ("low", "high")] for row in rows}

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import datetime
 from statistics import fmean, median
-from typing import Any
 
 from jaxrl.config.keys import keys
 from jaxrl.config.schema import Config
 from jaxrl.report.idle import Activity
-from jaxrl.report.read import Row, RunFiles
+from jaxrl.report.read import RunFiles
 from jaxrl.run.run_dir import meshes
+from jaxrl.types import Row
 
 Rows = Sequence[Row]
 
@@ -81,7 +81,7 @@ def _models(run: RunFiles) -> str:
     return ", ".join(f"{role} {model}" for role, model in found.items() if model)
 
 
-def _data(sources: Any) -> str:
+def _data(sources: object) -> str:
     return ", ".join(map(str, sources)) if isinstance(sources, list) else str(sources or "")
 
 
@@ -131,7 +131,7 @@ def _values(rows: Rows, name: str) -> list[float]:
     return [row[name] for row in rows if row.get(name) is not None]
 
 
-def changed_keys(run: RunFiles) -> dict[str, tuple[Any, Any]]:
+def changed_keys(run: RunFiles) -> dict[str, tuple[object, object]]:
     """Key -> (the run's value, the default), where they differ; None where no key has that name."""
     # As a default is read back from YAML.
     defaults = {
@@ -145,7 +145,7 @@ def changed_keys(run: RunFiles) -> dict[str, tuple[Any, Any]]:
     }
 
 
-def differing_keys(runs: Sequence[RunFiles]) -> dict[str, list[Any]]:
+def differing_keys(runs: Sequence[RunFiles]) -> dict[str, list[object]]:
     """Key -> the value of each run, where they differ."""
     names = dict.fromkeys(key for run in runs for key in run.config if key not in PLACES)
     values = {name: [run.config.get(name) for run in runs] for name in names}

@@ -13,10 +13,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
 from jaxrl.profile.waits import OTHER, TOUCH_S, Gap, Span, begins_run, gaps, span_of, union
 from jaxrl.sharding.placement import ROLES
+from jaxrl.types import JsonObject
 
 LEAST_GAP_US = 1000
 """Shorter gaps count in the idle share, and are not counted one by one."""
@@ -81,7 +81,7 @@ def waited(idle: Iterable[Gap]) -> dict[str, float]:
     return dict(sorted(total.items(), key=lambda item: -item[1]))
 
 
-def understand(events: Iterable[Mapping[str, Any]]) -> Activity:
+def understand(events: Iterable[JsonObject]) -> Activity:
     """The events of a `timeline.json`; those that are not complete are left out."""
     events = list(events)
     spans: dict[str, list[Span]] = {}

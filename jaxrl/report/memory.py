@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
-from jaxrl.report.read import Row, RunFiles
+from jaxrl.report.read import RunFiles
+from jaxrl.types import JsonObject, Row
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class PoolMemory:
     moment: str
     """When the peak is expected, as `actor: backward pass`."""
     limit: int | None
-    parts: tuple[Mapping[str, Any], ...]
+    parts: tuple[JsonObject, ...]
     """What is there then, as in `plan.json`, with its `role`; their `bytes` add up to the peak."""
     measured: float | None
     """Bytes; None where nothing was measured."""
@@ -35,9 +35,7 @@ def memory_pools(run: RunFiles) -> list[PoolMemory]:
     ]
 
 
-def _pool(
-    number: int, pool: Mapping[str, Any], plan: Mapping[str, Any], rows: Iterable[Row]
-) -> PoolMemory:
+def _pool(number: int, pool: JsonObject, plan: JsonObject, rows: Iterable[Row]) -> PoolMemory:
     parts = [
         {"role": role["role"], **part}
         for role in plan["roles"]
@@ -64,7 +62,7 @@ def _pool(
     )
 
 
-def _present(role: str, part: Mapping[str, Any], moment: str) -> bool:
+def _present(role: str, part: JsonObject, moment: str) -> bool:
     """Whether a part of a role is on the device at a moment."""
     if part["phase"] is not None:
         return f"{role}: {part['phase']}" == moment

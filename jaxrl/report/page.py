@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from importlib import resources
-from typing import Any, get_args
+from typing import get_args
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -25,6 +25,7 @@ from jaxrl.report.memory import memory_pools
 from jaxrl.report.read import RunFiles
 from jaxrl.report.samples import chosen, samples
 from jaxrl.report.timeline import lanes, reason
+from jaxrl.types import JsonObject
 
 SCRIPTS = ("base.js", "curves.js", "timeline.js", "samples.js", "start.js")
 UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
@@ -38,14 +39,14 @@ def page(runs: Sequence[RunFiles], advice: Sequence[str] = ()) -> str:
     """
     activities = [understand(run.events) for run in runs]
     found = [facts(run, activity) for run, activity in zip(runs, activities, strict=True)]
-    data: dict[str, Any] = {
+    data: JsonObject = {
         "runs": unique_names(runs),
         "groups": charts(runs),
         "evaluated": [evaluated_steps(run.rows) for run in runs],
     }
     series = (line for g in data["groups"] for chart in g["charts"] for line in chart["series"])
     script = "\n" + "\n".join(map(_asset, SCRIPTS))
-    values: dict[str, Any] = {
+    values: JsonObject = {
         "runs": runs,
         "names": data["runs"],
         "data": data,
@@ -66,7 +67,7 @@ def page(runs: Sequence[RunFiles], advice: Sequence[str] = ()) -> str:
     return environment().get_template("page.html").render(values).lstrip()
 
 
-def _of_one_run(run: RunFiles, activity: Activity) -> dict[str, Any]:
+def _of_one_run(run: RunFiles, activity: Activity) -> JsonObject:
     starts = [span.start for spans in activity.spans.values() for span in spans]
     return {
         "activity": activity,

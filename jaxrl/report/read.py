@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import fcntl
 import json
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from jaxrl.config import yaml_text
 from jaxrl.config.schema import CONFIG_FILE
@@ -23,9 +21,7 @@ from jaxrl.run.run_dir import LOCK, sessions
 from jaxrl.telemetry.metrics import METRICS_FILE, SAMPLES_FILE
 from jaxrl.telemetry.timeline import TIMELINE_FILE
 from jaxrl.telemetry.trackers import flat
-
-Row = Mapping[str, Any]
-"""The metrics of a step, and its number under `step`; None is a value that was not finite."""
+from jaxrl.types import JsonObject, Row
 
 
 @dataclass(frozen=True)
@@ -34,17 +30,17 @@ class RunFiles:
 
     name: str
     path: Path
-    config: Mapping[str, Any]
+    config: JsonObject
     """Dotted key -> value; empty where there is no config."""
     rows: tuple[Row, ...]
-    samples: tuple[Mapping[str, Any], ...]
-    events: tuple[Mapping[str, Any], ...]
+    samples: tuple[JsonObject, ...]
+    events: tuple[JsonObject, ...]
     """Of the timeline, as in its file."""
-    plan: Mapping[str, Any] | None
+    plan: JsonObject | None
     """As `plan.record.plan_json` describes it."""
-    stages: Mapping[str, Any] | None
+    stages: JsonObject | None
     """What a profiled run measured of its stages, as `StageTable.to_json` makes it."""
-    sessions: tuple[Mapping[str, Any], ...]
+    sessions: tuple[JsonObject, ...]
     """The starts of the run, as `run.run_dir.sessions` returns them."""
     running: bool
     """Whether a process holds the run's lock."""
@@ -93,7 +89,7 @@ def read_run(path: Path) -> RunFiles:
     )
 
 
-def _config(path: Path, notes: list[str]) -> dict[str, Any]:
+def _config(path: Path, notes: list[str]) -> JsonObject:
     try:
         return flat(yaml_text.read_mapping(path)) if path.is_file() else {}
     except UserError as error:
@@ -111,7 +107,7 @@ def _text(path: Path, notes: list[str]) -> str:
         return ""
 
 
-def _lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
+def _lines(path: Path, notes: list[str]) -> list[JsonObject]:
     """The objects of a file with one a line. Every whole line ends with a newline; those of the
     timeline begin with a comma, between lines of brackets.
     """
@@ -130,7 +126,7 @@ def _lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     return found
 
 
-def _document(path: Path, notes: list[str]) -> Any:
+def _document(path: Path, notes: list[str]) -> JsonObject | None:
     """The value of a JSON file; None where there is none."""
     text = _text(path, notes)
     try:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import groupby
-from typing import Any
 
 from jaxrl.report.curves import short
 from jaxrl.report.read import RunFiles
 from jaxrl.report.thin import evenly
+from jaxrl.types import JsonObject
 
 SAMPLES = 600
 """Most samples on a page."""
@@ -17,7 +17,7 @@ TEXT = 2000
 FIELDS = ("step", "prompt", "completion", "answer", "score", "reward", "tokens", "finish_reason")
 
 
-def samples(run: RunFiles) -> list[dict[str, Any]]:
+def samples(run: RunFiles) -> list[JsonObject]:
     """Those of the first step, the last, and of as many evenly between them as there is room for.
 
     `agreement` is the sample's own, or that of all completions of its step (`of_step`).
@@ -30,7 +30,7 @@ def samples(run: RunFiles) -> list[dict[str, Any]]:
     return [_shown(sample, of_step.get(step)) for step in kept for sample in by_step[step]]
 
 
-def _shown(sample: Mapping[str, Any], of_step: float | None) -> dict[str, Any]:
+def _shown(sample: JsonObject, of_step: float | None) -> JsonObject:
     own = sample.get("agreement")
     (agreement,) = short([of_step if own is None else own])
     texts = {name: cut(str(sample.get(name) or "")) for name in ("prompt", "completion")}
@@ -46,7 +46,7 @@ def cut(text: str) -> str:
     return f"{text[: TEXT // 2]}\n[... {left_out} characters ...]\n{text[-TEXT // 2 :]}"
 
 
-def chosen(run: RunFiles, shown: Sequence[Mapping[str, Any]]) -> str:
+def chosen(run: RunFiles, shown: Sequence[JsonObject]) -> str:
     """How many samples there are, and which of them are on the page."""
     if len(shown) == len(run.samples):
         return f"{len(shown)} samples"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from jaxrl.profile.waits import Gap, Span
 from jaxrl.report.idle import Activity, waited
 from jaxrl.report.thin import evenly
+from jaxrl.types import JsonObject
 
 SPANS = 40_000
 """Most spans of all lanes together."""
@@ -19,7 +19,7 @@ STEPS = 20_000
 """Most steps whose ends are on the page; where there are more, the page says `about step N`."""
 
 
-def lanes(activity: Activity) -> dict[str, Any]:
+def lanes(activity: Activity) -> JsonObject:
     """Lanes by pool for the page's script; all times are microseconds from the first.
 
     Each of the lists of a lane has one entry a span: start, length, and the number of its name in
@@ -37,7 +37,7 @@ def lanes(activity: Activity) -> dict[str, Any]:
         merged_us = max(1000, 2 * merged_us)
     names: dict[str, int] = {}
 
-    def lane(label: str, spans: Sequence[Span]) -> dict[str, Any]:
+    def lane(label: str, spans: Sequence[Span]) -> JsonObject:
         return {
             "label": label,
             "start": [span.start - zero for span in spans],
@@ -45,7 +45,7 @@ def lanes(activity: Activity) -> dict[str, Any]:
             "name": [names.setdefault(span.name, len(names)) for span in spans],
         }
 
-    def lanes_of(tracks: Iterable[str]) -> list[dict[str, Any]]:
+    def lanes_of(tracks: Iterable[str]) -> list[JsonObject]:
         return [
             lane(f"{track}, beside" if aside else track, _merged(drawn[track, aside], merged_us))
             for track in tracks

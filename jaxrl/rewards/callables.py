@@ -27,7 +27,7 @@ AnyConfig = TypeVar("AnyConfig", bound=Config)
 
 
 def bind(
-    config: AnyConfig, rewards: Sequence[Callable[..., Any]]
+    config: AnyConfig, rewards: Sequence[Callable[..., object]]
 ) -> tuple[AnyConfig, dict[str, bytes]]:
     """The config with an entry of `reward.functions` for each function, and by these entries the
     pickled functions.
@@ -59,7 +59,7 @@ def bind(
     return type(config).parse(dict(config) | {"reward": reward}), given
 
 
-def name_of(function: Callable[..., Any]) -> str:
+def name_of(function: Callable[..., object]) -> str:
     """What the metrics call it: `reward/NAME/...`."""
     if not callable(function) or inspect.isclass(function):
         raise UserError(f"rewards: {function!r} is no function f(prompts, completions, **columns)")
@@ -67,7 +67,7 @@ def name_of(function: Callable[..., Any]) -> str:
     return re.sub(r"\W+", "_", own).strip("_")
 
 
-def digest(function: Callable[..., Any]) -> str:
+def digest(function: Callable[..., object]) -> str:
     """Of its source, or else of its qualified name."""
     inner = _inner(function)
     code = inner if hasattr(inner, "__name__") else type(inner)
@@ -84,7 +84,7 @@ def _inner(function: Any) -> Any:
     return function
 
 
-def _pickled(function: Callable[..., Any], name: str) -> bytes:
+def _pickled(function: Callable[..., object], name: str) -> bytes:
     try:
         return bytes(cloudpickle.dumps(function))
     except Exception as error:

@@ -179,7 +179,7 @@ class Function:
         hint = self._limit if isinstance(error, MemoryError) else ""
         return {"failure": ("exception", text[-LONGEST_TRACEBACK:].rstrip() + hint)}
 
-    def _arguments(self, items: Sequence[Item]) -> dict[str, list[Any]]:
+    def _arguments(self, items: Sequence[Item]) -> dict[str, list[object]]:
         """Keyword arguments; a column that a row lacks is None there."""
         rows = [
             {**i.columns, "answer": i.answer, "prompts": i.prompt, "completions": i.completion}
@@ -270,7 +270,7 @@ def _load(source: ItemSource) -> Callable[..., Any]:
     return found
 
 
-def _signature(source: ItemSource, call: Callable[..., Any]) -> Signature:
+def _signature(source: ItemSource, call: Callable[..., object]) -> Signature:
     try:
         signature = inspect.signature(call)
     except (TypeError, ValueError) as error:
@@ -299,6 +299,6 @@ def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     text = repr(value)
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"

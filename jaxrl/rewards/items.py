@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class Item:
     prompt: str
     completion: str
     answer: str | None
-    columns: Mapping[str, Any]
+    columns: Mapping[str, object]
     """The other columns of its row, and what the run adds: `messages`, `finish_reason`,
     `n_tokens`."""
 

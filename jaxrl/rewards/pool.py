@@ -332,7 +332,7 @@ class _Process:
             lambda: asyncio.StreamReaderProtocol(self._answers), self._guard.stdout
         )
 
-    def order(self, content: Any) -> None:
+    def order(self, content: object) -> None:
         """Sends an order."""
         self._number += 1
         self._orders.write(pickle.dumps((self._number, content)))

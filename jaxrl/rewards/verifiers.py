@@ -245,7 +245,7 @@ def _dataset(name: str, options: str) -> Any:
     return make_dataset(name, json.loads(options), "verifier reasoning_gym")
 
 
-def _own_score(dataset: Any, answer: str, entry: Mapping[str, Any]) -> float:
+def _own_score(dataset: Any, answer: str, entry: Mapping[str, object]) -> float:
     try:
         score = float(dataset.score_answer(answer, entry))
     except Exception:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from jaxrl.checkpoint.arrays import Saving, load_arrays, save_arrays
 from jaxrl.checkpoint.store import ACTOR
@@ -37,12 +38,14 @@ from jaxrl.sharding.mesh import is_primary
 from jaxrl.sharding.reshard import nbytes, put, reshard, to_host
 from jaxrl.types import (
     Finish,
+    Frozen,
     Loss,
     Prepare,
     RoleScores,
     Rollout,
     TrainBatch,
     Trained,
+    Tree,
     Weights,
 )
 
@@ -58,12 +61,12 @@ class Actor:
         config: Config,
         model: DecoderConfig,
         mesh: Mesh,
-        load: Callable[[Any], Params],
+        load: Callable[[DTypeLike], Params],
         prepare: Prepare,
         loss: Loss,
         finish: Finish,
-        frozen: Mapping[str, Any],
-        receiver: Any | None,
+        frozen: Frozen,
+        receiver: Tree,
         run_dir: Path,
         restore: Path | None = None,
     ):
@@ -127,7 +130,7 @@ class Actor:
         if batch.advantages is not None and self.config.updates_per_batch > 1:
             wanted = np.where(tokens_of(in_policy, group) > 0, units, 0)
             placed = self._with_old_logprobs(placed, wanted, group, live)
-        totals: dict[str, list[Any]] = {}
+        totals: dict[str, list[tuple[float, float]]] = {}
         largest: dict[str, float] = {}
         by_row: dict[str, np.ndarray] = {}
         norms: list[float] = []
@@ -260,10 +263,10 @@ class Actor:
         """Tells the ledger what there is, and who needs it."""
         ledger, offload = current(), self.config.offload
 
-        def write(**changed: Any) -> None:
+        def write(**changed: Tree) -> None:
             self.state = replace(self.state, **changed)
 
-        def write_frozen(tree: Any) -> None:
+        def write_frozen(tree: Tree) -> None:
             self._frozen = tree
 
         saves = ("actor.update", "actor.save")
@@ -347,7 +350,7 @@ class Actor:
         return 1
 
 
-def _added(totals: Mapping[str, list[Any]]) -> dict[str, tuple[float, float]]:
+def _added(totals: Mapping[str, list[tuple[float, float]]]) -> dict[str, tuple[float, float]]:
     """(sum, count) of each metric, over all updates."""
     return {
         name: (float(sum(p[0] for p in pairs)), float(sum(p[1] for p in pairs)))
@@ -356,7 +359,7 @@ def _added(totals: Mapping[str, list[Any]]) -> dict[str, tuple[float, float]]:
 
 
 def _fill(
-    by_row: dict[str, np.ndarray], each: Mapping[str, Any], index: np.ndarray, rows: int
+    by_row: dict[str, np.ndarray], each: Mapping[str, Tree], index: np.ndarray, rows: int
 ) -> None:
     """Puts sum / count of the rows [n, b] of an update in their places among all."""
     for name, (total, count) in each.items():

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import KeyPath
+from jax.typing import DTypeLike
 from optax.contrib import MuonDimensionNumbers, muon
 
 from jaxrl.config.schema import OptimizerConfig
+from jaxrl.types import Tree
 
-Schedule = Callable[[Any], Any]
+Schedule = Callable[[int | jax.Array], float | jax.Array]
 ROUNDING_SEED = 0x0DD
 """Added to the seed of a run for the rounding of bfloat16 weights."""
 
@@ -38,7 +40,7 @@ def learning_rate(config: OptimizerConfig, updates: int) -> Schedule:
 
 
 def make_optimizer(
-    config: OptimizerConfig, updates: int, moment_dtype: Any
+    config: OptimizerConfig, updates: int, moment_dtype: DTypeLike
 ) -> optax.GradientTransformation:
     """Clipping by the global norm, then the named optimizer under its schedule.
 
@@ -77,13 +79,13 @@ def make_optimizer(
     return in_dtype(optax.chain(*clip, makers[c.name]()), moment_dtype)
 
 
-def in_dtype(inner: optax.GradientTransformation, dtype: Any) -> optax.GradientTransformation:
+def in_dtype(inner: optax.GradientTransformation, dtype: DTypeLike) -> optax.GradientTransformation:
     """`inner` with its gradients and its state in `dtype`, whatever the parameters' dtype."""
 
-    def init(params: Any) -> Any:
+    def init(params: Tree) -> Tree:
         return inner.init(jax.tree.map(lambda x: x.astype(dtype), params))
 
-    def update(grads: Any, state: Any, params: Any = None) -> Any:
+    def update(grads: Tree, state: Tree, params: Tree = None) -> Tree:
         grads = jax.tree.map(lambda x: x.astype(dtype), grads)
         params = None if params is None else jax.tree.map(lambda x: x.astype(dtype), params)
         return inner.update(grads, state, params)
@@ -91,7 +93,7 @@ def in_dtype(inner: optax.GradientTransformation, dtype: Any) -> optax.GradientT
     return optax.GradientTransformation(init, update)
 
 
-def apply_changes(params: Any, changes: Any, seed: int, updates: jax.Array) -> Any:
+def apply_changes(params: Tree, changes: Tree, seed: int, updates: jax.Array) -> Tree:
     """params + changes; what is held in bfloat16 is rounded up or down at random.
 
     Rounded to the nearest, most of Adam's moves are lost: at a learning rate of 1e-5 they are
@@ -138,10 +140,10 @@ def _mixed(x: jax.Array) -> jax.Array:
     return x ^ (x >> 16)
 
 
-def decayed(params: Any) -> Any:
+def decayed(params: Tree) -> Tree:
     """True for the kernels of the blocks: embeddings, head, norms and biases are not decayed."""
 
-    def is_kernel(path: Any, _: Any) -> bool:
+    def is_kernel(path: KeyPath, _: object) -> bool:
         names = [getattr(key, "key", "") for key in path]
         return names[0] == "layers" and names[-1] == "kernel"
 
@@ -149,8 +151,8 @@ def decayed(params: Any) -> Any:
 
 
 def state_shardings(
-    optimizer: optax.GradientTransformation, params: Any, shardings: Any, mesh: Mesh
-) -> Any:
+    optimizer: optax.GradientTransformation, params: Tree, shardings: Tree, mesh: Mesh
+) -> Tree:
     """Shardings of the optimizer's state: a moment lies where its parameter does, all else is
     replicated.
 
@@ -163,7 +165,7 @@ def state_shardings(
     placed = dict(zip([path for path, _ in leaves], jax.tree.leaves(shardings), strict=True))
     shapes = {path: leaf.shape for path, leaf in leaves}
 
-    def place(path: Any, leaf: Any) -> NamedSharding:
+    def place(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
         """A moment's path ends with the path of its parameter."""
         own = next((path[i:] for i in range(len(path)) if path[i:] in shapes), None)
         return placed[own] if own and leaf.shape == shapes[own] else everywhere
@@ -171,7 +173,7 @@ def state_shardings(
     return jax.tree_util.tree_map_with_path(place, jax.eval_shape(optimizer.init, params))
 
 
-def _muon_dims(params: Any) -> Any:
+def _muon_dims(params: Tree) -> Tree:
     """Muon for the kernels of the blocks [L, in, out]; Adam, its fallback, for the rest."""
     dims = MuonDimensionNumbers(reduction_axis=1, output_axis=2)
     return jax.tree.map(lambda kernel: dims if kernel else None, decayed(params))

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from jaxrl.algorithms.signals import completion_logprobs
 from jaxrl.config.schema import Config
@@ -22,7 +22,7 @@ from jaxrl.models.decoder import Params, abstract_params, cast, unstack
 from jaxrl.models.rules import param_shardings
 from jaxrl.roles.microbatch import micro_batch, rows_of_groups, split_rows
 from jaxrl.roles.optimizer import apply_changes, make_optimizer, state_shardings
-from jaxrl.types import Loss, Sequences, Totals, TrainBatch
+from jaxrl.types import Array, Frozen, Loss, Sequences, Totals, TrainBatch, Tree
 
 
 @jax.tree_util.register_dataclass
@@ -32,7 +32,7 @@ class TrainState:
 
     params: Params
     """Stacked layout, in `actor.param_dtype`."""
-    opt_state: Any
+    opt_state: Tree
     updates: jax.Array
     """Scalar int32: optimizer updates applied."""
 
@@ -103,18 +103,18 @@ class ActorPrograms:
         size = padded if budget is None else max(1, budget // width) * shards
         return rows_of_groups(split_rows(chosen, lengths, size, shards, padded), group)
 
-    def _make_update(self, optimizer: optax.GradientTransformation) -> Callable[..., Any]:
+    def _make_update(self, optimizer: optax.GradientTransformation) -> Callable[..., Tree]:
         value_and_grad = jax.value_and_grad(self._micro_loss, has_aux=True)
 
         def accumulate(
-            params: Params, frozen: Any, batch: TrainBatch, rows: jax.Array, group: int
-        ) -> Any:
+            params: Params, frozen: Frozen, batch: TrainBatch, rows: jax.Array, group: int
+        ) -> Tree:
             """Gradient of the summed loss over all micro-batches, with its sums and maxima, and
             the metrics of each row, [n, b].
             """
             totals = _totals(batch, rows)
 
-            def one(index: jax.Array) -> Any:
+            def one(index: jax.Array) -> Tree:
                 micro = micro_batch(batch, index, self.mesh, group)
                 (_, rest), grads = value_and_grad(params, frozen, micro, totals)
                 return *rest, grads
@@ -125,7 +125,7 @@ class ActorPrograms:
                 return grads, sums, maxima, each
             grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
 
-            def body(carry: Any, index: jax.Array) -> tuple[Any, Any]:
+            def body(carry: Tree, index: jax.Array) -> tuple[Tree, Tree]:
                 *added, largest = carry
                 sums, maxima, each, grads = one(index)
                 added = jax.tree.map(lambda a, b: a + b.astype(a.dtype), added, [grads, sums])
@@ -134,14 +134,14 @@ class ActorPrograms:
             summed, more = jax.lax.scan(body, (grads, sums, maxima), rows[1:])
             return *summed, jax.tree.map(lambda *x: jnp.concatenate(x), each, more)
 
-        def apply(state: TrainState, grads: Any) -> TrainState:
+        def apply(state: TrainState, grads: Tree) -> TrainState:
             changes, opt_state = optimizer.update(grads, state.opt_state, state.params)
             params = apply_changes(state.params, changes, self.config.seed, state.updates)
             return TrainState(params, opt_state, state.updates + 1)
 
         def update(
-            state: TrainState, frozen: Any, batch: TrainBatch, rows: jax.Array, group: int = 1
-        ) -> Any:
+            state: TrainState, frozen: Frozen, batch: TrainBatch, rows: jax.Array, group: int = 1
+        ) -> Tree:
             grads, sums, maxima, each = accumulate(state.params, frozen, batch, rows, group)
             count = jnp.maximum(sums["loss"][1], 1)
             grads = jax.tree.map(lambda g: (g / count).astype(g.dtype), grads)
@@ -154,12 +154,14 @@ class ActorPrograms:
 
         return update
 
-    def _micro_loss(self, params: Params, frozen: Any, batch: TrainBatch, totals: Totals) -> Any:
+    def _micro_loss(
+        self, params: Params, frozen: Frozen, batch: TrainBatch, totals: Totals
+    ) -> tuple[Array, Tree]:
         (total, count), metrics, maxima = self._loss(params, frozen, batch, totals)
         each = {name: pair for name, pair in metrics.items() if pair[0].ndim > 0}
         return total, ({"loss": (total, count), **jax.tree.map(jnp.sum, metrics)}, maxima, each)
 
-    def _make_old(self) -> Any:
+    def _make_old(self) -> jax.stages.Wrapped:
         """The jitted pass that tells the policy's log-probs before the batch changes it."""
         c = self.config
 
@@ -167,7 +169,7 @@ class ActorPrograms:
             weights = cast(params, jnp.dtype(c.actor.dtype))
             out = jnp.zeros(batch.sequences.loss_mask.shape, jnp.float32)
 
-            def body(out: jax.Array, index: jax.Array) -> tuple[Any, None]:
+            def body(out: jax.Array, index: jax.Array) -> tuple[jax.Array, None]:
                 micro = micro_batch(batch, index, self.mesh, group)
                 logprobs = completion_logprobs(
                     self.model,
@@ -184,12 +186,12 @@ class ActorPrograms:
 
         return jax.jit(old, static_argnums=3, out_shardings=self.rows)
 
-    def _make_convert(self) -> Any:
+    def _make_convert(self) -> jax.stages.Wrapped:
         """(some top-level entries of the parameters, dtype) -> the same, for the receiver."""
         layout = self.config.rollout.layout
         shardings = param_shardings(self.model, self.mesh, layout)
 
-        def convert(params: Params, dtype: Any) -> Params:
+        def convert(params: Params, dtype: DTypeLike) -> Params:
             params = cast(params, dtype)
             params = params if layout == "stacked" else unstack(params)
             return {

@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 PUBLISHED: dict[str, tuple[float, float]] = {
     "NVIDIA A100-PCIE-40GB": (312, 1555),
@@ -84,7 +84,7 @@ def ceilings_of(device: jax.Device, dtype: str) -> Ceilings:
     return Ceilings(kind, flops, bandwidth, published=False, shared=shared)
 
 
-def product_flops(rows: int, inner: int, columns: int, dtype: Any) -> float:
+def product_flops(rows: int, inner: int, columns: int, dtype: DTypeLike) -> float:
     """FLOPs per second of one XLA product [rows, inner] @ [inner, columns]."""
     a, b = jnp.ones((rows, inner), dtype), jnp.ones((inner, columns), dtype)
     run = jax.jit(lambda a, b: jnp.matmul(a, b, preferred_element_type=jnp.float32))
@@ -105,7 +105,7 @@ def read_bandwidth(nbytes: int) -> float:
     return nbytes / seconds
 
 
-def best_seconds(run: Callable[[], Any]) -> float:
+def best_seconds(run: Callable[[], object]) -> float:
     """The shortest of some calls, after one to warm up."""
     jax.block_until_ready(run())
     found: list[float] = []

@@ -20,17 +20,19 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import jax
+from jax.sharding import Sharding
 
 from jaxrl.errors import UserError
+from jaxrl.types import Tree
 
 HOST = "pinned_host"
 """The memory kind of what is away."""
 
 
-Buffer = tuple[Any, int]
+Buffer = tuple[jax.Device, int]
 """A device and an address there."""
 
 
@@ -57,8 +59,8 @@ class Move:
 class _Resident:
     name: str
     stages: Collection[str]
-    read: Callable[[], Any]
-    write: Callable[[Any], None]
+    read: Callable[[], Tree]
+    write: Callable[[Tree], None]
     offload: bool
     stale_at: Collection[str]
 
@@ -77,7 +79,7 @@ class _Coming:
 class Ledger:
     """The memory of one pool; used by the thread of its worker alone."""
 
-    announce: Callable[[str], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    announce: Callable[[str], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
     """Names what the worker does while it waits for a move."""
     peak: int = 0
     """Most bytes that a device has held."""
@@ -86,14 +88,14 @@ class Ledger:
     moves: list[Move] = field(default_factory=list)
     """Since they were last taken."""
     _residents: dict[str, _Resident] = field(default_factory=dict)
-    _held: dict[str, Counter[Any]] = field(default_factory=dict)
+    _held: dict[str, Counter[jax.Device]] = field(default_factory=dict)
     """Name -> bytes on each device; residents too."""
     _pinned: dict[str, list[Buffer]] = field(default_factory=dict)
     """Name -> where that lies which was `put`; it may be a resident's as well."""
     _coming: list[_Coming] = field(default_factory=list)
     _stage: str = ""
     _after: dict[str, str] = field(default_factory=dict)
-    _programs: weakref.WeakKeyDictionary[Any, dict[Any, int]] = field(
+    _programs: weakref.WeakKeyDictionary[object, dict[object, int]] = field(
         default_factory=weakref.WeakKeyDictionary
     )
     """Program -> form of its arguments -> bytes."""
@@ -101,8 +103,8 @@ class Ledger:
     def resident(
         self,
         name: str,
-        read: Callable[[], Any],
-        write: Callable[[Any], None],
+        read: Callable[[], Tree],
+        write: Callable[[Tree], None],
         *,
         stages: Collection[str],
         offload: bool = False,
@@ -158,7 +160,7 @@ class Ledger:
         for resident in self._residents.values():
             if following not in resident.stages:
                 continue
-            incoming: Counter[Any] = Counter()
+            incoming: Counter[jax.Device] = Counter()
             for array in _arrays(resident.read()):
                 if _is_away(array):
                     incoming += _per_device(array)
@@ -169,7 +171,7 @@ class Ledger:
         """Residents hold other arrays than before; every stage looks by itself at its start."""
         seen: set[Buffer] = set()
         for resident in self._residents.values():
-            mine: Counter[Any] = Counter()
+            mine: Counter[jax.Device] = Counter()
             for array in _arrays(resident.read()):
                 if not _is_away(array) and buffer(array) not in seen:
                     seen.add(buffer(array))
@@ -177,7 +179,7 @@ class Ledger:
             self._held[resident.name] = mine
         self._note()
 
-    def put(self, name: str, tree: Any) -> None:
+    def put(self, name: str, tree: Tree) -> None:
         """Arrays that are there until `drop`; put again, they take the place of the old ones."""
         arrays = _arrays(tree)
         self._pinned[name] = [buffer(array) for array in arrays]
@@ -191,7 +193,9 @@ class Ledger:
         self._pinned.pop(name, None)
 
     @contextlib.contextmanager
-    def running(self, program: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+    def running(
+        self, program: jax.stages.Wrapped, *args: object, **kwargs: object
+    ) -> Iterator[None]:
         """A jitted function runs with these arguments: its temporaries and new outputs are there.
 
         What XLA says of it (`memory_analysis`) is asked once for each form of the arguments, and
@@ -284,7 +288,7 @@ class Ledger:
             self.moves.append(move)
         self._coming.clear()
 
-    def _total(self) -> Counter[Any]:
+    def _total(self) -> Counter[jax.Device]:
         return sum(self._held.values(), Counter())
 
     def _note(self) -> None:
@@ -316,11 +320,11 @@ def buffer(array: jax.Array) -> Buffer:
     return next(iter(first.devices())), first.unsafe_buffer_pointer()
 
 
-def _arrays(tree: Any) -> list[jax.Array]:
+def _arrays(tree: Tree) -> list[jax.Array]:
     return [leaf for leaf in jax.tree.leaves(tree) if _is_here(leaf)]
 
 
-def _is_here(leaf: Any) -> bool:
+def _is_here(leaf: object) -> TypeGuard[jax.Array]:
     """An array with a part on a device of this process, and still there: an update donates what
     the rollout shares with it.
     """
@@ -329,11 +333,11 @@ def _is_here(leaf: Any) -> bool:
     return bool(leaf.sharding.addressable_devices)
 
 
-def _is_away(leaf: Any) -> bool:
+def _is_away(leaf: object) -> TypeGuard[jax.Array]:
     return _is_here(leaf) and leaf.sharding.memory_kind == HOST
 
 
-def _per_device(array: jax.Array) -> Counter[Any]:
+def _per_device(array: jax.Array) -> Counter[jax.Device]:
     """Bytes on each device of this process."""
     size = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
     return Counter(dict.fromkeys(array.sharding.addressable_devices, size))
@@ -344,13 +348,13 @@ def _nbytes(arrays: Collection[jax.Array]) -> int:
     return sum(sum(_per_device(array).values()) for array in arrays)
 
 
-def _form(leaf: Any) -> Any:
+def _form(leaf: Tree) -> object:
     if not hasattr(leaf, "dtype"):
         return leaf  # static arguments can be hashed
     return tuple(leaf.shape), leaf.dtype, getattr(leaf, "sharding", None)
 
 
-def _put(arrays: list[jax.Array], shardings: list[Any]) -> list[jax.Array]:
+def _put(arrays: list[jax.Array], shardings: list[Sharding]) -> list[jax.Array]:
     """To another memory of the same devices; of a mesh of several processes each does the same."""
     if all(array.is_fully_addressable for array in arrays):
         return jax.device_put(arrays, shardings)

@@ -20,6 +20,7 @@ from jaxrl.process.compile_cache import compile_unordered_programs_again
 from jaxrl.process.gpu_memory import take_share
 from jaxrl.process.xla_flags import ignore_absent_accelerators, wait_for_slow_devices
 from jaxrl.sharding.placement import AXIS_NAMES, Axes, Placement, device_list
+from jaxrl.types import Tree
 
 HOST_COUNT_FLAG = "xla_force_host_platform_device_count"
 MOST_EMULATED = 512
@@ -156,7 +157,7 @@ def verify(role: str, mesh: Mesh, expected: Iterable[int]) -> None:
         )
 
 
-def verify_arrays(role: str, arrays: Any, mesh: Mesh) -> None:
+def verify_arrays(role: str, arrays: Tree, mesh: Mesh) -> None:
     """Checks, inside the worker, that a role's arrays lie on exactly the devices of its mesh."""
     held = {device.id for leaf in jax.tree.leaves(arrays) for device in leaf.sharding.device_set}
     given = {device.id for device in mesh.devices.flat}

@@ -12,17 +12,18 @@ collective.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.typing import ArrayLike
 
 from jaxrl.sharding.shards import Box, Shards, box_of, overlap
+from jaxrl.types import Tree
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Rows:
     parts: tuple[jax.Array, ...]
 
 
-def put(tree: Any, shardings: Any) -> Any:
+def put(tree: Tree, shardings: Tree) -> Tree:
     """Host arrays, the same in every process, in `shardings` (of the same form, or one for all).
 
     No process waits for another.
@@ -42,7 +43,7 @@ def put(tree: Any, shardings: Any) -> Any:
     return jax.tree.map(_put, tree, jax.tree.broadcast(shardings, tree))
 
 
-def reshard(tree: Any, shardings: Any) -> Any:
+def reshard(tree: Tree, shardings: Tree) -> Tree:
     """The arrays of `tree` in `shardings` (a tree of the same form, or one sharding for all).
 
     A leaf that has its sharding already is returned as it is, without a copy.
@@ -54,7 +55,7 @@ def reshard(tree: Any, shardings: Any) -> Any:
     return jax.tree.map(_move, tree, jax.tree.broadcast(shardings, tree))
 
 
-def to_host(x: Any) -> np.ndarray:
+def to_host(x: jax.Array | np.ndarray) -> np.ndarray:
     """All of `x` on the host of every process; those that share its mesh must ask together."""
     if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
         assert isinstance(x.sharding, NamedSharding)
@@ -62,12 +63,12 @@ def to_host(x: Any) -> np.ndarray:
     return np.asarray(x)
 
 
-def nbytes(tree: Any) -> int:
+def nbytes(tree: Tree) -> int:
     """Bytes of the arrays of `tree`, each counted once however it is replicated."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def _move(x: Any, target: Sharding) -> jax.Array:
+def _move(x: jax.Array | Rows | Shards | np.ndarray, target: Sharding) -> jax.Array:
     if isinstance(x, Shards):
         return _from_boxes(x.shape, x.dtype, x.read, target)
     if isinstance(x, Rows):
@@ -79,21 +80,27 @@ def _move(x: Any, target: Sharding) -> jax.Array:
     if not (x.is_fully_addressable and target.is_fully_addressable):
         together = x.sharding.device_set == target.device_set
         return _in(target)(x) if together else put(to_host(x), target)
-    devices: set[Any] = target.device_set | x.sharding.device_set
+    devices: set[jax.Device] = target.device_set | x.sharding.device_set
     on_gpu = all(device.platform == "gpu" for device in devices)
     return put_pieces(x, target) if on_gpu else jax.device_put(x, target)
 
 
-def _put(x: Any, target: Sharding) -> jax.Array:
-    x = np.asarray(x)
-    return _from_boxes(x.shape, x.dtype, lambda index: x[index], target)
+def _put(x: ArrayLike, target: Sharding) -> jax.Array:
+    values = np.asarray(x)
+    return _from_boxes(values.shape, values.dtype, lambda index: values[index], target)
 
 
-def _from_boxes(shape: tuple[int, ...], dtype: Any, read: Any, target: Sharding) -> jax.Array:
+def _from_boxes(
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    read: Callable[[tuple[slice, ...]], np.ndarray],
+    target: Sharding,
+) -> jax.Array:
     """An array of the boxes that `read` gives; each is read once for all devices that hold it."""
     boxes: dict[Box, np.ndarray] = {}
 
-    def box(index: Any) -> np.ndarray:
+    def box(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None, "every device here holds a shard"
         at = box_of(index, shape)
         if at not in boxes:
             boxes[at] = read(tuple(slice(*span) for span in at))
@@ -115,7 +122,7 @@ def _join_rows(parts: Sequence[jax.Array], target: Sharding) -> jax.Array:
 
 
 @lru_cache(maxsize=256)
-def _in(target: Sharding) -> Any:
+def _in(target: Sharding) -> Callable[..., jax.Array]:
     """Arrays over the devices of `target`, joined by rows, in `target`."""
 
     def join(*parts: jax.Array) -> jax.Array:
@@ -164,13 +171,13 @@ def _assemble(
 
 
 @lru_cache(maxsize=4096)
-def _cut(starts: tuple[int, ...], sizes: tuple[int, ...]) -> Any:
+def _cut(starts: tuple[int, ...], sizes: tuple[int, ...]) -> Callable[[jax.Array], jax.Array]:
     stops = tuple(a + n for a, n in zip(starts, sizes, strict=True))
     return jax.jit(lambda x: jax.lax.slice(x, starts, stops))
 
 
 @lru_cache(maxsize=4096)
-def _join(offsets: tuple[tuple[int, ...], ...], shape: tuple[int, ...]) -> Any:
+def _join(offsets: tuple[tuple[int, ...], ...], shape: tuple[int, ...]) -> Callable[..., jax.Array]:
     def join(*pieces: jax.Array) -> jax.Array:
         out = jnp.zeros(shape, pieces[0].dtype)
         for piece, offset in zip(pieces, offsets, strict=True):

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 
 Box = tuple[tuple[int, int], ...]
 """Half-open range of each dim."""
@@ -31,7 +32,7 @@ class Shards:
     """A global array as pieces that cover it."""
 
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: np.dtype
     """numpy dtype; bfloat16 is `ml_dtypes`'."""
     pieces: tuple[Piece, ...]
 
@@ -68,7 +69,7 @@ class Shards:
         assert out is not None or 0 in sizes
         return np.empty(sizes, self.dtype) if out is None else out
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         whole = self.read(tuple(slice(0, n) for n in self.shape))
         return whole if dtype is None else whole.astype(dtype)
 

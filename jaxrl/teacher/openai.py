@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
 
 import numpy as np
 
@@ -26,7 +25,7 @@ from jaxrl.errors import UserError
 from jaxrl.teacher.check import ROUNDING, check_ids, check_logprobs, check_sum
 from jaxrl.teacher.client import Endpoint, TeacherError
 from jaxrl.teacher.protocol import Signal
-from jaxrl.types import Sequences, TeacherSignal
+from jaxrl.types import JsonObject, Sequences, TeacherSignal
 
 LEAST_LOGPROB = -1e4
 """Stands for a log-prob of minus infinity."""
@@ -209,7 +208,7 @@ def _models(body: bytes) -> dict[str, int | None]:
     return {each["id"]: each.get("max_model_len") for each in json.loads(body)["data"]}
 
 
-def _choice(body: bytes, tokens: Sequence[int]) -> Any:
+def _choice(body: bytes, tokens: Sequence[int]) -> JsonObject:
     """The first choice of an answer. Raises ValueError where it is about other tokens than were
     sent."""
     answer = json.loads(body)
@@ -223,7 +222,7 @@ def _choice(body: bytes, tokens: Sequence[int]) -> Any:
     return choice
 
 
-def _read_prompt_logprobs(choice: Any, tokens: Sequence[int]) -> list[Position]:
+def _read_prompt_logprobs(choice: JsonObject, tokens: Sequence[int]) -> list[Position]:
     entries = choice["prompt_logprobs"]
     if entries is None or len(entries) != len(tokens):
         n = len(entries or ())
@@ -244,7 +243,7 @@ def _read_prompt_logprobs(choice: Any, tokens: Sequence[int]) -> list[Position]:
     return positions
 
 
-def _read_echo(choice: Any, tokens: Sequence[int]) -> list[Position]:
+def _read_echo(choice: JsonObject, tokens: Sequence[int]) -> list[Position]:
     answer = choice["logprobs"]
     echoed = [_named(name) for name in answer["tokens"][: len(tokens)]]
     if echoed != list(tokens):
@@ -262,7 +261,7 @@ def _read_echo(choice: Any, tokens: Sequence[int]) -> list[Position]:
     return positions
 
 
-_STYLES: dict[str, tuple[Callable[[int], dict[str, Any]], Callable[..., list[Position]]]] = {
+_STYLES: dict[str, tuple[Callable[[int], JsonObject], Callable[..., list[Position]]]] = {
     "prompt_logprobs": (lambda k: {"prompt_logprobs": k}, _read_prompt_logprobs),
     "echo": (lambda k: {"echo": True, "logprobs": k}, _read_echo),
 }
@@ -283,7 +282,7 @@ def _sorted(values: dict[int, float]) -> tuple[tuple[int, float], ...]:
     return tuple(sorted(values.items(), key=lambda item: (-item[1], item[0])))
 
 
-def _number(value: Any) -> float:
+def _number(value: object) -> float:
     """A log-prob; null is an error, minus infinity is not."""
     if not isinstance(value, int | float):
         raise ValueError(f"a log-prob is {json.dumps(value)[:40]}: a number is expected")

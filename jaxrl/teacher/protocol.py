@@ -10,16 +10,17 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Literal, Self, get_args
 
 import numpy as np
 import safetensors
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from jaxrl.config.schema import DistillConfig
+from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
 from jaxrl.formats.hf import STORED
-from jaxrl.types import Sequences, TeacherSignal
+from jaxrl.types import JsonObject, Sequences, TeacherSignal
 
 PROTOCOL = 1
 """Version of everything in this file; a client and a server of different versions do not talk."""
@@ -182,7 +183,7 @@ class Request:
     """[B, C, K] int32: the student's most probable tokens, for `student_topk`."""
 
 
-def vocab_hash(tokenizer: Any) -> str:
+def vocab_hash(tokenizer: Tokenizer) -> str:
     """SHA-256 of the tokens by id: equal for tokenizers that name every id alike."""
     digest = hashlib.sha256()
     for i, token in sorted((i, token) for token, i in tokenizer.get_vocab().items()):
@@ -268,9 +269,7 @@ def _sequences(tensors: Mapping[str, np.ndarray], options: Options, info: Info) 
     return Sequences(tokens, mask, loss_mask)
 
 
-def _tensor(
-    tensors: Mapping[str, np.ndarray], name: str, dtype: type[Any], rank: int
-) -> np.ndarray:
+def _tensor(tensors: Mapping[str, np.ndarray], name: str, dtype: type, rank: int) -> np.ndarray:
     if name not in tensors:
         raise Refused(400, f"tensor {name!r} is missing: there are {sorted(tensors)}")
     tensor, needed = tensors[name], np.dtype(dtype)
@@ -293,7 +292,7 @@ def write_signal(signal: TeacherSignal) -> list[Piece]:
 def frame(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> list[Piece]:
     """Safetensors in pieces, to be sent one after the other: unlike with `safetensors.serialize`,
     the tensors are not copied."""
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    header: JsonObject = {"__metadata__": dict(metadata)} if metadata else {}
     pieces: list[Piece] = []
     at = 0
     for name, tensor in tensors.items():

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from typing import Any
 
 import jax
 import numpy as np
 
 from jaxrl.config.schema import Config, TeacherConfig
-from jaxrl.data.tokenizer import check_eos, check_same_prompts
+from jaxrl.data.tokenizer import Tokenizer, check_eos, check_same_prompts
 from jaxrl.errors import UserError
 from jaxrl.models.config import DecoderConfig
 from jaxrl.runtime.worker import phase
@@ -76,7 +75,7 @@ def remote_head(config: Config, rows: int) -> np.ndarray:
 
 
 def check_remote(
-    config: Config, info: Info | CompletionsInfo, tokenizer: Any, student: DecoderConfig
+    config: Config, info: Info | CompletionsInfo, tokenizer: Tokenizer, student: DecoderConfig
 ) -> int:
     """Refuses a teacher that the run cannot learn from.
 
@@ -118,7 +117,7 @@ def check_remote(
 def check_remote_prompts(
     config: Config,
     info: Info | CompletionsInfo,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     prompts: Iterable[Prompt],
     vocab_size: int | None = None,
 ) -> str | None:
@@ -160,7 +159,7 @@ def _check_log_probs_only(config: Config) -> None:
         )
 
 
-def _check_vocabulary(info: Info, tokenizer: Any, student: DecoderConfig, where: str) -> int:
+def _check_vocabulary(info: Info, tokenizer: Tokenizer, student: DecoderConfig, where: str) -> int:
     if tokenizer is None:
         raise UserError(
             "student.model has no tokenizer, so that its tokens cannot be compared: put"
@@ -186,7 +185,7 @@ def _check_vocabulary(info: Info, tokenizer: Any, student: DecoderConfig, where:
 
 
 def _probe(
-    config: Config, tokenizer: Any, tokens: tuple[int, ...], vocab_size: int | None
+    config: Config, tokenizer: Tokenizer, tokens: tuple[int, ...], vocab_size: int | None
 ) -> str | None:
     """Asks for what the run will ask for, and compares how the server spells the tokens."""
     client = _client(config.teacher, MEET_S)

@@ -40,6 +40,7 @@ from jaxrl.teacher.protocol import (
     write_signal,
 )
 from jaxrl.teacher.service import ScoringService
+from jaxrl.types import JsonObject
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 MOST_CONNECTIONS, MOST_OF_ONE = 256, 64
@@ -111,9 +112,9 @@ class TeacherServer(ThreadingTCPServer):
         self._in_hand, self._draining, self._started = 0, False, False
         self._bodies = Counter[str]()
         """Bytes of requests that each address has in memory."""
-        self._open: dict[Any, str] = {}
+        self._open: dict[socket.socket, str] = {}
         """Address of each open connection, the oldest first."""
-        self._asking: dict[Any, str] = {}
+        self._asking: dict[socket.socket, str] = {}
         """Of those, the ones whose request has not arrived as a whole."""
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), _Handler, bind_and_activate=False)
@@ -155,7 +156,7 @@ class TeacherServer(ThreadingTCPServer):
 
     # What the handlers of requests use.
 
-    def health(self, known: bool) -> dict[str, Any]:
+    def health(self, known: bool) -> JsonObject:
         """
         Args:
             known: whether the client knows the token; others learn the status only.
@@ -217,7 +218,7 @@ class TeacherServer(ThreadingTCPServer):
         if self._log_requests:
             self.log(f"{client} {question} {status} {seconds:.2f} s")
 
-    def asked(self, connection: Any) -> None:
+    def asked(self, connection: socket.socket) -> None:
         """The connection's request is whole: it no longer makes room for others."""
         with self._change:
             self._asking.pop(connection, None)
@@ -330,7 +331,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_POST = do_GET
 
-    def log_message(self, format: str, *args: Any) -> None:
+    def log_message(self, format: str, *args: object) -> None:
         pass  # the server logs counts instead
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:

@@ -7,15 +7,17 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cached_property, partial
-from typing import Any, get_args
+from typing import TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.stages import Compiled
 
 from jaxrl.algorithms.signals import Projection, completion_hidden, teacher_signal
 from jaxrl.checkpoint.source import ModelSource
+from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
 from jaxrl.models import decoder
 from jaxrl.models.decoder import Params
@@ -32,8 +34,9 @@ from jaxrl.teacher.protocol import (
     Request,
     vocab_hash,
 )
-from jaxrl.types import Sequences, TeacherSignal
+from jaxrl.types import Array, Sequences, TeacherSignal, Tree
 
+T = TypeVar("T")
 MB = 10**6
 DTYPES = get_args(DType)
 MOST_CHUNK = 4096
@@ -56,7 +59,7 @@ class ScoringService:
     def __init__(
         self,
         source: ModelSource,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         mesh: Mesh,
         dtype: DType,
         *,
@@ -88,7 +91,7 @@ class ScoringService:
         verify_arrays("teacher", self.params, mesh)
         self._max_batch_tokens = max_batch_tokens
         self._rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
-        self._programs: dict[Any, Future[Any]] = {}
+        self._programs: dict[tuple[Options, str], Future[Compiled]] = {}
         self._lock = threading.Lock()
         self._devices = ThreadPoolExecutor(1, thread_name_prefix="teacher-devices")
         vocabulary = vocab_hash(tokenizer)
@@ -156,7 +159,9 @@ class ScoringService:
         """Nothing more is computed but what runs."""
         self._devices.shutdown(wait=False, cancel_futures=True)
 
-    def _run(self, work: list[Any], wanted: Callable[[], bool]) -> list[TeacherSignal]:
+    def _run(
+        self, work: list[tuple[Compiled, Tree, int]], wanted: Callable[[], bool]
+    ) -> list[TeacherSignal]:
         """On the thread of the devices."""
         done = []
         for program, inputs, n in work:
@@ -166,12 +171,12 @@ class ScoringService:
             done.append(jax.tree.map(lambda x, n=n: np.asarray(x)[:n], signal))
         return done
 
-    def _program(self, options: Options, inputs: Any, wanted: Callable[[], bool]) -> Any:
+    def _program(self, options: Options, inputs: Tree, wanted: Callable[[], bool]) -> Compiled:
         """Compiled for these shapes; two that need the same one at once compile it once."""
         key = (options, str(jax.tree.map(lambda x: (x.shape, x.dtype.name), inputs)))
         with self._lock:
             found = self._programs.pop(key, None)
-            compiled: Future[Any] = found or Future()
+            compiled: Future[Compiled] = found or Future()
             self._programs[key] = compiled
             while len(self._programs) > MOST_PROGRAMS:
                 self._programs.pop(next(iter(self._programs)))
@@ -185,14 +190,14 @@ class ScoringService:
                     self._programs.pop(key, None)
         return waited(compiled, wanted)
 
-    def _compile(self, options: Options, inputs: Any) -> Any:
+    def _compile(self, options: Options, inputs: Tree) -> Compiled:
         try:
             distill = options.distill(MOST_CHUNK)
         except ValueError as error:
             raise Refused(400, f"options: {error}") from error
         projection = Projection(distill, self.mesh, options.vocab_size)
 
-        def signal(params: Params, sequences: Sequences, ids: Any) -> TeacherSignal:
+        def signal(params: Params, sequences: Sequences, ids: Array) -> TeacherSignal:
             hidden = completion_hidden(self.model, params, sequences, self.mesh)
             return teacher_signal(projection, hidden, decoder.head(params), sequences, ids)
 
@@ -218,7 +223,7 @@ def serving_mesh(devices: int | None, fsdp: int | None, tensor: int) -> Mesh:
     return role_mesh(visible.devices[:n], Axes(n // (fsdp * tensor), fsdp, tensor))
 
 
-def waited(future: Future[Any], wanted: Callable[[], bool]) -> Any:
+def waited(future: Future[T], wanted: Callable[[], bool]) -> T:
     """The value of a future, for as long as somebody wants it; else raises Gone."""
     while not future.done():
         wait([future], timeout=POLL_S)

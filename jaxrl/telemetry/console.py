@@ -14,8 +14,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import IO, Any, Literal, Self
+from collections.abc import Callable, Sequence
+from typing import IO, Literal, Self
 
 from rich.columns import Columns
 from rich.progress_bar import ProgressBar
@@ -28,9 +28,9 @@ from jaxrl.runtime.worker import WorkerState
 from jaxrl.telemetry.metrics import Sample
 from jaxrl.telemetry.screen import Cell, Terminal, in_notebook
 from jaxrl.telemetry.ticker import Ticker
+from jaxrl.types import JsonObject, Row
 
 Mode = Literal["auto", "rich", "plain", "quiet"]
-Row = Mapping[str, Any]
 States = Callable[[], Sequence[WorkerState]]
 
 ETA_WINDOW = 20
@@ -258,7 +258,7 @@ class _Display:
     def __init__(self, start: int, steps: int, screen: Cell | Terminal) -> None:
         self._steps, self._screen = steps, screen
         self._done, self._eta = start, "-:--"
-        self._latest: dict[str, Any] = {}
+        self._latest: JsonObject = {}
         self._samples: Sequence[Sample] = ()
         self._workers: Table | None = None
 

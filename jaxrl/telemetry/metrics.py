@@ -18,13 +18,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import IO, Any, Literal, Self, SupportsFloat
+from typing import IO, Literal, Self, SupportsFloat
 
 from jaxrl.config import cli
 from jaxrl.errors import UserError, near
 from jaxrl.process.streams import to_stderr
 from jaxrl.telemetry.lines import LineFile, move_aside
-from jaxrl.types import Completion, Prompt
+from jaxrl.types import Completion, JsonObject, Prompt
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
@@ -319,7 +319,7 @@ class MetricsWriter(JsonLines):
         return self.last
 
 
-def _parse(path: Path, number: int, line: str | bytes) -> dict[str, Any]:
+def _parse(path: Path, number: int, line: str | bytes) -> JsonObject:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -329,7 +329,7 @@ def _parse(path: Path, number: int, line: str | bytes) -> dict[str, Any]:
     return row
 
 
-def read_metrics(run: str | Path) -> list[dict[str, Any]]:
+def read_metrics(run: str | Path) -> list[JsonObject]:
     """Rows of a run directory or of its ``metrics.jsonl``; a torn last line is left out."""
     path = Path(run)
     path = path / METRICS_FILE if path.is_dir() else path

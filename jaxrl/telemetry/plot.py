@@ -14,19 +14,20 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jaxrl.config import cli
 from jaxrl.errors import UserError
 from jaxrl.telemetry.metrics import METRICS_FILE, describe, read_metrics
+from jaxrl.types import Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Rows = Sequence[Mapping[str, Any]]
+Rows = Sequence[Row]
 
 PANELS = (
     "distill/divergence",

@@ -12,22 +12,21 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from textwrap import indent
-from typing import Any
 
 from flax.traverse_util import flatten_dict
 
 from jaxrl.config.schema import LoggingConfig
 from jaxrl.errors import UserError
 from jaxrl.telemetry.metrics import Sample
+from jaxrl.types import JsonObject, Row
 
-Row = Mapping[str, int | float | None]
 Notify = Callable[[str], None]
 
 QUEUE = 1000
@@ -47,7 +46,7 @@ class RunFacts:
 
     name: str
     folder: Path
-    settings: Mapping[str, Any]
+    settings: JsonObject
     """The resolved config, nested."""
     resumed_at: int | None
     """Batches trained before this process; None: a new run."""
@@ -97,7 +96,7 @@ def open_trackers(
     config: LoggingConfig,
     run_name: str,
     run_dir: Path,
-    settings: Mapping[str, Any],
+    settings: JsonObject,
     resumed_at: int | None,
     notify: Notify,
 ) -> Trackers:
@@ -278,7 +277,7 @@ class TensorBoard(Tracker):
 
         self._event(step, summary=text(tag, markdown))
 
-    def _event(self, step: Any, **content: Any) -> None:
+    def _event(self, step: object, **content: object) -> None:
         from tensorboardX.proto.event_pb2 import Event
 
         self._file.write_event(Event(wall_time=time.time(), step=step, **content))
@@ -354,12 +353,12 @@ class MLflow(Tracker):
         self._client.set_terminated(self._id)
 
 
-def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+def flat(settings: JsonObject) -> JsonObject:
     """Nested settings by their dotted keys."""
     return flatten_dict(dict(settings), sep=".")
 
 
-def _cell(value: Any) -> str:
+def _cell(value: object) -> str:
     """A value in a cell of a Markdown table."""
     return str(value).replace("|", "\\|").replace("\n", " ")
 
