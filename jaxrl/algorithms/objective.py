@@ -11,6 +11,7 @@ says. The divergence is of every token that trains; the other terms are of those
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +39,7 @@ from jaxrl.losses.policy import (
     policy_loss,
     ratio_notes,
 )
-from jaxrl.types import Frozen, JsonObject, LossParts, Totals, TrainBatch
+from jaxrl.types import Frozen, LossParts, Totals, TrainBatch
 
 Evaluate = Callable[[jax.Array, jax.Array, TrainBatch, Frozen, Totals], LossParts]
 """(hidden [B, C, D], head [V, D], micro-batch, frozen arrays, totals) -> as `types.Loss`."""
@@ -114,7 +115,7 @@ def policy_objective(config: Config, mesh: Mesh, vocab_size: int) -> Evaluate:
     """The loss of a micro-batch, given its hidden states."""
     objective, correction, p = configured(config), configured_correction(config), config.policy
     projection = Projection(config.distill, mesh, vocab_size)
-    options: JsonObject = {
+    options: dict[str, Any] = {
         "temperature": config.sampling.temperature,
         "chunk": config.distill.chunk_tokens,
         "mesh": mesh,

@@ -30,7 +30,7 @@ from jaxrl.losses.divergence import EntropyAware, sampled_reverse_kl
 from jaxrl.losses.head import logprobs_at, logprobs_from_hidden, topk_from_hidden
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Params, forward, forward_groups, head
-from jaxrl.types import Array, Frozen, JsonObject, Sequences, TeacherSignal, TrainBatch
+from jaxrl.types import Array, Frozen, Sequences, TeacherSignal, TrainBatch
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Projection:
     """Tokens that student and teacher share: the smaller number of rows of the two heads."""
 
     @property
-    def options(self) -> JsonObject:
+    def options(self) -> dict[str, Any]:
         d = self.distill
         return {"chunk": d.chunk_tokens, "mesh": self.mesh, "temperature": d.distill_temperature}
 

@@ -90,12 +90,12 @@ def _forward(
     inner = jnp.where(real[:, :, None, None], inner, 0)
     inner_l = jnp.where(real[:, None], inner_l, -jnp.inf)
     joined = jnp.logaddexp(outer_l, inner_l)
-    parts = ((outer, outer_l), (inner, inner_l))
-    out = sum(
-        jnp.exp(part_l - joined).swapaxes(1, 2)[..., None] * part.astype(jnp.float32)
-        for part, part_l in parts
-    )
-    out = out.astype(q.dtype)
+
+    def weighed(part: jax.Array, part_l: jax.Array) -> jax.Array:
+        share = jnp.exp(part_l - joined).swapaxes(1, 2)[..., None]
+        return share * part.astype(jnp.float32)
+
+    out = (weighed(outer, outer_l) + weighed(inner, inner_l)).astype(q.dtype)
     return out, (q, shared, own, shared_lengths, lengths, out, joined)
 
 
@@ -106,8 +106,7 @@ def _backward(kept: Any, d_out: jax.Array) -> tuple[Any, ...]:
     whole = jnp.full(groups, together[0].shape[1], jnp.int32)
     ends = _by_group(joined, group), whole, shared_lengths
     d_outer, *d_shared = _block_gradients(together[0], *shared, *ends, *together[1:], causal=False)
-    inner = (q, *own, joined, lengths, lengths, out, d_out)
-    d_inner, *d_own = _block_gradients(*inner, causal=True)
+    d_inner, *d_own = _block_gradients(q, *own, joined, lengths, lengths, out, d_out, causal=True)
     return d_outer.reshape(q.shape) + d_inner, tuple(d_shared), tuple(d_own), None, None
 
 

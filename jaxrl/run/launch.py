@@ -56,7 +56,7 @@ from jaxrl.sharding.mesh import (
 from jaxrl.sharding.placement import Axes, Placement, device_list, parse
 from jaxrl.sharding.reshard import put
 from jaxrl.teacher.remote import RemoteTeacher, remote_head
-from jaxrl.types import JsonObject, Tree
+from jaxrl.types import Tree
 
 Log = Callable[[str], None]
 STOP_S = 10.0
@@ -188,7 +188,7 @@ def pool_makers(
 def make_actor(setup: Setup, meshes: Mapping[str, Mesh]) -> ActorRole:
     config, mesh = setup.config, meshes["actor"]
     method = method_of(config)
-    frozen: JsonObject = {}
+    frozen: dict[str, Tree] = {}
     if config.learns_from_teacher and config.distill.signal == "hidden":
         frozen["teacher_head"] = _teacher_head(setup, mesh)
     receiver = meshes.get("rollout")  # elsewhere, where another process has it

@@ -37,7 +37,6 @@ from jaxrl.sharding.mesh import (
     tpu_chips_here,
 )
 from jaxrl.sharding.placement import Placement
-from jaxrl.types import JsonObject
 
 NAMESPACE = "jaxrl"
 LEAVE_S = 10.0
@@ -110,7 +109,7 @@ def join(address: str | None, devices: int) -> None:
         if _serves(address, devices):
             return
         leave()
-    options: JsonObject = {"namespace": NAMESPACE, "log_to_driver": False}
+    options: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False}
     if address is None:
         here = _this_host(devices)
         options |= {"num_cpus": here.cpus, "num_gpus": here.gpus, "include_dashboard": False}

@@ -13,6 +13,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import psutil
 import ray
@@ -21,7 +22,6 @@ from ray._private import worker as ray_worker
 
 from jaxrl.runtime.local import POLL_S
 from jaxrl.runtime.ray.auth import private_token
-from jaxrl.types import JsonObject
 
 DAEMONS = ("gcs_server", "raylet")
 """Those that a cluster cannot do without."""
@@ -139,7 +139,7 @@ def end_daemons() -> None:
 
 def _daemons() -> dict[str, subprocess.Popen[bytes]]:
     node = ray_worker._global_node
-    known: JsonObject = {} if node is None else node.all_processes
+    known: dict[str, Any] = {} if node is None else node.all_processes
     return {name: known[name][0].process for name in DAEMONS if name in known}
 
 

@@ -10,7 +10,6 @@ import ray
 
 from jaxrl.runtime.server import WorkerServer
 from jaxrl.sharding.placement import Placement
-from jaxrl.types import JsonObject
 
 MakeRoles = Callable[[Placement, int, Sequence[jax.Device]], Mapping[str, Callable[[], object]]]
 CALLS = 256
@@ -28,7 +27,7 @@ def worker_class(pool: str) -> Any:
     body["run"] = ray.method(concurrency_group="calls", num_returns=2)(_forward("run"))
     body["__init__"] = _begin
     cls = type(f"jaxrl:{pool}", (), body)
-    options: JsonObject = {"concurrency_groups": {"calls": CALLS, "control": 4}}
+    options: dict[str, Any] = {"concurrency_groups": {"calls": CALLS, "control": 4}}
     return ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0, **options)(cls)
 
 
