@@ -102,11 +102,16 @@ def _forward(
 def _backward(kept: Any, d_out: jax.Array) -> tuple[Any, ...]:
     q, shared, own, shared_lengths, lengths, out, joined = kept
     groups, group = len(shared[0]), len(q) // len(shared[0])
-    together = [x.reshape(groups, -1, *q.shape[2:]) for x in (q, out, d_out)]
-    whole = jnp.full(groups, together[0].shape[1], jnp.int32)
-    ends = _by_group(joined, group), whole, shared_lengths
-    d_outer, *d_shared = _block_gradients(together[0], *shared, *ends, *together[1:], causal=False)
-    d_inner, *d_own = _block_gradients(q, *own, joined, lengths, lengths, out, d_out, causal=True)
+    q_all, out_all, d_all = (x.reshape(groups, -1, *q.shape[2:]) for x in (q, out, d_out))
+    whole = jnp.full(groups, q_all.shape[1], jnp.int32)
+    ends = _by_group(joined, group)
+    (k, v), (own_k, own_v) = shared, own
+    d_outer, *d_shared = _block_gradients(
+        q_all, k, v, ends, whole, shared_lengths, out_all, d_all, causal=False
+    )
+    d_inner, *d_own = _block_gradients(
+        q, own_k, own_v, joined, lengths, lengths, out, d_out, causal=True
+    )
     return d_outer.reshape(q.shape) + d_inner, tuple(d_shared), tuple(d_own), None, None
 
 
