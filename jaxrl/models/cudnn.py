@@ -90,24 +90,28 @@ def _forward(
     inner = jnp.where(real[:, :, None, None], inner, 0)
     inner_l = jnp.where(real[:, None], inner_l, -jnp.inf)
     joined = jnp.logaddexp(outer_l, inner_l)
-    parts = ((outer, outer_l), (inner, inner_l))
-    out = sum(
-        jnp.exp(part_l - joined).swapaxes(1, 2)[..., None] * part.astype(jnp.float32)
-        for part, part_l in parts
-    )
-    out = out.astype(q.dtype)
+
+    def weighed(part: jax.Array, part_l: jax.Array) -> jax.Array:
+        share = jnp.exp(part_l - joined).swapaxes(1, 2)[..., None]
+        return share * part.astype(jnp.float32)
+
+    out = (weighed(outer, outer_l) + weighed(inner, inner_l)).astype(q.dtype)
     return out, (q, shared, own, shared_lengths, lengths, out, joined)
 
 
 def _backward(kept: Any, d_out: jax.Array) -> tuple[Any, ...]:
     q, shared, own, shared_lengths, lengths, out, joined = kept
     groups, group = len(shared[0]), len(q) // len(shared[0])
-    together = [x.reshape(groups, -1, *q.shape[2:]) for x in (q, out, d_out)]
-    whole = jnp.full(groups, together[0].shape[1], jnp.int32)
-    ends = _by_group(joined, group), whole, shared_lengths
-    d_outer, *d_shared = _block_gradients(together[0], *shared, *ends, *together[1:], causal=False)
-    inner = (q, *own, joined, lengths, lengths, out, d_out)
-    d_inner, *d_own = _block_gradients(*inner, causal=True)
+    q_all, out_all, d_all = (x.reshape(groups, -1, *q.shape[2:]) for x in (q, out, d_out))
+    whole = jnp.full(groups, q_all.shape[1], jnp.int32)
+    ends = _by_group(joined, group)
+    (k, v), (own_k, own_v) = shared, own
+    d_outer, *d_shared = _block_gradients(
+        q_all, k, v, ends, whole, shared_lengths, out_all, d_all, causal=False
+    )
+    d_inner, *d_own = _block_gradients(
+        q, own_k, own_v, joined, lengths, lengths, out, d_out, causal=True
+    )
     return d_outer.reshape(q.shape) + d_inner, tuple(d_shared), tuple(d_own), None, None
 
 
