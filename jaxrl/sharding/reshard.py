@@ -65,7 +65,7 @@ def reshard(tree: Any, shardings: Any) -> Any:
     moved = _move_together([leaves[i] for i in here], [targets[i] for i in here])
     for i, x in zip(here, moved, strict=True):
         out[i] = x
-    return form.unflatten(map(_move, out, targets))
+    return jax.tree.unflatten(form, map(_move, out, targets))
 
 
 def to_host(x: Any) -> np.ndarray:
@@ -218,7 +218,7 @@ def _assemble(wanted: Sequence[tuple[Held, tuple[int, ...], Sharding]]) -> list[
         [cut[device][at] for device, at in pieces], [receivers[i] for i in range(len(pieces))]
     )
     shards = {
-        device: iter(_join_all([([sent[i] for i in mine], *rest) for mine, *rest in each]))
+        device: iter(_join_all([([sent[i] for i in mine], at, size) for mine, at, size in each]))
         for device, each in joins.items()
     }
     return [
