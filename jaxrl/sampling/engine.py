@@ -41,7 +41,8 @@ __all__ = ["Aborted", "Engine", "EngineStats", "SamplingParams"]
 NARROWEST = 64
 """Least width of prompts, and least positions of the cache."""
 CACHE_STEPS = 4
-"""Sizes of the cache between two powers of two: a step reads all of it."""
+"""Sizes of the cache in each doubling, at the full number of slots: a step reads all of it. With
+fewer slots one is enough, so that the programs of both together stay few."""
 PREFILL_TOKENS = 4096
 """Most prompt tokens per data shard in one prefill: bounds its activations."""
 
@@ -363,10 +364,11 @@ class _Run:
     def _reach(self) -> int:
         """Cache positions that the next launch may use, as a bucket."""
         left = self.table[:, decode.LIMIT] - self.table[:, decode.COUNT]
-        steps = np.minimum(left, self.engine.launch_tokens)
-        reach = int((self.table[:, decode.POSITION] + steps).max())
+        ahead = np.minimum(left, self.engine.launch_tokens)
+        reach = int((self.table[:, decode.POSITION] + ahead).max())
         multiple = self.engine.width_multiple
-        size = bucket(reach, smallest=NARROWEST, steps=CACHE_STEPS, multiple=multiple)
+        steps = CACHE_STEPS if len(self.table) == self.engine.slots else 1
+        size = bucket(reach, smallest=NARROWEST, steps=steps, multiple=multiple)
         return min(size, self.engine.length)
 
     def _cached(self) -> int:
