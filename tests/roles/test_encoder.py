@@ -30,8 +30,9 @@ from jaxrl.formats.bert import load as load_bert
 from jaxrl.models import bert
 from jaxrl.models.batching import batches, run_batches, width_of
 from jaxrl.models.encoder_config import EncoderConfig, find_folder, read_encoder
-from jaxrl.roles.encoder import Encoder, _encode, embed
+from jaxrl.roles.encoder import Encoder, embed, encode_batch
 from jaxrl.roles.grouper import Grouper
+from jaxrl.sharding.ledger import Ledger
 
 REFERENCES = Path(__file__).parent.parent / "references"
 EXPECTED = np.load(REFERENCES / "encoders.npz")
@@ -78,7 +79,7 @@ def test_embeddings_are_those_of_transformers(name: str, pooling: Any) -> None:
     params = load_bert(tensors_of(name), config)
     for left in (False, True):
         tokens, mask = padded(IDS, left, 20, fill=7)
-        found = _encode(config, None, params, tokens, mask)
+        found = encode_batch(config, None, params, tokens, mask)
         np.testing.assert_allclose(found, EXPECTED[f"{name}/{pooling}"], atol=CLOSE, rtol=0)
 
 
@@ -86,7 +87,7 @@ def test_a_mesh_changes_nothing_and_reads_each_box_once() -> None:
     config, tensors, mesh = config_of("bert"), tensors_of("bert"), make_mesh(2, 2, 2)
     params = load_bert(tensors, config, mesh)
     assert sum(n for _, n in tensors.reads) == bert.n_params(config)
-    found = _encode(config, mesh, params, *padded(IDS, False, 20, fill=0))
+    found = encode_batch(config, mesh, params, *padded(IDS, False, 20, fill=0))
     np.testing.assert_allclose(found, EXPECTED["bert/mean"], atol=CLOSE, rtol=0)
     q = params["layers"]["attn"]["q"]["kernel"]
     assert q.addressable_shards[0].data.size * 4 == q.size
@@ -132,9 +133,9 @@ def test_an_embedding_does_not_depend_on_what_else_is_embedded() -> None:
 
 def test_other_texts_of_like_lengths_compile_nothing() -> None:
     encoder().embed(SENTENCES)
-    known = _encode._cache_size()
+    known = encode_batch._cache_size()
     Encoder(FOLDER).embed([f"{text} food" for text in (*SENTENCES, "men", "bread")])
-    assert _encode._cache_size() == known
+    assert encode_batch._cache_size() == known
 
 
 def test_batches_hold_every_sequence_once_in_few_shapes() -> None:
@@ -168,7 +169,8 @@ def test_equal_sequences_are_run_once_and_progress_is_told() -> None:
 
     rows = [[1, 2], [5], [1, 2], [7, 7, 7]]
     options: Any = {"mesh": None, "batch_tokens": 8, "longest": 16, "progress": told.append}
-    assert run_batches(rows, Counted(), 2, **options).tolist() == [6, 10, 6, 42]
+    found = run_batches(rows, Counted(), 2, ledger=Ledger(), **options)
+    assert found.tolist() == [6, 10, 6, 42]
     assert seen == [2, 1] and told == ["0 of 3 texts", "2 of 3 texts"]
 
 
