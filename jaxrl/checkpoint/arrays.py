@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from orbax.checkpoint import v1 as orbax
-
 logging.getLogger("absl").setLevel(logging.CRITICAL)  # what Orbax logs, it raises as well
 
 
@@ -41,6 +39,8 @@ def save_arrays(path: Path, items: Mapping[str, Any]) -> Saving:
     arrays' mesh must all call, with one folder that all of them see.
     """
     try:
+        from orbax.checkpoint import v1 as orbax  # it takes seconds to import
+
         path.parent.mkdir(parents=True, exist_ok=True)  # else Orbax leaves threads that wait
         return Saving(orbax.save_checkpointables_async(path.resolve(), dict(items)))
     except Exception as error:
@@ -54,5 +54,7 @@ def load_arrays(path: Path, abstract: Mapping[str, Any]) -> dict[str, Any]:
         abstract: trees of `jax.ShapeDtypeStruct` with shardings; None for plain numbers. Trees
             that are not named are not read.
     """
+    from orbax.checkpoint import v1 as orbax
+
     loaded: dict[str, Any] = orbax.load_checkpointables(path.resolve(), dict(abstract))
     return loaded
