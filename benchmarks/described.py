@@ -293,7 +293,6 @@ def measure(run: DescribedRun, program: Program, seconds: float) -> Measured:
     Raises whatever the compiler or the device does, out of memory for one.
     """
     devices = list(run.programs.meshes[program.role].devices.flat)
-    before, held = peak_bytes(devices), bytes_in_use(devices)
     begin = time.perf_counter()
     compiled, graphs = compile_program(program, run.inputs.target)
     text = read(compiled.as_text())
@@ -305,6 +304,7 @@ def measure(run: DescribedRun, program: Program, seconds: float) -> Measured:
         collectives={kind: each.bytes for kind, each in text.collectives.items()},
         compile_seconds=time.perf_counter() - begin,
     )
+    before, held = peak_bytes(devices), bytes_in_use(devices)  # after the compiler's own trials
     given, donated = arguments(run, program), DONATED.get(program.name)
 
     def call() -> Any:

@@ -55,8 +55,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     limit = time.time() + arguments.budget
     for section in dict.fromkeys(("ceilings", *arguments.only)):
         run(section, arguments, limit)
-    head, *rows = read(arguments.out)
-    print("\n".join(table(head, rows, arguments.out)))
+    rows = read(arguments.out)
+    head = next((row for row in rows if "section" not in row), {})
+    print("\n".join(table(head, [row for row in rows if "section" in row], arguments.out)))
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

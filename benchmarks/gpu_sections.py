@@ -309,10 +309,11 @@ def _loss(bench: Bench, name: str) -> Row:
     widths = MODELS[bench.size.student].d_model, MODELS[bench.size.teacher].d_model
     device = bench.devices[:1]
     dtype = "float32" if device[0].platform == "cpu" else "bfloat16"
-    before, held = peak_bytes(device), bytes_in_use(device)
+    held = bytes_in_use(device)
     with jax.default_device(device[0]):
         args = losses.arrays(tokens, widths, vocab, dtype)
         compiled = losses.losses(min(512, tokens // 4))[name].lower(*args).compile()
+        before = peak_bytes(device)
         took = statistics.median(timed(lambda: compiled(*args), bench.size.seconds))
     sizes, after = compiled.memory_analysis(), peak_bytes(device)
     work = divergence_work(vocab, *widths, tokens, jnp.dtype(dtype).itemsize)
@@ -488,7 +489,7 @@ def _step(bench: Bench, folder: Path, schedule: str) -> Row:
         "launcher": "local",
         "steps": first + PROFILED + 2,
         "checkpoint": {"every": 0},
-        "logging": {"console": "quiet", "samples": 0},
+        "logging": {"console": "quiet", "samples": 0, "tensorboard": False},
         "profile": {"steps": f"{first}:{first + PROFILED}"},
         "compile_cache": str(folder / "cache"),  # the second schedule has the same programs
     }
