@@ -418,6 +418,7 @@ def _sync(bench: Bench, sent: bool = False) -> Row:
 
 # A whole step.
 
+SCHEDULES = ("serial", "one_step_off")
 WARM, TIMED, PROFILED = 2, 3, 2
 """Steps that are left out, because they compile; those that count; those after them that are
 traced for the table of stages."""
@@ -438,7 +439,7 @@ def step(bench: Bench) -> Rows:
                 yield made
                 return
         _write_prompts(folder / "prompts.jsonl", bench.size)
-        for schedule in ("serial", "one_step_off"):
+        for schedule in SCHEDULES:
             find = partial(_step, bench, folder, schedule)
             yield bench.row("step", f"GKD, {schedule}", find)
 
