@@ -75,16 +75,21 @@ def memory(chunk: int) -> dict[str, float]:
     return found
 
 
+def arrays(tokens: int, widths: tuple[int, int], vocab: int, dtype: str) -> list[jax.Array]:
+    """Hidden states and head of the student and of the teacher, whose widths these are."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = [shape for width in widths for shape in ((1, tokens, width), (vocab, width))]
+    return [
+        (jax.random.normal(k, s) * (1 if len(s) == 3 else s[-1] ** -0.5)).astype(dtype)
+        for k, s in zip(keys, shapes, strict=True)
+    ]
+
+
 def times(
     tokens: int, width: int, vocab: int, dtype: str, repeats: int, chunk: int, ways: list[str]
 ) -> dict[str, list[float]]:
     """Seconds of each way in each round."""
-    keys = jax.random.split(jax.random.key(0), 4)
-    shapes = 2 * [(1, tokens, width), (vocab, width)]
-    args = [
-        (jax.random.normal(k, s) * (1 if len(s) == 3 else width**-0.5)).astype(dtype)
-        for k, s in zip(keys, shapes, strict=True)
-    ]
+    args = arrays(tokens, (width, width), vocab, dtype)
     steps = {name: step for name, step in losses(chunk).items() if name in ways}
     runs = {name: partial(step, *args) for name, step in steps.items()}
     return common.alternate(runs, repeats)

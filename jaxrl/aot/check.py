@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -22,7 +23,7 @@ from jaxrl.aot.machine import Machine, machine, prepare
 from jaxrl.aot.programs import Program, RunPrograms
 from jaxrl.aot.suggest import SHOWN, WORTH, Candidate, Search, candidate_lines
 from jaxrl.config.schema import Config
-from jaxrl.models.kernels import GPU, compiling_for
+from jaxrl.models.kernels import GPU, Target, compiling_for
 from jaxrl.plan import WIDTH, Plan, make_plan
 from jaxrl.plan.inputs import GB
 from jaxrl.process.gpu_memory import gpu_share
@@ -228,8 +229,6 @@ def compiled_report(config: Config, target: Machine, progress: Callable[[str], N
 
 def _checked(program: Program, plan: Plan) -> Checked:
     account, where = plan.accounts[program.role], plan.placement.roles
-    more = [account.phases()[phase] for phase in program.phases if phase in account.phases()]
-    planned = account.resident + max(more) if more else None
     devices = where[program.role].devices
     moment = f"{program.role}: {(*program.phases, program.name)[0]}"
     others = sum(
@@ -240,15 +239,19 @@ def _checked(program: Program, plan: Plan) -> Checked:
         if entry.phase is None and entry.there(moment)
     )
     checked = Checked(
-        program.role, program.name, len(devices), planned, None, others, 0.0, program.calls
+        program.role,
+        program.name,
+        len(devices),
+        program.planned(account),
+        None,
+        others,
+        0.0,
+        program.calls,
     )
-    begin, folder = time.monotonic(), tempfile.TemporaryDirectory()
-    looks = program.name == "decode" and plan.inputs.target.platform in GPU
-    options = {"xla_dump_to": folder.name, "xla_dump_hlo_as_text": True} if looks else None
+    begin = time.monotonic()
     try:
-        with silenced(), folder:
-            compiled = program.compile(options)
-            thunks = [path.read_text() for path in Path(folder.name).glob(THUNKS)]
+        with silenced():
+            compiled, graphs = compile_program(program, plan.inputs.target)
     except Exception as error:  # of whatever the target's compiler does not take
         reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
         return replace(checked, seconds=time.monotonic() - begin, error=reason)
@@ -257,8 +260,21 @@ def _checked(program: Program, plan: Plan) -> Checked:
         compiled=program.held(compiled),
         seconds=time.monotonic() - begin,
         found=read(compiled.as_text()),
-        graphs=read_thunks(thunks[0]) if thunks else None,
+        graphs=graphs,
     )
+
+
+def compile_program(program: Program, target: Target) -> tuple[Any, Graphs | None]:
+    """The compiled program and, of a decode launch on a GPU, what it launches in its loops.
+
+    Raises whatever the compiler of the target does.
+    """
+    looks = program.name == "decode" and target.platform in GPU
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True} if looks else None
+        compiled = program.compile(options)
+        thunks = [path.read_text() for path in Path(folder).glob(THUNKS)]
+    return compiled, read_thunks(thunks[0]) if thunks else None
 
 
 def _table(report: Report) -> Table:

@@ -101,25 +101,26 @@ def stage_costs(
     for (role, method), parts in work.items():
         where = inputs.placement.roles[role].devices
         n, link = len(where), links.of(where, host_size) * LINKS
-        computed = sum(_seconds(part, n, ceilings) for part in parts)
+        computed = sum(part_seconds(part, n, ceilings) for part in parts)
         moved = _COLLECTIVES[role](m, link)
         overlapped, alone = moved
         found[role, method] = max(computed, overlapped) + alone
-    found["rollout", "generate"] += _launches(m, steps)
+    found["rollout", "generate"] += launch_seconds(m.student, m.axes["rollout"], steps)
     found["actor", "publish"] = _sync(m, links.between if host_size else links.inside)
     return found
 
 
-def _seconds(work: Work, n: int, ceilings: Ceilings) -> float:
+def part_seconds(work: Work, n: int, ceilings: Ceilings) -> float:
+    """Of one part of the work, on `n` devices."""
     products = work.flops / (n * ceilings.flops * PRODUCTS)
     return max(products, work.bytes / (n * ceilings.bandwidth * MEMORY))
 
 
-def _launches(m: Setting, steps: int) -> float:
-    """Seconds of a step of training that decoding spends between kernels, and in the latency of
-    `tensor`'s collectives."""
-    layers, tensor = m.student.n_layers, m.axes["rollout"].tensor
-    latency = 2 * layers * LATENCY_S if tensor > 1 else 0.0
+def launch_seconds(model: DecoderConfig, axes: Axes, steps: int) -> float:
+    """That so many decode steps spend between kernels, and in the latency of `tensor`'s
+    collectives."""
+    layers = model.n_layers
+    latency = 2 * layers * LATENCY_S if axes.tensor > 1 else 0.0
     return steps * (layers * KERNELS * LAUNCH_S + latency)
 
 

@@ -25,6 +25,7 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Cache, Layout, Params, abstract_params
 from jaxrl.models.rules import param_shardings
 from jaxrl.plan.inputs import PlanInputs
+from jaxrl.plan.memory import Account
 from jaxrl.plan.roles import BACKWARD, LOSS, STEP, TEMPLATE_TOKENS, Setting, prefill_rows
 from jaxrl.roles.encoder import encode_batch
 from jaxrl.roles.reference import reference_program
@@ -61,6 +62,13 @@ class Program:
         """`jax.stages.Compiled`, of the machine's own compiler."""
         lowered = self.jitted.lower(*self.args, **self.kwargs)
         return lowered.compile(compiler_options=options)
+
+    def planned(self, account: Account) -> int | None:
+        """Bytes of its role on one device while it runs, as the plan has them; None where the plan
+        does not count it apart, because a larger program of the role covers it.
+        """
+        more = [size for phase, size in account.phases().items() if phase in self.phases]
+        return account.resident + max(more) if more else None
 
     def held(self, compiled: Any) -> int:
         """Bytes of its role on one device while the compiled program runs."""

@@ -7,8 +7,6 @@ import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from orbax.checkpoint import v1 as orbax
-
 from jaxrl.types import Tree
 
 logging.getLogger("absl").setLevel(logging.CRITICAL)  # what Orbax logs, it raises as well
@@ -42,6 +40,8 @@ def save_arrays(path: Path, items: Mapping[str, Tree]) -> Saving:
     arrays' mesh must all call, with one folder that all of them see.
     """
     try:
+        from orbax.checkpoint import v1 as orbax  # it takes seconds to import
+
         path.parent.mkdir(parents=True, exist_ok=True)  # else Orbax leaves threads that wait
         return Saving(orbax.save_checkpointables_async(path.resolve(), dict(items)).result)
     except Exception as error:
@@ -55,5 +55,7 @@ def load_arrays(path: Path, abstract: Mapping[str, Tree]) -> dict[str, Tree]:
         abstract: trees of `jax.ShapeDtypeStruct` with shardings; None for plain numbers. Trees
             that are not named are not read.
     """
+    from orbax.checkpoint import v1 as orbax
+
     loaded: dict[str, Tree] = orbax.load_checkpointables(path.resolve(), dict(abstract))
     return loaded

@@ -19,6 +19,7 @@ from jaxrl.algorithms.signals import completion_logprobs
 from jaxrl.config.schema import Config
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Params, abstract_params, cast, unstack
+from jaxrl.models.kernels import target_of
 from jaxrl.models.rules import param_shardings
 from jaxrl.roles.microbatch import micro_batch, rows_of_groups, split_rows
 from jaxrl.roles.optimizer import apply_changes, make_optimizer, state_shardings
@@ -134,6 +135,8 @@ class ActorPrograms:
             summed, more = jax.lax.scan(body, (grads, sums, maxima), rows[1:])
             return *summed, jax.tree.map(lambda *x: jnp.concatenate(x), each, more)
 
+        on_cpu = target_of(self.mesh.devices.flat).platform == "cpu"
+
         def apply(state: TrainState, grads: Tree) -> TrainState:
             changes, opt_state = optimizer.update(grads, state.opt_state, state.params)
             params = apply_changes(state.params, changes, self.config.seed, state.updates)
@@ -148,7 +151,7 @@ class ActorPrograms:
             norm = optax.tree.norm(grads)
             finite = jnp.isfinite(norm) & jnp.isfinite(sums["loss"][0])
             trains = sums["loss"][1] > 0  # else momentum and weight decay would move the weights
-            new = jax.lax.cond(finite & trains, apply, lambda state, grads: state, state, grads)
+            new = one_of(finite & trains, apply, state, grads, branches=on_cpu)
             last = {"grad_norm": norm, "finite": finite, "trains": trains}
             return new, (sums, maxima, each, last)
 
@@ -210,3 +213,22 @@ def _totals(batch: TrainBatch, rows: jax.Array) -> Totals:
     mask, policy = trained.loss_mask, replace(batch, sequences=trained).policy_mask
     counts = mask.sum(), policy.sum(), policy.any(-1).sum()
     return Totals(*(jnp.maximum(count.astype(jnp.float32), 1) for count in counts))
+
+
+def one_of(
+    ok: jax.Array,
+    apply: Callable[[TrainState, Params], TrainState],
+    state: TrainState,
+    grads: Params,
+    branches: bool,
+) -> TrainState:
+    """The state with the gradient applied, or as it was where not `ok` (a scalar bool).
+
+    Args:
+        branches: by a conditional. XLA's CPU keeps fewer temporaries so; on an accelerator the
+            results of a conditional are copies of the whole state beside the donated one, and a
+            select is computed in place.
+    """
+    if branches:
+        return jax.lax.cond(ok, apply, lambda state, grads: state, state, grads)
+    return jax.tree.map(lambda new, old: jnp.where(ok, new, old), apply(state, grads), state)

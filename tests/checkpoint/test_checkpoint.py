@@ -149,7 +149,12 @@ def test_a_restore_takes_no_second_copy(saved, tmp_path):
         raise AssertionError("loaded the initial weights")
 
     one = actor(mesh(1, 2, 1), tmp_path)
-    made = {"prepare": one._prepare, "loss": one._loss, "finish": one._finish, "frozen": {}}
+    made = {
+        "prepare": one._prepare,
+        "loss": one.programs._loss,
+        "finish": one._finish,
+        "frozen": {},
+    }
     receiver = param_shardings(MODEL, one.mesh, "unstacked")
     places = {"receiver": receiver, "run_dir": tmp_path, "restore": path}
     Actor(one.config, MODEL, one.mesh, load=never, **made, **places)

@@ -1,0 +1,151 @@
+"""`benchmarks/gpu.py` on one CPU device: what it measures is what a run calls, and all of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import gpu
+import gpu_sections
+import jax
+import numpy as np
+import pytest
+from described import SIZES, arguments, describe, filled
+from gpu_sections import SECTIONS, Bench
+
+from jaxrl.aot.programs import local_bytes
+from jaxrl.sampling import decode
+
+TINY = SIZES["tiny"]
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """Of every section; of the whole step one schedule, with the programs of earlier tests."""
+    bench = Bench(TINY, jax.devices()[:1])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", jax.config.jax_compilation_cache_dir)
+        patch.setattr(gpu_sections, "SCHEDULES", ("one_step_off",))
+        return [row for section in SECTIONS.values() for row in section(bench)]
+
+
+def test_every_section_has_numbers(rows):
+    for section in SECTIONS:
+        mine = [row for row in rows if row["section"] == section]
+        failed = [row for row in mine if "error" in row]
+        if section == "torch" and failed:
+            assert "is not measured" in failed[0]["error"]
+            continue
+        assert mine and not failed, failed
+        assert all(row["value"] > 0 for row in mine)
+    programs = [row for row in rows if row.get("planned")]
+    assert all(row["predicted"]["measured"] > 0 for row in programs)
+    steps = [row for row in rows if row["section"] == "step"]
+    stages = {s["stage"] for row in steps for s in row["stages"]}
+    assert stages >= {"actor.update", "teacher.score", "rollout.generate"}
+
+
+PROGRAMS = {
+    f"update of tiny, remat {remat}": ("actor", "update", {"actor": {"remat": remat}})
+    for remat in ("none", "dots", "full")
+} | {"score by tiny teacher": ("teacher", "score", {})}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_bytes_are_those_of_the_run_s_own_program(rows, name):
+    role, program_name, sections = PROGRAMS[name]
+    run = describe(TINY, jax.devices()[:1], **sections)
+    program = run.program(role, program_name)
+    row = next(row for row in rows if row["name"] == name)
+    assert row["compiled"] == program.held(program.compile())
+    assert row["planned"] == program.planned(run.accounts[role])
+
+
+def test_arrays_stand_where_the_abstract_ones_say():
+    """On several devices: shapes, dtypes and shardings; spread as weights are, tokens below V."""
+    run = describe(TINY, jax.devices()[:2])
+    params, sequences, _ = run.program("teacher", "score").args
+    found = filled((params, sequences), below=512)
+    for array, abstract in zip(
+        jax.tree.leaves(found), jax.tree.leaves((params, sequences)), strict=True
+    ):
+        assert (array.shape, array.dtype) == (abstract.shape, abstract.dtype)
+        assert array.sharding == abstract.sharding
+    embedding = np.asarray(found[0]["embed"]["embedding"])
+    assert np.std(embedding) == pytest.approx(0.02, rel=0.05)
+    assert abs(np.mean(embedding)) < 0.001
+    tokens = np.asarray(found[1].tokens)
+    assert tokens.max() < 512 and len(np.unique(tokens)) > 32
+    held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(found))
+    assert held == local_bytes((params, sequences))
+
+
+def test_a_measured_launch_runs_all_its_steps_in_every_slot():
+    run = describe(TINY, jax.devices()[:1], rollout={"slots": 4})
+    program = run.program("rollout", "decode")
+    _, out = program.compile()(*arguments(run, program))
+    assert out.shape[:2] == (TINY.launch, 4)
+    assert (np.asarray(out)[:, :, 0] > decode.IDLE).all()
+
+
+def test_a_measured_update_changes_the_weights():
+    """A step that is not finite would be left out, and with it the optimizer's work."""
+    run = describe(TINY, jax.devices()[:1])
+    program = run.program("actor", "update")
+    _, (sums, _, _, last) = program.compile()(*arguments(run, program))
+    assert last["finite"] and last["trains"]
+    assert sums["loss"][1] == TINY.rows * TINY.new
+
+
+def test_what_fails_is_a_row(rows):
+    def find():
+        raise RuntimeError("RESOURCE_EXHAUSTED: no room\nmore words")
+
+    bench = Bench(TINY, jax.devices()[:1])
+    failed = bench.row("decode", "large", find)
+    assert failed["error"] == "RuntimeError: RESOURCE_EXHAUSTED: no room"
+    late = Bench(TINY, jax.devices()[:1], limit=0.0).row("decode", "late", find)
+    assert "budget" in late["error"]
+    text = "\n".join(gpu.table({}, [*rows, failed, late], "out"))
+    assert "no room" in text and "budget" in text
+
+
+def test_the_table_fits(rows):
+    for many in (rows, rows * 3):
+        lines = gpu.table({}, many, "out")
+        assert len(lines) <= 40 and max(map(len, lines)) <= 120
+    assert "rows more" in "\n".join(lines)
+
+
+def test_without_time_nothing_begins(tmp_path, capsys):
+    out = tmp_path / "gpu.jsonl"
+    gpu.main(["--size", "tiny", "--budget", "0", "--only", "decode", "--out", str(out)])
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["section"] for row in rows] == ["ceilings", "decode"]
+    assert capsys.readouterr().out.count("the time budget is spent") == 2
+
+
+def test_the_command_of_one_section(tmp_path, capfd):
+    out = tmp_path / "gpu.jsonl"
+    gpu.main(["--size", "tiny", "--devices", "1", "--only", "ceilings", "--out", str(out)])
+    head, *rows = (json.loads(line) for line in out.read_text().splitlines())
+    assert head["device"] == "cpu" and head["versions"]["jax"] == jax.__version__
+    assert {row["section"] for row in rows} == {"ceilings"}
+    best = max(row["value"] for row in rows if row.get("unit") == "GB/s")
+    assert rows[-1]["ceilings"]["bandwidth"] == pytest.approx(best * 1e9)
+    assert "GB/s" in capfd.readouterr().out
+
+
+def test_nothing_is_imported_that_a_borrowed_machine_may_lack():
+    code = "import sys, gpu; print([name for name in sys.argv[1:] if name in sys.modules])"
+    names = ["ray", "orbax", "tensorstore", "tensorboardX", "transformers", "tokenizers", "torch"]
+    path = os.pathsep.join(filter(None, (str(gpu.HERE), os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(
+        [sys.executable, "-c", code, *names],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.strip() == "[]", done.stderr
