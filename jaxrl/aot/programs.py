@@ -215,12 +215,12 @@ def actor(run: RunPrograms) -> Iterator[Program]:
     )
     if batch.old_logprobs is not None:
         given = (state.params, TrainBatch(sequences), place, group)
-        held = local_bytes((state.opt_state, batch)) - local_bytes(sequences)
+        held = local_bytes((state.opt_state, frozen, batch)) - local_bytes(sequences)
         yield Program("actor", "log-probs before", programs.old, given, (), beside=held)
     dtype = jnp.dtype(c.rollout.compute_dtype)
     differs = programs.differing(state.params, dtype)
     if differs:
-        held = local_bytes(state) - local_bytes(differs)
+        held = local_bytes((state, frozen)) - local_bytes(differs)
         yield Program(
             "actor", "convert", programs.convert, (differs, dtype), ("publish",), beside=held
         )

@@ -42,7 +42,7 @@ SAVED: dict[Remat, Blocks] = {
 """Kept by each layer for the backward pass. Full: its input. Dots: also its matrix products. None:
 everything, the attention mask spread over the heads included."""
 SAVED_ALONE: dict[Remat, Blocks] = {"full": Blocks(), "dots": Blocks(), "none": Blocks(x=3)}
-"""And on a single device, where XLA keeps the norms' float32 steps apart."""
+"""And on a single device or an accelerator, where XLA keeps the norms' float32 steps apart."""
 BACKWARD: dict[Remat, tuple[Blocks, ...]] = {
     "full": (Blocks(x=7, f=6, q=2, kv=1, s=2),),
     "dots": (Blocks(x=11, f=1, q=1, kv=1, s=2.5), Blocks(x=7, f=4, q=1, kv=1, s=1)),
@@ -61,6 +61,13 @@ SCAN = (Blocks(x=1.5, f=3), Blocks(x=1, q=1, kv=1, s=2))
 attention."""
 UNROLLED = (Blocks(x=1.5, f=3), Blocks(x=1, kv=1, s=2), Blocks(x=1, q=2, kv=1))
 """And layer after layer: in the MLP, in attention, before it."""
+MLP: dict[str, Blocks] = {"gpu": Blocks(x=1.5, f=2), "tpu": Blocks(x=1.5, f=1)}
+"""The same on accelerators, where the products of the MLP are fused with what follows them and the
+attention kernel holds less. These and the next two were read from the compiled programs."""
+SUMMED = Blocks(x=0.5)
+"""More on a GPU where `tensor` sums the results of the MLP."""
+PREFETCHED = 4
+"""Layers whose weights a GPU has gathered over `fsdp` at once."""
 QK_NORM = Blocks(q=2, kv=1)
 """More in the backward pass where queries and keys are normalised."""
 SPREAD = Blocks(s=1)
@@ -83,6 +90,8 @@ class Pass:
     fused_attention: bool = False
     shared: tuple[int, int] | None = None
     """(G, P) where the first P tokens are computed once for G rows."""
+    platform: str = "cpu"
+    """As `models.kernels.Target.platform`."""
 
     @property
     def tokens(self) -> int:
@@ -150,7 +159,7 @@ class Pass:
     def saved(self, remat: Remat) -> int:
         """Bytes that the forward pass leaves for the backward pass."""
         per_layer = self.blocks.times(SAVED[remat])
-        if self.axes.size == 1:
+        if self.axes.size == 1 or self.platform != "cpu":
             per_layer += self.blocks.times(SAVED_ALONE[remat])
         return self.config.n_layers * per_layer
 
@@ -174,6 +183,12 @@ class Pass:
             reported: the vocabulary is read after the last layer: there XLA packs the scores of
                 layer after layer into three places where two would do.
         """
+        if self.fused_attention and self.platform in MLP:
+            work = self.of_completions.times(MLP[self.platform])
+            if self.platform == "gpu":
+                work += self.blocks.times(SUMMED) * (self.axes.tensor > 1)
+                work += PREFETCHED * self.layer * (self.axes.fsdp > 1)
+            return work + self.mask
         spread = self.of_completions.times(SPREAD)
         third = spread if self.axes.size == 1 else 0
         if not stacked:

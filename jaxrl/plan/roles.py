@@ -125,7 +125,8 @@ class Setting:
     ) -> Pass:
         dtype = self.config.roles[role].compute_dtype
         fused = fuses(self.inputs.target, model.head_dim, dtype, joined)
-        return Pass(model, self.axes[role], rows, width, ITEMSIZE[dtype], fused)
+        axes, platform = self.axes[role], self.inputs.target.platform
+        return Pass(model, axes, rows, width, ITEMSIZE[dtype], fused, None, platform)
 
     def chunk(self, rows: int) -> int:
         """Tokens projected on the vocabulary at once, of the completions of `rows` sequences."""
@@ -169,6 +170,12 @@ def actor(m: Setting) -> Iterable[Entry]:
     signal = m.rows("actor", m.sequences) * m.new_tokens * m.signal_bytes
     taken = rows * m.new_tokens * m.signal_bytes
     heads, saved = _heads(m, rows, count), run.saved(a.remat)
+    before_loss = gradients - heads.later
+    if not m.inputs.on_cpu:  # elsewhere a gradient takes no memory before it is there
+        before_loss = summed if count > 1 else 0
+        if axes.fsdp > 1:  # the peak is after the loss: the heads are gone, gradients arrive
+            before_loss += weight_bytes(m.student, axes, "float32")
+            heads = heads._replace(forward=heads.forward - heads.gathered)
     arrays = loss_arrays(m) - (m.loss_fused and m.one_chunk(rows))
     loss = 2 * run.residual + logits(m.chunk(rows), m.vocab, axes.tensor, arrays)
     fullest = max(loss, run.first(a.remat), heads.copied)
@@ -184,7 +191,7 @@ def actor(m: Setting) -> Iterable[Entry]:
         Entry("activations", "kept by the layers", saved, BACKWARD),
         Entry("activations", "embedding's gradient at full width", heads.embedding, BACKWARD),
         Entry("activations", "one layer", run.backward(a.remat), BACKWARD),
-        Entry("gradients", "gradients", gradients - heads.later, LOSS),
+        Entry("gradients", "gradients", before_loss, LOSS),
         Entry("activations", "kept by the layers", saved, LOSS),
         Entry("activations", "heads at full width", heads.forward, LOSS),
         # Logits and hidden states, a layer of the forward pass, or a gather of the heads.
@@ -226,6 +233,8 @@ class Heads(NamedTuple):
     them before the first layer runs."""
     copied: int
     """What comes and goes while they are gathered."""
+    gathered: int
+    """Of `forward`, the heads in the compute dtype: gone after the loss."""
     later: int
     """Of the gradients, what is not there before the loss is done: with one chunk nothing is summed
     up."""
@@ -240,7 +249,7 @@ def _heads(m: Setting, rows: int, count: int) -> Heads:
     later = own // axes.fsdp if one_chunk and m.loss_fused else 0
     if axes.fsdp == 1:
         apart = m.loss_fused and dtype != "float32" and not one_chunk
-        return Heads(0, summed if apart else 0, 0, later)
+        return Heads(0, summed if apart else 0, 0, 0, later)
     table = whole_rows(m.student.vocab_size, width, axes, F32)  # whatever the compute dtype
     embedding = table - (0 if tied else table // axes.fsdp)
     looked_up = embedding * compute // F32
@@ -250,13 +259,15 @@ def _heads(m: Setting, rows: int, count: int) -> Heads:
         theirs = whole_rows(m.vocab, m.teacher.d_model, axes, theirs_dtype)
     hole = 0 if m.loss_fused else own // 4  # between what XLA packs: nothing on one mesh, own / 2
     if one_chunk:  # on another. The heads are read once, and gone when the logits fill up
-        return Heads(embedding, looked_up + own, own + hole + theirs + theirs // axes.fsdp, later)
+        copied = own + hole + theirs + theirs // axes.fsdp
+        return Heads(embedding, looked_up + own, copied, own, later)
     kept = summed - own // axes.fsdp if m.loss_fused else 0
     copied = max(2 * own if tied else own, theirs) + hole
     twice = 0
     if count == 2:  # XLA dissolves the loop over the one that is left, and gathers for both at once
         twice = whole_rows(m.student.vocab_size, width, axes, compute) + own
-    return Heads(embedding, looked_up + own + theirs + kept + twice, copied, later)
+    gathered = own + theirs
+    return Heads(embedding, looked_up + gathered + kept + twice, copied, gathered, later)
 
 
 def rollout(m: Setting) -> Iterable[Entry]:

@@ -52,10 +52,11 @@ WIDTH = PROMPT + NEW
 TEACHER_WIDTH = 3584
 
 
-def config(tmp: Path, **keys: Any) -> Config:
+def config(tmp: Path, layers: int = 2, **keys: Any) -> Config:
     for name, model in (("student", STUDENT), ("teacher", TEACHER)):
         (tmp / name).mkdir(exist_ok=True)
-        (tmp / name / "config.json").write_text(json.dumps(model))
+        described = model | {"num_hidden_layers": layers}
+        (tmp / name / "config.json").write_text(json.dumps(described))
     raw: dict[str, Any] = {
         "mesh": "actor=2,rollout=2,teacher=4",
         "batch_size": BATCH,
@@ -147,6 +148,36 @@ def test_the_layers_of_a_decode_step_are_one_cuda_graph(tmp_path):
     assert decode.graphs.graphs == 1
     assert decode.graphs.inside > 10 * 2  # of two layers
     assert decode.graphs.outside <= 10
+
+
+WITHIN = 0.05
+UPDATES = [(n, remat) for n in (1, 2, 4, 8) for remat in ("full", "dots", "none")]
+ONE_PLAN = (4, "dots")
+
+
+@pytest.mark.parametrize(
+    ("devices", "remat"),
+    [pytest.param(*case, marks=() if case == ONE_PLAN else pytest.mark.slow) for case in UPDATES],
+)
+def test_the_plan_of_an_update_is_what_the_compiler_takes(devices, remat, tmp_path):
+    """Qwen2.5-7B teaches Qwen2.5-1.5B at full depth on H200."""
+    prepare()
+    target = machine("h200x8")
+    run = config(
+        tmp_path,
+        layers=28,
+        mesh=f"actor+rollout+teacher={devices}",
+        batch_size=48,
+        max_prompt_tokens=1024,
+        max_new_tokens=2048,
+        actor={"micro_batch_tokens": 12288, "remat": remat},
+    )
+    plan = plan_for(run, target)
+    programs = RunPrograms(plan.config, plan.inputs, plan.axes, target.devices)
+    update = next(program for program in programs if program.name == "update")
+    with compiling_for(plan.inputs.target):
+        compiled = update.held(update.compile())
+    assert update.planned(plan.accounts["actor"]) == pytest.approx(compiled, rel=WITHIN)
 
 
 def checked(tmp: Path, target: str, mesh: str, **keys: Any) -> Report:
