@@ -1,1 +1,1 @@
-"""The programs of a run compiled for a machine that is not here."""
+"""Ahead-of-time compilation of a run's programs for a machine that is not present."""
