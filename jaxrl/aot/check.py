@@ -77,7 +77,7 @@ class Report:
     limit: int
     """Bytes of a device's memory that a run may use."""
     search: tuple[Candidate, ...] = ()
-    """With `--suggest`: the run as configured, then the fastest candidates."""
+    """With `--suggest`: the run as configured, then the candidates, the fastest first."""
     suggested: Report | None = None
     """The report of the fastest candidate that compiles and fits; None if the run is the
     fastest."""
