@@ -1,1 +1,1 @@
-"""Ahead-of-time compilation of a run's programs for a machine that is not present."""
+"""A run's programs, compiled for a machine that is not present."""
