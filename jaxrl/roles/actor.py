@@ -176,14 +176,14 @@ class Actor:
         return Trained(metrics, by_row)
 
     def publish(self, version: int, dtype: str) -> Weights:
-        """The policy in `dtype` and `rollout.layout`, sent to the receiver's mesh; `version` is
-        checked.
+        """Converts the policy to `dtype` and `rollout.layout`, and sends it to the receiver's mesh.
+        `version` must be the actor's version.
 
-        Sent from here, and not fetched, because the next update donates the buffers that are
-        shared: what has the receiver's dtype, layout and sharding already is the very array that is
-        trained, without a copy. The receiver is on the same worker then, and never samples between
-        an update and the next `publish`. Without a receiver the weights stay on the actor's mesh,
-        for the caller to send before the next update.
+        An array that already has the receiver's dtype, layout and sharding is shared with the
+        receiver without a copy. The next update donates it, which is safe because the receiver is
+        then on the same worker, and never samples between an update and the next `publish`. If
+        the receiver is in another worker, the weights stay on the actor's mesh, and the caller
+        must send them before the next update.
         """
         if version != self.version:
             raise RuntimeError(f"asked for version {version}, the actor holds {self.version}")
