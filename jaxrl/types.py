@@ -76,7 +76,7 @@ class Sequences:
     loss_mask: Array
     """[B, C] bool: True where a completion token trains (EOS included)."""
     group: int = field(default=1, metadata={"static": True})
-    """Number of rows in sequence that share a prompt, which a forward pass may then compute once.
+    """Number of consecutive rows that share a prompt, which a forward pass may then compute once.
     1: none. `roles.microbatch.shared_group` checks the rows before this is set."""
 
 

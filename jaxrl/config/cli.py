@@ -129,7 +129,8 @@ def run_parser(module: str, description: str) -> Parser:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="print the plan and the errors that would stop the run at its start (exit code 2)",
+        help="print the plan and the errors that would stop the run at its start (exit code 2),"
+        " and exit",
     )
     parser.add_argument(
         "--compile",

@@ -316,8 +316,9 @@ class Actor:
         Args:
             placed: the batch on the actor's mesh.
             units: [B] or [B / group]: tokens of the rows or groups of the policy loss, 0 for
-            others. group: rows in sequence that share a prompt. live: number of rows or groups that
-            hold tokens, whether or not they train.
+                others.
+            group: consecutive rows that share a prompt.
+            live: number of rows or groups that hold tokens, whether or not they train.
         """
         chosen = np.flatnonzero(units > 0)
         padded = room(len(chosen), live)

@@ -25,7 +25,7 @@ WORTH = 0.1
 
 
 def unit_rows(group_ids: np.ndarray, minibatches: int) -> int:
-    """Number of rows in sequence that must be in the same minibatch: all completions of a prompt if
+    """Number of consecutive rows that must be in the same minibatch: all completions of a prompt if
     the minibatches divide the number of prompts, else 1.
 
     Args:
@@ -41,7 +41,7 @@ def unit_rows(group_ids: np.ndarray, minibatches: int) -> int:
 
 
 def shared_group(sequences: Sequences, group: int, budget: int | None) -> int:
-    """Number of rows in sequence for which a prompt is computed once: `group`, or 1 if their
+    """Number of consecutive rows for which a prompt is computed once: `group`, or 1 if their
     prompts differ or sharing saves too little (`shares`).
 
     Args:
@@ -229,7 +229,7 @@ def micro_batch(batch: TrainBatch, rows: jax.Array, mesh: Mesh, group: int) -> T
     Args:
         rows: [b] int32, in any order, b a multiple of the devices that share the rows; row -1
             trains nothing.
-        group: number of rows in sequence that share a prompt.
+        group: number of consecutive rows that share a prompt.
     """
     axes = ("data", "fsdp")
     ring = mesh.shape["data"] * mesh.shape["fsdp"]

@@ -61,7 +61,7 @@ class ActorPrograms:
             out_shardings=(self.shardings, self.everywhere),
         )
         """(state, frozen arrays, batch, rows, group) -> (new state, sums and maxima for metrics).
-        rows [n, b] are the row numbers of n micro-batches; `group` rows in sequence share a
+        rows [n, b] are the row numbers of n micro-batches; `group` consecutive rows share a
         prompt."""
         self.old = self._make_old()
         """(parameters, batch, rows, group) -> [B, C] float32 log-probs of the completion tokens."""
@@ -104,7 +104,7 @@ class ActorPrograms:
             chosen: numbers of the rows (with group > 1: of the groups) of the minibatch.
             lengths: tokens of each row or group of the batch.
             sequences: of the batch; only their shapes count.
-            group: rows in sequence that share a prompt.
+            group: consecutive rows that share a prompt.
             padded: number of rows or groups to make room for, at least len(chosen).
         """
         shards = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
