@@ -153,7 +153,7 @@ METRICS: dict[str, Metric] = {
     "policy/correction_weight": Metric("1", "mean weight of the off-policy correction"),
     "policy/correction_dropped": Metric("fraction", "tokens that the correction leaves out"),
     "policy/degenerate_groups": Metric(
-        "prompts", "prompts whose completions all have the same task reward (before penalties)"
+        "prompts", "prompts whose rewarded completions have one task reward (before penalties)"
     ),
     "policy/refills": Metric("times", "times that more prompts were sampled for the batch"),
     "policy/prompts_replaced": Metric(
