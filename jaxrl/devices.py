@@ -90,7 +90,7 @@ class LocalHost:
 
 
 def find_host() -> LocalHost:
-    """What nvidia-smi says of this host; what jax says, where there is no nvidia-smi."""
+    """The devices of this host according to nvidia-smi or, if there is none, to JAX."""
     notes: list[str] = []
     if shutil.which("nvidia-smi") is None:
         return LocalHost(jax_devices(notes.append), (), tuple(notes))

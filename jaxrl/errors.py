@@ -1,7 +1,7 @@
-"""The error that is the user's to mend, and the help that it carries.
+"""Errors of a run, and helpers for their messages.
 
-Commands turn a ``UserError`` into a few lines on stderr and exit code 2; every other exception is
-ours and keeps its traceback.
+Commands turn a ``UserError`` into a few lines on stderr and exit code 2. Every other exception
+except ``RunError`` is a bug of jaxrl and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 
 class RunError(RuntimeError):
-    """A run that cannot go on: its text is the whole diagnosis, the exit code is 1."""
+    """A run that cannot continue. Its text is the whole diagnosis, and the exit code is 1."""
 
 
 class UserError(ValueError):
@@ -32,7 +32,8 @@ def near(name: str, choices: Iterable[str]) -> str:
 
 
 def unknown(kind: str, name: str, choices: Iterable[str]) -> UserError:
-    """The error for a name outside a fixed set: names the near one, or else lists the set."""
+    """The error for a name outside a fixed set. Names the most similar one, or else lists the
+    set."""
     names = sorted(choices)
     hint = near(name, names) or f": one of {', '.join(names)}"
     return UserError(f"unknown {kind} {name!r}{hint}")
@@ -40,9 +41,9 @@ def unknown(kind: str, name: str, choices: Iterable[str]) -> UserError:
 
 @contextmanager
 def user_input(what: str = "") -> Iterator[None]:
-    """A door: inside it a ``ValueError`` is about the user's input, and leaves as a ``UserError``.
+    """Turns a ``ValueError`` inside the block into a ``UserError``.
 
-    Only for parsing and checking: wrapped around computation it would hide our own mistakes.
+    Only for parsing and checking the user's input: around computation it would hide bugs.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Train a policy: distil a teacher on the student's own samples, or fine-tune on data.
+"""Train a policy: distil a teacher on the student's own samples, learn from rewards, or fine-tune.
 
 Without --config the built-in quickstart runs.
 """
@@ -36,7 +36,7 @@ class Result:
 
     @cached_property
     def metrics(self) -> list[JsonObject]:
-        """The rows of `metrics.jsonl`, which is read when they are first asked for."""
+        """The rows of `metrics.jsonl`, read on first access."""
         return read_metrics(self.run_dir)
 
     @property
@@ -50,16 +50,16 @@ class Result:
 
 
 def dry_run(config: Config, rewards: Sequence[Callable[..., object]] = ()) -> Plan:
-    """The plan of a run: the devices of each role, its mesh axes and its bytes; and what the run
-    would refuse.
+    """The plan of a run (devices, mesh axes and bytes of each role), and the errors that would stop
+    the run at its start.
 
     Its `text()` is what `--dry-run` prints. No weight is read, nothing is written.
 
     Args:
-        rewards: as of `train`.
+        rewards: as in `train`.
 
     Raises:
-        UserError: what cannot be placed.
+        UserError: the roles cannot be placed on the devices.
     """
     config, given = bind(config, rewards)
     return replace(plan_run(config), refusals=refusals(config, given))
@@ -91,7 +91,7 @@ def train(
 
 
 def print_plan(config: Config) -> None:
-    """Prints the plan at once, and then looks for what the run would refuse.
+    """Prints the plan at once, then checks everything else that would stop the run at its start.
 
     Raises:
         UserError: the plan does not fit, or the run would be refused.
@@ -104,7 +104,7 @@ def print_plan(config: Config) -> None:
 
 
 def print_compiled(arguments: cli.RunArguments) -> None:
-    """Prints the plan for a machine that is not here, and what its compiler makes of the run.
+    """Prints the plan for a machine that is not present, and the report of its compiler.
 
     Raises:
         UserError: the run does not compile there or does not fit, or the target is unknown.

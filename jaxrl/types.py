@@ -1,8 +1,8 @@
-"""What travels between the stages of a step, and the legend of every shape.
+"""The data that travels between the stages of a step, and the legend of all array shapes.
 
 Shapes: P prompts, G group size, B = P * G sequences, W prompt width, C completion width, T = W + C
 tokens of a sequence, V vocabulary, K top-k, D model width, N heads, KV key-value heads, H head
-width, S cache positions, L layers; t is the teacher's: Dt, Vt.
+width, S cache positions, L layers. A trailing t stands for the teacher's: Dt, Vt.
 
 A sequence is a left-padded prompt followed by a right-padded completion. Arrays of width C are
 aligned with the completion: entry j belongs to token ``T - C + j``, which the hidden state at ``T -
@@ -22,12 +22,12 @@ FinishReason = Literal["stop", "length"]
 JsonObject = dict[str, Any]
 """An object of JSON or a mapping of YAML, as it is parsed or written."""
 Row = Mapping[str, Any]
-"""The metrics of a step by their names, and its number under `step`; None where a value was not
-finite."""
+"""The metrics of a step by name, with the number of the step under `step`. None stands for a value
+that was not finite."""
 Tree = Any
-"""A pytree: of arrays, or of what stands for them (shardings, shapes); None is an empty one."""
+"""A pytree of arrays, shardings or shapes; None is the empty pytree."""
 Array = Any
-"""A `jax.Array` in a traced program, a numpy array on the host; None where a field does not apply.
+"""A `jax.Array` in a traced program, a numpy array on the host, or None for a field that is unused.
 """
 
 
@@ -42,7 +42,7 @@ class Prompt:
     completion: tuple[int, ...] | None = None
     """Tokens of the data set's own completion (EOS included), where there is one."""
     answer: str | None = None
-    """What a verifier compares with."""
+    """The reference answer that a verifier compares with."""
     columns: Mapping[str, object] = field(default_factory=dict)
     """Every other field of the data row."""
 
@@ -54,9 +54,11 @@ class Completion:
     tokens: tuple[int, ...]
     """Sampled ids, EOS included."""
     logprobs: np.ndarray
-    """[len(tokens)] float32, nats: full softmax at the sampling temperature (at 1 when greedy)."""
+    """[len(tokens)] float32, nats: log-probs of the full softmax at the sampling temperature (at
+    temperature 1 when greedy)."""
     sampler_logprobs: np.ndarray
-    """[len(tokens)] float32, nats: of the distribution that was sampled from, after truncation."""
+    """[len(tokens)] float32, nats: log-probs under the distribution that was sampled from, after
+    truncation (top-k, top-p, min-p)."""
     finish_reason: FinishReason
     text: str = ""
     """Decoded, without EOS and without the stop string."""
@@ -74,8 +76,8 @@ class Sequences:
     loss_mask: Array
     """[B, C] bool: True where a completion token trains (EOS included)."""
     group: int = field(default=1, metadata={"static": True})
-    """So many rows after each other share their prompt, and a pass may compute it once for them;
-    set inside a program, which has it checked before (`roles.microbatch.shared_group`)."""
+    """Number of consecutive rows that share a prompt, which a forward pass may then compute once.
+    1: none. `roles.microbatch.shared_group` checks the rows before this is set."""
 
 
 @dataclass(frozen=True)
@@ -85,23 +87,23 @@ class Rollout:
     sequences: Sequences
     """numpy arrays."""
     prompts: tuple[Prompt, ...]
-    """One for each row (a prompt stands G times); rows beyond these are padding, all-False in the
-    mask.
+    """One for each row, so that each prompt is repeated G times. Rows beyond these are padding,
+    with an all-False mask.
     """
     completions: tuple[Completion, ...]
     """One for each row that has a prompt."""
     group_ids: np.ndarray
-    """[B] int32: rows with one id are samples of one prompt; -1 at padding rows."""
+    """[B] int32: rows with equal ids are samples of one prompt; -1 at padding rows."""
     logprobs: np.ndarray
     """[B, C] float32, nats, 0 at padding."""
     sampler_logprobs: np.ndarray
     """[B, C] float32, nats, 0 at padding."""
     policy_version: int
-    """Batches trained into the weights that generated this; -1 for the data set's or the teacher's
-    completions.
+    """Version of the weights that sampled this: the number of batches they were trained on. -1 for
+    completions of the data set or of the teacher.
     """
     decode_steps: int = 0
-    """Steps that decoding took; 0 where nothing was decoded."""
+    """Number of decode steps; 0 where nothing was decoded."""
     student_topk: Array = None
     """[B, C, K] int32: the policy's K most probable tokens, for the `student_topk` teacher signal.
     """
@@ -110,7 +112,8 @@ class Rollout:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TeacherSignal:
-    """What a teacher says about each completion position; only the fields of its signal are set."""
+    """What a teacher sends for each completion position. Only the fields of the configured
+    `distill.signal` are set."""
 
     hidden: Array = None
     """[B, C, Dt]: last hidden states, after the final norm."""
@@ -121,7 +124,7 @@ class TeacherSignal:
     tail_logprob: Array = None
     """[B, C] float32, nats: log of the probability outside the K ids."""
     token_logprobs: Array = None
-    """[B, C] float32, nats: of the token in the sequence."""
+    """[B, C] float32, nats: log-prob of the token in the sequence."""
     best_ids: Array = None
     """[B, C, K'] int32: the teacher's own most probable tokens, for the entropy-aware term."""
     best_logprobs: Array = None
@@ -135,7 +138,7 @@ class TeacherSignal:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainBatch:
-    """What one update sees; every leaf has the sequences as its first dim."""
+    """The data that the actor trains on; the first dim of every leaf is the sequences."""
 
     sequences: Sequences
     teacher: TeacherSignal | None = None
@@ -146,11 +149,11 @@ class TrainBatch:
     ref_logprobs: Array = None
     """[B, C] float32, nats, under the reference."""
     old_logprobs: Array = None
-    """[B, C] float32, nats, under the policy at the start of the batch; None where that is the
-    policy in training, because there is one update."""
+    """[B, C] float32, nats, under the policy at the start of the batch. None with one update per
+    batch, where that is the policy in training."""
     in_policy: Array = None
-    """[B] bool: rows of the policy loss and of what goes with it (KL, entropy); None: all. The
-    others train on the divergence from a teacher only."""
+    """[B] bool: rows that the policy loss, its KL and its entropy include; None: all. The other
+    rows train on the divergence from a teacher only."""
 
     @property
     def policy_mask(self) -> Array:
@@ -162,10 +165,10 @@ class TrainBatch:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Totals:
-    """What the terms of one update are divided by, over all its micro-batches and devices."""
+    """Counts that divide the terms of the loss, over all micro-batches and devices of an update."""
 
     tokens: Array
-    """Scalar: tokens that train, in whichever loss; the divergence from a teacher has them all."""
+    """Scalar: tokens that train in any loss. The divergence from a teacher includes all of them."""
     policy_tokens: Array
     """Scalar: tokens of the policy loss."""
     policy_sequences: Array
@@ -174,17 +177,17 @@ class Totals:
 
 @dataclass(frozen=True)
 class Weights:
-    """A version of the policy, on its way to the roles that sample."""
+    """A version of the policy, on its way from actor to rollout."""
 
     version: int
-    """Batches trained into it."""
+    """Number of batches that it was trained on."""
     params: dict[str, Tree]
-    """In the receiver's layout and dtype. Arrays on the receiver's mesh, or on the actor's where
-    that is not of this worker; in place of these, `Shards` arrive there."""
+    """In the receiver's layout and dtype. If actor and receiver are in one process: arrays on the
+    receiver's mesh. Else: arrays on the actor's mesh, which arrive at the receiver as `Shards`."""
     nbytes: int
-    """Bytes that are copied, here or on their way; leaves shared with the sender are not."""
+    """Bytes that are copied; leaves shared with the actor do not count."""
     seconds: float
-    """Cast, unstacking and transfer."""
+    """Duration of cast, unstacking and transfer."""
 
 
 @dataclass(frozen=True)
@@ -192,39 +195,42 @@ class Trained:
     """The metrics of training on a batch."""
 
     metrics: dict[str, float]
-    """Of the whole batch."""
+    """Metrics of the whole batch."""
     by_row: dict[str, np.ndarray]
-    """Of each row, [B], in the first pass over the batch; NaN where nothing of it was trained."""
+    """Metrics of each row, [B], from the first pass over the batch; NaN for a row that did not
+    train.
+    """
 
 
 @dataclass(frozen=True)
 class Embedded:
-    """The answers of a batch of completions, for the similarity of one to another."""
+    """Embeddings of the answers in a batch of completions, for their similarity."""
 
     vectors: np.ndarray
     """[n, D] float32 of length 1, one for each completion; zeros where there is no answer."""
     texts: tuple[str | None, ...]
-    """What was embedded; None for a thought that never ended."""
+    """The texts that were embedded; None for a completion whose `<think>` never ended."""
     notes: tuple[str, ...] = ()
-    """What the user should know."""
+    """Messages for the user."""
 
 
 RoleScores = Mapping[str, Any]
-"""Role -> what it said of a rollout, a list of parts: each a `TeacherSignal`, an array, a report.
+"""Role -> the list of the parts of its scores. A part is a `TeacherSignal`, an array or a
+`RewardReport`, depending on the role.
 """
 Frozen = Mapping[str, Tree]
-"""Name -> arrays that a loss reads and nobody trains, such as the teacher's head."""
+"""Name -> arrays that a loss reads and that are not trained, such as the teacher's head."""
 SumCount = tuple[Array, Array]
 Sums = dict[str, SumCount]
 LossParts = tuple[SumCount, Sums, dict[str, Array]]
 Loss = Callable[[Tree, Frozen, TrainBatch, Totals], LossParts]
 """(parameters, frozen arrays, micro-batch, totals of the update) -> ((loss sum, count), metrics as
-(sum, count), metrics of which the largest counts); differentiable sum. A metric whose sum and count
-are [b], one for each row, is also reported per row.
+(sum, count), metrics that are combined by their maximum). The loss sum is differentiable. A metric
+whose sum and count are [b], one per row, is also reported per row.
 """
 Prepare = Callable[[Rollout, RoleScores], tuple[TrainBatch, dict[str, float]]]
-"""(rollout, what each scorer said of it) -> what is trained on, on the host or on its way; and what
-to tell of it.
+"""(rollout, scores of each role) -> (the batch to train on, metrics). The arrays of the batch may
+be on the host or on another mesh.
 """
 Finish = Callable[[Mapping[str, tuple[float, float]], Mapping[str, float]], dict[str, float]]
-"""(sums of all updates, maxima) -> the metrics of the batch."""
+"""(sums over all updates, maxima) -> the metrics of the batch."""

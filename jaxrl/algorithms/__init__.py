@@ -1,1 +1,1 @@
-"""What an algorithm makes of a batch: objective, advantages, signals, schedule."""
+"""From a batch to its loss: objective, advantages, signals, schedule."""

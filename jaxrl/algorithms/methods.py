@@ -1,7 +1,8 @@
-"""How algorithms run: where completions come from, who scores them, what the actor's loss is.
+"""How the loop runs an algorithm: where completions come from, which roles score them, and what the
+actor's loss is.
 
-Those that learn from the same thing share a `Method`; what sets them apart is in
-`losses.algorithm_table`.
+Algorithms that learn from the same source (a teacher, data or rewards) share a `Method`. Their
+differences are in `losses.algorithm_table`.
 """
 
 from __future__ import annotations
@@ -43,26 +44,27 @@ from jaxrl.types import (
 
 @dataclass(frozen=True)
 class Method:
-    """One way to learn, as the loop needs it."""
+    """The functions by which the loop runs an algorithm."""
 
     samples_policy: Callable[[Config], bool]
-    """Whether the rollout role needs every version of the weights."""
+    """Whether the rollout samples training batches, so that every version must be published."""
     completions: Callable[[Sources, int], Future[Rollout]]
     """(sources, batch index) -> future Rollout."""
     scorers: Callable[[Config], tuple[str, ...]]
-    """Roles that score every rollout."""
+    """Names of the roles that score every rollout."""
     prepare: Callable[[Config], Prepare]
-    """config -> how the actor makes what it trains on."""
+    """config -> the function that makes the actor's training batch from a rollout and its
+    scores."""
     make_loss: Callable[[Config, DecoderConfig, Mesh, int], Loss]
     """(config, student, actor's mesh, shared vocabulary) -> the loss of a micro-batch."""
     finish: Finish = ratios
-    """Makes figures of the loss's sums."""
+    """Turns the sums and maxima that the loss returned into metrics."""
     reads_completions: Callable[[Config], bool] = lambda config: False
-    """Whether some batch may hold the data's own completions."""
+    """Whether a batch may hold completions from the data."""
 
 
 def method_of(config: Config) -> Method:
-    """How the configured algorithm runs. Raises UserError."""
+    """The `Method` of the configured algorithm. Raises UserError if its type is wrong."""
     own = config.spec.method
     if own is None:
         return METHODS[config.spec.learns_from]
@@ -75,7 +77,7 @@ def method_of(config: Config) -> Method:
 
 
 def needed_roles(config: Config) -> tuple[str, ...]:
-    """Roles that the run cannot do without."""
+    """Names of the roles that the run needs."""
     return ("actor", "rollout", *method_of(config).scorers(config))
 
 
@@ -95,7 +97,7 @@ def _teacher_scores(config: Config) -> Prepare:
 
 
 def rewarded_scorers(config: Config) -> tuple[str, ...]:
-    """Who is asked where the algorithm learns from rewards."""
+    """The scoring roles of an algorithm that learns from rewards."""
     asked = {
         "teacher": config.learns_from_teacher,
         "reference": config.needs_reference,
@@ -106,15 +108,16 @@ def rewarded_scorers(config: Config) -> tuple[str, ...]:
 
 
 def on_policy(config: Config, index: int) -> bool:
-    """GKD's seeded coin (lambda = `distill.on_policy_fraction`): whether batch `index` is the
-    student's.
+    """GKD's seeded coin flip (lambda = `distill.on_policy_fraction`): whether batch `index` holds
+    the student's samples.
     """
     coin = np.random.default_rng((config.seed, 0xC017, index)).random()
     return bool(coin < config.distill.on_policy_fraction)
 
 
 def gkd_completions(sources: Sources, index: int) -> Future[Rollout]:
-    """Student samples or, by the coin, the teacher's (seq_kd) or the data's completions."""
+    """The student's samples or, depending on the coin flip, the teacher's (seq_kd) or the data's
+    completions."""
     if on_policy(sources.config, index):
         return sources.student_samples(index)
     if sources.config.distill.seq_kd:
@@ -160,7 +163,8 @@ def _hidden(
 
 
 def rewarded_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) -> Loss:
-    """A policy loss, and beside it the terms that the config gives a weight."""
+    """The policy loss, plus the terms to which the config gives a weight (KL, entropy,
+    divergence)."""
     objective = policy_objective(config, mesh, vocab_size)
 
     def loss(params: Params, frozen: Frozen, batch: TrainBatch, totals: Totals) -> LossParts:
@@ -171,7 +175,8 @@ def rewarded_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: 
 
 
 def rewarded_completions(sources: Sources, index: int) -> Future[Rollout]:
-    """Student samples; with dynamic sampling only those that teach something."""
+    """The student's samples. With dynamic_sampling=refill, other prompts replace those whose
+    completions all have the same reward; their rewards are then known early."""
     if sources.config.dynamic_sampling != "refill":
         return sources.student_samples(index)
     rollout, rewards = refilled(sources, index)

@@ -1,11 +1,11 @@
-"""What the algorithms that learn from rewards minimise: a policy loss and the terms beside it.
+"""The loss of algorithms that learn from rewards: a policy loss plus optional terms.
 
     policy_weight * policy loss + distill_weight * divergence
         + policy.kl_coef * KL(policy || reference) - policy.entropy_coef * entropy
 
-Each term is divided by its own count over the whole update: tokens or sequences, as its aggregation
-says. The divergence is of every token that trains; the other terms are of those that
-`TrainBatch.policy_mask` keeps. All log-probs are at the temperature of sampling.
+Each term is divided by its own count over the whole update, of tokens or of sequences depending on
+its aggregation. The divergence includes every token that trains; the other terms include the tokens
+of `TrainBatch.policy_mask`. All log-probs are at the sampling temperature.
 """
 
 from __future__ import annotations

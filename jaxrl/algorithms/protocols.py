@@ -1,4 +1,4 @@
-"""What may be asked of each role, and how it is asked: the calls of the loop and of algorithms.
+"""The methods of each role that the loop and algorithms may call, and the object that calls them.
 
 A call names a method of a Protocol, so that a type checker knows what it takes and returns:
 `ask("actor", ActorRole.publish, version=3, dtype="float32")` is a `Future[Weights]`, which may be
@@ -43,20 +43,21 @@ class ActorRole(Protocol):
         """The policy after `version` batches, on its way to the role that samples."""
 
     def save(self, folder: Path, step: int) -> int:
-        """Starts to write the state after `step` batches; returns `step`."""
+        """Starts to write the state after `step` batches to `folder`; returns `step`."""
 
     def saved(self, step: int) -> str | None:
-        """Waits until that is on disk; what went wrong, or None. Another thread may call it."""
+        """Waits until the save of `step` is on disk. Returns None or an error message. May be
+        called from another thread."""
 
     def export(self, folder: Path, tokenizer_from: Path | None) -> str | None:
-        """Writes the policy as a Hugging Face folder; what went wrong, or None."""
+        """Writes the policy as a Hugging Face folder. Returns None or an error message."""
 
 
 class ServedTeacherRole(Protocol):
-    """Scores completions elsewhere: a service."""
+    """A teacher served outside the run: it scores completions, and cannot sample."""
 
     def score(self, rollout: Rollout, part: int = 0, parts: int = 1) -> TeacherSignal | None:
-        """What the teacher says of the `part`-th of `parts` slices of rows; None: it is empty."""
+        """The teacher's signal for the `part`-th of `parts` slices of rows; None if it is empty."""
 
 
 class SamplingRole(Protocol):
@@ -77,17 +78,18 @@ class RolloutRole(SamplingRole, Protocol):
     """Samples with the policy's weights."""
 
     def generate(self, prompts: Sequence[Prompt], step: int, attempt: int = 0) -> Rollout:
-        """As in `SamplingRole`; each attempt has random numbers of its own."""
+        """As in `SamplingRole`; each attempt uses different random numbers."""
 
     def load(self, weights: Weights) -> dict[str, float]:
-        """Takes the next version of the policy; the metrics of the transfer."""
+        """Takes the next version of the policy. Returns the metrics of the transfer."""
 
 
 class ReferenceRole(Protocol):
-    """The policy as it was."""
+    """Scores completions with a frozen copy of the policy before training."""
 
     def score(self, rollout: Rollout, part: int = 0, parts: int = 1) -> np.ndarray | None:
-        """[rows, C] float32 nats of the `part`-th of `parts` slices of rows; None: it is empty."""
+        """[rows, C] float32 log-probs, in nats, for the `part`-th of `parts` slices of rows; None
+        if it is empty."""
 
 
 class RewardRole(Protocol):
@@ -115,7 +117,7 @@ def protocols(config: Config) -> dict[str, type]:
 
 
 def deadline_of(config: Config, method: str) -> float:
-    """Longest time in seconds that a call of a method may take."""
+    """Deadline of a call of the method, in seconds."""
     d = config.deadlines
     return {
         "update": d.update,

@@ -1,7 +1,7 @@
 """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): prompts whose completions have all
 the same task reward teach nothing, so others are sampled in their place, until the batch is full.
 
-The driver takes part: it looks at the rewards before the batch is complete, and puts it together.
+This runs in the driver, which reads the rewards before the batch is complete, and assembles it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxrl.types import Completion, Prompt, Rollout
 
 @dataclass(frozen=True)
 class _Group:
-    """The completions of one prompt, where they were sampled and judged."""
+    """The completions of one prompt, with the rollout and the rewards that they come from."""
 
     rollout: Rollout
     report: RewardReport

@@ -1,5 +1,5 @@
-"""From a rollout and what the scorers said of it to what is trained on, where rewards are learnt
-from: rewards, groups, advantages. On the host, float64.
+"""Makes the training batch of algorithms that learn from rewards, from a rollout and its scores:
+rewards, groups, advantages. Runs on the host, in float64.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def prepare_rewarded(config: Config) -> Prepare:
         if len(trained):
             metrics["reward/trained_mean"] = float(trained.mean())
         sequences = rollout.sequences
-        if config.distill_weight == 0:  # else the teacher has something to say of every completion
+        if config.distill_weight == 0:  # else the divergence includes every completion
             loss_mask = np.asarray(sequences.loss_mask) & keep[:, None]
             sequences = replace(sequences, loss_mask=loss_mask)
         batch = TrainBatch(
@@ -92,7 +92,8 @@ def _scales_by_std(config: Config) -> bool:
 
 
 def _similarity(config: Config) -> GrouperConfig:
-    """Similarity groups as configured; an algorithm that divides by no std divides by none here."""
+    """The options of similarity groups. If the algorithm does not divide by a standard deviation,
+    nothing is divided here either."""
     if _scales_by_std(config):
         return config.grouper
     return config.grouper.model_copy(update={"std_scope": "none"})

@@ -1,9 +1,10 @@
-"""When a batch may be generated, scored and trained: bounded staleness as a pure state machine.
+"""The order in which batches are generated, scored and trained on: bounded staleness as a pure
+state machine.
 
 Batch i is generated with exactly the weights after `max(0, i - staleness)` batches. The order of
 the actions below is the order in which the loop hands calls to the workers; each worker takes its
-calls in order, so what is computed never depends on timing. Actions on different pools overlap by
-themselves.
+calls in order, so what is computed never depends on timing. Actions on different pools overlap
+because calls return futures.
 
     serial        generate 0, score 0, train 0, publish 1, generate 1, ...
     one_step_off  generate 0, generate 1, score 0, train 0, publish 1, generate 2, score 1, ...
@@ -54,7 +55,7 @@ class Schedule:
 
     def next(self) -> Action | None:
         """The next action, counted as done; None once every batch is trained and published."""
-        # In a run's own order never more than equal; more where a run goes on beyond its old end.
+        # `published` exceeds the right side only in a run that resumes beyond its former last step.
         ready_to_generate = self.published >= max(0, self.generated - self.staleness)
         if self.generated < self.steps and ready_to_generate:
             self.generated += 1

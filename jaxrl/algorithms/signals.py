@@ -1,10 +1,10 @@
-"""What a teacher ships for each completion token, and the loss that the student makes of it: both
-sides in one place.
+"""Signals: what a teacher sends for each completion token, and the loss that the student computes
+from it. Both sides are in this file.
 
-| signal | shipped per token | loss |
+| signal | sent per token | loss |
 |---|---|---|
 | hidden | last hidden state (the actor holds the teacher's LM head) | exact generalised JSD |
-| topk | the teacher's K best ids, log-probs, the tail's | JSD of K + 1 outcomes: a lower bound |
+| topk | its K best ids, their log-probs, the tail's | JSD of K + 1 outcomes: a lower bound |
 | student_topk | the same at the student's K best ids | as topk, on the student's support |
 | sampled | log-prob of the sampled token | unbiased estimate of KL(student || teacher) |
 """
@@ -35,7 +35,7 @@ from jaxrl.types import Array, Frozen, Sequences, TeacherSignal, TrainBatch
 
 @dataclass(frozen=True)
 class Projection:
-    """How hidden states become probabilities, the same on both sides."""
+    """Options for the step from hidden states to log-probs, the same for teacher and student."""
 
     distill: DistillConfig
     mesh: Mesh
@@ -56,7 +56,8 @@ class Projection:
 def completion_hidden(
     model: DecoderConfig, params: Params, sequences: Sequences, mesh: Mesh, **options: Any
 ) -> Float[Array, "B C D"]:
-    """Hidden states, entry j the one that predicts completion token j (the shift is here)."""
+    """Hidden states aligned with the completion: entry j predicts completion token j. This is the
+    only place that shifts by one token."""
     t, c, group = sequences.tokens.shape[1], sequences.loss_mask.shape[1], sequences.group
     if group == 1:
         hidden = forward(model, params, sequences.tokens, sequences.mask, mesh=mesh, **options)
@@ -236,7 +237,7 @@ def distill_loss(
 def entropy_aware_loss(
     p: Projection, hidden: Float[Array, "B C D"], kernel: Float[Array, "V D"], batch: TrainBatch
 ) -> Loss:
-    """The entropy-aware term alone, of what a teacher shipped for it."""
+    """The entropy-aware term alone, from the part of the signal that the teacher sends for it."""
     signal = _signal(batch)
     return entropy_aware_from_topk(
         hidden,
@@ -261,6 +262,6 @@ def _signal(batch: TrainBatch) -> TeacherSignal:
 def policy_topk(
     p: Projection, model: DecoderConfig, params: Params, sequences: Sequences
 ) -> Int[Array, "B C K"]:
-    """The policy's most probable tokens, on which the signal `student_topk` is asked."""
+    """The policy's most probable tokens, for which the signal `student_topk` sends log-probs."""
     hidden = completion_hidden(model, params, sequences, p.mesh)
     return topk_from_hidden(hidden, head(params), p.distill.top_k, v=p.vocab_size, **p.options).ids

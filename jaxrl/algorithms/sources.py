@@ -1,4 +1,4 @@
-"""What an algorithm gets its batches from: prompts, samples, the data's completions, scores."""
+"""Access of an algorithm to prompts, samples, completions from the data, and scores."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REFILL_OFFSET = 1 << 20
 
 @dataclass(frozen=True)
 class Sources:
-    """The roles and the data, as an algorithm sees them. Calls return at once, with a future."""
+    """The roles and the data, as an algorithm sees them. Every call returns a future at once."""
 
     config: Config
     prompts: Callable[[int], Sequence[Prompt]]
@@ -37,13 +37,15 @@ class Sources:
     call: Ask
     """(role, method, *args, **kwargs) -> the future of the call."""
     wait: Wait
-    """The value of a call. Raises `Stopped` where the run was asked to end and does not need it."""
+    """future -> its value. Raises `Stopped` if the run was asked to end and does not need the
+    call."""
     held_out: Sequence[Prompt] = ()
     """Prompts of the evaluations."""
     decode: Callable[[Sequence[int]], str] = str
     """The text of tokens, for the data's own completions."""
     early_scores: dict[int, dict[str, Sequence[Future[object]]]] = field(default_factory=dict)
-    """Batch index -> role -> scores that were known before the batch was complete."""
+    """Batch index -> role -> scores that were computed while the batch was being sampled (dynamic
+    sampling)."""
 
     def student_samples(self, index: int, attempt: int = 0) -> Future[Rollout]:
         """Completions of batch `index` by the policy; a further attempt samples prompts that no

@@ -1,1 +1,1 @@
-"""The programs of a run compiled for a machine that is not here."""
+"""A run's programs, compiled for a machine that is not present."""

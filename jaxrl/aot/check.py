@@ -1,5 +1,5 @@
-"""`--dry-run --compile TARGET`: every program of a run, compiled by the compiler of a machine that
-is not here, beside what the plan expects of it.
+"""`--dry-run --compile TARGET`: compiles every program of a run for a machine that is not present,
+and compares the compiler's memory figures with the plan's.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from jaxrl.sharding.mesh import Visible
 
 MB = 1e6
 THUNKS = "*thunk_sequence_after_thunk_passes*"
-"""XLA's dump of what a GPU program launches."""
+"""Files in XLA's dump that list the kernels and CUDA graphs which a GPU program launches."""
 SHORT = {
     "all-gather": "gather",
     "all-reduce": "reduce",
@@ -40,7 +40,7 @@ SHORT = {
     "collective-permute": "permute",
     "all-to-all": "all-to-all",
 }
-"""Collectives as the table names them."""
+"""Name of a collective in HLO -> its name in the table."""
 
 
 @dataclass(frozen=True)
@@ -51,41 +51,43 @@ class Checked:
     name: str
     devices: int
     planned: int | None
-    """Bytes on a device while it runs, as the plan has it: of its role alone. None where the plan
-    does not count it apart, because a larger program of the role covers it."""
+    """The plan's estimate of the bytes that its role holds on a device while it runs. None if the
+    plan has no estimate, because a larger program of the role determines the peak."""
     compiled: int | None
-    """The same from the compiled program; None where it does not compile."""
+    """The same as the compiler reports it; None if the program does not compile."""
     others: int
     """Bytes that other roles hold on the same device meanwhile."""
     seconds: float
-    """That lowering and compiling took."""
+    """Seconds for lowering and compiling."""
     calls: float
-    """In a step of training."""
+    """Calls in a training step."""
     error: str | None = None
     """Why it does not compile."""
     found: Compiled | None = None
     graphs: Graphs | None = None
-    """Of a decode launch on a GPU."""
+    """CUDA graphs of a decode launch; None for other programs and platforms."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a target's compiler says of a run."""
+    """The result of compiling a run for a target machine."""
 
     target: Machine
     plan: Plan
     programs: tuple[Checked, ...]
     limit: int
-    """Bytes of a device that a run may use."""
+    """Bytes of a device's memory that a run may use."""
     search: tuple[Candidate, ...] = ()
-    """With `--suggest`: the run as it is, and the best ways to run it."""
+    """With `--suggest`: the run as configured, then the candidates, the fastest first."""
     suggested: Report | None = None
-    """What the compiler says of the best of them."""
+    """The report of the fastest candidate that compiles and fits; None if the run is the
+    fastest."""
 
     @property
     def peaks(self) -> dict[str, int]:
-        """Pool -> bytes of its fullest device: the compiled programs of its roles, each with what
-        the other roles hold there meanwhile; where none was compiled, the plan's."""
+        """Pool -> peak bytes of its fullest device: the maximum over its compiled programs, each
+        with the bytes that other roles hold there meanwhile. The plan's peak if nothing was
+        compiled."""
         found = {}
         for pool in self.plan.pools:
             if not pool.pool.devices:
@@ -100,7 +102,7 @@ class Report:
 
     @property
     def failures(self) -> list[str]:
-        """What does not compile, and which pools do not fit, in words."""
+        """A message for each program that does not compile, and for each pool that does not fit."""
         found = [
             f"{program.role}: {program.name} does not compile for {self.target.name}:"
             f" {program.error}"
@@ -116,7 +118,7 @@ class Report:
         return found
 
     def text(self, width: int = WIDTH) -> str:
-        """The table and what is to be said of it."""
+        """The plan, the table of programs and the notes below it, as they are printed."""
         out = io.StringIO()
         console = Console(
             file=out, width=width, color_system=None, highlight=False, force_jupyter=False
@@ -177,7 +179,7 @@ class Report:
 
 
 def plan_for(config: Config, target: Machine) -> Plan:
-    """The plan of a run on a machine that is not here."""
+    """The plan of a run on a machine that is not present."""
     visible = Visible(target.devices, None)
     limit = target.memory * (gpu_share() if target.is_gpu else 1)
     return make_plan(config, needed_roles(config), lambda needed: visible, limit / GB)
@@ -192,7 +194,7 @@ def check(
     """Compiles the programs of a run for the machine of that name.
 
     Args:
-        suggest: look for faster ways to run it, and compile the fastest one too.
+        suggest: search for faster placements and keys, and compile the fastest that fits too.
         progress: called with a line before each program.
 
     Raises:
@@ -215,7 +217,7 @@ def check(
 
 
 def compiled_report(config: Config, target: Machine, progress: Callable[[str], None]) -> Report:
-    """What the compiler of a machine says of a run."""
+    """Plans a run for a machine and compiles its programs."""
     plan = plan_for(config, target)
     checked = []
     with compiling_for(plan.inputs.target):

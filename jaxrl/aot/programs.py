@@ -1,7 +1,9 @@
-"""The programs that a run would call, made as its roles make them, of arrays that are not there.
+"""The jitted programs that a run would call, with abstract arguments, for compilation ahead of
+time.
 
-Every argument is a `jax.ShapeDtypeStruct` with its sharding over the devices of a machine: nothing
-is allocated, and no weight is read.
+Every argument is a `jax.ShapeDtypeStruct` with a sharding over the devices of the target machine.
+Nothing is allocated, and no weight is read. The functions below mirror how `roles` and `sampling`
+build and call their programs.
 """
 
 from __future__ import annotations
@@ -44,22 +46,23 @@ ROWS = PartitionSpec(("data", "fsdp"))
 
 @dataclass(frozen=True)
 class Program:
-    """A jitted function with the arguments of its largest call."""
+    """A jitted function of a role, with the abstract arguments of its largest call in a run."""
 
     role: str
     name: str
     jitted: Any
     args: tuple[Any, ...]
     phases: tuple[str, ...]
-    """Of the role's account: what the plan expects of it."""
+    """Phases of the role in the plan (`plan.memory.Account`) that this program covers. () if the
+    plan has no figure of its own for it."""
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     beside: int = 0
-    """Bytes that the role holds on a device meanwhile and that are not among the arguments."""
+    """Bytes that the role holds on a device meanwhile, apart from the arguments."""
     calls: float = 1.0
-    """Of it in a step of training; 0 where only evaluations call it."""
+    """Calls in a training step; 0 if only evaluations call it."""
 
     def compile(self, options: Mapping[str, Any] | None = None) -> Any:
-        """`jax.stages.Compiled`, of the machine's own compiler."""
+        """Compiles it for the target machine; returns a `jax.stages.Compiled`."""
         lowered = self.jitted.lower(*self.args, **self.kwargs)
         return lowered.compile(compiler_options=options)
 
@@ -71,9 +74,9 @@ class Program:
         return account.resident + max(more) if more else None
 
     def held(self, compiled: Any) -> int:
-        """Bytes of its role on one device while the compiled program runs."""
+        """Bytes that its role holds on one device while the compiled program runs."""
         sizes = compiled.memory_analysis()
-        # Arguments that the program does not read are held all the same.
+        # XLA does not count arguments that the program never reads, but they stay on the device.
         arguments = max(sizes.argument_size_in_bytes, local_bytes((self.args, self.kwargs)))
         results = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
         return int(arguments + sizes.temp_size_in_bytes + results + self.beside)
@@ -84,7 +87,7 @@ def shaped(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> jax.S
 
 
 def local_bytes(tree: Any) -> int:
-    """Bytes on one device of abstract arrays with shardings."""
+    """Bytes on one device of a pytree of abstract arrays with shardings."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
@@ -93,7 +96,7 @@ def local_bytes(tree: Any) -> int:
 
 
 class RunPrograms:
-    """The programs of a run as it is planned for a machine."""
+    """Iterates over the programs of a run as planned for a machine."""
 
     def __init__(
         self,
@@ -104,8 +107,9 @@ class RunPrograms:
     ):
         """
         Args:
-            config: with the dtypes of the machine.
-            devices: of the machine, which the numbers of the placement count.
+            config: with the dtypes for that machine filled in (`Config.with_dtypes`).
+            inputs, axes: models, placement and mesh axes of the plan.
+            devices: of the machine; the placement refers to them by index.
         """
         self.config, self.student = config, inputs.student
         self.setting = Setting(config, inputs, axes)
@@ -121,7 +125,7 @@ class RunPrograms:
                 yield from MAKERS[role](self)
 
     def rows(self, role: str) -> NamedSharding:
-        """Rows of a batch over the data axes of a role."""
+        """Sharding of the rows of a batch over the axes `data` and `fsdp` of a role's mesh."""
         return NamedSharding(self.meshes[role], ROWS)
 
     def everywhere(self, role: str) -> NamedSharding:
@@ -143,14 +147,15 @@ class RunPrograms:
         )
 
     def signal(self, role: str, rows: int) -> TeacherSignal:
-        """What the teacher sends of so many rows, on the mesh of a role."""
+        """The teacher's signal for so many rows, as abstract arrays on the mesh of a role."""
         jitted, args = self.score(rows)
         out = jax.eval_shape(jitted, *args)
         at = self.rows(role)
         return jax.tree.map(lambda x: shaped(x.shape, x.dtype, at), out)
 
     def scored(self, role: str, model: DecoderConfig, parts: int) -> tuple[int, int]:
-        """Rows of a part of the batch over all devices of a role, and how many share a prompt."""
+        """(rows of one of `parts` slices of the batch over all devices of a role, number of rows
+        that share a prompt)."""
         run, axes = self.setting.scored(role, model, parts), self.setting.axes[role]
         return run.rows * axes.data * axes.fsdp, 1 if run.shared is None else run.shared[0]
 
@@ -247,10 +252,11 @@ def rollout(run: RunPrograms) -> Iterator[Program]:
 def _sampling(
     run: RunPrograms, role: str, model: DecoderConfig, dtype: Any, layout: Layout, share: float
 ) -> Iterator[Program]:
-    """Prefill of a batch of prompts, their copy into slots, and a launch of decode steps.
+    """The programs of the sampling engine: prefill of a batch of prompts, the copy of their keys
+    and values into slots, and a launch of decode steps.
 
     Args:
-        share: of the batches that are sampled here.
+        share: fraction of the training batches that this role samples.
     """
     c, m, mesh, at = run.config, run.setting, run.meshes[role], run.everywhere(role)
     longest = max(m.config.max_new_tokens, c.eval.max_new_tokens or 0)
@@ -347,7 +353,7 @@ def reference(run: RunPrograms) -> Iterator[Program]:
 
 
 def reward(run: RunPrograms) -> Iterator[Program]:
-    """A full batch of the widest sequences through the reward model, where there is one."""
+    """The reward model, if there is one, on a full batch of the longest sequences."""
     c, model = run.config.rewards, run.setting.inputs.reward
     if model is None:
         return
@@ -360,7 +366,7 @@ def reward(run: RunPrograms) -> Iterator[Program]:
 
 
 def grouper(run: RunPrograms) -> Iterator[Program]:
-    """A full batch of the widest texts through the encoder of similarity groups."""
+    """The encoder of similarity groups on a full batch of the longest texts."""
     c, model, mesh = run.config.grouper, run.setting.inputs.grouper, run.meshes["grouper"]
     if model is None:
         return
@@ -375,7 +381,7 @@ def grouper(run: RunPrograms) -> Iterator[Program]:
 def _batch(
     run: RunPrograms, role: str, longest: int, batch_tokens: int
 ) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """Tokens and mask of a full batch of the longest texts."""
+    """Abstract tokens and mask of a full batch of the longest texts."""
     axes, at = run.setting.axes[role], run.rows(role)
     width = width_of(longest, longest)
     shape = (rows_of(width, batch_tokens) * axes.data * axes.fsdp, width)

@@ -51,15 +51,15 @@ class RunArguments:
     dry_run: bool
     """Print the plan and stop."""
     target: str | None = None
-    """The machine that the plan is made and the programs are compiled for."""
+    """The machine to plan and compile for; None: this one, without compiling."""
     suggest: bool = False
-    """Look for the placement and the keys with the shortest step there."""
+    """Search for the placement and keys with the shortest step on that machine."""
     json: bool = False
-    """Print what the compiler says as JSON."""
+    """Print the report of the compiler as JSON."""
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are ``UserError``s, with the near option named."""
+    """An argument parser that raises ``UserError``, which names the most similar option."""
 
     def __init__(self, module: str, description: str) -> None:
         """
@@ -110,11 +110,11 @@ def run_parser(module: str, description: str) -> Parser:
     parser.add_argument(
         "--config",
         metavar="FILE.yaml",
-        help="the run to do (without it: the built-in quickstart or, with student.model or"
-        " data.train set, the defaults)",
+        help="config file of the run (without it: the built-in quickstart or, if student.model or"
+        " data.train is set, the defaults)",
     )
     parser.add_argument(
-        "--mesh", metavar="SPEC", help="placement of the roles: actor=2,rollout=2,teacher=4"
+        "--mesh", metavar="SPEC", help="devices of each role, as in actor=2,rollout=2,teacher=4"
     )
     parser.add_argument(
         "--resume",
@@ -129,19 +129,21 @@ def run_parser(module: str, description: str) -> Parser:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="print the plan and what the run would refuse (exit code 2), and stop",
+        help="print the plan and the errors that would stop the run at its start (exit code 2),"
+        " and exit",
     )
     parser.add_argument(
         "--compile",
         metavar="TARGET",
-        help="with --dry-run: plan for a machine that is not here and compile every program of the"
-        " run with its compiler: h200x8, h200x16 (two hosts), t4x1, tpu-v5e:2x4 (extra aot)",
+        help="with --dry-run: plan the run for a machine that is not present, and compile every"
+        " program of it with that machine's compiler: h200x8, h200x16 (two hosts), t4x1,"
+        " tpu-v5e:2x4 (needs the extra aot)",
     )
     parser.add_argument(
         "--suggest",
         action="store_true",
-        help="with --compile: predict the seconds of each stage there, and propose the mesh and the"
-        " keys of the shortest step that fits, compiled too",
+        help="with --compile: predict the seconds of each stage on that machine, search for the"
+        " mesh and keys with the shortest step that fits, and compile these too",
     )
     parser.add_argument(
         "--json", action="store_true", help="with --compile: print one JSON object instead of text"

@@ -19,7 +19,7 @@ BOUNDS = {
     "exclusiveMaximum": "below",
     "maximum": "at most",
 }
-"""What JSON schema calls a bound -> how the page says it."""
+"""Name of a bound in JSON schema -> words for it on the page."""
 
 HEAD = """# Config keys
 
@@ -41,17 +41,19 @@ The defaults are for models of one to several billion parameters on accelerators
 `--config` the quickstart runs, which sets many keys otherwise
 ([jaxrl/assets/quickstart.yaml](../jaxrl/assets/quickstart.yaml)), unless `student.model` or
 `data.train` is set on the command line: then all other keys have their defaults.
-`--config builtin:quickstart` is the quickstart with a model or data of your own. `null` is a
-value: nothing, or what the text says. Required are `student.model`, `data.train` and, for
-algorithm `gkd`, `teacher.model`.
+`--config builtin:quickstart` runs the quickstart even with a model or data of your own. `null` is
+a value; its meaning is in the description of each key. Required are `student.model`, `data.train`
+and, for algorithm `gkd`, `teacher.model` (or `teacher.address`). "null: the algorithm's own" means
+the value in the table of [reinforcement-learning.md](reinforcement-learning.md).
 
 A relative path of something to read (`student.model`, `teacher.model`, `reward.model`,
 `grouper.model`, `data.train`, `data.eval`, `data.few_shot`, `reward.functions`) in a config file is
 looked for in that file's folder first, then in the working directory; on the command line, in the
-working directory. So a config runs from any folder with the files beside it. Such a path has a
-slash or a suffix: a folder beside the config is `./folder`. What a run writes
-(`run_dir`, `compile_cache`) is relative to the working directory. The run's own `config.yaml` names
-what was found beside a config file, and every file of `reward.functions`, by its absolute path.
+working directory. A config with its files beside it thus runs from any working directory. A path
+must contain a slash or a suffix to be recognised: a folder beside the config is `./folder`. Paths
+of something to write (`run_dir`, `compile_cache`) are relative to the working directory. The
+`config.yaml` that a run writes contains absolute paths of what was found beside the config file,
+and of every file of `reward.functions`.
 
 Which keys may change when a run is resumed is in
 [checkpoints.md](checkpoints.md)."""
@@ -75,7 +77,7 @@ def markdown() -> str:
 
 
 def _bounds(schema: dict[str, Any]) -> Iterator[str]:
-    """`at least 1`, of a number that may be null; the largest that a device counts goes unsaid."""
+    """Bounds in words, as in `at least 1`; the bound `LARGEST` of all integers is left out."""
     for one in (schema, *schema.get("anyOf", ())):
         for name, word in BOUNDS.items():
             if name in one and one[name] != LARGEST:

@@ -35,9 +35,9 @@ from jaxrl.losses.algorithm_table import AlgorithmSpec, find_algorithm
 from jaxrl.process.plugin import anchored
 
 CONFIG_FILE = "config.yaml"
-"""Of a run, in its folder."""
+"""Name of the config in a run directory."""
 LARGEST = 2**31 - 1
-"""The largest int32, which devices count with; no key needs more."""
+"""The largest int32, the type of counters on devices; no key needs more."""
 ROLES = ("actor", "rollout", "teacher", "reference", "reward", "grouper")
 
 Positive = Annotated[int, Field(strict=True, ge=1, le=LARGEST)]
@@ -51,14 +51,14 @@ Flag = Annotated[bool, Field(strict=True)]
 Name = Annotated[str, Field(min_length=1)]
 DType = Literal["float32", "bfloat16"]
 Rule = tuple[bool, str]
-"""Whether a rule is broken, and what the user reads then."""
+"""(whether the rule is broken, the error message for that case)."""
 OneOrMore = BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
 Words = Annotated[tuple[str, ...], OneOrMore]
 """A list of strings; a single string stands for a list of one."""
 
 
 class Section(BaseModel):
-    """A frozen group of keys that refuses any other."""
+    """A frozen group of keys; an unknown key is an error."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -69,7 +69,7 @@ class Section(BaseModel):
     )
 
     def _rules(self) -> Iterator[Rule]:
-        """What the keys of a section must fulfil together; the first broken rule is the error."""
+        """Conditions on several keys of a section; the first one that is broken is the error."""
         return iter(())
 
     @model_validator(mode="before")
@@ -94,7 +94,8 @@ class StudentConfig(Section):
 
 
 class ParallelConfig(Section):
-    """Sizes of the role's mesh axes; one of them may be -1: all devices that the others leave."""
+    """Sizes of the role's mesh axes; their product is the number of its devices. One of them may be
+    -1: all devices that the others leave."""
 
     data: int | None = Field(default=None, strict=True)
     """Data parallelism: copies of the weights, each with its share of the sequences. null: the plan
@@ -118,7 +119,7 @@ class ParallelConfig(Section):
 
 
 class RoleConfig(Section):
-    """What every role has: its devices, its mesh and its compute dtype."""
+    """Keys that every role has: devices, mesh and compute dtype."""
 
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     """Mesh axes of the role."""
@@ -132,7 +133,7 @@ class RoleConfig(Section):
 
     @property
     def compute_dtype(self) -> DType:
-        """`dtype` once the devices are known (`Config.with_dtypes`)."""
+        """`dtype`, which `Config.with_dtypes` has set for the devices at hand."""
         assert self.dtype is not None, "Config.with_dtypes fills it"
         return self.dtype
 
@@ -164,11 +165,13 @@ class TeacherConfig(FrozenConfig):
     """The teacher's weights, in any form that `student.model` takes, or `builtin:teacher`. null: no
     teacher (algorithm sft), or the one at `teacher.address`."""
     num_microbatches: Positive = 1
-    """Micro-batches in which the teacher scores a batch; more take less activation memory."""
+    """Number of micro-batches in which the teacher scores a batch; a larger number needs less
+    activation memory."""
     address: Name | None = None
     """A teacher served outside the run, in place of `teacher.model`: `host:port` of `python -m
-    jaxrl.serve_teacher`, or the URL of a completions server, as in `http://host:8000/v1`. Its token
-    is read from the environment variable JAXRL_TEACHER_TOKEN."""
+    jaxrl.serve_teacher`, or the URL of a completions server, as in `http://host:8000/v1`. The
+    environment variable JAXRL_TEACHER_TOKEN holds the access token of that server, if it needs
+    one."""
     api: Literal["jaxrl", "openai"] = "jaxrl"
     """Protocol at `teacher.address`. jaxrl: `serve_teacher`. openai: a completions server that
     returns the log-probs of prompts (for `distill.signal` topk and sampled)."""
@@ -176,7 +179,7 @@ class TeacherConfig(FrozenConfig):
     """Name of the model on the completions server at `teacher.address`. null: the only one that it
     serves."""
     service_threads: Positive = 1
-    """Score requests that are sent to `teacher.address` at once; not a number of devices."""
+    """Number of score requests sent to `teacher.address` in parallel."""
 
     def _rules(self) -> Iterator[Rule]:
         named = self.api_model is not None
@@ -216,17 +219,17 @@ class ActorConfig(RoleConfig):
 
     param_dtype: DType = "float32"
     """Dtype of the weights that the optimizer updates. float32: master weights. bfloat16: half the
-    memory, with stochastic rounding, so that small updates arrive in the mean."""
+    memory, with stochastic rounding, so that small updates are not lost on average."""
     moment_dtype: DType = "float32"
     """Dtype of gradients and moments inside the optimizer."""
     micro_batch_tokens: Positive | None = 16384
-    """Most tokens (padding included) per device in one micro-batch of training. null: the whole
-    minibatch at once."""
+    """Most tokens (padding included) per device in one micro-batch, the part of a minibatch whose
+    gradient is computed at once. null: the whole minibatch."""
     minibatches: Positive | None = None
     """Optimizer updates per pass over a batch. null: the number in the algorithm's paper
     (docs/reinforcement-learning.md), or the next smaller one that divides `batch_size`."""
     epochs_per_batch: Positive = 1
-    """How often each batch is trained on."""
+    """Passes over each batch."""
     remat: Literal["none", "dots", "full"] = "full"
     """Activations that the backward pass recomputes to save memory. none: nothing. dots: all but
     matrix products. full: all but each layer's input."""
@@ -239,15 +242,15 @@ class RolloutConfig(RoleConfig):
     """The role that samples."""
 
     layout: Literal["unstacked", "stacked"] = "unstacked"
-    """Layout of the weights that sample. unstacked: a copy with one array per layer; decodes
-    fastest. stacked: as they are trained; with the actor's dtype and mesh axes these are the
-    actor's own arrays, without a copy, and weights sharded over fsdp are gathered one layer at a
-    time."""
+    """Layout of the rollout's weights. unstacked: one array per layer; decodes fastest, but needs a
+    copy. stacked: one array for all layers, as in training; if dtype and mesh axes are the actor's,
+    the rollout uses the actor's arrays without a copy. Weights sharded over fsdp are then gathered
+    one layer at a time."""
     slots: Positive | None = None
-    """Sequences decoded at once over the whole mesh; a slot whose sequence has ended takes the next
-    one. null: one slot for each sequence of the batch."""
+    """Slots: sequences decoded at once over the whole mesh. A slot whose sequence has ended takes
+    the next one. null: one slot for each sequence of the batch."""
     launch_tokens: Positive = 32
-    """Tokens decoded per device launch; free slots are refilled between launches."""
+    """Decode steps per device launch; free slots are refilled between launches."""
 
 
 def _named_sets(value: object) -> object:
@@ -276,28 +279,28 @@ EvalSources = Annotated[
 
 
 class DataConfig(Section):
-    """Prompts, and where they have them completions and answers."""
+    """Prompts, and their completions and answers where there are any."""
 
     train: Annotated[Words, Field(min_length=1)]
     """One source or a list of them: a `.jsonl` or `.parquet` file; a pattern like `data/*.parquet`;
     a folder of such files, or one that `datasets` saved (`:split=NAME` chooses a split);
     `arithmetic`, `reasoning_gym/NAME` (`:key=value,...` adds options)."""
     weights: tuple[PositiveNumber, ...] | None = None
-    """Share of the prompts that each source of `data.train` gives, one number per source; each
-    source then has epochs of its own. null: all rows together, each once per epoch."""
+    """Share of the prompts that come from each source of `data.train`, one number per source; each
+    source then has its own epochs. null: all rows together, each once per epoch."""
     eval: EvalSources | None = None
     """Held-out sources in the form of `data.train`, or several named sets, as in `{easy: a.jsonl,
     hard: [b.jsonl, c.jsonl]}`; a procedural source never repeats a prompt of its training split.
     null: no evaluation."""
     prompt_key: str = "prompt"
-    """Field or column with the prompt as text."""
+    """Field of a row with the prompt as text."""
     messages_key: str = "messages"
-    """Field or column with the prompt as chat messages, which the tokenizer's chat template
+    """Field of a row with the prompt as chat messages, which the tokenizer's chat template
     renders."""
     completion_key: str = "completion"
-    """Field or column with a completion to learn from (sft and off-policy batches)."""
+    """Field of a row with a completion to learn from (sft and off-policy batches)."""
     answer_key: str = "answer"
-    """Field or column with the reference answer that a verifier compares with."""
+    """Field of a row with the reference answer that a verifier compares with."""
     chat: Literal["auto", "raw"] = "auto"
     """auto: a text prompt becomes a user message where the tokenizer has a chat template. raw: text
     prompts stay as they are."""
@@ -315,7 +318,8 @@ class DataConfig(Section):
     shuffle: Flag = True
     """Shuffle the data differently in each epoch, by `seed`."""
     verifier: str = "auto"
-    """Verifier that judges completions in evaluation, by its name. auto: the source's own."""
+    """Name of the verifier that judges completions in evaluations (docs/data.md lists them). auto:
+    the one that the source defines."""
 
     def _rules(self) -> Iterator[Rule]:
         given, sources = len(self.weights or ()), len(self.train)
@@ -359,7 +363,7 @@ class DistillConfig(Section):
     KL)."""
     jsd_beta: Fraction = 0.5
     """Generalised JSD between teacher and student: 0 is KL(teacher||student), 1 is
-    KL(student||teacher); the loss's scale jumps at both ends."""
+    KL(student||teacher); the scale of the loss is discontinuous at both ends."""
     on_policy_fraction: Fraction = 1.0
     """Probability that a batch holds the student's samples; other batches hold the data's
     completions, or the teacher's samples (`distill.seq_kd`)."""
@@ -367,14 +371,14 @@ class DistillConfig(Section):
     """Sequence-level distillation: off-policy batches hold the teacher's samples in place of the
     data's completions."""
     distill_temperature: PositiveNumber = 1.0
-    """Temperature that divides both models' logits inside the divergence (without the factor
-    T^2)."""
+    """Temperature T that divides both models' logits inside the divergence. The loss is not
+    multiplied by T^2."""
     top_k: Annotated[Positive, Field(le=1024)] = 64
     """Tokens per position that the signals topk and student_topk send; from about 1000 on, signal
     hidden is smaller and exact."""
     ratio_cap: PositiveNumber = 2.0
-    """Signal sampled: cap on the importance ratio between the learner and the policy that
-    sampled."""
+    """With `distill.signal=sampled`: cap on the importance ratio between the learner and the policy
+    that sampled."""
     entropy_aware: Flag = False
     """Add KL(teacher||student) at tokens where the teacher is uncertain (arXiv 2603.07079): to the
     divergence or, where `distill_weight` is 0, to the policy loss with `policy.opd_coef`."""
@@ -384,7 +388,8 @@ class DistillConfig(Section):
     entropy_top_k: Positive = 16
     """How many of the teacher's most probable tokens the term of `distill.entropy_aware` reads."""
     chunk_tokens: Positive = 512
-    """Tokens whose logits exist at once, in any loss (sft too); fewer take less memory."""
+    """Tokens whose logits exist at once, in every loss (also with sft); a smaller number needs less
+    memory."""
     lean: Flag = False
     """Recompute the loss's logits in the backward pass: less memory, more time."""
 
@@ -420,11 +425,11 @@ class OptimizerConfig(Section):
     learning_rate: NonNegative = 1e-5
     """Peak learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the learning rate after the warm-up."""
+    """Schedule of the learning rate after the warm-up."""
     warmup_steps: Count = 10
     """Optimizer updates over which the learning rate rises linearly to its peak."""
     min_lr_ratio: Fraction = 0.0
-    """Last learning rate of the schedules linear and cosine, as a fraction of the peak."""
+    """With the schedules linear and cosine: the last learning rate, as a fraction of the peak."""
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay (not with adam or sgd); embeddings, norms and biases are not
     decayed."""
@@ -458,12 +463,12 @@ Corrections = Annotated[
 
 
 class PolicyConfig(Section):
-    """The policy loss of the algorithms that learn from rewards; null takes the algorithm's own
-    value."""
+    """The policy loss of algorithms that learn from rewards. null is the algorithm's own value,
+    which docs/reinforcement-learning.md lists, unless the key says otherwise."""
 
     advantages: Literal["group", "similarity"] = "group"
-    """Completions that a reward is compared with. group: all of the same prompt. similarity: those
-    of the same prompt with similar texts (`grouper`)."""
+    """Completions with which a reward is compared. group: all of the same prompt. similarity: those
+    of the same prompt with a similar text (section `grouper`)."""
     scale_by_std: Flag | None = None
     """Divide advantages by the standard deviation of the rewards that they are compared with (for
     similarity groups `grouper.std_scope` chooses which). null: the algorithm's own."""
@@ -474,9 +479,9 @@ class PolicyConfig(Section):
     aggregation: Literal["sequence_mean_token_mean", "token_mean", "sum_over_constant"] | None = (
         None
     )
-    """How the tokens' losses become one. sequence_mean_token_mean: mean over completions of their
-    token means. token_mean: mean over all tokens. sum_over_constant: mean over completions of their
-    token sums / `policy.constant`. null: the algorithm's own."""
+    """How the losses of tokens are aggregated. sequence_mean_token_mean: mean over completions of
+    their token means. token_mean: mean over all tokens. sum_over_constant: mean over completions of
+    their token sums / `policy.constant`. null: the algorithm's own."""
     constant: PositiveNumber | None = None
     """Tokens by which aggregation sum_over_constant divides. null: `max_new_tokens` for dr_grpo, 1
     for luspo."""
@@ -490,7 +495,7 @@ class PolicyConfig(Section):
     """Dual clip, in algorithms that clip: at negative advantages the importance ratio counts as no
     more than this (above 1; 3 is usual). null: it is not bounded there."""
     ratio_cap: PositiveNumber | None = None
-    """CISPO: upper bound of the importance ratio that weighs a token's gradient. null: the
+    """CISPO: upper bound of the importance ratio that weights a token's gradient. null: the
     algorithm's own."""
     tau_positive: PositiveNumber | None = None
     """SAPO: steepness of the soft clip where the advantage is positive. null: the algorithm's
@@ -520,12 +525,12 @@ class PolicyConfig(Section):
     `distill.signal=sampled`."""
     dynamic_sampling: Literal["off", "drop", "refill"] | None = None
     """What happens to prompts whose completions all have the same task reward (functions and reward
-    model, before penalties), or none. off: they stay. drop: the policy loss leaves them out.
-    refill: others are sampled in their place (needs schedule=serial). null: for dapo refill, with
-    another schedule drop; else off."""
+    model, before penalties), or no reward. off: they stay. drop: the policy loss leaves them out.
+    refill: others are sampled in their place (needs `schedule=serial`). null: off, except for dapo:
+    refill with `schedule=serial`, else drop."""
     max_refills: Positive = 4
-    """dynamic_sampling=refill: how often more prompts are sampled for a batch after the first
-    time."""
+    """With `policy.dynamic_sampling=refill`: how many times more prompts are sampled for one
+    batch."""
     correction: Corrections | None = None
     """Off-policy correction: weights of tokens for the mismatch between the policy that sampled and
     the learner at the start of the batch. One name, or a list of one with sequence_geo_mask. null:
@@ -542,8 +547,9 @@ class PolicyConfig(Section):
     """sequence_geo_mask: drop completions whose mean log-ratio exceeds this on either side, in nats
     per token (default 0.1)."""
     bypass: Flag = False
-    """Take the log-probs of the policy that sampled as the old ones: the clip acts on the whole
-    ratio, and no off-policy correction is applied."""
+    """Use the policy that sampled as pi_old of the importance ratio, instead of the learner at the
+    start of the batch: the clip acts on the whole ratio, and no off-policy correction is
+    applied."""
 
     def _rules(self) -> Iterator[Rule]:
         yield (
@@ -554,10 +560,12 @@ class PolicyConfig(Section):
 
 
 class ReferenceConfig(FrozenConfig):
-    """The policy before training, for `policy.kl_coef` and `policy.reward_kl_coef`."""
+    """A frozen copy of the policy before training, for `policy.kl_coef` and
+    `policy.reward_kl_coef`."""
 
     num_microbatches: Positive = 1
-    """Micro-batches in which the reference scores a batch; more take less activation memory."""
+    """Number of micro-batches in which the reference scores a batch; a larger number needs less
+    activation memory."""
 
 
 class GrouperConfig(FrozenConfig):
@@ -587,10 +595,10 @@ class GrouperConfig(FrozenConfig):
     included (DRA-GRPO, arXiv 2505.09655); mmr takes the score at which maximal marginal relevance
     picks the completion (arXiv 2601.09085)."""
     std_scope: Literal["cluster", "prompt", "none"] = "cluster"
-    """Whose standard deviation divides the advantages of use=subgroup and use=blend (a cluster of
-    two unequal rewards is always +-0.707 under its own), unless `policy.scale_by_std` (or the
-    algorithm, such as dr_grpo) divides by none. none: nothing is divided, whatever the
-    algorithm."""
+    """Standard deviation that divides the advantages of `grouper.use` subgroup and blend: of the
+    cluster (the advantages of two unequal rewards are then always +-0.707), of the prompt, or none.
+    If `policy.scale_by_std` or the algorithm (such as dr_grpo) does not divide, nothing is divided
+    here either."""
     alpha: NonNegative = 0.5
     """use=blend: weight of the cluster's advantage against the prompt's (0 to 1). use=size_weight:
     exponent of the cluster's size."""
@@ -598,12 +606,12 @@ class GrouperConfig(FrozenConfig):
     """Cosine similarity from which the methods connected_components and leader join two
     completions."""
     mmr_lambda: Fraction = 0.7
-    """use=mmr: 1 is the reward alone, 0 novelty alone."""
+    """use=mmr: weight of the reward against novelty. 1 is the reward alone, 0 novelty alone."""
     max_clusters: Annotated[Positive, Field(ge=2)] = 7
     """method=agglomerative_silhouette: most clusters of a prompt."""
     min_silhouette: Number = 0.1
-    """method=agglomerative_silhouette: with a best silhouette below this, the prompt is one
-    cluster."""
+    """method=agglomerative_silhouette: if the best silhouette is below this, all completions of the
+    prompt are one cluster."""
 
     def _rules(self) -> Iterator[Rule]:
         yield (
@@ -635,7 +643,7 @@ class RewardConfig(FrozenConfig):
     batch_tokens: Positive = 4096
     """Tokens that the reward model reads at once on one device, padding included."""
     max_tokens: Positive | None = None
-    """Longest text that the reward model reads, in its own tokens; longer ones lose their
+    """Longest text that the reward model reads, in its own tokens; longer texts lose their
     beginning. null: `max_prompt_tokens` + `max_new_tokens` + 128."""
     timeout: PositiveNumber = 10.0
     """Seconds that a reward function may take for one completion. A call that takes longer is
@@ -645,18 +653,18 @@ class RewardConfig(FrozenConfig):
     """Processes that run the reward functions. null: half the CPU cores, at most 8."""
     memory_mb: Positive | None = None
     """Megabytes of address space for each process that runs reward functions (RLIMIT_AS): beyond it
-    a function gets a MemoryError, counted in `reward/NAME/failures`. null: no limit, but where the
-    machine's memory runs out, the kernel ends these processes before the run."""
+    a function gets a MemoryError, counted in `reward/NAME/failures`. null: no limit; if the
+    machine's memory runs out, the kernel kills these processes first, not the run."""
     max_processes: Positive = 256
-    """Most processes that one process of the reward functions may grow to, itself included: beyond
-    it all of them are killed, counted in `reward/NAME/failures`."""
+    """Most processes that a reward function may have at once, the one that runs it included: beyond
+    it all of them are killed, which counts in `reward/NAME/failures`."""
     max_failures: Fraction = 0.5
     """Share of a batch's completions on which a reward function may fail (exception, crash,
     timeout); beyond it the run ends."""
     overlong_buffer: Count | None = None
     """Soft penalty of long completions (DAPO, arXiv 2503.14476, eq. 13): over the last this many
     tokens before `max_new_tokens` it grows from 0 to `reward.overlong_penalty`. 0: no penalty.
-    null: a fifth of `max_new_tokens` for dapo, as there, else 0."""
+    null: a fifth of `max_new_tokens` for dapo (as in its paper), else 0."""
     overlong_penalty: PositiveNumber = 1.0
     """Penalty that is subtracted from the reward of a completion of `max_new_tokens`, where
     `reward.overlong_buffer` is not 0."""
@@ -684,11 +692,12 @@ class RewardConfig(FrozenConfig):
 
 
 class OffloadConfig(Section):
-    """Offload to pinned host memory while other roles of the pool work; no number changes."""
+    """Move arrays to pinned host memory while other roles of the pool work; results do not change,
+    bit for bit."""
 
     params: Flag = False
-    """Offload the policy: the actor's weights while other roles work, and the weights that sample
-    while none of that role's calls runs. Arrays that both share stay."""
+    """Offload the policy: the weights of actor and rollout, each while that role does not work. An
+    array that both share is offloaded while neither works."""
     optimizer: Flag = False
     """Offload the optimizer's state while nothing is trained."""
     frozen: Flag = False
@@ -750,8 +759,8 @@ class CheckpointConfig(Section):
 
 
 class DeadlinesConfig(Section):
-    """Longest wait for each kind of call, in seconds; a late call ends the run, with where it
-    stands."""
+    """Longest duration of each kind of call, in seconds. A late call ends the run with an error
+    that says what it was doing."""
 
     startup: PositiveNumber = 600.0
     """Seconds to load weights and build a role."""
@@ -762,14 +771,14 @@ class DeadlinesConfig(Section):
     update: PositiveNumber = 600.0
     """Seconds to train on one batch."""
     weight_sync: PositiveNumber = 600.0
-    """Seconds until the rollout role has new weights."""
+    """Seconds to send new weights to the rollout."""
     evaluate: PositiveNumber = 600.0
     """Seconds for one evaluation."""
     checkpoint: PositiveNumber = 600.0
-    """Seconds to copy a checkpoint's arrays off the devices; also to write what is unwritten at a
-    run's end."""
+    """Seconds to copy a checkpoint's arrays off the devices; also to finish writing checkpoints at
+    the end of a run."""
     export: PositiveNumber = 600.0
-    """Seconds to write the trained model at a run's end."""
+    """Seconds to write the trained model at the end of a run."""
     interrupt: PositiveNumber | None = None
     """Seconds to finish the running update and save after Ctrl-C, SIGTERM or SIGHUP; a second
     Ctrl-C ends the run at once. null: what the deadlines of these calls allow."""
@@ -785,12 +794,13 @@ class RayConfig(Section):
     """Most devices of one Ray process; the processes of a pool are one SPMD program. null: one
     process for a pool's share of a host."""
     max_restarts: Count = 3
-    """How often lost or late workers are restarted before the run gives up. The count starts over
-    with each trained step; for returns to the newest checkpoint, with each newer checkpoint."""
+    """How many times dead or late workers are restarted before the run gives up. The count is reset
+    after each trained step. A second count, of returns to the newest checkpoint, has the same limit
+    and is reset by each newer checkpoint."""
 
 
 class LoggingConfig(Section):
-    """What a run shows and records."""
+    """Console output, and the files and trackers that record the run."""
 
     console: Literal["auto", "rich", "plain", "quiet"] = "auto"
     """Console output: rich (a live display), plain (lines) or quiet. auto: rich on a terminal and
@@ -816,9 +826,9 @@ class ProfileConfig(Section):
     """Profiling of some steps of a run."""
 
     steps: str | None = None
-    """Steps `first:stop` to profile, without stop, as in `3:5` for the steps 3 and 4: a trace of
-    JAX's profiler and a table of the stages in `RUN/profile`. The first two steps compile. null:
-    none."""
+    """Steps `first:stop` to profile, stop excluded, as in `3:5` for the steps 3 and 4: writes a
+    trace of JAX's profiler and a table of the stages to `RUN/profile`. Avoid the first two steps,
+    which compile. null: none."""
 
     @field_validator("steps")
     @classmethod
@@ -846,7 +856,7 @@ class ProfileConfig(Section):
 
 
 class _Parsed(type(Section)):  # type: ignore[misc]
-    """Makes `Config(...)` say what is wrong as `Config.load` does."""
+    """Makes `Config(...)` raise the same errors as `Config.load`."""
 
     def __call__(cls, **mapping: Any) -> Any:
         try:
@@ -875,8 +885,8 @@ class Config(Section, metaclass=_Parsed):
     seed: Count = 0
     """Seed of the data's order, of every sample and of every other random choice."""
     deterministic: Flag = False
-    """Only kernels whose result does not depend on timing: two runs of one command on a GPU are
-    then bit for bit the same, and slower; on a CPU they always are. Sets
+    """Use only kernels whose result does not depend on timing: two runs of one command on a GPU are
+    then the same bit for bit, but slower; on a CPU they always are the same. Sets
     `--xla_gpu_exclude_nondeterministic_ops=true` in XLA_FLAGS."""
     mesh: str = "actor+rollout=1"
     """Devices of each role, as in `actor=2,rollout=2,teacher=4`; roles joined by `+` share
@@ -893,8 +903,8 @@ class Config(Section, metaclass=_Parsed):
     """Weight of the divergence from a teacher that is added to the policy loss; above 0 a teacher
     is needed."""
     schedule: Literal["serial", "one_step_off", "two_step_off"] = "serial"
-    """How many batches the weights that sample may lag behind those that train: serial 0,
-    one_step_off 1, two_step_off 2."""
+    """How many batches the weights of the rollout may lag behind those of the actor: serial 0,
+    one_step_off 1, two_step_off 2. With a lag, generating and training overlap."""
     steps: Positive = 200
     """Batches to train on."""
     batch_size: Positive = 32
@@ -940,7 +950,8 @@ class Config(Section, metaclass=_Parsed):
         return {role: getattr(self, role) for role in ROLES}
 
     def with_dtypes(self, own: DType) -> Self:
-        """Each role's dtype that is null becomes `own`, that of the devices."""
+        """A copy in which `own`, the dtype for the devices at hand, replaces every role's null
+        dtype."""
         unset = {role: section for role, section in self.roles.items() if section.dtype is None}
         filled = {role: s.model_copy(update={"dtype": own}) for role, s in unset.items()}
         return self.model_copy(update=filled)
@@ -953,7 +964,7 @@ class Config(Section, metaclass=_Parsed):
 
     @property
     def spec(self) -> AlgorithmSpec:
-        """What is known of the algorithm."""
+        """The algorithm's entry in the table of algorithms."""
         return find_algorithm(self.algorithm)
 
     @property
@@ -974,8 +985,8 @@ class Config(Section, metaclass=_Parsed):
 
     @property
     def minibatches(self) -> int:
-        """Optimizer updates per pass over a batch: where `actor.minibatches` is null the
-        algorithm's own, or the next smaller number of minibatches of equally many prompts.
+        """Optimizer updates per pass over a batch. If `actor.minibatches` is null: the algorithm's
+        number, or the next smaller one that divides `batch_size`.
         """
         if self.actor.minibatches is not None:
             return self.actor.minibatches
@@ -1003,7 +1014,7 @@ class Config(Section, metaclass=_Parsed):
 
     @property
     def rewards(self) -> RewardConfig:
-        """`reward` with the algorithm's own penalty of long completions."""
+        """`reward`, with the algorithm's penalty of long completions where the config sets none."""
         if self.reward.overlong_buffer is not None:
             return self.reward
         own = int(self.max_new_tokens * self.spec.overlong_share)
@@ -1120,16 +1131,17 @@ class Config(Section, metaclass=_Parsed):
 
     @classmethod
     def load(cls, path: str | Path | None = None, overrides: Overrides = ()) -> Self:
-        """The run of a YAML file, with some keys set otherwise.
+        """The config of a YAML file, with some keys overridden.
 
         Args:
             path: the file. None: the built-in quickstart or, where `student.model` or `data.train`
-                is among the overrides, the defaults. `builtin:quickstart`: the quickstart anyhow.
+                is among the overrides, the defaults. `builtin:quickstart`: the quickstart in any
+                case.
             overrides: `["steps=10", "optimizer.learning_rate=1e-5"]`, or `{"steps": 10,
                 "optimizer.learning_rate": 1e-5}`.
 
         Raises:
-            UserError: of a few lines at most, for anything that the user can mend.
+            UserError: for any mistake that the user can correct; a few lines at most.
         """
         return cls.load_base(path, overrides)[0]
 
@@ -1137,7 +1149,7 @@ class Config(Section, metaclass=_Parsed):
     def load_base(
         cls, path: str | Path | None = None, overrides: Overrides = ()
     ) -> tuple[Self, Base]:
-        """As `load`, and where the other keys come from."""
+        """`load`, and the source of the keys that nobody set."""
         if isinstance(overrides, str):
             raise UserError(
                 f"overrides is a list of key=value strings, or a mapping, got {overrides!r}"

@@ -1,1 +1,1 @@
-"""Files of weights and tokenizers to arrays, and back."""
+"""Reads and writes files of weights and tokenizers."""

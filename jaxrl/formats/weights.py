@@ -180,7 +180,7 @@ def load(
     dtype: DTypeLike = jnp.float32,
     layout: Layout = "stacked",
 ) -> Params:
-    """Parameters of a checkpoint, in `dtype`, sharded by the rules of `sharding/rules.py`.
+    """Parameters of a checkpoint, in `dtype`, sharded by the rules of `models/rules.py`.
 
     Host memory holds a few slices at a time, a slice being what one device gets of one parameter; a
     slice that several devices share is read once.

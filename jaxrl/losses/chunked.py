@@ -1,17 +1,21 @@
-"""Losses of hidden states @ head, a chunk of tokens at a time, with gradients: never [B, C, V].
+"""Losses on logits = hidden @ head.T, computed with their gradients for one chunk of tokens at a
+time, so that no array [B, C, V] ever exists.
 
-A `Term` says what to measure on the logits of some tokens and what the gradient of its loss with
-respect to those logits is. This file runs it over all tokens, on one device or on a mesh:
+A `Term` (`losses.layout`) computes a loss on the logits of some tokens, and the gradient of that
+loss with respect to these logits. This file runs a term over all tokens, on one device or a mesh:
 
-- `measure`: forward only.
-- `fused`: forward and gradients in one scan over chunks of tokens (a product with each head, and
-  two for the gradients); the head's gradient is summed in a float32 array of the head's size.
-- `tiled`: gradients only, from what `measure` saved, in one loop over tiles of the *vocabulary*
-  with all tokens in each. It computes the logits a second time, but a tile of the head's gradient
-  is complete when it is written, so there is no accumulator.
+- `measure` runs forward only.
+- `fused` computes values and gradients in one scan over chunks of tokens: a matrix product with
+  each head, and two for the gradients. It sums the head's gradient in a float32 array of the head's
+  size.
+- `tiled` computes gradients only, from what `measure` saved, in one loop over tiles of the
+  *vocabulary*, each with all tokens. It computes the logits a second time, but each tile of the
+  head's gradient is complete when it is written, so that it needs no float32 accumulator.
 
-On a mesh the head is gathered over "fsdp" once, before the loop. `fused` reduces the head's
-gradient once, after the loop; `tiled` reduces each tile once, which is as many bytes.
+`loss_values` is the differentiable function: it uses `fused` or, if the `ShardedTerm` is `lean`,
+`measure` and `tiled`. On a mesh the head is gathered over "fsdp" once, before the loop. `fused`
+reduces the head's gradient once, after the loop; `tiled` reduces each tile once, which moves as
+many bytes.
 """
 
 from __future__ import annotations
@@ -42,7 +46,7 @@ def measure(
     head: Float[Array, "V D"],
     given: FrozenInputs,
 ) -> TokenStats:
-    """The term's values and what its gradient needs, leaves [B, C, ...]."""
+    """The term's values, and what its gradient needs; leaves are [B, C, ...]."""
 
     def body(hidden: Array, head: Array, given: FrozenInputs) -> TokenStats:
         rows, teacher_rows = _gather(hidden, head, given)
@@ -66,7 +70,8 @@ def fused(
     head: Float[Array, "V D"],
     given: FrozenInputs,
 ) -> tuple[PerToken, Float[Array, "B C D"], Float[Array, "V D"]]:
-    """The term's values, and the gradients of the loss's masked sum by hidden and head."""
+    """The term's values, and the gradients of the loss's masked sum with respect to hidden and
+    head."""
 
     def body(hidden: Array, head: Array, given: FrozenInputs) -> tuple[PerToken, Array, Array]:
         rows, teacher_rows = _gather(hidden, head, given)
@@ -100,7 +105,8 @@ def tiled(
     given: FrozenInputs,
     saved: PerToken,
 ) -> tuple[Float[Array, "B C D"], Float[Array, "V D"]]:
-    """Gradients of the loss's masked sum, from what `measure` saved ([B, C, ...])."""
+    """Gradients of the loss's masked sum with respect to hidden and head, from what `measure` saved
+    ([B, C, ...])."""
 
     def body(
         hidden: Array, head: Array, given: FrozenInputs, saved: PerToken
@@ -115,7 +121,8 @@ def tiled(
             d_hidden, d_head = carry
             # Without the barrier XLA on CPU makes a float32 copy of bfloat16 heads before the loop.
             here, i = jax.lax.optimization_barrier((heads, i))
-            # The last tile starts early where tiles do not fit; what it repeats counts as 0.
+            # The last tile starts early if the tiles do not divide the vocabulary; the columns that
+            # it repeats get gradient 0.
             first = jnp.minimum(i * size, columns.size - size)
             rows, teacher_rows = jax.tree.map(partial(_tile, first=first, size=size), here)
             tile = VocabShard(columns.start + first, size, sharded.vocab, columns.padded)
@@ -145,7 +152,7 @@ def loss_values(
     head: Float[Array, "V D"],
     given: FrozenInputs,
 ) -> tuple[Float[Array, ""], PerToken]:
-    """(masked sum of the loss, values per token [B, C, ...]). Only the sum carries a gradient."""
+    """(masked sum of the loss, values per token [B, C, ...]). Only the sum is differentiable."""
     values = measure(sharded, hidden, head, given).values
     return _masked_loss(values, given), values
 
@@ -197,7 +204,8 @@ def _logits(
 
 
 def _kept(dz: Float[Array, "n size"], given: FrozenInputs) -> Float[Array, "n size"]:
-    """Gradient by the products, from the one by the logits; 0 where masked, even of a NaN."""
+    """From the gradient with respect to the scaled logits to the one with respect to hidden @
+    head.T; 0 where masked, even if the gradient there is NaN."""
     return jnp.where(given.mask[:, None], dz * given.scale, 0)
 
 
@@ -212,7 +220,8 @@ def _back(dz: Float[Array, "n size"], rows: Float[Array, "size D"]) -> Float[Arr
 
 
 def _bits(x: Array) -> Array:
-    """bfloat16 as integers: XLA on CPU converts the whole array to update a bfloat16 slice."""
+    """bfloat16 viewed as integers. To update a slice of a bfloat16 array, XLA on CPU would convert
+    the whole array to float32."""
     return jax.lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 else x
 
 
@@ -221,7 +230,7 @@ def _tile(rows: Array, first: Array, size: int) -> Array:
 
 
 def _each_token(f: Callable[[FrozenInputs], FrozenInputs], given: FrozenInputs) -> FrozenInputs:
-    """`f` of the leaves [B, C, ...]; the scale as it is, the teacher's head left out."""
+    """`f` applied to the leaves [B, C, ...]. Keeps the scale, and drops the teacher's head."""
     per_token: Any = {"scale": None, "teacher_head": None}
     return f(given._replace(**per_token))._replace(scale=given.scale)
 
@@ -232,7 +241,7 @@ def _flat(tree: Tree) -> Tree:
 
 
 def _chunks(sharded: ShardedTerm, hidden: Array, given: FrozenInputs) -> tuple[Array, FrozenInputs]:
-    """[b, C, ...] -> [chunks, chunk, ...] on every leaf, with masked tokens at the end."""
+    """[b, C, ...] -> [chunks, chunk, ...] for every leaf; the end is padded with masked tokens."""
     tokens = hidden.shape[0] * hidden.shape[1]
     chunk = min(sharded.chunk, tokens)
     count = -(-tokens // chunk)

@@ -1,8 +1,8 @@
-"""How a loss over hidden states and a head is laid out over a mesh, and what such a loss is.
+"""The interface of a loss on logits (`Term`), and its layout on a mesh (`ShardedTerm`).
 
 Rows of tokens are split over ("data", "fsdp"), the vocabulary over "tensor", and a head's width
-over "fsdp" where that divides it (the rule of sharding/rules.py). What a mesh does not divide is
-padded: rows of tokens with masked ones, the vocabulary with columns of `MIN`.
+over "fsdp" where that divides it (as in models/rules.py). Sizes that a mesh does not divide are
+padded: rows with masked tokens, the vocabulary with columns of `MIN`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PerToken = dict[str, Array]
 
 
 class FrozenInputs(NamedTuple):
-    """What no gradient flows to."""
+    """Inputs without a gradient."""
 
     mask: Bool[Array, "B C"]
     scale: Float[Array, ""]
@@ -38,19 +38,20 @@ class FrozenInputs(NamedTuple):
 
 
 class TokenStats(NamedTuple):
-    """What a term measures on some tokens."""
+    """The results of `Term.measure` on some tokens."""
 
     values: PerToken
-    """For the caller; a loss stands under "loss"."""
+    """For the caller; the key "loss" holds the loss."""
     saved: PerToken
     """For `Term.gradient`."""
 
 
 class Term:
-    """A function of the logits of each token. Hashable: it is part of a compiled function's key.
+    """A loss on the logits of each token. Hashable, since it is part of a compiled function's key.
 
-    `z` [n, size] are the logits of n tokens at temperature, `columns` says of which ids; `tokens`
-    are `FrozenInputs.tokens` of the same tokens and, with a teacher's head, its logits "teacher_z".
+    `z` [n, size] are the logits of n tokens, divided by the temperature; `columns` are their token
+    ids. `tokens` are `FrozenInputs.tokens` of the same tokens and, if there is a teacher's head,
+    the teacher's logits "teacher_z".
     """
 
     def measure(self, z: Array, tokens: PerToken, columns: VocabShard) -> TokenStats:
@@ -121,7 +122,8 @@ def shard_term(
     v: int | None = None,
     lean: bool = False,
 ) -> ShardedTerm:
-    """A job over the first V = min(rows of the heads, `v`) rows; `models` are (hidden, head)."""
+    """A `ShardedTerm` over the first V = min(rows of the heads, `v`) ids. `models` are (hidden,
+    head) pairs of student and teacher."""
     rows = min(head.shape[0] for _, head in models)
     if v is not None and not 0 < v <= rows:
         raise ValueError(f"v is {v}; the heads have {rows} rows in common: give 1 to {rows}")

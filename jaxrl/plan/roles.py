@@ -1,7 +1,11 @@
-"""What each role holds on one of its devices, in bytes, computed before any weight is read.
+"""The memory of each role on one of its devices, in bytes, computed before any weight is read.
 
-Weights, optimizer state and KV cache are exact (`memory.py`). Temporaries are the analytic model of
-`models/activations.py`: arrays counted in the live ranges that XLA assigns to the real programs.
+The sizes of weights, optimizer state and KV cache are exact (`plan/memory.py`). Temporaries are
+estimated by the analytic model of `models/activations.py`, which counts the arrays that are alive
+at the same time in the programs as XLA schedules them.
+
+A role's function in `ENTRIES` yields its `Entry`s: bytes that are resident, or that exist during
+one phase, such as the backward pass of an update.
 """
 
 from __future__ import annotations
@@ -36,13 +40,14 @@ from jaxrl.sampling.engine import PREFILL_TOKENS
 from jaxrl.sharding.placement import Axes
 
 JSD_ARRAYS, KL_ARRAYS, LEAN_ARRAYS, SCORE_ARRAYS = 7, 6, 5, 3
-"""Float32 arrays [chunk, V] alive at once in a loss of both models' logits that keeps its gradients
-(a divergence between the two ends, at one of them), in one that does not, and in one that reads a
-few log-probs of one model's."""
+"""Float32 arrays [chunk, V] alive at once in a loss. On the logits of both models with gradients in
+the forward pass: `JSD_ARRAYS` if 0 < jsd_beta < 1, `KL_ARRAYS` if it is 0 or 1. With
+`distill.lean`: `LEAN_ARRAYS`. In a loss that reads a few log-probs of one model: `SCORE_ARRAYS`."""
 ENTROPY_ARRAYS = 2
-"""And with the entropy-aware term."""
+"""Further ones with `distill.entropy_aware`."""
 TEMPLATE_TOKENS = 128
-"""Room for the reward model's own template, and for a tokenizer that needs more tokens."""
+"""Tokens reserved for the reward model's chat template, and for its tokenizer needing more
+tokens."""
 BACKWARD, LOSS, STEP = "backward pass", "loss", "optimizer step"
 """Phases of an update."""
 SHARED = "parameters, the rollout's too"
@@ -51,29 +56,29 @@ PUBLISH = {"actor: publish"}
 
 
 class Setting:
-    """A config on the devices that its roles got: everything that an account is computed from."""
+    """A config with the mesh axes of its roles: all inputs from which the memory is computed."""
 
     def __init__(self, config: Config, inputs: PlanInputs, axes: Mapping[str, Axes]):
         self.config, self.inputs, self.axes = config, inputs, axes
         self.student, self.teacher = inputs.student, inputs.teacher
-        self.sequences = config.batch_size * config.group_size  # B: rows of a batch
+        self.sequences = config.batch_size * config.group_size  # B, the rows of a batch
         self.prompt_tokens, self.new_tokens = inputs.widths(config)
         self.width = self.prompt_tokens + self.new_tokens
         self.update_rows = self.rows("actor", -(-self.sequences // config.minibatches))
         self.one_mesh = inputs.same_mesh("actor", "rollout", axes)
         self.signal: str | None = None
-        self.signal_bytes = 0  # of what the teacher sends, per completion token
-        self.vocab = self.student.vocab_size  # V of the losses: the rows that both heads have
+        self.signal_bytes = 0  # bytes that the teacher sends per completion token
+        self.vocab = self.student.vocab_size  # V of the losses: rows common to both heads
         if self.teacher is not None:
             self.signal, dtype = config.distill.signal, config.teacher.compute_dtype
             self.signal_bytes = signal_bytes(config.distill, dtype, self.teacher)
             self.vocab = min(self.vocab, self.teacher.vocab_size)
-        # Whether the loss sums its head's gradient while it runs forward, in float32.
+        # Whether the loss sums the head's gradient in float32 during its forward pass.
         self.loss_fused = self.signal not in (None, "sampled") and not config.distill.lean
 
     @property
     def shared_bytes(self) -> int:
-        """Of the policy on one device, what actor and rollout hold as one array."""
+        """Bytes of the policy on one device in arrays that actor and rollout share."""
         rollout, dtype = self.config.rollout, self.config.actor.param_dtype
         if not self.one_mesh or rollout.compute_dtype != dtype:
             return 0
@@ -84,12 +89,13 @@ class Setting:
 
     @cached_property
     def shared_group(self) -> int:
-        """Completions that share a prompt in an update of full widths, as the actor decides it."""
+        """Number of completions that share a prompt in an update, if all prompts and completions
+        are as long as allowed; 1 if the actor would not share prompts then."""
         c = self.config
         return 1 if c.batch_size % c.minibatches else self._shared(c.actor.micro_batch_tokens)
 
     def _shared(self, budget: int | None) -> int:
-        """How many completions stand together and are computed with one prompt.
+        """Number of completions for which one prompt is computed once.
 
         Args:
             budget: most tokens of a micro-batch on one device.
@@ -102,7 +108,8 @@ class Setting:
         return c.group_size if shared else 1
 
     def scored(self, role: str, model: DecoderConfig, parts: int) -> Pass:
-        """A role's pass over one of `parts` slices of the batch, as `scored_part` cuts it."""
+        """A role's forward pass over one of `parts` slices of the batch, as
+        `roles.microbatch.scored_part` cuts it."""
         shards = self.axes[role].data * self.axes[role].fsdp
         group = scored_group(self.sequences, parts, shards, self._shared(None))
         rows = -(-self.sequences // (parts * shards * group)) * group
@@ -110,13 +117,13 @@ class Setting:
         return run if group == 1 else replace(run, shared=(group, self.prompt_tokens))
 
     def rows(self, role: str, sequences: int) -> int:
-        """Sequences on one device of a role."""
+        """How many of `sequences` are on one device of a role."""
         axes = self.axes[role]
         return -(-sequences // (axes.data * axes.fsdp))
 
     @property
     def padded_rows(self) -> int:
-        """Sequences of a batch, with those that pad it so that every mesh divides it."""
+        """Sequences of a batch, including padding so that every mesh divides it."""
         multiple = math.lcm(*(sizes.data * sizes.fsdp for sizes in self.axes.values()))
         return -(-self.sequences // multiple) * multiple
 
@@ -129,16 +136,16 @@ class Setting:
         return Pass(model, axes, rows, width, ITEMSIZE[dtype], fused, None, platform)
 
     def chunk(self, rows: int) -> int:
-        """Tokens projected on the vocabulary at once, of the completions of `rows` sequences."""
+        """Completion tokens of `rows` sequences that are projected onto the vocabulary at once."""
         return min(self.config.distill.chunk_tokens, rows * self.new_tokens)
 
     def one_chunk(self, rows: int) -> bool:
-        """Whether these are all at once: XLA dissolves a loop over one chunk."""
+        """Whether all completion tokens are one chunk: XLA then removes the loop over chunks."""
         return self.config.distill.chunk_tokens >= rows * self.new_tokens
 
 
 def micro_batches(m: Setting) -> tuple[int, int]:
-    """How many micro-batches an update has, and rows of one on a device."""
+    """(number of micro-batches of an update, rows of one micro-batch on a device)."""
     rows, budget = m.update_rows, m.config.actor.micro_batch_tokens
     allowed = rows if budget is None else max(1, budget // m.width)
     if m.shared_group > 1:  # whole groups
@@ -152,7 +159,8 @@ def micro_batches(m: Setting) -> tuple[int, int]:
 
 
 def actor(m: Setting) -> Iterable[Entry]:
-    """Training: parameters, optimizer, gradients; temporaries of a block or of the loss."""
+    """Training: parameters, optimizer state, gradients, and temporaries of a layer or of the
+    loss."""
     a, axes = m.config.actor, m.axes["actor"]
     weights = weight_bytes(m.student, axes, a.param_dtype)
     computed = weight_bytes(m.student, axes, a.compute_dtype)
@@ -162,10 +170,10 @@ def actor(m: Setting) -> Iterable[Entry]:
     if m.shared_group > 1:
         run = replace(run, shared=(m.shared_group, m.prompt_tokens))
     gradients, summed = weights + (computed if mixed else 0), weights
-    if count > 1:  # a float32 sum, and the gradient that is added to it
+    if count > 1:  # a float32 accumulator, and the gradient that is added to it
         summed = weight_bytes(m.student, axes, "float32")
         table = sum(s.size for s in shards(m.student, axes) if s.path.startswith("embed"))
-        wider = table * (F32 - run.itemsize)  # the embedding's is float32 as it comes
+        wider = table * (F32 - run.itemsize)  # the embedding's gradient is always float32
         gradients = summed + computed + wider
     signal = m.rows("actor", m.sequences) * m.new_tokens * m.signal_bytes
     taken = rows * m.new_tokens * m.signal_bytes
@@ -212,8 +220,9 @@ def actor(m: Setting) -> Iterable[Entry]:
 
 
 def _published(m: Setting) -> int:
-    """The policy as the rollout wants it, on the actor's mesh, where it does not stay there as the
-    rollout's own; only what changes is copied.
+    """Bytes of the temporary copy, on the actor's mesh, of the policy in the rollout's dtype and
+    layout. 0 if the rollout is on the same mesh, where the copy is the rollout's own weights.
+    Arrays that need no conversion are not copied.
     """
     rollout = m.config.rollout
     same = rollout.compute_dtype == m.config.actor.param_dtype
@@ -224,20 +233,21 @@ def _published(m: Setting) -> int:
 
 
 class Heads(NamedTuple):
-    """Arrays of an LM head's or the embedding's size beyond parameters and their gradients."""
+    """Bytes of temporary arrays as large as an LM head or the embedding, beyond parameters and
+    gradients."""
 
     embedding: int
-    """What the embedding's gradient, a float32 sum, takes before it is split over `fsdp` again."""
+    """The embedding's gradient in float32, before it is split over `fsdp` again."""
     forward: int
-    """The embedding and the heads gathered, and the sum of the student's head gradient. XLA gathers
-    them before the first layer runs."""
+    """The gathered embedding and heads, and the accumulator of the student's head gradient. XLA
+    gathers them before the first layer runs."""
     copied: int
-    """What comes and goes while they are gathered."""
+    """Temporaries while they are gathered."""
     gathered: int
-    """Of `forward`, the heads in the compute dtype: gone after the loss."""
+    """The part of `forward` that is the heads in the compute dtype, freed after the loss."""
     later: int
-    """Of the gradients, what is not there before the loss is done: with one chunk nothing is summed
-    up."""
+    """The part of the gradients that does not exist before the loss has finished: with one chunk
+    there is no accumulator."""
 
 
 def _heads(m: Setting, rows: int, count: int) -> Heads:
@@ -257,21 +267,23 @@ def _heads(m: Setting, rows: int, count: int) -> Heads:
     if m.teacher is not None and m.signal == "hidden":
         theirs_dtype = ITEMSIZE[m.config.teacher.compute_dtype]
         theirs = whole_rows(m.vocab, m.teacher.d_model, axes, theirs_dtype)
-    hole = 0 if m.loss_fused else own // 4  # between what XLA packs: nothing on one mesh, own / 2
-    if one_chunk:  # on another. The heads are read once, and gone when the logits fill up
+    # Fragmentation of XLA's buffers: between 0 and own / 2, depending on the mesh.
+    hole = 0 if m.loss_fused else own // 4
+    if one_chunk:  # the heads are read once, and freed before all logits exist
         copied = own + hole + theirs + theirs // axes.fsdp
         return Heads(embedding, looked_up + own, copied, own, later)
     kept = summed - own // axes.fsdp if m.loss_fused else 0
     copied = max(2 * own if tied else own, theirs) + hole
     twice = 0
-    if count == 2:  # XLA dissolves the loop over the one that is left, and gathers for both at once
+    if count == 2:  # XLA removes the loop over one micro-batch, and gathers for both at once
         twice = whole_rows(m.student.vocab_size, width, axes, compute) + own
     gathered = own + theirs
     return Heads(embedding, looked_up + gathered + kept + twice, copied, gathered, later)
 
 
 def rollout(m: Setting) -> Iterable[Entry]:
-    """Sampling: the policy in its compute dtype, its next version as it arrives, and the cache."""
+    """Sampling: the policy in its compute dtype, the next version while it arrives, and the
+    cache."""
     whole = weight_bytes(m.student, m.axes["rollout"], m.config.rollout.compute_dtype)
     stacked = m.config.rollout.layout == "stacked"
     apart = 0 if m.inputs.together("actor", "rollout") else whole
@@ -283,7 +295,7 @@ def rollout(m: Setting) -> Iterable[Entry]:
     if m.signal == "student_topk":
         rows = m.rows("rollout", m.sequences)
         run = m.run("rollout", m.student, rows, m.width)
-        work = _scoring(m, run, m.chunk(rows), 2, stacked=stacked)  # the ids alone
+        work = _scoring(m, run, m.chunk(rows), 2, stacked=stacked)  # only token ids are sent
         entries.append(Entry("activations", "top-k of the policy", work, "score"))
     return entries
 
@@ -291,7 +303,7 @@ def rollout(m: Setting) -> Iterable[Entry]:
 def _sampling(
     m: Setting, role: str, config: DecoderConfig, *, stacked: bool = False
 ) -> list[Entry]:
-    """What the engine allocates while it generates."""
+    """Memory that the sampling engine allocates in `generate`."""
     c, axes, dtype = m.config, m.axes[role], m.config.roles[role].compute_dtype
     row_shards = axes.data * axes.fsdp
     slots = -(-(c.rollout.slots or m.sequences) // axes.size) * axes.size // row_shards
@@ -312,7 +324,7 @@ def _sampling(
         "decode": max(scores, drawn, copy),
         "longer cache": one,
     }
-    if stacked:  # a layer's cache and weights are cut out of the whole; fsdp gathers a layer
+    if stacked:  # the scan copies one layer's cache and weights; fsdp gathers one layer
         layer = layer_bytes(config, axes, dtype) // config.n_layers
         layer += layer_bytes(config, axes._replace(fsdp=1), dtype) // config.n_layers
         work = {
@@ -327,7 +339,7 @@ def _sampling(
             Entry("cache", "keys and values of prompts", held, phase),
             Entry("activations", phase, size, phase),
         ]
-    if axes.fsdp > 1 and not stacked:  # each program gathers all it needs before its first layer
+    if axes.fsdp > 1 and not stacked:  # each program gathers all weights before its first layer
         size = weight_bytes(config, axes._replace(fsdp=1), dtype)
         name = "weights gathered over fsdp"
         unused = (0 if config.tie_embeddings else table) + run.layer  # nearly all of the last layer
@@ -337,10 +349,11 @@ def _sampling(
 
 
 def _scoring(m: Setting, run: Pass, tokens: int, arrays: int, *, stacked: bool) -> int:
-    """Bytes of a forward pass and of the loss's view of its hidden states.
+    """Bytes of a forward pass and of the logits computed from its hidden states.
 
     Args:
-        arrays: float32 arrays [tokens, V] made of them; 0 where they are sent themselves.
+        tokens: completion tokens projected onto the vocabulary at once.
+        arrays: float32 arrays [tokens, V] alive at once; 0 if the hidden states are the result.
     """
     axes, config = run.axes, run.config
     work = run.forward(stacked, arrays > 0)
@@ -349,14 +362,14 @@ def _scoring(m: Setting, run: Pass, tokens: int, arrays: int, *, stacked: bool) 
         return max(work, read + run.residual)
     table = whole_rows(config.vocab_size, config.d_model, axes, run.itemsize)
     head = table if arrays else 0
-    if stacked:  # the embedding is dropped after the look-up, a layer's weights after the layer
+    if stacked:  # the gathered embedding is freed after the look-up, each layer after it ran
         return head + max(work, read, table + table // axes.fsdp)
     layers = config.n_layers * run.layer
     return layers + head + max(work, read, table + max(table // axes.fsdp, run.residual))
 
 
 def teacher(m: Setting) -> Iterable[Entry]:
-    """Scoring, and sampling where the teacher's own completions are wanted."""
+    """Scoring, and sampling if the run uses completions of the teacher."""
     c, config, axes = m.config, m.teacher, m.axes["teacher"]
     assert config is not None
     slices = c.teacher.num_microbatches
@@ -366,7 +379,7 @@ def teacher(m: Setting) -> Iterable[Entry]:
     arrays = {"hidden": 0, "sampled": 2}.get(c.distill.signal, SCORE_ARRAYS)
     work = _scoring(m, run, m.chunk(run.rows), arrays, stacked=not samples)
     weights = weight_bytes(config, axes, c.teacher.compute_dtype)
-    # A signal waits on the teacher's devices while something else runs there.
+    # A signal stays on the teacher's devices while something else runs there.
     waits = SCHEDULES[c.schedule] > 0 or m.inputs.together("actor", "teacher")
     in_flight = waits and not m.inputs.same_mesh("actor", "teacher", m.axes)
     entries = [
@@ -396,7 +409,7 @@ def reference(m: Setting) -> Iterable[Entry]:
 
 
 def reward(m: Setting) -> Iterable[Entry]:
-    """The reward model; nothing where functions alone judge."""
+    """The reward model, if there is one; reward functions use no device."""
     c, model = m.config, m.inputs.reward
     longest = c.max_prompt_tokens + c.max_new_tokens + TEMPLATE_TOKENS
     longest = c.reward.max_tokens or longest
@@ -416,19 +429,19 @@ def grouper(m: Setting) -> Iterable[Entry]:
 def loss_arrays(m: Setting) -> int:
     """Float32 arrays [chunk, V] alive at once in the actor's loss."""
     d = m.config.distill
-    if m.signal in (None, "sampled"):  # one log-prob of each token; tile by tile in the backward
+    if m.signal in (None, "sampled"):  # a log-prob per token; the backward pass runs in tiles
         return 2
     if m.signal != "hidden":
         return SCORE_ARRAYS
     extra = ENTROPY_ARRAYS if d.entropy_aware else 0
-    if d.lean:  # both models' exponentials stay
+    if d.lean:  # the exponentials of both models stay alive
         return LEAN_ARRAYS + (m.axes["actor"].tensor > 1) + extra
     return (JSD_ARRAYS if 0 < d.jsd_beta < 1 else KL_ARRAYS) + extra
 
 
 def prefill_rows(config: Config, width: int, axes: Axes) -> int:
-    """Prompts of `width` in the largest prefill of a role that samples, over its whole mesh, as the
-    engine does it."""
+    """Number of prompts of `width` tokens in the largest prefill of a role that samples, over its
+    whole mesh. Computed as in `sampling.engine`."""
     shards = axes.data * axes.fsdp
     slots = config.rollout.slots or config.batch_size * config.group_size
     asked = [(config.batch_size, config.group_size)]
@@ -456,11 +469,11 @@ ENTRIES: dict[str, Callable[[Setting], Iterable[Entry]]] = {
     "reward": reward,
     "grouper": grouper,
 }
-"""Role -> what it holds; entries of 0 bytes are dropped."""
+"""Role -> the function that yields its entries; entries of 0 bytes are dropped."""
 
 
 def role_accounts(inputs: PlanInputs, config: Config) -> dict[str, Account]:
-    """Memory of each role of the run; each entry with the moments at which it is away."""
+    """Memory of each role of the run. Each entry says when it is offloaded or freed (`away`)."""
     found = _alone(inputs, config)
     if inputs.on_cpu and any(config.roles[role].dtype == "bfloat16" for role in found):
         found = dict(_upcast(inputs, config, found))
@@ -479,7 +492,7 @@ def role_accounts(inputs: PlanInputs, config: Config) -> dict[str, Account]:
 
 
 def _alone(inputs: PlanInputs, config: Config) -> dict[str, Account]:
-    """Memory of each role by itself, computed in the dtypes of the config."""
+    """Memory of each role without offloading, in the dtypes of the config."""
     setting = Setting(config, inputs, inputs.axes(config))
     known = (role for role in inputs.roles if role in ENTRIES)
     found = {role: tuple(e for e in ENTRIES[role](setting) if e.bytes) for role in known}
@@ -489,8 +502,8 @@ def _alone(inputs: PlanInputs, config: Config) -> dict[str, Account]:
 def _upcast(
     inputs: PlanInputs, config: Config, found: Mapping[str, Account]
 ) -> Iterator[tuple[str, Account]]:
-    """The accounts where bfloat16 is computed in float32, from copies of the weights: each phase is
-    the larger of both dtypes', and beside it the copies that XLA's CPU holds.
+    """The accounts on a CPU, where XLA computes bfloat16 in float32 from copies of the weights.
+    Each phase is the larger of its sizes in both dtypes, plus these copies.
     """
     narrow = {role: s for role, s in config.roles.items() if s.dtype == "bfloat16"}
     wide = {role: s.model_copy(update={"dtype": "float32"}) for role, s in narrow.items()}
@@ -510,7 +523,7 @@ def _upcast(
 
 
 def _copies(inputs: PlanInputs, role: str, config: Config) -> dict[str, int]:
-    """Phase -> bytes of a role's weights that are there in float32 too."""
+    """Phase -> bytes of the float32 copies of a role's weights."""
     model, axes = inputs.model(role), inputs.axes(config)[role]
     if not isinstance(model, DecoderConfig) or role not in ("rollout", "teacher", "reference"):
         return {}
@@ -520,8 +533,8 @@ def _copies(inputs: PlanInputs, role: str, config: Config) -> dict[str, int]:
 
 
 def _away(role: str, entry: Entry, others: set[str], offload: OffloadConfig) -> frozenset[str]:
-    """Moments (as `memory.peak` names them) or whole roles during which an entry is not on the
-    device: the plan's side of what the ledger does in a worker.
+    """Moments (`ROLE: PHASE`, as in `memory.peak`) or whole roles during which an entry is not on
+    the device. It predicts what `sharding.ledger` does in a worker.
 
     Args:
         others: the other roles of the pool.

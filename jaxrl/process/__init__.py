@@ -1,1 +1,1 @@
-"""What a process sets up: signals, streams, XLA's flags, compile cache, plug-ins."""
+"""Setup of a process: signals, streams, XLA flags, compile cache, plug-ins."""

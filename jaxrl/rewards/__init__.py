@@ -1,1 +1,1 @@
-"""Verifiers, reward functions in processes of their own, and their sum."""
+"""Verifiers, reward functions in separate processes, and their sum."""

@@ -1,4 +1,4 @@
-"""The actor: trains the policy. One jitted update per minibatch, its state donated."""
+"""The actor trains the policy: one jitted update with donated state per minibatch."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ from jaxrl.types import (
 )
 
 SENT = "weights on their way"
-"""In the ledger, from `publish` to the receiver's `load`."""
+"""Name of published weights in the ledger, from `publish` to the receiver's `load`."""
 
 
 class Actor:
-    """Holds the policy in training and its optimizer state on one mesh."""
+    """Holds the policy that is trained, and its optimizer state, on one mesh."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Actor:
             receiver: shardings, in `rollout.layout`, of the role that samples; None where that is
                 in another worker.
             run_dir: where the batch of a non-finite gradient is dumped.
-            restore: a checkpoint to go on from, in place of `load`.
+            restore: a checkpoint to restore in place of `load`.
         """
         self.config, self.model, self.mesh = config, model, mesh
         self.version = 0
@@ -88,7 +88,7 @@ class Actor:
         self._stays = not there.isdisjoint(mesh.devices.flat)
         self._skipped_in_a_row = 0
         self._savings: dict[int, Saving] = {}
-        """Those that nobody has waited for with `saved`."""
+        """Step -> its save, until `saved` has waited for it."""
         c = config.actor
         self._rate = learning_rate(config.optimizer, config.steps * config.updates_per_batch)
         self.programs = programs = ActorPrograms(config, model, mesh, loss)
@@ -96,7 +96,7 @@ class Actor:
             with phase("load"):
                 params = load(jnp.dtype(c.param_dtype))
             init = jax.jit(programs.optimizer.init, out_shardings=programs.shardings.opt_state)
-            # Waited for: what is still being read must not be offloaded.
+            # Waits, because arrays that a program still reads must not be offloaded.
             opt_state = jax.block_until_ready(init(params))
             self.state = TrainState(params, opt_state, self._scalar(0))
         else:
@@ -111,8 +111,8 @@ class Actor:
         updates in a row ends the run. An update in which no token trains changes nothing either.
 
         Args:
-            scores: role -> what it said of the rollout, a list of parts; of `jax.Array` on any mesh
-                of this process group, `Shards` or numpy arrays.
+            scores: role -> the parts of its scores. Their arrays are `jax.Array`s on any mesh of
+                this worker, `Shards` or numpy arrays.
         """
         c = self.config.actor
         batch, prepared = self._prepare(rollout, scores)
@@ -176,14 +176,14 @@ class Actor:
         return Trained(metrics, by_row)
 
     def publish(self, version: int, dtype: str) -> Weights:
-        """The policy in `dtype` and `rollout.layout`, sent to the receiver's mesh; `version` is
-        checked.
+        """Converts the policy to `dtype` and `rollout.layout`, and sends it to the receiver's mesh.
+        `version` must be the actor's version.
 
-        Sent from here, and not fetched, because the next update donates the buffers that are
-        shared: what has the receiver's dtype, layout and sharding already is the very array that is
-        trained, without a copy. The receiver is on the same worker then, and never samples between
-        an update and the next `publish`. Without a receiver the weights stay on the actor's mesh,
-        for the caller to send before the next update.
+        An array that already has the receiver's dtype, layout and sharding is shared with the
+        receiver without a copy. The next update donates it, which is safe because the receiver is
+        then on the same worker, and never samples between an update and the next `publish`. If
+        the receiver is in another worker, the weights stay on the actor's mesh, and the caller
+        must send them before the next update.
         """
         if version != self.version:
             raise RuntimeError(f"asked for version {version}, the actor holds {self.version}")
@@ -206,22 +206,23 @@ class Actor:
         return Weights(version, params, nbytes(moved), time.monotonic() - start)
 
     def _laid_out(self, dtype: Any) -> Params:
-        """The policy as the receiver wants it, on this mesh; only what differs is computed."""
+        """The policy on this mesh, in the receiver's dtype and layout; converts only what
+        differs."""
         params = self.state.params
         old = self.programs.differing(params, dtype)
         return params | (self.programs.convert(old, dtype) if old else {})
 
     def save(self, folder: Path, step: int) -> int:
-        """Starts to write what a later `restore` needs; `step` is checked.
+        """Starts to write a checkpoint; `step` must be the actor's version.
 
-        Returns once the state is on the host; training may go on while it is written. Waits for an
-        earlier save that is still being written.
+        Returns once the state is on the host, so that training may continue while it is written.
+        First waits for an earlier save that is still being written.
         """
         if step != self.version:
             raise RuntimeError(f"asked to save step {step}, the actor holds {self.version}")
         for saving in list(self._savings.values()):
             with phase("write the checkpoint before"), contextlib.suppress(Exception):
-                saving.wait()  # `saved` tells what went wrong
+                saving.wait()  # `saved` reports an error
         counters = {
             "version": self.version,
             "updates": int(self.state.updates),
@@ -234,9 +235,9 @@ class Actor:
         return step
 
     def saved(self, step: int) -> str | None:
-        """Waits until the save of `step` is on disk; tells what went wrong, or None.
+        """Waits until the save of `step` is on disk. Returns None or an error message.
 
-        The one method that another thread may call while this role works.
+        This is the only method that another thread may call while the role works.
         """
         saving = self._savings.get(step)
         if saving is None:
@@ -250,7 +251,7 @@ class Actor:
         return None
 
     def export(self, folder: Path, tokenizer_from: Path | None) -> str | None:
-        """Writes the policy as a Hugging Face folder; tells what the disk refused, or None."""
+        """Writes the policy as a Hugging Face folder. Returns None or the error of the disk."""
         dtype, params = self.config.actor.param_dtype, self.state.params
         with phase("export the policy"):
             try:
@@ -260,7 +261,7 @@ class Actor:
         return None
 
     def _keep(self) -> None:
-        """Tells the ledger what there is, and who needs it."""
+        """Registers the actor's arrays in the ledger, with the calls that need them."""
         ledger, offload = current(), self.config.offload
 
         def write(**changed: Tree) -> None:
@@ -293,7 +294,8 @@ class Actor:
         )
 
     def _restore(self, folder: Path) -> None:
-        """Into the shapes, dtypes and shardings of this run, whatever they were."""
+        """Loads a checkpoint into the shapes, dtypes and shardings of this run, which may differ
+        from those it was saved with."""
         state = self.programs.abstract_state()
         wanted = {"params": state.params, "opt_state": state.opt_state, "counters": None}
         loaded = load_arrays(folder / ACTOR, wanted)
@@ -309,10 +311,14 @@ class Actor:
     def _with_old_logprobs(
         self, placed: TrainBatch, units: np.ndarray, group: int, live: int
     ) -> TrainBatch:
-        """
+        """The batch with the log-probs under the policy before the batch's first update.
+
         Args:
-            units: [B] or [B / group] tokens of the rows or groups of the policy loss, 0 elsewhere.
-            live: rows or groups that hold tokens, of those that train nothing too.
+            placed: the batch on the actor's mesh.
+            units: [B] or [B / group]: tokens of the rows or groups of the policy loss, 0 for
+                others.
+            group: consecutive rows that share a prompt.
+            live: number of rows or groups that hold tokens, whether or not they train.
         """
         chosen = np.flatnonzero(units > 0)
         padded = room(len(chosen), live)

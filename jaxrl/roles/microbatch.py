@@ -1,9 +1,9 @@
-"""Which rows of a batch form a minibatch, how a minibatch is cut into micro-batches, and a batch
-into the parts that are scored at once.
+"""Cuts a batch into minibatches, minibatches into micro-batches, and a rollout into the parts that
+are scored at once.
 
-A minibatch is an optimizer update, and depends on the batch and its seed alone. A micro-batch is a
-part of one for memory's sake: where whole groups stand together and it is worth it, it computes
-each prompt once for its G completions.
+A minibatch makes one optimizer update; which rows it has depends only on the batch and its seed. A
+micro-batch is a part of a minibatch that is computed at once, to limit memory. If it consists of
+whole groups and this saves enough, it computes each prompt once for its G completions.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from jaxrl.sharding.parts import part_rows
 from jaxrl.types import Array, Rollout, Sequences, TrainBatch
 
 ROOMS = 4
-"""So many sizes of a minibatch, and no more, are compiled: see `room`."""
+"""Number of padded sizes of a minibatch, and so of compiled programs: see `room`."""
 WORTH = 0.1
-"""Prompts are shared where that saves at least this part of the tokens."""
+"""Prompts are shared if that saves at least this fraction of the tokens."""
 
 
 def unit_rows(group_ids: np.ndarray, minibatches: int) -> int:
-    """How many rows after each other are in one minibatch together: the completions of a prompt
-    where the prompts divide into minibatches of equally many, else 1.
+    """Number of consecutive rows that must be in the same minibatch: all completions of a prompt if
+    the minibatches divide the number of prompts, else 1.
 
     Args:
-        group_ids: [B] which rows are of one prompt; -1 at padding rows, which are the last ones.
+        group_ids: [B], equal for rows of one prompt; -1 at padding rows, which are the last ones.
     """
     ids = group_ids[group_ids >= 0]
     groups = len(np.unique(ids))
@@ -41,8 +41,8 @@ def unit_rows(group_ids: np.ndarray, minibatches: int) -> int:
 
 
 def shared_group(sequences: Sequences, group: int, budget: int | None) -> int:
-    """How many rows after each other are computed with one prompt: `group`, or 1 where they are not
-    alike or sharing is not worth it (`shares`).
+    """Number of consecutive rows for which a prompt is computed once: `group`, or 1 if their
+    prompts differ or sharing saves too little (`shares`).
 
     Args:
         sequences: on the host; padding rows are the last ones.
@@ -65,7 +65,7 @@ def shared_group(sequences: Sequences, group: int, budget: int | None) -> int:
 
 
 def shares(group: int, prompt: int, completion: int, budget: int | None) -> bool:
-    """Whether prompts of these widths are worth sharing, and a group fits into a micro-batch."""
+    """Whether sharing prompts of these widths saves enough, and a group fits into a micro-batch."""
     together = prompt + group * completion
     return (
         group > 1
@@ -81,13 +81,13 @@ class ScoredPart:
     rows: slice
     """Which they are."""
     sequences: Sequences
-    """numpy arrays of these, with rows without tokens behind them where that makes whole groups."""
+    """numpy arrays of these rows, followed by empty rows if whole groups need padding."""
     ids: Array
     """[rows, C, K] of `Rollout.student_topk`, or None; padded like the sequences."""
 
     @property
     def live(self) -> int:
-        """How many rows there are, without those behind."""
+        """Number of rows without the padding."""
         return self.rows.stop - self.rows.start
 
 
@@ -130,8 +130,8 @@ def rows_of_groups(groups: np.ndarray, group: int) -> np.ndarray:
 
 
 def room(rows: int, most: int) -> int:
-    """How many rows a minibatch of `rows` is padded to: a quarter, half, three quarters or all of
-    `most`, so that few programs are compiled however many rows are left out of a batch.
+    """Number of rows to which a minibatch of `rows` is padded: a quarter, half, three quarters or
+    all of `most`, so that few programs are compiled however many rows are left out of a batch.
     """
     sizes = [max(1, -(-most * k // ROOMS)) for k in range(1, ROOMS + 1)]
     return next(size for size in sizes if size >= rows)
@@ -222,13 +222,14 @@ def split_rows(
 def micro_batch(batch: TrainBatch, rows: jax.Array, mesh: Mesh, group: int) -> TrainBatch:
     """Some rows of a batch, inside a program; batch and result lie over (data, fsdp).
 
-    No device ever holds more of them than its share: the shares go around the ring of devices, and
-    each device puts in the rows that it has. Nothing is added, so that every bit stays.
+    No device ever holds more than its share of the rows: the shares are passed around the ring of
+    devices, and each device fills in the rows that it holds. Rows are copied, never summed, so that
+    every bit is preserved.
 
     Args:
         rows: [b] int32, in any order, b a multiple of the devices that share the rows; row -1
             trains nothing.
-        group: so many of the rows after each other share a prompt.
+        group: number of consecutive rows that share a prompt.
     """
     axes = ("data", "fsdp")
     ring = mesh.shape["data"] * mesh.shape["fsdp"]

@@ -1,4 +1,5 @@
-"""The reference: the policy as it was, which tells how probable it finds the completions."""
+"""The reference: a frozen copy of the policy before training, which scores completions with their
+log-probs."""
 
 from __future__ import annotations
 

@@ -80,8 +80,8 @@ class Sampler:
         self._topk = jax.jit(partial(policy_topk, projection, model))
 
     def _keep(self) -> None:
-        """Tells the ledger of the weights. On the actor's own devices they are of no use from the
-        next update on: every update is followed by new ones before anything is sampled.
+        """Registers the weights in the ledger. On the actor's devices they are freed when an update
+        begins, since new weights follow every update before anything is sampled.
         """
 
         def write(tree: Tree) -> None:

@@ -1,4 +1,4 @@
-"""A frozen model that scores completions: the teacher's first use."""
+"""A frozen model that scores completions: the teacher without sampling."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROWS = PartitionSpec(("data", "fsdp"))
 
 
 class Scorer:
-    """Runs a frozen model over finished sequences and tells what `distill.signal` asks for."""
+    """Runs a frozen model over finished sequences and returns the signal `distill.signal`."""
 
     def __init__(self, model: DecoderConfig, params: Params, projection: Projection):
         """
@@ -32,12 +32,13 @@ class Scorer:
         self._score = score_program(model, projection)
 
     def score(self, rollout: Rollout, part: int = 0, parts: int = 1) -> TeacherSignal | None:
-        """What the teacher says of each completion position of some rows, on its own mesh.
+        """The teacher's signal for each completion position of a slice of the rows, on its own
+        mesh.
 
         Args:
-            part, parts: which of how many slices of rows. All but the last ones are of one size,
-                which the mesh divides into whole groups where these share a prompt; of few rows the
-                last ones are empty: None.
+            part, parts: index and number of slices. All slices but the last have the same size,
+                which the mesh divides, into whole groups if these share a prompt. If there are few
+                rows, the last slices are empty, and the result is None.
         """
         given = scored_part(rollout, part, parts, self.mesh)
         if given is None:

@@ -1,6 +1,7 @@
-"""The programs of the actor: an update, the log-probs before it, and the weights for the rollout.
+"""The jitted programs of the actor: an optimizer update, the log-probs under the policy at the
+start of the batch, and the conversion of the weights for the rollout.
 
-They hold no array, so that they can be compiled for a machine that is not there.
+They hold no arrays, so that `aot` can compile them for a machine that is not present.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ from jaxrl.types import Array, Frozen, Loss, Sequences, Totals, TrainBatch, Tree
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """What an update changes; donated to it."""
+    """What an update changes. Each update takes the old state as a donated argument."""
 
     params: Params
     """Stacked layout, in `actor.param_dtype`."""
     opt_state: Tree
     updates: jax.Array
-    """Scalar int32: optimizer updates applied."""
+    """Scalar int32: number of optimizer updates applied."""
 
 
 class ActorPrograms:
-    """What the actor runs on one mesh. Each program is jitted; its arguments are the caller's."""
+    """The programs that the actor runs on one mesh. The caller owns all arrays."""
 
     def __init__(self, config: Config, model: DecoderConfig, mesh: Mesh, loss: Loss):
         self.config, self.model, self.mesh, self._loss = config, model, mesh, loss
@@ -49,26 +50,28 @@ class ActorPrograms:
         updates = config.steps * config.updates_per_batch
         self.optimizer = make_optimizer(config.optimizer, updates, jnp.dtype(c.moment_dtype))
         self.abstract = abstract_params(model, jnp.dtype(c.param_dtype))
-        """Shapes of the parameters."""
+        """The parameters as `jax.ShapeDtypeStruct`s."""
         params = param_shardings(model, mesh)
         moments = state_shardings(self.optimizer, self.abstract, params, mesh)
         self.shardings = TrainState(params, moments, self.everywhere)  # type: ignore[arg-type]
-        """Of the state, leaf by leaf."""
+        """A sharding for each leaf of the state."""
         self.update = jax.jit(
             self._make_update(self.optimizer),
             donate_argnums=0,
             static_argnums=4,
             out_shardings=(self.shardings, self.everywhere),
         )
-        """(state, frozen arrays, batch, rows [n, b] of its micro-batches, group) -> the new state,
-        and what was measured."""
+        """(state, frozen arrays, batch, rows, group) -> (new state, sums and maxima for metrics).
+        rows [n, b] are the row numbers of n micro-batches; `group` consecutive rows share a
+        prompt."""
         self.old = self._make_old()
-        """(parameters, batch, rows [n, b], group) -> [B, C] float32 log-probs of completions."""
+        """(parameters, batch, rows, group) -> [B, C] float32 log-probs of the completion tokens."""
         self.convert = self._make_convert()
-        """(some top-level entries of the parameters, dtype) -> the same, for the rollout."""
+        """(some top-level entries of the parameters, dtype) -> the same entries in the dtype and
+        layout of the rollout, on the actor's mesh."""
 
     def abstract_state(self) -> TrainState:
-        """The state as shapes with shardings."""
+        """The state as `jax.ShapeDtypeStruct`s with shardings."""
         opt_state = jax.eval_shape(self.optimizer.init, self.abstract)
         updates = jax.ShapeDtypeStruct((), jnp.int32)
         found: TrainState = jax.tree.map(
@@ -79,7 +82,7 @@ class ActorPrograms:
         return found
 
     def differing(self, params: Params, dtype: jnp.dtype) -> Params:
-        """The entries of the parameters that change for a rollout in `dtype` and its layout."""
+        """The top-level entries of the parameters whose dtype or layout differs in the rollout."""
         if dtype != jnp.dtype(self.config.actor.param_dtype):
             return params
         unstacked = self.config.rollout.layout == "unstacked"
@@ -93,9 +96,17 @@ class ActorPrograms:
         group: int,
         padded: int,
     ) -> np.ndarray:
-        """[n, b] row numbers, -1 where there is none; b is a multiple of the mesh's row shards, and
-        of the rows that share a prompt. The shape follows from `padded` alone, the rows (or groups)
-        to make room for.
+        """Cuts a minibatch into micro-batches: [n, b] row numbers, -1 for padding.
+
+        b is a multiple of the number of devices that split the rows, and of `group`. The shape of
+        the result depends on `padded` but not on `chosen`, so that few programs are compiled.
+
+        Args:
+            chosen: numbers of the rows (with group > 1: of the groups) of the minibatch.
+            lengths: tokens of each row or group of the batch.
+            sequences: of the batch; only their shapes count.
+            group: consecutive rows that share a prompt.
+            padded: number of rows or groups to make room for, at least len(chosen).
         """
         shards = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
         budget = self.config.actor.micro_batch_tokens
@@ -110,8 +121,8 @@ class ActorPrograms:
         def accumulate(
             params: Params, frozen: Frozen, batch: TrainBatch, rows: jax.Array, group: int
         ) -> Tree:
-            """Gradient of the summed loss over all micro-batches, with its sums and maxima, and
-            the metrics of each row, [n, b].
+            """The gradient of the loss summed over all micro-batches, the sums and maxima for
+            metrics, and the metrics of each row, [n, b].
             """
             totals = _totals(batch, rows)
 
@@ -150,7 +161,8 @@ class ActorPrograms:
             grads = jax.tree.map(lambda g: (g / count).astype(g.dtype), grads)
             norm = optax.tree.norm(grads)
             finite = jnp.isfinite(norm) & jnp.isfinite(sums["loss"][0])
-            trains = sums["loss"][1] > 0  # else momentum and weight decay would move the weights
+            # Without a token to train on, momentum and weight decay would still move the weights.
+            trains = sums["loss"][1] > 0
             new = one_of(finite & trains, apply, state, grads, branches=on_cpu)
             last = {"grad_norm": norm, "finite": finite, "trains": trains}
             return new, (sums, maxima, each, last)
@@ -165,7 +177,7 @@ class ActorPrograms:
         return total, ({"loss": (total, count), **jax.tree.map(jnp.sum, metrics)}, maxima, each)
 
     def _make_old(self) -> jax.stages.Wrapped:
-        """The jitted pass that tells the policy's log-probs before the batch changes it."""
+        """The jitted forward pass for the log-probs under the policy at the start of a batch."""
         c = self.config
 
         def old(params: Params, batch: TrainBatch, rows: jax.Array, group: int) -> jax.Array:
@@ -182,7 +194,7 @@ class ActorPrograms:
                     temperature=c.sampling.temperature,
                     chunk=c.distill.chunk_tokens,
                 )
-                index = jnp.where(index < 0, len(out), index)  # beyond the end: dropped
+                index = jnp.where(index < 0, len(out), index)  # dropped below
                 return out.at[index].set(logprobs, mode="drop"), None
 
             return jax.lax.scan(body, out, rows)[0]
@@ -190,7 +202,7 @@ class ActorPrograms:
         return jax.jit(old, static_argnums=3, out_shardings=self.rows)
 
     def _make_convert(self) -> jax.stages.Wrapped:
-        """(some top-level entries of the parameters, dtype) -> the same, for the receiver."""
+        """The jitted conversion to the dtype and layout of the rollout."""
         layout = self.config.rollout.layout
         shardings = param_shardings(self.model, self.mesh, layout)
 
@@ -206,7 +218,7 @@ class ActorPrograms:
 
 
 def _totals(batch: TrainBatch, rows: jax.Array) -> Totals:
-    """Of the rows [n, b] of a batch together; -1 is none."""
+    """The `Totals` of all rows [n, b] of an update; -1 is padding."""
     size = len(batch.sequences.loss_mask)
     chosen = jnp.zeros(size, bool).at[jnp.where(rows < 0, size, rows)].set(True, mode="drop")
     trained = replace(batch.sequences, loss_mask=batch.sequences.loss_mask & chosen[:, None])

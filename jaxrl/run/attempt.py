@@ -1,4 +1,5 @@
-"""A run from its config to the exported model, however often its workers are lost."""
+"""A run from its config to the exported model. If workers are lost, it starts another attempt from
+the newest checkpoint."""
 
 from __future__ import annotations
 
@@ -49,16 +50,16 @@ AGAIN = "nothing to do. A larger steps resumes it; --resume never starts over"
 
 
 def plan_run(config: Config) -> Plan:
-    """The plan alone, from the models' `config.json` and the devices."""
+    """The plan of a run, from the models' `config.json` and the devices."""
     return make_plan(config, needed_roles(config), devices_for(config))
 
 
 def refusals(config: Config, given: Mapping[str, bytes]) -> tuple[str, ...]:
-    """What the run would refuse before it reads a weight: data, tokenizers, rewards, trackers, run
-    directory. Each check ends at its first error.
+    """Errors that would stop the run before it reads a weight: in data, tokenizers, rewards,
+    trackers or the run directory. Each check reports its first error only.
 
     Args:
-        given: as of `run_config`.
+        given: as in `run_config`.
     """
     found = []
     for check in (
@@ -74,7 +75,7 @@ def refusals(config: Config, given: Mapping[str, bytes]) -> tuple[str, ...]:
 
 
 def prepare_run(config: Config, given: Mapping[str, bytes] | None = None) -> tuple[Job, Plan]:
-    """All that can be checked before a weight is read."""
+    """Checks everything that can be checked before a weight is read."""
     check_trackers(config.logging)
     if config.deterministic:
         exclude_nondeterministic()
@@ -89,7 +90,7 @@ def prepare_run(config: Config, given: Mapping[str, bytes] | None = None) -> tup
 def run_config(
     config: Config, given: Mapping[str, bytes], on_step: OnStep, notes: Sequence[str] = ()
 ) -> Path:
-    """`jaxrl.train`, once what Python gave is bound to the config. Returns the run directory.
+    """Does the work of `jaxrl.train`. Returns the run directory.
 
     Args:
         given: pickled reward functions by their entries in `reward.functions`.

@@ -1,4 +1,4 @@
-"""What all attempts of a run share: what it is about, its notifier, and what asks it to end."""
+"""What all attempts of a run share: its job and plan, its notifier, and the request to end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from jaxrl.types import JsonObject, Row
 
 
 class Notifier:
-    """Prints to the console and, once open, to `log.txt`; what was printed before follows there."""
+    """Prints to the console and to `log.txt`. Text printed before the log is open is written
+    later."""
 
     def __init__(self, console: Console):
         self._console = console
@@ -49,7 +50,7 @@ class Notifier:
 
 
 class OnStep:
-    """The caller's function of each row. What it raises is kept, and asks the run to end."""
+    """The caller's function for each row. If it raises, the error is kept and the run ends."""
 
     def __init__(self, function: Callable[[JsonObject], object] | None = None):
         self._function = function

@@ -1,4 +1,4 @@
-"""What an evaluation says of a model: mean@k and pass@k on held-out prompts, with intervals.
+"""The result of an evaluation: mean@k and pass@k on held-out prompts, with intervals.
 
 A set's value is the mean over its prompts of a per-prompt value in [0, 1]; the value of several
 sets is the mean over the sets. Prompts are the independent units: the samples of one prompt are

@@ -220,7 +220,7 @@ def _values(mapping: JsonObject, keys: Iterable[str]) -> JsonObject:
 
 
 def _mesh(source: ModelSource, config: Config) -> tuple[Mesh, list[str]]:
-    """The mesh of the role that samples, and what to say of it."""
+    """The mesh of the role that samples, and messages about it."""
     placement = place(config.mesh, ("rollout",), {"rollout": config.rollout.devices})
     seen = ensure_devices(placement.n_devices)
     placement = check_visible(placement, len(seen.devices))

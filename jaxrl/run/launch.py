@@ -1,4 +1,4 @@
-"""From a plan to started roles: finds the devices, starts the workers, makes the roles there."""
+"""Starts the roles of a plan: finds devices, starts workers, and builds the roles in them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ STOP_S = 10.0
 
 
 def devices_for(config: Config) -> Callable[[int], Visible]:
-    """Where the devices of a run are found: on this host, or in a cluster (`launcher`)."""
+    """A function that finds the devices of a run, on this host or in a cluster (`launcher`)."""
 
     def find(needed: int) -> Visible:
         launcher, why = _choose_launcher(config, needed)
@@ -79,7 +79,7 @@ def devices_for(config: Config) -> Callable[[int], Visible]:
 
 
 def _choose_launcher(config: Config, needed: int) -> tuple[str, str]:
-    """`local` or `ray`, and why where it is not what everybody expects."""
+    """`local` or `ray`, and the reason if the choice needs an explanation."""
     if config.launcher != "auto":
         return config.launcher, f"launcher={config.launcher}"
     if config.ray.address or os.environ.get("RAY_ADDRESS"):
@@ -91,8 +91,8 @@ def _choose_launcher(config: Config, needed: int) -> tuple[str, str]:
 
 
 def start_roles(setup: Setup, plan: Plan, log: Log) -> WorkerGroup:
-    """One worker for each pool, as the plan's launcher makes them; roles of different pools load
-    and build side by side. Those of one host that load the same GGUF file convert it once.
+    """Starts one worker for each pool with the plan's launcher. Roles of different pools load and
+    build in parallel. Roles on one host that load the same GGUF file convert it once.
     """
     wait_s = setup.config.deadlines.startup
     with converted_once(_loads(setup, plan), plan, wait_s, log) as shared:
@@ -105,7 +105,8 @@ def start_roles(setup: Setup, plan: Plan, log: Log) -> WorkerGroup:
 
 
 def _loads(setup: Setup, plan: Plan) -> dict[str, tuple[ModelSource, str]]:
-    """What each role reads when it starts; the rollout gets its weights from the actor."""
+    """Role -> (weights, dtype) that it reads at its start. The rollout receives its weights from
+    the actor."""
     config = setup.config
     found = {"reference": (setup.student, config.reference.compute_dtype)}
     if setup.restore is None:

@@ -1,14 +1,13 @@
-"""The training loop. It knows roles and futures; never devices, processes or the name of an
-algorithm.
+"""The training loop. It sees roles and futures, but no devices, processes or names of algorithms.
 
     for each action of the schedule:
         generate   rollouts = rollout.generate(prompts)
         score      scores   = teacher, reference, reward, grouper .score(rollouts)
         train      report   = actor.update(rollouts, scores)
-        publish    rollout.load(actor.publish(version)), and evaluate when it is time
+        publish    rollout.load(actor.publish(version)), and an evaluation when one is due
 
-Calls return at once; each worker takes its own in order. The driver waits only for reports, one
-batch late.
+Calls return futures at once, and each worker executes its calls in order. The loop waits for
+nothing but the results of the previous batch, from which it writes that batch's row of metrics.
 """
 
 from __future__ import annotations
@@ -36,43 +35,44 @@ class Resumed:
     """Where a run resumes."""
 
     step: int
-    """Batches that are trained and have a row each."""
+    """Number of batches trained on; each has its row of metrics."""
     rollouts: Mapping[int, Rollout]
     """Batches generated but not yet trained on."""
     evaluated: bool
-    """Whether the row of `step` has its evaluation."""
+    """Whether the row of `step` already contains its evaluation, if one was due."""
 
 
 def evaluates(config: Config, version: int) -> bool:
-    """Whether the weights after `version` batches are evaluated, where there is anything to
-    evaluate on.
+    """Whether an evaluation of the weights after `version` batches is due. The caller checks that
+    there are held-out prompts.
     """
     every = config.eval.every
     return version in (0, config.steps) or (every > 0 and version % every == 0)
 
 
 class PendingRows:
-    """The futures of a run, until the row that they belong to is written."""
+    """The futures of a run, each kept until the row of metrics that it belongs to is written."""
 
     def __init__(self, reporter: Reporter):
         self.futures: dict[tuple[str, int], Future[Any]] = {}
-        """(`rollout` or `update`, batch) or (`publish`, `sync`, `eval` or `teacher`, version)."""
+        """Keys: (`rollout` or `update`, batch), or (`publish`, `sync`, `eval` or `teacher`,
+        version)."""
         self.scores: dict[int, dict[str, Sequence[Future[object]]]] = {}
-        """Batch -> role -> its scores."""
+        """Batch -> role -> one future for each part of its scores."""
         self.reported = -1
-        """The newest step that has its row."""
+        """The newest step whose row is written; -1 before the first."""
         self._reporter = reporter
 
     def scores_to_train_on(self, batch: int) -> dict[str, list[Future[object]]]:
-        """Role -> its scores. The teacher's are the largest: dropped once the actor has them."""
+        """Role -> its scores. The teacher's, the largest, are freed once the actor has them."""
         return {
             role: [part.consume() if role == "teacher" else part for part in parts]
             for role, parts in self.scores[batch].items()
         }
 
     def report(self, until: int) -> None:
-        """Waits for the batches up to `until` (-1: the evaluation before the first) and writes
-        their rows.
+        """Waits for all batches up to `until` and writes their rows. -1: only row 0, the evaluation
+        before the first batch.
         """
         while self.reported <= until:
             step = self.reported + 1
@@ -80,19 +80,20 @@ class PendingRows:
             try:
                 self._reporter.row(step, taken)
             except Stopped:
-                if "rollout" in taken:  # it may be saved
+                if "rollout" in taken:  # a checkpoint may need it
                     self.futures["rollout", step - 1] = taken["rollout"]
                 raise
             self.reported = step
 
     def amend(self, step: int) -> None:
-        """Completes the row of `step`, which a run before this one wrote."""
+        """Adds what is missing to the row of `step`, which was written before the interruption."""
         self.reported = step
         self._reporter.amend(step, self._take(step))
 
     def _take(self, step: int) -> dict[str, Future[Any]]:
-        """The futures of one row: of the batch that made version `step`, and what followed; of each
-        role's scores the last part as `score.ROLE`, those before as `score.ROLE.0` and so on.
+        """Removes and returns the futures of one row: those of the batch that made version `step`,
+        and those of what followed on that version (publishing, evaluation). The last part of each
+        role's scores is `score.ROLE`, the earlier parts are `score.ROLE.0` and so on.
         """
         batch = [(kind, step - 1) for kind in ("rollout", "update")]
         keys = [*batch, ("publish", step), ("sync", step), ("eval", step), ("teacher", step)]
@@ -105,25 +106,25 @@ class PendingRows:
 
 @dataclass
 class Loop:
-    """One run over started roles."""
+    """One run, once its roles have started."""
 
     sources: Sources
     calls: Calls
     reporter: Reporter
     checkpoints: CheckpointWriter
     around: Callable[[Action], AbstractContextManager[None]] = lambda action: nullcontext()
-    """Entered before each action and left after it (`Profile.around`)."""
+    """A context manager around each action; profiling uses it (`Profile.around`)."""
 
     def __post_init__(self) -> None:
         self.config, self._method = self.sources.config, method_of(self.sources.config)
         self._rows, self.reporter.wait = PendingRows(self.reporter), self.calls.wait
         self._futures = self._rows.futures
-        self._saved = 0  # a step that was saved without being due; nothing is before the first
+        self._saved = 0  # the last step saved without being due; step 0 needs no save
 
     def run(self, resumed: Resumed | None = None) -> int:
-        """Trains up to `steps` batches; the last weights are evaluated too.
+        """Trains on `steps` batches, and evaluates the last weights.
 
-        Returns the batches trained: fewer than `steps` where the run was asked to stop.
+        Returns the number of batches trained on, fewer than `steps` if the run was asked to stop.
         """
         calls = self.calls
         actions: dict[str, Callable[[int], None]] = {"generate": self._generate}
@@ -131,7 +132,7 @@ class Loop:
         try:
             self._schedule = self._start() if resumed is None else self._resume(resumed)
             while not calls.asked_to_stop() and (action := self._schedule.next()) is not None:
-                # A version belongs to the row of the batch that made it.
+                # Row i + 1 is of batch i; publishing version i + 1 belongs to that row as well.
                 calls.belong_to(action.kind, action.index + (action.kind != "publish"))
                 with self.around(action):
                     actions[action.kind](action.index)
@@ -181,7 +182,7 @@ class Loop:
         self._rows.report(until=index - 1)
 
     def _publish(self, version: int, evaluate: bool = True) -> None:
-        """New weights to the role that samples; skipped where nothing will be sampled with them."""
+        """Sends new weights to the rollout, unless it will sample nothing with them."""
         due = evaluate and self.sources.held_out and evaluates(self.config, version)
         sampled = self._method.samples_policy(self.config) and version < self.config.steps
         if not due and not sampled:
@@ -194,7 +195,7 @@ class Loop:
             self._futures["eval", version] = self.sources.held_out_samples("rollout")
 
     def _save(self, step: int) -> None:
-        """Asks for a checkpoint of what the actor is after `step` batches; waits for nothing."""
+        """Requests a checkpoint of the state after `step` batches, without waiting for it."""
         self.calls.belong_to("save", step)
         folder = self.checkpoints.folder(step)
         asked = self.calls.call("actor", ActorRole.save, folder, step=step)
@@ -205,7 +206,7 @@ class Loop:
         self.checkpoints.begin(step, saved, in_flight, schedule)
 
     def _close(self, end: int) -> None:
-        """Saves what is unsaved after the last batch, and writes its row."""
+        """Saves the state after batch `end`, unless it is saved, and writes the last rows."""
         if end != self._saved and not self.checkpoints.due(end):
             self._save(end)
             self._saved = end

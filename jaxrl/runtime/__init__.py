@@ -1,1 +1,1 @@
-"""Workers and their calls: threads of this process, or Ray's processes."""
+"""Workers and their calls: threads of this process, or Ray processes."""

@@ -1,8 +1,10 @@
-"""One process of a pool under the launcher `ray`: takes calls over the wire, runs them in order.
+"""One process of a pool under the launcher `ray`: receives calls from the driver and runs them in
+order.
 
-The calls run in a `LocalWorker`, as under the launcher `local`; this file adds what another process
-needs: the order of calls that arrive on many threads, results on their way to other pools, answers
-about state and stacks while a call runs. No ray here: `runtime.ray` gives what carries bytes.
+The calls run in a `LocalWorker`, as under the launcher `local`. This file adds what a separate
+process needs: it puts calls that arrive on several threads back in order, sends results to other
+pools, and answers questions about state and stacks while a call runs. It does not import ray;
+`runtime.ray` provides the transport.
 """
 
 from __future__ import annotations
@@ -35,47 +37,49 @@ KINDS: dict[str, type[Exception]] = {
     "worker": WorkerError,
     "run": RunError,
 }
-"""How an error is named on the wire, most special first."""
+"""Name of an error in a `CallReport` -> its class; subclasses come before their base classes."""
 BOUNCED = "bounced"
-"""A call that did not run because an input was lost, its own or that of a call before it: the
-driver sends it again."""
+"""Name of the error of a call that did not run because its input, or that of an earlier call, was
+lost. The driver sends such a call again."""
 
 
 class InputLost(RunError):
-    """An argument's process has ended, and the value with it."""
+    """The process that held an argument has ended, and the value is lost."""
 
 
 @dataclass(frozen=True)
 class LocalRef:
-    """An argument that this pool itself made."""
+    """Stands for an argument that an earlier call to this pool returned, and that is still here."""
 
     number: int
-    """Of the call."""
+    """The number of that call."""
 
 
 @dataclass(frozen=True)
 class CallRequest:
-    """A call on the wire."""
+    """A call as the driver sends it."""
 
     number: int
-    """In the run; a call that is sent again keeps it."""
+    """Number of the call in the run; a call that is sent again keeps its number."""
     epoch: int
-    """Calls of an epoch run in order; after a loss what did not run comes again in a new one."""
+    """The calls of an epoch run in order. After a process was lost, the driver sends the calls that
+    did not run again, in a new epoch. (Unrelated to epochs of the data.)"""
     position: int
-    """In the epoch, from 0; -1 for a call beside the queue."""
+    """Position in the epoch, from 0; -1 for a call that runs on a thread of its own, outside the
+    order."""
     role: str
     method: str
     args: tuple[object, ...]
     kwargs: Mapping[str, object]
     keeps: bool
-    """The result stays in this process, for a later call of the same pool."""
+    """Whether the result stays in this process, for a later call to the same pool."""
     stores: bool
-    """The arrays of the result go to the object store before the next call."""
+    """Whether the arrays of the result are copied to the object store before the next call."""
 
 
 @dataclass(frozen=True)
 class CallReport:
-    """What became of a call; small."""
+    """Times and error of a finished call, without its result."""
 
     number: int
     epoch: int
@@ -83,19 +87,19 @@ class CallReport:
     finished: float
     """`time.monotonic` seconds of this process."""
     error: tuple[str, str] | None
-    """Kind and text."""
+    """(a name in `KINDS` or `BOUNCED`, the text); None: the call succeeded."""
     nbytes: int = 0
-    """Of arrays that left this process."""
+    """Bytes of arrays that left this process."""
     packed_s: float = 0.0
     """Seconds that it took to pack them."""
     moves: tuple[Move, ...] = ()
     made_s: float | None = None
-    """As in `Times`, in `time.monotonic` seconds of this process."""
+    """As in `Times`."""
 
 
 @dataclass(frozen=True)
 class ProcessStatus:
-    """What a process says of itself while it works."""
+    """The state of a process, which it reports while it works."""
 
     now: float
     """`time.monotonic` seconds of this process."""
@@ -103,22 +107,23 @@ class ProcessStatus:
     detail: str
     since: float
     running: tuple[tuple[int, float], ...]
-    """Number of each call that runs, and its start."""
+    """(number, start) of each running call."""
     memory: str
     peaks: int | None
 
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """What a process is, and which devices it sees."""
+    """Identity, versions and visible devices of a process."""
 
     host: str
     address: str
     pid: int
     devices: tuple[tuple[str, int, str], ...]
-    """Platform, id, and what tells the physical device from every other of this host."""
+    """(platform, id, label) of each device. The label identifies the physical device on its host;
+    it is empty for devices of other processes."""
     local: int
-    """How many of the devices are this process's own."""
+    """Number of devices that belong to this process."""
     versions: tuple[tuple[str, str], ...]
     stacks_file: str
 
@@ -130,7 +135,7 @@ class _Call(LocalFuture):
 
 
 class _Worker(LocalWorker):
-    """Lets no call run past one that lost its input."""
+    """Runs no further calls of an epoch once one of them has lost its input."""
 
     lost_epoch = -1
 
@@ -150,8 +155,8 @@ class WorkerServer:
     def __init__(self, name: str, rank: int, cwd: str, store: Store):
         """
         Args:
-            cwd: the driver's folder, which relative paths start from.
-            store: puts arrays where other processes can get them.
+            cwd: the driver's working directory, to which relative paths refer.
+            store: puts arrays where other processes can fetch them.
         """
         if os.path.isdir(cwd):
             os.chdir(cwd)
@@ -166,7 +171,7 @@ class WorkerServer:
         self._running: dict[int, _Call] = {}
 
     def info(self) -> ProcessInfo:
-        """Starts jax; tells what it sees. After `join`, where there is one."""
+        """Initialises JAX and describes this process. If `join` is called, it must come first."""
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         names = [name for name in visible.split(",") if name]
         found: list[tuple[str, int, str]] = []
@@ -193,13 +198,15 @@ class WorkerServer:
             return int(file.getsockname()[1])
 
     def join(self, coordinator: str, processes: int, devices: int, timeout: float) -> None:
-        """Makes the processes of the pool one SPMD program.
+        """Joins the processes of the pool to one SPMD program (`jax.distributed.initialize`).
 
-        Everything is given here, and jax is kept from looking for a cluster of its own: in a step
-        of SLURM, under Open MPI or in a Kubernetes job it would take one GPU for each process.
+        JAX's automatic detection of a cluster is deactivated: in a SLURM step, under Open MPI or in
+        a Kubernetes job it would assign one GPU to each process.
 
         Args:
-            devices: of this process: all that it was made to see.
+            coordinator: `host:port` of the pool's first process.
+            processes: number of processes of the pool.
+            devices: number of devices of this process, which are all that it sees.
             timeout: seconds until all must have joined.
         """
         jax.distributed.initialize(
@@ -218,12 +225,13 @@ class WorkerServer:
         self._worker = _Worker(self.name, devices, tracer=Tracer(self.name))
 
     def run(self, request: CallRequest) -> tuple[CallReport, Parcel | None]:
-        """Runs a call in its turn; returns what became of it, and the result on its way."""
+        """Runs a call in its turn. Returns its report and its packed result, None if the result
+        stays here or there was an error."""
         worker = self._worker
         assert worker is not None, "open() comes first"
         call = self._submit(worker, request)
         while not call._done.wait(1.0):
-            pass  # the driver bounds the wait: it asks `answer`, and kills
+            pass  # the driver enforces the deadline: it polls `answer`, and kills the process
         self._running.pop(request.number, None)
         finished, error, parcel = time.monotonic(), None, None
         value = call._value
@@ -293,14 +301,16 @@ class WorkerServer:
         return parcel
 
     def _pack(self, value: object, store: Store | None) -> Parcel:
-        """The first process tells the value; the others add their pieces of its arrays."""
+        """The pool's first process packs the whole value, the others only their pieces of its
+        arrays."""
         parcel = pack(value, store)
         return parcel if self.rank == 0 else Parcel(b"", (), parcel.arrays, parcel.buckets)
 
     def answer(self, released: Sequence[int] = ()) -> ProcessStatus:
-        """
+        """The state of this process. Also frees results that are no longer needed.
+
         Args:
-            released: calls whose results nobody needs any more.
+            released: numbers of the calls that made those results.
         """
         for number in released:
             self._kept.pop(number, None)
@@ -318,14 +328,14 @@ class WorkerServer:
         return ProcessStatus(now, phase.name, phase.detail, phase.since, running, reported, peaks)
 
     def state(self) -> WorkerState:
-        """What this process is and does; `since` counts back from now."""
+        """The state of this process in the form that all launchers share."""
         if self._worker is None:
             now, host = time.monotonic(), socket.gethostname()
             return WorkerState(self.name, host, os.getpid(), (), (), "starting", "", now, now)
         return self._worker.state()
 
     def stacks(self) -> str:
-        """The Python stacks of the thread that works, and then of all."""
+        """The Python stack of the worker's thread or, if there is none, of all threads."""
         worker = self._worker
         first = worker.stack() if worker is not None else ""
         return first or dump_all()
@@ -355,8 +365,8 @@ def _named_error(error: BaseException) -> tuple[str, str]:
 
 
 def look(pid: int, stacks_file: str, wait_s: float = 1.0) -> str:
-    """What can be said about a process of this host that does not answer: its state in the kernel,
-    and its stacks, which a signal writes even where Python code cannot run.
+    """Diagnoses a process of this host that does not answer: its state in the kernel, and its
+    Python stacks. A signal makes it write these even if it cannot run Python code (`faulthandler`).
     """
     try:
         with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as lines:

@@ -17,7 +17,7 @@ PROFILE = "profile"
 
 @dataclass(frozen=True)
 class Traced:
-    """What a worker tells of a trace that it began or ended."""
+    """A worker's report about a trace that it began or ended."""
 
     problem: str | None = None
     """Why there is none."""

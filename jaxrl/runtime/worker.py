@@ -1,7 +1,7 @@
-"""A worker owns a pool of devices: it holds the roles of the pool and takes calls in order.
+"""Workers: each owns a pool of devices, holds the roles of the pool and executes calls in order.
 
-This file is what every launcher shares: the call with its record of times, the phase that a worker
-is in, and the error that says who is late, with what, since when.
+This file is what all launchers share: the interfaces of futures, roles and workers, the record of a
+call's times, the phase that a worker is in, and the errors of calls.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class DeadlineExceeded(RunError, TimeoutError):
-    """A wait that took longer than its deadline; the message is the whole diagnosis."""
+    """A call exceeded its deadline; the message contains the whole diagnosis."""
 
 
 class WorkerError(RunError):
@@ -33,7 +33,7 @@ class WorkerError(RunError):
 
 
 class OutOfMemory(WorkerError):
-    """A device had no room. The message begins with the role and what it did."""
+    """A device ran out of memory. The message begins with the role and what it was doing."""
 
 
 class Stopped(RunError):
@@ -41,9 +41,7 @@ class Stopped(RunError):
 
 
 class RunLost(RunError):
-    """What the run needs is gone and cannot be made anew from seeds: it goes back to its newest
-    checkpoint.
-    """
+    """Lost state that cannot be recomputed from seeds: the run returns to its newest checkpoint."""
 
 
 @dataclass
@@ -53,7 +51,7 @@ class Phase:
     name: str = "idle"
     since: float = field(default_factory=time.monotonic)
     detail: str = ""
-    """How far it is."""
+    """Progress within the phase."""
 
 
 @dataclass(frozen=True)
@@ -70,13 +68,13 @@ class WorkerState:
     phase: str
     """`idle`, `rollout.generate: 64 prompts x 4, version 3`, `died`, ..."""
     detail: str
-    """How far it is."""
+    """Progress within the phase."""
     since: float
     """Beginning of the phase; `time.monotonic` seconds of this process."""
     heard: float
     """When it last answered."""
     restarts: int = 0
-    """How often it was made anew."""
+    """How many times it was restarted."""
 
 
 _here = threading.local()
@@ -102,7 +100,7 @@ def phase(name: str) -> Iterator[None]:
 
 
 def detail(text: str) -> None:
-    """Says how far the current phase is; who waits too long for it is shown this."""
+    """Sets the progress within the current phase, which the error of a missed deadline shows."""
     worker_phase: Phase | None = getattr(_here, "phase", None)
     if worker_phase is not None:
         worker_phase.detail = text
@@ -128,9 +126,9 @@ class Times:
     finished: float | None = None
     """None before the end."""
     moves: tuple[Move, ...] = ()
-    """What went to the host or came back for it."""
+    """Transfers to and from host memory for this call (`offload.*`)."""
     made_s: float | None = None
-    """Seconds that it took to make the role first, where it is made on first use."""
+    """Seconds to build the role before its first call, where `lazy=true`."""
 
     @property
     def seconds(self) -> float:
@@ -146,7 +144,7 @@ def methods_of(protocol: type | None) -> list[str]:
 
 
 def leaves(value: object) -> Iterator[object]:
-    """What lies in lists and dicts, however deep; futures may be among the leaves of arguments."""
+    """The leaves of nested lists and dicts. Futures may be among the leaves of arguments."""
     if isinstance(value, list):
         for each in value:
             yield from leaves(each)
@@ -175,30 +173,32 @@ class Future(Protocol[T_co]):
     def done(self) -> bool: ...
 
     def check(self) -> None:
-        """Raises as `result` would, where there is something to raise; waits for nothing."""
+        """Raises the error that `result` would raise, if there is one already; does not wait."""
         ...
 
     def wait(self, seconds: float) -> bool:
-        """Waits for its end, for at most so long; whether it has ended."""
+        """Waits for the end of the call for at most `seconds`. Returns whether it has ended."""
         ...
 
     def cancel(self) -> bool:
-        """Keeps the call from running: who waits for it gets `Stopped`. False, and nothing is
-        changed, where it has begun already or has ended.
+        """Cancels a call that has not started; `result` then raises `Stopped`. Returns False, and
+        changes nothing, if the call has started or ended.
         """
         ...
 
     def consume(self) -> Future[T_co]:
-        """This future, for a call that is the last to need the value: it is dropped when taken."""
+        """This future as an argument of the last call that needs its value, which frees the
+        value."""
         ...
 
     def result(self) -> T_co:
-        """Waits. Raises DeadlineExceeded, or WorkerError with the worker's traceback."""
+        """Waits for the value. Raises DeadlineExceeded, or WorkerError with the worker's
+        traceback."""
         ...
 
 
 class Wait(Protocol):
-    """The value of a future; what it raises besides is up to who waits."""
+    """A function that waits for a future and returns its value. It may raise further errors."""
 
     def __call__(self, future: Future[T], /) -> T: ...
 
@@ -212,12 +212,12 @@ class Handle(Protocol):
     def call(
         self, method: str, *args: object, deadline: float, aside: bool = False, **kwargs: object
     ) -> Future[Any]:
-        """Queues the call. Futures among the arguments, also inside lists and dicts, are waited for
-        by the worker just before it runs.
+        """Queues the call. The worker resolves futures among the arguments, also those inside lists
+        and dicts, just before it runs the call.
 
         Args:
-            deadline: seconds that it may take, from its start.
-            aside: beside the calls in the queue, on a thread of its own.
+            deadline: seconds that the call may take, from its start.
+            aside: run the call on a thread of its own, outside the order of the queue.
         """
         ...
 
@@ -231,29 +231,31 @@ class WorkerGroup(Protocol):
     def handle(self, role: str) -> Handle: ...
 
     def ending(self) -> str | None:
-        """Why the workers will soon be gone, so that the run has to save and end; else None."""
+        """Why the workers will soon end, so that the run must save and end too; None if they will
+        not."""
         ...
 
     def states(self) -> list[WorkerState]: ...
 
     def peaks(self) -> dict[str, int]:
-        """Role -> peak bytes of its fullest device so far, where the platform tells it."""
+        """Role -> peak bytes of its fullest device so far, where the platform reports it."""
         ...
 
     def profile(
         self, folder: Path | None, dtype: str, deadline: float
     ) -> Mapping[str, Future[Traced]]:
-        """Begins a trace of JAX's profiler in every process, or ends it (None): for each worker
-        after the calls that it was asked for before, and before those that follow.
+        """Begins or ends a trace of JAX's profiler in every process. Each worker does so in the
+        order of its queue, between the calls queued before and after.
 
         Args:
-            dtype: of the products that tell what an unknown device can do.
+            folder: where the trace goes; None: end the trace.
+            dtype: of the matrix products that measure the speed of an unknown device.
 
         Returns:
-            Pool -> what it tells.
+            Pool -> what its workers report about the trace.
         """
         ...
 
     def stop(self) -> None:
-        """Ends the workers; one that is stuck is left behind, or killed."""
+        """Ends the workers. One that is stuck is abandoned (a thread) or killed (a process)."""
         ...

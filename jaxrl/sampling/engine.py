@@ -1,15 +1,15 @@
-"""Continuous batching, the host side: which sample sits in which slot, when to launch, what came
-out.
+"""Continuous batching, the host side: assigns samples to slots, launches decode steps and collects
+their tokens. `sampling.decode` has the device side.
 
-A slot is one row of the KV cache. A launch runs up to `launch_tokens` decode steps over all slots
-and comes back early once enough of them are free; the host then reads the tokens, looks for stop
-strings, and refills, or gives slots up where nothing waits. Prompts are prefilled once, in batches
-just large enough to fill the slots, and their keys and values are copied into the slots of their n
-samples. What is drawn depends on (seed, step, attempt, prompt id, sample id, position), never on
-slots, launches or timing.
+A slot is one row of the KV cache. A launch runs up to `launch_tokens` decode steps over all slots,
+and returns early once enough slots are free. The host then reads the tokens, searches for stop
+strings and fills the free slots with waiting samples. Once no sample is waiting, it shrinks the
+cache to fewer slots. Each prompt is prefilled once, in batches just large enough to fill the slots,
+and its keys and values are copied into the slots of its n samples. The sampled tokens depend on
+(seed, step, attempt, prompt id, sample id, position), never on slots, launches or timing.
 
-On a mesh of several processes each runs this with the same arguments; what a launch sampled is
-whole in all of them, so that they fill, refill and launch alike.
+On a mesh of several processes each process runs this code with the same arguments. The tokens of a
+launch are replicated to all processes, so that all make the same decisions.
 """
 
 from __future__ import annotations
@@ -39,16 +39,17 @@ from jaxrl.types import Completion, FinishReason
 __all__ = ["Aborted", "Engine", "EngineStats", "SamplingParams"]
 
 NARROWEST = 64
-"""Least width of prompts, and least positions of the cache."""
+"""Smallest width of prefilled prompts, and smallest length of the cache."""
 CACHE_STEPS = 4
-"""Sizes of the cache in each doubling, at the full number of slots: a step reads all of it. With
-fewer slots one is enough, so that the programs of both together stay few."""
+"""Cache lengths per doubling, with all slots in use. A decode step reads the whole cache, so finer
+lengths save time. With fewer slots there is one length per doubling, which limits the number of
+compiled programs."""
 PREFILL_TOKENS = 4096
-"""Most prompt tokens per data shard in one prefill: bounds its activations."""
+"""Most prompt tokens per data shard in one prefill; limits its activation memory."""
 
 
 CACHE = "KV cache"
-"""In the ledger."""
+"""Name of the cache in the ledger, the account of device memory (`sharding.ledger`)."""
 
 
 class Aborted(RuntimeError):
@@ -62,14 +63,14 @@ class EngineStats:
     decode_steps: int = 0
     launches: int = 0
     prefill_rows: int = 0
-    """Prompts prefilled, padding rows not counted."""
+    """Prompts prefilled, without padding rows."""
     generated_tokens: int = 0
-    """Tokens in the completions; those after a stop string are not counted."""
+    """Tokens in the completions, without those after a stop string."""
     slots: int = 0
     prefill_seconds: float = 0.0
-    """Prefill and copies into slots, waited for."""
+    """Time for prefill and copies into slots, including the wait for the device."""
     decode_seconds: float = 0.0
-    """Launches, until their tokens are on the host."""
+    """Time for launches, until their tokens are on the host."""
     seconds: float = 0.0
 
     @property
@@ -96,26 +97,25 @@ class Engine:
         tokenizer: TextTokenizer | None = None,
         ledger: Ledger | None = None,
     ):
-        """Fixes the shapes. Nothing is allocated before `generate`, and everything is freed after
-        it.
+        """Fixes the shapes. `generate` allocates all device memory and frees it at its end.
 
         Args:
             mesh: axes (data, fsdp, tensor), or None for one device.
-            slots: completions decoded side by side; rounded up to a multiple of the devices.
-            max_prompt_tokens, max_new_tokens: their sum is the most positions that the KV cache
-                gets; it is as long as the sequences need.
-            launch_tokens: decode steps between two looks of the host.
-            min_free: free slots at which a launch ends early while prompts wait; an eighth of the
-                slots where None.
-            check_every: decode steps between two looks of the device at the free slots; a divisor
-                of launch_tokens. Where None: 1 on one CPU device, where a look costs nothing, else
-                8. At launch_tokens a launch has a fixed length.
-            search_beside: whether stop strings are searched while the next launch runs, which
-                decodes a completion that they end for one launch more. Where None: not on a CPU,
-                where a launch takes much longer than a search.
-            dtype: of the computation and the cache; that of the parameters where None.
-            tokenizer: decodes `text` and stop strings.
-            ledger: the account of the devices' memory that cache and programs are entered in.
+            slots: completions decoded at once; rounded up to a multiple of the devices.
+            max_prompt_tokens, max_new_tokens: their sum limits the length of the KV cache, which
+                grows as far as the sequences need.
+            launch_tokens: most decode steps in one launch.
+            min_free: number of free slots at which a launch ends early while samples wait. None:
+                an eighth of the slots.
+            check_every: decode steps after which the device counts the free slots again; a divisor
+                of launch_tokens. None: 1 on one CPU device, where the check costs nothing, else 8.
+                With check_every=launch_tokens, launches have a fixed length.
+            search_beside: search for stop strings while the next launch already runs. A completion
+                that a stop string ends then occupies its slot for one more launch. None: True,
+                except on a CPU, where a launch takes much longer than the search.
+            dtype: of the computation and the cache. None: the dtype of the parameters.
+            tokenizer: decodes tokens to text, also to find stop strings.
+            ledger: records the memory of cache and programs.
         """
         _at_least_one(slots=slots, max_prompt_tokens=max_prompt_tokens)
         _at_least_one(max_new_tokens=max_new_tokens, launch_tokens=launch_tokens)
@@ -157,18 +157,17 @@ class Engine:
         abort: Callable[[], bool] | None = None,
         on_tokens: Callable[[int, int], None] | None = None,
     ) -> list[list[Completion]]:
-        """n completions of each prompt.
+        """Samples n completions of each prompt.
 
         Args:
-            params: either layout, on the mesh; unstacked is the faster one.
+            params: on the mesh, in either layout; unstacked is faster.
             prompts: token ids.
-            seed, step, attempt: begin the key of every token.
-            prompt_ids: continue it, modulo 2^31; the index in `prompts` where None.
-            limits: [len(prompts)][n] most tokens of each completion, where they differ from
-                `max_new_tokens`.
-            abort: asked between launches; True raises `Aborted`.
-            on_tokens: called after each launch with the tokens and the completions that are there
-                so far.
+            seed, step, attempt: parts of the random key of every token.
+            prompt_ids: part of that key too, modulo 2^31. None: the index in `prompts`.
+            limits: [len(prompts)][n] most tokens of each completion. None: `max_new_tokens`.
+            abort: called between launches; if it returns True, `Aborted` is raised.
+            on_tokens: called after each launch with the number of tokens decoded and of completions
+                finished so far.
         """
         started = time.perf_counter()
         self._check(prompts, n, sampling, prompt_ids)
@@ -225,7 +224,7 @@ class Engine:
 
 @dataclass
 class _Sample:
-    """One completion in the making."""
+    """One completion while it is generated."""
 
     prompt: int
     prompt_id: int
@@ -233,11 +232,11 @@ class _Sample:
     limit: int
     tokens: list[int] = field(default_factory=list)
     logprobs: list[np.ndarray] = field(default_factory=list)
-    """[k, 2] float32 for each launch: full and truncated."""
+    """[k, 2] float32 for each launch: log-probs of the full and of the truncated distribution."""
     finish_reason: FinishReason | None = None
     text: str = ""
     slot: int | None = None
-    """Where it is decoded; None before and after."""
+    """The slot that decodes it; None before and after that."""
 
     def completion(self) -> Completion:
         assert self.finish_reason is not None
@@ -252,8 +251,8 @@ class _Sample:
 
 
 class _Run:
-    """The state of one `generate`: queue, slots, cache, and the one batch of prompts whose keys and
-    values are held."""
+    """The state of one call of `generate`: the queue of samples, the slots, their KV cache, and the
+    keys and values of the last prefilled batch of prompts."""
 
     def __init__(
         self,
@@ -274,13 +273,13 @@ class _Run:
         self.queue = deque(samples)
         self.seated: dict[int, _Sample] = {}
         self.unread: list[tuple[_Sample, int]] = []
-        """Samples with new tokens, and how many tokens each had before, whose text is to be read.
-        """
+        """Samples with tokens that were not searched for stop strings, each with the number of its
+        tokens before these."""
         self.table = np.zeros((engine.slots, 6), np.int32)
         self.prefill_batch = self._prefill_batch(n)
         self.held = range(0)
-        """Prompts whose keys and values are in `held_cache`; samples queue by prompt, so one batch
-        is enough."""
+        """Indices of the prompts whose keys and values are in `held_cache`. Samples wait in the
+        order of their prompts, so one prefilled batch is enough."""
         self.held_cache: Cache = []
         self.cache: Cache = []
 
@@ -313,7 +312,7 @@ class _Run:
         self.ledger.put(CACHE, (self.cache, self.held_cache))
 
     def _refill(self) -> None:
-        """Puts waiting samples into free slots; prefills the prompts that they need."""
+        """Puts waiting samples into free slots, and prefills their prompts first where needed."""
         started = time.perf_counter()
         free = [slot for slot in range(self.engine.slots) if slot not in self.seated]
         seated = False
@@ -333,7 +332,7 @@ class _Run:
             self.stats.prefill_seconds += time.perf_counter() - started
 
     def _hold(self, first: int) -> None:
-        """Prefills the batch of prompts that begins with `first`, in place of the one held."""
+        """Prefills the batch of prompts that begins with prompt `first`; replaces `held_cache`."""
         self.held = range(first, min(first + self.prefill_batch, len(self.prompts)))
         chosen = [self.prompts[i] for i in self.held]
         width = self._width(chosen)
@@ -362,7 +361,7 @@ class _Run:
         )
 
     def _reach(self) -> int:
-        """Cache positions that the next launch may use, as a bucket."""
+        """Cache length that the next launch may need, rounded up to a bucket."""
         left = self.table[:, decode.LIMIT] - self.table[:, decode.COUNT]
         ahead = np.minimum(left, self.engine.launch_tokens)
         reach = int((self.table[:, decode.POSITION] + ahead).max())
@@ -375,12 +374,14 @@ class _Run:
         return self.cache[0][0].shape[decode.POSITIONS] if self.cache else 0
 
     def _shrink(self) -> np.ndarray | None:
-        """Fewer slots once nothing waits and half of them are free: a step computes a free one too.
+        """Chooses the slots to keep, and renumbers their samples, once no sample is waiting and at
+        least half of the slots are free, since a decode step computes free slots too.
 
-        Each device keeps slots of its own, so that none is moved to another.
+        Each device keeps some of its own slots, so that no slot moves between devices.
 
         Returns:
-            [slots left] int32: which of its slots each device keeps; None where all stay.
+            [slots left] int32: for each device, the slots that it keeps, counted among its own.
+            None if all slots stay.
         """
         if self.queue:
             return None
@@ -399,9 +400,9 @@ class _Run:
         return kept.reshape(-1)
 
     def _fit(self, length: int, kept: np.ndarray | None = None) -> None:
-        """Makes the cache `length` positions long, with the slots `kept`: a step reads all of it,
-        and cutting a part out at each step would cost a copy. One layer at a time, so that only one
-        is there twice."""
+        """Resizes the cache to `length` positions and the slots `kept`. A decode step reads the
+        whole cache, since a slice of it would be a copy at each step. Layers are resized one at a
+        time, so that only one exists twice."""
         config, mesh = self.engine.config, self.engine.mesh
         if not self.cache:
             dtype, layout = self.params["norm"]["scale"].dtype, layout_of(self.params)
@@ -415,8 +416,8 @@ class _Run:
             self._record_cache()
 
     def _launch(self) -> int:
-        """Decodes, hands the tokens to their samples, frees the slots that are done; returns the
-        number of tokens."""
+        """Runs one launch, appends its tokens to their samples, and frees the slots of finished
+        ones. Returns the number of tokens."""
         started = time.perf_counter()
         engine = self.engine
         kept = self._shrink()
@@ -428,7 +429,7 @@ class _Run:
         length = {"n_tokens": engine.launch_tokens, "check_every": engine.check_every}
         with self.ledger.running(decode.launch, *given, *rest, **length):
             self.cache, launched = decode.launch(*given, *rest, **length)
-            self._read()  # the tokens of the launch before, while this one runs
+            self._read()  # searches the tokens of the launch before while this one runs
             out = np.asarray(launched)
         self.stats.launches += 1
         self.stats.decode_steps += int((out[:, 0, 0] != decode.NOT_RUN).sum())
@@ -441,7 +442,8 @@ class _Run:
         return int(counts.sum())
 
     def _collect(self, sample: _Sample, rows: np.ndarray) -> None:
-        """Appends the launch's rows [k, 3] to the sample; frees the slot of one that ended."""
+        """Appends a launch's rows [k, 3] (token, bits of two log-probs) to a sample; frees its slot
+        if it ended."""
         self.unread.append((sample, len(sample.tokens)))
         sample.tokens += rows[:, 0].tolist()
         sample.logprobs.append(rows[:, 1:].copy().view(np.float32))
@@ -456,8 +458,9 @@ class _Run:
             self.table[sample.slot, :3] = (*last, len(sample.tokens))
 
     def _read(self) -> None:
-        """The text of what was collected: a stop string ends a completion, a finished one gets its
-        text. A slot that is freed here was decoded once too often by a launch that runs beside."""
+        """Searches the collected tokens for stop strings, which end a completion, and decodes the
+        text of finished completions. A launch that runs meanwhile still decodes the slots that this
+        frees; those tokens are dropped."""
         for sample, before in self.unread:
             ended = sample.finish_reason == "stop"
             visible = sample.tokens[:-1] if ended else sample.tokens
@@ -487,13 +490,14 @@ class _Run:
         return text.find_stop(tokenizer, tokens, before, stop)
 
     def _width(self, prompts: Sequence[Sequence[int]]) -> int:
-        """Of the arrays that these prompts are prefilled in; it may be above the engine's limit."""
+        """Width of the arrays in which these prompts are prefilled: a bucket, which may exceed
+        `max_prompt_tokens`."""
         longest, most = max(map(len, prompts)), self.engine.max_prompt_tokens
         multiple = self.engine.width_multiple
         return bucket(longest, smallest=NARROWEST, multiple=multiple, most=most)
 
     def _prefill_batch(self, n: int) -> int:
-        """Prompts in one prefill: as many as fill the slots with their n samples, within
+        """Number of prompts in one prefill: enough to fill the slots with their n samples, within
         `PREFILL_TOKENS`."""
         shards = self.engine.row_shards
         width = self._width(self.prompts)

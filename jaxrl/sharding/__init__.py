@@ -1,1 +1,1 @@
-"""Devices, meshes, moves between them, and the account of their memory."""
+"""Devices, meshes, transfers between them, and accounting of their memory."""

@@ -1,13 +1,14 @@
-"""What lies in the memory of a pool's devices; and what goes to the host while it is not needed.
+"""Accounting of the device memory of a pool, and offloading of idle arrays to the host.
 
-Every worker has one ledger. Roles tell it what they keep (`resident`), what comes and goes (`put`,
-`drop`) and the temporaries of the programs that they run (`running`); it knows the peak, and of
-what that consisted. Bytes are those of the fullest device.
+Every worker has one ledger. Roles register the arrays that they keep (`resident`), temporary arrays
+(`put`, `drop`) and the programs that they run, with their temporaries (`running`). The ledger
+records the peak of the fullest device, and which arrays made it up.
 
-Before each call the worker enters a stage, named as the call (`actor.update`). Residents that may
-be offloaded and that the stage does not need go to pinned host memory, those that it needs come
-back. What the next stage will need begins to come back before this one ends, as soon as that no
-longer raises the peak (`nearly_done`); which stage is next is what came next the last time.
+Before each call the worker enters a stage with the name of the call (`actor.update`). Residents
+with `offload=True` that the stage does not need are moved to pinned host memory, and those that it
+needs are moved back. Towards the end of a stage (`nearly_done`) the arrays of the next stage start
+to move back, if they fit below the current peak. The ledger assumes that the next stage is the one
+that followed this stage the last time.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from jaxrl.errors import UserError
 from jaxrl.types import Tree
 
 HOST = "pinned_host"
-"""The memory kind of what is away."""
+"""The memory kind of offloaded arrays."""
 
 
 Buffer = tuple[jax.Device, int]
@@ -38,7 +39,7 @@ Buffer = tuple[jax.Device, int]
 
 @dataclass(frozen=True)
 class Move:
-    """Arrays of a resident on their way between a device and the host."""
+    """A transfer of a resident's arrays between devices and host."""
 
     name: str
     to: Literal["host", "device"]
@@ -48,10 +49,10 @@ class Move:
     finished: float
     """`time.monotonic` seconds."""
     waited: float
-    """Seconds that a stage could not begin because of it."""
+    """Seconds by which it delayed the start of a stage."""
 
     def later(self, seconds: float) -> Move:
-        """The same by the clock of another process."""
+        """The same transfer with its times shifted to the clock of another process."""
         return replace(self, started=self.started + seconds, finished=self.finished + seconds)
 
 
@@ -67,7 +68,7 @@ class _Resident:
 
 @dataclass
 class _Coming:
-    """What was asked to come back and has not been waited for."""
+    """A transfer back to the device that was started and not yet waited for."""
 
     name: str
     host: list[jax.Array]
@@ -77,28 +78,28 @@ class _Coming:
 
 @dataclass
 class Ledger:
-    """The memory of one pool; used by the thread of its worker alone."""
+    """The memory of one pool. Only the thread of its worker may use it."""
 
     announce: Callable[[str], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
-    """Names what the worker does while it waits for a move."""
+    """Sets the worker's phase while it waits for a transfer."""
     peak: int = 0
-    """Most bytes that a device has held."""
+    """Most bytes that a device has held so far."""
     at_peak: dict[str, int] = field(default_factory=dict)
-    """Name -> bytes on that device then."""
+    """Name -> bytes on that device at the peak."""
     moves: list[Move] = field(default_factory=list)
-    """Since they were last taken."""
+    """Transfers since the last `take_moves`."""
     _residents: dict[str, _Resident] = field(default_factory=dict)
     _held: dict[str, Counter[jax.Device]] = field(default_factory=dict)
-    """Name -> bytes on each device; residents too."""
+    """Name -> bytes on each device, of residents and of other arrays."""
     _pinned: dict[str, list[Buffer]] = field(default_factory=dict)
-    """Name -> where that lies which was `put`; it may be a resident's as well."""
+    """Name -> buffers of the arrays that were `put`; they may belong to a resident too."""
     _coming: list[_Coming] = field(default_factory=list)
     _stage: str = ""
     _after: dict[str, str] = field(default_factory=dict)
     _programs: weakref.WeakKeyDictionary[object, dict[object, int]] = field(
         default_factory=weakref.WeakKeyDictionary
     )
-    """Program -> form of its arguments -> bytes."""
+    """Program -> shapes and shardings of its arguments -> bytes of temporaries and outputs."""
 
     def resident(
         self,
@@ -110,17 +111,17 @@ class Ledger:
         offload: bool = False,
         stale_at: Collection[str] = (),
     ) -> None:
-        """Arrays that a role keeps, as a tree.
+        """Registers arrays that a role keeps, as a pytree.
 
         Args:
-            read, write: of the tree; None: there is none now.
-            stages: those that need it.
-            offload: it goes to the host in all others.
-            stale_at: stages at whose beginning it is freed: nobody reads it again before it is
-                written anew.
+            read, write: get and set the pytree; None stands for "no arrays now".
+            stages: stages that need the arrays.
+            offload: move the arrays to the host during all other stages.
+            stale_at: stages at whose start the arrays are freed, because they are overwritten
+                before they are read again.
 
         Raises:
-            UserError: offload where the devices have no pinned host memory.
+            UserError: offload=True, but the devices have no pinned host memory.
         """
         arrays = _arrays(read())
         if offload and arrays:
@@ -135,8 +136,8 @@ class Ledger:
         self.changed()
 
     def enter(self, stage: str) -> None:
-        """Makes the memory what the stage wants of it. No program may still be reading what the
-        last stage used: roles wait for theirs before they return.
+        """Frees, offloads and brings back arrays as the stage needs it. No program of the last
+        stage may still be running: roles wait for their programs before they return.
         """
         if self._stage:
             self._after[self._stage] = stage
@@ -155,7 +156,8 @@ class Ledger:
         self.changed()
 
     def nearly_done(self) -> None:
-        """The stage needs less from here on: what the next one needs may come back already."""
+        """A role calls this when the rest of its stage needs less memory: the arrays of the next
+        stage then start to move back."""
         following = self._after.get(self._stage)
         for resident in self._residents.values():
             if following not in resident.stages:
@@ -168,7 +170,7 @@ class Ledger:
                 self._call_back(resident)
 
     def changed(self) -> None:
-        """Residents hold other arrays than before; every stage looks by itself at its start."""
+        """A role calls this when a resident has other arrays than before. `enter` does it too."""
         seen: set[Buffer] = set()
         for resident in self._residents.values():
             mine: Counter[jax.Device] = Counter()
@@ -180,7 +182,8 @@ class Ledger:
         self._note()
 
     def put(self, name: str, tree: Tree) -> None:
-        """Arrays that are there until `drop`; put again, they take the place of the old ones."""
+        """Records arrays that exist until `drop`. A second `put` with this name replaces the
+        first."""
         arrays = _arrays(tree)
         self._pinned[name] = [buffer(array) for array in arrays]
         resident = {buffer(x) for r in self._residents.values() for x in _arrays(r.read())}
@@ -196,10 +199,11 @@ class Ledger:
     def running(
         self, program: jax.stages.Wrapped, *args: object, **kwargs: object
     ) -> Iterator[None]:
-        """A jitted function runs with these arguments: its temporaries and new outputs are there.
+        """Records the temporaries and new outputs of a jitted function while it runs with these
+        arguments.
 
-        What XLA says of it (`memory_analysis`) is asked once for each form of the arguments, and
-        costs no compilation of its own.
+        The bytes are those of XLA's `memory_analysis`, looked up once per shapes and shardings of
+        the arguments. This costs no further compilation.
         """
         leaves, tree = jax.tree.flatten((args, kwargs))
         known, form = self._programs.setdefault(program, {}), (tree, *map(_form, leaves))
@@ -222,8 +226,8 @@ class Ledger:
         return taken
 
     def _send_away(self, residents: Collection[_Resident], kept: Collection[Buffer]) -> None:
-        """What several of them share becomes one copy on the host."""
-        self._await()  # what is still coming is not sent back before it is there
+        """Moves residents to the host. Arrays that several of them share become one copy there."""
+        self._await()  # an array must have arrived before it is sent away again
         copies: dict[Buffer, jax.Array] = {}
         old: list[jax.Array] = []
         for resident in residents:
@@ -261,7 +265,7 @@ class Ledger:
             self.changed()
 
     def _call_back(self, resident: _Resident) -> None:
-        """Begins to bring what is away."""
+        """Starts to move a resident's offloaded arrays back."""
         leaves, form = jax.tree.flatten(resident.read())
         coming = [i for i, leaf in enumerate(leaves) if _is_away(leaf)]
         if not coming:
@@ -277,7 +281,7 @@ class Ledger:
         self.changed()
 
     def _await(self) -> None:
-        """Waits for what is coming back."""
+        """Waits for all transfers back to the device."""
         for coming in self._coming:
             began = time.monotonic()
             with self.announce(f"{coming.name} to the device"):
@@ -303,19 +307,19 @@ _here = threading.local()
 
 
 def use(ledger: Ledger) -> None:
-    """Makes it the ledger of this thread."""
+    """Sets the ledger of this thread."""
     _here.ledger = ledger
 
 
 def current() -> Ledger:
-    """That of this thread's worker; outside of workers one that nobody looks at."""
+    """The ledger of this thread's worker; outside of workers a dummy."""
     if not hasattr(_here, "ledger"):
         _here.ledger = Ledger()
     return _here.ledger
 
 
 def buffer(array: jax.Array) -> Buffer:
-    """Where its first shard lies: two arrays that share their memory have this in common."""
+    """Device and address of the array's first shard. Arrays that share memory have the same one."""
     first = array.addressable_data(0)
     return next(iter(first.devices())), first.unsafe_buffer_pointer()
 
@@ -325,8 +329,8 @@ def _arrays(tree: Tree) -> list[jax.Array]:
 
 
 def _is_here(leaf: object) -> TypeGuard[jax.Array]:
-    """An array with a part on a device of this process, and still there: an update donates what
-    the rollout shares with it.
+    """Whether this is an array with a part on a device of this process that was not deleted. (An
+    update donates arrays that the rollout may share.)
     """
     if not isinstance(leaf, jax.Array) or leaf.is_deleted():
         return False
@@ -338,7 +342,7 @@ def _is_away(leaf: object) -> TypeGuard[jax.Array]:
 
 
 def _per_device(array: jax.Array) -> Counter[jax.Device]:
-    """Bytes on each device of this process."""
+    """Device of this process -> bytes of the array on it."""
     size = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
     return Counter(dict.fromkeys(array.sharding.addressable_devices, size))
 
@@ -355,7 +359,8 @@ def _form(leaf: Tree) -> object:
 
 
 def _put(arrays: list[jax.Array], shardings: list[Sharding]) -> list[jax.Array]:
-    """To another memory of the same devices; of a mesh of several processes each does the same."""
+    """Moves arrays to another memory kind of the same devices. On a mesh of several processes, all
+    of them call it."""
     if all(array.is_fully_addressable for array in arrays):
         return jax.device_put(arrays, shardings)
     return jax.jit(lambda xs: xs, out_shardings=shardings)(arrays)

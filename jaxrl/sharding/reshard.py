@@ -1,13 +1,13 @@
-"""Moves arrays from one mesh to another: any layout to any layout, values bit-equal.
+"""Moves arrays from one mesh and sharding to any other, with bit-equal values.
 
-On an accelerator, pieces go device to device: each destination shard is put together from the boxes
-of the source shards that overlap it, so nothing passes through the host and nothing blocks. On CPU
-plain `device_put` is quicker. Either way many arrays take few dispatches.
-`device_put(donate=True)` across meshes crashes and is never used; drop the source after the call
+On accelerators, pieces are copied from device to device: each destination shard is assembled from
+the boxes (index ranges) of the source shards that overlap it. Nothing passes through the host, and
+nothing blocks. On CPU, plain `device_put` is faster. Both ways move many arrays in few dispatches.
+`device_put(donate=True)` across meshes crashes and is never used; delete the source after the call
 instead.
 
-A mesh may span processes that all make the same calls in the same order. Each then fills its own
-devices from what it has on the host; only an array that lies on such a mesh already is moved by a
+A mesh may span several processes, which must make the same calls in the same order. Each then fills
+its own devices from arrays on its host. Only an array that is already on such a mesh is moved by a
 collective.
 """
 
@@ -27,23 +27,26 @@ from jaxrl.sharding.shards import Box, Shards, box_of, overlap
 from jaxrl.types import Tree
 
 Held = dict[Box, list[jax.Array]]
-"""The boxes of an array, each with its copies."""
+"""Box of an array -> the copies of it on devices."""
 Offsets = tuple[tuple[int, ...], ...]
 TOGETHER = 2**28
-"""Bytes of arrays that move at once on an accelerator, where their slices are held beside them."""
+"""Bytes of arrays that move at once on an accelerator, where their slices need memory too."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Arrays on one mesh whose rows (dim 0) follow one another; `reshard` makes one of them."""
+    """Consecutive slices of rows (dim 0) of one array; `reshard` concatenates them."""
 
     parts: tuple[jax.Array, ...]
 
 
 def put(tree: Tree, shardings: Tree) -> Tree:
-    """Host arrays, the same in every process, in `shardings` (of the same form, or one for all).
+    """Puts host arrays, which are the same in every process, on devices.
 
     No process waits for another.
+
+    Args:
+        shardings: a tree of the same form, or one sharding for all.
     """
     if all(sharding.is_fully_addressable for sharding in jax.tree.leaves(shardings)):
         return jax.device_put(tree, shardings)
@@ -70,7 +73,8 @@ def reshard(tree: Tree, shardings: Tree) -> Tree:
 
 
 def to_host(x: jax.Array | np.ndarray) -> np.ndarray:
-    """All of `x` on the host of every process; those that share its mesh must ask together."""
+    """The whole `x` on the host of every process. All processes of its mesh must call it
+    together."""
     if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
         assert isinstance(x.sharding, NamedSharding)
         x = _in(NamedSharding(x.sharding.mesh, PartitionSpec()))(x)

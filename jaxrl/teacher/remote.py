@@ -41,7 +41,7 @@ class RemoteTeacher:
         self._client = _client(config.teacher, EARLIER * config.deadlines.score)
 
     def score(self, rollout: Rollout, part: int = 0, parts: int = 1) -> TeacherSignal | None:
-        """What the teacher says of each completion position of some rows, as numpy arrays.
+        """The teacher's signal for each completion position of some rows, as numpy arrays.
 
         Args:
             part, parts: which of how many slices of rows, as even as possible; None where it is

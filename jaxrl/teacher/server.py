@@ -1,9 +1,10 @@
-"""The HTTP side of a teacher that serves several runs; `service.ScoringService` computes.
+"""The HTTP server of a teacher that serves several runs. `teacher.service.ScoringService` does the
+computation.
 
-A request is read, checked and only then put in line for the devices, so that a bad or a slow one
-delays nobody. Every read and write has a deadline, every body a limit, and every connection one
-request. Where one client has too many connections, or all have, the oldest one whose request is not
-whole makes room for a new one.
+The server reads and checks a whole request before it queues it for the devices, so that an invalid
+or slow request delays no other. Every read and write has a deadline, every body a maximum size, and
+every connection carries one request. If one address, or all together, have too many connections,
+the server closes the oldest connection whose request is still incomplete to accept a new one.
 """
 
 from __future__ import annotations
@@ -44,11 +45,13 @@ from jaxrl.types import JsonObject
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 MOST_CONNECTIONS, MOST_OF_ONE = 256, 64
-"""Open at once, in all and of one address; one more is closed unanswered where all have asked."""
+"""Connections open at once, in total and per address. If all of these have sent a whole request, a
+further connection is closed without an answer."""
 MOST_BODIES, BODIES_OF_ONE = 8, 4
-"""Bytes of requests in memory, in all and of one address, in units of the largest request."""
+"""Bytes of request bodies in memory, in total and per address, as multiples of the maximum size of
+a request."""
 PIECE = 1 << 20
-"""Bytes between two looks at the clock."""
+"""Bytes read or written between two checks of the deadline."""
 LOG_EVERY_S = 60.0
 POLL_S, LINGER_S = 0.1, 1.0
 METHODS = {"/health": "GET", "/v1/info": "GET", "/v1/head": "GET", "/v1/score": "POST"}
@@ -56,24 +59,26 @@ METHODS = {"/health": "GET", "/v1/info": "GET", "/v1/head": "GET", "/v1/score": 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one client may take of the server."""
+    """Limits on time and concurrency of requests."""
 
     threads: int = 8
-    """Requests in hand at once: computed or being answered; others wait in line."""
+    """Requests that are computed or answered at once; further ones wait in the queue."""
     header_s: float = 10.0
-    """From a connection to the end of its header."""
+    """Longest time from the connection to the end of the request's header."""
     idle_s: float = 10.0
-    """Longest wait for the next bytes of a request, or for the next piece of an answer to go."""
+    """Longest wait for the next bytes of a request, or for the client to take the next bytes of an
+    answer."""
     body_s: float = 120.0
-    """For a whole request to arrive."""
+    """Longest time for a whole request to arrive."""
     answer_s: float = 120.0
-    """For a whole answer to be taken."""
+    """Longest time for the client to take a whole answer."""
     wait_s: float = 60.0
-    """In line; then status 503, and the client comes again."""
+    """Longest time in the queue. After that the answer is status 503, and the client retries."""
 
 
 class TeacherServer(ThreadingTCPServer):
-    """One address. It is taken when this is made; connections are accepted from `start` on."""
+    """A server on one address. The constructor binds the address; `start` begins to accept
+    connections."""
 
     daemon_threads = allow_reuse_address = True
     request_queue_size = 128
@@ -92,12 +97,12 @@ class TeacherServer(ThreadingTCPServer):
         """
         Args:
             port: 0 for any free one.
-            token: what clients must know; needed where others than this host can connect.
-            log: gets a line a minute with counts, where there is something to count.
-            log_requests: a line for each request too.
+            token: the secret that clients must send; required if other hosts can connect.
+            log: receives a line with counts each minute in which there were requests.
+            log_requests: also log a line for each request.
 
         Raises:
-            UserError: an address that cannot be had, or one that needs a token.
+            UserError: the address cannot be bound, or needs a token.
         """
         if host not in LOOPBACK and not token:
             raise UserError(
@@ -106,16 +111,16 @@ class TeacherServer(ThreadingTCPServer):
             )
         self.limits, self.token, self.log, self._log_requests = limits, token, log, log_requests
         self.counts = Counter(served=0, refused=0, failed=0)
-        """Requests so far, by what came of them."""
+        """Number of requests so far, by outcome."""
         self._logged, self._log_at = self.counts.copy(), 0.0
         self._change, self._line = threading.Condition(), deque[object]()
         self._in_hand, self._draining, self._started = 0, False, False
         self._bodies = Counter[str]()
-        """Bytes of requests that each address has in memory."""
+        """Address -> bytes of its requests in memory."""
         self._open: dict[socket.socket, str] = {}
-        """Address of each open connection, the oldest first."""
+        """Open connection -> its address, the oldest first."""
         self._asking: dict[socket.socket, str] = {}
-        """Of those, the ones whose request has not arrived as a whole."""
+        """The open connections whose request is still incomplete."""
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), _Handler, bind_and_activate=False)
         try:
@@ -142,7 +147,8 @@ class TeacherServer(ThreadingTCPServer):
         threading.Thread(target=self.serve_forever, args=(POLL_S,), daemon=True).start()
 
     def drain(self, seconds: float) -> bool:
-        """Takes no more requests, and waits for those in hand; whether all were answered."""
+        """Accepts no more requests, and waits for the current ones for at most `seconds`. Returns
+        whether all were answered."""
         with self._change:
             self._draining = True
             self._change.notify_all()
@@ -154,12 +160,12 @@ class TeacherServer(ThreadingTCPServer):
             self.shutdown()
         self.server_close()
 
-    # What the handlers of requests use.
+    # Called by the handlers of requests.
 
     def health(self, known: bool) -> JsonObject:
         """
         Args:
-            known: whether the client knows the token; others learn the status only.
+            known: whether the client sent the token; without it the answer is the status only.
         """
         status = {"status": "draining" if self._draining else "ok"}
         if not known:
@@ -176,7 +182,8 @@ class TeacherServer(ThreadingTCPServer):
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Inside, a request is in hand; at most `limits.threads` are, in order of arrival."""
+        """Waits in the queue; inside the block the request is one of at most `limits.threads`
+        current ones. Requests are admitted in order of arrival."""
         me = object()
 
         def is_next() -> bool:
@@ -202,28 +209,30 @@ class TeacherServer(ThreadingTCPServer):
                 self._change.notify_all()
 
     def hold(self, address: str, n: int) -> None:
-        """Counts n bytes more (or fewer) of requests in memory; raises `Refused` over budget."""
+        """Adds n (which may be negative) to the bytes of requests in memory. Raises `Refused` over
+        the limit."""
         unit = self.info.max_request_bytes
         with self._change:
             held, theirs = self._bodies.total(), self._bodies[address] + n
             if n > 0 and (held + n > MOST_BODIES * unit or theirs > BODIES_OF_ONE * unit):
                 raise Refused(503, f"busy: {held:,} bytes of requests in memory")
             self._bodies[address] = theirs
-            self._bodies += Counter()  # forgets the addresses that have none
+            self._bodies += Counter()  # removes the addresses with 0 bytes
 
     def answered(self, client: str, question: str, status: int, seconds: float) -> None:
-        """Counts a request; none of its headers is ever logged."""
+        """Counts a finished request. Its headers are never logged."""
         with self._change:
             self.counts["served" if status < 400 else "refused" if status < 500 else "failed"] += 1
         if self._log_requests:
             self.log(f"{client} {question} {status} {seconds:.2f} s")
 
     def asked(self, connection: socket.socket) -> None:
-        """The connection's request is whole: it no longer makes room for others."""
+        """Marks the connection's request as complete: it will no longer be closed to accept
+        others."""
         with self._change:
             self._asking.pop(connection, None)
 
-    # What `serve_forever` calls.
+    # Called by `serve_forever`.
 
     def service_actions(self) -> None:
         if time.monotonic() < self._log_at:
@@ -255,7 +264,7 @@ class TeacherServer(ThreadingTCPServer):
                 self._asking.pop(request, None)
 
     def _make_room(self, address: str) -> bool:
-        """Whether one more connection can be had, perhaps at the cost of an older one."""
+        """Whether one more connection may open; may close an older, incomplete one for it."""
         theirs = list(self._open.values()).count(address) >= MOST_OF_ONE
         if not theirs and len(self._open) < MOST_CONNECTIONS:
             return True
@@ -265,16 +274,16 @@ class TeacherServer(ThreadingTCPServer):
             return False
         del self._open[oldest], self._asking[oldest]
         with suppress(OSError):
-            oldest.shutdown(socket.SHUT_RDWR)  # its thread reads the end
+            oldest.shutdown(socket.SHUT_RDWR)  # its thread then reads the end of the stream
         return True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        pass  # a connection that broke; whatever fails inside is logged by the handler
+        pass  # a broken connection; the handler logs every other error
 
 
 class _Wire(io.RawIOBase):
-    """A socket to read from until a deadline, however few bytes come at a time, and as long as
-    some do."""
+    """Reads a socket until a deadline for the whole transfer (`within`). Each read also fails if no
+    byte arrives for `idle_s`."""
 
     def __init__(self, connection: socket.socket, idle_s: float):
         self._connection, self._idle_s, self._end = connection, idle_s, 0.0
@@ -320,7 +329,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_error(status, "the request, or the reading of its answer, took too long")
         except (Gone, ConnectionError):
             status = 499
-        except Exception as error:  # the server outlives whatever a request does to it
+        except Exception as error:  # no request may end the server
             status = 500
             self.server.log("".join(traceback.format_exception(error)).rstrip())
             self._send_error(status, f"{type(error).__name__}: {error}"[:600])
@@ -335,7 +344,8 @@ class _Handler(BaseHTTPRequestHandler):
         pass  # the server logs counts instead
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """What the base class finds wrong with a request's first lines, as all other errors."""
+        """Sends errors that the base class finds in a request's header in the same form as
+        others."""
         self._send_error(code, message or HTTPStatus(code).phrase)
         self.server.answered(self._address, "?", code, 0.0)
 
@@ -364,7 +374,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(200, pieces, SAFETENSORS)
 
     def _knows_token(self) -> bool:
-        """Whether the client knows the token, or none is needed."""
+        """Whether the client sent the token, or none is needed."""
         if self.server.token is None:
             return True
         given = self.headers.get("Authorization", "").encode("latin-1", "replace")
@@ -395,7 +405,8 @@ class _Handler(BaseHTTPRequestHandler):
         return bytes(body)
 
     def _wanted(self) -> bool:
-        """Whether the client still waits: it has sent all, so what can be read is the end."""
+        """Whether the client still waits for the answer. Its request is complete, so the only thing
+        left to read is the end of the stream."""
         self.connection.settimeout(0)
         try:
             return self.connection.recv(1, socket.MSG_PEEK) != b""
@@ -426,11 +437,11 @@ class _Handler(BaseHTTPRequestHandler):
     def _send_error(self, status: int, message: str) -> None:
         self.close_connection = True
         if self._begun:
-            return  # more bytes would be taken for the rest of the answer that was begun
+            return  # the client would take more bytes for the rest of the answer
         body = json.dumps({"error": {"status": status, "message": message}}).encode()
-        with suppress(OSError):  # nobody may be there to read it
+        with suppress(OSError):  # the client may be gone
             self._send(status, [body], JSON)
-            # Reads on for a moment: closed with bytes unread, a connection loses its answer.
+            # Reads the rest for a moment: a connection closed with unread bytes loses its answer.
             self.connection.shutdown(socket.SHUT_WR)
             self._wire.within(LINGER_S)
             while self._unread > 0 and (piece := self.rfile.read1(min(self._unread, 1 << 16))):

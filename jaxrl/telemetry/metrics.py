@@ -69,7 +69,9 @@ def _evaluation(prefix: str, where: str) -> dict[str, Metric]:
     }
     return {
         **_with_interval(rates),
-        f"{prefix}/unjudged": Metric("completions", f"not judged, so left out, on {where}"),
+        f"{prefix}/unjudged": Metric(
+            "completions", f"completions that could not be judged, on {where}"
+        ),
         f"{prefix}/mean_completion_tokens": Metric("tokens", f"mean completion length on {where}"),
         f"{prefix}/truncated_fraction": Metric(
             "fraction", f"completions cut at their limit, on {where}"
@@ -78,60 +80,86 @@ def _evaluation(prefix: str, where: str) -> dict[str, Metric]:
 
 
 METRICS: dict[str, Metric] = {
-    "step": Metric("batches", "batches trained so far; 0 is the row before training"),
-    "policy_version": Metric("batches", "batches trained into the weights that sampled this one"),
+    "step": Metric("batches", "batches trained on so far; 0 is the row before training"),
+    "policy_version": Metric(
+        "batches", "version (batches trained on) of the weights that sampled this batch"
+    ),
     "optimizer_step": Metric("updates", "optimizer updates so far, skipped ones not counted"),
-    "staleness": Metric("batches", "batches between the weights that sample and those that train"),
-    "loss": Metric("nats/token", "what the optimizer minimises: all terms of the objective"),
+    "staleness": Metric(
+        "batches", "versions by which the weights that sampled lag behind those that train"
+    ),
+    "loss": Metric("nats/token", "the loss that the optimizer minimises, all terms included"),
     "distill/divergence": Metric("nats/token", "mean divergence of student and teacher"),
     "distill/top1_agreement": Metric("fraction", "tokens where both models' top-1 is the same"),
     "distill/student_entropy": Metric("nats/token", "mean entropy of the student's next token"),
     "distill/teacher_entropy": Metric("nats/token", "mean entropy of the teacher's next token"),
-    "distill/teacher_tail_mass": Metric("fraction", "teacher's probability outside the top k sent"),
-    "distill/student_tail_mass": Metric("fraction", "student's probability outside the top k sent"),
+    "distill/teacher_tail_mass": Metric(
+        "fraction", "teacher's probability of all tokens but the top k"
+    ),
+    "distill/student_tail_mass": Metric(
+        "fraction", "student's probability of all tokens but the top k"
+    ),
     "distill/reverse_kl_k1": Metric("nats/token", "log student - log teacher at sampled tokens"),
     "distill/ratio_capped": Metric("fraction", "tokens whose importance ratio was capped"),
     "distill/entropy_aware": Metric("nats/token", "the entropy-aware term, as it enters the loss"),
     "distill/entropy_gate": Metric("fraction", "tokens where the entropy-aware term acts"),
-    "reward/mean": Metric("reward", "mean of all sampled completions that have a reward, weighted"),
-    "reward/std": Metric("reward", "their standard deviation"),
+    "reward/mean": Metric(
+        "reward", "mean weighted reward of all sampled completions that have one"
+    ),
+    "reward/std": Metric("reward", "standard deviation of the same rewards"),
     "reward/trained_mean": Metric(
         "reward",
-        "mean of those trained on: not left out by dynamic sampling or a mask; less the KL",
+        "mean of the completions in the policy loss, which dynamic sampling and masks do not leave"
+        " out; the KL penalty is subtracted",
     ),
     "reward/none": Metric(
-        "completions", "sampled, and without a reward: not judged, or a function failed on them"
+        "completions", "sampled completions without a reward: not judged, or a function failed"
     ),
-    "reward/kl": Metric("nats", "of a completion, before its weight in the reward"),
-    "reward/model_cut": Metric("completions", "too long for the reward model: beginning left out"),
+    "reward/kl": Metric(
+        "nats", "mean KL(policy||reference) of a completion, before it is weighted"
+    ),
+    "reward/model_cut": Metric(
+        "completions", "texts too long for the reward model, which lost their beginning"
+    ),
     "reward/{reward}/mean": Metric("reward", "mean of one reward, unweighted"),
-    "reward/{reward}/failures": Metric("completions", "one function raised, or its process ended"),
-    "reward/{reward}/timeouts": Metric("completions", "one function took longer than its timeout"),
+    "reward/{reward}/failures": Metric(
+        "completions", "completions on which the function raised, or its process ended"
+    ),
+    "reward/{reward}/timeouts": Metric(
+        "completions", "completions on which the function exceeded its timeout"
+    ),
     "policy/ratio": Metric("1", "mean importance ratio of a token"),
     "policy/clip_fraction": Metric("fraction", "tokens whose term is held at a bound of the ratio"),
     "policy/clip_low_fraction": Metric("fraction", "tokens held at the lower bound"),
     "policy/clip_high_fraction": Metric("fraction", "tokens held at the upper bound"),
-    "policy/clip_fraction_sequences": Metric("fraction", "sequences with at least one such token"),
+    "policy/clip_fraction_sequences": Metric(
+        "fraction", "sequences with at least one clipped token"
+    ),
     "policy/old_kl_k3": Metric("nats/token", "KL(policy at the batch's start||policy), k3"),
     "policy/kl_k1": Metric("nats/token", "KL(policy||reference), k1"),
     "policy/kl_k2": Metric("nats/token", "KL(policy||reference), k2"),
     "policy/kl_k3": Metric("nats/token", "KL(policy||reference), k3"),
     "policy/entropy": Metric("nats/token", "mean entropy of the policy's next token"),
     "policy/opd_clamped": Metric(
-        "fraction", "tokens whose gap to the teacher is beyond 20 nats, and counts as 20"
+        "fraction",
+        "tokens whose log-prob differs from the teacher's by over 20 nats, clamped to 20",
     ),
     "policy/mismatch_k3": Metric("nats/token", "KL(policy that sampled||policy at the start), k3"),
-    "policy/mismatch_chi2": Metric("1", "E[rho^2] - 1 of the ratio of these two"),
-    "policy/mismatch_ess": Metric("fraction", "effective sample size of that ratio / tokens"),
-    "policy/mismatch_max_log_ratio": Metric("nats", "largest gap of these two at one token"),
+    "policy/mismatch_chi2": Metric(
+        "1", "E[rho^2] - 1, rho = policy at the start / policy that sampled"
+    ),
+    "policy/mismatch_ess": Metric("fraction", "effective sample size by the ratio rho, per token"),
+    "policy/mismatch_max_log_ratio": Metric("nats", "largest absolute log rho of a token"),
     "policy/correction_weight": Metric("1", "mean weight of the off-policy correction"),
     "policy/correction_dropped": Metric("fraction", "tokens that the correction leaves out"),
     "policy/degenerate_groups": Metric(
-        "prompts", "whose rewarded completions all have the same task reward, before penalties"
+        "prompts", "prompts whose rewarded completions have one task reward (before penalties)"
     ),
-    "policy/refills": Metric("times", "that the batch was sampled again"),
-    "policy/prompts_replaced": Metric("prompts", "sampled, and left out by dynamic sampling"),
-    "policy/unscored_groups": Metric("prompts", "of which no completion has a reward"),
+    "policy/refills": Metric("times", "times that more prompts were sampled for the batch"),
+    "policy/prompts_replaced": Metric(
+        "prompts", "prompts that were sampled, and left out by dynamic sampling"
+    ),
+    "policy/unscored_groups": Metric("prompts", "prompts without any rewarded completion"),
     "similarity/groups_per_prompt": Metric("groups", "mean number of clusters of a prompt"),
     "similarity/singleton_fraction": Metric("fraction", "completions alone in their cluster"),
     "similarity/silhouette": Metric("1", "mean silhouette of the prompts that are split"),
@@ -140,44 +168,46 @@ METRICS: dict[str, Metric] = {
     "sft/loss": Metric("nats/token", "mean negative log-likelihood of the data's completions"),
     "actor/grad_norm": Metric("norm", "gradient norm before clipping, mean over updates"),
     "actor/learning_rate": Metric("1", "learning rate of the last update"),
-    "actor/skipped_updates": Metric("updates", "skipped in this step: gradient not finite"),
-    "actor/empty_updates": Metric("updates", "skipped in this step: no token to train on"),
+    "actor/skipped_updates": Metric("updates", "updates skipped in this step, gradient not finite"),
+    "actor/empty_updates": Metric("updates", "updates skipped in this step, no token to train on"),
     "actor/tokens": Metric("tokens", "completion tokens trained in one pass over the batch"),
     "rollout/completion_tokens_mean": Metric("tokens", "mean length of a completion, EOS included"),
     "rollout/truncated_fraction": Metric("fraction", "completions cut at max_new_tokens"),
     "rollout/decode_steps": Metric("steps", "decode steps that the batch took"),
     "tokens/generated": Metric("tokens", "completion tokens sampled for this batch"),
     "tokens/per_second": Metric("tokens/s", "actor/tokens over time/step_s"),
-    "time/step_s": Metric("s", "end of the update before to the end of this one"),
-    "time/rollout_s": Metric("s", "generation"),
-    "time/score_s": Metric("s", "teacher's scoring"),
-    "time/reference_s": Metric("s", "the reference's log-probs"),
-    "time/reward_s": Metric("s", "all rewards of the batch"),
-    "time/embed_s": Metric("s", "embedding of the completions, loading the encoder included"),
+    "time/step_s": Metric("s", "from the end of the previous update to the end of this one"),
+    "time/rollout_s": Metric("s", "generating the batch"),
+    "time/score_s": Metric("s", "scoring by the teacher"),
+    "time/reference_s": Metric("s", "log-probs under the reference"),
+    "time/reward_s": Metric("s", "computing all rewards of the batch"),
+    "time/embed_s": Metric("s", "embedding the completions, loading the encoder included"),
     "time/update_s": Metric("s", "forward, backward and optimizer, all updates of the batch"),
-    "time/weight_sync_s": Metric("s", "new weights into the rollout role"),
+    "time/weight_sync_s": Metric("s", "sending new weights to the rollout"),
     "time/evaluate_s": Metric("s", "evaluation"),
-    "weights/sync_bytes": Metric("bytes", "moved in the weight sync, shared leaves left out"),
+    "weights/sync_bytes": Metric("bytes", "bytes copied in the weight sync, without shared arrays"),
     "weights/sync_gbps": Metric("GB/s", "sync_bytes over time/weight_sync_s, GB = 1e9 bytes"),
-    "time/checkpoint_s": Metric("s", "writing the newest finished checkpoint, beside training"),
-    "checkpoint/step": Metric("batches", "batches trained into the newest finished checkpoint"),
+    "time/checkpoint_s": Metric(
+        "s", "writing the newest finished checkpoint, while training continues"
+    ),
+    "checkpoint/step": Metric("batches", "step of the newest finished checkpoint"),
     "checkpoint/bytes": Metric("bytes", "size of the newest finished checkpoint"),
     **_evaluation("eval", "the held-out prompts"),
     **_evaluation("eval/{set}", "the held-out set of that name, where `data.eval` names several"),
     "teacher/accuracy": Metric("fraction", "the teacher's accuracy on the same prompts, step 0"),
-    "offload/to_host_bytes": Metric(
-        "bytes", "moved to pinned host memory for the calls of the step"
+    "offload/to_host_bytes": Metric("bytes", "bytes moved to pinned host memory during the step"),
+    "offload/to_device_bytes": Metric("bytes", "bytes moved back to the devices during the step"),
+    "time/offload_s": Metric(
+        "s", "time that calls waited for these transfers (overlap not counted)"
     ),
-    "offload/to_device_bytes": Metric("bytes", "moved back from there"),
-    "time/offload_s": Metric("s", "calls waited so long for these moves, overlapped ones left out"),
     "data/epoch": Metric("passes", "passes over the training data, with a fraction"),
     "memory/{role}/peak_bytes": Metric(
         "bytes",
-        "peak in use on a device of the role so far, all roles there together: the device's own"
-        " figure, or the ledger's where it has none (CPU)",
+        "peak memory so far of the role's fullest device, all roles there together, as the device"
+        " reports it, or by the ledger (docs/hybrid.md) where it reports none (CPU)",
     ),
     "memory/{role}/planned": Metric(
-        "flag", "1 where peak_bytes is the plan's figure, because nothing was measured"
+        "flag", "1 if peak_bytes is the plan's figure, because nothing was measured"
     ),
 }
 """Every name that may stand in a row; ``{...}`` stands for what ``PLACEHOLDERS`` says."""

@@ -1,13 +1,15 @@
 """Launcher `ray`: each pool is one or more processes, on the hosts of a Ray cluster.
 
-The driver sends orders and gets reports; results go from process to process through the object
-store, and only what the driver itself asks for comes to it. Ray starts processes and carries bytes;
-what a call is, in which order calls run, who is late and what is done about it is decided here.
+The driver sends calls and receives reports. Results travel between processes through Ray's object
+store; the driver receives only the results that it asks for. Ray starts processes and transports
+bytes. The definition and order of calls, deadlines, and the reaction to failures are in this
+package.
 
-A process that dies or is late is made anew, with all of its pool, where its roles can be: a frozen
-model, or a sampler with the weights last sent to it. What had not run is sent again, in order, and
-since every call is a function of its arguments and seeds, it gives the same. A pool that trains
-cannot: `RunLost` then takes the run back to its newest checkpoint.
+If a process dies or is late, all processes of its pool are restarted, provided that the roles can
+be rebuilt: a frozen model, or a sampler with the weights last sent to it. The calls that had not
+run are sent again, in order. Since every call is a function of its arguments and seeds, they give
+the same results. A pool that trains cannot be rebuilt: the run then raises `RunLost` and returns to
+its newest checkpoint.
 
     connect.py  joins a cluster: its hosts, and which process goes where
     pool.py     the processes of a pool, and what they have reported

@@ -26,7 +26,7 @@ STAYS = {("actor", "publish"): "rollout", ("teacher", "score"): "actor"}
 
 @dataclass
 class End:
-    """Whether the workers can go on; one for all that wait."""
+    """Whether the workers can continue; all waits share it."""
 
     failure: BaseException | None = None
     """Why not."""
@@ -53,7 +53,7 @@ class RayFuture:
     bounced: set[int] = field(default_factory=set)
     """Processes where an input was lost, so that it did not run."""
     settled: bool = False
-    """Its inputs were made when it was sent: where one is lost, nobody makes it anew."""
+    """Whether its inputs existed when it was sent; if one is lost, no other call recreates it."""
     keeps: bool = False
     nbytes: int = 0
     sent: float = 0.0
@@ -188,6 +188,6 @@ def wire(values: object, pool: RayPool) -> Any:
 
 
 def raised(error: tuple[str, str]) -> BaseException:
-    """The error that a report tells."""
+    """The exception for the error in a report."""
     kind, text = error
     return KINDS[kind](text)

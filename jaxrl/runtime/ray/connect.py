@@ -42,7 +42,7 @@ NAMESPACE = "jaxrl"
 LEAVE_S = 10.0
 """How long what the cluster has, but is not free, may take to become so."""
 NODE_S = 60.0
-"""Longest wait for what a node tells of itself."""
+"""Longest wait for a node's description of itself."""
 STATE_S = 5.0
 """Longest wait for the state of another run's worker."""
 _Gpus = tuple[tuple[int, ...], str | None, float]

@@ -28,7 +28,7 @@ class RayPool:
     """Ranks that have been asked, and have not answered."""
     born: float = 0.0
     life: int = 0
-    """How often its processes were made anew."""
+    """How many times its processes were restarted."""
     epoch: int = 0
     position: int = 0
     alive: bool = False

@@ -1,4 +1,5 @@
-"""The thread that decides: what was reported, who is late or lost, and what is done about it."""
+"""The thread that supervises the processes of a run: it handles their reports, enforces deadlines,
+and restarts processes that are lost."""
 
 from __future__ import annotations
 
@@ -29,9 +30,10 @@ DOUBT_S = 3.0
 """How long the error of one process of several waits for the news that another has died: who
 computes with a process that dies sees an error of its own, and may be heard first."""
 TOGETHER_S = 5.0
-"""How much later than the first the last process of a pool may tell that an input was lost."""
+"""Seconds after the first process of a pool has reported a lost input within which the others must
+have reported it."""
 PROGRESS = ("actor", "update")
-"""The call after which the budget of restarts is full again."""
+"""The call that resets the count of restarts."""
 JOIN_S = 5.0
 """Longest wait at the end for each thread."""
 
@@ -53,7 +55,7 @@ class Supervisor:
         self._restarts = 0
         """Since the last update of the policy."""
         self._states: dict[int, RayFuture] = {}
-        """Pool -> the call that made its state, where it can be made anew."""
+        """Pool -> the call that made its state, if it can be repeated."""
         self._threads = [threading.Thread(target=self._tend, name="supervisor", daemon=True)]
 
     def start(self) -> None:
@@ -234,7 +236,7 @@ class Supervisor:
         return death(pool, rank, running[0] if running else None, error)
 
     def _lost(self, pool: RayPool, why: str) -> None:
-        """A process has ended, or does not answer: its pool cannot go on."""
+        """Handles a process that has ended or does not answer: its pool cannot continue."""
         kill([pool])
         if pool.trains:
             raise RunLost(why)
@@ -258,7 +260,7 @@ class Supervisor:
         thread.start()
 
     def _make_anew(self, pool: RayPool) -> None:
-        """On a thread of its own: the others go on meanwhile."""
+        """Restarts a pool, on a separate thread so that the other pools continue."""
         error: BaseException | None = None
         try:
             self._starter.launch([pool])
