@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxrl.algorithms.methods import needed_roles
+from jaxrl.aot.apart import Died, apart
 from jaxrl.aot.hlo import Compiled, Graphs, read, read_thunks
 from jaxrl.aot.machine import Machine, machine, prepare
 from jaxrl.aot.programs import Program, RunPrograms
@@ -219,17 +221,46 @@ def check(
 def compiled_report(config: Config, target: Machine, progress: Callable[[str], None]) -> Report:
     """Plans a run for a machine and compiles its programs."""
     plan = plan_for(config, target)
-    checked = []
-    with compiling_for(plan.inputs.target):
-        for program in RunPrograms(plan.config, plan.inputs, plan.axes, target.devices):
-            progress(f"compiling {program.role}: {program.name}")
-            checked.append(_checked(program, plan))
     limit = plan.pools[0].limit
     assert limit is not None, "the machine has a size"
-    return Report(target, plan, tuple(checked), limit)
+    return Report(target, plan, tuple(_rows(config, target.name, progress)), limit)
 
 
-def _checked(program: Program, plan: Plan) -> Checked:
+def _rows(config: Config, target: str, progress: Callable[[str], None]) -> list[Checked]:
+    """Every program, compiled in another process; where that ends, a new one has the rest."""
+    rows: list[Checked] = []
+    while True:
+        begun, begin = None, 0.0
+        try:
+            for row in apart(compiled_programs, config, target, len(rows)):
+                if begun is not None:
+                    rows.append(row)
+                    begun = None
+                else:
+                    progress(f"compiling {row.role}: {row.name}")
+                    begun, begin = row, time.monotonic()
+            return rows
+        except Died as error:
+            if begun is None:
+                raise
+            rows.append(replace(begun, seconds=time.monotonic() - begin, error=str(error)))
+
+
+def compiled_programs(config: Config, target: str, skip: int) -> Iterator[Checked]:
+    """Each program of a run but the first ones, twice: before and after its compilation."""
+    prepare()
+    there = machine(target)
+    plan = plan_for(config, there)
+    with compiling_for(plan.inputs.target):
+        programs = RunPrograms(plan.config, plan.inputs, plan.axes, there.devices)
+        for program in islice(programs, skip, None):
+            expected = _expected(program, plan)
+            yield expected
+            yield _compiled(program, expected, plan)
+
+
+def _expected(program: Program, plan: Plan) -> Checked:
+    """Of the plan alone."""
     account, where = plan.accounts[program.role], plan.placement.roles
     devices = where[program.role].devices
     moment = f"{program.role}: {(*program.phases, program.name)[0]}"
@@ -240,7 +271,7 @@ def _checked(program: Program, plan: Plan) -> Checked:
         for entry in other.entries
         if entry.phase is None and entry.there(moment)
     )
-    checked = Checked(
+    return Checked(
         program.role,
         program.name,
         len(devices),
@@ -250,15 +281,17 @@ def _checked(program: Program, plan: Plan) -> Checked:
         0.0,
         program.calls,
     )
+
+
+def _compiled(program: Program, expected: Checked, plan: Plan) -> Checked:
     begin = time.monotonic()
     try:
-        with silenced():
-            compiled, graphs = compile_program(program, plan.inputs.target)
+        compiled, graphs = compile_program(program, plan.inputs.target)
     except Exception as error:  # of whatever the target's compiler does not take
         reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
-        return replace(checked, seconds=time.monotonic() - begin, error=reason)
+        return replace(expected, seconds=time.monotonic() - begin, error=reason)
     return replace(
-        checked,
+        expected,
         compiled=program.held(compiled),
         seconds=time.monotonic() - begin,
         found=read(compiled.as_text()),

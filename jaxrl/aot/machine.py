@@ -20,8 +20,13 @@ from jaxrl.process.xla_flags import add_flag
 
 GIB = 2**30
 INSTALL = "pip install 'jaxrl[aot]'"
-ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
-"""The process itself computes on the CPU, and asks no cloud which TPU it has."""
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+"""The process itself computes on the CPU, asks no cloud which TPU it has, and does not keep others
+from loading libtpu, as it uses no chip."""
 NO_AUTOTUNING = "--xla_gpu_autotune_level=0"
 """The fastest of several kernels cannot be found by running them."""
 

@@ -140,6 +140,9 @@ class ActorPrograms:
             def body(carry: Tree, index: jax.Array) -> tuple[Tree, Tree]:
                 *added, largest = carry
                 sums, maxima, each, grads = one(index)
+                # Else XLA may scatter into the carried sum and take its reduction out of the loop:
+                # libtpu then fails, or keeps sums of whole parameters on each device.
+                grads = jax.lax.optimization_barrier(grads)
                 added = jax.tree.map(lambda a, b: a + b.astype(a.dtype), added, [grads, sums])
                 return (*added, jax.tree.map(jnp.maximum, largest, maxima)), each
 
