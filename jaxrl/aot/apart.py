@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -42,7 +43,7 @@ def apart(work: Callable[..., Iterable[T]], *args: object) -> Iterator[T]:
         )
         assert child.stdin is not None and child.stdout is not None
         try:
-            with child.stdin as given:
+            with suppress(BrokenPipeError), child.stdin as given:  # it may end before it reads
                 given.write(pickle.dumps(sys.path) + pickle.dumps((work, args)))
             while True:
                 try:
