@@ -224,7 +224,7 @@ class CheckpointWriter:
         last = "there is none yet" if self.newest is None else f"the newest one is {self.newest}"
         self._notify(
             f"checkpoint {step} could not be written: {why} ({free_gb(self.run_dir):.1f} GB are"
-            f" free there). Training goes on, and so will saving; {last}"
+            f" free there). Training continues, and so does saving; {last}"
         )
 
 

@@ -208,6 +208,6 @@ def steps_to_profile(config: Config, trained: int, notify: Callable[[str], None]
     if asked and len(left) < len(asked):
         rest = f"only {left.start}:{left.stop} is profiled" if left else "nothing is profiled"
         notify(
-            f"profile.steps={config.profile.steps}: the run goes on after step {trained}; {rest}"
+            f"profile.steps={config.profile.steps}: the run resumes after step {trained}; {rest}"
         )
     return left if left else range(0)

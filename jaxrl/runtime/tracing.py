@@ -75,5 +75,5 @@ class Tracer:
         self._tracing = True
 
     def _end(self) -> None:
-        self._tracing = False  # also where it cannot be written: the next one begins anew
+        self._tracing = False  # also where it cannot be written: the next one starts over
         jax.profiler.stop_trace()

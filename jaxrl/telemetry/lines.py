@@ -171,7 +171,7 @@ class LineFile:
         except OSError as error:
             if not self._refused:
                 self._messages.append(
-                    f"cannot write {self._path}: {error.strerror}; the run goes on"
+                    f"cannot write {self._path}: {error.strerror}; the run continues"
                 )
             self._refused = self._torn = True
             return

@@ -203,7 +203,7 @@ class TrackerThread:
             if not late:
                 text = str(error).strip() or "no message"
                 self._notify(
-                    f"logging.{self._name} failed and is dropped, the run goes on:"
+                    f"logging.{self._name} failed and is dropped, the run continues:"
                     f" {type(error).__name__}: {text}"
                 )
 

@@ -253,7 +253,7 @@ def test_a_struck_worker(
         error = str(raised.value)
         ended = "exit 1"
     if fault == "raise":
-        assert "Traceback" in error and "ray_faults.py" in error and "anew" not in error
+        assert "Traceback" in error and "ray_faults.py" in error and "restarting" not in error
     if fault not in ENDS:
         result = run(models, tmp_path / "run", *options)
         expected = undisturbed(schedule, *learned)
@@ -264,7 +264,7 @@ def test_a_struck_worker(
     assert not unstruck(tmp_path), "it was not struck"
     if fault not in ENDS:
         back = role == "actor" or stage == "startup" or "-" in fault
-        assert ("goes back to its newest checkpoint" if back else "anew (1 of") in told
+        assert ("goes back to its newest checkpoint" if back else "restarting") in told
         if fault in ("stop", "slow") and stage != "startup":
             assert f"{role}.{stage} has run for" in told and "deadline is" in told
             sign = "process stopped (state T" if fault == "stop" else "time.sleep(3600)"
@@ -277,7 +277,7 @@ def table(role, stage, fault, nth, schedule, told, ended, seconds):
     file = os.environ.get("FAULTS_TABLE")
     if file is None:
         return
-    found = re.search(r"^.*(anew \(|goes back to|struck in|ran out).*$", told, re.MULTILINE)
+    found = re.search(r"^.*(restarting |goes back to|struck in|ran out).*$", told, re.MULTILINE)
     line = found[0].strip() if found else ""
     with open(file, "a", encoding="utf-8") as out:
         out.write(

@@ -396,7 +396,7 @@ def test_a_disk_that_is_full_stops_saving_not_training(models, tmp_path):
     env = os.environ | {"JAX_COMPILATION_CACHE_DIR": cache_dir()}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
     told = done.stdout + done.stderr
-    assert told.count("Training goes on, and so will saving") >= 3, told
+    assert told.count("Training continues, and so does saving") >= 3, told
     assert "step 6/6" in told and not store.folders(tmp_path / "run")
     # The weights do not fit either, and that is the end of it.
     assert done.returncode == 1 and "the trained model could not be written" in done.stderr

@@ -135,7 +135,7 @@ def test_processes_compute_the_bits_of_threads(models, tmp_path, undisturbed, la
     processes, threads = run(models, tmp_path / "run", case, "launcher=ray"), undisturbed(case)
     assert numbers(processes) == numbers(threads)
     assert weights(processes.run_dir) == weights(threads.run_dir)
-    assert "anew" not in said(processes)
+    assert "restarting" not in said(processes)
     if "similar" in case:
         for result in (processes, threads):
             assert said(result).count("grouper: made on its first use") == 1

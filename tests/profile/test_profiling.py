@@ -91,8 +91,8 @@ def test_steps_are_half_open_and_none_by_default(tmp_path):
     [
         (0, [3, 4], None),
         (2, [3, 4], None),
-        (3, [4], "profile.steps=3:5: the run goes on after step 3; only 4:5 is profiled"),
-        (9, [], "profile.steps=3:5: the run goes on after step 9; nothing is profiled"),
+        (3, [4], "profile.steps=3:5: the run resumes after step 3; only 4:5 is profiled"),
+        (9, [], "profile.steps=3:5: the run resumes after step 9; nothing is profiled"),
     ],
 )
 def test_steps_that_are_trained_already_are_told(trained, left, told):

@@ -230,7 +230,7 @@ def test_frozen_roles_are_made_anew_and_nothing_changes(start, expected, tmp_pat
     (tmp_path / f"{stage}.{fault}").touch()
     worker_group = start(log=said.append)
     assert train(worker_group, 4, deadline=60.0 if fault == "kill" else 8.0) == expected
-    anew = [line for line in said if "anew (1 of 3)" in line]
+    anew = [line for line in said if "restarting" in line and "(1 of 3)" in line]
     assert len(anew) == 1 and ("died" in anew[0] if fault == "kill" else "late" in anew[0])
     if fault == "stop":
         late = [line for line in said if "has run for" in line]
@@ -280,7 +280,7 @@ def test_one_of_two_processes_takes_the_other_with_it(start, expected, fault, ra
     time.sleep(0.5)
     os.kill(victim.pid, signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
     assert pair.result() == 2.0
-    assert sum("making teacher anew" in line for line in said) == 1
+    assert sum("restarting teacher" in line for line in said) == 1
 
 
 @pytest.mark.slow

@@ -365,7 +365,7 @@ def test_a_tracker_that_cannot_start_is_reported_once() -> None:
         opened.write(int(row["step"] or 0), row)
     opened.close(timeout=20)
     assert messages == [
-        "logging.bad failed and is dropped, the run goes on: RuntimeError: no server"
+        "logging.bad failed and is dropped, the run continues: RuntimeError: no server"
     ]
 
 

@@ -248,18 +248,18 @@ class Supervisor:
                 f"{why}\nworkers were restarted {most} times since the last trained step"
                 " (ray.max_restarts): the run gives up"
             )
-        self._log(f"{why}; making {pool.name} anew ({self._restarts} of {most})")
+        self._log(f"{why}; restarting {pool.name} ({self._restarts} of {most})")
         with self._sender.lock:
             pool.life, pool.born = pool.life + 1, time.monotonic()
             for future in self._sender.unfinished(pool):
                 future.unsend()
         thread = threading.Thread(
-            target=self._make_anew, args=(pool,), name=f"anew:{pool.name}", daemon=True
+            target=self._restart_pool, args=(pool,), name=f"restart:{pool.name}", daemon=True
         )
         self._threads.append(thread)
         thread.start()
 
-    def _make_anew(self, pool: RayPool) -> None:
+    def _restart_pool(self, pool: RayPool) -> None:
         """Restarts a pool, on a separate thread so that the other pools continue."""
         error: BaseException | None = None
         try:
