@@ -23,7 +23,7 @@ from jaxrl.aot.hlo import Graphs, read
 from jaxrl.aot.programs import Program, RunPrograms
 from jaxrl.config.schema import Config
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.kernels import target_of
+from jaxrl.models.kernels import default_dtype, target_of
 from jaxrl.plan.axes import with_axes
 from jaxrl.plan.inputs import PlanInputs
 from jaxrl.plan.memory import Account
@@ -151,7 +151,7 @@ def describe(
     for key, value in sections.items():
         raw[key] = {**raw.get(key, {}), **value} if isinstance(value, dict) else value
     target = target_of(devices)
-    config = Config.parse(raw).with_dtypes(target.platform)
+    config = Config.parse(raw).with_dtypes(default_dtype(target))
     placement = place(config.mesh, ROLES)
     limits = None if target.platform == "cpu" else bytes_limit(devices[0])
     inputs = PlanInputs(

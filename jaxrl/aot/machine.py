@@ -213,13 +213,13 @@ def _described(name: str, platform: str, **description: Any) -> tuple[Any, ...]:
         found = topologies.get_topology_desc(platform=platform, **description).devices
     except Exception as error:  # which one depends on the platform, and on what is missing
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-        missing = platform not in _compilers()
+        missing = platform not in compilers()
         wanted = f"its compiler is not installed: {INSTALL}" if missing else reason
         raise UserError(f"--compile {name}: {wanted}") from error
     return tuple(found)
 
 
-def _compilers() -> set[str]:
+def compilers() -> set[str]:
     """Platforms whose compiler is installed."""
     from importlib.util import find_spec
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,15 @@ import pytest
 
 from jaxrl.aot.check import Report, check, plan_for
 from jaxrl.aot.hlo import read
-from jaxrl.aot.machine import machine, prepare
+from jaxrl.aot.machine import compilers, machine, prepare
 from jaxrl.aot.programs import RunPrograms, actor
 from jaxrl.config.schema import Config
 from jaxrl.models.kernels import compiling_for
 
-MISSING = [name for name in ("libtpu", "jax_plugins.xla_cuda12") if not find_spec(name)]
+MISSING = {"cuda", "tpu"} - compilers()
 pytestmark = [
     pytest.mark.aot,
-    pytest.mark.skipif(bool(MISSING), reason=f"not installed: {MISSING} (extra aot)"),
+    pytest.mark.skipif(bool(MISSING), reason=f"no compiler for {sorted(MISSING)} (extra aot)"),
 ]
 STUDENT = {
     "model_type": "qwen2",

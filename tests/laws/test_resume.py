@@ -451,7 +451,11 @@ def test_trackers_get_less_time_after_a_failure(models, tmp_path, monkeypatch):
     still = SimpleNamespace(write=lambda *_: None, samples=lambda _: None, close=closed.append)
     monkeypatch.setattr("jaxrl.run.records.open_trackers", lambda *_: still)
     run(models, tmp_path / "run", "steps=1")
-    monkeypatch.setattr(Actor, "update", None)
+
+    def broken(*given: object, **named: object) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(Actor, "update", broken)
     with pytest.raises(RunError):
         run(models, tmp_path / "failing", "steps=1")
     assert closed == [CLOSE_S, HURRY_S] and HURRY_S < CLOSE_S

@@ -20,7 +20,7 @@ QUEUE = "a daemon thread that waits for work; None is its end"
 CHECKPOINT = "runs inside the calls `save` and `saved`, which deadlines.checkpoint bounds"
 SCORES = "the reward pool ends each item after reward.timeout, and its process with it"
 BOUNDED = {
-    ("checkpoint/arrays.py", "response.result()"): CHECKPOINT,
+    ("aot/apart.py", "child.wait()"): "its output has ended, or it was killed",
     ("roles/actor.py", "saving.wait()"): CHECKPOINT,
     ("checkpoint/writer.py", "pending.saved.result()"): CALLS,
     ("checkpoint/writer.py", "rollout.result()"): CALLS,
@@ -41,7 +41,7 @@ BOUNDED = {
     ("rewards/verifiers.py", "_pool(name).submit(0, [item]).result()"): SCORES,
     ("runtime/local.py", "self._calls.get()"): QUEUE,
     ("runtime/ray/calls.py", "value.result()"): "the driver's own value, which is there",
-    ("runtime/ray/worker_group.py", "self._tender.join()"): "it waits JOIN_S for each thread",
+    ("runtime/ray/worker_group.py", "self._supervisor.join()"): "it waits JOIN_S for each thread",
     ("runtime/ray/supervise.py", "reported.result()"): ENDED,
     ("telemetry/trackers.py", "self._waiting.get()"): QUEUE,
 }

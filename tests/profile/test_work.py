@@ -92,7 +92,7 @@ def test_a_known_device_has_its_published_figures_and_is_not_measured():
 @pytest.mark.parametrize(("kind", "figures"), PUBLISHED.items())
 def test_published_figures_are_tera_and_giga(kind, figures):
     tflops, gbytes = figures
-    assert 50 < tflops < 1000 and 250 < gbytes < 10_000
+    assert 50 < tflops < 2500 and 250 < gbytes < 10_000
     assert 50 < tflops * 1e3 / gbytes < 700, "FLOPs a byte"
 
 

@@ -89,7 +89,9 @@ class RayWorkerGroup:
             environment=environment,
             protocols=protocols,
         )
-        self._tender = Supervisor(config, self._pools, self._starter, self._sender, self._end, log)
+        self._supervisor = Supervisor(
+            config, self._pools, self._starter, self._sender, self._end, log
+        )
         self._ending: str | None = None
         self._guard = guard_own(self._lost) if started_here() else guard_head(self._lose_head)
 
@@ -107,10 +109,10 @@ class RayWorkerGroup:
             raise RunLost(str(error)) from error
         for pool in self._pools:
             pool.alive = True
-        self._tender.start()
+        self._supervisor.start()
 
     def _lost(self, why: str) -> None:
-        self._tender.end(RunLost(why))
+        self._supervisor.end(RunLost(why))
 
     def _lose_head(self, why: str) -> None:
         """Workers and calls do without the head for a minute: time to save."""
@@ -201,8 +203,8 @@ class RayWorkerGroup:
     def stop(self) -> None:
         """Asks every process to end, then kills it. Who still waits for a call gets an error."""
         self._guard.stop()
-        self._tender.end(Stopped("the run is over"))
-        self._tender.join()
+        self._supervisor.end(Stopped("the run is over"))
+        self._supervisor.join()
         if self._ending or not usable():  # Ray would wait for it
             end_here(self._pools)
             leave()
