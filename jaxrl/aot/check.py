@@ -9,8 +9,9 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,10 @@ from jaxrl.process.quiet_import import silenced
 from jaxrl.sharding.mesh import Visible
 
 MB = 1e6
+PROCESSES = 2
+"""That compile side by side: each takes 1 to 4 GB of memory, and about one core."""
+LONGEST = ("update", "decode")
+"""Programs that take the longest to compile: begun first."""
 THUNKS = "*thunk_sequence_after_thunk_passes*"
 """Files in XLA's dump that list the kernels and CUDA graphs which a GPU program launches."""
 SHORT = {
@@ -223,16 +228,24 @@ def compiled_report(config: Config, target: Machine, progress: Callable[[str], N
     plan = plan_for(config, target)
     limit = plan.pools[0].limit
     assert limit is not None, "the machine has a size"
-    return Report(target, plan, tuple(_rows(config, target.name, progress)), limit)
+    with ThreadPoolExecutor(PROCESSES) as pool:
+        jobs = [
+            pool.submit(_rows, config, target.name, turn, progress) for turn in range(PROCESSES)
+        ]
+        parts = [job.result() for job in jobs]
+    roles = list(plan.accounts)
+    rows = sorted(chain(*parts), key=lambda row: roles.index(row.role))
+    return Report(target, plan, tuple(rows), limit)
 
 
-def _rows(config: Config, target: str, progress: Callable[[str], None]) -> list[Checked]:
-    """Every program, compiled in another process; where that ends, a new one has the rest."""
+def _rows(config: Config, target: str, turn: int, progress: Callable[[str], None]) -> list[Checked]:
+    """Every `PROCESSES`-th program, from the `turn`-th on, compiled in another process; where that
+    ends, a new one has the rest."""
     rows: list[Checked] = []
     while True:
         begun, begin = None, 0.0
         try:
-            for row in apart(compiled_programs, config, target, len(rows)):
+            for row in apart(compiled_programs, config, target, turn + PROCESSES * len(rows)):
                 if begun is not None:
                     rows.append(row)
                     begun = None
@@ -246,14 +259,15 @@ def _rows(config: Config, target: str, progress: Callable[[str], None]) -> list[
             rows.append(replace(begun, seconds=time.monotonic() - begin, error=str(error)))
 
 
-def compiled_programs(config: Config, target: str, skip: int) -> Iterator[Checked]:
-    """Each program of a run but the first ones, twice: before and after its compilation."""
+def compiled_programs(config: Config, target: str, first: int) -> Iterator[Checked]:
+    """Every `PROCESSES`-th program of a run, twice: before and after its compilation."""
     prepare()
     there = machine(target)
     plan = plan_for(config, there)
     with compiling_for(plan.inputs.target):
         programs = RunPrograms(plan.config, plan.inputs, plan.axes, there.devices)
-        for program in islice(programs, skip, None):
+        longest_first = sorted(programs, key=lambda program: program.name not in LONGEST)
+        for program in islice(longest_first, first, None, PROCESSES):
             expected = _expected(program, plan)
             yield expected
             yield _compiled(program, expected, plan)
@@ -372,6 +386,6 @@ def _notes(report: Report) -> Iterator[str]:
             f" {report.limit / GB:.1f} GB that a run may use"
         )
     seconds = sum(program.seconds for program in report.programs)
-    yield f"{len(report.programs)} programs compiled in {seconds:.0f} s"
+    yield (f"{len(report.programs)} programs compiled in {seconds:.0f} s, {PROCESSES} side by side")
     if not report.failures:
         yield f"verdict: compiles and fits on {report.target.name}"

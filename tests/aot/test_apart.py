@@ -84,7 +84,8 @@ def test_the_other_programs_are_compiled_after_a_crash(monkeypatch):
 
     monkeypatch.setattr(check, "compiled_programs", programs)
     lines: list[str] = []
-    rows = check._rows("config", "tpu-v5e", lines.append)  # type: ignore[arg-type]
+    monkeypatch.setattr(check, "PROCESSES", 1)
+    rows = check._rows("config", "tpu-v5e", 0, lines.append)  # type: ignore[arg-type]
     assert [row.name for row in rows] == ["first", "second", "third"]
     assert [row.compiled for row in rows] == [0, None, 2]
     assert [row.error is None for row in rows] == [True, False, True]
