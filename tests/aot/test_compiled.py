@@ -173,8 +173,8 @@ def test_the_plan_of_an_update_is_what_the_compiler_takes(devices, remat, tmp_pa
     )
     plan = plan_for(run, target)
     programs = RunPrograms(plan.config, plan.inputs, plan.axes, target.devices)
-    update = next(program for program in programs if program.name == "update")
-    with compiling_for(plan.inputs.target):
+    with compiling_for(plan.inputs.target):  # the teacher's signal is traced too
+        update = next(program for program in programs if program.name == "update")
         compiled = update.held(update.compile())
     assert update.planned(plan.accounts["actor"]) == pytest.approx(compiled, rel=WITHIN)
 
