@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import TypeVar
@@ -26,10 +27,11 @@ class Died(RuntimeError):
     """The process ended before the function had returned; says how, and what it printed of why."""
 
 
-def apart(work: Callable[..., Iterable[T]], *args: object) -> Iterator[T]:
+def apart(ended: threading.Event, work: Callable[..., Iterable[T]], *args: object) -> Iterator[T]:
     """Yields what `work(*args)` yields in a new Python process, while it runs.
 
     Args:
+        ended: kills the process once another thread sets it; to be set in the end.
         work: a function of a module that can be imported. What it is given and yields is pickled;
             what it prints is dropped.
 
@@ -42,6 +44,7 @@ def apart(work: Callable[..., Iterable[T]], *args: object) -> Iterator[T]:
             [sys.executable, "-c", START], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log
         )
         assert child.stdin is not None and child.stdout is not None
+        threading.Thread(target=_kill, args=(child, ended), daemon=True).start()
         try:
             with suppress(BrokenPipeError), child.stdin as given:  # it may end before it reads
                 given.write(pickle.dumps(sys.path) + pickle.dumps((work, args)))
@@ -60,6 +63,11 @@ def apart(work: Callable[..., Iterable[T]], *args: object) -> Iterator[T]:
             child.kill()
             child.wait()
             child.stdout.close()
+
+
+def _kill(child: subprocess.Popen[bytes], ended: threading.Event) -> None:
+    ended.wait()
+    child.kill()
 
 
 def answer() -> None:

@@ -7,8 +7,9 @@ from __future__ import annotations
 import io
 import json
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, islice
@@ -66,7 +67,7 @@ class Checked:
     """Bytes that other roles hold on the same device meanwhile."""
     seconds: float
     """Seconds for lowering and compiling."""
-    calls: float
+    calls: int
     """Calls in a training step."""
     error: str | None = None
     """Why it does not compile."""
@@ -213,7 +214,7 @@ def check(
     report = compiled_report(config, target, progress)
     if not suggest:
         return report
-    search = Search(report.plan, target)
+    search = Search(report.plan, target, _sent(report.programs))
     found = (search.now, *search.best())
     best, faster = None, [each for each in found[1:] if each.step * WORTH < search.now.step]
     for candidate in faster[:SHOWN]:
@@ -223,29 +224,46 @@ def check(
     return replace(report, search=found, suggested=best)
 
 
+def _sent(programs: Sequence[Checked]) -> dict[str, float]:
+    """Role -> bytes that its updates or scores send from a device in a step; those of a launch of
+    decode steps are in a loop whose length only the run knows."""
+    found: dict[str, float] = {}
+    for program in programs:
+        if program.name in ("update", "score") and program.found is not None:
+            each = program.found.collectives.items()
+            size = sum(one.sent(kind, program.devices) for kind, one in each)
+            found[program.role] = found.get(program.role, 0.0) + program.calls * size
+    return found
+
+
 def compiled_report(config: Config, target: Machine, progress: Callable[[str], None]) -> Report:
     """Plans a run for a machine and compiles its programs."""
     plan = plan_for(config, target)
     limit = plan.pools[0].limit
     assert limit is not None, "the machine has a size"
+    ended = threading.Event()
+    given = (config, target.name, progress, ended)
     with ThreadPoolExecutor(PROCESSES) as pool:
-        jobs = [
-            pool.submit(_rows, config, target.name, turn, progress) for turn in range(PROCESSES)
-        ]
-        parts = [job.result() for job in jobs]
+        jobs = [pool.submit(_rows, *given, turn) for turn in range(PROCESSES)]
+        try:
+            parts = [job.result() for job in jobs]
+        finally:
+            ended.set()
     roles = list(plan.accounts)
     rows = sorted(chain(*parts), key=lambda row: roles.index(row.role))
     return Report(target, plan, tuple(rows), limit)
 
 
-def _rows(config: Config, target: str, turn: int, progress: Callable[[str], None]) -> list[Checked]:
+def _rows(
+    config: Config, target: str, progress: Callable[[str], None], ended: threading.Event, turn: int
+) -> list[Checked]:
     """Every `PROCESSES`-th program, from the `turn`-th on, compiled in another process; where that
-    ends, a new one has the rest."""
+    ends, a new one has the rest. Once `ended` is set, the process is ended too."""
     rows: list[Checked] = []
     while True:
-        begun, begin = None, 0.0
+        begun, begin, first = None, 0.0, turn + PROCESSES * len(rows)
         try:
-            for row in apart(compiled_programs, config, target, turn + PROCESSES * len(rows)):
+            for row in apart(ended, compiled_programs, config, target, first):
                 if begun is not None:
                     rows.append(row)
                     begun = None
@@ -254,7 +272,7 @@ def _rows(config: Config, target: str, turn: int, progress: Callable[[str], None
                     begun, begin = row, time.monotonic()
             return rows
         except Died as error:
-            if begun is None:
+            if begun is None or ended.is_set():
                 raise
             rows.append(replace(begun, seconds=time.monotonic() - begin, error=str(error)))
 
@@ -353,7 +371,7 @@ def _table(report: Report) -> Table:
         table.add_row(
             program.role,
             program.name,
-            f"{program.calls:.3g}" if program.calls else "-",
+            str(program.calls or "-"),
             show(program.planned),
             "fails" if found is None else show(program.compiled),
             off,

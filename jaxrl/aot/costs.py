@@ -2,13 +2,14 @@
 
 Work is counted as in `profile.work`, at the widths that the programs compute (padding included),
 and divided by a stated share of what the data sheet promises. Collectives are counted from the mesh
-axes: the compiled programs of the run as it is say by how much that count is off.
+axes, and scaled by what the compiled programs of the run as it is send, in parts of that count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from jaxrl.config.schema import Config
@@ -35,9 +36,10 @@ KERNELS = 15
 LATENCY_S = 10e-6
 """Seconds that a collective takes beside its bytes."""
 ASSUMED = (
-    f"assumed: matrix products reach {PRODUCTS:.0%} of the data sheet, memory {MEMORY:.0%}, links"
-    f" {LINKS:.0%}; every prompt and completion is as long as the config allows; weights gathered"
-    " by fsdp come while layers compute; all-reduces of tensor do not"
+    f"assumed: matrix products reach {PRODUCTS:.0%} of the data sheet's figure for 16-bit floats,"
+    f" memory {MEMORY:.0%}, links {LINKS:.0%}; every prompt and completion is as long as the config"
+    " allows; weights gathered by fsdp come while layers compute; all-reduces of tensor do not;"
+    " reward models and encoders are not counted"
 )
 
 
@@ -50,7 +52,7 @@ class Links:
     between: float
     """Hosts."""
 
-    def of(self, devices: range, host_size: int) -> float:
+    def of(self, devices: Iterable[int], host_size: int) -> float:
         """The slowest link among these devices, which are numbered host after host."""
         hosts = {device // host_size for device in devices}
         return self.inside if len(hosts) == 1 else self.between
@@ -79,12 +81,14 @@ def stage_costs(
     ceilings: Ceilings,
     links: Links,
     host_size: int,
+    scale: Mapping[str, float] = MappingProxyType({}),
 ) -> dict[Stage, float]:
     """(role, method) -> seconds a step, of the roles whose model is known.
 
     Args:
         config: with dtypes.
         host_size: devices of a host.
+        scale: role -> what its collectives are multiplied by; 1 where it is missing.
     """
     m = Setting(config, inputs, axes)
     teacher = None if m.teacher is None or "teacher" not in axes else _Model(m.teacher)
@@ -102,12 +106,19 @@ def stage_costs(
         where = inputs.placement.roles[role].devices
         n, link = len(where), links.of(where, host_size) * LINKS
         computed = sum(part_seconds(part, n, ceilings) for part in parts)
-        moved = _COLLECTIVES[role](m, link)
-        overlapped, alone = moved
+        overlapped, alone = (x * scale.get(role, 1.0) / link for x in _COLLECTIVES[role](m))
         found[role, method] = max(computed, overlapped) + alone
     found["rollout", "generate"] += launch_seconds(m.student, m.axes["rollout"], steps)
-    found["actor", "publish"] = _sync(m, links.between if host_size else links.inside)
+    where = inputs.placement.roles
+    both = (*where["actor"].devices, *where["rollout"].devices)
+    found["actor", "publish"] = _sync(m, links.of(both, host_size))
     return found
+
+
+def counted_bytes(config: Config, inputs: PlanInputs, axes: Mapping[str, Axes]) -> dict[str, float]:
+    """Role -> bytes that its collectives are counted to send from a device in a step."""
+    m = Setting(config, inputs, axes)
+    return {role: sum(_COLLECTIVES[role](m)) for role in axes if role in _COLLECTIVES}
 
 
 def part_seconds(work: Work, n: int, ceilings: Ceilings) -> float:
@@ -146,7 +157,7 @@ def _gathered(m: Setting, role: str, model: DecoderConfig) -> float:
     return whole * (axes.fsdp - 1) / axes.fsdp
 
 
-def _update(m: Setting, link: float) -> tuple[float, float]:
+def _update(m: Setting) -> tuple[float, float]:
     axes, c = m.axes["actor"], m.config
     count, rows = micro_batches(m)
     passes = count * c.minibatches * c.actor.epochs_per_batch
@@ -157,32 +168,32 @@ def _update(m: Setting, link: float) -> tuple[float, float]:
     reduced = (forward + 1) * _reduced(m, "actor", m.student, rows * m.width)
     replicas = grads / axes.fsdp * 2 * (axes.data - 1) / axes.data
     overlapped = passes * (gathers + scattered)
-    return overlapped / link, (passes * reduced + c.updates_per_batch * replicas) / link
+    return overlapped, passes * reduced + c.updates_per_batch * replicas
 
 
-def _generate(m: Setting, link: float) -> tuple[float, float]:
+def _generate(m: Setting) -> tuple[float, float]:
     axes = m.axes["rollout"]
     prompts = m.config.batch_size * m.prompt_tokens // (axes.data * axes.fsdp)
     drawn = m.rows("rollout", m.sequences) * m.new_tokens
-    return 0.0, _reduced(m, "rollout", m.student, prompts + drawn) / link
+    return 0.0, _reduced(m, "rollout", m.student, prompts + drawn)
 
 
-def _score(role: str) -> Any:
-    def moved(m: Setting, link: float) -> tuple[float, float]:
+def _score(role: str) -> Callable[[Setting], tuple[float, float]]:
+    def moved(m: Setting) -> tuple[float, float]:
         model = m.teacher if role == "teacher" else m.student
         assert model is not None
         section: Any = m.config.roles[role]
         tokens = m.rows(role, m.sequences) * m.width
         gathered = section.num_microbatches * _gathered(m, role, model)
-        return gathered / link, _reduced(m, role, model, tokens) / link
+        return gathered, _reduced(m, role, model, tokens)
 
     return moved
 
 
-_COLLECTIVES = {
+_COLLECTIVES: dict[str, Callable[[Setting], tuple[float, float]]] = {
     "actor": _update,
     "rollout": _generate,
     "teacher": _score("teacher"),
     "reference": _score("reference"),
 }
-"""Role -> (seconds of collectives that run beside computation, seconds of those that do not)."""
+"""Role -> (bytes that a device sends beside computation in a step, bytes that it waits for)."""

@@ -69,6 +69,13 @@ class Collective:
     overlapped: int
     """Of the bytes, those of collectives that computation runs beside."""
 
+    def sent(self, kind: str, devices: int) -> float:
+        """Bytes that a device sends, where `devices` take part: each has its own share already, and
+        an all-reduce is a scatter and a gather."""
+        if kind == "collective-permute":
+            return self.bytes
+        return self.bytes * (2 if kind == "all-reduce" else 1) * (devices - 1) / devices
+
 
 @dataclass(frozen=True)
 class Compiled:

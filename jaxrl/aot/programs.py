@@ -25,7 +25,7 @@ from jaxrl.models import bert
 from jaxrl.models.batching import rows_of, width_of
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Cache, Layout, Params, abstract_params
-from jaxrl.models.rules import param_shardings
+from jaxrl.models.rules import head_sharding, param_shardings
 from jaxrl.plan.inputs import PlanInputs
 from jaxrl.plan.memory import Account
 from jaxrl.plan.roles import BACKWARD, LOSS, STEP, TEMPLATE_TOKENS, Setting, prefill_rows
@@ -58,7 +58,7 @@ class Program:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     beside: int = 0
     """Bytes that the role holds on a device meanwhile, apart from the arguments."""
-    calls: float = 1.0
+    calls: int = 1
     """Calls in a training step; 0 if only evaluations call it."""
 
     def compile(self, options: Mapping[str, Any] | None = None) -> Any:
@@ -164,10 +164,8 @@ class RunPrograms:
         c, m, role = self.config, self.setting, "teacher"
         model = m.teacher
         assert model is not None
-        samples = c.distill.seq_kd or (c.eval.teacher and c.data.eval is not None)
-        params = self.params(
-            role, model, c.teacher.compute_dtype, "unstacked" if samples else "stacked"
-        )
+        layout: Layout = "unstacked" if m.teacher_samples else "stacked"
+        params = self.params(role, model, c.teacher.compute_dtype, layout)
         projection = Projection(c.distill, self.meshes[role], m.vocab)
         ids = None
         if c.distill.signal == "student_topk":
@@ -188,9 +186,9 @@ def actor(run: RunPrograms) -> Iterator[Program]:
     if m.signal is not None:
         signal = run.signal("actor", n) if "teacher" in run.meshes else None
         if m.signal == "hidden" and m.teacher is not None:
-            head = NamedSharding(mesh, _head_spec((m.vocab, m.teacher.d_model), mesh))
             shape = (m.vocab, m.teacher.d_model)
-            frozen["teacher_head"] = shaped(shape, c.teacher.compute_dtype, head)
+            at = head_sharding(shape, mesh)
+            frozen["teacher_head"] = shaped(shape, c.teacher.compute_dtype, at)
     rewarded = c.learns_from_rewards
     batch = TrainBatch(
         sequences,
@@ -229,12 +227,6 @@ def actor(run: RunPrograms) -> Iterator[Program]:
         yield Program(
             "actor", "convert", programs.convert, (differs, dtype), ("publish",), beside=held
         )
-
-
-def _head_spec(shape: tuple[int, int], mesh: Mesh) -> PartitionSpec:
-    vocab = "tensor" if shape[0] % mesh.shape["tensor"] == 0 else None
-    width = "fsdp" if shape[1] % mesh.shape["fsdp"] == 0 else None
-    return PartitionSpec(vocab, width)
 
 
 def rollout(run: RunPrograms) -> Iterator[Program]:
@@ -285,7 +277,7 @@ def _sampling(
     )
     tokens = shaped((prompts, m.prompt_tokens), jnp.int32, at)
     lengths = shaped((prompts,), jnp.int32, at)
-    fills = share * c.batch_size / prompts
+    fills = math.ceil(share * c.batch_size / prompts)
     yield Program(
         role,
         "prefill",
@@ -311,7 +303,7 @@ def _sampling(
     arrays = jax.tree.map(lambda x: shaped(x.shape, x.dtype, at), sampling_arrays(sampling, 0, 0))
     table = shaped((engine.slots, 6), jnp.int32, at)
     sizes = {"n_tokens": engine.launch_tokens, "check_every": engine.check_every}
-    steps = c.max_new_tokens / engine.launch_tokens
+    launches = -(-m.sequences // engine.slots) * -(-c.max_new_tokens // engine.launch_tokens)
     yield Program(
         role,
         "decode",
@@ -320,7 +312,7 @@ def _sampling(
         ("decode",),
         sizes,
         beside=local_bytes(held),
-        calls=share * steps * max(1.0, m.sequences / engine.slots),
+        calls=math.ceil(share * launches),
     )
 
 
@@ -335,7 +327,7 @@ def teacher(run: RunPrograms) -> Iterator[Program]:
     yield Program(
         "teacher", "score", jitted, given, ("score",), beside=(parts - 1) * out, calls=parts
     )
-    if c.distill.seq_kd or (c.eval.teacher and c.data.eval is not None):
+    if m.teacher_samples:
         share = 1 - c.distill.on_policy_fraction if c.distill.seq_kd else 0.0
         yield from _sampling(run, "teacher", model, c.teacher.compute_dtype, "unstacked", share)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxrl.algorithms.methods import needed_roles
 from jaxrl.algorithms.schedule import SCHEDULES
-from jaxrl.aot.costs import ASSUMED, Links, stage_costs
+from jaxrl.aot.costs import ASSUMED, Links, counted_bytes, stage_costs
 from jaxrl.aot.machine import Machine
 from jaxrl.config.schema import Config
 from jaxrl.config.yaml_text import shown
@@ -58,8 +58,14 @@ class Candidate:
 class Search:
     """Tries placements and keys on a machine."""
 
-    def __init__(self, plan: Plan, machine: Machine):
+    def __init__(self, plan: Plan, machine: Machine, sent: Mapping[str, float]):
+        """
+        Args:
+            sent: role -> bytes that its compiled programs send from a device in a step.
+        """
         self.config, self.inputs = plan.config, plan.inputs
+        counted = counted_bytes(plan.config, plan.inputs, plan.axes)
+        self.scale = {role: sent[role] / n for role, n in counted.items() if n and sent.get(role)}
         self.ceilings = ceilings_of(machine.devices[0], "bfloat16")
         self.links = Links(machine.inside, machine.link)
         self.host_size = len(machine.devices) // machine.hosts
@@ -68,7 +74,8 @@ class Search:
     def judge(self, config: Config, inputs: PlanInputs) -> Candidate:
         """What is predicted of a config on a placement. Raises UserError where it cannot be."""
         axes = inputs.axes(config)
-        stages = stage_costs(config, inputs, axes, self.ceilings, self.links, self.host_size)
+        machine = (self.ceilings, self.links, self.host_size)
+        stages = stage_costs(config, inputs, axes, *machine, self.scale)
         names = {
             role: inputs.placement.pools[where.pool].name
             for role, where in inputs.placement.roles.items()

@@ -71,3 +71,11 @@ def param_shardings(config: DecoderConfig, mesh: Mesh, layout: Layout = "stacked
         param_specs(config, mesh.shape, layout),
         is_leaf=lambda x: isinstance(x, PartitionSpec),
     )
+
+
+def head_sharding(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
+    """Of an LM head [V, D] by itself: rows over `tensor` and width over `fsdp`, where these divide
+    them."""
+    vocab = "tensor" if shape[0] % mesh.shape["tensor"] == 0 else None
+    width = "fsdp" if shape[1] % mesh.shape["fsdp"] == 0 else None
+    return NamedSharding(mesh, PartitionSpec(vocab, width))

@@ -87,6 +87,12 @@ class Setting:
             return whole
         return whole - layer_bytes(self.student, self.axes["actor"], dtype)
 
+    @property
+    def teacher_samples(self) -> bool:
+        """Whether the teacher generates, for the student to learn from or to be evaluated."""
+        c = self.config
+        return c.distill.seq_kd or (c.eval.teacher and c.data.eval is not None)
+
     @cached_property
     def shared_group(self) -> int:
         """Number of completions that share a prompt in an update, if all prompts and completions
@@ -375,7 +381,7 @@ def teacher(m: Setting) -> Iterable[Entry]:
     slices = c.teacher.num_microbatches
     run = m.scored("teacher", config, slices)
     signal = m.rows("teacher", m.sequences) * m.new_tokens * m.signal_bytes
-    samples = c.distill.seq_kd or (c.eval.teacher and c.data.eval is not None)
+    samples = m.teacher_samples
     arrays = {"hidden": 0, "sampled": 2}.get(c.distill.signal, SCORE_ARRAYS)
     work = _scoring(m, run, m.chunk(run.rows), arrays, stacked=not samples)
     weights = weight_bytes(config, axes, c.teacher.compute_dtype)

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from jaxrl.algorithms.methods import method_of
 from jaxrl.algorithms.protocols import (
@@ -27,7 +27,7 @@ from jaxrl.algorithms.signals import Projection
 from jaxrl.checkpoint.source import ModelSource
 from jaxrl.config.schema import Config
 from jaxrl.models.decoder import Layout
-from jaxrl.models.rules import param_shardings
+from jaxrl.models.rules import head_sharding, param_shardings
 from jaxrl.plan import Plan
 from jaxrl.plan.roles import TEMPLATE_TOKENS
 from jaxrl.process.compile_cache import enable_compile_cache
@@ -217,7 +217,7 @@ def _teacher_head(setup: Setup, mesh: Mesh) -> jax.Array:
         head = setup.teacher.load_head(mesh, jnp.dtype(setup.config.teacher.dtype))
         return _first_rows(head, setup.vocab_size, mesh)
     there = remote_head(setup.config, setup.vocab_size)
-    return put(there, _head_sharding(there.shape, mesh))
+    return put(there, head_sharding(there.shape, mesh))
 
 
 def make_rollout_role(setup: Setup, meshes: Mapping[str, Mesh]) -> RolloutRole:
@@ -319,12 +319,5 @@ def _first_rows(head: jax.Array, rows: int, mesh: Mesh) -> jax.Array:
     """The head without the rows that the other model has not; cut once, not at every step."""
     if head.shape[0] == rows:
         return head
-    sharding = _head_sharding((rows, head.shape[1]), mesh)
+    sharding = head_sharding((rows, head.shape[1]), mesh)
     return jax.jit(lambda head: head[:rows], out_shardings=sharding)(head)
-
-
-def _head_sharding(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
-    """Rows over `tensor` and width over `fsdp`, where these divide them."""
-    vocab = "tensor" if shape[0] % mesh.shape["tensor"] == 0 else None
-    width = "fsdp" if shape[1] % mesh.shape["fsdp"] == 0 else None
-    return NamedSharding(mesh, PartitionSpec(vocab, width))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -12,6 +14,7 @@ import pytest
 from jaxrl.aot.apart import Died, apart
 from jaxrl.errors import UserError
 
+EVENT = threading.Event()
 FAILED = "F0000 00:00:17 123 motion.cc:1125] Check failed: user->opcode() == kAdd"
 
 
@@ -30,6 +33,11 @@ def crashes(text: str) -> Iterator[int]:
     yield 1
     print(text + "\n*** Stack ***\nframe", file=sys.stderr, flush=True)
     os.abort()
+
+
+def sleeps() -> Iterator[int]:
+    yield os.getpid()
+    time.sleep(600)
 
 
 @dataclass(frozen=True)
@@ -54,13 +62,24 @@ def programs(config: str, target: str, skip: int) -> Iterator[Row]:
 
 
 def test_what_is_yielded_comes_back_from_another_process():
-    found = list(apart(squares, 3))
+    found = list(apart(EVENT, squares, 3))
     assert [square for square, _ in found] == [0, 1, 4]
     assert {pid for _, pid in found}.isdisjoint({os.getpid()})
 
 
+def test_the_process_ends_when_it_is_no_longer_wanted():
+    ended = threading.Event()
+    rows = apart(ended, sleeps)
+    pid = next(rows)
+    threading.Timer(0.2, ended.set).start()
+    with pytest.raises(Died, match="SIGKILL"):
+        next(rows)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
 def test_an_error_is_raised_here():
-    rows = apart(refuses)
+    rows = apart(EVENT, refuses)
     assert next(rows) == 1
     with pytest.raises(UserError, match="it does not suit"):
         next(rows)
@@ -72,7 +91,7 @@ def test_an_error_is_raised_here():
     ids=["log", "other"],
 )
 def test_a_crash_says_the_signal_and_why(text, said):
-    rows = apart(crashes, text)
+    rows = apart(EVENT, crashes, text)
     assert next(rows) == 1
     with pytest.raises(Died) as died:
         next(rows)
@@ -85,7 +104,7 @@ def test_the_other_programs_are_compiled_after_a_crash(monkeypatch):
     monkeypatch.setattr(check, "compiled_programs", programs)
     lines: list[str] = []
     monkeypatch.setattr(check, "PROCESSES", 1)
-    rows = check._rows("config", "tpu-v5e", 0, lines.append)  # type: ignore[arg-type]
+    rows = check._rows("config", "tpu-v5e", lines.append, EVENT, 0)  # type: ignore[arg-type]
     assert [row.name for row in rows] == ["first", "second", "third"]
     assert [row.compiled for row in rows] == [0, None, 2]
     assert [row.error is None for row in rows] == [True, False, True]

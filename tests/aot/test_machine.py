@@ -2,9 +2,10 @@
 
 import pytest
 
-from jaxrl.aot.machine import machine
+from jaxrl.aot.machine import GPUS, machine
 from jaxrl.config import cli
 from jaxrl.errors import UserError
+from jaxrl.sharding.ceilings import PUBLISHED
 from jaxrl.train import main
 
 
@@ -13,6 +14,11 @@ def test_an_unknown_target_is_refused_with_the_known_ones(name):
     with pytest.raises(UserError, match="no such target") as error:
         machine(name)
     assert "h200xN" in str(error.value) and "tpu-v5e" in str(error.value)
+
+
+def test_the_ceilings_of_every_gpu_are_published():
+    """What is not in the table would be measured, on a device that is not there."""
+    assert {gpu.kind for gpu in GPUS.values()} <= PUBLISHED.keys()
 
 
 @pytest.mark.parametrize("name", ["h200x9", "a100x20"])

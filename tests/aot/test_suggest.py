@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxrl.aot.costs import Links, stage_costs
+from jaxrl.aot.costs import LINKS, Links, counted_bytes, stage_costs
 from jaxrl.aot.machine import Machine
 from jaxrl.aot.suggest import Search, candidate_lines
 from jaxrl.config.schema import Config
@@ -60,10 +60,10 @@ def run_of(mesh: str, limit: int | None = LIMIT, **keys) -> tuple[Config, PlanIn
     return config, PlanInputs(placement, ROLES, STUDENT, TEACHER, limits, target)
 
 
-def search(mesh: str, limit: int = LIMIT, hosts: int = 1, **keys) -> Search:
+def search(mesh: str, limit: int = LIMIT, hosts: int = 1, sent=None, **keys) -> Search:
     config, inputs = run_of(mesh, limit, **keys)
-    plan = SimpleNamespace(config=config, inputs=inputs)
-    return Search(plan, machine(inputs.placement.n_devices, hosts))
+    plan = SimpleNamespace(config=config, inputs=inputs, axes=inputs.axes(config))
+    return Search(plan, machine(inputs.placement.n_devices, hosts), {} if sent is None else sent)
 
 
 def costs(mesh: str, link: float = 450e9, **keys) -> dict:
@@ -107,6 +107,20 @@ def test_one_device_has_no_collectives():
     slow, fast = (costs("actor=1,rollout=1,teacher=1", link) for link in (1e6, 1e15))
     assert slow.pop(("actor", "publish")) > fast.pop(("actor", "publish"))
     assert slow == fast
+
+
+def test_the_compiled_programs_say_what_collectives_send():
+    """Twice the counted bytes take twice the time of what is waited for."""
+    tensor = {"teacher": {"model": "teacher", "parallel": {"tensor": 4}}}
+    mesh, stage = "actor=2,rollout=2,teacher=4", ("teacher", "score")
+    config, inputs = run_of(mesh, **tensor)
+    counted = counted_bytes(config, inputs, inputs.axes(config))
+    as_counted, twice = (
+        search(mesh, sent={"teacher": n * counted["teacher"]}, **tensor) for n in (1, 2)
+    )
+    waited = counted["teacher"] / (450e9 * LINKS)
+    more = twice.now.stages[stage] - as_counted.now.stages[stage]
+    assert as_counted.scale == {"teacher": 1.0} and more == pytest.approx(waited)
 
 
 def test_the_best_fits_is_faster_and_says_what_to_change():
