@@ -109,8 +109,8 @@ def stage_costs(
         overlapped, alone = (x * scale.get(role, 1.0) / link for x in _COLLECTIVES[role](m))
         found[role, method] = max(computed, overlapped) + alone
     found["rollout", "generate"] += launch_seconds(m.student, m.axes["rollout"], steps)
-    where = inputs.placement.roles
-    both = (*where["actor"].devices, *where["rollout"].devices)
+    roles = inputs.placement.roles
+    both = (*roles["actor"].devices, *roles["rollout"].devices)
     found["actor", "publish"] = _sync(m, links.of(both, host_size))
     return found
 
