@@ -90,6 +90,13 @@ def abstract_params(
 
     Starts no backend: it is asked for before the mesh says how many devices to emulate.
     """
+    found: Params = jax.tree.map(lambda x: x, _abstract(config, jnp.dtype(dtype), layout))
+    return found  # the caller's own
+
+
+@lru_cache
+def _abstract(config: DecoderConfig, dtype: Any, layout: Layout) -> Params:
+    """Traced once: a run asks for the same tree about twenty times."""
     return jax.eval_shape(
         lambda: init_params(config, jax.random.key(0), dtype=dtype, layout=layout)
     )
