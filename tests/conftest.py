@@ -1,8 +1,10 @@
 """Test set-up: eight emulated CPU devices, a shared compile cache, strict rank promotion.
 
 The suite's models are tiny and most of its time is XLA's, so programs are compiled with few of
-LLVM's optimizations, and loops by the older of the CPU's two emitters, which takes half the time,
-by the tests' own processes and by those that they start.
+LLVM's optimizations, each as one module (cut into 32, side by side, they cost half as much again),
+and loops by the older of the CPU's two emitters, which takes half the time, by the tests' own
+processes and by those that they start. The flag that a run adds is there from the start, because
+a program's key in the compile cache holds all flags.
 """
 
 import os
@@ -12,9 +14,15 @@ from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_cpu_parallel_codegen_split_count=1",
+        "--xla_cpu_collective_call_terminate_timeout_seconds=86400",  # as a run asks
+    ]
+).strip()
 if version("jaxlib").startswith("0.10."):  # 0.12 has one emitter, and refuses to start by the flag
-    flags = [os.environ.get("XLA_FLAGS", ""), "--xla_cpu_use_fusion_emitters=false"]
-    os.environ["XLA_FLAGS"] = " ".join(filter(None, flags))
+    os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 
 import jax
 import pytest
