@@ -7,6 +7,7 @@ processes and by those that they start. The flag that a run adds is there from t
 a program's key in the compile cache holds all flags.
 """
 
+import gc
 import os
 import tempfile
 from importlib.metadata import version
@@ -41,6 +42,8 @@ jax.config.update(
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
+# Tracing allocates so much that Python's own threshold of 700 costs a tenth of a test's time.
+gc.set_threshold(50_000, 10, 10)
 
 LONGEST_FIRST = (
     *("test_ray_train.py", "test_resume.py", "test_actor.py", "test_two_hosts.py"),
@@ -52,6 +55,11 @@ LONGEST_FIRST = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     rank = {name: place for place, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # modules and tests stay: no later collection looks at them
 
 
 @pytest.fixture(autouse=True)
