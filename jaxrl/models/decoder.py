@@ -66,6 +66,11 @@ def init_params(
     config: DecoderConfig, key: jax.Array, dtype: Any = jnp.float32, layout: Layout = "stacked"
 ) -> Params:
     """Random parameters: kernels normal / sqrt(fan-in), embeddings normal * 0.02, norms one."""
+    return _init_params(config, key, jnp.dtype(dtype), layout)
+
+
+@partial(jax.jit, static_argnums=(0, 2, 3))  # one program, not one for each operation
+def _init_params(config: DecoderConfig, key: jax.Array, dtype: Any, layout: Layout) -> Params:
     k_embed, k_layers, k_head = jax.random.split(key, 3)
 
     def block(k: jax.Array) -> Params:

@@ -7,6 +7,7 @@ import sys
 import threading
 
 import pytest
+import reward_functions
 from runs import SHORT, numbers, save_model
 
 import jaxrl
@@ -112,6 +113,7 @@ def test_rows_go_to_on_step_and_functions_of_python_are_rewards(student, tmp_pat
 
 
 def test_an_on_step_that_fails_ends_the_run_after_saving(student, tmp_path):
+    """The function is one of a module that its processes import in no time, as this one is not."""
     seen = []
 
     def on_step(row):
@@ -122,14 +124,18 @@ def test_an_on_step_that_fails_ends_the_run_after_saving(student, tmp_path):
 
     config = rewarded(student, tmp_path / "run", "steps=9", "reward.functions=[python:length]")
     with pytest.raises(RunError, match="on_step raised LookupError: enough") as error:
-        train(config, on_step=on_step, rewards=[length])
+        train(config, on_step=on_step, rewards=[reward_functions.length])
     assert isinstance(error.value.__cause__, LookupError) and seen == [0, 1]
     rows = read_metrics(tmp_path / "run")
     saved = rows[-1]["step"]
     assert f"checkpoint is of step {saved}" in str(error.value) and 1 <= saved < 9
     assert rows[1]["reward/length/mean"] > 0
     steps = []
-    train(config, on_step=lambda row: steps.append(row["step"]), rewards=[length])
+    train(
+        config,
+        on_step=lambda row: steps.append(row["step"]),
+        rewards=[reward_functions.length],
+    )
     assert steps[-(9 - saved) :] == list(range(saved + 1, 10))
     assert steps[: -(9 - saved)] in ([], [saved])  # a row that lacked something comes again
 

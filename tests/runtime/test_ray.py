@@ -391,7 +391,7 @@ worker_group = RayWorkerGroup(
     RayConfig(max_restarts=0), parse("rollout=1"), make, print, startup_s=60, roles=("rollout",)
 )
 worker_group.start()
-call = worker_group.handle("rollout").call("hang", 10.0, deadline=8.5)
+call = worker_group.handle("rollout").call("hang", 6.0, deadline=5.0)
 while call.times.started is None:
     call._done.wait(0.1)
 print("begun", flush=True)
@@ -402,7 +402,7 @@ print("ended")
 
 
 def test_a_stopped_driver_finds_nobody_late(tmp_path):
-    """8 s of a call of 10 s, whose deadline is 8.5 s: no restart is left to spend on it."""
+    """4 s of a call of 6 s, whose deadline is 5 s: no restart is left to spend on it."""
     command = [sys.executable, "-c", DRIVER, str(tmp_path)]
     driver = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ
@@ -413,7 +413,7 @@ def test_a_stopped_driver_finds_nobody_late(tmp_path):
         assert line, told
         told += line
     driver.send_signal(signal.SIGSTOP)
-    time.sleep(8.0)
+    time.sleep(4.0)
     driver.send_signal(signal.SIGCONT)
     told += driver.communicate(timeout=120)[0]
     assert driver.returncode == 0 and "ended" in told, told

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -39,19 +38,13 @@ SHORT = [
 ]
 
 
-@partial(jax.jit, static_argnums=0)  # one program, not one for each operation
-def peaked(config, seed):
-    """Random parameters, of which larger embeddings make a decided policy."""
-    params = init_params(config, jax.random.key(seed))
-    params["embed"]["embedding"] *= 20
-    return params
-
-
 def save_model(path, d_model, n_layers, seed, rows=264, eos=258):
     config = DecoderConfig(
         "llama", rows, d_model, n_layers, 4, 2, 8, 2 * d_model, tie_embeddings=True, eos_ids=(eos,)
     )
-    save_hf(path, config, peaked(config, seed), dtype="float32")
+    params = init_params(config, jax.random.key(seed))
+    params["embed"]["embedding"] *= 20
+    save_hf(path, config, params, dtype="float32")
     tiny_tokenizer(template=None).save_pretrained(path)
     return str(path)
 
