@@ -85,16 +85,6 @@ def start(tmp_path):
         worker_group.stop()
 
 
-def test_the_deterministic_flag_reaches_every_process_beside_its_own(start, monkeypatch):
-    """Also on a host whose Ray was started before the run, with flags of its own."""
-    worker_group = start(environment=worker_environment(True))
-    for role in ROLES:
-        flags = (
-            worker_group.handle(role).call("variable", "XLA_FLAGS", deadline=60.0).result().split()
-        )
-        assert flags == [*os.environ.get("XLA_FLAGS", "").split(), PATIENT, DETERMINISTIC]
-
-
 def local_crew(marks, mesh=MESH):
     worker_group, placement = LocalWorkerGroup(5.0), parse(mesh)
     for index, pool in enumerate(placement.pools):
@@ -161,7 +151,13 @@ def expected(tmp_path_factory):
 
 
 def test_processes_compute_what_threads_compute_and_leave_nothing(start, expected):
-    worker_group = start()
+    """Each has the deterministic flag beside its own, also on a host whose Ray was started before
+    the run, with flags of its own."""
+    worker_group = start(environment=worker_environment(True))
+    for role in ROLES:
+        flags = worker_group.handle(role).call("variable", "XLA_FLAGS", deadline=60.0).result()
+        own = os.environ.get("XLA_FLAGS", "").split()
+        assert flags.split() == [*own, PATIENT, DETERMINISTIC]
     assert train(worker_group, 4) == expected
     states = worker_group.states()
     assert [s.name for s in states] == list(ROLES) and len({s.pid for s in states}) == 3
@@ -175,11 +171,45 @@ def test_processes_compute_what_threads_compute_and_leave_nothing(start, expecte
     assert all(gone(state.pid) for state in states)
 
 
-def test_a_pool_of_two_processes_is_one_program(start, expected):
+def listening():
+    """(process, address) of every port that the processes of the cluster of this one listen on."""
+    me = psutil.Process()
+    return {
+        (process.name(), connection.laddr.ip)
+        for process in [me, *me.children(recursive=True)]
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+
+
+def is_loopback(ip):
+    address = ipaddress.ip_address(ip)
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+
+
+def reached_from_this_host_only_and_with_its_token():
+    """What is asserted of a cluster of this process, while a run has processes in it."""
+    found = listening()
+    names = {name for name, _ in found}
+    assert {"raylet", "gcs_server"} <= names and any("jaxrl" in name for name in names)
+    assert not [(name, ip) for name, ip in found if not is_loopback(ip)]
+    address = ray.get_runtime_context().gcs_address
+    ask = f"from ray._raylet import GcsClient as C; C({address!r}).internal_kv_keys(b'', None)"
+    for shown in ({"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_TOKEN": "0" * 64}):
+        environment = os.environ | {"RAY_AUTH_MODE": "token"} | shown
+        command = [sys.executable, "-c", ask]
+        stranger = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=120
+        )
+        assert stranger.returncode == 1 and "InvalidAuthToken" in stranger.stderr, stranger.stderr
+
+
+def test_a_pool_of_two_processes_is_one_program_on_a_private_cluster(start, expected):
     worker_group = start("actor=2,rollout=2,teacher=2", devices_per_worker=1)
     assert worker_group.handle("actor").call("facts", deadline=SHORT).result()[1:] == (1, 2)
     np.testing.assert_allclose(train(worker_group, 4), expected, rtol=1e-6)
     assert [s.name for s in worker_group.states()][:2] == ["actor.0", "actor.1"]
+    reached_from_this_host_only_and_with_its_token()
 
 
 @pytest.mark.slow
@@ -368,17 +398,6 @@ def test_an_address_without_a_cluster_is_refused_at_once(monkeypatch, address, t
     assert time.monotonic() - began < 5
 
 
-def listening():
-    """(process, address) of every port that the processes of the cluster of this one listen on."""
-    me = psutil.Process()
-    return {
-        (process.name(), connection.laddr.ip)
-        for process in [me, *me.children(recursive=True)]
-        for connection in process.net_connections("inet")
-        if connection.status == psutil.CONN_LISTEN
-    }
-
-
 DRIVER = """
 import sys
 from functools import partial
@@ -419,11 +438,6 @@ def test_a_stopped_driver_finds_nobody_late(tmp_path):
     assert driver.returncode == 0 and "ended" in told, told
 
 
-def is_loopback(ip):
-    address = ipaddress.ip_address(ip)
-    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
-
-
 STOPPED = """
 import os, signal, sys
 from jaxrl.runtime.ray import own
@@ -445,23 +459,6 @@ def test_a_process_ends_with_its_code_beside_a_stopped_daemon():
         pids, told = process.communicate(timeout=240)
         assert process.returncode == 7, told
         assert len(pids.split()) == len(DAEMONS) and all(gone(int(pid)) for pid in pids.split())
-
-
-def test_a_cluster_of_ones_own_is_reached_from_this_host_only_and_with_its_token(start):
-    start("actor=1,teacher=2", devices_per_worker=1)
-    found = listening()
-    names = {name for name, _ in found}
-    assert {"raylet", "gcs_server"} <= names and any("jaxrl" in name for name in names)
-    assert not [(name, ip) for name, ip in found if not is_loopback(ip)]
-    address = ray.get_runtime_context().gcs_address
-    ask = f"from ray._raylet import GcsClient as C; C({address!r}).internal_kv_keys(b'', None)"
-    for shown in ({"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_TOKEN": "0" * 64}):
-        environment = os.environ | {"RAY_AUTH_MODE": "token"} | shown
-        command = [sys.executable, "-c", ask]
-        stranger = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=120
-        )
-        assert stranger.returncode == 1 and "InvalidAuthToken" in stranger.stderr, stranger.stderr
 
 
 def test_a_tpu_host_gives_its_chips_or_says_why_not(monkeypatch):
