@@ -17,6 +17,7 @@ from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
+import jax
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -44,6 +45,10 @@ LONGEST = ("update", "decode")
 """Programs that take the longest to compile: they are started first."""
 THUNKS = "*thunk_sequence_after_thunk_passes*"
 """Files in XLA's dump that list the kernels and CUDA graphs which a GPU program launches."""
+NO_TILES = "Couldn't find output tile sizes"
+WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False}
+"""Compiler options for a second try: without autotuning, XLA finds no tiles for some of Triton's
+matrix products (of heads of 36, for example), where the autotuner would have chosen cuBLAS."""
 LEGEND = (
     "planned, compiled: what a device holds of the role while the program runs, by the plan and by"
     " the compiler\nplanned is - where a larger program of the role determines the peak; calls a"
@@ -224,8 +229,15 @@ def check(
         progress: called with a line before each program.
 
     Raises:
-        UserError: no such machine, its compiler is not installed, or the mesh does not suit it.
+        UserError: no such machine, its compiler is not installed, the mesh does not suit it, or
+            the teacher answers at an address, so that its model is unknown.
     """
+    if config.teacher.address is not None and "teacher" in needed_roles(config):
+        raise UserError(
+            f"--compile {name}: the actor's programs depend on the teacher's model, and teacher."
+            f"address={config.teacher.address} is not asked for it: set teacher.address=null and"
+            " teacher.model to a folder with that model's config.json"
+        )
     prepare()
     with silenced():
         target = machine(name)
@@ -360,8 +372,13 @@ def compile_program(program: Program, target: Target) -> tuple[Any, Graphs | Non
     """
     looks = program.name == "decode" and target.platform in GPU
     with tempfile.TemporaryDirectory() as folder:
-        options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True} if looks else None
-        compiled = program.compile(options)
+        options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True} if looks else {}
+        try:
+            compiled = program.compile(options)
+        except jax.errors.JaxRuntimeError as error:
+            if NO_TILES not in str(error):
+                raise
+            compiled = program.compile(options | WITHOUT_TRITON)
         thunks = [path.read_text() for path in Path(folder).glob(THUNKS)]
     return compiled, read_thunks(thunks[0]) if thunks else None
 

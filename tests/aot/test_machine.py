@@ -42,6 +42,10 @@ def test_several_hosts_are_full(name):
         (["--compile", "h200x8"], "--compile h200x8 needs --dry-run"),
         (["--dry-run", "--json"], "--json needs --dry-run --compile TARGET"),
         (["--dry-run", "--suggest"], "--suggest needs --dry-run --compile TARGET"),
+        (
+            ["--dry-run", "--compile", "l4x1", "teacher.model=null", "teacher.address=host:1"],
+            "teacher.model to a folder",
+        ),
     ],
 )
 def test_options_that_need_another(words, said, capsys):
