@@ -437,8 +437,8 @@ def _notes(report: Report) -> Iterator[str]:
             )
     for name, size in report.peaks.items():
         yield (
-            f"{name}: {size / GB:.1f} GB at its peak by the compiled programs, of"
-            f" {report.limit / GB:.1f} GB that a run may use"
+            f"{name}: {_size(size)} at its peak by the compiled programs, of"
+            f" {_size(report.limit)} that a run may use"
         )
     seconds = sum(program.seconds for program in report.programs)
     yield f"{len(report.programs)} programs, {seconds:.0f} s of compiling, {PROCESSES} at a time"
@@ -454,10 +454,13 @@ def _collectives(found: Compiled) -> str:
     for kind, each in found.collectives.items():
         if each.bytes < MB / 10:
             continue
-        size = f"{each.bytes / GB:,.1f} GB" if each.bytes >= GB else f"{each.bytes / MB:.1f} MB"
         share = f" ({each.overlapped / each.bytes:.0%})" if each.overlapped else ""
-        parts.append(f"{kind} {size}{share}")
+        parts.append(f"{kind} {_size(each.bytes)}{share}")
     return ", ".join(parts)
+
+
+def _size(n: int) -> str:
+    return f"{n / GB:,.1f} GB" if n >= GB else f"{n / MB:.1f} MB"
 
 
 def _suggestion(report: Report) -> str:
