@@ -27,12 +27,13 @@ from jaxrl.aot.apart import Died, apart
 from jaxrl.aot.hlo import Compiled, Graphs, read, read_thunks
 from jaxrl.aot.machine import Machine, machine, prepare
 from jaxrl.aot.programs import Program, RunPrograms
-from jaxrl.aot.suggest import SHOWN, WORTH, Candidate, Change, Search, candidate_lines
+from jaxrl.aot.suggest import SHOWN, WORTH, Candidate, Search, candidate_lines
 from jaxrl.config.schema import Config
 from jaxrl.config.yaml_text import shown
 from jaxrl.errors import UserError
 from jaxrl.models.kernels import GPU, Target, compiling_for
 from jaxrl.plan import WIDTH, Plan, make_plan
+from jaxrl.plan.advice import Change
 from jaxrl.plan.inputs import GB
 from jaxrl.process.gpu_memory import gpu_share
 from jaxrl.process.quiet_import import silenced

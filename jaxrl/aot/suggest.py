@@ -15,7 +15,7 @@ from jaxrl.config.schema import Config
 from jaxrl.config.yaml_text import shown
 from jaxrl.errors import UserError
 from jaxrl.plan import Plan, services
-from jaxrl.plan.advice import set_key
+from jaxrl.plan.advice import REMATS, Change, set_key
 from jaxrl.plan.axes import with_axes
 from jaxrl.plan.inputs import GB, PlanInputs, parallel
 from jaxrl.plan.roles import pool_peaks
@@ -31,9 +31,6 @@ SHOWN = 5
 WORTH = 1.01
 """How many times faster a step must be for a key to change."""
 AXES = ("data", "fsdp", "tensor")
-REMATS = ("none", "dots", "full")
-
-Change = tuple[str, Any]
 
 
 @dataclass(frozen=True)
