@@ -126,7 +126,7 @@ def test_the_compiled_programs_say_what_collectives_send():
 
 
 def test_the_best_fits_is_faster_and_says_what_to_change():
-    tried = search("actor=2,rollout=2,teacher=4")
+    tried = search("actor=2,rollout=1,teacher=1")
     found = tried.best()
     assert found and all(each.fits for each in found)
     assert found[0].step < tried.now.step
@@ -165,6 +165,11 @@ def test_only_batches_that_the_rollout_samples_take_its_time():
     assert half[stage] == pytest.approx(always / 2)
     never = costs(mesh, distill={"on_policy_fraction": 0.0, "seq_kd": True})
     assert never[stage] == 0 and ("actor", "publish") not in never
+
+
+def test_the_pass_that_chooses_the_tokens_of_student_topk_takes_time():
+    stage, mesh = ("rollout", "generate"), "actor=2,rollout=2,teacher=4"
+    assert costs(mesh, distill={"signal": "student_topk"})[stage] > costs(mesh)[stage]
 
 
 def test_where_the_run_does_not_fit_a_slower_one_that_does_is_found():
