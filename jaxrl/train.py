@@ -16,6 +16,7 @@ from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.plan import Plan
 from jaxrl.process.callable_module import make_callable
+from jaxrl.process.interrupt import Interrupt
 from jaxrl.process.streams import to_stderr
 from jaxrl.rewards.callables import bind
 from jaxrl.run.attempt import plan_run, refusals, run_config
@@ -112,8 +113,9 @@ def print_compiled(arguments: cli.RunArguments) -> None:
     from jaxrl.aot.check import check  # only here: it sets jax up for the compilers of others
 
     assert arguments.target is not None
-    report = check(arguments.config, arguments.target, arguments.suggest, to_stderr)
-    print(report.json() if arguments.json else report.text(), flush=True)
+    with Interrupt(0).listening():  # SIGTERM and SIGHUP end the compilers' processes too
+        report = check(arguments.config, arguments.target, arguments.suggest, to_stderr)
+    print(report.json() if arguments.json else report.text(), end="", flush=True)
     if report.failures:
         raise UserError("\n".join(report.failures))
 

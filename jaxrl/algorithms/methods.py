@@ -76,6 +76,13 @@ def method_of(config: Config) -> Method:
     return own
 
 
+def sampled_share(config: Config) -> float:
+    """Share of the training batches that the rollout is expected to sample."""
+    if not method_of(config).samples_policy(config):
+        return 0.0
+    return 1.0 if config.learns_from_rewards else config.distill.on_policy_fraction
+
+
 def needed_roles(config: Config) -> tuple[str, ...]:
     """Names of the roles that the run needs."""
     return ("actor", "rollout", *method_of(config).scorers(config))

@@ -1,4 +1,4 @@
-"""A function in a process of its own: a compiler that ends its process does not end ours."""
+"""A function in a process of its own: a compiler that crashes ends that process, not ours."""
 
 from __future__ import annotations
 
@@ -20,24 +20,28 @@ START = (
     " from jaxrl.aot.apart import answer; answer()"
 )
 FATAL = re.compile(r"F\d{4}.*?\] *(.*)")
-"""How C++ logs what it ends its process for."""
+"""A fatal error in the log of C++; the group is its text."""
 
 
 class Died(RuntimeError):
-    """The process ended before the function had returned; says how, and what it printed of why."""
+    """The process ended before the function did. The message has its signal or exit code, and the
+    fatal error that it printed, or else its last line."""
 
 
 def apart(ended: threading.Event, work: Callable[..., Iterable[T]], *args: object) -> Iterator[T]:
     """Yields what `work(*args)` yields in a new Python process, while it runs.
 
+    The process ends with this generator or, whatever becomes of ours, with our process.
+
     Args:
-        ended: kills the process once another thread sets it; to be set in the end.
-        work: a function of a module that can be imported. What it is given and yields is pickled;
-            what it prints is dropped.
+        ended: once it is set, by any thread, the process is killed. The caller must set it in the
+            end: a thread waits for it.
+        work: a function of a module that can be imported. Its arguments and what it yields are
+            pickled; what it prints is dropped.
 
     Raises:
-        Died: the process has ended.
-        Exception: of `work`.
+        Died: the process ended before `work` did.
+        Exception: what `work` raised.
     """
     with tempfile.TemporaryFile() as log:
         child = subprocess.Popen(
@@ -46,8 +50,9 @@ def apart(ended: threading.Event, work: Callable[..., Iterable[T]], *args: objec
         assert child.stdin is not None and child.stdout is not None
         threading.Thread(target=_kill, args=(child, ended), daemon=True).start()
         try:
-            with suppress(BrokenPipeError), child.stdin as given:  # it may end before it reads
-                given.write(pickle.dumps(sys.path) + pickle.dumps((work, args)))
+            with suppress(BrokenPipeError):  # it may end before it reads
+                child.stdin.write(pickle.dumps(sys.path) + pickle.dumps((work, args)))
+                child.stdin.flush()
             while True:
                 try:
                     item = pickle.load(child.stdout)
@@ -63,6 +68,8 @@ def apart(ended: threading.Event, work: Callable[..., Iterable[T]], *args: objec
             child.kill()
             child.wait()
             child.stdout.close()
+            with suppress(BrokenPipeError):  # of what is still to be written
+                child.stdin.close()
 
 
 def _kill(child: subprocess.Popen[bytes], ended: threading.Event) -> None:
@@ -71,10 +78,12 @@ def _kill(child: subprocess.Popen[bytes], ended: threading.Event) -> None:
 
 
 def answer() -> None:
-    """The other process: runs what stands on its stdin, and writes to stdout what that yields."""
+    """The other process: runs the call that it reads from stdin, and writes what that yields to
+    stdout. It ends when its stdin does, which the other side keeps open while it lives."""
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what is printed must not come between
     work, args = pickle.load(sys.stdin.buffer)
+    threading.Thread(target=_end_with_stdin, daemon=True).start()
     try:
         for item in work(*args):
             out.write(pickle.dumps(item))
@@ -82,7 +91,12 @@ def answer() -> None:
     except Exception as error:
         out.write(pickle.dumps(error))
     out.close()
-    os._exit(0)  # without the compilers' farewell
+    os._exit(0)  # at once: destructors of the compilers may crash or print
+
+
+def _end_with_stdin() -> None:
+    sys.stdin.buffer.read()
+    os._exit(1)
 
 
 def _reason(code: int, printed: str) -> str:

@@ -6,16 +6,18 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from itertools import chain, islice
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
+import jax
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -27,8 +29,11 @@ from jaxrl.aot.machine import Machine, machine, prepare
 from jaxrl.aot.programs import Program, RunPrograms
 from jaxrl.aot.suggest import SHOWN, WORTH, Candidate, Search, candidate_lines
 from jaxrl.config.schema import Config
+from jaxrl.config.yaml_text import shown
+from jaxrl.errors import UserError
 from jaxrl.models.kernels import GPU, Target, compiling_for
 from jaxrl.plan import WIDTH, Plan, make_plan
+from jaxrl.plan.advice import Change
 from jaxrl.plan.inputs import GB
 from jaxrl.process.gpu_memory import gpu_share
 from jaxrl.process.quiet_import import silenced
@@ -36,19 +41,20 @@ from jaxrl.sharding.mesh import Visible
 
 MB = 1e6
 PROCESSES = 2
-"""That compile side by side: each takes 1 to 4 GB of memory, and about one core."""
+"""Number of processes that compile side by side. Each takes 1 to 4 GB of memory, and one core."""
 LONGEST = ("update", "decode")
-"""Programs that take the longest to compile: begun first."""
+"""Programs that take the longest to compile: they are started first."""
 THUNKS = "*thunk_sequence_after_thunk_passes*"
 """Files in XLA's dump that list the kernels and CUDA graphs which a GPU program launches."""
-SHORT = {
-    "all-gather": "gather",
-    "all-reduce": "reduce",
-    "reduce-scatter": "scatter",
-    "collective-permute": "permute",
-    "all-to-all": "all-to-all",
-}
-"""Name of a collective in HLO -> its name in the table."""
+NO_TILES = "Couldn't find output tile sizes"
+WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False}
+"""Compiler options for a second try: without autotuning, XLA finds no tiles for some of Triton's
+matrix products (of heads of 36, for example), where the autotuner would have chosen cuBLAS."""
+LEGEND = (
+    "planned, compiled: what a device holds of the role while the program runs, by the plan and by"
+    " the compiler\nplanned is - where a larger program of the role determines the peak; calls a"
+    " step: eval where only evaluations call it"
+)
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,7 @@ class Checked:
     seconds: float
     """Seconds for lowering and compiling."""
     calls: int
-    """Calls in a training step."""
+    """Calls in a training step; 0 if only evaluations call it."""
     error: str | None = None
     """Why it does not compile."""
     found: Compiled | None = None
@@ -86,10 +92,13 @@ class Report:
     limit: int
     """Bytes of a device's memory that a run may use."""
     search: tuple[Candidate, ...] = ()
-    """With `--suggest`: the run as configured, then the candidates, the fastest first."""
+    """With `--suggest`: the run as configured, then the placements and keys that are predicted to
+    be faster, or to fit where the run does not; the fastest first."""
     suggested: Report | None = None
-    """The report of the fastest candidate that compiles and fits; None if the run is the
-    fastest."""
+    """The report of the fastest candidate that compiles and fits; None if none of them does, or if
+    the run as configured does and is the fastest."""
+    changes: tuple[Change, ...] = ()
+    """Of a suggested run: the keys that differ from the run as configured, and their values."""
 
     @property
     def peaks(self) -> dict[str, int]:
@@ -121,7 +130,7 @@ class Report:
             if size > self.limit:
                 found.append(
                     f"{name} needs {size / GB:.1f} GB of the {self.limit / GB:.1f} GB that a run"
-                    f" may use of a {self.target.kind}: it does not fit"
+                    f" may use of each {self.target.kind}: it does not fit"
                 )
         return found
 
@@ -135,14 +144,14 @@ class Report:
         lines = [line.rstrip() for line in out.getvalue().splitlines() if line.strip()]
         lines += _notes(self)
         if self.search:
-            lines += ["", *candidate_lines(self.search[0], self.search[1:])]
+            lines += ["", *candidate_lines(self.search[0], self.search[1:]), "", _suggestion(self)]
         parts = [self.plan.text(), "\n".join(lines) + "\n"]
         if self.suggested is not None:
             parts.append(self.suggested.text(width))
         return "\n".join(parts)
 
     def json(self) -> str:
-        """One JSON object; sizes are bytes on one device."""
+        """One JSON object (docs/accelerators.md lists its keys); sizes are bytes on one device."""
         programs = []
         for program in self.programs:
             found = program.found
@@ -165,6 +174,8 @@ class Report:
             )
         record = {
             "target": self.target.name,
+            "mesh": self.plan.placement.spec,
+            "keys": dict(self.changes),
             "device": self.target.kind,
             "hosts": self.target.hosts,
             "limit_bytes": self.limit,
@@ -178,6 +189,7 @@ class Report:
                     "step_seconds": candidate.step,
                     "stages": {".".join(stage): s for stage, s in candidate.stages.items()},
                     "pools": candidate.peaks,
+                    "fits": candidate.fits,
                 }
                 for candidate in self.search
             ],
@@ -187,10 +199,22 @@ class Report:
 
 
 def plan_for(config: Config, target: Machine) -> Plan:
-    """The plan of a run on a machine that is not present."""
-    visible = Visible(target.devices, None)
+    """The plan of a run on a machine that is not present.
+
+    Raises:
+        UserError: the mesh needs more devices than the machine has, or does not suit the models.
+    """
+
+    def visible(needed: int) -> Visible:
+        if needed > (n := len(target.devices)):
+            raise UserError(
+                f"the mesh {config.mesh!r} needs {needed} devices, but --compile {target.name} has"
+                f" {n}: set --mesh to at most {n}, or name a larger target"
+            )
+        return Visible(target.devices, None)
+
     limit = target.memory * (gpu_share() if target.is_gpu else 1)
-    return make_plan(config, needed_roles(config), lambda needed: visible, limit / GB)
+    return make_plan(config, needed_roles(config), visible, limit / GB)
 
 
 def check(
@@ -206,8 +230,15 @@ def check(
         progress: called with a line before each program.
 
     Raises:
-        UserError: no such machine, its compiler is not installed, or the mesh does not suit it.
+        UserError: no such machine, its compiler is not installed, the mesh does not suit it, or
+            the teacher answers at an address, so that its model is unknown.
     """
+    if config.teacher.address is not None and "teacher" in needed_roles(config):
+        raise UserError(
+            f"--compile {name}: the actor's programs depend on the teacher's model, and teacher."
+            f"address={config.teacher.address} is not asked for it: set teacher.address=null and"
+            " teacher.model to a folder with that model's config.json"
+        )
     prepare()
     with silenced():
         target = machine(name)
@@ -215,13 +246,15 @@ def check(
     if not suggest:
         return report
     search = Search(report.plan, target, _sent(report.programs))
-    found = (search.now, *search.best())
-    best, faster = None, [each for each in found[1:] if each.step * WORTH < search.now.step]
-    for candidate in faster[:SHOWN]:
+    slowest = math.inf if report.failures else search.now.step / WORTH
+    found = [each for each in search.best() if each.changes and each.step < slowest]
+    report = replace(report, search=(search.now, *found))
+    for candidate in found[:SHOWN]:
+        progress(f"candidate: {' '.join(candidate.words)}")
         best = compiled_report(candidate.config, target, progress)
         if not best.failures:
-            break
-    return replace(report, search=found, suggested=best)
+            return replace(report, suggested=replace(best, changes=candidate.changes))
+    return report
 
 
 def _sent(programs: Sequence[Checked]) -> dict[str, float]:
@@ -250,15 +283,16 @@ def compiled_report(config: Config, target: Machine, progress: Callable[[str], N
         finally:
             ended.set()
     roles = list(plan.accounts)
-    rows = sorted(chain(*parts), key=lambda row: roles.index(row.role))
+    in_turn = (row for row in chain(*zip_longest(*parts)) if row is not None)
+    rows = sorted(in_turn, key=lambda row: roles.index(row.role))
     return Report(target, plan, tuple(rows), limit)
 
 
 def _rows(
     config: Config, target: str, progress: Callable[[str], None], ended: threading.Event, turn: int
 ) -> list[Checked]:
-    """Every `PROCESSES`-th program, from the `turn`-th on, compiled in another process; where that
-    ends, a new one has the rest. Once `ended` is set, the process is ended too."""
+    """Every `PROCESSES`-th program, from number `turn` on, compiled in another process; if that
+    crashes, a new one compiles the rest. Once `ended` is set, the process is killed."""
     rows: list[Checked] = []
     while True:
         begun, begin, first = None, 0.0, turn + PROCESSES * len(rows)
@@ -278,7 +312,8 @@ def _rows(
 
 
 def compiled_programs(config: Config, target: str, first: int) -> Iterator[Checked]:
-    """Every `PROCESSES`-th program of a run, twice: before and after its compilation."""
+    """Every `PROCESSES`-th program of a run from number `first` on, each twice: before and after
+    its compilation."""
     prepare()
     there = machine(target)
     plan = plan_for(config, there)
@@ -292,7 +327,7 @@ def compiled_programs(config: Config, target: str, first: int) -> Iterator[Check
 
 
 def _expected(program: Program, plan: Plan) -> Checked:
-    """Of the plan alone."""
+    """What the plan says of a program."""
     account, where = plan.accounts[program.role], plan.placement.roles
     devices = where[program.role].devices
     moment = f"{program.role}: {(*program.phases, program.name)[0]}"
@@ -338,8 +373,13 @@ def compile_program(program: Program, target: Target) -> tuple[Any, Graphs | Non
     """
     looks = program.name == "decode" and target.platform in GPU
     with tempfile.TemporaryDirectory() as folder:
-        options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True} if looks else None
-        compiled = program.compile(options)
+        options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True} if looks else {}
+        try:
+            compiled = program.compile(options)
+        except jax.errors.JaxRuntimeError as error:
+            if NO_TILES not in str(error):
+                raise
+            compiled = program.compile(options | WITHOUT_TRITON)
         thunks = [path.read_text() for path in Path(folder).glob(THUNKS)]
     return compiled, read_thunks(thunks[0]) if thunks else None
 
@@ -362,8 +402,7 @@ def _table(report: Report) -> Table:
         table.add_column(title, no_wrap=True)
     for title in ("calls a step", "planned", "compiled", "plan off by"):
         table.add_column(title, justify="right", no_wrap=True)
-    for title in ("MB of collectives a call (overlapped)", "attention"):
-        table.add_column(title)
+    table.add_column("attention")
     for program in report.programs:
         found, off = program.found, "-"
         if program.compiled is not None and program.planned:
@@ -371,39 +410,65 @@ def _table(report: Report) -> Table:
         table.add_row(
             program.role,
             program.name,
-            str(program.calls or "-"),
+            str(program.calls or "eval"),
             show(program.planned),
             "fails" if found is None else show(program.compiled),
             off,
-            "" if found is None else _collectives(found),
             "" if found is None else found.attention or "",
         )
     return table
 
 
-def _collectives(found: Compiled) -> str:
-    parts = []
-    for kind, each in found.collectives.items():
-        if each.bytes < 1e5:
-            continue
-        share = f" ({each.overlapped / each.bytes:.0%})" if each.overlapped else ""
-        parts.append(f"{SHORT[kind]} {each.bytes / MB:,.0f}{share}")
-    return ", ".join(parts) or "-"
-
-
 def _notes(report: Report) -> Iterator[str]:
+    yield LEGEND
+    sent = [
+        f"  {program.role} {program.name}: {text}"
+        for program in report.programs
+        if program.found is not None and (text := _collectives(program.found))
+    ]
+    if sent:
+        yield "collectives of a call, each device (share that runs in parallel with computation):"
+        yield from sent
     for program in report.programs:
         if (graphs := program.graphs) is not None:
             yield (
-                f"{program.role}: {program.name}: of the kernels of its loops {graphs.inside} are"
-                f" in {graphs.graphs} CUDA graphs, and the host launches {graphs.outside}"
+                f"{program.role} {program.name}: CUDA graphs hold {graphs.inside} of the"
+                f" {graphs.inside + graphs.outside} kernels in its loops; the host launches the"
+                f" other {graphs.outside} one by one"
             )
     for name, size in report.peaks.items():
         yield (
-            f"{name}: {size / GB:.1f} GB at its peak by the compiled programs, of"
-            f" {report.limit / GB:.1f} GB that a run may use"
+            f"{name}: {_size(size)} at its peak by the compiled programs, of"
+            f" {_size(report.limit)} that a run may use"
         )
     seconds = sum(program.seconds for program in report.programs)
-    yield (f"{len(report.programs)} programs compiled in {seconds:.0f} s, {PROCESSES} side by side")
-    if not report.failures:
+    yield f"{len(report.programs)} programs, {seconds:.0f} s of compiling, {PROCESSES} at a time"
+    if report.failures:
+        yield "\n  ".join([f"verdict: would not run on {report.target.name}:", *report.failures])
+    else:
         yield f"verdict: compiles and fits on {report.target.name}"
+
+
+def _collectives(found: Compiled) -> str:
+    """As in `all-gather 165.9 GB (94%), all-reduce 7.1 MB`, without those below 0.1 MB."""
+    parts = []
+    for kind, each in found.collectives.items():
+        if each.bytes < MB / 10:
+            continue
+        share = f" ({each.overlapped / each.bytes:.0%})" if each.overlapped else ""
+        parts.append(f"{kind} {_size(each.bytes)}{share}")
+    return ", ".join(parts)
+
+
+def _size(n: int) -> str:
+    return f"{n / GB:,.1f} GB" if n >= GB else f"{n / MB:.1f} MB"
+
+
+def _suggestion(report: Report) -> str:
+    """The line below the candidates."""
+    if (best := report.suggested) is not None:
+        words = " ".join(f"{key}={shown(value)}" for key, value in best.changes)
+        return f"suggested, and compiled below: {words}"
+    if report.failures:
+        return "suggested: nothing; no candidate compiles and fits"
+    return "suggested: the run as it is"

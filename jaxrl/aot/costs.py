@@ -1,8 +1,9 @@
 """Seconds that each stage of a step takes on a machine, predicted before it is rented.
 
 Work is counted as in `profile.work`, at the widths that the programs compute (padding included),
-and divided by a stated share of what the data sheet promises. Collectives are counted from the mesh
-axes, and scaled by what the compiled programs of the run as it is send, in parts of that count.
+and divided by a stated share of what the data sheet promises. The bytes of collectives are counted
+from the mesh axes, and multiplied by the ratio that the compiled programs of the run as configured
+have to their own count.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from jaxrl.algorithms.methods import sampled_share
 from jaxrl.config.schema import Config
 from jaxrl.data.stream import PromptStream
 from jaxrl.models.config import DecoderConfig
@@ -39,7 +41,7 @@ ASSUMED = (
     f"assumed: matrix products reach {PRODUCTS:.0%} of the data sheet's figure for 16-bit floats,"
     f" memory {MEMORY:.0%}, links {LINKS:.0%}; every prompt and completion is as long as the config"
     " allows; weights gathered by fsdp come while layers compute; all-reduces of tensor do not;"
-    " reward models and encoders are not counted"
+    " reward models, encoders and samples of the teacher are not counted"
 )
 
 
@@ -101,6 +103,9 @@ def stage_costs(
     work = step_work(run, axes, [batch])
     forward = work["actor", "update"][0]
     work["actor", "update"].append(forward * RECOMPUTED[config.actor.remat])
+    if config.distill.signal == "student_topk" and teacher is not None:
+        once = forward * (1 / config.actor.epochs_per_batch)
+        work["rollout", "generate"].append(once)  # the rollout's pass that chooses the tokens
     found: dict[Stage, float] = {}
     for (role, method), parts in work.items():
         where = inputs.placement.roles[role].devices
@@ -109,9 +114,11 @@ def stage_costs(
         overlapped, alone = (x * scale.get(role, 1.0) / link for x in _COLLECTIVES[role](m))
         found[role, method] = max(computed, overlapped) + alone
     found["rollout", "generate"] += launch_seconds(m.student, m.axes["rollout"], steps)
-    roles = inputs.placement.roles
-    both = (*roles["actor"].devices, *roles["rollout"].devices)
-    found["actor", "publish"] = _sync(m, links.of(both, host_size))
+    found["rollout", "generate"] *= (share := sampled_share(config))
+    if share:
+        roles = inputs.placement.roles
+        both = (*roles["actor"].devices, *roles["rollout"].devices)
+        found["actor", "publish"] = _sync(m, links.of(both, host_size))
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -84,8 +84,6 @@ class Compiled:
     collectives: dict[str, Collective]
     largest_gather: dict[str, int]
     """Computation -> bytes of the largest all-gather in it."""
-    kernels: dict[str, int]
-    """Targets of custom calls, and how many there are."""
     attention: str | None
     """The kernel; None where attention is made of matrix products."""
 
@@ -101,7 +99,7 @@ def read(text: str) -> Compiled:
             kind = line.kind.removesuffix("-start")
             if kind not in KINDS or trips.get(name, 0) == 0:
                 continue
-            size = max((s for s in _arrays(line.result)), default=0)
+            size = max(_arrays(line.result), default=0)
             times = trips[name]
             each = found[kind]
             each[0] += times
@@ -110,7 +108,7 @@ def read(text: str) -> Compiled:
                 each[2] += times * size
             if kind == "all-gather":
                 gathers[name] = max(gathers.get(name, 0), size)
-    kernels = Counter(TARGET.findall(text))
+    kernels = set(TARGET.findall(text))
     attention = next(
         (
             label
@@ -120,7 +118,7 @@ def read(text: str) -> Compiled:
         None,
     )
     collectives = {kind: Collective(*each) for kind, each in sorted(found.items())}
-    return Compiled(collectives, gathers, dict(kernels), attention)
+    return Compiled(collectives, gathers, attention)
 
 
 def _computations(text: str) -> Iterator[tuple[str, list[Instruction]]]:

@@ -7,8 +7,10 @@ that is lowered over them is compiled by the compiler of the target itself, with
 
 from __future__ import annotations
 
+import math
 import os
 import re
+import shlex
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +71,10 @@ GPUS = {
 }
 HOST_GPUS = 8
 """GPUs of one host; a target with more has several hosts."""
+MOST_GPUS = 4096
+"""Of a target: the description of more would only take long."""
+HOST_CHIPS = (2, 2, 1)
+"""TPU chips of one host, along each dimension."""
 HOST_LINK_GBS = 50.0
 """GB/s of each GPU to another host: one adapter of 400 Gbit/s for each."""
 
@@ -81,12 +87,14 @@ class Tpu:
     """Bytes of a chip that a program may use."""
     link_gbs: float
     """GB/s at which a chip sends over all its links, one direction."""
+    largest: tuple[int, ...]
+    """Chips of a whole pod along each of its dimensions."""
 
 
 TPUS = {
-    "v5e": Tpu(round(15.75 * GIB), 200),
-    "v5p": Tpu(round(95.74 * GIB), 600),
-    "v6e": Tpu(round(31.25 * GIB), 448),
+    "v5e": Tpu(round(15.75 * GIB), 200, (16, 16)),
+    "v5p": Tpu(round(95.74 * GIB), 600, (16, 20, 28)),
+    "v6e": Tpu(round(31.25 * GIB), 448, (16, 16)),
 }
 TEXT = """\
 gpu_device_info {{
@@ -157,19 +165,20 @@ def machine(name: str) -> Machine:
         return _gpus(name, GPUS[gpu[1]], int(gpu[2]))
     if tpu is not None and tpu[1] in TPUS:
         return _tpus(name, tpu[1], tpu[2] or "1x1")
-    known = ", ".join([*(f"{gpu}xN" for gpu in GPUS), *(f"tpu-{tpu}:NxM" for tpu in TPUS)])
+    slices = (f"tpu-{chip}:{'x'.join('NMK'[: len(tpu.largest)])}" for chip, tpu in TPUS.items())
+    known = ", ".join([*(f"{gpu}xN" for gpu in GPUS), *slices])
     raise UserError(
-        f"--compile {name}: no such target; allowed are {known}, as in h200x8, h200x16 (two hosts"
-        " of 8) and tpu-v5e:2x4"
+        f"--compile {shlex.quote(name)}: no such target; allowed are {known}, as in h200x8, h200x16"
+        " (two hosts of 8) and tpu-v5e:2x4"
     )
 
 
 def _gpus(name: str, chip: Gpu, count: int) -> Machine:
     hosts = -(-count // HOST_GPUS)
-    if hosts > 1 and count % HOST_GPUS:
+    if hosts > 1 and (count % HOST_GPUS or count > MOST_GPUS):
         raise UserError(
-            f"--compile {name}: {count} GPUs do not fill hosts of {HOST_GPUS}; allowed are 1 to"
-            f" {HOST_GPUS} and multiples of {HOST_GPUS}"
+            f"--compile {name}: {count} GPUs; allowed are 1 to {HOST_GPUS} on one host, and several"
+            f" hosts of {HOST_GPUS}, that is multiples of {HOST_GPUS} up to {MOST_GPUS}"
         )
     accelerated = "feature_extension: ACCELERATED_FEATURES" if chip.capability >= (9, 0) else ""
     text = TEXT.format(
@@ -194,16 +203,25 @@ def _gpus(name: str, chip: Gpu, count: int) -> Machine:
 
 
 def _tpus(name: str, chip: str, shape: str) -> Machine:
-    more: dict[str, Any] = {}
-    sizes = [int(n) for n in shape.split("x")] + [1] * (3 - len(shape.split("x")))
-    chips = sizes[0] * sizes[1] * sizes[2]
-    if chips < 4:  # a part of a host; libtpu takes whole hosts of 2x2 by default
-        more["chips_per_host_bounds"] = tuple(sizes)
-    text = "x".join(map(str, sizes if chip == "v5p" else sizes[:2]))
-    devices = _described(name, "tpu", topology_name=f"{chip}:{text}", **more)
+    tpu, sizes = TPUS[chip], [int(n) for n in shape.split("x")]
+    sizes += [1] * (len(tpu.largest) - len(sizes))
+    hosts_of = HOST_CHIPS[: len(tpu.largest)]
+    part = math.prod(sizes) in (1, 2)  # of a host; libtpu takes whole hosts by default
+    whole = len(sizes) == len(tpu.largest) and all(
+        n % host == 0 and 0 < n <= most
+        for n, host, most in zip(sizes, hosts_of, tpu.largest, strict=True)
+    )
+    if len(sizes) > len(tpu.largest) or not (part or whole):
+        one, largest = ("x".join(map(str, shape)) for shape in (hosts_of, tpu.largest))
+        raise UserError(
+            f"--compile {name}: there is no such slice; a tpu-{chip} is 1 or 2 chips, or hosts of"
+            f" {one} chips side by side, up to {largest} chips, as in tpu-{chip}:{one}"
+        )
+    more: dict[str, Any] = {"chips_per_host_bounds": (*sizes, 1)[:3]} if part else {}
+    devices = _described(name, "tpu", topology_name=f"{chip}:{'x'.join(map(str, sizes))}", **more)
     hosts = len({device.process_index for device in devices})
-    link = TPUS[chip].link_gbs * 1e9  # the same between hosts of a slice
-    return Machine(name, devices, TPUS[chip].memory, link, link, hosts)
+    link = tpu.link_gbs * 1e9  # the same between hosts of a slice
+    return Machine(name, devices, tpu.memory, link, link, hosts)
 
 
 def _described(name: str, platform: str, **description: Any) -> tuple[Any, ...]:
@@ -214,7 +232,9 @@ def _described(name: str, platform: str, **description: Any) -> tuple[Any, ...]:
     except Exception as error:  # which one depends on the platform, and on what is missing
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         missing = platform not in compilers()
-        wanted = f"its compiler is not installed: {INSTALL}" if missing else reason
+        wanted = (
+            f"its compiler is not installed; the extra aot has it: {INSTALL}" if missing else reason
+        )
         raise UserError(f"--compile {name}: {wanted}") from error
     return tuple(found)
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl.algorithms.methods import method_of
+from jaxrl.algorithms.methods import method_of, sampled_share
 from jaxrl.algorithms.signals import Projection, policy_topk
 from jaxrl.config.schema import Config
 from jaxrl.models import bert
@@ -232,7 +232,7 @@ def actor(run: RunPrograms) -> Iterator[Program]:
 def rollout(run: RunPrograms) -> Iterator[Program]:
     c = run.config
     dtype, layout = c.rollout.compute_dtype, c.rollout.layout
-    yield from _sampling(run, "rollout", run.student, dtype, layout, 1.0)
+    yield from _sampling(run, "rollout", run.student, dtype, layout, sampled_share(c))
     if c.distill.signal == "student_topk" and run.setting.signal is not None:
         projection = Projection(c.distill, run.meshes["rollout"], run.setting.vocab)
         jitted = jax.jit(lambda params, s: policy_topk(projection, run.student, params, s))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,40 +15,44 @@ from jaxrl.config.schema import Config
 from jaxrl.config.yaml_text import shown
 from jaxrl.errors import UserError
 from jaxrl.plan import Plan, services
-from jaxrl.plan.advice import set_key
-from jaxrl.plan.inputs import GB, PlanInputs
+from jaxrl.plan.advice import REMATS, Change, set_key
+from jaxrl.plan.axes import with_axes
+from jaxrl.plan.inputs import GB, PlanInputs, parallel
 from jaxrl.plan.roles import pool_peaks
 from jaxrl.profile.splits import predict, splits
 from jaxrl.profile.waits import Stage
 from jaxrl.sharding.ceilings import ceilings_of
 from jaxrl.sharding.placement import place
 
-ROUNDS = 2
-"""How often each key of a candidate is tried again after the others have changed."""
+ROUNDS = 4
+"""How often at most each key of a candidate is tried, as the others have changed meanwhile."""
 SHOWN = 5
 """Candidates in the table."""
 WORTH = 1.01
 """How many times faster a step must be for a key to change."""
 AXES = ("data", "fsdp", "tensor")
-REMATS = ("none", "dots", "full")
-
-Change = tuple[str, Any]
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to run, and what is predicted of it."""
+    """A placement and keys of a run, and what is predicted for them."""
 
     config: Config
     inputs: PlanInputs
     changes: tuple[Change, ...]
-    """Keys that differ from the run's own, the mesh first."""
+    """Keys that differ from the run as configured, the mesh first."""
     stages: Mapping[Stage, float]
+    """Seconds a step of each stage."""
     step: float
-    """Seconds."""
-    peaks: tuple[int, ...]
-    """Bytes of the fullest device of each pool."""
-    fits: bool
+    """Seconds of a step once the pipeline is full."""
+    peaks: Mapping[str, int]
+    """Pool -> bytes of its fullest device."""
+    excess: int
+    """Bytes above the limits, added up over the pools."""
+
+    @property
+    def fits(self) -> bool:
+        return self.excess == 0
 
     @property
     def words(self) -> list[str]:
@@ -56,11 +61,13 @@ class Candidate:
 
 
 class Search:
-    """Tries placements and keys on a machine."""
+    """Tries placements and keys on a machine: for each placement it improves one key after the
+    other, which finds a good choice, not always the best."""
 
     def __init__(self, plan: Plan, machine: Machine, sent: Mapping[str, float]):
         """
         Args:
+            plan: of the run as configured, on that machine.
             sent: role -> bytes that its compiled programs send from a device in a step.
         """
         self.config, self.inputs = plan.config, plan.inputs
@@ -72,23 +79,27 @@ class Search:
         self.now = self.judge(self.config, self.inputs)
 
     def judge(self, config: Config, inputs: PlanInputs) -> Candidate:
-        """What is predicted of a config on a placement. Raises UserError where it cannot be."""
-        axes = inputs.axes(config)
+        """What is predicted for a config on a placement; the plan chooses axes that are not set.
+
+        Raises:
+            UserError: axes that do not divide a role's devices or its model's heads.
+        """
+        whole, _ = with_axes(config, inputs)
         machine = (self.ceilings, self.links, self.host_size)
-        stages = stage_costs(config, inputs, axes, *machine, self.scale)
+        stages = stage_costs(whole, inputs, inputs.axes(whole), *machine, self.scale)
         names = {
             role: inputs.placement.pools[where.pool].name
             for role, where in inputs.placement.roles.items()
         }
-        pools = pool_peaks(inputs, config)
+        pools = pool_peaks(inputs, whole)
         return Candidate(
             config,
             inputs,
             self._changes(config),
             stages,
             predict(stages, names, SCHEDULES[config.schedule]),
-            tuple(pool.bytes for pool in pools),
-            all(pool.fits for pool in pools),
+            {pool.pool.name: pool.bytes for pool in pools},
+            sum(max(pool.bytes - pool.limit, 0) for pool in pools if pool.limit is not None),
         )
 
     def _changes(self, config: Config) -> tuple[Change, ...]:
@@ -96,30 +107,52 @@ class Search:
         return tuple((key, after[key]) for key in after if after[key] != before.get(key))
 
     def best(self) -> list[Candidate]:
-        """The fastest of each placement that fits, the fastest first."""
-        found = []
-        for spec in (self.config.mesh, *splits(self.inputs.placement)):
+        """The fastest found for each placement that fits, the fastest first."""
+        found = [self._improved(self.now)]
+        for spec in splits(self.inputs.placement):
             try:
                 start = self._placed(spec)
             except UserError:
                 continue
             found.append(self._improved(start))
-        return sorted((each for each in found if each.fits), key=lambda each: each.step)
+        fitting = sorted((each for each in found if each.fits), key=lambda each: each.step)
+        return [self._as_configured(each) for each in fitting]
+
+    def _as_configured(self, found: Candidate) -> Candidate:
+        """The same with the axes as the run's config has them, or leaves them to the plan, where
+        these are the same axes."""
+        config, inputs = found.config, found.inputs
+        for role in self.inputs.roles:
+            own = _with_axes(config, role, parallel(self.config, role).model_dump())
+            with suppress(UserError):
+                now, then = (inputs.axes(with_axes(each, inputs)[0]) for each in (config, own))
+                config = own if now == then else config
+        return replace(found, config=config, changes=self._changes(config))
 
     def _placed(self, spec: str) -> Candidate:
-        """The run on another mesh, with every choice of axes open again."""
+        """The run on another mesh, each role with the first choice of `_axes`.
+
+        Raises:
+            UserError: the mesh suits the models or the hosts badly.
+        """
         config = set_key(self.config, "mesh", spec)
         roles = [role for role in needed_roles(config) if role not in services(config)]
         slices = {role: section.devices for role, section in config.roles.items()}
         placement = place(spec, roles, slices)
-        for role in self.inputs.roles:
-            n = len(placement.roles[role].devices)
-            config = _with_axes(config, role, next(_axes(n, role)))
-        return self.judge(config, replace(self.inputs, placement=placement))
+        if any(_straddles(pool.devices, self.host_size) for pool in placement.pools):
+            raise UserError(f"{spec}: a cluster would not split a pool that one host can hold")
+        inputs = replace(self.inputs, placement=placement)
+        for role in inputs.roles:
+            axes = next(_axes(inputs, role), None)
+            if axes is None:
+                raise UserError(f"{spec}: the devices of {role} do not divide its model")
+            config = _with_axes(config, role, axes)
+        return self.judge(config, inputs)
 
     def _improved(self, start: Candidate) -> Candidate:
         best = start
         for _ in range(ROUNDS):
+            before = best
             for options in _ladders(best, self.inputs.roles):
                 for config in options:
                     try:
@@ -128,14 +161,14 @@ class Search:
                         continue
                     if _better(tried, best):
                         best = tried
+            if best is before:
+                break
         return best
 
 
 def _better(tried: Candidate, best: Candidate) -> bool:
-    if tried.fits != best.fits:
-        return tried.fits
-    if not tried.fits:
-        return max(tried.peaks) < max(best.peaks)
+    if not (tried.fits and best.fits):
+        return tried.excess < best.excess
     return tried.step * WORTH < best.step or (
         tried.step <= best.step and sum(tried.stages.values()) * WORTH < sum(best.stages.values())
     )
@@ -145,27 +178,36 @@ def _ladders(at: Candidate, roles: Sequence[str]) -> Iterator[list[Config]]:
     """For each key: the configs with its values."""
     config = at.config
     for role in roles:
-        n = len(at.inputs.placement.roles[role].devices)
-        if role in ("reward", "grouper") or n == 0:
-            continue
-        yield [_with_axes(config, role, axes) for axes in _axes(n, role)]
+        if role not in ("reward", "grouper"):  # their seconds are not predicted
+            yield [_with_axes(config, role, axes) for axes in _axes(at.inputs, role)]
     width = sum(at.inputs.widths(config))
     yield [set_key(config, "actor.remat", remat) for remat in REMATS]
-    yield [set_key(config, "actor.micro_batch_tokens", width * n) for n in (1, 2, 4, 8, 16)]
+    tokens = [*(width * n for n in (1, 2, 4, 8, 16)), None]
+    yield [set_key(config, "actor.micro_batch_tokens", n) for n in tokens]
     rows = config.batch_size * config.group_size
     yield [set_key(config, "rollout.slots", -(-rows // n)) for n in (1, 2, 3, 4, 8)]
-    if "teacher" in roles:
-        yield [set_key(config, "teacher.num_microbatches", n) for n in (1, 2, 4, 8, 16, 32)]
+    for role in [role for role in ("teacher", "reference") if role in roles]:
+        yield [set_key(config, f"{role}.num_microbatches", n) for n in (1, 2, 4, 8, 16, 32)]
 
 
-def _axes(n: int, role: str) -> Iterator[dict[str, int]]:
-    """Ways to use n devices: two axes at most, and no copies of what is trained."""
+def _axes(inputs: PlanInputs, role: str) -> Iterator[dict[str, int]]:
+    """Ways to use the devices of a role: two axes at most, and no copies of what is trained. What
+    does not divide the model's widths is left out: those weights would be whole on each device."""
+    n, model = len(inputs.placement.roles[role].devices), inputs.model(role)
     other = "fsdp" if role == "actor" else "data"
-    for tensor in (t for t in range(1, n + 1) if n % t == 0):
-        sizes = {other: n // tensor, "tensor": tensor}
-        yield {axis: size for axis, size in sizes.items() if size > 1} or {other: 1}
+    sizes = [
+        {other: n // tensor, "tensor": tensor} for tensor in range(1, n + 1) if n % tensor == 0
+    ]
     if role != "actor" and n > 1:
-        yield {"fsdp": n}
+        sizes.append({"fsdp": n})
+    for axes in sizes:
+        if model.d_model % axes.get("fsdp", 1) == 0 and model.d_ff % axes.get("tensor", 1) == 0:
+            yield {axis: size for axis, size in axes.items() if size > 1} or {other: 1}
+
+
+def _straddles(devices: Sequence[int], host_size: int) -> bool:
+    """Whether a pool's devices, numbered host after host, are on more hosts than it needs."""
+    return len({i // host_size for i in devices}) > -(-len(devices) // host_size)
 
 
 def _with_axes(config: Config, role: str, axes: Mapping[str, int]) -> Config:
@@ -188,9 +230,8 @@ def candidate_lines(now: Candidate, found: Sequence[Candidate]) -> list[str]:
     """Lines: the run as it is and the best candidates, with the seconds of each stage."""
     lines = [f"predicted seconds of a step ({ASSUMED})", _line("as it is", now)]
     for candidate in found[:SHOWN]:
-        faster = now.step / candidate.step
-        lines.append(_line(f"{faster:.2f}x", candidate))
-        lines.append(f"      {' '.join(candidate.words) or 'as it is'}")
+        lines.append(_line(f"{now.step / candidate.step:.2f}x", candidate))
+        lines.append(f"    {' '.join(candidate.words)}")
     return lines
 
 
@@ -198,7 +239,8 @@ def _line(title: str, candidate: Candidate) -> str:
     stages = ", ".join(
         f"{role} {method} {seconds:.2f}"
         for (role, method), seconds in candidate.stages.items()
-        if seconds > 0
+        if seconds >= 0.005
     )
-    sizes = ", ".join(f"{size / GB:.1f}" for size in candidate.peaks)
-    return f"  {title:>8}: {candidate.step:.2f} s ({stages}); GB of the pools: {sizes}"
+    sizes = ", ".join(f"{pool} {size / GB:.1f}" for pool, size in candidate.peaks.items())
+    misfit = "" if candidate.fits else ": does not fit"
+    return f"  {title:>9}: {candidate.step:.2f} s ({stages}); peak GB by the plan: {sizes}{misfit}"

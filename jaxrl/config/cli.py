@@ -170,7 +170,10 @@ def run_arguments(arguments: argparse.Namespace) -> RunArguments:
         overrides.append(f"{key}={value}")
     config, base = Config.load_base(arguments.config, overrides)
     if arguments.compile is not None and not arguments.dry_run:
-        raise UserError(f"--compile {arguments.compile} needs --dry-run: nothing is run")
+        raise UserError(
+            f"--compile {arguments.compile} needs --dry-run too: it compiles the run's programs and"
+            " trains nothing"
+        )
     for option in ("suggest", "json"):
         if getattr(arguments, option) and arguments.compile is None:
             raise UserError(f"--{option} needs --dry-run --compile TARGET")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 
@@ -76,6 +78,25 @@ def test_the_process_ends_when_it_is_no_longer_wanted():
         next(rows)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_the_process_ends_when_ours_is_killed():
+    """Without a chance to clean up, as by the kernel where memory runs out."""
+    program = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "import os, threading\n"
+        "from jaxrl.aot.apart import apart\n"
+        "from test_apart import sleeps\n"
+        "print(next(apart(threading.Event(), sleeps)), flush=True)\n"
+        "os.kill(os.getpid(), 9)"
+    )
+    ours = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ours.returncode == -9, ours.stderr
+    command = Path(f"/proc/{int(ours.stdout)}/cmdline")
+    end = time.monotonic() + 20
+    while command.exists() and command.read_bytes():  # empty: it has ended, nobody has asked how
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def test_an_error_is_raised_here():

@@ -21,7 +21,16 @@ def test_the_ceilings_of_every_gpu_are_published():
     assert {gpu.kind for gpu in GPUS.values()} <= PUBLISHED.keys()
 
 
-@pytest.mark.parametrize("name", ["h200x9", "a100x20"])
+@pytest.mark.parametrize(
+    "name", ["tpu-v5e:0x4", "tpu-v5e:3x4", "tpu-v5e:16x32", "tpu-v5e:2x2x2", "tpu-v5p:8"]
+)
+def test_a_slice_that_no_pod_has_is_refused_with_what_is_allowed(name):
+    """libtpu ends the process for some of them, and takes four chips of the fourth."""
+    with pytest.raises(UserError, match="no such slice; a tpu-v5[ep] is 1 or 2 chips, or hosts of"):
+        machine(name)
+
+
+@pytest.mark.parametrize("name", ["h200x9", "a100x20", "h200x1000000"])
 def test_several_hosts_are_full(name):
     with pytest.raises(UserError, match="multiples of 8"):
         machine(name)
@@ -33,6 +42,10 @@ def test_several_hosts_are_full(name):
         (["--compile", "h200x8"], "--compile h200x8 needs --dry-run"),
         (["--dry-run", "--json"], "--json needs --dry-run --compile TARGET"),
         (["--dry-run", "--suggest"], "--suggest needs --dry-run --compile TARGET"),
+        (
+            ["--dry-run", "--compile", "l4x1", "teacher.model=null", "teacher.address=host:1"],
+            "teacher.model to a folder",
+        ),
     ],
 )
 def test_options_that_need_another(words, said, capsys):

@@ -12,8 +12,10 @@ from jaxrl.aot.costs import LINKS, Links, counted_bytes, stage_costs
 from jaxrl.aot.machine import Machine
 from jaxrl.aot.suggest import Search, candidate_lines
 from jaxrl.config.schema import Config
+from jaxrl.errors import UserError
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import target_of
+from jaxrl.plan.axes import with_axes
 from jaxrl.plan.inputs import PlanInputs
 from jaxrl.profile.splits import RunSetup, StepTimes, best_split, predict, speedup
 from jaxrl.sharding.ceilings import ceilings_of
@@ -124,7 +126,7 @@ def test_the_compiled_programs_say_what_collectives_send():
 
 
 def test_the_best_fits_is_faster_and_says_what_to_change():
-    tried = search("actor=2,rollout=2,teacher=4")
+    tried = search("actor=2,rollout=1,teacher=1")
     found = tried.best()
     assert found and all(each.fits for each in found)
     assert found[0].step < tried.now.step
@@ -134,13 +136,55 @@ def test_the_best_fits_is_faster_and_says_what_to_change():
     assert "assumed" in lines[0] and "mesh=" in "".join(lines)
 
 
+def test_the_run_as_configured_is_judged_with_the_axes_of_its_plan():
+    """Where the config is silent the plan gives the teacher whole copies; `fsdp`, which it would
+    have without a plan, gathers every layer."""
+    tried = search("actor=2,rollout=2,teacher=4")
+    chosen, _ = with_axes(tried.config, tried.inputs)
+    assert chosen.teacher.parallel.data == 4 and tried.config.teacher.parallel.data is None
+    assert tried.now.peaks == tried.judge(chosen, tried.inputs).peaks
+    assert tried.now.stages == tried.judge(chosen, tried.inputs).stages
+
+
+def test_axes_that_the_plan_would_choose_are_not_named():
+    (found,) = search("actor+rollout+teacher=1").best()
+    assert not [key for key, _ in found.changes if "parallel" in key]
+
+
+def test_a_pool_is_not_split_between_hosts_without_need():
+    tried = search("actor=4,rollout=4,teacher=8", hosts=2)
+    tried._placed("actor=2,rollout=6,teacher=8")
+    with pytest.raises(UserError, match="one host can hold"):
+        tried._placed("actor=6,rollout=4,teacher=6")
+
+
+def test_only_batches_that_the_rollout_samples_take_its_time():
+    stage, mesh = ("rollout", "generate"), "actor=2,rollout=2,teacher=4"
+    always = costs(mesh)[stage]
+    half = costs(mesh, distill={"on_policy_fraction": 0.5, "seq_kd": True})
+    assert half[stage] == pytest.approx(always / 2)
+    never = costs(mesh, distill={"on_policy_fraction": 0.0, "seq_kd": True})
+    assert never[stage] == 0 and ("actor", "publish") not in never
+
+
+def test_the_pass_that_chooses_the_tokens_of_student_topk_takes_time():
+    stage, mesh = ("rollout", "generate"), "actor=2,rollout=2,teacher=4"
+    assert costs(mesh, distill={"signal": "student_topk"})[stage] > costs(mesh)[stage]
+
+
+def test_where_the_run_does_not_fit_a_slower_one_that_does_is_found():
+    tried = search("actor=2,rollout=2,teacher=4", limit=20_000_000_000, actor={"remat": "none"})
+    best = tried.best()[0]
+    assert not tried.now.fits and best.fits and best.changes
+
+
 def test_what_does_not_fit_is_not_proposed():
     """On 24 GB no device can hold the 7B teacher whole: it is split, whatever that costs."""
     found = search("actor=2,rollout=2,teacher=4", limit=22_000_000_000).best()
     assert found
     for each in found:
         assert each.inputs.axes(each.config)["teacher"].size > 1
-        assert max(each.peaks) <= 22_000_000_000
+        assert max(each.peaks.values()) <= 22_000_000_000
 
 
 def test_the_ranking_is_that_of_advice_from_measured_times():
