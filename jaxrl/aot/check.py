@@ -22,12 +22,12 @@ from rich.table import Table
 
 from jaxrl.algorithms.methods import needed_roles
 from jaxrl.aot.apart import Died, apart
-from jaxrl.aot.hlo import Compiled, Graphs, read, read_thunks
+from jaxrl.aot.hlo import Compiled, Graphs, read, read_thunks, read_total
 from jaxrl.aot.machine import Machine, machine, prepare
 from jaxrl.aot.programs import Program, RunPrograms
 from jaxrl.aot.suggest import SHOWN, WORTH, Candidate, Search, candidate_lines
 from jaxrl.config.schema import Config
-from jaxrl.models.kernels import GPU, Target, compiling_for
+from jaxrl.models.kernels import GPU, TPU, Target, compiling_for
 from jaxrl.plan import WIDTH, Plan, make_plan
 from jaxrl.plan.inputs import GB
 from jaxrl.process.gpu_memory import gpu_share
@@ -41,6 +41,8 @@ LONGEST = ("update", "decode")
 """Programs that take the longest to compile: begun first."""
 THUNKS = "*thunk_sequence_after_thunk_passes*"
 """Files in XLA's dump that list the kernels and CUDA graphs which a GPU program launches."""
+MEMORY = "*memory-usage-report.txt"
+"""The file in XLA's dump that has the memory of a TPU program."""
 SHORT = {
     "all-gather": "gather",
     "all-reduce": "reduce",
@@ -318,30 +320,33 @@ def _expected(program: Program, plan: Plan) -> Checked:
 def _compiled(program: Program, expected: Checked, plan: Plan) -> Checked:
     begin = time.monotonic()
     try:
-        compiled, graphs = compile_program(program, plan.inputs.target)
+        compiled, graphs, held = compile_program(program, plan.inputs.target)
     except Exception as error:  # of whatever the target's compiler does not take
         reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
         return replace(expected, seconds=time.monotonic() - begin, error=reason)
     return replace(
         expected,
-        compiled=program.held(compiled),
+        compiled=held,
         seconds=time.monotonic() - begin,
         found=read(compiled.as_text()),
         graphs=graphs,
     )
 
 
-def compile_program(program: Program, target: Target) -> tuple[Any, Graphs | None]:
-    """The compiled program and, of a decode launch on a GPU, what it launches in its loops.
+def compile_program(program: Program, target: Target) -> tuple[Any, Graphs | None, int]:
+    """(the compiled program, what a decode launch on a GPU launches in its loops, bytes that the
+    role holds on one device while the program runs).
 
     Raises whatever the compiler of the target does.
     """
-    looks = program.name == "decode" and target.platform in GPU
+    looks = target.platform == TPU or (program.name == "decode" and target.platform in GPU)
     with tempfile.TemporaryDirectory() as folder:
         options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True} if looks else None
         compiled = program.compile(options)
         thunks = [path.read_text() for path in Path(folder).glob(THUNKS)]
-    return compiled, read_thunks(thunks[0]) if thunks else None
+        totals = [read_total(path.read_text()) for path in Path(folder).glob(MEMORY)]
+    held = program.held(compiled, max(totals, default=None))
+    return compiled, read_thunks(thunks[0]) if thunks else None, held
 
 
 def _table(report: Report) -> Table:
