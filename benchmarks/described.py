@@ -294,11 +294,11 @@ def measure(run: DescribedRun, program: Program, seconds: float) -> Measured:
     """
     devices = list(run.programs.meshes[program.role].devices.flat)
     begin = time.perf_counter()
-    compiled, graphs = compile_program(program, run.inputs.target)
+    compiled, graphs, total = compile_program(program, run.inputs.target)
     text = read(compiled.as_text())
     found = Measured(
         planned=program.planned(run.accounts[program.role]),
-        compiled=program.held(compiled),
+        compiled=total,
         attention=text.attention,
         graphs=graphs,
         collectives={kind: each.bytes for kind, each in text.collectives.items()},

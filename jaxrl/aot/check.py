@@ -24,14 +24,14 @@ from rich.table import Table
 
 from jaxrl.algorithms.methods import needed_roles
 from jaxrl.aot.apart import Died, apart
-from jaxrl.aot.hlo import Compiled, Graphs, read, read_thunks
+from jaxrl.aot.hlo import Compiled, Graphs, read, read_thunks, read_total
 from jaxrl.aot.machine import Machine, machine, prepare
 from jaxrl.aot.programs import Program, RunPrograms
 from jaxrl.aot.suggest import SHOWN, WORTH, Candidate, Search, candidate_lines
 from jaxrl.config.schema import Config
 from jaxrl.config.yaml_text import shown
 from jaxrl.errors import UserError
-from jaxrl.models.kernels import GPU, Target, compiling_for
+from jaxrl.models.kernels import GPU, TPU, Target, compiling_for
 from jaxrl.plan import WIDTH, Plan, make_plan
 from jaxrl.plan.advice import Change
 from jaxrl.plan.inputs import GB
@@ -46,6 +46,8 @@ LONGEST = ("update", "decode")
 """Programs that take the longest to compile: they are started first."""
 THUNKS = "*thunk_sequence_after_thunk_passes*"
 """Files in XLA's dump that list the kernels and CUDA graphs which a GPU program launches."""
+MEMORY = "*memory-usage-report.txt"
+"""The file in XLA's dump that has the memory of a TPU program."""
 NO_TILES = "Couldn't find output tile sizes"
 WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False}
 """Compiler options for a second try: without autotuning, XLA finds no tiles for some of Triton's
@@ -353,25 +355,26 @@ def _expected(program: Program, plan: Plan) -> Checked:
 def _compiled(program: Program, expected: Checked, plan: Plan) -> Checked:
     begin = time.monotonic()
     try:
-        compiled, graphs = compile_program(program, plan.inputs.target)
+        compiled, graphs, held = compile_program(program, plan.inputs.target)
     except Exception as error:  # of whatever the target's compiler does not take
         reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
         return replace(expected, seconds=time.monotonic() - begin, error=reason)
     return replace(
         expected,
-        compiled=program.held(compiled),
+        compiled=held,
         seconds=time.monotonic() - begin,
         found=read(compiled.as_text()),
         graphs=graphs,
     )
 
 
-def compile_program(program: Program, target: Target) -> tuple[Any, Graphs | None]:
-    """The compiled program and, of a decode launch on a GPU, what it launches in its loops.
+def compile_program(program: Program, target: Target) -> tuple[Any, Graphs | None, int]:
+    """(the compiled program, what a decode launch on a GPU launches in its loops, bytes that the
+    role holds on one device while the program runs).
 
     Raises whatever the compiler of the target does.
     """
-    looks = program.name == "decode" and target.platform in GPU
+    looks = target.platform == TPU or (program.name == "decode" and target.platform in GPU)
     with tempfile.TemporaryDirectory() as folder:
         options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True} if looks else {}
         try:
@@ -381,7 +384,9 @@ def compile_program(program: Program, target: Target) -> tuple[Any, Graphs | Non
                 raise
             compiled = program.compile(options | WITHOUT_TRITON)
         thunks = [path.read_text() for path in Path(folder).glob(THUNKS)]
-    return compiled, read_thunks(thunks[0]) if thunks else None
+        totals = [read_total(path.read_text()) for path in Path(folder).glob(MEMORY)]
+    held = program.held(compiled, max(totals, default=None))
+    return compiled, read_thunks(thunks[0]) if thunks else None, held
 
 
 def _table(report: Report) -> Table:

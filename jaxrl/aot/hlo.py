@@ -205,3 +205,15 @@ def read_thunks(text: str) -> Graphs:
             outside += "kCommandBuffer" not in kinds
         above.append((depth, kind))
     return Graphs(graphs, inside, outside)
+
+
+TOTAL = re.compile(r"Total bytes: (\d+)")
+
+
+def read_total(report: str) -> int:
+    """Bytes of a TPU program's arguments, results and temporaries in a device's HBM, by what XLA's
+    dump `memory-usage-report` says of each memory space, the HBM first. The compiler refuses a
+    program for which they are too many."""
+    found = TOTAL.search(report)
+    assert found is not None
+    return int(found[1])

@@ -73,13 +73,20 @@ class Program:
         more = [size for phase, size in account.phases().items() if phase in self.phases]
         return account.resident + max(more) if more else None
 
-    def held(self, compiled: Any) -> int:
-        """Bytes that its role holds on one device while the compiled program runs."""
+    def held(self, compiled: Any, total: int | None = None) -> int:
+        """Bytes that its role holds on one device while the compiled program runs.
+
+        Args:
+            total: arguments, results and temporaries as the compiler of a TPU reports them
+                (`hlo.read_total`); its `memory_analysis` exceeds them where there are loops.
+        """
         sizes = compiled.memory_analysis()
         # XLA does not count arguments that the program never reads, but they stay on the device.
-        arguments = max(sizes.argument_size_in_bytes, local_bytes((self.args, self.kwargs)))
-        results = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
-        return int(arguments + sizes.temp_size_in_bytes + results + self.beside)
+        unread = max(0, local_bytes((self.args, self.kwargs)) - sizes.argument_size_in_bytes)
+        if total is None:
+            results = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+            total = sizes.argument_size_in_bytes + sizes.temp_size_in_bytes + results
+        return int(total + unread + self.beside)
 
 
 def shaped(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:

@@ -21,7 +21,7 @@ from jaxrl.config.schema import Config, DistillConfig, DType, OffloadConfig
 from jaxrl.models.activations import F32, SAMPLER_ARRAYS, Pass, logits, split, whole_rows
 from jaxrl.models.buckets import bucket
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.kernels import fuses
+from jaxrl.models.kernels import GPU, TPU, fuses
 from jaxrl.plan.frozen_memory import grouper_account, reward_account
 from jaxrl.plan.inputs import PlanInputs, PoolPeak
 from jaxrl.plan.memory import (
@@ -187,8 +187,9 @@ def actor(m: Setting) -> Iterable[Entry]:
     before_loss = gradients - heads.later
     if not m.inputs.on_cpu:  # elsewhere a gradient takes no memory before it is there
         before_loss = summed if count > 1 else 0
-        if axes.fsdp > 1:  # the peak is after the loss: the heads are gone, gradients arrive
-            before_loss += weight_bytes(m.student, axes, "float32")
+        if axes.fsdp > 1:  # the peak is after the loss: no heads, on GPUs gradients
+            if m.inputs.target.platform in GPU:
+                before_loss += weight_bytes(m.student, axes, "float32")
             heads = heads._replace(forward=heads.forward - heads.gathered)
     arrays = loss_arrays(m) - (m.loss_fused and m.one_chunk(rows))
     loss = 2 * run.residual + logits(m.chunk(rows), m.vocab, axes.tensor, arrays)
@@ -269,6 +270,8 @@ def _heads(m: Setting, rows: int, count: int) -> Heads:
     table = whole_rows(m.student.vocab_size, width, axes, F32)  # whatever the compute dtype
     embedding = table - (0 if tied else table // axes.fsdp)
     looked_up = embedding * compute // F32
+    if m.inputs.target.platform == TPU and not m.loss_fused:
+        embedding = 0  # a TPU scatters into it when all layers are done, and their arrays are gone
     theirs = 0
     if m.teacher is not None and m.signal == "hidden":
         theirs_dtype = ITEMSIZE[m.config.teacher.compute_dtype]

@@ -245,7 +245,7 @@ def micro_batch(batch: TrainBatch, rows: jax.Array, mesh: Mesh, group: int) -> T
 
             def put(x: jax.Array, share: jax.Array) -> jax.Array:
                 mask = here.reshape(-1, *[1] * (x.ndim - 1))
-                return jnp.where(mask, x[jnp.clip(wanted, 0, held - 1)], share)
+                return jnp.where(mask, _rows(x, jnp.clip(wanted, 0, held - 1)), share)
 
             return jax.tree.map(put, batch, shares)
 
@@ -257,7 +257,7 @@ def micro_batch(batch: TrainBatch, rows: jax.Array, mesh: Mesh, group: int) -> T
 
     index = jnp.maximum(rows, 0)
     if ring == 1:
-        micro = jax.tree.map(lambda x: x[index], batch)
+        micro = jax.tree.map(lambda x: _rows(x, index), batch)
     else:
         whole, split = PartitionSpec(), PartitionSpec(axes)
         micro = jax.shard_map(taken, mesh=mesh, in_specs=(split, whole), out_specs=split)(
@@ -265,3 +265,12 @@ def micro_batch(batch: TrainBatch, rows: jax.Array, mesh: Mesh, group: int) -> T
         )
     trained = micro.sequences.loss_mask & (rows >= 0)[:, None]
     return replace(micro, sequences=replace(micro.sequences, loss_mask=trained, group=group))
+
+
+def _rows(x: jax.Array, index: jax.Array) -> jax.Array:
+    """x[index] for row numbers [b] in range. Of an array of three dims a TPU would first copy all
+    rows, in slices of columns; as rows of a matrix it copies only those asked for."""
+    if x.ndim < 3:
+        return x[index]
+    flat = index[:, None] * x.shape[1] + jnp.arange(x.shape[1], dtype=index.dtype)[None]
+    return x.reshape(-1, *x.shape[2:])[flat]

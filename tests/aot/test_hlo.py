@@ -1,6 +1,6 @@
 """What is read from the text of a compiled program."""
 
-from jaxrl.aot.hlo import read, read_thunks
+from jaxrl.aot.hlo import read, read_thunks, read_total
 
 PROGRAM = """\
 HloModule jit_step
@@ -78,3 +78,18 @@ def test_what_the_host_launches_in_loops_is_what_no_graph_holds():
     """Two conditions, a copy of the outer loop, a kernel beside the graph; not what is outside."""
     found = read_thunks(THUNKS)
     assert (found.graphs, found.inside, found.outside) == (1, 2, 4)
+
+
+MEMORY = """\
+Memory Space: default (color=0)
+Total bytes: 2177017856 (2.03GiB)
+  cumulative_size;       size;       offset; used_by_n_values; shapes_list
+    1.01GiB(100%);    1.01GiB;            0;                1; bf16[151936,3584]
+
+Memory Space: vmem (color=1)
+Total bytes: 41193472 (39.29MiB)
+"""
+
+
+def test_the_memory_of_a_tpu_program_is_that_in_hbm():
+    assert read_total(MEMORY) == 2177017856

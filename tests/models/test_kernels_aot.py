@@ -20,6 +20,8 @@ from jaxrl.models.rules import param_shardings
 
 MODEL = DecoderConfig("qwen2", 256, 512, 2, 4, 2, 128, 384)
 """Two layers with the head dim of Qwen2.5, 4 heads and 2 KV heads."""
+NARROW = DecoderConfig("qwen2", 64, 128, 2, 2, 1, 128, 128)
+"""What the code that libtpu generates grows with."""
 W, C, G, P = 136, 200, 2, 4
 OPTIONS: dict[str, Any] = {"gpu": {"xla_gpu_autotune_level": 0}, "tpu": {}}
 """No kernel can be tried out."""
@@ -38,10 +40,18 @@ def described(target: str, sizes: tuple[int, int, int]) -> Mesh:
     return Mesh(devices, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
 
 
-def compiled(mesh: Mesh, platform: str, dtype: str, *, shared: bool) -> str:
+def compiled(
+    mesh: Mesh,
+    platform: str,
+    dtype: str,
+    *,
+    shared: bool,
+    model: DecoderConfig = MODEL,
+    prompts: int = P,
+) -> str:
     """The program of a model's hidden states and their gradient, and of a prefill."""
     rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
-    shapes, shardings = decoder.abstract_params(MODEL), param_shardings(MODEL, mesh)
+    shapes, shardings = decoder.abstract_params(model), param_shardings(model, mesh)
     params = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
     )
@@ -54,16 +64,16 @@ def compiled(mesh: Mesh, platform: str, dtype: str, *, shared: bool) -> str:
     def loss(params: Any, *given: Any) -> jax.Array:
         options: Any = {"mesh": mesh, "dtype": dtype, "remat": "full"}
         if shared:
-            found = decoder.forward_groups(MODEL, params, *given, **options)
+            found = decoder.forward_groups(model, params, *given, **options)
         else:
-            found = (decoder.forward(MODEL, params, *given[0], **options),)
+            found = (decoder.forward(model, params, *given[0], **options),)
         return sum(x.astype(jnp.float32).sum() for x in found)
 
     def program(params: Any, *given: Any) -> Any:
-        filled = decoder.prefill(MODEL, decoder.cast(params, dtype), *given[0], mesh=mesh)
+        filled = decoder.prefill(model, decoder.cast(params, dtype), *given[0], mesh=mesh)
         return jax.grad(loss)(params, *given), filled
 
-    given = [both(P, W), both(P * G, C)] if shared else [both(P * G, W + C)]
+    given = [both(prompts, W), both(prompts * G, C)] if shared else [both(prompts * G, W + C)]
     with compiling_for(target_of(mesh.devices.flat)):
         lowered = jax.jit(program).lower(params, *given)
     return lowered.compile(compiler_options=OPTIONS[platform]).as_text()
@@ -97,11 +107,12 @@ def test_an_h200_runs_cudnns_kernel_without_a_mask(
 def test_a_tpu_runs_splash_attention() -> None:
     """Of prompts and of completions forward, again in the backward pass, and that pass's two
     kernels; and a prefill."""
-    text = compiled(described("tpu-v5e:2x2", (1, 1, 1)), "tpu", "bfloat16", shared=True)
+    mesh = described("tpu-v5e:2x2", (1, 1, 1))
+    text = compiled(mesh, "tpu", "bfloat16", shared=True, model=NARROW, prompts=1)
     assert text.count('custom_call_target="tpu_custom_call"') == 2 * 4 + 1
     assert not squares(text)
 
 
 def test_a_t4_computes_attention_in_matrix_products() -> None:
-    text = compiled(described("t4x1", (1, 1, 1)), "gpu", "float32", shared=True)
+    text = compiled(described("t4x1", (1, 1, 1)), "gpu", "float32", shared=False)
     assert "fmha" not in text and squares(text)

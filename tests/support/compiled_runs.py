@@ -1,0 +1,159 @@
+"""Runs of Qwen2.5's widths for machines that are not here, described by `config.json` alone."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxrl.aot.apart import apart
+from jaxrl.aot.check import MEMORY, plan_for
+from jaxrl.aot.hlo import read_total
+from jaxrl.aot.machine import compilers, machine, prepare
+from jaxrl.aot.programs import Program, RunPrograms, local_bytes
+from jaxrl.config.schema import Config
+from jaxrl.models.kernels import compiling_for
+from jaxrl.plan import Plan
+
+MISSING = {"cuda", "tpu"} - compilers()
+NEEDS_COMPILERS = [
+    pytest.mark.aot,
+    pytest.mark.skipif(bool(MISSING), reason=f"no compiler for {sorted(MISSING)} (extra aot)"),
+]
+STUDENT = {
+    "model_type": "qwen2",
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+}
+TEACHER = STUDENT | {
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "tie_word_embeddings": False,
+}
+SMALL: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 1024,
+}
+"""What the code that libtpu generates grows with."""
+PROMPT, NEW, BATCH, GROUP = 448, 832, 16, 4
+
+
+def config(tmp: Path, model: Mapping[str, Any] | None = None, **keys: Any) -> Config:
+    """A run of 1.5B and 7B parameters, of two layers unless `model` changes that of both."""
+    for name, whole in (("student", STUDENT), ("teacher", TEACHER)):
+        (tmp / name).mkdir(exist_ok=True)
+        (tmp / name / "config.json").write_text(json.dumps(whole | (model or {})))
+    raw: dict[str, Any] = {
+        "mesh": "actor=4,rollout=2,teacher=2",
+        "batch_size": BATCH,
+        "group_size": GROUP,
+        "max_prompt_tokens": PROMPT,
+        "max_new_tokens": NEW,
+        "student": {"model": str(tmp / "student")},
+        "teacher": {"model": str(tmp / "teacher")},
+        "data": {"train": "arithmetic"},
+        "run_dir": str(tmp / "run"),
+        "actor": {"micro_batch_tokens": PROMPT + GROUP * NEW},
+    }
+    return Config.parse(raw | keys)
+
+
+REWARDED: dict[str, Any] = {
+    "mesh": "actor+rollout=1",
+    "algorithm": "gspo",
+    "teacher": {"model": None},
+    "reward": {"functions": ["exact"]},
+    "batch_size": 2,
+    "group_size": 2,
+    "max_prompt_tokens": 64,
+    "max_new_tokens": 64,
+    "actor": {},
+}
+"""The notebook's run from rewards, on one device."""
+UPDATES = [(n, remat) for n in (1, 2, 4, 8) for remat in ("full", "dots", "none")]
+
+
+def distilled(tmp: Path, devices: int, remat: str) -> Config:
+    """Qwen2.5-7B teaches Qwen2.5-1.5B at full depth, on devices that all roles share."""
+    return config(
+        tmp,
+        {"num_hidden_layers": 28},
+        mesh=f"actor+rollout+teacher={devices}",
+        batch_size=48,
+        max_prompt_tokens=1024,
+        max_new_tokens=2048,
+        actor={"micro_batch_tokens": 12288, "remat": remat},
+    )
+
+
+def programs(run: Config, target: str, *names: str) -> Iterator[tuple[Plan, Program]]:
+    """The plan of a run for a machine, and each of its programs: with names, those. A program for
+    GPUs must be compiled before the next is asked for (`compiling_for`)."""
+    prepare()
+    there = machine(target)
+    plan = plan_for(run, there)
+    with compiling_for(plan.inputs.target):
+        for program in RunPrograms(plan.config, plan.inputs, plan.axes, there.devices):
+            if not names or program.name in names:
+                yield plan, program
+
+
+def planned_and_reported(run: Config, target: str, role: str, name: str) -> tuple[int, int]:
+    """Bytes that a role holds while a program runs, by the plan and by the compiler of a TPU.
+
+    The compiler reports them seconds after it has started. It would generate code for minutes:
+    its process is ended.
+    """
+    ended = threading.Event()
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as thread:
+        rows = apart(ended, _compile, run, target, role, name, folder)
+        try:
+            planned, beside = next(rows)
+            compiling = thread.submit(list, rows)
+            while not (found := [*Path(folder).glob(MEMORY)]) or not found[0].read_text():
+                if compiling.done():
+                    compiling.result()
+                time.sleep(0.1)
+            time.sleep(0.1)  # for the rest of the file
+            return planned, read_total(found[0].read_text()) + beside
+        finally:
+            ended.set()
+
+
+def _compile(
+    run: Config, target: str, role: str, name: str, folder: str
+) -> Iterator[tuple[int, int]]:
+    """Yields planned bytes, and those that the role holds beside the program; then compiles."""
+    for plan, program in programs(run, target, name):
+        if program.role == role:
+            planned = program.planned(plan.accounts[role])
+            assert planned is not None
+            yield planned, program.beside
+            program.compile({"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
+
+
+def state_bytes(program: Program) -> int:
+    """Bytes on one device of parameters and optimizer state, an update's first argument."""
+    return local_bytes(program.args[0])
