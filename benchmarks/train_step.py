@@ -25,10 +25,11 @@ import numpy as np
 import step as whole_step
 
 from jaxrl.algorithms.methods import METHODS
-from jaxrl.algorithms.signals import completion_hidden
+from jaxrl.algorithms.signals import completion_hidden, packed
 from jaxrl.data.batch import make_rollout
 from jaxrl.losses.distill import divergence_from_hidden
 from jaxrl.models.decoder import head
+from jaxrl.models.packing import pack
 from jaxrl.plan import make_plan
 from jaxrl.profile.work import Work, divergence_work, forward_work
 from jaxrl.run.job import Job, make_job
@@ -101,21 +102,23 @@ def parts(
     rows = jax.NamedSharding(mesh, jax.P(("data", "fsdp")))
     made, _ = METHODS["teacher"].prepare(job.config)(rollout, scores)
     batch = reshard(made, rows)
+    packing = jax.jit(partial(pack, mesh=mesh))(batch.sequences)
+    flat = jax.jit(packed)(packing, batch)
     forward = jax.jit(partial(completion_hidden, config, mesh=mesh))
-    hidden = forward(params, batch.sequences)
+    hidden = forward(params, packing)
 
     def blocks(params: Any) -> jax.Array:
         remat = job.config.actor.remat
-        out = completion_hidden(config, params, batch.sequences, mesh, remat=remat)
+        out = completion_hidden(config, params, packing, mesh, remat=remat)
         return (out.astype(jnp.float32) * hidden).sum()
 
     def divergence(hidden: jax.Array, kernel: jax.Array, teacher_head: jax.Array) -> jax.Array:
         return divergence_from_hidden(
             hidden,
             kernel,
-            batch.teacher.hidden,
+            flat.teacher.hidden,
             teacher_head,
-            batch.sequences.loss_mask,
+            flat.sequences.loss_mask,
             beta=job.config.distill.jsd_beta,
             chunk=job.config.distill.chunk_tokens,
             mesh=mesh,
@@ -126,7 +129,7 @@ def parts(
     both = jax.jit(jax.value_and_grad(divergence, argnums=(0, 1)))
     teacher_head = job.teacher.load_head(mesh, dtype)
     return {
-        "forward": lambda: forward(params, batch.sequences),
+        "forward": lambda: forward(params, packing),
         "blocks": lambda: backward(params),
         "divergence": lambda: both(hidden, head(params), teacher_head),
     }

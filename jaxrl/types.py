@@ -78,6 +78,9 @@ class Sequences:
     group: int = field(default=1, metadata={"static": True})
     """Number of consecutive rows that share a prompt, which a forward pass may then compute once.
     1: none. `roles.microbatch.shared_group` checks the rows before this is set."""
+    room: tuple[int, int] | None = field(default=None, metadata={"static": True})
+    """Tokens that each device computes, all and those of completions: at least what its rows have
+    (`models.packing.room_of`), and no more than their padding holds. None: as much as that."""
 
 
 @dataclass(frozen=True)

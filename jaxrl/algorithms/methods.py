@@ -15,10 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl.algorithms.objective import policy_metrics, policy_objective, ratios
+from jaxrl.algorithms.objective import policy_metrics, policy_objective, ratios, reported
 from jaxrl.algorithms.refill import refilled
 from jaxrl.algorithms.sampled_batch import prepare_rewarded
-from jaxrl.algorithms.signals import Projection, completion_hidden, completion_tokens, distill_loss
+from jaxrl.algorithms.signals import (
+    Projection,
+    completion_hidden,
+    distill_loss,
+    packed,
+    packed_completions,
+)
 from jaxrl.algorithms.sources import Sources
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
@@ -27,6 +33,7 @@ from jaxrl.losses.head import logprobs_from_hidden
 from jaxrl.losses.masked import masked_count, masked_sum
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Params, head
+from jaxrl.models.packing import Packing, pack
 from jaxrl.runtime.worker import Future
 from jaxrl.sharding.parts import join_parts
 from jaxrl.types import (
@@ -137,9 +144,10 @@ def gkd_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) 
     projection = Projection(config.distill, mesh, vocab_size)
 
     def loss(params: Params, frozen: Frozen, batch: TrainBatch, totals: Totals) -> LossParts:
-        hidden, kernel = _hidden(config, model, mesh, params, batch)
-        total, count, metrics = distill_loss(projection, hidden, kernel, batch, frozen)
-        return (total, count), {f"distill/{name}": pair for name, pair in metrics.items()}, {}
+        packing, hidden, kernel = _hidden(config, model, mesh, params, batch)
+        flat = packed(packing, batch)
+        total, count, metrics = distill_loss(projection, hidden, kernel, flat, frozen)
+        return (total, count), reported("distill", packing, metrics), {}
 
     return loss
 
@@ -149,8 +157,9 @@ def sft_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) 
     chunk = config.distill.chunk_tokens
 
     def loss(params: Params, frozen: Frozen, batch: TrainBatch, totals: Totals) -> LossParts:
-        hidden, kernel = _hidden(config, model, mesh, params, batch)
-        tokens, mask = completion_tokens(batch.sequences), batch.sequences.loss_mask
+        packing, hidden, kernel = _hidden(config, model, mesh, params, batch)
+        completions = packed_completions(packing, batch.sequences)
+        tokens, mask = completions.tokens, completions.loss_mask
         logprobs = logprobs_from_hidden(hidden, kernel, tokens, mask=mask, chunk=chunk, mesh=mesh)
         total = (-masked_sum(logprobs, mask), masked_count(mask))
         return total, {"sft/loss": total}, {}
@@ -160,13 +169,14 @@ def sft_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) 
 
 def _hidden(
     config: Config, model: DecoderConfig, mesh: Mesh, params: Params, batch: TrainBatch
-) -> tuple[jax.Array, jax.Array]:
-    """The hidden states [B, C, D] of the completions and the LM head [V, D], both in the compute
-    dtype.
+) -> tuple[Packing, jax.Array, jax.Array]:
+    """The streams, the hidden states [X, m, D] of the completions and the LM head [V, D], both in
+    the compute dtype.
     """
     dtype, remat = jnp.dtype(config.actor.dtype), config.actor.remat
-    hidden = completion_hidden(model, params, batch.sequences, mesh, remat=remat, dtype=dtype)
-    return hidden, head(params).astype(dtype)
+    packing = pack(batch.sequences, mesh)
+    hidden = completion_hidden(model, params, packing, mesh, remat=remat, dtype=dtype)
+    return packing, hidden, head(params).astype(dtype)
 
 
 def rewarded_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) -> Loss:
@@ -175,8 +185,7 @@ def rewarded_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: 
     objective = policy_objective(config, mesh, vocab_size)
 
     def loss(params: Params, frozen: Frozen, batch: TrainBatch, totals: Totals) -> LossParts:
-        hidden, kernel = _hidden(config, model, mesh, params, batch)
-        return objective(hidden, kernel, batch, frozen, totals)
+        return objective(*_hidden(config, model, mesh, params, batch), batch, frozen, totals)
 
     return loss
 

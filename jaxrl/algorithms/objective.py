@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl.algorithms.advantages import MAX_OPD_GAP, opd_advantages, opd_gap
-from jaxrl.algorithms.signals import Projection, completion_tokens, distill_loss, entropy_aware_loss
+from jaxrl.algorithms.signals import Projection, distill_loss, entropy_aware_loss, packed
 from jaxrl.config.schema import Config
 from jaxrl.losses.aggregation import Aggregation, token_mean, token_metric
 from jaxrl.losses.correction import (
@@ -39,10 +39,12 @@ from jaxrl.losses.policy import (
     policy_loss,
     ratio_notes,
 )
+from jaxrl.models.packing import Packing
 from jaxrl.types import Frozen, LossParts, Totals, TrainBatch
 
-Evaluate = Callable[[jax.Array, jax.Array, TrainBatch, Frozen, Totals], LossParts]
-"""(hidden [B, C, D], head [V, D], micro-batch, frozen arrays, totals) -> as `types.Loss`."""
+Evaluate = Callable[[Packing, jax.Array, jax.Array, TrainBatch, Frozen, Totals], LossParts]
+"""(streams of the micro-batch, hidden [X, m, D], head [V, D], micro-batch, frozen arrays, totals)
+-> as `types.Loss`."""
 
 
 def configured(config: Config) -> Objective:
@@ -122,16 +124,18 @@ def policy_objective(config: Config, mesh: Mesh, vocab_size: int) -> Evaluate:
     }
 
     def evaluate(
+        packing: Packing,
         hidden: jax.Array,
         kernel: jax.Array,
         batch: TrainBatch,
         frozen: Frozen,
         totals: Totals,
     ) -> LossParts:
-        mask = batch.policy_mask
-        logprobs, entropy = logprobs_and_entropy_from_hidden(
-            hidden, kernel, completion_tokens(batch.sequences), mask=mask, **options
+        mask, flat = batch.policy_mask, packed(packing, batch)
+        values = logprobs_and_entropy_from_hidden(
+            hidden, kernel, flat.sequences.tokens, mask=packing.pack(mask), **options
         )
+        logprobs, entropy = map(packing.unpack, values)
         start = jax.lax.stop_gradient(logprobs)
         if batch.old_logprobs is not None:
             start = batch.old_logprobs
@@ -161,21 +165,30 @@ def policy_objective(config: Config, mesh: Mesh, vocab_size: int) -> Evaluate:
         if p.entropy_coef > 0:
             total, _ = entropy_term(entropy, mask, aggregation=objective.aggregation)
             loss += p.entropy_coef * _mean(total, objective.aggregation, totals)
-        reported = {f"policy/{name}": pair for name, pair in metrics.items()}
+        sums = {f"policy/{name}": pair for name, pair in metrics.items()}
         if config.distill_weight > 0:
-            total, _, more = distill_loss(projection, hidden, kernel, batch, frozen)
+            total, _, more = distill_loss(projection, hidden, kernel, flat, frozen)
             loss += config.distill_weight * total / totals.tokens
-            reported |= {f"distill/{name}": pair for name, pair in more.items()}
+            sums |= reported("distill", packing, more)
         elif p.opd_coef > 0 and config.distill.entropy_aware:
-            total, _, more = entropy_aware_loss(projection, hidden, kernel, batch)
+            total, _, more = entropy_aware_loss(projection, hidden, kernel, flat)
             loss += config.policy_weight * p.opd_coef * total / totals.tokens
-            reported |= {f"distill/{name}": pair for name, pair in more.items()}
+            sums |= reported("distill", packing, more)
         # The actor divides by the sum of the counts, which is totals.tokens.
         pair = (loss * totals.tokens, batch.sequences.loss_mask.sum(dtype=loss.dtype))
         maxima = {f"policy/{name}": value for name, value in corrected.maxima.items()}
-        return pair, reported, maxima
+        return pair, sums, maxima
 
     return evaluate
+
+
+def reported(prefix: str, packing: Packing, metrics: Sums) -> Sums:
+    """Metrics by their whole names. Those of each token [X, m] become those of each row [B]."""
+
+    def by_row(x: jax.Array) -> jax.Array:
+        return packing.unpack(x).sum(-1) if x.ndim else x
+
+    return {f"{prefix}/{name}": (by_row(a), by_row(n)) for name, (a, n) in metrics.items()}
 
 
 def _mean(total: jax.Array, aggregation: Aggregation, totals: Totals) -> jax.Array:

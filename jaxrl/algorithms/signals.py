@@ -12,10 +12,10 @@ from it. Both sides are in this file.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 from jax.sharding import Mesh
 from jaxtyping import Float, Int
 
@@ -29,7 +29,8 @@ from jaxrl.losses.distill import (
 from jaxrl.losses.divergence import EntropyAware, sampled_reverse_kl
 from jaxrl.losses.head import logprobs_at, logprobs_from_hidden, topk_from_hidden
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import Params, forward, forward_groups, head
+from jaxrl.models.decoder import Params, Remat, forward_packed, head
+from jaxrl.models.packing import Packing, pack
 from jaxrl.types import Array, Frozen, Sequences, TeacherSignal, TrainBatch
 
 
@@ -54,20 +55,18 @@ class Projection:
 
 
 def completion_hidden(
-    model: DecoderConfig, params: Params, sequences: Sequences, mesh: Mesh, **options: Any
-) -> Float[Array, "B C D"]:
-    """Hidden states aligned with the completion: entry j predicts completion token j. This is the
-    only place that shifts by one token."""
-    t, c, group = sequences.tokens.shape[1], sequences.loss_mask.shape[1], sequences.group
-    if group == 1:
-        hidden = forward(model, params, sequences.tokens, sequences.mask, mesh=mesh, **options)
-        return hidden[:, t - c - 1 : t - 1]
-    both = (sequences.tokens, sequences.mask)
-    prompts = tuple(x.reshape(-1, group, t)[:, 0, : t - c] for x in both)
-    completions = tuple(x[:, t - c :] for x in both)
-    before, own = forward_groups(model, params, prompts, completions, mesh=mesh, **options)
-    last = jnp.repeat(before[:, -1:], group, 0)  # it predicts the first token of each completion
-    return jnp.concatenate([last, own[:, :-1]], 1)
+    model: DecoderConfig,
+    params: Params,
+    packing: Packing,
+    mesh: Mesh,
+    *,
+    remat: Remat = "none",
+    dtype: Any = None,
+) -> Float[Array, "X m D"]:
+    """The hidden states that predict the tokens of the completions. This is the only place that
+    shifts by one token."""
+    hidden = forward_packed(model, params, packing, mesh=mesh, remat=remat, dtype=dtype)
+    return packing.predicting(hidden)
 
 
 def completion_logprobs(
@@ -80,16 +79,33 @@ def completion_logprobs(
     chunk: int,
 ) -> Float[Array, "B C"]:
     """float32, nats: of each completion token, at the temperature of sampling."""
-    hidden = completion_hidden(model, params, sequences, mesh)
-    tokens = completion_tokens(sequences)
-    return logprobs_from_hidden(
+    packing = pack(sequences, mesh)
+    hidden = completion_hidden(model, params, packing, mesh)
+    tokens = packing.pack(completion_tokens(sequences))
+    logprobs = logprobs_from_hidden(
         hidden, head(params), tokens, temperature=temperature, chunk=chunk, mesh=mesh
     )
+    return packing.unpack(logprobs)
 
 
 def completion_tokens(sequences: Sequences) -> Int[Array, "B C"]:
     """The tokens of the completions."""
     return sequences.tokens[:, sequences.tokens.shape[1] - sequences.loss_mask.shape[1] :]
+
+
+def packed(packing: Packing, batch: TrainBatch) -> TrainBatch:
+    """What the losses of single tokens read of a batch, as streams [X, m, ...]."""
+    return TrainBatch(
+        packed_completions(packing, batch.sequences),
+        jax.tree.map(packing.pack, batch.teacher),
+        jax.tree.map(packing.pack, batch.sampler_logprobs),
+    )
+
+
+def packed_completions(packing: Packing, sequences: Sequences) -> Sequences:
+    """The completions as streams [X, m], without their prompts."""
+    trained = packing.pack(sequences.loss_mask)
+    return Sequences(packing.pack(completion_tokens(sequences)), trained, trained)
 
 
 # The teacher's side: (projection, hidden [B, C, Dt], head [V, Dt], sequences, ids [B, C, K]) ->
@@ -134,6 +150,26 @@ TEACHER_SIGNALS: dict[str, Callable[..., Fields]] = {
 }
 
 
+def score(
+    p: Projection,
+    model: DecoderConfig,
+    params: Params,
+    sequences: Sequences,
+    ids: Int[Array, "B C K"] | None,
+) -> TeacherSignal:
+    """What `distill.signal` asks of the teacher about the completions; zeros at their padding.
+
+    Args:
+        ids: the student's most probable tokens; only for `student_topk`.
+    """
+    packing = pack(sequences, p.mesh)
+    hidden = completion_hidden(model, params, packing, p.mesh)
+    completions, asked = packed_completions(packing, sequences), jax.tree.map(packing.pack, ids)
+    signal = teacher_signal(p, hidden, head(params), completions, asked)
+    found: TeacherSignal = jax.tree.map(packing.unpack, signal)
+    return replace(found, topk_ids=ids) if p.distill.signal == "student_topk" else found
+
+
 def teacher_signal(
     p: Projection,
     hidden: Float[Array, "B C Dt"],
@@ -141,11 +177,8 @@ def teacher_signal(
     sequences: Sequences,
     ids: Int[Array, "B C K"] | None,
 ) -> TeacherSignal:
-    """What `distill.signal` asks of the teacher, given its hidden states and its head.
-
-    Args:
-        ids: the student's most probable tokens; only for `student_topk`.
-    """
+    """The fields that `distill.signal` asks for, of hidden states and a head. Arguments as of
+    `score`."""
     fields = TEACHER_SIGNALS[p.distill.signal](p, hidden, kernel, sequences, ids)
     if p.distill.entropy_aware and p.distill.signal != "hidden":
         k = p.distill.entropy_top_k
@@ -263,5 +296,7 @@ def policy_topk(
     p: Projection, model: DecoderConfig, params: Params, sequences: Sequences
 ) -> Int[Array, "B C K"]:
     """The policy's most probable tokens, for which the signal `student_topk` sends log-probs."""
-    hidden = completion_hidden(model, params, sequences, p.mesh)
-    return topk_from_hidden(hidden, head(params), p.distill.top_k, v=p.vocab_size, **p.options).ids
+    packing = pack(sequences, p.mesh)
+    hidden = completion_hidden(model, params, packing, p.mesh)
+    best = topk_from_hidden(hidden, head(params), p.distill.top_k, v=p.vocab_size, **p.options)
+    return packing.unpack(best.ids)

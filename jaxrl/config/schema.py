@@ -223,8 +223,9 @@ class ActorConfig(RoleConfig):
     moment_dtype: DType = "float32"
     """Dtype of gradients and moments inside the optimizer."""
     micro_batch_tokens: Positive | None = 16384
-    """Most tokens (padding included) per device in one micro-batch, the part of a minibatch whose
-    gradient is computed at once. null: the whole minibatch."""
+    """Most tokens per device in one micro-batch, the part of a minibatch whose gradient is computed
+    at once: it has as many rows as fit if all are as long as the longest one of the batch. null:
+    the whole minibatch."""
     minibatches: Positive | None = None
     """Optimizer updates per pass over a batch. null: the number in the algorithm's paper
     (docs/reinforcement-learning.md), or the next smaller one that divides `batch_size`."""

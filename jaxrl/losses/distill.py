@@ -3,9 +3,9 @@
 The formulas are those of `losses/divergence.py`, the machinery is `losses/chunked.py`. All inputs
 are aligned: the hidden state at [b, c] predicts the token that `mask` [b, c] is about. Each loss
 returns (sum in nats, number of tokens, metrics as name -> (sum, count)); the caller divides
-once, by the global count. Sum and count of top1_agreement are [B], one for each row. Gradients flow
-to the student's hidden states and head only; metrics carry none. Masked positions never matter, NaN
-included.
+once, by the global count. Sum and count of top1_agreement are [B, C], one for each token. Gradients
+flow to the student's hidden states and head only; metrics carry none. Masked positions never
+matter, NaN included.
 
 Common arguments:
     beta: static. 0 is KL(teacher || student), 1 KL(student || teacher), between: generalised JSD,
@@ -202,8 +202,9 @@ def _loss(
     values = jax.lax.stop_gradient({k: x for k, x in values.items() if k != "loss"})
     count = masked_count(mask)
     metrics = {k: (masked_sum(x, rows[0]), count) for k, x in values.items()}
-    agreed = jax.vmap(masked_sum)(values["top1_agreement"], rows[0])[: mask.shape[0]]
-    return total, count, metrics | {"top1_agreement": (agreed, jax.vmap(masked_count)(mask))}
+    agreed = jnp.where(mask, values["top1_agreement"][: len(mask)], 0)
+    by_token = (agreed.astype(count.dtype), mask.astype(count.dtype))
+    return total, count, metrics | {"top1_agreement": by_token}
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ The counts were read from the live ranges that XLA assigns to the real programs 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from jaxrl.models.config import DecoderConfig
@@ -64,6 +64,8 @@ UNROLLED = (Blocks(x=1.5, f=3), Blocks(x=1, kv=1, s=2), Blocks(x=1, q=2, kv=1))
 MLP: dict[str, Blocks] = {"gpu": Blocks(x=1.5, f=2), "tpu": Blocks(x=1.5, f=1)}
 """The same on accelerators, where the products of the MLP are fused with what follows them and the
 attention kernel holds less. These and the next two were read from the compiled programs."""
+STREAMS = MLP | {"tpu": Blocks(x=5, f=2)}
+"""The same of streams (`models.packing`), whose gathers a TPU keeps apart from the products."""
 SUMMED = Blocks(x=0.5)
 """More on a GPU where `tensor` sums the results of the MLP."""
 PREFETCHED = 4
@@ -90,6 +92,8 @@ class Pass:
     fused_attention: bool = False
     shared: tuple[int, int] | None = None
     """(G, P) where the first P tokens are computed once for G rows."""
+    packed: bool = False
+    """Whether it runs over streams."""
     platform: str = "cpu"
     """As `models.kernels.Target.platform`."""
 
@@ -128,15 +132,13 @@ class Pass:
         )
 
     @property
-    def of_completions(self) -> Blocks:
-        """`blocks` while the completions run, which follow the prompts that they share; hidden
-        states, keys and values of both are there."""
+    def alone(self) -> Blocks:
+        """`blocks` with the scores of the completions only: those of the prompts that they share
+        are gone before."""
         if self.shared is None:
             return self.blocks
-        alone = replace(self, width=self.width - self.shared[1], shared=None)
-        pairs = alone.tokens * self.width
-        scores = round(self.blocks.s * pairs / self.pairs)
-        return self.blocks._replace(f=alone.blocks.f, q=alone.blocks.q, s=scores)
+        completions = self.rows * (self.width - self.shared[1]) * self.width
+        return self.blocks._replace(s=round(self.blocks.s * completions / self.pairs))
 
     @property
     def spread(self) -> int:
@@ -184,18 +186,19 @@ class Pass:
                 layer after layer into three places where two would do.
         """
         if self.fused_attention and self.platform in MLP:
-            work = self.of_completions.times(MLP[self.platform])
+            counts = STREAMS if self.packed else MLP
+            work = self.alone.times(counts[self.platform])
             if self.platform == "gpu":
                 work += self.blocks.times(SUMMED) * (self.axes.tensor > 1)
                 work += PREFETCHED * self.layer * (self.axes.fsdp > 1)
             return work + self.mask
-        spread = self.of_completions.times(SPREAD)
+        spread = self.alone.times(SPREAD)
         third = spread if self.axes.size == 1 else 0
         if not stacked:
-            mlp, attention, rotary = (self.of_completions.times(counts) for counts in UNROLLED)
+            mlp, attention, rotary = (self.alone.times(counts) for counts in UNROLLED)
             third = spread if reported else third
             return max(mlp, attention + third, rotary) + self.mask
-        mlp, attention = (self.of_completions.times(counts) for counts in SCAN)
+        mlp, attention = (self.alone.times(counts) for counts in SCAN)
         return max(mlp + self.layer // 3, attention + third + self.layer) + self.mask
 
     def _fullest(self, moments: tuple[Blocks, ...]) -> int:

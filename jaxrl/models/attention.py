@@ -12,6 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxrl.models import cudnn, splash
 from jaxrl.models.kernels import Kernel, kernel_of, target_of
+from jaxrl.models.packing import Packing
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """(q [B,T,N,H], k [B,T,KV,H], v [B,T,KV,H]) -> [B,T,N,H]; training, prefill and decode differ only
@@ -64,6 +65,32 @@ def attender(
     if causal:
         allowed &= jnp.tril(jnp.ones(allowed.shape[1:], bool), behind)[None]
     return lambda q, k, v: attention(q, k, v, allowed)
+
+
+def attend_packed(kernel: Kernel | None, packing: Packing, mesh: Mesh | None) -> Attend:
+    """How the tokens of streams [X,n] attend: each row to itself, and completions whose prompt is
+    a row of its own to that too."""
+    if len(packing.rows) == 1:
+        (rows,) = packing.rows
+        attend_rows = attender(kernel, rows.mask, mesh)
+        return lambda q, k, v: rows.pack(attend_rows(*map(rows.unpack, (q, k, v))))
+    prompts, own = packing.rows
+    mask_p, mask_c, group = prompts.mask, own.mask, packing.group
+    attend_p = attender(kernel, mask_p, mesh)
+    keys = jnp.concatenate([jnp.repeat(mask_p, group, 0), mask_c], 1)
+    attend_both = attender(kernel, keys, mesh, queries=mask_c) if kernel != "cudnn" else None
+
+    def attend(*given: jax.Array) -> jax.Array:
+        (q_p, k_p, v_p), (q_c, k_c, v_c) = (map(rows.unpack, given) for rows in packing.rows)
+        if attend_both is None:
+            out = attend_joined(mesh, q_c, (k_p, v_p), (k_c, v_c), mask_p, mask_c)
+        else:
+            both = ((k_p, k_c), (v_p, v_c))
+            seen = (jnp.concatenate([jnp.repeat(x, group, 0), y], 1) for x, y in both)
+            out = attend_both(q_c, *seen)
+        return prompts.pack(attend_p(q_p, k_p, v_p)) + own.pack(out)
+
+    return attend
 
 
 def attend_joined(

@@ -24,7 +24,7 @@ from jaxtyping import Bool, Float, Int
 
 from jaxrl.models.attention import (
     Attend,
-    attend_joined,
+    attend_packed,
     attender,
     attention_step,
     kernel_on,
@@ -33,6 +33,7 @@ from jaxrl.models.attention import (
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import Kernel
 from jaxrl.models.layers import Block, RMSNorm, rope_angles
+from jaxrl.models.packing import Packing
 from jaxrl.types import Array
 
 Params = dict[str, Any]
@@ -161,8 +162,40 @@ def forward(
         tokens, mask = roll_rows(tokens, first), roll_rows(mask, first)
     x = _embed(config, params, tokens, mesh, dtype)
     params = params if dtype is None else cast(params, dtype)
+    positions = jnp.maximum(jnp.cumsum(mask, -1) - 1, 0)
     attend = attender(kernel, mask, mesh)
-    rope = rope_angles(config, jnp.maximum(jnp.cumsum(mask, -1) - 1, 0))
+    x = _layers(config, params, x, positions, attend, remat, mesh)
+    return roll_rows(x, -first) if kernel == "cudnn" else x
+
+
+def forward_packed(
+    config: DecoderConfig,
+    params: Params,
+    packing: Packing,
+    *,
+    remat: Remat = "none",
+    mesh: Mesh | None = None,
+    dtype: Any = None,
+) -> Float[Array, "X n D"]:
+    """`forward` of streams of tokens: the same hidden states, without the padding."""
+    kernel = _kernel(config, params, mesh, dtype, joined=packing.group > 1)
+    x = _embed(config, params, packing.tokens, mesh, dtype)
+    params = params if dtype is None else cast(params, dtype)
+    attend = attend_packed(kernel, packing, mesh)
+    return _layers(config, params, x, packing.positions, attend, remat, mesh)
+
+
+def _layers(
+    config: DecoderConfig,
+    params: Params,
+    x: Array,
+    positions: Array,
+    attend: Attend,
+    remat: Remat,
+    mesh: Mesh | None,
+) -> Array:
+    """All blocks and the final norm, of x [B, T, D] at positions [B, T]."""
+    rope = rope_angles(config, positions)
 
     def body(x: Array, layer: Params) -> tuple[Array, None]:
         return _rows(_block(config, layer)(x, rope, attend), mesh), None
@@ -174,76 +207,8 @@ def forward(
             x, _ = body(x, layer)
     else:
         x, _ = jax.lax.scan(body, x, params["layers"])
-    x = _norm(config, params)(x)
-    return roll_rows(x, -first) if kernel == "cudnn" else x
-
-
-def forward_groups(
-    config: DecoderConfig,
-    params: Params,
-    prompts: tuple[Int[Array, "P W"], Bool[Array, "P W"]],
-    completions: tuple[Int[Array, "B C"], Bool[Array, "B C"]],
-    *,
-    remat: Remat = "none",
-    mesh: Mesh | None = None,
-    dtype: Any = None,
-) -> tuple[Float[Array, "P W D"], Float[Array, "B C D"]]:
-    """`forward` of P prompts with G completions each; a prompt is computed once for its group.
-
-    In each layer the prompts run first, and the completions attend to their keys and values too.
-
-    Args:
-        prompts: tokens and mask, left-padded.
-        completions: tokens and mask, right-padded; row i belongs to prompt i // G.
-
-    Returns:
-        Hidden states of both, as `forward` of whole sequences has them.
-    """
-    (tokens_p, mask_p), (tokens_c, mask_c) = prompts, completions
-    kernel, first = _kernel(config, params, mesh, dtype, joined=True), jnp.argmax(mask_p, -1)
-    if kernel == "cudnn":
-        tokens_p, mask_p = roll_rows(tokens_p, first), roll_rows(mask_p, first)
-    # Looked up together: apart, the embedding's gradient would be there twice at full width.
-    n, width = tokens_p.shape
-    tokens = jnp.concatenate([tokens_p, tokens_c.reshape(n, -1)], 1)
-    looked_up = _embed(config, params, tokens, mesh, dtype)
-    of_completions = looked_up[:, width:].reshape(*tokens_c.shape, -1)
-    x = (_rows(looked_up[:, :width], mesh), _rows(of_completions, mesh))
-    params = params if dtype is None else cast(params, dtype)
-    group = len(tokens_c) // n
-    lengths = jnp.repeat(mask_p.sum(-1), group)[:, None]
-    rope_p = rope_angles(config, jnp.maximum(jnp.cumsum(mask_p, -1) - 1, 0))
-    rope_c = rope_angles(config, jnp.maximum(lengths + jnp.cumsum(mask_c, -1) - 1, 0))
-    attend_p = attender(kernel, mask_p, mesh)
-    seen = jnp.concatenate([jnp.repeat(mask_p, group, 0), mask_c], 1)
-    attend_whole = attender(kernel, seen, mesh, queries=mask_c) if kernel != "cudnn" else None
-
-    def body(x: Any, layer: Params) -> tuple[Any, None]:
-        block, held = _block(config, layer), []
-
-        def hold(q: Array, k: Array, v: Array) -> Array:
-            held.append((k, v))
-            return attend_p(q, k, v)
-
-        def attend_c(q: Array, k: Array, v: Array) -> Array:
-            if attend_whole is None:
-                return attend_joined(mesh, q, held[0], (k, v), mask_p, mask_c)
-            before = (_rows(jnp.repeat(x, group, 0), mesh) for x in held[0])
-            k, v = (jnp.concatenate(pair, 1) for pair in zip(before, (k, v), strict=True))
-            return attend_whole(q, k, v)
-
-        of_prompts = _rows(block(x[0], rope_p, hold), mesh)
-        return (of_prompts, _rows(block(x[1], rope_c, attend_c), mesh)), None
-
-    if remat != "none":
-        body = jax.checkpoint(body, policy=REMAT_POLICIES[remat], prevent_cse=False)
-    if layout_of(params) == "unstacked":
-        for layer in params["layers"]:
-            x, _ = body(x, layer)
-    else:
-        x, _ = jax.lax.scan(body, x, params["layers"])
-    of_prompts, of_completions = map(_norm(config, params), x)
-    return roll_rows(of_prompts, -first) if kernel == "cudnn" else of_prompts, of_completions
+    normed: Array = _norm(config, params)(x)
+    return normed
 
 
 def prefill(

@@ -120,7 +120,8 @@ class Setting:
         group = scored_group(self.sequences, parts, shards, self._shared(None))
         rows = -(-self.sequences // (parts * shards * group)) * group
         run = self.run(role, model, rows, self.width, joined=group > 1)
-        return run if group == 1 else replace(run, shared=(group, self.prompt_tokens))
+        shared = None if group == 1 else (group, self.prompt_tokens)
+        return replace(run, shared=shared, packed=True)
 
     def rows(self, role: str, sequences: int) -> int:
         """How many of `sequences` are on one device of a role."""
@@ -139,7 +140,7 @@ class Setting:
         dtype = self.config.roles[role].compute_dtype
         fused = fuses(self.inputs.target, model.head_dim, dtype, joined)
         axes, platform = self.axes[role], self.inputs.target.platform
-        return Pass(model, axes, rows, width, ITEMSIZE[dtype], fused, None, platform)
+        return Pass(model, axes, rows, width, ITEMSIZE[dtype], fused, platform=platform)
 
     def chunk(self, rows: int) -> int:
         """Completion tokens of `rows` sequences that are projected onto the vocabulary at once."""

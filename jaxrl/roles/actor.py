@@ -22,6 +22,7 @@ from jaxrl.errors import RunError
 from jaxrl.formats.hf import save_hf
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Params
+from jaxrl.models.packing import held_tokens, room_of, row_devices
 from jaxrl.roles.microbatch import (
     cut_minibatches,
     room,
@@ -43,6 +44,7 @@ from jaxrl.types import (
     Prepare,
     RoleScores,
     Rollout,
+    Sequences,
     TrainBatch,
     Trained,
     Tree,
@@ -121,21 +123,24 @@ class Actor:
         with phase("place the batch"):
             placed = reshard(batch, self.programs.rows)
             current().put("actor.batch", placed)
-        sequences, minibatches = batch.sequences, self.config.minibatches
+        sequences = jax.tree.map(np.asarray, batch.sequences)
+        minibatches = self.config.minibatches
         unit = unit_rows(rollout.group_ids, minibatches)
         group = shared_group(sequences, unit, c.micro_batch_tokens)
+        sequences = replace(sequences, group=group)
         in_policy = np.asarray(np.any(batch.policy_mask, axis=-1))
         units = tokens_of(lengths, group)
         live = int((tokens_of(tokens, group) > 0).sum())
         if batch.advantages is not None and self.config.updates_per_batch > 1:
             wanted = np.where(tokens_of(in_policy, group) > 0, units, 0)
-            placed = self._with_old_logprobs(placed, wanted, group, live)
+            placed = self._with_old_logprobs(placed, sequences, wanted, live)
         totals: dict[str, list[tuple[float, float]]] = {}
         largest: dict[str, float] = {}
         by_row: dict[str, np.ndarray] = {}
         norms: list[float] = []
         last: dict[str, float] = {}
-        skipped = empty = 0
+        skipped = empty = real = computed = 0
+        devices = row_devices(self.mesh)
         for epoch in range(c.epochs_per_batch):
             seed = (self.config.seed, step, epoch)
             parts = cut_minibatches(lengths, in_policy, unit, group, minibatches, seed)
@@ -143,7 +148,10 @@ class Actor:
             for chosen in parts:
                 rows = rows_of_groups(chosen, group)
                 index = self.programs.micro_batches(chosen, units, sequences, group, padded)
-                given = (self.state, self._frozen, placed, index, group)
+                size = room_of(sequences, devices, index)
+                real += held_tokens(sequences, devices, index)[0].sum()
+                computed += len(index) * devices.count * size[0]
+                given = (self.state, self._frozen, placed, index, group, size)
                 with (
                     phase(f"update {epoch + 1}/{c.epochs_per_batch}"),
                     current().running(self.programs.update, *given),
@@ -171,6 +179,7 @@ class Actor:
             "actor/skipped_updates": float(skipped),
             "actor/empty_updates": float(empty),
             "actor/tokens": float(np.asarray(batch.sequences.loss_mask).sum()),
+            "actor/padding": 1 - float(real) / computed,
             "optimizer_step": float(updates),
         }
         return Trained(metrics, by_row)
@@ -309,22 +318,24 @@ class Actor:
         return put(np.int32(value), self.programs.everywhere)
 
     def _with_old_logprobs(
-        self, placed: TrainBatch, units: np.ndarray, group: int, live: int
+        self, placed: TrainBatch, sequences: Sequences, units: np.ndarray, live: int
     ) -> TrainBatch:
         """The batch with the log-probs under the policy before the batch's first update.
 
         Args:
             placed: the batch on the actor's mesh.
+            sequences: its own on the host, with their group.
             units: [B] or [B / group]: tokens of the rows or groups of the policy loss, 0 for
                 others.
-            group: consecutive rows that share a prompt.
             live: number of rows or groups that hold tokens, whether or not they train.
         """
         chosen = np.flatnonzero(units > 0)
         padded = room(len(chosen), live)
-        index = self.programs.micro_batches(chosen, units, placed.sequences, group, padded)
+        group = sequences.group
+        index = self.programs.micro_batches(chosen, units, sequences, group, padded)
+        size = room_of(sequences, row_devices(self.mesh), index)
         with phase("log-probs before the batch"):
-            given = (self.state.params, TrainBatch(placed.sequences), index, group)
+            given = (self.state.params, TrainBatch(placed.sequences), index, group, size)
             with current().running(self.programs.old, *given):
                 logprobs = jax.block_until_ready(self.programs.old(*given))
             return replace(placed, old_logprobs=logprobs)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxrl.models.packing import RowDevices, held_tokens, room_of
 from jaxrl.sharding.parts import part_rows
 from jaxrl.types import Array, Rollout, Sequences, TrainBatch
 
@@ -91,16 +92,16 @@ class ScoredPart:
         return self.rows.stop - self.rows.start
 
 
-def scored_part(rollout: Rollout, part: int, parts: int, mesh: Mesh) -> ScoredPart | None:
-    """The `part`-th of `parts` slices of a rollout, for a mesh to score; None where no row is left.
+def scored_part(rollout: Rollout, part: int, parts: int, devices: RowDevices) -> ScoredPart | None:
+    """The `part`-th of `parts` slices of a rollout, for a role to score; None where no row is left.
 
     A prompt is computed once for its group where that is worth it (`shared_group`) and each device
     has a group in each part.
     """
-    n, shards = len(rollout.group_ids), mesh.shape["data"] * mesh.shape["fsdp"]
+    n, shards = len(rollout.group_ids), devices.count
     group = shared_group(rollout.sequences, unit_rows(rollout.group_ids, 1), None)
     group = scored_group(n, parts, shards, group)
-    rows = part_rows(n, part, parts, mesh, group)
+    rows = part_rows(n, part, parts, shards * group)
     if rows is None:
         return None
 
@@ -109,7 +110,19 @@ def scored_part(rollout: Rollout, part: int, parts: int, mesh: Mesh) -> ScoredPa
         return np.pad(x[rows], [(0, more)] + [(0, 0)] * (x.ndim - 1)) if more else x[rows]
 
     sequences, ids = jax.tree.map(cut, (rollout.sequences, rollout.student_topk))
-    return ScoredPart(rows, replace(sequences, group=group), ids)
+    sequences = replace(sequences, group=group)
+    return ScoredPart(rows, replace(sequences, room=room_of(sequences, devices)), ids)
+
+
+def scored_padding(rollout: Rollout, parts: int, devices: RowDevices) -> float:
+    """The fraction of padding among the tokens that a role computes to score a rollout."""
+    real = computed = 0
+    for part in range(parts):
+        given = scored_part(rollout, part, parts, devices)
+        if given is not None:
+            real += int(held_tokens(given.sequences, devices)[0].sum())
+            computed += devices.count * room_of(given.sequences, devices)[0]
+    return 1 - real / computed
 
 
 def scored_group(rows: int, parts: int, shards: int, group: int) -> int:
@@ -219,7 +232,9 @@ def split_rows(
     return out.reshape(n, shards * per_shard)
 
 
-def micro_batch(batch: TrainBatch, rows: jax.Array, mesh: Mesh, group: int) -> TrainBatch:
+def micro_batch(
+    batch: TrainBatch, rows: jax.Array, mesh: Mesh, group: int, room: tuple[int, int] | None
+) -> TrainBatch:
     """Some rows of a batch, inside a program; batch and result lie over (data, fsdp).
 
     No device ever holds more than its share of the rows: the shares are passed around the ring of
@@ -228,8 +243,9 @@ def micro_batch(batch: TrainBatch, rows: jax.Array, mesh: Mesh, group: int) -> T
 
     Args:
         rows: [b] int32, in any order, b a multiple of the devices that share the rows; row -1
-            trains nothing.
+            trains nothing, and has no token.
         group: number of consecutive rows that share a prompt.
+        room: `Sequences.room` of the result.
     """
     axes = ("data", "fsdp")
     ring = mesh.shape["data"] * mesh.shape["fsdp"]
@@ -263,8 +279,13 @@ def micro_batch(batch: TrainBatch, rows: jax.Array, mesh: Mesh, group: int) -> T
         micro = jax.shard_map(taken, mesh=mesh, in_specs=(split, whole), out_specs=split)(
             batch, index
         )
-    trained = micro.sequences.loss_mask & (rows >= 0)[:, None]
-    return replace(micro, sequences=replace(micro.sequences, loss_mask=trained, group=group))
+    s, real = micro.sequences, (rows >= 0)[:, None]
+    return replace(
+        micro,
+        sequences=replace(
+            s, mask=s.mask & real, loss_mask=s.loss_mask & real, group=group, room=room
+        ),
+    )
 
 
 def _rows(x: jax.Array, index: jax.Array) -> jax.Array:

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl.algorithms.signals import completion_logprobs
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Params
+from jaxrl.models.packing import row_devices
 from jaxrl.roles.microbatch import scored_part
 from jaxrl.runtime.worker import phase
 from jaxrl.sharding.ledger import current
@@ -56,7 +57,7 @@ class Reference:
         Args:
             part, parts: which of how many slices of rows.
         """
-        given = scored_part(rollout, part, parts, self.mesh)
+        given = scored_part(rollout, part, parts, row_devices(self.mesh))
         if given is None:
             return None
         with phase(f"rows {given.rows.start}-{given.rows.stop} of {len(rollout.group_ids)}"):

@@ -7,9 +7,10 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl.algorithms.signals import Projection, completion_hidden, teacher_signal
+from jaxrl.algorithms.signals import Projection, score
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import Params, head
+from jaxrl.models.decoder import Params
+from jaxrl.models.packing import row_devices
 from jaxrl.roles.microbatch import scored_part
 from jaxrl.runtime.worker import phase
 from jaxrl.sharding.ledger import current
@@ -40,7 +41,7 @@ class Scorer:
                 which the mesh divides, into whole groups if these share a prompt. If there are few
                 rows, the last slices are empty, and the result is None.
         """
-        given = scored_part(rollout, part, parts, self.mesh)
+        given = scored_part(rollout, part, parts, row_devices(self.mesh))
         if given is None:
             return None
         rows, live = given.rows, given.live
@@ -55,13 +56,12 @@ class Scorer:
 def score_program(model: DecoderConfig, projection: Projection) -> Any:
     """Jitted: (parameters, sequences, the student's top-k ids or None) -> the teacher's signal, of
     the first `live` rows."""
-    mesh = projection.mesh
 
-    def score(
+    def score_rows(
         params: Params, sequences: Sequences, ids: Any, live: int | None = None
     ) -> TeacherSignal:
-        hidden = completion_hidden(model, params, sequences, mesh)
-        signal = teacher_signal(projection, hidden, head(params), sequences, ids)
+        signal = score(projection, model, params, sequences, ids)
         return jax.tree.map(lambda x: x[:live], signal)
 
-    return jax.jit(score, static_argnames="live", out_shardings=NamedSharding(mesh, ROWS))
+    rows = NamedSharding(projection.mesh, ROWS)
+    return jax.jit(score_rows, static_argnames="live", out_shardings=rows)

@@ -26,6 +26,9 @@ from jaxrl.roles.microbatch import micro_batch, rows_of_groups, split_rows
 from jaxrl.roles.optimizer import apply_changes, make_optimizer, state_shardings
 from jaxrl.types import Array, Frozen, Loss, Sequences, Totals, TrainBatch, Tree
 
+Room = tuple[int, int] | None
+"""`Sequences.room`."""
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -58,14 +61,15 @@ class ActorPrograms:
         self.update = jax.jit(
             self._make_update(self.optimizer),
             donate_argnums=0,
-            static_argnums=4,
+            static_argnums=(4, 5),
             out_shardings=(self.shardings, self.everywhere),
         )
-        """(state, frozen arrays, batch, rows, group) -> (new state, sums and maxima for metrics).
-        rows [n, b] are the row numbers of n micro-batches; `group` consecutive rows share a
-        prompt."""
+        """(state, frozen arrays, batch, rows, group, room) -> (new state, sums and maxima for
+        metrics). rows [n, b] are the row numbers of n micro-batches; `group` consecutive rows share
+        a prompt; `room` is `Sequences.room` of each micro-batch."""
         self.old = self._make_old()
-        """(parameters, batch, rows, group) -> [B, C] float32 log-probs of the completion tokens."""
+        """(parameters, batch, rows, group, room) -> [B, C] float32 log-probs of the completion
+        tokens."""
         self.convert = self._make_convert()
         """(some top-level entries of the parameters, dtype) -> the same entries in the dtype and
         layout of the rollout, on the actor's mesh."""
@@ -119,7 +123,12 @@ class ActorPrograms:
         value_and_grad = jax.value_and_grad(self._micro_loss, has_aux=True)
 
         def accumulate(
-            params: Params, frozen: Frozen, batch: TrainBatch, rows: jax.Array, group: int
+            params: Params,
+            frozen: Frozen,
+            batch: TrainBatch,
+            rows: jax.Array,
+            group: int,
+            room: Room,
         ) -> Tree:
             """The gradient of the loss summed over all micro-batches, the sums and maxima for
             metrics, and the metrics of each row, [n, b].
@@ -127,7 +136,7 @@ class ActorPrograms:
             totals = _totals(batch, rows)
 
             def one(index: jax.Array) -> Tree:
-                micro = micro_batch(batch, index, self.mesh, group)
+                micro = micro_batch(batch, index, self.mesh, group, room)
                 (_, rest), grads = value_and_grad(params, frozen, micro, totals)
                 return *rest, grads
 
@@ -157,9 +166,14 @@ class ActorPrograms:
             return TrainState(params, opt_state, state.updates + 1)
 
         def update(
-            state: TrainState, frozen: Frozen, batch: TrainBatch, rows: jax.Array, group: int = 1
+            state: TrainState,
+            frozen: Frozen,
+            batch: TrainBatch,
+            rows: jax.Array,
+            group: int = 1,
+            room: Room = None,
         ) -> Tree:
-            grads, sums, maxima, each = accumulate(state.params, frozen, batch, rows, group)
+            grads, sums, maxima, each = accumulate(state.params, frozen, batch, rows, group, room)
             count = jnp.maximum(sums["loss"][1], 1)
             grads = jax.tree.map(lambda g: (g / count).astype(g.dtype), grads)
             norm = optax.tree.norm(grads)
@@ -183,12 +197,14 @@ class ActorPrograms:
         """The jitted forward pass for the log-probs under the policy at the start of a batch."""
         c = self.config
 
-        def old(params: Params, batch: TrainBatch, rows: jax.Array, group: int) -> jax.Array:
+        def old(
+            params: Params, batch: TrainBatch, rows: jax.Array, group: int, room: Room = None
+        ) -> jax.Array:
             weights = cast(params, jnp.dtype(c.actor.dtype))
             out = jnp.zeros(batch.sequences.loss_mask.shape, jnp.float32)
 
             def body(out: jax.Array, index: jax.Array) -> tuple[jax.Array, None]:
-                micro = micro_batch(batch, index, self.mesh, group)
+                micro = micro_batch(batch, index, self.mesh, group, room)
                 logprobs = completion_logprobs(
                     self.model,
                     weights,
@@ -202,7 +218,7 @@ class ActorPrograms:
 
             return jax.lax.scan(body, out, rows)[0]
 
-        return jax.jit(old, static_argnums=3, out_shardings=self.rows)
+        return jax.jit(old, static_argnums=(3, 4), out_shardings=self.rows)
 
     def _make_convert(self) -> jax.stages.Wrapped:
         """The jitted conversion to the dtype and layout of the rollout."""

@@ -14,6 +14,7 @@ from jaxrl.checkpoint.rollouts import load_rollout
 from jaxrl.checkpoint.writer import CheckpointWriter
 from jaxrl.errors import UserError
 from jaxrl.formats.hf import write_description
+from jaxrl.models.packing import RowDevices
 from jaxrl.profile.traces import PROFILE_DIR, Profile, steps_to_profile
 from jaxrl.run.context import RunContext
 from jaxrl.run.job import Job
@@ -82,6 +83,7 @@ class Records:
             self.profile.row(row)
             context.on_step(row)
 
+        multiple = context.plan.inputs.target.width_multiple
         self.reporter = Reporter(
             job,
             context.console,
@@ -92,6 +94,11 @@ class Records:
             self.checkpoints,
             worker_group.peaks,
             context.plan.peaks,
+            {
+                role: RowDevices(sizes.data * sizes.fsdp, multiple)
+                for role, sizes in context.plan.axes.items()
+                if role in ("teacher", "reference")
+            },
             log.write,
             on_row,
         )

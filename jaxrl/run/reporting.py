@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 
 from jaxrl.checkpoint.writer import CheckpointWriter
+from jaxrl.models.packing import RowDevices
+from jaxrl.roles.microbatch import scored_padding
 from jaxrl.run.evaluation import evaluation_row
 from jaxrl.run.job import Job
 from jaxrl.runtime.worker import Future, Stopped, Wait
@@ -43,6 +45,8 @@ class Reporter:
     """Role -> peak bytes of its fullest device, where the platform measures it."""
     planned: Mapping[str, int]
     """Role -> the plan's peak bytes on a device of it, where the platform does not."""
+    scorers: Mapping[str, RowDevices]
+    """Roles that score with a model, and their devices."""
     log: Callable[[str], None]
     """Takes what only `log.txt` shows."""
     on_row: Callable[[Row], None]
@@ -125,6 +129,9 @@ class Reporter:
             parts = [future for key, future in futures.items() if _scored_by(key) == role]
             if parts:
                 row[f"time/{name}_s"] = sum(part.times.seconds for part in parts)
+            if parts and role in self.scorers:
+                padding = scored_padding(rollout, len(parts), self.scorers[role])
+                row[f"{role}/padding"] = padding
         for key in ("score.reward", "score.grouper"):
             if key not in futures:
                 continue

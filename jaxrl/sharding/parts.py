@@ -6,22 +6,16 @@ from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from jaxrl.sharding.reshard import Rows
 from jaxrl.sharding.shards import Shards, concat_rows
 from jaxrl.types import Tree
 
 
-def part_rows(n: int, part: int, parts: int, mesh: Mesh, group: int = 1) -> slice | None:
-    """The rows of the `part`-th of `parts` slices of n, of a size that the mesh divides into whole
-    groups; of few rows the last slices are empty: None.
-
-    Args:
-        group: rows that stay together.
-    """
+def part_rows(n: int, part: int, parts: int, unit: int) -> slice | None:
+    """The rows of the `part`-th of `parts` slices of n, of a size that is a multiple of `unit`; of
+    few rows the last slices are empty: None."""
     assert 0 <= part < parts, (part, parts)
-    unit = mesh.shape["data"] * mesh.shape["fsdp"] * group
     size = -(-n // (parts * unit)) * unit
     start, stop = part * size, min((part + 1) * size, n)
     return None if start >= stop else slice(start, stop)

@@ -257,7 +257,14 @@ def _sequences(tensors: Mapping[str, np.ndarray], options: Options, info: Info) 
     for token in (tokens.min(), tokens.max()):
         if not 0 <= token < info.vocab_size:
             raise Refused(400, f"token {token}: this teacher has tokens 0 to {info.vocab_size - 1}")
-    if (loss_mask & ~mask[:, t - c :]).any():
+    prompts, completions = mask[:, : t - c], mask[:, t - c :]
+    if (prompts[:, :-1] & ~prompts[:, 1:]).any() or (
+        ~completions[:, :-1] & completions[:, 1:]
+    ).any():
+        raise Refused(
+            400, "mask has a gap: prompts are padded on the left only, completions on the right"
+        )
+    if (loss_mask & ~completions).any():
         raise Refused(400, "loss_mask is True where mask is False")
     answer = b * options.answer_row_bytes(c, info)
     if answer > info.max_answer_bytes:

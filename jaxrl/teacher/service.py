@@ -6,7 +6,9 @@ import hashlib
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from functools import cached_property, partial
+from itertools import pairwise
 from typing import TypeVar, get_args
 
 import jax
@@ -15,13 +17,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Compiled
 
-from jaxrl.algorithms.signals import Projection, completion_hidden, teacher_signal
+from jaxrl.algorithms.signals import Projection, score
 from jaxrl.checkpoint.source import ModelSource
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
 from jaxrl.models import decoder
 from jaxrl.models.buckets import bucket
 from jaxrl.models.decoder import Params
+from jaxrl.models.packing import room_of, row_devices
 from jaxrl.sharding.mesh import ensure_devices, role_mesh, verify_arrays
 from jaxrl.sharding.placement import Axes
 from jaxrl.teacher.protocol import (
@@ -146,15 +149,20 @@ class ScoringService:
         shards = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
         most = max(self._max_batch_tokens // t // shards, 1) * shards
         slices = -(-b // most)
+        ends = [b * i // slices for i in range(slices + 1)]
+        rows = [(start, stop - start) for start, stop in pairwise(ends)]
+        parts = [
+            jax.tree.map(partial(_rows, start=a, n=n, size=rows_of(n, shards, most)), inputs)
+            for a, n in rows
+        ]
+        rooms = [room_of(sequences, row_devices(self.mesh)) for sequences, _ in parts]
+        room = max(n for n, _ in rooms), max(m for _, m in rooms)
         work = []
-        for i in range(slices):
-            start, stop = b * i // slices, b * (i + 1) // slices
-            size = rows_of(stop - start, shards, most)
-            rows = partial(_rows, start=start, stop=stop, size=size)
-            padded = jax.tree.map(rows, inputs)
-            work.append((self._program(request.options, padded, wanted), padded, stop - start))
-        parts = waited(self._devices.submit(self._run, work, wanted), wanted)
-        return jax.tree.map(lambda *xs: xs[0] if len(xs) == 1 else np.concatenate(xs), *parts)
+        for (_, n), (sequences, ids) in zip(rows, parts, strict=True):
+            padded = replace(sequences, room=room), ids
+            work.append((self._program(request.options, padded, wanted), padded, n))
+        done = waited(self._devices.submit(self._run, work, wanted), wanted)
+        return jax.tree.map(lambda *xs: xs[0] if len(xs) == 1 else np.concatenate(xs), *done)
 
     def close(self) -> None:
         """Nothing more is computed but what runs."""
@@ -199,8 +207,7 @@ class ScoringService:
         projection = Projection(distill, self.mesh, options.vocab_size)
 
         def signal(params: Params, sequences: Sequences, ids: Array) -> TeacherSignal:
-            hidden = completion_hidden(self.model, params, sequences, self.mesh)
-            return teacher_signal(projection, hidden, decoder.head(params), sequences, ids)
+            return score(projection, self.model, params, sequences, ids)
 
         abstract = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._rows), inputs
@@ -239,9 +246,9 @@ def rows_of(n: int, multiple: int, most: int) -> int:
     return min(bucket(-(-n // multiple), steps=2) * multiple, most)
 
 
-def _rows(x: np.ndarray, start: int, stop: int, size: int) -> np.ndarray:
-    """Some rows, and below them rows of zeros up to `size`: no token of theirs is real."""
-    return np.pad(x[start:stop], [(0, size - (stop - start))] + [(0, 0)] * (x.ndim - 1))
+def _rows(x: np.ndarray, start: int, n: int, size: int) -> np.ndarray:
+    """n rows, and below them rows of zeros up to `size`: no token of theirs is real."""
+    return np.pad(x[start : start + n], [(0, size - n)] + [(0, 0)] * (x.ndim - 1))
 
 
 def _sample(params: Params) -> bytes:

@@ -49,7 +49,9 @@ def test_a_micro_batch_copies_no_other_rows(tmp_path):
     _, _, batch, place, group = update.args
     mesh = batch.sequences.tokens.sharding.mesh
     rows = shaped(place.shape[1:], place.dtype, place.sharding)
-    taken = jax.jit(lambda batch, rows: micro_batch(batch, rows, mesh, group)).lower(batch, rows)
+    taken = jax.jit(lambda batch, rows: micro_batch(batch, rows, mesh, group, None)).lower(
+        batch, rows
+    )
     copied = taken.compile().memory_analysis().temp_size_in_bytes
     assert copied < 0.1 * local_bytes(batch)
 

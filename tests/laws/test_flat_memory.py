@@ -128,6 +128,7 @@ def pretended_loop(folder, on_row):
         saves,
         peaks=lambda: {"actor": 10},
         planned={"actor": 20},
+        scorers={},
         log=lambda text: None,
         on_row=on_row,
     )

@@ -14,6 +14,8 @@ from tiny_models import make_mesh, tiny_model
 from jaxrl import Config
 from jaxrl.algorithms.signals import Projection, completion_hidden
 from jaxrl.config.schema import DistillConfig
+from jaxrl.models.decoder import forward
+from jaxrl.models.packing import pack, room_of, row_devices
 from jaxrl.roles import actor, microbatch
 from jaxrl.roles.microbatch import rows_of_groups, shared_group, shares
 from jaxrl.roles.reference import Reference
@@ -37,6 +39,7 @@ def sequences(vocab: int, seed: int = 0) -> Sequences:
     return Sequences(tokens, mask, completions)
 
 
+@pytest.mark.parametrize("group", [1, G])
 @pytest.mark.parametrize(
     ("name", "axes", "remat"),
     [
@@ -46,26 +49,41 @@ def sequences(vocab: int, seed: int = 0) -> Sequences:
     ],
     ids=str,
 )
-def test_hidden_states_and_gradients_are_those_of_whole_sequences(name, axes, remat):
+def test_hidden_states_and_gradients_are_those_of_whole_sequences(name, axes, remat, group):
+    """Without padding, with prompts of their own or shared; whatever room there is."""
     config, params = tiny_model(name)
     mesh, given = make_mesh(*axes), sequences(config.vocab_size)
+    given = replace(given, mask=given.mask.copy(), loss_mask=given.loss_mask.copy())
+    given.mask[-G:], given.loss_mask[-G:] = False, False  # rows of padding
 
-    def loss(params, given):
-        hidden = completion_hidden(config, params, given, mesh, remat=remat)
+    def loss(params, given, whole):
+        if whole:
+            hidden = forward(config, params, given.tokens, given.mask, mesh=mesh)[:, P - 1 : -1]
+        else:
+            packing = pack(given, mesh)
+            hidden = completion_hidden(config, params, packing, mesh, remat=remat)
+            assert given.room is None or hidden.shape[1] == given.room[1]
+            hidden = packing.unpack(hidden)
         seen = jnp.where(given.loss_mask[..., None], hidden, 0)
         return jnp.sin(seen).sum(), seen
 
-    run = jax.jit(jax.value_and_grad(loss, has_aux=True))
-    (_, plain), expected = run(params, given)
-    (_, shared), found = run(params, replace(given, group=G))
-    np.testing.assert_allclose(shared, plain, atol=2e-5)
-    for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
-        np.testing.assert_allclose(b, a, atol=2e-5 * float(jnp.abs(a).max()))
+    run = jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=2)
+    (_, plain), expected = run(params, given, True)
+    shared = replace(given, group=group)
+    tight = replace(shared, room=room_of(shared, row_devices(mesh)))
+    if mesh.size == 1:
+        assert tight.room[0] < len(given.mask) * P  # less than the padded rows have
+    for packed in (shared, tight):
+        (_, streamed), found = run(params, packed, False)
+        np.testing.assert_allclose(streamed, plain, atol=2e-5)
+        for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+            np.testing.assert_allclose(b, a, atol=2e-5 * float(jnp.abs(a).max()))
 
 
 def flops(given):
     config, params = tiny_model("llama")
-    run = jax.jit(lambda p, s: completion_hidden(config, p, s, make_mesh(1, 1, 1)))
+    mesh = make_mesh(1, 1, 1)
+    run = jax.jit(lambda p, s: completion_hidden(config, p, pack(s, mesh), mesh))
     return run.lower(params, given).compile().cost_analysis()["flops"]
 
 
@@ -166,7 +184,7 @@ def test_scorers_say_what_they_say_of_whole_sequences(monkeypatch, axes, parts, 
     spied = microbatch.part_rows
 
     def spy(*given):
-        widths.append(given[-1])
+        widths.append(given[-1] // (axes[0] * axes[1]))
         return spied(*given)
 
     monkeypatch.setattr(microbatch, "part_rows", spy)

@@ -20,6 +20,8 @@ from jaxrl.models import attention, bert, cudnn, decoder, splash
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.encoder_config import EncoderConfig
 from jaxrl.models.kernels import CPU, Target, compiling_for
+from jaxrl.models.packing import pack
+from jaxrl.types import Sequences
 
 P, G, W, C, N, KV, H = 2, 3, 7, 5, 4, 2, 8
 PROMPTS = jnp.array([7, 3], jnp.int32)
@@ -204,8 +206,8 @@ def test_a_model_is_the_same_function_in_each_kernel(
     kernel: str,
     axes: tuple[int, int, int] | None,
 ) -> None:
-    """Whole sequences, groups and prefill, and cuDNN's gradients; of 2 KV heads each of four
-    devices picks its own."""
+    """Whole sequences, streams of them and of groups, and prefill, and cuDNN's gradients; of 2 KV
+    heads each of four devices picks its own."""
     mesh = None if axes is None else make_mesh(*axes)
     config, params = tiny_model("qwen2", mesh)
     prompts, real, completions, live = rows(config.vocab_size)
@@ -215,12 +217,14 @@ def test_a_model_is_the_same_function_in_each_kernel(
     def loss(params: Any) -> tuple[jax.Array, Any]:
         plain = decoder.forward(config, params, *whole, mesh=mesh)
         plain = jnp.where(whole[1][..., None], plain, 0)
-        given = (prompts, real), (completions, live)
-        apart = decoder.forward_groups(config, params, *given, mesh=mesh)
-        apart = [jnp.where(m[..., None], x, 0) for m, x in zip((real, live), apart, strict=True)]
-        total = sum(jnp.sin(x).sum() for x in (plain, *apart))
+        streams = []
+        for group in (1, 2):
+            packing = pack(Sequences(*whole, live, group), mesh)
+            hidden = decoder.forward_packed(config, params, packing, mesh=mesh)
+            streams += [rows.pack(rows.unpack(hidden)) for rows in packing.rows]
+        total = sum(jnp.sin(x).sum() for x in (plain, *streams))
         filled, _ = decoder.prefill(config, params, completions, live, mesh=mesh)
-        return total, (plain, *apart, jnp.where(live[..., None], filled, 0))
+        return total, (plain, *streams, jnp.where(live[..., None], filled, 0))
 
     def run() -> Any:
         differentiated = jax.value_and_grad(loss, has_aux=True)
@@ -276,17 +280,13 @@ def test_the_kernel_of_an_accelerator_is_near_matrix_products(
     whole = [jnp.concatenate([jnp.repeat(x, 2, 0), y], 1) for x, y in halves]
 
     def loss(params: Any) -> tuple[jax.Array, Any]:
-        found = [
-            decoder.forward(config, params, *whole, dtype=jnp.bfloat16),
-            *decoder.forward_groups(
-                config, params, (prompts, real), (completions, live), dtype=jnp.bfloat16
-            ),
-        ]
-        found = [x.astype(jnp.float32) for x in found]
-        seen = [
-            jnp.where(m[..., None], x, 0)
-            for m, x in zip((whole[1], real, live), found, strict=True)
-        ]
+        found = [decoder.forward(config, params, *whole, dtype=jnp.bfloat16)]
+        seen = [jnp.where(whole[1][..., None], found[0], 0)]
+        for group in (1, 2):
+            packing = pack(Sequences(*whole, live, group))
+            found += [decoder.forward_packed(config, params, packing, dtype=jnp.bfloat16)]
+            seen += [rows.unpack(found[-1]) for rows in packing.rows]
+        found, seen = ([x.astype(jnp.float32) for x in each] for each in (found, seen))
         return sum(jnp.sin(x).sum() for x in seen), (found, seen)
 
     def run() -> Any:

@@ -16,7 +16,9 @@ from jaxrl.aot.machine import compilers, machine, prepare
 from jaxrl.models import decoder
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import compiling_for, target_of
+from jaxrl.models.packing import pack
 from jaxrl.models.rules import param_shardings
+from jaxrl.types import Sequences
 
 MODEL = DecoderConfig("qwen2", 256, 512, 2, 4, 2, 128, 384)
 """Two layers with the head dim of Qwen2.5, 4 heads and 2 KV heads."""
@@ -56,26 +58,25 @@ def compiled(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
     )
 
-    def both(n: int, width: int) -> tuple[Any, Any]:
-        return tuple(
-            jax.ShapeDtypeStruct((n, width), kind, sharding=rows) for kind in (jnp.int32, bool)
-        )
-
-    def loss(params: Any, *given: Any) -> jax.Array:
+    def loss(params: Any, given: Sequences) -> jax.Array:
+        packing = pack(given, mesh)
         options: Any = {"mesh": mesh, "dtype": dtype, "remat": "full"}
-        if shared:
-            found = decoder.forward_groups(model, params, *given, **options)
-        else:
-            found = (decoder.forward(model, params, *given[0], **options),)
-        return sum(x.astype(jnp.float32).sum() for x in found)
+        found = decoder.forward_packed(model, params, packing, **options)
+        return found.astype(jnp.float32).sum()
 
-    def program(params: Any, *given: Any) -> Any:
-        filled = decoder.prefill(model, decoder.cast(params, dtype), *given[0], mesh=mesh)
-        return jax.grad(loss)(params, *given), filled
+    def program(params: Any, given: Sequences) -> Any:
+        heads = given.tokens[:, :W], given.mask[:, :W]
+        filled = decoder.prefill(model, decoder.cast(params, dtype), *heads, mesh=mesh)
+        return jax.grad(loss)(params, given), filled
 
-    given = [both(prompts, W), both(prompts * G, C)] if shared else [both(prompts * G, W + C)]
+    def array(width: int, kind: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((prompts * G, width), kind, sharding=rows)
+
+    given = Sequences(
+        array(W + C, jnp.int32), array(W + C, bool), array(C, bool), G if shared else 1
+    )
     with compiling_for(target_of(mesh.devices.flat)):
-        lowered = jax.jit(program).lower(params, *given)
+        lowered = jax.jit(program).lower(params, given)
     return lowered.compile(compiler_options=OPTIONS[platform]).as_text()
 
 

@@ -5,12 +5,14 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxrl.models.packing import RowDevices, held_tokens, room_of
 from jaxrl.roles.microbatch import (
     ROOMS,
     cut_minibatches,
     micro_batch,
     minibatch_rows,
     room,
+    rows_of_groups,
     split_rows,
     tokens_of,
     unit_rows,
@@ -147,10 +149,35 @@ def test_a_micro_batch_has_its_rows_bit_for_bit_in_any_order_on_any_mesh(axes):
     rows = rng.permutation(24)[:12].astype(np.int32)
     rows[[2, 7]] = -1
     split = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
-    take = jax.jit(lambda batch, rows: micro_batch(batch, rows, mesh, 3))
+    take = jax.jit(lambda batch, rows: micro_batch(batch, rows, mesh, 3, (8, 4)))
     micro = take(jax.device_put(batch, split), rows)
-    assert micro.sequences.group == 3
+    assert micro.sequences.group == 3 and micro.sequences.room == (8, 4)
     for x, whole in zip(jax.tree.leaves(micro), jax.tree.leaves(batch), strict=True):
         assert x.sharding.is_equivalent_to(split, x.ndim) and x.dtype == whole.dtype
         assert np.asarray(x)[rows >= 0].tobytes() == whole[rows[rows >= 0]].tobytes()
-    assert not np.asarray(micro.sequences.loss_mask)[rows < 0].any()
+    for kept in (micro.sequences.mask, micro.sequences.loss_mask):
+        assert not np.asarray(kept)[rows < 0].any()
+
+
+@pytest.mark.parametrize("group", [1, 3])
+def test_the_room_of_micro_batches_holds_what_each_device_has_and_little_more(group):
+    rng, devices = np.random.default_rng(3), RowDevices(2, 4)
+    prompts = np.repeat(np.arange(20) >= rng.integers(0, 20, (8, 1)), 3, 0)
+    completions = np.arange(32) < rng.integers(1, 33, (24, 1))
+    mask = np.concatenate([prompts, completions], 1)
+    given = Sequences(np.zeros(mask.shape, np.int32), mask, completions, group)
+    index = rows_of_groups(np.array([[5, 0, 3, -1], [7, 1, -1, 2]]), 3)
+    each = mask[:, :20].sum(-1), completions.sum(-1)
+    held = [
+        sum(
+            each[0][row] * (at % group == 0) + each[1][row]
+            for at, row in enumerate(rows)
+            if row >= 0
+        )
+        for rows in index.reshape(4, 6).tolist()
+    ]
+    all_tokens, scored = held_tokens(given, devices, index)
+    assert all_tokens.ravel().tolist() == held
+    for size, tokens in zip(room_of(given, devices, index), (all_tokens, scored), strict=True):
+        assert size % 4 == 0 and tokens.max() <= size <= 1.25 * tokens.max() + 4
+    assert room_of(given, devices)[0] <= 12 // group * 20 + 12 * 32  # never above the padded rows

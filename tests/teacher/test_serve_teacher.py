@@ -359,13 +359,14 @@ def good(info: Info, rollout: Rollout, **changed: Any) -> bytes:
 
 
 LONG = np.zeros((1, 300), np.int32)
-PADDED = {"tokens": LONG, "mask": np.arange(300)[None] < 250, "loss_mask": LONG[:, :7] > 0}
+PADDED = {"tokens": LONG, "mask": np.arange(300)[None] >= 50, "loss_mask": LONG[:, :7] > 0}
 """As a device that wants rounded widths pads a sequence that the server's limit allows."""
 BAD: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
     "missing": ({"mask": None}, 400, ("'mask' is missing", "loss_mask")),
     "rank": ({"tokens": np.zeros(3, np.int32)}, 400, ("'tokens' is int32 [3]", "2 dims")),
     "dtype": ({"tokens": np.zeros((6, 12), np.float32)}, 400, ("float32 [6, 12]", "int32")),
     "shape": ({"mask": np.ones((6, 11), bool)}, 400, ("[6, 12]", "[6, 11]", "[B, T]")),
+    "gap": ({"mask": np.arange(12)[None] != np.full((6, 1), 2)}, 400, ("gap", "on the left only")),
     "width": ({"loss_mask": np.ones((6, 12), bool)}, 400, ("1 <= C < T",)),
     "empty": (
         {

@@ -1,0 +1,276 @@
+"""The real tokens of a batch next to each other, without its padding.
+
+A device's rows become one stream of n tokens. Whatever a layer computes token by token (products,
+norms, the LM head) is computed on the stream, so that its cost follows the tokens; attention gets
+rows of its own, whose kernels skip what lies beyond a row's length. Completions that share a prompt
+have it once in the stream. The tokens that the completions are scored at are a second, shorter
+stream of m tokens.
+
+Shapes as in `types`, and: X devices that share the rows, S rows on each, n and m tokens of a
+device's streams (`Sequences.room`). A row of the stream that is not filled holds zeros, which no
+loss and no key sees.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxrl.models.buckets import bucket
+from jaxrl.models.kernels import target_of
+from jaxrl.types import Array, Sequences
+
+ROOM_STEPS = 4
+"""Sizes of `Sequences.room` in a doubling: at most a fifth of a stream is padding."""
+
+
+@jax.custom_vjp
+def move(x: jax.Array, index: jax.Array, back: jax.Array) -> jax.Array:
+    """[X, b, ...] of x [X, a, ...]: entry i is x[:, index[:, i]], or 0 where the index is a.
+
+    Its gradient is moved by `back`, where every entry comes from one place: nothing is added up.
+
+    Args:
+        index: [X, b] int32, in [0, a]; no number below a twice.
+        back: [X, a] int32: the inverse, in [0, b].
+    """
+    flat = x.reshape(*x.shape[:2], -1)  # rows of a matrix: a TPU copies only those asked for
+    moved = jnp.take_along_axis(flat, index[..., None], 1, mode="fill", fill_value=0)
+    return moved.reshape(*index.shape, *x.shape[2:])
+
+
+def _move_forward(x: jax.Array, index: jax.Array, back: jax.Array) -> tuple[jax.Array, Array]:
+    return move(x, index, back), (index, back)
+
+
+def _move_backward(kept: Array, d: jax.Array) -> tuple[jax.Array, None, None]:
+    index, back = kept
+    return move(d, back, index), None, None
+
+
+move.defvjp(_move_forward, _move_backward)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PackedRows:
+    """Where rows [X * S, T] are in a stream [X, n]. Their real tokens are the first ones."""
+
+    starts: Array
+    """[X, S] int32: of each row in the stream; a row begins where the one before it ends."""
+    lengths: Array
+    """[X, S] int32."""
+    width: int = field(metadata={"static": True})
+    """T."""
+    size: int = field(metadata={"static": True})
+    """n."""
+
+    @property
+    def mask(self) -> Array:
+        """[X * S, T] bool: True at real tokens."""
+        return jnp.arange(self.width)[None] < self.lengths.reshape(-1, 1)
+
+    def unpack(self, x: Array) -> Array:
+        """The rows [X * S, T, ...] of a stream [X, n, ...], with zeros at the padding."""
+        rows = move(x, self._place, self._source)
+        return rows.reshape(-1, self.width, *x.shape[2:])
+
+    def pack(self, x: Array) -> Array:
+        """The stream [X, n, ...] of rows [X * S, T, ...], with zeros where it is of other rows."""
+        flat = x.reshape(len(self.lengths), -1, *x.shape[2:])
+        return move(flat, self._source, self._place)
+
+    @property
+    def at(self) -> tuple[Array, Array, Array]:
+        """Of each place of the stream [X, n]: its row, its index there, and whether there is one
+        (else both mean nothing)."""
+        place, ends = jnp.arange(self.size), self.starts + self.lengths
+        row = (place[None, :, None] >= ends[:, None, :]).sum(-1, dtype=jnp.int32)
+        own = jnp.minimum(row, ends.shape[1] - 1)
+        index = place[None] - jnp.take_along_axis(self.starts, own, 1)
+        return own, index, (row < ends.shape[1]) & (index >= 0)
+
+    @property
+    def _place(self) -> Array:
+        """[X, S * T]: where each position of the rows is in the stream."""
+        index = jnp.arange(self.width)[None, None]
+        place = self.starts[..., None] + index
+        found = jnp.where(index < self.lengths[..., None], place, self.size)
+        return found.reshape(len(found), -1)
+
+    @property
+    def _source(self) -> Array:
+        """[X, n]: which position of the rows is at each place of the stream."""
+        row, index, real = self.at
+        return jnp.where(real, row * self.width + index, self.starts.shape[1] * self.width)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Packing:
+    """The streams of a batch of prompts and completions."""
+
+    tokens: Array
+    """[X, n] int32."""
+    positions: Array
+    """[X, n] int32: the index of each token in its own sequence."""
+    rows: tuple[PackedRows, ...]
+    """What attends to itself: the sequences; or, with shared prompts, prompts and completions."""
+    completions: PackedRows
+    """Of the completions in the stream [X, m] of scored tokens."""
+    prompts: Array
+    """[X, S] int32: length of each row's prompt."""
+
+    @property
+    def group(self) -> int:
+        """Completions of a prompt in the stream."""
+        return self.completions.lengths.shape[1] // self.rows[0].lengths.shape[1]
+
+    def pack(self, x: Array) -> Array:
+        """[X, m, ...] of x [B, C, ...], which is aligned with the completions."""
+        return self.completions.pack(x)
+
+    def unpack(self, x: Array) -> Array:
+        """[B, C, ...] of x [X, m, ...], with zeros at the padding."""
+        return self.completions.unpack(x)
+
+    def predicting(self, hidden: Array) -> Array:
+        """[X, m, D]: the hidden states [X, n, D] that predict the tokens of the completions."""
+        own, completions = self.rows[-1], self.completions
+        shared = len(self.rows) > 1
+        lead = (jnp.zeros_like(self.prompts) if shared else self.prompts) - 1
+        row, index, real = completions.at  # what predicts token i of a row is its entry lead + i
+        at = jnp.take_along_axis(own.starts + lead, row, 1) + index
+        known = real & (jnp.take_along_axis(lead, row, 1) + index >= 0)
+        row, index, real = own.at
+        token = index - jnp.take_along_axis(lead, row, 1)
+        scored = (token >= 0) & (token < jnp.take_along_axis(completions.lengths, row, 1))
+        place = jnp.take_along_axis(completions.starts, row, 1) + token
+        back = jnp.where(real & scored, place, completions.size)
+        out = move(hidden, jnp.where(known, at, own.size), back)
+        return out + self._first(hidden) if shared else out
+
+    def _first(self, hidden: Array) -> Array:
+        """[X, m, D]: zero but at the first token of each completion, which the end of its prompt
+        predicts."""
+        prompts = self.rows[0]
+        ends = prompts.starts + prompts.lengths - 1
+        ends = jnp.where(prompts.lengths > 0, ends, prompts.size)
+        row, index, real = prompts.at
+        is_end = real & (index == jnp.take_along_axis(prompts.lengths, row, 1) - 1)
+        of_prompts = move(hidden, ends, jnp.where(is_end, row, prompts.starts.shape[1]))
+        of_rows = jnp.repeat(of_prompts, self.group, 1)
+        row, index, real = self.completions.at
+        begins, rows = real & (index == 0), self.completions.starts.shape[1]
+        some = self.completions.lengths > 0
+        place = jnp.where(some, self.completions.starts, self.completions.size)
+        return move(of_rows, jnp.where(begins, row, rows), place)
+
+
+def pack(sequences: Sequences, mesh: Mesh | None = None) -> Packing:
+    """The streams of some sequences, each device's of its own rows.
+
+    Args:
+        sequences: `room` must hold what every device has; without it, there is room for everything.
+        mesh: rows are divided among data and fsdp.
+    """
+    shards = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
+    (b, t), c, group = sequences.tokens.shape, sequences.loss_mask.shape[1], sequences.group
+    w, s = t - c, b // shards
+    assert b == shards * s and s % group == 0, f"{b} rows for {shards} devices, groups of {group}"
+    full = (s * t, s * c) if group == 1 else (s // group * w + s * c, s * c)
+    n, m = sequences.room or full
+
+    def rows(x: Array, width: int, every: int = 1) -> Array:
+        return x.reshape(shards, -1, width)[:, ::every]
+
+    tokens, mask = rows(sequences.tokens, t), rows(sequences.mask, t)
+    lengths = mask[:, :, w:].sum(-1, dtype=jnp.int32)
+    prompts = mask[:, :, :w].sum(-1, dtype=jnp.int32)
+    completions = PackedRows(_starts(lengths), lengths, c, m)
+    if group == 1:
+        whole = PackedRows(_starts(prompts + lengths), prompts + lengths, t, n)
+        stream, positions = _stream(whole, tokens, mask)
+        return Packing(stream, positions, (whole,), completions, prompts)
+    tokens_p, mask_p = (x[:, ::group, :w] for x in (tokens, mask))
+    lengths_p = prompts[:, ::group]
+    before = PackedRows(_starts(lengths_p), lengths_p, w, n)
+    own = PackedRows(lengths_p.sum(-1, keepdims=True) + _starts(lengths), lengths, c, n)
+    stream_p, positions_p = _stream(before, tokens_p, mask_p)
+    stream_c, positions_c = _stream(own, tokens[:, :, w:], mask[:, :, w:], prompts)
+    parts = stream_p + stream_c, positions_p + positions_c
+    return Packing(*parts, (before, own), completions, prompts)
+
+
+def _starts(lengths: Array) -> Array:
+    return jnp.cumsum(lengths, -1, dtype=jnp.int32) - lengths
+
+
+def _stream(
+    rows: PackedRows, tokens: Array, mask: Array, offset: Array | None = None
+) -> tuple[Array, Array]:
+    """The stream [X, n] of tokens [X, S, T], which may be padded on both sides, and positions that
+    begin at `offset` [X, S]; zeros where the stream is of other rows."""
+    row, index, real = rows.at
+    first = jnp.take_along_axis(jnp.argmax(mask, -1), row, 1)
+    at = jnp.where(real, row * tokens.shape[2] + first + index, 0)
+    found = jnp.take_along_axis(tokens.reshape(len(tokens), -1), at, 1)
+    positions = index if offset is None else index + jnp.take_along_axis(offset, row, 1)
+    return jnp.where(real, found, 0), jnp.where(real, positions, 0)
+
+
+@dataclass(frozen=True)
+class RowDevices:
+    """The devices of a role among which the rows of a batch are divided."""
+
+    count: int
+    multiple: int
+    """Widths that suit them are multiples of it (`models.kernels`)."""
+
+
+def row_devices(mesh: Mesh) -> RowDevices:
+    """Those of a mesh."""
+    multiple = target_of(mesh.devices.flat).width_multiple
+    return RowDevices(mesh.shape["data"] * mesh.shape["fsdp"], multiple)
+
+
+def held_tokens(
+    sequences: Sequences, devices: RowDevices, rows: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Real tokens of each device in each of n micro-batches, [n, devices]: all that it computes,
+    and those of completions. A shared prompt counts once.
+
+    Args:
+        sequences: numpy arrays, with their `group`.
+        rows: [n, b] row numbers, -1 where there is none; None: one micro-batch of all rows.
+    """
+    mask = np.asarray(sequences.mask)
+    rows = np.arange(len(mask))[None] if rows is None else rows
+    width = mask.shape[1] - np.asarray(sequences.loss_mask).shape[1]
+    held = rows.reshape(len(rows), devices.count, -1)
+    prompts, completions = (
+        np.where(held >= 0, part.sum(-1)[np.maximum(held, 0)], 0)
+        for part in (mask[:, :width], mask[:, width:])
+    )
+    completed = completions.sum(-1)
+    return prompts[..., :: sequences.group].sum(-1) + completed, completed
+
+
+def room_of(
+    sequences: Sequences, devices: RowDevices, rows: np.ndarray | None = None
+) -> tuple[int, int]:
+    """`Sequences.room` of micro-batches: what the fullest device has, rounded up to one of few
+    sizes. Arguments as of `held_tokens`."""
+    c = np.asarray(sequences.loss_mask).shape[1]
+    each = (len(sequences.mask) if rows is None else rows.shape[1]) // devices.count
+    most = each // sequences.group * (np.asarray(sequences.mask).shape[1] - c) + each * c, each * c
+    fullest = (int(tokens.max()) for tokens in held_tokens(sequences, devices, rows))
+    n, m = (
+        bucket(tokens, steps=ROOM_STEPS, multiple=devices.multiple, most=full)
+        for tokens, full in zip(fullest, most, strict=True)
+    )
+    return n, m
