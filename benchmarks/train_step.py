@@ -3,9 +3,11 @@
     python benchmarks/train_step.py [--batch 8 --prompt 64 --new 64]
     python benchmarks/train_step.py --teacher FOLDER --student FOLDER --devices 4 --mesh actor=4
 
-Rows are full: random tokens, no padding. `update` is `Actor.update` with everything it does (batch
-to the devices, forward, divergence, backward, AdamW, metrics back); `blocks`, `divergence` and
-`forward` are programs of their own, to see where the time goes. All of them take turns.
+`update` is `Actor.update` with everything it does (batch to the devices, forward, divergence,
+backward, AdamW, metrics back), on full rows of random tokens. `update_tail` is the same on
+completions of log-normal lengths in rows of the same width, of which two thirds are padding.
+`blocks`, `divergence` and `forward` are programs of their own, to see where the time goes. All of
+them take turns.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,25 +56,41 @@ def main() -> None:
         meshes = role_meshes(plan.devices, plan.placement, plan.axes)
         job = make_job(config)
         actor = make_actor(job.for_workers(plan.axes, Path(folder)), meshes)
-        rollout, signal = make_batch(arguments, job)
+        rollout, signal = make_batch(arguments, job, full(arguments))
+        tail, _ = make_batch(arguments, job, tailed(arguments))
         scores = {"teacher": [signal]}
         steps = itertools.count(1)
         ways: dict[str, Callable[[], Any]] = {
-            "update": lambda: actor.update(rollout, scores, step=next(steps)) and None
+            "update": lambda: actor.update(rollout, scores, step=next(steps)) and None,
+            "update_tail": lambda: actor.update(tail, scores, step=next(steps)) and None,
         }
         ways |= parts(job, actor, rollout, scores)
         seconds = common.alternate(ways, arguments.repeats)
     machine = common.ceilings(arguments.dtype, *whole_step.shapes(arguments, job))
     work = counted(arguments, job)
     figures = {name: common.figure(seconds[name], work[name], machine) for name in ways}
-    rows = arguments.batch * arguments.group
-    tokens = rows * (arguments.prompt + arguments.new) / figures["update"]["seconds"]
-    figures["update"]["tokens_per_second"] = common.rounded(tokens)
+    for name, lengths in (("update", full(arguments)), ("update_tail", tailed(arguments))):
+        tokens = sum(lengths) + len(lengths) * arguments.prompt
+        figures[name]["tokens_per_second"] = common.rounded(tokens / figures[name]["seconds"])
     print(common.line(arguments, machine, figures, benchmark="train_step"))
 
 
-def make_batch(arguments: argparse.Namespace, job: Job) -> tuple[Rollout, TeacherSignal]:
-    """Random tokens; hidden states as large as a norm leaves them."""
+def full(arguments: argparse.Namespace) -> list[int]:
+    """Completions as long as their row."""
+    return [arguments.new] * (arguments.batch * arguments.group)
+
+
+def tailed(arguments: argparse.Namespace) -> list[int]:
+    """Log-normal lengths, of a mean of about 30% of the longest, which fills its row."""
+    new, rows = arguments.new, arguments.batch * arguments.group
+    drawn = np.random.default_rng(1).lognormal(np.log(0.22 * new), 0.8, rows - 1).astype(int)
+    return [new, *np.clip(drawn, 1, new).tolist()]
+
+
+def make_batch(
+    arguments: argparse.Namespace, job: Job, lengths: Sequence[int]
+) -> tuple[Rollout, TeacherSignal]:
+    """Random tokens, completions of these lengths; hidden states as large as a norm leaves them."""
     assert job.teacher is not None
     rng = np.random.default_rng(0)
     rows, new = arguments.batch * arguments.group, arguments.new
@@ -83,7 +101,7 @@ def make_batch(arguments: argparse.Namespace, job: Job) -> tuple[Rollout, Teache
     zeros = np.zeros(new, np.float32)
     rollout = make_rollout(
         [Prompt(i, tokens(arguments.prompt), "") for i in range(rows)],
-        [[Completion(tokens(new), zeros, zeros, "length")] for _ in range(rows)],
+        [[Completion(tokens(n), zeros[:n], zeros[:n], "length")] for n in lengths],
         policy_version=0,
         pad_id=job.pad_id,
         max_prompt_tokens=arguments.prompt,
@@ -138,12 +156,17 @@ def parts(
 def counted(arguments: argparse.Namespace, job: Job) -> dict[str, list[Work]]:
     c, itemsize = job.student.config, jnp.dtype(arguments.dtype).itemsize
     assert job.teacher is not None
-    lengths = [arguments.prompt + arguments.new] * arguments.batch * arguments.group
-    tokens = arguments.new * arguments.batch * arguments.group
     width = job.teacher.config.d_model
-    forward = forward_work(c, lengths, itemsize)
+
+    def update(completions: list[int]) -> list[Work]:
+        lengths = [arguments.prompt + n for n in completions]
+        return common.train_work(c, width, job.vocab_size, lengths, sum(completions), itemsize)
+
+    tokens = sum(full(arguments))
+    forward = forward_work(c, [arguments.prompt + n for n in full(arguments)], itemsize)
     return {
-        "update": common.train_work(c, width, job.vocab_size, lengths, tokens, itemsize),
+        "update": update(full(arguments)),
+        "update_tail": update(tailed(arguments)),
         "forward": [forward],
         "blocks": [forward, forward * 2],
         "divergence": [divergence_work(job.vocab_size, c.d_model, width, tokens, itemsize)],

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl.algorithms.objective import policy_metrics, policy_objective, ratios, reported
+from jaxrl.algorithms.objective import by_row, policy_metrics, policy_objective, ratios
 from jaxrl.algorithms.refill import refilled
 from jaxrl.algorithms.sampled_batch import prepare_rewarded
 from jaxrl.algorithms.signals import (
@@ -147,7 +147,8 @@ def gkd_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) 
         packing, hidden, kernel = _hidden(config, model, mesh, params, batch)
         flat = packed(packing, batch)
         total, count, metrics = distill_loss(projection, hidden, kernel, flat, frozen)
-        return (total, count), reported("distill", packing, metrics), {}
+        sums = {f"distill/{name}": pair for name, pair in by_row(packing, metrics).items()}
+        return (total, count), sums, {}
 
     return loss
 

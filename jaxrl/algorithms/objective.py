@@ -169,11 +169,11 @@ def policy_objective(config: Config, mesh: Mesh, vocab_size: int) -> Evaluate:
         if config.distill_weight > 0:
             total, _, more = distill_loss(projection, hidden, kernel, flat, frozen)
             loss += config.distill_weight * total / totals.tokens
-            sums |= reported("distill", packing, more)
+            sums |= {f"distill/{name}": pair for name, pair in by_row(packing, more).items()}
         elif p.opd_coef > 0 and config.distill.entropy_aware:
             total, _, more = entropy_aware_loss(projection, hidden, kernel, flat)
             loss += config.policy_weight * p.opd_coef * total / totals.tokens
-            sums |= reported("distill", packing, more)
+            sums |= {f"distill/{name}": pair for name, pair in by_row(packing, more).items()}
         # The actor divides by the sum of the counts, which is totals.tokens.
         pair = (loss * totals.tokens, batch.sequences.loss_mask.sum(dtype=loss.dtype))
         maxima = {f"policy/{name}": value for name, value in corrected.maxima.items()}
@@ -182,13 +182,13 @@ def policy_objective(config: Config, mesh: Mesh, vocab_size: int) -> Evaluate:
     return evaluate
 
 
-def reported(prefix: str, packing: Packing, metrics: Sums) -> Sums:
-    """Metrics by their whole names. Those of each token [X, m] become those of each row [B]."""
+def by_row(packing: Packing, metrics: Sums) -> Sums:
+    """The metrics; those of each token [X, m] become those of each row [B]."""
 
-    def by_row(x: jax.Array) -> jax.Array:
+    def added(x: jax.Array) -> jax.Array:
         return packing.unpack(x).sum(-1) if x.ndim else x
 
-    return {f"{prefix}/{name}": (by_row(a), by_row(n)) for name, (a, n) in metrics.items()}
+    return {name: (added(total), added(count)) for name, (total, count) in metrics.items()}
 
 
 def _mean(total: jax.Array, aggregation: Aggregation, totals: Totals) -> jax.Array:

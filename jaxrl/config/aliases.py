@@ -125,7 +125,9 @@ _MISSING: dict[str, str] = {
     ),
     "there is no quantized training here; docs/limits.md": "load_in_4bit load_in_8bit",
     "the kind of attention is chosen for the device, there is no key for it": "attn_implementation",
-    "sequences are padded to the longest of a batch, there is no packing": "packing",
+    "padding is never computed, and there is no key for it": (
+        "packing padding_free use_remove_padding"
+    ),
     "there are no multi-turn environments here; docs/limits.md": "multi_turn",
     "there is no context parallelism here; docs/limits.md": "ulysses_sequence_parallel_size",
 }

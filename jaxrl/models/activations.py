@@ -63,7 +63,7 @@ UNROLLED = (Blocks(x=1.5, f=3), Blocks(x=1, kv=1, s=2), Blocks(x=1, q=2, kv=1))
 """And layer after layer: in the MLP, in attention, before it."""
 MLP: dict[str, Blocks] = {"gpu": Blocks(x=1.5, f=2), "tpu": Blocks(x=1.5, f=1)}
 """The same on accelerators, where the products of the MLP are fused with what follows them and the
-attention kernel holds less. These and the next two were read from the compiled programs."""
+attention kernel holds less. These and the next three were read from the compiled programs."""
 STREAMS = MLP | {"tpu": Blocks(x=5, f=2)}
 """The same of streams (`models.packing`), whose gathers a TPU keeps apart from the products."""
 SUMMED = Blocks(x=0.5)

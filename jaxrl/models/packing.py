@@ -24,8 +24,9 @@ from jaxrl.models.buckets import bucket
 from jaxrl.models.kernels import target_of
 from jaxrl.types import Array, Sequences
 
-ROOM_STEPS = 4
-"""Sizes of `Sequences.room` in a doubling: at most a fifth of a stream is padding."""
+LEAST, STEPS = 128, 4
+"""The sizes of streams: the least, where rows have so many tokens, and how many there are in a
+doubling, so that at most a fifth of a longer stream is padding."""
 
 
 @jax.custom_vjp
@@ -64,10 +65,18 @@ class PackedRows:
     """[X, S] int32: of each row in the stream; a row begins where the one before it ends."""
     lengths: Array
     """[X, S] int32."""
+    place: Array
+    """[X, S * T] int32: where each position of the rows is in the stream; n where it is padding."""
+    source: Array
+    """[X, n] int32: which position of the rows is at each place of the stream; S * T where the
+    stream is of other rows."""
     width: int = field(metadata={"static": True})
     """T."""
-    size: int = field(metadata={"static": True})
-    """n."""
+
+    @property
+    def size(self) -> int:
+        """n."""
+        return int(self.source.shape[1])
 
     @property
     def mask(self) -> Array:
@@ -76,37 +85,36 @@ class PackedRows:
 
     def unpack(self, x: Array) -> Array:
         """The rows [X * S, T, ...] of a stream [X, n, ...], with zeros at the padding."""
-        rows = move(x, self._place, self._source)
+        rows = move(x, self.place, self.source)
         return rows.reshape(-1, self.width, *x.shape[2:])
 
     def pack(self, x: Array) -> Array:
         """The stream [X, n, ...] of rows [X * S, T, ...], with zeros where it is of other rows."""
         flat = x.reshape(len(self.lengths), -1, *x.shape[2:])
-        return move(flat, self._source, self._place)
+        return move(flat, self.source, self.place)
 
     @property
     def at(self) -> tuple[Array, Array, Array]:
         """Of each place of the stream [X, n]: its row, its index there, and whether there is one
         (else both mean nothing)."""
-        place, ends = jnp.arange(self.size), self.starts + self.lengths
-        row = (place[None, :, None] >= ends[:, None, :]).sum(-1, dtype=jnp.int32)
-        own = jnp.minimum(row, ends.shape[1] - 1)
-        index = place[None] - jnp.take_along_axis(self.starts, own, 1)
-        return own, index, (row < ends.shape[1]) & (index >= 0)
+        return _row_at(self.starts, self.lengths, self.size)
 
-    @property
-    def _place(self) -> Array:
-        """[X, S * T]: where each position of the rows is in the stream."""
-        index = jnp.arange(self.width)[None, None]
-        place = self.starts[..., None] + index
-        found = jnp.where(index < self.lengths[..., None], place, self.size)
-        return found.reshape(len(found), -1)
 
-    @property
-    def _source(self) -> Array:
-        """[X, n]: which position of the rows is at each place of the stream."""
-        row, index, real = self.at
-        return jnp.where(real, row * self.width + index, self.starts.shape[1] * self.width)
+def _packed_rows(starts: Array, lengths: Array, width: int, size: int) -> PackedRows:
+    """Rows [X, S] of these lengths that begin at `starts` in streams of `size` tokens."""
+    index = jnp.arange(width)[None, None]
+    place = jnp.where(index < lengths[..., None], starts[..., None] + index, size)
+    row, at, real = _row_at(starts, lengths, size)
+    source = jnp.where(real, row * width + at, lengths.shape[1] * width)
+    return PackedRows(starts, lengths, place.reshape(len(place), -1), source, width)
+
+
+def _row_at(starts: Array, lengths: Array, size: int) -> tuple[Array, Array, Array]:
+    place, ends = jnp.arange(size), starts + lengths
+    row = (place[None, :, None] >= ends[:, None, :]).sum(-1, dtype=jnp.int32)
+    own = jnp.minimum(row, ends.shape[1] - 1)
+    index = place[None] - jnp.take_along_axis(starts, own, 1)
+    return own, index, (row < ends.shape[1]) & (index >= 0)
 
 
 @jax.tree_util.register_dataclass
@@ -191,15 +199,15 @@ def pack(sequences: Sequences, mesh: Mesh | None = None) -> Packing:
     tokens, mask = rows(sequences.tokens, t), rows(sequences.mask, t)
     lengths = mask[:, :, w:].sum(-1, dtype=jnp.int32)
     prompts = mask[:, :, :w].sum(-1, dtype=jnp.int32)
-    completions = PackedRows(_starts(lengths), lengths, c, m)
+    completions = _packed_rows(_starts(lengths), lengths, c, m)
     if group == 1:
-        whole = PackedRows(_starts(prompts + lengths), prompts + lengths, t, n)
+        whole = _packed_rows(_starts(prompts + lengths), prompts + lengths, t, n)
         stream, positions = _stream(whole, tokens, mask)
         return Packing(stream, positions, (whole,), completions, prompts)
     tokens_p, mask_p = (x[:, ::group, :w] for x in (tokens, mask))
     lengths_p = prompts[:, ::group]
-    before = PackedRows(_starts(lengths_p), lengths_p, w, n)
-    own = PackedRows(lengths_p.sum(-1, keepdims=True) + _starts(lengths), lengths, c, n)
+    before = _packed_rows(_starts(lengths_p), lengths_p, w, n)
+    own = _packed_rows(lengths_p.sum(-1, keepdims=True) + _starts(lengths), lengths, c, n)
     stream_p, positions_p = _stream(before, tokens_p, mask_p)
     stream_c, positions_c = _stream(own, tokens[:, :, w:], mask[:, :, w:], prompts)
     parts = stream_p + stream_c, positions_p + positions_c
@@ -270,7 +278,7 @@ def room_of(
     most = each // sequences.group * (np.asarray(sequences.mask).shape[1] - c) + each * c, each * c
     fullest = (int(tokens.max()) for tokens in held_tokens(sequences, devices, rows))
     n, m = (
-        bucket(tokens, steps=ROOM_STEPS, multiple=devices.multiple, most=full)
+        bucket(tokens, smallest=LEAST, steps=STEPS, multiple=devices.multiple, most=full)
         for tokens, full in zip(fullest, most, strict=True)
     )
     return n, m

@@ -145,10 +145,13 @@ class Actor:
             seed = (self.config.seed, step, epoch)
             parts = cut_minibatches(lengths, in_policy, unit, group, minibatches, seed)
             padded = room(max(map(len, parts)), -(-live // minibatches))
-            for chosen in parts:
+            cuts = [
+                self.programs.micro_batches(chosen, units, sequences, group, padded)
+                for chosen in parts
+            ]
+            size = room_of(sequences, devices, np.concatenate(cuts))  # one program for all
+            for chosen, index in zip(parts, cuts, strict=True):
                 rows = rows_of_groups(chosen, group)
-                index = self.programs.micro_batches(chosen, units, sequences, group, padded)
-                size = room_of(sequences, devices, index)
                 real += held_tokens(sequences, devices, index)[0].sum()
                 computed += len(index) * devices.count * size[0]
                 given = (self.state, self._frozen, placed, index, group, size)

@@ -101,17 +101,22 @@ def scored_part(rollout: Rollout, part: int, parts: int, devices: RowDevices) ->
     n, shards = len(rollout.group_ids), devices.count
     group = shared_group(rollout.sequences, unit_rows(rollout.group_ids, 1), None)
     group = scored_group(n, parts, shards, group)
-    rows = part_rows(n, part, parts, shards * group)
+    cuts = [part_rows(n, k, parts, shards * group) for k in range(parts)]
+    rows = cuts[part]
     if rows is None:
         return None
+    live = rows.stop - rows.start
+    more = -live % (shards * group)
 
     def cut(x: np.ndarray) -> np.ndarray:
-        more = -(rows.stop - rows.start) % (shards * group)
         return np.pad(x[rows], [(0, more)] + [(0, 0)] * (x.ndim - 1)) if more else x[rows]
 
+    # One room for all parts of this size, so that they are one program.
+    alike = [np.arange(a.start, a.stop) for a in cuts if a is not None and a.stop - a.start == live]
+    index = np.pad(np.stack(alike), ((0, 0), (0, more)), constant_values=-1)
+    room = room_of(replace(rollout.sequences, group=group), devices, index)
     sequences, ids = jax.tree.map(cut, (rollout.sequences, rollout.student_topk))
-    sequences = replace(sequences, group=group)
-    return ScoredPart(rows, replace(sequences, room=room_of(sequences, devices)), ids)
+    return ScoredPart(rows, replace(sequences, group=group, room=room), ids)
 
 
 def scored_padding(rollout: Rollout, parts: int, devices: RowDevices) -> float:
@@ -121,7 +126,8 @@ def scored_padding(rollout: Rollout, parts: int, devices: RowDevices) -> float:
         given = scored_part(rollout, part, parts, devices)
         if given is not None:
             real += int(held_tokens(given.sequences, devices)[0].sum())
-            computed += devices.count * room_of(given.sequences, devices)[0]
+            assert given.sequences.room is not None
+            computed += devices.count * given.sequences.room[0]
     return 1 - real / computed
 
 

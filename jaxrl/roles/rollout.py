@@ -19,6 +19,7 @@ from jaxrl.formats.weights import path_string
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Layout, Params, abstract_params
 from jaxrl.models.kernels import target_of
+from jaxrl.models.packing import room_of, row_devices
 from jaxrl.models.rules import param_shardings
 from jaxrl.roles.actor import SENT
 from jaxrl.runtime.worker import detail, phase, stopping
@@ -167,7 +168,8 @@ class Sampler:
             return rollout
         with phase("top-k of the policy"):
             rows = NamedSharding(self.mesh, PartitionSpec(("data", "fsdp")))
-            given = (self.params, put(rollout.sequences, rows))
+            room = room_of(rollout.sequences, row_devices(self.mesh))
+            given = (self.params, put(replace(rollout.sequences, room=room), rows))
             with current().running(self._topk, *given):
                 ids = jax.block_until_ready(self._topk(*given))
         return replace(rollout, student_topk=to_host(ids))

@@ -15,7 +15,7 @@ from jaxrl import Config
 from jaxrl.algorithms.signals import Projection, completion_hidden
 from jaxrl.config.schema import DistillConfig
 from jaxrl.models.decoder import forward
-from jaxrl.models.packing import pack, room_of, row_devices
+from jaxrl.models.packing import held_tokens, pack, row_devices
 from jaxrl.roles import actor, microbatch
 from jaxrl.roles.microbatch import rows_of_groups, shared_group, shares
 from jaxrl.roles.reference import Reference
@@ -70,7 +70,8 @@ def test_hidden_states_and_gradients_are_those_of_whole_sequences(name, axes, re
     run = jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=2)
     (_, plain), expected = run(params, given, True)
     shared = replace(given, group=group)
-    tight = replace(shared, room=room_of(shared, row_devices(mesh)))
+    held = held_tokens(shared, row_devices(mesh))
+    tight = replace(shared, room=tuple(int(tokens.max()) for tokens in held))
     if mesh.size == 1:
         assert tight.room[0] < len(given.mask) * P  # less than the padded rows have
     for packed in (shared, tight):

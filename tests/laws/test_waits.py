@@ -21,6 +21,7 @@ CHECKPOINT = "runs inside the calls `save` and `saved`, which deadlines.checkpoi
 SCORES = "the reward pool ends each item after reward.timeout, and its process with it"
 BOUNDED = {
     ("aot/apart.py", "child.wait()"): "its output has ended, or it was killed",
+    ("aot/apart.py", "ended.wait()"): "in a thread that nobody waits for, until the caller ends",
     ("aot/check.py", "job.result()"): "a compiler, whose program is named before it starts",
     ("roles/actor.py", "saving.wait()"): CHECKPOINT,
     ("checkpoint/writer.py", "pending.saved.result()"): CALLS,
