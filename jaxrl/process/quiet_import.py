@@ -28,8 +28,14 @@ def has_accelerator() -> bool:
 @contextlib.contextmanager
 def silenced() -> Iterator[None]:
     """Drops what is written to stderr, from C++ too."""
-    sys.stderr.flush()
-    kept, hole = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        kept = os.dup(2)
+    except OSError:  # the process was started without one
+        yield
+        return
+    if sys.stderr is not None:
+        sys.stderr.flush()
+    hole = os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(hole, 2)
         yield
