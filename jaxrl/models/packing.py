@@ -147,7 +147,8 @@ class Packing:
         return self.completions.unpack(x)
 
     def predicting(self, hidden: Array) -> Array:
-        """[X, m, D]: the hidden states [X, n, D] that predict the tokens of the completions."""
+        """[X, m, D]: the hidden states [X, n, D] that predict the tokens of the completions; NaN
+        where a stream is too short for its tokens."""
         own, completions = self.rows[-1], self.completions
         shared = len(self.rows) > 1
         lead = (jnp.zeros_like(self.prompts) if shared else self.prompts) - 1
@@ -160,7 +161,16 @@ class Packing:
         place = jnp.take_along_axis(completions.starts, row, 1) + token
         back = jnp.where(real & scored, place, completions.size)
         out = move(hidden, jnp.where(known, at, own.size), back)
-        return out + self._first(hidden) if shared else out
+        out = out + self._first(hidden) if shared else out
+        return jnp.where(self._fits[:, None, None], out, jnp.nan)
+
+    @property
+    def _fits(self) -> Array:
+        """[X] bool: whether the streams have room for all tokens. If not, some are lost, which no
+        loss may be computed from."""
+        used = [(rows.starts + rows.lengths).max(-1) for rows in (*self.rows, self.completions)]
+        sizes = [rows.size for rows in (*self.rows, self.completions)]
+        return jnp.stack([n <= size for n, size in zip(used, sizes, strict=True)]).all(0)
 
     def _first(self, hidden: Array) -> Array:
         """[X, m, D]: zero but at the first token of each completion, which the end of its prompt
@@ -183,7 +193,7 @@ def pack(sequences: Sequences, mesh: Mesh | None = None) -> Packing:
     """The streams of some sequences, each device's of its own rows.
 
     Args:
-        sequences: `room` must hold what every device has; without it, there is room for everything.
+        sequences: `room` must hold what every device has (`room_of`); None holds everything.
         mesh: rows are divided among data and fsdp.
     """
     shards = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
@@ -193,10 +203,7 @@ def pack(sequences: Sequences, mesh: Mesh | None = None) -> Packing:
     full = (s * t, s * c) if group == 1 else (s // group * w + s * c, s * c)
     n, m = sequences.room or full
 
-    def rows(x: Array, width: int, every: int = 1) -> Array:
-        return x.reshape(shards, -1, width)[:, ::every]
-
-    tokens, mask = rows(sequences.tokens, t), rows(sequences.mask, t)
+    tokens, mask = (x.reshape(shards, s, t) for x in (sequences.tokens, sequences.mask))
     lengths = mask[:, :, w:].sum(-1, dtype=jnp.int32)
     prompts = mask[:, :, :w].sum(-1, dtype=jnp.int32)
     completions = _packed_rows(_starts(lengths), lengths, c, m)

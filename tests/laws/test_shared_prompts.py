@@ -81,6 +81,21 @@ def test_hidden_states_and_gradients_are_those_of_whole_sequences(name, axes, re
             np.testing.assert_allclose(b, a, atol=2e-5 * float(jnp.abs(a).max()))
 
 
+@pytest.mark.parametrize("group", [1, G])
+def test_a_stream_too_short_for_its_tokens_is_never_quietly_wrong(group):
+    config, params = tiny_model("qwen2")
+    mesh, given = make_mesh(1, 1, 1), replace(sequences(config.vocab_size), group=group)
+    n, m = (int(tokens.max()) for tokens in held_tokens(given, row_devices(mesh)))
+
+    @jax.jit
+    def run(params, given):
+        return completion_hidden(config, params, pack(given, mesh), mesh)
+
+    for room, right in (((n, m), True), ((n - 1, m), False), ((n, m - 1), False)):
+        found = run(params, replace(given, room=room))
+        assert np.isfinite(found).all() == right and np.isnan(found).all() != right
+
+
 def flops(given):
     config, params = tiny_model("llama")
     mesh = make_mesh(1, 1, 1)
