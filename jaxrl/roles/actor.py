@@ -25,7 +25,7 @@ from jaxrl.models.decoder import Params
 from jaxrl.models.packing import held_tokens, room_of, row_devices
 from jaxrl.roles.microbatch import (
     cut_minibatches,
-    room,
+    padded_count,
     rows_of_groups,
     shared_group,
     tokens_of,
@@ -144,16 +144,17 @@ class Actor:
         for epoch in range(c.epochs_per_batch):
             seed = (self.config.seed, step, epoch)
             parts = cut_minibatches(lengths, in_policy, unit, group, minibatches, seed)
-            padded = room(max(map(len, parts)), -(-live // minibatches))
+            padded = padded_count(max(map(len, parts)), -(-live // minibatches))
             cuts = [
                 self.programs.micro_batches(chosen, units, sequences, group, padded)
                 for chosen in parts
             ]
-            size = room_of(sequences, devices, np.concatenate(cuts))  # one program for all
+            together = np.concatenate(cuts)
+            size = room_of(sequences, devices, together)  # one program for all
+            real += int(held_tokens(sequences, devices, together)[0].sum())
+            computed += len(together) * devices.count * size[0]
             for chosen, index in zip(parts, cuts, strict=True):
                 rows = rows_of_groups(chosen, group)
-                real += held_tokens(sequences, devices, index)[0].sum()
-                computed += len(index) * devices.count * size[0]
                 given = (self.state, self._frozen, placed, index, group, size)
                 with (
                     phase(f"update {epoch + 1}/{c.epochs_per_batch}"),
@@ -182,7 +183,7 @@ class Actor:
             "actor/skipped_updates": float(skipped),
             "actor/empty_updates": float(empty),
             "actor/tokens": float(np.asarray(batch.sequences.loss_mask).sum()),
-            "actor/padding": 1 - float(real) / computed,
+            "actor/padding": 1 - real / computed,
             "optimizer_step": float(updates),
         }
         return Trained(metrics, by_row)
@@ -333,7 +334,7 @@ class Actor:
             live: number of rows or groups that hold tokens, whether or not they train.
         """
         chosen = np.flatnonzero(units > 0)
-        padded = room(len(chosen), live)
+        padded = padded_count(len(chosen), live)
         group = sequences.group
         index = self.programs.micro_batches(chosen, units, sequences, group, padded)
         size = room_of(sequences, row_devices(self.mesh), index)

@@ -20,7 +20,7 @@ from jaxrl.sharding.parts import part_rows
 from jaxrl.types import Array, Rollout, Sequences, TrainBatch
 
 ROOMS = 4
-"""Number of padded sizes of a minibatch, and so of compiled programs: see `room`."""
+"""Number of padded sizes of a minibatch, and so of compiled programs: see `padded_count`."""
 WORTH = 0.1
 """Prompts are shared if that saves at least this fraction of the tokens."""
 
@@ -98,37 +98,49 @@ def scored_part(rollout: Rollout, part: int, parts: int, devices: RowDevices) ->
     A prompt is computed once for its group where that is worth it (`shared_group`) and each device
     has a group in each part.
     """
-    n, shards = len(rollout.group_ids), devices.count
-    group = shared_group(rollout.sequences, unit_rows(rollout.group_ids, 1), None)
-    group = scored_group(n, parts, shards, group)
-    cuts = [part_rows(n, k, parts, shards * group) for k in range(parts)]
-    rows = cuts[part]
-    if rows is None:
+    whole, cuts = _scored_cuts(rollout, parts, devices)
+    if part >= len(cuts):
         return None
-    live = rows.stop - rows.start
-    more = -live % (shards * group)
+    index = cuts[part]
+    live = index[index >= 0]
+    rows, more = slice(int(live[0]), int(live[-1]) + 1), len(index) - len(live)
 
     def cut(x: np.ndarray) -> np.ndarray:
         return np.pad(x[rows], [(0, more)] + [(0, 0)] * (x.ndim - 1)) if more else x[rows]
 
-    # One room for all parts of this size, so that they are one program.
-    alike = [np.arange(a.start, a.stop) for a in cuts if a is not None and a.stop - a.start == live]
-    index = np.pad(np.stack(alike), ((0, 0), (0, more)), constant_values=-1)
-    room = room_of(replace(rollout.sequences, group=group), devices, index)
+    room = room_of(whole, devices, _alike(cuts, index))
     sequences, ids = jax.tree.map(cut, (rollout.sequences, rollout.student_topk))
-    return ScoredPart(rows, replace(sequences, group=group, room=room), ids)
+    return ScoredPart(rows, replace(sequences, group=whole.group, room=room), ids)
 
 
 def scored_padding(rollout: Rollout, parts: int, devices: RowDevices) -> float:
     """The fraction of padding among the tokens that a role computes to score a rollout."""
+    whole, cuts = _scored_cuts(rollout, parts, devices)
     real = computed = 0
-    for part in range(parts):
-        given = scored_part(rollout, part, parts, devices)
-        if given is not None:
-            real += int(held_tokens(given.sequences, devices)[0].sum())
-            assert given.sequences.room is not None
-            computed += devices.count * given.sequences.room[0]
+    for alike in (_alike(cuts, cut) for cut in {len(cut): cut for cut in cuts}.values()):
+        real += int(held_tokens(whole, devices, alike)[0].sum())
+        computed += len(alike) * devices.count * room_of(whole, devices, alike)[0]
     return 1 - real / computed
+
+
+def _scored_cuts(
+    rollout: Rollout, parts: int, devices: RowDevices
+) -> tuple[Sequences, list[np.ndarray]]:
+    """The rollout's sequences with the group that its scorers share prompts by, and the row numbers
+    of each part, -1 for padding. The last part may be smaller, and few rows make fewer parts."""
+    n, shards = len(rollout.group_ids), devices.count
+    group = shared_group(rollout.sequences, unit_rows(rollout.group_ids, 1), None)
+    group = scored_group(n, parts, shards, group)
+    unit = shards * group
+    cuts = (part_rows(n, part, parts, unit) for part in range(parts))
+    indices = [np.arange(rows.start, rows.stop) for rows in cuts if rows is not None]
+    padded = [np.pad(rows, (0, -len(rows) % unit), constant_values=-1) for rows in indices]
+    return replace(rollout.sequences, group=group), padded
+
+
+def _alike(cuts: list[np.ndarray], index: np.ndarray) -> np.ndarray:
+    """The parts of one size, which have one room, so that they are one program."""
+    return np.stack([each for each in cuts if len(each) == len(index)])
 
 
 def scored_group(rows: int, parts: int, shards: int, group: int) -> int:
@@ -148,7 +160,7 @@ def rows_of_groups(groups: np.ndarray, group: int) -> np.ndarray:
     return rows.reshape(*groups.shape[:-1], -1)
 
 
-def room(rows: int, most: int) -> int:
+def padded_count(rows: int, most: int) -> int:
     """Number of rows to which a minibatch of `rows` is padded: a quarter, half, three quarters or
     all of `most`, so that few programs are compiled however many rows are left out of a batch.
     """

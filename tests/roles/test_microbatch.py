@@ -11,7 +11,7 @@ from jaxrl.roles.microbatch import (
     cut_minibatches,
     micro_batch,
     minibatch_rows,
-    room,
+    padded_count,
     rows_of_groups,
     split_rows,
     tokens_of,
@@ -68,7 +68,7 @@ def test_where_nothing_trains_there_is_one_empty_minibatch(count):
 
 @pytest.mark.parametrize("most", [1, 3, 7, 64])
 def test_a_minibatch_is_padded_to_one_of_few_sizes(most):
-    sizes = [room(rows, most) for rows in range(most + 1)]
+    sizes = [padded_count(rows, most) for rows in range(most + 1)]
     assert len(set(sizes)) <= ROOMS and sizes[-1] == most and min(sizes) >= 1
     extra = [size - max(rows, 1) for rows, size in enumerate(sizes)]
     assert min(extra) >= 0 and max(extra) <= most / ROOMS
