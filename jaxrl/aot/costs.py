@@ -1,8 +1,8 @@
 """Seconds that each stage of a step takes on a machine, predicted before it is rented.
 
-Work is counted as in `profile.work`, at the widths that the programs compute (padding included),
-and divided by a stated share of what the data sheet promises. The bytes of collectives are counted
-from the mesh axes, and multiplied by the ratio that the compiled programs of the run as configured
+Work is counted as in `profile.work`, of rows as long as the config allows, and divided by a stated
+share of what the data sheet promises. The bytes of collectives are counted from the mesh axes, and
+multiplied by the ratio that the compiled programs of the run as configured
 have to their own count.
 """
 
