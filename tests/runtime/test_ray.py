@@ -439,10 +439,13 @@ def test_a_stopped_driver_finds_nobody_late(tmp_path):
 
 
 STOPPED = """
-import os, signal, sys
+import os, signal, sys, threading
+import ray
 from jaxrl.runtime.ray import own
 from jaxrl.runtime.ray.connect import join
 join(None, 1)
+if sys.argv[2] == "never":
+    own.LEAVE_S, ray.shutdown = 0.5, threading.Event().wait
 daemons = own._daemons()
 os.kill(daemons[sys.argv[1]].pid, signal.SIGSTOP)
 print(*(process.pid for process in daemons.values()), flush=True)
@@ -451,10 +454,13 @@ sys.exit(7)
 
 
 def test_a_process_ends_with_its_code_beside_a_stopped_daemon():
-    """Ray's own handler at exit waits for it without limit. One process for each daemon."""
+    """Ray's own handler at exit waits for it without limit. One process for each daemon, and one
+    where Ray does not leave in time: what its threads use is not freed under them.
+    """
     command = [sys.executable, "-c", STOPPED]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    begun = [subprocess.Popen([*command, daemon], **pipes) for daemon in DAEMONS]
+    cases = [*((daemon, "leaves") for daemon in DAEMONS), (DAEMONS[0], "never")]
+    begun = [subprocess.Popen([*command, *case], **pipes) for case in cases]
     for process in begun:
         pids, told = process.communicate(timeout=240)
         assert process.returncode == 7, told

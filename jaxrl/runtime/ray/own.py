@@ -8,6 +8,7 @@ kernel says of them, and the end of a cluster is bounded.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import socket
 import subprocess
 import threading
@@ -108,8 +109,9 @@ class Head:
 def leave() -> None:
     """Leaves the cluster, in time even where it does not answer; one of this process is ended.
 
-    Ray's own end may wait without limit. It is left behind then, and kept from running again when
-    the interpreter ends.
+    Ray's own end may wait without limit. It is left behind then, and neither of Ray's handlers
+    runs when the process ends: one would wait again, and the other, in C++, frees what threads of
+    Ray still use (a segmentation fault instead of the exit code).
     """
     if not ray.is_initialized():
         return
@@ -124,6 +126,19 @@ def leave() -> None:
         leaving.join(LEAVE_S)
     if leaving.is_alive():
         atexit.unregister(ray_worker.shutdown)
+        _skip_exit_handlers()
+
+
+def _skip_exit_handlers() -> None:
+    """From here on, the process ends with its exit code but without the C handlers registered
+    before this call. The interpreter runs its own handlers, and flushes its files, before that.
+
+    glibc hands the exit code to a function registered by `on_exit`, and `_exit` needs no more;
+    where the C library has no `on_exit` (macOS, musl), the handlers run.
+    """
+    libc = ctypes.CDLL(None)
+    with suppress(AttributeError):
+        libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
 
 
 def leave_at_exit() -> None:
