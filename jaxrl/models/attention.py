@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxrl.models import cudnn, splash
-from jaxrl.models.kernels import Kernel, kernel_of, target_of
+from jaxrl.models import cudnn, splash, split_k
+from jaxrl.models.kernels import Kernel, StepKernel, Target, kernel_of, step_kernel_of, target_of
 from jaxrl.models.packing import Packing
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -32,8 +32,16 @@ def kernel_on(mesh: Mesh | None, head_dim: int, dtype: Any, joined: bool = False
         dtype: of queries, keys and values.
         joined: rows share a prompt (`kernels.why_not_fused`).
     """
-    target = target_of(jax.devices()[:1] if mesh is None else mesh.devices.flat)
-    return kernel_of(target, head_dim, jnp.dtype(dtype).name, joined)
+    return kernel_of(_target(mesh), head_dim, jnp.dtype(dtype).name, joined)
+
+
+def step_kernel_on(mesh: Mesh | None, head_dim: int, dtype: Any) -> StepKernel | None:
+    """`kernel_on`, of a decode step whose cache is of `dtype`."""
+    return step_kernel_of(_target(mesh), head_dim, jnp.dtype(dtype).name)
+
+
+def _target(mesh: Mesh | None) -> Target:
+    return target_of(jax.devices()[:1] if mesh is None else mesh.devices.flat)
 
 
 def attender(
@@ -171,33 +179,50 @@ def attention_step(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) ->
     return jnp.einsum("bkgs,bksh->bkgh", weights, v).reshape(b, 1, n, h)
 
 
-def _on_shards(run: Callable[..., jax.Array], mesh: Mesh | None, *given: jax.Array) -> jax.Array:
+def step_attender(
+    kernel: StepKernel | None, positions: jax.Array, used: int, mesh: Mesh | None
+) -> Attend:
+    """How the tokens of a decode step, q [B,1,N,H] at `positions` [B], attend to the keys and
+    values of a cache [B,KV,S,H], of which `used` positions are read at most."""
+    if kernel == "split-k":
+        run, lengths = split_k.attend, positions + 1
+        return lambda q, k, v: _on_shards(run, mesh, q, k, v, lengths, kv_dim=1)
+    allowed = jnp.arange(used)[None] <= positions[:, None]
+    return lambda q, k, v: attention_step(q, k[:, :, :used], v[:, :, :used], allowed)
+
+
+def _on_shards(
+    run: Callable[..., jax.Array], mesh: Mesh | None, *given: jax.Array, kv_dim: int = 2
+) -> jax.Array:
     """`run` on each device's rows and heads, which no kernel lets XLA divide.
 
     Args:
         given: queries [B,T,N,H], then keys and values [*,S,KV,H], then what has no heads. KV heads
             that the mesh does not divide are whole on each device, which picks its own.
+        kv_dim: the dim of the KV heads; 1 of a cache [B,KV,S,H].
     """
     if mesh is None or mesh.size == 1:
         return run(*given)
     parts, heads = mesh.shape["tensor"], given[0].shape[2]
-    kv_heads = given[1].shape[2]
-    split, kv_split = (PartitionSpec(ROWS, None, _axis(n, parts)) for n in (heads, kv_heads))
+    kv_heads = given[1].shape[kv_dim]
+    axis, kv_axis = _axis(heads, parts), _axis(kv_heads, parts)
+    split = PartitionSpec(ROWS, None, axis)
+    kv_split = PartitionSpec(ROWS, *[None] * (kv_dim - 1), kv_axis)
     specs = [kv_split if x.ndim == 4 else PartitionSpec(ROWS) for x in given]
     specs[0] = split
 
     def local(q: jax.Array, *rest: jax.Array) -> jax.Array:
-        if split == kv_split:
+        if axis == kv_axis:
             return run(q, *rest)
         first, group = jax.lax.axis_index("tensor") * q.shape[2], heads // kv_heads
         if group % q.shape[2] == 0:  # its heads read one KV head
 
             def pick(x: jax.Array) -> jax.Array:
-                return jax.lax.dynamic_slice_in_dim(x, first // group, 1, 2)
+                return jax.lax.dynamic_slice_in_dim(x, first // group, 1, kv_dim)
         else:
 
             def pick(x: jax.Array) -> jax.Array:
-                return jnp.take(x, (first + jnp.arange(q.shape[2])) // group, 2)
+                return jnp.take(x, (first + jnp.arange(q.shape[2])) // group, kv_dim)
 
         return run(q, *(pick(x) if x.ndim == 4 else x for x in rest))
 

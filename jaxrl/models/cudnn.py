@@ -1,7 +1,7 @@
 """Attention in cuDNN's kernel, over rows whose real tokens are the first ones: no mask is an array.
 
-The only module that uses what jax does not make public: a backward pass that is given the
-normaliser (`attend_joined`), and the checks that ask this process for its GPUs (`pretend`).
+Uses what jax does not make public: a backward pass that is given the normaliser (`attend_joined`),
+and the checks that ask this process for its GPUs (`pretend`).
 """
 
 from __future__ import annotations

@@ -26,9 +26,10 @@ from jaxrl.models.attention import (
     Attend,
     attend_packed,
     attender,
-    attention_step,
     kernel_on,
     roll_rows,
+    step_attender,
+    step_kernel_on,
 )
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import Kernel
@@ -266,12 +267,16 @@ def decode(
         cache: in the layout of the parameters; donate it.
         tokens: the token at `positions`.
         positions: in [0, used).
-        used: static bound on positions + 1: only this much of the cache is read.
+        used: static bound on positions + 1: only this much of the cache is read, and where a
+            kernel does it (`kernels.step_kernel_of`), of each slot what its position reaches.
 
     Returns:
         The hidden state that predicts the next token, and the new cache.
     """
-    allowed = jnp.arange(used)[None] <= positions[:, None]
+    kernel = None
+    if layout_of(params) == "unstacked":  # a kernel cannot read a slice of a stacked cache in place
+        kernel = step_kernel_on(mesh, config.head_dim, cache[0][0].dtype)
+    attend_cache = step_attender(kernel, positions, used, mesh)
     rope = rope_angles(config, positions[:, None])
 
     def step(x: Array, layer: Params, pair: Pair, index: Array | None) -> tuple[Array, Pair]:
@@ -282,8 +287,7 @@ def decode(
             keys = _write(pair[0], k, positions, index)
             values = _write(pair[1], v, positions, index)
             written.append((keys, values))
-            keys, values = (_layer(x, index)[:, :, :used] for x in (keys, values))
-            return attention_step(q, keys, values, allowed)
+            return attend_cache(q, _layer(keys, index), _layer(values, index))
 
         x = _rows(_block(config, layer)(x, rope, attend), mesh)
         return x, written[0]

@@ -12,10 +12,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jaxrl.models import cudnn
+from jaxrl.models import cudnn, split_k
 
 Kernel = Literal["cudnn", "splash"]
 """cuDNN's fused attention, of NVIDIA's GPUs; pallas's splash attention, of TPUs."""
+StepKernel = Literal["split-k"]
+"""Of a decode step: pallas's split-K attention, of NVIDIA's GPUs (`models.split_k`)."""
 TPU = "tpu"
 GPU = ("gpu", "cuda")
 """`platform` of a GPU here, and of one that a program is compiled for elsewhere."""
@@ -24,6 +26,8 @@ OLDEST = (8, 0)
 HEAD_DIMS = {(8, 0): 128, (9, 0): 256}
 """Compute capability -> the largest head dim that cuDNN's kernel has from there on."""
 HEAD_DIM_MULTIPLE = 8
+STEP_HEAD_DIM = 16
+"""The smallest head dim of a decode step's kernel."""
 EVEN, TILE = 2, 64
 """Widths of arrays are multiples of these: on a CPU, and on accelerators."""
 
@@ -109,16 +113,46 @@ def why_not_fused(target: Target, head_dim: int, dtype: str, joined: bool = Fals
     return None
 
 
+def step_kernel_of(target: Target, head_dim: int, dtype: str) -> StepKernel | None:
+    """The kernel that attention of a decode step runs in, which reads each slot's own keys; None
+    where there is none (`why_no_step_kernel`)."""
+    return None if why_no_step_kernel(target, head_dim, dtype) is not None else "split-k"
+
+
+def why_no_step_kernel(target: Target, head_dim: int, dtype: str) -> str | None:
+    """Why a decode step reads the whole cache, up to the bucket of the longest sequence; None where
+    a kernel is used.
+
+    Args:
+        dtype: of the cache.
+    """
+    if target.platform not in GPU or target.capability is None:
+        return f"there is no kernel of a decode step for a {target.platform}"
+    if target.capability < OLDEST:
+        has = "{}.{}".format(*target.capability)
+        return f"the kernel of a decode step needs compute capability 8.0, and this GPU has {has}"
+    if dtype not in ("bfloat16", "float16"):
+        return f"the kernel of a decode step does not compute in {dtype}"
+    if head_dim < STEP_HEAD_DIM or head_dim & (head_dim - 1):
+        return (
+            f"the kernel of a decode step takes head dims that are powers of two from"
+            f" {STEP_HEAD_DIM} on, and the model has {head_dim}"
+        )
+    if not split_k.exists():
+        return "this version of jax has no kernel of a decode step"
+    return None
+
+
 @contextlib.contextmanager
 def compiling_for(target: Target) -> Iterator[None]:
     """Lets programs for `target` be traced where there is no such device.
 
-    What kernel a program gets follows from the devices of its mesh. But jax checks cuDNN's limits
-    against this process's own GPU: while this is open, it takes `target` for that. All threads see
-    it; nothing is left of it afterwards.
+    What kernel a program gets follows from the devices of its mesh. But jax checks cuDNN's limits,
+    and lowers Triton's kernels, by this process's own GPU: while this is open, it takes `target`
+    for that. All threads see it; nothing is left of it afterwards.
     """
     if target.capability is None:
         yield
         return
-    with cudnn.pretend(target.capability):
+    with cudnn.pretend(target.capability), split_k.pretend(target.capability):
         yield

@@ -21,7 +21,14 @@ from jaxrl.config.schema import Config
 from jaxrl.formats import hf
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.encoder_config import WEIGHTS, find_folder, read_encoder
-from jaxrl.models.kernels import GPU, UNKNOWN_GPU, default_dtype, target_of, why_not_fused
+from jaxrl.models.kernels import (
+    GPU,
+    UNKNOWN_GPU,
+    default_dtype,
+    target_of,
+    why_no_step_kernel,
+    why_not_fused,
+)
 from jaxrl.plan.advice import advise, faster, relief, room
 from jaxrl.plan.axes import with_axes
 from jaxrl.plan.inputs import GB, HostMemory, PlanInputs, PoolPeak
@@ -358,6 +365,16 @@ def _kernel_notes(config: Config, inputs: PlanInputs) -> Iterator[str]:
             f"attention of {', '.join(roles)}: {reason}; matrix products are used, slower and with"
             " the scores in memory"
         )
+    dtype = config.rollout.dtype
+    if dtype == "bfloat16" and "rollout" in inputs.roles:
+        reason = why_no_step_kernel(inputs.target, inputs.model("rollout").head_dim, dtype)
+        if reason is None and config.rollout.layout == "stacked":
+            reason = "the kernel of a decode step needs rollout.layout=unstacked"
+        if reason is not None:
+            yield (
+                f"sampling: {reason}; each decode step reads the cache as far as its longest"
+                " sequence reaches, for every slot"
+            )
 
 
 def _mesh_notes(config: Config, inputs: PlanInputs, axes: Mapping[str, Axes]) -> Iterator[str]:

@@ -19,9 +19,10 @@ from typing import NamedTuple
 from jaxrl.algorithms.schedule import SCHEDULES
 from jaxrl.config.schema import Config, DistillConfig, DType, OffloadConfig
 from jaxrl.models.activations import F32, SAMPLER_ARRAYS, Pass, logits, split, whole_rows
-from jaxrl.models.buckets import bucket
+from jaxrl.models.buckets import bucket, round_up
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.kernels import GPU, TPU, fuses
+from jaxrl.models.kernels import GPU, TPU, fuses, step_kernel_of
+from jaxrl.models.split_k import parts_of
 from jaxrl.plan.frozen_memory import grouper_account, reward_account
 from jaxrl.plan.inputs import PlanInputs, PoolPeak
 from jaxrl.plan.memory import (
@@ -321,9 +322,14 @@ def _sampling(
     run = m.run(role, config, -(-prompts // row_shards), m.prompt_tokens)
     evaluated = c.eval.max_new_tokens if c.data.eval is not None else None
     positions = m.prompt_tokens + max(c.max_new_tokens, evaluated or 0)
+    positions = round_up(positions, m.inputs.target.width_multiple)
     cache = cache_bytes(config, axes, slots, positions, dtype)
     held = cache_bytes(config, axes, prompts, m.prompt_tokens, dtype)
-    scores = 2 * slots * split(config.n_heads, axes.tensor) * positions * F32
+    heads = slots * split(config.n_heads, axes.tensor)
+    scores = 2 * heads * positions * F32
+    if not stacked and step_kernel_of(m.inputs.target, config.head_dim, dtype) is not None:
+        part = config.head_dim * ITEMSIZE[dtype] + 2 * F32  # with its largest score and its sum
+        scores = heads * parts_of(positions) * part
     drawn = logits(slots, config.vocab_size, axes.tensor, SAMPLER_ARRAYS)
     table = whole_rows(config.vocab_size, config.d_model, axes, ITEMSIZE[dtype])
     shard = table // axes.fsdp if axes.fsdp > 1 else 0

@@ -119,8 +119,7 @@ class Engine:
         """
         _at_least_one(slots=slots, max_prompt_tokens=max_prompt_tokens)
         _at_least_one(max_new_tokens=max_new_tokens, launch_tokens=launch_tokens)
-        self.length = max_prompt_tokens + max_new_tokens
-        if self.length > config.max_positions:
+        if max_prompt_tokens + max_new_tokens > config.max_positions:
             raise UserError(
                 f"max_prompt_tokens={max_prompt_tokens} + max_new_tokens={max_new_tokens} exceeds "
                 f"the model's {config.max_positions} positions; lower one of them"
@@ -133,6 +132,7 @@ class Engine:
         self.min_free = max(1, self.slots // 8) if min_free is None else min_free
         target = target_of(jax.devices()[:1] if mesh is None else mesh.devices.flat)
         self.width_multiple = target.width_multiple
+        self.length = round_up(max_prompt_tokens + max_new_tokens, target.width_multiple)
         on_cpu = target.platform == "cpu"
         self.search_beside = not on_cpu if search_beside is None else search_beside
         if check_every is None:

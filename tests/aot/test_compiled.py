@@ -57,6 +57,14 @@ def test_nothing_above_a_megabyte_is_gathered_in_the_body_of_a_decode_step(made)
     assert max(inside.values(), default=0) <= 1e6, inside
 
 
+def test_a_decode_step_reads_each_slot_s_own_keys(made):
+    """In the kernel that stops at a slot's length, and without a copy of the cache for it."""
+    *_, text = made["decode"]
+    assert read(text).attention == "a Triton kernel"
+    copied = re.findall(r"= \w+\[([\d,]*)\]\S* copy\(", text)
+    assert not [shape for shape in copied if shape.count(",") == 3]
+
+
 def test_the_update_holds_no_array_of_the_global_batch(made):
     """The teacher's hidden states of the whole batch on each device: 2.8 GB in the preset."""
     *_, text = made["update"]

@@ -14,13 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo
+from jax.sharding import NamedSharding
 from tiny_models import make_mesh, tiny_model
 
-from jaxrl.models import attention, bert, cudnn, decoder, splash
+from jaxrl.models import attention, bert, cudnn, decoder, splash, split_k
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.encoder_config import EncoderConfig
 from jaxrl.models.kernels import CPU, Target, compiling_for
 from jaxrl.models.packing import pack
+from jaxrl.models.rules import param_shardings
+from jaxrl.sampling.decode import ROWS, cache_spec
 from jaxrl.types import Sequences
 
 P, G, W, C, N, KV, H = 2, 3, 7, 5, 4, 2, 8
@@ -252,6 +255,49 @@ def test_an_encoder_is_the_same_function_in_cudnn(
 
     expected = run()
     monkeypatch.setattr(bert, "kernel_on", lambda *_: "cudnn")
+    assert_close(run(), expected)
+
+
+@pytest.mark.parametrize("positions", [64, 320, 1024])
+@pytest.mark.parametrize("dtype, limit", [("float32", 2e-6), ("bfloat16", 1e-2)])
+def test_a_decode_step_in_the_kernel_is_the_step_of_products(
+    positions: int, dtype: str, limit: float
+) -> None:
+    """Whatever stands behind a slot's own position."""
+    shapes = (5, 1, 6, 16), (5, 2, positions, 16), (5, 2, positions, 16)
+    q, k, v = (x.astype(dtype) for x in arrays(*shapes))
+    lengths = jnp.array([1, 2, positions // 2, positions - 1, positions], jnp.int32)
+    seen = jnp.arange(positions)[None] < lengths[:, None]
+    k, v = (jnp.where(seen[:, None, :, None], x, 7).astype(dtype) for x in (k, v))
+    found = split_k.attend(q, k, v, lengths, interpret=True)
+    assert found.dtype == q.dtype
+    expected = attention.attention_step(*(x.astype(jnp.float32) for x in (q, k, v)), seen)
+    np.testing.assert_allclose(np.asarray(found, np.float32), expected, limit, limit)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 1, 2), (1, 2, 2), (1, 1, 4)])
+def test_a_model_decodes_in_the_kernel(
+    sizes: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its KV heads divided by the mesh, or whole on each device (tensor=4)."""
+    config = DecoderConfig("qwen2", 32, 64, 2, 4, 2, 16, 128, attention_bias=True)
+    mesh = make_mesh(*sizes)
+    params = decoder.init_params(config, jax.random.key(0), layout="unstacked")
+    params = jax.device_put(params, param_shardings(config, mesh, "unstacked"))
+    tokens = jnp.arange(4, dtype=jnp.int32)
+    positions = jnp.array([0, 63, 64, 127], jnp.int32)
+    pairs = arrays(*[(4, 2, 128, 16)] * 4)
+    spec = NamedSharding(mesh, cache_spec(config, mesh, ROWS))
+    given = [jax.device_put(x, spec) for x in pairs]
+    cache = list(zip(given[::2], given[1::2], strict=True))
+
+    def run() -> Any:
+        step = partial(decoder.decode, config, used=128, mesh=mesh)
+        return jax.jit(step)(params, cache, tokens, positions)
+
+    expected = run()
+    monkeypatch.setattr(decoder, "step_kernel_on", lambda *_: "split-k")
+    monkeypatch.setattr(split_k, "attend", partial(split_k.attend, interpret=True))
     assert_close(run(), expected)
 
 

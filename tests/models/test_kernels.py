@@ -21,7 +21,9 @@ from jaxrl.models.kernels import (
     default_dtype,
     fuses,
     kernel_of,
+    step_kernel_of,
     target_of,
+    why_no_step_kernel,
     why_not_fused,
 )
 from jaxrl.plan import build
@@ -48,6 +50,26 @@ def test_a_gpu_has_the_head_dims_that_cudnn_says(capability, head_dim):
     assert kernel_of(target, head_dim, "bfloat16") == expected
     assert fuses(target, head_dim, "bfloat16") == (expected is not None)
     assert kernel_of(target, head_dim, "float32") is None
+
+
+@pytest.mark.parametrize(
+    ("device", "head_dim", "dtype", "why"),
+    [
+        (gpu("8.0"), 64, "bfloat16", None),
+        (gpu("9.0"), 128, "float16", None),
+        (gpu("9.0"), 96, "bfloat16", "powers of two"),
+        (gpu("9.0"), 8, "bfloat16", "powers of two"),
+        (gpu("9.0"), 128, "float32", "does not compute in float32"),
+        (gpu("7.5"), 64, "bfloat16", "needs compute capability 8.0"),
+        (SimpleNamespace(platform="tpu"), 128, "bfloat16", "for a tpu"),
+        (SimpleNamespace(platform="cpu"), 64, "bfloat16", "for a cpu"),
+    ],
+)
+def test_a_decode_step_has_a_kernel_on_nvidia_s_gpus(device, head_dim, dtype, why):
+    target = target_of([device])
+    found = why_no_step_kernel(target, head_dim, dtype)
+    assert (found is None) if why is None else (why in found)
+    assert step_kernel_of(target, head_dim, dtype) == ("split-k" if why is None else None)
 
 
 @pytest.mark.parametrize(("platform", "expected"), [("cpu", None), ("tpu", "splash")])

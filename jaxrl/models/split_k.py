@@ -1,0 +1,85 @@
+"""Attention of one token of each slot to its keys, in pallas's split-K kernel for NVIDIA's GPUs.
+
+The keys of a slot are divided among several blocks of the GPU, and none reads keys beyond the
+slot's own length: a step costs what the slots hold, not what the longest of them could (Flash-
+Decoding; `jax.experimental.pallas.ops.gpu.decode_attention`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+KEYS = 64
+"""Keys that a block reads at a time; lengths of the cache are multiples of it
+(`kernels.Target.width_multiple`)."""
+MOST_PARTS = 16
+"""Into which the keys of a slot are divided."""
+WARPS = 4
+
+
+@cache
+def exists() -> bool:
+    """Whether this jax has the kernel: pallas on Triton is to be removed from it one day."""
+    return find_spec("jax.experimental.pallas.ops.gpu.decode_attention") is not None
+
+
+def parts_of(positions: int) -> int:
+    """How many blocks share the keys of a slot, in a cache of so many positions."""
+    tiles = positions // KEYS
+    return max(n for n in range(1, MOST_PARTS + 1) if tiles % n == 0)
+
+
+def attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array, *, interpret: bool = False
+) -> jax.Array:
+    """Softmax attention of q [B,1,N,H] to the first `lengths` [B] int32 positions, at least one, of
+    a cache k, v [B,KV,S,H]. Returns [B,1,N,H].
+
+    Args:
+        interpret: runs anywhere, slowly.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # from 0.12 on
+        from jax.experimental.pallas.ops.gpu import decode_attention  # on GPUs only
+
+    (b, _, n, h), (_, kv, s, _) = q.shape, k.shape
+    out = decode_attention.mqa(  # each KV head is a row: the layout of the cache stays as it is
+        q.reshape(b * kv, n // kv, h),
+        k.reshape(b * kv, s, h),
+        v.reshape(b * kv, s, h),
+        kv_seq_len=jnp.repeat(lengths, kv),
+        block_k=KEYS,
+        k_splits=parts_of(s),
+        num_warps=WARPS,
+        interpret=interpret,
+    )
+    return out.astype(q.dtype).reshape(b, 1, n, h)
+
+
+@contextlib.contextmanager
+def pretend(capability: tuple[int, int]) -> Iterator[None]:
+    """Lets the kernel be lowered for a GPU of this compute capability, where there is none: from
+    0.12 on, jax asks this process's own."""
+    try:
+        asked: Any = import_module("jax._src.pallas.triton.gpu_info")
+    except ImportError:  # an earlier version
+        yield
+        return
+    name, before = "{}.{}".format(*capability), asked.get_gpu_info
+    found = asked.GpuInfo(
+        gpu_version=None, arch_name=name, compute_capability=int(name.replace(".", ""))
+    )
+    asked.get_gpu_info = lambda: found
+    try:
+        yield
+    finally:
+        asked.get_gpu_info = before
