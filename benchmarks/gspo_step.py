@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import tempfile
 from pathlib import Path
@@ -37,6 +38,7 @@ def main() -> None:
     told = common.parser(__doc__, repeats=4)
     told.add_argument("--teacher", required=True, help="the policy; peers/run.py calls it so")
     told.add_argument("--prompts", required=True)
+    told.add_argument("--what", choices=("gspo", "gspo-tail"), default="gspo")
     told.add_argument("--mesh", default="actor+rollout=1")
     told.add_argument("--profile", help="folder for a trace of all steps")
     told.add_argument("overrides", nargs="*", metavar="key=value", help="as of jaxrl.train")
@@ -47,22 +49,26 @@ def main() -> None:
         job = make_job(config)
         if arguments.profile is not None:
             jax.profiler.start_trace(arguments.profile)
-        rows = train(config).metrics[1 + whole_step.WARM :]
+        tail = arguments.what == "gspo-tail"
+        with whole_step.lengths(work.tail_lengths if tail else None):
+            rows = train(config).metrics[1 + whole_step.WARM :]
         if arguments.profile is not None:
             jax.profiler.stop_trace()
-        batches = [job.train.batch(int(row["step"]) - 1) for row in rows]
-    c, samples = job.student.config, work.GSPO[0] * work.GSPO[1]
+        steps = [int(row["step"]) - 1 for row in rows]
+        prompts = [[len(prompt.tokens) for prompt in job.train.batch(i)] for i in steps]
+    c, samples, new = job.student.config, math.prod(work.GSPO), work.new_tokens(arguments.what)
     machine = common.ceilings(
         arguments.dtype,
-        (samples * (work.WIDTH + work.NEW), c.d_model, c.d_ff),
-        (samples * work.NEW, c.d_model, c.vocab_size),
+        (samples * (work.WIDTH + new), c.d_model, c.d_ff),
+        (samples * new, c.d_model, c.vocab_size),
         (samples, c.d_model, c.vocab_size),
     )
-    prompts = [[len(prompt.tokens) for prompt in batch] for batch in batches]
-    figures = make_figures(c, rows, prompts, jnp.dtype(arguments.dtype).itemsize, machine)
+    each = [work.tail_lengths(i, samples) if tail else [new] * samples for i in steps]
+    drawn = np.reshape(each, (len(steps), *work.GSPO))
+    figures = make_figures(c, rows, prompts, drawn, jnp.dtype(arguments.dtype).itemsize, machine)
     more = {
         "library": "jaxrl",
-        "what": "gspo",
+        "what": arguments.what,
         "seconds": [row["time/step_s"] for row in rows],
         "tokens": [int(row["tokens/generated"]) for row in rows],
         "rewards": [row["reward/mean"] for row in rows],
@@ -84,7 +90,7 @@ def make_config(arguments: argparse.Namespace, folder: Path) -> Config:
             "batch_size": work.GSPO[0],
             "group_size": work.GSPO[1],
             "max_prompt_tokens": work.WIDTH,
-            "max_new_tokens": work.NEW,
+            "max_new_tokens": work.new_tokens(arguments.what),
             "student": {"model": whole_step.endless(arguments.teacher, folder / "policy")},
             "data": {"train": str(data), "shuffle": False},
             "reward": {"functions": f"{work.__file__}:digits"},
@@ -107,18 +113,22 @@ def make_figures(
     c: DecoderConfig,
     rows: list[dict[str, Any]],
     prompts: list[list[int]],
+    drawn: np.ndarray,
     itemsize: int,
     machine: common.Ceilings,
 ) -> dict[str, dict[str, Any]]:
-    """Each stage and the whole step, over the floor of the mean step."""
-    group, new = work.GSPO[1], work.NEW
+    """Each stage and the whole step, over the floor of the mean step.
+
+    Args:
+        prompts: of each step, the tokens of its prompts.
+        drawn: [steps, prompts, group]: of its completions.
+    """
     each: dict[str, list[Any]] = {"rollout": [], "update": []}
-    for batch in prompts:
-        lengths = np.full((len(batch), group), new)
-        slots = len(batch) * group
-        each["rollout"].append(common.sampling_work(c, batch, lengths, slots, itemsize))
-        whole = [p / group + new for p in batch for _ in range(group)]  # each prompt once
-        each["update"].append(common.train_work(c, 0, c.vocab_size, whole, slots * new, itemsize))
+    for batch, lengths in zip(prompts, drawn, strict=True):
+        each["rollout"].append(common.sampling_work(c, batch, lengths, lengths.size, itemsize))
+        whole = (np.array(batch)[:, None] / lengths.shape[1] + lengths).ravel()  # each prompt once
+        total = int(lengths.sum())
+        each["update"].append(common.train_work(c, 0, c.vocab_size, whole, total, itemsize))
     parts = {stage: whole_step.mean_work(steps) for stage, steps in each.items()}
     told: dict[str, dict[str, Any]] = {}
     for stage in STAGES:

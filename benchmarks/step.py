@@ -12,8 +12,10 @@ of the next.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from jaxrl.config.schema import Config
 from jaxrl.models.config import DecoderConfig
 from jaxrl.profile.work import Work, forward_work
 from jaxrl.run.job import Job, make_job
+from jaxrl.sampling.engine import Engine
 from jaxrl.train import train
 
 WARM = 2
@@ -96,6 +99,25 @@ def make_config(arguments: argparse.Namespace, folder: Path) -> Config:
     }
     given = [f"{key}={value}" for key, value in keys.items()]
     return Config.load("builtin:quickstart", [*given, *getattr(arguments, "overrides", [])])
+
+
+@contextlib.contextmanager
+def lengths(of_step: Callable[[int, int], list[int]] | None) -> Iterator[None]:
+    """While this is open, completions have the tokens that `of_step(step, completions)` says, as if
+    they ended there; None: each has as many as the config allows."""
+    generate = Engine.generate
+
+    def limited(self: Engine, params: Any, prompts: Any, *, n: int, step: int, **more: Any) -> Any:
+        assert of_step is not None
+        each = np.reshape(of_step(step, len(prompts) * n), (len(prompts), n)).tolist()
+        return generate(self, params, prompts, n=n, step=step, limits=each, **more)
+
+    if of_step is not None:
+        Engine.generate = limited
+    try:
+        yield
+    finally:
+        Engine.generate = generate
 
 
 def endless(model: str, folder: Path) -> str:

@@ -31,10 +31,12 @@ ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
 }
 EXPECTED = {
-    "distill": work.BATCH * work.NEW,
+    "distill": work.trained_tokens("distill"),
+    "distill-tail": work.trained_tokens("distill-tail"),
     "sampler": work.SAMPLER_BATCH * work.NEW,
     "heavy": sum(work.heavy_lengths()),
-    "gspo": work.GSPO[0] * work.GSPO[1] * work.NEW,
+    "gspo": work.trained_tokens("gspo"),
+    "gspo-tail": work.trained_tokens("gspo-tail"),
     "jsd": work.JSD[0],
 }
 
@@ -69,21 +71,23 @@ def commands(arguments: argparse.Namespace) -> list[list[str]]:
     made = []
     for what in arguments.only:
         ours = [sys.executable, str(HERE.parent / "peer_work.py"), what, *models, *rest]
-        if what == "gspo":
-            ours = [sys.executable, str(HERE.parent / "gspo_step.py"), *torch_rest]
+        distills, rewards = what.startswith("distill"), what.startswith("gspo")
+        if rewards:
+            ours = [sys.executable, str(HERE.parent / "gspo_step.py"), "--what", what, *torch_rest]
         made.append(ours)
         if tunix and what != "jsd":
             made.append([str(tunix), str(HERE / "tunix_work.py"), what, *models, *rest])
-        if trl and what == "distill":
+        if trl and distills:
             for trainer in ("distillation", "gkd"):
-                made.append([str(trl), str(HERE / "trl_distill.py"), trainer, *models, *rest])
-        if trl and what == "gspo":
-            made.append([str(trl), str(HERE / "trl_gspo.py"), *torch_rest])
-        if trl and what not in ("distill", "gspo"):
+                script = [str(trl), str(HERE / "trl_distill.py"), trainer, "--what", what]
+                made.append([*script, *models, *rest])
+        if trl and rewards:
+            made.append([str(trl), str(HERE / "trl_gspo.py"), "--what", what, *torch_rest])
+        if trl and not (distills or rewards):
             made.append([str(trl), str(HERE / "torch_work.py"), what, *torch_rest])
         if trl and what == "jsd":
             made.append([str(trl), str(HERE / "torch_work.py"), what, "--compile", *torch_rest])
-        if what == "distill" and tunix:  # tunix has only the forward KL: jaxrl on that too
+        if distills and tunix:  # tunix has only the forward KL: jaxrl on that too
             made.append([*ours, "--beta", "0"])
     return made
 

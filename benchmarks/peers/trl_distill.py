@@ -1,6 +1,7 @@
-"""TRL's on-policy distillation on `work.py`'s work. One JSON line.
+r"""TRL's on-policy distillation on `work.py`'s work. One JSON line.
 
-    python trl_distill.py gkd|distillation --teacher FOLDER --student FOLDER --prompts FILE
+    python trl_distill.py gkd|distillation --teacher FOLDER --student FOLDER --prompts FILE \
+        [--what distill-tail]
 
 gkd: `trl.experimental.gkd.GKDTrainer` with lmbda=1. distillation: `trl.DistillationTrainer`. A step
 is the trainer's own, generation included; nothing is saved or reported.
@@ -38,10 +39,16 @@ class Clock(transformers.TrainerCallback):
     def on_step_end(self, *_: Any, **__: Any) -> None:
         self.seconds.append(time.perf_counter() - self._begin)
 
+    def found(self, what: str) -> dict[str, list[Any]]:
+        """Of the steps after the warm-up."""
+        tokens = [work.drawn_of(what, n) for n in self.tokens[WARM:]]
+        return {"seconds": self.seconds[WARM:], "tokens": tokens}
+
 
 def main() -> None:
     told = argparse.ArgumentParser(description=__doc__)
     told.add_argument("trainer", choices=("gkd", "distillation"))
+    told.add_argument("--what", choices=("distill", "distill-tail"), default="distill")
     told.add_argument("--teacher", required=True)
     told.add_argument("--student", required=True)
     told.add_argument("--prompts", required=True)
@@ -54,8 +61,7 @@ def main() -> None:
     make(arguments, clock).train()
     versions = {"trl": trl.__version__, "torch": torch.__version__}
     library = "TRL GKD" if arguments.trainer == "gkd" else "TRL Distillation"
-    seconds, tokens = clock.seconds[WARM:], clock.tokens[WARM:]
-    print(work.line(library, "distill", seconds=seconds, tokens=tokens, versions=versions))
+    print(work.line(library, arguments.what, **clock.found(arguments.what), versions=versions))
 
 
 def models(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -105,7 +111,12 @@ def gkd(arguments: argparse.Namespace, clock: Clock) -> Any:
             clock.tokens.append(int((out[2] != -100).sum()))
             return out
 
-    config = GKDConfig(lmbda=1.0, max_new_tokens=work.NEW, max_length=512, **settings(arguments))
+    config = GKDConfig(
+        lmbda=1.0,
+        max_new_tokens=work.new_tokens(arguments.what),
+        max_length=512,
+        **settings(arguments),
+    )
     data = datasets.Dataset.from_list(rows)
     return Counted(args=config, train_dataset=data, callbacks=[clock], **roles)
 
@@ -117,9 +128,10 @@ def distillation(arguments: argparse.Namespace, clock: Clock) -> Any:
             clock.tokens.append(sum(map(len, out)))
             return out
 
+    new = work.new_tokens(arguments.what)
     config = trl.DistillationConfig(
-        max_completion_length=work.NEW,
-        generation_kwargs={"min_new_tokens": work.NEW},
+        max_completion_length=new,
+        generation_kwargs={"min_new_tokens": new},
         **settings(arguments),
     )
     rows = [{"prompt": row["messages"]} for row in work.prompts(arguments.prompts)]

@@ -1,6 +1,6 @@
 """TRL's GRPOTrainer with GSPO's ratio on `work.py`'s work. One JSON line.
 
-    python trl_gspo.py --teacher FOLDER --prompts FILE
+    python trl_gspo.py [--what gspo-tail] --teacher FOLDER --prompts FILE
 
 A step is the trainer's own, generation included; nothing is saved or reported.
 """
@@ -15,11 +15,12 @@ import torch
 import transformers
 import trl
 import work
-from trl_distill import WARM, Clock, settings
+from trl_distill import Clock, settings
 
 
 def main() -> None:
     told = argparse.ArgumentParser(description=__doc__)
+    told.add_argument("--what", choices=("gspo", "gspo-tail"), default="gspo")
     told.add_argument("--teacher", required=True, help="the policy")
     told.add_argument("--prompts", required=True)
     told.add_argument("--repeats", type=int, default=3)
@@ -41,8 +42,8 @@ def main() -> None:
     }
     config = trl.GRPOConfig(
         num_generations=work.GSPO[1],
-        max_completion_length=work.NEW,
-        generation_kwargs={"min_new_tokens": work.NEW},
+        max_completion_length=work.new_tokens(arguments.what),
+        generation_kwargs={"min_new_tokens": work.new_tokens(arguments.what)},
         importance_sampling_level="sequence",
         loss_type="grpo",
         epsilon=work.GSPO_CLIP[0],
@@ -64,8 +65,7 @@ def main() -> None:
         callbacks=[clock],
     ).train()
     versions = {"trl": trl.__version__, "torch": torch.__version__}
-    seconds, tokens = clock.seconds[WARM:], clock.tokens[WARM:]
-    print(work.line("TRL", "gspo", seconds=seconds, tokens=tokens, versions=versions))
+    print(work.line("TRL", arguments.what, **clock.found(arguments.what), versions=versions))
 
 
 if __name__ == "__main__":

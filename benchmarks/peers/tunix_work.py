@@ -1,6 +1,8 @@
 """google-tunix on `work.py`'s work. One JSON line.
 
-    python tunix_work.py distill|sampler|heavy|gspo --teacher FOLDER --student FOLDER --prompts FILE
+    python tunix_work.py WORK --teacher FOLDER --student FOLDER --prompts FILE
+
+WORK: distill, distill-tail, sampler, heavy, gspo or gspo-tail.
 
 distill: its `Sampler` on the student, then a step of its `DistillationTrainer`; the loop around
 them is ours, for it has no on-policy one. Its logit loss is the forward KL; it has no JSD, so that
@@ -53,16 +55,16 @@ llama.apply_rope = _rope_of_config
 
 def main() -> None:
     told = argparse.ArgumentParser(description=__doc__)
-    told.add_argument("what", choices=("distill", "sampler", "heavy", "gspo"))
+    told.add_argument("what", choices=tuple(WORK))
     told.add_argument("--teacher", required=True)
     told.add_argument("--student")
     told.add_argument("--prompts", required=True)
     told.add_argument("--repeats", type=int, default=5)
     arguments = told.parse_args()
     rows = work.prompts(arguments.prompts)
-    run = {"distill": distill, "gspo": gspo}.get(arguments.what, sample)
     versions = {name: version(name) for name in ("google-tunix", "jax", "flax")}
-    print(work.line("tunix", arguments.what, **run(arguments, rows), versions=versions))
+    found = WORK[arguments.what](arguments, rows)
+    print(work.line("tunix", arguments.what, **found, versions=versions))
 
 
 def load(folder: str, mesh: Any = None) -> Any:
@@ -119,7 +121,8 @@ def sample(arguments: argparse.Namespace, rows: list[Any]) -> dict[str, Any]:
 
 def distill(arguments: argparse.Namespace, rows: list[Any]) -> dict[str, Any]:
     teacher, student = load(arguments.teacher), load(arguments.student)
-    sampler, tokenizer = make_sampler(student, arguments.teacher, work.NEW)
+    new = work.new_tokens(arguments.what)
+    sampler, tokenizer = make_sampler(student, arguments.teacher, new)
     seconds: list[float] = []
     tokens: list[int] = []
 
@@ -158,7 +161,7 @@ def distill(arguments: argparse.Namespace, rows: list[Any]) -> dict[str, Any]:
             began[0] = time.perf_counter()
             out = sampler(
                 input_strings=[row["text"] for row in work.batch(rows, i, work.BATCH)],
-                max_generation_steps=work.NEW,
+                max_generation_steps=new,
                 max_prompt_length=work.WIDTH,
                 eos_tokens=[NEVER],
                 temperature=1.0,
@@ -166,8 +169,8 @@ def distill(arguments: argparse.Namespace, rows: list[Any]) -> dict[str, Any]:
                 seed=i,
                 pad_output=True,
             )
-            drawn = np.asarray(out.tokens)[:, : work.NEW]
-            tokens.append(drawn.size)
+            drawn = np.asarray(out.tokens)[:, :new]
+            tokens.append(work.drawn_of(arguments.what, drawn.size))
             prompt_mask = out.padded_prompt_tokens != tokenizer.pad_token_id
             yield distillation_trainer.TrainingInput(
                 input_tokens=np.concatenate([out.padded_prompt_tokens, drawn], 1),
@@ -185,10 +188,11 @@ def gspo(arguments: argparse.Namespace, rows: list[Any]) -> dict[str, Any]:
     policy = load(arguments.teacher, mesh)
     tokenizer = transformers.AutoTokenizer.from_pretrained(arguments.teacher)
     tokenizer.pad_token = "<|endoftext|>"
+    new = work.new_tokens(arguments.what)
     rollout = base_rollout.RolloutConfig(
-        max_tokens_to_generate=work.NEW,
+        max_tokens_to_generate=new,
         max_prompt_length=work.WIDTH,
-        kv_cache_size=work.WIDTH + work.NEW,
+        kv_cache_size=work.WIDTH + new,
         temperature=1.0,
         top_p=1.0,
         eos_tokens=[NEVER],
@@ -235,7 +239,7 @@ def gspo(arguments: argparse.Namespace, rows: list[Any]) -> dict[str, Any]:
     def generate_counted(*args: Any, **kwargs: Any) -> Any:
         rollout.seed = len(tokens)  # else every step draws the same
         out = generate(*args, **kwargs)
-        tokens.append(sum(len(row) for row in out.tokens))
+        tokens.append(work.drawn_of(arguments.what, sum(len(row) for row in out.tokens)))
         return out
 
     def update_timed(*args: Any, **kwargs: Any) -> None:
@@ -255,6 +259,15 @@ def gspo(arguments: argparse.Namespace, rows: list[Any]) -> dict[str, Any]:
         learner.train(batches)
     return {"seconds": seconds[WARM:], "tokens": tokens[WARM:]}
 
+
+WORK = {
+    "distill": distill,
+    "distill-tail": distill,
+    "sampler": sample,
+    "heavy": sample,
+    "gspo": gspo,
+    "gspo-tail": gspo,
+}
 
 if __name__ == "__main__":
     main()

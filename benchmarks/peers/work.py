@@ -10,6 +10,10 @@ heavy    HEAVY_COUNT prompts whose completions have log-normal lengths, cut at H
 gspo     one step of learning from rewards: GSPO[0] prompts with GSPO[1] completions each, NEW
          tokens at temperature 1 (again checked); reward `digits`; GSPO, which with one update for a
          batch clips nothing; no reference; AdamW.
+distill-tail, gspo-tail
+         the same steps with completions of `tail_lengths`: most are short, the mean is 30% of the
+         longest, TAIL_MAX. A library that pads, and so computes every completion up to the longest,
+         draws TAIL_MAX tokens of each: that is the work it does.
 jsd      JSD[0] tokens, both heads of JSD[2] x JSD[1]: logits, loss, gradients by the student's
          hidden states and head.
 
@@ -33,6 +37,7 @@ from typing import Any
 BATCH, WIDTH, NEW = 8, 64, 64
 SAMPLER_BATCH = 16
 HEAVY_COUNT, HEAVY_MAX = 64, 192
+TAIL_MAX, TAIL_MEAN = 128, 0.3
 JSD = 1024, 576, 49152
 GSPO = 4, 4
 GSPO_CLIP = 3e-4, 4e-4
@@ -63,6 +68,34 @@ def heavy_batches() -> list[int]:
     """Steps of each batch of a library without refill: its longest completion."""
     lengths = heavy_lengths()
     return [max(lengths[i : i + SAMPLER_BATCH]) for i in range(0, len(lengths), SAMPLER_BATCH)]
+
+
+def new_tokens(what: str) -> int:
+    """Of the longest completion of a step."""
+    return TAIL_MAX if what.endswith("-tail") else NEW
+
+
+def trained_tokens(what: str) -> int:
+    """Of all completions of a step."""
+    size = BATCH if what.startswith("distill") else math.prod(GSPO)
+    return sum(tail_lengths(0, size)) if what.endswith("-tail") else size * NEW
+
+
+def drawn_of(what: str, drawn: int) -> int:
+    """Tokens to report of a step in which a library that pads drew so many: all of them, or with a
+    tail those of the lengths, where each completion has TAIL_MAX."""
+    size = BATCH if what.startswith("distill") else math.prod(GSPO)
+    return trained_tokens(what) if drawn == size * new_tokens(what) else drawn
+
+
+def tail_lengths(index: int, size: int) -> list[int]:
+    """Tokens of each completion of step `index`: the quantiles of TAIL_MAX u^k for uniform u, whose
+    mean is TAIL_MEAN, in an order of the step's own; the last one is TAIL_MAX."""
+    power = 1 / TAIL_MEAN - 1
+    lengths = [round(TAIL_MAX * ((i + 0.5) / size) ** power) for i in range(size - 1)]
+    lengths = [max(1, n) for n in lengths] + [TAIL_MAX]
+    random.Random(index).shuffle(lengths)
+    return lengths
 
 
 def digits(completions: list[Any], **_: Any) -> list[float]:
