@@ -71,6 +71,7 @@ def main() -> None:
         "what": arguments.what,
         "seconds": [row["time/step_s"] for row in rows],
         "tokens": [int(row["tokens/generated"]) for row in rows],
+        "padding": [row["actor/padding"] for row in rows],
         "rewards": [row["reward/mean"] for row in rows],
     }
     print(common.line(arguments, machine, figures, **more))

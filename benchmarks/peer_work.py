@@ -79,9 +79,11 @@ def distill(arguments: argparse.Namespace) -> dict[str, Any]:
     }
     tokens = [int(row["tokens/generated"]) for row in rows]
     losses = [row["loss"] for row in rows]
+    padding = [row["actor/padding"] for row in rows]
     return {"seconds": [row["time/step_s"] for row in rows], "tokens": tokens} | {
         "stages": stages,
         "losses": losses,
+        "padding": padding,
     }
 
 

@@ -93,6 +93,7 @@ class Records:
             self._timeline,
             self.checkpoints,
             worker_group.peaks,
+            worker_group.compiled,
             context.plan.peaks,
             {
                 role: RowDevices(sizes.data * sizes.fsdp, multiple)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxrl.checkpoint.writer import CheckpointWriter
 from jaxrl.models.packing import RowDevices
+from jaxrl.process.compilations import Compilations
 from jaxrl.roles.microbatch import scored_padding
 from jaxrl.run.evaluation import evaluation_row
 from jaxrl.run.job import Job
@@ -43,6 +44,8 @@ class Reporter:
     checkpoints: CheckpointWriter
     peaks: Callable[[], Mapping[str, int]]
     """Role -> peak bytes of its fullest device, where the platform measures it."""
+    compiled: Callable[[], Compilations]
+    """By all processes of the run so far."""
     planned: Mapping[str, int]
     """Role -> the plan's peak bytes on a device of it, where the platform does not."""
     scorers: Mapping[str, RowDevices]
@@ -57,6 +60,8 @@ class Reporter:
     """Raises Stopped for a call that the run, asked to end, does not need."""
     first_step_at: float | None = None
     """`time.monotonic` seconds at the end of the first update."""
+    _compiled: Compilations = field(default_factory=Compilations)
+    """At the row before."""
     _last: float | None = None
     """The same, of the latest update."""
 
@@ -97,7 +102,7 @@ class Reporter:
         trained: Trained = self.wait(futures["update"])  # so everything of the batch has ended
         row = self._batch(rollout, futures) | trained.metrics
         row |= self._sync(step, futures) | self._evaluation(futures) | self._work(futures)
-        row |= self._memory() | self.checkpoint()
+        row |= self._memory() | self._compilation() | self.checkpoint()
         row["data/epoch"] = step * self.job.config.batch_size / self.job.train.epoch_prompts
         if rollout.policy_version >= 0:
             row["staleness"] = step - 1 - rollout.policy_version
@@ -201,6 +206,11 @@ class Reporter:
             span = (f"write {written.step}", written.started, written.finished)
             self.timeline.span("checkpoints", *span, bytes=written.nbytes)
         return row
+
+    def _compilation(self) -> dict[str, float]:
+        before, self._compiled = self._compiled, self.compiled()
+        new = self._compiled.since(before)
+        return {"compile/programs": float(new.programs), "time/compile_s": new.seconds}
 
     def _memory(self) -> dict[str, float]:
         row, peaks = {}, self.peaks()

@@ -20,6 +20,7 @@ import jax
 from jax.profiler import StepTraceAnnotation, TraceAnnotation
 
 from jaxrl.errors import RunError, UserError
+from jaxrl.process.compilations import Compilations, compilations
 from jaxrl.process.interrupt import left_behind
 from jaxrl.runtime.awake import awake_since
 from jaxrl.runtime.tracing import PROFILE, Tracer
@@ -472,6 +473,9 @@ class LocalWorkerGroup:
             if peak:
                 found[role] = peak
         return found
+
+    def compiled(self) -> Compilations:
+        return compilations()
 
     def profile(self, folder: Path | None, dtype: str, deadline: float) -> dict[str, LocalFuture]:
         self._tracer.workers = len(self.workers)

@@ -24,6 +24,7 @@ from typing import Any
 import jax
 
 from jaxrl.errors import RunError, UserError
+from jaxrl.process.compilations import Compilations, compilations
 from jaxrl.process.gpu_memory import take_share
 from jaxrl.runtime.local import LocalFuture, LocalWorker, device_memory, peak_bytes
 from jaxrl.runtime.parcel import Parcel, Store, pack
@@ -110,6 +111,7 @@ class ProcessStatus:
     """(number, start) of each running call."""
     memory: str
     peaks: int | None
+    compiled: Compilations
 
 
 @dataclass(frozen=True)
@@ -316,7 +318,7 @@ class WorkerServer:
             self._kept.pop(number, None)
         now, worker = time.monotonic(), self._worker
         if worker is None:
-            return ProcessStatus(now, "starting", "", now, (), "", None)
+            return ProcessStatus(now, "starting", "", now, (), "", None, compilations())
         running = tuple(
             (number, call.times.started)
             for number, call in list(self._running.items())
@@ -325,7 +327,8 @@ class WorkerServer:
         phase = worker.phase
         peaks = peak_bytes(worker.devices) or worker.ledger.peak or None
         reported = device_memory(worker.devices)
-        return ProcessStatus(now, phase.name, phase.detail, phase.since, running, reported, peaks)
+        about = phase.name, phase.detail, phase.since
+        return ProcessStatus(now, *about, running, reported, peaks, compilations())
 
     def state(self) -> WorkerState:
         """The state of this process in the form that all launchers share."""

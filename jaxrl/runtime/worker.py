@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeVar
 from jax.profiler import TraceAnnotation
 
 from jaxrl.errors import RunError
+from jaxrl.process.compilations import Compilations
 from jaxrl.runtime.tracing import Traced
 from jaxrl.sharding.ledger import Move
 
@@ -239,6 +240,10 @@ class WorkerGroup(Protocol):
 
     def peaks(self) -> dict[str, int]:
         """Role -> peak bytes of its fullest device so far, where the platform reports it."""
+        ...
+
+    def compiled(self) -> Compilations:
+        """The programs that all processes have compiled so far."""
         ...
 
     def profile(

@@ -204,6 +204,12 @@ METRICS: dict[str, Metric] = {
         "s", "time that calls waited for these transfers (overlap not counted)"
     ),
     "data/epoch": Metric("passes", "passes over the training data, with a fraction"),
+    "compile/programs": Metric(
+        "programs",
+        "programs that the processes of the run compiled since the row before, or read from the"
+        " compilation cache: nothing after the first steps, but for lengths that are new",
+    ),
+    "time/compile_s": Metric("s", "the time that took, summed over threads and processes"),
     "memory/{role}/peak_bytes": Metric(
         "bytes",
         "peak memory so far of the role's fullest device, all roles there together, as the device"
@@ -215,7 +221,7 @@ METRICS: dict[str, Metric] = {
 }
 """Every name that may stand in a row; ``{...}`` stands for what ``PLACEHOLDERS`` says."""
 
-_WHOLE = ("batches", "updates", "steps", "bytes", "completions", "flag")
+_WHOLE = ("programs", "batches", "updates", "steps", "bytes", "completions", "flag")
 """Units that are counts: written without a decimal point."""
 
 Value = SupportsFloat | None

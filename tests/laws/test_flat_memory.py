@@ -14,6 +14,7 @@ from runs import SHORT, save_model
 
 from jaxrl import Config
 from jaxrl.algorithms.sources import Sources
+from jaxrl.process.compilations import Compilations
 from jaxrl.run.calls import Calls
 from jaxrl.run.loop import Loop
 from jaxrl.run.reporting import Reporter
@@ -127,6 +128,7 @@ def pretended_loop(folder, on_row):
         timeline,
         saves,
         peaks=lambda: {"actor": 10},
+        compiled=Compilations,
         planned={"actor": 20},
         scorers={},
         log=lambda text: None,

@@ -91,7 +91,7 @@ def test_what_has_one_layout_dtype_and_sharding_is_one_array(
 
 def rows_of(result):
     """What must not change: every number but times and memory."""
-    left_out = ("time/", "memory/", "offload/", "tokens/per_second", "weights/sync")
+    left_out = ("time/", "memory/", "compile/", "offload/", "tokens/per_second", "weights/sync")
     return [
         {key: value for key, value in row.items() if not key.startswith(left_out)}
         for row in result.metrics

@@ -104,7 +104,7 @@ def numbers(result_or_rows):
     of memory does.
     """
     rows = getattr(result_or_rows, "metrics", result_or_rows)
-    changing = ("time/", "tokens/per", "weights/sync_gbps", "checkpoint/", "memory/")
+    changing = ("time/", "tokens/per", "weights/sync_gbps", "checkpoint/", "memory/", "compile/")
     return [{k: v for k, v in row.items() if not k.startswith(changing)} for row in rows]
 
 

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from ray.exceptions import RayError
 
 from jaxrl.config.schema import RayConfig
+from jaxrl.process.compilations import Compilations
 from jaxrl.runtime.ray.calls import STAYS, End, RayFuture
 from jaxrl.runtime.ray.connect import address_of, find_hosts, find_seats, join
 from jaxrl.runtime.ray.own import guard_head, guard_own, leave, started_here, usable
@@ -167,6 +168,10 @@ class RayWorkerGroup:
             if reported:
                 found |= dict.fromkeys(pool.roles, max(reported))
         return found
+
+    def compiled(self) -> Compilations:
+        answers = (answer for pool in self._pools for answer, _ in list(pool.answers.values()))
+        return sum((answer.compiled for answer in answers), Compilations())
 
     def call(
         self,
