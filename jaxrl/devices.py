@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import rich.console
@@ -28,11 +29,11 @@ from rich.table import Table
 from jaxrl.config import cli
 from jaxrl.errors import RunError, UserError
 from jaxrl.process.gpu_memory import OLD_NAME, VARIABLE
-from jaxrl.process.xla_flags import ignore_absent_accelerators
-from jaxrl.runtime.cluster import Cluster
-from jaxrl.runtime.registry import Member, Run, running
-from jaxrl.runtime.worker import WorkerState
-from jaxrl.sharding.mesh import HOST_COUNT_FLAG, host_available
+
+if TYPE_CHECKING:
+    from jaxrl.runtime.cluster import Cluster
+    from jaxrl.runtime.registry import Member, Run
+    from jaxrl.runtime.worker import WorkerState
 
 SMI_S = 20.0
 """Seconds that nvidia-smi may take."""
@@ -149,6 +150,8 @@ def jax_devices(notify: Callable[[str], None]) -> tuple[LocalDevice, ...]:
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     import jax
 
+    from jaxrl.process.xla_flags import ignore_absent_accelerators
+
     try:
         ignore_absent_accelerators()
         devices = jax.devices()
@@ -166,6 +169,8 @@ def jax_devices(notify: Callable[[str], None]) -> tuple[LocalDevice, ...]:
 
 def settings(environ: Iterable[tuple[str, str]]) -> list[str]:
     """The variables that are set and decide which devices a run from here gets."""
+    from jaxrl.sharding.mesh import HOST_COUNT_FLAG
+
     lines = []
     for name, value in environ:
         if name in SETTINGS:
@@ -227,6 +232,8 @@ def _command(process: GpuProcess) -> str:
 
 def host_page(host: LocalHost, runs: Sequence[Run]) -> list[Table | str]:
     """The devices, who has them, and which are free."""
+    from jaxrl.sharding.mesh import host_available
+
     left = host_available()
     free_memory = "" if left is None else f", {left / GB:.1f} GB of memory free"
     page: list[Table | str] = [
@@ -335,6 +342,8 @@ def main(argv: Sequence[str]) -> None:
     address = parser.parse(argv).address
     if address:
         check_address(address)
+    from jaxrl.runtime.registry import running
+
     notes: list[str] = []
     runs = running(notes.append)
     host = find_host()

@@ -8,17 +8,17 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-
-from jaxrl.checkpoint.source import resolve_model
 from jaxrl.config import cli
 from jaxrl.config.base import Overrides
+from jaxrl.config.evaluated import MESH, READ
 from jaxrl.config.schema import Config
 from jaxrl.process.callable_module import make_callable
-from jaxrl.run.generation import write_lines
-from jaxrl.run.held_out import MESH, READ, PathLike, prepare, table
-from jaxrl.types import JsonObject
+
+if TYPE_CHECKING:
+    from jaxrl.run.held_out import PathLike
+    from jaxrl.types import JsonObject
 
 WIDTH = 132
 """Columns of the table where there is no terminal."""
@@ -56,6 +56,10 @@ def evaluate(
     Raises:
         UserError: bad input; nothing has been sampled then.
     """
+    from jaxrl.checkpoint.source import resolve_model
+    from jaxrl.run.generation import write_lines
+    from jaxrl.run.held_out import prepare
+
     if isinstance(model, Config):
         model, config = model.student.model, model if config is None else config
     for option, path in (("--out", out), ("--samples", samples)):
@@ -106,6 +110,10 @@ def main(argv: Sequence[str]) -> None:
         samples=arguments.samples,
         tell=print,
     )
+    from rich.console import Console
+
+    from jaxrl.run.held_out import table
+
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
     console.print(table(result))
     for path in filter(None, (arguments.samples, arguments.out)):

@@ -11,13 +11,16 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from jaxrl.checkpoint.source import ModelSource, resolve_model
 from jaxrl.config import cli
 from jaxrl.errors import UserError
-from jaxrl.formats import hf, weights
+from jaxrl.formats.dtypes import WRITTEN
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from jaxrl.checkpoint.source import ModelSource
 
 
 def export(
@@ -36,6 +39,8 @@ def export(
     Raises:
         UserError: a tensor is missing or misshapen, or the destination must not be overwritten.
     """
+    from jaxrl.formats import hf, weights
+
     _check_destination(Path(destination), force)
     shapes = weights.tensor_shapes(source.config)
     weights.check(source.tensors, shapes)
@@ -67,12 +72,14 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--layers", type=int, metavar="K", help="keep K evenly spaced layers")
     parser.add_argument("--keep", metavar="0,3,6", help="keep exactly these layers, in this order")
     parser.add_argument(
-        "--dtype", default="bfloat16", choices=tuple(hf.WRITTEN), help="default bfloat16"
+        "--dtype", default="bfloat16", choices=tuple(WRITTEN), help="default bfloat16"
     )
     parser.add_argument(
         "--force", action="store_true", help="replace a model folder that stands at DEST"
     )
     arguments = parser.parse(argv)
+    from jaxrl.checkpoint.source import resolve_model
+
     source = resolve_model(arguments.source)
     keep = _kept(source.config.n_layers, arguments.layers, arguments.keep)
     if keep is not None:

@@ -6,22 +6,15 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from jaxrl.checkpoint.source import Model
 from jaxrl.config import cli
-from jaxrl.data.tokenizer import PromptLike
 from jaxrl.process.callable_module import make_callable
-from jaxrl.run.generation import (
-    end_ids_of,
-    load_for_sampling,
-    read_prompts,
-    rows,
-    sample,
-    shown,
-    write_lines,
-)
-from jaxrl.sampling.sampler import SamplingParams
-from jaxrl.types import Completion
+
+if TYPE_CHECKING:
+    from jaxrl.checkpoint.source import Model
+    from jaxrl.data.tokenizer import PromptLike
+    from jaxrl.types import Completion
 
 DTYPES = ("float32", "bfloat16")
 
@@ -55,6 +48,9 @@ def generate(
     Returns:
         For each prompt, in order, a list of n `Completion`s: text, tokens, logprobs, finish_reason.
     """
+    from jaxrl.run.generation import end_ids_of, sample
+    from jaxrl.sampling.sampler import SamplingParams
+
     sampling = SamplingParams(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
@@ -70,6 +66,17 @@ def generate(
 def main(argv: Sequence[str]) -> None:
     arguments = _parser().parse(argv)
     cli.check_writable("--out", arguments.out)
+    from jaxrl.run.generation import (
+        end_ids_of,
+        load_for_sampling,
+        read_prompts,
+        rows,
+        sample,
+        shown,
+        write_lines,
+    )
+    from jaxrl.sampling.sampler import SamplingParams
+
     prompts = read_prompts(arguments.prompt, arguments.prompts, arguments.chat)
     names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p")
     sampling = SamplingParams(

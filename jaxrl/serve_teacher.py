@@ -13,22 +13,25 @@ import time
 from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import closing
+from typing import TYPE_CHECKING, get_args
 
-from jaxrl.checkpoint.source import resolve_model
 from jaxrl.config import cli
-from jaxrl.config.schema import Config
+from jaxrl.config.schema import Config, DType
 from jaxrl.errors import UserError
-from jaxrl.process.compile_cache import enable_compile_cache
 from jaxrl.process.streams import Output
-from jaxrl.run.inputs import tokenizer_of
-from jaxrl.teacher.protocol import TOKEN, token_from_environment
-from jaxrl.teacher.server import Limits, TeacherServer
-from jaxrl.teacher.service import DTYPES, MB, ScoringService, serving_mesh
+
+if TYPE_CHECKING:
+    from jaxrl.teacher.service import ScoringService
+
+DTYPES = get_args(DType)
 
 
 def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse(argv)
     _check(arguments)
+    from jaxrl.teacher.protocol import TOKEN, token_from_environment
+    from jaxrl.teacher.server import Limits, TeacherServer
+
     server = TeacherServer(
         arguments.host,
         arguments.port,
@@ -59,6 +62,11 @@ def _log(text: str) -> None:
 
 
 def _service(arguments: Namespace) -> ScoringService:
+    from jaxrl.checkpoint.source import resolve_model
+    from jaxrl.process.compile_cache import enable_compile_cache
+    from jaxrl.run.inputs import tokenizer_of
+    from jaxrl.teacher.service import MB, ScoringService, serving_mesh
+
     source = resolve_model(arguments.model)
     enable_compile_cache(Config.model_fields["compile_cache"].default)
     return ScoringService(

@@ -14,19 +14,16 @@ from typing import TYPE_CHECKING
 from jaxrl.config import cli
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
-from jaxrl.plan import Plan
 from jaxrl.process.callable_module import make_callable
 from jaxrl.process.interrupt import Interrupt
 from jaxrl.process.streams import to_stderr
-from jaxrl.rewards.callables import bind
-from jaxrl.run.attempt import plan_run, refusals, run_config
-from jaxrl.run.context import OnStep
 from jaxrl.telemetry.metrics import read_metrics
-from jaxrl.telemetry.plot import draw
-from jaxrl.types import JsonObject
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from jaxrl.plan import Plan
+    from jaxrl.types import JsonObject
 
 
 @dataclass(frozen=True)
@@ -47,6 +44,8 @@ class Result:
 
     def curves(self) -> Figure:
         """Its metrics as `python -m jaxrl.telemetry.plot` draws them (extra `plot`)."""
+        from jaxrl.telemetry.plot import draw
+
         return draw({self.run_dir.name: self.metrics})
 
 
@@ -62,6 +61,9 @@ def dry_run(config: Config, rewards: Sequence[Callable[..., object]] = ()) -> Pl
     Raises:
         UserError: the roles cannot be placed on the devices.
     """
+    from jaxrl.rewards.callables import bind
+    from jaxrl.run.attempt import plan_run, refusals
+
     config, given = bind(config, rewards)
     return replace(plan_run(config), refusals=refusals(config, given))
 
@@ -87,6 +89,10 @@ def train(
         RunError: the run cannot continue; the newest checkpoint is in the run directory.
         Interrupted: Ctrl-C or SIGTERM; what was trained is saved.
     """
+    from jaxrl.rewards.callables import bind
+    from jaxrl.run.attempt import run_config
+    from jaxrl.run.context import OnStep
+
     config, given = bind(config, rewards)
     return Result(run_config(config, given, OnStep(on_step)))
 
@@ -97,6 +103,8 @@ def print_plan(config: Config) -> None:
     Raises:
         UserError: the plan does not fit, or the run would be refused.
     """
+    from jaxrl.run.attempt import plan_run, refusals
+
     plan = plan_run(config)
     print(plan.text(), flush=True)
     found = [*plan.misfit, *refusals(config, {})]
@@ -110,7 +118,7 @@ def print_compiled(arguments: cli.RunArguments) -> None:
     Raises:
         UserError: the run does not compile there or does not fit, or the target is unknown.
     """
-    from jaxrl.aot.check import check  # only here: it sets jax up for the compilers of others
+    from jaxrl.aot.check import check  # it also sets jax up for the compilers of others
 
     assert arguments.target is not None
     with Interrupt(0).listening():  # SIGTERM and SIGHUP end the compilers' processes too
@@ -129,6 +137,9 @@ def main(argv: Sequence[str]) -> None:
             print(arguments.base.note)
             print_plan(arguments.config)
         else:
+            from jaxrl.run.attempt import run_config
+            from jaxrl.run.context import OnStep
+
             run_config(arguments.config, {}, OnStep(), [arguments.base.note])
 
 

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import os
 
-from jax._src import xla_bridge  # no public function tells whether a backend runs
-
 from jaxrl.errors import UserError
 
 VARIABLE, OLD_NAME = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
@@ -53,6 +51,8 @@ def take_share() -> None:
     """Sets the share of this process and of those that it starts, unless the user has, or jax runs
     already, which reads it when it starts.
     """
+    from jax._src import xla_bridge  # no public function tells whether a backend runs
+
     share = given_share()
     if xla_bridge.backends_are_initialized():
         return

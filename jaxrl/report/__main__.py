@@ -11,9 +11,6 @@ from pathlib import Path
 
 from jaxrl.config import cli
 from jaxrl.errors import UserError
-from jaxrl.profile.splits import run_advice
-from jaxrl.report.page import page
-from jaxrl.report.read import read_run
 
 REPORT_FILE = "report.html"
 
@@ -33,6 +30,10 @@ def main(argv: Sequence[str]) -> None:
     paths = [Path(path) for path in dict.fromkeys(arguments.runs)]
     if arguments.output is None and len(paths) > 1:
         raise UserError(f"-o FILE.html is needed: {len(paths)} runs have no folder in common")
+    from jaxrl.profile.splits import run_advice
+    from jaxrl.report.page import page
+    from jaxrl.report.read import read_run
+
     runs = [read_run(path) for path in paths]
     advice = run_advice(paths[0]) if len(paths) == 1 else []
     output = paths[0] / REPORT_FILE if arguments.output is None else Path(arguments.output)

@@ -26,6 +26,7 @@ from jaxrl.config import base as config_base
 from jaxrl.config import keys as config_keys
 from jaxrl.config import yaml_text
 from jaxrl.config.base import Overrides
+from jaxrl.config.evaluated import MESH, PLACEMENT, READ, SLOTS, UNREAD
 from jaxrl.config.schema import Config
 from jaxrl.data.stream import EvalSet
 from jaxrl.data.tokenizer import Tokenizer
@@ -43,20 +44,6 @@ from jaxrl.sharding.mesh import ensure_devices, role_meshes, verify_arrays
 from jaxrl.sharding.placement import check_visible, place
 from jaxrl.telemetry.metrics import Sample
 from jaxrl.types import Completion, JsonObject, Row
-
-MESH = "rollout=1"
-"""Placement where none is asked for."""
-READ = (
-    *("seed", "mesh", "max_prompt_tokens", "max_new_tokens", "compile_cache", "data"),
-    *("sampling.stop", "rollout", "eval"),
-)
-"""Keys, and sections, that an evaluation reads."""
-UNREAD = ("data.train", "data.weights", "data.shuffle", "eval.every", "eval.teacher")
-"""Keys of those sections that only training reads."""
-PLACEMENT = ("mesh", "rollout.parallel", "rollout.devices")
-"""Keys that belong to the machine, and are not taken over from a run."""
-SLOTS = ("batch_size", "group_size")
-"""Keys of a run that stand for the slots where `rollout.slots` is null."""
 
 PathLike = str | os.PathLike[str]
 

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from jaxrl.config.schema import DistillConfig
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
-from jaxrl.formats.hf import STORED
+from jaxrl.formats.dtypes import STORED
 from jaxrl.types import JsonObject, Sequences, TeacherSignal
 
 PROTOCOL = 1

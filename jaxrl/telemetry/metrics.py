@@ -18,13 +18,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import IO, Literal, Self, SupportsFloat
+from typing import IO, TYPE_CHECKING, Literal, Self, SupportsFloat
 
 from jaxrl.config import cli
 from jaxrl.errors import UserError, near
 from jaxrl.process.streams import to_stderr
 from jaxrl.telemetry.lines import LineFile, move_aside
-from jaxrl.types import Completion, JsonObject, Prompt
+
+if TYPE_CHECKING:
+    from jaxrl.types import Completion, JsonObject, Prompt
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"

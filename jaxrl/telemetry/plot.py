@@ -21,13 +21,14 @@ import numpy as np
 from jaxrl.config import cli
 from jaxrl.errors import UserError
 from jaxrl.telemetry.metrics import METRICS_FILE, describe, read_metrics
-from jaxrl.types import Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Rows = Sequence[Row]
+    from jaxrl.types import Row
+
+    Rows = Sequence[Row]
 
 PANELS = (
     "distill/divergence",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import json
+import subprocess
 import sys
 import tomllib
 from collections import Counter
@@ -50,6 +52,32 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("types", "errors"),
 )
 FORBIDDEN = ("torch", "tensorflow")
+SLOW = ("flax", "jax", "matplotlib", "optax", "orbax", "pandas", "pyarrow", "ray", "transformers")
+"""Packages that take part of a second or more to import."""
+ANSWERS = """
+import contextlib, io, json, sys
+from importlib import import_module
+import jaxrl
+from jaxrl import Config
+from jaxrl.__main__ import COMMANDS
+from jaxrl.config import cli
+
+for module, *argv in [
+    *([module, "--help"] for module, _ in COMMANDS.values()),
+    *([module, "--no-such-option"] for module, _ in COMMANDS.values()),
+    ["jaxrl.train", "no.such=1"],
+    ["jaxrl.train", "steps=-1"],
+    ["jaxrl.train", "batch_size=8", "--mesh", "actor=1", "mesh=actor=2"],
+]:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        try:
+            code = cli.run(import_module(module).main, argv)
+        except SystemExit as end:
+            code = end.code
+    loaded = sorted({name.partition(".")[0] for name in sys.modules})
+    print(json.dumps([module, argv, code, loaded]))
+"""
+"""Prints command, arguments, exit code and the packages that are loaded after it, a line each."""
 RAY_HOME = "runtime.ray"
 EXTRAS = ("data", "mlflow", "notebook", "plot", "ray", "tasks", "wandb")
 IMPORT_NAME = {
@@ -246,6 +274,16 @@ def test_the_reader_finds_the_module_behind_a_name() -> None:
     assert own_module("jaxrl.no_such_name") == "__init__"
     assert own_module("numpy.random") is None
     assert row_of("telemetry.metrics") == row_of("telemetry") != row_of("errors")
+
+
+def test_help_and_refusals_load_no_slow_package() -> None:
+    command = [sys.executable, "-c", ANSWERS]
+    done = subprocess.run(command, check=True, timeout=120, capture_output=True, text=True)
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(answers) > 15
+    for module, argv, code, loaded in answers:
+        assert code == (0 if argv == ["--help"] else 2), (module, argv)
+        assert set(SLOW).isdisjoint(loaded), (module, argv)
 
 
 def test_no_wait_for_ray_is_unbounded() -> None:
