@@ -1,10 +1,10 @@
 """Bytes of a decoder's temporaries on one device: which arrays exist at the fullest moments.
 
 Counted in arrays of one block: x [t, D], f [t, F] (inside the MLP), q [t, N*H] and kv [t, 2*KV*H]
-with t = rows * width tokens of this device, and the attention scores s [rows, N, T, T] in float32.
-The counts were read from the live ranges that XLA assigns to the real programs (CPU, float32):
-`tests/plan/test_plan_true.py` holds them against the compiler's account. Fused attention
-(`kernels.fuses`) holds no scores.
+with t = rows * width tokens of this device, and the attention scores s [rows, N, T, T] in float32,
+of long rows those of a block of queries (`attention_by_blocks`). The counts were read from the live
+ranges that XLA assigns to the real programs (CPU, float32): `tests/plan/test_plan_true.py` holds
+them against the compiler's account. Fused attention (`kernels.fuses`) holds no scores.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from jaxrl.models.attention import BLOCK, block_size
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Remat
 from jaxrl.sharding.placement import Axes
@@ -106,13 +107,12 @@ class Pass:
 
     @property
     def pairs(self) -> int:
-        """Of a token and one that it might attend to."""
-        whole = self.rows * self.width * self.width
+        """Of a token and one that it might attend to, whose scores exist at once."""
         if self.shared is None:
-            return whole
+            return self.rows * at_once(self.width) * self.width
         group, prompt = self.shared
-        of_prompts = -(-self.rows // group) * prompt * prompt
-        return self.rows * (self.width - prompt) * self.width + of_prompts
+        of_prompts = -(-self.rows // group) * at_once(prompt) * prompt
+        return self.rows * at_once(self.width - prompt) * self.width + of_prompts
 
     @property
     def residual(self) -> int:
@@ -137,7 +137,7 @@ class Pass:
         are gone before."""
         if self.shared is None:
             return self.blocks
-        completions = self.rows * (self.width - self.shared[1]) * self.width
+        completions = self.rows * at_once(self.width - self.shared[1]) * self.width
         return self.blocks._replace(s=round(self.blocks.s * completions / self.pairs))
 
     @property
@@ -160,7 +160,9 @@ class Pass:
 
     def saved(self, remat: Remat) -> int:
         """Bytes that the forward pass leaves for the backward pass."""
-        per_layer = self.blocks.times(SAVED[remat])
+        by_blocks = self.width > BLOCK  # whose scores are computed again
+        kept = self.blocks._replace(s=0) if by_blocks else self.blocks
+        per_layer = kept.times(SAVED[remat])
         if self.axes.size == 1 or self.platform != "cpu":
             per_layer += self.blocks.times(SAVED_ALONE[remat])
         return self.config.n_layers * per_layer
@@ -203,6 +205,11 @@ class Pass:
 
     def _fullest(self, moments: tuple[Blocks, ...]) -> int:
         return max(self.blocks.times(counts) for counts in moments)
+
+
+def at_once(queries: int) -> int:
+    """Of a row's queries, those that attend at once without a kernel."""
+    return queries if queries <= BLOCK else block_size(queries)
 
 
 def split(size: int, parts: int) -> int:

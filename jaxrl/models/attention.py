@@ -23,6 +23,9 @@ MASKED = -1e30
 """Score of a masked key: finite, so that a row with no valid key gives numbers, not NaN."""
 ROWS = ("data", "fsdp")
 """Mesh axes of the rows."""
+BLOCK, MOST_BLOCKS = 512, 16
+"""Queries that attend at once without a kernel, and into how many blocks longer rows are cut at
+most."""
 
 
 def kernel_on(mesh: Mesh | None, head_dim: int, dtype: Any, joined: bool = False) -> Kernel | None:
@@ -69,6 +72,8 @@ def attender(
     if kernel == "splash":
         run = partial(splash.attend, causal=causal)
         return lambda q, k, v: _on_shards(run, mesh, q, k, v, queries, keys)
+    if width > BLOCK:
+        return lambda q, k, v: attention_by_blocks(q, k, v, keys, causal)
     allowed = jnp.broadcast_to(keys[:, None], (len(keys), width, keys.shape[1]))
     if causal:
         allowed &= jnp.tril(jnp.ones(allowed.shape[1:], bool), behind)[None]
@@ -162,6 +167,40 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.
     scores = jnp.where(mask[:, None, None], scores * h**-0.5, MASKED)
     weights = jax.nn.softmax(scores, -1).astype(v.dtype)
     return jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(b, t, n, h)
+
+
+def block_size(width: int) -> int:
+    """Queries of a block of `attention_by_blocks`, in rows of `width` of them."""
+    blocks = min(MOST_BLOCKS, -(-width // BLOCK))
+    return -(-width // blocks)
+
+
+def attention_by_blocks(
+    q: jax.Array, k: jax.Array, v: jax.Array, keys: jax.Array, causal: bool
+) -> jax.Array:
+    """`attention` of q [B,T,N,H] over k, v [B,S,KV,H], a block of queries after the other: scores
+    [B,N,T,S] never exist. The backward pass computes the scores of a block again.
+
+    Args:
+        keys: [B,S] bool, True at real tokens.
+        causal: query i attends to the keys up to i + S - T.
+    """
+    b, width, n, h = q.shape
+    size, behind = block_size(width), k.shape[1] - width
+
+    @jax.checkpoint
+    def attend(given: tuple[jax.Array, jax.Array]) -> jax.Array:
+        q, first = given
+        allowed = jnp.broadcast_to(keys[:, None], (b, size, keys.shape[1]))
+        if causal:
+            last = behind + first + jnp.arange(size)
+            allowed &= (jnp.arange(keys.shape[1])[None] <= last[:, None])[None]
+        return attention(q, k, v, allowed)
+
+    padded = jnp.pad(q, ((0, 0), (0, -width % size), (0, 0), (0, 0)))
+    blocks = jnp.moveaxis(padded.reshape(b, -1, size, n, h), 1, 0)
+    out = jax.lax.map(attend, (blocks, jnp.arange(0, width, size)))
+    return jnp.moveaxis(out, 0, 1).reshape(padded.shape)[:, :width]
 
 
 def attention_step(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from jaxrl.config.schema import DType, GrouperConfig, RewardConfig
 from jaxrl.models import bert
-from jaxrl.models.activations import F32, SCAN, SPREAD, Pass, split, whole_rows
+from jaxrl.models.activations import F32, SCAN, SPREAD, Pass, at_once, split, whole_rows
 from jaxrl.models.batching import rows_of, width_of
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.encoder_config import EncoderConfig
@@ -89,7 +89,7 @@ def encoder_work(
     layer = config.d_model * (4 * attended + 2 * wide) * item
     slices = config.d_model * wide * item // axes.fsdp if axes.fsdp > 1 else 0
     mlp = tokens * wide * item + slices
-    scores_and_mask = tokens * width * (3 * heads * F32 + 1)
+    scores_and_mask = tokens * at_once(width) * (3 * heads * F32 + 1)
     attention = 4 * tokens * attended * item if fused else scores_and_mask
     return max(layer + residual + max(mlp, attention), _gather(config, axes, item))
 

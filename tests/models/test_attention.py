@@ -258,6 +258,45 @@ def test_an_encoder_is_the_same_function_in_cudnn(
     assert_close(run(), expected)
 
 
+@pytest.mark.parametrize("width", [5, 8, 14])
+@pytest.mark.parametrize("behind", [0, 3])
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention_by_blocks_is_attention(
+    width: int, behind: int, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its gradients, where blocks do not divide the width too, and rows are padded."""
+    q, k, v = arrays((3, width, 4, 8), (3, width + behind, 2, 8), (3, width + behind, 2, 8))
+    keys = jnp.arange(width + behind)[None] < jnp.array([[width + behind], [behind + 2], [1]])
+
+    def loss(q: Any, k: Any, v: Any) -> Any:
+        attend = attention.attender(None, keys, None, queries=keys[:, behind:], causal=causal)
+        out = jnp.where(keys[:, behind:, None, None], attend(q, k, v), 0)
+        return jnp.sin(out).sum(), out
+
+    def run() -> Any:
+        return jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(q, k, v)
+
+    expected = run()
+    monkeypatch.setattr(attention, "BLOCK", 4)
+    jaxpr = str(jax.make_jaxpr(loss)(q, k, v))
+    assert f"3,2,2,{width},{width + behind}]" not in jaxpr
+    assert_close(run(), expected)
+
+
+def test_long_rows_keep_no_scores() -> None:
+    """4096 tokens: the scores of a head are 67 MB."""
+    width, heads = 4096, 4
+    shapes = [jax.ShapeDtypeStruct((1, width, heads, 16), jnp.float32)] * 3
+    keys = jnp.ones((1, width), bool)
+
+    def loss(q: Any, k: Any, v: Any) -> Any:
+        return attention.attender(None, keys, None)(q, k, v).sum()
+
+    program = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*shapes).compile()
+    scores = heads * width * width * 4
+    assert program.memory_analysis().temp_size_in_bytes < scores  # where all exist: 3 times that
+
+
 @pytest.mark.parametrize("positions", [64, 320, 1024])
 @pytest.mark.parametrize("dtype, limit", [("float32", 2e-6), ("bfloat16", 1e-2)])
 def test_a_decode_step_in_the_kernel_is_the_step_of_products(
