@@ -39,8 +39,6 @@ class Candidate:
 
     config: Config
     inputs: PlanInputs
-    changes: tuple[Change, ...]
-    """Keys that differ from the run as configured, the mesh first."""
     stages: Mapping[Stage, float]
     """Seconds a step of each stage."""
     step: float
@@ -49,6 +47,8 @@ class Candidate:
     """Pool -> bytes of its fullest device."""
     excess: int
     """Bytes above the limits, added up over the pools."""
+    changes: tuple[Change, ...] = ()
+    """Keys that differ from the run as configured, the mesh first: of what `Search.best` finds."""
 
     @property
     def fits(self) -> bool:
@@ -95,7 +95,6 @@ class Search:
         return Candidate(
             config,
             inputs,
-            self._changes(config),
             stages,
             predict(stages, names, SCHEDULES[config.schedule]),
             {pool.pool.name: pool.bytes for pool in pools},

@@ -39,7 +39,11 @@ def plan_table(
         return f"{n / unit:.2f}" if n < unit else f"{n / unit:.1f}"
 
     table = Table(
-        box=box.SIMPLE, title=f"{placement.spec}: {name} on each device", title_justify="left"
+        box=box.SIMPLE,
+        title=f"{placement.spec}: {name} on each device",
+        title_justify="left",
+        collapse_padding=True,
+        pad_edge=False,
     )
     for title in ("pool", "worker", "role", "devices", "process", "mesh"):
         table.add_column(title, no_wrap=True)
