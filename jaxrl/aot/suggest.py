@@ -97,7 +97,7 @@ class Search:
             inputs,
             stages,
             predict(stages, names, SCHEDULES[config.schedule]),
-            {pool.pool.name: pool.bytes for pool in pools},
+            {pool.pool.name: pool.bytes for pool in pools if pool.pool.devices},
             sum(max(pool.bytes - pool.limit, 0) for pool in pools if pool.limit is not None),
         )
 
@@ -227,7 +227,8 @@ def _flat(tree: Mapping[str, Any], before: str = "") -> dict[str, Any]:
 
 def candidate_lines(now: Candidate, found: Sequence[Candidate]) -> list[str]:
     """Lines: the run as it is and the best candidates, with the seconds of each stage."""
-    lines = [f"predicted seconds of a step ({ASSUMED})", _line("as it is", now)]
+    lines = ["predicted seconds of a step", *(f"  {line}" for line in ASSUMED)]
+    lines.append(_line("as it is", now))
     for candidate in found[:SHOWN]:
         lines.append(_line(f"{now.step / candidate.step:.2f}x", candidate))
         lines.append(f"    {' '.join(candidate.words)}")

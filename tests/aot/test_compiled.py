@@ -122,11 +122,15 @@ def test_the_plan_of_a_program_is_what_the_compiler_takes(made, name):
     assert planned == pytest.approx(program.held(made[name].compiled), rel=WITHIN)
 
 
+QK_NORM = {"model_type": "qwen3", "head_dim": 128}
+CASES = [*((n, remat, {}) for n, remat in UPDATES), (2, "none", QK_NORM)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("devices", "remat"), UPDATES)
-def test_the_plan_of_an_update_is_what_the_compiler_takes(devices, remat, tmp_path):
+@pytest.mark.parametrize(("devices", "remat", "model"), CASES)
+def test_the_plan_of_an_update_is_what_the_compiler_takes(devices, remat, model, tmp_path):
     """At the sizes of the preset."""
-    for plan, update in programs(distilled(tmp_path, devices, remat), "h200x8", "update"):
+    for plan, update in programs(distilled(tmp_path, devices, remat, model), "h200x8", "update"):
         planned = update.planned(plan.accounts["actor"])
         assert planned == pytest.approx(update.held(update.compile()), rel=WITHIN)
 

@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 from jaxrl.aot.apart import apart
@@ -177,13 +178,23 @@ def planned_and_reported(run: Config, target: str, role: str, name: str) -> tupl
 def _compile(
     run: Config, target: str, role: str, name: str, folder: str
 ) -> Iterator[tuple[int, int]]:
-    """Yields planned bytes, and those that the role holds beside the program; then compiles."""
+    """Yields planned bytes, and those that the role holds beside what the program reads; then
+    compiles."""
     for plan, program in programs(run, target, name):
         if program.role == role:
             planned = program.planned(plan.accounts[role])
             assert planned is not None
-            yield planned, program.beside
-            program.compile({"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
+            lowered = program.lower()
+            yield planned, program.beside + _unread(program, lowered)
+            lowered.compile({"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
+
+
+def _unread(program: Program, lowered: Any) -> int:
+    """Bytes on one device of the arguments that jax drops, as the program never reads them: the LM
+    head of a teacher that sends hidden states."""
+    arrays = [x for x in jax.tree.leaves((program.args, program.kwargs)) if hasattr(x, "sharding")]
+    kept = lowered._lowering.compile_args["kept_var_idx"]
+    return local_bytes([x for number, x in enumerate(arrays) if number not in kept])
 
 
 def state_bytes(program: Program) -> int:
