@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from itertools import chain, islice, zip_longest
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +42,8 @@ from jaxrl.sharding.mesh import Visible
 MB = 1e6
 PROCESSES = 2
 """Number of processes that compile side by side. Each takes 1 to 4 GB of memory, and one core."""
-LONGEST = ("update", "decode")
-"""Programs that take the longest to compile: they are started first."""
+LONGEST = "update"
+"""The program that takes as long to compile as all others: it has a process of its own."""
 THUNKS = "*thunk_sequence_after_thunk_passes*"
 """Files in XLA's dump that list the kernels and CUDA graphs which a GPU program launches."""
 MEMORY = "*memory-usage-report.txt"
@@ -285,21 +285,20 @@ def compiled_report(config: Config, target: Machine, progress: Callable[[str], N
         finally:
             ended.set()
     roles = list(plan.accounts)
-    in_turn = (row for row in chain(*zip_longest(*parts)) if row is not None)
-    rows = sorted(in_turn, key=lambda row: roles.index(row.role))
+    rows = sorted(chain(*parts), key=lambda row: roles.index(row.role))
     return Report(target, plan, tuple(rows), limit)
 
 
 def _rows(
     config: Config, target: str, progress: Callable[[str], None], ended: threading.Event, turn: int
 ) -> list[Checked]:
-    """Every `PROCESSES`-th program, from number `turn` on, compiled in another process; if that
-    crashes, a new one compiles the rest. Once `ended` is set, the process is killed."""
+    """The programs of a turn (`compiled_programs`), compiled in another process; if that crashes, a
+    new one compiles the rest. Once `ended` is set, the process is killed."""
     rows: list[Checked] = []
     while True:
-        begun, begin, first = None, 0.0, turn + PROCESSES * len(rows)
+        begun, begin = None, 0.0
         try:
-            for row in apart(ended, compiled_programs, config, target, first):
+            for row in apart(ended, compiled_programs, config, target, turn, len(rows)):
                 if begun is not None:
                     rows.append(row)
                     begun = None
@@ -313,16 +312,16 @@ def _rows(
             rows.append(replace(begun, seconds=time.monotonic() - begin, error=str(error)))
 
 
-def compiled_programs(config: Config, target: str, first: int) -> Iterator[Checked]:
-    """Every `PROCESSES`-th program of a run from number `first` on, each twice: before and after
-    its compilation."""
+def compiled_programs(config: Config, target: str, turn: int, done: int) -> Iterator[Checked]:
+    """In turn 0 the longest program of a run, in turn 1 the others, but for those that are done;
+    each twice: before and after its compilation."""
     prepare()
     there = machine(target)
     plan = plan_for(config, there)
     with compiling_for(plan.inputs.target):
         programs = RunPrograms(plan.config, plan.inputs, plan.axes, there.devices)
-        longest_first = sorted(programs, key=lambda program: program.name not in LONGEST)
-        for program in islice(longest_first, first, None, PROCESSES):
+        mine = (program for program in programs if (program.name != LONGEST) == turn)
+        for program in islice(mine, done, None):
             expected = _expected(program, plan)
             yield expected
             yield _compiled(program, expected, plan)

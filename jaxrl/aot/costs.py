@@ -39,10 +39,12 @@ LATENCY_S = 10e-6
 """Seconds that a collective takes beside its bytes."""
 ASSUMED = (
     f"assumed: matrix products reach {PRODUCTS:.0%} of the data sheet's figure for 16-bit floats,"
-    f" memory {MEMORY:.0%}, links {LINKS:.0%}; every prompt and completion is as long as the config"
-    " allows; weights gathered by fsdp come while layers compute; all-reduces of tensor do not;"
-    " reward models, encoders and samples of the teacher are not counted"
+    f" memory {MEMORY:.0%}, links {LINKS:.0%};",
+    "every prompt and completion is as long as the config allows;",
+    "weights gathered by fsdp come while layers compute; all-reduces of tensor do not;",
+    "reward models, encoders and samples of the teacher are not counted",
 )
+"""Lines: what `stage_costs` takes for granted."""
 
 
 @dataclass(frozen=True)

@@ -61,10 +61,13 @@ class Program:
     calls: int = 1
     """Calls in a training step; 0 if only evaluations call it."""
 
+    def lower(self) -> Any:
+        """Traces it; returns a `jax.stages.Lowered`."""
+        return self.jitted.lower(*self.args, **self.kwargs)
+
     def compile(self, options: Mapping[str, Any] | None = None) -> Any:
         """Compiles it for the target machine; returns a `jax.stages.Compiled`."""
-        lowered = self.jitted.lower(*self.args, **self.kwargs)
-        return lowered.compile(compiler_options=options)
+        return self.lower().compile(compiler_options=options)
 
     def planned(self, account: Account) -> int | None:
         """Bytes of its role on one device while it runs, as the plan has them; None where the plan

@@ -39,8 +39,6 @@ class Candidate:
 
     config: Config
     inputs: PlanInputs
-    changes: tuple[Change, ...]
-    """Keys that differ from the run as configured, the mesh first."""
     stages: Mapping[Stage, float]
     """Seconds a step of each stage."""
     step: float
@@ -49,6 +47,8 @@ class Candidate:
     """Pool -> bytes of its fullest device."""
     excess: int
     """Bytes above the limits, added up over the pools."""
+    changes: tuple[Change, ...] = ()
+    """Keys that differ from the run as configured, the mesh first: of what `Search.best` finds."""
 
     @property
     def fits(self) -> bool:
@@ -95,10 +95,9 @@ class Search:
         return Candidate(
             config,
             inputs,
-            self._changes(config),
             stages,
             predict(stages, names, SCHEDULES[config.schedule]),
-            {pool.pool.name: pool.bytes for pool in pools},
+            {pool.pool.name: pool.bytes for pool in pools if pool.pool.devices},
             sum(max(pool.bytes - pool.limit, 0) for pool in pools if pool.limit is not None),
         )
 
@@ -228,7 +227,8 @@ def _flat(tree: Mapping[str, Any], before: str = "") -> dict[str, Any]:
 
 def candidate_lines(now: Candidate, found: Sequence[Candidate]) -> list[str]:
     """Lines: the run as it is and the best candidates, with the seconds of each stage."""
-    lines = [f"predicted seconds of a step ({ASSUMED})", _line("as it is", now)]
+    lines = ["predicted seconds of a step", *(f"  {line}" for line in ASSUMED)]
+    lines.append(_line("as it is", now))
     for candidate in found[:SHOWN]:
         lines.append(_line(f"{now.step / candidate.step:.2f}x", candidate))
         lines.append(f"    {' '.join(candidate.words)}")

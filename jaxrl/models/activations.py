@@ -44,6 +44,9 @@ SAVED: dict[Remat, Blocks] = {
 everything, the attention mask spread over the heads included."""
 SAVED_ALONE: dict[Remat, Blocks] = {"full": Blocks(), "dots": Blocks(), "none": Blocks(x=3)}
 """And on a single device or an accelerator, where XLA keeps the norms' float32 steps apart."""
+SAVED_QK_NORM: dict[Remat, Blocks] = SAVED_ALONE | {"none": Blocks(q=3, kv=1.5)}
+"""And on several accelerators where queries and keys are normalised: both as they were before, and
+in the float32 that their norms compute in."""
 BACKWARD: dict[Remat, tuple[Blocks, ...]] = {
     "full": (Blocks(x=7, f=6, q=2, kv=1, s=2),),
     "dots": (Blocks(x=11, f=1, q=1, kv=1, s=2.5), Blocks(x=7, f=4, q=1, kv=1, s=1)),
@@ -65,8 +68,9 @@ UNROLLED = (Blocks(x=1.5, f=3), Blocks(x=1, kv=1, s=2), Blocks(x=1, q=2, kv=1))
 MLP: dict[str, Blocks] = {"gpu": Blocks(x=1.5, f=2), "tpu": Blocks(x=1.5, f=1)}
 """The same on accelerators, where the products of the MLP are fused with what follows them and the
 attention kernel holds less. These and the next three were read from the compiled programs."""
-STREAMS = MLP | {"tpu": Blocks(x=5, f=2)}
-"""The same of streams (`models.packing`), whose gathers a TPU keeps apart from the products."""
+STREAMS: dict[str, Blocks] = {"gpu": Blocks(x=2, f=2), "tpu": Blocks(x=3, f=1)}
+"""The same of streams (`models.packing`). On a GPU: the residual, its norm, and both products that
+are multiplied; a TPU fuses these two, and has the next residual beside."""
 SUMMED = Blocks(x=0.5)
 """More on a GPU where `tensor` sums the results of the MLP."""
 PREFETCHED = 4
@@ -165,6 +169,8 @@ class Pass:
         per_layer = kept.times(SAVED[remat])
         if self.axes.size == 1 or self.platform != "cpu":
             per_layer += self.blocks.times(SAVED_ALONE[remat])
+        if self.config.qk_norm and self.platform != "cpu" and self.axes.size > 1:
+            per_layer += self.blocks.times(SAVED_QK_NORM[remat])
         return self.config.n_layers * per_layer
 
     def backward(self, remat: Remat) -> int:
@@ -193,6 +199,10 @@ class Pass:
             if self.platform == "gpu":
                 work += self.blocks.times(SUMMED) * (self.axes.tensor > 1)
                 work += PREFETCHED * self.layer * (self.axes.fsdp > 1)
+                if self.packed and not stacked:
+                    work += self.residual  # of the next layer
+                elif self.packed and self.axes.fsdp == 1:
+                    work += self.layer // 3  # one of the MLP's weights, which the scan copies
             return work + self.mask
         spread = self.alone.times(SPREAD)
         third = spread if self.axes.size == 1 else 0

@@ -141,7 +141,7 @@ def make_plan(
         roles: what the algorithm asks for.
         visible: devices needed -> those that a run would get (`ensure_devices`); None plans for a
             machine that is not here.
-        limit_gb: memory of a device, where it shall not be asked for its own.
+        limit_gb: memory of a device of a machine that is not here; None asks the devices.
 
     Raises:
         UserError: a mesh that cannot be, in one line with both numbers.
@@ -237,7 +237,7 @@ def build(
         *placement.notes,
         *chosen,
         *_mesh_notes(config, inputs, axes),
-        *_checkpoint_notes(config, student),
+        *_checkpoint_notes(config, student, here=limit_gb is None),
         *_dtype_notes(asked, run, inputs),
         *_kernel_notes(config, inputs),
         *(_host_note(host, pools) for host in hosts),
@@ -420,8 +420,8 @@ def checkpoint_bytes(config: Config, student: DecoderConfig) -> int:
     return weight_bytes(student, whole, a.param_dtype) + state
 
 
-def _checkpoint_notes(config: Config, student: DecoderConfig) -> Iterator[str]:
-    """What the checkpoints of a run take on disk, and whether there is room."""
+def _checkpoint_notes(config: Config, student: DecoderConfig, here: bool) -> Iterator[str]:
+    """What the checkpoints of a run take on disk, and, for a run `here`, whether there is room."""
     c, size = config.checkpoint, checkpoint_bytes(config, student)
     whole = size * (c.keep_last + c.keep_best + 1)
     yield (
@@ -429,6 +429,8 @@ def _checkpoint_notes(config: Config, student: DecoderConfig) -> Iterator[str]:
         f" keep_best={c.keep_best} and the one being written: up to {whole / GB:.2f} GB in"
         f" {config.run_path}"
     )
+    if not here:
+        return
     place = config.run_path.absolute()
     folder = next(p for p in (place, *place.parents) if p.exists())
     free = shutil.disk_usage(folder).free

@@ -65,11 +65,13 @@ def shards(
     )
 
 
+@lru_cache(maxsize=256)
 def weight_bytes(config: DecoderConfig, axes: Axes, dtype: DType) -> int:
     """Bytes of the model's parameters on one device."""
     return ITEMSIZE[dtype] * sum(shard.size for shard in shards(config, axes))
 
 
+@lru_cache(maxsize=256)
 def layer_bytes(config: DecoderConfig, axes: Axes, dtype: DType) -> int:
     """`weight_bytes` without embedding, final norm and head."""
     sizes = (s.size for s in shards(config, axes) if s.path.startswith("layers"))

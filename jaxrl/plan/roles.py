@@ -305,7 +305,7 @@ def rollout(m: Setting) -> Iterable[Entry]:
     ]
     if m.signal == "student_topk":
         rows = m.rows("rollout", m.sequences)
-        run = m.run("rollout", m.student, rows, m.width)
+        run = replace(m.run("rollout", m.student, rows, m.width), packed=True)
         work = _scoring(m, run, m.chunk(rows), 2, stacked=stacked)  # only token ids are sent
         entries.append(Entry("activations", "top-k of the policy", work, "score"))
     return entries

@@ -15,7 +15,7 @@ from jaxrl.runtime.cluster import ClusterDevice
 from jaxrl.sharding.placement import Axes, Placement, device_list
 
 MB = 1e6
-LINE = 22
+LINE = 18
 """Most characters of a worker's name on one line: a long one takes no room from the figures."""
 TITLES = ("weights", "grads", "optim", "KV", "activ", "peak", "limit")
 
@@ -39,7 +39,11 @@ def plan_table(
         return f"{n / unit:.2f}" if n < unit else f"{n / unit:.1f}"
 
     table = Table(
-        box=box.SIMPLE, title=f"{placement.spec}: {name} on each device", title_justify="left"
+        box=box.SIMPLE,
+        title=f"{placement.spec}: {name} on each device",
+        title_justify="left",
+        collapse_padding=True,
+        pad_edge=False,
     )
     for title in ("pool", "worker", "role", "devices", "process", "mesh"):
         table.add_column(title, no_wrap=True)
@@ -90,4 +94,4 @@ def _sizes(account: Account | None, memory: PoolPeak, show: Show) -> list[str]:
     if account is None:
         return ["-"] * 6 + [show(_limit(memory))]
     columns = [account.column(column) for column in get_args(Column)]
-    return [show(n) for n in (*columns, account.peak, memory.limit)]
+    return [show(n) for n in (*columns, account.peak, _limit(memory))]

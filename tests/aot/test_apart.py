@@ -53,14 +53,14 @@ class Row:
     error: str | None = None
 
 
-def programs(config: str, target: str, skip: int) -> Iterator[Row]:
+def programs(config: str, target: str, turn: int, done: int) -> Iterator[Row]:
     """As `compiled_programs`, of a compiler that the second of three programs kills."""
-    for name in ("first", "second", "third")[skip:]:
+    for name in ("first", "second", "third")[done:]:
         yield Row(name)
         if name == "second":
             print(FAILED, file=sys.stderr, flush=True)
             os.abort()
-        yield replace(Row(name), compiled=skip)
+        yield replace(Row(name), compiled=done)
 
 
 def test_what_is_yielded_comes_back_from_another_process():
@@ -124,7 +124,6 @@ def test_the_other_programs_are_compiled_after_a_crash(monkeypatch):
 
     monkeypatch.setattr(check, "compiled_programs", programs)
     lines: list[str] = []
-    monkeypatch.setattr(check, "PROCESSES", 1)
     rows = check._rows("config", "tpu-v5e", lines.append, EVENT, 0)  # type: ignore[arg-type]
     assert [row.name for row in rows] == ["first", "second", "third"]
     assert [row.compiled for row in rows] == [0, None, 2]

@@ -7,10 +7,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 from jaxrl.aot.apart import apart
@@ -95,11 +98,13 @@ REWARDED: dict[str, Any] = {
 UPDATES = [(n, remat) for n in (1, 2, 4, 8) for remat in ("full", "dots", "none")]
 
 
-def distilled(tmp: Path, devices: int, remat: str) -> Config:
+def distilled(
+    tmp: Path, devices: int, remat: str, model: Mapping[str, Any] | None = None
+) -> Config:
     """Qwen2.5-7B teaches Qwen2.5-1.5B at full depth, on devices that all roles share."""
     return config(
         tmp,
-        {"num_hidden_layers": 28},
+        {"num_hidden_layers": 28} | (model or {}),
         mesh=f"actor+rollout+teacher={devices}",
         batch_size=48,
         max_prompt_tokens=1024,
@@ -110,7 +115,7 @@ def distilled(tmp: Path, devices: int, remat: str) -> Config:
 
 def programs(run: Config, target: str, *names: str) -> Iterator[tuple[Plan, Program]]:
     """The plan of a run for a machine, and each of its programs: with names, those. A program for
-    GPUs must be compiled before the next is asked for (`compiling_for`)."""
+    GPUs must be lowered before the next is asked for (`compiling_for`)."""
     prepare()
     there = machine(target)
     plan = plan_for(run, there)
@@ -118,6 +123,34 @@ def programs(run: Config, target: str, *names: str) -> Iterator[tuple[Plan, Prog
         for program in RunPrograms(plan.config, plan.inputs, plan.axes, there.devices):
             if not names or program.name in names:
                 yield plan, program
+
+
+@dataclass(frozen=True)
+class Compiling:
+    """A program that another thread compiles: it holds no lock of Python's meanwhile."""
+
+    plan: Plan
+    program: Program
+    job: Future[Any]
+
+    @property
+    def compiled(self) -> Any:
+        """What the compiler made of it, once it is done."""
+        return self.job.result()
+
+    @cached_property
+    def text(self) -> str:
+        return str(self.compiled.as_text())
+
+
+def compiling(
+    pool: ThreadPoolExecutor, run: Config, target: str, *names: str
+) -> dict[str, Compiling]:
+    """Traces programs of a run for a machine, and has the pool compile them."""
+    found = {}
+    for plan, program in programs(run, target, *names):
+        found[program.name] = Compiling(plan, program, pool.submit(program.lower().compile))
+    return found
 
 
 def planned_and_reported(run: Config, target: str, role: str, name: str) -> tuple[int, int]:
@@ -145,13 +178,23 @@ def planned_and_reported(run: Config, target: str, role: str, name: str) -> tupl
 def _compile(
     run: Config, target: str, role: str, name: str, folder: str
 ) -> Iterator[tuple[int, int]]:
-    """Yields planned bytes, and those that the role holds beside the program; then compiles."""
+    """Yields planned bytes, and those that the role holds beside what the program reads; then
+    compiles."""
     for plan, program in programs(run, target, name):
         if program.role == role:
             planned = program.planned(plan.accounts[role])
             assert planned is not None
-            yield planned, program.beside
-            program.compile({"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
+            lowered = program.lower()
+            yield planned, program.beside + _unread(program, lowered)
+            lowered.compile({"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
+
+
+def _unread(program: Program, lowered: Any) -> int:
+    """Bytes on one device of the arguments that jax drops, as the program never reads them: the LM
+    head of a teacher that sends hidden states."""
+    arrays = [x for x in jax.tree.leaves((program.args, program.kwargs)) if hasattr(x, "sharding")]
+    kept = lowered._lowering.compile_args["kept_var_idx"]
+    return local_bytes([x for number, x in enumerate(arrays) if number not in kept])
 
 
 def state_bytes(program: Program) -> int:
