@@ -16,6 +16,8 @@ from pathlib import Path
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # processes that no run takes
+# A hundred processes import jaxrl: its bytecode is kept, also where images of Python forbid that.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ["XLA_FLAGS"] = " ".join(
     [
         os.environ.get("XLA_FLAGS", ""),
