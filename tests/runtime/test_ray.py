@@ -204,6 +204,8 @@ def reached_from_this_host_only_and_with_its_token():
     names = {name for name, _ in found}
     assert {"raylet", "gcs_server"} <= names and any("jaxrl" in name for name in names)
     assert not [(name, ip) for name, ip in found if not is_loopback(ip)]
+    useless = {"log_monitor", "monitor", "dashboard"}
+    assert not useless & set(ray_worker._global_node.all_processes)
     address = ray.get_runtime_context().gcs_address
     ask = f"from ray._raylet import GcsClient as C; C({address!r}).internal_kv_keys(b'', None)"
     for shown in ({"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_TOKEN": "0" * 64}):
@@ -216,7 +218,7 @@ def reached_from_this_host_only_and_with_its_token():
 
 
 def test_a_pool_of_two_processes_is_one_program_on_a_private_cluster(start, expected):
-    worker_group = start("actor=2,rollout=2,teacher=2", devices_per_worker=1)
+    worker_group = start(devices_per_worker=1)
     assert worker_group.handle("actor").call("facts", deadline=SHORT).result()[1:] == (1, 2)
     np.testing.assert_allclose(train(worker_group, 4), expected, rtol=1e-6)
     assert [s.name for s in worker_group.states()][:2] == ["actor.0", "actor.1"]
