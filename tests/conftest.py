@@ -16,6 +16,8 @@ from pathlib import Path
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # processes that no run takes
+# A hundred processes import jaxrl: its bytecode is kept, also where images of Python forbid that.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ["XLA_FLAGS"] = " ".join(
     [
         os.environ.get("XLA_FLAGS", ""),
@@ -47,10 +49,12 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 gc.set_threshold(50_000, 10, 10)
 
 LONGEST_FIRST = (
-    *("test_ray_train.py", "test_resume.py", "test_actor.py", "test_two_hosts.py"),
-    *("test_objective.py", "test_ray.py", "test_plan_true.py", "test_rl.py"),
+    *("test_ray_train.py", "test_resume.py", "test_ray.py", "test_actor.py", "test_objective.py"),
+    *("test_two_hosts.py", "test_serve_teacher.py", "test_engine.py", "test_train.py"),
+    *("test_rl.py", "test_plan_true.py", "test_shared_prompts.py", "test_profiling.py"),
+    *("test_gpu.py", "test_spmd.py", "test_flat_memory.py", "test_face.py"),
 )
-"""Files that take minutes: begun last, they would leave one of two processes with nothing to do."""
+"""Files that take long: begun last, they would leave one of two processes with nothing to do."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import cloudpickle
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -146,10 +147,11 @@ def _local(setup: Setup, plan: Plan, log: Log) -> LocalWorkerGroup:
 def _ray(setup: Setup, plan: Plan, log: Log) -> WorkerGroup:
     from jaxrl.runtime.ray.worker_group import RayWorkerGroup  # an optional package
 
+    packed = replace(setup, tokenizer=cloudpickle.dumps(setup.tokenizer))
     worker_group = RayWorkerGroup(
         setup.config.ray,
         plan.placement,
-        partial(pool_makers, setup, dict(plan.axes)),
+        partial(pool_makers, packed, dict(plan.axes)),
         log,
         startup_s=setup.config.deadlines.startup,
         roles=plan.runs,
@@ -299,14 +301,16 @@ MAKERS: dict[str, Callable[[Setup, Mapping[str, Mesh]], object]] = {
 def _sampler(
     setup: Setup, source: ModelSource, mesh: Mesh, layout: Layout, params: Tree
 ) -> Sampler:
-    config = setup.config
+    config, tokenizer = setup.config, setup.tokenizer
+    if isinstance(tokenizer, bytes):
+        tokenizer = cloudpickle.loads(tokenizer)
     return Sampler(
         config,
         source.config,
         mesh,
         layout=layout,
         slots=config.rollout.slots or config.batch_size * config.group_size,
-        tokenizer=setup.tokenizer,
+        tokenizer=tokenizer,
         pad_id=setup.pad_id,
         eos_ids=setup.eos_ids,
         row_multiple=setup.row_multiple,

@@ -23,25 +23,28 @@ from jaxrl.telemetry.metrics import read_metrics
 from jaxrl.train import main, train
 from jaxrl.types import Prompt
 
+HOMES = """
+from jaxrl.advantages import group_advantages
+import jaxrl.similarity
+import jaxrl.models.encoder, jaxrl.models.reward
+from jaxrl.algorithms import advantages, similarity
+assert group_advantages is advantages.group_advantages
+assert jaxrl.similarity is similarity and similarity.cluster
+assert callable(jaxrl.models.encoder.embed) and callable(jaxrl.models.reward.score)
+"""
+"""Public modules are found wherever they live."""
+
 
 @pytest.mark.parametrize(
-    "before", ["", "import jaxrl.train, jaxrl.generate", "from jaxrl.train import main"]
+    "before",
+    ["", "import jaxrl.train, jaxrl.generate", f"{HOMES}from jaxrl.train import main"],
+    ids=["nothing", "modules", "public homes, a name"],
 )
 def test_public_names_are_callable_in_any_order(before):
     code = f"{before}\nfrom jaxrl import Config, dry_run, train, load_model, generate\n"
     code += "import jaxrl.train\n"
     code += "assert all(map(callable, (Config.load, dry_run, train, load_model, generate)))\n"
     code += "assert callable(jaxrl.train.main) and callable(jaxrl.train) and jaxrl.generate.main\n"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
-
-
-def test_public_modules_are_found_wherever_they_live():
-    code = "from jaxrl.advantages import group_advantages\nimport jaxrl.similarity\n"
-    code += "import jaxrl.models.encoder, jaxrl.models.reward\n"
-    code += "from jaxrl.algorithms import advantages, similarity\n"
-    code += "assert group_advantages is advantages.group_advantages\n"
-    code += "assert jaxrl.similarity is similarity and similarity.cluster\n"
-    code += "assert callable(jaxrl.models.encoder.embed) and callable(jaxrl.models.reward.score)\n"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 

@@ -51,6 +51,7 @@ def test_what_a_run_leaves_behind(reference):
     written = Config.load(folder / "config.yaml")
     assert written.steps == 2
     assert written.reference.dtype == "float32"  # null in the config, and these are CPUs
+    assert not (folder / "profile").exists()  # as no step was asked for
     assert "actor" in (folder / "plan.txt").read_text()
     samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     assert {sample["step"] for sample in samples} == {1, 2}

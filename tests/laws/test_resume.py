@@ -95,8 +95,8 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(models, tmp_path, undisturb
 
 
 def test_a_signal_saves_and_ends_with_130(models, tmp_path, undisturbed):
-    whole = undisturbed("one_step_off")
-    asked = ["schedule=one_step_off", "checkpoint.every=0"]
+    whole = undisturbed("two_step_off")
+    asked = ["schedule=two_step_off", "checkpoint.every=0"]
     process = start(models, tmp_path / "run", *asked)
     wait_for(tmp_path / "run" / "samples.jsonl", process)
     while not (tmp_path / "run" / "samples.jsonl").read_text():

@@ -30,7 +30,7 @@ from jaxrl.telemetry.metrics import describe, read_metrics
 from jaxrl.train import main, train
 
 GSPO += [
-    "mesh=actor=2,rollout=2",
+    "mesh=actor=2,rollout=1",
     "data.eval=null",
     "reference.dtype=float32",
     "optimizer.learning_rate=1e-3",

@@ -39,13 +39,13 @@ def sequences(vocab: int, seed: int = 0) -> Sequences:
     return Sequences(tokens, mask, completions)
 
 
-@pytest.mark.parametrize("group", [1, G])
 @pytest.mark.parametrize(
-    ("name", "axes", "remat"),
+    ("name", "axes", "remat", "group"),
     [
-        ("qwen2", (1, 1, 1), "none"),  # biases
-        ("qwen2", (2, 2, 2), "dots"),
-        ("qwen3", (1, 2, 1), "full"),  # qk-norm
+        ("qwen2", (1, 1, 1), "none", 1),  # biases
+        ("qwen3", (1, 1, 1), "none", G),  # qk-norm
+        ("qwen2", (2, 2, 2), "dots", G),
+        ("qwen3", (1, 2, 1), "full", 1),
     ],
     ids=str,
 )

@@ -22,7 +22,7 @@ from jaxrl.train import train
 
 pytestmark = pytest.mark.ray
 
-MESH = "mesh=actor=4,rollout=2,teacher=2"
+MESH = "mesh=actor=4,rollout+teacher=2"
 """The actor fills the first host; rollout and teacher are on the second."""
 END = 600
 """Seconds within which any run here has ended; none takes a fifth of it on quiet cores."""
@@ -31,7 +31,7 @@ END = 600
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    student = save_model(folder / "student", 32, 2, seed=0)
+    student = save_model(folder / "student", 32, 1, seed=0)
     teacher = save_model(folder / "teacher", 48, 1, seed=1, rows=272)
     return [f"student.model={student}", f"teacher.model={teacher}"]
 
@@ -56,7 +56,7 @@ def hosts():
 
 
 def arguments(models, run_dir, *overrides):
-    plain = ["steps=10", "checkpoint.every=1", "eval.every=0", f"run_dir={run_dir}", MESH]
+    plain = ["steps=10", "checkpoint.every=1", "data.eval=null", f"run_dir={run_dir}", MESH]
     return [*models, *SHORT, *CONSTANT, *plain, *overrides]
 
 

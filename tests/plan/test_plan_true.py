@@ -108,7 +108,7 @@ def by_default(cases: Sequence[tuple[Any, ...]], *some: tuple[Any, ...]) -> list
 
 
 CASES = [(s, p) for s in SHAPES for p in PLACES]
-BY_DEFAULT = [*(("gqa", p) for p in PLACES), ("tied", "fsdp"), ("deep", "tensor")]
+BY_DEFAULT = [*(("gqa", p) for p in PLACES if p != "fsdp"), ("tied", "fsdp"), ("deep", "tensor")]
 
 
 @pytest.mark.parametrize(("shape_name", "place_name"), by_default(CASES, *BY_DEFAULT))

@@ -1,8 +1,11 @@
 """Profiles: which steps, what the traces hold, and the numbers of the table of stages."""
 
 import gzip
+import io
 import json
+import shutil
 import threading
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -102,8 +105,17 @@ def test_steps_that_are_trained_already_are_told(trained, left, told):
     assert said == ([] if told is None else [told])
 
 
-def test_a_run_leaves_a_trace_of_its_steps_and_a_table(tmp_path, models, capsys):
-    run_dir = run(tmp_path, models, "steps=3", "profile.steps=2:3")
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory, models):
+    """The folder of a run of 3 steps, of which the second is profiled, and what was printed."""
+    folder, printed = tmp_path_factory.mktemp("profiled"), io.StringIO()
+    with redirect_stdout(printed):
+        run(folder, models, "steps=3", "profile.steps=2:3")
+    return folder, printed.getvalue()
+
+
+def test_a_run_leaves_a_trace_of_its_steps_and_a_table(profiled):
+    run_dir = profiled[0] / "run"
     events = named_events(run_dir / "profile")
     assert {name for name, _ in events} == STAGES
     batches = {batch for name, batch in events if name in ("rollout.generate", "actor.update")}
@@ -128,7 +140,7 @@ def test_a_run_leaves_a_trace_of_its_steps_and_a_table(tmp_path, models, capsys)
     rate = by_name["rollout.generate"]["tokens_per_second"]
     assert rate == pytest.approx(row["tokens/generated"] / seconds)
     table = "profile of step 2:"
-    assert table in capsys.readouterr().out and table in (run_dir / "log.txt").read_text()
+    assert table in profiled[1] and table in (run_dir / "log.txt").read_text()
 
 
 def test_overlapping_batches_are_all_in_the_trace(tmp_path, models):
@@ -143,12 +155,12 @@ def test_overlapping_batches_are_all_in_the_trace(tmp_path, models):
     }
 
 
-def test_a_run_that_goes_on_profiles_what_is_left_and_others_write_nothing(tmp_path, models):
-    run_dir = run(tmp_path, models, "steps=2")
-    assert not (run_dir / "profile").exists()
-    run(tmp_path, models, "steps=4", "profile.steps=2:4")
-    assert stages(run_dir)["steps"] == [3, 3]
-    assert "only 3:4 is profiled" in (run_dir / "log.txt").read_text()
+def test_a_run_that_goes_on_profiles_what_is_left(profiled, tmp_path, models):
+    shutil.copytree(profiled[0] / "run", tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "profile")
+    run_dir = run(tmp_path, models, "steps=5", "profile.steps=3:5")
+    assert stages(run_dir)["steps"] == [4, 4]
+    assert "only 4:5 is profiled" in (run_dir / "log.txt").read_text()
 
 
 def test_learning_from_rewards_on_one_pool(tmp_path, models):

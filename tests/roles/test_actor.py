@@ -122,7 +122,7 @@ def test_the_step_is_the_gradient_of_the_dense_loss_over_the_global_count(refere
     assert report["optimizer_step"] == 1
 
 
-@pytest.mark.parametrize("budget", [14, 28, 56, 14 * 5])
+@pytest.mark.parametrize("budget", [14, 56, 14 * 5])
 def test_micro_batches_change_nothing(reference, budget, tmp_path):
     params, report = trained(config(f"actor.micro_batch_tokens={budget}"), mesh(1, 1, 1), tmp_path)
     assert_close(params, reference[0], 2e-6)
@@ -131,7 +131,7 @@ def test_micro_batches_change_nothing(reference, budget, tmp_path):
     )
 
 
-@pytest.mark.parametrize("shape", [(2, 1, 1), (1, 8, 1), (1, 2, 4), (2, 2, 2)])
+@pytest.mark.parametrize("shape", [(1, 8, 1), (1, 2, 4), (2, 2, 2)])
 def test_devices_change_nothing(reference, shape, tmp_path):
     cfg = config("actor.micro_batch_tokens=14") if shape == (2, 2, 2) else config()
     params, report = trained(cfg, mesh(*shape), tmp_path)
@@ -248,13 +248,11 @@ def test_published_weights_are_the_policy_cast_and_unstacked(tmp_path):
 
 
 REPEATED = {
-    "untied": (False, (1, 1, 1), 1, "float32"),
     "tied": (True, (1, 1, 1), 1, "float32"),
-    "tied, bfloat16 masters": (True, (1, 1, 1), 1, "bfloat16"),
-    "untied, fsdp, shared prompts": (False, (1, 4, 1), 4, "float32"),
-    "tied, tensor": (True, (1, 1, 2), 1, "float32"),
+    "tied, tensor, bfloat16 masters": (True, (1, 1, 2), 1, "bfloat16"),
     "untied, all axes, shared prompts": (False, (2, 2, 2), 4, "float32"),
 }
+"""Each setting of the four: tied or not, the mesh, rows of a prompt, the masters' dtype."""
 
 
 @pytest.mark.parametrize("case", REPEATED)

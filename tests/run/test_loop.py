@@ -250,7 +250,7 @@ class Stopping(Recorder):
         if (method, index) == (self.stop.method, self.stop.index):
             self.stop.asked.set()
             # An update ends in its own time; what the run does not need, after the run has ended.
-            self.stop.over.wait(2.0 if method == "update" else 60.0)
+            self.stop.over.wait(1.0 if method == "update" else 60.0)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

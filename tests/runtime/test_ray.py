@@ -167,8 +167,19 @@ def test_processes_compute_what_threads_compute_and_leave_nothing(start, expecte
     train(worker_group, 8, first=4)
     left = references(settle=20.0, until=before + 2)
     assert left <= before + 2, "what is no longer needed is still in the object store"
-    worker_group.stop()
+    a_run_that_is_over_keeps_nobody_waiting(worker_group)
     assert all(gone(state.pid) for state in states)
+
+
+def a_run_that_is_over_keeps_nobody_waiting(worker_group):
+    """Ends it while a call works."""
+    waiting = worker_group.handle("actor").call("hang", 60.0, deadline=600)
+    thread = threading.Thread(target=worker_group.stop)
+    thread.start()
+    with pytest.raises(Stopped):
+        waiting.result()
+    thread.join(20)
+    assert not thread.is_alive()
 
 
 def listening():
@@ -193,6 +204,8 @@ def reached_from_this_host_only_and_with_its_token():
     names = {name for name, _ in found}
     assert {"raylet", "gcs_server"} <= names and any("jaxrl" in name for name in names)
     assert not [(name, ip) for name, ip in found if not is_loopback(ip)]
+    useless = {"log_monitor", "monitor", "dashboard"}
+    assert not useless & set(ray_worker._global_node.all_processes)
     address = ray.get_runtime_context().gcs_address
     ask = f"from ray._raylet import GcsClient as C; C({address!r}).internal_kv_keys(b'', None)"
     for shown in ({"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_TOKEN": "0" * 64}):
@@ -205,7 +218,7 @@ def reached_from_this_host_only_and_with_its_token():
 
 
 def test_a_pool_of_two_processes_is_one_program_on_a_private_cluster(start, expected):
-    worker_group = start("actor=2,rollout=2,teacher=2", devices_per_worker=1)
+    worker_group = start(devices_per_worker=1)
     assert worker_group.handle("actor").call("facts", deadline=SHORT).result()[1:] == (1, 2)
     np.testing.assert_allclose(train(worker_group, 4), expected, rtol=1e-6)
     assert [s.name for s in worker_group.states()][:2] == ["actor.0", "actor.1"]
@@ -269,7 +282,7 @@ def test_frozen_roles_are_made_anew_and_nothing_changes(start, expected, tmp_pat
 
 def test_a_late_call_is_told_with_its_phase_and_stack_then_replaced(start):
     said = []
-    worker_group = start("actor=1,rollout=1", log=said.append, max_restarts=0)
+    worker_group = start("rollout=1", log=said.append, max_restarts=0)
     late = worker_group.handle("rollout").call("hang", 60.0, deadline=2.0)
     with pytest.raises(DeadlineExceeded) as error:
         late.result()
@@ -285,7 +298,7 @@ def test_a_late_call_is_told_with_its_phase_and_stack_then_replaced(start):
 
 
 def test_the_budget_of_restarts_ends_the_run(start):
-    worker_group = start("actor=1,rollout=1", max_restarts=1)
+    worker_group = start("rollout=1", max_restarts=1)
     rollout = worker_group.handle("rollout")
     for _ in range(2):
         state = next(s for s in worker_group.states() if s.name == "rollout")
@@ -356,17 +369,6 @@ def test_a_value_that_nobody_makes_anew_is_told_as_lost(start):
     with pytest.raises(RunLost, match=r"an input of rollout\.load was made, but is lost"):
         worker_group.handle("rollout").call("load", sent, deadline=600).result()
     assert time.monotonic() - began < 20
-
-
-def test_a_run_that_is_over_keeps_nobody_waiting(start):
-    worker_group = start("actor=1,rollout=1")
-    waiting = worker_group.handle("actor").call("hang", 60.0, deadline=600)
-    thread = threading.Thread(target=worker_group.stop)
-    thread.start()
-    with pytest.raises(Stopped):
-        waiting.result()
-    thread.join(20)
-    assert not thread.is_alive()
 
 
 def test_a_cluster_that_is_too_small_is_refused_with_both_tables():

@@ -47,12 +47,15 @@ def pieces(x, target):
 
 
 @pytest.mark.parametrize(
-    ("move", "dtype"),
-    [(reshard, jnp.float32), (reshard, jnp.bfloat16), (pieces, jnp.bfloat16)],
+    ("move", "dtype", "every"),
+    [(reshard, jnp.float32, 1), (reshard, jnp.bfloat16, 1), (pieces, jnp.bfloat16, 2)],
 )
-def test_every_pair_of_layouts_is_bit_equal(move, dtype):
+def test_every_pair_of_layouts_is_bit_equal(move, dtype, every):
+    """Of pieces, which take a program for each pair, half of the layouts: each mesh is there."""
+    chosen = list(layouts().items())[::every]
+    assert len({layout.mesh for _, layout in chosen}) == 5
     values = np.asarray(jax.random.normal(jax.random.key(0), (8, 16)).astype(dtype))
-    for source, target in itertools.product(layouts().values(), repeat=2):
+    for source, target in itertools.product([layout for _, layout in chosen], repeat=2):
         x = jax.device_put(values, source)
         moved = move(x, target)
         assert moved.sharding == target

@@ -67,7 +67,7 @@ class TwoHosts:
         self._ray(1, f"--address={self.address}", f"--node-ip-address={SECOND}", "second")
 
     def head(self) -> None:
-        head = ("--head", f"--port={PORT}", "--include-dashboard=false")
+        head = ("--head", f"--port={PORT}", "--include-dashboard=false", "--no-monitor")
         self._ray(0, *head, f"--node-ip-address={FIRST}", "first")
 
     def _ray(self, host: int, *options: str) -> None:
@@ -76,6 +76,7 @@ class TwoHosts:
         # Its daemons keep the pipe: a file instead, so that waiting ends with the command.
         with open(os.devnull, "w") as nowhere:
             command = [ray, "start", *options, f"--num-cpus={CPUS}", f"--node-name={name}"]
+            command.append("--include-log-monitor=false")
             process = self.start(*command, host=host, stdout=nowhere, stderr=nowhere)
             assert process.wait(TIMEOUT) == 0, f"ray start on the {name} host"
 

@@ -20,12 +20,17 @@ import psutil
 import ray
 from ray._private import ray_constants
 from ray._private import worker as ray_worker
+from ray._private.node import Node
 
 from jaxrl.runtime.local import POLL_S
 from jaxrl.runtime.ray.auth import private_token
 
 DAEMONS = ("gcs_server", "raylet")
 """Those that a cluster cannot do without."""
+UNUSED = ("start_monitor", "start_log_monitor", "start_api_server")
+"""Methods of Ray's `Node` that start processes which a run's own cluster has no use for: nothing
+scales it, `log_to_driver` is off, and it has no dashboard. Each takes time and memory of the host.
+"""
 STOPPED_POLLS = 20
 """How often in a row a daemon is seen stopped before it counts as lost: 10 s of this process's own
 time, so that a pause of both counts for nothing."""
@@ -39,18 +44,27 @@ LEAVE_S = 15.0
 
 @contextmanager
 def private() -> Iterator[None]:
-    """A cluster that is started in this block listens on 127.0.0.1 only, and asks for a token.
+    """A cluster that is started in this block listens on 127.0.0.1 only, asks for a token, and has
+    no process that it can do without.
 
     Ray takes the address of a network card, unless it believes that no cluster can have a second
     node, as on macOS.
     """
-    before = ray_constants.ENABLE_RAY_CLUSTER
-    ray_constants.ENABLE_RAY_CLUSTER = False
+    replaced: list[tuple[Any, str, object]] = [(ray_constants, "ENABLE_RAY_CLUSTER", False)]
+    replaced += [(Node, name, _start_nothing) for name in UNUSED if hasattr(Node, name)]
+    before = [getattr(owner, name) for owner, name, _ in replaced]
+    for owner, name, value in replaced:
+        setattr(owner, name, value)
     try:
         with private_token():
             yield
     finally:
-        ray_constants.ENABLE_RAY_CLUSTER = before
+        for (owner, name, _), value in zip(replaced, before, strict=True):
+            setattr(owner, name, value)
+
+
+def _start_nothing(node: Node, **_: object) -> None:
+    pass
 
 
 def started_here() -> bool:
