@@ -44,9 +44,9 @@ class Setup:
     student: ModelSource
     teacher: ModelSource | None
     """None where there is none, or it runs elsewhere (`teacher.address`)."""
-    tokenizer: Tokenizer
-    """Pickled for another process, where only who samples opens it: transformers takes a second to
-    import."""
+    tokenizer: Tokenizer | bytes
+    """Pickled for another process, where only a role that samples opens it: transformers takes a
+    second to import."""
     vocab_size: int
     """Tokens that student and teacher share."""
     eos_ids: tuple[int, ...]
