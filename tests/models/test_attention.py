@@ -20,7 +20,7 @@ from tiny_models import make_mesh, tiny_model
 from jaxrl.models import attention, bert, cudnn, decoder, splash, split_k
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.encoder_config import EncoderConfig
-from jaxrl.models.kernels import CPU, Target, compiling_for
+from jaxrl.models.kernels import CPU, Target, compiling_for, target_of, why_no_step_kernel
 from jaxrl.models.packing import pack
 from jaxrl.models.rules import param_shardings
 from jaxrl.sampling.decode import ROWS, cache_spec
@@ -349,6 +349,24 @@ def test_compiling_for_a_gpu_leaves_no_trace() -> None:
     assert dict(vars(fused_attention_stablehlo)) == before
     with compiling_for(CPU):
         assert dict(vars(fused_attention_stablehlo)) == before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("positions", [64, 320, 4096])
+def test_the_kernel_of_a_decode_step_is_near_matrix_products(positions: int) -> None:
+    """At the head dims and groups of Qwen2.5, Qwen3 and Llama 3, in bfloat16."""
+    target = target_of(jax.devices()[:1])
+    for heads, kv_heads, head_dim in ((12, 2, 128), (32, 8, 64), (28, 4, 128), (16, 8, 128)):
+        why = why_no_step_kernel(target, head_dim, "bfloat16")
+        if why is not None:
+            pytest.skip(why)
+        shapes = (5, 1, heads, head_dim), *[(5, kv_heads, positions, head_dim)] * 2
+        q, k, v = (x.astype(jnp.bfloat16) for x in arrays(*shapes))
+        lengths = jnp.array([1, 2, positions // 2, positions - 1, positions], jnp.int32)
+        seen = jnp.arange(positions)[None] < lengths[:, None]
+        found = np.asarray(jax.jit(split_k.attend)(q, k, v, lengths), np.float32)
+        exact = (x.astype(jnp.float32) for x in (q, k, v))
+        np.testing.assert_allclose(found, attention.attention_step(*exact, seen), 0.02, 0.02)
 
 
 @pytest.mark.gpu
