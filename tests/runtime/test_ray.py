@@ -9,6 +9,7 @@ import ipaddress
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -36,8 +38,12 @@ from jaxrl.process.xla_flags import (  # noqa: E402
     worker_environment,
 )
 from jaxrl.runtime.local import LocalWorkerGroup  # noqa: E402
+from jaxrl.runtime.ray import watch  # noqa: E402
+from jaxrl.runtime.ray.calls import End, RayFuture  # noqa: E402
 from jaxrl.runtime.ray.connect import connect, join  # noqa: E402
 from jaxrl.runtime.ray.own import DAEMONS, leave  # noqa: E402
+from jaxrl.runtime.ray.send import Sender  # noqa: E402
+from jaxrl.runtime.ray.supervise import Supervisor  # noqa: E402
 from jaxrl.runtime.ray.worker_group import RayWorkerGroup  # noqa: E402
 from jaxrl.runtime.worker import DeadlineExceeded, OutOfMemory, RunLost, Stopped, WorkerError  # noqa: E402
 from jaxrl.sharding.placement import parse  # noqa: E402
@@ -467,6 +473,41 @@ def test_a_process_ends_with_its_code_beside_a_stopped_daemon():
         pids, told = process.communicate(timeout=240)
         assert process.returncode == 7, told
         assert len(pids.split()) == len(DAEMONS) and all(gone(int(pid)) for pid in pids.split())
+
+
+def test_once_a_daemon_is_gone_processes_are_ended_without_ray(monkeypatch):
+    """Ray asks its GCS to kill an actor, waits a minute for it, and then ends this process."""
+    monkeypatch.setattr(watch, "started_here", lambda: True)
+    monkeypatch.setattr(watch, "usable", lambda: False)
+    monkeypatch.setattr(ray, "kill", lambda *_, **__: pytest.fail("Ray was asked"))
+    with subprocess.Popen(["ray::jaxrl:rollout", "60"], executable="sleep") as process:
+        info = SimpleNamespace(host=socket.gethostname(), pid=process.pid)
+        pool = SimpleNamespace(alive=True, workers=[object()], info=[info])
+        watch.kill([pool])
+        assert process.wait(timeout=10) == -signal.SIGKILL and not pool.alive
+
+
+def test_the_end_of_a_run_is_known_though_ray_keeps_a_thread_with_the_lock(monkeypatch):
+    monkeypatch.setattr("jaxrl.runtime.ray.send.LOCK_S", 0.1)
+    sender, end, over = Sender(), End(), threading.Event()
+    held = threading.Event()
+
+    def stuck():
+        with sender.lock:
+            held.set()
+            assert over.wait(60)
+
+    thread = threading.Thread(target=stuck)
+    thread.start()
+    assert held.wait(10)
+    supervisor = Supervisor(RayConfig(), [], None, sender, end, print)
+    future = RayFuture(end, None, "rollout", "generate", (), {}, 60.0, False, 1)
+    sender.add(future)
+    supervisor.end(RunLost("the GCS has ended"))
+    with pytest.raises(RunLost, match="the GCS has ended"):
+        future.result()
+    over.set()
+    thread.join(10)
 
 
 def test_a_tpu_host_gives_its_chips_or_says_why_not(monkeypatch):

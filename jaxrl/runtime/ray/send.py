@@ -12,6 +12,10 @@ from jaxrl.runtime.ray.calls import RayFuture, wire
 from jaxrl.runtime.ray.pool import RayPool
 from jaxrl.runtime.server import CallRequest
 
+LOCK_S = 5.0
+"""Longest wait for the lock at the end of a run; Ray may keep who holds it, once a daemon of the
+cluster is gone."""
+
 
 class Sender:
     """Sends each call once its inputs can be had; those of a pool in the order of asking."""
@@ -43,11 +47,17 @@ class Sender:
         return self._calls.get(number)
 
     def fail(self, error: BaseException) -> None:
-        """Ends all of them."""
-        with self.lock:
+        """Ends all of them. Where the thread with the lock does not come back from Ray, whoever
+        waits finds the failure of the run by itself (`RayFuture.check`).
+        """
+        if not self.lock.acquire(timeout=LOCK_S):
+            return
+        try:
             for future in self._calls.values():
                 future.finish(error)
             self._calls.clear()
+        finally:
+            self.lock.release()
 
     def flush(self, pool: RayPool) -> None:
         """Sends what is unsent, in order, up to the first call whose inputs cannot be had yet.

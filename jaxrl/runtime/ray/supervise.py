@@ -91,10 +91,9 @@ class Supervisor:
 
     def end(self, error: BaseException) -> None:
         """Nothing can continue: whoever waits gets the error."""
-        with self._sender.lock:
-            self._end.failure = self._end.failure or error
-            self._sender.fail(self._end.failure)
+        self._end.failure = self._end.failure or error
         self._end.came.set()
+        self._sender.fail(self._end.failure)
 
     def _note(self, kind: str, *news: Any) -> None:
         if kind == "report":

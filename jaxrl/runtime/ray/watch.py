@@ -16,7 +16,7 @@ from ray.exceptions import GetTimeoutError, RayError
 
 from jaxrl.runtime.ray.calls import RayFuture
 from jaxrl.runtime.ray.connect import on_node
-from jaxrl.runtime.ray.own import Health, started_here
+from jaxrl.runtime.ray.own import Health, started_here, usable
 from jaxrl.runtime.ray.pool import RayPool
 from jaxrl.runtime.server import look
 from jaxrl.runtime.worker import RunLost
@@ -85,6 +85,10 @@ def kill(pools: Sequence[RayPool]) -> None:
     asked: list[Any] = []
     for pool in pools:
         pool.alive = False
+    if started_here() and not usable():  # Ray would wait for its GCS, and end this process then
+        end_here(pools)
+        return
+    for pool in pools:
         for rank, worker in enumerate(pool.workers):
             with suppress(Exception):
                 ray.kill(worker, no_restart=True)
