@@ -130,17 +130,27 @@ def leave() -> None:
     if not ray.is_initialized():
         return
     mine = _children() if started_here() else []
-    if not usable():
+    healthy = usable()
+    if not healthy:
         _kill(mine)
     leaving = threading.Thread(target=ray.shutdown, name="leave", daemon=True)
-    leaving.start()
+    try:
+        leaving.start()
+    except RuntimeError:  # from Python 3.12 on, an interpreter that ends starts no thread
+        ray.shutdown() if healthy else _abandon()
+        return
     leaving.join(LEAVE_S)
     if leaving.is_alive() and mine:
         _kill(mine)
         leaving.join(LEAVE_S)
     if leaving.is_alive():
-        atexit.unregister(ray_worker.shutdown)
-        _skip_exit_handlers()
+        _abandon()
+
+
+def _abandon() -> None:
+    """Leaves Ray as it is, and keeps its handlers from running when the process ends."""
+    atexit.unregister(ray_worker.shutdown)
+    _skip_exit_handlers()
 
 
 def _skip_exit_handlers() -> None:
