@@ -170,7 +170,8 @@ run that learns from rewards that evaluates.
 """
 DISTILLED_STRIKES = {
     "teacher.score.kill.2": r"worker teacher .* died in teacher\.score",
-    "rollout.generate.kill.2": r"worker rollout .* died in rollout\.generate",
+    # What it reported of the call before may die with it.
+    "rollout.generate.kill.2": r"worker rollout .* died in rollout\.(load|generate)",
     "teacher.score.stop.8": r"teacher\.score has run for .*; its deadline is 10 s",
     "teacher.score.raylet-stop.11": r"the raylet .* of the run's own Ray cluster is stopped",
     "teacher.score.gcs_server-kill.16": r"the gcs_server .* of the run's own Ray cluster has ended",
