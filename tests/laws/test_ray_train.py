@@ -181,7 +181,7 @@ REWARDED_STRIKES = {
     "reference.score.kill.1": r"died in reference\.score",
     "reward.score.kill.2": r"died in reward\.score",
     "grouper.score.kill.3": r"died in grouper\.score",
-    "actor.update.kill.3": r"worker actor\+rollout .* died in actor\.update",
+    "actor.update.kill.3": r"worker actor\+rollout .* died in (actor|rollout)\.",
     "reward.score.stop.6": r"reward\.score has run for .*; its deadline is 10 s",
 }
 LAST = "grouper.score.raise.8"
