@@ -481,6 +481,9 @@ def test_once_a_daemon_is_gone_processes_are_ended_without_ray(monkeypatch):
     monkeypatch.setattr(watch, "usable", lambda: False)
     monkeypatch.setattr(ray, "kill", lambda *_, **__: pytest.fail("Ray was asked"))
     with subprocess.Popen(["ray::jaxrl:rollout", "60"], executable="sleep") as process:
+        title = Path(f"/proc/{process.pid}/cmdline")
+        while not title.read_bytes().startswith(b"ray::jaxrl:"):  # set a moment after it began
+            time.sleep(0.01)
         info = SimpleNamespace(host=socket.gethostname(), pid=process.pid)
         pool = SimpleNamespace(alive=True, workers=[object()], info=[info])
         watch.kill([pool])
