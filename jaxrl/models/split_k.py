@@ -24,12 +24,16 @@ KEYS = 64
 MOST_PARTS = 16
 """Into which the keys of a slot are divided."""
 WARPS = 4
+MODULE = "jax.experimental.pallas.ops.gpu.decode_attention"
 
 
 @cache
 def exists() -> bool:
     """Whether this jax has the kernel: pallas on Triton is to be removed from it one day."""
-    return find_spec("jax.experimental.pallas.ops.gpu.decode_attention") is not None
+    try:
+        return find_spec(MODULE) is not None
+    except ImportError:  # nor the package that it was in
+        return False
 
 
 def parts_of(positions: int) -> int:
@@ -49,7 +53,7 @@ def attend(
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # from 0.12 on
-        from jax.experimental.pallas.ops.gpu import decode_attention  # on GPUs only
+        decode_attention: Any = import_module(MODULE)  # on GPUs only
 
     (b, _, n, h), (_, kv, s, _) = q.shape, k.shape
     out = decode_attention.mqa(  # each KV head is a row: the layout of the cache stays as it is

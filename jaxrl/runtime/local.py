@@ -431,6 +431,7 @@ class LocalWorkerGroup:
         self._stop_s, self._protocols = stop_s, protocols
         self._tracer = Tracer()
         self._handles: dict[str, LocalHandle] = {}
+        self._before = compilations()  # of other runs in this process
 
     def start(
         self,
@@ -475,7 +476,7 @@ class LocalWorkerGroup:
         return found
 
     def compiled(self) -> Compilations:
-        return compilations()
+        return compilations().since(self._before)
 
     def profile(self, folder: Path | None, dtype: str, deadline: float) -> dict[str, LocalFuture]:
         self._tracer.workers = len(self.workers)

@@ -20,7 +20,7 @@ ROUNDS = 2
 
 
 @pytest.fixture
-def compiled_programs(monkeypatch):
+def compiled_programs():
     """Name -> how many programs were compiled of it."""
     found = Counter()
 

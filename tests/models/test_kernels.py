@@ -10,7 +10,7 @@ import pytest
 
 from jaxrl.config.schema import Config
 from jaxrl.data.batch import make_rollout
-from jaxrl.models import cudnn
+from jaxrl.models import cudnn, split_k
 from jaxrl.models.attention import kernel_on
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import forward, init_params
@@ -141,6 +141,28 @@ def test_the_plan_counts_the_scores_where_there_is_no_kernel_and_says_so():
     assert backward[0] > backward[1]
     (note,) = [note for note in planned("8.0", 100).notes if "attention" in note]
     assert "the model has 100" in note
+
+
+def test_the_plan_says_why_a_decode_step_reads_the_whole_cache():
+    assert not [note for note in planned("8.0").notes if note.startswith("sampling")]
+    for changes, why in (
+        ({"head_dim": 96}, "powers of two from 16 on, and the model has 96"),
+        ({"rollout": {"layout": "stacked"}}, "needs rollout.layout=unstacked"),
+    ):
+        (note,) = [note for note in planned("8.0", **changes).notes if note.startswith("sampling")]
+        assert why in note and "reads the cache as far as its longest sequence" in note
+
+
+@pytest.mark.parametrize("gone", ["kernel", "package"])
+def test_a_jax_without_the_kernel_of_a_decode_step_computes_products(gone, monkeypatch):
+    """Pallas on Triton is deprecated: with the kernel its package may go."""
+    module = "jaxrl.no_such_kernel" if gone == "kernel" else "no_such_package.kernel"
+    monkeypatch.setattr(split_k, "MODULE", module)
+    split_k.exists.cache_clear()
+    try:
+        assert "this version of jax" in why_no_step_kernel(UNKNOWN_GPU, 64, "bfloat16")
+    finally:
+        split_k.exists.cache_clear()
 
 
 def test_the_plan_counts_widths_as_they_are_rounded():

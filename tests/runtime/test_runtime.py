@@ -6,11 +6,13 @@ import time
 import weakref
 from typing import Protocol
 
+import jax
 import numpy as np
 import pytest
 
 from jaxrl.errors import RunError, UserError
-from jaxrl.runtime.local import LocalWorker, done_future, stop_all
+from jaxrl.process.compilations import Compilations
+from jaxrl.runtime.local import LocalWorker, LocalWorkerGroup, done_future, stop_all
 from jaxrl.runtime.worker import DeadlineExceeded, Stopped, WorkerError, detail, phase
 
 
@@ -213,3 +215,13 @@ def test_only_what_the_protocol_names_may_be_called():
     with pytest.raises(RunError, match=r"^rollout.refuse may not be called: Adder names only add$"):
         refused.result()
     assert worker.stop(5)
+
+
+def test_what_was_compiled_before_a_run_is_not_its_own():
+    """A notebook trains again and again in one process."""
+    jax.jit(lambda x: x + 1)(np.float32(1))
+    worker_group = LocalWorkerGroup(1.0)
+    assert worker_group.compiled() == Compilations()
+    jax.jit(lambda x: x * 2)(np.float32(1))
+    found = worker_group.compiled()
+    assert found.programs == 1 and found.seconds > 0

@@ -137,7 +137,10 @@ def leave() -> None:
     try:
         leaving.start()
     except RuntimeError:  # from Python 3.12 on, an interpreter that ends starts no thread
-        ray.shutdown() if healthy else _abandon()
+        if healthy:
+            ray.shutdown()
+        else:
+            _abandon()
         return
     leaving.join(LEAVE_S)
     if leaving.is_alive() and mine:
