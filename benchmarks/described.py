@@ -30,8 +30,9 @@ from jaxrl.plan.memory import Account
 from jaxrl.plan.roles import role_accounts
 from jaxrl.sampling import decode
 from jaxrl.sampling.sampler import SamplingParams, sampling_arrays
+from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import bytes_limit
-from jaxrl.sharding.placement import Axes, place
+from jaxrl.sharding.placement import place
 from jaxrl.sharding.reshard import put
 
 ROLES = ("actor", "rollout", "teacher")

@@ -66,7 +66,7 @@ def completion_hidden(
     """The hidden states that predict the tokens of the completions. This is the only place that
     shifts by one token."""
     hidden = forward_packed(model, params, packing, mesh=mesh, remat=remat, dtype=dtype)
-    return packing.predicting(hidden)
+    return packing.predicting(hidden, mesh)
 
 
 def completion_logprobs(

@@ -16,6 +16,7 @@ from typing import Any
 from jaxrl.algorithms.methods import sampled_share
 from jaxrl.config.schema import Config
 from jaxrl.data.stream import PromptStream
+from jaxrl.models.activations import split
 from jaxrl.models.config import DecoderConfig
 from jaxrl.plan.inputs import PlanInputs
 from jaxrl.plan.memory import ITEMSIZE, layer_bytes, weight_bytes
@@ -23,8 +24,8 @@ from jaxrl.plan.roles import Setting, micro_batches
 from jaxrl.profile.stages import StepBatch, step_work
 from jaxrl.profile.waits import Stage
 from jaxrl.profile.work import Work
+from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.ceilings import Ceilings
-from jaxrl.sharding.placement import Axes
 
 PRODUCTS, MEMORY, LINKS = 0.5, 0.65, 0.7
 """Shares of the published ceilings that programs are assumed to reach: matrix products, reads and
@@ -41,7 +42,7 @@ ASSUMED = (
     f"assumed: matrix products reach {PRODUCTS:.0%} of the data sheet's figure for 16-bit floats,"
     f" memory {MEMORY:.0%}, links {LINKS:.0%};",
     "every prompt and completion is as long as the config allows;",
-    "weights gathered by fsdp come while layers compute; all-reduces of tensor do not;",
+    "weights gathered by fsdp come while layers compute; what tensor and context send does not;",
     "reward models, encoders and samples of the teacher are not counted",
 )
 """Lines: what `stage_costs` takes for granted."""
@@ -159,11 +160,29 @@ def _reduced(m: Setting, role: str, model: DecoderConfig, tokens: int) -> float:
     return 2 * model.n_layers * size * 2 * (tensor - 1) / tensor
 
 
+def _exchanged(m: Setting, role: str, model: DecoderConfig, tokens: int) -> float:
+    """Bytes that `context` sends from a device in a forward pass over the tokens of that device:
+    queries and results each to one other device, and so keys and values where it divides them."""
+    axes, item = m.axes[role], ITEMSIZE[m.config.roles[role].compute_dtype]
+    once = 2 * split(model.n_heads, axes.tensor)
+    kv = 2 * split(model.n_kv_heads, axes.tensor)
+    if model.n_kv_heads % axes.heads == 0:
+        once, kv = once + kv, 0
+    heads = once / axes.context + kv
+    return model.n_layers * tokens * heads * model.head_dim * item * (axes.context - 1)
+
+
+def _moved(m: Setting, role: str, model: DecoderConfig, rows: int) -> float:
+    """Bytes that `tensor` and `context` send from a device in a forward pass over its rows."""
+    tokens = rows * m.width // m.axes[role].context
+    return _reduced(m, role, model, tokens) + _exchanged(m, role, model, tokens)
+
+
 def _gathered(m: Setting, role: str, model: DecoderConfig) -> float:
     """Bytes that `fsdp` brings to a device in one pass over the layers."""
     axes = m.axes[role]
-    whole = layer_bytes(model, axes._replace(fsdp=1), m.config.roles[role].compute_dtype)
-    return whole * (axes.fsdp - 1) / axes.fsdp
+    whole = layer_bytes(model, axes.gathered, m.config.roles[role].compute_dtype)
+    return whole * (axes.weights - 1) / axes.weights
 
 
 def _update(m: Setting) -> tuple[float, float]:
@@ -172,17 +191,17 @@ def _update(m: Setting) -> tuple[float, float]:
     passes = count * c.minibatches * c.actor.epochs_per_batch
     forward = 2 if c.actor.remat == "full" else 1
     gathers = (forward + 1) * _gathered(m, "actor", m.student)
-    grads = layer_bytes(m.student, axes._replace(fsdp=1), "float32")
-    scattered = grads * (axes.fsdp - 1) / axes.fsdp
-    reduced = (forward + 1) * _reduced(m, "actor", m.student, rows * m.width)
-    replicas = grads / axes.fsdp * 2 * (axes.data - 1) / axes.data
+    grads = layer_bytes(m.student, axes.gathered, "float32")
+    scattered = grads * (axes.weights - 1) / axes.weights
+    moved = (forward + 1) * _moved(m, "actor", m.student, rows)
+    replicas = grads / axes.weights * 2 * (axes.data - 1) / axes.data
     overlapped = passes * (gathers + scattered)
-    return overlapped, passes * reduced + c.updates_per_batch * replicas
+    return overlapped, passes * moved + c.updates_per_batch * replicas
 
 
 def _generate(m: Setting) -> tuple[float, float]:
     axes = m.axes["rollout"]
-    prompts = m.config.batch_size * m.prompt_tokens // (axes.data * axes.fsdp)
+    prompts = m.config.batch_size * m.prompt_tokens // (axes.rows)
     drawn = m.rows("rollout", m.sequences) * m.new_tokens
     return 0.0, _reduced(m, "rollout", m.student, prompts + drawn)
 
@@ -192,9 +211,8 @@ def _score(role: str) -> Callable[[Setting], tuple[float, float]]:
         model = m.teacher if role == "teacher" else m.student
         assert model is not None
         section: Any = m.config.roles[role]
-        tokens = m.rows(role, m.sequences) * m.width
         gathered = section.num_microbatches * _gathered(m, role, model)
-        return gathered, _reduced(m, role, model, tokens)
+        return gathered, _moved(m, role, model, m.rows(role, m.sequences))
 
     return moved
 

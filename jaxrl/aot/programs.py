@@ -37,11 +37,9 @@ from jaxrl.roles.update import ActorPrograms
 from jaxrl.sampling import decode
 from jaxrl.sampling.engine import Engine, SamplingParams
 from jaxrl.sampling.sampler import sampling_arrays
+from jaxrl.sharding.axes import ROWS, Axes
 from jaxrl.sharding.mesh import role_mesh
-from jaxrl.sharding.placement import Axes
 from jaxrl.types import Sequences, TeacherSignal, TrainBatch
-
-ROWS = PartitionSpec(("data", "fsdp"))
 
 
 @dataclass(frozen=True)
@@ -136,7 +134,7 @@ class RunPrograms:
 
     def rows(self, role: str) -> NamedSharding:
         """Sharding of the rows of a batch over the axes `data` and `fsdp` of a role's mesh."""
-        return NamedSharding(self.meshes[role], ROWS)
+        return NamedSharding(self.meshes[role], PartitionSpec(ROWS))
 
     def everywhere(self, role: str) -> NamedSharding:
         return NamedSharding(self.meshes[role], PartitionSpec())
@@ -282,7 +280,7 @@ def _sampling(
         return jax.tree.map(lambda x: shaped(x.shape, x.dtype, sharding), whole)
 
     slots, held = (
-        cache(engine.slots, engine.length, decode.ROWS),
+        cache(engine.slots, engine.length, ROWS),
         cache(prompts, m.prompt_tokens, None),
     )
     tokens = shaped((prompts, m.prompt_tokens), jnp.int32, at)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from jaxrl.algorithms.methods import needed_roles
 from jaxrl.algorithms.schedule import SCHEDULES
 from jaxrl.aot.costs import ASSUMED, Links, counted_bytes, stage_costs
 from jaxrl.aot.machine import Machine
-from jaxrl.config.schema import Config
+from jaxrl.config.schema import Config, LongParallelConfig
 from jaxrl.config.yaml_text import shown
 from jaxrl.errors import UserError
 from jaxrl.plan import Plan, services
@@ -21,6 +22,7 @@ from jaxrl.plan.inputs import GB, PlanInputs, parallel
 from jaxrl.plan.roles import pool_peaks
 from jaxrl.profile.splits import predict, splits
 from jaxrl.profile.waits import Stage
+from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.ceilings import ceilings_of
 from jaxrl.sharding.placement import place
 
@@ -30,7 +32,8 @@ SHOWN = 5
 """Candidates in the table."""
 WORTH = 1.01
 """How many times faster a step must be for a key to change."""
-AXES = ("data", "fsdp", "tensor")
+LONG = 8192
+"""Tokens of sequences that the axis `context` is tried for."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +145,7 @@ class Search:
             raise UserError(f"{spec}: a cluster would not split a pool that one host can hold")
         inputs = replace(self.inputs, placement=placement)
         for role in inputs.roles:
-            axes = next(_axes(inputs, role), None)
+            axes = next(_axes(config, inputs, role), None)
             if axes is None:
                 raise UserError(f"{spec}: the devices of {role} do not divide its model")
             config = _with_axes(config, role, axes)
@@ -178,8 +181,8 @@ def _ladders(at: Candidate, roles: Sequence[str]) -> Iterator[list[Config]]:
     config = at.config
     for role in roles:
         if role not in ("reward", "grouper"):  # their seconds are not predicted
-            yield [_with_axes(config, role, axes) for axes in _axes(at.inputs, role)]
-    width = sum(at.inputs.widths(config))
+            yield [_with_axes(config, role, axes) for axes in _axes(config, at.inputs, role)]
+    width = -(-sum(at.inputs.widths(config)) // at.inputs.axes(config)["actor"].context)
     yield [set_key(config, "actor.remat", remat) for remat in REMATS]
     tokens = [*(width * n for n in (1, 2, 4, 8, 16)), None]
     yield [set_key(config, "actor.micro_batch_tokens", n) for n in tokens]
@@ -189,19 +192,26 @@ def _ladders(at: Candidate, roles: Sequence[str]) -> Iterator[list[Config]]:
         yield [set_key(config, f"{role}.num_microbatches", n) for n in (1, 2, 4, 8, 16, 32)]
 
 
-def _axes(inputs: PlanInputs, role: str) -> Iterator[dict[str, int]]:
-    """Ways to use the devices of a role: two axes at most, and no copies of what is trained. What
-    does not divide the model's widths is left out: those weights would be whole on each device."""
+def _axes(config: Config, inputs: PlanInputs, role: str) -> Iterator[dict[str, int]]:
+    """Ways to use the devices of a role: of the axes `data`, `fsdp` and `tensor` two at most, and
+    no copies of what is trained. What does not divide the model's widths or heads is left out:
+    those weights would be whole on each device."""
     n, model = len(inputs.placement.roles[role].devices), inputs.model(role)
-    other = "fsdp" if role == "actor" else "data"
-    sizes = [
-        {other: n // tensor, "tensor": tensor} for tensor in range(1, n + 1) if n % tensor == 0
-    ]
-    if role != "actor" and n > 1:
-        sizes.append({"fsdp": n})
-    for axes in sizes:
-        if model.d_model % axes.get("fsdp", 1) == 0 and model.d_ff % axes.get("tensor", 1) == 0:
-            yield {axis: size for axis, size in axes.items() if size > 1} or {other: 1}
+    long = isinstance(parallel(config, role), LongParallelConfig)
+    long = long and sum(inputs.widths(config)) >= LONG
+    splits = [c for c in (1, 2, 4, 8) if n % c == 0 and (c == 1 or long)]
+    for context, tensor in product(splits, range(1, n + 1)):
+        if n % (tensor * context):
+            continue
+        rest = n // (tensor * context)
+        found = [Axes(fsdp=rest, tensor=tensor, context=context)]
+        if role != "actor":
+            found = [Axes(data=rest, tensor=tensor, context=context)] + found * (tensor == 1 < rest)
+        for axes in found:
+            divided = model.d_model % axes.weights == 0 and model.d_ff % axes.tensor == 0
+            if divided and model.n_heads % axes.heads == 0:
+                above = {axis: size for axis, size in axes._asdict().items() if size > 1}
+                yield above or {"fsdp" if role == "actor" else "data": 1}
 
 
 def _straddles(devices: Sequence[int], host_size: int) -> bool:
@@ -209,8 +219,8 @@ def _straddles(devices: Sequence[int], host_size: int) -> bool:
     return len({i // host_size for i in devices}) > -(-len(devices) // host_size)
 
 
-def _with_axes(config: Config, role: str, axes: Mapping[str, int]) -> Config:
-    for axis in AXES:
+def _with_axes(config: Config, role: str, axes: Mapping[str, int | None]) -> Config:
+    for axis in type(parallel(config, role)).model_fields:
         config = set_key(config, f"{role}.parallel.{axis}", axes.get(axis))
     return config
 

@@ -25,6 +25,7 @@ from jaxrl.models import decoder
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Layout, Params
 from jaxrl.models.encoder_config import package_folder
+from jaxrl.sharding.axes import ROWS, row_shards
 
 BUILTIN = ("teacher", "student")
 """Checkpoints in the package, as `builtin:NAME`."""
@@ -228,8 +229,8 @@ class Model:
         n = tokens.shape[0]
         if self.mesh is None:
             return jnp.asarray(tokens), jnp.asarray(mask), n
-        extra = -n % (self.mesh.shape["data"] * self.mesh.shape["fsdp"])
-        sharding = NamedSharding(self.mesh, PartitionSpec(("data", "fsdp"), None))
+        extra = -n % (row_shards(self.mesh.shape))
+        sharding = NamedSharding(self.mesh, PartitionSpec(ROWS, None))
         padded = (np.pad(x, ((0, extra), (0, 0))) for x in (tokens, mask))
         tokens, mask = (jax.device_put(x, sharding) for x in padded)
         return tokens, mask, n

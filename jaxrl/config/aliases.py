@@ -49,6 +49,7 @@ THEIRS: dict[str, str] = {
         "tensor_model_parallel_size tensor_parallel_size vllm_tensor_parallel_size"
     ),
     "actor.parallel.fsdp": "fsdp_size",
+    "actor.parallel.context": "ulysses_sequence_parallel_size context_parallel_size",
     "mesh": "n_gpus_per_node nnodes",
     "ray.address": "nnodes",
     "policy.kl_coef": "beta kl_coef kl_loss_coef use_kl_loss",
@@ -129,7 +130,6 @@ _MISSING: dict[str, str] = {
         "packing padding_free use_remove_padding"
     ),
     "there are no multi-turn environments here; docs/limits.md": "multi_turn",
-    "there is no context parallelism here; docs/limits.md": "ulysses_sequence_parallel_size",
 }
 """What there is instead -> keys, or their first or last words, of what is not here."""
 ABSENT = {name: why for why, names in _MISSING.items() for name in names.split()}

@@ -118,6 +118,15 @@ class ParallelConfig(Section):
         yield len(rest) > 1, f"{' and '.join(rest)} are both -1: one axis may take the rest"
 
 
+class LongParallelConfig(ParallelConfig):
+    """`ParallelConfig` of a role that computes whole sequences at once."""
+
+    context: int | None = Field(default=None, strict=True)
+    """Context parallelism, for long sequences: shards of the tokens of each sequence, and of the
+    weights as with fsdp. Attention is computed on whole sequences, divided by heads, so that tensor
+    times context must divide the number of heads. null: 1."""
+
+
 class RoleConfig(Section):
     """Keys that every role has: devices, mesh and compute dtype."""
 
@@ -161,6 +170,8 @@ class FrozenConfig(RoleConfig):
 class TeacherConfig(FrozenConfig):
     """The model to learn from; it never trains."""
 
+    parallel: LongParallelConfig = Field(default_factory=LongParallelConfig)
+    """Mesh axes of the role."""
     model: Name | None = None
     """The teacher's weights, in any form that `student.model` takes, or `builtin:teacher`. null: no
     teacher (algorithm sft), or the one at `teacher.address`."""
@@ -217,6 +228,8 @@ def _is_server(url: str) -> bool:
 class ActorConfig(RoleConfig):
     """The role that trains the policy."""
 
+    parallel: LongParallelConfig = Field(default_factory=LongParallelConfig)
+    """Mesh axes of the role."""
     param_dtype: DType = "float32"
     """Dtype of the weights that the optimizer updates. float32: master weights. bfloat16: half the
     memory, with stochastic rounding, so that small updates are not lost on average."""
@@ -564,6 +577,8 @@ class ReferenceConfig(FrozenConfig):
     """A frozen copy of the policy before training, for `policy.kl_coef` and
     `policy.reward_kl_coef`."""
 
+    parallel: LongParallelConfig = Field(default_factory=LongParallelConfig)
+    """Mesh axes of the role."""
     num_microbatches: Positive = 1
     """Number of micro-batches in which the reference scores a batch; a larger number needs less
     activation memory."""

@@ -13,7 +13,7 @@ loss with respect to these logits. This file runs a term over all tokens, on one
   head's gradient is complete when it is written, so that it needs no float32 accumulator.
 
 `loss_values` is the differentiable function: it uses `fused` or, if the `ShardedTerm` is `lean`,
-`measure` and `tiled`. On a mesh the head is gathered over "fsdp" once, before the loop. `fused`
+`measure` and `tiled`. On a mesh the head is gathered once, before the loop. `fused`
 reduces the head's gradient once, after the loop; `tiled` reduces each tile once, which moves as
 many bytes.
 """
@@ -49,7 +49,7 @@ def measure(
     """The term's values, and what its gradient needs; leaves are [B, C, ...]."""
 
     def body(hidden: Array, head: Array, given: FrozenInputs) -> TokenStats:
-        rows, teacher_rows = _gather(hidden, head, given)
+        rows, teacher_rows = _gather(sharded, hidden, head, given)
         columns = sharded.columns(head.shape[0])
 
         def step(_: None, chunk: tuple[Array, FrozenInputs]) -> tuple[None, TokenStats]:
@@ -74,7 +74,7 @@ def fused(
     head."""
 
     def body(hidden: Array, head: Array, given: FrozenInputs) -> tuple[PerToken, Array, Array]:
-        rows, teacher_rows = _gather(hidden, head, given)
+        rows, teacher_rows = _gather(sharded, hidden, head, given)
         columns = sharded.columns(head.shape[0])
 
         def step(
@@ -111,7 +111,7 @@ def tiled(
     def body(
         hidden: Array, head: Array, given: FrozenInputs, saved: PerToken
     ) -> tuple[Array, Array]:
-        heads = _gather(hidden, head, given)
+        heads = _gather(sharded, hidden, head, given)
         columns = sharded.columns(head.shape[0])
         flat, given, saved = _flat(hidden), _each_token(_flat, given), _flat(saved)
         tiles = -(-flat.shape[0] // sharded.chunk)
@@ -187,10 +187,13 @@ def _scaled(x: Array, factor: Array) -> Array:
     return (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
-def _gather(hidden: Array, head: Array, given: FrozenInputs) -> tuple[Array, Array | None]:
+def _gather(
+    sharded: ShardedTerm, hidden: Array, head: Array, given: FrozenInputs
+) -> tuple[Array, Array | None]:
+    own = gather_head(sharded, head, hidden)
     if given.teacher_head is None or given.teacher_hidden is None:
-        return gather_head(head, hidden), None
-    return gather_head(head, hidden), gather_head(given.teacher_head, given.teacher_hidden)
+        return own, None
+    return own, gather_head(sharded, given.teacher_head, given.teacher_hidden)
 
 
 def _logits(

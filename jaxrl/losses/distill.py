@@ -202,7 +202,7 @@ def _loss(
     values = jax.lax.stop_gradient({k: x for k, x in values.items() if k != "loss"})
     count = masked_count(mask)
     metrics = {k: (masked_sum(x, rows[0]), count) for k, x in values.items()}
-    agreed = jnp.where(mask, values["top1_agreement"][: len(mask)], 0)
+    agreed = jnp.where(mask, values["top1_agreement"][: mask.shape[0], : mask.shape[1]], 0)
     by_token = (agreed.astype(count.dtype), mask.astype(count.dtype))
     return total, count, metrics | {"top1_agreement": by_token}
 

@@ -3,8 +3,8 @@
 Everywhere: hidden [B, C, D] is the state that predicts the token (shifted by the caller), head [V,
 D] the LM head or the tied embedding, logits = hidden @ head.T / temperature in float32. `v` narrows
 the vocabulary to its first v rows (default: all), and probabilities are normalised over these.
-`chunk` tokens are projected at once on a device. With a `mesh` (axes data, fsdp, tensor) rows are
-split over (data, fsdp) and the vocabulary over tensor; sizes that the mesh does not divide are
+`chunk` tokens are projected at once on a device. With a `mesh` rows are split over (data, fsdp),
+their tokens over context and the vocabulary over tensor; sizes that the mesh does not divide are
 padded. `temperature` may be traced.
 """
 
@@ -222,7 +222,7 @@ def _of_tokens(
     hidden = masked_rows(hidden, mask)
     given = _given(sharded, mask, {"ids": tokens}, temperature)
     values = _token_values(sharded, fit_rows(sharded, hidden), fit_head(sharded, head), given)
-    return jax.tree.map(lambda x: x[: hidden.shape[0]], values)
+    return jax.tree.map(lambda x: x[: mask.shape[0], : mask.shape[1]], values)
 
 
 def _measured(
@@ -235,7 +235,7 @@ def _measured(
     hidden, head = jax.lax.stop_gradient((hidden, head))
     given = _given(sharded, jnp.ones(hidden.shape[:2], bool), tokens, temperature)
     values = measure(sharded, fit_rows(sharded, hidden), fit_head(sharded, head), given).values
-    return jax.tree.map(lambda x: x[: hidden.shape[0]], values)
+    return jax.tree.map(lambda x: x[: hidden.shape[0], : hidden.shape[1]], values)
 
 
 def _given(

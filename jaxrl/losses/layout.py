@@ -1,8 +1,9 @@
 """The interface of a loss on logits (`Term`), and its layout on a mesh (`ShardedTerm`).
 
-Rows of tokens are split over ("data", "fsdp"), the vocabulary over "tensor", and a head's width
-over "fsdp" where that divides it (as in models/rules.py). Sizes that a mesh does not divide are
-padded: rows with masked tokens, the vocabulary with columns of `MIN`.
+Rows are split over ("data", "fsdp") and their tokens over "context", the vocabulary over "tensor",
+and a head's width over ("fsdp", "context") where these divide it (as in models/rules.py). Sizes
+that a mesh does not divide are padded: rows and tokens with masked tokens, the vocabulary with
+columns of `MIN`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Bool, Float
 
 from jaxrl.losses.vocabulary import VocabShard
+from jaxrl.sharding.axes import ROWS, TOKENS, WEIGHTS
 from jaxrl.types import Array, Tree
 
 CHUNK = 256
@@ -84,11 +86,11 @@ class ShardedTerm:
         return size
 
     def head_spec(self, head: Array) -> PartitionSpec:
-        split = self.axes("fsdp") and head.shape[1] % self.size("fsdp") == 0
-        return PartitionSpec(self.axes("tensor") or None, "fsdp" if split else None)
+        split = head.shape[1] % self.size(*WEIGHTS) == 0
+        return PartitionSpec(self.axes("tensor") or None, (split and self.axes(*WEIGHTS)) or None)
 
     def token_spec(self) -> PartitionSpec:
-        return PartitionSpec(self.axes("data", "fsdp") or None)
+        return PartitionSpec(self.axes(*ROWS) or None, self.axes(TOKENS) or None)
 
     def given_spec(self, given: FrozenInputs) -> FrozenInputs:
         """`FrozenInputs` with a spec for each array."""
@@ -147,11 +149,12 @@ def inverse(temperature: float | Array) -> Float[Array, ""]:
 
 
 def fit_rows(sharded: ShardedTerm, tree: Tree) -> Tree:
-    """Leaves [B, ...] padded with zeros to a B that the mesh divides."""
-    parts = sharded.size("data", "fsdp")
+    """Leaves [B, C, ...] padded with zeros to a B and a C that the mesh divides."""
+    rows, tokens = sharded.size(*ROWS), sharded.size(TOKENS)
 
     def pad(x: Array) -> Array:
-        return jnp.pad(x, [(0, -x.shape[0] % parts)] + [(0, 0)] * (x.ndim - 1))
+        b, c = x.shape[:2]
+        return jnp.pad(x, [(0, -b % rows), (0, -c % tokens)] + [(0, 0)] * (x.ndim - 2))
 
     return jax.tree.map(pad, tree)
 
@@ -168,17 +171,20 @@ def fit_head(sharded: ShardedTerm, head: Float[Array, "rows D"]) -> Float[Array,
     return jnp.pad(head[: sharded.vocab], [(0, -sharded.vocab % sharded.size("tensor")), (0, 0)])
 
 
-def gather_head(head: Float[Array, "rows Dshard"], hidden: Array) -> Float[Array, "rows D"]:
+def gather_head(
+    sharded: ShardedTerm, head: Float[Array, "rows Dshard"], hidden: Array
+) -> Float[Array, "rows D"]:
     """This device's rows at full width, in the dtype of the hidden states they meet."""
     head = head.astype(hidden.dtype)
     if head.shape[1] == hidden.shape[-1]:
         return head
-    return jax.lax.all_gather(head, "fsdp", axis=1, tiled=True)
+    return jax.lax.all_gather(head, sharded.axes(*WEIGHTS), axis=1, tiled=True)
 
 
 def reduce_head(sharded: ShardedTerm, d_rows: Float[Array, "rows D"], width: int) -> Array:
     """Sum over the devices with other tokens; each keeps its `width` columns."""
     if d_rows.shape[1] == width:
-        return jax.lax.psum(d_rows, sharded.axes("data", "fsdp"))
-    d_rows = jax.lax.psum_scatter(d_rows, "fsdp", scatter_dimension=1, tiled=True)
+        return jax.lax.psum(d_rows, sharded.axes(*ROWS, TOKENS))
+    axes = sharded.axes(*WEIGHTS)
+    d_rows = jax.lax.psum_scatter(d_rows, axes, scatter_dimension=1, tiled=True)
     return jax.lax.psum(d_rows, sharded.axes("data"))

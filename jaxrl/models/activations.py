@@ -15,7 +15,7 @@ from typing import NamedTuple
 from jaxrl.models.attention import BLOCK, block_size
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Remat
-from jaxrl.sharding.placement import Axes
+from jaxrl.sharding.axes import Axes
 
 F32 = 4
 SAMPLER_ARRAYS = 5
@@ -104,10 +104,11 @@ class Pass:
 
     @property
     def tokens(self) -> int:
-        if self.shared is None:
-            return self.rows * self.width
-        group, prompt = self.shared
-        return self.rows * (self.width - prompt) + -(-self.rows // group) * prompt
+        tokens = self.rows * self.width
+        if self.shared is not None:
+            group, prompt = self.shared
+            tokens = self.rows * (self.width - prompt) + -(-self.rows // group) * prompt
+        return -(-tokens // self.axes.context)
 
     @property
     def pairs(self) -> int:
@@ -132,7 +133,7 @@ class Pass:
             f=split(c.d_ff, tensor) * unit,
             q=heads * c.head_dim * unit,
             kv=2 * split(c.n_kv_heads, tensor) * c.head_dim * unit,
-            s=0 if self.fused_attention else heads * self.pairs * F32,
+            s=0 if self.fused_attention else split(c.n_heads, self.axes.heads) * self.pairs * F32,
         )
 
     @property
@@ -198,10 +199,10 @@ class Pass:
             work = self.alone.times(counts[self.platform])
             if self.platform == "gpu":
                 work += self.blocks.times(SUMMED) * (self.axes.tensor > 1)
-                work += PREFETCHED * self.layer * (self.axes.fsdp > 1)
+                work += PREFETCHED * self.layer * (self.axes.weights > 1)
                 if self.packed and not stacked:
                     work += self.residual  # of the next layer
-                elif self.packed and self.axes.fsdp == 1:
+                elif self.packed and self.axes.weights == 1:
                     work += self.layer // 3  # one of the MLP's weights, which the scan copies
             return work + self.mask
         spread = self.alone.times(SPREAD)

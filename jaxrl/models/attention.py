@@ -8,11 +8,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.models import cudnn, splash, split_k
 from jaxrl.models.kernels import Kernel, StepKernel, Target, kernel_of, step_kernel_of, target_of
 from jaxrl.models.packing import Packing
+from jaxrl.sharding.axes import HEADS, ROWS, TOKENS, divided
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """(q [B,T,N,H], k [B,T,KV,H], v [B,T,KV,H]) -> [B,T,N,H]; training, prefill and decode differ only
@@ -21,8 +22,6 @@ Pair = tuple[jax.Array, jax.Array]
 """Keys and values [B,S,KV,H]."""
 MASKED = -1e30
 """Score of a masked key: finite, so that a row with no valid key gives numbers, not NaN."""
-ROWS = ("data", "fsdp")
-"""Mesh axes of the rows."""
 BLOCK, MOST_BLOCKS = 512, 16
 """Queries that attend at once without a kernel, and into how many blocks longer rows are cut at
 most."""
@@ -72,6 +71,9 @@ def attender(
     if kernel == "splash":
         run = partial(splash.attend, causal=causal)
         return lambda q, k, v: _on_shards(run, mesh, q, k, v, queries, keys)
+    if mesh is not None and mesh.shape[TOKENS] > 1:  # XLA divides KV heads only
+        run = partial(attention_by_blocks, causal=causal)
+        return lambda q, k, v: _on_shards(run, mesh, q, k, v, keys)
     if width > BLOCK:
         return lambda q, k, v: attention_by_blocks(q, k, v, keys, causal)
     allowed = jnp.broadcast_to(keys[:, None], (len(keys), width, keys.shape[1]))
@@ -82,7 +84,33 @@ def attender(
 
 def attend_packed(kernel: Kernel | None, packing: Packing, mesh: Mesh | None) -> Attend:
     """How the tokens of streams [X,n] attend: each row to itself, and completions whose prompt is
-    a row of its own to that too."""
+    a row of its own to that too.
+
+    Where the axis `context` divides a stream, attention has whole rows of some heads: an all-to-all
+    brings queries, keys and values there, another one the results back (DeepSpeed Ulysses,
+    arXiv:2309.14509). KV heads that the mesh does not divide are gathered whole instead.
+    """
+    attend = _attend_rows(kernel, packing, mesh)
+    if mesh is None or mesh.shape[TOKENS] == 1:
+        return attend
+
+    def by_tokens(x: jax.Array) -> jax.Array:
+        spec = PartitionSpec(ROWS, TOKENS, divided(x.shape[2], ("tensor",), mesh.shape), None)
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+    def by_heads(x: jax.Array) -> jax.Array:
+        spec = PartitionSpec(ROWS, None, _axis(mesh, x.shape[2]), None)
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+    def attend_heads(*given: jax.Array) -> jax.Array:
+        # By tokens first: else XLA divides the products before by heads, and gathers their input.
+        return by_tokens(by_heads(attend(*(by_heads(by_tokens(x)) for x in given))))
+
+    return attend_heads
+
+
+def _attend_rows(kernel: Kernel | None, packing: Packing, mesh: Mesh | None) -> Attend:
+    """`attend_packed` where each device has whole streams."""
     if len(packing.rows) == 1:
         (rows,) = packing.rows
         attend_rows = attender(kernel, rows.mask, mesh)
@@ -242,9 +270,8 @@ def _on_shards(
     """
     if mesh is None or mesh.size == 1:
         return run(*given)
-    parts, heads = mesh.shape["tensor"], given[0].shape[2]
-    kv_heads = given[1].shape[kv_dim]
-    axis, kv_axis = _axis(heads, parts), _axis(kv_heads, parts)
+    heads, kv_heads = given[0].shape[2], given[1].shape[kv_dim]
+    axis, kv_axis = _axis(mesh, heads), _axis(mesh, kv_heads)
     split = PartitionSpec(ROWS, None, axis)
     kv_split = PartitionSpec(ROWS, *[None] * (kv_dim - 1), kv_axis)
     specs = [kv_split if x.ndim == 4 else PartitionSpec(ROWS) for x in given]
@@ -253,7 +280,7 @@ def _on_shards(
     def local(q: jax.Array, *rest: jax.Array) -> jax.Array:
         if axis == kv_axis:
             return run(q, *rest)
-        first, group = jax.lax.axis_index("tensor") * q.shape[2], heads // kv_heads
+        first, group = jax.lax.axis_index(HEADS) * q.shape[2], heads // kv_heads
         if group % q.shape[2] == 0:  # its heads read one KV head
 
             def pick(x: jax.Array) -> jax.Array:
@@ -270,5 +297,6 @@ def _on_shards(
     )
 
 
-def _axis(heads: int, parts: int) -> str | None:
-    return "tensor" if heads % parts == 0 else None
+def _axis(mesh: Mesh, heads: int) -> Any:
+    """What divides so many heads where attention is computed."""
+    return divided(heads, HEADS, mesh.shape)

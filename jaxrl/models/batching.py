@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.models.buckets import bucket
+from jaxrl.sharding.axes import ROWS, row_shards
 from jaxrl.sharding.ledger import Ledger
 from jaxrl.sharding.reshard import put
 
@@ -90,7 +91,7 @@ def run_batches(
         progress: called with how far it is, before each batch.
     """
     distinct = list(dict.fromkeys(map(tuple, sequences)))
-    shards = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
+    shards = 1 if mesh is None else row_shards(mesh.shape)
     found: dict[int, np.ndarray] = {}
     for batch in batches(distinct, shards=shards, batch_tokens=batch_tokens, longest=longest):
         if progress is not None:
@@ -106,4 +107,4 @@ def run_batches(
 def _put(x: np.ndarray, mesh: Mesh | None) -> jax.Array:
     if mesh is None:
         return jnp.asarray(x)
-    return put(x, NamedSharding(mesh, PartitionSpec(("data", "fsdp"), None)))
+    return put(x, NamedSharding(mesh, PartitionSpec(ROWS, None)))

@@ -19,6 +19,7 @@ from jaxrl.models.attention import attender, kernel_on, roll_rows
 from jaxrl.models.decoder import Params
 from jaxrl.models.encoder_config import EncoderConfig
 from jaxrl.models.rules import AXES
+from jaxrl.sharding.axes import ROWS, divided
 
 Leaf = tuple[str, tuple[str, ...]]
 """Tensor name in the checkpoint, and the logical axes of our parameter: their sizes are its shape,
@@ -68,7 +69,7 @@ def shapes(config: EncoderConfig) -> dict[str, tuple[int, ...]]:
 
 
 def specs(config: EncoderConfig, axis_sizes: Mapping[str, int]) -> dict[str, PartitionSpec]:
-    """Path -> `PartitionSpec`; a dim that its mesh axis does not divide stays whole, and heads are
+    """Path -> `PartitionSpec`; a dim that its mesh axes do not divide stays whole, and heads are
     split between heads only."""
     units = {
         "vocab": config.vocab_size,
@@ -77,10 +78,8 @@ def specs(config: EncoderConfig, axis_sizes: Mapping[str, int]) -> dict[str, Par
         "mlp": config.d_ff,
     }
 
-    def split(axes: tuple[str, ...]) -> list[str | None]:
-        return [
-            AXES[a] if a in units and units[a] % axis_sizes[AXES[a]] == 0 else None for a in axes
-        ]
+    def split(axes: tuple[str, ...]) -> list[Any]:
+        return [divided(units[a], AXES[a], axis_sizes) if a in units else None for a in axes]
 
     top = {path: PartitionSpec(*split(axes)) for path, (_, axes) in TOP.items()}
     layer = {path: PartitionSpec(None, *split(axes)) for path, (_, axes) in LAYER.items()}
@@ -174,7 +173,7 @@ def _rows(x: jax.Array, mesh: Mesh | None) -> jax.Array:
     """Keeps the rows of x [N, T, D] sharded over (data, fsdp)."""
     if mesh is None:
         return x
-    spec = PartitionSpec(("data", "fsdp"), None, None)
+    spec = PartitionSpec(ROWS, None, None)
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 

@@ -35,6 +35,7 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import Kernel
 from jaxrl.models.layers import Block, RMSNorm, rope_angles
 from jaxrl.models.packing import Packing
+from jaxrl.sharding.axes import ROWS, TOKENS, AxisName
 from jaxrl.types import Array
 
 Params = dict[str, Any]
@@ -180,10 +181,10 @@ def forward_packed(
 ) -> Float[Array, "X n D"]:
     """`forward` of streams of tokens: the same hidden states, without the padding."""
     kernel = _kernel(config, params, mesh, dtype, joined=packing.group > 1)
-    x = _embed(config, params, packing.tokens, mesh, dtype)
+    x = _embed(config, params, packing.tokens, mesh, dtype, TOKENS)
     params = params if dtype is None else cast(params, dtype)
     attend = attend_packed(kernel, packing, mesh)
-    return _layers(config, params, x, packing.positions, attend, remat, mesh)
+    return _layers(config, params, x, packing.positions, attend, remat, mesh, TOKENS)
 
 
 def _layers(
@@ -194,12 +195,17 @@ def _layers(
     attend: Attend,
     remat: Remat,
     mesh: Mesh | None,
+    *split: AxisName,
 ) -> Array:
-    """All blocks and the final norm, of x [B, T, D] at positions [B, T]."""
+    """All blocks and the final norm, of x [B, T, D] at positions [B, T].
+
+    Args:
+        split: the axis of a stream's tokens.
+    """
     rope = rope_angles(config, positions)
 
     def body(x: Array, layer: Params) -> tuple[Array, None]:
-        return _rows(_block(config, layer)(x, rope, attend), mesh), None
+        return _rows(_block(config, layer)(x, rope, attend), mesh, *split), None
 
     if remat != "none":
         body = jax.checkpoint(body, policy=REMAT_POLICIES[remat], prevent_cse=False)
@@ -352,10 +358,18 @@ def _norm(config: DecoderConfig, params: Params) -> Callable[[Array], Array]:
 
 
 def _embed(
-    config: DecoderConfig, params: Params, tokens: Array, mesh: Mesh | None, dtype: Any = None
+    config: DecoderConfig,
+    params: Params,
+    tokens: Array,
+    mesh: Mesh | None,
+    dtype: Any = None,
+    *split: AxisName,
 ) -> Array:
     """Rows of the embedding in `dtype`, its own where None; its D is gathered first: a lookup split
     both ways is replicated.
+
+    Args:
+        split: the axis of a stream's tokens.
     """
     table: Array = params["embed"]["embedding"]
     sharding: NamedSharding | None = None
@@ -363,7 +377,7 @@ def _embed(
         vocab = "tensor" if config.vocab_size % mesh.shape["tensor"] == 0 else None
         sharding = NamedSharding(mesh, PartitionSpec(vocab, None))
     dtype = table.dtype if dtype is None else jnp.dtype(dtype)
-    return _rows(_look_up(table, tokens, dtype, sharding), mesh)
+    return _rows(_look_up(table, tokens, dtype, sharding), mesh, *split)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -396,11 +410,12 @@ def _laid_out(x: Array, sharding: NamedSharding | None) -> Array:
     return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
 
 
-def _rows(x: Array, mesh: Mesh | None) -> Array:
-    """Keeps the rows of x sharded over (data, fsdp): left alone, XLA picks odd layouts."""
+def _rows(x: Array, mesh: Mesh | None, *tokens: AxisName) -> Array:
+    """Keeps the rows of x sharded over (data, fsdp), of a stream its tokens over an axis too: left
+    alone, XLA picks odd layouts."""
     if mesh is None:
         return x
-    spec = PartitionSpec(("data", "fsdp"), *([None] * (x.ndim - 1)))
+    spec = PartitionSpec(ROWS, *tokens, *([None] * (x.ndim - 1 - len(tokens))))
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 

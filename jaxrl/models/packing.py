@@ -13,15 +13,17 @@ loss and no key sees.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl.models.buckets import bucket
+from jaxrl.models.buckets import bucket, round_up
 from jaxrl.models.kernels import target_of
+from jaxrl.sharding.axes import ROWS, TOKENS, AxisName, row_shards
 from jaxrl.types import Array, Sequences
 
 LEAST, STEPS = 128, 4
@@ -146,9 +148,10 @@ class Packing:
         """[B, C, ...] of x [X, m, ...], with zeros at the padding."""
         return self.completions.unpack(x)
 
-    def predicting(self, hidden: Array) -> Array:
+    def predicting(self, hidden: Array, mesh: Mesh | None = None) -> Array:
         """[X, m, D]: the hidden states [X, n, D] that predict the tokens of the completions; NaN
-        where a stream is too short for its tokens."""
+        where a stream is too short for its tokens. Both lie over the axes of streams."""
+        hidden = _laid_out(hidden, mesh, None)  # gathered over `context`: once, not in each layer
         own, completions = self.rows[-1], self.completions
         shared = len(self.rows) > 1
         lead = (jnp.zeros_like(self.prompts) if shared else self.prompts) - 1
@@ -162,7 +165,7 @@ class Packing:
         back = jnp.where(real & scored, place, completions.size)
         out = move(hidden, jnp.where(known, at, own.size), back)
         out = out + self._first(hidden) if shared else out
-        return jnp.where(self._fits[:, None, None], out, jnp.nan)
+        return _laid_out(jnp.where(self._fits[:, None, None], out, jnp.nan), mesh, TOKENS)
 
     @property
     def _fits(self) -> Array:
@@ -196,12 +199,12 @@ def pack(sequences: Sequences, mesh: Mesh | None = None) -> Packing:
         sequences: `room` must hold what every device has (`room_of`); None holds everything.
         mesh: rows are divided among data and fsdp.
     """
-    shards = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
+    shards, parts = (1, 1) if mesh is None else (row_shards(mesh.shape), mesh.shape[TOKENS])
     (b, t), c, group = sequences.tokens.shape, sequences.loss_mask.shape[1], sequences.group
     w, s = t - c, b // shards
     assert b == shards * s and s % group == 0, f"{b} rows for {shards} devices, groups of {group}"
     full = (s * t, s * c) if group == 1 else (s // group * w + s * c, s * c)
-    n, m = sequences.room or full
+    n, m = sequences.room or tuple(round_up(size, parts) for size in full)
 
     tokens, mask = (x.reshape(shards, s, t) for x in (sequences.tokens, sequences.mask))
     lengths = mask[:, :, w:].sum(-1, dtype=jnp.int32)
@@ -219,6 +222,14 @@ def pack(sequences: Sequences, mesh: Mesh | None = None) -> Packing:
     stream_c, positions_c = _stream(own, tokens[:, :, w:], mask[:, :, w:], prompts)
     parts = stream_p + stream_c, positions_p + positions_c
     return Packing(*parts, (before, own), completions, prompts)
+
+
+def _laid_out(x: Array, mesh: Mesh | None, tokens: AxisName | None) -> Array:
+    """A stream x [X, n, D], with its tokens over an axis."""
+    if mesh is None or mesh.shape[TOKENS] == 1:
+        return x
+    spec = PartitionSpec(ROWS, tokens, None)
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
 def _starts(lengths: Array) -> Array:
@@ -244,13 +255,14 @@ class RowDevices:
 
     count: int
     multiple: int
-    """Widths that suit them are multiples of it (`models.kernels`)."""
+    """Widths that suit them are multiples of it: their kernels' (`models.kernels`) and those that
+    the axis `context` divides."""
 
 
 def row_devices(mesh: Mesh) -> RowDevices:
     """Those of a mesh."""
     multiple = target_of(mesh.devices.flat).width_multiple
-    return RowDevices(mesh.shape["data"] * mesh.shape["fsdp"], multiple)
+    return RowDevices(row_shards(mesh.shape), math.lcm(multiple, mesh.shape[TOKENS]))
 
 
 def held_tokens(

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Layout, abstract_params
+from jaxrl.sharding.axes import WEIGHTS, AxisName, divided
 
 PATHS: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"embed/embedding$", ("vocab", "embed")),
@@ -24,12 +25,12 @@ PATHS: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"mlp/down/kernel$", ("mlp", "embed")),
     (r"norm/scale$", (None,)),
 )
-AXES: dict[str, str] = {
-    "vocab": "tensor",
-    "heads": "tensor",
-    "kv_heads": "tensor",
-    "mlp": "tensor",
-    "embed": "fsdp",
+AXES: dict[str, tuple[AxisName, ...]] = {
+    "vocab": ("tensor",),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "mlp": ("tensor",),
+    "embed": WEIGHTS,
 }
 
 
@@ -38,7 +39,7 @@ def param_specs(
 ) -> Any:
     """A `PartitionSpec` for each parameter.
 
-    A dim that its mesh axis does not divide is kept whole; heads are split between heads only, so
+    A dim that its mesh axes do not divide is kept whole; heads are split between heads only, so
     keys and values are replicated where `tensor` exceeds (or does not divide) the KV heads.
 
     Args:
@@ -56,8 +57,7 @@ def param_specs(
         name = "/".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path)
         logical = next(axes for pattern, axes in PATHS if re.search(pattern, name))
         mesh_axes = [
-            AXES[axis] if axis and units[axis] % axis_sizes[AXES[axis]] == 0 else None
-            for axis in logical
+            divided(units[axis], AXES[axis], axis_sizes) if axis else None for axis in logical
         ]
         return PartitionSpec(*[None] * (len(leaf.shape) - len(logical)), *mesh_axes)
 
@@ -74,8 +74,10 @@ def param_shardings(config: DecoderConfig, mesh: Mesh, layout: Layout = "stacked
 
 
 def head_sharding(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
-    """Of an LM head [V, D] by itself: rows over `tensor` and width over `fsdp`, where these divide
-    them."""
-    vocab = "tensor" if shape[0] % mesh.shape["tensor"] == 0 else None
-    width = "fsdp" if shape[1] % mesh.shape["fsdp"] == 0 else None
+    """Of an LM head [V, D] by itself: its rows and its width over the axes of `AXES`, where these
+    divide them."""
+    vocab, width = (
+        divided(size, AXES[axis], mesh.shape)
+        for size, axis in zip(shape, ("vocab", "embed"), strict=True)
+    )
     return NamedSharding(mesh, PartitionSpec(vocab, width))

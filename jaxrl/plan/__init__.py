@@ -39,8 +39,9 @@ from jaxrl.process.gpu_memory import VARIABLE as SHARE_VARIABLE
 from jaxrl.process.gpu_memory import gpu_share, taken_share
 from jaxrl.roles.reward_model import read_reward
 from jaxrl.runtime.cluster import ClusterDevice
+from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import Visible, bytes_limit
-from jaxrl.sharding.placement import Axes, Placement, check_visible, place, serve
+from jaxrl.sharding.placement import Placement, check_visible, place, serve
 
 GPU_SIZES = (24, 40, 80, 141)
 """GB of the GPUs that a plan made without one is judged for."""
@@ -393,8 +394,14 @@ def _mesh_notes(config: Config, inputs: PlanInputs, axes: Mapping[str, Axes]) ->
                 f"{role}: tensor={sizes.tensor} does not divide the {heads} KV heads:"
                 " each device keeps all"
             )
+        elif heads % sizes.heads:
+            yield (
+                f"{role}: {sizes.heads} parts of the heads (tensor times context) do not divide the"
+                f" {heads} KV heads: for attention each device gathers all"
+            )
+        width = "fsdp times context" if sizes.context > 1 else "fsdp"
         for axis, size, name, dim in (
-            ("fsdp", sizes.fsdp, "d_model", model.d_model),
+            (width, sizes.weights, "d_model", model.d_model),
             ("tensor", sizes.tensor, "d_ff", model.d_ff),
             ("tensor", sizes.tensor, "vocabulary", model.vocab_size),
         ):
@@ -404,7 +411,7 @@ def _mesh_notes(config: Config, inputs: PlanInputs, axes: Mapping[str, Axes]) ->
                     " those weights are whole on each device"
                 )
     rows = config.batch_size * config.group_size
-    multiple = math.lcm(*(sizes.data * sizes.fsdp for sizes in axes.values()))
+    multiple = math.lcm(*(sizes.rows for sizes in axes.values()))
     if rows % multiple:
         padded = -(-rows // multiple) * multiple
         yield (

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from jaxrl.config.schema import Config
+from jaxrl.config.schema import Config, LongParallelConfig
 from jaxrl.config.yaml_text import shown
 from jaxrl.errors import UserError
 from jaxrl.plan.inputs import PlanInputs, parallel
@@ -118,7 +118,8 @@ def _larger_micro_batches(m: Setting) -> Iterator[int | None]:
         rows = -(-m.update_rows // fewer)
         rows = -(-rows // m.shared_group) * m.shared_group
         apart = rows // m.shared_group * (m.shared_group - 1) * m.prompt_tokens
-        yield rows * m.width - apart  # a group has its prompt once
+        # A group has its prompt once, and devices of `context` share the tokens.
+        yield -(-(rows * m.width - apart) // m.axes["actor"].context)
 
 
 def _fits(config: Config, inputs: PlanInputs) -> bool:
@@ -213,13 +214,27 @@ def _ladders(config: Config, inputs: PlanInputs, pool: Pool) -> Iterator[list[Ch
         if parallel(config, role).tensor is None:
             sizes = [t for t in (2, 4, 8) if t > now.tensor and now.size % t == 0]
             yield [(f"{role}.parallel.tensor", t) for t in sizes]
+        given = parallel(config, role)
+        if isinstance(given, LongParallelConfig) and given.context is None:
+            sizes = [c for c in (2, 4, 8) if now.size % (now.tensor * c) == 0]
+            yield [(f"{role}.parallel.context", c) for c in sizes if _is_long(config, inputs, role)]
         if role != "actor" and not inputs.on_cpu:
             yield [(f"{role}.dtype", "bfloat16")]
 
 
+def _is_long(config: Config, inputs: PlanInputs, role: str) -> bool:
+    """Whether one sequence is all that a device computes at once: fewer of them cannot help."""
+    setting = Setting(config, inputs, inputs.axes(config))
+    if role == "actor":
+        return micro_batches(setting)[1] == 1
+    section = config.teacher if role == "teacher" else config.reference
+    parts = section.num_microbatches
+    return -(-setting.rows(role, setting.sequences) // parts) == 1
+
+
 def _actor_ladders(config: Config, inputs: PlanInputs) -> Iterator[list[Change]]:
-    width = sum(inputs.widths(config))
-    _, rows = micro_batches(Setting(config, inputs, inputs.axes(config)))
+    setting = Setting(config, inputs, inputs.axes(config))
+    width, (_, rows) = -(-setting.width // setting.axes["actor"].context), micro_batches(setting)
     fewer = sorted({max(1, rows // n) for n in (2, 4, 8, 16, 32)} - {rows}, reverse=True)
     yield [("actor.micro_batch_tokens", width * n) for n in fewer]
     yield [("actor.remat", "full")]

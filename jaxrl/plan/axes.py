@@ -13,7 +13,7 @@ from jaxrl.config.schema import Config
 from jaxrl.plan.advice import set_key
 from jaxrl.plan.inputs import GB, PlanInputs, parallel
 from jaxrl.plan.roles import pool_peaks
-from jaxrl.sharding.placement import Axes
+from jaxrl.sharding.axes import Axes
 
 FROZEN = ("teacher", "reference", "reward", "grouper")
 

@@ -18,7 +18,7 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.encoder_config import EncoderConfig
 from jaxrl.models.kernels import Target, fuses
 from jaxrl.plan.memory import ITEMSIZE, Account, Entry, weight_bytes
-from jaxrl.sharding.placement import AXIS_NAMES, Axes
+from jaxrl.sharding.axes import AXIS_NAMES, Axes
 
 
 def grouper_account(

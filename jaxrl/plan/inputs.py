@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from jaxrl.config.schema import Config, ParallelConfig
+from jaxrl.config.schema import Config, LongParallelConfig, ParallelConfig
 from jaxrl.errors import UserError
 from jaxrl.models.buckets import round_up
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.encoder_config import EncoderConfig
 from jaxrl.models.kernels import Target
 from jaxrl.plan.memory import Account, peak
-from jaxrl.sharding.placement import Axes, Placement, Pool, resolve_axes
+from jaxrl.sharding.axes import Axes, resolve_axes
+from jaxrl.sharding.placement import Placement, Pool
 
 GB = 1e9
 
@@ -122,7 +123,8 @@ class PlanInputs:
         for role in self.roles:
             p = parallel(config, role)
             n = len(self.placement.roles[role].devices)
-            found[role] = resolve_axes(role, n, p.data, p.fsdp, p.tensor)
+            context = p.context if isinstance(p, LongParallelConfig) else None
+            found[role] = resolve_axes(role, n, p.data, p.fsdp, p.tensor, context)
             _check_heads(role, self.model(role), found[role])
         return found
 
@@ -165,10 +167,13 @@ def parallel(config: Config, role: str) -> ParallelConfig:
 
 
 def _check_heads(role: str, model: DecoderConfig | EncoderConfig, axes: Axes) -> None:
-    if model.n_heads % axes.tensor == 0:
+    if model.n_heads % axes.heads == 0:
         return
     allowed = [t for t in range(1, axes.size + 1) if model.n_heads % t == 0 and axes.size % t == 0]
+    asked = {"tensor": axes.tensor, "context": axes.context}
+    given = [f"{role}.parallel.{axis}={size}" for axis, size in asked.items() if size > 1]
+    product = f" times {given[1]}, {axes.heads}," if len(given) > 1 else ""
     raise UserError(
-        f"{role}.parallel.tensor={axes.tensor} does not divide its model's n_heads={model.n_heads}:"
+        f"{given[0]}{product} does not divide its model's n_heads={model.n_heads}:"
         f" on {axes.size} devices, use {' or '.join(map(str, allowed))}"
     )

@@ -24,7 +24,7 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import abstract_params
 from jaxrl.models.rules import param_shardings
 from jaxrl.roles.optimizer import make_optimizer, state_shardings
-from jaxrl.sharding.placement import AXIS_NAMES, Axes
+from jaxrl.sharding.axes import AXIS_NAMES, Axes
 
 ITEMSIZE: dict[DType, int] = {"float32": 4, "bfloat16": 2}
 Column = Literal["weights", "gradients", "optimizer", "cache", "activations"]
@@ -196,10 +196,10 @@ def _muon_scratch(model: DecoderConfig, axes: Axes, moment_dtype: DType) -> int:
     after the other, with a third array. `fsdp` has kernels gathered, several at once.
     """
     item = ITEMSIZE[moment_dtype]
-    kernels = [s for s in shards(model, axes._replace(fsdp=1)) if s.path.endswith("kernel")]
+    kernels = [s for s in shards(model, axes.gathered) if s.path.endswith("kernel")]
     kernels = [s for s in kernels if len(s.shape) == 3]
     squares = [s.shape[0] * min(s.shape[1:]) ** 2 * item for s in kernels]
-    if axes.fsdp > 1:
+    if axes.weights > 1:
         work = GATHERED_BY_MUON * max(s.size for s in kernels) * item
     else:
         work = 2 * sum(squares) if axes.size == 1 else 3 * max(squares)

@@ -38,7 +38,7 @@ from jaxrl.plan.memory import (
 )
 from jaxrl.roles.microbatch import scored_group, shares
 from jaxrl.sampling.engine import PREFILL_TOKENS
-from jaxrl.sharding.placement import Axes
+from jaxrl.sharding.axes import Axes
 
 JSD_ARRAYS, KL_ARRAYS, LEAN_ARRAYS, SCORE_ARRAYS = 7, 6, 5, 3
 """Float32 arrays [chunk, V] alive at once in a loss. On the logits of both models with gradients in
@@ -94,12 +94,18 @@ class Setting:
         c = self.config
         return c.distill.seq_kd or (c.eval.teacher and c.data.eval is not None)
 
+    @property
+    def budget(self) -> int | None:
+        """`roles.update.ActorPrograms.budget`."""
+        tokens = self.config.actor.micro_batch_tokens
+        return None if tokens is None else tokens * self.axes["actor"].context
+
     @cached_property
     def shared_group(self) -> int:
         """Number of completions that share a prompt in an update, if all prompts and completions
         are as long as allowed; 1 if the actor would not share prompts then."""
         c = self.config
-        return 1 if c.batch_size % c.minibatches else self._shared(c.actor.micro_batch_tokens)
+        return 1 if c.batch_size % c.minibatches else self._shared(self.budget)
 
     def _shared(self, budget: int | None) -> int:
         """Number of completions for which one prompt is computed once.
@@ -117,7 +123,7 @@ class Setting:
     def scored(self, role: str, model: DecoderConfig, parts: int) -> Pass:
         """A role's forward pass over one of `parts` slices of the batch, as
         `roles.microbatch.scored_part` cuts it."""
-        shards = self.axes[role].data * self.axes[role].fsdp
+        shards = self.axes[role].rows
         group = scored_group(self.sequences, parts, shards, self._shared(None))
         rows = -(-self.sequences // (parts * shards * group)) * group
         run = self.run(role, model, rows, self.width, joined=group > 1)
@@ -127,12 +133,12 @@ class Setting:
     def rows(self, role: str, sequences: int) -> int:
         """How many of `sequences` are on one device of a role."""
         axes = self.axes[role]
-        return -(-sequences // (axes.data * axes.fsdp))
+        return -(-sequences // axes.rows)
 
     @property
     def padded_rows(self) -> int:
         """Sequences of a batch, including padding so that every mesh divides it."""
-        multiple = math.lcm(*(sizes.data * sizes.fsdp for sizes in self.axes.values()))
+        multiple = math.lcm(*(sizes.rows for sizes in self.axes.values()))
         return -(-self.sequences // multiple) * multiple
 
     def run(
@@ -154,7 +160,7 @@ class Setting:
 
 def micro_batches(m: Setting) -> tuple[int, int]:
     """(number of micro-batches of an update, rows of one micro-batch on a device)."""
-    rows, budget = m.update_rows, m.config.actor.micro_batch_tokens
+    rows, budget = m.update_rows, m.budget
     allowed = rows if budget is None else max(1, budget // m.width)
     if m.shared_group > 1:  # whole groups
         groups = -(-rows // m.shared_group)
@@ -189,7 +195,7 @@ def actor(m: Setting) -> Iterable[Entry]:
     before_loss = gradients - heads.later
     if not m.inputs.on_cpu:  # elsewhere a gradient takes no memory before it is there
         before_loss = summed if count > 1 else 0
-        if axes.fsdp > 1:  # the peak is after the loss: no heads, on GPUs gradients
+        if axes.weights > 1:  # the peak is after the loss: no heads, on GPUs gradients
             if m.inputs.target.platform in GPU:
                 before_loss += weight_bytes(m.student, axes, "float32")
             heads = heads._replace(forward=heads.forward - heads.gathered)
@@ -222,7 +228,7 @@ def actor(m: Setting) -> Iterable[Entry]:
         copy = f"copy in {a.compute_dtype}"
         entries += [Entry("activations", copy, computed, phase) for phase in (BACKWARD, LOSS)]
     if m.teacher is not None and m.signal == "hidden":
-        head = split(m.vocab, axes.tensor) * split(m.teacher.d_model, axes.fsdp)
+        head = split(m.vocab, axes.tensor) * split(m.teacher.d_model, axes.weights)
         size = head * ITEMSIZE[m.config.teacher.compute_dtype]
         entries.append(Entry("weights", "teacher's LM head", size))
     return entries
@@ -265,12 +271,12 @@ def _heads(m: Setting, rows: int, count: int) -> Heads:
     tied, one_chunk = m.student.tie_embeddings, m.one_chunk(rows)
     own = whole_rows(m.vocab, width, axes, compute)
     summed = whole_rows(m.vocab, width, axes, F32)
-    later = own // axes.fsdp if one_chunk and m.loss_fused else 0
-    if axes.fsdp == 1:
+    later = own // axes.weights if one_chunk and m.loss_fused else 0
+    if axes.weights == 1:
         apart = m.loss_fused and dtype != "float32" and not one_chunk
         return Heads(0, summed if apart else 0, 0, 0, later)
     table = whole_rows(m.student.vocab_size, width, axes, F32)  # whatever the compute dtype
-    embedding = table - (0 if tied else table // axes.fsdp)
+    embedding = table - (0 if tied else table // axes.weights)
     looked_up = embedding * compute // F32
     if m.inputs.target.platform == TPU and not m.loss_fused:
         embedding = 0  # a TPU scatters into it when all layers are done, and their arrays are gone
@@ -281,9 +287,9 @@ def _heads(m: Setting, rows: int, count: int) -> Heads:
     # Fragmentation of XLA's buffers: between 0 and own / 2, depending on the mesh.
     hole = 0 if m.loss_fused else own // 4
     if one_chunk:  # the heads are read once, and freed before all logits exist
-        copied = own + hole + theirs + theirs // axes.fsdp
+        copied = own + hole + theirs + theirs // axes.weights
         return Heads(embedding, looked_up + own, copied, own, later)
-    kept = summed - own // axes.fsdp if m.loss_fused else 0
+    kept = summed - own // axes.weights if m.loss_fused else 0
     copied = max(2 * own if tied else own, theirs) + hole
     twice = 0
     if count == 2:  # XLA removes the loop over one micro-batch, and gathers for both at once
@@ -316,7 +322,7 @@ def _sampling(
 ) -> list[Entry]:
     """Memory that the sampling engine allocates in `generate`."""
     c, axes, dtype = m.config, m.axes[role], m.config.roles[role].compute_dtype
-    row_shards = axes.data * axes.fsdp
+    row_shards = axes.rows
     slots = -(-(c.rollout.slots or m.sequences) // axes.size) * axes.size // row_shards
     prompts = prefill_rows(c, m.prompt_tokens, axes)
     run = m.run(role, config, -(-prompts // row_shards), m.prompt_tokens)
@@ -332,8 +338,8 @@ def _sampling(
         scores = heads * parts_of(positions) * part
     drawn = logits(slots, config.vocab_size, axes.tensor, SAMPLER_ARRAYS)
     table = whole_rows(config.vocab_size, config.d_model, axes, ITEMSIZE[dtype])
-    shard = table // axes.fsdp if axes.fsdp > 1 else 0
-    copy = table if axes.fsdp > 1 else 0
+    shard = table // axes.weights if axes.weights > 1 else 0
+    copy = table if axes.weights > 1 else 0
     one = cache // config.n_layers
     work = {
         "prefill": max(run.forward(stacked=False), shard),
@@ -342,7 +348,7 @@ def _sampling(
     }
     if stacked:  # the scan copies one layer's cache and weights; fsdp gathers one layer
         layer = layer_bytes(config, axes, dtype) // config.n_layers
-        layer += layer_bytes(config, axes._replace(fsdp=1), dtype) // config.n_layers
+        layer += layer_bytes(config, axes.gathered, dtype) // config.n_layers
         work = {
             "prefill": max(run.forward(stacked=True), shard) + copy,
             "decode": max(scores + 2 * one, drawn) + layer + 2 * copy,
@@ -355,8 +361,8 @@ def _sampling(
             Entry("cache", "keys and values of prompts", held, phase),
             Entry("activations", phase, size, phase),
         ]
-    if axes.fsdp > 1 and not stacked:  # each program gathers all weights before its first layer
-        size = weight_bytes(config, axes._replace(fsdp=1), dtype)
+    if axes.weights > 1 and not stacked:  # each program gathers all weights before its first layer
+        size = weight_bytes(config, axes.gathered, dtype)
         name = "weights gathered over fsdp"
         unused = (0 if config.tie_embeddings else table) + run.layer  # nearly all of the last layer
         entries.append(Entry("activations", name, size - unused, "prefill"))
@@ -374,14 +380,14 @@ def _scoring(m: Setting, run: Pass, tokens: int, arrays: int, *, stacked: bool) 
     axes, config = run.axes, run.config
     work = run.forward(stacked, arrays > 0)
     read = logits(tokens, m.vocab, axes.tensor, arrays)
-    if axes.fsdp == 1:
+    if axes.weights == 1:
         return max(work, read + run.residual)
     table = whole_rows(config.vocab_size, config.d_model, axes, run.itemsize)
     head = table if arrays else 0
     if stacked:  # the gathered embedding is freed after the look-up, each layer after it ran
-        return head + max(work, read, table + table // axes.fsdp)
+        return head + max(work, read, table + table // axes.weights)
     layers = config.n_layers * run.layer
-    return layers + head + max(work, read, table + max(table // axes.fsdp, run.residual))
+    return layers + head + max(work, read, table + max(table // axes.weights, run.residual))
 
 
 def teacher(m: Setting) -> Iterable[Entry]:
@@ -458,7 +464,7 @@ def loss_arrays(m: Setting) -> int:
 def prefill_rows(config: Config, width: int, axes: Axes) -> int:
     """Number of prompts of `width` tokens in the largest prefill of a role that samples, over its
     whole mesh. Computed as in `sampling.engine`."""
-    shards = axes.data * axes.fsdp
+    shards = axes.rows
     slots = config.rollout.slots or config.batch_size * config.group_size
     asked = [(config.batch_size, config.group_size)]
     if config.data.eval is not None:

@@ -12,7 +12,8 @@ from rich.table import Table
 from jaxrl.plan.inputs import GB, PoolPeak
 from jaxrl.plan.memory import Account, Column
 from jaxrl.runtime.cluster import ClusterDevice
-from jaxrl.sharding.placement import Axes, Placement, device_list
+from jaxrl.sharding.axes import Axes
+from jaxrl.sharding.placement import Placement, device_list
 
 MB = 1e6
 LINE = 18

@@ -31,8 +31,8 @@ from jaxrl.profile.work import (
     group_work,
     head_work,
 )
+from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.ceilings import Ceilings
-from jaxrl.sharding.placement import Axes
 
 WIDTH = 132
 TEXTS = ("stage", "pool")
@@ -193,7 +193,7 @@ def _batch_work(
     config, student = job.config, job.student.config
     # Role -> bytes of a weight, and how often the weights are read.
     reads = {
-        role: (jnp.dtype(config.roles[role].dtype).itemsize, sizes.data * sizes.fsdp)
+        role: (jnp.dtype(config.roles[role].dtype).itemsize, sizes.rows)
         for role, sizes in axes.items()
     }
     hidden = config.distill.signal == "hidden"

@@ -126,7 +126,7 @@ class Actor:
         sequences = jax.tree.map(np.asarray, batch.sequences)
         minibatches = self.config.minibatches
         unit = unit_rows(rollout.group_ids, minibatches)
-        group = shared_group(sequences, unit, c.micro_batch_tokens)
+        group = shared_group(sequences, unit, self.programs.budget)
         sequences = replace(sequences, group=group)
         in_policy = np.asarray(np.any(batch.policy_mask, axis=-1))
         units = tokens_of(lengths, group)

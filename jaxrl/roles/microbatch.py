@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxrl.models.packing import RowDevices, held_tokens, room_of
+from jaxrl.sharding.axes import ROWS, row_shards
 from jaxrl.sharding.parts import part_rows
 from jaxrl.types import Array, Rollout, Sequences, TrainBatch
 
@@ -265,12 +266,11 @@ def micro_batch(
         group: number of consecutive rows that share a prompt.
         room: `Sequences.room` of the result.
     """
-    axes = ("data", "fsdp")
-    ring = mesh.shape["data"] * mesh.shape["fsdp"]
+    ring = row_shards(mesh.shape)
     forward = [(i, (i + 1) % ring) for i in range(ring)]
 
     def taken(batch: TrainBatch, index: jax.Array) -> TrainBatch:
-        mine, held = jax.lax.axis_index(axes), len(batch.sequences.tokens)
+        mine, held = jax.lax.axis_index(ROWS), len(batch.sequences.tokens)
         index = index.reshape(ring, -1) - mine * held
 
         def fill(turn: jax.Array, shares: TrainBatch) -> TrainBatch:
@@ -284,7 +284,7 @@ def micro_batch(
             return jax.tree.map(put, batch, shares)
 
         def pass_on(turn: jax.Array, shares: TrainBatch) -> TrainBatch:
-            return fill(turn, jax.lax.ppermute(shares, axes, forward))
+            return fill(turn, jax.lax.ppermute(shares, ROWS, forward))
 
         empty = jax.tree.map(lambda x: jnp.zeros((index.shape[1], *x.shape[1:]), x.dtype), batch)
         return jax.lax.fori_loop(1, ring, pass_on, fill(jnp.int32(0), empty))
@@ -293,7 +293,7 @@ def micro_batch(
     if ring == 1:
         micro = jax.tree.map(lambda x: _rows(x, index), batch)
     else:
-        whole, split = PartitionSpec(), PartitionSpec(axes)
+        whole, split = PartitionSpec(), PartitionSpec(ROWS)
         micro = jax.shard_map(taken, mesh=mesh, in_specs=(split, whole), out_specs=split)(
             batch, index
         )

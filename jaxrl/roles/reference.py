@@ -16,6 +16,7 @@ from jaxrl.models.decoder import Params
 from jaxrl.models.packing import row_devices
 from jaxrl.roles.microbatch import scored_part
 from jaxrl.runtime.worker import phase
+from jaxrl.sharding.axes import ROWS
 from jaxrl.sharding.ledger import current
 from jaxrl.sharding.reshard import put, to_host
 from jaxrl.types import Rollout
@@ -48,7 +49,7 @@ class Reference:
             stages=("reference.score",),
             offload=offload,
         )
-        self._rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+        self._rows = NamedSharding(mesh, PartitionSpec(ROWS))
         self._score = reference_program(model, mesh, temperature, chunk)
 
     def score(self, rollout: Rollout, part: int = 0, parts: int = 1) -> np.ndarray | None:

@@ -24,6 +24,7 @@ from jaxrl.models.rules import param_shardings
 from jaxrl.roles.actor import SENT
 from jaxrl.runtime.worker import detail, phase, stopping
 from jaxrl.sampling.engine import Engine, SamplingParams
+from jaxrl.sharding.axes import ROWS
 from jaxrl.sharding.ledger import current
 from jaxrl.sharding.mesh import verify_arrays
 from jaxrl.sharding.reshard import put, reshard, to_host
@@ -167,7 +168,7 @@ class Sampler:
         if self.config.distill.signal != "student_topk":
             return rollout
         with phase("top-k of the policy"):
-            rows = NamedSharding(self.mesh, PartitionSpec(("data", "fsdp")))
+            rows = NamedSharding(self.mesh, PartitionSpec(ROWS))
             room = room_of(rollout.sequences, row_devices(self.mesh))
             given = (self.params, put(replace(rollout.sequences, room=room), rows))
             with current().running(self._topk, *given):

@@ -13,11 +13,10 @@ from jaxrl.models.decoder import Params
 from jaxrl.models.packing import row_devices
 from jaxrl.roles.microbatch import scored_part
 from jaxrl.runtime.worker import phase
+from jaxrl.sharding.axes import ROWS
 from jaxrl.sharding.ledger import current
 from jaxrl.sharding.reshard import put
 from jaxrl.types import Rollout, Sequences, TeacherSignal
-
-ROWS = PartitionSpec(("data", "fsdp"))
 
 
 class Scorer:
@@ -29,7 +28,7 @@ class Scorer:
             params: in the compute dtype, either layout, on the projection's mesh.
         """
         self.model, self.params, self.mesh = model, params, projection.mesh
-        self._rows = NamedSharding(self.mesh, ROWS)
+        self._rows = NamedSharding(self.mesh, PartitionSpec(ROWS))
         self._score = score_program(model, projection)
 
     def score(self, rollout: Rollout, part: int = 0, parts: int = 1) -> TeacherSignal | None:
@@ -63,5 +62,5 @@ def score_program(model: DecoderConfig, projection: Projection) -> Any:
         signal = score(projection, model, params, sequences, ids)
         return jax.tree.map(lambda x: x[:live], signal)
 
-    rows = NamedSharding(projection.mesh, ROWS)
+    rows = NamedSharding(projection.mesh, PartitionSpec(ROWS))
     return jax.jit(score_rows, static_argnames="live", out_shardings=rows)

@@ -24,6 +24,7 @@ from jaxrl.models.kernels import target_of
 from jaxrl.models.rules import param_shardings
 from jaxrl.roles.microbatch import micro_batch, rows_of_groups, split_rows
 from jaxrl.roles.optimizer import apply_changes, make_optimizer, state_shardings
+from jaxrl.sharding.axes import ROWS, TOKENS, row_shards
 from jaxrl.types import Array, Frozen, Loss, Sequences, Totals, TrainBatch, Tree
 
 Room = tuple[int, int] | None
@@ -48,7 +49,7 @@ class ActorPrograms:
     def __init__(self, config: Config, model: DecoderConfig, mesh: Mesh, loss: Loss):
         self.config, self.model, self.mesh, self._loss = config, model, mesh, loss
         c = config.actor
-        self.rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+        self.rows = NamedSharding(mesh, PartitionSpec(ROWS))
         self.everywhere = NamedSharding(mesh, PartitionSpec())
         updates = config.steps * config.updates_per_batch
         self.optimizer = make_optimizer(config.optimizer, updates, jnp.dtype(c.moment_dtype))
@@ -92,6 +93,12 @@ class ActorPrograms:
         unstacked = self.config.rollout.layout == "unstacked"
         return {"layers": params["layers"]} if unstacked else {}
 
+    @property
+    def budget(self) -> int | None:
+        """Most tokens of a micro-batch in the rows of a device, which those of `context` share."""
+        tokens = self.config.actor.micro_batch_tokens
+        return None if tokens is None else tokens * self.mesh.shape[TOKENS]
+
     def micro_batches(
         self,
         chosen: np.ndarray,
@@ -112,11 +119,10 @@ class ActorPrograms:
             group: consecutive rows that share a prompt.
             padded: number of rows or groups to make room for, at least len(chosen).
         """
-        shards = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
-        budget = self.config.actor.micro_batch_tokens
+        shards = row_shards(self.mesh.shape)
         completion = sequences.loss_mask.shape[1]
         width = sequences.tokens.shape[1] + (group - 1) * completion
-        size = padded if budget is None else max(1, budget // width) * shards
+        size = padded if self.budget is None else max(1, self.budget // width) * shards
         return rows_of_groups(split_rows(chosen, lengths, size, shards, padded), group)
 
     def _make_update(self, optimizer: optax.GradientTransformation) -> Callable[..., Tree]:

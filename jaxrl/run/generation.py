@@ -16,8 +16,8 @@ from jaxrl.models.buckets import bucket
 from jaxrl.process.compile_cache import enable_compile_cache
 from jaxrl.sampling.engine import NARROWEST, Engine, EngineStats
 from jaxrl.sampling.sampler import SamplingParams
+from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import ensure_devices, role_mesh
-from jaxrl.sharding.placement import Axes
 from jaxrl.types import Completion, JsonObject
 
 MAX_SLOTS = 64

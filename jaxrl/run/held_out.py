@@ -40,6 +40,7 @@ from jaxrl.run import inputs
 from jaxrl.run.evaluation import Judge, Scores, judged, pass_ks, row_of_scores
 from jaxrl.runtime.worker import Phase, enter
 from jaxrl.sampling.engine import EngineStats
+from jaxrl.sharding.axes import row_shards
 from jaxrl.sharding.mesh import ensure_devices, role_meshes, verify_arrays
 from jaxrl.sharding.placement import check_visible, place
 from jaxrl.telemetry.metrics import Sample
@@ -253,7 +254,7 @@ def _sampler(job: Evaluation) -> Sampler:
         tokenizer=job.tokenizer,
         pad_id=inputs.pad_id(job.source, job.end_ids),
         eos_ids=job.end_ids,
-        row_multiple=mesh.shape["data"] * mesh.shape["fsdp"],
+        row_multiple=row_shards(mesh.shape),
         vocab_size=job.source.config.vocab_size,
         params=params,
     )

@@ -31,7 +31,7 @@ from jaxrl.run.inputs import (
     pad_id,
     tokenizer_of,
 )
-from jaxrl.sharding.placement import Axes
+from jaxrl.sharding.axes import Axes
 from jaxrl.teacher.remote import check_remote, check_remote_prompts, remote_info
 from jaxrl.types import Prompt
 
@@ -96,7 +96,7 @@ class Job(Setup):
     ) -> Setup:
         """What workers need of it, once meshes and folder are known."""
         kept = {one.name: getattr(self, one.name) for one in fields(Setup)}
-        multiple = math.lcm(*(sizes.data * sizes.fsdp for sizes in axes.values()))
+        multiple = math.lcm(*(sizes.rows for sizes in axes.values()))
         return replace(Setup(**kept), row_multiple=multiple, run_dir=run_dir, restore=restore)
 
     def data_notes(self) -> list[str]:

@@ -46,6 +46,7 @@ from jaxrl.run.conversion import converted_once
 from jaxrl.run.job import Setup, reward_functions
 from jaxrl.runtime.local import LocalWorkerGroup
 from jaxrl.runtime.worker import Future, WorkerGroup
+from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import (
     Visible,
     accelerators_here,
@@ -54,7 +55,7 @@ from jaxrl.sharding.mesh import (
     role_meshes,
     verify_arrays,
 )
-from jaxrl.sharding.placement import Axes, Placement, device_list, parse
+from jaxrl.sharding.placement import Placement, device_list, parse
 from jaxrl.sharding.reshard import put
 from jaxrl.teacher.remote import RemoteTeacher, remote_head
 from jaxrl.types import Tree

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
@@ -96,7 +97,7 @@ class Records:
             worker_group.compiled,
             context.plan.peaks,
             {
-                role: RowDevices(sizes.data * sizes.fsdp, multiple)
+                role: RowDevices(sizes.rows, math.lcm(multiple, sizes.context))
                 for role, sizes in context.plan.axes.items()
                 if role in ("teacher", "reference")
             },

@@ -18,6 +18,7 @@ from jaxrl.models import decoder
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Cache, Layout, Params
 from jaxrl.sampling.sampler import SamplingArrays, is_eos, sample, sample_keys, uniforms
+from jaxrl.sharding.axes import ROWS
 
 TOKEN, POSITION, COUNT, LIMIT, PROMPT, SAMPLE = range(6)
 """Columns of the slot table [B, 6] int32: the token to feed next and its position, how many tokens
@@ -25,7 +26,6 @@ the completion has and may have (a slot where they are equal is free), and the i
 randomness."""
 IDLE, NOT_RUN = -1, -2
 """In place of a token: the slot was free at that step; the step was not run."""
-ROWS = ("data", "fsdp")
 
 
 def rows_sharding(mesh: Mesh | None, ndim: int = 1) -> NamedSharding | None:

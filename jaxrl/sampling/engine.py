@@ -32,6 +32,7 @@ from jaxrl.models.kernels import target_of
 from jaxrl.sampling import decode, text
 from jaxrl.sampling.sampler import SamplingArrays, SamplingParams, sampling_arrays
 from jaxrl.sampling.text import TextTokenizer
+from jaxrl.sharding.axes import row_shards
 from jaxrl.sharding.ledger import Ledger
 from jaxrl.sharding.reshard import put
 from jaxrl.types import Completion, FinishReason
@@ -125,7 +126,7 @@ class Engine:
                 f"the model's {config.max_positions} positions; lower one of them"
             )
         devices = 1 if mesh is None else mesh.size
-        self.row_shards = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
+        self.row_shards = 1 if mesh is None else row_shards(mesh.shape)
         self.config, self.mesh, self.tokenizer, self.dtype = config, mesh, tokenizer, dtype
         self.max_prompt_tokens, self.max_new_tokens = max_prompt_tokens, max_new_tokens
         self.slots = round_up(slots, devices)

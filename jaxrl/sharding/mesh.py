@@ -19,7 +19,8 @@ from jaxrl.errors import UserError
 from jaxrl.process.compile_cache import compile_unordered_programs_again
 from jaxrl.process.gpu_memory import take_share
 from jaxrl.process.xla_flags import ignore_absent_accelerators, wait_for_slow_devices
-from jaxrl.sharding.placement import AXIS_NAMES, Axes, Placement, device_list
+from jaxrl.sharding.axes import AXIS_NAMES, Axes
+from jaxrl.sharding.placement import Placement, device_list
 from jaxrl.types import Tree
 
 HOST_COUNT_FLAG = "xla_force_host_platform_device_count"

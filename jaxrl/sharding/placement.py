@@ -11,42 +11,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, get_args
 
 from jaxrl.errors import UserError, unknown
-
-AxisName = Literal["data", "fsdp", "tensor"]
-AXIS_NAMES: tuple[AxisName, ...] = get_args(AxisName)
-
-DEFAULT_AXES: dict[str, tuple[AxisName, ...]] = {
-    "actor": ("fsdp", "data"),
-    "rollout": ("data", "tensor"),
-    "teacher": ("fsdp", "data"),
-    "reference": ("fsdp", "data"),
-    "reward": ("fsdp", "data"),
-    "grouper": ("data",),
-}
-"""Role -> axes that may take the devices that the given sizes leave; the first free one does."""
+from jaxrl.sharding.axes import DEFAULT_AXES, device_count
 
 ROLES: tuple[str, ...] = tuple(DEFAULT_AXES)
 """Every role that `--mesh` can name."""
-
-
-class Axes(NamedTuple):
-    """Sizes of a role's mesh axes; their product is the number of its devices."""
-
-    data: int = 1
-    fsdp: int = 1
-    tensor: int = 1
-
-    @property
-    def size(self) -> int:
-        return self.data * self.fsdp * self.tensor
-
-    def __str__(self) -> str:
-        """The axes above 1, as in `fsdp=2 tensor=2`; `1 device` where there is none."""
-        sizes = zip(AXIS_NAMES, self, strict=True)
-        return " ".join(f"{name}={size}" for name, size in sizes if size > 1) or "1 device"
 
 
 @dataclass(frozen=True)
@@ -223,7 +193,7 @@ def narrow(placement: Placement, role: str, text: str) -> Placement:
     stop = int(match[2] or n)
     if stop > n or start >= n:
         raise UserError(
-            f"{role}.devices={text} leaves its pool: {pool.name} has {_count(n)},"
+            f"{role}.devices={text} leaves its pool: {pool.name} has {device_count(n)},"
             f" so stop is at most {n}"
         )
     if start >= stop:
@@ -239,60 +209,15 @@ def check_visible(placement: Placement, visible: int) -> Placement:
     needed = placement.n_devices
     if needed > visible:
         raise UserError(
-            f"the mesh {placement.spec!r} needs {_count(needed)}, but {visible} "
+            f"the mesh {placement.spec!r} needs {device_count(needed)}, but {visible} "
             f"{'is' if visible == 1 else 'are'} visible"
         )
     if needed < visible:
         return _note(
-            placement, f"{visible - needed} of {_count(visible)} left over: the mesh uses {needed}"
+            placement,
+            f"{visible - needed} of {device_count(visible)} left over: the mesh uses {needed}",
         )
     return placement
-
-
-def resolve_axes(
-    role: str,
-    n_devices: int,
-    data: int | None = None,
-    fsdp: int | None = None,
-    tensor: int | None = None,
-    order: tuple[AxisName, ...] | None = None,
-) -> Axes:
-    """The sizes of a role's mesh axes on `n_devices` devices.
-
-    An axis of -1 takes what the others leave. Without one, the first axis of `order` that has no
-    size does; every other axis without a size is 1.
-
-    Args:
-        order: by default `DEFAULT_AXES[role]`.
-
-    Raises:
-        UserError: sizes that do not divide, or do not use, the devices of the role.
-    """
-    given: dict[AxisName, int | None] = {"data": data, "fsdp": fsdp, "tensor": tensor}
-    sizes = {name: size for name, size in given.items() if size is not None}
-    axes_text = " ".join(f"{role}.parallel.{name}={size}" for name, size in sizes.items())
-    for name, size in sizes.items():
-        if size < 1 and size != -1:
-            raise UserError(
-                f"{role}.parallel.{name}={size}: an axis is at least 1, or -1 for the rest"
-            )
-    rest = [name for name, size in sizes.items() if size == -1]
-    if len(rest) > 1:
-        raise UserError(f"{axes_text}: {len(rest)} axes are -1, and only 1 may take the rest")
-    free = rest + [name for name in order or DEFAULT_AXES[role] if name not in sizes]
-    fixed = 1
-    for size in sizes.values():
-        fixed *= max(size, 1)
-    if n_devices % fixed or (not free and fixed != n_devices):
-        raise UserError(
-            f"{axes_text}: axes of {_count(fixed)} do not divide the {_count(n_devices)} of {role}"
-            if n_devices % fixed
-            else f"{axes_text}: axes use {_count(fixed)}, but {role} has {n_devices}"
-        )
-    result = {name: max(sizes.get(name, 1), 1) for name in AXIS_NAMES}
-    if free:
-        result[free[0]] = n_devices // fixed
-    return Axes(**result)
 
 
 def device_list(devices: Iterable[int]) -> str:
@@ -308,7 +233,3 @@ def device_list(devices: Iterable[int]) -> str:
 
 def _note(placement: Placement, text: str) -> Placement:
     return replace(placement, notes=(*placement.notes, text))
-
-
-def _count(n: int) -> str:
-    return f"{n} device" if n == 1 else f"{n} devices"

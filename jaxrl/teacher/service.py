@@ -25,8 +25,8 @@ from jaxrl.models import decoder
 from jaxrl.models.buckets import bucket
 from jaxrl.models.decoder import Params
 from jaxrl.models.packing import room_of, row_devices
+from jaxrl.sharding.axes import ROWS, Axes, row_shards
 from jaxrl.sharding.mesh import ensure_devices, role_mesh, verify_arrays
-from jaxrl.sharding.placement import Axes
 from jaxrl.teacher.protocol import (
     PROTOCOL,
     SIGNALS,
@@ -94,7 +94,7 @@ class ScoringService:
         self.params = source.load(mesh, jnp.dtype(dtype), "stacked")
         verify_arrays("teacher", self.params, mesh)
         self._max_batch_tokens = max_batch_tokens
-        self._rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+        self._rows = NamedSharding(mesh, PartitionSpec(ROWS))
         self._programs: dict[tuple[Options, str], Future[Compiled]] = {}
         self._lock = threading.Lock()
         self._devices = ThreadPoolExecutor(1, thread_name_prefix="teacher-devices")
@@ -146,7 +146,7 @@ class ScoringService:
         """
         inputs = (request.sequences, request.ids)
         b, t = request.sequences.tokens.shape
-        shards = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+        shards = row_shards(self.mesh.shape)
         most = max(self._max_batch_tokens // t // shards, 1) * shards
         slices = -(-b // most)
         ends = [b * i // slices for i in range(slices + 1)]

@@ -1,6 +1,7 @@
 """Laws of checkpoints: what is read is what was written, whole or not at all, on any mesh."""
 
 import json
+import math
 import shutil
 import time
 from types import SimpleNamespace
@@ -8,7 +9,6 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh
 
 from jaxrl.algorithms.methods import METHODS
 from jaxrl.checkpoint import store
@@ -23,6 +23,8 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import init_params
 from jaxrl.models.rules import param_shardings
 from jaxrl.roles.actor import Actor
+from jaxrl.sharding.axes import Axes
+from jaxrl.sharding.mesh import role_mesh
 from jaxrl.types import Completion, Prompt
 
 SFT = METHODS["data"]
@@ -30,8 +32,7 @@ MODEL = DecoderConfig("llama", 48, 16, 2, 4, 2, 4, 24, tie_embeddings=True, eos_
 
 
 def mesh(*shape):
-    devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
-    return Mesh(devices, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    return role_mesh(jax.devices()[: math.prod(shape)], Axes(*shape))
 
 
 def actor(m, tmp_path, restore=None, *overrides, seed=0):

@@ -23,8 +23,8 @@ from jaxrl.generate import generate, main
 from jaxrl.models import decoder
 from jaxrl.models.config import DecoderConfig
 from jaxrl.sampling import decode
+from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import role_mesh
-from jaxrl.sharding.placement import Axes
 
 END = 258
 """`<|im_end|>` of the byte tokenizer."""

@@ -14,6 +14,7 @@ from tiny_models import make_mesh, tiny_model
 from jaxrl import Config
 from jaxrl.algorithms.signals import Projection, completion_hidden
 from jaxrl.config.schema import DistillConfig
+from jaxrl.models.buckets import round_up
 from jaxrl.models.decoder import forward
 from jaxrl.models.packing import held_tokens, pack, row_devices
 from jaxrl.roles import actor, microbatch
@@ -46,6 +47,8 @@ def sequences(vocab: int, seed: int = 0) -> Sequences:
         ("qwen3", (1, 1, 1), "none", G),  # qk-norm
         ("qwen2", (2, 2, 2), "dots", G),
         ("qwen3", (1, 2, 1), "full", 1),
+        ("qwen2", (1, 2, 1, 2), "full", 1),
+        ("qwen3", (1, 1, 1, 4), "none", G),  # more than KV heads
     ],
     ids=str,
 )
@@ -70,8 +73,8 @@ def test_hidden_states_and_gradients_are_those_of_whole_sequences(name, axes, re
     run = jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=2)
     (_, plain), expected = run(params, given, True)
     shared = replace(given, group=group)
-    held = held_tokens(shared, row_devices(mesh))
-    tight = replace(shared, room=tuple(int(tokens.max()) for tokens in held))
+    held, parts = held_tokens(shared, row_devices(mesh)), mesh.shape["context"]
+    tight = replace(shared, room=tuple(round_up(int(tokens.max()), parts) for tokens in held))
     if mesh.size == 1:
         assert tight.room[0] < len(given.mask) * P  # less than the padded rows have
     for packed in (shared, tight):
@@ -189,6 +192,7 @@ def drawn(vocab: int, pad: int = 0) -> Rollout:
         ((1, 1, 1), 1, [14]),
         ((2, 1, 1), 2, [12, 2]),  # whole groups on each of two devices
         ((2, 1, 1), 4, [4, 4, 4, 2]),  # a part has less: each row by itself
+        ((1, 1, 1, 2), 1, [14]),
     ],
     ids=str,
 )

@@ -34,9 +34,9 @@ from jaxrl.roles.actor import Actor, Weights
 from jaxrl.roles.rollout import Sampler
 from jaxrl.roles.scorer import Scorer
 from jaxrl.runtime import parcel
+from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import role_mesh, verify, verify_arrays
 from jaxrl.sharding.parts import join_parts
-from jaxrl.sharding.placement import Axes
 from jaxrl.sharding.reshard import reshard, to_host
 from jaxrl.sharding.shards import Piece, Shards
 from jaxrl.types import Prompt, TeacherSignal

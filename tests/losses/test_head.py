@@ -3,6 +3,7 @@
 Dense = logits of everything, and `jax.grad`. The chunked code has its gradients written by hand.
 """
 
+import math
 import re
 from functools import cache, partial
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl.losses import divergence as dense
 from jaxrl.losses.distill import (
@@ -28,6 +29,8 @@ from jaxrl.losses.head import (
 )
 from jaxrl.losses.layout import Term, shard_term
 from jaxrl.losses.masked import masked_sum
+from jaxrl.sharding.axes import Axes
+from jaxrl.sharding.mesh import role_mesh
 
 B, C, D, DT, V, VT, K = 4, 5, 12, 10, 50, 53, 6
 """V and VT divide by neither 4 nor 8, DT not by 4, B not by 8, and B * C not by the chunk."""
@@ -48,8 +51,7 @@ WEIGHT = rand(B, C, seed=7)
 
 
 def mesh_of(shape):
-    devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
-    return Mesh(devices, ("data", "fsdp", "tensor"))
+    return role_mesh(jax.devices()[: math.prod(shape)], Axes(*shape))
 
 
 def logits(hidden, head):

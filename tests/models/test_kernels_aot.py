@@ -8,9 +8,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.aot.machine import compilers, machine, prepare
 from jaxrl.models import decoder
@@ -18,6 +17,8 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import compiling_for, target_of
 from jaxrl.models.packing import pack
 from jaxrl.models.rules import param_shardings
+from jaxrl.sharding.axes import Axes
+from jaxrl.sharding.mesh import role_mesh
 from jaxrl.types import Sequences
 
 MODEL = DecoderConfig("qwen2", 256, 512, 2, 4, 2, 128, 384)
@@ -38,8 +39,7 @@ pytestmark = [
 def described(target: str, sizes: tuple[int, int, int]) -> Mesh:
     """A mesh of devices that are not here."""
     prepare()
-    devices = np.array(machine(target).devices[: math.prod(sizes)], object).reshape(sizes)
-    return Mesh(devices, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    return role_mesh(machine(target).devices[: math.prod(sizes)], Axes(*sizes))
 
 
 def compiled(

@@ -29,8 +29,8 @@ from jaxrl.plan.frozen_memory import (
 from jaxrl.plan.memory import weight_bytes
 from jaxrl.roles.encoder import encode_batch
 from jaxrl.roles.reward_model import score_batch
+from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import role_mesh
-from jaxrl.sharding.placement import Axes
 
 WITHIN = 0.10
 QUICK = {"backend_optimization_level": 0, "llvm_disable_expensive_passes": True}

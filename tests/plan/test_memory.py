@@ -25,8 +25,9 @@ from jaxrl.plan.memory import Account, Entry, optimizer_bytes
 from jaxrl.roles.optimizer import make_optimizer, state_shardings
 from jaxrl.runtime.cluster import ClusterDevice
 from jaxrl.sampling import decode
+from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import Visible, ensure_devices, role_mesh
-from jaxrl.sharding.placement import Axes, check_visible, place
+from jaxrl.sharding.placement import check_visible, place
 
 ROLES = ("actor", "rollout", "teacher")
 AXES = [
@@ -34,6 +35,7 @@ AXES = [
     for sizes in itertools.product((1, 2), (1, 2, 3), (1, 2, 4))
     if math.prod(sizes) <= 8
 ]
+AXES += [Axes(1, 2, 2, 2), Axes(1, 1, 1, 4)]
 TINY = DecoderConfig("qwen2", 96, 48, 3, 4, 2, 16, 64, attention_bias=True)
 TIED = DecoderConfig("qwen3", 90, 32, 2, 4, 1, 8, 60, qk_norm=True, tie_embeddings=True)
 SMALL = DecoderConfig("qwen2", 2000, 256, 8, 8, 2, 32, 1024, attention_bias=True)
@@ -63,7 +65,7 @@ def test_the_shards_of_every_leaf_add_up(model: DecoderConfig, axes: Axes) -> No
 
 
 @pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "lion", "adafactor", "muon"])
-@pytest.mark.parametrize("axes", [Axes(), Axes(1, 2, 2), Axes(2, 1, 4)], ids=str)
+@pytest.mark.parametrize("axes", [Axes(), Axes(1, 2, 2, 2), Axes(2, 1, 4)], ids=str)
 def test_weights_and_moments_are_what_the_arrays_take(axes: Axes, name: Any) -> None:
     mesh = role_mesh(jax.devices()[: axes.size], axes)
     shardings = param_shardings(TINY, mesh)
@@ -392,6 +394,31 @@ def test_heads_that_tensor_does_not_divide_are_refused() -> None:
         plan("actor=8,rollout=1,teacher=1", actor__parallel__tensor=8)
     for word in ("actor.parallel.tensor=8", "n_heads=12", "8 devices", "1 or 2 or 4"):
         assert word in str(error.value)
+
+    with pytest.raises(UserError) as error:
+        plan("actor=8,rollout=1,teacher=1", actor__parallel__tensor=2, actor__parallel__context=4)
+    for word in ("tensor=2 times actor.parallel.context=4, 8, does not", "1 or 2 or 4"):
+        assert word in str(error.value)
+
+
+def test_long_sequences_fit_where_context_divides_them_and_the_plan_names_it() -> None:
+    """A 7B model learns from sequences of 32k tokens on eight GPUs of 40 GB."""
+    long = {"max_prompt_tokens": 1024, "max_new_tokens": 31744, "batch_size": 8, "group_size": 1}
+    mesh = "actor=8,rollout=1,teacher=4"
+
+    def found(**keys: Any) -> Plan:
+        config = Config.parse({**BASE, "mesh": mesh})
+        for key, value in (long | keys).items():
+            config = set_key(config, key.replace("__", "."), value)
+        return build(config, ROLES, place(mesh, ROLES), QWEN_7B, QWEN_7B, Visible((), None), 37.0)
+
+    whole = found()
+    assert whole.axes["actor"] == Axes(fsdp=8) and not whole.pools[0].fits
+    assert any("actor.parallel.context=2 takes" in line and "fits" in line for line in whole.advice)
+    divided = found(actor__parallel__context=2)
+    assert divided.axes["actor"] == Axes(fsdp=4, context=2) and divided.pools[0].fits
+    resident = [plan.accounts["actor"].column("weights") for plan in (whole, divided)]
+    assert resident[0] == resident[1]  # weights are divided by all eight either way
 
 
 def test_fewer_kv_heads_than_tensor_are_told() -> None:

@@ -19,7 +19,7 @@ PROGRAM = """
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     from jaxrl.sharding.mesh import role_mesh
-    from jaxrl.sharding.placement import Axes
+    from jaxrl.sharding.axes import Axes
 
     hits = []
     jax.monitoring.register_event_listener(

@@ -22,8 +22,8 @@ from jaxrl.profile.waits import Span
 from jaxrl.profile.work import Work, adamw_work, block_params
 from jaxrl.runtime.local import LocalWorkerGroup, done_future
 from jaxrl.runtime.tracing import Traced, Tracer
+from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.ceilings import Ceilings
-from jaxrl.sharding.placement import Axes
 from jaxrl.telemetry.metrics import read_metrics
 from jaxrl.train import train
 

@@ -2,6 +2,7 @@
 devices.
 """
 
+import math
 import re
 from dataclasses import replace
 
@@ -9,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh
 
 from jaxrl.algorithms.methods import method_of
 from jaxrl.config.schema import Config
@@ -20,6 +20,8 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import forward, head, init_params, logits
 from jaxrl.models.rules import param_shardings
 from jaxrl.roles.actor import Actor
+from jaxrl.sharding.axes import Axes
+from jaxrl.sharding.mesh import role_mesh
 from jaxrl.types import Rollout, Sequences, TeacherSignal, Totals, TrainBatch
 
 MODEL = DecoderConfig("llama", 48, 16, 2, 4, 2, 4, 24, tie_embeddings=True, eos_ids=(1,))
@@ -27,8 +29,7 @@ TEACHER = DecoderConfig("llama", 48, 24, 1, 4, 4, 6, 32, eos_ids=(1,))
 
 
 def mesh(*shape):
-    devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
-    return Mesh(devices, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    return role_mesh(jax.devices()[: math.prod(shape)], Axes(*shape))
 
 
 def config(*overrides):
@@ -131,7 +132,7 @@ def test_micro_batches_change_nothing(reference, budget, tmp_path):
     )
 
 
-@pytest.mark.parametrize("shape", [(1, 8, 1), (1, 2, 4), (2, 2, 2)])
+@pytest.mark.parametrize("shape", [(1, 8, 1), (1, 2, 4), (2, 2, 2), (2, 1, 2, 2), (1, 1, 1, 4)])
 def test_devices_change_nothing(reference, shape, tmp_path):
     cfg = config("actor.micro_batch_tokens=14") if shape == (2, 2, 2) else config()
     params, report = trained(cfg, mesh(*shape), tmp_path)

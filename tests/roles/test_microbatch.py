@@ -17,8 +17,8 @@ from jaxrl.roles.microbatch import (
     tokens_of,
     unit_rows,
 )
+from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import role_mesh
-from jaxrl.sharding.placement import Axes
 from jaxrl.types import Sequences, TeacherSignal, TrainBatch
 
 

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, Mesh
 
 from jaxrl.config.schema import OptimizerConfig
 from jaxrl.models.config import DecoderConfig
@@ -23,6 +22,8 @@ from jaxrl.roles.optimizer import (
     round_at_random,
     state_shardings,
 )
+from jaxrl.sharding.axes import Axes
+from jaxrl.sharding.mesh import role_mesh
 
 MODEL = DecoderConfig("qwen2", 32, 16, 2, 4, 2, 4, 24, attention_bias=True)
 NAMES = ["adamw", "adam", "sgd", "lion", "adafactor", "muon"]
@@ -147,8 +148,7 @@ def test_rounding_at_random_keeps_the_mean_and_what_needs_none():
 
 
 def test_random_rounding_is_the_same_on_every_mesh_and_another_at_every_update():
-    axes = ("data", "fsdp", "tensor")
-    mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), axes, axis_types=(AxisType.Auto,) * 3)
+    mesh = role_mesh(jax.devices(), Axes(2, 2, 2))
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), init_params(MODEL, jax.random.key(0)))
     changes = jax.tree.map(lambda x: jnp.full(x.shape, 1e-4), params)
     step = jax.jit(apply_changes, static_argnums=2)
@@ -166,8 +166,7 @@ def test_random_rounding_is_the_same_on_every_mesh_and_another_at_every_update()
 
 @pytest.mark.parametrize("name", NAMES)
 def test_moments_lie_where_their_parameters_do(name):
-    axes = ("data", "fsdp", "tensor")
-    mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), axes, axis_types=(AxisType.Auto,) * 3)
+    mesh = role_mesh(jax.devices(), Axes(2, 2, 2))
     shardings = param_shardings(MODEL, mesh)
     params = jax.device_put(init_params(MODEL, jax.random.key(0)), shardings)
     optimizer = make_optimizer(config(name=name), 10, jnp.bfloat16)

@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxrl.errors import UserError
+from jaxrl.sharding.axes import Axes, resolve_axes
 from jaxrl.sharding.mesh import (
     bytes_limit,
     ensure_devices,
@@ -23,7 +24,7 @@ from jaxrl.sharding.mesh import (
     verify,
     verify_pools,
 )
-from jaxrl.sharding.placement import Axes, parse, place, resolve_axes
+from jaxrl.sharding.placement import parse, place
 
 
 @pytest.mark.parametrize(
@@ -36,7 +37,7 @@ def test_every_role_gets_its_devices_and_computes_on_them(spec: str) -> None:
     meshes = role_meshes(jax.devices(), placement, axes)
     for role, mesh in meshes.items():
         assert [d.id for d in mesh.devices.flat] == list(placement.roles[role].devices)
-        assert mesh.axis_names == ("data", "fsdp", "tensor")
+        assert mesh.axis_names == ("data", "fsdp", "tensor", "context")
         assert set(mesh.axis_types) == {AxisType.Auto}
         rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp", "tensor")))
         x = jax.device_put(np.arange(mesh.size, dtype=np.int32), rows)
@@ -70,7 +71,7 @@ def test_a_slice_has_only_its_devices() -> None:
 def test_neighbours_share_the_tensor_axis() -> None:
     mesh = role_mesh(jax.devices()[:8], Axes(2, 2, 2))
     ids = np.vectorize(lambda d: d.id)(mesh.devices)
-    np.testing.assert_array_equal(ids, np.arange(8).reshape(2, 2, 2))
+    np.testing.assert_array_equal(ids, np.arange(8).reshape(2, 2, 2, 1))
 
 
 def test_a_mesh_on_other_devices_is_told() -> None:

@@ -6,16 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl.sharding import reshard as module
+from jaxrl.sharding.axes import Axes
+from jaxrl.sharding.mesh import role_mesh
 from jaxrl.sharding.reshard import nbytes, put_pieces, reshard
-
-AXES = ("data", "fsdp", "tensor")
 
 
 def mesh(devices, shape):
-    return Mesh(np.array(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * 3)
+    return role_mesh(devices, Axes(*shape))
 
 
 def layouts():

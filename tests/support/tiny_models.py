@@ -11,12 +11,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 from references.tiny import CASES, random_tensors
 
 from jaxrl.formats import weights
 from jaxrl.models import decoder
 from jaxrl.models.config import DecoderConfig
+from jaxrl.sharding.axes import Axes
+from jaxrl.sharding.mesh import role_mesh
 
 REFERENCES = Path(__file__).parent.parent / "references"
 RAW_CONFIGS: dict[str, dict[str, Any]] = json.loads((REFERENCES / "tiny_configs.json").read_text())
@@ -57,9 +59,9 @@ def tiny_model(name: str, mesh: Mesh | None = None, layout: str = "stacked") -> 
     return config, weights.load(Memory(tiny_tensors(name)), config, mesh, jnp.float32, layout)
 
 
-def make_mesh(data: int, fsdp: int, tensor: int) -> Mesh:
-    devices = np.array(jax.devices()[: data * fsdp * tensor]).reshape(data, fsdp, tensor)
-    return Mesh(devices, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+def make_mesh(data: int, fsdp: int, tensor: int, context: int = 1) -> Mesh:
+    axes = Axes(data, fsdp, tensor, context)
+    return role_mesh(jax.devices()[: axes.size], axes)
 
 
 def loss_and_logits(

@@ -1,0 +1,96 @@
+"""The axis `context` divides the tokens of long sequences, and nothing else changes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from runs import MESH, SHORT, losses, save_model
+from tiny_models import make_mesh
+
+from jaxrl import Config
+from jaxrl.algorithms.signals import completion_logprobs
+from jaxrl.errors import UserError
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.decoder import init_params
+from jaxrl.models.rules import param_shardings
+from jaxrl.train import train
+from jaxrl.types import Sequences
+
+MODEL = DecoderConfig("llama", 48, 32, 2, 4, 2, 8, 64, tie_embeddings=True, eos_ids=(1,))
+PROMPT, COMPLETION = 96, 4000
+TOKENS = PROMPT + COMPLETION
+
+
+def sequences() -> Sequences:
+    """One row of 4096 tokens."""
+    tokens = np.random.default_rng(0).integers(0, MODEL.vocab_size, (1, TOKENS))
+    real = np.ones((1, TOKENS), bool)
+    return Sequences(tokens.astype(np.int32), real, real[:, PROMPT:])
+
+
+def compiled(shape):
+    """A program and its arguments: the log-probs of a long row, and their gradient."""
+    mesh, given = make_mesh(*shape), jax.tree.map(jnp.asarray, sequences())
+    params = jax.device_put(init_params(MODEL, jax.random.key(0)), param_shardings(MODEL, mesh))
+
+    def loss(params):
+        logprobs = completion_logprobs(MODEL, params, given, mesh, temperature=1.0, chunk=256)
+        return jnp.sum(logprobs * jnp.cos(jnp.arange(COMPLETION))[None]), logprobs
+
+    run = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    return run.lower(params).compile(), params
+
+
+def test_four_devices_compute_what_one_does_of_4096_tokens_in_a_third_of_the_memory():
+    (one, params), (four, shared) = compiled((1, 1, 1)), compiled((1, 1, 1, 4))
+    (_, expected), grads = one(params)
+    (_, found), theirs = four(shared)
+    np.testing.assert_allclose(found, expected, atol=2e-5)
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(b, a, atol=5e-6 * float(jnp.abs(a).max()))
+    sizes = [x.memory_analysis().temp_size_in_bytes for x in (one, four)]
+    assert sizes[1] < sizes[0] / 3
+
+
+def test_a_layer_exchanges_heads_and_no_device_has_all_tokens_of_its_products():
+    """All-to-alls in each pass over the layers; outside of attention no product of 4096 rows."""
+    text = compiled((1, 1, 1, 4))[0].as_text()
+    assert re.search(r" all-to-all\(", text)
+    products = re.findall(r"f32\[([\d,]+)\]\S* dot\(", text)
+    widths = "|".join({str(MODEL.d_model), str(MODEL.d_ff), "16"})  # 16: of keys and values
+    whole, quarter = (
+        [x for x in products if re.fullmatch(rf"(1,)?{n},({widths})", x)]
+        for n in (TOKENS, TOKENS // 4)
+    )
+    assert quarter and not whole
+
+
+def test_a_run_learns_what_it_would_learn_without(tmp_path: Path):
+    """Every role that has the axis, prompts that a group shares, and samples of the teacher."""
+    models = {role: save_model(tmp_path / role, 32, 2, seed) for seed, role in enumerate("st")}
+    given = [f"student.model={models['s']}", f"teacher.model={models['t']}", "eval.teacher=true"]
+    found = []
+    for name, more in {
+        "without": [MESH],
+        "with": [
+            "mesh=actor=4,rollout=2,teacher=2",
+            "actor.parallel.context=2",
+            "actor.parallel.tensor=2",
+            "teacher.parallel.context=2",
+        ],
+    }.items():
+        keys = [*SHORT, *given, *more, f"run_dir={tmp_path / name}"]
+        found.append(train(Config.load("builtin:quickstart", keys)))
+    plain, divided = map(losses, found)
+    np.testing.assert_allclose(divided, plain, rtol=1e-4)
+
+
+@pytest.mark.parametrize("role", ["rollout", "reward", "grouper"])
+def test_roles_that_sample_or_read_short_texts_have_no_such_axis(role):
+    with pytest.raises(UserError, match=f"{role}.parallel.context"):
+        Config.load("builtin:quickstart", [f"{role}.parallel.context=2"])
