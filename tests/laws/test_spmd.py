@@ -317,6 +317,7 @@ def test_two_processes_are_one_program(tmp_path):
     ("count", "devices", "sizes", "signal"),
     [
         (2, 1, [2, 1, 1], "topk"),
+        (2, 1, [1, 1, 1, 2], "hidden"),
         (2, 1, [1, 1, 2], "student_topk"),
         (2, 2, [1, 2, 2], "hidden"),
         (2, 2, [2, 2, 1], "sampled"),

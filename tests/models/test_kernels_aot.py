@@ -36,7 +36,7 @@ pytestmark = [
 ]
 
 
-def described(target: str, sizes: tuple[int, int, int]) -> Mesh:
+def described(target: str, sizes: tuple[int, ...]) -> Mesh:
     """A mesh of devices that are not here."""
     prepare()
     return role_mesh(machine(target).devices[: math.prod(sizes)], Axes(*sizes))
@@ -89,12 +89,10 @@ def squares(text: str) -> set[str]:
 
 @pytest.mark.parametrize(
     ("sizes", "shared"),
-    [((1, 1, 1), False), ((1, 2, 2), True), ((1, 1, 4), True)],
+    [((1, 1, 1), False), ((1, 2, 2), True), ((1, 1, 4), True), ((1, 1, 2, 2), True)],
     ids=str,
 )
-def test_an_h200_runs_cudnns_kernel_without_a_mask(
-    sizes: tuple[int, int, int], shared: bool
-) -> None:
+def test_an_h200_runs_cudnns_kernel_without_a_mask(sizes: tuple[int, ...], shared: bool) -> None:
     """Two KV heads are divided among two devices, and whole on each of four."""
     text = compiled(described("h200x4", sizes), "gpu", "bfloat16", shared=shared)
     calls = re.findall(r'custom_call_target="(__cudnn\$fmha\w+)"', text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
 from jaxrl.errors import UserError
 from jaxrl.models import decoder
@@ -20,6 +21,8 @@ from jaxrl.models.rules import param_shardings
 from jaxrl.sampling import decode, text
 from jaxrl.sampling.engine import Aborted, Engine
 from jaxrl.sampling.sampler import SamplingParams, sampling_arrays
+from jaxrl.sharding.axes import Axes
+from jaxrl.sharding.mesh import role_mesh
 from jaxrl.types import Completion
 
 CONFIG = DecoderConfig(
@@ -60,8 +63,7 @@ def params() -> Any:
 
 
 def make_mesh(shape: tuple[int, int, int]) -> Mesh:
-    devices = np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape)
-    return Mesh(devices, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    return role_mesh(jax.devices()[: math.prod(shape)], Axes(*shape))
 
 
 def engine(mesh: Mesh | None = None, slots: int = 4, **options: Any) -> Engine:
