@@ -5,7 +5,8 @@ A token is drawn by inverting the cumulative distribution with two uniform numbe
 step, prompt, sample, position): one picks a block of `BLOCK` token ids by its mass, the other a
 token inside the block. That takes one hash and two reductions where the Gumbel-max trick would hash
 once for each of V logits, and two levels keep the relative precision of float32 within a block.
-Truncation sorts nothing: the smallest weight kept is found by bisection over float32 bit patterns.
+Truncation sorts nothing: the smallest weight kept is found by bisection over float32 bit patterns,
+among the few blocks that hold the most probable tokens where these are enough.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from jaxrl.errors import UserError
 
 BLOCK = 128
 """Token ids in a block of the two-level draw; it divides the vocabularies of the usual models."""
+CANDIDATES = 64
+"""Blocks in which truncation looks first: those that hold the most probable tokens."""
 EOS_SLOTS = 8
 """EOS ids are padded to a multiple of this with -1, so that another set of ids compiles nothing."""
 ATTEMPT = 2**32 - 1
@@ -175,10 +178,9 @@ def truncate(weights: Float[Array, "B V"], knobs: SamplingArrays) -> Float[Array
     """
     if knobs.top_k is not None:
         goal = jnp.minimum(knobs.top_k.astype(jnp.float32), jnp.float32(weights.shape[-1]))
-        goal = jnp.broadcast_to(goal, weights.shape[:1])
-        weights = _most_probable(weights, jnp.ones_like(weights), goal)
+        weights = _most_probable(weights, jnp.broadcast_to(goal, weights.shape[:1]), counted=True)
     if knobs.top_p is not None:
-        weights = _most_probable(weights, weights, knobs.top_p * weights.sum(-1))
+        weights = _most_probable(weights, knobs.top_p * weights.sum(-1))
     if knobs.min_p is not None:
         weights = jnp.where(weights >= knobs.min_p, weights, 0.0)
     return weights
@@ -186,12 +188,9 @@ def truncate(weights: Float[Array, "B V"], knobs: SamplingArrays) -> Float[Array
 
 def pick(weights: Float[Array, "B V"], random: Float[Array, "B 2"]) -> Int[Array, " B"]:
     """Index drawn in proportion to weights [B, V] by two-level inversion; never one of weight 0."""
-    rows, vocab = weights.shape
-    blocks = -(-vocab // BLOCK)
-    padded = jnp.pad(weights, ((0, 0), (0, blocks * BLOCK - vocab)))
-    padded = padded.reshape(rows, blocks, BLOCK)
-    block = _invert(padded.sum(-1), random[:, 0])
-    inside = jnp.take_along_axis(padded, block[:, None, None], 1)[:, 0]
+    blocks = _blocks(weights)
+    block = _invert(blocks.sum(-1), random[:, 0])
+    inside = jnp.take_along_axis(blocks, block[:, None, None], 1)[:, 0]
     return block * BLOCK + _invert(inside, random[:, 1])
 
 
@@ -212,10 +211,39 @@ def _invert(weights: Array, random: Array) -> Array:
     return jnp.argmax(cumulative > target, -1)
 
 
-def _most_probable(weights: Array, amount: Array, goal: Array) -> Array:
-    """Weights [B, V] of the fewest most probable tokens whose amounts [B, V] add up to goal [B], 0
-    elsewhere."""
-    bits = jax.lax.bitcast_convert_type(weights, jnp.int32)
+def _blocks(weights: Array) -> Array:
+    """[B, blocks, BLOCK] of weights [B, V], with zeros behind the last."""
+    rows, vocab = weights.shape
+    return jnp.pad(weights, ((0, 0), (0, -vocab % BLOCK))).reshape(rows, -1, BLOCK)
+
+
+def _most_probable(weights: Array, goal: Array, counted: bool = False) -> Array:
+    """Weights [B, V] of the fewest most probable tokens that together reach goal [B], 0 elsewhere.
+
+    Args:
+        counted: the goal is a number of tokens, not a sum of their weights.
+    """
+    blocks, every = _blocks(weights), _bits(weights)
+    if blocks.shape[1] <= CANDIDATES:
+        smallest = _smallest_kept(weights, goal, counted)
+        return jnp.where(every >= smallest[:, None], weights, 0.0)
+    highest, chosen = jax.lax.top_k(blocks.max(-1), CANDIDATES)
+    held = jnp.take_along_axis(blocks, chosen[:, :, None], 1).reshape(len(weights), -1)
+    smallest = _smallest_kept(held, goal, counted)
+    # What is more probable than the last of these blocks' best is in one of them. Each row says for
+    # itself whether that is enough: its tokens do not depend on other rows.
+    sure = smallest > _bits(highest[:, -1])
+    smallest = jax.lax.cond(
+        sure.all(),
+        lambda: smallest,
+        lambda: jnp.where(sure, smallest, _smallest_kept(weights, goal, counted)),
+    )
+    return jnp.where(every >= smallest[:, None], weights, 0.0)
+
+
+def _smallest_kept(weights: Array, goal: Array, counted: bool) -> Array:
+    """[B] int32: bit pattern of the smallest of the fewest largest weights that reach the goal."""
+    bits, amount = _bits(weights), jnp.ones_like(weights) if counted else weights
 
     def halve(_: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bounds
@@ -224,5 +252,8 @@ def _most_probable(weights: Array, amount: Array, goal: Array) -> Array:
         return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
 
     low = jnp.zeros_like(goal, jnp.int32)
-    bounds = jax.lax.fori_loop(0, 31, halve, (low, jnp.full_like(low, ONE_BITS + 1)))
-    return jnp.where(bits >= bounds[0][:, None], weights, 0.0)
+    return jax.lax.fori_loop(0, 31, halve, (low, jnp.full_like(low, ONE_BITS + 1)))[0]
+
+
+def _bits(weights: Array) -> Array:
+    return jax.lax.bitcast_convert_type(weights, jnp.int32)

@@ -12,6 +12,7 @@ import pytest
 
 from jaxrl.errors import UserError
 from jaxrl.sampling.sampler import (
+    BLOCK,
     SamplingParams,
     pick,
     sample,
@@ -100,6 +101,25 @@ def test_truncation_keeps_exactly_the_set_of_its_definition(change: dict[str, fl
     kept = np.asarray(jax.jit(truncate)(weights, sampling_arrays(s, 0, 0))) > 0
     expected = np.stack([reference_support(row, s) for row in logits])
     np.testing.assert_array_equal(kept, expected)
+
+
+@pytest.mark.parametrize("change", [{"top_k": 20}, {"top_k": 9000}, {"top_p": 0.9}, {"top_p": 0.3}])
+def test_what_a_large_vocabulary_keeps_of_a_row_depends_on_no_other_row(
+    change: dict[str, float],
+) -> None:
+    """Peaked rows, whose tokens are in few blocks of ids, beside flat ones, and one of ties."""
+    s = replace(BASE, **change)
+    spread = np.array([[0.01], [0.5], [1.0], [4.0], [12.0], [0.0]], np.float32)
+    logits = spread * np.random.default_rng(2).normal(size=(6, 96 * BLOCK + 3)).astype(np.float32)
+    weights = jnp.exp(logits - logits.max(-1, keepdims=True))
+    run = jax.jit(truncate)
+    kept = np.asarray(run(weights, sampling_arrays(s, 0, 0)))
+    expected = [reference_support(row, s) for row in logits[:-1]]
+    np.testing.assert_array_equal(kept[:-1] > 0, expected)
+    assert (kept[-1] > 0).all()  # equally probable tokens stay together
+    for row, alone in enumerate(kept):
+        found = run(weights[row : row + 1], sampling_arrays(s, 0, 0))
+        np.testing.assert_array_equal(found[0], alone)
 
 
 def test_equally_probable_tokens_stay_or_go_together() -> None:
