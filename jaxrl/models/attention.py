@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl.models import cudnn, splash, split_k
+from jaxrl.models import cudnn, flash_decode, splash, split_k
 from jaxrl.models.kernels import Kernel, StepKernel, Target, kernel_of, step_kernel_of, target_of
 from jaxrl.models.packing import Packing
 from jaxrl.sharding.axes import HEADS, ROWS, TOKENS, divided
@@ -251,8 +251,9 @@ def step_attender(
 ) -> Attend:
     """How the tokens of a decode step, q [B,1,N,H] at `positions` [B], attend to the keys and
     values of a cache [B,KV,S,H], of which `used` positions are read at most."""
-    if kernel == "split-k":
-        run, lengths = split_k.attend, positions + 1
+    if kernel is not None:
+        run = split_k.attend if kernel == "split-k" else flash_decode.attend
+        lengths = positions + 1
         return lambda q, k, v: _on_shards(run, mesh, q, k, v, lengths, kv_dim=1)
     allowed = jnp.arange(used)[None] <= positions[:, None]
     return lambda q, k, v: attention_step(q, k[:, :, :used], v[:, :, :used], allowed)

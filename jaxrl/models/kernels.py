@@ -16,8 +16,9 @@ from jaxrl.models import cudnn, split_k
 
 Kernel = Literal["cudnn", "splash"]
 """cuDNN's fused attention, of NVIDIA's GPUs; pallas's splash attention, of TPUs."""
-StepKernel = Literal["split-k"]
-"""Of a decode step: pallas's split-K attention, of NVIDIA's GPUs (`models.split_k`)."""
+StepKernel = Literal["split-k", "flash-decode"]
+"""Of a decode step: pallas's split-K attention, of NVIDIA's GPUs (`models.split_k`); our own, of
+TPUs (`models.flash_decode`)."""
 TPU = "tpu"
 GPU = ("gpu", "cuda")
 """`platform` of a GPU here, and of one that a program is compiled for elsewhere."""
@@ -26,8 +27,8 @@ OLDEST = (8, 0)
 HEAD_DIMS = {(8, 0): 128, (9, 0): 256}
 """Compute capability -> the largest head dim that cuDNN's kernel has from there on."""
 HEAD_DIM_MULTIPLE = 8
-STEP_HEAD_DIM = 16
-"""The smallest head dim of a decode step's kernel."""
+STEP_HEAD_DIM, LANES = 16, 128
+"""The smallest head dim of a decode step's kernel; on a TPU, what head dims are multiples of."""
 EVEN, TILE = 2, 64
 """Widths of arrays are multiples of these: on a CPU, and on accelerators."""
 
@@ -116,7 +117,9 @@ def why_not_fused(target: Target, head_dim: int, dtype: str, joined: bool = Fals
 def step_kernel_of(target: Target, head_dim: int, dtype: str) -> StepKernel | None:
     """The kernel that attention of a decode step runs in, which reads each slot's own keys; None
     where there is none (`why_no_step_kernel`)."""
-    return None if why_no_step_kernel(target, head_dim, dtype) is not None else "split-k"
+    if why_no_step_kernel(target, head_dim, dtype) is not None:
+        return None
+    return "flash-decode" if target.platform == TPU else "split-k"
 
 
 def why_no_step_kernel(target: Target, head_dim: int, dtype: str) -> str | None:
@@ -126,6 +129,13 @@ def why_no_step_kernel(target: Target, head_dim: int, dtype: str) -> str | None:
     Args:
         dtype: of the cache.
     """
+    if target.platform == TPU:
+        if head_dim % LANES == 0:
+            return None
+        return (
+            "the kernel of a decode step would pad a TPU's cache to head dims that are multiples of"
+            f" {LANES}, and the model has {head_dim}"
+        )
     if target.platform not in GPU or target.capability is None:
         return f"there is no kernel of a decode step for a {target.platform}"
     if target.capability < OLDEST:

@@ -333,9 +333,10 @@ def _sampling(
     held = cache_bytes(config, axes, prompts, m.prompt_tokens, dtype)
     heads = slots * split(config.n_heads, axes.tensor)
     scores = 2 * heads * positions * F32
-    if not stacked and step_kernel_of(m.inputs.target, config.head_dim, dtype) is not None:
+    kernel = step_kernel_of(m.inputs.target, config.head_dim, dtype)
+    if kernel is not None and not stacked:
         part = config.head_dim * ITEMSIZE[dtype] + 2 * F32  # with its largest score and its sum
-        scores = heads * parts_of(positions) * part
+        scores = heads * part * (parts_of(positions) if kernel == "split-k" else 1)
     drawn = logits(slots, config.vocab_size, axes.tensor, SAMPLER_ARRAYS)
     table = whole_rows(config.vocab_size, config.d_model, axes, ITEMSIZE[dtype])
     shard = table // axes.weights if axes.weights > 1 else 0

@@ -17,7 +17,7 @@ from jax._src.cudnn import fused_attention_stablehlo
 from jax.sharding import NamedSharding
 from tiny_models import make_mesh, tiny_model
 
-from jaxrl.models import attention, bert, cudnn, decoder, splash, split_k
+from jaxrl.models import attention, bert, cudnn, decoder, flash_decode, splash, split_k
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.encoder_config import EncoderConfig
 from jaxrl.models.kernels import CPU, Target, compiling_for, target_of, why_no_step_kernel
@@ -297,26 +297,35 @@ def test_long_rows_keep_no_scores() -> None:
     assert program.memory_analysis().temp_size_in_bytes < scores  # where all exist: 3 times that
 
 
+@pytest.mark.parametrize("kernel", [split_k, flash_decode], ids=lambda x: x.__name__)
 @pytest.mark.parametrize("positions", [64, 320, 1024])
 @pytest.mark.parametrize("dtype, limit", [("float32", 2e-6), ("bfloat16", 1e-2)])
-def test_a_decode_step_in_the_kernel_is_the_step_of_products(
-    positions: int, dtype: str, limit: float
+def test_a_decode_step_in_a_kernel_is_the_step_of_products(
+    positions: int, dtype: str, limit: float, kernel: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever stands behind a slot's own position."""
+    """Whatever stands behind a slot's own position; several blocks of keys, the last not full."""
+    monkeypatch.setattr(flash_decode, "BLOCK_BYTES", 1 << 16)
     shapes = (5, 1, 6, 16), (5, 2, positions, 16), (5, 2, positions, 16)
     q, k, v = (x.astype(dtype) for x in arrays(*shapes))
     lengths = jnp.array([1, 2, positions // 2, positions - 1, positions], jnp.int32)
     seen = jnp.arange(positions)[None] < lengths[:, None]
     k, v = (jnp.where(seen[:, None, :, None], x, 7).astype(dtype) for x in (k, v))
-    found = split_k.attend(q, k, v, lengths, interpret=True)
+    found = kernel.attend(q, k, v, lengths, interpret=True)
     assert found.dtype == q.dtype
     expected = attention.attention_step(*(x.astype(jnp.float32) for x in (q, k, v)), seen)
     np.testing.assert_allclose(np.asarray(found, np.float32), expected, limit, limit)
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 1, 2), (1, 2, 2), (1, 1, 4)])
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        *[("split-k", sizes) for sizes in ((1, 1, 1), (2, 1, 2), (1, 2, 2), (1, 1, 4))],
+        ("flash-decode", (1, 2, 2)),
+    ],
+    ids=str,
+)
 def test_a_model_decodes_in_the_kernel(
-    sizes: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+    name: str, sizes: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its KV heads divided by the mesh, or whole on each device (tensor=4)."""
     config = DecoderConfig("qwen2", 32, 64, 2, 4, 2, 16, 128, attention_bias=True)
@@ -335,8 +344,9 @@ def test_a_model_decodes_in_the_kernel(
         return jax.jit(step)(params, cache, tokens, positions)
 
     expected = run()
-    monkeypatch.setattr(decoder, "step_kernel_on", lambda *_: "split-k")
-    monkeypatch.setattr(split_k, "attend", partial(split_k.attend, interpret=True))
+    monkeypatch.setattr(decoder, "step_kernel_on", lambda *_: name)
+    for module in (split_k, flash_decode):
+        monkeypatch.setattr(module, "attend", partial(module.attend, interpret=True))
     assert_close(run(), expected)
 
 
@@ -356,15 +366,18 @@ def test_compiling_for_a_gpu_leaves_no_trace() -> None:
 def test_the_kernel_of_a_decode_step_is_near_matrix_products(positions: int) -> None:
     """At the head dims and groups of Qwen2.5, Qwen3 and Llama 3, in bfloat16."""
     target = target_of(jax.devices()[:1])
+    run = flash_decode.attend if target.platform == "tpu" else split_k.attend
     for heads, kv_heads, head_dim in ((12, 2, 128), (32, 8, 64), (28, 4, 128), (16, 8, 128)):
         why = why_no_step_kernel(target, head_dim, "bfloat16")
         if why is not None:
+            if target.platform == "tpu":
+                continue  # head dims of 64
             pytest.skip(why)
         shapes = (5, 1, heads, head_dim), *[(5, kv_heads, positions, head_dim)] * 2
         q, k, v = (x.astype(jnp.bfloat16) for x in arrays(*shapes))
         lengths = jnp.array([1, 2, positions // 2, positions - 1, positions], jnp.int32)
         seen = jnp.arange(positions)[None] < lengths[:, None]
-        found = np.asarray(jax.jit(split_k.attend)(q, k, v, lengths), np.float32)
+        found = np.asarray(jax.jit(run)(q, k, v, lengths), np.float32)
         exact = (x.astype(jnp.float32) for x in (q, k, v))
         np.testing.assert_allclose(found, attention.attention_step(*exact, seen), 0.02, 0.02)
 

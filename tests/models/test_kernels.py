@@ -61,15 +61,18 @@ def test_a_gpu_has_the_head_dims_that_cudnn_says(capability, head_dim):
         (gpu("9.0"), 8, "bfloat16", "powers of two"),
         (gpu("9.0"), 128, "float32", "does not compute in float32"),
         (gpu("7.5"), 64, "bfloat16", "needs compute capability 8.0"),
-        (SimpleNamespace(platform="tpu"), 128, "bfloat16", "for a tpu"),
+        (SimpleNamespace(platform="tpu"), 128, "bfloat16", None),
+        (SimpleNamespace(platform="tpu"), 256, "float32", None),
+        (SimpleNamespace(platform="tpu"), 64, "bfloat16", "multiples of 128"),
         (SimpleNamespace(platform="cpu"), 64, "bfloat16", "for a cpu"),
     ],
 )
-def test_a_decode_step_has_a_kernel_on_nvidia_s_gpus(device, head_dim, dtype, why):
+def test_a_decode_step_has_a_kernel_on_nvidia_s_gpus_and_on_tpus(device, head_dim, dtype, why):
     target = target_of([device])
     found = why_no_step_kernel(target, head_dim, dtype)
     assert (found is None) if why is None else (why in found)
-    assert step_kernel_of(target, head_dim, dtype) == ("split-k" if why is None else None)
+    kernel = "flash-decode" if device.platform == "tpu" else "split-k"
+    assert step_kernel_of(target, head_dim, dtype) == (kernel if why is None else None)
 
 
 @pytest.mark.parametrize(("platform", "expected"), [("cpu", None), ("tpu", "splash")])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -110,6 +112,28 @@ def test_a_tpu_runs_splash_attention() -> None:
     text = compiled(mesh, "tpu", "bfloat16", shared=True, model=NARROW, prompts=1)
     assert text.count('custom_call_target="tpu_custom_call"') == 2 * 4 + 1
     assert not squares(text)
+
+
+def test_a_tpu_decodes_in_a_kernel_that_reads_the_cache_where_it_is() -> None:
+    """A call in each layer; the donated cache is not copied."""
+    mesh, slots, positions = described("tpu-v5e:2x2", (1, 1, 1)), 8, 1024
+    model = replace(NARROW, n_heads=4, n_kv_heads=2, head_dim=128)
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def array(shape: tuple[int, ...], kind: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, kind, sharding=whole)
+
+    params = jax.tree.map(
+        lambda x: array(x.shape, jnp.bfloat16), decoder.abstract_params(model, layout="unstacked")
+    )
+    pair = array((slots, 2, positions, 128), jnp.bfloat16)
+    cache, of_slots = [(pair, pair)] * model.n_layers, array((slots,), jnp.int32)
+    step = partial(decoder.decode, model, used=positions, mesh=mesh)
+    compiled = jax.jit(step, donate_argnums=1).lower(params, cache, of_slots, of_slots).compile()
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    assert text.count('custom_call_target="tpu_custom_call"') == model.n_layers
+    held = 2 * model.n_layers * slots * 2 * positions * 128 * 2
+    assert memory.alias_size_in_bytes == held and memory.temp_size_in_bytes < held / 16
 
 
 def test_a_t4_computes_attention_in_matrix_products() -> None:

@@ -1,0 +1,112 @@
+"""Attention of one token of each slot to its keys, on TPUs, in a kernel of our own (pallas).
+
+A step of the kernel's grid takes some keys of one slot, of all its heads, and keeps the softmax's
+running maximum and sum (Flash-Decoding). Keys beyond a slot's length are neither computed nor read:
+the grid's steps there ask for the block that they have already.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+BLOCK_BYTES = 1 << 20
+"""Of keys and values in a step of the grid: enough to hide what a step costs besides."""
+TILE = 128
+"""Keys of a step are a multiple of it, or all that there are."""
+LOWEST = -1e30
+"""Score of a masked key: finite, so that no difference of two is NaN."""
+
+
+def keys_at_once(positions: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
+    """Keys of a slot that a step of the grid takes, in a cache of so many positions."""
+    each = 2 * kv_heads * max(head_dim, TILE) * itemsize  # a TPU pads rows to 128 numbers
+    return min(max(BLOCK_BYTES // each // TILE, 1) * TILE, positions)
+
+
+def attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array, *, interpret: bool = False
+) -> jax.Array:
+    """Softmax attention of q [B,1,N,H] to the first `lengths` [B] int32 positions, at least one, of
+    a cache k, v [B,KV,S,H]. Returns [B,1,N,H].
+
+    Args:
+        interpret: runs anywhere, slowly.
+    """
+    from jax.experimental import pallas as pl  # 0.3 s, on TPUs only
+    from jax.experimental.pallas import tpu as pltpu
+
+    (b, _, n, h), (_, kv, s, _) = q.shape, k.shape
+    keys = keys_at_once(s, kv, h, k.dtype.itemsize)
+
+    def last(slot: Any, lengths: Any) -> Any:
+        """The last block that a slot reaches."""
+        return jax.lax.div(lengths[slot] - 1, jnp.int32(keys))
+
+    def cached(slot: Any, step: Any, lengths: Any) -> tuple[Any, ...]:
+        return slot, 0, jnp.minimum(step, last(slot, lengths)), 0
+
+    def whole(slot: Any, step: Any, lengths: Any) -> tuple[Any, ...]:
+        return slot, 0, 0, 0
+
+    def body(
+        lengths: Any, q: Any, k: Any, v: Any, out: Any, top: Any, mass: Any, sums: Any
+    ) -> None:
+        slot, step = pl.program_id(0), pl.program_id(1)
+
+        @pl.when(step == 0)
+        def _start() -> None:
+            top[...] = jnp.full_like(top, LOWEST)
+            mass[...] = jnp.zeros_like(mass)
+            sums[...] = jnp.zeros_like(sums)
+
+        @pl.when(step <= last(slot, lengths))
+        def _add() -> None:
+            left = lengths[slot] - step * keys
+            scores = jax.lax.dot_general(
+                q[0], k[0], (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32
+            )
+            seen = jax.lax.broadcasted_iota(jnp.int32, scores.shape, 2) < left
+            scores = jnp.where(seen, scores * h**-0.5, LOWEST)
+            highest = jnp.maximum(top[...], scores.max(-1, keepdims=True))
+            kept, weights = jnp.exp(top[...] - highest), jnp.exp(scores - highest)
+            real = jax.lax.broadcasted_iota(jnp.int32, v.shape[1:], 1) < left
+            values = jnp.where(real, v[0], 0)  # behind the cache's end there is anything, NaN too
+            found = jax.lax.dot_general(
+                weights.astype(values.dtype),
+                values,
+                (((2,), (1,)), ((0,), (0,))),
+                preferred_element_type=jnp.float32,
+            )
+            top[...] = highest
+            mass[...] = mass[...] * kept + weights.sum(-1, keepdims=True)
+            sums[...] = sums[...] * kept + found
+
+        @pl.when(step == pl.num_programs(1) - 1)
+        def _end() -> None:
+            out[0] = (sums[...] / mass[...]).astype(out.dtype)
+
+    heads, group = (1, kv, n // kv, h), (kv, n // kv)
+    run = pl.pallas_call(
+        body,
+        jax.ShapeDtypeStruct((b, kv, n // kv, h), q.dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(b, -(-s // keys)),
+            in_specs=[
+                pl.BlockSpec(heads, whole),
+                pl.BlockSpec((1, kv, keys, h), cached),
+                pl.BlockSpec((1, kv, keys, h), cached),
+            ],
+            out_specs=pl.BlockSpec(heads, whole),
+            scratch_shapes=[
+                pltpu.VMEM((*group, 1), jnp.float32),
+                pltpu.VMEM((*group, 1), jnp.float32),
+                pltpu.VMEM((*group, h), jnp.float32),
+            ],
+        ),
+        interpret=interpret,
+    )
+    return run(lengths, q.reshape(b, kv, n // kv, h), k, v).reshape(b, 1, n, h)
