@@ -185,7 +185,7 @@ def actor(m: Setting) -> Iterable[Entry]:
         gradients = summed + computed + wider
     signal = m.rows("actor", m.sequences) * m.new_tokens * m.signal_bytes
     taken = rows * m.new_tokens * m.signal_bytes
-    heads, saved = _heads(m, rows, count), run.saved(a.remat)
+    heads, saved = _heads(m, rows), run.saved(a.remat)
     before_loss = gradients - heads.later
     if not m.inputs.on_cpu:  # elsewhere a gradient takes no memory before it is there
         before_loss = summed if count > 1 else 0
@@ -259,7 +259,7 @@ class Heads(NamedTuple):
     there is no accumulator."""
 
 
-def _heads(m: Setting, rows: int, count: int) -> Heads:
+def _heads(m: Setting, rows: int) -> Heads:
     dtype = m.config.actor.compute_dtype
     axes, width, compute = m.axes["actor"], m.student.d_model, ITEMSIZE[dtype]
     tied, one_chunk = m.student.tie_embeddings, m.one_chunk(rows)
@@ -285,11 +285,8 @@ def _heads(m: Setting, rows: int, count: int) -> Heads:
         return Heads(embedding, looked_up + own, copied, own, later)
     kept = summed - own // axes.fsdp if m.loss_fused else 0
     copied = max(2 * own if tied else own, theirs) + hole
-    twice = 0
-    if count == 2:  # XLA removes the loop over one micro-batch, and gathers for both at once
-        twice = whole_rows(m.student.vocab_size, width, axes, compute) + own
     gathered = own + theirs
-    return Heads(embedding, looked_up + gathered + kept + twice, copied, gathered, later)
+    return Heads(embedding, looked_up + gathered + kept, copied, gathered, later)
 
 
 def rollout(m: Setting) -> Iterable[Entry]:

@@ -60,7 +60,7 @@ SMALL: dict[str, Any] = {
     "vocab_size": 1024,
 }
 """What the code that libtpu generates grows with."""
-PROMPT, NEW, BATCH, GROUP = 448, 832, 16, 4
+PROMPT, NEW, BATCH, GROUP = 448, 832, 8, 4
 
 
 def config(tmp: Path, model: Mapping[str, Any] | None = None, **keys: Any) -> Config:
