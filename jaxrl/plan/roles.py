@@ -178,11 +178,13 @@ def actor(m: Setting) -> Iterable[Entry]:
     if m.shared_group > 1:
         run = replace(run, shared=(m.shared_group, m.prompt_tokens))
     gradients, summed = weights + (computed if mixed else 0), weights
+    table = sum(s.size for s in shards(m.student, axes) if s.path.startswith("embed"))
+    wider = table * (F32 - run.itemsize)  # the embedding's gradient is always float32
     if count > 1:  # a float32 accumulator, and the gradient that is added to it
         summed = weight_bytes(m.student, axes, "float32")
-        table = sum(s.size for s in shards(m.student, axes) if s.path.startswith("embed"))
-        wider = table * (F32 - run.itemsize)  # the embedding's gradient is always float32
         gradients = summed + computed + wider
+    elif not m.inputs.on_cpu:  # the optimizer reads it in the compute dtype
+        gradients = summed = computed + wider
     signal = m.rows("actor", m.sequences) * m.new_tokens * m.signal_bytes
     taken = rows * m.new_tokens * m.signal_bytes
     heads, saved = _heads(m, rows), run.saved(a.remat)
@@ -191,14 +193,17 @@ def actor(m: Setting) -> Iterable[Entry]:
         before_loss = summed if count > 1 else 0
         if axes.fsdp > 1:  # the peak is after the loss: no heads, on GPUs gradients
             if m.inputs.target.platform in GPU:
-                before_loss += weight_bytes(m.student, axes, "float32")
+                before_loss += summed
             heads = heads._replace(forward=heads.forward - heads.gathered)
     arrays = loss_arrays(m) - (m.loss_fused and m.one_chunk(rows))
     loss = 2 * run.residual + logits(m.chunk(rows), m.vocab, axes.tensor, arrays)
     fullest = max(loss, run.first(a.remat), heads.copied)
     optimizer = m.config.optimizer
     state = optimizer_bytes(m.student, axes, optimizer, a.param_dtype, a.moment_dtype)
-    scratch = optimizer_scratch(m.student, axes, optimizer, a.moment_dtype)
+    # An accelerator clips the gradient in its own dtype: measured with adamw, unknown of others.
+    as_is = count == 1 and not m.inputs.on_cpu and optimizer.name in ("adam", "adamw")
+    clipped = a.compute_dtype if as_is else a.moment_dtype
+    scratch = optimizer_scratch(m.student, axes, optimizer, clipped)
     entries = [
         Entry("weights", "parameters", weights - m.shared_bytes),
         Entry("weights", SHARED, m.shared_bytes),
@@ -376,7 +381,7 @@ def _scoring(m: Setting, run: Pass, tokens: int, arrays: int, *, stacked: bool) 
     table = whole_rows(config.vocab_size, config.d_model, axes, run.itemsize)
     head = table if arrays else 0
     if stacked:  # the gathered embedding is freed after the look-up, each layer after it ran
-        return head + max(work, read, table + table // axes.fsdp)
+        return head + max(work, read, table + table // axes.fsdp + run.turned)
     layers = config.n_layers * run.layer
     return layers + head + max(work, read, table + max(table // axes.fsdp, run.residual))
 
