@@ -72,7 +72,7 @@ def line(what: str, at: dict[str, int], arguments: argparse.Namespace) -> str:
         launch=8,
     )
     dtypes = {} if arguments.dtype is None else {"dtype": arguments.dtype}
-    sections = {role: dtypes for role in ("actor", "rollout", "teacher")}
+    sections = dict.fromkeys(("actor", "rollout", "teacher"), dtypes)
     run = describe(size, jax.devices()[: at["devices"]], **sections)
     update, score, decode = (
         measure(run, run.program(role, name), arguments.seconds).median

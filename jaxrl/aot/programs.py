@@ -165,7 +165,7 @@ class RunPrograms:
         """(rows of one of `parts` slices of the batch over all devices of a role, number of rows
         that share a prompt)."""
         run, axes = self.setting.scored(role, model, parts), self.setting.axes[role]
-        return run.rows * axes.data * axes.fsdp, 1 if run.shared is None else run.shared[0]
+        return run.rows * axes.rows, 1 if run.shared is None else run.shared[0]
 
     def score(self, rows: int, group: int = 1) -> tuple[Any, tuple[Any, ...]]:
         """The teacher's program and its arguments."""
@@ -384,7 +384,7 @@ def _batch(
     """Abstract tokens and mask of a full batch of the longest texts."""
     axes, at = run.setting.axes[role], run.rows(role)
     width = width_of(longest, longest)
-    shape = (rows_of(width, batch_tokens) * axes.data * axes.fsdp, width)
+    shape = (rows_of(width, batch_tokens) * axes.rows, width)
     return shaped(shape, jnp.int32, at), shaped(shape, bool, at)
 
 

@@ -54,6 +54,9 @@ BACKWARD: dict[Remat, tuple[Blocks, ...]] = {
 }
 """Alive while one layer is differentiated, beyond what was saved: the fullest moments, where which
 of them is fuller depends on the shape (attention, MLP)."""
+FUSED = Blocks(f=1.5)
+"""Fewer of these on a GPU with remat full, which fuses more: the difference to the compiled bytes
+of seven updates, from 9k to 32k tokens in a micro-batch."""
 FORWARD: dict[Remat, tuple[Blocks, ...]] = {
     "full": (Blocks(x=1, q=1, kv=0.5, s=3),),
     "dots": (Blocks(x=1, q=1, kv=0.5, s=3),),
@@ -72,9 +75,9 @@ STREAMS: dict[str, Blocks] = {"gpu": Blocks(x=2, f=2), "tpu": Blocks(x=3, f=1)}
 """The same of streams (`models.packing`). On a GPU: the residual, its norm, and both products that
 are multiplied; a TPU fuses these two, and has the next residual beside."""
 SUMMED = Blocks(x=0.5)
-"""More on a GPU where `tensor` sums the results of the MLP."""
+"""More on a GPU where `tensor` sums the results of the MLP; of streams twice as much."""
 PREFETCHED = 4
-"""Layers whose weights a GPU has gathered over `fsdp` at once."""
+"""Layers, not stacked, whose weights a GPU has gathered over `fsdp` at once."""
 QK_NORM = Blocks(q=2, kv=1)
 """More in the backward pass where queries and keys are normalised."""
 SPREAD = Blocks(s=1)
@@ -163,6 +166,16 @@ class Pass:
         heads = 2 * split(c.n_heads, tensor) + 2 * split(c.n_kv_heads, tensor)
         return c.d_model * (heads * c.head_dim + 3 * split(c.d_ff, tensor)) * self.itemsize
 
+    @property
+    def turned(self) -> int:
+        """Bytes of the kernels whose last dim `fsdp` splits, of all layers: a GPU transposes them
+        before the scan over stacked layers, which gathers them."""
+        c, axes = self.config, self.axes
+        if self.platform != "gpu" or axes.weights == 1:
+            return 0
+        inputs = split(c.n_heads, axes.tensor) * c.head_dim + split(c.d_ff, axes.tensor)
+        return c.n_layers * inputs * split(c.d_model, axes.weights) * self.itemsize
+
     def saved(self, remat: Remat) -> int:
         """Bytes that the forward pass leaves for the backward pass."""
         by_blocks = self.width > BLOCK  # whose scores are computed again
@@ -178,7 +191,9 @@ class Pass:
         """Bytes alive while one block is differentiated, its weights or its gradient included."""
         spread = self.spread if remat == "full" else 0
         normed = self.blocks.times(QK_NORM) if self.config.qk_norm else 0
-        return self._fullest(BACKWARD[remat]) + normed + spread + self.layer + self.mask
+        fused = self.fused_attention and self.platform == "gpu" and remat == "full"
+        work = self._fullest(BACKWARD[remat]) - fused * self.blocks.times(FUSED)
+        return work + normed + spread + self.layer + self.mask
 
     def first(self, remat: Remat) -> int:
         """Bytes alive while one block runs that will be differentiated."""
@@ -198,8 +213,9 @@ class Pass:
             counts = STREAMS if self.packed else MLP
             work = self.alone.times(counts[self.platform])
             if self.platform == "gpu":
-                work += self.blocks.times(SUMMED) * (self.axes.tensor > 1)
-                work += PREFETCHED * self.layer * (self.axes.weights > 1)
+                work += self.blocks.times(SUMMED) * (1 + self.packed) * (self.axes.tensor > 1)
+                if self.axes.weights > 1:
+                    work += self.turned + self.layer if stacked else PREFETCHED * self.layer
                 if self.packed and not stacked:
                     work += self.residual  # of the next layer
                 elif self.packed and self.axes.weights == 1:

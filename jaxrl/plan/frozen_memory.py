@@ -2,7 +2,8 @@
 device; computed before any weight is read.
 
 Weights are exact. Temporaries are counted in arrays of one block, as in `models/activations.py`,
-read from the live ranges that XLA assigns to the real programs (CPU, float32).
+read from the live ranges that XLA assigns to the real programs (CPU, float32; the encoder's also
+from those of a GPU in bfloat16).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from jaxrl.models.activations import F32, SCAN, SPREAD, Pass, at_once, split, wh
 from jaxrl.models.batching import rows_of, width_of
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.encoder_config import EncoderConfig
-from jaxrl.models.kernels import Target, fuses
+from jaxrl.models.kernels import GPU, Target, fuses
 from jaxrl.plan.memory import ITEMSIZE, Account, Entry, weight_bytes
 from jaxrl.sharding.axes import AXIS_NAMES, Axes
 
@@ -79,6 +80,10 @@ def encoder_work(
 
     One layer's weights (copied by the scan, gathered over `fsdp`), and in the MLP its input and its
     wide array, in attention the scores three times; or the words' table while it is gathered.
+
+    A GPU with a kernel for attention copies one weight of the MLP only, whose wide array it holds
+    twice: before and after its activation. It transposes what `fsdp` splits along the last dim, the
+    second kernels of attention and MLP, of all layers before the first.
     """
     item, tensor = ITEMSIZE[dtype], axes.tensor
     fused = fuses(target, config.head_dim, dtype)
@@ -86,12 +91,18 @@ def encoder_work(
     heads = split(config.n_heads, tensor)
     attended = heads * config.d_model // config.n_heads
     residual = tokens * config.d_model * item
+    table = _gather(config, axes, item)
+    if fused and target.platform in GPU:
+        one = config.d_model * wide * item
+        second = config.n_layers * config.d_model * (attended + wide) * item // axes.fsdp
+        turned = second if axes.fsdp > 1 else 0
+        return turned + max(residual + 2 * tokens * wide * item + one, table)
     layer = config.d_model * (4 * attended + 2 * wide) * item
     slices = config.d_model * wide * item // axes.fsdp if axes.fsdp > 1 else 0
     mlp = tokens * wide * item + slices
     scores_and_mask = tokens * at_once(width) * (3 * heads * F32 + 1)
     attention = 4 * tokens * attended * item if fused else scores_and_mask
-    return max(layer + residual + max(mlp, attention), _gather(config, axes, item))
+    return max(layer + residual + max(mlp, attention), table)
 
 
 def reward_work(
@@ -99,15 +110,19 @@ def reward_work(
 ) -> int:
     """Bytes of the temporaries while a device scores `rows` sequences of `width` tokens.
 
-    As `Pass.forward` over stacked layers; here XLA keeps a third array of the scores' shape on any
-    mesh.
+    As `Pass.forward` over stacked layers, with the counts of streams where attention is fused; else
+    XLA keeps a third array of the scores' shape on any mesh.
     """
-    fused = fuses(target, config.head_dim, dtype)
-    run = Pass(config, axes, rows, width, ITEMSIZE[dtype], fused)
+    fused, platform = fuses(target, config.head_dim, dtype), target.platform
+    item = ITEMSIZE[dtype]
+    run = Pass(config, axes, rows, width, item, fused, packed=True, platform=platform)
+    table = _gather(config, axes, item)
+    if fused:
+        return max(run.forward(stacked=True), table + run.turned + run.mask)
     mlp, attention = (run.blocks.times(counts) for counts in SCAN)
     attention += run.blocks.times(SPREAD)
     work = max(mlp + run.layer // 3, attention + run.layer) + run.mask
-    return max(work, _gather(config, axes, ITEMSIZE[dtype]))
+    return max(work, table)
 
 
 def _gather(config: EncoderConfig | DecoderConfig, axes: Axes, itemsize: int) -> int:

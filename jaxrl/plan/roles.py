@@ -184,27 +184,32 @@ def actor(m: Setting) -> Iterable[Entry]:
     if m.shared_group > 1:
         run = replace(run, shared=(m.shared_group, m.prompt_tokens))
     gradients, summed = weights + (computed if mixed else 0), weights
+    table = sum(s.size for s in shards(m.student, axes) if s.path.startswith("embed"))
+    wider = table * (F32 - run.itemsize)  # the embedding's gradient is always float32
     if count > 1:  # a float32 accumulator, and the gradient that is added to it
         summed = weight_bytes(m.student, axes, "float32")
-        table = sum(s.size for s in shards(m.student, axes) if s.path.startswith("embed"))
-        wider = table * (F32 - run.itemsize)  # the embedding's gradient is always float32
         gradients = summed + computed + wider
+    elif not m.inputs.on_cpu:  # the optimizer reads it in the compute dtype
+        gradients = summed = computed + wider
     signal = m.rows("actor", m.sequences) * m.new_tokens * m.signal_bytes
     taken = rows * m.new_tokens * m.signal_bytes
-    heads, saved = _heads(m, rows, count), run.saved(a.remat)
+    heads, saved = _heads(m, rows), run.saved(a.remat)
     before_loss = gradients - heads.later
     if not m.inputs.on_cpu:  # elsewhere a gradient takes no memory before it is there
         before_loss = summed if count > 1 else 0
         if axes.weights > 1:  # the peak is after the loss: no heads, on GPUs gradients
             if m.inputs.target.platform in GPU:
-                before_loss += weight_bytes(m.student, axes, "float32")
+                before_loss += summed
             heads = heads._replace(forward=heads.forward - heads.gathered)
     arrays = loss_arrays(m) - (m.loss_fused and m.one_chunk(rows))
     loss = 2 * run.residual + logits(m.chunk(rows), m.vocab, axes.tensor, arrays)
     fullest = max(loss, run.first(a.remat), heads.copied)
     optimizer = m.config.optimizer
     state = optimizer_bytes(m.student, axes, optimizer, a.param_dtype, a.moment_dtype)
-    scratch = optimizer_scratch(m.student, axes, optimizer, a.moment_dtype)
+    # An accelerator clips the gradient in its own dtype: measured with adamw, unknown of others.
+    as_is = count == 1 and not m.inputs.on_cpu and optimizer.name in ("adam", "adamw")
+    clipped = a.compute_dtype if as_is else a.moment_dtype
+    scratch = optimizer_scratch(m.student, axes, optimizer, clipped)
     entries = [
         Entry("weights", "parameters", weights - m.shared_bytes),
         Entry("weights", SHARED, m.shared_bytes),
@@ -265,7 +270,7 @@ class Heads(NamedTuple):
     there is no accumulator."""
 
 
-def _heads(m: Setting, rows: int, count: int) -> Heads:
+def _heads(m: Setting, rows: int) -> Heads:
     dtype = m.config.actor.compute_dtype
     axes, width, compute = m.axes["actor"], m.student.d_model, ITEMSIZE[dtype]
     tied, one_chunk = m.student.tie_embeddings, m.one_chunk(rows)
@@ -291,11 +296,8 @@ def _heads(m: Setting, rows: int, count: int) -> Heads:
         return Heads(embedding, looked_up + own, copied, own, later)
     kept = summed - own // axes.weights if m.loss_fused else 0
     copied = max(2 * own if tied else own, theirs) + hole
-    twice = 0
-    if count == 2:  # XLA removes the loop over one micro-batch, and gathers for both at once
-        twice = whole_rows(m.student.vocab_size, width, axes, compute) + own
     gathered = own + theirs
-    return Heads(embedding, looked_up + gathered + kept + twice, copied, gathered, later)
+    return Heads(embedding, looked_up + gathered + kept, copied, gathered, later)
 
 
 def rollout(m: Setting) -> Iterable[Entry]:
@@ -386,7 +388,7 @@ def _scoring(m: Setting, run: Pass, tokens: int, arrays: int, *, stacked: bool) 
     table = whole_rows(config.vocab_size, config.d_model, axes, run.itemsize)
     head = table if arrays else 0
     if stacked:  # the gathered embedding is freed after the look-up, each layer after it ran
-        return head + max(work, read, table + table // axes.weights)
+        return head + max(work, read, table + table // axes.weights + run.turned)
     layers = config.n_layers * run.layer
     return layers + head + max(work, read, table + max(table // axes.weights, run.residual))
 

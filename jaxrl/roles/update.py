@@ -146,23 +146,24 @@ class ActorPrograms:
                 (_, rest), grads = value_and_grad(params, frozen, micro, totals)
                 return *rest, grads
 
-            sums, maxima, each, grads = one(rows[0])
-            each = jax.tree.map(lambda x: x[None], each)
             if len(rows) == 1:
-                return grads, sums, maxima, each
-            grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+                sums, maxima, each, grads = one(rows[0])
+                return grads, sums, maxima, jax.tree.map(lambda x: x[None], each)
 
-            def body(carry: Tree, index: jax.Array) -> tuple[Tree, Tree]:
-                *added, largest = carry
-                sums, maxima, each, grads = one(index)
+            # All micro-batches are in the loop: of a first one outside, and of a single one in a
+            # loop, which XLA removes, it may keep the activations of both at once.
+            def body(added: Params, index: jax.Array) -> tuple[Params, Tree]:
+                *found, grads = one(index)
                 # Else XLA may scatter into the carried sum and take its reduction out of the loop:
                 # libtpu then fails, or keeps sums of whole parameters on each device.
                 grads = jax.lax.optimization_barrier(grads)
-                added = jax.tree.map(lambda a, b: a + b.astype(a.dtype), added, [grads, sums])
-                return (*added, jax.tree.map(jnp.maximum, largest, maxima)), each
+                return jax.tree.map(lambda a, b: a + b.astype(a.dtype), added, grads), found
 
-            summed, more = jax.lax.scan(body, (grads, sums, maxima), rows[1:])
-            return *summed, jax.tree.map(lambda *x: jnp.concatenate(x), each, more)
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
+            zeros = jax.lax.with_sharding_constraint(zeros, self.shardings.params)
+            grads, (sums, maxima, each) = jax.lax.scan(body, zeros, rows)
+            sums = jax.tree.map(lambda x: x.sum(0), sums)
+            return grads, sums, jax.tree.map(lambda x: x.max(0), maxima), each
 
         on_cpu = target_of(self.mesh.devices.flat).platform == "cpu"
 

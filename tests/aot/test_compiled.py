@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import jax
 import pytest
 from compiled_runs import (
     BATCH,
@@ -27,9 +28,18 @@ from compiled_runs import (
     programs,
     state_bytes,
 )
+from jax.sharding import NamedSharding
 
-from jaxrl.aot.check import compile_program
 from jaxrl.aot.hlo import read
+from jaxrl.aot.machine import machine, prepare
+from jaxrl.aot.programs import ROWS, Program, shaped
+from jaxrl.models import bert
+from jaxrl.models.encoder_config import EncoderConfig
+from jaxrl.models.kernels import compiling_for, target_of
+from jaxrl.plan.frozen_memory import encoder_bytes, encoder_work
+from jaxrl.roles.encoder import encode_batch
+from jaxrl.sharding.mesh import role_mesh
+from jaxrl.sharding.placement import Axes
 
 pytestmark = NEEDS_COMPILERS
 WITHIN = 0.05
@@ -143,15 +153,37 @@ def test_the_plan_of_an_update_is_what_the_compiler_takes(devices, remat, model,
         assert planned == pytest.approx(update.held(update.compile()), rel=WITHIN)
 
 
-def test_the_layers_of_a_decode_step_are_one_cuda_graph(tmp_path):
-    alone = {"mesh": "actor+rollout=1", "algorithm": "sft", "teacher": {"model": None}}
-    run = config(tmp_path, **alone)
-    for plan, program in programs(run, "h200x1", "decode"):
-        _, graphs, _ = compile_program(program, plan.inputs.target)
-        assert graphs is not None
-        assert graphs.graphs == 1
-        assert graphs.inside > 10 * 2  # of two layers
-        assert graphs.outside <= 10
+@pytest.mark.parametrize(
+    "axes", [Axes(fsdp=2), pytest.param(Axes(tensor=2), marks=pytest.mark.slow)], ids=str
+)
+def test_the_plan_of_the_grouper_is_what_the_compiler_takes(axes):
+    """BERT-large, which a GPU needs other arrays for than a CPU."""
+    prepare()
+    model = EncoderConfig("bert", 30522, 1024, 24, 16, 4096, 512, 0, 2, 1e-12, "mean", 512)
+    devices, (rows, width) = machine("h200x2").devices, (16, 512)
+    mesh, target = role_mesh(devices, axes), target_of(devices)
+    params = jax.tree.map(
+        lambda shape, at: shaped(shape, "bfloat16", at),
+        bert.tree(bert.shapes(model)),
+        bert.param_shardings(model, mesh),
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+    at = NamedSharding(mesh, ROWS)
+    batch = (shaped((rows * axes.fsdp, width), dtype, at) for dtype in ("int32", bool))
+    embed = Program("grouper", "embed", encode_batch, (model, mesh, params, *batch), ("embed",))
+    with compiling_for(target):
+        held = embed.held(embed.compile())
+    planned = encoder_bytes(model, axes, "bfloat16")
+    planned += encoder_work(model, axes, rows, width, "bfloat16", target)
+    assert planned == pytest.approx(held, rel=WITHIN)
+
+
+def test_the_layers_of_a_decode_step_are_one_cuda_graph(made):
+    graphs = made["decode"].graphs
+    assert graphs is not None
+    assert graphs.graphs == 1
+    assert graphs.inside > 10 * 2  # of two layers
+    assert graphs.outside <= 10
 
 
 def test_a_t4_compiles_the_notebook_s_programs(on_a_t4):

@@ -431,7 +431,7 @@ def test_fewer_kv_heads_than_tensor_are_told() -> None:
     [
         ("actor.remat", "none", "actor"),
         ("distill.chunk_tokens", 4096, "actor"),
-        ("actor.micro_batch_tokens", None, "actor"),
+        ("actor.micro_batch_tokens", 24576, "actor"),  # null, one of all, needs no accumulator
         ("rollout.slots", 512, "rollout"),
         ("distill.seq_kd", True, "teacher"),
         ("max_new_tokens", 4096, "teacher"),

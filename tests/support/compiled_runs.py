@@ -17,8 +17,8 @@ import jax
 import pytest
 
 from jaxrl.aot.apart import apart
-from jaxrl.aot.check import MEMORY, plan_for
-from jaxrl.aot.hlo import read_total
+from jaxrl.aot.check import MEMORY, THUNKS, plan_for
+from jaxrl.aot.hlo import Graphs, read_thunks, read_total
 from jaxrl.aot.machine import compilers, machine, prepare
 from jaxrl.aot.programs import Program, RunPrograms, local_bytes
 from jaxrl.config.schema import Config
@@ -60,7 +60,7 @@ SMALL: dict[str, Any] = {
     "vocab_size": 1024,
 }
 """What the code that libtpu generates grows with."""
-PROMPT, NEW, BATCH, GROUP = 448, 832, 16, 4
+PROMPT, NEW, BATCH, GROUP = 448, 832, 8, 4
 
 
 def config(tmp: Path, model: Mapping[str, Any] | None = None, **keys: Any) -> Config:
@@ -131,12 +131,17 @@ class Compiling:
 
     plan: Plan
     program: Program
-    job: Future[Any]
+    job: Future[tuple[Any, Graphs | None]]
 
     @property
     def compiled(self) -> Any:
         """What the compiler made of it, once it is done."""
-        return self.job.result()
+        return self.job.result()[0]
+
+    @property
+    def graphs(self) -> Graphs | None:
+        """CUDA graphs, of a launch of decode steps."""
+        return self.job.result()[1]
 
     @cached_property
     def text(self) -> str:
@@ -149,8 +154,18 @@ def compiling(
     """Traces programs of a run for a machine, and has the pool compile them."""
     found = {}
     for plan, program in programs(run, target, *names):
-        found[program.name] = Compiling(plan, program, pool.submit(program.lower().compile))
+        job = pool.submit(_made, program.lower(), program.name == "decode")
+        found[program.name] = Compiling(plan, program, job)
     return found
+
+
+def _made(lowered: Any, looks: bool) -> tuple[Any, Graphs | None]:
+    """The compiled program and, with `looks`, its CUDA graphs."""
+    with tempfile.TemporaryDirectory() as folder:
+        dump = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        compiled = lowered.compile(dump if looks else None)
+        thunks = [path.read_text() for path in Path(folder).glob(THUNKS)]
+    return compiled, read_thunks(thunks[0]) if thunks else None
 
 
 def planned_and_reported(run: Config, target: str, role: str, name: str) -> tuple[int, int]:
