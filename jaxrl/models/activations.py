@@ -205,16 +205,16 @@ class Pass:
                     work += self.layer // 3  # one of the MLP's weights, which the scan copies
             return work + self.mask
         copied = self.layer if stacked else 0
-        third = self.alone.times(SPREAD) if self.axes.size == 1 else 0
+        more = self.alone.times(SPREAD) if self.axes.size == 1 else 0
         if self.packed:
             mlp, attention = (self.alone.times(counts) for counts in PACKED)
-            third = self.blocks.times(QK_NORM) if self.config.qk_norm else 0
+            more = self.blocks.times(QK_NORM) if self.config.qk_norm else 0
         elif stacked:
             mlp, attention = (self.alone.times(counts) for counts in SCAN)
         else:
             mlp, attention, rotary = (self.alone.times(counts) for counts in UNROLLED)
             mlp = max(mlp, rotary)
-        return max(mlp + copied // 3, attention + third + copied) + self.mask
+        return max(mlp + copied // 3, attention + more + copied) + self.mask
 
     def _fullest(self, moments: tuple[Blocks, ...]) -> int:
         return max(self.blocks.times(counts) for counts in moments)
