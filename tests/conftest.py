@@ -16,6 +16,7 @@ from pathlib import Path
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # processes that no run takes
+os.environ.setdefault("RAY_worker_niceness", "0")  # 15 has them wait for the other tests
 # A hundred processes import jaxrl: its bytecode is kept, also where images of Python forbid that.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ["XLA_FLAGS"] = " ".join(
@@ -49,12 +50,16 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 gc.set_threshold(50_000, 10, 10)
 
 LONGEST_FIRST = (
-    *("test_ray_train.py", "test_resume.py", "test_ray.py", "test_actor.py", "test_objective.py"),
-    *("test_two_hosts.py", "test_serve_teacher.py", "test_engine.py", "test_train.py"),
-    *("test_rl.py", "test_plan_true.py", "test_shared_prompts.py", "test_profiling.py"),
-    *("test_gpu.py", "test_spmd.py", "test_flat_memory.py", "test_face.py"),
+    *("test_ray_train.py", "test_resume.py", "test_objective.py", "test_two_hosts.py"),
+    *("test_actor.py", "test_engine.py", "test_rl.py", "test_train.py", "test_ray.py"),
+    *("test_shared_prompts.py", "test_plan_true.py", "test_gpu.py", "test_profiling.py"),
+    *("test_compiled.py", "test_compiled_tpu.py", "test_kernels_aot.py", "test_spmd.py"),
+    *("test_flat_memory.py", "test_evaluate.py", "test_rewards_pool.py", "test_face.py"),
+    *("test_checkpoint.py", "test_generate.py", "test_serve_teacher.py", "test_config_page.py"),
 )
-"""Files that take long: begun last, they would leave one of two processes with nothing to do."""
+"""Files that take long: begun last, they would leave all processes but one with nothing to do. The
+first of them waits for other processes more than it computes, and so do the hosts after it.
+"""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -78,8 +78,12 @@ SUMMED = Blocks(x=0.5)
 """More on a GPU where `tensor` sums the results of the MLP; of streams twice as much."""
 PREFETCHED = 4
 """Layers, not stacked, whose weights a GPU has gathered over `fsdp` at once."""
+PACKED = (Blocks(x=1.5, f=3), Blocks(x=1, q=2, kv=2, s=2))
+"""Of streams without such a kernel, in either layout: in the MLP; in attention, where queries, keys
+and values exist as streams and as rows."""
 QK_NORM = Blocks(q=2, kv=1)
-"""More in the backward pass where queries and keys are normalised."""
+"""More in the backward pass, and in attention over streams, where queries and keys are
+normalised."""
 SPREAD = Blocks(s=1)
 """More on a single device: XLA keeps a third array of the scores' shape (out of a scan it hoists a
 constant), and does not in most programs that it partitions."""
@@ -199,15 +203,11 @@ class Pass:
         """Bytes alive while one block runs that will be differentiated."""
         return self._fullest(FORWARD[remat]) + self.layer + self.mask
 
-    def forward(self, stacked: bool, reported: bool = False) -> int:
+    def forward(self, stacked: bool) -> int:
         """Bytes alive while one block runs without a backward pass.
 
         A scan over stacked layers copies each layer's weights (of the MLP's three one is left where
         it needs most), and `fsdp` gathers them; layer after layer they are read in place.
-
-        Args:
-            reported: the vocabulary is read after the last layer: there XLA packs the scores of
-                layer after layer into three places where two would do.
         """
         if self.fused_attention and self.platform in MLP:
             counts = STREAMS if self.packed else MLP
@@ -221,14 +221,17 @@ class Pass:
                 elif self.packed and self.axes.weights == 1:
                     work += self.layer // 3  # one of the MLP's weights, which the scan copies
             return work + self.mask
-        spread = self.alone.times(SPREAD)
-        third = spread if self.axes.size == 1 else 0
-        if not stacked:
+        copied = self.layer if stacked else 0
+        more = self.alone.times(SPREAD) if self.axes.size == 1 else 0
+        if self.packed:
+            mlp, attention = (self.alone.times(counts) for counts in PACKED)
+            more = self.blocks.times(QK_NORM) if self.config.qk_norm else 0
+        elif stacked:
+            mlp, attention = (self.alone.times(counts) for counts in SCAN)
+        else:
             mlp, attention, rotary = (self.alone.times(counts) for counts in UNROLLED)
-            third = spread if reported else third
-            return max(mlp, attention + third, rotary) + self.mask
-        mlp, attention = (self.alone.times(counts) for counts in SCAN)
-        return max(mlp + self.layer // 3, attention + third + self.layer) + self.mask
+            mlp = max(mlp, rotary)
+        return max(mlp + copied // 3, attention + more + copied) + self.mask
 
     def _fullest(self, moments: tuple[Blocks, ...]) -> int:
         return max(self.blocks.times(counts) for counts in moments)

@@ -381,7 +381,7 @@ def _scoring(m: Setting, run: Pass, tokens: int, arrays: int, *, stacked: bool) 
         arrays: float32 arrays [tokens, V] alive at once; 0 if the hidden states are the result.
     """
     axes, config = run.axes, run.config
-    work = run.forward(stacked, arrays > 0)
+    work = run.forward(stacked)
     read = logits(tokens, m.vocab, axes.tensor, arrays)
     if axes.weights == 1:
         return max(work, read + run.residual)
@@ -402,6 +402,8 @@ def teacher(m: Setting) -> Iterable[Entry]:
     signal = m.rows("teacher", m.sequences) * m.new_tokens * m.signal_bytes
     samples = m.teacher_samples
     arrays = {"hidden": 0, "sampled": 2}.get(c.distill.signal, SCORE_ARRAYS)
+    if axes.size == 1 and m.inputs.on_cpu:
+        arrays = min(arrays, SCORE_ARRAYS - 1)  # XLA computes one of them in place
     work = _scoring(m, run, m.chunk(run.rows), arrays, stacked=not samples)
     weights = weight_bytes(config, axes, c.teacher.compute_dtype)
     # A signal stays on the teacher's devices while something else runs there.

@@ -10,6 +10,7 @@ import tracemalloc
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 from runs import SHORT, save_model
 
 from jaxrl import Config
@@ -30,6 +31,13 @@ PROMPTS = [Prompt(i, (1, 2), f"prompt {i}", answer="42") for i in range(4)]
 ZEROS = np.zeros(2, np.float32)
 TIMELINE = 60_000
 """Bytes that the timeline may have: those of about seventy steps."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def earlier_tests_set_aside():
+    """What they left in this process, which each collection here would look through: a second."""
+    gc.collect()
+    gc.freeze()
 
 
 class Pretender:

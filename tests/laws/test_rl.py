@@ -267,8 +267,9 @@ def test_a_refilled_batch_is_distilled_at_the_tokens_the_policy_ranks_highest(
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["gspo", "grpo", "dapo"])
 def test_what_is_rewarded_is_learned(student, tmp_path, algorithm):
-    """The share of one sign, which is rare at first."""
+    """The share of one sign, which is rare at first, with one large update a batch."""
     asked = [f"algorithm={algorithm}", "steps=40", "batch_size=16", "optimizer.learning_rate=1e-2"]
+    asked.append("actor.minibatches=1")
     signs = function(tmp_path, "return [c.count('=') / 8 for c in completions]")
     share = column(run(student, tmp_path / "run", *asked, signs), "reward/judge/mean")
     assert np.mean(share[:3]) < 0.3 and np.mean(share[-3:]) > 0.8

@@ -73,14 +73,17 @@ def launcher(request):
     if request.param == "local":
         yield "local"
         return
-    ray = pytest.importorskip("ray")
+    pytest.importorskip("ray")
+    from jaxrl.runtime.ray.connect import join
+    from jaxrl.runtime.ray.own import leave
+
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment().items():
             patch.setenv(name, value)
-        ray.shutdown()
-        ray.init(num_cpus=8, namespace="jaxrl", include_dashboard=False, log_to_driver=False)
+        leave()
+        join(None, 8)
         yield "ray"
-        ray.shutdown()
+        leave()
 
 
 def arguments(models, run_dir, case, *overrides):

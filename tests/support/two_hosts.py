@@ -15,12 +15,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 FIRST, SECOND = "10.77.0.1", "10.77.0.2"
-PORT = 6379
 NAMES = Path("/etc/netns")
 CPUS = 4
 """Of each host: so many devices it emulates."""
@@ -52,10 +51,12 @@ class TwoHosts:
     names: tuple[str, str, str]
     """Namespaces of the first host, the second, and the switch between them."""
     env: dict[str, str]
+    port: int = field(default_factory=lambda: 20_000 + secrets.randbelow(10_000))
+    """Of the head. Ray refuses one that a head has on this machine, in whatever namespace."""
 
     @property
     def address(self) -> str:
-        return f"{FIRST}:{PORT}"
+        return f"{FIRST}:{self.port}"
 
     def start(self, *command: str, host: int = 0, **options: Any) -> subprocess.Popen[str]:
         """A process on a host."""
@@ -67,7 +68,7 @@ class TwoHosts:
         self._ray(1, f"--address={self.address}", f"--node-ip-address={SECOND}", "second")
 
     def head(self) -> None:
-        head = ("--head", f"--port={PORT}", "--include-dashboard=false", "--no-monitor")
+        head = ("--head", f"--port={self.port}", "--include-dashboard=false", "--no-monitor")
         self._ray(0, *head, f"--node-ip-address={FIRST}", "first")
 
     def _ray(self, host: int, *options: str) -> None:
