@@ -189,7 +189,7 @@ def actor(m: Setting) -> Iterable[Entry]:
     if count > 1:  # a float32 accumulator, and the gradient that is added to it
         summed = weight_bytes(m.student, axes, "float32")
         gradients = summed + computed + wider
-    elif not m.inputs.on_cpu:  # the optimizer reads it in the compute dtype
+    elif not m.inputs.on_cpu and mixed:  # the optimizer reads it in the compute dtype
         gradients = summed = computed + wider
     signal = m.rows("actor", m.sequences) * m.new_tokens * m.signal_bytes
     taken = rows * m.new_tokens * m.signal_bytes
@@ -389,7 +389,7 @@ def _scoring(m: Setting, run: Pass, tokens: int, arrays: int, *, stacked: bool) 
     head = table if arrays else 0
     if stacked:  # the gathered embedding is freed after the look-up, each layer after it ran
         return head + max(work, read, table + table // axes.weights + run.turned)
-    layers = config.n_layers * run.layer
+    layers = config.n_layers * run.layer if m.inputs.on_cpu else 0  # gathered before the first
     return layers + head + max(work, read, table + max(table // axes.weights, run.residual))
 
 

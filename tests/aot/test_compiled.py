@@ -28,18 +28,18 @@ from compiled_runs import (
     programs,
     state_bytes,
 )
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl.aot.hlo import read
 from jaxrl.aot.machine import machine, prepare
-from jaxrl.aot.programs import ROWS, Program, shaped
+from jaxrl.aot.programs import Program, shaped
 from jaxrl.models import bert
 from jaxrl.models.encoder_config import EncoderConfig
 from jaxrl.models.kernels import compiling_for, target_of
 from jaxrl.plan.frozen_memory import encoder_bytes, encoder_work
 from jaxrl.roles.encoder import encode_batch
+from jaxrl.sharding.axes import ROWS, Axes
 from jaxrl.sharding.mesh import role_mesh
-from jaxrl.sharding.placement import Axes
 
 pytestmark = NEEDS_COMPILERS
 WITHIN = 0.05
@@ -168,7 +168,7 @@ def test_the_plan_of_the_grouper_is_what_the_compiler_takes(axes):
         bert.param_shardings(model, mesh),
         is_leaf=lambda x: isinstance(x, tuple),
     )
-    at = NamedSharding(mesh, ROWS)
+    at = NamedSharding(mesh, PartitionSpec(ROWS))
     batch = (shaped((rows * axes.fsdp, width), dtype, at) for dtype in ("int32", bool))
     embed = Program("grouper", "embed", encode_batch, (model, mesh, params, *batch), ("embed",))
     with compiling_for(target):

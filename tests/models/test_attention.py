@@ -23,7 +23,8 @@ from jaxrl.models.encoder_config import EncoderConfig
 from jaxrl.models.kernels import CPU, Target, compiling_for, target_of, why_no_step_kernel
 from jaxrl.models.packing import pack
 from jaxrl.models.rules import param_shardings
-from jaxrl.sampling.decode import ROWS, cache_spec
+from jaxrl.sampling.decode import cache_spec
+from jaxrl.sharding.axes import ROWS
 from jaxrl.types import Sequences
 
 P, G, W, C, N, KV, H = 2, 3, 7, 5, 4, 2, 8

@@ -19,14 +19,14 @@ PROGRAM = """
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     from jaxrl.sharding.mesh import role_mesh
-    from jaxrl.sharding.axes import Axes
+    from jaxrl.sharding.axes import AXIS_NAMES, Axes
 
     hits = []
     jax.monitoring.register_event_listener(
         lambda event, **_: hits.append(event) if event.endswith("/cache_hits") else None)
     make = {"ours": lambda: role_mesh(jax.devices(), Axes(1, 2, 1)),
             "plain": lambda: jax.sharding.Mesh(
-                np.asarray(jax.devices()).reshape(1, 2, 1), ("data", "fsdp", "tensor"))}
+                np.asarray(jax.devices()).reshape(1, 2, 1, 1), AXIS_NAMES)}
     mesh = make[sys.argv[1]]()
 
     def loop(x, w):
