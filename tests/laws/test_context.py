@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runs import MESH, SHORT, losses, save_model
+from runs import GSPO, MESH, SHORT, losses, save_model
 from tiny_models import make_mesh
 
 from jaxrl import Config
@@ -88,6 +88,20 @@ def test_a_run_learns_what_it_would_learn_without(tmp_path: Path):
         found.append(train(Config.load("builtin:quickstart", keys)))
     plain, divided = map(losses, found)
     np.testing.assert_allclose(divided, plain, rtol=1e-4)
+
+
+def test_rewards_teach_what_they_would_without(tmp_path: Path):
+    given = [f"student.model={save_model(tmp_path / 's', 32, 2, 0)}", *GSPO, "eval.every=0"]
+    found = []
+    for mesh in (
+        ["mesh=actor=2,rollout=1"],
+        ["mesh=actor=4,rollout=1", "actor.parallel.context=2"],
+    ):
+        keys = [*SHORT, *given, *mesh, f"run_dir={tmp_path / str(len(found))}"]
+        rows = train(Config.load("builtin:quickstart", keys)).metrics[1:]
+        found.append([[row[key] for key in ("actor/grad_norm", "policy/entropy")] for row in rows])
+    np.testing.assert_allclose(*found, rtol=1e-4)
+    assert all(norm > 0 for norm, _ in found[0])
 
 
 @pytest.mark.parametrize("role", ["rollout", "reward", "grouper"])
