@@ -201,7 +201,7 @@ def _update(m: Setting) -> tuple[float, float]:
 
 def _generate(m: Setting) -> tuple[float, float]:
     axes = m.axes["rollout"]
-    prompts = m.config.batch_size * m.prompt_tokens // (axes.rows)
+    prompts = m.config.batch_size * m.prompt_tokens // axes.rows
     drawn = m.rows("rollout", m.sequences) * m.new_tokens
     return 0.0, _reduced(m, "rollout", m.student, prompts + drawn)
 

@@ -229,7 +229,7 @@ class Model:
         n = tokens.shape[0]
         if self.mesh is None:
             return jnp.asarray(tokens), jnp.asarray(mask), n
-        extra = -n % (row_shards(self.mesh.shape))
+        extra = -n % row_shards(self.mesh.shape)
         sharding = NamedSharding(self.mesh, PartitionSpec(ROWS, None))
         padded = (np.pad(x, ((0, extra), (0, 0))) for x in (tokens, mask))
         tokens, mask = (jax.device_put(x, sharding) for x in padded)

@@ -12,18 +12,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxrl.models.splash import LANES
+
 BLOCK_BYTES = 1 << 20
 """Of keys and values in a step of the grid: enough to hide what a step costs besides."""
-TILE = 128
-"""Keys of a step are a multiple of it, or all that there are."""
 LOWEST = -1e30
 """Score of a masked key: finite, so that no difference of two is NaN."""
 
 
 def keys_at_once(positions: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
-    """Keys of a slot that a step of the grid takes, in a cache of so many positions."""
-    each = 2 * kv_heads * max(head_dim, TILE) * itemsize  # a TPU pads rows to 128 numbers
-    return min(max(BLOCK_BYTES // each // TILE, 1) * TILE, positions)
+    """Keys of a slot that a step of the grid takes, in a cache of so many positions: a multiple of
+    `LANES`, or all that there are."""
+    each = 2 * kv_heads * head_dim * itemsize
+    return min(max(BLOCK_BYTES // each // LANES, 1) * LANES, positions)
 
 
 def attend(

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from jaxrl.models import cudnn, split_k
+from jaxrl.models.splash import LANES
 
 Kernel = Literal["cudnn", "splash"]
 """cuDNN's fused attention, of NVIDIA's GPUs; pallas's splash attention, of TPUs."""
@@ -27,8 +28,8 @@ OLDEST = (8, 0)
 HEAD_DIMS = {(8, 0): 128, (9, 0): 256}
 """Compute capability -> the largest head dim that cuDNN's kernel has from there on."""
 HEAD_DIM_MULTIPLE = 8
-STEP_HEAD_DIM, LANES = 16, 128
-"""The smallest head dim of a decode step's kernel; on a TPU, what head dims are multiples of."""
+STEP_HEAD_DIM = 16
+"""The smallest head dim of a decode step's kernel on a GPU."""
 EVEN, TILE = 2, 64
 """Widths of arrays are multiples of these: on a CPU, and on accelerators."""
 
