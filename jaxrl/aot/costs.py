@@ -172,12 +172,6 @@ def _exchanged(m: Setting, role: str, model: DecoderConfig, tokens: int) -> floa
     return model.n_layers * tokens * heads * model.head_dim * item * (axes.context - 1)
 
 
-def _moved(m: Setting, role: str, model: DecoderConfig, rows: int) -> float:
-    """Bytes that `tensor` and `context` send from a device in a forward pass over its rows."""
-    tokens = rows * m.width // m.axes[role].context
-    return _reduced(m, role, model, tokens) + _exchanged(m, role, model, tokens)
-
-
 def _gathered(m: Setting, role: str, model: DecoderConfig) -> float:
     """Bytes that `fsdp` brings to a device in one pass over the layers."""
     axes = m.axes[role]
@@ -193,7 +187,10 @@ def _update(m: Setting) -> tuple[float, float]:
     gathers = (forward + 1) * _gathered(m, "actor", m.student)
     grads = layer_bytes(m.student, axes.gathered, "float32")
     scattered = grads * (axes.weights - 1) / axes.weights
-    moved = (forward + 1) * _moved(m, "actor", m.student, rows)
+    tokens = rows * m.width // axes.context
+    moved = (forward + 1) * _reduced(m, "actor", m.student, tokens)
+    exchanges = 2 if c.actor.remat == "none" else 3  # dots keeps no exchanged heads either
+    moved += exchanges * _exchanged(m, "actor", m.student, tokens)
     replicas = grads / axes.weights * 2 * (axes.data - 1) / axes.data
     overlapped = passes * (gathers + scattered)
     return overlapped, passes * moved + c.updates_per_batch * replicas
@@ -211,8 +208,10 @@ def _score(role: str) -> Callable[[Setting], tuple[float, float]]:
         model = m.teacher if role == "teacher" else m.student
         assert model is not None
         section: Any = m.config.roles[role]
+        tokens = m.rows(role, m.sequences) * m.width // m.axes[role].context
         gathered = section.num_microbatches * _gathered(m, role, model)
-        return gathered, _moved(m, role, model, m.rows(role, m.sequences))
+        sent = _reduced(m, role, model, tokens) + _exchanged(m, role, model, tokens)
+        return gathered, sent
 
     return moved
 
