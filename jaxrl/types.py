@@ -119,7 +119,8 @@ class TeacherSignal:
     `distill.signal` are set."""
 
     hidden: Array = None
-    """[B, C, Dt]: last hidden states, after the final norm."""
+    """[B, C, Dt]: last hidden states, after the final norm; of a mixture of teachers, those of each
+    one after the other. Where rows have teachers of several widths, zeros follow the narrower."""
     topk_ids: Array = None
     """[B, C, K] int32."""
     topk_logprobs: Array = None
@@ -136,6 +137,9 @@ class TeacherSignal:
     """[B, C] float32, nats: log of the probability outside the K' ids."""
     entropy: Array = None
     """[B, C] float32, nats."""
+    weights: Array = None
+    """[B, C, K] float32: the share of each of several teachers; they sum to 1 in rows with a
+    prompt. Set by the actor."""
 
 
 @jax.tree_util.register_dataclass

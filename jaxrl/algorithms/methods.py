@@ -26,6 +26,7 @@ from jaxrl.algorithms.signals import (
     packed_completions,
 )
 from jaxrl.algorithms.sources import Sources
+from jaxrl.algorithms.teachers import weighted
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.losses.algorithm_table import LearnsFrom
@@ -104,8 +105,8 @@ def _no_scores(config: Config) -> Prepare:
 
 def _teacher_scores(config: Config) -> Prepare:
     def prepare(rollout: Rollout, scores: RoleScores) -> tuple[TrainBatch, dict[str, float]]:
-        signal = join_parts(scores["teacher"])
-        return TrainBatch(rollout.sequences, signal, rollout.sampler_logprobs), {}
+        signal, metrics = weighted(config, rollout, join_parts(scores["teacher"]))
+        return TrainBatch(rollout.sequences, signal, rollout.sampler_logprobs), metrics
 
     return prepare
 
@@ -141,7 +142,7 @@ def gkd_completions(sources: Sources, index: int) -> Future[Rollout]:
 
 def gkd_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) -> Loss:
     """Divergence between teacher and student at the completion tokens (GKD, arXiv 2306.13649)."""
-    projection = Projection(config.distill, mesh, vocab_size)
+    projection = Projection.of(config, mesh, vocab_size)
 
     def loss(params: Params, frozen: Frozen, batch: TrainBatch, totals: Totals) -> LossParts:
         packing, hidden, kernel = _hidden(config, model, mesh, params, batch)

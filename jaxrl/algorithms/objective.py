@@ -116,7 +116,7 @@ def objective_notes(config: Config) -> list[str]:
 def policy_objective(config: Config, mesh: Mesh, vocab_size: int) -> Evaluate:
     """The loss of a micro-batch, given its hidden states."""
     objective, correction, p = configured(config), configured_correction(config), config.policy
-    projection = Projection(config.distill, mesh, vocab_size)
+    projection = Projection.of(config, mesh, vocab_size)
     options: dict[str, Any] = {
         "temperature": config.sampling.temperature,
         "chunk": config.distill.chunk_tokens,

@@ -11,23 +11,27 @@ from it. Both sides are in this file.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float, Int
 
-from jaxrl.config.schema import DistillConfig
+from jaxrl.config.schema import Config, DistillConfig
+from jaxrl.losses.algorithm_table import MixtureKind
 from jaxrl.losses.distill import (
     Loss,
     divergence_from_hidden,
     entropy_aware_from_topk,
     topk_divergence_from_hidden,
 )
-from jaxrl.losses.divergence import EntropyAware, sampled_reverse_kl
+from jaxrl.losses.divergence import EntropyAware, Sums, sampled_reverse_kl
 from jaxrl.losses.head import logprobs_at, logprobs_from_hidden, topk_from_hidden
+from jaxrl.losses.mixture import TeacherMixture
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Params, Remat, forward_packed, head
 from jaxrl.models.packing import Packing, pack
@@ -41,7 +45,18 @@ class Projection:
     distill: DistillConfig
     mesh: Mesh
     vocab_size: int
-    """Tokens that student and teacher share: the smaller number of rows of the two heads."""
+    """Tokens that student and teachers share: the smallest number of rows of their heads."""
+    teachers: tuple[str, ...] = ()
+    """Names of several teachers; () where there is one."""
+    mixture: MixtureKind | None = None
+    """How several are one; None: each row has a teacher of its own."""
+    keyed: bool = False
+    """Whether rows differ in their teachers, whose metrics are then reported apart."""
+
+    @classmethod
+    def of(cls, config: Config, mesh: Mesh, vocab_size: int) -> Projection:
+        keyed, names = config.data.teacher_key is not None, tuple(config.teachers)
+        return cls(config.distill, mesh, vocab_size, names, config.mixture, keyed)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -108,18 +123,26 @@ def packed_completions(packing: Packing, sequences: Sequences) -> Sequences:
     return Sequences(packing.pack(completion_tokens(sequences)), trained, trained)
 
 
-# The teacher's side: (projection, hidden [B, C, Dt], head [V, Dt], sequences, ids [B, C, K]) ->
-# fields of TeacherSignal.
+# The teacher's side: (projection, (hidden [B, C, Dt], head [V, Dt]) or a sequence of both for a
+# mixture, sequences, ids [B, C, K], further options) -> fields of TeacherSignal.
 
 Fields = dict[str, Array]
+Options = Mapping[str, Any]
+Teachers = tuple[Array | Sequence[Array], Array | Sequence[Array]]
+"""Hidden states and LM head, or one of both for each teacher of a mixture."""
 
 
-def _ship_hidden(p: Projection, hidden: Array, kernel: Array, *_: object) -> Fields:
-    return {"hidden": hidden}
+def _ship_hidden(
+    p: Projection, teachers: Teachers, sequences: Sequences, ids: Array, options: Options
+) -> Fields:
+    hidden, _ = teachers
+    return {"hidden": jnp.concatenate(hidden, -1) if isinstance(hidden, Sequence) else hidden}
 
 
-def _ship_topk(p: Projection, hidden: Array, kernel: Array, *_: object) -> Fields:
-    best = topk_from_hidden(hidden, kernel, p.distill.top_k, v=p.vocab_size, **p.options)
+def _ship_topk(
+    p: Projection, teachers: Teachers, sequences: Sequences, ids: Array, options: Options
+) -> Fields:
+    best = topk_from_hidden(*teachers, p.distill.top_k, **options)
     return {
         "topk_ids": best.ids,
         "topk_logprobs": best.logprobs,
@@ -128,18 +151,21 @@ def _ship_topk(p: Projection, hidden: Array, kernel: Array, *_: object) -> Field
 
 
 def _ship_student_topk(
-    p: Projection, hidden: Array, kernel: Array, _: Sequences, ids: Array
+    p: Projection, teachers: Teachers, sequences: Sequences, ids: Array, options: Options
 ) -> Fields:
-    logprobs, tail = logprobs_at(hidden, kernel, ids, v=p.vocab_size, **p.options)
+    logprobs, tail = logprobs_at(*teachers, ids, **options)
     return {"topk_ids": ids, "topk_logprobs": logprobs, "tail_logprob": tail}
 
 
 def _ship_sampled(
-    p: Projection, hidden: Array, kernel: Array, sequences: Sequences, *_: object
+    p: Projection, teachers: Teachers, sequences: Sequences, ids: Array, options: Options
 ) -> Fields:
     tokens = completion_tokens(sequences)
-    logprobs = logprobs_from_hidden(hidden, kernel, tokens, v=p.vocab_size, **p.options)
-    return {"token_logprobs": logprobs}
+    if options["mixture"] is not None:
+        logprobs, _ = logprobs_at(*teachers, tokens[..., None], **options)
+        return {"token_logprobs": logprobs[..., 0]}
+    plain = {name: value for name, value in options.items() if name != "mixture"}
+    return {"token_logprobs": logprobs_from_hidden(*teachers, tokens, **plain)}
 
 
 TEACHER_SIGNALS: dict[str, Callable[..., Fields]] = {
@@ -172,20 +198,44 @@ def score(
 
 def teacher_signal(
     p: Projection,
-    hidden: Float[Array, "B C Dt"],
-    kernel: Float[Array, "Vt Dt"],
+    hidden: Float[Array, "B C Dt"] | Sequence[Array],
+    kernel: Float[Array, "Vt Dt"] | Sequence[Array],
     sequences: Sequences,
     ids: Int[Array, "B C K"] | None,
+    mixture: TeacherMixture | None = None,
 ) -> TeacherSignal:
     """The fields that `distill.signal` asks for, of hidden states and a head. Arguments as of
-    `score`."""
-    fields = TEACHER_SIGNALS[p.distill.signal](p, hidden, kernel, sequences, ids)
+    `score`; of a mixture, hidden states and head of each teacher."""
+    teachers = hidden, kernel
+    options = p.options | {"v": p.vocab_size, "mixture": mixture}
+    fields = TEACHER_SIGNALS[p.distill.signal](p, teachers, sequences, ids, options)
     if p.distill.entropy_aware and p.distill.signal != "hidden":
-        k = p.distill.entropy_top_k
-        best = topk_from_hidden(hidden, kernel, k, v=p.vocab_size, **p.options)
+        best = topk_from_hidden(*teachers, p.distill.entropy_top_k, **options)
         fields["best_ids"], fields["best_logprobs"] = best.ids, best.logprobs
         fields["best_tail"], fields["entropy"] = best.tail_logprob, best.entropy
     return TeacherSignal(**fields)
+
+
+def mixture_signal(
+    p: Projection,
+    hidden: Sequence[Float[Array, "B C _"]],
+    kernels: Sequence[Float[Array, "_ _"]],
+    weights: Float[Array, "B K"],
+    sequences: Sequences,
+    ids: Int[Array, "B C K"] | None,
+) -> TeacherSignal:
+    """What `distill.signal` asks of a mixture of teachers, from the hidden states of each at the
+    completions; zeros at their padding."""
+    assert p.mixture is not None
+    packing = pack(sequences, p.mesh)
+    rows, width = sequences.loss_mask.shape
+    shares = jnp.broadcast_to(weights[:, None], (rows, width, weights.shape[-1]))
+    given, mixture = jax.tree.map(packing.pack, (tuple(hidden), shares)), p.mixture
+    completions, asked = packed_completions(packing, sequences), jax.tree.map(packing.pack, ids)
+    combined = TeacherMixture(mixture, given[1])
+    signal = teacher_signal(p, given[0], tuple(kernels), completions, asked, combined)
+    found: TeacherSignal = jax.tree.map(packing.unpack, signal)
+    return replace(found, topk_ids=ids) if p.distill.signal == "student_topk" else found
 
 
 # The student's side: (projection, hidden [B, C, D], head [V, D], batch, frozen arrays) -> (sum,
@@ -195,17 +245,33 @@ def teacher_signal(
 def _learn_hidden(
     p: Projection, hidden: Array, kernel: Array, batch: TrainBatch, frozen: Frozen
 ) -> Loss:
+    signal, heads = _signal(batch), frozen["teacher_head"]
+    teachers, mixture = signal.hidden, None
+    if p.teachers:
+        teachers = _of_each(p, signal.hidden, heads)
+        # Where each row has one teacher, a weight of 1 leaves that teacher's logits as they are.
+        mixture = TeacherMixture(p.mixture or "geometric", signal.weights)
     return divergence_from_hidden(
         hidden,
         kernel,
-        _signal(batch).hidden,
-        frozen["teacher_head"],
+        teachers,
+        heads,
         batch.sequences.loss_mask,
+        mixture=mixture,
         beta=p.distill.jsd_beta,
         lean=p.distill.lean,
         entropy_aware=p.term if p.distill.entropy_aware else None,
         **p.options,
     )
+
+
+def _of_each(p: Projection, hidden: Array, heads: Sequence[Array]) -> list[Array]:
+    """Each teacher's part of the hidden states [..., D] that were sent. Without a mixture a row has
+    those of its own teacher, from the first on: another teacher's weight there is 0."""
+    widths = [head.shape[1] for head in heads]
+    if p.mixture is None:
+        return [hidden[..., :width] for width in widths]
+    return jnp.split(hidden, np.cumsum(widths)[:-1], axis=-1)
 
 
 def _learn_topk(
@@ -258,13 +324,24 @@ def distill_loss(
     """The divergence that `distill.signal` allows, with the entropy-aware term where it is on.
 
     Args:
-        frozen: `teacher_head` [V, Dt] for the signal `hidden`.
+        frozen: `teacher_head` [V, Dt] for the signal `hidden`; one for each of several teachers.
     """
     total, count, metrics = DISTILL_LOSSES[p.distill.signal](p, hidden, kernel, batch, frozen)
+    if p.keyed:
+        metrics |= _by_teacher(p, metrics, _signal(batch).weights)
     if _signal(batch).best_ids is None:
         return total, count, metrics
     extra, _, more = entropy_aware_loss(p, hidden, kernel, batch)
     return total + extra, count, metrics | more
+
+
+def _by_teacher(p: Projection, metrics: Sums, weights: Float[Array, "B C K"]) -> Sums:
+    """The divergence at the tokens of each teacher; a token of several counts by their weights."""
+    total, count = metrics.get("divergence") or metrics["reverse_kl_k1"]
+    return {
+        f"{name}/divergence": ((weights[..., k] * total).sum(), (weights[..., k] * count).sum())
+        for k, name in enumerate(p.teachers)
+    }
 
 
 def entropy_aware_loss(

@@ -74,7 +74,7 @@ class _Described:
 
     config: Config
     student: _Model
-    teacher: _Model | None
+    teachers: Mapping[str, _Model]
     vocab_size: int
     train: PromptStream | None = None
 
@@ -96,8 +96,9 @@ def stage_costs(
         scale: role -> what its collectives are multiplied by; 1 where it is missing.
     """
     m = Setting(config, inputs, axes)
-    teacher = None if m.teacher is None or "teacher" not in axes else _Model(m.teacher)
-    run: Any = _Described(config, _Model(m.student), teacher, m.vocab)
+    known = inputs.teachers if "teacher" in axes else ()
+    teachers = {str(number): _Model(model) for number, model in enumerate(known)}
+    run: Any = _Described(config, _Model(m.student), teachers, m.vocab)
     slots = min(config.rollout.slots or m.sequences, m.sequences)
     steps = m.new_tokens * -(-m.sequences // slots)
     batch = StepBatch(
@@ -106,7 +107,7 @@ def stage_costs(
     work = step_work(run, axes, [batch])
     forward = work["actor", "update"][0]
     work["actor", "update"].append(forward * RECOMPUTED[config.actor.remat])
-    if config.distill.signal == "student_topk" and teacher is not None:
+    if config.distill.signal == "student_topk" and teachers:
         once = forward * (1 / config.actor.epochs_per_batch)
         work["rollout", "generate"].append(once)  # the rollout's pass that chooses the tokens
     found: dict[Stage, float] = {}
@@ -205,13 +206,13 @@ def _generate(m: Setting) -> tuple[float, float]:
 
 def _score(role: str) -> Callable[[Setting], tuple[float, float]]:
     def moved(m: Setting) -> tuple[float, float]:
-        model = m.teacher if role == "teacher" else m.student
-        assert model is not None
+        models = m.inputs.teachers if role == "teacher" else (m.student,)
         section: Any = m.config.roles[role]
         tokens = m.rows(role, m.sequences) * m.width // m.axes[role].context
-        gathered = section.num_microbatches * _gathered(m, role, model)
-        sent = _reduced(m, role, model, tokens) + _exchanged(m, role, model, tokens)
-        return gathered, sent
+        gathered = section.num_microbatches * sum(_gathered(m, role, model) for model in models)
+        share = 1 / len(models) if m.config.mixture is None else 1.0
+        each = (_reduced(m, role, x, tokens) + _exchanged(m, role, x, tokens) for x in models)
+        return gathered, share * sum(each)
 
     return moved
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ from jaxrl.config.schema import Config
 from jaxrl.models import bert
 from jaxrl.models.batching import rows_of, width_of
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import Cache, Layout, Params, abstract_params
+from jaxrl.models.decoder import Cache, Layout, Params, abstract_params, head
 from jaxrl.models.rules import head_sharding, param_shardings
 from jaxrl.plan.inputs import PlanInputs
 from jaxrl.plan.memory import Account
@@ -33,6 +33,7 @@ from jaxrl.roles.encoder import encode_batch
 from jaxrl.roles.reference import reference_program
 from jaxrl.roles.reward_model import score_batch
 from jaxrl.roles.scorer import score_program
+from jaxrl.roles.teachers import mixture_program
 from jaxrl.roles.update import ActorPrograms
 from jaxrl.sampling import decode
 from jaxrl.sampling.engine import Engine, SamplingParams
@@ -156,10 +157,18 @@ class RunPrograms:
 
     def signal(self, role: str, rows: int) -> TeacherSignal:
         """The teacher's signal for so many rows, as abstract arrays on the mesh of a role."""
-        jitted, args = self.score(rows)
+        c, m, at = self.config, self.setting, self.rows(role)
+        jitted, args = self.score(rows, self.teachers[-1])
         out = jax.eval_shape(jitted, *args)
-        at = self.rows(role)
-        return jax.tree.map(lambda x: shaped(x.shape, x.dtype, at), out)
+        if m.signal == "hidden":  # of several teachers: those of the widest, or of all
+            width = m.signal_bytes // out.hidden.dtype.itemsize
+            shape = (rows, m.new_tokens, width)
+            out = replace(out, hidden=jax.ShapeDtypeStruct(shape, out.hidden.dtype))
+        found: TeacherSignal = jax.tree.map(lambda x: shaped(x.shape, x.dtype, at), out)
+        if role != "actor" or not c.teachers:
+            return found
+        weights = (rows, m.new_tokens, len(c.teachers))
+        return replace(found, weights=shaped(weights, jnp.float32, at))
 
     def scored(self, role: str, model: DecoderConfig, parts: int) -> tuple[int, int]:
         """(rows of one of `parts` slices of the batch over all devices of a role, number of rows
@@ -167,16 +176,30 @@ class RunPrograms:
         run, axes = self.setting.scored(role, model, parts), self.setting.axes[role]
         return run.rows * axes.rows, 1 if run.shared is None else run.shared[0]
 
-    def score(self, rows: int, group: int = 1) -> tuple[Any, tuple[Any, ...]]:
-        """The teacher's program and its arguments."""
+    @property
+    def teachers(self) -> list[tuple[str, DecoderConfig]]:
+        """Name and model of each teacher."""
+        models = self.setting.inputs.teachers
+        return list(zip(self.config.teachers or ("",), models, strict=True))
+
+    def score(
+        self, rows: int, teacher: tuple[str, DecoderConfig], group: int = 1, *, sends: bool = False
+    ) -> tuple[Any, tuple[Any, ...]]:
+        """A teacher's program and its arguments.
+
+        Args:
+            sends: it sends hidden states, of which a mixture is made.
+        """
         c, m, role = self.config, self.setting, "teacher"
-        model = m.teacher
-        assert model is not None
+        _, model = teacher
         layout: Layout = "unstacked" if m.teacher_samples else "stacked"
         params = self.params(role, model, c.teacher.compute_dtype, layout)
-        projection = Projection(c.distill, self.meshes[role], m.vocab)
+        projection = Projection.of(c, self.meshes[role], m.vocab)
         ids = None
-        if c.distill.signal == "student_topk":
+        if sends:
+            distill = c.distill.model_copy(update={"signal": "hidden"})
+            projection = replace(projection, distill=distill)
+        elif c.distill.signal == "student_topk":
             ids = shaped((rows, m.new_tokens, c.distill.top_k), jnp.int32, self.rows(role))
         return score_program(model, projection), (params, self.sequences(role, rows, group), ids)
 
@@ -193,10 +216,13 @@ def actor(run: RunPrograms) -> Iterator[Program]:
     signal, frozen = None, {}
     if m.signal is not None:
         signal = run.signal("actor", n) if "teacher" in run.meshes else None
-        if m.signal == "hidden" and m.teacher is not None:
-            shape = (m.vocab, m.teacher.d_model)
-            at = head_sharding(shape, mesh)
-            frozen["teacher_head"] = shaped(shape, c.teacher.compute_dtype, at)
+        if m.signal == "hidden":
+            shapes = [(m.vocab, width) for width in m.teacher_widths]
+            heads = tuple(
+                shaped(shape, c.teacher.compute_dtype, head_sharding(shape, mesh))
+                for shape in shapes
+            )
+            frozen["teacher_head"] = heads if c.teachers else heads[0]
     rewarded = c.learns_from_rewards
     batch = TrainBatch(
         sequences,
@@ -242,7 +268,7 @@ def rollout(run: RunPrograms) -> Iterator[Program]:
     dtype, layout = c.rollout.compute_dtype, c.rollout.layout
     yield from _sampling(run, "rollout", run.student, dtype, layout, sampled_share(c))
     if c.distill.signal == "student_topk" and run.setting.signal is not None:
-        projection = Projection(c.distill, run.meshes["rollout"], run.setting.vocab)
+        projection = Projection.of(c, run.meshes["rollout"], run.setting.vocab)
         jitted = jax.jit(lambda params, s: policy_topk(projection, run.student, params, s))
         params = run.params("rollout", run.student, dtype, layout)
         given = (params, run.sequences("rollout", run.setting.padded_rows))
@@ -325,19 +351,53 @@ def _sampling(
 
 
 def teacher(run: RunPrograms) -> Iterator[Program]:
+    """Scoring by each teacher, what makes one signal of several, and sampling."""
     c, m = run.config, run.setting
     parts = c.teacher.num_microbatches
-    model = m.teacher
-    assert model is not None
-    rows, group = run.scored("teacher", model, parts)
-    jitted, given = run.score(rows, group)
-    out = local_bytes(run.signal("teacher", rows))
-    yield Program(
-        "teacher", "score", jitted, given, ("score",), beside=(parts - 1) * out, calls=parts
-    )
+    combines = bool(c.teachers) and c.mixture is not None and c.distill.signal != "hidden"
+    weights = {
+        name: local_bytes(run.params("teacher", model, c.teacher.compute_dtype, "stacked"))
+        for name, model in run.teachers
+    }
+    each = [run.scored("teacher", model, parts) for _, model in run.teachers]
+    for one, (rows, group) in zip(run.teachers, each, strict=True):
+        name, _ = one
+        jitted, given = run.score(rows, one, group, sends=combines)
+        beside = (parts - 1) * local_bytes(run.signal("teacher", rows))
+        if not c.offload.frozen:
+            beside += sum(weights.values()) - weights[name]
+        title = f"score by {name}" if name else "score"
+        phases = ("score",) if weights[name] == max(weights.values()) else ()
+        yield Program("teacher", title, jitted, given, phases, beside=beside, calls=parts)
+    if combines:
+        yield _mixture(run, max(rows for rows, _ in each), parts)
     if m.teacher_samples:
         share = 1 - c.distill.on_policy_fraction if c.distill.seq_kd else 0.0
-        yield from _sampling(run, "teacher", model, c.teacher.compute_dtype, "unstacked", share)
+        for name, model in run.teachers:
+            share_of_one = share / len(run.teachers)
+            for program in _sampling(
+                run, "teacher", model, c.teacher.compute_dtype, "unstacked", share_of_one
+            ):
+                yield replace(program, name=f"{program.name} by {name}" if name else program.name)
+
+
+def _mixture(run: RunPrograms, rows: int, parts: int) -> Program:
+    """What makes the signal of a mixture from the hidden states of each teacher."""
+    c, m, mesh, at = run.config, run.setting, run.meshes["teacher"], run.rows("teacher")
+    dtype, models = c.teacher.compute_dtype, [model for _, model in run.teachers]
+    shape = (rows, m.new_tokens)
+    hidden = tuple(shaped((*shape, model.d_model), dtype, at) for model in models)
+    layout: Layout = "unstacked" if m.teacher_samples else "stacked"
+    heads = tuple(head(run.params("teacher", model, dtype, layout)) for model in models)
+    ids = None
+    if c.distill.signal == "student_topk":
+        ids = shaped((*shape, c.distill.top_k), jnp.int32, at)
+    weights = shaped((rows, len(models)), jnp.float32, at)
+    given = (hidden, heads, weights, run.sequences("teacher", rows), ids)
+    params = (run.params("teacher", model, dtype, layout) for model in models)
+    beside = sum(map(local_bytes, params)) - local_bytes(heads)
+    jitted = mixture_program(Projection.of(c, mesh, m.vocab))
+    return Program("teacher", "mixture", jitted, given, ("combine",), beside=beside, calls=parts)
 
 
 def reference(run: RunPrograms) -> Iterator[Program]:

@@ -31,7 +31,7 @@ from jaxrl.config import yaml_text
 from jaxrl.config.base import Base, Overrides, base_of
 from jaxrl.errors import UserError
 from jaxrl.losses import algorithm_table
-from jaxrl.losses.algorithm_table import AlgorithmSpec, find_algorithm
+from jaxrl.losses.algorithm_table import AlgorithmSpec, MixtureKind, find_algorithm
 from jaxrl.process.plugin import anchored
 
 CONFIG_FILE = "config.yaml"
@@ -50,6 +50,8 @@ Decay = Annotated[Number, Field(ge=0, lt=1)]
 Flag = Annotated[bool, Field(strict=True)]
 Name = Annotated[str, Field(min_length=1)]
 DType = Literal["float32", "bfloat16"]
+NAMED = re.compile(r"[A-Za-z0-9_.-]+")
+"""Names of the user's choice that become parts of metric names."""
 Rule = tuple[bool, str]
 """(whether the rule is broken, the error message for that case)."""
 OneOrMore = BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
@@ -214,6 +216,25 @@ class TeacherConfig(FrozenConfig):
         )
 
 
+class NamedTeacherConfig(Section):
+    """One of several teachers."""
+
+    model: Name
+    """Its weights, in any form that `student.model` takes, or `builtin:teacher`."""
+    weight: PositiveNumber | None = None
+    """Its share in the mixture of all teachers, relative to theirs; null: 1."""
+
+
+def _named_teachers(value: object) -> object:
+    """Checks the names of teachers; a string stands for a model."""
+    if not isinstance(value, dict):
+        return value
+    for name in value:
+        if not isinstance(name, str) or NAMED.fullmatch(name) is None:
+            raise ValueError(f"the name {name!r} may have letters, digits, `_`, `.` and `-` only")
+    return {name: {"model": t} if isinstance(t, str) else t for name, t in value.items()}
+
+
 def _is_server(url: str) -> bool:
     """Whether this is http(s)://host:port, perhaps with a path, and nothing else."""
     try:
@@ -274,7 +295,7 @@ def _named_sets(value: object) -> object:
     if not value:
         raise ValueError("the mapping should not be empty")
     for name, sources in value.items():
-        if not isinstance(name, str) or re.fullmatch(r"[A-Za-z0-9_.-]+", name) is None:
+        if not isinstance(name, str) or NAMED.fullmatch(name) is None:
             raise ValueError(f"the name {name!r} may have letters, digits, `_`, `.` and `-` only")
         each = [sources] if isinstance(sources, str) else sources
         texts = isinstance(each, list | tuple) and all(isinstance(one, str) for one in each)
@@ -315,6 +336,10 @@ class DataConfig(Section):
     """Field of a row with a completion to learn from (sft and off-policy batches)."""
     answer_key: str = "answer"
     """Field of a row with the reference answer that a verifier compares with."""
+    teacher_key: str | None = None
+    """Field of a row that names one of `teachers`, from which the row's completions learn; with
+    `distill.mixture` it may also hold the weights of several, as in `{math: 0.7, code: 0.3}`. null:
+    every row learns from the mixture of all."""
     chat: Literal["auto", "raw"] = "auto"
     """auto: a text prompt becomes a user message where the tokenizer has a chat template. raw: text
     prompts stay as they are."""
@@ -393,6 +418,10 @@ class DistillConfig(Section):
     ratio_cap: PositiveNumber = 2.0
     """With `distill.signal=sampled`: cap on the importance ratio between the learner and the policy
     that sampled."""
+    mixture: MixtureKind | None = None
+    """How several `teachers` are one. arithmetic: the mixture of their distributions, sum_k w_k
+    P_k. geometric: proportional to prod_k P_k ** w_k. null: arithmetic or, with `data.teacher_key`,
+    none: each row learns from one teacher."""
     entropy_aware: Flag = False
     """Add KL(teacher||student) at tokens where the teacher is uncertain (arXiv 2603.07079): to the
     divergence or, where `distill_weight` is 0, to the policy loss with `policy.opd_coef`."""
@@ -937,6 +966,11 @@ class Config(Section, metaclass=_Parsed):
     names one. null: none are kept."""
     student: StudentConfig = Field(default={}, validate_default=True)
     teacher: TeacherConfig = TeacherConfig()
+    teachers: Annotated[dict[str, NamedTeacherConfig], BeforeValidator(_named_teachers)] = {}
+    """Several teachers by names of your choice, as in `{math: {model: A}, code: {model: B}}`, in
+    place of `teacher.model`. They take turns on the devices of the role teacher, and the other keys
+    of `teacher` are for all of them. Which rows learn from which: `data.teacher_key`,
+    `distill.mixture` and the `weight` of each."""
     data: DataConfig = Field(default={}, validate_default=True)
     sampling: SamplingConfig = SamplingConfig()
     distill: DistillConfig = DistillConfig()
@@ -993,6 +1027,20 @@ class Config(Section, metaclass=_Parsed):
         if self.spec.learns_from == "teacher":
             return True
         return self.learns_from_rewards and (self.distill_weight > 0 or self.policy.opd_coef > 0)
+
+    @property
+    def teacher_models(self) -> dict[str, str]:
+        """Name -> model of each teacher that runs here; `teacher` where it is the only one."""
+        if self.teacher.model is not None:
+            return {"teacher": self.teacher.model}
+        return {name: teacher.model for name, teacher in self.teachers.items()}
+
+    @property
+    def mixture(self) -> MixtureKind | None:
+        """How several teachers are one; None where each row has one teacher."""
+        if self.distill.mixture is not None or self.data.teacher_key is not None:
+            return self.distill.mixture
+        return "arithmetic" if len(self.teachers) > 1 else None
 
     @property
     def needs_reference(self) -> bool:
@@ -1056,6 +1104,12 @@ class Config(Section, metaclass=_Parsed):
                     f"algorithm={self.algorithm} has no teacher: set teacher.{key}=null{more}"
                     f" (got {given})",
                 )
+            names = ", ".join(self.teachers)
+            yield (
+                bool(self.teachers),
+                f"algorithm={self.algorithm} has no teacher: leave teachers out{more} (got"
+                f" {names})",
+            )
         yield (
             self.spec.learns_from == "teacher"
             and self.sampling.temperature == 0
@@ -1090,16 +1144,43 @@ class Config(Section, metaclass=_Parsed):
 
     def _rules_with_teacher(self) -> Iterator[Rule]:
         why = " with distill_weight or policy.opd_coef" if self.learns_from_rewards else ""
+        alone = self.teacher.model or self.teacher.address
         yield (
-            self.teacher.model is None and self.teacher.address is None,
+            alone is None and not self.teachers,
             f"algorithm={self.algorithm}{why} needs a teacher: set teacher.model (or"
-            " teacher.address), or algorithm=sft to train without one",
+            " teacher.address, or teachers), or algorithm=sft to train without one",
         )
+        yield from self._rules_with_teachers(alone)
         plain = not self.sampling.truncated and self.sampling.temperature == 1
         yield (
             self.distill.signal == "sampled" and not plain,
             "distill.signal=sampled is unbiased only for untruncated samples at temperature 1:"
             " set sampling.temperature=1 sampling.top_k=0 sampling.top_p=1 sampling.min_p=0",
+        )
+
+    def _rules_with_teachers(self, alone: str | None) -> Iterator[Rule]:
+        key, mixture, names = self.data.teacher_key, self.distill.mixture, ", ".join(self.teachers)
+        yield (
+            alone is not None and bool(self.teachers),
+            f"teacher={alone} and teachers={names} are two ways to name teachers: set teacher.model"
+            " and teacher.address to null, or leave teachers out",
+        )
+        for name, given in (("data.teacher_key", key), ("distill.mixture", mixture)):
+            yield (
+                given is not None and not self.teachers,
+                f"{name}={given} chooses among several teachers: set teachers, or {name}=null",
+            )
+        weighted = [name for name, one in self.teachers.items() if one.weight is not None]
+        yield (
+            key is not None and bool(weighted),
+            f"teachers.{(weighted or [''])[0]}.weight is for the mixture of all rows, and"
+            f" data.teacher_key={key} gives each row its own: set one of them to null",
+        )
+        yield (
+            self.mixture is not None and self.distill.seq_kd,
+            f"distill.seq_kd=true samples from one teacher, and the {self.mixture} mixture of"
+            f" {names} cannot be sampled from: set data.teacher_key and distill.mixture=null, or"
+            " seq_kd=false",
         )
 
     def _rules_with_rewards(self) -> Iterator[Rule]:

@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from jaxrl.data.encoder import PromptEncoder
-from jaxrl.data.example import Part
+from jaxrl.data.example import Example, Part
 from jaxrl.data.order import Mixture, Order, Passes
 from jaxrl.data.rows import listed
 from jaxrl.data.source import Source
@@ -120,6 +120,13 @@ class PromptStream:
                     f"{self._label}: {part.name}: {those} have no completion{there}{key}; "
                     f"{NEEDS_COMPLETIONS}"
                 )
+
+    def examples(self) -> Iterator[tuple[str, Example]]:
+        """Every row with its place, for checks before a run. Of a procedural task the first row
+        speaks for all."""
+        for part in self._source.parts:
+            for row in range(1 if part.procedural else len(part)):
+                yield part.where(row), part[row]
 
     def epoch(self, index: int) -> int:
         """The epoch in which batch `index` begins; of a mixture, counted in prompts of all."""

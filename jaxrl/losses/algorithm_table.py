@@ -18,6 +18,8 @@ from jaxrl.errors import UserError, unknown
 from jaxrl.process.plugin import is_plugin, load_object
 
 LearnsFrom = Literal["teacher", "data", "rewards"]
+MixtureKind = Literal["arithmetic", "geometric"]
+"""How the distributions of several teachers become one (`losses.mixture`)."""
 
 
 @dataclass(frozen=True)

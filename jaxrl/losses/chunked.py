@@ -49,12 +49,12 @@ def measure(
     """The term's values, and what its gradient needs; leaves are [B, C, ...]."""
 
     def body(hidden: Array, head: Array, given: FrozenInputs) -> TokenStats:
-        rows, teacher_rows = _gather(sharded, hidden, head, given)
+        rows = _gather(sharded, hidden, head, given)
         columns = sharded.columns(head.shape[0])
 
         def step(_: None, chunk: tuple[Array, FrozenInputs]) -> tuple[None, TokenStats]:
             hidden, given = chunk
-            z, tokens = _logits(hidden, rows, given, teacher_rows, columns)
+            z, tokens = _logits(hidden, rows, given, columns)
             return None, sharded.term.measure(z, tokens, columns)
 
         _, measured = jax.lax.scan(step, None, _chunks(sharded, hidden, given))
@@ -74,19 +74,19 @@ def fused(
     head."""
 
     def body(hidden: Array, head: Array, given: FrozenInputs) -> tuple[PerToken, Array, Array]:
-        rows, teacher_rows = _gather(sharded, hidden, head, given)
+        rows = _gather(sharded, hidden, head, given)
         columns = sharded.columns(head.shape[0])
 
         def step(
             d_rows: Array, chunk: tuple[Array, FrozenInputs]
         ) -> tuple[Array, tuple[PerToken, Array]]:
             hidden, given = chunk
-            z, tokens = _logits(hidden, rows, given, teacher_rows, columns)
+            z, tokens = _logits(hidden, rows, given, columns)
             values, saved = sharded.term.measure(z, tokens, columns)
             dz = _kept(sharded.term.gradient(z, tokens, saved, columns), given).astype(hidden.dtype)
-            return d_rows + _outer(dz, hidden), (values, _back(dz, rows))
+            return d_rows + _outer(dz, hidden), (values, _back(dz, rows[0]))
 
-        start = jnp.zeros(rows.shape, jnp.float32)
+        start = jnp.zeros(rows[0].shape, jnp.float32)
         d_rows, per_chunk = jax.lax.scan(step, start, _chunks(sharded, hidden, given))
         values, d_hidden = _unchunk(per_chunk, hidden.shape[:2])
         d_hidden = jax.lax.psum(d_hidden, sharded.axes("tensor"))
@@ -124,16 +124,16 @@ def tiled(
             # The last tile starts early if the tiles do not divide the vocabulary; the columns that
             # it repeats get gradient 0.
             first = jnp.minimum(i * size, columns.size - size)
-            rows, teacher_rows = jax.tree.map(partial(_tile, first=first, size=size), here)
+            rows: _Heads = jax.tree.map(partial(_tile, first=first, size=size), here)
             tile = VocabShard(columns.start + first, size, sharded.vocab, columns.padded)
-            z, tokens = _logits(flat, rows, given, teacher_rows, tile)
+            z, tokens = _logits(flat, rows, given, tile)
             dz = _kept(sharded.term.gradient(z, tokens, saved, tile), given)
             dz = jnp.where((first + jnp.arange(size) >= i * size)[None, :], dz, 0)
             dz = dz.astype(flat.dtype)
             d_tile = reduce_head(sharded, _outer(dz, flat), head.shape[1]).astype(head.dtype)
             d_tile += jax.lax.bitcast_convert_type(_tile(d_head, first, size), head.dtype)
             d_head = jax.lax.dynamic_update_slice_in_dim(d_head, _bits(d_tile), first, 0)
-            return d_hidden + _back(dz, rows), d_head
+            return d_hidden + _back(dz, rows[0]), d_head
 
         start = jnp.zeros(flat.shape, jnp.float32), _bits(jnp.zeros_like(head))
         d_hidden, d_head = jax.lax.fori_loop(0, tiles, step, start)
@@ -187,22 +187,26 @@ def _scaled(x: Array, factor: Array) -> Array:
     return (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
-def _gather(
-    sharded: ShardedTerm, hidden: Array, head: Array, given: FrozenInputs
-) -> tuple[Array, Array | None]:
-    own = gather_head(sharded, head, hidden)
-    if given.teacher_head is None or given.teacher_hidden is None:
-        return own, None
-    return own, gather_head(sharded, given.teacher_head, given.teacher_hidden)
+_Heads = tuple[Array, tuple[Array, ...]]
+"""The student's head and each teacher's: a device's rows, at full width."""
+
+
+def _gather(sharded: ShardedTerm, hidden: Array, head: Array, given: FrozenInputs) -> _Heads:
+    theirs = zip(given.teacher_head, given.teacher_hidden, strict=True)
+    return gather_head(sharded, head, hidden), tuple(gather_head(sharded, *one) for one in theirs)
 
 
 def _logits(
-    hidden: Array, rows: Array, given: FrozenInputs, teacher_rows: Array | None, columns: VocabShard
+    hidden: Array, rows: _Heads, given: FrozenInputs, columns: VocabShard
 ) -> tuple[Array, PerToken]:
-    z = columns.logits(hidden, rows, given.scale)
-    if teacher_rows is None or given.teacher_hidden is None:
+    own, theirs = rows
+    z = columns.logits(hidden, own, given.scale)
+    if not theirs:
         return z, given.tokens
-    teacher_z = columns.logits(given.teacher_hidden, teacher_rows, given.scale)
+    teacher_z = tuple(
+        columns.logits(hidden, head, given.scale)
+        for hidden, head in zip(given.teacher_hidden, theirs, strict=True)
+    )
     return z, given.tokens | {"teacher_z": teacher_z}
 
 
@@ -233,8 +237,8 @@ def _tile(rows: Array, first: Array, size: int) -> Array:
 
 
 def _each_token(f: Callable[[FrozenInputs], FrozenInputs], given: FrozenInputs) -> FrozenInputs:
-    """`f` applied to the leaves [B, C, ...]. Keeps the scale, and drops the teacher's head."""
-    per_token: Any = {"scale": None, "teacher_head": None}
+    """`f` applied to the leaves [B, C, ...]. Keeps the scale, and drops the teachers' heads."""
+    per_token: Any = {"scale": None, "teacher_head": ()}
     return f(given._replace(**per_token))._replace(scale=given.scale)
 
 

@@ -3,9 +3,9 @@
 The formulas are those of `losses/divergence.py`, the machinery is `losses/chunked.py`. All inputs
 are aligned: the hidden state at [b, c] predicts the token that `mask` [b, c] is about. Each loss
 returns (sum in nats, number of tokens, metrics as name -> (sum, count)); the caller divides
-once, by the global count. Sum and count of top1_agreement are [B, C], one for each token. Gradients
-flow to the student's hidden states and head only; metrics carry none. Masked positions never
-matter, NaN included.
+once, by the global count. Sum and count of divergence and top1_agreement are [B, C], one for each
+token. Gradients flow to the student's hidden states and head only; metrics carry none. Masked
+positions never matter, NaN included.
 
 Common arguments:
     beta: static. 0 is KL(teacher || student), 1 KL(student || teacher), between: generalised JSD,
@@ -24,6 +24,7 @@ Common arguments:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -31,6 +32,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int
 
+from jaxrl.losses.algorithm_table import MixtureKind
 from jaxrl.losses.chunked import loss_values
 from jaxrl.losses.divergence import (
     MIN,
@@ -55,6 +57,7 @@ from jaxrl.losses.layout import (
     shard_term,
 )
 from jaxrl.losses.masked import masked_count, masked_sum
+from jaxrl.losses.mixture import TeacherMixture, mixed, normalisers
 from jaxrl.losses.vocabulary import VocabShard, spread_tail, with_tail
 from jaxrl.types import Array
 
@@ -64,8 +67,8 @@ Loss = tuple[Float[Array, ""], Float[Array, ""], Sums]
 def divergence_from_hidden(
     student_hidden: Float[Array, "B C D"],
     student_head: Float[Array, "V D"],
-    teacher_hidden: Float[Array, "B C Dt"],
-    teacher_head: Float[Array, "Vt Dt"],
+    teacher_hidden: Float[Array, "B C Dt"] | Sequence[Array],
+    teacher_head: Float[Array, "Vt Dt"] | Sequence[Array],
     mask: Bool[Array, "B C"],
     *,
     beta: float,
@@ -74,8 +77,13 @@ def divergence_from_hidden(
     lean: bool = False,
     mesh: Mesh | None = None,
     entropy_aware: EntropyAware | None = None,
+    mixture: TeacherMixture | None = None,
 ) -> Loss:
     """Generalised JSD over the full vocabulary (`divergence.jsd`), plus the term where given.
+
+    Args:
+        teacher_hidden, teacher_head: of several teachers, one array for each.
+        mixture: combines several teachers; each one's distribution is taken at `temperature`.
 
     Metrics: divergence (without the term), top1_agreement (fraction of tokens where both models'
     most probable tokens are the same), student_entropy and teacher_entropy (nats, at
@@ -83,15 +91,20 @@ def divergence_from_hidden(
     (fraction of tokens where it acts).
     """
     check_beta(beta)
-    models = (student_hidden, student_head), (teacher_hidden, teacher_head)
-    sharded = shard_term(_Full(beta, entropy_aware), *models, chunk=chunk, mesh=mesh, lean=lean)
+    several = isinstance(teacher_hidden, Sequence)
+    hidden = tuple(teacher_hidden) if several else (teacher_hidden,)
+    heads = tuple(teacher_head) if several else (teacher_head,)
+    models = (student_hidden, student_head), *zip(hidden, heads, strict=True)
+    term = _Full(beta, entropy_aware, None if mixture is None else mixture.kind)
+    sharded = shard_term(term, *models, chunk=chunk, mesh=mesh, lean=lean)
     if entropy_aware is not None and not 0 < entropy_aware.top_k <= sharded.vocab:
         raise ValueError(
             f"the entropy-aware term's top_k is {entropy_aware.top_k}; "
             f"the vocabulary has {sharded.vocab} tokens: 1 to {sharded.vocab}"
         )
-    teacher = fit_rows(sharded, teacher_hidden), fit_head(sharded, teacher_head)
-    return _loss(sharded, student_hidden, student_head, mask, {}, temperature, teacher)
+    tokens: PerToken = {} if mixture is None else {"weights": mixture.weights}
+    teachers = fit_rows(sharded, hidden), tuple(fit_head(sharded, head) for head in heads)
+    return _loss(sharded, student_hidden, student_head, mask, tokens, temperature, teachers)
 
 
 def topk_divergence_from_hidden(
@@ -192,19 +205,20 @@ def _loss(
     mask: Array,
     tokens: PerToken,
     temperature: float | Array,
-    teacher: tuple[Array, Array] | tuple[None, None] = (None, None),
+    teachers: tuple[tuple[Array, ...], tuple[Array, ...]] = ((), ()),
 ) -> Loss:
-    scale, tokens, teacher = inverse(temperature), *jax.lax.stop_gradient((tokens, teacher))
+    scale, tokens, teachers = inverse(temperature), *jax.lax.stop_gradient((tokens, teachers))
     rows = fit_rows(sharded, (mask, tokens))
-    given = FrozenInputs(rows[0], scale, rows[1], *teacher)
+    given = FrozenInputs(rows[0], scale, rows[1], *teachers)
     hidden = fit_rows(sharded, masked_rows(hidden, mask))
     total, values = loss_values(sharded, hidden, fit_head(sharded, head), given)
     values = jax.lax.stop_gradient({k: x for k, x in values.items() if k != "loss"})
     count = masked_count(mask)
     metrics = {k: (masked_sum(x, rows[0]), count) for k, x in values.items()}
-    agreed = jnp.where(mask, values["top1_agreement"][: mask.shape[0], : mask.shape[1]], 0)
-    by_token = (agreed.astype(count.dtype), mask.astype(count.dtype))
-    return total, count, metrics | {"top1_agreement": by_token}
+    ones, real = mask.astype(count.dtype), (slice(mask.shape[0]), slice(mask.shape[1]))
+    for name in ("divergence", "top1_agreement"):
+        metrics[name] = (jnp.where(mask, values[name][real], 0).astype(count.dtype), ones)
+    return total, count, metrics
 
 
 @dataclass(frozen=True)
@@ -213,9 +227,10 @@ class _Full(Term):
 
     beta: float
     entropy_aware: EntropyAware | None
+    mixture: MixtureKind | None = None
 
     def measure(self, z: Array, tokens: PerToken, columns: VocabShard) -> TokenStats:
-        teacher_z = tokens["teacher_z"]
+        teacher_z, normalised = self._teacher(tokens, columns)
         lse, teacher_lse = columns.logsumexp(z), columns.logsumexp(teacher_z)
         student, teacher = z - lse[:, None], teacher_z - teacher_lse[:, None]
         divergence, centre = generalised_jsd(student, teacher, self.beta, columns.total)
@@ -227,18 +242,29 @@ class _Full(Term):
             "student_entropy": full_entropy(z, lse, columns),
             "teacher_entropy": full_entropy(teacher_z, teacher_lse, columns),
         }
-        saved = {"lse": lse, "teacher_lse": teacher_lse, "centre": centre}
+        saved = {"lse": lse, "teacher_lse": teacher_lse, "centre": centre} | normalised
         if self.entropy_aware is None:
             return TokenStats(values, saved)
         return _add_term(self.entropy_aware, TokenStats(values, saved), z, teacher_z, columns)
 
     def gradient(self, z: Array, tokens: PerToken, saved: PerToken, columns: VocabShard) -> Array:
         student = z - saved["lse"][:, None]
-        teacher = tokens["teacher_z"] - saved["teacher_lse"][:, None]
+        teacher_z, _ = self._teacher(tokens, columns, saved)
+        teacher = teacher_z - saved["teacher_lse"][:, None]
         dz = logits_gradient(student, teacher, saved["centre"], self.beta)
         if self.entropy_aware is None:
             return dz
         return dz + spread_tail(z, saved["ids"], saved["gradient"], saved["others"], columns)
+
+    def _teacher(
+        self, tokens: PerToken, columns: VocabShard, saved: PerToken | None = None
+    ) -> tuple[Array, PerToken]:
+        """The teacher's logits, and what has to be saved to make those of a mixture again."""
+        logits, kind = tokens["teacher_z"], self.mixture
+        if kind is None:
+            return logits[0], {}
+        known = normalisers(kind, logits, columns) if saved is None else saved
+        return mixed(kind, logits, tokens["weights"], known), known
 
 
 def _add_term(

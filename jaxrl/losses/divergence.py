@@ -243,6 +243,10 @@ def sampled_reverse_kl(
         teacher_logprobs: nats, of the same tokens.
         sampler_logprobs: nats, under the policy that sampled; None: on-policy.
         ratio_cap: above 0.
+
+    Returns:
+        The sum, the number of tokens, and the metrics reverse_kl_k1, whose sum and count are [B,
+        T], and ratio_capped.
     """
     if ratio_cap <= 0:
         raise ValueError(f"ratio_cap is {ratio_cap}; it must be above 0 (2 is usual)")
@@ -255,7 +259,7 @@ def sampled_reverse_kl(
     surrogate = weight * gap * (1 + student_logprobs - fixed)
     count = masked_count(mask)
     metrics = {
-        "reverse_kl_k1": (masked_sum(gap, mask), count),
+        "reverse_kl_k1": (gap, mask.astype(count.dtype)),
         "ratio_capped": (masked_sum((ratio > ratio_cap).astype(jnp.float32), mask), count),
     }
     return masked_sum(surrogate, mask), count, metrics

@@ -10,7 +10,8 @@ padded. `temperature` may be traced.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -33,6 +34,7 @@ from jaxrl.losses.layout import (
     masked_rows,
     shard_term,
 )
+from jaxrl.losses.mixture import OfMixture, TeacherMixture
 from jaxrl.losses.vocabulary import VocabShard, with_tail
 from jaxrl.types import Array, Tree
 
@@ -91,41 +93,51 @@ def logprobs_and_entropy_from_hidden(
 
 
 def topk_from_hidden(
-    hidden: Float[Array, "B C D"],
-    head: Float[Array, "V D"],
+    hidden: Float[Array, "B C D"] | Sequence[Array],
+    head: Float[Array, "V D"] | Sequence[Array],
     k: int,
     *,
     temperature: float | Array = 1.0,
     chunk: int = CHUNK,
     mesh: Mesh | None = None,
     v: int | None = None,
+    mixture: TeacherMixture | None = None,
 ) -> TopK:
-    """What a teacher ships for the `topk` signal, or a student for `student_topk`. No gradient."""
-    sharded = shard_term(_TopK(k), (hidden, head), chunk=chunk, mesh=mesh, v=v)
+    """What a teacher ships for the `topk` signal, or a student for `student_topk`. No gradient.
+
+    Args:
+        hidden, head: of several teachers, one array for each.
+        mixture: combines several teachers.
+    """
+    models = _models(hidden, head)
+    sharded = shard_term(_TopK(k), *models, chunk=chunk, mesh=mesh, v=v)
     if not 0 < k <= sharded.vocab:
         raise ValueError(
             f"top-k is {k}; the vocabulary has {sharded.vocab} tokens: 1 to {sharded.vocab}"
         )
-    values = _measured(sharded, hidden, head, {}, temperature)
+    values = _measured(sharded, hidden, head, {}, temperature, mixture)
     return TopK(values["ids"], values["logprobs"], values["tail"], values["entropy"])
 
 
 def logprobs_at(
-    hidden: Float[Array, "B C D"],
-    head: Float[Array, "V D"],
+    hidden: Float[Array, "B C D"] | Sequence[Array],
+    head: Float[Array, "V D"] | Sequence[Array],
     ids: Int[Array, "B C K"],
     *,
     temperature: float | Array = 1.0,
     chunk: int = CHUNK,
     mesh: Mesh | None = None,
     v: int | None = None,
+    mixture: TeacherMixture | None = None,
 ) -> tuple[Float[Array, "B C K"], Float[Array, "B C"]]:
     """Log-probs of K distinct ids, and of all other tokens together, in nats. No gradient.
 
-    The teacher's answer to the student's top k (`student_topk`).
+    The teacher's answer to the student's top k (`student_topk`). Arguments as of
+    `topk_from_hidden`.
     """
-    sharded = shard_term(_AtIds(), (hidden, head), chunk=chunk, mesh=mesh, v=v)
-    values = _measured(sharded, hidden, head, {"ids": ids}, temperature)
+    models = _models(hidden, head)
+    sharded = shard_term(_AtIds(), *models, chunk=chunk, mesh=mesh, v=v)
+    values = _measured(sharded, hidden, head, {"ids": ids}, temperature, mixture)
     return values["logprobs"], values["tail"]
 
 
@@ -225,17 +237,35 @@ def _of_tokens(
     return jax.tree.map(lambda x: x[: mask.shape[0], : mask.shape[1]], values)
 
 
+def _models(
+    hidden: Array | Sequence[Array], head: Array | Sequence[Array]
+) -> tuple[tuple[Array, Array], ...]:
+    """(hidden states, head) of each model."""
+    if isinstance(hidden, Sequence):
+        return tuple(zip(hidden, head, strict=True))
+    return ((hidden, head),)
+
+
 def _measured(
     sharded: ShardedTerm,
-    hidden: Array,
-    head: Array,
+    hidden: Array | Sequence[Array],
+    head: Array | Sequence[Array],
     tokens: PerToken,
     temperature: float | Array,
+    mixture: TeacherMixture | None = None,
 ) -> PerToken:
-    hidden, head = jax.lax.stop_gradient((hidden, head))
-    given = _given(sharded, jnp.ones(hidden.shape[:2], bool), tokens, temperature)
-    values = measure(sharded, fit_rows(sharded, hidden), fit_head(sharded, head), given).values
-    return jax.tree.map(lambda x: x[: hidden.shape[0], : hidden.shape[1]], values)
+    """The term's values on one model's logits, or on those of a mixture."""
+    (first, kernel), *others = jax.lax.stop_gradient(_models(hidden, head))
+    if mixture is not None:
+        sharded = replace(sharded, term=OfMixture(sharded.term, mixture.kind))
+        tokens = tokens | {"weights": mixture.weights}
+    b, c = first.shape[:2]
+    given = _given(sharded, jnp.ones((b, c), bool), tokens, temperature)._replace(
+        teacher_hidden=tuple(fit_rows(sharded, x) for x, _ in others),
+        teacher_head=tuple(fit_head(sharded, kernel) for _, kernel in others),
+    )
+    values = measure(sharded, fit_rows(sharded, first), fit_head(sharded, kernel), given).values
+    return jax.tree.map(lambda x: x[:b, :c], values)
 
 
 def _given(

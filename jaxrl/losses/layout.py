@@ -35,8 +35,10 @@ class FrozenInputs(NamedTuple):
     scale: Float[Array, ""]
     """1 / temperature."""
     tokens: PerToken
-    teacher_hidden: Float[Array, "B C Dt"] | None = None
-    teacher_head: Float[Array, "V Dt"] | None = None
+    teacher_hidden: tuple[Float[Array, "B C Dt"], ...] = ()
+    """Of each teacher."""
+    teacher_head: tuple[Float[Array, "V Dt"], ...] = ()
+    """As many."""
 
 
 class TokenStats(NamedTuple):
@@ -52,8 +54,8 @@ class Term:
     """A loss on the logits of each token. Hashable, since it is part of a compiled function's key.
 
     `z` [n, size] are the logits of n tokens, divided by the temperature; `columns` are their token
-    ids. `tokens` are `FrozenInputs.tokens` of the same tokens and, if there is a teacher's head,
-    the teacher's logits "teacher_z".
+    ids. `tokens` are `FrozenInputs.tokens` of the same tokens and, if there are teachers' heads,
+    the tuple of these teachers' logits, "teacher_z".
     """
 
     def measure(self, z: Array, tokens: PerToken, columns: VocabShard) -> TokenStats:
@@ -95,8 +97,8 @@ class ShardedTerm:
     def given_spec(self, given: FrozenInputs) -> FrozenInputs:
         """`FrozenInputs` with a spec for each array."""
         spec: FrozenInputs = jax.tree.map(lambda _: self.token_spec(), given)
-        teacher = None if given.teacher_head is None else self.head_spec(given.teacher_head)
-        return spec._replace(scale=PartitionSpec(), teacher_head=teacher)
+        heads = tuple(map(self.head_spec, given.teacher_head))
+        return spec._replace(scale=PartitionSpec(), teacher_head=heads)
 
     def on_mesh(
         self, body: Callable[..., Tree], in_specs: Tree, out_specs: Tree

@@ -151,20 +151,25 @@ def make_plan(
     served = [role for role in roles if role in services(config)]
     placement = place(config.mesh, [role for role in roles if role not in served], slices)
     student = model_config(config.student.model)
-    teacher = None if config.teacher.model is None else model_config(config.teacher.model)
+    teachers = tuple(model_config(model) for model in config.teacher_models.values())
+    teacher = max(teachers, key=_size, default=None)
     seen = Visible((), None) if visible is None else visible(placement.n_devices)
     if seen.devices:
         placement = check_visible(placement, len(seen.devices))
     for role in served:
         placement = serve(placement, role)
     roles = tuple(role for role in roles if role not in served)
-    frozen: dict[str, Any] = {}
+    frozen: dict[str, Any] = {"several": teachers if config.teachers else ()}
     if "reward" in roles and config.reward.model is not None:
         frozen["reward"] = read_reward(config.reward.model)[1]
     if "grouper" in roles and config.grouper.model is not None:
         frozen["grouper"] = read_encoder(find_folder(config.grouper.model))[0]
     mapped = mapped_bytes(config) if seen.emulated else 0
     return build(config, roles, placement, student, teacher, seen, limit_gb, frozen, mapped)
+
+
+def _size(model: DecoderConfig) -> int:
+    return weight_bytes(model, Axes(), "float32")
 
 
 def services(config: Config) -> dict[str, str]:
@@ -179,8 +184,9 @@ def services(config: Config) -> dict[str, str]:
 
 def without_weights(config: Config) -> list[str]:
     """The keys of models that are folders with a `config.json` and no weights."""
-    models = {role: getattr(config, role).model for role in HAVE_MODELS}
-    return [f"{role}.model" for role, name in models.items() if name and _only_described(name)]
+    models = {f"{role}.model": getattr(config, role).model for role in HAVE_MODELS}
+    models |= {f"teachers.{name}.model": one.model for name, one in config.teachers.items()}
+    return [key for key, name in models.items() if name and _only_described(name)]
 
 
 def _only_described(name: str) -> bool:
@@ -301,11 +307,10 @@ def _hosts(mapped: int, placement: Placement, seen: Visible) -> tuple[HostMemory
 
 def mapped_bytes(config: Config) -> int:
     """Bytes of the GGUF files of a run, which stay mapped once they are read."""
-    names = {config.student.model, config.teacher.model} - {None}
     places = {
         resolve_model(name).path
-        for name in names
-        if name is not None and not (Path(name).expanduser() / "config.json").is_file()
+        for name in {config.student.model, *config.teacher_models.values()}
+        if not (Path(name).expanduser() / "config.json").is_file()
     }
     return sum(place.stat().st_size for place in places if place.is_file())
 

@@ -96,8 +96,14 @@ class PlanInputs:
     """The device that all of them are, or can do as much as."""
     reward: DecoderConfig | None = None
     grouper: EncoderConfig | None = None
+    several: tuple[DecoderConfig, ...] = ()
+    """All teachers where there are several; `teacher` is then the largest of them."""
     hosts: tuple[HostMemory, ...] = ()
     """Those of emulated devices; the `limits` are None then."""
+
+    @property
+    def teachers(self) -> tuple[DecoderConfig, ...]:
+        return self.several or (() if self.teacher is None else (self.teacher,))
 
     @property
     def on_cpu(self) -> bool:
@@ -125,7 +131,8 @@ class PlanInputs:
             n = len(self.placement.roles[role].devices)
             context = p.context if isinstance(p, LongParallelConfig) else None
             found[role] = resolve_axes(role, n, p.data, p.fsdp, p.tensor, context)
-            _check_heads(role, self.model(role), found[role])
+            for model in self.teachers if role == "teacher" else (self.model(role),):
+                _check_heads(role, model, found[role])
         return found
 
     def pools(self, accounts: Mapping[str, Account]) -> tuple[PoolPeak, ...]:

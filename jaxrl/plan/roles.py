@@ -11,13 +11,13 @@ one phase, such as the backward pass of an update.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
 from jaxrl.algorithms.schedule import SCHEDULES
-from jaxrl.config.schema import Config, DistillConfig, DType, OffloadConfig
+from jaxrl.config.schema import Config, OffloadConfig
 from jaxrl.models.activations import F32, SAMPLER_ARRAYS, Pass, logits, split, whole_rows
 from jaxrl.models.buckets import bucket, round_up
 from jaxrl.models.config import DecoderConfig
@@ -71,11 +71,16 @@ class Setting:
         self.signal_bytes = 0  # bytes that the teacher sends per completion token
         self.vocab = self.student.vocab_size  # V of the losses: rows common to both heads
         if self.teacher is not None:
-            self.signal, dtype = config.distill.signal, config.teacher.compute_dtype
-            self.signal_bytes = signal_bytes(config.distill, dtype, self.teacher)
-            self.vocab = min(self.vocab, self.teacher.vocab_size)
+            self.signal = config.distill.signal
+            self.signal_bytes = signal_bytes(config, self.teacher_widths)
+            self.vocab = min(self.vocab, *(model.vocab_size for model in inputs.teachers))
         # Whether the loss sums the head's gradient in float32 during its forward pass.
         self.loss_fused = self.signal not in (None, "sampled") and not config.distill.lean
+
+    @property
+    def teacher_widths(self) -> tuple[int, ...]:
+        """Of the hidden states of each teacher."""
+        return tuple(model.d_model for model in self.inputs.teachers)
 
     @property
     def shared_bytes(self) -> int:
@@ -92,7 +97,8 @@ class Setting:
     def teacher_samples(self) -> bool:
         """Whether the teacher generates, for the student to learn from or to be evaluated."""
         c = self.config
-        return c.distill.seq_kd or (c.eval.teacher and c.data.eval is not None)
+        evaluated = c.eval.teacher and c.data.eval is not None and c.mixture is None
+        return c.distill.seq_kd or evaluated
 
     @property
     def budget(self) -> int | None:
@@ -191,8 +197,9 @@ def actor(m: Setting) -> Iterable[Entry]:
         gradients = summed + computed + wider
     elif not m.inputs.on_cpu and mixed:  # the optimizer reads it in the compute dtype
         gradients = summed = computed + wider
-    signal = m.rows("actor", m.sequences) * m.new_tokens * m.signal_bytes
-    taken = rows * m.new_tokens * m.signal_bytes
+    sent = m.signal_bytes + F32 * len(m.config.teachers)  # with the weights of several teachers
+    signal = m.rows("actor", m.sequences) * m.new_tokens * sent
+    taken = rows * m.new_tokens * sent
     heads, saved = _heads(m, rows), run.saved(a.remat)
     before_loss = gradients - heads.later
     if not m.inputs.on_cpu:  # elsewhere a gradient takes no memory before it is there
@@ -233,8 +240,8 @@ def actor(m: Setting) -> Iterable[Entry]:
         copy = f"copy in {a.compute_dtype}"
         entries += [Entry("activations", copy, computed, phase) for phase in (BACKWARD, LOSS)]
     if m.teacher is not None and m.signal == "hidden":
-        head = split(m.vocab, axes.tensor) * split(m.teacher.d_model, axes.weights)
-        size = head * ITEMSIZE[m.config.teacher.compute_dtype]
+        widths = sum(split(width, axes.weights) for width in m.teacher_widths)
+        size = split(m.vocab, axes.tensor) * widths * ITEMSIZE[m.config.teacher.compute_dtype]
         entries.append(Entry("weights", "teacher's LM head", size))
     return entries
 
@@ -288,7 +295,7 @@ def _heads(m: Setting, rows: int) -> Heads:
     theirs = 0
     if m.teacher is not None and m.signal == "hidden":
         theirs_dtype = ITEMSIZE[m.config.teacher.compute_dtype]
-        theirs = whole_rows(m.vocab, m.teacher.d_model, axes, theirs_dtype)
+        theirs = sum(whole_rows(m.vocab, width, axes, theirs_dtype) for width in m.teacher_widths)
     # Fragmentation of XLA's buffers: between 0 and own / 2, depending on the mesh.
     hole = 0 if m.loss_fused else own // 4
     if one_chunk:  # the heads are read once, and freed before all logits exist
@@ -397,15 +404,17 @@ def teacher(m: Setting) -> Iterable[Entry]:
     """Scoring, and sampling if the run uses completions of the teacher."""
     c, config, axes = m.config, m.teacher, m.axes["teacher"]
     assert config is not None
-    slices = c.teacher.num_microbatches
+    several, slices = m.inputs.several, c.teacher.num_microbatches
     run = m.scored("teacher", config, slices)
     signal = m.rows("teacher", m.sequences) * m.new_tokens * m.signal_bytes
     samples = m.teacher_samples
     arrays = {"hidden": 0, "sampled": 2}.get(c.distill.signal, SCORE_ARRAYS)
     if axes.size == 1 and m.inputs.on_cpu:
         arrays = min(arrays, SCORE_ARRAYS - 1)  # XLA computes one of them in place
-    work = _scoring(m, run, m.chunk(run.rows), arrays, stacked=not samples)
-    weights = weight_bytes(config, axes, c.teacher.compute_dtype)
+    combines = several and c.mixture is not None and c.distill.signal != "hidden"
+    work = _scoring(m, run, m.chunk(run.rows), 0 if combines else arrays, stacked=not samples)
+    each = [weight_bytes(model, axes, c.teacher.compute_dtype) for model in m.inputs.teachers]
+    weights = max(each) if c.offload.frozen and not combines else sum(each)
     # A signal stays on the teacher's devices while something else runs there.
     waits = SCHEDULES[c.schedule] > 0 or m.inputs.together("actor", "teacher")
     in_flight = waits and not m.inputs.same_mesh("actor", "teacher", m.axes)
@@ -417,9 +426,31 @@ def teacher(m: Setting) -> Iterable[Entry]:
     ]
     if slices > 1:
         entries.append(Entry("activations", "signal, put together", 2 * signal, "end of score"))
+    if several:
+        entries += _combining(m, run, arrays if combines else 0)
     if samples:
         entries += _sampling(m, "teacher", config)
     return entries
+
+
+def _combining(m: Setting, run: Pass, arrays: int) -> Iterator[Entry]:
+    """What several teachers sent becomes one signal.
+
+    Args:
+        arrays: float32 arrays [tokens, V] that a mixture's log-probs need beside each teacher's
+            logits; 0 where none are computed.
+    """
+    part, name = run.rows * m.new_tokens, "signals of the teachers"
+    one = part * m.signal_bytes
+    if arrays:
+        width = ITEMSIZE[m.config.teacher.compute_dtype] * sum(m.teacher_widths)
+        arrays += len(m.teacher_widths)
+        logs = logits(m.chunk(run.rows), m.vocab, m.axes["teacher"].tensor, arrays)
+        yield Entry("activations", name, part * width, "score")
+        yield Entry("activations", name, 2 * part * width, "combine")
+        yield Entry("activations", "logits", logs, "combine")
+    else:
+        yield Entry("activations", name, 2 * one, "combine")
 
 
 def reference(m: Setting) -> Iterable[Entry]:
@@ -461,6 +492,7 @@ def loss_arrays(m: Setting) -> int:
     if m.signal != "hidden":
         return SCORE_ARRAYS
     extra = ENTROPY_ARRAYS if d.entropy_aware else 0
+    extra += len(m.config.teachers)  # the logits of each beside those of all together
     if d.lean:  # the exponentials of both models stay alive
         return LEAN_ARRAYS + (m.axes["actor"].tensor > 1) + extra
     return (JSD_ARRAYS if 0 < d.jsd_beta < 1 else KL_ARRAYS) + extra
@@ -480,10 +512,16 @@ def prefill_rows(config: Config, width: int, axes: Axes) -> int:
     return -(-rows // shards) * shards
 
 
-def signal_bytes(d: DistillConfig, dtype: DType, teacher: DecoderConfig) -> int:
-    """Bytes that the teacher sends for each completion token."""
+def signal_bytes(config: Config, widths: Sequence[int]) -> int:
+    """Bytes that the teacher sends for each completion token.
+
+    Args:
+        widths: of the hidden states of each teacher.
+    """
+    d = config.distill
     if d.signal == "hidden":
-        return teacher.d_model * ITEMSIZE[dtype]
+        sent = max(widths) if config.mixture is None else sum(widths)
+        return sent * ITEMSIZE[config.teacher.compute_dtype]
     sent = 4 if d.signal == "sampled" else 8 * d.top_k + 4
     return sent + (8 * d.entropy_top_k + 8 if d.entropy_aware else 0)
 

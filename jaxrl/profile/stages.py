@@ -54,7 +54,7 @@ class Profiled(Protocol):
     @property
     def student(self) -> Sized: ...
     @property
-    def teacher(self) -> Sized | None: ...
+    def teachers(self) -> Mapping[str, Sized]: ...
     @property
     def vocab_size(self) -> int: ...
     @property
@@ -204,13 +204,20 @@ def _batch_work(
             forward_work(student, batch.prompts, *reads["rollout"]),
             decode_work(student, context, batch.tokens, batch.decode_steps, *reads["rollout"]),
         ]
-    if job.teacher is not None:
+    teachers = [teacher.config for teacher in job.teachers.values()]
+    # Where each row has one of several teachers, each is counted as scoring its share of them.
+    share = 1 / len(teachers) if teachers and config.mixture is None else 1.0
+    if teachers:
         vocab = None if hidden else job.vocab_size
-        found["teacher", "score"] = _scoring(job.teacher.config, vocab, batch, reads["teacher"])
+        found["teacher", "score"] = [
+            work * share
+            for teacher in teachers
+            for work in _scoring(teacher, vocab, batch, reads["teacher"])
+        ]
     if "reference" in axes:
         vocab = student.vocab_size
         found["reference", "score"] = _scoring(student, vocab, batch, reads["reference"])
-    width = job.teacher.config.d_model if job.teacher is not None and hidden else 0
+    width = sum(teacher.d_model for teacher in teachers) if hidden else 0
     found["actor", "update"] = _update(job, width, batch, reads["actor"], axes["actor"].data)
     return found
 

@@ -166,13 +166,13 @@ class Profile:
         """Bytes a step from one pool to another, of weights and of the teacher's signal; and those
         to the host and back for a call.
         """
-        pool_of, config, teacher = self.plan.placement.pool_of, self.job.config, self.job.teacher
+        pool_of, config, teachers = self.plan.placement.pool_of, self.job.config, self.job.teachers
         found: dict[Stage, float] = defaultdict(float)
         if pool_of("actor") != pool_of("rollout"):
             sent = sum(row.get("weights/sync_bytes", 0) for row in rows)
             found["actor", "publish"] = sent / len(rows)
-        if teacher is not None and pool_of("teacher") != pool_of("actor"):
-            each = signal_bytes(config.distill, config.teacher.compute_dtype, teacher.config)
+        if teachers and pool_of("teacher") != pool_of("actor"):
+            each = signal_bytes(config, [model.config.d_model for model in teachers.values()])
             found["teacher", "score"] = each * fmean(row["actor/tokens"] for row in rows)
         for call in self._calls:
             ended = call.times.finished or 0.0

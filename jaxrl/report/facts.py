@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from datetime import datetime
 from statistics import fmean, median
@@ -76,6 +77,11 @@ def _models(run: RunFiles) -> str:
     """The student's, and those of the other roles that the plan places."""
     placed = [role["role"] for role in run.plan["roles"]] if run.plan else []
     found = {role: run.config.get(f"{role}.model") for role in ("student", *placed)}
+    found |= {
+        key.removeprefix("teachers.").removesuffix(".model"): model
+        for key, model in run.config.items()
+        if re.fullmatch(r"teachers\..+\.model", key)
+    }
     if found.get("teacher") is None and "teacher" in placed:
         found["teacher"] = run.config.get("teacher.address")
     return ", ".join(f"{role} {model}" for role, model in found.items() if model)

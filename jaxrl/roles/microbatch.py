@@ -114,6 +114,20 @@ def scored_part(rollout: Rollout, part: int, parts: int, devices: RowDevices) ->
     return ScoredPart(rows, replace(sequences, group=whole.group, room=room), ids)
 
 
+def only_rows(given: ScoredPart, mine: np.ndarray, devices: RowDevices) -> ScoredPart:
+    """The part with tokens in some of its rows only, which are then the only ones computed.
+
+    Args:
+        mine: [rows] bool, of the part without its padding; whole groups where they share a prompt.
+    """
+    sequences = given.sequences
+    kept = np.pad(mine, (0, len(sequences.tokens) - len(mine)))[:, None]
+    own = replace(
+        sequences, mask=sequences.mask & kept, loss_mask=sequences.loss_mask & kept, room=None
+    )
+    return replace(given, sequences=replace(own, room=room_of(own, devices)))
+
+
 def scored_padding(rollout: Rollout, parts: int, devices: RowDevices) -> float:
     """The fraction of padding among the tokens that a role computes to score a rollout."""
     whole, cuts = _scored_cuts(rollout, parts, devices)

@@ -78,7 +78,7 @@ class Sampler:
         self._shardings = param_shardings(model, mesh, layout)
         if params is None:
             self._keep()
-        projection = Projection(config.distill, mesh, vocab_size)
+        projection = Projection.of(config, mesh, vocab_size)
         self._topk = jax.jit(partial(policy_topk, projection, model))
 
     def _keep(self) -> None:
@@ -137,8 +137,14 @@ class Sampler:
         """`group_size` completions of each prompt, packed; step, attempt and the prompts' ids seed
         the samples.
         """
+        return self.packed(prompts, self.completions(prompts, step, attempt))
+
+    def completions(
+        self, prompts: Sequence[Prompt], step: int, attempt: int = 0
+    ) -> list[list[Completion]]:
+        """What `generate` packs."""
         s = self.config.sampling
-        completions = self._sample(
+        return self._sample(
             prompts,
             n=self.config.group_size,
             seed=self.config.seed,
@@ -154,6 +160,11 @@ class Sampler:
                 eos_ids=self._eos_ids,
             ),
         )
+
+    def packed(
+        self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]
+    ) -> Rollout:
+        """The batch of the completions of each prompt."""
         rollout = make_rollout(
             prompts,
             completions,

@@ -11,7 +11,7 @@ from jaxrl.algorithms.signals import Projection, score
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Params
 from jaxrl.models.packing import row_devices
-from jaxrl.roles.microbatch import scored_part
+from jaxrl.roles.microbatch import ScoredPart, scored_part
 from jaxrl.runtime.worker import phase
 from jaxrl.sharding.axes import ROWS
 from jaxrl.sharding.ledger import current
@@ -43,13 +43,16 @@ class Scorer:
         given = scored_part(rollout, part, parts, row_devices(self.mesh))
         if given is None:
             return None
-        rows, live = given.rows, given.live
-        with phase(f"rows {rows.start}-{rows.stop} of {len(rollout.group_ids)}"):
-            placed = put((given.sequences, given.ids), self._rows)
-            with current().running(self._score, self.params, *placed, live=live):
-                signal = jax.block_until_ready(self._score(self.params, *placed, live=live))
+        with phase(f"rows {given.rows.start}-{given.rows.stop} of {len(rollout.group_ids)}"):
+            signal = self.run(given)
             current().nearly_done()
             return signal
+
+    def run(self, given: ScoredPart) -> TeacherSignal:
+        """The signal of the rows of a part, without its padding."""
+        placed, live = put((given.sequences, given.ids), self._rows), given.live
+        with current().running(self._score, self.params, *placed, live=live):
+            return jax.block_until_ready(self._score(self.params, *placed, live=live))
 
 
 def score_program(model: DecoderConfig, projection: Projection) -> Any:

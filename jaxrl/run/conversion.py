@@ -7,7 +7,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,8 @@ from jaxrl.plan import Plan
 from jaxrl.runtime.cluster import ClusterDevice
 from jaxrl.sharding.mesh import host_available
 
-Loads = Mapping[str, tuple[ModelSource, str]]
-"""Role -> the model that it loads when it starts, and in which dtype."""
+Loads = Sequence[tuple[str, ModelSource, str]]
+"""(role, a model that it loads when it starts, in which dtype)."""
 PREFIX = "jaxrl-converted-"
 GB = 1e9
 
@@ -40,9 +40,9 @@ def converted_once(
     spare = _spare(plan)
     folders: list[tuple[Path, int]] = []
     try:
-        for place, roles in _together(loads, plan).items():
-            source = loads[roles[0]][0]
-            dtype = str(jnp.result_type(*(jnp.dtype(loads[role][1]) for role in roles)))
+        for place, each in _together(loads, plan).items():
+            roles, (source, *_) = [role for role, _, _ in each], [source for _, source, _ in each]
+            dtype = str(jnp.result_type(*(jnp.dtype(dtype) for _, _, dtype in each)))
             size = _elements(source) * jnp.dtype(dtype).itemsize
             if not size:
                 continue
@@ -66,17 +66,18 @@ def converted_once(
             os.close(lock)
 
 
-def _together(loads: Loads, plan: Plan) -> dict[Path, list[str]]:
-    """The model files that several roles of one host load, with these roles."""
-    by_place: dict[Path, list[str]] = {}
-    for role, (source, _) in loads.items():
+def _together(loads: Loads, plan: Plan) -> dict[Path, Loads]:
+    """The model files that several roles of one host load, with these loads."""
+    by_place: dict[Path, list[tuple[str, ModelSource, str]]] = {}
+    for load in loads:
+        source = load[1]
         if source.path.suffix == ".gguf":  # safetensors are mapped: nothing is converted
-            by_place.setdefault(source.path.resolve(), []).append(role)
-    hosts = {role: _hosts(plan, role) for role in loads}
+            by_place.setdefault(source.path.resolve(), []).append(load)
+    hosts = {role: _hosts(plan, role) for role, _, _ in loads}
     return {
-        place: roles
-        for place, roles in by_place.items()
-        if any(hosts[a] & hosts[b] for a in roles for b in roles if a < b)
+        place: each
+        for place, each in by_place.items()
+        if any(hosts[a] & hosts[b] for a, _, _ in each for b, _, _ in each if a < b)
     }
 
 

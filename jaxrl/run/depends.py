@@ -23,8 +23,9 @@ def dependencies(job: Job) -> dict[str, str]:
     if student is not None:
         weights = config.needs_reference
         found[f"student.model={config.student.model}"] = digest_model(student, weights)
-    if job.teacher is not None:
-        found[f"teacher.model={config.teacher.model}"] = digest_model(job.teacher.path)
+    for name, teacher in job.teachers.items():
+        key = "teacher" if config.teacher.model is not None else f"teachers.{name}"
+        found[f"{key}.model={config.teacher_models[name]}"] = digest_model(teacher.path)
     for one in job.held_out:
         prompts = repr([(prompt.text, prompt.answer) for prompt in one.prompts])
         name = f"data.eval.{one.name}" if one.name else "data.eval"

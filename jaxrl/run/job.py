@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from jaxrl.algorithms.methods import method_of
 from jaxrl.algorithms.objective import configured_correction, objective_notes
+from jaxrl.algorithms.teachers import check_teachers, row_weights
 from jaxrl.checkpoint.source import ModelSource, resolve_model
 from jaxrl.config.schema import Config
 from jaxrl.data.source import Split, open_source
@@ -42,13 +44,14 @@ class Setup:
 
     config: Config
     student: ModelSource
-    teacher: ModelSource | None
-    """None where there is none, or it runs elsewhere (`teacher.address`)."""
+    teachers: Mapping[str, ModelSource]
+    """By name, as in `Config.teacher_models`; empty where there is none, or it runs elsewhere
+    (`teacher.address`)."""
     tokenizer: Tokenizer | bytes
     """Pickled for another process, where only a role that samples opens it: transformers takes a
     second to import."""
     vocab_size: int
-    """Tokens that student and teacher share."""
+    """Tokens that student and teachers share."""
     eos_ids: tuple[int, ...]
     pad_id: int
     teacher_samples: bool
@@ -117,24 +120,25 @@ def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
         given: reward functions from Python (`rewards.callables.bind`).
     """
     student = resolve_model(config.student.model)
-    teacher = None if config.teacher.model is None else resolve_model(config.teacher.model)
+    teachers = {name: resolve_model(model) for name, model in config.teacher_models.items()}
     tokenizer = tokenizer_of(student)
     vocab_size = student.config.vocab_size
-    theirs = None
-    if teacher is not None:
-        theirs = tokenizer_of(teacher)
-        vocab_size = check_same_vocabulary(
-            tokenizer,
-            theirs,
-            student.config.vocab_size,
-            teacher.config.vocab_size,
-            student.config.eos_ids,
-            teacher.config.eos_ids,
-        )
+    theirs = {name: tokenizer_of(teacher) for name, teacher in teachers.items()}
+    for name, teacher in teachers.items():
+        with _about(name, teachers):
+            shared = check_same_vocabulary(
+                tokenizer,
+                theirs[name],
+                student.config.vocab_size,
+                teacher.config.vocab_size,
+                student.config.eos_ids,
+                teacher.config.eos_ids,
+            )
+        vocab_size = min(vocab_size, shared)
     remote = None if config.teacher.address is None else remote_info(config)
     if remote is not None:
         vocab_size = check_remote(config, remote, tokenizer, student.config)
-    _check_sizes(config, student, teacher, vocab_size)
+    _check_sizes(config, student, teachers, vocab_size)
     eos_ids = end_ids(student, tokenizer)
     d, encode = config.data, encoder(config, tokenizer, eos_ids)
     source = open_source(d.train, config.seed, "train", keys(config))
@@ -148,23 +152,28 @@ def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
     notes: list[str | None] = []
     if config.learns_from_rewards:
         notes += _check_rewards(config, train, given or {})
-    if theirs is not None:
-        check_same_prompts(tokenizer, theirs, prompts)
+    for name, own in theirs.items():
+        with _about(name, teachers):
+            check_same_prompts(tokenizer, own, prompts)
     if remote is not None:
         notes.append(check_remote_prompts(config, remote, tokenizer, prompts, vocab_size))
         if config.eval.teacher and held_out:
             where = config.teacher.address
             notes.append(f"the teacher at {where} only scores: its own accuracy is not evaluated")
-    samples = config.distill.seq_kd or (config.eval.teacher and bool(held_out))
+    if config.data.teacher_key is not None:
+        for where, example in train.examples():
+            row_weights(config, example.columns, where)
+    own_accuracy, why = _teacher_evaluated(config, held_out)
+    notes.append(why)
     return Job(
         config=config,
         student=student,
-        teacher=teacher,
+        teachers=teachers,
         tokenizer=tokenizer,
         vocab_size=vocab_size,
         eos_ids=eos_ids,
         pad_id=pad_id(student, eos_ids),
-        teacher_samples=teacher is not None and samples,
+        teacher_samples=bool(teachers) and (config.distill.seq_kd or own_accuracy),
         opens_thought=decode(tokenizer, prompts[0].tokens).rstrip().endswith("<think>"),
         given=given or {},
         train=train,
@@ -224,18 +233,45 @@ def _check_rewards(config: Config, train: PromptStream, given: Mapping[str, byte
     return notes
 
 
+@contextlib.contextmanager
+def _about(name: str, teachers: Mapping[str, ModelSource]) -> Iterator[None]:
+    """Puts the key of one of several teachers before the error about it."""
+    try:
+        yield
+    except UserError as error:
+        if len(teachers) == 1:
+            raise
+        raise UserError(f"teachers.{name}: {error}") from error
+
+
+def _teacher_evaluated(config: Config, held_out: Sequence[EvalSet]) -> tuple[bool, str | None]:
+    """Whether the teacher's own accuracy is evaluated, and a note if it is asked for and is not."""
+    if not (config.eval.teacher and held_out):
+        return False, None
+    if config.mixture is not None:
+        return False, f"the teachers' {config.mixture} mixture only scores: its accuracy is unknown"
+    try:
+        check_teachers(config, [prompt for one in held_out for prompt in one.prompts])
+    except UserError as error:
+        return False, f"data.eval: {error}; the teachers' own accuracy is not evaluated"
+    return True, None
+
+
 def _check_sizes(
-    config: Config, student: ModelSource, teacher: ModelSource | None, vocab_size: int
+    config: Config, student: ModelSource, teachers: Mapping[str, ModelSource], vocab_size: int
 ) -> None:
     """Widths against the models' positions, and top-k against their vocabulary."""
     longest = max(config.max_new_tokens, config.eval.max_new_tokens or 0)
-    for role, source in (("student", student), ("teacher", teacher)):
-        if source is not None:
-            check_positions(config, longest, source, f"{role}.model")
+    sources = {"student.model": student} | {
+        "teacher.model" if name == "teacher" else f"teachers.{name}.model": source
+        for name, source in teachers.items()
+    }
+    for key, source in sources.items():
+        check_positions(config, longest, source, key)
     d = config.distill
     asked = {"distill.top_k": d.top_k} if d.signal in ("topk", "student_topk") else {}
     if d.entropy_aware:
         asked["distill.entropy_top_k"] = d.entropy_top_k
     for key, k in asked.items():
-        if teacher is not None and k > vocab_size:
+        if teachers and k > vocab_size:
             raise UserError(f"{key}={k} exceeds the vocabulary: it has {vocab_size} tokens")

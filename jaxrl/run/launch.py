@@ -42,6 +42,7 @@ from jaxrl.roles.reward_model import open_reward
 from jaxrl.roles.rollout import Sampler
 from jaxrl.roles.scorer import Scorer
 from jaxrl.roles.teacher import Teacher
+from jaxrl.roles.teachers import Teachers
 from jaxrl.run.conversion import converted_once
 from jaxrl.run.job import Setup, reward_functions
 from jaxrl.runtime.local import LocalWorkerGroup
@@ -98,25 +99,26 @@ def start_roles(setup: Setup, plan: Plan, log: Log) -> WorkerGroup:
     """
     wait_s = setup.config.deadlines.startup
     with converted_once(_loads(setup, plan), plan, wait_s, log) as shared:
-        sources = {
-            name: replace(source, scratch=shared.get(source.path.resolve()))
-            for name in ("student", "teacher")
-            if (source := getattr(setup, name)) is not None
-        }
-        return LAUNCHERS[plan.launcher](replace(setup, **sources), plan, log)
+
+        def converted(source: ModelSource) -> ModelSource:
+            return replace(source, scratch=shared.get(source.path.resolve()))
+
+        teachers = {name: converted(source) for name, source in setup.teachers.items()}
+        setup = replace(setup, student=converted(setup.student), teachers=teachers)
+        return LAUNCHERS[plan.launcher](setup, plan, log)
 
 
-def _loads(setup: Setup, plan: Plan) -> dict[str, tuple[ModelSource, str]]:
-    """Role -> (weights, dtype) that it reads at its start. The rollout receives its weights from
-    the actor."""
+def _loads(setup: Setup, plan: Plan) -> list[tuple[str, ModelSource, str]]:
+    """(role, weights, dtype) of all that is read at the start. The rollout receives its weights
+    from the actor."""
     config = setup.config
-    found = {"reference": (setup.student, config.reference.compute_dtype)}
+    found = [("reference", setup.student, str(config.reference.compute_dtype))]
     if setup.restore is None:
-        found["actor"] = (setup.student, config.actor.param_dtype)
-    if setup.teacher is not None:
-        found["teacher"] = (setup.teacher, config.teacher.compute_dtype)
+        found.append(("actor", setup.student, config.actor.param_dtype))
+    for source in setup.teachers.values():
+        found.append(("teacher", source, config.teacher.compute_dtype))
     starting = set(plan.runs) - set(config.lazy)
-    return {role: found[role] for role in sorted(found) if role in starting}
+    return sorted((each for each in found if each[0] in starting), key=lambda each: each[0])
 
 
 def _local(setup: Setup, plan: Plan, log: Log) -> LocalWorkerGroup:
@@ -214,13 +216,19 @@ def make_actor(setup: Setup, meshes: Mapping[str, Mesh]) -> ActorRole:
     return actor
 
 
-def _teacher_head(setup: Setup, mesh: Mesh) -> jax.Array:
-    """The teacher's LM head [V, Dt] on the actor's mesh; V is what both models share."""
-    if setup.teacher is not None:
-        head = setup.teacher.load_head(mesh, jnp.dtype(setup.config.teacher.dtype))
-        return _first_rows(head, setup.vocab_size, mesh)
-    there = remote_head(setup.config, setup.vocab_size)
-    return put(there, head_sharding(there.shape, mesh))
+def _teacher_head(setup: Setup, mesh: Mesh) -> jax.Array | tuple[jax.Array, ...]:
+    """The teacher's LM head [V, Dt] on the actor's mesh; V is what all models share. Of several
+    teachers, one for each; heads that are equal are one array."""
+    if not setup.teachers:
+        there = remote_head(setup.config, setup.vocab_size)
+        return put(there, head_sharding(there.shape, mesh))
+    found: list[jax.Array] = []
+    for source in setup.teachers.values():
+        head = source.load_head(mesh, jnp.dtype(setup.config.teacher.dtype))
+        head = _first_rows(head, setup.vocab_size, mesh)
+        same = (one for one in found if bool(jnp.array_equal(one, head)))  # False of other shapes
+        found.append(next(same, head))
+    return tuple(found) if setup.config.teachers else found[0]
 
 
 def make_rollout_role(setup: Setup, meshes: Mapping[str, Mesh]) -> RolloutRole:
@@ -229,20 +237,29 @@ def make_rollout_role(setup: Setup, meshes: Mapping[str, Mesh]) -> RolloutRole:
 
 
 def make_teacher(setup: Setup, meshes: Mapping[str, Mesh]) -> TeacherRole | ServedTeacherRole:
-    config, source = setup.config, setup.teacher
-    if source is None:
+    config = setup.config
+    if not setup.teachers:
         return RemoteTeacher(config, setup.vocab_size)
     mesh = meshes["teacher"]
     layout: Layout = "unstacked" if setup.teacher_samples else "stacked"
-    params = source.load(mesh, jnp.dtype(config.teacher.dtype), layout)
-    verify_arrays("teacher", params, mesh)
-    projection = Projection(config.distill, mesh, setup.vocab_size)
-    sampler = None
-    if setup.teacher_samples:
-        sampler = _sampler(setup, source, mesh, layout, params=params)
-    scorer = Scorer(source.config, params, projection)
-    teacher: TeacherRole = Teacher(scorer, sampler, config.offload.frozen)
-    return teacher
+    projection = Projection.of(config, mesh, setup.vocab_size)
+    each = projection
+    if projection.mixture is not None:
+        each = replace(each, distill=config.distill.model_copy(update={"signal": "hidden"}))
+    scorers, samplers = {}, {}
+    for name, source in setup.teachers.items():
+        params = source.load(mesh, jnp.dtype(config.teacher.dtype), layout)
+        verify_arrays("teacher", params, mesh)
+        scorers[name] = Scorer(source.config, params, each)
+        if setup.teacher_samples:
+            samplers[name] = _sampler(setup, source, mesh, layout, params=params)
+    role: TeacherRole
+    if config.teachers:
+        role = Teachers(config, projection, scorers, samplers, config.offload.frozen)
+    else:
+        only = scorers["teacher"]
+        role = Teacher(only, samplers.get("teacher"), config.offload.frozen)
+    return role
 
 
 def make_reference(setup: Setup, meshes: Mapping[str, Mesh]) -> ReferenceRole:

@@ -45,6 +45,7 @@ PLACEHOLDERS = {
     "role": "actor|rollout|teacher|reference|reward|grouper",
     "k": "[1-9][0-9]*",
     "set": "[A-Za-z0-9_.-]+",
+    "teacher": "[A-Za-z0-9_.-]+",
 }
 """What may stand for the variable part of a name in ``METRICS``."""
 
@@ -92,6 +93,14 @@ METRICS: dict[str, Metric] = {
     ),
     "loss": Metric("nats/token", "the loss that the optimizer minimises, all terms included"),
     "distill/divergence": Metric("nats/token", "mean divergence of student and teacher"),
+    "distill/{teacher}/divergence": Metric(
+        "nats/token",
+        "mean divergence from one of several teachers, at the tokens that learn from it (for the"
+        " signal sampled, its estimate log student - log teacher); with data.teacher_key",
+    ),
+    "distill/{teacher}/tokens": Metric(
+        "tokens", "tokens that learn from one of several teachers, times its weight in a mixture"
+    ),
     "distill/top1_agreement": Metric("fraction", "tokens where both models' top-1 is the same"),
     "distill/student_entropy": Metric("nats/token", "mean entropy of the student's next token"),
     "distill/teacher_entropy": Metric("nats/token", "mean entropy of the teacher's next token"),

@@ -359,7 +359,7 @@ def test_metrics():
     assert (
         0 < (gate & MASK).sum() < MASK.sum() and metrics["entropy_gate"][0] == (gate & MASK).sum()
     )
-    assert_same(metrics["divergence"][0] + metrics["entropy_aware"][0], total)
+    assert_same(metrics["divergence"][0].sum() + metrics["entropy_aware"][0], total)
 
     # With the student's own logits as the teacher, every token agrees.
     sent = jax.jit(partial(topk_from_hidden, k=K, chunk=CHUNK))(HIDDEN, HEAD)

@@ -1,0 +1,197 @@
+"""Several teachers in one role. They take turns on its devices, and answer as one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxrl.algorithms.signals import Projection, mixture_signal
+from jaxrl.algorithms.teachers import by_teacher, teacher_weights
+from jaxrl.config.schema import Config
+from jaxrl.models.decoder import Params, head
+from jaxrl.models.packing import room_of, row_devices
+from jaxrl.roles.microbatch import ScoredPart, only_rows, scored_part
+from jaxrl.roles.rollout import Sampler
+from jaxrl.roles.scorer import Scorer
+from jaxrl.runtime.worker import phase
+from jaxrl.sharding.axes import ROWS
+from jaxrl.sharding.ledger import current
+from jaxrl.sharding.reshard import put
+from jaxrl.types import Completion, Prompt, Rollout, TeacherSignal
+
+COMBINE = "combine"
+"""The turn in which a mixture is made of all teachers' hidden states."""
+
+
+class Teachers:
+    """The role `teacher` with several models. Where frozen weights are offloaded, those of one
+    teacher at a time are on the devices."""
+
+    def __init__(
+        self,
+        config: Config,
+        projection: Projection,
+        scorers: Mapping[str, Scorer],
+        samplers: Mapping[str, Sampler],
+        offload: bool = False,
+    ):
+        """
+        Args:
+            projection: of the run.
+            scorers: of each teacher, in the order of `config.teachers`; those of a mixture send
+                hidden states.
+            samplers: of each teacher, or empty where none samples.
+            offload: a teacher's weights are on the host while it has no turn.
+        """
+        self._config, self._projection = config, projection
+        self._scorers, self._samplers = scorers, samplers
+        self._combines = projection.mixture is not None and projection.distill.signal != "hidden"
+        self._rows = NamedSharding(projection.mesh, PartitionSpec(ROWS))
+        self._devices = row_devices(projection.mesh)
+        self._mix = mixture_program(projection)
+        self._merge = merge_program(projection, max(s.model.d_model for s in scorers.values()))
+        for name, scorer in scorers.items():
+            turns = ["score", "generate", "sample"]
+            stages = [f"teacher.{turn}.{name}" for turn in turns]
+            if self._combines:
+                stages.append(f"teacher.score.{COMBINE}")
+            sampler = samplers.get(name)
+            current().resident(
+                f"teacher.{name}.params",
+                partial(_read, scorer),
+                partial(_write, scorer, sampler),
+                stages=stages,
+                offload=offload,
+            )
+
+    def score(self, rollout: Rollout, part: int = 0, parts: int = 1) -> TeacherSignal | None:
+        """As of `Scorer`. A row gets its teacher's signal or, of a mixture, the mixture's."""
+        given = scored_part(rollout, part, parts, self._devices)
+        if given is None:
+            return None
+        weights = teacher_weights(self._config, rollout)
+        assert weights is not None
+        with phase(f"rows {given.rows.start}-{given.rows.stop} of {len(rollout.group_ids)}"):
+            if self._projection.mixture is None:
+                return self._routed(given, weights[given.rows])
+            return self._mixed(given, weights[given.rows])
+
+    def generate(self, prompts: Sequence[Prompt], step: int) -> Rollout:
+        """Each prompt's completions are by its own teacher."""
+        sampled: dict[int, list[Completion]] = {}
+        for name, mine in by_teacher(self._config, prompts).items():
+            if mine:
+                with self._turn("generate", name):
+                    chosen = [prompts[i] for i in mine]
+                    each = self._samplers[name].completions(chosen, step)
+                sampled |= zip(mine, each, strict=True)
+        packer = next(iter(self._samplers.values()))
+        return packer.packed(prompts, [sampled[i] for i in range(len(prompts))])
+
+    def sample(self, prompts: Sequence[Prompt]) -> list[list[Completion]]:
+        """Each prompt's completions are by its own teacher."""
+        sampled: dict[int, list[Completion]] = {}
+        for name, mine in by_teacher(self._config, prompts).items():
+            if mine:
+                with self._turn("sample", name):
+                    each = self._samplers[name].sample([prompts[i] for i in mine])
+                sampled |= zip(mine, each, strict=True)
+        return [sampled[i] for i in range(len(prompts))]
+
+    def _turn(self, method: str, name: str) -> Any:
+        current().enter(f"teacher.{method}.{name}")
+        return phase(name)
+
+    def _routed(self, given: ScoredPart, weights: np.ndarray) -> TeacherSignal:
+        """Every row's own teacher computes it alone."""
+        found: TeacherSignal | None = None
+        for k, (name, scorer) in enumerate(self._scorers.items()):
+            mine = weights[:, k] > 0
+            if not mine.any():
+                continue
+            with self._turn("score", name):
+                signal = scorer.run(only_rows(given, mine, self._devices))
+                rows = put(mine, self._rows)
+                with current().running(self._merge, found, signal, rows):
+                    found = jax.block_until_ready(self._merge(found, signal, rows))
+                current().put("teacher.signal", found)
+        current().drop("teacher.signal")
+        assert found is not None, "a part has a row, and each row a teacher"
+        return found
+
+    def _mixed(self, given: ScoredPart, weights: np.ndarray) -> TeacherSignal:
+        """Every teacher computes the rows in which it has a share."""
+        hidden: list[jax.Array] = []
+        for k, (name, scorer) in enumerate(self._scorers.items()):
+            with self._turn("score", name):
+                hidden.append(scorer.run(only_rows(given, weights[:, k] > 0, self._devices)).hidden)
+                current().put("teacher.signal", hidden)
+        heads = None
+        if self._combines:
+            current().enter(f"teacher.score.{COMBINE}")
+            heads = tuple(head(scorer.params) for scorer in self._scorers.values())
+        sequences, ids = jax.tree.map(lambda x: x[: given.live], (given.sequences, given.ids))
+        alone = replace(sequences, group=1, room=None)
+        alone = replace(alone, room=room_of(alone, self._devices))
+        placed = put((weights, alone, ids), self._rows)
+        arguments = (tuple(hidden), heads, *placed)
+        with phase(COMBINE), current().running(self._mix, *arguments):
+            found = jax.block_until_ready(self._mix(*arguments))
+        current().drop("teacher.signal")
+        return found
+
+
+def mixture_program(projection: Projection) -> Any:
+    """Jitted: (hidden states of each teacher, their heads, weights [B, K], sequences, the student's
+    top-k ids or None) -> the signal of the mixture."""
+
+    def combine(
+        hidden: tuple[jax.Array, ...], heads: Any, weights: jax.Array, sequences: Any, ids: Any
+    ) -> TeacherSignal:
+        if projection.distill.signal == "hidden":
+            return TeacherSignal(hidden=jnp.concatenate(hidden, -1))
+        return mixture_signal(projection, hidden, heads, weights, sequences, ids)
+
+    rows = NamedSharding(projection.mesh, PartitionSpec(ROWS))
+    return jax.jit(combine, out_shardings=rows)
+
+
+def merge_program(projection: Projection, width: int) -> Any:
+    """Jitted: (the signal so far or None, a teacher's signal, its rows [B] bool) -> the signal with
+    that teacher's in its rows.
+
+    Args:
+        width: of the widest teacher's hidden states; narrower ones get zeros at their end.
+    """
+
+    def merge(
+        so_far: TeacherSignal | None, signal: TeacherSignal, mine: jax.Array
+    ) -> TeacherSignal:
+        if signal.hidden is not None:
+            more = [(0, 0), (0, 0), (0, width - signal.hidden.shape[-1])]
+            signal = replace(signal, hidden=jnp.pad(signal.hidden, more))
+
+        def choose(old: jax.Array, new: jax.Array) -> jax.Array:
+            return jnp.where(mine.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+
+        return signal if so_far is None else jax.tree.map(choose, so_far, signal)
+
+    rows = NamedSharding(projection.mesh, PartitionSpec(ROWS))
+    return jax.jit(merge, out_shardings=rows)
+
+
+def _read(scorer: Scorer) -> Params | None:
+    return scorer.params
+
+
+def _write(scorer: Scorer, sampler: Sampler | None, params: Params) -> None:
+    scorer.params = params
+    if sampler is not None:
+        sampler.params = params

@@ -1,0 +1,252 @@
+"""Several teachers: a row learns from its own as if there were no other, and a mixture is one
+teacher, whatever the devices, the parts and offloading."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from runs import MESH, SHORT, save_model
+from safetensors.numpy import load_file
+from tiny_models import make_mesh, tiny_model
+
+from jaxrl import Config
+from jaxrl.algorithms.signals import Projection
+from jaxrl.algorithms.teachers import teacher_weights
+from jaxrl.data.batch import make_rollout
+from jaxrl.errors import UserError
+from jaxrl.losses.divergence import log_softmax
+from jaxrl.models.decoder import head
+from jaxrl.roles.scorer import Scorer
+from jaxrl.roles.teachers import Teachers
+from jaxrl.run.job import make_job
+from jaxrl.sharding.reshard import to_host
+from jaxrl.train import train
+from jaxrl.types import Completion, Prompt
+
+NAMES = ("math", "code", "chat")
+WEIGHTS = {"math": 0.5, "chat": 1.5}
+ROWS = ("math", "chat", "math", "code", "chat")
+FAMILIES = {"math": "qwen2", "code": "llama", "chat": "qwen3"}
+SIGNALS = ("hidden", "topk", "student_topk", "sampled")
+VOCAB = 30
+
+
+def batch(columns, group=2):
+    """A rollout whose prompts have these values in the column `kind`; the last row is padding."""
+    draw = np.random.default_rng(0)
+    prompts, completions = [], []
+    for number, kind in enumerate(columns):
+        tokens = tuple(int(t) for t in draw.integers(1, VOCAB, 2 + number))
+        prompts.append(Prompt(number, tokens, f"p{number}", columns={"kind": kind}))
+        lengths = draw.integers(1, 7, group)
+        drawn = [tuple(int(t) for t in draw.integers(1, VOCAB, n)) for n in lengths]
+        completions.append(
+            [Completion(t, np.zeros(len(t)), np.zeros(len(t)), "stop") for t in drawn]
+        )
+    limits = {"pad_id": 0, "max_prompt_tokens": 16, "max_new_tokens": 8, "row_multiple": 4}
+    rollout = make_rollout(prompts, completions, policy_version=0, **limits)
+    shape = (*rollout.sequences.loss_mask.shape, 3)
+    ids = np.argsort(draw.random((*shape[:2], VOCAB)), -1)[..., :3].astype(np.int32)
+    return replace(rollout, student_topk=ids)
+
+
+def config(signal, *overrides):
+    teachers = {name: {"model": "builtin:teacher"} for name in NAMES}
+    asked = [f"teachers={json.dumps(teachers)}", "teacher.model=null", f"distill.signal={signal}"]
+    more = ["distill.top_k=3", "distill.entropy_top_k=3", "distill.chunk_tokens=7"]
+    more += ["distill.jsd_beta=1"] if signal == "sampled" else []
+    return Config.load("builtin:quickstart", [*asked, *more, *overrides])
+
+
+def role(made, mesh, families=FAMILIES):
+    """The role of a run, and a scorer of each teacher alone."""
+    projection = Projection.of(made, mesh, VOCAB)
+    models = {name: tiny_model(family, mesh) for name, family in families.items()}
+    alone = Projection(made.distill, mesh, VOCAB)
+    hidden = Projection(made.distill.model_copy(update={"signal": "hidden"}), mesh, VOCAB)
+    each = alone if made.mixture is None else hidden
+    scorers = {name: Scorer(*model, each) for name, model in models.items()}
+    return Teachers(made, projection, scorers, {}), {
+        n: Scorer(*m, alone) for n, m in models.items()
+    }
+
+
+def scored(teacher, rollout, parts=1):
+    """Field -> its values for all rows."""
+    found = filter(None, [teacher.score(rollout, part, parts) for part in range(parts)])
+    given = [{k: to_host(x) for k, x in vars(part).items() if x is not None} for part in found]
+    return {name: np.concatenate([part[name] for part in given]) for name in given[0]}
+
+
+@pytest.mark.parametrize(
+    ("signal", "axes", "parts"),
+    [
+        ("hidden", (2, 2, 1), 2),
+        ("topk", (1, 2, 2), 1),
+        ("student_topk", (1, 1, 1), 2),
+        ("sampled", (2, 1, 1), 1),
+    ],
+)
+def test_a_row_gets_what_its_own_teacher_says_alone(signal, axes, parts):
+    made = config(signal, "data.teacher_key=kind", "distill.entropy_aware=true")
+    rollout = batch(ROWS)
+    together, alone = role(made, make_mesh(*axes))
+    found = scored(together, rollout, parts)
+    for name, scorer in alone.items():
+        mine = [prompt.columns["kind"] == name for prompt in rollout.prompts]
+        seen = rollout.sequences.loss_mask.copy()
+        seen[: len(mine)] &= np.array(mine)[:, None]
+        wanted = scored(scorer, rollout, parts)
+        assert set(found) == set(wanted) and seen.any()
+        for field, value in wanted.items():
+            got = found[field][..., : value.shape[-1]] if field == "hidden" else found[field]
+            np.testing.assert_allclose(got[seen], value[seen], atol=3e-5, err_msg=field)
+
+
+@pytest.mark.parametrize(
+    ("kind", "signal", "axes", "parts"),
+    [
+        ("arithmetic", "topk", (1, 2, 2), 1),
+        ("arithmetic", "sampled", (1, 1, 1), 2),
+        ("geometric", "student_topk", (2, 1, 1), 1),
+        ("geometric", "sampled", (1, 1, 1), 1),
+    ],
+)
+def test_a_mixture_s_signal_is_that_of_the_mixed_distribution(kind, signal, axes, parts):
+    """Whose log-probs are computed here from each teacher's hidden states."""
+    made = config(signal, "data.teacher_key=kind", f"distill.mixture={kind}")
+    rollout = batch(("code", WEIGHTS, WEIGHTS, {"chat": 2, "math": None}))
+    mesh = make_mesh(*axes)
+    together, _ = role(made, mesh)
+    found, shares = scored(together, rollout, parts), teacher_weights(made, rollout)
+    np.testing.assert_allclose(shares[2:4], [[0.25, 0, 0.75]] * 2)
+    _, senders = role(config("hidden", "data.teacher_key=kind"), mesh)
+    logs = [
+        log_softmax(scored(one, rollout)["hidden"] @ np.asarray(head(one.params))[:VOCAB].T)
+        for one in senders.values()
+    ]
+    logs, each = np.stack(logs, -1).astype(np.float64), shares[:, None, None]
+    wanted = np.log(
+        (np.exp(logs) * each).sum(-1) if kind == "arithmetic" else np.exp((logs * each).sum(-1))
+    )
+    wanted -= np.log(np.exp(wanted).sum(-1, keepdims=True))
+    seen = rollout.sequences.loss_mask
+    if signal == "sampled":
+        ids = rollout.sequences.tokens[:, -seen.shape[1] :, None]
+    else:
+        ids = found["topk_ids"]
+    sent = found["token_logprobs"][..., None] if signal == "sampled" else found["topk_logprobs"]
+    np.testing.assert_allclose(sent[seen], np.take_along_axis(wanted, ids, -1)[seen], atol=3e-5)
+    if signal == "topk":
+        np.testing.assert_allclose(sent[seen], -np.sort(-wanted[seen], -1)[..., :3], atol=3e-5)
+    if signal == "student_topk":
+        np.testing.assert_array_equal(ids, rollout.student_topk)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    rows = [{"prompt": f"{i} + {i}", "kind": NAMES[i % 2], "answer": "1"} for i in range(40)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {
+        "student": save_model(folder / "student", 32, 2, 0),
+        "math": save_model(folder / "math", 48, 1, 1),
+        "code": save_model(folder / "code", 32, 1, 2, rows=270),
+        "rows": str(folder / "rows.jsonl"),
+    }
+
+
+def run(models, run_dir, *overrides):
+    keys = [f"student.model={models['student']}", f"data.train={models['rows']}", "data.eval=null"]
+    plain = [*SHORT, MESH, "actor.dtype=float32", "rollout.dtype=float32", f"run_dir={run_dir}"]
+    result = train(
+        Config.load("builtin:quickstart", [*keys, *plain, "teacher.model=null", *overrides])
+    )
+    return result, load_file(run_dir / "final" / "model.safetensors")
+
+
+def totals(result):
+    return [row["loss"] for row in result.metrics[1:]]
+
+
+def teachers(models, **named):
+    return f"teachers={json.dumps({name: {'model': models[of]} for name, of in named.items()})}"
+
+
+@pytest.mark.parametrize("signal", ["hidden", "sampled"])
+def test_two_names_of_one_teacher_teach_as_it_does_alone(models, tmp_path, signal):
+    """Signal hidden with a teacher for each row, sampled with a mixture."""
+    how = ["data.teacher_key=kind"] if signal == "hidden" else ["distill.jsd_beta=1"]
+    keys = [f"distill.signal={signal}", "teacher.num_microbatches=2", "distill.jsd_beta=1"]
+    alone, wanted = run(models, tmp_path / "alone", f"teacher.model={models['math']}", *keys)
+    same = teachers(models, math="math", code="math")
+    both, found = run(models, tmp_path / "both", same, *how, *keys)
+    np.testing.assert_allclose(totals(both), totals(alone), rtol=2e-4)
+    for name, value in wanted.items():
+        np.testing.assert_allclose(found[name], value, atol=2e-5, err_msg=name)
+    row = both.metrics[1]
+    tokens = [row[f"distill/{name}/tokens"] for name in ("math", "code")]
+    assert sum(tokens) == pytest.approx(row["actor/tokens"]) and min(tokens) > 0
+    if signal == "hidden":
+        each = [row[f"distill/{name}/divergence"] for name in ("math", "code")]
+        mean = np.average(each, weights=tokens)
+        assert mean == pytest.approx(row["distill/divergence"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "how", [["data.teacher_key=kind"], ["distill.signal=topk", "distill.top_k=8"]]
+)
+def test_offloading_and_sharing_devices_change_nothing(models, tmp_path, how):
+    """The teachers take turns on the devices, with vocabularies and widths of their own."""
+    keys = [teachers(models, math="math", code="code"), *how]
+    apart, wanted = run(models, tmp_path / "apart", *keys)
+    turns = ["mesh=actor+rollout+teacher=2", "offload.frozen=true", "offload.params=true"]
+    together, found = run(models, tmp_path / "together", *keys, *turns)
+    np.testing.assert_allclose(totals(together), totals(apart), rtol=2e-4)
+    for name, value in wanted.items():
+        np.testing.assert_allclose(found[name], value, atol=2e-5, err_msg=name)
+
+
+def test_each_prompt_is_sampled_by_its_own_teacher(models, tmp_path):
+    """For seq_kd and for the teachers' own accuracy, which two names of one model do not change."""
+    keys = ["distill.seq_kd=true", "distill.on_policy_fraction=0", "eval.teacher=true"]
+    held = [f"data.eval={models['rows']}", "data.verifier=exact"]
+    alone, wanted = run(models, tmp_path / "alone", f"teacher.model={models['math']}", *keys, *held)
+    same = [teachers(models, math="math", code="math"), "data.teacher_key=kind"]
+    both, found = run(models, tmp_path / "both", *same, *keys, *held)
+    assert both.metrics[0]["teacher/accuracy"] == alone.metrics[0]["teacher/accuracy"]
+    np.testing.assert_allclose(totals(both), totals(alone), rtol=2e-4)
+    for name, value in wanted.items():
+        np.testing.assert_allclose(found[name], value, atol=2e-5, err_msg=name)
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_loaded(models, tmp_path):
+    def refused(*overrides):
+        keys = [f"student.model={models['student']}", f"data.train={models['rows']}"]
+        both = teachers(models, math="math", code="code")
+        with pytest.raises(UserError) as error:
+            make_job(
+                Config.load("builtin:quickstart", [*keys, "teacher.model=null", both, *overrides])
+            )
+        return str(error.value)
+
+    only = teachers(models, math="math", chat="code")
+    assert "rows.jsonl:2 has 'code' there" in refused("data.teacher_key=kind", only)
+    assert "no such field" in refused("data.teacher_key=domain")
+    assert "are two ways" in refused("teacher.model=builtin:teacher")
+    assert "cannot be sampled" in refused("distill.seq_kd=true", "distill.on_policy_fraction=0")
+    assert "choose" not in refused("data.teacher_key=kind", "teachers.math.weight=2")
+    assert "set teachers" in refused(
+        "teachers={}", "teacher.model=builtin:teacher", "data.teacher_key=kind"
+    )
+    other = save_model(tmp_path / "other", 32, 1, 3, eos=7)
+    assert refused(f"teachers={json.dumps({'math': models['math'], 'code': other})}").startswith(
+        "teachers.code: "
+    )
+    rows = tmp_path / "weights.jsonl"
+    rows.write_text('{"prompt": "a", "answer": "1", "kind": {"math": -1}}\n')
+    text = refused(f"data.train={rows}", "data.teacher_key=kind", "distill.mixture=arithmetic")
+    assert "{'math': -1}" in text and "at least 0" in text

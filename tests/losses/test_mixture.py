@@ -1,0 +1,169 @@
+"""Several teachers as one: equal to the dense formulas, by finite differences, on every mesh."""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.losses import divergence as dense
+from jaxrl.losses.distill import divergence_from_hidden
+from jaxrl.losses.divergence import EntropyAware
+from jaxrl.losses.head import logprobs_at, topk_from_hidden
+from jaxrl.losses.mixture import TeacherMixture
+from jaxrl.sharding.axes import Axes
+from jaxrl.sharding.mesh import role_mesh
+
+B, C, V, CHUNK = 4, 5, 50, 3
+WIDTHS, ROWS = (10, 7, 12), (53, 50, 61)
+MESHES = [(8, 1, 1), (1, 8, 1), (1, 2, 4), (2, 2, 2)]
+KINDS = ("arithmetic", "geometric")
+TERM = EntropyAware(coef=0.7, threshold=2.4, top_k=4)
+
+
+def rand(*shape, seed):
+    return np.random.default_rng(seed).normal(0, 0.6, shape).astype(np.float32)
+
+
+HIDDEN, HEAD = rand(B, C, 12, seed=1), rand(V, 12, seed=2)
+TEACHERS = tuple(rand(B, C, width, seed=3 + k) for k, width in enumerate(WIDTHS))
+HEADS = tuple(
+    rand(rows, width, seed=7 + k) for k, (rows, width) in enumerate(zip(ROWS, WIDTHS, strict=True))
+)
+MASK = np.random.default_rng(11).random((B, C)) < 0.7
+SHARES = np.random.default_rng(12).dirichlet(np.ones(3), (B, C)).astype(np.float32)
+SHARES[0] = [0.25, 0.75, 0]  # a teacher without a share
+IDS = np.argsort(rand(B, C, V, seed=13), -1)[..., :6].astype(np.int32)
+
+
+def mesh_of(shape):
+    return role_mesh(jax.devices()[: math.prod(shape)], Axes(*shape))
+
+
+def mixed_logprobs(kind, temperature=1.0, shares=SHARES):
+    """[B, C, V], as float64 numpy has it."""
+    total, log = 0.0, 0.0
+    for k, (hidden, head) in enumerate(zip(TEACHERS, HEADS, strict=True)):
+        z = np.einsum("bcd,vd->bcv", hidden, head[:V]).astype(np.float64) / temperature
+        p = np.exp(z - z.max(-1, keepdims=True))
+        p /= p.sum(-1, keepdims=True)
+        total = total + shares[..., k, None] * p
+        log = log + shares[..., k, None] * np.log(p)
+    if kind == "arithmetic":
+        return np.log(total)
+    return log - np.log(np.exp(log).sum(-1, keepdims=True))
+
+
+def loss_of(kind, *, beta, shares=SHARES, **settings):
+    def loss(hidden, head):
+        total, _, _ = divergence_from_hidden(
+            hidden,
+            head,
+            TEACHERS,
+            HEADS,
+            MASK,
+            beta=beta,
+            chunk=CHUNK,
+            mixture=TeacherMixture(kind, shares),
+            **settings,
+        )
+        return total
+
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
+def test_the_loss_is_the_divergence_from_the_dense_mixture(kind, beta):
+    """Value and gradient; the same with `lean`, and with the entropy-aware term."""
+
+    def expected(hidden, head, term=None):
+        student = jnp.einsum("bcd,vd->bcv", hidden, head) / 1.3
+        teacher = jnp.asarray(mixed_logprobs(kind, 1.3), jnp.float32)
+        total, _ = dense.jsd(student, teacher, MASK, beta=beta)
+        if term is not None:
+            total += dense.entropy_aware(student, teacher, MASK, term=term)[0]
+        return total
+
+    same = partial(np.testing.assert_allclose, atol=2e-5, rtol=2e-5)
+    for term in (None, TERM):
+        wanted = jax.value_and_grad(partial(expected, term=term), argnums=(0, 1))(HIDDEN, HEAD)
+        for lean in (False, True):
+            settings = {"temperature": 1.3, "entropy_aware": term, "lean": lean}
+            found = loss_of(kind, beta=beta, **settings)(HIDDEN, HEAD)
+            jax.tree.map(same, found, wanted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_gradient_is_that_of_finite_differences(kind):
+    value = loss_of(kind, beta=0.4)
+    _, (d_hidden, d_head) = value(HIDDEN, HEAD)
+    for seed in range(3):
+        a, b = rand(*HIDDEN.shape, seed=20 + seed), rand(*HEAD.shape, seed=30 + seed)
+        step = 1e-2
+        up, _ = value(HIDDEN + step * a, HEAD + step * b)
+        down, _ = value(HIDDEN - step * a, HEAD - step * b)
+        slope = float((d_hidden * a).sum() + (d_head * b).sum())
+        np.testing.assert_allclose((up - down) / (2 * step), slope, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", MESHES, ids=str)
+def test_a_mesh_computes_what_one_device_does(kind, shape):
+    for lean in (False, True):
+        wanted = loss_of(kind, beta=0.4, lean=lean)(HIDDEN, HEAD)
+        found = loss_of(kind, beta=0.4, lean=lean, mesh=mesh_of(shape))(HIDDEN, HEAD)
+        jax.tree.map(partial(np.testing.assert_allclose, atol=2e-5, rtol=2e-5), found, wanted)
+
+
+@pytest.mark.parametrize("lean", [False, True])
+def test_a_weight_of_one_is_that_teacher(lean):
+    """Bit for bit in the kind that routing uses, whatever the others' hidden states are."""
+    shares = np.zeros((B, C, 3), np.float32)
+    which = np.random.default_rng(14).integers(0, 3, (B, 1))
+    np.put_along_axis(shares, np.repeat(which, C, 1)[..., None], 1, -1)
+    found = loss_of("geometric", beta=0.4, shares=shares, lean=lean)(HIDDEN, HEAD)
+    near = loss_of("arithmetic", beta=0.4, shares=shares, lean=lean)(HIDDEN, HEAD)
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5, rtol=1e-5), near, found)
+    for k, (hidden, head) in enumerate(zip(TEACHERS, HEADS, strict=True)):
+        mask = MASK & (which == k)
+
+        def alone(h, w, hidden=hidden, head=head, mask=mask):
+            return divergence_from_hidden(
+                h, w, hidden, head[:V], mask, beta=0.4, chunk=CHUNK, lean=lean
+            )[0]
+
+        _, (wanted, _) = jax.jit(jax.value_and_grad(alone, argnums=(0, 1)))(HIDDEN, HEAD)
+        rows = which[:, 0] == k
+        np.testing.assert_array_equal(found[1][0][rows], wanted[rows])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 2, 4)], ids=str)
+def test_what_a_mixture_sends_is_of_the_dense_one(kind, shape):
+    """Log-probs at ids, of the best tokens and of all others, and the entropy."""
+    mixture = TeacherMixture(kind, jnp.asarray(SHARES))
+    settings = {"mesh": mesh_of(shape), "v": V, "mixture": mixture, "chunk": CHUNK}
+    wanted = mixed_logprobs(kind, 0.8)
+    best = topk_from_hidden(TEACHERS, HEADS, 6, temperature=0.8, **settings)
+    same = partial(np.testing.assert_allclose, atol=2e-5, rtol=2e-5)
+    same(best.logprobs, -np.sort(-wanted, -1)[..., :6])
+    same(best.logprobs, np.take_along_axis(wanted, np.asarray(best.ids), -1))
+    same(best.tail_logprob, np.log(1 - np.exp(best.logprobs).sum(-1)))
+    same(best.entropy, -(np.exp(wanted) * wanted).sum(-1))
+    logprobs, tail = logprobs_at(TEACHERS, HEADS, jnp.asarray(IDS), temperature=0.8, **settings)
+    same(logprobs, np.take_along_axis(wanted, IDS, -1))
+    same(tail, np.log(1 - np.exp(logprobs).sum(-1)))
+
+
+def test_a_mixture_of_one_teacher_is_the_teacher():
+    ones = jnp.ones((B, C, 1))
+    plain = topk_from_hidden(TEACHERS[0], HEADS[0], 6, v=V, chunk=CHUNK)
+    for kind in KINDS:
+        found = topk_from_hidden(
+            TEACHERS[:1], HEADS[:1], 6, v=V, chunk=CHUNK, mixture=TeacherMixture(kind, ones)
+        )
+        np.testing.assert_array_equal(found.ids, plain.ids)
+        np.testing.assert_allclose(found.logprobs, plain.logprobs, atol=1e-5)
