@@ -197,4 +197,6 @@ def _type_name(annotation: Any) -> str:
         return f"{MAPPING} to {_type_name(arguments[1])}"
     if hasattr(annotation, "__metadata__"):
         return _type_name(arguments[0])
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return f"{{{', '.join(annotation.model_fields)}}}"
     return "null" if annotation is type(None) else annotation.__name__

@@ -968,9 +968,10 @@ class Config(Section, metaclass=_Parsed):
     teacher: TeacherConfig = TeacherConfig()
     teachers: Annotated[dict[str, NamedTeacherConfig], BeforeValidator(_named_teachers)] = {}
     """Several teachers by names of your choice, as in `{math: {model: A}, code: {model: B}}`, in
-    place of `teacher.model`. They take turns on the devices of the role teacher, and the other keys
-    of `teacher` are for all of them. Which rows learn from which: `data.teacher_key`,
-    `distill.mixture` and the `weight` of each."""
+    place of `teacher.model`; `{math: A}` is short for a model alone. They take turns on the devices
+    of the role teacher, and the other keys of `teacher` are for all of them. Which rows learn from
+    which: `data.teacher_key` and `distill.mixture`; in the mixture of all rows `weight` is the
+    share of a teacher relative to the others' (null: 1)."""
     data: DataConfig = Field(default={}, validate_default=True)
     sampling: SamplingConfig = SamplingConfig()
     distill: DistillConfig = DistillConfig()

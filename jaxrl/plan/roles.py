@@ -207,7 +207,8 @@ def actor(m: Setting) -> Iterable[Entry]:
         if axes.weights > 1:  # the peak is after the loss: no heads, on GPUs gradients
             if m.inputs.target.platform in GPU:
                 before_loss += summed
-            heads = heads._replace(forward=heads.forward - heads.gathered)
+            if not m.config.distill.lean:  # whose backward pass reads them again
+                heads = heads._replace(forward=heads.forward - heads.gathered)
     arrays = loss_arrays(m) - (m.loss_fused and m.one_chunk(rows))
     loss = 2 * run.residual + logits(m.chunk(rows), m.vocab, axes.tensor, arrays)
     fullest = max(loss, run.first(a.remat), heads.copied)
