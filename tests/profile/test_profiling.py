@@ -333,7 +333,7 @@ def test_the_work_of_a_step_follows_its_algorithm():
     def work(*overrides):
         config = Config.load("builtin:quickstart", [*REWARDED, *overrides])
         job = SimpleNamespace(
-            config=config, student=SimpleNamespace(config=c), teacher=None, vocab_size=264
+            config=config, student=SimpleNamespace(config=c), teachers={}, vocab_size=264
         )
         return step_work(job, axes, [batch])
 

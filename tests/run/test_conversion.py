@@ -112,7 +112,7 @@ def test_roles_in_threads_convert_a_model_once(source, counted, tmp_path, monkey
     setup = Setup(
         config=plan.config,
         student=source,
-        teacher=source,
+        teachers={"teacher": source},
         tokenizer=None,
         vocab_size=source.config.vocab_size,
         eos_ids=source.config.eos_ids,
@@ -214,7 +214,7 @@ def test_what_is_kept_is_the_widest_dtype_and_only_where_it_is_shared(
     plan = plan_of(source, tmp_path)
 
     def shares(*dtypes: str, plan=plan):
-        loads = {role: (source, d) for role, d in zip(("actor", "teacher"), dtypes, strict=False)}
+        loads = [(r, source, d) for r, d in zip(("actor", "teacher"), dtypes, strict=False)]
         return converted_once(loads, plan, 60.0, told.append)
 
     with shares("float32") as found:

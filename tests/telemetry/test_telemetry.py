@@ -191,6 +191,7 @@ def test_every_role_may_report_its_memory(role: str) -> None:
         ("reward/größe/mean", "reward/{reward}/mean"),
         ("reward/mean", "reward/mean"),
         ("similarity/split_into_3", "similarity/split_into_{k}"),
+        ("distill/code.v2/divergence", "distill/{teacher}/divergence"),
         ("eval/pass@0", None),
         ("eval/a/b/accuracy", None),
         ("memory/critic/peak_bytes", None),
@@ -205,6 +206,7 @@ def test_names_with_a_variable_part_resolve(name: str, entry: str | None) -> Non
 def test_each_name_of_the_table_has_one_entry() -> None:
     """No pattern covers another entry: what a name means never depends on the order."""
     examples = {"{role}": "actor", "{k}": "8", "{set}": "math", "{reward}": "format"}
+    examples["{teacher}"] = "code"
     for name, metric in METRICS.items():
         for variable, example in examples.items():
             name = name.replace(variable, example)
