@@ -39,6 +39,7 @@ from jaxrl.sampling.engine import Engine, SamplingParams
 from jaxrl.sampling.sampler import sampling_arrays
 from jaxrl.sharding.axes import ROWS, Axes
 from jaxrl.sharding.mesh import role_mesh
+from jaxrl.teacher.protocol import Options
 from jaxrl.types import Sequences, TeacherSignal, TrainBatch
 
 
@@ -156,9 +157,19 @@ class RunPrograms:
 
     def signal(self, role: str, rows: int) -> TeacherSignal:
         """The teacher's signal for so many rows, as abstract arrays on the mesh of a role."""
+        at = self.rows(role)
+        if "teacher" not in self.meshes:  # the signal is read from disk
+            c, m = self.config, self.setting
+            shapes = Options.of(c.distill, m.vocab).fields
+            if m.signal == "hidden" and m.teacher is not None:
+                shapes = {"hidden": (c.teacher.compute_dtype, (m.teacher.d_model,))}
+            arrays = {
+                name: shaped((rows, m.new_tokens, *dims), jnp.dtype(dtype), at)
+                for name, (dtype, dims) in shapes.items()
+            }
+            return TeacherSignal(**arrays)
         jitted, args = self.score(rows)
         out = jax.eval_shape(jitted, *args)
-        at = self.rows(role)
         return jax.tree.map(lambda x: shaped(x.shape, x.dtype, at), out)
 
     def scored(self, role: str, model: DecoderConfig, parts: int) -> tuple[int, int]:
@@ -192,7 +203,7 @@ def actor(run: RunPrograms) -> Iterator[Program]:
     number = shaped((n, m.new_tokens), jnp.float32, rows)
     signal, frozen = None, {}
     if m.signal is not None:
-        signal = run.signal("actor", n) if "teacher" in run.meshes else None
+        signal = run.signal("actor", n)
         if m.signal == "hidden" and m.teacher is not None:
             shape = (m.vocab, m.teacher.d_model)
             at = head_sharding(shape, mesh)

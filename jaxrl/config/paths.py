@@ -10,8 +10,8 @@ from typing import Any
 
 FUNCTIONS = "reward.functions"
 KEYS = (
-    *("algorithm", "student.model", "teacher.model", "reward.model", "grouper.model"),
-    *("data.train", "data.eval", "data.few_shot", FUNCTIONS),
+    *("algorithm", "student.model", "teacher.model", "teacher.cache", "reward.model"),
+    *("grouper.model", "data.train", "data.eval", "data.few_shot", FUNCTIONS),
 )
 """Keys whose values may be paths of what a run reads."""
 

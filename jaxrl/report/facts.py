@@ -77,7 +77,7 @@ def _models(run: RunFiles) -> str:
     placed = [role["role"] for role in run.plan["roles"]] if run.plan else []
     found = {role: run.config.get(f"{role}.model") for role in ("student", *placed)}
     if found.get("teacher") is None and "teacher" in placed:
-        found["teacher"] = run.config.get("teacher.address")
+        found["teacher"] = run.config.get("teacher.address") or run.config.get("teacher.cache")
     return ", ".join(f"{role} {model}" for role, model in found.items() if model)
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
-from jaxrl.algorithms.methods import method_of
+from jaxrl.algorithms.methods import method_of, on_policy
 from jaxrl.algorithms.objective import configured_correction, objective_notes
+from jaxrl.checkpoint.digest import digest_model
 from jaxrl.checkpoint.source import ModelSource, resolve_model
 from jaxrl.config.schema import Config
 from jaxrl.data.source import Split, open_source
@@ -32,8 +33,10 @@ from jaxrl.run.inputs import (
     tokenizer_of,
 )
 from jaxrl.sharding.axes import Axes
+from jaxrl.teacher.cache import ScoreCache
+from jaxrl.teacher.cached import check_cache
 from jaxrl.teacher.remote import check_remote, check_remote_prompts, remote_info
-from jaxrl.types import Prompt
+from jaxrl.types import Completion, Prompt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +46,8 @@ class Setup:
     config: Config
     student: ModelSource
     teacher: ModelSource | None
-    """None where there is none, or it runs elsewhere (`teacher.address`)."""
+    """None where there is none, or it runs elsewhere (`teacher.address`), or has run
+    (`teacher.cache` alone)."""
     tokenizer: Tokenizer | bytes
     """Pickled for another process, where only a role that samples opens it: transformers takes a
     second to import."""
@@ -85,6 +89,21 @@ class Job(Setup):
     judge: Verifier
     notes: tuple[str, ...] = ()
     """What could not be checked."""
+    cache: ScoreCache | None = None
+    """The scores at `teacher.cache`."""
+
+    @property
+    def stored_samples(self) -> Callable[[Sequence[Prompt]], list[list[Completion]]] | None:
+        """The teacher's samples of prompts on disk; None where the run reads none."""
+        cache, tokenizer = self.cache, self.tokenizer
+        if cache is None or not self.config.distill.seq_kd:
+            return None
+
+        def samples(prompts: Sequence[Prompt]) -> list[list[Completion]]:
+            groups = cache.samples(prompts, self.config.group_size)
+            return [[replace(one, text=decode(tokenizer, one.tokens)) for one in g] for g in groups]
+
+        return samples
 
     @property
     def held_out_prompts(self) -> tuple[Prompt, ...]:
@@ -120,16 +139,17 @@ def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
     teacher = None if config.teacher.model is None else resolve_model(config.teacher.model)
     tokenizer = tokenizer_of(student)
     vocab_size = student.config.vocab_size
-    theirs = None
-    if teacher is not None:
-        theirs = tokenizer_of(teacher)
+    cache = None if config.teacher.cache is None else ScoreCache(config.teacher.cache)
+    described, theirs = teacher or cache, None
+    if described is not None:
+        theirs = tokenizer_of(described)
         vocab_size = check_same_vocabulary(
             tokenizer,
             theirs,
             student.config.vocab_size,
-            teacher.config.vocab_size,
+            described.config.vocab_size,
             student.config.eos_ids,
-            teacher.config.eos_ids,
+            described.config.eos_ids,
         )
     remote = None if config.teacher.address is None else remote_info(config)
     if remote is not None:
@@ -150,6 +170,12 @@ def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
         notes += _check_rewards(config, train, given or {})
     if theirs is not None:
         check_same_prompts(tokenizer, theirs, prompts)
+    if cache is not None:
+        digest = None if teacher is None else digest_model(teacher.path)
+        read = train.rows(i for i in range(config.steps) if not on_policy(config, i))
+        notes += check_cache(config, cache, digest, vocab_size, read)
+        if teacher is None and config.eval.teacher and held_out:
+            notes.append("scores on disk answer nothing: the teacher's accuracy is not evaluated")
     if remote is not None:
         notes.append(check_remote_prompts(config, remote, tokenizer, prompts, vocab_size))
         if config.eval.teacher and held_out:
@@ -171,6 +197,7 @@ def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
         held_out=held_out,
         judge=verifier(config.data.verifier),
         notes=tuple(filter(None, notes)),
+        cache=cache,
     )
 
 

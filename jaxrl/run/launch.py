@@ -57,6 +57,8 @@ from jaxrl.sharding.mesh import (
 )
 from jaxrl.sharding.placement import Placement, device_list, parse
 from jaxrl.sharding.reshard import put
+from jaxrl.teacher.cache import ScoreCache
+from jaxrl.teacher.cached import CachedTeacher
 from jaxrl.teacher.remote import RemoteTeacher, remote_head
 from jaxrl.types import Tree
 
@@ -219,7 +221,11 @@ def _teacher_head(setup: Setup, mesh: Mesh) -> jax.Array:
     if setup.teacher is not None:
         head = setup.teacher.load_head(mesh, jnp.dtype(setup.config.teacher.dtype))
         return _first_rows(head, setup.vocab_size, mesh)
-    there = remote_head(setup.config, setup.vocab_size)
+    teacher = setup.config.teacher
+    if teacher.cache is None:
+        there = remote_head(setup.config, setup.vocab_size)
+    else:
+        there = ScoreCache(teacher.cache).head(setup.vocab_size).astype(jnp.dtype(teacher.dtype))
     return put(there, head_sharding(there.shape, mesh))
 
 
@@ -230,7 +236,10 @@ def make_rollout_role(setup: Setup, meshes: Mapping[str, Mesh]) -> RolloutRole:
 
 def make_teacher(setup: Setup, meshes: Mapping[str, Mesh]) -> TeacherRole | ServedTeacherRole:
     config, source = setup.config, setup.teacher
+    cache = None if config.teacher.cache is None else ScoreCache(config.teacher.cache)
     if source is None:
+        if cache is not None:
+            return CachedTeacher(config, cache, setup.vocab_size)
         return RemoteTeacher(config, setup.vocab_size)
     mesh = meshes["teacher"]
     layout: Layout = "unstacked" if setup.teacher_samples else "stacked"
@@ -242,7 +251,7 @@ def make_teacher(setup: Setup, meshes: Mapping[str, Mesh]) -> TeacherRole | Serv
         sampler = _sampler(setup, source, mesh, layout, params=params)
     scorer = Scorer(source.config, params, projection)
     teacher: TeacherRole = Teacher(scorer, sampler, config.offload.frozen)
-    return teacher
+    return teacher if cache is None else CachedTeacher(config, cache, setup.vocab_size, teacher)
 
 
 def make_reference(setup: Setup, meshes: Mapping[str, Mesh]) -> ReferenceRole:

@@ -37,7 +37,12 @@ MOST_PADDING = 128
 64 at most."""
 HEAD = "head"
 """Name of the LM head's tensor."""
-_DTYPES = STORED | {"I32": np.dtype("<i4"), "BOOL": np.dtype(bool)}
+_DTYPES = STORED | {
+    "I32": np.dtype("<i4"),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(bool),
+}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 Piece = bytes | memoryview
@@ -145,8 +150,11 @@ class Options(ProtocolMessage):
 
     def answer(self, info: Info) -> dict[str, tuple[str, tuple[int, ...]]]:
         """The tensors of an answer (`teacher.check.Shapes`)."""
-        if self.signal == "hidden":
-            return {"hidden": (info.dtype, (info.d_model,))}
+        return {"hidden": (info.dtype, (info.d_model,))} if self.signal == "hidden" else self.fields
+
+    @property
+    def fields(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """The tensors of all signals but `hidden`, as in `answer`."""
         tensors: dict[str, tuple[str, tuple[int, ...]]] = {"token_logprobs": ("float32", ())}
         if self.signal != "sampled":
             tensors = _best("topk_ids", "topk_logprobs", "tail_logprob", self.top_k)
