@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> None:
             f"--dtype {arguments.dtype} is of hidden states: leave it out with the signal"
             f" {config.distill.signal}, whose log-probs are float32"
         )
-    from jaxrl.score.scoring import score
+    from jaxrl.score.command import score
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # as `nohup` asks for

@@ -16,7 +16,8 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal
@@ -90,6 +91,10 @@ class ScoreManifest(ProtocolMessage):
     """The teacher's samples of each prompt; 0: the completions are the data's."""
     error: StorageError | None = None
     """Measured where `stored` cannot hold what the teacher computed."""
+
+    def key(self, prompt: Sequence[int], completion: Sequence[int] | None) -> bytes:
+        """Of what is scored as a whole: a row of the data, or a prompt with its samples."""
+        return key_of(prompt, () if self.samples or completion is None else completion)
 
 
 def key_of(prompt: Sequence[int], completion: Sequence[int] = ()) -> bytes:
@@ -195,41 +200,54 @@ def _save(tensors: Mapping[str, np.ndarray], path: Path) -> None:
             file.write(piece)
 
 
-@dataclass
 class ScoreWriter:
-    """Collects rows, and writes them as shards. Removes what a killed process left of a shard."""
+    """Collects rows, and writes them as shards in a thread of its own, one at a time. Removes what
+    a killed process left of a shard."""
 
-    folder: Path
-    shard_bytes: int = SHARD_BYTES
-    written: int = 0
-    """Bytes of the rows on disk, those that were there not counted."""
-    _rows: list[ScoredRow] = field(default_factory=list)
-    _held: int = 0
-    _since: float = field(default_factory=time.monotonic)
-
-    def __post_init__(self) -> None:
-        for left in self.folder.glob(".*.partial"):
+    def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES):
+        for left in folder.glob(".*.partial"):
             left.unlink(missing_ok=True)
-        there = shard_files(self.folder)
+        there = shard_files(folder)
+        self._folder, self._shard_bytes = folder, shard_bytes
         self._next = _number(there[-1]) + 1 if there else 0
+        self._rows: list[ScoredRow] = []
+        self._held, self._since = 0, time.monotonic()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="shards")
+        self._writing: Future[None] | None = None
 
     def add(self, rows: Sequence[ScoredRow]) -> None:
-        """Takes rows that belong into one shard: a prompt's samples must not be divided."""
+        """Takes rows that belong into one shard, as a prompt's samples do.
+
+        Raises:
+            OSError: the disk refused the shard before; its rows are lost.
+        """
         self._rows += rows
         self._held += sum(row.nbytes for row in rows)
-        if self._held >= self.shard_bytes or time.monotonic() - self._since > SHARD_S:
-            self.flush()
+        if self._held >= self._shard_bytes or time.monotonic() - self._since > SHARD_S:
+            self._start()
 
     def flush(self) -> None:
-        """Writes the rows that are held as a shard. Raises OSError where the disk refuses."""
+        """Returns once all rows are on the disk. Raises OSError as `add` does."""
+        self._wait()
+        self._start()
+        self._wait()
+
+    def _start(self) -> None:
+        self._wait()
         if self._rows:
-            tensors = _shard(self._rows)
-            path = self.folder / f"shard-{self._next:05}.safetensors"
-            put_file(path, partial(_save, tensors))
-            self._next += 1
-            self.written += self._held
+            self._writing = self._thread.submit(self._write, self._rows)
             self._rows, self._held = [], 0
         self._since = time.monotonic()
+
+    def _wait(self) -> None:
+        if self._writing is not None:
+            self._writing.result()
+            self._writing = None
+
+    def _write(self, rows: Sequence[ScoredRow]) -> None:
+        path = self._folder / f"shard-{self._next:05}.safetensors"
+        put_file(path, partial(_save, _shard(rows)))
+        self._next += 1
 
 
 def shard_files(folder: Path) -> list[Path]:
@@ -312,13 +330,10 @@ class ScoreCache:
     def shapes(self) -> Shapes:
         return shapes_of(self.manifest, self.config.d_model)
 
-    def has(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> np.ndarray:
-        """[n] bool: whether (prompt, completion) tokens have scores."""
-        return self._index.keys.find([key_of(*row) for row in rows]) >= 0
-
-    def has_samples(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
-        """[n] bool: whether prompts have samples."""
-        return self._index.prompts.find([key_of(prompt) for prompt in prompts]) >= 0
+    def has(self, keys: Sequence[bytes]) -> np.ndarray:
+        """[n] bool: whether there are scores of what has these keys (`ScoreManifest.key`)."""
+        index = self._index.prompts if self.manifest.samples else self._index.keys
+        return index.find(keys) >= 0
 
     def head(self, rows: int) -> np.ndarray:
         """The teacher's LM head [V, D], cut after `rows`."""

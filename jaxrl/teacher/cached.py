@@ -107,28 +107,23 @@ def check_cache(
 
 def _check_options(config: Config, has: Options, needs: Options, name: str) -> None:
     """Raises UserError where the scores are of other keys than the run's."""
-    keys = ["signal"]
-    if needs.signal != "hidden":
-        keys += ["top_k"] if needs.signal == "topk" else []
-        keys += ["distill_temperature"]
-    if needs.entropy_top_k is not None:
-        keys += ["entropy_top_k"]
-    for key in keys:
-        theirs, ours = getattr(has, key), getattr(needs, key)
+    for key, ours in needs.decisive.items():
+        theirs = getattr(has, key)
+        if theirs == ours or (key == "entropy_top_k" and ours is None):
+            continue
+        if key == "vocab_size":
+            raise UserError(
+                f"{name} has log-probs over {theirs} tokens, and student and teacher share"
+                f" {ours}: score again with student.model={config.student.model}"
+            )
         if theirs is None:
             raise UserError(
                 f"{name} was scored without distill.entropy_aware=true: set it to false, or score"
                 " again with it"
             )
-        if theirs != ours:
-            raise UserError(
-                f"{name} was scored with distill.{key}={theirs}, and this run has {ours}: set"
-                f" distill.{key}={theirs}, or score again with distill.{key}={ours}"
-            )
-    if needs.signal != "hidden" and has.vocab_size != needs.vocab_size:
         raise UserError(
-            f"{name} has log-probs over {has.vocab_size} tokens, and student and teacher share"
-            f" {needs.vocab_size}: score again with student.model={config.student.model}"
+            f"{name} was scored with distill.{key}={theirs}, and this run has {ours}: set"
+            f" distill.{key}={theirs}, or score again with distill.{key}={ours}"
         )
 
 
@@ -137,10 +132,7 @@ def _check_rows(config: Config, cache: ScoreCache, name: str, prompts: Iterator[
     missing = total = 0
     first: Prompt | None = None
     while some := list(islice(prompts, AT_ONCE)):
-        if config.distill.seq_kd:
-            found = cache.has_samples([prompt.tokens for prompt in some])
-        else:
-            found = cache.has([(prompt.tokens, prompt.completion or ()) for prompt in some])
+        found = cache.has([cache.manifest.key(p.tokens, p.completion) for p in some])
         without = [prompt for prompt, there in zip(some, found, strict=True) if not there]
         first = first or next(iter(without), None)
         missing, total = missing + len(without), total + len(some)

@@ -140,6 +140,15 @@ class Options(ProtocolMessage):
         return DistillConfig(entropy_aware=self.entropy_top_k is not None, **keys)
 
     @property
+    def decisive(self) -> dict[str, object]:
+        """The options that the tensors of an answer depend on."""
+        keys = ["signal"]
+        if self.signal != "hidden":
+            keys += ["entropy_top_k", "distill_temperature", "vocab_size"]
+            keys += ["top_k"] if "topk" in self.signal else []
+        return {key: getattr(self, key) for key in keys}
+
+    @property
     def most_best(self) -> int:
         """The largest number of most probable tokens that is asked for; 0: none."""
         return max(self.top_k if "topk" in self.signal else 0, self.entropy_top_k or 0)

@@ -29,7 +29,9 @@ from jaxrl.models import decoder
 from jaxrl.roles.scorer import Scorer
 from jaxrl.run.attempt import prepare_run
 from jaxrl.score.__main__ import _parser, config_of, main
-from jaxrl.score.scoring import Scoring, score, storage_error
+from jaxrl.score.command import score
+from jaxrl.score.error import storage_error
+from jaxrl.score.scoring import Scoring
 from jaxrl.teacher import cache as cache_module
 from jaxrl.teacher.cache import (
     FORMAT,
@@ -160,20 +162,21 @@ def test_rows_are_found_whatever_batch_they_are_in_and_no_others(
         max_prompt_tokens=64,
         max_new_tokens=64,
     )
-    found = teacher.score(other)
-    assert found is not None
+    read = teacher.score(other)
+    assert read is not None
     for row, i in enumerate(order):
         n = len(rollout.completions[i].tokens)
-        np.testing.assert_array_equal(found.token_logprobs[row, :n], live.token_logprobs[i, :n])
-        assert not found.token_logprobs[row, n:].any()
+        np.testing.assert_array_equal(read.token_logprobs[row, :n], live.token_logprobs[i, :n])
+        assert not read.token_logprobs[row, n:].any()
     changed = replace(rollout.prompts[0], tokens=(*rollout.prompts[0].tokens, 9))
     pairs = [
         (p.tokens, c.tokens) for p, c in zip(rollout.prompts, rollout.completions, strict=True)
     ]
-    assert cache.has(pairs).all() and not cache.has([(changed.tokens, pairs[0][1])]).any()
     # A prompt's last token is no completion's first.
     moved = pairs[0][0][:-1], (pairs[0][0][-1], *pairs[0][1])
-    assert not cache.has([moved]).any()
+    others = [(changed.tokens, pairs[0][1]), moved]
+    found = cache.has([cache.manifest.key(*pair) for pair in (*pairs, *others)])
+    assert found.tolist() == [True] * 7 + [False] * 2
     with pytest.raises(UserError, match="no scores of 1 of the 1 completions"):
         teacher.score(
             make_rollout(
@@ -207,7 +210,7 @@ def test_the_error_of_storage_is_the_kl_of_the_two_distributions(tiny: Any) -> N
     hidden, head = hidden.astype(np.float32), head.astype(np.float32)
     temperature = 2.0
     distill = DistillConfig(distill_temperature=temperature, chunk_tokens=8)
-    found = storage_error(hidden, "int8", head, config(distill))
+    found = storage_error(hidden, "int8", head, distill)
 
     def log_p(x: np.ndarray) -> np.ndarray:
         logits = x.astype(np.float64) @ head.T.astype(np.float64) / temperature
@@ -218,12 +221,12 @@ def test_the_error_of_storage_is_the_kl_of_the_two_distributions(tiny: Any) -> N
     assert found.tokens == 20
     assert found.mean == pytest.approx(kl.mean(), rel=0.02, abs=1e-7)
     assert found.most == pytest.approx(kl.max(), rel=0.02, abs=1e-7)
-    assert storage_error(hidden, "float32", head, config(distill)).most == 0
+    assert storage_error(hidden, "float32", head, distill).most == 0
     # bfloat16 has 8 bits for each number, int8 for a token's largest alone.
-    assert 0 < storage_error(hidden, "bfloat16", head, config(distill)).mean < found.mean
+    assert 0 < storage_error(hidden, "bfloat16", head, distill).mean < found.mean
 
 
-def test_a_disk_that_refuses_loses_no_row(tiny: Any, rollout: Rollout, tmp_path: Path) -> None:
+def test_of_a_shard_that_the_disk_refuses_nothing_stays(tmp_path: Path) -> None:
     writer = ScoreWriter(tmp_path)
     tensors = {"token_logprobs": np.zeros(1000, np.float32)}
     row = ScoredRow((1, 2), (3,) * 1000, tensors)
@@ -237,8 +240,11 @@ def test_a_disk_that_refuses_loses_no_row(tiny: Any, rollout: Rollout, tmp_path:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert refused.value.errno == errno.EFBIG
     assert not list(tmp_path.iterdir())
-    writer.flush()
-    assert len(shard_files(tmp_path)) == 1
+    again = ScoreWriter(tmp_path, shard_bytes=7000)
+    for _ in range(3):
+        again.add([row])
+    again.flush()
+    assert [path.name[:11] for path in shard_files(tmp_path)] == ["shard-00000", "shard-00001"]
 
 
 # Whole commands and runs.
@@ -288,55 +294,64 @@ def live(desk: Path) -> str:
     return f"teacher.model={desk / 'teacher'}"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Rollout]:
+    """The batches that a live teacher has scored."""
+    batches: list[Rollout] = []
+    whole = Scorer.score
+
+    def spy(self: Scorer, rollout: Rollout, *args: int) -> TeacherSignal | None:
+        batches.append(rollout)
+        return whole(self, rollout, *args)
+
+    monkeypatch.setattr(Scorer, "score", spy)
+    return batches
+
+
 def test_a_run_from_disk_has_the_weights_of_one_with_the_live_teacher(
-    dtype: str, desk: Path, tmp_path: Path
+    desk: Path, tmp_path: Path, asked: list[Rollout]
 ) -> None:
     """Interrupted and resumed besides, and with a schedule of its own, which changes nothing."""
-    name = f"teacher.dtype={dtype}"
-    cache = scored(desk, tmp_path / "c", name)
-    assert cache.manifest.stored == dtype and cache.manifest.error is None and len(cache) == 13
-    expected = run(desk, tmp_path / "live", live(desk), name, MESH)
-    read = ["teacher.model=null", f"teacher.cache={tmp_path / 'c'}", name, "mesh=actor=2,rollout=1"]
-    read += ["schedule=one_step_off", "teacher.num_microbatches=2", "checkpoint.every=2"]
-    first = run(desk, tmp_path / "read", *read, "steps=2")
-    assert first != run(desk, tmp_path / "read", *read) == expected
+    dtype = "teacher.dtype=bfloat16"
+    cache = scored(desk, tmp_path / "c", dtype)
+    assert cache.manifest.stored == "bfloat16" and cache.manifest.error is None
+    assert len(cache) == 13 and len(asked) == 3
+    expected = run(desk, tmp_path / "live", live(desk), dtype, MESH)
+    assert len(asked) == 7
+    for scored_batch, batch in zip(asked[:3], asked[3:6], strict=True):  # the first epoch
+        jax.tree.map(np.testing.assert_array_equal, scored_batch.sequences, batch.sequences)
+    read = ["teacher.model=null", f"teacher.cache={tmp_path / 'c'}", dtype]
+    read += ["mesh=actor=2,rollout=1", "schedule=one_step_off", "teacher.num_microbatches=2"]
+    first = run(desk, tmp_path / "read", *read, "checkpoint.every=2", "steps=2")
+    assert first != run(desk, tmp_path / "read", *read, "checkpoint.every=2") == expected
+    assert len(asked) == 7
     plan = (tmp_path / "read" / "plan.txt").read_text()
     assert "teacher: no devices here, its scores are read from" in plan
 
 
 def test_a_mixed_run_asks_the_live_teacher_about_the_students_samples_only(
-    desk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    desk: Path, tmp_path: Path, asked: list[Rollout]
 ) -> None:
     scored(desk, tmp_path / "c")
     mixed = ["distill.on_policy_fraction=0.5", MESH, live(desk)]
     expected = run(desk, tmp_path / "live", *mixed)
-    asked: list[int] = []
-    whole = Scorer.score
-
-    def spy(self: Scorer, rollout: Rollout, *args: int) -> TeacherSignal | None:
-        asked.append(rollout.policy_version)
-        return whole(self, rollout, *args)
-
-    monkeypatch.setattr(Scorer, "score", spy)
+    asked.clear()
     assert run(desk, tmp_path / "read", *mixed, f"teacher.cache={tmp_path / 'c'}") == expected
     coin = Config.load(None, keys(desk, *mixed))
     wanted = [i for i in range(4) if on_policy(coin, i)]
-    assert 0 < len(wanted) < 4 and asked == wanted
+    assert 0 < len(wanted) < 4 and [rollout.policy_version for rollout in asked] == wanted
 
 
-@pytest.mark.parametrize("signal", ["topk", "sampled"])
 def test_the_teachers_samples_are_read_like_those_of_the_live_one(
-    signal: str, desk: Path, tmp_path: Path
+    desk: Path, tmp_path: Path
 ) -> None:
     """In the first epoch; in later ones the live teacher samples anew."""
-    kind = ["distill.top_k=8"] if signal == "topk" else ["distill.jsd_beta=1"]
-    kind += [f"distill.signal={signal}", "distill.seq_kd=true", "group_size=2", "steps=2"]
-    cache = scored(desk, tmp_path / "c", "--samples", "2", *kind[:2])
+    kind = ["distill.signal=sampled", "distill.jsd_beta=1", "distill.seq_kd=true", "group_size=2"]
+    cache = scored(desk, tmp_path / "c", "--samples", "2", "--signal", "sampled")
     assert len(cache) == 26 and cache.manifest.samples == 2
-    expected = run(desk, tmp_path / "live", live(desk), *kind, MESH)
+    expected = run(desk, tmp_path / "live", live(desk), *kind, "steps=2", MESH)
     read = ["teacher.model=null", f"teacher.cache={tmp_path / 'c'}", "mesh=actor=2,rollout=1"]
-    assert run(desk, tmp_path / "read", *kind, *read) == expected
+    assert run(desk, tmp_path / "read", *kind, "steps=2", *read) == expected
 
 
 class Killed(BaseException):
@@ -509,8 +524,8 @@ def test_keys_that_leave_a_cache_unread_are_refused(
         (["--samples", "0"], "group_size"),
         (["--out", "other"], "holds notes.txt and no manifest.json"),
         (["--out", "whole", "--signal", "topk"], "holds scores with distill.signal=hidden"),
-        (["--out", "whole", "--dtype", "int8"], "holds scores with stored=float32"),
-        (["--out", "whole", "--teacher", "student"], "not those of this teacher"),
+        (["--out", "whole", "--dtype", "int8"], "holds scores with --dtype=float32"),
+        (["--out", "whole", "--teacher", "student"], "not those of student"),
         (["--out", "old"], "format 0, this one reads 1"),
         (["max_new_token=2"], "max_new_tokens"),
     ],
