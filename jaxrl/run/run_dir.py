@@ -163,11 +163,8 @@ class Lock:
     however that ends.
     """
 
-    def __init__(self, run_dir: Path, name: str = "run_dir="):
+    def __init__(self, run_dir: Path):
         """
-        Args:
-            name: of the folder, for errors.
-
         Raises:
             UserError: another process holds it, or it cannot be written.
         """
@@ -175,9 +172,9 @@ class Lock:
         try:
             self._file = self._take()
         except OSError as error:
-            raise UserError(f"{name}{run_dir} cannot be written to: {error.strerror}") from error
+            raise UserError(f"run_dir={run_dir} cannot be written to: {error.strerror}") from error
         except _Held as held:
-            raise UserError(f"{name}{run_dir} is in use by {held}: name another") from None
+            raise UserError(f"run_dir={run_dir} is in use by {held}: name another") from None
 
     def close(self) -> None:
         self._file.close()

@@ -15,6 +15,7 @@ from jaxrl.config import keys as config_keys
 from jaxrl.config.schema import Config
 from jaxrl.config.yaml_text import assignments
 from jaxrl.errors import UserError
+from jaxrl.process.interrupt import ASKING
 
 SIGNALS = ("hidden", "topk", "sampled")
 DTYPES = ("float32", "bfloat16", "int8")
@@ -30,9 +31,9 @@ def main(argv: Sequence[str]) -> None:
         )
     from jaxrl.score.command import score
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # as `nohup` asks for
-            signal.signal(number, signal.default_int_handler)
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # as `nohup` asks for
+    for number in ASKING[:-1] if ignored else ASKING:
+        signal.signal(number, signal.default_int_handler)
     score(config, arguments.out, arguments.dtype)
 
 
@@ -90,7 +91,6 @@ def _parser() -> cli.Parser:
     )
     add("--mesh", metavar="SPEC", help="devices, as in teacher=4 (default: all)")
     add("overrides", nargs="*", metavar="key=value", help="set a key, as in max_new_tokens=1024")
-    parser.epilog = f"{cli.called_as('jaxrl.train')} --help tells what each key means."
     return parser
 
 

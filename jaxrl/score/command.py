@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -19,17 +19,16 @@ from jaxrl.algorithms.protocols import TeacherRole
 from jaxrl.config.schema import Config
 from jaxrl.process.streams import Output
 from jaxrl.run.launch import make_teacher
-from jaxrl.run.run_dir import Lock
 from jaxrl.score.error import storage_error
-from jaxrl.score.folder import open_folder, reported, size_of
+from jaxrl.score.folder import locked, open_folder, reported, size_of
 from jaxrl.score.scoring import Remaining, Scoring, prepare
 from jaxrl.teacher.cache import MANIFEST, ScoreCache, ScoreWriter, Stored, write_manifest
 from jaxrl.telemetry.console import format_seconds
 
 EVERY_S = 10.0
 """Seconds between two lines of progress where there is no terminal."""
-MEASURED = 4096
-"""Most tokens of the sample on which the error of storage is measured."""
+MEASURED, MEASURED_TOKENS = 4, 4096
+"""Most batches, and most tokens of them, on which the error of storage is measured."""
 Log = Callable[[str], None]
 
 
@@ -52,7 +51,7 @@ def score(config: Config, out: str | Path, dtype: Stored | None = None) -> Score
     for note in (*notes, *scoring.job.data_notes()):
         log(note)
     open_folder(folder, scoring.manifest)
-    with closing(Lock(folder, "--out ")):
+    with locked(folder):
         cache = ScoreCache(folder) if (folder / MANIFEST).exists() else None
         remaining = scoring.remaining(cache)
         log(size_of(scoring, remaining, cache is None))
@@ -67,7 +66,7 @@ def score(config: Config, out: str | Path, dtype: Stored | None = None) -> Score
 def _score_all(scoring: Scoring, remaining: Remaining, first: bool, log: Log) -> None:
     teacher = cast(TeacherRole, make_teacher(scoring.setup, {"teacher": scoring.mesh}))
     if first:
-        _begin(scoring, teacher, remaining.batches[0], log)
+        _begin(scoring, teacher, remaining.batches[:MEASURED], log)
     writer, left = ScoreWriter(scoring.folder), set(remaining.keys)
     try:
         with _progress(remaining.rows, log) as advance:
@@ -89,16 +88,14 @@ def _score_all(scoring: Scoring, remaining: Remaining, first: bool, log: Log) ->
         ) from None
 
 
-def _begin(scoring: Scoring, teacher: TeacherRole, first: int, log: Log) -> None:
+def _begin(scoring: Scoring, teacher: TeacherRole, batches: Sequence[int], log: Log) -> None:
     """Writes all but the rows: head, description of the teacher, and the error of storage, which is
-    measured on a batch."""
+    measured on some of the batches."""
     config, manifest, head = scoring.config, scoring.manifest, None
     if config.distill.signal == "hidden":
         head = np.asarray(scoring.source.load_head(None, jnp.dtype(manifest.dtype)))
         if scoring.stored not in (manifest.dtype, "float32"):
-            rollout, signal = scoring.scored(teacher, first)
-            real = np.asarray(rollout.sequences.loss_mask)
-            hidden = np.asarray(signal.hidden)[real][:MEASURED]
+            hidden = _hidden(scoring, teacher, batches)
             shared = head[: scoring.job.vocab_size]
             error = storage_error(hidden, scoring.stored, shared, config.distill)
             log(f"hidden states in {scoring.stored}: {error}")
@@ -106,6 +103,15 @@ def _begin(scoring: Scoring, teacher: TeacherRole, first: int, log: Log) -> None
     tokenizer = scoring.source.tokenizer_path
     assert tokenizer is not None, "make_job has compared its tokens"
     write_manifest(scoring.folder, manifest, scoring.source.config, tokenizer, head)
+
+
+def _hidden(scoring: Scoring, teacher: TeacherRole, batches: Sequence[int]) -> np.ndarray:
+    """[n, Dt] of the completions of some batches."""
+    found = []
+    for index in batches:
+        rollout, signal = scoring.scored(teacher, index)
+        found.append(np.asarray(signal.hidden)[np.asarray(rollout.sequences.loss_mask)])
+    return np.concatenate(found)[:MEASURED_TOKENS]
 
 
 @contextmanager

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import jax.numpy as jnp
 
 from jaxrl.errors import RunError, UserError
-from jaxrl.run.run_dir import LOCK
+from jaxrl.run.run_dir import LOCK, Lock
 from jaxrl.score.scoring import Remaining, Scoring
 from jaxrl.teacher.cache import (
     HEAD,
@@ -53,7 +53,7 @@ def _check_same(folder: Path, there: ScoreManifest, now: ScoreManifest) -> None:
             f"{holds} of {there.model}, whose files are not those of {now.model}: name another"
             " folder"
         )
-    pairs = {
+    pairs: dict[str, tuple[object, object]] = {
         "teacher.dtype": (there.dtype, now.dtype),
         "--dtype": (there.stored, now.stored),
         "--samples": (there.samples, now.samples),
@@ -69,6 +69,17 @@ def _check_same(folder: Path, there: ScoreManifest, now: ScoreManifest) -> None:
                 " folder"
             )
         raise UserError(f"{holds} with {key}={old}, not {new}: name another folder")
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """No other process writes scores there meanwhile. Raises UserError where one does."""
+    try:
+        lock = Lock(folder)
+    except UserError as error:
+        raise UserError(str(error).replace("run_dir=", "--out ", 1)) from None
+    with closing(lock):
+        yield
 
 
 def size_of(scoring: Scoring, remaining: Remaining, first: bool) -> str:

@@ -191,10 +191,6 @@ SHOWN_BY = {
         "test_serve_teacher.py",
         "test_a_completions_server_is_tried_before_the_run",
     ),
-    "teacher.cache": (
-        "test_cache.py",
-        "test_a_run_from_disk_has_the_weights_of_one_with_the_live_teacher",
-    ),
     "teacher.service_threads": (
         "test_serve_teacher.py",
         "test_a_completions_server_tells_what_the_scorer_tells",

@@ -28,6 +28,7 @@ from jaxrl.errors import RunError, UserError
 from jaxrl.models import decoder
 from jaxrl.roles.scorer import Scorer
 from jaxrl.run.attempt import prepare_run
+from jaxrl.run.run_dir import Lock
 from jaxrl.score.__main__ import _parser, config_of, main
 from jaxrl.score.command import score
 from jaxrl.score.error import storage_error
@@ -528,6 +529,7 @@ def test_keys_that_leave_a_cache_unread_are_refused(
         (["--out", "whole", "--teacher", "student"], "not those of student"),
         (["--out", "old"], "format 0, this one reads 1"),
         (["max_new_token=2"], "max_new_tokens"),
+        (["--out", "busy"], "--out busy is in use by pid"),
     ],
 )
 def test_a_command_that_cannot_be_ends_with_2(
@@ -548,12 +550,15 @@ def test_a_command_that_cannot_be_ends_with_2(
     shutil.copytree(caches["hidden"], "old")
     text = Path("old", MANIFEST).read_text()
     Path("old", MANIFEST).write_text(text.replace('"format": 1', '"format": 0'))
+    Path("busy").mkdir()
+    lock = Lock(Path("busy"))
     before = sorted(tmp_path.rglob("*"))
     data = ["--data", str(desk / "d.jsonl"), "--out", "c", "--teacher", "teacher"]
     own = ["max_prompt_tokens=24", "max_new_tokens=8", "batch_size=6", "compile_cache=null"]
     assert cli.run(main, [*data, *own, "student.model=student", *words]) == cli.EXIT_BAD_INPUT
     assert told in capsys.readouterr().err
     assert sorted(tmp_path.rglob("*")) == before
+    lock.close()
 
 
 @pytest.fixture(autouse=True)
