@@ -20,6 +20,7 @@ COMMANDS = {
     "report": ("jaxrl.report.__main__", "one HTML page of a run, or of several"),
     "plot": ("jaxrl.telemetry.plot", "the curves of runs as a picture"),
     "devices": ("jaxrl.devices", "who has which device, here and in a cluster"),
+    "score": ("jaxrl.score.__main__", "store a teacher's scores of data, to train without it"),
     "serve-teacher": ("jaxrl.serve_teacher", "serve a teacher to one run or several"),
 }
 """Name -> its module, and what it does."""

@@ -54,7 +54,7 @@ class ActorRole(Protocol):
 
 
 class ServedTeacherRole(Protocol):
-    """A teacher served outside the run: it scores completions, and cannot sample."""
+    """A teacher served outside the run, or its scores on disk: it cannot sample."""
 
     def score(self, rollout: Rollout, part: int = 0, parts: int = 1) -> TeacherSignal | None:
         """The teacher's signal for the `part`-th of `parts` slices of rows; None if it is empty."""
@@ -109,7 +109,7 @@ def protocols(config: Config) -> dict[str, type]:
     return {
         "actor": ActorRole,
         "rollout": RolloutRole,
-        "teacher": TeacherRole if config.teacher.address is None else ServedTeacherRole,
+        "teacher": ServedTeacherRole if config.teacher.model is None else TeacherRole,
         "reference": ReferenceRole,
         "reward": RewardRole,
         "grouper": GrouperRole,

@@ -15,7 +15,7 @@ from jaxrl.algorithms.protocols import (
     TeacherRole,
 )
 from jaxrl.config.schema import Config
-from jaxrl.data.batch import data_rollout
+from jaxrl.data.batch import DATA, data_rollout, make_rollout
 from jaxrl.rewards.scoring import RewardReport
 from jaxrl.runtime.local import done_future
 from jaxrl.runtime.worker import Future, Wait
@@ -43,6 +43,8 @@ class Sources:
     """Prompts of the evaluations."""
     decode: Callable[[Sequence[int]], str] = str
     """The text of tokens, for the data's own completions."""
+    stored: Callable[[Sequence[Prompt]], list[list[Completion]]] | None = None
+    """The teacher's samples of prompts, where `teacher.cache` holds them."""
     early_scores: dict[int, dict[str, Sequence[Future[object]]]] = field(default_factory=dict)
     """Batch index -> role -> scores that were computed while the batch was being sampled (dynamic
     sampling)."""
@@ -55,7 +57,12 @@ class Sources:
         return self.call("rollout", RolloutRole.generate, prompts, step=index, attempt=attempt)
 
     def teacher_samples(self, index: int) -> Future[Rollout]:
-        return self.call("teacher", TeacherRole.generate, self.prompts(index), step=index)
+        prompts = self.prompts(index)
+        if self.stored is None:
+            return self.call("teacher", TeacherRole.generate, prompts, step=index)
+        return done_future(
+            make_rollout(prompts, self.stored(prompts), policy_version=DATA, **self.packing)
+        )
 
     def data_completions(self, index: int) -> Future[Rollout]:
         packed = data_rollout(self.prompts(index), decode=self.decode, **self.packing)

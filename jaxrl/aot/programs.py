@@ -40,6 +40,7 @@ from jaxrl.sampling.engine import Engine, SamplingParams
 from jaxrl.sampling.sampler import sampling_arrays
 from jaxrl.sharding.axes import ROWS, Axes
 from jaxrl.sharding.mesh import role_mesh
+from jaxrl.teacher.protocol import Options
 from jaxrl.types import Sequences, TeacherSignal, TrainBatch
 
 
@@ -158,6 +159,15 @@ class RunPrograms:
     def signal(self, role: str, rows: int) -> TeacherSignal:
         """The teacher's signal for so many rows, as abstract arrays on the mesh of a role."""
         c, m, at = self.config, self.setting, self.rows(role)
+        if "teacher" not in self.meshes:  # the signal is read from disk
+            shapes = Options.of(c.distill, m.vocab).fields
+            if m.signal == "hidden" and m.teacher is not None:
+                shapes = {"hidden": (c.teacher.compute_dtype, (m.teacher.d_model,))}
+            arrays = {
+                name: shaped((rows, m.new_tokens, *dims), jnp.dtype(dtype), at)
+                for name, (dtype, dims) in shapes.items()
+            }
+            return TeacherSignal(**arrays)
         jitted, args = self.score(rows, self.teachers[-1])
         out = jax.eval_shape(jitted, *args)
         if m.signal == "hidden":  # of several teachers: those of the widest, or of all
@@ -215,7 +225,7 @@ def actor(run: RunPrograms) -> Iterator[Program]:
     number = shaped((n, m.new_tokens), jnp.float32, rows)
     signal, frozen = None, {}
     if m.signal is not None:
-        signal = run.signal("actor", n) if "teacher" in run.meshes else None
+        signal = run.signal("actor", n)
         if m.signal == "hidden":
             shapes = [(m.vocab, width) for width in m.teacher_widths]
             heads = tuple(

@@ -156,7 +156,7 @@ def commit(path: Path, manifest: Manifest) -> Checkpoint:
     """Makes the folder `path`, whose files are written, a checkpoint: all of it or nothing."""
     files = sorted(file for file in path.rglob("*") if file.is_file())
     for file in files:
-        _settle(file)
+        settle(file)
     listed = {str(f.relative_to(path)): (f.stat().st_size, _checksum(f)) for f in files}
     whole = Manifest(**{**asdict(manifest), "files": listed})
     _write(path, whole)
@@ -173,12 +173,12 @@ def _write(path: Path, manifest: Manifest) -> None:
     """The manifest, in one rename; on the disk when this returns."""
     partial = path / f"{MANIFEST}.partial"
     partial.write_text(json.dumps(asdict(manifest), indent=1), encoding="utf-8")
-    _settle(partial)
+    settle(partial)
     partial.replace(path / MANIFEST)
-    _settle(path)
+    settle(path)
 
 
-def _settle(path: Path) -> None:
+def settle(path: Path) -> None:
     """Waits until a file, or the names in a folder, would outlive a power failure."""
     opened = os.open(path, os.O_RDONLY)
     try:

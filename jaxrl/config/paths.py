@@ -10,7 +10,7 @@ from typing import Any
 
 FUNCTIONS = "reward.functions"
 KEYS = (
-    *("algorithm", "student.model", "teacher.model", "teachers", "reward.model"),
+    *("algorithm", "student.model", "teacher.model", "teacher.cache", "teachers", "reward.model"),
     *("grouper.model", "data.train", "data.eval", "data.few_shot", FUNCTIONS),
 )
 """Keys whose values may be paths of what a run reads."""

@@ -176,7 +176,7 @@ class TeacherConfig(FrozenConfig):
     """Mesh axes of the role."""
     model: Name | None = None
     """The teacher's weights, in any form that `student.model` takes, or `builtin:teacher`. null: no
-    teacher (algorithm sft), or the one at `teacher.address`."""
+    teacher (algorithm sft), or the one at `teacher.address`, or `teacher.cache` alone."""
     num_microbatches: Positive = 1
     """Number of micro-batches in which the teacher scores a batch; a larger number needs less
     activation memory."""
@@ -193,9 +193,19 @@ class TeacherConfig(FrozenConfig):
     serves."""
     service_threads: Positive = 1
     """Number of score requests sent to `teacher.address` in parallel."""
+    cache: Name | None = None
+    """Folder of scores that `python -m jaxrl.score` wrote, for batches that hold the data's
+    completions or (`distill.seq_kd`) the teacher's samples. By itself: training without a teacher,
+    where every batch is such a batch. Beside `teacher.model`, which then scores the student's
+    samples only."""
 
     def _rules(self) -> Iterator[Rule]:
         named = self.api_model is not None
+        yield (
+            self.cache is not None and self.address is not None,
+            f"cache={self.cache} and address={self.address}: a cache stands alone, or beside model;"
+            " set one of them to null",
+        )
         if self.address is None:
             yield self.api != "jaxrl", f"api={self.api} needs a server: set address"
             yield named, f"api_model={self.api_model} needs a server: set address"
@@ -453,10 +463,12 @@ class DistillConfig(Section):
             " all that signal topk sends",
         )
         for key in ("jsd_beta", "on_policy_fraction", "distill_temperature"):
+            known = key == "on_policy_fraction" and self.seq_kd  # as the teacher's samples have it
             yield (
-                self.signal == "sampled" and getattr(self, key) != 1,
-                "signal=sampled estimates KL(student||teacher) on the student's own samples:"
-                f" it needs {key}=1, got {getattr(self, key):g}",
+                self.signal == "sampled" and getattr(self, key) != 1 and not known,
+                "signal=sampled estimates KL(student||teacher) on samples whose log-probs are"
+                f" known: it needs {key}=1, got {getattr(self, key):g}"
+                + (" (or seq_kd=true)" if key == "on_policy_fraction" else ""),
             )
 
 
@@ -1098,7 +1110,7 @@ class Config(Section, metaclass=_Parsed):
             yield from self._rules_with_teacher()
         else:
             more = ", or distill_weight above 0" if self.learns_from_rewards else ""
-            for key in ("model", "address"):
+            for key in ("model", "address", "cache"):
                 given = getattr(self.teacher, key)
                 yield (
                     given is not None,
@@ -1145,11 +1157,24 @@ class Config(Section, metaclass=_Parsed):
 
     def _rules_with_teacher(self) -> Iterator[Rule]:
         why = " with distill_weight or policy.opd_coef" if self.learns_from_rewards else ""
-        alone = self.teacher.model or self.teacher.address
+        model, cache = self.teacher.model, self.teacher.cache
+        alone = model or self.teacher.address
         yield (
-            alone is None and not self.teachers,
+            (alone or cache) is None and not self.teachers,
             f"algorithm={self.algorithm}{why} needs a teacher: set teacher.model (or"
-            " teacher.address, or teachers), or algorithm=sft to train without one",
+            " teacher.address, teacher.cache, or teachers), or algorithm=sft to train without one",
+        )
+        share = 1.0 if self.learns_from_rewards else self.distill.on_policy_fraction
+        none = f"teacher.cache={cache} has no scores of the student's samples"
+        yield (
+            cache is not None and share == 1,
+            f"{none}, and there are no other batches: set teacher.cache=null, or, with"
+            " algorithm=gkd, distill.on_policy_fraction below 1",
+        )
+        yield (
+            cache is not None and model is None and share > 0 and not self.teachers,
+            f"{none}, which distill.on_policy_fraction={share:g} of the batches hold: set it to 0,"
+            " or teacher.model to the model whose scores the cache has",
         )
         yield from self._rules_with_teachers(alone)
         plain = not self.sampling.truncated and self.sampling.temperature == 1
@@ -1161,6 +1186,11 @@ class Config(Section, metaclass=_Parsed):
 
     def _rules_with_teachers(self, alone: str | None) -> Iterator[Rule]:
         key, mixture, names = self.data.teacher_key, self.distill.mixture, ", ".join(self.teachers)
+        yield (
+            self.teacher.cache is not None and bool(self.teachers),
+            f"teacher.cache={self.teacher.cache} has the scores of one teacher, and"
+            f" teachers={names} are several: set teacher.cache to null, or leave teachers out",
+        )
         yield (
             alone is not None and bool(self.teachers),
             f"teacher={alone} and teachers={names} are two ways to name teachers: set teacher.model"

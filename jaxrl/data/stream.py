@@ -7,7 +7,7 @@ cursor to keep beyond the number of the batch.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -103,6 +103,24 @@ class PromptStream:
         """The prompts of batch `index`; their ids are their positions in the whole order."""
         start = index * self._batch_size
         return [self._prompt(position) for position in range(start, start + self._batch_size)]
+
+    def rows(self, batches: Iterable[int]) -> Iterator[tuple[int, Prompt]]:
+        """The batch and the prompt of every row that these batches hold, each row where it comes
+        first; ends once all rows have come."""
+        seen: set[int] = set()
+        for index in batches:
+            for position in range(index * self._batch_size, (index + 1) * self._batch_size):
+                row = self._order.row(position)
+                if row not in seen:
+                    seen.add(row)
+                    yield index, self._prompt(position)
+            if len(seen) == len(self._rows):
+                return
+
+    @property
+    def procedural(self) -> bool:
+        """Whether a part makes its rows on demand, so that their number is nominal."""
+        return any(part.procedural for part in self._source.parts)
 
     def check_completions(self) -> None:
         """Refuses a source with rows that have no completion: for what learns from the data's own.

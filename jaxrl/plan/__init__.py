@@ -42,6 +42,7 @@ from jaxrl.runtime.cluster import ClusterDevice
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import Visible, bytes_limit
 from jaxrl.sharding.placement import Placement, check_visible, place, serve
+from jaxrl.teacher.cache import ScoreCache
 
 GPU_SIZES = (24, 40, 80, 141)
 """GB of the GPUs that a plan made without one is judged for."""
@@ -153,6 +154,8 @@ def make_plan(
     student = model_config(config.student.model)
     teachers = tuple(model_config(model) for model in config.teacher_models.values())
     teacher = max(teachers, key=_size, default=None)
+    if teacher is None and config.teacher.cache is not None:
+        teacher = ScoreCache(config.teacher.cache).config
     seen = Visible((), None) if visible is None else visible(placement.n_devices)
     if seen.devices:
         placement = check_visible(placement, len(seen.devices))
@@ -177,6 +180,8 @@ def services(config: Config) -> dict[str, str]:
     found = {}
     if config.teacher.address is not None:
         found["teacher"] = f"it answers at {config.teacher.address}"
+    elif config.teacher.model is None and config.teacher.cache is not None:
+        found["teacher"] = f"its scores are read from {config.teacher.cache}"
     if config.learns_from_rewards and config.reward.model is None:
         found["reward"] = "its functions run in processes of their own"
     return found

@@ -83,7 +83,7 @@ def _models(run: RunFiles) -> str:
         if re.fullmatch(r"teachers\..+\.model", key)
     }
     if found.get("teacher") is None and "teacher" in placed:
-        found["teacher"] = run.config.get("teacher.address")
+        found["teacher"] = run.config.get("teacher.address") or run.config.get("teacher.cache")
     return ", ".join(f"{role} {model}" for role, model in found.items() if model)
 
 

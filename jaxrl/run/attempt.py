@@ -207,6 +207,7 @@ def _attempt(context: RunContext, run: RunDir) -> None:
                 calls.wait,
                 job.held_out_prompts,
                 partial(decode, job.tokenizer),
+                job.stored_samples,
             )
             saves, profile = records.checkpoints, records.profile
             loop = Loop(sources, calls, records.reporter, saves, profile.around)

@@ -13,6 +13,7 @@ from jaxrl.models.encoder_config import find_folder
 from jaxrl.rewards.callables import PREFIX
 from jaxrl.rewards.functions import find
 from jaxrl.run.job import Job
+from jaxrl.teacher.cache import MANIFEST
 
 
 def dependencies(job: Job) -> dict[str, str]:
@@ -26,6 +27,8 @@ def dependencies(job: Job) -> dict[str, str]:
     for name, teacher in job.teachers.items():
         key = "teacher" if config.teacher.model is not None else f"teachers.{name}"
         found[f"{key}.model={config.teacher_models[name]}"] = digest_model(teacher.path)
+    if job.cache is not None:
+        found[f"teacher.cache={config.teacher.cache}"] = digest_file(job.cache.path / MANIFEST)
     for one in job.held_out:
         prompts = repr([(prompt.text, prompt.answer) for prompt in one.prompts])
         name = f"data.eval.{one.name}" if one.name else "data.eval"

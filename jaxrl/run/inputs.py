@@ -14,9 +14,10 @@ from jaxrl.data.stream import EvalSet, eval_sets
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.run.evaluation import Judge
+from jaxrl.teacher.cache import ScoreCache
 
 
-def tokenizer_of(source: ModelSource) -> Tokenizer:
+def tokenizer_of(source: ModelSource | ScoreCache) -> Tokenizer:
     """The transformers tokenizer; None where the checkpoint has none."""
     return None if source.tokenizer_path is None else load_tokenizer(source.tokenizer_path)
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
-from jaxrl.algorithms.methods import method_of
+from jaxrl.algorithms.methods import method_of, on_policy
 from jaxrl.algorithms.objective import configured_correction, objective_notes
 from jaxrl.algorithms.teachers import check_teachers, row_weights
+from jaxrl.checkpoint.digest import digest_model
 from jaxrl.checkpoint.source import ModelSource, resolve_model
 from jaxrl.config.schema import Config
 from jaxrl.data.source import Split, open_source
@@ -34,8 +35,10 @@ from jaxrl.run.inputs import (
     tokenizer_of,
 )
 from jaxrl.sharding.axes import Axes
+from jaxrl.teacher.cache import ScoreCache
+from jaxrl.teacher.cached import check_cache
 from jaxrl.teacher.remote import check_remote, check_remote_prompts, remote_info
-from jaxrl.types import Prompt
+from jaxrl.types import Completion, Prompt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +49,7 @@ class Setup:
     student: ModelSource
     teachers: Mapping[str, ModelSource]
     """By name, as in `Config.teacher_models`; empty where there is none, or it runs elsewhere
-    (`teacher.address`)."""
+    (`teacher.address`), or has run (`teacher.cache` alone)."""
     tokenizer: Tokenizer | bytes
     """Pickled for another process, where only a role that samples opens it: transformers takes a
     second to import."""
@@ -88,6 +91,21 @@ class Job(Setup):
     judge: Verifier
     notes: tuple[str, ...] = ()
     """What could not be checked."""
+    cache: ScoreCache | None = None
+    """The scores at `teacher.cache`."""
+
+    @property
+    def stored_samples(self) -> Callable[[Sequence[Prompt]], list[list[Completion]]] | None:
+        """The teacher's samples of prompts on disk; None where the run reads none."""
+        cache, tokenizer = self.cache, self.tokenizer
+        if cache is None or not self.config.distill.seq_kd:
+            return None
+
+        def samples(prompts: Sequence[Prompt]) -> list[list[Completion]]:
+            groups = cache.samples(prompts, self.config.group_size)
+            return [[replace(one, text=decode(tokenizer, one.tokens)) for one in g] for g in groups]
+
+        return samples
 
     @property
     def held_out_prompts(self) -> tuple[Prompt, ...]:
@@ -123,8 +141,12 @@ def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
     teachers = {name: resolve_model(model) for name, model in config.teacher_models.items()}
     tokenizer = tokenizer_of(student)
     vocab_size = student.config.vocab_size
-    theirs = {name: tokenizer_of(teacher) for name, teacher in teachers.items()}
-    for name, teacher in teachers.items():
+    cache = None if config.teacher.cache is None else ScoreCache(config.teacher.cache)
+    described: dict[str, ModelSource | ScoreCache] = dict(teachers)
+    if not teachers and cache is not None:
+        described["teacher"] = cache
+    theirs = {name: tokenizer_of(teacher) for name, teacher in described.items()}
+    for name, teacher in described.items():
         with _about(name, teachers):
             shared = check_same_vocabulary(
                 tokenizer,
@@ -155,6 +177,12 @@ def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
     for name, own in theirs.items():
         with _about(name, teachers):
             check_same_prompts(tokenizer, own, prompts)
+    if cache is not None:
+        digest = digest_model(teachers["teacher"].path) if teachers else None
+        read = train.rows(i for i in range(config.steps) if not on_policy(config, i))
+        notes += check_cache(config, cache, digest, vocab_size, read)
+        if not teachers and config.eval.teacher and held_out:
+            notes.append("scores on disk answer nothing: the teacher's accuracy is not evaluated")
     if remote is not None:
         notes.append(check_remote_prompts(config, remote, tokenizer, prompts, vocab_size))
         if config.eval.teacher and held_out:
@@ -180,6 +208,7 @@ def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
         held_out=held_out,
         judge=verifier(config.data.verifier),
         notes=tuple(filter(None, notes)),
+        cache=cache,
     )
 
 

@@ -58,6 +58,8 @@ from jaxrl.sharding.mesh import (
 )
 from jaxrl.sharding.placement import Placement, device_list, parse
 from jaxrl.sharding.reshard import put
+from jaxrl.teacher.cache import ScoreCache
+from jaxrl.teacher.cached import CachedTeacher
 from jaxrl.teacher.remote import RemoteTeacher, remote_head
 from jaxrl.types import Tree
 
@@ -219,12 +221,17 @@ def make_actor(setup: Setup, meshes: Mapping[str, Mesh]) -> ActorRole:
 def _teacher_head(setup: Setup, mesh: Mesh) -> jax.Array | tuple[jax.Array, ...]:
     """The teacher's LM head [V, Dt] on the actor's mesh; V is what all models share. Of several
     teachers, one for each; heads that are equal are one array."""
+    teacher = setup.config.teacher
     if not setup.teachers:
-        there = remote_head(setup.config, setup.vocab_size)
+        if teacher.cache is None:
+            there = remote_head(setup.config, setup.vocab_size)
+        else:
+            there = ScoreCache(teacher.cache).head(setup.vocab_size)
+            there = there.astype(jnp.dtype(teacher.dtype))
         return put(there, head_sharding(there.shape, mesh))
     found: list[jax.Array] = []
     for source in setup.teachers.values():
-        head = source.load_head(mesh, jnp.dtype(setup.config.teacher.dtype))
+        head = source.load_head(mesh, jnp.dtype(teacher.dtype))
         head = _first_rows(head, setup.vocab_size, mesh)
         same = (one for one in found if bool(jnp.array_equal(one, head)))  # False of other shapes
         found.append(next(same, head))
@@ -238,7 +245,10 @@ def make_rollout_role(setup: Setup, meshes: Mapping[str, Mesh]) -> RolloutRole:
 
 def make_teacher(setup: Setup, meshes: Mapping[str, Mesh]) -> TeacherRole | ServedTeacherRole:
     config = setup.config
+    cache = None if config.teacher.cache is None else ScoreCache(config.teacher.cache)
     if not setup.teachers:
+        if cache is not None:
+            return CachedTeacher(config, cache, setup.vocab_size)
         return RemoteTeacher(config, setup.vocab_size)
     mesh = meshes["teacher"]
     layout: Layout = "unstacked" if setup.teacher_samples else "stacked"
@@ -259,7 +269,7 @@ def make_teacher(setup: Setup, meshes: Mapping[str, Mesh]) -> TeacherRole | Serv
     else:
         only = scorers["teacher"]
         role = Teacher(only, samplers.get("teacher"), config.offload.frozen)
-    return role
+    return role if cache is None else CachedTeacher(config, cache, setup.vocab_size, role)
 
 
 def make_reference(setup: Setup, meshes: Mapping[str, Mesh]) -> ReferenceRole:

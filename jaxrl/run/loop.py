@@ -147,7 +147,7 @@ class Loop:
 
     def _start(self) -> Schedule:
         self._publish(0)
-        samples = "teacher" in self.calls.roles and self.config.teacher.address is None
+        samples = "teacher" in self.calls.roles and self.config.teacher.model is not None
         if self.config.eval.teacher and self.sources.held_out and samples:
             self._futures["teacher", 0] = self.sources.held_out_samples("teacher")
         return Schedule(self.config.steps, SCHEDULES[self.config.schedule])

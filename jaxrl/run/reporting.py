@@ -134,7 +134,8 @@ class Reporter:
             parts = [future for key, future in futures.items() if _scored_by(key) == role]
             if parts:
                 row[f"time/{name}_s"] = sum(part.times.seconds for part in parts)
-            if parts and role in self.scorers:
+            read = rollout.policy_version < 0 and self.job.cache is not None
+            if parts and role in self.scorers and not (role == "teacher" and read):
                 padding = scored_padding(rollout, len(parts), self.scorers[role])
                 row[f"{role}/padding"] = padding
         for key in ("score.reward", "score.grouper"):

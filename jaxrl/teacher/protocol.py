@@ -37,7 +37,12 @@ MOST_PADDING = 128
 64 at most."""
 HEAD = "head"
 """Name of the LM head's tensor."""
-_DTYPES = STORED | {"I32": np.dtype("<i4"), "BOOL": np.dtype(bool)}
+_DTYPES = STORED | {
+    "I32": np.dtype("<i4"),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(bool),
+}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 Piece = bytes | memoryview
@@ -135,6 +140,15 @@ class Options(ProtocolMessage):
         return DistillConfig(entropy_aware=self.entropy_top_k is not None, **keys)
 
     @property
+    def decisive(self) -> dict[str, object]:
+        """The options that the tensors of an answer depend on."""
+        keys = ["signal"]
+        if self.signal != "hidden":
+            keys += ["entropy_top_k", "distill_temperature", "vocab_size"]
+            keys += ["top_k"] if "topk" in self.signal else []
+        return {key: getattr(self, key) for key in keys}
+
+    @property
     def most_best(self) -> int:
         """The largest number of most probable tokens that is asked for; 0: none."""
         return max(self.top_k if "topk" in self.signal else 0, self.entropy_top_k or 0)
@@ -145,8 +159,11 @@ class Options(ProtocolMessage):
 
     def answer(self, info: Info) -> dict[str, tuple[str, tuple[int, ...]]]:
         """The tensors of an answer (`teacher.check.Shapes`)."""
-        if self.signal == "hidden":
-            return {"hidden": (info.dtype, (info.d_model,))}
+        return {"hidden": (info.dtype, (info.d_model,))} if self.signal == "hidden" else self.fields
+
+    @property
+    def fields(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """The tensors of all signals but `hidden`, as in `answer`."""
         tensors: dict[str, tuple[str, tuple[int, ...]]] = {"token_logprobs": ("float32", ())}
         if self.signal != "sampled":
             tensors = _best("topk_ids", "topk_logprobs", "tail_logprob", self.top_k)

@@ -31,7 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "devices",
         "serve_teacher",
     ),
-    ("report", "aot"),
+    ("report", "aot", "score"),
     ("run",),
     ("profile",),
     ("plan",),

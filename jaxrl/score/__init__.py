@@ -1,0 +1,1 @@
+"""A teacher's scores of data, written to disk for runs without it."""

@@ -1,0 +1,98 @@
+"""Stores a teacher's scores of data on disk, for runs that read them as teacher.cache=DIR.
+
+The keys of a run go with it: with the run's own --config its batches are scored as it would.
+"""
+
+from __future__ import annotations
+
+import signal
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
+
+from jaxrl.config import cli
+from jaxrl.config import keys as config_keys
+from jaxrl.config.schema import Config
+from jaxrl.config.yaml_text import assignments
+from jaxrl.errors import UserError
+from jaxrl.process.interrupt import ASKING
+
+SIGNALS = ("hidden", "topk", "sampled")
+DTYPES = ("float32", "bfloat16", "int8")
+
+
+def main(argv: Sequence[str]) -> None:
+    arguments = _parser().parse(argv)
+    config = config_of(arguments)
+    if arguments.dtype is not None and config.distill.signal != "hidden":
+        raise UserError(
+            f"--dtype {arguments.dtype} is of hidden states: leave it out with the signal"
+            f" {config.distill.signal}, whose log-probs are float32"
+        )
+    from jaxrl.score.command import score
+
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # as `nohup` asks for
+    for number in ASKING[:-1] if ignored else ASKING:
+        signal.signal(number, signal.default_int_handler)
+    score(config, arguments.out, arguments.dtype)
+
+
+def config_of(arguments: Namespace) -> Config:
+    """The run whose off-policy batches are scored.
+
+    Raises:
+        UserError: a wrong key, or an option and a key that differ.
+    """
+    given = dict(assignments(arguments.overrides, config_keys.mappings(Config)))
+    options: dict[str, Any] = {
+        "teacher.model": arguments.teacher,
+        "data.train": arguments.data or None,
+        "distill.signal": arguments.signal,
+        "mesh": arguments.mesh,
+        "group_size": arguments.samples,
+    }
+    for key, value in options.items():
+        if value is None:
+            continue
+        if given.get(key, value) not in (value, [*value] if isinstance(value, list) else value):
+            raise UserError(f"an option asks for {key}={value}, and a key for {given[key]}")
+        given[key] = value
+    teacher = given.get("teacher.model")
+    if arguments.config is None and teacher is not None:
+        given.setdefault("student.model", teacher)
+    if arguments.samples is not None:
+        given["distill.seq_kd"] = True
+    # Scores depend neither on the loss nor on what else a run does.
+    given |= {"algorithm": "gkd", "distill.on_policy_fraction": 0.0, "distill.jsd_beta": 1.0}
+    given |= {"teacher.address": None, "teacher.cache": None, "teacher.lazy": False}
+    given |= {"data.eval": None, "profile.steps": None}
+    return Config.load(arguments.config, given)
+
+
+def _parser() -> cli.Parser:
+    parser = cli.Parser("jaxrl.score", __doc__ or "")
+    add = parser.add_argument
+    add("--teacher", metavar="MODEL", help="HF folder, .gguf file, run directory (teacher.model)")
+    add(
+        "--data",
+        metavar="SOURCE",
+        action="append",
+        help="data with completions, or prompts for --samples (data.train); may be repeated",
+    )
+    add("--out", metavar="DIR", required=True, help="folder to write, or to continue")
+    add("--config", metavar="FILE.yaml", help="the run that will read the scores")
+    add("--signal", choices=SIGNALS, help="what is stored of each token (default hidden)")
+    add("--dtype", choices=DTYPES, help="of hidden states (default: the dtype of the teacher)")
+    add(
+        "--samples",
+        type=int,
+        metavar="N",
+        help="the teacher samples N completions of each prompt, and scores these (distill.seq_kd)",
+    )
+    add("--mesh", metavar="SPEC", help="devices, as in teacher=4 (default: all)")
+    add("overrides", nargs="*", metavar="key=value", help="set a key, as in max_new_tokens=1024")
+    return parser
+
+
+if __name__ == "__main__":
+    cli.leave(cli.run(main))

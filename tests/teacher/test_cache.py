@@ -1,0 +1,591 @@
+"""Scores on disk are those of the live teacher, and a run that reads them is the same run."""
+
+from __future__ import annotations
+
+import errno
+import json
+import resource
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from runs import CONSTANT, MESH, SHORT, save_model, weights
+from tiny_models import make_mesh, tiny_model
+
+from jaxrl import Config, train
+from jaxrl.algorithms.methods import on_policy
+from jaxrl.algorithms.signals import Projection
+from jaxrl.config import cli
+from jaxrl.config.schema import DistillConfig
+from jaxrl.data.batch import DATA, make_rollout
+from jaxrl.errors import RunError, UserError
+from jaxrl.models import decoder
+from jaxrl.roles.scorer import Scorer
+from jaxrl.run.attempt import prepare_run
+from jaxrl.run.run_dir import Lock
+from jaxrl.score.__main__ import _parser, config_of, main
+from jaxrl.score.command import score
+from jaxrl.score.error import storage_error
+from jaxrl.score.scoring import Scoring
+from jaxrl.teacher import cache as cache_module
+from jaxrl.teacher.cache import (
+    FORMAT,
+    MANIFEST,
+    ScoreCache,
+    ScoredRow,
+    ScoreManifest,
+    ScoreWriter,
+    dequantised,
+    in_storage,
+    quantised,
+    shard_files,
+    write_manifest,
+)
+from jaxrl.teacher.cached import CachedTeacher
+from jaxrl.teacher.protocol import Options
+from jaxrl.types import Completion, Prompt, Rollout, TeacherSignal
+
+V, K = 64, 4
+DISTILLS = {
+    "hidden": DistillConfig(signal="hidden", chunk_tokens=16),
+    "topk": DistillConfig(
+        signal="topk",
+        top_k=K,
+        distill_temperature=2.0,
+        chunk_tokens=16,
+        entropy_aware=True,
+        entropy_top_k=3,
+    ),
+    "sampled": DistillConfig(signal="sampled", jsd_beta=1.0, chunk_tokens=16),
+}
+
+
+@pytest.fixture(scope="module")
+def tiny() -> tuple[Any, Any]:
+    return tiny_model("llama", make_mesh(1, 1, 1))
+
+
+@pytest.fixture(scope="module")
+def rollout() -> Rollout:
+    """Seven rows of several lengths, and one of padding."""
+    random = np.random.default_rng(3)
+    draw = lambda n: tuple(random.integers(3, V, n).tolist())  # noqa: E731
+    prompts, groups = [], []
+    for i, (p, c) in enumerate(((5, 7), (2, 1), (3, 5), (4, 6), (1, 3), (6, 2), (9, 11))):
+        tokens = draw(c)
+        prompts.append(Prompt(i, draw(p), "", tokens))
+        logprobs = -random.random(c).astype(np.float32)
+        groups.append([Completion(tokens, logprobs, logprobs - 1, "length" if c == 5 else "stop")])
+    return make_rollout(
+        prompts,
+        groups,
+        policy_version=DATA,
+        pad_id=0,
+        max_prompt_tokens=16,
+        max_new_tokens=16,
+        row_multiple=4,
+    )
+
+
+def manifest(tiny: Any, distill: DistillConfig, **changed: Any) -> ScoreManifest:
+    about: dict[str, Any] = {"format": FORMAT, "model": "tiny", "digest": "d", "dtype": "float32"}
+    about |= {"stored": "float32", "options": Options.of(distill, V), "samples": 0}
+    return ScoreManifest(**about | changed)
+
+
+def stored(
+    folder: Path, tiny: Any, rollout: Rollout, signal: TeacherSignal, about: ScoreManifest
+) -> ScoreCache:
+    """A folder with the rows of a batch, in two shards."""
+    model, params = tiny
+    folder.mkdir()
+    tokenizer = save_model(folder / "words", 32, 1, seed=0)
+    head = np.asarray(decoder.head(params))
+    write_manifest(folder, about, model, Path(tokenizer), head)
+    writer = ScoreWriter(folder)
+    arrays = in_storage(signal, about.stored)
+    for i, completion in enumerate(rollout.completions):
+        tensors = {name: x[i, : len(completion.tokens)] for name, x in arrays.items()}
+        writer.add([ScoredRow(rollout.prompts[i].tokens, completion.tokens, tensors)])
+        if i == 2:
+            writer.flush()
+    writer.flush()
+    assert len(shard_files(folder)) == 2
+    return ScoreCache(folder)
+
+
+def config(distill: DistillConfig, dtype: str = "float32") -> Config:
+    base = Config.load("builtin:quickstart", [f"teacher.dtype={dtype}"])
+    return base.model_copy(update={"distill": distill})
+
+
+@pytest.mark.parametrize("signal", DISTILLS)
+def test_what_is_read_is_bit_for_bit_what_the_scorer_says(
+    signal: str, tiny: Any, rollout: Rollout, tmp_path: Path
+) -> None:
+    distill = DISTILLS[signal]
+    live = Scorer(*tiny, Projection(distill, make_mesh(1, 1, 1), V)).score(rollout)
+    live = jax.tree.map(np.asarray, live)
+    cache = stored(tmp_path / "c", tiny, rollout, live, manifest(tiny, distill))
+    teacher = CachedTeacher(config(distill), cache, V)
+    found = teacher.score(rollout)
+    assert found is not None
+    for field in fields(TeacherSignal):
+        mine, other = getattr(found, field.name), getattr(live, field.name)
+        assert (mine is None) == (other is None), field.name
+        if other is not None:
+            np.testing.assert_array_equal(mine, other, strict=True, err_msg=field.name)
+    parts = [teacher.score(rollout, part, 3) for part in range(3)]
+    joined = jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
+    jax.tree.map(np.testing.assert_array_equal, joined, found)
+    np.testing.assert_array_equal(cache.head(40), np.asarray(decoder.head(tiny[1]))[:40])
+
+
+def test_rows_are_found_whatever_batch_they_are_in_and_no_others(
+    tiny: Any, rollout: Rollout, tmp_path: Path
+) -> None:
+    distill = DISTILLS["sampled"]
+    live = TeacherSignal(token_logprobs=-np.random.default_rng(0).random((8, 16), np.float32))
+    cache = stored(tmp_path / "c", tiny, rollout, live, manifest(tiny, distill))
+    teacher = CachedTeacher(config(distill), cache, V)
+    order = [6, 0, 3]
+    other = make_rollout(
+        [rollout.prompts[i] for i in order],
+        [[rollout.completions[i]] for i in order],
+        policy_version=DATA,
+        pad_id=1,
+        max_prompt_tokens=64,
+        max_new_tokens=64,
+    )
+    read = teacher.score(other)
+    assert read is not None
+    for row, i in enumerate(order):
+        n = len(rollout.completions[i].tokens)
+        np.testing.assert_array_equal(read.token_logprobs[row, :n], live.token_logprobs[i, :n])
+        assert not read.token_logprobs[row, n:].any()
+    changed = replace(rollout.prompts[0], tokens=(*rollout.prompts[0].tokens, 9))
+    pairs = [
+        (p.tokens, c.tokens) for p, c in zip(rollout.prompts, rollout.completions, strict=True)
+    ]
+    # A prompt's last token is no completion's first.
+    moved = pairs[0][0][:-1], (pairs[0][0][-1], *pairs[0][1])
+    others = [(changed.tokens, pairs[0][1]), moved]
+    found = cache.has([cache.manifest.key(*pair) for pair in (*pairs, *others)])
+    assert found.tolist() == [True] * 7 + [False] * 2
+    with pytest.raises(UserError, match="no scores of 1 of the 1 completions"):
+        teacher.score(
+            make_rollout(
+                [changed],
+                [[rollout.completions[0]]],
+                policy_version=DATA,
+                pad_id=0,
+                max_prompt_tokens=16,
+                max_new_tokens=16,
+            )
+        )
+
+
+def test_int8_is_off_by_half_a_step_of_each_tokens_own_scale() -> None:
+    random = np.random.default_rng(0)
+    sizes = 10.0 ** random.integers(-3, 4, (5, 7, 1))
+    hidden = (random.normal(size=(5, 7, 32)) * sizes).astype(np.float32)
+    hidden[0, 0] = 0
+    values, scale = quantised(hidden)
+    most = np.abs(hidden).max(-1)
+    off = np.abs(dequantised(values, scale) - hidden).max(-1)
+    assert (off <= most / 127 / 2 * (1 + 1e-5)).all() and off.max() > 0
+    again, same = quantised(dequantised(values, scale))
+    np.testing.assert_array_equal(again, values)
+    np.testing.assert_allclose(same, scale, rtol=1e-6)
+
+
+def test_the_error_of_storage_is_the_kl_of_the_two_distributions(tiny: Any) -> None:
+    random = np.random.default_rng(1)
+    hidden, head = random.normal(size=(20, 32)), random.normal(size=(V, 32))
+    hidden, head = hidden.astype(np.float32), head.astype(np.float32)
+    temperature = 2.0
+    distill = DistillConfig(distill_temperature=temperature, chunk_tokens=8)
+    found = storage_error(hidden, "int8", head, distill)
+
+    def log_p(x: np.ndarray) -> np.ndarray:
+        logits = x.astype(np.float64) @ head.T.astype(np.float64) / temperature
+        return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+    p, q = log_p(hidden), log_p(dequantised(*quantised(hidden)))
+    kl = (np.exp(p) * (p - q)).sum(-1)
+    assert found.tokens == 20
+    assert found.mean == pytest.approx(kl.mean(), rel=0.02, abs=1e-7)
+    assert found.most == pytest.approx(kl.max(), rel=0.02, abs=1e-7)
+    assert storage_error(hidden, "float32", head, distill).most == 0
+    # bfloat16 has 8 bits for each number, int8 for a token's largest alone.
+    assert 0 < storage_error(hidden, "bfloat16", head, distill).mean < found.mean
+
+
+def test_of_a_shard_that_the_disk_refuses_nothing_stays(tmp_path: Path) -> None:
+    writer = ScoreWriter(tmp_path)
+    tensors = {"token_logprobs": np.zeros(1000, np.float32)}
+    row = ScoredRow((1, 2), (3,) * 1000, tensors)
+    writer.add([row])
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+    try:
+        with pytest.raises(OSError) as refused:
+            writer.flush()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert refused.value.errno == errno.EFBIG
+    assert not list(tmp_path.iterdir())
+    again = ScoreWriter(tmp_path, shard_bytes=7000)
+    for _ in range(3):
+        again.add([row])
+    again.flush()
+    assert [path.name[:11] for path in shard_files(tmp_path)] == ["shard-00000", "shard-00001"]
+
+
+# Whole commands and runs.
+
+
+def write_data(path: Path, rows: int, first: int = 0) -> Path:
+    lines = [
+        json.dumps({"prompt": f"{i} and {i * 7 % 5}:", "completion": "x" * (i % 6) + str(i)})
+        for i in range(first, first + rows)
+    ]
+    path.write_text("".join(f"{line}\n" for line in lines))
+    return path
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("desk")
+    save_model(folder / "student", 32, 2, seed=0)
+    save_model(folder / "teacher", 48, 1, seed=1, rows=272)
+    write_data(folder / "d.jsonl", 13)
+    return folder
+
+
+OFF = ["distill.on_policy_fraction=0", "eval.every=0", "group_size=1", "steps=4", *CONSTANT]
+
+
+def keys(desk: Path, *overrides: str) -> list[str]:
+    base = [f"student.model={desk / 'student'}", f"data.train={desk / 'd.jsonl'}", "data.eval=null"]
+    return [*SHORT, *OFF, *base, *overrides]
+
+
+def scored(desk: Path, out: Path, *words: str, source: Path | None = None) -> ScoreCache:
+    data = ["--teacher", str(desk / "teacher"), "--data", str(source or desk / "d.jsonl")]
+    own = ["max_prompt_tokens=24", "max_new_tokens=8", "batch_size=6", "compile_cache=null"]
+    student = f"student.model={desk / 'student'}"
+    arguments = _parser().parse([*data, "--out", str(out), *own, student, *words])
+    return score(config_of(arguments), out, arguments.dtype)
+
+
+def run(desk: Path, folder: Path, *overrides: str) -> bytes:
+    """The trained weights."""
+    trained = train(Config.load("builtin:quickstart", keys(desk, f"run_dir={folder}", *overrides)))
+    return weights(trained.run_dir)
+
+
+def live(desk: Path) -> str:
+    return f"teacher.model={desk / 'teacher'}"
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Rollout]:
+    """The batches that a live teacher has scored."""
+    batches: list[Rollout] = []
+    whole = Scorer.score
+
+    def spy(self: Scorer, rollout: Rollout, *args: int) -> TeacherSignal | None:
+        batches.append(rollout)
+        return whole(self, rollout, *args)
+
+    monkeypatch.setattr(Scorer, "score", spy)
+    return batches
+
+
+def test_a_run_from_disk_has_the_weights_of_one_with_the_live_teacher(
+    desk: Path, tmp_path: Path, asked: list[Rollout]
+) -> None:
+    """Interrupted and resumed besides, and with a schedule of its own, which changes nothing."""
+    dtype = "teacher.dtype=bfloat16"
+    cache = scored(desk, tmp_path / "c", dtype)
+    assert cache.manifest.stored == "bfloat16" and cache.manifest.error is None
+    assert len(cache) == 13 and len(asked) == 3
+    expected = run(desk, tmp_path / "live", live(desk), dtype, MESH)
+    assert len(asked) == 7
+    for scored_batch, batch in zip(asked[:3], asked[3:6], strict=True):  # the first epoch
+        jax.tree.map(np.testing.assert_array_equal, scored_batch.sequences, batch.sequences)
+    read = ["teacher.model=null", f"teacher.cache={tmp_path / 'c'}", dtype]
+    read += ["mesh=actor=2,rollout=1", "schedule=one_step_off", "teacher.num_microbatches=2"]
+    first = run(desk, tmp_path / "read", *read, "checkpoint.every=2", "steps=2")
+    assert first != run(desk, tmp_path / "read", *read, "checkpoint.every=2") == expected
+    assert len(asked) == 7
+    plan = (tmp_path / "read" / "plan.txt").read_text()
+    assert "teacher: no devices here, its scores are read from" in plan
+
+
+def test_a_mixed_run_asks_the_live_teacher_about_the_students_samples_only(
+    desk: Path, tmp_path: Path, asked: list[Rollout]
+) -> None:
+    scored(desk, tmp_path / "c")
+    mixed = ["distill.on_policy_fraction=0.5", MESH, live(desk)]
+    expected = run(desk, tmp_path / "live", *mixed)
+    asked.clear()
+    assert run(desk, tmp_path / "read", *mixed, f"teacher.cache={tmp_path / 'c'}") == expected
+    coin = Config.load(None, keys(desk, *mixed))
+    wanted = [i for i in range(4) if on_policy(coin, i)]
+    assert 0 < len(wanted) < 4 and [rollout.policy_version for rollout in asked] == wanted
+
+
+def test_the_teachers_samples_are_read_like_those_of_the_live_one(
+    desk: Path, tmp_path: Path
+) -> None:
+    """In the first epoch; in later ones the live teacher samples anew."""
+    kind = ["distill.signal=sampled", "distill.jsd_beta=1", "distill.seq_kd=true", "group_size=2"]
+    cache = scored(desk, tmp_path / "c", "--samples", "2", "--signal", "sampled")
+    assert len(cache) == 26 and cache.manifest.samples == 2
+    expected = run(desk, tmp_path / "live", live(desk), *kind, "steps=2", MESH)
+    read = ["teacher.model=null", f"teacher.cache={tmp_path / 'c'}", "mesh=actor=2,rollout=1"]
+    assert run(desk, tmp_path / "read", *kind, "steps=2", *read) == expected
+
+
+class Killed(BaseException):
+    """Nothing catches it."""
+
+
+def test_what_is_interrupted_or_killed_resumes_and_scores_no_row_twice(
+    desk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, out = scored(desk, tmp_path / "whole"), tmp_path / "c"
+    asked: list[int] = []
+    scores = Scoring.scored
+
+    def stopping(at: int, how: BaseException) -> Callable[..., Any]:
+        def scored_or_not(self: Scoring, teacher: Any, index: int) -> Any:
+            if index == at:
+                raise how
+            asked.append(index)
+            return scores(self, teacher, index)
+
+        return scored_or_not
+
+    monkeypatch.setattr(Scoring, "scored", stopping(1, KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt, match="6 of 13 rows are stored"):
+        scored(desk, out)
+    monkeypatch.setattr(Scoring, "scored", stopping(2, Killed()))
+    with pytest.raises(Killed):  # the rows of batch 1 were in memory
+        scored(desk, out)
+    (out / ".shard-00001.safetensors.partial").write_bytes(b"half")
+    monkeypatch.setattr(Scoring, "scored", stopping(-1, Killed()))
+    done = scored(desk, out)
+    assert asked == [0, 1, 1, 2] and len(done) == len(whole) == 13
+    assert not list(out.glob(".*"))
+    scored(desk, out)
+    assert len(asked) == 4
+    write_data(tmp_path / "more.jsonl", 15)
+    assert len(scored(desk, out, source=tmp_path / "more.jsonl")) == 15
+
+
+def test_a_full_disk_ends_the_command_with_its_error(
+    desk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(tensors: Any, path: Path) -> None:
+        path.write_bytes(b"some")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache_module, "_save", full)
+        with pytest.raises(RunError, match="No space left on device .* the same command resumes"):
+            scored(desk, tmp_path / "c")
+    assert len(scored(desk, tmp_path / "c")) == 13
+
+
+def test_the_size_is_told_before_and_compared_with_the_disk(
+    desk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache = scored(desk, tmp_path / "c", "--dtype", "int8")
+    told = capsys.readouterr().out
+    tokens = int(sum(cache._index.length))
+    assert f"13 rows to score, 0 stored already; {tokens} tokens of 52 bytes" in told
+    assert cache.manifest.error is not None and f"int8: {cache.manifest.error}" in told
+    size = sum(path.stat().st_size for path in (tmp_path / "c").glob("shard*"))
+    assert tokens * 52 < size < tokens * 52 + 13 * 40 + 1000
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    with pytest.raises(UserError, match=r"GB to write, 1e-06 GB free: make room"):
+        scored(desk, tmp_path / "d")
+
+
+# What is refused.
+
+
+@pytest.fixture(scope="module")
+def caches(desk: Path) -> dict[str, Path]:
+    made: dict[str, tuple[str, ...]] = {
+        "hidden": (),
+        "topk": ("--signal", "topk", "distill.top_k=8"),
+        "int8": ("--dtype", "int8"),
+        "samples": ("--samples", "2"),
+    }
+    for name, words in made.items():
+        scored(desk, desk / name, *words)
+    return {name: desk / name for name in made}
+
+
+TOPK = ("distill.signal=topk", "distill.top_k=8")
+REFUSED: dict[str, tuple[str, Sequence[str], tuple[str, ...]]] = {
+    "signal": ("hidden", TOPK, ("distill.signal=hidden", "distill.signal=topk")),
+    "top_k": ("topk", ("distill.signal=topk", "distill.top_k=4"), ("top_k=8", "top_k=4")),
+    "temperature": ("topk", (*TOPK, "distill.distill_temperature=2"), ("=1.0", "=2.0")),
+    "entropy": (
+        "topk",
+        (*TOPK, "distill.entropy_aware=true", "distill.entropy_top_k=4"),
+        ("without distill.entropy_aware=true",),
+    ),
+    "seq_kd": ("hidden", ("distill.seq_kd=true",), ("the data's completions", "seq_kd=false")),
+    "data": ("samples", (), ("the teacher's samples", "seq_kd=true")),
+    "group": ("samples", ("distill.seq_kd=true", "group_size=3"), ("2 samples", "--samples 3")),
+    "rows": ("hidden", ("data.train=more.jsonl",), ("2 of the 15 rows", "--out")),
+    "lengths": ("hidden", ("max_new_tokens=3",), ("of the 13 rows", "max_new_tokens")),
+    "nowhere": ("gone", (), ("there is no such folder", "jaxrl.score")),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_scores_that_do_not_fit_the_run_are_refused_before_it(
+    case: str,
+    desk: Path,
+    caches: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name, changed, words = REFUSED[case]
+    monkeypatch.chdir(tmp_path)
+    write_data(tmp_path / "more.jsonl", 15)
+    read = [f"teacher.cache={caches.get(name, 'gone')}", "run_dir=run", "mesh=actor=1,rollout=1"]
+    given = Config.load(None, keys(desk, *read, "steps=9", *changed))
+    with pytest.raises(UserError) as error:
+        prepare_run(given)
+    assert all(word in str(error.value) for word in ("teacher.cache=", *words)), error.value
+
+
+def test_rows_that_no_batch_of_the_run_reads_may_be_missing(
+    desk: Path, caches: dict[str, Path], tmp_path: Path
+) -> None:
+    write_data(tmp_path / "more.jsonl", 15)
+    read = [f"teacher.cache={caches['int8']}", "mesh=actor=1,rollout=1", "data.shuffle=false"]
+    read += [f"data.train={tmp_path / 'more.jsonl'}"]
+    job, plan = prepare_run(Config.load(None, keys(desk, *read, "steps=2")))
+    assert "teacher" not in plan.axes and "teacher" in plan.runs
+    (note,) = [note for note in job.data_notes() if "teacher.cache=" in note]
+    assert "hidden in int8" in note and "nats a token on average" in note
+    head = [e for e in plan.accounts["actor"].entries if "LM head" in e.name]
+    assert head
+
+
+def test_another_teacher_beside_the_cache_is_refused(desk: Path, caches: dict[str, Path]) -> None:
+    mixed = ["distill.on_policy_fraction=0.5", f"teacher.cache={caches['hidden']}"]
+    other = f"teacher.model={desk / 'student'}"
+    with pytest.raises(UserError, match="whose files are not those of teacher.model="):
+        prepare_run(Config.load(None, keys(desk, *mixed, other, "mesh=actor+rollout=1")))
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (["distill.on_policy_fraction=1"], "no scores of the student's samples"),
+        (["distill.on_policy_fraction=0.5"], "set it to 0, or teacher.model"),
+        (["teacher.address=localhost:1"], "a cache stands alone"),
+        (["algorithm=sft"], "set teacher.cache=null"),
+        (
+            ["algorithm=gspo", "reward.functions=[math]", "distill_weight=1", "group_size=2"],
+            "no scores of the student's samples",
+        ),
+    ],
+)
+def test_keys_that_leave_a_cache_unread_are_refused(
+    changed: list[str], words: str, desk: Path
+) -> None:
+    with pytest.raises(UserError, match=words):
+        Config.load(None, keys(desk, "teacher.cache=c", *changed))
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--dtype", "int8", "--signal", "topk"], "--dtype int8 is of hidden states"),
+        (["--signal", "topk", "distill.signal=hidden"], "an option asks for distill.signal=topk"),
+        (["--signal", "sampled"], "samples whose log-probs are known"),
+        (["--samples", "0"], "group_size"),
+        (["--out", "other"], "holds notes.txt and no manifest.json"),
+        (["--out", "whole", "--signal", "topk"], "holds scores with distill.signal=hidden"),
+        (["--out", "whole", "--dtype", "int8"], "holds scores with --dtype=float32"),
+        (["--out", "whole", "--teacher", "student"], "not those of student"),
+        (["--out", "old"], "format 0, this one reads 1"),
+        (["max_new_token=2"], "max_new_tokens"),
+        (["--out", "busy"], "--out busy is in use by pid"),
+    ],
+)
+def test_a_command_that_cannot_be_ends_with_2(
+    words: list[str],
+    told: str,
+    desk: Path,
+    caches: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("student", "teacher"):
+        Path(name).symlink_to(desk / name)
+    Path("whole").symlink_to(caches["hidden"])
+    Path("other").mkdir()
+    Path("other/notes.txt").write_text("mine")
+    shutil.copytree(caches["hidden"], "old")
+    text = Path("old", MANIFEST).read_text()
+    Path("old", MANIFEST).write_text(text.replace('"format": 1', '"format": 0'))
+    Path("busy").mkdir()
+    lock = Lock(Path("busy"))
+    before = sorted(tmp_path.rglob("*"))
+    data = ["--data", str(desk / "d.jsonl"), "--out", "c", "--teacher", "teacher"]
+    own = ["max_prompt_tokens=24", "max_new_tokens=8", "batch_size=6", "compile_cache=null"]
+    assert cli.run(main, [*data, *own, "student.model=student", *words]) == cli.EXIT_BAD_INPUT
+    assert told in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == before
+    lock.close()
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """The command sets handlers of signals."""
+    import signal
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_a_damaged_shard_is_named(caches: dict[str, Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(caches["hidden"], tmp_path / "c"))
+    (shard,) = shard_files(folder)
+    shard.write_bytes(shard.read_bytes()[:-100])
+    with pytest.raises(UserError, match="shard-00000.safetensors: truncated or damaged"):
+        len(ScoreCache(folder))
+
+
+def test_bfloat16_lies_on_disk_as_it_is(tiny: Any, rollout: Rollout, tmp_path: Path) -> None:
+    values = np.random.default_rng(0).normal(size=(8, 16, tiny[0].d_model)).astype(jnp.bfloat16)
+    about = manifest(tiny, DISTILLS["hidden"], dtype="bfloat16", stored="bfloat16")
+    cache = stored(tmp_path / "c", tiny, rollout, TeacherSignal(hidden=values), about)
+    found = CachedTeacher(config(DISTILLS["hidden"], "bfloat16"), cache, V).score(rollout)
+    assert found is not None and found.hidden.dtype == jnp.bfloat16
+    real = rollout.sequences.loss_mask
+    np.testing.assert_array_equal(found.hidden[real], values[real])
