@@ -45,6 +45,8 @@ class Prompt:
     """The reference answer that a verifier compares with."""
     columns: Mapping[str, object] = field(default_factory=dict)
     """Every other field of the data row."""
+    teacher_tokens: tuple[int, ...] | None = None
+    """The prompt that the teacher reads (`teacher.prompt`); None where it is `tokens`."""
 
 
 @dataclass(frozen=True)

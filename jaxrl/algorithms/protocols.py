@@ -42,6 +42,10 @@ class ActorRole(Protocol):
     def publish(self, version: int, dtype: str) -> Weights:
         """The policy after `version` batches, on its way to the role that samples."""
 
+    def publish_to_teacher(self, version: int) -> Weights:
+        """The policy after `version` batches, or its moving average (`teacher.ema`), on its way to
+        a teacher that follows it."""
+
     def save(self, folder: Path, step: int) -> int:
         """Starts to write the state after `step` batches to `folder`; returns `step`."""
 
@@ -72,6 +76,13 @@ class SamplingRole(Protocol):
 
 class TeacherRole(ServedTeacherRole, SamplingRole, Protocol):
     """Scores completions; samples, for `distill.seq_kd` and for its own accuracy."""
+
+
+class FollowingTeacherRole(TeacherRole, Protocol):
+    """A teacher whose weights come from the actor."""
+
+    def load(self, weights: Weights) -> dict[str, float]:
+        """Takes the next version. Returns the metrics of the transfer."""
 
 
 class RolloutRole(SamplingRole, Protocol):
@@ -106,10 +117,11 @@ class GrouperRole(Protocol):
 
 def protocols(config: Config) -> dict[str, type]:
     """Role -> its Protocol."""
+    teacher: type = TeacherRole if config.teacher.address is None else ServedTeacherRole
     return {
         "actor": ActorRole,
         "rollout": RolloutRole,
-        "teacher": TeacherRole if config.teacher.address is None else ServedTeacherRole,
+        "teacher": FollowingTeacherRole if config.teacher_follows else teacher,
         "reference": ReferenceRole,
         "reward": RewardRole,
         "grouper": GrouperRole,
@@ -121,7 +133,7 @@ def deadline_of(config: Config, method: str) -> float:
     d = config.deadlines
     return {
         "update": d.update,
-        **dict.fromkeys(("publish", "load"), d.weight_sync),
+        **dict.fromkeys(("publish", "publish_to_teacher", "load"), d.weight_sync),
         **dict.fromkeys(("save", "saved"), d.checkpoint),
         "export": d.export,
         "generate": d.generate,

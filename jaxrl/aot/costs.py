@@ -208,7 +208,8 @@ def _score(role: str) -> Callable[[Setting], tuple[float, float]]:
         model = m.teacher if role == "teacher" else m.student
         assert model is not None
         section: Any = m.config.roles[role]
-        tokens = m.rows(role, m.sequences) * m.width // m.axes[role].context
+        width = m.prompts(role) + m.new_tokens
+        tokens = m.rows(role, m.sequences) * width // m.axes[role].context
         gathered = section.num_microbatches * _gathered(m, role, model)
         sent = _reduced(m, role, model, tokens) + _exchanged(m, role, model, tokens)
         return gathered, sent

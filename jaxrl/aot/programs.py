@@ -146,7 +146,7 @@ class RunPrograms:
 
     def sequences(self, role: str, rows: int, group: int = 1) -> Sequences:
         m, at = self.setting, self.rows(role)
-        width = m.width
+        width = m.prompts(role) + m.new_tokens
         return Sequences(
             shaped((rows, width), jnp.int32, at),
             shaped((rows, width), bool, at),
@@ -264,12 +264,12 @@ def _sampling(
         model,
         mesh,
         slots=c.rollout.slots or m.sequences,
-        max_prompt_tokens=c.max_prompt_tokens,
+        max_prompt_tokens=c.teacher_prompt_tokens if role == "teacher" else c.max_prompt_tokens,
         max_new_tokens=longest,
         launch_tokens=c.rollout.launch_tokens,
     )
-    params = run.params(role, model, dtype, layout)
-    prompts = prefill_rows(c, m.prompt_tokens, m.axes[role])
+    params, width = run.params(role, model, dtype, layout), m.prompts(role)
+    prompts = prefill_rows(c, width, m.axes[role])
 
     def cache(rows: int, length: int, split: tuple[str, ...] | None) -> Cache:
         whole = jax.eval_shape(
@@ -281,9 +281,9 @@ def _sampling(
 
     slots, held = (
         cache(engine.slots, engine.length, ROWS),
-        cache(prompts, m.prompt_tokens, None),
+        cache(prompts, width, None),
     )
-    tokens = shaped((prompts, m.prompt_tokens), jnp.int32, at)
+    tokens = shaped((prompts, width), jnp.int32, at)
     lengths = shaped((prompts,), jnp.int32, at)
     fills = math.ceil(share * c.batch_size / prompts)
     yield Program(

@@ -151,7 +151,7 @@ def make_plan(
     served = [role for role in roles if role in services(config)]
     placement = place(config.mesh, [role for role in roles if role not in served], slices)
     student = model_config(config.student.model)
-    teacher = None if config.teacher.model is None else model_config(config.teacher.model)
+    teacher = None if config.teacher_model is None else model_config(config.teacher_model)
     seen = Visible((), None) if visible is None else visible(placement.n_devices)
     if seen.devices:
         placement = check_visible(placement, len(seen.devices))
@@ -180,6 +180,7 @@ def services(config: Config) -> dict[str, str]:
 def without_weights(config: Config) -> list[str]:
     """The keys of models that are folders with a `config.json` and no weights."""
     models = {role: getattr(config, role).model for role in HAVE_MODELS}
+    models["teacher"] = config.teacher_model
     return [f"{role}.model" for role, name in models.items() if name and _only_described(name)]
 
 
@@ -301,7 +302,7 @@ def _hosts(mapped: int, placement: Placement, seen: Visible) -> tuple[HostMemory
 
 def mapped_bytes(config: Config) -> int:
     """Bytes of the GGUF files of a run, which stay mapped once they are read."""
-    names = {config.student.model, config.teacher.model} - {None}
+    names = {config.student.model, config.teacher_model} - {None}
     places = {
         resolve_model(name).path
         for name in names
@@ -421,10 +422,11 @@ def _mesh_notes(config: Config, inputs: PlanInputs, axes: Mapping[str, Axes]) ->
 
 
 def checkpoint_bytes(config: Config, student: DecoderConfig) -> int:
-    """Bytes of one checkpoint: parameters and optimizer state, each number once."""
+    """Bytes of one checkpoint: parameters, optimizer state and moving average, each number once."""
     a, whole = config.actor, Axes()
     state = optimizer_bytes(student, whole, config.optimizer, a.param_dtype, a.moment_dtype)
-    return weight_bytes(student, whole, a.param_dtype) + state
+    average = weight_bytes(student, whole, "float32") if config.keeps_ema else 0
+    return weight_bytes(student, whole, a.param_dtype) + state + average
 
 
 def _checkpoint_notes(config: Config, student: DecoderConfig, here: bool) -> Iterator[str]:

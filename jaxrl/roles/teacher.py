@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from jaxrl.models.decoder import Params
 from jaxrl.roles.rollout import Sampler
@@ -14,25 +14,34 @@ from jaxrl.types import Completion, Prompt, Rollout, TeacherSignal
 class Teacher:
     """One frozen model with two uses of the same weights."""
 
-    def __init__(self, scorer: Scorer, sampler: Sampler | None, offload: bool = False):
+    def __init__(
+        self,
+        scorer: Scorer,
+        sampler: Sampler | None,
+        offload: bool = False,
+        stale_at: Collection[str] = (),
+    ):
         """
         Args:
             offload: the weights go to the host while the teacher is not asked.
+            stale_at: calls at whose start the weights are freed, since new ones come before they
+                are read again.
         """
         self._scorer, self._sampler = scorer, sampler
-
-        def write(params: Params) -> None:
-            scorer.params = params
-            if sampler is not None:
-                sampler.params = params
 
         current().resident(
             "teacher.params",
             lambda: scorer.params,
-            write,
+            self._write,
             stages=("teacher.score", "teacher.generate", "teacher.sample"),
             offload=offload,
+            stale_at=stale_at,
         )
+
+    def _write(self, params: Params | None) -> None:
+        self._scorer.params = params
+        if self._sampler is not None:
+            self._sampler.params = params
 
     def score(self, rollout: Rollout, part: int = 0, parts: int = 1) -> TeacherSignal | None:
         return self._scorer.score(rollout, part, parts)

@@ -23,7 +23,7 @@ def dependencies(job: Job) -> dict[str, str]:
     if student is not None:
         weights = config.needs_reference
         found[f"student.model={config.student.model}"] = digest_model(student, weights)
-    if job.teacher is not None:
+    if job.teacher is not None and not config.teacher_follows:
         found[f"teacher.model={config.teacher.model}"] = digest_model(job.teacher.path)
     for one in job.held_out:
         prompts = repr([(prompt.text, prompt.answer) for prompt in one.prompts])

@@ -104,7 +104,7 @@ class Job(Setup):
         limit = self.config.max_prompt_tokens
         first = f"data.train: {self.train.epoch_prompts} prompts"
         if self.train.dropped:
-            first += f"; {self.train.dropped} are longer than max_prompt_tokens={limit}: left out"
+            first += f"; {self.train.dropped} are longer than {self.train.limits}: left out"
         if self.train.cut:
             first += f"; {self.train.cut} are longer than max_prompt_tokens={limit}: cut"
         return [first, *held_out_notes(self.config, self.held_out, self.judge), *self.notes]
@@ -117,7 +117,7 @@ def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
         given: reward functions from Python (`rewards.callables.bind`).
     """
     student = resolve_model(config.student.model)
-    teacher = None if config.teacher.model is None else resolve_model(config.teacher.model)
+    teacher = None if config.teacher_model is None else resolve_model(config.teacher_model)
     tokenizer = tokenizer_of(student)
     vocab_size = student.config.vocab_size
     theirs = None
@@ -136,14 +136,16 @@ def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
         vocab_size = check_remote(config, remote, tokenizer, student.config)
     _check_sizes(config, student, teacher, vocab_size)
     eos_ids = end_ids(student, tokenizer)
-    d, encode = config.data, encoder(config, tokenizer, eos_ids)
+    d, encode = config.data, encoder(config, tokenizer, eos_ids, teacher=True)
     source = open_source(d.train, config.seed, "train", keys(config))
     train = PromptStream(
         source, encode, config.batch_size, config.seed, d.shuffle, weights=d.weights
     )
     if method_of(config).reads_completions(config):
         train.check_completions()
-    held_out = held_out_sets(config, encode)
+    # Without evaluations of the teacher, its prompts decide nothing about the held-out sets.
+    read = encode if config.eval.teacher else replace(encode, teacher=None)
+    held_out = held_out_sets(config, read)
     prompts = [*train.batch(0), *(prompt for one in held_out for prompt in one.prompts)]
     notes: list[str | None] = []
     if config.learns_from_rewards:
@@ -231,7 +233,7 @@ def _check_sizes(
     longest = max(config.max_new_tokens, config.eval.max_new_tokens or 0)
     for role, source in (("student", student), ("teacher", teacher)):
         if source is not None:
-            check_positions(config, longest, source, f"{role}.model")
+            check_positions(config, longest, source, f"{role}.model", teacher=role == "teacher")
     d = config.distill
     asked = {"distill.top_k": d.top_k} if d.signal in ("topk", "student_topk") else {}
     if d.entropy_aware:

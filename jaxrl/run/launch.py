@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from jaxrl.algorithms.methods import method_of
 from jaxrl.algorithms.protocols import (
     ActorRole,
+    FollowingTeacherRole,
     GrouperRole,
     ReferenceRole,
     RewardRole,
@@ -34,7 +35,8 @@ from jaxrl.plan.roles import TEMPLATE_TOKENS
 from jaxrl.process.compile_cache import enable_compile_cache
 from jaxrl.process.gpu_memory import worker_share
 from jaxrl.process.xla_flags import worker_environment
-from jaxrl.roles.actor import Actor
+from jaxrl.roles.actor import SENT_TO_TEACHER, Actor, Receiver
+from jaxrl.roles.following_teacher import FollowingTeacher
 from jaxrl.roles.grouper import Grouper
 from jaxrl.roles.reference import Reference
 from jaxrl.roles.reward import Reward, RewardModel
@@ -113,7 +115,7 @@ def _loads(setup: Setup, plan: Plan) -> dict[str, tuple[ModelSource, str]]:
     found = {"reference": (setup.student, config.reference.compute_dtype)}
     if setup.restore is None:
         found["actor"] = (setup.student, config.actor.param_dtype)
-    if setup.teacher is not None:
+    if setup.teacher is not None and not config.teacher_follows:
         found["teacher"] = (setup.teacher, config.teacher.compute_dtype)
     starting = set(plan.runs) - set(config.lazy)
     return {role: found[role] for role in sorted(found) if role in starting}
@@ -193,7 +195,8 @@ def make_actor(setup: Setup, meshes: Mapping[str, Mesh]) -> ActorRole:
     config, mesh = setup.config, meshes["actor"]
     method = method_of(config)
     frozen: dict[str, Tree] = {}
-    if config.learns_from_teacher and config.distill.signal == "hidden":
+    reads_head = config.learns_from_teacher and config.distill.signal == "hidden"
+    if reads_head and not config.teacher_follows:  # else the head is the actor's own
         frozen["teacher_head"] = _teacher_head(setup, mesh)
     receiver = meshes.get("rollout")  # elsewhere, where another process has it
     student = setup.student
@@ -209,6 +212,7 @@ def make_actor(setup: Setup, meshes: Mapping[str, Mesh]) -> ActorRole:
         receiver=receiver and param_shardings(student.config, receiver, config.rollout.layout),
         run_dir=setup.run_dir,
         restore=setup.restore,
+        teacher=_following(setup, meshes.get("teacher")),
     )
     verify_arrays("actor", (actor.state, frozen), mesh)
     return actor
@@ -223,6 +227,23 @@ def _teacher_head(setup: Setup, mesh: Mesh) -> jax.Array:
     return put(there, head_sharding(there.shape, mesh))
 
 
+def _following(setup: Setup, mesh: Mesh | None) -> Receiver | None:
+    """How a teacher that follows the policy takes its weights; None where no teacher does.
+
+    Args:
+        mesh: the teacher's; None where another process has it.
+    """
+    if not setup.config.teacher_follows:
+        return None
+    layout, dtype = _teacher_layout(setup), setup.config.teacher.compute_dtype
+    shardings = None if mesh is None else param_shardings(setup.student.config, mesh, layout)
+    return Receiver(layout, dtype, shardings, SENT_TO_TEACHER)
+
+
+def _teacher_layout(setup: Setup) -> Layout:
+    return "unstacked" if setup.teacher_samples else "stacked"
+
+
 def make_rollout_role(setup: Setup, meshes: Mapping[str, Mesh]) -> RolloutRole:
     layout = setup.config.rollout.layout
     return _sampler(setup, setup.student, meshes["rollout"], layout, params=None)
@@ -232,15 +253,21 @@ def make_teacher(setup: Setup, meshes: Mapping[str, Mesh]) -> TeacherRole | Serv
     config, source = setup.config, setup.teacher
     if source is None:
         return RemoteTeacher(config, setup.vocab_size)
-    mesh = meshes["teacher"]
-    layout: Layout = "unstacked" if setup.teacher_samples else "stacked"
-    params = source.load(mesh, jnp.dtype(config.teacher.dtype), layout)
-    verify_arrays("teacher", params, mesh)
+    mesh, layout = meshes["teacher"], _teacher_layout(setup)
+    params, dtype = None, config.teacher.compute_dtype
+    if not config.teacher_follows:
+        params = source.load(mesh, jnp.dtype(dtype), layout)
+        verify_arrays("teacher", params, mesh)
     projection = Projection(config.distill, mesh, setup.vocab_size)
     sampler = None
     if setup.teacher_samples:
-        sampler = _sampler(setup, source, mesh, layout, params=params)
-    scorer = Scorer(source.config, params, projection)
+        sampler = _sampler(setup, source, mesh, layout, params=params, teacher=True)
+    scorer = Scorer(source.config, params, projection, config.teacher_prompt_tokens)
+    if config.teacher_follows:
+        follower: FollowingTeacherRole = FollowingTeacher(
+            scorer, sampler, layout, dtype, config.offloads_follower
+        )
+        return follower
     teacher: TeacherRole = Teacher(scorer, sampler, config.offload.frozen)
     return teacher
 
@@ -300,7 +327,12 @@ MAKERS: dict[str, Callable[[Setup, Mapping[str, Mesh]], object]] = {
 
 
 def _sampler(
-    setup: Setup, source: ModelSource, mesh: Mesh, layout: Layout, params: Tree
+    setup: Setup,
+    source: ModelSource,
+    mesh: Mesh,
+    layout: Layout,
+    params: Tree,
+    teacher: bool = False,
 ) -> Sampler:
     config, tokenizer = setup.config, setup.tokenizer
     if isinstance(tokenizer, bytes):
@@ -317,6 +349,7 @@ def _sampler(
         row_multiple=setup.row_multiple,
         vocab_size=setup.vocab_size,
         params=params,
+        teacher=teacher,
     )
 
 
