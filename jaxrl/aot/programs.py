@@ -28,7 +28,15 @@ from jaxrl.models.decoder import Cache, Layout, Params, abstract_params
 from jaxrl.models.rules import head_sharding, param_shardings
 from jaxrl.plan.inputs import PlanInputs
 from jaxrl.plan.memory import Account
-from jaxrl.plan.roles import BACKWARD, LOSS, STEP, TEMPLATE_TOKENS, Setting, prefill_rows
+from jaxrl.plan.roles import (
+    BACKWARD,
+    LOSS,
+    STEP,
+    TEMPLATE_TOKENS,
+    TO_TEACHER,
+    Setting,
+    prefill_rows,
+)
 from jaxrl.roles.encoder import encode_batch
 from jaxrl.roles.reference import reference_program
 from jaxrl.roles.reward_model import score_batch
@@ -226,7 +234,7 @@ def actor(run: RunPrograms) -> Iterator[Program]:
     )
     if batch.old_logprobs is not None:
         given = (state.params, TrainBatch(sequences), place, group)
-        held = local_bytes((state.opt_state, frozen, batch)) - local_bytes(sequences)
+        held = local_bytes((state.opt_state, state.ema, frozen, batch)) - local_bytes(sequences)
         yield Program("actor", "log-probs before", programs.old, given, (), beside=held)
     dtype = jnp.dtype(c.rollout.compute_dtype)
     differs = programs.differing(state.params, dtype)
@@ -235,6 +243,15 @@ def actor(run: RunPrograms) -> Iterator[Program]:
         yield Program(
             "actor", "convert", programs.convert, (differs, dtype), ("publish",), beside=held
         )
+    if c.teacher_follows:
+        taught, dtype = state.ema or state.params, jnp.dtype(c.teacher.compute_dtype)
+        layout: Layout = "unstacked" if m.teacher_samples else "stacked"
+        differs = programs.differing(taught, dtype, layout)
+        if differs:
+            given = (differs, dtype, layout)
+            held = local_bytes((state, frozen)) - local_bytes(differs)
+            name = "convert for the teacher"
+            yield Program("actor", name, programs.convert, given, (TO_TEACHER,), beside=held)
 
 
 def rollout(run: RunPrograms) -> Iterator[Program]:
