@@ -86,6 +86,20 @@ def test_a_run_with_a_moving_average_resumes_bit_for_bit(student, tmp_path):
     assert weights(resumed.run_dir) == weights(whole.run_dir)
 
 
+@pytest.mark.parametrize(("ema", "offloaded"), [(0, "params"), (0.9, "optimizer")])
+def test_what_the_teacher_shares_with_the_actor_is_offloaded_with_it(
+    student, tmp_path, ema, offloaded
+):
+    """In one pool, where actor and teacher may hold the same arrays: no bit changes."""
+    asked = [POLICY, f"teacher.ema={ema}", *HINT, "distill.signal=topk", "distill.top_k=8"]
+    plain = run(student, tmp_path / "plain", *asked)
+    moved = run(student, tmp_path / "moved", *asked, f"offload.{offloaded}=true")
+    assert plain.metrics[1]["weights/teacher_sync_bytes"] == 0
+    assert moved.metrics[2]["offload/to_host_bytes"] > 0
+    assert weights(moved.run_dir) == weights(plain.run_dir)
+    assert losses(moved) == losses(plain)
+
+
 def prompted(vocab, seed=0):
     """Three prompts with two completions each, and for each prompt another one of the teacher."""
     rng = np.random.default_rng(seed)
