@@ -248,10 +248,14 @@ def actor(run: RunPrograms) -> Iterator[Program]:
         layout: Layout = "unstacked" if m.teacher_samples else "stacked"
         differs = programs.differing(taught, dtype, layout)
         if differs:
-            given = (differs, dtype, layout)
-            held = local_bytes((state, frozen)) - local_bytes(differs)
-            name = "convert for the teacher"
-            yield Program("actor", name, programs.convert, given, (TO_TEACHER,), beside=held)
+            yield Program(
+                "actor",
+                "convert for the teacher",
+                programs.convert,
+                (differs, dtype, layout),
+                (TO_TEACHER,),
+                beside=local_bytes((state, frozen)) - local_bytes(differs),
+            )
 
 
 def rollout(run: RunPrograms) -> Iterator[Program]:

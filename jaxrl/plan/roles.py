@@ -258,8 +258,8 @@ def actor(m: Setting) -> Iterable[Entry]:
         average = weight_bytes(m.student, axes, "float32")
         entries.append(Entry("optimizer", AVERAGE, average))
     if m.config.teacher_follows:
-        copy = _published_to_teacher(m)
-        entries.append(Entry("activations", "copy for the teacher", copy, TO_TEACHER))
+        sent = _published_to_teacher(m)
+        entries.append(Entry("activations", "copy for the teacher", sent, TO_TEACHER))
     if mixed:
         copy = f"copy in {a.compute_dtype}"
         entries += [Entry("activations", copy, computed, phase) for phase in (BACKWARD, LOSS)]

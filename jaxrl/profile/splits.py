@@ -138,7 +138,7 @@ def predict(stages: Mapping[Stage, float], pool_of: Mapping[str, str], staleness
         return free[pool]
 
     scorers = [role for role, method in stages if method == "score"]
-    follows = ("teacher", "load") in stages
+    follows = ("actor", "publish_to_teacher") in stages
     for action in Schedule(REPLAYED, staleness, scores_ahead=not follows):
         i = action.index
         if action.kind == "generate":

@@ -72,6 +72,8 @@ class StepBatch:
     mean: float
     """Tokens of a completion."""
     decode_steps: int
+    teacher_prompts: tuple[int, ...] | None = None
+    """Tokens of each prompt that the teacher reads; None: the same."""
 
     @property
     def tokens(self) -> float:
@@ -206,7 +208,8 @@ def _batch_work(
         ]
     if job.teacher is not None:
         vocab = None if hidden else job.vocab_size
-        found["teacher", "score"] = _scoring(job.teacher.config, vocab, batch, reads["teacher"])
+        theirs = replace(batch, prompts=batch.teacher_prompts or batch.prompts)
+        found["teacher", "score"] = _scoring(job.teacher.config, vocab, theirs, reads["teacher"])
     if "reference" in axes:
         vocab = student.vocab_size
         found["reference", "score"] = _scoring(student, vocab, batch, reads["reference"])

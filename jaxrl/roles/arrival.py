@@ -37,7 +37,7 @@ def received(weights: Weights, shardings: Tree, sent: str) -> tuple[Params, dict
 def check_fit(weights: Weights, expected: Mapping[str, str], role: str) -> None:
     """Names, shapes and dtypes against those of the receiver's model (`described`)."""
     found = described(weights.params)
-    for name in expected | found:
+    for name in {**expected, **found}:
         if found.get(name) != expected.get(name):
             raise RuntimeError(
                 f"version {weights.version} does not fit the model of {role}:"

@@ -80,6 +80,8 @@ def test_a_run_with_a_moving_average_resumes_bit_for_bit(student, tmp_path):
     shutil.rmtree(left / "final")
     for step in (4, 5):
         shutil.rmtree(left / "checkpoints" / str(step))
+    with pytest.raises(UserError, match=r"teacher\.ema: 0\.9 there, 0\.5 now"):
+        run(student, left, *asked, "teacher.ema=0.5")
     resumed = run(student, left, *asked)
     assert resumed.metrics[-1]["step"] == 5
     assert numbers(resumed) == numbers(whole)
