@@ -47,6 +47,9 @@ class Prompt:
     """Every other field of the data row."""
     teacher_tokens: tuple[int, ...] | None = None
     """The prompt that the teacher reads (`teacher.prompt`); None where it is `tokens`."""
+    teacher_prompt: str | tuple[Mapping[str, str], ...] | None = None
+    """Text or chat of that prompt where it is only complete once a completion is judged
+    (`data.feedback`)."""
 
 
 @dataclass(frozen=True)

@@ -74,8 +74,13 @@ class SamplingRole(Protocol):
         """`eval.samples` completions of each prompt, to evaluate."""
 
 
-class TeacherRole(ServedTeacherRole, SamplingRole, Protocol):
+class TeacherRole(SamplingRole, Protocol):
     """Scores completions; samples, for `distill.seq_kd` and for its own accuracy."""
+
+    def score(
+        self, rollout: Rollout, part: int = 0, parts: int = 1, rewards: RewardReport | None = None
+    ) -> TeacherSignal | None:
+        """As in `ServedTeacherRole`. `rewards` are for a teacher that gets feedback."""
 
 
 class FollowingTeacherRole(TeacherRole, Protocol):

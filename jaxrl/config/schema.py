@@ -187,8 +187,9 @@ class TeacherConfig(FrozenConfig):
     """Template of the prompt that the teacher reads in place of the student's, as in `{prompt}
     Hint: {answer}`. It replaces the text of the row, in a chat that of its last message. Names in
     braces: `prompt` (what is replaced), `answer`, `completion`, any other field of the row, and
-    `messages` (the whole chat as text, which the template then replaces). null: the student's
-    prompt."""
+    `messages` (the whole chat as text, which the template then replaces); where rewards are learnt
+    from also `attempt` (the completion that is scored) and `feedback` (what the reward functions
+    say of it). null: the student's prompt."""
     max_prompt_tokens: Positive | None = None
     """Longest prompt of the teacher where `teacher.prompt` is set, in tokens; rows with a longer
     one are dropped, and counted. null: `max_prompt_tokens`."""
@@ -1045,6 +1046,13 @@ class Config(Section, metaclass=_Parsed):
         """Whether the teacher's weights come from the actor: the policy, or its moving average."""
         own = self.teacher.model == POLICY and self.teacher.ema < 1
         return self.learns_from_teacher and own
+
+    @property
+    def teacher_gets_feedback(self) -> bool:
+        """Whether `teacher.prompt` tells the teacher about the completion that it scores, so that
+        it scores after the reward functions."""
+        late = {"feedback", "attempt"} & set(template.names(self.teacher.prompt or ""))
+        return self.learns_from_rewards and bool(late)
 
     @property
     def keeps_ema(self) -> bool:

@@ -6,12 +6,13 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
 from jaxrl.config import template
 from jaxrl.data.example import Example, Message
+from jaxrl.data.feedback import LATE, filled
 from jaxrl.data.rows import listed
 from jaxrl.data.source import Source
 from jaxrl.data.tokenizer import (
@@ -41,10 +42,14 @@ class TeacherPrompt:
     template: str
     max_tokens: int
     """Rows with a longer one are left out."""
+    late: Mapping[str, str] = field(default_factory=dict)
+    """Names that are only known once a completion is judged -> what stands for them until then
+    (`data.feedback.PLACES`)."""
 
     def of(self, example: Example) -> Example:
         """The row with the teacher's prompt. Raises UserError where it lacks a field."""
-        values, names = _texts(example), template.names(self.template)
+        names = template.names(self.template)
+        values = _texts(example) | {name: self.late[name] for name in names if name in self.late}
         for name in names:
             if name not in values:
                 raise UserError(
@@ -58,6 +63,10 @@ class TeacherPrompt:
             return replace(example, prompt=_user(text))
         *before, last = example.prompt
         return replace(example, prompt=(*before, {**last, "content": text}))
+
+    @property
+    def is_late(self) -> bool:
+        return any(name in self.late for name in template.names(self.template))
 
 
 def _texts(example: Example) -> dict[str, str]:
@@ -171,19 +180,23 @@ class PromptEncoder:
             example = self._cut(example)
             prompt = self.prompt_of(example)
             tokens = encode_prompt(self.tokenizer, prompt)
-        theirs = self._teacher_tokens(example)
+        theirs, late = self._teacher_tokens(example), None
         if not self._short(theirs):
             return None
+        if self.teacher is not None and self.teacher.is_late:
+            late, theirs = self.prompt_of(self.teacher.of(example)), None
         messages = as_messages(prompt)
         columns = {**example.columns, "messages": messages} if messages else example.columns
         text = messages[-1]["content"] if messages else str(example.prompt)
         completion = self._completion(example, prompt)
-        return Prompt(prompt_id, tokens, text, completion, example.answer, columns, theirs)
+        return Prompt(prompt_id, tokens, text, completion, example.answer, columns, theirs, late)
 
     def _teacher_tokens(self, example: Example) -> tuple[int, ...] | None:
+        """Those of its prompt; without what is only known later."""
         if self.teacher is None:
             return None
-        return encode_prompt(self.tokenizer, self.prompt_of(self.teacher.of(example)))
+        prompt = filled(self.prompt_of(self.teacher.of(example)), dict.fromkeys(LATE, ""))
+        return encode_prompt(self.tokenizer, prompt)
 
     def _short(self, teacher_tokens: tuple[int, ...] | None) -> bool:
         return self.teacher is None or len(teacher_tokens or ()) <= self.teacher.max_tokens

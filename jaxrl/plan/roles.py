@@ -149,11 +149,12 @@ class Setting:
         """A role's forward pass over one of `parts` slices of the batch, as
         `roles.microbatch.scored_part` cuts it."""
         shards, prompts = self.axes[role].rows, self.prompts(role)
-        group = scored_group(self.sequences, parts, shards, self._shared(None, prompts))
+        apart = role == "teacher" and self.config.teacher_gets_feedback  # each its own prompt
+        shared = 1 if apart else self._shared(None, prompts)
+        group = scored_group(self.sequences, parts, shards, shared)
         rows = -(-self.sequences // (parts * shards * group)) * group
         run = self.run(role, model, rows, prompts + self.new_tokens, joined=group > 1)
-        shared = None if group == 1 else (group, prompts)
-        return replace(run, shared=shared, packed=True)
+        return replace(run, shared=None if group == 1 else (group, prompts), packed=True)
 
     def rows(self, role: str, sequences: int) -> int:
         """How many of `sequences` are on one device of a role."""

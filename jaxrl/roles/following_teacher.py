@@ -11,7 +11,7 @@ from jaxrl.roles.actor import SENT_TO_TEACHER
 from jaxrl.roles.arrival import check_fit, described, received
 from jaxrl.roles.rollout import Sampler
 from jaxrl.roles.scorer import Scorer
-from jaxrl.roles.teacher import Teacher
+from jaxrl.roles.teacher import Teacher, Tell
 from jaxrl.sharding.mesh import verify_arrays
 from jaxrl.types import Weights
 
@@ -21,13 +21,19 @@ class FollowingTeacher(Teacher):
     scores, so that batch i is scored with the weights after i batches."""
 
     def __init__(
-        self, scorer: Scorer, sampler: Sampler | None, layout: Layout, dtype: str, offload: bool
+        self,
+        scorer: Scorer,
+        sampler: Sampler | None,
+        layout: Layout,
+        dtype: str,
+        offload: bool,
+        tell: Tell | None = None,
     ):
         """
         Args:
             layout, dtype: of the weights that arrive.
         """
-        super().__init__(scorer, sampler, offload, stale_at=("actor.update",))
+        super().__init__(scorer, sampler, offload, stale_at=("actor.update",), tell=tell)
         self._shardings = param_shardings(scorer.model, scorer.mesh, layout)
         self._expected = described(abstract_params(scorer.model, jnp.dtype(dtype), layout))
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from jaxrl.checkpoint.source import ModelSource
 from jaxrl.config.schema import Config
 from jaxrl.data.encoder import PromptEncoder, TeacherPrompt, few_shot
+from jaxrl.data.feedback import PLACES
 from jaxrl.data.source import Example, Keys, Source, open_source
 from jaxrl.data.stream import EvalSet, eval_sets
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
@@ -78,7 +79,8 @@ def encoder(
         shots = few_shot(source, d.few_shot_rows)
     theirs = None
     if teacher and config.teacher.prompt is not None:
-        theirs = TeacherPrompt(config.teacher.prompt, config.teacher_prompt_tokens)
+        late = PLACES if config.learns_from_rewards else {}
+        theirs = TeacherPrompt(config.teacher.prompt, config.teacher_prompt_tokens, late)
     return PromptEncoder(
         tokenizer,
         config.max_prompt_tokens,

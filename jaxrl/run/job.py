@@ -143,8 +143,10 @@ def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
     )
     if method_of(config).reads_completions(config):
         train.check_completions()
-    # Without evaluations of the teacher, its prompts decide nothing about the held-out sets.
-    read = encode if config.eval.teacher else replace(encode, teacher=None)
+    # Without evaluations of the teacher, its prompts decide nothing about the held-out sets; and
+    # where they are about attempts, it is evaluated with the student's.
+    own = config.eval.teacher and not config.teacher_gets_feedback
+    read = encode if own else replace(encode, teacher=None)
     held_out = held_out_sets(config, read)
     prompts = [*train.batch(0), *(prompt for one in held_out for prompt in one.prompts)]
     notes: list[str | None] = []

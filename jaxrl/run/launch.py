@@ -28,6 +28,8 @@ from jaxrl.algorithms.protocols import (
 from jaxrl.algorithms.signals import Projection
 from jaxrl.checkpoint.source import ModelSource
 from jaxrl.config.schema import Config
+from jaxrl.data.feedback import told
+from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models.decoder import Layout
 from jaxrl.models.rules import head_sharding, param_shardings
 from jaxrl.plan import Plan
@@ -43,7 +45,7 @@ from jaxrl.roles.reward import Reward, RewardModel
 from jaxrl.roles.reward_model import open_reward
 from jaxrl.roles.rollout import Sampler
 from jaxrl.roles.scorer import Scorer
-from jaxrl.roles.teacher import Teacher
+from jaxrl.roles.teacher import Teacher, Tell
 from jaxrl.run.conversion import converted_once
 from jaxrl.run.job import Setup, reward_functions
 from jaxrl.runtime.local import LocalWorkerGroup
@@ -263,12 +265,16 @@ def make_teacher(setup: Setup, meshes: Mapping[str, Mesh]) -> TeacherRole | Serv
     if setup.teacher_samples:
         sampler = _sampler(setup, source, mesh, layout, params=params, teacher=True)
     scorer = Scorer(source.config, params, projection, config.teacher_prompt_tokens)
+    tell: Tell | None = None
+    if config.teacher_gets_feedback:
+        limit = config.teacher_prompt_tokens
+        tell = partial(told, tokenizer=_tokenizer(setup), max_tokens=limit)
     if config.teacher_follows:
         follower: FollowingTeacherRole = FollowingTeacher(
-            scorer, sampler, layout, dtype, config.offloads_follower
+            scorer, sampler, layout, dtype, config.offloads_follower, tell
         )
         return follower
-    teacher: TeacherRole = Teacher(scorer, sampler, config.offload.frozen)
+    teacher: TeacherRole = Teacher(scorer, sampler, config.offload.frozen, tell=tell)
     return teacher
 
 
@@ -326,6 +332,11 @@ MAKERS: dict[str, Callable[[Setup, Mapping[str, Mesh]], object]] = {
 """Role -> (setup, the meshes of the roles that this process has) -> the role."""
 
 
+def _tokenizer(setup: Setup) -> Tokenizer:
+    packed = setup.tokenizer
+    return cloudpickle.loads(packed) if isinstance(packed, bytes) else packed
+
+
 def _sampler(
     setup: Setup,
     source: ModelSource,
@@ -334,9 +345,7 @@ def _sampler(
     params: Tree,
     teacher: bool = False,
 ) -> Sampler:
-    config, tokenizer = setup.config, setup.tokenizer
-    if isinstance(tokenizer, bytes):
-        tokenizer = cloudpickle.loads(tokenizer)
+    config, tokenizer = setup.config, _tokenizer(setup)
     return Sampler(
         config,
         source.config,

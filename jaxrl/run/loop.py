@@ -170,10 +170,16 @@ class Loop:
         self._futures["rollout", index] = self._method.completions(self.sources, index)
 
     def _score(self, index: int) -> None:
-        early = self.sources.early_scores.pop(index, {})
+        rollout, scorers = self._futures["rollout", index], self._method.scorers(self.config)
+        found = dict(self.sources.early_scores.pop(index, {}))
+        if self.config.teacher_gets_feedback:
+            # Rewards first: where teacher and reward share a worker, it takes calls in order.
+            if "reward" not in found:
+                found["reward"] = self.sources.scores("reward", rollout)
+            rewards: Any = found["reward"][0]
+            found["teacher"] = self.sources.scores("teacher", rollout, rewards)
         self._rows.scores[index] = {
-            role: early.get(role) or self.sources.scores(role, self._futures["rollout", index])
-            for role in self._method.scorers(self.config)
+            role: found.get(role) or self.sources.scores(role, rollout) for role in scorers
         }
 
     def _train(self, index: int) -> None:

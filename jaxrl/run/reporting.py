@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxrl.checkpoint.writer import CheckpointWriter
 from jaxrl.data.batch import as_the_teacher_reads
+from jaxrl.data.feedback import told
 from jaxrl.models.packing import RowDevices
 from jaxrl.process.compilations import Compilations
 from jaxrl.roles.microbatch import scored_padding
@@ -138,12 +139,9 @@ class Reporter:
             if parts and role in self.scorers:
                 devices, seen = self.scorers[role], rollout
                 if role == "teacher":
-                    longest = self.job.config.teacher_prompt_tokens
-                    seen = as_the_teacher_reads(rollout, longest, devices.multiple)
+                    seen, more = self._taught(rollout, futures, devices)
+                    row |= more
                 row[f"{role}/padding"] = scored_padding(seen, len(parts), devices)
-        theirs = [len(p.teacher_tokens) for p in rollout.prompts if p.teacher_tokens is not None]
-        if theirs:
-            row["teacher/prompt_tokens_mean"] = float(np.mean(theirs))
         for key in ("score.reward", "score.grouper"):
             if key not in futures:
                 continue
@@ -152,6 +150,21 @@ class Reporter:
                 self._notify(note)
             row |= getattr(report, "metrics", {})
         return row
+
+    def _taught(
+        self, rollout: Rollout, futures: Futures, devices: RowDevices
+    ) -> tuple[Rollout, dict[str, float]]:
+        """The rollout as the teacher has read it, and the metrics of its prompts."""
+        config, row = self.job.config, {}
+        longest = config.teacher_prompt_tokens
+        if config.teacher_gets_feedback:
+            report = futures["score.reward"].result()
+            rollout, cut = told(rollout, report.messages, self.job.tokenizer, longest)
+            row["teacher/feedback_cut"] = float(cut)
+        lengths = [len(p.teacher_tokens) for p in rollout.prompts if p.teacher_tokens is not None]
+        if lengths:
+            row["teacher/prompt_tokens_mean"] = float(np.mean(lengths))
+        return as_the_teacher_reads(rollout, longest, devices.multiple), row
 
     def _work(self, futures: Futures) -> dict[str, float]:
         """What the calls of a row cost beside their own work: roles made, memory moved."""

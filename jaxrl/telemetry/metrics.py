@@ -178,6 +178,9 @@ METRICS: dict[str, Metric] = {
     "teacher/prompt_tokens_mean": Metric(
         "tokens", "mean length of the prompts that `teacher.prompt` makes"
     ),
+    "teacher/feedback_cut": Metric(
+        "completions", "completions whose feedback or text was too long for the teacher's prompt"
+    ),
     "reference/padding": Metric("fraction", "padding among the tokens that the reference computes"),
     "rollout/completion_tokens_mean": Metric("tokens", "mean length of a completion, EOS included"),
     "rollout/truncated_fraction": Metric("fraction", "completions cut at max_new_tokens"),

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tiny_tokenizer import tiny_tokenizer
 from words import Words
@@ -13,12 +14,15 @@ from words import Words
 from jaxrl.config import keys as config_keys
 from jaxrl.config.cli import keys_help
 from jaxrl.config.schema import Config
+from jaxrl.data.batch import make_rollout
 from jaxrl.data.encoder import PromptEncoder, TeacherPrompt, few_shot
 from jaxrl.data.example import Example
+from jaxrl.data.feedback import PLACES, told
 from jaxrl.data.rows import Keys
 from jaxrl.data.source import Source, open_source
 from jaxrl.data.stream import PromptStream, eval_sets
 from jaxrl.errors import UserError
+from jaxrl.types import Completion, Rollout
 
 CHAT = tiny_tokenizer()
 PLAIN = tiny_tokenizer(template=None, eos="<|endoftext|>")
@@ -400,3 +404,45 @@ def test_another_template_makes_other_training_data():
 
     given = (None, TeacherPrompt("{prompt}", 99), TeacherPrompt("{prompt} ", 99))
     assert len({fingerprint(teacher) for teacher in given}) == 3
+
+
+def attempts(prompts: list[Any], *texts: str) -> Rollout:
+    none = np.zeros(0, np.float32)
+    each = [Completion((1,), none, none, "stop", text) for text in texts]
+    groups = [each[i :: len(prompts)] for i in range(len(prompts))]
+    widths = {"max_prompt_tokens": 99, "max_new_tokens": 9}
+    return make_rollout(prompts, groups, policy_version=0, pad_id=0, **widths)
+
+
+@pytest.mark.parametrize("tokenizer", [PLAIN, CHAT])
+def test_feedback_and_attempt_are_those_of_each_completion(tokenizer):
+    template = TeacherPrompt("{prompt}?{attempt}!{feedback}.{hint}", 99, PLACES)
+    encoder = PromptEncoder(tokenizer, 99, 8, teacher=template)
+    prompt = encoder.encode(Example("q", columns={"hint": "{attempt}"}), 0)
+    assert prompt.teacher_tokens is None
+    rollout = attempts([prompt], "one", "{feedback}\0feedback\0")
+    seen, cut = told(rollout, ["bad", ""], tokenizer, 99)
+    texts = ["q?one!bad.{attempt}", "q?{feedback}\0feedback\0!.{attempt}"]
+    if tokenizer is CHAT:
+        texts = [TURN.format("user", text) + START for text in texts]
+    assert [tokenizer.decode(p.teacher_tokens) for p in seen.prompts] == texts
+    assert cut == 0 and seen.sequences is rollout.sequences
+
+
+def test_feedback_that_is_too_long_loses_its_end_and_no_row_is_lost():
+    template = TeacherPrompt("{prompt}?{attempt}!{feedback}.", 13, PLACES)
+    encoder = PromptEncoder(PLAIN, 99, 8, teacher=template)
+    prompts = [encoder.encode(Example("q"), 0)]
+    assert encoder.encode(Example("q" * 11), 0) is None  # without both it has 14 tokens
+    rollout = attempts(prompts, "ab", "abcdefgh")
+    seen, cut = told(rollout, ["123456789", "12"], PLAIN, 13)
+    texts = [PLAIN.decode(p.teacher_tokens) for p in seen.prompts]
+    assert texts == ["q?ab!1234567.", "q?abcdefg!12."] and cut == 2
+    assert max(len(p.teacher_tokens) for p in seen.prompts) <= 13
+
+
+def test_without_rewards_feedback_is_a_column_like_any_other():
+    encoder = PromptEncoder(PLAIN, 99, 8, teacher=TeacherPrompt("{feedback}{prompt}", 99))
+    assert taught(encoder, PLAIN, Example("q", columns={"feedback": "f"})) == "fq"
+    with pytest.raises(UserError, match=r"names \{feedback\}; the row has `prompt`"):
+        encoder.encode(Example("q"), 0)

@@ -3,6 +3,7 @@ as the teacher, with a prompt of its own."""
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import jax
@@ -15,6 +16,7 @@ from tiny_models import make_mesh, tiny_model
 from jaxrl import Config
 from jaxrl.algorithms.signals import Projection
 from jaxrl.config.schema import DistillConfig
+from jaxrl.data.arithmetic import correction
 from jaxrl.data.batch import as_the_teacher_reads, make_rollout
 from jaxrl.errors import UserError
 from jaxrl.models.decoder import forward, logits
@@ -198,3 +200,40 @@ def test_rows_whose_hint_is_too_long_are_left_out_and_counted(student, tmp_path,
     note = "data.train: 3 prompts; 2 are longer than max_prompt_tokens=24, or for the teacher 10"
     assert note in capsys.readouterr().out
     assert result.metrics[1]["teacher/prompt_tokens_mean"] == 6.0
+
+
+REWARDED = ["algorithm=gspo", "reward.functions=[auto]", "reward.workers=1", "group_size=2"]
+REWARDED += ["distill_weight=1", "logging.samples=99", "steps=1"]
+
+
+@pytest.mark.parametrize("more", [[], ["policy.dynamic_sampling=refill", "policy.max_refills=1"]])
+def test_a_teacher_is_told_what_was_wrong_with_each_attempt(student, tmp_path, more):
+    """Its prompts have the verifier's correction of the very completion that it scores."""
+    own = [POLICY, "teacher.prompt={feedback};{attempt}\n{prompt}", "teacher.max_prompt_tokens=99"]
+    result = run(student, tmp_path / "run", *REWARDED, *own, *more)
+    lines = (result.run_dir / "samples.jsonl").read_text().splitlines()
+    samples = [sample for sample in map(json.loads, lines) if sample["split"] == "train"]
+    assert len(samples) == 12 and len({sample["completion"] for sample in samples}) > 6
+    texts = [
+        f"{correction(sample['prompt'], sample['completion'])};{sample['completion']}\n"
+        + sample["prompt"]
+        for sample in samples
+    ]
+    assert not any(text.startswith(";") for text in texts)  # a random model solves none
+    row = result.metrics[1]
+    mean = np.mean([len(text.encode()) for text in texts])
+    assert row["teacher/prompt_tokens_mean"] == pytest.approx(mean)
+    assert row["teacher/feedback_cut"] == 0
+    assert row["distill/divergence"] > 0.01
+
+
+def test_feedback_changes_what_the_teacher_says_and_the_policy_learns_it(student, tmp_path):
+    """With the feedback the divergence of the same policy is not 0, without it it is."""
+    asked = [*REWARDED, POLICY, "policy_weight=0", "actor.minibatches=1", "distill.signal=topk"]
+    found = {}
+    for name, template in (("with", "{feedback}{prompt}"), ("without", "{prompt}")):
+        given = [f"teacher.prompt={template}", "teacher.max_prompt_tokens=40"]
+        found[name] = run(student, tmp_path / name, *asked, *given).metrics[1]
+    assert abs(found["without"]["distill/divergence"]) < 1e-6
+    assert found["with"]["distill/divergence"] > 0.01
+    assert found["with"]["reward/mean"] == found["without"]["reward/mean"]
