@@ -150,11 +150,11 @@ def as_the_teacher_reads(
         max_prompt_tokens: limit of the teacher's prompts, whose width is a bucket of it.
         width_multiple: that width is rounded up to a multiple of it.
     """
-    told = [prompt.teacher_tokens for prompt in rollout.prompts]
-    theirs = [tokens for tokens in told if tokens is not None]
+    given = [prompt.teacher_tokens for prompt in rollout.prompts]
+    theirs = [tokens for tokens in given if tokens is not None]
     if not theirs:
         return rollout
-    assert len(theirs) == len(told), "one template makes the teacher's prompts of all rows"
+    assert len(theirs) == len(given), "one template makes the teacher's prompts of all rows"
     longest = max(map(len, theirs))
     own, c = rollout.sequences, rollout.sequences.loss_mask.shape[1]
     prompts = pack(

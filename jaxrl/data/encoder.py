@@ -33,7 +33,8 @@ Fit = Literal["whole", "cut", "too long"]
 
 @dataclass(frozen=True)
 class TeacherPrompt:
-    """The prompt that a teacher reads of a row, where it is not the student's.
+    """The prompt that a teacher reads of a row, where it is not the student's: what is privileged
+    in on-policy self-distillation (OPSD, arXiv 2601.18734; SDFT, arXiv 2601.19897).
 
     The template takes the place of a text prompt, or of the last message of a chat; what stands
     before it and the chat template stay. A template that names `messages` replaces the whole chat.
@@ -134,11 +135,9 @@ class PromptEncoder:
             self._check_few_shot()
 
     @property
-    def limits(self) -> str:
-        """What a row that is left out exceeds, for messages."""
-        own = f"max_prompt_tokens={self.max_prompt_tokens}"
-        more = "" if self.teacher is None else f", or for the teacher {self.teacher.max_tokens}"
-        return own + more
+    def teacher_limit(self) -> str:
+        """What else a row that is left out may exceed, for messages."""
+        return "" if self.teacher is None else f", or for the teacher {self.teacher.max_tokens}"
 
     def prompt_of(self, example: Example) -> str | tuple[Message, ...]:
         """What is tokenised: text, or messages, with all that stands before the row's own."""

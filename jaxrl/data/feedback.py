@@ -17,7 +17,7 @@ PLACES = {name: f"\0{name}\0" for name in LATE}
 _PLACE = re.compile(f"\0({'|'.join(LATE)})\0")
 
 
-def told(
+def with_feedback(
     rollout: Rollout, messages: Sequence[str], tokenizer: Tokenizer, max_tokens: int
 ) -> tuple[Rollout, int]:
     """The rollout with a prompt of the teacher for each completion, and how many were cut.

@@ -77,9 +77,9 @@ class PromptStream:
             self._order = self._mixture(parts, self._weights)
 
     @property
-    def limits(self) -> str:
-        """What a prompt that is too long exceeds."""
-        return self._encoder.limits
+    def teacher_limit(self) -> str:
+        """What else a prompt that is left out may exceed."""
+        return self._encoder.teacher_limit
 
     @property
     def epoch_prompts(self) -> int:
@@ -264,13 +264,15 @@ def _encode_row(
             return prompt
     raise UserError(
         f"{label}: {_TRIES} prompts of {part.name} one after the other are longer than "
-        f"{encoder.limits}; raise it, or make the task easier"
+        f"max_prompt_tokens={encoder.max_prompt_tokens}{encoder.teacher_limit}; raise it, or make"
+        " the task easier"
     )
 
 
 def _all_too_long(label: str, name: str, rows: int, encoder: PromptEncoder) -> UserError:
     return UserError(
-        f"{label}: all {rows} prompts of {name} are longer than {encoder.limits}; raise it"
+        f"{label}: all {rows} prompts of {name} are longer than "
+        f"max_prompt_tokens={encoder.max_prompt_tokens}{encoder.teacher_limit}; raise it"
     )
 
 

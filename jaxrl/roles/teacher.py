@@ -12,7 +12,7 @@ from jaxrl.sharding.ledger import current
 from jaxrl.types import Completion, Prompt, Rollout, TeacherSignal
 
 Tell = Callable[[Rollout, Sequence[str]], tuple[Rollout, int]]
-"""`data.feedback.told` of a tokenizer and a limit."""
+"""`data.feedback.with_feedback` of a tokenizer and a limit."""
 
 
 class Teacher:

@@ -43,8 +43,8 @@ class TrainState:
     updates: jax.Array
     """Scalar int32: number of optimizer updates applied."""
     ema: Tree = None
-    """The moving average of the parameters (`teacher.ema`), stacked, float32; None: none is kept.
-    """
+    """The moving average of the parameters (`teacher.ema`) of self-distillation (OPSD, arXiv
+    2601.18734; SDFT, arXiv 2601.19897): stacked, float32. None: none is kept."""
 
 
 class ActorPrograms:

@@ -104,7 +104,10 @@ class Job(Setup):
         limit = self.config.max_prompt_tokens
         first = f"data.train: {self.train.epoch_prompts} prompts"
         if self.train.dropped:
-            first += f"; {self.train.dropped} are longer than {self.train.limits}: left out"
+            first += (
+                f"; {self.train.dropped} are longer than max_prompt_tokens={limit}"
+                f"{self.train.teacher_limit}: left out"
+            )
         if self.train.cut:
             first += f"; {self.train.cut} are longer than max_prompt_tokens={limit}: cut"
         return [first, *held_out_notes(self.config, self.held_out, self.judge), *self.notes]

@@ -28,7 +28,7 @@ from jaxrl.algorithms.protocols import (
 from jaxrl.algorithms.signals import Projection
 from jaxrl.checkpoint.source import ModelSource
 from jaxrl.config.schema import Config
-from jaxrl.data.feedback import told
+from jaxrl.data.feedback import with_feedback
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models.decoder import Layout
 from jaxrl.models.rules import head_sharding, param_shardings
@@ -268,7 +268,7 @@ def make_teacher(setup: Setup, meshes: Mapping[str, Mesh]) -> TeacherRole | Serv
     tell: Tell | None = None
     if config.teacher_gets_feedback:
         limit = config.teacher_prompt_tokens
-        tell = partial(told, tokenizer=_tokenizer(setup), max_tokens=limit)
+        tell = partial(with_feedback, tokenizer=_tokenizer(setup), max_tokens=limit)
     if config.teacher_follows:
         follower: FollowingTeacherRole = FollowingTeacher(
             scorer, sampler, layout, dtype, config.offloads_follower, tell

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxrl.checkpoint.writer import CheckpointWriter
 from jaxrl.data.batch import as_the_teacher_reads
-from jaxrl.data.feedback import told
+from jaxrl.data.feedback import with_feedback
 from jaxrl.models.packing import RowDevices
 from jaxrl.process.compilations import Compilations
 from jaxrl.roles.microbatch import scored_padding
@@ -159,7 +159,7 @@ class Reporter:
         longest = config.teacher_prompt_tokens
         if config.teacher_gets_feedback:
             report = futures["score.reward"].result()
-            rollout, cut = told(rollout, report.messages, self.job.tokenizer, longest)
+            rollout, cut = with_feedback(rollout, report.messages, self.job.tokenizer, longest)
             row["teacher/feedback_cut"] = float(cut)
         lengths = [len(p.teacher_tokens) for p in rollout.prompts if p.teacher_tokens is not None]
         if lengths:

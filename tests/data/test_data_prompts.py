@@ -17,7 +17,7 @@ from jaxrl.config.schema import Config
 from jaxrl.data.batch import make_rollout
 from jaxrl.data.encoder import PromptEncoder, TeacherPrompt, few_shot
 from jaxrl.data.example import Example
-from jaxrl.data.feedback import PLACES, told
+from jaxrl.data.feedback import PLACES, with_feedback
 from jaxrl.data.rows import Keys
 from jaxrl.data.source import Source, open_source
 from jaxrl.data.stream import PromptStream, eval_sets
@@ -421,7 +421,7 @@ def test_feedback_and_attempt_are_those_of_each_completion(tokenizer):
     prompt = encoder.encode(Example("q", columns={"hint": "{attempt}"}), 0)
     assert prompt.teacher_tokens is None
     rollout = attempts([prompt], "one", "{feedback}\0feedback\0")
-    seen, cut = told(rollout, ["bad", ""], tokenizer, 99)
+    seen, cut = with_feedback(rollout, ["bad", ""], tokenizer, 99)
     texts = ["q?one!bad.{attempt}", "q?{feedback}\0feedback\0!.{attempt}"]
     if tokenizer is CHAT:
         texts = [TURN.format("user", text) + START for text in texts]
@@ -435,7 +435,7 @@ def test_feedback_that_is_too_long_loses_its_end_and_no_row_is_lost():
     prompts = [encoder.encode(Example("q"), 0)]
     assert encoder.encode(Example("q" * 11), 0) is None  # without both it has 14 tokens
     rollout = attempts(prompts, "ab", "abcdefgh")
-    seen, cut = told(rollout, ["123456789", "12"], PLAIN, 13)
+    seen, cut = with_feedback(rollout, ["123456789", "12"], PLAIN, 13)
     texts = [PLAIN.decode(p.teacher_tokens) for p in seen.prompts]
     assert texts == ["q?ab!1234567.", "q?abcdefg!12."] and cut == 2
     assert max(len(p.teacher_tokens) for p in seen.prompts) <= 13
