@@ -72,12 +72,12 @@ class TeacherPrompt:
 
 def _texts(example: Example) -> dict[str, str]:
     """What a template may name: the fields of a row that are not null, as text."""
-    prompt, own = example.prompt, {"answer": example.answer, "completion": example.completion}
-    chat: Mapping[str, str | None] = {"prompt": prompt if isinstance(prompt, str) else None}
-    if not isinstance(prompt, str):
-        turns = "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in prompt)
-        chat = {"prompt": prompt[-1]["content"], "messages": turns}
-    fields = {**example.columns, **own, **chat}
+    fields = {**example.columns, "answer": example.answer, "completion": example.completion}
+    if isinstance(example.prompt, str):
+        fields["prompt"] = example.prompt
+    else:
+        turns = [f"{turn['role']}: {turn['content']}" for turn in example.prompt]
+        fields |= {"prompt": example.prompt[-1]["content"], "messages": "\n\n".join(turns)}
     return {name: _as_text(value) for name, value in fields.items() if value is not None}
 
 

@@ -53,7 +53,6 @@ from jaxrl.types import (
 
 SENT = "weights on their way"
 """Name of published weights in the ledger, from `publish` to the receiver's `load`."""
-PUBLISHES = ("actor.publish", "actor.publish_to_teacher")
 SENT_TO_TEACHER = "weights on their way to the teacher"
 """The same for `publish_to_teacher`."""
 
@@ -334,7 +333,7 @@ class Actor:
             "actor.params",
             lambda: self.state.params,
             lambda tree: write(params=tree),
-            stages=(*saves, *PUBLISHES, "actor.export"),
+            stages=(*saves, "actor.publish", "actor.publish_to_teacher", "actor.export"),
             offload=offload.params,
         )
         ledger.resident(
