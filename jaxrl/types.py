@@ -45,6 +45,11 @@ class Prompt:
     """The reference answer that a verifier compares with."""
     columns: Mapping[str, object] = field(default_factory=dict)
     """Every other field of the data row."""
+    teacher_tokens: tuple[int, ...] | None = None
+    """The prompt that the teacher reads (`teacher.prompt`); None where it is `tokens`."""
+    teacher_prompt: str | tuple[Mapping[str, str], ...] | None = None
+    """Text or chat of that prompt where it is only complete once a completion is judged
+    (`data.feedback`)."""
 
 
 @dataclass(frozen=True)

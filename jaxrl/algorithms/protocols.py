@@ -42,6 +42,10 @@ class ActorRole(Protocol):
     def publish(self, version: int, dtype: str) -> Weights:
         """The policy after `version` batches, on its way to the role that samples."""
 
+    def publish_to_teacher(self, version: int) -> Weights:
+        """The policy after `version` batches, or its moving average (`teacher.ema`), on its way to
+        a teacher that follows it."""
+
     def save(self, folder: Path, step: int) -> int:
         """Starts to write the state after `step` batches to `folder`; returns `step`."""
 
@@ -70,8 +74,20 @@ class SamplingRole(Protocol):
         """`eval.samples` completions of each prompt, to evaluate."""
 
 
-class TeacherRole(ServedTeacherRole, SamplingRole, Protocol):
+class TeacherRole(SamplingRole, Protocol):
     """Scores completions; samples, for `distill.seq_kd` and for its own accuracy."""
+
+    def score(
+        self, rollout: Rollout, part: int = 0, parts: int = 1, rewards: RewardReport | None = None
+    ) -> TeacherSignal | None:
+        """As in `ServedTeacherRole`. `rewards` are for a teacher that gets feedback."""
+
+
+class FollowingTeacherRole(TeacherRole, Protocol):
+    """A teacher whose weights come from the actor."""
+
+    def load(self, weights: Weights) -> dict[str, float]:
+        """Takes the next version. Returns the metrics of the transfer."""
 
 
 class RolloutRole(SamplingRole, Protocol):
@@ -106,10 +122,12 @@ class GrouperRole(Protocol):
 
 def protocols(config: Config) -> dict[str, type]:
     """Role -> its Protocol."""
+    alone = config.teacher.address is not None or not config.teacher_models
+    teacher: type = ServedTeacherRole if alone else TeacherRole
     return {
         "actor": ActorRole,
         "rollout": RolloutRole,
-        "teacher": ServedTeacherRole if config.teacher.model is None else TeacherRole,
+        "teacher": FollowingTeacherRole if config.teacher_follows else teacher,
         "reference": ReferenceRole,
         "reward": RewardRole,
         "grouper": GrouperRole,
@@ -121,7 +139,7 @@ def deadline_of(config: Config, method: str) -> float:
     d = config.deadlines
     return {
         "update": d.update,
-        **dict.fromkeys(("publish", "load"), d.weight_sync),
+        **dict.fromkeys(("publish", "publish_to_teacher", "load"), d.weight_sync),
         **dict.fromkeys(("save", "saved"), d.checkpoint),
         "export": d.export,
         "generate": d.generate,

@@ -124,6 +124,7 @@ def _merged(
         {name: _padded(values, b, np.nan) for name, values in _each_reward(groups).items()},
         metrics,
         tuple(note for report in reports for note in report.notes),
+        tuple(g.report.messages[row] for g in groups for row in g.rows if g.report.messages),
     )
 
 

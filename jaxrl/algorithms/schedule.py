@@ -33,7 +33,7 @@ class Action:
 
 @dataclass
 class Schedule:
-    """Iterates over the actions of a run; its four counts are its whole state."""
+    """Iterates over the actions of a run; its four counts are all of its state that changes."""
 
     steps: int
     staleness: int
@@ -41,17 +41,23 @@ class Schedule:
     scored: int = 0
     trained: int = 0
     published: int = 0
+    scores_ahead: bool = True
+    """False: a batch is scored after the update on the batch before, because that update changes
+    the teacher."""
 
     def __iter__(self) -> Iterator[Action]:
         while (action := self.next()) is not None:
             yield action
 
     @classmethod
-    def after(cls, trained: int, in_flight: int, steps: int, staleness: int) -> Schedule:
+    def after(
+        cls, trained: int, in_flight: int, steps: int, staleness: int, scores_ahead: bool = True
+    ) -> Schedule:
         """The schedule once `trained` batches are trained and published, and the `in_flight` after
         them generated.
         """
-        return cls(steps, staleness, trained + in_flight, trained, trained, trained)
+        generated = trained + in_flight
+        return cls(steps, staleness, generated, trained, trained, trained, scores_ahead)
 
     def next(self) -> Action | None:
         """The next action, counted as done; None once every batch is trained and published."""
@@ -63,7 +69,8 @@ class Schedule:
         if self.published < self.trained:
             self.published = self.trained
             return Action("publish", self.published)
-        ahead = max(0, self.staleness - 1)  # two_step_off scores the next batch during a train
+        # two_step_off scores the next batch during a train
+        ahead = max(0, self.staleness - 1) if self.scores_ahead else 0
         if self.scored < min(self.generated, self.trained + 1 + ahead):
             self.scored += 1
             return Action("score", self.scored - 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from jaxrl.algorithms.protocols import (
     Ask,
@@ -75,8 +76,14 @@ class Sources:
     def rewards(self, rollout: Future[Rollout]) -> Future[RewardReport]:
         return self.call("reward", RewardRole.score, rollout)
 
-    def scores(self, role: str, rollout: Future[Rollout]) -> Sequence[Future[object]]:
-        """The role's scores of a rollout, one future for each of its `num_microbatches`."""
+    def scores(
+        self, role: str, rollout: Future[Rollout], rewards: Future[RewardReport] | None = None
+    ) -> Sequence[Future[object]]:
+        """The role's scores of a rollout, one future for each of its `num_microbatches`.
+
+        Args:
+            rewards: of the rollout, for a teacher that gets feedback (`teacher.prompt`).
+        """
         if role == "reward":
             return [self.rewards(rollout)]
         if role == "grouper":
@@ -88,6 +95,8 @@ class Sources:
                 for part in range(n)
             ]
         n = self.config.teacher.num_microbatches
+        more: dict[str, Any] = {} if rewards is None else {"rewards": rewards}
         return [
-            self.call(role, TeacherRole.score, rollout, part=part, parts=n) for part in range(n)
+            self.call(role, TeacherRole.score, rollout, part=part, parts=n, **more)
+            for part in range(n)
         ]

@@ -101,9 +101,8 @@ def stage_costs(
     run: Any = _Described(config, _Model(m.student), teachers, m.vocab)
     slots = min(config.rollout.slots or m.sequences, m.sequences)
     steps = m.new_tokens * -(-m.sequences // slots)
-    batch = StepBatch(
-        (m.prompt_tokens,) * config.batch_size, config.group_size, m.new_tokens, steps
-    )
+    own, theirs = ((m.prompts(role),) * config.batch_size for role in ("actor", "teacher"))
+    batch = StepBatch(own, config.group_size, m.new_tokens, steps, theirs)
     work = step_work(run, axes, [batch])
     forward = work["actor", "update"][0]
     work["actor", "update"].append(forward * RECOMPUTED[config.actor.remat])
@@ -122,7 +121,11 @@ def stage_costs(
     if share:
         roles = inputs.placement.roles
         both = (*roles["actor"].devices, *roles["rollout"].devices)
-        found["actor", "publish"] = _sync(m, links.of(both, host_size))
+        found["actor", "publish"] = _sync(m, "rollout", links.of(both, host_size))
+    if config.teacher_follows and "teacher" in axes:
+        roles = inputs.placement.roles
+        both = (*roles["actor"].devices, *roles["teacher"].devices)
+        found["actor", "publish_to_teacher"] = _sync(m, "teacher", links.of(both, host_size))
     return found
 
 
@@ -146,11 +149,11 @@ def launch_seconds(model: DecoderConfig, axes: Axes, steps: int) -> float:
     return steps * (layers * KERNELS * LAUNCH_S + latency)
 
 
-def _sync(m: Setting, link: float) -> float:
-    """Seconds of sending the weights from the actor's devices to the rollout's."""
-    if m.one_mesh:
+def _sync(m: Setting, role: str, link: float) -> float:
+    """Seconds of sending the weights from the actor's devices to a role's."""
+    if m.inputs.same_mesh("actor", role, m.axes):
         return 0.0
-    size = weight_bytes(m.student, Axes(), m.config.rollout.compute_dtype)
+    size = weight_bytes(m.student, Axes(), m.config.roles[role].compute_dtype)
     return size / (link * LINKS * m.axes["actor"].size)
 
 
@@ -208,7 +211,8 @@ def _score(role: str) -> Callable[[Setting], tuple[float, float]]:
     def moved(m: Setting) -> tuple[float, float]:
         models = m.inputs.teachers if role == "teacher" else (m.student,)
         section: Any = m.config.roles[role]
-        tokens = m.rows(role, m.sequences) * m.width // m.axes[role].context
+        width = m.prompts(role) + m.new_tokens
+        tokens = m.rows(role, m.sequences) * width // m.axes[role].context
         gathered = section.num_microbatches * sum(_gathered(m, role, model) for model in models)
         share = 1 / len(models) if m.config.mixture is None else 1.0
         each = (_reduced(m, role, x, tokens) + _exchanged(m, role, x, tokens) for x in models)

@@ -28,7 +28,15 @@ from jaxrl.models.decoder import Cache, Layout, Params, abstract_params, head
 from jaxrl.models.rules import head_sharding, param_shardings
 from jaxrl.plan.inputs import PlanInputs
 from jaxrl.plan.memory import Account
-from jaxrl.plan.roles import BACKWARD, LOSS, STEP, TEMPLATE_TOKENS, Setting, prefill_rows
+from jaxrl.plan.roles import (
+    BACKWARD,
+    LOSS,
+    STEP,
+    TEMPLATE_TOKENS,
+    TO_TEACHER,
+    Setting,
+    prefill_rows,
+)
 from jaxrl.roles.encoder import encode_batch
 from jaxrl.roles.reference import reference_program
 from jaxrl.roles.reward_model import score_batch
@@ -148,7 +156,7 @@ class RunPrograms:
 
     def sequences(self, role: str, rows: int, group: int = 1) -> Sequences:
         m, at = self.setting, self.rows(role)
-        width = m.width
+        width = m.prompts(role) + m.new_tokens
         return Sequences(
             shaped((rows, width), jnp.int32, at),
             shaped((rows, width), bool, at),
@@ -262,7 +270,7 @@ def actor(run: RunPrograms) -> Iterator[Program]:
     )
     if batch.old_logprobs is not None:
         given = (state.params, TrainBatch(sequences), place, group)
-        held = local_bytes((state.opt_state, frozen, batch)) - local_bytes(sequences)
+        held = local_bytes((state.opt_state, state.ema, frozen, batch)) - local_bytes(sequences)
         yield Program("actor", "log-probs before", programs.old, given, (), beside=held)
     dtype = jnp.dtype(c.rollout.compute_dtype)
     differs = programs.differing(state.params, dtype)
@@ -271,6 +279,19 @@ def actor(run: RunPrograms) -> Iterator[Program]:
         yield Program(
             "actor", "convert", programs.convert, (differs, dtype), ("publish",), beside=held
         )
+    if c.teacher_follows:
+        taught, dtype = state.ema or state.params, jnp.dtype(c.teacher.compute_dtype)
+        layout: Layout = "unstacked" if m.teacher_samples else "stacked"
+        differs = programs.differing(taught, dtype, layout)
+        if differs:
+            yield Program(
+                "actor",
+                "convert for the teacher",
+                programs.convert,
+                (differs, dtype, layout),
+                (TO_TEACHER,),
+                beside=local_bytes((state, frozen)) - local_bytes(differs),
+            )
 
 
 def rollout(run: RunPrograms) -> Iterator[Program]:
@@ -300,12 +321,12 @@ def _sampling(
         model,
         mesh,
         slots=c.rollout.slots or m.sequences,
-        max_prompt_tokens=c.max_prompt_tokens,
+        max_prompt_tokens=c.teacher_prompt_tokens if role == "teacher" else c.max_prompt_tokens,
         max_new_tokens=longest,
         launch_tokens=c.rollout.launch_tokens,
     )
-    params = run.params(role, model, dtype, layout)
-    prompts = prefill_rows(c, m.prompt_tokens, m.axes[role])
+    params, width = run.params(role, model, dtype, layout), m.prompts(role)
+    prompts = prefill_rows(c, width, m.axes[role])
 
     def cache(rows: int, length: int, split: tuple[str, ...] | None) -> Cache:
         whole = jax.eval_shape(
@@ -317,9 +338,9 @@ def _sampling(
 
     slots, held = (
         cache(engine.slots, engine.length, ROWS),
-        cache(prompts, m.prompt_tokens, None),
+        cache(prompts, width, None),
     )
-    tokens = shaped((prompts, m.prompt_tokens), jnp.int32, at)
+    tokens = shaped((prompts, width), jnp.int32, at)
     lengths = shaped((prompts,), jnp.int32, at)
     fills = math.ceil(share * c.batch_size / prompts)
     yield Program(

@@ -27,7 +27,7 @@ from pydantic import (
 
 from jaxrl.config import keys as config_keys
 from jaxrl.config import paths as config_paths
-from jaxrl.config import yaml_text
+from jaxrl.config import template, yaml_text
 from jaxrl.config.base import Base, Overrides, base_of
 from jaxrl.errors import UserError
 from jaxrl.losses import algorithm_table
@@ -39,6 +39,8 @@ CONFIG_FILE = "config.yaml"
 LARGEST = 2**31 - 1
 """The largest int32, the type of counters on devices; no key needs more."""
 ROLES = ("actor", "rollout", "teacher", "reference", "reward", "grouper")
+POLICY = "policy"
+"""The `teacher.model` of self-distillation."""
 
 Positive = Annotated[int, Field(strict=True, ge=1, le=LARGEST)]
 Count = Annotated[int, Field(strict=True, ge=0, le=LARGEST)]
@@ -175,8 +177,24 @@ class TeacherConfig(FrozenConfig):
     parallel: LongParallelConfig = Field(default_factory=LongParallelConfig)
     """Mesh axes of the role."""
     model: Name | None = None
-    """The teacher's weights, in any form that `student.model` takes, or `builtin:teacher`. null: no
-    teacher (algorithm sft), or the one at `teacher.address`, or `teacher.cache` alone."""
+    """The teacher's weights, in any form that `student.model` takes, or `builtin:teacher`.
+    `policy`: the policy itself (self-distillation; `teacher.prompt` then gives it another prompt, a
+    folder of this name is `./policy`). null: no teacher (algorithm sft), or the one at
+    `teacher.address`, or `teacher.cache` alone."""
+    ema: Fraction = 0.0
+    """With `teacher.model=policy`: decay of the moving average of the policy's weights, which
+    teaches: w' = ema w' + (1 - ema) w after each optimizer update. 0: the policy after the batch
+    before. 1: the policy before training."""
+    prompt: Annotated[str, Field(min_length=1)] | None = None
+    """Template of the prompt that the teacher reads in place of the student's, as in `{prompt}
+    Hint: {answer}`. It replaces the text of the row, in a chat that of its last message. Names in
+    braces: `prompt` (what is replaced), `answer`, `completion`, any other field of the row, and
+    `messages` (the whole chat as text, which the template then replaces); where rewards are learnt
+    from also `attempt` (the completion that is scored) and `feedback` (what the reward functions
+    say of it). null: the student's prompt."""
+    max_prompt_tokens: Positive | None = None
+    """Longest prompt of the teacher where `teacher.prompt` is set, in tokens; rows with a longer
+    one are dropped, and counted. null: `max_prompt_tokens`."""
     num_microbatches: Positive = 1
     """Number of micro-batches in which the teacher scores a batch; a larger number needs less
     activation memory."""
@@ -206,6 +224,24 @@ class TeacherConfig(FrozenConfig):
             f"cache={self.cache} and address={self.address}: a cache stands alone, or beside model;"
             " set one of them to null",
         )
+        yield (
+            self.cache is not None and self.prompt is not None,
+            f"cache={self.cache} has scores of the student's prompts: set prompt=null, or"
+            " cache=null",
+        )
+        yield (
+            self.cache is not None and self.model == POLICY,
+            f"cache={self.cache} has the scores of another model: set model or cache to null",
+        )
+        yield (
+            self.ema > 0 and self.model != POLICY,
+            f"ema={self.ema:g} averages the weights of the policy: set model={POLICY}, or ema=0",
+        )
+        yield (
+            self.max_prompt_tokens is not None and self.prompt is None,
+            f"max_prompt_tokens={self.max_prompt_tokens} limits the prompts that teacher.prompt"
+            " makes: set prompt, or max_prompt_tokens=null",
+        )
         if self.address is None:
             yield self.api != "jaxrl", f"api={self.api} needs a server: set address"
             yield named, f"api_model={self.api_model} needs a server: set address"
@@ -213,6 +249,11 @@ class TeacherConfig(FrozenConfig):
         yield (
             self.model is not None,
             f"model={self.model} and address={self.address} are two teachers: set one to null",
+        )
+        yield (
+            self.prompt is not None,
+            f"prompt needs a teacher of the run: set model, or prompt=null (the teacher at"
+            f" {self.address} reads the student's prompts)",
         )
         yield (
             self.api == "jaxrl" and named,
@@ -224,6 +265,13 @@ class TeacherConfig(FrozenConfig):
             not _is_server(url) or (self.api == "openai" and url != self.address),
             f"address={self.address} is no server's address: write {form}",
         )
+
+    @field_validator("prompt")
+    @classmethod
+    def _check_template(cls, value: str | None) -> str | None:
+        if value is not None:
+            template.names(value)
+        return value
 
 
 class NamedTeacherConfig(Section):
@@ -753,10 +801,12 @@ class OffloadConfig(Section):
     bit for bit."""
 
     params: Flag = False
-    """Offload the policy: the weights of actor and rollout, each while that role does not work. An
-    array that both share is offloaded while neither works."""
+    """Offload the policy: the weights of actor, rollout and a teacher that is the current policy
+    (`teacher.model=policy`), each while that role does not work. An array that they share is
+    offloaded while none of them works."""
     optimizer: Flag = False
-    """Offload the optimizer's state while nothing is trained."""
+    """Offload the optimizer's state while nothing is trained, and the moving average of
+    `teacher.ema`, the teacher's copy too."""
     frozen: Flag = False
     """Offload the weights of teacher, reference, reward model and grouper while they are idle, and
     the teacher's LM head on the actor."""
@@ -1044,8 +1094,8 @@ class Config(Section, metaclass=_Parsed):
     @property
     def teacher_models(self) -> dict[str, str]:
         """Name -> model of each teacher that runs here; `teacher` where it is the only one."""
-        if self.teacher.model is not None:
-            return {"teacher": self.teacher.model}
+        if self.teacher_model is not None:
+            return {"teacher": self.teacher_model}
         return {name: teacher.model for name, teacher in self.teachers.items()}
 
     @property
@@ -1054,6 +1104,41 @@ class Config(Section, metaclass=_Parsed):
         if self.distill.mixture is not None or self.data.teacher_key is not None:
             return self.distill.mixture
         return "arithmetic" if len(self.teachers) > 1 else None
+
+    @property
+    def teacher_model(self) -> str | None:
+        """The model whose weights the teacher has at the start of a run."""
+        own = self.teacher.model == POLICY
+        return self.student.model if own else self.teacher.model
+
+    @property
+    def teacher_follows(self) -> bool:
+        """Whether the teacher's weights come from the actor: the policy, or its moving average."""
+        own = self.teacher.model == POLICY and self.teacher.ema < 1
+        return self.learns_from_teacher and own
+
+    @property
+    def teacher_gets_feedback(self) -> bool:
+        """Whether `teacher.prompt` tells the teacher about the completion that it scores, so that
+        it scores after the reward functions."""
+        late = {"feedback", "attempt"} & set(template.names(self.teacher.prompt or ""))
+        return self.learns_from_rewards and bool(late)
+
+    @property
+    def keeps_ema(self) -> bool:
+        """Whether the actor keeps a moving average of the policy's weights, in float32."""
+        return self.teacher_follows and self.teacher.ema > 0
+
+    @property
+    def offloads_follower(self) -> bool:
+        """Whether the weights of a teacher that follows the policy are offloaded while it is idle:
+        where those are that it may share with the actor."""
+        return self.offload.optimizer if self.keeps_ema else self.offload.params
+
+    @property
+    def teacher_prompt_tokens(self) -> int:
+        """Longest prompt that the teacher reads, in tokens."""
+        return self.teacher.max_prompt_tokens or self.max_prompt_tokens
 
     @property
     def needs_reference(self) -> bool:
@@ -1110,7 +1195,7 @@ class Config(Section, metaclass=_Parsed):
             yield from self._rules_with_teacher()
         else:
             more = ", or distill_weight above 0" if self.learns_from_rewards else ""
-            for key in ("model", "address", "cache"):
+            for key in ("model", "address", "cache", "prompt"):
                 given = getattr(self.teacher, key)
                 yield (
                     given is not None,
@@ -1177,6 +1262,11 @@ class Config(Section, metaclass=_Parsed):
             " or teacher.model to the model whose scores the cache has",
         )
         yield from self._rules_with_teachers(alone)
+        yield (
+            self.teacher_follows and self.distill.seq_kd,
+            "distill.seq_kd samples from a teacher that stays the same: set teacher.ema=1, or"
+            " distill.seq_kd=false",
+        )
         plain = not self.sampling.truncated and self.sampling.temperature == 1
         yield (
             self.distill.signal == "sampled" and not plain,
@@ -1195,6 +1285,12 @@ class Config(Section, metaclass=_Parsed):
             alone is not None and bool(self.teachers),
             f"teacher={alone} and teachers={names} are two ways to name teachers: set teacher.model"
             " and teacher.address to null, or leave teachers out",
+        )
+        own = [name for name, one in self.teachers.items() if one.model == POLICY]
+        yield (
+            bool(own),
+            f"teachers.{(own or [''])[0]}.model={POLICY}: the policy is no one of several teachers:"
+            " set teacher.model=policy and leave teachers out",
         )
         for name, given in (("data.teacher_key", key), ("distill.mixture", mixture)):
             yield (

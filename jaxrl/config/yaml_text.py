@@ -23,6 +23,8 @@ from jaxrl.errors import UserError
 DEEPEST, MOST_NODES = 50, 100_000
 """Limits of a config file: levels of nesting, and values where each alias stands for what it
 names."""
+TEMPLATES = ("teacher.prompt",)
+"""Keys whose text may begin with a brace, which no YAML would take."""
 TOO_DEEP = f"nested deeper than {DEEPEST} levels, or a value that contains itself"
 
 
@@ -145,7 +147,8 @@ def assignments(
         if not equals or not all(key.split(".")):
             raise UserError(f"bad override {override!r}: write key=value, as in steps=10")
         try:
-            value = parse_value(text.strip())
+            template = key in TEMPLATES and text.strip().startswith(("{", "["))
+            value = text.strip() if template else parse_value(text.strip())
         except ValueError as error:  # a UserError, or thousands of digits
             shown_override = override if len(override) <= 80 else override[:77] + "..."
             raise UserError(f"override {shown_override!r}: {error}") from error

@@ -109,6 +109,24 @@ def score(completion: str, answer: str) -> float:
     return float(re.fullmatch(r"-?\d+", last) is not None and int(last) == int(answer))
 
 
+def correction(prompt: str, completion: str) -> str:
+    """What is wrong with a worked solution: its first wrong step and what that should have been, as
+    in `37+48-56=85-56`; "" where every step is right, and for what is no sum.
+    """
+    expression = re.fullmatch(r"(\d+(?:[-+*]\d+)+)=", prompt)
+    if expression is None:
+        return ""
+    numbers = [int(number) for number in re.findall(r"\d+", prompt)]
+    steps = solve(numbers, "".join(re.findall(r"[-+*]", prompt)), 10 ** len(prompt))
+    if steps is None:
+        return ""
+    given = completion.strip().split("=")
+    for at, right in enumerate(steps[1:]):
+        if at >= len(given) or given[at] != right:
+            return f"{steps[at]}={right}"
+    return ""
+
+
 def _render(numbers: list[int], operators: list[str]) -> str:
     return str(numbers[0]) + "".join(
         f"{sign}{number}" for sign, number in zip(operators, numbers[1:], strict=True)

@@ -8,6 +8,7 @@ padding only. Rows added to make B a multiple have an all-False mask and train n
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -137,6 +138,36 @@ def make_rollout(
         sampler_logprobs=_right_padded([c.sampler_logprobs for c in row_completions], rows, width),
         policy_version=policy_version,
     )
+
+
+def as_the_teacher_reads(
+    rollout: Rollout, max_prompt_tokens: int, width_multiple: int = 2
+) -> Rollout:
+    """The rollout with the teacher's prompts before the same completions; as it is where the
+    teacher reads the student's prompts.
+
+    Args:
+        max_prompt_tokens: limit of the teacher's prompts, whose width is a bucket of it.
+        width_multiple: that width is rounded up to a multiple of it.
+    """
+    given = [prompt.teacher_tokens for prompt in rollout.prompts]
+    theirs = [tokens for tokens in given if tokens is not None]
+    if not theirs:
+        return rollout
+    assert len(theirs) == len(given), "one template makes the teacher's prompts of all rows"
+    longest = max(map(len, theirs))
+    own, c = rollout.sequences, rollout.sequences.loss_mask.shape[1]
+    prompts = pack(
+        theirs,
+        [()] * len(theirs),
+        prompt_width=width_of(longest, max_prompt_tokens, width_multiple),
+        completion_width=0,
+        pad_id=0,  # the mask leaves padding out
+        row_multiple=len(own.tokens),
+    )
+    tokens = np.concatenate([prompts.tokens, own.tokens[:, -c:]], 1)
+    mask = np.concatenate([prompts.mask, own.mask[:, -c:]], 1)
+    return replace(rollout, sequences=Sequences(tokens, mask, own.loss_mask))
 
 
 def data_rollout(

@@ -1,13 +1,19 @@
-"""How an example becomes tokens: system prompt, few-shot rows, chat template, limits."""
+"""How an example becomes tokens: system prompt, few-shot rows, chat template, limits; and the
+prompt that a teacher reads in its place."""
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_left
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
+from jaxrl.config import template
 from jaxrl.data.example import Example, Message
+from jaxrl.data.feedback import LATE, filled
+from jaxrl.data.rows import listed
 from jaxrl.data.source import Source
 from jaxrl.data.tokenizer import (
     Tokenizer,
@@ -16,13 +22,70 @@ from jaxrl.data.tokenizer import (
     encode_prompt,
     has_template,
 )
-from jaxrl.errors import UserError
+from jaxrl.errors import UserError, near
 from jaxrl.types import Prompt
 
 Chat = Literal["auto", "raw"]
 LongPrompts = Literal["drop", "cut"]
 Fit = Literal["whole", "cut", "too long"]
 """How a prompt comes under `max_prompt_tokens`, if it does."""
+
+
+@dataclass(frozen=True)
+class TeacherPrompt:
+    """The prompt that a teacher reads of a row, where it is not the student's: what is privileged
+    in on-policy self-distillation (OPSD, arXiv 2601.18734; SDFT, arXiv 2601.19897).
+
+    The template takes the place of a text prompt, or of the last message of a chat; what stands
+    before it and the chat template stay. A template that names `messages` replaces the whole chat.
+    """
+
+    template: str
+    max_tokens: int
+    """Rows with a longer one are left out."""
+    late: Mapping[str, str] = field(default_factory=dict)
+    """Names that are only known once a completion is judged -> what stands for them until then
+    (`data.feedback.PLACES`)."""
+
+    def of(self, example: Example) -> Example:
+        """The row with the teacher's prompt. Raises UserError where it lacks a field."""
+        names = template.names(self.template)
+        values = _texts(example) | {name: self.late[name] for name in names if name in self.late}
+        for name in names:
+            if name not in values:
+                raise UserError(
+                    f"teacher.prompt names {{{name}}}{near(name, list(values))}; the row has"
+                    f" {listed(values)}"
+                )
+        text = template.fill(self.template, values)
+        if isinstance(example.prompt, str):
+            return replace(example, prompt=text)
+        if "messages" in names:
+            return replace(example, prompt=_user(text))
+        *before, last = example.prompt
+        return replace(example, prompt=(*before, {**last, "content": text}))
+
+    @property
+    def is_late(self) -> bool:
+        return any(name in self.late for name in template.names(self.template))
+
+
+def _texts(example: Example) -> dict[str, str]:
+    """What a template may name: the fields of a row that are not null, as text."""
+    fields = {**example.columns, "answer": example.answer, "completion": example.completion}
+    if isinstance(example.prompt, str):
+        fields["prompt"] = example.prompt
+    else:
+        turns = [f"{turn['role']}: {turn['content']}" for turn in example.prompt]
+        fields |= {"prompt": example.prompt[-1]["content"], "messages": "\n\n".join(turns)}
+    return {name: _as_text(value) for name, value in fields.items() if value is not None}
+
+
+def _as_text(value: object) -> str:
+    """Text as it is; lists and objects as JSON."""
+    if isinstance(value, list | tuple | dict):
+        return json.dumps(value, ensure_ascii=False, default=str)
+    return str(value)
 
 
 @dataclass(frozen=True)
@@ -53,6 +116,9 @@ class PromptEncoder:
     the beginning of its longest user message, as little as makes it fit; system prompt, few-shot
     rows and the template's own tokens stay whole. Where that is not enough, the prompt is left out.
     """
+    teacher: TeacherPrompt | None = None
+    """Makes the teacher's prompts, where they are not the student's. It reads prompts as they are
+    after a cut, and is never cut itself."""
 
     def __post_init__(self) -> None:
         if self.tokenizer is None:
@@ -67,6 +133,11 @@ class PromptEncoder:
             )
         if self.few_shot:
             self._check_few_shot()
+
+    @property
+    def teacher_limit(self) -> str:
+        """What else a row that is left out may exceed, for messages."""
+        return "" if self.teacher is None else f", or for the teacher {self.teacher.max_tokens}"
 
     def prompt_of(self, example: Example) -> str | tuple[Message, ...]:
         """What is tokenised: text, or messages, with all that stands before the row's own."""
@@ -89,11 +160,14 @@ class PromptEncoder:
             may_cut: False where a shortened prompt would ask for something else (puzzles).
         """
         if self._fits(example):
-            return "whole"
+            return "whole" if self._short(self._teacher_tokens(example)) else "too long"
         if not may_cut or self.long_prompts == "drop":
             return "too long"
         last = len(_longest_text(example).rstrip()) - 1
-        return "cut" if last > 0 and self._fits(_without(example, last)) else "too long"
+        if last <= 0 or not self._fits(_without(example, last)):
+            return "too long"
+        short = self.teacher is None or self._short(self._teacher_tokens(self._cut(example)))
+        return "cut" if short else "too long"
 
     def encode(self, example: Example, prompt_id: int, may_cut: bool = True) -> Prompt | None:
         """The prompt with its completion; None where the prompt is too long."""
@@ -105,11 +179,26 @@ class PromptEncoder:
             example = self._cut(example)
             prompt = self.prompt_of(example)
             tokens = encode_prompt(self.tokenizer, prompt)
+        theirs, late = self._teacher_tokens(example), None
+        if not self._short(theirs):
+            return None
+        if self.teacher is not None and self.teacher.is_late:
+            late, theirs = self.prompt_of(self.teacher.of(example)), None
         messages = as_messages(prompt)
         columns = {**example.columns, "messages": messages} if messages else example.columns
         text = messages[-1]["content"] if messages else str(example.prompt)
         completion = self._completion(example, prompt)
-        return Prompt(prompt_id, tokens, text, completion, example.answer, columns)
+        return Prompt(prompt_id, tokens, text, completion, example.answer, columns, theirs, late)
+
+    def _teacher_tokens(self, example: Example) -> tuple[int, ...] | None:
+        """Those of its prompt; without what is only known later."""
+        if self.teacher is None:
+            return None
+        prompt = filled(self.prompt_of(self.teacher.of(example)), dict.fromkeys(LATE, ""))
+        return encode_prompt(self.tokenizer, prompt)
+
+    def _short(self, teacher_tokens: tuple[int, ...] | None) -> bool:
+        return self.teacher is None or len(teacher_tokens or ()) <= self.teacher.max_tokens
 
     def _fits(self, example: Example) -> bool:
         return len(encode_prompt(self.tokenizer, self.prompt_of(example))) <= self.max_prompt_tokens

@@ -66,7 +66,8 @@ class PromptStream:
         parts, cut = _usable_rows(source, encoder, label)
         self._rows = np.concatenate(parts)
         self.dropped = len(source) - len(self._rows)
-        """Rows of files that are left out: their prompt is longer than `max_prompt_tokens`."""
+        """Rows of files that are left out: their prompt is longer than `max_prompt_tokens`, or
+        that of the teacher too long."""
         self.cut = cut
         """Rows of files whose prompt is longer than `max_prompt_tokens`, and cut."""
         if not len(self._rows):
@@ -74,6 +75,11 @@ class PromptStream:
         self._order: Order = Passes(self._rows, (seed,), shuffle)
         if self._weights is not None:
             self._order = self._mixture(parts, self._weights)
+
+    @property
+    def teacher_limit(self) -> str:
+        """What else a prompt that is left out may exceed."""
+        return self._encoder.teacher_limit
 
     @property
     def epoch_prompts(self) -> int:
@@ -87,7 +93,7 @@ class PromptStream:
         one fingerprint have the same batches, given the same tokenizer.
         """
         encoder = self._encoder
-        settings = (
+        settings: tuple[object, ...] = (
             [part.digest() for part in self._source.parts],
             (self._batch_size, self._seed, self._shuffle, self._weights),
             (encoder.max_prompt_tokens, encoder.max_new_tokens, encoder.eos_ids),
@@ -95,6 +101,8 @@ class PromptStream:
             (encoder.tokenizer.chat_template, len(encoder.tokenizer)),
             (self.dropped, self.cut),
         )
+        if encoder.teacher is not None:
+            settings += ((encoder.teacher.template, encoder.teacher.max_tokens),)
         digest = hashlib.sha256(repr(settings).encode())
         digest.update(self._rows.astype("<i8").tobytes())
         return digest.hexdigest()
@@ -281,14 +289,15 @@ def _encode_row(
             return prompt
     raise UserError(
         f"{label}: {_TRIES} prompts of {part.name} one after the other are longer than "
-        f"max_prompt_tokens={encoder.max_prompt_tokens}; raise it, or make the task easier"
+        f"max_prompt_tokens={encoder.max_prompt_tokens}{encoder.teacher_limit}; raise it, or make"
+        " the task easier"
     )
 
 
 def _all_too_long(label: str, name: str, rows: int, encoder: PromptEncoder) -> UserError:
     return UserError(
         f"{label}: all {rows} prompts of {name} are longer than "
-        f"max_prompt_tokens={encoder.max_prompt_tokens}; raise it"
+        f"max_prompt_tokens={encoder.max_prompt_tokens}{encoder.teacher_limit}; raise it"
     )
 
 

@@ -190,6 +190,7 @@ def services(config: Config) -> dict[str, str]:
 def without_weights(config: Config) -> list[str]:
     """The keys of models that are folders with a `config.json` and no weights."""
     models = {f"{role}.model": getattr(config, role).model for role in HAVE_MODELS}
+    models["teacher.model"] = config.teacher_model
     models |= {f"teachers.{name}.model": one.model for name, one in config.teachers.items()}
     return [key for key, name in models.items() if name and _only_described(name)]
 
@@ -431,10 +432,11 @@ def _mesh_notes(config: Config, inputs: PlanInputs, axes: Mapping[str, Axes]) ->
 
 
 def checkpoint_bytes(config: Config, student: DecoderConfig) -> int:
-    """Bytes of one checkpoint: parameters and optimizer state, each number once."""
+    """Bytes of one checkpoint: parameters, optimizer state and moving average, each number once."""
     a, whole = config.actor, Axes()
     state = optimizer_bytes(student, whole, config.optimizer, a.param_dtype, a.moment_dtype)
-    return weight_bytes(student, whole, a.param_dtype) + state
+    average = weight_bytes(student, whole, "float32") if config.keeps_ema else 0
+    return weight_bytes(student, whole, a.param_dtype) + state + average
 
 
 def _checkpoint_notes(config: Config, student: DecoderConfig, here: bool) -> Iterator[str]:

@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from jaxrl.algorithms.schedule import SCHEDULES
-from jaxrl.config.schema import Config, OffloadConfig
+from jaxrl.config.schema import Config
 from jaxrl.models.activations import F32, SAMPLER_ARRAYS, Pass, logits, split, whole_rows
 from jaxrl.models.buckets import bucket, round_up
 from jaxrl.models.config import DecoderConfig
@@ -53,7 +53,8 @@ BACKWARD, LOSS, STEP = "backward pass", "loss", "optimizer step"
 """Phases of an update."""
 SHARED = "parameters, the rollout's too"
 UPDATE = {f"actor: {phase}" for phase in (BACKWARD, LOSS, STEP)}
-PUBLISH = {"actor: publish"}
+TO_TEACHER, AVERAGE = "publish to the teacher", "moving average"
+PUBLISH = {"actor: publish", f"actor: {TO_TEACHER}"}
 
 
 class Setting:
@@ -94,6 +95,29 @@ class Setting:
         return whole - layer_bytes(self.student, self.axes["actor"], dtype)
 
     @property
+    def teacher_shared_bytes(self) -> int:
+        """Bytes of the weights of a teacher that follows the policy, on one device, in arrays that
+        it shares with the actor."""
+        config = self.config
+        if not config.teacher_follows or not self.inputs.same_mesh("actor", "teacher", self.axes):
+            return 0
+        if config.offloads_follower:  # from the host each gets arrays of its own
+            return 0
+        given = "float32" if config.keeps_ema else config.actor.param_dtype
+        dtype = config.teacher.compute_dtype
+        if dtype != given:
+            return 0
+        whole = weight_bytes(self.student, self.axes["actor"], dtype)
+        layers = layer_bytes(self.student, self.axes["actor"], dtype)
+        return whole - layers if self.teacher_samples else whole
+
+    def prompts(self, role: str) -> int:
+        """Width of the longest prompts that a role reads."""
+        if role != "teacher" or self.config.teacher.prompt is None:
+            return self.prompt_tokens
+        return round_up(self.config.teacher_prompt_tokens, self.inputs.target.width_multiple)
+
+    @property
     def teacher_samples(self) -> bool:
         """Whether the teacher generates, for the student to learn from or to be evaluated."""
         c = self.config
@@ -111,30 +135,32 @@ class Setting:
         """Number of completions that share a prompt in an update, if all prompts and completions
         are as long as allowed; 1 if the actor would not share prompts then."""
         c = self.config
-        return 1 if c.batch_size % c.minibatches else self._shared(self.budget)
+        return 1 if c.batch_size % c.minibatches else self._shared(self.budget, self.prompt_tokens)
 
-    def _shared(self, budget: int | None) -> int:
+    def _shared(self, budget: int | None, prompt_tokens: int) -> int:
         """Number of completions for which one prompt is computed once.
 
         Args:
             budget: most tokens of a micro-batch on one device.
+            prompt_tokens: width of the prompts.
         """
         c = self.config
         off_policy = c.distill.on_policy_fraction < 1 and not c.learns_from_rewards
         if c.spec.learns_from == "data" or off_policy:
             return 1
-        shared = shares(c.group_size, self.prompt_tokens, self.new_tokens, budget)
+        shared = shares(c.group_size, prompt_tokens, self.new_tokens, budget)
         return c.group_size if shared else 1
 
     def scored(self, role: str, model: DecoderConfig, parts: int) -> Pass:
         """A role's forward pass over one of `parts` slices of the batch, as
         `roles.microbatch.scored_part` cuts it."""
-        shards = self.axes[role].rows
-        group = scored_group(self.sequences, parts, shards, self._shared(None))
+        shards, prompts = self.axes[role].rows, self.prompts(role)
+        apart = role == "teacher" and self.config.teacher_gets_feedback  # each its own prompt
+        shared = 1 if apart else self._shared(None, prompts)
+        group = scored_group(self.sequences, parts, shards, shared)
         rows = -(-self.sequences // (parts * shards * group)) * group
-        run = self.run(role, model, rows, self.width, joined=group > 1)
-        shared = None if group == 1 else (group, self.prompt_tokens)
-        return replace(run, shared=shared, packed=True)
+        run = self.run(role, model, rows, prompts + self.new_tokens, joined=group > 1)
+        return replace(run, shared=None if group == 1 else (group, prompts), packed=True)
 
     def rows(self, role: str, sequences: int) -> int:
         """How many of `sequences` are on one device of a role."""
@@ -237,6 +263,12 @@ def actor(m: Setting) -> Iterable[Entry]:
         Entry("activations", "scratch", scratch, STEP),
         Entry("activations", "copy for the rollout", _published(m), "publish"),
     ]
+    if m.config.keeps_ema:
+        average = weight_bytes(m.student, axes, "float32")
+        entries.append(Entry("optimizer", AVERAGE, average))
+    if m.config.teacher_follows:
+        sent = _published_to_teacher(m)
+        entries.append(Entry("activations", "copy for the teacher", sent, TO_TEACHER))
     if mixed:
         copy = f"copy in {a.compute_dtype}"
         entries += [Entry("activations", copy, computed, phase) for phase in (BACKWARD, LOSS)]
@@ -258,6 +290,18 @@ def _published(m: Setting) -> int:
         return 0
     size = layer_bytes if same else weight_bytes
     return size(m.student, m.axes["actor"], rollout.compute_dtype)
+
+
+def _published_to_teacher(m: Setting) -> int:
+    """As `_published`, of the weights for a teacher that follows the policy."""
+    config, dtype = m.config, m.config.teacher.compute_dtype
+    if m.inputs.same_mesh("actor", "teacher", m.axes):
+        return 0
+    same = dtype == ("float32" if config.keeps_ema else config.actor.param_dtype)
+    if same and not m.teacher_samples:
+        return 0
+    size = layer_bytes if same else weight_bytes
+    return size(m.student, m.axes["actor"], dtype)
 
 
 class Heads(NamedTuple):
@@ -332,15 +376,15 @@ def _sampling(
 ) -> list[Entry]:
     """Memory that the sampling engine allocates in `generate`."""
     c, axes, dtype = m.config, m.axes[role], m.config.roles[role].compute_dtype
-    row_shards = axes.rows
+    row_shards, width = axes.rows, m.prompts(role)
     slots = -(-(c.rollout.slots or m.sequences) // axes.size) * axes.size // row_shards
-    prompts = prefill_rows(c, m.prompt_tokens, axes)
-    run = m.run(role, config, -(-prompts // row_shards), m.prompt_tokens)
+    prompts = prefill_rows(c, width, axes)
+    run = m.run(role, config, -(-prompts // row_shards), width)
     evaluated = c.eval.max_new_tokens if c.data.eval is not None else None
-    positions = m.prompt_tokens + max(c.max_new_tokens, evaluated or 0)
+    positions = width + max(c.max_new_tokens, evaluated or 0)
     positions = round_up(positions, m.inputs.target.width_multiple)
     cache = cache_bytes(config, axes, slots, positions, dtype)
-    held = cache_bytes(config, axes, prompts, m.prompt_tokens, dtype)
+    held = cache_bytes(config, axes, prompts, width, dtype)
     heads = slots * split(config.n_heads, axes.tensor)
     scores = 2 * heads * positions * F32
     kernel = step_kernel_of(m.inputs.target, config.head_dim, dtype)
@@ -419,8 +463,11 @@ def teacher(m: Setting) -> Iterable[Entry]:
     # A signal stays on the teacher's devices while something else runs there.
     waits = SCHEDULES[c.schedule] > 0 or m.inputs.together("actor", "teacher")
     in_flight = waits and not m.inputs.same_mesh("actor", "teacher", m.axes)
+    # The next version arrives beside the old one where the actor is another worker's.
+    arrives = c.teacher_follows and not m.inputs.together("actor", "teacher")
     entries = [
-        Entry("weights", "parameters", weights),
+        Entry("weights", "parameters", weights - m.teacher_shared_bytes),
+        Entry("activations", "next version", weights * arrives, "weight sync"),
         Entry("activations", "signals in flight", signal * in_flight),
         Entry("activations", "signal", signal, "score"),
         Entry("activations", "forward pass", work, "score"),
@@ -547,7 +594,7 @@ def role_accounts(inputs: PlanInputs, config: Config) -> dict[str, Account]:
         role: Account(
             role,
             tuple(
-                replace(entry, away=_away(role, entry, {*pool.roles} - {role}, config.offload))
+                replace(entry, away=_away(role, entry, {*pool.roles} - {role}, config))
                 for entry in found[role].entries
             ),
         )
@@ -598,7 +645,7 @@ def _copies(inputs: PlanInputs, role: str, config: Config) -> dict[str, int]:
     return {"prefill": layers, "decode": layers + head, "score": layers}
 
 
-def _away(role: str, entry: Entry, others: set[str], offload: OffloadConfig) -> frozenset[str]:
+def _away(role: str, entry: Entry, others: set[str], config: Config) -> frozenset[str]:
     """Moments (`ROLE: PHASE`, as in `memory.peak`) or whole roles during which an entry is not on
     the device. It predicts what `sharding.ledger` does in a worker.
 
@@ -607,14 +654,17 @@ def _away(role: str, entry: Entry, others: set[str], offload: OffloadConfig) -> 
     """
     if entry.phase is not None or entry.column not in ("weights", "optimizer"):
         return frozenset()
-    if role == "rollout":
+    offload = config.offload
+    if role == "rollout" or (role == "teacher" and config.teacher_follows):
         stale = UPDATE if "actor" in others else set()
-        return frozenset(stale | (others - {"actor"} if offload.params else set()))
+        asked = offload.params if role == "rollout" else config.offloads_follower
+        return frozenset(stale | (others - {"actor"} if asked else set()))
     asked, gone = offload.frozen, others
     if role == "actor":
         gone = others | PUBLISH
         if entry.column == "optimizer":
             asked = offload.optimizer
+            gone -= {f"actor: {TO_TEACHER}"} if entry.name == AVERAGE else set()
         elif entry.name == SHARED:
             asked, gone = offload.params, others - {"rollout"}
         elif entry.name == "parameters":

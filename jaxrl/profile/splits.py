@@ -45,7 +45,7 @@ PLANNED = 32
 """Splits that are planned, the fastest first, until one can be had."""
 REPLAYED = 12
 """Steps of a replay; the last half of them are measured: whole periods of up to three batches."""
-FIXED = ("publish", "load")
+FIXED = ("publish", "publish_to_teacher", "load")
 """Methods that more devices make no faster: the weight sync."""
 
 
@@ -138,7 +138,8 @@ def predict(stages: Mapping[Stage, float], pool_of: Mapping[str, str], staleness
         return free[pool]
 
     scorers = [role for role, method in stages if method == "score"]
-    for action in Schedule(REPLAYED, staleness):
+    follows = ("actor", "publish_to_teacher") in stages
+    for action in Schedule(REPLAYED, staleness, scores_ahead=not follows):
         i = action.index
         if action.kind == "generate":
             generated[i] = run("teacher", "generate", run("rollout", "generate", 0.0))
@@ -148,6 +149,7 @@ def predict(stages: Mapping[Stage, float], pool_of: Mapping[str, str], staleness
             updates.append(run("actor", "update", max(generated[i], scored[i])))
         else:
             run("rollout", "load", run("actor", "publish", 0.0))
+            run("teacher", "load", run("actor", "publish_to_teacher", 0.0))
     half = REPLAYED // 2
     return (updates[-1] - updates[-1 - half]) / half
 

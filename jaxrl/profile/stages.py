@@ -72,6 +72,8 @@ class StepBatch:
     mean: float
     """Tokens of a completion."""
     decode_steps: int
+    teacher_prompts: tuple[int, ...] | None = None
+    """Tokens of each prompt that the teacher reads; None: the same."""
 
     @property
     def tokens(self) -> float:
@@ -209,10 +211,11 @@ def _batch_work(
     share = 1 / len(teachers) if teachers and config.mixture is None else 1.0
     if teachers:
         vocab = None if hidden else job.vocab_size
+        theirs = replace(batch, prompts=batch.teacher_prompts or batch.prompts)
         found["teacher", "score"] = [
             work * share
             for teacher in teachers
-            for work in _scoring(teacher, vocab, batch, reads["teacher"])
+            for work in _scoring(teacher, vocab, theirs, reads["teacher"])
         ]
     if "reference" in axes:
         vocab = student.vocab_size

@@ -157,10 +157,12 @@ class Profile:
         ]
 
     def _batch(self, row: Row) -> StepBatch:
-        prompts = tuple(len(prompt.tokens) for prompt in self.job.train.batch(row["step"] - 1))
+        batch = self.job.train.batch(row["step"] - 1)
+        prompts = tuple(len(prompt.tokens) for prompt in batch)
+        theirs = tuple(len(prompt.teacher_tokens or prompt.tokens) for prompt in batch)
         mean = row["rollout/completion_tokens_mean"]
         samples = round(row["actor/tokens"] / mean / len(prompts))
-        return StepBatch(prompts, max(samples, 1), mean, row["rollout/decode_steps"])
+        return StepBatch(prompts, max(samples, 1), mean, row["rollout/decode_steps"], theirs)
 
     def _moved(self, rows: Sequence[Row], windows: Sequence[Window]) -> dict[Stage, float]:
         """Bytes a step from one pool to another, of weights and of the teacher's signal; and those
@@ -171,6 +173,8 @@ class Profile:
         if pool_of("actor") != pool_of("rollout"):
             sent = sum(row.get("weights/sync_bytes", 0) for row in rows)
             found["actor", "publish"] = sent / len(rows)
+        sent = sum(row.get("weights/teacher_sync_bytes", 0) for row in rows)
+        found["actor", "publish_to_teacher"] = sent / len(rows)
         if teachers and pool_of("teacher") != pool_of("actor"):
             each = signal_bytes(config, [model.config.d_model for model in teachers.values()])
             found["teacher", "score"] = each * fmean(row["actor/tokens"] for row in rows)

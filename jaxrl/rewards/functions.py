@@ -3,8 +3,9 @@
 A reward function is `f(prompts, completions, **columns) -> list[float | None]`, sync or async. It
 gets keyword arguments: `prompts` and `completions`, lists of text, and of the columns those that
 its signature names (`**columns` takes all), each as a list as long as `completions`. It returns a
-number for each completion, None where it cannot judge. What a completion gets must not depend on
-the others in its list.
+number for each completion, None where it cannot judge; or a pair of that and a message about the
+completion, for a teacher that gets feedback. What a completion gets must not depend on the others
+in its list.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeGuard
 
+from jaxrl.data import arithmetic
 from jaxrl.errors import UserError, near
 from jaxrl.process.plugin import is_file, load_object
 from jaxrl.rewards.items import Item, ItemSource, Signature
@@ -38,6 +40,15 @@ FORMAT = re.compile(
     r"\s*<answer>(?:(?!</?think>|</?answer>).)*</answer>\s*",
     re.DOTALL,
 )
+COMMENTS: dict[str, Callable[[Item], str]] = {
+    "arithmetic": lambda item: arithmetic.correction(item.prompt, item.completion),
+    "auto": lambda item: (
+        arithmetic.correction(item.prompt, item.completion)
+        if item.columns.get("task") == "arithmetic"
+        else ""
+    ),
+}
+"""Verifier -> what it says of a completion beside its score; "" for nothing."""
 LONGEST_TRACEBACK = 4000
 """Characters of a traceback that are kept: its last ones."""
 
@@ -119,9 +130,14 @@ class Function:
             self.signature = _signature(source, call)
             self._call = lambda items: call(**self._arguments(items))
         else:
-            judge = _judge_of(source)
+            judge, comment = _judge_of(source), COMMENTS.get(source.text)
             self.signature = Signature("each")
-            self._call = lambda items: [judge(item.completion, item) for item in items]
+
+            def judged(item: Item) -> float | tuple[float | None, str] | None:
+                score = judge(item.completion, item)
+                return score if comment is None else (score, comment(item))
+
+            self._call = lambda items: [judged(item) for item in items]
 
     def prepare(self, items: Sequence[Item]) -> None:
         """Imports what the first call would import: no completion's time is spent on it."""
@@ -152,7 +168,7 @@ class Function:
             except BaseException as error:
                 say({"items": indices, **self._failure(error)})
             else:
-                say({"items": indices, "values": self._numbers(result, len(part))})
+                say({"items": indices, **self._found(result, len(part))})
 
     async def _await_all(self, items: Sequence[Item], timeout: float, say: Say) -> None:
         async def judge(index: int, item: Item) -> None:
@@ -162,7 +178,7 @@ class Function:
             except BaseException as error:
                 say({"items": [index], **self._failure(error, late=limit.expired())})
             else:
-                say({"items": [index], "values": self._numbers(result, 1)})
+                say({"items": [index], **self._found(result, 1)})
 
         await asyncio.gather(*(judge(index, item) for index, item in enumerate(items)))
 
@@ -190,8 +206,17 @@ class Function:
         names = dict.fromkeys([*s.needs, *(n for n in present if s.takes_all or n in s.takes)])
         return {name: [row.get(name) for row in rows] for name in names}
 
-    def _numbers(self, result: Any, n: int) -> list[float | None]:
-        """The checked result of a call with `n` completions."""
+    def _found(self, result: Any, n: int) -> dict[str, list[Any]]:
+        """The checked result of a call with `n` completions: numbers and, where there are any,
+        messages."""
+        result = self._listed(result, n)
+        pairs = [value if _is_pair(value) else (value, "") for value in result]
+        name = f"{KEY}: {self.source.text}"
+        found: dict[str, list[Any]] = {"values": [_number(name, value) for value, _ in pairs]}
+        messages = [message for _, message in pairs]
+        return found | ({"messages": messages} if any(messages) else {})
+
+    def _listed(self, result: Any, n: int) -> Any:
         name = f"{KEY}: {self.source.text}"
         if isinstance(result, str | bytes | dict) or not hasattr(result, "__len__"):
             raise UserError(
@@ -203,7 +228,12 @@ class Function:
                 f"{name} returned {len(result)} numbers for {n} completions: it must return one"
                 " number or None for each"
             )
-        return [_number(name, value) for value in result]
+        return result
+
+
+def _is_pair(value: object) -> TypeGuard[tuple[object, str]]:
+    """Whether this is a score with a message."""
+    return isinstance(value, tuple | list) and len(value) == 2 and isinstance(value[1], str)
 
 
 def _number(name: str, value: Any) -> float | None:

@@ -63,6 +63,8 @@ class Scores:
     """One for each item; None where the function said so, or failed."""
     failures: dict[int, Failure]
     """By the item's index."""
+    messages: dict[int, str] = field(default_factory=dict)
+    """What the function says of an item beside its value, by the item's index."""
     slow_calls: int = 0
     """Calls that took longer than the timeout with several items, which were then judged one by
     one."""
@@ -259,6 +261,8 @@ class RewardPool:
                 if "values" in answer:
                     for i, value in zip(judged, answer["values"], strict=True):
                         job.scores.values[i] = value
+                    messages = answer.get("messages", [""] * len(judged))
+                    job.scores.messages |= dict(zip(judged, messages, strict=True))
                 elif len(judged) > 1:
                     again += [[i] for i in judged]
                 else:

@@ -45,6 +45,8 @@ class RewardReport:
     """`reward/...` and `time/reward_s`."""
     notes: tuple[str, ...]
     """What a reader should know: failures with the first traceback, slow functions."""
+    messages: tuple[str, ...] = ()
+    """What the functions say of each completion, a line each; "" where they say nothing."""
 
 
 class RewardFunctions:
@@ -177,7 +179,9 @@ class RewardFunctions:
             metrics[f"reward/{name}/failures"] = float(len(one.failures) - late)
         metrics["time/reward_s"] = max((one.seconds for one in scores.values()), default=0.0)
         notes = _notes(total[:n], {name: v[:n] for name, v in used.items()}, scores, config)
-        return RewardReport(total, task, values, metrics, notes)
+        said = [[s.messages.get(i, "") for s in scores.values()] for i in range(n)]
+        messages = tuple("\n".join(filter(None, lines)) for lines in said)
+        return RewardReport(total, task, values, metrics, notes, messages)
 
     def score(self, rollout: Rollout, model_scores: np.ndarray | None = None) -> RewardReport:
         """`submit`, and wait for it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from jaxrl.config.schema import Config
 from jaxrl.errors import RunError
 from jaxrl.formats.hf import save_hf
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import Params
+from jaxrl.models.decoder import Layout, Params
 from jaxrl.models.packing import held_tokens, room_of, row_devices
 from jaxrl.roles.microbatch import (
     cut_minibatches,
@@ -53,6 +53,26 @@ from jaxrl.types import (
 
 SENT = "weights on their way"
 """Name of published weights in the ledger, from `publish` to the receiver's `load`."""
+SENT_TO_TEACHER = "weights on their way to the teacher"
+"""The same for `publish_to_teacher`."""
+
+
+@dataclass(frozen=True)
+class Receiver:
+    """How a role takes the weights that the actor publishes."""
+
+    layout: Layout
+    dtype: str
+    shardings: Tree
+    """None where the role is in another process."""
+    sent: str
+    """Name of the weights in the ledger until they are loaded."""
+
+    def shares_devices(self, mesh: Mesh) -> bool:
+        if self.shardings is None:
+            return False
+        there = jax.tree.leaves(self.shardings)[0].device_set
+        return not there.isdisjoint(mesh.devices.flat)
 
 
 class Actor:
@@ -71,6 +91,7 @@ class Actor:
         receiver: Tree,
         run_dir: Path,
         restore: Path | None = None,
+        teacher: Receiver | None = None,
     ):
         """
         Args:
@@ -81,13 +102,13 @@ class Actor:
                 in another worker.
             run_dir: where the batch of a non-finite gradient is dumped.
             restore: a checkpoint to restore in place of `load`.
+            teacher: of a teacher that follows the policy.
         """
         self.config, self.model, self.mesh = config, model, mesh
         self.version = 0
         self._prepare, self._finish = prepare, finish
-        self._frozen, self._receiver, self._run_dir = frozen, receiver, run_dir
-        there = jax.tree.leaves(receiver)[0].device_set if receiver is not None else set()
-        self._stays = not there.isdisjoint(mesh.devices.flat)
+        self._frozen, self._run_dir = frozen, run_dir
+        self._receiver, self._teacher = receiver, teacher
         self._skipped_in_a_row = 0
         self._savings: dict[int, Saving] = {}
         """Step -> its save, until `saved` has waited for it."""
@@ -100,7 +121,8 @@ class Actor:
             init = jax.jit(programs.optimizer.init, out_shardings=programs.shardings.opt_state)
             # Waits, because arrays that a program still reads must not be offloaded.
             opt_state = jax.block_until_ready(init(params))
-            self.state = TrainState(params, opt_state, self._scalar(0))
+            ema = jax.block_until_ready(programs.average(params)) if config.keeps_ema else None
+            self.state = TrainState(params, opt_state, self._scalar(0), ema)
         else:
             with phase("restore"):
                 self._restore(restore)
@@ -117,6 +139,10 @@ class Actor:
                 this worker, `Shards` or numpy arrays.
         """
         c = self.config.actor
+        if self.config.teacher_follows and self.config.distill.signal == "hidden":
+            # The teacher scored with the weights of this version, and keeps them meanwhile.
+            self._frozen = {"teacher_head": self.programs.copy_head(self._taught())}
+            current().changed()
         batch, prepared = self._prepare(rollout, scores)
         tokens = np.asarray(batch.sequences.mask).sum(-1)
         lengths = np.where(np.asarray(batch.sequences.loss_mask).any(-1), tokens, 0)
@@ -198,32 +224,49 @@ class Actor:
         the receiver is in another worker, the weights stay on the actor's mesh, and the caller
         must send them before the next update.
         """
+        layout = self.config.rollout.layout
+        to = Receiver(layout, dtype, self._receiver, SENT)
+        return self._send(version, self.state.params, to)
+
+    def publish_to_teacher(self, version: int) -> Weights:
+        """Sends the policy, or its moving average (`teacher.ema`), to a teacher that follows it; as
+        `publish`.
+
+        The teacher scores with them until the next update at the latest, which donates what is
+        shared.
+        """
+        assert self._teacher is not None, "the plan gives the actor a teacher that follows"
+        return self._send(version, self._taught(), self._teacher)
+
+    def _taught(self) -> Params:
+        """The weights that teach: the policy's, or their moving average."""
+        return self.state.params if self.state.ema is None else self.state.ema
+
+    def _send(self, version: int, given: Params, to: Receiver) -> Weights:
         if version != self.version:
             raise RuntimeError(f"asked for version {version}, the actor holds {self.version}")
         start = time.monotonic()
-        own = set(map(buffer, jax.tree.leaves(self.state.params)))
+        own = set(map(buffer, jax.tree.leaves(given)))
         with phase(f"send version {version}"):
-            params = self._laid_out(jnp.dtype(dtype))
-            current().put(SENT, params)
-            if self._receiver is not None:
-                params = reshard(params, self._receiver)
-                current().put(SENT, params)
+            params = self._laid_out(given, jnp.dtype(to.dtype), to.layout)
+            current().put(to.sent, params)
+            if to.shardings is not None:
+                params = reshard(params, to.shardings)
+                current().put(to.sent, params)
             jax.block_until_ready(params)
-        if not self._stays:
-            current().drop(SENT)
+        if not to.shares_devices(self.mesh):
+            current().drop(to.sent)
         moved = [
             leaf
             for leaf in jax.tree.leaves(params)
-            if self._receiver is None or buffer(leaf) not in own
+            if to.shardings is None or buffer(leaf) not in own
         ]
         return Weights(version, params, nbytes(moved), time.monotonic() - start)
 
-    def _laid_out(self, dtype: Any) -> Params:
-        """The policy on this mesh, in the receiver's dtype and layout; converts only what
-        differs."""
-        params = self.state.params
-        old = self.programs.differing(params, dtype)
-        return params | (self.programs.convert(old, dtype) if old else {})
+    def _laid_out(self, params: Params, dtype: Any, layout: Layout) -> Params:
+        """Weights on this mesh, in a receiver's dtype and layout; converts only what differs."""
+        old = self.programs.differing(params, dtype, layout)
+        return params | (self.programs.convert(old, dtype, layout) if old else {})
 
     def save(self, folder: Path, step: int) -> int:
         """Starts to write a checkpoint; `step` must be the actor's version.
@@ -242,6 +285,8 @@ class Actor:
             "skipped_in_a_row": self._skipped_in_a_row,
         }
         state = {"params": self.state.params, "opt_state": self.state.opt_state}
+        if self.state.ema is not None:
+            state["ema"] = self.state.ema
         with phase(f"save step {step}"):
             saving = save_arrays(folder / ACTOR, state | {"counters": counters})
         self._savings[step] = saving
@@ -288,7 +333,7 @@ class Actor:
             "actor.params",
             lambda: self.state.params,
             lambda tree: write(params=tree),
-            stages=(*saves, "actor.publish", "actor.export"),
+            stages=(*saves, "actor.publish", "actor.publish_to_teacher", "actor.export"),
             offload=offload.params,
         )
         ledger.resident(
@@ -296,6 +341,13 @@ class Actor:
             lambda: self.state.opt_state,
             lambda tree: write(opt_state=tree),
             stages=saves,
+            offload=offload.optimizer,
+        )
+        ledger.resident(
+            "actor.ema",
+            lambda: self.state.ema,
+            lambda tree: write(ema=tree),
+            stages=(*saves, "actor.publish_to_teacher"),
             offload=offload.optimizer,
         )
         ledger.resident(
@@ -311,12 +363,14 @@ class Actor:
         from those it was saved with."""
         state = self.programs.abstract_state()
         wanted = {"params": state.params, "opt_state": state.opt_state, "counters": None}
+        if state.ema is not None:
+            wanted["ema"] = state.ema
         loaded = load_arrays(folder / ACTOR, wanted)
         counters = loaded["counters"]
         self.version = counters["version"]
         self._skipped_in_a_row = counters["skipped_in_a_row"]
         updates = self._scalar(counters["updates"])
-        self.state = TrainState(loaded["params"], loaded["opt_state"], updates)
+        self.state = TrainState(loaded["params"], loaded["opt_state"], updates, loaded.get("ema"))
 
     def _scalar(self, value: int) -> jax.Array:
         return put(np.int32(value), self.programs.everywhere)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -15,19 +14,19 @@ from jaxrl.algorithms.signals import Projection, policy_topk
 from jaxrl.config.schema import Config
 from jaxrl.data.batch import make_rollout
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.formats.weights import path_string
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Layout, Params, abstract_params
 from jaxrl.models.kernels import target_of
 from jaxrl.models.packing import room_of, row_devices
 from jaxrl.models.rules import param_shardings
 from jaxrl.roles.actor import SENT
+from jaxrl.roles.arrival import check_fit, described, received
 from jaxrl.runtime.worker import detail, phase, stopping
 from jaxrl.sampling.engine import Engine, SamplingParams
 from jaxrl.sharding.axes import ROWS
 from jaxrl.sharding.ledger import current
 from jaxrl.sharding.mesh import verify_arrays
-from jaxrl.sharding.reshard import put, reshard, to_host
+from jaxrl.sharding.reshard import put, to_host
 from jaxrl.types import Completion, Prompt, Rollout, Tree, Weights
 
 EVAL_SEED = 0x5EED
@@ -51,6 +50,7 @@ class Sampler:
         row_multiple: int,
         vocab_size: int,
         params: Params | None = None,
+        teacher: bool = False,
     ):
         """
         Args:
@@ -58,25 +58,28 @@ class Sampler:
             row_multiple: every batch is padded to a multiple of this many rows.
             vocab_size: tokens shared with the teacher.
             layout: of the weights.
-            params: frozen weights on `mesh`; None where they come through `load`.
+            params: weights on `mesh`; None where they come through `load`.
+            teacher: it reads the teacher's prompts, and the teacher keeps its weights: `params` is
+                set where they change.
         """
         self.config, self.model, self.mesh, self.params = config, model, mesh, params
         self._layout: Layout = layout
         self.version = -1
         self._pad_id, self._eos_ids, self._row_multiple = pad_id, eos_ids, row_multiple
         longest = max(config.max_new_tokens, config.eval.max_new_tokens or 0)
+        self._teacher = teacher
         self.engine = Engine(
             model,
             mesh,
             slots=slots,
-            max_prompt_tokens=config.max_prompt_tokens,
+            max_prompt_tokens=config.teacher_prompt_tokens if teacher else config.max_prompt_tokens,
             max_new_tokens=longest,
             launch_tokens=config.rollout.launch_tokens,
             tokenizer=tokenizer,
             ledger=current(),
         )
         self._shardings = param_shardings(model, mesh, layout)
-        if params is None:
+        if params is None and not teacher:
             self._keep()
         projection = Projection.of(config, mesh, vocab_size)
         self._topk = jax.jit(partial(policy_topk, projection, model))
@@ -102,36 +105,17 @@ class Sampler:
         """Takes the next version of the policy, once the old one is freed."""
         if self.version >= 0 and weights.version <= self.version:
             raise RuntimeError(f"got version {weights.version} after version {self.version}")
-        self._check_fit(weights)
-        start = time.monotonic()
+        check_fit(weights, self._expected, "the role that samples")
         self.params = None
-        with phase(f"load version {weights.version}"):
-            self.params = jax.block_until_ready(reshard(weights.params, self._shardings))
-            current().drop(SENT)
+        self.params, taken = received(weights, self._shardings, SENT)
         self.version = weights.version
         verify_arrays("rollout", self.params, self.mesh)
-        seconds = weights.seconds + time.monotonic() - start
-        return {
-            "time/weight_sync_s": seconds,
-            "weights/sync_bytes": float(weights.nbytes),
-            "weights/sync_gbps": weights.nbytes / max(seconds, 1e-9) / 1e9,
-        }
-
-    def _check_fit(self, weights: Weights) -> None:
-        """Names, shapes and dtypes against those of this role's model."""
-        expected, found = self._expected, _described(weights.params)
-        for name in expected | found:
-            if found.get(name) != expected.get(name):
-                raise RuntimeError(
-                    f"version {weights.version} does not fit the model of the role that samples:"
-                    f" {name} is {found.get(name, 'missing')},"
-                    f" it must be {expected.get(name, 'left out')}"
-                )
+        return taken
 
     @cached_property
     def _expected(self) -> dict[str, str]:
         dtype = jnp.dtype(self.config.rollout.dtype)
-        return _described(abstract_params(self.model, dtype, self._layout))
+        return described(abstract_params(self.model, dtype, self._layout))
 
     def generate(self, prompts: Sequence[Prompt], step: int, attempt: int = 0) -> Rollout:
         """`group_size` completions of each prompt, packed; step, attempt and the prompts' ids seed
@@ -215,7 +199,7 @@ class Sampler:
         with phase(f"{len(prompts)} prompts x {n}, version {self.version}"):
             return self.engine.generate(
                 self.params,
-                [prompt.tokens for prompt in prompts],
+                [self._read(prompt) for prompt in prompts],
                 n=n,
                 sampling=sampling,
                 seed=seed,
@@ -226,8 +210,7 @@ class Sampler:
                 on_tokens=lambda tokens, done: detail(f"{done} completions, {tokens} tokens done"),
             )
 
-
-def _described(params: Tree) -> dict[str, str]:
-    """Path -> dtype and shape of each leaf."""
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    return {path_string(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}
+    def _read(self, prompt: Prompt) -> tuple[int, ...]:
+        """The tokens that this role continues."""
+        theirs = prompt.teacher_tokens if self._teacher else None
+        return prompt.tokens if theirs is None else theirs

@@ -8,6 +8,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl.algorithms.signals import Projection, score
+from jaxrl.data.batch import as_the_teacher_reads
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Params
 from jaxrl.models.packing import row_devices
@@ -22,12 +23,22 @@ from jaxrl.types import Rollout, Sequences, TeacherSignal
 class Scorer:
     """Runs a frozen model over finished sequences and returns the signal `distill.signal`."""
 
-    def __init__(self, model: DecoderConfig, params: Params, projection: Projection):
+    def __init__(
+        self,
+        model: DecoderConfig,
+        params: Params | None,
+        projection: Projection,
+        max_prompt_tokens: int = 0,
+    ):
         """
         Args:
-            params: in the compute dtype, either layout, on the projection's mesh.
+            params: in the compute dtype, either layout, on the projection's mesh; None where they
+                are set later.
+            max_prompt_tokens: longest of the prompts that it reads in place of the student's, where
+                there are such prompts (`Prompt.teacher_tokens`).
         """
         self.model, self.params, self.mesh = model, params, projection.mesh
+        self._longest = max_prompt_tokens
         self._rows = NamedSharding(self.mesh, PartitionSpec(ROWS))
         self._score = score_program(model, projection)
 
@@ -40,7 +51,9 @@ class Scorer:
                 which the mesh divides, into whole groups if these share a prompt. If there are few
                 rows, the last slices are empty, and the result is None.
         """
-        given = scored_part(rollout, part, parts, row_devices(self.mesh))
+        devices = row_devices(self.mesh)
+        rollout = as_the_teacher_reads(rollout, self._longest, devices.multiple)
+        given = scored_part(rollout, part, parts, devices)
         if given is None:
             return None
         with phase(f"rows {given.rows.start}-{given.rows.stop} of {len(rollout.group_ids)}"):

@@ -15,11 +15,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxrl.algorithms.signals import Projection, mixture_signal
 from jaxrl.algorithms.teachers import by_teacher, teacher_weights
 from jaxrl.config.schema import Config
+from jaxrl.data.batch import as_the_teacher_reads
 from jaxrl.models.decoder import Params, head
 from jaxrl.models.packing import room_of, row_devices
+from jaxrl.rewards.scoring import RewardReport
 from jaxrl.roles.microbatch import ScoredPart, only_rows, scored_part
 from jaxrl.roles.rollout import Sampler
 from jaxrl.roles.scorer import Scorer
+from jaxrl.roles.teacher import Tell
 from jaxrl.runtime.worker import phase
 from jaxrl.sharding.axes import ROWS
 from jaxrl.sharding.ledger import current
@@ -41,6 +44,7 @@ class Teachers:
         scorers: Mapping[str, Scorer],
         samplers: Mapping[str, Sampler],
         offload: bool = False,
+        tell: Tell | None = None,
     ):
         """
         Args:
@@ -49,8 +53,9 @@ class Teachers:
                 hidden states.
             samplers: of each teacher, or empty where none samples.
             offload: a teacher's weights are on the host while it has no turn.
+            tell: as of `Teacher`.
         """
-        self._config, self._projection = config, projection
+        self._config, self._projection, self._tell = config, projection, tell
         self._scorers, self._samplers = scorers, samplers
         self._combines = projection.mixture is not None and projection.distill.signal != "hidden"
         self._rows = NamedSharding(projection.mesh, PartitionSpec(ROWS))
@@ -71,8 +76,15 @@ class Teachers:
                 offload=offload,
             )
 
-    def score(self, rollout: Rollout, part: int = 0, parts: int = 1) -> TeacherSignal | None:
-        """As of `Scorer`. A row gets its teacher's signal or, of a mixture, the mixture's."""
+    def score(
+        self, rollout: Rollout, part: int = 0, parts: int = 1, rewards: RewardReport | None = None
+    ) -> TeacherSignal | None:
+        """As of `Teacher`. A row gets its teacher's signal or, of a mixture, the mixture's."""
+        if self._tell is not None:
+            assert rewards is not None, "the loop gives them to a teacher that gets feedback"
+            rollout, _ = self._tell(rollout, rewards.messages)
+        longest = self._config.teacher_prompt_tokens
+        rollout = as_the_teacher_reads(rollout, longest, self._devices.multiple)
         given = scored_part(rollout, part, parts, self._devices)
         if given is None:
             return None
@@ -136,7 +148,8 @@ class Teachers:
         heads = None
         if self._combines:
             current().enter(f"teacher.score.{COMBINE}")
-            heads = tuple(head(scorer.params) for scorer in self._scorers.values())
+            here = [scorer.params for scorer in self._scorers.values()]
+            heads = tuple(head(params) for params in here if params is not None)
         sequences, ids = jax.tree.map(lambda x: x[: given.live], (given.sequences, given.ids))
         alone = replace(sequences, group=1, room=None)
         alone = replace(alone, room=room_of(alone, self._devices))

@@ -1,5 +1,6 @@
 """The jitted programs of the actor: an optimizer update, the log-probs under the policy at the
-start of the batch, and the conversion of the weights for the rollout.
+start of the batch, and the conversion of the weights for the rollout or for a teacher that follows
+the policy.
 
 They hold no arrays, so that `aot` can compile them for a machine that is not present.
 """
@@ -19,9 +20,9 @@ from jax.typing import DTypeLike
 from jaxrl.algorithms.signals import completion_logprobs
 from jaxrl.config.schema import Config
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import Params, abstract_params, cast, unstack
+from jaxrl.models.decoder import Layout, Params, abstract_params, cast, head, unstack
 from jaxrl.models.kernels import target_of
-from jaxrl.models.rules import param_shardings
+from jaxrl.models.rules import head_sharding, param_shardings
 from jaxrl.roles.microbatch import micro_batch, rows_of_groups, split_rows
 from jaxrl.roles.optimizer import apply_changes, make_optimizer, state_shardings
 from jaxrl.sharding.axes import ROWS, TOKENS, row_shards
@@ -41,6 +42,9 @@ class TrainState:
     opt_state: Tree
     updates: jax.Array
     """Scalar int32: number of optimizer updates applied."""
+    ema: Tree = None
+    """The moving average of the parameters (`teacher.ema`) of self-distillation (OPSD, arXiv
+    2601.18734; SDFT, arXiv 2601.19897): stacked, float32. None: none is kept."""
 
 
 class ActorPrograms:
@@ -57,7 +61,8 @@ class ActorPrograms:
         """The parameters as `jax.ShapeDtypeStruct`s."""
         params = param_shardings(model, mesh)
         moments = state_shardings(self.optimizer, self.abstract, params, mesh)
-        self.shardings = TrainState(params, moments, self.everywhere)  # type: ignore[arg-type]
+        ema = params if config.keeps_ema else None
+        self.shardings = TrainState(params, moments, self.everywhere, ema)  # type: ignore[arg-type]
         """A sharding for each leaf of the state."""
         self.update = jax.jit(
             self._make_update(self.optimizer),
@@ -72,25 +77,34 @@ class ActorPrograms:
         """(parameters, batch, rows, group, room) -> [B, C] float32 log-probs of the completion
         tokens."""
         self.convert = self._make_convert()
-        """(some top-level entries of the parameters, dtype) -> the same entries in the dtype and
-        layout of the rollout, on the actor's mesh."""
+        """(some top-level entries of the parameters, dtype, layout: the rollout's by default) ->
+        the same entries in that dtype and layout, on the actor's mesh."""
+        self.copy_head = self._make_copy_head()
+        """Parameters -> the LM head [V, D] of a teacher that has them, in the teacher's dtype: a
+        copy, since updates donate the parameters."""
+        self.average = jax.jit(
+            lambda params: jax.tree.map(jnp.copy, cast(params, jnp.float32)), out_shardings=params
+        )
+        """Parameters -> their moving average before the first update: a copy in float32."""
 
     def abstract_state(self) -> TrainState:
         """The state as `jax.ShapeDtypeStruct`s with shardings."""
         opt_state = jax.eval_shape(self.optimizer.init, self.abstract)
         updates = jax.ShapeDtypeStruct((), jnp.int32)
+        ema = abstract_params(self.model, jnp.float32) if self.config.keeps_ema else None
         found: TrainState = jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            TrainState(self.abstract, opt_state, updates),  # type: ignore[arg-type]
+            TrainState(self.abstract, opt_state, updates, ema),  # type: ignore[arg-type]
             self.shardings,
         )
         return found
 
-    def differing(self, params: Params, dtype: jnp.dtype) -> Params:
-        """The top-level entries of the parameters whose dtype or layout differs in the rollout."""
-        if dtype != jnp.dtype(self.config.actor.param_dtype):
+    def differing(self, params: Params, dtype: jnp.dtype, layout: Layout | None = None) -> Params:
+        """The top-level entries of stacked parameters whose dtype or layout differs in the role
+        that gets them; None is the rollout's layout."""
+        if dtype != jax.tree.leaves(params)[0].dtype:
             return params
-        unstacked = self.config.rollout.layout == "unstacked"
+        unstacked = (layout or self.config.rollout.layout) == "unstacked"
         return {"layers": params["layers"]} if unstacked else {}
 
     @property
@@ -166,11 +180,17 @@ class ActorPrograms:
             return grads, sums, jax.tree.map(lambda x: x.max(0), maxima), each
 
         on_cpu = target_of(self.mesh.devices.flat).platform == "cpu"
+        decay = self.config.teacher.ema
 
         def apply(state: TrainState, grads: Tree) -> TrainState:
             changes, opt_state = optimizer.update(grads, state.opt_state, state.params)
             params = apply_changes(state.params, changes, self.config.seed, state.updates)
-            return TrainState(params, opt_state, state.updates + 1)
+            ema = state.ema and jax.tree.map(
+                lambda old, new: decay * old + (1 - decay) * new.astype(jnp.float32),
+                state.ema,
+                params,
+            )
+            return TrainState(params, opt_state, state.updates + 1, ema)
 
         def update(
             state: TrainState,
@@ -227,12 +247,20 @@ class ActorPrograms:
 
         return jax.jit(old, static_argnums=(3, 4), out_shardings=self.rows)
 
-    def _make_convert(self) -> jax.stages.Wrapped:
-        """The jitted conversion to the dtype and layout of the rollout."""
-        layout = self.config.rollout.layout
-        shardings = param_shardings(self.model, self.mesh, layout)
+    def _make_copy_head(self) -> jax.stages.Wrapped:
+        def copy_head(params: Params) -> jax.Array:
+            kernel = jnp.copy(head(params).astype(self.config.teacher.compute_dtype))
+            at = head_sharding(kernel.shape, self.mesh)
+            return jax.lax.with_sharding_constraint(kernel, at)
 
-        def convert(params: Params, dtype: DTypeLike) -> Params:
+        return jax.jit(copy_head)
+
+    def _make_convert(self) -> jax.stages.Wrapped:
+        """The jitted conversion to the dtype and layout of another role."""
+        own = self.config.rollout.layout
+
+        def convert(params: Params, dtype: DTypeLike, layout: Layout = own) -> Params:
+            shardings = param_shardings(self.model, self.mesh, layout)
             params = cast(params, dtype)
             params = params if layout == "stacked" else unstack(params)
             return {
@@ -240,7 +268,7 @@ class ActorPrograms:
                 for name, tree in params.items()
             }
 
-        return jax.jit(convert, static_argnums=1)
+        return jax.jit(convert, static_argnums=(1, 2))
 
 
 def _totals(batch: TrainBatch, rows: jax.Array) -> Totals:

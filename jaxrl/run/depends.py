@@ -24,7 +24,7 @@ def dependencies(job: Job) -> dict[str, str]:
     if student is not None:
         weights = config.needs_reference
         found[f"student.model={config.student.model}"] = digest_model(student, weights)
-    for name, teacher in job.teachers.items():
+    for name, teacher in {} if config.teacher_follows else job.teachers.items():
         key = "teacher" if config.teacher.model is not None else f"teachers.{name}"
         found[f"{key}.model={config.teacher_models[name]}"] = digest_model(teacher.path)
     if job.cache is not None:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 from jaxrl.checkpoint.source import ModelSource
 from jaxrl.config.schema import Config
-from jaxrl.data.encoder import PromptEncoder, few_shot
+from jaxrl.data.encoder import PromptEncoder, TeacherPrompt, few_shot
+from jaxrl.data.feedback import PLACES
 from jaxrl.data.source import Example, Keys, Source, open_source
 from jaxrl.data.stream import EvalSet, eval_sets
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
@@ -39,12 +40,21 @@ def pad_id(source: ModelSource, ends: tuple[int, ...]) -> int:
     return ends[0] if source.config.pad_id is None else source.config.pad_id
 
 
-def check_positions(config: Config, new_tokens: int, source: ModelSource, model: str) -> None:
-    """Raises UserError where the longest sequence exceeds the positions of a model."""
-    width = config.max_prompt_tokens + new_tokens
+def check_positions(
+    config: Config, new_tokens: int, source: ModelSource, model: str, teacher: bool = False
+) -> None:
+    """Raises UserError where the longest sequence exceeds the positions of a model.
+
+    Args:
+        teacher: the model reads the teacher's prompts.
+    """
+    own = teacher and config.teacher.max_prompt_tokens is not None
+    key = "teacher.max_prompt_tokens" if own else "max_prompt_tokens"
+    prompt = config.teacher_prompt_tokens if teacher else config.max_prompt_tokens
+    width = prompt + new_tokens
     if width > source.config.max_positions:
         raise UserError(
-            f"max_prompt_tokens={config.max_prompt_tokens} and max_new_tokens={new_tokens} make"
+            f"{key}={prompt} and max_new_tokens={new_tokens} make"
             f" {width} positions; {model} has {source.config.max_positions}: lower one of them"
         )
 
@@ -55,13 +65,23 @@ def keys(config: Config) -> Keys:
     return Keys(d.prompt_key, d.messages_key, d.completion_key, d.answer_key)
 
 
-def encoder(config: Config, tokenizer: Tokenizer, ends: tuple[int, ...]) -> PromptEncoder:
-    """How the rows of `data.train` and `data.eval` become tokens."""
+def encoder(
+    config: Config, tokenizer: Tokenizer, ends: tuple[int, ...], teacher: bool = False
+) -> PromptEncoder:
+    """How the rows of `data.train` and `data.eval` become tokens.
+
+    Args:
+        teacher: with the prompts that the teacher reads of them (`teacher.prompt`).
+    """
     d = config.data
     shots: tuple[Example, ...] = ()
     if d.few_shot is not None:
         source = open_source(d.few_shot, config.seed, "train", keys(config), "data.few_shot")
         shots = few_shot(source, d.few_shot_rows)
+    theirs = None
+    if teacher and config.teacher.prompt is not None:
+        late = PLACES if config.learns_from_rewards else {}
+        theirs = TeacherPrompt(config.teacher.prompt, config.teacher_prompt_tokens, late)
     return PromptEncoder(
         tokenizer,
         config.max_prompt_tokens,
@@ -71,6 +91,7 @@ def encoder(config: Config, tokenizer: Tokenizer, ends: tuple[int, ...]) -> Prom
         d.chat,
         shots,
         d.long_prompts,
+        theirs,
     )
 
 
@@ -90,6 +111,8 @@ def held_out_notes(config: Config, sets: Sequence[EvalSet], judge: Judge) -> lis
     or cut, and prompts without an answer that the verifier can judge by.
     """
     longer = f"longer than max_prompt_tokens={config.max_prompt_tokens}"
+    if config.teacher.prompt is not None and config.eval.teacher:
+        longer += f", or for the teacher {config.teacher_prompt_tokens},"
     notes = []
     for held_out in sets:
         name = f"data.eval.{held_out.name}" if held_out.name else "data.eval"

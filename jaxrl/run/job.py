@@ -125,7 +125,10 @@ class Job(Setup):
         limit = self.config.max_prompt_tokens
         first = f"data.train: {self.train.epoch_prompts} prompts"
         if self.train.dropped:
-            first += f"; {self.train.dropped} are longer than max_prompt_tokens={limit}: left out"
+            first += (
+                f"; {self.train.dropped} are longer than max_prompt_tokens={limit}"
+                f"{self.train.teacher_limit}: left out"
+            )
         if self.train.cut:
             first += f"; {self.train.cut} are longer than max_prompt_tokens={limit}: cut"
         return [first, *held_out_notes(self.config, self.held_out, self.judge), *self.notes]
@@ -162,25 +165,29 @@ def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
         vocab_size = check_remote(config, remote, tokenizer, student.config)
     _check_sizes(config, student, teachers, vocab_size)
     eos_ids = end_ids(student, tokenizer)
-    d, encode = config.data, encoder(config, tokenizer, eos_ids)
+    d, encode = config.data, encoder(config, tokenizer, eos_ids, teacher=True)
     source = open_source(d.train, config.seed, "train", keys(config))
     train = PromptStream(
         source, encode, config.batch_size, config.seed, d.shuffle, weights=d.weights
     )
     if method_of(config).reads_completions(config):
         train.check_completions()
-    held_out = held_out_sets(config, encode)
+    # Without evaluations of the teacher, its prompts decide nothing about the held-out sets; and
+    # where they are about attempts, it is evaluated with the student's.
+    own = config.eval.teacher and not config.teacher_gets_feedback
+    read = encode if own else replace(encode, teacher=None)
+    held_out = held_out_sets(config, read)
     prompts = [*train.batch(0), *(prompt for one in held_out for prompt in one.prompts)]
     notes: list[str | None] = []
     if config.learns_from_rewards:
         notes += _check_rewards(config, train, given or {})
-    for name, own in theirs.items():
+    for name, their_tokenizer in theirs.items():
         with _about(name, teachers):
-            check_same_prompts(tokenizer, own, prompts)
+            check_same_prompts(tokenizer, their_tokenizer, prompts)
     if cache is not None:
         digest = digest_model(teachers["teacher"].path) if teachers else None
-        read = train.rows(i for i in range(config.steps) if not on_policy(config, i))
-        notes += check_cache(config, cache, digest, vocab_size, read)
+        rows = train.rows(i for i in range(config.steps) if not on_policy(config, i))
+        notes += check_cache(config, cache, digest, vocab_size, rows)
         if not teachers and config.eval.teacher and held_out:
             notes.append("scores on disk answer nothing: the teacher's accuracy is not evaluated")
     if remote is not None:
@@ -296,7 +303,7 @@ def _check_sizes(
         for name, source in teachers.items()
     }
     for key, source in sources.items():
-        check_positions(config, longest, source, key)
+        check_positions(config, longest, source, key, teacher=key != "student.model")
     d = config.distill
     asked = {"distill.top_k": d.top_k} if d.signal in ("topk", "student_topk") else {}
     if d.entropy_aware:

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from jaxrl.algorithms.methods import method_of
 from jaxrl.algorithms.protocols import (
     ActorRole,
+    FollowingTeacherRole,
     GrouperRole,
     ReferenceRole,
     RewardRole,
@@ -27,6 +28,8 @@ from jaxrl.algorithms.protocols import (
 from jaxrl.algorithms.signals import Projection
 from jaxrl.checkpoint.source import ModelSource
 from jaxrl.config.schema import Config
+from jaxrl.data.feedback import with_feedback
+from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models.decoder import Layout
 from jaxrl.models.rules import head_sharding, param_shardings
 from jaxrl.plan import Plan
@@ -34,14 +37,15 @@ from jaxrl.plan.roles import TEMPLATE_TOKENS
 from jaxrl.process.compile_cache import enable_compile_cache
 from jaxrl.process.gpu_memory import worker_share
 from jaxrl.process.xla_flags import worker_environment
-from jaxrl.roles.actor import Actor
+from jaxrl.roles.actor import SENT_TO_TEACHER, Actor, Receiver
+from jaxrl.roles.following_teacher import FollowingTeacher
 from jaxrl.roles.grouper import Grouper
 from jaxrl.roles.reference import Reference
 from jaxrl.roles.reward import Reward, RewardModel
 from jaxrl.roles.reward_model import open_reward
 from jaxrl.roles.rollout import Sampler
 from jaxrl.roles.scorer import Scorer
-from jaxrl.roles.teacher import Teacher
+from jaxrl.roles.teacher import Teacher, Tell
 from jaxrl.roles.teachers import Teachers
 from jaxrl.run.conversion import converted_once
 from jaxrl.run.job import Setup, reward_functions
@@ -117,8 +121,9 @@ def _loads(setup: Setup, plan: Plan) -> list[tuple[str, ModelSource, str]]:
     found = [("reference", setup.student, str(config.reference.compute_dtype))]
     if setup.restore is None:
         found.append(("actor", setup.student, config.actor.param_dtype))
-    for source in setup.teachers.values():
-        found.append(("teacher", source, config.teacher.compute_dtype))
+    if not config.teacher_follows:
+        for source in setup.teachers.values():
+            found.append(("teacher", source, config.teacher.compute_dtype))
     starting = set(plan.runs) - set(config.lazy)
     return sorted((each for each in found if each[0] in starting), key=lambda each: each[0])
 
@@ -197,7 +202,8 @@ def make_actor(setup: Setup, meshes: Mapping[str, Mesh]) -> ActorRole:
     config, mesh = setup.config, meshes["actor"]
     method = method_of(config)
     frozen: dict[str, Tree] = {}
-    if config.learns_from_teacher and config.distill.signal == "hidden":
+    reads_head = config.learns_from_teacher and config.distill.signal == "hidden"
+    if reads_head and not config.teacher_follows:  # else the head is the actor's own
         frozen["teacher_head"] = _teacher_head(setup, mesh)
     receiver = meshes.get("rollout")  # elsewhere, where another process has it
     student = setup.student
@@ -213,6 +219,7 @@ def make_actor(setup: Setup, meshes: Mapping[str, Mesh]) -> ActorRole:
         receiver=receiver and param_shardings(student.config, receiver, config.rollout.layout),
         run_dir=setup.run_dir,
         restore=setup.restore,
+        teacher=_following(setup, meshes.get("teacher")),
     )
     verify_arrays("actor", (actor.state, frozen), mesh)
     return actor
@@ -238,6 +245,23 @@ def _teacher_head(setup: Setup, mesh: Mesh) -> jax.Array | tuple[jax.Array, ...]
     return tuple(found) if setup.config.teachers else found[0]
 
 
+def _following(setup: Setup, mesh: Mesh | None) -> Receiver | None:
+    """How a teacher that follows the policy takes its weights; None where no teacher does.
+
+    Args:
+        mesh: the teacher's; None where another process has it.
+    """
+    if not setup.config.teacher_follows:
+        return None
+    layout, dtype = _teacher_layout(setup), setup.config.teacher.compute_dtype
+    shardings = None if mesh is None else param_shardings(setup.student.config, mesh, layout)
+    return Receiver(layout, dtype, shardings, SENT_TO_TEACHER)
+
+
+def _teacher_layout(setup: Setup) -> Layout:
+    return "unstacked" if setup.teacher_samples else "stacked"
+
+
 def make_rollout_role(setup: Setup, meshes: Mapping[str, Mesh]) -> RolloutRole:
     layout = setup.config.rollout.layout
     return _sampler(setup, setup.student, meshes["rollout"], layout, params=None)
@@ -250,26 +274,37 @@ def make_teacher(setup: Setup, meshes: Mapping[str, Mesh]) -> TeacherRole | Serv
         if cache is not None:
             return CachedTeacher(config, cache, setup.vocab_size)
         return RemoteTeacher(config, setup.vocab_size)
-    mesh = meshes["teacher"]
-    layout: Layout = "unstacked" if setup.teacher_samples else "stacked"
+    mesh, layout = meshes["teacher"], _teacher_layout(setup)
+    dtype, limit = config.teacher.compute_dtype, config.teacher_prompt_tokens
     projection = Projection.of(config, mesh, setup.vocab_size)
     each = projection
     if projection.mixture is not None:
         each = replace(each, distill=config.distill.model_copy(update={"signal": "hidden"}))
     scorers, samplers = {}, {}
     for name, source in setup.teachers.items():
-        params = source.load(mesh, jnp.dtype(config.teacher.dtype), layout)
-        verify_arrays("teacher", params, mesh)
-        scorers[name] = Scorer(source.config, params, each)
+        params = None
+        if not config.teacher_follows:
+            params = source.load(mesh, jnp.dtype(dtype), layout)
+            verify_arrays("teacher", params, mesh)
+        scorers[name] = Scorer(source.config, params, each, limit)
         if setup.teacher_samples:
-            samplers[name] = _sampler(setup, source, mesh, layout, params=params)
-    role: TeacherRole
+            samplers[name] = _sampler(setup, source, mesh, layout, params=params, teacher=True)
+    tell: Tell | None = None
+    if config.teacher_gets_feedback:
+        tell = partial(with_feedback, tokenizer=_tokenizer(setup), max_tokens=limit)
     if config.teachers:
-        role = Teachers(config, projection, scorers, samplers, config.offload.frozen)
-    else:
-        only = scorers["teacher"]
-        role = Teacher(only, samplers.get("teacher"), config.offload.frozen)
-    return role if cache is None else CachedTeacher(config, cache, setup.vocab_size, role)
+        several: TeacherRole = Teachers(
+            config, projection, scorers, samplers, config.offload.frozen, tell
+        )
+        return several
+    scorer, sampler = scorers["teacher"], samplers.get("teacher")
+    if config.teacher_follows:
+        follower: FollowingTeacherRole = FollowingTeacher(
+            scorer, sampler, layout, dtype, config.offloads_follower, tell
+        )
+        return follower
+    teacher: TeacherRole = Teacher(scorer, sampler, config.offload.frozen, tell=tell)
+    return teacher if cache is None else CachedTeacher(config, cache, setup.vocab_size, teacher)
 
 
 def make_reference(setup: Setup, meshes: Mapping[str, Mesh]) -> ReferenceRole:
@@ -326,12 +361,20 @@ MAKERS: dict[str, Callable[[Setup, Mapping[str, Mesh]], object]] = {
 """Role -> (setup, the meshes of the roles that this process has) -> the role."""
 
 
+def _tokenizer(setup: Setup) -> Tokenizer:
+    packed = setup.tokenizer
+    return cloudpickle.loads(packed) if isinstance(packed, bytes) else packed
+
+
 def _sampler(
-    setup: Setup, source: ModelSource, mesh: Mesh, layout: Layout, params: Tree
+    setup: Setup,
+    source: ModelSource,
+    mesh: Mesh,
+    layout: Layout,
+    params: Tree,
+    teacher: bool = False,
 ) -> Sampler:
-    config, tokenizer = setup.config, setup.tokenizer
-    if isinstance(tokenizer, bytes):
-        tokenizer = cloudpickle.loads(tokenizer)
+    config, tokenizer = setup.config, _tokenizer(setup)
     return Sampler(
         config,
         source.config,
@@ -344,6 +387,7 @@ def _sampler(
         row_multiple=setup.row_multiple,
         vocab_size=setup.vocab_size,
         params=params,
+        teacher=teacher,
     )
 
 

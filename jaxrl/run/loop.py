@@ -4,7 +4,8 @@
         generate   rollouts = rollout.generate(prompts)
         score      scores   = teacher, reference, reward, grouper .score(rollouts)
         train      report   = actor.update(rollouts, scores)
-        publish    rollout.load(actor.publish(version)), and an evaluation when one is due
+        publish    rollout.load(actor.publish(version)), and an evaluation when one is due;
+                   to a teacher that follows the policy as well
 
 Calls return futures at once, and each worker executes its calls in order. The loop waits for
 nothing but the results of the previous batch, from which it writes that batch's row of metrics.
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxrl.algorithms.methods import method_of
-from jaxrl.algorithms.protocols import ActorRole, RolloutRole
+from jaxrl.algorithms.protocols import ActorRole, FollowingTeacherRole, RolloutRole
 from jaxrl.algorithms.schedule import SCHEDULES, Action, Schedule
 from jaxrl.algorithms.sources import Sources
 from jaxrl.checkpoint.writer import CheckpointWriter
@@ -55,8 +56,8 @@ class PendingRows:
 
     def __init__(self, reporter: Reporter):
         self.futures: dict[tuple[str, int], Future[Any]] = {}
-        """Keys: (`rollout` or `update`, batch), or (`publish`, `sync`, `eval` or `teacher`,
-        version)."""
+        """Keys: (`rollout` or `update`, batch), or (`publish`, `sync`, `eval`, `teacher`,
+        `teacher.publish` or `teacher.load`, version)."""
         self.scores: dict[int, dict[str, Sequence[Future[object]]]] = {}
         """Batch -> role -> one future for each part of its scores."""
         self.reported = -1
@@ -97,6 +98,7 @@ class PendingRows:
         """
         batch = [(kind, step - 1) for kind in ("rollout", "update")]
         keys = [*batch, ("publish", step), ("sync", step), ("eval", step), ("teacher", step)]
+        keys += [("teacher.publish", step), ("teacher.load", step)]
         taken = {key[0]: self.futures.pop(key) for key in keys if key in self.futures}
         for role, parts in self.scores.pop(step - 1, {}).items():
             taken |= {f"score.{role}.{i}": part for i, part in enumerate(parts[:-1])}
@@ -150,7 +152,8 @@ class Loop:
         samples = "teacher" in self.calls.roles and self.config.teacher.model is not None
         if self.config.eval.teacher and self.sources.held_out and samples:
             self._futures["teacher", 0] = self.sources.held_out_samples("teacher")
-        return Schedule(self.config.steps, SCHEDULES[self.config.schedule])
+        staleness, ahead = SCHEDULES[self.config.schedule], not self.config.teacher_follows
+        return Schedule(self.config.steps, staleness, scores_ahead=ahead)
 
     def _resume(self, resumed: Resumed) -> Schedule:
         step, staleness = resumed.step, SCHEDULES[self.config.schedule]
@@ -160,16 +163,23 @@ class Loop:
         self._rows.amend(step)
         for index, rollout in resumed.rollouts.items():
             self._futures["rollout", index] = done_future(rollout)
-        return Schedule.after(step, len(resumed.rollouts), self.config.steps, staleness)
+        in_flight, ahead = len(resumed.rollouts), not self.config.teacher_follows
+        return Schedule.after(step, in_flight, self.config.steps, staleness, ahead)
 
     def _generate(self, index: int) -> None:
         self._futures["rollout", index] = self._method.completions(self.sources, index)
 
     def _score(self, index: int) -> None:
-        early = self.sources.early_scores.pop(index, {})
+        rollout, scorers = self._futures["rollout", index], self._method.scorers(self.config)
+        found = dict(self.sources.early_scores.pop(index, {}))
+        if self.config.teacher_gets_feedback:
+            # Rewards first: where teacher and reward share a worker, it takes calls in order.
+            if "reward" not in found:
+                found["reward"] = self.sources.scores("reward", rollout)
+            rewards: Any = found["reward"][0]
+            found["teacher"] = self.sources.scores("teacher", rollout, rewards)
         self._rows.scores[index] = {
-            role: early.get(role) or self.sources.scores(role, self._futures["rollout", index])
-            for role in self._method.scorers(self.config)
+            role: found.get(role) or self.sources.scores(role, rollout) for role in scorers
         }
 
     def _train(self, index: int) -> None:
@@ -182,17 +192,22 @@ class Loop:
         self._rows.report(until=index - 1)
 
     def _publish(self, version: int, evaluate: bool = True) -> None:
-        """Sends new weights to the rollout, unless it will sample nothing with them."""
-        due = evaluate and self.sources.held_out and evaluates(self.config, version)
-        sampled = self._method.samples_policy(self.config) and version < self.config.steps
-        if not due and not sampled:
-            return
-        call, dtype = self.calls.call, self.config.rollout.compute_dtype
-        weights = call("actor", ActorRole.publish, version=version, dtype=dtype)
-        self._futures["publish", version] = weights
-        self._futures["sync", version] = call("rollout", RolloutRole.load, weights)
+        """Sends new weights to the rollout, unless it will sample nothing with them, and to a
+        teacher that follows the policy, unless no batch is left to score."""
+        due = evaluate and bool(self.sources.held_out) and evaluates(self.config, version)
+        left, call = version < self.config.steps, self.calls.call
+        if due or (left and self._method.samples_policy(self.config)):
+            dtype = self.config.rollout.compute_dtype
+            weights = call("actor", ActorRole.publish, version=version, dtype=dtype)
+            self._futures["publish", version] = weights
+            self._futures["sync", version] = call("rollout", RolloutRole.load, weights)
         if due:
             self._futures["eval", version] = self.sources.held_out_samples("rollout")
+        if left and self.config.teacher_follows:
+            weights = call("actor", ActorRole.publish_to_teacher, version=version)
+            self._futures["teacher.publish", version] = weights
+            loaded = call("teacher", FollowingTeacherRole.load, weights)
+            self._futures["teacher.load", version] = loaded
 
     def _save(self, step: int) -> None:
         """Requests a checkpoint of the state after `step` batches, without waiting for it."""

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 
 from jaxrl.checkpoint.writer import CheckpointWriter
+from jaxrl.data.batch import as_the_teacher_reads
+from jaxrl.data.feedback import with_feedback
 from jaxrl.models.packing import RowDevices
 from jaxrl.process.compilations import Compilations
 from jaxrl.roles.microbatch import scored_padding
@@ -74,7 +76,7 @@ class Reporter:
 
     def amend(self, step: int, futures: Futures) -> None:
         """What the last row, written before an interruption, lacks of these."""
-        row = self._sync(step, futures) | self._evaluation(futures)
+        row = self._syncs(step, futures) | self._evaluation(futures)
         last = self.metrics.last or {}
         lacking = {name: value for name, value in row.items() if name not in last}
         if lacking and last.get("step") == step:
@@ -90,7 +92,7 @@ class Reporter:
 
     def _before_training(self, futures: Futures) -> None:
         """Weights in place, accuracy of the student and of the teacher."""
-        row = self._sync(0, futures) | self._evaluation(futures)
+        row = self._syncs(0, futures) | self._evaluation(futures)
         if "teacher" in futures:
             samples = self.wait(futures["teacher"])
             teacher = evaluation_row(self.job.held_out, samples, self.job.judge)
@@ -101,7 +103,7 @@ class Reporter:
         rollout: Rollout = self.wait(futures["rollout"])
         trained: Trained = self.wait(futures["update"])  # so everything of the batch has ended
         row = self._batch(rollout, futures) | trained.metrics
-        row |= self._sync(step, futures) | self._evaluation(futures) | self._work(futures)
+        row |= self._syncs(step, futures) | self._evaluation(futures) | self._work(futures)
         row |= self._memory() | self._compilation() | self.checkpoint()
         row["data/epoch"] = step * self.job.config.batch_size / self.job.train.epoch_prompts
         if rollout.policy_version >= 0:
@@ -136,8 +138,11 @@ class Reporter:
                 row[f"time/{name}_s"] = sum(part.times.seconds for part in parts)
             read = rollout.policy_version < 0 and self.job.cache is not None
             if parts and role in self.scorers and not (role == "teacher" and read):
-                padding = scored_padding(rollout, len(parts), self.scorers[role])
-                row[f"{role}/padding"] = padding
+                devices, seen = self.scorers[role], rollout
+                if role == "teacher":
+                    seen, more = self._taught(rollout, futures, devices)
+                    row |= more
+                row[f"{role}/padding"] = scored_padding(seen, len(parts), devices)
         for key in ("score.reward", "score.grouper"):
             if key not in futures:
                 continue
@@ -147,11 +152,26 @@ class Reporter:
             row |= getattr(report, "metrics", {})
         return row
 
+    def _taught(
+        self, rollout: Rollout, futures: Futures, devices: RowDevices
+    ) -> tuple[Rollout, dict[str, float]]:
+        """The rollout as the teacher has read it, and the metrics of its prompts."""
+        config, row = self.job.config, {}
+        longest = config.teacher_prompt_tokens
+        if config.teacher_gets_feedback:
+            report = futures["score.reward"].result()
+            rollout, cut = with_feedback(rollout, report.messages, self.job.tokenizer, longest)
+            row["teacher/feedback_cut"] = float(cut)
+        lengths = [len(p.teacher_tokens) for p in rollout.prompts if p.teacher_tokens is not None]
+        if lengths:
+            row["teacher/prompt_tokens_mean"] = float(np.mean(lengths))
+        return as_the_teacher_reads(rollout, longest, devices.multiple), row
+
     def _work(self, futures: Futures) -> dict[str, float]:
         """What the calls of a row cost beside their own work: roles made, memory moved."""
         for key, future in futures.items():
             if future.times.made_s is not None:
-                role = _scored_by(key) or key
+                role = _scored_by(key) or key.removesuffix(".load")
                 self._notify(f"{role}: made on its first use, in {future.times.made_s:.1f} s")
         moves = [move for future in futures.values() for move in future.times.moves]
         if not moves:
@@ -165,6 +185,19 @@ class Reporter:
     def _notify(self, note: str) -> None:
         self.console.message(note)
         self.log(note)
+
+    def _syncs(self, version: int, futures: Futures) -> dict[str, float]:
+        """Of the weights that the rollout and, where it follows the policy, the teacher got."""
+        row = self._sync(version, futures)
+        if "teacher.load" in futures:
+            try:
+                taken: dict[str, float] = self.wait(futures["teacher.load"])
+            except Stopped:
+                return row
+            calls = (futures["teacher.publish"], futures["teacher.load"])
+            row["time/teacher_sync_s"] = sum(call.times.seconds for call in calls)
+            row["weights/teacher_sync_bytes"] = taken["weights/sync_bytes"]
+        return row
 
     def _sync(self, version: int, futures: Futures) -> dict[str, float]:
         """Both halves of a weight sync: what the actor sent, and what the rollout took."""

@@ -184,6 +184,12 @@ METRICS: dict[str, Metric] = {
     "actor/tokens": Metric("tokens", "completion tokens trained in one pass over the batch"),
     "actor/padding": Metric("fraction", "padding among the tokens that updates compute"),
     "teacher/padding": Metric("fraction", "padding among the tokens that the teacher computes"),
+    "teacher/prompt_tokens_mean": Metric(
+        "tokens", "mean length of the prompts that `teacher.prompt` makes"
+    ),
+    "teacher/feedback_cut": Metric(
+        "completions", "completions whose feedback or text was too long for the teacher's prompt"
+    ),
     "reference/padding": Metric("fraction", "padding among the tokens that the reference computes"),
     "rollout/completion_tokens_mean": Metric("tokens", "mean length of a completion, EOS included"),
     "rollout/truncated_fraction": Metric("fraction", "completions cut at max_new_tokens"),
@@ -198,9 +204,13 @@ METRICS: dict[str, Metric] = {
     "time/embed_s": Metric("s", "embedding the completions, loading the encoder included"),
     "time/update_s": Metric("s", "forward, backward and optimizer, all updates of the batch"),
     "time/weight_sync_s": Metric("s", "sending new weights to the rollout"),
+    "time/teacher_sync_s": Metric("s", "sending the policy or its moving average to the teacher"),
     "time/evaluate_s": Metric("s", "evaluation"),
     "weights/sync_bytes": Metric("bytes", "bytes copied in the weight sync, without shared arrays"),
     "weights/sync_gbps": Metric("GB/s", "sync_bytes over time/weight_sync_s, GB = 1e9 bytes"),
+    "weights/teacher_sync_bytes": Metric(
+        "bytes", "bytes copied in sending them to the teacher, without shared arrays"
+    ),
     "time/checkpoint_s": Metric(
         "s", "writing the newest finished checkpoint, while training continues"
     ),

@@ -55,6 +55,22 @@ def test_what_may_overlap():
 
 
 @pytest.mark.parametrize("staleness", SCHEDULES.values())
+def test_a_teacher_that_follows_scores_with_all_updates_before_the_batch(staleness):
+    """Also once the run resumes: the version that scores batch i is i."""
+    schedules = [Schedule(9, staleness, scores_ahead=False)]
+    schedules += [Schedule.after(5, staleness, 9, staleness, scores_ahead=False)]
+    for schedule in schedules:
+        published, scored = schedule.published, schedule.scored
+        for action in schedule:
+            if action.kind == "publish":
+                published = action.index
+            elif action.kind == "score":
+                assert action.index == scored == published
+                scored += 1
+        assert scored == 9
+
+
+@pytest.mark.parametrize("staleness", SCHEDULES.values())
 def test_continues_from_any_point(staleness):
     """The four counts are the whole state: a copy made anywhere goes on alike."""
     whole = actions(6, staleness)

@@ -45,7 +45,7 @@ def test_a_recipe_is_planned_as_the_page_says(recipe: tuple[str, str, int, int, 
     assert run.dry_run and run.base.own and placement.n_devices == gpus
     student, teacher = (
         None if model is None else DecoderConfig.from_hf(MODELS[model])
-        for model in (config.student.model, config.teacher.model)
+        for model in (config.student.model, config.teacher_model)
     )
     assert student is not None
     text = build(config, names, placement, student, teacher, Visible((), None)).text()

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from jaxrl.data.arithmetic import Arithmetic, score, solve, split_of
+from jaxrl.data.arithmetic import Arithmetic, correction, score, solve, split_of
 from jaxrl.errors import UserError
 
 TASKS = [
@@ -39,6 +39,25 @@ def test_solution_by_hand():
     assert solve([90, 12, 3, 4], "-*+", 99) == ["90-12*3+4", "90-36+4", "54+4", "58"]
     assert solve([1, 2, 9], "-+", 99) is None
     assert solve([60, 40, 9], "+-", 99) is None
+
+
+@pytest.mark.parametrize(
+    ("completion", "said"),
+    [
+        ("85-56=29", ""),
+        ("85-56=28", "85-56=29"),
+        ("85-56", "85-56=29"),
+        ("84-56=28", "37+48-56=85-56"),
+        ("", "37+48-56=85-56"),
+    ],
+)
+def test_the_first_wrong_step_is_corrected(completion, said):
+    assert correction("37+48-56=", completion) == said
+
+
+def test_what_is_no_sum_is_not_corrected():
+    assert correction("how much is 1+1?", "2") == correction("", "") == ""
+    assert correction("1-2=", "9") == ""  # no solution of the task is negative
 
 
 def test_the_splits_share_no_expression():

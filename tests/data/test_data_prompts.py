@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tiny_tokenizer import tiny_tokenizer
 from words import Words
@@ -13,12 +14,15 @@ from words import Words
 from jaxrl.config import keys as config_keys
 from jaxrl.config.cli import keys_help
 from jaxrl.config.schema import Config
-from jaxrl.data.encoder import PromptEncoder, few_shot
+from jaxrl.data.batch import make_rollout
+from jaxrl.data.encoder import PromptEncoder, TeacherPrompt, few_shot
 from jaxrl.data.example import Example
+from jaxrl.data.feedback import PLACES, with_feedback
 from jaxrl.data.rows import Keys
 from jaxrl.data.source import Source, open_source
 from jaxrl.data.stream import PromptStream, eval_sets
 from jaxrl.errors import UserError
+from jaxrl.types import Completion, Rollout
 
 CHAT = tiny_tokenizer()
 PLAIN = tiny_tokenizer(template=None, eos="<|endoftext|>")
@@ -325,3 +329,120 @@ def test_weights_are_as_many_as_the_sources():
         ("data.weights=[1, .inf]", "finite"),
     ):
         assert words in refused(two, override)
+
+
+# The teacher's prompts
+
+
+def taught(encoder: PromptEncoder, tokenizer: Any, example: Example) -> str:
+    prompt = encoder.encode(example, 0)
+    assert prompt is not None and prompt.teacher_tokens is not None
+    return tokenizer.decode(prompt.teacher_tokens)
+
+
+def test_a_template_takes_the_place_of_the_rows_text_and_nothing_else():
+    shots = (Example("q", "a"),)
+    row = Example("2+2=", "4", "four", {"hint": ["even", 1], "n": 3})
+    template = "{answer}|{completion}|{hint}|{n}|{{{prompt}}}"
+    filled = 'four|4|["even", 1]|3|{2+2=}'
+    own = TeacherPrompt(template, 400)
+    plain = PromptEncoder(PLAIN, 400, 8, few_shot=shots, teacher=own)
+    assert taught(plain, PLAIN, row) == "qa\n\n" + filled
+    chat = PromptEncoder(CHAT, 400, 8, system_prompt="S", few_shot=shots, teacher=own)
+    before = TURN.format("system", "S") + TURN.format("user", "q") + TURN.format("assistant", "a")
+    assert taught(chat, CHAT, row) == before + TURN.format("user", filled) + START
+    assert chat.encode(row, 0).text == "2+2="
+
+
+def test_in_a_chat_it_replaces_the_last_message_or_all_of_them():
+    turns = ({"role": "system", "content": "S"}, user("one"), user("two"))
+    row = Example(turns, answer="3")
+    last = PromptEncoder(CHAT, 400, 8, teacher=TeacherPrompt("{prompt} ({answer})", 400))
+    kept = TURN.format("system", "S") + TURN.format("user", "one")
+    assert taught(last, CHAT, row) == kept + TURN.format("user", "two (3)") + START
+    whole = PromptEncoder(CHAT, 400, 8, teacher=TeacherPrompt("{messages}\n\n{answer}", 400))
+    text = "system: S\n\nuser: one\n\nuser: two\n\n3"
+    assert taught(whole, CHAT, row) == TURN.format("user", text) + START
+
+
+@pytest.mark.parametrize("example", [Example("2+2="), Example((user("a"), user("2+2=")))])
+def test_the_template_of_the_prompt_alone_is_the_students_prompt(example):
+    encoder = PromptEncoder(CHAT, 400, 8, system_prompt="S", teacher=TeacherPrompt("{prompt}", 400))
+    prompt = encoder.encode(example, 0)
+    assert prompt.teacher_tokens == prompt.tokens
+
+
+def test_a_row_that_lacks_a_field_is_named_with_those_that_it_has(tmp_path):
+    rows = ({"prompt": "a", "answer": "1", "hint": "h"}, {"prompt": "b", "answer": None})
+    source = open_source([write(tmp_path / "x.jsonl", *rows)])
+    for template, error in (
+        ("{hnit}", r"x\.jsonl:1: teacher\.prompt names \{hnit\} \(did you mean hint\?\)"),
+        ("{answer}", r"x\.jsonl:2: teacher\.prompt names \{answer\}; the row has `prompt`"),
+        ("{messages}", r"names \{messages\}; the row has `hint`, `answer`, `prompt`"),
+    ):
+        encoder = PromptEncoder(PLAIN, 99, 8, teacher=TeacherPrompt(template, 99))
+        with pytest.raises(UserError, match=error):
+            PromptStream(source, encoder, 1, seed=0)
+
+
+def test_a_teachers_prompt_that_is_too_long_drops_the_row_also_one_that_is_cut(tmp_path):
+    texts = ("ab", "abcd", "abcdefghij")
+    source = open_source([write(tmp_path / "x.jsonl", *({"prompt": text} for text in texts))])
+    for ways, limit, kept, cut in (("drop", 3, 1, 0), ("cut", 5, 3, 1), ("cut", 4, 1, 0)):
+        own = TeacherPrompt("{prompt}!", limit)
+        encoder = PromptEncoder(PLAIN, 4, 8, long_prompts=ways, teacher=own)
+        stream = PromptStream(source, encoder, 1, seed=0)
+        assert (stream.epoch_prompts, stream.dropped, stream.cut) == (kept, 3 - kept, cut)
+        for prompt in (p for i in range(kept) for p in stream.batch(i)):
+            assert PLAIN.decode(prompt.teacher_tokens) == f"{prompt.text}!"
+
+
+def test_another_template_makes_other_training_data():
+    def fingerprint(teacher: TeacherPrompt | None) -> str:
+        encoder = PromptEncoder(PLAIN, 99, 8, teacher=teacher)
+        return PromptStream(Source([Words("a", "b")]), encoder, 1, 0).fingerprint
+
+    given = (None, TeacherPrompt("{prompt}", 99), TeacherPrompt("{prompt} ", 99))
+    assert len({fingerprint(teacher) for teacher in given}) == 3
+
+
+def attempts(prompts: list[Any], *texts: str) -> Rollout:
+    none = np.zeros(0, np.float32)
+    each = [Completion((1,), none, none, "stop", text) for text in texts]
+    groups = [each[i :: len(prompts)] for i in range(len(prompts))]
+    widths = {"max_prompt_tokens": 99, "max_new_tokens": 9}
+    return make_rollout(prompts, groups, policy_version=0, pad_id=0, **widths)
+
+
+@pytest.mark.parametrize("tokenizer", [PLAIN, CHAT])
+def test_feedback_and_attempt_are_those_of_each_completion(tokenizer):
+    template = TeacherPrompt("{prompt}?{attempt}!{feedback}.{hint}", 99, PLACES)
+    encoder = PromptEncoder(tokenizer, 99, 8, teacher=template)
+    prompt = encoder.encode(Example("q", columns={"hint": "{attempt}"}), 0)
+    assert prompt.teacher_tokens is None
+    rollout = attempts([prompt], "one", "{feedback}\0feedback\0")
+    seen, cut = with_feedback(rollout, ["bad", ""], tokenizer, 99)
+    texts = ["q?one!bad.{attempt}", "q?{feedback}\0feedback\0!.{attempt}"]
+    if tokenizer is CHAT:
+        texts = [TURN.format("user", text) + START for text in texts]
+    assert [tokenizer.decode(p.teacher_tokens) for p in seen.prompts] == texts
+    assert cut == 0 and seen.sequences is rollout.sequences
+
+
+def test_feedback_that_is_too_long_loses_its_end_and_no_row_is_lost():
+    template = TeacherPrompt("{prompt}?{attempt}!{feedback}.", 13, PLACES)
+    encoder = PromptEncoder(PLAIN, 99, 8, teacher=template)
+    prompts = [encoder.encode(Example("q"), 0)]
+    assert encoder.encode(Example("q" * 11), 0) is None  # without both it has 14 tokens
+    rollout = attempts(prompts, "ab", "abcdefgh")
+    seen, cut = with_feedback(rollout, ["123456789", "12"], PLAIN, 13)
+    texts = [PLAIN.decode(p.teacher_tokens) for p in seen.prompts]
+    assert texts == ["q?ab!1234567.", "q?abcdefg!12."] and cut == 2
+    assert max(len(p.teacher_tokens) for p in seen.prompts) <= 13
+
+
+def test_without_rewards_feedback_is_a_column_like_any_other():
+    encoder = PromptEncoder(PLAIN, 99, 8, teacher=TeacherPrompt("{feedback}{prompt}", 99))
+    assert taught(encoder, PLAIN, Example("q", columns={"feedback": "f"})) == "fq"
+    with pytest.raises(UserError, match=r"names \{feedback\}; the row has `prompt`"):
+        encoder.encode(Example("q"), 0)

@@ -292,6 +292,26 @@ def table(role, stage, fault, nth, schedule, told, ended, seconds):
         out.write(f"    {line}\n")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["actor=1,rollout+teacher=1", "actor+rollout+teacher=1"])
+def test_a_teacher_that_is_the_policy(models, cluster, tmp_path, undisturbed, mesh, capsys):
+    """The same bits as with threads. A pool without the actor is struck, and gets both versions
+    again: the rollout's and the teacher's."""
+    own = [f"mesh={mesh}", "teacher.model=policy", "teacher.ema=0.9", "actor.minibatches=2"]
+    own += ["teacher.prompt={answer};{prompt}", "data.eval=null"]
+    expected = undisturbed("one_step_off", *own)
+    strikes = [] if mesh.startswith("actor+") else ["teacher.score.kill.2"]
+    for strike in strikes:
+        ask_for(tmp_path, strike)
+    asked = ["launcher=ray", "schedule=one_step_off", *own]
+    result = run(models, tmp_path / "run", *asked)
+    told = capsys.readouterr().out
+    told_of = dict.fromkeys(strikes, r"worker rollout\+teacher .* died in teacher\.score")
+    is_undisturbed(result, expected, told_of, told, tmp_path)
+    shared = result.metrics[2]["weights/teacher_sync_bytes"] == 0  # the average, in one pool
+    assert shared == mesh.startswith("actor+")
+
+
 def parameters(run_dir):
     return load_model(run_dir / "final").params
 

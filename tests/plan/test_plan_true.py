@@ -76,6 +76,7 @@ class Programs:
     def __init__(self, shape: str, place_name: str, dtype: str = "float32", **changes: Any):
         config = parse(place_name, changes, dtype).with_dtypes("float32")
         student, teacher = SHAPES[shape]
+        teacher = student if config.teacher.model == "policy" else teacher
         placement = place(config.mesh, ROLES)
         limits = (None,) * len(placement.pools)
         roles = tuple(r for r in ROLES if r != "teacher" or config.learns_from_teacher)
@@ -174,6 +175,24 @@ def test_the_update_in_other_settings(changed: str, shape_name: str, place_name:
     ratio = programs.ratio("actor", "update")
     print(f"planned / measured: {ratio:.3f}")
     assert ratio == pytest.approx(1, abs=WITHIN)
+
+
+def test_a_teacher_that_is_the_policys_average_and_reads_another_prompt() -> None:
+    """The average beside the optimizer's state, what is sent of it; and the teacher's prompts, for
+    which a run is planned whose prompts are all as long as those."""
+    own = {"teacher.model": "policy", "teacher.ema": 0.9, "data.eval": "arithmetic"}
+    longer = {"teacher.prompt": "{answer}{prompt}", "teacher.max_prompt_tokens": 112}
+    programs = Programs("gqa", "one", **own, **longer)
+    taken = (("actor", "update"), ("actor", "convert for the teacher"), ("teacher", "score"))
+    ratios = {name: programs.ratio(role, name) for role, name in taken}
+    print(f"planned / measured: { {k: round(v, 3) for k, v in ratios.items()} }")
+    assert all(abs(ratio - 1) <= SCORES_WITHIN for ratio in ratios.values()), ratios
+    entries = programs.accounts["actor"].entries
+    (average,) = [entry.bytes for entry in entries if entry.name == "moving average"]
+    assert average == programs.accounts["rollout"].column("weights")  # float32, one device each
+    whole = Programs("gqa", "one", **own, max_prompt_tokens=112)
+    assert programs.accounts["teacher"] == whole.accounts["teacher"]
+    assert programs.accounts["rollout"] != whole.accounts["rollout"]
 
 
 @pytest.mark.parametrize(("shape_name", "place_name"), by_default(CASES, ("tied", "tensor")))

@@ -24,6 +24,7 @@ HERE = Path(__file__).parent.parent / "support" / "reward_functions.py"
 NAMES = (
     *("length", "arguments", "names", "as_numpy", "as_told", "trouble", "slow", "result"),
     *("waits", "blocks", "shares", "imported", "forks", "forks_awaited", "writes"),
+    "with_messages",
 )
 TIMEOUT = 1.0
 
@@ -50,6 +51,15 @@ def test_values_come_back_in_order(pool: RewardPool) -> None:
     assert judge(pool, "as_numpy", "abc", "d").values == [3, 1]
     assert judge(pool, "as_told", "true", "false", "else").values == [1, 0, None]
     assert judge(pool, "length").values == []
+
+
+def test_a_function_may_say_something_of_a_completion(pool: RewardPool) -> None:
+    texts = ["abcd", "", "e"] * 9
+    scores = judge(pool, "with_messages", *texts)
+    assert scores.values == [len(text) for text in texts] and not scores.failures
+    said = [scores.messages[i] for i in range(len(texts))]
+    assert said == [f"{text[:3]} has {len(text)}" if text else "" for text in texts]
+    assert not any(judge(pool, "length", "a", "b").messages.values())
 
 
 def test_a_function_that_forks_shifts_no_reward(pool: RewardPool) -> None:

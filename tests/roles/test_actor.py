@@ -17,9 +17,9 @@ from jaxrl.data.batch import pack
 from jaxrl.errors import RunError
 from jaxrl.losses.divergence import jsd
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import forward, head, init_params, logits
+from jaxrl.models.decoder import forward, head, init_params, logits, unstack
 from jaxrl.models.rules import param_shardings
-from jaxrl.roles.actor import Actor
+from jaxrl.roles.actor import Actor, Receiver
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import role_mesh
 from jaxrl.types import Rollout, Sequences, TeacherSignal, Totals, TrainBatch
@@ -66,7 +66,7 @@ def batch(rows=12, poison=False):
     return rollout, {"teacher": [TeacherSignal(hidden=jnp.asarray(hidden))]}
 
 
-def actor(cfg, m, tmp_path):
+def actor(cfg, m, tmp_path, teacher=None):
     teacher_head = 2.0 * jax.random.normal(jax.random.key(9), (48, 24))
     start, method = init_params(MODEL, jax.random.key(0)), method_of(cfg)
     return Actor(
@@ -82,6 +82,7 @@ def actor(cfg, m, tmp_path):
         frozen={"teacher_head": jax.device_put(teacher_head)},
         receiver=param_shardings(MODEL, m, "unstacked"),
         run_dir=tmp_path,
+        teacher=teacher,
     )
 
 
@@ -121,6 +122,60 @@ def test_the_step_is_the_gradient_of_the_dense_loss_over_the_global_count(refere
     norm = np.sqrt(sum(float(jnp.sum(g**2)) for g in jax.tree.leaves(grads)))
     assert report["actor/grad_norm"] == pytest.approx(norm, rel=1e-5)
     assert report["optimizer_step"] == 1
+
+
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+def test_the_moving_average_is_that_of_the_versions(param_dtype, tmp_path):
+    """w' = 0.75 w' + 0.25 w in float32, after each update that was applied and no other; what the
+    teacher gets is a cast of it."""
+    own = ["teacher.model=policy", "teacher.ema=0.75", "distill.signal=topk", "distill.top_k=8"]
+    cfg = config(*own, "teacher.dtype=bfloat16", f"actor.param_dtype={param_dtype}")
+    m = mesh(2, 1, 1)
+    one = actor(cfg, m, tmp_path, Receiver("unstacked", "bfloat16", None, "sent"))
+    versions = [jax.device_get(one.state.params)]
+    average = jax.tree.map(lambda x: x.astype(np.float32), versions[0])
+    assert_close(one.state.ema, average, 0)
+    for step in range(3):
+        one.update(*topk_batch(poison=step == 1), step=step)
+        versions.append(jax.device_get(one.state.params))
+        if step == 1:  # the gradient was not finite
+            assert_close(versions[-1], versions[-2], 0)
+        else:
+            new = jax.tree.map(lambda x: x.astype(np.float32), versions[-1])
+            average = jax.tree.map(lambda a, b: 0.75 * a + 0.25 * b, average, new)
+        assert_close(one.state.ema, average, 1e-7)
+    sent = one.publish_to_teacher(3)
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), one.state.ema)
+    assert_close(sent.params, unstack(narrow), 0)
+    with pytest.raises(RuntimeError, match="asked for version 2, the actor holds 3"):
+        one.publish_to_teacher(2)
+
+
+def topk_batch(poison):
+    rollout, _ = batch()
+    n, rng = len(rollout.sequences.tokens), np.random.default_rng(2)
+    logprobs = np.log(rng.dirichlet(np.ones(9), (n, 8))).astype(np.float32)
+    ids = np.argsort(rng.random((n, 8, 48)), -1)[..., :8].astype(np.int32)
+    tail = np.where(poison, np.nan, logprobs[..., 8])
+    signal = TeacherSignal(topk_ids=ids, topk_logprobs=logprobs[..., :8], tail_logprob=tail)
+    return rollout, {"teacher": [jax.tree.map(jnp.asarray, signal)]}
+
+
+@pytest.mark.parametrize("ema", [0.0, 0.5])
+def test_the_teachers_head_is_that_of_the_version_before_the_update(ema, tmp_path):
+    """In the teacher's dtype, and kept while the minibatches of a batch change the policy."""
+    own = ["teacher.model=policy", f"teacher.ema={ema}", "teacher.dtype=bfloat16"]
+    one = actor(config(*own, "actor.minibatches=2"), mesh(1, 1, 1), tmp_path)
+    for step in range(2):
+        before = jax.device_get(one.state.params if ema == 0 else one.state.ema)
+        rollout, scores = batch()
+        hidden = scores["teacher"][0].hidden[..., : MODEL.d_model]
+        one.update(rollout, {"teacher": [TeacherSignal(hidden=hidden)]}, step)
+        kept = np.asarray(one._frozen["teacher_head"])
+        assert kept.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(kept, np.asarray(head(before)).astype(kept.dtype))
+        after = np.asarray(head(one.state.params)).astype(kept.dtype)
+        assert (after != kept).any()
 
 
 @pytest.mark.parametrize("budget", [14, 56, 14 * 5])

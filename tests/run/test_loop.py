@@ -12,7 +12,7 @@ from jaxrl.algorithms.sources import Sources
 from jaxrl.config.schema import Config
 from jaxrl.run.calls import Calls
 from jaxrl.run.loop import Loop
-from jaxrl.runtime.local import LocalWorker
+from jaxrl.runtime.local import LocalWorker, done_future
 from jaxrl.runtime.worker import Stopped
 
 
@@ -97,13 +97,24 @@ class Saves:
         return found
 
 
-def run(*overrides, held_out=("q",), checkpoints=None, stop=None):
+class Follower(Recorder):
+    """Its scores say with which version."""
+
+    def publish_to_teacher(self, version):
+        return version
+
+    def score(self, rollout, part=0, parts=1):
+        self.log.append((f"{self.name}.score", rollout, self.version))
+        return ""
+
+
+def run(*overrides, held_out=("q",), checkpoints=None, stop=None, recorder=Recorder):
     """`stop`: where the run is asked to end, a `Stop`."""
     config = Config.load(None, ["steps=5", "eval.every=2", *overrides]).with_dtypes("cpu")
     log, rows, workers = [], Rows(), []
     for name in needed_roles(config):
         workers.append(LocalWorker(name))
-        role = Recorder(name, log) if stop is None else Stopping(name, log, stop)
+        role = recorder(name, log) if stop is None else Stopping(name, log, stop)
         workers[-1].start_role(name, lambda role=role: role, deadline=5).result()
     handles = {worker.name: worker.handle(worker.name) for worker in workers}
     checkpoints = checkpoints or Saves(every=10**9)
@@ -135,6 +146,20 @@ def test_weights_that_generate_are_those_of_the_bound(schedule):
     updates = [entry[1:] for entry in log if entry[0] == "update"]
     assert updates == [(i, i, {"teacher": [f"teacher of {i}, part 0"]}) for i in range(5)]
     assert [step for step, _ in rows] == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("sampled", [1, 0])
+def test_a_teacher_that_follows_scores_batch_i_with_version_i(schedule, sampled, monkeypatch):
+    """Whatever the schedule, and where the rollout gets no version because nothing is sampled."""
+    monkeypatch.setattr(Sources, "data_completions", lambda self, index: done_future(index))
+    follows = ["teacher.model=policy", f"schedule={schedule}"]
+    log, rows = run(*follows, f"distill.on_policy_fraction={sampled}", recorder=Follower)
+    scored = [entry[1:] for entry in log if entry[0] == "teacher.score"]
+    assert [version for _, version in scored] == list(range(5))
+    assert [step for step, futures in rows if "teacher.load" in futures] == list(range(5))
+    frozen, _ = run(*follows, "teacher.ema=1", recorder=Follower)
+    assert {entry[2] for entry in frozen if entry[0] == "teacher.score"} == {None}
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -21,6 +21,11 @@ def length(prompts, completions, **columns):
     return [len(c) for c in completions]
 
 
+def with_messages(prompts, completions):
+    """The length, with a message about completions that are not empty."""
+    return [(len(c), f"{c[:3]} has {len(c)}") if c else 0.0 for c in completions]
+
+
 def arguments(prompts, completions, answer, level=None, absent="default"):
     """1 where everything is as `test_rewards_pool` sends it."""
     rows = zip(prompts, completions, answer, level, strict=True)

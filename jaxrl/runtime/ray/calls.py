@@ -18,9 +18,13 @@ from jaxrl.runtime.worker import RunLost, Stopped, Times, leaves, replaced
 
 FETCH_S = 60.0
 """Longest wait for one bucket of arrays."""
-STATEFUL = {"rollout": "load"}
+STATEFUL = {"rollout": "load", "teacher": "load"}
 """Role -> the call that makes its state: the last one is sent again to a new process."""
-STAYS = {("actor", "publish"): "rollout", ("teacher", "score"): "actor"}
+STAYS = {
+    ("actor", "publish"): "rollout",
+    ("actor", "publish_to_teacher"): "teacher",
+    ("teacher", "score"): "actor",
+}
 """Call -> the one role that reads its result: in one pool with it, nothing leaves the process."""
 
 

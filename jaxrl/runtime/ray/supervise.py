@@ -54,8 +54,8 @@ class Supervisor:
         self._starter, self._sender, self._end = starter, sender, end
         self._restarts = 0
         """Since the last update of the policy."""
-        self._states: dict[int, RayFuture] = {}
-        """Pool -> the call that made its state, if it can be repeated."""
+        self._states: dict[tuple[int, str], RayFuture] = {}
+        """Pool and role -> the call that made its state, if it can be repeated."""
         self._threads = [threading.Thread(target=self._tend, name="supervisor", daemon=True)]
 
     def start(self) -> None:
@@ -171,7 +171,7 @@ class Supervisor:
                 future.times.moves = tuple(move.later(shift) for move in first.moves)
                 future.nbytes = sum(report.nbytes for report in future.reports.values())
             if STATEFUL.get(future.role) == future.method and not pool.trains:
-                self._states[pool.index] = future
+                self._states[pool.index, future.role] = future
             self._sender.remove(future)
             future.finish(error)
         if (future.role, future.method) == PROGRESS and error is None:
@@ -274,8 +274,8 @@ class Supervisor:
         if error is not None:
             raise error
         with self._sender.lock:
-            if pool.index in self._states:
-                self._sender.add(self._states.pop(pool.index).again())
+            for key in [key for key in self._states if key[0] == pool.index]:
+                self._sender.add(self._states.pop(key).again())
             pool.alive = True
         self._log(f"{pool.name} is back after {time.monotonic() - pool.born:.1f} s")
 

@@ -1,0 +1,52 @@
+"""How a role takes weights that the actor has published."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+import jax
+
+from jaxrl.formats.weights import path_string
+from jaxrl.models.decoder import Params
+from jaxrl.runtime.worker import phase
+from jaxrl.sharding.ledger import current
+from jaxrl.sharding.reshard import reshard
+from jaxrl.types import Tree, Weights
+
+
+def received(weights: Weights, shardings: Tree, sent: str) -> tuple[Params, dict[str, float]]:
+    """The weights in the receiver's shardings, and the metrics of the transfer. The caller has
+    freed the version before.
+
+    Args:
+        sent: their name in the ledger while they were on their way.
+    """
+    start = time.monotonic()
+    with phase(f"load version {weights.version}"):
+        params: Params = jax.block_until_ready(reshard(weights.params, shardings))
+        current().drop(sent)
+    seconds = weights.seconds + time.monotonic() - start
+    return params, {
+        "time/weight_sync_s": seconds,
+        "weights/sync_bytes": float(weights.nbytes),
+        "weights/sync_gbps": weights.nbytes / max(seconds, 1e-9) / 1e9,
+    }
+
+
+def check_fit(weights: Weights, expected: Mapping[str, str], role: str) -> None:
+    """Names, shapes and dtypes against those of the receiver's model (`described`)."""
+    found = described(weights.params)
+    for name in {**expected, **found}:
+        if found.get(name) != expected.get(name):
+            raise RuntimeError(
+                f"version {weights.version} does not fit the model of {role}:"
+                f" {name} is {found.get(name, 'missing')},"
+                f" it must be {expected.get(name, 'left out')}"
+            )
+
+
+def described(params: Tree) -> dict[str, str]:
+    """Path -> dtype and shape of each leaf."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return {path_string(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}

@@ -1,0 +1,239 @@
+"""Laws of self-distillation: the policy before training, the current policy or its moving average
+as the teacher, with a prompt of its own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from runs import SHORT, losses, numbers, save_model, weights
+from tiny_models import make_mesh, tiny_model
+
+from jaxrl import Config
+from jaxrl.algorithms.signals import Projection
+from jaxrl.config.schema import DistillConfig
+from jaxrl.data.arithmetic import correction
+from jaxrl.data.batch import as_the_teacher_reads, make_rollout
+from jaxrl.errors import UserError
+from jaxrl.models.decoder import forward, logits
+from jaxrl.roles.scorer import Scorer
+from jaxrl.train import train
+from jaxrl.types import Completion, Prompt
+
+POLICY = "teacher.model=policy"
+HINT = ["teacher.prompt={answer};{prompt}", "teacher.max_prompt_tokens=12"]
+ALONE = ["mesh=actor+rollout+teacher=1", "data.eval=null", "optimizer.learning_rate=0.01"]
+VOCABULARY = 264
+
+
+@pytest.fixture(scope="module")
+def student(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("models") / "student", 32, 1, 0, rows=VOCABULARY)
+
+
+def run(student, run_dir, *overrides):
+    given = [f"student.model={student}", *SHORT, *ALONE, f"run_dir={run_dir}", *overrides]
+    return train(Config.load("builtin:quickstart", given))
+
+
+def test_the_version_before_training_is_an_ordinary_teacher(student, tmp_path):
+    """With ema=1 and the student's own prompt: every number and weight, and no divergence at the
+    start."""
+    asked = ["data.eval=arithmetic", "distill.signal=topk", "distill.top_k=8"]
+    plain = run(student, tmp_path / "plain", f"teacher.model={student}", *asked)
+    own = run(student, tmp_path / "own", POLICY, "teacher.ema=1", "teacher.prompt={prompt}", *asked)
+    lengths = [row.pop("teacher/prompt_tokens_mean") for row in own.metrics[1:]]
+    assert all(5 < length < 10 for length in lengths)
+    assert numbers(own) == numbers(plain)
+    assert weights(own.run_dir) == weights(plain.run_dir)
+    assert abs(losses(own)[0]) < 1e-6 < losses(own)[1]
+
+
+def test_the_head_in_the_loss_is_that_of_the_version_that_scored(student, tmp_path):
+    """Hidden states with the actor's copy of the head against log-probs of every token, which need
+    no head: the same divergence under a lag, with several updates for each batch."""
+    asked = [POLICY, "teacher.ema=0.5", *HINT, "schedule=one_step_off", "actor.minibatches=2"]
+    asked += ["steps=3", "distill.jsd_beta=0.5"]
+    hidden = run(student, tmp_path / "hidden", *asked)
+    every = ["distill.signal=topk", f"distill.top_k={VOCABULARY}"]
+    topk = run(student, tmp_path / "topk", *asked, *every)
+    assert losses(hidden) == pytest.approx(losses(topk), rel=1e-4)
+    assert min(losses(hidden)) > 0.01
+
+
+def test_the_current_policy_with_its_own_prompt_teaches_nothing(student, tmp_path):
+    """The teacher is the policy after the batch before: with one update for each batch it is the
+    learner itself, and the divergence stays 0."""
+    asked = [POLICY, "actor.minibatches=1", "distill.signal=topk", "schedule=two_step_off"]
+    same = run(student, tmp_path / "run", *asked, "steps=3")
+    assert np.abs(losses(same)).max() < 1e-6
+
+
+def test_a_run_with_a_moving_average_resumes_bit_for_bit(student, tmp_path):
+    asked = [POLICY, "teacher.ema=0.9", *HINT, "schedule=two_step_off", "steps=5"]
+    asked += ["checkpoint.every=2", "distill.signal=topk", "distill.top_k=8"]
+    whole = run(student, tmp_path / "whole", *asked)
+    left = tmp_path / "left"
+    shutil.copytree(whole.run_dir, left)
+    shutil.rmtree(left / "final")
+    for step in (4, 5):
+        shutil.rmtree(left / "checkpoints" / str(step))
+    with pytest.raises(UserError, match=r"teacher\.ema: 0\.9 there, 0\.5 now"):
+        run(student, left, *asked, "teacher.ema=0.5")
+    resumed = run(student, left, *asked)
+    assert resumed.metrics[-1]["step"] == 5
+    assert numbers(resumed) == numbers(whole)
+    assert weights(resumed.run_dir) == weights(whole.run_dir)
+
+
+@pytest.mark.parametrize(("ema", "offloaded"), [(0, "params"), (0.9, "optimizer")])
+def test_what_the_teacher_shares_with_the_actor_is_offloaded_with_it(
+    student, tmp_path, ema, offloaded
+):
+    """In one pool, where actor and teacher may hold the same arrays: no bit changes."""
+    asked = [POLICY, f"teacher.ema={ema}", *HINT, "distill.signal=topk", "distill.top_k=8"]
+    plain = run(student, tmp_path / "plain", *asked)
+    moved = run(student, tmp_path / "moved", *asked, f"offload.{offloaded}=true")
+    assert plain.metrics[1]["weights/teacher_sync_bytes"] == 0
+    assert moved.metrics[2]["offload/to_host_bytes"] > 0
+    assert weights(moved.run_dir) == weights(plain.run_dir)
+    assert losses(moved) == losses(plain)
+
+
+def prompted(vocab, seed=0):
+    """Three prompts with two completions each, and for each prompt another one of the teacher."""
+    rng = np.random.default_rng(seed)
+
+    def tokens(n):
+        return tuple(rng.integers(0, vocab, n).tolist())
+
+    prompts = [Prompt(i, tokens(n), "", teacher_tokens=tokens(m)) for i, (n, m) in LENGTHS.items()]
+    none = np.zeros(0, np.float32)
+    completions = [
+        [Completion(tokens(n), none, none, "stop") for n in rng.integers(1, 7, 2)] for _ in prompts
+    ]
+    return make_rollout(
+        prompts, completions, policy_version=0, pad_id=0, max_prompt_tokens=9, max_new_tokens=8
+    )
+
+
+LENGTHS = {0: (3, 20), 1: (9, 1), 2: (1, 33)}
+"""Prompt -> tokens of the student's and of the teacher's."""
+
+
+@pytest.mark.parametrize("axes", [(1, 1, 1), (2, 1, 1), (1, 1, 1, 2)], ids=str)
+def test_the_teacher_scores_its_own_prompt_with_the_same_completion(axes):
+    """Log-probs of each completion's tokens, by a plain forward pass over one row at a time."""
+    config, params = tiny_model("qwen2", mesh := make_mesh(*axes))
+    rollout = prompted(config.vocab_size)
+    distill = DistillConfig(signal="sampled", jsd_beta=1.0)
+    projection = Projection(distill, mesh, config.vocab_size)
+    teacher = Scorer(config, params, projection, max_prompt_tokens=40)
+    parts = [teacher.score(rollout, part, 2) for part in range(2)]
+    scored = np.concatenate([np.asarray(part.token_logprobs) for part in parts if part])
+    _, alone = tiny_model("qwen2")
+    for row, (prompt, completion) in enumerate(
+        zip(rollout.prompts, rollout.completions, strict=True)
+    ):
+        tokens = jnp.asarray([*prompt.teacher_tokens, *completion.tokens])[None]
+        hidden = forward(config, alone, tokens, jnp.ones_like(tokens, bool))
+        logprobs = jax.nn.log_softmax(logits(alone, hidden))[0]
+        start = len(prompt.teacher_tokens)
+        expected = [float(logprobs[start + j - 1, t]) for j, t in enumerate(completion.tokens)]
+        np.testing.assert_allclose(scored[row, : len(expected)], expected, atol=2e-5)
+        assert not scored[row, len(expected) :].any()
+
+
+def test_the_teachers_rows_keep_completions_and_masks():
+    rollout = prompted(50)
+    seen = as_the_teacher_reads(rollout, 40)
+    own, c = rollout.sequences, rollout.sequences.loss_mask.shape[1]
+    np.testing.assert_array_equal(seen.sequences.tokens[:, -c:], own.tokens[:, -c:])
+    np.testing.assert_array_equal(seen.sequences.loss_mask, own.loss_mask)
+    for row, prompt in enumerate(rollout.prompts):
+        mask = seen.sequences.mask[row, :-c]
+        assert tuple(seen.sequences.tokens[row, :-c][mask]) == prompt.teacher_tokens
+        assert mask[-len(prompt.teacher_tokens) :].all()  # left-padded
+
+
+@pytest.mark.parametrize(
+    ("overrides", "error"),
+    [
+        (["teacher.model=x", "teacher.ema=0.5"], "ema=0.5 averages the weights of the policy"),
+        ([POLICY, "teacher.max_prompt_tokens=9"], "set prompt, or max_prompt_tokens=null"),
+        (["teacher.address=h:1", "teacher.prompt={prompt}"], "prompt needs a teacher of the run"),
+        ([POLICY, "teacher.prompt={prompt"], "expected '}' before end of string"),
+        ([POLICY, r"teacher.prompt=\boxed{}"], "names no field: write {NAME}"),
+        (
+            [POLICY, "distill.seq_kd=true", "distill.on_policy_fraction=0"],
+            "samples from a teacher that stays the same: set teacher.ema=1",
+        ),
+        (
+            ["teacher.model=null", "teacher.prompt={prompt}", "algorithm=sft"],
+            "algorithm=sft has no teacher: set teacher.prompt=null",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(overrides, error):
+    with pytest.raises(UserError) as refused:
+        Config.load(None, ["student.model=s", "data.train=arithmetic", *overrides])
+    assert error in str(refused.value)
+
+
+def test_a_template_that_names_no_column_is_refused_before_a_weight_is_read(student, tmp_path):
+    with pytest.raises(UserError, match=r"teacher\.prompt names \{anser\} \(did you mean answer"):
+        run(student, tmp_path / "run", POLICY, "teacher.prompt={anser}{prompt}")
+    assert not (tmp_path / "run").exists()
+
+
+def test_rows_whose_hint_is_too_long_are_left_out_and_counted(student, tmp_path, capsys):
+    data = tmp_path / "train.jsonl"
+    hints = ["x" * n for n in (1, 2, 3, 30, 40)]
+    data.write_text("".join(f'{{"prompt": "1+1=", "hint": "{hint}"}}\n' for hint in hints))
+    asked = [f"data.train={data}", "teacher.prompt={hint}{prompt}", "teacher.max_prompt_tokens=10"]
+    asked += ["steps=1", "distill.signal=topk", "distill.top_k=8", "batch_size=3"]
+    result = run(student, tmp_path / "run", POLICY, *asked)
+    note = "data.train: 3 prompts; 2 are longer than max_prompt_tokens=24, or for the teacher 10"
+    assert note in capsys.readouterr().out
+    assert result.metrics[1]["teacher/prompt_tokens_mean"] == 6.0
+
+
+REWARDED = ["algorithm=gspo", "reward.functions=[auto]", "reward.workers=1", "group_size=2"]
+REWARDED += ["distill_weight=1", "logging.samples=99", "steps=1"]
+
+
+@pytest.mark.parametrize("more", [[], ["policy.dynamic_sampling=refill", "policy.max_refills=1"]])
+def test_a_teacher_is_told_what_was_wrong_with_each_attempt(student, tmp_path, more):
+    """Its prompts have the verifier's correction of the very completion that it scores."""
+    own = [POLICY, "teacher.prompt={feedback};{attempt}\n{prompt}", "teacher.max_prompt_tokens=99"]
+    result = run(student, tmp_path / "run", *REWARDED, *own, *more)
+    lines = (result.run_dir / "samples.jsonl").read_text().splitlines()
+    samples = [sample for sample in map(json.loads, lines) if sample["split"] == "train"]
+    assert len(samples) == 12 and len({sample["completion"] for sample in samples}) > 6
+    texts = [
+        f"{correction(sample['prompt'], sample['completion'])};{sample['completion']}\n"
+        + sample["prompt"]
+        for sample in samples
+    ]
+    assert not any(text.startswith(";") for text in texts)  # a random model solves none
+    row = result.metrics[1]
+    mean = np.mean([len(text.encode()) for text in texts])
+    assert row["teacher/prompt_tokens_mean"] == pytest.approx(mean)
+    assert row["teacher/feedback_cut"] == 0
+    assert row["distill/divergence"] > 0.01
+
+
+def test_feedback_changes_what_the_teacher_says_and_the_policy_learns_it(student, tmp_path):
+    """With the feedback the divergence of the same policy is not 0, without it it is."""
+    asked = [*REWARDED, POLICY, "policy_weight=0", "actor.minibatches=1", "distill.signal=topk"]
+    found = {}
+    for name, template in (("with", "{feedback}{prompt}"), ("without", "{prompt}")):
+        given = [f"teacher.prompt={template}", "teacher.max_prompt_tokens=40"]
+        found[name] = run(student, tmp_path / name, *asked, *given).metrics[1]
+    assert abs(found["without"]["distill/divergence"]) < 1e-6
+    assert found["with"]["distill/divergence"] > 0.01
+    assert found["with"]["reward/mean"] == found["without"]["reward/mean"]
