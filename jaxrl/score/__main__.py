@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxrl.config import cli
 from jaxrl.config import keys as config_keys
-from jaxrl.config.schema import Config
+from jaxrl.config.schema import POLICY, Config
 from jaxrl.config.yaml_text import assignments
 from jaxrl.errors import UserError
 from jaxrl.process.interrupt import ASKING
@@ -66,7 +66,20 @@ def config_of(arguments: Namespace) -> Config:
     given |= {"algorithm": "gkd", "distill.on_policy_fraction": 0.0, "distill.jsd_beta": 1.0}
     given |= {"teacher.address": None, "teacher.cache": None, "teacher.lazy": False}
     given |= {"data.eval": None, "profile.steps": None}
-    return Config.load(arguments.config, given)
+    config = Config.load(arguments.config, given)
+    if config.teachers:
+        raise UserError(
+            f"teachers={', '.join(config.teachers)}: scores are stored of one teacher at a time:"
+            " set teachers={} and name it by --teacher"
+        )
+    if config.teacher.model == POLICY or config.teacher.prompt is not None:
+        key = "model" if config.teacher.model == POLICY else "prompt"
+        raise UserError(
+            f"teacher.{key}={getattr(config.teacher, key)}: scores are stored of a model that stays"
+            " the same and reads the student's prompts: set teacher.model to it, and"
+            " teacher.prompt=null"
+        )
+    return config
 
 
 def _parser() -> cli.Parser:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import resource
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -589,3 +590,18 @@ def test_bfloat16_lies_on_disk_as_it_is(tiny: Any, rollout: Rollout, tmp_path: P
     assert found is not None and found.hidden.dtype == jnp.bfloat16
     real = rollout.sequences.loss_mask
     np.testing.assert_array_equal(found.hidden[real], values[real])
+
+
+@pytest.mark.parametrize(
+    ("key", "error"),
+    [
+        ("teachers={a: builtin:teacher}", "teachers=a: scores are stored of one teacher"),
+        ("teacher.model=policy", "teacher.model=policy: scores are stored of a model that stays"),
+        ("teacher.prompt={prompt}!", "teacher.prompt={prompt}!: scores are stored of a model"),
+    ],
+)
+def test_only_one_model_with_the_student_s_prompts_is_scored(key, error):
+    keys = ["student.model=builtin:student", "data.train=d.jsonl", key]
+    teacher = [] if "teacher.prompt" not in key else ["--teacher", "builtin:teacher"]
+    with pytest.raises(UserError, match=re.escape(error)):
+        config_of(_parser().parse(["--out", "s", *teacher, *keys]))
