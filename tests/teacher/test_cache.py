@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runs import CONSTANT, MESH, SHORT, save_model, weights
+from runs import CONSTANT, MESH, SHORT, save_model, start, weights
 from tiny_models import make_mesh, tiny_model
 
 from jaxrl import Config, train
@@ -341,6 +341,19 @@ def test_a_mixed_run_asks_the_live_teacher_about_the_students_samples_only(
     coin = Config.load(None, keys(desk, *mixed))
     wanted = [i for i in range(4) if on_policy(coin, i)]
     assert 0 < len(wanted) < 4 and [rollout.policy_version for rollout in asked] == wanted
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_processes_read_what_threads_read(desk: Path, tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    scored(desk, tmp_path / "c")
+    mixed = [MESH, "distill.on_policy_fraction=0.5", f"teacher.cache={tmp_path / 'c'}", live(desk)]
+    expected = run(desk, tmp_path / "local", *mixed)
+    process = start(keys(desk), tmp_path / "ray", *OFF, *mixed, "launcher=ray")
+    told, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, told
+    assert weights(tmp_path / "ray") == expected
 
 
 def test_the_teachers_samples_are_read_like_those_of_the_live_one(
