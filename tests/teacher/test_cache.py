@@ -49,6 +49,7 @@ from jaxrl.teacher.cache import (
 )
 from jaxrl.teacher.cached import CachedTeacher
 from jaxrl.teacher.protocol import Options
+from jaxrl.telemetry.metrics import read_metrics
 from jaxrl.types import Completion, Prompt, Rollout, TeacherSignal
 
 V, K = 64, 4
@@ -341,6 +342,8 @@ def test_a_mixed_run_asks_the_live_teacher_about_the_students_samples_only(
     coin = Config.load(None, keys(desk, *mixed))
     wanted = [i for i in range(4) if on_policy(coin, i)]
     assert 0 < len(wanted) < 4 and [rollout.policy_version for rollout in asked] == wanted
+    computed = ["teacher/padding" in row for row in read_metrics(tmp_path / "read")[1:]]
+    assert computed == [i in wanted for i in range(4)]
 
 
 @pytest.mark.ray
@@ -366,6 +369,9 @@ def test_the_teachers_samples_are_read_like_those_of_the_live_one(
     expected = run(desk, tmp_path / "live", live(desk), *kind, "steps=2", MESH)
     read = ["teacher.model=null", f"teacher.cache={tmp_path / 'c'}", "mesh=actor=2,rollout=1"]
     assert run(desk, tmp_path / "read", *kind, "steps=2", *read) == expected
+    for name, sampled in (("live", True), ("read", False)):
+        for row in read_metrics(tmp_path / name)[1:]:
+            assert (row["tokens/generated"] > 0) == sampled
 
 
 class Killed(BaseException):
