@@ -122,7 +122,8 @@ class Reporter:
     def _batch(self, rollout: Rollout, futures: Futures) -> dict[str, float]:
         lengths = [len(completion.tokens) for completion in rollout.completions]
         cut = [completion.finish_reason == "length" for completion in rollout.completions]
-        sampled = rollout.policy_version >= 0 or self.job.config.distill.seq_kd
+        read = rollout.policy_version < 0 and self.job.cache is not None
+        sampled = rollout.policy_version >= 0 or (self.job.config.distill.seq_kd and not read)
         row = {
             "policy_version": float(rollout.policy_version),
             "rollout/completion_tokens_mean": float(np.mean(lengths)),
@@ -136,7 +137,6 @@ class Reporter:
             parts = [future for key, future in futures.items() if _scored_by(key) == role]
             if parts:
                 row[f"time/{name}_s"] = sum(part.times.seconds for part in parts)
-            read = rollout.policy_version < 0 and self.job.cache is not None
             if parts and role in self.scorers and not (role == "teacher" and read):
                 devices, seen = self.scorers[role], rollout
                 if role == "teacher":

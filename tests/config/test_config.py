@@ -291,6 +291,13 @@ def test_bad_values_name_the_key_the_value_and_the_limit(
             )
         ),
         (
+            ["distill.signal=sampled", "distill.jsd_beta=1", "distill.on_policy_fraction=0.5"],
+            [
+                *("distill.signal=sampled", "distill.jsd_beta=1", "distill.seq_kd=true"),
+                "distill.on_policy_fraction=0.5",
+            ],
+        ),
+        (
             ["distill.signal=topk", "distill.top_k=8", "distill.entropy_aware=true"],
             ["distill.signal=topk", "distill.top_k=16", "distill.entropy_aware=true"],
         ),

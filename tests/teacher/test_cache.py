@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runs import CONSTANT, MESH, SHORT, save_model, weights
+from runs import CONSTANT, MESH, SHORT, save_model, start, weights
 from tiny_models import make_mesh, tiny_model
 
 from jaxrl import Config, train
@@ -50,6 +50,7 @@ from jaxrl.teacher.cache import (
 )
 from jaxrl.teacher.cached import CachedTeacher
 from jaxrl.teacher.protocol import Options
+from jaxrl.telemetry.metrics import read_metrics
 from jaxrl.types import Completion, Prompt, Rollout, TeacherSignal
 
 V, K = 64, 4
@@ -342,6 +343,21 @@ def test_a_mixed_run_asks_the_live_teacher_about_the_students_samples_only(
     coin = Config.load(None, keys(desk, *mixed))
     wanted = [i for i in range(4) if on_policy(coin, i)]
     assert 0 < len(wanted) < 4 and [rollout.policy_version for rollout in asked] == wanted
+    computed = ["teacher/padding" in row for row in read_metrics(tmp_path / "read")[1:]]
+    assert computed == [i in wanted for i in range(4)]
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_processes_read_what_threads_read(desk: Path, tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    scored(desk, tmp_path / "c")
+    mixed = [MESH, "distill.on_policy_fraction=0.5", f"teacher.cache={tmp_path / 'c'}", live(desk)]
+    expected = run(desk, tmp_path / "local", *mixed)
+    process = start(keys(desk), tmp_path / "ray", *OFF, *mixed, "launcher=ray")
+    told, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, told
+    assert weights(tmp_path / "ray") == expected
 
 
 def test_the_teachers_samples_are_read_like_those_of_the_live_one(
@@ -354,6 +370,9 @@ def test_the_teachers_samples_are_read_like_those_of_the_live_one(
     expected = run(desk, tmp_path / "live", live(desk), *kind, "steps=2", MESH)
     read = ["teacher.model=null", f"teacher.cache={tmp_path / 'c'}", "mesh=actor=2,rollout=1"]
     assert run(desk, tmp_path / "read", *kind, "steps=2", *read) == expected
+    for name, sampled in (("live", True), ("read", False)):
+        for row in read_metrics(tmp_path / name)[1:]:
+            assert (row["tokens/generated"] > 0) == sampled
 
 
 class Killed(BaseException):
