@@ -49,6 +49,8 @@ class Sources:
     early_scores: dict[int, dict[str, Sequence[Future[object]]]] = field(default_factory=dict)
     """Batch index -> role -> scores that were computed while the batch was being sampled (dynamic
     sampling)."""
+    evaluates_teacher: bool = False
+    """Whether the teacher's own accuracy is measured before the first step."""
 
     def student_samples(self, index: int, attempt: int = 0) -> Future[Rollout]:
         """Completions of batch `index` by the policy; a further attempt samples prompts that no

@@ -89,6 +89,8 @@ class Job(Setup):
     train: PromptStream
     held_out: tuple[EvalSet, ...]
     judge: Verifier
+    evaluates_teacher: bool = False
+    """The teacher's own accuracy is measured before the first step."""
     notes: tuple[str, ...] = ()
     """What could not be checked."""
     cache: ScoreCache | None = None
@@ -198,7 +200,7 @@ def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
     if config.data.teacher_key is not None:
         for where, example in train.examples():
             row_weights(config, example.columns, where)
-    own_accuracy, why = _teacher_evaluated(config, held_out)
+    evaluates, why = _evaluates_teacher(config, teachers, held_out)
     notes.append(why)
     return Job(
         config=config,
@@ -208,7 +210,8 @@ def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
         vocab_size=vocab_size,
         eos_ids=eos_ids,
         pad_id=pad_id(student, eos_ids),
-        teacher_samples=bool(teachers) and (config.distill.seq_kd or own_accuracy),
+        teacher_samples=bool(teachers) and (config.distill.seq_kd or evaluates),
+        evaluates_teacher=evaluates,
         opens_thought=decode(tokenizer, prompts[0].tokens).rstrip().endswith("<think>"),
         given=given or {},
         train=train,
@@ -280,9 +283,12 @@ def _about(name: str, teachers: Mapping[str, ModelSource]) -> Iterator[None]:
         raise UserError(f"teachers.{name}: {error}") from error
 
 
-def _teacher_evaluated(config: Config, held_out: Sequence[EvalSet]) -> tuple[bool, str | None]:
-    """Whether the teacher's own accuracy is evaluated, and a note if it is asked for and is not."""
-    if not (config.eval.teacher and held_out):
+def _evaluates_teacher(
+    config: Config, teachers: Mapping[str, ModelSource], held_out: Sequence[EvalSet]
+) -> tuple[bool, str | None]:
+    """Whether the teacher's own accuracy is measured, and a note if several teachers are asked for
+    it and cannot say."""
+    if not (config.eval.teacher and held_out and teachers):
         return False, None
     if config.mixture is not None:
         return False, f"the teachers' {config.mixture} mixture only scores: its accuracy is unknown"

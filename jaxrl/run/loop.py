@@ -149,8 +149,7 @@ class Loop:
 
     def _start(self) -> Schedule:
         self._publish(0)
-        samples = "teacher" in self.calls.roles and self.config.teacher.model is not None
-        if self.config.eval.teacher and self.sources.held_out and samples:
+        if self.sources.evaluates_teacher:
             self._futures["teacher", 0] = self.sources.held_out_samples("teacher")
         staleness, ahead = SCHEDULES[self.config.schedule], not self.config.teacher_follows
         return Schedule(self.config.steps, staleness, scores_ahead=ahead)

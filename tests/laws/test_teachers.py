@@ -250,3 +250,12 @@ def test_what_does_not_fit_is_refused_before_anything_is_loaded(models, tmp_path
     rows.write_text('{"prompt": "a", "answer": "1", "kind": {"math": -1}}\n')
     text = refused(f"data.train={rows}", "data.teacher_key=kind", "distill.mixture=arithmetic")
     assert "{'math': -1}" in text and "at least 0" in text
+
+
+def test_a_mixture_s_own_accuracy_is_not_measured(models, tmp_path):
+    both = teachers(models, math="math", code="code")
+    keys = [f"data.eval={models['rows']}", "data.verifier=exact", "eval.teacher=true"]
+    result, _ = run(models, tmp_path / "run", both, *keys, "steps=1")
+    assert "eval/accuracy" in result.metrics[0] and "teacher/accuracy" not in result.metrics[0]
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "arithmetic mixture only scores" in log

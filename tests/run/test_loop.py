@@ -126,6 +126,7 @@ def run(*overrides, held_out=("q",), checkpoints=None, stop=None, recorder=Recor
         calls.call,
         calls.wait,
         held_out,
+        evaluates_teacher=bool(held_out) and config.eval.teacher,
     )
     trained = Loop(sources, calls, rows, checkpoints).run()
     assert checkpoints.begun is not None  # waits for those that were not cancelled
