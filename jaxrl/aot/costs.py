@@ -42,7 +42,8 @@ ASSUMED = (
     f"assumed: matrix products reach {PRODUCTS:.0%} of the data sheet's figure for 16-bit floats,"
     f" memory {MEMORY:.0%}, links {LINKS:.0%};",
     "every prompt and completion is as long as the config allows;",
-    "weights gathered by fsdp come while layers compute; what tensor and context send does not;",
+    "what fsdp gathers and scatters travels while layers compute; what tensor and context send does"
+    " not;",
     "reward models, encoders and samples of the teacher are not counted",
 )
 """Lines: what `stage_costs` takes for granted."""

@@ -36,8 +36,11 @@ INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*)$")
 COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 CALLED = re.compile(r"(?:body|condition|calls|to_apply|async_execution_thread)=%?([\w.\-]+)")
 TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+OPERAND = re.compile(r"%([\w.\-]+)")
 TARGET = re.compile(r'custom_call_target="([^"]+)"')
-WORK = ("fusion", "custom-call", "dot", "convolution", "call")
+PRODUCTS = ("custom-call", "dot", "convolution", "call")
+"""Matrix products and kernels, or what holds such."""
+UPDATE = "dynamic-update-slice"
 ATTENTION = {
     "__cudnn$fmha": "cuDNN's flash attention",
     "tpu_custom_call": "a TPU kernel (Pallas)",
@@ -65,9 +68,10 @@ class Collective:
     calls: int
     """In one call of the program, those in loops counted as often as they run."""
     bytes: int
-    """On a device: of the larger of operand and result, over all of these."""
+    """On a device: of the larger of operands and results, over all of these."""
     overlapped: int
-    """Of the bytes, those of collectives that computation runs beside."""
+    """Of the bytes, those of collectives beside which a product or a kernel runs, or fusions that
+    write as many bytes: adding up a scalar hides nothing."""
 
     def sent(self, kind: str, devices: int) -> float:
         """Bytes that a device sends, where `devices` take part: each has its own share already, and
@@ -95,17 +99,20 @@ def read(text: str) -> Compiled:
     found: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
     gathers: dict[str, int] = {}
     for name, lines in computations.items():
+        held = {line.name: sum(_arrays(line.result)) for line in lines}
         for at, line in enumerate(lines):
             kind = line.kind.removesuffix("-start")
             if kind not in KINDS or trips.get(name, 0) == 0:
                 continue
-            size = max(_arrays(line.result), default=0)
+            size = _larger(line, held)
             times = trips[name]
             each = found[kind]
             each[0] += times
             each[1] += times * size
-            if line.kind.endswith("-start") and _works_beside(line, lines[at + 1 :]):
-                each[2] += times * size
+            if line.kind.endswith("-start"):
+                beside = _beside(line, lines[at + 1 :])
+                if sum(_work(one, computations, held) for one in beside) >= size:
+                    each[2] += times * size
             if kind == "all-gather":
                 gathers[name] = max(gathers.get(name, 0), size)
     kernels = set(TARGET.findall(text))
@@ -152,14 +159,37 @@ def _trips(computations: dict[str, list[Instruction]]) -> dict[str, int]:
     return times
 
 
-def _works_beside(start: Instruction, after: list[Instruction]) -> bool:
-    """Whether computation stands between the start of a collective and its end."""
+def _beside(start: Instruction, after: list[Instruction]) -> Iterator[Instruction]:
+    """What stands between the start of a collective and its end."""
     for line in after:
         if line.kind.endswith("-done") and re.search(rf"%?{re.escape(start.name)}\b", line.rest):
-            return False
-        if line.kind in WORK:
-            return True
-    return False
+            return
+        yield line
+
+
+def _work(
+    line: Instruction, computations: dict[str, list[Instruction]], held: dict[str, int]
+) -> float:
+    """Bytes that a fusion writes; infinite for a matrix product, a kernel, and a fusion that holds
+    one; 0 for what writes a slice of its result in place, and for what is no work."""
+    inside = [
+        each.kind for name in CALLED.findall(line.rest) for each in computations.get(name, ())
+    ]
+    if line.kind in PRODUCTS or line.kind == "fusion" and any(kind in PRODUCTS for kind in inside):
+        return math.inf
+    return held[line.name] if line.kind == "fusion" and UPDATE not in inside else 0.0
+
+
+def _larger(line: Instruction, held: dict[str, int]) -> int:
+    """Bytes of the larger of operands and results of a collective; XLA combines several into one,
+    and the result of one that starts may have its operands too.
+
+    Args:
+        held: name of an instruction of the same computation -> bytes of its result.
+    """
+    operands = sum(held.get(name, 0) for name in OPERAND.findall(line.rest.partition(")")[0]))
+    results = held[line.name]
+    return max(operands, results - operands if line.kind.endswith("-start") else results)
 
 
 def _arrays(shapes: str) -> Iterator[int]:

@@ -5,6 +5,12 @@ from jaxrl.aot.hlo import read, read_thunks, read_total
 PROGRAM = """\
 HloModule jit_step
 
+%fused (y: bf16[8,16]) -> bf16[8,16] {
+  %y = bf16[8,16]{1,0} parameter(0)
+  %square = bf16[16,16]{1,0} constant({...})
+  ROOT %dot.1 = bf16[8,16]{1,0} dot(%y, %square), lhs_contracting_dims={1}
+}
+
 %body.1 (p: (s32[], bf16[8,16])) -> (s32[], bf16[8,16]) {
   %p = (s32[], bf16[8,16]{1,0}) parameter(0)
   %x = bf16[8,16]{1,0} get-tuple-element(%p), index=1
@@ -48,6 +54,51 @@ def test_a_collective_is_overlapped_where_work_stands_between_its_start_and_its_
     found = read(PROGRAM)
     assert found.collectives["all-gather"].overlapped == found.collectives["all-gather"].bytes
     assert found.collectives["all-reduce"].overlapped == 0
+
+
+COMBINED = """\
+ENTRY %main (a: bf16[8,16], b: bf16[8,4]) -> f32[4,4] {
+  %a = bf16[8,16]{1,0} parameter(0)
+  %b = bf16[8,4]{1,0} parameter(1)
+  %all-gather-start = ((bf16[8,16]{1,0}, bf16[8,4]{1,0}), (bf16[16,16]{1,0}, bf16[16,4]{1,0})) \
+all-gather-start(%a, %b), channel_id=1, dimensions={0}
+  %all-gather-done = (bf16[16,16]{1,0}, bf16[16,4]{1,0}) all-gather-done(%all-gather-start)
+  %c = f32[8,4]{1,0} constant({...})
+  %d = f32[8,2]{1,0} constant({...})
+  %all-reduce-start = (f32[8,4]{1,0}, f32[8,2]{1,0}) all-reduce-start(%c, %d), to_apply=%add
+  %all-reduce-done = (f32[8,4]{1,0}, f32[8,2]{1,0}) all-reduce-done(%all-reduce-start)
+  %reduce-scatter = (f32[4,4]{1,0}, f32[4,2]{1,0}) reduce-scatter(%c, %d), to_apply=%add
+  ROOT %first = f32[4,4]{1,0} get-tuple-element(%reduce-scatter), index=0
+}
+"""
+
+
+def test_collectives_that_xla_combines_count_with_all_their_arrays():
+    """The larger of operands and results: of a gather the results, of a scatter the operands."""
+    found = read(COMBINED).collectives
+    assert {kind: each.bytes for kind, each in found.items()} == {
+        "all-gather": 16 * (16 + 4) * 2,
+        "all-reduce": 8 * (4 + 2) * 4,
+        "reduce-scatter": 8 * (4 + 2) * 4,
+    }
+
+
+def test_a_sum_of_scalars_hides_no_collective():
+    """Nor does a slice that is written in place; what writes as many bytes does."""
+    text = PROGRAM.replace("dot(%y, %square), lhs_contracting_dims={1}", "{}")
+    shares = {}
+    for name, inside, result in (
+        ("scalar", "negate(%y)", "s32[]"),
+        ("slice", "dynamic-update-slice(%y, %y)", "bf16[64,16]{1,0}"),
+        ("large", "negate(%y)", "bf16[64,16]{1,0}"),
+    ):
+        fusion = f"%fusion.1 = {result} fusion(%x)"
+        program = text.replace("{}", inside).replace(
+            "%fusion.1 = bf16[8,16]{1,0} fusion(%x)", fusion
+        )
+        found = read(program).collectives["all-gather"]
+        shares[name] = found.overlapped / found.bytes
+    assert shares == {"scalar": 0.0, "slice": 0.0, "large": 1.0}
 
 
 def test_the_attention_kernel():

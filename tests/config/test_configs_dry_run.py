@@ -14,7 +14,7 @@ from jaxrl.algorithms.methods import needed_roles
 from jaxrl.config import cli
 from jaxrl.config.schema import Config
 from jaxrl.models.config import DecoderConfig
-from jaxrl.plan import Plan, build
+from jaxrl.plan import Plan, build, make_plan
 from jaxrl.plan.roles import BACKWARD, LOSS, STEP
 from jaxrl.process.gpu_memory import SHARE
 from jaxrl.rewards.functions import find
@@ -122,6 +122,16 @@ def model_folder(folder: Path, name: str) -> str:
     return str(place)
 
 
+def described(config: Config, folder: Path) -> list[str]:
+    """Overrides that name models of which there is only the config.json."""
+    keys = {
+        "student.model": config.student.model,
+        "reward.model": config.reward.model,
+        "grouper.model": config.grouper.model,
+    }
+    return [f"{key}={model_folder(folder, Path(path).name)}" for key, path in keys.items() if path]
+
+
 REWARDED = sorted(path.stem for path in CONFIGS.glob("qwen*_gspo_*.yaml"))
 REWARDED += sorted(path.stem for path in CONFIGS.glob("qwen*_similarity_*.yaml"))
 
@@ -131,19 +141,24 @@ def test_configs_that_learn_from_rewards_are_planned_and_fit(name, large_host, t
     """Every role with its devices and bytes, those on a slice and those that take turns too."""
     config = Config.load(CONFIGS / f"{name}.yaml")
     assert config.name == name
-    keys = {
-        "student.model": config.student.model,
-        "reward.model": config.reward.model,
-        "grouper.model": config.grouper.model,
-    }
-    given = {key: model_folder(tmp_path, Path(path).name) for key, path in keys.items() if path}
-    asked = [f"{key}={path}" for key, path in given.items()]
+    asked = described(config, tmp_path)
     path = str(CONFIGS / f"{name}.yaml")
     assert cli.run(main, ["--config", path, "--dry-run", *asked, *HERE]) == 0
     printed = capsys.readouterr().out
     assert "on GPUs of 80 GB, of which jax takes 92%: fits" in printed
     for role in needed_roles(config):
         assert re.search(rf"^ .* {role} .* (cpu|gpu) \d", printed, re.MULTILINE), role
+
+
+@pytest.mark.parametrize("name", REWARDED)
+def test_configs_that_learn_from_rewards_use_the_memory_that_there_is(name, tmp_path):
+    """Of 80 GB: with a tenth kept free, no more slots and no less recomputation would fit."""
+    path = CONFIGS / f"{name}.yaml"
+    config = Config.load(path, overrides=described(Config.load(path), tmp_path))
+    plan = make_plan(config, needed_roles(config), limit_gb=0.9 * SHARE * 80)
+    assert plan.fits
+    room = [line for line in plan.verdict if line.endswith(" GB")]
+    assert not [line for line in room if "rollout.slots" in line or "actor.remat" in line], room
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
