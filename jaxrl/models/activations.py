@@ -71,9 +71,9 @@ UNROLLED = (Blocks(x=1.5, f=3), Blocks(x=1, kv=1, s=2), Blocks(x=1, q=2, kv=1))
 MLP: dict[str, Blocks] = {"gpu": Blocks(x=1.5, f=2), "tpu": Blocks(x=1.5, f=1)}
 """The same on accelerators, where the products of the MLP are fused with what follows them and the
 attention kernel holds less. These and the next three were read from the compiled programs."""
-STREAMS: dict[str, Blocks] = {"gpu": Blocks(x=2, f=2), "tpu": Blocks(x=3, f=1)}
+STREAMS: dict[str, Blocks] = {"gpu": Blocks(x=2, f=2), "tpu": Blocks(x=4.5, f=2)}
 """The same of streams (`models.packing`). On a GPU: the residual, its norm, and both products that
-are multiplied; a TPU fuses these two, and has the next residual beside."""
+are multiplied; a TPU has the next residual beside, and holds more of them for its kernels."""
 SUMMED = Blocks(x=0.5)
 """More on a GPU where `tensor` sums the results of the MLP; of streams twice as much."""
 PREFETCHED = 4

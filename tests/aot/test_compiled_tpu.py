@@ -75,6 +75,26 @@ OTHERS = [("teacher", "score"), ("rollout", "prefill"), ("rollout", "decode"), (
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("axes", [{}, {"fsdp": 2}, {"tensor": 2}], ids=str)
+def test_the_plan_of_scores_of_many_tokens_is_what_the_compiler_takes(axes, tmp_path):
+    """Where what a layer holds is as large as the weights."""
+    run = config(
+        tmp_path,
+        {"num_hidden_layers": 28},
+        batch_size=64,
+        max_prompt_tokens=1024,
+        max_new_tokens=2048,
+        teacher={
+            "model": str(tmp_path / "teacher"),
+            "num_microbatches": 4,
+            "parallel": axes,
+        },
+    )
+    planned, reported = planned_and_reported(run, "tpu-v6e:2x4", "teacher", "score")
+    assert planned == pytest.approx(reported, rel=0.05)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("role", "name"), OTHERS)
 def test_the_plan_of_another_program_is_what_the_compiler_takes(role, name, tmp_path):
     run = config(tmp_path, {"num_hidden_layers": 28}, mesh="actor=1,rollout=2,teacher=1")

@@ -45,6 +45,7 @@ BOUNDED = {
     ("runtime/ray/calls.py", "value.result()"): "the driver's own value, which is there",
     ("runtime/ray/worker_group.py", "self._supervisor.join()"): "it waits JOIN_S for each thread",
     ("runtime/ray/supervise.py", "reported.result()"): ENDED,
+    ("teacher/cache.py", "self._writing.result()"): "a thread that writes one shard, then ends",
     ("telemetry/trackers.py", "self._waiting.get()"): QUEUE,
 }
 """File and call -> why it ends."""
