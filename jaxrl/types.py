@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any, Literal
 
 import jax
@@ -88,6 +89,35 @@ class Sequences:
     (`models.packing.room_of`), and no more than their padding holds. None: as much as that."""
 
 
+class Aligned(IntEnum):
+    """How a token of a completion is aligned with the tokens of a teacher with another tokenizer
+    (`data.alignment`)."""
+
+    NOT = 0
+    """No stretch of the teacher's tokens spells the text around it."""
+    EXACT = 1
+    """It is a stretch by itself, and the teacher's token is the same."""
+    START = 2
+    """The first token of another stretch."""
+    INSIDE = 3
+    """Another token of that stretch."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TokenAlignment:
+    """The student's tokens of completions, C to a row, and the teacher's, C' to a row."""
+
+    kinds: Array
+    """[B, C] int32: `Aligned`."""
+    sizes: Array
+    """[B, C] int32: bytes that a token stands for; one that ends a completion has 0."""
+    index: Array
+    """[B, C] int32: the first of the teacher's tokens in the same stretch; 0 where not aligned."""
+    starts: Array
+    """[B, C'] bool: the teacher's tokens that begin a stretch."""
+
+
 @dataclass(frozen=True)
 class Rollout:
     """A batch of completions under one set of weights, on the host."""
@@ -115,6 +145,8 @@ class Rollout:
     student_topk: Array = None
     """[B, C, K] int32: the policy's K most probable tokens, for the `student_topk` teacher signal.
     """
+    alignment: TokenAlignment | None = None
+    """numpy arrays. Set where `sequences` are the teacher's tokens and the completions' are not."""
 
 
 @jax.tree_util.register_dataclass
@@ -142,6 +174,14 @@ class TeacherSignal:
     """[B, C] float32, nats: log of the probability outside the K' ids."""
     entropy: Array = None
     """[B, C] float32, nats."""
+    stretch_logprobs: Array = None
+    """[B, C] float32, nats: at each token the log-prob of its whole stretch, under a teacher with
+    another tokenizer. Such a teacher also sends `kinds`, `sizes` and, with hidden states,
+    `tail_logprob`, that of all tokens which are not the student's."""
+    kinds: Array = None
+    """[B, C] int32: `TokenAlignment.kinds`."""
+    sizes: Array = None
+    """[B, C] int32: `TokenAlignment.sizes`."""
     weights: Array = None
     """[B, C, K] float32: the share of each of several teachers; they sum to 1 in rows with a
     prompt. Set by the actor."""

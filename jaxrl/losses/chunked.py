@@ -187,27 +187,29 @@ def _scaled(x: Array, factor: Array) -> Array:
     return (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
-_Heads = tuple[Array, tuple[Array, ...]]
-"""The student's head and each teacher's: a device's rows, at full width."""
+_Heads = tuple[Array, tuple[Array, ...], Array | None]
+"""The student's head, each teacher's, and `FrozenInputs.shared`: a device's rows, at full width."""
 
 
 def _gather(sharded: ShardedTerm, hidden: Array, head: Array, given: FrozenInputs) -> _Heads:
     theirs = zip(given.teacher_head, given.teacher_hidden, strict=True)
-    return gather_head(sharded, head, hidden), tuple(gather_head(sharded, *one) for one in theirs)
+    heads = tuple(gather_head(sharded, *one) for one in theirs)
+    return gather_head(sharded, head, hidden), heads, given.shared
 
 
 def _logits(
     hidden: Array, rows: _Heads, given: FrozenInputs, columns: VocabShard
 ) -> tuple[Array, PerToken]:
-    own, theirs = rows
+    own, theirs, shared = rows
     z = columns.logits(hidden, own, given.scale)
+    tokens = given.tokens if shared is None else given.tokens | {"shared": shared}
     if not theirs:
-        return z, given.tokens
+        return z, tokens
     teacher_z = tuple(
         columns.logits(hidden, head, given.scale)
         for hidden, head in zip(given.teacher_hidden, theirs, strict=True)
     )
-    return z, given.tokens | {"teacher_z": teacher_z}
+    return z, tokens | {"teacher_z": teacher_z}
 
 
 def _kept(dz: Float[Array, "n size"], given: FrozenInputs) -> Float[Array, "n size"]:
@@ -237,8 +239,9 @@ def _tile(rows: Array, first: Array, size: int) -> Array:
 
 
 def _each_token(f: Callable[[FrozenInputs], FrozenInputs], given: FrozenInputs) -> FrozenInputs:
-    """`f` applied to the leaves [B, C, ...]. Keeps the scale, and drops the teachers' heads."""
-    per_token: Any = {"scale": None, "teacher_head": ()}
+    """`f` applied to the leaves [B, C, ...]. Keeps the scale, and drops what has rows of the
+    vocabulary."""
+    per_token: Any = {"scale": None, "teacher_head": (), "shared": None}
     return f(given._replace(**per_token))._replace(scale=given.scale)
 
 

@@ -24,8 +24,10 @@ Common arguments:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +64,19 @@ from jaxrl.losses.vocabulary import VocabShard, spread_tail, with_tail
 from jaxrl.types import Array
 
 Loss = tuple[Float[Array, ""], Float[Array, ""], Sums]
+OUTSIDE = math.log(1e-8), math.log1p(-1e-6)
+"""Bounds of the log of a teacher's probability of tokens that the student has not: where it is 0 or
+1, a divergence would be infinite, although the student can say the same in other tokens."""
+
+
+class SharedVocabulary(NamedTuple):
+    """How the tokens of a teacher with another vocabulary are the student's."""
+
+    tokens: Bool[Array, " V"]
+    """Which of the student's tokens the teacher has too. Its head's rows are in the student's
+    order, with zeros where it has none."""
+    outside: Float[Array, "B C"]
+    """Nats: log of the teacher's probability of all other tokens of its own."""
 
 
 def divergence_from_hidden(
@@ -78,12 +93,14 @@ def divergence_from_hidden(
     mesh: Mesh | None = None,
     entropy_aware: EntropyAware | None = None,
     mixture: TeacherMixture | None = None,
+    shared: SharedVocabulary | None = None,
 ) -> Loss:
     """Generalised JSD over the full vocabulary (`divergence.jsd`), plus the term where given.
 
     Args:
         teacher_hidden, teacher_head: of several teachers, one array for each.
         mixture: combines several teachers; each one's distribution is taken at `temperature`.
+        shared: of a teacher with another vocabulary.
 
     Metrics: divergence (without the term), top1_agreement (fraction of tokens where both models'
     most probable tokens are the same), student_entropy and teacher_entropy (nats, at
@@ -103,7 +120,10 @@ def divergence_from_hidden(
             f"the vocabulary has {sharded.vocab} tokens: 1 to {sharded.vocab}"
         )
     tokens: PerToken = {} if mixture is None else {"weights": mixture.weights}
-    teachers = fit_rows(sharded, hidden), tuple(fit_head(sharded, head) for head in heads)
+    known = None
+    if shared is not None:
+        tokens, known = {"outside": shared.outside}, fit_head(sharded, shared.tokens)
+    teachers = fit_rows(sharded, hidden), tuple(fit_head(sharded, head) for head in heads), known
     return _loss(sharded, student_hidden, student_head, mask, tokens, temperature, teachers)
 
 
@@ -205,7 +225,7 @@ def _loss(
     mask: Array,
     tokens: PerToken,
     temperature: float | Array,
-    teachers: tuple[tuple[Array, ...], tuple[Array, ...]] = ((), ()),
+    teachers: tuple[tuple[Array, ...], tuple[Array, ...], Array | None] = ((), (), None),
 ) -> Loss:
     scale, tokens, teachers = inverse(temperature), *jax.lax.stop_gradient((tokens, teachers))
     rows = fit_rows(sharded, (mask, tokens))
@@ -230,7 +250,7 @@ class _Full(Term):
     mixture: MixtureKind | None = None
 
     def measure(self, z: Array, tokens: PerToken, columns: VocabShard) -> TokenStats:
-        teacher_z, normalised = self._teacher(tokens, columns)
+        teacher_z, normalised = self._teacher(z, tokens, columns)
         lse, teacher_lse = columns.logsumexp(z), columns.logsumexp(teacher_z)
         student, teacher = z - lse[:, None], teacher_z - teacher_lse[:, None]
         divergence, centre = generalised_jsd(student, teacher, self.beta, columns.total)
@@ -249,7 +269,7 @@ class _Full(Term):
 
     def gradient(self, z: Array, tokens: PerToken, saved: PerToken, columns: VocabShard) -> Array:
         student = z - saved["lse"][:, None]
-        teacher_z, _ = self._teacher(tokens, columns, saved)
+        teacher_z, _ = self._teacher(z, tokens, columns, saved)
         teacher = teacher_z - saved["teacher_lse"][:, None]
         dz = logits_gradient(student, teacher, saved["centre"], self.beta)
         if self.entropy_aware is None:
@@ -257,14 +277,44 @@ class _Full(Term):
         return dz + spread_tail(z, saved["ids"], saved["gradient"], saved["others"], columns)
 
     def _teacher(
-        self, tokens: PerToken, columns: VocabShard, saved: PerToken | None = None
+        self, z: Array, tokens: PerToken, columns: VocabShard, saved: PerToken | None = None
     ) -> tuple[Array, PerToken]:
-        """The teacher's logits, and what has to be saved to make those of a mixture again."""
+        """The teacher's logits, and what has to be saved to make the same again, where they are
+        those of a mixture or of another vocabulary."""
         logits, kind = tokens["teacher_z"], self.mixture
+        if "shared" in tokens:
+            known = _normalisers(z, logits[0], tokens, columns) if saved is None else saved
+            return _in_the_students_tokens(z, logits[0], tokens, known), known
         if kind is None:
             return logits[0], {}
         known = normalisers(kind, logits, columns) if saved is None else saved
         return mixed(kind, logits, tokens["weights"], known), known
+
+
+def _normalisers(z: Array, teacher_z: Array, tokens: PerToken, columns: VocabShard) -> PerToken:
+    """The logsumexp of the teacher's logits of shared tokens, and of the student's of all others
+    (near `MIN` where there are none)."""
+    shared = tokens["shared"]
+    return {
+        "inside_lse": columns.logsumexp(jnp.where(shared, teacher_z, MIN)),
+        "others_lse": columns.logsumexp(jnp.where(shared, MIN, z)),
+    }
+
+
+def _in_the_students_tokens(
+    z: Array, teacher_z: Array, tokens: PerToken, known: PerToken
+) -> Array:
+    """The teacher's log-probs as a distribution over the student's tokens. Where the two do not
+    share a token, the teacher's probability of all its other tokens is spread over the student's
+    others as the student spreads its own. So every divergence, and its gradient, is that of the
+    shared tokens and one outcome more on either side.
+    """
+    inside, others = known["inside_lse"][:, None], known["others_lse"][:, None]
+    outside = jnp.clip(tokens["outside"], *OUTSIDE)[:, None]
+    # A student without other tokens can only learn how the teacher chooses among the shared ones.
+    alone = others < MIN / 2
+    theirs = teacher_z - inside + jnp.where(alone, 0.0, jnp.log(-jnp.expm1(outside)))
+    return jnp.where(tokens["shared"], theirs, jnp.where(alone, MIN, z - others + outside))
 
 
 def _add_term(

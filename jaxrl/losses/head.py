@@ -34,6 +34,7 @@ from jaxrl.losses.layout import (
     masked_rows,
     shard_term,
 )
+from jaxrl.losses.divergence import MIN
 from jaxrl.losses.mixture import OfMixture, TeacherMixture
 from jaxrl.losses.vocabulary import VocabShard, with_tail
 from jaxrl.types import Array, Tree
@@ -102,12 +103,14 @@ def topk_from_hidden(
     mesh: Mesh | None = None,
     v: int | None = None,
     mixture: TeacherMixture | None = None,
+    shared: Bool[Array, " V"] | None = None,
 ) -> TopK:
     """What a teacher ships for the `topk` signal, or a student for `student_topk`. No gradient.
 
     Args:
         hidden, head: of several teachers, one array for each.
         mixture: combines several teachers.
+        shared: the tokens to choose from, at least k; all others are in the tail.
     """
     models = _models(hidden, head)
     sharded = shard_term(_TopK(k), *models, chunk=chunk, mesh=mesh, v=v)
@@ -115,7 +118,7 @@ def topk_from_hidden(
         raise ValueError(
             f"top-k is {k}; the vocabulary has {sharded.vocab} tokens: 1 to {sharded.vocab}"
         )
-    values = _measured(sharded, hidden, head, {}, temperature, mixture)
+    values = _measured(sharded, hidden, head, {}, temperature, mixture, shared)
     return TopK(values["ids"], values["logprobs"], values["tail"], values["entropy"])
 
 
@@ -139,6 +142,22 @@ def logprobs_at(
     sharded = shard_term(_AtIds(), *models, chunk=chunk, mesh=mesh, v=v)
     values = _measured(sharded, hidden, head, {"ids": ids}, temperature, mixture)
     return values["logprobs"], values["tail"]
+
+
+def logprob_outside(
+    hidden: Float[Array, "B C D"],
+    head: Float[Array, "V D"],
+    shared: Bool[Array, " V"],
+    *,
+    temperature: float | Array = 1.0,
+    chunk: int = CHUNK,
+    mesh: Mesh | None = None,
+    v: int | None = None,
+) -> Float[Array, "B C"]:
+    """Nats: log of the probability of all tokens that are not `shared`; -1e30 where there are none.
+    No gradient."""
+    sharded = shard_term(_Outside(), (hidden, head), chunk=chunk, mesh=mesh, v=v)
+    return _measured(sharded, hidden, head, {}, temperature, shared=shared)["tail"]
 
 
 def full_entropy(
@@ -178,7 +197,8 @@ class _TopK(Term):
 
     def measure(self, z: Array, tokens: PerToken, columns: VocabShard) -> TokenStats:
         lse = columns.logsumexp(z)
-        _, ids = columns.topk(z, self.k)
+        among = jnp.where(tokens["shared"], z, MIN) if "shared" in tokens else z
+        _, ids = columns.topk(among, self.k)
         outcomes, _ = with_tail(z, lse, ids, columns)
         values = {"ids": ids, "logprobs": outcomes[:, :-1], "tail": outcomes[:, -1]}
         return TokenStats(values | {"entropy": full_entropy(z, lse, columns)}, {})
@@ -189,6 +209,13 @@ class _AtIds(Term):
     def measure(self, z: Array, tokens: PerToken, columns: VocabShard) -> TokenStats:
         outcomes, _ = with_tail(z, columns.logsumexp(z), tokens["ids"], columns)
         return TokenStats({"logprobs": outcomes[:, :-1], "tail": outcomes[:, -1]}, {})
+
+
+@dataclass(frozen=True)
+class _Outside(Term):
+    def measure(self, z: Array, tokens: PerToken, columns: VocabShard) -> TokenStats:
+        others = columns.logsumexp(jnp.where(tokens["shared"], MIN, z))
+        return TokenStats({"tail": jnp.maximum(others - columns.logsumexp(z), MIN)}, {})
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -253,6 +280,7 @@ def _measured(
     tokens: PerToken,
     temperature: float | Array,
     mixture: TeacherMixture | None = None,
+    shared: Array | None = None,
 ) -> PerToken:
     """The term's values on one model's logits, or on those of a mixture."""
     (first, kernel), *others = jax.lax.stop_gradient(_models(hidden, head))
@@ -263,6 +291,7 @@ def _measured(
     given = _given(sharded, jnp.ones((b, c), bool), tokens, temperature)._replace(
         teacher_hidden=tuple(fit_rows(sharded, x) for x, _ in others),
         teacher_head=tuple(fit_head(sharded, kernel) for _, kernel in others),
+        shared=None if shared is None else fit_head(sharded, shared),
     )
     values = measure(sharded, fit_rows(sharded, first), fit_head(sharded, kernel), given).values
     return jax.tree.map(lambda x: x[:b, :c], values)

@@ -39,6 +39,8 @@ class FrozenInputs(NamedTuple):
     """Of each teacher."""
     teacher_head: tuple[Float[Array, "V Dt"], ...] = ()
     """As many."""
+    shared: Bool[Array, " V"] | None = None
+    """The tokens that student and teacher both have; None: all."""
 
 
 class TokenStats(NamedTuple):
@@ -55,7 +57,7 @@ class Term:
 
     `z` [n, size] are the logits of n tokens, divided by the temperature; `columns` are their token
     ids. `tokens` are `FrozenInputs.tokens` of the same tokens and, if there are teachers' heads,
-    the tuple of these teachers' logits, "teacher_z".
+    the tuple of these teachers' logits, "teacher_z"; with `FrozenInputs.shared`, "shared" [size].
     """
 
     def measure(self, z: Array, tokens: PerToken, columns: VocabShard) -> TokenStats:
@@ -98,7 +100,8 @@ class ShardedTerm:
         """`FrozenInputs` with a spec for each array."""
         spec: FrozenInputs = jax.tree.map(lambda _: self.token_spec(), given)
         heads = tuple(map(self.head_spec, given.teacher_head))
-        return spec._replace(scale=PartitionSpec(), teacher_head=heads)
+        shared = None if given.shared is None else PartitionSpec(self.axes("tensor") or None)
+        return spec._replace(scale=PartitionSpec(), teacher_head=heads, shared=shared)
 
     def on_mesh(
         self, body: Callable[..., Tree], in_specs: Tree, out_specs: Tree
@@ -168,9 +171,10 @@ def masked_rows(hidden: Float[Array, "B C D"], mask: Bool[Array, "B C"]) -> Floa
     return jnp.where(mask[..., None], hidden, 0)
 
 
-def fit_head(sharded: ShardedTerm, head: Float[Array, "rows D"]) -> Float[Array, "V D"]:
+def fit_head(sharded: ShardedTerm, head: Float[Array, "rows *D"]) -> Float[Array, "V *D"]:
     """The first V rows, padded with zeros to a number that `tensor` divides."""
-    return jnp.pad(head[: sharded.vocab], [(0, -sharded.vocab % sharded.size("tensor")), (0, 0)])
+    more = -sharded.vocab % sharded.size("tensor")
+    return jnp.pad(head[: sharded.vocab], [(0, more)] + [(0, 0)] * (head.ndim - 1))
 
 
 def gather_head(

@@ -1,0 +1,218 @@
+"""A teacher with another tokenizer: the student's completions in its tokens, and which of them
+belong together.
+
+Both tokenizers cut the same bytes. Two neighbouring borders that both have enclose a *stretch*: one
+or more tokens of each, which spell the same. A stretch of one token each, which stand for the same
+bytes, is *exact*: both models predict the same token from the same text. (Stretches as in ULD's
+successors, arXiv 2503.20083 and GOLD of TRL; exact distributions only where the tokens agree.)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxrl.data.batch import DATA, pack, width_of
+from jaxrl.data.spelling import Spelling
+from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.types import Aligned, Completion, Rollout, Sequences, TokenAlignment
+
+NO_TOKEN = -2
+
+
+@dataclass(frozen=True)
+class SharedTokens:
+    """The tokens that two models have in common: those that stand for the same bytes, special
+    tokens of the same name, and those that end a completion."""
+
+    to_teacher: np.ndarray
+    """[V] int32: the teacher's id of each of the student's tokens; -1 where it has none."""
+    to_student: np.ndarray
+    """[Vt] int32: the other way round."""
+
+
+class Speaker(NamedTuple):
+    """One of the two models, as far as its tokens matter."""
+
+    tokenizer: Tokenizer
+    rows: int
+    """Of its embedding: ids from there on do not exist."""
+    ends: tuple[int, ...]
+    """Tokens that end its completions; the tokenizer's own, where it is one of them, else the
+    first."""
+
+    @property
+    def end(self) -> int:
+        own = self.tokenizer.eos_token_id
+        return own if own in self.ends else self.ends[0]
+
+
+class Row(NamedTuple):
+    """The alignment of one completion; see `TokenAlignment`."""
+
+    tokens: list[int]
+    """The completion in the teacher's tokens."""
+    kinds: np.ndarray
+    index: np.ndarray
+    starts: np.ndarray
+
+
+class Aligner:
+    """Two tokenizers. Raises UserError where the tokens of one do not tell what they stand for."""
+
+    def __init__(self, student: Speaker, teacher: Speaker):
+        self.student, self.teacher = student, teacher
+        self._ours = Spelling(student.tokenizer, "student")
+        self._theirs = Spelling(teacher.tokenizer, "teacher")
+        self.shared = self._shared()
+
+    def _shared(self) -> SharedTokens:
+        ours, theirs, student, teacher = self._ours, self._theirs, self.student, self.teacher
+        pairs = [(i, theirs.ids.get(token, -1)) for token, i in ours.ids.items()]
+        pairs += [(i, theirs.special.get(name, -1)) for name, i in ours.special.items()]
+        to_teacher = np.full(student.rows, -1, np.int32)
+        to_student = np.full(teacher.rows, -1, np.int32)
+        for mine, its in pairs:
+            if mine < student.rows and 0 <= its < teacher.rows:
+                to_teacher[mine], to_student[its] = its, mine
+        # How each of them ends a completion is the same, whatever the names.
+        mine, its = student.end, teacher.end
+        before, after = to_teacher[mine], to_student[its]
+        if before >= 0:
+            to_student[before] = -1
+        if after >= 0:
+            to_teacher[after] = -1
+        to_teacher[mine], to_student[its] = its, mine
+        return SharedTokens(to_teacher, to_student)
+
+    def read(
+        self, rollout: Rollout, max_prompt_tokens: int, max_tokens: int, width_multiple: int = 2
+    ) -> Rollout:
+        """The rollout with prompts and completions in the teacher's tokens, and its `alignment`.
+
+        Completions that no policy sampled have no stretches but exact ones: there is no estimate of
+        a divergence from them.
+
+        Args:
+            max_prompt_tokens: limit of the teacher's prompts.
+            max_tokens: limit of completions in the teacher's tokens; the rest of a longer one is
+                not aligned.
+            width_multiple: of both widths.
+        """
+        sampled = rollout.policy_version != DATA
+        rows = self.rows([one.tokens for one in rollout.completions], max_tokens, sampled)
+        prompts = [prompt.teacher_tokens or () for prompt in rollout.prompts]
+        count, width = rollout.sequences.loss_mask.shape
+        theirs = width_of(max((len(r.tokens) for r in rows), default=0), max_tokens, width_multiple)
+        longest = max(map(len, prompts), default=0)
+        sequences = pack(
+            prompts,
+            [row.tokens for row in rows],
+            prompt_width=width_of(longest, max_prompt_tokens, width_multiple),
+            completion_width=theirs,
+            pad_id=0,  # the mask leaves padding out
+            row_multiple=count,
+        )
+        alignment = TokenAlignment(
+            kinds=_padded([row.kinds for row in rows], count, width, np.int32),
+            sizes=_padded(
+                [self._ours.lengths[list(one.tokens)] for one in rollout.completions],
+                count,
+                width,
+                np.int32,
+            ),
+            index=_padded([row.index for row in rows], count, width, np.int32),
+            starts=_padded([row.starts for row in rows], count, theirs, bool),
+        )
+        return replace(rollout, sequences=sequences, alignment=alignment)
+
+    def rows(
+        self, completions: Sequence[Sequence[int]], max_tokens: int, sampled: bool = True
+    ) -> list[Row]:
+        """The alignment of each completion, given in the student's tokens.
+
+        Args:
+            max_tokens, sampled: as of `read`.
+        """
+        ended = [len(c) > 0 and c[-1] in self.student.ends for c in completions]
+        bare = [c[: len(c) - end] for c, end in zip(completions, ended, strict=True)]
+        theirs = self._theirs.encode([_text(self._ours.spelt(tokens)) for tokens in bare])
+        return [
+            self._row(list(completion), end, its, max_tokens, sampled)
+            for completion, end, its in zip(completions, ended, theirs, strict=True)
+        ]
+
+    def _row(
+        self, ours: list[int], ended: bool, theirs: list[int], max_tokens: int, sampled: bool
+    ) -> Row:
+        bare = ours[: len(ours) - ended]
+        spelt, text = self._ours.spelt(bare), self._theirs.spelt(theirs)
+        our_sizes, their_sizes = self._ours.lengths[bare], self._theirs.lengths[theirs]
+        if text.startswith(b" ") and not spelt.startswith(b" "):  # SentencePiece begins with one
+            text, their_sizes = text[1:], np.append(their_sizes[0] - 1, their_sizes[1:])
+        agreed = len(os.path.commonprefix([spelt, text]))
+        if ended:  # as if the end were one more byte
+            agreed += agreed == len(spelt) == len(text)
+            theirs = [*theirs, self._end(ours[-1])]
+            our_sizes, their_sizes = np.append(our_sizes, 1), np.append(their_sizes, 1)
+        theirs, their_sizes = theirs[:max_tokens], their_sizes[:max_tokens]
+        our_borders, their_borders = our_sizes.cumsum(), their_sizes.cumsum()
+        shared = np.intersect1d(our_borders, their_borders)
+        shared = shared[shared <= agreed]
+        # The stretch of each token; that which follows the last one is not aligned.
+        mine, its = np.searchsorted(shared, our_borders), np.searchsorted(shared, their_borders)
+        stretches = np.arange(len(shared) + 1)
+        index = np.searchsorted(its, stretches)[mine]
+        alone = _sizes(mine, stretches) + _sizes(its, stretches) == 2
+        same = self.shared.to_teacher[ours] == np.array([*theirs, NO_TOKEN])[index]
+        kinds = np.where(_begins(mine), Aligned.START, Aligned.INSIDE)
+        kinds = np.where(alone[mine] & same, Aligned.EXACT, kinds if sampled else Aligned.NOT)
+        inside = mine < len(shared)
+        kinds, index = np.where(inside, kinds, Aligned.NOT), np.where(inside, index, 0)
+        return Row(theirs, kinds, index, _begins(its))
+
+    def _end(self, end: int) -> int:
+        """The teacher's end of a completion that the student ended with this token."""
+        its = int(self.shared.to_teacher[end])
+        return its if its in self.teacher.ends else self.teacher.end
+
+    def in_the_students_tokens(self, completion: Completion, max_new_tokens: int) -> Completion:
+        """A completion that the teacher sampled, for the student to learn from. Its log-probs are
+        0 and mean nothing."""
+        (tokens,) = self._ours.encode([completion.text])
+        if completion.finish_reason == "stop":
+            tokens = [*tokens, self.student.end]
+        kept = tuple(tokens[:max_new_tokens])
+        unknown = np.zeros(len(kept), np.float32)
+        reason = completion.finish_reason if len(kept) == len(tokens) else "length"
+        return Completion(kept, unknown, unknown, reason, completion.text)
+
+
+def _sizes(numbers: np.ndarray, stretches: np.ndarray) -> np.ndarray:
+    """Tokens in each stretch."""
+    return np.bincount(numbers, minlength=len(stretches))
+
+
+def _begins(numbers: np.ndarray) -> np.ndarray:
+    """Whether a token is the first of its stretch."""
+    return np.diff(numbers, prepend=-1) > 0
+
+
+def _text(spelt: bytes) -> str:
+    """What can be decoded; a completion may end within a character."""
+    try:
+        return spelt.decode()
+    except UnicodeDecodeError as error:
+        return spelt[: error.start].decode()
+
+
+def _padded(values: Sequence[np.ndarray], rows: int, width: int, dtype: type) -> np.ndarray:
+    """[rows, width], 0 where there is no value."""
+    padded = np.zeros((rows, width), dtype)
+    for row, value in zip(padded, values, strict=False):
+        row[: len(value)] = value
+    return padded

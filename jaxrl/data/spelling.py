@@ -1,0 +1,98 @@
+"""The bytes that the tokens of a tokenizer stand for, so that tokenizers can be compared."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.errors import UserError
+
+
+class Spelling:
+    """A tokenizer whose tokens spell text byte by byte: byte-level BPE, SentencePiece with
+    fallback to bytes, or tokens that are their own text."""
+
+    def __init__(self, tokenizer: Tokenizer, who: str):
+        """
+        Args:
+            who: whose tokenizer it is, for the error.
+
+        Raises:
+            UserError: a tokenizer whose tokens do not tell which bytes they stand for.
+        """
+        self.tokenizer = tokenizer
+        spell = _speller(tokenizer, who)
+        added = {i: token.content for i, token in tokenizer.added_tokens_decoder.items()}
+        self.special = {
+            token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special
+        }
+        """Content -> id of the tokens that text never becomes."""
+        vocabulary = {i: token for token, i in tokenizer.get_vocab().items()}
+        count = 1 + max(vocabulary)
+        self.bytes = tuple(
+            added[i].encode() if i in added else spell(vocabulary.get(i, "")) for i in range(count)
+        )
+        """By id; empty where there is no such token."""
+        self.lengths = np.array([len(token) for token in self.bytes], np.int32)
+        """[V] bytes of each token."""
+        self.ids = self._ids()
+        """Bytes -> the token that stands for exactly these, special tokens left out."""
+
+    def _ids(self) -> dict[bytes, int]:
+        special = set(self.special.values())
+        found: dict[bytes, int] = {}
+        for i, token in enumerate(self.bytes):
+            if token and i not in special:
+                # SentencePiece has each ASCII character twice. Its text takes the later token, the
+                # byte is for what has none.
+                found[token] = i
+        return found
+
+    def spelt(self, tokens: Sequence[int]) -> bytes:
+        return b"".join(self.bytes[token] for token in tokens)
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Tokens of texts that continue a sequence. What reads like a special token is text."""
+        if not texts:
+            return []
+        encoded = self.tokenizer(
+            list(texts), add_special_tokens=False, split_special_tokens=True, verbose=False
+        )
+        return [list(ids) for ids in encoded["input_ids"]]
+
+
+def _speller(tokenizer: Tokenizer, who: str) -> Callable[[str], bytes]:
+    """token -> bytes, by how the tokenizer decodes."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    decoder = None if backend is None else json.loads(backend.to_str())["decoder"]
+    steps = [decoder] if decoder is None or "decoders" not in decoder else decoder["decoders"]
+    kinds = {None if step is None else step["type"] for step in steps}
+    if backend is not None and kinds <= {"ByteLevel"}:
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        alphabet = {character: byte for byte, character in bytes_to_unicode().items()}
+        return lambda token: bytes(alphabet[c] for c in token if c in alphabet)
+    if backend is not None and kinds <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
+        return _fuse if kinds <= {"Fuse"} else _sentencepiece
+    if backend is not None and kinds == {None}:
+        return _fuse
+    raise UserError(
+        f"teacher.tokenizer=own compares tokens by the bytes that they stand for, which the {who}'s"
+        f" tokenizer ({type(tokenizer).__name__}, decoder"
+        f" {', '.join(sorted(str(kind) for kind in kinds))}) does not tell: byte-level BPE,"
+        " SentencePiece and character tokenizers do; choose another model, or"
+        " teacher.tokenizer=student"
+    )
+
+
+def _fuse(token: str) -> bytes:
+    return token.encode()
+
+
+def _sentencepiece(token: str) -> bytes:
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        return bytes([int(token[3:5], 16)])
+    return token.replace("\u2581", " ").encode()
