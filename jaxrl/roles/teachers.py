@@ -19,7 +19,7 @@ from jaxrl.data.batch import as_the_teacher_reads
 from jaxrl.models.decoder import Params, head
 from jaxrl.models.packing import room_of, row_devices
 from jaxrl.rewards.scoring import RewardReport
-from jaxrl.roles.microbatch import ScoredPart, only_rows, scored_part
+from jaxrl.roles.microbatch import ScoredPart, own_parts, scored_part
 from jaxrl.roles.rollout import Sampler
 from jaxrl.roles.scorer import Scorer
 from jaxrl.roles.teacher import Tell
@@ -124,26 +124,26 @@ class Teachers:
     def _routed(self, given: ScoredPart, weights: np.ndarray) -> TeacherSignal:
         """Every row's own teacher computes it alone."""
         found: TeacherSignal | None = None
-        for k, (name, scorer) in enumerate(self._scorers.items()):
-            mine = weights[:, k] > 0
-            if not mine.any():
-                continue
+        scorers = list(self._scorers.items())
+        for k, own in own_parts(given, weights, self._devices, mixed=False).items():
+            name, scorer = scorers[k]
             with self._turn("score", name):
-                signal = scorer.run(only_rows(given, mine, self._devices))
-                rows = put(mine, self._rows)
+                signal = scorer.run(own)
+                rows = put(weights[:, k] > 0, self._rows)
                 with current().running(self._merge, found, signal, rows):
                     found = jax.block_until_ready(self._merge(found, signal, rows))
                 current().put("teacher.signal", found)
         current().drop("teacher.signal")
-        assert found is not None, "a part has a row, and each row a teacher"
+        assert found is not None, "one teacher runs at least"
         return found
 
     def _mixed(self, given: ScoredPart, weights: np.ndarray) -> TeacherSignal:
         """Every teacher computes the rows in which it has a share."""
         hidden: list[jax.Array] = []
-        for k, (name, scorer) in enumerate(self._scorers.items()):
+        each = own_parts(given, weights, self._devices, mixed=True).values()
+        for (name, scorer), own in zip(self._scorers.items(), each, strict=True):
             with self._turn("score", name):
-                hidden.append(scorer.run(only_rows(given, weights[:, k] > 0, self._devices)).hidden)
+                hidden.append(scorer.run(own).hidden)
                 current().put("teacher.signal", hidden)
         heads = None
         if self._combines:

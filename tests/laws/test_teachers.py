@@ -106,6 +106,16 @@ def test_a_row_gets_what_its_own_teacher_says_alone(signal, axes, parts):
             np.testing.assert_allclose(got[seen], value[seen], atol=3e-5, err_msg=field)
 
 
+def test_a_part_of_padding_alone_has_a_signal():
+    """The last of six parts has the two rows that pad the batch."""
+    made = config("hidden", "data.teacher_key=kind")
+    together, alone = role(made, make_mesh(1, 1, 1))
+    parts = [together.score(batch(ROWS), part, 6) for part in range(6)]
+    assert [len(part.hidden) for part in parts] == [2] * 6
+    width = max(scorer.model.d_model for scorer in alone.values())
+    assert not parts[-1].hidden.any() and {part.hidden.shape[-1] for part in parts} == {width}
+
+
 @pytest.mark.parametrize(
     ("kind", "signal", "axes", "parts"),
     [
