@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from runs import MESH, SHORT, save_model
@@ -15,6 +17,7 @@ from tiny_models import make_mesh, tiny_model
 from jaxrl import Config
 from jaxrl.algorithms.signals import Projection
 from jaxrl.algorithms.teachers import teacher_weights
+from jaxrl.checkpoint.source import ModelSource
 from jaxrl.data.batch import make_rollout
 from jaxrl.errors import UserError
 from jaxrl.losses.divergence import log_softmax
@@ -22,6 +25,7 @@ from jaxrl.models.decoder import head
 from jaxrl.roles.scorer import Scorer
 from jaxrl.roles.teachers import Teachers
 from jaxrl.run.job import make_job
+from jaxrl.run.launch import make_teacher
 from jaxrl.sharding.reshard import to_host
 from jaxrl.train import train
 from jaxrl.types import Completion, Prompt
@@ -68,10 +72,10 @@ def role(made, mesh, families=FAMILIES):
     alone = Projection(made.distill, mesh, VOCAB)
     hidden = Projection(made.distill.model_copy(update={"signal": "hidden"}), mesh, VOCAB)
     each = alone if made.mixture is None else hidden
-    scorers = {name: Scorer(*model, each) for name, model in models.items()}
-    return Teachers(made, projection, scorers, {}), {
-        n: Scorer(*m, alone) for n, m in models.items()
-    }
+    together = Teachers(made, projection, max(model.d_model for model, _ in models.values()))
+    for name, model in models.items():
+        together.add(name, Scorer(*model, each))
+    return together, {name: Scorer(*model, alone) for name, model in models.items()}
 
 
 def scored(teacher, rollout, parts=1):
@@ -218,6 +222,29 @@ def test_offloading_and_sharing_devices_change_nothing(models, tmp_path, how):
     np.testing.assert_allclose(totals(together), totals(apart), rtol=2e-4)
     for name, value in wanted.items():
         np.testing.assert_allclose(found[name], value, atol=2e-5, err_msg=name)
+
+
+def test_where_they_are_offloaded_one_at_a_time_is_loaded(models, monkeypatch):
+    """The earlier one's weights have left the devices when the next one's are read."""
+    keys = [f"student.model={models['student']}", f"data.train={models['rows']}", "data.eval=null"]
+    keys += [teachers(models, math="math", code="code"), "data.teacher_key=kind"]
+    keys += ["teacher.model=null", "offload.frozen=true", "teacher.dtype=float32"]
+    job = make_job(Config.load("builtin:quickstart", keys))
+    mesh, load, loaded, gone = make_mesh(1, 1, 1), ModelSource.load, [], []
+
+    def recorded(source, *how):
+        gone.append(all(array.is_deleted() for array in loaded))
+        params = load(source, *how)
+        loaded.extend(jax.tree.leaves(params))
+        return params
+
+    monkeypatch.setattr(ModelSource, "load", recorded)
+    role = make_teacher(job.for_workers({}, Path()), {"teacher": mesh})
+    assert gone == [True, True] and len(loaded) > 2 and not loaded[-1].is_deleted()
+    prompts = job.train.batch(0)[:2]
+    ends = [[Completion((1, 2), np.zeros(2), np.zeros(2), "stop")] for _ in prompts]
+    limits = {"pad_id": 0, "max_prompt_tokens": 24, "max_new_tokens": 8}
+    assert role.score(make_rollout(prompts, ends, policy_version=0, **limits)).hidden.any()
 
 
 def test_each_prompt_is_sampled_by_its_own_teacher(models, tmp_path):
