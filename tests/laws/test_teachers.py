@@ -210,6 +210,42 @@ def test_two_names_of_one_teacher_teach_as_it_does_alone(models, tmp_path, signa
         assert mean == pytest.approx(row["distill/divergence"], rel=1e-5)
 
 
+OWN = """
+from jaxrl.algorithms.methods import METHODS, Method, gkd_loss
+from jaxrl.losses.algorithm_table import AlgorithmSpec
+from jaxrl.sharding.parts import join_parts
+from jaxrl.types import TrainBatch
+
+
+def prepare(config):
+    return lambda rollout, scores: (
+        TrainBatch(rollout.sequences, join_parts(scores["teacher"])), {}
+    )
+
+
+method = Method(
+    METHODS["teacher"].samples_policy,
+    METHODS["teacher"].completions,
+    lambda config: ("teacher",),
+    prepare,
+    gkd_loss,
+)
+own = AlgorithmSpec("teacher", method=method)
+"""
+
+
+def test_an_algorithm_of_one_s_own_learns_from_several_teachers(models, tmp_path):
+    """Its `prepare` knows nothing of them."""
+    (tmp_path / "own.py").write_text(OWN)
+    keys = [teachers(models, math="math", code="code"), "data.teacher_key=kind", "steps=1"]
+    built_in, _ = run(models, tmp_path / "built-in", *keys)
+    own, _ = run(models, tmp_path / "own", *keys, f"algorithm={tmp_path}/own.py:own")
+    named = {name for name in built_in.metrics[1] if name.startswith("distill/")}
+    assert {"distill/math/tokens", "distill/code/divergence"} <= named
+    for name in named:
+        assert own.metrics[1][name] == built_in.metrics[1][name], name
+
+
 @pytest.mark.parametrize(
     "how", [["data.teacher_key=kind"], ["distill.signal=topk", "distill.top_k=8"]]
 )
