@@ -315,6 +315,9 @@ def test_what_does_not_fit_is_refused_before_anything_is_loaded(models, tmp_path
     assert "set teachers" in refused(
         "teachers={}", "teacher.model=builtin:teacher", "data.teacher_key=kind"
     )
+    called = teachers(models, teacher="math", code="code")  # a name like any other
+    long = ["teacher.prompt={prompt}", "teacher.max_prompt_tokens=99999"]
+    assert "; teachers.teacher.model has " in refused(called, *long)
     other = save_model(tmp_path / "other", 32, 1, 3, eos=7)
     assert refused(f"teachers={json.dumps({'math': models['math'], 'code': other})}").startswith(
         "teachers.code: "
