@@ -128,6 +128,23 @@ def only_rows(given: ScoredPart, mine: np.ndarray, devices: RowDevices) -> Score
     return replace(given, sequences=replace(own, room=room_of(own, devices)))
 
 
+def own_parts(
+    given: ScoredPart, weights: np.ndarray, devices: RowDevices, mixed: bool
+) -> dict[int, ScoredPart]:
+    """Number of a teacher -> what of a part it computes: the rows in which it has a share.
+
+    Args:
+        weights: [rows, K] shares of each of several teachers, of the part without its padding; 0 in
+            rows without a prompt.
+        mixed: every teacher runs, even without such a row. Otherwise those with a row do, and the
+            first where nobody has one.
+    """
+    shares = weights > 0
+    some = np.flatnonzero(shares.any(0)).tolist()
+    chosen = range(shares.shape[1]) if mixed else some or [0]
+    return {k: only_rows(given, shares[:, k], devices) for k in chosen}
+
+
 def scored_padding(rollout: Rollout, parts: int, devices: RowDevices) -> float:
     """The fraction of padding among the tokens that a role computes to score a rollout."""
     whole, cuts = _scored_cuts(rollout, parts, devices)
