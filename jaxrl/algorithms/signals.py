@@ -25,17 +25,20 @@ from jaxrl.config.schema import Config, DistillConfig
 from jaxrl.losses.algorithm_table import MixtureKind
 from jaxrl.losses.distill import (
     Loss,
+    SharedVocabulary,
     divergence_from_hidden,
     entropy_aware_from_topk,
     topk_divergence_from_hidden,
 )
 from jaxrl.losses.divergence import EntropyAware, Sums, sampled_reverse_kl
 from jaxrl.losses.head import logprobs_at, logprobs_from_hidden, topk_from_hidden
+from jaxrl.losses.masked import masked_count, masked_sum
 from jaxrl.losses.mixture import TeacherMixture
+from jaxrl.losses.stretches import stretch_reverse_kl
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Params, Remat, forward_packed, head
 from jaxrl.models.packing import Packing, pack
-from jaxrl.types import Array, Frozen, Sequences, TeacherSignal, TrainBatch
+from jaxrl.types import Aligned, Array, Frozen, Sequences, TeacherSignal, TrainBatch
 
 
 @dataclass(frozen=True)
@@ -246,7 +249,9 @@ def _learn_hidden(
     p: Projection, hidden: Array, kernel: Array, batch: TrainBatch, frozen: Frozen
 ) -> Loss:
     signal, heads = _signal(batch), frozen["teacher_head"]
-    teachers, mixture = signal.hidden, None
+    teachers, mixture, shared = signal.hidden, None, None
+    if signal.kinds is not None:
+        shared = SharedVocabulary(frozen["shared_tokens"], signal.tail_logprob)
     if p.teachers:
         teachers = _of_each(p, signal.hidden, heads)
         # Where each row has one teacher, a weight of 1 leaves that teacher's logits as they are.
@@ -258,6 +263,7 @@ def _learn_hidden(
         heads,
         batch.sequences.loss_mask,
         mixture=mixture,
+        shared=shared,
         beta=p.distill.jsd_beta,
         lean=p.distill.lean,
         entropy_aware=p.term if p.distill.entropy_aware else None,
@@ -325,7 +331,11 @@ def distill_loss(
 
     Args:
         frozen: `teacher_head` [V, Dt] for the signal `hidden`; one for each of several teachers.
+            Of a teacher with another tokenizer its rows are in the student's order, and
+            `shared_tokens` [V] bool says which tokens both have.
     """
+    if _signal(batch).kinds is not None:
+        return _aligned_loss(p, hidden, kernel, batch, frozen)
     total, count, metrics = DISTILL_LOSSES[p.distill.signal](p, hidden, kernel, batch, frozen)
     if p.keyed:
         metrics |= _by_teacher(p, metrics, _signal(batch).weights)
@@ -333,6 +343,40 @@ def distill_loss(
         return total, count, metrics
     extra, _, more = entropy_aware_loss(p, hidden, kernel, batch)
     return total + extra, count, metrics | more
+
+
+def _aligned_loss(
+    p: Projection, hidden: Array, kernel: Array, batch: TrainBatch, frozen: Frozen
+) -> Loss:
+    """The loss from a teacher with another tokenizer: the divergence of `distill.signal` at tokens
+    that are aligned exactly, the reverse KL of the sampled stretch elsewhere; for the signal
+    `sampled` everywhere. All tokens of the completions count, aligned or not."""
+    signal, sequences = _signal(batch), batch.sequences
+    mask, kinds = sequences.loss_mask, signal.kinds
+    by_stretch = mask & (kinds != Aligned.NOT)
+    total, metrics = jnp.zeros(()), {}
+    if p.distill.signal != "sampled":
+        exact = mask & (kinds == Aligned.EXACT)
+        by_stretch &= ~exact
+        own = replace(batch, sequences=replace(sequences, loss_mask=exact))
+        loss = DISTILL_LOSSES[p.distill.signal]
+        total, _, metrics = loss(p, hidden, kernel, own, frozen)
+    tokens = completion_tokens(sequences)
+    logprobs = logprobs_from_hidden(
+        hidden, kernel, tokens, mask=by_stretch, v=p.vocab_size, **p.options
+    )
+    extra, more = stretch_reverse_kl(
+        logprobs,
+        signal.stretch_logprobs,
+        batch.sampler_logprobs,
+        kinds != Aligned.INSIDE,
+        by_stretch,
+        ratio_cap=p.distill.ratio_cap,
+    )
+    read = masked_sum(signal.sizes, mask)
+    for name, part in (("aligned", kinds != Aligned.NOT), ("exact", kinds == Aligned.EXACT)):
+        metrics[f"{name}_bytes"] = (masked_sum(signal.sizes, mask & part), read)
+    return total + extra, masked_count(mask), metrics | more
 
 
 def _by_teacher(p: Projection, metrics: Sums, weights: Float[Array, "B C K"]) -> Sums:

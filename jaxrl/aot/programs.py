@@ -49,7 +49,7 @@ from jaxrl.sampling.sampler import sampling_arrays
 from jaxrl.sharding.axes import ROWS, Axes
 from jaxrl.sharding.mesh import role_mesh
 from jaxrl.teacher.protocol import Options
-from jaxrl.types import Sequences, TeacherSignal, TrainBatch
+from jaxrl.types import Sequences, TeacherSignal, TokenAlignment, TrainBatch
 
 
 @dataclass(frozen=True)
@@ -156,11 +156,11 @@ class RunPrograms:
 
     def sequences(self, role: str, rows: int, group: int = 1) -> Sequences:
         m, at = self.setting, self.rows(role)
-        width = m.prompts(role) + m.new_tokens
+        width = m.prompts(role) + m.completions(role)
         return Sequences(
             shaped((rows, width), jnp.int32, at),
             shaped((rows, width), bool, at),
-            shaped((rows, m.new_tokens), bool, at),
+            shaped((rows, m.completions(role)), bool, at),
             group,
         )
 
@@ -179,7 +179,7 @@ class RunPrograms:
         jitted, args = self.score(rows, self.teachers[-1])
         out = jax.eval_shape(jitted, *args)
         if m.signal == "hidden":  # of several teachers: those of the widest, or of all
-            width = m.signal_bytes // out.hidden.dtype.itemsize
+            width = max(m.teacher_widths) if c.mixture is None else sum(m.teacher_widths)
             shape = (rows, m.new_tokens, width)
             out = replace(out, hidden=jax.ShapeDtypeStruct(shape, out.hidden.dtype))
         found: TeacherSignal = jax.tree.map(lambda x: shaped(x.shape, x.dtype, at), out)
@@ -212,14 +212,21 @@ class RunPrograms:
         _, model = teacher
         layout: Layout = "unstacked" if m.teacher_samples else "stacked"
         params = self.params(role, model, c.teacher.compute_dtype, layout)
-        projection = Projection.of(c, self.meshes[role], m.vocab)
-        ids = None
+        vocab = model.vocab_size if m.aligned else m.vocab
+        projection = Projection.of(c, self.meshes[role], vocab)
+        ids, at, aligned = None, self.rows(role), ()
+        if m.aligned:
+            each = shaped((rows, m.new_tokens), jnp.int32, at)
+            starts = shaped((rows, m.completions(role)), bool, at)
+            to_student = shaped((vocab,), jnp.int32, self.everywhere(role))
+            aligned = (TokenAlignment(each, each, each, starts), to_student)
         if sends:
             distill = c.distill.model_copy(update={"signal": "hidden"})
             projection = replace(projection, distill=distill)
         elif c.distill.signal == "student_topk":
             ids = shaped((rows, m.new_tokens, c.distill.top_k), jnp.int32, self.rows(role))
-        return score_program(model, projection), (params, self.sequences(role, rows, group), ids)
+        given = (params, self.sequences(role, rows, group), ids, *aligned)
+        return score_program(model, projection), given
 
 
 def actor(run: RunPrograms) -> Iterator[Program]:
@@ -241,6 +248,8 @@ def actor(run: RunPrograms) -> Iterator[Program]:
                 for shape in shapes
             )
             frozen["teacher_head"] = heads if c.teachers else heads[0]
+            if m.aligned:
+                frozen["shared_tokens"] = shaped((m.vocab,), bool, everywhere)
     rewarded = c.learns_from_rewards
     batch = TrainBatch(
         sequences,
@@ -316,7 +325,8 @@ def _sampling(
         share: fraction of the training batches that this role samples.
     """
     c, m, mesh, at = run.config, run.setting, run.meshes[role], run.everywhere(role)
-    longest = max(m.config.max_new_tokens, c.eval.max_new_tokens or 0)
+    most = c.teacher_new_tokens if role == "teacher" else c.max_new_tokens
+    longest = max(most, c.eval.max_new_tokens or 0)
     engine = Engine(
         model,
         mesh,

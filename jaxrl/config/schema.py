@@ -192,9 +192,17 @@ class TeacherConfig(FrozenConfig):
     `messages` (the whole chat as text, which the template then replaces); where rewards are learnt
     from also `attempt` (the completion that is scored) and `feedback` (what the reward functions
     say of it). null: the student's prompt."""
+    tokenizer: Literal["student", "own"] = "student"
+    """student: the teacher's tokens must be the student's. own: they may be others. The teacher
+    reads the text of prompts and completions by its own tokenizer and chat template, and its tokens
+    are aligned with the student's by the bytes that they stand for."""
     max_prompt_tokens: Positive | None = None
-    """Longest prompt of the teacher where `teacher.prompt` is set, in tokens; rows with a longer
-    one are dropped, and counted. null: `max_prompt_tokens`."""
+    """Longest prompt of the teacher where `teacher.prompt` or `teacher.tokenizer=own` is set, in
+    its tokens; rows with a longer one are dropped, and counted. null: `max_prompt_tokens`, with a
+    tokenizer of its own twice that."""
+    max_new_tokens: Positive | None = None
+    """With `teacher.tokenizer=own`: longest completion in the teacher's tokens; the student does
+    not learn from what follows. null: twice `max_new_tokens`."""
     num_microbatches: Positive = 1
     """Number of micro-batches in which the teacher scores a batch; a larger number needs less
     activation memory."""
@@ -237,10 +245,21 @@ class TeacherConfig(FrozenConfig):
             self.ema > 0 and self.model != POLICY,
             f"ema={self.ema:g} averages the weights of the policy: set model={POLICY}, or ema=0",
         )
+        own = self.tokenizer == "own"
         yield (
-            self.max_prompt_tokens is not None and self.prompt is None,
+            self.max_prompt_tokens is not None and self.prompt is None and not own,
             f"max_prompt_tokens={self.max_prompt_tokens} limits the prompts that teacher.prompt"
             " makes: set prompt, or max_prompt_tokens=null",
+        )
+        yield (
+            self.max_new_tokens is not None and not own,
+            f"max_new_tokens={self.max_new_tokens} limits completions in the tokens of another"
+            " tokenizer: set tokenizer=own, or max_new_tokens=null",
+        )
+        yield (
+            own and (self.model in (None, POLICY) or self.cache is not None),
+            f"tokenizer=own is for a teacher of the run, with model set to another model than"
+            f" {POLICY} and without cache: set tokenizer=student, or model",
         )
         if self.address is None:
             yield self.api != "jaxrl", f"api={self.api} needs a server: set address"
@@ -1141,8 +1160,15 @@ class Config(Section, metaclass=_Parsed):
 
     @property
     def teacher_prompt_tokens(self) -> int:
-        """Longest prompt that the teacher reads, in tokens."""
-        return self.teacher.max_prompt_tokens or self.max_prompt_tokens
+        """Longest prompt that the teacher reads, in its tokens."""
+        more = 2 if self.teacher.tokenizer == "own" else 1
+        return self.teacher.max_prompt_tokens or more * self.max_prompt_tokens
+
+    @property
+    def teacher_new_tokens(self) -> int:
+        """Longest completion that the teacher reads or samples, in its tokens."""
+        more = 2 if self.teacher.tokenizer == "own" else 1
+        return self.teacher.max_new_tokens or more * self.max_new_tokens
 
     @property
     def needs_reference(self) -> bool:
@@ -1266,6 +1292,27 @@ class Config(Section, metaclass=_Parsed):
             " or teacher.model to the model whose scores the cache has",
         )
         yield from self._rules_with_teachers(alone)
+        if self.teacher.tokenizer == "own":
+            yield (
+                self.distill.signal == "student_topk",
+                "distill.signal=student_topk asks for the probabilities of the student's tokens,"
+                " and a teacher with teacher.tokenizer=own has others: set hidden, topk or sampled",
+            )
+            yield (
+                self.distill.entropy_aware,
+                "distill.entropy_aware=true reads the teacher's probabilities of the student's"
+                " tokens: set it to false, or teacher.tokenizer=student",
+            )
+            yield (
+                self.learns_from_rewards and self.policy.opd_coef > 0,
+                f"policy.opd_coef={self.policy.opd_coef:g} reads the teacher's log-prob of each"
+                " token: set it to 0 (and distill_weight above 0), or teacher.tokenizer=student",
+            )
+            yield (
+                self.teacher_gets_feedback,
+                "teacher.prompt names feedback or attempt, which are for a teacher with the"
+                " student's tokenizer: leave them out, or set teacher.tokenizer=student",
+            )
         yield (
             self.teacher_follows and self.distill.seq_kd,
             "distill.seq_kd samples from a teacher that stays the same: set teacher.ema=1, or"

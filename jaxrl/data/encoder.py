@@ -33,22 +33,28 @@ Fit = Literal["whole", "cut", "too long"]
 
 @dataclass(frozen=True)
 class TeacherPrompt:
-    """The prompt that a teacher reads of a row, where it is not the student's: what is privileged
-    in on-policy self-distillation (OPSD, arXiv 2601.18734; SDFT, arXiv 2601.19897).
+    """The prompt that a teacher reads of a row, where it is not the student's: of another template,
+    which is what is privileged in on-policy self-distillation (OPSD, arXiv 2601.18734; SDFT, arXiv
+    2601.19897), or in the tokens and the chat template of another tokenizer.
 
     The template takes the place of a text prompt, or of the last message of a chat; what stands
     before it and the chat template stay. A template that names `messages` replaces the whole chat.
     """
 
-    template: str
+    template: str | None
+    """None: the row's own prompt."""
     max_tokens: int
     """Rows with a longer one are left out."""
     late: Mapping[str, str] = field(default_factory=dict)
     """Names that are only known once a completion is judged -> what stands for them until then
     (`data.feedback.PLACES`)."""
+    tokenizer: Tokenizer | None = None
+    """The teacher's; None: it is the student's."""
 
     def of(self, example: Example) -> Example:
         """The row with the teacher's prompt. Raises UserError where it lacks a field."""
+        if self.template is None:
+            return example
         names = template.names(self.template)
         values = _texts(example) | {name: self.late[name] for name in names if name in self.late}
         for name in names:
@@ -67,7 +73,7 @@ class TeacherPrompt:
 
     @property
     def is_late(self) -> bool:
-        return any(name in self.late for name in template.names(self.template))
+        return any(name in self.late for name in template.names(self.template or ""))
 
 
 def _texts(example: Example) -> dict[str, str]:
@@ -139,11 +145,18 @@ class PromptEncoder:
         """What else a row that is left out may exceed, for messages."""
         return "" if self.teacher is None else f", or for the teacher {self.teacher.max_tokens}"
 
-    def prompt_of(self, example: Example) -> str | tuple[Message, ...]:
-        """What is tokenised: text, or messages, with all that stands before the row's own."""
+    def prompt_of(
+        self, example: Example, tokenizer: Tokenizer | None = None
+    ) -> str | tuple[Message, ...]:
+        """What is tokenised: text, or messages, with all that stands before the row's own.
+
+        Args:
+            tokenizer: None: the student's.
+        """
         prompt = example.prompt
         if isinstance(prompt, str):
-            if self.chat == "raw" or example.document or not has_template(self.tokenizer):
+            chat = has_template(tokenizer or self.tokenizer)
+            if self.chat == "raw" or example.document or not chat:
                 return self._text_before + prompt
             prompt = _user(prompt)
         system: tuple[Message, ...] = ()
@@ -183,7 +196,7 @@ class PromptEncoder:
         if not self._short(theirs):
             return None
         if self.teacher is not None and self.teacher.is_late:
-            late, theirs = self.prompt_of(self.teacher.of(example)), None
+            late, theirs = self._teacher_prompt(example), None
         messages = as_messages(prompt)
         columns = {**example.columns, "messages": messages} if messages else example.columns
         text = messages[-1]["content"] if messages else str(example.prompt)
@@ -194,8 +207,12 @@ class PromptEncoder:
         """Those of its prompt; without what is only known later."""
         if self.teacher is None:
             return None
-        prompt = filled(self.prompt_of(self.teacher.of(example)), dict.fromkeys(LATE, ""))
-        return encode_prompt(self.tokenizer, prompt)
+        prompt = filled(self._teacher_prompt(example), dict.fromkeys(LATE, ""))
+        return encode_prompt(self.teacher.tokenizer or self.tokenizer, prompt)
+
+    def _teacher_prompt(self, example: Example) -> str | tuple[Message, ...]:
+        assert self.teacher is not None
+        return self.prompt_of(self.teacher.of(example), self.teacher.tokenizer)
 
     def _short(self, teacher_tokens: tuple[int, ...] | None) -> bool:
         return self.teacher is None or len(teacher_tokens or ()) <= self.teacher.max_tokens

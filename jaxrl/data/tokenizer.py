@@ -167,6 +167,13 @@ def check_same_vocabulary(
     return v
 
 
+def same_prompts(student: Tokenizer, teacher: Tokenizer) -> bool:
+    """Whether two tokenizers of one vocabulary make the same tokens of prompts."""
+    probe = "a prompt"
+    begin = encode_prompt(student, probe) == encode_prompt(teacher, probe)
+    return begin and student.chat_template == teacher.chat_template
+
+
 def check_same_prompts(
     student: Tokenizer | None, teacher: Tokenizer | None, prompts: Iterable[Prompt]
 ) -> None:

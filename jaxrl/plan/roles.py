@@ -46,6 +46,8 @@ the forward pass: `JSD_ARRAYS` if 0 < jsd_beta < 1, `KL_ARRAYS` if it is 0 or 1.
 `distill.lean`: `LEAN_ARRAYS`. In a loss that reads a few log-probs of one model: `SCORE_ARRAYS`."""
 ENTROPY_ARRAYS = 2
 """Further ones with `distill.entropy_aware`."""
+ALIGNED_ARRAYS = 2
+"""Further ones with a teacher whose tokens are others."""
 TEMPLATE_TOKENS = 128
 """Tokens reserved for the reward model's chat template, and for its tokenizer needing more
 tokens."""
@@ -74,9 +76,15 @@ class Setting:
         if self.teacher is not None:
             self.signal = config.distill.signal
             self.signal_bytes = signal_bytes(config, self.teacher_widths)
-            self.vocab = min(self.vocab, *(model.vocab_size for model in inputs.teachers))
+            if not self.aligned:
+                self.vocab = min(self.vocab, *(model.vocab_size for model in inputs.teachers))
         # Whether the loss sums the head's gradient in float32 during its forward pass.
         self.loss_fused = self.signal not in (None, "sampled") and not config.distill.lean
+
+    @property
+    def aligned(self) -> bool:
+        """Whether the teacher reads completions in its own tokens."""
+        return self.teacher is not None and self.config.teacher.tokenizer == "own"
 
     @property
     def teacher_widths(self) -> tuple[int, ...]:
@@ -113,9 +121,15 @@ class Setting:
 
     def prompts(self, role: str) -> int:
         """Width of the longest prompts that a role reads."""
-        if role != "teacher" or self.config.teacher.prompt is None:
+        if role != "teacher" or (self.config.teacher.prompt is None and not self.aligned):
             return self.prompt_tokens
         return round_up(self.config.teacher_prompt_tokens, self.inputs.target.width_multiple)
+
+    def completions(self, role: str) -> int:
+        """Width of the longest completions that a role reads."""
+        if role != "teacher" or not self.aligned:
+            return self.new_tokens
+        return round_up(self.config.teacher_new_tokens, self.inputs.target.width_multiple)
 
     @property
     def teacher_samples(self) -> bool:
@@ -135,20 +149,19 @@ class Setting:
         """Number of completions that share a prompt in an update, if all prompts and completions
         are as long as allowed; 1 if the actor would not share prompts then."""
         c = self.config
-        return 1 if c.batch_size % c.minibatches else self._shared(self.budget, self.prompt_tokens)
+        return 1 if c.batch_size % c.minibatches else self._shared("actor", self.budget)
 
-    def _shared(self, budget: int | None, prompt_tokens: int) -> int:
-        """Number of completions for which one prompt is computed once.
+    def _shared(self, role: str, budget: int | None) -> int:
+        """Number of completions for which a role computes one prompt once.
 
         Args:
             budget: most tokens of a micro-batch on one device.
-            prompt_tokens: width of the prompts.
         """
         c = self.config
         off_policy = c.distill.on_policy_fraction < 1 and not c.learns_from_rewards
         if c.spec.learns_from == "data" or off_policy:
             return 1
-        shared = shares(c.group_size, prompt_tokens, self.new_tokens, budget)
+        shared = shares(c.group_size, self.prompts(role), self.completions(role), budget)
         return c.group_size if shared else 1
 
     def scored(self, role: str, model: DecoderConfig, parts: int) -> Pass:
@@ -156,10 +169,10 @@ class Setting:
         `roles.microbatch.scored_part` cuts it."""
         shards, prompts = self.axes[role].rows, self.prompts(role)
         apart = role == "teacher" and self.config.teacher_gets_feedback  # each its own prompt
-        shared = 1 if apart else self._shared(None, prompts)
+        shared = 1 if apart else self._shared(role, None)
         group = scored_group(self.sequences, parts, shards, shared)
         rows = -(-self.sequences // (parts * shards * group)) * group
-        run = self.run(role, model, rows, prompts + self.new_tokens, joined=group > 1)
+        run = self.run(role, model, rows, prompts + self.completions(role), joined=group > 1)
         return replace(run, shared=None if group == 1 else (group, prompts), packed=True)
 
     def rows(self, role: str, sequences: int) -> int:
@@ -181,9 +194,9 @@ class Setting:
         axes, platform = self.axes[role], self.inputs.target.platform
         return Pass(model, axes, rows, width, ITEMSIZE[dtype], fused, platform=platform)
 
-    def chunk(self, rows: int) -> int:
+    def chunk(self, rows: int, role: str = "actor") -> int:
         """Completion tokens of `rows` sequences that are projected onto the vocabulary at once."""
-        return min(self.config.distill.chunk_tokens, rows * self.new_tokens)
+        return min(self.config.distill.chunk_tokens, rows * self.completions(role))
 
     def one_chunk(self, rows: int) -> bool:
         """Whether all completion tokens are one chunk: XLA then removes the loop over chunks."""
@@ -381,7 +394,8 @@ def _sampling(
     prompts = prefill_rows(c, width, axes)
     run = m.run(role, config, -(-prompts // row_shards), width)
     evaluated = c.eval.max_new_tokens if c.data.eval is not None else None
-    positions = width + max(c.max_new_tokens, evaluated or 0)
+    most = c.teacher_new_tokens if role == "teacher" else c.max_new_tokens
+    positions = width + max(most, evaluated or 0)
     positions = round_up(positions, m.inputs.target.width_multiple)
     cache = cache_bytes(config, axes, slots, positions, dtype)
     held = cache_bytes(config, axes, prompts, width, dtype)
@@ -434,7 +448,7 @@ def _scoring(m: Setting, run: Pass, tokens: int, arrays: int, *, stacked: bool) 
     """
     axes, config = run.axes, run.config
     work = run.forward(stacked)
-    read = logits(tokens, m.vocab, axes.tensor, arrays)
+    read = logits(tokens, config.vocab_size if m.aligned else m.vocab, axes.tensor, arrays)
     if axes.weights == 1:
         return max(work, read + run.residual)
     table = whole_rows(config.vocab_size, config.d_model, axes, run.itemsize)
@@ -453,11 +467,13 @@ def teacher(m: Setting) -> Iterable[Entry]:
     run = m.scored("teacher", config, slices)
     signal = m.rows("teacher", m.sequences) * m.new_tokens * m.signal_bytes
     samples = m.teacher_samples
-    arrays = {"hidden": 0, "sampled": 2}.get(c.distill.signal, SCORE_ARRAYS)
+    # A teacher with other tokens sends log-probs beside hidden states.
+    arrays = {"hidden": 2 * m.aligned, "sampled": 2}.get(c.distill.signal, SCORE_ARRAYS)
     if axes.size == 1 and m.inputs.on_cpu:
         arrays = min(arrays, SCORE_ARRAYS - 1)  # XLA computes one of them in place
     combines = several and c.mixture is not None and c.distill.signal != "hidden"
-    work = _scoring(m, run, m.chunk(run.rows), 0 if combines else arrays, stacked=not samples)
+    chunk = m.chunk(run.rows, "teacher")
+    work = _scoring(m, run, chunk, 0 if combines else arrays, stacked=not samples)
     each = [weight_bytes(model, axes, c.teacher.compute_dtype) for model in m.inputs.teachers]
     weights = max(each) if c.offload.frozen and not combines else sum(each)
     # A signal stays on the teacher's devices while something else runs there.
@@ -472,6 +488,9 @@ def teacher(m: Setting) -> Iterable[Entry]:
         Entry("activations", "signal", signal, "score"),
         Entry("activations", "forward pass", work, "score"),
     ]
+    if m.aligned:
+        theirs = 2 * run.rows * m.completions("teacher") * m.signal_bytes
+        entries.append(Entry("activations", "signal at the teacher's tokens", theirs, "score"))
     if slices > 1:
         entries.append(Entry("activations", "signal, put together", 2 * signal, "end of score"))
     if several:
@@ -540,7 +559,7 @@ def loss_arrays(m: Setting) -> int:
     if m.signal != "hidden":
         return SCORE_ARRAYS
     extra = ENTROPY_ARRAYS if d.entropy_aware else 0
-    extra += len(m.config.teachers)  # the logits of each beside those of all together
+    extra += ALIGNED_ARRAYS * m.aligned + len(m.config.teachers)  # the logits of each beside those of all together
     if d.lean:  # the exponentials of both models stay alive
         return LEAN_ARRAYS + (m.axes["actor"].tensor > 1) + extra
     return (JSD_ARRAYS if 0 < d.jsd_beta < 1 else KL_ARRAYS) + extra
@@ -567,10 +586,11 @@ def signal_bytes(config: Config, widths: Sequence[int]) -> int:
         widths: of the hidden states of each teacher.
     """
     d = config.distill
+    aligned = 4 * F32 if config.teacher.tokenizer == "own" else 0
     if d.signal == "hidden":
         sent = max(widths) if config.mixture is None else sum(widths)
-        return sent * ITEMSIZE[config.teacher.compute_dtype]
-    sent = 4 if d.signal == "sampled" else 8 * d.top_k + 4
+        return sent * ITEMSIZE[config.teacher.compute_dtype] + aligned
+    sent = (4 if d.signal == "sampled" else 8 * d.top_k + 4) + aligned
     return sent + (8 * d.entropy_top_k + 8 if d.entropy_aware else 0)
 
 

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxrl.models.packing import RowDevices, held_tokens, room_of
 from jaxrl.sharding.axes import ROWS, row_shards
 from jaxrl.sharding.parts import part_rows
-from jaxrl.types import Array, Rollout, Sequences, TrainBatch
+from jaxrl.types import Array, Rollout, Sequences, TokenAlignment, TrainBatch
 
 ROOMS = 4
 """Number of padded sizes of a minibatch, and so of compiled programs: see `padded_count`."""
@@ -86,6 +86,8 @@ class ScoredPart:
     """numpy arrays of these rows, followed by empty rows if whole groups need padding."""
     ids: Array
     """[rows, C, K] of `Rollout.student_topk`, or None; padded like the sequences."""
+    alignment: TokenAlignment | None = None
+    """These rows of `Rollout.alignment`, padded likewise."""
 
     @property
     def live(self) -> int:
@@ -110,8 +112,10 @@ def scored_part(rollout: Rollout, part: int, parts: int, devices: RowDevices) ->
         return np.pad(x[rows], [(0, more)] + [(0, 0)] * (x.ndim - 1)) if more else x[rows]
 
     room = room_of(whole, devices, _alike(cuts, index))
-    sequences, ids = jax.tree.map(cut, (rollout.sequences, rollout.student_topk))
-    return ScoredPart(rows, replace(sequences, group=whole.group, room=room), ids)
+    given = rollout.sequences, rollout.student_topk, rollout.alignment
+    sequences, ids, alignment = jax.tree.map(cut, given)
+    sequences = replace(sequences, group=whole.group, room=room)
+    return ScoredPart(rows, sequences, ids, alignment)
 
 
 def only_rows(given: ScoredPart, mine: np.ndarray, devices: RowDevices) -> ScoredPart:

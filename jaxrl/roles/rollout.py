@@ -66,7 +66,8 @@ class Sampler:
         self._layout: Layout = layout
         self.version = -1
         self._pad_id, self._eos_ids, self._row_multiple = pad_id, eos_ids, row_multiple
-        longest = max(config.max_new_tokens, config.eval.max_new_tokens or 0)
+        self._most = config.teacher_new_tokens if teacher else config.max_new_tokens
+        longest = max(self._most, config.eval.max_new_tokens or 0)
         self._teacher = teacher
         self.engine = Engine(
             model,
@@ -140,7 +141,7 @@ class Sampler:
                 top_p=s.top_p,
                 min_p=s.min_p,
                 stop=s.stop,
-                max_new_tokens=self.config.max_new_tokens,
+                max_new_tokens=self._most,
                 eos_ids=self._eos_ids,
             ),
         )
@@ -178,7 +179,7 @@ class Sampler:
             top_k=e.top_k,
             top_p=e.top_p,
             stop=self.config.sampling.stop,
-            max_new_tokens=e.max_new_tokens or self.config.max_new_tokens,
+            max_new_tokens=e.max_new_tokens or self._most,
             eos_ids=self._eos_ids,
         )
         seed = self.config.seed + EVAL_SEED

@@ -7,7 +7,9 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxrl.algorithms.aligned import aligned_score
 from jaxrl.algorithms.signals import Projection, score
+from jaxrl.data.alignment import Aligner
 from jaxrl.data.batch import as_the_teacher_reads
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Params
@@ -17,7 +19,7 @@ from jaxrl.runtime.worker import phase
 from jaxrl.sharding.axes import ROWS
 from jaxrl.sharding.ledger import current
 from jaxrl.sharding.reshard import put
-from jaxrl.types import Rollout, Sequences, TeacherSignal
+from jaxrl.types import Rollout, Sequences, TeacherSignal, TokenAlignment
 
 
 class Scorer:
@@ -29,6 +31,8 @@ class Scorer:
         params: Params | None,
         projection: Projection,
         max_prompt_tokens: int = 0,
+        aligner: Aligner | None = None,
+        max_new_tokens: int = 0,
     ):
         """
         Args:
@@ -36,10 +40,16 @@ class Scorer:
                 are set later.
             max_prompt_tokens: longest of the prompts that it reads in place of the student's, where
                 there are such prompts (`Prompt.teacher_tokens`).
+            aligner: of a model with another tokenizer than the student's.
+            max_new_tokens: longest completion in its tokens.
         """
         self.model, self.params, self.mesh = model, params, projection.mesh
-        self._longest = max_prompt_tokens
+        self._longest, self._aligner, self._longest_new = max_prompt_tokens, aligner, max_new_tokens
         self._rows = NamedSharding(self.mesh, PartitionSpec(ROWS))
+        self._to_student = None
+        if aligner is not None:
+            everywhere = NamedSharding(self.mesh, PartitionSpec())
+            self._to_student = put(aligner.shared.to_student, everywhere)
         self._score = score_program(model, projection)
 
     def score(self, rollout: Rollout, part: int = 0, parts: int = 1) -> TeacherSignal | None:
@@ -52,7 +62,12 @@ class Scorer:
                 rows, the last slices are empty, and the result is None.
         """
         devices = row_devices(self.mesh)
-        rollout = as_the_teacher_reads(rollout, self._longest, devices.multiple)
+        if self._aligner is None:
+            rollout = as_the_teacher_reads(rollout, self._longest, devices.multiple)
+        else:
+            with phase("aligning tokens"):
+                limits = self._longest, self._longest_new
+                rollout = self._aligner.read(rollout, *limits, devices.multiple)
         given = scored_part(rollout, part, parts, devices)
         if given is None:
             return None
@@ -63,19 +78,31 @@ class Scorer:
 
     def run(self, given: ScoredPart) -> TeacherSignal:
         """The signal of the rows of a part, without its padding."""
-        placed, live = put((given.sequences, given.ids), self._rows), given.live
+        live = given.live
+        placed = put((given.sequences, given.ids, given.alignment), self._rows)
+        placed = (*placed, self._to_student)
         with current().running(self._score, self.params, *placed, live=live):
             return jax.block_until_ready(self._score(self.params, *placed, live=live))
 
 
 def score_program(model: DecoderConfig, projection: Projection) -> Any:
     """Jitted: (parameters, sequences, the student's top-k ids or None) -> the teacher's signal, of
-    the first `live` rows."""
+    the first `live` rows. Of a teacher with another tokenizer further: the alignment of its
+    sequences, and the student's id [Vt] of each of its tokens.
+    """
 
     def score_rows(
-        params: Params, sequences: Sequences, ids: Any, live: int | None = None
+        params: Params,
+        sequences: Sequences,
+        ids: Any,
+        alignment: TokenAlignment | None = None,
+        to_student: Any = None,
+        live: int | None = None,
     ) -> TeacherSignal:
-        signal = score(projection, model, params, sequences, ids)
+        if alignment is None:
+            signal = score(projection, model, params, sequences, ids)
+        else:
+            signal = aligned_score(projection, model, params, sequences, alignment, to_student)
         return jax.tree.map(lambda x: x[:live], signal)
 
     rows = NamedSharding(projection.mesh, PartitionSpec(ROWS))

@@ -25,6 +25,7 @@ class Teacher:
         offload: bool = False,
         stale_at: Collection[str] = (),
         add_feedback: AddFeedback | None = None,
+        respell: Callable[..., Completion] | None = None,
     ):
         """
         Args:
@@ -33,8 +34,10 @@ class Teacher:
                 are read again.
             add_feedback: makes the teacher's prompts where they are about the completion that is
                 scored.
+            respell: brings what the teacher samples into the student's tokens.
         """
         self._scorer, self._sampler, self._add_feedback = scorer, sampler, add_feedback
+        self._respell = respell
         stages = ("teacher.score", "teacher.generate", "teacher.sample")
         self._write = keep_weights("teacher", scorer, sampler, stages, offload, stale_at)
 
@@ -44,7 +47,11 @@ class Teacher:
         return self._scorer.score(informed(rollout, rewards, self._add_feedback), part, parts)
 
     def generate(self, prompts: Sequence[Prompt], step: int) -> Rollout:
-        return self._samples().generate(prompts, step)
+        sampler, respell = self._samples(), self._respell
+        groups = sampler.completions(prompts, step)
+        if respell is not None:
+            groups = [[respell(completion) for completion in group] for group in groups]
+        return sampler.packed(prompts, groups)
 
     def sample(self, prompts: Sequence[Prompt]) -> list[list[Completion]]:
         return self._samples().sample(prompts)

@@ -50,11 +50,12 @@ def check_positions(
     """
     own = teacher and config.teacher.max_prompt_tokens is not None
     key = "teacher.max_prompt_tokens" if own else "max_prompt_tokens"
+    new = "teacher.max_new_tokens" if teacher and config.teacher.max_new_tokens else "max_new_tokens"
     prompt = config.teacher_prompt_tokens if teacher else config.max_prompt_tokens
     width = prompt + new_tokens
     if width > source.config.max_positions:
         raise UserError(
-            f"{key}={prompt} and max_new_tokens={new_tokens} make"
+            f"{key}={prompt} and {new}={new_tokens} make"
             f" {width} positions; {model} has {source.config.max_positions}: lower one of them"
         )
 
@@ -66,12 +67,17 @@ def keys(config: Config) -> Keys:
 
 
 def encoder(
-    config: Config, tokenizer: Tokenizer, ends: tuple[int, ...], teacher: bool = False
+    config: Config,
+    tokenizer: Tokenizer,
+    ends: tuple[int, ...],
+    teacher: bool = False,
+    teacher_tokenizer: Tokenizer | None = None,
 ) -> PromptEncoder:
     """How the rows of `data.train` and `data.eval` become tokens.
 
     Args:
         teacher: with the prompts that the teacher reads of them (`teacher.prompt`).
+        teacher_tokenizer: by which it reads these; None: the student's.
     """
     d = config.data
     shots: tuple[Example, ...] = ()
@@ -79,9 +85,10 @@ def encoder(
         source = open_source(d.few_shot, config.seed, "train", keys(config), "data.few_shot")
         shots = few_shot(source, d.few_shot_rows)
     theirs = None
-    if teacher and config.teacher.prompt is not None:
+    if teacher and (config.teacher.prompt is not None or teacher_tokenizer is not None):
         late = PLACES if config.learns_from_rewards else {}
-        theirs = TeacherPrompt(config.teacher.prompt, config.teacher_prompt_tokens, late)
+        limit = config.teacher_prompt_tokens
+        theirs = TeacherPrompt(config.teacher.prompt, limit, late, teacher_tokenizer)
     return PromptEncoder(
         tokenizer,
         config.max_prompt_tokens,

@@ -14,9 +14,16 @@ from jaxrl.algorithms.teachers import check_teachers, row_weights
 from jaxrl.checkpoint.digest import digest_model
 from jaxrl.checkpoint.source import ModelSource, resolve_model
 from jaxrl.config.schema import Config
+from jaxrl.data.alignment import Aligner, SharedTokens, Speaker
 from jaxrl.data.source import Split, open_source
 from jaxrl.data.stream import EvalSet, PromptStream
-from jaxrl.data.tokenizer import Tokenizer, check_same_prompts, check_same_vocabulary, decode
+from jaxrl.data.tokenizer import (
+    Tokenizer,
+    check_same_prompts,
+    check_same_vocabulary,
+    decode,
+    same_prompts,
+)
 from jaxrl.errors import UserError, user_input
 from jaxrl.models.encoder_config import find_folder, read_encoder
 from jaxrl.models.kernels import Target
@@ -54,13 +61,18 @@ class Setup:
     """Pickled for another process, where only a role that samples opens it: transformers takes a
     second to import."""
     vocab_size: int
-    """Tokens that student and teachers share."""
+    """Tokens that the losses are over: those that student and teachers share or, where the
+    teacher's are others, the student's."""
     eos_ids: tuple[int, ...]
     pad_id: int
     teacher_samples: bool
     """The teacher generates, for the student to learn from or for its own accuracy."""
     opens_thought: bool
     """The prompts end inside a thought: the chat template opens `<think>`."""
+    shared_tokens: SharedTokens | None = None
+    """With a teacher whose tokens are others."""
+    aligner: Aligner | bytes | None = None
+    """Likewise; pickled for another process."""
     given: Mapping[str, bytes] = field(default_factory=dict)
     """Reward functions from Python, pickled, by their entries in `reward.functions`."""
     row_multiple: int = 1
@@ -145,29 +157,43 @@ def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
     student = resolve_model(config.student.model)
     teachers = {name: resolve_model(model) for name, model in config.teacher_models.items()}
     tokenizer = tokenizer_of(student)
+    eos_ids = end_ids(student, tokenizer)
     vocab_size = student.config.vocab_size
     cache = None if config.teacher.cache is None else ScoreCache(config.teacher.cache)
     described: dict[str, ModelSource | ScoreCache] = dict(teachers)
     if not teachers and cache is not None:
         described["teacher"] = cache
     theirs = {name: tokenizer_of(teacher) for name, teacher in described.items()}
+    own = theirs["teacher"] if config.teacher.tokenizer == "own" else None
+    aligner: Aligner | None = None
     for name, teacher in described.items():
-        with _about(name, teachers):
-            shared = check_same_vocabulary(
-                tokenizer,
-                theirs[name],
-                student.config.vocab_size,
-                teacher.config.vocab_size,
-                student.config.eos_ids,
-                teacher.config.eos_ids,
+        try:
+            with _about(name, teachers):
+                shared = check_same_vocabulary(
+                    tokenizer,
+                    theirs[name],
+                    student.config.vocab_size,
+                    teacher.config.vocab_size,
+                    student.config.eos_ids,
+                    teacher.config.eos_ids,
+                )
+        except UserError as error:
+            if own is None:
+                raise UserError(f"{error}; or set teacher.tokenizer=own") from error
+            ends = end_ids(teacher, own)
+            aligner = Aligner(
+                Speaker(tokenizer, student.config.vocab_size, eos_ids),
+                Speaker(own, teacher.config.vocab_size, ends),
             )
-        vocab_size = min(vocab_size, shared)
+        else:
+            vocab_size = min(vocab_size, shared)
     remote = None if config.teacher.address is None else remote_info(config)
     if remote is not None:
         vocab_size = check_remote(config, remote, tokenizer, student.config)
     _check_sizes(config, student, teachers, vocab_size)
-    eos_ids = end_ids(student, tokenizer)
-    d, encode = config.data, encoder(config, tokenizer, eos_ids, teacher=True)
+    if aligner is None and own is not None and same_prompts(tokenizer, own):
+        own = None
+    d, encode = config.data, encoder(config, tokenizer, eos_ids, True, own)
     source = open_source(d.train, config.seed, "train", keys(config))
     train = PromptStream(
         source, encode, config.batch_size, config.seed, d.shuffle, weights=d.weights
@@ -176,14 +202,14 @@ def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
         train.check_completions()
     # Without evaluations of the teacher, its prompts decide nothing about the held-out sets; and
     # where they are about attempts, it is evaluated with the student's.
-    own = config.eval.teacher and not config.teacher_gets_feedback
-    read = encode if own else replace(encode, teacher=None)
+    evaluated = config.eval.teacher and not config.teacher_gets_feedback
+    read = encode if evaluated else replace(encode, teacher=None)
     held_out = held_out_sets(config, read)
     prompts = [*train.batch(0), *(prompt for one in held_out for prompt in one.prompts)]
     notes: list[str | None] = []
     if config.learns_from_rewards:
         notes += _check_rewards(config, train, given or {})
-    for name, their_tokenizer in theirs.items():
+    for name, their_tokenizer in theirs.items() if own is None else ():
         with _about(name, teachers):
             check_same_prompts(tokenizer, their_tokenizer, prompts)
     if cache is not None:
@@ -212,6 +238,8 @@ def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
         pad_id=pad_id(student, eos_ids),
         teacher_samples=bool(teachers) and (config.distill.seq_kd or evaluates),
         evaluates_teacher=evaluates,
+        shared_tokens=None if aligner is None else aligner.shared,
+        aligner=aligner,
         opens_thought=decode(tokenizer, prompts[0].tokens).rstrip().endswith("<think>"),
         given=given or {},
         train=train,

@@ -11,7 +11,8 @@ from typing import Any
 import cloudpickle
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.algorithms.methods import method_of
 from jaxrl.algorithms.protocols import (
@@ -29,7 +30,6 @@ from jaxrl.algorithms.signals import Projection
 from jaxrl.checkpoint.source import ModelSource
 from jaxrl.config.schema import Config
 from jaxrl.data.feedback import with_feedback
-from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models.decoder import Layout
 from jaxrl.models.rules import head_sharding, param_shardings
 from jaxrl.plan import Plan
@@ -158,7 +158,8 @@ def _local(setup: Setup, plan: Plan, log: Log) -> LocalWorkerGroup:
 def _ray(setup: Setup, plan: Plan, log: Log) -> WorkerGroup:
     from jaxrl.runtime.ray.worker_group import RayWorkerGroup  # an optional package
 
-    packed = replace(setup, tokenizer=cloudpickle.dumps(setup.tokenizer))
+    aligner = setup.aligner and cloudpickle.dumps(setup.aligner)
+    packed = replace(setup, tokenizer=cloudpickle.dumps(setup.tokenizer), aligner=aligner)
     worker_group = RayWorkerGroup(
         setup.config.ray,
         plan.placement,
@@ -206,6 +207,9 @@ def make_actor(setup: Setup, meshes: Mapping[str, Mesh]) -> ActorRole:
     reads_head = config.learns_from_teacher and config.distill.signal == "hidden"
     if reads_head and not config.teacher_follows:  # else the head is the actor's own
         frozen["teacher_head"] = _teacher_head(setup, mesh)
+        if setup.shared_tokens is not None:
+            known = setup.shared_tokens.to_teacher >= 0
+            frozen["shared_tokens"] = put(known, NamedSharding(mesh, PartitionSpec()))
     receiver = meshes.get("rollout")  # elsewhere, where another process has it
     student = setup.student
     actor = Actor(
@@ -240,7 +244,10 @@ def _teacher_head(setup: Setup, mesh: Mesh) -> jax.Array | tuple[jax.Array, ...]
     found: list[jax.Array] = []
     for source in setup.teachers.values():
         head = source.load_head(mesh, jnp.dtype(teacher.dtype))
-        head = _first_rows(head, setup.vocab_size, mesh)
+        if setup.shared_tokens is None:
+            head = _first_rows(head, setup.vocab_size, mesh)
+        else:
+            head = _rows_of(head, setup.shared_tokens.to_teacher, mesh)
         same = (one for one in found if bool(jnp.array_equal(one, head)))  # False of other shapes
         found.append(next(same, head))
     return tuple(found) if setup.config.teachers else found[0]
@@ -277,20 +284,24 @@ def make_teacher(setup: Setup, meshes: Mapping[str, Mesh]) -> TeacherRole | Serv
         return RemoteTeacher(config, setup.vocab_size)
     mesh, layout = meshes["teacher"], _teacher_layout(setup)
     dtype, limit = config.teacher.compute_dtype, config.teacher_prompt_tokens
-    projection = Projection.of(config, mesh, setup.vocab_size)
+    aligner, rows = _opened(setup.aligner), setup.vocab_size
+    if aligner is not None:
+        rows = aligner.teacher.rows
+    projection = Projection.of(config, mesh, rows)
     each = projection
     if projection.mixture is not None:
         each = replace(each, distill=config.distill.model_copy(update={"signal": "hidden"}))
     add_feedback: AddFeedback | None = None
     if config.teacher_gets_feedback:
-        add_feedback = partial(with_feedback, tokenizer=_tokenizer(setup), max_tokens=limit)
+        tokenizer = _opened(setup.tokenizer)
+        add_feedback = partial(with_feedback, tokenizer=tokenizer, max_tokens=limit)
 
     def made(source: ModelSource) -> tuple[Scorer, Sampler | None]:
         params = None
         if not config.teacher_follows:
             params = source.load(mesh, jnp.dtype(dtype), layout)
             verify_arrays("teacher", params, mesh)
-        scorer = Scorer(source.config, params, each, limit)
+        scorer = Scorer(source.config, params, each, limit, aligner, config.teacher_new_tokens)
         if not setup.teacher_samples:
             return scorer, None
         return scorer, _sampler(setup, source, mesh, layout, params=params, teacher=True)
@@ -308,8 +319,11 @@ def make_teacher(setup: Setup, meshes: Mapping[str, Mesh]) -> TeacherRole | Serv
             scorer, sampler, layout, dtype, config.offloads_follower, add_feedback
         )
         return follower
+    respell = aligner and partial(
+        aligner.in_the_students_tokens, max_new_tokens=config.max_new_tokens
+    )
     teacher: TeacherRole = Teacher(
-        scorer, sampler, config.offload.frozen, add_feedback=add_feedback
+        scorer, sampler, config.offload.frozen, add_feedback=add_feedback, respell=respell
     )
     return teacher if cache is None else CachedTeacher(config, cache, setup.vocab_size, teacher)
 
@@ -368,8 +382,8 @@ MAKERS: dict[str, Callable[[Setup, Mapping[str, Mesh]], object]] = {
 """Role -> (setup, the meshes of the roles that this process has) -> the role."""
 
 
-def _tokenizer(setup: Setup) -> Tokenizer:
-    packed = setup.tokenizer
+def _opened(packed: Any) -> Any:
+    """What was pickled for another process, or as it is here."""
     return cloudpickle.loads(packed) if isinstance(packed, bytes) else packed
 
 
@@ -381,7 +395,10 @@ def _sampler(
     params: Tree,
     teacher: bool = False,
 ) -> Sampler:
-    config, tokenizer = setup.config, _tokenizer(setup)
+    config, tokenizer, eos_ids = setup.config, _opened(setup.tokenizer), setup.eos_ids
+    aligner = _opened(setup.aligner) if teacher else None
+    if aligner is not None:
+        tokenizer, eos_ids = aligner.teacher.tokenizer, aligner.teacher.ends
     return Sampler(
         config,
         source.config,
@@ -390,12 +407,22 @@ def _sampler(
         slots=config.rollout.slots or config.batch_size * config.group_size,
         tokenizer=tokenizer,
         pad_id=setup.pad_id,
-        eos_ids=setup.eos_ids,
+        eos_ids=eos_ids,
         row_multiple=setup.row_multiple,
         vocab_size=setup.vocab_size,
         params=params,
         teacher=teacher,
     )
+
+
+def _rows_of(head: jax.Array, rows: np.ndarray, mesh: Mesh) -> jax.Array:
+    """The head with these rows, zeros for -1."""
+
+    def chosen(head: jax.Array, rows: jax.Array) -> jax.Array:
+        return jnp.where((rows >= 0)[:, None], head[jnp.maximum(rows, 0)], 0)
+
+    sharding = head_sharding((len(rows), head.shape[1]), mesh)
+    return jax.jit(chosen, out_shardings=sharding)(head, rows)
 
 
 def _first_rows(head: jax.Array, rows: int, mesh: Mesh) -> jax.Array:

@@ -112,6 +112,12 @@ METRICS: dict[str, Metric] = {
     ),
     "distill/reverse_kl_k1": Metric("nats/token", "log student - log teacher at sampled tokens"),
     "distill/ratio_capped": Metric("fraction", "tokens whose importance ratio was capped"),
+    "distill/aligned_bytes": Metric(
+        "fraction", "bytes of completions that the tokens of a teacher with others are aligned with"
+    ),
+    "distill/exact_bytes": Metric(
+        "fraction", "bytes of completions where both tokenizers have the same token"
+    ),
     "distill/entropy_aware": Metric("nats/token", "the entropy-aware term, as it enters the loss"),
     "distill/entropy_gate": Metric("fraction", "tokens where the entropy-aware term acts"),
     "reward/mean": Metric(
