@@ -19,7 +19,7 @@ import numpy as np
 from jaxrl.data.batch import DATA, pack, width_of
 from jaxrl.data.spelling import Spelling
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.types import Aligned, Completion, Rollout, Sequences, TokenAlignment
+from jaxrl.types import Aligned, Completion, Rollout, TokenAlignment
 
 NO_TOKEN = -2
 
@@ -57,6 +57,7 @@ class Row(NamedTuple):
     tokens: list[int]
     """The completion in the teacher's tokens."""
     kinds: np.ndarray
+    sizes: np.ndarray
     index: np.ndarray
     starts: np.ndarray
 
@@ -66,8 +67,8 @@ class Aligner:
 
     def __init__(self, student: Speaker, teacher: Speaker):
         self.student, self.teacher = student, teacher
-        self._ours = Spelling(student.tokenizer, "student")
-        self._theirs = Spelling(teacher.tokenizer, "teacher")
+        self._ours = Spelling(student.tokenizer, student.rows, "student")
+        self._theirs = Spelling(teacher.tokenizer, teacher.rows, "teacher")
         self.shared = self._shared()
 
     def _shared(self) -> SharedTokens:
@@ -119,12 +120,7 @@ class Aligner:
         )
         alignment = TokenAlignment(
             kinds=_padded([row.kinds for row in rows], count, width, np.int32),
-            sizes=_padded(
-                [self._ours.lengths[list(one.tokens)] for one in rollout.completions],
-                count,
-                width,
-                np.int32,
-            ),
+            sizes=_padded([row.sizes for row in rows], count, width, np.int32),
             index=_padded([row.index for row in rows], count, width, np.int32),
             starts=_padded([row.starts for row in rows], count, theirs, bool),
         )
@@ -152,9 +148,10 @@ class Aligner:
         bare = ours[: len(ours) - ended]
         spelt, text = self._ours.spelt(bare), self._theirs.spelt(theirs)
         our_sizes, their_sizes = self._ours.lengths[bare], self._theirs.lengths[theirs]
-        if text.startswith(b" ") and not spelt.startswith(b" "):  # SentencePiece begins with one
+        if _begins_with_a_space_of_its_own(text, spelt):
             text, their_sizes = text[1:], np.append(their_sizes[0] - 1, their_sizes[1:])
-        agreed = len(os.path.commonprefix([spelt, text]))
+        agreed = _agreed(spelt, text)
+        sizes = np.append(our_sizes, [0] * ended)
         if ended:  # as if the end were one more byte
             agreed += agreed == len(spelt) == len(text)
             theirs = [*theirs, self._end(ours[-1])]
@@ -173,7 +170,7 @@ class Aligner:
         kinds = np.where(alone[mine] & same, Aligned.EXACT, kinds if sampled else Aligned.NOT)
         inside = mine < len(shared)
         kinds, index = np.where(inside, kinds, Aligned.NOT), np.where(inside, index, 0)
-        return Row(theirs, kinds, index, _begins(its))
+        return Row(theirs, kinds, sizes, index, _begins(its))
 
     def _end(self, end: int) -> int:
         """The teacher's end of a completion that the student ended with this token."""
@@ -200,6 +197,18 @@ def _sizes(numbers: np.ndarray, stretches: np.ndarray) -> np.ndarray:
 def _begins(numbers: np.ndarray) -> np.ndarray:
     """Whether a token is the first of its stretch."""
     return np.diff(numbers, prepend=-1) > 0
+
+
+def _agreed(ours: bytes, theirs: bytes) -> int:
+    """Bytes that both begin with."""
+    return len(os.path.commonprefix([ours, theirs]))
+
+
+def _begins_with_a_space_of_its_own(text: bytes, spelt: bytes) -> bool:
+    """Whether a tokenizer put a space before a text, as SentencePiece does."""
+    if not text.startswith(b" "):
+        return False
+    return text[1:] == spelt or _agreed(text[1:], spelt) > _agreed(text, spelt)
 
 
 def _text(spelt: bytes) -> str:

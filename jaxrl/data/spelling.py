@@ -15,9 +15,10 @@ class Spelling:
     """A tokenizer whose tokens spell text byte by byte: byte-level BPE, SentencePiece with
     fallback to bytes, or tokens that are their own text."""
 
-    def __init__(self, tokenizer: Tokenizer, who: str):
+    def __init__(self, tokenizer: Tokenizer, rows: int, who: str):
         """
         Args:
+            rows: number of tokens of its model.
             who: whose tokenizer it is, for the error.
 
         Raises:
@@ -31,7 +32,7 @@ class Spelling:
         }
         """Content -> id of the tokens that text never becomes."""
         vocabulary = {i: token for token, i in tokenizer.get_vocab().items()}
-        count = 1 + max(vocabulary)
+        count = max(rows, 1 + max(vocabulary))
         self.bytes = tuple(
             added[i].encode() if i in added else spell(vocabulary.get(i, "")) for i in range(count)
         )

@@ -301,9 +301,7 @@ def _normalisers(z: Array, teacher_z: Array, tokens: PerToken, columns: VocabSha
     }
 
 
-def _in_the_students_tokens(
-    z: Array, teacher_z: Array, tokens: PerToken, known: PerToken
-) -> Array:
+def _in_the_students_tokens(z: Array, teacher_z: Array, tokens: PerToken, known: PerToken) -> Array:
     """The teacher's log-probs as a distribution over the student's tokens. Where the two do not
     share a token, the teacher's probability of all its other tokens is spread over the student's
     others as the student spreads its own. So every divergence, and its gradient, is that of the

@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int
 
 from jaxrl.losses.chunked import measure, tiled
+from jaxrl.losses.divergence import MIN
 from jaxrl.losses.layout import (
     CHUNK,
     FrozenInputs,
@@ -34,7 +35,6 @@ from jaxrl.losses.layout import (
     masked_rows,
     shard_term,
 )
-from jaxrl.losses.divergence import MIN
 from jaxrl.losses.mixture import OfMixture, TeacherMixture
 from jaxrl.losses.vocabulary import VocabShard, with_tail
 from jaxrl.types import Array, Tree

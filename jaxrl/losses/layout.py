@@ -171,7 +171,7 @@ def masked_rows(hidden: Float[Array, "B C D"], mask: Bool[Array, "B C"]) -> Floa
     return jnp.where(mask[..., None], hidden, 0)
 
 
-def fit_head(sharded: ShardedTerm, head: Shaped[Array, "rows *D"]) -> Shaped[Array, "V *D"]:
+def fit_head(sharded: ShardedTerm, head: Shaped[Array, "rows ..."]) -> Shaped[Array, "V ..."]:
     """The first V rows, padded with zeros to a number that `tensor` divides."""
     more = -sharded.vocab % sharded.size("tensor")
     return jnp.pad(head[: sharded.vocab], [(0, more)] + [(0, 0)] * (head.ndim - 1))

@@ -15,9 +15,7 @@ from jaxrl.losses.masked import masked_count, masked_sum
 from jaxrl.types import Array
 
 
-def stretch_sums(
-    values: Float[Array, "B C"], starts: Bool[Array, "B C"]
-) -> Float[Array, "B C"]:
+def stretch_sums(values: Float[Array, "B C"], starts: Bool[Array, "B C"]) -> Float[Array, "B C"]:
     """At each token the sum over its stretch, which ends where the next one begins."""
     number = jnp.cumsum(starts, -1)
 

@@ -559,7 +559,9 @@ def loss_arrays(m: Setting) -> int:
     if m.signal != "hidden":
         return SCORE_ARRAYS
     extra = ENTROPY_ARRAYS if d.entropy_aware else 0
-    extra += ALIGNED_ARRAYS * m.aligned + len(m.config.teachers)  # the logits of each beside those of all together
+    extra += ALIGNED_ARRAYS * m.aligned + len(
+        m.config.teachers
+    )  # the logits of each beside those of all together
     if d.lean:  # the exponentials of both models stay alive
         return LEAN_ARRAYS + (m.axes["actor"].tensor > 1) + extra
     return (JSD_ARRAYS if 0 < d.jsd_beta < 1 else KL_ARRAYS) + extra

@@ -50,7 +50,9 @@ def check_positions(
     """
     own = teacher and config.teacher.max_prompt_tokens is not None
     key = "teacher.max_prompt_tokens" if own else "max_prompt_tokens"
-    new = "teacher.max_new_tokens" if teacher and config.teacher.max_new_tokens else "max_new_tokens"
+    new = (
+        "teacher.max_new_tokens" if teacher and config.teacher.max_new_tokens else "max_new_tokens"
+    )
     prompt = config.teacher_prompt_tokens if teacher else config.max_prompt_tokens
     width = prompt + new_tokens
     if width > source.config.max_positions:

@@ -190,7 +190,8 @@ def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
     remote = None if config.teacher.address is None else remote_info(config)
     if remote is not None:
         vocab_size = check_remote(config, remote, tokenizer, student.config)
-    _check_sizes(config, student, teachers, vocab_size)
+    common = vocab_size if aligner is None else int((aligner.shared.to_teacher >= 0).sum())
+    _check_sizes(config, student, teachers, common)
     if aligner is None and own is not None and same_prompts(tokenizer, own):
         own = None
     d, encode = config.data, encoder(config, tokenizer, eos_ids, True, own)
@@ -207,6 +208,13 @@ def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
     held_out = held_out_sets(config, read)
     prompts = [*train.batch(0), *(prompt for one in held_out for prompt in one.prompts)]
     notes: list[str | None] = []
+    if aligner is not None:
+        notes.append(
+            f"teacher.tokenizer=own: {common:,} of the student's {vocab_size:,} tokens are also the"
+            " teacher's; completions are aligned by bytes"
+        )
+    elif config.teacher.tokenizer == "own":
+        notes.append("teacher.tokenizer=own: the teacher has the student's tokens, one by one")
     if config.learns_from_rewards:
         notes += _check_rewards(config, train, given or {})
     for name, their_tokenizer in theirs.items() if own is None else ():
@@ -328,19 +336,22 @@ def _evaluates_teacher(
 
 
 def _check_sizes(
-    config: Config, student: ModelSource, teachers: Mapping[str, ModelSource], vocab_size: int
+    config: Config, student: ModelSource, teachers: Mapping[str, ModelSource], common: int
 ) -> None:
-    """Widths against the models' positions, and top-k against their vocabulary."""
+    """Widths against the models' positions, and top-k against the number of tokens that they have
+    in common."""
     longest = max(config.max_new_tokens, config.eval.max_new_tokens or 0)
     sources = {"student.model": student} | {
         config.teacher_key(name): source for name, source in teachers.items()
     }
+    theirs = max(config.teacher_new_tokens, config.eval.max_new_tokens or 0)
     for key, source in sources.items():
-        check_positions(config, longest, source, key, teacher=key != "student.model")
+        teacher = key != "student.model"
+        check_positions(config, theirs if teacher else longest, source, key, teacher=teacher)
     d = config.distill
     asked = {"distill.top_k": d.top_k} if d.signal in ("topk", "student_topk") else {}
     if d.entropy_aware:
         asked["distill.entropy_top_k"] = d.entropy_top_k
     for key, k in asked.items():
-        if teachers and k > vocab_size:
-            raise UserError(f"{key}={k} exceeds the vocabulary: it has {vocab_size} tokens")
+        if teachers and k > common:
+            raise UserError(f"{key}={k} exceeds the common vocabulary: it has {common} tokens")

@@ -12,8 +12,6 @@ from safetensors.numpy import load_file, save_file
 
 from jaxrl import Config
 from jaxrl.checkpoint.source import resolve_model
-from jaxrl.errors import UserError
-from jaxrl.run.job import make_job
 from jaxrl.train import train
 
 MESH = "mesh=actor=2,rollout=1,teacher=2"
