@@ -210,6 +210,28 @@ def test_two_names_of_one_teacher_teach_as_it_does_alone(models, tmp_path, signa
         assert mean == pytest.approx(row["distill/divergence"], rel=1e-5)
 
 
+@pytest.mark.parametrize("more", [[], ["distill.mixture=arithmetic", "distill.top_k=8"]])
+def test_padding_is_that_of_all_that_the_teachers_compute(models, tmp_path, monkeypatch, more):
+    """Each its own rows, in each of three parts."""
+    computed, score = [], Scorer.run
+
+    def recorded(scorer, given):
+        sequences = given.sequences
+        prompt = sequences.tokens.shape[1] - sequences.loss_mask.shape[1]
+        before, after = np.split(sequences.mask, [prompt], 1)
+        computed.append((before[:: sequences.group].sum() + after.sum(), sequences.room[0]))
+        return score(scorer, given)
+
+    monkeypatch.setattr(Scorer, "run", recorded)
+    keys = [teachers(models, math="math", code="code"), "data.teacher_key=kind", *more]
+    keys += ["distill.signal=topk"] if more else []
+    keys += ["steps=1", "teacher.num_microbatches=3", "mesh=actor+rollout+teacher=1"]
+    result, _ = run(models, tmp_path / "run", *keys)
+    real, places = np.sum(computed, 0)
+    assert len(computed) > 3
+    assert result.metrics[1]["teacher/padding"] == pytest.approx(1 - real / places)
+
+
 OWN = """
 from jaxrl.algorithms.methods import METHODS, Method, gkd_loss
 from jaxrl.losses.algorithm_table import AlgorithmSpec
