@@ -110,14 +110,16 @@ def test_a_row_gets_what_its_own_teacher_says_alone(signal, axes, parts):
             np.testing.assert_allclose(got[seen], value[seen], atol=3e-5, err_msg=field)
 
 
-def test_a_part_of_padding_alone_has_a_signal():
+@pytest.mark.parametrize("mixture", [[], ["distill.mixture=arithmetic"]])
+def test_a_part_of_padding_alone_has_a_signal(mixture):
     """The last of six parts has the two rows that pad the batch."""
-    made = config("hidden", "data.teacher_key=kind")
+    made = config("hidden", "data.teacher_key=kind", *mixture)
     together, alone = role(made, make_mesh(1, 1, 1))
     parts = [together.score(batch(ROWS), part, 6) for part in range(6)]
-    assert [len(part.hidden) for part in parts] == [2] * 6
-    width = max(scorer.model.d_model for scorer in alone.values())
-    assert not parts[-1].hidden.any() and {part.hidden.shape[-1] for part in parts} == {width}
+    widths = [scorer.model.d_model for scorer in alone.values()]
+    width = sum(widths) if mixture else max(widths)
+    assert [(len(part.hidden), part.hidden.shape[-1]) for part in parts] == [(2, width)] * 6
+    assert not parts[-1].hidden.any() and parts[0].hidden.any()
 
 
 @pytest.mark.parametrize(
@@ -208,6 +210,28 @@ def test_two_names_of_one_teacher_teach_as_it_does_alone(models, tmp_path, signa
         each = [row[f"distill/{name}/divergence"] for name in ("math", "code")]
         mean = np.average(each, weights=tokens)
         assert mean == pytest.approx(row["distill/divergence"], rel=1e-5)
+
+
+@pytest.mark.parametrize("more", [[], ["distill.mixture=arithmetic", "distill.top_k=8"]])
+def test_padding_is_that_of_all_that_the_teachers_compute(models, tmp_path, monkeypatch, more):
+    """Each its own rows, in each of three parts."""
+    computed, score = [], Scorer.run
+
+    def recorded(scorer, given):
+        sequences = given.sequences
+        prompt = sequences.tokens.shape[1] - sequences.loss_mask.shape[1]
+        before, after = np.split(sequences.mask, [prompt], 1)
+        computed.append((before[:: sequences.group].sum() + after.sum(), sequences.room[0]))
+        return score(scorer, given)
+
+    monkeypatch.setattr(Scorer, "run", recorded)
+    keys = [teachers(models, math="math", code="code"), "data.teacher_key=kind", *more]
+    keys += ["distill.signal=topk"] if more else []
+    keys += ["steps=1", "teacher.num_microbatches=3", "mesh=actor+rollout+teacher=1"]
+    result, _ = run(models, tmp_path / "run", *keys)
+    real, places = np.sum(computed, 0)
+    assert len(computed) > 3
+    assert result.metrics[1]["teacher/padding"] == pytest.approx(1 - real / places)
 
 
 OWN = """
