@@ -177,10 +177,14 @@ class Aligner:
         its = int(self.shared.to_teacher[end])
         return its if its in self.teacher.ends else self.teacher.end
 
+    def student_tokens(self, text: str) -> list[int]:
+        """A text in the student's tokens, without an end."""
+        return self._ours.encode([text])[0]
+
     def in_the_students_tokens(self, completion: Completion, max_new_tokens: int) -> Completion:
         """A completion that the teacher sampled, for the student to learn from. Its log-probs are
         0 and mean nothing."""
-        (tokens,) = self._ours.encode([completion.text])
+        tokens = self.student_tokens(completion.text)
         if completion.finish_reason == "stop":
             tokens = [*tokens, self.student.end]
         kept = tuple(tokens[:max_new_tokens])

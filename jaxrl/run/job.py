@@ -98,6 +98,7 @@ class Setup:
 class Job(Setup):
     """The whole run: with its data, which stay in this process."""
 
+    aligner: Aligner | None = None
     train: PromptStream
     held_out: tuple[EvalSet, ...]
     judge: Verifier

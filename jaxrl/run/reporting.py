@@ -169,6 +169,9 @@ class Reporter:
         lengths = [len(p.teacher_tokens) for p in rollout.prompts if p.teacher_tokens is not None]
         if lengths:
             row["teacher/prompt_tokens_mean"] = float(np.mean(lengths))
+        if self.job.aligner is not None:
+            limits = longest, config.teacher_new_tokens
+            return self.job.aligner.read(rollout, *limits, devices.multiple), row
         return as_the_teacher_reads(rollout, longest, devices.multiple), row
 
     def _work(self, futures: Futures) -> dict[str, float]:

@@ -40,7 +40,7 @@ def model(tokenizer, d_model, seed):
 def sampled(aligner):
     """A rollout of TEXTS, two for a prompt, with noise for the sampler's log-probs."""
     student = aligner.student
-    answers = [[*ids, student.end] for ids in aligner._ours.encode(TEXTS)]
+    answers = [[*aligner.student_tokens(text), student.end] for text in TEXTS]
     answers[1].pop()  # it was cut
     noise = np.random.default_rng(0)
     each = [
