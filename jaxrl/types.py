@@ -114,8 +114,14 @@ class TokenAlignment:
     """[B, C] int32: bytes that a token stands for; one that ends a completion has 0."""
     index: Array
     """[B, C] int32: the first of the teacher's tokens in the same stretch; 0 where not aligned."""
+    cells: Array
+    """[B, C] int32: the first cell of a stretch (`losses.cells`) at the token that begins it, where
+    it is the same for both; else -1."""
     starts: Array
     """[B, C'] bool: the teacher's tokens that begin a stretch."""
+    within: Array
+    """[B, C'] int32: that cell at the teacher's first token of a stretch that is not exact; else
+    -1."""
 
 
 @dataclass(frozen=True)
@@ -175,13 +181,15 @@ class TeacherSignal:
     entropy: Array = None
     """[B, C] float32, nats."""
     stretch_logprobs: Array = None
-    """[B, C] float32, nats: at each token the log-prob of its whole stretch, under a teacher with
-    another tokenizer. Such a teacher also sends `kinds`, `sizes` and, with hidden states,
-    `tail_logprob`, that of all tokens which are not the student's."""
+    """[B, C] float32, nats: at each token the log-prob of its whole stretch, given its first cell
+    where `cells` has it, under a teacher with another tokenizer. Such a teacher also sends the
+    fields `kinds`, `sizes` and `cells` of a `TokenAlignment`; `topk_ids` are cells."""
     kinds: Array = None
-    """[B, C] int32: `TokenAlignment.kinds`."""
+    """[B, C] int32."""
     sizes: Array = None
-    """[B, C] int32: `TokenAlignment.sizes`."""
+    """[B, C] int32."""
+    cells: Array = None
+    """[B, C] int32."""
     weights: Array = None
     """[B, C, K] float32: the share of each of several teachers; they sum to 1 in rows with a
     prompt. Set by the actor."""

@@ -23,15 +23,20 @@ from jaxtyping import Float, Int
 
 from jaxrl.config.schema import Config, DistillConfig
 from jaxrl.losses.algorithm_table import MixtureKind
+from jaxrl.losses.cells import Cells
 from jaxrl.losses.distill import (
     Loss,
-    SharedVocabulary,
     divergence_from_hidden,
     entropy_aware_from_topk,
     topk_divergence_from_hidden,
 )
 from jaxrl.losses.divergence import EntropyAware, Sums, sampled_reverse_kl
-from jaxrl.losses.head import logprobs_at, logprobs_from_hidden, topk_from_hidden
+from jaxrl.losses.head import (
+    logprobs_at,
+    logprobs_from_hidden,
+    logprobs_in_cells_from_hidden,
+    topk_from_hidden,
+)
 from jaxrl.losses.masked import masked_count, masked_sum
 from jaxrl.losses.mixture import TeacherMixture
 from jaxrl.losses.stretches import stretch_reverse_kl
@@ -249,9 +254,7 @@ def _learn_hidden(
     p: Projection, hidden: Array, kernel: Array, batch: TrainBatch, frozen: Frozen
 ) -> Loss:
     signal, heads = _signal(batch), frozen["teacher_head"]
-    teachers, mixture, shared = signal.hidden, None, None
-    if signal.kinds is not None:
-        shared = SharedVocabulary(frozen["shared_tokens"], signal.tail_logprob)
+    teachers, mixture = signal.hidden, None
     if p.teachers:
         teachers = _of_each(p, signal.hidden, heads)
         # Where each row has one teacher, a weight of 1 leaves that teacher's logits as they are.
@@ -263,7 +266,7 @@ def _learn_hidden(
         heads,
         batch.sequences.loss_mask,
         mixture=mixture,
-        shared=shared,
+        cells=_cells(signal, frozen),
         beta=p.distill.jsd_beta,
         lean=p.distill.lean,
         entropy_aware=p.term if p.distill.entropy_aware else None,
@@ -294,6 +297,7 @@ def _learn_topk(
         beta=p.distill.jsd_beta,
         lean=p.distill.lean,
         v=p.vocab_size,
+        cells=_cells(signal, frozen),
         **p.options,
     )
 
@@ -331,8 +335,8 @@ def distill_loss(
 
     Args:
         frozen: `teacher_head` [V, Dt] for the signal `hidden`; one for each of several teachers.
-            Of a teacher with another tokenizer its rows are in the student's order, and
-            `shared_tokens` [V] bool says which tokens both have.
+            `cells`, a pair of [V] and [Vt], of a teacher with another tokenizer
+            (`losses.cells`).
     """
     if _signal(batch).kinds is not None:
         return _aligned_loss(p, hidden, kernel, batch, frozen)
@@ -348,35 +352,49 @@ def distill_loss(
 def _aligned_loss(
     p: Projection, hidden: Array, kernel: Array, batch: TrainBatch, frozen: Frozen
 ) -> Loss:
-    """The loss from a teacher with another tokenizer: the divergence of `distill.signal` at tokens
-    that are aligned exactly, the reverse KL of the sampled stretch elsewhere; for the signal
-    `sampled` everywhere. All tokens of the completions count, aligned or not."""
+    """The loss from a teacher with another tokenizer: the divergence of `distill.signal` over cells
+    where stretches begin, and the reverse KL of the sampled rest of a stretch, given its first
+    cell; for the signal `sampled` that of whole stretches. All tokens of the completions count,
+    aligned or not."""
     signal, sequences = _signal(batch), batch.sequences
     mask, kinds = sequences.loss_mask, signal.kinds
-    by_stretch = mask & (kinds != Aligned.NOT)
     total, metrics = jnp.zeros(()), {}
-    if p.distill.signal != "sampled":
-        exact = mask & (kinds == Aligned.EXACT)
-        by_stretch &= ~exact
-        own = replace(batch, sequences=replace(sequences, loss_mask=exact))
+    tokens, options = completion_tokens(sequences), p.options | {"v": p.vocab_size}
+    if p.distill.signal == "sampled":
+        rest = mask & (kinds != Aligned.NOT)
+        logprobs = logprobs_from_hidden(hidden, kernel, tokens, mask=rest, **options)
+        whole = logprobs
+    else:
+        at_borders = replace(sequences, loss_mask=mask & (signal.cells >= 0))
         loss = DISTILL_LOSSES[p.distill.signal]
-        total, _, metrics = loss(p, hidden, kernel, own, frozen)
-    tokens = completion_tokens(sequences)
-    logprobs = logprobs_from_hidden(
-        hidden, kernel, tokens, mask=by_stretch, v=p.vocab_size, **p.options
-    )
+        total, _, metrics = loss(p, hidden, kernel, replace(batch, sequences=at_borders), frozen)
+        rest = mask & (kinds != Aligned.NOT) & (kinds != Aligned.EXACT)
+        within = jnp.where(kinds == Aligned.START, signal.cells, -1)
+        mine, _ = frozen["cells"]
+        logprobs, whole = logprobs_in_cells_from_hidden(
+            hidden, kernel, tokens, mine, within, mask=rest, **options
+        )
     extra, more = stretch_reverse_kl(
         logprobs,
+        whole,
         signal.stretch_logprobs,
         batch.sampler_logprobs,
         kinds != Aligned.INSIDE,
-        by_stretch,
+        rest,
         ratio_cap=p.distill.ratio_cap,
     )
     read = masked_sum(signal.sizes, mask)
     for name, part in (("aligned", kinds != Aligned.NOT), ("exact", kinds == Aligned.EXACT)):
         metrics[f"{name}_bytes"] = (masked_sum(signal.sizes, mask & part), read)
     return total + extra, masked_count(mask), metrics | more
+
+
+def _cells(signal: TeacherSignal, frozen: Frozen) -> Cells | None:
+    """Those of a teacher with another vocabulary."""
+    if signal.cells is None:
+        return None
+    student, teacher = frozen["cells"]
+    return Cells(student, teacher, len(student) + 1)
 
 
 def _by_teacher(p: Projection, metrics: Sums, weights: Float[Array, "B C K"]) -> Sums:

@@ -188,6 +188,11 @@ class RunPrograms:
         weights = (rows, m.new_tokens, len(c.teachers))
         return replace(found, weights=shaped(weights, jnp.float32, at))
 
+    def cells(self, role: str) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Of the student's and the teacher's tokens, where these are others."""
+        counts = (self.student.vocab_size, *(model.vocab_size for _, model in self.teachers))
+        return tuple(shaped((n,), jnp.int32, self.everywhere(role)) for n in counts)
+
     def scored(self, role: str, model: DecoderConfig, parts: int) -> tuple[int, int]:
         """(rows of one of `parts` slices of the batch over all devices of a role, number of rows
         that share a prompt)."""
@@ -217,9 +222,10 @@ class RunPrograms:
         ids, at, aligned = None, self.rows(role), ()
         if m.aligned:
             each = shaped((rows, m.new_tokens), jnp.int32, at)
-            starts = shaped((rows, m.completions(role)), bool, at)
-            to_student = shaped((vocab,), jnp.int32, self.everywhere(role))
-            aligned = (TokenAlignment(each, each, each, starts), to_student)
+            wide = (rows, m.completions(role))
+            starts, within = shaped(wide, bool, at), shaped(wide, jnp.int32, at)
+            tokens = TokenAlignment(each, each, each, each, starts, within)
+            aligned = (tokens, self.cells(role))
         if sends:
             distill = c.distill.model_copy(update={"signal": "hidden"})
             projection = replace(projection, distill=distill)
@@ -242,14 +248,14 @@ def actor(run: RunPrograms) -> Iterator[Program]:
     if m.signal is not None:
         signal = run.signal("actor", n)
         if m.signal == "hidden":
-            shapes = [(m.vocab, width) for width in m.teacher_widths]
+            shapes = [(m.teacher_rows, width) for width in m.teacher_widths]
             heads = tuple(
                 shaped(shape, c.teacher.compute_dtype, head_sharding(shape, mesh))
                 for shape in shapes
             )
             frozen["teacher_head"] = heads if c.teachers else heads[0]
-            if m.aligned:
-                frozen["shared_tokens"] = shaped((m.vocab,), bool, everywhere)
+        if m.aligned:
+            frozen["cells"] = run.cells("actor")
     rewarded = c.learns_from_rewards
     batch = TrainBatch(
         sequences,

@@ -1304,6 +1304,19 @@ class Config(Section, metaclass=_Parsed):
                 " tokens: set it to false, or teacher.tokenizer=student",
             )
             yield (
+                self.distill.lean,
+                "distill.lean=true computes the loss in parts of the vocabulary, and a teacher with"
+                " teacher.tokenizer=own needs all of it at once: set it to false",
+            )
+            split = [
+                r for r in ("actor", "teacher") if self.roles[r].parallel.tensor not in (None, 1)
+            ]
+            yield (
+                bool(split),
+                f"{(split or [''])[0]}.parallel.tensor splits the vocabulary, and a teacher with"
+                " teacher.tokenizer=own needs all of it at once: set it to 1, and fsdp or data",
+            )
+            yield (
                 self.learns_from_rewards and self.policy.opd_coef > 0,
                 f"policy.opd_coef={self.policy.opd_coef:g} reads the teacher's log-prob of each"
                 " token: set it to 0 (and distill_weight above 0), or teacher.tokenizer=student",

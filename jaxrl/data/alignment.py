@@ -2,16 +2,17 @@
 belong together.
 
 Both tokenizers cut the same bytes. Two neighbouring borders that both have enclose a *stretch*: one
-or more tokens of each, which spell the same. A stretch of one token each, which stand for the same
-bytes, is *exact*: both models predict the same token from the same text. (Stretches as in ULD's
-successors, arXiv 2503.20083 and GOLD of TRL; exact distributions only where the tokens agree.)
+or more tokens of each, which spell the same. At its beginning both models predict the text that
+follows from the same text before, and their distributions can be compared, over cells
+(`losses.cells`). A stretch of one token each, which stand for the same bytes, is *exact*: there is
+nothing more in it. Of any other the sampled rest is compared, given its first cell.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -19,20 +20,8 @@ import numpy as np
 from jaxrl.data.batch import DATA, pack, width_of
 from jaxrl.data.spelling import Spelling
 from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.losses.cells import Cells
 from jaxrl.types import Aligned, Completion, Rollout, TokenAlignment
-
-NO_TOKEN = -2
-
-
-@dataclass(frozen=True)
-class SharedTokens:
-    """The tokens that two models have in common: those that stand for the same bytes, special
-    tokens of the same name, and those that end a completion."""
-
-    to_teacher: np.ndarray
-    """[V] int32: the teacher's id of each of the student's tokens; -1 where it has none."""
-    to_student: np.ndarray
-    """[Vt] int32: the other way round."""
 
 
 class Speaker(NamedTuple):
@@ -59,7 +48,9 @@ class Row(NamedTuple):
     kinds: np.ndarray
     sizes: np.ndarray
     index: np.ndarray
+    cells: np.ndarray
     starts: np.ndarray
+    within: np.ndarray
 
 
 class Aligner:
@@ -69,34 +60,41 @@ class Aligner:
         self.student, self.teacher = student, teacher
         self._ours = Spelling(student.tokenizer, student.rows, "student")
         self._theirs = Spelling(teacher.tokenizer, teacher.rows, "teacher")
-        self.shared = self._shared()
+        self.to_teacher = self._common()
+        """[V] int32: the teacher's id of each of the student's tokens, -1 where it has none."""
+        self.cells = self._cells()
 
-    def _shared(self) -> SharedTokens:
+    def _common(self) -> np.ndarray:
         ours, theirs, student, teacher = self._ours, self._theirs, self.student, self.teacher
         pairs = [(i, theirs.ids.get(token, -1)) for token, i in ours.ids.items()]
         pairs += [(i, theirs.special.get(name, -1)) for name, i in ours.special.items()]
         to_teacher = np.full(student.rows, -1, np.int32)
-        to_student = np.full(teacher.rows, -1, np.int32)
         for mine, its in pairs:
-            if mine < student.rows and 0 <= its < teacher.rows:
-                to_teacher[mine], to_student[its] = its, mine
+            if mine < student.rows and its < teacher.rows:
+                to_teacher[mine] = its
         # How each of them ends a completion is the same, whatever the names.
-        mine, its = student.end, teacher.end
-        before, after = to_teacher[mine], to_student[its]
-        if before >= 0:
-            to_student[before] = -1
-        if after >= 0:
-            to_teacher[after] = -1
-        to_teacher[mine], to_student[its] = its, mine
-        return SharedTokens(to_teacher, to_student)
+        to_teacher[to_teacher == teacher.end] = -1
+        to_teacher[student.end] = teacher.end
+        return to_teacher
+
+    def _cells(self) -> Cells:
+        v = self.student.rows
+        common = np.flatnonzero(self.to_teacher >= 0)
+        known = {self._ours.bytes[i]: int(i) for i in common if i not in self._ours.special_ids}
+        ours = self._ours.cells(known, v)
+        theirs = self._theirs.cells(known, v)[: self.teacher.rows]
+        ours[common], theirs[self.to_teacher[common]] = common, common
+        # A student without tokens of the last cell learns how the teacher chooses among the others.
+        theirs[theirs == v] = v if (ours[:v] == v).any() else v + 1
+        return Cells(ours[:v], theirs, v + 1)
 
     def read(
         self, rollout: Rollout, max_prompt_tokens: int, max_tokens: int, width_multiple: int = 2
     ) -> Rollout:
         """The rollout with prompts and completions in the teacher's tokens, and its `alignment`.
 
-        Completions that no policy sampled have no stretches but exact ones: there is no estimate of
-        a divergence from them.
+        Of completions that no policy sampled nothing within stretches is compared: they are no
+        estimate of a divergence.
 
         Args:
             max_prompt_tokens: limit of the teacher's prompts.
@@ -122,7 +120,9 @@ class Aligner:
             kinds=_padded([row.kinds for row in rows], count, width, np.int32),
             sizes=_padded([row.sizes for row in rows], count, width, np.int32),
             index=_padded([row.index for row in rows], count, width, np.int32),
+            cells=_padded([row.cells for row in rows], count, width, np.int32, fill=-1),
             starts=_padded([row.starts for row in rows], count, theirs, bool),
+            within=_padded([row.within for row in rows], count, theirs, np.int32, fill=-1),
         )
         return replace(rollout, sequences=sequences, alignment=alignment)
 
@@ -165,16 +165,23 @@ class Aligner:
         stretches = np.arange(len(shared) + 1)
         index = np.searchsorted(its, stretches)[mine]
         alone = _sizes(mine, stretches) + _sizes(its, stretches) == 2
-        same = self.shared.to_teacher[ours] == np.array([*theirs, NO_TOKEN])[index]
-        kinds = np.where(_begins(mine), Aligned.START, Aligned.INSIDE)
+        first = np.array([*theirs, 0])[index]
+        starts, inside = _begins(mine), mine < len(shared)
+        same = self.to_teacher[ours] == first
+        kinds = np.where(starts, Aligned.START, Aligned.INSIDE)
         kinds = np.where(alone[mine] & same, Aligned.EXACT, kinds if sampled else Aligned.NOT)
-        inside = mine < len(shared)
         kinds, index = np.where(inside, kinds, Aligned.NOT), np.where(inside, index, 0)
-        return Row(theirs, kinds, sizes, index, _begins(its))
+        cells = self.cells.student[ours]
+        meet = (cells == self.cells.teacher[first]) & (cells < self.student.rows)
+        cells = np.where(starts & inside & meet, cells, -1)
+        within = np.full(len(theirs), -1)
+        rest = kinds == Aligned.START
+        within[index[rest]] = cells[rest]
+        return Row(theirs, kinds, sizes, index, cells, _begins(its), within)
 
     def _end(self, end: int) -> int:
         """The teacher's end of a completion that the student ended with this token."""
-        its = int(self.shared.to_teacher[end])
+        its = int(self.to_teacher[end])
         return its if its in self.teacher.ends else self.teacher.end
 
     def student_tokens(self, text: str) -> list[int]:
@@ -223,9 +230,11 @@ def _text(spelt: bytes) -> str:
         return spelt[: error.start].decode()
 
 
-def _padded(values: Sequence[np.ndarray], rows: int, width: int, dtype: type) -> np.ndarray:
-    """[rows, width], 0 where there is no value."""
-    padded = np.zeros((rows, width), dtype)
+def _padded(
+    values: Sequence[np.ndarray], rows: int, width: int, dtype: type, fill: int = 0
+) -> np.ndarray:
+    """[rows, width], `fill` where there is no value."""
+    padded = np.full((rows, width), fill, dtype)
     for row, value in zip(padded, values, strict=False):
         row[: len(value)] = value
     return padded

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -39,18 +39,30 @@ class Spelling:
         """By id; empty where there is no such token."""
         self.lengths = np.array([len(token) for token in self.bytes], np.int32)
         """[V] bytes of each token."""
+        self.special_ids = frozenset(self.special.values())
         self.ids = self._ids()
         """Bytes -> the token that stands for exactly these, special tokens left out."""
 
     def _ids(self) -> dict[bytes, int]:
-        special = set(self.special.values())
         found: dict[bytes, int] = {}
         for i, token in enumerate(self.bytes):
-            if token and i not in special:
+            if token and i not in self.special_ids:
                 # SentencePiece has each ASCII character twice. Its text takes the later token, the
                 # byte is for what has none.
                 found[token] = i
         return found
+
+    def cells(self, known: Mapping[bytes, int], none: int) -> np.ndarray:
+        """[V] int32: for each token the number of the longest of `known` that it begins with, and
+        `none` for special tokens and where there is no such."""
+
+        def longest(token: bytes) -> int:
+            starts = (token[:end] for end in range(len(token), 0, -1))
+            return next((known[start] for start in starts if start in known), none)
+
+        every = enumerate(self.bytes)
+        found = [none if i in self.special_ids else longest(token) for i, token in every]
+        return np.array(found, np.int32)
 
     def spelt(self, tokens: Sequence[int]) -> bytes:
         return b"".join(self.bytes[token] for token in tokens)

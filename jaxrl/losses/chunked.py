@@ -187,22 +187,22 @@ def _scaled(x: Array, factor: Array) -> Array:
     return (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
-_Heads = tuple[Array, tuple[Array, ...], Array | None]
-"""The student's head, each teacher's, and `FrozenInputs.shared`: a device's rows, at full width."""
+_Heads = tuple[Array, tuple[Array, ...], tuple[Array, Array | None] | None]
+"""The student's head, each teacher's, and `FrozenInputs.cells`: a device's rows, at full width."""
 
 
 def _gather(sharded: ShardedTerm, hidden: Array, head: Array, given: FrozenInputs) -> _Heads:
     theirs = zip(given.teacher_head, given.teacher_hidden, strict=True)
     heads = tuple(gather_head(sharded, *one) for one in theirs)
-    return gather_head(sharded, head, hidden), heads, given.shared
+    return gather_head(sharded, head, hidden), heads, given.cells
 
 
 def _logits(
     hidden: Array, rows: _Heads, given: FrozenInputs, columns: VocabShard
 ) -> tuple[Array, PerToken]:
-    own, theirs, shared = rows
+    own, theirs, cells = rows
     z = columns.logits(hidden, own, given.scale)
-    tokens = given.tokens if shared is None else given.tokens | {"shared": shared}
+    tokens = given.tokens if cells is None else given.tokens | {"cells": cells}
     if not theirs:
         return z, tokens
     teacher_z = tuple(
@@ -239,9 +239,9 @@ def _tile(rows: Array, first: Array, size: int) -> Array:
 
 
 def _each_token(f: Callable[[FrozenInputs], FrozenInputs], given: FrozenInputs) -> FrozenInputs:
-    """`f` applied to the leaves [B, C, ...]. Keeps the scale, and drops what has rows of the
-    vocabulary."""
-    per_token: Any = {"scale": None, "teacher_head": (), "shared": None}
+    """`f` applied to the leaves [B, C, ...]. Keeps the scale, and drops what has a row for each
+    token of a vocabulary."""
+    per_token: Any = {"scale": None, "teacher_head": (), "cells": None}
     return f(given._replace(**per_token))._replace(scale=given.scale)
 
 

@@ -24,10 +24,9 @@ Common arguments:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +34,7 @@ from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int
 
 from jaxrl.losses.algorithm_table import MixtureKind
+from jaxrl.losses.cells import Cells, InCells, check_cells
 from jaxrl.losses.chunked import loss_values
 from jaxrl.losses.divergence import (
     MIN,
@@ -64,19 +64,6 @@ from jaxrl.losses.vocabulary import VocabShard, spread_tail, with_tail
 from jaxrl.types import Array
 
 Loss = tuple[Float[Array, ""], Float[Array, ""], Sums]
-OUTSIDE = math.log(1e-8), math.log1p(-1e-6)
-"""Bounds of the log of a teacher's probability of tokens that the student has not: where it is 0 or
-1, a divergence would be infinite, although the student can say the same in other tokens."""
-
-
-class SharedVocabulary(NamedTuple):
-    """How the tokens of a teacher with another vocabulary are the student's."""
-
-    tokens: Bool[Array, " V"]
-    """Which of the student's tokens the teacher has too. Its head's rows are in the student's
-    order, with zeros where it has none."""
-    outside: Float[Array, "B C"]
-    """Nats: log of the teacher's probability of all other tokens of its own."""
 
 
 def divergence_from_hidden(
@@ -93,14 +80,15 @@ def divergence_from_hidden(
     mesh: Mesh | None = None,
     entropy_aware: EntropyAware | None = None,
     mixture: TeacherMixture | None = None,
-    shared: SharedVocabulary | None = None,
+    cells: Cells | None = None,
 ) -> Loss:
     """Generalised JSD over the full vocabulary (`divergence.jsd`), plus the term where given.
 
     Args:
         teacher_hidden, teacher_head: of several teachers, one array for each.
         mixture: combines several teachers; each one's distribution is taken at `temperature`.
-        shared: of a teacher with another vocabulary.
+        cells: of a teacher with another vocabulary: the divergence is over them. Neither `lean` nor
+            a mesh with more than one device along tensor is possible then.
 
     Metrics: divergence (without the term), top1_agreement (fraction of tokens where both models'
     most probable tokens are the same), student_entropy and teacher_entropy (nats, at
@@ -112,18 +100,21 @@ def divergence_from_hidden(
     hidden = tuple(teacher_hidden) if several else (teacher_hidden,)
     heads = tuple(teacher_head) if several else (teacher_head,)
     models = (student_hidden, student_head), *zip(hidden, heads, strict=True)
-    term = _Full(beta, entropy_aware, None if mixture is None else mixture.kind)
+    term: Term = _Full(beta, entropy_aware, None if mixture is None else mixture.kind)
+    if cells is not None:
+        term, models = InCells(term, cells.count), models[:1]
     sharded = shard_term(term, *models, chunk=chunk, mesh=mesh, lean=lean)
+    if cells is not None:
+        check_cells(sharded)
+        given = jax.tree.map(jnp.asarray, (fit_rows(sharded, hidden), heads, cells[:2]))
+        return _loss(sharded, student_hidden, student_head, mask, {}, temperature, given)
     if entropy_aware is not None and not 0 < entropy_aware.top_k <= sharded.vocab:
         raise ValueError(
             f"the entropy-aware term's top_k is {entropy_aware.top_k}; "
             f"the vocabulary has {sharded.vocab} tokens: 1 to {sharded.vocab}"
         )
     tokens: PerToken = {} if mixture is None else {"weights": mixture.weights}
-    known = None
-    if shared is not None:
-        tokens, known = {"outside": shared.outside}, fit_head(sharded, shared.tokens)
-    teachers = fit_rows(sharded, hidden), tuple(fit_head(sharded, head) for head in heads), known
+    teachers = fit_rows(sharded, hidden), tuple(fit_head(sharded, head) for head in heads), None
     return _loss(sharded, student_hidden, student_head, mask, tokens, temperature, teachers)
 
 
@@ -141,6 +132,7 @@ def topk_divergence_from_hidden(
     lean: bool = False,
     mesh: Mesh | None = None,
     v: int | None = None,
+    cells: Cells | None = None,
 ) -> Loss:
     """Generalised JSD over K ids and one tail bucket (`divergence.topk_divergence`).
 
@@ -151,12 +143,20 @@ def topk_divergence_from_hidden(
     Metrics: divergence, teacher_tail_mass and student_tail_mass (probability outside of the ids),
     student_entropy (nats, full), top1_agreement (the student's most probable token is the teacher's
     most probable one *of the ids*; exact for `topk`, an upper bound for `student_topk`).
+
+    Args:
+        cells: of a teacher with another vocabulary; the ids are then of cells.
     """
     check_beta(beta)
     model = student_hidden, student_head
-    sharded = shard_term(_TopKTail(beta), model, chunk=chunk, mesh=mesh, v=v, lean=lean)
+    term: Term = _TopKTail(beta) if cells is None else InCells(_TopKTail(beta), cells.count)
+    sharded = shard_term(term, model, chunk=chunk, mesh=mesh, v=v, lean=lean)
     tokens = {"ids": ids, "logprobs": teacher_logprobs, "tail": teacher_tail}
-    return _loss(sharded, student_hidden, student_head, mask, tokens, temperature)
+    given: tuple[Any, ...] = ((), (), None)
+    if cells is not None:
+        check_cells(sharded)
+        given = ((), (), (jnp.asarray(cells.student), None))
+    return _loss(sharded, student_hidden, student_head, mask, tokens, temperature, given)
 
 
 def entropy_aware_from_topk(
@@ -225,7 +225,7 @@ def _loss(
     mask: Array,
     tokens: PerToken,
     temperature: float | Array,
-    teachers: tuple[tuple[Array, ...], tuple[Array, ...], Array | None] = ((), (), None),
+    teachers: tuple[Any, ...] = ((), (), None),
 ) -> Loss:
     scale, tokens, teachers = inverse(temperature), *jax.lax.stop_gradient((tokens, teachers))
     rows = fit_rows(sharded, (mask, tokens))
@@ -250,7 +250,7 @@ class _Full(Term):
     mixture: MixtureKind | None = None
 
     def measure(self, z: Array, tokens: PerToken, columns: VocabShard) -> TokenStats:
-        teacher_z, normalised = self._teacher(z, tokens, columns)
+        teacher_z, normalised = self._teacher(tokens, columns)
         lse, teacher_lse = columns.logsumexp(z), columns.logsumexp(teacher_z)
         student, teacher = z - lse[:, None], teacher_z - teacher_lse[:, None]
         divergence, centre = generalised_jsd(student, teacher, self.beta, columns.total)
@@ -269,7 +269,7 @@ class _Full(Term):
 
     def gradient(self, z: Array, tokens: PerToken, saved: PerToken, columns: VocabShard) -> Array:
         student = z - saved["lse"][:, None]
-        teacher_z, _ = self._teacher(z, tokens, columns, saved)
+        teacher_z, _ = self._teacher(tokens, columns, saved)
         teacher = teacher_z - saved["teacher_lse"][:, None]
         dz = logits_gradient(student, teacher, saved["centre"], self.beta)
         if self.entropy_aware is None:
@@ -277,42 +277,14 @@ class _Full(Term):
         return dz + spread_tail(z, saved["ids"], saved["gradient"], saved["others"], columns)
 
     def _teacher(
-        self, z: Array, tokens: PerToken, columns: VocabShard, saved: PerToken | None = None
+        self, tokens: PerToken, columns: VocabShard, saved: PerToken | None = None
     ) -> tuple[Array, PerToken]:
-        """The teacher's logits, and what has to be saved to make the same again, where they are
-        those of a mixture or of another vocabulary."""
+        """The teacher's logits, and what has to be saved to make those of a mixture again."""
         logits, kind = tokens["teacher_z"], self.mixture
-        if "shared" in tokens:
-            known = _normalisers(z, logits[0], tokens, columns) if saved is None else saved
-            return _in_the_students_tokens(z, logits[0], tokens, known), known
         if kind is None:
             return logits[0], {}
         known = normalisers(kind, logits, columns) if saved is None else saved
         return mixed(kind, logits, tokens["weights"], known), known
-
-
-def _normalisers(z: Array, teacher_z: Array, tokens: PerToken, columns: VocabShard) -> PerToken:
-    """The logsumexp of the teacher's logits of shared tokens, and of the student's of all others
-    (near `MIN` where there are none)."""
-    shared = tokens["shared"]
-    return {
-        "inside_lse": columns.logsumexp(jnp.where(shared, teacher_z, MIN)),
-        "others_lse": columns.logsumexp(jnp.where(shared, MIN, z)),
-    }
-
-
-def _in_the_students_tokens(z: Array, teacher_z: Array, tokens: PerToken, known: PerToken) -> Array:
-    """The teacher's log-probs as a distribution over the student's tokens. Where the two do not
-    share a token, the teacher's probability of all its other tokens is spread over the student's
-    others as the student spreads its own. So every divergence, and its gradient, is that of the
-    shared tokens and one outcome more on either side.
-    """
-    inside, others = known["inside_lse"][:, None], known["others_lse"][:, None]
-    outside = jnp.clip(tokens["outside"], *OUTSIDE)[:, None]
-    # A student without other tokens can only learn how the teacher chooses among the shared ones.
-    alone = others < MIN / 2
-    theirs = teacher_z - inside + jnp.where(alone, 0.0, jnp.log(-jnp.expm1(outside)))
-    return jnp.where(tokens["shared"], theirs, jnp.where(alone, MIN, z - others + outside))
 
 
 def _add_term(

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int
 
+from jaxrl.losses.cells import Cells, InCells, check_cells
 from jaxrl.losses.chunked import measure, tiled
 from jaxrl.losses.divergence import MIN
 from jaxrl.losses.layout import (
@@ -93,6 +94,32 @@ def logprobs_and_entropy_from_hidden(
     return _of_tokens(term, hidden, head, tokens, mask, temperature, chunk, mesh, v)
 
 
+def logprobs_in_cells_from_hidden(
+    hidden: Float[Array, "B C D"],
+    head: Float[Array, "V D"],
+    tokens: Int[Array, "B C"],
+    cells: Int[Array, " V"],
+    within: Int[Array, "B C"],
+    *,
+    mask: Bool[Array, "B C"] | None = None,
+    temperature: float | Array = 1.0,
+    chunk: int = CHUNK,
+    mesh: Mesh | None = None,
+    v: int | None = None,
+) -> tuple[Float[Array, "B C"], Float[Array, "B C"]]:
+    """log pi(token | the token is of the cell `within`), nats, where `within` is not negative, else
+    log pi(token); and log pi(token) everywhere, through which no gradient flows.
+
+    Args:
+        cells: cell of each token of the vocabulary (`losses.cells`).
+        mask, temperature: as of `logprobs_from_hidden`.
+    """
+    term = _CellLogprob()
+    given = temperature, chunk, mesh, v
+    conditional, whole = _of_tokens(term, hidden, head, tokens, mask, *given, cells, within)
+    return conditional, jax.lax.stop_gradient(whole)
+
+
 def topk_from_hidden(
     hidden: Float[Array, "B C D"] | Sequence[Array],
     head: Float[Array, "V D"] | Sequence[Array],
@@ -103,22 +130,26 @@ def topk_from_hidden(
     mesh: Mesh | None = None,
     v: int | None = None,
     mixture: TeacherMixture | None = None,
-    shared: Bool[Array, " V"] | None = None,
+    cells: Cells | None = None,
 ) -> TopK:
     """What a teacher ships for the `topk` signal, or a student for `student_topk`. No gradient.
 
     Args:
         hidden, head: of several teachers, one array for each.
         mixture: combines several teachers.
-        shared: the tokens to choose from, at least k; all others are in the tail.
+        cells: of a teacher with another vocabulary: ids and probabilities are then of cells.
     """
     models = _models(hidden, head)
-    sharded = shard_term(_TopK(k), *models, chunk=chunk, mesh=mesh, v=v)
+    term: Term = _TopK(k) if cells is None else InCells(_TopK(k), cells.count)
+    sharded = shard_term(term, *models, chunk=chunk, mesh=mesh, v=v)
+    if cells is not None:
+        check_cells(sharded)
     if not 0 < k <= sharded.vocab:
         raise ValueError(
             f"top-k is {k}; the vocabulary has {sharded.vocab} tokens: 1 to {sharded.vocab}"
         )
-    values = _measured(sharded, hidden, head, {}, temperature, mixture, shared)
+    own = None if cells is None else cells.teacher
+    values = _measured(sharded, hidden, head, {}, temperature, mixture, own)
     return TopK(values["ids"], values["logprobs"], values["tail"], values["entropy"])
 
 
@@ -142,22 +173,6 @@ def logprobs_at(
     sharded = shard_term(_AtIds(), *models, chunk=chunk, mesh=mesh, v=v)
     values = _measured(sharded, hidden, head, {"ids": ids}, temperature, mixture)
     return values["logprobs"], values["tail"]
-
-
-def logprob_outside(
-    hidden: Float[Array, "B C D"],
-    head: Float[Array, "V D"],
-    shared: Bool[Array, " V"],
-    *,
-    temperature: float | Array = 1.0,
-    chunk: int = CHUNK,
-    mesh: Mesh | None = None,
-    v: int | None = None,
-) -> Float[Array, "B C"]:
-    """Nats: log of the probability of all tokens that are not `shared`; -1e30 where there are none.
-    No gradient."""
-    sharded = shard_term(_Outside(), (hidden, head), chunk=chunk, mesh=mesh, v=v)
-    return _measured(sharded, hidden, head, {}, temperature, shared=shared)["tail"]
 
 
 def full_entropy(
@@ -192,13 +207,36 @@ class _TokenLogprob(Term):
 
 
 @dataclass(frozen=True)
+class _CellLogprob(Term):
+    """Log-prob of one token of each position within a cell; its second value is that within the
+    whole vocabulary."""
+
+    def measure(self, z: Array, tokens: PerToken, columns: VocabShard) -> TokenStats:
+        own = columns.at(z, tokens["ids"][:, None])[:, 0]
+        lse = columns.logsumexp(jnp.where(_members(tokens), z, MIN))
+        values = {"logprobs": own - lse, "entropy": own - columns.logsumexp(z)}
+        return TokenStats(values, {"lse": lse})
+
+    def gradient(self, z: Array, tokens: PerToken, saved: PerToken, columns: VocabShard) -> Array:
+        """g (1[token] - pi within the cell)."""
+        share = jnp.where(_members(tokens), jnp.exp(z - saved["lse"][:, None]), 0)
+        slope = tokens["d_logprobs"][:, None]
+        return columns.add(-share * slope, tokens["ids"][:, None], slope)
+
+
+def _members(tokens: PerToken) -> Array:
+    """[n, size] bool: the tokens of each position's cell; all where it has none."""
+    within = tokens["within"][:, None]
+    return (tokens["cells"][0][None] == within) | (within < 0)
+
+
+@dataclass(frozen=True)
 class _TopK(Term):
     k: int
 
     def measure(self, z: Array, tokens: PerToken, columns: VocabShard) -> TokenStats:
         lse = columns.logsumexp(z)
-        among = jnp.where(tokens["shared"], z, MIN) if "shared" in tokens else z
-        _, ids = columns.topk(among, self.k)
+        _, ids = columns.topk(z, self.k)
         outcomes, _ = with_tail(z, lse, ids, columns)
         values = {"ids": ids, "logprobs": outcomes[:, :-1], "tail": outcomes[:, -1]}
         return TokenStats(values | {"entropy": full_entropy(z, lse, columns)}, {})
@@ -209,13 +247,6 @@ class _AtIds(Term):
     def measure(self, z: Array, tokens: PerToken, columns: VocabShard) -> TokenStats:
         outcomes, _ = with_tail(z, columns.logsumexp(z), tokens["ids"], columns)
         return TokenStats({"logprobs": outcomes[:, :-1], "tail": outcomes[:, -1]}, {})
-
-
-@dataclass(frozen=True)
-class _Outside(Term):
-    def measure(self, z: Array, tokens: PerToken, columns: VocabShard) -> TokenStats:
-        others = columns.logsumexp(jnp.where(tokens["shared"], MIN, z))
-        return TokenStats({"tail": jnp.maximum(others - columns.logsumexp(z), MIN)}, {})
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -246,7 +277,7 @@ _token_values.defvjp(_token_forward, _token_backward)
 
 
 def _of_tokens(
-    term: _TokenLogprob,
+    term: Term,
     hidden: Array,
     head: Array,
     tokens: Array,
@@ -255,11 +286,17 @@ def _of_tokens(
     chunk: int,
     mesh: Mesh | None,
     v: int | None,
+    cells: Array | None = None,
+    within: Array | None = None,
 ) -> tuple[Array, Array]:
     sharded = shard_term(term, (hidden, head), chunk=chunk, mesh=mesh, v=v)
     mask = jnp.ones(tokens.shape, bool) if mask is None else mask
     hidden = masked_rows(hidden, mask)
-    given = _given(sharded, mask, {"ids": tokens}, temperature)
+    if cells is None:
+        given = _given(sharded, mask, {"ids": tokens}, temperature)
+    else:
+        given = _given(sharded, mask, {"ids": tokens, "within": within}, temperature)
+        given = given._replace(cells=(fit_head(sharded, cells), None))
     values = _token_values(sharded, fit_rows(sharded, hidden), fit_head(sharded, head), given)
     return jax.tree.map(lambda x: x[: mask.shape[0], : mask.shape[1]], values)
 
@@ -280,9 +317,13 @@ def _measured(
     tokens: PerToken,
     temperature: float | Array,
     mixture: TeacherMixture | None = None,
-    shared: Array | None = None,
+    cells: Array | None = None,
 ) -> PerToken:
-    """The term's values on one model's logits, or on those of a mixture."""
+    """The term's values on one model's logits, or on those of a mixture.
+
+    Args:
+        cells: of this model's tokens.
+    """
     (first, kernel), *others = jax.lax.stop_gradient(_models(hidden, head))
     if mixture is not None:
         sharded = replace(sharded, term=OfMixture(sharded.term, mixture.kind))
@@ -291,7 +332,7 @@ def _measured(
     given = _given(sharded, jnp.ones((b, c), bool), tokens, temperature)._replace(
         teacher_hidden=tuple(fit_rows(sharded, x) for x, _ in others),
         teacher_head=tuple(fit_head(sharded, kernel) for _, kernel in others),
-        shared=None if shared is None else fit_head(sharded, shared),
+        cells=None if cells is None else (fit_head(sharded, cells), None),
     )
     values = measure(sharded, fit_rows(sharded, first), fit_head(sharded, kernel), given).values
     return jax.tree.map(lambda x: x[:b, :c], values)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Bool, Float, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 
 from jaxrl.losses.vocabulary import VocabShard
 from jaxrl.sharding.axes import ROWS, TOKENS, WEIGHTS
@@ -39,8 +39,8 @@ class FrozenInputs(NamedTuple):
     """Of each teacher."""
     teacher_head: tuple[Float[Array, "V Dt"], ...] = ()
     """As many."""
-    shared: Bool[Array, " V"] | None = None
-    """The tokens that student and teacher both have; None: all."""
+    cells: tuple[Int[Array, " V"], Int[Array, " Vt"] | None] | None = None
+    """Cell of each of the student's tokens, and of the teacher's (`losses.cells`)."""
 
 
 class TokenStats(NamedTuple):
@@ -57,7 +57,7 @@ class Term:
 
     `z` [n, size] are the logits of n tokens, divided by the temperature; `columns` are their token
     ids. `tokens` are `FrozenInputs.tokens` of the same tokens and, if there are teachers' heads,
-    the tuple of these teachers' logits, "teacher_z"; with `FrozenInputs.shared`, "shared" [size].
+    the tuple of these teachers' logits, "teacher_z"; with `FrozenInputs.cells`, these as "cells".
     """
 
     def measure(self, z: Array, tokens: PerToken, columns: VocabShard) -> TokenStats:
@@ -100,8 +100,9 @@ class ShardedTerm:
         """`FrozenInputs` with a spec for each array."""
         spec: FrozenInputs = jax.tree.map(lambda _: self.token_spec(), given)
         heads = tuple(map(self.head_spec, given.teacher_head))
-        shared = None if given.shared is None else PartitionSpec(self.axes("tensor") or None)
-        return spec._replace(scale=PartitionSpec(), teacher_head=heads, shared=shared)
+        columns = PartitionSpec(self.axes("tensor") or None)
+        cells = jax.tree.map(lambda _: columns, given.cells)
+        return spec._replace(scale=PartitionSpec(), teacher_head=heads, cells=cells)
 
     def on_mesh(
         self, body: Callable[..., Tree], in_specs: Tree, out_specs: Tree

@@ -27,6 +27,7 @@ def stretch_sums(values: Float[Array, "B C"], starts: Bool[Array, "B C"]) -> Flo
 
 def stretch_reverse_kl(
     student_logprobs: Float[Array, "B C"],
+    whole_logprobs: Float[Array, "B C"],
     teacher_sums: Float[Array, "B C"],
     sampler_logprobs: Float[Array, "B C"],
     starts: Bool[Array, "B C"],
@@ -36,10 +37,13 @@ def stretch_reverse_kl(
 ) -> tuple[Float[Array, ""], Sums]:
     """KL(student || teacher) from sampled stretches: `divergence.sampled_reverse_kl` with a stretch
     in place of a token. Its gradient is w (log Q - log P) grad log Q, log Q and log P being those
-    of the stretch and w = sg(min(Q / mu, ratio_cap)).
+    of the stretch, both given its first cell or both not, and w = sg(min(Q / mu, ratio_cap)) with
+    the whole log-prob of the stretch.
 
     Args:
-        student_logprobs: nats, of the sampled tokens; the gradient flows here.
+        student_logprobs: nats, of the sampled tokens, the first one's given its cell; the gradient
+            flows here.
+        whole_logprobs: nats, of the sampled tokens.
         teacher_sums: nats, at each token that of its whole stretch.
         sampler_logprobs: nats, of the tokens under the policy that sampled.
         starts: where a stretch begins.
@@ -55,7 +59,8 @@ def stretch_reverse_kl(
 
     fixed = jax.lax.stop_gradient(student_logprobs)
     student = summed(fixed)
-    ratio = jnp.exp(student - summed(jax.lax.stop_gradient(sampler_logprobs)))
+    drawn = jax.lax.stop_gradient(whole_logprobs - sampler_logprobs)
+    ratio = jnp.exp(summed(drawn))
     weight = jnp.minimum(ratio, ratio_cap)
     gap = student - jax.lax.stop_gradient(teacher_sums)
     # 0 with the gradient of the token's log-prob: the value is that of each stretch, once.

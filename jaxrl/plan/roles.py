@@ -87,6 +87,11 @@ class Setting:
         return self.teacher is not None and self.config.teacher.tokenizer == "own"
 
     @property
+    def teacher_rows(self) -> int:
+        """Rows of a teacher's LM head on the actor."""
+        return self.teacher.vocab_size if self.teacher and self.aligned else self.vocab
+
+    @property
     def teacher_widths(self) -> tuple[int, ...]:
         """Of the hidden states of each teacher."""
         return tuple(model.d_model for model in self.inputs.teachers)
@@ -287,7 +292,8 @@ def actor(m: Setting) -> Iterable[Entry]:
         entries += [Entry("activations", copy, computed, phase) for phase in (BACKWARD, LOSS)]
     if m.teacher is not None and m.signal == "hidden":
         widths = sum(split(width, axes.weights) for width in m.teacher_widths)
-        size = split(m.vocab, axes.tensor) * widths * ITEMSIZE[m.config.teacher.compute_dtype]
+        size = split(m.teacher_rows, axes.tensor) * widths
+        size *= ITEMSIZE[m.config.teacher.compute_dtype]
         entries.append(Entry("weights", "teacher's LM head", size))
     return entries
 
@@ -353,7 +359,10 @@ def _heads(m: Setting, rows: int) -> Heads:
     theirs = 0
     if m.teacher is not None and m.signal == "hidden":
         theirs_dtype = ITEMSIZE[m.config.teacher.compute_dtype]
-        theirs = sum(whole_rows(m.vocab, width, axes, theirs_dtype) for width in m.teacher_widths)
+        rows_of_theirs = m.teacher_rows
+        theirs = sum(
+            whole_rows(rows_of_theirs, width, axes, theirs_dtype) for width in m.teacher_widths
+        )
     # Fragmentation of XLA's buffers: between 0 and own / 2, depending on the mesh.
     hole = 0 if m.loss_fused else own // 4
     if one_chunk:  # the heads are read once, and freed before all logits exist

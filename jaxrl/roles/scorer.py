@@ -11,6 +11,7 @@ from jaxrl.algorithms.aligned import aligned_score
 from jaxrl.algorithms.signals import Projection, score
 from jaxrl.data.alignment import Aligner
 from jaxrl.data.batch import as_the_teacher_reads
+from jaxrl.losses.cells import Cells
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Params
 from jaxrl.models.packing import row_devices
@@ -19,7 +20,7 @@ from jaxrl.runtime.worker import phase
 from jaxrl.sharding.axes import ROWS
 from jaxrl.sharding.ledger import current
 from jaxrl.sharding.reshard import put
-from jaxrl.types import Rollout, Sequences, TeacherSignal, TokenAlignment
+from jaxrl.types import Array, Rollout, Sequences, TeacherSignal, TokenAlignment
 
 
 class Scorer:
@@ -46,10 +47,10 @@ class Scorer:
         self.model, self.params, self.mesh = model, params, projection.mesh
         self._longest, self._aligner, self._longest_new = max_prompt_tokens, aligner, max_new_tokens
         self._rows = NamedSharding(self.mesh, PartitionSpec(ROWS))
-        self._to_student = None
+        self._cells: tuple[Array, Array] | None = None
         if aligner is not None:
             everywhere = NamedSharding(self.mesh, PartitionSpec())
-            self._to_student = put(aligner.shared.to_student, everywhere)
+            self._cells = put((aligner.cells.student, aligner.cells.teacher), everywhere)
         self._score = score_program(model, projection)
 
     def score(self, rollout: Rollout, part: int = 0, parts: int = 1) -> TeacherSignal | None:
@@ -80,7 +81,7 @@ class Scorer:
         """The signal of the rows of a part, without its padding."""
         live = given.live
         placed = put((given.sequences, given.ids, given.alignment), self._rows)
-        placed = (*placed, self._to_student)
+        placed = (*placed, self._cells)
         with current().running(self._score, self.params, *placed, live=live):
             return jax.block_until_ready(self._score(self.params, *placed, live=live))
 
@@ -88,7 +89,7 @@ class Scorer:
 def score_program(model: DecoderConfig, projection: Projection) -> Any:
     """Jitted: (parameters, sequences, the student's top-k ids or None) -> the teacher's signal, of
     the first `live` rows. Of a teacher with another tokenizer further: the alignment of its
-    sequences, and the student's id [Vt] of each of its tokens.
+    sequences, and the cells of the student's and of its own tokens (`losses.cells`).
     """
 
     def score_rows(
@@ -96,13 +97,14 @@ def score_program(model: DecoderConfig, projection: Projection) -> Any:
         sequences: Sequences,
         ids: Any,
         alignment: TokenAlignment | None = None,
-        to_student: Any = None,
+        cells: tuple[Array, Array] | None = None,
         live: int | None = None,
     ) -> TeacherSignal:
-        if alignment is None:
+        if alignment is None or cells is None:
             signal = score(projection, model, params, sequences, ids)
         else:
-            signal = aligned_score(projection, model, params, sequences, alignment, to_student)
+            given = sequences, alignment, Cells(*cells, len(cells[0]) + 1)
+            signal = aligned_score(projection, model, params, *given)
         return jax.tree.map(lambda x: x[:live], signal)
 
     rows = NamedSharding(projection.mesh, PartitionSpec(ROWS))

@@ -14,7 +14,7 @@ from jaxrl.algorithms.teachers import check_teachers, row_weights
 from jaxrl.checkpoint.digest import digest_model
 from jaxrl.checkpoint.source import ModelSource, resolve_model
 from jaxrl.config.schema import Config
-from jaxrl.data.alignment import Aligner, SharedTokens, Speaker
+from jaxrl.data.alignment import Aligner, Speaker
 from jaxrl.data.source import Split, open_source
 from jaxrl.data.stream import EvalSet, PromptStream
 from jaxrl.data.tokenizer import (
@@ -25,6 +25,7 @@ from jaxrl.data.tokenizer import (
     same_prompts,
 )
 from jaxrl.errors import UserError, user_input
+from jaxrl.losses.cells import Cells
 from jaxrl.models.encoder_config import find_folder, read_encoder
 from jaxrl.models.kernels import Target
 from jaxrl.plan import without_weights
@@ -69,8 +70,8 @@ class Setup:
     """The teacher generates, for the student to learn from or for its own accuracy."""
     opens_thought: bool
     """The prompts end inside a thought: the chat template opens `<think>`."""
-    shared_tokens: SharedTokens | None = None
-    """With a teacher whose tokens are others."""
+    cells: Cells | None = None
+    """With a teacher whose tokens are others; numpy arrays."""
     aligner: Aligner | bytes | None = None
     """Likewise; pickled for another process."""
     given: Mapping[str, bytes] = field(default_factory=dict)
@@ -191,7 +192,7 @@ def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
     remote = None if config.teacher.address is None else remote_info(config)
     if remote is not None:
         vocab_size = check_remote(config, remote, tokenizer, student.config)
-    common = vocab_size if aligner is None else int((aligner.shared.to_teacher >= 0).sum())
+    common = vocab_size if aligner is None else int((aligner.to_teacher >= 0).sum())
     _check_sizes(config, student, teachers, common)
     if aligner is None and own is not None and same_prompts(tokenizer, own):
         own = None
@@ -247,7 +248,7 @@ def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
         pad_id=pad_id(student, eos_ids),
         teacher_samples=bool(teachers) and (config.distill.seq_kd or evaluates),
         evaluates_teacher=evaluates,
-        shared_tokens=None if aligner is None else aligner.shared,
+        cells=None if aligner is None else aligner.cells,
         aligner=aligner,
         opens_thought=decode(tokenizer, prompts[0].tokens).rstrip().endswith("<think>"),
         given=given or {},

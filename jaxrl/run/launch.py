@@ -11,7 +11,6 @@ from typing import Any
 import cloudpickle
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.algorithms.methods import method_of
@@ -207,9 +206,9 @@ def make_actor(setup: Setup, meshes: Mapping[str, Mesh]) -> ActorRole:
     reads_head = config.learns_from_teacher and config.distill.signal == "hidden"
     if reads_head and not config.teacher_follows:  # else the head is the actor's own
         frozen["teacher_head"] = _teacher_head(setup, mesh)
-        if setup.shared_tokens is not None:
-            known = setup.shared_tokens.to_teacher >= 0
-            frozen["shared_tokens"] = put(known, NamedSharding(mesh, PartitionSpec()))
+    if setup.cells is not None:
+        given = setup.cells.student, setup.cells.teacher
+        frozen["cells"] = put(given, NamedSharding(mesh, PartitionSpec()))
     receiver = meshes.get("rollout")  # elsewhere, where another process has it
     student = setup.student
     actor = Actor(
@@ -244,10 +243,8 @@ def _teacher_head(setup: Setup, mesh: Mesh) -> jax.Array | tuple[jax.Array, ...]
     found: list[jax.Array] = []
     for source in setup.teachers.values():
         head = source.load_head(mesh, jnp.dtype(teacher.dtype))
-        if setup.shared_tokens is None:
+        if setup.cells is None:  # else its vocabulary is its own
             head = _first_rows(head, setup.vocab_size, mesh)
-        else:
-            head = _rows_of(head, setup.shared_tokens.to_teacher, mesh)
         same = (one for one in found if bool(jnp.array_equal(one, head)))  # False of other shapes
         found.append(next(same, head))
     return tuple(found) if setup.config.teachers else found[0]
@@ -413,16 +410,6 @@ def _sampler(
         params=params,
         teacher=teacher,
     )
-
-
-def _rows_of(head: jax.Array, rows: np.ndarray, mesh: Mesh) -> jax.Array:
-    """The head with these rows, zeros for -1."""
-
-    def chosen(head: jax.Array, rows: jax.Array) -> jax.Array:
-        return jnp.where((rows >= 0)[:, None], head[jnp.maximum(rows, 0)], 0)
-
-    sharding = head_sharding((len(rows), head.shape[1]), mesh)
-    return jax.jit(chosen, out_shardings=sharding)(head, rows)
 
 
 def _first_rows(head: jax.Array, rows: int, mesh: Mesh) -> jax.Array:

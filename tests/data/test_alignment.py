@@ -60,7 +60,7 @@ def check(aligner, tokens, row):
         first = same.pop()
         assert b"".join(ours[t] for t in tokens[at:end]).strip() == spelt[first].strip()
         if row.kinds[at] == Aligned.EXACT:
-            assert end == at + 1 and row.tokens[first] == aligner.shared.to_teacher[tokens[at]]
+            assert end == at + 1 and row.tokens[first] == aligner.to_teacher[tokens[at]]
         at = end
 
 
@@ -150,19 +150,38 @@ def test_the_ends_of_two_models_are_one_token():
     other = byte_level(special=("<end>",))
     (end,) = spelt(other, "<end>")
     aligner = Aligner(student, Speaker(other, len(other), (end,)))
-    assert aligner.shared.to_teacher[student.end] == end
-    assert aligner.shared.to_student[end] == student.end
-    assert aligner.shared.to_student[other.eos_token_id] == -1
-    known = aligner.shared.to_teacher >= 0
-    assert known.all()  # the 256 bytes and the end
-    back = aligner.shared.to_student[aligner.shared.to_teacher[known]]
-    np.testing.assert_array_equal(back, np.flatnonzero(known))
+    assert aligner.to_teacher[student.end] == end
+    assert aligner.cells.teacher[end] == student.end
+    assert other.eos_token_id not in aligner.to_teacher
+    assert (aligner.to_teacher >= 0).all()  # the 256 bytes and the end
 
 
-def test_rows_without_a_token_are_shared_with_nobody():
+def test_a_token_that_only_one_has_is_in_the_cell_of_its_beginning():
+    aligner = Aligner(speaker(WORDS), speaker(OTHER))
+
+    def cell(text, of=WORDS, cells=aligner.cells.student):
+        name = WORDS.convert_ids_to_tokens(int(cells[of.convert_tokens_to_ids(text)]))
+        return name
+
+    assert cell("t") == "t" and cell("th") == "t" and cell("19") == "1" and cell("ĠĠ") == "Ġ"
+    theirs = {"of": OTHER, "cells": aligner.cells.teacher}
+    assert cell("he", **theirs) == "h" and cell("Ġthe", **theirs) == "Ġthe"  # both have this one
+    assert cell("98", **theirs) == "9" and cell("<think>", **theirs) == "<"
+    assert aligner.cells.count == len(WORDS) + 1
+    number = np.arange(len(WORDS))
+    common = aligner.to_teacher >= 0
+    np.testing.assert_array_equal(aligner.cells.student[common], number[common])
+    np.testing.assert_array_equal(aligner.cells.teacher[aligner.to_teacher[common]], number[common])
+
+
+def test_rows_without_a_token_are_in_the_last_cell():
+    """And the teacher's in none where the student has no such row."""
     aligner = Aligner(speaker(BYTES, 7), speaker(WORDS, 5))
-    assert (aligner.shared.to_teacher[-7:] == -1).all()
-    assert (aligner.shared.to_student[-5:] == -1).all()
+    last = aligner.cells.count - 1
+    assert (aligner.to_teacher[-7:] == -1).all() and (aligner.cells.student[-7:] == last).all()
+    assert (aligner.cells.teacher[-5:] == last).all()
+    without = Aligner(speaker(BYTES), speaker(WORDS, 5)).cells
+    assert (without.teacher[-5:] == without.count).all()
 
 
 def test_a_token_that_is_no_text_is_in_the_stretch_of_the_one_before():
@@ -188,7 +207,12 @@ def test_a_rollout_is_read_in_the_teacher_s_tokens():
     given = read.alignment
     assert given.kinds.shape == given.sizes.shape == given.index.shape == (count, width)
     assert given.sizes[:2].sum(-1).tolist() == [3, 5] and not given.kinds[2:].any()
-    assert given.starts.shape == theirs.shape
+    assert given.starts.shape == given.within.shape == theirs.shape
+    # "the" begins in the cell "t"; "19" in the cell "1", the teacher's at its tokens "1".
+    first = [WORDS.convert_ids_to_tokens(int(c)) for c in given.cells.ravel() if c >= 0]
+    assert first == ["t", END, "x", "1", "1"]
+    within = [row[row >= 0].tolist() for row in given.within[:2]]
+    assert within == [spelt(WORDS, "t"), spelt(WORDS, "1", "1")]
     data = make_rollout(prompts, groups, policy_version=DATA, **limits)
     assert set(aligner.read(data, 8, 12).alignment.kinds[0].tolist()) == {NONE, Aligned.EXACT}
 

@@ -1,5 +1,5 @@
-"""The losses from a teacher with another vocabulary: equal to the dense formulas over the tokens
-that both have and one outcome more, by finite differences, on every mesh."""
+"""The losses from a teacher with another vocabulary: equal to the dense formulas over cells, by
+finite differences, on every mesh."""
 
 import itertools
 import math
@@ -11,15 +11,20 @@ import numpy as np
 import pytest
 
 from jaxrl.losses import divergence as dense
-from jaxrl.losses.distill import SharedVocabulary, divergence_from_hidden
-from jaxrl.losses.head import logprob_outside, topk_from_hidden
+from jaxrl.losses.cells import Cells
+from jaxrl.losses.distill import divergence_from_hidden, topk_divergence_from_hidden
+from jaxrl.losses.head import (
+    logprobs_from_hidden,
+    logprobs_in_cells_from_hidden,
+    topk_from_hidden,
+)
 from jaxrl.losses.stretches import stretch_reverse_kl, stretch_sums
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import role_mesh
 
 B, C, CHUNK = 4, 5, 3
 V, VT, D, DT = 26, 37, 12, 10
-MESHES = [(8, 1, 1), (1, 8, 1), (1, 2, 4), (2, 2, 2)]
+MESHES = [(8, 1, 1), (1, 8, 1), (2, 2, 1), (1, 2, 1, 2)]
 
 
 def rand(*shape, seed):
@@ -29,9 +34,23 @@ def rand(*shape, seed):
 HIDDEN, HEAD = rand(B, C, D, seed=1), rand(V, D, seed=2)
 THEIRS, THEIR_HEAD = rand(B, C, DT, seed=3), rand(VT, DT, seed=4)
 MASK = np.random.default_rng(5).random((B, C)) < 0.7
-TO_TEACHER = np.random.default_rng(6).permutation(VT)[:V]
-TO_TEACHER[::4] = -1
-SAME = partial(np.testing.assert_allclose, atol=2e-5, rtol=2e-5)
+
+
+def cells(with_others=True):
+    """16 common tokens, and others in a cell of one of them or, if asked, in the last one."""
+    draw = np.random.default_rng(7)
+    common = draw.permutation(V)[:16]
+    mine = draw.choice([*common, V] if with_others else common, V).astype(np.int32)
+    mine[common] = common
+    if with_others:
+        mine[np.setdiff1d(np.arange(V), common)[:2]] = V
+    theirs = draw.choice([*common, V if with_others else V + 1], VT).astype(np.int32)
+    theirs[draw.permutation(VT)[:16]] = common
+    return Cells(mine, theirs, V + 1)
+
+
+CELLS = cells()
+SAME = partial(np.testing.assert_allclose, atol=3e-5, rtol=3e-5)
 
 
 def mesh_of(shape):
@@ -42,65 +61,94 @@ def logprobs(hidden, head, temperature=1.3):
     return jax.nn.log_softmax(jnp.einsum("bcd,vd->bcv", hidden, head) / temperature, -1)
 
 
-def outcomes(logp, ids):
-    """Log-probs of these tokens, and of all others together."""
-    others = np.setdiff1d(np.arange(logp.shape[-1]), ids)
-    tail = jax.nn.logsumexp(logp[..., others], -1, keepdims=True) if len(others) else None
-    return logp[..., ids] if tail is None else jnp.concatenate([logp[..., ids], tail], -1)
+def in_cells(logp, cell_of, given=CELLS):
+    """Log-probs of the cells that have a token; those left out have none."""
+    numbers = np.unique(given.student)
+    sums = [jax.nn.logsumexp(logp[..., cell_of == n], -1) for n in numbers]
+    return jax.nn.log_softmax(jnp.stack(sums, -1), -1)
 
 
-def loss_of(to_teacher, *, beta, **settings):
-    known = to_teacher >= 0
-    theirs = np.zeros(VT, bool)
-    theirs[to_teacher[known]] = True
-    outside = logprob_outside(THEIRS, THEIR_HEAD, theirs, temperature=1.3, chunk=CHUNK)
-    head = np.where(known[:, None], THEIR_HEAD[to_teacher], 0)
-    shared = SharedVocabulary(known, outside)
-
+def loss_of(given=CELLS, *, beta, **settings):
     def loss(hidden, kernel):
-        total, _, _ = divergence_from_hidden(
+        return divergence_from_hidden(
             hidden,
             kernel,
             THEIRS,
-            head,
+            THEIR_HEAD,
             MASK,
             beta=beta,
             temperature=1.3,
             chunk=CHUNK,
-            shared=shared,
+            cells=given,
             **settings,
-        )
-        return total
+        )[0]
 
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
 
 
-def dense_loss(to_teacher, beta):
-    ids = np.flatnonzero(to_teacher >= 0)
-    teacher = outcomes(logprobs(THEIRS, THEIR_HEAD), to_teacher[ids])
-    if len(ids) == V:  # the student has no other token: the teacher's choice among the shared ones
-        teacher = jax.nn.log_softmax(teacher[..., :V], -1)
+def dense_loss(given=CELLS, *, beta):
+    teacher = in_cells(logprobs(THEIRS, THEIR_HEAD), given.teacher, given)
 
     def loss(hidden, kernel):
-        student = outcomes(logprobs(hidden, kernel), ids)
+        student = in_cells(logprobs(hidden, kernel), given.student, given)
         return dense.jsd(student, teacher, MASK, beta=beta)[0]
 
     return jax.value_and_grad(loss, argnums=(0, 1))
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
-@pytest.mark.parametrize("lean", [False, True])
-@pytest.mark.parametrize("every", [False, True])
-def test_the_loss_is_that_of_the_shared_tokens_and_one_outcome(beta, lean, every):
-    """Value and gradient; `every` token of the student is one of the teacher's too, or not."""
-    to_teacher = np.random.default_rng(7).permutation(VT)[:V] if every else TO_TEACHER
-    wanted = dense_loss(to_teacher, beta)(HIDDEN, HEAD)
-    found = loss_of(to_teacher, beta=beta, lean=lean)(HIDDEN, HEAD)
-    jax.tree.map(SAME, found, wanted)
+@pytest.mark.parametrize("others", [True, False])
+def test_the_loss_is_the_divergence_over_cells(beta, others):
+    """Value and gradient; also where no token of the student is in the last cell."""
+    given = cells(others)
+    wanted = dense_loss(given, beta=beta)(HIDDEN, HEAD)
+    jax.tree.map(SAME, loss_of(given, beta=beta)(HIDDEN, HEAD), wanted)
+
+
+def test_with_a_cell_for_each_token_it_is_the_loss_of_one_vocabulary():
+    order = np.random.default_rng(8).permutation(V)
+    theirs = np.argsort(order)  # the teacher's token k is the student's theirs[k]
+    given = Cells(np.arange(V), theirs, V + 1)
+
+    def plain(hidden, kernel):
+        head = THEIR_HEAD[:V][order]
+        return divergence_from_hidden(hidden, kernel, THEIRS, head, MASK, beta=0.4)[0]
+
+    def other(hidden, kernel):
+        head = THEIR_HEAD[:V]
+        settings = {"beta": 0.4, "cells": given}
+        return divergence_from_hidden(hidden, kernel, THEIRS, head, MASK, **settings)[0]
+
+    each = [jax.value_and_grad(f, argnums=(0, 1))(HIDDEN, HEAD) for f in (other, plain)]
+    jax.tree.map(SAME, *each)
+
+
+def test_the_spelling_of_a_text_is_left_to_the_student():
+    """Its shares within a cell: moving probability there changes nothing, to first order."""
+    _, (_, slope) = loss_of(beta=0.4)(HIDDEN, HEAD)
+    cell = next(n for n in np.unique(CELLS.student) if (CELLS.student == n).sum() > 1 and n < V)
+    first, second = np.flatnonzero(CELLS.student == cell)[:2]
+    shift = 1e-2 * rand(D, seed=9)
+    for b, c in np.argwhere(MASK):
+        alone = np.zeros((B, C), bool)
+        alone[b, c] = True
+        z = np.asarray(logprobs(HIDDEN, HEAD))[b, c]
+        # Logits that keep the cell's sum: what one token gains, the other loses.
+        gain = np.exp(z[first]) / np.exp(z[second])
+
+        def loss(amount, b=b, c=c, alone=alone, gain=gain):
+            moved = jnp.asarray(HEAD @ HIDDEN[b, c])
+            moved = moved.at[first].add(amount).at[second].add(-amount * gain)
+            student = in_cells(jax.nn.log_softmax(moved / 1.3)[None, None], CELLS.student)
+            teacher = in_cells(logprobs(THEIRS, THEIR_HEAD), CELLS.teacher)[b, c][None, None]
+            return dense.jsd(student, teacher, np.ones((1, 1), bool), beta=0.4)[0]
+
+        assert abs(jax.grad(loss)(0.0)) < 1e-5
+    assert np.isfinite(shift).all() and np.isfinite(slope).all()
 
 
 def test_the_gradient_is_that_of_finite_differences():
-    value = loss_of(TO_TEACHER, beta=0.4)
+    value = loss_of(beta=0.4)
     _, (d_hidden, d_head) = value(HIDDEN, HEAD)
     for seed in range(3):
         a, b = rand(*HIDDEN.shape, seed=20 + seed), rand(*HEAD.shape, seed=30 + seed)
@@ -111,38 +159,81 @@ def test_the_gradient_is_that_of_finite_differences():
 
 
 @pytest.mark.parametrize("shape", MESHES, ids=str)
-@pytest.mark.parametrize("lean", [False, True])
-def test_a_mesh_computes_what_one_device_does(shape, lean):
-    """Also where the mesh pads the vocabulary of the student, 26, or of the teacher, 37."""
+def test_a_mesh_computes_what_one_device_does(shape):
     mesh = mesh_of(shape)
-    wanted = loss_of(TO_TEACHER, beta=0.4, lean=lean)(HIDDEN, HEAD)
-    found = loss_of(TO_TEACHER, beta=0.4, lean=lean, mesh=mesh)(HIDDEN, HEAD)
-    jax.tree.map(SAME, found, wanted)
-    known = np.arange(VT) % 3 > 0
-    outside = [logprob_outside(THEIRS, THEIR_HEAD, known, mesh=m) for m in (None, mesh)]
-    SAME(outside[1], outside[0])
-    best = topk_from_hidden(THEIRS, THEIR_HEAD, 4, shared=known, mesh=mesh)
-    dense_best = outcomes(logprobs(THEIRS, THEIR_HEAD, 1.0), np.flatnonzero(known))[..., :-1]
-    SAME(best.logprobs, np.sort(dense_best, -1)[..., ::-1][..., :4])
-    assert known[np.asarray(best.ids)].all()
+    wanted = loss_of(beta=0.4)(HIDDEN, HEAD)
+    jax.tree.map(SAME, loss_of(beta=0.4, mesh=mesh)(HIDDEN, HEAD), wanted)
+    best = topk_from_hidden(THEIRS, THEIR_HEAD, 4, cells=CELLS, temperature=1.3, mesh=mesh)
+    every = np.asarray(in_cells(logprobs(THEIRS, THEIR_HEAD), CELLS.teacher))
+    SAME(best.logprobs, np.sort(every, -1)[..., ::-1][..., :4])
+    SAME(
+        np.take_along_axis(every, np.searchsorted(np.unique(CELLS.student), best.ids), -1),
+        best.logprobs,
+    )
+
+
+def test_the_teacher_s_best_cells_and_a_tail_are_a_lower_bound():
+    """Equal to the loss over all cells where all are sent."""
+    count = len(np.unique(CELLS.student))
+
+    def loss(hidden, k):
+        best = topk_from_hidden(THEIRS, THEIR_HEAD, k, cells=CELLS, temperature=1.3)
+        sent = best.ids, best.logprobs, best.tail_logprob
+        return topk_divergence_from_hidden(
+            hidden, HEAD, *sent, MASK, beta=0.4, temperature=1.3, cells=CELLS
+        )[0]
+
+    whole, (wanted, _) = loss_of(beta=0.4)(HIDDEN, HEAD)
+    value, slope = jax.value_and_grad(loss)(HIDDEN, count)
+    SAME(value, whole)
+    SAME(slope, wanted)
+    assert loss(HIDDEN, 3) < whole
 
 
 @pytest.mark.parametrize("beta", [0.0, 1.0])
-def test_a_teacher_that_shares_all_its_tokens_leaves_the_loss_finite(beta):
-    """Its probability of any other token is 0, and the student's is not."""
-    to_teacher = np.full(V, -1)
-    to_teacher[:20] = np.arange(20)
-    known = np.zeros(V, bool)
-    known[:20] = True
-    nothing = jnp.full((B, C), -1e30)
+def test_a_teacher_without_tokens_of_the_last_cell_leaves_the_loss_finite(beta):
+    """Its probability there is 0, and the student's is not."""
+    theirs = np.where(CELLS.teacher == V, CELLS.student[0], CELLS.teacher)
+    value, slopes = loss_of(CELLS._replace(teacher=theirs), beta=beta)(HIDDEN, HEAD)
+    assert np.isfinite(value) and value > 0
+    assert all(np.isfinite(slope).all() for slope in slopes)
 
-    def loss(hidden):
-        given = SharedVocabulary(known, nothing)
-        head = np.pad(THEIR_HEAD[:20], ((0, 6), (0, 0)))
-        return divergence_from_hidden(hidden, HEAD, THEIRS, head, MASK, beta=beta, shared=given)[0]
 
-    value, slope = jax.value_and_grad(loss)(HIDDEN)
-    assert np.isfinite(value) and np.isfinite(slope).all() and value > 0
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2), (1, 2, 1, 2)], ids=str)
+def test_a_log_prob_within_a_cell_is_the_conditional_one(shape):
+    """Value and gradient; the whole one where no cell is asked for."""
+    draw = np.random.default_rng(10)
+    tokens = draw.integers(0, V, (B, C))
+    within = np.where(draw.random((B, C)) < 0.5, CELLS.student[tokens], -1)
+
+    def found(hidden, head):
+        given = {"mask": MASK, "temperature": 1.3, "chunk": CHUNK, "mesh": mesh_of(shape)}
+        each = logprobs_in_cells_from_hidden(hidden, head, tokens, CELLS.student, within, **given)
+        return jnp.where(MASK, each[0], 0).sum(), each
+
+    def wanted(hidden, head):
+        logp = logprobs(hidden, head)
+        own = jnp.take_along_axis(logp, tokens[..., None], -1)[..., 0]
+        members = (CELLS.student == within[..., None]) | (within < 0)[..., None]
+        conditional = own - jax.nn.logsumexp(jnp.where(members, logp, -jnp.inf), -1)
+        return jnp.where(MASK, conditional, 0).sum(), (conditional, own)
+
+    compare = [
+        jax.value_and_grad(f, argnums=(0, 1), has_aux=True)(HIDDEN, HEAD) for f in (found, wanted)
+    ]
+    ((value, each), slopes), ((same, both), expected) = compare
+    SAME(value, same)
+    jax.tree.map(SAME, slopes, expected)
+    for got, want in zip(each, both, strict=True):
+        SAME(np.where(MASK, got, 0), np.where(MASK, want, 0))
+    plain = logprobs_from_hidden(HIDDEN, HEAD, tokens, temperature=1.3)
+    SAME(np.where(MASK, each[1], 0), np.where(MASK, plain, 0))
+
+
+def test_what_needs_all_logits_at_once_is_refused():
+    for settings in ({"lean": True}, {"mesh": mesh_of((1, 1, 2))}):
+        with pytest.raises(ValueError, match="all logits"):
+            loss_of(beta=0.4, **settings)(HIDDEN, HEAD)
 
 
 def test_a_stretch_has_the_sum_of_its_tokens():
@@ -161,7 +252,8 @@ def test_stretches_of_one_token_are_the_sampled_reverse_kl():
     starts = np.ones((B, C), bool)
 
     def by_stretch(student):
-        return stretch_reverse_kl(student, teacher, sampler, starts, MASK, ratio_cap=1.2)[0]
+        own = student, jax.lax.stop_gradient(student)
+        return stretch_reverse_kl(*own, teacher, sampler, starts, MASK, ratio_cap=1.2)[0]
 
     def by_token(student):
         given = {"sampler_logprobs": sampler, "ratio_cap": 1.2}
@@ -193,7 +285,7 @@ def test_the_estimate_is_unbiased():
 
         def one(own, theirs):
             sums, sampler = jnp.full((1, 2), theirs), jax.lax.stop_gradient(own[None])
-            return stretch_reverse_kl(own[None], sums, sampler, starts, mask)[0]
+            return stretch_reverse_kl(own[None], sampler, sums, sampler, starts, mask)[0]
 
         return (share * jax.vmap(one)(own, theirs)).sum()
 
