@@ -120,8 +120,8 @@ class TokenAlignment:
     starts: Array
     """[B, C'] bool: the teacher's tokens that begin a stretch."""
     within: Array
-    """[B, C'] int32: that cell at the teacher's first token of a stretch that is not exact; else
-    -1."""
+    """[B, C'] int32: that cell at the teacher's first token of a stretch that is not exact, or
+    `losses.cells.COMMON` where the token is the common one; else -1."""
 
 
 @dataclass(frozen=True)
@@ -181,15 +181,17 @@ class TeacherSignal:
     entropy: Array = None
     """[B, C] float32, nats."""
     stretch_logprobs: Array = None
-    """[B, C] float32, nats: at each token the log-prob of its whole stretch, given its first cell
-    where `cells` has it, under a teacher with another tokenizer. Such a teacher also sends the
-    fields `kinds`, `sizes` and `cells` of a `TokenAlignment`; `topk_ids` are cells."""
+    """[B, C] float32, nats: at each token the log-prob of its stretch, or of what is left of it
+    where `cells` has its first cell, under a teacher with another tokenizer. Such a teacher also
+    sends the fields `kinds`, `sizes` and `cells` of a `TokenAlignment`; `topk_ids` are cells."""
     kinds: Array = None
     """[B, C] int32."""
     sizes: Array = None
     """[B, C] int32."""
     cells: Array = None
     """[B, C] int32."""
+    baseline: Array = None
+    """[B, C] float32, nats: the mean over the batch of what stretches lose. Set by the actor."""
     weights: Array = None
     """[B, C, K] float32: the share of each of several teachers; they sum to 1 in rows with a
     prompt. Set by the actor."""

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Int
 
 from jaxrl.algorithms.signals import Projection, completion_hidden, completion_tokens
-from jaxrl.losses.cells import Cells
+from jaxrl.losses.cells import COMMON, Cells
 from jaxrl.losses.head import (
     logprobs_from_hidden,
     logprobs_in_cells_from_hidden,
@@ -18,7 +19,7 @@ from jaxrl.losses.stretches import stretch_sums
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Params, head
 from jaxrl.models.packing import pack
-from jaxrl.types import Array, Sequences, TeacherSignal, TokenAlignment
+from jaxrl.types import Aligned, Array, Sequences, TeacherSignal, TokenAlignment, TrainBatch
 
 
 def aligned_score(
@@ -28,6 +29,7 @@ def aligned_score(
     sequences: Sequences,
     alignment: TokenAlignment,
     cells: Cells,
+    rest: Int[Array, " Vt"],
 ) -> TeacherSignal:
     """The signal at the student's tokens [B, C], of completions in the teacher's tokens [B, C'].
 
@@ -38,6 +40,7 @@ def aligned_score(
     Args:
         p: with the teacher's number of tokens.
         sequences: of the teacher's tokens.
+        rest: `data.alignment.Aligner.rest`.
     """
     packing = pack(sequences, p.mesh)
     hidden, kernel = completion_hidden(model, params, packing, p.mesh), head(params)
@@ -47,9 +50,8 @@ def aligned_score(
         logprobs = logprobs_from_hidden(hidden, kernel, tokens, **options)
     else:
         within = packing.pack(alignment.within)
-        logprobs, _ = logprobs_in_cells_from_hidden(
-            hidden, kernel, tokens, cells.teacher, within, **options
-        )
+        logprobs, _ = logprobs_in_cells_from_hidden(hidden, kernel, tokens, rest, within, **options)
+        logprobs = jnp.where(within == COMMON, 0, logprobs)
     if p.distill.signal == "hidden":
         fields["hidden"] = packing.unpack(hidden)
     elif p.distill.signal == "topk":
@@ -65,3 +67,24 @@ def aligned_score(
 
     found = TeacherSignal(**jax.tree.map(at_the_students, fields))
     return replace(found, kinds=alignment.kinds, sizes=alignment.sizes, cells=alignment.cells)
+
+
+def with_baseline(batch: TrainBatch) -> TrainBatch:
+    """The training batch with the mean over its stretches of log Q - log P, where a teacher with
+    another tokenizer sent it stretches; Q is the policy that sampled. It is the same for every row,
+    however the batch is cut into micro-batches."""
+    signal = batch.teacher
+    if signal is None or signal.kinds is None:
+        return batch
+    given = signal.kinds, signal.stretch_logprobs, batch.sampler_logprobs
+    baseline = _baseline(*given, batch.sequences.loss_mask)
+    return replace(batch, teacher=replace(signal, baseline=baseline))
+
+
+@jax.jit
+def _baseline(kinds: Array, theirs: Array, sampler_logprobs: Array, mask: Array) -> Array:
+    starts = (kinds == Aligned.START) & mask
+    rest = starts | ((kinds == Aligned.INSIDE) & mask)
+    own = stretch_sums(jnp.where(rest, sampler_logprobs, 0), kinds != Aligned.INSIDE)
+    mean = jnp.where(starts, own - theirs, 0).sum() / jnp.maximum(starts.sum(), 1)
+    return jnp.broadcast_to(mean, kinds.shape)

@@ -23,7 +23,7 @@ from jaxtyping import Float, Int
 
 from jaxrl.config.schema import Config, DistillConfig
 from jaxrl.losses.algorithm_table import MixtureKind
-from jaxrl.losses.cells import Cells
+from jaxrl.losses.cells import COMMON, Cells
 from jaxrl.losses.distill import (
     Loss,
     divergence_from_hidden,
@@ -371,9 +371,11 @@ def _aligned_loss(
         rest = mask & (kinds != Aligned.NOT) & (kinds != Aligned.EXACT)
         within = jnp.where(kinds == Aligned.START, signal.cells, -1)
         mine, _ = frozen["cells"]
+        others = jnp.where(mine == jnp.arange(len(mine)), COMMON, mine)
         logprobs, whole = logprobs_in_cells_from_hidden(
-            hidden, kernel, tokens, mine, within, mask=rest, **options
+            hidden, kernel, tokens, others, within, mask=rest, **options
         )
+        logprobs = jnp.where(within == tokens, 0, logprobs)
     extra, more = stretch_reverse_kl(
         logprobs,
         whole,
@@ -381,6 +383,7 @@ def _aligned_loss(
         batch.sampler_logprobs,
         kinds != Aligned.INSIDE,
         rest,
+        signal.baseline,
         ratio_cap=p.distill.ratio_cap,
     )
     read = masked_sum(signal.sizes, mask)

@@ -178,6 +178,8 @@ class RunPrograms:
             return TeacherSignal(**arrays)
         jitted, args = self.score(rows, self.teachers[-1])
         out = jax.eval_shape(jitted, *args)
+        if m.aligned and role == "actor":
+            out = replace(out, baseline=jax.ShapeDtypeStruct((rows, m.new_tokens), jnp.float32))
         if m.signal == "hidden":  # of several teachers: those of the widest, or of all
             width = max(m.teacher_widths) if c.mixture is None else sum(m.teacher_widths)
             shape = (rows, m.new_tokens, width)
@@ -225,7 +227,8 @@ class RunPrograms:
             wide = (rows, m.completions(role))
             starts, within = shaped(wide, bool, at), shaped(wide, jnp.int32, at)
             tokens = TokenAlignment(each, each, each, each, starts, within)
-            aligned = (tokens, self.cells(role))
+            mine, theirs = self.cells(role)
+            aligned = (tokens, (mine, theirs, theirs))
         if sends:
             distill = c.distill.model_copy(update={"signal": "hidden"})
             projection = replace(projection, distill=distill)

@@ -5,7 +5,8 @@ Both tokenizers cut the same bytes. Two neighbouring borders that both have encl
 or more tokens of each, which spell the same. At its beginning both models predict the text that
 follows from the same text before, and their distributions can be compared, over cells
 (`losses.cells`). A stretch of one token each, which stand for the same bytes, is *exact*: there is
-nothing more in it. Of any other the sampled rest is compared, given its first cell.
+nothing more in it. Of any other the sampled rest is compared: the tokens after the first, and the
+first given its cell, unless it is the token that the cell is named by.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy as np
 from jaxrl.data.batch import DATA, pack, width_of
 from jaxrl.data.spelling import Spelling
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.losses.cells import Cells
+from jaxrl.losses.cells import COMMON, Cells
 from jaxrl.types import Aligned, Completion, Rollout, TokenAlignment
 
 
@@ -63,6 +64,10 @@ class Aligner:
         self.to_teacher = self._common()
         """[V] int32: the teacher's id of each of the student's tokens, -1 where it has none."""
         self.cells = self._cells()
+        rest = self.cells.teacher.copy()
+        rest[self.to_teacher[self.to_teacher >= 0]] = COMMON
+        self.rest = rest
+        """[Vt] int32: cells of the teacher's tokens without the common ones."""
 
     def _common(self) -> np.ndarray:
         ours, theirs, student, teacher = self._ours, self._theirs, self.student, self.teacher
@@ -175,8 +180,9 @@ class Aligner:
         meet = (cells == self.cells.teacher[first]) & (cells < self.student.rows)
         cells = np.where(starts & inside & meet, cells, -1)
         within = np.full(len(theirs), -1)
-        rest = kinds == Aligned.START
-        within[index[rest]] = cells[rest]
+        rest = (kinds == Aligned.START) & (cells >= 0)
+        common = self.to_teacher[cells] == first
+        within[index[rest]] = np.where(common, COMMON, cells)[rest]
         return Row(theirs, kinds, sizes, index, cells, _begins(its), within)
 
     def _end(self, end: int) -> int:

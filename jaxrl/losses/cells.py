@@ -28,6 +28,10 @@ token; then a divergence from a student which has some would be infinite."""
 _TINY = 1e-37
 
 
+COMMON = -2
+"""In place of a cell: the token that both have, where only the others of a cell are meant."""
+
+
 class Cells(NamedTuple):
     """Cell of each token. The number of a cell is the student's id of the common token, or V where
     a token begins with none; the numbers of a teacher's tokens beyond V are left out."""

@@ -32,22 +32,25 @@ def stretch_reverse_kl(
     sampler_logprobs: Float[Array, "B C"],
     starts: Bool[Array, "B C"],
     mask: Bool[Array, "B C"],
+    baseline: Float[Array, "B C"],
     *,
     ratio_cap: float = 2.0,
 ) -> tuple[Float[Array, ""], Sums]:
     """KL(student || teacher) from sampled stretches: `divergence.sampled_reverse_kl` with a stretch
-    in place of a token. Its gradient is w (log Q - log P) grad log Q, log Q and log P being those
-    of the stretch, both given its first cell or both not, and w = sg(min(Q / mu, ratio_cap)) with
-    the whole log-prob of the stretch.
+    in place of a token. Its gradient is w (log Q - log P - b) grad log Q, log Q and log P being
+    those of the stretch or of what is left of it after its first cell, and w = sg(min(Q / mu,
+    ratio_cap)) with the whole log-prob of the stretch. The expectation of grad log Q is 0, so that
+    b changes the variance only.
 
     Args:
-        student_logprobs: nats, of the sampled tokens, the first one's given its cell; the gradient
-            flows here.
+        student_logprobs: nats, of the sampled tokens, as far as they count; the gradient flows
+            here.
         whole_logprobs: nats, of the sampled tokens.
-        teacher_sums: nats, at each token that of its whole stretch.
+        teacher_sums: nats, at each token that of its stretch.
         sampler_logprobs: nats, of the tokens under the policy that sampled.
         starts: where a stretch begins.
         mask: the tokens that count, whole stretches.
+        baseline: b, nats, at each token that of its stretch.
 
     Returns:
         The sum, and the metrics reverse_kl_k1 (nats a token) and ratio_capped (share of the
@@ -64,7 +67,7 @@ def stretch_reverse_kl(
     weight = jnp.minimum(ratio, ratio_cap)
     gap = student - jax.lax.stop_gradient(teacher_sums)
     # 0 with the gradient of the token's log-prob: the value is that of each stretch, once.
-    slope = weight * gap * (student_logprobs - fixed)
+    slope = weight * (gap - baseline) * (student_logprobs - fixed)
     value = jnp.where(starts, weight * gap, 0) + slope
     count = masked_count(mask)
     metrics = {

@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from jaxrl.algorithms.aligned import with_baseline
 from jaxrl.algorithms.teachers import with_weights
 from jaxrl.checkpoint.arrays import Saving, load_arrays, save_arrays
 from jaxrl.checkpoint.store import ACTOR
@@ -145,7 +146,7 @@ class Actor:
             self._frozen = {"teacher_head": self.programs.copy_head(self._taught())}
             current().changed()
         batch, prepared = self._prepare(rollout, scores)
-        batch, of_teachers = with_weights(self.config, rollout, batch)
+        batch, of_teachers = with_weights(self.config, rollout, with_baseline(batch))
         tokens = np.asarray(batch.sequences.mask).sum(-1)
         lengths = np.where(np.asarray(batch.sequences.loss_mask).any(-1), tokens, 0)
         with phase("place the batch"):

@@ -47,10 +47,11 @@ class Scorer:
         self.model, self.params, self.mesh = model, params, projection.mesh
         self._longest, self._aligner, self._longest_new = max_prompt_tokens, aligner, max_new_tokens
         self._rows = NamedSharding(self.mesh, PartitionSpec(ROWS))
-        self._cells: tuple[Array, Array] | None = None
+        self._cells: tuple[Array, ...] | None = None
         if aligner is not None:
             everywhere = NamedSharding(self.mesh, PartitionSpec())
-            self._cells = put((aligner.cells.student, aligner.cells.teacher), everywhere)
+            cells = aligner.cells
+            self._cells = put((cells.student, cells.teacher, aligner.rest), everywhere)
         self._score = score_program(model, projection)
 
     def score(self, rollout: Rollout, part: int = 0, parts: int = 1) -> TeacherSignal | None:
@@ -89,7 +90,7 @@ class Scorer:
 def score_program(model: DecoderConfig, projection: Projection) -> Any:
     """Jitted: (parameters, sequences, the student's top-k ids or None) -> the teacher's signal, of
     the first `live` rows. Of a teacher with another tokenizer further: the alignment of its
-    sequences, and the cells of the student's and of its own tokens (`losses.cells`).
+    sequences; the cells of the student's and of its own tokens (`losses.cells`); `Aligner.rest`.
     """
 
     def score_rows(
@@ -97,13 +98,14 @@ def score_program(model: DecoderConfig, projection: Projection) -> Any:
         sequences: Sequences,
         ids: Any,
         alignment: TokenAlignment | None = None,
-        cells: tuple[Array, Array] | None = None,
+        cells: tuple[Array, ...] | None = None,
         live: int | None = None,
     ) -> TeacherSignal:
         if alignment is None or cells is None:
             signal = score(projection, model, params, sequences, ids)
         else:
-            given = sequences, alignment, Cells(*cells, len(cells[0]) + 1)
+            mine, theirs, rest = cells
+            given = sequences, alignment, Cells(mine, theirs, len(mine) + 1), rest
             signal = aligned_score(projection, model, params, *given)
         return jax.tree.map(lambda x: x[:live], signal)
 

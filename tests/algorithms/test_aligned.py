@@ -12,6 +12,7 @@ from byte_tokenizers import BYTES, OTHER, WORDS
 from tiny_models import make_mesh
 
 from jaxrl import Config
+from jaxrl.algorithms.aligned import with_baseline
 from jaxrl.algorithms.signals import Projection, distill_loss
 from jaxrl.data.alignment import Aligner, Speaker
 from jaxrl.data.batch import make_rollout
@@ -93,9 +94,11 @@ def test_what_is_sent_is_what_the_teacher_says_of_its_own_tokens(pair, signal, a
         said = logs[np.arange(len(row.tokens)), row.tokens]
         borders = [*np.flatnonzero(row.starts), len(row.tokens)]
         if signal != "sampled":  # what follows a cell is given that cell
-            for j in np.flatnonzero(row.within >= 0):
+            common = aligner.to_teacher[aligner.to_teacher >= 0]
+            for j in np.flatnonzero(row.within != -1):
                 members = aligner.cells.teacher == row.within[j]
-                said[j] -= np.log(np.exp(logs[j, members]).sum())
+                members[common] = False
+                said[j] -= np.log(np.exp(logs[j, members]).sum()) if members.any() else said[j]
         sums = {first: said[first:last].sum() for first, last in pairwise(borders)}
         wanted = [sums[first] for first in row.index]
         np.testing.assert_allclose(found.stretch_logprobs[at, :n], wanted, atol=3e-4)
@@ -132,7 +135,9 @@ def test_the_loss_is_of_first_cells_and_of_what_follows_them(signal):
     b, c = rollout.sequences.loss_mask.shape
     tokens = rollout.sequences.tokens[:, -c:]
     flat = replace(rollout.sequences, tokens=tokens)
-    batch = TrainBatch(flat, sent, rollout.sampler_logprobs)
+    batch = with_baseline(TrainBatch(flat, sent, rollout.sampler_logprobs))
+    baseline = float(batch.teacher.baseline[0, 0])
+    assert abs(baseline) > 0.1
     hidden = np.random.default_rng(1).normal(0, 0.5, (b, c, 32)).astype(np.float32)
     head = np.asarray(decoder.head(student[1]))
     p = Projection.of(config, mesh, student[0].vocab_size)
@@ -169,10 +174,15 @@ def test_the_loss_is_of_first_cells_and_of_what_follows_them(signal):
             q, mu = token[row, first:last].sum(), rollout.sampler_logprobs[row, first:last]
             weight = jnp.exp(jax.lax.stop_gradient(q) - mu.sum())
             weight = jnp.minimum(weight, config.distill.ratio_cap)
-            if signal != "sampled" and sent.cells[row, first] >= 0:
-                q -= own[row, first, sent.cells[row, first]]
+            cell = sent.cells[row, first]
+            if signal != "sampled" and cell >= 0:
+                q -= token[row, first]
+                if tokens[row, first] != cell:
+                    members = (mine == cell) & (np.arange(len(mine)) != cell)
+                    q += token[row, first] - jax.nn.logsumexp(logs[row, first, members])
             fixed = jax.lax.stop_gradient(q)
-            total += weight * (fixed - sent.stretch_logprobs[row, first]) * (1 + q - fixed)
+            gap = fixed - sent.stretch_logprobs[row, first]
+            total += weight * (gap + (gap - baseline) * (q - fixed))
         return total
 
     each = jax.value_and_grad(found, argnums=(0, 1), has_aux=True)
