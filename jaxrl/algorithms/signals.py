@@ -358,7 +358,7 @@ def _aligned_loss(
     aligned or not."""
     signal, sequences = _signal(batch), batch.sequences
     mask, kinds = sequences.loss_mask, signal.kinds
-    total, metrics = jnp.zeros(()), {}
+    total, metrics = jnp.zeros(()), dict[str, Any]()
     tokens, options = completion_tokens(sequences), p.options | {"v": p.vocab_size}
     if p.distill.signal == "sampled":
         rest = mask & (kinds != Aligned.NOT)

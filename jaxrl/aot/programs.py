@@ -221,7 +221,8 @@ class RunPrograms:
         params = self.params(role, model, c.teacher.compute_dtype, layout)
         vocab = model.vocab_size if m.aligned else m.vocab
         projection = Projection.of(c, self.meshes[role], vocab)
-        ids, at, aligned = None, self.rows(role), ()
+        ids, at = None, self.rows(role)
+        aligned: tuple[Any, ...] = ()
         if m.aligned:
             each = shaped((rows, m.new_tokens), jnp.int32, at)
             wide = (rows, m.completions(role))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -41,7 +41,8 @@ class Speaker(NamedTuple):
         return own if own in self.ends else self.ends[0]
 
 
-class Row(NamedTuple):
+@dataclass(frozen=True)
+class Row:
     """The alignment of one completion; see `TokenAlignment`."""
 
     tokens: list[int]
@@ -240,7 +241,7 @@ def _padded(
     values: Sequence[np.ndarray], rows: int, width: int, dtype: type, fill: int = 0
 ) -> np.ndarray:
     """[rows, width], `fill` where there is no value."""
-    padded = np.full((rows, width), fill, dtype)
+    padded: np.ndarray = np.full((rows, width), fill, dtype)
     for row, value in zip(padded, values, strict=False):
         row[: len(value)] = value
     return padded

@@ -17,10 +17,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Float, Int
 
 from jaxrl.losses.layout import PerToken, ShardedTerm, Term, TokenStats
 from jaxrl.losses.vocabulary import VocabShard
+from jaxrl.types import Array
 
 LEAST = math.log(1e-8)
 """Least log-prob of the cell of tokens that begin with no common one. A teacher may have no such
@@ -37,9 +38,8 @@ class Cells(NamedTuple):
     a token begins with none; the numbers of a teacher's tokens beyond V are left out."""
 
     student: Int[Array, " V"]
-    teacher: Int[Array, " Vt"] | None
-    """None where the teacher's side is in cells already."""
-    count: int
+    teacher: Int[Array, " Vt"]
+    size: int
     """V + 1."""
 
 

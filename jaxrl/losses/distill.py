@@ -102,7 +102,7 @@ def divergence_from_hidden(
     models = (student_hidden, student_head), *zip(hidden, heads, strict=True)
     term: Term = _Full(beta, entropy_aware, None if mixture is None else mixture.kind)
     if cells is not None:
-        term, models = InCells(term, cells.count), models[:1]
+        term, models = InCells(term, cells.size), models[:1]
     sharded = shard_term(term, *models, chunk=chunk, mesh=mesh, lean=lean)
     if cells is not None:
         check_cells(sharded)
@@ -149,7 +149,7 @@ def topk_divergence_from_hidden(
     """
     check_beta(beta)
     model = student_hidden, student_head
-    term: Term = _TopKTail(beta) if cells is None else InCells(_TopKTail(beta), cells.count)
+    term: Term = _TopKTail(beta) if cells is None else InCells(_TopKTail(beta), cells.size)
     sharded = shard_term(term, model, chunk=chunk, mesh=mesh, v=v, lean=lean)
     tokens = {"ids": ids, "logprobs": teacher_logprobs, "tail": teacher_tail}
     given: tuple[Any, ...] = ((), (), None)

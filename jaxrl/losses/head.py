@@ -140,7 +140,7 @@ def topk_from_hidden(
         cells: of a teacher with another vocabulary: ids and probabilities are then of cells.
     """
     models = _models(hidden, head)
-    term: Term = _TopK(k) if cells is None else InCells(_TopK(k), cells.count)
+    term: Term = _TopK(k) if cells is None else InCells(_TopK(k), cells.size)
     sharded = shard_term(term, *models, chunk=chunk, mesh=mesh, v=v)
     if cells is not None:
         check_cells(sharded)

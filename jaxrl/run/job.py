@@ -181,8 +181,9 @@ def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
                 )
         except UserError as error:
             if own is None:
-                raise UserError(f"{error}; or set teacher.tokenizer=own") from error
-            ends = end_ids(teacher, own)
+                more = "; or set teacher.tokenizer=own" if config.teacher_model else ""
+                raise UserError(f"{error}{more}") from error
+            ends = end_ids(teachers[name], own)
             aligner = Aligner(
                 Speaker(tokenizer, student.config.vocab_size, eos_ids),
                 Speaker(own, teacher.config.vocab_size, ends),

@@ -111,7 +111,7 @@ def test_what_is_sent_is_what_the_teacher_says_of_its_own_tokens(pair, signal, a
         if signal == "topk":
             border, p = row.cells >= 0, np.exp(logs[row.index])
             cells = np.stack(
-                [p[:, aligner.cells.teacher == n].sum(-1) for n in range(aligner.cells.count)], -1
+                [p[:, aligner.cells.teacher == n].sum(-1) for n in range(aligner.cells.size)], -1
             )
             best = np.argsort(-cells, -1)[:, :K]
             np.testing.assert_array_equal(found.topk_ids[at, :n][border], best[border])
@@ -129,7 +129,7 @@ def test_the_loss_is_of_first_cells_and_of_what_follows_them(signal):
     projection = Projection.of(config, mesh, teacher[0].vocab_size)
     scorer = Scorer(teacher[0], teacher[1], projection, 16, aligner, 64)
     sent = jax.tree.map(to_host, scorer.score(rollout))
-    their_head, numbers = np.asarray(decoder.head(teacher[1])), np.arange(aligner.cells.count)
+    their_head, numbers = np.asarray(decoder.head(teacher[1])), np.arange(aligner.cells.size)
     mine, theirs, _ = aligner.cells
     frozen = {"teacher_head": their_head, "cells": (mine, theirs)}
     b, c = rollout.sequences.loss_mask.shape

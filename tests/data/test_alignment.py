@@ -168,7 +168,7 @@ def test_a_token_that_only_one_has_is_in_the_cell_of_its_beginning():
     theirs = {"of": OTHER, "cells": aligner.cells.teacher}
     assert cell("he", **theirs) == "h" and cell("Ġthe", **theirs) == "Ġthe"  # both have this one
     assert cell("98", **theirs) == "9" and cell("<think>", **theirs) == "<"
-    assert aligner.cells.count == len(WORDS) + 1
+    assert aligner.cells.size == len(WORDS) + 1
     number = np.arange(len(WORDS))
     common = aligner.to_teacher >= 0
     np.testing.assert_array_equal(aligner.cells.student[common], number[common])
@@ -178,11 +178,11 @@ def test_a_token_that_only_one_has_is_in_the_cell_of_its_beginning():
 def test_rows_without_a_token_are_in_the_last_cell():
     """And the teacher's in none where the student has no such row."""
     aligner = Aligner(speaker(BYTES, 7), speaker(WORDS, 5))
-    last = aligner.cells.count - 1
+    last = aligner.cells.size - 1
     assert (aligner.to_teacher[-7:] == -1).all() and (aligner.cells.student[-7:] == last).all()
     assert (aligner.cells.teacher[-5:] == last).all()
     without = Aligner(speaker(BYTES), speaker(WORDS, 5)).cells
-    assert (without.teacher[-5:] == without.count).all()
+    assert (without.teacher[-5:] == without.size).all()
 
 
 def test_a_token_that_is_no_text_is_in_the_stretch_of_the_one_before():

@@ -11,7 +11,11 @@ from runs import SHORT
 from safetensors.numpy import load_file, save_file
 
 from jaxrl import Config
+from jaxrl.algorithms.methods import needed_roles
 from jaxrl.checkpoint.source import resolve_model
+from jaxrl.errors import UserError
+from jaxrl.plan import make_plan
+from jaxrl.run.job import make_job
 from jaxrl.train import train
 
 MESH = "mesh=actor=2,rollout=1,teacher=2"
@@ -79,3 +83,38 @@ def test_the_same_tokenizer_gives_the_same_bits(tmp_path):
     assert [row["loss"] for row in own.metrics[1:]] == [row["loss"] for row in plain.metrics[1:]]
     for name, value in wanted.items():
         np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+def test_what_cannot_be_aligned_is_refused_before_anything_is_loaded(reordered):
+    def refused(*overrides):
+        keys = [f"student.model={reordered}", "max_prompt_tokens=9", "max_new_tokens=10"]
+        with pytest.raises(UserError) as error:
+            make_job(Config.load("builtin:quickstart", [*keys, *overrides]))
+        return str(error.value)
+
+    own = "teacher.tokenizer=own"
+    assert refused().endswith("; or set teacher.tokenizer=own")
+    assert "common vocabulary: it has 24" in refused(own, "distill.signal=topk")
+    assert "teacher.max_new_tokens=120 make 138 positions; teacher.model" in refused(
+        own, "teacher.max_new_tokens=120"
+    )
+    assert "tokenizer=own" in refused("teacher.max_new_tokens=20")
+    assert "set tokenizer=student" in refused(own, "teacher.model=policy")
+    assert "set hidden, topk or sampled" in refused(own, "distill.signal=student_topk")
+    assert "entropy_aware" in refused(own, "distill.entropy_aware=true")
+    assert "set it to false" in refused(own, "distill.lean=true")
+    assert "actor.parallel.tensor splits" in refused(own, "actor.parallel.tensor=2")
+
+
+def test_the_plan_counts_the_teacher_s_own_tokens(reordered):
+    """Twice the widths by default, its own vocabulary, and what it sends beside hidden states."""
+
+    def teacher(*overrides):
+        keys = [f"student.model={reordered}", "max_prompt_tokens=9", "max_new_tokens=10"]
+        config = Config.load("builtin:quickstart", [*keys, *overrides])
+        account = make_plan(config, needed_roles(config), limit_gb=8).accounts["teacher"]
+        return sum(entry.bytes for entry in account.entries if entry.phase == "score")
+
+    plain, own = teacher(), teacher("teacher.tokenizer=own")
+    wide = teacher("teacher.tokenizer=own", "teacher.max_new_tokens=100")
+    assert plain < own < wide
