@@ -20,7 +20,7 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.runtime.worker import phase
 from jaxrl.teacher.client import TeacherClient, TeacherError, rows_at_once
 from jaxrl.teacher.openai import CompletionsClient, CompletionsInfo
-from jaxrl.teacher.protocol import Info, Options, token_from_environment, vocab_hash
+from jaxrl.teacher.protocol import Info, Options, find_token, vocab_hash
 from jaxrl.types import Prompt, Rollout, TeacherSignal
 
 MEET_S = 30.0
@@ -219,7 +219,7 @@ def _letters(text: str) -> str:
 
 def _client(teacher: TeacherConfig, timeout: float) -> TeacherClient | CompletionsClient:
     assert teacher.address is not None
-    token = token_from_environment()
+    token = find_token()
     if teacher.api == "jaxrl":
         return TeacherClient(teacher.address, token, timeout)
     at_once = teacher.service_threads

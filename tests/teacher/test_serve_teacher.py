@@ -109,7 +109,7 @@ def serving(service: Any, token: str | None = None, **limits: Any) -> Iterator[T
         "localhost", 0, token=token, limits=Limits(**limits), log=told.append, log_requests=True
     )
     server.told = told  # type: ignore[attr-defined]
-    server.start(service)
+    server.start({"": service})
     try:
         yield server
     finally:
@@ -444,7 +444,7 @@ def test_other_refusals(server: TeacherServer, rollout: Rollout) -> None:
         wire.sendall(b"\x16\x03\x01 what is this\r\n\r\n")
         assert b"400" in wire.recv(1 << 16)
     with socket.create_connection((host, int(port)), timeout=5) as wire:
-        wire.sendall(b"POST /v1/score HTTP/1.1\r\nContent-Length: 100\r\n\r\nhalf")
+        wire.sendall(b"POST /v1/score HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nhalf")
         wire.shutdown(socket.SHUT_WR)
         assert b"ended after 4 of 100" in wire.makefile("rb").read()
     eventually(lambda: send(server, "GET", "/health")[1]["in_hand"] == 0)
@@ -721,7 +721,7 @@ def test_a_server_that_comes_back_is_found_again(
         time.sleep(0.3)
         port = int(server.address.split(":")[1])
         again = TeacherServer("localhost", port, token=None, limits=Limits(), log=print)
-        again.start(service)
+        again.start({"": service})
         try:
             assert_equal(waiting.result(20), expected(PLAIN))
         finally:
@@ -771,8 +771,8 @@ def test_a_client_that_dawdles_is_cut_off(service: ScoringService) -> None:
     with serving(service, header_s=0.3, body_s=0.3, threads=1) as server:
         host, port = server.address.split(":")
         for first, told in (
-            (b"GET /health HTTP/1.1\r\nX: ", b""),
-            (b"POST /v1/score HTTP/1.1\r\nContent-Length: 9999\r\n\r\n", b"408"),
+            (b"GET /health HTTP/1.1\r\nHost: x\r\nX: ", b""),
+            (b"POST /v1/score HTTP/1.1\r\nHost: x\r\nContent-Length: 9999\r\n\r\n", b"408"),
         ):
             start = time.monotonic()
             with socket.create_connection((host, int(port)), timeout=5) as wire:
@@ -791,7 +791,7 @@ def test_a_client_that_dawdles_is_cut_off(service: ScoringService) -> None:
         eventually(lambda: send(server, "GET", "/health")[1]["in_hand"] == 0)
 
 
-HALF = b"POST /v1/score HTTP/1.1\r\nContent-Length: 9999\r\n\r\n" + b"x" * 99
+HALF = b"POST /v1/score HTTP/1.1\r\nHost: x\r\nContent-Length: 9999\r\n\r\n" + b"x" * 99
 
 
 @contextmanager
@@ -842,7 +842,7 @@ def test_requests_in_memory_have_a_budget_of_which_one_address_gets_half(
     """Counted as they arrive, and free again once they are answered or refused."""
     most = service.info.max_request_bytes
     assert most is not None
-    head = f"POST /v1/score HTTP/1.1\r\nContent-Length: {most}\r\n\r\n".encode()
+    head = f"POST /v1/score HTTP/1.1\r\nHost: x\r\nContent-Length: {most}\r\n\r\n".encode()
     body = good(service.info, rollout)
     with serving(service, idle_s=1000, body_s=1000) as server:
         with connections(server, 4, head + b"x" * (most - 100)):
@@ -865,7 +865,7 @@ def test_an_answer_that_nobody_takes_holds_no_turn_for_long(
     big.score = lambda *_: TeacherSignal(hidden=np.zeros((6, 7, 400_000), np.float32))  # type: ignore[method-assign]
     with serving(big, threads=1, idle_s=0.3, answer_s=1000) as server:
         body = good(service.info, rollout)
-        head = f"POST /v1/score HTTP/1.1\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        head = f"POST /v1/score HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
         with connections(server, 1, head + body):
             eventually(lambda: server._in_hand == 1, 30)
             eventually(lambda: server._in_hand == 0, 30)
