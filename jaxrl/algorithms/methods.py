@@ -26,7 +26,6 @@ from jaxrl.algorithms.signals import (
     packed_completions,
 )
 from jaxrl.algorithms.sources import Sources
-from jaxrl.algorithms.teachers import weighted
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.losses.algorithm_table import LearnsFrom
@@ -105,8 +104,8 @@ def _no_scores(config: Config) -> Prepare:
 
 def _teacher_scores(config: Config) -> Prepare:
     def prepare(rollout: Rollout, scores: RoleScores) -> tuple[TrainBatch, dict[str, float]]:
-        signal, metrics = weighted(config, rollout, join_parts(scores["teacher"]))
-        return TrainBatch(rollout.sequences, signal, rollout.sampler_logprobs), metrics
+        signal = join_parts(scores["teacher"])
+        return TrainBatch(rollout.sequences, signal, rollout.sampler_logprobs), {}
 
     return prepare
 

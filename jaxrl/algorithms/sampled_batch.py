@@ -11,7 +11,6 @@ import numpy as np
 
 from jaxrl.algorithms.advantages import group_advantages, select_groups
 from jaxrl.algorithms.similarity import similarity_advantages
-from jaxrl.algorithms.teachers import weighted
 from jaxrl.config.schema import Config, GrouperConfig
 from jaxrl.losses.kl import kl_in_reward
 from jaxrl.sharding.parts import join_parts
@@ -51,13 +50,9 @@ def prepare_rewarded(config: Config) -> Prepare:
         if config.distill_weight == 0:  # else the divergence includes every completion
             loss_mask = np.asarray(sequences.loss_mask) & keep[:, None]
             sequences = replace(sequences, loss_mask=loss_mask)
-        signal = None
-        if "teacher" in scores:
-            signal, more = weighted(config, rollout, join_parts(scores["teacher"]))
-            metrics |= more
         batch = TrainBatch(
             sequences,
-            signal,
+            join_parts(scores["teacher"]) if "teacher" in scores else None,
             rollout.sampler_logprobs,
             advantages.astype(np.float32),
             reference if config.policy.kl_coef > 0 else None,

@@ -127,20 +127,20 @@ def packed_completions(packing: Packing, sequences: Sequences) -> Sequences:
 # mixture, sequences, ids [B, C, K], further options) -> fields of TeacherSignal.
 
 Fields = dict[str, Array]
-Options = Mapping[str, Any]
-Teachers = tuple[Array | Sequence[Array], Array | Sequence[Array]]
+HeadOptions = Mapping[str, Any]
+HiddenAndHead = tuple[Array | Sequence[Array], Array | Sequence[Array]]
 """Hidden states and LM head, or one of both for each teacher of a mixture."""
 
 
 def _ship_hidden(
-    p: Projection, teachers: Teachers, sequences: Sequences, ids: Array, options: Options
+    p: Projection, teachers: HiddenAndHead, sequences: Sequences, ids: Array, options: HeadOptions
 ) -> Fields:
     hidden, _ = teachers
-    return {"hidden": jnp.concatenate(hidden, -1) if isinstance(hidden, Sequence) else hidden}
+    return {"hidden": hidden}
 
 
 def _ship_topk(
-    p: Projection, teachers: Teachers, sequences: Sequences, ids: Array, options: Options
+    p: Projection, teachers: HiddenAndHead, sequences: Sequences, ids: Array, options: HeadOptions
 ) -> Fields:
     best = topk_from_hidden(*teachers, p.distill.top_k, **options)
     return {
@@ -151,14 +151,14 @@ def _ship_topk(
 
 
 def _ship_student_topk(
-    p: Projection, teachers: Teachers, sequences: Sequences, ids: Array, options: Options
+    p: Projection, teachers: HiddenAndHead, sequences: Sequences, ids: Array, options: HeadOptions
 ) -> Fields:
     logprobs, tail = logprobs_at(*teachers, ids, **options)
     return {"topk_ids": ids, "topk_logprobs": logprobs, "tail_logprob": tail}
 
 
 def _ship_sampled(
-    p: Projection, teachers: Teachers, sequences: Sequences, ids: Array, options: Options
+    p: Projection, teachers: HiddenAndHead, sequences: Sequences, ids: Array, options: HeadOptions
 ) -> Fields:
     tokens = completion_tokens(sequences)
     if options["mixture"] is not None:

@@ -11,7 +11,7 @@ import numpy as np
 from jaxrl.config.schema import Config
 from jaxrl.data.rows import listed
 from jaxrl.errors import UserError, near
-from jaxrl.types import Prompt, Rollout, TeacherSignal
+from jaxrl.types import Prompt, Rollout, TrainBatch
 
 
 def teacher_weights(config: Config, rollout: Rollout) -> np.ndarray | None:
@@ -25,18 +25,20 @@ def teacher_weights(config: Config, rollout: Rollout) -> np.ndarray | None:
     return weights
 
 
-def weighted(
-    config: Config, rollout: Rollout, signal: TeacherSignal
-) -> tuple[TeacherSignal, dict[str, float]]:
-    """The signal with the weights of several teachers, and the tokens that learn from each."""
+def with_weights(
+    config: Config, rollout: Rollout, batch: TrainBatch
+) -> tuple[TrainBatch, dict[str, float]]:
+    """The training batch of a rollout with the weights of several teachers, and the tokens that
+    learn from each."""
     weights = teacher_weights(config, rollout)
-    if weights is None:
-        return signal, {}
-    mask = np.asarray(rollout.sequences.loss_mask)
+    if weights is None or batch.teacher is None:
+        return batch, {}
+    mask = np.asarray(batch.sequences.loss_mask)
     tokens = mask.sum(-1) @ weights.astype(np.float64)
     each = zip(config.teachers, tokens, strict=True)
     metrics = {f"distill/{name}/tokens": float(count) for name, count in each}
-    return replace(signal, weights=np.repeat(weights[:, None], mask.shape[1], 1)), metrics
+    shares = np.repeat(weights[:, None], mask.shape[1], 1)
+    return replace(batch, teacher=replace(batch.teacher, weights=shares)), metrics
 
 
 def row_weights(config: Config, columns: Mapping[str, object], where: str) -> tuple[float, ...]:

@@ -1098,6 +1098,10 @@ class Config(Section, metaclass=_Parsed):
             return {"teacher": self.teacher_model}
         return {name: teacher.model for name, teacher in self.teachers.items()}
 
+    def teacher_key(self, name: str) -> str:
+        """The key of the model that `teacher_models` has by this name."""
+        return f"teachers.{name}.model" if self.teachers else "teacher.model"
+
     @property
     def mixture(self) -> MixtureKind | None:
         """How several teachers are one; None where each row has one teacher."""

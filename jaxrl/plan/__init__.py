@@ -190,8 +190,7 @@ def services(config: Config) -> dict[str, str]:
 def without_weights(config: Config) -> list[str]:
     """The keys of models that are folders with a `config.json` and no weights."""
     models = {f"{role}.model": getattr(config, role).model for role in HAVE_MODELS}
-    models["teacher.model"] = config.teacher_model
-    models |= {f"teachers.{name}.model": one.model for name, one in config.teachers.items()}
+    models |= {config.teacher_key(name): model for name, model in config.teacher_models.items()}
     return [key for key, name in models.items() if name and _only_described(name)]
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from jaxrl.algorithms.teachers import with_weights
 from jaxrl.checkpoint.arrays import Saving, load_arrays, save_arrays
 from jaxrl.checkpoint.store import ACTOR
 from jaxrl.config.schema import Config
@@ -144,6 +145,7 @@ class Actor:
             self._frozen = {"teacher_head": self.programs.copy_head(self._taught())}
             current().changed()
         batch, prepared = self._prepare(rollout, scores)
+        batch, of_teachers = with_weights(self.config, rollout, batch)
         tokens = np.asarray(batch.sequences.mask).sum(-1)
         lengths = np.where(np.asarray(batch.sequences.loss_mask).any(-1), tokens, 0)
         with phase("place the batch"):
@@ -201,7 +203,7 @@ class Actor:
                 empty += not last["trains"]
         self.version += 1
         current().drop("actor.batch")
-        metrics = prepared | self._finish(_added(totals), largest)
+        metrics = prepared | of_teachers | self._finish(_added(totals), largest)
         updates = int(jax.device_get(self.state.updates))
         metrics |= {
             "actor/grad_norm": float(np.mean(norms)) if norms else float("nan"),

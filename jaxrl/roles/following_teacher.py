@@ -11,7 +11,7 @@ from jaxrl.roles.actor import SENT_TO_TEACHER
 from jaxrl.roles.arrival import check_fit, described, received
 from jaxrl.roles.rollout import Sampler
 from jaxrl.roles.scorer import Scorer
-from jaxrl.roles.teacher import Teacher, Tell
+from jaxrl.roles.teacher import AddFeedback, Teacher
 from jaxrl.sharding.mesh import verify_arrays
 from jaxrl.types import Weights
 
@@ -27,13 +27,13 @@ class FollowingTeacher(Teacher):
         layout: Layout,
         dtype: str,
         offload: bool,
-        tell: Tell | None = None,
+        add_feedback: AddFeedback | None = None,
     ):
         """
         Args:
             layout, dtype: of the weights that arrive.
         """
-        super().__init__(scorer, sampler, offload, stale_at=("actor.update",), tell=tell)
+        super().__init__(scorer, sampler, offload, ("actor.update",), add_feedback)
         self._shardings = param_shardings(scorer.model, scorer.mesh, layout)
         self._expected = described(abstract_params(scorer.model, jnp.dtype(dtype), layout))
 

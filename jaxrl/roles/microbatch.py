@@ -128,13 +128,49 @@ def only_rows(given: ScoredPart, mine: np.ndarray, devices: RowDevices) -> Score
     return replace(given, sequences=replace(own, room=room_of(own, devices)))
 
 
-def scored_padding(rollout: Rollout, parts: int, devices: RowDevices) -> float:
-    """The fraction of padding among the tokens that a role computes to score a rollout."""
-    whole, cuts = _scored_cuts(rollout, parts, devices)
+def own_parts(
+    given: ScoredPart, weights: np.ndarray, devices: RowDevices, mixed: bool
+) -> dict[int, ScoredPart]:
+    """Number of a teacher -> what of a part it computes: the rows in which it has a share.
+
+    Args:
+        weights: [rows, K] shares of each of several teachers, of the part without its padding; 0 in
+            rows without a prompt.
+        mixed: every teacher runs, even without such a row. Otherwise those with a row do, and the
+            first where nobody has one.
+    """
+    shares = weights > 0
+    some = np.flatnonzero(shares.any(0)).tolist()
+    chosen = range(shares.shape[1]) if mixed else some or [0]
+    return {k: only_rows(given, shares[:, k], devices) for k in chosen}
+
+
+def scored_padding(
+    rollout: Rollout,
+    parts: int,
+    devices: RowDevices,
+    weights: np.ndarray | None = None,
+    mixed: bool = False,
+) -> float:
+    """The fraction of padding among the tokens that a role computes to score a rollout.
+
+    Args:
+        weights: [B, K] shares of several teachers, each of which computes its own rows; None where
+            one model computes all.
+        mixed: as of `own_parts`.
+    """
     real = computed = 0
-    for alike in (_alike(cuts, cut) for cut in {len(cut): cut for cut in cuts}.values()):
-        real += int(held_tokens(whole, devices, alike)[0].sum())
-        computed += len(alike) * devices.count * room_of(whole, devices, alike)[0]
+    for part in range(parts):
+        given = scored_part(rollout, part, parts, devices)
+        if given is None:
+            continue
+        each = [given]
+        if weights is not None:
+            each = list(own_parts(given, weights[given.rows], devices, mixed).values())
+        for sequences in (own.sequences for own in each):
+            assert sequences.room is not None, "a part has one"
+            real += int(held_tokens(sequences, devices)[0].sum())
+            computed += devices.count * sequences.room[0]
     return 1 - real / computed
 
 

@@ -11,7 +11,7 @@ from jaxrl.roles.scorer import Scorer
 from jaxrl.sharding.ledger import current
 from jaxrl.types import Completion, Prompt, Rollout, TeacherSignal
 
-Tell = Callable[[Rollout, Sequence[str]], tuple[Rollout, int]]
+AddFeedback = Callable[[Rollout, Sequence[str]], tuple[Rollout, int]]
 """`data.feedback.with_feedback` of a tokenizer and a limit."""
 
 
@@ -24,38 +24,24 @@ class Teacher:
         sampler: Sampler | None,
         offload: bool = False,
         stale_at: Collection[str] = (),
-        tell: Tell | None = None,
+        add_feedback: AddFeedback | None = None,
     ):
         """
         Args:
             offload: the weights go to the host while the teacher is not asked.
             stale_at: calls at whose start the weights are freed, since new ones come before they
                 are read again.
-            tell: makes the teacher's prompts where they are about the completion that is scored.
+            add_feedback: makes the teacher's prompts where they are about the completion that is
+                scored.
         """
-        self._scorer, self._sampler, self._tell = scorer, sampler, tell
-
-        current().resident(
-            "teacher.params",
-            lambda: scorer.params,
-            self._write,
-            stages=("teacher.score", "teacher.generate", "teacher.sample"),
-            offload=offload,
-            stale_at=stale_at,
-        )
-
-    def _write(self, params: Params | None) -> None:
-        self._scorer.params = params
-        if self._sampler is not None:
-            self._sampler.params = params
+        self._scorer, self._sampler, self._add_feedback = scorer, sampler, add_feedback
+        stages = ("teacher.score", "teacher.generate", "teacher.sample")
+        self._write = keep_weights("teacher", scorer, sampler, stages, offload, stale_at)
 
     def score(
         self, rollout: Rollout, part: int = 0, parts: int = 1, rewards: RewardReport | None = None
     ) -> TeacherSignal | None:
-        if self._tell is not None:
-            assert rewards is not None, "the loop gives them to a teacher that gets feedback"
-            rollout, _ = self._tell(rollout, rewards.messages)
-        return self._scorer.score(rollout, part, parts)
+        return self._scorer.score(informed(rollout, rewards, self._add_feedback), part, parts)
 
     def generate(self, prompts: Sequence[Prompt], step: int) -> Rollout:
         return self._samples().generate(prompts, step)
@@ -66,3 +52,44 @@ class Teacher:
     def _samples(self) -> Sampler:
         assert self._sampler is not None, "the plan makes a sampler where the teacher samples"
         return self._sampler
+
+
+def informed(
+    rollout: Rollout, rewards: RewardReport | None, add_feedback: AddFeedback | None
+) -> Rollout:
+    """The rollout with the messages of its rewards in the teacher's prompts, where it gets any."""
+    if add_feedback is None:
+        return rollout
+    assert rewards is not None, "the loop gives them to a teacher that gets feedback"
+    return add_feedback(rollout, rewards.messages)[0]
+
+
+def keep_weights(
+    name: str,
+    scorer: Scorer,
+    sampler: Sampler | None,
+    stages: Collection[str],
+    offload: bool,
+    stale_at: Collection[str] = (),
+) -> Callable[[Params | None], None]:
+    """Registers the weights of a teacher, which score and sample, in the ledger. Returns what sets
+    both to other ones.
+
+    Args:
+        stages, offload, stale_at: as of `Ledger.resident`.
+    """
+
+    def write(params: Params | None) -> None:
+        scorer.params = params
+        if sampler is not None:
+            sampler.params = params
+
+    current().resident(
+        f"{name}.params",
+        lambda: scorer.params,
+        write,
+        stages=stages,
+        offload=offload,
+        stale_at=stale_at,
+    )
+    return write

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -16,13 +15,13 @@ from jaxrl.algorithms.signals import Projection, mixture_signal
 from jaxrl.algorithms.teachers import by_teacher, teacher_weights
 from jaxrl.config.schema import Config
 from jaxrl.data.batch import as_the_teacher_reads
-from jaxrl.models.decoder import Params, head
+from jaxrl.models.decoder import head
 from jaxrl.models.packing import room_of, row_devices
 from jaxrl.rewards.scoring import RewardReport
-from jaxrl.roles.microbatch import ScoredPart, only_rows, scored_part
+from jaxrl.roles.microbatch import ScoredPart, own_parts, scored_part
 from jaxrl.roles.rollout import Sampler
 from jaxrl.roles.scorer import Scorer
-from jaxrl.roles.teacher import Tell
+from jaxrl.roles.teacher import AddFeedback, informed, keep_weights
 from jaxrl.runtime.worker import phase
 from jaxrl.sharding.axes import ROWS
 from jaxrl.sharding.ledger import current
@@ -41,49 +40,46 @@ class Teachers:
         self,
         config: Config,
         projection: Projection,
-        scorers: Mapping[str, Scorer],
-        samplers: Mapping[str, Sampler],
-        offload: bool = False,
-        tell: Tell | None = None,
+        width: int,
+        add_feedback: AddFeedback | None = None,
     ):
         """
         Args:
             projection: of the run.
-            scorers: of each teacher, in the order of `config.teachers`; those of a mixture send
-                hidden states.
-            samplers: of each teacher, or empty where none samples.
-            offload: a teacher's weights are on the host while it has no turn.
-            tell: as of `Teacher`.
+            width: of the widest teacher's hidden states.
+            add_feedback: as of `Teacher`.
         """
-        self._config, self._projection, self._tell = config, projection, tell
-        self._scorers, self._samplers = scorers, samplers
+        self._config, self._projection, self._add_feedback = config, projection, add_feedback
+        self._scorers: dict[str, Scorer] = {}
+        self._samplers: dict[str, Sampler] = {}
         self._combines = projection.mixture is not None and projection.distill.signal != "hidden"
         self._rows = NamedSharding(projection.mesh, PartitionSpec(ROWS))
         self._devices = row_devices(projection.mesh)
         self._mix = mixture_program(projection)
-        self._merge = merge_program(projection, max(s.model.d_model for s in scorers.values()))
-        for name, scorer in scorers.items():
-            turns = ["score", "generate", "sample"]
-            stages = [f"teacher.{turn}.{name}" for turn in turns]
-            if self._combines:
-                stages.append(f"teacher.score.{COMBINE}")
-            sampler = samplers.get(name)
-            current().resident(
-                f"teacher.{name}.params",
-                partial(_read, scorer),
-                partial(_write, scorer, sampler),
-                stages=stages,
-                offload=offload,
-            )
+        self._merge = merge_program(projection, width)
+
+    def add(self, name: str, scorer: Scorer, sampler: Sampler | None = None) -> None:
+        """The next teacher, in the order of `config.teachers`. Where frozen weights are offloaded,
+        its weights are on the host while it has no turn.
+
+        Args:
+            scorer: of a mixture's teacher, it sends hidden states.
+            sampler: None where no teacher samples.
+        """
+        self._scorers[name] = scorer
+        if sampler is not None:
+            self._samplers[name] = sampler
+        stages = [f"teacher.{turn}.{name}" for turn in ("score", "generate", "sample")]
+        if self._combines:
+            stages.append(f"teacher.score.{COMBINE}")
+        keep_weights(f"teacher.{name}", scorer, sampler, stages, self._config.offload.frozen)
 
     def score(
         self, rollout: Rollout, part: int = 0, parts: int = 1, rewards: RewardReport | None = None
     ) -> TeacherSignal | None:
         """As of `Teacher`. A row gets its teacher's signal or, of a mixture, the mixture's."""
-        if self._tell is not None:
-            assert rewards is not None, "the loop gives them to a teacher that gets feedback"
-            rollout, _ = self._tell(rollout, rewards.messages)
         longest = self._config.teacher_prompt_tokens
+        rollout = informed(rollout, rewards, self._add_feedback)
         rollout = as_the_teacher_reads(rollout, longest, self._devices.multiple)
         given = scored_part(rollout, part, parts, self._devices)
         if given is None:
@@ -97,23 +93,29 @@ class Teachers:
 
     def generate(self, prompts: Sequence[Prompt], step: int) -> Rollout:
         """Each prompt's completions are by its own teacher."""
-        sampled: dict[int, list[Completion]] = {}
-        for name, mine in by_teacher(self._config, prompts).items():
-            if mine:
-                with self._turn("generate", name):
-                    chosen = [prompts[i] for i in mine]
-                    each = self._samplers[name].completions(chosen, step)
-                sampled |= zip(mine, each, strict=True)
+
+        def ask(sampler: Sampler, mine: Sequence[Prompt]) -> list[list[Completion]]:
+            return sampler.completions(mine, step)
+
         packer = next(iter(self._samplers.values()))
-        return packer.packed(prompts, [sampled[i] for i in range(len(prompts))])
+        return packer.packed(prompts, self._sampled("generate", prompts, ask))
 
     def sample(self, prompts: Sequence[Prompt]) -> list[list[Completion]]:
         """Each prompt's completions are by its own teacher."""
+        return self._sampled("sample", prompts, Sampler.sample)
+
+    def _sampled(
+        self,
+        method: str,
+        prompts: Sequence[Prompt],
+        ask: Callable[[Sampler, Sequence[Prompt]], list[list[Completion]]],
+    ) -> list[list[Completion]]:
+        """What each prompt's own teacher answers."""
         sampled: dict[int, list[Completion]] = {}
         for name, mine in by_teacher(self._config, prompts).items():
             if mine:
-                with self._turn("sample", name):
-                    each = self._samplers[name].sample([prompts[i] for i in mine])
+                with self._turn(method, name):
+                    each = ask(self._samplers[name], [prompts[i] for i in mine])
                 sampled |= zip(mine, each, strict=True)
         return [sampled[i] for i in range(len(prompts))]
 
@@ -124,26 +126,26 @@ class Teachers:
     def _routed(self, given: ScoredPart, weights: np.ndarray) -> TeacherSignal:
         """Every row's own teacher computes it alone."""
         found: TeacherSignal | None = None
-        for k, (name, scorer) in enumerate(self._scorers.items()):
-            mine = weights[:, k] > 0
-            if not mine.any():
-                continue
+        scorers = list(self._scorers.items())
+        for k, own in own_parts(given, weights, self._devices, mixed=False).items():
+            name, scorer = scorers[k]
             with self._turn("score", name):
-                signal = scorer.run(only_rows(given, mine, self._devices))
-                rows = put(mine, self._rows)
+                signal = scorer.run(own)
+                rows = put(weights[:, k] > 0, self._rows)
                 with current().running(self._merge, found, signal, rows):
                     found = jax.block_until_ready(self._merge(found, signal, rows))
                 current().put("teacher.signal", found)
         current().drop("teacher.signal")
-        assert found is not None, "a part has a row, and each row a teacher"
+        assert found is not None, "one teacher runs at least"
         return found
 
     def _mixed(self, given: ScoredPart, weights: np.ndarray) -> TeacherSignal:
         """Every teacher computes the rows in which it has a share."""
         hidden: list[jax.Array] = []
-        for k, (name, scorer) in enumerate(self._scorers.items()):
+        each = own_parts(given, weights, self._devices, mixed=True).values()
+        for (name, scorer), own in zip(self._scorers.items(), each, strict=True):
             with self._turn("score", name):
-                hidden.append(scorer.run(only_rows(given, weights[:, k] > 0, self._devices)).hidden)
+                hidden.append(scorer.run(own).hidden)
                 current().put("teacher.signal", hidden)
         heads = None
         if self._combines:
@@ -198,13 +200,3 @@ def merge_program(projection: Projection, width: int) -> Any:
 
     rows = NamedSharding(projection.mesh, PartitionSpec(ROWS))
     return jax.jit(merge, out_shardings=rows)
-
-
-def _read(scorer: Scorer) -> Params | None:
-    return scorer.params
-
-
-def _write(scorer: Scorer, sampler: Sampler | None, params: Params) -> None:
-    scorer.params = params
-    if sampler is not None:
-        sampler.params = params

@@ -25,8 +25,8 @@ def dependencies(job: Job) -> dict[str, str]:
         weights = config.needs_reference
         found[f"student.model={config.student.model}"] = digest_model(student, weights)
     for name, teacher in {} if config.teacher_follows else job.teachers.items():
-        key = "teacher" if config.teacher.model is not None else f"teachers.{name}"
-        found[f"{key}.model={config.teacher_models[name]}"] = digest_model(teacher.path)
+        model = config.teacher_models[name]
+        found[f"{config.teacher_key(name)}={model}"] = digest_model(teacher.path)
     if job.cache is not None:
         found[f"teacher.cache={config.teacher.cache}"] = digest_file(job.cache.path / MANIFEST)
     for one in job.held_out:

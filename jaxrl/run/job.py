@@ -305,8 +305,7 @@ def _check_sizes(
     """Widths against the models' positions, and top-k against their vocabulary."""
     longest = max(config.max_new_tokens, config.eval.max_new_tokens or 0)
     sources = {"student.model": student} | {
-        "teacher.model" if name == "teacher" else f"teachers.{name}.model": source
-        for name, source in teachers.items()
+        config.teacher_key(name): source for name, source in teachers.items()
     }
     for key, source in sources.items():
         check_positions(config, longest, source, key, teacher=key != "student.model")

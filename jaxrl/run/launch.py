@@ -45,13 +45,14 @@ from jaxrl.roles.reward import Reward, RewardModel
 from jaxrl.roles.reward_model import open_reward
 from jaxrl.roles.rollout import Sampler
 from jaxrl.roles.scorer import Scorer
-from jaxrl.roles.teacher import Teacher, Tell
+from jaxrl.roles.teacher import AddFeedback, Teacher
 from jaxrl.roles.teachers import Teachers
 from jaxrl.run.conversion import converted_once
 from jaxrl.run.job import Setup, reward_functions
 from jaxrl.runtime.local import LocalWorkerGroup
 from jaxrl.runtime.worker import Future, WorkerGroup
 from jaxrl.sharding.axes import Axes
+from jaxrl.sharding.ledger import current
 from jaxrl.sharding.mesh import (
     Visible,
     accelerators_here,
@@ -280,30 +281,36 @@ def make_teacher(setup: Setup, meshes: Mapping[str, Mesh]) -> TeacherRole | Serv
     each = projection
     if projection.mixture is not None:
         each = replace(each, distill=config.distill.model_copy(update={"signal": "hidden"}))
-    scorers, samplers = {}, {}
-    for name, source in setup.teachers.items():
+    add_feedback: AddFeedback | None = None
+    if config.teacher_gets_feedback:
+        add_feedback = partial(with_feedback, tokenizer=_tokenizer(setup), max_tokens=limit)
+
+    def made(source: ModelSource) -> tuple[Scorer, Sampler | None]:
         params = None
         if not config.teacher_follows:
             params = source.load(mesh, jnp.dtype(dtype), layout)
             verify_arrays("teacher", params, mesh)
-        scorers[name] = Scorer(source.config, params, each, limit)
-        if setup.teacher_samples:
-            samplers[name] = _sampler(setup, source, mesh, layout, params=params, teacher=True)
-    tell: Tell | None = None
-    if config.teacher_gets_feedback:
-        tell = partial(with_feedback, tokenizer=_tokenizer(setup), max_tokens=limit)
+        scorer = Scorer(source.config, params, each, limit)
+        if not setup.teacher_samples:
+            return scorer, None
+        return scorer, _sampler(setup, source, mesh, layout, params=params, teacher=True)
+
     if config.teachers:
-        several: TeacherRole = Teachers(
-            config, projection, scorers, samplers, config.offload.frozen, tell
-        )
+        width = max(source.config.d_model for source in setup.teachers.values())
+        several = Teachers(config, projection, width, add_feedback)
+        for name, source in setup.teachers.items():
+            current().enter("teacher.start")  # offloads the teacher before, before this one comes
+            several.add(name, *made(source))
         return several
-    scorer, sampler = scorers["teacher"], samplers.get("teacher")
+    scorer, sampler = made(setup.teachers["teacher"])
     if config.teacher_follows:
         follower: FollowingTeacherRole = FollowingTeacher(
-            scorer, sampler, layout, dtype, config.offloads_follower, tell
+            scorer, sampler, layout, dtype, config.offloads_follower, add_feedback
         )
         return follower
-    teacher: TeacherRole = Teacher(scorer, sampler, config.offload.frozen, tell=tell)
+    teacher: TeacherRole = Teacher(
+        scorer, sampler, config.offload.frozen, add_feedback=add_feedback
+    )
     return teacher if cache is None else CachedTeacher(config, cache, setup.vocab_size, teacher)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl.algorithms.teachers import teacher_weights
 from jaxrl.checkpoint.writer import CheckpointWriter
 from jaxrl.data.batch import as_the_teacher_reads
 from jaxrl.data.feedback import with_feedback
@@ -138,11 +139,14 @@ class Reporter:
             if parts:
                 row[f"time/{name}_s"] = sum(part.times.seconds for part in parts)
             if parts and role in self.scorers and not (role == "teacher" and read):
-                devices, seen = self.scorers[role], rollout
+                devices, seen, shares = self.scorers[role], rollout, None
                 if role == "teacher":
                     seen, more = self._taught(rollout, futures, devices)
+                    shares = teacher_weights(self.job.config, rollout)
                     row |= more
-                row[f"{role}/padding"] = scored_padding(seen, len(parts), devices)
+                mixed = self.job.config.mixture is not None
+                padding = scored_padding(seen, len(parts), devices, shares, mixed)
+                row[f"{role}/padding"] = padding
         for key in ("score.reward", "score.grouper"):
             if key not in futures:
                 continue

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from runs import MESH, SHORT, save_model
@@ -15,6 +17,7 @@ from tiny_models import make_mesh, tiny_model
 from jaxrl import Config
 from jaxrl.algorithms.signals import Projection
 from jaxrl.algorithms.teachers import teacher_weights
+from jaxrl.checkpoint.source import ModelSource
 from jaxrl.data.batch import make_rollout
 from jaxrl.errors import UserError
 from jaxrl.losses.divergence import log_softmax
@@ -22,6 +25,7 @@ from jaxrl.models.decoder import head
 from jaxrl.roles.scorer import Scorer
 from jaxrl.roles.teachers import Teachers
 from jaxrl.run.job import make_job
+from jaxrl.run.launch import make_teacher
 from jaxrl.sharding.reshard import to_host
 from jaxrl.train import train
 from jaxrl.types import Completion, Prompt
@@ -68,10 +72,10 @@ def role(made, mesh, families=FAMILIES):
     alone = Projection(made.distill, mesh, VOCAB)
     hidden = Projection(made.distill.model_copy(update={"signal": "hidden"}), mesh, VOCAB)
     each = alone if made.mixture is None else hidden
-    scorers = {name: Scorer(*model, each) for name, model in models.items()}
-    return Teachers(made, projection, scorers, {}), {
-        n: Scorer(*m, alone) for n, m in models.items()
-    }
+    together = Teachers(made, projection, max(model.d_model for model, _ in models.values()))
+    for name, model in models.items():
+        together.add(name, Scorer(*model, each))
+    return together, {name: Scorer(*model, alone) for name, model in models.items()}
 
 
 def scored(teacher, rollout, parts=1):
@@ -104,6 +108,16 @@ def test_a_row_gets_what_its_own_teacher_says_alone(signal, axes, parts):
         for field, value in wanted.items():
             got = found[field][..., : value.shape[-1]] if field == "hidden" else found[field]
             np.testing.assert_allclose(got[seen], value[seen], atol=3e-5, err_msg=field)
+
+
+def test_a_part_of_padding_alone_has_a_signal():
+    """The last of six parts has the two rows that pad the batch."""
+    made = config("hidden", "data.teacher_key=kind")
+    together, alone = role(made, make_mesh(1, 1, 1))
+    parts = [together.score(batch(ROWS), part, 6) for part in range(6)]
+    assert [len(part.hidden) for part in parts] == [2] * 6
+    width = max(scorer.model.d_model for scorer in alone.values())
+    assert not parts[-1].hidden.any() and {part.hidden.shape[-1] for part in parts} == {width}
 
 
 @pytest.mark.parametrize(
@@ -196,6 +210,64 @@ def test_two_names_of_one_teacher_teach_as_it_does_alone(models, tmp_path, signa
         assert mean == pytest.approx(row["distill/divergence"], rel=1e-5)
 
 
+@pytest.mark.parametrize("more", [[], ["distill.mixture=arithmetic", "distill.top_k=8"]])
+def test_padding_is_that_of_all_that_the_teachers_compute(models, tmp_path, monkeypatch, more):
+    """Each its own rows, in each of three parts."""
+    computed, score = [], Scorer.run
+
+    def recorded(scorer, given):
+        sequences = given.sequences
+        prompt = sequences.tokens.shape[1] - sequences.loss_mask.shape[1]
+        before, after = np.split(sequences.mask, [prompt], 1)
+        computed.append((before[:: sequences.group].sum() + after.sum(), sequences.room[0]))
+        return score(scorer, given)
+
+    monkeypatch.setattr(Scorer, "run", recorded)
+    keys = [teachers(models, math="math", code="code"), "data.teacher_key=kind", *more]
+    keys += ["distill.signal=topk"] if more else []
+    keys += ["steps=1", "teacher.num_microbatches=3", "mesh=actor+rollout+teacher=1"]
+    result, _ = run(models, tmp_path / "run", *keys)
+    real, places = np.sum(computed, 0)
+    assert len(computed) > 3
+    assert result.metrics[1]["teacher/padding"] == pytest.approx(1 - real / places)
+
+
+OWN = """
+from jaxrl.algorithms.methods import METHODS, Method, gkd_loss
+from jaxrl.losses.algorithm_table import AlgorithmSpec
+from jaxrl.sharding.parts import join_parts
+from jaxrl.types import TrainBatch
+
+
+def prepare(config):
+    return lambda rollout, scores: (
+        TrainBatch(rollout.sequences, join_parts(scores["teacher"])), {}
+    )
+
+
+method = Method(
+    METHODS["teacher"].samples_policy,
+    METHODS["teacher"].completions,
+    lambda config: ("teacher",),
+    prepare,
+    gkd_loss,
+)
+own = AlgorithmSpec("teacher", method=method)
+"""
+
+
+def test_an_algorithm_of_one_s_own_learns_from_several_teachers(models, tmp_path):
+    """Its `prepare` knows nothing of them."""
+    (tmp_path / "own.py").write_text(OWN)
+    keys = [teachers(models, math="math", code="code"), "data.teacher_key=kind", "steps=1"]
+    built_in, _ = run(models, tmp_path / "built-in", *keys)
+    own, _ = run(models, tmp_path / "own", *keys, f"algorithm={tmp_path}/own.py:own")
+    named = {name for name in built_in.metrics[1] if name.startswith("distill/")}
+    assert {"distill/math/tokens", "distill/code/divergence"} <= named
+    for name in named:
+        assert own.metrics[1][name] == built_in.metrics[1][name], name
+
+
 @pytest.mark.parametrize(
     "how", [["data.teacher_key=kind"], ["distill.signal=topk", "distill.top_k=8"]]
 )
@@ -208,6 +280,29 @@ def test_offloading_and_sharing_devices_change_nothing(models, tmp_path, how):
     np.testing.assert_allclose(totals(together), totals(apart), rtol=2e-4)
     for name, value in wanted.items():
         np.testing.assert_allclose(found[name], value, atol=2e-5, err_msg=name)
+
+
+def test_where_they_are_offloaded_one_at_a_time_is_loaded(models, monkeypatch):
+    """The earlier one's weights have left the devices when the next one's are read."""
+    keys = [f"student.model={models['student']}", f"data.train={models['rows']}", "data.eval=null"]
+    keys += [teachers(models, math="math", code="code"), "data.teacher_key=kind"]
+    keys += ["teacher.model=null", "offload.frozen=true", "teacher.dtype=float32"]
+    job = make_job(Config.load("builtin:quickstart", keys))
+    mesh, load, loaded, gone = make_mesh(1, 1, 1), ModelSource.load, [], []
+
+    def recorded(source, *how):
+        gone.append(all(array.is_deleted() for array in loaded))
+        params = load(source, *how)
+        loaded.extend(jax.tree.leaves(params))
+        return params
+
+    monkeypatch.setattr(ModelSource, "load", recorded)
+    role = make_teacher(job.for_workers({}, Path()), {"teacher": mesh})
+    assert gone == [True, True] and len(loaded) > 2 and not loaded[-1].is_deleted()
+    prompts = job.train.batch(0)[:2]
+    ends = [[Completion((1, 2), np.zeros(2), np.zeros(2), "stop")] for _ in prompts]
+    limits = {"pad_id": 0, "max_prompt_tokens": 24, "max_new_tokens": 8}
+    assert role.score(make_rollout(prompts, ends, policy_version=0, **limits)).hidden.any()
 
 
 def test_each_prompt_is_sampled_by_its_own_teacher(models, tmp_path):
@@ -242,6 +337,9 @@ def test_what_does_not_fit_is_refused_before_anything_is_loaded(models, tmp_path
     assert "set teachers" in refused(
         "teachers={}", "teacher.model=builtin:teacher", "data.teacher_key=kind"
     )
+    called = teachers(models, teacher="math", code="code")  # a name like any other
+    long = ["teacher.prompt={prompt}", "teacher.max_prompt_tokens=99999"]
+    assert "; teachers.teacher.model has " in refused(called, *long)
     other = save_model(tmp_path / "other", 32, 1, 3, eos=7)
     assert refused(f"teachers={json.dumps({'math': models['math'], 'code': other})}").startswith(
         "teachers.code: "
