@@ -57,7 +57,8 @@ def main(argv: Sequence[str]) -> int:
 def _server(arguments: Namespace) -> TeacherServer:
     """Bound to its address, which it keeps while the models are read."""
     try:
-        from jaxrl.teacher.server import Limits, TeacherServer, server_tls
+        from jaxrl.teacher.connection import Limits
+        from jaxrl.teacher.server import TeacherServer, server_tls
     except ImportError as error:
         install = f"a server needs the package {error.name}: pip install 'jaxrl[serve]'"
         raise UserError(install) from error

@@ -125,8 +125,9 @@ class RemoteTeachers:
         if self._config.mixture is None:
             return jax.tree.map(_added, *signals)
         shares = [weights[:, k] for k, signal in enumerate(found) if signal is not None]
-        mixed = jax.tree.map(partial(_mixed, shares), *signals)
-        return replace(mixed, topk_ids=given[1])
+        ids = None if signals[0].topk_ids is None else given[1]
+        without = [replace(signal, topk_ids=None) for signal in signals]
+        return replace(jax.tree.map(partial(_mixed, shares), *without), topk_ids=ids)
 
     def _hidden(self, found: list[TeacherSignal | None]) -> np.ndarray:
         """Of a mixture those of all teachers, one after the other; else each row's own teacher's,

@@ -15,7 +15,6 @@ import asyncio
 import hmac
 import socket
 import ssl
-import sys
 import threading
 import time
 import traceback
@@ -23,20 +22,17 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 
-import h11
 import uvicorn
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, Router
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
-from uvicorn.server import ServerState
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxrl.errors import UserError
+from jaxrl.teacher.connection import Address, Connection, Exchange, Limits, part, start
 from jaxrl.teacher.protocol import (
     HEAD,
     JSON,
@@ -63,31 +59,8 @@ a request."""
 PIECE = 1 << 20
 """Bytes written between two checks of the deadline."""
 LOG_EVERY_S = 60.0
-LINGER_S = 1.0
-"""How long the rest of a refused body is read: a connection closed with unread bytes loses its
-answer."""
 ROUTES = "/health, /v1/models, /v1/info, /v1/head, /v1/score"
 STOPPING = "this teacher is being stopped"
-Address = tuple[str, int]
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits on time and concurrency of requests."""
-
-    threads: int = 8
-    """Requests that are computed or answered at once; further ones wait in the queue."""
-    header_s: float = 10.0
-    """Longest time from the connection to the end of the request's header."""
-    idle_s: float = 10.0
-    """Longest wait for the next bytes of a request, or for the client to take the next bytes of an
-    answer."""
-    body_s: float = 120.0
-    """Longest time for a whole request to arrive."""
-    answer_s: float = 120.0
-    """Longest time for the client to take a whole answer."""
-    wait_s: float = 60.0
-    """Longest time in the queue. After that the answer is status 503, and the client retries."""
 
 
 class TeacherServer:
@@ -149,7 +122,7 @@ class TeacherServer:
             ],
             redirect_slashes=False,
         )
-        self.uvicorn = uvicorn.Config(
+        config = uvicorn.Config(
             self._answer,
             interface="asgi3",
             lifespan="off",
@@ -158,9 +131,8 @@ class TeacherServer:
             log_config=None,
             log_level="critical",
         )
-        self.uvicorn.load()
-        self.state = ServerState()
-        self.state.default_headers = [(b"server", b"jaxrl"), (b"connection", b"close")]
+        config.load()
+        self._connection = partial(Connection, config, limits, self._garbage, self._closed)
         self._threads = ThreadPoolExecutor(limits.threads, thread_name_prefix="teacher-requests")
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -247,13 +219,13 @@ class TeacherServer:
         patience = None if self._tls is None else self.limits.header_s
         try:
             await self._loop.connect_accepted_socket(
-                partial(_Connection, self, address),
+                partial(self._connection, address),
                 wire,
                 ssl=self._tls,
                 ssl_handshake_timeout=patience,
             )
         except OSError:  # no TLS, or not in time
-            self.left(address)
+            self._closed(address)
             wire.close()
 
     def _make_room(self, host: str) -> bool:
@@ -266,12 +238,11 @@ class TeacherServer:
         if oldest is None:
             return False
         wire = self._asking[oldest]
-        self.left(oldest)
+        self._closed(oldest)
         _hang_up(wire)
         return True
 
-    def left(self, address: Address) -> None:
-        """The connection is closed."""
+    def _closed(self, address: Address) -> None:
         self._open.pop(address, None)
         self._asking.pop(address, None)
 
@@ -279,8 +250,8 @@ class TeacherServer:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request, or says why not."""
-        exchange, began = _Exchange(scope, receive, send, self.limits), time.monotonic()
-        scope |= {"app": self, "exchange": exchange}
+        exchange, began = Exchange(scope, receive, send, self.limits), time.monotonic()
+        scope.update(app=self, exchange=exchange)
         refused: Refused | None = None
         try:
             await self._routes(scope, exchange.receive, exchange.send)
@@ -304,9 +275,12 @@ class TeacherServer:
         finally:
             self._hold(host, -exchange.held)
             question = f"{scope['method']} {scope['path'][:100]!r}"
-            self.answered(host, question, status, time.monotonic() - began)
+            self._count(host, question, status, time.monotonic() - began)
 
-    def answered(self, host: str, question: str, status: int, seconds: float) -> None:
+    def _garbage(self, address: Address) -> None:
+        self._count(address[0], "?", 400, 0.0)
+
+    def _count(self, host: str, question: str, status: int, seconds: float) -> None:
         """Counts a finished request. Its headers are never logged."""
         self.counts["served" if status < 400 else "refused" if status < 500 else "failed"] += 1
         if self._log_requests:
@@ -374,7 +348,7 @@ class TeacherServer:
         length, body = _length(request), bytearray()
         if length > most:
             raise Refused(413, f"a body of {length:,} bytes: at most {most:,} are taken")
-        exchange: _Exchange = request.scope["exchange"]
+        exchange: Exchange = request.scope["exchange"]
         async with asyncio.timeout(self.limits.body_s):
             async for piece in request.stream():
                 self._hold(exchange.address[0], len(piece))
@@ -402,18 +376,18 @@ class TeacherServer:
         """
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-            exchange: _Exchange = scope["exchange"]
+            exchange: Exchange = scope["exchange"]
             self._asking.pop(exchange.address, None)  # is no longer closed to make room
             async with self._turn(), exchange.watched() as wanted:
                 pieces = await self._loop.run_in_executor(self._threads, compute, wanted)
                 length = str(sum(map(len, pieces)))
-                start = Response(headers={"Content-Length": length}, media_type=SAFETENSORS)
-                await send(_start(200, start.raw_headers))
+                headers = Response(headers={"Content-Length": length}, media_type=SAFETENSORS)
+                await send(start(200, headers.raw_headers))
                 for piece in pieces:
                     for at in range(0, len(piece), PIECE):
-                        await send(_part(bytes(piece[at : at + PIECE])))
-                await send(_part(b""))  # waits until most of the piece before has gone
-                await send(_part(b"", last=True))
+                        await send(part(bytes(piece[at : at + PIECE])))
+                await send(part(b""))  # waits until most of the piece before has gone
+                await send(part(b"", last=True))
 
         return answer
 
@@ -460,121 +434,6 @@ class TeacherServer:
                 self.log(f"last {LOG_EVERY_S:g} s: {counts}; {self._in_hand} in hand")
 
 
-class _Connection(H11Protocol):
-    """A connection with one request. It closes itself if the request's header is late, or the end
-    of the answer is not taken."""
-
-    def __init__(self, server: TeacherServer, address: Address):
-        super().__init__(server.uvicorn, server.state, {"connection": self})
-        self.address, self._of, self._limits = address, server, server.limits
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._header_end = self.loop.time() + self._limits.header_s
-        self._close_later(self._limits.idle_s)
-
-    def data_received(self, data: bytes) -> None:
-        self._late.cancel()
-        super().data_received(data)
-        if self.cycle is None:
-            self._close_later(min(self._limits.idle_s, self._header_end - self.loop.time()))
-
-    def eof_received(self) -> bool:  # type: ignore[override]
-        """Half a request is answered; whoever has sent a whole one and hangs up is gone."""
-        half = self.cycle is not None and self.cycle.more_body
-        self._end_body()
-        return half and self.scheme == "http"
-
-    def send_400_response(self, msg: str) -> None:
-        if self.cycle is not None:
-            self._end_body()  # the request is refused by what is known of it
-            return
-        why = f"no HTTP request: {sys.exception()}"
-        if "Content-Length" in why:
-            why = "Content-Length is no number of bytes"
-        headers, body = _refused(400, why)
-        events = [h11.Response(status_code=400, headers=headers), h11.Data(data=body)]
-        for event in (*events, h11.EndOfMessage()):
-            self.transport.write(self.conn.send(event) or b"")
-        self.transport.close()
-        self._of.answered(self.address[0], "?", 400, 0.0)
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        self._close_later(self._limits.idle_s)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._late.cancel()
-        super().connection_lost(exc)
-        self._of.left(self.address)
-
-    def _close_later(self, seconds: float) -> None:
-        self._late = self.loop.call_later(seconds, self.transport.abort)
-
-    def _end_body(self) -> None:
-        if self.cycle is not None:
-            self.cycle.more_body = False
-            self.cycle.message_event.set()
-
-
-class _Exchange:
-    """A request and its answer: their deadlines, and how far both have come."""
-
-    def __init__(self, scope: Scope, receive: Receive, send: Send, limits: Limits):
-        self._connection: _Connection = scope["state"]["connection"]
-        self._receive, self._send, self._limits = receive, send, limits
-        self.address = self._connection.address
-        self.status = self.held = 0
-        """Of the answer; 0 before it has begun. Bytes of the request in memory."""
-        self._whole = False
-
-    async def receive(self) -> Message:
-        async with asyncio.timeout(self._limits.idle_s):
-            message = await self._receive()
-        self._whole = not message.get("more_body", False)
-        return message
-
-    async def send(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self.status, self._end = message["status"], time.monotonic() + self._limits.answer_s
-        left = min(self._end - time.monotonic(), self._limits.idle_s)
-        async with asyncio.timeout(max(left, 0.0)):
-            await self._send(message)
-
-    async def refuse(self, status: int, message: str) -> None:
-        if self.status:
-            self.hang_up()  # the client would take more bytes for the rest of the answer
-            return
-        headers, body = _refused(status, message)
-        await self.send(_start(status, headers))
-        await self.send(_part(body))
-        with suppress(TimeoutError):
-            async with asyncio.timeout(LINGER_S):
-                while not self._whole:
-                    await self.receive()
-        await self.send(_part(b"", last=True))
-
-    def hang_up(self) -> None:
-        self._connection.transport.abort()
-
-    @asynccontextmanager
-    async def watched(self) -> AsyncIterator[Callable[[], bool]]:
-        """Gives a function that says whether the client still waits for its answer. Its request is
-        complete."""
-        gone = threading.Event()
-
-        async def watch() -> None:
-            while (await self._receive())["type"] != "http.disconnect":
-                pass
-            gone.set()
-
-        watching = asyncio.create_task(watch())
-        try:
-            yield lambda: not gone.is_set()
-        finally:
-            watching.cancel()
-
-
 def server_tls(certificate: str, private_key: str | None) -> ssl.SSLContext:
     """What a server needs to speak TLS.
 
@@ -612,22 +471,6 @@ def _refusal(scope: Scope, error: HTTPException) -> Refused:
             405 if method in ("GET", "POST") else 501, f"{path} takes {takes}, not {method}"
         )
     return Refused(error.status_code, f"no such route {path!r}: there are {ROUTES}")
-
-
-def _refused(status: int, message: str) -> tuple[list[tuple[bytes, bytes]], bytes]:
-    """Headers and body of an answer that says why there is none."""
-    error = JSONResponse({"error": {"status": status, "message": message}})
-    if status == 401:
-        error.headers["WWW-Authenticate"] = "Bearer"
-    return error.raw_headers, bytes(error.body)
-
-
-def _start(status: int, headers: list[tuple[bytes, bytes]]) -> Message:
-    return {"type": "http.response.start", "status": status, "headers": headers}
-
-
-def _part(body: bytes, last: bool = False) -> Message:
-    return {"type": "http.response.body", "body": body, "more_body": not last}
 
 
 def _hang_up(wire: socket.socket) -> None:

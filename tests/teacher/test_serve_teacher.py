@@ -37,6 +37,7 @@ from jaxrl.errors import UserError
 from jaxrl.models import decoder
 from jaxrl.roles.scorer import Scorer
 from jaxrl.teacher.client import TeacherClient, TeacherError
+from jaxrl.teacher.connection import Limits
 from jaxrl.teacher.openai import TAIL_FLOOR, tail_logprob
 from jaxrl.teacher.protocol import (
     TOKEN,
@@ -57,7 +58,7 @@ from jaxrl.teacher.remote import (
     remote_head,
     remote_info,
 )
-from jaxrl.teacher.server import Limits, TeacherServer
+from jaxrl.teacher.server import TeacherServer
 from jaxrl.teacher.service import ScoringService, rows_of
 from jaxrl.types import Prompt, Rollout, Sequences, TeacherSignal
 
