@@ -16,9 +16,8 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from jaxrl.config import cli
+from jaxrl.config import base, cli
 from jaxrl.config.schema import NAMED, Config, DType
-from jaxrl.config.yaml_text import read_mapping
 from jaxrl.errors import UserError
 from jaxrl.process.streams import Output
 
@@ -116,7 +115,7 @@ def _parse(argv: Sequence[str]) -> Namespace:
 
 def _written(path: Path) -> Iterator[str]:
     """The options in a file, as they are on a command line."""
-    for key, value in read_mapping(path).items():
+    for key, value in base.read(path).items():
         option = f"--{key.replace('_', '-')}"
         if isinstance(value, dict):
             yield from (f"{option}={name}={one}" for name, one in value.items())
@@ -140,12 +139,28 @@ def _parser() -> cli.Parser:
         metavar="NAME=MODEL",
         help="one of several teachers, at HOST:PORT/NAME; give the option once for each",
     )
-    add("--config", help="YAML file of these options, as in `port: 8790`, `teacher: {NAME: MODEL}`")
+    add(
+        "--config",
+        metavar="FILE",
+        help="YAML file of these options, as in `port: 8790`, `teacher: {NAME: MODEL}`",
+    )
     add("--host", default="localhost", help="address to listen at (default localhost)")
     add("--port", type=int, help="0 takes a free one and prints it")
-    add("--certificate", help="PEM file of a certificate (chain): the server speaks TLS")
-    add("--private-key", help="PEM file of its key (default: in the file of the certificate)")
-    add("--token-file", help="file of the secret (default: environment JAXRL_TEACHER_TOKEN)")
+    add(
+        "--certificate",
+        metavar="FILE",
+        help="PEM file of a certificate (chain): the server speaks TLS",
+    )
+    add(
+        "--private-key",
+        metavar="FILE",
+        help="PEM file of its key (default: in the file of the certificate)",
+    )
+    add(
+        "--token-file",
+        metavar="FILE",
+        help="file of the secret (default: environment JAXRL_TEACHER_TOKEN)",
+    )
     add("--devices", type=int, help="devices to use (default: all; 1 where there is none but CPU)")
     add("--fsdp", type=int, help="shards of weights and sequences (default: devices / tensor)")
     add("--tensor", type=int, default=1, help="shards of each layer (default 1)")

@@ -1050,9 +1050,10 @@ class Config(Section, metaclass=_Parsed):
     teachers: Annotated[dict[str, NamedTeacherConfig], BeforeValidator(_named_teachers)] = {}
     """Several teachers by names of your choice, as in `{math: {model: A}, code: {model: B}}`, in
     place of `teacher.model`; `{math: A}` is short for a model alone. They take turns on the devices
-    of the role teacher, and the other keys of `teacher` are for all of them. Which rows learn from
-    which: `data.teacher_key` and `distill.mixture`; in the mixture of all rows `weight` is the
-    share of a teacher relative to the others' (null: 1)."""
+    of the role teacher, or all of them are served, as in `{math: {address: host:8790/math}}` with
+    `api` and `api_model` as in `teacher`; the other keys of `teacher` are for all of them. Which
+    rows learn from which: `data.teacher_key` and `distill.mixture`; in the mixture of all rows
+    `weight` is the share of a teacher relative to the others' (null: 1)."""
     data: DataConfig = Field(default={}, validate_default=True)
     sampling: SamplingConfig = SamplingConfig()
     distill: DistillConfig = DistillConfig()
