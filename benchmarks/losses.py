@@ -1,30 +1,38 @@
 """All policy losses on one task, from the same weights, with several seeds; writes a page.
 
-    python benchmarks/losses.py [--steps 100] [--seeds 0 1 2] [--only gspo grpo] [key=value ...]
+    python benchmarks/losses.py [key=value ...] [--steps 100] [--seeds 0 1 2] [--only gspo grpo]
 
 The task is that of `configs/quickstart_gspo.yaml`, the page `docs/losses-compared.md`. Each loss
 has its paper's own settings and number of updates per batch; the learning rate is the same for all.
-Every run that ends is a line of `--results`, and is not run again: a stopped comparison resumes
-where it was, and the page has all the runs of the file with the same steps and keys. Run it from
-the root of the repository.
+A stopped comparison resumes where it was (`comparison.py`). Run it from the root of the repository.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import os
 import statistics
-import tempfile
-import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import run_all
+from comparison import (
+    EDGE,
+    Row,
+    cells,
+    complete,
+    mean,
+    parse,
+    seeds_of,
+    spread,
+    table,
+    trained,
+    write,
+    written_by,
+)
 
-from jaxrl import Config, train
+from jaxrl import Config
 from jaxrl.algorithms.objective import configured
 from jaxrl.losses.algorithm_table import ALGORITHMS
 
@@ -33,10 +41,6 @@ CONFIG = ROOT / "configs" / "quickstart_gspo.yaml"
 PAGE = ROOT / "docs" / "losses-compared.md"
 RESULTS = Path("runs/losses.jsonl")
 OWN = ("policy.clip_low=null", "policy.clip_high=null")
-EDGE = 10
-"""Steps at each end that a figure is the mean of: one batch's reward is noise."""
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -57,68 +61,24 @@ def cases() -> dict[str, Case]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--only", nargs="+", help="losses to run now")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="JSON lines, one a run")
-    parser.add_argument("--out", type=Path, default=PAGE)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as of jaxrl.train")
-    arguments = parser.parse_intermixed_args()
-    chosen = {
-        label: case
+    names = (case.name for case in cases().values())
+    arguments = parse(__doc__, steps=100, only=names, results=RESULTS, page=PAGE)
+    runs: dict[str, Callable[[int], Row]] = {
+        label: partial(run, case, arguments)
         for label, case in cases().items()
-        if arguments.only is None or case.name in arguments.only
+        if case.name in (arguments.only or [case.name])
     }
-    arguments.results.parent.mkdir(parents=True, exist_ok=True)
-    done = read(arguments)
-    for seed in arguments.seeds:  # all losses with one seed, then with the next
-        for label, case in chosen.items():
-            if (label, seed) in done:
-                continue
-            row = run(case, seed, arguments)
-            row |= {"label": label, "seed": seed, **asked(arguments)}
-            with arguments.results.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
-            print(f"{label}, seed {seed}: {row['seconds']:.0f} s", flush=True)
-    arguments.out.write_text(page(list(read(arguments).values()), arguments), encoding="utf-8")
-    print(f"wrote {arguments.out}")
+    write(arguments, page(list(complete(runs, arguments).values()), arguments))
 
 
-def asked(arguments: argparse.Namespace) -> Row:
-    """What runs must have in common to stand in one table."""
-    return {"steps": arguments.steps, "overrides": arguments.overrides}
+def loaded(case: Case, overrides: list[str]) -> Config:
+    return Config.load(CONFIG, [*case.overrides, *overrides])
 
 
-def read(arguments: argparse.Namespace) -> dict[tuple[str, int], Row]:
-    """(label, seed) -> a run that ended, of this comparison."""
-    if not arguments.results.exists():
-        return {}
-    lines = arguments.results.read_text(encoding="utf-8").splitlines()
-    rows = [row for row in map(json.loads, lines) if row.items() >= asked(arguments).items()]
-    return {(row["label"], row["seed"]): row for row in rows}
-
-
-def loaded(case: Case, overrides: list[str], *more: str) -> Config:
-    return Config.load(CONFIG, [*more, *case.overrides, *overrides])
-
-
-def run(case: Case, seed: int, arguments: argparse.Namespace) -> Row:
+def run(case: Case, arguments: argparse.Namespace, seed: int) -> Row:
     """One run's figures."""
-    start, steps = time.monotonic(), arguments.steps
-    with tempfile.TemporaryDirectory() as folder:
-        quiet = (
-            f"run_dir={folder}/run",
-            f"steps={steps}",
-            f"seed={seed}",
-            f"eval.every={steps}",
-            "checkpoint.every=0",
-            "logging.console=quiet",
-            "logging.samples=0",
-            "logging.tensorboard=false",
-            "logging.timeline=false",
-        )
-        before, *done = train(loaded(case, arguments.overrides, *quiet)).metrics
+    keys = [*case.overrides, *arguments.overrides]
+    before, *done = trained(CONFIG, arguments.steps, seed, keys)
     edge = min(EDGE, len(done))
     first, last = done[:edge], done[-edge:]
     return {
@@ -131,7 +91,6 @@ def run(case: Case, seed: int, arguments: argparse.Namespace) -> Row:
         "entropy first": mean(first, "policy/entropy"),
         "entropy": mean(last, "policy/entropy"),
         "s/step": statistics.median(x["time/step_s"] for x in done[1:]),
-        "seconds": time.monotonic() - start,
     }
 
 
@@ -159,13 +118,6 @@ def line(label: str, rows: list[Row], same: str | None, overrides: list[str]) ->
     )
 
 
-def spread(values: list[float], form: str) -> str:
-    """The mean, and the standard deviation where it is not 0 in the digits that are shown."""
-    middle = form.format(statistics.fmean(values))
-    deviation = form.format(statistics.stdev(values)) if len(values) > 1 else form.format(0)
-    return middle if deviation == form.format(0) else f"{middle} ± {deviation}"
-
-
 def identity(config: Config) -> tuple[Any, ...]:
     """Two configs of one identity train alike, whatever their losses are called.
 
@@ -178,14 +130,6 @@ def identity(config: Config) -> tuple[Any, ...]:
     penalty, scaled = config.rewards.overlong_buffer, config.spec.scale_by_std
     batch = (config.updates_per_batch, config.dynamic_sampling, penalty, scaled)
     return (*shape, objective.aggregation, *batch)
-
-
-def mean(rows: list[dict[str, Any]], key: str) -> float:
-    return statistics.fmean(row[key] for row in rows)
-
-
-def cells(*values: str) -> str:
-    return f"| {' | '.join(values)} |"
 
 
 HEAD = (
@@ -209,7 +153,7 @@ gradient; compare losses with equally many updates first. GSPO's own clip range 
 models; an update of one this small moves a completion's probability further."""
 
 
-def page(rows: list[Row], arguments: argparse.Namespace) -> str:
+def page(rows: list[Row], arguments: argparse.Namespace) -> list[str]:
     of: dict[str, list[Row]] = {}
     for label in cases():
         of[label] = [row for row in rows if row["label"] == label]
@@ -221,9 +165,7 @@ def page(rows: list[Row], arguments: argparse.Namespace) -> str:
         lines.append(line(label, found, seen.get(who), arguments.overrides))
         seen.setdefault(who, label)
     config = Config.load(CONFIG, arguments.overrides)
-    seeds = ", ".join(str(seed) for seed in sorted({row["seed"] for row in rows}))
-    command = ["python benchmarks/losses.py", f"--steps {arguments.steps}", *arguments.overrides]
-    today = datetime.datetime.now(datetime.UTC).date()
+    seeds = seeds_of(rows)
     task = (
         "The task is that of [configs/quickstart_gspo.yaml](../configs/quickstart_gspo.yaml):"
         f" {arguments.steps} steps of {config.batch_size} prompts\nwith {config.group_size}"
@@ -236,15 +178,13 @@ def page(rows: list[Row], arguments: argparse.Namespace) -> str:
         "deviation over the runs. A loss marked (= another) is the same objective here, by another"
         " name:\nwhat differs between their rows is rounding."
     )
-    parts = [
+    return [
         "# All losses on one task",
-        f"Written by `{' '.join(command)}` on {today},\n{run_all.machine()} Load at the end"
-        f" {os.getloadavg()[0]:.1f}.",
+        written_by("losses.py", arguments),
         task,
-        "\n".join([cells(*HEAD), "|---" * len(HEAD) + "|", *lines]),
+        table(HEAD, lines),
         NOTES,
     ]
-    return "\n\n".join(parts) + "\n"
 
 
 if __name__ == "__main__":

@@ -110,14 +110,16 @@ def test_a_row_gets_what_its_own_teacher_says_alone(signal, axes, parts):
             np.testing.assert_allclose(got[seen], value[seen], atol=3e-5, err_msg=field)
 
 
-def test_a_part_of_padding_alone_has_a_signal():
+@pytest.mark.parametrize("mixture", [[], ["distill.mixture=arithmetic"]])
+def test_a_part_of_padding_alone_has_a_signal(mixture):
     """The last of six parts has the two rows that pad the batch."""
-    made = config("hidden", "data.teacher_key=kind")
+    made = config("hidden", "data.teacher_key=kind", *mixture)
     together, alone = role(made, make_mesh(1, 1, 1))
     parts = [together.score(batch(ROWS), part, 6) for part in range(6)]
-    assert [len(part.hidden) for part in parts] == [2] * 6
-    width = max(scorer.model.d_model for scorer in alone.values())
-    assert not parts[-1].hidden.any() and {part.hidden.shape[-1] for part in parts} == {width}
+    widths = [scorer.model.d_model for scorer in alone.values()]
+    width = sum(widths) if mixture else max(widths)
+    assert [(len(part.hidden), part.hidden.shape[-1]) for part in parts] == [(2, width)] * 6
+    assert not parts[-1].hidden.any() and parts[0].hidden.any()
 
 
 @pytest.mark.parametrize(
