@@ -122,6 +122,10 @@ class Endpoint:
                 raise TeacherError(
                     f"{asked}: {why}; set teacher.ca_file to its issuer's"
                 ) from error
+            except ssl.SSLError as error:
+                if error.reason == "WRONG_VERSION_NUMBER":
+                    raise TeacherError(f"{asked}: it speaks no TLS: write http://") from error
+                problem = f"TLS: {error.reason or error}"
             except http.client.RemoteDisconnected as error:
                 hint = " (if it speaks TLS, write https://)" * self.url.startswith("http:")
                 problem = f"{error}{hint}"

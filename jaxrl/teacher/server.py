@@ -18,7 +18,7 @@ import ssl
 import threading
 import time
 import traceback
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
@@ -60,7 +60,6 @@ PIECE = 1 << 20
 """Bytes written between two checks of the deadline."""
 LOG_EVERY_S = 60.0
 ROUTES = "/health, /v1/models, /v1/info, /v1/head, /v1/score"
-STOPPING = "this teacher is being stopped"
 
 
 class TeacherServer:
@@ -97,8 +96,8 @@ class TeacherServer:
         self.limits, self.token, self.log, self._log_requests = limits, token, log, log_requests
         self.counts = Counter(served=0, refused=0, failed=0)
         """Number of requests so far, by outcome."""
-        self._line = deque[asyncio.Future[None]]()
-        self._in_hand, self._draining = 0, False
+        self._turns, self._idle = asyncio.Semaphore(limits.threads), asyncio.Event()
+        self._waiting, self._in_hand, self._draining = 0, 0, False
         self._bodies = Counter[str]()
         """Address -> bytes of its requests in memory."""
         self._open: dict[Address, socket.socket] = {}
@@ -192,7 +191,6 @@ class TeacherServer:
         accepting = asyncio.current_task()
         assert accepting is not None
         self._loop, self._accepting = asyncio.get_running_loop(), accepting
-        self._idle = asyncio.Event()
         self._idle.set()
         self._ready.set()
         tasks = {self._loop.create_task(self._log_counts())}
@@ -294,7 +292,7 @@ class TeacherServer:
                 **({"model": names[""]} if "" in names else {"teachers": names}),
                 **self.counts,
                 "in_hand": self._in_hand,
-                "waiting": len(self._line),
+                "waiting": self._waiting,
                 "seconds_up": round(time.monotonic() - self._began, 1),
             }
         return JSONResponse(status)
@@ -395,33 +393,31 @@ class TeacherServer:
     async def _turn(self) -> AsyncIterator[None]:
         """Waits in the queue; inside the block the request is one of at most `limits.threads`
         current ones. Requests are admitted in order of arrival."""
+        stopping = Refused(503, "this teacher is being stopped")
         if self._draining:
-            raise Refused(503, STOPPING)
-        if self._in_hand < self.limits.threads:
-            self._in_hand += 1
-            self._idle.clear()
-        else:
-            turn = self._loop.create_future()
-            self._line.append(turn)
-            try:
-                await asyncio.wait_for(turn, self.limits.wait_s)
-            except TimeoutError:
-                self._line.remove(turn)
-                raise Refused(503, f"busy: {self._in_hand} requests in hand") from None
+            raise stopping
+        self._waiting += 1
         try:
+            async with asyncio.timeout(self.limits.wait_s):
+                await self._turns.acquire()
+        except TimeoutError:
+            raise Refused(503, f"busy: {self._in_hand} requests in hand") from None
+        finally:
+            self._waiting -= 1
+        self._in_hand += 1
+        self._idle.clear()
+        try:
+            if self._draining:
+                raise stopping
             yield
         finally:
-            if self._line:
-                self._line.popleft().set_result(None)  # the next one takes this place
-            else:
-                self._in_hand -= 1
+            self._in_hand -= 1
+            self._turns.release()
             if not self._in_hand:
                 self._idle.set()
 
     async def _drain(self) -> None:
         self._draining = True
-        while self._line:
-            self._line.popleft().set_exception(Refused(503, STOPPING))
         await self._idle.wait()
 
     async def _log_counts(self) -> None:
@@ -446,12 +442,11 @@ def server_tls(certificate: str, private_key: str | None) -> ssl.SSLContext:
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        context.load_cert_chain(certificate, private_key, password="")
+        context.load_cert_chain(certificate, private_key, password="")  # else it may ask for one
     except (OSError, ValueError) as error:
-        keys = f"--certificate {certificate}" + (
-            f" --private-key {private_key}" if private_key else ""
-        )
-        raise UserError(f"{keys}: {error}") from error
+        key = f" --private-key {private_key}" if private_key else ""
+        why = f"no certificate with its private key: {error}"
+        raise UserError(f"--certificate {certificate}{key}: {why}") from error
     return context
 
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from jaxrl import serve_teacher
 from jaxrl.algorithms.signals import Projection
 from jaxrl.checkpoint.source import ModelSource
 from jaxrl.config.cli import run
-from jaxrl.config.schema import Config, DistillConfig, TeacherConfig
+from jaxrl.config.schema import Config, DistillConfig, NamedTeacherConfig, TeacherConfig
 from jaxrl.data.batch import pack
 from jaxrl.errors import UserError
 from jaxrl.models import decoder
@@ -53,6 +53,7 @@ from jaxrl.teacher.protocol import (
 )
 from jaxrl.teacher.remote import (
     RemoteTeacher,
+    RemoteTeachers,
     check_remote,
     check_remote_prompts,
     remote_head,
@@ -1010,6 +1011,29 @@ def test_a_completions_server_tells_what_the_scorer_tells(
         assert 2 <= fake.peak <= 3
         info = remote_info(asked)
         assert (info.model, info.max_tokens, info.signals) == ("big", 99, ("topk", "sampled"))
+
+
+def test_two_completions_servers_are_mixed(
+    service: ScoringService, rollout: Rollout, expected: Any
+) -> None:
+    """Of one model, so that the mixture is it too; the last row has no prompt, and no teacher."""
+    shared = [Prompt(i, (5,), "") for i in range(5)]
+    real = rollout.sequences.loss_mask
+    with completions(service, "vllm", most=8) as one, completions(service, "echo", most=8) as other:
+        named = {"api": "openai", "api_model": "big"}
+        teachers = {
+            "a": NamedTeacherConfig(address=one.url, weight=3, **named),
+            "b": NamedTeacherConfig(address=other.url, **named),
+        }
+        asked = config("localhost:1", SAMPLED)
+        asked = asked.model_copy(update={"teachers": teachers})
+        infos = {name: remote_info(asked, name) for name in teachers}
+        role = RemoteTeachers(asked, V, infos)
+        told = role.score(replace(rollout, prompts=tuple(shared)))
+        assert told is not None and told.topk_ids is None and min(one.requests, other.requests) > 5
+    wanted = expected(SAMPLED).token_logprobs
+    np.testing.assert_allclose(told.token_logprobs[real], wanted[real], atol=1e-5)
+    np.testing.assert_allclose(told.token_logprobs[~real], 0, atol=1e-6)
 
 
 @pytest.mark.parametrize("style", ["vllm", "echo"])

@@ -353,6 +353,12 @@ def test_tls_is_verified_and_carries_the_token(
             remote_info(config(served(server), "hidden", "teacher.ca_file=/nowhere.pem"), "math")
 
 
+def test_https_to_a_server_without_tls_is_refused_at_once(server: TeacherServer) -> None:
+    address = f"https://{server.address}/math"
+    with pytest.raises(UserError, match="math at https://.*speaks no TLS: write http://"):
+        remote_info(config({"math": {"address": address}}, "hidden"), "math")
+
+
 def test_half_handshakes_lock_nobody_out(
     services: dict[str, ScoringService], certificate: tuple[str, str]
 ) -> None:
@@ -481,7 +487,10 @@ TEACHERS = ["--teacher", "a=builtin:teacher"]
         (TEACHERS, "--port PORT"),
         ([*TEACHERS, "--port", "0", "--private-key", "k"], "give --certificate too"),
         ([*TEACHERS, "--port", "0", "--certificate", "{pem}"], "--certificate"),
-        ([*TEACHERS, "--port", "0", "--certificate", "/no.pem"], "--certificate /no.pem: "),
+        (
+            [*TEACHERS, "--port", "0", "--certificate", "/no.pem"],
+            "--certificate /no.pem: no certificate with its private key: ",
+        ),
         ([*TEACHERS, "--port", "0", "--token-file", "/no.txt"], "--token-file /no.txt: "),
         ([*TEACHERS, "--port", "0", "--token-file", "{empty}"], "it is empty"),
         ([*TEACHERS, "--port", "0", "--token-file", "{blank}"], "no blank"),
