@@ -57,14 +57,14 @@ def _server(arguments: Namespace) -> TeacherServer:
     """Bound to its address, which it keeps while the models are read."""
     try:
         from jaxrl.teacher.connection import Limits
-        from jaxrl.teacher.server import TeacherServer, server_tls
+        from jaxrl.teacher.server import LOOPBACK, TeacherServer, server_tls
     except ImportError as error:
         install = f"a server needs the package {error.name}: pip install 'jaxrl[serve]'"
         raise UserError(install) from error
     from jaxrl.teacher.protocol import find_token
 
     certificate = arguments.certificate
-    return TeacherServer(
+    server = TeacherServer(
         arguments.host,
         arguments.port,
         token=find_token(arguments.token_file),
@@ -73,6 +73,9 @@ def _server(arguments: Namespace) -> TeacherServer:
         log_requests=arguments.log_requests,
         tls=None if certificate is None else server_tls(certificate, arguments.private_key),
     )
+    if certificate is None and arguments.host not in LOOPBACK:
+        _log("no --certificate: the token and all answers can be read on their way")
+    return server
 
 
 def _log(text: str) -> None:

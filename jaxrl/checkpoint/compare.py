@@ -14,7 +14,7 @@ from jaxrl.errors import UserError
 FREE = re.compile(
     r"mesh|name|run_dir|resume|resume_changed|compile_cache|launcher"
     r"|(checkpoint|deadlines|logging|offload|profile|ray)\..*|.*\.(parallel\.\w+|devices|lazy)"
-    r"|teacher\.(address|service_threads)"
+    r"|teacher\.(address|service_threads|ca_file)"
     r"|reward\.(workers|timeout|memory_mb|max_failures|max_processes)"
 )
 """Keys that change where and how a run works, never what it computes."""

@@ -561,8 +561,9 @@ class Flaky:
 
     def _relay(self, wire: socket.socket, behind: socket.socket, way: str) -> None:
         def upwards() -> None:
-            while piece := wire.recv(1 << 16):
-                behind.sendall(piece)
+            with suppress(OSError):  # the connection is closed here
+                while piece := wire.recv(1 << 16):
+                    behind.sendall(piece)
 
         threading.Thread(target=upwards, daemon=True).start()
         answer = b""
