@@ -11,6 +11,7 @@ from typing import Any
 import cloudpickle
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl.algorithms.methods import method_of
@@ -239,11 +240,14 @@ def _teacher_head(setup: Setup, mesh: Mesh) -> jax.Array | tuple[jax.Array, ...]
 def _heads(setup: Setup, mesh: Mesh) -> Iterator[jax.Array]:
     """Of each teacher, wherever it is."""
     teacher, v = setup.config.teacher, setup.vocab_size
-    there = [remote_head(setup.config, v, name) for name in setup.served]
+
+    def placed(head: np.ndarray) -> jax.Array:
+        return put(head, head_sharding(head.shape, mesh))
+
+    for name in setup.served:
+        yield placed(remote_head(setup.config, v, name))
     if teacher.cache is not None and not setup.teachers:
-        there = [ScoreCache(teacher.cache).head(v).astype(jnp.dtype(teacher.dtype))]
-    for head in there:
-        yield put(head, head_sharding(head.shape, mesh))
+        yield placed(ScoreCache(teacher.cache).head(v).astype(jnp.dtype(teacher.dtype)))
     for source in setup.teachers.values():
         yield _first_rows(source.load_head(mesh, jnp.dtype(teacher.dtype)), v, mesh)
 
