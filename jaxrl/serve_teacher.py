@@ -1,7 +1,6 @@
-"""Serves a teacher over HTTP on its own devices, for one run or several that share it.
+"""Serves teachers over HTTP on their own devices, for one run or several that share them.
 
-A run names it as teacher.address=HOST:PORT in place of teacher.model. The secret that its clients
-must know, if any, is read from the environment variable JAXRL_TEACHER_TOKEN.
+A run names the only teacher as teacher.address=HOST:PORT, one of several as HOST:PORT/NAME.
 """
 
 from __future__ import annotations
@@ -11,42 +10,39 @@ import sys
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from jaxrl.config import cli
-from jaxrl.config.schema import Config, DType
+from jaxrl.config import base, cli
+from jaxrl.config.schema import NAMED, Config, DType
 from jaxrl.errors import UserError
 from jaxrl.process.streams import Output
 
 if TYPE_CHECKING:
+    from jaxrl.teacher.server import TeacherServer
     from jaxrl.teacher.service import ScoringService
 
 DTYPES = get_args(DType)
 
 
 def main(argv: Sequence[str]) -> int:
-    arguments = _parser().parse(argv)
-    _check(arguments)
-    from jaxrl.teacher.protocol import TOKEN, token_from_environment
-    from jaxrl.teacher.server import Limits, TeacherServer
-
-    server = TeacherServer(
-        arguments.host,
-        arguments.port,
-        token=token_from_environment(),
-        limits=Limits(threads=arguments.threads),
-        log=_log,
-        log_requests=arguments.log_requests,
-    )
-    with closing(server), closing(_service(arguments)) as service:
+    arguments = _parse(argv)
+    models = _check(arguments)
+    with ExitStack() as stack:
+        server = stack.enter_context(closing(_server(arguments)))
+        services = _services(arguments, models)
+        for service in services.values():
+            stack.enter_context(closing(service))
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.default_int_handler)
         try:
-            server.start(service)
-            guard = f"{TOKEN} is asked for" if server.token else "no token: everyone here may ask"
-            _log(f"serving {service}\nat http://{server.address}; {guard}")
+            server.start(services)
+            for name, service in services.items():
+                _log(f"serving {service}\nat {server.url}{'/' * bool(name)}{name}")
+            _log("the token is asked for" if server.token else "no token: everyone here may ask")
             while True:
                 time.sleep(60)
         except KeyboardInterrupt:
@@ -57,39 +53,121 @@ def main(argv: Sequence[str]) -> int:
     return 0 if drained else cli.EXIT_INTERRUPTED
 
 
+def _server(arguments: Namespace) -> TeacherServer:
+    """Bound to its address, which it keeps while the models are read."""
+    try:
+        from jaxrl.teacher.connection import Limits
+        from jaxrl.teacher.server import LOOPBACK, TeacherServer, server_tls
+    except ImportError as error:
+        install = f"a server needs the package {error.name}: pip install 'jaxrl[serve]'"
+        raise UserError(install) from error
+    from jaxrl.teacher.protocol import find_token
+
+    certificate = arguments.certificate
+    server = TeacherServer(
+        arguments.host,
+        arguments.port,
+        token=find_token(arguments.token_file),
+        limits=Limits(threads=arguments.threads),
+        log=_log,
+        log_requests=arguments.log_requests,
+        tls=None if certificate is None else server_tls(certificate, arguments.private_key),
+    )
+    if certificate is None and arguments.host not in LOOPBACK:
+        _log("no --certificate: the token and all answers can be read on their way")
+    return server
+
+
 def _log(text: str) -> None:
     Output(sys.stdout).line(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
 
 
-def _service(arguments: Namespace) -> ScoringService:
+def _services(arguments: Namespace, models: Mapping[str, str]) -> dict[str, ScoringService]:
     from jaxrl.checkpoint.source import resolve_model
     from jaxrl.process.compile_cache import enable_compile_cache
     from jaxrl.run.inputs import tokenizer_of
     from jaxrl.teacher.service import MB, ScoringService, serving_mesh
 
-    source = resolve_model(arguments.model)
+    sources = {name: resolve_model(model) for name, model in models.items()}
     enable_compile_cache(Config.model_fields["compile_cache"].default)
-    return ScoringService(
-        source,
-        tokenizer_of(source),
-        serving_mesh(arguments.devices, arguments.fsdp, arguments.tensor),
-        arguments.dtype,
-        max_tokens=arguments.max_tokens,
-        max_batch_tokens=arguments.max_batch_tokens,
-        max_request_bytes=arguments.max_request_mb * MB,
-        max_answer_bytes=arguments.max_answer_mb * MB,
-    )
+    mesh = serving_mesh(arguments.devices, arguments.fsdp, arguments.tensor)
+    turns = ThreadPoolExecutor(1, thread_name_prefix="teacher-devices")
+    return {
+        name: ScoringService(
+            source,
+            tokenizer_of(source),
+            mesh,
+            arguments.dtype,
+            max_tokens=arguments.max_tokens,
+            max_batch_tokens=arguments.max_batch_tokens,
+            max_request_bytes=arguments.max_request_mb * MB,
+            max_answer_bytes=arguments.max_answer_mb * MB,
+            turns=turns,
+            offload=arguments.offload,
+        )
+        for name, source in sources.items()
+    }
+
+
+def _parse(argv: Sequence[str]) -> Namespace:
+    """Options of the command line, which come before those of the file that `--config` names."""
+    parser = _parser()
+    path = parser.parse(argv).config
+    return parser.parse([*(_written(Path(path)) if path else ()), *argv])
+
+
+def _written(path: Path) -> Iterator[str]:
+    """The options in a file, as they are on a command line."""
+    for key, value in base.read(path).items():
+        option = f"--{key.replace('_', '-')}"
+        if isinstance(value, dict):
+            yield from (f"{option}={name}={one}" for name, one in value.items())
+        elif value is True:
+            yield option
+        elif value is not None and value is not False:
+            yield f"{option}={value}"
 
 
 def _parser() -> cli.Parser:
     parser = cli.Parser("jaxrl.serve_teacher", __doc__ or "")
     add = parser.add_argument
-    add("--model", required=True, help="HF folder, .gguf file, run directory, builtin:teacher, ...")
+    add(
+        "--model",
+        help="the only teacher: HF folder, .gguf file, run directory, builtin:teacher, ...",
+    )
+    add(
+        "--teacher",
+        action="append",
+        default=[],
+        metavar="NAME=MODEL",
+        help="one of several teachers, at HOST:PORT/NAME; give the option once for each",
+    )
+    add(
+        "--config",
+        metavar="FILE",
+        help="YAML file of these options, as in `port: 8790`, `teacher: {NAME: MODEL}`",
+    )
     add("--host", default="localhost", help="address to listen at (default localhost)")
-    add("--port", type=int, required=True, help="0 takes a free one and prints it")
+    add("--port", type=int, help="0 takes a free one and prints it")
+    add(
+        "--certificate",
+        metavar="FILE",
+        help="PEM file of a certificate (chain): the server speaks TLS",
+    )
+    add(
+        "--private-key",
+        metavar="FILE",
+        help="PEM file of its key (default: in the file of the certificate)",
+    )
+    add(
+        "--token-file",
+        metavar="FILE",
+        help="file of the secret (default: environment JAXRL_TEACHER_TOKEN)",
+    )
     add("--devices", type=int, help="devices to use (default: all; 1 where there is none but CPU)")
     add("--fsdp", type=int, help="shards of weights and sequences (default: devices / tensor)")
     add("--tensor", type=int, default=1, help="shards of each layer (default 1)")
+    add("--offload", action="store_true", help="teachers are in host memory until their turn")
     add("--dtype", choices=DTYPES, default=DTYPES[0])
     add("--max-tokens", type=int, help="longest sequence (default: the model's positions)")
     add(
@@ -106,7 +184,24 @@ def _parser() -> cli.Parser:
     return parser
 
 
-def _check(arguments: Namespace) -> None:
+def _check(arguments: Namespace) -> dict[str, str]:
+    """The models, by the teachers' names; "" for one without. Raises UserError for bad options."""
+    if (arguments.model is None) == (not arguments.teacher):
+        raise UserError("give --model MODEL, or --teacher NAME=MODEL once for each teacher")
+    if arguments.port is None:
+        raise UserError("give --port PORT; 0 takes a free one")
+    if arguments.private_key is not None and arguments.certificate is None:
+        raise UserError("--private-key belongs to a certificate: give --certificate too")
+    models = {} if arguments.model is None else {"": arguments.model}
+    for given in arguments.teacher:
+        name, equals, model = given.partition("=")
+        if not (NAMED.fullmatch(name) and model):
+            raise UserError(
+                f"--teacher {given}: write NAME=MODEL; a name has letters, digits, `_`, `.` and `-`"
+            )
+        if name in models:
+            raise UserError(f"--teacher {given}: {name} is {models[name]} already")
+        models[name] = model
     for name in (
         *("devices", "fsdp", "tensor", "max_tokens", "max_batch_tokens"),
         *("max_request_mb", "max_answer_mb", "threads"),
@@ -118,6 +213,7 @@ def _check(arguments: Namespace) -> None:
         raise UserError(f"--port {arguments.port} must be 0 to 65535")
     if not 0 <= arguments.drain_seconds < threading.TIMEOUT_MAX:
         raise UserError(f"--drain-seconds {arguments.drain_seconds} must be 0 or more")
+    return models
 
 
 if __name__ == "__main__":

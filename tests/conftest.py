@@ -56,6 +56,7 @@ LONGEST_FIRST = (
     *("test_compiled.py", "test_compiled_tpu.py", "test_kernels_aot.py", "test_spmd.py"),
     *("test_flat_memory.py", "test_evaluate.py", "test_rewards_pool.py", "test_face.py"),
     *("test_checkpoint.py", "test_generate.py", "test_serve_teacher.py", "test_config_page.py"),
+    "test_served_teachers.py",
 )
 """Files that take long: begun last, they would leave all processes but one with nothing to do. The
 first of them waits for other processes more than it computes, and so do the hosts after it.

@@ -122,8 +122,7 @@ class GrouperRole(Protocol):
 
 def protocols(config: Config) -> dict[str, type]:
     """Role -> its Protocol."""
-    alone = config.teacher.address is not None or not config.teacher_models
-    teacher: type = ServedTeacherRole if alone else TeacherRole
+    teacher: type = TeacherRole if config.teacher_models else ServedTeacherRole
     return {
         "actor": ActorRole,
         "rollout": RolloutRole,

@@ -235,11 +235,12 @@ def check(
         UserError: no such machine, its compiler is not installed, the mesh does not suit it, or
             the teacher answers at an address, so that its model is unknown.
     """
-    if config.teacher.address is not None and "teacher" in needed_roles(config):
+    if config.served and "teacher" in needed_roles(config):
+        served, one = next(iter(config.served.items()))
         raise UserError(
-            f"--compile {name}: the actor's programs depend on the teacher's model, and teacher."
-            f"address={config.teacher.address} is not asked for it: set teacher.address=null and"
-            " teacher.model to a folder with that model's config.json"
+            f"--compile {name}: the actor's programs depend on the teacher's model, and"
+            f" {config.teacher_key(served, 'address')}={one.address} is not asked for it: set it to"
+            f" null and {config.teacher_key(served)} to a folder with that model's config.json"
         )
     prepare()
     with silenced():

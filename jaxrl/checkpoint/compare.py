@@ -8,13 +8,13 @@ from typing import Any
 
 from jaxrl.config import keys as config_keys
 from jaxrl.config import paths as config_paths
-from jaxrl.config.schema import Config
+from jaxrl.config.schema import Config, NamedTeacherConfig
 from jaxrl.errors import UserError
 
 FREE = re.compile(
     r"mesh|name|run_dir|resume|resume_changed|compile_cache|launcher"
     r"|(checkpoint|deadlines|logging|offload|profile|ray)\..*|.*\.(parallel\.\w+|devices|lazy)"
-    r"|teacher\.(address|service_threads)"
+    r"|teacher\.(address|service_threads|ca_file)"
     r"|reward\.(workers|timeout|memory_mb|max_failures|max_processes)"
 )
 """Keys that change where and how a run works, never what it computes."""
@@ -44,6 +44,8 @@ def compare(old: dict[str, Any], new: Config, run_dir: Path | str) -> list[str]:
         before = _at(old, key.path)
         if before is _ABSENT:  # a key that the jaxrl of that run did not have
             before = list(key.default) if isinstance(key.default, tuple) else key.default
+        if key.path == "teachers":
+            before, now = _teachers(before), _teachers(now)
         if before == now or FREE.fullmatch(key.path):
             continue
         if key.path == config_paths.FUNCTIONS and config_paths.same_functions(before, now):
@@ -58,6 +60,12 @@ def compare(old: dict[str, Any], new: Config, run_dir: Path | str) -> list[str]:
             + "\nname another run_dir (or name), or set these back to resume that run"
         )
     return reported
+
+
+def _teachers(given: dict[str, Any]) -> dict[str, Any]:
+    """Several teachers without the places where they are served."""
+    each = {name: NamedTeacherConfig(**one) for name, one in given.items()}
+    return {name: one.model_dump(exclude={"address"}) for name, one in each.items()}
 
 
 def _at(mapping: Any, path: str) -> Any:

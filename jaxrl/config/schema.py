@@ -52,6 +52,7 @@ Decay = Annotated[Number, Field(ge=0, lt=1)]
 Flag = Annotated[bool, Field(strict=True)]
 Name = Annotated[str, Field(min_length=1)]
 DType = Literal["float32", "bfloat16"]
+Api = Literal["jaxrl", "openai"]
 NAMED = re.compile(r"[A-Za-z0-9_.-]+")
 """Names of the user's choice that become parts of metric names."""
 Rule = tuple[bool, str]
@@ -208,17 +209,20 @@ class TeacherConfig(FrozenConfig):
     activation memory."""
     address: Name | None = None
     """A teacher served outside the run, in place of `teacher.model`: `host:port` of `python -m
-    jaxrl.serve_teacher`, or the URL of a completions server, as in `http://host:8000/v1`. The
-    environment variable JAXRL_TEACHER_TOKEN holds the access token of that server, if it needs
-    one."""
-    api: Literal["jaxrl", "openai"] = "jaxrl"
+    jaxrl.serve_teacher`, `https://host:port` where it has a certificate, `host:port/NAME` for one
+    of several; or the URL of a completions server, as in `http://host:8000/v1`. The environment
+    variable JAXRL_TEACHER_TOKEN holds the access token of that server, if it needs one."""
+    api: Api = "jaxrl"
     """Protocol at `teacher.address`. jaxrl: `serve_teacher`. openai: a completions server that
     returns the log-probs of prompts (for `distill.signal` topk and sampled)."""
     api_model: Name | None = None
     """Name of the model on the completions server at `teacher.address`. null: the only one that it
     serves."""
     service_threads: Positive = 1
-    """Number of score requests sent to `teacher.address` in parallel."""
+    """Number of score requests sent to each served teacher in parallel."""
+    ca_file: Name | None = None
+    """PEM file of the certificates that a served teacher's must be signed by (or be one of), where
+    its address begins with `https://`. null: those that the system trusts."""
     cache: Name | None = None
     """Folder of scores that `python -m jaxrl.score` wrote, for batches that hold the data's
     completions or (`distill.seq_kd`) the teacher's samples. By itself: training without a teacher,
@@ -226,7 +230,6 @@ class TeacherConfig(FrozenConfig):
     samples only."""
 
     def _rules(self) -> Iterator[Rule]:
-        named = self.api_model is not None
         yield (
             self.cache is not None and self.address is not None,
             f"cache={self.cache} and address={self.address}: a cache stands alone, or beside model;"
@@ -261,29 +264,12 @@ class TeacherConfig(FrozenConfig):
             f"tokenizer=own is for a teacher of the run, with model set to another model than"
             f" {POLICY} and without cache: set tokenizer=student, or model",
         )
-        if self.address is None:
-            yield self.api != "jaxrl", f"api={self.api} needs a server: set address"
-            yield named, f"api_model={self.api_model} needs a server: set address"
-            return
         yield (
-            self.model is not None,
-            f"model={self.model} and address={self.address} are two teachers: set one to null",
-        )
-        yield (
-            self.prompt is not None,
+            self.address is not None and self.prompt is not None,
             f"prompt needs a teacher of the run: set model, or prompt=null (the teacher at"
             f" {self.address} reads the student's prompts)",
         )
-        yield (
-            self.api == "jaxrl" and named,
-            f"api_model={self.api_model} is for api=openai: set it to null",
-        )
-        url = self.address if "://" in self.address else f"http://{self.address}"
-        form = "http://host:port/v1" if self.api == "openai" else "host:port"
-        yield (
-            not _is_server(url) or (self.api == "openai" and url != self.address),
-            f"address={self.address} is no server's address: write {form}",
-        )
+        yield from _rules_of_server(self)
 
     @field_validator("prompt")
     @classmethod
@@ -296,10 +282,43 @@ class TeacherConfig(FrozenConfig):
 class NamedTeacherConfig(Section):
     """One of several teachers."""
 
-    model: Name
+    model: Name | None = None
     """Its weights, in any form that `student.model` takes, or `builtin:teacher`."""
+    address: Name | None = None
+    """In place of `model`: where it is served, as of `teacher.address`; one of several teachers of
+    `serve_teacher` is at `host:port/name`."""
+    api: Api = "jaxrl"
+    """As of `teacher.api`."""
+    api_model: Name | None = None
+    """As of `teacher.api_model`."""
     weight: PositiveNumber | None = None
     """Its share in the mixture of all teachers, relative to theirs; null: 1."""
+
+    def _rules(self) -> Iterator[Rule]:
+        yield self.model is None and self.address is None, "set model, or address"
+        yield from _rules_of_server(self)
+
+
+def _rules_of_server(one: TeacherConfig | NamedTeacherConfig) -> Iterator[Rule]:
+    """Of the keys that say where a teacher is served."""
+    if one.address is None:
+        yield one.api != "jaxrl", f"api={one.api} needs a server: set address"
+        yield one.api_model is not None, f"api_model={one.api_model} needs a server: set address"
+        return
+    yield (
+        one.model is not None,
+        f"model={one.model} and address={one.address} are two teachers: set one to null",
+    )
+    yield (
+        one.api == "jaxrl" and one.api_model is not None,
+        f"api_model={one.api_model} is for api=openai: set it to null",
+    )
+    url = one.address if "://" in one.address else f"http://{one.address}"
+    form = "http://host:port/v1" if one.api == "openai" else "host:port, or https://host:port"
+    yield (
+        not _is_server(url) or (one.api == "openai" and url != one.address),
+        f"address={one.address} is no server's address: write {form}",
+    )
 
 
 def _named_teachers(value: object) -> object:
@@ -1050,9 +1069,10 @@ class Config(Section, metaclass=_Parsed):
     teachers: Annotated[dict[str, NamedTeacherConfig], BeforeValidator(_named_teachers)] = {}
     """Several teachers by names of your choice, as in `{math: {model: A}, code: {model: B}}`, in
     place of `teacher.model`; `{math: A}` is short for a model alone. They take turns on the devices
-    of the role teacher, and the other keys of `teacher` are for all of them. Which rows learn from
-    which: `data.teacher_key` and `distill.mixture`; in the mixture of all rows `weight` is the
-    share of a teacher relative to the others' (null: 1)."""
+    of the role teacher, or all of them are served, as in `{math: {address: host:8790/math}}` with
+    `api` and `api_model` as in `teacher`; the other keys of `teacher` are for all of them. Which
+    rows learn from which: `data.teacher_key` and `distill.mixture`; in the mixture of all rows
+    `weight` is the share of a teacher relative to the others' (null: 1)."""
     data: DataConfig = Field(default={}, validate_default=True)
     sampling: SamplingConfig = SamplingConfig()
     distill: DistillConfig = DistillConfig()
@@ -1115,11 +1135,19 @@ class Config(Section, metaclass=_Parsed):
         """Name -> model of each teacher that runs here; `teacher` where it is the only one."""
         if self.teacher_model is not None:
             return {"teacher": self.teacher_model}
-        return {name: teacher.model for name, teacher in self.teachers.items()}
+        return {name: one.model for name, one in self.teachers.items() if one.model is not None}
 
-    def teacher_key(self, name: str) -> str:
-        """The key of the model that `teacher_models` has by this name."""
-        return f"teachers.{name}.model" if self.teachers else "teacher.model"
+    @property
+    def served(self) -> dict[str, TeacherConfig | NamedTeacherConfig]:
+        """Name -> section of each teacher that is served outside the run; `teacher` where it is the
+        only one."""
+        if not self.teachers:
+            return {} if self.teacher.address is None else {"teacher": self.teacher}
+        return {name: one for name, one in self.teachers.items() if one.address is not None}
+
+    def teacher_key(self, name: str, key: str = "model") -> str:
+        """A key of the teacher that `teacher_models` or `served` has by this name."""
+        return f"teachers.{name}.{key}" if self.teachers else f"teacher.{key}"
 
     @property
     def mixture(self) -> MixtureKind | None:
@@ -1338,6 +1366,20 @@ class Config(Section, metaclass=_Parsed):
             " set sampling.temperature=1 sampling.top_k=0 sampling.top_p=1 sampling.min_p=0",
         )
 
+    def _rules_with_served_mixture(self) -> Iterator[Rule]:
+        d, mixture = self.distill, self.mixture
+        by_logprobs = mixture == "arithmetic" and d.signal in ("student_topk", "sampled")
+        way_out = "set distill.signal=hidden, or data.teacher_key for a teacher a row"
+        given = f"distill.signal={d.signal}" + " with entropy_aware" * d.entropy_aware
+        yield (
+            bool(self.served)
+            and mixture is not None
+            and d.signal != "hidden"
+            and not (by_logprobs and not d.entropy_aware),
+            f"{given}: the {mixture} mixture of served teachers cannot be made of what each of them"
+            f" sends: {way_out}",
+        )
+
     def _rules_with_teachers(self, alone: str | None) -> Iterator[Rule]:
         key, mixture, names = self.data.teacher_key, self.distill.mixture, ", ".join(self.teachers)
         yield (
@@ -1350,6 +1392,17 @@ class Config(Section, metaclass=_Parsed):
             f"teacher={alone} and teachers={names} are two ways to name teachers: set teacher.model"
             " and teacher.address to null, or leave teachers out",
         )
+        yield (
+            0 < len(self.served) < len(self.teachers),
+            f"teachers={names} are partly served ({', '.join(self.served)}): give all of them a"
+            " model, or all of them an address (jaxrl.serve_teacher serves several)",
+        )
+        yield (
+            bool(self.served) and self.teacher.prompt is not None,
+            f"teacher.prompt needs teachers of the run, and {', '.join(self.served)} read the"
+            " student's prompts: set teacher.prompt to null",
+        )
+        yield from self._rules_with_served_mixture()
         own = [name for name, one in self.teachers.items() if one.model == POLICY]
         yield (
             bool(own),

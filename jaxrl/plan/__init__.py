@@ -178,8 +178,9 @@ def _size(model: DecoderConfig) -> int:
 def services(config: Config) -> dict[str, str]:
     """Roles of the run that take no devices -> why."""
     found = {}
-    if config.teacher.address is not None:
-        found["teacher"] = f"it answers at {config.teacher.address}"
+    if config.served:
+        places = ", ".join(str(one.address) for one in config.served.values())
+        found["teacher"] = f"it answers at {places}"
     elif config.teacher.model is None and config.teacher.cache is not None:
         found["teacher"] = f"its scores are read from {config.teacher.cache}"
     if config.learns_from_rewards and config.reward.model is None:
@@ -394,7 +395,7 @@ def _mesh_notes(config: Config, inputs: PlanInputs, axes: Mapping[str, Axes]) ->
         yield f"{key}: no weights here, only a config.json: planned for another machine"
     for role, why in services(config).items():
         yield f"{role}: no devices here, {why}"
-    if config.teacher.address and config.distill.signal == "hidden":
+    if config.served and config.distill.signal == "hidden":
         yield "actor: the teacher's LM head, which it also holds, is not counted here"
     for role, sizes in axes.items():
         model = inputs.model(role)

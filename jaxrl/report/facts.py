@@ -78,9 +78,9 @@ def _models(run: RunFiles) -> str:
     placed = [role["role"] for role in run.plan["roles"]] if run.plan else []
     found = {role: run.config.get(f"{role}.model") for role in ("student", *placed)}
     found |= {
-        key.removeprefix("teachers.").removesuffix(".model"): model
+        key.removeprefix("teachers.").rpartition(".")[0]: model
         for key, model in run.config.items()
-        if re.fullmatch(r"teachers\..+\.model", key)
+        if model is not None and re.fullmatch(r"teachers\..+\.(model|address)", key)
     }
     if found.get("teacher") is None and "teacher" in placed:
         found["teacher"] = run.config.get("teacher.address") or run.config.get("teacher.cache")

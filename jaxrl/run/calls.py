@@ -63,7 +63,7 @@ class Calls:
         if role in self._config.lazy:
             deadline += self._config.deadlines.startup
         # A teacher service takes several requests at once.
-        served = role == "teacher" and self._config.teacher.address is not None
+        served = role == "teacher" and bool(self._config.served)
         aside = served or method == "saved"
         future = self.roles[role].call(method, *args, deadline=deadline, aside=aside, **kwargs)
         self._open = [each for each in self._open if not each.future.done()]

@@ -14,6 +14,7 @@ from jaxrl.rewards.callables import PREFIX
 from jaxrl.rewards.functions import find
 from jaxrl.run.job import Job
 from jaxrl.teacher.cache import MANIFEST
+from jaxrl.teacher.protocol import Info
 
 
 def dependencies(job: Job) -> dict[str, str]:
@@ -27,6 +28,9 @@ def dependencies(job: Job) -> dict[str, str]:
     for name, teacher in {} if config.teacher_follows else job.teachers.items():
         model = config.teacher_models[name]
         found[f"{config.teacher_key(name)}={model}"] = digest_model(teacher.path)
+    for name, info in job.served.items():
+        if isinstance(info, Info):  # completions servers have no fingerprint
+            found[config.teacher_key(name, "address")] = info.fingerprint
     if job.cache is not None:
         found[f"teacher.cache={config.teacher.cache}"] = digest_file(job.cache.path / MANIFEST)
     for one in job.held_out:

@@ -45,7 +45,14 @@ from jaxrl.run.inputs import (
 from jaxrl.sharding.axes import Axes
 from jaxrl.teacher.cache import ScoreCache
 from jaxrl.teacher.cached import check_cache
-from jaxrl.teacher.remote import check_remote, check_remote_prompts, remote_info
+from jaxrl.teacher.remote import (
+    AnyInfo,
+    check_remote,
+    check_remote_prompts,
+    check_together,
+    remote_info,
+    remote_place,
+)
 from jaxrl.types import Completion, Prompt
 
 
@@ -56,8 +63,10 @@ class Setup:
     config: Config
     student: ModelSource
     teachers: Mapping[str, ModelSource]
-    """By name, as in `Config.teacher_models`; empty where there is none, or it runs elsewhere
-    (`teacher.address`), or has run (`teacher.cache` alone)."""
+    """By name, as in `Config.teacher_models`; empty where there is none, or all are served, or it
+    has run (`teacher.cache` alone)."""
+    served: Mapping[str, AnyInfo] = field(default_factory=dict)
+    """By name, as in `Config.served`: what each was at the handshake, and must still be."""
     tokenizer: Tokenizer | bytes
     """Pickled for another process, where only a role that samples opens it: transformers takes a
     second to import."""
@@ -190,9 +199,11 @@ def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
             )
         else:
             vocab_size = min(vocab_size, shared)
-    remote = None if config.teacher.address is None else remote_info(config)
-    if remote is not None:
-        vocab_size = check_remote(config, remote, tokenizer, student.config)
+    served = {name: remote_info(config, name) for name in config.served}
+    check_together(config, served)
+    for name, info in served.items():
+        shared = check_remote(config, info, tokenizer, student.config, name)
+        vocab_size = min(vocab_size, shared)
     common = vocab_size if aligner is None else int((aligner.to_teacher >= 0).sum())
     _check_sizes(config, student, teachers, common)
     if aligner is None and own is not None and same_prompts(tokenizer, own):
@@ -229,11 +240,11 @@ def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
         notes += check_cache(config, cache, digest, vocab_size, rows)
         if not teachers and config.eval.teacher and held_out:
             notes.append("scores on disk answer nothing: the teacher's accuracy is not evaluated")
-    if remote is not None:
-        notes.append(check_remote_prompts(config, remote, tokenizer, prompts, vocab_size))
+    for name, info in served.items():
+        notes.append(check_remote_prompts(config, info, tokenizer, prompts, vocab_size, name))
         if config.eval.teacher and held_out:
-            where = config.teacher.address
-            notes.append(f"the teacher at {where} only scores: its own accuracy is not evaluated")
+            where = remote_place(config, name)
+            notes.append(f"{where} only scores: its own accuracy is not evaluated")
     if config.data.teacher_key is not None:
         for where, example in train.examples():
             row_weights(config, example.columns, where)
@@ -243,6 +254,7 @@ def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
         config=config,
         student=student,
         teachers=teachers,
+        served=served,
         tokenizer=tokenizer,
         vocab_size=vocab_size,
         eos_ids=eos_ids,
@@ -356,5 +368,5 @@ def _check_sizes(
     if d.entropy_aware:
         asked["distill.entropy_top_k"] = d.entropy_top_k
     for key, k in asked.items():
-        if teachers and k > common:
+        if (teachers or config.served) and k > common:
             raise UserError(f"{key}={k} exceeds the common vocabulary: it has {common} tokens")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import cloudpickle
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.algorithms.methods import method_of
@@ -64,7 +65,7 @@ from jaxrl.sharding.placement import Placement, device_list, parse
 from jaxrl.sharding.reshard import put
 from jaxrl.teacher.cache import ScoreCache
 from jaxrl.teacher.cached import CachedTeacher
-from jaxrl.teacher.remote import RemoteTeacher, remote_head
+from jaxrl.teacher.remote import RemoteTeacher, RemoteTeachers, remote_head
 from jaxrl.types import Tree
 
 Log = Callable[[str], None]
@@ -232,22 +233,27 @@ def make_actor(setup: Setup, meshes: Mapping[str, Mesh]) -> ActorRole:
 def _teacher_head(setup: Setup, mesh: Mesh) -> jax.Array | tuple[jax.Array, ...]:
     """The teacher's LM head [V, Dt] on the actor's mesh; V is what all models share. Of several
     teachers, one for each; heads that are equal are one array."""
-    teacher = setup.config.teacher
-    if not setup.teachers:
-        if teacher.cache is None:
-            there = remote_head(setup.config, setup.vocab_size)
-        else:
-            there = ScoreCache(teacher.cache).head(setup.vocab_size)
-            there = there.astype(jnp.dtype(teacher.dtype))
-        return put(there, head_sharding(there.shape, mesh))
     found: list[jax.Array] = []
-    for source in setup.teachers.values():
-        head = source.load_head(mesh, jnp.dtype(teacher.dtype))
-        if setup.cells is None:  # else its vocabulary is its own
-            head = _first_rows(head, setup.vocab_size, mesh)
+    for head in _heads(setup, mesh):
         same = (one for one in found if bool(jnp.array_equal(one, head)))  # False of other shapes
         found.append(next(same, head))
     return tuple(found) if setup.config.teachers else found[0]
+
+
+def _heads(setup: Setup, mesh: Mesh) -> Iterator[jax.Array]:
+    """Of each teacher, wherever it is."""
+    teacher, v = setup.config.teacher, setup.vocab_size
+
+    def placed(head: np.ndarray) -> jax.Array:
+        return put(head, head_sharding(head.shape, mesh))
+
+    for name in setup.served:
+        yield placed(remote_head(setup.config, v, name))
+    if teacher.cache is not None and not setup.teachers:
+        yield placed(ScoreCache(teacher.cache).head(v).astype(jnp.dtype(teacher.dtype)))
+    for source in setup.teachers.values():
+        head = source.load_head(mesh, jnp.dtype(teacher.dtype))
+        yield head if setup.cells is not None else _first_rows(head, v, mesh)
 
 
 def _following(setup: Setup, mesh: Mesh | None) -> Receiver | None:
@@ -278,7 +284,9 @@ def make_teacher(setup: Setup, meshes: Mapping[str, Mesh]) -> TeacherRole | Serv
     if not setup.teachers:
         if cache is not None:
             return CachedTeacher(config, cache, setup.vocab_size)
-        return RemoteTeacher(config, setup.vocab_size)
+        if config.teachers:
+            return RemoteTeachers(config, setup.vocab_size, setup.served)
+        return RemoteTeacher(config, setup.vocab_size, info=setup.served["teacher"])
     mesh, layout = meshes["teacher"], _teacher_layout(setup)
     dtype, limit = config.teacher.compute_dtype, config.teacher_prompt_tokens
     aligner, rows = _opened(setup.aligner), setup.vocab_size

@@ -7,10 +7,11 @@ import contextlib
 import http.client
 import json
 import random
+import ssl
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TypeVar
 from urllib.parse import urlsplit
 
@@ -34,7 +35,9 @@ from jaxrl.teacher.protocol import (
 from jaxrl.types import Sequences, TeacherSignal
 
 OVERHEAD = 1 << 14
-"""Bytes of a request beside its tensors, at most."""
+"""Bytes of a request, or an answer, beside its tensors, at most."""
+MOST_WORDS = 256 << 20
+"""Bytes of an answer that is JSON, at most: log-probs of a long prompt, with the tokens' texts."""
 CONNECT_S = 10.0
 """Longest wait for a connection, before it is tried again."""
 MOST_WRONG = 3
@@ -59,6 +62,20 @@ class Endpoint:
     token: str | None = field(repr=False)
     timeout: float
     """Seconds for each question, all tries together."""
+    name: str = ""
+    """Of one of several teachers."""
+    ca_file: str | None = None
+    """PEM file of the certificates that https must end at; None: those of the system."""
+
+    def __str__(self) -> str:
+        return f"teacher {self.name} at {self.url}" if self.name else f"teacher at {self.url}"
+
+    @cached_property
+    def _tls(self) -> ssl.SSLContext:
+        try:
+            return ssl.create_default_context(cafile=self.ca_file)
+        except OSError as error:
+            raise UserError(f"teacher.ca_file={self.ca_file}: {error}") from error
 
     def ask(
         self,
@@ -67,23 +84,28 @@ class Endpoint:
         read: Callable[[bytes], Answer],
         body: bytes | None = None,
         kind: str = JSON,
+        most: int = MOST_WORDS,
     ) -> Answer:
         """What `read` makes of the answer.
 
         Connection errors and 502 to 504 are tried again until the deadline; 500, and an answer
         that `read` cannot read (ValueError, LookupError, TypeError, AttributeError), a few
-        times; a refusal (4xx) never.
+        times; a refusal (4xx), and a certificate that is not trusted, never.
+
+        Args:
+            most: bytes of an answer; a longer one is not read.
 
         Raises:
             TeacherError: with the address, the question, and what came of it.
             UserError: as `read` raises it.
         """
         start, pause, tries, wrong = time.monotonic(), FIRST_PAUSE_S, 0, 0
-        asked = f"teacher at {self.url}: {method} {path}"
+        asked = f"{self}: {method} {path}"
         while True:
             tries += 1
             try:
-                status, answer = self._once(method, path, body, kind, start + self.timeout)
+                end = start + self.timeout
+                status, answer = self._once(method, path, body, kind, end, most)
                 if status == 200:
                     return read(answer)
                 problem = f"status {status}: {_message(answer)}"
@@ -95,6 +117,18 @@ class Endpoint:
                 raise
             except TimeoutError:
                 problem = "no answer in time"
+            except ssl.SSLCertVerificationError as error:
+                why = f"its certificate is not trusted: {error.verify_message}"
+                raise TeacherError(
+                    f"{asked}: {why}; set teacher.ca_file to its issuer's"
+                ) from error
+            except ssl.SSLError as error:
+                if error.reason == "WRONG_VERSION_NUMBER":
+                    raise TeacherError(f"{asked}: it speaks no TLS: write http://") from error
+                problem = f"TLS: {error.reason or error}"
+            except http.client.RemoteDisconnected as error:
+                hint = " (if it speaks TLS, write https://)" * self.url.startswith("http:")
+                problem = f"{error}{hint}"
             except http.client.HTTPException as error:
                 problem = f"half an answer: {type(error).__name__}: {error}"
             except OSError as error:
@@ -112,12 +146,13 @@ class Endpoint:
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
     def _once(
-        self, method: str, path: str, body: bytes | None, kind: str, end: float
+        self, method: str, path: str, body: bytes | None, kind: str, end: float, most: int
     ) -> tuple[int, bytes]:
         """Status and body of one answer; TimeoutError at `end`, a time of the monotonic clock."""
         place = urlsplit(self.url)
-        secure = place.scheme == "https"
-        make = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+        make: Callable[..., http.client.HTTPConnection] = http.client.HTTPConnection
+        if place.scheme == "https":
+            make = partial(http.client.HTTPSConnection, context=self._tls)
         assert place.hostname is not None
         headers = {"Connection": "close"}
         if body is not None:
@@ -132,16 +167,18 @@ class Endpoint:
             # A refusal may come before the whole body went.
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 connection.request(method, place.path.rstrip("/") + path, body, headers)
-            response, pieces = connection.getresponse(), list[bytes]()
+            response, pieces = connection.getresponse(), bytearray()
             while not response.isclosed():
                 wire.settimeout(_until(end))
                 piece = response.read1(PIECE)
                 if not piece:
                     break
-                pieces.append(piece)
+                pieces += piece
+                if len(pieces) > most:
+                    raise ValueError(f"it is longer than the {most:,} bytes that were asked for")
             if response.length:
                 raise http.client.IncompleteRead(b"", response.length)
-            return response.status, b"".join(pieces)
+            return response.status, bytes(pieces)
 
 
 def _until(end: float) -> float:
@@ -167,14 +204,22 @@ def _message(body: bytes) -> str:
 class TeacherClient:
     """Asks one server. Thread-safe: every question has a connection of its own."""
 
-    def __init__(self, address: str, token: str | None, timeout: float):
+    def __init__(
+        self,
+        address: str,
+        token: str | None,
+        timeout: float,
+        name: str = "",
+        ca_file: str | None = None,
+    ):
         """
         Args:
             address: `host:port`, or a URL.
             timeout: seconds for each question, tries after a failure included.
+            name, ca_file: as in `Endpoint`.
         """
         url = address if "://" in address else f"http://{address}"
-        self.endpoint = Endpoint(url.rstrip("/"), token, timeout)
+        self.endpoint = Endpoint(url.rstrip("/"), token, timeout, name, ca_file)
 
     @cached_property
     def info(self) -> Info:
@@ -190,7 +235,8 @@ class TeacherClient:
             check_head(head, info.dtype, (info.vocab_size, info.d_model))
             return head
 
-        return self.endpoint.ask("GET", "/v1/head", read)
+        most = info.vocab_size * info.d_model * np.dtype(info.dtype).itemsize + OVERHEAD
+        return self.endpoint.ask("GET", "/v1/head", read, most=most)
 
     def score(
         self, sequences: Sequences, ids: np.ndarray | None, distill: DistillConfig, vocab_size: int
@@ -224,13 +270,15 @@ class TeacherClient:
             return TeacherSignal(**tensors)
 
         body = write_request(options, self.info.fingerprint, sequences, ids)
-        return self.endpoint.ask("POST", "/v1/score", read, body, SAFETENSORS)
+        b, c = sequences.loss_mask.shape
+        most = b * options.answer_row_bytes(c, self.info) + OVERHEAD
+        return self.endpoint.ask("POST", "/v1/score", read, body, SAFETENSORS, most)
 
     def _read_info(self, body: bytes) -> Info:
         protocol = json.loads(body)["protocol"]
         if protocol != PROTOCOL:
             raise UserError(
-                f"teacher at {self.endpoint.url} speaks version {protocol} of the protocol,"
+                f"{self.endpoint} speaks version {protocol} of the protocol,"
                 f" this jaxrl version {PROTOCOL}: install the same jaxrl on both sides"
             )
         return Info.model_validate_json(body)

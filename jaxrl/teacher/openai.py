@@ -63,7 +63,14 @@ class CompletionsClient:
     """Asks one server; `score` is thread-safe."""
 
     def __init__(
-        self, url: str, model: str | None, token: str | None, timeout: float, at_once: int
+        self,
+        url: str,
+        model: str | None,
+        token: str | None,
+        timeout: float,
+        at_once: int,
+        name: str = "",
+        ca_file: str | None = None,
     ):
         """
         Args:
@@ -71,8 +78,9 @@ class CompletionsClient:
             model: name of the model there; None: the only one that it has.
             timeout: seconds for each sequence, tries after a failure included.
             at_once: requests in hand at once, over all calls of `score`.
+            name, ca_file: as in `Endpoint`.
         """
-        self.endpoint = Endpoint(url.rstrip("/"), token, timeout)
+        self.endpoint = Endpoint(url.rstrip("/"), token, timeout, name, ca_file)
         self._model = model
         self._at_once, self._free = at_once, threading.Semaphore(at_once)
 
@@ -83,7 +91,7 @@ class CompletionsClient:
         models = self.endpoint.ask("GET", "/models", _models)
         if self._model is None and len(models) != 1:
             raise UserError(
-                f"teacher at {url} has the models {', '.join(models) or '(none)'}:"
+                f"{self.endpoint} has the models {', '.join(models) or '(none)'}:"
                 " name one in teacher.api_model"
             )
         model = next(iter(models)) if self._model is None else self._model
@@ -181,7 +189,7 @@ class CompletionsClient:
         fewest = min((len(position.best) for position in positions), default=k)
         if fewest < k:
             raise TeacherError(
-                f"teacher at {self.endpoint.url}: it tells {fewest} log-probs a position,"
+                f"{self.endpoint}: it tells {fewest} log-probs a position,"
                 f" distill.top_k={k} asks for more: set distill.top_k={fewest}, or raise"
                 " the server's limit (vLLM: --max-logprobs)"
             )

@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Annotated, Literal, Self, get_args
 
 import numpy as np
@@ -49,11 +50,19 @@ Piece = bytes | memoryview
 Positive = Annotated[int, Field(strict=True, ge=1)]
 
 
-def token_from_environment() -> str | None:
-    """The secret that a teacher and its runs share; None where none is set."""
-    token = os.environ.get(TOKEN) or None
+def find_token(path: str | None = None) -> str | None:
+    """The secret that a teacher and its runs share: in a file, or in the environment; None where
+    none is set."""
+    try:
+        given = os.environ.get(TOKEN) if path is None else Path(path).read_text().strip()
+    except (OSError, UnicodeError) as error:
+        raise UserError(f"--token-file {path}: {error}") from error
+    if path is not None and not given:
+        raise UserError(f"--token-file {path}: it is empty")
+    token = given or None
     if token is not None and not (token.isascii() and token.isprintable() and " " not in token):
-        raise UserError(f"{TOKEN} may have printable ASCII characters only, and no blank")
+        name = TOKEN if path is None else f"--token-file {path}"
+        raise UserError(f"{name} may have printable ASCII characters only, and no blank")
     return token
 
 

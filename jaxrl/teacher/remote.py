@@ -1,28 +1,38 @@
-"""The role `teacher` of a run whose teacher is a server: it has no devices, it asks.
+"""The role `teacher` of a run whose teachers are served: it has no devices, it asks.
 
-`run.launch` meets the server before anything is written (`remote_info`, `check_remote`,
-`check_remote_prompts`); for the signal `hidden` the actor fetches the head (`remote_head`); then
-`RemoteTeacher` takes the place of `roles.teacher.Teacher`.
+`run.job` meets the servers before anything is written (`remote_info`, `check_remote`,
+`check_remote_prompts`); for the signal `hidden` the actor fetches the heads (`remote_head`); then
+`RemoteTeacher` takes the place of `roles.teacher.Teacher`, or `RemoteTeachers` of
+`roles.teachers.Teachers`.
+
+Functions that take `name` mean one of `Config.served`.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial, reduce
 
 import jax
 import numpy as np
 
-from jaxrl.config.schema import Config, TeacherConfig
+from jaxrl.algorithms.teachers import teacher_weights
+from jaxrl.config.schema import Config
 from jaxrl.data.tokenizer import Tokenizer, check_eos, check_same_prompts
 from jaxrl.errors import UserError
 from jaxrl.models.config import DecoderConfig
 from jaxrl.runtime.worker import phase
 from jaxrl.teacher.client import TeacherClient, TeacherError, rows_at_once
 from jaxrl.teacher.openai import CompletionsClient, CompletionsInfo
-from jaxrl.teacher.protocol import Info, Options, token_from_environment, vocab_hash
-from jaxrl.types import Prompt, Rollout, TeacherSignal
+from jaxrl.teacher.protocol import Info, Options, find_token, vocab_hash
+from jaxrl.types import Prompt, Rollout, Sequences, TeacherSignal
 
+AnyInfo = Info | CompletionsInfo
+ONLY = "teacher"
+"""Name in `Config.served` of a teacher that is the only one."""
 MEET_S = 30.0
 """Longest wait for a server before the run starts."""
 EARLIER = 0.9
@@ -35,10 +45,18 @@ PROBE_TOKENS = 32
 class RemoteTeacher:
     """Scores as `roles.teacher.Teacher` does. Thread-safe: parts may be asked for side by side."""
 
-    def __init__(self, config: Config, vocab_size: int):
+    def __init__(
+        self, config: Config, vocab_size: int, name: str = ONLY, info: AnyInfo | None = None
+    ):
+        """
+        Args:
+            info: of the handshake before the run; None: whichever teacher answers first is meant.
+        """
         self._distill, self._vocab_size = config.distill, vocab_size
-        self._address = config.teacher.address
-        self._client = _client(config.teacher, EARLIER * config.deadlines.score)
+        self._address = config.served[name].address
+        self._client = _client(config, name, EARLIER * config.deadlines.score)
+        if info is not None:
+            self._client.info = info
 
     def score(self, rollout: Rollout, part: int = 0, parts: int = 1) -> TeacherSignal | None:
         """The teacher's signal for each completion position of some rows, as numpy arrays.
@@ -47,35 +65,152 @@ class RemoteTeacher:
             part, parts: which of how many slices of rows, as even as possible; None where it is
                 empty.
         """
-        assert 0 <= part < parts, (part, parts)
         n = rollout.sequences.tokens.shape[0]
-        start, stop = n * part // parts, n * (part + 1) // parts
-        if start == stop:
+        rows = _part(n, part, parts)
+        if rows is None:
             return None
-        rows = jax.tree.map(lambda x: np.asarray(x)[start:stop], rollout.sequences)
-        ids = rollout.student_topk
-        ids = None if ids is None else np.asarray(ids)[start:stop]
-        with phase(f"rows {start}-{stop} of {n}, at {self._address}"):
-            return self._client.score(rows, ids, self._distill, self._vocab_size)
+        with phase(f"rows {rows.start}-{rows.stop} of {n}, at {self._address}"):
+            return self.ask(*_rows(rollout, rows))
+
+    def ask(self, sequences: Sequences, ids: np.ndarray | None) -> TeacherSignal:
+        return self._client.score(sequences, ids, self._distill, self._vocab_size)
+
+    @property
+    def width(self) -> int:
+        """Of the hidden states."""
+        assert isinstance(self._client.info, Info)
+        return self._client.info.d_model
 
 
-def remote_info(config: Config) -> Info | CompletionsInfo:
-    """The handshake with `teacher.address`. Raises UserError where nobody answers."""
+class RemoteTeachers:
+    """Scores as `roles.teachers.Teachers` does. Thread-safe."""
+
+    def __init__(self, config: Config, vocab_size: int, infos: Mapping[str, AnyInfo]):
+        """
+        Args:
+            infos: of the handshakes before the run.
+        """
+        self._config = config
+        self._teachers = [
+            RemoteTeacher(config, vocab_size, name, infos.get(name)) for name in config.served
+        ]
+
+    def score(self, rollout: Rollout, part: int = 0, parts: int = 1) -> TeacherSignal | None:
+        """As of `RemoteTeacher`. A row gets its teacher's signal or, of a mixture, the mixture's;
+        zeros where it has no teacher, as padding."""
+        n = rollout.sequences.tokens.shape[0]
+        rows, weights = _part(n, part, parts), teacher_weights(self._config, rollout)
+        if rows is None:
+            return None
+        assert weights is not None
+        given, weights = _rows(rollout, rows), weights[rows]
+        asked = weights > 0
+        asked[:, 0] |= not asked.any()  # an answer for padding alone has its shapes too
+
+        def ask(teacher: RemoteTeacher, mine: np.ndarray) -> TeacherSignal | None:
+            if not mine.any():
+                return None
+            signal = teacher.ask(*jax.tree.map(lambda x: x[mine], given))
+            return jax.tree.map(lambda x: _spread(x, mine), signal)
+
+        names = ", ".join(self._config.served)
+        with (
+            phase(f"rows {rows.start}-{rows.stop} of {n}, at {names}"),
+            ThreadPoolExecutor(len(self._teachers)) as pool,
+        ):
+            found = list(pool.map(ask, self._teachers, asked.T))
+        if self._config.distill.signal == "hidden":
+            return TeacherSignal(hidden=self._hidden(found))
+        signals = [signal for signal in found if signal is not None]
+        if self._config.mixture is None:
+            return jax.tree.map(_added, *signals)
+        shares = [weights[:, k] for k, signal in enumerate(found) if signal is not None]
+        ids = None if signals[0].topk_ids is None else given[1]
+        without = [replace(signal, topk_ids=None) for signal in signals]
+        return replace(jax.tree.map(partial(_mixed, shares), *without), topk_ids=ids)
+
+    def _hidden(self, found: list[TeacherSignal | None]) -> np.ndarray:
+        """Of a mixture those of all teachers, one after the other; else each row's own teacher's,
+        with zeros at the end of narrow ones."""
+        some = next(signal.hidden for signal in found if signal is not None)
+        widths = [teacher.width for teacher in self._teachers]
+        each = [
+            np.zeros((*some.shape[:2], width), some.dtype) if signal is None else signal.hidden
+            for signal, width in zip(found, widths, strict=True)
+        ]
+        if self._config.mixture is not None:
+            return np.concatenate(each, -1)
+        wide = [(0, 0), (0, 0)]
+        return _added(*(np.pad(x, [*wide, (0, max(widths) - x.shape[-1])]) for x in each))
+
+
+def _part(n: int, part: int, parts: int) -> slice | None:
+    assert 0 <= part < parts, (part, parts)
+    start, stop = n * part // parts, n * (part + 1) // parts
+    return None if start == stop else slice(start, stop)
+
+
+def _rows(rollout: Rollout, rows: slice) -> tuple[Sequences, np.ndarray | None]:
+    """Sequences, and the student's most probable tokens where there are any."""
+    given = rollout.sequences, rollout.student_topk
+    return jax.tree.map(lambda x: np.asarray(x)[rows], given)
+
+
+def _spread(x: np.ndarray, mine: np.ndarray) -> np.ndarray:
+    """The rows of `x` where `mine` [n] is True; elsewhere 0."""
+    spread = np.zeros((len(mine), *x.shape[1:]), x.dtype)
+    spread[mine] = x
+    return spread
+
+
+def _added(*xs: np.ndarray) -> np.ndarray:
+    """Of arrays of which each row is 0 in all but one."""
+    return reduce(np.add, xs)
+
+
+def _mixed(shares: Sequence[np.ndarray], *logprobs: np.ndarray) -> np.ndarray:
+    """Log-probs [n, C, ...] in the arithmetic mixture of teachers by their shares [n], nats; 0 in
+    rows without a teacher."""
+    terms = []
+    for share, x in zip(shares, logprobs, strict=True):
+        with np.errstate(divide="ignore"):
+            terms.append(x + np.log(share).reshape(-1, *[1] * (x.ndim - 1)))
+    total = np.logaddexp.reduce(terms)
+    return np.where(np.isfinite(total), total, 0).astype(np.float32)
+
+
+def remote_info(config: Config, name: str = ONLY) -> AnyInfo:
+    """The handshake with a served teacher. Raises UserError where nobody answers."""
     try:
-        return _client(config.teacher, MEET_S).info
+        return _client(config, name, MEET_S).info
     except TeacherError as error:
-        raise UserError(f"teacher.address={config.teacher.address}: {error}") from error
+        raise UserError(f"{_key(config, name)}: {error}") from error
 
 
-def remote_head(config: Config, rows: int) -> np.ndarray:
+def remote_head(config: Config, rows: int, name: str = ONLY) -> np.ndarray:
     """The teacher's LM head [rows, D], cut after `rows`, in the server's dtype."""
-    client = _client(config.teacher, EARLIER * config.deadlines.startup)
+    client = _client(config, name, EARLIER * config.deadlines.startup)
     assert isinstance(client, TeacherClient)
     return client.head()[:rows]
 
 
+def check_together(config: Config, infos: Mapping[str, AnyInfo]) -> None:
+    """Raises UserError for served teachers whose hidden states do not fit into one array."""
+    dtypes = {name: info.dtype for name, info in infos.items() if isinstance(info, Info)}
+    if config.distill.signal == "hidden" and len(set(dtypes.values())) > 1:
+        given = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+        raise UserError(
+            f"teachers have hidden states of several dtypes ({given}): serve all with the same"
+            " --dtype"
+        )
+
+
 def check_remote(
-    config: Config, info: Info | CompletionsInfo, tokenizer: Tokenizer, student: DecoderConfig
+    config: Config,
+    info: AnyInfo,
+    tokenizer: Tokenizer,
+    student: DecoderConfig,
+    name: str = ONLY,
 ) -> int:
     """Refuses a teacher that the run cannot learn from.
 
@@ -85,7 +220,7 @@ def check_remote(
     Raises:
         UserError: naming what differs, or what the teacher does not offer.
     """
-    d, where = config.distill, f"the teacher at {config.teacher.address}"
+    d, where = config.distill, remote_place(config, name)
     if d.signal not in info.signals:
         raise UserError(
             f"distill.signal={d.signal}: {where} offers {' and '.join(info.signals)} only"
@@ -116,10 +251,11 @@ def check_remote(
 
 def check_remote_prompts(
     config: Config,
-    info: Info | CompletionsInfo,
+    info: AnyInfo,
     tokenizer: Tokenizer,
     prompts: Iterable[Prompt],
     vocab_size: int | None = None,
+    name: str = ONLY,
 ) -> str | None:
     """Refuses a teacher whose chat template, or whose tokens, make other prompts of the run's data.
 
@@ -137,7 +273,7 @@ def check_remote_prompts(
         first = next(iter(prompts), None)
         if first is None:
             return None
-        return _probe(config, tokenizer, first.tokens[:PROBE_TOKENS], vocab_size)
+        return _probe(config, name, tokenizer, first.tokens[:PROBE_TOKENS], vocab_size)
     theirs = copy.copy(tokenizer)
     theirs.chat_template = info.chat_template
     check_same_prompts(tokenizer, theirs, prompts)
@@ -185,20 +321,24 @@ def _check_vocabulary(info: Info, tokenizer: Tokenizer, student: DecoderConfig, 
 
 
 def _probe(
-    config: Config, tokenizer: Tokenizer, tokens: tuple[int, ...], vocab_size: int | None
+    config: Config,
+    name: str,
+    tokenizer: Tokenizer,
+    tokens: tuple[int, ...],
+    vocab_size: int | None,
 ) -> str | None:
     """Asks for what the run will ask for, and compares how the server spells the tokens."""
-    client = _client(config.teacher, MEET_S)
+    client, address = _client(config, name, MEET_S), config.served[name].address
     assert isinstance(client, CompletionsClient)
     k = config.distill.top_k if config.distill.signal == "topk" else 0
     try:
         positions = client.positions(tokens, k, vocab_size)
     except TeacherError as error:
-        raise UserError(f"teacher.address={config.teacher.address}: {error}") from error
+        raise UserError(f"{_key(config, name)}: {error}") from error
     words = [position.decoded for position in positions]
     if not words or None in words or tokenizer is None:
         return (
-            f"{config.teacher.address} does not tell how it spells tokens: that its vocabulary is"
+            f"{address} does not tell how it spells tokens: that its vocabulary is"
             " the student's could not be checked"
         )
     ours = tokenizer.decode(list(tokens[1:]), skip_special_tokens=False)
@@ -206,7 +346,7 @@ def _probe(
     if _letters(ours) != _letters(spelt):
         raise UserError(
             f"student and teacher have different vocabularies: tokens {list(tokens[1:9])}... are"
-            f" {ours[:40]!r} for the student, {spelt[:40]!r} for {config.teacher.address};"
+            f" {ours[:40]!r} for the student, {spelt[:40]!r} for {address};"
             " distillation needs a teacher with the student's tokenizer"
         )
     return None
@@ -217,10 +357,20 @@ def _letters(text: str) -> str:
     return "".join(letter for letter in text if not letter.isspace() and letter != "\ufffd")
 
 
-def _client(teacher: TeacherConfig, timeout: float) -> TeacherClient | CompletionsClient:
-    assert teacher.address is not None
-    token = token_from_environment()
-    if teacher.api == "jaxrl":
-        return TeacherClient(teacher.address, token, timeout)
-    at_once = teacher.service_threads
-    return CompletionsClient(teacher.address, teacher.api_model, token, timeout, at_once)
+def remote_place(config: Config, name: str) -> str:
+    """A served teacher, in words."""
+    return f"the teacher {name + ' ' if config.teachers else ''}at {config.served[name].address}"
+
+
+def _key(config: Config, name: str) -> str:
+    return f"{config.teacher_key(name, 'address')}={config.served[name].address}"
+
+
+def _client(config: Config, name: str, timeout: float) -> TeacherClient | CompletionsClient:
+    one, token = config.served[name], find_token()
+    assert one.address is not None
+    known_as, ca_file = name if config.teachers else "", config.teacher.ca_file
+    if one.api == "jaxrl":
+        return TeacherClient(one.address, token, timeout, known_as, ca_file)
+    at_once = config.teacher.service_threads
+    return CompletionsClient(one.address, one.api_model, token, timeout, at_once, known_as, ca_file)

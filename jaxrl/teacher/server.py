@@ -1,32 +1,38 @@
-"""The HTTP server of a teacher that serves several runs. `teacher.service.ScoringService` does the
-computation.
+"""The HTTP server of teachers that serve several runs, on starlette and uvicorn.
+`teacher.service.ScoringService` does the computation.
 
 The server reads and checks a whole request before it queues it for the devices, so that an invalid
 or slow request delays no other. Every read and write has a deadline, every body a maximum size, and
 every connection carries one request. If one address, or all together, have too many connections,
 the server closes the oldest connection whose request is still incomplete to accept a new one.
+
+Everything but the computation runs in the event loop of one thread, to which all state belongs.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hmac
-import io
-import json
 import socket
+import ssl
 import threading
 import time
 import traceback
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler
-from socketserver import ThreadingTCPServer
-from typing import Any
-from urllib.parse import urlsplit
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+
+import uvicorn
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxrl.errors import UserError
+from jaxrl.teacher.connection import Address, Connection, Exchange, Limits, part, start
 from jaxrl.teacher.protocol import (
     HEAD,
     JSON,
@@ -51,38 +57,14 @@ MOST_BODIES, BODIES_OF_ONE = 8, 4
 """Bytes of request bodies in memory, in total and per address, as multiples of the maximum size of
 a request."""
 PIECE = 1 << 20
-"""Bytes read or written between two checks of the deadline."""
+"""Bytes written between two checks of the deadline."""
 LOG_EVERY_S = 60.0
-POLL_S, LINGER_S = 0.1, 1.0
-METHODS = {"/health": "GET", "/v1/info": "GET", "/v1/head": "GET", "/v1/score": "POST"}
+ROUTES = "/health, /v1/models, /v1/info, /v1/head, /v1/score"
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Limits on time and concurrency of requests."""
-
-    threads: int = 8
-    """Requests that are computed or answered at once; further ones wait in the queue."""
-    header_s: float = 10.0
-    """Longest time from the connection to the end of the request's header."""
-    idle_s: float = 10.0
-    """Longest wait for the next bytes of a request, or for the client to take the next bytes of an
-    answer."""
-    body_s: float = 120.0
-    """Longest time for a whole request to arrive."""
-    answer_s: float = 120.0
-    """Longest time for the client to take a whole answer."""
-    wait_s: float = 60.0
-    """Longest time in the queue. After that the answer is status 503, and the client retries."""
-
-
-class TeacherServer(ThreadingTCPServer):
+class TeacherServer:
     """A server on one address. The constructor binds the address; `start` begins to accept
     connections."""
-
-    daemon_threads = allow_reuse_address = True
-    request_queue_size = 128
-    service: ScoringService
 
     def __init__(
         self,
@@ -93,6 +75,7 @@ class TeacherServer(ThreadingTCPServer):
         limits: Limits,
         log: Callable[[str], None],
         log_requests: bool = False,
+        tls: ssl.SSLContext | None = None,
     ):
         """
         Args:
@@ -100,6 +83,7 @@ class TeacherServer(ThreadingTCPServer):
             token: the secret that clients must send; required if other hosts can connect.
             log: receives a line with counts each minute in which there were requests.
             log_requests: also log a line for each request.
+            tls: the server's certificate; None: plain HTTP.
 
         Raises:
             UserError: the address cannot be bound, or needs a token.
@@ -112,337 +96,378 @@ class TeacherServer(ThreadingTCPServer):
         self.limits, self.token, self.log, self._log_requests = limits, token, log, log_requests
         self.counts = Counter(served=0, refused=0, failed=0)
         """Number of requests so far, by outcome."""
-        self._logged, self._log_at = self.counts.copy(), 0.0
-        self._change, self._line = threading.Condition(), deque[object]()
-        self._in_hand, self._draining, self._started = 0, False, False
+        self._turns, self._idle = asyncio.Semaphore(limits.threads), asyncio.Event()
+        self._waiting, self._in_hand, self._draining = 0, 0, False
         self._bodies = Counter[str]()
         """Address -> bytes of its requests in memory."""
-        self._open: dict[socket.socket, str] = {}
-        """Open connection -> its address, the oldest first."""
-        self._asking: dict[socket.socket, str] = {}
-        """The open connections whose request is still incomplete."""
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        super().__init__((host, port), _Handler, bind_and_activate=False)
+        self._open: dict[Address, socket.socket] = {}
+        """The open connections, the oldest first."""
+        self._asking: dict[Address, socket.socket] = {}
+        """Those of them whose request is still incomplete."""
+        self._tls = tls
+        self._routes = Router(
+            [
+                Route("/health", self._health),
+                Route("/v1/models", self._models),
+                *(
+                    Route(teacher + path, handler, methods=[method])
+                    for teacher in ("", "/{teacher}")
+                    for method, path, handler in (
+                        ("GET", "/v1/info", self._info),
+                        ("GET", "/v1/head", self._head),
+                        ("POST", "/v1/score", self._score),
+                    )
+                ),
+            ],
+            redirect_slashes=False,
+        )
+        config = uvicorn.Config(
+            self._answer,
+            interface="asgi3",
+            lifespan="off",
+            proxy_headers=False,
+            ws="none",
+            log_config=None,
+            log_level="critical",
+        )
+        config.load()
+        self._connection = partial(Connection, config, limits, self._garbage, self._closed)
+        self._threads = ThreadPoolExecutor(limits.threads, thread_name_prefix="teacher-requests")
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.socket(family)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._socket.setblocking(False)
         try:
-            self.server_bind()
+            self._socket.bind((host, port))
         except (OSError, OverflowError) as error:
-            self.server_close()
+            self._socket.close()
             raise UserError(f"--host {host} --port {port}: {error}") from error
-
-    @property
-    def address(self) -> str:
+        host, port = self._socket.getsockname()[:2]
+        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         """`host:port`."""
-        host, port = self.server_address[:2]
-        name = str(host)
-        return f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
+        self.url = f"{'https' if tls else 'http'}://{self.address}"
 
     @property
     def info(self) -> Info:
-        return self.service.info
+        """Of the first teacher."""
+        return next(iter(self.services.values())).info
 
-    def start(self, service: ScoringService) -> None:
-        self.service, self._began, self._started = service, time.monotonic(), True
-        self._log_at = self._began + LOG_EVERY_S
-        self.server_activate()
-        threading.Thread(target=self.serve_forever, args=(POLL_S,), daemon=True).start()
+    def start(self, services: Mapping[str, ScoringService]) -> None:
+        """
+        Args:
+            services: by the names that stand before their routes; "": without one.
+        """
+        self.services, self._began = services, time.monotonic()
+        self._most_bytes = max(each.info.max_request_bytes for each in services.values())
+        self._socket.listen(128)
+        self._thread.start()
+        self._ready.wait()
 
     def drain(self, seconds: float) -> bool:
         """Accepts no more requests, and waits for the current ones for at most `seconds`. Returns
         whether all were answered."""
-        with self._change:
-            self._draining = True
-            self._change.notify_all()
-            return self._change.wait_for(lambda: self._in_hand == 0, seconds)
+        try:
+            asyncio.run_coroutine_threadsafe(self._drain(), self._loop).result(seconds)
+        except TimeoutError:
+            return False
+        return True
 
     def close(self) -> None:
-        self._draining = True
-        if self._started:
-            self.shutdown()
-        self.server_close()
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._accepting.cancel)
+            self._thread.join()
+        self._socket.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
-    # Called by the handlers of requests.
+    # Connections.
 
-    def health(self, known: bool) -> JsonObject:
-        """
-        Args:
-            known: whether the client sent the token; without it the answer is the status only.
-        """
-        status = {"status": "draining" if self._draining else "ok"}
-        if not known:
-            return status
-        with self._change:
-            return {
-                **status,
-                "model": self.info.model,
-                **self.counts,
-                "in_hand": self._in_hand,
-                "waiting": len(self._line),
-                "seconds_up": round(time.monotonic() - self._began, 1),
-            }
+    def _run(self) -> None:
+        with suppress(asyncio.CancelledError):
+            asyncio.run(self._accept())
 
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        """Waits in the queue; inside the block the request is one of at most `limits.threads`
-        current ones. Requests are admitted in order of arrival."""
-        me = object()
-
-        def is_next() -> bool:
-            return self._line[0] is me and self._in_hand < self.limits.threads
-
-        with self._change:
-            self._line.append(me)
-            try:
-                self._change.wait_for(lambda: self._draining or is_next(), self.limits.wait_s)
-                if self._draining:
-                    raise Refused(503, "this teacher is being stopped")
-                if not is_next():
-                    raise Refused(503, f"busy: {self._in_hand} requests in hand")
-                self._in_hand += 1
-            finally:
-                self._line.remove(me)
-                self._change.notify_all()
+    async def _accept(self) -> None:
+        accepting = asyncio.current_task()
+        assert accepting is not None
+        self._loop, self._accepting = asyncio.get_running_loop(), accepting
+        self._idle.set()
+        self._ready.set()
+        tasks = {self._loop.create_task(self._log_counts())}
         try:
-            yield
+            while True:
+                try:
+                    wire, address = await self._loop.sock_accept(self._socket)
+                except OSError:  # no more files may be open
+                    await asyncio.sleep(0.1)
+                    continue
+                if self._make_room(address[0]):
+                    self._open[address[:2]] = self._asking[address[:2]] = wire
+                    task = self._loop.create_task(self._connect(wire, address[:2]))
+                    tasks.add(task)
+                    task.add_done_callback(tasks.discard)
+                else:
+                    wire.close()
         finally:
-            with self._change:
-                self._in_hand -= 1
-                self._change.notify_all()
+            self._socket.close()
+            for wire in self._open.values():
+                _hang_up(wire)
 
-    def hold(self, address: str, n: int) -> None:
-        """Adds n (which may be negative) to the bytes of requests in memory. Raises `Refused` over
-        the limit."""
-        unit = self.info.max_request_bytes
-        with self._change:
-            held, theirs = self._bodies.total(), self._bodies[address] + n
-            if n > 0 and (held + n > MOST_BODIES * unit or theirs > BODIES_OF_ONE * unit):
-                raise Refused(503, f"busy: {held:,} bytes of requests in memory")
-            self._bodies[address] = theirs
-            self._bodies += Counter()  # removes the addresses with 0 bytes
-
-    def answered(self, client: str, question: str, status: int, seconds: float) -> None:
-        """Counts a finished request. Its headers are never logged."""
-        with self._change:
-            self.counts["served" if status < 400 else "refused" if status < 500 else "failed"] += 1
-        if self._log_requests:
-            self.log(f"{client} {question} {status} {seconds:.2f} s")
-
-    def asked(self, connection: socket.socket) -> None:
-        """Marks the connection's request as complete: it will no longer be closed to accept
-        others."""
-        with self._change:
-            self._asking.pop(connection, None)
-
-    # Called by `serve_forever`.
-
-    def service_actions(self) -> None:
-        if time.monotonic() < self._log_at:
-            return
-        with self._change:
-            now, before = self.counts.copy(), self._logged
-        if now != before:
-            counts = ", ".join(f"{n - before[kind]} {kind}" for kind, n in now.items())
-            self.log(f"last {LOG_EVERY_S:g} s: {counts}; {self._in_hand} in hand")
-        self._logged, self._log_at = now, time.monotonic() + LOG_EVERY_S
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        address = client_address[0]
-        with self._change:
-            room = self._make_room(address)
-            if room:
-                self._open[request] = self._asking[request] = address
-        if room:
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
+    async def _connect(self, wire: socket.socket, address: Address) -> None:
+        patience = None if self._tls is None else self.limits.header_s
         try:
-            super().process_request_thread(request, client_address)
-        finally:
-            with self._change:
-                self._open.pop(request, None)
-                self._asking.pop(request, None)
+            await self._loop.connect_accepted_socket(
+                partial(self._connection, address),
+                wire,
+                ssl=self._tls,
+                ssl_handshake_timeout=patience,
+            )
+        except OSError:  # no TLS, or not in time
+            self._closed(address)
+            wire.close()
 
-    def _make_room(self, address: str) -> bool:
+    def _make_room(self, host: str) -> bool:
         """Whether one more connection may open; may close an older, incomplete one for it."""
-        theirs = list(self._open.values()).count(address) >= MOST_OF_ONE
+        theirs = sum(each == host for each, _ in self._open) >= MOST_OF_ONE
         if not theirs and len(self._open) < MOST_CONNECTIONS:
             return True
-        asking = (wire for wire, of in self._asking.items() if not theirs or of == address)
+        asking = (each for each in self._asking if not theirs or each[0] == host)
         oldest = next(asking, None)
         if oldest is None:
             return False
-        del self._open[oldest], self._asking[oldest]
-        with suppress(OSError):
-            oldest.shutdown(socket.SHUT_RDWR)  # its thread then reads the end of the stream
+        wire = self._asking[oldest]
+        self._closed(oldest)
+        _hang_up(wire)
         return True
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        pass  # a broken connection; the handler logs every other error
+    def _closed(self, address: Address) -> None:
+        self._open.pop(address, None)
+        self._asking.pop(address, None)
 
+    # Requests.
 
-class _Wire(io.RawIOBase):
-    """Reads a socket until a deadline for the whole transfer (`within`). Each read also fails if no
-    byte arrives for `idle_s`."""
-
-    def __init__(self, connection: socket.socket, idle_s: float):
-        self._connection, self._idle_s, self._end = connection, idle_s, 0.0
-
-    def within(self, seconds: float) -> None:
-        self._end = time.monotonic() + seconds
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        left = self._end - time.monotonic()
-        if left <= 0:
-            raise TimeoutError
-        self._connection.settimeout(min(left, self._idle_s))
-        return self._connection.recv_into(buffer)
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server_version, sys_version = "jaxrl", ""
-    server: TeacherServer
-
-    def setup(self) -> None:
-        super().setup()
-        self._limits, self._address = self.server.limits, self.client_address[0]
-        self._wire = _Wire(self.connection, self._limits.idle_s)
-        self._wire.within(self._limits.header_s)
-        self.rfile = io.BufferedReader(self._wire, 1 << 16)
-        self._unread = self._held = 0
-        self._begun = False
-
-    def do_GET(self) -> None:
-        began, path, status = time.monotonic(), urlsplit(self.path).path, 200
-        self.close_connection = True
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request, or says why not."""
+        exchange, began = Exchange(scope, receive, send, self.limits), time.monotonic()
+        scope.update(app=self, exchange=exchange)
+        refused: Refused | None = None
         try:
-            self._respond(path)
+            await self._routes(scope, exchange.receive, exchange.send)
         except Refused as error:
-            status = error.status
-            self._send_error(status, str(error))
+            refused = error
+        except HTTPException as error:
+            refused = _refusal(scope, error)
         except TimeoutError:
-            status = 408
-            self._send_error(status, "the request, or the reading of its answer, took too long")
-        except (Gone, ConnectionError):
-            status = 499
+            refused = Refused(408, "the request, or the reading of its answer, took too long")
+        except (Gone, ClientDisconnect):
+            refused = Refused(499, "the client is gone")
         except Exception as error:  # no request may end the server
-            status = 500
-            self.server.log("".join(traceback.format_exception(error)).rstrip())
-            self._send_error(status, f"{type(error).__name__}: {error}"[:600])
+            refused = Refused(500, f"{type(error).__name__}: {error}"[:600])
+            self.log("".join(traceback.format_exception(error)).rstrip())
+        host, status = exchange.address[0], refused.status if refused else exchange.status
+        try:
+            if refused is not None:
+                await exchange.refuse(status, str(refused))
+        except TimeoutError:
+            exchange.hang_up()
         finally:
-            self.server.hold(self._address, -self._held)
-            question, seconds = f"{self.command} {path[:100]!r}", time.monotonic() - began
-            self.server.answered(self._address, question, status, seconds)
+            self._hold(host, -exchange.held)
+            question = f"{scope['method']} {scope['path'][:100]!r}"
+            self._count(host, question, status, time.monotonic() - began)
 
-    do_POST = do_GET
+    def _garbage(self, address: Address) -> None:
+        self._count(address[0], "?", 400, 0.0)
 
-    def log_message(self, format: str, *args: object) -> None:
-        pass  # the server logs counts instead
+    def _count(self, host: str, question: str, status: int, seconds: float) -> None:
+        """Counts a finished request. Its headers are never logged."""
+        self.counts["served" if status < 400 else "refused" if status < 500 else "failed"] += 1
+        if self._log_requests:
+            self.log(f"{host} {question} {status} {seconds:.2f} s")
 
-    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Sends errors that the base class finds in a request's header in the same form as
-        others."""
-        self._send_error(code, message or HTTPStatus(code).phrase)
-        self.server.answered(self._address, "?", code, 0.0)
+    async def _health(self, request: Request) -> Response:
+        status: JsonObject = {"status": "draining" if self._draining else "ok"}
+        if self._knows_token(request):
+            names = {name: each.info.model for name, each in self.services.items()}
+            status |= {
+                **({"model": names[""]} if "" in names else {"teachers": names}),
+                **self.counts,
+                "in_hand": self._in_hand,
+                "waiting": self._waiting,
+                "seconds_up": round(time.monotonic() - self._began, 1),
+            }
+        return JSONResponse(status)
 
-    def _respond(self, path: str) -> None:
-        known, service = self._knows_token(), self.server.service
-        if (self.command, path) == ("GET", "/health"):
-            self._send(200, [json.dumps(self.server.health(known)).encode()], JSON)
-            return
-        self._unread = self._length() if self.command == "POST" else 0
-        if path not in METHODS:
-            raise Refused(404, f"no such route {path[:100]!r}: there are {', '.join(METHODS)}")
-        if not known:
-            raise Refused(401, "the token is missing or wrong: Authorization: Bearer TOKEN")
-        if self.command != METHODS[path]:
-            raise Refused(405, f"{path} takes {METHODS[path]}, not {self.command}")
-        if path == "/v1/info":
-            self._send(200, [service.info.model_dump_json().encode()], JSON)
-            return
-        request = read_request(self._body(), service.info) if path == "/v1/score" else None
-        self.server.asked(self.connection)
-        with self.server.turn():
-            if request is None:
-                pieces = frame({HEAD: service.head()}, {})
-            else:
-                pieces = write_signal(service.score(request, self._wanted))
-            self._send(200, pieces, SAFETENSORS)
+    async def _models(self, request: Request) -> Response:
+        """The teachers, in the form in which completions servers list their models."""
+        self._check_token(request)
+        each = {name or one.info.model: one.info for name, one in self.services.items()}
+        known = [
+            {"id": name, "object": "model", "root": i.model, "max_model_len": i.max_tokens}
+            for name, i in each.items()
+        ]
+        return JSONResponse({"object": "list", "data": known})
 
-    def _knows_token(self) -> bool:
+    async def _info(self, request: Request) -> Response:
+        return Response(self._teacher(request).info.model_dump_json(), media_type=JSON)
+
+    async def _head(self, request: Request) -> ASGIApp:
+        service = self._teacher(request)
+        return self._tensors(lambda wanted: frame({HEAD: service.head()}, {}))
+
+    async def _score(self, request: Request) -> ASGIApp:
+        service = self._teacher(request)
+        body = await self._body(request, service.info.max_request_bytes)
+        asked = await asyncio.to_thread(read_request, body, service.info)
+        return self._tensors(lambda wanted: write_signal(service.score(asked, wanted)))
+
+    def _knows_token(self, request: Request) -> bool:
         """Whether the client sent the token, or none is needed."""
-        if self.server.token is None:
+        if self.token is None:
             return True
-        given = self.headers.get("Authorization", "").encode("latin-1", "replace")
-        return hmac.compare_digest(given, f"Bearer {self.server.token}".encode())
+        given = request.headers.get("Authorization", "").encode("latin-1", "replace")
+        return hmac.compare_digest(given, f"Bearer {self.token}".encode())
 
-    def _length(self) -> int:
-        given = self.headers.get("Content-Length")
-        if "Transfer-Encoding" in self.headers or given is None:
-            raise Refused(411, "Content-Length is needed; chunked bodies are not read")
-        if not (given.isascii() and given.isdigit() and len(given) < 16):
-            raise Refused(400, f"Content-Length {given[:40]!r} is no number of bytes")
-        return int(given)
+    def _check_token(self, request: Request) -> None:
+        if not self._knows_token(request):
+            raise Refused(401, "the token is missing or wrong: Authorization: Bearer TOKEN")
 
-    def _body(self) -> bytes:
-        length, most = self._unread, self.server.info.max_request_bytes
+    def _teacher(self, request: Request) -> ScoringService:
+        """The teacher that the path names."""
+        self._check_token(request)
+        name = request.path_params.get("teacher", "")
+        if name not in self.services:
+            first = next(iter(self.services))
+            names = f"the teachers {', '.join(self.services)}: name one, as in /{first}/v1/info"
+            alone = "one teacher without a name, at /v1/info"
+            raise Refused(404, f"here {'are ' + names if first else 'is ' + alone}")
+        return self.services[name]
+
+    async def _body(self, request: Request, most: int) -> bytes:
+        length, body = _length(request), bytearray()
         if length > most:
             raise Refused(413, f"a body of {length:,} bytes: at most {most:,} are taken")
-        self._wire.within(self._limits.body_s)
-        body = bytearray()
-        while self._unread and (piece := self.rfile.read1(min(self._unread, PIECE))):
-            self._unread -= len(piece)
-            self.server.hold(self._address, len(piece))
-            self._held += len(piece)
-            body += piece
-        if self._unread:
-            self._unread = 0
+        exchange: Exchange = request.scope["exchange"]
+        async with asyncio.timeout(self.limits.body_s):
+            async for piece in request.stream():
+                self._hold(exchange.address[0], len(piece))
+                exchange.held += len(piece)
+                body += piece
+        if len(body) < length:
             raise Refused(400, f"the body ended after {len(body):,} of {length:,} bytes")
         return bytes(body)
 
-    def _wanted(self) -> bool:
-        """Whether the client still waits for the answer. Its request is complete, so the only thing
-        left to read is the end of the stream."""
-        self.connection.settimeout(0)
+    def _hold(self, host: str, n: int) -> None:
+        """Adds n (which may be negative) to the bytes of requests in memory. Raises `Refused` over
+        the limit."""
+        held, theirs = self._bodies.total(), self._bodies[host] + n
+        most, of_one = MOST_BODIES * self._most_bytes, BODIES_OF_ONE * self._most_bytes
+        if n > 0 and (held + n > most or theirs > of_one):
+            raise Refused(503, f"busy: {held:,} bytes of requests in memory")
+        self._bodies[host] = theirs
+        self._bodies += Counter()  # removes the addresses with 0 bytes
+
+    def _tensors(self, compute: Callable[[Callable[[], bool]], list[Piece]]) -> ASGIApp:
+        """The answer that `compute` makes in a thread, once it is the request's turn.
+
+        Args:
+            compute: gets a function that says whether the client still waits.
+        """
+
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            exchange: Exchange = scope["exchange"]
+            self._asking.pop(exchange.address, None)  # is no longer closed to make room
+            async with self._turn(), exchange.watched() as wanted:
+                pieces = await self._loop.run_in_executor(self._threads, compute, wanted)
+                length = str(sum(map(len, pieces)))
+                headers = Response(headers={"Content-Length": length}, media_type=SAFETENSORS)
+                await send(start(200, headers.raw_headers))
+                for piece in pieces:
+                    for at in range(0, len(piece), PIECE):
+                        await send(part(bytes(piece[at : at + PIECE])))
+                await send(part(b""))  # waits until most of the piece before has gone
+                await send(part(b"", last=True))
+
+        return answer
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """Waits in the queue; inside the block the request is one of at most `limits.threads`
+        current ones. Requests are admitted in order of arrival."""
+        stopping = Refused(503, "this teacher is being stopped")
+        if self._draining:
+            raise stopping
+        self._waiting += 1
         try:
-            return self.connection.recv(1, socket.MSG_PEEK) != b""
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
+            async with asyncio.timeout(self.limits.wait_s):
+                await self._turns.acquire()
+        except TimeoutError:
+            raise Refused(503, f"busy: {self._in_hand} requests in hand") from None
+        finally:
+            self._waiting -= 1
+        self._in_hand += 1
+        self._idle.clear()
+        try:
+            if self._draining:
+                raise stopping
+            yield
+        finally:
+            self._in_hand -= 1
+            self._turns.release()
+            if not self._in_hand:
+                self._idle.set()
 
-    def _send(self, status: int, pieces: Sequence[Piece], kind: str) -> None:
-        self._begun = True
-        self.connection.settimeout(self._limits.idle_s)
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(sum(map(len, pieces))))
-        self.send_header("Connection", "close")
-        if status == 401:
-            self.send_header("WWW-Authenticate", "Bearer")
-        self.end_headers()
-        end = time.monotonic() + self._limits.answer_s
-        for piece in pieces:
-            for start in range(0, len(piece), PIECE):
-                left = min(end - time.monotonic(), self._limits.idle_s)
-                if left <= 0:
-                    raise TimeoutError
-                self.connection.settimeout(left)
-                self.wfile.write(piece[start : start + PIECE])
+    async def _drain(self) -> None:
+        self._draining = True
+        await self._idle.wait()
 
-    def _send_error(self, status: int, message: str) -> None:
-        self.close_connection = True
-        if self._begun:
-            return  # the client would take more bytes for the rest of the answer
-        body = json.dumps({"error": {"status": status, "message": message}}).encode()
-        with suppress(OSError):  # the client may be gone
-            self._send(status, [body], JSON)
-            # Reads the rest for a moment: a connection closed with unread bytes loses its answer.
-            self.connection.shutdown(socket.SHUT_WR)
-            self._wire.within(LINGER_S)
-            while self._unread > 0 and (piece := self.rfile.read1(min(self._unread, 1 << 16))):
-                self._unread -= len(piece)
+    async def _log_counts(self) -> None:
+        """Each minute in which there were requests."""
+        while True:
+            before = self.counts.copy()
+            await asyncio.sleep(LOG_EVERY_S)
+            if self.counts != before:
+                counts = ", ".join(f"{n - before[kind]} {kind}" for kind, n in self.counts.items())
+                self.log(f"last {LOG_EVERY_S:g} s: {counts}; {self._in_hand} in hand")
+
+
+def server_tls(certificate: str, private_key: str | None) -> ssl.SSLContext:
+    """What a server needs to speak TLS.
+
+    Args:
+        certificate: PEM file of the certificate, and of those that signed it.
+        private_key: PEM file; None: it is in the file of the certificate.
+
+    Raises:
+        UserError: the files cannot be read, or do not belong together.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(certificate, private_key, password="")  # else it may ask for one
+    except (OSError, ValueError) as error:
+        key = f" --private-key {private_key}" if private_key else ""
+        why = f"no certificate with its private key: {error}"
+        raise UserError(f"--certificate {certificate}{key}: {why}") from error
+    return context
+
+
+def _length(request: Request) -> int:
+    given = request.headers.get("Content-Length")
+    if "Transfer-Encoding" in request.headers or given is None:
+        raise Refused(411, "Content-Length is needed; chunked bodies are not read")
+    return int(given)
+
+
+def _refusal(scope: Scope, error: HTTPException) -> Refused:
+    """Of a request that no route takes."""
+    path, method = scope["path"][:100], scope["method"]
+    if error.status_code == 405:
+        takes = ", ".join(sorted((error.headers or {})["Allow"].split(", ")))
+        return Refused(
+            405 if method in ("GET", "POST") else 501, f"{path} takes {takes}, not {method}"
+        )
+    return Refused(error.status_code, f"no such route {path!r}: there are {ROUTES}")
+
+
+def _hang_up(wire: socket.socket) -> None:
+    with suppress(OSError):
+        wire.shutdown(socket.SHUT_RDWR)  # its owner then reads the end of the stream

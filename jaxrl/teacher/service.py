@@ -1,4 +1,5 @@
-"""The model behind a served teacher: it computes what requests ask for, on devices of its own."""
+"""The model behind a served teacher: it computes what requests ask for, on devices that it may
+share with other teachers of its server."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from typing import TypeVar, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.stages import Compiled
 
 from jaxrl.algorithms.signals import Projection, score
@@ -26,6 +27,7 @@ from jaxrl.models.buckets import bucket
 from jaxrl.models.decoder import Params
 from jaxrl.models.packing import room_of, row_devices
 from jaxrl.sharding.axes import ROWS, Axes, row_shards
+from jaxrl.sharding.ledger import current
 from jaxrl.sharding.mesh import ensure_devices, role_mesh, verify_arrays
 from jaxrl.teacher.protocol import (
     PROTOCOL,
@@ -71,12 +73,17 @@ class ScoringService:
         max_batch_tokens: int = 65536,
         max_request_bytes: int = 64 * MB,
         max_answer_bytes: int = 1024 * MB,
+        turns: ThreadPoolExecutor | None = None,
+        offload: bool = False,
     ):
         """
         Args:
             max_tokens: longest sequence; None: the model's positions.
             max_batch_tokens: tokens (padding included) on the devices at once; a longer request is
                 scored in slices.
+            turns: the thread that uses the devices, which several teachers may share; None: a new
+                one.
+            offload: the weights are on the host while another teacher has its turn.
 
         Raises:
             UserError: no tokenizer, or more tokens than the model has positions.
@@ -91,13 +98,14 @@ class ScoringService:
                 " put tokenizer.json and tokenizer_config.json into its folder"
             )
         self.model, self.mesh = model, mesh
-        self.params = source.load(mesh, jnp.dtype(dtype), "stacked")
-        verify_arrays("teacher", self.params, mesh)
+        self._turns = turns or ThreadPoolExecutor(1, thread_name_prefix="teacher-devices")
+        self._stage, self._offload = f"{source.name} {id(self)}", offload
+        self._in_turn(self._load, source, jnp.dtype(dtype)).result()
+        self._abstract = jax.tree.map(_described, self.params)
         self._max_batch_tokens = max_batch_tokens
         self._rows = NamedSharding(mesh, PartitionSpec(ROWS))
         self._programs: dict[tuple[Options, str], Future[Compiled]] = {}
         self._lock = threading.Lock()
-        self._devices = ThreadPoolExecutor(1, thread_name_prefix="teacher-devices")
         vocabulary = vocab_hash(tokenizer)
         known_by = (model, dtype, vocabulary, tokenizer.eos_token_id)
         self.info = Info(
@@ -116,7 +124,7 @@ class ScoringService:
             max_request_bytes=max_request_bytes,
             max_answer_bytes=max_answer_bytes,
             signals=SIGNALS,
-            fingerprint=hashlib.sha256(repr(known_by).encode() + _sample(self.params)).hexdigest(),
+            fingerprint=hashlib.sha256(repr(known_by).encode() + self._some).hexdigest(),
         )
 
     def __str__(self) -> str:
@@ -135,7 +143,7 @@ class ScoringService:
 
     @cached_property
     def _head(self) -> np.ndarray:
-        found = self._devices.submit(lambda: np.asarray(decoder.head(self.params)))
+        found = self._in_turn(lambda: np.asarray(decoder.head(self.params)))
         return found.result(timeout=HEAD_S)
 
     def score(self, request: Request, wanted: Callable[[], bool]) -> TeacherSignal:
@@ -161,12 +169,34 @@ class ScoringService:
         for (_, n), (sequences, ids) in zip(rows, parts, strict=True):
             padded = replace(sequences, room=room), ids
             work.append((self._program(request.options, padded, wanted), padded, n))
-        done = waited(self._devices.submit(self._run, work, wanted), wanted)
+        done = waited(self._in_turn(self._run, work, wanted), wanted)
         return jax.tree.map(lambda *xs: xs[0] if len(xs) == 1 else np.concatenate(xs), *done)
 
     def close(self) -> None:
         """Nothing more is computed but what runs."""
-        self._devices.shutdown(wait=False, cancel_futures=True)
+        self._turns.shutdown(wait=False, cancel_futures=True)
+
+    def _in_turn(self, compute: Callable[..., T], *arguments: object) -> Future[T]:
+        """Computes on the thread of the devices, with this teacher's weights there."""
+
+        def run() -> T:
+            current().enter(self._stage)
+            return compute(*arguments)
+
+        return self._turns.submit(run)
+
+    def _load(self, source: ModelSource, dtype: np.dtype) -> None:
+        """Reads the weights, and what the teacher is known by."""
+        self.params = source.load(self.mesh, dtype, "stacked")
+        verify_arrays("teacher", self.params, self.mesh)
+        self._some = _sample(self.params)
+        current().resident(
+            self._stage,
+            lambda: self.params,
+            lambda params: setattr(self, "params", params),
+            stages=[self._stage],
+            offload=self._offload,
+        )
 
     def _run(
         self, work: list[tuple[Compiled, Tree, int]], wanted: Callable[[], bool]
@@ -209,11 +239,12 @@ class ScoringService:
         def signal(params: Params, sequences: Sequences, ids: Array) -> TeacherSignal:
             return score(projection, self.model, params, sequences, ids)
 
-        abstract = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._rows), inputs
-        )
-        jitted = jax.jit(signal, out_shardings=self._rows)
-        return jitted.lower(self.params, *abstract).compile()
+        given = jax.tree.map(lambda x: _described(x, self._rows), inputs)
+        return jax.jit(signal, out_shardings=self._rows).lower(self._abstract, *given).compile()
+
+
+def _described(x: Array, sharding: Sharding | None = None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding or x.sharding)
 
 
 def serving_mesh(devices: int | None, fsdp: int | None, tensor: int) -> Mesh:

@@ -191,6 +191,10 @@ SHOWN_BY = {
         "test_serve_teacher.py",
         "test_a_completions_server_is_tried_before_the_run",
     ),
+    "teacher.ca_file": (
+        "test_served_teachers.py",
+        "test_tls_is_verified_and_carries_the_token",
+    ),
     "teacher.service_threads": (
         "test_serve_teacher.py",
         "test_a_completions_server_tells_what_the_scorer_tells",

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -31,12 +31,13 @@ from jaxrl import serve_teacher
 from jaxrl.algorithms.signals import Projection
 from jaxrl.checkpoint.source import ModelSource
 from jaxrl.config.cli import run
-from jaxrl.config.schema import Config, DistillConfig, TeacherConfig
+from jaxrl.config.schema import Config, DistillConfig, NamedTeacherConfig, TeacherConfig
 from jaxrl.data.batch import pack
 from jaxrl.errors import UserError
 from jaxrl.models import decoder
 from jaxrl.roles.scorer import Scorer
 from jaxrl.teacher.client import TeacherClient, TeacherError
+from jaxrl.teacher.connection import Limits
 from jaxrl.teacher.openai import TAIL_FLOOR, tail_logprob
 from jaxrl.teacher.protocol import (
     TOKEN,
@@ -52,12 +53,13 @@ from jaxrl.teacher.protocol import (
 )
 from jaxrl.teacher.remote import (
     RemoteTeacher,
+    RemoteTeachers,
     check_remote,
     check_remote_prompts,
     remote_head,
     remote_info,
 )
-from jaxrl.teacher.server import Limits, TeacherServer
+from jaxrl.teacher.server import TeacherServer
 from jaxrl.teacher.service import ScoringService, rows_of
 from jaxrl.types import Prompt, Rollout, Sequences, TeacherSignal
 
@@ -109,7 +111,7 @@ def serving(service: Any, token: str | None = None, **limits: Any) -> Iterator[T
         "localhost", 0, token=token, limits=Limits(**limits), log=told.append, log_requests=True
     )
     server.told = told  # type: ignore[attr-defined]
-    server.start(service)
+    server.start({"": service})
     try:
         yield server
     finally:
@@ -444,7 +446,7 @@ def test_other_refusals(server: TeacherServer, rollout: Rollout) -> None:
         wire.sendall(b"\x16\x03\x01 what is this\r\n\r\n")
         assert b"400" in wire.recv(1 << 16)
     with socket.create_connection((host, int(port)), timeout=5) as wire:
-        wire.sendall(b"POST /v1/score HTTP/1.1\r\nContent-Length: 100\r\n\r\nhalf")
+        wire.sendall(b"POST /v1/score HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nhalf")
         wire.shutdown(socket.SHUT_WR)
         assert b"ended after 4 of 100" in wire.makefile("rb").read()
     eventually(lambda: send(server, "GET", "/health")[1]["in_hand"] == 0)
@@ -559,8 +561,9 @@ class Flaky:
 
     def _relay(self, wire: socket.socket, behind: socket.socket, way: str) -> None:
         def upwards() -> None:
-            while piece := wire.recv(1 << 16):
-                behind.sendall(piece)
+            with suppress(OSError):  # the connection is closed here
+                while piece := wire.recv(1 << 16):
+                    behind.sendall(piece)
 
         threading.Thread(target=upwards, daemon=True).start()
         answer = b""
@@ -721,7 +724,7 @@ def test_a_server_that_comes_back_is_found_again(
         time.sleep(0.3)
         port = int(server.address.split(":")[1])
         again = TeacherServer("localhost", port, token=None, limits=Limits(), log=print)
-        again.start(service)
+        again.start({"": service})
         try:
             assert_equal(waiting.result(20), expected(PLAIN))
         finally:
@@ -771,8 +774,8 @@ def test_a_client_that_dawdles_is_cut_off(service: ScoringService) -> None:
     with serving(service, header_s=0.3, body_s=0.3, threads=1) as server:
         host, port = server.address.split(":")
         for first, told in (
-            (b"GET /health HTTP/1.1\r\nX: ", b""),
-            (b"POST /v1/score HTTP/1.1\r\nContent-Length: 9999\r\n\r\n", b"408"),
+            (b"GET /health HTTP/1.1\r\nHost: x\r\nX: ", b""),
+            (b"POST /v1/score HTTP/1.1\r\nHost: x\r\nContent-Length: 9999\r\n\r\n", b"408"),
         ):
             start = time.monotonic()
             with socket.create_connection((host, int(port)), timeout=5) as wire:
@@ -791,7 +794,7 @@ def test_a_client_that_dawdles_is_cut_off(service: ScoringService) -> None:
         eventually(lambda: send(server, "GET", "/health")[1]["in_hand"] == 0)
 
 
-HALF = b"POST /v1/score HTTP/1.1\r\nContent-Length: 9999\r\n\r\n" + b"x" * 99
+HALF = b"POST /v1/score HTTP/1.1\r\nHost: x\r\nContent-Length: 9999\r\n\r\n" + b"x" * 99
 
 
 @contextmanager
@@ -842,7 +845,7 @@ def test_requests_in_memory_have_a_budget_of_which_one_address_gets_half(
     """Counted as they arrive, and free again once they are answered or refused."""
     most = service.info.max_request_bytes
     assert most is not None
-    head = f"POST /v1/score HTTP/1.1\r\nContent-Length: {most}\r\n\r\n".encode()
+    head = f"POST /v1/score HTTP/1.1\r\nHost: x\r\nContent-Length: {most}\r\n\r\n".encode()
     body = good(service.info, rollout)
     with serving(service, idle_s=1000, body_s=1000) as server:
         with connections(server, 4, head + b"x" * (most - 100)):
@@ -865,7 +868,7 @@ def test_an_answer_that_nobody_takes_holds_no_turn_for_long(
     big.score = lambda *_: TeacherSignal(hidden=np.zeros((6, 7, 400_000), np.float32))  # type: ignore[method-assign]
     with serving(big, threads=1, idle_s=0.3, answer_s=1000) as server:
         body = good(service.info, rollout)
-        head = f"POST /v1/score HTTP/1.1\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        head = f"POST /v1/score HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
         with connections(server, 1, head + body):
             eventually(lambda: server._in_hand == 1, 30)
             eventually(lambda: server._in_hand == 0, 30)
@@ -1009,6 +1012,29 @@ def test_a_completions_server_tells_what_the_scorer_tells(
         assert 2 <= fake.peak <= 3
         info = remote_info(asked)
         assert (info.model, info.max_tokens, info.signals) == ("big", 99, ("topk", "sampled"))
+
+
+def test_two_completions_servers_are_mixed(
+    service: ScoringService, rollout: Rollout, expected: Any
+) -> None:
+    """Of one model, so that the mixture is it too; the last row has no prompt, and no teacher."""
+    shared = [Prompt(i, (5,), "") for i in range(5)]
+    real = rollout.sequences.loss_mask
+    with completions(service, "vllm", most=8) as one, completions(service, "echo", most=8) as other:
+        named = {"api": "openai", "api_model": "big"}
+        teachers = {
+            "a": NamedTeacherConfig(address=one.url, weight=3, **named),
+            "b": NamedTeacherConfig(address=other.url, **named),
+        }
+        asked = config("localhost:1", SAMPLED)
+        asked = asked.model_copy(update={"teachers": teachers})
+        infos = {name: remote_info(asked, name) for name in teachers}
+        role = RemoteTeachers(asked, V, infos)
+        told = role.score(replace(rollout, prompts=tuple(shared)))
+        assert told is not None and told.topk_ids is None and min(one.requests, other.requests) > 5
+    wanted = expected(SAMPLED).token_logprobs
+    np.testing.assert_allclose(told.token_logprobs[real], wanted[real], atol=1e-5)
+    np.testing.assert_allclose(told.token_logprobs[~real], 0, atol=1e-6)
 
 
 @pytest.mark.parametrize("style", ["vllm", "echo"])

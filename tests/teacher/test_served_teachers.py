@@ -1,0 +1,557 @@
+"""Several served teachers teach as those of a run do: one port, TLS, servers that lie or die."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from runs import SHORT, save_model
+from safetensors.numpy import load_file
+from tiny_models import Memory, make_mesh, tiny_config, tiny_model, tiny_tensors
+
+from jaxrl import serve_teacher
+from jaxrl.algorithms.signals import Projection
+from jaxrl.checkpoint.source import ModelSource, resolve_model
+from jaxrl.config.cli import run
+from jaxrl.config.schema import Config
+from jaxrl.data.batch import make_rollout
+from jaxrl.errors import RunError, UserError
+from jaxrl.roles.scorer import Scorer
+from jaxrl.roles.teachers import Teachers
+from jaxrl.run.inputs import tokenizer_of
+from jaxrl.sharding.reshard import to_host
+from jaxrl.teacher.client import TeacherError
+from jaxrl.teacher.connection import Limits
+from jaxrl.teacher.protocol import TOKEN
+from jaxrl.teacher.remote import RemoteTeachers, check_together, remote_info
+from jaxrl.teacher.server import TeacherServer, server_tls
+from jaxrl.teacher.service import ScoringService
+from jaxrl.train import train
+from jaxrl.types import Completion, Prompt, Rollout, TeacherSignal
+
+FAMILIES = {"math": "qwen2", "code": "llama", "chat": "qwen3"}
+NAMES = tuple(FAMILIES)
+VOCAB = 30
+WEIGHTS = {"math": 0.5, "chat": 1.5}
+
+
+class Words:
+    """As much of a tokenizer as a handshake needs."""
+
+    eos_token_id, chat_template = 2, None
+
+    def get_vocab(self) -> dict[str, int]:
+        return {f"w{i}": i for i in range(VOCAB)}
+
+
+@pytest.fixture(scope="module")
+def services() -> dict[str, ScoringService]:
+    """They take turns on one device, and wait for them in the host's memory."""
+    mesh, turns = make_mesh(1, 1, 1), ThreadPoolExecutor(1)
+
+    def service(name: str, family: str) -> ScoringService:
+        tensors = Memory(tiny_tensors(family))
+        source = ModelSource(name, Path(name), tiny_config(family), tensors, None)
+        return ScoringService(source, Words(), mesh, "float32", turns=turns, offload=True)
+
+    return {name: service(name, family) for name, family in FAMILIES.items()}
+
+
+@contextmanager
+def serving(services: Any, **options: Any) -> Iterator[TeacherServer]:
+    given = {"token": None, "limits": Limits(), "log": lambda line: None} | options
+    with closing(TeacherServer("localhost", given.pop("port", 0), **given)) as server:
+        server.start(services)
+        yield server
+
+
+@pytest.fixture(scope="module")
+def server(services: dict[str, ScoringService]) -> Iterator[TeacherServer]:
+    with serving(services) as server:
+        yield server
+
+
+def config(teachers: dict[str, Any], signal: str, *overrides: str) -> Config:
+    asked = [f"teachers={json.dumps(teachers)}", "teacher.model=null", f"distill.signal={signal}"]
+    more = ["distill.top_k=3", "distill.entropy_top_k=3", "distill.chunk_tokens=7"]
+    more += ["distill.jsd_beta=1"] if signal == "sampled" else []
+    return Config.load("builtin:quickstart", [*asked, *more, "deadlines.score=20", *overrides])
+
+
+def served(server: TeacherServer, names: Sequence[str] = NAMES) -> dict[str, Any]:
+    return {name: {"address": f"{server.url}/{name}"} for name in names}
+
+
+def batch(columns: Sequence[Any]) -> Rollout:
+    """Two completions for each value of the column `kind`; the last rows are padding."""
+    draw = np.random.default_rng(0)
+    prompts, completions = [], []
+    for number, kind in enumerate(columns):
+        tokens = tuple(int(t) for t in draw.integers(1, VOCAB, 2 + number))
+        prompts.append(Prompt(number, tokens, f"p{number}", columns={"kind": kind}))
+        drawn = [tuple(int(t) for t in draw.integers(1, VOCAB, n)) for n in draw.integers(1, 7, 2)]
+        completions.append(
+            [Completion(t, np.zeros(len(t)), np.zeros(len(t)), "stop") for t in drawn]
+        )
+    limits = {"pad_id": 0, "max_prompt_tokens": 16, "max_new_tokens": 8, "row_multiple": 4}
+    rollout = make_rollout(prompts, completions, policy_version=0, **limits)
+    shape = (*rollout.sequences.loss_mask.shape, 3)
+    ids = np.argsort(draw.random((*shape[:2], VOCAB)), -1)[..., :3].astype(np.int32)
+    return replace(rollout, student_topk=ids)
+
+
+def local(made: Config) -> Teachers:
+    mesh = make_mesh(1, 1, 1)
+    projection = Projection.of(made, mesh, VOCAB)
+    each = (
+        made.distill
+        if made.mixture is None
+        else made.distill.model_copy(update={"signal": "hidden"})
+    )
+    models = {name: tiny_model(family, mesh) for name, family in FAMILIES.items()}
+    role = Teachers(made, projection, max(model.d_model for model, _ in models.values()))
+    for name, model in models.items():
+        role.add(name, Scorer(*model, Projection(each, mesh, VOCAB)))
+    return role
+
+
+def joined(teacher: Any, rollout: Rollout, parts: int) -> dict[str, np.ndarray]:
+    found = filter(None, [teacher.score(rollout, part, parts) for part in range(parts)])
+    given = [{k: to_host(x) for k, x in vars(part).items() if x is not None} for part in found]
+    return {name: np.concatenate([part[name] for part in given]) for name in given[0]}
+
+
+ROUTED, MIXED = (
+    ("math", "chat", "math", "code", "chat"),
+    ("code", WEIGHTS, WEIGHTS, "math", {"chat": 2}),
+)
+
+
+@pytest.mark.parametrize(
+    ("signal", "columns", "parts", "more"),
+    [
+        ("hidden", ROUTED, 2, ["distill.entropy_aware=true"]),
+        ("topk", ROUTED, 1, ["distill.entropy_aware=true", "distill.distill_temperature=2"]),
+        ("hidden", MIXED, 1, ["distill.mixture=geometric"]),
+        ("sampled", MIXED, 2, ["distill.mixture=arithmetic"]),
+        ("student_topk", MIXED, 1, ["distill.mixture=arithmetic"]),
+    ],
+)
+def test_served_teachers_say_what_those_of_a_run_say(
+    signal: str, columns: Any, parts: int, more: list[str], server: TeacherServer
+) -> None:
+    rollout, more = batch(columns), ["data.teacher_key=kind", *more]
+    remote = config(served(server), signal, *more)
+    infos = {name: remote_info(remote, name) for name in NAMES}
+    check_together(remote, infos)
+    found = joined(RemoteTeachers(remote, VOCAB, infos), rollout, parts)
+    here = config({name: {"model": "builtin:teacher"} for name in NAMES}, signal, *more)
+    wanted = joined(local(here), rollout, parts)
+    seen = rollout.sequences.loss_mask
+    assert found.keys() == wanted.keys()
+    for field, value in wanted.items():
+        assert found[field].dtype == value.dtype and found[field].shape == value.shape
+        np.testing.assert_allclose(found[field][seen], value[seen], atol=1e-5, err_msg=field)
+
+
+def test_a_part_of_padding_alone_has_a_signal(server: TeacherServer) -> None:
+    made = config(served(server), "hidden", "data.teacher_key=kind")
+    teachers = RemoteTeachers(made, VOCAB, {})
+    parts = [teachers.score(batch(ROUTED), part, 6) for part in range(6)]
+    assert [part.hidden.shape for part in parts] == [parts[0].hidden.shape] * 6  # type: ignore[union-attr]
+    assert not parts[-1].hidden.any()  # type: ignore[union-attr]
+
+
+def test_teachers_wait_for_their_turn_on_the_host(
+    server: TeacherServer, services: dict[str, ScoringService]
+) -> None:
+    made = config(served(server), "topk", "data.teacher_key=kind")
+    teachers = RemoteTeachers(made, VOCAB, {})
+    for name in ("math", "code"):
+        assert teachers.score(batch([name])) is not None
+        for other, service in services.items():
+            kinds = {x.sharding.memory_kind for x in jax.tree.leaves(service.params)}
+            assert kinds == {"device" if other == name else "pinned_host"}, (name, other)
+
+
+# One port.
+
+
+def get(server: TeacherServer, path: str) -> tuple[int, Any]:
+    connection = http.client.HTTPConnection(server.address, timeout=10)
+    connection.request("GET", path)
+    response = connection.getresponse()
+    return response.status, json.loads(response.read())
+
+
+def test_a_server_of_several_says_whom_it_has(server: TeacherServer) -> None:
+    assert get(server, "/v1/models")[1]["data"][1] == {
+        "id": "code", "object": "model", "root": "code", "max_model_len": 256,
+    }  # fmt: skip
+    assert get(server, "/health")[1]["teachers"] == {name: name for name in NAMES}
+    for path in ("/v1/info", "/physics/v1/info"):
+        status, told = get(server, path)
+        assert status == 404
+        assert "math, code, chat: name one, as in /math/v1/info" in told["error"]["message"]
+    assert get(server, "/code/v1/info")[1]["model"] == "code"
+    made = config({"a": {"address": server.address}}, "topk")
+    with pytest.raises(UserError, match="teachers.a.address=127.*teacher a at .*404.*math, code"):
+        remote_info(made, "a")
+
+
+def test_one_teacher_has_no_name(services: dict[str, ScoringService]) -> None:
+    with serving({"": services["math"]}) as server:
+        status, told = get(server, "/math/v1/info")
+        assert status == 404 and "without a name" in told["error"]["message"]
+        assert get(server, "/v1/models")[1]["data"][0]["id"] == "math"
+
+
+class Lying:
+    """A service that says what it likes."""
+
+    def __init__(self, service: ScoringService, signal: TeacherSignal):
+        self.info, self._signal = service.info, signal
+
+    def score(self, request: Any, wanted: Any) -> TeacherSignal:
+        return self._signal
+
+
+@pytest.mark.parametrize(
+    ("lie", "word"),
+    [
+        (np.full((2, 8), 0.5, np.float32), "token_logprobs is 0.5 at .*: a log-prob is a finite"),
+        (np.zeros((3, 8), np.float32), r"float32 \[3, 8\]"),
+        (np.zeros((900, 600), np.float32), "longer than the 16,4.. bytes that were asked for"),
+    ],
+)
+def test_the_one_that_lies_is_named(
+    services: dict[str, ScoringService], lie: np.ndarray, word: str
+) -> None:
+    lying = Lying(services["code"], TeacherSignal(token_logprobs=lie))
+    with serving(services | {"code": lying}) as server:
+        made = config(served(server), "sampled", "data.teacher_key=kind")
+        teachers = RemoteTeachers(made, VOCAB, {})
+        assert teachers.score(batch(["math", "chat"])) is not None
+        with pytest.raises(TeacherError, match=f"teacher code at {server.url}/code: .*{word}"):
+            teachers.score(batch(["code"]))
+
+
+def test_another_teacher_at_the_address_is_refused(services: dict[str, ScoringService]) -> None:
+    with serving(services) as server:
+        made = config(served(server), "topk", "data.teacher_key=kind")
+        infos = {name: remote_info(made, name) for name in NAMES}
+        port = int(server.address.rpartition(":")[2])
+    swapped = services | {"code": services["chat"]}
+    with serving(swapped, port=port) as server:
+        teachers = RemoteTeachers(made, VOCAB, infos)
+        assert teachers.score(batch(["chat"])) is not None
+        with pytest.raises(TeacherError, match="teacher code at .*409.*another teacher.*'chat'"):
+            teachers.score(batch(["code"]))
+
+
+def test_hidden_states_of_several_dtypes_do_not_mix(server: TeacherServer) -> None:
+    made = config(served(server), "hidden", "data.teacher_key=kind")
+    infos = {name: remote_info(made, name) for name in NAMES}
+    other = infos["math"].model_copy(update={"dtype": "bfloat16"})
+    with pytest.raises(UserError, match="math bfloat16, code float32.*--dtype"):
+        check_together(made, infos | {"math": other})
+    check_together(config(served(server), "topk", "data.teacher_key=kind"), infos | {"math": other})
+
+
+@pytest.mark.parametrize(
+    ("keys", "word"),
+    [
+        (["distill.signal=topk"], "arithmetic mixture of served teachers.*signal=hidden"),
+        (["distill.signal=sampled", "distill.mixture=geometric"], "geometric mixture of served"),
+        (["distill.signal=student_topk", "distill.entropy_aware=true"], "with entropy_aware"),
+        ([{"b": {"model": "x"}}], "partly served .a.*all of them an address"),
+        (["teacher.prompt={prompt}!"], "read the student's prompts"),
+        ([{"b": {"weight": 1}}], "set model, or address"),
+        ([{"b": {"address": "h:1", "model": "x"}}], "two teachers"),
+        ([{"b": {"address": "nowhere"}}], "no server's address"),
+    ],
+)
+def test_teachers_that_cannot_be_served_so_are_refused(keys: list[Any], word: str) -> None:
+    two = {name: {"address": f"h:1/{name}"} for name in "ab"}
+    two |= keys.pop() if isinstance(keys[-1], dict) else {}
+    keys = ["distill.jsd_beta=1", *keys]
+    with pytest.raises(UserError, match=word) as error:
+        Config.load(
+            "builtin:quickstart", [f"teachers={json.dumps(two)}", "teacher.model=null", *keys]
+        )
+    assert len(str(error.value).splitlines()) <= 2
+
+
+# TLS.
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Of localhost, signed by itself; and its key."""
+    folder = tmp_path_factory.mktemp("tls")
+    pem, key = str(folder / "cert.pem"), str(folder / "key.pem")
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+    command += ["-nodes", "-keyout", key, "-out", pem, "-days", "2", "-subj", "/CN=localhost"]
+    command += ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    subprocess.run(command, check=True, capture_output=True)
+    return pem, key
+
+
+def test_tls_is_verified_and_carries_the_token(
+    services: dict[str, ScoringService],
+    certificate: tuple[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tls, names = server_tls(*certificate), ("math", "code")
+    monkeypatch.setenv(TOKEN, "secret-3")
+    with serving(services, tls=tls, token="secret-3", limits=Limits(idle_s=0.5)) as server:
+        trusted = config(
+            served(server), "topk", "data.teacher_key=kind", f"teacher.ca_file={certificate[0]}"
+        )
+        assert server.url.startswith("https://")
+        teachers = RemoteTeachers(trusted, VOCAB, {n: remote_info(trusted, n) for n in NAMES})
+        assert teachers.score(batch(names)) is not None
+        host, port = server.address.split(":")
+        half = b"POST /math/v1/score HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\nhalf"
+        context = ssl.create_default_context(cafile=certificate[0])
+        with (
+            socket.create_connection((host, int(port)), timeout=10) as plain,
+            context.wrap_socket(plain, server_hostname=host) as wire,
+        ):
+            wire.sendall(half.replace(b"\r\n\r\n", b"\r\nAuthorization: Bearer secret-3\r\n\r\n"))
+            assert b"408" in wire.makefile("rb").read()  # the rest never came
+        began = time.monotonic()
+        with pytest.raises(UserError, match="math at https.*not trusted: self.signed.*ca_file"):
+            remote_info(config(served(server), "hidden"), "math")
+        elsewhere = {"a": {"address": server.url.replace("127.0.0.1", "127.0.0.2")}}
+        with pytest.raises(UserError, match="not trusted: IP address mismatch|Connection refused"):
+            monkeypatch.setattr("jaxrl.teacher.remote.MEET_S", 1.0)
+            remote_info(config(elsewhere, "hidden", f"teacher.ca_file={certificate[0]}"), "a")
+        unsafe = {"math": {"address": f"{server.address}/math"}}
+        with pytest.raises(UserError, match="if it speaks TLS, write https://"):
+            remote_info(config(unsafe, "hidden"), "math")
+        monkeypatch.setenv(TOKEN, "wrong")
+        with pytest.raises(UserError, match=f"status 401: the token is missing.*set {TOKEN}"):
+            remote_info(trusted, "math")
+        assert time.monotonic() - began < 8
+        with pytest.raises(UserError, match="teacher.ca_file=.*nowhere.pem.*No such file"):
+            remote_info(config(served(server), "hidden", "teacher.ca_file=/nowhere.pem"), "math")
+
+
+def test_https_to_a_server_without_tls_is_refused_at_once(server: TeacherServer) -> None:
+    address = f"https://{server.address}/math"
+    with pytest.raises(UserError, match="math at https://.*speaks no TLS: write http://"):
+        remote_info(config({"math": {"address": address}}, "hidden"), "math")
+
+
+def test_half_handshakes_lock_nobody_out(
+    services: dict[str, ScoringService], certificate: tuple[str, str]
+) -> None:
+    """They count as connections, of which the oldest make room, and each has a deadline."""
+    limits = Limits(header_s=1000)
+    with serving(services, tls=server_tls(*certificate), limits=limits) as server, ExitStack() as s:
+        host, port = server.address.split(":")
+        for _ in range(100):
+            wire = s.enter_context(socket.create_connection((host, int(port)), timeout=10))
+            wire.sendall(b"\x16\x03\x01")
+        made = config(
+            served(server), "topk", "data.teacher_key=kind", f"teacher.ca_file={certificate[0]}"
+        )
+        assert RemoteTeachers(made, VOCAB, {}).score(batch(["math"])) is not None
+        wire.settimeout(0.05)
+        with pytest.raises(TimeoutError):  # the youngest is still open
+            wire.recv(1)
+    limits = Limits(header_s=0.2)
+    with serving(services, tls=server_tls(*certificate), limits=limits) as server:
+        host, port = server.address.split(":")
+        with socket.create_connection((host, int(port)), timeout=10) as wire:
+            wire.sendall(b"\x16\x03\x01")
+            assert wire.recv(1 << 10) == b""
+
+
+# A run.
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("models")
+    names = ("math", "code")
+    rows = [{"prompt": f"{i} + {i}", "kind": names[i % 2], "answer": "1"} for i in range(40)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sizes = {"student": (32, 2, 0), "math": (48, 1, 1), "code": (32, 1, 2)}
+    saved = {name: save_model(folder / name, *size) for name, size in sizes.items()}
+    return saved | {"rows": str(folder / "rows.jsonl")}
+
+
+def trained(models: dict[str, str], run_dir: Path, teachers: Any, *overrides: str) -> Any:
+    keys = [f"student.model={models['student']}", f"data.train={models['rows']}", "data.eval=null"]
+    keys += ["mesh=actor=1,rollout=1" + ",teacher=1" * ("model" in str(teachers)), *SHORT]
+    keys += ["actor.dtype=float32", "rollout.dtype=float32", "data.teacher_key=kind"]
+    keys += ["teacher.model=null", f"teachers={json.dumps(teachers)}", f"run_dir={run_dir}"]
+    return train(
+        Config.load("builtin:quickstart", [*keys, "teacher.num_microbatches=2", *overrides])
+    )
+
+
+@pytest.fixture
+def both(models: dict[str, str]) -> dict[str, ScoringService]:
+    mesh, turns = make_mesh(1, 1, 1), ThreadPoolExecutor(1)
+    sources = {name: resolve_model(models[name]) for name in ("math", "code")}
+    return {
+        name: ScoringService(source, tokenizer_of(source), mesh, "float32", turns=turns)
+        for name, source in sources.items()
+    }
+
+
+def test_a_run_with_two_teachers_on_one_port_is_that_with_its_own(
+    models: dict[str, str],
+    both: dict[str, ScoringService],
+    certificate: tuple[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To rounding, since a row is computed beside others; over TLS, with a token."""
+    here = {name: {"model": models[name]} for name in both}
+    wanted = trained(models, tmp_path / "here", here)
+    monkeypatch.setenv(TOKEN, "secret-4")
+    tls = server_tls(*certificate)
+    with serving(both, tls=tls, token="secret-4") as server:
+        there = served(server, [*both])
+        keys = [f"teacher.ca_file={certificate[0]}", "teacher.service_threads=2"]
+        found = trained(models, tmp_path / "there", there, *keys)
+    names = ["loss", "distill/math/divergence", "distill/code/tokens"]
+    for mine, other in zip(found.metrics, wanted.metrics, strict=True):
+        for name in names if "loss" in other else []:
+            assert mine[name] == pytest.approx(other[name], rel=1e-6), name
+    ends = [load_file(tmp_path / d / "final" / "model.safetensors") for d in ("here", "there")]
+    for name, value in ends[0].items():
+        np.testing.assert_allclose(ends[1][name], value, atol=2e-5, err_msg=name)
+    with serving(both | {"code": both["math"]}, token="secret-4") as server:
+        word = "what teachers.code.address names has changed"  # math, elsewhere, is still itself
+        with pytest.raises(UserError, match=word):
+            trained(models, tmp_path / "there", served(server, [*both]), "steps=3", *keys)
+
+
+def test_a_teacher_that_dies_ends_the_run_by_its_name(
+    models: dict[str, str], both: dict[str, ScoringService], tmp_path: Path
+) -> None:
+    with serving({"math": both["math"]}) as stays, serving({"code": both["code"]}) as dies:
+        asked, score = [], both["code"].score
+
+        def once(*given: Any) -> TeacherSignal:
+            asked.append(given)
+            if len(asked) > 2:
+                threading.Thread(target=dies.close).start()
+                time.sleep(1)
+            return score(*given)
+
+        both["code"].score = once  # type: ignore[method-assign]
+        there = served(stays, ["math"]) | served(dies, ["code"])
+        with pytest.raises(RunError, match=f"teacher code at {dies.url}/code: POST .*refused"):
+            trained(models, tmp_path / "run", there, "steps=4", "deadlines.score=4")
+    rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert len(asked) > 2 and any("distill/code/tokens" in row for row in rows)
+
+
+# The command.
+
+
+TEACHERS = ["--teacher", "a=builtin:teacher"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([*TEACHERS, "--model", "builtin:teacher", "--port", "0"], "--model MODEL, or --teacher"),
+        (
+            [*TEACHERS, "--teacher", "a=builtin:student", "--port", "0"],
+            "a is builtin:teacher already",
+        ),
+        (["--teacher", "builtin:teacher", "--port", "0"], "write NAME=MODEL"),
+        (["--teacher", "a/b=builtin:teacher", "--port", "0"], "write NAME=MODEL"),
+        (TEACHERS, "--port PORT"),
+        ([*TEACHERS, "--port", "0", "--private-key", "k"], "give --certificate too"),
+        ([*TEACHERS, "--port", "0", "--certificate", "{pem}"], "--certificate"),
+        (
+            [*TEACHERS, "--port", "0", "--certificate", "/no.pem"],
+            "--certificate /no.pem: no certificate with its private key: ",
+        ),
+        ([*TEACHERS, "--port", "0", "--token-file", "/no.txt"], "--token-file /no.txt: "),
+        ([*TEACHERS, "--port", "0", "--token-file", "{empty}"], "it is empty"),
+        ([*TEACHERS, "--port", "0", "--token-file", "{blank}"], "no blank"),
+        (["--config", "{config}"], "unknown option --prot=1 (did you mean --port?)"),
+        (["--config", "{twice}", "--port", "0"], "a is builtin:teacher already"),
+    ],
+)
+def test_bad_options_exit_with_2(
+    words: list[str],
+    told: str,
+    tmp_path: Path,
+    certificate: tuple[str, str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(TOKEN, raising=False)
+    files = {"empty": "\n", "blank": "two words", "config": "prot: 1\nteacher: {a: b}\n"}
+    files["twice"] = "teacher: {a: builtin:teacher}\noffload: true\n"
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    places = {name: tmp_path / name for name in files} | {"pem": certificate[0]}
+    words = [word.format(**places) for word in words]
+    words += ["--teacher", "a=builtin:student"] if "twice" in str(words) else []
+    assert run(serve_teacher.main, words) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_package_that_is_missing_is_named_with_its_extra(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "jaxrl.teacher.server")
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert run(serve_teacher.main, [*TEACHERS, "--port", "0"]) == 2
+    assert "package uvicorn: pip install 'jaxrl[serve]'" in capsys.readouterr().err
+
+
+def test_the_command_serves_what_its_file_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "token").write_text("secret-5\n")
+    (tmp_path / "serve.yaml").write_text(
+        "port: 0\nteacher: {math: builtin:teacher, code: builtin:student}\ndtype: float32\n"
+        f"devices: 1\ntoken_file: {tmp_path / 'token'}\noffload: true\n"
+    )
+    started, real = threading.Event(), TeacherServer.start
+    seen: dict[str, Any] = {}
+
+    def start(server: TeacherServer, services: Any) -> None:
+        real(server, services)
+        made = config(served(server, ["math", "code"]), "topk", "data.teacher_key=kind")
+        monkeypatch.setenv(TOKEN, "secret-5")
+        seen.update({name: remote_info(made, name) for name in services})
+        started.set()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(TeacherServer, "start", start)
+    command = ["--config", str(tmp_path / "serve.yaml"), "--host", "0.0.0.0"]
+    assert run(serve_teacher.main, command) == 0
+    assert started.is_set() and [info.model for info in seen.values()] == [
+        "builtin:teacher",
+        "builtin:student",
+    ]
+    said = capsys.readouterr().out
+    assert "no --certificate: the token" in said and "secret-5" not in said
