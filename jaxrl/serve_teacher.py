@@ -84,7 +84,7 @@ def _service(arguments: Namespace) -> ScoringService:
 def _parser() -> cli.Parser:
     parser = cli.Parser("jaxrl.serve_teacher", __doc__ or "")
     add = parser.add_argument
-    add("--model", required=True, help="HF folder, .gguf file, run directory, builtin:teacher, ...")
+    add("--model", required=True, help="HF folder, hub id, .gguf file, run directory, ...")
     add("--host", default="localhost", help="address to listen at (default localhost)")
     add("--port", type=int, required=True, help="0 takes a free one and prints it")
     add("--devices", type=int, help="devices to use (default: all; 1 where there is none but CPU)")

@@ -65,7 +65,8 @@ def dry_run(config: Config, rewards: Sequence[Callable[..., object]] = ()) -> Pl
     from jaxrl.run.attempt import plan_run, refusals
 
     config, given = bind(config, rewards)
-    return replace(plan_run(config), refusals=refusals(config, given))
+    plan = plan_run(config)
+    return replace(plan, refusals=refusals(plan.config, given))
 
 
 def train(
@@ -107,7 +108,7 @@ def print_plan(config: Config) -> None:
 
     plan = plan_run(config)
     print(plan.text(), flush=True)
-    found = [*plan.misfit, *refusals(config, {})]
+    found = [*plan.misfit, *refusals(plan.config, {})]
     if found:
         raise UserError("\n".join(found))
 

@@ -94,7 +94,8 @@ class StudentConfig(Section):
 
     model: Name
     """Weights to start from: a Hugging Face folder, a GGUF file, a run directory, `package:NAME`,
-    or `builtin:student`."""
+    `builtin:student`, or the id of a model on the hub, as in `Qwen/Qwen3-1.7B` or
+    `Qwen/Qwen3-1.7B@REVISION`."""
 
 
 class ParallelConfig(Section):
@@ -678,7 +679,8 @@ class GrouperConfig(FrozenConfig):
 
     model: Name | None = None
     """Text encoder that embeds the completions: a Hugging Face or sentence-transformers folder
-    (BERT, MiniLM, XLM-RoBERTa, bge-m3), or `package:NAME`. null: none."""
+    (BERT, MiniLM, XLM-RoBERTa, bge-m3), `package:NAME`, or the id of a model on the hub. null:
+    none."""
     lazy: Flag = True
     """Load the encoder at its first use instead of at the start of the run."""
     batch_tokens: Positive = 4096
@@ -741,8 +743,8 @@ class RewardConfig(FrozenConfig):
     returns None for all of their prompt: there it does not count. A completion on which a function
     fails (exception, crash, timeout) has no reward."""
     model: Name | None = None
-    """Reward model, a `*ForSequenceClassification` checkpoint; its score is one more reward. null:
-    none."""
+    """Reward model, a `*ForSequenceClassification` checkpoint in a folder, in `package:NAME` or on
+    the hub; its score is one more reward. null: none."""
     model_weight: Number = 1.0
     """Weight of the reward model's score in the sum."""
     batch_tokens: Positive = 4096

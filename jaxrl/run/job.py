@@ -18,7 +18,8 @@ from jaxrl.data.source import Split, open_source
 from jaxrl.data.stream import EvalSet, PromptStream
 from jaxrl.data.tokenizer import Tokenizer, check_same_prompts, check_same_vocabulary, decode
 from jaxrl.errors import UserError, user_input
-from jaxrl.models.encoder_config import find_folder, read_encoder
+from jaxrl.formats.places import find_folder
+from jaxrl.models.encoder_config import read_encoder
 from jaxrl.models.kernels import Target
 from jaxrl.plan import without_weights
 from jaxrl.rewards.scoring import RewardFunctions

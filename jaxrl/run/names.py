@@ -1,0 +1,121 @@
+"""The models and data sets of a run that are on a hub: which commit of each it uses.
+
+The names in its config get the commits that they are at the start, as in `ORG/NAME@main@0123...`.
+So the workers of a run use the same files on every host, and so does the run when it resumes, whose
+`config.yaml` has the names with the commits, though a branch has moved since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from jaxrl.config.paths import DATA, MODELS, changed
+from jaxrl.config.schema import Config
+from jaxrl.errors import UserError
+from jaxrl.formats import hub
+from jaxrl.formats.hub import HubName
+from jaxrl.run.run_dir import recorded_config
+
+SHOWN = 12
+"""Characters of a commit in messages."""
+
+
+def with_commits(config: Config) -> tuple[Config, tuple[str, ...]]:
+    """The config with a commit in every name on a hub, and a message about each. The configs and
+    tokenizers of its models are then in the hub's cache.
+
+    Raises:
+        UserError: there is no such model or data set, or no access to it; the key is named.
+    """
+    recorded = _recorded(config)
+    notes: list[str] = []
+
+    def pin(key: str, text: str) -> str:
+        name = _on_hub(key, text)
+        if name is None:
+            return text
+        with _about(key):
+            found = recorded.get(name.asked) or hub.pin(name)
+            if found.kind == "model":
+                hub.folder(found)
+        notes.append(f"{key}: {_message(name, found)}")
+        return str(found)
+
+    mapping = _changed(config, pin)
+    return Config.parse(mapping) if notes else config, tuple(dict.fromkeys(notes))
+
+
+def fetch_models(config: Config) -> None:
+    """Fetches the weights of the models that are on a hub.
+
+    Raises:
+        UserError: they cannot be fetched, or there are none; the key is named.
+    """
+
+    def fetch(key: str, text: str) -> str:
+        name = _on_hub(key, text)
+        if name is not None and name.kind == "model":
+            with _about(key):
+                hub.with_weights(name)
+        return text
+
+    _changed(config, fetch)
+
+
+def _changed(config: Config, change: Any) -> dict[str, Any]:
+    """The config as a mapping, with the names of its models and data changed."""
+    mapping = config.model_dump(mode="json")
+    embeds = config.learns_from_rewards and config.policy.advantages == "similarity"
+    for key in (*MODELS, *DATA):
+        if key != "grouper.model" or embeds:
+            mapping = changed(mapping, key, partial(change, key))
+    return mapping
+
+
+def _on_hub(key: str, text: str) -> HubName | None:
+    return hub.model_name(text) if key in MODELS else hub.data_name(text)
+
+
+def _recorded(config: Config) -> dict[HubName, HubName]:
+    """Name -> the same with the commit that the run in the run directory uses."""
+    found: dict[HubName, HubName] = {}
+    mapping = recorded_config(config)
+
+    def keep(key: str, text: str) -> str:
+        name = _on_hub(key, text)
+        if name is not None and name.sha is not None:
+            found[name.asked] = name
+        return text
+
+    for key in (*MODELS, *DATA):
+        changed(mapping, key, partial(keep, key))
+    return found
+
+
+def _message(name: HubName, found: HubName) -> str:
+    """Which commit is used, and whether the revision is another one by now."""
+    assert found.sha is not None
+    text = f"{name.asked} is commit {found.sha[:SHOWN]}"
+    if name.sha is not None or found.commit is None:
+        return text
+    try:
+        now = hub.pin(name).sha
+    except UserError:  # it is not needed
+        return text
+    if now is None or now == found.sha:
+        return text
+    return (
+        f"{name.asked} was commit {found.sha[:SHOWN]} when the run began, and is {now[:SHOWN]} now:"
+        f" the run keeps {found.sha[:SHOWN]}"
+    )
+
+
+@contextmanager
+def _about(key: str) -> Iterator[None]:
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{key}: {error}") from error
