@@ -377,7 +377,8 @@ class DataConfig(Section):
 
     train: Annotated[Words, Field(min_length=1)]
     """One source or a list of them: a `.jsonl` or `.parquet` file; a pattern like `data/*.parquet`;
-    a folder of such files, or one that `datasets` saved (`:split=NAME` chooses a split);
+    a folder of such files, or one that `datasets` saved (`:split=NAME` chooses a split); a data set
+    on the hub, as in `hf:openai/gsm8k:main:train` (`hf:ORG/NAME@REVISION:CONFIG:SPLIT`);
     `arithmetic`, `reasoning_gym/NAME` (`:key=value,...` adds options)."""
     weights: tuple[PositiveNumber, ...] | None = None
     """Share of the prompts that come from each source of `data.train`, one number per source; each

@@ -163,15 +163,32 @@ def with_weights(name: HubName) -> Path:
     place = folder(name)
     if name.rest or is_whole(place):
         return place
-    snapshot(name, tuple(_weight_files(place)))
-    missing = [file for file in _weight_files(place) if not (place / file).is_file()]
-    if missing and _offline():
-        raise UserError(_not_cached(name, missing[0]))
-    if missing:
+    wanted = _weight_files(place)
+    if wanted == [hf.SINGLE] and hf.SINGLE not in files(name):
         raise UserError(
-            f"{name.asked}: the repository on the hub has no {missing[0]}; only safetensors are"
+            f"{name.asked}: the repository on the hub has no {hf.SINGLE}; only safetensors are"
             " fetched (pytorch_model.bin is a pickle): name a repository that has them, or a GGUF"
             " file as ORG/NAME/FILE.gguf"
+        )
+    return with_files(name, wanted)
+
+
+def with_files(name: HubName, wanted: Sequence[str]) -> Path:
+    """The folder in the cache that has all of these files of a pinned name.
+
+    Raises:
+        UserError: they cannot be fetched, or the repository has not got them.
+    """
+    place = snapshot(name, (README,))
+    missing = [file for file in wanted if not (place / file).is_file()]
+    if missing:
+        snapshot(name, tuple(wanted))
+        missing = [file for file in wanted if not (place / file).is_file()]
+    if missing:
+        raise UserError(
+            _not_cached(name, missing[0])
+            if _offline()
+            else f"{name.asked}: the repository on the hub has no {missing[0]}"
         )
     return place
 
@@ -237,18 +254,22 @@ class Unfetched:
         return self.tensors.file(name)
 
 
-def files(name: HubName) -> list[str]:
-    """The paths of all files of a pinned name.
+def files(name: HubName) -> dict[str, int]:
+    """Path -> bytes of all files of a pinned name.
 
     Raises:
         UserError: the hub does not answer, and the cache has no list of them.
     """
     from huggingface_hub import get_cached_repo_tree
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
-    snapshot(name, (README,))  # the list comes with whatever is fetched
-    with _explained(name):
+    try:
         tree = get_cached_repo_tree(name.repo, repo_type=name.kind, revision=name.sha)
-    return sorted(file.path for file in tree)
+    except CachedRepoTreeNotFoundError:
+        snapshot(name, (README,))  # the list comes with whatever is fetched
+        with _explained(name):
+            tree = get_cached_repo_tree(name.repo, repo_type=name.kind, revision=name.sha)
+    return {file.path: file.size for file in sorted(tree, key=lambda file: file.path)}
 
 
 def environment() -> dict[str, str]:
@@ -257,6 +278,12 @@ def environment() -> dict[str, str]:
     return {
         name: os.environ[name] for name in ("HF_ENDPOINT", "HF_HUB_OFFLINE") if name in os.environ
     }
+
+
+def weight_bytes(name: HubName) -> int:
+    """Bytes of the weights of a pinned model, of which only the description has been fetched."""
+    sizes, path = files(name), name.rest.removeprefix("/")
+    return sum(sizes.get(file, 0) for file in ([path] if path else _weight_files(folder(name))))
 
 
 def _weight_files(place: Path) -> list[str]:
@@ -270,7 +297,7 @@ def _weight_files(place: Path) -> list[str]:
 @cache
 def _snapshot(name: HubName, patterns: tuple[str, ...], place: str) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.utils import tqdm
+    from huggingface_hub.utils.tqdm import tqdm
 
     large = not set(patterns) <= {*DESCRIPTION, README}
 

@@ -14,10 +14,12 @@ from jaxrl.algorithms.teachers import check_teachers, row_weights
 from jaxrl.checkpoint.digest import digest_model
 from jaxrl.checkpoint.source import ModelSource, resolve_model
 from jaxrl.config.schema import Config
+from jaxrl.data import hub_sets
 from jaxrl.data.source import Split, open_source
 from jaxrl.data.stream import EvalSet, PromptStream
 from jaxrl.data.tokenizer import Tokenizer, check_same_prompts, check_same_vocabulary, decode
 from jaxrl.errors import UserError, user_input
+from jaxrl.formats import hub
 from jaxrl.formats.places import find_folder
 from jaxrl.models.encoder_config import read_encoder
 from jaxrl.models.kernels import Target
@@ -38,6 +40,8 @@ from jaxrl.run.inputs import (
 from jaxrl.sharding.axes import Axes
 from jaxrl.teacher.cache import ScoreCache
 from jaxrl.teacher.cached import check_cache
+from jaxrl.teacher.openai import CompletionsInfo
+from jaxrl.teacher.protocol import Info
 from jaxrl.teacher.remote import check_remote, check_remote_prompts, remote_info
 from jaxrl.types import Completion, Prompt
 
@@ -143,30 +147,9 @@ def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
     Args:
         given: reward functions from Python (`rewards.callables.bind`).
     """
-    student = resolve_model(config.student.model)
-    teachers = {name: resolve_model(model) for name, model in config.teacher_models.items()}
-    tokenizer = tokenizer_of(student)
-    vocab_size = student.config.vocab_size
-    cache = None if config.teacher.cache is None else ScoreCache(config.teacher.cache)
-    described: dict[str, ModelSource | ScoreCache] = dict(teachers)
-    if not teachers and cache is not None:
-        described["teacher"] = cache
-    theirs = {name: tokenizer_of(teacher) for name, teacher in described.items()}
-    for name, teacher in described.items():
-        with _about(name, teachers):
-            shared = check_same_vocabulary(
-                tokenizer,
-                theirs[name],
-                student.config.vocab_size,
-                teacher.config.vocab_size,
-                student.config.eos_ids,
-                teacher.config.eos_ids,
-            )
-        vocab_size = min(vocab_size, shared)
-    remote = None if config.teacher.address is None else remote_info(config)
-    if remote is not None:
-        vocab_size = check_remote(config, remote, tokenizer, student.config)
-    _check_sizes(config, student, teachers, vocab_size)
+    found = _models(config)
+    student, teachers, tokenizer = found.student, found.teachers, found.tokenizer
+    vocab_size, cache, remote = found.vocab_size, found.cache, found.remote
     eos_ids = end_ids(student, tokenizer)
     d, encode = config.data, encoder(config, tokenizer, eos_ids, teacher=True)
     source = open_source(d.train, config.seed, "train", keys(config))
@@ -184,7 +167,7 @@ def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
     notes: list[str | None] = []
     if config.learns_from_rewards:
         notes += _check_rewards(config, train, given or {})
-    for name, their_tokenizer in theirs.items():
+    for name, their_tokenizer in found.theirs.items():
         with _about(name, teachers):
             check_same_prompts(tokenizer, their_tokenizer, prompts)
     if cache is not None:
@@ -223,15 +206,64 @@ def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
     )
 
 
+@dataclass(frozen=True)
+class _Models:
+    """The models of a run, whose vocabularies agree, and their tokenizers."""
+
+    student: ModelSource
+    teachers: Mapping[str, ModelSource]
+    tokenizer: Tokenizer
+    theirs: Mapping[str, Tokenizer]
+    """Of the teachers, and of stored scores without one."""
+    vocab_size: int
+    """Tokens that all share."""
+    cache: ScoreCache | None
+    remote: Info | CompletionsInfo | None
+
+
+def _models(config: Config) -> _Models:
+    student = resolve_model(config.student.model)
+    teachers = {name: resolve_model(model) for name, model in config.teacher_models.items()}
+    tokenizer = tokenizer_of(student)
+    vocab_size = student.config.vocab_size
+    cache = None if config.teacher.cache is None else ScoreCache(config.teacher.cache)
+    described: dict[str, ModelSource | ScoreCache] = dict(teachers)
+    if not teachers and cache is not None:
+        described["teacher"] = cache
+    theirs = {name: tokenizer_of(teacher) for name, teacher in described.items()}
+    for name, teacher in described.items():
+        with _about(name, teachers):
+            shared = check_same_vocabulary(
+                tokenizer,
+                theirs[name],
+                student.config.vocab_size,
+                teacher.config.vocab_size,
+                student.config.eos_ids,
+                teacher.config.eos_ids,
+            )
+        vocab_size = min(vocab_size, shared)
+    remote = None if config.teacher.address is None else remote_info(config)
+    if remote is not None:
+        vocab_size = check_remote(config, remote, tokenizer, student.config)
+    _check_sizes(config, student, teachers, vocab_size)
+    return _Models(student, teachers, tokenizer, theirs, vocab_size, cache, remote)
+
+
 def check_job(config: Config, given: Mapping[str, bytes]) -> None:
     """Raises the UserError that `make_job` would. Of models that have no weights here, as in a plan
-    for another machine, only `config.json` is known: data and reward functions are checked alone.
+    for another machine, only `config.json` is known, and data on a hub may not have been fetched:
+    then the models, the data that are here and the reward functions are checked each alone.
     """
-    if not without_weights(config):
+    described = bool(without_weights(config))
+    here = {label: _here(sources, split) for label, sources, split in _data_sources(config)}
+    if not described and all(len(here[label]) == len(s) for label, s, _ in _data_sources(config)):
         make_job(config, given)
         return
-    for label, sources, split in _data_sources(config):
-        open_source(sources, config.seed, split, keys(config), label)
+    if not described:
+        _models(config)
+    for label, _, split in _data_sources(config):
+        if here[label]:
+            open_source(here[label], config.seed, split, keys(config), label)
     if config.learns_from_rewards:
         with user_input("policy"):
             configured_correction(config)
@@ -255,6 +287,12 @@ def _data_sources(config: Config) -> Iterator[tuple[str, Sequence[str], Split]]:
             yield f"data.eval.{name}", sources, "eval"
     elif d.eval is not None:
         yield "data.eval", d.eval, "eval"
+
+
+def _here(sources: Sequence[str], split: Split) -> list[str]:
+    """Those of the sources that are not to be fetched first."""
+    names = {text: hub.data_name(text) for text in sources}
+    return [text for text, name in names.items() if name is None or hub_sets.is_here(name, split)]
 
 
 def _check_rewards(config: Config, train: PromptStream, given: Mapping[str, bytes]) -> list[str]:

@@ -7,25 +7,30 @@ So the workers of a run use the same files on every host, and so does the run wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from jaxrl.config.paths import DATA, MODELS, changed
 from jaxrl.config.schema import Config
+from jaxrl.data import hub_sets
+from jaxrl.data.example import Split
 from jaxrl.errors import UserError
 from jaxrl.formats import hub
 from jaxrl.formats.hub import HubName
 from jaxrl.run.run_dir import recorded_config
 
+MB = 1e6
+SPLIT_OF: Mapping[str, Split] = {"data.eval": "eval"}
+"""What a key's data are used for, where it is not training."""
 SHOWN = 12
 """Characters of a commit in messages."""
 
 
 def with_commits(config: Config) -> tuple[Config, tuple[str, ...]]:
     """The config with a commit in every name on a hub, and a message about each. The configs and
-    tokenizers of its models are then in the hub's cache.
+    tokenizers of its models are then in the hub's cache; weights and data need not be.
 
     Raises:
         UserError: there is no such model or data set, or no access to it; the key is named.
@@ -39,9 +44,8 @@ def with_commits(config: Config) -> tuple[Config, tuple[str, ...]]:
             return text
         with _about(key):
             found = recorded.get(name.asked) or hub.pin(name)
-            if found.kind == "model":
-                hub.folder(found)
-        notes.append(f"{key}: {_message(name, found)}")
+            size = _find(key, found)
+        notes.append(f"{key}: {_message(name, found)}; {size}")
         return str(found)
 
     mapping = _changed(config, pin)
@@ -73,6 +77,19 @@ def _changed(config: Config, change: Any) -> dict[str, Any]:
         if key != "grouper.model" or embeds:
             mapping = changed(mapping, key, partial(change, key))
     return mapping
+
+
+def _find(key: str, name: HubName) -> str:
+    """Fetches what describes a model, and looks for the files of a data set; returns the size of
+    its weights or of these files."""
+    if name.kind == "model":
+        place = hub.folder(name)
+        size, here = hub.weight_bytes(name), place.is_file() or hub.is_whole(place)
+    else:
+        split, sizes = SPLIT_OF.get(key, "train"), hub.files(name)
+        size = sum(sizes[file] for file in hub_sets.find(name, split))
+        here = hub_sets.is_here(name, split)
+    return f"{size / MB:.1f} MB" + ("" if here else " to fetch")
 
 
 def _on_hub(key: str, text: str) -> HubName | None:

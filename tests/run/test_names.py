@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from hub_data import add_data
 from hub_server import Hub
 from huggingface_hub import constants
 from runs import CONFIGS, LENGTH, SHORT, save_model, save_reward_model
@@ -49,15 +50,20 @@ def full(hub: Hub, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_dry_run_fetches_configs_and_tokenizers_only(full: Hub, tmp_path: Path) -> None:
-    given = ["teacher.model=org/teacher", "data.eval=arithmetic", "distill_weight=1"]
+    add_data(full)
+    given = ["teacher.model=org/teacher", "data.eval=hf:openai/gsm8k:main", "distill_weight=1"]
+    given += ["data.train=[arithmetic, hf:openai/gsm8k:main:train]", "data.prompt_key=question"]
     given += ["algorithm=gspo", LENGTH, "reward.model=org/reward", "group_size=4"]
     given += ["policy.advantages=similarity", "grouper.model=org/encoder", "policy.kl_coef=0.1"]
     plan = dry_run(Config.load(None, [*SFT, *given]))
     assert plan.refusals == ()
     fetched = full.fetched()
-    assert fetched and {Path(file).suffix for file in fetched} == {".json", ".jinja"}
+    assert fetched and {Path(file).suffix for file in fetched} == {".json", ".jinja", ".md"}
     commit = full.repos["org/teacher"].refs["main"]
-    assert f"teacher.model: org/teacher is commit {commit[:12]}" in plan.text()
+    assert f"teacher.model: org/teacher is commit {commit[:12]}; 0.1 MB to fetch" in plan.text()
+    commit = full.repos["datasets/openai/gsm8k"].refs["main"]
+    assert f"data.train: hf:openai/gsm8k:main:train is commit {commit[:12]}; 0.0 MB" in plan.text()
+    assert plan.config.data.eval == (f"hf:openai/gsm8k@main@{commit}:main",)
     assert plan.config.reward.model == f"org/reward@main@{full.repos['org/reward'].refs['main']}"
     assert not [path for path in tmp_path.iterdir() if path.name != "hub_home"]
 
@@ -69,6 +75,9 @@ def test_a_dry_run_fetches_configs_and_tokenizers_only(full: Hub, tmp_path: Path
         ("teacher.model=org/gated", "teacher.model: org/gated is gated|HF_TOKEN"),
         ("teachers={a: org/teacher, b: org/none}", "teachers: org/none|neither a file or folder"),
         ("student.model=org/student@v1", "student.model: org/student@v1|no revision 'v1'"),
+        ("data.train=hf:openai/gsm8k:mian", "data.train: hf:openai/gsm8k:mian|did you mean main?"),
+        ("data.eval=hf:openai/gsm8k:socratic", "data.eval: hf:openai/gsm8k:socratic|no split eval"),
+        ("data.train=hf:openai/gsm8k:main", "data.train: |`prompt`|`question`"),
         ("student.model=org/bin", "student.model: org/bin|no model.safetensors"),
     ],
 )
@@ -80,6 +89,7 @@ def test_a_run_is_refused_in_a_line_that_names_the_key(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    add_data(full)
     full.add("org/gated", models["org/teacher"], gated=True)
     files = {path.name: path.read_bytes() for path in models["org/student"].iterdir()}
     full.add("org/bin", {name: x for name, x in files.items() if name != "model.safetensors"})

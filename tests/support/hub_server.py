@@ -86,9 +86,10 @@ class Hub:
         """Files whose contents were asked for, each as often as it was."""
         found = []
         for method, path, _ in self.asked:
-            name = path.partition("?")[2].removeprefix("name=") if "/cdn/" in path else path
-            if method == "GET" and ("/resolve/" in path or "/cdn/" in path):
-                found.append(name.rpartition("/resolve/")[2].partition("/")[2] or name)
+            if method == "GET" and "/cdn/" in path:
+                found.append(path.partition("?name=")[2])
+            elif method == "GET" and "/resolve/" in path:
+                found.append(path.partition("/resolve/")[2].partition("/")[2])
         return [name for name in found if name.endswith(suffix)]
 
     def wait_for(self, name: str, seconds: float) -> bool:
