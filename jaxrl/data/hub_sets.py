@@ -57,8 +57,8 @@ def fetch(name: HubName, split: Split, label: str) -> list[Path]:
 
 def is_here(name: HubName, split: Split) -> bool:
     """Whether the files of a split are in the hub's cache. Raises as `find`."""
-    place = hub.snapshot(name, (hub.README,))
-    return all((place / file).is_file() for file in find(name, split))
+    name = hub.pin(name)
+    return hub.is_here(name, find(name, split))
 
 
 def find(name: HubName, split: Split) -> list[str]:

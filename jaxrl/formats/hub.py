@@ -161,9 +161,11 @@ def with_weights(name: HubName) -> Path:
     """
     name = pin(name)
     place = folder(name)
-    if name.rest or is_whole(place):
+    if name.rest:
         return place
     wanted = _weight_files(place)
+    if not _lacking(name, place, wanted):
+        return place
     if wanted == [hf.SINGLE] and hf.SINGLE not in files(name):
         raise UserError(
             f"{name.asked}: the repository on the hub has no {hf.SINGLE}; only safetensors are"
@@ -180,10 +182,13 @@ def with_files(name: HubName, wanted: Sequence[str]) -> Path:
         UserError: they cannot be fetched, or the repository has not got them.
     """
     place = snapshot(name, (README,))
-    missing = [file for file in wanted if not (place / file).is_file()]
-    if missing:
-        snapshot(name, tuple(wanted))
-        missing = [file for file in wanted if not (place / file).is_file()]
+    missing = _lacking(name, place, wanted)
+    if missing and not _offline():
+        for file in missing:
+            if (place / file).is_file():  # half-written, as by a copy of the cache that broke off
+                (place / file).resolve().unlink()
+        _fetch(name, tuple(wanted))
+        missing = _lacking(name, place, wanted)
     if missing:
         raise UserError(
             _not_cached(name, missing[0])
@@ -193,9 +198,14 @@ def with_files(name: HubName, wanted: Sequence[str]) -> Path:
     return place
 
 
-def is_whole(place: Path) -> bool:
-    """Whether all safetensors of a model are in its folder."""
-    return all((place / file).is_file() for file in _weight_files(place))
+def is_here(name: HubName, wanted: Sequence[str]) -> bool:
+    """Whether all of these files of a pinned name are in the cache."""
+    return not _lacking(name, snapshot(name, (README,)), wanted)
+
+
+def is_whole(name: HubName, place: Path) -> bool:
+    """Whether all safetensors of a pinned model are in its folder."""
+    return not _lacking(name, place, _weight_files(place))
 
 
 def snapshot(name: HubName, patterns: tuple[str, ...]) -> Path:
@@ -223,7 +233,7 @@ def open_tensors(
         read: opens the folder.
     """
     on_hub = model_name(name)
-    if on_hub is not None and not is_whole(place):
+    if on_hub is not None and not is_whole(pin(on_hub), place):
         return Unfetched(on_hub, read, shapes)
     tensors = read(place)
     weights.check(tensors, shapes)
@@ -260,16 +270,36 @@ def files(name: HubName) -> dict[str, int]:
     Raises:
         UserError: the hub does not answer, and the cache has no list of them.
     """
-    from huggingface_hub import get_cached_repo_tree
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
     try:
-        tree = get_cached_repo_tree(name.repo, repo_type=name.kind, revision=name.sha)
+        return _cached_list(name)
     except CachedRepoTreeNotFoundError:
-        snapshot(name, (README,))  # the list comes with whatever is fetched
-        with _explained(name):
-            tree = get_cached_repo_tree(name.repo, repo_type=name.kind, revision=name.sha)
+        _fetch(name, (README,))  # the list comes with whatever is fetched
+    with _explained(name):
+        return _cached_list(name)
+
+
+def _cached_list(name: HubName) -> dict[str, int]:
+    from huggingface_hub import get_cached_repo_tree
+
+    tree = get_cached_repo_tree(name.repo, repo_type=name.kind, revision=name.sha)
     return {file.path: file.size for file in sorted(tree, key=lambda file: file.path)}
+
+
+def _lacking(name: HubName, place: Path, wanted: Sequence[str]) -> list[str]:
+    """Those of the files that are not in the cache, or not in the size that the hub says."""
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError
+
+    sizes: dict[str, int] = {}
+    with suppress(CachedRepoTreeNotFoundError):
+        sizes = _cached_list(name)
+
+    def is_there(file: str) -> bool:
+        path = place / file
+        return path.is_file() and path.stat().st_size == sizes.get(file, path.stat().st_size)
+
+    return [file for file in wanted if not is_there(file)]
 
 
 def environment() -> dict[str, str]:
@@ -296,6 +326,10 @@ def _weight_files(place: Path) -> list[str]:
 
 @cache
 def _snapshot(name: HubName, patterns: tuple[str, ...], place: str) -> Path:
+    return _fetch(name, patterns)
+
+
+def _fetch(name: HubName, patterns: tuple[str, ...]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils.tqdm import tqdm
 

@@ -255,7 +255,7 @@ def check_job(config: Config, given: Mapping[str, bytes]) -> None:
     then the models, the data that are here and the reward functions are checked each alone.
     """
     described = bool(without_weights(config))
-    here = {label: _here(sources, split) for label, sources, split in _data_sources(config)}
+    here = {each[0]: _here(*each) for each in _data_sources(config)}
     if not described and all(len(here[label]) == len(s) for label, s, _ in _data_sources(config)):
         make_job(config, given)
         return
@@ -289,10 +289,13 @@ def _data_sources(config: Config) -> Iterator[tuple[str, Sequence[str], Split]]:
         yield "data.eval", d.eval, "eval"
 
 
-def _here(sources: Sequence[str], split: Split) -> list[str]:
+def _here(label: str, sources: Sequence[str], split: Split) -> list[str]:
     """Those of the sources that are not to be fetched first."""
-    names = {text: hub.data_name(text) for text in sources}
-    return [text for text, name in names.items() if name is None or hub_sets.is_here(name, split)]
+    names = [(text, hub.data_name(text)) for text in sources]
+    try:
+        return [text for text, name in names if name is None or hub_sets.is_here(name, split)]
+    except UserError as error:
+        raise UserError(f"{label}: {error}") from error
 
 
 def _check_rewards(config: Config, train: PromptStream, given: Mapping[str, bytes]) -> list[str]:

@@ -7,8 +7,9 @@ So the workers of a run use the same files on every host, and so does the run wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -33,19 +34,28 @@ def with_commits(config: Config) -> tuple[Config, tuple[str, ...]]:
     tokenizers of its models are then in the hub's cache; weights and data need not be.
 
     Raises:
-        UserError: there is no such model or data set, or no access to it; the key is named.
+        UserError: there is no such model, or no access to it; the key is named.
     """
     recorded = _recorded(config)
+    pins = dict(recorded)
     notes: list[str] = []
 
     def pin(key: str, text: str) -> str:
         name = _on_hub(key, text)
         if name is None:
             return text
-        with _about(key):
-            found = recorded.get(name.asked) or hub.pin(name)
+        repo = replace(name.asked, rest="")
+        try:
+            if repo not in pins:
+                pins[repo] = hub.pin(name)
+            found = replace(pins[repo], rest=name.rest)
             size = _find(key, found)
-        notes.append(f"{key}: {_message(name, found)}; {size}")
+        except UserError as error:
+            if key in DATA:  # whoever opens them says so, after the plan
+                return text
+            raise UserError(f"{key}: {error}") from error
+        moved = _moved(name, found) if repo in recorded else ""
+        notes.append(f"{key}: {name.asked} {moved or _is(found)}; {size}")
         return str(found)
 
     mapping = _changed(config, pin)
@@ -62,8 +72,10 @@ def fetch_models(config: Config) -> None:
     def fetch(key: str, text: str) -> str:
         name = _on_hub(key, text)
         if name is not None and name.kind == "model":
-            with _about(key):
+            try:
                 hub.with_weights(name)
+            except UserError as error:
+                raise UserError(f"{key}: {error}") from error
         return text
 
     _changed(config, fetch)
@@ -84,7 +96,7 @@ def _find(key: str, name: HubName) -> str:
     its weights or of these files."""
     if name.kind == "model":
         place = hub.folder(name)
-        size, here = hub.weight_bytes(name), place.is_file() or hub.is_whole(place)
+        size, here = hub.weight_bytes(name), place.is_file() or hub.is_whole(name, place)
     else:
         split, sizes = SPLIT_OF.get(key, "train"), hub.files(name)
         size = sum(sizes[file] for file in hub_sets.find(name, split))
@@ -97,14 +109,14 @@ def _on_hub(key: str, text: str) -> HubName | None:
 
 
 def _recorded(config: Config) -> dict[HubName, HubName]:
-    """Name -> the same with the commit that the run in the run directory uses."""
+    """Repository -> the same with the commit that the run in the run directory uses."""
     found: dict[HubName, HubName] = {}
     mapping = recorded_config(config)
 
     def keep(key: str, text: str) -> str:
         name = _on_hub(key, text)
         if name is not None and name.sha is not None:
-            found[name.asked] = name
+            found[replace(name.asked, rest="")] = name
         return text
 
     for key in (*MODELS, *DATA):
@@ -112,27 +124,19 @@ def _recorded(config: Config) -> dict[HubName, HubName]:
     return found
 
 
-def _message(name: HubName, found: HubName) -> str:
-    """Which commit is used, and whether the revision is another one by now."""
-    assert found.sha is not None
-    text = f"{name.asked} is commit {found.sha[:SHOWN]}"
-    if name.sha is not None or found.commit is None:
-        return text
-    try:
+def _is(found: HubName) -> str:
+    assert found.sha is not None, "pinned"
+    return f"is commit {found.sha[:SHOWN]}"
+
+
+def _moved(name: HubName, found: HubName) -> str:
+    """Of a run that resumes: whether the revision is another commit by now."""
+    before, now = found.sha, None
+    with suppress(UserError):  # it is not needed
         now = hub.pin(name).sha
-    except UserError:  # it is not needed
-        return text
-    if now is None or now == found.sha:
-        return text
+    if before is None or now is None or now == before:
+        return ""
     return (
-        f"{name.asked} was commit {found.sha[:SHOWN]} when the run began, and is {now[:SHOWN]} now:"
-        f" the run keeps {found.sha[:SHOWN]}"
+        f"was commit {before[:SHOWN]} when the run began, and is {now[:SHOWN]} now: the run keeps"
+        f" {before[:SHOWN]}"
     )
-
-
-@contextmanager
-def _about(key: str) -> Iterator[None]:
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"{key}: {error}") from error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import pickle
 import shutil
 import signal
 import subprocess
@@ -14,14 +16,21 @@ import pytest
 from gguf_models import write_model
 from hub_server import Hub
 from huggingface_hub import constants
-from runs import save_model
+from runs import save_model, save_reward_model
+from safetensors.numpy import save_file
 from tiny_models import tiny_model
 
 from jaxrl.checkpoint.digest import digest_model
 from jaxrl.checkpoint.source import load_model, resolve_model
 from jaxrl.errors import UserError
-from jaxrl.formats import hf, hub, weights
+from jaxrl.formats import hf, weights
+from jaxrl.formats import hub as hub_module
 from jaxrl.formats.hub import HubName, data_name, model_name
+from jaxrl.formats.torch_bin import open_weights
+from jaxrl.roles.encoder import embed
+from jaxrl.roles.reward_model import score
+
+REFERENCES = Path(__file__).parent.parent / "references"
 
 DESCRIBED = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
 
@@ -50,7 +59,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def forget() -> None:
     """As in a new process."""
-    hub._snapshot.cache_clear()
+    hub_module._snapshot.cache_clear()
 
 
 # Names
@@ -170,6 +179,43 @@ def test_a_gguf_file_by_its_name(hub: Hub, tmp_path: Path) -> None:
     assert hub.fetched() == ["tiny-q8_0.gguf"]
 
 
+def test_a_worker_on_another_host_fetches_the_same_commit(
+    model: Path, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has a cache of its own, and the branch has moved since the run began."""
+    commit = hub.add("org/tiny", model)
+    source = resolve_model("org/tiny")
+    here = _leaves(source.load())
+    sent = pickle.dumps(source)
+    files = {path.name: path.read_bytes() for path in model.iterdir()}
+    hub.add("org/tiny", files | {"model.safetensors": b"another"})
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "other"))
+    hub.asked.clear()
+    there = pickle.loads(sent)
+    assert hub.fetched() and not hub.fetched(".safetensors")  # its roles may need no weights
+    assert hub_module.environment() == {"HF_ENDPOINT": hub.url}  # what Ray's processes get
+    assert (there.path.parents[2], there.path.name) == (tmp_path / "other", commit)
+    for one, other in zip(_leaves(there.load()), here, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_reward_model_and_an_encoder_by_their_names(hub: Hub, tmp_path: Path) -> None:
+    reward = Path(save_reward_model(tmp_path))
+    encoder = shutil.copytree(REFERENCES / "tiny_bge", tmp_path / "encoder")
+    pickled = open_weights(encoder)
+    names = json.loads((encoder / "pytorch_model.bin.index.json").read_text())["weight_map"]
+    shapes = {name: pickled.shape(name) or () for name in names}
+    whole = {name: tuple(slice(0, n) for n in shape) for name, shape in shapes.items()}
+    tensors = {name: np.array(pickled.read(name, index)) for name, index in whole.items()}
+    save_file(tensors, encoder / "model.safetensors")
+    hub.add("org/reward", reward)
+    hub.add("org/encoder", encoder)
+    texts = ["one", "another text"]
+    np.testing.assert_array_equal(score("org/reward", texts), score(reward, texts))
+    np.testing.assert_array_equal(embed("org/encoder", texts), embed(encoder, texts))
+    assert not [file for file in hub.fetched() if "pytorch" in file]
+
+
 # What goes wrong
 
 
@@ -260,6 +306,23 @@ def test_a_download_that_breaks_off_loses_nothing_that_is_whole(
 
 def hub_has_half_files() -> list[Path]:
     return list(Path(constants.HF_HUB_CACHE).rglob("*.incomplete"))
+
+
+def test_a_half_written_file_is_fetched_again(
+    sharded: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a copy of the cache that broke off leaves it: too short, under the right name."""
+    hub.add("org/sharded", sharded)
+    broken = load_model("org/sharded").source.path / "model-00002-of-00004.safetensors"
+    for offline in (True, False):
+        with broken.resolve().open("r+b") as file:
+            file.truncate(1000)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+        hub.asked.clear()
+        if offline:
+            refused("org/sharded", "HF_HUB_OFFLINE is set", broken.name)
+    load_model("org/sharded")
+    assert hub.fetched(".safetensors") == [broken.name]
 
 
 FETCH = """

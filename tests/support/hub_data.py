@@ -83,7 +83,8 @@ def jsonl(rows: list[dict[str, Any]]) -> str:
 
 
 def add_data(hub: Hub) -> None:
-    """`openai/gsm8k`, `HuggingFaceH4/MATH-500`, `HuggingFaceH4/ultrachat_200k`, in little."""
+    """`openai/gsm8k`, `HuggingFaceH4/MATH-500`, `DigitalLearningGmbH/MATH-lighteval` and
+    `HuggingFaceH4/ultrachat_200k`, in little."""
     hub.add(
         "datasets/openai/gsm8k",
         {
@@ -95,6 +96,8 @@ def add_data(hub: Hub) -> None:
         },
     )
     hub.add("datasets/HuggingFaceH4/MATH-500", {"test.jsonl": jsonl(math_rows(6))})
+    shard = "data/train-00000-of-00001.parquet"
+    hub.add("datasets/DigitalLearningGmbH/MATH-lighteval", {shard: parquet(math_rows(7))})
     hub.add(
         "datasets/HuggingFaceH4/ultrachat_200k",
         {
