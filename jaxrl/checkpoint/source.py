@@ -20,7 +20,8 @@ from jaxrl.checkpoint.tensors import SavedTensors
 from jaxrl.errors import UserError
 from jaxrl.formats import hf, hub, weights
 from jaxrl.formats.converted import Converted, Scratch
-from jaxrl.formats.places import package_folder
+from jaxrl.formats.hub_names import model_name
+from jaxrl.formats.places import open_tensors, package_folder
 from jaxrl.losses.head import logprobs_from_hidden
 from jaxrl.models import decoder
 from jaxrl.models.config import DecoderConfig
@@ -105,7 +106,7 @@ def resolve_model(path: str | os.PathLike[str]) -> ModelSource:
     config = hf.read_config(place)
     tokenizer = place if hf.has_tokenizer(place) else None
     shapes = weights.tensor_shapes(config)
-    tensors = hub.open_tensors(name, place, hf.SafetensorsFolder, shapes)
+    tensors = open_tensors(name, place, hf.SafetensorsFolder, shapes)
     return ModelSource(name, place, config, tensors, tokenizer)
 
 
@@ -133,7 +134,7 @@ def _locate(name: str) -> Path:
         return Path(__file__).parent.parent / "assets" / rest
     if colon and kind == "package":
         return _in_package(name, rest)
-    on_hub = hub.model_name(name)
+    on_hub = model_name(name)
     if on_hub is not None:
         return hub.folder(on_hub)
     place = Path(name).expanduser()

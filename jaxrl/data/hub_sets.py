@@ -17,7 +17,7 @@ import yaml
 from jaxrl.data.example import Split
 from jaxrl.errors import UserError, near
 from jaxrl.formats import hub
-from jaxrl.formats.hub import HubName
+from jaxrl.formats.hub_names import HubName
 
 SUFFIXES = (".parquet", ".jsonl")
 SPLITS: Mapping[Split, tuple[str, ...]] = {
@@ -49,7 +49,8 @@ def fetch(name: HubName, split: Split, label: str) -> list[Path]:
     try:
         name = hub.pin(name)
         files = find(name, split)
-        place = hub.with_files(name, files)
+        place = hub.snapshot(name, hub.CARD)
+        hub.complete(name, place, files)
     except UserError as error:
         raise UserError(f"{label}: {error}") from error
     return [place / file for file in files]
@@ -118,7 +119,7 @@ def _config(name: HubName, layout: Layout, asked: str) -> str:
 
 def _front_matter(name: HubName) -> list[Any]:
     """`configs` of the README, [] where there is none that can be read."""
-    readme = hub.snapshot(name, (hub.README,)) / hub.README
+    readme = hub.snapshot(name, hub.CARD) / hub.README
     if not readme.is_file():
         return []
     parts = readme.read_text(encoding="utf-8", errors="replace").split("---\n", 2)

@@ -18,7 +18,7 @@ from jaxrl.data.rows import KEYS, Keys, listed
 from jaxrl.data.tables import GroupCache, dataset_splits, open_dataset, open_parquet
 from jaxrl.data.tasks import TASKS, open_task, parse_options
 from jaxrl.errors import UserError, near
-from jaxrl.formats import hub
+from jaxrl.formats.hub_names import data_name
 
 __all__ = ["Example", "Keys", "Message", "Part", "Source", "Split", "open_source"]
 
@@ -98,7 +98,7 @@ def open_source(
 def _open_part(
     spec: str, seed: int, split: Split, keys: Keys, label: str, cache: GroupCache
 ) -> Part:
-    on_hub = hub.data_name(spec)
+    on_hub = data_name(spec)
     if on_hub is not None:
         paths = hub_sets.fetch(on_hub, split, label)
         return Source([_open_file(path, keys, label, cache) for path in paths], str(on_hub.asked))

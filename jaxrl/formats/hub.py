@@ -1,15 +1,5 @@
 """Models and data sets on a hub, by name: of each one commit, fetched once into the hub's cache.
 
-| name | is |
-|---|---|
-| `ORG/NAME` | a model, of the branch `main` |
-| `ORG/NAME@REVISION` | the same of a branch, a tag or a commit |
-| `ORG/NAME/FILE.gguf` | one GGUF file of a repository |
-| `hf:ORG/NAME:CONFIG:SPLIT` | a data set; a revision stands after its name |
-
-`pin` adds the commit that a revision is at the moment, as in `ORG/NAME@main@0123...`: whoever has
-that name, in another process or after the branch has moved, gets the same files.
-
 All goes through `huggingface_hub` and its cache, so that HF_ENDPOINT, HF_HUB_OFFLINE, HF_TOKEN and
 HF_HOME mean what they mean elsewhere. Only what jaxrl reads is fetched: json, tokenizers,
 safetensors. A file is there whole or not at all, and of several processes on a host that want it
@@ -18,28 +8,25 @@ one fetches it.
 
 from __future__ import annotations
 
-import errno
 import os
-import re
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
-import numpy as np
-
-from jaxrl.errors import UserError, near
-from jaxrl.formats import hf, weights
+from jaxrl.errors import UserError
+from jaxrl.formats import hf
+from jaxrl.formats.hub_errors import explained, is_offline, not_cached
+from jaxrl.formats.hub_names import HubName, model_name
 from jaxrl.models.encoder_config import read_json
 from jaxrl.process.interrupt import left_behind
 
 T = TypeVar("T")
 
-COMMIT = re.compile("[0-9a-f]{40}")
 SNAPSHOTS = "snapshots"
 """Folder in the hub's cache whose folders are the commits of a repository."""
 DESCRIPTION = (
@@ -49,64 +36,8 @@ DESCRIPTION = (
 )
 """Patterns of the files that a plan and a tokenizer are made of."""
 README = "README.md"
-KEPT = "whole files stay in the hub's cache, and the same command fetches the others"
-_PART = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
-_AT = r"(?:@(?P<revision>[^@:\s]+))?(?:@(?P<commit>[0-9a-f]{40}))?"
-_MODEL = re.compile(rf"(?P<repo>{_PART}/{_PART})(?P<rest>(?:/{_PART})+\.gguf)?{_AT}")
-_DATA = re.compile(rf"hf:(?P<repo>(?:{_PART}/)?{_PART}){_AT}(?P<rest>(?::[^:]*){{0,2}})")
-_FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
-
-
-@dataclass(frozen=True)
-class HubName:
-    """A model or a data set on a hub."""
-
-    kind: Literal["model", "dataset"]
-    repo: str
-    revision: str | None = None
-    """A branch, a tag or a commit; None: the branch `main`."""
-    commit: str | None = None
-    """What the revision is, where `pin` has found out."""
-    rest: str = ""
-    """`/FILE.gguf` of a model, `:CONFIG:SPLIT` of a data set."""
-
-    def __str__(self) -> str:
-        at = "".join(f"@{part}" for part in (self.revision, self.commit) if part is not None)
-        return (
-            f"hf:{self.repo}{at}{self.rest}"
-            if self.kind == "dataset"
-            else f"{self.repo}{self.rest}{at}"
-        )
-
-    @property
-    def asked(self) -> HubName:
-        """As the user gives it: without what `pin` adds."""
-        if self.commit is not None and self.revision == "main":
-            return replace(self, revision=None, commit=None)
-        return replace(self, commit=None)
-
-    @property
-    def sha(self) -> str | None:
-        """The commit, where the name says it."""
-        if self.commit is None and self.revision and COMMIT.fullmatch(self.revision):
-            return self.revision
-        return self.commit
-
-
-def model_name(text: str) -> HubName | None:
-    """The model on a hub that a text names; None where it has another form, or is a path here."""
-    match = _MODEL.fullmatch(text)
-    if match is None or match["repo"].endswith(".gguf") or Path(text).expanduser().exists():
-        return None
-    return HubName("model", match["repo"], match["revision"], match["commit"], match["rest"] or "")
-
-
-def data_name(text: str) -> HubName | None:
-    """The data set on a hub that a text names; None where it has another form."""
-    match = _DATA.fullmatch(text)
-    if match is None:
-        return None
-    return HubName("dataset", match["repo"], match["revision"], match["commit"], match["rest"])
+CARD = (README, ".gitattributes")
+"""What is fetched of a repository to have its list of files; it may lack the first."""
 
 
 def pin(name: HubName) -> HubName:
@@ -121,9 +52,9 @@ def pin(name: HubName) -> HubName:
     from huggingface_hub import HfApi  # half a second
 
     revision = name.revision or "main"
-    with _explained(name):
+    with explained(name):
         found = HfApi().resolve_revision(
-            name.repo, repo_type=name.kind, revision=revision, local_files_only=_offline()
+            name.repo, repo_type=name.kind, revision=revision, local_files_only=is_offline()
         )
     return replace(name, revision=revision, commit=found.resolved)
 
@@ -172,18 +103,18 @@ def with_weights(name: HubName) -> Path:
             " fetched (pytorch_model.bin is a pickle): name a repository that has them, or a GGUF"
             " file as ORG/NAME/FILE.gguf"
         )
-    return with_files(name, wanted)
+    complete(name, place, wanted)
+    return place
 
 
-def with_files(name: HubName, wanted: Sequence[str]) -> Path:
-    """The folder in the cache that has all of these files of a pinned name.
+def complete(name: HubName, place: Path, wanted: Sequence[str]) -> None:
+    """Fetches those of the files of a pinned name that its folder in the cache lacks.
 
     Raises:
         UserError: they cannot be fetched, or the repository has not got them.
     """
-    place = snapshot(name, (README,))
     missing = _lacking(name, place, wanted)
-    if missing and not _offline():
+    if missing and not is_offline():
         for file in missing:
             if (place / file).is_file():  # half-written, as by a copy of the cache that broke off
                 (place / file).resolve().unlink()
@@ -191,16 +122,15 @@ def with_files(name: HubName, wanted: Sequence[str]) -> Path:
         missing = _lacking(name, place, wanted)
     if missing:
         raise UserError(
-            _not_cached(name, missing[0])
-            if _offline()
+            not_cached(name, missing[0])
+            if is_offline()
             else f"{name.asked}: the repository on the hub has no {missing[0]}"
         )
-    return place
 
 
 def is_here(name: HubName, wanted: Sequence[str]) -> bool:
     """Whether all of these files of a pinned name are in the cache."""
-    return not _lacking(name, snapshot(name, (README,)), wanted)
+    return not _lacking(name, snapshot(name, CARD), wanted)
 
 
 def is_whole(name: HubName, place: Path) -> bool:
@@ -219,51 +149,6 @@ def snapshot(name: HubName, patterns: tuple[str, ...]) -> Path:
     return _snapshot(name, patterns, constants.HF_HUB_CACHE)
 
 
-def open_tensors(
-    name: str,
-    place: Path,
-    read: Callable[[Path], weights.Tensors],
-    shapes: dict[str, tuple[int, ...]],
-) -> weights.Tensors:
-    """The tensors in a model's folder, after a check of their names and shapes. Those of a model on
-    a hub whose weights are not here are fetched, and checked, once one of them is needed.
-
-    Args:
-        name: the model's, as it was given.
-        read: opens the folder.
-    """
-    on_hub = model_name(name)
-    if on_hub is not None and not is_whole(pin(on_hub), place):
-        return Unfetched(on_hub, read, shapes)
-    tensors = read(place)
-    weights.check(tensors, shapes)
-    return tensors
-
-
-@dataclass(frozen=True)
-class Unfetched:
-    """The tensors of a model on a hub: the first that is asked for has all of them fetched."""
-
-    name: HubName
-    open: Callable[[Path], weights.Tensors]
-    shapes: dict[str, tuple[int, ...]]
-
-    @cached_property
-    def tensors(self) -> weights.Tensors:
-        found = self.open(with_weights(self.name))
-        weights.check(found, self.shapes)
-        return found
-
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        return self.tensors.shape(name)
-
-    def read(self, name: str, index: weights.Index) -> np.ndarray:
-        return self.tensors.read(name, index)
-
-    def file(self, name: str) -> Path:
-        return self.tensors.file(name)
-
-
 def files(name: HubName) -> dict[str, int]:
     """Path -> bytes of all files of a pinned name.
 
@@ -275,8 +160,8 @@ def files(name: HubName) -> dict[str, int]:
     try:
         return _cached_list(name)
     except CachedRepoTreeNotFoundError:
-        _fetch(name, (README,))  # the list comes with whatever is fetched
-    with _explained(name):
+        _fetch(name, CARD)  # the list comes with whatever is fetched
+    with explained(name):
         return _cached_list(name)
 
 
@@ -333,7 +218,7 @@ def _fetch(name: HubName, patterns: tuple[str, ...]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils.tqdm import tqdm
 
-    large = not set(patterns) <= {*DESCRIPTION, README}
+    large = not set(patterns) <= {*DESCRIPTION, *CARD}
 
     class Bar(tqdm):  # type: ignore[misc, type-arg, unused-ignore]
         """A progress bar for what takes long, on a terminal."""
@@ -351,7 +236,7 @@ def _fetch(name: HubName, patterns: tuple[str, ...]) -> Path:
             tqdm_class=Bar,
         )
 
-    with _explained(name):
+    with explained(name):
         return Path(_interruptible(fetch))
 
 
@@ -361,7 +246,7 @@ def _file(name: HubName) -> Path:
     def fetch() -> str:
         return hf_hub_download(name.repo, name.rest.removeprefix("/"), revision=name.sha)
 
-    with _explained(name):
+    with explained(name):
         return Path(_interruptible(fetch))
 
 
@@ -390,99 +275,3 @@ def _interruptible(fetch: Callable[[], T]) -> T:
     if errors:
         raise errors[0]
     return results[0]
-
-
-def _offline() -> bool:
-    from huggingface_hub import constants
-
-    return bool(constants.HF_HUB_OFFLINE)
-
-
-@contextmanager
-def _explained(name: HubName) -> Iterator[None]:
-    """Turns what the library raises into one line: what is wrong, and what to do."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"interrupted while {name.asked} was fetched; {KEPT}") from None
-    except Exception as error:  # those of the library and of what it sends requests with
-        raise UserError(_why(name, error)) from error
-
-
-def _why(name: HubName, error: BaseException) -> str:
-    from huggingface_hub import constants, errors
-
-    hub, what = constants.ENDPOINT, "data set" if name.kind == "dataset" else "model"
-    causes = list(_causes(error))
-
-    def first(*kinds: type[BaseException]) -> BaseException | None:
-        return next((cause for cause in causes if isinstance(cause, kinds)), None)
-
-    if first(errors.GatedRepoError):
-        page = f"{hub}/{'datasets/' if name.kind == 'dataset' else ''}{name.repo}"
-        return (
-            f"{name.asked} is gated: accept its terms at {page}, and set HF_TOKEN to a token that"
-            " may read it"
-        )
-    if first(errors.RevisionNotFoundError):
-        return f"{name.asked}: the {what} on {hub} has no revision {name.revision!r}"
-    if first(errors.RepositoryNotFoundError):
-        here = "neither a file or folder here nor" if name.kind == "model" else "not"
-        return (
-            f"{name.asked} is {here} a {what} on {hub}{_near(name)}; if it is private, set HF_TOKEN"
-            " to a token that may read it"
-        )
-    if first(errors.RemoteEntryNotFoundError):
-        return f"{name.asked}: the repository on {hub} has no file {name.rest.removeprefix('/')}"
-    if constants.HF_HUB_OFFLINE:
-        return _not_cached(name)
-    status = first(errors.HfHubHTTPError)
-    if isinstance(status, errors.HfHubHTTPError):
-        code = status.response.status_code
-        advice = "check HF_TOKEN" if code in (401, 403) else "try again later"
-        return f"{name.asked}: {hub} answers with status {code}; {advice}"
-    disk = first(OSError)
-    if isinstance(disk, OSError) and disk.errno in _FULL_DISK:
-        return (
-            f"{name.asked}: the hub's cache {constants.HF_HUB_CACHE} cannot be written:"
-            f" {os.strerror(disk.errno or 0)}; free some space, or set HF_HOME to another folder"
-        )
-    if first(errors.LocalEntryNotFoundError, errors.RevisionResolutionError):
-        here = "no file or folder here, and " if name.kind == "model" else ""
-        reason = " ".join(str(causes[-1]).split())[:120]
-        return (
-            f"{name.asked}: {here}{hub} cannot be reached ({reason}); check the network and"
-            f" HF_ENDPOINT; {KEPT}"
-        )
-    reason = " ".join(str(error).split())[:160] or type(error).__name__
-    return f"{name.asked}: the download from {hub} broke off ({reason}); {KEPT}"
-
-
-def _not_cached(name: HubName, file: str | None = None) -> str:
-    from huggingface_hub import constants
-
-    what = f"its {file}" if file else "it"
-    here = "no file or folder here, and " if name.kind == "model" and file is None else ""
-    return (
-        f"{name.asked}: {here}HF_HUB_OFFLINE is set while {what} is not in the hub's cache"
-        f" {constants.HF_HUB_CACHE}; unset HF_HUB_OFFLINE, or fetch it before"
-    )
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__
-
-
-def _near(name: HubName) -> str:
-    """The repository of that organisation with the most similar name, if the hub says one."""
-    from huggingface_hub import HfApi
-
-    author, _, _ = name.repo.partition("/")
-    found: Sequence[str] = ()
-    with suppress(Exception):  # it only adds to an error
-        api = HfApi()
-        listed = api.list_models if name.kind == "model" else api.list_datasets
-        found = [one.id for one in listed(author=author, limit=500)]
-    return near(name.repo, found)

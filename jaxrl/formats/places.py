@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
+import numpy as np
+
 from jaxrl.errors import UserError
-from jaxrl.formats import hub
+from jaxrl.formats import hub, weights
+from jaxrl.formats.hub_names import HubName, model_name
 
 WEIGHTS = (
     "model.safetensors",
@@ -17,17 +23,17 @@ WEIGHTS = (
 )
 
 
-def find_folder(path: str | os.PathLike[str], weights: bool = False) -> Path:
+def find_folder(path: str | os.PathLike[str], fetch: bool = False) -> Path:
     """The model folder of that name: a folder, `package:NAME` for the one with weights inside an
     installed Python package, which is not imported, or a name on a hub (`formats.hub`).
 
     Args:
-        weights: also fetch the weights of a model on a hub.
+        fetch: also the weights of a model on a hub.
     """
     name = os.fspath(path)
-    on_hub = hub.model_name(name)
+    on_hub = model_name(name)
     if on_hub is not None:
-        return hub.with_weights(on_hub) if weights else hub.folder(on_hub)
+        return hub.with_weights(on_hub) if fetch else hub.folder(on_hub)
     kind, colon, package = name.partition(":")
     if colon and kind == "package":
         return _in_package(name, package)
@@ -65,3 +71,48 @@ def _in_package(name: str, package: str) -> Path:
 def has_weights(folder: Path) -> bool:
     """Whether weights lie in the folder, in a format that is read."""
     return any((folder / name).is_file() for name in WEIGHTS)
+
+
+def open_tensors(
+    name: str,
+    place: Path,
+    read: Callable[[Path], weights.Tensors],
+    shapes: dict[str, tuple[int, ...]],
+) -> weights.Tensors:
+    """The tensors in a model's folder, after a check of their names and shapes. Those of a model on
+    a hub whose weights are not here are fetched, and checked, once one of them is needed.
+
+    Args:
+        name: the model's, as it was given.
+        read: opens the folder.
+    """
+    on_hub = model_name(name)
+    if on_hub is not None and not hub.is_whole(hub.pin(on_hub), place):
+        return Unfetched(on_hub, read, shapes)
+    tensors = read(place)
+    weights.check(tensors, shapes)
+    return tensors
+
+
+@dataclass(frozen=True)
+class Unfetched:
+    """The tensors of a model on a hub: the first that is asked for has all of them fetched."""
+
+    name: HubName
+    open: Callable[[Path], weights.Tensors]
+    shapes: dict[str, tuple[int, ...]]
+
+    @cached_property
+    def tensors(self) -> weights.Tensors:
+        found = self.open(hub.with_weights(self.name))
+        weights.check(found, self.shapes)
+        return found
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        return self.tensors.shape(name)
+
+    def read(self, name: str, index: weights.Index) -> np.ndarray:
+        return self.tensors.read(name, index)
+
+    def file(self, name: str) -> Path:
+        return self.tensors.file(name)

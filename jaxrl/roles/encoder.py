@@ -47,7 +47,7 @@ class Encoder:
         Raises:
             UserError: nothing there, or nothing that can be loaded.
         """
-        self.config, folder = read_encoder(find_folder(path, weights=True))
+        self.config, folder = read_encoder(find_folder(path, fetch=True))
         self.tokenizer: Tokenizer = load_tokenizer(folder)
         if self.tokenizer is None:
             raise UserError(f"encoder {os.fspath(path)!r}: no tokenizer.json in {folder}")

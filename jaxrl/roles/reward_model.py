@@ -22,8 +22,8 @@ from jax.typing import DTypeLike
 from jaxrl.data.example import Message
 from jaxrl.data.tokenizer import Tokenizer, as_messages, has_template, load_tokenizer, render_chat
 from jaxrl.errors import UserError
-from jaxrl.formats import hf, hub, weights
-from jaxrl.formats.places import find_folder
+from jaxrl.formats import hf, weights
+from jaxrl.formats.places import find_folder, open_tensors
 from jaxrl.formats.torch_bin import open_weights
 from jaxrl.models import decoder
 from jaxrl.models.batching import Progress, run_batches
@@ -73,7 +73,7 @@ def open_reward(path: str | os.PathLike[str]) -> RewardSource:
     """
     folder, config = read_reward(path)
     shapes = weights.tensor_shapes(config) | {HEAD: (1, config.d_model)}
-    tensors = hub.open_tensors(os.fspath(path), folder, open_weights, shapes)
+    tensors = open_tensors(os.fspath(path), folder, open_weights, shapes)
     return RewardSource(os.fspath(path), folder, config, tensors)
 
 

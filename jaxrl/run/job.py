@@ -19,7 +19,7 @@ from jaxrl.data.source import Split, open_source
 from jaxrl.data.stream import EvalSet, PromptStream
 from jaxrl.data.tokenizer import Tokenizer, check_same_prompts, check_same_vocabulary, decode
 from jaxrl.errors import UserError, user_input
-from jaxrl.formats import hub
+from jaxrl.formats.hub_names import data_name
 from jaxrl.formats.places import find_folder
 from jaxrl.models.encoder_config import read_encoder
 from jaxrl.models.kernels import Target
@@ -291,7 +291,7 @@ def _data_sources(config: Config) -> Iterator[tuple[str, Sequence[str], Split]]:
 
 def _here(label: str, sources: Sequence[str], split: Split) -> list[str]:
     """Those of the sources that are not to be fetched first."""
-    names = [(text, hub.data_name(text)) for text in sources]
+    names = [(text, data_name(text)) for text in sources]
     try:
         return [text for text, name in names if name is None or hub_sets.is_here(name, split)]
     except UserError as error:

@@ -19,7 +19,7 @@ from jaxrl.data import hub_sets
 from jaxrl.data.example import Split
 from jaxrl.errors import UserError
 from jaxrl.formats import hub
-from jaxrl.formats.hub import HubName
+from jaxrl.formats.hub_names import HubName, data_name, model_name
 from jaxrl.run.run_dir import recorded_config
 
 MB = 1e6
@@ -105,7 +105,7 @@ def _find(key: str, name: HubName) -> str:
 
 
 def _on_hub(key: str, text: str) -> HubName | None:
-    return hub.model_name(text) if key in MODELS else hub.data_name(text)
+    return model_name(text) if key in MODELS else data_name(text)
 
 
 def _recorded(config: Config) -> dict[HubName, HubName]:

@@ -25,7 +25,7 @@ from jaxrl.checkpoint.source import load_model, resolve_model
 from jaxrl.errors import UserError
 from jaxrl.formats import hf, weights
 from jaxrl.formats import hub as hub_module
-from jaxrl.formats.hub import HubName, data_name, model_name
+from jaxrl.formats.hub_names import HubName, data_name, model_name
 from jaxrl.formats.torch_bin import open_weights
 from jaxrl.roles.encoder import embed
 from jaxrl.roles.reward_model import score
@@ -327,8 +327,8 @@ def test_a_half_written_file_is_fetched_again(
 
 FETCH = """
 import sys
-from jaxrl.formats import hub
-hub.with_weights(hub.model_name(sys.argv[1]))
+from jaxrl.formats import hub, hub_names
+hub.with_weights(hub_names.model_name(sys.argv[1]))
 """
 
 
