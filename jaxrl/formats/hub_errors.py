@@ -68,7 +68,7 @@ def _why(name: HubName, error: BaseException) -> str:
         reason = " ".join(str(causes[-1]).split())[:120]
         return (
             f"{name.asked}: {here}{hub} cannot be reached ({reason}); check the network and"
-            f" HF_ENDPOINT; {KEPT}"
+            " HF_ENDPOINT"
         )
     reason = " ".join(str(error).split())[:160] or type(error).__name__
     return f"{name.asked}: the download from {hub} broke off ({reason}); {KEPT}"
