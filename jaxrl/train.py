@@ -65,7 +65,7 @@ def dry_run(config: Config, rewards: Sequence[Callable[..., object]] = ()) -> Pl
     from jaxrl.run.attempt import plan_run, refusals
 
     config, given = bind(config, rewards)
-    plan = plan_run(config)
+    plan = plan_run(config, dry=True)
     return replace(plan, refusals=refusals(plan.config, given))
 
 
@@ -106,7 +106,7 @@ def print_plan(config: Config) -> None:
     """
     from jaxrl.run.attempt import plan_run, refusals
 
-    plan = plan_run(config)
+    plan = plan_run(config, dry=True)
     print(plan.text(), flush=True)
     found = [*plan.misfit, *refusals(plan.config, {})]
     if found:

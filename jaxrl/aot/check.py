@@ -245,7 +245,7 @@ def check(
     prepare()
     with silenced():
         target = machine(name)
-    config, on_hub = with_commits(config)
+    config, on_hub = with_commits(config, dry=True)
     for note in on_hub:
         progress(note)
     report = compiled_report(config, target, progress)

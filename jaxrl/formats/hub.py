@@ -35,6 +35,8 @@ DESCRIPTION = (
     *("modules.json", "sentence_bert_config.json", "[0-9]_*/config.json"),
 )
 """Patterns of the files that a plan and a tokenizer are made of."""
+ANSWER_S = 5.0
+"""Longest wait for an answer that a run can do without."""
 README = "README.md"
 CARD = (README, ".gitattributes")
 """What is fetched of a repository to have its list of files; it may lack the first."""
@@ -57,6 +59,19 @@ def pin(name: HubName) -> HubName:
             name.repo, repo_type=name.kind, revision=revision, local_files_only=is_offline()
         )
     return replace(name, revision=revision, commit=found.resolved)
+
+
+def newest(name: HubName) -> str | None:
+    """The commit that a name's revision is now; None where the hub does not say so soon."""
+    from huggingface_hub import HfApi
+
+    revision = name.revision or "main"
+    with suppress(Exception):  # whatever keeps it from saying so
+        info = HfApi().repo_info(
+            name.repo, repo_type=name.kind, revision=revision, timeout=ANSWER_S
+        )
+        return info.sha
+    return None
 
 
 def pinned(text: str) -> str:

@@ -50,10 +50,14 @@ from jaxrl.telemetry.trackers import check_trackers
 AGAIN = "nothing to do. A larger steps resumes it; --resume never starts over"
 
 
-def plan_run(config: Config) -> Plan:
+def plan_run(config: Config, dry: bool = False) -> Plan:
     """The plan of a run, from the models' `config.json` and the devices. Its config names the
-    commits of what is on a hub."""
-    config, notes = with_commits(config)
+    commits of what is on a hub.
+
+    Args:
+        dry: for the plan alone, whether the run's data can be found or not.
+    """
+    config, notes = with_commits(config, dry)
     plan = make_plan(config, needed_roles(config), devices_for(config))
     return replace(plan, notes=(*notes, *plan.notes))
 

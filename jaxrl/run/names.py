@@ -8,7 +8,6 @@ So the workers of a run use the same files on every host, and so does the run wh
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,16 +28,20 @@ SHOWN = 12
 """Characters of a commit in messages."""
 
 
-def with_commits(config: Config) -> tuple[Config, tuple[str, ...]]:
+def with_commits(config: Config, dry: bool = False) -> tuple[Config, tuple[str, ...]]:
     """The config with a commit in every name on a hub, and a message about each. The configs and
     tokenizers of its models are then in the hub's cache; weights and data need not be.
 
+    Args:
+        dry: leave the names of data that cannot be found as they are, for a plan without them.
+
     Raises:
-        UserError: there is no such model, or no access to it; the key is named.
+        UserError: there is no such model or data set, or no access to it; the key is named.
     """
     recorded = _recorded(config)
     pins = dict(recorded)
     notes: list[str] = []
+    newest: dict[HubName, str | None] = {}
 
     def pin(key: str, text: str) -> str:
         name = _on_hub(key, text)
@@ -51,11 +54,14 @@ def with_commits(config: Config) -> tuple[Config, tuple[str, ...]]:
             found = replace(pins[repo], rest=name.rest)
             size = _find(key, found)
         except UserError as error:
-            if key in DATA:  # whoever opens them says so, after the plan
+            if dry and key in DATA:  # whoever opens them says so, after the plan
                 return text
             raise UserError(f"{key}: {error}") from error
-        moved = _moved(name, found) if repo in recorded else ""
-        notes.append(f"{key}: {name.asked} {moved or _is(found)}; {size}")
+        if repo in recorded and name.sha is None and None not in newest.values():
+            newest[repo] = hub.newest(name)  # a hub that does not answer is asked once
+        moved = _moved(name, found, newest.get(repo))
+        commit = (found.sha or "")[:SHOWN]
+        notes.append(f"{key}: {moved or f'{name.asked} is commit {commit}'}; {size}")
         return str(found)
 
     mapping = _changed(config, pin)
@@ -124,19 +130,12 @@ def _recorded(config: Config) -> dict[HubName, HubName]:
     return found
 
 
-def _is(found: HubName) -> str:
-    assert found.sha is not None, "pinned"
-    return f"is commit {found.sha[:SHOWN]}"
-
-
-def _moved(name: HubName, found: HubName) -> str:
-    """Of a run that resumes: whether the revision is another commit by now."""
-    before, now = found.sha, None
-    with suppress(UserError):  # it is not needed
-        now = hub.pin(name).sha
-    if before is None or now is None or now == before:
+def _moved(name: HubName, before: HubName, now: str | None) -> str:
+    """The message about a revision that is another commit than when the run began."""
+    old = before.sha
+    if old is None or now is None or now == old:
         return ""
     return (
-        f"was commit {before[:SHOWN]} when the run began, and is {now[:SHOWN]} now: the run keeps"
-        f" {before[:SHOWN]}"
+        f"{name.asked} was commit {old[:SHOWN]} when the run began, and is {now[:SHOWN]} now: the"
+        f" run keeps {old[:SHOWN]}"
     )

@@ -106,19 +106,26 @@ def test_a_run_is_refused_in_a_line_that_names_the_key(
 def test_a_run_resumes_with_its_commit_though_the_branch_has_moved(
     full: Hub, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    add_data(full)
     before = full.repos["org/student"].refs["main"]
+    of_data = full.repos["datasets/openai/gsm8k"].refs["main"]
+    data = ["data.train=hf:openai/gsm8k:main:train", "data.prompt_key=question"]
+    data += ["data.completion_key=answer", "data.answer_key=none"]
 
     def run(*overrides: str) -> JsonObject:
         hub_module._snapshot.cache_clear()
-        train(Config.load(None, [*SFT, "run_dir=run", *overrides]))
+        train(Config.load(None, [*SFT, *data, "run_dir=run", *overrides]))
         return yaml_text.read_mapping(tmp_path / "run" / "config.yaml")
 
     assert run("steps=1")["student"]["model"] == f"org/student@main@{before}"
     files = {path.name: path.read_bytes() for path in models["org/student"].iterdir()}
     files["model.safetensors"] = files["model.safetensors"][:-1] + b"\1"
     after = full.add("org/student", files)
+    full.add("datasets/openai/gsm8k", {"main/train.jsonl": '{"question": "?", "answer": "!"}'})
     full.asked.clear()
-    assert run("steps=2")["student"]["model"] == f"org/student@main@{before}"
+    resumed = run("steps=2")
+    assert resumed["student"]["model"] == f"org/student@main@{before}"
+    assert resumed["data"]["train"] == [f"hf:openai/gsm8k@main@{of_data}:main:train"]
     assert full.fetched() == []
     log = (tmp_path / "run" / "log.txt").read_text()
     said = f"org/student was commit {before[:12]} when the run began, and is {after[:12]} now"
