@@ -49,7 +49,8 @@ def _why(name: HubName, error: BaseException) -> str:
             " to a token that may read it"
         )
     if first(errors.RemoteEntryNotFoundError):
-        return f"{name.asked}: the repository on {hub} has no file {name.rest.removeprefix('/')}"
+        file = name.rest.removeprefix("/") if name.kind == "model" else "that its list has"
+        return f"{name.asked}: the repository on {hub} has no file {file}"
     if constants.HF_HUB_OFFLINE:
         return not_cached(name)
     status = first(errors.HfHubHTTPError)

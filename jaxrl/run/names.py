@@ -7,7 +7,7 @@ So the workers of a run use the same files on every host, and so does the run wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -87,8 +87,12 @@ def fetch_models(config: Config) -> None:
     _changed(config, fetch)
 
 
-def _changed(config: Config, change: Any) -> dict[str, Any]:
-    """The config as a mapping, with the names of its models and data changed."""
+def _changed(config: Config, change: Callable[[str, str], str]) -> dict[str, Any]:
+    """The config as a mapping, with the names of its models and data changed.
+
+    Args:
+        change: (key, text) -> text.
+    """
     mapping = config.model_dump(mode="json")
     embeds = config.learns_from_rewards and config.policy.advantages == "similarity"
     for key in (*MODELS, *DATA):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import pickle
 import shutil
@@ -306,6 +307,16 @@ def test_a_download_that_breaks_off_loses_nothing_that_is_whole(
 
 def hub_has_half_files() -> list[Path]:
     return list(Path(constants.HF_HUB_CACHE).rglob("*.incomplete"))
+
+
+def test_a_full_disk_is_named(model: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.add("org/tiny", model)
+
+    def full(*args: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("huggingface_hub.file_download.http_get", full)
+    refused("org/tiny", constants.HF_HUB_CACHE, "No space left", "HF_HOME")
 
 
 def test_a_half_written_file_is_fetched_again(
