@@ -83,7 +83,8 @@ THEIRS: dict[str, str] = {
     "reward.overlong_buffer": "overlong_buffer overlong_buffer.len",
     "reward.overlong_penalty": "overlong_buffer.penalty_factor",
     "student.model": (
-        "model_name_or_path model_revision pretrain actor_rollout_ref.model.path model.path model_id"
+        "model_name_or_path model_revision pretrain actor_rollout_ref.model.path model.path "
+        "model_id"
     ),
     "teacher.model": "teacher_model_name_or_path teacher_model",
     "data.train": "train_files dataset_name dataset_config train_dataset prompt_data",
