@@ -230,10 +230,13 @@ class _Held(Exception):
 
 
 def recorded_config(config: Config) -> dict[str, Any]:
-    """The config of the run that this one would resume, as a mapping; empty where it starts one."""
+    """The config of the run that this one would resume, as a mapping; empty where it starts one,
+    or where that config cannot be read, which `find_run` reports."""
     if config.resume == "never" or not _holds_run(config.run_path):
         return {}
-    return _written_config(config.run_path) or {}
+    with suppress(UserError):
+        return _written_config(config.run_path) or {}
+    return {}
 
 
 def _written_config(path: Path) -> dict[str, Any] | None:
