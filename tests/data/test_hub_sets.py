@@ -133,6 +133,14 @@ def test_what_goes_wrong_is_one_line(sets: Hub, spec: str, words: str) -> None:
         assert word in text
 
 
+def test_the_hubs_own_conversion_is_a_branch(hub: Hub) -> None:
+    hub.add("datasets/org/set", {"data.csv": "a,b"})
+    converted = {"main/train/0000.parquet": parquet(math_rows(2))}
+    commit = hub.add("datasets/org/set", converted, branch="refs/convert/parquet")
+    for name in ("refs/convert/parquet", f"refs/convert/parquet@{commit}", commit):
+        assert len(open_source(f"hf:org/set@{name}:main:train", keys=MATH)) == 2
+
+
 def test_a_part_of_a_set_is_not_taken_for_the_whole(
     sets: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
