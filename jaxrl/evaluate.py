@@ -83,7 +83,7 @@ def _parser() -> cli.Parser:
     add(
         "model",
         metavar="MODEL",
-        help="HF folder, .gguf file, run directory, RUN/checkpoints/STEP, package:NAME or"
+        help="HF folder, hub id, .gguf file, run directory, RUN/checkpoints/STEP, package:NAME or"
         " builtin:student",
     )
     add(
@@ -123,4 +123,4 @@ def main(argv: Sequence[str]) -> None:
 make_callable(__name__, evaluate)
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main))
+    cli.leave(cli.run(main))

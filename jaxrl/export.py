@@ -8,7 +8,6 @@ and the last: a shallower student of the same tokenizer.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -66,7 +65,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument(
         "source",
         metavar="SOURCE",
-        help="HF folder, .gguf file, run directory, builtin:teacher or package:NAME",
+        help="HF folder, hub id, .gguf file, run directory, builtin:teacher or package:NAME",
     )
     parser.add_argument("dest", metavar="DEST", help="folder to write")
     parser.add_argument("--layers", type=int, metavar="K", help="keep K evenly spaced layers")
@@ -123,4 +122,4 @@ def _check_destination(destination: Path, force: bool) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main))
+    cli.leave(cli.run(main))

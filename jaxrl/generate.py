@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -102,7 +101,7 @@ def main(argv: Sequence[str]) -> None:
 def _parser() -> cli.Parser:
     parser = cli.Parser("jaxrl.generate", __doc__ or "")
     add = parser.add_argument
-    add("model", metavar="MODEL", help="HF folder, .gguf file, run directory, builtin:teacher, ...")
+    add("model", metavar="MODEL", help="HF folder, hub id, .gguf file, run directory, ...")
     add("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be repeated")
     add("--prompts", metavar="FILE.jsonl", help="rows with `prompt` (text) or `messages` (a chat)")
     add("--chat", action="store_true", help="text prompts become a user's turn of a chat")
@@ -124,4 +123,4 @@ def _parser() -> cli.Parser:
 make_callable(__name__, generate)
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main))
+    cli.leave(cli.run(main))

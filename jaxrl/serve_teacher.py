@@ -133,7 +133,7 @@ def _parser() -> cli.Parser:
     add = parser.add_argument
     add(
         "--model",
-        help="the only teacher: HF folder, .gguf file, run directory, builtin:teacher, ...",
+        help="the only teacher: HF folder, hub id, .gguf file, run directory, builtin:teacher, ...",
     )
     add(
         "--teacher",

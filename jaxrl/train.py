@@ -65,7 +65,8 @@ def dry_run(config: Config, rewards: Sequence[Callable[..., object]] = ()) -> Pl
     from jaxrl.run.attempt import plan_run, refusals
 
     config, given = bind(config, rewards)
-    return replace(plan_run(config), refusals=refusals(config, given))
+    plan = plan_run(config, dry=True)
+    return replace(plan, refusals=refusals(plan.config, given))
 
 
 def train(
@@ -105,9 +106,9 @@ def print_plan(config: Config) -> None:
     """
     from jaxrl.run.attempt import plan_run, refusals
 
-    plan = plan_run(config)
+    plan = plan_run(config, dry=True)
     print(plan.text(), flush=True)
-    found = [*plan.misfit, *refusals(config, {})]
+    found = [*plan.misfit, *refusals(plan.config, {})]
     if found:
         raise UserError("\n".join(found))
 

@@ -10,6 +10,7 @@ a program's key in the compile cache holds all flags.
 import gc
 import os
 import tempfile
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -17,6 +18,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # processes that no run takes
 os.environ.setdefault("RAY_worker_niceness", "0")  # 15 has them wait for the other tests
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the public hub for a name that it has misspelt
 # A hundred processes import jaxrl: its bytecode is kept, also where images of Python forbid that.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ["XLA_FLAGS"] = " ".join(
@@ -32,6 +34,7 @@ if version("jaxlib").startswith("0.10."):  # 0.12 has one emitter, and refuses t
 import jax
 import pytest
 import shape_checks
+from hub_server import Hub
 
 shape_checks.install()
 
@@ -77,3 +80,30 @@ def pytest_collection_finish() -> None:
 def own_ledger():
     """Roles that a test makes outside of a worker are not held by this thread's ledger for ever."""
     ledger.use(ledger.Ledger())
+
+
+@pytest.fixture(scope="session")
+def hub_server() -> Iterator[Hub]:
+    server = Hub()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def hub(hub_server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    """An empty hub behind HF_ENDPOINT, and an empty cache, for this process and those it starts."""
+    from huggingface_hub import constants
+
+    hub_server.reset()
+    home = tmp_path / "hub_home"
+    for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_ENDPOINT", hub_server.url)
+    monkeypatch.setenv("HF_HOME", str(home))
+    monkeypatch.setattr(constants, "ENDPOINT", hub_server.url)
+    template = hub_server.url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(home / "token"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    return hub_server

@@ -37,6 +37,7 @@ from jaxrl.plan.advice import Change
 from jaxrl.plan.inputs import GB
 from jaxrl.process.gpu_memory import gpu_share
 from jaxrl.process.quiet_import import silenced
+from jaxrl.run.names import with_commits
 from jaxrl.sharding.mesh import Visible
 
 MB = 1e6
@@ -245,6 +246,9 @@ def check(
     prepare()
     with silenced():
         target = machine(name)
+    config, on_hub = with_commits(config, dry=True)
+    for note in on_hub:
+        progress(note)
     report = compiled_report(config, target, progress)
     if not suggest:
         return report

@@ -18,13 +18,14 @@ from jaxtyping import ArrayLike, Bool, Float, Int
 from jaxrl.checkpoint import store
 from jaxrl.checkpoint.tensors import SavedTensors
 from jaxrl.errors import UserError
-from jaxrl.formats import hf, weights
+from jaxrl.formats import hf, hub, weights
 from jaxrl.formats.converted import Converted, Scratch
+from jaxrl.formats.hub_names import model_name
+from jaxrl.formats.places import open_tensors, package_folder
 from jaxrl.losses.head import logprobs_from_hidden
 from jaxrl.models import decoder
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Layout, Params
-from jaxrl.models.encoder_config import package_folder
 from jaxrl.sharding.axes import ROWS, row_shards
 
 BUILTIN = ("teacher", "student")
@@ -38,7 +39,7 @@ class ModelSource:
     """A checkpoint that was found and understood, of which no weight has been read."""
 
     name: str
-    """As the user gave it."""
+    """As the user gave it; with its commit where it is on a hub."""
     path: Path
     """The folder or the GGUF file."""
     config: DecoderConfig
@@ -85,13 +86,14 @@ def resolve_model(path: str | os.PathLike[str]) -> ModelSource:
     Args:
         path: a Hugging Face folder, a `.gguf` file, a run directory (its `final` folder or else
             its newest checkpoint), a checkpoint `RUN/checkpoints/STEP`, `builtin:teacher`,
-            `builtin:student`, or `package:NAME` for the GGUF file inside an installed Python
-            package.
+            `builtin:student`, `package:NAME` for the GGUF file inside an installed Python package,
+            or a name on a hub (`formats.hub`), of which only config and tokenizer are fetched: the
+            weights follow when they are loaded.
 
     Raises:
         UserError: nothing there, or nothing that can be loaded.
     """
-    name = os.fspath(path)
+    name = hub.pinned(os.fspath(path))
     place = _locate(name)
     if place.suffix == ".gguf":
         from jaxrl.formats.gguf import open_gguf
@@ -103,8 +105,8 @@ def resolve_model(path: str | os.PathLike[str]) -> ModelSource:
         return _checkpoint(name, place)
     config = hf.read_config(place)
     tokenizer = place if hf.has_tokenizer(place) else None
-    tensors = hf.SafetensorsFolder(place)
-    weights.check(tensors, weights.tensor_shapes(config))
+    shapes = weights.tensor_shapes(config)
+    tensors = open_tensors(name, place, hf.SafetensorsFolder, shapes)
     return ModelSource(name, place, config, tensors, tokenizer)
 
 
@@ -132,11 +134,15 @@ def _locate(name: str) -> Path:
         return Path(__file__).parent.parent / "assets" / rest
     if colon and kind == "package":
         return _in_package(name, rest)
+    on_hub = model_name(name)
+    if on_hub is not None:
+        return hub.folder(on_hub)
     place = Path(name).expanduser()
     if not place.exists():
         raise UserError(
             f"model {name!r}: there is no such file or folder; give a Hugging Face folder,"
-            " a .gguf file, a run directory, builtin:teacher, builtin:student or package:NAME"
+            " a .gguf file, a run directory, builtin:teacher, builtin:student, package:NAME, or the"
+            " name of a model on the hub, as in ORG/NAME"
         )
     if place.is_file() and place.suffix != ".gguf":
         raise UserError(f"model {name!r} is a file, but not a .gguf; give the folder it is in")

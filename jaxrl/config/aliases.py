@@ -82,9 +82,12 @@ THEIRS: dict[str, str] = {
     "reward.truncated": "mask_truncated_completions overlong_filtering",
     "reward.overlong_buffer": "overlong_buffer overlong_buffer.len",
     "reward.overlong_penalty": "overlong_buffer.penalty_factor",
-    "student.model": "model_name_or_path pretrain actor_rollout_ref.model.path model.path model_id",
+    "student.model": (
+        "model_name_or_path model_revision pretrain actor_rollout_ref.model.path model.path "
+        "model_id"
+    ),
     "teacher.model": "teacher_model_name_or_path teacher_model",
-    "data.train": "train_files dataset_name train_dataset prompt_data",
+    "data.train": "train_files dataset_name dataset_config train_dataset prompt_data",
     "data.eval": "val_files eval_dataset",
     "data.chat": "apply_chat_template",
     "data.long_prompts": "filter_overlong_prompts data.truncation truncation",

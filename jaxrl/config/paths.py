@@ -9,23 +9,24 @@ from pathlib import Path
 from typing import Any
 
 FUNCTIONS = "reward.functions"
-KEYS = (
-    *("algorithm", "student.model", "teacher.model", "teacher.cache", "teachers", "reward.model"),
-    *("grouper.model", "data.train", "data.eval", "data.few_shot", FUNCTIONS),
-)
+MODELS = ("student.model", "teacher.model", "teachers", "reward.model", "grouper.model")
+"""Keys that name models."""
+DATA = ("data.train", "data.eval", "data.few_shot")
+"""Keys that name data."""
+KEYS = ("algorithm", "teacher.cache", *MODELS, *DATA, FUNCTIONS)
 """Keys whose values may be paths of what a run reads."""
 
 
 def beside(mapping: dict[str, Any], folder: Path) -> dict[str, Any]:
     """A config file's mapping, in which paths that exist in its folder are absolute."""
     for key in KEYS:
-        mapping = _changed(mapping, key.split("."), lambda text: _absolute(text, folder))
+        mapping = changed(mapping, key, lambda text: _absolute(text, folder))
     return mapping
 
 
 def functions_here(mapping: dict[str, Any]) -> dict[str, Any]:
     """With the paths of reward functions absolute, so that a run can be resumed from any folder."""
-    return _changed(mapping, FUNCTIONS.split("."), lambda text: _absolute(text, Path.cwd()))
+    return changed(mapping, FUNCTIONS, lambda text: _absolute(text, Path.cwd()))
 
 
 def same_functions(before: object, now: object) -> bool:
@@ -33,6 +34,12 @@ def same_functions(before: object, now: object) -> bool:
     if not isinstance(before, list) or not isinstance(now, list):
         return False
     return [_file_name(text) for text in before] == [_file_name(text) for text in now]
+
+
+def changed(mapping: dict[str, Any], key: str, change: Callable[[str], str]) -> dict[str, Any]:
+    """A mapping with each text under a key changed."""
+    found: dict[str, Any] = _changed(mapping, key.split("."), change)
+    return found
 
 
 def _changed(value: Any, path: list[str], change: Callable[[str], str]) -> Any:

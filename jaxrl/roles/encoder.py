@@ -14,11 +14,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.formats.bert import load as load_bert
+from jaxrl.formats.places import find_folder
 from jaxrl.formats.torch_bin import open_weights
 from jaxrl.models import bert
 from jaxrl.models.batching import Progress, run_batches
 from jaxrl.models.decoder import Params
-from jaxrl.models.encoder_config import EncoderConfig, find_folder, read_encoder
+from jaxrl.models.encoder_config import EncoderConfig, read_encoder
 from jaxrl.sharding.ledger import current
 
 BATCH_TOKENS = 4096
@@ -37,7 +38,8 @@ class Encoder:
     ):
         """
         Args:
-            path: a Hugging Face or sentence-transformers folder, or `package:NAME`.
+            path: a Hugging Face or sentence-transformers folder, `package:NAME`, or a name on a
+                hub.
             mesh: axes (data, fsdp, tensor); None for one device.
             dtype: of weights and computation.
             batch_tokens: tokens of a batch on one device, padding included.
@@ -45,7 +47,7 @@ class Encoder:
         Raises:
             UserError: nothing there, or nothing that can be loaded.
         """
-        self.config, folder = read_encoder(find_folder(path))
+        self.config, folder = read_encoder(find_folder(path, fetch=True))
         self.tokenizer: Tokenizer = load_tokenizer(folder)
         if self.tokenizer is None:
             raise UserError(f"encoder {os.fspath(path)!r}: no tokenizer.json in {folder}")

@@ -23,12 +23,13 @@ from jaxrl.data.example import Message
 from jaxrl.data.tokenizer import Tokenizer, as_messages, has_template, load_tokenizer, render_chat
 from jaxrl.errors import UserError
 from jaxrl.formats import hf, weights
+from jaxrl.formats.places import find_folder, open_tensors
 from jaxrl.formats.torch_bin import open_weights
 from jaxrl.models import decoder
 from jaxrl.models.batching import Progress, run_batches
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Params
-from jaxrl.models.encoder_config import find_folder, read_json
+from jaxrl.models.encoder_config import read_json
 from jaxrl.sharding.ledger import current
 from jaxrl.sharding.reshard import put
 
@@ -64,14 +65,15 @@ def open_reward(path: str | os.PathLike[str]) -> RewardSource:
     """Finds a reward model and checks the list of its tensors against its config.
 
     Args:
-        path: a Hugging Face folder, or `package:NAME` for the one in an installed package.
+        path: a Hugging Face folder, `package:NAME` for the one in an installed package, or a name
+            on a hub.
 
     Raises:
         UserError: as `read_reward`; or tensors that are missing or of other shapes.
     """
     folder, config = read_reward(path)
-    tensors = open_weights(folder)
-    weights.check(tensors, weights.tensor_shapes(config) | {HEAD: (1, config.d_model)})
+    shapes = weights.tensor_shapes(config) | {HEAD: (1, config.d_model)}
+    tensors = open_tensors(os.fspath(path), folder, open_weights, shapes)
     return RewardSource(os.fspath(path), folder, config, tensors)
 
 

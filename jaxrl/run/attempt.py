@@ -30,6 +30,7 @@ from jaxrl.run.depends import dependencies
 from jaxrl.run.job import Job, check_job, make_job
 from jaxrl.run.launch import devices_for, start_roles
 from jaxrl.run.loop import Loop
+from jaxrl.run.names import fetch_models, with_commits
 from jaxrl.run.records import Records
 from jaxrl.run.run_dir import (
     SESSIONS_FILE,
@@ -49,9 +50,16 @@ from jaxrl.telemetry.trackers import check_trackers
 AGAIN = "nothing to do. A larger steps resumes it; --resume never starts over"
 
 
-def plan_run(config: Config) -> Plan:
-    """The plan of a run, from the models' `config.json` and the devices."""
-    return make_plan(config, needed_roles(config), devices_for(config))
+def plan_run(config: Config, dry: bool = False) -> Plan:
+    """The plan of a run, from the models' `config.json` and the devices. Its config names the
+    commits of what is on a hub.
+
+    Args:
+        dry: for the plan alone, whether the run's data can be found or not.
+    """
+    config, notes = with_commits(config, dry)
+    plan = make_plan(config, needed_roles(config), devices_for(config))
+    return replace(plan, notes=(*notes, *plan.notes))
 
 
 def refusals(config: Config, given: Mapping[str, bytes]) -> tuple[str, ...]:
@@ -84,6 +92,7 @@ def prepare_run(config: Config, given: Mapping[str, bytes] | None = None) -> tup
     if plan.hopeless:
         lines = (*plan.verdict[:1], *plan.advice[:3], "--dry-run shows the plan")
         raise UserError("\n".join(lines))
+    fetch_models(plan.config)
     return make_job(plan.config, given), plan
 
 

@@ -14,6 +14,7 @@ from jaxrl.algorithms.teachers import check_teachers, row_weights
 from jaxrl.checkpoint.digest import digest_model
 from jaxrl.checkpoint.source import ModelSource, resolve_model
 from jaxrl.config.schema import Config
+from jaxrl.data import hub_sets
 from jaxrl.data.alignment import Aligner, Speaker
 from jaxrl.data.source import Split, open_source
 from jaxrl.data.stream import EvalSet, PromptStream
@@ -25,8 +26,10 @@ from jaxrl.data.tokenizer import (
     same_prompts,
 )
 from jaxrl.errors import UserError, user_input
+from jaxrl.formats.hub_names import data_name
+from jaxrl.formats.places import find_folder
 from jaxrl.losses.cells import Cells
-from jaxrl.models.encoder_config import find_folder, read_encoder
+from jaxrl.models.encoder_config import read_encoder
 from jaxrl.models.kernels import Target
 from jaxrl.plan import without_weights
 from jaxrl.rewards.scoring import RewardFunctions
@@ -165,6 +168,97 @@ def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
     Args:
         given: reward functions from Python (`rewards.callables.bind`).
     """
+    found = _models(config)
+    student, teachers, tokenizer = found.student, found.teachers, found.tokenizer
+    vocab_size, cache, served = found.vocab_size, found.cache, found.served
+    eos_ids, aligner, own = found.eos_ids, found.aligner, found.own
+    d, encode = config.data, encoder(config, tokenizer, eos_ids, True, own)
+    source = open_source(d.train, config.seed, "train", keys(config))
+    train = PromptStream(
+        source, encode, config.batch_size, config.seed, d.shuffle, weights=d.weights
+    )
+    if method_of(config).reads_completions(config):
+        train.check_completions()
+    # Without evaluations of the teacher, its prompts decide nothing about the held-out sets; and
+    # where they are about attempts, it is evaluated with the student's.
+    evaluated = config.eval.teacher and not config.teacher_gets_feedback
+    read = encode if evaluated else replace(encode, teacher=None)
+    held_out = held_out_sets(config, read)
+    prompts = [*train.batch(0), *(prompt for one in held_out for prompt in one.prompts)]
+    notes: list[str | None] = []
+    if aligner is not None:
+        common = int((aligner.to_teacher >= 0).sum())
+        notes.append(
+            f"teacher.tokenizer=own: {common:,} of the student's {vocab_size:,} tokens are also the"
+            " teacher's; completions are aligned by bytes"
+        )
+    elif config.teacher.tokenizer == "own":
+        notes.append("teacher.tokenizer=own: the teacher has the student's tokens, one by one")
+    if config.learns_from_rewards:
+        notes += _check_rewards(config, train, given or {})
+    for name, their_tokenizer in found.theirs.items() if own is None else ():
+        with _about(name, teachers):
+            check_same_prompts(tokenizer, their_tokenizer, prompts)
+    if cache is not None:
+        digest = digest_model(teachers["teacher"].path) if teachers else None
+        rows = train.rows(i for i in range(config.steps) if not on_policy(config, i))
+        notes += check_cache(config, cache, digest, vocab_size, rows)
+        if not teachers and config.eval.teacher and held_out:
+            notes.append("scores on disk answer nothing: the teacher's accuracy is not evaluated")
+    for name, info in served.items():
+        notes.append(check_remote_prompts(config, info, tokenizer, prompts, vocab_size, name))
+        if config.eval.teacher and held_out:
+            where = remote_place(config, name)
+            notes.append(f"{where} only scores: its own accuracy is not evaluated")
+    if config.data.teacher_key is not None:
+        for where, example in train.examples():
+            row_weights(config, example.columns, where)
+    evaluates, why = _evaluates_teacher(config, teachers, held_out)
+    notes.append(why)
+    return Job(
+        config=config,
+        student=student,
+        teachers=teachers,
+        served=served,
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        eos_ids=eos_ids,
+        pad_id=pad_id(student, eos_ids),
+        teacher_samples=bool(teachers) and (config.distill.seq_kd or evaluates),
+        evaluates_teacher=evaluates,
+        cells=None if aligner is None else aligner.cells,
+        aligner=aligner,
+        opens_thought=decode(tokenizer, prompts[0].tokens).rstrip().endswith("<think>"),
+        given=given or {},
+        train=train,
+        held_out=held_out,
+        judge=verifier(config.data.verifier),
+        notes=tuple(filter(None, notes)),
+        cache=cache,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Models:
+    """The models of a run, whose vocabularies fit together, and their tokenizers."""
+
+    student: ModelSource
+    teachers: Mapping[str, ModelSource]
+    tokenizer: Tokenizer
+    theirs: Mapping[str, Tokenizer]
+    """Of the teachers, and of stored scores without one."""
+    eos_ids: tuple[int, ...]
+    vocab_size: int
+    """As of `Setup`."""
+    cache: ScoreCache | None
+    served: Mapping[str, AnyInfo]
+    aligner: Aligner | None
+    """With a teacher whose tokens are others."""
+    own: Tokenizer | None
+    """The teacher's tokenizer, where it makes other prompts than the student's."""
+
+
+def _models(config: Config) -> _Models:
     student = resolve_model(config.student.model)
     teachers = {name: resolve_model(model) for name, model in config.teacher_models.items()}
     tokenizer = tokenizer_of(student)
@@ -208,80 +302,35 @@ def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
     _check_sizes(config, student, teachers, common)
     if aligner is None and own is not None and same_prompts(tokenizer, own):
         own = None
-    d, encode = config.data, encoder(config, tokenizer, eos_ids, True, own)
-    source = open_source(d.train, config.seed, "train", keys(config))
-    train = PromptStream(
-        source, encode, config.batch_size, config.seed, d.shuffle, weights=d.weights
-    )
-    if method_of(config).reads_completions(config):
-        train.check_completions()
-    # Without evaluations of the teacher, its prompts decide nothing about the held-out sets; and
-    # where they are about attempts, it is evaluated with the student's.
-    evaluated = config.eval.teacher and not config.teacher_gets_feedback
-    read = encode if evaluated else replace(encode, teacher=None)
-    held_out = held_out_sets(config, read)
-    prompts = [*train.batch(0), *(prompt for one in held_out for prompt in one.prompts)]
-    notes: list[str | None] = []
-    if aligner is not None:
-        notes.append(
-            f"teacher.tokenizer=own: {common:,} of the student's {vocab_size:,} tokens are also the"
-            " teacher's; completions are aligned by bytes"
-        )
-    elif config.teacher.tokenizer == "own":
-        notes.append("teacher.tokenizer=own: the teacher has the student's tokens, one by one")
-    if config.learns_from_rewards:
-        notes += _check_rewards(config, train, given or {})
-    for name, their_tokenizer in theirs.items() if own is None else ():
-        with _about(name, teachers):
-            check_same_prompts(tokenizer, their_tokenizer, prompts)
-    if cache is not None:
-        digest = digest_model(teachers["teacher"].path) if teachers else None
-        rows = train.rows(i for i in range(config.steps) if not on_policy(config, i))
-        notes += check_cache(config, cache, digest, vocab_size, rows)
-        if not teachers and config.eval.teacher and held_out:
-            notes.append("scores on disk answer nothing: the teacher's accuracy is not evaluated")
-    for name, info in served.items():
-        notes.append(check_remote_prompts(config, info, tokenizer, prompts, vocab_size, name))
-        if config.eval.teacher and held_out:
-            where = remote_place(config, name)
-            notes.append(f"{where} only scores: its own accuracy is not evaluated")
-    if config.data.teacher_key is not None:
-        for where, example in train.examples():
-            row_weights(config, example.columns, where)
-    evaluates, why = _evaluates_teacher(config, teachers, held_out)
-    notes.append(why)
-    return Job(
-        config=config,
+    return _Models(
         student=student,
         teachers=teachers,
-        served=served,
         tokenizer=tokenizer,
-        vocab_size=vocab_size,
+        theirs=theirs,
         eos_ids=eos_ids,
-        pad_id=pad_id(student, eos_ids),
-        teacher_samples=bool(teachers) and (config.distill.seq_kd or evaluates),
-        evaluates_teacher=evaluates,
-        cells=None if aligner is None else aligner.cells,
-        aligner=aligner,
-        opens_thought=decode(tokenizer, prompts[0].tokens).rstrip().endswith("<think>"),
-        given=given or {},
-        train=train,
-        held_out=held_out,
-        judge=verifier(config.data.verifier),
-        notes=tuple(filter(None, notes)),
+        vocab_size=vocab_size,
         cache=cache,
+        served=served,
+        aligner=aligner,
+        own=own,
     )
 
 
 def check_job(config: Config, given: Mapping[str, bytes]) -> None:
     """Raises the UserError that `make_job` would. Of models that have no weights here, as in a plan
-    for another machine, only `config.json` is known: data and reward functions are checked alone.
+    for another machine, only `config.json` is known, and data on a hub may not have been fetched:
+    then the models, the data that are here and the reward functions are checked each alone.
     """
-    if not without_weights(config):
+    described = bool(without_weights(config))
+    here = {each[0]: _here(*each) for each in _data_sources(config)}
+    if not described and all(len(here[label]) == len(s) for label, s, _ in _data_sources(config)):
         make_job(config, given)
         return
-    for label, sources, split in _data_sources(config):
-        open_source(sources, config.seed, split, keys(config), label)
+    if not described:
+        _models(config)
+    for label, _, split in _data_sources(config):
+        if here[label]:
+            open_source(here[label], config.seed, split, keys(config), label)
     if config.learns_from_rewards:
         with user_input("policy"):
             configured_correction(config)
@@ -305,6 +354,15 @@ def _data_sources(config: Config) -> Iterator[tuple[str, Sequence[str], Split]]:
             yield f"data.eval.{name}", sources, "eval"
     elif d.eval is not None:
         yield "data.eval", d.eval, "eval"
+
+
+def _here(label: str, sources: Sequence[str], split: Split) -> list[str]:
+    """Those of the sources that are not to be fetched first."""
+    names = [(text, data_name(text)) for text in sources]
+    try:
+        return [text for text, name in names if name is None or hub_sets.is_here(name, split)]
+    except UserError as error:
+        raise UserError(f"{label}: {error}") from error
 
 
 def _check_rewards(config: Config, train: PromptStream, given: Mapping[str, bytes]) -> list[str]:

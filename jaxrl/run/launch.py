@@ -30,6 +30,7 @@ from jaxrl.algorithms.signals import Projection
 from jaxrl.checkpoint.source import ModelSource
 from jaxrl.config.schema import Config
 from jaxrl.data.feedback import with_feedback
+from jaxrl.formats import hub
 from jaxrl.models.decoder import Layout
 from jaxrl.models.rules import head_sharding, param_shardings
 from jaxrl.plan import Plan
@@ -168,7 +169,9 @@ def _ray(setup: Setup, plan: Plan, log: Log) -> WorkerGroup:
         startup_s=setup.config.deadlines.startup,
         roles=plan.runs,
         lazy=setup.config.lazy,
-        environment=worker_environment(setup.config.deterministic) | worker_share(),
+        environment=worker_environment(setup.config.deterministic)
+        | worker_share()
+        | hub.environment(),
         protocols=protocols(setup.config),
     )
     try:

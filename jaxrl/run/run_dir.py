@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from jaxrl.checkpoint import store
 from jaxrl.checkpoint.compare import compare
@@ -229,6 +229,23 @@ class _Held(Exception):
     """By whom."""
 
 
+def recorded_config(config: Config) -> dict[str, Any]:
+    """The config of the run that this one would resume, as a mapping; empty where it starts one,
+    or where that config cannot be read, which `find_run` reports."""
+    if config.resume == "never" or not _holds_run(config.run_path):
+        return {}
+    with suppress(UserError):
+        return _written_config(config.run_path) or {}
+    return {}
+
+
+def _written_config(path: Path) -> dict[str, Any] | None:
+    # The newest checkpoint's says what was trained; the folder's own may be of an attempt since.
+    places = [*(folder / store.CONFIG for folder in store.folders(path)[:1]), path / CONFIG_FILE]
+    written = next((place for place in places if place.is_file()), None)
+    return None if written is None else yaml_text.read_mapping(written)
+
+
 def find_run(path: Path, config: Config, depends: Mapping[str, str]) -> RunDir:
     """What the folder holds to resume from; no other process may use it meanwhile."""
     if not _holds_run(path):
@@ -236,11 +253,9 @@ def find_run(path: Path, config: Config, depends: Mapping[str, str]) -> RunDir:
         return RunDir(path, None, (), depends)
     notes: list[str] = []
     changed = []
-    # The newest checkpoint's says what was trained; the folder's own may be of an attempt since.
-    places = [*(folder / store.CONFIG for folder in store.folders(path)[:1]), path / CONFIG_FILE]
-    written = next((place for place in places if place.is_file()), None)
+    written = _written_config(path)
     if written is not None:
-        changed = compare(yaml_text.read_mapping(written), config, path)
+        changed = compare(written, config, path)
     swept = store.sweep(path)
     if swept:
         notes.append(f"removed an unfinished checkpoint: {', '.join(p.name for p in swept)}")

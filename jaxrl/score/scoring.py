@@ -25,6 +25,7 @@ from jaxrl.models.kernels import CPU, default_dtype, target_of
 from jaxrl.plan.inputs import PlanInputs
 from jaxrl.process.compile_cache import enable_compile_cache
 from jaxrl.run.job import Job, Setup, make_job
+from jaxrl.run.names import fetch_models, with_commits
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import ensure_devices, role_meshes
 from jaxrl.sharding.parts import join_parts
@@ -149,6 +150,8 @@ class Scoring:
 def prepare(config: Config, folder: Path, dtype: Stored | None) -> tuple[Scoring, list[str]]:
     """All that can be checked before a weight is read, and messages about it."""
     enable_compile_cache(config.compile_cache)
+    config, on_hub = with_commits(config)
+    fetch_models(config)
     assert config.teacher.model is not None, "the rules of a config with a teacher"
     source, student = resolve_model(config.teacher.model), resolve_model(config.student.model)
     known = parse(config.mesh).roles
@@ -167,4 +170,4 @@ def prepare(config: Config, folder: Path, dtype: Stored | None) -> tuple[Scoring
     stored = dtype or own if config.distill.signal == "hidden" else "float32"
     scoring = Scoring(config, make_job(config), source, mesh, axes["teacher"], folder, stored)
     about = f"{source.name}: {source.config.n_params:,} parameters, {own}, on {axes['teacher']}"
-    return scoring, [about, *filter(None, [seen.note])]
+    return scoring, [*on_hub, about, *filter(None, [seen.note])]

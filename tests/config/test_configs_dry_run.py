@@ -8,11 +8,15 @@ import time
 from pathlib import Path
 
 import pytest
-from large_models import HUGE, LARGE, QWEN, qwen3
+from hub_data import add_data
+from hub_server import Hub
+from large_models import HUGE, LARGE, NAMED, QWEN
+from tiny_tokenizer import CHATML, tiny_tokenizer
 
 from jaxrl.algorithms.methods import needed_roles
 from jaxrl.config import cli
 from jaxrl.config.schema import Config
+from jaxrl.errors import UserError
 from jaxrl.models.config import DecoderConfig
 from jaxrl.plan import Plan, build, make_plan
 from jaxrl.plan.roles import BACKWARD, LOSS, STEP
@@ -21,32 +25,11 @@ from jaxrl.rewards.functions import find
 from jaxrl.runtime.cluster import Host, process_slots
 from jaxrl.sharding.mesh import Visible
 from jaxrl.sharding.placement import place
-from jaxrl.train import main
+from jaxrl.train import dry_run, main
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
 
 
-SIZES = {
-    "Qwen2.5-1.5B-Instruct": QWEN,
-    "Qwen3-1.7B": qwen3(2048, 28, 16, 6144),
-    "Qwen3-4B": qwen3(2560, 36, 32, 9728),
-    "Skywork-Reward-V2-Qwen3-0.6B": qwen3(1024, 28, 16, 3072),
-    "Skywork-Reward-V2-Qwen3-1.7B": qwen3(2048, 28, 16, 6144),
-    "bge-m3": {
-        "model_type": "xlm-roberta",
-        "vocab_size": 250002,
-        "hidden_size": 1024,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 16,
-        "intermediate_size": 4096,
-        "max_position_embeddings": 8194,
-        "type_vocab_size": 1,
-        "layer_norm_eps": 1e-5,
-        "pad_token_id": 1,
-        "hidden_act": "gelu",
-    },
-}
-"""Folder in the configs that learn from rewards -> what its config.json says."""
 CHIPS = (24, 40, 80, 141)
 LONGEST_S = 60
 """Of a dry run; it takes about 4 on a free laptop, and may take 20."""
@@ -114,11 +97,9 @@ def test_a_plan_that_does_not_fit_ends_with_2_after_its_table(tmp_path, capsys, 
 
 def model_folder(folder: Path, name: str) -> str:
     """A folder that has a config.json and nothing else."""
-    place, raw = folder / name, dict(SIZES[name])
+    place = folder / Path(name).name
     place.mkdir()
-    if "Reward" in name:
-        raw |= {"architectures": ["Qwen3ForSequenceClassification"], "num_labels": 1}
-    (place / "config.json").write_text(json.dumps(raw))
+    (place / "config.json").write_text(json.dumps(NAMED[name]))
     return str(place)
 
 
@@ -129,25 +110,11 @@ def described(config: Config, folder: Path) -> list[str]:
         "reward.model": config.reward.model,
         "grouper.model": config.grouper.model,
     }
-    return [f"{key}={model_folder(folder, Path(path).name)}" for key, path in keys.items() if path]
+    return [f"{key}={model_folder(folder, path)}" for key, path in keys.items() if path]
 
 
 REWARDED = sorted(path.stem for path in CONFIGS.glob("qwen*_gspo_*.yaml"))
 REWARDED += sorted(path.stem for path in CONFIGS.glob("qwen*_similarity_*.yaml"))
-
-
-@pytest.mark.parametrize("name", REWARDED)
-def test_configs_that_learn_from_rewards_are_planned_and_fit(name, large_host, tmp_path, capsys):
-    """Every role with its devices and bytes, those on a slice and those that take turns too."""
-    config = Config.load(CONFIGS / f"{name}.yaml")
-    assert config.name == name
-    asked = described(config, tmp_path)
-    path = str(CONFIGS / f"{name}.yaml")
-    assert cli.run(main, ["--config", path, "--dry-run", *asked, *HERE]) == 0
-    printed = capsys.readouterr().out
-    assert "on GPUs of 80 GB, of which jax takes 92%: fits" in printed
-    for role in needed_roles(config):
-        assert re.search(rf"^ .* {role} .* (cpu|gpu) \d", printed, re.MULTILINE), role
 
 
 @pytest.mark.parametrize("name", REWARDED)
@@ -173,6 +140,67 @@ def test_a_config_names_the_same_files_from_any_folder(path, tmp_path, monkeypat
     assert [place for place in ours if place.is_absolute()] == [CONFIGS / text for text in beside]
 
 
+TOKENIZER = {
+    "tokenizer.json": tiny_tokenizer().backend_tokenizer.to_str(),
+    "tokenizer_config.json": json.dumps(
+        {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
+    ),
+    "chat_template.jinja": CHATML,
+}
+
+
+@pytest.fixture
+def public(hub: Hub) -> Hub:
+    """What the configs name, without weights: they would be asked for in vain."""
+    for name, raw in NAMED.items():
+        hub.add(name, TOKENIZER | {"config.json": json.dumps(raw), "model.safetensors": b"weights"})
+    add_data(hub)
+    return hub
+
+
+HERE_ALONE = {
+    "self_distill_warmup": ["data.train=arithmetic"],  # a script makes its other data
+    "qwen2.5_32b_to_7b_two_hosts": ["mesh=actor=2,rollout=2,teacher=4"],  # this process has 8
+    "smollm2_gspo": ["max_prompt_tokens=400"],  # a token for each byte
+    "smollm2_similarity": ["max_prompt_tokens=400"],
+}
+FIRST = {"quickstart_gspo_distilled", "self_distill", "self_distill_feedback", "two_teachers"}
+"""Configs that continue another run of ours, as the first lines of their files say."""
+
+
+@pytest.mark.parametrize("name", sorted({path.stem for path in CONFIGS.glob("*.yaml")} - FIRST))
+def test_a_config_is_planned_from_a_hub_alone(
+    name, public, large_host, tmp_path, capsys, monkeypatch
+):
+    """In an empty folder, as a fresh clone is: only configs and tokenizers are fetched."""
+    monkeypatch.chdir(tmp_path)
+    path = str(CONFIGS / f"{name}.yaml")
+    asked = ["eval.prompts=4", *HERE_ALONE.get(name, [])]
+    code = cli.run(main, ["--config", path, "--dry-run", *asked])
+    printed, error = capsys.readouterr()
+    assert code == 0, error
+    config = Config.load(path)
+    if name in REWARDED:  # every role with its devices and bytes, those that take turns too
+        assert config.name == name and "on GPUs of 80 GB, of which jax takes 92%: fits" in printed
+        for role in needed_roles(config):
+            assert re.search(rf"^ .* {role} .* (cpu|gpu) \d", printed, re.MULTILINE), role
+    for model in config.teacher_models.values():
+        assert model.startswith("builtin:") or f"teacher.model: {model} is commit" in printed
+    suffixes = {Path(file).suffix for file in public.fetched()}
+    assert suffixes <= {".json", ".jinja", ".md"}
+    assert [path.name for path in tmp_path.iterdir() if path.name != "hub_home"] == []
+
+
+@pytest.mark.parametrize("name", sorted(FIRST))
+def test_a_config_that_continues_another_run_names_what_is_missing(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = Config.load(CONFIGS / f"{name}.yaml")
+    missing = [config.student.model, *config.teacher_models.values()]
+    assert any(model.startswith("runs/") for model in missing)
+    with pytest.raises(UserError, match="runs/.*(no file or folder here|no such file or folder)"):
+        dry_run(config)
+
+
 def test_the_rewarded_quickstart_is_planned_from_another_folder(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = str(CONFIGS / "quickstart_gspo.yaml")
@@ -191,7 +219,7 @@ def test_a_dry_run_says_what_fits_which_gpus_and_soon(tmp_path):
     )
     assert time.monotonic() - started < LONGEST_S
     assert done.returncode == 2, done.stderr  # its data are not here
-    assert "the run would be refused: data.train: data/train.jsonl" in done.stderr
+    assert "the run would be refused: data.train: hf:openai/gsm8k:main:train" in done.stderr
     lines = done.stdout.splitlines()
     (needed,) = [line for line in lines if line.startswith("each GPU needs: ")]
     need = {name: float(gb) for name, gb in re.findall(r"(\w+) ([\d.]+) GB", needed)}

@@ -5,7 +5,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from large_models import HUGE, LARGE, QWEN, qwen3
+from large_models import NAMED
 
 from jaxrl.algorithms.methods import needed_roles
 from jaxrl.config.cli import parse_run
@@ -15,14 +15,6 @@ from jaxrl.sharding.mesh import Visible
 from jaxrl.sharding.placement import place
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "recipes.md"
-SMALL = {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14}
-MODELS = {
-    "models/Qwen2.5-0.5B-Instruct": QWEN | SMALL | {"intermediate_size": 4864},
-    "models/Qwen2.5-1.5B-Instruct": QWEN,
-    "models/Qwen2.5-7B-Instruct": QWEN | LARGE,
-    "models/Qwen2.5-32B-Instruct": QWEN | LARGE | HUGE,
-    "models/Qwen3-4B": qwen3(2560, 36, 32, 9728),
-}
 NEARLY = 0.2
 """How far the page's gigabytes may be from the plan's, which becomes more exact with time."""
 
@@ -44,7 +36,7 @@ def test_a_recipe_is_planned_as_the_page_says(recipe: tuple[str, str, int, int, 
     placement = place(config.mesh, names)
     assert run.dry_run and run.base.own and placement.n_devices == gpus
     student, teacher = (
-        None if model is None else DecoderConfig.from_hf(MODELS[model])
+        None if model is None else DecoderConfig.from_hf(NAMED[model])
         for model in (config.student.model, config.teacher_model)
     )
     assert student is not None

@@ -27,9 +27,10 @@ from tiny_models import Memory, make_mesh
 
 from jaxrl.errors import UserError
 from jaxrl.formats.bert import load as load_bert
+from jaxrl.formats.places import find_folder
 from jaxrl.models import bert
 from jaxrl.models.batching import batches, run_batches, width_of
-from jaxrl.models.encoder_config import EncoderConfig, find_folder, read_encoder
+from jaxrl.models.encoder_config import EncoderConfig, read_encoder
 from jaxrl.roles.encoder import Encoder, embed, encode_batch
 from jaxrl.roles.grouper import Grouper
 from jaxrl.sharding.ledger import Ledger

@@ -52,6 +52,73 @@ QWEN3 = {
 }
 
 
+SMOLLM2 = {
+    "model_type": "llama",
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "intermediate_size": 1536,
+    "tie_word_embeddings": True,
+    "rope_theta": 100000.0,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 8192,
+    "eos_token_id": 2,
+}
+
+
+BGE_M3 = {
+    "model_type": "xlm-roberta",
+    "vocab_size": 250002,
+    "hidden_size": 1024,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "intermediate_size": 4096,
+    "max_position_embeddings": 8194,
+    "type_vocab_size": 1,
+    "layer_norm_eps": 1e-5,
+    "pad_token_id": 1,
+    "hidden_act": "gelu",
+}
+
+
+MINILM = BGE_M3 | {
+    "model_type": "bert",
+    "vocab_size": 30522,
+    "hidden_size": 384,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 12,
+    "intermediate_size": 1536,
+    "max_position_embeddings": 512,
+    "type_vocab_size": 2,
+    "layer_norm_eps": 1e-12,
+    "pad_token_id": 0,
+}
+
+
 def qwen3(d_model: int, layers: int, heads: int, d_ff: int) -> dict[str, Any]:
     sizes = {"hidden_size": d_model, "num_hidden_layers": layers}
     return QWEN3 | sizes | {"num_attention_heads": heads, "intermediate_size": d_ff}
+
+
+REWARD = {"architectures": ["Qwen3ForSequenceClassification"], "num_labels": 1}
+NAMED: dict[str, dict[str, Any]] = {
+    "Qwen/Qwen2.5-0.5B-Instruct": QWEN
+    | {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14}
+    | {"intermediate_size": 4864},
+    "Qwen/Qwen2.5-1.5B-Instruct": QWEN,
+    "Qwen/Qwen2.5-7B-Instruct": QWEN | LARGE,
+    "Qwen/Qwen2.5-32B-Instruct": QWEN | LARGE | HUGE,
+    "Qwen/Qwen3-1.7B": qwen3(2048, 28, 16, 6144),
+    "Qwen/Qwen3-4B": qwen3(2560, 36, 32, 9728),
+    "Skywork/Skywork-Reward-V2-Qwen3-0.6B": qwen3(1024, 28, 16, 3072) | REWARD,
+    "Skywork/Skywork-Reward-V2-Qwen3-1.7B": qwen3(2048, 28, 16, 6144) | REWARD,
+    "BAAI/bge-m3-unsupervised": BGE_M3,
+    "HuggingFaceTB/SmolLM2-135M-Instruct": SMOLLM2,
+    "HuggingFaceTB/SmolLM2-360M-Instruct": SMOLLM2
+    | {"hidden_size": 960, "num_hidden_layers": 32, "num_attention_heads": 15}
+    | {"num_key_value_heads": 5, "intermediate_size": 2560},
+    "sentence-transformers/all-MiniLM-L6-v2": MINILM,
+}
+"""Name on the hub -> what its config.json says of the model's size."""

