@@ -70,14 +70,14 @@ def aligned_score(
 
 
 def with_baseline(batch: TrainBatch) -> TrainBatch:
-    """The training batch with the mean over its stretches of log Q - log P, where a teacher with
-    another tokenizer sent it stretches; Q is the policy that sampled. It is the same for every row,
-    however the batch is cut into micro-batches."""
+    """A training batch on the actor's mesh with the mean over its stretches of log Q - log P, where
+    a teacher with another tokenizer sent it stretches; Q is the policy that sampled. It is the same
+    for every row, however the batch is cut into micro-batches."""
     signal = batch.teacher
     if signal is None or signal.kinds is None:
         return batch
     given = signal.kinds, signal.stretch_logprobs, batch.sampler_logprobs
-    baseline = _baseline(*given, batch.sequences.loss_mask)
+    baseline = jax.device_put(_baseline(*given, batch.sequences.loss_mask), signal.kinds.sharding)
     return replace(batch, teacher=replace(signal, baseline=baseline))
 
 

@@ -146,11 +146,11 @@ class Actor:
             self._frozen = {"teacher_head": self.programs.copy_head(self._taught())}
             current().changed()
         batch, prepared = self._prepare(rollout, scores)
-        batch, of_teachers = with_weights(self.config, rollout, with_baseline(batch))
+        batch, of_teachers = with_weights(self.config, rollout, batch)
         tokens = np.asarray(batch.sequences.mask).sum(-1)
         lengths = np.where(np.asarray(batch.sequences.loss_mask).any(-1), tokens, 0)
         with phase("place the batch"):
-            placed = reshard(batch, self.programs.rows)
+            placed = with_baseline(reshard(batch, self.programs.rows))
             current().put("actor.batch", placed)
         sequences = jax.tree.map(np.asarray, batch.sequences)
         minibatches = self.config.minibatches

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 
+import jax
 import numpy as np
 import pytest
+from byte_tokenizers import BYTES, WORDS
 from runs import SHORT
 from safetensors.numpy import load_file, save_file
 
@@ -14,6 +16,9 @@ from jaxrl import Config
 from jaxrl.algorithms.methods import needed_roles
 from jaxrl.checkpoint.source import resolve_model
 from jaxrl.errors import UserError
+from jaxrl.formats.hf import save_hf
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.decoder import init_params
 from jaxrl.plan import make_plan
 from jaxrl.run.job import make_job
 from jaxrl.train import train
@@ -83,6 +88,44 @@ def test_the_same_tokenizer_gives_the_same_bits(tmp_path):
     assert [row["loss"] for row in own.metrics[1:]] == [row["loss"] for row in plain.metrics[1:]]
     for name, value in wanted.items():
         np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def spellers(tmp_path_factory):
+    """A student of words and a teacher of bytes, with random weights, and rows for both."""
+    folder = tmp_path_factory.mktemp("spellers")
+    for name, tokenizer, seed in (("words", WORDS, 0), ("bytes", BYTES, 1)):
+        rows, end = len(tokenizer) + 3, (tokenizer.eos_token_id,)
+        config = DecoderConfig("llama", rows, 32, 1, 4, 2, 8, 64, tie_embeddings=True, eos_ids=end)
+        params = init_params(config, jax.random.key(seed))
+        params["embed"]["embedding"] *= 20
+        save_hf(folder / name, config, params, dtype="float32")
+        tokenizer.save_pretrained(folder / name)
+    words = ["the year 1919", "the  the", "19 the 19"]
+    rows = [{"prompt": f"{i} {words[i % 3]}", "answer": "1"} for i in range(24)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.mark.parametrize("signal", ["hidden", "topk"])
+def test_devices_and_micro_batches_change_nothing(spellers, tmp_path, signal):
+    """With stretches, whose baseline is the whole batch's."""
+
+    def trained(name, *overrides):
+        model = [f"teacher.model={spellers / 'bytes'}", "teacher.tokenizer=own"]
+        data = [f"data.train={spellers / 'rows.jsonl'}", "data.eval=null", "max_prompt_tokens=24"]
+        keys = [*model, *data, f"distill.signal={signal}", "distill.top_k=8", *overrides]
+        return run(spellers / "words", tmp_path / name, *keys)
+
+    plain, wanted = trained("plain", "mesh=actor+rollout+teacher=1")
+    small = ["actor.micro_batch_tokens=48", "teacher.num_microbatches=2"]
+    other, found = trained("other", "mesh=actor=2,rollout=1,teacher=2", *small)
+    for row, same in zip(other.metrics[1:], plain.metrics[1:], strict=True):
+        for name in ("loss", "distill/divergence", "distill/reverse_kl_k1"):
+            assert row[name] == pytest.approx(same[name], rel=2e-3), name
+        assert 0 < row["distill/exact_bytes"] < row["distill/aligned_bytes"] <= 1
+    for name, value in wanted.items():
+        np.testing.assert_allclose(found[name], value, atol=2e-3, err_msg=name)
 
 
 def test_what_cannot_be_aligned_is_refused_before_anything_is_loaded(reordered):
