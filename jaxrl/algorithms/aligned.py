@@ -69,22 +69,30 @@ def aligned_score(
     return replace(found, kinds=alignment.kinds, sizes=alignment.sizes, cells=alignment.cells)
 
 
-def with_baseline(batch: TrainBatch) -> TrainBatch:
+def with_baseline(batch: TrainBatch, signal: str) -> TrainBatch:
     """A training batch on the actor's mesh with the mean over its stretches of log Q - log P, where
-    a teacher with another tokenizer sent it stretches; Q is the policy that sampled. It is the same
-    for every row, however the batch is cut into micro-batches."""
-    signal = batch.teacher
-    if signal is None or signal.kinds is None:
+    a teacher with another tokenizer sent it the rests of stretches; Q is the policy that sampled.
+    It is the same for every row, however the batch is cut into micro-batches. The share of a first
+    token within its cell is left out of Q: the policy that sampled did not tell it.
+
+    Args:
+        signal: `distill.signal`. For sampled the baseline is 0, as without another tokenizer.
+    """
+    sent = batch.teacher
+    if sent is None or sent.kinds is None:
         return batch
-    given = signal.kinds, signal.stretch_logprobs, batch.sampler_logprobs
-    baseline = jax.device_put(_baseline(*given, batch.sequences.loss_mask), signal.kinds.sharding)
-    return replace(batch, teacher=replace(signal, baseline=baseline))
+    given = sent.kinds, sent.cells, sent.stretch_logprobs, batch.sampler_logprobs
+    baseline = _baseline(*given, batch.sequences.loss_mask & (signal != "sampled"))
+    baseline = jax.device_put(baseline, sent.kinds.sharding)
+    return replace(batch, teacher=replace(sent, baseline=baseline))
 
 
 @jax.jit
-def _baseline(kinds: Array, theirs: Array, sampler_logprobs: Array, mask: Array) -> Array:
+def _baseline(
+    kinds: Array, cells: Array, theirs: Array, sampler_logprobs: Array, mask: Array
+) -> Array:
     starts = (kinds == Aligned.START) & mask
-    rest = starts | ((kinds == Aligned.INSIDE) & mask)
+    rest = (starts & (cells < 0)) | ((kinds == Aligned.INSIDE) & mask)
     own = stretch_sums(jnp.where(rest, sampler_logprobs, 0), kinds != Aligned.INSIDE)
     mean = jnp.where(starts, own - theirs, 0).sum() / jnp.maximum(starts.sum(), 1)
     return jnp.broadcast_to(mean, kinds.shape)

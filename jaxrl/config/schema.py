@@ -514,8 +514,8 @@ class DistillConfig(Section):
     """Tokens per position that the signals topk and student_topk send; from about 1000 on, signal
     hidden is smaller and exact."""
     ratio_cap: PositiveNumber = 2.0
-    """With `distill.signal=sampled`: cap on the importance ratio between the learner and the policy
-    that sampled."""
+    """With `distill.signal=sampled` or `teacher.tokenizer=own`: cap on the importance ratio between
+    the learner and the policy that sampled."""
     mixture: MixtureKind | None = None
     """How several `teachers` are one. arithmetic: the mixture of their distributions, sum_k w_k
     P_k. geometric: proportional to prod_k P_k ** w_k. null: arithmetic or, with `data.teacher_key`,
@@ -1339,13 +1339,19 @@ class Config(Section, metaclass=_Parsed):
                 "distill.lean=true computes the loss in parts of the vocabulary, and a teacher with"
                 " teacher.tokenizer=own needs all of it at once: set it to false",
             )
-            split = [
-                r for r in ("actor", "teacher") if self.roles[r].parallel.tensor not in (None, 1)
-            ]
+            d, s = self.distill, self.sampling
+            sampled = self.learns_from_rewards or d.on_policy_fraction > 0
             yield (
-                bool(split),
-                f"{(split or [''])[0]}.parallel.tensor splits the vocabulary, and a teacher with"
-                " teacher.tokenizer=own needs all of it at once: set it to 1, and fsdp or data",
+                sampled and (s.truncated or s.temperature != 1 or d.distill_temperature != 1),
+                "teacher.tokenizer=own estimates a part of the divergence from the student's"
+                " samples, which must be untruncated and at temperature 1: set"
+                " sampling.temperature=1 sampling.top_k=0 sampling.top_p=1 sampling.min_p=0"
+                " distill.distill_temperature=1",
+            )
+            yield (
+                d.signal == "sampled" and d.on_policy_fraction < 1 and not self.learns_from_rewards,
+                "distill.signal=sampled with teacher.tokenizer=own learns from the student's"
+                f" samples alone: set distill.on_policy_fraction=1 (got {d.on_policy_fraction:g})",
             )
             yield (
                 self.learns_from_rewards and self.policy.opd_coef > 0,

@@ -11,6 +11,7 @@ first given its cell, unless it is the token that the cell is named by.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -143,8 +144,15 @@ class Aligner:
         ended = [len(c) > 0 and c[-1] in self.student.ends for c in completions]
         bare = [c[: len(c) - end] for c, end in zip(completions, ended, strict=True)]
         theirs = self._theirs.encode([_text(self._ours.spelt(tokens)) for tokens in bare])
+        known = self.teacher.rows  # a tokenizer may have tokens that its model has not
         return [
-            self._row(list(completion), end, its, max_tokens, sampled)
+            self._row(
+                list(completion),
+                end,
+                list(itertools.takewhile(lambda token: token < known, its)),
+                max_tokens,
+                sampled,
+            )
             for completion, end, its in zip(completions, ended, theirs, strict=True)
         ]
 
@@ -157,7 +165,7 @@ class Aligner:
         if _begins_with_a_space_of_its_own(text, spelt):
             text, their_sizes = text[1:], np.append(their_sizes[0] - 1, their_sizes[1:])
         agreed = _agreed(spelt, text)
-        sizes = np.append(our_sizes, [0] * ended)
+        sizes = np.append(our_sizes, np.zeros(int(ended), int))
         if ended:  # as if the end were one more byte
             agreed += agreed == len(spelt) == len(text)
             theirs = [*theirs, self._end(ours[-1])]
@@ -199,7 +207,7 @@ class Aligner:
         """A completion that the teacher sampled, for the student to learn from. Its log-probs are
         0 and mean nothing."""
         tokens = self.student_tokens(completion.text)
-        if completion.finish_reason == "stop":
+        if completion.tokens and completion.tokens[-1] in self.teacher.ends:
             tokens = [*tokens, self.student.end]
         kept = tuple(tokens[:max_new_tokens])
         unknown = np.zeros(len(kept), np.float32)

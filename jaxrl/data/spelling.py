@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 
 import numpy as np
 
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
+
+BYTE = re.compile("<0x([0-9A-F]{2})>")
 
 
 class Spelling:
@@ -33,8 +37,12 @@ class Spelling:
         """Content -> id of the tokens that text never becomes."""
         vocabulary = {i: token for token, i in tokenizer.get_vocab().items()}
         count = max(rows, 1 + max(vocabulary))
+        self._names = vocabulary
         self.bytes = tuple(
-            added[i].encode() if i in added else spell(vocabulary.get(i, "")) for i in range(count)
+            added[i].encode()
+            if i in added and (added[i] in self.special or spell is not _sentencepiece)
+            else spell(added.get(i) or vocabulary.get(i, ""))
+            for i in range(count)
         )
         """By id; empty where there is no such token."""
         self.lengths = np.array([len(token) for token in self.bytes], np.int32)
@@ -43,13 +51,19 @@ class Spelling:
         self.ids = self._ids()
         """Bytes -> the token that stands for exactly these, special tokens left out."""
 
+    @cached_property
+    def _adds_space(self) -> bool:
+        """Whether a space is put before each text, as SentencePiece does."""
+        return self.spelt(self.tokenizer("x", add_special_tokens=False)["input_ids"]) == b" x"
+
     def _ids(self) -> dict[bytes, int]:
         found: dict[bytes, int] = {}
         for i, token in enumerate(self.bytes):
             if token and i not in self.special_ids:
-                # SentencePiece has each ASCII character twice. Its text takes the later token, the
-                # byte is for what has none.
-                found[token] = i
+                # SentencePiece has each ASCII character twice: `<0x41>` is for what has no other.
+                spare = BYTE.fullmatch(self._names.get(i, "")) is not None
+                if token not in found or not spare:
+                    found[token] = i
         return found
 
     def cells(self, known: Mapping[bytes, int], none: int) -> np.ndarray:
@@ -71,6 +85,8 @@ class Spelling:
         """Tokens of texts that continue a sequence. What reads like a special token is text."""
         if not texts:
             return []
+        if self._adds_space:  # then the one that a text begins with is not another
+            texts = [text.removeprefix(" ") for text in texts]
         encoded = self.tokenizer(
             list(texts), add_special_tokens=False, split_special_tokens=True, verbose=False
         )
@@ -106,6 +122,7 @@ def _fuse(token: str) -> bytes:
 
 
 def _sentencepiece(token: str) -> bytes:
-    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-        return bytes([int(token[3:5], 16)])
+    byte = BYTE.fullmatch(token)
+    if byte is not None:
+        return bytes([int(byte[1], 16)])
     return token.replace("\u2581", " ").encode()

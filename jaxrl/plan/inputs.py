@@ -131,6 +131,8 @@ class PlanInputs:
             n = len(self.placement.roles[role].devices)
             context = p.context if isinstance(p, LongParallelConfig) else None
             found[role] = resolve_axes(role, n, p.data, p.fsdp, p.tensor, context)
+            if config.teacher.tokenizer == "own" and role in ("actor", "teacher"):
+                _check_whole(role, found[role])
             for model in self.teachers if role == "teacher" else (self.model(role),):
                 _check_heads(role, model, found[role])
         return found
@@ -184,3 +186,12 @@ def _check_heads(role: str, model: DecoderConfig | EncoderConfig, axes: Axes) ->
         f"{given[0]}{product} does not divide its model's n_heads={model.n_heads}:"
         f" on {axes.size} devices, use {' or '.join(map(str, allowed))}"
     )
+
+
+def _check_whole(role: str, axes: Axes) -> None:
+    if axes.tensor > 1:
+        raise UserError(
+            f"{role}.parallel.tensor={axes.tensor} splits the vocabulary, and a teacher with"
+            f" teacher.tokenizer=own needs all of it at once: set {role}.parallel.tensor=1, and"
+            " fsdp or data"
+        )

@@ -46,8 +46,8 @@ the forward pass: `JSD_ARRAYS` if 0 < jsd_beta < 1, `KL_ARRAYS` if it is 0 or 1.
 `distill.lean`: `LEAN_ARRAYS`. In a loss that reads a few log-probs of one model: `SCORE_ARRAYS`."""
 ENTROPY_ARRAYS = 2
 """Further ones with `distill.entropy_aware`."""
-ALIGNED_ARRAYS = 2
-"""Further ones with a teacher whose tokens are others."""
+ALIGNED_ARRAYS = 5
+"""Further ones with a teacher whose tokens are others, beside two of the teacher's vocabulary."""
 TEMPLATE_TOKENS = 128
 """Tokens reserved for the reward model's chat template, and for its tokenizer needing more
 tokens."""
@@ -568,9 +568,9 @@ def loss_arrays(m: Setting) -> int:
     if m.signal != "hidden":
         return SCORE_ARRAYS
     extra = ENTROPY_ARRAYS if d.entropy_aware else 0
-    extra += ALIGNED_ARRAYS * m.aligned + len(
-        m.config.teachers
-    )  # the logits of each beside those of all together
+    extra += len(m.config.teachers)  # the logits of each beside those of all together
+    if m.aligned:
+        extra += ALIGNED_ARRAYS + -(-2 * m.teacher_rows // m.vocab)
     if d.lean:  # the exponentials of both models stay alive
         return LEAN_ARRAYS + (m.axes["actor"].tensor > 1) + extra
     return (JSD_ARRAYS if 0 < d.jsd_beta < 1 else KL_ARRAYS) + extra

@@ -150,7 +150,8 @@ class Actor:
         tokens = np.asarray(batch.sequences.mask).sum(-1)
         lengths = np.where(np.asarray(batch.sequences.loss_mask).any(-1), tokens, 0)
         with phase("place the batch"):
-            placed = with_baseline(reshard(batch, self.programs.rows))
+            placed = reshard(batch, self.programs.rows)
+            placed = with_baseline(placed, self.config.distill.signal)
             current().put("actor.batch", placed)
         sequences = jax.tree.map(np.asarray, batch.sequences)
         minibatches = self.config.minibatches

@@ -51,6 +51,7 @@ class Sampler:
         vocab_size: int,
         params: Params | None = None,
         teacher: bool = False,
+        max_new_tokens: int | None = None,
     ):
         """
         Args:
@@ -61,12 +62,13 @@ class Sampler:
             params: weights on `mesh`; None where they come through `load`.
             teacher: it reads the teacher's prompts, and the teacher keeps its weights: `params` is
                 set where they change.
+            max_new_tokens: longest completion in its tokens; None: that of the run.
         """
         self.config, self.model, self.mesh, self.params = config, model, mesh, params
         self._layout: Layout = layout
         self.version = -1
         self._pad_id, self._eos_ids, self._row_multiple = pad_id, eos_ids, row_multiple
-        self._most = config.teacher_new_tokens if teacher else config.max_new_tokens
+        self._most = max_new_tokens or config.max_new_tokens
         longest = max(self._most, config.eval.max_new_tokens or 0)
         self._teacher = teacher
         self.engine = Engine(

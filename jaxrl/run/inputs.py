@@ -17,6 +17,8 @@ from jaxrl.errors import UserError
 from jaxrl.run.evaluation import Judge
 from jaxrl.teacher.cache import ScoreCache
 
+TWICE = " (by default they are twice the student's)"
+
 
 def tokenizer_of(source: ModelSource | ScoreCache) -> Tokenizer:
     """The transformers tokenizer; None where the checkpoint has none."""
@@ -48,17 +50,17 @@ def check_positions(
     Args:
         teacher: the model reads the teacher's prompts.
     """
-    own = teacher and config.teacher.max_prompt_tokens is not None
+    others = teacher and config.teacher.tokenizer == "own"
+    own = others or (teacher and config.teacher.max_prompt_tokens is not None)
     key = "teacher.max_prompt_tokens" if own else "max_prompt_tokens"
-    new = (
-        "teacher.max_new_tokens" if teacher and config.teacher.max_new_tokens else "max_new_tokens"
-    )
+    new = "teacher.max_new_tokens" if others else "max_new_tokens"
     prompt = config.teacher_prompt_tokens if teacher else config.max_prompt_tokens
     width = prompt + new_tokens
     if width > source.config.max_positions:
         raise UserError(
             f"{key}={prompt} and {new}={new_tokens} make"
             f" {width} positions; {model} has {source.config.max_positions}: lower one of them"
+            f"{TWICE if others else ''}"
         )
 
 

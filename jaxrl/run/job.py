@@ -284,7 +284,8 @@ def _models(config: Config) -> _Models:
                 )
         except UserError as error:
             if own is None:
-                more = "; or set teacher.tokenizer=own" if config.teacher_model else ""
+                plain = config.teacher_model and config.teacher.tokenizer == "student"
+                more = "; or set teacher.tokenizer=own" if plain else ""
                 raise UserError(f"{error}{more}") from error
             ends = end_ids(teachers[name], own)
             aligner = Aligner(

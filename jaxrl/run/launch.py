@@ -420,6 +420,7 @@ def _sampler(
         vocab_size=setup.vocab_size,
         params=params,
         teacher=teacher,
+        max_new_tokens=None if aligner is None else config.teacher_new_tokens,
     )
 
 

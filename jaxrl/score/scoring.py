@@ -21,6 +21,7 @@ from jaxrl.checkpoint.digest import digest_model
 from jaxrl.checkpoint.source import ModelSource, resolve_model
 from jaxrl.config.schema import Config
 from jaxrl.data.batch import data_rollout
+from jaxrl.errors import UserError
 from jaxrl.models.kernels import CPU, default_dtype, target_of
 from jaxrl.plan.inputs import PlanInputs
 from jaxrl.process.compile_cache import enable_compile_cache
@@ -153,6 +154,11 @@ def prepare(config: Config, folder: Path, dtype: Stored | None) -> tuple[Scoring
     config, on_hub = with_commits(config)
     fetch_models(config)
     assert config.teacher.model is not None, "the rules of a config with a teacher"
+    if config.teacher.tokenizer == "own":
+        raise UserError(
+            "teacher.tokenizer=own: scores on disk are of the student's own tokens; set it to"
+            " student, and score with a teacher that has them"
+        )
     source, student = resolve_model(config.teacher.model), resolve_model(config.student.model)
     known = parse(config.mesh).roles
     seen = ensure_devices(len(known["teacher"].devices) if "teacher" in known else 1)

@@ -113,7 +113,7 @@ METRICS: dict[str, Metric] = {
     "distill/reverse_kl_k1": Metric("nats/token", "log student - log teacher at sampled tokens"),
     "distill/ratio_capped": Metric("fraction", "tokens whose importance ratio was capped"),
     "distill/aligned_bytes": Metric(
-        "fraction", "bytes of completions that the tokens of a teacher with others are aligned with"
+        "fraction", "bytes of completions in stretches that both tokenizers spell, and learnt from"
     ),
     "distill/exact_bytes": Metric(
         "fraction", "bytes of completions where both tokenizers have the same token"

@@ -5,7 +5,7 @@ import itertools
 
 import numpy as np
 import pytest
-from byte_tokenizers import BYTES, END, LLAMA, OTHER, WORDS, byte_level, made
+from byte_tokenizers import BYTES, END, LLAMA, OTHER, WORDS, byte_level, made, sentencepiece
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from jaxrl.data.alignment import Aligner, Speaker
@@ -104,6 +104,34 @@ def test_tokens_that_are_not_as_the_tokenizer_would_cut_are_one_stretch():
     found, theirs = kinds(WORDS, WORDS, spelt(WORDS, "t", "h", "e", "x"))
     assert found == [Aligned.START, Aligned.INSIDE, Aligned.INSIDE, Aligned.EXACT]
     assert theirs == spelt(WORDS, "the", "x")
+
+
+def test_a_space_that_a_tokenizer_puts_before_a_text_is_not_another():
+    """ " the" is one token of SentencePiece, whose first space stands for that of the text."""
+    for student in (WORDS, LLAMA):
+        aligner = Aligner(speaker(student), speaker(LLAMA))
+        tokens = aligner.student_tokens(" the 19")
+        (row,) = aligner.rows([tokens], 9)
+        assert row.tokens[:1] == spelt(LLAMA, "▁the") and row.cells[0] >= 0
+
+
+def test_pieces_that_a_user_defined_are_spelt_as_the_others():
+    """Gemma has two spaces, and the end of a line, as added tokens that are not special."""
+    gemma = sentencepiece("▁▁", "the", "th", added=("▁▁", "\n"))
+    aligner = Aligner(speaker(BYTES), speaker(gemma))
+    tokens = aligner.student_tokens("x  the\nx")
+    (row,) = aligner.rows([tokens], 20)
+    check(aligner, tokens, row)
+    assert (row.kinds != NONE).all()
+    assert aligner.to_teacher[BYTES.convert_tokens_to_ids("Ċ")] == gemma.convert_tokens_to_ids("\n")
+
+
+def test_a_token_that_the_teacher_s_model_has_not_ends_what_is_read():
+    short = Speaker(WORDS, len(WORDS) - 1, (WORDS.eos_token_id,))
+    last = WORDS.convert_ids_to_tokens(len(WORDS) - 1)  # ï
+    aligner = Aligner(speaker(BYTES), short)
+    tokens = aligner.student_tokens("xï")
+    assert last == "Ã¯" and aligner.rows([tokens], 9)[0].kinds.tolist() == [1, 0, 0]
 
 
 def test_half_a_character_at_the_end_is_not_aligned():
@@ -219,12 +247,18 @@ def test_a_rollout_is_read_in_the_teacher_s_tokens():
 
 
 def test_what_a_teacher_samples_is_respelt():
+    """With an end where the teacher's has one; it has none at a stop string."""
     aligner = Aligner(speaker(WORDS), speaker(BYTES))
-    given = Completion((1, 2), np.zeros(2), np.zeros(2), "stop", "the 19")
-    found = aligner.in_the_students_tokens(given, 8)
+
+    def respelt(*tokens, most=8):
+        given = Completion(tokens, np.zeros(2), np.zeros(2), "stop", "the 19")
+        return aligner.in_the_students_tokens(given, most)
+
+    found = respelt(7, BYTES.eos_token_id)
     assert found.tokens == tuple(spelt(WORDS, "the", "Ġ", "19", END)) and found.text == "the 19"
-    cut = aligner.in_the_students_tokens(given, 2)
+    cut = respelt(7, BYTES.eos_token_id, most=2)
     assert cut.tokens == found.tokens[:2] and cut.finish_reason == "length"
+    assert respelt(7, 8).tokens == found.tokens[:-1]
 
 
 def test_a_tokenizer_that_does_not_spell_is_refused():

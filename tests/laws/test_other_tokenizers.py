@@ -63,10 +63,10 @@ def run(student, run_dir, *overrides):
     "how",
     [
         ["distill.on_policy_fraction=0", "distill.jsd_beta=0.5"],
-        ["sampling.temperature=0", "group_size=1", "distill.signal=topk", "distill.top_k=24"],
+        ["distill.on_policy_fraction=0", "distill.signal=topk", "distill.top_k=24"],
         ["distill.on_policy_fraction=0", "distill.seq_kd=true", "eval.teacher=true"],
     ],
-    ids=["data", "own samples", "the teacher's samples"],
+    ids=["hidden", "topk", "the teacher's samples"],
 )
 def test_other_ids_for_the_same_tokens_change_nothing(reordered, tmp_path, how):
     """The losses, the metrics and the weights after three updates; the teacher's samples too."""
@@ -88,6 +88,13 @@ def test_the_same_tokenizer_gives_the_same_bits(tmp_path):
     assert [row["loss"] for row in own.metrics[1:]] == [row["loss"] for row in plain.metrics[1:]]
     for name, value in wanted.items():
         np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+def test_the_same_tokens_and_the_teacher_s_samples_fit(tmp_path):
+    """Which are not longer than the student's, as they would be in other tokens."""
+    how = ["distill.on_policy_fraction=0", "distill.seq_kd=true", "sampling.temperature=1"]
+    own, _ = run("builtin:student", tmp_path / "own", *how, "teacher.tokenizer=own", "steps=1")
+    assert own.metrics[1]["actor/tokens"] > 0
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +153,21 @@ def test_what_cannot_be_aligned_is_refused_before_anything_is_loaded(reordered):
     assert "set hidden, topk or sampled" in refused(own, "distill.signal=student_topk")
     assert "entropy_aware" in refused(own, "distill.entropy_aware=true")
     assert "set it to false" in refused(own, "distill.lean=true")
-    assert "actor.parallel.tensor splits" in refused(own, "actor.parallel.tensor=2")
+    assert "at temperature 1" in refused(own, "sampling.temperature=0")
+    assert "samples alone" in refused(
+        own,
+        "distill.signal=sampled",
+        "distill.jsd_beta=1",
+        "distill.on_policy_fraction=0.5",
+        "distill.seq_kd=true",
+    )
+
+
+def test_a_plan_that_splits_a_vocabulary_is_refused():
+    keys = ["mesh=actor=2,rollout=1,teacher=1", "actor.parallel.tensor=2"]
+    config = Config.load("builtin:quickstart", ["teacher.tokenizer=own", *keys])
+    with pytest.raises(UserError, match="actor.parallel.tensor=2 splits the vocabulary"):
+        make_plan(config, needed_roles(config), limit_gb=8)
 
 
 def test_the_plan_counts_the_teacher_s_own_tokens(reordered):

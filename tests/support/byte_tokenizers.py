@@ -19,7 +19,7 @@ def byte_level(*merges, special=(), added=()):
     return made(inner, special, added)
 
 
-def sentencepiece(*words, special=()):
+def sentencepiece(*words, special=(), added=()):
     """A tokenizer as Llama 2 has it: a space before the text, and bytes for what is unknown."""
     pieces = [END, "<unk>", *special, *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += ["▁", *sorted(set("".join(words)) - set("▁")), *words]
@@ -38,7 +38,7 @@ def sentencepiece(*words, special=()):
     )
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     inner.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
-    return made(inner, special)
+    return made(inner, special, added)
 
 
 def made(inner, special=(), added=()):
