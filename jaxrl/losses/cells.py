@@ -4,8 +4,8 @@ Both vocabularies are cut into the same *cells*. A token that both have is a cel
 is in the cell of the longest common token that it begins with: where one model says "88" and the
 other "8" and then "8", both are in the cell "8". So a cell stands for the beginning of the text,
 whichever way it is spelt, and the divergence over cells does not ask the student for the teacher's
-spelling, as one over common tokens and a bucket of all others would. Within a cell the student's tokens keep
-their shares: the gradient by their logits is the cell's, in these shares.
+spelling, as one over common tokens and a bucket of all others would. Within a cell the student's
+tokens keep their shares: the gradient by their logits is the cell's, in these shares.
 """
 
 from __future__ import annotations
