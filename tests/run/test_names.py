@@ -16,7 +16,7 @@ from jaxrl import Config, train
 from jaxrl.config import cli, yaml_text
 from jaxrl.errors import UserError
 from jaxrl.formats import hub as hub_module
-from jaxrl.run.names import with_commits
+from jaxrl.run.names import fetch_models, with_commits
 from jaxrl.train import dry_run, main
 from jaxrl.types import JsonObject
 
@@ -136,3 +136,14 @@ def test_a_run_resumes_with_its_commit_though_the_branch_has_moved(
     for asked in (Config.load(None, [*SFT, "run_dir=run"]), Config.load("run/config.yaml")):
         config, _ = with_commits(asked)
         assert config.student.model == f"org/student@main@{before}"
+
+
+def test_a_name_that_a_teacher_s_server_knows_is_none_on_the_hub(full: Hub) -> None:
+    served = "{address: 'http://localhost:1/v1', api: openai, api_model: org/%s}"
+    teachers = f"teachers={{a: {served % 'teacher'}, b: {served % 'none'}}}"
+    asked = Config.load(None, [*SFT, "algorithm=gkd", teachers])
+    config, notes = with_commits(asked)
+    assert config.teachers == asked.teachers
+    assert [note.split(":")[0] for note in notes] == ["student.model"]
+    fetch_models(config)
+    assert set(full.fetched(".safetensors")) == {"model.safetensors"}
