@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from jaxrl.errors import UserError
 from jaxrl.formats import hf
-from jaxrl.formats.hub_errors import explained, is_offline, not_cached
+from jaxrl.formats.hub_errors import explained, is_offline, limit_silence, not_cached
 from jaxrl.formats.hub_names import HubName, model_name
 from jaxrl.models.encoder_config import read_json
 from jaxrl.process.interrupt import left_behind
@@ -37,6 +37,9 @@ DESCRIPTION = (
 """Patterns of the files that a plan and a tokenizer are made of."""
 ANSWER_S = 5.0
 """Longest wait for an answer that a run can do without."""
+RENEWED_S = 0.5
+"""The library opens another client at least a second after one could not connect: within this time
+it has its limit of silence too."""
 README = "README.md"
 CARD = (README, ".gitattributes")
 """What is fetched of a repository to have its list of files; it may lack the first."""
@@ -283,7 +286,9 @@ def _interruptible(fetch: Callable[[], T]) -> T:
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     try:
-        done.wait()  # not join: Python 3.11 takes a thread for dead whose join a signal interrupts
+        # not join: Python 3.11 takes a thread for dead whose join a signal interrupts
+        while not done.wait(RENEWED_S):
+            limit_silence()
     except BaseException:  # a signal
         left_behind.append(thread)
         raise

@@ -7,8 +7,10 @@ import json
 import pickle
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -274,6 +276,26 @@ def test_a_hub_that_does_not_answer(model: Path, hub: Hub, monkeypatch: pytest.M
     refused("org/tiny", "status 500", "try again later")
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     refused("org/tiny", "http://127.0.0.1:9 cannot be reached", "HF_ENDPOINT")
+
+
+def test_a_hub_that_takes_connections_and_says_nothing(
+    model: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = hub.add("org/tiny", model)
+    load_model("org/tiny")
+    monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.2)
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        monkeypatch.setattr(constants, "ENDPOINT", url)
+        template = f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        began = time.monotonic()
+        refused("org/other", f"{url} cannot be reached", "timed out")
+        refused(f"org/other@{'0' * 40}", f"{url} cannot be reached")
+        assert time.monotonic() - began < 30
+        forget()
+        assert load_model("org/tiny").source.name == f"org/tiny@main@{commit}"  # of the cache
 
 
 def test_a_repository_without_safetensors(model: Path, hub: Hub) -> None:
