@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
 from jaxrl.errors import UserError
@@ -135,7 +135,7 @@ def complete(name: HubName, place: Path, wanted: Sequence[str]) -> None:
     if missing and not is_offline():
         for file in missing:
             if (place / file).is_file():  # half-written, as by a copy of the cache that broke off
-                (place / file).resolve().unlink()
+                _remove(place, file)
         _fetch(name, tuple(wanted))
         missing = _lacking(name, place, wanted)
     if missing:
@@ -144,6 +144,13 @@ def complete(name: HubName, place: Path, wanted: Sequence[str]) -> None:
             if is_offline()
             else f"{name.asked}: the repository on the hub has no {missing[0]}"
         )
+
+
+def _remove(place: Path, file: str) -> None:
+    """Removes what a file in the cache links to, unless that is outside of the repository there."""
+    target = (place / file).resolve()
+    if target.is_relative_to(place.parents[1].resolve()):
+        target.unlink()
 
 
 def is_here(name: HubName, wanted: Sequence[str]) -> bool:
@@ -187,7 +194,15 @@ def _cached_list(name: HubName) -> dict[str, int]:
     from huggingface_hub import get_cached_repo_tree
 
     tree = get_cached_repo_tree(name.repo, repo_type=name.kind, revision=name.sha)
+    _check_inside(str(name.asked), [file.path for file in tree])
     return {file.path: file.size for file in sorted(tree, key=lambda file: file.path)}
+
+
+def _check_inside(place: str, paths: Sequence[str]) -> None:
+    """Raises UserError for a path that leads out of the folder that it is in."""
+    for path in paths:
+        if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
+            raise UserError(f"{place}: it names a file outside of its folder: {path}")
 
 
 def _lacking(name: HubName, place: Path, wanted: Sequence[str]) -> list[str]:
@@ -223,8 +238,12 @@ def _weight_files(place: Path) -> list[str]:
     index = place / hf.INDEX
     if not index.is_file():
         return [hf.SINGLE]
-    weight_map = read_json(index).get("weight_map")
-    return sorted({str(file) for file in weight_map.values()}) if weight_map else [hf.SINGLE]
+    weight_map = read_json(index).get("weight_map") or {}
+    if not isinstance(weight_map, dict):
+        raise UserError(f"{index}: weight_map: an object is needed")
+    named = sorted({str(file) for file in weight_map.values()})
+    _check_inside(str(index), named)
+    return named or [hf.SINGLE]
 
 
 @cache

@@ -24,6 +24,8 @@ def explained(name: HubName) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"interrupted while {name.asked} was fetched; {KEPT}") from None
+    except UserError:
+        raise
     except Exception as error:  # those of the library and of what it sends requests with
         raise UserError(_why(name, error)) from error
 

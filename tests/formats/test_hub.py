@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import pickle
@@ -356,6 +357,48 @@ def test_a_half_written_file_is_fetched_again(
             refused("org/sharded", "HF_HUB_OFFLINE is set", broken.name)
     load_model("org/sharded")
     assert hub.fetched(".safetensors") == [broken.name]
+
+
+@pytest.mark.parametrize("path", ["../../../precious", "{}/precious"])
+def test_a_list_of_files_that_leads_out_of_the_cache_is_refused(
+    model: Path, hub: Hub, tmp_path: Path, path: str
+) -> None:
+    precious = tmp_path / "hub_home" / "hub" / "precious"
+    precious.parent.mkdir(parents=True)
+    precious.write_text("mine")
+    path = path.format(precious.parent)
+    files: dict[str, bytes | str] = {one.name: one.read_bytes() for one in model.iterdir()}
+    hub.add("org/listed", files | {path: "x" * 100})
+    refused("org/listed", "outside of its folder", path)
+    del files["model.safetensors"]
+    hub.add("org/indexed", files | {hf.INDEX: json.dumps({"weight_map": {"lm_head": path}})})
+    with pytest.raises(UserError, match="outside of its folder"):
+        load_model("org/indexed")
+    assert precious.read_text() == "mine"
+
+
+def test_a_link_out_of_the_cache_is_not_followed_to_remove_its_file(
+    sharded: Path, hub: Hub, tmp_path: Path
+) -> None:
+    hub.add("org/sharded", sharded)
+    broken = load_model("org/sharded").source.path / "model-00002-of-00004.safetensors"
+    broken.unlink()
+    (tmp_path / "mine").write_text("mine")
+    broken.symlink_to(tmp_path / "mine")
+    forget()
+    with contextlib.suppress(UserError):
+        load_model("org/sharded")
+    assert (tmp_path / "mine").read_text() == "mine"
+
+
+@pytest.mark.parametrize("weight_map", [["model.safetensors"], "model.safetensors"])
+def test_an_index_without_a_map_of_weights(
+    model: Path, hub: Hub, weight_map: list[str] | str
+) -> None:
+    files = {path.name: path.read_bytes() for path in model.iterdir()}
+    hub.add("org/tiny", files | {hf.INDEX: json.dumps({"weight_map": weight_map}).encode()})
+    with pytest.raises(UserError, match="weight_map: an object is needed"):
+        load_model("org/tiny")
 
 
 FETCH = """
