@@ -14,6 +14,7 @@ from jaxrl.config.aliases import ABSENT, ALIASES
 from jaxrl.config.base import QUICKSTART
 from jaxrl.config.schema import Config, Section
 from jaxrl.errors import UserError
+from jaxrl.types import JsonObject
 
 MINIMAL = """
 student: {model: a}
@@ -402,6 +403,14 @@ def test_of_several_teachers_only_the_models_are_paths(tmp_path: Path) -> None:
         "z": {"model": f"{tmp_path}/org/m"},
     }
     assert found["teacher"]["ca_file"] == f"{tmp_path}/org/cert.pem"
+
+
+@pytest.mark.parametrize("one", [{"model": "b", "new_key": 1}, {"weight": -1}, "b"])
+def test_recorded_teachers_that_cannot_be_read_are_named(one: JsonObject | str) -> None:
+    config = Config.load(None, ["student.model=a", "data.train=c.jsonl", "teachers={x: b}"])
+    recorded = config.model_dump(mode="json") | {"teachers": {"x": one}}
+    with pytest.raises(UserError, match="run_dir=run: teachers in the config .*cannot be read"):
+        compare(recorded, config, "run")
 
 
 def test_run_path() -> None:
