@@ -76,16 +76,20 @@ def with_commits(config: Config, dry: bool = False) -> tuple[Config, tuple[str, 
     return Config.parse(mapping) if notes else config, tuple(dict.fromkeys(notes))
 
 
-def fetch_models(config: Config) -> None:
-    """Fetches the weights of the models that are on a hub.
+def fetch_models(config: Config) -> bool:
+    """Fetches the weights of the models that are on a hub; returns whether there are such models.
 
     Raises:
         UserError: they cannot be fetched, or there are none; the key is named.
     """
 
+    found = False
+
     def fetch(key: str, text: str) -> str:
+        nonlocal found
         name = _on_hub(key, text)
         if name is not None and name.kind == "model":
+            found = True
             try:
                 hub.with_weights(name)
             except UserError as error:
@@ -93,6 +97,7 @@ def fetch_models(config: Config) -> None:
         return text
 
     _changed(config, fetch)
+    return found
 
 
 def _changed(config: Config, change: Callable[[str, str], str]) -> dict[str, Any]:

@@ -432,19 +432,18 @@ def test_two_processes_that_want_a_file_fetch_it_once(sharded: Path, hub: Hub) -
     assert sorted(hub.fetched(".safetensors")) == shards
 
 
-def test_ctrl_c_ends_a_download_at_once(sharded: Path, hub: Hub) -> None:
-    hub.add("org/sharded", sharded)
-    shards = sorted(path.name for path in sharded.glob("*.safetensors"))
-    hub.stalled.add(shards[0])
-    command = [sys.executable, "-m", "jaxrl.train", "student.model=org/sharded", "algorithm=sft"]
+def test_ctrl_c_ends_a_download_at_once(model: Path, hub: Hub) -> None:
+    hub.add("org/tiny", model)
+    hub.stalled.add("model.safetensors")
+    command = [sys.executable, "-m", "jaxrl.train", "student.model=org/tiny", "algorithm=sft"]
     process = subprocess.Popen(
         [*command, "data.train=arithmetic", "data.chat=raw", "max_prompt_tokens=32"],
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert hub.wait_for(shards[0], 60)
+    assert hub.wait_for("model.safetensors", 60)
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=30)
     assert process.returncode == 130, error
-    assert "interrupted while org/sharded was fetched; whole files stay" in error
+    assert "interrupted while org/tiny was fetched; whole files stay" in error
     assert "Traceback" not in error

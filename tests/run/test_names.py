@@ -16,6 +16,7 @@ from jaxrl import Config, train
 from jaxrl.config import cli, yaml_text
 from jaxrl.errors import UserError
 from jaxrl.formats import hub as hub_module
+from jaxrl.run.attempt import prepare_run
 from jaxrl.run.names import fetch_models, with_commits
 from jaxrl.train import dry_run, main
 from jaxrl.types import JsonObject
@@ -199,3 +200,30 @@ def test_two_teachers_of_one_name_resume_with_a_commit_each(
     assert [one.model for one in resumed.teachers.values()] == [
         f"org/teacher@main@{commit}" for commit in (second, first)
     ]
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("data.train=none.jsonl", "none.jsonl"),
+        ("resume=must", "holds no run to resume"),
+        ("max_prompt_tokens=1", "max_prompt_tokens=1"),
+    ],
+)
+def test_no_weight_is_fetched_for_a_run_that_is_refused(
+    full: Hub, override: str, words: str
+) -> None:
+    with pytest.raises(UserError, match=words):
+        prepare_run(Config.load(None, [*SFT, override]))
+    assert not full.fetched(".safetensors")
+
+
+def test_fetched_weights_that_do_not_fit_their_config_are_refused_before_the_run(
+    full: Hub, models: dict[str, Path]
+) -> None:
+    files = {path.name: path.read_bytes() for path in models["org/student"].iterdir()}
+    files["model.safetensors"] = (models["org/teacher"] / "model.safetensors").read_bytes()
+    full.add("org/student", files)
+    with pytest.raises(UserError, match="shape"):
+        prepare_run(Config.load(None, SFT))
+    assert full.fetched(".safetensors") == ["model.safetensors"]
