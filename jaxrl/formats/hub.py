@@ -21,7 +21,7 @@ from typing import TypeVar
 from jaxrl.errors import UserError
 from jaxrl.formats import hf
 from jaxrl.formats.hub_errors import explained, is_offline, limit_silence, not_cached
-from jaxrl.formats.hub_names import HubName, model_name
+from jaxrl.formats.hub_names import COMMIT, HubName, model_name
 from jaxrl.models.encoder_config import read_json
 from jaxrl.process.interrupt import left_behind
 
@@ -156,6 +156,15 @@ def _remove(place: Path, file: str) -> None:
 def is_here(name: HubName, wanted: Sequence[str]) -> bool:
     """Whether all of these files of a pinned name are in the cache."""
     return not _lacking(name, snapshot(name, CARD), wanted)
+
+
+def is_commit(place: Path) -> bool:
+    """Whether a folder is a commit of a repository in the cache, named after it."""
+    if place.parent.name != SNAPSHOTS or not COMMIT.fullmatch(place.name):
+        return False
+    from huggingface_hub import constants
+
+    return place.resolve().is_relative_to(Path(constants.HF_HUB_CACHE).expanduser().resolve())
 
 
 def is_whole(name: HubName, place: Path) -> bool:
