@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from jaxrl.config import keys as config_keys
 from jaxrl.config import paths as config_paths
 from jaxrl.config.schema import Config, NamedTeacherConfig
@@ -45,7 +47,7 @@ def compare(old: dict[str, Any], new: Config, run_dir: Path | str) -> list[str]:
         if before is _ABSENT:  # a key that the jaxrl of that run did not have
             before = list(key.default) if isinstance(key.default, tuple) else key.default
         if key.path == "teachers":
-            before, now = _teachers(before), _teachers(now)
+            before, now = _teachers(before, run_dir), _teachers(now, run_dir)
         if before == now or FREE.fullmatch(key.path):
             continue
         if key.path == config_paths.FUNCTIONS and config_paths.same_functions(before, now):
@@ -62,9 +64,18 @@ def compare(old: dict[str, Any], new: Config, run_dir: Path | str) -> list[str]:
     return reported
 
 
-def _teachers(given: dict[str, Any]) -> dict[str, Any]:
+def _teachers(given: Any, run_dir: Path | str) -> dict[str, Any]:
     """Several teachers without the places where they are served."""
-    each = {name: NamedTeacherConfig(**one) for name, one in given.items()}
+    try:
+        each = {name: NamedTeacherConfig(**one) for name, one in given.items()}
+    except (ValidationError, TypeError, AttributeError) as error:  # the others: no mapping
+        reason = "no mapping"
+        if isinstance(error, ValidationError):
+            reason = config_keys.explain(NamedTeacherConfig, error)
+        raise UserError(
+            f"run_dir={run_dir}: teachers in the config of the run there cannot be read ({reason});"
+            " name another run_dir, or resume with the jaxrl that wrote it"
+        ) from error
     return {name: one.model_dump(exclude={"address"}) for name, one in each.items()}
 
 

@@ -11,7 +11,6 @@ from typing import IO
 from jaxrl.checkpoint import store
 from jaxrl.errors import UserError
 from jaxrl.formats import hub
-from jaxrl.formats.hub_names import COMMIT
 
 WHOLE_BYTES = 4 << 20
 """Up to this size all of a file is read."""
@@ -32,8 +31,8 @@ def digest_model(place: Path, weights: bool = True) -> str:
     """
     if place.is_file():
         return digest_file(place)
-    if place.parent.name == hub.SNAPSHOTS and COMMIT.fullmatch(place.name):
-        return place.name  # of the hub's cache: a commit, to which other programs may add files
+    if hub.is_commit(place):
+        return place.name  # other programs may add files of that commit
     try:
         if (place / store.MANIFEST).exists():  # it has the checksum of every file
             files = json.loads((place / store.MANIFEST).read_text(encoding="utf-8"))["files"]

@@ -46,10 +46,11 @@ a value; its meaning is in the description of each key. Required are `student.mo
 and, for algorithm `gkd`, `teacher.model` (or `teacher.address`). "null: the algorithm's own" means
 the value in the table of [reinforcement-learning.md](reinforcement-learning.md).
 
-A relative path of something to read (`student.model`, `teacher.model`, `reward.model`,
-`grouper.model`, `data.train`, `data.eval`, `data.few_shot`, `reward.functions`) in a config file is
-looked for in that file's folder first, then in the working directory; on the command line, in the
-working directory. A config with its files beside it thus runs from any working directory. A path
+A relative path of something to read (`student.model`, `teacher.model`, each model of `teachers`,
+`teacher.cache`, `teacher.ca_file`, `reward.model`, `grouper.model`, `data.train`, `data.eval`,
+`data.few_shot`, `reward.functions`, the file of an `algorithm`) in a config file is looked for in
+that file's folder first, then in the working directory; on the command line, in the working
+directory. A config with its files beside it thus runs from any working directory. A path
 must contain a slash or a suffix to be recognised: a folder beside the config is `./folder`. Paths
 of something to write (`run_dir`, `compile_cache`) are relative to the working directory. The
 `config.yaml` that a run writes contains absolute paths of what was found beside the config file,

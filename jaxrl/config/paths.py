@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 FUNCTIONS = "reward.functions"
-MODELS = ("student.model", "teacher.model", "teachers", "reward.model", "grouper.model")
-"""Keys that name models."""
+TEACHERS = "teachers"
+MODELS = ("student.model", "teacher.model", TEACHERS, "reward.model", "grouper.model")
+"""Keys that name models; of several teachers the model of each is meant, not where it is served."""
 DATA = ("data.train", "data.eval", "data.few_shot")
 """Keys that name data."""
-KEYS = ("algorithm", "teacher.cache", *MODELS, *DATA, FUNCTIONS)
+KEYS = ("algorithm", "teacher.cache", "teacher.ca_file", *MODELS, *DATA, FUNCTIONS)
 """Keys whose values may be paths of what a run reads."""
 
 
@@ -37,7 +38,9 @@ def same_functions(before: object, now: object) -> bool:
 
 
 def changed(mapping: dict[str, Any], key: str, change: Callable[[str], str]) -> dict[str, Any]:
-    """A mapping with each text under a key changed."""
+    """A mapping with each text under a key changed; under `teachers`, each model."""
+    if key == TEACHERS and isinstance(given := mapping.get(key), dict):
+        return mapping | {key: _models_changed(given, change)}
     found: dict[str, Any] = _changed(mapping, key.split("."), change)
     return found
 
@@ -55,6 +58,14 @@ def _changed(value: Any, path: list[str], change: Callable[[str], str]) -> Any:
     if isinstance(value, dict):
         return {key: _changed(each, [], change) for key, each in value.items()}
     return value
+
+
+def _models_changed(teachers: dict[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
+    """Several teachers with the model of each changed, which may stand alone or with other keys."""
+    return {
+        name: change(one) if isinstance(one, str) else _changed(one, ["model"], change)
+        for name, one in teachers.items()
+    }
 
 
 def _absolute(text: str, folder: Path) -> str:

@@ -8,7 +8,7 @@ it); without one the paths do, as in `main/train-00000-of-00001.parquet`, `data/
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -30,6 +30,7 @@ SPLIT_FILE = re.compile(rf"({'|'.join(name for s in SPLITS.values() for name in 
 CONVERTED = "refs/convert/parquet"
 """Branch that has the hub's own conversion of a data set."""
 _SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}")
+_WILD = re.compile(r"(\*\*/|\*\*|\*|\?)")
 _NUMBER = re.compile(r"\d{4,5}")
 
 Layout = dict[str, dict[str, list[str]]]
@@ -127,7 +128,7 @@ def _front_matter(name: HubName) -> list[Any]:
         return []
     try:
         described = yaml.safe_load(parts[1])
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: a date that is none
         return []
     configs = described.get("configs") if isinstance(described, dict) else None
     return configs if isinstance(configs, list) else []
@@ -178,11 +179,25 @@ def _patterns(data_files: Any) -> Iterator[tuple[str, list[str]]]:
 def _fits(file: str, folder: str, pattern: str) -> bool:
     """Whether a path fits a pattern, in which only `**` stands for several folders."""
     pattern = f"{folder}/{pattern}" if folder else pattern.removeprefix("./")
-    parts = re.split(r"(\*\*/|\*\*|\*|\?)", pattern)
-    known = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-    return (
-        re.fullmatch("".join(known.get(part, re.escape(part)) for part in parts), file) is not None
-    )
+    reached = {0}  # lengths of the beginnings of the path that fit the pattern so far
+    for part in filter(None, _WILD.split(pattern)):
+        reached = {end for start in reached for end in _ends(part, file, start)}
+    return len(file) in reached
+
+
+def _ends(part: str, file: str, start: int) -> Iterable[int]:
+    """Where a part of a pattern may end in a path, from a place in it on."""
+    if part == "**":
+        return range(start, len(file) + 1)
+    if part == "**/":
+        return [start, *(i + 1 for i in range(start, len(file)) if file[i] == "/")]
+    slash = file.find("/", start)
+    stop = len(file) if slash < 0 else slash
+    if part == "*":
+        return range(start, stop + 1)
+    if part == "?":
+        return [start + 1] if start < stop else []
+    return [start + len(part)] if file.startswith(part, start) else []
 
 
 def _inferred(there: Sequence[str]) -> Layout:

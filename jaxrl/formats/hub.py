@@ -15,13 +15,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
 from jaxrl.errors import UserError
 from jaxrl.formats import hf
-from jaxrl.formats.hub_errors import explained, is_offline, not_cached
-from jaxrl.formats.hub_names import HubName, model_name
+from jaxrl.formats.hub_errors import explained, is_offline, limit_silence, not_cached
+from jaxrl.formats.hub_names import COMMIT, HubName, model_name
 from jaxrl.models.encoder_config import read_json
 from jaxrl.process.interrupt import left_behind
 
@@ -37,6 +37,9 @@ DESCRIPTION = (
 """Patterns of the files that a plan and a tokenizer are made of."""
 ANSWER_S = 5.0
 """Longest wait for an answer that a run can do without."""
+RENEWED_S = 0.5
+"""The library opens another client at least a second after one could not connect: within this time
+it has its limit of silence too."""
 README = "README.md"
 CARD = (README, ".gitattributes")
 """What is fetched of a repository to have its list of files; it may lack the first."""
@@ -132,7 +135,7 @@ def complete(name: HubName, place: Path, wanted: Sequence[str]) -> None:
     if missing and not is_offline():
         for file in missing:
             if (place / file).is_file():  # half-written, as by a copy of the cache that broke off
-                (place / file).resolve().unlink()
+                _remove(place, file)
         _fetch(name, tuple(wanted))
         missing = _lacking(name, place, wanted)
     if missing:
@@ -143,9 +146,25 @@ def complete(name: HubName, place: Path, wanted: Sequence[str]) -> None:
         )
 
 
+def _remove(place: Path, file: str) -> None:
+    """Removes what a file in the cache links to, unless that is outside of the repository there."""
+    target = (place / file).resolve()
+    if target.is_relative_to(place.parents[1].resolve()):
+        target.unlink()
+
+
 def is_here(name: HubName, wanted: Sequence[str]) -> bool:
     """Whether all of these files of a pinned name are in the cache."""
     return not _lacking(name, snapshot(name, CARD), wanted)
+
+
+def is_commit(place: Path) -> bool:
+    """Whether a folder is a commit of a repository in the cache, named after it."""
+    if place.parent.name != SNAPSHOTS or not COMMIT.fullmatch(place.name):
+        return False
+    from huggingface_hub import constants
+
+    return place.resolve().is_relative_to(Path(constants.HF_HUB_CACHE).expanduser().resolve())
 
 
 def is_whole(name: HubName, place: Path) -> bool:
@@ -184,7 +203,15 @@ def _cached_list(name: HubName) -> dict[str, int]:
     from huggingface_hub import get_cached_repo_tree
 
     tree = get_cached_repo_tree(name.repo, repo_type=name.kind, revision=name.sha)
+    _check_inside(str(name.asked), [file.path for file in tree])
     return {file.path: file.size for file in sorted(tree, key=lambda file: file.path)}
+
+
+def _check_inside(place: str, paths: Sequence[str]) -> None:
+    """Raises UserError for a path that leads out of the folder that it is in."""
+    for path in paths:
+        if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
+            raise UserError(f"{place}: it names a file outside of its folder: {path}")
 
 
 def _lacking(name: HubName, place: Path, wanted: Sequence[str]) -> list[str]:
@@ -220,8 +247,12 @@ def _weight_files(place: Path) -> list[str]:
     index = place / hf.INDEX
     if not index.is_file():
         return [hf.SINGLE]
-    weight_map = read_json(index).get("weight_map")
-    return sorted({str(file) for file in weight_map.values()}) if weight_map else [hf.SINGLE]
+    weight_map = read_json(index).get("weight_map") or {}
+    if not isinstance(weight_map, dict):
+        raise UserError(f"{index}: weight_map: an object is needed")
+    named = sorted({str(file) for file in weight_map.values()})
+    _check_inside(str(index), named)
+    return named or [hf.SINGLE]
 
 
 @cache
@@ -283,7 +314,9 @@ def _interruptible(fetch: Callable[[], T]) -> T:
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     try:
-        done.wait()  # not join: Python 3.11 takes a thread for dead whose join a signal interrupts
+        # not join: Python 3.11 takes a thread for dead whose join a signal interrupts
+        while not done.wait(RENEWED_S):
+            limit_silence()
     except BaseException:  # a signal
         left_behind.append(thread)
         raise

@@ -6,6 +6,7 @@ import errno
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import Any
 
 from jaxrl.errors import UserError, near
 from jaxrl.formats.hub_names import HubName
@@ -16,13 +17,40 @@ _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
 
 @contextmanager
 def explained(name: HubName) -> Iterator[None]:
-    """Turns what the library raises into one line: what is wrong, and what to do."""
+    """Turns what the library raises into one line: what is wrong, and what to do. A hub that takes
+    a connection and says nothing counts as one that cannot be reached."""
+    limit_silence()
     try:
         yield
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"interrupted while {name.asked} was fetched; {KEPT}") from None
+    except UserError:
+        raise
     except Exception as error:  # those of the library and of what it sends requests with
         raise UserError(_why(name, error)) from error
+
+
+def limit_silence() -> None:
+    """Has the library's client wait for each part of an answer no longer than HF_HUB_ETAG_TIMEOUT
+    where the library sets no limit, which is for most of what it asks."""
+    from huggingface_hub import get_session
+
+    client = get_session()
+    if _limited not in client.event_hooks["request"]:
+        hooks = {"request": [*client.event_hooks["request"], _limited]}
+        client.event_hooks = {**client.event_hooks, **hooks}
+
+
+def _limited(request: Any) -> None:
+    """
+    Args:
+        request: of the library's HTTP client, about to be sent.
+    """
+    from huggingface_hub import constants
+
+    limits = request.extensions.get("timeout", {})
+    for kind in [kind for kind, seconds in limits.items() if seconds is None]:
+        limits[kind] = constants.HF_HUB_ETAG_TIMEOUT
 
 
 def _why(name: HubName, error: BaseException) -> str:
@@ -64,7 +92,8 @@ def _why(name: HubName, error: BaseException) -> str:
             f"{name.asked}: the hub's cache {constants.HF_HUB_CACHE} cannot be written:"
             f" {os.strerror(disk.errno or 0)}; free some space, or set HF_HOME to another folder"
         )
-    if first(errors.LocalEntryNotFoundError, errors.RevisionResolutionError):
+    silent = first(TimeoutError)
+    if silent or first(errors.LocalEntryNotFoundError, errors.RevisionResolutionError):
         here = "no file or folder here, and " if name.kind == "model" else ""
         reason = " ".join(str(causes[-1]).split())[:120]
         return (

@@ -27,7 +27,7 @@ from jaxrl.profile.splits import run_advice
 from jaxrl.run.calls import Calls
 from jaxrl.run.context import Notifier, OnStep, RunContext
 from jaxrl.run.depends import dependencies
-from jaxrl.run.job import Job, check_job, make_job
+from jaxrl.run.job import Job, check_job, check_weights, make_job
 from jaxrl.run.launch import devices_for, start_roles
 from jaxrl.run.loop import Loop
 from jaxrl.run.names import fetch_models, with_commits
@@ -92,8 +92,11 @@ def prepare_run(config: Config, given: Mapping[str, bytes] | None = None) -> tup
     if plan.hopeless:
         lines = (*plan.verdict[:1], *plan.advice[:3], "--dry-run shows the plan")
         raise UserError("\n".join(lines))
-    fetch_models(plan.config)
-    return make_job(plan.config, given), plan
+    job = make_job(plan.config, given)
+    check_run_dir(plan.config)
+    if fetch_models(plan.config):  # the longest wait, for a run that nothing else refuses
+        check_weights(job)
+    return job, plan
 
 
 def run_config(

@@ -317,6 +317,15 @@ def _models(config: Config) -> _Models:
     )
 
 
+def check_weights(job: Job) -> None:
+    """Raises UserError for models that had no weights here when the job was made, and whose tensors
+    do not fit their configs."""
+    for source in (job.student, *job.teachers.values()):
+        resolve_model(source.name)
+    if job.config.learns_from_rewards and job.config.reward.model is not None:
+        open_reward(job.config.reward.model)
+
+
 def check_job(config: Config, given: Mapping[str, bytes]) -> None:
     """Raises the UserError that `make_job` would. Of models that have no weights here, as in a plan
     for another machine, only `config.json` is known, and data on a hub may not have been fetched:

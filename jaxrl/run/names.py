@@ -39,7 +39,7 @@ def with_commits(config: Config, dry: bool = False) -> tuple[Config, tuple[str, 
         UserError: there is no such model or data set, or no access to it; the key is named.
     """
     recorded = _recorded(config)
-    pins = dict(recorded)
+    pins: dict[HubName, HubName] = {}
     notes: list[str] = []
     newest: dict[HubName, str | None] = {}
 
@@ -47,19 +47,27 @@ def with_commits(config: Config, dry: bool = False) -> tuple[Config, tuple[str, 
         name = _on_hub(key, text)
         if name is None:
             return text
-        repo = replace(name.asked, rest="")
+        asked = _asked(name)
+        repo = replace(asked, rest="")
+        known = recorded.get((key, asked))
+        before = known.pop(0) if known else None
         try:
-            if repo not in pins:
-                pins[repo] = hub.pin(name)
-            found = replace(pins[repo], rest=name.rest)
+            if name.sha is not None:
+                found = name
+            elif before is not None:
+                found = before
+            else:
+                if repo not in pins:  # once, so that all keys have the same commit of a branch
+                    pins[repo] = hub.pin(name)
+                found = replace(pins[repo], rest=name.rest)
             size = _find(key, found)
         except UserError as error:
             if dry and key in DATA:  # whoever opens them says so, after the plan
                 return text
             raise UserError(f"{key}: {error}") from error
-        if repo in recorded and name.sha is None and None not in newest.values():
+        if found is before and repo not in newest and None not in newest.values():
             newest[repo] = hub.newest(name)  # a hub that does not answer is asked once
-        moved = _moved(name, found, newest.get(repo))
+        moved = _moved(name, found, newest.get(repo)) if found is before else ""
         commit = (found.sha or "")[:SHOWN]
         notes.append(f"{key}: {moved or f'{name.asked} is commit {commit}'}; {size}")
         return str(found)
@@ -68,16 +76,20 @@ def with_commits(config: Config, dry: bool = False) -> tuple[Config, tuple[str, 
     return Config.parse(mapping) if notes else config, tuple(dict.fromkeys(notes))
 
 
-def fetch_models(config: Config) -> None:
-    """Fetches the weights of the models that are on a hub.
+def fetch_models(config: Config) -> bool:
+    """Fetches the weights of the models that are on a hub; returns whether there are such models.
 
     Raises:
         UserError: they cannot be fetched, or there are none; the key is named.
     """
 
+    found = False
+
     def fetch(key: str, text: str) -> str:
+        nonlocal found
         name = _on_hub(key, text)
         if name is not None and name.kind == "model":
+            found = True
             try:
                 hub.with_weights(name)
             except UserError as error:
@@ -85,6 +97,7 @@ def fetch_models(config: Config) -> None:
         return text
 
     _changed(config, fetch)
+    return found
 
 
 def _changed(config: Config, change: Callable[[str, str], str]) -> dict[str, Any]:
@@ -118,20 +131,26 @@ def _on_hub(key: str, text: str) -> HubName | None:
     return model_name(text) if key in MODELS else data_name(text)
 
 
-def _recorded(config: Config) -> dict[HubName, HubName]:
-    """Repository -> the same with the commit that the run in the run directory uses."""
-    found: dict[HubName, HubName] = {}
+def _recorded(config: Config) -> dict[tuple[str, HubName], list[HubName]]:
+    """Key and name without a commit -> the names with one in the run directory's config, in its
+    order: of two teachers with one name, each has its own."""
+    found: dict[tuple[str, HubName], list[HubName]] = {}
     mapping = recorded_config(config)
 
     def keep(key: str, text: str) -> str:
         name = _on_hub(key, text)
         if name is not None and name.sha is not None:
-            found[replace(name.asked, rest="")] = name
+            found.setdefault((key, _asked(name)), []).append(name)
         return text
 
     for key in (*MODELS, *DATA):
         changed(mapping, key, partial(keep, key))
     return found
+
+
+def _asked(name: HubName) -> HubName:
+    """The same for all forms of a name: without its commit, and without the branch `main`."""
+    return replace(name, revision=None if name.revision == "main" else name.revision, commit=None)
 
 
 def _moved(name: HubName, before: HubName, now: str | None) -> str:

@@ -9,11 +9,12 @@ from pydantic import ValidationError
 
 from jaxrl.checkpoint.compare import compare
 from jaxrl.config import keys as config_keys
-from jaxrl.config import yaml_text
+from jaxrl.config import paths, yaml_text
 from jaxrl.config.aliases import ABSENT, ALIASES
 from jaxrl.config.base import QUICKSTART
 from jaxrl.config.schema import Config, Section
 from jaxrl.errors import UserError
+from jaxrl.types import JsonObject
 
 MINIMAL = """
 student: {model: a}
@@ -387,6 +388,29 @@ def test_a_relative_path_is_of_its_config_file_then_of_the_working_directory(
     moved["reward"]["functions"][0] = "elsewhere/r.py:g"
     with pytest.raises(UserError, match="reward.functions"):
         compare(moved, config, "run")
+
+
+def test_of_several_teachers_only_the_models_are_paths(tmp_path: Path) -> None:
+    for name in ("org/m", "org/cert.pem", "host:1/m"):
+        (tmp_path / name).mkdir(parents=True)
+    served = {"address": "host:1/m", "api_model": "org/m"}
+    teachers = {"x": "org/m", "y": served, "z": {"model": "org/m"}}
+    teacher = {"ca_file": "org/cert.pem"}
+    found = paths.beside({"teachers": teachers, "teacher": teacher}, tmp_path)
+    assert found["teachers"] == {
+        "x": f"{tmp_path}/org/m",
+        "y": served,
+        "z": {"model": f"{tmp_path}/org/m"},
+    }
+    assert found["teacher"]["ca_file"] == f"{tmp_path}/org/cert.pem"
+
+
+@pytest.mark.parametrize("one", [{"model": "b", "new_key": 1}, {"weight": -1}, "b"])
+def test_recorded_teachers_that_cannot_be_read_are_named(one: JsonObject | str) -> None:
+    config = Config.load(None, ["student.model=a", "data.train=c.jsonl", "teachers={x: b}"])
+    recorded = config.model_dump(mode="json") | {"teachers": {"x": one}}
+    with pytest.raises(UserError, match="run_dir=run: teachers in the config .*cannot be read"):
+        compare(recorded, config, "run")
 
 
 def test_run_path() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from hub_data import add_data, gsm8k_rows, jsonl, math_rows, parquet
 from hub_server import Hub
 from huggingface_hub import constants
 
+from jaxrl.data import hub_sets
 from jaxrl.data.rows import Keys
 from jaxrl.data.source import Source, open_source
 from jaxrl.errors import UserError
@@ -106,6 +108,38 @@ def test_the_files_of_a_split(case: str, hub: Hub) -> None:
     numbers = [files.split().index(file) + 1 for file in wanted.split()]
     assert len(source) == sum(numbers)
     assert sorted(set(hub.fetched()) - {"README.md"}) == wanted.split()
+
+
+@pytest.mark.parametrize("header", ["date: 2024-02-30", "a: " + "[" * 5000, "a: ]", "- a"])
+def test_a_header_that_cannot_be_read_describes_nothing(hub: Hub, header: str) -> None:
+    content = {"README.md": f"---\n{header}\n---\n", "train.jsonl": jsonl(math_rows(3))}
+    hub.add("datasets/org/set", content)
+    assert len(open_source("hf:org/set", keys=MATH)) == 3
+
+
+@pytest.mark.parametrize(
+    ("pattern", "fits"),
+    [
+        ("a/*.jsonl", "a/.jsonl a/b.jsonl"),
+        ("**/b.jsonl", "b.jsonl a/b.jsonl a/c/b.jsonl"),
+        ("a/**", "a/.jsonl a/b.jsonl a/c/b.jsonl"),
+        ("./?.jsonl", "b.jsonl"),
+        ("a?b.jsonl", ""),
+        ("a/*/b.*", "a/c/b.jsonl"),
+        ("*", "b.jsonl"),
+        ("***l", "b.jsonl a/.jsonl a/b.jsonl a/c/b.jsonl"),
+    ],
+)
+def test_the_files_that_a_pattern_names(pattern: str, fits: str) -> None:
+    paths = ["b.jsonl", "a/.jsonl", "a/b.jsonl", "a/c/b.jsonl"]
+    assert [path for path in paths if hub_sets._fits(path, "", pattern)] == fits.split()
+
+
+def test_many_stars_take_no_time() -> None:
+    began = time.monotonic()
+    for star in ("*", "**", "**/"):
+        assert not hub_sets._fits("a/" * 60 + "a" * 100, "", f"{star}a" * 12 + "b")
+    assert time.monotonic() - began < 5
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import pickle
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -276,6 +279,26 @@ def test_a_hub_that_does_not_answer(model: Path, hub: Hub, monkeypatch: pytest.M
     refused("org/tiny", "http://127.0.0.1:9 cannot be reached", "HF_ENDPOINT")
 
 
+def test_a_hub_that_takes_connections_and_says_nothing(
+    model: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = hub.add("org/tiny", model)
+    load_model("org/tiny")
+    monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.2)
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        monkeypatch.setattr(constants, "ENDPOINT", url)
+        template = f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        began = time.monotonic()
+        refused("org/other", f"{url} cannot be reached", "timed out")
+        refused(f"org/other@{'0' * 40}", f"{url} cannot be reached")
+        assert time.monotonic() - began < 30
+        forget()
+        assert load_model("org/tiny").source.name == f"org/tiny@main@{commit}"  # of the cache
+
+
 def test_a_repository_without_safetensors(model: Path, hub: Hub) -> None:
     files = {path.name: path.read_bytes() for path in model.iterdir()}
     pickled = {"pytorch_model.bin": files.pop("model.safetensors")}
@@ -336,6 +359,48 @@ def test_a_half_written_file_is_fetched_again(
     assert hub.fetched(".safetensors") == [broken.name]
 
 
+@pytest.mark.parametrize("path", ["../../../precious", "{}/precious"])
+def test_a_list_of_files_that_leads_out_of_the_cache_is_refused(
+    model: Path, hub: Hub, tmp_path: Path, path: str
+) -> None:
+    precious = tmp_path / "hub_home" / "hub" / "precious"
+    precious.parent.mkdir(parents=True)
+    precious.write_text("mine")
+    path = path.format(precious.parent)
+    files: dict[str, bytes | str] = {one.name: one.read_bytes() for one in model.iterdir()}
+    hub.add("org/listed", files | {path: "x" * 100})
+    refused("org/listed", "outside of its folder", path)
+    del files["model.safetensors"]
+    hub.add("org/indexed", files | {hf.INDEX: json.dumps({"weight_map": {"lm_head": path}})})
+    with pytest.raises(UserError, match="outside of its folder"):
+        load_model("org/indexed")
+    assert precious.read_text() == "mine"
+
+
+def test_a_link_out_of_the_cache_is_not_followed_to_remove_its_file(
+    sharded: Path, hub: Hub, tmp_path: Path
+) -> None:
+    hub.add("org/sharded", sharded)
+    broken = load_model("org/sharded").source.path / "model-00002-of-00004.safetensors"
+    broken.unlink()
+    (tmp_path / "mine").write_text("mine")
+    broken.symlink_to(tmp_path / "mine")
+    forget()
+    with contextlib.suppress(UserError):
+        load_model("org/sharded")
+    assert (tmp_path / "mine").read_text() == "mine"
+
+
+@pytest.mark.parametrize("weight_map", [["model.safetensors"], "model.safetensors"])
+def test_an_index_without_a_map_of_weights(
+    model: Path, hub: Hub, weight_map: list[str] | str
+) -> None:
+    files = {path.name: path.read_bytes() for path in model.iterdir()}
+    hub.add("org/tiny", files | {hf.INDEX: json.dumps({"weight_map": weight_map}).encode()})
+    with pytest.raises(UserError, match="weight_map: an object is needed"):
+        load_model("org/tiny")
+
+
 FETCH = """
 import sys
 from jaxrl.formats import hub, hub_names
@@ -367,19 +432,18 @@ def test_two_processes_that_want_a_file_fetch_it_once(sharded: Path, hub: Hub) -
     assert sorted(hub.fetched(".safetensors")) == shards
 
 
-def test_ctrl_c_ends_a_download_at_once(sharded: Path, hub: Hub) -> None:
-    hub.add("org/sharded", sharded)
-    shards = sorted(path.name for path in sharded.glob("*.safetensors"))
-    hub.stalled.add(shards[0])
-    command = [sys.executable, "-m", "jaxrl.train", "student.model=org/sharded", "algorithm=sft"]
+def test_ctrl_c_ends_a_download_at_once(model: Path, hub: Hub) -> None:
+    hub.add("org/tiny", model)
+    hub.stalled.add("model.safetensors")
+    command = [sys.executable, "-m", "jaxrl.train", "student.model=org/tiny", "algorithm=sft"]
     process = subprocess.Popen(
         [*command, "data.train=arithmetic", "data.chat=raw", "max_prompt_tokens=32"],
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert hub.wait_for(shards[0], 60)
+    assert hub.wait_for("model.safetensors", 60)
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=30)
     assert process.returncode == 130, error
-    assert "interrupted while org/sharded was fetched; whole files stay" in error
+    assert "interrupted while org/tiny was fetched; whole files stay" in error
     assert "Traceback" not in error

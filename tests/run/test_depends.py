@@ -60,6 +60,19 @@ def test_a_folder_is_what_is_read_from_it(tmp_path: Path) -> None:
     assert digest_model(tmp_path, False) != described
 
 
+def test_a_folder_named_like_a_commit_is_one_in_the_hub_s_cache_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "models--org--x" / "snapshots" / ("0" * 40)
+    place.mkdir(parents=True)
+    (place / "config.json").write_text("{}")
+    before = digest_model(place)
+    (place / "config.json").write_text('{"a": 1}')
+    assert digest_model(place) != before
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert digest_model(place) == place.name
+
+
 def test_what_only_one_side_knows_is_no_change() -> None:
     assert changes({"a": "1", "b": "1"}, {"a": "2", "b": "1", "c": "1"}) == ["a"]
 

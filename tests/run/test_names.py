@@ -16,7 +16,8 @@ from jaxrl import Config, train
 from jaxrl.config import cli, yaml_text
 from jaxrl.errors import UserError
 from jaxrl.formats import hub as hub_module
-from jaxrl.run.names import with_commits
+from jaxrl.run.attempt import prepare_run
+from jaxrl.run.names import fetch_models, with_commits
 from jaxrl.train import dry_run, main
 from jaxrl.types import JsonObject
 
@@ -136,3 +137,93 @@ def test_a_run_resumes_with_its_commit_though_the_branch_has_moved(
     for asked in (Config.load(None, [*SFT, "run_dir=run"]), Config.load("run/config.yaml")):
         config, _ = with_commits(asked)
         assert config.student.model == f"org/student@main@{before}"
+
+
+def test_a_name_that_a_teacher_s_server_knows_is_none_on_the_hub(full: Hub) -> None:
+    served = "{address: 'http://localhost:1/v1', api: openai, api_model: org/%s}"
+    teachers = f"teachers={{a: {served % 'teacher'}, b: {served % 'none'}}}"
+    asked = Config.load(None, [*SFT, "algorithm=gkd", teachers])
+    config, notes = with_commits(asked)
+    assert config.teachers == asked.teachers
+    assert [note.split(":")[0] for note in notes] == ["student.model"]
+    fetch_models(config)
+    assert set(full.fetched(".safetensors")) == {"model.safetensors"}
+
+
+def test_a_commit_that_is_named_is_kept_whatever_stands_beside_it(
+    full: Hub, models: dict[str, Path], tmp_path: Path
+) -> None:
+    first = full.repos["org/student"].refs["main"]
+    files = {path.name: path.read_bytes() for path in models["org/student"].iterdir()}
+    second = full.add("org/student", files | {"README.md": "second"})
+
+    def pinned(student: str, teacher: str) -> list[str | None]:
+        models = [f"student.model=org/student{student}", f"teacher.model=org/student{teacher}"]
+        config, _ = with_commits(Config.load(None, [*SFT, "algorithm=gkd", *models, *of_run]))
+        return [config.student.model, config.teacher.model]
+
+    def names(*commits: str) -> list[str]:
+        return [f"org/student@main@{commit}" for commit in commits]
+
+    of_run: list[str] = []
+    for one, other in ((first, second), (second, first)):
+        assert pinned(f"@main@{one}", f"@main@{other}") == names(one, other)
+    assert pinned("", f"@main@{first}") == names(second, first)
+    assert pinned(f"@main@{first}", "@main") == names(first, second)
+    assert pinned("", f"@{first}") == [*names(second), f"org/student@{first}"]
+
+    # Of a run there, each key has its own commit, and one that is named still wins.
+    of_run += ["run_dir=run", "resume=auto"]
+    recorded = {"student": {"model": names(first)[0]}, "teacher": {"model": names(second)[0]}}
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(json.dumps(recorded))
+    (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")
+    third = full.add("org/student", files | {"README.md": "third"})
+    assert pinned("", "") == pinned("@main", "@main") == names(first, second)
+    assert pinned(f"@main@{third}", "") == names(third, second)
+
+
+def test_two_teachers_of_one_name_resume_with_a_commit_each(
+    full: Hub, models: dict[str, Path], tmp_path: Path
+) -> None:
+    first = full.repos["org/teacher"].refs["main"]
+    files = {path.name: path.read_bytes() for path in models["org/teacher"].iterdir()}
+    second = full.add("org/teacher", files | {"README.md": "second"})
+    given = f"teachers={{a: org/teacher, b: org/teacher@main@{first}}}"
+    asked = Config.load(None, [*SFT, "algorithm=gkd", given, "run_dir=run", "resume=auto"])
+    begun, _ = with_commits(asked)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(begun.dump())
+    (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")
+    full.add("org/teacher", files | {"README.md": "third"})
+    resumed, _ = with_commits(asked)
+    assert [one.model for one in resumed.teachers.values()] == [
+        f"org/teacher@main@{commit}" for commit in (second, first)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("data.train=none.jsonl", "none.jsonl"),
+        ("resume=must", "holds no run to resume"),
+        ("max_prompt_tokens=1", "max_prompt_tokens=1"),
+    ],
+)
+def test_no_weight_is_fetched_for_a_run_that_is_refused(
+    full: Hub, override: str, words: str
+) -> None:
+    with pytest.raises(UserError, match=words):
+        prepare_run(Config.load(None, [*SFT, override]))
+    assert not full.fetched(".safetensors")
+
+
+def test_fetched_weights_that_do_not_fit_their_config_are_refused_before_the_run(
+    full: Hub, models: dict[str, Path]
+) -> None:
+    files = {path.name: path.read_bytes() for path in models["org/student"].iterdir()}
+    files["model.safetensors"] = (models["org/teacher"] / "model.safetensors").read_bytes()
+    full.add("org/student", files)
+    with pytest.raises(UserError, match="shape"):
+        prepare_run(Config.load(None, SFT))
+    assert full.fetched(".safetensors") == ["model.safetensors"]
