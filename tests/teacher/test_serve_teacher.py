@@ -273,6 +273,28 @@ def test_a_teacher_is_known_by_what_it_computes_not_by_its_limits(
     assert len({ours, *others}) == 4
 
 
+def test_any_weight_that_differs_makes_another_teacher_and_no_mesh_does(
+    service: ScoringService,
+) -> None:
+    def fingerprint(tensors: dict[str, np.ndarray], *axes: int) -> str:
+        source = ModelSource("tiny", Path("tiny"), tiny_config("llama"), Memory(tensors), None)
+        return ScoringService(source, Words(), make_mesh(*axes), "float32").info.fingerprint
+
+    ours, tensors = service.info.fingerprint, tiny_tensors("llama")
+    for axes in ((1, 1, 1), (1, 1, 2), (2, 1, 1)):
+        assert fingerprint(tensors, *axes) == ours, axes
+    found = {ours}
+    for name, tensor in tensors.items():
+        changed = tensor.copy()
+        changed.flat[-1] += 1e-3
+        found.add(fingerprint(tensors | {name: changed}, 1, 1, 1))
+    assert len(found) == 1 + len(tensors) > 12
+    name = next(name for name in tensors if "layers.1.mlp.up_proj" in name)
+    swapped = tensors[name].copy()
+    swapped[[0, 1]] = swapped[[1, 0]]
+    assert fingerprint(tensors | {name: swapped}, 1, 1, 1) not in found
+
+
 def test_row_buckets_hold_the_rows_and_waste_little() -> None:
     for multiple in (1, 2, 5):
         sizes = {rows_of(n, multiple, 512 * multiple) for n in range(1, 400)}
