@@ -284,34 +284,26 @@ def _rows(x: np.ndarray, start: int, n: int, size: int) -> np.ndarray:
 
 
 def _weights_hash(params: Params) -> bytes:
-    """SHA-256 of all the weights: any that differs, or stands elsewhere, gives another one.
-
-    The same on every mesh and every backend, for the sums on the devices are of integers.
-    """
+    """SHA-256 over all the weights, the same on every mesh: what devices add up are integers."""
     found = hashlib.sha256()
-    for path, sums in jax.tree.leaves_with_path(_sums(params)):
-        found.update(jax.tree_util.keystr(path).encode() + np.asarray(sums).tobytes())
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
+        parts = range(x.shape[0]) if x.ndim > 2 else [None]  # layers, if they are stacked
+        sums = [_sum(x, part) for part in parts]
+        found.update(jax.tree_util.keystr(path).encode() + np.asarray(sums, np.uint32).tobytes())
     return found.digest()
 
 
 @jax.jit
-def _sums(params: Params) -> Tree:
-    """For each array [N, ...] the sums [N] uint32, modulo 2^32, of its numbers' bits mixed with
-    their places. Reads each weight once, and makes no copy."""
-
-    def sums(x: Array) -> Array:
-        bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
-        place, stride = jnp.zeros((), jnp.uint32), 1
-        for axis in reversed(range(x.ndim)):
-            place += jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) * jnp.uint32(
-                stride % 2**32
-            )
-            stride *= x.shape[axis]
-        # The finalizer of MurmurHash3, which is a bijection: no changed number keeps its term.
-        mixed = bits ^ (place * jnp.uint32(0x9E3779B1))
-        mixed = (mixed ^ (mixed >> 16)) * jnp.uint32(0x85EBCA6B)
-        mixed = (mixed ^ (mixed >> 13)) * jnp.uint32(0xC2B2AE35)
-        mixed = mixed ^ (mixed >> 16)
-        return mixed.sum(tuple(range(1, x.ndim)), dtype=jnp.uint32)
-
-    return jax.tree.map(sums, params)
+def _sum(x: Array, part: int | None) -> Array:
+    """The bits of an array's numbers, mixed with their places, added up modulo 2^32."""
+    x = x if part is None else x[part]
+    place, stride = jnp.zeros((), jnp.uint32), 0x9E3779B1
+    for axis in reversed(range(x.ndim)):
+        place += jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) * jnp.uint32(stride % 2**32)
+        stride *= x.shape[axis]
+    mixed = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
+    # The finalizer of MurmurHash3 is a bijection: a number that changes changes its term.
+    mixed ^= place
+    mixed = (mixed ^ (mixed >> 16)) * jnp.uint32(0x85EBCA6B)
+    mixed = (mixed ^ (mixed >> 13)) * jnp.uint32(0xC2B2AE35)
+    return (mixed ^ (mixed >> 16)).sum(dtype=jnp.uint32)
