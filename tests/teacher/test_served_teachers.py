@@ -353,6 +353,25 @@ def test_tls_is_verified_and_carries_the_token(
             remote_info(config(served(server), "hidden", "teacher.ca_file=/nowhere.pem"), "math")
 
 
+@pytest.mark.parametrize(
+    ("addresses", "word"),
+    [
+        (["https://h:1/a", "h:1/b"], r"ca_file=x.pem .*teachers.b.address=h:1/b has no TLS"),
+        (["http://h:1/a", "https://h:1/b"], r"teachers.a.address=http://h:1/a has no TLS"),
+        ([], "certificate of a served teacher: set teacher.address"),
+    ],
+)
+def test_trusted_certificates_are_for_https_alone(addresses: list[str], word: str) -> None:
+    teachers = {name: {"address": one} for name, one in zip("ab", addresses, strict=False)}
+    words = [f"teachers={json.dumps(teachers)}", "teacher.model=null"] if teachers else []
+    with pytest.raises(UserError, match=word):
+        Config.load("builtin:quickstart", [*words, "teacher.ca_file=x.pem"])
+    alone = ["teacher.model=null", "teacher.ca_file=x.pem", "teacher.address="]
+    with pytest.raises(UserError, match="teacher.address=h:1 has no TLS"):
+        Config.load("builtin:quickstart", [*alone[:2], alone[2] + "h:1"])
+    assert Config.load("builtin:quickstart", [*alone[:2], alone[2] + "https://h:1"]).served
+
+
 def test_https_to_a_server_without_tls_is_refused_at_once(server: TeacherServer) -> None:
     address = f"https://{server.address}/math"
     with pytest.raises(UserError, match="math at https://.*speaks no TLS: write http://"):
