@@ -206,8 +206,11 @@ def test_parts_are_even_slices_of_the_rows(
 def test_the_head_is_the_models(server: TeacherServer, service: ScoringService) -> None:
     head = np.asarray(decoder.head(service.params))
     asked = config(server.address, DISTILLS["hidden"])
-    np.testing.assert_array_equal(remote_head(asked, V), head, strict=True)
-    np.testing.assert_array_equal(remote_head(asked, 40), head[:40])
+    np.testing.assert_array_equal(remote_head(asked, V, service.info), head, strict=True)
+    np.testing.assert_array_equal(remote_head(asked, 40, service.info), head[:40])
+    other = service.info.model_copy(update={"fingerprint": "of the one before & its restart"})
+    with pytest.raises(TeacherError, match="GET /v1/head: status 409: this is another teacher"):
+        remote_head(asked, V, other)
 
 
 def test_bfloat16_travels_as_it_is() -> None:
@@ -436,14 +439,18 @@ def test_a_request_that_does_not_fit_is_told_why(
     case: str, server: TeacherServer, rollout: Rollout
 ) -> None:
     changed, status, words = BAD[case]
-    found, told = send(server, "POST", "/v1/score", good(server.info, rollout, **dict(changed)))
+    found, told = send(
+        server, "POST", "/v1/score", good(server.services[""].info, rollout, **dict(changed))
+    )
     assert found == status == told["error"]["status"], told
     assert all(word in told["error"]["message"] for word in words), told
 
 
 def test_padding_is_not_counted_as_length(server: TeacherServer, rollout: Rollout) -> None:
-    read = read_request(good(server.info, rollout, **dict(PADDED)), server.info)
-    assert read.sequences.tokens.shape == (1, 300) and server.info.max_tokens == 256
+    read = read_request(
+        good(server.services[""].info, rollout, **dict(PADDED)), server.services[""].info
+    )
+    assert read.sequences.tokens.shape == (1, 300) and server.services[""].info.max_tokens == 256
 
 
 def test_other_refusals(server: TeacherServer, rollout: Rollout) -> None:
@@ -475,7 +482,7 @@ def test_other_refusals(server: TeacherServer, rollout: Rollout) -> None:
     status, health = send(server, "GET", "/health")
     assert (status, health["status"]) == (200, "ok")
     assert health["refused"] >= 10 and health["model"] == "tiny"
-    body = good(server.info, rollout)
+    body = good(server.services[""].info, rollout)
     client = TeacherClient(server.address, None, 10)
     client.endpoint.ask("POST", "/v1/score", lambda answer: encode({}, {}), body)
 
@@ -597,6 +604,8 @@ class Flaky:
             answer = answer[:20]
         if way == "503":
             answer = b"HTTP/1.1 503 Busy\r\nContent-Length: 2\r\n\r\n{}"
+        if way == "408":
+            answer = b"HTTP/1.1 408 Stalled\r\nContent-Length: 2\r\n\r\n{}"
         if way == "garbage":
             answer = answer[:-200] + b"\x00" * 200 if b"octet" in answer else answer
             answer = answer.replace(b'"dtype"', b'"dtypo"')
@@ -607,7 +616,7 @@ class Flaky:
 def test_half_an_answer_is_asked_for_again(
     server: TeacherServer, rollout: Rollout, expected: Any
 ) -> None:
-    ways = ["drop", "half", "whole", "half", "header", "garbage", "503"]
+    ways = ["drop", "half", "whole", "half", "header", "garbage", "503", *["408"] * 3]
     flaky = Flaky(server, ways)
     try:
         teacher = RemoteTeacher(config(flaky.address, PLAIN), V)
@@ -623,7 +632,7 @@ def test_an_answer_for_other_rows_is_refused(server: TeacherServer, rollout: Rol
             self.calls += 1
             return TeacherSignal(token_logprobs=np.zeros((3, 7), np.float32))
 
-    short = Short(server.info)
+    short = Short(server.services[""].info)
     with serving(short) as half:
         teacher = RemoteTeacher(config(half.address, SAMPLED), V)
         with pytest.raises(TeacherError, match=r"cannot be used.*\[3, 7\], float32 \[6, 7\] was"):
@@ -675,7 +684,7 @@ def test_an_answer_that_no_teacher_can_give_is_refused(
 ) -> None:
     """With the tensor's name, the value and what is allowed; what no token reads is free."""
     signal, change, word = BENT[case]
-    service = Failing(server.info)
+    service = Failing(server.services[""].info)
 
     def tell(change: Callable[[dict[str, Any]], None]) -> None:
         tensors = {k: x for k, x in vars(expected(DISTILLS[signal])).items() if x is not None}
@@ -709,7 +718,7 @@ def test_a_head_that_is_none_is_refused(service: ScoringService, value: Any, wor
     bent = Failing(service.info)
     bent.head = lambda: value(service.head())  # type: ignore[method-assign]
     with serving(bent) as server, pytest.raises(TeacherError, match=word):
-        remote_head(config(server.address, DISTILLS["hidden"]), V)
+        remote_head(config(server.address, DISTILLS["hidden"]), V, service.info)
 
 
 def test_a_dead_or_hung_server_is_told_within_the_deadline(
@@ -762,7 +771,7 @@ def test_requests_in_hand_are_finished_and_no_others_taken(
         first = pool.submit(RemoteTeacher(asked, V).score, rollout)
         assert slow.asked.acquire(timeout=5)
         assert not server.drain(0.05)
-        status, told = send(server, "POST", "/v1/score", good(server.info, rollout))
+        status, told = send(server, "POST", "/v1/score", good(server.services[""].info, rollout))
         assert (status, "being stopped" in told["error"]["message"]) == (503, True)
         assert send(server, "GET", "/health")[1]["status"] == "draining"
         ended = pool.submit(server.drain, 5.0)
@@ -776,7 +785,7 @@ def test_no_more_than_threads_are_in_hand_and_the_abandoned_are_not_computed(
 ) -> None:
     slow = Failing(service.info)
     with serving(slow, threads=2, wait_s=0.2) as server, ThreadPoolExecutor(4) as pool:
-        body = good(server.info, rollout)
+        body = good(server.services[""].info, rollout)
         host, port = server.address.split(":")
         leaving = http.client.HTTPConnection(host, int(port))
         leaving.request("POST", "/v1/score", body)

@@ -303,11 +303,14 @@ def test_teachers_that_cannot_be_served_so_are_refused(keys: list[Any], word: st
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """Of localhost, signed by itself; and its key."""
-    folder = tmp_path_factory.mktemp("tls")
+    return signed(tmp_path_factory.mktemp("tls"), "localhost", "DNS:localhost,IP:127.0.0.1")
+
+
+def signed(folder: Path, name: str, names: str) -> tuple[str, str]:
     pem, key = str(folder / "cert.pem"), str(folder / "key.pem")
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
-    command += ["-nodes", "-keyout", key, "-out", pem, "-days", "2", "-subj", "/CN=localhost"]
-    command += ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    command += ["-nodes", "-keyout", key, "-out", pem, "-days", "2", "-subj", f"/CN={name}"]
+    command += ["-addext", f"subjectAltName={names}"]
     subprocess.run(command, check=True, capture_output=True)
     return pem, key
 
@@ -338,10 +341,7 @@ def test_tls_is_verified_and_carries_the_token(
         began = time.monotonic()
         with pytest.raises(UserError, match="math at https.*not trusted: self.signed.*ca_file"):
             remote_info(config(served(server), "hidden"), "math")
-        elsewhere = {"a": {"address": server.url.replace("127.0.0.1", "127.0.0.2")}}
-        with pytest.raises(UserError, match="not trusted: IP address mismatch|Connection refused"):
-            monkeypatch.setattr("jaxrl.teacher.remote.MEET_S", 1.0)
-            remote_info(config(elsewhere, "hidden", f"teacher.ca_file={certificate[0]}"), "a")
+        monkeypatch.setattr("jaxrl.teacher.remote.MEET_S", 1.0)
         unsafe = {"math": {"address": f"{server.address}/math"}}
         with pytest.raises(UserError, match="if it speaks TLS, write https://"):
             remote_info(config(unsafe, "hidden"), "math")
@@ -351,6 +351,19 @@ def test_tls_is_verified_and_carries_the_token(
         assert time.monotonic() - began < 8
         with pytest.raises(UserError, match="teacher.ca_file=.*nowhere.pem.*No such file"):
             remote_info(config(served(server), "hidden", "teacher.ca_file=/nowhere.pem"), "math")
+
+
+def test_a_certificate_of_another_host_is_refused_with_what_to_write(
+    services: dict[str, ScoringService], tmp_path: Path
+) -> None:
+    pem, key = signed(tmp_path, "elsewhere", "DNS:elsewhere")
+    with serving(services, tls=server_tls(pem, key)) as server:
+        for host, why in (("127.0.0.1", "IP address mismatch"), ("localhost", "Hostname mismatch")):
+            address = server.url.replace("127.0.0.1", host)
+            asked = config({"a": {"address": address}}, "hidden", f"teacher.ca_file={pem}")
+            words = f"not trusted: {why}.*; write the address with a host that the certificate"
+            with pytest.raises(UserError, match=words):
+                remote_info(asked, "a")
 
 
 @pytest.mark.parametrize(
