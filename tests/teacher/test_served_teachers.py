@@ -526,8 +526,7 @@ TEACHERS = ["--teacher", "a=builtin:teacher"]
         ([*TEACHERS, "--port", "0", "--token-file", "/no.txt"], "--token-file /no.txt: "),
         ([*TEACHERS, "--port", "0", "--token-file", "{empty}"], "it is empty"),
         ([*TEACHERS, "--port", "0", "--token-file", "{blank}"], "no blank"),
-        (["--config", "{config}"], "unknown option --prot=1 (did you mean --port?)"),
-        (["--config", "{twice}", "--port", "0"], "a is builtin:teacher already"),
+        (["--config", "{config}"], "config: unknown key prot (did you mean port?)"),
     ],
 )
 def test_bad_options_exit_with_2(
@@ -540,14 +539,68 @@ def test_bad_options_exit_with_2(
 ) -> None:
     monkeypatch.delenv(TOKEN, raising=False)
     files = {"empty": "\n", "blank": "two words", "config": "prot: 1\nteacher: {a: b}\n"}
-    files["twice"] = "teacher: {a: builtin:teacher}\noffload: true\n"
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     places = {name: tmp_path / name for name in files} | {"pem": certificate[0]}
     words = [word.format(**places) for word in words]
-    words += ["--teacher", "a=builtin:student"] if "twice" in str(words) else []
     assert run(serve_teacher.main, words) == 2
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("token: hunter2", "unknown key token (did you mean token_file?)"),
+        ("token_file: {a: hunter2}", "token_file must be text"),
+        ("config: hunter2", "unknown key config"),
+        ("port: hunter2", "port must be a number"),
+        ("port: true", "port must be a number"),
+        ("offload: hunter2", "offload must be true or false"),
+        ("dtype: hunter2", "dtype must be one of float32, bfloat16"),
+        ("model: [hunter2]", "model must be text"),
+        ("teacher: [hunter2]", "teacher must be `NAME: MODEL` lines"),
+        ("teacher: hunter2", "teacher must be `NAME: MODEL` lines"),
+        ("teacher: {math: }", "teacher must be `NAME: MODEL` lines"),
+        ("teacher: {a=b: hunter2}", "teacher must be `NAME: MODEL` lines"),
+    ],
+)
+def test_a_file_of_options_is_checked_and_its_values_are_not_shown(
+    text: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(f"{text}\n")
+    assert run(serve_teacher.main, ["--config", str(file), "--max-tokens", "7"]) == 2
+    said = capsys.readouterr().err
+    assert f"{file}: {told}" in said and "hunter2" not in said
+
+
+def test_the_command_line_comes_before_the_file_and_paths_are_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, here = tmp_path / "there", tmp_path / "here"
+    for place in (folder / "models" / "b", folder / "models" / "m", here):
+        place.mkdir(parents=True)
+    for name in ("secret", "cert.pem"):
+        (folder / name).write_text("")
+    several, one = folder / "several.yaml", folder / "one.yaml"
+    several.write_text(
+        "teacher: {a: models/a, b: models/b}\nport: 1\nthreads: 3\ntoken-file: secret\n"
+        "certificate: cert.pem\nprivate_key: key.pem\noffload: false\nmax_tokens: null\n"
+    )
+    one.write_text("model: models/m\n")
+    monkeypatch.chdir(here)
+
+    def parse(file: Path, *words: str) -> Any:
+        return serve_teacher._parse([*words, "--config", str(file)])
+
+    found = parse(several, "--port", "2", "--teacher", "a=other")
+    assert sorted(found.teacher) == ["a=other", f"b={folder}/models/b"]
+    assert (found.port, found.threads, found.offload, found.max_tokens) == (2, 3, False, None)
+    assert found.token_file == f"{folder}/secret" and found.certificate == f"{folder}/cert.pem"
+    assert found.private_key == "key.pem"  # is in neither folder
+    assert parse(one).model == f"{folder}/models/m"
+    assert (parse(one, "--model", "x").model, parse(one, "--teacher", "a=x").model) == ("x", None)
+    assert (alone := parse(several, "--model", "x")).model == "x" and alone.teacher == []
 
 
 def test_a_package_that_is_missing_is_named_with_its_extra(
