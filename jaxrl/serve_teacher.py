@@ -145,8 +145,8 @@ def _read(path: Path, known: Mapping[str, Action]) -> dict[str, Any]:
 def _wanted(option: Action, value: object) -> str | None:
     """What an option's value must be; None where this one is."""
     if option.dest == "teacher":
-        named = isinstance(value, dict) and all(NAMED.fullmatch(name) for name in value)
-        if named and all(isinstance(model, str) and model for model in value.values()):
+        given = value.items() if isinstance(value, dict) else [("", None)]
+        if all(NAMED.fullmatch(name) and model and isinstance(model, str) for name, model in given):
             return None
         return "`NAME: MODEL` lines; a name has letters, digits, `_`, `.` and `-`"
     if option.nargs == 0:

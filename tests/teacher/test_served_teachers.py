@@ -473,7 +473,7 @@ def test_a_run_with_two_teachers_on_one_port_is_that_with_its_own(
     ends = [load_file(tmp_path / d / "final" / "model.safetensors") for d in ("here", "there")]
     for name, value in ends[0].items():
         np.testing.assert_allclose(ends[1][name], value, atol=2e-5, err_msg=name)
-    with serving(both | {"code": both["math"]}, token="secret-4") as server:
+    with serving(both | {"code": both["math"]}, tls=tls, token="secret-4") as server:
         word = "what teachers.code.address names has changed"  # math, elsewhere, is still itself
         with pytest.raises(UserError, match=word):
             trained(models, tmp_path / "there", served(server, [*both]), "steps=3", *keys)
