@@ -9,16 +9,17 @@ import signal
 import sys
 import threading
 import time
-from argparse import Namespace
+from argparse import Action, Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
-from jaxrl.config import base, cli
+from jaxrl.config import cli, yaml_text
+from jaxrl.config import paths as config_paths
 from jaxrl.config.schema import NAMED, Config, DType
-from jaxrl.errors import UserError
+from jaxrl.errors import UserError, near
 from jaxrl.process.streams import Output
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from jaxrl.teacher.service import ScoringService
 
 DTYPES = get_args(DType)
+FILES = ("certificate", "private_key", "token_file")
+"""Options that name files."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -112,20 +115,75 @@ def _services(arguments: Namespace, models: Mapping[str, str]) -> dict[str, Scor
 def _parse(argv: Sequence[str]) -> Namespace:
     """Options of the command line, which come before those of the file that `--config` names."""
     parser = _parser()
-    path = parser.parse(argv).config
-    return parser.parse([*(_written(Path(path)) if path else ()), *argv])
+    given = parser.parse(argv)
+    if given.config is None:
+        return given
+    known = {each.dest: each for each in parser._actions if each.dest not in ("help", "config")}
+    path = Path(given.config).expanduser()
+    return parser.parse([*_written(path, _read(path, known), given), *argv])
 
 
-def _written(path: Path) -> Iterator[str]:
-    """The options in a file, as they are on a command line."""
-    for key, value in base.read(path).items():
-        option = f"--{key.replace('_', '-')}"
-        if isinstance(value, dict):
-            yield from (f"{option}={name}={one}" for name, one in value.items())
-        elif value is True:
-            yield option
-        elif value is not None and value is not False:
-            yield f"{option}={value}"
+def _read(path: Path, known: Mapping[str, Action]) -> dict[str, Any]:
+    """The options in a file, by their names. Errors say where, never what a value is: it may be a
+    secret.
+
+    Raises:
+        UserError: the file cannot be read, or has an unknown key, or a value of another type.
+    """
+    found = {}
+    for key, value in yaml_text.read_mapping(path).items():
+        name = key.replace("-", "_")
+        if name not in known:
+            raise UserError(f"{path}: unknown key {key}{near(name, known)}")
+        wanted = None if value is None else _wanted(known[name], value)
+        if wanted is not None:
+            raise UserError(f"{path}: {key} must be {wanted}")
+        found[name] = value
+    return found
+
+
+def _wanted(option: Action, value: object) -> str | None:
+    """What an option's value must be; None where this one is."""
+    if option.dest == "teacher":
+        given = value.items() if isinstance(value, dict) else [("", None)]
+        if all(NAMED.fullmatch(name) and model and isinstance(model, str) for name, model in given):
+            return None
+        return "`NAME: MODEL` lines; a name has letters, digits, `_`, `.` and `-`"
+    if option.nargs == 0:
+        return None if isinstance(value, bool) else "true or false"
+    if option.choices is not None:
+        return None if value in option.choices else f"one of {', '.join(option.choices)}"
+    if option.type in (int, float):
+        number = isinstance(value, int if option.type is int else (int, float))
+        return None if number and not isinstance(value, bool) else "a number"
+    return None if isinstance(value, str) and value else "text"
+
+
+def _written(path: Path, options: Mapping[str, Any], given: Namespace) -> Iterator[str]:
+    """A file's options as they are on a command line, but for models in whose place that has
+    others. What exists beside the file is meant before what is in the working directory."""
+    folder = path.absolute().parent
+    named = {each.partition("=")[0] for each in given.teacher}
+
+    def local(model: str) -> str:
+        found: str = config_paths.beside({"student": {"model": model}}, folder)["student"]["model"]
+        return found
+
+    for name, value in options.items():
+        option = f"--{name.replace('_', '-')}"
+        if value is None or value is False:
+            continue
+        if name == "model":
+            yield from () if given.model or named else [f"{option}={local(value)}"]
+        elif name == "teacher":
+            models = {} if given.model else value
+            others = {each: models[each] for each in models if each not in named}
+            yield from (f"{option}={each}={local(model)}" for each, model in others.items())
+        elif name in FILES:
+            here = Path(value).expanduser()
+            yield f"{option}={folder / here if (folder / here).exists() else here}"
+        else:
+            yield option if value is True else f"{option}={value}"
 
 
 def _parser() -> cli.Parser:

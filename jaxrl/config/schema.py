@@ -334,6 +334,8 @@ def _named_teachers(value: object) -> object:
 
 def _is_server(url: str) -> bool:
     """Whether this is http(s)://host:port, perhaps with a path, and nothing else."""
+    if not url.isascii() or not url.isprintable() or " " in url:
+        return False
     try:
         place = urlsplit(url)
         given = place.port is not None or "/v1" in place.path
@@ -1252,6 +1254,7 @@ class Config(Section, metaclass=_Parsed):
         return "refill" if self.schedule == "serial" else "drop"
 
     def _rules(self) -> Iterator[Rule]:
+        yield from self._rules_with_ca_file()
         if self.learns_from_teacher:
             yield from self._rules_with_teacher()
         else:
@@ -1300,6 +1303,21 @@ class Config(Section, metaclass=_Parsed):
             f"actor.minibatches={self.minibatches} exceeds the {sequences} sequences of a batch"
             f" (batch_size={self.batch_size} x group_size={self.group_size})",
         )
+
+    def _rules_with_ca_file(self) -> Iterator[Rule]:
+        ca_file = self.teacher.ca_file
+        yield (
+            ca_file is not None and not self.served,
+            f"teacher.ca_file={ca_file} is for the certificate of a served teacher: set"
+            " teacher.address, or teacher.ca_file=null",
+        )
+        for name, one in self.served.items():
+            yield (
+                ca_file is not None and urlsplit(str(one.address)).scheme != "https",
+                f"teacher.ca_file={ca_file} is for https, and"
+                f" {self.teacher_key(name, 'address')}={one.address} has no TLS, so that all can"
+                " read the token: begin the address with https://, or set teacher.ca_file=null",
+            )
 
     def _rules_with_teacher(self) -> Iterator[Rule]:
         why = " with distill_weight or policy.opd_coef" if self.learns_from_rewards else ""

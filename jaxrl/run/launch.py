@@ -250,8 +250,8 @@ def _heads(setup: Setup, mesh: Mesh) -> Iterator[jax.Array]:
     def placed(head: np.ndarray) -> jax.Array:
         return put(head, head_sharding(head.shape, mesh))
 
-    for name in setup.served:
-        yield placed(remote_head(setup.config, v, name))
+    for name, info in setup.served.items():
+        yield placed(remote_head(setup.config, v, info, name))
     if teacher.cache is not None and not setup.teachers:
         yield placed(ScoreCache(teacher.cache).head(v).astype(jnp.dtype(teacher.dtype)))
     for source in setup.teachers.values():

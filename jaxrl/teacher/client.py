@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import urlencode, urlsplit
 
 import jax
 import numpy as np
@@ -22,6 +22,7 @@ from jaxrl.config.schema import DistillConfig
 from jaxrl.errors import RunError, UserError
 from jaxrl.teacher.check import check_answer, check_head
 from jaxrl.teacher.protocol import (
+    FINGERPRINT,
     HEAD,
     JSON,
     PROTOCOL,
@@ -42,6 +43,8 @@ CONNECT_S = 10.0
 """Longest wait for a connection, before it is tried again."""
 MOST_WRONG = 3
 """Tries after which an answer that is wrong in itself (500, unreadable) is believed."""
+OTHER_HOST = (62, 64)
+"""X509_V_ERR_HOSTNAME_MISMATCH and X509_V_ERR_IP_ADDRESS_MISMATCH of OpenSSL."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 PIECE = 1 << 18
 """Most bytes between two looks at the clock."""
@@ -88,9 +91,10 @@ class Endpoint:
     ) -> Answer:
         """What `read` makes of the answer.
 
-        Connection errors and 502 to 504 are tried again until the deadline; 500, and an answer
-        that `read` cannot read (ValueError, LookupError, TypeError, AttributeError), a few
-        times; a refusal (4xx), and a certificate that is not trusted, never.
+        Connection errors, 408 (the network stalled) and 502 to 504 are tried again until the
+        deadline; 500, and an answer that `read` cannot read (ValueError, LookupError, TypeError,
+        AttributeError), a few times; any other refusal (4xx), and a certificate that is not
+        trusted, never.
 
         Args:
             most: bytes of an answer; a longer one is not read.
@@ -100,7 +104,7 @@ class Endpoint:
             UserError: as `read` raises it.
         """
         start, pause, tries, wrong = time.monotonic(), FIRST_PAUSE_S, 0, 0
-        asked = f"{self}: {method} {path}"
+        asked = f"{self}: {method} {path.partition('?')[0]}"
         while True:
             tries += 1
             try:
@@ -109,19 +113,20 @@ class Endpoint:
                 if status == 200:
                     return read(answer)
                 problem = f"status {status}: {_message(answer)}"
-                if status < 500:
+                if status < 500 and status != 408:
                     hint = f"; set {TOKEN} to its token" if status in (401, 403) else ""
                     raise TeacherError(f"{asked}: {problem}{hint}")
-                wrong += status not in (502, 503, 504)
+                wrong += status not in (408, 502, 503, 504)
             except UserError:
                 raise
             except TimeoutError:
                 problem = "no answer in time"
             except ssl.SSLCertVerificationError as error:
                 why = f"its certificate is not trusted: {error.verify_message}"
-                raise TeacherError(
-                    f"{asked}: {why}; set teacher.ca_file to its issuer's"
-                ) from error
+                hint = "set teacher.ca_file to its issuer's"
+                if error.verify_code in OTHER_HOST:
+                    hint = "write the address with a host that the certificate names"
+                raise TeacherError(f"{asked}: {why}; {hint}") from error
             except ssl.SSLError as error:
                 if error.reason == "WRONG_VERSION_NUMBER":
                     raise TeacherError(f"{asked}: it speaks no TLS: write http://") from error
@@ -236,7 +241,8 @@ class TeacherClient:
             return head
 
         most = info.vocab_size * info.d_model * np.dtype(info.dtype).itemsize + OVERHEAD
-        return self.endpoint.ask("GET", "/v1/head", read, most=most)
+        path = f"/v1/head?{urlencode({FINGERPRINT: info.fingerprint})}"
+        return self.endpoint.ask("GET", path, read, most=most)
 
     def score(
         self, sequences: Sequences, ids: np.ndarray | None, distill: DistillConfig, vocab_size: int

@@ -38,6 +38,8 @@ MOST_PADDING = 128
 64 at most."""
 HEAD = "head"
 """Name of the LM head's tensor."""
+FINGERPRINT = "fingerprint"
+"""Name in the query of a request for the head: the teacher that is meant."""
 _DTYPES = STORED | {
     "I32": np.dtype("<i4"),
     "I8": np.dtype(np.int8),
@@ -241,8 +243,7 @@ def read_request(body: bytes, info: Info) -> Request:
     except ValueError as error:
         raise Refused(400, f"the body cannot be read: {error}") from error
     options = asked.options
-    if asked.fingerprint != info.fingerprint:
-        raise Refused(409, f"this is another teacher than the one asked for: now {info.model!r}")
+    check_meant(asked.fingerprint, info)
     if options.signal not in info.signals:
         raise Refused(400, f"signal {options.signal!r} is not offered: {', '.join(info.signals)}")
     sequences = _sequences(tensors, options, info)
@@ -257,6 +258,12 @@ def read_request(body: bytes, info: Info) -> Request:
     if ids.min() < 0 or ids.max() >= options.vocab_size:
         raise Refused(400, f"ids name tokens beyond 0 to {options.vocab_size - 1}")
     return Request(options, sequences, ids)
+
+
+def check_meant(fingerprint: str, info: Info) -> None:
+    """Raises `Refused` for a request that is meant for another teacher."""
+    if fingerprint != info.fingerprint:
+        raise Refused(409, f"this is another teacher than the one asked for: now {info.model!r}")
 
 
 def _sequences(tensors: Mapping[str, np.ndarray], options: Options, info: Info) -> Sequences:

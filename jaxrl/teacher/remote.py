@@ -187,10 +187,15 @@ def remote_info(config: Config, name: str = ONLY) -> AnyInfo:
         raise UserError(f"{_key(config, name)}: {error}") from error
 
 
-def remote_head(config: Config, rows: int, name: str = ONLY) -> np.ndarray:
-    """The teacher's LM head [rows, D], cut after `rows`, in the server's dtype."""
+def remote_head(config: Config, rows: int, info: AnyInfo, name: str = ONLY) -> np.ndarray:
+    """The teacher's LM head [rows, D], cut after `rows`, in the server's dtype.
+
+    Args:
+        info: of the handshake before the run; another teacher's head is refused.
+    """
     client = _client(config, name, EARLIER * config.deadlines.startup)
-    assert isinstance(client, TeacherClient)
+    assert isinstance(client, TeacherClient) and isinstance(info, Info)
+    client.info = info
     return client.head()[:rows]
 
 

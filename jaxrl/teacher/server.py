@@ -34,14 +34,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from jaxrl.errors import UserError
 from jaxrl.teacher.connection import Address, Connection, Exchange, Limits, part, start
 from jaxrl.teacher.protocol import (
+    FINGERPRINT,
     HEAD,
     JSON,
     SAFETENSORS,
     TOKEN,
     Gone,
-    Info,
     Piece,
     Refused,
+    check_meant,
     frame,
     read_request,
     write_signal,
@@ -148,11 +149,6 @@ class TeacherServer:
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         """`host:port`."""
         self.url = f"{'https' if tls else 'http'}://{self.address}"
-
-    @property
-    def info(self) -> Info:
-        """Of the first teacher."""
-        return next(iter(self.services.values())).info
 
     def start(self, services: Mapping[str, ScoringService]) -> None:
         """
@@ -312,6 +308,8 @@ class TeacherServer:
 
     async def _head(self, request: Request) -> ASGIApp:
         service = self._teacher(request)
+        if FINGERPRINT in request.query_params:
+            check_meant(request.query_params[FINGERPRINT], service.info)
         return self._tensors(lambda wanted: frame({HEAD: service.head()}, {}))
 
     async def _score(self, request: Request) -> ASGIApp:

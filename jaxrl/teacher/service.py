@@ -108,6 +108,7 @@ class ScoringService:
         self._lock = threading.Lock()
         vocabulary = vocab_hash(tokenizer)
         known_by = (model, dtype, vocabulary, tokenizer.eos_token_id)
+        fingerprint = hashlib.sha256(repr(known_by).encode() + self._weights)
         self.info = Info(
             protocol=PROTOCOL,
             model=source.name,
@@ -124,7 +125,7 @@ class ScoringService:
             max_request_bytes=max_request_bytes,
             max_answer_bytes=max_answer_bytes,
             signals=SIGNALS,
-            fingerprint=hashlib.sha256(repr(known_by).encode() + self._some).hexdigest(),
+            fingerprint=fingerprint.hexdigest(),
         )
 
     def __str__(self) -> str:
@@ -186,10 +187,10 @@ class ScoringService:
         return self._turns.submit(run)
 
     def _load(self, source: ModelSource, dtype: np.dtype) -> None:
-        """Reads the weights, and what the teacher is known by."""
+        """Reads the weights, and their hash."""
         self.params = source.load(self.mesh, dtype, "stacked")
         verify_arrays("teacher", self.params, self.mesh)
-        self._some = _sample(self.params)
+        self._weights = _weights_hash(self.params)
         current().resident(
             self._stage,
             lambda: self.params,
@@ -282,8 +283,27 @@ def _rows(x: np.ndarray, start: int, n: int, size: int) -> np.ndarray:
     return np.pad(x[start : start + n], [(0, size - n)] + [(0, 0)] * (x.ndim - 1))
 
 
-def _sample(params: Params) -> bytes:
-    """Some of the weights: two models of one shape differ in them."""
-    norms = [params["layers"][name]["scale"] for name in ("attn_norm", "mlp_norm")]
-    some = [*norms, params["norm"]["scale"], decoder.head(params)[:16]]
-    return b"".join(np.asarray(x).tobytes() for x in some)
+def _weights_hash(params: Params) -> bytes:
+    """SHA-256 over all the weights, the same on every mesh: what devices add up are integers."""
+    found = hashlib.sha256()
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
+        parts = range(x.shape[0]) if x.ndim > 2 else [None]  # layers, if they are stacked
+        sums = [_sum(x, part) for part in parts]
+        found.update(jax.tree_util.keystr(path).encode() + np.asarray(sums, np.uint32).tobytes())
+    return found.digest()
+
+
+@jax.jit
+def _sum(x: Array, part: int | None) -> Array:
+    """The bits of an array's numbers, mixed with their places, added up modulo 2^32."""
+    x = x if part is None else x[part]
+    place, stride = jnp.zeros((), jnp.uint32), 0x9E3779B1
+    for axis in reversed(range(x.ndim)):
+        place += jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) * jnp.uint32(stride % 2**32)
+        stride *= x.shape[axis]
+    mixed = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
+    # The finalizer of MurmurHash3 is a bijection: a number that changes changes its term.
+    mixed ^= place
+    mixed = (mixed ^ (mixed >> 16)) * jnp.uint32(0x85EBCA6B)
+    mixed = (mixed ^ (mixed >> 13)) * jnp.uint32(0xC2B2AE35)
+    return (mixed ^ (mixed >> 16)).sum(dtype=jnp.uint32)

@@ -206,8 +206,11 @@ def test_parts_are_even_slices_of_the_rows(
 def test_the_head_is_the_models(server: TeacherServer, service: ScoringService) -> None:
     head = np.asarray(decoder.head(service.params))
     asked = config(server.address, DISTILLS["hidden"])
-    np.testing.assert_array_equal(remote_head(asked, V), head, strict=True)
-    np.testing.assert_array_equal(remote_head(asked, 40), head[:40])
+    np.testing.assert_array_equal(remote_head(asked, V, service.info), head, strict=True)
+    np.testing.assert_array_equal(remote_head(asked, 40, service.info), head[:40])
+    other = service.info.model_copy(update={"fingerprint": "of the one before & its restart"})
+    with pytest.raises(TeacherError, match="GET /v1/head: status 409: this is another teacher"):
+        remote_head(asked, V, other)
 
 
 def test_bfloat16_travels_as_it_is() -> None:
@@ -271,6 +274,28 @@ def test_a_teacher_is_known_by_what_it_computes_not_by_its_limits(
         fingerprint(Words(), "float32", seen=1.001),
     ]
     assert len({ours, *others}) == 4
+
+
+def test_any_weight_that_differs_makes_another_teacher_and_no_mesh_does(
+    service: ScoringService,
+) -> None:
+    def fingerprint(tensors: dict[str, np.ndarray], *axes: int) -> str:
+        source = ModelSource("tiny", Path("tiny"), tiny_config("llama"), Memory(tensors), None)
+        return ScoringService(source, Words(), make_mesh(*axes), "float32").info.fingerprint
+
+    ours, tensors = service.info.fingerprint, tiny_tensors("llama")
+    for axes in ((1, 1, 1), (1, 1, 2), (2, 1, 1)):
+        assert fingerprint(tensors, *axes) == ours, axes
+    found = {ours}
+    for name, tensor in tensors.items():
+        changed = tensor.copy()
+        changed.flat[-1] += 1e-3
+        found.add(fingerprint(tensors | {name: changed}, 1, 1, 1))
+    assert len(found) == 1 + len(tensors) > 12
+    name = next(name for name in tensors if "layers.1.mlp.up_proj" in name)
+    swapped = tensors[name].copy()
+    swapped[[0, 1]] = swapped[[1, 0]]
+    assert fingerprint(tensors | {name: swapped}, 1, 1, 1) not in found
 
 
 def test_row_buckets_hold_the_rows_and_waste_little() -> None:
@@ -414,14 +439,18 @@ def test_a_request_that_does_not_fit_is_told_why(
     case: str, server: TeacherServer, rollout: Rollout
 ) -> None:
     changed, status, words = BAD[case]
-    found, told = send(server, "POST", "/v1/score", good(server.info, rollout, **dict(changed)))
+    found, told = send(
+        server, "POST", "/v1/score", good(server.services[""].info, rollout, **dict(changed))
+    )
     assert found == status == told["error"]["status"], told
     assert all(word in told["error"]["message"] for word in words), told
 
 
 def test_padding_is_not_counted_as_length(server: TeacherServer, rollout: Rollout) -> None:
-    read = read_request(good(server.info, rollout, **dict(PADDED)), server.info)
-    assert read.sequences.tokens.shape == (1, 300) and server.info.max_tokens == 256
+    read = read_request(
+        good(server.services[""].info, rollout, **dict(PADDED)), server.services[""].info
+    )
+    assert read.sequences.tokens.shape == (1, 300) and server.services[""].info.max_tokens == 256
 
 
 def test_other_refusals(server: TeacherServer, rollout: Rollout) -> None:
@@ -453,7 +482,7 @@ def test_other_refusals(server: TeacherServer, rollout: Rollout) -> None:
     status, health = send(server, "GET", "/health")
     assert (status, health["status"]) == (200, "ok")
     assert health["refused"] >= 10 and health["model"] == "tiny"
-    body = good(server.info, rollout)
+    body = good(server.services[""].info, rollout)
     client = TeacherClient(server.address, None, 10)
     client.endpoint.ask("POST", "/v1/score", lambda answer: encode({}, {}), body)
 
@@ -575,6 +604,8 @@ class Flaky:
             answer = answer[:20]
         if way == "503":
             answer = b"HTTP/1.1 503 Busy\r\nContent-Length: 2\r\n\r\n{}"
+        if way == "408":
+            answer = b"HTTP/1.1 408 Stalled\r\nContent-Length: 2\r\n\r\n{}"
         if way == "garbage":
             answer = answer[:-200] + b"\x00" * 200 if b"octet" in answer else answer
             answer = answer.replace(b'"dtype"', b'"dtypo"')
@@ -582,10 +613,12 @@ class Flaky:
         wire.shutdown(socket.SHUT_RDWR)  # closing alone waits for the thread that reads
 
 
+@pytest.mark.parametrize(
+    "ways", [["drop", "half", "whole", "half", "header", "garbage", "503"], ["whole", *["408"] * 4]]
+)
 def test_half_an_answer_is_asked_for_again(
-    server: TeacherServer, rollout: Rollout, expected: Any
+    ways: list[str], server: TeacherServer, rollout: Rollout, expected: Any
 ) -> None:
-    ways = ["drop", "half", "whole", "half", "header", "garbage", "503"]
     flaky = Flaky(server, ways)
     try:
         teacher = RemoteTeacher(config(flaky.address, PLAIN), V)
@@ -601,7 +634,7 @@ def test_an_answer_for_other_rows_is_refused(server: TeacherServer, rollout: Rol
             self.calls += 1
             return TeacherSignal(token_logprobs=np.zeros((3, 7), np.float32))
 
-    short = Short(server.info)
+    short = Short(server.services[""].info)
     with serving(short) as half:
         teacher = RemoteTeacher(config(half.address, SAMPLED), V)
         with pytest.raises(TeacherError, match=r"cannot be used.*\[3, 7\], float32 \[6, 7\] was"):
@@ -653,7 +686,7 @@ def test_an_answer_that_no_teacher_can_give_is_refused(
 ) -> None:
     """With the tensor's name, the value and what is allowed; what no token reads is free."""
     signal, change, word = BENT[case]
-    service = Failing(server.info)
+    service = Failing(server.services[""].info)
 
     def tell(change: Callable[[dict[str, Any]], None]) -> None:
         tensors = {k: x for k, x in vars(expected(DISTILLS[signal])).items() if x is not None}
@@ -687,7 +720,7 @@ def test_a_head_that_is_none_is_refused(service: ScoringService, value: Any, wor
     bent = Failing(service.info)
     bent.head = lambda: value(service.head())  # type: ignore[method-assign]
     with serving(bent) as server, pytest.raises(TeacherError, match=word):
-        remote_head(config(server.address, DISTILLS["hidden"]), V)
+        remote_head(config(server.address, DISTILLS["hidden"]), V, service.info)
 
 
 def test_a_dead_or_hung_server_is_told_within_the_deadline(
@@ -740,7 +773,7 @@ def test_requests_in_hand_are_finished_and_no_others_taken(
         first = pool.submit(RemoteTeacher(asked, V).score, rollout)
         assert slow.asked.acquire(timeout=5)
         assert not server.drain(0.05)
-        status, told = send(server, "POST", "/v1/score", good(server.info, rollout))
+        status, told = send(server, "POST", "/v1/score", good(server.services[""].info, rollout))
         assert (status, "being stopped" in told["error"]["message"]) == (503, True)
         assert send(server, "GET", "/health")[1]["status"] == "draining"
         ended = pool.submit(server.drain, 5.0)
@@ -754,7 +787,7 @@ def test_no_more_than_threads_are_in_hand_and_the_abandoned_are_not_computed(
 ) -> None:
     slow = Failing(service.info)
     with serving(slow, threads=2, wait_s=0.2) as server, ThreadPoolExecutor(4) as pool:
-        body = good(server.info, rollout)
+        body = good(server.services[""].info, rollout)
         host, port = server.address.split(":")
         leaving = http.client.HTTPConnection(host, int(port))
         leaving.request("POST", "/v1/score", body)
@@ -1237,6 +1270,10 @@ def test_chat_templates_are_compared_on_the_runs_prompts(service: ScoringService
         ({"address": "localhost"}, "host:port"),
         ({"address": "http://user:word@host:1"}, "host:port"),
         ({"address": "host:99999"}, "host:port"),
+        ({"address": "ho st:1"}, "host:port"),
+        ({"address": "host:1/a b"}, "host:port"),
+        ({"address": "host:1\t"}, "host:port"),
+        ({"address": "h\u00f6st:1"}, "host:port"),
         ({"address": "host:1", "api": "openai"}, "http://host:port/v1"),
         ({"address": "host:1", "api_model": "m"}, "api=openai"),
         ({"api": "openai"}, "set address"),

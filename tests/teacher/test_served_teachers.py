@@ -303,11 +303,14 @@ def test_teachers_that_cannot_be_served_so_are_refused(keys: list[Any], word: st
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """Of localhost, signed by itself; and its key."""
-    folder = tmp_path_factory.mktemp("tls")
+    return signed(tmp_path_factory.mktemp("tls"), "localhost", "DNS:localhost,IP:127.0.0.1")
+
+
+def signed(folder: Path, name: str, names: str) -> tuple[str, str]:
     pem, key = str(folder / "cert.pem"), str(folder / "key.pem")
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
-    command += ["-nodes", "-keyout", key, "-out", pem, "-days", "2", "-subj", "/CN=localhost"]
-    command += ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    command += ["-nodes", "-keyout", key, "-out", pem, "-days", "2", "-subj", f"/CN={name}"]
+    command += ["-addext", f"subjectAltName={names}"]
     subprocess.run(command, check=True, capture_output=True)
     return pem, key
 
@@ -338,10 +341,7 @@ def test_tls_is_verified_and_carries_the_token(
         began = time.monotonic()
         with pytest.raises(UserError, match="math at https.*not trusted: self.signed.*ca_file"):
             remote_info(config(served(server), "hidden"), "math")
-        elsewhere = {"a": {"address": server.url.replace("127.0.0.1", "127.0.0.2")}}
-        with pytest.raises(UserError, match="not trusted: IP address mismatch|Connection refused"):
-            monkeypatch.setattr("jaxrl.teacher.remote.MEET_S", 1.0)
-            remote_info(config(elsewhere, "hidden", f"teacher.ca_file={certificate[0]}"), "a")
+        monkeypatch.setattr("jaxrl.teacher.remote.MEET_S", 1.0)
         unsafe = {"math": {"address": f"{server.address}/math"}}
         with pytest.raises(UserError, match="if it speaks TLS, write https://"):
             remote_info(config(unsafe, "hidden"), "math")
@@ -351,6 +351,38 @@ def test_tls_is_verified_and_carries_the_token(
         assert time.monotonic() - began < 8
         with pytest.raises(UserError, match="teacher.ca_file=.*nowhere.pem.*No such file"):
             remote_info(config(served(server), "hidden", "teacher.ca_file=/nowhere.pem"), "math")
+
+
+def test_a_certificate_of_another_host_is_refused_with_what_to_write(
+    services: dict[str, ScoringService], tmp_path: Path
+) -> None:
+    pem, key = signed(tmp_path, "elsewhere", "DNS:elsewhere")
+    with serving(services, tls=server_tls(pem, key)) as server:
+        for host, why in (("127.0.0.1", "IP address mismatch"), ("localhost", "Hostname mismatch")):
+            address = server.url.replace("127.0.0.1", host)
+            asked = config({"a": {"address": address}}, "hidden", f"teacher.ca_file={pem}")
+            words = f"not trusted: {why}.*; write the address with a host that the certificate"
+            with pytest.raises(UserError, match=words):
+                remote_info(asked, "a")
+
+
+@pytest.mark.parametrize(
+    ("addresses", "word"),
+    [
+        (["https://h:1/a", "h:1/b"], r"ca_file=x.pem .*teachers.b.address=h:1/b has no TLS"),
+        (["http://h:1/a", "https://h:1/b"], r"teachers.a.address=http://h:1/a has no TLS"),
+        ([], "certificate of a served teacher: set teacher.address"),
+    ],
+)
+def test_trusted_certificates_are_for_https_alone(addresses: list[str], word: str) -> None:
+    teachers = {name: {"address": one} for name, one in zip("ab", addresses, strict=False)}
+    words = [f"teachers={json.dumps(teachers)}", "teacher.model=null"] if teachers else []
+    with pytest.raises(UserError, match=word):
+        Config.load("builtin:quickstart", [*words, "teacher.ca_file=x.pem"])
+    alone = ["teacher.model=null", "teacher.ca_file=x.pem", "teacher.address="]
+    with pytest.raises(UserError, match="teacher.address=h:1 has no TLS"):
+        Config.load("builtin:quickstart", [*alone[:2], alone[2] + "h:1"])
+    assert Config.load("builtin:quickstart", [*alone[:2], alone[2] + "https://h:1"]).served
 
 
 def test_https_to_a_server_without_tls_is_refused_at_once(server: TeacherServer) -> None:
@@ -441,7 +473,7 @@ def test_a_run_with_two_teachers_on_one_port_is_that_with_its_own(
     ends = [load_file(tmp_path / d / "final" / "model.safetensors") for d in ("here", "there")]
     for name, value in ends[0].items():
         np.testing.assert_allclose(ends[1][name], value, atol=2e-5, err_msg=name)
-    with serving(both | {"code": both["math"]}, token="secret-4") as server:
+    with serving(both | {"code": both["math"]}, tls=tls, token="secret-4") as server:
         word = "what teachers.code.address names has changed"  # math, elsewhere, is still itself
         with pytest.raises(UserError, match=word):
             trained(models, tmp_path / "there", served(server, [*both]), "steps=3", *keys)
@@ -494,8 +526,7 @@ TEACHERS = ["--teacher", "a=builtin:teacher"]
         ([*TEACHERS, "--port", "0", "--token-file", "/no.txt"], "--token-file /no.txt: "),
         ([*TEACHERS, "--port", "0", "--token-file", "{empty}"], "it is empty"),
         ([*TEACHERS, "--port", "0", "--token-file", "{blank}"], "no blank"),
-        (["--config", "{config}"], "unknown option --prot=1 (did you mean --port?)"),
-        (["--config", "{twice}", "--port", "0"], "a is builtin:teacher already"),
+        (["--config", "{config}"], "config: unknown key prot (did you mean port?)"),
     ],
 )
 def test_bad_options_exit_with_2(
@@ -508,14 +539,68 @@ def test_bad_options_exit_with_2(
 ) -> None:
     monkeypatch.delenv(TOKEN, raising=False)
     files = {"empty": "\n", "blank": "two words", "config": "prot: 1\nteacher: {a: b}\n"}
-    files["twice"] = "teacher: {a: builtin:teacher}\noffload: true\n"
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     places = {name: tmp_path / name for name in files} | {"pem": certificate[0]}
     words = [word.format(**places) for word in words]
-    words += ["--teacher", "a=builtin:student"] if "twice" in str(words) else []
     assert run(serve_teacher.main, words) == 2
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("token: hunter2", "unknown key token (did you mean token_file?)"),
+        ("token_file: {a: hunter2}", "token_file must be text"),
+        ("config: hunter2", "unknown key config"),
+        ("port: hunter2", "port must be a number"),
+        ("port: true", "port must be a number"),
+        ("offload: hunter2", "offload must be true or false"),
+        ("dtype: hunter2", "dtype must be one of float32, bfloat16"),
+        ("model: [hunter2]", "model must be text"),
+        ("teacher: [hunter2]", "teacher must be `NAME: MODEL` lines"),
+        ("teacher: hunter2", "teacher must be `NAME: MODEL` lines"),
+        ("teacher: {math: }", "teacher must be `NAME: MODEL` lines"),
+        ("teacher: {a=b: hunter2}", "teacher must be `NAME: MODEL` lines"),
+    ],
+)
+def test_a_file_of_options_is_checked_and_its_values_are_not_shown(
+    text: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(f"{text}\n")
+    assert run(serve_teacher.main, ["--config", str(file), "--max-tokens", "7"]) == 2
+    said = capsys.readouterr().err
+    assert f"{file}: {told}" in said and "hunter2" not in said
+
+
+def test_the_command_line_comes_before_the_file_and_paths_are_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, here = tmp_path / "there", tmp_path / "here"
+    for place in (folder / "models" / "b", folder / "models" / "m", here):
+        place.mkdir(parents=True)
+    for name in ("secret", "cert.pem"):
+        (folder / name).write_text("")
+    several, one = folder / "several.yaml", folder / "one.yaml"
+    several.write_text(
+        "teacher: {a: models/a, b: models/b}\nport: 1\nthreads: 3\ntoken-file: secret\n"
+        "certificate: cert.pem\nprivate_key: key.pem\noffload: false\nmax_tokens: null\n"
+    )
+    one.write_text("model: models/m\n")
+    monkeypatch.chdir(here)
+
+    def parse(file: Path, *words: str) -> Any:
+        return serve_teacher._parse([*words, "--config", str(file)])
+
+    found = parse(several, "--port", "2", "--teacher", "a=other")
+    assert sorted(found.teacher) == ["a=other", f"b={folder}/models/b"]
+    assert (found.port, found.threads, found.offload, found.max_tokens) == (2, 3, False, None)
+    assert found.token_file == f"{folder}/secret" and found.certificate == f"{folder}/cert.pem"
+    assert found.private_key == "key.pem"  # is in neither folder
+    assert parse(one).model == f"{folder}/models/m"
+    assert (parse(one, "--model", "x").model, parse(one, "--teacher", "a=x").model) == ("x", None)
+    assert (alone := parse(several, "--model", "x")).model == "x" and alone.teacher == []
 
 
 def test_a_package_that_is_missing_is_named_with_its_extra(
