@@ -211,7 +211,8 @@ def _ladders(config: Config, inputs: PlanInputs, pool: Pool) -> Iterator[list[Ch
         yield from ([(f"offload.{key}", True)] for key, on in asked.items() if not on)
     for role in roles:
         now = inputs.axes(config)[role]
-        if parallel(config, role).tensor is None:
+        whole_vocabulary = config.teacher.tokenizer == "own" and role in ("actor", "teacher")
+        if parallel(config, role).tensor is None and not whole_vocabulary:
             sizes = [t for t in (2, 4, 8) if t > now.tensor and now.size % t == 0]
             yield [(f"{role}.parallel.tensor", t) for t in sizes]
         given = parallel(config, role)

@@ -36,7 +36,8 @@ def _with_own_axes(config: Config, inputs: PlanInputs, role: str, notes: list[st
     if limit is None or before.size == 1:
         return config
     tried = []
-    for axes in _candidates(inputs, role, before.size):
+    whole_vocabulary = config.teacher.tokenizer == "own" and role == "teacher"
+    for axes in _candidates(inputs, role, 1 if whole_vocabulary else before.size, before.size):
         choice = set_key(config, f"{role}.parallel.data", axes.data)
         choice = set_key(choice, f"{role}.parallel.tensor", axes.tensor)
         tried.append((pool_peaks(inputs, choice)[pool].bytes, axes, choice))
@@ -58,8 +59,8 @@ def _with_own_axes(config: Config, inputs: PlanInputs, role: str, notes: list[st
     return choice if axes != before else config
 
 
-def _candidates(inputs: PlanInputs, role: str, n: int) -> Iterator[Axes]:
-    """Whole copies first, then ever smaller pieces."""
+def _candidates(inputs: PlanInputs, role: str, most: int, n: int) -> Iterator[Axes]:
+    """Whole copies first, then ever smaller pieces, `most` of them."""
     heads = inputs.model(role).n_heads
-    for tensor in (t for t in range(1, n + 1) if n % t == 0 and heads % t == 0):
+    for tensor in (t for t in range(1, most + 1) if n % t == 0 and heads % t == 0):
         yield Axes(n // tensor, 1, tensor)

@@ -164,7 +164,13 @@ HERE_ALONE = {
     "smollm2_gspo": ["max_prompt_tokens=400"],  # a token for each byte
     "smollm2_similarity": ["max_prompt_tokens=400"],
 }
-FIRST = {"quickstart_gspo_distilled", "self_distill", "self_distill_feedback", "two_teachers"}
+FIRST = {
+    "other_tokenizer",
+    "quickstart_gspo_distilled",
+    "self_distill",
+    "self_distill_feedback",
+    "two_teachers",
+}
 """Configs that continue another run of ours, as the first lines of their files say."""
 
 

@@ -46,6 +46,13 @@ BOUNDED = {
     ("runtime/ray/worker_group.py", "self._supervisor.join()"): "it waits JOIN_S for each thread",
     ("runtime/ray/supervise.py", "reported.result()"): ENDED,
     ("teacher/cache.py", "self._writing.result()"): "a thread that writes one shard, then ends",
+    ("teacher/server.py", "self._idle.wait()"): "`drain` waits for it with a timeout",
+    ("teacher/server.py", "self._ready.wait()"): "the first act of its thread's loop",
+    ("teacher/server.py", "self._thread.join()"): "its loop was just cancelled",
+    ("teacher/server.py", "self._turns.acquire()"): "inside asyncio.timeout(limits.wait_s)",
+    ("teacher/service.py", "self._in_turn(self._load, source, jnp.dtype(dtype)).result()"): (
+        "weights are read before the server listens"
+    ),
     ("telemetry/trackers.py", "self._waiting.get()"): QUEUE,
 }
 """File and call -> why it ends."""
