@@ -94,7 +94,8 @@ class Aligned(IntEnum):
     (`data.alignment`)."""
 
     NOT = 0
-    """No stretch of the teacher's tokens spells the text around it."""
+    """No stretch of the teacher's tokens spells the text around it; or, where no policy sampled the
+    completion, nothing is learnt from within its stretch."""
     EXACT = 1
     """It is a stretch by itself, and the teacher's token is the same."""
     START = 2

@@ -1,7 +1,7 @@
 """Makes two small students whose tokens are not the built-in teacher's characters.
 
 `bytes` has a token for each of the 256 bytes, `pairs` another for each number of two digits. Both
-learn the form of a worked sum (`algorithm: sft`), from random weights.
+learn the form of a worked sum as the quickstart's student did (`make_quickstart.py`).
 
     python scripts/make_byte_students.py           # into runs/byte_students; minutes on two cores
     python -m jaxrl.train --config configs/other_tokenizer.yaml
@@ -14,12 +14,12 @@ import sys
 from pathlib import Path
 
 import jax
+from make_quickstart import RECIPE, STAGES, small_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from jaxrl import Config, train
 from jaxrl.formats.hf import save_hf
-from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import init_params
 
 SPECIAL = ("<pad>", "<s>", "</s>")
@@ -27,14 +27,6 @@ MERGES: dict[str, list[tuple[str, str]]] = {
     "bytes": [],
     "pairs": list(itertools.product("0123456789", repeat=2)),
 }
-RECIPE = """
-algorithm=sft teacher.model=null mesh=actor+rollout=1 batch_size=128 group_size=1 steps=480
-max_prompt_tokens=9 max_new_tokens=10 data.eval=arithmetic
-data.train=['arithmetic:terms=2,size=9000','arithmetic:digits=1,size=9000','arithmetic:size=9000']
-optimizer.learning_rate=2e-3 optimizer.lr_schedule=constant optimizer.warmup_steps=30
-optimizer.b2=0.95 actor.remat=none actor.micro_batch_tokens=null
-eval.every=240 logging.samples=1 logging.every=50
-"""
 
 
 def byte_tokenizer(merges: list[tuple[str, str]]) -> PreTrainedTokenizerFast:
@@ -57,25 +49,12 @@ def byte_tokenizer(merges: list[tuple[str, str]]) -> PreTrainedTokenizerFast:
 def make(name: str, folder: Path) -> None:
     """Trains one of them into the run directory `folder`."""
     tokenizer, start = byte_tokenizer(MERGES[name]), folder / f"{name}_start"
-    config = DecoderConfig(
-        "llama",
-        vocab_size=len(tokenizer),
-        n_layers=2,
-        d_model=128,
-        n_heads=4,
-        n_kv_heads=4,
-        head_dim=32,
-        d_ff=352,
-        tie_embeddings=True,
-        max_positions=128,
-        eos_ids=(tokenizer.eos_token_id,),
-        bos_id=tokenizer.bos_token_id,
-        pad_id=tokenizer.pad_token_id,
-    )
+    config = small_model(tokenizer, n_layers=2)
     save_hf(start, config, init_params(config, jax.random.key(0)), dtype="float32")
     tokenizer.save_pretrained(start)
     paths = [f"student.model={start}", f"run_dir={folder / name}"]
-    result = train(Config.load("builtin:quickstart", [*RECIPE.split(), *paths]))
+    recipe = [*RECIPE.split(), *STAGES["student"].split(), "eval.every=240"]
+    result = train(Config.load("builtin:quickstart", [*recipe, *paths]))
     print(f"{folder / name}: accuracy {result.final_eval:.1%}")
 
 

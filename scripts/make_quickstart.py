@@ -16,6 +16,7 @@ from pathlib import Path
 
 import jax
 import make_quickstart_tokenizer
+from transformers import PreTrainedTokenizerBase
 
 from jaxrl import Config, train
 from jaxrl.checkpoint.source import FINAL
@@ -45,27 +46,32 @@ data.train=['arithmetic:terms=2,size=9000','arithmetic:digits=1,size=9000','arit
 the student for two thirds easier ones."""
 
 
+def small_model(tokenizer: PreTrainedTokenizerBase, n_layers: int) -> DecoderConfig:
+    """The shape of a model of half a million weights for the tokens of a tokenizer."""
+    return DecoderConfig(
+        "llama",
+        vocab_size=len(tokenizer),
+        n_layers=n_layers,
+        d_model=128,
+        n_heads=4,
+        n_kv_heads=4,
+        head_dim=32,
+        d_ff=352,
+        tie_embeddings=True,
+        max_positions=128,
+        eos_ids=(tokenizer.eos_token_id,),
+        bos_id=tokenizer.bos_token_id,
+        pad_id=tokenizer.pad_token_id,
+    )
+
+
 def make(name: str) -> None:
     """Trains one model and replaces its folder in the package."""
     target = ASSETS / name
     with tempfile.TemporaryDirectory() as folder:
         start, run = Path(folder) / "start", Path(folder) / "run"
         tokenizer = make_quickstart_tokenizer.character_tokenizer()
-        config = DecoderConfig(
-            "llama",
-            vocab_size=len(tokenizer),
-            d_model=128,
-            n_heads=4,
-            n_kv_heads=4,
-            head_dim=32,
-            d_ff=352,
-            tie_embeddings=True,
-            max_positions=128,
-            eos_ids=(tokenizer.eos_token_id,),
-            bos_id=tokenizer.bos_token_id,
-            pad_id=tokenizer.pad_token_id,
-            **SHAPES[name],
-        )
+        config = small_model(tokenizer, **SHAPES[name])
         save_hf(start, config, init_params(config, jax.random.key(0)), dtype="float32")
         make_quickstart_tokenizer.main([str(start)])
         overrides = [

@@ -30,24 +30,22 @@ class Spelling:
         """
         self.tokenizer = tokenizer
         spell = _speller(tokenizer, who)
-        added = {i: token.content for i, token in tokenizer.added_tokens_decoder.items()}
-        self.special = {
-            token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special
-        }
+        added = tokenizer.added_tokens_decoder
+        self.special = {token.content: i for i, token in added.items() if token.special}
         """Content -> id of the tokens that text never becomes."""
-        vocabulary = {i: token for token, i in tokenizer.get_vocab().items()}
-        count = max(rows, 1 + max(vocabulary))
-        self._names = vocabulary
-        self.bytes = tuple(
-            added[i].encode()
-            if i in added and (added[i] in self.special or spell is not _sentencepiece)
-            else spell(added.get(i) or vocabulary.get(i, ""))
-            for i in range(count)
-        )
+        self.special_ids = frozenset(self.special.values())
+        self._names = {i: token for token, i in tokenizer.get_vocab().items()}
+        # Added tokens are written as text; those of SentencePiece, unless special, as its pieces.
+        plain = self.special_ids if spell is _sentencepiece else self.special_ids | set(added)
+
+        def spelt(i: int) -> bytes:
+            name = self._names.get(i, "")
+            return name.encode() if i in plain else spell(name)
+
+        self.bytes = tuple(map(spelt, range(max(rows, 1 + max(self._names)))))
         """By id; empty where there is no such token."""
         self.lengths = np.array([len(token) for token in self.bytes], np.int32)
         """[V] bytes of each token."""
-        self.special_ids = frozenset(self.special.values())
         self.ids = self._ids()
         """Bytes -> the token that stands for exactly these, special tokens left out."""
 

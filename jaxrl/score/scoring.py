@@ -150,15 +150,15 @@ class Scoring:
 
 def prepare(config: Config, folder: Path, dtype: Stored | None) -> tuple[Scoring, list[str]]:
     """All that can be checked before a weight is read, and messages about it."""
-    enable_compile_cache(config.compile_cache)
-    config, on_hub = with_commits(config)
-    fetch_models(config)
-    assert config.teacher.model is not None, "the rules of a config with a teacher"
     if config.teacher.tokenizer == "own":
         raise UserError(
             "teacher.tokenizer=own: scores on disk are of the student's own tokens; set it to"
             " student, and score with a teacher that has them"
         )
+    enable_compile_cache(config.compile_cache)
+    config, on_hub = with_commits(config)
+    fetch_models(config)
+    assert config.teacher.model is not None, "the rules of a config with a teacher"
     source, student = resolve_model(config.teacher.model), resolve_model(config.student.model)
     known = parse(config.mesh).roles
     seen = ensure_devices(len(known["teacher"].devices) if "teacher" in known else 1)

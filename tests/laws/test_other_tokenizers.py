@@ -21,6 +21,7 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import init_params
 from jaxrl.plan import make_plan
 from jaxrl.run.job import make_job
+from jaxrl.score.scoring import prepare
 from jaxrl.train import train
 
 MESH = "mesh=actor=2,rollout=1,teacher=2"
@@ -161,6 +162,12 @@ def test_what_cannot_be_aligned_is_refused_before_anything_is_loaded(reordered):
         "distill.on_policy_fraction=0.5",
         "distill.seq_kd=true",
     )
+
+
+def test_scores_on_disk_are_of_the_student_s_tokens(tmp_path):
+    config = Config.load("builtin:quickstart", ["teacher.tokenizer=own"])
+    with pytest.raises(UserError, match="scores on disk are of the student's own tokens"):
+        prepare(config, tmp_path, None)
 
 
 def test_a_plan_that_splits_a_vocabulary_is_refused():
