@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,19 +29,27 @@ def export(
     *,
     dtype: str = "bfloat16",
     force: bool = False,
+    adapters: bool = False,
 ) -> Path:
     """Writes `source` to the folder `destination`, one tensor in host memory at a time.
 
     Args:
         dtype: of the stored weights: float32, float16 or bfloat16.
         force: replace a model folder that stands at `destination`.
+        adapters: write only the adapters of the source, in float32, as a folder that PEFT loads.
 
     Raises:
         UserError: a tensor is missing or misshapen, or the destination must not be overwritten.
     """
-    from jaxrl.formats import hf, weights
+    from jaxrl.formats import hf, peft, weights
 
     _check_destination(Path(destination), force)
+    if adapters:
+        if source.adapter is None:
+            raise UserError(f"model {source.name!r} has no adapters: leave out --format peft")
+        model = replace(source.config, lora=source.adapter.lora)
+        pairs, base = source.adapter.pairs(), source.adapter.base
+        return peft.write(destination, model, base, pairs, source.tokenizer_path)
     shapes = weights.tensor_shapes(source.config)
     weights.check(source.tensors, shapes)
 
@@ -76,6 +85,12 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument(
         "--force", action="store_true", help="replace a model folder that stands at DEST"
     )
+    parser.add_argument(
+        "--format",
+        default="hf",
+        choices=("hf", "peft"),
+        help="hf: the whole model, adapters merged (default); peft: its adapters alone, in float32",
+    )
     arguments = parser.parse(argv)
     from jaxrl.checkpoint.source import resolve_model
 
@@ -84,9 +99,19 @@ def main(argv: Sequence[str]) -> None:
     if keep is not None:
         print(f"keeping layers {','.join(map(str, keep))} of {source.config.n_layers}")
         source = source.keep_layers(keep)
-    folder = export(source, arguments.dest, dtype=arguments.dtype, force=arguments.force)
+    adapters = arguments.format == "peft"
+    folder = export(
+        source, arguments.dest, dtype=arguments.dtype, force=arguments.force, adapters=adapters
+    )
     megabytes = sum(file.stat().st_size for file in folder.iterdir()) / 1e6
     tokenizer = "with its tokenizer" if source.tokenizer_path else "without a tokenizer"
+    if adapters and source.adapter is not None:
+        lora, base = source.adapter.lora, source.adapter.base
+        print(
+            f"wrote {arguments.dest}: adapters of rank {lora.rank} of {base}, {tokenizer},"
+            f" {megabytes:.1f} MB"
+        )
+        return
     print(
         f"wrote {arguments.dest}: {source.config.family}, {source.config.n_params:,} parameters,"
         f" {arguments.dtype}, {tokenizer}, {megabytes:.1f} MB"
@@ -115,7 +140,7 @@ def _check_destination(destination: Path, force: bool) -> None:
         raise UserError(f"{destination} cannot be made: nothing can be written in {above}")
     if not destination.is_dir() or not any(destination.iterdir()):
         return
-    if not (destination / "config.json").is_file():
+    if not any((destination / name).is_file() for name in ("config.json", "adapter_config.json")):
         raise UserError(f"{destination} is not empty and holds no model; it is left alone")
     if not force:
         raise UserError(f"{destination} is not empty; --force replaces it")

@@ -19,7 +19,7 @@ from jaxrl.data.stream import PromptStream
 from jaxrl.models.activations import split
 from jaxrl.models.config import DecoderConfig
 from jaxrl.plan.inputs import PlanInputs
-from jaxrl.plan.memory import ITEMSIZE, layer_bytes, weight_bytes
+from jaxrl.plan.memory import ITEMSIZE, layer_bytes, trained_bytes
 from jaxrl.plan.roles import Setting, micro_batches
 from jaxrl.profile.stages import StepBatch, step_work
 from jaxrl.profile.waits import Stage
@@ -154,7 +154,7 @@ def _sync(m: Setting, role: str, link: float) -> float:
     """Seconds of sending the weights from the actor's devices to a role's."""
     if m.inputs.same_mesh("actor", role, m.axes):
         return 0.0
-    size = weight_bytes(m.student, Axes(), m.config.roles[role].compute_dtype)
+    size = trained_bytes(m.student, Axes(), m.config.roles[role].compute_dtype)
     return size / (link * LINKS * m.axes["actor"].size)
 
 
@@ -191,6 +191,8 @@ def _update(m: Setting) -> tuple[float, float]:
     forward = 2 if c.actor.remat == "full" else 1
     gathers = (forward + 1) * _gathered(m, "actor", m.student)
     grads = layer_bytes(m.student, axes.gathered, "float32")
+    if m.student.lora is not None:
+        grads = trained_bytes(m.student, axes.gathered, "float32")
     scattered = grads * (axes.weights - 1) / axes.weights
     tokens = rows * m.width // axes.context
     moved = (forward + 1) * _reduced(m, "actor", m.student, tokens)

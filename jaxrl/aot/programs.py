@@ -25,6 +25,7 @@ from jaxrl.models import bert
 from jaxrl.models.batching import rows_of, width_of
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Cache, Layout, Params, abstract_params, head
+from jaxrl.models.lora import frozen_and_trained, join
 from jaxrl.models.rules import head_sharding, param_shardings
 from jaxrl.plan.inputs import PlanInputs
 from jaxrl.plan.memory import Account
@@ -40,9 +41,10 @@ from jaxrl.plan.roles import (
 from jaxrl.roles.encoder import encode_batch
 from jaxrl.roles.reference import reference_program
 from jaxrl.roles.reward_model import score_batch
+from jaxrl.roles.rollout import merge_program
 from jaxrl.roles.scorer import score_program
 from jaxrl.roles.teachers import mixture_program
-from jaxrl.roles.update import ActorPrograms
+from jaxrl.roles.update import BASE, ActorPrograms
 from jaxrl.sampling import decode
 from jaxrl.sampling.engine import Engine, SamplingParams
 from jaxrl.sampling.sampler import sampling_arrays
@@ -277,7 +279,9 @@ def actor(run: RunPrograms) -> Iterator[Program]:
     abstract = jax.tree.map(lambda x: np.broadcast_to(np.zeros((), x.dtype), x.shape), sequences)
     index = programs.micro_batches(chosen, length, abstract, group, len(chosen))
     place = shaped(index.shape, index.dtype, everywhere)
-    state = programs.abstract_state()
+    state, base = programs.abstract_state(), programs.abstract_base()
+    if base:
+        frozen[BASE] = base
     passes = c.actor.epochs_per_batch * c.minibatches
     yield Program(
         "actor",
@@ -288,8 +292,10 @@ def actor(run: RunPrograms) -> Iterator[Program]:
         calls=passes,
     )
     if batch.old_logprobs is not None:
-        given = (state.params, TrainBatch(sequences), place, group)
-        held = local_bytes((state.opt_state, state.ema, frozen, batch)) - local_bytes(sequences)
+        policy = join(base, state.params)
+        given = (policy, TrainBatch(sequences), place, group)
+        held = local_bytes((state.opt_state, state.ema, frozen, batch))
+        held -= local_bytes((sequences, base))
         yield Program("actor", "log-probs before", programs.old, given, (), beside=held)
     dtype = jnp.dtype(c.rollout.compute_dtype)
     differs = programs.differing(state.params, dtype)
@@ -316,11 +322,16 @@ def actor(run: RunPrograms) -> Iterator[Program]:
 def rollout(run: RunPrograms) -> Iterator[Program]:
     c = run.config
     dtype, layout = c.rollout.compute_dtype, c.rollout.layout
-    yield from _sampling(run, "rollout", run.student, dtype, layout, sampled_share(c))
+    model = run.setting.sampled
+    yield from _sampling(run, "rollout", model, dtype, layout, sampled_share(c))
+    if c.rollout.merge:
+        given = frozen_and_trained(run.params("rollout", run.student, dtype, layout))
+        jitted = merge_program(run.student, run.meshes["rollout"], layout)
+        yield Program("rollout", "merge", jitted, given, ("weight sync",))
     if c.distill.signal == "student_topk" and run.setting.signal is not None:
         projection = Projection.of(c, run.meshes["rollout"], run.setting.vocab)
-        jitted = jax.jit(lambda params, s: policy_topk(projection, run.student, params, s))
-        params = run.params("rollout", run.student, dtype, layout)
+        jitted = jax.jit(lambda params, s: policy_topk(projection, model, params, s))
+        params = run.params("rollout", model, dtype, layout)
         given = (params, run.sequences("rollout", run.setting.padded_rows))
         yield Program("rollout", "top-k of the policy", jitted, given, ("score",))
 
@@ -454,11 +465,12 @@ def _mixture(run: RunPrograms, rows: int, parts: int) -> Program:
 def reference(run: RunPrograms) -> Iterator[Program]:
     c = run.config
     parts = c.reference.num_microbatches
-    params = run.params("reference", run.student, c.reference.compute_dtype, "stacked")
+    model = run.student.base
+    params = run.params("reference", model, c.reference.compute_dtype, "stacked")
     jitted = reference_program(
-        run.student, run.meshes["reference"], c.sampling.temperature, c.distill.chunk_tokens
+        model, run.meshes["reference"], c.sampling.temperature, c.distill.chunk_tokens
     )
-    rows = run.scored("reference", run.student, parts)
+    rows = run.scored("reference", model, parts)
     given = (params, run.sequences("reference", *rows))
     yield Program("reference", "score", jitted, given, ("score",), calls=parts)
 

@@ -16,9 +16,10 @@ from jax.typing import DTypeLike
 from jaxtyping import ArrayLike, Bool, Float, Int
 
 from jaxrl.checkpoint import store
-from jaxrl.checkpoint.tensors import SavedTensors
+from jaxrl.checkpoint.tensors import SavedAdapters, SavedTensors
+from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
-from jaxrl.formats import hf, hub, weights
+from jaxrl.formats import hf, hub, peft, weights
 from jaxrl.formats.converted import Converted, Scratch
 from jaxrl.formats.hub_names import model_name
 from jaxrl.formats.places import open_tensors, package_folder
@@ -26,6 +27,7 @@ from jaxrl.losses.head import logprobs_from_hidden
 from jaxrl.models import decoder
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Layout, Params
+from jaxrl.models.lora import Lora
 from jaxrl.sharding.axes import ROWS, row_shards
 
 BUILTIN = ("teacher", "student")
@@ -48,17 +50,51 @@ class ModelSource:
     """A folder or a GGUF file; None where the checkpoint has no tokenizer."""
     scratch: Scratch | None = None
     """Where the roles of a starting run share the conversion of a GGUF file."""
+    adapter: peft.Adapter | None = None
+    """Of a folder or a checkpoint of adapters; `tensors` then are the merged weights, or those of
+    the base where `config.lora` says that the adapters are trained further."""
 
     def __reduce__(self) -> tuple[object, ...]:
         """Another process finds it by its name again: no open file travels."""
         assert not isinstance(self.tensors, weights.KeptLayers), "a cut model has no name"
-        return _resolve_shared, (self.name, self.scratch)
+        return _resolve_shared, (self.name, self.scratch, self.config.lora)
 
     def load(
         self, mesh: Mesh | None = None, dtype: DTypeLike = jnp.float32, layout: Layout = "stacked"
     ) -> Params:
-        """Parameters, each device reading only its slices."""
-        return weights.load(self._read_from(), self.config, mesh, dtype, layout)
+        """Parameters without adapters, each device reading only its slices."""
+        return weights.load(self._read_from(), self.config.base, mesh, dtype, layout)
+
+    def load_adapters(self, mesh: Mesh | None, dtype: DTypeLike, seed: int) -> Params:
+        """The adapters of `config.lora`, stacked: those of the checkpoint, or the first ones."""
+        pairs = None if self.adapter is None else self.adapter.pairs()
+        return peft.load(self.config, pairs, mesh, dtype, seed)
+
+    def with_lora(self, lora: Lora) -> ModelSource:
+        """The same model with adapters to train. Raises UserError where it has others."""
+        config = replace(self.config, lora=lora)
+        if self.adapter is None:
+            return replace(self, config=config)
+        own = self.adapter.lora
+        if (own.rank, own.alpha, set(own.targets)) != (lora.rank, lora.alpha, set(lora.targets)):
+            raise UserError(
+                f"model {self.name!r} has adapters of rank {own.rank}, alpha {own.alpha:g} at"
+                f" {', '.join(own.targets)}, and student.lora asks for rank {lora.rank}, alpha"
+                f" {lora.alpha:g} at {', '.join(lora.targets)}: set the same, or student.lora=null"
+                " to train all weights of the merged model"
+            )
+        return replace(self, config=config, tensors=self.adapter.tensors)
+
+    @property
+    def start(self) -> ModelSource:
+        """The model before training, without adapters of its own."""
+        return replace(self, config=self.config.base, tensors=self.adapter or self.tensors)
+
+    @property
+    def base_name(self) -> str:
+        """Name of the model without its adapters; a path as an absolute one."""
+        name = self.name if self.adapter is None else self.adapter.base
+        return str(Path(name).expanduser().resolve()) if Path(name).expanduser().exists() else name
 
     def load_head(self, mesh: Mesh | None = None, dtype: DTypeLike = jnp.float32) -> jax.Array:
         """The LM head [V, D] alone, rows over `tensor` and D over `fsdp`."""
@@ -77,18 +113,19 @@ class ModelSource:
                 f" cannot keep {wrong or 'none'}"
             )
         config = replace(self.config, n_layers=len(keep))
-        return replace(self, config=config, tensors=weights.KeptLayers(self.tensors, tuple(keep)))
+        kept = weights.KeptLayers(self.tensors, tuple(keep))
+        return replace(self, config=config, tensors=kept, adapter=None)
 
 
 def resolve_model(path: str | os.PathLike[str]) -> ModelSource:
     """Finds a checkpoint by its name, and checks the list of its tensors against its config.
 
     Args:
-        path: a Hugging Face folder, a `.gguf` file, a run directory (its `final` folder or else
-            its newest checkpoint), a checkpoint `RUN/checkpoints/STEP`, `builtin:teacher`,
-            `builtin:student`, `package:NAME` for the GGUF file inside an installed Python package,
-            or a name on a hub (`formats.hub`), of which only config and tokenizer are fetched: the
-            weights follow when they are loaded.
+        path: a Hugging Face folder, a folder of adapters (PEFT), a `.gguf` file, a run directory
+            (its `final` folder or else its newest checkpoint), a checkpoint
+            `RUN/checkpoints/STEP`, `builtin:teacher`, `builtin:student`, `package:NAME` for the
+            GGUF file inside an installed Python package, or a name on a hub (`formats.hub`), of
+            which only config and tokenizer are fetched: the weights follow when they are loaded.
 
     Raises:
         UserError: nothing there, or nothing that can be loaded.
@@ -103,6 +140,8 @@ def resolve_model(path: str | os.PathLike[str]) -> ModelSource:
         return ModelSource(name, place, file.config, file, place)
     if (place / store.MANIFEST).exists():
         return _checkpoint(name, place)
+    if (place / peft.CONFIG).is_file():
+        return _adapted(name, place, place)
     config = hf.read_config(place)
     tokenizer = place if hf.has_tokenizer(place) else None
     shapes = weights.tensor_shapes(config)
@@ -110,14 +149,56 @@ def resolve_model(path: str | os.PathLike[str]) -> ModelSource:
     return ModelSource(name, place, config, tensors, tokenizer)
 
 
-def _resolve_shared(name: str, scratch: Scratch | None) -> ModelSource:
-    return replace(resolve_model(name), scratch=scratch)
+def lora_of(config: Config) -> Lora | None:
+    """`student.lora`."""
+    given = config.student.lora
+    if given is None:
+        return None
+    alpha = 2.0 * given.rank if given.alpha is None else given.alpha
+    return Lora(given.rank, alpha, given.targets, given.init)
+
+
+def resolve_student(config: Config) -> ModelSource:
+    """`student.model`, with the adapters of `student.lora`."""
+    found, lora = resolve_model(config.student.model), lora_of(config)
+    return found if lora is None else found.with_lora(lora)
+
+
+def _resolve_shared(name: str, scratch: Scratch | None, lora: Lora | None) -> ModelSource:
+    found = replace(resolve_model(name), scratch=scratch)
+    return found if lora is None else found.with_lora(lora)
+
+
+def _adapted(name: str, place: Path, described: Path) -> ModelSource:
+    """Adapters and their base model.
+
+    Args:
+        place: a folder that PEFT reads, or a checkpoint of a run.
+        described: the folder with their config and tokenizer.
+    """
+    lora, base_name = peft.read_settings(described)
+    base = resolve_model(base_name)
+    if base.adapter is not None:
+        raise UserError(
+            f"model {name!r}: its base model {base_name!r} has adapters itself: export that one as"
+            " a whole model first"
+        )
+    if place == described:
+        lora, found = peft.read_pairs(place, base.config, lora)
+        pairs = partial(dict, found)
+    else:
+        lora, pairs = lora, SavedAdapters(place, replace(base.config, lora=lora)).pairs
+    adapter = peft.Adapter(lora, base_name, base.path, base.tensors, pairs)
+    tokenizer = described if hf.has_tokenizer(described) else base.tokenizer_path
+    return ModelSource(name, place, base.config, adapter, tokenizer, adapter=adapter)
 
 
 def _checkpoint(name: str, place: Path) -> ModelSource:
     checkpoint = store.read(place)
     store.verify(checkpoint)
     described = place / store.MODEL
+    if (described / peft.CONFIG).is_file():
+        return _adapted(name, place, described)
     config = hf.read_config(described)
     tokenizer = described if hf.has_tokenizer(described) else None
     return ModelSource(name, place, config, SavedTensors(place, config), tokenizer)
@@ -146,14 +227,14 @@ def _locate(name: str) -> Path:
         )
     if place.is_file() and place.suffix != ".gguf":
         raise UserError(f"model {name!r} is a file, but not a .gguf; give the folder it is in")
-    described = (place / name for name in ("config.json", store.MANIFEST))
+    described = (place / name for name in ("config.json", store.MANIFEST, peft.CONFIG))
     if place.is_dir() and not any(file.exists() for file in described):
         return _in_run_directory(name, place)
     return place
 
 
 def _in_run_directory(name: str, place: Path) -> Path:
-    if (place / FINAL / "config.json").exists():
+    if any((place / FINAL / name).exists() for name in ("config.json", peft.CONFIG)):
         return place / FINAL
     checkpoints = store.folders(place)
     if checkpoints:

@@ -13,8 +13,10 @@ from jax.sharding import SingleDeviceSharding
 from jaxrl.checkpoint.arrays import load_arrays
 from jaxrl.checkpoint.store import ACTOR
 from jaxrl.formats import weights
+from jaxrl.formats.peft import Pair, pairs_of
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import abstract_params
+from jaxrl.models.decoder import Params, abstract_params
+from jaxrl.models.lora import frozen_and_trained
 
 
 class SavedTensors:
@@ -37,10 +39,35 @@ class SavedTensors:
 
     @cached_property
     def _read(self) -> Callable[[str], np.ndarray]:
-        host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-        wanted = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=host),
-            abstract_params(self._config),
-        )
+        wanted = on_host(abstract_params(self._config))
         params = load_arrays(self._folder / ACTOR, {"params": wanted})["params"]
         return weights.hf_tensors(params)
+
+
+class SavedAdapters:
+    """The adapters of a checkpoint, which come to the host when they are first asked for."""
+
+    def __init__(self, folder: Path, config: DecoderConfig):
+        """
+        Args:
+            config: with its adapters.
+        """
+        self._folder, self._config = folder, config
+
+    def pairs(self) -> dict[str, Pair]:
+        return self._pairs
+
+    @cached_property
+    def _pairs(self) -> dict[str, Pair]:
+        _, adapters = frozen_and_trained(abstract_params(self._config))
+        loaded = load_arrays(self._folder / ACTOR, {"params": on_host(adapters)})
+        return pairs_of(self._config, jax.tree.map(np.asarray, loaded["params"]))
+
+
+def on_host(tree: Params) -> Params:
+    """Shapes with the sharding of an array on this host."""
+    host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+    found: Params = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=host), tree
+    )
+    return found

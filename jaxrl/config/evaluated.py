@@ -7,7 +7,10 @@ READ = (
     *("sampling.stop", "rollout", "eval"),
 )
 """Keys, and sections, that an evaluation reads."""
-UNREAD = ("data.train", "data.weights", "data.shuffle", "eval.every", "eval.teacher")
+UNREAD = (
+    *("data.train", "data.weights", "data.shuffle", "eval.every", "eval.teacher"),
+    "rollout.merge",
+)
 """Keys of those sections that only training reads."""
 PLACEMENT = ("mesh", "rollout.parallel", "rollout.devices")
 """Keys that belong to the machine, and are not taken over from a run."""

@@ -90,13 +90,53 @@ class Section(BaseModel):
         return self
 
 
+ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""The projections of a block."""
+Projections = Annotated[
+    tuple[
+        Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], ...
+    ],
+    Field(min_length=1),
+    BeforeValidator(lambda value: ALL_LINEAR if value == "all-linear" else value),
+]
+
+
+class LoraConfig(Section):
+    """Adapters of low rank (LoRA, arXiv 2106.09685), which are trained in place of the model's
+    weights: x W becomes x W + (alpha / rank) (x A) B, where A [in, rank] is random at the start and
+    B [rank, out] zero."""
+
+    rank: Positive = 32
+    """Rank of all adapters."""
+    alpha: PositiveNumber | None = None
+    """Scale of what an adapter adds, times the rank. null: twice the rank."""
+    targets: Projections = ALL_LINEAR
+    """The projections that have adapters: `all-linear`, or a list of `q_proj`, `k_proj`, `v_proj`,
+    `o_proj`, `gate_proj`, `up_proj` and `down_proj`."""
+    init: Literal["default", "gaussian"] = "default"
+    """A at the start. default: uniform in +-1 / sqrt(in). gaussian: normal with the standard
+    deviation 1 / rank."""
+
+
 class StudentConfig(Section):
     """The model that learns."""
 
     model: Name
-    """Weights to start from: a Hugging Face folder, a GGUF file, a run directory, `package:NAME`,
-    `builtin:student`, or the id of a model on the hub, as in `Qwen/Qwen3-1.7B` or
-    `Qwen/Qwen3-1.7B@REVISION`."""
+    """Weights to start from: a Hugging Face folder, a folder of adapters (PEFT), a GGUF file, a run
+    directory, `package:NAME`, `builtin:student`, or the id of a model on the hub, as in
+    `Qwen/Qwen3-1.7B` or `Qwen/Qwen3-1.7B@REVISION`."""
+    lora: LoraConfig | None = None
+    """Train adapters and leave the weights as they are. null: train all weights."""
+    base_dtype: DType | None = None
+    """With `student.lora`: dtype in which the actor holds the weights under the adapters. null:
+    `actor.dtype`."""
+
+    def _rules(self) -> Iterator[Rule]:
+        yield (
+            self.lora is None and self.base_dtype is not None,
+            f"base_dtype={self.base_dtype} is for the weights under adapters: set it to null, or"
+            " set lora (the dtype of trained weights is actor.param_dtype)",
+        )
 
 
 class ParallelConfig(Section):
@@ -385,6 +425,10 @@ class RolloutConfig(RoleConfig):
     the next one. null: one slot for each sequence of the batch."""
     launch_tokens: Positive = 32
     """Decode steps per device launch; free slots are refilled between launches."""
+    merge: Flag = False
+    """With `student.lora`: sample with a copy of the weights to which the adapters are added, made
+    at each weight sync. It decodes as fast as without adapters, takes the memory of the copy, and
+    rounds the sum to `rollout.dtype`. false: the adapters are applied beside the weights."""
 
 
 def _named_sets(value: object) -> object:
@@ -1168,6 +1212,11 @@ class Config(Section, metaclass=_Parsed):
         return self.student.model if own else self.teacher.model
 
     @property
+    def base_dtype(self) -> DType:
+        """Of the actor's weights under adapters."""
+        return self.student.base_dtype or self.actor.compute_dtype
+
+    @property
     def teacher_follows(self) -> bool:
         """Whether the teacher's weights come from the actor: the policy, or its moving average."""
         own = self.teacher.model == POLICY and self.teacher.ema < 1
@@ -1293,6 +1342,11 @@ class Config(Section, metaclass=_Parsed):
                     " an algorithm that does, such as gspo",
                 )
         yield (
+            self.rollout.merge and self.student.lora is None,
+            "rollout.merge=true adds adapters to the weights, and student.lora=null trains none:"
+            " set rollout.merge=false",
+        )
+        yield (
             self.profile.range.stop > self.steps + 1,
             f"profile.steps={self.profile.steps} reaches beyond steps={self.steps}: stop is at"
             f" most {self.steps + 1}",
@@ -1339,6 +1393,12 @@ class Config(Section, metaclass=_Parsed):
             cache is not None and model is None and share > 0 and not self.teachers,
             f"{none}, which distill.on_policy_fraction={share:g} of the batches hold: set it to 0,"
             " or teacher.model to the model whose scores the cache has",
+        )
+        yield (
+            self.teacher_follows and self.student.lora is not None,
+            "teacher.model=policy with teacher.ema below 1 follows all weights of the policy, and"
+            " student.lora trains adapters: set teacher.ema=1 (the policy before training), or"
+            " student.lora=null",
         )
         yield from self._rules_with_teachers(alone)
         if self.teacher.tokenizer == "own":

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -57,12 +57,20 @@ class SafetensorsFolder:
     copied from disk, a second for 0.5 GB, in which no other role of the process would move.
     """
 
-    def __init__(self, path: str | os.PathLike[str]):
+    def __init__(self, path: str | os.PathLike[str], files: Sequence[Path] = ()):
+        """
+        Args:
+            files: of the folder; those of a model where none are named.
+        """
         self.path = Path(path)
-        self._files, self._file_of = _weight_files(self.path)
+        self._files, self._file_of = (list(files), {}) if files else _weight_files(self.path)
         self._entries: dict[str, _Entry] = {}
         for file in self._files:
             self._entries |= _read_header(file)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._entries)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         entry = self._entries.get(name)
@@ -171,7 +179,7 @@ def write_folder(
     try:
         write_description(partial, config, dtype, tokenizer_from)
         _write_weights(partial, weights.tensor_shapes(config), read, dtype, shard_bytes)
-        _replace(partial, final)
+        replace_folder(partial, final)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return final
@@ -280,18 +288,18 @@ def _write_weights(
         shards[-1][name] = shape
         filled += n
     if len(shards) == 1:
-        _write_safetensors(folder / SINGLE, shards[0], read, dtype)
+        write_safetensors(folder / SINGLE, shards[0], read, dtype)
         return
     weight_map: dict[str, str] = {}
     for i, shard in enumerate(shards):
         file = f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
-        _write_safetensors(folder / file, shard, read, dtype)
+        write_safetensors(folder / file, shard, read, dtype)
         weight_map |= dict.fromkeys(shard, file)
     total = sum(math.prod(s) for s in shapes.values()) * itemsize
     _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def _write_safetensors(
+def write_safetensors(
     file: Path, shapes: dict[str, tuple[int, ...]], read: Callable[[str], np.ndarray], dtype: str
 ) -> None:
     """The header from the shapes alone, then one tensor after the other."""
@@ -320,7 +328,7 @@ def _generation_config(config: DecoderConfig) -> JsonObject:
     return {"_from_model_config": True, **{k: v for k, v in ids.items() if v is not None}}
 
 
-def _replace(source: Path, target: Path) -> None:
+def replace_folder(source: Path, target: Path) -> None:
     """Renames a folder to where one may stand; the old one goes once the new one is there."""
     old = target.with_name(f".{target.name}.old-{os.getpid()}")
     if target.exists():

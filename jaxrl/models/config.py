@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
 from jaxrl.errors import UserError
+from jaxrl.models.lora import Lora
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,8 @@ class DecoderConfig:
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
     pad_id: int | None = None
+    lora: Lora | None = None
+    """The adapters that are trained in place of the weights; `config.json` does not name them."""
 
     def __post_init__(self) -> None:
         if self.n_heads % self.n_kv_heads:
@@ -81,8 +84,17 @@ class DecoderConfig:
             raise UserError(f"head_dim={self.head_dim} is odd: dims are rotated in pairs")
 
     @property
+    def base(self) -> DecoderConfig:
+        """The model without adapters."""
+        return self if self.lora is None else replace(self, lora=None)
+
+    def adapter(self, path: str) -> Lora | None:
+        """Of the projection at this path within a block; None where it has none."""
+        return self.lora if self.lora is not None and self.lora.adapts(path) else None
+
+    @property
     def n_params(self) -> int:
-        """Number of parameters; tied embeddings count once."""
+        """Number of parameters without adapters; tied embeddings count once."""
         qkv = self.d_model * self.head_dim * (self.n_heads + 2 * self.n_kv_heads)
         if self.attention_bias:
             qkv += self.head_dim * (self.n_heads + 2 * self.n_kv_heads)
@@ -91,6 +103,24 @@ class DecoderConfig:
         block += 3 * self.d_model * self.d_ff + norms
         vocab = self.vocab_size * self.d_model * (1 if self.tie_embeddings else 2)
         return self.n_layers * block + vocab + self.d_model
+
+    @property
+    def n_trained(self) -> int:
+        """Number of parameters that are trained: those of the adapters, where there are any."""
+        heads, kv_heads = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
+        widths = {
+            "attn/q": (self.d_model, heads),
+            "attn/k": (self.d_model, kv_heads),
+            "attn/v": (self.d_model, kv_heads),
+            "attn/o": (heads, self.d_model),
+            "mlp/gate": (self.d_model, self.d_ff),
+            "mlp/up": (self.d_model, self.d_ff),
+            "mlp/down": (self.d_ff, self.d_model),
+        }
+        if self.lora is None:
+            return self.n_params
+        adapted = (sum(sizes) for path, sizes in widths.items() if self.lora.adapts(path))
+        return self.n_layers * self.lora.rank * sum(adapted)
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> DecoderConfig:

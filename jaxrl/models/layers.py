@@ -10,6 +10,7 @@ from flax import nnx
 
 from jaxrl.models.attention import Attend
 from jaxrl.models.config import DecoderConfig, LinearRope, Llama3Rope
+from jaxrl.models.lora import Lora
 
 
 class RMSNorm(nnx.Module):
@@ -27,16 +28,31 @@ class RMSNorm(nnx.Module):
 
 
 class Linear(nnx.Module):
-    """x @ kernel + bias, in the dtype of x."""
+    """x @ kernel + bias, and what an adapter adds, in the dtype of x."""
 
-    def __init__(self, n_in: int, n_out: int, rngs: nnx.Rngs, *, bias: bool = False):
+    def __init__(
+        self,
+        n_in: int,
+        n_out: int,
+        rngs: nnx.Rngs,
+        *,
+        bias: bool = False,
+        lora: Lora | None = None,
+    ):
         scale = 1.0 / math.sqrt(n_in)
         self.kernel = nnx.Param(scale * jax.random.normal(rngs.params(), (n_in, n_out)))
         self.bias = nnx.Param(jnp.zeros((n_out,))) if bias else None
+        self.lora_a = nnx.Param(lora.first(rngs.params(), n_in)) if lora else None
+        self.lora_b = nnx.Param(jnp.zeros((lora.rank, n_out))) if lora else None
+        self.scale = lora.scale if lora else 0.0
 
     def __call__(self, x: jax.Array) -> jax.Array:
         rows = x.reshape(-1, x.shape[-1])  # on CPU the backward of a 3-D product is twice as slow
-        y = (rows @ self.kernel[...].astype(x.dtype)).reshape(*x.shape[:-1], -1)
+        y = rows @ self.kernel[...].astype(x.dtype)
+        if self.lora_a is not None and self.lora_b is not None:
+            low = self.scale * (rows @ self.lora_a[...].astype(x.dtype))
+            y = y + low @ self.lora_b[...].astype(x.dtype)
+        y = y.reshape(*x.shape[:-1], -1)
         if self.bias is None:
             return y
         bias = self.bias[...].astype(x.dtype)
@@ -49,10 +65,11 @@ class Attention(nnx.Module):
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         c = config
         bias = c.attention_bias
-        self.q = Linear(c.d_model, c.n_heads * c.head_dim, rngs, bias=bias)
-        self.k = Linear(c.d_model, c.n_kv_heads * c.head_dim, rngs, bias=bias)
-        self.v = Linear(c.d_model, c.n_kv_heads * c.head_dim, rngs, bias=bias)
-        self.o = Linear(c.n_heads * c.head_dim, c.d_model, rngs)
+        heads, kv_heads = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
+        self.q = Linear(c.d_model, heads, rngs, bias=bias, lora=c.adapter("attn/q"))
+        self.k = Linear(c.d_model, kv_heads, rngs, bias=bias, lora=c.adapter("attn/k"))
+        self.v = Linear(c.d_model, kv_heads, rngs, bias=bias, lora=c.adapter("attn/v"))
+        self.o = Linear(heads, c.d_model, rngs, lora=c.adapter("attn/o"))
         self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else None
         self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else None
         self.head_dim = c.head_dim
@@ -72,9 +89,10 @@ class SwiGLU(nnx.Module):
     """down(silu(gate(x)) * up(x)) (Shazeer 2020, arXiv 2002.05202)."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
-        self.gate = Linear(config.d_model, config.d_ff, rngs)
-        self.up = Linear(config.d_model, config.d_ff, rngs)
-        self.down = Linear(config.d_ff, config.d_model, rngs)
+        c = config
+        self.gate = Linear(c.d_model, c.d_ff, rngs, lora=c.adapter("mlp/gate"))
+        self.up = Linear(c.d_model, c.d_ff, rngs, lora=c.adapter("mlp/up"))
+        self.down = Linear(c.d_ff, c.d_model, rngs, lora=c.adapter("mlp/down"))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.down(jax.nn.silu(self.gate(x)) * self.up(x))

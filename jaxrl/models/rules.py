@@ -55,13 +55,22 @@ def param_specs(
 
     def spec(path: Any, leaf: jax.ShapeDtypeStruct) -> PartitionSpec:
         name = "/".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path)
-        logical = next(axes for pattern, axes in PATHS if re.search(pattern, name))
+        logical = _logical(name)
         mesh_axes = [
             divided(units[axis], AXES[axis], axis_sizes) if axis else None for axis in logical
         ]
         return PartitionSpec(*[None] * (len(leaf.shape) - len(logical)), *mesh_axes)
 
     return jax.tree_util.tree_map_with_path(spec, abstract_params(config, layout=layout))
+
+
+def _logical(path: str) -> tuple[str | None, ...]:
+    """Logical axes of a parameter; of an adapter, those of its kernel where it has its size."""
+    kernel = re.sub(r"/lora_[ab]$", "/kernel", path)
+    axes = next(axes for pattern, axes in PATHS if re.search(pattern, kernel))
+    if path == kernel:
+        return axes
+    return (axes[0], None) if path.endswith("a") else (None, axes[1])
 
 
 def param_shardings(config: DecoderConfig, mesh: Mesh, layout: Layout = "stacked") -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from jaxrl.checkpoint.source import resolve_model
+from jaxrl.checkpoint.source import lora_of, resolve_model
 from jaxrl.config.schema import Config
 from jaxrl.formats import hf
 from jaxrl.formats.places import WEIGHTS, find_folder
@@ -33,7 +33,7 @@ from jaxrl.models.kernels import (
 from jaxrl.plan.advice import advise, faster, relief, room
 from jaxrl.plan.axes import with_axes
 from jaxrl.plan.inputs import GB, HostMemory, PlanInputs, PoolPeak
-from jaxrl.plan.memory import Account, optimizer_bytes, weight_bytes
+from jaxrl.plan.memory import Account, optimizer_bytes, trained_bytes, weight_bytes
 from jaxrl.plan.roles import pool_peaks, role_accounts
 from jaxrl.plan.table import plan_table
 from jaxrl.process.gpu_memory import VARIABLE as SHARE_VARIABLE
@@ -152,7 +152,7 @@ def make_plan(
     slices = {role: section.devices for role, section in config.roles.items()}
     served = [role for role in roles if role in services(config)]
     placement = place(config.mesh, [role for role in roles if role not in served], slices)
-    student = model_config(config.student.model)
+    student = replace(model_config(config.student.model), lora=lora_of(config))
     teachers = tuple(model_config(model) for model in config.teacher_models.values())
     teacher = max(teachers, key=_size, default=None)
     if teacher is None and config.teacher.cache is not None:
@@ -437,7 +437,7 @@ def checkpoint_bytes(config: Config, student: DecoderConfig) -> int:
     a, whole = config.actor, Axes()
     state = optimizer_bytes(student, whole, config.optimizer, a.param_dtype, a.moment_dtype)
     average = weight_bytes(student, whole, "float32") if config.keeps_ema else 0
-    return weight_bytes(student, whole, a.param_dtype) + state + average
+    return trained_bytes(student, whole, a.param_dtype) + state + average
 
 
 def _checkpoint_notes(config: Config, student: DecoderConfig, here: bool) -> Iterator[str]:

@@ -22,6 +22,7 @@ from jaxrl.config.schema import DType, OptimizerConfig
 from jaxrl.models.activations import split
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import abstract_params
+from jaxrl.models.lora import NAMES, frozen_and_trained
 from jaxrl.models.rules import param_shardings
 from jaxrl.roles.optimizer import make_optimizer, state_shardings
 from jaxrl.sharding.axes import AXIS_NAMES, Axes
@@ -69,6 +70,19 @@ def shards(
 def weight_bytes(config: DecoderConfig, axes: Axes, dtype: DType) -> int:
     """Bytes of the model's parameters on one device."""
     return ITEMSIZE[dtype] * sum(shard.size for shard in shards(config, axes))
+
+
+@lru_cache(maxsize=256)
+def trained_shards(config: DecoderConfig, axes: Axes) -> tuple[Shard, ...]:
+    """Those of `shards` that the actor trains: the adapters, where the model has any."""
+    every = shards(config, axes)
+    adapters = tuple(shard for shard in every if shard.path.endswith(NAMES))
+    return adapters or every
+
+
+def trained_bytes(config: DecoderConfig, axes: Axes, dtype: DType) -> int:
+    """Bytes of the parameters that the actor trains on one device."""
+    return ITEMSIZE[dtype] * sum(shard.size for shard in trained_shards(config, axes))
 
 
 @lru_cache(maxsize=256)
@@ -156,9 +170,10 @@ def optimizer_bytes(
 ) -> int:
     """Bytes of the optimizer's state on one device of the actor; exact."""
     mesh = AbstractMesh(tuple(axes), AXIS_NAMES)
-    params = abstract_params(model, jnp.dtype(param_dtype))
+    _, params = frozen_and_trained(abstract_params(model, jnp.dtype(param_dtype)))
     maker = make_optimizer(optimizer, 1, jnp.dtype(moment_dtype))
-    shardings = state_shardings(maker, params, param_shardings(model, mesh), mesh)  # type: ignore[arg-type]
+    _, placed = frozen_and_trained(param_shardings(model, mesh))  # type: ignore[arg-type]
+    shardings = state_shardings(maker, params, placed, mesh)  # type: ignore[arg-type]
     leaves = jax.tree.leaves(jax.eval_shape(maker.init, params))
     return sum(
         math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
@@ -177,7 +192,7 @@ def optimizer_scratch(
     in `_muon_scratch`.
     """
     item = ITEMSIZE[moment_dtype]
-    sizes = [shard.size for shard in shards(model, axes)]
+    sizes = [shard.size for shard in trained_shards(model, axes)]
     weights, leaf = item * sum(sizes), item * max(sizes)
     if optimizer.name == "muon":
         return max(weights, _muon_scratch(model, axes, moment_dtype))
@@ -196,11 +211,12 @@ def _muon_scratch(model: DecoderConfig, axes: Axes, moment_dtype: DType) -> int:
     after the other, with a third array. `fsdp` has kernels gathered, several at once.
     """
     item = ITEMSIZE[moment_dtype]
-    kernels = [s for s in shards(model, axes.gathered) if s.path.endswith("kernel")]
-    kernels = [s for s in kernels if len(s.shape) == 3]
+    kernels = trained_shards(model, axes.gathered)
+    kernels = tuple(s for s in kernels if s.path.endswith(("kernel", *NAMES)))
+    kernels = tuple(s for s in kernels if len(s.shape) == 3)
     squares = [s.shape[0] * min(s.shape[1:]) ** 2 * item for s in kernels]
     if axes.weights > 1:
         work = GATHERED_BY_MUON * max(s.size for s in kernels) * item
     else:
         work = 2 * sum(squares) if axes.size == 1 else 3 * max(squares)
-    return 2 * layer_bytes(model, axes, moment_dtype) + work
+    return 2 * item * sum(s.size for s in trained_shards(model, axes) if len(s.shape) > 2) + work

@@ -34,6 +34,7 @@ from jaxrl.plan.memory import (
     optimizer_bytes,
     optimizer_scratch,
     shards,
+    trained_bytes,
     weight_bytes,
 )
 from jaxrl.roles.microbatch import scored_group, shares
@@ -54,6 +55,7 @@ tokens."""
 BACKWARD, LOSS, STEP = "backward pass", "loss", "optimizer step"
 """Phases of an update."""
 SHARED = "parameters, the rollout's too"
+BASE = "weights under adapters"
 UPDATE = {f"actor: {phase}" for phase in (BACKWARD, LOSS, STEP)}
 TO_TEACHER, AVERAGE = "publish to the teacher", "moving average"
 PUBLISH = {"actor: publish", f"actor: {TO_TEACHER}"}
@@ -82,6 +84,11 @@ class Setting:
         self.loss_fused = self.signal not in (None, "sampled") and not config.distill.lean
 
     @property
+    def sampled(self) -> DecoderConfig:
+        """The policy as the rollout has it."""
+        return self.student.base if self.config.rollout.merge else self.student
+
+    @property
     def aligned(self) -> bool:
         """Whether the teacher reads completions in its own tokens."""
         return self.teacher is not None and self.config.teacher.tokenizer == "own"
@@ -102,10 +109,26 @@ class Setting:
         rollout, dtype = self.config.rollout, self.config.actor.param_dtype
         if not self.one_mesh or rollout.compute_dtype != dtype:
             return 0
-        whole = weight_bytes(self.student, self.axes["actor"], dtype)
+        whole = trained_bytes(self.student, self.axes["actor"], dtype)
+        if rollout.merge:
+            return 0
         if rollout.layout == "stacked":
             return whole
+        if self.student.lora is not None:  # adapters are in the layers
+            return 0
         return whole - layer_bytes(self.student, self.axes["actor"], dtype)
+
+    def base_bytes(self, role: str) -> int:
+        """Bytes on one device of the weights under adapters, in arrays of the role's own: what it
+        shares with the actor is the actor's. 0 without adapters."""
+        if self.student.lora is None:
+            return 0
+        section = self.config.roles[role]
+        dtype = self.config.base_dtype if role == "actor" else section.compute_dtype
+        stacked = role != "rollout" or self.config.rollout.layout == "stacked"
+        same = dtype == self.config.base_dtype and stacked and not self.config.offload.params
+        shared = role != "actor" and same and self.inputs.same_mesh("actor", role, self.axes)
+        return 0 if shared else weight_bytes(self.student.base, self.axes[role], dtype)
 
     @property
     def teacher_shared_bytes(self) -> int:
@@ -226,8 +249,8 @@ def actor(m: Setting) -> Iterable[Entry]:
     """Training: parameters, optimizer state, gradients, and temporaries of a layer or of the
     loss."""
     a, axes = m.config.actor, m.axes["actor"]
-    weights = weight_bytes(m.student, axes, a.param_dtype)
-    computed = weight_bytes(m.student, axes, a.compute_dtype)
+    weights = trained_bytes(m.student, axes, a.param_dtype)
+    computed = trained_bytes(m.student, axes, a.compute_dtype)
     mixed = a.compute_dtype != a.param_dtype
     count, rows = micro_batches(m)
     run = m.run("actor", m.student, rows, m.width, joined=m.shared_group > 1)
@@ -236,8 +259,10 @@ def actor(m: Setting) -> Iterable[Entry]:
     gradients, summed = weights + (computed if mixed else 0), weights
     table = sum(s.size for s in shards(m.student, axes) if s.path.startswith("embed"))
     wider = table * (F32 - run.itemsize)  # the embedding's gradient is always float32
+    if m.student.lora is not None:
+        wider = 0
     if count > 1:  # a float32 accumulator, and the gradient that is added to it
-        summed = weight_bytes(m.student, axes, "float32")
+        summed = trained_bytes(m.student, axes, "float32")
         gradients = summed + computed + wider
     elif not m.inputs.on_cpu and mixed:  # the optimizer reads it in the compute dtype
         gradients = summed = computed + wider
@@ -265,6 +290,7 @@ def actor(m: Setting) -> Iterable[Entry]:
     entries = [
         Entry("weights", "parameters", weights - m.shared_bytes),
         Entry("weights", SHARED, m.shared_bytes),
+        Entry("weights", BASE, m.base_bytes("actor")),
         Entry("optimizer", "optimizer state", state),
         *(Entry("activations", "teacher's signal", signal, p) for p in (BACKWARD, LOSS, STEP)),
         Entry("gradients", "gradients", gradients, BACKWARD),
@@ -287,6 +313,9 @@ def actor(m: Setting) -> Iterable[Entry]:
     if m.config.teacher_follows:
         sent = _published_to_teacher(m)
         entries.append(Entry("activations", "copy for the teacher", sent, TO_TEACHER))
+    if m.student.lora is not None and m.config.base_dtype != a.compute_dtype:
+        copied = computed * mixed + weight_bytes(m.student.base, axes, a.compute_dtype)
+        computed, mixed = copied, True
     if mixed:
         copy = f"copy in {a.compute_dtype}"
         entries += [Entry("activations", copy, computed, phase) for phase in (BACKWARD, LOSS)]
@@ -307,6 +336,8 @@ def _published(m: Setting) -> int:
     same = rollout.compute_dtype == m.config.actor.param_dtype
     if m.one_mesh or (same and rollout.layout == "stacked"):
         return 0
+    if m.student.lora is not None:
+        return trained_bytes(m.student, m.axes["actor"], rollout.compute_dtype)
     size = layer_bytes if same else weight_bytes
     return size(m.student, m.axes["actor"], rollout.compute_dtype)
 
@@ -344,16 +375,20 @@ class Heads(NamedTuple):
 def _heads(m: Setting, rows: int) -> Heads:
     dtype = m.config.actor.compute_dtype
     axes, width, compute = m.axes["actor"], m.student.d_model, ITEMSIZE[dtype]
-    tied, one_chunk = m.student.tie_embeddings, m.one_chunk(rows)
+    tied, one_chunk, trained = m.student.tie_embeddings, m.one_chunk(rows), m.student.lora is None
     own = whole_rows(m.vocab, width, axes, compute)
     summed = whole_rows(m.vocab, width, axes, F32)
     later = own // axes.weights if one_chunk and m.loss_fused else 0
     if axes.weights == 1:
+        if not trained:
+            return Heads(0, 0, 0, 0, 0)
         apart = m.loss_fused and dtype != "float32" and not one_chunk
         return Heads(0, summed if apart else 0, 0, 0, later)
     table = whole_rows(m.student.vocab_size, width, axes, F32)  # whatever the compute dtype
     embedding = table - (0 if tied else table // axes.weights)
     looked_up = embedding * compute // F32
+    if not trained:
+        embedding = summed = later = 0
     if m.inputs.target.platform == TPU and not m.loss_fused:
         embedding = 0  # a TPU scatters into it when all layers are done, and their arrays are gone
     theirs = 0
@@ -368,7 +403,7 @@ def _heads(m: Setting, rows: int) -> Heads:
     if one_chunk:  # the heads are read once, and freed before all logits exist
         copied = own + hole + theirs + theirs // axes.weights
         return Heads(embedding, looked_up + own, copied, own, later)
-    kept = summed - own // axes.weights if m.loss_fused else 0
+    kept = max(summed - own // axes.weights, 0) if m.loss_fused else 0
     copied = max(2 * own if tied else own, theirs) + hole
     gathered = own + theirs
     return Heads(embedding, looked_up + gathered + kept, copied, gathered, later)
@@ -377,17 +412,20 @@ def _heads(m: Setting, rows: int) -> Heads:
 def rollout(m: Setting) -> Iterable[Entry]:
     """Sampling: the policy in its compute dtype, the next version while it arrives, and the
     cache."""
-    whole = weight_bytes(m.student, m.axes["rollout"], m.config.rollout.compute_dtype)
+    whole = trained_bytes(m.student, m.axes["rollout"], m.config.rollout.compute_dtype)
+    if m.config.rollout.merge:
+        whole = weight_bytes(m.student.base, m.axes["rollout"], m.config.rollout.compute_dtype)
     stacked = m.config.rollout.layout == "stacked"
     apart = 0 if m.inputs.together("actor", "rollout") else whole
     entries = [
         Entry("weights", "parameters", whole - m.shared_bytes),
+        Entry("weights", BASE, m.base_bytes("rollout")),
         Entry("activations", "next version", apart, "weight sync"),
-        *_sampling(m, "rollout", m.student, stacked=stacked),
+        *_sampling(m, "rollout", m.sampled, stacked=stacked),
     ]
     if m.signal == "student_topk":
         rows = m.rows("rollout", m.sequences)
-        run = replace(m.run("rollout", m.student, rows, m.width), packed=True)
+        run = replace(m.run("rollout", m.sampled, rows, m.width), packed=True)
         work = _scoring(m, run, m.chunk(rows), 2, stacked=stacked)  # only token ids are sent
         entries.append(Entry("activations", "top-k of the policy", work, "score"))
     return entries
@@ -532,9 +570,12 @@ def _combining(m: Setting, run: Pass, arrays: int) -> Iterator[Entry]:
 def reference(m: Setting) -> Iterable[Entry]:
     """Log-probs of the completions under the policy before training."""
     section = m.config.reference
-    run = m.scored("reference", m.student, section.num_microbatches)
+    run = m.scored("reference", m.student.base, section.num_microbatches)
     work = _scoring(m, run, m.chunk(run.rows), 2, stacked=True)
-    weights = weight_bytes(m.student, m.axes["reference"], section.compute_dtype)
+    model = m.student.base
+    weights = weight_bytes(model, m.axes["reference"], section.compute_dtype)
+    if m.student.lora is not None:
+        weights = m.base_bytes("reference")
     entries = (
         Entry("weights", "parameters", weights),
         Entry("activations", "forward pass", work, "score"),
@@ -686,6 +727,10 @@ def _away(role: str, entry: Entry, others: set[str], config: Config) -> frozense
     if entry.phase is not None or entry.column not in ("weights", "optimizer"):
         return frozenset()
     offload = config.offload
+    if entry.name == BASE and role in ("actor", "rollout"):
+        return frozenset(
+            (others | (PUBLISH if role == "actor" else set())) if offload.params else ()
+        )
     if role == "rollout" or (role == "teacher" and config.teacher_follows):
         stale = UPDATE if "actor" in others else set()
         asked = offload.params if role == "rollout" else config.offloads_follower

@@ -241,8 +241,9 @@ def _update(
     passes = config.actor.epochs_per_batch
     (forward,) = _scoring(c, None, batch, reads)
     loss = divergence_work(job.vocab_size, c.d_model, teacher_width, batch.tokens, *reads)
-    optimizer = adamw_work(c.n_params) * (config.updates_per_batch * replicas)
-    parts = [forward * passes, loss * passes, forward * (2 * passes), optimizer]
+    optimizer = adamw_work(c.n_trained) * (config.updates_per_batch * replicas)
+    backward = 2 if c.lora is None else 1  # frozen weights have no gradient
+    parts = [forward * passes, loss * passes, forward * (backward * passes), optimizer]
     if config.learns_from_rewards and config.updates_per_batch > 1:  # log-probs before the batch
         parts += _scoring(c, c.vocab_size, batch, reads)
     return parts

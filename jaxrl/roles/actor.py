@@ -21,9 +21,11 @@ from jaxrl.checkpoint.arrays import Saving, load_arrays, save_arrays
 from jaxrl.checkpoint.store import ACTOR
 from jaxrl.config.schema import Config
 from jaxrl.errors import RunError
+from jaxrl.formats import peft
 from jaxrl.formats.hf import save_hf
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Layout, Params
+from jaxrl.models.lora import join
 from jaxrl.models.packing import held_tokens, room_of, row_devices
 from jaxrl.roles.microbatch import (
     cut_minibatches,
@@ -34,7 +36,7 @@ from jaxrl.roles.microbatch import (
     unit_rows,
 )
 from jaxrl.roles.optimizer import learning_rate
-from jaxrl.roles.update import ActorPrograms, TrainState
+from jaxrl.roles.update import BASE, ActorPrograms, TrainState
 from jaxrl.runtime.worker import phase
 from jaxrl.sharding.ledger import buffer, current
 from jaxrl.sharding.mesh import is_primary
@@ -86,6 +88,8 @@ class Actor:
         model: DecoderConfig,
         mesh: Mesh,
         load: Callable[[DTypeLike], Params],
+        base: Params,
+        base_name: str,
         prepare: Prepare,
         loss: Loss,
         finish: Finish,
@@ -97,7 +101,9 @@ class Actor:
     ):
         """
         Args:
-            load: dtype -> parameters in the stacked layout on `mesh`.
+            load: dtype -> the parameters to train, in the stacked layout on `mesh`.
+            base: the weights under adapters, likewise; empty where all parameters are trained.
+            base_name: name of the model that these are of.
             finish: makes metrics of the sums that the loss returned.
             frozen: arrays on `mesh` that the loss reads and nobody trains (the teacher's head).
             receiver: shardings, in `rollout.layout`, of the role that samples; None where that is
@@ -110,6 +116,7 @@ class Actor:
         self.version = 0
         self._prepare, self._finish = prepare, finish
         self._frozen, self._run_dir = frozen, run_dir
+        self._base, self._base_name = base, base_name
         self._receiver, self._teacher = receiver, teacher
         self._skipped_in_a_row = 0
         self._savings: dict[int, Saving] = {}
@@ -185,7 +192,7 @@ class Actor:
             computed += len(together) * devices.count * size[0]
             for chosen, index in zip(parts, cuts, strict=True):
                 rows = rows_of_groups(chosen, group)
-                given = (self.state, self._frozen, placed, index, group, size)
+                given = (self.state, self._read, placed, index, group, size)
                 with (
                     phase(f"update {epoch + 1}/{c.epochs_per_batch}"),
                     current().running(self.programs.update, *given),
@@ -241,6 +248,11 @@ class Actor:
         """
         assert self._teacher is not None, "the plan gives the actor a teacher that follows"
         return self._send(version, self._taught(), self._teacher)
+
+    @property
+    def _read(self) -> Frozen:
+        """What an update reads and does not change."""
+        return self._frozen | ({BASE: self._base} if self._base else {})
 
     def _taught(self) -> Params:
         """The weights that teach: the policy's, or their moving average."""
@@ -313,11 +325,15 @@ class Actor:
         return None
 
     def export(self, folder: Path, tokenizer_from: Path | None) -> str | None:
-        """Writes the policy as a Hugging Face folder. Returns None or the error of the disk."""
+        """Writes the policy as a Hugging Face folder, or its adapters as a PEFT folder. Returns
+        None or the error of the disk."""
         dtype, params = self.config.actor.param_dtype, self.state.params
         with phase("export the policy"):
             try:
-                save_hf(folder, self.model, params, dtype=dtype, tokenizer_from=tokenizer_from)
+                if self.model.lora is not None:
+                    peft.save(folder, self.model, self._base_name, params, tokenizer_from)
+                else:
+                    save_hf(folder, self.model, params, dtype=dtype, tokenizer_from=tokenizer_from)
             except OSError as error:
                 return error.strerror or str(error)
         return None
@@ -338,6 +354,13 @@ class Actor:
             lambda: self.state.params,
             lambda tree: write(params=tree),
             stages=(*saves, "actor.publish", "actor.publish_to_teacher", "actor.export"),
+            offload=offload.params,
+        )
+        ledger.resident(
+            "actor.base",
+            lambda: self._base,
+            lambda tree: setattr(self, "_base", tree),
+            stages=("actor.update",),
             offload=offload.params,
         )
         ledger.resident(
@@ -397,7 +420,8 @@ class Actor:
         index = self.programs.micro_batches(chosen, units, sequences, group, padded)
         size = room_of(sequences, row_devices(self.mesh), index)
         with phase("log-probs before the batch"):
-            given = (self.state.params, TrainBatch(placed.sequences), index, group, size)
+            policy = join(self._base, self.state.params)
+            given = (policy, TrainBatch(placed.sequences), index, group, size)
             with current().running(self.programs.old, *given):
                 logprobs = jax.block_until_ready(self.programs.old(*given))
             return replace(placed, old_logprobs=logprobs)

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from optax.contrib import MuonDimensionNumbers, muon
 
 from jaxrl.config.schema import OptimizerConfig
+from jaxrl.models.lora import NAMES
 from jaxrl.types import Tree
 
 Schedule = Callable[[int | jax.Array], float | jax.Array]
@@ -141,11 +142,12 @@ def _mixed(x: jax.Array) -> jax.Array:
 
 
 def decayed(params: Tree) -> Tree:
-    """True for the kernels of the blocks: embeddings, head, norms and biases are not decayed."""
+    """True for the kernels of the blocks, and for adapters: embeddings, head, norms and biases are
+    not decayed."""
 
     def is_kernel(path: KeyPath, _: object) -> bool:
         names = [getattr(key, "key", "") for key in path]
-        return names[0] == "layers" and names[-1] == "kernel"
+        return names[0] == "layers" and names[-1] in ("kernel", *NAMES)
 
     return jax.tree_util.tree_map_with_path(is_kernel, params)
 

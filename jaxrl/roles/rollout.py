@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Layout, Params, abstract_params
 from jaxrl.models.kernels import target_of
+from jaxrl.models.lora import frozen_and_trained, join, merged
 from jaxrl.models.packing import room_of, row_devices
 from jaxrl.models.rules import param_shardings
 from jaxrl.roles.actor import SENT
@@ -50,6 +52,7 @@ class Sampler:
         row_multiple: int,
         vocab_size: int,
         params: Params | None = None,
+        base: Params | None = None,
         teacher: bool = False,
         max_new_tokens: int | None = None,
     ):
@@ -60,11 +63,15 @@ class Sampler:
             vocab_size: tokens shared with the teacher.
             layout: of the weights.
             params: weights on `mesh`; None where they come through `load`.
+            base: the weights under the adapters that come through `load`, on `mesh`.
             teacher: it reads the teacher's prompts, and the teacher keeps its weights: `params` is
                 set where they change.
             max_new_tokens: longest completion in its tokens; None: that of the run.
         """
-        self.config, self.model, self.mesh, self.params = config, model, mesh, params
+        self.config, self.mesh, self.params = config, mesh, params
+        self._base, self._trained = base or {}, model
+        self.model = model.base if config.rollout.merge else model
+        """What samples: without adapters where they are merged into the weights."""
         self._layout: Layout = layout
         self.version = -1
         self._pad_id, self._eos_ids, self._row_multiple = pad_id, eos_ids, row_multiple
@@ -72,7 +79,7 @@ class Sampler:
         longest = max(self._most, config.eval.max_new_tokens or 0)
         self._teacher = teacher
         self.engine = Engine(
-            model,
+            self.model,
             mesh,
             slots=slots,
             max_prompt_tokens=config.teacher_prompt_tokens if teacher else config.max_prompt_tokens,
@@ -81,11 +88,12 @@ class Sampler:
             tokenizer=tokenizer,
             ledger=current(),
         )
-        self._shardings = param_shardings(model, mesh, layout)
+        _, self._shardings = frozen_and_trained(param_shardings(model, mesh, layout))
         if params is None and not teacher:
             self._keep()
         projection = Projection.of(config, mesh, vocab_size)
-        self._topk = jax.jit(partial(policy_topk, projection, model))
+        self._topk = jax.jit(partial(policy_topk, projection, self.model))
+        self._merge = merge_program(model, mesh, layout) if config.rollout.merge else None
 
     def _keep(self) -> None:
         """Registers the weights in the ledger. On the actor's devices they are freed when an update
@@ -95,13 +103,21 @@ class Sampler:
         def write(tree: Tree) -> None:
             self.params = tree
 
+        stages, offload = ("rollout.generate", "rollout.sample"), self.config.offload.params
         current().resident(
             "rollout.params",
             lambda: self.params,
             write,
-            stages=("rollout.generate", "rollout.sample"),
-            offload=self.config.offload.params,
+            stages=stages,
+            offload=offload,
             stale_at=("actor.update",),
+        )
+        current().resident(
+            "rollout.base",
+            lambda: self._base,
+            lambda tree: setattr(self, "_base", tree),
+            stages=stages,
+            offload=offload,
         )
 
     def load(self, weights: Weights) -> dict[str, float]:
@@ -111,6 +127,11 @@ class Sampler:
         check_fit(weights, self._expected, "the role that samples")
         self.params = None
         self.params, taken = received(weights, self._shardings, SENT)
+        if self._merge is not None:
+            with phase(f"merge version {weights.version}"):
+                given = (self._base, self.params)
+                with current().running(self._merge, *given):
+                    self.params = jax.block_until_ready(self._merge(*given))
         self.version = weights.version
         verify_arrays("rollout", self.params, self.mesh)
         return taken
@@ -118,7 +139,12 @@ class Sampler:
     @cached_property
     def _expected(self) -> dict[str, str]:
         dtype = jnp.dtype(self.config.rollout.dtype)
-        return described(abstract_params(self.model, dtype, self._layout))
+        _, loaded = frozen_and_trained(abstract_params(self._trained, dtype, self._layout))
+        return described(loaded)
+
+    @property
+    def _weights(self) -> Params:
+        return self.params if self._merge is not None else join(self._base, self.params)
 
     def generate(self, prompts: Sequence[Prompt], step: int, attempt: int = 0) -> Rollout:
         """`group_size` completions of each prompt, packed; step, attempt and the prompts' ids seed
@@ -168,7 +194,7 @@ class Sampler:
         with phase("top-k of the policy"):
             rows = NamedSharding(self.mesh, PartitionSpec(ROWS))
             room = room_of(rollout.sequences, row_devices(self.mesh))
-            given = (self.params, put(replace(rollout.sequences, room=room), rows))
+            given = (self._weights, put(replace(rollout.sequences, room=room), rows))
             with current().running(self._topk, *given):
                 ids = jax.block_until_ready(self._topk(*given))
         return replace(rollout, student_topk=to_host(ids))
@@ -201,7 +227,7 @@ class Sampler:
             raise RuntimeError("no weights have been loaded yet")
         with phase(f"{len(prompts)} prompts x {n}, version {self.version}"):
             return self.engine.generate(
-                self.params,
+                self._weights,
                 [self._read(prompt) for prompt in prompts],
                 n=n,
                 sampling=sampling,
@@ -217,3 +243,13 @@ class Sampler:
         """The tokens that this role continues."""
         theirs = prompt.teacher_tokens if self._teacher else None
         return prompt.tokens if theirs is None else theirs
+
+
+def merge_program(model: DecoderConfig, mesh: Mesh, layout: Layout) -> Any:
+    """Jitted: (weights under adapters, adapters) -> weights that compute the same without."""
+    assert model.lora is not None
+    scale = model.lora.scale
+    return jax.jit(
+        lambda base, adapters: merged(join(base, adapters), scale),
+        out_shardings=param_shardings(model.base, mesh, layout),
+    )

@@ -22,12 +22,15 @@ from jaxrl.config.schema import Config
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Layout, Params, abstract_params, cast, head, unstack
 from jaxrl.models.kernels import target_of
+from jaxrl.models.lora import frozen_and_trained, join
 from jaxrl.models.rules import head_sharding, param_shardings
 from jaxrl.roles.microbatch import micro_batch, rows_of_groups, split_rows
 from jaxrl.roles.optimizer import apply_changes, make_optimizer, state_shardings
 from jaxrl.sharding.axes import ROWS, TOKENS, row_shards
 from jaxrl.types import Array, Frozen, Loss, Sequences, Totals, TrainBatch, Tree
 
+BASE = "base"
+"""Name of the weights under adapters among the frozen arrays of an update."""
 Room = tuple[int, int] | None
 """`Sequences.room`."""
 
@@ -38,7 +41,7 @@ class TrainState:
     """What an update changes. Each update takes the old state as a donated argument."""
 
     params: Params
-    """Stacked layout, in `actor.param_dtype`."""
+    """Stacked layout, in `actor.param_dtype`; with `student.lora` the adapters alone."""
     opt_state: Tree
     updates: jax.Array
     """Scalar int32: number of optimizer updates applied."""
@@ -57,9 +60,9 @@ class ActorPrograms:
         self.everywhere = NamedSharding(mesh, PartitionSpec())
         updates = config.steps * config.updates_per_batch
         self.optimizer = make_optimizer(config.optimizer, updates, jnp.dtype(c.moment_dtype))
-        self.abstract = abstract_params(model, jnp.dtype(c.param_dtype))
-        """The parameters as `jax.ShapeDtypeStruct`s."""
-        params = param_shardings(model, mesh)
+        _, self.abstract = frozen_and_trained(abstract_params(model, jnp.dtype(c.param_dtype)))
+        """The parameters that are trained, as `jax.ShapeDtypeStruct`s."""
+        self.base_shardings, params = frozen_and_trained(param_shardings(model, mesh))
         moments = state_shardings(self.optimizer, self.abstract, params, mesh)
         ema = params if config.keeps_ema else None
         self.shardings = TrainState(params, moments, self.everywhere, ema)  # type: ignore[arg-type]
@@ -71,8 +74,9 @@ class ActorPrograms:
             out_shardings=(self.shardings, self.everywhere),
         )
         """(state, frozen arrays, batch, rows, group, room) -> (new state, sums and maxima for
-        metrics). rows [n, b] are the row numbers of n micro-batches; `group` consecutive rows share
-        a prompt; `room` is `Sequences.room` of each micro-batch."""
+        metrics). The weights under adapters are `BASE` of the frozen arrays. rows [n, b] are the
+        row numbers of n micro-batches; `group` consecutive rows share a prompt; `room` is
+        `Sequences.room` of each micro-batch."""
         self.old = self._make_old()
         """(parameters, batch, rows, group, room) -> [B, C] float32 log-probs of the completion
         tokens."""
@@ -86,6 +90,16 @@ class ActorPrograms:
             lambda params: jax.tree.map(jnp.copy, cast(params, jnp.float32)), out_shardings=params
         )
         """Parameters -> their moving average before the first update: a copy in float32."""
+
+    def abstract_base(self) -> Params:
+        """The weights under adapters as `jax.ShapeDtypeStruct`s with shardings; empty without."""
+        base, _ = frozen_and_trained(abstract_params(self.model, jnp.dtype(self.config.base_dtype)))
+        found: Params = jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            base,
+            self.base_shardings,
+        )
+        return found
 
     def abstract_state(self) -> TrainState:
         """The state as `jax.ShapeDtypeStruct`s with shardings."""
@@ -216,7 +230,8 @@ class ActorPrograms:
     def _micro_loss(
         self, params: Params, frozen: Frozen, batch: TrainBatch, totals: Totals
     ) -> tuple[Array, Tree]:
-        (total, count), metrics, maxima = self._loss(params, frozen, batch, totals)
+        policy = join(frozen.get(BASE, {}), params)
+        (total, count), metrics, maxima = self._loss(policy, frozen, batch, totals)
         each = {name: pair for name, pair in metrics.items() if pair[0].ndim > 0}
         return total, ({"loss": (total, count), **jax.tree.map(jnp.sum, metrics)}, maxima, each)
 
@@ -260,7 +275,7 @@ class ActorPrograms:
         own = self.config.rollout.layout
 
         def convert(params: Params, dtype: DTypeLike, layout: Layout = own) -> Params:
-            shardings = param_shardings(self.model, self.mesh, layout)
+            _, shardings = frozen_and_trained(param_shardings(self.model, self.mesh, layout))
             params = cast(params, dtype)
             params = params if layout == "stacked" else unstack(params)
             return {

@@ -20,11 +20,14 @@ from jaxrl.teacher.protocol import Info
 def dependencies(job: Job) -> dict[str, str]:
     """Key and value of the config -> digest of what they name."""
     config = job.config
-    student = job.student.path if config.needs_reference else job.student.tokenizer_path
+    weights = config.needs_reference or config.student.lora is not None
+    student = job.student.path if weights else job.student.tokenizer_path
     found = {"data.train": job.train.fingerprint}
     if student is not None:
-        weights = config.needs_reference
         found[f"student.model={config.student.model}"] = digest_model(student, weights)
+    if job.student.adapter is not None:
+        base = job.student.adapter
+        found[f"base model {base.base}"] = digest_model(base.base_path)
     for name, teacher in {} if config.teacher_follows else job.teachers.items():
         model = config.teacher_models[name]
         found[f"{config.teacher_key(name)}={model}"] = digest_model(teacher.path)

@@ -12,7 +12,7 @@ from jaxrl.algorithms.methods import method_of, on_policy
 from jaxrl.algorithms.objective import configured_correction, objective_notes
 from jaxrl.algorithms.teachers import check_teachers, row_weights
 from jaxrl.checkpoint.digest import digest_model
-from jaxrl.checkpoint.source import ModelSource, resolve_model
+from jaxrl.checkpoint.source import ModelSource, resolve_model, resolve_student
 from jaxrl.config.schema import Config
 from jaxrl.data import hub_sets
 from jaxrl.data.alignment import Aligner, Speaker
@@ -259,7 +259,7 @@ class _Models:
 
 
 def _models(config: Config) -> _Models:
-    student = resolve_model(config.student.model)
+    student = resolve_student(config)
     teachers = {name: resolve_model(model) for name, model in config.teacher_models.items()}
     tokenizer = tokenizer_of(student)
     eos_ids = end_ids(student, tokenizer)

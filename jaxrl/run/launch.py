@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from jaxrl.algorithms.methods import method_of
 from jaxrl.algorithms.protocols import (
@@ -28,10 +30,11 @@ from jaxrl.algorithms.protocols import (
 )
 from jaxrl.algorithms.signals import Projection
 from jaxrl.checkpoint.source import ModelSource
-from jaxrl.config.schema import Config
+from jaxrl.config.schema import Config, DType
 from jaxrl.data.feedback import with_feedback
 from jaxrl.formats import hub
-from jaxrl.models.decoder import Layout
+from jaxrl.models.decoder import Layout, Params
+from jaxrl.models.lora import frozen_and_trained
 from jaxrl.models.rules import head_sharding, param_shardings
 from jaxrl.plan import Plan
 from jaxrl.plan.roles import TEMPLATE_TOKENS
@@ -53,7 +56,7 @@ from jaxrl.run.job import Setup, reward_functions
 from jaxrl.runtime.local import LocalWorkerGroup
 from jaxrl.runtime.worker import Future, WorkerGroup
 from jaxrl.sharding.axes import Axes
-from jaxrl.sharding.ledger import current
+from jaxrl.sharding.ledger import HOST, current
 from jaxrl.sharding.mesh import (
     Visible,
     accelerators_here,
@@ -219,18 +222,62 @@ def make_actor(setup: Setup, meshes: Mapping[str, Mesh]) -> ActorRole:
         config,
         student.config,
         mesh,
-        load=lambda dtype: student.load(mesh, dtype, "stacked"),
+        load=_trained(setup, mesh),
+        base=_base(setup, mesh, config.base_dtype, "stacked"),
+        base_name=student.base_name,
         prepare=method.prepare(config),
         loss=method.make_loss(config, student.config, mesh, setup.vocab_size),
         finish=method.finish,
         frozen=frozen,
-        receiver=receiver and param_shardings(student.config, receiver, config.rollout.layout),
+        receiver=receiver and _loaded_shardings(setup, receiver),
         run_dir=setup.run_dir,
         restore=setup.restore,
         teacher=_following(setup, meshes.get("teacher")),
     )
     verify_arrays("actor", (actor.state, frozen), mesh)
     return actor
+
+
+def _trained(setup: Setup, mesh: Mesh) -> Callable[[DTypeLike], Params]:
+    """dtype -> the parameters that the actor trains, before training."""
+    student = setup.student
+    if student.config.lora is None:
+        return lambda dtype: student.load(mesh, dtype, "stacked")
+    return lambda dtype: student.load_adapters(mesh, dtype, setup.config.seed)
+
+
+_BASES: dict[tuple[str, Mesh, DType, Layout], tuple[Any, list[weakref.ref[jax.Array]]]] = {}
+"""Weights under adapters that roles of this process may hold: their tree and its leaves."""
+
+
+def _base(setup: Setup, mesh: Mesh, dtype: DType, layout: Layout) -> Params:
+    """The weights under adapters; empty without adapters. Roles on the same devices that ask for
+    the same get the same arrays."""
+    if setup.student.config.lora is None:
+        return {}
+    key = (setup.student.name, mesh, dtype, layout)
+    form, held = _BASES.get(key, (None, []))
+    leaves = [array for array in (ref() for ref in held) if array is not None]
+    if held and len(leaves) == len(held) and not any(map(_gone, leaves)):
+        shared: Params = jax.tree.unflatten(form, leaves)
+        return shared
+    params: Params = setup.student.load(mesh, jnp.dtype(dtype), layout)
+    leaves, form = jax.tree.flatten(params)
+    _BASES[key] = form, [weakref.ref(leaf) for leaf in leaves]
+    return params
+
+
+def _gone(array: jax.Array) -> bool:
+    """Whether it was freed, or offloaded to the host."""
+    return array.is_deleted() or array.sharding.memory_kind == HOST
+
+
+def _loaded_shardings(setup: Setup, mesh: Mesh) -> Tree:
+    """Of what the role that samples loads."""
+    _, loaded = frozen_and_trained(
+        param_shardings(setup.student.config, mesh, setup.config.rollout.layout)
+    )
+    return loaded
 
 
 def _teacher_head(setup: Setup, mesh: Mesh) -> jax.Array | tuple[jax.Array, ...]:
@@ -277,8 +324,9 @@ def _teacher_layout(setup: Setup) -> Layout:
 
 
 def make_rollout_role(setup: Setup, meshes: Mapping[str, Mesh]) -> RolloutRole:
-    layout = setup.config.rollout.layout
-    return _sampler(setup, setup.student, meshes["rollout"], layout, params=None)
+    mesh, rollout = meshes["rollout"], setup.config.rollout
+    base = _base(setup, mesh, rollout.compute_dtype, rollout.layout)
+    return _sampler(setup, setup.student, mesh, rollout.layout, params=None, base=base)
 
 
 def make_teacher(setup: Setup, meshes: Mapping[str, Mesh]) -> TeacherRole | ServedTeacherRole:
@@ -338,10 +386,12 @@ def make_teacher(setup: Setup, meshes: Mapping[str, Mesh]) -> TeacherRole | Serv
 
 def make_reference(setup: Setup, meshes: Mapping[str, Mesh]) -> ReferenceRole:
     config, mesh = setup.config, meshes["reference"]
-    params = setup.student.load(mesh, jnp.dtype(config.reference.dtype), "stacked")
+    start, dtype = setup.student.start, config.reference.compute_dtype
+    params = {} if setup.student.adapter else _base(setup, mesh, dtype, "stacked")
+    params = params or start.load(mesh, jnp.dtype(dtype), "stacked")
     verify_arrays("reference", params, mesh)
     return Reference(
-        setup.student.config,
+        start.config,
         params,
         mesh,
         config.sampling.temperature,
@@ -401,6 +451,7 @@ def _sampler(
     mesh: Mesh,
     layout: Layout,
     params: Tree,
+    base: Params | None = None,
     teacher: bool = False,
 ) -> Sampler:
     config, tokenizer, eos_ids = setup.config, _opened(setup.tokenizer), setup.eos_ids
@@ -419,6 +470,7 @@ def _sampler(
         row_multiple=setup.row_multiple,
         vocab_size=setup.vocab_size,
         params=params,
+        base=base,
         teacher=teacher,
         max_new_tokens=None if aligner is None else config.teacher_new_tokens,
     )

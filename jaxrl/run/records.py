@@ -14,6 +14,7 @@ from jaxrl.checkpoint import store
 from jaxrl.checkpoint.rollouts import load_rollout
 from jaxrl.checkpoint.writer import CheckpointWriter
 from jaxrl.errors import UserError
+from jaxrl.formats import peft
 from jaxrl.formats.hf import write_description
 from jaxrl.models.packing import RowDevices
 from jaxrl.profile.traces import PROFILE_DIR, Profile, steps_to_profile
@@ -180,3 +181,5 @@ def _describe_policy(job: Job, folder: Path) -> None:
     """The config and the tokenizer of the policy: what its weights are read with."""
     dtype, tokenizer = job.config.actor.param_dtype, job.student.tokenizer_path
     write_description(folder, job.student.config, dtype, tokenizer)
+    if job.student.config.lora is not None:
+        peft.describe(folder, job.student.config, job.student.base_name)

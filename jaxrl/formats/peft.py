@@ -1,0 +1,282 @@
+"""Folders of adapters as PEFT writes and reads them: `adapter_config.json` and
+`adapter_model.safetensors`, beside the tokenizer.
+
+A pair is (A [in, r], B [r, out]); PEFT stores both transposed, as `lora_A` and `lora_B`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from jaxrl.errors import UserError
+from jaxrl.formats import hf, weights
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.decoder import Params, abstract_params, init_params
+from jaxrl.models.encoder_config import of_file, read_json
+from jaxrl.models.lora import TARGETS, Lora, frozen_and_trained
+from jaxrl.models.rules import param_shardings
+from jaxrl.sharding.mesh import is_primary
+from jaxrl.sharding.reshard import to_host
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "use_dora": (False,),
+    "bias": ("none",),
+    "modules_to_save": ([],),
+    "rank_pattern": ({},),
+    "alpha_pattern": ({},),
+    "layers_to_transform": ([],),
+    "layer_replication": ([],),
+    "fan_in_fan_out": (False,),
+    "lora_bias": (False,),
+    "target_parameters": ([],),
+    "trainable_token_indices": ([],),
+    "alora_invocation_tokens": ([],),
+    "init_lora_weights": (True, False, "gaussian", "orthogonal"),
+}
+"""Settings of PEFT -> the values with which an adapter is what `models.lora` computes; null is
+always one. Others, as PiSSA's, change the base weights too."""
+
+Pair = tuple[np.ndarray, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Trained adapters, and the model that they belong to."""
+
+    lora: Lora
+    base: str
+    """Name of the base model, in any form that `checkpoint.source.resolve_model` takes."""
+    base_path: Path
+    """Its folder or GGUF file."""
+    tensors: weights.Tensors = field(repr=False, compare=False)
+    """Of the base model."""
+    pairs: Callable[[], Mapping[str, Pair]] = field(repr=False, compare=False)
+    """Name of a kernel's tensor -> its pair, float32; read at the first call."""
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        return self.tensors.shape(name)
+
+    def file(self, name: str) -> Path:
+        return self.tensors.file(name)
+
+    def read(self, name: str, index: weights.Index) -> np.ndarray:
+        """A box of the base model's tensor with what the adapter adds, in float32."""
+        pair = self.pairs().get(name)
+        box = self.tensors.read(name, index)
+        if pair is None:
+            return box
+        rows, columns = index
+        a, b = pair[0][columns], pair[1][:, rows]
+        return box.astype(np.float32) + np.float32(self.lora.scale) * (a @ b).T
+
+
+def read_settings(folder: Path) -> tuple[Lora, str]:
+    """What `adapter_config.json` says: the adapters, and the name of the base model.
+
+    Raises:
+        UserError: a variant of LoRA that is not computed here.
+    """
+    file = folder / CONFIG
+    raw = read_json(file)
+    with of_file(file):
+        if raw.get("peft_type") != "LORA":
+            raise UserError(f"peft_type={raw.get('peft_type')!r} is not supported; supported: LORA")
+        for key, plain in _PLAIN.items():
+            if raw.get(key) not in (None, *plain):
+                raise UserError(f"{key}={raw[key]!r} is not supported; supported: {plain[0]!r}")
+        rank, alpha, base = (raw.get(k) for k in ("r", "lora_alpha", "base_model_name_or_path"))
+        if type(rank) is not int or rank < 1:
+            raise UserError(f"r={rank!r} must be a whole number of at least 1")
+        if type(alpha) not in (int, float):
+            raise UserError(f"lora_alpha={alpha!r} must be a number")
+        if not isinstance(base, str) or not base:
+            raise UserError(f"base_model_name_or_path={base!r} must name the model")
+        if raw.get("use_rslora"):  # scaled by 1 / sqrt(r)
+            alpha *= rank**0.5
+        modules = raw.get("target_modules")
+        named = [t for t in TARGETS if t in modules] if isinstance(modules, list) else []
+        return Lora(rank, float(alpha), tuple(named or TARGETS)), base
+
+
+def read_pairs(folder: Path, model: DecoderConfig, lora: Lora) -> tuple[Lora, dict[str, Pair]]:
+    """The pairs of a folder by the name of their kernel's tensor, and the adapters with the targets
+    that the file has. Raises UserError for a file that does not fit the model."""
+    file = folder / WEIGHTS
+    if not file.is_file():
+        raise UserError(f"{folder}: {CONFIG} is there, and {WEIGHTS} is missing")
+    tensors = hf.SafetensorsFolder(folder, (file,))
+    found: dict[str, Pair] = {}
+    unread = set(tensors.names)
+    targets = []
+    for target, path in TARGETS.items():
+        names = kernels(model, path)
+        if not unread.intersection(f"{_named(name)}.lora_A.weight" for name in names):
+            continue
+        targets.append(target)
+        n_out, n_in = weights.tensor_shapes(model)[names[0]]
+        for name in names:
+            shapes = {"lora_A": (lora.rank, n_in), "lora_B": (n_out, lora.rank)}
+            expected = {f"{_named(name)}.{key}.weight": shape for key, shape in shapes.items()}
+            weights.check(tensors, expected)
+            a, b = (
+                tensors.read(stored, (slice(0, rows), slice(0, columns))).astype(np.float32).T
+                for stored, (rows, columns) in expected.items()
+            )
+            found[name] = a, b
+            unread.difference_update(expected)
+    if unread:
+        some = ", ".join(sorted(unread)[:3])
+        raise UserError(
+            f"{file}: {len(unread)} tensors belong to no projection of the model that an adapter is"
+            f" read for ({', '.join(TARGETS)}): {some}"
+        )
+    return Lora(lora.rank, lora.alpha, tuple(targets)), found
+
+
+def kernels(model: DecoderConfig, path: str) -> tuple[str, ...]:
+    """Names of the tensors of a projection's kernels, layer by layer."""
+    return weights.place_of(f"layers/{path}/kernel", model.n_layers).names
+
+
+def pairs_of(model: DecoderConfig, adapters: Params) -> dict[str, Pair]:
+    """The pairs of a stacked tree of numpy arrays, in float32."""
+    found: dict[str, Pair] = {}
+    for path in _paths(model):
+        group, name = path.split("/")
+        one = adapters["layers"][group][name]
+        stacked = (one[key].astype(np.float32) for key in ("lora_a", "lora_b"))
+        found |= dict(zip(kernels(model, path), zip(*stacked, strict=True), strict=True))
+    return found
+
+
+def load(
+    model: DecoderConfig,
+    pairs: Mapping[str, Pair] | None,
+    mesh: Mesh | None,
+    dtype: DTypeLike,
+    seed: int,
+) -> Params:
+    """Adapters in the stacked layout on `mesh`: those given, or the first ones of a run.
+
+    Args:
+        model: with its adapters.
+        seed: of the first ones, which are the same on any mesh.
+    """
+    shardings = None if mesh is None else frozen_and_trained(param_shardings(model, mesh))[1]
+    if pairs is None:
+        made = jax.jit(
+            lambda key: frozen_and_trained(init_params(model, key, dtype))[1],
+            out_shardings=shardings,
+        )
+        first: Params = made(jax.random.key(seed % 2**32, impl="threefry2x32"))
+        return first
+    shapes = frozen_and_trained(abstract_params(model, dtype))[1]
+    tree: Any = {"layers": {}}
+    for path in _paths(model):
+        group, name = path.split("/")
+        stacked = (np.stack(x) for x in zip(*(pairs[k] for k in kernels(model, path)), strict=True))
+        tree["layers"].setdefault(group, {})[name] = dict(
+            zip(("lora_a", "lora_b"), stacked, strict=True)
+        )
+    tree = jax.tree.map(lambda leaf, shape: leaf.astype(shape.dtype), tree, shapes)
+    if shardings is None:
+        placed: Params = jax.device_put(tree)
+        return placed
+    return jax.tree.map(
+        lambda leaf, sharding: jax.make_array_from_callback(leaf.shape, sharding, leaf.__getitem__),
+        tree,
+        shardings,
+    )
+
+
+def save(
+    folder: str | os.PathLike[str],
+    model: DecoderConfig,
+    base: str,
+    adapters: Params,
+    tokenizer_from: str | os.PathLike[str] | None = None,
+) -> Path:
+    """Writes a folder that PEFT loads; one that stands there is replaced, in one rename.
+
+    Where several processes share the adapters' mesh, all must call and the first one writes.
+
+    Args:
+        model: with its adapters.
+        base: name of the model that they belong to.
+        adapters: stacked, on any mesh.
+    """
+    first = jax.tree.leaves(adapters)[0]
+    held = jax.tree.map(to_host, adapters)
+    if is_primary(first.sharding.device_set):
+        write(folder, model, base, pairs_of(model, held), tokenizer_from)
+    return Path(folder).resolve()
+
+
+def write(
+    folder: str | os.PathLike[str],
+    model: DecoderConfig,
+    base: str,
+    pairs: Mapping[str, Pair],
+    tokenizer_from: str | os.PathLike[str] | None = None,
+) -> Path:
+    """`save` of pairs."""
+    tensors = {}
+    for name, (a, b) in pairs.items():
+        tensors[f"{_named(name)}.lora_A.weight"] = a.T
+        tensors[f"{_named(name)}.lora_B.weight"] = b.T
+    final = Path(folder).resolve()
+    partial = final.with_name(f".{final.name}.partial-{os.getpid()}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        describe(partial, model, base)
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        hf.write_safetensors(partial / WEIGHTS, shapes, tensors.__getitem__, "float32")
+        if tokenizer_from is not None:
+            hf.save_tokenizer(tokenizer_from, partial)
+        hf.replace_folder(partial, final)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return final
+
+
+def describe(folder: Path, model: DecoderConfig, base: str) -> None:
+    """Writes `adapter_config.json`."""
+    lora = model.lora
+    assert lora is not None
+    raw = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": list(lora.targets),
+        "bias": "none",
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+    (folder / CONFIG).write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+
+
+def _paths(model: DecoderConfig) -> list[str]:
+    """Of the adapted projections within a block."""
+    assert model.lora is not None
+    return [path for path in TARGETS.values() if model.lora.adapts(path)]
+
+
+def _named(kernel: str) -> str:
+    return _PREFIX + kernel.removesuffix(".weight")

@@ -1,0 +1,109 @@
+"""Adapters of low rank (LoRA, Hu et al. 2021, arXiv 2106.09685): y = x W + (alpha / r) (x A) B.
+
+The kernels W are frozen, and A [in, r] and B [r, out] are trained. In a parameter tree `lora_a` and
+`lora_b` stand beside the `kernel` that they adapt. B is 0 at the start: the outputs are the base
+model's, bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+LoraInit = Literal["default", "gaussian"]
+TARGETS = {
+    "q_proj": "attn/q",
+    "k_proj": "attn/k",
+    "v_proj": "attn/v",
+    "o_proj": "attn/o",
+    "gate_proj": "mlp/gate",
+    "up_proj": "mlp/up",
+    "down_proj": "mlp/down",
+}
+"""Name of an adapted projection, as in PEFT -> its path within a block."""
+NAMES = ("lora_a", "lora_b")
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Which projections have adapters, and of which rank."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...] = tuple(TARGETS)
+    """Names of `TARGETS`."""
+    init: LoraInit = "default"
+    """Of A: uniform in +-1 / sqrt(in), or normal with the standard deviation 1 / rank."""
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+    def adapts(self, path: str) -> bool:
+        """Whether the projection at this path within a block has an adapter."""
+        return any(TARGETS[name] == path for name in self.targets)
+
+    def first(self, key: jax.Array, n_in: int) -> jax.Array:
+        """A [n_in, r] before training."""
+        shape = (n_in, self.rank)
+        if self.init == "gaussian":
+            return jax.random.normal(key, shape) / self.rank
+        limit = 1 / math.sqrt(n_in)
+        return jax.random.uniform(key, shape, minval=-limit, maxval=limit)
+
+
+def frozen_and_trained(params: Any) -> tuple[Any, Any]:
+    """(what is frozen, what is trained) of a parameter tree in either layout: the adapters where
+    there are any, else everything. Entries that are empty are left out."""
+    trained = _only(params, lambda name: name in NAMES)
+    if not trained:
+        return {}, params
+    return _only(params, lambda name: name not in NAMES), trained
+
+
+def join(base: Any, trained: Any) -> Any:
+    """The whole tree of the parts that `frozen_and_trained` made; no array is copied."""
+    if not base:
+        return trained
+    if isinstance(base, list):
+        return [join(*pair) for pair in zip(base, trained, strict=True)]
+    both = {name: join(base[name], trained[name]) for name in base if name in trained}
+    return base | trained | both
+
+
+def merged(params: Any, scale: float) -> Any:
+    """A tree without adapters that computes the same: each W + scale A B, summed in float32 and in
+    the dtype of W."""
+    if isinstance(params, list):
+        return [merged(one, scale) for one in params]
+    if not isinstance(params, dict):
+        return params
+    if "lora_a" not in params:
+        return {name: merged(value, scale) for name, value in params.items()}
+    a, b = (params[name].astype(jnp.float32) for name in NAMES)
+    kernel = params["kernel"]
+    change = scale * jnp.matmul(a, b, precision="highest")
+    whole = (kernel.astype(jnp.float32) + change).astype(kernel.dtype)
+    rest = {name: value for name, value in params.items() if name not in NAMES}
+    return rest | {"kernel": whole}
+
+
+def _only(tree: Any, wanted: Callable[[str], bool]) -> Any:
+    """The leaves whose own name is wanted; their places stay what they are."""
+    if isinstance(tree, list):
+        kept = [_only(one, wanted) for one in tree]
+        return kept if any(kept) else {}
+    found = {}
+    for name, value in tree.items():
+        if isinstance(value, dict | list):
+            inner = _only(value, wanted)
+            if inner:
+                found[name] = inner
+        elif wanted(name):
+            found[name] = value
+    return found
