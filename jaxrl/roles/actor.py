@@ -88,8 +88,6 @@ class Actor:
         model: DecoderConfig,
         mesh: Mesh,
         load: Callable[[DTypeLike], Params],
-        base: Params,
-        base_name: str,
         prepare: Prepare,
         loss: Loss,
         finish: Finish,
@@ -98,12 +96,12 @@ class Actor:
         run_dir: Path,
         restore: Path | None = None,
         teacher: Receiver | None = None,
+        base: Params | None = None,
+        base_name: str = "",
     ):
         """
         Args:
             load: dtype -> the parameters to train, in the stacked layout on `mesh`.
-            base: the weights under adapters, likewise; empty where all parameters are trained.
-            base_name: name of the model that these are of.
             finish: makes metrics of the sums that the loss returned.
             frozen: arrays on `mesh` that the loss reads and nobody trains (the teacher's head).
             receiver: shardings, in `rollout.layout`, of the role that samples; None where that is
@@ -111,12 +109,14 @@ class Actor:
             run_dir: where the batch of a non-finite gradient is dumped.
             restore: a checkpoint to restore in place of `load`.
             teacher: of a teacher that follows the policy.
+            base: the weights under adapters, stacked on `mesh`; None where all are trained.
+            base_name: name of the model that these are of.
         """
         self.config, self.model, self.mesh = config, model, mesh
         self.version = 0
         self._prepare, self._finish = prepare, finish
         self._frozen, self._run_dir = frozen, run_dir
-        self._base, self._base_name = base, base_name
+        self._base, self._base_name = base or {}, base_name
         self._receiver, self._teacher = receiver, teacher
         self._skipped_in_a_row = 0
         self._savings: dict[int, Saving] = {}

@@ -223,8 +223,6 @@ def make_actor(setup: Setup, meshes: Mapping[str, Mesh]) -> ActorRole:
         student.config,
         mesh,
         load=_trained(setup, mesh),
-        base=_base(setup, mesh, config.base_dtype, "stacked"),
-        base_name=student.base_name,
         prepare=method.prepare(config),
         loss=method.make_loss(config, student.config, mesh, setup.vocab_size),
         finish=method.finish,
@@ -233,6 +231,8 @@ def make_actor(setup: Setup, meshes: Mapping[str, Mesh]) -> ActorRole:
         run_dir=setup.run_dir,
         restore=setup.restore,
         teacher=_following(setup, meshes.get("teacher")),
+        base=_base(setup, mesh, config.base_dtype, "stacked"),
+        base_name=student.base_name,
     )
     verify_arrays("actor", (actor.state, frozen), mesh)
     return actor

@@ -1,0 +1,147 @@
+"""Laws of adapters of low rank in the decoder."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from references.tiny import batch
+from tiny_models import loss_and_logits, make_mesh, tiny_model
+
+from jaxrl.models import decoder
+from jaxrl.models.lora import TARGETS, Lora, frozen_and_trained, join, merged
+from jaxrl.models.rules import param_shardings
+
+SOME = Lora(3, 12.0, ("q_proj", "v_proj", "o_proj", "down_proj"))
+EVERY = Lora(2, 3.0)
+
+
+def adapted(name, lora, seed=0):
+    """A tiny model with random adapters, of which B is not 0."""
+    config, base = tiny_model(name)
+    config = replace(config, lora=lora)
+    _, first = frozen_and_trained(decoder.init_params(config, jax.random.key(seed)))
+    leaves, form = jax.tree.flatten(first)
+    keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
+    moved = [x + 0.1 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
+    return config, base, jax.tree.unflatten(form, moved)
+
+
+def test_at_the_start_the_outputs_are_those_of_the_base_bit_for_bit():
+    config, base = tiny_model("qwen3")
+    tokens, mask = batch(config.vocab_size)
+    with_lora = replace(config, lora=EVERY)
+    _, first = frozen_and_trained(decoder.init_params(with_lora, jax.random.key(0)))
+    _, plain = loss_and_logits(config, base, tokens, mask)
+    _, same = loss_and_logits(with_lora, join(base, first), tokens, mask)
+    assert (plain == same).all()
+    assert {path for path in TARGETS.values() if EVERY.adapts(path)} == set(TARGETS.values())
+
+
+@pytest.mark.parametrize("lora", [SOME, EVERY], ids=["some", "every"])
+@pytest.mark.parametrize("layout", ["stacked", "unstacked"])
+def test_merged_weights_compute_the_same(lora, layout):
+    config, base, adapters = adapted("qwen2", lora)
+    params = join(base, adapters)
+    if layout == "unstacked":
+        params = decoder.unstack(params)
+    tokens, mask = batch(config.vocab_size)
+    _, ours = loss_and_logits(config, params, tokens, mask)
+    _, theirs = loss_and_logits(config.base, merged(params, lora.scale), tokens, mask)
+    np.testing.assert_allclose(ours[mask], theirs[mask], rtol=0, atol=1e-5)
+    _, plain = loss_and_logits(config.base, base, tokens, mask)
+    assert np.abs(ours - plain)[mask].max() > 0.1
+
+
+@pytest.mark.parametrize("layout", ["stacked", "unstacked"])
+def test_a_tree_is_its_two_parts(layout):
+    config, base, adapters = adapted("llama", SOME)
+    whole = join(base, adapters)
+    if layout == "unstacked":
+        whole = decoder.unstack(whole)
+    frozen, trained = frozen_and_trained(whole)
+    assert jax.tree.structure(join(frozen, trained)) == jax.tree.structure(whole)
+    both = jax.tree.leaves(frozen) + jax.tree.leaves(trained)
+    assert {id(x) for x in both} == {id(x) for x in jax.tree.leaves(whole)}
+    assert sum(x.size for x in jax.tree.leaves(trained)) == config.n_trained
+    assert sum(x.size for x in jax.tree.leaves(frozen)) == config.n_params
+    assert frozen_and_trained(base)[0] == {} and frozen_and_trained(base)[1] is base
+
+
+def test_gradients_follow_from_those_of_the_merged_kernels():
+    """dL/dA = s dL/dW B' and dL/dB = s A' dL/dW, and the rest of the tree has none."""
+    config, base, adapters = adapted("llama", SOME)
+    tokens, mask = batch(config.vocab_size)
+
+    def loss(model, params):
+        return loss_and_logits(model, params, tokens, mask)[0]
+
+    ours = jax.grad(lambda trained: loss(config, join(base, trained)))(adapters)
+    whole = merged(join(base, adapters), SOME.scale)
+    dense = jax.grad(partial(loss, config.base))(whole)["layers"]
+    for name in SOME.targets:
+        group, projection = TARGETS[name].split("/")
+        d_w = dense[group][projection]["kernel"]
+        pair = adapters["layers"][group][projection]
+        got = ours["layers"][group][projection]
+        wanted = {
+            "lora_a": SOME.scale * jnp.einsum("lio,lro->lir", d_w, pair["lora_b"]),
+            "lora_b": SOME.scale * jnp.einsum("lir,lio->lro", pair["lora_a"], d_w),
+        }
+        for key, value in wanted.items():
+            np.testing.assert_allclose(got[key], value, atol=1e-5 * np.abs(value).max())
+
+
+@pytest.mark.parametrize("axes", [{"fsdp": 2, "tensor": 2}, {"data": 2, "fsdp": 2}])
+def test_devices_change_nothing(axes):
+    config, base, adapters = adapted("qwen2", EVERY)
+    tokens, mask = batch(config.vocab_size)
+    params = join(base, adapters)
+    mesh = make_mesh(**axes)
+    placed = jax.device_put(params, param_shardings(config, mesh))
+    rank = placed["layers"]["attn"]["q"]["lora_a"]
+    assert rank.sharding.shard_shape(rank.shape)[-1] == EVERY.rank  # the rank is never split
+
+    def step(mesh, params):
+        base, adapters = frozen_and_trained(params)
+        loss = lambda t: loss_and_logits(config, join(base, t), tokens, mask, mesh=mesh)[0]  # noqa: E731
+        return jax.jit(jax.value_and_grad(loss))(adapters)
+
+    (one, grads), (many, shared) = step(None, params), step(mesh, placed)
+    np.testing.assert_allclose(many, one, rtol=1e-5)
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(shared), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(a).max())
+
+
+def test_prefill_and_decode_equal_the_forward_pass():
+    config, base, adapters = adapted("qwen3", EVERY)
+    params = decoder.unstack(join(base, adapters))
+    tokens = jnp.asarray(np.random.default_rng(0).integers(3, config.vocab_size, (2, 9)))
+    mask = jnp.ones_like(tokens, bool)
+    whole = decoder.forward(config, params, tokens, mask)
+    hidden, cache = decoder.prefill(config, params, tokens[:, :5], mask[:, :5])
+    np.testing.assert_allclose(hidden, whole[:, :5], atol=1e-5)
+    cache = jax.tree.map(lambda x: jnp.pad(x, [(0, 0)] * 2 + [(0, 8), (0, 0)]), cache)
+    for t in range(5, 9):
+        at = jnp.full(2, t)
+        hidden, cache = decoder.decode(config, params, cache, tokens[:, t], at, used=t + 1)
+        np.testing.assert_allclose(hidden, whole[:, t], atol=1e-5)
+
+
+def test_an_update_computes_no_gradient_of_frozen_weights():
+    """The FLOPs of a step are a third less, and no array as large as a kernel or the head is made
+    for a gradient."""
+    config, base, adapters = adapted("llama", Lora(1, 1.0))
+    tokens, mask = batch(config.vocab_size)
+
+    def of_adapters(trained, base):
+        return loss_and_logits(config, join(base, trained), tokens, mask)[0]
+
+    def of_all(params):
+        return loss_and_logits(config.base, params, tokens, mask)[0]
+
+    ours = jax.jit(jax.grad(of_adapters)).lower(adapters, base).compile().cost_analysis()
+    theirs = jax.jit(jax.grad(of_all)).lower(base).compile().cost_analysis()
+    assert ours["flops"] < 0.85 * theirs["flops"]
