@@ -76,7 +76,7 @@ class ModelSource:
                 f"model {self.name!r} has layers 0 to {self.config.n_layers - 1};"
                 f" cannot keep {wrong or 'none'}"
             )
-        config = replace(self.config, n_layers=len(keep))
+        config = self.config.with_layers(keep)
         return replace(self, config=config, tensors=weights.KeptLayers(self.tensors, tuple(keep)))
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
 from jaxrl.errors import UserError
+from jaxrl.models.kinds import LayerKind
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,14 @@ class DecoderConfig:
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
     pad_id: int | None = None
+    kinds: tuple[LayerKind, ...] = (LayerKind(),)
+    """Of each layer; one where all layers are alike."""
 
     def __post_init__(self) -> None:
+        if len(set(self.kinds)) == 1:
+            object.__setattr__(self, "kinds", self.kinds[:1])
+        elif len(self.kinds) != self.n_layers:
+            raise UserError(f"{len(self.kinds)} kinds of layers for n_layers={self.n_layers}")
         if self.n_heads % self.n_kv_heads:
             raise UserError(
                 f"n_heads={self.n_heads} is not a multiple of n_kv_heads={self.n_kv_heads}"
@@ -79,6 +86,20 @@ class DecoderConfig:
             )
         if self.head_dim % 2:
             raise UserError(f"head_dim={self.head_dim} is odd: dims are rotated in pairs")
+
+    @property
+    def windows(self) -> dict[int | None, int]:
+        """How many layers there are of each window (`LayerKind.window`)."""
+        each = self.n_layers // len(self.kinds)
+        found: dict[int | None, int] = {}
+        for kind in self.kinds:
+            found[kind.window] = found.get(kind.window, 0) + each
+        return found
+
+    def with_layers(self, keep: Sequence[int]) -> DecoderConfig:
+        """The config of a model that has only these of its layers."""
+        kinds = tuple(self.kinds[i % len(self.kinds)] for i in keep)
+        return replace(self, n_layers=len(keep), kinds=kinds)
 
     @property
     def n_params(self) -> int:

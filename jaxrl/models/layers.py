@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,10 @@ from flax import nnx
 
 from jaxrl.models.attention import Attend
 from jaxrl.models.config import DecoderConfig, LinearRope, Llama3Rope
+from jaxrl.models.kinds import LayerKind
+
+Rope = tuple[jax.Array, jax.Array]
+"""cos and sin of the angles, each [B, T, 1, H / 2] float32."""
 
 
 class RMSNorm(nnx.Module):
@@ -57,9 +62,7 @@ class Attention(nnx.Module):
         self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else None
         self.head_dim = c.head_dim
 
-    def __call__(
-        self, x: jax.Array, rope: tuple[jax.Array, jax.Array], attend: Attend
-    ) -> jax.Array:
+    def __call__(self, x: jax.Array, rope: Rope, attend: Attend) -> jax.Array:
         shape = (*x.shape[:2], -1, self.head_dim)
         q, k, v = (layer(x).reshape(shape) for layer in (self.q, self.k, self.v))
         if self.q_norm is not None and self.k_norm is not None:
@@ -89,9 +92,7 @@ class Block(nnx.Module):
         self.mlp_norm = RMSNorm(config.d_model, config.rms_norm_eps)
         self.mlp = SwiGLU(config, rngs)
 
-    def __call__(
-        self, x: jax.Array, rope: tuple[jax.Array, jax.Array], attend: Attend
-    ) -> jax.Array:
+    def __call__(self, x: jax.Array, rope: Rope, attend: Attend) -> jax.Array:
         x = x + self.attn(self.attn_norm(x), rope, attend)
         return x + self.mlp(self.mlp_norm(x))
 
@@ -112,14 +113,24 @@ def rope_frequencies(config: DecoderConfig) -> jax.Array:
     return freq
 
 
-def rope_angles(config: DecoderConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """cos and sin, each [B, T, 1, H / 2] float32, of integer `positions` [B, T]."""
+def layer_angles(config: DecoderConfig, kind: LayerKind, positions: jax.Array) -> Rope:
+    """`rope_angles` of a kind of layers: the model's, their own without scaling, or no rotation."""
+    if not kind.rotates:
+        shape = (*positions.shape, 1, config.head_dim // 2)
+        return jnp.ones(shape), jnp.zeros(shape)
+    if kind.rope_theta is not None:
+        config = replace(config, rope_theta=kind.rope_theta, rope_scaling=None)
+    return rope_angles(config, positions)
+
+
+def rope_angles(config: DecoderConfig, positions: jax.Array) -> Rope:
+    """cos and sin of the angles of the model's own rope, of integer `positions` [B, T]."""
     freq = rope_frequencies(config)
     angle = positions.astype(jnp.float32)[..., None, None] * freq[None, None, None, :]
     return jnp.cos(angle), jnp.sin(angle)
 
 
-def rotate(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
+def rotate(x: jax.Array, rope: Rope) -> jax.Array:
     """Rotates the pairs (i, i + H/2) of each head of x [B, T, heads, H], as Hugging Face does."""
     cos, sin = rope
     a, b = jnp.split(x.astype(jnp.float32), 2, -1)
