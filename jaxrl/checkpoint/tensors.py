@@ -43,4 +43,4 @@ class SavedTensors:
             abstract_params(self._config),
         )
         params = load_arrays(self._folder / ACTOR, {"params": wanted})["params"]
-        return weights.hf_tensors(params)
+        return weights.hf_tensors(self._config, params)

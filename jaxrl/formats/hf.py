@@ -134,7 +134,7 @@ def save_hf(
         tokenizer_from: a folder whose tokenizer files are copied, or a GGUF file whose tokenizer is
             written.
     """
-    read = weights.hf_tensors(params)
+    read = weights.hf_tensors(config, params)
     unread = dict.fromkeys(weights.tensor_shapes(config))
 
     def take(name: str) -> np.ndarray:

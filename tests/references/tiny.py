@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,17 +28,31 @@ LLAMA3 = {
 }
 """With heads of 16 dims and theta 5e5 the wavelengths (6, 32, 168, ...) meet all three of its
 regimes."""
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {"tie_word_embeddings": False}),
-    "llama3_rope": (
+
+
+class Case(NamedTuple):
+    seed: int
+    """Of the tensors; of each case another one."""
+    kind: str
+    """The `model_type`."""
+    extra: dict[str, Any]
+    """What its config adds to BASE."""
+
+
+CASES = {
+    "llama": Case(0, "llama", {"tie_word_embeddings": False}),
+    "llama3_rope": Case(
+        1,
         "llama",
         {"head_dim": 16, "rope_parameters": {"rope_theta": 5e5, **LLAMA3}},
     ),
-    "llama_linear_rope": (
+    "llama_linear_rope": Case(
+        2,
         "llama",
         {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
     ),
-    "smollm": (
+    "smollm": Case(
+        3,
         "llama",
         {
             "tie_word_embeddings": True,
@@ -48,19 +62,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e5},
         },
     ),
-    "qwen2": (
+    "qwen2": Case(
+        4,
         "qwen2",
         {
             "tie_word_embeddings": True,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
         },
     ),
-    "qwen3": (
+    "qwen3": Case(
+        5,
         "qwen3",
         {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
     ),
 }
-"""Name -> (model_type, what its config adds to BASE)."""
+"""By the name of their reference files in `decoders/`."""
 
 
 def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, np.ndarray]:

@@ -1,0 +1,14 @@
+"""The families of decoders, a file for each."""
+
+from __future__ import annotations
+
+from jaxrl.models.families.llama import LLAMA
+from jaxrl.models.families.qwen import QWEN2, QWEN3
+from jaxrl.models.family import Family
+
+FAMILIES: dict[str, Family] = {
+    "llama": LLAMA,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+}
+"""`model_type` of a `config.json` -> its family."""
