@@ -10,7 +10,7 @@ from jaxrl.errors import UserError
 from jaxrl.models.families import FAMILIES
 from jaxrl.models.family import BlockKind
 from jaxrl.models.fields import given, number, size
-from jaxrl.models.kinds import LayerKind
+from jaxrl.models.kinds import LayerKind, read_windows
 from jaxrl.models.rope import RopeScaling, read_rope
 
 
@@ -122,7 +122,10 @@ class DecoderConfig:
             max_positions=size(raw, "max_position_embeddings", 2048),
             **special_ids(raw),
         )
-        return replace(config, **entry.read(raw))
+        more = entry.read(raw)
+        if "kinds" not in more:
+            read_windows(raw, None)  # which refuses any
+        return replace(config, **more)
 
     def to_hf(self, dtype: str) -> dict[str, Any]:
         """The `config.json` of this model; read by transformers 4 and 5."""
@@ -202,11 +205,6 @@ def _refuse_variants(raw: Mapping[str, Any]) -> None:
     """Refuses settings that would give silently wrong numbers."""
     if raw.get("hidden_act", "silu") != "silu":
         raise UserError(f"hidden_act={raw['hidden_act']!r} is not supported; supported: silu")
-    if raw.get("use_sliding_window"):
-        raise UserError("use_sliding_window=true is not supported; full attention only")
-    kinds = raw.get("layer_types") or []
-    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
-        raise UserError("layer_types other than full_attention are not supported")
     rope = raw.get("rope_parameters")
     rotated = rope.get("partial_rotary_factor", 1.0) if isinstance(rope, dict) else 1.0
     if raw.get("partial_rotary_factor", rotated) not in (1.0, None):

@@ -9,12 +9,15 @@ it copies the stacked parameters where the layers end within a period.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
+
+from jaxrl.errors import UserError
+from jaxrl.models.fields import size
 
 T = TypeVar("T")
 Layer = int | jax.Array | None
@@ -31,6 +34,40 @@ class LayerKind:
     """Base frequency of its rotary positions, which are not scaled; None: those of the model."""
     rotates: bool = True
     """Whether queries and keys are rotated by their positions at all."""
+
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+def read_windows(
+    raw: Mapping[str, Any], window: int | None, slides: Callable[[int], bool] = bool
+) -> tuple[LayerKind, ...]:
+    """Kinds of the layers of a `config.json` of which some attend to a window.
+
+    Args:
+        window: of those layers; None: there are none.
+        slides: whether layer i is one of them, where there are no `layer_types`.
+    """
+    n = size(raw, "num_hidden_layers")
+    types = raw.get("layer_types")
+    if types is None:
+        types = [SLIDING if window is not None and slides(i) else FULL for i in range(n)]
+    known = (FULL,) if window is None else (FULL, SLIDING)
+    if not isinstance(types, list) or len(types) != n or any(kind not in known for kind in types):
+        raise UserError(
+            f"layer_types={types!r} is not supported with sliding_window={window}: a list of"
+            f" num_hidden_layers={n} is needed, each of {', '.join(known)}"
+        )
+    return tuple(LayerKind(window if kind == SLIDING else None) for kind in types)
+
+
+def written_windows(kinds: Sequence[LayerKind], n_layers: int) -> dict[str, Any]:
+    """`sliding_window` and `layer_types` of a `config.json`."""
+    windows = [kind.window for kind in kinds] * (n_layers // len(kinds))
+    return {
+        "sliding_window": next((window for window in windows if window is not None), None),
+        "layer_types": [FULL if window is None else SLIDING for window in windows],
+    }
 
 
 class ByLayer(Generic[T]):

@@ -25,7 +25,7 @@ from jaxrl.models import decoder
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.rules import param_shardings
 
-FAMILIES = ("llama3_rope", "smollm", "qwen2", "qwen3")
+FAMILIES = ("llama3_rope", "smollm", "qwen2", "qwen3", "mistral", "qwen2_sliding", "smollm3")
 
 
 def assert_same(a: Any, b: Any) -> None:

@@ -49,6 +49,7 @@ def sequences(vocab: int, seed: int = 0) -> Sequences:
         ("qwen3", (1, 2, 1), "full", 1),
         ("qwen2", (1, 2, 1, 2), "full", 1),
         ("qwen3", (1, 1, 1, 4), "none", G),  # more than KV heads
+        ("qwen2_sliding", (1, 2, 1, 2), "dots", G),  # windows
     ],
     ids=str,
 )

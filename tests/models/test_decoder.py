@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,9 @@ from tiny_models import NAMES, REFERENCES, loss_and_logits, make_mesh, tiny_mode
 
 from jaxrl.formats import weights
 from jaxrl.models import decoder
+from jaxrl.models.kinds import LayerKind
+from jaxrl.models.packing import pack
+from jaxrl.types import Sequences
 
 
 def logits(config: Any, params: Any, tokens: Any, mask: Any, **options: Any) -> np.ndarray:
@@ -87,9 +91,10 @@ def test_abstract_params_and_count_are_those_of_the_real_ones() -> None:
 
 
 @pytest.mark.parametrize("layout", ["unstacked", "stacked"])
-@pytest.mark.parametrize("name", ["qwen2", "qwen3"])  # biases; qk-norm
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "mistral", "smollm3"])
 def test_prefill_then_decode_is_forward(name: str, layout: decoder.Layout) -> None:
-    """Rows with prompts of different lengths, teacher-forced to the end of the sequence."""
+    """Rows with prompts of different lengths, teacher-forced to the end of the sequence, which is
+    longer than the windows."""
     config, params = tiny_model(name, layout=layout)
     tokens = np.random.RandomState(0).randint(3, config.vocab_size, (3, 12)).astype(np.int32)
     lengths = np.array([7, 4, 1])
@@ -146,6 +151,38 @@ def test_a_row_without_a_valid_token_is_finite_and_adds_no_gradient() -> None:
         loss_and_grad(config, params, t, m) for t, m in ((more, empty), (tokens, mask))
     )
     assert_trees_close(with_row, without, 1e-5)
+
+
+def test_a_window_as_long_as_the_sequence_is_full_attention_bit_for_bit() -> None:
+    """Of rows and of streams whose prompts are shared; a token less changes the last token of the
+    longest row alone."""
+    config, params = tiny_model("llama")
+    tokens, mask = batch(config.vocab_size)
+    tokens, mask = (np.repeat(x[:, :16], 2, 0) for x in (tokens, mask))
+    given = Sequences(tokens, mask, mask[:, 9:], group=2)
+
+    @partial(jax.jit, static_argnums=0)
+    def run(config: Any, params: Any) -> tuple[jax.Array, jax.Array]:
+        rows = decoder.forward(config, params, tokens, mask)
+        return rows, decoder.forward_packed(config, params, pack(given))
+
+    def of_window(window: int | None) -> list[np.ndarray]:
+        kinds = (LayerKind(window), LayerKind())
+        return [np.asarray(x) for x in run(replace(config, kinds=kinds), params)]
+
+    expected = of_window(None)
+    for a, b in zip(of_window(16), expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+    changed = (np.abs(of_window(15)[0] - expected[0]).max(-1) > 0) & mask
+    assert changed[0, -1] and not changed[:, :-1].any() and not changed[2:].any()
+
+
+def test_layers_that_are_kept_keep_their_kinds() -> None:
+    config, _ = tiny_model("smollm3")
+    assert [kind.rotates for kind in config.kinds] == [True, False, True, False, True]
+    kept = config.with_layers((0, 3, 4))
+    assert [kind.rotates for kind in kept.kinds] == [True, False, True]
+    assert config.with_layers((1, 3)).kinds == (LayerKind(rotates=False),)
 
 
 @pytest.mark.parametrize("remat", ["dots", "full"])

@@ -75,6 +75,27 @@ CASES = {
         "qwen3",
         {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
     ),
+    "mistral": Case(20, "mistral", {"sliding_window": 5}),
+    "qwen2_sliding": Case(
+        21,
+        "qwen2",
+        {
+            "num_hidden_layers": 3,
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "max_window_layers": 1,
+        },
+    ),
+    "smollm3": Case(
+        22,
+        "smollm3",
+        {
+            "num_hidden_layers": 5,
+            "no_rope_layer_interval": 2,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e6},
+        },
+    ),
 }
 """By the name of their reference files in `decoders/`."""
 

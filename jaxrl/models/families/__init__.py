@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from jaxrl.models.families.llama import LLAMA
+from jaxrl.models.families.mistral import MISTRAL
 from jaxrl.models.families.qwen import QWEN2, QWEN3
+from jaxrl.models.families.smollm import SMOLLM3
 from jaxrl.models.family import Family
 
 FAMILIES: dict[str, Family] = {
     "llama": LLAMA,
     "qwen2": QWEN2,
     "qwen3": QWEN3,
+    "mistral": MISTRAL,
+    "smollm3": SMOLLM3,
 }
 """`model_type` of a `config.json` -> its family."""
