@@ -127,10 +127,16 @@ class GgufFile:
         n_heads = int(self._need("attention.head_count"))
         n_kv_heads = self._arch("attention.head_count_kv")
         head_dim = int(self._arch("attention.key_length") or d_model // n_heads)
-        rotated = self._arch("rope.dimension_count")
-        if rotated is not None and rotated != head_dim:
+        rotated = int(self._arch("rope.dimension_count") or head_dim)
+        if rotated != head_dim and not FAMILIES[family].partial_rotary:
             raise UserError(
                 f"{self.path}: {rotated} of {head_dim} dims of a head are rotated; all or none"
+            )
+        window, positions = self._arch("attention.sliding_window"), self._need("context_length")
+        if window and window < positions:
+            raise UserError(
+                f"{self.path}: a sliding window of {window} positions is not supported; full"
+                " attention only"
             )
         theta = self._arch("rope.freq_base")
         theta = 10000.0 if theta is None else _shortest(theta)
@@ -145,9 +151,10 @@ class GgufFile:
             d_ff=int(self._need("feed_forward_length")),
             rope_theta=theta,
             rope_scaling=self._rope_scaling(theta, head_dim),
+            rotary_dims=None if rotated == head_dim else rotated,
             rms_norm_eps=_shortest(self._need("attention.layer_norm_rms_epsilon")),
             tie_embeddings="output.weight" not in self._tensors,
-            max_positions=int(self._need("context_length")),
+            max_positions=int(positions),
             eos_ids=self._eos_ids(),
             bos_id=self.meta("tokenizer.ggml.bos_token_id"),
             pad_id=self.meta("tokenizer.ggml.padding_token_id"),

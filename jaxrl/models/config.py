@@ -28,6 +28,8 @@ class DecoderConfig:
     d_ff: int
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
+    rotary_dims: int | None = None
+    """How many dims of each head are rotated, the first ones; None: all."""
     rms_norm_eps: float = 1e-6
     tie_embeddings: bool = False
     max_positions: int = 2048
@@ -49,8 +51,9 @@ class DecoderConfig:
                 f"n_heads={self.n_heads} is not a multiple of n_kv_heads={self.n_kv_heads}"
                 " (num_attention_heads, num_key_value_heads)"
             )
-        if self.head_dim % 2:
-            raise UserError(f"head_dim={self.head_dim} is odd: dims are rotated in pairs")
+        for name, dims in (("head_dim", self.head_dim), ("rotary_dims", self.rotary_dims)):
+            if dims is not None and dims % 2:
+                raise UserError(f"{name}={dims} is odd: dims are rotated in pairs")
 
     @property
     def block(self) -> BlockKind:
@@ -105,6 +108,7 @@ class DecoderConfig:
         _refuse_variants(raw)
         heads = size(raw, "num_attention_heads")
         d_model = size(raw, "hidden_size")
+        head_dim = size(raw, "head_dim", given(entry.head_dim, d_model // heads))
         theta, scaling = read_rope(raw)
         config = cls(
             family=family,
@@ -113,11 +117,12 @@ class DecoderConfig:
             n_layers=size(raw, "num_hidden_layers"),
             n_heads=heads,
             n_kv_heads=size(raw, "num_key_value_heads", heads),
-            head_dim=size(raw, "head_dim", given(entry.head_dim, d_model // heads)),
+            head_dim=head_dim,
             d_ff=size(raw, "intermediate_size"),
             rope_theta=theta,
             rope_scaling=scaling,
-            rms_norm_eps=number(raw, "rms_norm_eps", 1e-6),
+            rotary_dims=_rotary_dims(raw, head_dim),
+            rms_norm_eps=number(raw, "rms_norm_eps", entry.rms_norm_eps),
             tie_embeddings=bool(given(raw.get("tie_word_embeddings"), False)),
             max_positions=size(raw, "max_position_embeddings", 2048),
             **special_ids(raw),
@@ -132,6 +137,9 @@ class DecoderConfig:
         scaling = {"rope_type": "default"}
         if self.rope_scaling is not None:
             scaling = self.rope_scaling.written()
+        rotary = {}
+        if self.rotary_dims is not None:
+            rotary = {"partial_rotary_factor": self.rotary_dims / self.head_dim}
         eos: int | list[int] | None = list(self.eos_ids)
         if len(self.eos_ids) < 2:
             eos = self.eos_ids[0] if self.eos_ids else None
@@ -148,7 +156,8 @@ class DecoderConfig:
             "hidden_act": "silu",
             "rope_theta": self.rope_theta,
             "rope_scaling": None if scaling["rope_type"] == "default" else scaling,
-            "rope_parameters": {**scaling, "rope_theta": self.rope_theta},
+            "rope_parameters": {**scaling, **rotary, "rope_theta": self.rope_theta},
+            **rotary,
             "rms_norm_eps": self.rms_norm_eps,
             "tie_word_embeddings": self.tie_embeddings,
             "max_position_embeddings": self.max_positions,
@@ -205,10 +214,20 @@ def _refuse_variants(raw: Mapping[str, Any]) -> None:
     """Refuses settings that would give silently wrong numbers."""
     if raw.get("hidden_act", "silu") != "silu":
         raise UserError(f"hidden_act={raw['hidden_act']!r} is not supported; supported: silu")
-    rope = raw.get("rope_parameters")
-    rotated = rope.get("partial_rotary_factor", 1.0) if isinstance(rope, dict) else 1.0
-    if raw.get("partial_rotary_factor", rotated) not in (1.0, None):
-        raise UserError("partial_rotary_factor below 1 is not supported; all dims are rotated")
     biased = FAMILIES[raw["model_type"]].block.attention_bias
     if raw.get("mlp_bias") or (raw.get("attention_bias") and not biased):
         raise UserError("attention_bias / mlp_bias = true is not supported for this family")
+
+
+def _rotary_dims(raw: Mapping[str, Any], head_dim: int) -> int | None:
+    """`DecoderConfig.rotary_dims`, as `partial_rotary_factor` has them of every head."""
+    params = raw.get("rope_parameters")
+    params = params if isinstance(params, dict) else {}
+    factor = given(raw.get("partial_rotary_factor"), params.get("partial_rotary_factor"))
+    if factor in (1, None):
+        return None
+    if not FAMILIES[raw["model_type"]].partial_rotary:
+        raise UserError("partial_rotary_factor below 1 is not supported; all dims are rotated")
+    if type(factor) is not float or not 0 < factor < 1:
+        raise UserError(f"partial_rotary_factor={factor!r} must be a number above 0, at most 1")
+    return int(head_dim * factor)

@@ -62,7 +62,7 @@ def _block_graph(config: DecoderConfig) -> Any:
 
 @lru_cache
 def _norm_graph(config: DecoderConfig) -> Any:
-    norm = nnx.eval_shape(lambda: RMSNorm(config.d_model, config.rms_norm_eps))
+    norm = nnx.eval_shape(lambda: RMSNorm(config.d_model, config))
     return nnx.split(norm)[0]
 
 

@@ -41,6 +41,8 @@ class BlockKind:
     """Whether q and k pass an RMSNorm: over each head, or over all heads at once."""
     norms: Norms = "before"
     """Whether attention and MLP get their input normed, or their output is before it is added."""
+    norm_in_float32: bool = False
+    """Whether a norm multiplies by its scale before it rounds to the compute dtype, or after."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,10 @@ class Family:
     block: BlockKind = BlockKind()
     head_dim: int | None = None
     """Where `config.json` does not say it; None is hidden_size / num_attention_heads."""
+    rms_norm_eps: float = 1e-6
+    """Where `config.json` does not say it."""
+    partial_rotary: bool = False
+    """Whether `partial_rotary_factor` is heeded: only the first dims of each head are rotated."""
     tensors: Mapping[str, str] = field(default_factory=dict)
     """Entries of `LAYER` that are others here. Parameters that have one tensor in common are rows
     of it, in this order."""

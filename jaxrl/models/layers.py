@@ -11,25 +11,28 @@ from flax import nnx
 
 from jaxrl.models.attention import Attend
 from jaxrl.models.config import DecoderConfig
+from jaxrl.models.fields import given
 from jaxrl.models.kinds import LayerKind
 from jaxrl.models.rope import LinearRope, Llama3Rope
 
 Rope = tuple[jax.Array, jax.Array]
-"""cos and sin of the angles, each [B, T, 1, H / 2] float32."""
+"""cos and sin of the angles, each [B, T, 1, R / 2] float32, of R rotated dims."""
 
 
 class RMSNorm(nnx.Module):
     """x / rms(x) * scale, in float32 (Zhang & Sennrich 2019, arXiv 1910.07467)."""
 
-    def __init__(self, width: int, eps: float):
+    def __init__(self, width: int, config: DecoderConfig):
         self.scale = nnx.Param(jnp.ones((width,)))
-        self.eps = eps
+        self.eps = config.rms_norm_eps
+        self.in_float32 = config.block.norm_in_float32
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x32 = x.astype(jnp.float32)
         x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + self.eps)
-        scale = self.scale[...].astype(x.dtype)
-        return x32.astype(x.dtype) * scale.reshape((1,) * (x.ndim - 1) + scale.shape)
+        normed = x32 if self.in_float32 else x32.astype(x.dtype)
+        scale = self.scale[...].astype(normed.dtype)
+        return (normed * scale.reshape((1,) * (x.ndim - 1) + scale.shape)).astype(x.dtype)
 
 
 class Linear(nnx.Module):
@@ -59,10 +62,9 @@ class Attention(nnx.Module):
         self.k = Linear(c.d_model, c.n_kv_heads * c.head_dim, rngs, bias=bias)
         self.v = Linear(c.d_model, c.n_kv_heads * c.head_dim, rngs, bias=bias)
         self.o = Linear(c.n_heads * c.head_dim, c.d_model, rngs)
-        normed, eps = c.block.qk_norm is not None, c.rms_norm_eps
         q_width, k_width = c.qk_norm_widths
-        self.q_norm = RMSNorm(q_width, eps) if normed else None
-        self.k_norm = RMSNorm(k_width, eps) if normed else None
+        self.q_norm = RMSNorm(q_width, c) if q_width else None
+        self.k_norm = RMSNorm(k_width, c) if k_width else None
         self.norm_by_head = c.block.qk_norm == "head"
         self.head_dim = c.head_dim
 
@@ -95,9 +97,9 @@ class Block(nnx.Module):
     for the MLP; or x + norm(f(x)), as `BlockKind.norms` says."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
-        self.attn_norm = RMSNorm(config.d_model, config.rms_norm_eps)
+        self.attn_norm = RMSNorm(config.d_model, config)
         self.attn = Attention(config, rngs)
-        self.mlp_norm = RMSNorm(config.d_model, config.rms_norm_eps)
+        self.mlp_norm = RMSNorm(config.d_model, config)
         self.mlp = SwiGLU(config, rngs)
         self.norms = config.block.norms
 
@@ -110,8 +112,8 @@ class Block(nnx.Module):
 
 
 def rope_frequencies(config: DecoderConfig) -> jax.Array:
-    """[H / 2] float32 angles per position (Su et al. 2021, arXiv 2104.09864; llama3 scaling)."""
-    half = config.head_dim // 2
+    """[R / 2] float32 angles per position, of R rotated dims (Su et al. 2021, arXiv 2104.09864)."""
+    half = given(config.rotary_dims, config.head_dim) // 2
     freq = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     scaling = config.rope_scaling
     if isinstance(scaling, LinearRope):
@@ -141,7 +143,12 @@ def rope_angles(config: DecoderConfig, positions: jax.Array) -> Rope:
 
 
 def rotate(x: jax.Array, rope: Rope) -> jax.Array:
-    """Rotates the pairs (i, i + H/2) of each head of x [B, T, heads, H], as Hugging Face does."""
+    """Rotates the pairs (i, i + R/2) of each head of x [B, T, heads, H], as Hugging Face does, with
+    cos and sin [B, T, 1, R / 2]; dims from R on stay as they are."""
     cos, sin = rope
-    a, b = jnp.split(x.astype(jnp.float32), 2, -1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
+    rotated = 2 * cos.shape[-1]
+    a, b = jnp.split(x[..., :rotated].astype(jnp.float32), 2, -1)
+    turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
+    if rotated == x.shape[-1]:
+        return turned
+    return jnp.concatenate([turned, x[..., rotated:]], -1)

@@ -25,7 +25,10 @@ from jaxrl.models import decoder
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.rules import param_shardings
 
-FAMILIES = ("llama3_rope", "smollm", "qwen2", "qwen3", "mistral", "qwen2_sliding", "smollm3")
+FAMILIES = (
+    *("llama3_rope", "smollm", "qwen2", "qwen3", "olmo2", "phi3"),
+    *("mistral", "qwen2_sliding", "smollm3"),
+)
 
 
 def assert_same(a: Any, b: Any) -> None:
@@ -74,11 +77,17 @@ def test_what_would_give_wrong_numbers_is_refused() -> None:
     for change, message in changes:
         with pytest.raises(UserError, match=message):
             DecoderConfig.from_hf(raw | change)
+    phi = RAW_CONFIGS["phi3"]
+    with pytest.raises(UserError, match="sliding_window=128 is below max_position_embeddings=256"):
+        DecoderConfig.from_hf(phi | {"sliding_window": 128})
+    assert DecoderConfig.from_hf(phi | {"sliding_window": 256}) == tiny_config("phi3")
+    with pytest.raises(UserError, match="partial_rotary_factor=1.5 must be a number above 0"):
+        DecoderConfig.from_hf(phi | {"partial_rotary_factor": 1.5})
 
 
 def test_a_missing_head_dim_is_the_familys() -> None:
     """Qwen3's is 128 in transformers, whatever the width; the others divide the width."""
-    for name, head_dim in (("qwen3", 128), ("qwen2", 8)):
+    for name, head_dim in (("qwen3", 128), ("qwen2", 8), ("phi3", 8)):
         raw = {k: v for k, v in RAW_CONFIGS[name].items() if k != "head_dim"}
         assert DecoderConfig.from_hf(raw).head_dim == head_dim
 
@@ -125,21 +134,27 @@ def test_shards_and_their_index(tmp_path: Path) -> None:
         load(folder)
 
 
-@pytest.mark.parametrize("axes", [(1, 2, 4), (2, 2, 2), (8, 1, 1)])
+@pytest.mark.parametrize(
+    ("name", "axes"),
+    [
+        *(("qwen2", axes) for axes in ((1, 2, 4), (2, 2, 2), (8, 1, 1))),
+        ("phi3", (2, 2, 2)),  # of tensors that parameters share, each reads its own rows
+    ],
+)
 @pytest.mark.parametrize("layout", ["stacked", "unstacked"])
 def test_every_element_is_read_once_and_only_by_its_devices(
-    axes: tuple[int, int, int], layout: str
+    name: str, axes: tuple[int, int, int], layout: str
 ) -> None:
     mesh = make_mesh(*axes)
-    config, whole = tiny_model("qwen2", layout=layout)
-    memory = Memory(tiny_tensors("qwen2"))
+    config, whole = tiny_model(name, layout=layout)
+    memory = Memory(tiny_tensors(name))
     params = weights.load(memory, config, mesh, layout=layout)
     assert_same(params, whole)
     shardings = param_shardings(config, mesh, layout)
     jax.tree.map(lambda x, s: x.sharding == s or pytest.fail(str(s)), params, shardings)
-    for name, value in memory.values.items():
-        assert sum(n for read, n in memory.reads if read == name) == value.size, name
-    kernel = "model.layers.0.mlp.up_proj.weight"
+    for tensor, value in memory.values.items():
+        assert sum(n for read, n in memory.reads if read == tensor) == value.size, tensor
+    kernel = "model.layers.0.mlp.down_proj.weight"
     slices = {n for read, n in memory.reads if read == kernel}
     assert slices == {memory.values[kernel].size // (axes[1] * axes[2])}
 

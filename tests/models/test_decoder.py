@@ -90,8 +90,15 @@ def test_abstract_params_and_count_are_those_of_the_real_ones() -> None:
         assert config.n_params == sum(x.size for x in jax.tree.leaves(params)), name
 
 
-@pytest.mark.parametrize("layout", ["unstacked", "stacked"])
-@pytest.mark.parametrize("name", ["qwen2", "qwen3", "mistral", "smollm3"])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        *((name, layout) for layout in ("unstacked", "stacked") for name in ("qwen2", "qwen3")),
+        ("olmo2", "unstacked"),
+        ("phi3", "unstacked"),
+        *((name, layout) for layout in ("unstacked", "stacked") for name in ("mistral", "smollm3")),
+    ],
+)
 def test_prefill_then_decode_is_forward(name: str, layout: decoder.Layout) -> None:
     """Rows with prompts of different lengths, teacher-forced to the end of the sequence, which is
     longer than the windows."""
@@ -193,7 +200,7 @@ def test_rematerialisation_changes_no_value(remat: str) -> None:
     assert_trees_close(loss_and_grad(config, params, tokens, mask, remat=remat), plain, 1e-5)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "olmo2"])
 def test_bfloat16_compute_is_near_float32(name: str) -> None:
     """bfloat16 rounds by up to 2^-9; these two layers amplify it, to a few percent of the logits'
     spread."""
@@ -212,6 +219,8 @@ def test_bfloat16_compute_is_near_float32(name: str) -> None:
         ("qwen2", (1, 2, 4)),  # tensor exceeds the KV heads
         ("qwen3", (1, 1, 8)),  # and the query heads
         ("smollm", (2, 1, 2)),  # divides neither of 3 heads and 1 KV head
+        ("olmo2", (1, 2, 4)),  # divides what the norms of q and k sum over
+        ("phi3", (1, 2, 2)),
     ],
 )
 def test_sharding_changes_no_value(name: str, axes: tuple[int, int, int]) -> None:

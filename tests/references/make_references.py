@@ -29,14 +29,17 @@ HERE = Path(__file__).parent
 GRADIENTS = (
     "model.embed_tokens.weight",
     "model.layers.0.input_layernorm.weight",
+    "model.layers.0.post_feedforward_layernorm.weight",
     "model.layers.0.self_attn.q_proj.weight",
     "model.layers.0.self_attn.k_proj.weight",
+    "model.layers.0.self_attn.qkv_proj.weight",
     "model.layers.1.self_attn.k_proj.bias",
     "model.layers.0.self_attn.q_norm.weight",
     "model.layers.1.self_attn.v_proj.weight",
     "model.layers.1.self_attn.o_proj.weight",
     "model.layers.1.mlp.down_proj.weight",
     "model.layers.0.mlp.gate_proj.weight",
+    "model.layers.0.mlp.gate_up_proj.weight",
     "model.norm.weight",
     "lm_head.weight",
 )

@@ -96,6 +96,20 @@ CASES = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 5e6},
         },
     ),
+    "olmo2": Case(10, "olmo2", {"head_dim": 16}),
+    "phi3": Case(
+        11,
+        "phi3",
+        {
+            "head_dim": 16,
+            "num_key_value_heads": 1,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.75,
+            },
+        },
+    ),
 }
 """By the name of their reference files in `decoders/`."""
 

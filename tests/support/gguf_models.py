@@ -49,6 +49,8 @@ def write_model(path: Path, name: str, kind: str = "F32", **changes: Any) -> Pat
     w.add_key_length(config.head_dim)
     w.add_layer_norm_rms_eps(config.rms_norm_eps)
     w.add_rope_freq_base(config.rope_theta)
+    if config.rotary_dims is not None:
+        w.add_rope_dimension_count(config.rotary_dims)
     w.add_bos_token_id(config.bos_id)
     w.add_eos_token_id(config.eos_ids[0])
     w.add_pad_token_id(config.pad_id)

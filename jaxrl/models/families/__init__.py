@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from jaxrl.models.families.llama import LLAMA
 from jaxrl.models.families.mistral import MISTRAL
+from jaxrl.models.families.olmo import OLMO2
+from jaxrl.models.families.phi import PHI3
 from jaxrl.models.families.qwen import QWEN2, QWEN3
 from jaxrl.models.families.smollm import SMOLLM3
 from jaxrl.models.family import Family
@@ -14,5 +16,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3": QWEN3,
     "mistral": MISTRAL,
     "smollm3": SMOLLM3,
+    "olmo2": OLMO2,
+    "phi3": PHI3,
 }
 """`model_type` of a `config.json` -> its family."""
