@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -62,7 +63,7 @@ class SafetensorsFolder:
         self._files, self._file_of = _weight_files(self.path)
         self._entries: dict[str, _Entry] = {}
         for file in self._files:
-            self._entries |= _read_header(file)
+            self._entries |= {_text_name(k): entry for k, entry in _read_header(file).items()}
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         entry = self._entries.get(name)
@@ -84,6 +85,11 @@ class SafetensorsFolder:
         bits = np.dtype(f"<u{dtype.itemsize}")
         mapped = np.memmap(entry.file, bits, "r", entry.offset, entry.shape)
         return mapped[index].view(dtype)
+
+
+def _text_name(name: str) -> str:
+    """A tensor's name without the prefix that it has in a model of images and text too."""
+    return re.sub(r"^(language_model\.model|model\.language_model)\.", "model.", name)
 
 
 def read_config(path: str | os.PathLike[str]) -> DecoderConfig:

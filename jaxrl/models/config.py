@@ -36,6 +36,8 @@ class DecoderConfig:
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
     pad_id: int | None = None
+    score_dim: int | None = None
+    """Scores of attention are divided by its square root; None: by that of `head_dim`."""
     kinds: tuple[LayerKind, ...] = (LayerKind(),)
     """Of each layer; one where all layers are alike."""
 
@@ -80,7 +82,8 @@ class DecoderConfig:
         qkv = self.d_model * self.head_dim * (self.n_heads + 2 * self.n_kv_heads)
         if self.block.attention_bias:
             qkv += self.head_dim * (self.n_heads + 2 * self.n_kv_heads)
-        norms = 2 * self.d_model + sum(self.qk_norm_widths)
+        norms = (4 if self.block.norms == "around" else 2) * self.d_model
+        norms += sum(self.qk_norm_widths)
         block = qkv + self.n_heads * self.head_dim * self.d_model
         block += 3 * self.d_model * self.d_ff + norms
         vocab = self.vocab_size * self.d_model * (1 if self.tie_embeddings else 2)
@@ -101,10 +104,12 @@ class DecoderConfig:
         Raises:
             UserError: a family or a variant (sliding window, rope type, ...) that is not supported.
         """
+        raw = _text_config(raw)
         family = raw.get("model_type")
         if not isinstance(family, str) or family not in FAMILIES:
             raise UserError(_unknown(family))
         entry = FAMILIES[family]
+        raw = entry.prepare(raw)
         _refuse_variants(raw)
         heads = size(raw, "num_attention_heads")
         d_model = size(raw, "hidden_size")
@@ -153,7 +158,7 @@ class DecoderConfig:
             "num_key_value_heads": self.n_kv_heads,
             "head_dim": self.head_dim,
             "intermediate_size": self.d_ff,
-            "hidden_act": "silu",
+            "hidden_act": self.block.activation,
             "rope_theta": self.rope_theta,
             "rope_scaling": None if scaling["rope_type"] == "default" else scaling,
             "rope_parameters": {**scaling, **rotary, "rope_theta": self.rope_theta},
@@ -210,12 +215,25 @@ def _unknown(family: object) -> str:
     return f"model_type={family!r} is not supported; supported: {', '.join(FAMILIES)}"
 
 
+def _text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a `config.json` of a model of images and text too says of the text."""
+    within = raw.get("text_config")
+    for name, family in FAMILIES.items():
+        if family.whole is not None and family.whole == raw.get("model_type"):
+            if not isinstance(within, dict):
+                raise UserError(f"text_config={within!r} must be an object")
+            ids = ("eos_token_id", "bos_token_id", "pad_token_id")
+            return {key: raw[key] for key in ids if key in raw} | within | {"model_type": name}
+    return raw
+
+
 def _refuse_variants(raw: Mapping[str, Any]) -> None:
     """Refuses settings that would give silently wrong numbers."""
-    if raw.get("hidden_act", "silu") != "silu":
-        raise UserError(f"hidden_act={raw['hidden_act']!r} is not supported; supported: silu")
-    biased = FAMILIES[raw["model_type"]].block.attention_bias
-    if raw.get("mlp_bias") or (raw.get("attention_bias") and not biased):
+    block = FAMILIES[raw["model_type"]].block
+    for key in ("hidden_act", "hidden_activation"):
+        if raw.get(key, block.activation) != block.activation:
+            raise UserError(f"{key}={raw[key]!r} is not supported; supported: {block.activation}")
+    if raw.get("mlp_bias") or (raw.get("attention_bias") and not block.attention_bias):
         raise UserError("attention_bias / mlp_bias = true is not supported for this family")
 
 

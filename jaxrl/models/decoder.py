@@ -12,6 +12,7 @@ a call of a jitted function flattens a dict, not a module graph.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any, Literal
@@ -32,6 +33,7 @@ from jaxrl.models.attention import (
     step_kernel_on,
 )
 from jaxrl.models.config import DecoderConfig
+from jaxrl.models.families import FAMILIES
 from jaxrl.models.kernels import Kernel
 from jaxrl.models.kinds import ByLayer, Layer, LayerKind, selected, switched
 from jaxrl.models.layers import Block, RMSNorm, Rope, layer_angles
@@ -84,7 +86,7 @@ def _init_params(config: DecoderConfig, key: jax.Array, dtype: Any, layout: Layo
     params: Params = {
         "embed": {"embedding": 0.02 * jax.random.normal(k_embed, shape)},
         "layers": jax.vmap(block)(jax.random.split(k_layers, config.n_layers)),
-        "norm": {"scale": jnp.ones((config.d_model,))},
+        "norm": _plain(nnx.split(RMSNorm(config.d_model, config))[1]),
     }
     if not config.tie_embeddings:
         params["lm_head"] = {"kernel": 0.02 * jax.random.normal(k_head, shape)}
@@ -400,8 +402,8 @@ def _embed(
     dtype: Any = None,
     *split: AxisName,
 ) -> Array:
-    """Rows of the embedding in `dtype`, its own where None; its D is gathered first: a lookup split
-    both ways is replicated.
+    """Rows of the embedding in `dtype`, its own where None, and scaled where the family does; its
+    D is gathered first: a lookup split both ways is replicated.
 
     Args:
         split: the axis of a stream's tokens.
@@ -412,7 +414,10 @@ def _embed(
         vocab = "tensor" if config.vocab_size % mesh.shape["tensor"] == 0 else None
         sharding = NamedSharding(mesh, PartitionSpec(vocab, None))
     dtype = table.dtype if dtype is None else jnp.dtype(dtype)
-    return _rows(_look_up(table, tokens, dtype, sharding), mesh, *split)
+    x = _rows(_look_up(table, tokens, dtype, sharding), mesh, *split)
+    if FAMILIES[config.family].scaled_embedding:
+        x = x * jnp.asarray(math.sqrt(config.d_model), x.dtype)
+    return x
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))

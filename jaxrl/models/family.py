@@ -10,7 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Norms = Literal["before", "after"]
+Norms = Literal["before", "after", "around"]
+Activation = Literal["silu", "gelu_pytorch_tanh"]
+"""Of the MLP, by the name that a `config.json` has for it."""
 LAYER: dict[str, str] = {
     "attn_norm/scale": "input_layernorm.weight",
     "attn/q/kernel": "self_attn.q_proj.weight",
@@ -40,9 +42,13 @@ class BlockKind:
     qk_norm: Literal["head", "width"] | None = None
     """Whether q and k pass an RMSNorm: over each head, or over all heads at once."""
     norms: Norms = "before"
-    """Whether attention and MLP get their input normed, or their output is before it is added."""
+    """Whether attention and MLP get their input normed, or their output is before it is added, or
+    both."""
     norm_in_float32: bool = False
     """Whether a norm multiplies by its scale before it rounds to the compute dtype, or after."""
+    norm_around_one: bool = False
+    """Whether a norm multiplies by 1 + its scale."""
+    activation: Activation = "silu"
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,8 @@ class Family:
     """Where `config.json` does not say it."""
     partial_rotary: bool = False
     """Whether `partial_rotary_factor` is heeded: only the first dims of each head are rotated."""
+    scaled_embedding: bool = False
+    """Whether rows of the embedding are multiplied by sqrt(D), rounded to the compute dtype."""
     tensors: Mapping[str, str] = field(default_factory=dict)
     """Entries of `LAYER` that are others here. Parameters that have one tensor in common are rows
     of it, in this order."""
@@ -66,6 +74,10 @@ class Family:
     gguf_interleaved: bool = False
     """Whether these files interleave the two halves of each head of q and k that rotate
     together."""
+    whole: str | None = None
+    """`model_type` of models of images and text too, whose `text_config` is one of this family."""
+    prepare: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda raw: raw
+    """A `config.json` with the fields that all families share as all others have them."""
     read: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda _: {}
     """Fields of `DecoderConfig` beyond those that all share, of a `config.json`. Raises UserError
     for settings that would give silently wrong numbers."""

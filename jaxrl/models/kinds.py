@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.errors import UserError
-from jaxrl.models.fields import size
+from jaxrl.models.fields import given, size
 
 T = TypeVar("T")
 Layer = int | jax.Array | None
@@ -40,13 +40,17 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def read_windows(
-    raw: Mapping[str, Any], window: int | None, slides: Callable[[int], bool] = bool
+    raw: Mapping[str, Any],
+    window: int | None,
+    slides: Callable[[int], bool] = bool,
+    rope_theta: float | None = None,
 ) -> tuple[LayerKind, ...]:
     """Kinds of the layers of a `config.json` of which some attend to a window.
 
     Args:
         window: of those layers; None: there are none.
         slides: whether layer i is one of them, where there are no `layer_types`.
+        rope_theta: of those layers, where they have their own.
     """
     n = size(raw, "num_hidden_layers")
     types = raw.get("layer_types")
@@ -58,7 +62,8 @@ def read_windows(
             f"layer_types={types!r} is not supported with sliding_window={window}: a list of"
             f" num_hidden_layers={n} is needed, each of {', '.join(known)}"
         )
-    return tuple(LayerKind(window if kind == SLIDING else None) for kind in types)
+    sliding = LayerKind(window, rope_theta)
+    return tuple(sliding if kind == SLIDING else LayerKind() for kind in types)
 
 
 def written_windows(kinds: Sequence[LayerKind], n_layers: int) -> dict[str, Any]:
@@ -68,6 +73,34 @@ def written_windows(kinds: Sequence[LayerKind], n_layers: int) -> dict[str, Any]
         "sliding_window": next((window for window in windows if window is not None), None),
         "layer_types": [FULL if window is None else SLIDING for window in windows],
     }
+
+
+def read_ropes(raw: Mapping[str, Any], local: str) -> dict[str, Any]:
+    """A `config.json` whose `rope_parameters` may be those of each kind of layers: those of layers
+    without a window are where all families have theirs, and the base frequency of the others is at
+    the key `local`."""
+    params = raw.get("rope_parameters")
+    if not isinstance(params, dict) or not {FULL, SLIDING} & params.keys():
+        return dict(raw)
+    full, sliding = (given(params.get(kind), {}) for kind in (FULL, SLIDING))
+    if not isinstance(full, dict) or not isinstance(sliding, dict):
+        raise UserError(f"rope_parameters={params!r} must have an object of each kind of layers")
+    if given(sliding.get("rope_type"), "default") != "default":
+        raise UserError(
+            f"rope_type={sliding['rope_type']!r} of {SLIDING} is not supported; supported: default"
+        )
+    thetas = {"rope_theta": full.get("rope_theta"), local: sliding.get("rope_theta")}
+    known = {key: theta for key, theta in thetas.items() if theta is not None}
+    return {**raw, "rope_parameters": full, **known}
+
+
+def written_ropes(config: Any) -> dict[str, Any]:
+    """`rope_parameters` of each kind of layers of a `DecoderConfig` (whose module imports this)."""
+    scaling = {} if config.rope_scaling is None else config.rope_scaling.written()
+    local = next((x.rope_theta for x in config.kinds if x.rope_theta), config.rope_theta)
+    default = {"rope_type": "default"}
+    full = default | scaling | {"rope_theta": config.rope_theta}
+    return {"rope_parameters": {FULL: full, SLIDING: default | {"rope_theta": local}}}
 
 
 class ByLayer(Generic[T]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import jax
@@ -11,6 +12,7 @@ from flax import nnx
 
 from jaxrl.models.attention import Attend
 from jaxrl.models.config import DecoderConfig
+from jaxrl.models.family import Activation
 from jaxrl.models.fields import given
 from jaxrl.models.kinds import LayerKind
 from jaxrl.models.rope import LinearRope, Llama3Rope
@@ -18,12 +20,18 @@ from jaxrl.models.rope import LinearRope, Llama3Rope
 Rope = tuple[jax.Array, jax.Array]
 """cos and sin of the angles, each [B, T, 1, R / 2] float32, of R rotated dims."""
 
+ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_pytorch_tanh": jax.nn.gelu,  # by its approximation with tanh
+}
+
 
 class RMSNorm(nnx.Module):
     """x / rms(x) * scale, in float32 (Zhang & Sennrich 2019, arXiv 1910.07467)."""
 
     def __init__(self, width: int, config: DecoderConfig):
-        self.scale = nnx.Param(jnp.ones((width,)))
+        self.around_one = config.block.norm_around_one
+        self.scale = nnx.Param(jnp.zeros((width,)) if self.around_one else jnp.ones((width,)))
         self.eps = config.rms_norm_eps
         self.in_float32 = config.block.norm_in_float32
 
@@ -32,6 +40,7 @@ class RMSNorm(nnx.Module):
         x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + self.eps)
         normed = x32 if self.in_float32 else x32.astype(x.dtype)
         scale = self.scale[...].astype(normed.dtype)
+        scale = 1 + scale if self.around_one else scale
         return (normed * scale.reshape((1,) * (x.ndim - 1) + scale.shape)).astype(x.dtype)
 
 
@@ -67,6 +76,7 @@ class Attention(nnx.Module):
         self.k_norm = RMSNorm(k_width, c) if k_width else None
         self.norm_by_head = c.block.qk_norm == "head"
         self.head_dim = c.head_dim
+        self.q_scale = math.sqrt(c.head_dim / given(c.score_dim, c.head_dim))
 
     def __call__(self, x: jax.Array, rope: Rope, attend: Attend) -> jax.Array:
         shape = (*x.shape[:2], -1, self.head_dim)
@@ -76,39 +86,46 @@ class Attention(nnx.Module):
                 q, k = q.reshape(shape), k.reshape(shape)
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (y.reshape(shape) for y in (q, k, v))
+        q = q if self.q_scale == 1 else q * jnp.asarray(self.q_scale, q.dtype)
         out = attend(rotate(q, rope), rotate(k, rope), v)
         return self.o(out.reshape(*x.shape[:2], -1))
 
 
-class SwiGLU(nnx.Module):
-    """down(silu(gate(x)) * up(x)) (Shazeer 2020, arXiv 2002.05202)."""
+class GatedMLP(nnx.Module):
+    """down(act(gate(x)) * up(x)): SwiGLU or GeGLU (Shazeer 2020, arXiv 2002.05202)."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         self.gate = Linear(config.d_model, config.d_ff, rngs)
         self.up = Linear(config.d_model, config.d_ff, rngs)
         self.down = Linear(config.d_ff, config.d_model, rngs)
+        self.activation = config.block.activation
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+        return self.down(ACTIVATIONS[self.activation](self.gate(x)) * self.up(x))
 
 
 class Block(nnx.Module):
     """One transformer block on the residual stream [B, T, D]: x + f(norm(x)) for attention, then
-    for the MLP; or x + norm(f(x)), as `BlockKind.norms` says."""
+    for the MLP; or x + norm(f(x)), or x + norm(f(norm(x))), as `BlockKind.norms` says."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         self.attn_norm = RMSNorm(config.d_model, config)
         self.attn = Attention(config, rngs)
         self.mlp_norm = RMSNorm(config.d_model, config)
-        self.mlp = SwiGLU(config, rngs)
+        self.mlp = GatedMLP(config, rngs)
         self.norms = config.block.norms
+        around = self.norms == "around"
+        self.attn_post_norm = RMSNorm(config.d_model, config) if around else None
+        self.mlp_post_norm = RMSNorm(config.d_model, config) if around else None
 
     def __call__(self, x: jax.Array, rope: Rope, attend: Attend) -> jax.Array:
         if self.norms == "after":
             x = x + self.attn_norm(self.attn(x, rope, attend))
             return x + self.mlp_norm(self.mlp(x))
-        x = x + self.attn(self.attn_norm(x), rope, attend)
-        return x + self.mlp(self.mlp_norm(x))
+        out = self.attn(self.attn_norm(x), rope, attend)
+        x = x + (out if self.attn_post_norm is None else self.attn_post_norm(out))
+        out = self.mlp(self.mlp_norm(x))
+        return x + (out if self.mlp_post_norm is None else self.mlp_post_norm(out))
 
 
 def rope_frequencies(config: DecoderConfig) -> jax.Array:

@@ -27,7 +27,7 @@ from jaxrl.models.rules import param_shardings
 
 FAMILIES = (
     *("llama3_rope", "smollm", "qwen2", "qwen3", "olmo2", "phi3"),
-    *("mistral", "qwen2_sliding", "smollm3"),
+    *("mistral", "qwen2_sliding", "smollm3", "gemma3"),
 )
 
 
@@ -59,6 +59,7 @@ def test_config_survives_our_writing(name: str) -> None:
 def test_rope_of_every_tiny_config_is_read() -> None:
     for name, raw in RAW_CONFIGS.items():
         config, rope = tiny_config(name), raw["rope_parameters"]
+        rope = rope.get("full_attention", rope)
         assert config.rope_theta == rope["rope_theta"]
         assert (config.rope_scaling is None) == (rope["rope_type"] == "default")
 

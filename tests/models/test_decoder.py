@@ -96,7 +96,7 @@ def test_abstract_params_and_count_are_those_of_the_real_ones() -> None:
         *((name, layout) for layout in ("unstacked", "stacked") for name in ("qwen2", "qwen3")),
         ("olmo2", "unstacked"),
         ("phi3", "unstacked"),
-        *((name, layout) for layout in ("unstacked", "stacked") for name in ("mistral", "smollm3")),
+        *((name, layout) for layout in ("unstacked", "stacked") for name in ("smollm3", "gemma3")),
     ],
 )
 def test_prefill_then_decode_is_forward(name: str, layout: decoder.Layout) -> None:
@@ -218,6 +218,7 @@ def test_bfloat16_compute_is_near_float32(name: str) -> None:
         ("llama", (2, 2, 2)),
         ("qwen2", (1, 2, 4)),  # tensor exceeds the KV heads
         ("qwen3", (1, 1, 8)),  # and the query heads
+        ("gemma3", (2, 2, 2)),  # windows, two ropes
         ("smollm", (2, 1, 2)),  # divides neither of 3 heads and 1 KV head
         ("olmo2", (1, 2, 4)),  # divides what the norms of q and k sum over
         ("phi3", (1, 2, 2)),

@@ -87,7 +87,7 @@ def tiny_case(case: Case) -> tuple[dict, dict[str, np.ndarray]]:
     tied = config.tie_word_embeddings
     names = [n for n in model.state_dict() if not (tied and n == "lm_head.weight")]
     shapes = {n: tuple(model.state_dict()[n].shape) for n in names}
-    tensors = random_tensors(shapes, case.seed)
+    tensors = random_tensors(shapes, case.seed, case.norm)
     model.load_state_dict({n: torch.from_numpy(v) for n, v in tensors.items()}, strict=False)
     model.tie_weights()
     tokens, mask = batch(config.vocab_size)

@@ -37,6 +37,8 @@ class Case(NamedTuple):
     """The `model_type`."""
     extra: dict[str, Any]
     """What its config adds to BASE."""
+    norm: float = 1.0
+    """Mean of the scales of its norms."""
 
 
 CASES = {
@@ -86,6 +88,23 @@ CASES = {
             "max_window_layers": 1,
         },
     ),
+    "gemma3": Case(
+        23,
+        "gemma3_text",
+        {
+            "num_hidden_layers": 7,
+            "head_dim": 8,
+            "sliding_window": 5,
+            "sliding_window_pattern": 3,
+            "query_pre_attn_scalar": 6,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+        norm=0.0,
+    ),
     "smollm3": Case(
         22,
         "smollm3",
@@ -114,7 +133,9 @@ CASES = {
 """By the name of their reference files in `decoders/`."""
 
 
-def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, np.ndarray]:
+def random_tensors(
+    shapes: dict[str, tuple[int, ...]], seed: int, norm: float = 1.0
+) -> dict[str, np.ndarray]:
     """float32 values by name, for shapes in sorted order of their names; the stream of RandomState
     is frozen.
 
@@ -125,7 +146,7 @@ def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, n
     for name in sorted(shapes):
         values = random.standard_normal(shapes[name]).astype(np.float32)
         if "norm" in name:
-            values = 1 + 0.3 * values
+            values = norm + 0.3 * values
         elif name.endswith(".bias"):
             values = 0.5 * values
         elif "embed_tokens" in name or "lm_head" in name:

@@ -52,7 +52,8 @@ def tiny_config(name: str) -> DecoderConfig:
 
 
 def tiny_tensors(name: str) -> dict[str, np.ndarray]:
-    return random_tensors(weights.tensor_shapes(tiny_config(name)), CASES[name].seed)
+    case, shapes = CASES[name], weights.tensor_shapes(tiny_config(name))
+    return random_tensors(shapes, case.seed, case.norm)
 
 
 def tiny_model(name: str, mesh: Mesh | None = None, layout: str = "stacked") -> tuple[Any, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jaxrl.models.families.gemma import GEMMA3
 from jaxrl.models.families.llama import LLAMA
 from jaxrl.models.families.mistral import MISTRAL
 from jaxrl.models.families.olmo import OLMO2
@@ -16,6 +17,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3": QWEN3,
     "mistral": MISTRAL,
     "smollm3": SMOLLM3,
+    "gemma3_text": GEMMA3,
     "olmo2": OLMO2,
     "phi3": PHI3,
 }
