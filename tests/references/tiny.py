@@ -105,6 +105,20 @@ CASES = {
         },
         norm=0.0,
     ),
+    "olmo3": Case(
+        24,
+        "olmo3",
+        {
+            "num_hidden_layers": 5,
+            "head_dim": 8,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+            },
+        },
+    ),
     "smollm3": Case(
         22,
         "smollm3",
