@@ -27,6 +27,7 @@ from jaxrl.losses.head import logprobs_from_hidden
 from jaxrl.models import decoder
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Layout, Params
+from jaxrl.models.families import FAMILIES
 from jaxrl.models.lora import Lora
 from jaxrl.sharding.axes import ROWS, row_shards
 
@@ -73,6 +74,13 @@ class ModelSource:
     def with_lora(self, lora: Lora) -> ModelSource:
         """The same model with adapters to train. Raises UserError where it has others."""
         config = replace(self.config, lora=lora)
+        fused = FAMILIES[config.family].fused
+        if fused:
+            raise UserError(
+                f"student.lora: model {self.name!r} has {', '.join(fused)} in tensors of several"
+                f" projections ({config.family}), for which no adapters are trained: set"
+                " student.lora=null"
+            )
         if self.adapter is None:
             return replace(self, config=config)
         own = self.adapter.lora
@@ -112,7 +120,7 @@ class ModelSource:
                 f"model {self.name!r} has layers 0 to {self.config.n_layers - 1};"
                 f" cannot keep {wrong or 'none'}"
             )
-        config = replace(self.config, n_layers=len(keep))
+        config = self.config.with_layers(keep)
         kept = weights.KeptLayers(self.tensors, tuple(keep))
         return replace(self, config=config, tensors=kept, adapter=None)
 

@@ -41,7 +41,7 @@ class SavedTensors:
     def _read(self) -> Callable[[str], np.ndarray]:
         wanted = on_host(abstract_params(self._config))
         params = load_arrays(self._folder / ACTOR, {"params": wanted})["params"]
-        return weights.hf_tensors(params)
+        return weights.hf_tensors(self._config, params)
 
 
 class SavedAdapters:

@@ -15,22 +15,23 @@ from typing import Any
 import numpy as np
 from gguf import (
     GGML_QUANT_SIZES,
-    MODEL_ARCH,
+    MODEL_ARCH_NAMES,
     GGMLQuantizationType,
     GGUFReader,
     GGUFValueType,
+    TensorNameMap,
     get_tensor_name_map,
 )
 from gguf.quants import dequantize
 
 from jaxrl.errors import UserError
 from jaxrl.formats.weights import Index
-from jaxrl.models.config import FAMILIES, DecoderConfig, LinearRope, Llama3Rope
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.families import FAMILIES
+from jaxrl.models.rope import LinearRope, Llama3Rope, RopeScaling
 
 MOST_ELEMENTS = 1 << 22
 """Of an array in the metadata; the largest vocabularies have a sixteenth of it."""
-NAMES = get_tensor_name_map(MODEL_ARCH.QWEN3, n_blocks=1)
-"""Hugging Face name -> GGUF name; this architecture has every tensor that the others have."""
 LLAMA3_ROPE = Llama3Rope(
     factor=1.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192
 )
@@ -67,6 +68,11 @@ def is_read(kind: GGMLQuantizationType) -> bool:
     return True
 
 
+def architectures() -> dict[str, str]:
+    """`general.architecture` -> the family of such files."""
+    return {family.gguf: name for name, family in FAMILIES.items() if family.gguf is not None}
+
+
 class GgufFile:
     """The tensors of a GGUF file under Hugging Face's names, dequantised box by box."""
 
@@ -98,26 +104,39 @@ class GgufFile:
         return None if field is None else field.contents()
 
     @cached_property
+    def family(self) -> str:
+        """Name of the model's family. Raises UserError for one that is not supported."""
+        architecture = self.meta("general.architecture")
+        families = architectures()
+        if architecture not in families:
+            raise UserError(
+                f"{self.path}: architecture {architecture!r} is not supported;"
+                f" supported: {', '.join(families)}"
+            )
+        return families[architecture]
+
+    @cached_property
     def config(self) -> DecoderConfig:
         """The config that the metadata describe.
 
         Raises:
             UserError: an architecture or a variant that is not supported.
         """
-        family = self.meta("general.architecture")
-        if family not in FAMILIES:
-            raise UserError(
-                f"{self.path}: architecture {family!r} is not supported;"
-                f" supported: {', '.join(FAMILIES)}"
-            )
+        family = self.family
         d_model = int(self._need("embedding_length"))
         n_heads = int(self._need("attention.head_count"))
         n_kv_heads = self._arch("attention.head_count_kv")
         head_dim = int(self._arch("attention.key_length") or d_model // n_heads)
-        rotated = self._arch("rope.dimension_count")
-        if rotated is not None and rotated != head_dim:
+        rotated = int(self._arch("rope.dimension_count") or head_dim)
+        if rotated != head_dim and not FAMILIES[family].partial_rotary:
             raise UserError(
                 f"{self.path}: {rotated} of {head_dim} dims of a head are rotated; all or none"
+            )
+        window, positions = self._arch("attention.sliding_window"), self._need("context_length")
+        if window and window < positions:
+            raise UserError(
+                f"{self.path}: a sliding window of {window} positions is not supported; full"
+                " attention only"
             )
         theta = self._arch("rope.freq_base")
         theta = 10000.0 if theta is None else _shortest(theta)
@@ -132,18 +151,17 @@ class GgufFile:
             d_ff=int(self._need("feed_forward_length")),
             rope_theta=theta,
             rope_scaling=self._rope_scaling(theta, head_dim),
+            rotary_dims=None if rotated == head_dim else rotated,
             rms_norm_eps=_shortest(self._need("attention.layer_norm_rms_epsilon")),
             tie_embeddings="output.weight" not in self._tensors,
-            attention_bias=FAMILIES[family].attention_bias,
-            qk_norm=FAMILIES[family].qk_norm,
-            max_positions=int(self._need("context_length")),
+            max_positions=int(positions),
             eos_ids=self._eos_ids(),
             bos_id=self.meta("tokenizer.ggml.bos_token_id"),
             pad_id=self.meta("tokenizer.ggml.padding_token_id"),
         )
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        tensor = self._tensors.get(_gguf_name(name))
+        tensor = self._tensors.get(gguf_name(self.family, name))
         if tensor is None:
             return None
         if not is_read(tensor.tensor_type):
@@ -159,10 +177,10 @@ class GgufFile:
 
     def is_quantised(self, name: str) -> bool:
         """Whether a tensor is stored in blocks, from which its values have to be computed."""
-        return GGML_QUANT_SIZES[self._tensors[_gguf_name(name)].tensor_type][0] > 1
+        return GGML_QUANT_SIZES[self._tensors[gguf_name(self.family, name)].tensor_type][0] > 1
 
     def read(self, name: str, index: Index) -> np.ndarray:
-        tensor = self._tensors[_gguf_name(name)]
+        tensor = self._tensors[gguf_name(self.family, name)]
         shape = tuple(int(n) for n in tensor.shape[::-1])
         rows = index[0] if len(shape) == 2 else slice(None)
         part = tensor.data[self._row_order(name, shape)[rows]] if len(shape) == 2 else tensor.data
@@ -171,12 +189,12 @@ class GgufFile:
     def _row_order(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         """Row of the file for each row in Hugging Face's order.
 
-        For the llama architecture the file interleaves the two halves that rotate together in each
-        head of q and k.
+        The files of some families interleave the two halves that rotate together in each head of q
+        and k.
         """
         order = np.arange(shape[0])
         permuted = name.endswith(("q_proj.weight", "k_proj.weight"))
-        if self.meta("general.architecture") != "llama" or not permuted:
+        if not (permuted and FAMILIES[self.family].gguf_interleaved):
             return order
         return order.reshape(-1, self.config.head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
 
@@ -202,7 +220,7 @@ class GgufFile:
         ids = [self.meta(f"tokenizer.ggml.{key}") for key in keys]
         return tuple(dict.fromkeys(int(i) for i in ids if i is not None))
 
-    def _rope_scaling(self, theta: float, head_dim: int) -> Llama3Rope | LinearRope | None:
+    def _rope_scaling(self, theta: float, head_dim: int) -> RopeScaling | None:
         kind = self._arch("rope.scaling.type")
         if "rope_freqs.weight" in self._tensors:
             return self._llama3_rope(theta, head_dim)
@@ -232,11 +250,20 @@ class GgufFile:
         return rope
 
 
-def _gguf_name(name: str) -> str:
+@cache
+def _names(architecture: str) -> TensorNameMap:
+    """Hugging Face name -> GGUF name, as llama.cpp's converter has it."""
+    (found,) = (arch for arch, name in MODEL_ARCH_NAMES.items() if name == architecture)
+    return get_tensor_name_map(found, n_blocks=1)
+
+
+def gguf_name(family: str, name: str) -> str:
     """`model.layers.3.self_attn.q_proj.weight` -> `blk.3.attn_q.weight`."""
     layer = re.search(r"\.\d+\.", name)
     number = layer.group() if layer else ".0."
-    found = NAMES.get_name(name.replace(number, ".0.", 1), (".weight", ".bias"))
+    architecture = FAMILIES[family].gguf
+    assert architecture is not None, family
+    found = _names(architecture).get_name(name.replace(number, ".0.", 1), (".weight", ".bias"))
     assert found is not None, name
     return found.replace(".0.", number, 1)
 

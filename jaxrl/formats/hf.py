@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -66,7 +67,7 @@ class SafetensorsFolder:
         self._files, self._file_of = (list(files), {}) if files else _weight_files(self.path)
         self._entries: dict[str, _Entry] = {}
         for file in self._files:
-            self._entries |= _read_header(file)
+            self._entries |= {_text_name(k): entry for k, entry in _read_header(file).items()}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -92,6 +93,11 @@ class SafetensorsFolder:
         bits = np.dtype(f"<u{dtype.itemsize}")
         mapped = np.memmap(entry.file, bits, "r", entry.offset, entry.shape)
         return mapped[index].view(dtype)
+
+
+def _text_name(name: str) -> str:
+    """A tensor's name without the prefix that it has in a model of images and text too."""
+    return re.sub(r"^(language_model\.model|model\.language_model)\.", "model.", name)
 
 
 def read_config(path: str | os.PathLike[str]) -> DecoderConfig:
@@ -142,7 +148,7 @@ def save_hf(
         tokenizer_from: a folder whose tokenizer files are copied, or a GGUF file whose tokenizer is
             written.
     """
-    read = weights.hf_tensors(params)
+    read = weights.hf_tensors(config, params)
     unread = dict.fromkeys(weights.tensor_shapes(config))
 
     def take(name: str) -> np.ndarray:

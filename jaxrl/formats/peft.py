@@ -148,7 +148,7 @@ def read_pairs(folder: Path, model: DecoderConfig, lora: Lora) -> tuple[Lora, di
 
 def kernels(model: DecoderConfig, path: str) -> tuple[str, ...]:
     """Names of the tensors of a projection's kernels, layer by layer."""
-    return weights.place_of(f"layers/{path}/kernel", model.n_layers).names
+    return weights.places(model, "stacked")[f"layers/{path}/kernel"].names
 
 
 def pairs_of(model: DecoderConfig, adapters: Params) -> dict[str, Pair]:

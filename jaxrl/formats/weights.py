@@ -1,7 +1,7 @@
 """From named tensors on disk to a sharded parameter tree: every device reads only its own slices.
 
-One table says which Hugging Face tensor fills which parameter. A file format only has to say a
-tensor's shape and read a box of it (`Tensors`); `hf.py` and `gguf.py` do.
+The entry of a model's family says which Hugging Face tensor fills which parameter. A file format
+only has to say a tensor's shape and read a box of it (`Tensors`); `hf.py` and `gguf.py` do.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from jax.typing import DTypeLike
 
 from jaxrl.errors import UserError
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import Layout, Params, abstract_params
+from jaxrl.models.decoder import Layout, Params, abstract_params, layout_of
+from jaxrl.models.families import FAMILIES
 from jaxrl.models.rules import param_shardings, param_specs
 from jaxrl.sharding.reshard import to_host
 from jaxrl.sharding.shards import Box, box_of
@@ -32,25 +33,6 @@ TOP: dict[str, str] = {
     "norm/scale": "model.norm.weight",
     "lm_head/kernel": "lm_head.weight",
 }
-LAYER: dict[str, str] = {
-    "attn_norm/scale": "input_layernorm.weight",
-    "attn/q/kernel": "self_attn.q_proj.weight",
-    "attn/k/kernel": "self_attn.k_proj.weight",
-    "attn/v/kernel": "self_attn.v_proj.weight",
-    "attn/o/kernel": "self_attn.o_proj.weight",
-    "attn/q/bias": "self_attn.q_proj.bias",
-    "attn/k/bias": "self_attn.k_proj.bias",
-    "attn/v/bias": "self_attn.v_proj.bias",
-    "attn/q_norm/scale": "self_attn.q_norm.weight",
-    "attn/k_norm/scale": "self_attn.k_norm.weight",
-    "mlp_norm/scale": "post_attention_layernorm.weight",
-    "mlp/gate/kernel": "mlp.gate_proj.weight",
-    "mlp/up/kernel": "mlp.up_proj.weight",
-    "mlp/down/kernel": "mlp.down_proj.weight",
-}
-"""Parameter path within a block -> tensor name within `model.layers.N.`; kernels are stored
-transposed."""
-
 BAND = 64
 """Rows that are transposed at once; bands stay in the cache, 4 times as fast as one copy."""
 
@@ -100,9 +82,11 @@ class Place:
     stacked: bool = False
     transposed: bool = False
     """Checkpoints store the kernels of layers as [out, in]; parameters are [in, out]."""
+    first: int = 0
+    """The row of its tensors that the parameter begins at, where other parameters share them."""
 
     def stored(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of each of the tensors, of a parameter of this shape."""
+        """Shape of its part of each of the tensors, of a parameter of this shape."""
         one = shape[1:] if self.stacked else shape
         return one[::-1] if self.transposed else one
 
@@ -112,9 +96,12 @@ class Place:
         names, targets, box = self.names, [out], index
         if self.stacked:
             names, targets, box = names[index[0]], list(out), index[1:]
+        box = box[::-1] if self.transposed else box
+        if self.first:
+            box = (slice(box[0].start + self.first, box[0].stop + self.first), *box[1:])
         for target, name in zip(targets, names, strict=True):
             if self.transposed:
-                rows = tensors.read(name, box[::-1])
+                rows = tensors.read(name, box)
                 for at in range(0, len(rows), BAND):
                     target[:, at : at + BAND] = rows[at : at + BAND].astype(dtype).T
             else:
@@ -122,17 +109,26 @@ class Place:
         return out
 
 
-def place_of(path: str, n_layers: int) -> Place:
-    """Where a parameter of the decoder is, by its path in either layout."""
-    if path in TOP:
-        return Place((TOP[path],))
-    rest, layers = path.removeprefix("layers/"), range(n_layers)
-    stacked = rest in LAYER
-    if not stacked:
-        layer, rest = rest.split("/", 1)
-        layers = range(int(layer), int(layer) + 1)
-    names = tuple(f"model.layers.{i}.{LAYER[rest]}" for i in layers)
-    return Place(names, stacked, rest.endswith("/kernel"))
+def places(config: DecoderConfig, layout: Layout = "unstacked") -> dict[str, Place]:
+    """Parameter path -> where it is, in the order in which parameters are written; adapters have a
+    format of their own."""
+    flat = jax.tree_util.tree_leaves_with_path(abstract_params(config.base, layout=layout))
+    shapes = {path_string(path): leaf.shape for path, leaf in flat}
+    stacked, layers = layout == "stacked", range(config.n_layers)
+    blocks = {"layers": layers} if stacked else {f"layers/{i}": range(i, i + 1) for i in layers}
+    found = {"embed/embedding": Place((TOP["embed/embedding"],))}
+    for prefix, numbers in blocks.items():
+        rows: dict[str, int] = {}
+        for rest, name in FAMILIES[config.family].layer.items():
+            path = f"{prefix}/{rest}"
+            if path in shapes:
+                names = tuple(f"model.layers.{i}.{name}" for i in numbers)
+                place = Place(names, stacked, rest.endswith("/kernel"), rows.get(name, 0))
+                rows[name] = place.first + place.stored(shapes[path])[0]
+                found[path] = place
+    found |= {path: Place((name,)) for path, name in TOP.items() if path in shapes}
+    assert found.keys() == shapes.keys(), f"no tensor name: {shapes.keys() - found.keys()}"
+    return found
 
 
 def path_string(path: KeyPath) -> str:
@@ -142,19 +138,21 @@ def path_string(path: KeyPath) -> str:
 
 def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor of the checkpoint, in Hugging Face's orientation."""
-    flat = jax.tree_util.tree_leaves_with_path(abstract_params(config, layout="unstacked"))
-    leaves = {path_string(path): leaf.shape for path, leaf in flat}
-    order = ["embed/embedding"]
-    order += [f"layers/{i}/{path}" for i in range(config.n_layers) for path in LAYER]
-    order += ["norm/scale", "lm_head/kernel"]
-    return stored_shapes((place_of(p, 0), leaves[p]) for p in order if p in leaves)
+    flat = jax.tree_util.tree_leaves_with_path(abstract_params(config.base, layout="unstacked"))
+    shapes = {path_string(path): leaf.shape for path, leaf in flat}
+    return stored_shapes((place, shapes[path]) for path, place in places(config).items())
 
 
 def stored_shapes(
     parameters: Iterable[tuple[Place, tuple[int, ...]]],
 ) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of the tensors that hold parameters of these places and shapes."""
-    return {name: place.stored(shape) for place, shape in parameters for name in place.names}
+    """Name -> shape of the tensors that hold parameters of these places and shapes; those that
+    share a tensor come in the order of its rows."""
+    found: dict[str, tuple[int, ...]] = {}
+    for place, shape in parameters:
+        rows, *rest = place.stored(shape)
+        found |= dict.fromkeys(place.names, (place.first + rows, *rest))
+    return found
 
 
 def check(tensors: Tensors, expected: dict[str, tuple[int, ...]]) -> None:
@@ -195,11 +193,9 @@ def load(
         abstract = jax.tree.map(
             lambda leaf, sharding: leaf.update(sharding=sharding), abstract, shardings
         )
+    where = places(config, layout)
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: read_parameter(
-            tensors, place_of(path_string(path), config.n_layers), leaf
-        ),
-        abstract,
+        lambda path, leaf: read_parameter(tensors, where[path_string(path)], leaf), abstract
     )
 
 
@@ -210,7 +206,7 @@ def load_head(
     dtype: DTypeLike = jnp.float32,
 ) -> jax.Array:
     """Only the LM head [V, D] (the embedding when tied), rows over `tensor` and D over `fsdp`."""
-    place = place_of("embed/embedding" if config.tie_embeddings else "lm_head/kernel", 0)
+    place = Place((TOP["embed/embedding" if config.tie_embeddings else "lm_head/kernel"],))
     sharding = None
     if mesh is not None:
         sharding = NamedSharding(mesh, param_specs(config, mesh.shape)["embed"]["embedding"])
@@ -241,20 +237,25 @@ def read_parameter(tensors: Tensors, place: Place, leaf: jax.ShapeDtypeStruct) -
     return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, pieces)
 
 
-def hf_tensors(params: Params) -> Callable[[str], np.ndarray]:
+def hf_tensors(config: DecoderConfig, params: Params) -> Callable[[str], np.ndarray]:
     """Reader of one tensor at a time, by Hugging Face name, of parameters in either layout.
 
     What it returns is on the host, in the parameters' dtype; one layer of a stacked parameter is
     fetched at a time. Processes that share the parameters' mesh must read in the same order.
     """
-    where: dict[str, tuple[Place, jax.Array, int]] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        place = place_of(path_string(path), leaf.shape[0])
-        where |= {name: (place, leaf, i) for i, name in enumerate(place.names)}
+    parts: dict[str, list[tuple[Place, jax.Array, int]]] = {}
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    leaf_of = {path_string(path): leaf for path, leaf in leaves}
+    for path, place in places(config, layout_of(params)).items():
+        for i, name in enumerate(place.names):
+            parts.setdefault(name, []).append((place, leaf_of[path], i))
 
-    def read(name: str) -> np.ndarray:
-        place, leaf, i = where[name]
+    def fetch(place: Place, leaf: jax.Array, i: int) -> np.ndarray:
         value = to_host(leaf[i] if place.stacked else leaf)
         return value.T if place.transposed else value
+
+    def read(name: str) -> np.ndarray:
+        values = [fetch(*part) for part in parts[name]]
+        return values[0] if len(values) == 1 else np.concatenate(values)
 
     return read

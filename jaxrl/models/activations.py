@@ -187,14 +187,14 @@ class Pass:
         per_layer = kept.times(SAVED[remat])
         if self.axes.size == 1 or self.platform != "cpu":
             per_layer += self.blocks.times(SAVED_ALONE[remat])
-        if self.config.qk_norm and self.platform != "cpu" and self.axes.size > 1:
+        if self.config.block.qk_norm and self.platform != "cpu" and self.axes.size > 1:
             per_layer += self.blocks.times(SAVED_QK_NORM[remat])
         return self.config.n_layers * per_layer
 
     def backward(self, remat: Remat) -> int:
         """Bytes alive while one block is differentiated, its weights or its gradient included."""
         spread = self.spread if remat == "full" else 0
-        normed = self.blocks.times(QK_NORM) if self.config.qk_norm else 0
+        normed = self.blocks.times(QK_NORM) if self.config.block.qk_norm else 0
         fused = self.fused_attention and self.platform == "gpu" and remat == "full"
         work = self._fullest(BACKWARD[remat]) - fused * self.blocks.times(FUSED)
         return work + normed + spread + self.layer + self.mask
@@ -225,7 +225,7 @@ class Pass:
         more = self.alone.times(SPREAD) if self.axes.size == 1 else 0
         if self.packed:
             mlp, attention = (self.alone.times(counts) for counts in PACKED)
-            more = self.blocks.times(QK_NORM) if self.config.qk_norm else 0
+            more = self.blocks.times(QK_NORM) if self.config.block.qk_norm else 0
         elif stacked:
             mlp, attention = (self.alone.times(counts) for counts in SCAN)
         else:

@@ -53,6 +53,7 @@ def attender(
     *,
     queries: jax.Array | None = None,
     causal: bool = True,
+    window: int | None = None,
 ) -> Attend:
     """How rows attend to themselves, or to keys that end with their own.
 
@@ -61,36 +62,44 @@ def attender(
             first ones of each row (`roll_rows`).
         queries: [B,T] bool, the last T of the keys; all of them where None, as cuDNN takes them.
         causal: no token attends to one behind it.
+        window: a token attends to itself and the window - 1 before it, of causal rows whose real
+            tokens are next to each other; None: to all before it.
     """
     queries = keys if queries is None else queries
     width, behind = queries.shape[1], keys.shape[1] - queries.shape[1]
+    window = None if window is None or window >= keys.shape[1] else window
+    assert causal or window is None, "a window of what lies before a token"
     if kernel == "cudnn":
         assert behind == 0, "cuDNN's causal mask starts at the first key"
-        run, lengths = partial(cudnn.attend, causal=causal), row_lengths(keys)
+        run, lengths = partial(cudnn.attend, causal=causal, window=window), row_lengths(keys)
         return lambda q, k, v: _on_shards(run, mesh, q, k, v, lengths)
     if kernel == "splash":
-        run = partial(splash.attend, causal=causal)
+        run = partial(splash.attend, causal=causal, window=window)
         return lambda q, k, v: _on_shards(run, mesh, q, k, v, queries, keys)
+    run = partial(attention_by_blocks, causal=causal, window=window)
     if mesh is not None and mesh.shape[TOKENS] > 1:  # XLA divides KV heads only
-        run = partial(attention_by_blocks, causal=causal)
         return lambda q, k, v: _on_shards(run, mesh, q, k, v, keys)
     if width > BLOCK:
-        return lambda q, k, v: attention_by_blocks(q, k, v, keys, causal)
+        return lambda q, k, v: run(q, k, v, keys)
     allowed = jnp.broadcast_to(keys[:, None], (len(keys), width, keys.shape[1]))
     if causal:
         allowed &= jnp.tril(jnp.ones(allowed.shape[1:], bool), behind)[None]
+    if window is not None:
+        allowed &= jnp.triu(jnp.ones(allowed.shape[1:], bool), behind - window + 1)[None]
     return lambda q, k, v: attention(q, k, v, allowed)
 
 
-def attend_packed(kernel: Kernel | None, packing: Packing, mesh: Mesh | None) -> Attend:
+def attend_packed(
+    kernel: Kernel | None, packing: Packing, mesh: Mesh | None, window: int | None = None
+) -> Attend:
     """How the tokens of streams [X,n] attend: each row to itself, and completions whose prompt is
-    a row of its own to that too.
+    a row of its own to that too. `window` as of `attender`, counted over prompt and completion.
 
     Where the axis `context` divides a stream, attention has whole rows of some heads: an all-to-all
     brings queries, keys and values there, another one the results back (DeepSpeed Ulysses,
     arXiv:2309.14509). KV heads that the mesh does not divide are gathered whole instead.
     """
-    attend = _attend_rows(kernel, packing, mesh)
+    attend = _attend_rows(kernel, packing, mesh, window)
     if mesh is None or mesh.shape[TOKENS] == 1:
         return attend
 
@@ -109,29 +118,65 @@ def attend_packed(kernel: Kernel | None, packing: Packing, mesh: Mesh | None) ->
     return attend_heads
 
 
-def _attend_rows(kernel: Kernel | None, packing: Packing, mesh: Mesh | None) -> Attend:
+def _attend_rows(
+    kernel: Kernel | None, packing: Packing, mesh: Mesh | None, window: int | None
+) -> Attend:
     """`attend_packed` where each device has whole streams."""
     if len(packing.rows) == 1:
         (rows,) = packing.rows
-        attend_rows = attender(kernel, rows.mask, mesh)
+        attend_rows = attender(kernel, rows.mask, mesh, window=window)
         return lambda q, k, v: rows.pack(attend_rows(*map(rows.unpack, (q, k, v))))
     prompts, own = packing.rows
-    mask_p, mask_c, group = prompts.mask, own.mask, packing.group
-    attend_p = attender(kernel, mask_p, mesh)
-    keys = jnp.concatenate([jnp.repeat(mask_p, group, 0), mask_c], 1)
-    attend_both = attender(kernel, keys, mesh, queries=mask_c) if kernel != "cudnn" else None
+    mask_p, mask_c = prompts.mask, own.mask
+    window = None if window is None or window >= prompts.width + own.width else window
+    attend_p = attender(kernel, mask_p, mesh, window=window)
+    attend_c = _attend_completions(kernel, mask_p, mask_c, packing.group, mesh, window)
 
     def attend(*given: jax.Array) -> jax.Array:
         (q_p, k_p, v_p), (q_c, k_c, v_c) = (map(rows.unpack, given) for rows in packing.rows)
-        if attend_both is None:
-            out = attend_joined(mesh, q_c, (k_p, v_p), (k_c, v_c), mask_p, mask_c)
-        else:
-            both = ((k_p, k_c), (v_p, v_c))
-            seen = (jnp.concatenate([jnp.repeat(x, group, 0), y], 1) for x, y in both)
-            out = attend_both(q_c, *seen)
+        out = attend_c((q_p, q_c), (k_p, k_c), (v_p, v_c))
         return prompts.pack(attend_p(q_p, k_p, v_p)) + own.pack(out)
 
     return attend
+
+
+def _attend_completions(
+    kernel: Kernel | None,
+    mask_p: jax.Array,
+    mask_c: jax.Array,
+    group: int,
+    mesh: Mesh | None,
+    window: int | None,
+) -> Callable[[Pair, Pair, Pair], jax.Array]:
+    """How completions attend to the prompts that they share, and to themselves: queries, keys and
+    values, each of prompts [P,W,*,H] and of completions [B,C,*,H] -> [B,C,N,H]."""
+    if kernel == "cudnn" and window is None:
+
+        def joined(q: Pair, k: Pair, v: Pair) -> jax.Array:
+            return attend_joined(mesh, q[1], (k[0], v[0]), (k[1], v[1]), mask_p, mask_c)
+
+        return joined
+    # The end of a prompt next to its completions: a window then counts positions.
+    width, lengths = mask_p.shape[1], mask_p.sum(-1, dtype=jnp.int32)
+    left = lengths - width if window is not None else None
+
+    def rows(both: Pair) -> jax.Array:
+        before = both[0] if left is None else roll_rows(both[0], left)
+        return jnp.concatenate([jnp.repeat(before, group, 0), both[1]], 1)
+
+    keys = rows((mask_p, mask_c))
+    if kernel != "cudnn":
+        attend = attender(kernel, keys, mesh, queries=mask_c, window=window)
+        return lambda q, k, v: attend(q[1], rows(k), rows(v))
+    first = jnp.repeat(width - lengths, group, 0)
+    attend_whole = attender(kernel, roll_rows(keys, first), mesh, window=window)
+
+    def whole(*given: Pair) -> jax.Array:
+        """Rows of the prompt's queries too: cuDNN's window has as many queries as keys."""
+        out = attend_whole(*(roll_rows(rows(x), first) for x in given))
+        return roll_rows(out, -first)[:, width:]
+
+    return whole
 
 
 def attend_joined(
@@ -204,7 +249,12 @@ def block_size(width: int) -> int:
 
 
 def attention_by_blocks(
-    q: jax.Array, k: jax.Array, v: jax.Array, keys: jax.Array, causal: bool
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    keys: jax.Array,
+    causal: bool,
+    window: int | None = None,
 ) -> jax.Array:
     """`attention` of q [B,T,N,H] over k, v [B,S,KV,H], a block of queries after the other: scores
     [B,N,T,S] never exist. The backward pass computes the scores of a block again.
@@ -212,18 +262,28 @@ def attention_by_blocks(
     Args:
         keys: [B,S] bool, True at real tokens.
         causal: query i attends to the keys up to i + S - T.
+        window: and to no more than so many; a block reads only the keys that its queries reach.
     """
     b, width, n, h = q.shape
     size, behind = block_size(width), k.shape[1] - width
+    span = k.shape[1] if window is None else min(k.shape[1], size + window - 1)
 
     @jax.checkpoint
     def attend(given: tuple[jax.Array, jax.Array]) -> jax.Array:
         q, first = given
-        allowed = jnp.broadcast_to(keys[:, None], (b, size, keys.shape[1]))
+        last = behind + first + jnp.arange(size)
+        start = jnp.clip(last[0] + size - span, 0, k.shape[1] - span)
+        k_, v_, keys_ = (
+            x if span == x.shape[1] else jax.lax.dynamic_slice_in_dim(x, start, span, 1)
+            for x in (k, v, keys)
+        )
+        allowed = jnp.broadcast_to(keys_[:, None], (b, size, span))
+        at = jnp.arange(span) + start
         if causal:
-            last = behind + first + jnp.arange(size)
-            allowed &= (jnp.arange(keys.shape[1])[None] <= last[:, None])[None]
-        return attention(q, k, v, allowed)
+            allowed &= (at[None] <= last[:, None])[None]
+        if window is not None:
+            allowed &= (at[None] > last[:, None] - window)[None]
+        return attention(q, k_, v_, allowed)
 
     padded = jnp.pad(q, ((0, 0), (0, -width % size), (0, 0), (0, 0)))
     blocks = jnp.moveaxis(padded.reshape(b, -1, size, n, h), 1, 0)
@@ -247,15 +307,23 @@ def attention_step(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) ->
 
 
 def step_attender(
-    kernel: StepKernel | None, positions: jax.Array, used: int, mesh: Mesh | None
+    kernel: StepKernel | None,
+    positions: jax.Array,
+    used: int,
+    mesh: Mesh | None,
+    window: int | None = None,
 ) -> Attend:
     """How the tokens of a decode step, q [B,1,N,H] at `positions` [B], attend to the keys and
-    values of a cache [B,KV,S,H], of which `used` positions are read at most."""
+    values of a cache [B,KV,S,H], of which `used` positions are read at most; with a `window`, to
+    so many of the last ones."""
+    window = None if window is None or window >= used else window
     if kernel is not None:
-        run = split_k.attend if kernel == "split-k" else flash_decode.attend
-        lengths = positions + 1
+        attend = split_k.attend if kernel == "split-k" else flash_decode.attend
+        run, lengths = partial(attend, window=window), positions + 1
         return lambda q, k, v: _on_shards(run, mesh, q, k, v, lengths, kv_dim=1)
     allowed = jnp.arange(used)[None] <= positions[:, None]
+    if window is not None:
+        allowed &= jnp.arange(used)[None] > positions[:, None] - window
     return lambda q, k, v: attention_step(q, k[:, :, :used], v[:, :, :used], allowed)
 
 

@@ -33,11 +33,19 @@ Pair = tuple[jax.Array, jax.Array]
 """Keys and values."""
 
 
-def attend(q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array, causal: bool) -> jax.Array:
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    lengths: jax.Array,
+    causal: bool,
+    window: int | None = None,
+) -> jax.Array:
     """Softmax attention of q [B,T,N,H] over k, v [B,T,KV,H] within rows of `lengths` [B] int32,
     which are at least 1; zeros beyond them.
 
-    No scores or mask are kept, and what lies beyond a length or the diagonal is not computed.
+    No scores or mask are kept, and what lies beyond a length, the diagonal or the `window` of a
+    causal row (itself and the window - 1 tokens before it) is not computed.
     """
     width = q.shape[1]
     if width % EVEN:
@@ -49,6 +57,7 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array, causal:
         is_causal=causal,
         query_seq_lengths=lengths,
         key_value_seq_lengths=lengths,
+        local_window_size=None if window is None else (window - 1, 0),
         implementation="cudnn",
     )
     return out[:, :width]

@@ -12,6 +12,7 @@ a call of a jitted function flattens a dict, not a module graph.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any, Literal
@@ -32,8 +33,10 @@ from jaxrl.models.attention import (
     step_kernel_on,
 )
 from jaxrl.models.config import DecoderConfig
+from jaxrl.models.families import FAMILIES
 from jaxrl.models.kernels import Kernel
-from jaxrl.models.layers import Block, RMSNorm, rope_angles
+from jaxrl.models.kinds import ByLayer, Layer, LayerKind, selected, switched
+from jaxrl.models.layers import Block, RMSNorm, Rope, layer_angles
 from jaxrl.models.packing import Packing
 from jaxrl.sharding.axes import ROWS, TOKENS, AxisName
 from jaxrl.types import Array
@@ -61,7 +64,7 @@ def _block_graph(config: DecoderConfig) -> Any:
 
 @lru_cache
 def _norm_graph(config: DecoderConfig) -> Any:
-    norm = nnx.eval_shape(lambda: RMSNorm(config.d_model, config.rms_norm_eps))
+    norm = nnx.eval_shape(lambda: RMSNorm(config.d_model, config))
     return nnx.split(norm)[0]
 
 
@@ -83,7 +86,7 @@ def _init_params(config: DecoderConfig, key: jax.Array, dtype: Any, layout: Layo
     params: Params = {
         "embed": {"embedding": 0.02 * jax.random.normal(k_embed, shape)},
         "layers": jax.vmap(block)(jax.random.split(k_layers, config.n_layers)),
-        "norm": {"scale": jnp.ones((config.d_model,))},
+        "norm": _plain(nnx.split(RMSNorm(config.d_model, config))[1]),
     }
     if not config.tie_embeddings:
         params["lm_head"] = {"kernel": 0.02 * jax.random.normal(k_head, shape)}
@@ -165,7 +168,7 @@ def forward(
     x = _embed(config, params, tokens, mesh, dtype)
     params = params if dtype is None else cast(params, dtype)
     positions = jnp.maximum(jnp.cumsum(mask, -1) - 1, 0)
-    attend = attender(kernel, mask, mesh)
+    attend = partial(attender, kernel, mask, mesh)
     x = _layers(config, params, x, positions, attend, remat, mesh)
     return roll_rows(x, -first) if kernel == "cudnn" else x
 
@@ -183,8 +186,31 @@ def forward_packed(
     kernel = _kernel(config, params, mesh, dtype, joined=packing.group > 1)
     x = _embed(config, params, packing.tokens, mesh, dtype, TOKENS)
     params = params if dtype is None else cast(params, dtype)
-    attend = attend_packed(kernel, packing, mesh)
+    attend = partial(attend_packed, kernel, packing, mesh)
     return _layers(config, params, x, packing.positions, attend, remat, mesh, TOKENS)
+
+
+class _Mixing:
+    """How the layers of one call rotate and attend.
+
+    Args:
+        positions: [B,T] int32.
+        attend: makes an `Attend` of the argument `window`.
+    """
+
+    def __init__(self, config: DecoderConfig, positions: Array, attend: Callable[..., Attend]):
+        self._ropes = ByLayer(
+            [(kind.rotates, kind.rope_theta) for kind in config.kinds],
+            lambda key: layer_angles(config, LayerKind(None, key[1], key[0]), positions),
+        )
+        self._attends = ByLayer(
+            [kind.window for kind in config.kinds], lambda window: attend(window=window)
+        )
+        self.numbers = None if len(config.kinds) == 1 else jnp.arange(config.n_layers)
+        """[L] int32 for a scan; None where all layers are alike."""
+
+    def of(self, layer: Layer) -> tuple[Rope, Attend]:
+        return self._ropes.choose(layer, selected), self._attends.choose(layer, switched)
 
 
 def _layers(
@@ -192,7 +218,7 @@ def _layers(
     params: Params,
     x: Array,
     positions: Array,
-    attend: Attend,
+    attend: Callable[..., Attend],
     remat: Remat,
     mesh: Mesh | None,
     *split: AxisName,
@@ -200,20 +226,28 @@ def _layers(
     """All blocks and the final norm, of x [B, T, D] at positions [B, T].
 
     Args:
+        attend: makes an `Attend` of the argument `window`.
         split: the axis of a stream's tokens.
     """
-    rope = rope_angles(config, positions)
+    mixing = _Mixing(config, positions, attend)
 
-    def body(x: Array, layer: Params) -> tuple[Array, None]:
-        return _rows(_block(config, layer)(x, rope, attend), mesh, *split), None
+    def block(number: Layer, x: Array, layer: Params) -> Array:
+        return _rows(_block(config, layer)(x, *mixing.of(number)), mesh, *split)
 
-    if remat != "none":
-        body = jax.checkpoint(body, policy=REMAT_POLICIES[remat], prevent_cse=False)
+    def kept(run: Callable[..., Any]) -> Callable[..., Any]:
+        if remat == "none":
+            return run
+        return jax.checkpoint(run, policy=REMAT_POLICIES[remat], prevent_cse=False)
+
     if layout_of(params) == "unstacked":
-        for layer in params["layers"]:
-            x, _ = body(x, layer)
+        for number, layer in enumerate(params["layers"]):
+            x = kept(partial(block, number))(x, layer)
     else:
-        x, _ = jax.lax.scan(body, x, params["layers"])
+
+        def body(x: Array, given: tuple[Layer, Params]) -> tuple[Array, None]:
+            return block(given[0], x, given[1]), None
+
+        x, _ = jax.lax.scan(kept(body), x, (mixing.numbers, params["layers"]))
     normed: Array = _norm(config, params)(x)
     return normed
 
@@ -231,16 +265,18 @@ def prefill(
 
     Keys are stored rotated, at the index of their position.
     """
-    attend_rows = attender(_kernel(config, params, mesh), mask, mesh)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
-    rope = rope_angles(config, positions)
+    attend_rows = partial(attender, _kernel(config, params, mesh), mask, mesh)
+    mixing = _Mixing(config, positions, attend_rows)
 
-    def body(x: Array, layer: Params) -> tuple[Array, Pair]:
+    def body(x: Array, given: tuple[Layer, Params]) -> tuple[Array, Pair]:
+        number, layer = given
+        rope, attend_one = mixing.of(number)
         written = []
 
         def attend(q: Array, k: Array, v: Array) -> Array:
             written.append((jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)))
-            return attend_rows(q, k, v)
+            return attend_one(q, k, v)
 
         x = _rows(_block(config, layer)(x, rope, attend), mesh)
         return x, written[0]
@@ -248,11 +284,11 @@ def prefill(
     x = _embed(config, params, tokens, mesh)
     cache: Cache = []
     if layout_of(params) == "unstacked":
-        for layer in params["layers"]:
-            x, pair = body(x, layer)
+        for given in enumerate(params["layers"]):
+            x, pair = body(x, given)
             cache.append(pair)
     else:
-        x, pair = jax.lax.scan(body, x, params["layers"])
+        x, pair = jax.lax.scan(body, x, (mixing.numbers, params["layers"]))
         cache.append(pair)
     return _norm(config, params)(x), cache
 
@@ -282,31 +318,32 @@ def decode(
     kernel = None
     if layout_of(params) == "unstacked":  # a kernel cannot read a slice of a stacked cache in place
         kernel = step_kernel_on(mesh, config.head_dim, cache[0][0].dtype)
-    attend_cache = step_attender(kernel, positions, used, mesh)
-    rope = rope_angles(config, positions[:, None])
+    attend_cache = partial(step_attender, kernel, positions, used, mesh)
+    mixing = _Mixing(config, positions[:, None], attend_cache)
 
-    def step(x: Array, layer: Params, pair: Pair, index: Array | None) -> tuple[Array, Pair]:
-        """A block; `index` of the layer where the cache holds all of them."""
+    def step(x: Array, number: Layer, layer: Params, pair: Pair) -> tuple[Array, Pair]:
+        """A block; its number is an array where the cache holds all layers."""
+        index = None if isinstance(number, int) else number
+        rope, attend_one = mixing.of(number)
         written = []
 
         def attend(q: Array, k: Array, v: Array) -> Array:
             keys = _write(pair[0], k, positions, index)
             values = _write(pair[1], v, positions, index)
             written.append((keys, values))
-            return attend_cache(q, _layer(keys, index), _layer(values, index))
+            return attend_one(q, _layer(keys, index), _layer(values, index))
 
         x = _rows(_block(config, layer)(x, rope, attend), mesh)
         return x, written[0]
 
     def body(carry: Any, given: tuple[Array, Params]) -> tuple[Any, None]:
-        index, layer = given
-        return step(carry[0], layer, carry[1], index), None
+        return step(carry[0], *given, carry[1]), None
 
     x = _embed(config, params, tokens[:, None], mesh)
     updated: Cache = []
     if layout_of(params) == "unstacked":
-        for layer, pair in zip(params["layers"], cache, strict=True):
-            x, pair = step(x, layer, pair, None)
+        for (number, layer), pair in zip(enumerate(params["layers"]), cache, strict=True):
+            x, pair = step(x, number, layer, pair)
             updated.append(pair)
     else:
         layers = jnp.arange(config.n_layers)
@@ -365,8 +402,8 @@ def _embed(
     dtype: Any = None,
     *split: AxisName,
 ) -> Array:
-    """Rows of the embedding in `dtype`, its own where None; its D is gathered first: a lookup split
-    both ways is replicated.
+    """Rows of the embedding in `dtype`, its own where None, and scaled where the family does; its
+    D is gathered first: a lookup split both ways is replicated.
 
     Args:
         split: the axis of a stream's tokens.
@@ -377,7 +414,10 @@ def _embed(
         vocab = "tensor" if config.vocab_size % mesh.shape["tensor"] == 0 else None
         sharding = NamedSharding(mesh, PartitionSpec(vocab, None))
     dtype = table.dtype if dtype is None else jnp.dtype(dtype)
-    return _rows(_look_up(table, tokens, dtype, sharding), mesh, *split)
+    x = _rows(_look_up(table, tokens, dtype, sharding), mesh, *split)
+    if FAMILIES[config.family].scaled_embedding:
+        x = x * jnp.asarray(math.sqrt(config.d_model), x.dtype)
+    return x
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))

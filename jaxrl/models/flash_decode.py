@@ -1,8 +1,8 @@
 """Attention of one token of each slot to its keys, on TPUs, in a kernel of our own (pallas).
 
 A step of the kernel's grid takes some keys of one slot, of all its heads, and keeps the softmax's
-running maximum and sum (Flash-Decoding). Keys beyond a slot's length are neither computed nor read:
-the grid's steps there ask for the block that they have already.
+running maximum and sum (Flash-Decoding). Keys beyond a slot's length, or before its window, are
+neither computed nor read: the grid's steps there ask for a block that they have or need next.
 """
 
 from __future__ import annotations
@@ -28,12 +28,19 @@ def keys_at_once(positions: int, kv_heads: int, head_dim: int, itemsize: int) ->
 
 
 def attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array, *, interpret: bool = False
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    lengths: jax.Array,
+    *,
+    window: int | None = None,
+    interpret: bool = False,
 ) -> jax.Array:
     """Softmax attention of q [B,1,N,H] to the first `lengths` [B] int32 positions, at least one, of
     a cache k, v [B,KV,S,H]. Returns [B,1,N,H].
 
     Args:
+        window: only the last so many of those; blocks that end before are not read.
         interpret: runs anywhere, slowly.
     """
     from jax.experimental import pallas as pl  # 0.3 s, on TPUs only
@@ -46,8 +53,15 @@ def attend(
         """The last block that a slot reaches."""
         return jax.lax.div(lengths[slot] - 1, jnp.int32(keys))
 
+    def first(slot: Any, lengths: Any) -> Any:
+        """The first one that it needs."""
+        if window is None:
+            return jnp.int32(0)
+        return jax.lax.div(jnp.maximum(lengths[slot] - window, 0), jnp.int32(keys))
+
     def cached(slot: Any, step: Any, lengths: Any) -> tuple[Any, ...]:
-        return slot, 0, jnp.minimum(step, last(slot, lengths)), 0
+        needed = jnp.minimum(jnp.maximum(step, first(slot, lengths)), last(slot, lengths))
+        return slot, 0, needed, 0
 
     def whole(slot: Any, step: Any, lengths: Any) -> tuple[Any, ...]:
         return slot, 0, 0, 0
@@ -63,13 +77,14 @@ def attend(
             mass[...] = jnp.zeros_like(mass)
             sums[...] = jnp.zeros_like(sums)
 
-        @pl.when(step <= last(slot, lengths))
+        @pl.when((step >= first(slot, lengths)) & (step <= last(slot, lengths)))
         def _add() -> None:
             left = lengths[slot] - step * keys
             scores = jax.lax.dot_general(
                 q[0], k[0], (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32
             )
-            seen = jax.lax.broadcasted_iota(jnp.int32, scores.shape, 2) < left
+            at = jax.lax.broadcasted_iota(jnp.int32, scores.shape, 2)
+            seen = at < left if window is None else (at < left) & (at >= left - window)
             scores = jnp.where(seen, scores * h**-0.5, LOWEST)
             highest = jnp.maximum(top[...], scores.max(-1, keepdims=True))
             kept, weights = jnp.exp(top[...] - highest), jnp.exp(scores - highest)

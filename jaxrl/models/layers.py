@@ -3,28 +3,46 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxrl.models.attention import Attend
-from jaxrl.models.config import DecoderConfig, LinearRope, Llama3Rope
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.family import Activation
+from jaxrl.models.fields import given
+from jaxrl.models.kinds import LayerKind
 from jaxrl.models.lora import Lora
+from jaxrl.models.rope import LinearRope, Llama3Rope
+
+Rope = tuple[jax.Array, jax.Array]
+"""cos and sin of the angles, each [B, T, 1, R / 2] float32, of R rotated dims."""
+
+ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_pytorch_tanh": jax.nn.gelu,  # by its approximation with tanh
+}
 
 
 class RMSNorm(nnx.Module):
     """x / rms(x) * scale, in float32 (Zhang & Sennrich 2019, arXiv 1910.07467)."""
 
-    def __init__(self, width: int, eps: float):
-        self.scale = nnx.Param(jnp.ones((width,)))
-        self.eps = eps
+    def __init__(self, width: int, config: DecoderConfig):
+        self.around_one = config.block.norm_around_one
+        self.scale = nnx.Param(jnp.zeros((width,)) if self.around_one else jnp.ones((width,)))
+        self.eps = config.rms_norm_eps
+        self.in_float32 = config.block.norm_in_float32
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x32 = x.astype(jnp.float32)
         x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + self.eps)
-        scale = self.scale[...].astype(x.dtype)
-        return x32.astype(x.dtype) * scale.reshape((1,) * (x.ndim - 1) + scale.shape)
+        normed = x32 if self.in_float32 else x32.astype(x.dtype)
+        scale = self.scale[...].astype(normed.dtype)
+        scale = 1 + scale if self.around_one else scale
+        return (normed * scale.reshape((1,) * (x.ndim - 1) + scale.shape)).astype(x.dtype)
 
 
 class Linear(nnx.Module):
@@ -60,63 +78,77 @@ class Linear(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with rotary positions; optional bias (Qwen2) and qk-norm (Qwen3)."""
+    """Grouped-query attention with rotary positions; optional biases and norms of q and k."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         c = config
-        bias = c.attention_bias
+        bias = c.block.attention_bias
         heads, kv_heads = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
         self.q = Linear(c.d_model, heads, rngs, bias=bias, lora=c.adapter("attn/q"))
         self.k = Linear(c.d_model, kv_heads, rngs, bias=bias, lora=c.adapter("attn/k"))
         self.v = Linear(c.d_model, kv_heads, rngs, bias=bias, lora=c.adapter("attn/v"))
         self.o = Linear(heads, c.d_model, rngs, lora=c.adapter("attn/o"))
-        self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else None
-        self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else None
+        q_width, k_width = c.qk_norm_widths
+        self.q_norm = RMSNorm(q_width, c) if q_width else None
+        self.k_norm = RMSNorm(k_width, c) if k_width else None
+        self.norm_by_head = c.block.qk_norm == "head"
         self.head_dim = c.head_dim
+        self.q_scale = math.sqrt(c.head_dim / given(c.score_dim, c.head_dim))
 
-    def __call__(
-        self, x: jax.Array, rope: tuple[jax.Array, jax.Array], attend: Attend
-    ) -> jax.Array:
+    def __call__(self, x: jax.Array, rope: Rope, attend: Attend) -> jax.Array:
         shape = (*x.shape[:2], -1, self.head_dim)
-        q, k, v = (layer(x).reshape(shape) for layer in (self.q, self.k, self.v))
+        q, k, v = self.q(x), self.k(x), self.v(x)
         if self.q_norm is not None and self.k_norm is not None:
+            if self.norm_by_head:
+                q, k = q.reshape(shape), k.reshape(shape)
             q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (y.reshape(shape) for y in (q, k, v))
+        q = q if self.q_scale == 1 else q * jnp.asarray(self.q_scale, q.dtype)
         out = attend(rotate(q, rope), rotate(k, rope), v)
         return self.o(out.reshape(*x.shape[:2], -1))
 
 
-class SwiGLU(nnx.Module):
-    """down(silu(gate(x)) * up(x)) (Shazeer 2020, arXiv 2002.05202)."""
+class GatedMLP(nnx.Module):
+    """down(act(gate(x)) * up(x)): SwiGLU or GeGLU (Shazeer 2020, arXiv 2002.05202)."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         c = config
         self.gate = Linear(c.d_model, c.d_ff, rngs, lora=c.adapter("mlp/gate"))
         self.up = Linear(c.d_model, c.d_ff, rngs, lora=c.adapter("mlp/up"))
         self.down = Linear(c.d_ff, c.d_model, rngs, lora=c.adapter("mlp/down"))
+        self.activation = config.block.activation
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+        return self.down(ACTIVATIONS[self.activation](self.gate(x)) * self.up(x))
 
 
 class Block(nnx.Module):
-    """One pre-norm transformer block on the residual stream [B, T, D]."""
+    """One transformer block on the residual stream [B, T, D]: x + f(norm(x)) for attention, then
+    for the MLP; or x + norm(f(x)), or x + norm(f(norm(x))), as `BlockKind.norms` says."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
-        self.attn_norm = RMSNorm(config.d_model, config.rms_norm_eps)
+        self.attn_norm = RMSNorm(config.d_model, config)
         self.attn = Attention(config, rngs)
-        self.mlp_norm = RMSNorm(config.d_model, config.rms_norm_eps)
-        self.mlp = SwiGLU(config, rngs)
+        self.mlp_norm = RMSNorm(config.d_model, config)
+        self.mlp = GatedMLP(config, rngs)
+        self.norms = config.block.norms
+        around = self.norms == "around"
+        self.attn_post_norm = RMSNorm(config.d_model, config) if around else None
+        self.mlp_post_norm = RMSNorm(config.d_model, config) if around else None
 
-    def __call__(
-        self, x: jax.Array, rope: tuple[jax.Array, jax.Array], attend: Attend
-    ) -> jax.Array:
-        x = x + self.attn(self.attn_norm(x), rope, attend)
-        return x + self.mlp(self.mlp_norm(x))
+    def __call__(self, x: jax.Array, rope: Rope, attend: Attend) -> jax.Array:
+        if self.norms == "after":
+            x = x + self.attn_norm(self.attn(x, rope, attend))
+            return x + self.mlp_norm(self.mlp(x))
+        out = self.attn(self.attn_norm(x), rope, attend)
+        x = x + (out if self.attn_post_norm is None else self.attn_post_norm(out))
+        out = self.mlp(self.mlp_norm(x))
+        return x + (out if self.mlp_post_norm is None else self.mlp_post_norm(out))
 
 
 def rope_frequencies(config: DecoderConfig) -> jax.Array:
-    """[H / 2] float32 angles per position (Su et al. 2021, arXiv 2104.09864; llama3 scaling)."""
-    half = config.head_dim // 2
+    """[R / 2] float32 angles per position, of R rotated dims (Su et al. 2021, arXiv 2104.09864)."""
+    half = given(config.rotary_dims, config.head_dim) // 2
     freq = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     scaling = config.rope_scaling
     if isinstance(scaling, LinearRope):
@@ -130,15 +162,28 @@ def rope_frequencies(config: DecoderConfig) -> jax.Array:
     return freq
 
 
-def rope_angles(config: DecoderConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """cos and sin, each [B, T, 1, H / 2] float32, of integer `positions` [B, T]."""
+def layer_angles(config: DecoderConfig, kind: LayerKind, positions: jax.Array) -> Rope:
+    """`rope_angles` of a kind of layers: the model's, their own without scaling, or no rotation."""
+    if kind.rope_theta is not None:
+        config = replace(config, rope_theta=kind.rope_theta, rope_scaling=None)
+    cos, sin = rope_angles(config, positions)
+    return (cos, sin) if kind.rotates else (jnp.ones_like(cos), jnp.zeros_like(sin))
+
+
+def rope_angles(config: DecoderConfig, positions: jax.Array) -> Rope:
+    """cos and sin of the angles of the model's own rope, of integer `positions` [B, T]."""
     freq = rope_frequencies(config)
     angle = positions.astype(jnp.float32)[..., None, None] * freq[None, None, None, :]
     return jnp.cos(angle), jnp.sin(angle)
 
 
-def rotate(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotates the pairs (i, i + H/2) of each head of x [B, T, heads, H], as Hugging Face does."""
+def rotate(x: jax.Array, rope: Rope) -> jax.Array:
+    """Rotates the pairs (i, i + R/2) of each head of x [B, T, heads, H], as Hugging Face does, with
+    cos and sin [B, T, 1, R / 2]; dims from R on stay as they are."""
     cos, sin = rope
-    a, b = jnp.split(x.astype(jnp.float32), 2, -1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
+    rotated = 2 * cos.shape[-1]
+    a, b = jnp.split(x[..., :rotated].astype(jnp.float32), 2, -1)
+    turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
+    if rotated == x.shape[-1]:
+        return turned
+    return jnp.concatenate([turned, x[..., rotated:]], -1)

@@ -20,6 +20,7 @@ def attend(
     queries: jax.Array,
     keys: jax.Array,
     causal: bool,
+    window: int | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Softmax attention of q [B,T,N,H] over k, v [B,S,KV,H]; meaningless, but finite, where
@@ -29,6 +30,7 @@ def attend(
         queries: [B,T] bool, True at real tokens.
         keys: [B,S] bool. Real tokens attend to real ones only.
         causal: query i attends to the keys up to i + S - T.
+        window: and to no more than so many; None: to all of them. Tiles outside are skipped.
         interpret: runs anywhere, slowly.
     """
     from jax.experimental.pallas.ops.tpu import splash_attention as splash  # 0.6 s, on TPUs only
@@ -37,7 +39,9 @@ def attend(
     scaled = q * jnp.asarray(q.shape[-1] ** -0.5, q.dtype)
     q, k, v = (_padded(x).swapaxes(1, 2) for x in (scaled, k, v))
     sizes = q.shape[2], k.shape[2]
-    mask = splash.CausalMask(sizes, offset=behind) if causal else splash.FullMask(sizes)
+    mask: Any = splash.CausalMask(sizes, offset=behind) if causal else splash.FullMask(sizes)
+    if window is not None:
+        mask = splash.LocalMask(sizes, (window - 1, 0), offset=behind)
     run = splash.make_splash_mha(
         splash.MultiHeadMask([mask] * q.shape[1]),
         block_sizes=splash.BlockSizes(**_blocks(*sizes)),

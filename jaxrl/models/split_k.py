@@ -43,12 +43,19 @@ def parts_of(positions: int) -> int:
 
 
 def attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array, *, interpret: bool = False
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    lengths: jax.Array,
+    *,
+    window: int | None = None,
+    interpret: bool = False,
 ) -> jax.Array:
     """Softmax attention of q [B,1,N,H] to the first `lengths` [B] int32 positions, at least one, of
     a cache k, v [B,KV,S,H]. Returns [B,1,N,H].
 
     Args:
+        window: only the last so many of those; parts of the keys that end before are not read.
         interpret: runs anywhere, slowly.
     """
     with warnings.catch_warnings():
@@ -60,6 +67,7 @@ def attend(
         q.reshape(b * kv, n // kv, h),
         k.reshape(b * kv, s, h),
         v.reshape(b * kv, s, h),
+        start_idx=None if window is None else jnp.repeat(jnp.maximum(lengths - window, 0), kv),
         kv_seq_len=jnp.repeat(lengths, kv),
         block_k=KEYS,
         k_splits=parts_of(s),

@@ -34,7 +34,8 @@ def block_params(c: DecoderConfig) -> int:
 def forward_work(
     c: DecoderConfig, lengths: Sequence[float], itemsize: int, copies: int = 1
 ) -> Work:
-    """Blocks alone, over whole sequences of these lengths; attention is causal."""
+    """Blocks alone, over whole sequences of these lengths; attention is causal, and no token reads
+    beyond a layer's window."""
     return group_work(c, lengths, 0, 0.0, itemsize, copies)
 
 
@@ -50,9 +51,19 @@ def group_work(
     tokens after each of them.
     """
     tokens = sum(prompts) + len(prompts) * samples * mean
-    pairs = sum(p * (p + 1) / 2 + samples * mean * (p + (mean + 1) / 2) for p in prompts)
-    flops = 2 * block_params(c) * tokens + 4 * c.n_layers * c.n_heads * c.head_dim * pairs
+    pairs = sum(
+        layers * sum(_pairs(0, p, window) + samples * _pairs(p, p + mean, window) for p in prompts)
+        for window, layers in c.windows.items()
+    )
+    flops = 2 * block_params(c) * tokens + 4 * c.n_heads * c.head_dim * pairs
     return Work(flops, copies * block_params(c) * itemsize)
+
+
+def _pairs(start: float, stop: float, window: int | None) -> float:
+    """Of the tokens [start, stop) of a sequence and those that they attend to, themselves too."""
+    whole = stop if window is None else min(max(window, start), stop)
+    reached = (whole - start) * (start + whole + 1) / 2
+    return reached if window is None else reached + (stop - whole) * window
 
 
 def head_work(vocab: int, width: int, tokens: float, itemsize: int, copies: int = 1) -> Work:
@@ -79,7 +90,11 @@ def decode_work(
     """`tokens` tokens, each after `context` others on average. Each of the `steps` of the batch
     reads every weight, and each token the keys and values before it.
     """
-    held, seen = block_params(c) + c.vocab_size * c.d_model, tokens * context
-    flops = 2 * held * tokens + 4 * c.n_layers * c.n_heads * c.head_dim * seen
-    keys = 2 * c.n_layers * c.n_kv_heads * c.head_dim * seen
+    held = block_params(c) + c.vocab_size * c.d_model
+    seen = tokens * sum(
+        layers * min(context, context if window is None else window)
+        for window, layers in c.windows.items()
+    )
+    flops = 2 * held * tokens + 4 * c.n_heads * c.head_dim * seen
+    keys = 2 * c.n_kv_heads * c.head_dim * seen
     return Work(flops, (copies * steps * held + keys) * itemsize)

@@ -23,8 +23,8 @@ from jaxrl.profile.splits import RunSetup, StepTimes, best_split, predict, speed
 from jaxrl.sharding.ceilings import ceilings_of
 from jaxrl.sharding.placement import place
 
-STUDENT = DecoderConfig("qwen2", 151936, 1536, 28, 12, 2, 128, 8960, attention_bias=True)
-TEACHER = DecoderConfig("qwen2", 152064, 3584, 28, 28, 4, 128, 18944, attention_bias=True)
+STUDENT = DecoderConfig("qwen2", 151936, 1536, 28, 12, 2, 128, 8960)
+TEACHER = DecoderConfig("qwen2", 152064, 3584, 28, 28, 4, 128, 18944)
 ROLES = ("actor", "rollout", "teacher")
 LIMIT = 130_000_000_000
 

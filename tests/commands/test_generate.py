@@ -38,7 +38,6 @@ CONFIG = DecoderConfig(
     head_dim=8,
     d_ff=32,
     tie_embeddings=True,
-    attention_bias=True,
     max_positions=160,
     eos_ids=(END,),
 )

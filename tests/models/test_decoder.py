@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,8 +15,9 @@ from tiny_models import NAMES, REFERENCES, loss_and_logits, make_mesh, tiny_mode
 
 from jaxrl.formats import weights
 from jaxrl.models import decoder
-
-TINY = np.load(REFERENCES / "tiny.npz")
+from jaxrl.models.kinds import LayerKind
+from jaxrl.models.packing import pack
+from jaxrl.types import Sequences
 
 
 def logits(config: Any, params: Any, tokens: Any, mask: Any, **options: Any) -> np.ndarray:
@@ -51,19 +53,20 @@ def assert_trees_close(a: Any, b: Any, tolerance: float) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_and_gradients_are_those_of_transformers(name: str) -> None:
     config, params = tiny_model(name)
+    reference = np.load(REFERENCES / "decoders" / f"{name}.npz")
     tokens, mask = batch(config.vocab_size)
     both = jax.jit(jax.value_and_grad(partial(loss_and_logits, config), has_aux=True))
     (loss, ours), grad = both(params, tokens, mask)
     ours = np.asarray(ours)
-    np.testing.assert_allclose(ours[mask], TINY[f"{name}/logits"][mask], rtol=0, atol=1e-4)
+    np.testing.assert_allclose(ours[mask], reference["logits"][mask], rtol=0, atol=1e-4)
 
-    np.testing.assert_allclose(loss, TINY[f"{name}/loss"], rtol=1e-5)
-    read = weights.hf_tensors(grad)
-    stored = [key for key in TINY if key.startswith(f"{name}/grad/")]
+    np.testing.assert_allclose(loss, reference["loss"], rtol=1e-5)
+    read = weights.hf_tensors(config, grad)
+    stored = [key for key in reference if key.startswith("grad/")]
     assert len(stored) >= 8
     for key in stored:
-        theirs = TINY[key]
-        error = np.abs(read(key.removeprefix(f"{name}/grad/")) - theirs).max()
+        theirs = reference[key]
+        error = np.abs(read(key.removeprefix("grad/")) - theirs).max()
         assert error <= 1e-4 * np.abs(theirs).max(), (key, error)
 
 
@@ -87,10 +90,18 @@ def test_abstract_params_and_count_are_those_of_the_real_ones() -> None:
         assert config.n_params == sum(x.size for x in jax.tree.leaves(params)), name
 
 
-@pytest.mark.parametrize("layout", ["unstacked", "stacked"])
-@pytest.mark.parametrize("name", ["qwen2", "qwen3"])  # biases; qk-norm
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        *((name, layout) for layout in ("unstacked", "stacked") for name in ("qwen2", "qwen3")),
+        ("olmo2", "unstacked"),
+        ("phi3", "unstacked"),
+        *((name, layout) for layout in ("unstacked", "stacked") for name in ("smollm3", "gemma3")),
+    ],
+)
 def test_prefill_then_decode_is_forward(name: str, layout: decoder.Layout) -> None:
-    """Rows with prompts of different lengths, teacher-forced to the end of the sequence."""
+    """Rows with prompts of different lengths, teacher-forced to the end of the sequence, which is
+    longer than the windows."""
     config, params = tiny_model(name, layout=layout)
     tokens = np.random.RandomState(0).randint(3, config.vocab_size, (3, 12)).astype(np.int32)
     lengths = np.array([7, 4, 1])
@@ -149,6 +160,38 @@ def test_a_row_without_a_valid_token_is_finite_and_adds_no_gradient() -> None:
     assert_trees_close(with_row, without, 1e-5)
 
 
+def test_a_window_as_long_as_the_sequence_is_full_attention_bit_for_bit() -> None:
+    """Of rows and of streams whose prompts are shared; a token less changes the last token of the
+    longest row alone."""
+    config, params = tiny_model("llama")
+    tokens, mask = batch(config.vocab_size)
+    tokens, mask = (np.repeat(x[:, :16], 2, 0) for x in (tokens, mask))
+    given = Sequences(tokens, mask, mask[:, 9:], group=2)
+
+    @partial(jax.jit, static_argnums=0)
+    def run(config: Any, params: Any) -> tuple[jax.Array, jax.Array]:
+        rows = decoder.forward(config, params, tokens, mask)
+        return rows, decoder.forward_packed(config, params, pack(given))
+
+    def of_window(window: int | None) -> list[np.ndarray]:
+        kinds = (LayerKind(window), LayerKind())
+        return [np.asarray(x) for x in run(replace(config, kinds=kinds), params)]
+
+    expected = of_window(None)
+    for a, b in zip(of_window(16), expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+    changed = (np.abs(of_window(15)[0] - expected[0]).max(-1) > 0) & mask
+    assert changed[0, -1] and not changed[:, :-1].any() and not changed[2:].any()
+
+
+def test_layers_that_are_kept_keep_their_kinds() -> None:
+    config, _ = tiny_model("smollm3")
+    assert [kind.rotates for kind in config.kinds] == [True, False, True, False, True]
+    kept = config.with_layers((0, 3, 4))
+    assert [kind.rotates for kind in kept.kinds] == [True, False, True]
+    assert config.with_layers((1, 3)).kinds == (LayerKind(rotates=False),)
+
+
 @pytest.mark.parametrize("remat", ["dots", "full"])
 def test_rematerialisation_changes_no_value(remat: str) -> None:
     config, params = tiny_model("llama")
@@ -157,7 +200,7 @@ def test_rematerialisation_changes_no_value(remat: str) -> None:
     assert_trees_close(loss_and_grad(config, params, tokens, mask, remat=remat), plain, 1e-5)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "olmo2"])
 def test_bfloat16_compute_is_near_float32(name: str) -> None:
     """bfloat16 rounds by up to 2^-9; these two layers amplify it, to a few percent of the logits'
     spread."""
@@ -175,7 +218,10 @@ def test_bfloat16_compute_is_near_float32(name: str) -> None:
         ("llama", (2, 2, 2)),
         ("qwen2", (1, 2, 4)),  # tensor exceeds the KV heads
         ("qwen3", (1, 1, 8)),  # and the query heads
+        ("gemma3", (2, 2, 2)),  # windows, two ropes
         ("smollm", (2, 1, 2)),  # divides neither of 3 heads and 1 KV head
+        ("olmo2", (1, 2, 4)),  # divides what the norms of q and k sum over
+        ("phi3", (1, 2, 2)),
     ],
 )
 def test_sharding_changes_no_value(name: str, axes: tuple[int, int, int]) -> None:

@@ -36,7 +36,7 @@ WITHIN = 0.10
 QUICK = {"backend_optimization_level": 0, "llvm_disable_expensive_passes": True}
 OPTIONS: Any = {f"xla_{name}": value for name, value in QUICK.items()}
 ENCODER = EncoderConfig("bert", 2000, 256, 4, 8, 1024, 1024, 0, 2, 1e-5, "mean", 1024)
-REWARD = DecoderConfig("qwen2", 2000, 256, 4, 8, 2, 32, 1024, attention_bias=True)
+REWARD = DecoderConfig("qwen2", 2000, 256, 4, 8, 2, 32, 1024)
 REWARD = replace(REWARD, tie_embeddings=True)
 BATCHES = {"short texts": (16, 32), "long texts": (2, 512), "few tokens": (1, 16)}
 AXES = {"one": Axes(), "fsdp": Axes(1, 2, 1), "tensor": Axes(1, 1, 2), "data": Axes(2, 2, 1)}

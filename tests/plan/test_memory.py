@@ -36,14 +36,12 @@ AXES = [
     if math.prod(sizes) <= 8
 ]
 AXES += [Axes(1, 2, 2, 2), Axes(1, 1, 1, 4)]
-TINY = DecoderConfig("qwen2", 96, 48, 3, 4, 2, 16, 64, attention_bias=True)
-TIED = DecoderConfig("qwen3", 90, 32, 2, 4, 1, 8, 60, qk_norm=True, tie_embeddings=True)
-SMALL = DecoderConfig("qwen2", 2000, 256, 8, 8, 2, 32, 1024, attention_bias=True)
-TEACHER = DecoderConfig("qwen2", 2000, 512, 8, 8, 2, 32, 1024, attention_bias=True)
-QWEN_1_5B = DecoderConfig(
-    "qwen2", 151936, 1536, 28, 12, 2, 128, 8960, attention_bias=True, tie_embeddings=True
-)
-QWEN_7B = DecoderConfig("qwen2", 152064, 3584, 28, 28, 4, 128, 18944, attention_bias=True)
+TINY = DecoderConfig("qwen2", 96, 48, 3, 4, 2, 16, 64)
+TIED = DecoderConfig("qwen3", 90, 32, 2, 4, 1, 8, 60, tie_embeddings=True)
+SMALL = DecoderConfig("qwen2", 2000, 256, 8, 8, 2, 32, 1024)
+TEACHER = DecoderConfig("qwen2", 2000, 512, 8, 8, 2, 32, 1024)
+QWEN_1_5B = DecoderConfig("qwen2", 151936, 1536, 28, 12, 2, 128, 8960, tie_embeddings=True)
+QWEN_7B = DecoderConfig("qwen2", 152064, 3584, 28, 28, 4, 128, 18944)
 BASE: dict[str, Any] = {
     "student": {"model": "student"},
     "teacher": {"model": "teacher"},

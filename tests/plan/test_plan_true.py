@@ -27,12 +27,12 @@ SCORES_WITHIN = 0.17
 """In the rarer ways to score, where how XLA packs the arrays weighs more."""
 SHAPES = {
     "gqa": (  # grouped heads, untied, biases
-        DecoderConfig("qwen2", 8000, 256, 4, 8, 2, 32, 768, attention_bias=True),
-        DecoderConfig("qwen2", 8000, 384, 3, 8, 4, 48, 1024, attention_bias=True),
+        DecoderConfig("qwen2", 8000, 256, 4, 8, 2, 32, 768),
+        DecoderConfig("qwen2", 8000, 384, 3, 8, 4, 48, 1024),
     ),
     "tied": (  # the vocabulary outweighs the blocks
-        DecoderConfig("qwen3", 30000, 128, 3, 4, 4, 32, 384, qk_norm=True, tie_embeddings=True),
-        DecoderConfig("qwen3", 30000, 192, 3, 6, 2, 32, 512, qk_norm=True, tie_embeddings=True),
+        DecoderConfig("qwen3", 30000, 128, 3, 4, 4, 32, 384, tie_embeddings=True),
+        DecoderConfig("qwen3", 30000, 192, 3, 6, 2, 32, 512, tie_embeddings=True),
     ),
     "deep": (  # the blocks outweigh the vocabulary; one KV head, which tensor does not split
         DecoderConfig("llama", 2000, 320, 6, 4, 1, 64, 1280),

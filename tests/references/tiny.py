@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,17 +28,33 @@ LLAMA3 = {
 }
 """With heads of 16 dims and theta 5e5 the wavelengths (6, 32, 168, ...) meet all three of its
 regimes."""
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {"tie_word_embeddings": False}),
-    "llama3_rope": (
+
+
+class Case(NamedTuple):
+    seed: int
+    """Of the tensors; of each case another one."""
+    kind: str
+    """The `model_type`."""
+    extra: dict[str, Any]
+    """What its config adds to BASE."""
+    norm: float = 1.0
+    """Mean of the scales of its norms."""
+
+
+CASES = {
+    "llama": Case(0, "llama", {"tie_word_embeddings": False}),
+    "llama3_rope": Case(
+        1,
         "llama",
         {"head_dim": 16, "rope_parameters": {"rope_theta": 5e5, **LLAMA3}},
     ),
-    "llama_linear_rope": (
+    "llama_linear_rope": Case(
+        2,
         "llama",
         {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
     ),
-    "smollm": (
+    "smollm": Case(
+        3,
         "llama",
         {
             "tie_word_embeddings": True,
@@ -48,22 +64,92 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e5},
         },
     ),
-    "qwen2": (
+    "qwen2": Case(
+        4,
         "qwen2",
         {
             "tie_word_embeddings": True,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
         },
     ),
-    "qwen3": (
+    "qwen3": Case(
+        5,
         "qwen3",
         {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
     ),
+    "mistral": Case(20, "mistral", {"sliding_window": 5}),
+    "qwen2_sliding": Case(
+        21,
+        "qwen2",
+        {
+            "num_hidden_layers": 3,
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "max_window_layers": 1,
+        },
+    ),
+    "gemma3": Case(
+        23,
+        "gemma3_text",
+        {
+            "num_hidden_layers": 7,
+            "head_dim": 8,
+            "sliding_window": 5,
+            "sliding_window_pattern": 3,
+            "query_pre_attn_scalar": 6,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+        norm=0.0,
+    ),
+    "olmo3": Case(
+        24,
+        "olmo3",
+        {
+            "num_hidden_layers": 5,
+            "head_dim": 8,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+            },
+        },
+    ),
+    "smollm3": Case(
+        22,
+        "smollm3",
+        {
+            "num_hidden_layers": 5,
+            "no_rope_layer_interval": 2,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e6},
+        },
+    ),
+    "olmo2": Case(10, "olmo2", {"head_dim": 16}),
+    "phi3": Case(
+        11,
+        "phi3",
+        {
+            "head_dim": 16,
+            "num_key_value_heads": 1,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.75,
+            },
+        },
+    ),
 }
-"""Name -> (model_type, what its config adds to BASE)."""
+"""By the name of their reference files in `decoders/`."""
 
 
-def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, np.ndarray]:
+def random_tensors(
+    shapes: dict[str, tuple[int, ...]], seed: int, norm: float = 1.0
+) -> dict[str, np.ndarray]:
     """float32 values by name, for shapes in sorted order of their names; the stream of RandomState
     is frozen.
 
@@ -74,7 +160,7 @@ def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, n
     for name in sorted(shapes):
         values = random.standard_normal(shapes[name]).astype(np.float32)
         if "norm" in name:
-            values = 1 + 0.3 * values
+            values = norm + 0.3 * values
         elif name.endswith(".bias"):
             values = 0.5 * values
         elif "embed_tokens" in name or "lm_head" in name:

@@ -25,7 +25,7 @@ from jaxrl.roles.optimizer import (
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import role_mesh
 
-MODEL = DecoderConfig("qwen2", 32, 16, 2, 4, 2, 4, 24, attention_bias=True)
+MODEL = DecoderConfig("qwen2", 32, 16, 2, 4, 2, 4, 24)
 NAMES = ["adamw", "adam", "sgd", "lion", "adafactor", "muon"]
 
 

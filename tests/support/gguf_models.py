@@ -10,8 +10,9 @@ import gguf
 import numpy as np
 from tiny_models import tiny_config, tiny_tensors
 
-from jaxrl.formats.gguf import _gguf_name
-from jaxrl.models.config import Llama3Rope
+from jaxrl.formats.gguf import gguf_name
+from jaxrl.models.families import FAMILIES
+from jaxrl.models.rope import Llama3Rope
 
 TYPES = gguf.GGMLQuantizationType
 
@@ -37,7 +38,7 @@ class Writer:
 def write_model(path: Path, name: str, kind: str = "F32", **changes: Any) -> Path:
     """A tiny checkpoint as llama.cpp's converter writes it: llama's q and k with rows reordered."""
     config = replace(tiny_config(name), **changes)
-    out = Writer(path, config.family)
+    out = Writer(path, FAMILIES[config.family].gguf)
     w = out.writer
     w.add_block_count(config.n_layers)
     w.add_context_length(config.max_positions)
@@ -48,18 +49,22 @@ def write_model(path: Path, name: str, kind: str = "F32", **changes: Any) -> Pat
     w.add_key_length(config.head_dim)
     w.add_layer_norm_rms_eps(config.rms_norm_eps)
     w.add_rope_freq_base(config.rope_theta)
+    if config.rotary_dims is not None:
+        w.add_rope_dimension_count(config.rotary_dims)
     w.add_bos_token_id(config.bos_id)
     w.add_eos_token_id(config.eos_ids[0])
     w.add_pad_token_id(config.pad_id)
     for hf_name, value in tiny_tensors(name).items():
-        if config.family == "llama" and hf_name.endswith(("q_proj.weight", "k_proj.weight")):
+        if FAMILIES[config.family].gguf_interleaved and hf_name.endswith(
+            ("q_proj.weight", "k_proj.weight")
+        ):
             heads = value.shape[0] // config.head_dim
             halves = value.reshape(heads, 2, config.head_dim // 2, value.shape[1])
             value = halves.swapaxes(1, 2).reshape(value.shape)
         whole_blocks = value.shape[-1] % gguf.GGML_QUANT_SIZES[TYPES[kind]][0] == 0
         stored = kind if value.ndim == 2 and whole_blocks else "F32"
         raw = gguf.quants.quantize(np.ascontiguousarray(value), TYPES[stored])
-        out.add(_gguf_name(hf_name), raw, stored)
+        out.add(gguf_name(config.family, hf_name), raw, stored)
     if isinstance(config.rope_scaling, Llama3Rope):
         out.add("rope_freqs.weight", llama3_divisors(config.rope_scaling, config))
     return out.close()

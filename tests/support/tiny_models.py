@@ -21,8 +21,10 @@ from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import role_mesh
 
 REFERENCES = Path(__file__).parent.parent / "references"
-RAW_CONFIGS: dict[str, dict[str, Any]] = json.loads((REFERENCES / "tiny_configs.json").read_text())
 NAMES = tuple(CASES)
+RAW_CONFIGS: dict[str, dict[str, Any]] = {
+    name: json.loads((REFERENCES / "decoders" / f"{name}.json").read_text()) for name in NAMES
+}
 
 
 @dataclass
@@ -50,7 +52,8 @@ def tiny_config(name: str) -> DecoderConfig:
 
 
 def tiny_tensors(name: str) -> dict[str, np.ndarray]:
-    return random_tensors(weights.tensor_shapes(tiny_config(name)), seed=NAMES.index(name))
+    case, shapes = CASES[name], weights.tensor_shapes(tiny_config(name))
+    return random_tensors(shapes, case.seed, case.norm)
 
 
 def tiny_model(name: str, mesh: Mesh | None = None, layout: str = "stacked") -> tuple[Any, Any]:

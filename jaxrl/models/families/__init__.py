@@ -1,0 +1,25 @@
+"""The families of decoders, a file for each."""
+
+from __future__ import annotations
+
+from jaxrl.models.families.gemma import GEMMA3
+from jaxrl.models.families.llama import LLAMA
+from jaxrl.models.families.mistral import MISTRAL
+from jaxrl.models.families.olmo import OLMO2, OLMO3
+from jaxrl.models.families.phi import PHI3
+from jaxrl.models.families.qwen import QWEN2, QWEN3
+from jaxrl.models.families.smollm import SMOLLM3
+from jaxrl.models.family import Family
+
+FAMILIES: dict[str, Family] = {
+    "llama": LLAMA,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "mistral": MISTRAL,
+    "smollm3": SMOLLM3,
+    "gemma3_text": GEMMA3,
+    "olmo3": OLMO3,
+    "olmo2": OLMO2,
+    "phi3": PHI3,
+}
+"""`model_type` of a `config.json` -> its family."""

@@ -1,0 +1,83 @@
+"""The text of Gemma 3 (arXiv 2503.19786): norms before and after attention and MLP, and five layers
+with a window, whose positions rotate by frequencies of their own, to one without."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxrl.errors import UserError
+from jaxrl.models.family import BlockKind, Family
+from jaxrl.models.fields import number, size
+from jaxrl.models.kinds import SLIDING, read_ropes, read_windows, written_ropes, written_windows
+
+LOCAL = "rope_local_base_freq"
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 262_208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131_072,
+    "rope_theta": 1e6,
+    LOCAL: 1e4,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+    "pad_token_id": 0,
+}
+"""What a `config.json` of Gemma 3 leaves out where it is this."""
+PERIOD = 6
+"""Of so many layers the last one has no window, where there are no `layer_types`."""
+
+
+def prepare(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if raw.get(key) is not None:
+            raise UserError(f"{key}={raw[key]!r} is not supported; supported: null")
+    if raw.get("use_bidirectional_attention"):
+        raise UserError("use_bidirectional_attention=true is not supported; causal only")
+    return DEFAULTS | read_ropes(raw, LOCAL)
+
+
+def read(raw: Mapping[str, Any]) -> dict[str, Any]:
+    period = size(raw, "sliding_window_pattern", PERIOD)
+    window, local = size(raw, "sliding_window"), number(raw, LOCAL)
+    kinds = read_windows(raw, window, lambda i: (i + 1) % period != 0, local)
+    return {"kinds": kinds, "score_dim": size(raw, "query_pre_attn_scalar")}
+
+
+def write(config: Any) -> dict[str, Any]:
+    written = written_windows(config.kinds, config.n_layers) | written_ropes(config)
+    return written | {
+        LOCAL: written["rope_parameters"][SLIDING]["rope_theta"],
+        "hidden_activation": config.block.activation,
+        "query_pre_attn_scalar": config.score_dim,
+        "attention_bias": False,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+    }
+
+
+GEMMA3 = Family(
+    "Gemma3ForCausalLM",
+    BlockKind(
+        qk_norm="head",
+        norms="around",
+        norm_in_float32=True,
+        norm_around_one=True,
+        activation="gelu_pytorch_tanh",
+    ),
+    scaled_embedding=True,
+    tensors={
+        "attn_post_norm/scale": "post_attention_layernorm.weight",
+        "mlp_norm/scale": "pre_feedforward_layernorm.weight",
+        "mlp_post_norm/scale": "post_feedforward_layernorm.weight",
+    },
+    gguf="gemma3",
+    whole="gemma3",
+    prepare=prepare,
+    read=read,
+    write=write,
+)

@@ -1,0 +1,49 @@
+"""OLMo 2, which norms the output of attention and of the MLP, and all heads of q and k at once
+(arXiv 2501.00656); and OLMo 3, of whose layers three have a window to one that has none (arXiv
+2512.13961)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from jaxrl.models.family import BlockKind, Family
+from jaxrl.models.fields import number, size
+from jaxrl.models.kinds import read_ropes, read_windows, written_ropes, written_windows
+
+DEFAULTS: dict[str, Any] = {"rope_theta": 5e5, "sliding_window": 4096}
+"""What a `config.json` of OLMo 3 leaves out where it is this."""
+LOCAL = "rope_theta of sliding_attention"
+PERIOD = 4
+"""Of so many layers the last one has no window, where there are no `layer_types`."""
+
+
+def prepare(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    return DEFAULTS | read_ropes(raw, LOCAL)
+
+
+def read(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Layers with a window do not scale their positions."""
+    local = number(raw, LOCAL, number(raw, "rope_theta"))
+    window = size(raw, "sliding_window")
+    return {"kinds": read_windows(raw, window, lambda i: (i + 1) % PERIOD != 0, local)}
+
+
+def write(config: Any) -> dict[str, Any]:
+    return written_windows(config.kinds, config.n_layers) | written_ropes(config)
+
+
+OLMO2 = Family(
+    "Olmo2ForCausalLM",
+    BlockKind(qk_norm="width", norms="after", norm_in_float32=True),
+    rms_norm_eps=1e-5,
+    tensors={
+        "attn_norm/scale": "post_attention_layernorm.weight",
+        "mlp_norm/scale": "post_feedforward_layernorm.weight",
+    },
+    gguf="olmo2",
+)
+OLMO3 = replace(
+    OLMO2, architecture="Olmo3ForCausalLM", gguf="olmo3", prepare=prepare, read=read, write=write
+)

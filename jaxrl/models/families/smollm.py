@@ -1,0 +1,46 @@
+"""SmolLM3: Llama's blocks, of which every fourth does not rotate queries and keys (NoPE, arXiv
+2305.19466), and Hugging Face's own checkpoints no layer at a window."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from jaxrl.errors import UserError
+from jaxrl.models.family import Family
+from jaxrl.models.fields import given, size
+from jaxrl.models.kinds import read_windows, written_windows
+
+EVERY = 4
+"""Of so many layers the last one does not rotate, where a `config.json` does not say it."""
+
+
+def read(raw: Mapping[str, Any]) -> dict[str, Any]:
+    n, every = size(raw, "num_hidden_layers"), size(raw, "no_rope_layer_interval", EVERY)
+    rotates = given(raw.get("no_rope_layers"), [int((i + 1) % every != 0) for i in range(n)])
+    if not isinstance(rotates, list) or len(rotates) < n or set(rotates) - {0, 1}:
+        raise UserError(
+            f"no_rope_layers={rotates!r} must be a list of num_hidden_layers={n} numbers, 1 of"
+            " layers that rotate and 0 of the others"
+        )
+    window = size(raw, "sliding_window", 0) if raw.get("use_sliding_window") else None
+    kinds = read_windows(raw, window, lambda i: not rotates[i])
+    pairs = zip(kinds, rotates[:n], strict=True)
+    return {"kinds": tuple(replace(kind, rotates=bool(turned)) for kind, turned in pairs)}
+
+
+def write(config: Any) -> dict[str, Any]:
+    written = written_windows(config.kinds, config.n_layers)
+    each = config.n_layers // len(config.kinds)
+    return written | {
+        "no_rope_layers": [int(kind.rotates) for kind in config.kinds] * each,
+        "use_sliding_window": written["sliding_window"] is not None,
+        "attention_bias": False,
+        "mlp_bias": False,
+    }
+
+
+SMOLLM3 = Family(
+    "SmolLM3ForCausalLM", gguf="smollm3", gguf_interleaved=True, read=read, write=write
+)

@@ -1,0 +1,97 @@
+"""What one family of decoders is: an entry of the table in `families/`.
+
+A family says which blocks it has, how its tensors are called in Hugging Face's files and in GGUF
+files, and what its `config.json` has beyond the fields that all families share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Norms = Literal["before", "after", "around"]
+Activation = Literal["silu", "gelu_pytorch_tanh"]
+"""Of the MLP, by the name that a `config.json` has for it."""
+LAYER: dict[str, str] = {
+    "attn_norm/scale": "input_layernorm.weight",
+    "attn/q/kernel": "self_attn.q_proj.weight",
+    "attn/k/kernel": "self_attn.k_proj.weight",
+    "attn/v/kernel": "self_attn.v_proj.weight",
+    "attn/o/kernel": "self_attn.o_proj.weight",
+    "attn/q/bias": "self_attn.q_proj.bias",
+    "attn/k/bias": "self_attn.k_proj.bias",
+    "attn/v/bias": "self_attn.v_proj.bias",
+    "attn/q_norm/scale": "self_attn.q_norm.weight",
+    "attn/k_norm/scale": "self_attn.k_norm.weight",
+    "mlp_norm/scale": "post_attention_layernorm.weight",
+    "mlp/gate/kernel": "mlp.gate_proj.weight",
+    "mlp/up/kernel": "mlp.up_proj.weight",
+    "mlp/down/kernel": "mlp.down_proj.weight",
+}
+"""Parameter path within a block -> tensor name within `model.layers.N.`, of Llama and of every
+family that does not say otherwise; kernels are stored transposed."""
+
+
+@dataclass(frozen=True)
+class BlockKind:
+    """What the blocks of a family are made of, whatever their sizes."""
+
+    attention_bias: bool = False
+    """Whether q, k and v have a bias."""
+    qk_norm: Literal["head", "width"] | None = None
+    """Whether q and k pass an RMSNorm: over each head, or over all heads at once."""
+    norms: Norms = "before"
+    """Whether attention and MLP get their input normed, or their output is before it is added, or
+    both."""
+    norm_in_float32: bool = False
+    """Whether a norm multiplies by its scale before it rounds to the compute dtype, or after."""
+    norm_around_one: bool = False
+    """Whether a norm multiplies by 1 + its scale."""
+    activation: Activation = "silu"
+
+
+@dataclass(frozen=True)
+class Family:
+    """What distinguishes a family from the others that share the decoder."""
+
+    architecture: str
+    """Class name in `config.json` and in the exported folder."""
+    block: BlockKind = BlockKind()
+    head_dim: int | None = None
+    """Where `config.json` does not say it; None is hidden_size / num_attention_heads."""
+    rms_norm_eps: float = 1e-6
+    """Where `config.json` does not say it."""
+    partial_rotary: bool = False
+    """Whether `partial_rotary_factor` is heeded: only the first dims of each head are rotated."""
+    scaled_embedding: bool = False
+    """Whether rows of the embedding are multiplied by sqrt(D), rounded to the compute dtype."""
+    tensors: Mapping[str, str] = field(default_factory=dict)
+    """Entries of `LAYER` that are others here. Parameters that have one tensor in common are rows
+    of it, in this order."""
+    gguf: str | None = None
+    """`general.architecture` of its GGUF files; None where there are none that are read."""
+    gguf_interleaved: bool = False
+    """Whether these files interleave the two halves of each head of q and k that rotate
+    together."""
+    whole: str | None = None
+    """`model_type` of models of images and text too, whose `text_config` is one of this family."""
+    prepare: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda raw: raw
+    """A `config.json` with the fields that all families share as all others have them."""
+    read: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda _: {}
+    """Fields of `DecoderConfig` beyond those that all share, of a `config.json`. Raises UserError
+    for settings that would give silently wrong numbers."""
+    write: Callable[[Any], dict[str, Any]] = lambda _: {}
+    """What `read` and transformers need beyond the fields that all share, of a `DecoderConfig`
+    (whose module imports this one)."""
+
+    @property
+    def fused(self) -> tuple[str, ...]:
+        """Parameters within a block that share their tensor with others."""
+        names = list(self.layer.values())
+        return tuple(path for path, name in self.layer.items() if names.count(name) > 1)
+
+    @property
+    def layer(self) -> dict[str, str]:
+        """Parameter path within a block -> tensor name within `model.layers.N.`."""
+        return LAYER | dict(self.tensors)

@@ -1,0 +1,135 @@
+"""What differs from layer to layer: how far a token attends, and how positions rotate.
+
+The layers of a scan share one program, in which the number of a layer chooses: by a `lax.switch`
+around attention, whose masks and kernels are compiled for their window, and by a selection of the
+angles. Parameters stay as they are stacked. (A scan over periods of layers, with a period's blocks
+one after the other in its body, took 2 to 5 times the time to compile and up to 5 times the memory:
+it copies the stacked parameters where the layers end within a period.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl.errors import UserError
+from jaxrl.models.fields import given, size
+
+T = TypeVar("T")
+Layer = int | jax.Array | None
+"""A layer's number: of a scan an array [] int32, or None where all layers are alike."""
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """How a layer attends."""
+
+    window: int | None = None
+    """A token attends to itself and the window - 1 before it; None: to all before it."""
+    rope_theta: float | None = None
+    """Base frequency of its rotary positions, which are not scaled; None: those of the model."""
+    rotates: bool = True
+    """Whether queries and keys are rotated by their positions at all."""
+
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+def read_windows(
+    raw: Mapping[str, Any],
+    window: int | None,
+    slides: Callable[[int], bool] = bool,
+    rope_theta: float | None = None,
+) -> tuple[LayerKind, ...]:
+    """Kinds of the layers of a `config.json` of which some attend to a window.
+
+    Args:
+        window: of those layers; None: there are none.
+        slides: whether layer i is one of them, where there are no `layer_types`.
+        rope_theta: of those layers, where they have their own.
+    """
+    n = size(raw, "num_hidden_layers")
+    types = raw.get("layer_types")
+    if types is None:
+        types = [SLIDING if window is not None and slides(i) else FULL for i in range(n)]
+    known = (FULL,) if window is None else (FULL, SLIDING)
+    if not isinstance(types, list) or len(types) != n or any(kind not in known for kind in types):
+        raise UserError(
+            f"layer_types={types!r} is not supported with sliding_window={window}: a list of"
+            f" num_hidden_layers={n} is needed, each of {', '.join(known)}"
+        )
+    sliding = LayerKind(window, rope_theta)
+    return tuple(sliding if kind == SLIDING else LayerKind() for kind in types)
+
+
+def written_windows(kinds: Sequence[LayerKind], n_layers: int) -> dict[str, Any]:
+    """`sliding_window` and `layer_types` of a `config.json`."""
+    windows = [kind.window for kind in kinds] * (n_layers // len(kinds))
+    return {
+        "sliding_window": next((window for window in windows if window is not None), None),
+        "layer_types": [FULL if window is None else SLIDING for window in windows],
+    }
+
+
+def read_ropes(raw: Mapping[str, Any], local: str) -> dict[str, Any]:
+    """A `config.json` whose `rope_parameters` may be those of each kind of layers: those of layers
+    without a window are where all families have theirs, and the base frequency of the others is at
+    the key `local`."""
+    params = raw.get("rope_parameters")
+    if not isinstance(params, dict) or not {FULL, SLIDING} & params.keys():
+        return dict(raw)
+    full, sliding = (given(params.get(kind), {}) for kind in (FULL, SLIDING))
+    if not isinstance(full, dict) or not isinstance(sliding, dict):
+        raise UserError(f"rope_parameters={params!r} must have an object of each kind of layers")
+    if given(sliding.get("rope_type"), "default") != "default":
+        raise UserError(
+            f"rope_type={sliding['rope_type']!r} of {SLIDING} is not supported; supported: default"
+        )
+    thetas = {"rope_theta": full.get("rope_theta"), local: sliding.get("rope_theta")}
+    known = {key: theta for key, theta in thetas.items() if theta is not None}
+    return {**raw, "rope_parameters": full, **known}
+
+
+def written_ropes(config: Any) -> dict[str, Any]:
+    """`rope_parameters` of each kind of layers of a `DecoderConfig` (whose module imports this)."""
+    scaling = {} if config.rope_scaling is None else config.rope_scaling.written()
+    local = next((x.rope_theta for x in config.kinds if x.rope_theta), config.rope_theta)
+    default = {"rope_type": "default"}
+    full = default | scaling | {"rope_theta": config.rope_theta}
+    return {"rope_parameters": {FULL: full, SLIDING: default | {"rope_theta": local}}}
+
+
+class ByLayer(Generic[T]):
+    """What layers have, made once for all that have the same."""
+
+    def __init__(self, keys: Sequence[Hashable], make: Callable[..., T]):
+        """Of layer i it is `make(keys[i])`; one key is that of all layers."""
+        distinct = tuple(dict.fromkeys(keys))
+        self.values = tuple(make(key) for key in distinct)
+        self._which = tuple(distinct.index(key) for key in keys)
+
+    def choose(self, layer: Layer, among: Callable[[jax.Array, tuple[T, ...]], T]) -> T:
+        """Of one layer; of a scan's, `among` chooses by an index [] int32."""
+        if len(self.values) == 1:
+            return self.values[0]
+        assert layer is not None
+        if isinstance(layer, int):
+            return self.values[self._which[layer]]
+        return among(jnp.array(self._which, jnp.int32)[layer], self.values)
+
+
+def switched(
+    index: jax.Array, functions: tuple[Callable[..., jax.Array], ...]
+) -> Callable[..., jax.Array]:
+    """The function of that index."""
+    return lambda *given: jax.lax.switch(index, functions, *given)
+
+
+def selected(index: jax.Array, trees: tuple[T, ...]) -> T:
+    """The tree of that index, of trees with arrays of the same shapes."""
+    found: T = jax.tree.map(lambda *xs: jax.lax.select_n(index, *xs), *trees)
+    return found
