@@ -67,7 +67,8 @@ class Program:
     plan has no figure of its own for it."""
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     beside: int = 0
-    """Bytes that the role holds on a device meanwhile, apart from the arguments."""
+    """Bytes that the role holds on a device meanwhile, apart from the arguments; without those of
+    the arguments that the plan counts as the actor's."""
     calls: int = 1
     """Calls in a training step; 0 if only evaluations call it."""
 
@@ -141,8 +142,9 @@ class RunPrograms:
 
     def __iter__(self) -> Iterator[Program]:
         for role in self.meshes:
-            if role in MAKERS:
-                yield from MAKERS[role](self)
+            for program in MAKERS[role](self) if role in MAKERS else ():
+                shared = self.setting.counted_as_the_actors(role)
+                yield replace(program, beside=program.beside - shared)
 
     def rows(self, role: str) -> NamedSharding:
         """Sharding of the rows of a batch over the axes `data` and `fsdp` of a role's mesh."""
@@ -323,11 +325,16 @@ def rollout(run: RunPrograms) -> Iterator[Program]:
     c = run.config
     dtype, layout = c.rollout.compute_dtype, c.rollout.layout
     model = run.setting.sampled
-    yield from _sampling(run, "rollout", model, dtype, layout, sampled_share(c))
+    base = run.setting.base_bytes("rollout") if c.rollout.merge else 0  # nothing else reads it
+    for program in _sampling(run, "rollout", model, dtype, layout, sampled_share(c)):
+        yield replace(program, beside=program.beside + base)
     if c.rollout.merge:
-        given = frozen_and_trained(run.params("rollout", run.student, dtype, layout))
+        under, _ = frozen_and_trained(run.params("rollout", run.student, dtype, "stacked"))
+        _, adapters = frozen_and_trained(run.params("rollout", run.student, dtype, layout))
         jitted = merge_program(run.student, run.meshes["rollout"], layout)
-        yield Program("rollout", "merge", jitted, given, ("weight sync",))
+        shared = local_bytes(under) - base
+        given = (under, adapters)
+        yield Program("rollout", "merge", jitted, given, ("weight sync",), beside=-shared)
     if c.distill.signal == "student_topk" and run.setting.signal is not None:
         projection = Projection.of(c, run.meshes["rollout"], run.setting.vocab)
         jitted = jax.jit(lambda params, s: policy_topk(projection, model, params, s))

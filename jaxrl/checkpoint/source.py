@@ -79,7 +79,7 @@ class ModelSource:
             raise UserError(
                 f"student.lora: model {self.name!r} has {', '.join(fused)} in tensors of several"
                 f" projections ({config.family}), for which no adapters are trained: set"
-                " student.lora=null"
+                " student.lora.rank=null"
             )
         if self.adapter is None:
             return replace(self, config=config)
@@ -88,8 +88,8 @@ class ModelSource:
             raise UserError(
                 f"model {self.name!r} has adapters of rank {own.rank}, alpha {own.alpha:g} at"
                 f" {', '.join(own.targets)}, and student.lora asks for rank {lora.rank}, alpha"
-                f" {lora.alpha:g} at {', '.join(lora.targets)}: set the same, or student.lora=null"
-                " to train all weights of the merged model"
+                f" {lora.alpha:g} at {', '.join(lora.targets)}: set the same, or"
+                " student.lora.rank=null to train all weights of the merged model"
             )
         return replace(self, config=config, tensors=self.adapter.tensors)
 
@@ -160,7 +160,7 @@ def resolve_model(path: str | os.PathLike[str]) -> ModelSource:
 def lora_of(config: Config) -> Lora | None:
     """`student.lora`."""
     given = config.student.lora
-    if given is None:
+    if given.rank is None:
         return None
     alpha = 2.0 * given.rank if given.alpha is None else given.alpha
     return Lora(given.rank, alpha, given.targets, given.init)

@@ -86,6 +86,9 @@ THEIRS: dict[str, str] = {
         "model_name_or_path model_revision pretrain actor_rollout_ref.model.path model.path "
         "model_id"
     ),
+    "student.lora.rank": "lora_rank lora_r use_peft peft_config",
+    "student.lora.alpha": "lora_alpha",
+    "student.lora.targets": "lora_target_modules target_modules",
     "teacher.model": "teacher_model_name_or_path teacher_model",
     "data.train": "train_files dataset_name dataset_config train_dataset prompt_data",
     "data.eval": "val_files eval_dataset",

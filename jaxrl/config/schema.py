@@ -106,8 +106,8 @@ class LoraConfig(Section):
     weights: x W becomes x W + (alpha / rank) (x A) B, where A [in, rank] is random at the start and
     B [rank, out] zero."""
 
-    rank: Positive = 32
-    """Rank of all adapters."""
+    rank: Positive | None = None
+    """Rank of all adapters; 8 to 64 are usual. null: no adapters, all weights are trained."""
     alpha: PositiveNumber | None = None
     """Scale of what an adapter adds, times the rank. null: twice the rank."""
     targets: Projections = ALL_LINEAR
@@ -117,6 +117,14 @@ class LoraConfig(Section):
     """A at the start. default: uniform in +-1 / sqrt(in). gaussian: normal with the standard
     deviation 1 / rank."""
 
+    def _rules(self) -> Iterator[Rule]:
+        yield (
+            self.rank is None and self.alpha is not None,
+            f"alpha={self.alpha:g} scales adapters, and rank=null has none: set rank, or alpha=null"
+            if self.alpha
+            else "",
+        )
+
 
 class StudentConfig(Section):
     """The model that learns."""
@@ -125,17 +133,17 @@ class StudentConfig(Section):
     """Weights to start from: a Hugging Face folder, a folder of adapters (PEFT), a GGUF file, a run
     directory, `package:NAME`, `builtin:student`, or the id of a model on the hub, as in
     `Qwen/Qwen3-1.7B` or `Qwen/Qwen3-1.7B@REVISION`."""
-    lora: LoraConfig | None = None
-    """Train adapters and leave the weights as they are. null: train all weights."""
+    lora: LoraConfig = Field(default_factory=LoraConfig)
+    """Adapters."""
     base_dtype: DType | None = None
-    """With `student.lora`: dtype in which the actor holds the weights under the adapters. null:
-    `actor.dtype`."""
+    """With `student.lora.rank`: dtype in which the actor holds the weights under the adapters.
+    null: `actor.dtype`."""
 
     def _rules(self) -> Iterator[Rule]:
         yield (
-            self.lora is None and self.base_dtype is not None,
+            self.lora.rank is None and self.base_dtype is not None,
             f"base_dtype={self.base_dtype} is for the weights under adapters: set it to null, or"
-            " set lora (the dtype of trained weights is actor.param_dtype)",
+            " set lora.rank (the dtype of trained weights is actor.param_dtype)",
         )
 
 
@@ -426,9 +434,9 @@ class RolloutConfig(RoleConfig):
     launch_tokens: Positive = 32
     """Decode steps per device launch; free slots are refilled between launches."""
     merge: Flag = False
-    """With `student.lora`: sample with a copy of the weights to which the adapters are added, made
-    at each weight sync. It decodes as fast as without adapters, takes the memory of the copy, and
-    rounds the sum to `rollout.dtype`. false: the adapters are applied beside the weights."""
+    """With `student.lora.rank`: sample with a copy of the weights to which the adapters are added,
+    made at each weight sync. It decodes as fast as without adapters, takes the memory of the copy,
+    and rounds the sum to `rollout.dtype`. false: the adapters are applied beside the weights."""
 
 
 def _named_sets(value: object) -> object:
@@ -1212,6 +1220,11 @@ class Config(Section, metaclass=_Parsed):
         return self.student.model if own else self.teacher.model
 
     @property
+    def trains_adapters(self) -> bool:
+        """Whether adapters are trained in place of all weights."""
+        return self.student.lora.rank is not None
+
+    @property
     def base_dtype(self) -> DType:
         """Of the actor's weights under adapters."""
         return self.student.base_dtype or self.actor.compute_dtype
@@ -1342,8 +1355,8 @@ class Config(Section, metaclass=_Parsed):
                     " an algorithm that does, such as gspo",
                 )
         yield (
-            self.rollout.merge and self.student.lora is None,
-            "rollout.merge=true adds adapters to the weights, and student.lora=null trains none:"
+            self.rollout.merge and not self.trains_adapters,
+            "rollout.merge=true adds adapters to the weights, and student.lora.rank=null has none:"
             " set rollout.merge=false",
         )
         yield (
@@ -1395,10 +1408,10 @@ class Config(Section, metaclass=_Parsed):
             " or teacher.model to the model whose scores the cache has",
         )
         yield (
-            self.teacher_follows and self.student.lora is not None,
+            self.teacher_follows and self.trains_adapters,
             "teacher.model=policy with teacher.ema below 1 follows all weights of the policy, and"
             " student.lora trains adapters: set teacher.ema=1 (the policy before training), or"
-            " student.lora=null",
+            " student.lora.rank=null",
         )
         yield from self._rules_with_teachers(alone)
         if self.teacher.tokenizer == "own":

@@ -44,6 +44,12 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "target_parameters": ([],),
     "trainable_token_indices": ([],),
     "alora_invocation_tokens": ([],),
+    "use_bdlora": (False,),
+    "use_qalora": (False,),
+    "arrow_config": (),
+    "kasa_config": (),
+    "monteclora_config": (),
+    "velora_config": (),
     "init_lora_weights": (True, False, "gaussian", "orthogonal"),
 }
 """Settings of PEFT -> the values with which an adapter is what `models.lora` computes; null is
@@ -96,7 +102,8 @@ def read_settings(folder: Path) -> tuple[Lora, str]:
             raise UserError(f"peft_type={raw.get('peft_type')!r} is not supported; supported: LORA")
         for key, plain in _PLAIN.items():
             if raw.get(key) not in (None, *plain):
-                raise UserError(f"{key}={raw[key]!r} is not supported; supported: {plain[0]!r}")
+                known = plain[0] if plain else None
+                raise UserError(f"{key}={raw[key]!r} is not supported; supported: {known!r}")
         rank, alpha, base = (raw.get(k) for k in ("r", "lora_alpha", "base_model_name_or_path"))
         if type(rank) is not int or rank < 1:
             raise UserError(f"r={rank!r} must be a whole number of at least 1")

@@ -36,7 +36,7 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.families import FAMILIES
 from jaxrl.models.kernels import Kernel
 from jaxrl.models.kinds import ByLayer, Layer, LayerKind, selected, switched
-from jaxrl.models.layers import Block, RMSNorm, Rope, layer_angles
+from jaxrl.models.layers import PROJECTED, Block, RMSNorm, Rope, layer_angles
 from jaxrl.models.packing import Packing
 from jaxrl.sharding.axes import ROWS, TOKENS, AxisName
 from jaxrl.types import Array
@@ -51,7 +51,8 @@ decode step reads them as a plain batched matmul, without a transposed copy. Of 
 one pair [L, B, KV, S, H]."""
 
 REMAT_POLICIES: dict[Remat, Any] = {
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    # By name: the two products of an adapter would be kept beside that of the kernel.
+    "dots": jax.checkpoint_policies.save_only_these_names(PROJECTED),
     "full": None,
 }
 

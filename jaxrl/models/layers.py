@@ -9,6 +9,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.models.attention import Attend
 from jaxrl.models.config import DecoderConfig
@@ -18,6 +19,8 @@ from jaxrl.models.kinds import LayerKind
 from jaxrl.models.lora import Lora
 from jaxrl.models.rope import LinearRope, Llama3Rope
 
+PROJECTED = "projected"
+"""What rematerialisation calls the outputs of `Linear`."""
 Rope = tuple[jax.Array, jax.Array]
 """cos and sin of the angles, each [B, T, 1, R / 2] float32, of R rotated dims."""
 
@@ -71,10 +74,10 @@ class Linear(nnx.Module):
             low = self.scale * (rows @ self.lora_a[...].astype(x.dtype))
             y = y + low @ self.lora_b[...].astype(x.dtype)
         y = y.reshape(*x.shape[:-1], -1)
-        if self.bias is None:
-            return y
-        bias = self.bias[...].astype(x.dtype)
-        return y + bias.reshape((1,) * (y.ndim - 1) + bias.shape)
+        if self.bias is not None:
+            bias = self.bias[...].astype(x.dtype)
+            y = y + bias.reshape((1,) * (y.ndim - 1) + bias.shape)
+        return checkpoint_name(y, PROJECTED)
 
 
 class Attention(nnx.Module):

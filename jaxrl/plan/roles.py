@@ -123,12 +123,29 @@ class Setting:
         shares with the actor is the actor's. 0 without adapters."""
         if self.student.lora is None:
             return 0
-        section = self.config.roles[role]
-        dtype = self.config.base_dtype if role == "actor" else section.compute_dtype
-        stacked = role != "rollout" or self.config.rollout.layout == "stacked"
+        dtype = self.config.base_dtype
+        if role != "actor":
+            if self._shares_base(role):
+                return 0
+            dtype = self.config.roles[role].compute_dtype
+        return weight_bytes(self.student.base, self.axes[role], dtype)
+
+    def _shares_base(self, role: str) -> bool:
+        """Whether the weights under adapters are arrays of the actor's."""
+        dtype, stacked = self.config.roles[role].compute_dtype, role != "rollout"
+        rollout = self.config.rollout
+        stacked = stacked or rollout.merge or rollout.layout == "stacked"
         same = dtype == self.config.base_dtype and stacked and not self.config.offload.params
-        shared = role != "actor" and same and self.inputs.same_mesh("actor", role, self.axes)
-        return 0 if shared else weight_bytes(self.student.base, self.axes[role], dtype)
+        return same and self.inputs.same_mesh("actor", role, self.axes)
+
+    def counted_as_the_actors(self, role: str) -> int:
+        """Bytes of the arrays of a role on one device that are among the actor's entries."""
+        shared = {"rollout": self.shared_bytes, "teacher": self.teacher_shared_bytes}.get(role, 0)
+        reads = ("reference",) if self.config.rollout.merge else ("reference", "rollout")
+        if self.student.lora is not None and role in reads:
+            base, dtype = self.student.base, self.config.base_dtype
+            shared += self._shares_base(role) * weight_bytes(base, self.axes[role], dtype)
+        return shared
 
     @property
     def teacher_shared_bytes(self) -> int:

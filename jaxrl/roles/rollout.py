@@ -16,7 +16,7 @@ from jaxrl.config.schema import Config
 from jaxrl.data.batch import make_rollout
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import Layout, Params, abstract_params
+from jaxrl.models.decoder import Layout, Params, abstract_params, unstack
 from jaxrl.models.kernels import target_of
 from jaxrl.models.lora import frozen_and_trained, join, merged
 from jaxrl.models.packing import room_of, row_devices
@@ -63,7 +63,8 @@ class Sampler:
             vocab_size: tokens shared with the teacher.
             layout: of the weights.
             params: weights on `mesh`; None where they come through `load`.
-            base: the weights under the adapters that come through `load`, on `mesh`.
+            base: the weights under the adapters that come through `load`, on `mesh`; stacked where
+                these are merged into a copy.
             teacher: it reads the teacher's prompts, and the teacher keeps its weights: `params` is
                 set where they change.
             max_new_tokens: longest completion in its tokens; None: that of the run.
@@ -246,10 +247,17 @@ class Sampler:
 
 
 def merge_program(model: DecoderConfig, mesh: Mesh, layout: Layout) -> Any:
-    """Jitted: (weights under adapters, adapters) -> weights that compute the same without."""
+    """Jitted: (stacked weights under adapters, adapters) -> weights that compute the same.
+
+    Args:
+        layout: of the adapters and of the result.
+    """
     assert model.lora is not None
     scale = model.lora.scale
-    return jax.jit(
-        lambda base, adapters: merged(join(base, adapters), scale),
-        out_shardings=param_shardings(model.base, mesh, layout),
-    )
+
+    def merge(base: Params, adapters: Params) -> Params:
+        base = base if layout == "stacked" else unstack(base)
+        whole: Params = merged(join(base, adapters), scale)
+        return whole
+
+    return jax.jit(merge, out_shardings=param_shardings(model.base, mesh, layout))

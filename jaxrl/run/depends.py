@@ -20,7 +20,7 @@ from jaxrl.teacher.protocol import Info
 def dependencies(job: Job) -> dict[str, str]:
     """Key and value of the config -> digest of what they name."""
     config = job.config
-    weights = config.needs_reference or config.student.lora is not None
+    weights = config.needs_reference or config.trains_adapters
     student = job.student.path if weights else job.student.tokenizer_path
     found = {"data.train": job.train.fingerprint}
     if student is not None:

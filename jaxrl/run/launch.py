@@ -325,7 +325,8 @@ def _teacher_layout(setup: Setup) -> Layout:
 
 def make_rollout_role(setup: Setup, meshes: Mapping[str, Mesh]) -> RolloutRole:
     mesh, rollout = meshes["rollout"], setup.config.rollout
-    base = _base(setup, mesh, rollout.compute_dtype, rollout.layout)
+    layout = "stacked" if rollout.merge else rollout.layout
+    base = _base(setup, mesh, rollout.compute_dtype, layout)
     return _sampler(setup, setup.student, mesh, rollout.layout, params=None, base=base)
 
 

@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from large_models import SMOLLM2
 from references.tiny import batch
 from tiny_models import loss_and_logits, make_mesh, tiny_model
 
 from jaxrl.models import decoder
+from jaxrl.models.config import DecoderConfig
 from jaxrl.models.lora import TARGETS, Lora, frozen_and_trained, join, merged
 from jaxrl.models.rules import param_shardings
 
@@ -128,6 +130,12 @@ def test_prefill_and_decode_equal_the_forward_pass():
         at = jnp.full(2, t)
         hidden, cache = decoder.decode(config, params, cache, tokens[:, t], at, used=t + 1)
         np.testing.assert_allclose(hidden, whole[:, t], atol=1e-5)
+
+
+def test_what_is_sent_of_a_model_is_a_small_part_of_it():
+    raw = SMOLLM2 | {"head_dim": 64}
+    config = replace(DecoderConfig.from_hf(raw), lora=Lora(8, 16.0))
+    assert config.n_params > 50 * config.n_trained > 100e6
 
 
 def test_an_update_computes_no_gradient_of_frozen_weights():

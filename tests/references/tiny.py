@@ -146,6 +146,9 @@ CASES = {
 }
 """By the name of their reference files in `decoders/`."""
 
+ADAPTED = {"tie_word_embeddings": False, "head_dim": 8}
+"""What the base model of `adapters/` adds to BASE."""
+
 
 def random_tensors(
     shapes: dict[str, tuple[int, ...]], seed: int, norm: float = 1.0

@@ -18,6 +18,7 @@ from jaxrl.errors import RunError
 from jaxrl.losses.divergence import jsd
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import forward, head, init_params, logits, unstack
+from jaxrl.models.lora import TARGETS, Lora, frozen_and_trained, join, merged
 from jaxrl.models.rules import param_shardings
 from jaxrl.roles.actor import Actor, Receiver
 from jaxrl.sharding.axes import Axes
@@ -83,6 +84,40 @@ def actor(cfg, m, tmp_path, teacher=None):
         receiver=param_shardings(MODEL, m, "unstacked"),
         run_dir=tmp_path,
         teacher=teacher,
+    )
+
+
+def adapters(lora, m, b=0.0):
+    """The model, its base weights and its adapters, whose B are `b`, on a mesh."""
+    model = replace(MODEL, lora=lora)
+    _, first = frozen_and_trained(init_params(model, jax.random.key(3)))
+    both = join(init_params(MODEL, jax.random.key(0)), _with_b(first, b))
+    return model, *frozen_and_trained(jax.device_put(both, param_shardings(model, m)))
+
+
+def _with_b(tree, b):
+    return {
+        name: _with_b(x, b) if isinstance(x, dict) else jnp.full_like(x, b) if "_b" in name else x
+        for name, x in tree.items()
+    }
+
+
+def adapted_actor(cfg, m, tmp_path, model, base, first):
+    teacher_head = 2.0 * jax.random.normal(jax.random.key(9), (48, 24))
+    method = method_of(cfg)
+    return Actor(
+        cfg,
+        model,
+        m,
+        load=lambda dtype: jax.tree.map(lambda x: jnp.array(x, dtype), first),
+        prepare=method.prepare(cfg),
+        loss=method.make_loss(cfg, model, m, 48),
+        finish=method.finish,
+        frozen={"teacher_head": jax.device_put(teacher_head)},
+        receiver=frozen_and_trained(param_shardings(model, m, "unstacked"))[1],
+        run_dir=tmp_path,
+        base=base,
+        base_name="base",
     )
 
 
@@ -368,3 +403,66 @@ def test_the_update_makes_no_array_of_the_global_batch(tmp_path):
     assert temporary[1] == pytest.approx(temporary[0], rel=0.03)
     widths = {int(n) for n in re.findall(r"f32\[(\d+),8,24\]", many.as_text())}
     assert widths - {1, 2} == {128 // 4}  # of a micro-batch's share 2 rows; the parameter
+
+
+def test_adapters_of_full_rank_take_the_step_of_full_fine_tuning(tmp_path, reference):
+    """With A the identity and a scale of 1, B's first step of SGD is that of the kernel."""
+    full, m = MODEL.d_model, mesh(1, 1, 1)
+    wide = tuple(name for name in TARGETS if name != "down_proj")  # all that read d_model numbers
+    model, base, first = adapters(Lora(full, float(full), wide), m)
+    first = jax.tree.map(
+        lambda x: (
+            jnp.broadcast_to(jnp.eye(full), x.shape) if x.shape[-1] == full == x.shape[-2] else x
+        ),
+        first,
+    )
+    for group, name in (path.split("/") for path in TARGETS.values()):
+        if "lora_b" in (pair := first["layers"][group].get(name, {})):
+            pair["lora_b"] = jnp.zeros_like(pair["lora_b"])
+    one = adapted_actor(config(), m, tmp_path, model, base, first)
+    one.update(*batch(), step=0)
+    ours = merged(join(base, one.state.params), 1.0)["layers"]
+    theirs, start = reference[0]["layers"], init_params(MODEL, jax.random.key(0))["layers"]
+    for group, name in (TARGETS[target].split("/") for target in wide):
+        moved = ours[group][name]["kernel"] - start[group][name]["kernel"]
+        wanted = theirs[group][name]["kernel"] - start[group][name]["kernel"]
+        np.testing.assert_allclose(moved, wanted, atol=2e-6)
+        assert np.abs(wanted).max() > 1e-4
+    assert (ours["mlp"]["down"]["kernel"] == start["mlp"]["down"]["kernel"]).all()
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 2), (2, 2, 1)])
+@pytest.mark.parametrize("micro", [None, 20], ids=["one", "cut"])
+def test_the_step_of_adapters_depends_on_no_mesh(shape, micro, tmp_path):
+    """Whole or cut into micro-batches; with clipping by the norm of all adapters; what is frozen
+    stays the same arrays."""
+    given = ["optimizer.b1=0.9", "optimizer.clip_norm=0.5"]
+    plain = config(*given)
+    cut = config(*given, *([] if micro is None else [f"actor.micro_batch_tokens={micro}"]))
+    found = []
+    for cfg, m in ((plain, mesh(1, 1, 1)), (cut, mesh(*shape))):
+        model, base, first = adapters(Lora(3, 6.0), m, b=0.02)
+        one = adapted_actor(cfg, m, tmp_path, model, base, first)
+        held = jax.tree.leaves(base)
+        one.update(*batch(), step=0)
+        report = one.update(*batch(), step=1).metrics
+        assert all(a is b for a, b in zip(jax.tree.leaves(one._base), held, strict=True))
+        found.append((jax.device_get(one.state.params), report))
+    (alone, one), (shared, many) = found
+    assert_close(alone, shared, 2e-5)
+    assert many["actor/grad_norm"] == pytest.approx(one["actor/grad_norm"], rel=1e-4)
+
+
+def test_adapters_alone_have_moments_and_are_sent(tmp_path):
+    m = mesh(2, 1, 1)
+    model, base, first = adapters(Lora(2, 4.0, ("q_proj", "up_proj")), m)
+    cfg = config("optimizer.name=adamw", "rollout.dtype=bfloat16")
+    one = adapted_actor(cfg, m, tmp_path, model, base, first)
+    count = sum(x.size for x in jax.tree.leaves(first))
+    assert count == model.n_trained
+    moments = [x for x in jax.tree.leaves(one.state.opt_state) if x.ndim > 1]
+    assert sum(x.size for x in moments) == 2 * count
+    sent = one.publish(0, "bfloat16")
+    assert sent.nbytes == 2 * count
+    names = {str(path[-1].key) for path, _ in jax.tree_util.tree_leaves_with_path(sent.params)}
+    assert names == {"lora_a", "lora_b"}

@@ -112,6 +112,7 @@ NAMED: dict[str, dict[str, Any]] = {
     "Qwen/Qwen2.5-32B-Instruct": QWEN | LARGE | HUGE,
     "Qwen/Qwen3-1.7B": qwen3(2048, 28, 16, 6144),
     "Qwen/Qwen3-4B": qwen3(2560, 36, 32, 9728),
+    "Qwen/Qwen3-8B": qwen3(4096, 36, 32, 12288) | {"tie_word_embeddings": False},
     "Skywork/Skywork-Reward-V2-Qwen3-0.6B": qwen3(1024, 28, 16, 3072) | REWARD,
     "Skywork/Skywork-Reward-V2-Qwen3-1.7B": qwen3(2048, 28, 16, 6144) | REWARD,
     "BAAI/bge-m3-unsupervised": BGE_M3,

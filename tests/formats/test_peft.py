@@ -1,0 +1,145 @@
+"""Folders of adapters: against peft (committed arrays), and what is refused of them."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from references.tiny import ADAPTED, BASE, batch, random_tensors
+from tiny_models import REFERENCES, Memory, loss_and_logits, make_mesh
+
+from jaxrl import load_model
+from jaxrl.checkpoint.source import resolve_model
+from jaxrl.errors import UserError
+from jaxrl.export import export
+from jaxrl.formats import peft, weights
+from jaxrl.formats.hf import write_folder
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.lora import Lora, join
+
+RAW = {"model_type": "llama", "rope_theta": 1e4, **BASE, **ADAPTED}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The base model, and the adapters that peft wrote for it."""
+    place = tmp_path_factory.mktemp("adapters")
+    config = DecoderConfig.from_hf(RAW)
+    tensors = Memory(random_tensors(weights.tensor_shapes(config), seed=50))
+
+    def read(name):
+        return tensors.values[name]
+
+    base = write_folder(place / "base", config, read, dtype="float32")
+    shutil.copytree(REFERENCES / "adapters", place / "adapters")
+    change(place / "adapters", base_model_name_or_path=str(base))
+    return base, place / "adapters"
+
+
+def change(folder, **settings):
+    file = folder / peft.CONFIG
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+
+
+def test_logits_are_those_of_peft(folders):
+    """Adapters beside the weights, merged into them, and merged by the reader of the folder."""
+    tokens, mask = batch(BASE["vocab_size"])
+    theirs = np.load(REFERENCES / "adapters" / "logits.npy")
+    plain, model = load_model(folders[0]), load_model(folders[1])
+    ours = np.asarray(model.logits(tokens, mask))
+    np.testing.assert_allclose(ours[mask], theirs[mask], rtol=0, atol=1e-4)
+    assert np.abs(np.asarray(plain.logits(tokens, mask)) - theirs)[mask].max() > 0.1
+    source = resolve_model(folders[1])
+    lora = source.adapter.lora
+    assert lora.targets == ("q_proj", "v_proj", "down_proj")
+    assert lora.scale == pytest.approx(6 / np.sqrt(2))  # of use_rslora
+    trained = source.with_lora(lora)
+    beside = join(trained.load(), trained.load_adapters(None, np.float32, 0))
+    _, found = loss_and_logits(trained.config, beside, tokens, mask)
+    np.testing.assert_allclose(found[mask], theirs[mask], rtol=0, atol=1e-4)
+
+
+def test_what_is_written_is_read_again(folders, tmp_path):
+    source = resolve_model(folders[1])
+    again = resolve_model(export(source, tmp_path / "again", adapters=True))
+    assert again.adapter.lora.targets == source.adapter.lora.targets
+    assert again.adapter.lora.scale == pytest.approx(source.adapter.lora.scale)
+    for name, pair in source.adapter.pairs().items():
+        for a, b in zip(pair, again.adapter.pairs()[name], strict=True):
+            assert (a == b).all()
+    tokens, mask = batch(BASE["vocab_size"])
+    whole = load_model(export(source, tmp_path / "whole", dtype="float32"))
+    same = load_model(folders[1])
+    np.testing.assert_allclose(whole.logits(tokens, mask), same.logits(tokens, mask), atol=1e-6)
+    with pytest.raises(UserError, match="has no adapters: leave out --format peft"):
+        export(resolve_model(folders[0]), tmp_path / "none", adapters=True)
+
+
+def test_devices_read_the_same_adapters(folders):
+    source = resolve_model(folders[1])
+    trained = source.with_lora(source.adapter.lora)
+    one = trained.load_adapters(None, np.float32, 0)
+    many = trained.load_adapters(make_mesh(1, 2, 2), np.float32, 0)
+    first = resolve_model(folders[0]).with_lora(Lora(4, 8.0))
+    for a, b in (
+        (one, many),
+        (
+            first.load_adapters(None, np.float32, 3),
+            first.load_adapters(make_mesh(2, 2, 1), np.float32, 3),
+        ),
+    ):
+        for group in a["layers"]:
+            for name, pair in a["layers"][group].items():
+                for key, value in pair.items():
+                    assert (np.asarray(value) == b["layers"][group][name][key]).all()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"peft_type": "IA3"}, "peft_type='IA3' is not supported; supported: LORA"),
+        ({"use_dora": True}, "use_dora=True is not supported; supported: False"),
+        ({"rank_pattern": {"q_proj": 4}}, "rank_pattern={'q_proj': 4} is not supported"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' is not supported"),
+        ({"kasa_config": {"x": 1}}, "kasa_config={'x': 1} is not supported; supported: None"),
+        ({"r": 0}, "r=0 must be a whole number of at least 1"),
+        ({"base_model_name_or_path": ""}, "base_model_name_or_path='' must name the model"),
+        ({"r": 3}, r"has shape \[2, 32\], the config asks for \[3, 32\]"),
+    ],
+)
+def test_other_adapters_are_refused_in_one_line(folders, tmp_path, settings, message):
+    shutil.copytree(folders[1], tmp_path / "other")
+    change(tmp_path / "other", **settings)
+    with pytest.raises(UserError, match=message):
+        resolve_model(tmp_path / "other")
+
+
+def test_tensors_that_nothing_reads_or_that_are_missing_are_named(folders, tmp_path):
+    place = tmp_path / "adapters"
+    shutil.copytree(folders[1], place)
+    tensors = safetensors.numpy.load_file(place / peft.WEIGHTS)
+    prefix = "base_model.model.model.layers"
+    more = tensors | {f"{prefix}.0.self_attn.qkv_proj.lora_A.weight": np.zeros((2, 32), "f")}
+    safetensors.numpy.save_file(more, place / peft.WEIGHTS)
+    with pytest.raises(UserError, match="1 tensors belong to no projection .*qkv_proj.lora_A"):
+        resolve_model(place)
+    del tensors[f"{prefix}.1.mlp.down_proj.lora_B.weight"]
+    safetensors.numpy.save_file(tensors, place / peft.WEIGHTS)
+    with pytest.raises(UserError, match=r"layers.1.mlp.down_proj.lora_B.weight .* is missing"):
+        resolve_model(place)
+    (place / peft.WEIGHTS).unlink()
+    with pytest.raises(UserError, match=r"adapter_model.safetensors is missing"):
+        resolve_model(place)
+
+
+def test_other_adapters_than_asked_for_are_refused(folders):
+    source = resolve_model(folders[1])
+    with pytest.raises(UserError, match=r"has adapters of rank 2.*asks for rank 4"):
+        source.with_lora(Lora(4, 8.0))
+    phi = {"model_type": "phi3", **BASE}
+    fused = DecoderConfig.from_hf(phi)
+    tensors = Memory(random_tensors(weights.tensor_shapes(fused), seed=1))
+    one = type(source)("phi", folders[0], fused, tensors, None)
+    with pytest.raises(UserError, match=r"attn/q/kernel.* in tensors of several projections"):
+        one.with_lora(Lora(4, 8.0))

@@ -1,0 +1,133 @@
+"""Whole runs that train adapters."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from runs import CONSTANT, GSPO, SHORT, losses, numbers, save_model
+
+from jaxrl import Config
+from jaxrl.checkpoint.source import resolve_model
+from jaxrl.errors import UserError
+from jaxrl.formats import peft
+from jaxrl.train import train
+
+LORA = ["student.lora.rank=4", "optimizer.learning_rate=0.02", *CONSTANT]
+ALONE = ["mesh=actor+rollout+teacher=1", "data.eval=null"]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    student = save_model(folder / "student", 32, 2, seed=0)
+    teacher = save_model(folder / "teacher", 48, 1, seed=1, rows=272)
+    return [f"student.model={student}", f"teacher.model={teacher}"]
+
+
+def run(models, run_dir, *overrides):
+    given = [*models, *SHORT, *LORA, *ALONE, f"run_dir={run_dir}", *overrides]
+    return train(Config.load("builtin:quickstart", given))
+
+
+def adapters(run_dir):
+    return (run_dir / "final" / peft.WEIGHTS).read_bytes()
+
+
+@pytest.fixture(scope="module")
+def whole(models, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    return run(models, folder / "whole", "steps=4", "checkpoint.every=2")
+
+
+def test_a_run_resumes_bit_for_bit_and_not_with_other_adapters(models, whole, tmp_path):
+    left = tmp_path / "left"
+    shutil.copytree(whole.run_dir, left)
+    shutil.rmtree(left / "final")
+    shutil.rmtree(left / "checkpoints" / "4")
+    given = [models, left, "steps=4", "checkpoint.every=2"]
+    with pytest.raises(UserError, match=r"student\.lora\.rank: 4 there, 8 now"):
+        run(*given, "student.lora.rank=8")
+    resumed = run(*given)
+    assert numbers(resumed) == numbers(whole)
+    assert adapters(resumed.run_dir) == adapters(whole.run_dir)
+    assert losses(whole)[-1] != losses(whole)[0]
+
+
+def test_what_was_trained_is_a_model_by_every_name(models, whole):
+    """The run, its last checkpoint and its final folder are the same model; the base is untouched,
+    and only adapters are stored and sent."""
+    run_dir, student = whole.run_dir, resolve_model(models[0].partition("=")[2])
+    final, saved = resolve_model(run_dir), resolve_model(run_dir / "checkpoints" / "4")
+    assert final.path == run_dir / "final" and final.base_name == str(student.path)
+    name = "model.layers.1.mlp.down_proj.weight"
+    every = tuple(slice(0, n) for n in student.tensors.shape(name))
+    ours = final.tensors.read(name, every)
+    assert (ours == saved.tensors.read(name, every)).all()
+    change = np.abs(ours - student.tensors.read(name, every)).max()
+    assert 1e-4 < change < 1
+    embedding = "model.embed_tokens.weight"
+    box = (slice(0, 9), slice(0, 9))
+    assert (final.tensors.read(embedding, box) == student.tensors.read(embedding, box)).all()
+    settings = json.loads((run_dir / "final" / peft.CONFIG).read_text())
+    assert settings["r"] == 4 and settings["lora_alpha"] == 8
+    folder = run_dir / "checkpoints" / "4"
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    assert size < student.config.n_params * 12 / 2
+
+
+def test_training_goes_on_from_adapters(models, whole, tmp_path):
+    """From the final folder of a run: its own adapters where they are trained further, merged where
+    all weights are."""
+    start = f"student.model={whole.run_dir / 'final'}"
+    further = run([start, models[1]], tmp_path / "further", "steps=1")
+    merged = run([start, models[1]], tmp_path / "merged", "steps=1", "student.lora.rank=null")
+    assert (merged.run_dir / "final" / "model.safetensors").is_file()
+    assert losses(further)[0] == pytest.approx(losses(merged)[0], rel=1e-4)
+    assert losses(further)[0] != pytest.approx(losses(whole)[0], rel=1e-2)
+    with pytest.raises(UserError, match="has adapters of rank 4.*asks for rank 2"):
+        run([start, models[1]], tmp_path / "other", "student.lora.rank=2")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        ["rollout.layout=stacked"],  # on the actor's base arrays
+        ["rollout.merge=true"],
+        ["offload.params=true", "offload.optimizer=true"],
+    ],
+    ids=["shared", "merged", "offloaded"],
+)
+def test_how_the_rollout_holds_the_weights_changes_nothing(models, whole, tmp_path, other):
+    found = run(models, tmp_path / "run", "steps=2", *other)
+    assert losses(found) == pytest.approx(losses(whole)[:2], rel=1e-5)
+    if "rollout.layout=stacked" in other:
+        assert found.metrics[1]["weights/sync_bytes"] == 0
+
+
+def test_the_reference_is_the_base_without_another_copy(models, tmp_path):
+    """GSPO with a penalty: the policy starts at the reference, and moves away from it."""
+    more = ["mesh=actor+rollout+reference=1", "policy.kl_coef=0.1", "rollout.layout=stacked"]
+    more.append("actor.minibatches=1")
+    found = run(models[:1], tmp_path / "run", *GSPO, *more, "steps=3")
+    kl = [row["policy/kl_k3"] for row in found.metrics[1:]]
+    assert abs(kl[0]) < 1e-6 < abs(kl[-1])
+    assert max(row["policy/mismatch_k3"] for row in found.metrics[1:]) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["student.lora.rank=0"], "student.lora.rank"),
+        (["student.lora.targets=[q_proj,query]"], "student.lora.targets"),
+        (["student.lora.rank=null", "rollout.merge=true"], "rollout.merge=true adds adapters"),
+        (["student.lora.rank=null", "student.base_dtype=bfloat16"], "base_dtype=bfloat16 is for"),
+        (["student.lora.rank=null", "student.lora.alpha=8"], "alpha=8 scales adapters"),
+        (["teacher.model=policy"], "student.lora trains adapters: set teacher.ema=1"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(models, tmp_path, given, message):
+    with pytest.raises(UserError, match=message):
+        run(models, tmp_path / "run", *given)
