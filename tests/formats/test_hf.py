@@ -25,7 +25,7 @@ from jaxrl.models import decoder
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.rules import param_shardings
 
-FAMILIES = ("llama3_rope", "smollm", "qwen2", "qwen3", "olmo2", "phi3")
+FAMILIES = ("llama3_rope", "smollm", "qwen2", "qwen3", "olmo2", "phi3", "phi3_longrope")
 
 
 def assert_same(a: Any, b: Any) -> None:
@@ -68,7 +68,7 @@ def test_what_would_give_wrong_numbers_is_refused() -> None:
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         ({"attention_bias": True}, "attention_bias"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "rope_type='yarn'"),
+        ({"rope_parameters": {"rope_type": "axial", "rope_theta": 1e6}}, "rope_type='axial'"),
         ({"num_key_value_heads": 3}, "n_heads=4 is not a multiple of n_kv_heads=3"),
     ]
     for change, message in changes:
