@@ -28,7 +28,15 @@ from jaxrl.errors import UserError
 from jaxrl.formats.weights import Index
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.families import FAMILIES
-from jaxrl.models.rope import LinearRope, Llama3Rope, RopeScaling
+from jaxrl.models.rope import (
+    LinearRope,
+    Llama3Rope,
+    LongRope,
+    RopeScaling,
+    YarnRope,
+    longrope_attention,
+    positions_of,
+)
 
 MOST_ELEMENTS = 1 << 22
 """Of an array in the metadata; the largest vocabularies have a sixteenth of it."""
@@ -140,6 +148,7 @@ class GgufFile:
             )
         theta = self._arch("rope.freq_base")
         theta = 10000.0 if theta is None else _shortest(theta)
+        scaling = self._rope_scaling(theta, head_dim)
         return DecoderConfig(
             family=family,
             vocab_size=int(self._tensor("token_embd.weight").shape[1]),
@@ -150,11 +159,11 @@ class GgufFile:
             head_dim=head_dim,
             d_ff=int(self._need("feed_forward_length")),
             rope_theta=theta,
-            rope_scaling=self._rope_scaling(theta, head_dim),
+            rope_scaling=scaling,
             rotary_dims=None if rotated == head_dim else rotated,
             rms_norm_eps=_shortest(self._need("attention.layer_norm_rms_epsilon")),
             tie_embeddings="output.weight" not in self._tensors,
-            max_positions=int(positions),
+            max_positions=positions_of(scaling, int(positions)),
             eos_ids=self._eos_ids(),
             bos_id=self.meta("tokenizer.ggml.bos_token_id"),
             pad_id=self.meta("tokenizer.ggml.padding_token_id"),
@@ -224,13 +233,45 @@ class GgufFile:
         kind = self._arch("rope.scaling.type")
         if "rope_freqs.weight" in self._tensors:
             return self._llama3_rope(theta, head_dim)
+        if "rope_factors_long.weight" in self._tensors:
+            return self._longrope()
         if kind in (None, "none"):
             return None
         if kind == "linear":
             return LinearRope(_shortest(self._need("rope.scaling.factor")))
+        if kind == "yarn":
+            return self._yarn()
         raise UserError(
-            f"{self.path}: rope scaling {kind!r} is not supported; supported: linear, llama3"
+            f"{self.path}: rope scaling {kind!r} is not supported; supported: linear, llama3, yarn,"
+            " longrope"
         )
+
+    def _longrope(self) -> LongRope:
+        """Factors of two tensors [R / 2]; what is missing follows from the lengths of contexts."""
+        short, long = (
+            tuple(_shortest(x) for x in self._tensor(f"rope_factors_{length}.weight").data)
+            for length in ("short", "long")
+        )
+        original = int(self._need("rope.scaling.original_context_length"))
+        factor = longrope_attention(self._need("context_length") / original, original)
+        stated = self._arch("rope.scaling.attn_factor")
+        if stated is not None and np.float32(factor) != np.float32(stated):
+            factor = _shortest(stated)
+        return LongRope(short, long, original, factor)
+
+    def _yarn(self) -> YarnRope:
+        fields = {
+            "factor": "factor",
+            "original_max_position_embeddings": "original_context_length",
+            "attention_factor": "attn_factor",
+            "beta_fast": "yarn_beta_fast",
+            "beta_slow": "yarn_beta_slow",
+        }
+        stored = {name: self._arch(f"rope.scaling.{key}") for name, key in fields.items()}
+        raw = {name: _plain(value) for name, value in stored.items() if value is not None}
+        positions = int(self._need("context_length"))
+        raw.setdefault("original_max_position_embeddings", positions)
+        return YarnRope.read({"factor": None, "max_position_embeddings": positions} | raw)
 
     def _llama3_rope(self, theta: float, head_dim: int) -> Llama3Rope:
         """The scaling whose divisors the file stores in `rope_freqs.weight` [H / 2]."""
@@ -284,6 +325,10 @@ def _dequantise_columns(
 def _shortest(value: float) -> float:
     """The shortest decimal that is the same float32: 1e-05, not 9.999999747378752e-06."""
     return float(str(np.float32(value)))
+
+
+def _plain(value: Any) -> int | float:
+    return _shortest(value) if isinstance(value, float) else int(value)
 
 
 @lru_cache(maxsize=4)

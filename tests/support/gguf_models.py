@@ -12,7 +12,7 @@ from tiny_models import tiny_config, tiny_tensors
 
 from jaxrl.formats.gguf import gguf_name
 from jaxrl.models.families import FAMILIES
-from jaxrl.models.rope import Llama3Rope
+from jaxrl.models.rope import LinearRope, Llama3Rope, LongRope, YarnRope
 
 TYPES = gguf.GGMLQuantizationType
 
@@ -65,8 +65,22 @@ def write_model(path: Path, name: str, kind: str = "F32", **changes: Any) -> Pat
         stored = kind if value.ndim == 2 and whole_blocks else "F32"
         raw = gguf.quants.quantize(np.ascontiguousarray(value), TYPES[stored])
         out.add(gguf_name(config.family, hf_name), raw, stored)
-    if isinstance(config.rope_scaling, Llama3Rope):
-        out.add("rope_freqs.weight", llama3_divisors(config.rope_scaling, config))
+    match config.rope_scaling:
+        case Llama3Rope() as rope:
+            out.add("rope_freqs.weight", llama3_divisors(rope, config))
+        case LinearRope() as rope:
+            w.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+            w.add_rope_scaling_factor(rope.factor)
+        case YarnRope() as rope:
+            w.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+            w.add_rope_scaling_factor(rope.factor)
+            w.add_rope_scaling_orig_ctx_len(rope.original_max_positions)
+            w.add_rope_scaling_attn_factors(rope.attention_factor)
+        case LongRope() as rope:
+            w.add_rope_scaling_orig_ctx_len(rope.original_max_positions)
+            w.add_rope_scaling_attn_factors(rope.attention_factor)
+            for length, factors in (("short", rope.short_factors), ("long", rope.long_factors)):
+                out.add(f"rope_factors_{length}.weight", np.array(factors, np.float32))
     return out.close()
 
 
