@@ -52,7 +52,11 @@ class ModelSource:
     def __reduce__(self) -> tuple[object, ...]:
         """Another process finds it by its name again: no open file travels."""
         assert not isinstance(self.tensors, weights.KeptLayers), "a cut model has no name"
-        return _resolve_shared, (self.name, self.scratch)
+        return _resolve_shared, (self.name, self.scratch, self.config.sequence_length)
+
+    def for_length(self, tokens: int) -> ModelSource:
+        """The same model for sequences of at most so many tokens (`DecoderConfig.for_length`)."""
+        return replace(self, config=self.config.for_length(tokens))
 
     def load(
         self, mesh: Mesh | None = None, dtype: DTypeLike = jnp.float32, layout: Layout = "stacked"
@@ -110,8 +114,10 @@ def resolve_model(path: str | os.PathLike[str]) -> ModelSource:
     return ModelSource(name, place, config, tensors, tokenizer)
 
 
-def _resolve_shared(name: str, scratch: Scratch | None) -> ModelSource:
-    return replace(resolve_model(name), scratch=scratch)
+def _resolve_shared(name: str, scratch: Scratch | None, length: int | None) -> ModelSource:
+    source = resolve_model(name)
+    config = replace(source.config, sequence_length=length)
+    return replace(source, config=config, scratch=scratch)
 
 
 def _checkpoint(name: str, place: Path) -> ModelSource:

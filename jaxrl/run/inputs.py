@@ -42,6 +42,14 @@ def pad_id(source: ModelSource, ends: tuple[int, ...]) -> int:
     return ends[0] if source.config.pad_id is None else source.config.pad_id
 
 
+def longest_sequence(config: Config, teacher: bool = False) -> int:
+    """Tokens of the longest sequence of a run and its evaluations; of those that the teacher reads,
+    where that is asked."""
+    new = config.teacher_new_tokens if teacher else config.max_new_tokens
+    prompt = config.teacher_prompt_tokens if teacher else config.max_prompt_tokens
+    return prompt + max(new, config.eval.max_new_tokens or 0)
+
+
 def check_positions(
     config: Config, new_tokens: int, source: ModelSource, model: str, teacher: bool = False
 ) -> None:
