@@ -251,7 +251,8 @@ class Pass:
         more = self.alone.times(SPREAD) if self.axes.size == 1 else 0
         if self.packed:
             mlp, attention = (self.alone.times(counts) for counts in PACKED)
-            more = self.blocks.times(QK_NORM) if self.config.block.qk_norm else 0
+            by_head = self.config.block.qk_norm == "head"  # one over all heads is fused
+            more = self.blocks.times(QK_NORM) if by_head else 0
         elif stacked:
             mlp, attention = (self.alone.times(counts) for counts in SCAN)
         else:

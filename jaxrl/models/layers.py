@@ -151,7 +151,8 @@ def rope_angles(config: DecoderConfig, positions: jax.Array) -> Rope:
 
 def rotate(x: jax.Array, rope: Rope) -> jax.Array:
     """Rotates the pairs (i, i + R/2) of each head of x [B, T, heads, H], as Hugging Face does, with
-    cos and sin [B, T, 1, R / 2]; dims from R on stay as they are."""
+    cos and sin [B, T, 1, R / 2] (Su et al. 2021, arXiv 2104.09864); dims from R on stay as they
+    are."""
     cos, sin = rope
     rotated = 2 * cos.shape[-1]
     a, b = jnp.split(x[..., :rotated].astype(jnp.float32), 2, -1)
