@@ -55,6 +55,7 @@ def _dynamic(
 
 
 def _yarn(rope: YarnRope, freq: jax.Array, config: DecoderConfig, _: Length) -> jax.Array:
+    """Peng et al. 2023, arXiv 2309.00071, section 3.2."""
     dims = config.n_rotated
 
     def dim_of(turns: float) -> float:
@@ -72,6 +73,7 @@ def _yarn(rope: YarnRope, freq: jax.Array, config: DecoderConfig, _: Length) -> 
 
 
 def _longrope(rope: LongRope, freq: jax.Array, _: DecoderConfig, length: Length) -> jax.Array:
+    """Ding et al. 2024, arXiv 2402.13753."""
     short, long = (jnp.array(f, jnp.float32) for f in (rope.short_factors, rope.long_factors))
     return freq / jnp.where(length > rope.original_max_positions, long, short)
 
