@@ -450,13 +450,14 @@ def test_the_kernel_of_a_decode_step_is_near_matrix_products(positions: int) -> 
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kinds", [(LayerKind(),), WINDOWS], ids=["alike", "windows"])
 def test_the_kernel_of_an_accelerator_is_near_matrix_products(
-    monkeypatch: pytest.MonkeyPatch,
+    kinds: tuple[LayerKind, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In bfloat16, where both round; what stands at padding is finite."""
     if jax.devices()[0].platform == "cpu":
         pytest.skip("no accelerator: unset JAX_PLATFORMS on a machine that has one")
-    config = DecoderConfig("qwen2", 64, 256, 2, 4, 2, 64, 128)
+    config = DecoderConfig("qwen2", 64, 256, 2, 4, 2, 64, 128, kinds=kinds)
     params = decoder.init_params(config, jax.random.key(0))
     prompts, real, completions, live = rows(config.vocab_size)
     halves = (prompts, completions), (real, live)
