@@ -58,7 +58,13 @@ class ModelSource:
     def __reduce__(self) -> tuple[object, ...]:
         """Another process finds it by its name again: no open file travels."""
         assert not isinstance(self.tensors, weights.KeptLayers), "a cut model has no name"
-        return _resolve_shared, (self.name, self.scratch, self.config.lora)
+        config = self.config
+        return _resolve_shared, (self.name, self.scratch, config.lora, config.sequence_length)
+
+
+    def for_length(self, tokens: int) -> ModelSource:
+        """The same model for sequences of at most so many tokens (`DecoderConfig.for_length`)."""
+        return replace(self, config=self.config.for_length(tokens))
 
     def load(
         self, mesh: Mesh | None = None, dtype: DTypeLike = jnp.float32, layout: Layout = "stacked"
@@ -172,8 +178,12 @@ def resolve_student(config: Config) -> ModelSource:
     return found if lora is None else found.with_lora(lora)
 
 
-def _resolve_shared(name: str, scratch: Scratch | None, lora: Lora | None) -> ModelSource:
-    found = replace(resolve_model(name), scratch=scratch)
+def _resolve_shared(
+    name: str, scratch: Scratch | None, lora: Lora | None, length: int | None
+) -> ModelSource:
+    found = resolve_model(name)
+    config = replace(found.config, sequence_length=length)
+    found = replace(found, config=config, scratch=scratch)
     return found if lora is None else found.with_lora(lora)
 
 

@@ -28,7 +28,16 @@ from jaxrl.errors import UserError
 from jaxrl.formats.weights import Index
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.families import FAMILIES
-from jaxrl.models.rope import LinearRope, Llama3Rope, RopeScaling
+from jaxrl.models.kinds import FULL, SLIDING
+from jaxrl.models.rope import (
+    LinearRope,
+    Llama3Rope,
+    LongRope,
+    RopeScaling,
+    YarnRope,
+    longrope_attention,
+    positions_of,
+)
 
 MOST_ELEMENTS = 1 << 22
 """Of an array in the metadata; the largest vocabularies have a sixteenth of it."""
@@ -68,9 +77,14 @@ def is_read(kind: GGMLQuantizationType) -> bool:
     return True
 
 
-def architectures() -> dict[str, str]:
-    """`general.architecture` -> the family of such files."""
-    return {family.gguf: name for name, family in FAMILIES.items() if family.gguf is not None}
+def architectures() -> dict[str, list[str]]:
+    """`general.architecture` -> the families of such files: one, or one that has no windows and one
+    that has."""
+    found: dict[str, list[str]] = {}
+    for name, family in FAMILIES.items():
+        if family.gguf is not None:
+            found.setdefault(family.gguf, []).append(name)
+    return found
 
 
 class GgufFile:
@@ -113,7 +127,7 @@ class GgufFile:
                 f"{self.path}: architecture {architecture!r} is not supported;"
                 f" supported: {', '.join(families)}"
             )
-        return families[architecture]
+        return families[architecture][-1 if self._arch("attention.sliding_window") else 0]
 
     @cached_property
     def config(self) -> DecoderConfig:
@@ -132,15 +146,11 @@ class GgufFile:
             raise UserError(
                 f"{self.path}: {rotated} of {head_dim} dims of a head are rotated; all or none"
             )
-        window, positions = self._arch("attention.sliding_window"), self._need("context_length")
-        if window and window < positions:
-            raise UserError(
-                f"{self.path}: a sliding window of {window} positions is not supported; full"
-                " attention only"
-            )
+        positions = self._need("context_length")
         theta = self._arch("rope.freq_base")
         theta = 10000.0 if theta is None else _shortest(theta)
-        return DecoderConfig(
+        scaling = self._rope_scaling(theta, head_dim)
+        config = DecoderConfig(
             family=family,
             vocab_size=int(self._tensor("token_embd.weight").shape[1]),
             d_model=d_model,
@@ -150,15 +160,43 @@ class GgufFile:
             head_dim=head_dim,
             d_ff=int(self._need("feed_forward_length")),
             rope_theta=theta,
-            rope_scaling=self._rope_scaling(theta, head_dim),
+            rope_scaling=scaling,
             rotary_dims=None if rotated == head_dim else rotated,
             rms_norm_eps=_shortest(self._need("attention.layer_norm_rms_epsilon")),
             tie_embeddings="output.weight" not in self._tensors,
-            max_positions=int(positions),
+            max_positions=positions_of(scaling, int(positions)),
             eos_ids=self._eos_ids(),
             bos_id=self.meta("tokenizer.ggml.bos_token_id"),
             pad_id=self.meta("tokenizer.ggml.padding_token_id"),
         )
+        return self._as_its_family(config)
+
+    def _as_its_family(self, config: DecoderConfig) -> DecoderConfig:
+        """With what the family reads of a `config.json`, as far as the metadata say it."""
+        entry, n = FAMILIES[config.family], config.n_layers
+        window, pattern = (self._arch(f"attention.sliding_window{key}") for key in ("", "_pattern"))
+        raw: dict[str, Any] = {
+            "num_hidden_layers": n,
+            "max_position_embeddings": config.max_positions,
+            "rope_theta": config.rope_theta,
+            "sliding_window": int(window) if window else None,
+        }
+        if isinstance(pattern, list):
+            raw["layer_types"] = [SLIDING if slides else FULL for slides in pattern[:n]]
+        elif pattern:
+            raw["sliding_window_pattern"] = int(pattern)
+        for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+            raw[key] = self._arch(key)
+        try:
+            fields = entry.read(entry.prepare(raw | entry.from_gguf(config)))
+        except UserError as error:
+            raise UserError(f"{self.path}: {error}") from None
+        if "kinds" not in fields and window and window < config.max_positions:
+            raise UserError(
+                f"{self.path}: a sliding window of {window} positions is not supported; full"
+                " attention only"
+            )
+        return replace(config, **fields)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         tensor = self._tensors.get(gguf_name(self.family, name))
@@ -184,7 +222,9 @@ class GgufFile:
         shape = tuple(int(n) for n in tensor.shape[::-1])
         rows = index[0] if len(shape) == 2 else slice(None)
         part = tensor.data[self._row_order(name, shape)[rows]] if len(shape) == 2 else tensor.data
-        return _dequantise_columns(part, tensor.tensor_type, index[-1].indices(shape[-1])[:2])
+        values = _dequantise_columns(part, tensor.tensor_type, index[-1].indices(shape[-1])[:2])
+        around_one = FAMILIES[self.family].block.norm_around_one
+        return values - 1 if around_one and name.endswith("norm.weight") else values
 
     def _row_order(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         """Row of the file for each row in Hugging Face's order.
@@ -224,13 +264,45 @@ class GgufFile:
         kind = self._arch("rope.scaling.type")
         if "rope_freqs.weight" in self._tensors:
             return self._llama3_rope(theta, head_dim)
+        if "rope_factors_long.weight" in self._tensors:
+            return self._longrope()
         if kind in (None, "none"):
             return None
         if kind == "linear":
             return LinearRope(_shortest(self._need("rope.scaling.factor")))
+        if kind == "yarn":
+            return self._yarn()
         raise UserError(
-            f"{self.path}: rope scaling {kind!r} is not supported; supported: linear, llama3"
+            f"{self.path}: rope scaling {kind!r} is not supported; supported: linear, llama3, yarn,"
+            " longrope"
         )
+
+    def _longrope(self) -> LongRope:
+        """Factors of two tensors [R / 2]; what is missing follows from the lengths of contexts."""
+        short, long = (
+            tuple(_shortest(x) for x in self._tensor(f"rope_factors_{length}.weight").data)
+            for length in ("short", "long")
+        )
+        original = int(self._need("rope.scaling.original_context_length"))
+        factor = longrope_attention(self._need("context_length") / original, original)
+        stated = self._arch("rope.scaling.attn_factor")
+        if stated is not None and np.float32(factor) != np.float32(stated):
+            factor = _shortest(stated)
+        return LongRope(short, long, original, factor)
+
+    def _yarn(self) -> YarnRope:
+        fields = {
+            "factor": "factor",
+            "original_max_position_embeddings": "original_context_length",
+            "attention_factor": "attn_factor",
+            "beta_fast": "yarn_beta_fast",
+            "beta_slow": "yarn_beta_slow",
+        }
+        stored = {name: self._arch(f"rope.scaling.{key}") for name, key in fields.items()}
+        raw = {name: _plain(value) for name, value in stored.items() if value is not None}
+        positions = int(self._need("context_length"))
+        raw.setdefault("original_max_position_embeddings", positions)
+        return YarnRope.read({"factor": None, "max_position_embeddings": positions} | raw)
 
     def _llama3_rope(self, theta: float, head_dim: int) -> Llama3Rope:
         """The scaling whose divisors the file stores in `rope_freqs.weight` [H / 2]."""
@@ -284,6 +356,10 @@ def _dequantise_columns(
 def _shortest(value: float) -> float:
     """The shortest decimal that is the same float32: 1e-05, not 9.999999747378752e-06."""
     return float(str(np.float32(value)))
+
+
+def _plain(value: Any) -> int | float:
+    return _shortest(value) if isinstance(value, float) else int(value)
 
 
 @lru_cache(maxsize=4)

@@ -76,6 +76,12 @@ STREAMS: dict[str, Blocks] = {"gpu": Blocks(x=2, f=2), "tpu": Blocks(x=4.5, f=2)
 are multiplied; a TPU has the next residual beside, and holds more of them for its kernels."""
 SUMMED = Blocks(x=0.5)
 """More on a GPU where `tensor` sums the results of the MLP; of streams twice as much."""
+WHOLE_ROWS = Blocks(x=2, q=2, kv=1)
+"""In layers with a window, of a GPU's kernel and prompts that are shared: queries, results, keys
+and values of whole sequences, each with its prompt. Read from compiled programs, as the next."""
+WHOLE_ROWS_BACKWARD = Blocks(x=8, q=5, kv=3)
+"""The same where they are differentiated, beside another kind of layers; 20% fewer where all have
+the window."""
 PREFETCHED = 4
 """Layers, not stacked, whose weights a GPU has gathered over `fsdp` at once."""
 PACKED = (Blocks(x=1.5, f=3), Blocks(x=1, q=2, kv=2, s=2))
@@ -121,10 +127,28 @@ class Pass:
     def pairs(self) -> int:
         """Of a token and one that it might attend to, whose scores exist at once."""
         if self.shared is None:
-            return self.rows * at_once(self.width) * self.width
+            return self.rows * self._scored(self.width, self.width)
         group, prompt = self.shared
-        of_prompts = -(-self.rows // group) * at_once(prompt) * prompt
-        return self.rows * at_once(self.width - prompt) * self.width + of_prompts
+        of_prompts = -(-self.rows // group) * self._scored(prompt, prompt)
+        return self.rows * self._scored(self.width - prompt, self.width) + of_prompts
+
+    def _scored(self, queries: int, keys: int) -> int:
+        """`pairs` of a row, in the layers that have most: a block of queries reads no keys that its
+        window does not reach."""
+        size, windows = at_once(queries), self.config.windows
+        if size == queries or None in windows:
+            return size * keys
+        return size * min(keys, size + max(window for window in windows if window) - 1)
+
+    def _whole_rows(self, counts: Blocks) -> int:
+        """Bytes of whole sequences in attention, where cuDNN's window needs them."""
+        needed = self.fused_attention and self.platform == "gpu" and self.shared is not None
+        if not needed or self.config.windows.keys() <= {None}:
+            return 0
+        c, heads = self.config, self.axes.heads
+        unit = self.rows * self.width * c.head_dim * self.itemsize
+        q, kv = (split(n, heads) * unit for n in (c.n_heads, 2 * c.n_kv_heads))
+        return Blocks(x=self.residual, q=q, kv=kv).times(counts)
 
     @property
     def residual(self) -> int:
@@ -149,7 +173,7 @@ class Pass:
         are gone before."""
         if self.shared is None:
             return self.blocks
-        completions = self.rows * at_once(self.width - self.shared[1]) * self.width
+        completions = self.rows * self._scored(self.width - self.shared[1], self.width)
         return self.blocks._replace(s=round(self.blocks.s * completions / self.pairs))
 
     @property
@@ -197,11 +221,13 @@ class Pass:
         normed = self.blocks.times(QK_NORM) if self.config.block.qk_norm else 0
         fused = self.fused_attention and self.platform == "gpu" and remat == "full"
         work = self._fullest(BACKWARD[remat]) - fused * self.blocks.times(FUSED)
+        work = max(work, self._whole_rows(WHOLE_ROWS_BACKWARD))
         return work + normed + spread + self.layer + self.mask
 
     def first(self, remat: Remat) -> int:
         """Bytes alive while one block runs that will be differentiated."""
-        return self._fullest(FORWARD[remat]) + self.layer + self.mask
+        work = max(self._fullest(FORWARD[remat]), self._whole_rows(WHOLE_ROWS))
+        return work + self.layer + self.mask
 
     def forward(self, stacked: bool) -> int:
         """Bytes alive while one block runs without a backward pass.
@@ -211,7 +237,7 @@ class Pass:
         """
         if self.fused_attention and self.platform in MLP:
             counts = STREAMS if self.packed else MLP
-            work = self.alone.times(counts[self.platform])
+            work = max(self.alone.times(counts[self.platform]), self._whole_rows(WHOLE_ROWS))
             if self.platform == "gpu":
                 work += self.blocks.times(SUMMED) * (1 + self.packed) * (self.axes.tensor > 1)
                 if self.axes.weights > 1:
@@ -225,7 +251,8 @@ class Pass:
         more = self.alone.times(SPREAD) if self.axes.size == 1 else 0
         if self.packed:
             mlp, attention = (self.alone.times(counts) for counts in PACKED)
-            more = self.blocks.times(QK_NORM) if self.config.block.qk_norm else 0
+            by_head = self.config.block.qk_norm == "head"  # one over all heads is fused
+            more = self.blocks.times(QK_NORM) if by_head else 0
         elif stacked:
             mlp, attention = (self.alone.times(counts) for counts in SCAN)
         else:

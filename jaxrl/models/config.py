@@ -12,7 +12,15 @@ from jaxrl.models.family import BlockKind
 from jaxrl.models.fields import given, number, size
 from jaxrl.models.kinds import LayerKind, read_windows
 from jaxrl.models.lora import Lora
-from jaxrl.models.rope import RopeScaling, read_rope
+from jaxrl.models.rope import (
+    DynamicRope,
+    LongRope,
+    RopeScaling,
+    YarnRope,
+    positions_of,
+    read_rope,
+    written_rope,
+)
 
 
 @dataclass(frozen=True)
@@ -34,6 +42,9 @@ class DecoderConfig:
     rms_norm_eps: float = 1e-6
     tie_embeddings: bool = False
     max_positions: int = 2048
+    sequence_length: int | None = None
+    """Tokens of the longest sequence that is computed, where the rotary positions depend on it
+    (`for_length`); None: of the longest one in each call."""
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
     pad_id: int | None = None
@@ -59,11 +70,44 @@ class DecoderConfig:
         for name, dims in (("head_dim", self.head_dim), ("rotary_dims", self.rotary_dims)):
             if dims is not None and dims % 2:
                 raise UserError(f"{name}={dims} is odd: dims are rotated in pairs")
+        if isinstance(self.rope_scaling, LongRope):
+            for factors in (self.rope_scaling.short_factors, self.rope_scaling.long_factors):
+                if len(factors) != self.n_rotated // 2:
+                    raise UserError(
+                        f"{len(factors)} factors of longrope for {self.n_rotated // 2} pairs of"
+                        " rotated dims (short_factor, long_factor)"
+                    )
 
     @property
     def block(self) -> BlockKind:
         """What the family's blocks are made of."""
         return FAMILIES[self.family].block
+
+    @property
+    def n_rotated(self) -> int:
+        """R: how many dims of each head are rotated."""
+        return given(self.rotary_dims, self.head_dim)
+
+    @property
+    def attention_factor(self) -> float:
+        """Of the cosines and sines of rotary positions."""
+        if isinstance(self.rope_scaling, YarnRope | LongRope):
+            return self.rope_scaling.attention_factor
+        return 1.0
+
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether the rotary positions of a token depend on how long the longest sequence is."""
+        return isinstance(self.rope_scaling, DynamicRope | LongRope)
+
+    def for_length(self, tokens: int) -> DecoderConfig:
+        """The model for sequences of at most so many tokens.
+
+        Sampling writes a token's keys before it is known how long the sequence becomes, and a batch
+        that trains has other sequences than the one that was sampled: all that is to be one policy
+        is computed for one length.
+        """
+        return replace(self, sequence_length=tokens) if self.depends_on_length else self
 
     @property
     def windows(self) -> dict[int | None, int]:
@@ -159,7 +203,7 @@ class DecoderConfig:
             rotary_dims=_rotary_dims(raw, head_dim),
             rms_norm_eps=number(raw, "rms_norm_eps", entry.rms_norm_eps),
             tie_embeddings=bool(given(raw.get("tie_word_embeddings"), False)),
-            max_positions=size(raw, "max_position_embeddings", 2048),
+            max_positions=positions_of(scaling, size(raw, "max_position_embeddings", 2048)),
             **special_ids(raw),
         )
         more = entry.read(raw)
@@ -169,12 +213,10 @@ class DecoderConfig:
 
     def to_hf(self, dtype: str) -> dict[str, Any]:
         """The `config.json` of this model; read by transformers 4 and 5."""
-        scaling = {"rope_type": "default"}
-        if self.rope_scaling is not None:
-            scaling = self.rope_scaling.written()
-        rotary = {}
+        rope = written_rope(self.rope_theta, self.rope_scaling, self.max_positions)
         if self.rotary_dims is not None:
-            rotary = {"partial_rotary_factor": self.rotary_dims / self.head_dim}
+            factor = {"partial_rotary_factor": self.rotary_dims / self.head_dim}
+            rope |= factor | {"rope_parameters": rope["rope_parameters"] | factor}
         eos: int | list[int] | None = list(self.eos_ids)
         if len(self.eos_ids) < 2:
             eos = self.eos_ids[0] if self.eos_ids else None
@@ -189,13 +231,9 @@ class DecoderConfig:
             "head_dim": self.head_dim,
             "intermediate_size": self.d_ff,
             "hidden_act": self.block.activation,
-            "rope_theta": self.rope_theta,
-            "rope_scaling": None if scaling["rope_type"] == "default" else scaling,
-            "rope_parameters": {**scaling, **rotary, "rope_theta": self.rope_theta},
-            **rotary,
+            **rope,
             "rms_norm_eps": self.rms_norm_eps,
             "tie_word_embeddings": self.tie_embeddings,
-            "max_position_embeddings": self.max_positions,
             "eos_token_id": eos,
             "bos_token_id": self.bos_id,
             "pad_token_id": self.pad_id,

@@ -71,6 +71,8 @@ class Family:
     of it, in this order."""
     gguf: str | None = None
     """`general.architecture` of its GGUF files; None where there are none that are read."""
+    from_gguf: Callable[[Any], dict[str, Any]] = lambda _: {}
+    """Fields of a `config.json` that its GGUF files leave out, of a `DecoderConfig`."""
     gguf_interleaved: bool = False
     """Whether these files interleave the two halves of each head of q and k that rotate
     together."""

@@ -66,6 +66,15 @@ def read_windows(
     return tuple(sliding if kind == SLIDING else LayerKind() for kind in types)
 
 
+def read_window(raw: Mapping[str, Any], default: int | None = None) -> tuple[LayerKind, ...]:
+    """The kind of layers that all have the `sliding_window` of a `config.json`; null is none, and
+    so is one that no sequence is longer than."""
+    if raw.get("sliding_window", default) is None:
+        return (LayerKind(),)
+    window, positions = size(raw, "sliding_window", default), raw.get("max_position_embeddings")
+    return (LayerKind(None if positions is not None and window >= positions else window),)
+
+
 def written_windows(kinds: Sequence[LayerKind], n_layers: int) -> dict[str, Any]:
     """`sliding_window` and `layer_types` of a `config.json`."""
     windows = [kind.window for kind in kinds] * (n_layers // len(kinds))

@@ -17,7 +17,7 @@ from jaxrl.models.family import Activation
 from jaxrl.models.fields import given
 from jaxrl.models.kinds import LayerKind
 from jaxrl.models.lora import Lora
-from jaxrl.models.rope import LinearRope, Llama3Rope
+from jaxrl.models.rotary import Length, frequencies
 
 PROJECTED = "projected"
 """What rematerialisation calls the outputs of `Linear`."""
@@ -149,22 +149,6 @@ class Block(nnx.Module):
         return x + (out if self.mlp_post_norm is None else self.mlp_post_norm(out))
 
 
-def rope_frequencies(config: DecoderConfig) -> jax.Array:
-    """[R / 2] float32 angles per position, of R rotated dims (Su et al. 2021, arXiv 2104.09864)."""
-    half = given(config.rotary_dims, config.head_dim) // 2
-    freq = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    scaling = config.rope_scaling
-    if isinstance(scaling, LinearRope):
-        return freq / scaling.factor
-    if isinstance(scaling, Llama3Rope):
-        wavelength = 2 * math.pi / freq
-        turns = scaling.original_max_positions / wavelength
-        span = scaling.high_freq_factor - scaling.low_freq_factor
-        smooth = jnp.clip((turns - scaling.low_freq_factor) / span, 0.0, 1.0)
-        return freq * (smooth + (1 - smooth) / scaling.factor)
-    return freq
-
-
 def layer_angles(config: DecoderConfig, kind: LayerKind, positions: jax.Array) -> Rope:
     """`rope_angles` of a kind of layers: the model's, their own without scaling, or no rotation."""
     if kind.rope_theta is not None:
@@ -175,14 +159,21 @@ def layer_angles(config: DecoderConfig, kind: LayerKind, positions: jax.Array) -
 
 def rope_angles(config: DecoderConfig, positions: jax.Array) -> Rope:
     """cos and sin of the angles of the model's own rope, of integer `positions` [B, T]."""
-    freq = rope_frequencies(config)
+    length: Length = given(config.sequence_length, 0)
+    if config.depends_on_length and config.sequence_length is None:
+        length = jnp.max(positions) + 1
+    freq = frequencies(config, length)
     angle = positions.astype(jnp.float32)[..., None, None] * freq[None, None, None, :]
-    return jnp.cos(angle), jnp.sin(angle)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    if config.attention_factor == 1:
+        return cos, sin
+    return cos * config.attention_factor, sin * config.attention_factor
 
 
 def rotate(x: jax.Array, rope: Rope) -> jax.Array:
     """Rotates the pairs (i, i + R/2) of each head of x [B, T, heads, H], as Hugging Face does, with
-    cos and sin [B, T, 1, R / 2]; dims from R on stay as they are."""
+    cos and sin [B, T, 1, R / 2] (Su et al. 2021, arXiv 2104.09864); dims from R on stay as they
+    are."""
     cos, sin = rope
     rotated = 2 * cos.shape[-1]
     a, b = jnp.split(x[..., :rotated].astype(jnp.float32), 2, -1)

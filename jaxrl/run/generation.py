@@ -87,7 +87,7 @@ def _engine(model: Model, longest: int, new_tokens: int, samples: int) -> Engine
     devices = 1 if mesh is None else mesh.size
     room = devices * CACHE_BYTES // ((prompt_width + new_width) * token_bytes)
     return Engine(
-        config,
+        config.for_length(longest + new_tokens),
         mesh,
         slots=max(1, min(bucket(samples), MAX_SLOTS, room)),
         max_prompt_tokens=prompt_width,

@@ -106,6 +106,7 @@ def prepare(
     tokenizer = inputs.tokenizer_of(source)
     ends = inputs.end_ids(source, tokenizer)
     inputs.check_positions(config, config.max_new_tokens, source, f"model {source.name!r}")
+    source = source.for_length(inputs.longest_sequence(config))
     judge = verifier(config.data.verifier)
     sets = inputs.held_out_sets(config, inputs.encoder(config, tokenizer, ends))
     beyond = max(max(prompt.tokens) for held_out in sets for prompt in held_out.prompts)

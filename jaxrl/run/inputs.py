@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxrl.checkpoint.source import ModelSource
-from jaxrl.config.schema import Config
+from jaxrl.config.schema import POLICY, Config
 from jaxrl.data.encoder import PromptEncoder, TeacherPrompt, few_shot
 from jaxrl.data.feedback import PLACES
 from jaxrl.data.source import Example, Keys, Source, open_source
@@ -40,6 +40,17 @@ def end_ids(source: ModelSource, tokenizer: Tokenizer) -> tuple[int, ...]:
 def pad_id(source: ModelSource, ends: tuple[int, ...]) -> int:
     """What fills the padding: the model's own pad token, else an end token."""
     return ends[0] if source.config.pad_id is None else source.config.pad_id
+
+
+def longest_sequence(config: Config, teacher: bool = False) -> int:
+    """Tokens of the longest sequence of a run and its evaluations; of those that the teacher reads,
+    where that is asked. A policy that teaches itself reads both."""
+    own = config.max_prompt_tokens + max(config.max_new_tokens, config.eval.max_new_tokens or 0)
+    new = max(config.teacher_new_tokens, config.eval.max_new_tokens or 0)
+    read = config.teacher_prompt_tokens + new
+    if config.teacher.model == POLICY:
+        return max(own, read)
+    return read if teacher else own
 
 
 def check_positions(

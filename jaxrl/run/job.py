@@ -42,6 +42,7 @@ from jaxrl.run.inputs import (
     held_out_notes,
     held_out_sets,
     keys,
+    longest_sequence,
     pad_id,
     tokenizer_of,
 )
@@ -259,8 +260,11 @@ class _Models:
 
 
 def _models(config: Config) -> _Models:
-    student = resolve_student(config)
-    teachers = {name: resolve_model(model) for name, model in config.teacher_models.items()}
+    student = resolve_student(config).for_length(longest_sequence(config))
+    read = longest_sequence(config, teacher=True)
+    teachers = {
+        name: resolve_model(model).for_length(read) for name, model in config.teacher_models.items()
+    }
     tokenizer = tokenizer_of(student)
     eos_ids = end_ids(student, tokenizer)
     vocab_size = student.config.vocab_size

@@ -125,6 +125,8 @@ class Engine:
                 f"max_prompt_tokens={max_prompt_tokens} + max_new_tokens={max_new_tokens} exceeds "
                 f"the model's {config.max_positions} positions; lower one of them"
             )
+        if config.sequence_length is None:
+            config = config.for_length(max_prompt_tokens + max_new_tokens)
         devices = 1 if mesh is None else mesh.size
         self.row_shards = 1 if mesh is None else row_shards(mesh.shape)
         self.config, self.mesh, self.tokenizer, self.dtype = config, mesh, tokenizer, dtype

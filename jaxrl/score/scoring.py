@@ -25,6 +25,7 @@ from jaxrl.errors import UserError
 from jaxrl.models.kernels import CPU, default_dtype, target_of
 from jaxrl.plan.inputs import PlanInputs
 from jaxrl.process.compile_cache import enable_compile_cache
+from jaxrl.run.inputs import longest_sequence
 from jaxrl.run.job import Job, Setup, make_job
 from jaxrl.run.names import fetch_models, with_commits
 from jaxrl.sharding.axes import Axes
@@ -160,6 +161,7 @@ def prepare(config: Config, folder: Path, dtype: Stored | None) -> tuple[Scoring
     fetch_models(config)
     assert config.teacher.model is not None, "the rules of a config with a teacher"
     source, student = resolve_model(config.teacher.model), resolve_model(config.student.model)
+    source = source.for_length(longest_sequence(config, teacher=True))
     known = parse(config.mesh).roles
     seen = ensure_devices(len(known["teacher"].devices) if "teacher" in known else 1)
     n = 1 if seen.emulated else len(seen.devices)

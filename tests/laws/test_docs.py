@@ -16,9 +16,11 @@ from jaxrl.checkpoint.compare import FREE, REPORTED
 from jaxrl.config.keys import keys
 from jaxrl.config.schema import Config, GrouperConfig
 from jaxrl.data.tasks import TASKS
+from jaxrl.formats.gguf_tokenizer import PRE
 from jaxrl.losses.algorithm_table import ALGORITHMS
 from jaxrl.losses.correction import CORRECTIONS
 from jaxrl.models.families import FAMILIES
+from jaxrl.models.rope import KINDS
 from jaxrl.rewards.verifiers import VERIFIERS
 from jaxrl.sharding.placement import ROLES, parse
 from jaxrl.telemetry.metrics import METRICS, describe
@@ -29,6 +31,13 @@ PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 EXAMPLES = sorted(DOCS.glob("add-*.md"))
 TABLES: tuple[dict[str, Any], ...] = (FAMILIES, TASKS, VERIFIERS)
 """What the examples add to, but for algorithms: these stand in files of their own."""
+
+
+def test_the_page_of_models_names_what_is_read() -> None:
+    text = (DOCS / "models.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE))
+    assert named == {"model_type", "rope_type", *FAMILIES, *KINDS} - {"su"}
+    assert {f"`{pre}`" for pre in PRE} <= set(re.findall(r"`[\w-]+`", text))
 
 
 def name_of(page: Path) -> str:

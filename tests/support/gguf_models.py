@@ -12,7 +12,7 @@ from tiny_models import tiny_config, tiny_tensors
 
 from jaxrl.formats.gguf import gguf_name
 from jaxrl.models.families import FAMILIES
-from jaxrl.models.rope import Llama3Rope
+from jaxrl.models.rope import LinearRope, Llama3Rope, LongRope, YarnRope
 
 TYPES = gguf.GGMLQuantizationType
 
@@ -51,6 +51,11 @@ def write_model(path: Path, name: str, kind: str = "F32", **changes: Any) -> Pat
     w.add_rope_freq_base(config.rope_theta)
     if config.rotary_dims is not None:
         w.add_rope_dimension_count(config.rotary_dims)
+    windows = [kind.window for kind in config.kinds]
+    if any(windows):
+        w.add_sliding_window(max(window or 0 for window in windows))
+    if config.family == "olmo3":  # of others the pattern is known
+        w.add_sliding_window_pattern([window is not None for window in windows])
     w.add_bos_token_id(config.bos_id)
     w.add_eos_token_id(config.eos_ids[0])
     w.add_pad_token_id(config.pad_id)
@@ -61,12 +66,28 @@ def write_model(path: Path, name: str, kind: str = "F32", **changes: Any) -> Pat
             heads = value.shape[0] // config.head_dim
             halves = value.reshape(heads, 2, config.head_dim // 2, value.shape[1])
             value = halves.swapaxes(1, 2).reshape(value.shape)
+        if config.block.norm_around_one and hf_name.endswith("norm.weight"):
+            value = value + 1
         whole_blocks = value.shape[-1] % gguf.GGML_QUANT_SIZES[TYPES[kind]][0] == 0
         stored = kind if value.ndim == 2 and whole_blocks else "F32"
         raw = gguf.quants.quantize(np.ascontiguousarray(value), TYPES[stored])
         out.add(gguf_name(config.family, hf_name), raw, stored)
-    if isinstance(config.rope_scaling, Llama3Rope):
-        out.add("rope_freqs.weight", llama3_divisors(config.rope_scaling, config))
+    match config.rope_scaling:
+        case Llama3Rope() as rope:
+            out.add("rope_freqs.weight", llama3_divisors(rope, config))
+        case LinearRope() as rope:
+            w.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+            w.add_rope_scaling_factor(rope.factor)
+        case YarnRope() as rope:
+            w.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+            w.add_rope_scaling_factor(rope.factor)
+            w.add_rope_scaling_orig_ctx_len(rope.original_max_positions)
+            w.add_rope_scaling_attn_factors(rope.attention_factor)
+        case LongRope() as rope:
+            w.add_rope_scaling_orig_ctx_len(rope.original_max_positions)
+            w.add_rope_scaling_attn_factors(rope.attention_factor)
+            for length, factors in (("short", rope.short_factors), ("long", rope.long_factors)):
+                out.add(f"rope_factors_{length}.weight", np.array(factors, np.float32))
     return out.close()
 
 

@@ -17,9 +17,9 @@ FAMILIES: dict[str, Family] = {
     "qwen3": QWEN3,
     "mistral": MISTRAL,
     "smollm3": SMOLLM3,
-    "gemma3_text": GEMMA3,
-    "olmo3": OLMO3,
     "olmo2": OLMO2,
+    "olmo3": OLMO3,
     "phi3": PHI3,
+    "gemma3_text": GEMMA3,
 }
 """`model_type` of a `config.json` -> its family."""

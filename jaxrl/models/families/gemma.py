@@ -60,6 +60,14 @@ def write(config: Any) -> dict[str, Any]:
     }
 
 
+def from_gguf(config: Any) -> dict[str, Any]:
+    """As llama.cpp has it: by the heads' own width in the largest model, which has 62 layers."""
+    of_width = config.n_layers == 62
+    return {
+        "query_pre_attn_scalar": config.d_model // config.n_heads if of_width else config.head_dim
+    }
+
+
 GEMMA3 = Family(
     "Gemma3ForCausalLM",
     BlockKind(
@@ -76,6 +84,7 @@ GEMMA3 = Family(
         "mlp_post_norm/scale": "post_feedforward_layernorm.weight",
     },
     gguf="gemma3",
+    from_gguf=from_gguf,
     whole="gemma3",
     prepare=prepare,
     read=read,

@@ -44,6 +44,4 @@ OLMO2 = Family(
     },
     gguf="olmo2",
 )
-OLMO3 = replace(
-    OLMO2, architecture="Olmo3ForCausalLM", gguf="olmo3", prepare=prepare, read=read, write=write
-)
+OLMO3 = replace(OLMO2, architecture="Olmo3ForCausalLM", prepare=prepare, read=read, write=write)

@@ -8,16 +8,31 @@ from typing import Any
 
 from jaxrl.errors import UserError
 from jaxrl.models.family import Family
+from jaxrl.models.kinds import read_window
+from jaxrl.models.rope import LongRope, longrope_attention, read_rope
 
 
 def _read(raw: Mapping[str, Any]) -> dict[str, Any]:
-    window, positions = raw.get("sliding_window"), raw.get("max_position_embeddings", 4096)
-    if window is not None and window < positions:
-        raise UserError(
-            f"sliding_window={window} is below max_position_embeddings={positions}, which is not"
-            " supported; full attention only"
-        )
-    return {}
+    _, rope = read_rope(raw)
+    if not isinstance(rope, LongRope | None):
+        raise UserError(f"rope_type={rope.written()['rope_type']!r} is none of Phi-3: longrope is")
+    return {"kinds": read_window(raw)}
+
+
+def _write(config: Any) -> dict[str, Any]:
+    """`rope_scaling` as transformers 4 wants it: these keys and no others, of which it computes the
+    attention factor."""
+    written: dict[str, Any] = {"sliding_window": config.kinds[0].window}
+    rope = config.rope_scaling
+    if isinstance(rope, LongRope):
+        short, long = list(rope.short_factors), list(rope.long_factors)
+        scaling: dict[str, Any] = {"type": "longrope"}
+        scaling |= {"short_factor": short, "long_factor": long}
+        factor = config.max_positions / rope.original_max_positions
+        if rope.attention_factor != longrope_attention(factor, rope.original_max_positions):
+            scaling["attention_factor"] = rope.attention_factor
+        written["rope_scaling"] = scaling
+    return written
 
 
 PHI3 = Family(
@@ -33,5 +48,5 @@ PHI3 = Family(
     },
     gguf="phi3",
     read=_read,
-    write=lambda _: {"sliding_window": None},
+    write=_write,
 )

@@ -1,0 +1,91 @@
+"""Frequencies of rotary positions against transformers' functions, and what depends on a length."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_models import REFERENCES, tiny_config, tiny_model
+
+from jaxrl.errors import UserError
+from jaxrl.models import decoder
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.layers import rope_angles
+from jaxrl.models.rotary import frequencies
+from jaxrl.sampling.engine import Engine
+from jaxrl.sampling.sampler import SamplingParams
+
+ROPES: list[dict[str, Any]] = json.loads((REFERENCES / "ropes.json").read_text())
+
+
+@pytest.mark.parametrize("case", ROPES, ids=lambda c: f"{c['name']} {c['length']}")
+def test_frequencies_are_those_of_transformers(case: dict[str, Any]) -> None:
+    """Whether the length is known beforehand or found in the program; and after our writing."""
+    config = DecoderConfig.from_hf(case["config"])
+    assert DecoderConfig.from_hf(json.loads(json.dumps(config.to_hf("float32")))) == config
+    np.testing.assert_allclose(config.attention_factor, case["attention_factor"], rtol=1e-6)
+    for length in (case["length"], jnp.array(case["length"])):
+        found = frequencies(config, length)
+        np.testing.assert_allclose(found, case["frequencies"], rtol=2e-6)
+
+    positions = jnp.array([[0, 5, case["length"] - 1]])
+    angle = np.array([[0, 5, case["length"] - 1]])[..., None] * np.array(case["frequencies"])
+    for one in (config, config.for_length(case["length"])):
+        cos, sin = rope_angles(one, positions)
+        np.testing.assert_allclose(
+            cos[:, :, 0], np.cos(angle) * case["attention_factor"], atol=1e-4
+        )
+        np.testing.assert_allclose(
+            sin[:, :, 0], np.sin(angle) * case["attention_factor"], atol=1e-4
+        )
+
+
+def test_lengths_of_extended_models_are_those_that_they_were_extended_to() -> None:
+    positions = {c["name"]: DecoderConfig.from_hf(c["config"]).max_positions for c in ROPES}
+    assert positions == {
+        "linear": 256,
+        "llama3": 256,
+        "dynamic": 512,  # twice what it states
+        "yarn": 256,
+        "yarn_mscale": 256,
+        "yarn_factor": 256,
+        "longrope": 256,
+        "longrope_factor": 256,
+    }
+
+
+def test_only_what_depends_on_a_length_keeps_one() -> None:
+    for case in ROPES:
+        config = DecoderConfig.from_hf(case["config"])
+        depends = case["name"] in ("dynamic", "longrope", "longrope_factor")
+        assert (config.for_length(99) != config) == config.depends_on_length == depends
+
+
+def test_a_model_of_one_length_samples_what_it_scores() -> None:
+    """Prompts shorter than the original context, completions that reach beyond it: the engine's
+    log-probs are those of a whole pass, and without a length in common they are not."""
+    config, params = tiny_model("phi3_longrope", layout="unstacked")
+    prompts = [[5, 6, 7, 8], [9, 10, 11]]
+    engine = Engine(config, None, slots=2, max_prompt_tokens=4, max_new_tokens=20)
+    assert engine.config == config.for_length(24)
+    sampling = SamplingParams(max_new_tokens=20)
+    found = engine.generate(params, prompts, n=1, sampling=sampling, seed=0)
+    for prompt, (completion,) in zip(prompts, found, strict=True):
+        tokens = np.array([[*prompt, *completion.tokens]], np.int32)
+        for one, same in ((engine.config, True), (config.for_length(16), False)):
+            hidden = decoder.forward(one, params, tokens, np.ones_like(tokens, bool))
+            logprobs = jax.nn.log_softmax(decoder.logits(params, hidden)[0, :-1], -1)
+            scored = logprobs[jnp.arange(tokens.shape[1] - 1), tokens[0, 1:]][len(prompt) - 1 :]
+            assert np.allclose(scored, completion.logprobs, atol=1e-4) == same
+
+
+def test_factors_must_fit_the_rotated_dims() -> None:
+    config = tiny_config("phi3_longrope")
+    assert config.rope_scaling is not None
+    with pytest.raises(UserError, match="5 factors of longrope for 6 pairs of rotated dims"):
+        replace(config, rope_scaling=replace(config.rope_scaling, long_factors=(1.0,) * 5))
