@@ -50,7 +50,7 @@ def sequences(vocab: int, seed: int = 0) -> Sequences:
         ("qwen2", (1, 2, 1, 2), "full", 1),
         ("qwen3", (1, 1, 1, 4), "none", G),  # more than KV heads
         ("olmo2", (1, 1, 2, 2), "none", G),
-        ("phi3", (1, 1, 1, 2), "none", G),
+        ("phi3", (1, 1, 1), "none", G),
     ],
     ids=str,
 )
