@@ -61,7 +61,6 @@ class ModelSource:
         config = self.config
         return _resolve_shared, (self.name, self.scratch, config.lora, config.sequence_length)
 
-
     def for_length(self, tokens: int) -> ModelSource:
         """The same model for sequences of at most so many tokens (`DecoderConfig.for_length`)."""
         return replace(self, config=self.config.for_length(tokens))
