@@ -54,12 +54,15 @@ gc.set_threshold(50_000, 10, 10)
 
 LONGEST_FIRST = (
     *("test_ray_train.py", "test_resume.py", "test_objective.py", "test_two_hosts.py"),
-    *("test_actor.py", "test_engine.py", "test_rl.py", "test_train.py", "test_ray.py"),
-    *("test_shared_prompts.py", "test_plan_true.py", "test_gpu.py", "test_profiling.py"),
-    *("test_compiled.py", "test_compiled_tpu.py", "test_kernels_aot.py", "test_spmd.py"),
-    *("test_flat_memory.py", "test_evaluate.py", "test_rewards_pool.py", "test_face.py"),
-    *("test_checkpoint.py", "test_generate.py", "test_serve_teacher.py", "test_config_page.py"),
-    "test_served_teachers.py",
+    *("test_actor.py", "test_teachers.py", "test_ray.py", "test_other_tokenizers.py"),
+    *("test_engine.py", "test_shared_prompts.py", "test_profiling.py", "test_rl.py"),
+    *("test_train.py", "test_self_distillation.py", "test_plan_true.py", "test_compiled.py"),
+    *("test_compiled_tpu.py", "test_kernels_aot.py", "test_context.py", "test_spmd.py"),
+    *("test_gpu.py", "test_attention.py", "test_served_teachers.py", "test_head.py"),
+    *("test_bad_input.py", "test_configs_dry_run.py", "test_flat_memory.py", "test_evaluate.py"),
+    *("test_docs.py", "test_cache.py", "test_mixture.py", "test_serve_teacher.py"),
+    *("test_hybrid.py", "test_face.py", "test_decoder.py", "test_rewards_pool.py"),
+    *("test_aligned.py", "test_checkpoint.py", "test_generate.py", "test_config_page.py"),
 )
 """Files that take long: begun last, they would leave all processes but one with nothing to do. The
 first of them waits for other processes more than it computes, and so do the hosts after it.
@@ -74,6 +77,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()  # modules and tests stay: no later collection looks at them
+
+
+@pytest.fixture(autouse=True, scope="module")
+def every_program_is_kept() -> None:
+    """A run that has a compile cache raises the threshold for its process, which is the tests'."""
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+@pytest.fixture(scope="module")
+def shared_programs() -> Iterator[None]:
+    """Runs of a file that trains in this process share equal programs. For files whose tests patch
+    nothing that is traced."""
+    from kept_programs import kept_programs
+
+    with kept_programs():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -52,7 +53,7 @@ class Scorer:
             everywhere = NamedSharding(self.mesh, PartitionSpec())
             cells = aligner.cells
             self._cells = put((cells.student, cells.teacher, aligner.rest), everywhere)
-        self._score = score_program(model, projection)
+        self._score = _shared_program(model, projection)
 
     def score(self, rollout: Rollout, part: int = 0, parts: int = 1) -> TeacherSignal | None:
         """The teacher's signal for each completion position of a slice of the rows, on its own
@@ -85,6 +86,12 @@ class Scorer:
         placed = (*placed, self._cells)
         with current().running(self._score, self.params, *placed, live=live):
             return jax.block_until_ready(self._score(self.params, *placed, live=live))
+
+
+@lru_cache(maxsize=8)
+def _shared_program(model: DecoderConfig, projection: Projection) -> Any:
+    """One program for scorers of one shape: of several teachers, and of the runs of a process."""
+    return score_program(model, projection)
 
 
 def score_program(model: DecoderConfig, projection: Projection) -> Any:

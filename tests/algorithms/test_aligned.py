@@ -2,6 +2,7 @@
 log-probs of its own tokens."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import jax
@@ -63,10 +64,18 @@ def made(signal, *overrides):
 
 def alone(config, params, prompt, tokens):
     """[n, V] float64 log-probs of the tokens that follow a prompt, of one sequence by itself."""
-    row = np.array([[*prompt, *tokens]])
-    hidden = decoder.forward(config, params, row, np.ones(row.shape, bool))
-    logits = np.asarray(decoder.logits(params, hidden), np.float64)[0, len(prompt) - 1 : -1]
+    row = np.zeros((1, 128), np.int32)  # one width for all rows: one program
+    n = len(prompt) + len(tokens)
+    row[0, :n] = *prompt, *tokens
+    logits = np.asarray(forward(config, params, row, np.arange(128)[None] < n), np.float64)
+    logits = logits[0, len(prompt) - 1 : n - 1]
     return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+
+@partial(jax.jit, static_argnums=0)
+def forward(config, params, tokens, mask):
+    """[1, T, V] logits."""
+    return decoder.logits(params, decoder.forward(config, params, tokens, mask))
 
 
 @pytest.mark.parametrize(
@@ -187,7 +196,7 @@ def test_the_loss_is_of_first_cells_and_of_what_follows_them(signal):
 
     each = jax.value_and_grad(found, argnums=(0, 1), has_aux=True)
     (value, (count, metrics)), slopes = jax.jit(each)(hidden, head)
-    same, expected = jax.value_and_grad(wanted, argnums=(0, 1))(hidden, head)
+    same, expected = jax.jit(jax.value_and_grad(wanted, argnums=(0, 1)))(hidden, head)
     np.testing.assert_allclose(value, same, rtol=1e-4)
     for got, want in zip(slopes, expected, strict=True):
         np.testing.assert_allclose(got, want, atol=3e-4)

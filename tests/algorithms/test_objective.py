@@ -161,7 +161,7 @@ def test_with_one_update_the_start_of_the_batch_is_the_policy_in_training(algori
     asked = (algorithm, "actor.minibatches=1")
     both = (gradient(*asked, batch=each) for each in (without, replace(batch, old_logprobs=now)))
     assert_close(*both, 1e-6)
-    _, (sums, _) = mean_loss(cfg, hidden, kernel, without, teacher_head)
+    _, (sums, _) = jax.jit(partial(mean_loss, cfg))(hidden, kernel, without, teacher_head)
     total, count = sums["policy/ratio"]
     assert float(total) == float(count) and float(sums["policy/clip_fraction"][0]) == 0
 
@@ -186,7 +186,7 @@ def test_a_correction_weighs_tokens_and_its_mismatch_is_told_without_one():
     for correction in ("none", "tis_token"):
         cfg = config("dapo", f"policy.correction={correction}")
         hidden, kernel, batch, teacher_head = arrays()
-        _, (sums, maxima) = mean_loss(cfg, hidden, kernel, batch, teacher_head)
+        _, (sums, maxima) = jax.jit(partial(mean_loss, cfg))(hidden, kernel, batch, teacher_head)
         told[correction] = METHODS["rewards"].finish(sums, maxima)
     mask = np.asarray(batch.sequences.loss_mask)
     gap = np.asarray(batch.old_logprobs - batch.sampler_logprobs)[mask]
@@ -217,7 +217,7 @@ def test_opd_without_rewards_is_the_gradient_of_the_sampled_reverse_kl():
         gap = jax.lax.stop_gradient(logprobs - told)
         return jnp.where(mask, gap * logprobs, 0).sum() / mask.sum()
 
-    expected = jax.grad(loss, argnums=(0, 1))(hidden, kernel)
+    expected = jax.jit(jax.grad(loss, argnums=(0, 1)))(hidden, kernel)
     sampler = replace(batch, sampler_logprobs=jnp.zeros((B, C)))
     assert_close(gradient("dapo", *OPD, batch=sampler), expected, 1e-6)
     assert differ(expected, jax.tree.map(jnp.zeros_like, expected), by=1e-2)
@@ -226,13 +226,12 @@ def test_opd_without_rewards_is_the_gradient_of_the_sampled_reverse_kl():
 def test_a_token_that_the_teacher_calls_impossible_does_not_own_the_batch():
     """Its gap counts as 20 nats, whatever stands there, and is counted."""
     hidden, kernel, batch, teacher_head = arrays()
-    told = []
+    told, measured = [], jax.jit(partial(mean_loss, config("dapo", *OPD)))
     for theirs in (-1e30, -np.inf, -9991.0):
         teacher = TeacherSignal(token_logprobs=batch.teacher.token_logprobs.at[0, 0].set(theirs))
         broken = replace(batch, teacher=teacher)
         told.append(gradient("dapo", *OPD, batch=broken))
-        cfg = config("dapo", *OPD)
-        _, (sums, _) = mean_loss(cfg, hidden, kernel, broken, teacher_head)
+        _, (sums, _) = measured(hidden, kernel, broken, teacher_head)
         total, count = sums["policy/opd_clamped"]
         assert total == 1 and count == batch.sequences.loss_mask.sum()
     start = batch.old_logprobs[0, 0]
@@ -240,7 +239,7 @@ def test_a_token_that_the_teacher_calls_impossible_does_not_own_the_batch():
     at_20 = replace(batch, teacher=TeacherSignal(token_logprobs=by_hand))
     for each in told:
         assert_close(each, gradient("dapo", *OPD, batch=at_20), 1e-6)
-    _, (sums, _) = mean_loss(config("dapo", *OPD), hidden, kernel, batch, teacher_head)
+    _, (sums, _) = measured(hidden, kernel, batch, teacher_head)
     assert sums["policy/opd_clamped"][0] == 0
 
 
@@ -272,7 +271,7 @@ def test_the_entropy_aware_term_is_there_once_however_the_teacher_is_learnt_from
         )
         return total / count
 
-    expected = jax.grad(alone, argnums=(0, 1))(*arrays()[:2])
+    expected = jax.jit(jax.grad(alone, argnums=(0, 1)))(*arrays()[:2])
     assert differ(expected, jax.tree.map(jnp.zeros_like, expected), by=1e-2)
     plain = [*OPD, "policy_weight=0.5"]
     for asked, weight in (
@@ -619,9 +618,10 @@ def test_the_pass_before_the_batch_tells_the_policy_s_log_probs(tmp_path):
     given = (placed, batch.sequences, lengths, int((lengths > 0).sum()))
     old = one._with_old_logprobs(*given).old_logprobs
     mask = rollout().sequences.loss_mask
-    expected = completion_logprobs(
-        MODEL, start(), rollout().sequences, make_mesh(1, 1, 1), temperature=1.0, chunk=512
-    )
+    one_device = {"mesh": make_mesh(1, 1, 1), "temperature": 1.0, "chunk": 512}
+    expected = jax.jit(
+        lambda params, sequences: completion_logprobs(MODEL, params, sequences, **one_device)
+    )(start(), rollout().sequences)
     np.testing.assert_allclose(np.asarray(old)[mask], np.asarray(expected)[mask], atol=1e-5)
 
 

@@ -13,6 +13,8 @@ from jaxrl.run.launch import MAKERS
 from jaxrl.telemetry.metrics import describe, read_metrics
 from jaxrl.train import main, train
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
@@ -105,7 +107,7 @@ def test_off_policy_schedules_lag_by_their_bound(reference, models, tmp_path, sc
 @pytest.mark.parametrize("signal", ["topk", "student_topk", "sampled"])
 def test_every_signal_trains(models, tmp_path, signal):
     extra = ["distill.jsd_beta=1"] if signal == "sampled" else ["distill.top_k=16"]
-    extra += ["distill.entropy_aware=true", "distill.entropy_top_k=16", "eval.every=0", FEW]
+    extra += ["distill.entropy_aware=true", "distill.entropy_top_k=16", "data.eval=null", FEW]
     result = run(tmp_path, models, f"distill.signal={signal}", *extra, "teacher.num_microbatches=3")
     row = result.metrics[-1]
     assert row["actor/grad_norm"] > 0 and row["distill/entropy_aware"] > 0
@@ -114,15 +116,16 @@ def test_every_signal_trains(models, tmp_path, signal):
 
 def test_a_bound_holds_between_signals(reference, models, tmp_path):
     """Top-k with a tail bucket is a coarser view of the same pair: a lower bound."""
-    topk = run(tmp_path, models, "distill.signal=topk", "distill.top_k=16", "steps=1")
+    asked = ["distill.signal=topk", "distill.top_k=16", "steps=1", "data.eval=null"]
+    topk = run(tmp_path, models, *asked)
     assert 0 < losses(topk)[0] < losses(reference)[0]
 
 
 def test_sft_and_seq_kd_learn_without_student_samples(models, tmp_path):
     student = [models[0], "teacher.model=null", "algorithm=sft", "mesh=actor=2,rollout=2"]
-    result = run(tmp_path, student, "steps=6", "optimizer.learning_rate=1e-2", "eval.every=0")
+    result = run(tmp_path, student, "steps=6", "optimizer.learning_rate=1e-2", "data.eval=null")
     assert result.metrics[-1]["sft/loss"] < result.metrics[1]["sft/loss"]
-    mixed = ["distill.on_policy_fraction=0.0", "distill.seq_kd=true"]
+    mixed = ["distill.on_policy_fraction=0.0", "distill.seq_kd=true", "data.eval=null", FEW]
     result = run(tmp_path, models, *mixed, name="seq_kd")
     assert [row["policy_version"] for row in result.metrics[1:]] == [-1, -1]
     assert result.metrics[1]["distill/divergence"] > 0
@@ -215,7 +218,7 @@ def test_a_shared_vocabulary_that_tensor_does_not_divide(models, tmp_path):
 
 def test_a_run_that_diverges_ends_with_exit_code_1_and_keeps_the_batch(models, tmp_path, capsys):
     folder = tmp_path / "run"
-    arguments = [*models, *SHORT, f"run_dir={folder}", "steps=9", "eval.every=0"]
+    arguments = [*models, *SHORT, f"run_dir={folder}", "steps=9", "data.eval=null", FEW]
     wild = ["optimizer.name=sgd", "optimizer.learning_rate=1e30", "optimizer.clip_norm=null"]
     assert cli.run(main, [*QUICK, *arguments, *wild, "actor.max_nonfinite=2"]) == 1
     told = capsys.readouterr().err

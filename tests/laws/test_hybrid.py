@@ -20,6 +20,7 @@ from jaxrl.run.launch import devices_for, start_roles
 from jaxrl.sharding.ledger import buffer
 from jaxrl.train import train
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
 OFFLOAD = [f"offload.{name}=true" for name in OffloadConfig.model_fields]
 FLOAT32 = ["rollout.dtype=float32", "actor.param_dtype=float32", "actor.dtype=float32"]
 

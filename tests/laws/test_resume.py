@@ -39,6 +39,8 @@ from jaxrl.run.run_dir import SESSIONS_FILE, RunDir, meshes, sessions
 from jaxrl.telemetry.metrics import read_metrics
 from jaxrl.train import main, train
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 
 def by_default(schedule):
     """All schedules, of which the default suite has one."""

@@ -7,7 +7,6 @@ import json
 import shutil
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from runs import SHORT, losses, numbers, save_model, weights
@@ -24,6 +23,7 @@ from jaxrl.roles.scorer import Scorer
 from jaxrl.train import train
 from jaxrl.types import Completion, Prompt
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
 POLICY = "teacher.model=policy"
 HINT = ["teacher.prompt={answer};{prompt}", "teacher.max_prompt_tokens=12"]
 ALONE = ["mesh=actor+rollout+teacher=1", "data.eval=null", "optimizer.learning_rate=0.01"]
@@ -136,12 +136,18 @@ def test_the_teacher_scores_its_own_prompt_with_the_same_completion(axes):
     parts = [teacher.score(rollout, part, 2) for part in range(2)]
     scored = np.concatenate([np.asarray(part.token_logprobs) for part in parts if part])
     _, alone = tiny_model("qwen2")
+
+    @jax.jit
+    def plain(params, tokens, mask):
+        return jax.nn.log_softmax(logits(params, forward(config, params, tokens, mask)))
+
     for row, (prompt, completion) in enumerate(
         zip(rollout.prompts, rollout.completions, strict=True)
     ):
-        tokens = jnp.asarray([*prompt.teacher_tokens, *completion.tokens])[None]
-        hidden = forward(config, alone, tokens, jnp.ones_like(tokens, bool))
-        logprobs = jax.nn.log_softmax(logits(alone, hidden))[0]
+        one = [*prompt.teacher_tokens, *completion.tokens]
+        tokens = np.zeros((1, 48), np.int32)  # one width for all rows: one program
+        tokens[0, : len(one)] = one
+        logprobs = np.asarray(plain(alone, tokens, np.arange(48)[None] < len(one)))[0]
         start = len(prompt.teacher_tokens)
         expected = [float(logprobs[start + j - 1, t]) for j, t in enumerate(completion.tokens)]
         np.testing.assert_allclose(scored[row, : len(expected)], expected, atol=2e-5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -58,33 +59,54 @@ def sequences(vocab: int, seed: int = 0) -> Sequences:
 def test_hidden_states_and_gradients_are_those_of_whole_sequences(name, axes, remat, group):
     """Without padding, with prompts of their own or shared; whatever room there is."""
     config, params = tiny_model(name)
-    mesh, given = make_mesh(*axes), sequences(config.vocab_size)
-    given = replace(given, mask=given.mask.copy(), loss_mask=given.loss_mask.copy())
-    given.mask[-G:], given.loss_mask[-G:] = False, False  # rows of padding
+    mesh, given = make_mesh(*axes), with_rows_of_padding(config.vocab_size)
 
-    def loss(params, given, whole):
-        if whole:
-            hidden = forward(config, params, given.tokens, given.mask, mesh=mesh)[:, P - 1 : -1]
-        else:
-            packing = pack(given, mesh)
-            hidden = completion_hidden(config, params, packing, mesh, remat=remat)
-            assert given.room is None or hidden.shape[1] == given.room[1]
-            hidden = packing.unpack(hidden)
-        seen = jnp.where(given.loss_mask[..., None], hidden, 0)
-        return jnp.sin(seen).sum(), seen
+    @jax.jit
+    @partial(jax.value_and_grad, has_aux=True)
+    def run(params, given):
+        packing = pack(given, mesh)
+        hidden = completion_hidden(config, params, packing, mesh, remat=remat)
+        assert given.room is None or hidden.shape[1] == given.room[1]
+        return value_of(packing.unpack(hidden), given)
 
-    run = jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=2)
-    (_, plain), expected = run(params, given, True)
+    plain, expected = whole_sequences(name)
     shared = replace(given, group=group)
     held, parts = held_tokens(shared, row_devices(mesh)), mesh.shape["context"]
     tight = replace(shared, room=tuple(round_up(int(tokens.max()), parts) for tokens in held))
     if mesh.size == 1:
         assert tight.room[0] < len(given.mask) * P  # less than the padded rows have
     for packed in (shared, tight):
-        (_, streamed), found = run(params, packed, False)
+        (_, streamed), found = run(params, packed)
         np.testing.assert_allclose(streamed, plain, atol=2e-5)
         for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
-            np.testing.assert_allclose(b, a, atol=2e-5 * float(jnp.abs(a).max()))
+            np.testing.assert_allclose(b, a, atol=2e-5 * float(np.abs(a).max()))
+
+
+def with_rows_of_padding(vocab: int) -> Sequences:
+    given = sequences(vocab)
+    given.mask[-G:], given.loss_mask[-G:] = False, False
+    return given
+
+
+def value_of(hidden, given):
+    """A scalar, and the hidden states of the completions."""
+    seen = jnp.where(given.loss_mask[..., None], hidden, 0)
+    return jnp.sin(seen).sum(), seen
+
+
+@cache
+def whole_sequences(name):
+    """The hidden states of padded rows on one device, and the gradient of the scalar."""
+    config, params = tiny_model(name)
+
+    @jax.jit
+    @partial(jax.value_and_grad, has_aux=True)
+    def run(params, given):
+        hidden = forward(config, params, given.tokens, given.mask)[:, P - 1 : -1]
+        return value_of(hidden, given)
+
+    (_, seen), gradient = run(params, with_rows_of_padding(config.vocab_size))
+    return jax.device_get((seen, gradient))
 
 
 @pytest.mark.parametrize("group", [1, G])

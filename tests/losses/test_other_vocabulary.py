@@ -3,7 +3,7 @@ finite differences, on every mesh."""
 
 import itertools
 import math
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -93,7 +93,12 @@ def dense_loss(given=CELLS, *, beta):
         student = in_cells(logprobs(hidden, kernel), given.student, given)
         return dense.jsd(student, teacher, MASK, beta=beta)[0]
 
-    return jax.value_and_grad(loss, argnums=(0, 1))
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+
+
+@cache
+def on_one_device():
+    return jax.device_get(loss_of(beta=0.4)(HIDDEN, HEAD))
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
@@ -119,7 +124,7 @@ def test_with_a_cell_for_each_token_it_is_the_loss_of_one_vocabulary():
         settings = {"beta": 0.4, "cells": given}
         return divergence_from_hidden(hidden, kernel, THEIRS, head, MASK, **settings)[0]
 
-    each = [jax.value_and_grad(f, argnums=(0, 1))(HIDDEN, HEAD) for f in (other, plain)]
+    each = [jax.jit(jax.value_and_grad(f, argnums=(0, 1)))(HIDDEN, HEAD) for f in (other, plain)]
     jax.tree.map(SAME, *each)
 
 
@@ -127,12 +132,15 @@ def test_the_spelling_of_a_text_is_left_to_the_student():
     """Tokens of a cell get the gradient by their shares in it: no share within a cell changes. A
     head that is the identity makes hidden states the logits."""
     given, logits = CELLS, rand(B, C, V, seed=9)
-    value = jax.grad(
-        lambda z: divergence_from_hidden(
-            z, np.eye(V, dtype=np.float32), THEIRS, THEIR_HEAD, MASK, beta=0.4, cells=given
-        )[0]
-    )
-    slope, p = np.asarray(value(logits)), np.asarray(jax.nn.softmax(logits, -1))
+
+    @jax.jit
+    @jax.grad
+    def gradient(z):
+        same = np.eye(V, dtype=np.float32)
+        settings = {"beta": 0.4, "cells": given}
+        return divergence_from_hidden(z, same, THEIRS, THEIR_HEAD, MASK, **settings)[0]
+
+    slope, p = np.asarray(gradient(logits)), np.asarray(jax.jit(jax.nn.softmax)(logits))
     shared = [n for n in np.unique(given.student) if (given.student == n).sum() > 1]
     assert len(shared) > 1 and np.abs(slope[MASK]).max() > 1e-3
     for cell in shared:
@@ -151,13 +159,19 @@ def test_the_gradient_is_that_of_finite_differences():
         np.testing.assert_allclose((up - down) / 2e-2, slope, rtol=2e-2, atol=2e-2)
 
 
+@cache
+def in_all_cells():
+    """The teacher's log-probs of all cells."""
+    return jax.jit(lambda h, w: in_cells(logprobs(h, w), CELLS.teacher))(THEIRS, THEIR_HEAD)
+
+
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 def test_a_mesh_computes_what_one_device_does(shape):
     mesh = mesh_of(shape)
-    wanted = loss_of(beta=0.4)(HIDDEN, HEAD)
-    jax.tree.map(SAME, loss_of(beta=0.4, mesh=mesh)(HIDDEN, HEAD), wanted)
-    best = topk_from_hidden(THEIRS, THEIR_HEAD, 4, cells=CELLS, temperature=1.3, mesh=mesh)
-    every = np.asarray(in_cells(logprobs(THEIRS, THEIR_HEAD), CELLS.teacher))
+    jax.tree.map(SAME, loss_of(beta=0.4, mesh=mesh)(HIDDEN, HEAD), on_one_device())
+    settings = {"cells": CELLS, "temperature": 1.3, "mesh": mesh}
+    best = jax.jit(lambda h, w: topk_from_hidden(h, w, 4, **settings))(THEIRS, THEIR_HEAD)
+    best, every = jax.device_get((best, in_all_cells()))
     SAME(best.logprobs, np.sort(every, -1)[..., ::-1][..., :4])
     SAME(
         np.take_along_axis(every, np.searchsorted(np.unique(CELLS.student), best.ids), -1),
@@ -176,11 +190,12 @@ def test_the_teacher_s_best_cells_and_a_tail_are_a_lower_bound():
             hidden, HEAD, *sent, MASK, beta=0.4, temperature=1.3, cells=CELLS
         )[0]
 
-    whole, (wanted, _) = loss_of(beta=0.4)(HIDDEN, HEAD)
-    value, slope = jax.value_and_grad(loss)(HIDDEN, count)
+    whole, (wanted, _) = on_one_device()
+    each = jax.jit(jax.value_and_grad(loss), static_argnums=1)
+    value, slope = each(HIDDEN, count)
     SAME(value, whole)
     SAME(slope, wanted)
-    assert loss(HIDDEN, 3) < whole
+    assert each(HIDDEN, 3)[0] < whole
 
 
 @pytest.mark.parametrize("beta", [0.0, 1.0])
@@ -212,14 +227,15 @@ def test_a_log_prob_within_a_cell_is_the_conditional_one(shape):
         return jnp.where(MASK, conditional, 0).sum(), (conditional, own)
 
     compare = [
-        jax.value_and_grad(f, argnums=(0, 1), has_aux=True)(HIDDEN, HEAD) for f in (found, wanted)
+        jax.device_get(jax.jit(jax.value_and_grad(f, argnums=(0, 1), has_aux=True))(HIDDEN, HEAD))
+        for f in (found, wanted)
     ]
     ((value, each), slopes), ((same, both), expected) = compare
     SAME(value, same)
     jax.tree.map(SAME, slopes, expected)
     for got, want in zip(each, both, strict=True):
         SAME(np.where(MASK, got, 0), np.where(MASK, want, 0))
-    plain = logprobs_from_hidden(HIDDEN, HEAD, tokens, temperature=1.3)
+    plain = jax.jit(partial(logprobs_from_hidden, temperature=1.3))(HIDDEN, HEAD, tokens)
     SAME(np.where(MASK, each[1], 0), np.where(MASK, plain, 0))
 
 
@@ -252,8 +268,8 @@ def test_stretches_of_one_token_are_the_sampled_reverse_kl():
         given = {"sampler_logprobs": sampler, "ratio_cap": 1.2}
         return dense.sampled_reverse_kl(student, teacher, MASK, **given)[0]
 
-    wanted = jax.value_and_grad(by_token)(student)
-    jax.tree.map(SAME, jax.value_and_grad(by_stretch)(student), wanted)
+    each = [jax.jit(jax.value_and_grad(f))(student) for f in (by_stretch, by_token)]
+    jax.tree.map(SAME, *each)
 
 
 @pytest.mark.parametrize("baseline", [0.0, 1.7])
@@ -284,5 +300,5 @@ def test_the_estimate_is_unbiased(baseline):
 
         return (share * jax.vmap(one)(own, theirs)).sum()
 
-    wanted = jax.value_and_grad(exact, argnums=(0, 1))(first, second)
-    jax.tree.map(SAME, jax.value_and_grad(expected, argnums=(0, 1))(first, second), wanted)
+    both = [jax.jit(jax.value_and_grad(f, argnums=(0, 1))) for f in (expected, exact)]
+    jax.tree.map(SAME, *(f(first, second) for f in both))

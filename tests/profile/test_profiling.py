@@ -40,7 +40,7 @@ def models(tmp_path_factory):
 
 
 def run(folder, models, *overrides):
-    config = [*models, *SHORT, "eval.every=0", MESH, f"run_dir={folder / 'run'}", *overrides]
+    config = [*models, *SHORT, "data.eval=null", MESH, f"run_dir={folder / 'run'}", *overrides]
     return train(Config.load("builtin:quickstart", config)).run_dir
 
 

@@ -1,0 +1,79 @@
+"""Runs of one process share the actor's programs where all that these are made of is the same.
+
+A run traces and lowers its programs anew, which takes most of a tiny run's time, and several tests
+repeat a run with another folder. A program is a pure function of the config, the model, the mesh
+and the loss: of the config, only what says where and how often something is written does not
+count. The loss is compared by its code and by what it closes over; what cannot be compared is like
+nothing else. A file whose tests patch what is traced must not ask for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+from jaxrl.config.schema import Config
+from jaxrl.roles import actor
+from jaxrl.roles.update import ActorPrograms
+
+WRITTEN = frozenset({"run_dir", "name", "resume", "checkpoint", "logging", "compile_cache"})
+"""Sections and keys of a config that no program reads."""
+AT_MOST = 12
+"""Programs that are kept, the oldest of which makes room."""
+
+
+@contextmanager
+def kept_programs() -> Iterator[None]:
+    """Within it, actors of equal programs have the same ones."""
+    kept: dict[Any, ActorPrograms] = {}
+
+    def make(*given: Any) -> ActorPrograms:
+        wanted = content(given)
+        if wanted not in kept:
+            if len(kept) == AT_MOST:
+                del kept[next(iter(kept))]
+            kept[wanted] = ActorPrograms(*given)
+        return kept[wanted]
+
+    real, actor.ActorPrograms = actor.ActorPrograms, make  # type: ignore[misc,assignment]
+    try:
+        yield
+    finally:
+        actor.ActorPrograms = real  # type: ignore[misc]
+
+
+class Itself:
+    """Equal to nothing but the same object, which it keeps alive."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Itself) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def content(x: Any) -> Any:
+    """What can be hashed, and is equal where two programs made of such values are."""
+    if isinstance(x, Config):
+        return Config, x.model_dump_json(exclude=set(WRITTEN))
+    if isinstance(x, FunctionType):
+        cells = tuple(cell.cell_contents for cell in x.__closure__ or ())
+        rest = cells, x.__defaults__, x.__kwdefaults__
+        return x.__module__, x.__qualname__, x.__code__, content(rest)
+    if isinstance(x, partial):
+        return partial, content((x.func, x.args, x.keywords))
+    if isinstance(x, tuple | list):
+        return type(x), tuple(map(content, x))
+    if isinstance(x, dict):
+        return dict, tuple((name, content(value)) for name, value in x.items())
+    try:
+        hash(x)
+    except TypeError:
+        return Itself(x)
+    return x
