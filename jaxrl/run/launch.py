@@ -121,10 +121,13 @@ def start_roles(setup: Setup, plan: Plan, log: Log) -> WorkerGroup:
 
 def _loads(setup: Setup, plan: Plan) -> list[tuple[str, ModelSource, str]]:
     """(role, weights, dtype) of all that is read at the start. The rollout receives its weights
-    from the actor."""
+    from the actor, but for those under adapters."""
     config = setup.config
     found = [("reference", setup.student, str(config.reference.compute_dtype))]
-    if setup.restore is None:
+    if config.trains_adapters:
+        found.append(("actor", setup.student, config.base_dtype))
+        found.append(("rollout", setup.student, config.rollout.compute_dtype))
+    elif setup.restore is None:
         found.append(("actor", setup.student, config.actor.param_dtype))
     if not config.teacher_follows:
         for source in setup.teachers.values():
