@@ -155,8 +155,7 @@ def rotate(x: jax.Array, rope: Rope) -> jax.Array:
     are."""
     cos, sin = rope
     rotated = 2 * cos.shape[-1]
-    a, b = jnp.split(x[..., :rotated].astype(jnp.float32), 2, -1)
-    turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
-    if rotated == x.shape[-1]:
-        return turned
-    return jnp.concatenate([turned, x[..., rotated:]], -1)
+    if rotated < x.shape[-1]:
+        return jnp.concatenate([rotate(x[..., :rotated], rope), x[..., rotated:]], -1)
+    a, b = jnp.split(x.astype(jnp.float32), 2, -1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)

@@ -51,7 +51,7 @@ def sequences(vocab: int, seed: int = 0) -> Sequences:
         ("qwen3", (1, 1, 1, 4), "none", G),  # more than KV heads
         ("qwen2_sliding", (1, 2, 1, 2), "dots", G),  # windows
         ("olmo2", (1, 1, 2, 2), "none", G),
-        ("phi3", (1, 1, 1, 2), "none", G),
+        ("phi3", (1, 1, 1), "none", G),
     ],
     ids=str,
 )
