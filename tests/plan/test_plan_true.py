@@ -17,6 +17,7 @@ from jaxrl.aot.programs import RunPrograms
 from jaxrl.config.schema import Config
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import CPU
+from jaxrl.models.kinds import LayerKind
 from jaxrl.plan.inputs import PlanInputs
 from jaxrl.plan.roles import role_accounts
 from jaxrl.sharding.placement import place
@@ -25,6 +26,8 @@ ROLES = ("actor", "rollout", "teacher")
 WITHIN = 0.10
 SCORES_WITHIN = 0.17
 """In the rarer ways to score, where how XLA packs the arrays weighs more."""
+LOCAL = (*[LayerKind(window=50, rope_theta=1e4)] * 3, LayerKind())
+MIXED = (LayerKind(window=50), *[LayerKind()] * 2, LayerKind(rotates=False))
 SHAPES = {
     "gqa": (  # grouped heads, untied, biases
         DecoderConfig("qwen2", 8000, 256, 4, 8, 2, 32, 768),
@@ -41,6 +44,10 @@ SHAPES = {
     "others": (  # heads that are rotated in part; norms after the layers and over all heads
         DecoderConfig("phi3", 8000, 256, 4, 8, 2, 32, 768, rotary_dims=24),
         DecoderConfig("olmo2", 8000, 384, 3, 8, 4, 48, 1024),
+    ),
+    "layers": (  # that differ: windows, two ropes, norms around; no rotation
+        DecoderConfig("gemma3_text", 8000, 256, 4, 8, 2, 32, 768, tie_embeddings=True, kinds=LOCAL),
+        DecoderConfig("smollm3", 8000, 384, 4, 8, 4, 48, 1024, kinds=MIXED),
     ),
 }
 PLACES: dict[str, tuple[str, dict[str, int]]] = {
@@ -113,6 +120,7 @@ def by_default(cases: Sequence[tuple[Any, ...]], *some: tuple[Any, ...]) -> list
 
 
 CASES = [*((s, p) for s in ("gqa", "tied", "deep") for p in PLACES), ("others", "tensor")]
+CASES += [("layers", "one")]
 BY_DEFAULT = [
     *(("gqa", p) for p in PLACES if p != "fsdp"),
     *(("tied", "fsdp"), ("deep", "tensor"), ("others", "tensor")),
