@@ -77,10 +77,12 @@ class Checked:
     seconds: float
     """Seconds for lowering and compiling."""
     calls: int
-    """Calls in a training step; 0 if only evaluations call it."""
+    """Calls in a training step; 0 if none calls it."""
     error: str | None = None
     """Why it does not compile."""
     found: Compiled | None = None
+    otherwise: str = "eval"
+    """`Program.otherwise`."""
     graphs: Graphs | None = None
     """CUDA graphs of a decode launch; None for other programs and platforms."""
 
@@ -353,6 +355,7 @@ def _expected(program: Program, plan: Plan) -> Checked:
         others,
         0.0,
         program.calls,
+        otherwise=program.otherwise,
     )
 
 
@@ -419,7 +422,7 @@ def _table(report: Report) -> Table:
         table.add_row(
             program.role,
             program.name,
-            str(program.calls or "eval"),
+            str(program.calls or program.otherwise),
             show(program.planned),
             "fails" if found is None else show(program.compiled),
             off,
