@@ -123,10 +123,12 @@ def stage_costs(
         roles = inputs.placement.roles
         both = (*roles["actor"].devices, *roles["rollout"].devices)
         found["actor", "publish"] = _sync(m, "rollout", links.of(both, host_size))
+        found["rollout", "load"] = 0.0  # in its queue: what is sampled next waits for it
     if config.teacher_follows and "teacher" in axes:
         roles = inputs.placement.roles
         both = (*roles["actor"].devices, *roles["teacher"].devices)
         found["actor", "publish_to_teacher"] = _sync(m, "teacher", links.of(both, host_size))
+        found["teacher", "load"] = 0.0
     return found
 
 
