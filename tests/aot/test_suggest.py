@@ -14,7 +14,9 @@ import pytest
 from sleeping_run import sleeping_run
 
 from jaxrl.algorithms.schedule import SCHEDULES
-from jaxrl.aot.costs import LINKS, Links, _exchanged, counted_bytes, stage_costs
+from jaxrl.aot.check import Checked, traffic
+from jaxrl.aot.costs import LINKS, Links, Traffic, _exchanged, counted_bytes, stage_costs
+from jaxrl.aot.hlo import Collective, Compiled
 from jaxrl.aot.machine import Machine
 from jaxrl.aot.suggest import Candidate, Search, _axes, _with_axes, candidate_lines
 from jaxrl.config.schema import Config
@@ -23,8 +25,10 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import target_of
 from jaxrl.plan.axes import with_axes
 from jaxrl.plan.inputs import PlanInputs
-from jaxrl.plan.roles import Setting
+from jaxrl.plan.memory import layer_bytes
+from jaxrl.plan.roles import Setting, micro_batches
 from jaxrl.profile.splits import RunSetup, StepTimes, measure, speedup
+from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.ceilings import ceilings_of
 from jaxrl.sharding.placement import place
 
@@ -69,10 +73,10 @@ def run_of(mesh: str, limit: int | None = LIMIT, **keys) -> tuple[Config, PlanIn
     return config, PlanInputs(placement, ROLES, STUDENT, TEACHER, limits, target)
 
 
-def search(mesh: str, limit: int = LIMIT, hosts: int = 1, sent=None, **keys) -> Search:
+def search(mesh: str, limit: int = LIMIT, hosts: int = 1, compiled=None, **keys) -> Search:
     config, inputs = run_of(mesh, limit, **keys)
     plan = SimpleNamespace(config=config, inputs=inputs, axes=inputs.axes(config))
-    return Search(plan, machine(inputs.placement.n_devices, hosts), {} if sent is None else sent)
+    return Search(plan, machine(inputs.placement.n_devices, hosts), compiled or {})
 
 
 def costs(mesh: str, link: float = 450e9, **keys) -> dict:
@@ -151,11 +155,45 @@ def test_the_compiled_programs_say_what_collectives_send():
     config, inputs = run_of(mesh, **tensor)
     counted = counted_bytes(config, inputs, inputs.axes(config))
     as_counted, twice = (
-        search(mesh, sent={"teacher": n * counted["teacher"]}, **tensor) for n in (1, 2)
+        search(mesh, compiled={"teacher": Traffic(float(n))}, **tensor) for n in (1, 2)
     )
     waited = counted["teacher"] / (450e9 * LINKS)
     more = twice.now.stages[stage] - as_counted.now.stages[stage]
-    assert as_counted.scale == {"teacher": 1.0} and more == pytest.approx(waited)
+    assert more == pytest.approx(waited)
+
+
+def test_what_the_compiled_update_does_not_hide_takes_time():
+    """Twelve scattered gradients of 1.3 G block weights in float32, half of each to the other
+    device."""
+    mesh, stage = "actor=2,rollout=2,teacher=4", ("actor", "update")
+    shares = [{"all-gather": 1.0, "reduce-scatter": share} for share in (1.0, 0.25)]
+    hidden, seen = (search(mesh, compiled={"actor": Traffic(1.0, each)}) for each in shares)
+    config, inputs = run_of(mesh)
+    count, _ = micro_batches(Setting(config, inputs, inputs.axes(config)))
+    waited = 0.75 * count * layer_bytes(STUDENT, Axes(), "float32") / 2 / (450e9 * LINKS)
+    more = seen.now.stages[stage] - hidden.now.stages[stage]
+    assert waited > 0.1 and more == pytest.approx(waited)
+
+
+def test_the_shares_are_those_of_the_compiled_programs():
+    """Of two programs by their bytes, as often as a step calls them; of all kinds the bytes that
+    leave a device."""
+    config, inputs = run_of("actor=2,rollout=2,teacher=4")
+    axes = inputs.axes(config)
+    plan = SimpleNamespace(config=config, inputs=inputs, axes=axes)
+
+    def program(calls: int, kind: str, size: int, overlapped: int) -> Checked:
+        found = Compiled({kind: Collective(1, size, overlapped)}, {}, None)
+        return Checked("actor", "update", 2, None, 1, 0, 0.0, calls, found=found)
+
+    gathered, scattered = "all-gather", "reduce-scatter"
+    programs = (program(1, gathered, 100, 50), program(3, gathered, 100, 90))
+    programs += (program(1, scattered, 40, 10),)
+    found = traffic(SimpleNamespace(plan=plan, programs=programs))["actor"]
+    assert found.hidden == pytest.approx({gathered: 0.8, scattered: 0.25})
+    assert found.scale == pytest.approx(
+        (400 + 40) / 2 / counted_bytes(config, inputs, axes)["actor"]
+    )
 
 
 def test_the_best_fits_is_faster_and_says_what_to_change():
