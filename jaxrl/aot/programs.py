@@ -144,8 +144,9 @@ class RunPrograms:
 
     def __iter__(self) -> Iterator[Program]:
         for role in self.meshes:
-            if role in MAKERS:
-                yield from MAKERS[role](self)
+            for program in MAKERS[role](self) if role in MAKERS else ():
+                waits = self.setting.in_flight if role == "teacher" else 0
+                yield replace(program, beside=program.beside + waits)
 
     def apart(self, *roles: str) -> bool:
         """Whether roles are in several processes, so that what one sends goes through the host."""

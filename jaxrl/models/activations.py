@@ -76,8 +76,9 @@ STREAMS: dict[str, Blocks] = {"gpu": Blocks(x=2, f=2), "tpu": Blocks(x=4.5, f=2)
 are multiplied; a TPU has the next residual beside, and holds more of them for its kernels."""
 SUMMED = Blocks(x=0.5)
 """More on a GPU where `tensor` sums the results of the MLP; of streams twice as much."""
-PREFETCHED = 4
-"""Layers, not stacked, whose weights a GPU has gathered over `fsdp` at once."""
+PREFETCHED = 1
+"""Layers, not stacked, whose weights a GPU has gathered over `fsdp` at once, where the products of
+a layer take longer than its gathers: from some thousand tokens on a device on."""
 PACKED = (Blocks(x=1.5, f=3), Blocks(x=1, q=2, kv=2, s=2))
 """Of streams without such a kernel, in either layout: in the MLP; in attention, where queries, keys
 and values exist as streams and as rows."""

@@ -154,6 +154,35 @@ def test_the_plan_of_an_update_is_what_the_compiler_takes(devices, remat, model,
         assert planned == pytest.approx(update.held(update.compile()), rel=WITHIN)
 
 
+DIVIDED = [("teacher", "score"), ("rollout", "prefill"), ("rollout", "decode")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [{"fsdp": 4}, {"tensor": 2, "fsdp": 2}], ids=str)
+@pytest.mark.parametrize(("role", "name"), DIVIDED)
+def test_the_plan_of_weights_divided_over_fsdp_is_what_the_compiler_takes(
+    role, name, axes, tmp_path
+):
+    """Not stacked, as a teacher that samples has them too, and gathered layer after layer."""
+    divided = {"parallel": axes}
+    run = config(
+        tmp_path,
+        {"num_hidden_layers": 28},
+        mesh="actor=1,rollout=4,teacher=4",
+        batch_size=48,
+        max_prompt_tokens=1024,
+        max_new_tokens=2048,
+        schedule="one_step_off",
+        data={"train": "arithmetic", "eval": "arithmetic"},
+        rollout={"slots": 192} | divided,
+        teacher={"model": str(tmp_path / "teacher"), "num_microbatches": 8} | divided,
+    )
+    for plan, program in programs(run, "h200x16", name):
+        if program.role == role:
+            planned = program.planned(plan.accounts[role])
+            assert planned == pytest.approx(program.held(program.compile()), rel=WITHIN)
+
+
 @pytest.mark.parametrize(
     "axes", [Axes(fsdp=2), pytest.param(Axes(tensor=2), marks=pytest.mark.slow)], ids=str
 )
