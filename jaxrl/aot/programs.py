@@ -322,9 +322,9 @@ def _before_updates(
     c, m, state = run.config, run.setting, programs.abstract_state()
 
     def one(name: str, jitted: Any, *given: Any, start: bool = False) -> Program:
-        calls = {"calls": 0, "otherwise": "start"} if start else {}
-        beside = 0 if start else own - local_bytes(given)
-        return Program("actor", name, jitted, given, (), beside=beside, **calls)
+        if start:
+            return Program("actor", name, jitted, given, (), calls=0, otherwise="start")
+        return Program("actor", name, jitted, given, (), beside=own - local_bytes(given))
 
     yield one("optimizer state", programs.start, state.params, start=True)
     if state.ema is not None:
@@ -531,6 +531,7 @@ def _resized(
         beside: bytes of weights and prompts.
     """
     model, mesh, dtype = engine.config, engine.mesh, params["norm"]["scale"].dtype
+    assert mesh is not None
     batches = math.ceil(share)
     shape = (model, mesh, engine.slots, engine.length, dtype, layout)
     yield Program(role, "new cache", decode.new_cache, shape, (), beside=beside, calls=batches)
@@ -544,7 +545,7 @@ def _resized(
 
     others = beside + local_bytes(cache) - local_bytes(cache[:1])
     if len(lengths) > 1:
-        given = (model, mesh, layer(lengths[-2]), engine.length, None)
+        given: tuple[Any, ...] = (model, mesh, layer(lengths[-2]), engine.length, None)
         calls = batches * len(cache) * (len(lengths) - 1)
         yield Program(
             role,
