@@ -82,15 +82,16 @@ def with_baseline(batch: TrainBatch, signal: str) -> TrainBatch:
     if sent is None or sent.kinds is None:
         return batch
     given = sent.kinds, sent.cells, sent.stretch_logprobs, batch.sampler_logprobs
-    baseline = _baseline(*given, batch.sequences.loss_mask & (signal != "sampled"))
+    baseline = stretch_baseline(*given, batch.sequences.loss_mask & (signal != "sampled"))
     baseline = jax.device_put(baseline, sent.kinds.sharding)
     return replace(batch, teacher=replace(sent, baseline=baseline))
 
 
 @jax.jit
-def _baseline(
+def stretch_baseline(
     kinds: Array, cells: Array, theirs: Array, sampler_logprobs: Array, mask: Array
 ) -> Array:
+    """[B, C] float32, nats: the mean of `with_baseline`, everywhere. Arguments are [B, C]."""
     starts = (kinds == Aligned.START) & mask
     rest = (starts & (cells < 0)) | ((kinds == Aligned.INSIDE) & mask)
     own = stretch_sums(jnp.where(rest, sampler_logprobs, 0), kinds != Aligned.INSIDE)

@@ -10,7 +10,8 @@ import math
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, islice
@@ -24,6 +25,7 @@ from rich.table import Table
 
 from jaxrl.algorithms.methods import needed_roles
 from jaxrl.aot.apart import Died, apart
+from jaxrl.aot.costs import Traffic, counted_bytes
 from jaxrl.aot.hlo import Compiled, Graphs, read, read_thunks, read_total
 from jaxrl.aot.machine import Machine, machine, prepare
 from jaxrl.aot.programs import Program, RunPrograms
@@ -77,10 +79,12 @@ class Checked:
     seconds: float
     """Seconds for lowering and compiling."""
     calls: int
-    """Calls in a training step; 0 if only evaluations call it."""
+    """Calls in a training step; 0 if none calls it."""
     error: str | None = None
     """Why it does not compile."""
     found: Compiled | None = None
+    otherwise: str = "eval"
+    """`Program.otherwise`."""
     graphs: Graphs | None = None
     """CUDA graphs of a decode launch; None for other programs and platforms."""
 
@@ -252,7 +256,7 @@ def check(
     report = compiled_report(config, target, progress)
     if not suggest:
         return report
-    search = Search(report.plan, target, _sent(report.programs))
+    search = Search(report.plan, target, traffic(report))
     slowest = math.inf if report.failures else search.now.step / WORTH
     found = [each for each in search.best() if each.changes and each.step < slowest]
     report = replace(report, search=(search.now, *found))
@@ -264,15 +268,23 @@ def check(
     return report
 
 
-def _sent(programs: Sequence[Checked]) -> dict[str, float]:
-    """Role -> bytes that its updates or scores send from a device in a step; those of a launch of
-    decode steps are in a loop whose length only the run knows."""
-    found: dict[str, float] = {}
-    for program in programs:
-        if program.name in ("update", "score") and program.found is not None:
-            each = program.found.collectives.items()
-            size = sum(one.sent(kind, program.devices) for kind, one in each)
-            found[program.role] = found.get(program.role, 0.0) + program.calls * size
+def traffic(report: Report) -> dict[str, Traffic]:
+    """Role -> what its updates or scores send from a device in a step; those of a launch of decode
+    steps are in a loop whose length only the run knows."""
+    counted = counted_bytes(report.plan.config, report.plan.inputs, report.plan.axes)
+    found = {}
+    for role, count in counted.items():
+        sent: dict[str, float] = defaultdict(float)
+        hidden: dict[str, float] = defaultdict(float)
+        for one in report.programs:
+            if one.role == role and one.name in ("update", "score") and one.found is not None:
+                for kind, each in one.found.collectives.items():
+                    size = one.calls * each.sent(kind, one.devices)
+                    sent[kind] += size
+                    hidden[kind] += size * each.overlapped / max(each.bytes, 1)
+        if count and (total := sum(sent.values())):
+            shares = {kind: hidden[kind] / size for kind, size in sent.items() if size}
+            found[role] = Traffic(total / count, shares)
     return found
 
 
@@ -353,6 +365,7 @@ def _expected(program: Program, plan: Plan) -> Checked:
         others,
         0.0,
         program.calls,
+        otherwise=program.otherwise,
     )
 
 
@@ -419,7 +432,7 @@ def _table(report: Report) -> Table:
         table.add_row(
             program.role,
             program.name,
-            str(program.calls or "eval"),
+            str(program.calls or program.otherwise),
             show(program.planned),
             "fails" if found is None else show(program.compiled),
             off,

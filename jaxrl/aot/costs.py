@@ -2,14 +2,14 @@
 
 Work is counted as in `profile.work`, of rows as long as the config allows, and divided by a stated
 share of what the data sheet promises. The bytes of collectives are counted from the mesh axes, and
-multiplied by the ratio that the compiled programs of the run as configured
-have to their own count.
+multiplied by the ratio that the compiled programs of the run as configured have to their own count;
+these programs also say which share of them travels while something is computed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -38,15 +38,37 @@ KERNELS = 15
 """Kernels of a layer in a decode step."""
 LATENCY_S = 10e-6
 """Seconds that a collective takes beside its bytes."""
+GATHER, SCATTER = "all-gather", "reduce-scatter"
+HIDDEN = {GATHER: 0.94, SCATTER: 0.66}
+"""Share of the bytes of `fsdp` that travels while something is computed, where the run as it is
+sends none: that of an update of Qwen2.5-1.5B as compiled for two H200. Some gradients of a layer
+are scattered when nothing of its backward pass is left to compute."""
 ASSUMED = (
     f"assumed: matrix products reach {PRODUCTS:.0%} of the data sheet's figure for 16-bit floats,"
     f" memory {MEMORY:.0%}, links {LINKS:.0%};",
     "every prompt and completion is as long as the config allows;",
-    "what fsdp gathers and scatters travels while layers compute; what tensor and context send does"
-    " not;",
+    "of what fsdp gathers and scatters the share travels while layers compute that does so in the"
+    " compiled",
+    "programs of the run as it is; of what tensor and context send, nothing;",
     "reward models, encoders and samples of the teacher are not counted",
 )
 """Lines: what `stage_costs` takes for granted."""
+
+
+OTHERS = "others"
+Sent = Mapping[str, float]
+"""Bytes that a device sends, by kind: those of `HIDDEN`, and `OTHERS`, which it waits for."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What the compiled programs of a role say of its collectives."""
+
+    scale: float = 1.0
+    """Bytes that they send over those that are counted here."""
+    hidden: Mapping[str, float] = field(default_factory=dict)
+    """Kind -> share of its bytes that travels while something is computed; `HIDDEN` where it is
+    missing."""
 
 
 @dataclass(frozen=True)
@@ -87,14 +109,14 @@ def stage_costs(
     ceilings: Ceilings,
     links: Links,
     host_size: int,
-    scale: Mapping[str, float] = MappingProxyType({}),
+    compiled: Mapping[str, Traffic] = MappingProxyType({}),
 ) -> dict[Stage, float]:
     """(role, method) -> seconds a step, of the roles whose model is known.
 
     Args:
         config: with dtypes.
         host_size: devices of a host.
-        scale: role -> what its collectives are multiplied by; 1 where it is missing.
+        compiled: role -> what the compiled programs say of its collectives.
     """
     m = Setting(config, inputs, axes)
     known = inputs.teachers if "teacher" in axes else ()
@@ -115,25 +137,29 @@ def stage_costs(
         where = inputs.placement.roles[role].devices
         n, link = len(where), links.of(where, host_size) * LINKS
         computed = sum(part_seconds(part, n, ceilings) for part in parts)
-        overlapped, alone = (x * scale.get(role, 1.0) / link for x in _COLLECTIVES[role](m))
-        found[role, method] = max(computed, overlapped) + alone
+        sent, seen = _COLLECTIVES[role](m), compiled.get(role, Traffic())
+        hidden = sum(sent[kind] * seen.hidden.get(kind, share) for kind, share in HIDDEN.items())
+        beside, alone = (x * seen.scale / link for x in (hidden, sum(sent.values()) - hidden))
+        found[role, method] = max(computed, beside) + alone
     found["rollout", "generate"] += launch_seconds(m.student, m.axes["rollout"], steps)
     found["rollout", "generate"] *= (share := sampled_share(config))
     if share:
         roles = inputs.placement.roles
         both = (*roles["actor"].devices, *roles["rollout"].devices)
         found["actor", "publish"] = _sync(m, "rollout", links.of(both, host_size))
+        found["rollout", "load"] = 0.0  # in its queue: what is sampled next waits for it
     if config.teacher_follows and "teacher" in axes:
         roles = inputs.placement.roles
         both = (*roles["actor"].devices, *roles["teacher"].devices)
         found["actor", "publish_to_teacher"] = _sync(m, "teacher", links.of(both, host_size))
+        found["teacher", "load"] = 0.0
     return found
 
 
 def counted_bytes(config: Config, inputs: PlanInputs, axes: Mapping[str, Axes]) -> dict[str, float]:
     """Role -> bytes that its collectives are counted to send from a device in a step."""
     m = Setting(config, inputs, axes)
-    return {role: sum(_COLLECTIVES[role](m)) for role in axes if role in _COLLECTIVES}
+    return {role: sum(_COLLECTIVES[role](m).values()) for role in axes if role in _COLLECTIVES}
 
 
 def part_seconds(work: Work, n: int, ceilings: Ceilings) -> float:
@@ -184,7 +210,7 @@ def _gathered(m: Setting, role: str, model: DecoderConfig) -> float:
     return whole * (axes.weights - 1) / axes.weights
 
 
-def _update(m: Setting) -> tuple[float, float]:
+def _update(m: Setting) -> Sent:
     axes, c = m.axes["actor"], m.config
     count, rows = micro_batches(m)
     passes = count * c.minibatches * c.actor.epochs_per_batch
@@ -199,19 +225,20 @@ def _update(m: Setting) -> tuple[float, float]:
     exchanges = 2 if c.actor.remat == "none" else 3  # dots keeps no exchanged heads either
     moved += exchanges * _exchanged(m, "actor", m.student, tokens)
     replicas = grads / axes.weights * 2 * (axes.data - 1) / axes.data
-    overlapped = passes * (gathers + scattered)
-    return overlapped, passes * moved + c.updates_per_batch * replicas
+    waited = passes * moved + c.updates_per_batch * replicas
+    return {GATHER: passes * gathers, SCATTER: passes * scattered, OTHERS: waited}
 
 
-def _generate(m: Setting) -> tuple[float, float]:
+def _generate(m: Setting) -> Sent:
     axes = m.axes["rollout"]
     prompts = m.config.batch_size * m.prompt_tokens // axes.rows
     drawn = m.rows("rollout", m.sequences) * m.new_tokens
-    return 0.0, _reduced(m, "rollout", m.student, prompts + drawn)
+    waited = _reduced(m, "rollout", m.student, prompts + drawn)
+    return {GATHER: 0.0, SCATTER: 0.0, OTHERS: waited}
 
 
-def _score(role: str) -> Callable[[Setting], tuple[float, float]]:
-    def moved(m: Setting) -> tuple[float, float]:
+def _score(role: str) -> Callable[[Setting], Sent]:
+    def moved(m: Setting) -> Sent:
         models = m.inputs.teachers if role == "teacher" else (m.student,)
         section: Any = m.config.roles[role]
         width = m.prompts(role) + m.new_tokens
@@ -219,15 +246,15 @@ def _score(role: str) -> Callable[[Setting], tuple[float, float]]:
         gathered = section.num_microbatches * sum(_gathered(m, role, model) for model in models)
         share = 1 / len(models) if m.config.mixture is None else 1.0
         each = (_reduced(m, role, x, tokens) + _exchanged(m, role, x, tokens) for x in models)
-        return gathered, share * sum(each)
+        return {GATHER: gathered, SCATTER: 0.0, OTHERS: share * sum(each)}
 
     return moved
 
 
-_COLLECTIVES: dict[str, Callable[[Setting], tuple[float, float]]] = {
+_COLLECTIVES: dict[str, Callable[[Setting], Sent]] = {
     "actor": _update,
     "rollout": _generate,
     "teacher": _score("teacher"),
     "reference": _score("reference"),
 }
-"""Role -> (bytes that a device sends beside computation in a step, bytes that it waits for)."""
+"""Role -> the bytes that a device sends in a step."""

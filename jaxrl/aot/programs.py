@@ -18,8 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxrl.algorithms.aligned import stretch_baseline
 from jaxrl.algorithms.methods import method_of, sampled_share
-from jaxrl.algorithms.signals import Projection, policy_topk
+from jaxrl.algorithms.signals import Projection
 from jaxrl.config.schema import Config
 from jaxrl.models import bert
 from jaxrl.models.batching import rows_of, width_of
@@ -41,15 +42,21 @@ from jaxrl.plan.roles import (
 from jaxrl.roles.encoder import encode_batch
 from jaxrl.roles.reference import reference_program
 from jaxrl.roles.reward_model import score_batch
-from jaxrl.roles.rollout import merge_program
+from jaxrl.roles.rollout import (
+    evaluation_sampling,
+    merge_adapters_program,
+    topk_program,
+    training_sampling,
+)
 from jaxrl.roles.scorer import score_program
-from jaxrl.roles.teachers import mixture_program
-from jaxrl.roles.update import BASE, ActorPrograms
+from jaxrl.roles.teachers import merge_program, mixture_program
+from jaxrl.roles.update import BASE, ActorPrograms, first_rows_program
 from jaxrl.sampling import decode
-from jaxrl.sampling.engine import Engine, SamplingParams
+from jaxrl.sampling.engine import Engine
 from jaxrl.sampling.sampler import sampling_arrays
 from jaxrl.sharding.axes import ROWS, Axes
 from jaxrl.sharding.mesh import role_mesh
+from jaxrl.sharding.reshard import Rows, piece_programs
 from jaxrl.teacher.protocol import Options
 from jaxrl.types import Sequences, TeacherSignal, TokenAlignment, TrainBatch
 
@@ -70,7 +77,9 @@ class Program:
     """Bytes that the role holds on a device meanwhile, apart from the arguments; without those of
     the arguments that the plan counts as the actor's."""
     calls: int = 1
-    """Calls in a training step; 0 if only evaluations call it."""
+    """Calls in a training step; 0 if none calls it."""
+    otherwise: str = "eval"
+    """What calls it where no step does: `eval`, evaluations; `start`, the start of a run."""
 
     def lower(self) -> Any:
         """Traces it; returns a `jax.stages.Lowered`."""
@@ -143,8 +152,16 @@ class RunPrograms:
     def __iter__(self) -> Iterator[Program]:
         for role in self.meshes:
             for program in MAKERS[role](self) if role in MAKERS else ():
-                shared = self.setting.counted_as_the_actors(role)
-                yield replace(program, beside=program.beside - shared)
+                more = self.setting.in_flight if role == "teacher" else 0
+                more -= self.setting.counted_as_the_actors(role)
+                yield replace(program, beside=program.beside + more)
+
+    def apart(self, *roles: str) -> bool:
+        """Whether roles are in several processes, so that what one sends goes through the host."""
+        if self.setting.inputs.together(*roles):
+            return False
+        devices = [d for role in roles for d in self.meshes[role].devices.flat]
+        return self.config.launcher == "ray" or len({d.process_index for d in devices}) > 1
 
     def rows(self, role: str) -> NamedSharding:
         """Sharding of the rows of a batch over the axes `data` and `fsdp` of a role's mesh."""
@@ -285,6 +302,8 @@ def actor(run: RunPrograms) -> Iterator[Program]:
     if base:
         frozen[BASE] = base
     passes = c.actor.epochs_per_batch * c.minibatches
+    own = local_bytes((state, frozen))
+    yield from _before_updates(run, programs, signal, own)
     yield Program(
         "actor",
         "update",
@@ -299,26 +318,114 @@ def actor(run: RunPrograms) -> Iterator[Program]:
         held = local_bytes((state.opt_state, state.ema, frozen, batch))
         held -= local_bytes((sequences, base))
         yield Program("actor", "log-probs before", programs.old, given, (), beside=held)
-    dtype = jnp.dtype(c.rollout.compute_dtype)
-    differs = programs.differing(state.params, dtype)
-    if differs:
-        held = local_bytes((state, frozen)) - local_bytes(differs)
-        yield Program(
-            "actor", "convert", programs.convert, (differs, dtype), ("publish",), beside=held
-        )
+    yield from _published(run, programs, state.params, "rollout", own)
     if c.teacher_follows:
-        taught, dtype = state.ema or state.params, jnp.dtype(c.teacher.compute_dtype)
-        layout: Layout = "unstacked" if m.teacher_samples else "stacked"
-        differs = programs.differing(taught, dtype, layout)
-        if differs:
-            yield Program(
-                "actor",
-                "convert for the teacher",
-                programs.convert,
-                (differs, dtype, layout),
-                (TO_TEACHER,),
-                beside=local_bytes((state, frozen)) - local_bytes(differs),
-            )
+        yield from _published(run, programs, state.ema or state.params, "teacher", own)
+
+
+def _before_updates(
+    run: RunPrograms, programs: ActorPrograms, signal: TeacherSignal | None, own: int
+) -> Iterator[Program]:
+    """What the actor computes at the start of a run, and of a batch before its first update.
+
+    Args:
+        own: bytes of its state and of what its loss reads.
+    """
+    c, m, state = run.config, run.setting, programs.abstract_state()
+
+    def one(name: str, jitted: Any, *given: Any, start: bool = False) -> Program:
+        if start:
+            return Program("actor", name, jitted, given, (), calls=0, otherwise="start")
+        return Program("actor", name, jitted, given, (), beside=own - local_bytes(given))
+
+    yield one("optimizer state", programs.start, state.params, start=True)
+    if state.ema is not None:
+        yield one("moving average", programs.average, state.params, start=True)
+    if signal is None:
+        return
+    dtype = c.teacher.compute_dtype
+    if m.signal == "hidden" and c.teacher_follows:
+        yield one("copy of the head", programs.copy_head, state.ema or state.params)
+    elif m.signal == "hidden" and not m.aligned:
+        for model in {model.vocab_size: model for _, model in run.teachers}.values():
+            if model.vocab_size != m.vocab:
+                jitted = first_rows_program(m.vocab, model.d_model, run.meshes["actor"])
+                whole = (model.vocab_size, model.d_model)
+                at = head_sharding(whole, run.meshes["actor"])
+                yield one("rows of the head", jitted, shaped(whole, dtype, at), start=True)
+    if "teacher" in run.meshes:
+        yield from _signal_moves(run, signal, own)
+    if signal.kinds is not None:
+        sampled = shaped(signal.kinds.shape, jnp.float32, signal.kinds.sharding)
+        mask = shaped(signal.kinds.shape, bool, signal.kinds.sharding)
+        fields = signal.kinds, signal.cells, signal.stretch_logprobs, sampled, mask
+        yield one("baseline", stretch_baseline, *fields)
+
+
+def _signal_moves(run: RunPrograms, signal: TeacherSignal, own: int) -> Iterator[Program]:
+    """How a batch's signal comes from the teacher to the actor."""
+    section, at = run.config.teacher, run.rows("teacher")
+    parts = section.num_microbatches
+    size = max(run.scored("teacher", model, parts)[0] for _, model in run.teachers)
+
+    def sent(leaf: jax.ShapeDtypeStruct) -> Any:
+        rows = [min(size, len(leaf) - start) for start in range(0, len(leaf), size)]
+        each = [shaped((n, *leaf.shape[1:]), leaf.dtype, at) for n in rows]
+        return Rows(tuple(each)) if len(each) > 1 else each[0]
+
+    xs = [sent(leaf) for leaf in jax.tree.leaves(replace(signal, baseline=None, weights=None))]
+    models = (run.params("teacher", m, section.compute_dtype, "stacked") for _, m in run.teachers)
+    targets = [run.rows("actor")] * len(xs)
+    yield from _moves(
+        run, "signal", ("teacher", "actor"), xs, targets, (sum(map(local_bytes, models)), own)
+    )
+
+
+def _published(
+    run: RunPrograms, programs: ActorPrograms, given: Params, role: str, own: int
+) -> Iterator[Program]:
+    """How weights of the actor come to another role: their conversion, and their way."""
+    c, samples = run.config, role == "rollout" or run.setting.teacher_samples
+    dtype = jnp.dtype(c.roles[role].compute_dtype)
+    layout = c.rollout.layout if role == "rollout" else "unstacked" if samples else "stacked"
+    phase, name = (
+        ("publish", "convert") if role == "rollout" else (TO_TEACHER, "convert for the teacher")
+    )
+    if differs := programs.differing(given, dtype, layout):
+        beside = own - local_bytes(differs)
+        arguments = (differs, dtype, layout)
+        yield Program("actor", name, programs.convert, arguments, (phase,), beside=beside)
+    here, there = (
+        frozen_and_trained(run.params(each, run.student, dtype, layout))[1]
+        for each in ("actor", role)
+    )
+    shardings = [leaf.sharding for leaf in jax.tree.leaves(there)]
+    yield from _moves(run, "weights", ("actor", role), jax.tree.leaves(here), shardings, (own, 0))
+
+
+def _moves(
+    run: RunPrograms,
+    name: str,
+    roles: tuple[str, str],
+    xs: Sequence[Any],
+    targets: Sequence[NamedSharding],
+    held: tuple[int, int],
+) -> Iterator[Program]:
+    """The programs by which arrays go from a role to another of the same process; of several that
+    cut, or join, the one with the largest pieces.
+
+    Args:
+        held: bytes on a device of each of the roles beside these arrays.
+    """
+    if run.apart(*roles):
+        return
+    calls = piece_programs(xs, targets)
+    for verb, role, beside in zip(("cut", "join"), roles, held, strict=True):
+        mine = [call for call in calls if call[0].__name__ == verb]
+        if mine:
+            jitted, pieces = max(mine, key=lambda call: local_bytes(call[1]))
+            title = f"{name}: {verb}"
+            yield Program(role, title, jitted, (pieces,), (), beside=beside, calls=len(mine))
 
 
 def rollout(run: RunPrograms) -> Iterator[Program]:
@@ -326,31 +433,40 @@ def rollout(run: RunPrograms) -> Iterator[Program]:
     dtype, layout = c.rollout.compute_dtype, c.rollout.layout
     model = run.setting.sampled
     base = run.setting.base_bytes("rollout") if c.rollout.merge else 0  # nothing else reads it
-    for program in _sampling(run, "rollout", model, dtype, layout, sampled_share(c)):
+    for program in _sampling(
+        run, "rollout", model, dtype, layout, sampled_share(c), c.data.eval is not None
+    ):
         yield replace(program, beside=program.beside + base)
     if c.rollout.merge:
         under, _ = frozen_and_trained(run.params("rollout", run.student, dtype, "stacked"))
         _, adapters = frozen_and_trained(run.params("rollout", run.student, dtype, layout))
-        jitted = merge_program(run.student, run.meshes["rollout"], layout)
+        jitted = merge_adapters_program(run.student, run.meshes["rollout"], layout)
         shared = local_bytes(under) - base
         given = (under, adapters)
         yield Program("rollout", "merge", jitted, given, ("weight sync",), beside=-shared)
     if c.distill.signal == "student_topk" and run.setting.signal is not None:
         projection = Projection.of(c, run.meshes["rollout"], run.setting.vocab)
-        jitted = jax.jit(lambda params, s: policy_topk(projection, model, params, s))
+        jitted = topk_program(projection, model)
         params = run.params("rollout", model, dtype, layout)
         given = (params, run.sequences("rollout", run.setting.padded_rows))
         yield Program("rollout", "top-k of the policy", jitted, given, ("score",))
 
 
 def _sampling(
-    run: RunPrograms, role: str, model: DecoderConfig, dtype: Any, layout: Layout, share: float
+    run: RunPrograms,
+    role: str,
+    model: DecoderConfig,
+    dtype: Any,
+    layout: Layout,
+    share: float,
+    evaluates: bool,
 ) -> Iterator[Program]:
     """The programs of the sampling engine: prefill of a batch of prompts, the copy of their keys
-    and values into slots, and a launch of decode steps.
+    and values into slots, launches of decode steps, and changes of the cache's size.
 
     Args:
         share: fraction of the training batches that this role samples.
+        evaluates: whether it samples for evaluations.
     """
     c, m, mesh, at = run.config, run.setting, run.meshes[role], run.everywhere(role)
     most = c.teacher_new_tokens if role == "teacher" else c.max_new_tokens
@@ -374,9 +490,9 @@ def _sampling(
         sharding = NamedSharding(mesh, spec)
         return jax.tree.map(lambda x: shaped(x.shape, x.dtype, sharding), whole)
 
-    slots, held = (
-        cache(engine.slots, engine.length, ROWS),
-        cache(prompts, width, None),
+    slots, held = cache(engine.slots, engine.length, ROWS), cache(prompts, width, None)
+    yield from _resized(
+        run, role, engine, params, layout, slots, local_bytes((params, held)), share
     )
     tokens = shaped((prompts, width), jnp.int32, at)
     lengths = shaped((prompts,), jnp.int32, at)
@@ -401,22 +517,77 @@ def _sampling(
         beside=local_bytes(params),
         calls=fills,
     )
-    s = c.sampling
-    sampling = SamplingParams(longest, s.temperature, s.top_k, s.top_p, s.min_p)
-    arrays = jax.tree.map(lambda x: shaped(x.shape, x.dtype, at), sampling_arrays(sampling, 0, 0))
+    ways = [training_sampling(c, most)] * (share > 0)
+    ways += [evaluation_sampling(c, most)] * evaluates
+    arrays = {
+        jax.tree.structure(knobs): jax.tree.map(lambda x: shaped(x.shape, x.dtype, at), knobs)
+        for knobs in (sampling_arrays(way, 0, 0) for way in ways)
+    }
     table = shaped((engine.slots, 6), jnp.int32, at)
     sizes = {"n_tokens": engine.launch_tokens, "check_every": engine.check_every}
     launches = -(-m.sequences // engine.slots) * -(-c.max_new_tokens // engine.launch_tokens)
-    yield Program(
-        role,
-        "decode",
-        decode.launch,
-        (model, mesh, params, slots, table, number, arrays),
-        ("decode",),
-        sizes,
-        beside=local_bytes(held),
-        calls=math.ceil(share * launches),
-    )
+    for i, knobs in enumerate(arrays.values()):
+        yield Program(
+            role,
+            "decode for evaluations" if i else "decode",
+            decode.launch,
+            (model, mesh, params, slots, table, number, knobs),
+            () if i else ("decode",),
+            sizes,
+            beside=local_bytes(held),
+            calls=0 if i else math.ceil(share * launches),
+        )
+
+
+def _resized(
+    run: RunPrograms,
+    role: str,
+    engine: Engine,
+    params: Params,
+    layout: Layout,
+    cache: Cache,
+    beside: int,
+    share: float,
+) -> Iterator[Program]:
+    """The cache at its start, as it grows, and as slots are given up.
+
+    Args:
+        cache: at its largest.
+        beside: bytes of weights and prompts.
+    """
+    model, mesh, dtype = engine.config, engine.mesh, params["norm"]["scale"].dtype
+    assert mesh is not None
+    batches = math.ceil(share)
+    shape = (model, mesh, engine.slots, engine.length, dtype, layout)
+    yield Program(role, "new cache", decode.new_cache, shape, (), beside=beside, calls=batches)
+    lengths = sorted({engine.cache_length(n, engine.slots) for n in range(1, engine.length + 1)})
+    at, rows = cache[0][0].sharding, NamedSharding(mesh, PartitionSpec(ROWS))
+
+    def layer(length: int) -> Cache:
+        k, _ = cache[0]
+        one = shaped((*k.shape[:-2], length, k.shape[-1]), k.dtype, at)
+        return [(one, one)]
+
+    others = beside + local_bytes(cache) - local_bytes(cache[:1])
+    if len(lengths) > 1:
+        given: tuple[Any, ...] = (model, mesh, layer(lengths[-2]), engine.length, None)
+        calls = batches * len(cache) * (len(lengths) - 1)
+        yield Program(
+            role,
+            "longer cache",
+            decode.resize,
+            given,
+            ("longer cache",),
+            beside=others,
+            calls=calls,
+        )
+    held = engine.slots // engine.row_shards
+    kept = [left for n in range(1, held) if (left := engine.fewer_slots(n, held)) is not None]
+    if kept:
+        chosen = shaped((max(kept) * engine.row_shards,), jnp.int32, rows)
+        given = (model, mesh, layer(engine.length), engine.length, chosen)
+        calls = batches * len(cache) * len(set(kept))
+        yield Program(role, "fewer slots", decode.resize, given, (), beside=others, calls=calls)
 
 
 def teacher(run: RunPrograms) -> Iterator[Program]:
@@ -438,16 +609,34 @@ def teacher(run: RunPrograms) -> Iterator[Program]:
         title = f"score by {name}" if name else "score"
         phases = ("score",) if weights[name] == max(weights.values()) else ()
         yield Program("teacher", title, jitted, given, phases, beside=beside, calls=parts)
-    if combines:
-        yield _mixture(run, max(rows for rows, _ in each), parts)
+    if c.teachers:
+        several = _merging if c.mixture is None else _mixture
+        yield several(run, max(rows for rows, _ in each), parts)
     if m.teacher_samples:
         share = 1 - c.distill.on_policy_fraction if c.distill.seq_kd else 0.0
         for name, model in run.teachers:
             share_of_one = share / len(run.teachers)
+            evaluates = c.eval.teacher and c.data.eval is not None
             for program in _sampling(
-                run, "teacher", model, c.teacher.compute_dtype, "unstacked", share_of_one
+                run, "teacher", model, c.teacher.compute_dtype, "unstacked", share_of_one, evaluates
             ):
                 yield replace(program, name=f"{program.name} by {name}" if name else program.name)
+
+
+def _merging(run: RunPrograms, rows: int, parts: int) -> Program:
+    """What puts a teacher's rows among those of the teachers before it."""
+    signal, models = run.signal("teacher", rows), [model for _, model in run.teachers]
+    dtype = run.config.teacher.compute_dtype
+    weights = sum(local_bytes(run.params("teacher", m, dtype, "stacked")) for m in models)
+    mine = shaped((rows,), bool, run.rows("teacher"))
+    width = max(model.d_model for model in models)
+    jitted = merge_program(
+        Projection.of(run.config, run.meshes["teacher"], run.setting.vocab), width
+    )
+    calls = parts * len(models)
+    return Program(
+        "teacher", "merge", jitted, (signal, signal, mine), (), beside=weights, calls=calls
+    )
 
 
 def _mixture(run: RunPrograms, rows: int, parts: int) -> Program:
@@ -457,7 +646,9 @@ def _mixture(run: RunPrograms, rows: int, parts: int) -> Program:
     shape = (rows, m.new_tokens)
     hidden = tuple(shaped((*shape, model.d_model), dtype, at) for model in models)
     layout: Layout = "unstacked" if m.teacher_samples else "stacked"
-    heads = tuple(head(run.params("teacher", model, dtype, layout)) for model in models)
+    heads: tuple[Any, ...] | None = None
+    if c.distill.signal != "hidden":
+        heads = tuple(head(run.params("teacher", model, dtype, layout)) for model in models)
     ids = None
     if c.distill.signal == "student_topk":
         ids = shaped((*shape, c.distill.top_k), jnp.int32, at)

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxrl.algorithms.methods import needed_roles
 from jaxrl.algorithms.schedule import SCHEDULES
-from jaxrl.aot.costs import ASSUMED, Links, counted_bytes, stage_costs
+from jaxrl.aot.costs import ASSUMED, Links, Traffic, stage_costs
 from jaxrl.aot.machine import Machine
 from jaxrl.config.schema import Config, LongParallelConfig
 from jaxrl.config.yaml_text import shown
@@ -67,15 +67,13 @@ class Search:
     """Tries placements and keys on a machine: for each placement it improves one key after the
     other, which finds a good choice, not always the best."""
 
-    def __init__(self, plan: Plan, machine: Machine, sent: Mapping[str, float]):
+    def __init__(self, plan: Plan, machine: Machine, compiled: Mapping[str, Traffic]):
         """
         Args:
             plan: of the run as configured, on that machine.
-            sent: role -> bytes that its compiled programs send from a device in a step.
+            compiled: role -> what its compiled programs say of its collectives.
         """
-        self.config, self.inputs = plan.config, plan.inputs
-        counted = counted_bytes(plan.config, plan.inputs, plan.axes)
-        self.scale = {role: sent[role] / n for role, n in counted.items() if n and sent.get(role)}
+        self.config, self.inputs, self.compiled = plan.config, plan.inputs, compiled
         self.ceilings = ceilings_of(machine.devices[0], "bfloat16")
         self.links = Links(machine.inside, machine.link)
         self.host_size = len(machine.devices) // machine.hosts
@@ -89,7 +87,7 @@ class Search:
         """
         whole, _ = with_axes(config, inputs)
         machine = (self.ceilings, self.links, self.host_size)
-        stages = stage_costs(whole, inputs, inputs.axes(whole), *machine, self.scale)
+        stages = stage_costs(whole, inputs, inputs.axes(whole), *machine, self.compiled)
         names = {
             role: inputs.placement.pools[where.pool].name
             for role, where in inputs.placement.roles.items()

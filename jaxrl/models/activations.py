@@ -82,8 +82,9 @@ and values of whole sequences, each with its prompt. Read from compiled programs
 WHOLE_ROWS_BACKWARD = Blocks(x=8, q=5, kv=3)
 """The same where they are differentiated, beside another kind of layers; 20% fewer where all have
 the window."""
-PREFETCHED = 4
-"""Layers, not stacked, whose weights a GPU has gathered over `fsdp` at once."""
+PREFETCHED = 1
+"""Layers, not stacked, whose weights a GPU has gathered over `fsdp` at once, where the products of
+a layer take longer than its gathers: from some thousand tokens on a device on."""
 PACKED = (Blocks(x=1.5, f=3), Blocks(x=1, q=2, kv=2, s=2))
 """Of streams without such a kernel, in either layout: in the MLP; in attention, where queries, keys
 and values exist as streams and as rows."""

@@ -54,6 +54,9 @@ TEMPLATE_TOKENS = 128
 tokens."""
 BACKWARD, LOSS, STEP = "backward pass", "loss", "optimizer step"
 """Phases of an update."""
+GATHERED_TO_DECODE = 0.45
+"""Share of the layers' weights, not stacked, that a GPU has gathered over `fsdp` at once in a
+decode step, which computes little meanwhile: read from two compiled programs."""
 SHARED = "parameters, the rollout's too"
 BASE = "weights under adapters"
 UPDATE = {f"actor: {phase}" for phase in (BACKWARD, LOSS, STEP)}
@@ -182,6 +185,15 @@ class Setting:
         c = self.config
         evaluated = c.eval.teacher and c.data.eval is not None and c.mixture is None
         return c.distill.seq_kd or evaluated
+
+    @property
+    def in_flight(self) -> int:
+        """Bytes of a batch's signal that stay on a device of the teacher while something else runs
+        there."""
+        waits = SCHEDULES[self.config.schedule] > 0 or self.inputs.together("actor", "teacher")
+        if not waits or self.inputs.same_mesh("actor", "teacher", self.axes):
+            return 0
+        return self.rows("teacher", self.sequences) * self.new_tokens * self.signal_bytes
 
     @property
     def budget(self) -> int | None:
@@ -473,9 +485,9 @@ def _sampling(
     table = whole_rows(config.vocab_size, config.d_model, axes, ITEMSIZE[dtype])
     shard = table // axes.weights if axes.weights > 1 else 0
     copy = table if axes.weights > 1 else 0
-    one = cache // config.n_layers
+    one, on_gpu = cache // config.n_layers, m.inputs.target.platform in GPU
     work = {
-        "prefill": max(run.forward(stacked=False), shard),
+        "prefill": max(run.forward(stacked=False), shard + copy * on_gpu),
         "decode": max(scores, drawn, copy),
         "longer cache": one,
     }
@@ -494,9 +506,12 @@ def _sampling(
             Entry("cache", "keys and values of prompts", held, phase),
             Entry("activations", phase, size, phase),
         ]
-    if axes.weights > 1 and not stacked:  # each program gathers all weights before its first layer
+    name = "weights gathered over fsdp"
+    if axes.weights > 1 and not stacked and on_gpu:
+        size = round(GATHERED_TO_DECODE * layer_bytes(config, axes.gathered, dtype))
+        entries.append(Entry("activations", name, size, "decode"))
+    elif axes.weights > 1 and not stacked:  # each program gathers all before its first layer
         size = weight_bytes(config, axes.gathered, dtype)
-        name = "weights gathered over fsdp"
         unused = (0 if config.tie_embeddings else table) + run.layer  # nearly all of the last layer
         entries.append(Entry("activations", name, size - unused, "prefill"))
         entries.append(Entry("activations", name, size, "decode"))
@@ -540,15 +555,12 @@ def teacher(m: Setting) -> Iterable[Entry]:
     work = _scoring(m, run, chunk, 0 if combines else arrays, stacked=not samples)
     each = [weight_bytes(model, axes, c.teacher.compute_dtype) for model in m.inputs.teachers]
     weights = max(each) if c.offload.frozen and not combines else sum(each)
-    # A signal stays on the teacher's devices while something else runs there.
-    waits = SCHEDULES[c.schedule] > 0 or m.inputs.together("actor", "teacher")
-    in_flight = waits and not m.inputs.same_mesh("actor", "teacher", m.axes)
     # The next version arrives beside the old one where the actor is another worker's.
     arrives = c.teacher_follows and not m.inputs.together("actor", "teacher")
     entries = [
         Entry("weights", "parameters", weights - m.teacher_shared_bytes),
         Entry("activations", "next version", weights * arrives, "weight sync"),
-        Entry("activations", "signals in flight", signal * in_flight),
+        Entry("activations", "signals in flight", m.in_flight),
         Entry("activations", "signal", signal, "score"),
         Entry("activations", "forward pass", work, "score"),
     ]

@@ -148,8 +148,10 @@ def steady_steps(calls: Sequence[Span], staleness: int) -> list[Window]:
     windows = windows[WARM_UP - 1 + staleness : max(len(windows) - 1 - staleness, 0)]
     if not windows:
         return []
-    median = statistics.median(end - start for start, end in windows)
-    return [(start, end) for start, end in windows if end - start <= LONG * median]
+    # Batches ahead make long and short steps take turns: each is compared with its own kind's.
+    turns = [windows[i :: staleness + 1] for i in range(min(staleness + 1, len(windows)))]
+    longest = max(statistics.median_low(end - start for start, end in each) for each in turns)
+    return [(start, end) for start, end in windows if end - start <= LONG * longest]
 
 
 def stage_seconds(

@@ -127,9 +127,8 @@ class Actor:
         if restore is None:
             with phase("load"):
                 params = load(jnp.dtype(c.param_dtype))
-            init = jax.jit(programs.optimizer.init, out_shardings=programs.shardings.opt_state)
             # Waits, because arrays that a program still reads must not be offloaded.
-            opt_state = jax.block_until_ready(init(params))
+            opt_state = jax.block_until_ready(programs.start(params))
             ema = jax.block_until_ready(programs.average(params)) if config.keeps_ema else None
             self.state = TrainState(params, opt_state, self._scalar(0), ema)
         else:

@@ -19,7 +19,7 @@ from jaxrl.runtime.worker import phase
 from jaxrl.sharding.axes import ROWS
 from jaxrl.sharding.ledger import current
 from jaxrl.sharding.reshard import put, to_host
-from jaxrl.types import Rollout
+from jaxrl.types import Array, Rollout, Sequences
 
 
 class Reference:
@@ -73,4 +73,8 @@ def reference_program(model: DecoderConfig, mesh: Mesh, temperature: float, chun
     """Jitted: (parameters, sequences) -> [B, C] float32 log-probs, whole on every device."""
     score = partial(completion_logprobs, model, temperature=temperature, chunk=chunk, mesh=mesh)
     everywhere = NamedSharding(mesh, PartitionSpec())
-    return jax.jit(lambda params, sequences: score(params, sequences), out_shardings=everywhere)
+
+    def reference_logprobs(params: Params, sequences: Sequences) -> Array:
+        return score(params, sequences)
+
+    return jax.jit(reference_logprobs, out_shardings=everywhere)

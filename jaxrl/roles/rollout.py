@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -29,10 +29,42 @@ from jaxrl.sharding.axes import ROWS
 from jaxrl.sharding.ledger import current
 from jaxrl.sharding.mesh import verify_arrays
 from jaxrl.sharding.reshard import put, to_host
-from jaxrl.types import Completion, Prompt, Rollout, Tree, Weights
+from jaxrl.types import Completion, Prompt, Rollout, Sequences, Tree, Weights
 
 EVAL_SEED = 0x5EED
 """Added to the seed of evaluations: never the samples that train, and the same ones each time."""
+
+
+def training_sampling(config: Config, most: int, eos_ids: tuple[int, ...] = ()) -> SamplingParams:
+    """How the completions of training are drawn.
+
+    Args:
+        most: tokens of the longest.
+    """
+    s = config.sampling
+    return SamplingParams(most, s.temperature, s.top_k, s.top_p, s.min_p, eos_ids, s.stop)
+
+
+def evaluation_sampling(config: Config, most: int, eos_ids: tuple[int, ...] = ()) -> SamplingParams:
+    """How those of evaluations are drawn, where training's have at most so many tokens."""
+    e = config.eval
+    return SamplingParams(
+        e.max_new_tokens or most,
+        temperature=e.temperature,
+        top_k=e.top_k,
+        top_p=e.top_p,
+        eos_ids=eos_ids,
+        stop=config.sampling.stop,
+    )
+
+
+def topk_program(projection: Projection, model: DecoderConfig) -> jax.stages.Wrapped:
+    """Jitted: (parameters, sequences) -> the policy's top-k tokens [B, C, K]."""
+
+    def topk_of_policy(params: Params, sequences: Sequences) -> jax.Array:
+        return policy_topk(projection, model, params, sequences)
+
+    return jax.jit(topk_of_policy)
 
 
 class Sampler:
@@ -93,8 +125,8 @@ class Sampler:
         if params is None and not teacher:
             self._keep()
         projection = Projection.of(config, mesh, vocab_size)
-        self._topk = jax.jit(partial(policy_topk, projection, self.model))
-        self._merge = merge_program(model, mesh, layout) if config.rollout.merge else None
+        self._topk = topk_program(projection, self.model)
+        self._merge = merge_adapters_program(model, mesh, layout) if config.rollout.merge else None
 
     def _keep(self) -> None:
         """Registers the weights in the ledger. On the actor's devices they are freed when an update
@@ -157,22 +189,13 @@ class Sampler:
         self, prompts: Sequence[Prompt], step: int, attempt: int = 0
     ) -> list[list[Completion]]:
         """What `generate` packs."""
-        s = self.config.sampling
         return self._sample(
             prompts,
             n=self.config.group_size,
             seed=self.config.seed,
             step=step,
             attempt=attempt,
-            sampling=SamplingParams(
-                temperature=s.temperature,
-                top_k=s.top_k,
-                top_p=s.top_p,
-                min_p=s.min_p,
-                stop=s.stop,
-                max_new_tokens=self._most,
-                eos_ids=self._eos_ids,
-            ),
+            sampling=training_sampling(self.config, self._most, self._eos_ids),
         )
 
     def packed(
@@ -202,17 +225,9 @@ class Sampler:
 
     def sample(self, prompts: Sequence[Prompt]) -> list[list[Completion]]:
         """`eval.samples` completions of each prompt, as `eval.*` says."""
-        e = self.config.eval
-        sampling = SamplingParams(
-            temperature=e.temperature,
-            top_k=e.top_k,
-            top_p=e.top_p,
-            stop=self.config.sampling.stop,
-            max_new_tokens=e.max_new_tokens or self._most,
-            eos_ids=self._eos_ids,
-        )
-        seed = self.config.seed + EVAL_SEED
-        return self._sample(prompts, n=e.samples, seed=seed, step=0, sampling=sampling)
+        sampling = evaluation_sampling(self.config, self._most, self._eos_ids)
+        n, seed = self.config.eval.samples, self.config.seed + EVAL_SEED
+        return self._sample(prompts, n=n, seed=seed, step=0, sampling=sampling)
 
     def _sample(
         self,
@@ -246,7 +261,7 @@ class Sampler:
         return prompt.tokens if theirs is None else theirs
 
 
-def merge_program(model: DecoderConfig, mesh: Mesh, layout: Layout) -> Any:
+def merge_adapters_program(model: DecoderConfig, mesh: Mesh, layout: Layout) -> Any:
     """Jitted: (stacked weights under adapters, adapters) -> weights that compute the same.
 
     Args:

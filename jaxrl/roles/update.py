@@ -86,10 +86,10 @@ class ActorPrograms:
         self.copy_head = self._make_copy_head()
         """Parameters -> the LM head [V, D] of a teacher that has them, in the teacher's dtype: a
         copy, since updates donate the parameters."""
-        self.average = jax.jit(
-            lambda params: jax.tree.map(jnp.copy, cast(params, jnp.float32)), out_shardings=params
-        )
+        self.average = jax.jit(average, out_shardings=params)
         """Parameters -> their moving average before the first update: a copy in float32."""
+        self.start = jax.jit(start_optimizer(self.optimizer), out_shardings=moments)
+        """Parameters -> the optimizer's state before the first update."""
 
     def abstract_base(self) -> Params:
         """The weights under adapters as `jax.ShapeDtypeStruct`s with shardings; empty without."""
@@ -284,6 +284,27 @@ class ActorPrograms:
             }
 
         return jax.jit(convert, static_argnums=(1, 2))
+
+
+def average(params: Params) -> Params:
+    copied: Params = jax.tree.map(jnp.copy, cast(params, jnp.float32))
+    return copied
+
+
+def start_optimizer(optimizer: optax.GradientTransformation) -> Callable[[Params], Tree]:
+    def optimizer_state(params: Params) -> Tree:
+        return optimizer.init(params)
+
+    return optimizer_state
+
+
+def first_rows_program(rows: int, width: int, mesh: Mesh) -> jax.stages.Wrapped:
+    """Jitted: an LM head [V, width] -> its first rows, those of tokens that two models share."""
+
+    def first_rows(head: jax.Array) -> jax.Array:
+        return head[:rows]
+
+    return jax.jit(first_rows, out_shardings=head_sharding((rows, width), mesh))
 
 
 def _totals(batch: TrainBatch, rows: jax.Array) -> Totals:

@@ -51,6 +51,7 @@ from jaxrl.roles.rollout import Sampler
 from jaxrl.roles.scorer import Scorer
 from jaxrl.roles.teacher import AddFeedback, Teacher
 from jaxrl.roles.teachers import Teachers
+from jaxrl.roles.update import first_rows_program
 from jaxrl.run.conversion import converted_once
 from jaxrl.run.job import Setup, reward_functions
 from jaxrl.runtime.local import LocalWorkerGroup
@@ -484,5 +485,5 @@ def _first_rows(head: jax.Array, rows: int, mesh: Mesh) -> jax.Array:
     """The head without the rows that the other model has not; cut once, not at every step."""
     if head.shape[0] == rows:
         return head
-    sharding = head_sharding((rows, head.shape[1]), mesh)
-    return jax.jit(lambda head: head[:rows], out_shardings=sharding)(head)
+    found: jax.Array = first_rows_program(rows, head.shape[1], mesh)(head)
+    return found

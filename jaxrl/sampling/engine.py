@@ -195,6 +195,18 @@ class Engine:
         self.stats.seconds = time.perf_counter() - started
         return [done[i * n : (i + 1) * n] for i in range(len(prompts))]
 
+    def cache_length(self, reach: int, slots: int) -> int:
+        """Positions of the cache of so many slots in which `reach` positions are used: a bucket."""
+        steps = CACHE_STEPS if slots == self.slots else 1
+        size = bucket(reach, smallest=NARROWEST, steps=steps, multiple=self.width_multiple)
+        return min(size, self.length)
+
+    def fewer_slots(self, taken: int, held: int) -> int | None:
+        """Slots that each device keeps of `held`, where the fullest has `taken` in use; None where
+        that is more than half of them."""
+        left = round_up(bucket(taken), 1 if self.mesh is None else self.mesh.shape["tensor"])
+        return left if 2 * left <= held else None
+
     def _check(
         self,
         prompts: Sequence[Sequence[int]],
@@ -368,10 +380,7 @@ class _Run:
         left = self.table[:, decode.LIMIT] - self.table[:, decode.COUNT]
         ahead = np.minimum(left, self.engine.launch_tokens)
         reach = int((self.table[:, decode.POSITION] + ahead).max())
-        multiple = self.engine.width_multiple
-        steps = CACHE_STEPS if len(self.table) == self.engine.slots else 1
-        size = bucket(reach, smallest=NARROWEST, steps=steps, multiple=multiple)
-        return min(size, self.engine.length)
+        return self.engine.cache_length(reach, len(self.table))
 
     def _cached(self) -> int:
         return self.cache[0][0].shape[decode.POSITIONS] if self.cache else 0
@@ -388,11 +397,11 @@ class _Run:
         """
         if self.queue:
             return None
-        mesh, shards = self.engine.mesh, self.engine.row_shards
+        shards = self.engine.row_shards
         held = len(self.table) // shards
         taken = [[s for s in sorted(self.seated) if s // held == k] for k in range(shards)]
-        left = round_up(bucket(max(map(len, taken))), 1 if mesh is None else mesh.shape["tensor"])
-        if 2 * left > held:
+        left = self.engine.fewer_slots(max(map(len, taken)), held)
+        if left is None:
             return None
         kept, old = np.zeros((shards, left), np.int32), self.table
         self.table = np.zeros((shards * left, old.shape[1]), np.int32)

@@ -13,21 +13,29 @@ collective.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax import ShapeDtypeStruct as Abstract
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from jax.typing import ArrayLike
 
 from jaxrl.sharding.shards import Box, Shards, box_of, overlap
 from jaxrl.types import Tree
 
-Held = dict[Box, list[jax.Array]]
+Held = dict[Box, list[Any]]
 """Box of an array -> the copies of it on devices."""
+Wanted = tuple[Held, tuple[int, ...]]
+"""The boxes of an array, and its shape."""
+Places = Mapping[jax.Device, tuple[slice, ...] | None]
+"""Device -> the part of an array that it holds."""
+Call = tuple[Callable[..., list[Any]], list[Any]]
+"""A jitted function and its argument."""
 Offsets = tuple[tuple[int, ...], ...]
 TOGETHER = 2**28
 """Bytes of arrays that move at once on an accelerator, where their slices need memory too."""
@@ -37,7 +45,8 @@ TOGETHER = 2**28
 class Rows:
     """Consecutive slices of rows (dim 0) of one array; `reshard` concatenates them."""
 
-    parts: tuple[jax.Array, ...]
+    parts: tuple[Any, ...]
+    """`jax.Array`s; for `piece_programs` abstract ones."""
 
 
 def put(tree: Tree, shardings: Tree) -> Tree:
@@ -90,7 +99,7 @@ def _move(x: jax.Array | Rows | Shards | np.ndarray, target: Sharding) -> jax.Ar
     if isinstance(x, Shards):
         return _from_boxes(x.shape, x.dtype, x.read, target)
     if isinstance(x, Rows):
-        return _join_rows(x.parts, target)
+        return _join_rows(x, target)
     if not isinstance(x, jax.Array):
         return put(x, target)
     if x.sharding == target:
@@ -157,16 +166,10 @@ def _from_boxes(
     return jax.make_array_from_callback(shape, target, box, dtype=dtype)
 
 
-def _join_rows(parts: Sequence[jax.Array], target: Sharding) -> jax.Array:
-    if not all(part.is_fully_addressable for part in parts):
-        return _move(_in(parts[0].sharding)(*parts), target)
-    sources: Held = {}
-    rows = 0
-    for part in parts:
-        for ((start, stop), *rest), copies in _held(part).items():
-            sources[(start + rows, stop + rows), *rest] = copies
-        rows += part.shape[0]
-    return _assemble([(sources, (rows, *parts[0].shape[1:]), target)])[0]
+def _join_rows(x: Rows, target: Sharding) -> jax.Array:
+    if not all(part.is_fully_addressable for part in x.parts):
+        return _move(_in(x.parts[0].sharding)(*x.parts), target)
+    return _assembled([_held_rows(x)], [target])[0]
 
 
 @lru_cache(maxsize=256)
@@ -182,29 +185,117 @@ def _in(target: Sharding) -> Callable[..., jax.Array]:
 def put_pieces(xs: Sequence[jax.Array], targets: Sequence[Sharding]) -> list[jax.Array]:
     """Arrays in `targets`, through slices that go from device to device; asynchronous. Each device
     cuts and joins the slices of all arrays in one program."""
-    pairs = zip(xs, targets, strict=True)
-    return _assemble([(_held(x), x.shape, target) for x, target in pairs])
+    return _assembled([(_held(x), x.shape) for x in xs], targets)
 
 
-def _held(x: jax.Array) -> Held:
+def piece_programs(xs: Sequence[Abstract | Rows], targets: Sequence[Sharding]) -> list[Call]:
+    """What `reshard` would run on accelerators that are not present: functions that cut slices out
+    of arrays, and functions that join them at their destinations. Of devices that do the same,
+    one.
+
+    Args:
+        xs: arrays with shardings, or `Rows` of such.
+    """
+    described = _Described()
+    pairs = list(zip(xs, targets, strict=True))
+    for x, target in pairs:
+        if isinstance(x, Rows):
+            _assemble([_held_rows(x)], [target], described)
+    moving = [(x, at) for x, at in pairs if not isinstance(x, Rows) and x.sharding != at]
+    for part in _parts([x.size * x.dtype.itemsize for x, _ in moving]):
+        arrays = [(_held(x), x.shape) for x, _ in moving[part]]
+        _assemble(arrays, [at for _, at in moving[part]], described)
+    return list(described.calls.items())
+
+
+class _Devices:
+    """What `_assemble` asks of devices that are here."""
+
+    def places(self, shape: tuple[int, ...], target: Sharding) -> Places:
+        return target.addressable_devices_indices_map(shape)
+
+    def run(self, program: Callable[..., list[Any]], xs: list[Any]) -> list[Any]:
+        return program(xs)
+
+    def send(self, xs: list[Any], devices: list[jax.Device]) -> list[Any]:
+        return jax.device_put(xs, devices)
+
+
+class _Described(_Devices):
+    """The same of devices that are not here: it computes shapes, and remembers the programs."""
+
+    def __init__(self) -> None:
+        self.calls: dict[Callable[..., list[Any]], list[Any]] = {}
+
+    def places(self, shape: tuple[int, ...], target: Sharding) -> Places:
+        return target.devices_indices_map(shape)
+
+    def run(self, program: Callable[..., list[Any]], xs: list[Any]) -> list[Any]:
+        self.calls[program] = xs
+        device = _device(jax.tree.leaves(xs)[0])
+        return self.send(jax.eval_shape(program, xs), [device] * len(xs))
+
+    def send(self, xs: list[Any], devices: list[jax.Device]) -> list[Any]:
+        return [_abstract(x.shape, x.dtype, at) for x, at in zip(xs, devices, strict=True)]
+
+
+def _abstract(shape: tuple[int, ...], dtype: Any, device: jax.Device) -> Abstract:
+    return Abstract(shape, dtype, sharding=SingleDeviceSharding(device))
+
+
+def _device(x: jax.Array | Abstract) -> jax.Device:
+    """Of an array on one device."""
+    return next(iter(x.sharding.device_set))
+
+
+def _held(x: jax.Array | Abstract) -> Held:
     """The shards of `x` by their boxes, with all copies of each."""
     held: Held = {}
+    if isinstance(x, Abstract):
+        for device, index in x.sharding.devices_indices_map(x.shape).items():
+            box = box_of(index, x.shape)
+            size = tuple(hi - lo for lo, hi in box)
+            held.setdefault(box, []).append(_abstract(size, x.dtype, device))
+        return held
     for shard in x.addressable_shards:
         held.setdefault(box_of(shard.index, x.shape), []).append(shard.data)
     return held
 
 
-def _assemble(wanted: Sequence[tuple[Held, tuple[int, ...], Sharding]]) -> list[jax.Array]:
-    """For each the array of a shape in a sharding, from the boxes that cover it."""
-    cuts: dict[jax.Device, list[tuple[jax.Array, Box]]] = {}
+def _held_rows(x: Rows) -> tuple[Held, tuple[int, ...]]:
+    """The shards of all parts, and the shape of the whole."""
+    sources: Held = {}
+    rows = 0
+    for part in x.parts:
+        for ((start, stop), *rest), copies in _held(part).items():
+            sources[(start + rows, stop + rows), *rest] = copies
+        rows += part.shape[0]
+    return sources, (rows, *x.parts[0].shape[1:])
+
+
+def _assembled(wanted: Sequence[Wanted], targets: Sequence[Sharding]) -> list[jax.Array]:
+    """For each the array of its shape in its sharding."""
+    each = zip(_assemble(wanted, targets, _Devices()), wanted, targets, strict=True)
+    return [
+        jax.make_array_from_single_device_arrays(shape, target, shards)
+        for shards, (_, shape), target in each
+    ]
+
+
+def _assemble(
+    wanted: Sequence[Wanted], targets: Sequence[Sharding], on: _Devices
+) -> list[list[Any]]:
+    """For each array its shards in its sharding, from the boxes that cover it."""
+    cuts: dict[jax.Device, list[tuple[Any, Box]]] = {}
     """By source device: what is cut out of a shard."""
     pieces: list[tuple[jax.Device, int]] = []
     """Where each piece is: the source device and the place among its cuts."""
     joins: dict[jax.Device, list[tuple[list[int], Offsets, tuple[int, ...]]]] = {}
     """By destination: for each shard its pieces, their offsets in it, and its shape."""
     turn = 0
-    for sources, shape, target in wanted:
-        for device, index in target.addressable_devices_indices_map(shape).items():
+    places = [on.places(shape, at) for (_, shape), at in zip(wanted, targets, strict=True)]
+    for (sources, shape), there in zip(wanted, places, strict=True):
+        for device, index in there.items():
             assert index is not None, "every device here holds a shard"
             box = box_of(index, shape)
             mine, offsets = [], []
@@ -212,55 +303,52 @@ def _assemble(wanted: Sequence[tuple[Held, tuple[int, ...], Sharding]]) -> list[
                 shared = overlap(source, box)
                 if shared is None:
                     continue
-                here = [c for c in copies if device in c.devices()]
+                here = [c for c in copies if _device(c) == device]
                 data = here[0] if here else copies[turn % len(copies)]  # replicas share the sending
                 turn += 1
                 within = tuple(
                     (lo - a, hi - a) for (lo, hi), (a, _) in zip(shared, source, strict=True)
                 )
-                held = cuts.setdefault(data.device, [])
+                held = cuts.setdefault(_device(data), [])
                 mine.append(len(pieces))
-                pieces.append((data.device, len(held)))
+                pieces.append((_device(data), len(held)))
                 held.append((data, within))
                 offsets.append(tuple(lo - c for (lo, _), (c, _) in zip(shared, box, strict=True)))
             size = tuple(hi - lo for lo, hi in box)
             joins.setdefault(device, []).append((mine, tuple(offsets), size))
-    cut = {device: _cut_all(held) for device, held in cuts.items()}
+    cut = {device: _cut_all(held, on) for device, held in cuts.items()}
     receivers = {i: device for device, each in joins.items() for mine, *_ in each for i in mine}
-    sent = jax.device_put(
+    sent = on.send(
         [cut[device][at] for device, at in pieces], [receivers[i] for i in range(len(pieces))]
     )
     shards = {
-        device: iter(_join_all([([sent[i] for i in mine], at, size) for mine, at, size in each]))
+        device: iter(
+            _join_all([([sent[i] for i in mine], at, size) for mine, at, size in each], on)
+        )
         for device, each in joins.items()
     }
-    return [
-        jax.make_array_from_single_device_arrays(
-            shape, target, [next(shards[d]) for d in target.addressable_devices_indices_map(shape)]
-        )
-        for _, shape, target in wanted
-    ]
+    return [[next(shards[device]) for device in there] for there in places]
 
 
-def _cut_all(held: Sequence[tuple[jax.Array, Box]]) -> list[jax.Array]:
+def _cut_all(held: Sequence[tuple[Any, Box]], on: _Devices) -> list[Any]:
     """Boxes of arrays on one device; one that is whole is the array itself."""
     out = [data for data, _ in held]
     partial = [i for i, (x, box) in enumerate(held) if tuple(b - a for a, b in box) != x.shape]
     if partial:
-        cut = _cut(tuple(held[i][1] for i in partial))([out[i] for i in partial])
+        cut = on.run(_cut(tuple(held[i][1] for i in partial)), [out[i] for i in partial])
         for i, piece in zip(partial, cut, strict=True):
             out[i] = piece
     return out
 
 
 def _join_all(
-    each: Sequence[tuple[list[jax.Array], Offsets, tuple[int, ...]]],
-) -> list[jax.Array]:
+    each: Sequence[tuple[list[Any], Offsets, tuple[int, ...]]], on: _Devices
+) -> list[Any]:
     """Shards on one device, of their pieces; one of a single piece is the piece itself."""
     out = [pieces[0] for pieces, _, _ in each]
     partial = [i for i, (pieces, _, shape) in enumerate(each) if pieces[0].shape != shape]
     if partial:
-        joined = _join(tuple(each[i][1:] for i in partial))([each[i][0] for i in partial])
+        joined = on.run(_join(tuple(each[i][1:] for i in partial)), [each[i][0] for i in partial])
         for i, shard in zip(partial, joined, strict=True):
             out[i] = shard
     return out

@@ -17,14 +17,13 @@ from compiled_runs import (
     NEEDS_COMPILERS,
     NEW,
     PROMPT,
-    REWARDED,
-    SMALL,
     TEACHER,
     UPDATES,
     Compiling,
     compiling,
     config,
     distilled,
+    notebook_run,
     programs,
     state_bytes,
 )
@@ -65,16 +64,18 @@ def made(
             {"num_hidden_layers": layers},
             actor={"micro_batch_tokens": PROMPT + GROUP * NEW, "remat": "dots"},
         )
-        found |= compiling(pool, run, "h200x8", *names)
+        found |= {each.program.name: each for each in compiling(pool, run, "h200x8", *names)}
     return found
 
 
 @pytest.fixture(scope="module")
 def on_a_t4(
     pool: ThreadPoolExecutor, made: object, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Compiling]:
-    """The same for the notebook and its GPU: begun with the others, which leave a core free."""
-    return compiling(pool, config(tmp_path_factory.mktemp("small"), SMALL, **REWARDED), "t4x1")
+) -> dict[str, list[Compiling]]:
+    """Notebook -> the same for its run on its GPU: begun with the others, which leave a core
+    free."""
+    folder = tmp_path_factory.mktemp("notebooks")
+    return {name: list(compiling(pool, notebook_run(name, folder), "t4x1")) for name in NOTEBOOKS}
 
 
 @pytest.mark.usefixtures("on_a_t4")
@@ -153,6 +154,35 @@ def test_the_plan_of_an_update_is_what_the_compiler_takes(devices, remat, model,
         assert planned == pytest.approx(update.held(update.compile()), rel=WITHIN)
 
 
+DIVIDED = [("teacher", "score"), ("rollout", "prefill"), ("rollout", "decode")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [{"fsdp": 4}, {"tensor": 2, "fsdp": 2}], ids=str)
+@pytest.mark.parametrize(("role", "name"), DIVIDED)
+def test_the_plan_of_weights_divided_over_fsdp_is_what_the_compiler_takes(
+    role, name, axes, tmp_path
+):
+    """Not stacked, as a teacher that samples has them too, and gathered layer after layer."""
+    divided = {"parallel": axes}
+    run = config(
+        tmp_path,
+        {"num_hidden_layers": 28},
+        mesh="actor=1,rollout=4,teacher=4",
+        batch_size=48,
+        max_prompt_tokens=1024,
+        max_new_tokens=2048,
+        schedule="one_step_off",
+        data={"train": "arithmetic", "eval": "arithmetic"},
+        rollout={"slots": 192} | divided,
+        teacher={"model": str(tmp_path / "teacher"), "num_microbatches": 8} | divided,
+    )
+    for plan, program in programs(run, "h200x16", name):
+        if program.role == role:
+            planned = program.planned(plan.accounts[role])
+            assert planned == pytest.approx(program.held(program.compile()), rel=WITHIN)
+
+
 @pytest.mark.parametrize(
     "axes", [Axes(fsdp=2), pytest.param(Axes(tensor=2), marks=pytest.mark.slow)], ids=str
 )
@@ -186,10 +216,26 @@ def test_the_layers_of_a_decode_step_are_one_cuda_graph(made):
     assert graphs.outside <= 10
 
 
-def test_a_t4_compiles_the_notebook_s_programs(on_a_t4):
+SAMPLING = ["new cache", "fewer slots", "prefill", "insert", "decode"]
+SAMPLED = [("rollout", name) for name in (*SAMPLING, "decode for evaluations")]
+NOTEBOOKS = {
+    "quickstart": [
+        *(("actor", name) for name in ("optimizer state", "update", "convert")),
+        *SAMPLED,
+        *(("teacher", name) for name in ("score", *SAMPLING)),
+    ],
+    "gspo": [
+        *(("actor", name) for name in ("optimizer state", "update", "log-probs before", "convert")),
+        *SAMPLED,
+    ],
+}
+"""Notebook -> role and name of its run's programs."""
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_a_t4_compiles_the_notebook_s_programs(on_a_t4, name):
     """In the dtype that it has products for."""
-    for program in on_a_t4.values():
-        assert program.plan.config.actor.compute_dtype == "float32"
-        assert read(program.text).attention is None
-    names = ["update", "log-probs before", "convert", "prefill", "insert", "decode"]
-    assert list(on_a_t4) == names
+    for each in on_a_t4[name]:
+        assert each.plan.config.actor.compute_dtype == "float32"
+        assert read(each.text).attention is None
+    assert [(each.program.role, each.program.name) for each in on_a_t4[name]] == NOTEBOOKS[name]

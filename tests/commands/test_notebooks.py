@@ -111,6 +111,19 @@ def test_its_first_cell_installs_the_package_in_one_line(
     assert requirement.url == (place or ROOT.as_uri())
 
 
+@each
+def test_without_a_checkout_it_says_what_to_set(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on Colab, where pip would say that a folder is no package."""
+    (tmp_path / "below").mkdir()
+    monkeypatch.chdir(tmp_path / "below")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    code = TransformerManager().transform_cell(code_cells(path)[0].source)
+    with pytest.raises(SystemExit, match=r"set REPOSITORY to jaxrl's address, as in git\+https"):
+        exec(code, {})
+
+
 @pytest.mark.parametrize(
     ("devices", "mesh"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 import threading
 import time
@@ -52,14 +53,6 @@ TEACHER = STUDENT | {
     "vocab_size": 152064,
     "tie_word_embeddings": False,
 }
-SMALL: dict[str, Any] = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "vocab_size": 1024,
-}
-"""What the code that libtpu generates grows with."""
 PROMPT, NEW, BATCH, GROUP = 448, 832, 8, 4
 
 
@@ -83,19 +76,27 @@ def config(tmp: Path, model: Mapping[str, Any] | None = None, **keys: Any) -> Co
     return Config.parse(raw | keys)
 
 
-REWARDED: dict[str, Any] = {
-    "mesh": "actor+rollout=1",
-    "algorithm": "gspo",
-    "teacher": {"model": None},
-    "reward": {"functions": ["exact"]},
-    "batch_size": 2,
-    "group_size": 2,
-    "max_prompt_tokens": 64,
-    "max_new_tokens": 64,
-    "actor": {},
-}
-"""The notebook's run from rewards, on one device."""
+NOTEBOOKS = Path(__file__).parent.parent.parent / "notebooks"
+WRITES = re.compile(r"%%writefile (\S+)\n(.*)", re.S)
+"""A cell that writes a file."""
 UPDATES = [(n, remat) for n in (1, 2, 4, 8) for remat in ("full", "dots", "none")]
+
+
+def notebook_run(name: str, tmp: Path, *overrides: str) -> Config:
+    """The run of a notebook on one accelerator: its files, and its lines that say `steps` and
+    `settings`; then the overrides."""
+    cells = json.loads((NOTEBOOKS / f"{name}.ipynb").read_text(encoding="utf-8"))["cells"]
+    codes = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    files = {each[1]: each[2] for code in codes if (each := WRITES.match(code))}
+    for file, text in files.items():
+        (tmp / file).write_text(text)
+    names: dict[str, Any] = {"mesh": "actor+rollout+teacher=1"}
+    for code in codes:
+        exec("\n".join(re.findall(r"^(?:steps|settings) .*", code, re.M)), names)
+    settings = names.get("settings", [f"steps={names['steps']}"])
+    return Config.load(
+        next((tmp / file for file in files if "yaml" in file), None), [*settings, *overrides]
+    )
 
 
 def distilled(
@@ -150,13 +151,11 @@ class Compiling:
 
 def compiling(
     pool: ThreadPoolExecutor, run: Config, target: str, *names: str
-) -> dict[str, Compiling]:
+) -> Iterator[Compiling]:
     """Traces programs of a run for a machine, and has the pool compile them."""
-    found = {}
     for plan, program in programs(run, target, *names):
         job = pool.submit(_made, program.lower(), program.name == "decode")
-        found[program.name] = Compiling(plan, program, job)
-    return found
+        yield Compiling(plan, program, job)
 
 
 def _made(lowered: Any, looks: bool) -> tuple[Any, Graphs | None]:
