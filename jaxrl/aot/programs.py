@@ -269,7 +269,8 @@ def actor(run: RunPrograms) -> Iterator[Program]:
     sequences = run.sequences("actor", m.padded_rows)
     n = m.padded_rows
     number = shaped((n, m.new_tokens), jnp.float32, rows)
-    signal, frozen = None, {}
+    signal = None
+    frozen: dict[str, Any] = {}
     if m.signal is not None:
         signal = run.signal("actor", n)
         if m.signal == "hidden":

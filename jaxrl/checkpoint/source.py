@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -200,11 +201,12 @@ def _adapted(name: str, place: Path, described: Path) -> ModelSource:
             f"model {name!r}: its base model {base_name!r} has adapters itself: export that one as"
             " a whole model first"
         )
+    pairs: Callable[[], Mapping[str, peft.Pair]]
     if place == described:
         lora, found = peft.read_pairs(place, base.config, lora)
         pairs = partial(dict, found)
     else:
-        lora, pairs = lora, SavedAdapters(place, replace(base.config, lora=lora)).pairs
+        pairs = SavedAdapters(place, replace(base.config, lora=lora)).pairs
     adapter = peft.Adapter(lora, base_name, base.path, base.tensors, pairs)
     tokenizer = described if hf.has_tokenizer(described) else base.tokenizer_path
     return ModelSource(name, place, base.config, adapter, tokenizer, adapter=adapter)

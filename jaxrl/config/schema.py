@@ -90,12 +90,19 @@ class Section(BaseModel):
         return self
 
 
-ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+ALL_LINEAR: tuple[Projection, ...] = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+)
 """The projections of a block."""
 Projections = Annotated[
-    tuple[
-        Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], ...
-    ],
+    tuple[Projection, ...],
     Field(min_length=1),
     BeforeValidator(lambda value: ALL_LINEAR if value == "all-linear" else value),
 ]

@@ -6,7 +6,7 @@ only has to say a tensor's shape and read a box of it (`Tensors`); `hf.py` and `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -155,7 +155,7 @@ def stored_shapes(
     return found
 
 
-def check(tensors: Tensors, expected: dict[str, tuple[int, ...]]) -> None:
+def check(tensors: Tensors, expected: Mapping[str, tuple[int, ...]]) -> None:
     """Raises a UserError for the first tensor that is missing or of another shape."""
     for name, shape in expected.items():
         found = tensors.shape(name)

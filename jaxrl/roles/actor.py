@@ -251,7 +251,7 @@ class Actor:
     @property
     def _read(self) -> Frozen:
         """What an update reads and does not change."""
-        return self._frozen | ({BASE: self._base} if self._base else {})
+        return {**self._frozen, BASE: self._base} if self._base else self._frozen
 
     def _taught(self) -> Params:
         """The weights that teach: the policy's, or their moving average."""

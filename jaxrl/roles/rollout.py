@@ -177,7 +177,9 @@ class Sampler:
 
     @property
     def _weights(self) -> Params:
-        return self.params if self._merge is not None else join(self._base, self.params)
+        assert self.params is not None, "`_sample` refuses it"
+        whole: Params = self.params if self._merge else join(self._base, self.params)
+        return whole
 
     def generate(self, prompts: Sequence[Prompt], step: int, attempt: int = 0) -> Rollout:
         """`group_size` completions of each prompt, packed; step, attempt and the prompts' ids seed
