@@ -165,11 +165,11 @@ def resolve_model(path: str | os.PathLike[str]) -> ModelSource:
 
 def lora_of(config: Config) -> Lora | None:
     """`student.lora`."""
-    given = config.student.lora
-    if given.rank is None:
+    c = config.student.lora
+    rank, alpha, targets, init = c.rank, c.alpha, c.targets, c.init
+    if rank is None:
         return None
-    alpha = 2.0 * given.rank if given.alpha is None else given.alpha
-    return Lora(given.rank, alpha, given.targets, given.init)
+    return Lora(rank, 2.0 * rank if alpha is None else alpha, targets, init)
 
 
 def resolve_student(config: Config) -> ModelSource:

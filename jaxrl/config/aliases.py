@@ -86,7 +86,7 @@ THEIRS: dict[str, str] = {
         "model_name_or_path model_revision pretrain actor_rollout_ref.model.path model.path "
         "model_id"
     ),
-    "student.lora.rank": "lora_rank lora_r use_peft peft_config",
+    "student.lora.rank": "lora lora_rank lora_r peft use_peft peft_config",
     "student.lora.alpha": "lora_alpha",
     "student.lora.targets": "lora_target_modules target_modules",
     "teacher.model": "teacher_model_name_or_path teacher_model",
@@ -118,9 +118,6 @@ for _ours, _names in THEIRS.items():
         ALIASES[_name] = (*ALIASES.get(_name, ()), _ours)
 
 _MISSING: dict[str, str] = {
-    "there is no LoRA here: all weights are trained; docs/limits.md": (
-        "lora lora_r lora_rank lora_alpha peft peft_config use_peft"
-    ),
     "there is no vLLM or SGLang here: the role rollout samples, placed by mesh": (
         "use_vllm vllm_mode vllm gpu_memory_utilization vllm_gpu_memory_utilization"
     ),
