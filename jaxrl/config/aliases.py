@@ -86,7 +86,7 @@ THEIRS: dict[str, str] = {
         "model_name_or_path model_revision pretrain actor_rollout_ref.model.path model.path "
         "model_id"
     ),
-    "student.lora.rank": "lora lora_rank lora_r peft use_peft peft_config",
+    "student.lora.rank": "lora lora_rank lora_r peft use_peft peft_config peft_config.r",
     "student.lora.alpha": "lora_alpha",
     "student.lora.targets": "lora_target_modules target_modules",
     "teacher.model": "teacher_model_name_or_path teacher_model",

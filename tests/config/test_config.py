@@ -118,8 +118,8 @@ def test_every_alias_names_a_key_that_there_is() -> None:
         ("per_device_train_batch_size", "batch_size or actor.micro_batch_tokens"),
         ("gradient_accumulation_steps", "actor.micro_batch_tokens"),
         ("trainer.total_epochs", "steps"),
-        ("lora.rank", "there is no LoRA here"),
-        ("peft_config.r", "there is no LoRA here"),
+        ("lora.rank", "did you mean student.lora.rank?"),
+        ("peft_config.r", "here it is student.lora.rank"),
         ("critic.optim.weird", "there is no critic here"),
     ],
 )
