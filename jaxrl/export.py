@@ -48,7 +48,7 @@ def export(
         if source.adapter is None:
             raise UserError(f"model {source.name!r} has no adapters: leave out --format peft")
         model = replace(source.config, lora=source.adapter.lora)
-        pairs, base = source.adapter.pairs(), source.adapter.base
+        pairs, base = source.adapter.pairs(), source.base_name
         return peft.write(destination, model, base, pairs, source.tokenizer_path)
     shapes = weights.tensor_shapes(source.config)
     weights.check(source.tensors, shapes)
@@ -79,9 +79,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("dest", metavar="DEST", help="folder to write")
     parser.add_argument("--layers", type=int, metavar="K", help="keep K evenly spaced layers")
     parser.add_argument("--keep", metavar="0,3,6", help="keep exactly these layers, in this order")
-    parser.add_argument(
-        "--dtype", default="bfloat16", choices=tuple(WRITTEN), help="default bfloat16"
-    )
+    parser.add_argument("--dtype", choices=tuple(WRITTEN), help="default bfloat16")
     parser.add_argument(
         "--force", action="store_true", help="replace a model folder that stands at DEST"
     )
@@ -94,15 +92,19 @@ def main(argv: Sequence[str]) -> None:
     arguments = parser.parse(argv)
     from jaxrl.checkpoint.source import resolve_model
 
+    adapters = arguments.format == "peft"
+    for name, given in (("--dtype", arguments.dtype), ("--layers", arguments.layers)):
+        if adapters and given is not None:
+            raise UserError(
+                f"--format peft writes all adapters in float32: leave out {name} {given}"
+            )
     source = resolve_model(arguments.source)
     keep = _kept(source.config.n_layers, arguments.layers, arguments.keep)
     if keep is not None:
         print(f"keeping layers {','.join(map(str, keep))} of {source.config.n_layers}")
         source = source.keep_layers(keep)
-    adapters = arguments.format == "peft"
-    folder = export(
-        source, arguments.dest, dtype=arguments.dtype, force=arguments.force, adapters=adapters
-    )
+    dtype = arguments.dtype or "bfloat16"
+    folder = export(source, arguments.dest, dtype=dtype, force=arguments.force, adapters=adapters)
     megabytes = sum(file.stat().st_size for file in folder.iterdir()) / 1e6
     tokenizer = "with its tokenizer" if source.tokenizer_path else "without a tokenizer"
     if adapters and source.adapter is not None:
@@ -114,7 +116,7 @@ def main(argv: Sequence[str]) -> None:
         return
     print(
         f"wrote {arguments.dest}: {source.config.family}, {source.config.n_params:,} parameters,"
-        f" {arguments.dtype}, {tokenizer}, {megabytes:.1f} MB"
+        f" {dtype}, {tokenizer}, {megabytes:.1f} MB"
     )
 
 

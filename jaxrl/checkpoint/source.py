@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -28,7 +29,6 @@ from jaxrl.losses.head import logprobs_from_hidden
 from jaxrl.models import decoder
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Layout, Params
-from jaxrl.models.families import FAMILIES
 from jaxrl.models.lora import Lora
 from jaxrl.sharding.axes import ROWS, row_shards
 
@@ -80,24 +80,19 @@ class ModelSource:
     def with_lora(self, lora: Lora) -> ModelSource:
         """The same model with adapters to train. Raises UserError where it has others."""
         config = replace(self.config, lora=lora)
-        fused = FAMILIES[config.family].fused
-        if fused:
-            raise UserError(
-                f"student.lora: model {self.name!r} has {', '.join(fused)} in tensors of several"
-                f" projections ({config.family}), for which no adapters are trained: set"
-                " student.lora.rank=null"
-            )
+        peft.check_family(self.name, config)
         if self.adapter is None:
             return replace(self, config=config)
         own = self.adapter.lora
-        if (own.rank, own.alpha, set(own.targets)) != (lora.rank, lora.alpha, set(lora.targets)):
+        same = (own.rank, set(own.targets)) == (lora.rank, set(lora.targets))
+        if not same or not math.isclose(own.alpha, lora.alpha, rel_tol=1e-4):
             raise UserError(
                 f"model {self.name!r} has adapters of rank {own.rank}, alpha {own.alpha:g} at"
                 f" {', '.join(own.targets)}, and student.lora asks for rank {lora.rank}, alpha"
                 f" {lora.alpha:g} at {', '.join(lora.targets)}: set the same, or"
                 " student.lora.rank=null to train all weights of the merged model"
             )
-        return replace(self, config=config, tensors=self.adapter.tensors)
+        return replace(self, config=replace(config, lora=own), tensors=self.adapter.tensors)
 
     @property
     def start(self) -> ModelSource:
@@ -106,9 +101,12 @@ class ModelSource:
 
     @property
     def base_name(self) -> str:
-        """Name of the model without its adapters; a path as an absolute one."""
-        name = self.name if self.adapter is None else self.adapter.base
-        return str(Path(name).expanduser().resolve()) if Path(name).expanduser().exists() else name
+        """Name of the model without its adapters; of one that is here, the folder or file that
+        its weights are read from."""
+        name, place = self.name, self.path
+        if self.adapter is not None:
+            name, place = self.adapter.base, self.adapter.base_path
+        return str(place.resolve()) if Path(name).expanduser().exists() else name
 
     def load_head(self, mesh: Mesh | None = None, dtype: DTypeLike = jnp.float32) -> jax.Array:
         """The LM head [V, D] alone, rows over `tensor` and D over `fsdp`."""
@@ -195,12 +193,13 @@ def _adapted(name: str, place: Path, described: Path) -> ModelSource:
         described: the folder with their config and tokenizer.
     """
     lora, base_name = peft.read_settings(described)
-    base = resolve_model(base_name)
-    if base.adapter is not None:
+    under = _locate(base_name)
+    if any((folder / peft.CONFIG).is_file() for folder in (under, under / store.MODEL)):
         raise UserError(
             f"model {name!r}: its base model {base_name!r} has adapters itself: export that one as"
             " a whole model first"
         )
+    base = resolve_model(base_name)
     pairs: Callable[[], Mapping[str, peft.Pair]]
     if place == described:
         lora, found = peft.read_pairs(place, base.config, lora)

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -105,6 +106,8 @@ Projections = Annotated[
     tuple[Projection, ...],
     Field(min_length=1),
     BeforeValidator(lambda value: ALL_LINEAR if value == "all-linear" else value),
+    OneOrMore,
+    AfterValidator(lambda value: tuple(dict.fromkeys(value))),
 ]
 
 
@@ -125,12 +128,13 @@ class LoraConfig(Section):
     deviation 1 / rank."""
 
     def _rules(self) -> Iterator[Rule]:
-        yield (
-            self.rank is None and self.alpha is not None,
-            f"alpha={self.alpha:g} scales adapters, and rank=null has none: set rank, or alpha=null"
-            if self.alpha
-            else "",
-        )
+        for key, field in type(self).model_fields.items():
+            given = getattr(self, key)
+            yield (
+                self.rank is None and given != field.default,
+                f"{key}={given} is about adapters, and rank=null has none: set rank, or leave {key}"
+                " out",
+            )
 
 
 class StudentConfig(Section):

@@ -7,10 +7,11 @@ A pair is (A [in, r], B [r, out]); PEFT stores both transposed, as `lora_A` and 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,11 @@ from jax.typing import DTypeLike
 
 from jaxrl.errors import UserError
 from jaxrl.formats import hf, weights
+from jaxrl.formats.hub_names import model_name
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Params, abstract_params, init_params
 from jaxrl.models.encoder_config import of_file, read_json
+from jaxrl.models.families import FAMILIES
 from jaxrl.models.lora import TARGETS, Lora, frozen_and_trained
 from jaxrl.models.rules import param_shardings
 from jaxrl.sharding.mesh import is_primary
@@ -107,10 +110,13 @@ def read_settings(folder: Path) -> tuple[Lora, str]:
         rank, alpha, base = (raw.get(k) for k in ("r", "lora_alpha", "base_model_name_or_path"))
         if type(rank) is not int or rank < 1:
             raise UserError(f"r={rank!r} must be a whole number of at least 1")
-        if type(alpha) not in (int, float):
-            raise UserError(f"lora_alpha={alpha!r} must be a number")
+        if type(alpha) not in (int, float) or not 0 < alpha < math.inf:
+            raise UserError(f"lora_alpha={alpha!r} must be a number above 0")
         if not isinstance(base, str) or not base:
             raise UserError(f"base_model_name_or_path={base!r} must name the model")
+        name = model_name(base)
+        if name is not None and raw.get("revision"):
+            base = str(replace(name, revision=str(raw["revision"])))
         if raw.get("use_rslora"):  # scaled by 1 / sqrt(r)
             alpha *= rank**0.5
         modules = raw.get("target_modules")
@@ -122,6 +128,7 @@ def read_pairs(folder: Path, model: DecoderConfig, lora: Lora) -> tuple[Lora, di
     """The pairs of a folder by the name of their kernel's tensor, and the adapters with the targets
     that the file has. Raises UserError for a file that does not fit the model."""
     file = folder / WEIGHTS
+    check_family(str(folder), model)
     if not file.is_file():
         raise UserError(f"{folder}: {CONFIG} is there, and {WEIGHTS} is missing")
     tensors = hf.SafetensorsFolder(folder, (file,))
@@ -151,6 +158,18 @@ def read_pairs(folder: Path, model: DecoderConfig, lora: Lora) -> tuple[Lora, di
             f" read for ({', '.join(TARGETS)}): {some}"
         )
     return Lora(lora.rank, lora.alpha, tuple(targets)), found
+
+
+def check_family(name: str, model: DecoderConfig) -> None:
+    """Raises UserError for a family whose projections share tensors: PEFT has one adapter for
+    each tensor."""
+    fused = FAMILIES[model.family].fused
+    if fused:
+        raise UserError(
+            f"model {name!r} ({model.family}) has {', '.join(fused)} in tensors of several"
+            " projections, for which there are no adapters here: merge those of the model, or train"
+            " all weights (student.lora.rank=null)"
+        )
 
 
 def kernels(model: DecoderConfig, path: str) -> tuple[str, ...]:
@@ -262,12 +281,13 @@ def write(
 
 def describe(folder: Path, model: DecoderConfig, base: str) -> None:
     """Writes `adapter_config.json`."""
-    lora = model.lora
+    lora, name = model.lora, model_name(base)
     assert lora is not None
     raw = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": base if name is None else f"{name.repo}{name.rest}",
+        "revision": None if name is None else name.sha or name.revision,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,

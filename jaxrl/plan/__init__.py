@@ -18,7 +18,7 @@ from rich.console import Console
 
 from jaxrl.checkpoint.source import lora_of, resolve_model
 from jaxrl.config.schema import Config
-from jaxrl.formats import hf
+from jaxrl.formats import hf, peft
 from jaxrl.formats.places import WEIGHTS, find_folder
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.encoder_config import read_encoder
@@ -153,6 +153,8 @@ def make_plan(
     served = [role for role in roles if role in services(config)]
     placement = place(config.mesh, [role for role in roles if role not in served], slices)
     student = replace(model_config(config.student.model), lora=lora_of(config))
+    if student.lora is not None:
+        peft.check_family(config.student.model, student)
     teachers = tuple(model_config(model) for model in config.teacher_models.values())
     teacher = max(teachers, key=_size, default=None)
     if teacher is None and config.teacher.cache is not None:
@@ -168,6 +170,8 @@ def make_plan(
         frozen["reward"] = read_reward(config.reward.model)[1]
     if "grouper" in roles and config.grouper.model is not None:
         frozen["grouper"] = read_encoder(find_folder(config.grouper.model))[0]
+    if student.lora is not None and not (Path(config.student.model) / "config.json").is_file():
+        frozen["adapted"] = resolve_model(config.student.model).adapter is not None
     mapped = mapped_bytes(config) if seen.emulated else 0
     return build(config, roles, placement, student, teacher, seen, limit_gb, frozen, mapped)
 
@@ -199,7 +203,8 @@ def without_weights(config: Config) -> list[str]:
 def _only_described(name: str) -> bool:
     folder = Path(name).expanduser()
     weights = any((folder / file).is_file() for file in WEIGHTS)
-    return (folder / "config.json").is_file() and not weights
+    adapters = (folder / peft.CONFIG).is_file()
+    return (folder / "config.json").is_file() and not weights and not adapters
 
 
 def model_config(name: str) -> DecoderConfig:

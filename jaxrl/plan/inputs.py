@@ -98,6 +98,8 @@ class PlanInputs:
     grouper: EncoderConfig | None = None
     several: tuple[DecoderConfig, ...] = ()
     """All teachers where there are several; `teacher` is then the largest of them."""
+    adapted: bool = False
+    """The student begins with adapters that were trained before, which its reference keeps."""
     hosts: tuple[HostMemory, ...] = ()
     """Those of emulated devices; the `limits` are None then."""
 

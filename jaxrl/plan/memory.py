@@ -219,4 +219,6 @@ def _muon_scratch(model: DecoderConfig, axes: Axes, moment_dtype: DType) -> int:
         work = GATHERED_BY_MUON * max(s.size for s in kernels) * item
     else:
         work = 2 * sum(squares) if axes.size == 1 else 3 * max(squares)
-    return 2 * item * sum(s.size for s in trained_shards(model, axes) if len(s.shape) > 2) + work
+    if model.lora is not None:
+        return 2 * trained_bytes(model, axes, moment_dtype) + work
+    return 2 * layer_bytes(model, axes, moment_dtype) + work

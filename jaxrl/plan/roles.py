@@ -135,6 +135,8 @@ class Setting:
 
     def _shares_base(self, role: str) -> bool:
         """Whether the weights under adapters are arrays of the actor's."""
+        if role == "reference" and self.inputs.adapted:
+            return False
         dtype, stacked = self.config.roles[role].compute_dtype, role != "rollout"
         rollout = self.config.rollout
         stacked = stacked or rollout.merge or rollout.layout == "stacked"
@@ -450,6 +452,7 @@ def rollout(m: Setting) -> Iterable[Entry]:
         Entry("weights", "parameters", whole - m.shared_bytes),
         Entry("weights", BASE, m.base_bytes("rollout")),
         Entry("activations", "next version", apart, "weight sync"),
+        Entry("activations", "kernels in float32", _merging(m), "weight sync"),
         *_sampling(m, "rollout", m.sampled, stacked=stacked),
     ]
     if m.signal == "student_topk":
@@ -458,6 +461,16 @@ def rollout(m: Setting) -> Iterable[Entry]:
         work = _scoring(m, run, m.chunk(rows), 2, stacked=stacked)  # only token ids are sent
         entries.append(Entry("activations", "top-k of the policy", work, "score"))
     return entries
+
+
+def _merging(m: Setting) -> int:
+    """Bytes while adapters are added to a copy of the weights: the largest kernel of all layers,
+    on a CPU, which adds several at once, nearly all of them."""
+    if not m.config.rollout.merge:
+        return 0
+    base = m.student.base
+    sizes = [s.size for s in shards(base, m.axes["rollout"]) if s.path.endswith("kernel")]
+    return F32 * (3 * sum(sizes) // 4 if m.inputs.on_cpu else max(sizes))
 
 
 def _sampling(

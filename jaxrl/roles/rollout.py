@@ -103,7 +103,8 @@ class Sampler:
         """
         self.config, self.mesh, self.params = config, mesh, params
         self._base, self._trained = base or {}, model
-        self.model = model.base if config.rollout.merge else model
+        merges = config.rollout.merge and model.lora is not None
+        self.model = model.base if merges else model
         """What samples: without adapters where they are merged into the weights."""
         self._layout: Layout = layout
         self.version = -1
@@ -126,7 +127,7 @@ class Sampler:
             self._keep()
         projection = Projection.of(config, mesh, vocab_size)
         self._topk = topk_program(projection, self.model)
-        self._merge = merge_adapters_program(model, mesh, layout) if config.rollout.merge else None
+        self._merge = merge_adapters_program(model, mesh, layout) if merges else None
 
     def _keep(self) -> None:
         """Registers the weights in the ledger. On the actor's devices they are freed when an update
@@ -149,7 +150,7 @@ class Sampler:
             "rollout.base",
             lambda: self._base,
             lambda tree: setattr(self, "_base", tree),
-            stages=stages,
+            stages=(*stages, "rollout.load"),
             offload=offload,
         )
 

@@ -31,6 +31,8 @@ def dependencies(job: Job) -> dict[str, str]:
     for name, teacher in {} if config.teacher_follows else job.teachers.items():
         model = config.teacher_models[name]
         found[f"{config.teacher_key(name)}={model}"] = digest_model(teacher.path)
+        if teacher.adapter is not None:
+            found[f"base model {teacher.adapter.base}"] = digest_model(teacher.adapter.base_path)
     for name, info in job.served.items():
         if isinstance(info, Info):  # completions servers have no fingerprint
             found[config.teacher_key(name, "address")] = info.fingerprint

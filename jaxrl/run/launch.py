@@ -222,6 +222,7 @@ def make_actor(setup: Setup, meshes: Mapping[str, Mesh]) -> ActorRole:
         frozen["cells"] = put(given, NamedSharding(mesh, PartitionSpec()))
     receiver = meshes.get("rollout")  # elsewhere, where another process has it
     student = setup.student
+    base = _base(setup, mesh, config.base_dtype, "stacked")
     actor = Actor(
         config,
         student.config,
@@ -235,10 +236,10 @@ def make_actor(setup: Setup, meshes: Mapping[str, Mesh]) -> ActorRole:
         run_dir=setup.run_dir,
         restore=setup.restore,
         teacher=_following(setup, meshes.get("teacher")),
-        base=_base(setup, mesh, config.base_dtype, "stacked"),
+        base=base,
         base_name=student.base_name,
     )
-    verify_arrays("actor", (actor.state, frozen), mesh)
+    verify_arrays("actor", (actor.state, frozen, base), mesh)
     return actor
 
 
@@ -331,6 +332,8 @@ def make_rollout_role(setup: Setup, meshes: Mapping[str, Mesh]) -> RolloutRole:
     mesh, rollout = meshes["rollout"], setup.config.rollout
     layout = "stacked" if rollout.merge else rollout.layout
     base = _base(setup, mesh, rollout.compute_dtype, layout)
+    if base:
+        verify_arrays("rollout", base, mesh)
     return _sampler(setup, setup.student, mesh, rollout.layout, params=None, base=base)
 
 

@@ -149,6 +149,8 @@ class Ledger:
         for resident in rest:
             if stage in resident.stale_at:
                 self._free(resident, kept)
+        # What another resident keeps on the device stays, whichever of them may leave it.
+        kept |= {buffer(x) for r in rest if not r.offload for x in _arrays(r.read())}
         self._send_away([resident for resident in rest if resident.offload], kept)
         for resident in wanted:
             self._call_back(resident)

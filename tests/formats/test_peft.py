@@ -103,6 +103,7 @@ def test_devices_read_the_same_adapters(folders):
         ({"rank_pattern": {"q_proj": 4}}, "rank_pattern={'q_proj': 4} is not supported"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' is not supported"),
         ({"kasa_config": {"x": 1}}, "kasa_config={'x': 1} is not supported; supported: None"),
+        ({"lora_alpha": 0}, "lora_alpha=0 must be a number above 0"),
         ({"r": 0}, "r=0 must be a whole number of at least 1"),
         ({"base_model_name_or_path": ""}, "base_model_name_or_path='' must name the model"),
         ({"r": 3}, r"has shape \[2, 32\], the config asks for \[3, 32\]"),
@@ -113,6 +114,20 @@ def test_other_adapters_are_refused_in_one_line(folders, tmp_path, settings, mes
     change(tmp_path / "other", **settings)
     with pytest.raises(UserError, match=message):
         resolve_model(tmp_path / "other")
+
+
+def test_a_base_model_on_the_hub_has_a_name_and_a_revision(folders, tmp_path):
+    sha = "0123456789" * 4
+    config = resolve_model(folders[1]).with_lora(resolve_model(folders[1]).adapter.lora).config
+    peft.describe(tmp_path, config, f"Qwen/Qwen3-8B@main@{sha}")
+    settings = json.loads((tmp_path / peft.CONFIG).read_text())
+    assert settings["base_model_name_or_path"] == "Qwen/Qwen3-8B" and settings["revision"] == sha
+    assert peft.read_settings(tmp_path)[1] == f"Qwen/Qwen3-8B@{sha}"
+    place = tmp_path / "itself"
+    shutil.copytree(folders[1], place)
+    change(place, base_model_name_or_path=str(place))
+    with pytest.raises(UserError, match="has adapters itself"):
+        resolve_model(place)
 
 
 def test_tensors_that_nothing_reads_or_that_are_missing_are_named(folders, tmp_path):

@@ -95,7 +95,7 @@ def test_training_goes_on_from_adapters(models, whole, tmp_path):
     "other",
     [
         ["rollout.layout=stacked"],  # on the actor's base arrays
-        ["rollout.merge=true"],
+        ["rollout.merge=true", "offload.params=true", "data.eval=arithmetic"],
         ["offload.params=true", "offload.optimizer=true"],
     ],
     ids=["shared", "merged", "offloaded"],
@@ -107,11 +107,13 @@ def test_how_the_rollout_holds_the_weights_changes_nothing(models, whole, tmp_pa
         assert found.metrics[1]["weights/sync_bytes"] == 0
 
 
-def test_the_reference_is_the_base_without_another_copy(models, tmp_path):
-    """GSPO with a penalty: the policy starts at the reference, and moves away from it."""
+@pytest.mark.parametrize("offloaded", [[], ["offload.frozen=true"]], ids=["", "offloaded"])
+def test_the_reference_is_the_base_without_another_copy(models, tmp_path, offloaded):
+    """GSPO with a penalty: the policy starts at the reference, and moves away from it. What the
+    actor keeps is not offloaded with the reference."""
     more = ["mesh=actor+rollout+reference=1", "policy.kl_coef=0.1", "rollout.layout=stacked"]
     more.append("actor.minibatches=1")
-    found = run(models[:1], tmp_path / "run", *GSPO, *more, "steps=3")
+    found = run(models[:1], tmp_path / "run", *GSPO, *more, *offloaded, "steps=2")
     kl = [row["policy/kl_k3"] for row in found.metrics[1:]]
     assert abs(kl[0]) < 1e-6 < abs(kl[-1])
     assert max(row["policy/mismatch_k3"] for row in found.metrics[1:]) < 1e-6
@@ -124,7 +126,8 @@ def test_the_reference_is_the_base_without_another_copy(models, tmp_path):
         (["student.lora.targets=[q_proj,query]"], "student.lora.targets"),
         (["student.lora.rank=null", "rollout.merge=true"], "rollout.merge=true adds adapters"),
         (["student.lora.rank=null", "student.base_dtype=bfloat16"], "base_dtype=bfloat16 is for"),
-        (["student.lora.rank=null", "student.lora.alpha=8"], "alpha=8 scales adapters"),
+        (["student.lora.rank=null", "student.lora.alpha=8"], "alpha=8.0 is about adapters"),
+        (["student.lora.rank=null", "student.lora.targets=q_proj"], "is about adapters"),
         (["teacher.model=policy"], "student.lora trains adapters: set teacher.ema=1"),
     ],
 )
