@@ -8,12 +8,14 @@ not take. Code generation is cut short, which comes after the memory is assigned
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 import pytest
 
 from jaxrl.aot.programs import RunPrograms
+from jaxrl.checkpoint.source import lora_of
 from jaxrl.config.schema import Config
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import CPU
@@ -87,6 +89,7 @@ class Programs:
     def __init__(self, shape: str, place_name: str, dtype: str = "float32", **changes: Any):
         config = parse(place_name, changes, dtype).with_dtypes("float32")
         student, teacher = SHAPES[shape]
+        student = replace(student, lora=lora_of(config))
         teacher = student if config.teacher.model == "policy" else teacher
         placement = place(config.mesh, ROLES)
         limits = (None,) * len(placement.pools)
@@ -190,6 +193,19 @@ def test_the_update_in_other_settings(changed: str, shape_name: str, place_name:
     ratio = programs.ratio("actor", "update")
     print(f"planned / measured: {ratio:.3f}")
     assert ratio == pytest.approx(1, abs=WITHIN)
+
+
+ADAPTERS = {"student.lora": {"rank": 8}}
+ADAPTED = [(s, p) for s in ("gqa", "tied") for p in PLACES]
+
+
+@pytest.mark.parametrize(("shape_name", "place_name"), by_default(ADAPTED, ("gqa", "data x fsdp")))
+@pytest.mark.parametrize("merge", [False, True], ids=["beside", "merged"])
+def test_adapters_and_the_weights_under_them(shape_name: str, place_name: str, merge: bool) -> None:
+    programs = Programs(shape_name, place_name, **ADAPTERS, **{"rollout.merge": merge})
+    ratios = {name: round(programs.ratio(role, name), 3) for role, name in MAIN}
+    print(f"planned / measured, {shape_name}, {place_name}: {ratios}")
+    assert all(abs(ratio - 1) <= WITHIN for ratio in ratios.values()), ratios
 
 
 def test_a_teacher_that_is_the_policys_average_and_reads_another_prompt() -> None:
