@@ -6,6 +6,7 @@ import json
 import shutil
 import threading
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +17,8 @@ from runs import SHORT, save_model
 from jaxrl.algorithms.schedule import SCHEDULES, Schedule
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.lora import Lora
 from jaxrl.profile.stages import StepBatch, stage_rows, step_work
 from jaxrl.profile.traces import Profile, steps_to_profile
 from jaxrl.profile.waits import Span
@@ -328,18 +331,23 @@ def test_the_work_of_a_step_follows_its_algorithm():
     batch = StepBatch(prompts=(3, 5), samples=2, mean=4.0, decode_steps=4)
     assert batch.tokens == 16
     axes = {"actor": Axes(data=2, fsdp=1), "rollout": Axes(data=2)}
-    c = SimpleNamespace(**MODEL)
+    c = MODEL
 
-    def work(*overrides):
+    def work(*overrides, model=c):
         config = Config.load("builtin:quickstart", [*REWARDED, *overrides])
         job = SimpleNamespace(
-            config=config, student=SimpleNamespace(config=c), teachers={}, vocab_size=264
+            config=config, student=SimpleNamespace(config=model), teachers={}, vocab_size=264
         )
         return step_work(job, axes, [batch])
 
     one = work("actor.minibatches=1", "actor.epochs_per_batch=1")
     forward, loss, backward, optimizer = one["actor", "update"]
     assert backward.flops == 2 * forward.flops
+    adapted = replace(c, lora=Lora(2, 4.0))
+    given = "actor.minibatches=1", "actor.epochs_per_batch=1"
+    _, _, half, moments = work(*given, model=adapted)["actor", "update"]
+    assert half.flops == forward.flops, "frozen weights have no gradient"
+    assert moments.bytes == 2 * adamw_work(adapted.n_trained).bytes
     assert loss.flops == 3 * 2 * 264 * 32 * 16, "logits, and their gradients by both factors"
     assert optimizer.bytes == 2 * adamw_work(c.n_params).bytes, "each copy of the weights"
     twice = work("actor.minibatches=2", "actor.epochs_per_batch=2")["actor", "update"]
@@ -353,16 +361,7 @@ def test_the_work_of_a_step_follows_its_algorithm():
     assert decode.bytes == (2 * 4 * (block_params(c) + 264 * 32) + keys) * 4
 
 
-MODEL = {
-    "d_model": 32,
-    "n_layers": 2,
-    "n_heads": 4,
-    "n_kv_heads": 2,
-    "head_dim": 8,
-    "d_ff": 64,
-    "vocab_size": 264,
-    "n_params": 20_000,
-}
+MODEL = DecoderConfig("llama", 264, 32, 2, 4, 2, 8, 64)
 REWARDED = (
     "algorithm=gspo",
     "group_size=2",
