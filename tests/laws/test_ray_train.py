@@ -237,6 +237,19 @@ def test_frozen_lazy_and_offloaded_roles_are_struck(
     is_undisturbed(result, expected, REWARDED_STRIKES, capsys.readouterr().out, tmp_path)
 
 
+def test_adapters_come_again_to_a_rollout_that_is_struck(
+    models, cluster, tmp_path, undisturbed, capsys
+):
+    """The same bits as with threads; the new process loads the weights under them itself."""
+    own = [FEW, "student.lora.rank=2", "data.eval=null", "eval.teacher=false"]
+    expected = undisturbed("one_step_off", *own)
+    strike = "rollout.load.kill.2"
+    ask_for(tmp_path, strike)
+    result = run(models, tmp_path / "run", "launcher=ray", "schedule=one_step_off", *own)
+    told = {strike: r"worker rollout .* died in rollout\."}
+    is_undisturbed(result, expected, told, capsys.readouterr().out, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("role", "stage", "fault", "nth", "schedule"),
     [pytest.param(*what, id="-".join(map(str, what))) for what in STRUCK],

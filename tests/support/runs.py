@@ -97,7 +97,9 @@ def wait_for(path, process, seconds=120):
 
 
 def weights(run_dir):
-    return (run_dir / "final" / "model.safetensors").read_bytes()
+    """Of the policy, or of its adapters."""
+    (file,) = (run_dir / "final").glob("*.safetensors")
+    return file.read_bytes()
 
 
 def numbers(result_or_rows):
