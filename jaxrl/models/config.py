@@ -135,33 +135,35 @@ class DecoderConfig:
     @property
     def n_params(self) -> int:
         """Number of parameters without adapters; tied embeddings count once."""
-        qkv = self.d_model * self.head_dim * (self.n_heads + 2 * self.n_kv_heads)
+        block = sum(n_in * n_out for n_in, n_out in self.projections.values())
         if self.block.attention_bias:
-            qkv += self.head_dim * (self.n_heads + 2 * self.n_kv_heads)
-        norms = (4 if self.block.norms == "around" else 2) * self.d_model
-        norms += sum(self.qk_norm_widths)
-        block = qkv + self.n_heads * self.head_dim * self.d_model
-        block += 3 * self.d_model * self.d_ff + norms
+            block += self.head_dim * (self.n_heads + 2 * self.n_kv_heads)
+        block += (4 if self.block.norms == "around" else 2) * self.d_model
+        block += sum(self.qk_norm_widths)
         vocab = self.vocab_size * self.d_model * (1 if self.tie_embeddings else 2)
         return self.n_layers * block + vocab + self.d_model
 
     @property
     def n_trained(self) -> int:
         """Number of parameters that are trained: those of the adapters, where there are any."""
-        heads, kv_heads = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
-        widths = {
-            "attn/q": (self.d_model, heads),
-            "attn/k": (self.d_model, kv_heads),
-            "attn/v": (self.d_model, kv_heads),
-            "attn/o": (heads, self.d_model),
-            "mlp/gate": (self.d_model, self.d_ff),
-            "mlp/up": (self.d_model, self.d_ff),
-            "mlp/down": (self.d_ff, self.d_model),
-        }
         if self.lora is None:
             return self.n_params
-        adapted = (sum(sizes) for path, sizes in widths.items() if self.lora.adapts(path))
+        adapted = (sum(sizes) for path, sizes in self.projections.items() if self.adapter(path))
         return self.n_layers * self.lora.rank * sum(adapted)
+
+    @property
+    def projections(self) -> dict[str, tuple[int, int]]:
+        """Path within a block -> (in, out) of each kernel."""
+        d, q, kv = self.d_model, self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
+        return {
+            "attn/q": (d, q),
+            "attn/k": (d, kv),
+            "attn/v": (d, kv),
+            "attn/o": (q, d),
+            "mlp/gate": (d, self.d_ff),
+            "mlp/up": (d, self.d_ff),
+            "mlp/down": (self.d_ff, d),
+        }
 
     @property
     def qk_norm_widths(self) -> tuple[int, int]:

@@ -16,7 +16,6 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.family import Activation
 from jaxrl.models.fields import given
 from jaxrl.models.kinds import LayerKind
-from jaxrl.models.lora import Lora
 from jaxrl.models.rotary import Length, frequencies
 
 PROJECTED = "projected"
@@ -51,15 +50,13 @@ class RMSNorm(nnx.Module):
 class Linear(nnx.Module):
     """x @ kernel + bias, and what an adapter adds, in the dtype of x."""
 
-    def __init__(
-        self,
-        n_in: int,
-        n_out: int,
-        rngs: nnx.Rngs,
-        *,
-        bias: bool = False,
-        lora: Lora | None = None,
-    ):
+    def __init__(self, config: DecoderConfig, path: str, rngs: nnx.Rngs, *, bias: bool = False):
+        """
+        Args:
+            path: within a block, one of `DecoderConfig.projections`.
+        """
+        n_in, n_out = config.projections[path]
+        lora = config.adapter(path)
         scale = 1.0 / math.sqrt(n_in)
         self.kernel = nnx.Param(scale * jax.random.normal(rngs.params(), (n_in, n_out)))
         self.bias = nnx.Param(jnp.zeros((n_out,))) if bias else None
@@ -86,11 +83,10 @@ class Attention(nnx.Module):
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         c = config
         bias = c.block.attention_bias
-        heads, kv_heads = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
-        self.q = Linear(c.d_model, heads, rngs, bias=bias, lora=c.adapter("attn/q"))
-        self.k = Linear(c.d_model, kv_heads, rngs, bias=bias, lora=c.adapter("attn/k"))
-        self.v = Linear(c.d_model, kv_heads, rngs, bias=bias, lora=c.adapter("attn/v"))
-        self.o = Linear(heads, c.d_model, rngs, lora=c.adapter("attn/o"))
+        self.q = Linear(c, "attn/q", rngs, bias=bias)
+        self.k = Linear(c, "attn/k", rngs, bias=bias)
+        self.v = Linear(c, "attn/v", rngs, bias=bias)
+        self.o = Linear(c, "attn/o", rngs)
         q_width, k_width = c.qk_norm_widths
         self.q_norm = RMSNorm(q_width, c) if q_width else None
         self.k_norm = RMSNorm(k_width, c) if k_width else None
@@ -115,10 +111,9 @@ class GatedMLP(nnx.Module):
     """down(act(gate(x)) * up(x)): SwiGLU or GeGLU (Shazeer 2020, arXiv 2002.05202)."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
-        c = config
-        self.gate = Linear(c.d_model, c.d_ff, rngs, lora=c.adapter("mlp/gate"))
-        self.up = Linear(c.d_model, c.d_ff, rngs, lora=c.adapter("mlp/up"))
-        self.down = Linear(c.d_ff, c.d_model, rngs, lora=c.adapter("mlp/down"))
+        self.gate = Linear(config, "mlp/gate", rngs)
+        self.up = Linear(config, "mlp/up", rngs)
+        self.down = Linear(config, "mlp/down", rngs)
         self.activation = config.block.activation
 
     def __call__(self, x: jax.Array) -> jax.Array:

@@ -15,15 +15,13 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from jaxrl.models.family import LAYER
+
 LoraInit = Literal["default", "gaussian"]
 TARGETS = {
-    "q_proj": "attn/q",
-    "k_proj": "attn/k",
-    "v_proj": "attn/v",
-    "o_proj": "attn/o",
-    "gate_proj": "mlp/gate",
-    "up_proj": "mlp/up",
-    "down_proj": "mlp/down",
+    name.split(".")[-2]: path.removesuffix("/kernel")
+    for path, name in LAYER.items()
+    if path.endswith("/kernel")
 }
 """Name of an adapted projection, as in PEFT -> its path within a block."""
 NAMES = ("lora_a", "lora_b")

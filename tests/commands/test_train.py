@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from runs import QUICK, SHORT, losses, save_model
+from runs import QUICK, SHORT, losses, save_model, save_pair
 from tiny_tokenizer import tiny_tokenizer
 
 from jaxrl import Config, load_model
@@ -18,10 +18,7 @@ pytestmark = pytest.mark.usefixtures("shared_programs")
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    student = save_model(folder / "student", 32, 2, seed=0)
-    teacher = save_model(folder / "teacher", 48, 1, seed=1, rows=272)
-    return [f"student.model={student}", f"teacher.model={teacher}"]
+    return save_pair(tmp_path_factory.mktemp("models"))
 
 
 def run(tmp_path, models, *overrides, name="run"):

@@ -7,7 +7,7 @@ import shutil
 
 import numpy as np
 import pytest
-from runs import CONSTANT, GSPO, SHORT, losses, numbers, save_model
+from runs import CONSTANT, GSPO, SHORT, losses, numbers, save_pair
 
 from jaxrl import Config
 from jaxrl.checkpoint.source import resolve_model
@@ -21,10 +21,7 @@ ALONE = ["mesh=actor+rollout+teacher=1", "data.eval=null"]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    student = save_model(folder / "student", 32, 2, seed=0)
-    teacher = save_model(folder / "teacher", 48, 1, seed=1, rows=272)
-    return [f"student.model={student}", f"teacher.model={teacher}"]
+    return save_pair(tmp_path_factory.mktemp("models"))
 
 
 def run(models, run_dir, *overrides):

@@ -33,7 +33,7 @@ from runs import (  # noqa: E402  # noqa: E402  # noqa: E402
     SHORT,
     environment,
     numbers,
-    save_model,
+    save_pair,
     save_reward_model,
     weights,
 )
@@ -108,10 +108,7 @@ STRUCK = [
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    student = save_model(folder / "student", 32, 1, seed=0)
-    teacher = save_model(folder / "teacher", 48, 1, seed=1, rows=272)
-    return [f"student.model={student}", f"teacher.model={teacher}"]
+    return save_pair(tmp_path_factory.mktemp("models"), layers=1)
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from runs import (
     cache_dir,
     losses,
     numbers,
-    save_model,
+    save_pair,
     start,
     wait_for,
     weights,
@@ -51,10 +51,7 @@ def by_default(schedule):
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    student = save_model(folder / "student", 32, 2, seed=0)
-    teacher = save_model(folder / "teacher", 48, 1, seed=1, rows=272)
-    return [f"student.model={student}", f"teacher.model={teacher}"]
+    return save_pair(tmp_path_factory.mktemp("models"))
 
 
 def run(models, run_dir, *overrides):

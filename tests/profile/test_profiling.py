@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import jax
 import pytest
-from runs import SHORT, save_model
+from runs import SHORT, save_pair
 
 from jaxrl.algorithms.schedule import SCHEDULES, Schedule
 from jaxrl.config.schema import Config
@@ -36,10 +36,7 @@ STAGES = {"rollout.generate", "teacher.score", "actor.update", "actor.publish", 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    student = save_model(folder / "student", 32, 2, seed=0)
-    teacher = save_model(folder / "teacher", 48, 1, seed=1, rows=272)
-    return [f"student.model={student}", f"teacher.model={teacher}"]
+    return save_pair(tmp_path_factory.mktemp("models"))
 
 
 def run(folder, models, *overrides):

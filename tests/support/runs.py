@@ -49,6 +49,13 @@ def save_model(path, d_model, n_layers, seed, rows=264, eos=258):
     return str(path)
 
 
+def save_pair(folder, layers=2):
+    """A student and a teacher of 8 tokens more, as overrides that name them."""
+    student = save_model(folder / "student", 32, layers, seed=0)
+    teacher = save_model(folder / "teacher", 48, 1, seed=1, rows=272)
+    return [f"student.model={student}", f"teacher.model={teacher}"]
+
+
 def losses(result):
     return [row["distill/divergence"] for row in result.metrics[1:]]
 
