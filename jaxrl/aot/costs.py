@@ -20,7 +20,8 @@ from jaxrl.models.activations import split
 from jaxrl.models.config import DecoderConfig
 from jaxrl.plan.inputs import PlanInputs
 from jaxrl.plan.memory import ITEMSIZE, layer_bytes, trained_bytes
-from jaxrl.plan.roles import Setting, micro_batches
+from jaxrl.plan.roles import micro_batches
+from jaxrl.plan.setting import Setting
 from jaxrl.profile.stages import StepBatch, step_work
 from jaxrl.profile.waits import Stage
 from jaxrl.profile.work import Work

@@ -36,9 +36,9 @@ from jaxrl.plan.roles import (
     STEP,
     TEMPLATE_TOKENS,
     TO_TEACHER,
-    Setting,
     prefill_rows,
 )
+from jaxrl.plan.setting import Setting
 from jaxrl.roles.encoder import encode_batch
 from jaxrl.roles.reference import reference_program
 from jaxrl.roles.reward_model import score_batch

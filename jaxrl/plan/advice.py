@@ -14,7 +14,8 @@ from jaxrl.config.schema import Config, LongParallelConfig
 from jaxrl.config.yaml_text import shown
 from jaxrl.errors import UserError
 from jaxrl.plan.inputs import PlanInputs, parallel
-from jaxrl.plan.roles import Setting, micro_batches, pool_peaks
+from jaxrl.plan.roles import micro_batches, pool_peaks
+from jaxrl.plan.setting import Setting
 from jaxrl.sharding.placement import Pool
 
 LINES = 4

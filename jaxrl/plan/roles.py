@@ -10,18 +10,15 @@ one phase, such as the backward pass of an update.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import cached_property
 from typing import NamedTuple
 
-from jaxrl.algorithms.schedule import SCHEDULES
 from jaxrl.config.schema import Config
 from jaxrl.models.activations import F32, SAMPLER_ARRAYS, Pass, logits, split, whole_rows
 from jaxrl.models.buckets import bucket, round_up
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.kernels import GPU, TPU, fuses, step_kernel_of
+from jaxrl.models.kernels import GPU, TPU, step_kernel_of
 from jaxrl.models.split_k import parts_of
 from jaxrl.plan.frozen_memory import grouper_account, reward_account
 from jaxrl.plan.inputs import PlanInputs, PoolPeak
@@ -37,7 +34,7 @@ from jaxrl.plan.memory import (
     trained_bytes,
     weight_bytes,
 )
-from jaxrl.roles.microbatch import scored_group, shares
+from jaxrl.plan.setting import Setting
 from jaxrl.sampling.engine import PREFILL_TOKENS
 from jaxrl.sharding.axes import Axes
 
@@ -62,204 +59,6 @@ BASE = "weights under adapters"
 UPDATE = {f"actor: {phase}" for phase in (BACKWARD, LOSS, STEP)}
 TO_TEACHER, AVERAGE = "publish to the teacher", "moving average"
 PUBLISH = {"actor: publish", f"actor: {TO_TEACHER}"}
-
-
-class Setting:
-    """A config with the mesh axes of its roles: all inputs from which the memory is computed."""
-
-    def __init__(self, config: Config, inputs: PlanInputs, axes: Mapping[str, Axes]):
-        self.config, self.inputs, self.axes = config, inputs, axes
-        self.student, self.teacher = inputs.student, inputs.teacher
-        self.sequences = config.batch_size * config.group_size  # B, the rows of a batch
-        self.prompt_tokens, self.new_tokens = inputs.widths(config)
-        self.width = self.prompt_tokens + self.new_tokens
-        self.update_rows = self.rows("actor", -(-self.sequences // config.minibatches))
-        self.one_mesh = inputs.same_mesh("actor", "rollout", axes)
-        self.signal: str | None = None
-        self.signal_bytes = 0  # bytes that the teacher sends per completion token
-        self.vocab = self.student.vocab_size  # V of the losses: rows common to both heads
-        if self.teacher is not None:
-            self.signal = config.distill.signal
-            self.signal_bytes = signal_bytes(config, self.teacher_widths)
-            if not self.aligned:
-                self.vocab = min(self.vocab, *(model.vocab_size for model in inputs.teachers))
-        # Whether the loss sums the head's gradient in float32 during its forward pass.
-        self.loss_fused = self.signal not in (None, "sampled") and not config.distill.lean
-
-    @property
-    def sampled(self) -> DecoderConfig:
-        """The policy as the rollout has it."""
-        return self.student.base if self.config.rollout.merge else self.student
-
-    @property
-    def aligned(self) -> bool:
-        """Whether the teacher reads completions in its own tokens."""
-        return self.teacher is not None and self.config.teacher.tokenizer == "own"
-
-    @property
-    def teacher_rows(self) -> int:
-        """Rows of a teacher's LM head on the actor."""
-        return self.teacher.vocab_size if self.teacher and self.aligned else self.vocab
-
-    @property
-    def teacher_widths(self) -> tuple[int, ...]:
-        """Of the hidden states of each teacher."""
-        return tuple(model.d_model for model in self.inputs.teachers)
-
-    @property
-    def shared_bytes(self) -> int:
-        """Bytes of the policy on one device in arrays that actor and rollout share."""
-        rollout, dtype = self.config.rollout, self.config.actor.param_dtype
-        if not self.one_mesh or rollout.compute_dtype != dtype:
-            return 0
-        whole = trained_bytes(self.student, self.axes["actor"], dtype)
-        if rollout.merge:
-            return 0
-        if rollout.layout == "stacked":
-            return whole
-        if self.student.lora is not None:  # adapters are in the layers
-            return 0
-        return whole - layer_bytes(self.student, self.axes["actor"], dtype)
-
-    def base_bytes(self, role: str) -> int:
-        """Bytes on one device of the weights under adapters, in arrays of the role's own: what it
-        shares with the actor is the actor's. 0 without adapters."""
-        if self.student.lora is None:
-            return 0
-        dtype = self.config.base_dtype
-        if role != "actor":
-            if self._shares_base(role):
-                return 0
-            dtype = self.config.roles[role].compute_dtype
-        return weight_bytes(self.student.base, self.axes[role], dtype)
-
-    def _shares_base(self, role: str) -> bool:
-        """Whether the weights under adapters are arrays of the actor's."""
-        if role == "reference" and self.inputs.adapted:
-            return False
-        dtype, stacked = self.config.roles[role].compute_dtype, role != "rollout"
-        rollout = self.config.rollout
-        stacked = stacked or rollout.merge or rollout.layout == "stacked"
-        same = dtype == self.config.base_dtype and stacked and not self.config.offload.params
-        return same and self.inputs.same_mesh("actor", role, self.axes)
-
-    def counted_as_the_actors(self, role: str) -> int:
-        """Bytes of the arrays of a role on one device that are among the actor's entries."""
-        shared = {"rollout": self.shared_bytes, "teacher": self.teacher_shared_bytes}.get(role, 0)
-        reads = ("reference",) if self.config.rollout.merge else ("reference", "rollout")
-        if self.student.lora is not None and role in reads:
-            base, dtype = self.student.base, self.config.base_dtype
-            shared += self._shares_base(role) * weight_bytes(base, self.axes[role], dtype)
-        return shared
-
-    @property
-    def teacher_shared_bytes(self) -> int:
-        """Bytes of the weights of a teacher that follows the policy, on one device, in arrays that
-        it shares with the actor."""
-        config = self.config
-        if not config.teacher_follows or not self.inputs.same_mesh("actor", "teacher", self.axes):
-            return 0
-        if config.offloads_follower:  # from the host each gets arrays of its own
-            return 0
-        given = "float32" if config.keeps_ema else config.actor.param_dtype
-        dtype = config.teacher.compute_dtype
-        if dtype != given:
-            return 0
-        whole = weight_bytes(self.student, self.axes["actor"], dtype)
-        layers = layer_bytes(self.student, self.axes["actor"], dtype)
-        return whole - layers if self.teacher_samples else whole
-
-    def prompts(self, role: str) -> int:
-        """Width of the longest prompts that a role reads."""
-        if role != "teacher" or (self.config.teacher.prompt is None and not self.aligned):
-            return self.prompt_tokens
-        return round_up(self.config.teacher_prompt_tokens, self.inputs.target.width_multiple)
-
-    def completions(self, role: str) -> int:
-        """Width of the longest completions that a role reads."""
-        if role != "teacher" or not self.aligned:
-            return self.new_tokens
-        return round_up(self.config.teacher_new_tokens, self.inputs.target.width_multiple)
-
-    @property
-    def teacher_samples(self) -> bool:
-        """Whether the teacher generates, for the student to learn from or to be evaluated."""
-        c = self.config
-        evaluated = c.eval.teacher and c.data.eval is not None and c.mixture is None
-        return c.distill.seq_kd or evaluated
-
-    @property
-    def in_flight(self) -> int:
-        """Bytes of a batch's signal that stay on a device of the teacher while something else runs
-        there."""
-        waits = SCHEDULES[self.config.schedule] > 0 or self.inputs.together("actor", "teacher")
-        if not waits or self.inputs.same_mesh("actor", "teacher", self.axes):
-            return 0
-        return self.rows("teacher", self.sequences) * self.new_tokens * self.signal_bytes
-
-    @property
-    def budget(self) -> int | None:
-        """`roles.update.ActorPrograms.budget`."""
-        tokens = self.config.actor.micro_batch_tokens
-        return None if tokens is None else tokens * self.axes["actor"].context
-
-    @cached_property
-    def shared_group(self) -> int:
-        """Number of completions that share a prompt in an update, if all prompts and completions
-        are as long as allowed; 1 if the actor would not share prompts then."""
-        c = self.config
-        return 1 if c.batch_size % c.minibatches else self._shared("actor", self.budget)
-
-    def _shared(self, role: str, budget: int | None) -> int:
-        """Number of completions for which a role computes one prompt once.
-
-        Args:
-            budget: most tokens of a micro-batch on one device.
-        """
-        c = self.config
-        off_policy = c.distill.on_policy_fraction < 1 and not c.learns_from_rewards
-        if c.spec.learns_from == "data" or off_policy:
-            return 1
-        shared = shares(c.group_size, self.prompts(role), self.completions(role), budget)
-        return c.group_size if shared else 1
-
-    def scored(self, role: str, model: DecoderConfig, parts: int) -> Pass:
-        """A role's forward pass over one of `parts` slices of the batch, as
-        `roles.microbatch.scored_part` cuts it."""
-        shards, prompts = self.axes[role].rows, self.prompts(role)
-        apart = role == "teacher" and self.config.teacher_gets_feedback  # each its own prompt
-        shared = 1 if apart else self._shared(role, None)
-        group = scored_group(self.sequences, parts, shards, shared)
-        rows = -(-self.sequences // (parts * shards * group)) * group
-        run = self.run(role, model, rows, prompts + self.completions(role), joined=group > 1)
-        return replace(run, shared=None if group == 1 else (group, prompts), packed=True)
-
-    def rows(self, role: str, sequences: int) -> int:
-        """How many of `sequences` are on one device of a role."""
-        axes = self.axes[role]
-        return -(-sequences // axes.rows)
-
-    @property
-    def padded_rows(self) -> int:
-        """Sequences of a batch, including padding so that every mesh divides it."""
-        multiple = math.lcm(*(sizes.rows for sizes in self.axes.values()))
-        return -(-self.sequences // multiple) * multiple
-
-    def run(
-        self, role: str, model: DecoderConfig, rows: int, width: int, joined: bool = False
-    ) -> Pass:
-        dtype = self.config.roles[role].compute_dtype
-        fused = fuses(self.inputs.target, model.head_dim, dtype, joined)
-        axes, platform = self.axes[role], self.inputs.target.platform
-        return Pass(model, axes, rows, width, ITEMSIZE[dtype], fused, platform=platform)
-
-    def chunk(self, rows: int, role: str = "actor") -> int:
-        """Completion tokens of `rows` sequences that are projected onto the vocabulary at once."""
-        return min(self.config.distill.chunk_tokens, rows * self.completions(role))
-
-    def one_chunk(self, rows: int) -> bool:
-        """Whether all completion tokens are one chunk: XLA then removes the loop over chunks."""
-        return self.config.distill.chunk_tokens >= rows * self.new_tokens
 
 
 def micro_batches(m: Setting) -> tuple[int, int]:
@@ -671,21 +470,6 @@ def prefill_rows(config: Config, width: int, axes: Axes) -> int:
     allowed = max(1, PREFILL_TOKENS * shards // width)
     rows = min(bucket(wanted), bucket(allowed))
     return -(-rows // shards) * shards
-
-
-def signal_bytes(config: Config, widths: Sequence[int]) -> int:
-    """Bytes that the teacher sends for each completion token.
-
-    Args:
-        widths: of the hidden states of each teacher.
-    """
-    d = config.distill
-    aligned = 4 * F32 if config.teacher.tokenizer == "own" else 0
-    if d.signal == "hidden":
-        sent = max(widths) if config.mixture is None else sum(widths)
-        return sent * ITEMSIZE[config.teacher.compute_dtype] + aligned
-    sent = (4 if d.signal == "sampled" else 8 * d.top_k + 4) + aligned
-    return sent + (8 * d.entropy_top_k + 8 if d.entropy_aware else 0)
 
 
 ENTRIES: dict[str, Callable[[Setting], Iterable[Entry]]] = {

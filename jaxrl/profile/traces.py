@@ -19,7 +19,7 @@ from statistics import fmean
 from jaxrl.algorithms.schedule import Action
 from jaxrl.config.schema import Config
 from jaxrl.plan import Plan
-from jaxrl.plan.roles import signal_bytes
+from jaxrl.plan.setting import signal_bytes
 from jaxrl.profile.stages import Profiled, StageTable, StepBatch, stage_rows, step_work
 from jaxrl.profile.waits import Span, Stage, Window, pool_waits, stage_seconds
 from jaxrl.runtime.tracing import Traced

@@ -26,7 +26,8 @@ from jaxrl.models.kernels import target_of
 from jaxrl.plan.axes import with_axes
 from jaxrl.plan.inputs import PlanInputs
 from jaxrl.plan.memory import layer_bytes
-from jaxrl.plan.roles import Setting, micro_batches
+from jaxrl.plan.roles import micro_batches
+from jaxrl.plan.setting import Setting
 from jaxrl.profile.splits import RunSetup, StepTimes, measure, speedup
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.ceilings import ceilings_of
