@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import jax
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -74,6 +75,25 @@ def test_what_is_written_is_read_again(folders, tmp_path):
     np.testing.assert_allclose(whole.logits(tokens, mask), same.logits(tokens, mask), atol=1e-6)
     with pytest.raises(UserError, match="has no adapters: leave out --format peft"):
         export(resolve_model(folders[0]), tmp_path / "none", adapters=True)
+
+
+def test_peft_loads_what_is_written(folders, tmp_path):
+    """As a run writes its final folder; where peft is installed, as no extra of ours asks for."""
+    torch = pytest.importorskip("torch", reason="needs torch and peft to load adapters there")
+    loader = pytest.importorskip("peft", reason="needs torch and peft to load adapters there")
+    from transformers import AutoModelForCausalLM
+
+    trained = resolve_model(folders[0]).with_lora(Lora(2, 6.0, ("q_proj", "up_proj"), "gaussian"))
+    first = trained.load_adapters(make_mesh(1, 2, 1), np.float32, 5)
+    moved = jax.tree.map(lambda x: x + 0.1, first)
+    peft.save(tmp_path / "final", trained.config, trained.base_name, moved)
+    base = AutoModelForCausalLM.from_pretrained(folders[0], dtype=torch.float32)
+    theirs = loader.PeftModel.from_pretrained(base, tmp_path / "final").eval()
+    tokens, _ = batch(BASE["vocab_size"])
+    with torch.no_grad():
+        expected = theirs(torch.from_numpy(tokens).long()).logits.numpy()
+    ours = load_model(tmp_path / "final").logits(tokens, np.ones_like(tokens, bool))
+    np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-4)
 
 
 def test_devices_read_the_same_adapters(folders):

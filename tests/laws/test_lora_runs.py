@@ -104,6 +104,13 @@ def test_how_the_rollout_holds_the_weights_changes_nothing(models, whole, tmp_pa
         assert found.metrics[1]["weights/sync_bytes"] == 0
 
 
+def test_the_weights_under_adapters_may_be_held_in_bfloat16(models, whole, tmp_path):
+    """They are rounded, and computed with in the actor's dtype."""
+    found = run(models, tmp_path / "run", "steps=1", "student.base_dtype=bfloat16")
+    assert losses(found)[0] != losses(whole)[0]
+    assert losses(found)[0] == pytest.approx(losses(whole)[0], rel=0.02)
+
+
 @pytest.mark.parametrize("offloaded", [[], ["offload.frozen=true"]], ids=["", "offloaded"])
 def test_the_reference_is_the_base_without_another_copy(models, tmp_path, offloaded):
     """GSPO with a penalty: the policy starts at the reference, and moves away from it. What the
