@@ -171,6 +171,9 @@ class ParallelConfig(Section):
     tensor: int | None = Field(default=None, strict=True)
     """Tensor parallelism: shards of each layer's heads, hidden units and vocabulary. null: the plan
     decides."""
+    expert: int | None = Field(default=None, strict=True)
+    """Expert parallelism, for mixtures of experts: shards of the experts and of the sequences. The
+    other weights are copied to each device, unless fsdp divides them. null: 1."""
 
     def _rules(self) -> Iterator[Rule]:
         sizes = {name: size for name, size in self if size is not None}

@@ -44,5 +44,5 @@ def _places(tensors: weights.Tensors, config: EncoderConfig) -> dict[str, Place]
     places = {path: Place((f"{prefix}{name}",)) for path, (name, _) in bert.TOP.items()}
     for path, (name, _) in bert.LAYER.items():
         names = tuple(f"{prefix}encoder.layer.{i}.{name}" for i in range(config.n_layers))
-        places[f"layers/{path}"] = Place(names, True, path.endswith("/kernel"))
+        places[f"layers/{path}"] = Place(names, len(names), transposed=path.endswith("/kernel"))
     return places

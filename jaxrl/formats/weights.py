@@ -78,34 +78,43 @@ class Place:
     """Where a checkpoint keeps one parameter."""
 
     names: tuple[str, ...]
-    """Its tensor or, of a stacked parameter, the tensors of its layers."""
-    stacked: bool = False
+    """Its tensor or, of a parameter of several layers or experts, the tensors of these: those of a
+    layer next to each other."""
+    layers: int = 0
+    """Its first dim where it is stacked, else 0."""
+    experts: int = 0
+    """The dim after that where it is of experts, else 0."""
     transposed: bool = False
     """Checkpoints store the kernels of layers as [out, in]; parameters are [in, out]."""
     first: int = 0
     """The row of its tensors that the parameter begins at, where other parameters share them."""
 
+    @property
+    def several(self) -> tuple[int, ...]:
+        """Its first dims, of which each combination is a tensor."""
+        return tuple(n for n in (self.layers, self.experts) if n)
+
     def stored(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of its part of each of the tensors, of a parameter of this shape."""
-        one = shape[1:] if self.stacked else shape
+        one = shape[len(self.several) :]
         return one[::-1] if self.transposed else one
 
     def read(self, tensors: Tensors, index: Index, dtype: DTypeLike) -> np.ndarray:
         """The box `index` of the parameter, in `dtype`."""
         out = np.empty([s.stop - s.start for s in index], dtype)
-        names, targets, box = self.names, [out], index
-        if self.stacked:
-            names, targets, box = names[index[0]], list(out), index[1:]
+        leading, box = index[: len(self.several)], index[len(self.several) :]
+        names = np.reshape(self.names, self.several)[leading].reshape(-1)
+        targets = out.reshape(len(names), *[s.stop - s.start for s in box])
         box = box[::-1] if self.transposed else box
         if self.first:
             box = (slice(box[0].start + self.first, box[0].stop + self.first), *box[1:])
         for target, name in zip(targets, names, strict=True):
             if self.transposed:
-                rows = tensors.read(name, box)
+                rows = tensors.read(str(name), box)
                 for at in range(0, len(rows), BAND):
                     target[:, at : at + BAND] = rows[at : at + BAND].astype(dtype).T
             else:
-                target[...] = tensors.read(name, box)
+                target[...] = tensors.read(str(name), box)
         return out
 
 
@@ -116,14 +125,19 @@ def places(config: DecoderConfig, layout: Layout = "unstacked") -> dict[str, Pla
     shapes = {path_string(path): leaf.shape for path, leaf in flat}
     stacked, layers = layout == "stacked", range(config.n_layers)
     blocks = {"layers": layers} if stacked else {f"layers/{i}": range(i, i + 1) for i in layers}
+    experts = 0 if config.experts is None else config.experts.count
     found = {"embed/embedding": Place((TOP["embed/embedding"],))}
     for prefix, numbers in blocks.items():
         rows: dict[str, int] = {}
         for rest, name in FAMILIES[config.family].layer.items():
             path = f"{prefix}/{rest}"
             if path in shapes:
-                names = tuple(f"model.layers.{i}.{name}" for i in numbers)
-                place = Place(names, stacked, rest.endswith("/kernel"), rows.get(name, 0))
+                each: tuple[str, ...] = (name,)
+                if "{expert}" in name:
+                    each = tuple(name.format(expert=e) for e in range(experts))
+                names = tuple(f"model.layers.{i}.{one}" for i in numbers for one in each)
+                dims = len(numbers) * stacked, len(each) * ("{expert}" in name)
+                place = Place(names, *dims, rest.endswith("/kernel"), rows.get(name, 0))
                 rows[name] = place.first + place.stored(shapes[path])[0]
                 found[path] = place
     found |= {path: Place((name,)) for path, name in TOP.items() if path in shapes}
@@ -241,17 +255,24 @@ def hf_tensors(config: DecoderConfig, params: Params) -> Callable[[str], np.ndar
     """Reader of one tensor at a time, by Hugging Face name, of parameters in either layout.
 
     What it returns is on the host, in the parameters' dtype; one layer of a stacked parameter is
-    fetched at a time. Processes that share the parameters' mesh must read in the same order.
+    fetched at a time, with all of its experts. Processes that share the parameters' mesh must read
+    in the same order.
     """
-    parts: dict[str, list[tuple[Place, jax.Array, int]]] = {}
+    parts: dict[str, list[tuple[str, Place, int]]] = {}
     leaves = jax.tree_util.tree_leaves_with_path(params)
     leaf_of = {path_string(path): leaf for path, leaf in leaves}
     for path, place in places(config, layout_of(params)).items():
         for i, name in enumerate(place.names):
-            parts.setdefault(name, []).append((place, leaf_of[path], i))
+            parts.setdefault(name, []).append((path, place, i))
+    held: dict[tuple[str, int], np.ndarray] = {}
 
-    def fetch(place: Place, leaf: jax.Array, i: int) -> np.ndarray:
-        value = to_host(leaf[i] if place.stacked else leaf)
+    def fetch(path: str, place: Place, i: int) -> np.ndarray:
+        layer, expert = divmod(i, place.experts or 1)
+        if (path, layer) not in held:
+            held.clear()  # one at a time
+            held[path, layer] = to_host(leaf_of[path][layer] if place.layers else leaf_of[path])
+        value = held[path, layer]
+        value = value[expert] if place.experts else value
         return value.T if place.transposed else value
 
     def read(name: str) -> np.ndarray:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
 from jaxrl.errors import UserError
+from jaxrl.models.experts import Experts
 from jaxrl.models.families import FAMILIES
 from jaxrl.models.family import BlockKind
 from jaxrl.models.fields import given, number, size
@@ -35,6 +36,7 @@ class DecoderConfig:
     n_kv_heads: int
     head_dim: int
     d_ff: int
+    """Width of the MLP; of each expert where there are experts."""
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
     rotary_dims: int | None = None
@@ -52,6 +54,8 @@ class DecoderConfig:
     """Scores of attention are divided by its square root; None: by that of `head_dim`."""
     kinds: tuple[LayerKind, ...] = (LayerKind(),)
     """Of each layer; one where all layers are alike."""
+    experts: Experts | None = None
+    """In place of the MLP; None: there are none."""
     lora: Lora | None = None
     """The adapters that are trained in place of the weights; `config.json` does not name them."""
 
@@ -135,7 +139,16 @@ class DecoderConfig:
     @property
     def n_params(self) -> int:
         """Number of parameters without adapters; tied embeddings count once."""
+        return self._params_with(0 if self.experts is None else self.experts.count)
+
+    @property
+    def n_active(self) -> int:
+        """Number of the parameters that compute a token: of the experts, those that it passes."""
+        return self._params_with(0 if self.experts is None else self.experts.chosen)
+
+    def _params_with(self, experts: int) -> int:
         block = sum(n_in * n_out for n_in, n_out in self.projections.values())
+        block += experts * sum(n_in * n_out for n_in, n_out in self.expert_projections.values())
         if self.block.attention_bias:
             block += self.head_dim * (self.n_heads + 2 * self.n_kv_heads)
         block += (4 if self.block.norms == "around" else 2) * self.d_model
@@ -153,16 +166,27 @@ class DecoderConfig:
 
     @property
     def projections(self) -> dict[str, tuple[int, int]]:
-        """Path within a block -> (in, out) of each kernel."""
+        """Path within a block -> (in, out) of each kernel but those of experts."""
         d, q, kv = self.d_model, self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
-        return {
-            "attn/q": (d, q),
-            "attn/k": (d, kv),
-            "attn/v": (d, kv),
-            "attn/o": (q, d),
+        attention = {"attn/q": (d, q), "attn/k": (d, kv), "attn/v": (d, kv), "attn/o": (q, d)}
+        if self.experts is not None:
+            return attention | {"mlp/router": (d, self.experts.count)}
+        return attention | {
             "mlp/gate": (d, self.d_ff),
             "mlp/up": (d, self.d_ff),
             "mlp/down": (self.d_ff, d),
+        }
+
+    @property
+    def expert_projections(self) -> dict[str, tuple[int, int]]:
+        """Path within a block -> (in, out) of each kernel of an expert; empty without experts."""
+        if self.experts is None:
+            return {}
+        d, f = self.d_model, self.d_ff
+        return {
+            "mlp/experts/gate": (d, f),
+            "mlp/experts/up": (d, f),
+            "mlp/experts/down": (f, d),
         }
 
     @property

@@ -33,10 +33,11 @@ from jaxrl.models.attention import (
     step_kernel_on,
 )
 from jaxrl.models.config import DecoderConfig
+from jaxrl.models.experts import ExpertKernels, Mix, Routed, mix
 from jaxrl.models.families import FAMILIES
 from jaxrl.models.kernels import Kernel
 from jaxrl.models.kinds import ByLayer, Layer, LayerKind, selected, switched
-from jaxrl.models.layers import PROJECTED, Block, RMSNorm, Rope, layer_angles
+from jaxrl.models.layers import ACTIVATIONS, PROJECTED, Block, RMSNorm, Rope, layer_angles
 from jaxrl.models.packing import Packing
 from jaxrl.sharding.axes import ROWS, TOKENS, AxisName
 from jaxrl.types import Array
@@ -182,13 +183,20 @@ def forward_packed(
     remat: Remat = "none",
     mesh: Mesh | None = None,
     dtype: Any = None,
+    routed: list[Routed] | None = None,
 ) -> Float[Array, "X n D"]:
-    """`forward` of streams of tokens: the same hidden states, without the padding."""
+    """`forward` of streams of tokens: the same hidden states, without the padding. A mixture takes
+    the experts that `packing` records, if it does.
+
+    Args:
+        routed: gets what the routers of all layers did, each leaf [L, X, n, ...].
+    """
     kernel = _kernel(config, params, mesh, dtype, joined=packing.group > 1)
     x = _embed(config, params, packing.tokens, mesh, dtype, TOKENS)
     params = params if dtype is None else cast(params, dtype)
     attend = partial(attend_packed, kernel, packing, mesh)
-    return _layers(config, params, x, packing.positions, attend, remat, mesh, TOKENS)
+    given = config, params, x, packing.positions, attend, remat, mesh
+    return _layers(*given, TOKENS, recorded=packing.experts, routed=routed)
 
 
 class _Mixing:
@@ -223,34 +231,78 @@ def _layers(
     remat: Remat,
     mesh: Mesh | None,
     *split: AxisName,
+    recorded: Array = None,
+    routed: list[Routed] | None = None,
 ) -> Array:
     """All blocks and the final norm, of x [B, T, D] at positions [B, T].
 
     Args:
         attend: makes an `Attend` of the argument `window`.
         split: the axis of a stream's tokens.
+        recorded: [B, T, L, k] integers (`experts.mix`).
+        routed: gets what the routers did.
     """
     mixing = _Mixing(config, positions, attend)
+    chosen = None if recorded is None else jnp.moveaxis(recorded, 2, 0)
 
-    def block(number: Layer, x: Array, layer: Params) -> Array:
-        return _rows(_block(config, layer)(x, *mixing.of(number)), mesh, *split)
+    def block(number: Layer, x: Array, layer: Params, chosen: Array) -> tuple[Array, Any]:
+        rope, attend_one = mixing.of(number)
+        return _run(config, layer, x, rope, attend_one, mesh, *split, recorded=chosen)
 
     def kept(run: Callable[..., Any]) -> Callable[..., Any]:
         if remat == "none":
             return run
         return jax.checkpoint(run, policy=REMAT_POLICIES[remat], prevent_cse=False)
 
+    found: Any = []
     if layout_of(params) == "unstacked":
         for number, layer in enumerate(params["layers"]):
-            x = kept(partial(block, number))(x, layer)
+            own = None if chosen is None else chosen[number]
+            x, one = kept(partial(block, number))(x, layer, own)
+            found.append(one)
     else:
 
-        def body(x: Array, given: tuple[Layer, Params]) -> tuple[Array, None]:
-            return block(given[0], x, given[1]), None
+        def body(x: Array, given: tuple[Layer, Params, Array]) -> tuple[Array, Any]:
+            return block(given[0], x, *given[1:])
 
-        x, _ = jax.lax.scan(kept(body), x, (mixing.numbers, params["layers"]))
+        x, found = jax.lax.scan(kept(body), x, (mixing.numbers, params["layers"], chosen))
+    _report(found, routed)
     normed: Array = _norm(config, params)(x)
     return normed
+
+
+def _run(
+    config: DecoderConfig,
+    layer: Params,
+    x: Array,
+    rope: Rope,
+    attend: Attend,
+    mesh: Mesh | None,
+    *split: AxisName,
+    recorded: Array = None,
+    every: bool = False,
+) -> tuple[Array, Routed | None]:
+    """One block, and what its router did; the last two arguments as of `experts.mix`."""
+    found: list[Routed] = []
+
+    def through(x: Array, kernels: ExpertKernels) -> Array:
+        assert config.experts is not None
+        activate = ACTIVATIONS[config.block.activation]
+        options = {"recorded": recorded, "every": every, "split": split}
+        out, one = mix(config.experts, activate, mesh, x, kernels, **options)
+        found.append(one)
+        return out
+
+    mixes: tuple[Mix, ...] = () if config.experts is None else (through,)
+    x = _rows(_block(config, layer)(x, rope, attend, *mixes), mesh, *split)
+    return x, found[0] if found else None
+
+
+def _report(found: Any, routed: list[Routed] | None) -> None:
+    """Appends what the routers of all layers did; `found` is a list of layers, or stacked."""
+    if routed is not None:
+        stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *found) if type(found) is list else found
+        routed.append(stacked)
 
 
 def prefill(
@@ -260,17 +312,21 @@ def prefill(
     mask: Bool[Array, "B W"],
     *,
     mesh: Mesh | None = None,
+    routed: list[Routed] | None = None,
 ) -> tuple[Float[Array, "B W D"], Cache]:
     """Hidden states, and the keys and values, of right-padded prompts: a `Cache` of W positions in
     the layout of the parameters.
 
     Keys are stored rotated, at the index of their position.
+
+    Args:
+        routed: gets what the routers of all layers did, each leaf [L, B, W, ...].
     """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
     attend_rows = partial(attender, _kernel(config, params, mesh), mask, mesh)
     mixing = _Mixing(config, positions, attend_rows)
 
-    def body(x: Array, given: tuple[Layer, Params]) -> tuple[Array, Pair]:
+    def body(x: Array, given: tuple[Layer, Params]) -> tuple[Array, tuple[Pair, Any]]:
         number, layer = given
         rope, attend_one = mixing.of(number)
         written = []
@@ -279,18 +335,21 @@ def prefill(
             written.append((jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)))
             return attend_one(q, k, v)
 
-        x = _rows(_block(config, layer)(x, rope, attend), mesh)
-        return x, written[0]
+        x, one = _run(config, layer, x, rope, attend, mesh)
+        return x, (written[0], one)
 
     x = _embed(config, params, tokens, mesh)
     cache: Cache = []
+    found: Any = []
     if layout_of(params) == "unstacked":
         for given in enumerate(params["layers"]):
-            x, pair = body(x, given)
+            x, (pair, one) = body(x, given)
             cache.append(pair)
+            found.append(one)
     else:
-        x, pair = jax.lax.scan(body, x, (mixing.numbers, params["layers"]))
+        x, (pair, found) = jax.lax.scan(body, x, (mixing.numbers, params["layers"]))
         cache.append(pair)
+    _report(found, routed)
     return _norm(config, params)(x), cache
 
 
@@ -303,6 +362,7 @@ def decode(
     *,
     used: int,
     mesh: Mesh | None = None,
+    routed: list[Routed] | None = None,
 ) -> tuple[Float[Array, "B D"], Cache]:
     """One token for each slot: writes its keys and values, attends to the cache up to its position.
 
@@ -312,6 +372,7 @@ def decode(
         positions: in [0, used).
         used: static bound on positions + 1: only this much of the cache is read, and where a
             kernel does it (`kernels.step_kernel_of`), of each slot what its position reaches.
+        routed: gets what the routers of all layers did, each leaf [L, B, 1, ...].
 
     Returns:
         The hidden state that predicts the next token, and the new cache.
@@ -322,7 +383,7 @@ def decode(
     attend_cache = partial(step_attender, kernel, positions, used, mesh)
     mixing = _Mixing(config, positions[:, None], attend_cache)
 
-    def step(x: Array, number: Layer, layer: Params, pair: Pair) -> tuple[Array, Pair]:
+    def step(x: Array, number: Layer, layer: Params, pair: Pair) -> tuple[Array, Pair, Any]:
         """A block; its number is an array where the cache holds all layers."""
         index = None if isinstance(number, int) else number
         rope, attend_one = mixing.of(number)
@@ -334,22 +395,26 @@ def decode(
             written.append((keys, values))
             return attend_one(q, _layer(keys, index), _layer(values, index))
 
-        x = _rows(_block(config, layer)(x, rope, attend), mesh)
-        return x, written[0]
+        x, one = _run(config, layer, x, rope, attend, mesh, every=True)
+        return x, written[0], one
 
-    def body(carry: Any, given: tuple[Array, Params]) -> tuple[Any, None]:
-        return step(carry[0], *given, carry[1]), None
+    def body(carry: Any, given: tuple[Array, Params]) -> tuple[Any, Any]:
+        x, pair, one = step(carry[0], *given, carry[1])
+        return (x, pair), one
 
     x = _embed(config, params, tokens[:, None], mesh)
     updated: Cache = []
+    found: Any = []
     if layout_of(params) == "unstacked":
         for (number, layer), pair in zip(enumerate(params["layers"]), cache, strict=True):
-            x, pair = step(x, number, layer, pair)
+            x, pair, one = step(x, number, layer, pair)
             updated.append(pair)
+            found.append(one)
     else:
         layers = jnp.arange(config.n_layers)
-        (x, pair), _ = jax.lax.scan(body, (x, cache[0]), (layers, params["layers"]))
+        (x, pair), found = jax.lax.scan(body, (x, cache[0]), (layers, params["layers"]))
         updated.append(pair)
+    _report(found, routed)
     return _norm(config, params)(x)[:, 0], updated
 
 

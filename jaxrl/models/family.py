@@ -68,7 +68,8 @@ class Family:
     """Whether rows of the embedding are multiplied by sqrt(D), rounded to the compute dtype."""
     tensors: Mapping[str, str] = field(default_factory=dict)
     """Entries of `LAYER` that are others here. Parameters that have one tensor in common are rows
-    of it, in this order."""
+    of it, in this order. A name with `{expert}` is that of one expert's tensor, of a parameter of
+    all of them."""
     gguf: str | None = None
     """`general.architecture` of its GGUF files; None where there are none that are read."""
     from_gguf: Callable[[Any], dict[str, Any]] = lambda _: {}

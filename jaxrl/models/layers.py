@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.models.attention import Attend
 from jaxrl.models.config import DecoderConfig
+from jaxrl.models.experts import ExpertKernels, Mix
 from jaxrl.models.family import Activation
 from jaxrl.models.fields import given
 from jaxrl.models.kinds import LayerKind
@@ -120,6 +121,42 @@ class GatedMLP(nnx.Module):
         return self.down(ACTIVATIONS[self.activation](self.gate(x)) * self.up(x))
 
 
+class Kernels(nnx.Module):
+    """The kernels [E, in, out] of one projection of all experts."""
+
+    def __init__(self, config: DecoderConfig, path: str, rngs: nnx.Rngs):
+        """
+        Args:
+            path: within a block, one of `DecoderConfig.expert_projections`.
+        """
+        assert config.experts is not None
+        n_in, n_out = config.expert_projections[path]
+        values = jax.random.normal(rngs.params(), (config.experts.count, n_in, n_out))
+        self.kernel = nnx.Param(values / math.sqrt(n_in))
+
+
+class ExpertMLPs(nnx.Module):
+    """The `GatedMLP`s of all experts."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        self.gate = Kernels(config, "mlp/experts/gate", rngs)
+        self.up = Kernels(config, "mlp/experts/up", rngs)
+        self.down = Kernels(config, "mlp/experts/down", rngs)
+
+
+class MixtureMLP(nnx.Module):
+    """A router and its experts; how tokens pass them is passed in (`models.experts`)."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        self.router = Linear(config, "mlp/router", rngs)
+        self.experts = ExpertMLPs(config, rngs)
+
+    def __call__(self, x: jax.Array, mix: Mix) -> jax.Array:
+        own = self.experts
+        kernels = (self.router, own.gate, own.up, own.down)
+        return mix(x, ExpertKernels(*(part.kernel[...] for part in kernels)))
+
+
 class Block(nnx.Module):
     """One transformer block on the residual stream [B, T, D]: x + f(norm(x)) for attention, then
     for the MLP; or x + norm(f(x)), or x + norm(f(norm(x))), as `BlockKind.norms` says."""
@@ -128,19 +165,20 @@ class Block(nnx.Module):
         self.attn_norm = RMSNorm(config.d_model, config)
         self.attn = Attention(config, rngs)
         self.mlp_norm = RMSNorm(config.d_model, config)
-        self.mlp = GatedMLP(config, rngs)
+        self.mlp = (GatedMLP if config.experts is None else MixtureMLP)(config, rngs)
         self.norms = config.block.norms
         around = self.norms == "around"
         self.attn_post_norm = RMSNorm(config.d_model, config) if around else None
         self.mlp_post_norm = RMSNorm(config.d_model, config) if around else None
 
-    def __call__(self, x: jax.Array, rope: Rope, attend: Attend) -> jax.Array:
+    def __call__(self, x: jax.Array, rope: Rope, attend: Attend, *mix: Mix) -> jax.Array:
+        """`mix` where there are experts."""
         if self.norms == "after":
             x = x + self.attn_norm(self.attn(x, rope, attend))
-            return x + self.mlp_norm(self.mlp(x))
+            return x + self.mlp_norm(self.mlp(x, *mix))
         out = self.attn(self.attn_norm(x), rope, attend)
         x = x + (out if self.attn_post_norm is None else self.attn_post_norm(out))
-        out = self.mlp(self.mlp_norm(x))
+        out = self.mlp(self.mlp_norm(x), *mix)
         return x + (out if self.mlp_post_norm is None else self.mlp_post_norm(out))
 
 

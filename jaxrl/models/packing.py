@@ -134,6 +134,8 @@ class Packing:
     """Of the completions in the stream [X, m] of scored tokens."""
     prompts: Array
     """[X, S] int32: length of each row's prompt."""
+    experts: Array = None
+    """[X, n, L, k]: of `Sequences.experts`; -1 where there is no token."""
 
     @property
     def group(self) -> int:
@@ -197,7 +199,7 @@ def pack(sequences: Sequences, mesh: Mesh | None = None) -> Packing:
 
     Args:
         sequences: `room` must hold what every device has (`room_of`); None holds everything.
-        mesh: rows are divided among data and fsdp.
+        mesh: rows are divided among the devices of the axes `ROWS`.
     """
     shards, parts = (1, 1) if mesh is None else (row_shards(mesh.shape), mesh.shape[TOKENS])
     (b, t), c, group = sequences.tokens.shape, sequences.loss_mask.shape[1], sequences.group
@@ -210,10 +212,15 @@ def pack(sequences: Sequences, mesh: Mesh | None = None) -> Packing:
     lengths = mask[:, :, w:].sum(-1, dtype=jnp.int32)
     prompts = mask[:, :, :w].sum(-1, dtype=jnp.int32)
     completions = _packed_rows(_starts(lengths), lengths, c, m)
+    chosen = sequences.experts
+    if chosen is not None:  # so that 0 is no choice
+        chosen = chosen.reshape(shards, s, t, *chosen.shape[2:]) + 1
     if group == 1:
         whole = _packed_rows(_starts(prompts + lengths), prompts + lengths, t, n)
         stream, positions = _stream(whole, tokens, mask)
-        return Packing(stream, positions, (whole,), completions, prompts)
+        if chosen is not None:
+            chosen = _in_stream(whole, chosen, mask) - 1
+        return Packing(stream, positions, (whole,), completions, prompts, chosen)
     tokens_p, mask_p = (x[:, ::group, :w] for x in (tokens, mask))
     lengths_p = prompts[:, ::group]
     before = _packed_rows(_starts(lengths_p), lengths_p, w, n)
@@ -221,7 +228,10 @@ def pack(sequences: Sequences, mesh: Mesh | None = None) -> Packing:
     stream_p, positions_p = _stream(before, tokens_p, mask_p)
     stream_c, positions_c = _stream(own, tokens[:, :, w:], mask[:, :, w:], prompts)
     parts = stream_p + stream_c, positions_p + positions_c
-    return Packing(*parts, (before, own), completions, prompts)
+    if chosen is not None:
+        first = _in_stream(before, chosen[:, ::group, :w], mask_p)
+        chosen = first + _in_stream(own, chosen[:, :, w:], mask[:, :, w:]) - 1
+    return Packing(*parts, (before, own), completions, prompts, chosen)
 
 
 def _laid_out(x: Array, mesh: Mesh | None, tokens: AxisName | None) -> Array:
@@ -242,11 +252,19 @@ def _stream(
     """The stream [X, n] of tokens [X, S, T], which may be padded on both sides, and positions that
     begin at `offset` [X, S]; zeros where the stream is of other rows."""
     row, index, real = rows.at
-    first = jnp.take_along_axis(jnp.argmax(mask, -1), row, 1)
-    at = jnp.where(real, row * tokens.shape[2] + first + index, 0)
-    found = jnp.take_along_axis(tokens.reshape(len(tokens), -1), at, 1)
     positions = index if offset is None else index + jnp.take_along_axis(offset, row, 1)
-    return jnp.where(real, found, 0), jnp.where(real, positions, 0)
+    return _in_stream(rows, tokens, mask), jnp.where(real, positions, 0)
+
+
+def _in_stream(rows: PackedRows, x: Array, mask: Array) -> Array:
+    """The stream [X, n, ...] of integers x [X, S, T, ...] of tokens that may be padded on both
+    sides; zeros where the stream is of other rows."""
+    row, index, real = rows.at
+    first = jnp.take_along_axis(jnp.argmax(mask, -1), row, 1)
+    at = jnp.where(real, row * x.shape[2] + first + index, 0)
+    flat = x.reshape(len(x), x.shape[1] * x.shape[2], -1)
+    found = jnp.take_along_axis(flat, at[..., None], 1)
+    return jnp.where(real[..., None], found, 0).reshape(*at.shape, *x.shape[3:])
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Layout, abstract_params
-from jaxrl.sharding.axes import WEIGHTS, AxisName, divided
+from jaxrl.sharding.axes import EXPERTS, WEIGHTS, AxisName, divided
 
 PATHS: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"embed/embedding$", ("vocab", "embed")),
@@ -23,6 +23,9 @@ PATHS: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"attn/o/kernel$", ("heads", "embed")),
     (r"mlp/(gate|up)/kernel$", ("embed", "mlp")),
     (r"mlp/down/kernel$", ("mlp", "embed")),
+    (r"mlp/router/kernel$", ("embed", None)),
+    (r"mlp/experts/(gate|up)/kernel$", ("expert", "embed", "mlp")),
+    (r"mlp/experts/down/kernel$", ("expert", "mlp", "embed")),
     (r"norm/scale$", (None,)),
 )
 AXES: dict[str, tuple[AxisName, ...]] = {
@@ -30,6 +33,7 @@ AXES: dict[str, tuple[AxisName, ...]] = {
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),
+    "expert": (EXPERTS,),
     "embed": WEIGHTS,
 }
 
@@ -50,6 +54,7 @@ def param_specs(
         "heads": config.n_heads,
         "kv_heads": config.n_kv_heads,
         "mlp": config.d_ff,
+        "expert": 1 if config.experts is None else config.experts.count,
         "embed": config.d_model,
     }
 

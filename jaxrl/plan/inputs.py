@@ -132,11 +132,12 @@ class PlanInputs:
             p = parallel(config, role)
             n = len(self.placement.roles[role].devices)
             context = p.context if isinstance(p, LongParallelConfig) else None
-            found[role] = resolve_axes(role, n, p.data, p.fsdp, p.tensor, context)
+            found[role] = resolve_axes(role, n, p.data, p.fsdp, p.tensor, context, p.expert)
             if config.teacher.tokenizer == "own" and role in ("actor", "teacher"):
                 _check_whole(role, found[role])
             for model in self.teachers if role == "teacher" else (self.model(role),):
                 _check_heads(role, model, found[role])
+                _check_experts(role, model, found[role])
         return found
 
     def pools(self, accounts: Mapping[str, Account]) -> tuple[PoolPeak, ...]:
@@ -188,6 +189,17 @@ def _check_heads(role: str, model: DecoderConfig | EncoderConfig, axes: Axes) ->
         f"{given[0]}{product} does not divide its model's n_heads={model.n_heads}:"
         f" on {axes.size} devices, use {' or '.join(map(str, allowed))}"
     )
+
+
+def _check_experts(role: str, model: DecoderConfig | EncoderConfig, axes: Axes) -> None:
+    experts = model.experts if isinstance(model, DecoderConfig) else None
+    count = 1 if experts is None else experts.count
+    if count % axes.expert:
+        has = "has no experts" if experts is None else f"has num_experts={count}"
+        raise UserError(
+            f"{role}.parallel.expert={axes.expert} does not divide the experts of its model, which"
+            f" {has}: use " + ("data or fsdp" if experts is None else f"a divisor of {count}")
+        )
 
 
 def _check_whole(role: str, axes: Axes) -> None:

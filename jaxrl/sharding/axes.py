@@ -8,12 +8,15 @@ from typing import Literal, NamedTuple, get_args
 
 from jaxrl.errors import UserError
 
-AxisName = Literal["data", "fsdp", "tensor", "context"]
+AxisName = Literal["data", "fsdp", "tensor", "context", "expert"]
 AXIS_NAMES: tuple[AxisName, ...] = get_args(AxisName)
-ROWS: tuple[AxisName, ...] = ("data", "fsdp")
+ROWS: tuple[AxisName, ...] = ("data", "fsdp", "expert")
 """Axes that divide the rows of a batch."""
 TOKENS: AxisName = "context"
 """The axis that divides the tokens of a row."""
+EXPERTS: AxisName = "expert"
+"""The axis that divides the experts of a mixture; the other weights are whole on each of its
+devices, as they are on those of `data`."""
 WEIGHTS: tuple[AxisName, ...] = ("fsdp", TOKENS)
 """Axes that divide the weights by their width, to be gathered where a layer runs."""
 HEADS: tuple[AxisName, ...] = ("tensor", TOKENS)
@@ -37,6 +40,7 @@ class Axes(NamedTuple):
     fsdp: int = 1
     tensor: int = 1
     context: int = 1
+    expert: int = 1
 
     @property
     def size(self) -> int:
@@ -45,7 +49,7 @@ class Axes(NamedTuple):
     @property
     def rows(self) -> int:
         """Into how many parts the rows of a batch are divided."""
-        return self.data * self.fsdp
+        return self.data * self.fsdp * self.expert
 
     @property
     def weights(self) -> int:
@@ -75,6 +79,7 @@ def resolve_axes(
     fsdp: int | None = None,
     tensor: int | None = None,
     context: int | None = None,
+    expert: int | None = None,
     order: tuple[AxisName, ...] | None = None,
 ) -> Axes:
     """The sizes of a role's mesh axes on `n_devices` devices.
@@ -88,7 +93,7 @@ def resolve_axes(
     Raises:
         UserError: sizes that do not divide, or do not use, the devices of the role.
     """
-    asked = (data, fsdp, tensor, context)
+    asked = (data, fsdp, tensor, context, expert)
     given: dict[AxisName, int | None] = dict(zip(AXIS_NAMES, asked, strict=True))
     sizes = {name: size for name, size in given.items() if size is not None}
     axes_text = " ".join(f"{role}.parallel.{name}={size}" for name, size in sizes.items())

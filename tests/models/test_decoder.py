@@ -96,6 +96,8 @@ def test_abstract_params_and_count_are_those_of_the_real_ones() -> None:
         *((name, layout) for layout in ("unstacked", "stacked") for name in ("qwen2", "qwen3")),
         ("olmo2", "unstacked"),
         ("phi3", "unstacked"),
+        ("qwen3_moe", "unstacked"),
+        ("qwen3_moe", "stacked"),
         *((name, layout) for layout in ("unstacked", "stacked") for name in ("smollm3", "gemma3")),
     ],
 )
@@ -200,7 +202,7 @@ def test_rematerialisation_changes_no_value(remat: str) -> None:
     assert_trees_close(loss_and_grad(config, params, tokens, mask, remat=remat), plain, 1e-5)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "olmo2"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "olmo2", "qwen3_moe"])
 def test_bfloat16_compute_is_near_float32(name: str) -> None:
     """bfloat16 rounds by up to 2^-9; these two layers amplify it, to a few percent of the logits'
     spread."""
@@ -222,9 +224,12 @@ def test_bfloat16_compute_is_near_float32(name: str) -> None:
         ("smollm", (2, 1, 2)),  # divides neither of 3 heads and 1 KV head
         ("olmo2", (1, 2, 4)),  # divides what the norms of q and k sum over
         ("phi3", (1, 2, 2)),
+        ("qwen3_moe", (1, 2, 2)),
+        ("qwen3_moe", (1, 1, 1, 1, 2)),  # experts divided, three on each
+        ("qwen3_moe", (2, 1, 2, 1, 2)),
     ],
 )
-def test_sharding_changes_no_value(name: str, axes: tuple[int, int, int]) -> None:
+def test_sharding_changes_no_value(name: str, axes: tuple[int, ...]) -> None:
     """Eight rows: three twice and two empty ones, so twice the loss of the three."""
     config, params = tiny_model(name)
     three = batch(config.vocab_size)

@@ -26,7 +26,7 @@ PROGRAM = """
         lambda event, **_: hits.append(event) if event.endswith("/cache_hits") else None)
     make = {"ours": lambda: role_mesh(jax.devices(), Axes(1, 2, 1)),
             "plain": lambda: jax.sharding.Mesh(
-                np.asarray(jax.devices()).reshape(1, 2, 1, 1), AXIS_NAMES)}
+                np.asarray(jax.devices()).reshape(1, 2, 1, 1, 1), AXIS_NAMES)}
     mesh = make[sys.argv[1]]()
 
     def loop(x, w):

@@ -42,6 +42,9 @@ GRADIENTS = (
     "model.layers.1.mlp.down_proj.weight",
     "model.layers.0.mlp.gate_proj.weight",
     "model.layers.0.mlp.gate_up_proj.weight",
+    "model.layers.0.mlp.gate.weight",
+    "model.layers.0.mlp.experts.gate_up_proj",
+    "model.layers.1.mlp.experts.down_proj",
     "model.norm.weight",
     "lm_head.weight",
 )
@@ -81,6 +84,54 @@ def next_token_loss(logits: torch.Tensor, tokens: np.ndarray, mask: np.ndarray) 
     return -(logprobs.gather(-1, ids)[..., 0] * both).sum()
 
 
+def by_expert(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The names and shapes of a checkpoint, which has a tensor of each expert's projections, where
+    transformers' modules have one of all."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, (first, *rest) in shapes.items():
+        before, experts, last = name.partition("experts.")
+        names = ["gate_proj", "up_proj"] if last == "gate_up_proj" else [last]
+        rows = rest[0] // len(names) if experts else first
+        for e in range(first) if experts else ():
+            for one in names:
+                found[f"{before}experts.{e}.{one}.weight"] = (rows, *rest[1:])
+        if not experts:
+            found[name] = (first, *rest)
+    return found
+
+
+def merged_experts(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What `by_expert` took apart."""
+    found: dict[str, np.ndarray] = {}
+    several: dict[str, dict[int, dict[str, np.ndarray]]] = {}
+    for name, value in tensors.items():
+        before, experts, last = name.partition("experts.")
+        if experts:
+            e, projection, _ = last.split(".")
+            several.setdefault(before, {}).setdefault(int(e), {})[projection] = value
+        else:
+            found[name] = value
+    for before, of in several.items():
+        each = [of[e] for e in sorted(of)]
+        both = [np.concatenate([one["gate_proj"], one["up_proj"]]) for one in each]
+        found[f"{before}experts.gate_up_proj"] = np.stack(both)
+        found[f"{before}experts.down_proj"] = np.stack([one["down_proj"] for one in each])
+    return found
+
+
+def expert_gradients(name: str, grad: np.ndarray) -> dict[str, np.ndarray]:
+    """By the names of a checkpoint, of the first experts."""
+    before, experts, last = name.partition("experts.")
+    if not experts:
+        return {name: grad}
+    names = ["gate_proj", "up_proj"] if last == "gate_up_proj" else [last]
+    return {
+        f"{before}experts.{e}.{one}.weight": part
+        for e in (0, 1)
+        for one, part in zip(names, np.split(grad[e], len(names)), strict=True)
+    }
+
+
 def tiny_case(case: Case) -> tuple[dict, dict[str, np.ndarray]]:
     """The config.json and the arrays of one checkpoint."""
     config = AutoConfig.for_model(case.kind, **BASE | case.extra)
@@ -88,8 +139,8 @@ def tiny_case(case: Case) -> tuple[dict, dict[str, np.ndarray]]:
     config.architectures = [type(model).__name__]
     tied = config.tie_word_embeddings
     names = [n for n in model.state_dict() if not (tied and n == "lm_head.weight")]
-    shapes = {n: tuple(model.state_dict()[n].shape) for n in names}
-    tensors = random_tensors(shapes, case.seed, case.norm)
+    shapes = by_expert({n: tuple(model.state_dict()[n].shape) for n in names})
+    tensors = merged_experts(random_tensors(shapes, case.seed, case.norm))
     model.load_state_dict({n: torch.from_numpy(v) for n, v in tensors.items()}, strict=False)
     model.tie_weights()
     tokens, mask = batch(config.vocab_size)
@@ -100,7 +151,8 @@ def tiny_case(case: Case) -> tuple[dict, dict[str, np.ndarray]]:
     parameters = dict(model.named_parameters())
     for name in GRADIENTS:
         if name in parameters:
-            arrays[f"grad/{name}"] = parameters[name].grad.numpy()
+            each = expert_gradients(name, parameters[name].grad.numpy())
+            arrays |= {f"grad/{one}": grad for one, grad in each.items()}
     return json.loads(config.to_json_string()), arrays
 
 

@@ -159,6 +159,18 @@ CASES = {
         "qwen3",
         {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
     ),
+    "qwen3_moe": Case(
+        25,
+        "qwen3_moe",
+        {
+            "head_dim": 16,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        },
+    ),
     "mistral": Case(20, "mistral", {"sliding_window": 5}),
     "qwen2_sliding": Case(
         21,

@@ -71,7 +71,7 @@ def test_a_slice_has_only_its_devices() -> None:
 def test_neighbours_share_the_tensor_axis() -> None:
     mesh = role_mesh(jax.devices()[:8], Axes(2, 2, 2))
     ids = np.vectorize(lambda d: d.id)(mesh.devices)
-    np.testing.assert_array_equal(ids, np.arange(8).reshape(2, 2, 2, 1))
+    np.testing.assert_array_equal(ids, np.arange(8).reshape(2, 2, 2, 1, 1))
 
 
 def test_a_mesh_on_other_devices_is_told() -> None:

@@ -62,8 +62,8 @@ def tiny_model(name: str, mesh: Mesh | None = None, layout: str = "stacked") -> 
     return config, weights.load(Memory(tiny_tensors(name)), config, mesh, jnp.float32, layout)
 
 
-def make_mesh(data: int, fsdp: int, tensor: int, context: int = 1) -> Mesh:
-    axes = Axes(data, fsdp, tensor, context)
+def make_mesh(data: int, fsdp: int, tensor: int, context: int = 1, expert: int = 1) -> Mesh:
+    axes = Axes(data, fsdp, tensor, context, expert)
     return role_mesh(jax.devices()[: axes.size], axes)
 
 

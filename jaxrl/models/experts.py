@@ -1,0 +1,358 @@
+"""Mixtures of experts (Shazeer et al. 2017, arXiv 1701.06538): each token passes the k experts that
+a router chooses, and no token is dropped, whatever they choose.
+
+Tokens are sorted by expert, and the rows of each expert are cut into blocks of a fixed size, of
+which the last one is padded. A loop then computes a number of blocks at a time, with a gather of
+their experts' kernels and batched products; it ends with the last block that holds a token, so that
+the work follows the tokens although every shape is static. `jax.lax.ragged_dot` says the same, but
+XLA replaces it, on GPUs and CPUs, by the product of all rows with all experts: of 128 experts and
+65,536 rows that is 128 times the work and 34 GB of temporaries, by the compiler's account for an
+H200.
+
+On a mesh with the axis `expert` a device holds some of the experts. The tokens of its group of
+devices are gathered, each device computes what its own experts add, and the sums are scattered back
+(all-gather, reduce-scatter). An all-to-all that sends a token only where its experts are has no
+static shape without a capacity, and would drop tokens; and with k experts a token and no more than
+k devices it would send hardly less, since most tokens go to most devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxrl.sharding.axes import EXPERTS, ROWS, AxisName, divided
+from jaxrl.types import Array
+
+LEAST_BLOCK, MOST_BLOCK = 8, 256
+"""Rows of a block: about as many as an expert has on average, within these."""
+AT_ONCE = 8192
+"""Rows that the loop computes at a time: enough to fill a GPU."""
+Activate = Callable[[jax.Array], jax.Array]
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of a block, which take the place of its MLP."""
+
+    count: int
+    """E."""
+    chosen: int
+    """k: how many of them a token passes."""
+    normalised: bool
+    """Whether the weights of a token's experts sum to 1, or are its probabilities as they are."""
+    dense_width: int
+    """`intermediate_size` of `config.json`, for layers without experts; there are none."""
+
+
+class ExpertKernels(NamedTuple):
+    """The parameters of a mixture."""
+
+    router: Array
+    """[D, E]."""
+    gate: Array
+    """[E, D, I]."""
+    up: Array
+    """[E, D, I]."""
+    down: Array
+    """[E, I, D]."""
+
+
+class Routed(NamedTuple):
+    """What the router did with tokens [B, T]."""
+
+    ids: Array
+    """[B, T, k] int32: the experts of each token."""
+    entropy: Array
+    """[B, T] float32, nats: of the router's probabilities."""
+
+
+Mix = Callable[[jax.Array, ExpertKernels], jax.Array]
+"""(x [B, T, D], parameters) -> [B, T, D]; training, prefill and decode differ only here."""
+
+
+def mix(
+    experts: Experts,
+    activate: Activate,
+    mesh: Mesh | None,
+    x: jax.Array,
+    kernels: ExpertKernels,
+    *,
+    recorded: jax.Array | None = None,
+    every: bool = False,
+    split: tuple[AxisName, ...] = (),
+) -> tuple[jax.Array, Routed]:
+    """Sum over a token's experts of weight * down(act(gate(x)) * up(x)).
+
+    The router is computed in float32: probabilities by a softmax over all experts, of which the k
+    largest are chosen.
+
+    Args:
+        x: [B, T, D], on a mesh its rows over the axes `ROWS`.
+        recorded: [B, T, k] integers: the experts of each token, in place of the router's choice;
+            -1 where the router chooses. Their weights are the router's own.
+        every: compute every expert on every token and weigh the products, where there are so few
+            tokens that the kernels have to be read anyway (a decode step).
+        split: the axis of a stream's tokens.
+    """
+    if mesh is None or mesh.size == 1:
+        return _mix(experts, activate, x, kernels, recorded, every)
+    over = divided(experts.count, (EXPERTS,), mesh.shape)
+    width = divided(kernels.gate.shape[2], ("tensor",), mesh.shape)
+    tokens = PartitionSpec(ROWS, *split or (None,))
+    wide, narrow = PartitionSpec(over, None, width), PartitionSpec(over, width, None)
+    specs = (tokens, ExpertKernels(PartitionSpec(), wide, wide, narrow), tokens)
+    axes: dict[str, Any] = {
+        "over": over if mesh.shape[EXPERTS] > 1 else None,
+        "width": width if mesh.shape["tensor"] > 1 else None,
+    }
+
+    def local(
+        x: jax.Array, kernels: ExpertKernels, recorded: jax.Array | None
+    ) -> tuple[jax.Array, Routed]:
+        return _mix(experts, activate, x, kernels, recorded, every, **axes)
+
+    run = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=specs,
+        out_specs=(tokens, Routed(tokens, tokens)),
+        check_vma=False,
+    )
+    found: tuple[jax.Array, Routed] = run(x, kernels, recorded)
+    return found
+
+
+def route(
+    experts: Experts, x: jax.Array, router: jax.Array, recorded: jax.Array | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Of tokens x [n, D]: their experts [n, k] int32, the weights of these [n, k] float32, and the
+    entropy [n] of the router in nats. `recorded` [n, k] as of `mix`."""
+    logits = jnp.matmul(x, router.astype(x.dtype), preferred_element_type=jnp.float32)
+    logprobs = jax.nn.log_softmax(logits, -1)
+    probs = jnp.exp(logprobs)
+    _, ids = jax.lax.top_k(jax.lax.stop_gradient(logits), experts.chosen)
+    if recorded is not None:
+        given = recorded.astype(jnp.int32)
+        ids = jnp.where(given < 0, ids, given)
+    weights = jnp.take_along_axis(probs, ids, -1)
+    if experts.normalised:
+        weights = weights / weights.sum(-1, keepdims=True)
+    return ids, weights, -(probs * logprobs).sum(-1)
+
+
+def _mix(
+    experts: Experts,
+    activate: Activate,
+    x: jax.Array,
+    kernels: ExpertKernels,
+    recorded: jax.Array | None,
+    every: bool,
+    over: AxisName | None = None,
+    width: AxisName | None = None,
+) -> tuple[jax.Array, Routed]:
+    """`mix` on one device.
+
+    Args:
+        over: the axis that divides the experts, whose devices' tokens are computed together.
+        width: the axis that divides the width of each expert.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    given = None if recorded is None else recorded.reshape(-1, experts.chosen)
+    ids, weights, entropy = route(experts, rows, kernels.router, given)
+    routed = Routed(ids.reshape(*x.shape[:2], -1), entropy.reshape(x.shape[:2]))
+    if over is not None:
+        rows, ids, weights = (
+            jax.lax.all_gather(part, over, tiled=True) for part in (rows, ids, weights)
+        )
+        ids = ids - jax.lax.axis_index(over) * len(kernels.gate)
+    products = tuple(kernel.astype(x.dtype) for kernel in kernels[1:])
+    if every:
+        out = every_expert(activate, rows, ids, weights, *products)
+    else:
+        size = block_rows(ids.size, experts.count)
+        out = chosen_experts(activate, size, rows, ids, weights, *products)
+    if over is not None:
+        out = jax.lax.psum_scatter(out, over, tiled=True)
+    if width is not None:
+        out = jax.lax.psum(out, width)
+    return out.reshape(x.shape), routed
+
+
+def every_expert(
+    activate: Activate,
+    x: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    gate: jax.Array,
+    up: jax.Array,
+    down: jax.Array,
+) -> jax.Array:
+    """`chosen_experts`, of few tokens."""
+    own = ids[:, :, None] == jnp.arange(len(gate))[None, None]
+    each = jnp.where(own, weights[:, :, None], 0.0).sum(1).T[..., None]  # [E, n, 1]
+    rows = jnp.broadcast_to(x[None], (len(gate), *x.shape))
+    wide = _activated(activate, rows @ gate, rows @ up, each)
+    return jnp.einsum("eni,eid->nd", wide, down)
+
+
+def block_rows(rows: int, count: int) -> int:
+    """Rows of a block, where so many rows pass so many experts."""
+    mean = max(rows // count, 1)
+    return min(max(1 << (mean.bit_length() - 1), LEAST_BLOCK), MOST_BLOCK)
+
+
+class _Sorted(NamedTuple):
+    """Rows of tokens by expert, in blocks."""
+
+    place: jax.Array
+    """[n, k] int32: the row of each of a token's experts; past the end where it is not here."""
+    source: jax.Array
+    """[R] int32: which token's which expert a row is, t * k + j; n * k at padding."""
+    expert: jax.Array
+    """[M] int32: of each block."""
+    blocks: jax.Array
+    """Scalar int32: how many blocks hold a token; they are the first ones."""
+
+
+def _sort(ids: jax.Array, experts: int, size: int, at_once: int) -> _Sorted:
+    """Rows for `ids` [n, k], of which only 0 to experts - 1 are here, in blocks of `size` rows;
+    the number of blocks is a multiple of `at_once`."""
+    flat, total = ids.reshape(-1), ids.size
+    flat = jnp.where((flat < 0) | (flat >= experts), experts, flat)
+    count = -(-(total // size + experts) // at_once) * at_once
+    sizes = jnp.zeros(experts + 1, jnp.int32).at[flat].add(1)
+    ends = jnp.cumsum(-(-sizes[:experts] // size))
+    first = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1] * size, jnp.full(1, count * size)])
+    order = jnp.argsort(flat, stable=True)
+    ordered = flat[order]
+    rank = jnp.arange(total) - (jnp.cumsum(sizes) - sizes)[ordered]
+    place = jnp.zeros(total, jnp.int32).at[order].set((first[ordered] + rank).astype(jnp.int32))
+    source = jnp.full(count * size, total, jnp.int32)
+    source = source.at[place].set(jnp.arange(total, dtype=jnp.int32), mode="drop")
+    expert = jnp.searchsorted(ends, jnp.arange(count), side="right").astype(jnp.int32)
+    return _Sorted(place.reshape(ids.shape), source, jnp.minimum(expert, experts - 1), ends[-1])
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def chosen_experts(
+    activate: Activate,
+    size: int,
+    x: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    gate: jax.Array,
+    up: jax.Array,
+    down: jax.Array,
+) -> jax.Array:
+    """[n, D]: of each token x [n, D] the sum of weight * down(act(gate(x)) * up(x)) over those of
+    its experts `ids` [n, k] that are among gate, up [E, D, I] and down [E, I, D].
+
+    The backward pass keeps the arguments alone, and computes gate and up again.
+
+    Args:
+        size: rows of a block.
+        weights: [n, k] float32.
+    """
+    rows, at_once = _sorted_rows(size, ids, len(gate))
+    k, step = ids.shape[1], at_once * size
+
+    def body(i: jax.Array, out: jax.Array) -> jax.Array:
+        own, of = _chunk(rows, i, at_once, size)
+        taken = _taken(x, own // k).reshape(at_once, size, -1)
+        each = _taken(weights.reshape(-1), own).reshape(at_once, size, 1)
+        wide = _activated(activate, taken @ gate[of], taken @ up[of], each)
+        result = (wide @ down[of]).reshape(step, -1)
+        return jax.lax.dynamic_update_slice_in_dim(out, result, i * step, 0)
+
+    out = jnp.zeros((len(rows.source), x.shape[1]), x.dtype)
+    return _summed(_loop(rows, at_once, body, out), rows.place).astype(x.dtype)
+
+
+def _forward(activate: Activate, size: int, *given: jax.Array) -> tuple[jax.Array, Any]:
+    return chosen_experts(activate, size, *given), given
+
+
+def _backward(activate: Activate, size: int, kept: Any, d_out: jax.Array) -> tuple[Any, ...]:
+    x, ids, weights, gate, up, down = kept
+    rows, at_once = _sorted_rows(size, ids, len(gate))
+    k, step = ids.shape[1], at_once * size
+
+    def body(i: jax.Array, carry: Any) -> Any:
+        d_rows, d_weights, d_gate, d_up, d_down = carry
+        own, of = _chunk(rows, i, at_once, size)
+        taken, d_taken = (_taken(part, own // k).reshape(at_once, size, -1) for part in (x, d_out))
+        each = _taken(weights.reshape(-1), own).reshape(at_once, size, 1)
+        wide, back = jax.vjp(partial(_activated, activate), taken @ gate[of], taken @ up[of], each)
+        of_gate, of_up, of_weights = back(jnp.einsum("mbd,mid->mbi", d_taken, down[of]))
+        of_rows = jnp.einsum("mbi,mdi->mbd", of_gate, gate[of])
+        of_rows = of_rows + jnp.einsum("mbi,mdi->mbd", of_up, up[of])
+        put = partial(jax.lax.dynamic_update_slice_in_dim, start_index=i * step, axis=0)
+        return (
+            put(d_rows, of_rows.reshape(step, -1)),
+            put(d_weights, of_weights.reshape(step)),
+            d_gate.at[of].add(_outer(taken, of_gate), indices_are_sorted=True),
+            d_up.at[of].add(_outer(taken, of_up), indices_are_sorted=True),
+            d_down.at[of].add(_outer(wide, d_taken), indices_are_sorted=True),
+        )
+
+    n = len(rows.source)
+    zeros = (
+        jnp.zeros((n, x.shape[1]), x.dtype),
+        jnp.zeros(n, weights.dtype),
+        *(jnp.zeros(kernel.shape, jnp.float32) for kernel in (gate, up, down)),
+    )
+    d_rows, d_weights, *d_kernels = _loop(rows, at_once, body, zeros)
+    return (
+        _summed(d_rows, rows.place).astype(x.dtype),
+        None,
+        _taken(d_weights, rows.place),
+        *(d.astype(kernel.dtype) for d, kernel in zip(d_kernels, (gate, up, down), strict=True)),
+    )
+
+
+chosen_experts.defvjp(_forward, _backward)
+
+
+def _sorted_rows(size: int, ids: jax.Array, experts: int) -> tuple[_Sorted, int]:
+    """The rows, and how many blocks are computed at once."""
+    at_once = min(max(AT_ONCE // size, 1), ids.size // size + experts)
+    return _sort(ids, experts, size, at_once), at_once
+
+
+def _loop(rows: _Sorted, at_once: int, body: Callable[..., Any], start: Any) -> Any:
+    """As far as there are tokens."""
+    return jax.lax.fori_loop(0, -(-rows.blocks // at_once), body, start)
+
+
+def _chunk(rows: _Sorted, i: jax.Array, at_once: int, size: int) -> tuple[jax.Array, jax.Array]:
+    """The sources of the i-th rows that are computed at once, and their blocks' experts."""
+    step = at_once * size
+    own = jax.lax.dynamic_slice_in_dim(rows.source, i * step, step)
+    return own, jax.lax.dynamic_slice_in_dim(rows.expert, i * at_once, at_once)
+
+
+def _activated(activate: Activate, gate: jax.Array, up: jax.Array, weights: jax.Array) -> jax.Array:
+    """What `down` gets. It is weighed here: a product more, of rows that are thinner than D."""
+    return ((activate(gate) * up).astype(weights.dtype) * weights).astype(gate.dtype)
+
+
+def _taken(x: jax.Array, index: jax.Array) -> jax.Array:
+    """x[index], 0 past the end."""
+    return jnp.take(x, index, 0, mode="fill", fill_value=0)
+
+
+def _summed(rows: jax.Array, place: jax.Array) -> jax.Array:
+    """[n, D] float32: the sum of the rows of each token."""
+    return _taken(rows, place).astype(jnp.float32).sum(1)
+
+
+def _outer(a: jax.Array, b: jax.Array) -> jax.Array:
+    """[M, i, o] float32 of a [M, b, i] and b [M, b, o]."""
+    return jnp.einsum("mbi,mbo->mio", a, b, preferred_element_type=jnp.float32)

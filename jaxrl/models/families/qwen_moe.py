@@ -1,0 +1,64 @@
+"""Qwen3-MoE (arXiv 2505.09388), such as Qwen3-30B-A3B: Qwen3's attention, and experts in place of
+the MLP of every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxrl.errors import UserError
+from jaxrl.models.experts import Experts
+from jaxrl.models.family import BlockKind, Family
+from jaxrl.models.fields import given, size
+
+COUNT, CHOSEN, WIDTH = 128, 8, 768
+"""What a `config.json` leaves out where it is this."""
+
+
+def prepare(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """transformers 5 writes the number of experts under another name."""
+    return {"num_experts": raw.get("num_local_experts"), **raw}
+
+
+def read(raw: Mapping[str, Any]) -> dict[str, Any]:
+    if raw.get("use_sliding_window"):
+        raise UserError("use_sliding_window=true is not supported for this family")
+    if size(raw, "decoder_sparse_step", 1) != 1 or raw.get("mlp_only_layers"):
+        raise UserError(
+            f"decoder_sparse_step={raw.get('decoder_sparse_step')!r},"
+            f" mlp_only_layers={raw.get('mlp_only_layers')!r}: layers without experts are not"
+            " supported beside layers with experts; supported: 1 and []"
+        )
+    count, chosen = size(raw, "num_experts", COUNT), size(raw, "num_experts_per_tok", CHOSEN)
+    if chosen > count:
+        raise UserError(f"num_experts_per_tok={chosen} exceeds num_experts={count}")
+    normalised = bool(given(raw.get("norm_topk_prob"), False))
+    experts = Experts(count, chosen, normalised, dense_width=size(raw, "intermediate_size"))
+    return {"experts": experts, "d_ff": size(raw, "moe_intermediate_size", WIDTH)}
+
+
+def write(config: Any) -> dict[str, Any]:
+    return {
+        "intermediate_size": config.experts.dense_width,
+        "moe_intermediate_size": config.d_ff,
+        "num_experts": config.experts.count,
+        "num_experts_per_tok": config.experts.chosen,
+        "norm_topk_prob": config.experts.normalised,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+QWEN3_MOE = Family(
+    "Qwen3MoeForCausalLM",
+    BlockKind(qk_norm="head"),
+    tensors={
+        "mlp/router/kernel": "mlp.gate.weight",
+        "mlp/experts/gate/kernel": "mlp.experts.{expert}.gate_proj.weight",
+        "mlp/experts/up/kernel": "mlp.experts.{expert}.up_proj.weight",
+        "mlp/experts/down/kernel": "mlp.experts.{expert}.down_proj.weight",
+    },
+    prepare=prepare,
+    read=read,
+    write=write,
+)

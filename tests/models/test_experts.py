@@ -1,0 +1,146 @@
+"""Mixtures of experts: nothing is dropped, and blocks change no value."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from references.tiny import batch
+from tiny_models import make_mesh, tiny_config, tiny_model
+
+from jaxrl.errors import UserError
+from jaxrl.models import decoder, experts
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.packing import pack
+from jaxrl.types import Sequences
+
+N, D, F, E, K = 37, 8, 12, 5, 2
+"""Tokens, width, width of an expert, experts, experts of a token."""
+
+
+def given(seed: int = 0) -> tuple[Any, ...]:
+    random = np.random.RandomState(seed)
+    ids = np.argsort(random.rand(N, E), -1)[:, :K].astype(np.int32)
+    shapes = (N, D), (N, K), (E, D, F), (E, D, F), (E, F, D)
+    x, weights, *kernels = (random.standard_normal(s).astype(np.float32) for s in shapes)
+    return x, ids, np.abs(weights), *kernels
+
+
+def by_ragged_dot(x: Any, ids: Any, weights: Any, gate: Any, up: Any, down: Any) -> jax.Array:
+    """The same sum with jax's own product of sorted rows."""
+    order = jnp.argsort(ids.reshape(-1), stable=True)
+    sizes = jnp.bincount(ids.reshape(-1), length=len(gate))
+    rows = x[order // ids.shape[1]]
+    wide = jax.nn.silu(jax.lax.ragged_dot(rows, gate, sizes)) * jax.lax.ragged_dot(rows, up, sizes)
+    each = jax.lax.ragged_dot(wide, down, sizes) * weights.reshape(-1)[order][:, None]
+    return jnp.zeros_like(x).at[order // ids.shape[1]].add(each)
+
+
+def value_and_grad(run: Any, x: Any, ids: Any, *rest: Any) -> Any:
+    def loss(x: Any, *rest: Any) -> jax.Array:
+        return (run(x, ids, *rest) * jnp.cos(jnp.arange(D, dtype=x.dtype))[None]).sum()
+
+    return jax.jit(jax.value_and_grad(loss, tuple(range(5))))(x, *rest)
+
+
+@pytest.mark.parametrize("everyone", [False, True], ids=["spread", "one expert gets every token"])
+def test_sorted_blocks_are_ragged_dot(everyone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values and gradients, over several turns of the loop; and those of a decode step."""
+    monkeypatch.setattr(experts, "AT_ONCE", 16)
+    x, ids, *rest = given()
+    if everyone:
+        ids = np.tile(np.array([[3, 1]], np.int32), (N, 1))
+    expected = value_and_grad(by_ragged_dot, x, ids, *rest)
+    for run in (
+        partial(experts.chosen_experts, jax.nn.silu, 8),
+        partial(experts.every_expert, jax.nn.silu),
+    ):
+        got = value_and_grad(run, x, ids, *rest)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, expected
+        )
+
+
+def test_experts_that_are_elsewhere_add_nothing() -> None:
+    """The sums over two halves of the experts add up to that over all."""
+    x, ids, weights, *kernels = given(1)
+    run = jax.jit(partial(experts.chosen_experts, jax.nn.silu, 8))
+    whole = run(x, ids, weights, *kernels)
+    halves = [
+        run(x, ids - first, weights, *(kernel[first:last] for kernel in kernels))
+        for first, last in ((0, 2), (2, E))
+    ]
+    np.testing.assert_allclose(halves[0] + halves[1], whole, rtol=1e-5, atol=1e-5)
+
+
+def test_recorded_experts_take_the_place_of_the_routers_choice() -> None:
+    config = tiny_config("qwen3_moe").experts
+    assert config is not None
+    x, router = (
+        np.random.RandomState(i).standard_normal(s) for i, s in enumerate(((9, 4), (4, 6)))
+    )
+    own, weights, entropy = experts.route(config, jnp.array(x), jnp.array(router), None)
+    np.testing.assert_allclose(weights.sum(-1), 1, rtol=1e-6)
+    assert ((entropy > 0) & (entropy < np.log(6))).all()
+    given = np.asarray(own[:, ::-1]).astype(np.int8)
+    given[0] = -1
+    again, swapped, _ = experts.route(config, jnp.array(x), jnp.array(router), jnp.array(given))
+    np.testing.assert_array_equal(again[1:], own[1:, ::-1])
+    np.testing.assert_array_equal(again[0], own[0])
+    np.testing.assert_allclose(swapped[1:], weights[1:, ::-1], rtol=1e-6)
+
+
+def test_streams_route_as_rows_do_on_any_mesh() -> None:
+    """Of prompts that are shared: hidden states, and the experts that the routers say they
+    chose; with the axes expert and context too."""
+    config, params = tiny_model("qwen3_moe")
+    tokens, mask = batch(config.vocab_size)
+    tokens, mask = (np.repeat(x[[0, 2]], 4, 0) for x in (tokens, mask))
+    sequences = Sequences(tokens, mask, mask[:, 9:], group=2)
+
+    def run(params: Any, sequences: Sequences, mesh: Any) -> Any:
+        packing, routed = pack(sequences, mesh), list[Any]()
+        hidden = decoder.forward_packed(config, params, packing, mesh=mesh, routed=routed)
+        return packing.predicting(hidden, mesh).sum(-1), routed[0].ids, packing.completions
+
+    rows = jax.jit(partial(decoder.forward, config))(params, tokens, mask).sum(-1)
+    hidden, ids, completions = jax.jit(run, static_argnums=2)(params, sequences, None)
+    expected = np.where(mask[:, 9:], np.asarray(rows)[:, 8:-1], 0)
+    np.testing.assert_allclose(completions.unpack(hidden), expected, atol=1e-4)
+    assert ids.shape == (2, 1, ids.shape[2], 2)
+
+    mesh = make_mesh(1, 1, 1, 2, 2)
+    _, sharded = tiny_model("qwen3_moe", mesh)
+    hidden, _, completions = jax.jit(run, static_argnums=2)(sharded, sequences, mesh)
+    np.testing.assert_allclose(completions.unpack(hidden), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
+        ({"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]"),
+        ({"num_experts_per_tok": 7}, "num_experts_per_tok=7 exceeds num_experts=6"),
+        ({"use_sliding_window": True}, "use_sliding_window=true is not supported"),
+        ({"num_local_experts": 0}, "num_experts=0 must be a whole number"),
+    ],
+)
+def test_what_a_mixture_does_not_support_is_refused(change: Any, message: str) -> None:
+    raw = tiny_config("qwen3_moe").to_hf("float32")
+    del raw["num_experts"]
+    with pytest.raises(UserError, match=message):
+        DecoderConfig.from_hf({"num_local_experts": 6} | raw | change)
+
+
+def test_active_parameters_are_those_of_a_tokens_experts() -> None:
+    config = tiny_config("qwen3_moe")
+    assert config.experts is not None
+    one = 3 * config.d_model * config.d_ff
+    assert config.n_params - config.n_active == config.n_layers * (6 - 2) * one
+    whole = replace(config, experts=replace(config.experts, chosen=6))
+    assert whole.n_active == config.n_params
