@@ -68,6 +68,10 @@ class Completion:
     finish_reason: FinishReason
     text: str = ""
     """Decoded, without EOS and without the stop string."""
+    experts: np.ndarray | None = None
+    """[n, L, k] int8 or int16: the experts that the sampler's tokens passed in each layer of a
+    mixture, prompt first, n = len(prompt) + len(tokens) - 1: the last token is never read. None:
+    not recorded (`policy.router_replay`)."""
 
 
 @jax.tree_util.register_dataclass
@@ -155,6 +159,8 @@ class Rollout:
     student_topk: Array = None
     """[B, C, K] int32: the policy's K most probable tokens, for the `student_topk` teacher signal.
     """
+    experts: Array = None
+    """As of `Sequences`: those that the sampler chose, which only the policy replays."""
     alignment: TokenAlignment | None = None
     """numpy arrays. Set where `sequences` are the teacher's tokens and the completions' are not."""
 

@@ -1,9 +1,9 @@
-"""Makes the two models of the quickstart and puts them into the package.
+"""Makes the models of the quickstart, and a student with experts, and puts them into the package.
 
-Both learn three-term sums from worked solutions (`algorithm: sft`), from random weights: the
-teacher until it solves nearly all, the student only until it knows the form of a solution.
+All learn three-term sums from worked solutions (`algorithm: sft`), from random weights: the
+teacher until it solves nearly all, the students only until they know the form of a solution.
 
-    python scripts/make_quickstart.py            # both; about ten minutes on two cores
+    python scripts/make_quickstart.py            # all; about a quarter of an hour on two cores
     python scripts/make_quickstart.py student    # one of them
 """
 
@@ -13,6 +13,7 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import jax
 import make_quickstart_tokenizer
@@ -23,9 +24,21 @@ from jaxrl.checkpoint.source import FINAL
 from jaxrl.formats.hf import save_hf
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import init_params
+from jaxrl.models.experts import Experts
 
 ASSETS = Path(__file__).parent.parent / "jaxrl" / "assets"
-SHAPES = {"teacher": {"n_layers": 3}, "student": {"n_layers": 2}}
+SHAPES: dict[str, dict[str, Any]] = {
+    "teacher": {"n_layers": 3},
+    "student": {"n_layers": 2},
+    "student_moe": {
+        "n_layers": 2,
+        "family": "qwen3_moe",
+        "d_model": 64,
+        "head_dim": 16,
+        "d_ff": 96,
+        "experts": Experts(count=8, chosen=2, normalised=True, dense_width=192),
+    },
+}
 RECIPE = """
 algorithm=sft teacher.model=null mesh=actor+rollout=1 batch_size=128 group_size=1
 max_prompt_tokens=9 max_new_tokens=10
@@ -42,21 +55,19 @@ steps=480 optimizer.lr_schedule=constant eval.every=60
 data.train=['arithmetic:terms=2,size=9000','arithmetic:digits=1,size=9000','arithmetic:size=9000']
 """,
 }
+STAGES["student_moe"] = STAGES["student"]
 """The sources of a list are mixed by their sizes: the teacher sees three-term sums of two digits,
-the student for two thirds easier ones."""
+the students for two thirds easier ones."""
 
 
-def small_model(tokenizer: PreTrainedTokenizerBase, n_layers: int) -> DecoderConfig:
-    """The shape of a model of half a million weights for the tokens of a tokenizer."""
+def small_model(tokenizer: PreTrainedTokenizerBase, **shape: Any) -> DecoderConfig:
+    """A model of less than a million weights for the tokens of a tokenizer."""
+    usual = {"family": "llama", "d_model": 128, "head_dim": 32, "d_ff": 352}
     return DecoderConfig(
-        "llama",
+        **usual | shape,
         vocab_size=len(tokenizer),
-        n_layers=n_layers,
-        d_model=128,
         n_heads=4,
         n_kv_heads=4,
-        head_dim=32,
-        d_ff=352,
         tie_embeddings=True,
         max_positions=128,
         eos_ids=(tokenizer.eos_token_id,),
@@ -83,7 +94,7 @@ def make(name: str) -> None:
         result = train(Config.load("builtin:quickstart", overrides))
         shutil.rmtree(target, ignore_errors=True)
         shutil.copytree(run / FINAL, target)
-    print(f"{target}: accuracy {result.final_eval:.1%}")
+        print(f"{target}: accuracy {result.final_eval:.1%}")
 
 
 if __name__ == "__main__":

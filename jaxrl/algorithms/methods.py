@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +34,7 @@ from jaxrl.losses.head import logprobs_from_hidden
 from jaxrl.losses.masked import masked_count, masked_sum
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Params, head
+from jaxrl.models.experts import Experts, Routed, expert_load
 from jaxrl.models.packing import Packing, pack
 from jaxrl.runtime.worker import Future
 from jaxrl.sharding.parts import join_parts
@@ -44,6 +46,7 @@ from jaxrl.types import (
     Prepare,
     RoleScores,
     Rollout,
+    Sums,
     Totals,
     TrainBatch,
 )
@@ -144,11 +147,11 @@ def gkd_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) 
     projection = Projection.of(config, mesh, vocab_size)
 
     def loss(params: Params, frozen: Frozen, batch: TrainBatch, totals: Totals) -> LossParts:
-        packing, hidden, kernel = _hidden(config, model, mesh, params, batch)
+        packing, hidden, kernel, of_experts = _hidden(config, model, mesh, params, batch)
         flat = packed(packing, batch)
         total, count, metrics = distill_loss(projection, hidden, kernel, flat, frozen)
         sums = {f"distill/{name}": pair for name, pair in by_row(packing, metrics).items()}
-        return (total, count), sums, {}
+        return (total, count), sums | of_experts, {}
 
     return loss
 
@@ -158,26 +161,40 @@ def sft_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) 
     chunk = config.distill.chunk_tokens
 
     def loss(params: Params, frozen: Frozen, batch: TrainBatch, totals: Totals) -> LossParts:
-        packing, hidden, kernel = _hidden(config, model, mesh, params, batch)
+        packing, hidden, kernel, of_experts = _hidden(config, model, mesh, params, batch)
         completions = packed_completions(packing, batch.sequences)
         tokens, mask = completions.tokens, completions.loss_mask
         logprobs = logprobs_from_hidden(hidden, kernel, tokens, mask=mask, chunk=chunk, mesh=mesh)
         total = (-masked_sum(logprobs, mask), masked_count(mask))
-        return total, {"sft/loss": total}, {}
+        return total, {"sft/loss": total} | of_experts, {}
 
     return loss
 
 
 def _hidden(
     config: Config, model: DecoderConfig, mesh: Mesh, params: Params, batch: TrainBatch
-) -> tuple[Packing, jax.Array, jax.Array]:
+) -> tuple[Packing, jax.Array, jax.Array, Sums]:
     """The streams, the hidden states [X, m, D] of the completions and the LM head [V, D], both in
-    the compute dtype.
+    the compute dtype; and the metrics of experts, where there are any.
     """
     dtype, remat = jnp.dtype(config.actor.dtype), config.actor.remat
     packing = pack(batch.sequences, mesh)
-    hidden = completion_hidden(model, params, packing, mesh, remat=remat, dtype=dtype)
-    return packing, hidden, head(params).astype(dtype)
+    routed: list[Routed] = []
+    options: dict[str, Any] = {"remat": remat, "dtype": dtype, "routed": routed}
+    hidden = completion_hidden(model, params, packing, mesh, **options)
+    sums = {} if model.experts is None else expert_sums(model.experts, packing, routed[0])
+    return packing, hidden, head(params).astype(dtype), sums
+
+
+def expert_sums(experts: Experts, packing: Packing, routed: Routed) -> Sums:
+    """The metrics of a mixture: means over tokens and layers, of micro-batches."""
+    real = packing.real
+    load = expert_load(experts, routed.ids, real)
+    found = jnp.where(real[None], routed.entropy, 0.0).sum((1, 2)), load * real.sum()
+    count = real.sum(dtype=jnp.float32) * len(load)
+    names = "policy/experts_entropy", "policy/experts_load"
+    kept: Sums = {name: (x.sum(), count) for name, x in zip(names, found, strict=True)}
+    return jax.lax.stop_gradient(kept)
 
 
 def rewarded_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) -> Loss:
@@ -186,7 +203,9 @@ def rewarded_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: 
     objective = policy_objective(config, mesh, vocab_size)
 
     def loss(params: Params, frozen: Frozen, batch: TrainBatch, totals: Totals) -> LossParts:
-        return objective(*_hidden(config, model, mesh, params, batch), batch, frozen, totals)
+        packing, hidden, kernel, of_experts = _hidden(config, model, mesh, params, batch)
+        pair, sums, maxima = objective(packing, hidden, kernel, batch, frozen, totals)
+        return pair, sums | of_experts, maxima
 
     return loss
 

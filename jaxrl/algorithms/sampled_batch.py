@@ -46,7 +46,7 @@ def prepare_rewarded(config: Config) -> Prepare:
         trained = rewards[keep & np.isfinite(rewards)]
         if len(trained):
             metrics["reward/trained_mean"] = float(trained.mean())
-        sequences = rollout.sequences
+        sequences = replace(rollout.sequences, experts=rollout.experts)
         if config.distill_weight == 0:  # else the divergence includes every completion
             loss_mask = np.asarray(sequences.loss_mask) & keep[:, None]
             sequences = replace(sequences, loss_mask=loss_mask)

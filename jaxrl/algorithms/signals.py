@@ -42,6 +42,7 @@ from jaxrl.losses.mixture import TeacherMixture
 from jaxrl.losses.stretches import stretch_reverse_kl
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Params, Remat, forward_packed, head
+from jaxrl.models.experts import Routed
 from jaxrl.models.packing import Packing, pack
 from jaxrl.types import Aligned, Array, Frozen, Sequences, TeacherSignal, TrainBatch
 
@@ -85,10 +86,12 @@ def completion_hidden(
     *,
     remat: Remat = "none",
     dtype: Any = None,
+    routed: list[Routed] | None = None,
 ) -> Float[Array, "X m D"]:
     """The hidden states that predict the tokens of the completions. This is the only place that
-    shifts by one token."""
-    hidden = forward_packed(model, params, packing, mesh=mesh, remat=remat, dtype=dtype)
+    shifts by one token. Options as of `forward_packed`."""
+    options: dict[str, Any] = {"mesh": mesh, "remat": remat, "dtype": dtype, "routed": routed}
+    hidden = forward_packed(model, params, packing, **options)
     return packing.predicting(hidden, mesh)
 
 

@@ -267,6 +267,11 @@ def actor(run: RunPrograms) -> Iterator[Program]:
     programs = ActorPrograms(c, run.student, mesh, loss)
     rows, everywhere = run.rows("actor"), run.everywhere("actor")
     sequences = run.sequences("actor", m.padded_rows)
+    if c.policy.router_replay:
+        assert run.student.experts is not None, "`plan.inputs` refuses it"
+        each = run.student.n_layers, run.student.experts.chosen
+        recorded = shaped((*sequences.tokens.shape, *each), run.student.experts.id_dtype, rows)
+        sequences = replace(sequences, experts=recorded)
     n = m.padded_rows
     number = shaped((n, m.new_tokens), jnp.float32, rows)
     signal = None
@@ -534,7 +539,7 @@ def _sampling(
             decode.launch,
             (model, mesh, params, slots, table, number, knobs),
             () if i else ("decode",),
-            sizes,
+            sizes | {"record": c.policy.router_replay and not i and role != "teacher"},
             beside=local_bytes(held),
             calls=0 if i else math.ceil(share * launches),
         )

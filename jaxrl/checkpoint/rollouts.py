@@ -36,6 +36,9 @@ def save_rollout(path: Path, rollout: Rollout) -> None:
     }
     if rollout.student_topk is not None:
         arrays["student_topk"] = np.asarray(rollout.student_topk)[: len(completions)]
+    if rollout.experts is not None:
+        recorded = [c.experts for c in completions if c.experts is not None]
+        arrays["experts"] = np.concatenate(recorded)
     np.savez(path, allow_pickle=False, **arrays)
 
 
@@ -50,13 +53,17 @@ def load_rollout(path: Path, prompts: Sequence[Prompt], packing: Mapping[str, in
     words = json.loads(arrays["words"].tobytes())
     ends = np.cumsum(arrays["lengths"])[:-1]
     pieces = [np.split(arrays[name], ends) for name in ("tokens", "logprobs", "sampler_logprobs")]
+    group = len(arrays["lengths"]) // len(prompts)
+    recorded: list[np.ndarray | None] = [None] * len(arrays["lengths"])
+    if "experts" in arrays:
+        read = np.repeat([len(prompt.tokens) - 1 for prompt in prompts], group)
+        recorded = list(np.split(arrays["experts"], np.cumsum(read + arrays["lengths"])[:-1]))
     completions = [
-        Completion(tuple(tokens.tolist()), logprobs, sampler_logprobs, reason, text)
-        for tokens, logprobs, sampler_logprobs, reason, text in zip(
-            *pieces, words["finish_reasons"], words["texts"], strict=True
+        Completion(tuple(tokens.tolist()), logprobs, sampler_logprobs, reason, text, experts)
+        for tokens, logprobs, sampler_logprobs, reason, text, experts in zip(
+            *pieces, words["finish_reasons"], words["texts"], recorded, strict=True
         )
     ]
-    group = len(completions) // len(prompts)
     groups = [completions[i * group : (i + 1) * group] for i in range(len(prompts))]
     version = words["policy_version"]
     rollout = make_rollout(prompts, groups, policy_version=version, **packing)

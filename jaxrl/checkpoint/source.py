@@ -32,7 +32,7 @@ from jaxrl.models.decoder import Layout, Params
 from jaxrl.models.lora import Lora
 from jaxrl.sharding.axes import ROWS, row_shards
 
-BUILTIN = ("teacher", "student")
+BUILTIN = ("teacher", "student", "student_moe")
 """Checkpoints in the package, as `builtin:NAME`."""
 FINAL = "final"
 """Folder of a run directory that holds the trained model."""
@@ -228,7 +228,7 @@ def _locate(name: str) -> Path:
         if rest not in BUILTIN:
             raise UserError(
                 f"model {name!r}: no such built-in model; there are "
-                + " and ".join(f"builtin:{b}" for b in BUILTIN)
+                + ", ".join(f"builtin:{b}" for b in BUILTIN)
             )
         return Path(__file__).parent.parent / "assets" / rest
     if colon and kind == "package":

@@ -761,6 +761,10 @@ class PolicyConfig(Section):
     """Use the policy that sampled as pi_old of the importance ratio, instead of the learner at the
     start of the batch: the clip acts on the whole ratio, and no off-policy correction is
     applied."""
+    router_replay: Flag = False
+    """Of a mixture of experts: record the experts that the sampler chose for each token of prompts
+    and completions, in each layer, and let the learner's tokens pass the same ones. Rounding then
+    cannot send a token elsewhere; the weights of its experts are the learner's own."""
 
     def _rules(self) -> Iterator[Rule]:
         yield (

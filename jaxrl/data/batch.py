@@ -137,7 +137,22 @@ def make_rollout(
         logprobs=_right_padded([c.logprobs for c in row_completions], rows, width),
         sampler_logprobs=_right_padded([c.sampler_logprobs for c in row_completions], rows, width),
         policy_version=policy_version,
+        experts=_experts(sequences, row_completions),
     )
+
+
+def _experts(sequences: Sequences, completions: Sequence[Completion]) -> np.ndarray | None:
+    """[B, T, L, k] what the completions recorded, -1 elsewhere; None where they recorded none."""
+    recorded = [completion.experts for completion in completions]
+    first = recorded[0] if recorded else None
+    if first is None:
+        return None
+    found = np.full((*sequences.tokens.shape, *first.shape[1:]), -1, first.dtype)
+    for row, own in enumerate(recorded):
+        assert own is not None, "of all completions of a batch or of none"
+        start = int(np.argmax(sequences.mask[row]))
+        found[row, start : start + len(own)] = own
+    return found
 
 
 def as_the_teacher_reads(

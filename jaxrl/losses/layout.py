@@ -1,6 +1,6 @@
 """The interface of a loss on logits (`Term`), and its layout on a mesh (`ShardedTerm`).
 
-Rows are split over ("data", "fsdp") and their tokens over "context", the vocabulary over "tensor",
+Rows are split over the axes `ROWS` and their tokens over "context", the vocabulary over "tensor",
 and a head's width over ("fsdp", "context") where these divide it (as in models/rules.py). Sizes
 that a mesh does not divide are padded: rows and tokens with masked tokens, the vocabulary with
 columns of `MIN`.
@@ -18,7 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Bool, Float, Int, Shaped
 
 from jaxrl.losses.vocabulary import VocabShard
-from jaxrl.sharding.axes import ROWS, TOKENS, WEIGHTS
+from jaxrl.sharding.axes import COPIES, ROWS, TOKENS, WEIGHTS
 from jaxrl.types import Array, Tree
 
 CHUNK = 256
@@ -194,4 +194,4 @@ def reduce_head(sharded: ShardedTerm, d_rows: Float[Array, "rows D"], width: int
         return jax.lax.psum(d_rows, sharded.axes(*ROWS, TOKENS))
     axes = sharded.axes(*WEIGHTS)
     d_rows = jax.lax.psum_scatter(d_rows, axes, scatter_dimension=1, tiled=True)
-    return jax.lax.psum(d_rows, sharded.axes("data"))
+    return jax.lax.psum(d_rows, sharded.axes(*COPIES))

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxrl.sharding.axes import EXPERTS, ROWS, AxisName, divided
@@ -49,6 +50,11 @@ class Experts:
     """Whether the weights of a token's experts sum to 1, or are its probabilities as they are."""
     dense_width: int
     """`intermediate_size` of `config.json`, for layers without experts; there are none."""
+
+    @property
+    def id_dtype(self) -> np.dtype:
+        """Of numbers of experts that are recorded."""
+        return np.dtype(np.int8 if self.count <= 128 else np.int16)
 
 
 class ExpertKernels(NamedTuple):
@@ -356,3 +362,18 @@ def _summed(rows: jax.Array, place: jax.Array) -> jax.Array:
 def _outer(a: jax.Array, b: jax.Array) -> jax.Array:
     """[M, i, o] float32 of a [M, b, i] and b [M, b, o]."""
     return jnp.einsum("mbi,mbo->mio", a, b, preferred_element_type=jnp.float32)
+
+
+def expert_load(experts: Experts, ids: jax.Array, real: jax.Array) -> jax.Array:
+    """[L] float32: tokens at the expert that gets most of them, in each layer, divided by those
+    that each would get if all got equally many; at least 1, at most E / k.
+
+    Args:
+        ids: [L, X, n, k] (`Routed`).
+        real: [X, n] bool, True at tokens.
+    """
+    layers = jnp.broadcast_to(jnp.arange(len(ids))[:, None, None, None], ids.shape)
+    each = jnp.broadcast_to(real[None, :, :, None], ids.shape).astype(jnp.float32)
+    counts = jnp.zeros((len(ids), experts.count), jnp.float32).at[layers, ids].add(each)
+    uniform = jnp.maximum(real.sum() * experts.chosen / experts.count, 1e-9)
+    return counts.max(-1) / uniform

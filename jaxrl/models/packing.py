@@ -138,6 +138,12 @@ class Packing:
     """[X, n, L, k]: of `Sequences.experts`; -1 where there is no token."""
 
     @property
+    def real(self) -> Array:
+        """[X, n] bool: True at tokens."""
+        each = [rows.at[2] for rows in self.rows]
+        return each[0] if len(each) == 1 else each[0] | each[1]
+
+    @property
     def group(self) -> int:
         """Completions of a prompt in the stream."""
         return self.completions.lengths.shape[1] // self.rows[0].lengths.shape[1]

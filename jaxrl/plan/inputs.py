@@ -138,6 +138,11 @@ class PlanInputs:
             for model in self.teachers if role == "teacher" else (self.model(role),):
                 _check_heads(role, model, found[role])
                 _check_experts(role, model, found[role])
+        if config.policy.router_replay and self.student.experts is None:
+            raise UserError(
+                f"policy.router_replay=true needs a mixture of experts, and student.model is of the"
+                f" family {self.student.family}: set policy.router_replay=false"
+            )
         return found
 
     def pools(self, accounts: Mapping[str, Account]) -> tuple[PoolPeak, ...]:

@@ -199,6 +199,7 @@ class Sampler:
             step=step,
             attempt=attempt,
             sampling=training_sampling(self.config, self._most, self._eos_ids),
+            record=self.config.policy.router_replay and not self._teacher,
         )
 
     def packed(
@@ -241,6 +242,7 @@ class Sampler:
         step: int,
         sampling: SamplingParams,
         attempt: int = 0,
+        record: bool = False,
     ) -> list[list[Completion]]:
         if self.params is None:
             raise RuntimeError("no weights have been loaded yet")
@@ -254,6 +256,7 @@ class Sampler:
                 step=step,
                 attempt=attempt,
                 prompt_ids=[prompt.id for prompt in prompts],
+                record_experts=record,
                 abort=stopping,
                 on_tokens=lambda tokens, done: detail(f"{done} completions, {tokens} tokens done"),
             )

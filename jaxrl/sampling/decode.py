@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl.models import decoder
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Cache, Layout, Params
+from jaxrl.models.experts import Routed
 from jaxrl.sampling.sampler import SamplingArrays, is_eos, sample, sample_keys, uniforms
 from jaxrl.sharding.axes import ROWS
 
@@ -98,22 +99,27 @@ def resize(
     return _constrain(config, mesh, jax.tree.map(one, layer), ROWS)
 
 
-@partial(jax.jit, static_argnames=("config", "mesh"))
+@partial(jax.jit, static_argnames=("config", "mesh", "record"))
 def prefill(
     config: DecoderConfig,
     mesh: Mesh | None,
     params: Params,
     tokens: jax.Array,
     lengths: jax.Array,
-) -> Cache:
-    """Keys and values of right-padded prompts [b, P] of `lengths` [b], whole on every data shard.
+    *,
+    record: bool = False,
+) -> tuple[Cache, jax.Array | None]:
+    """Keys and values of right-padded prompts [b, P] of `lengths` [b], whole on every data shard;
+    and, to `record`, the experts [b, P, L, k] that each token passes.
 
     The hidden states are not needed: a slot starts by feeding the last prompt token again, so that
     the first token of a completion is sampled by the same program as the others.
     """
     mask = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
-    _, cache = decoder.prefill(config, params, tokens, mask, mesh=mesh)
-    return _constrain(config, mesh, cache, None)
+    routed: list[Routed] = []
+    _, cache = decoder.prefill(config, params, tokens, mask, mesh=mesh, routed=routed)
+    chosen = _recorded(config, routed) if record else None
+    return _constrain(config, mesh, cache, None), _everywhere(chosen, mesh)
 
 
 @partial(jax.jit, static_argnames=("config", "mesh"), donate_argnames=("cache",))
@@ -155,7 +161,7 @@ def insert(
 
 @partial(
     jax.jit,
-    static_argnames=("config", "mesh", "n_tokens", "check_every"),
+    static_argnames=("config", "mesh", "n_tokens", "check_every", "record"),
     donate_argnames=("cache",),
 )
 def launch(
@@ -169,7 +175,8 @@ def launch(
     *,
     n_tokens: int,
     check_every: int,
-) -> tuple[Cache, jax.Array]:
+    record: bool = False,
+) -> tuple[Cache, jax.Array, jax.Array | None]:
     """Up to n_tokens decode steps; ends early once at least `exit_free` slots are free.
 
     Args:
@@ -179,21 +186,27 @@ def launch(
         check_every: static divisor of n_tokens: steps between two looks at the number of free
             slots. On several devices a look is a collective, on a GPU also a wait of the host;
             equal to n_tokens, the launch has a fixed length.
+        record: also return the experts of a mixture.
 
     Returns:
-        The cache, and [n_tokens, B, 3] int32: token (or IDLE, NOT_RUN) and the bits of its two
-        float32 log-probs.
+        The cache; [n_tokens, B, 3] int32: token (or IDLE, NOT_RUN) and the bits of its two float32
+        log-probs; and the experts [n_tokens, B, L, k] that the token before it passed, or None.
     """
     slots = _rows(slots, mesh)
     keys = _rows(sample_keys(knobs.key, slots[:, PROMPT], slots[:, SAMPLE]), mesh)
     state = tuple(slots[:, column] for column in (TOKEN, POSITION, COUNT, LIMIT))
     used = cache[0][0].shape[POSITIONS]
-    out = _rows(jnp.full((slots.shape[0], n_tokens, 3), NOT_RUN, jnp.int32), mesh)
+    out = {"drawn": _rows(jnp.full((slots.shape[0], n_tokens, 3), NOT_RUN, jnp.int32), mesh)}
+    if record:
+        assert config.experts is not None
+        shape = (slots.shape[0], n_tokens, config.n_layers, config.experts.chosen)
+        out["experts"] = _rows(jnp.zeros(shape, config.experts.id_dtype), mesh)
 
-    def step(carry: Any, _: None) -> tuple[Any, jax.Array]:
+    def step(carry: Any, _: None) -> tuple[Any, dict[str, jax.Array]]:
         cache, (tokens, positions, counts, limits) = carry
+        routed: list[Routed] = []
         hidden, cache = decoder.decode(
-            config, params, cache, tokens, positions, used=used, mesh=mesh
+            config, params, cache, tokens, positions, used=used, mesh=mesh, routed=routed
         )
         logits = _whole_rows(decoder.logits(params, hidden), mesh)
         draw = sample(logits, _rows(uniforms(keys, counts), mesh), knobs)
@@ -205,7 +218,10 @@ def launch(
         ended = _rows(active & is_eos(tokens, knobs), mesh)
         limits = jnp.where(ended, counts, limits)
         state = tuple(_rows(x, mesh) for x in (tokens, positions + active, counts, limits))
-        return (cache, state), jnp.where(active[:, None], drawn, IDLE)
+        found = {"drawn": jnp.where(active[:, None], drawn, IDLE)}
+        if record:
+            found["experts"] = _rows(_recorded(config, routed)[:, 0], mesh)
+        return (cache, state), found
 
     def unfinished(carry: Any) -> jax.Array:
         done, _, (_, _, counts, limits), _ = carry
@@ -214,15 +230,31 @@ def launch(
     def steps(carry: Any) -> Any:
         done, cache, state, out = carry
         (cache, state), rows = jax.lax.scan(step, (cache, state), length=check_every)
-        out = jax.lax.dynamic_update_slice(out, jnp.swapaxes(rows, 0, 1), (0, done, 0))
+
+        def put(out: jax.Array, rows: jax.Array) -> jax.Array:
+            new = jnp.swapaxes(rows, 0, 1)
+            return jax.lax.dynamic_update_slice_in_dim(out, new, done, 1)
+
+        out = jax.tree.map(put, out, rows)
         return done + check_every, cache, state, out
 
     start = (jnp.int32(0), cache, state, out)
     _, cache, _, out = jax.lax.while_loop(unfinished, steps, start)
-    out = jnp.swapaxes(out, 0, 1)
-    if mesh is not None:  # whole on every device: the host of each process reads all of it
-        out = jax.lax.with_sharding_constraint(out, NamedSharding(mesh, PartitionSpec()))
-    return _constrain(config, mesh, cache, ROWS), out
+    out = {name: _everywhere(jnp.swapaxes(x, 0, 1), mesh) for name, x in out.items()}
+    return _constrain(config, mesh, cache, ROWS), out["drawn"], out.get("experts")
+
+
+def _recorded(config: DecoderConfig, routed: list[Routed]) -> jax.Array:
+    """[B, T, L, k]: the experts of tokens [B, T]."""
+    assert config.experts is not None
+    return jnp.moveaxis(routed[0].ids, 0, 2).astype(config.experts.id_dtype)
+
+
+def _everywhere(x: Any, mesh: Mesh | None) -> Any:
+    """An array, whole on every device: the host of each process reads all of it; or None."""
+    if mesh is None or x is None:
+        return x
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec()))
 
 
 def _constrain(

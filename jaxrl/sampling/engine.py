@@ -157,6 +157,7 @@ class Engine:
         attempt: int = 0,
         prompt_ids: Sequence[int] | None = None,
         limits: Sequence[Sequence[int]] | None = None,
+        record_experts: bool = False,
         abort: Callable[[], bool] | None = None,
         on_tokens: Callable[[int, int], None] | None = None,
     ) -> list[list[Completion]]:
@@ -168,6 +169,7 @@ class Engine:
             seed, step, attempt: parts of the random key of every token.
             prompt_ids: part of that key too, modulo 2^31. None: the index in `prompts`.
             limits: [len(prompts)][n] most tokens of each completion. None: `max_new_tokens`.
+            record_experts: of a mixture, set `Completion.experts`.
             abort: called between launches; if it returns True, `Aborted` is raised.
             on_tokens: called after each launch with the number of tokens decoded and of completions
                 finished so far.
@@ -188,7 +190,7 @@ class Engine:
         ]
         if samples:
             knobs = sampling_arrays(sampling, seed, step, attempt)
-            run = _Run(self, params, prompts, n, sampling, knobs, samples)
+            run = _Run(self, params, prompts, n, sampling, knobs, samples, record_experts)
             run.loop(abort, on_tokens)
         done = [sample.completion() for sample in samples]
         self.stats.generated_tokens = sum(len(c.tokens) for c in done)
@@ -252,9 +254,15 @@ class _Sample:
     text: str = ""
     slot: int | None = None
     """The slot that decodes it; None before and after that."""
+    experts: list[np.ndarray] = field(default_factory=list)
+    """[., L, k] of the prompt without its last token, then [k, L, k] of each launch; where they are
+    recorded."""
 
     def completion(self) -> Completion:
         assert self.finish_reason is not None
+        experts = None
+        if self.experts:
+            experts = np.concatenate(self.experts)[: len(self.experts[0]) + len(self.tokens)]
         logprobs = np.concatenate(self.logprobs)[: len(self.tokens)]
         return Completion(
             tokens=tuple(self.tokens),
@@ -262,6 +270,7 @@ class _Sample:
             sampler_logprobs=np.ascontiguousarray(logprobs[:, 1]),
             finish_reason=self.finish_reason,
             text=self.text,
+            experts=experts,
         )
 
 
@@ -278,7 +287,11 @@ class _Run:
         sampling: SamplingParams,
         knobs: SamplingArrays,
         samples: list[_Sample],
+        record: bool,
     ):
+        self.record = record
+        self.held_experts: np.ndarray | None = None
+        """Of the prompts in `held_cache`, [b, P, L, k], where they are recorded."""
         self.engine, self.params, self.prompts = engine, params, prompts
         self.sampling, self.stats, self.ledger = sampling, engine.stats, engine.ledger
         mesh = engine.mesh
@@ -358,8 +371,10 @@ class _Run:
             lengths[row] = len(prompt)
         self.held_cache = []
         given = (self.engine.config, self.engine.mesh, self.params, tokens, lengths)
-        with self.ledger.running(decode.prefill, *given):
-            self.held_cache = jax.block_until_ready(decode.prefill(*given))
+        with self.ledger.running(decode.prefill, *given, record=self.record):
+            self.held_cache, experts = decode.prefill(*given, record=self.record)
+            jax.block_until_ready(self.held_cache)
+        self.held_experts = None if experts is None else np.asarray(experts)
         self._record_cache()
         self.stats.prefill_rows += len(chosen)
 
@@ -368,6 +383,9 @@ class _Run:
         for slot, sample in moves:
             prompt = self.prompts[sample.prompt]
             source[slot] = sample.prompt - self.held.start
+            if self.held_experts is not None:
+                read = self.held_experts[sample.prompt - self.held.start, : len(prompt) - 1]
+                sample.experts.append(read)
             ids = sample.prompt_id, sample.sample_id
             self._sit(sample, slot, (prompt[-1], len(prompt) - 1, 0, sample.limit, *ids))
         self._fit(max(self._reach(), self._cached()))
@@ -439,15 +457,19 @@ class _Run:
         given = (engine.config, engine.mesh, self.params, self.cache, self.table.copy())
         rest = (np.int32(exit_free), self.knobs)
         length = {"n_tokens": engine.launch_tokens, "check_every": engine.check_every}
-        with self.ledger.running(decode.launch, *given, *rest, **length):
-            self.cache, launched = decode.launch(*given, *rest, **length)
+        options = {**length, "record": self.record}
+        with self.ledger.running(decode.launch, *given, *rest, **options):
+            self.cache, launched, chosen = decode.launch(*given, *rest, **options)
             self._read()  # searches the tokens of the launch before while this one runs
             out = np.asarray(launched)
         self.stats.launches += 1
         self.stats.decode_steps += int((out[:, 0, 0] != decode.NOT_RUN).sum())
         self.stats.decode_seconds += time.perf_counter() - started
         counts = (out[:, :, 0] >= 0).sum(0)
+        experts = None if chosen is None else np.asarray(chosen)
         for slot, sample in list(self.seated.items()):
+            if experts is not None:
+                sample.experts.append(experts[: counts[slot], slot])
             self._collect(sample, out[: counts[slot], slot])
         if self.sampling.stop and not engine.search_beside:
             self._read()

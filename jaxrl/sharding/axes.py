@@ -19,6 +19,8 @@ EXPERTS: AxisName = "expert"
 devices, as they are on those of `data`."""
 WEIGHTS: tuple[AxisName, ...] = ("fsdp", TOKENS)
 """Axes that divide the weights by their width, to be gathered where a layer runs."""
+COPIES: tuple[AxisName, ...] = tuple(axis for axis in ROWS if axis not in WEIGHTS)
+"""Axes that divide rows and copy the weights (`expert`: those that are not experts')."""
 HEADS: tuple[AxisName, ...] = ("tensor", TOKENS)
 """Axes that divide the heads where attention is computed, on whole rows."""
 

@@ -157,6 +157,10 @@ METRICS: dict[str, Metric] = {
     "policy/kl_k2": Metric("nats/token", "KL(policy||reference), k2"),
     "policy/kl_k3": Metric("nats/token", "KL(policy||reference), k3"),
     "policy/entropy": Metric("nats/token", "mean entropy of the policy's next token"),
+    "policy/experts_load": Metric(
+        "1", "tokens at a layer's busiest expert, by those of equal shares; mean over layers"
+    ),
+    "policy/experts_entropy": Metric("nats/token", "mean entropy of the routers of experts"),
     "policy/opd_clamped": Metric(
         "fraction",
         "tokens whose log-prob differs from the teacher's by over 20 nats, clamped to 20",

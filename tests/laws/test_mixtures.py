@@ -1,0 +1,145 @@
+"""Runs of mixtures of experts: what divides them changes nothing, and replayed routes are the
+sampler's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from runs import GSPO, SHORT
+from tiny_models import make_mesh
+
+from jaxrl import Config
+from jaxrl.algorithms.signals import completion_logprobs
+from jaxrl.checkpoint.rollouts import load_rollout, save_rollout
+from jaxrl.data.batch import make_rollout
+from jaxrl.errors import UserError
+from jaxrl.models import decoder
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.experts import Experts
+from jaxrl.models.packing import pack
+from jaxrl.sampling.engine import Engine, SamplingParams
+from jaxrl.train import train
+from jaxrl.types import Prompt
+
+GIVEN = [*SHORT, *GSPO, "student.model=builtin:student_moe", "max_prompt_tokens=9"]
+GIVEN += ["max_new_tokens=10", "actor.minibatches=1", "eval.every=0", "data.eval=null"]
+GIVEN += ["sampling.temperature=1.5"]  # for completions of several lengths
+REPLAY = "policy.router_replay=true"
+KEYS = ("actor/grad_norm", "policy/entropy", "policy/experts_load", "policy/experts_entropy")
+
+
+def rows(folder: Path, *keys: str) -> list[dict]:
+    given = [*GIVEN, "batch_size=8", *keys, f"run_dir={folder}"]
+    return train(Config.load("builtin:quickstart", given)).metrics[1:]
+
+
+def test_a_run_learns_the_same_whatever_divides_its_experts(tmp_path: Path) -> None:
+    """In float32, with the sampler's experts replayed, learner and sampler agree after each update,
+    which they would not if copies of a weight had parted."""
+    one = rows(tmp_path / "one", "mesh=actor=1,rollout=1", REPLAY)
+    axes = ["actor.parallel.expert=2", "actor.parallel.fsdp=2", "rollout.parallel.expert=2"]
+    four = rows(tmp_path / "four", "mesh=actor=4,rollout=2", REPLAY, *axes)
+    for a, b in zip(one, four, strict=True):
+        np.testing.assert_allclose([b[key] for key in KEYS], [a[key] for key in KEYS], rtol=1e-3)
+        assert a["policy/mismatch_k3"] < 1e-10 and b["policy/mismatch_k3"] < 1e-10
+    assert all(row["actor/grad_norm"] > 0 for row in one)
+
+
+SMALL = DecoderConfig(
+    *("qwen3_moe", 64, 32, 4, 4, 2, 8, 16),
+    experts=Experts(count=16, chosen=3, normalised=True, dense_width=16),
+    tie_embeddings=True,
+)
+PROMPTS = [Prompt(i, tuple(range(3 + i, 12 + 2 * i)), "") for i in range(3)]
+
+
+def sampled(mesh=None):
+    """Rollouts of a random model in float32 whose slots are filled twice."""
+    params = decoder.init_params(SMALL, jax.random.key(0), layout="unstacked")
+    engine = Engine(SMALL, mesh, slots=4, max_prompt_tokens=16, max_new_tokens=8, launch_tokens=4)
+    sampling = SamplingParams(8, eos_ids=(5,))
+    tokens = [prompt.tokens for prompt in PROMPTS]
+    found = engine.generate(params, tokens, n=3, sampling=sampling, seed=0, record_experts=True)
+    return params, found
+
+
+def test_each_token_that_was_read_has_the_experts_that_a_forward_pass_chooses(
+    tmp_path: Path,
+) -> None:
+    """Those of the last token are its own router's; and they are in a rollout that is stored."""
+    params, found = sampled()
+    limits = {"max_prompt_tokens": 16, "max_new_tokens": 8}
+    packing = {"pad_id": 0, "row_multiple": 2, **limits}
+    rollout = make_rollout(PROMPTS, found, policy_version=0, **packing)
+    experts, mask = rollout.experts, rollout.sequences.mask
+    assert experts.dtype == np.int8 and experts.shape == (*mask.shape, 4, 3)
+    routed: list = []
+
+    def forward(params, sequences):
+        routed.clear()
+        packed = pack(sequences)
+        decoder.forward_packed(SMALL, params, packed, routed=routed)
+        return routed[0].ids, packed.rows[0]
+
+    ids, at = jax.jit(forward)(params, jax.tree.map(np.asarray, rollout.sequences))
+    own = np.stack([np.asarray(at.unpack(layer)) for layer in ids], 2)  # from the first token on
+    for row in range(9):
+        given = experts[row][mask[row]]
+        np.testing.assert_array_equal(np.sort(given[:-1]), np.sort(own[row, : len(given) - 1]))
+        assert (given[-1] == -1).all()
+    assert (experts[~mask] == -1).all()
+
+    save_rollout(tmp_path / "rollout.npz", rollout)
+    again = load_rollout(tmp_path / "rollout.npz", PROMPTS, packing)
+    np.testing.assert_array_equal(again.experts, experts)
+    assert again.sequences.experts is None  # a reference has routers of its own
+
+
+def test_replay_takes_out_what_rounding_sends_elsewhere() -> None:
+    """In bfloat16 two programs of one policy differ; with the experts of the one replayed in the
+    other, much less."""
+    params, found = sampled()
+    rollout = make_rollout(
+        PROMPTS, found, policy_version=0, pad_id=0, max_prompt_tokens=16, max_new_tokens=8
+    )
+    mesh = make_mesh(1, 1, 1)
+
+    @jax.jit
+    def logprobs(params, sequences):
+        return completion_logprobs(SMALL, params, sequences, mesh, temperature=1.0, chunk=64)
+
+    low = decoder.cast(params, jnp.bfloat16)
+    replayed = replace(rollout.sequences, experts=rollout.experts)
+    mask = np.asarray(rollout.sequences.loss_mask)
+    own, same = (
+        np.asarray(logprobs(low, x) - rollout.logprobs)[mask]
+        for x in (replace(replayed, experts=np.full_like(rollout.experts, -1)), replayed)
+    )
+    k3 = [np.mean(np.exp(x) - 1 - x) for x in (own, same)]
+    assert k3[1] < k3[0] / 2
+    exact = np.asarray(logprobs(params, replayed) - rollout.logprobs)[mask]
+    assert np.abs(exact).max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            ["student.model=builtin:student", REPLAY],
+            "router_replay=true needs a mixture",
+        ),
+        (["actor.parallel.expert=3", "mesh=actor=3,rollout=1"], "num_experts=8: use a divisor"),
+        (
+            ["student.model=builtin:student", "actor.parallel.expert=2"],
+            "has no experts: use data or fsdp",
+        ),
+    ],
+)
+def test_what_needs_experts_says_so(keys: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        rows(tmp_path, "mesh=actor=2,rollout=1", *keys)
