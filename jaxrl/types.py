@@ -85,15 +85,15 @@ class Sequences:
     """[B, T] bool: True at real tokens."""
     loss_mask: Array
     """[B, C] bool: True where a completion token trains (EOS included)."""
-    experts: Array = None
-    """[B, T, L, k] int8 or int16: the experts that each token passes in each layer of a mixture, to
-    be replayed; -1 where the router chooses. None: it always does."""
     group: int = field(default=1, metadata={"static": True})
     """Number of consecutive rows that share a prompt, which a forward pass may then compute once.
     1: none. `roles.microbatch.shared_group` checks the rows before this is set."""
     room: tuple[int, int] | None = field(default=None, metadata={"static": True})
     """Tokens that each device computes, all and those of completions: at least what its rows have
     (`models.packing.room_of`), and no more than their padding holds. None: as much as that."""
+    experts: Array = None
+    """[B, T, L, k] int8 or int16: the experts that each token passes in each layer of a mixture, to
+    be replayed; -1 where the router chooses. None: it always does."""
 
 
 class Aligned(IntEnum):

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from jaxrl.models.attention import BLOCK, block_size
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Remat
+from jaxrl.models.experts import AT_ONCE, block_rows
 from jaxrl.sharding.axes import Axes
 
 F32 = 4
@@ -162,7 +163,7 @@ class Pass:
         heads = split(c.n_heads, tensor)
         return Blocks(
             x=self.residual,
-            f=split(c.d_ff, tensor) * unit,
+            f=0 if c.experts is not None else split(c.d_ff, tensor) * unit,
             q=heads * c.head_dim * unit,
             kv=2 * split(c.n_kv_heads, tensor) * c.head_dim * unit,
             s=0 if self.fused_attention else split(c.n_heads, self.axes.heads) * self.pairs * F32,
@@ -193,7 +194,43 @@ class Pass:
         """Bytes of one layer's weights, gathered over `fsdp`, in the compute dtype."""
         c, tensor = self.config, self.axes.tensor
         heads = 2 * split(c.n_heads, tensor) + 2 * split(c.n_kv_heads, tensor)
-        return c.d_model * (heads * c.head_dim + 3 * split(c.d_ff, tensor)) * self.itemsize
+        mlps = 1 if c.experts is None else split(c.experts.count, self.axes.expert)
+        return c.d_model * (heads * c.head_dim + 3 * mlps * split(c.d_ff, tensor)) * self.itemsize
+
+    def mixture(self, differentiated: bool = False) -> int:
+        """Bytes alive while the experts of a layer compute (`models.experts.chosen_experts`): the
+        results of all rows, which may all be of this device's experts; and of the rows that are
+        computed at a time, their input, the products and their experts' kernels. Where it is
+        differentiated, also the gradients of the kernels in float32. 0 without experts."""
+        c, item = self.config, self.itemsize
+        if c.experts is None:
+            return 0
+        d, wide = c.d_model, split(c.d_ff, self.axes.tensor)
+        own = split(c.experts.count, self.axes.expert)
+        tokens = self.tokens * (c.experts.count // own)
+        size = block_rows(tokens * c.experts.chosen, c.experts.count)
+        blocks = tokens * c.experts.chosen // size + own
+        at_once = min(max(AT_ONCE // size, 1), blocks)
+        blocks = -(-blocks // at_once) * at_once
+        shared = 2 * tokens * d * item * (own < c.experts.count)
+        results = blocks * size * d * item
+        kernels, rows = at_once * d * wide, at_once * size
+        if not differentiated:
+            return shared + results + (rows * (d + 2 * wide) + 2 * kernels) * item
+        summed = 3 * own * d * wide * F32
+        products = (rows * (3 * d + 6 * wide) + 3 * kernels) * item + 2 * kernels * F32
+        return shared + results + summed + products
+
+    @property
+    def every_expert(self) -> int:
+        """The same in a decode step of `tokens` slots (`models.experts.every_expert`)."""
+        c = self.config
+        if c.experts is None:
+            return 0
+        own = split(c.experts.count, self.axes.expert)
+        tokens = self.tokens * (c.experts.count // own)
+        wide = split(c.d_ff, self.axes.tensor)
+        return own * tokens * (c.d_model + 3 * wide) * self.itemsize
 
     @property
     def turned(self) -> int:
@@ -222,12 +259,14 @@ class Pass:
         normed = self.blocks.times(QK_NORM) if self.config.block.qk_norm else 0
         fused = self.fused_attention and self.platform == "gpu" and remat == "full"
         work = self._fullest(BACKWARD[remat]) - fused * self.blocks.times(FUSED)
+        work = max(work, 3 * self.residual + self.mixture(differentiated=True))
         work = max(work, self._whole_rows(WHOLE_ROWS_BACKWARD))
         return work + normed + spread + self.layer + self.mask
 
     def first(self, remat: Remat) -> int:
         """Bytes alive while one block runs that will be differentiated."""
         work = max(self._fullest(FORWARD[remat]), self._whole_rows(WHOLE_ROWS))
+        work = max(work, 2 * self.residual + self.mixture())
         return work + self.layer + self.mask
 
     def forward(self, stacked: bool) -> int:
@@ -239,6 +278,7 @@ class Pass:
         if self.fused_attention and self.platform in MLP:
             counts = STREAMS if self.packed else MLP
             work = max(self.alone.times(counts[self.platform]), self._whole_rows(WHOLE_ROWS))
+            work = max(work, 2 * self.residual + self.mixture())
             if self.platform == "gpu":
                 work += self.blocks.times(SUMMED) * (1 + self.packed) * (self.axes.tensor > 1)
                 if self.axes.weights > 1:
@@ -259,6 +299,7 @@ class Pass:
         else:
             mlp, attention, rotary = (self.alone.times(counts) for counts in UNROLLED)
             mlp = max(mlp, rotary)
+        mlp = max(mlp, 2 * self.residual + self.mixture())
         return max(mlp + copied // 3, attention + more + copied) + self.mask
 
     def _fullest(self, moments: tuple[Blocks, ...]) -> int:

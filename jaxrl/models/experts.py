@@ -277,7 +277,7 @@ def chosen_experts(
         result = (wide @ down[of]).reshape(step, -1)
         return jax.lax.dynamic_update_slice_in_dim(out, result, i * step, 0)
 
-    out = jnp.zeros((len(rows.source), x.shape[1]), x.dtype)
+    out = _zeros(rows, (len(rows.source), x.shape[1]), x.dtype)
     return _summed(_loop(rows, at_once, body, out), rows.place).astype(x.dtype)
 
 
@@ -310,9 +310,9 @@ def _backward(activate: Activate, size: int, kept: Any, d_out: jax.Array) -> tup
 
     n = len(rows.source)
     zeros = (
-        jnp.zeros((n, x.shape[1]), x.dtype),
-        jnp.zeros(n, weights.dtype),
-        *(jnp.zeros(kernel.shape, jnp.float32) for kernel in (gate, up, down)),
+        _zeros(rows, (n, x.shape[1]), x.dtype),
+        _zeros(rows, (n,), weights.dtype),
+        *(_zeros(rows, kernel.shape, jnp.float32) for kernel in (gate, up, down)),
     )
     d_rows, d_weights, *d_kernels = _loop(rows, at_once, body, zeros)
     return (
@@ -330,6 +330,12 @@ def _sorted_rows(size: int, ids: jax.Array, experts: int) -> tuple[_Sorted, int]
     """The rows, and how many blocks are computed at once."""
     at_once = min(max(AT_ONCE // size, 1), ids.size // size + experts)
     return _sort(ids, experts, size, at_once), at_once
+
+
+def _zeros(rows: _Sorted, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Zeros that depend on the rows: XLA fills constants of all layers of an unstacked model before
+    the first layer runs."""
+    return jnp.full(shape, jnp.minimum(rows.blocks, 0).astype(dtype))
 
 
 def _loop(rows: _Sorted, at_once: int, body: Callable[..., Any], start: Any) -> Any:

@@ -281,6 +281,7 @@ def _sampling(
     slots = -(-(c.rollout.slots or m.sequences) // axes.size) * axes.size // row_shards
     prompts = prefill_rows(c, width, axes)
     run = m.run(role, config, -(-prompts // row_shards), width)
+    step = m.run(role, config, slots, 1)
     evaluated = c.eval.max_new_tokens if c.data.eval is not None else None
     most = c.teacher_new_tokens if role == "teacher" else c.max_new_tokens
     positions = width + max(most, evaluated or 0)
@@ -300,7 +301,7 @@ def _sampling(
     one, on_gpu = cache // config.n_layers, m.inputs.target.platform in GPU
     work = {
         "prefill": max(run.forward(stacked=False), shard + copy * on_gpu),
-        "decode": max(scores, drawn, copy),
+        "decode": max(scores, drawn, copy, step.every_expert),
         "longer cache": one,
     }
     if stacked:  # the scan copies one layer's cache and weights; fsdp gathers one layer
@@ -308,7 +309,7 @@ def _sampling(
         layer += layer_bytes(config, axes.gathered, dtype) // config.n_layers
         work = {
             "prefill": max(run.forward(stacked=True), shard) + copy,
-            "decode": max(scores + 2 * one, drawn) + layer + 2 * copy,
+            "decode": max(scores + 2 * one, drawn, step.every_expert) + layer + 2 * copy,
             "longer cache": cache,
         }
     entries = []

@@ -25,10 +25,18 @@ class Work:
         return Work(self.flops * times, self.bytes * times)
 
 
-def block_params(c: DecoderConfig) -> int:
-    """Weights of all blocks that enter matrix products."""
-    attention = 2 * c.d_model * c.head_dim * (c.n_heads + c.n_kv_heads)
-    return c.n_layers * (attention + 3 * c.d_model * c.d_ff)
+def block_params(c: DecoderConfig, tokens: float | None = None) -> float:
+    """Weights of all blocks that enter matrix products: of a mixture, those that compute a token.
+
+    Args:
+        tokens: those that so many tokens read, each of which may pass other experts.
+    """
+    dense = sum(n_in * n_out for n_in, n_out in c.projections.values())
+    if c.experts is None:
+        return c.n_layers * dense
+    one = sum(n_in * n_out for n_in, n_out in c.expert_projections.values())
+    used = c.experts.chosen * (1.0 if tokens is None else tokens)
+    return c.n_layers * (dense + min(used, c.experts.count) * one)
 
 
 def forward_work(
@@ -56,7 +64,7 @@ def group_work(
         for window, layers in c.windows.items()
     )
     flops = 2 * block_params(c) * tokens + 4 * c.n_heads * c.head_dim * pairs
-    return Work(flops, copies * block_params(c) * itemsize)
+    return Work(flops, copies * block_params(c, tokens / copies) * itemsize)
 
 
 def _pairs(start: float, stop: float, window: int | None) -> float:
@@ -88,13 +96,15 @@ def decode_work(
     c: DecoderConfig, context: float, tokens: float, steps: float, itemsize: int, copies: int = 1
 ) -> Work:
     """`tokens` tokens, each after `context` others on average. Each of the `steps` of the batch
-    reads every weight, and each token the keys and values before it.
+    reads every weight, of experts those that its tokens pass, and each token the keys and values
+    before it.
     """
-    held = block_params(c) + c.vocab_size * c.d_model
+    head = c.vocab_size * c.d_model
+    held = block_params(c, tokens / max(steps * copies, 1)) + head
     seen = tokens * sum(
         layers * min(context, context if window is None else window)
         for window, layers in c.windows.items()
     )
-    flops = 2 * held * tokens + 4 * c.n_heads * c.head_dim * seen
+    flops = 2 * (block_params(c) + head) * tokens + 4 * c.n_heads * c.head_dim * seen
     keys = 2 * c.n_kv_heads * c.head_dim * seen
     return Work(flops, (copies * steps * held + keys) * itemsize)

@@ -18,6 +18,7 @@ from jaxrl.aot.programs import RunPrograms
 from jaxrl.checkpoint.source import lora_of
 from jaxrl.config.schema import Config
 from jaxrl.models.config import DecoderConfig
+from jaxrl.models.experts import Experts
 from jaxrl.models.kernels import CPU
 from jaxrl.models.kinds import LayerKind
 from jaxrl.plan.inputs import PlanInputs
@@ -51,11 +52,16 @@ SHAPES = {
         DecoderConfig("gemma3_text", 8000, 256, 4, 8, 2, 32, 768, tie_embeddings=True, kinds=LOCAL),
         DecoderConfig("smollm3", 8000, 384, 4, 8, 4, 48, 1024, kinds=MIXED),
     ),
+    "experts": (
+        DecoderConfig("qwen3_moe", 8000, 256, 4, 8, 2, 32, 192, experts=Experts(16, 4, True, 768)),
+        DecoderConfig("qwen3_moe", 8000, 384, 3, 8, 4, 48, 256, experts=Experts(8, 2, False, 768)),
+    ),
 }
 PLACES: dict[str, tuple[str, dict[str, int]]] = {
     "one": ("actor=1,rollout=1,teacher=1", {}),
     "tensor": ("actor=2,rollout=2,teacher=2", {"tensor": 2}),
     "fsdp": ("actor=2,rollout=2,teacher=2", {"fsdp": 2}),
+    "expert": ("actor=2,rollout=2,teacher=2", {"expert": 2}),
     "data x fsdp": ("actor=4,rollout+teacher=4", {"data": 2, "fsdp": 2}),
 }
 QUICK = {"backend_optimization_level": 0, "llvm_disable_expensive_passes": True}
@@ -123,10 +129,10 @@ def by_default(cases: Sequence[tuple[Any, ...]], *some: tuple[Any, ...]) -> list
 
 
 CASES = [*((s, p) for s in ("gqa", "tied", "deep") for p in PLACES), ("others", "tensor")]
-CASES += [("layers", "one")]
+CASES += [("layers", "one"), *(("experts", p) for p in ("one", "tensor", "expert"))]
 BY_DEFAULT = [
     *(("gqa", p) for p in PLACES if p != "fsdp"),
-    *(("tied", "fsdp"), ("deep", "tensor"), ("others", "tensor")),
+    *(("tied", "fsdp"), ("deep", "tensor"), ("others", "tensor"), ("experts", "expert")),
 ]
 
 
