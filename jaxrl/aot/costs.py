@@ -193,15 +193,18 @@ def _reduced(m: Setting, role: str, model: DecoderConfig, tokens: int) -> float:
 
 
 def _exchanged(m: Setting, role: str, model: DecoderConfig, tokens: int) -> float:
-    """Bytes that `context` sends from a device in a forward pass over the tokens of that device:
-    queries and results each to one other device, and so keys and values where it divides them."""
+    """Bytes that `context` and `expert` send from a device in a forward pass over the tokens of
+    that device. Of `context`: queries and results each to one other device, and so keys and values
+    where it divides them."""
     axes, item = m.axes[role], ITEMSIZE[m.config.roles[role].compute_dtype]
     once = 2 * split(model.n_heads, axes.tensor)
     kv = 2 * split(model.n_kv_heads, axes.tensor)
     if model.n_kv_heads % axes.heads == 0:
         once, kv = once + kv, 0
     heads = once / axes.context + kv
-    return model.n_layers * tokens * heads * model.head_dim * item * (axes.context - 1)
+    moved = model.n_layers * tokens * heads * model.head_dim * item * (axes.context - 1)
+    # And `expert`: the other devices' tokens come, and what this device's experts add to them goes.
+    return moved + model.n_layers * tokens * 2 * model.d_model * item * (axes.expert - 1)
 
 
 def _gathered(m: Setting, role: str, model: DecoderConfig) -> float:
@@ -235,6 +238,7 @@ def _generate(m: Setting) -> Sent:
     prompts = m.config.batch_size * m.prompt_tokens // axes.rows
     drawn = m.rows("rollout", m.sequences) * m.new_tokens
     waited = _reduced(m, "rollout", m.student, prompts + drawn)
+    waited += _exchanged(m, "rollout", m.student, prompts + drawn)
     return {GATHER: 0.0, SCATTER: 0.0, OTHERS: waited}
 
 

@@ -399,6 +399,13 @@ def _mesh_notes(config: Config, inputs: PlanInputs, axes: Mapping[str, Axes]) ->
     """What the mesh does to the models and to the batch without being asked."""
     for key in without_weights(config):
         yield f"{key}: no weights here, only a config.json: planned for another machine"
+    for model in dict.fromkeys(inputs.model(role) for role in axes):
+        if isinstance(model, DecoderConfig) and model.experts is not None:
+            of = ", ".join(role for role in axes if inputs.model(role) == model)
+            yield (
+                f"{of}: a mixture of {model.n_params / 1e9:.2f} billion parameters, of which"
+                f" {model.n_active / 1e9:.2f} compute a token"
+            )
     for role, why in services(config).items():
         yield f"{role}: no devices here, {why}"
     if config.served and config.distill.signal == "hidden":

@@ -58,6 +58,7 @@ SHARED = "parameters, the rollout's too"
 BASE = "weights under adapters"
 UPDATE = {f"actor: {phase}" for phase in (BACKWARD, LOSS, STEP)}
 TO_TEACHER, AVERAGE = "publish to the teacher", "moving average"
+ROUTED = (BACKWARD, LOSS, STEP)
 PUBLISH = {"actor: publish", f"actor: {TO_TEACHER}"}
 
 
@@ -137,6 +138,12 @@ def actor(m: Setting) -> Iterable[Entry]:
         Entry("activations", "scratch", scratch, STEP),
         Entry("activations", "copy for the rollout", _published(m), "publish"),
     ]
+    if m.config.policy.router_replay and m.student.experts is not None:
+        experts, each = m.student.experts, m.student.n_layers * m.width
+        each *= experts.chosen * experts.id_dtype.itemsize
+        recorded = m.rows("actor", m.sequences) * each
+        entries += [Entry("activations", "recorded experts", recorded, p) for p in ROUTED]
+        entries.append(Entry("activations", "those of a micro-batch", 3 * rows * each, BACKWARD))
     if m.config.keeps_ema:
         average = weight_bytes(m.student, axes, "float32")
         entries.append(Entry("optimizer", AVERAGE, average))

@@ -61,15 +61,16 @@ PLACES: dict[str, tuple[str, dict[str, int]]] = {
     "one": ("actor=1,rollout=1,teacher=1", {}),
     "tensor": ("actor=2,rollout=2,teacher=2", {"tensor": 2}),
     "fsdp": ("actor=2,rollout=2,teacher=2", {"fsdp": 2}),
-    "expert": ("actor=2,rollout=2,teacher=2", {"expert": 2}),
     "data x fsdp": ("actor=4,rollout+teacher=4", {"data": 2, "fsdp": 2}),
 }
+EVERY = PLACES | {"expert": ("actor=2,rollout=2,teacher=2", {"expert": 2})}
+"""And where only experts are divided."""
 QUICK = {"backend_optimization_level": 0, "llvm_disable_expensive_passes": True}
 OPTIONS: Any = {f"xla_{name}": value for name, value in QUICK.items()}
 
 
 def parse(place: str, changes: Mapping[str, Any], dtype: str) -> Config:
-    mesh, axes = PLACES[place]
+    mesh, axes = EVERY[place]
     raw: dict[str, Any] = {
         "mesh": mesh,
         "batch_size": 8,
