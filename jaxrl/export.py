@@ -47,7 +47,8 @@ def export(
     if adapters:
         if source.adapter is None:
             raise UserError(f"model {source.name!r} has no adapters: leave out --format peft")
-        model = replace(source.config, lora=source.adapter.lora)
+        own = source.adapter
+        model = replace(source.config, lora=own.lora, quantised=own.quantised)
         pairs, base = source.adapter.pairs(), source.base_name
         return peft.write(destination, model, base, pairs, source.tokenizer_path)
     shapes = weights.tensor_shapes(source.config)

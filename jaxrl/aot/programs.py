@@ -669,7 +669,7 @@ def _mixture(run: RunPrograms, rows: int, parts: int) -> Program:
 def reference(run: RunPrograms) -> Iterator[Program]:
     c = run.config
     parts = c.reference.num_microbatches
-    model = run.student.base
+    model = run.setting.reference
     params = run.params("reference", model, c.reference.compute_dtype, "stacked")
     jitted = reference_program(
         model, run.meshes["reference"], c.sampling.temperature, c.distill.chunk_tokens

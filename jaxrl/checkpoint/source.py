@@ -30,6 +30,7 @@ from jaxrl.models import decoder
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Layout, Params
 from jaxrl.models.lora import Lora
+from jaxrl.models.quantised import Quantisation
 from jaxrl.sharding.axes import ROWS, row_shards
 
 BUILTIN = ("teacher", "student", "student_moe")
@@ -60,7 +61,8 @@ class ModelSource:
         """Another process finds it by its name again: no open file travels."""
         assert not isinstance(self.tensors, weights.KeptLayers), "a cut model has no name"
         config = self.config
-        return _resolve_shared, (self.name, self.scratch, config.lora, config.sequence_length)
+        given = (config.lora, config.quantised, config.sequence_length)
+        return _resolve_shared, (self.name, self.scratch, *given)
 
     def for_length(self, tokens: int) -> ModelSource:
         """The same model for sequences of at most so many tokens (`DecoderConfig.for_length`)."""
@@ -69,7 +71,8 @@ class ModelSource:
     def load(
         self, mesh: Mesh | None = None, dtype: DTypeLike = jnp.float32, layout: Layout = "stacked"
     ) -> Params:
-        """Parameters without adapters, each device reading only its slices."""
+        """Parameters without adapters, each device reading only its slices; quantised where
+        `config` is."""
         return weights.load(self._read_from(), self.config.base, mesh, dtype, layout)
 
     def load_adapters(self, mesh: Mesh | None, dtype: DTypeLike, seed: int) -> Params:
@@ -77,9 +80,10 @@ class ModelSource:
         pairs = None if self.adapter is None else self.adapter.pairs()
         return peft.load(self.config, pairs, mesh, dtype, seed)
 
-    def with_lora(self, lora: Lora) -> ModelSource:
-        """The same model with adapters to train. Raises UserError where it has others."""
-        config = replace(self.config, lora=lora)
+    def with_lora(self, lora: Lora, quantised: Quantisation | None = None) -> ModelSource:
+        """The same model with adapters to train, over kernels that are quantised or not. Raises
+        UserError where it has others."""
+        config = replace(self.config, lora=lora, quantised=quantised)
         peft.check_family(self.name, config)
         if self.adapter is None:
             return replace(self, config=config)
@@ -92,12 +96,16 @@ class ModelSource:
                 f" {lora.alpha:g} at {', '.join(lora.targets)}: set the same, or"
                 " student.lora.rank=null to train all weights of the merged model"
             )
-        return replace(self, config=replace(config, lora=own), tensors=self.adapter.tensors)
+        adapter = replace(self.adapter, quantised=quantised)
+        config = replace(config, lora=own)
+        return replace(self, config=config, tensors=adapter.tensors, adapter=adapter)
 
     @property
     def start(self) -> ModelSource:
         """The model before training, without adapters of its own."""
-        return replace(self, config=self.config.base, tensors=self.adapter or self.tensors)
+        if self.adapter is None:
+            return replace(self, config=self.config.base)
+        return replace(self, config=self.config.plain, tensors=self.adapter)
 
     @property
     def base_name(self) -> str:
@@ -173,16 +181,20 @@ def lora_of(config: Config) -> Lora | None:
 def resolve_student(config: Config) -> ModelSource:
     """`student.model`, with the adapters of `student.lora`."""
     found, lora = resolve_model(config.student.model), lora_of(config)
-    return found if lora is None else found.with_lora(lora)
+    return found if lora is None else found.with_lora(lora, config.quantised)
 
 
 def _resolve_shared(
-    name: str, scratch: Scratch | None, lora: Lora | None, length: int | None
+    name: str,
+    scratch: Scratch | None,
+    lora: Lora | None,
+    quantised: Quantisation | None,
+    length: int | None,
 ) -> ModelSource:
     found = resolve_model(name)
     config = replace(found.config, sequence_length=length)
     found = replace(found, config=config, scratch=scratch)
-    return found if lora is None else found.with_lora(lora)
+    return found if lora is None else found.with_lora(lora, quantised)
 
 
 def _adapted(name: str, place: Path, described: Path) -> ModelSource:
@@ -192,7 +204,7 @@ def _adapted(name: str, place: Path, described: Path) -> ModelSource:
         place: a folder that PEFT reads, or a checkpoint of a run.
         described: the folder with their config and tokenizer.
     """
-    lora, base_name = peft.read_settings(described)
+    lora, base_name, quantised = peft.read_settings(described)
     under = _locate(base_name)
     if any((folder / peft.CONFIG).is_file() for folder in (under, under / store.MODEL)):
         raise UserError(
@@ -206,7 +218,8 @@ def _adapted(name: str, place: Path, described: Path) -> ModelSource:
         pairs = partial(dict, found)
     else:
         pairs = SavedAdapters(place, replace(base.config, lora=lora)).pairs
-    adapter = peft.Adapter(lora, base_name, base.path, base.tensors, pairs)
+    config = replace(base.config, lora=lora)
+    adapter = peft.Adapter(lora, base_name, base.path, base.tensors, pairs, config, quantised)
     tokenizer = described if hf.has_tokenizer(described) else base.tokenizer_path
     return ModelSource(name, place, base.config, adapter, tokenizer, adapter=adapter)
 

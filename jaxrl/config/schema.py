@@ -53,6 +53,7 @@ Decay = Annotated[Number, Field(ge=0, lt=1)]
 Flag = Annotated[bool, Field(strict=True)]
 Name = Annotated[str, Field(min_length=1)]
 DType = Literal["float32", "bfloat16"]
+Quantisation = Literal["int8", "nf4"]
 Api = Literal["jaxrl", "openai"]
 NAMED = re.compile(r"[A-Za-z0-9_.-]+")
 """Names of the user's choice that become parts of metric names."""
@@ -146,9 +147,10 @@ class StudentConfig(Section):
     `Qwen/Qwen3-1.7B` or `Qwen/Qwen3-1.7B@REVISION`."""
     lora: LoraConfig = Field(default_factory=LoraConfig)
     """Adapters."""
-    base_dtype: DType | None = None
+    base_dtype: Literal["float32", "bfloat16", "int8", "nf4"] | None = None
     """With `student.lora.rank`: dtype in which the actor holds the weights under the adapters.
-    null: `actor.dtype`."""
+    null: `actor.dtype`. `int8` or `nf4` (QLoRA, arXiv 2305.14314): all roles that have the policy's
+    weights hold the kernels of its layers in 8 or 4 bits, and the rest in their own dtype."""
 
     def _rules(self) -> Iterator[Rule]:
         yield (
@@ -1244,8 +1246,17 @@ class Config(Section, metaclass=_Parsed):
 
     @property
     def base_dtype(self) -> DType:
-        """Of the actor's weights under adapters."""
-        return self.student.base_dtype or self.actor.compute_dtype
+        """Of the actor's weights under adapters, but for those that are quantised."""
+        dtype = self.student.base_dtype
+        if dtype == "float32" or dtype == "bfloat16":
+            return dtype
+        return self.actor.compute_dtype
+
+    @property
+    def quantised(self) -> Quantisation | None:
+        """How the kernels under adapters are held; None: as all other weights."""
+        dtype = self.student.base_dtype
+        return dtype if dtype == "int8" or dtype == "nf4" else None
 
     @property
     def teacher_follows(self) -> bool:

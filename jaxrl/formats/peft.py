@@ -12,8 +12,10 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import numpy as np
@@ -28,10 +30,13 @@ from jaxrl.models.decoder import Params, abstract_params, init_params
 from jaxrl.models.encoder_config import of_file, read_json
 from jaxrl.models.families import FAMILIES
 from jaxrl.models.lora import TARGETS, Lora, frozen_and_trained
+from jaxrl.models.quantised import Quantisation
 from jaxrl.models.rules import param_shardings
 from jaxrl.sharding.mesh import is_primary
 from jaxrl.sharding.reshard import to_host
 
+QUANTISED = "jaxrl_base_dtype"
+"""Key of `adapter_config.json` that PEFT does not have."""
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _PLAIN: dict[str, tuple[Any, ...]] = {
@@ -74,6 +79,10 @@ class Adapter:
     """Of the base model."""
     pairs: Callable[[], Mapping[str, Pair]] = field(repr=False, compare=False)
     """Name of a kernel's tensor -> its pair, float32; read at the first call."""
+    model: DecoderConfig
+    """The base model."""
+    quantised: Quantisation | None = None
+    """How the kernels were held under these adapters."""
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         return self.tensors.shape(name)
@@ -82,18 +91,27 @@ class Adapter:
         return self.tensors.file(name)
 
     def read(self, name: str, index: weights.Index) -> np.ndarray:
-        """A box of the base model's tensor with what the adapter adds, in float32."""
+        """A box of the base model's tensor with what the adapter adds, in float32; of a quantised
+        kernel, what that stands for."""
         pair = self.pairs().get(name)
-        box = self.tensors.read(name, index)
+        box = self._under.read(name, index)
         if pair is None:
             return box
         rows, columns = index
         a, b = pair[0][columns], pair[1][:, rows]
         return box.astype(np.float32) + np.float32(self.lora.scale) * (a @ b).T
 
+    @cached_property
+    def _under(self) -> weights.Tensors:
+        if self.quantised is None:
+            return self.tensors
+        names = (kernels(self.model, path) for path in self.model.projections)
+        return weights.Rounded(self.tensors, frozenset(chain(*names)), self.quantised)
 
-def read_settings(folder: Path) -> tuple[Lora, str]:
-    """What `adapter_config.json` says: the adapters, and the name of the base model.
+
+def read_settings(folder: Path) -> tuple[Lora, str, Quantisation | None]:
+    """What `adapter_config.json` says: the adapters, the name of the base model, and how its
+    kernels were quantised under them.
 
     Raises:
         UserError: a variant of LoRA that is not computed here.
@@ -121,7 +139,10 @@ def read_settings(folder: Path) -> tuple[Lora, str]:
             alpha *= rank**0.5
         modules = raw.get("target_modules")
         named = [t for t in TARGETS if t in modules] if isinstance(modules, list) else []
-        return Lora(rank, float(alpha), tuple(named or TARGETS)), base
+        held = raw.get(QUANTISED)
+        if held not in (None, *get_args(Quantisation)):
+            raise UserError(f"{QUANTISED}={held!r} must be one of {get_args(Quantisation)}")
+        return Lora(rank, float(alpha), tuple(named or TARGETS)), base, held
 
 
 def read_pairs(folder: Path, model: DecoderConfig, lora: Lora) -> tuple[Lora, dict[str, Pair]]:
@@ -296,6 +317,8 @@ def describe(folder: Path, model: DecoderConfig, base: str) -> None:
         "init_lora_weights": True,
         "inference_mode": True,
     }
+    if model.quantised is not None:
+        raw[QUANTISED] = model.quantised
     (folder / CONFIG).write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
 
 

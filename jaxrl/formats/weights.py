@@ -6,8 +6,10 @@ only has to say a tensor's shape and read a box of it (`Tensors`); `hf.py` and `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -22,6 +24,7 @@ from jaxrl.errors import UserError
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Layout, Params, abstract_params, layout_of
 from jaxrl.models.families import FAMILIES
+from jaxrl.models.quantised import Quantisation, block_size, dequantise, packed, quantise
 from jaxrl.models.rules import param_shardings, param_specs
 from jaxrl.sharding.reshard import to_host
 from jaxrl.sharding.shards import Box, box_of
@@ -74,6 +77,35 @@ class KeptLayers:
 
 
 @dataclass(frozen=True)
+class Rounded:
+    """Tensors of a model with the values that its quantised kernels stand for, in float32."""
+
+    tensors: Tensors
+    kernels: frozenset[str]
+    """Names of those that are quantised."""
+    kind: Quantisation
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        return self.tensors.shape(name)
+
+    def file(self, name: str) -> Path:
+        return self.tensors.file(name)
+
+    def read(self, name: str, index: Index) -> np.ndarray:
+        if name not in self.kernels:
+            return self.tensors.read(name, index)
+        rows, columns = index
+        shape = self.tensors.shape(name)
+        assert shape is not None
+        block = block_size(shape[1])
+        first = columns.start // block * block
+        box = self.tensors.read(name, (rows, slice(first, -(-columns.stop // block) * block)))
+        with _on_cpu():
+            whole = _round_trip(self.kind, np.asarray(box, np.float32).T, block)
+        return np.asarray(whole).T[:, columns.start - first : columns.stop - first]
+
+
+@dataclass(frozen=True)
 class Place:
     """Where a checkpoint keeps one parameter."""
 
@@ -120,8 +152,8 @@ class Place:
 
 def places(config: DecoderConfig, layout: Layout = "unstacked") -> dict[str, Place]:
     """Parameter path -> where it is, in the order in which parameters are written; adapters have a
-    format of their own."""
-    flat = jax.tree_util.tree_leaves_with_path(abstract_params(config.base, layout=layout))
+    format of their own, and files of quantised kernels are not read."""
+    flat = jax.tree_util.tree_leaves_with_path(abstract_params(config.plain, layout=layout))
     shapes = {path_string(path): leaf.shape for path, leaf in flat}
     stacked, layers = layout == "stacked", range(config.n_layers)
     blocks = {"layers": layers} if stacked else {f"layers/{i}": range(i, i + 1) for i in layers}
@@ -152,7 +184,7 @@ def path_string(path: KeyPath) -> str:
 
 def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor of the checkpoint, in Hugging Face's orientation."""
-    flat = jax.tree_util.tree_leaves_with_path(abstract_params(config.base, layout="unstacked"))
+    flat = jax.tree_util.tree_leaves_with_path(abstract_params(config.plain, layout="unstacked"))
     shapes = {path_string(path): leaf.shape for path, leaf in flat}
     return stored_shapes((place, shapes[path]) for path, place in places(config).items())
 
@@ -192,7 +224,8 @@ def load(
     dtype: DTypeLike = jnp.float32,
     layout: Layout = "stacked",
 ) -> Params:
-    """Parameters of a checkpoint, in `dtype`, sharded by the rules of `models/rules.py`.
+    """Parameters of a checkpoint, in `dtype`, sharded by the rules of `models/rules.py`. What the
+    config has quantised is quantised on the host, layer by layer.
 
     Host memory holds a few slices at a time, a slice being what one device gets of one parameter; a
     slice that several devices share is read once.
@@ -207,10 +240,19 @@ def load(
         abstract = jax.tree.map(
             lambda leaf, sharding: leaf.update(sharding=sharding), abstract, shardings
         )
-    where = places(config, layout)
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: read_parameter(tensors, where[path_string(path)], leaf), abstract
-    )
+    leaves, form = jax.tree_util.tree_flatten_with_path(abstract)
+    each = {path_string(path): leaf for path, leaf in leaves}
+    found: dict[str, jax.Array] = {}
+    for path, place in places(config, layout).items():
+        if f"{path}_scale" in each:
+            assert config.quantised is not None
+            pair = (each[path], each[f"{path}_scale"])
+            codes, scale = _read_quantised(tensors, place, config.quantised, *pair)
+            found |= {path: codes, f"{path}_scale": scale}
+        else:
+            found[path] = read_parameter(tensors, place, each[path])
+    params: Params = jax.tree.unflatten(form, [found[path] for path in each])
+    return params
 
 
 def load_head(
@@ -231,24 +273,82 @@ def load_head(
 
 
 def read_parameter(tensors: Tensors, place: Place, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    """One parameter, in the dtype and the sharding of `leaf`, box by box.
+    """One parameter, in the dtype and the sharding of `leaf`, box by box."""
+    (read,) = _by_box((leaf,), lambda index: (place.read(tensors, index, leaf.dtype),))
+    return read
+
+
+def _by_box(
+    leaves: Sequence[jax.ShapeDtypeStruct], read: Callable[[Index], Sequence[np.ndarray]]
+) -> tuple[jax.Array, ...]:
+    """Arrays of which each device reads its own boxes at once.
 
     Devices that hold the same box share one read. Without a sharding it is one box, on the default
     device.
+
+    Args:
+        read: a box of the first array -> the boxes of all arrays that a device has with it.
     """
-    if leaf.sharding is None:
-        whole = tuple(slice(0, n) for n in leaf.shape)
-        return jax.device_put(place.read(tensors, whole, leaf.dtype), may_alias=False)
+    first = leaves[0]
+    if first.sharding is None:
+        boxes = read(tuple(slice(0, n) for n in first.shape))
+        return tuple(jax.device_put(box, may_alias=False) for box in boxes)
     holders: dict[Box, list[jax.Device]] = {}
-    for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
-        holders.setdefault(box_of(index, leaf.shape), []).append(device)
-    pieces: list[jax.Array] = []
+    for device, index in first.sharding.addressable_devices_indices_map(first.shape).items():
+        holders.setdefault(box_of(index, first.shape), []).append(device)
+    pieces: list[list[jax.Array]] = [[] for _ in leaves]
     for spans, devices in holders.items():
-        box = place.read(tensors, tuple(slice(*span) for span in spans), leaf.dtype)
-        pieces += [jax.device_put(box, device, may_alias=False) for device in devices]
+        boxes = read(tuple(slice(*span) for span in spans))
+        for own, box in zip(pieces, boxes, strict=True):
+            own += [jax.device_put(box, device, may_alias=False) for device in devices]
         jax.block_until_ready(pieces)
-        del box
-    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, pieces)
+        del boxes, box
+    return tuple(
+        jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, own)
+        for leaf, own in zip(leaves, pieces, strict=True)
+    )
+
+
+def _read_quantised(
+    tensors: Tensors,
+    place: Place,
+    kind: Quantisation,
+    codes: jax.ShapeDtypeStruct,
+    scale: jax.ShapeDtypeStruct,
+) -> tuple[jax.Array, ...]:
+    """The codes and the scales of a kernel, which is read and quantised a layer at a time."""
+    each = packed(kind)
+    block = codes.shape[-2] * each // scale.shape[-2]
+
+    def read(index: Index) -> tuple[np.ndarray, np.ndarray]:
+        *layers, rows, columns = index
+        rows = slice(rows.start * each, rows.stop * each)
+        numbers = range(layers[0].start, layers[0].stop) if layers else (None,)
+        found = []
+        for i in numbers:
+            layer = () if i is None else (slice(i, i + 1),)
+            box = place.read(tensors, (*layer, rows, columns), np.float32)
+            with _on_cpu():
+                found.append([np.asarray(x) for x in _quantise(kind, box, block)])
+        pairs = [
+            np.concatenate(parts) if layers else parts[0] for parts in zip(*found, strict=True)
+        ]
+        return pairs[0], pairs[1]
+
+    return _by_box((codes, scale), read)
+
+
+_quantise = jax.jit(quantise, static_argnums=(0, 2))
+
+
+@partial(jax.jit, static_argnums=(0, 2))
+def _round_trip(kind: Quantisation, kernel: jax.Array, block: int) -> jax.Array:
+    return dequantise(*quantise(kind, kernel, block), jnp.float32)
+
+
+def _on_cpu() -> AbstractContextManager[object]:
+    """In which programs run on the host."""
+    return jax.default_device(jax.local_devices(backend="cpu")[0])
 
 
 def hf_tensors(config: DecoderConfig, params: Params) -> Callable[[str], np.ndarray]:

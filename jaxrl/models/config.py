@@ -13,6 +13,7 @@ from jaxrl.models.family import BlockKind
 from jaxrl.models.fields import given, number, size
 from jaxrl.models.kinds import LayerKind, read_windows
 from jaxrl.models.lora import Lora
+from jaxrl.models.quantised import Quantisation, block_size, packed
 from jaxrl.models.rope import (
     DynamicRope,
     LongRope,
@@ -58,6 +59,9 @@ class DecoderConfig:
     """In place of the MLP; None: there are none."""
     lora: Lora | None = None
     """The adapters that are trained in place of the weights; `config.json` does not name them."""
+    quantised: Quantisation | None = None
+    """How the kernels of `projections` are held; None: as all other weights. Nor does it name
+    this."""
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
@@ -74,6 +78,9 @@ class DecoderConfig:
         for name, dims in (("head_dim", self.head_dim), ("rotary_dims", self.rotary_dims)):
             if dims is not None and dims % 2:
                 raise UserError(f"{name}={dims} is odd: dims are rotated in pairs")
+        for path, (n_in, _) in self.projections.items():
+            if self.quantised is not None and block_size(n_in) % packed(self.quantised):
+                raise UserError(f"nf4 has two numbers in a byte, and {path} has {n_in} inputs")
         if isinstance(self.rope_scaling, LongRope):
             for factors in (self.rope_scaling.short_factors, self.rope_scaling.long_factors):
                 if len(factors) != self.n_rotated // 2:
@@ -131,6 +138,11 @@ class DecoderConfig:
     def base(self) -> DecoderConfig:
         """The model without adapters."""
         return self if self.lora is None else replace(self, lora=None)
+
+    @property
+    def plain(self) -> DecoderConfig:
+        """The model without adapters whose weights are all floats, as `config.json` says it."""
+        return self.base if self.quantised is None else replace(self.base, quantised=None)
 
     def adapter(self, path: str) -> Lora | None:
         """Of the projection at this path within a block; None where it has none."""

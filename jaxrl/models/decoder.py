@@ -39,6 +39,7 @@ from jaxrl.models.kernels import Kernel
 from jaxrl.models.kinds import ByLayer, Layer, LayerKind, selected, switched
 from jaxrl.models.layers import ACTIVATIONS, PROJECTED, Block, RMSNorm, Rope, layer_angles
 from jaxrl.models.packing import Packing
+from jaxrl.models.quantised import SCALE
 from jaxrl.sharding.axes import ROWS, TOKENS, AxisName
 from jaxrl.types import Array
 
@@ -92,7 +93,7 @@ def _init_params(config: DecoderConfig, key: jax.Array, dtype: Any, layout: Layo
     }
     if not config.tie_embeddings:
         params["lm_head"] = {"kernel": 0.02 * jax.random.normal(k_head, shape)}
-    params = jax.tree.map(lambda x: x.astype(dtype), params)
+    params = cast(params, dtype)
     return params if layout == "stacked" else unstack(params)
 
 
@@ -419,8 +420,15 @@ def decode(
 
 
 def cast(params: Params, dtype: Any) -> Params:
-    """Parameters in `dtype`. Done before the layers are gathered: fsdp moves the smaller copy."""
-    return jax.tree.map(lambda x: x.astype(dtype), params)
+    """Parameters in `dtype`, but for quantised kernels. Done before the layers are gathered: fsdp
+    moves the smaller copy."""
+
+    def one(path: Any, x: Array) -> Array:
+        quantised = jnp.issubdtype(x.dtype, jnp.integer) or getattr(path[-1], "key", "") == SCALE
+        return x if quantised else x.astype(dtype)
+
+    found: Params = jax.tree_util.tree_map_with_path(one, params)
+    return found
 
 
 def _write(cache: Array, new: Array, positions: Array, index: Array | None) -> Array:

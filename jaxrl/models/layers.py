@@ -17,6 +17,7 @@ from jaxrl.models.experts import ExpertKernels, Mix
 from jaxrl.models.family import Activation
 from jaxrl.models.fields import given
 from jaxrl.models.kinds import LayerKind
+from jaxrl.models.quantised import block_size, product, quantise
 from jaxrl.models.rotary import Length, frequencies
 
 PROJECTED = "projected"
@@ -59,7 +60,11 @@ class Linear(nnx.Module):
         n_in, n_out = config.projections[path]
         lora = config.adapter(path)
         scale = 1.0 / math.sqrt(n_in)
-        self.kernel = nnx.Param(scale * jax.random.normal(rngs.params(), (n_in, n_out)))
+        kernel, kernel_scale = scale * jax.random.normal(rngs.params(), (n_in, n_out)), None
+        if config.quantised is not None:
+            kernel, kernel_scale = quantise(config.quantised, kernel, block_size(n_in))
+        self.kernel = nnx.Param(kernel)
+        self.kernel_scale = None if kernel_scale is None else nnx.Param(kernel_scale)
         self.bias = nnx.Param(jnp.zeros((n_out,))) if bias else None
         self.lora_a = nnx.Param(lora.first(rngs.params(), n_in)) if lora else None
         self.lora_b = nnx.Param(jnp.zeros((lora.rank, n_out))) if lora else None
@@ -67,7 +72,10 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         rows = x.reshape(-1, x.shape[-1])  # on CPU the backward of a 3-D product is twice as slow
-        y = rows @ self.kernel[...].astype(x.dtype)
+        if self.kernel_scale is None:
+            y = rows @ self.kernel[...].astype(x.dtype)
+        else:
+            y = product(rows, self.kernel[...], self.kernel_scale[...])
         if self.lora_a is not None and self.lora_b is not None:
             low = self.scale * (rows @ self.lora_a[...].astype(x.dtype))
             y = y + low @ self.lora_b[...].astype(x.dtype)

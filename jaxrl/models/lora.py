@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.models.family import LAYER
+from jaxrl.models.quantised import SCALE, dequantise
 
 LoraInit = Literal["default", "gaussian"]
 TARGETS = {
@@ -75,20 +76,29 @@ def join(base: Any, trained: Any) -> Any:
 
 
 def merged(params: Any, scale: float) -> Any:
-    """A tree without adapters that computes the same: each W + scale A B, summed in float32 and in
-    the dtype of W."""
+    """A tree without adapters and without quantised kernels that computes the same: each
+    W + scale A B, summed in float32 and in the dtype of W or, where it is quantised, of the norms.
+    """
+    return _merged(params, scale, params["norm"]["scale"].dtype)
+
+
+def _merged(params: Any, scale: float, dtype: Any) -> Any:
     if isinstance(params, list):
-        return [merged(one, scale) for one in params]
+        return [_merged(one, scale, dtype) for one in params]
     if not isinstance(params, dict):
         return params
-    if "lora_a" not in params:
-        return {name: merged(value, scale) for name, value in params.items()}
-    a, b = (params[name].astype(jnp.float32) for name in NAMES)
+    if "lora_a" not in params and SCALE not in params:
+        return {name: _merged(value, scale, dtype) for name, value in params.items()}
     kernel = params["kernel"]
-    change = scale * jnp.matmul(a, b, precision="highest")
-    whole = (kernel.astype(jnp.float32) + change).astype(kernel.dtype)
-    rest = {name: value for name, value in params.items() if name not in NAMES}
-    return rest | {"kernel": whole}
+    if SCALE in params:
+        whole = dequantise(kernel, params[SCALE], jnp.float32)
+    else:
+        whole, dtype = kernel.astype(jnp.float32), kernel.dtype
+    if "lora_a" in params:
+        a, b = (params[name].astype(jnp.float32) for name in NAMES)
+        whole = whole + scale * jnp.matmul(a, b, precision="highest")
+    rest = {name: value for name, value in params.items() if name not in (*NAMES, SCALE)}
+    return rest | {"kernel": whole.astype(dtype)}
 
 
 def _only(tree: Any, wanted: Callable[[str], bool]) -> Any:

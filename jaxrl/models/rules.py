@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -11,6 +12,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Layout, abstract_params
+from jaxrl.models.lora import NAMES
+from jaxrl.models.quantised import SCALE, block_size
 from jaxrl.sharding.axes import EXPERTS, WEIGHTS, AxisName, divided
 
 PATHS: tuple[tuple[str, tuple[str | None, ...]], ...] = (
@@ -43,7 +46,8 @@ def param_specs(
 ) -> Any:
     """A `PartitionSpec` for each parameter.
 
-    A dim that its mesh axes do not divide is kept whole; heads are split between heads only, so
+    A dim that its mesh axes do not divide is kept whole, nor is a block of a quantised kernel
+    divided; heads are split between heads only, so
     keys and values are replicated where `tensor` exceeds (or does not divide) the KV heads.
 
     Args:
@@ -58,11 +62,19 @@ def param_specs(
         "embed": config.d_model,
     }
 
+    projections = config.projections
+
     def spec(path: Any, leaf: jax.ShapeDtypeStruct) -> PartitionSpec:
         name = "/".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path)
         logical = _logical(name)
+        sizes = [units[axis] if axis else 1 for axis in logical]
+        path_in_block = re.sub(r"^layers/(\d+/)?|/kernel(_scale)?$", "", name)
+        if config.quantised and name.endswith(("kernel", SCALE)) and path_in_block in projections:
+            n_in, _ = projections[path_in_block]
+            sizes[0] = math.gcd(sizes[0], n_in // block_size(n_in))
         mesh_axes = [
-            divided(units[axis], AXES[axis], axis_sizes) if axis else None for axis in logical
+            divided(size, AXES[axis], axis_sizes) if axis else None
+            for size, axis in zip(sizes, logical, strict=True)
         ]
         return PartitionSpec(*[None] * (len(leaf.shape) - len(logical)), *mesh_axes)
 
@@ -70,10 +82,11 @@ def param_specs(
 
 
 def _logical(path: str) -> tuple[str | None, ...]:
-    """Logical axes of a parameter; of an adapter, those of its kernel where it has its size."""
-    kernel = re.sub(r"/lora_[ab]$", "/kernel", path)
+    """Logical axes of a parameter; of an adapter, those of its kernel where it has its size; of a
+    kernel's scales, its own."""
+    kernel = re.sub(r"/(lora_[ab]|kernel_scale)$", "/kernel", path)
     axes = next(axes for pattern, axes in PATHS if re.search(pattern, kernel))
-    if path == kernel:
+    if not path.endswith(NAMES):
         return axes
     return (axes[0], None) if path.endswith("a") else (None, axes[1])
 

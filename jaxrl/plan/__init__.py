@@ -152,7 +152,8 @@ def make_plan(
     slices = {role: section.devices for role, section in config.roles.items()}
     served = [role for role in roles if role in services(config)]
     placement = place(config.mesh, [role for role in roles if role not in served], slices)
-    student = replace(model_config(config.student.model), lora=lora_of(config))
+    student = model_config(config.student.model)
+    student = replace(student, lora=lora_of(config), quantised=config.quantised)
     if student.lora is not None:
         peft.check_family(config.student.model, student)
     teachers = tuple(model_config(model) for model in config.teacher_models.values())

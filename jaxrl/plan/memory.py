@@ -42,10 +42,15 @@ class Shard(NamedTuple):
     shape: tuple[int, ...]
     local: tuple[int, ...]
     """Shape of the piece."""
+    itemsize: int | None = None
+    """Of a quantised kernel and its scales; None: as the dtype of the weights has it."""
 
     @property
     def size(self) -> int:
         return math.prod(self.local)
+
+    def bytes(self, dtype: DType) -> int:
+        return self.size * (self.itemsize or ITEMSIZE[dtype])
 
 
 @lru_cache(maxsize=256)
@@ -61,6 +66,7 @@ def shards(
             jax.tree_util.keystr(path, simple=True, separator="/"),
             leaf.shape,
             sharding.shard_shape(leaf.shape),
+            None if leaf.dtype == jnp.float32 else leaf.dtype.itemsize,
         )
         for (path, leaf), sharding in zip(leaves, shardings, strict=True)
     )
@@ -69,7 +75,7 @@ def shards(
 @lru_cache(maxsize=256)
 def weight_bytes(config: DecoderConfig, axes: Axes, dtype: DType) -> int:
     """Bytes of the model's parameters on one device."""
-    return ITEMSIZE[dtype] * sum(shard.size for shard in shards(config, axes))
+    return sum(shard.bytes(dtype) for shard in shards(config, axes))
 
 
 @lru_cache(maxsize=256)
@@ -88,8 +94,7 @@ def trained_bytes(config: DecoderConfig, axes: Axes, dtype: DType) -> int:
 @lru_cache(maxsize=256)
 def layer_bytes(config: DecoderConfig, axes: Axes, dtype: DType) -> int:
     """`weight_bytes` without embedding, final norm and head."""
-    sizes = (s.size for s in shards(config, axes) if s.path.startswith("layers"))
-    return ITEMSIZE[dtype] * sum(sizes)
+    return sum(s.bytes(dtype) for s in shards(config, axes) if s.path.startswith("layers"))
 
 
 def cache_bytes(config: DecoderConfig, axes: Axes, rows: int, positions: int, dtype: DType) -> int:

@@ -251,7 +251,7 @@ def rollout(m: Setting) -> Iterable[Entry]:
     cache."""
     whole = trained_bytes(m.student, m.axes["rollout"], m.config.rollout.compute_dtype)
     if m.config.rollout.merge:
-        whole = weight_bytes(m.student.base, m.axes["rollout"], m.config.rollout.compute_dtype)
+        whole = weight_bytes(m.student.plain, m.axes["rollout"], m.config.rollout.compute_dtype)
     stacked = m.config.rollout.layout == "stacked"
     apart = 0 if m.inputs.together("actor", "rollout") else whole
     entries = [
@@ -274,7 +274,7 @@ def _merging(m: Setting) -> int:
     on a CPU, which adds several at once, nearly all of them."""
     if not m.config.rollout.merge:
         return 0
-    base = m.student.base
+    base = m.student.plain
     sizes = [s.size for s in shards(base, m.axes["rollout"]) if s.path.endswith("kernel")]
     return F32 * (3 * sum(sizes) // 4 if m.inputs.on_cpu else max(sizes))
 
@@ -306,16 +306,19 @@ def _sampling(
     shard = table // axes.weights if axes.weights > 1 else 0
     copy = table if axes.weights > 1 else 0
     one, on_gpu = cache // config.n_layers, m.inputs.target.platform in GPU
+    # A CPU has the kernels of all layers dequantised at once, an accelerator one kernel.
+    floats = config.plain if m.inputs.on_cpu else config
+    whole = layer_bytes(floats, axes, dtype) if floats.quantised != config.quantised else 0
     work = {
-        "prefill": max(run.forward(stacked=False), shard + copy * on_gpu),
-        "decode": max(scores, drawn, copy, step.every_expert),
+        "prefill": max(run.forward(stacked=False), shard + copy * on_gpu) + whole,
+        "decode": max(scores, drawn, copy, step.every_expert) + whole,
         "longer cache": one,
     }
     if stacked:  # the scan copies one layer's cache and weights; fsdp gathers one layer
-        layer = layer_bytes(config, axes, dtype) // config.n_layers
-        layer += layer_bytes(config, axes.gathered, dtype) // config.n_layers
+        layer = layer_bytes(floats, axes, dtype) // config.n_layers
+        layer += layer_bytes(floats, axes.gathered, dtype) // config.n_layers
         work = {
-            "prefill": max(run.forward(stacked=True), shard) + copy,
+            "prefill": max(run.forward(stacked=True), shard) + copy + whole // config.n_layers,
             "decode": max(scores + 2 * one, drawn, step.every_expert) + layer + 2 * copy,
             "longer cache": cache,
         }
@@ -419,9 +422,9 @@ def _combining(m: Setting, run: Pass, arrays: int) -> Iterator[Entry]:
 def reference(m: Setting) -> Iterable[Entry]:
     """Log-probs of the completions under the policy before training."""
     section = m.config.reference
-    run = m.scored("reference", m.student.base, section.num_microbatches)
+    model = m.reference
+    run = m.scored("reference", model, section.num_microbatches)
     work = _scoring(m, run, m.chunk(run.rows), 2, stacked=True)
-    model = m.student.base
     weights = weight_bytes(model, m.axes["reference"], section.compute_dtype)
     if m.student.lora is not None:
         weights = m.base_bytes("reference")

@@ -45,7 +45,12 @@ class Setting:
     @property
     def sampled(self) -> DecoderConfig:
         """The policy as the rollout has it."""
-        return self.student.base if self.config.rollout.merge else self.student
+        return self.student.plain if self.config.rollout.merge else self.student
+
+    @property
+    def reference(self) -> DecoderConfig:
+        """The policy before training: with adapters that were trained before, merged weights."""
+        return self.student.plain if self.inputs.adapted else self.student.base
 
     @property
     def aligned(self) -> bool:
@@ -87,7 +92,8 @@ class Setting:
             if self._shares_base(role):
                 return 0
             dtype = self.config.roles[role].compute_dtype
-        return weight_bytes(self.student.base, self.axes[role], dtype)
+        model = self.reference if role == "reference" else self.student.base
+        return weight_bytes(model, self.axes[role], dtype)
 
     def _shares_base(self, role: str) -> bool:
         """Whether the weights under adapters are arrays of the actor's."""

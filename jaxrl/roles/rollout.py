@@ -104,8 +104,8 @@ class Sampler:
         self.config, self.mesh, self.params = config, mesh, params
         self._base, self._trained = base or {}, model
         merges = config.rollout.merge and model.lora is not None
-        self.model = model.base if merges else model
-        """What samples: without adapters where they are merged into the weights."""
+        self.model = model.plain if merges else model
+        """What samples: without adapters, and quantised kernels, where they are merged."""
         self._layout: Layout = layout
         self.version = -1
         self._pad_id, self._eos_ids, self._row_multiple = pad_id, eos_ids, row_multiple
@@ -281,4 +281,4 @@ def merge_adapters_program(model: DecoderConfig, mesh: Mesh, layout: Layout) -> 
         whole: Params = merged(join(base, adapters), scale)
         return whole
 
-    return jax.jit(merge, out_shardings=param_shardings(model.base, mesh, layout))
+    return jax.jit(merge, out_shardings=param_shardings(model.plain, mesh, layout))

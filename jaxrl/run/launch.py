@@ -124,10 +124,14 @@ def _loads(setup: Setup, plan: Plan) -> list[tuple[str, ModelSource, str]]:
     """(role, weights, dtype) of all that is read at the start. The rollout receives its weights
     from the actor, but for those under adapters."""
     config = setup.config
-    found = [("reference", setup.student, str(config.reference.compute_dtype))]
+
+    def read(dtype: DType) -> str:
+        return dtype if config.quantised is None else "float32"  # and quantised afterwards
+
+    found = [("reference", setup.student, read(config.reference.compute_dtype))]
     if config.trains_adapters:
-        found.append(("actor", setup.student, config.base_dtype))
-        found.append(("rollout", setup.student, config.rollout.compute_dtype))
+        found.append(("actor", setup.student, read(config.base_dtype)))
+        found.append(("rollout", setup.student, read(config.rollout.compute_dtype)))
     elif setup.restore is None:
         found.append(("actor", setup.student, config.actor.param_dtype))
     if not config.teacher_follows:
@@ -251,7 +255,7 @@ def _trained(setup: Setup, mesh: Mesh) -> Callable[[DTypeLike], Params]:
     return lambda dtype: student.load_adapters(mesh, dtype, setup.config.seed)
 
 
-_BASES: dict[tuple[str, Mesh, DType, Layout], tuple[Any, list[weakref.ref[jax.Array]]]] = {}
+_BASES: dict[tuple[Any, ...], tuple[Any, list[weakref.ref[jax.Array]]]] = {}
 """Weights under adapters that roles of this process may hold: their tree and its leaves."""
 
 
@@ -260,7 +264,7 @@ def _base(setup: Setup, mesh: Mesh, dtype: DType, layout: Layout) -> Params:
     the same get the same arrays."""
     if setup.student.config.lora is None:
         return {}
-    key = (setup.student.name, mesh, dtype, layout)
+    key = (setup.student.name, setup.student.config.quantised, mesh, dtype, layout)
     form, held = _BASES.get(key, (None, []))
     leaves = [array for array in (ref() for ref in held) if array is not None]
     if held and len(leaves) == len(held) and not any(map(_gone, leaves)):

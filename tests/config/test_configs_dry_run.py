@@ -113,16 +113,19 @@ def described(config: Config, folder: Path) -> list[str]:
     return [f"{key}={model_folder(folder, path)}" for key, path in keys.items() if path]
 
 
+SMALLER = {"qwen3_8b_qlora_gspo_1": 24}
+"""GB of the GPUs of configs for other ones."""
 REWARDED = sorted(path.stem for path in CONFIGS.glob("qwen*_gspo_*.yaml"))
 REWARDED += sorted(path.stem for path in CONFIGS.glob("qwen*_similarity_*.yaml"))
 
 
 @pytest.mark.parametrize("name", REWARDED)
 def test_configs_that_learn_from_rewards_use_the_memory_that_there_is(name, tmp_path):
-    """Of 80 GB: with a tenth kept free, no more slots and no less recomputation would fit."""
+    """Of 80 GB, or of 24: with a tenth kept free, no more slots and no less recomputation would
+    fit."""
     path = CONFIGS / f"{name}.yaml"
     config = Config.load(path, overrides=described(Config.load(path), tmp_path))
-    plan = make_plan(config, needed_roles(config), limit_gb=0.9 * SHARE * 80)
+    plan = make_plan(config, needed_roles(config), limit_gb=0.9 * SHARE * SMALLER.get(name, 80))
     assert plan.fits
     room = [line for line in plan.verdict if line.endswith(" GB")]
     assert not [line for line in room if "rollout.slots" in line or "actor.remat" in line], room

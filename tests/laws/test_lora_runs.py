@@ -12,7 +12,9 @@ from runs import CONSTANT, GSPO, SHORT, losses, numbers, save_pair
 from jaxrl import Config
 from jaxrl.checkpoint.source import resolve_model
 from jaxrl.errors import UserError
+from jaxrl.export import export
 from jaxrl.formats import peft
+from jaxrl.models.quantised import dequantise, quantise
 from jaxrl.train import train
 
 LORA = ["student.lora.rank=4", "optimizer.learning_rate=0.02", *CONSTANT]
@@ -109,6 +111,69 @@ def test_the_weights_under_adapters_may_be_held_in_bfloat16(models, whole, tmp_p
     found = run(models, tmp_path / "run", "steps=1", "student.base_dtype=bfloat16")
     assert losses(found)[0] != losses(whole)[0]
     assert losses(found)[0] == pytest.approx(losses(whole)[0], rel=0.02)
+
+
+QLORA = ["mesh=actor+rollout+reference=1", "policy.kl_coef=0.1", "student.base_dtype=nf4"]
+QLORA.append("actor.minibatches=1")
+
+
+@pytest.fixture(scope="module")
+def quantised(models, tmp_path_factory):
+    place = tmp_path_factory.mktemp("quantised")
+    return run(models[:1], place / "run", *GSPO, *QLORA, "steps=2", "checkpoint.every=1")
+
+
+def test_a_quantised_base_is_the_base_everywhere(models, quantised, tmp_path):
+    """The rollout samples from what is trained, and the reference is its start; on other devices,
+    with the rollout elsewhere or merged, nothing is different."""
+    kl = [row["policy/kl_k3"] for row in quantised.metrics[1:]]
+    assert abs(kl[0]) < 1e-6 < abs(kl[-1])
+    assert max(row["policy/mismatch_k3"] for row in quantised.metrics[1:]) < 1e-6
+    apart = "mesh=actor=2,rollout=1,reference=1"
+    two = run(models[:1], tmp_path / "two", *GSPO, *QLORA, apart, "rollout.merge=true", "steps=2")
+    for name in ("policy/kl_k3", "policy/entropy", "reward/mean"):
+        ours, theirs = ([row[name] for row in found.metrics[1:]] for found in (quantised, two))
+        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-7), name
+
+
+def test_a_run_over_a_quantised_base_resumes_bit_for_bit(models, quantised, tmp_path):
+    left = tmp_path / "left"
+    shutil.copytree(quantised.run_dir, left)
+    shutil.rmtree(left / "final")
+    shutil.rmtree(left / "checkpoints" / "2")
+    given = [*GSPO, *QLORA, "steps=2", "checkpoint.every=1"]
+    with pytest.raises(UserError, match=r"student\.base_dtype: nf4 there, int8 now"):
+        run(models[:1], left, *given, "student.base_dtype=int8")
+    resumed = run(models[:1], left, *given)
+    assert numbers(resumed) == numbers(quantised)
+    assert adapters(resumed.run_dir) == adapters(quantised.run_dir)
+
+
+def test_what_was_trained_over_a_quantised_base_is_read_over_it(models, quantised, tmp_path):
+    """A run, its checkpoint and its folder are the dequantised weights and the adapters; other
+    devices and cuts of the tensors read the same."""
+    run_dir, student = quantised.run_dir, resolve_model(models[0].partition("=")[2])
+    settings = json.loads((run_dir / "final" / peft.CONFIG).read_text())
+    assert settings["jaxrl_base_dtype"] == "nf4"
+    assert settings["base_model_name_or_path"] == str(student.path)
+    final, saved = resolve_model(run_dir), resolve_model(run_dir / "checkpoints" / "2")
+    name = "model.layers.1.mlp.down_proj.weight"
+    every = tuple(slice(0, n) for n in student.tensors.shape(name))
+    plain = student.tensors.read(name, every)
+    under = dequantise(*quantise("nf4", plain.T, 64), np.float32).T
+    a, b = final.adapter.pairs()[name]
+    ours = final.tensors.read(name, every)
+    np.testing.assert_allclose(ours, under + 2 * (a @ b).T, atol=1e-7)
+    assert (ours == saved.tensors.read(name, every)).all()
+    assert np.abs(plain - under).max() > 0.01
+    part = (slice(3, 9), slice(5, 30))
+    assert (final.tensors.read(name, part) == ours[part]).all()
+    whole = resolve_model(export(final, tmp_path / "whole", dtype="float32"))
+    assert (whole.tensors.read(name, every) == ours).all()
+    again = resolve_model(export(final, tmp_path / "adapters", adapters=True))
+    assert again.adapter.quantised == "nf4"
+    on = run([f"student.model={again.path}"], tmp_path / "on", *GSPO, *QLORA, "steps=1")
+    assert abs(on.metrics[1]["policy/kl_k3"]) < 1e-6  # of the reference, which has merged weights
 
 
 @pytest.mark.parametrize("offloaded", [[], ["offload.frozen=true"]], ids=["", "offloaded"])

@@ -237,8 +237,10 @@ def test_frozen_lazy_and_offloaded_roles_are_struck(
 def test_adapters_come_again_to_a_rollout_that_is_struck(
     models, cluster, tmp_path, undisturbed, capsys
 ):
-    """The same bits as with threads; the new process loads the weights under them itself."""
+    """The same bits as with threads; the new process loads, and quantises, the weights under them
+    itself."""
     own = [FEW, "student.lora.rank=2", "data.eval=null", "eval.teacher=false"]
+    own.append("student.base_dtype=nf4")
     expected = undisturbed("one_step_off", *own)
     strike = "rollout.load.kill.2"
     ask_for(tmp_path, strike)

@@ -22,7 +22,8 @@ from jaxrl.models.experts import Experts
 from jaxrl.models.kernels import CPU
 from jaxrl.models.kinds import LayerKind
 from jaxrl.plan.inputs import PlanInputs
-from jaxrl.plan.roles import role_accounts
+from jaxrl.plan.roles import BASE, role_accounts
+from jaxrl.roles.update import BASE as FROZEN
 from jaxrl.sharding.placement import place
 
 ROLES = ("actor", "rollout", "teacher")
@@ -96,7 +97,7 @@ class Programs:
     def __init__(self, shape: str, place_name: str, dtype: str = "float32", **changes: Any):
         config = parse(place_name, changes, dtype).with_dtypes("float32")
         student, teacher = SHAPES[shape]
-        student = replace(student, lora=lora_of(config))
+        student = replace(student, lora=lora_of(config), quantised=config.quantised)
         teacher = student if config.teacher.model == "policy" else teacher
         placement = place(config.mesh, ROLES)
         limits = (None,) * len(placement.pools)
@@ -202,6 +203,8 @@ def test_the_update_in_other_settings(changed: str, shape_name: str, place_name:
     assert ratio == pytest.approx(1, abs=WITHIN)
 
 
+QUANTISED_WITHIN = 0.12
+"""A CPU has all kernels dequantised at once where it samples, of which it frees the first ones."""
 ADAPTERS = {"student.lora": {"rank": 8}}
 ADAPTED = [(s, p) for s in ("gqa", "tied") for p in PLACES]
 
@@ -213,6 +216,20 @@ def test_adapters_and_the_weights_under_them(shape_name: str, place_name: str, m
     ratios = {name: round(programs.ratio(role, name), 3) for role, name in MAIN}
     print(f"planned / measured, {shape_name}, {place_name}: {ratios}")
     assert all(abs(ratio - 1) <= WITHIN for ratio in ratios.values()), ratios
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape_name"),
+    by_default([(k, s) for k in ("int8", "nf4") for s in ("gqa", "tied")], ("nf4", "gqa")),
+)
+def test_quantised_weights_under_adapters(kind: str, shape_name: str) -> None:
+    programs = Programs(shape_name, "one", **ADAPTERS, **{"student.base_dtype": kind})
+    ratios = {name: round(programs.ratio(role, name), 3) for role, name in MAIN}
+    print(f"planned / measured, {shape_name}, {kind}: {ratios}")
+    assert all(abs(ratio - 1) <= QUANTISED_WITHIN for ratio in ratios.values()), ratios
+    under = [entry.bytes for entry in programs.accounts["actor"].entries if entry.name == BASE]
+    held = programs.found["actor", "update"].args[1][FROZEN]
+    assert under == [sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(held))]
 
 
 def test_a_teacher_that_is_the_policys_average_and_reads_another_prompt() -> None:

@@ -1,0 +1,200 @@
+"""Laws of kernels in 8 and 4 bits."""
+
+from dataclasses import replace
+from statistics import NormalDist
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from references.tiny import batch
+from tiny_models import Memory, loss_and_logits, make_mesh, tiny_config, tiny_model, tiny_tensors
+
+from jaxrl.errors import UserError
+from jaxrl.formats import weights
+from jaxrl.models import decoder
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.lora import Lora, frozen_and_trained, join, merged
+from jaxrl.models.quantised import NF4, block_size, dequantise, quantise
+from jaxrl.models.rules import param_shardings
+
+KINDS = ("int8", "nf4")
+LORA = Lora(2, 4.0)
+LEVELS = {"int8": np.arange(-127, 128) / 127, "nf4": np.array(NF4)}
+
+
+def some_kernel(shape=(2, 192, 24)):
+    drawn = np.random.default_rng(0).standard_t(4, shape).astype(np.float32)
+    drawn[0, 64:128, 5] = 0
+    return drawn * 0.02
+
+
+def quantised(name, kind, seed=0):
+    """A tiny model over quantised kernels, with adapters whose B is not 0; the same model with the
+    values that the kernels stand for."""
+    config = replace(tiny_config(name), lora=LORA, quantised=kind)
+    base = weights.load(Memory(tiny_tensors(name)), config.base)
+    _, first = frozen_and_trained(decoder.init_params(config, jax.random.key(seed)))
+    adapters = jax.tree.map(lambda x: x + 0.05, first)
+    floats = merged(base, 0.0)
+    return config, base, adapters, floats
+
+
+def test_the_levels_are_quantiles_of_a_normal_distribution():
+    """As in the code of the paper's authors: 8 quantiles of the one half, 7 of the other, and 0."""
+    last, inverse = 0.9677083, NormalDist().inv_cdf
+    upper = [inverse(p) for p in np.linspace(last, 0.5, 9)[:-1]]
+    lower = [-inverse(p) for p in np.linspace(last, 0.5, 8)[:-1]]
+    both = np.array(sorted([*upper, 0.0, *lower]))
+    np.testing.assert_allclose(NF4, both / both.max(), atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_number_becomes_the_nearest_level_of_its_block(kind):
+    kernel = some_kernel()
+    codes, scale = quantise(kind, kernel, 64)
+    assert codes.nbytes == kernel.size // (2 if kind == "nf4" else 1)
+    assert scale.shape == (2, 3, 24) and scale.dtype == jnp.bfloat16
+    found = np.asarray(dequantise(codes, scale, jnp.float32))
+    blocks = kernel.reshape(2, 3, 64, 24)
+    largest = np.abs(blocks).max(-2, keepdims=True)
+    wide = np.float32(np.asarray(scale))[:, :, None] * (127 if kind == "int8" else 1)
+    np.testing.assert_allclose(wide, largest, rtol=2**-8)
+    levels = LEVELS[kind] * wide[..., None]
+    nearest = np.abs(levels - blocks[..., None]).min(-1)
+    error = np.abs(found.reshape(blocks.shape) - blocks)
+    np.testing.assert_allclose(error, nearest, rtol=1e-3, atol=1e-8)
+    assert (found[0, 64:128, 5] == 0).all()
+    again = quantise(kind, found, 64)
+    assert (again[0] == codes).all()  # what a kernel stands for stands for itself
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whole_blocks_of_a_kernel_are_quantised_alone(kind):
+    kernel = some_kernel()
+    codes, scale = quantise(kind, kernel, 64)
+    part = quantise(kind, kernel[1, 64:, 3:9], 64)
+    rows = codes.shape[1] // 3
+    assert (part[0] == codes[1, rows:, 3:9]).all() and (part[1] == scale[1, 1:, 3:9]).all()
+    assert [block_size(n) for n in (4096, 576, 48, 90)] == [64, 64, 16, 2]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_computes_what_floats_of_the_same_values_compute(kind):
+    """The loss, and the gradients of the adapters, bit for bit; the base has none."""
+    config, base, adapters, floats = quantised("qwen3", kind)
+    tokens, mask = batch(config.vocab_size)
+
+    def step(model, base):
+        def loss(trained):
+            return loss_and_logits(model, join(base, trained), tokens, mask, remat="dots")[0]
+
+        return jax.value_and_grad(loss)(adapters)
+
+    ours, theirs = step(config, base), step(replace(config, quantised=None), floats)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert (a == b).all()
+    whole = merged(join(base, adapters), LORA.scale)
+    assert jax.tree.structure(whole) == jax.tree.structure(floats)
+    _, logits = loss_and_logits(config, join(base, adapters), tokens, mask)
+    _, same = loss_and_logits(config.plain, whole, tokens, mask)
+    np.testing.assert_allclose(logits[mask], same[mask], atol=1e-4)
+    _, plain = loss_and_logits(config.plain, tiny_model("qwen3")[1], tokens, mask)
+    assert np.abs(plain - same)[mask].max() > 1e-2
+
+
+def test_prefill_and_decode_equal_the_forward_pass_over_them():
+    config, base, adapters, _ = quantised("qwen3", "nf4")
+    params = decoder.unstack(join(base, adapters))
+    tokens = jnp.asarray(np.random.default_rng(0).integers(3, config.vocab_size, (2, 6)))
+    mask = jnp.ones_like(tokens, bool)
+    expected = decoder.forward(config, params, tokens, mask)
+    hidden, cache = decoder.prefill(config, params, tokens[:, :5], mask[:, :5])
+    np.testing.assert_allclose(hidden, expected[:, :5], atol=1e-5)
+    cache = jax.tree.map(lambda x: jnp.pad(x, [(0, 0)] * 2 + [(0, 8), (0, 0)]), cache)
+    hidden, _ = decoder.decode(config, params, cache, tokens[:, 5], jnp.full(2, 5), used=6)
+    np.testing.assert_allclose(hidden, expected[:, 5], atol=1e-5)
+
+
+class Drawn(Memory):
+    """Tensors of a model, drawn when they are asked for."""
+
+    def __init__(self, config):
+        shapes = weights.tensor_shapes(config)
+        draw = np.random.default_rng(1)
+        super().__init__({name: 0.1 * draw.normal(size=shape) for name, shape in shapes.items()})
+
+
+WIDE = DecoderConfig("llama", 64, 256, 3, 4, 2, 64, 384, lora=LORA)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("axes", [(1, 2, 2), (2, 2, 2)])
+def test_devices_hold_parts_and_compute_the_same(kind, axes):
+    """Each device quantises what it holds of the float weights, in whole blocks."""
+    config, mesh = replace(WIDE, quantised=kind), make_mesh(*axes)
+    tensors = Drawn(config)
+    one = weights.load(tensors, config.base)
+    many = weights.load(tensors, config.base, mesh)
+    assert all(map(np.array_equal, jax.tree.leaves(one), jax.tree.leaves(many)))
+    up = many["layers"]["mlp"]["up"]
+    for leaf in (up["kernel"], up["kernel_scale"]):  # both dims are divided
+        assert leaf.sharding.shard_shape(leaf.shape)[1:] == (leaf.shape[1] // 2, 192)
+    heads = many["layers"]["attn"]["o"]["kernel_scale"]
+    assert heads.sharding.shard_shape(heads.shape) == (3, 2, 128)
+    _, first = frozen_and_trained(decoder.init_params(config, jax.random.key(0)))
+    adapters = jax.tree.map(lambda x: x + 0.05, first)
+    placed = jax.device_put(adapters, frozen_and_trained(param_shardings(config, mesh))[1])
+    tokens, mask = batch(64)
+
+    def step(base, adapters, mesh):
+        def loss(trained):
+            return loss_and_logits(config, join(base, trained), tokens, mask, mesh=mesh)[0]
+
+        return jax.jit(jax.value_and_grad(loss))(adapters)
+
+    ours, theirs = step(many, placed, mesh), step(one, adapters, None)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5 * np.abs(b).max())
+
+
+def test_a_dim_whose_blocks_the_devices_do_not_divide_is_whole():
+    config = replace(WIDE, d_model=192, quantised="nf4")  # 3 blocks of 64, and fsdp=2
+    shardings = param_shardings(config, make_mesh(1, 2, 1))
+    assert shardings["layers"]["mlp"]["up"]["kernel"].spec[1] is None
+    assert shardings["layers"]["mlp"]["down"]["kernel"].spec[2] == "fsdp"
+    assert shardings["layers"]["mlp"]["up"]["lora_a"].spec[1] == "fsdp"
+
+
+def test_no_more_than_a_layer_is_dequantised_at_a_time():
+    """Of the compiled gradient: what 12 layers more keep is their activations, not their kernels as
+    floats."""
+    tokens, mask = jnp.ones((1, 4), jnp.int32), jnp.ones((1, 4), bool)
+
+    def temporaries(n_layers):
+        config = replace(WIDE, n_layers=n_layers, quantised="nf4")
+        frozen, trained = frozen_and_trained(decoder.abstract_params(config))
+
+        def loss(trained, base):
+            return loss_and_logits(config, join(base, trained), tokens, mask)[0]
+
+        compiled = jax.jit(jax.grad(loss)).lower(trained, frozen).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    layer = 4 * sum(n_in * n_out for n_in, n_out in WIDE.projections.values())
+    few, many = temporaries(2), temporaries(14)
+    assert many - few < 12 * layer / 10
+
+
+def test_the_bytes_of_the_base():
+    """Of bfloat16's: half and a quarter, and 1/64 of a scale each."""
+    for kind, size in (("int8", 1), ("nf4", 1 / 2)):
+        layers = decoder.abstract_params(replace(WIDE, lora=None, quantised=kind))["layers"]
+        held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(layers["mlp"]))
+        assert held == WIDE.n_layers * 3 * 256 * 384 * (size + 2 / 64)
+
+
+def test_an_odd_number_of_inputs_is_refused():
+    with pytest.raises(UserError, match="nf4 has two numbers in a byte, and mlp/down has 333"):
+        replace(WIDE, d_ff=333, quantised="nf4")
+    replace(WIDE, d_ff=333, quantised="int8")
