@@ -111,25 +111,44 @@ class Aligned(IntEnum):
     """Another token of that stretch."""
 
 
+class End(IntEnum):
+    """Whether the text up to a token may go on in the same token (`losses.cells`)."""
+
+    NONE = 0
+    """No stretch ends here, or no other token begins with it."""
+    OF_A_CELL = 1
+    """In one of the others of its cell that begin with it."""
+    ANY = 2
+    """In any other that begins with it."""
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TokenAlignment:
-    """The student's tokens of completions, C to a row, and the teacher's, C' to a row."""
+    """The student's tokens of completions, C to a row, and the teacher's, C' to a row. All but
+    `starts` are int32."""
 
     kinds: Array
-    """[B, C] int32: `Aligned`."""
+    """[B, C]: `Aligned`."""
     sizes: Array
-    """[B, C] int32: bytes that a token stands for; one that ends a completion has 0."""
+    """[B, C]: bytes that a token stands for; one that ends a completion has 0."""
     index: Array
-    """[B, C] int32: the first of the teacher's tokens in the same stretch; 0 where not aligned."""
+    """[B, C]: the first of the teacher's tokens in the same stretch; 0 where not aligned."""
     cells: Array
-    """[B, C] int32: the first cell of a stretch (`losses.cells`) at the token that begins it, where
-    it is the same for both; else -1."""
+    """[B, C]: the first cell of a stretch (`losses.cells`) at the token that begins it, where it is
+    the same for both, or `losses.cells.LEFT_OUT`; else -1."""
+    ends: Array
+    """[B, C]: `End`."""
+    left_out: Array
+    """[B, C, W]: bits of the cells that are left out where a stretch begins; 0 elsewhere."""
     starts: Array
     """[B, C'] bool: the teacher's tokens that begin a stretch."""
-    within: Array
-    """[B, C'] int32: that cell at the teacher's first token of a stretch that is not exact, or
-    `losses.cells.COMMON` where the token is the common one; else -1."""
+    their_cells: Array
+    """[B, C']: `cells` at the teacher's first token of a stretch."""
+    their_ends: Array
+    """[B, C']: `End`."""
+    their_left_out: Array
+    """[B, C', W]: `left_out` at the teacher's first token of a stretch."""
 
 
 @dataclass(frozen=True)
@@ -191,17 +210,22 @@ class TeacherSignal:
     entropy: Array = None
     """[B, C] float32, nats."""
     stretch_logprobs: Array = None
-    """[B, C] float32, nats: at each token the log-prob of its stretch, or of what is left of it
-    where `cells` has its first cell, under a teacher with another tokenizer. Such a teacher also
-    sends the fields `kinds`, `sizes` and `cells` of a `TokenAlignment`; `topk_ids` are cells."""
+    """[B, C] float32, nats: at each token the log-prob of its stretch given its first cell
+    (`losses.stretches`), under a teacher with another tokenizer. Such a teacher also sends the
+    fields `kinds`, `sizes`, `cells`, `ends` and `left_out` of a `TokenAlignment`; `topk_ids` are
+    cells."""
     kinds: Array = None
     """[B, C] int32."""
     sizes: Array = None
     """[B, C] int32."""
     cells: Array = None
     """[B, C] int32."""
-    baseline: Array = None
-    """[B, C] float32, nats: the mean over the batch of what stretches lose. Set by the actor."""
+    ends: Array = None
+    """[B, C] int32."""
+    left_out: Array = None
+    """[B, C, W] int32."""
+    open: Array = None
+    """[B, C] float32, nats: its `open` (`losses.cells`), beside hidden states."""
     weights: Array = None
     """[B, C, K] float32: the share of each of several teachers; they sum to 1 in rows with a
     prompt. Set by the actor."""

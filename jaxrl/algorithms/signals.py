@@ -23,7 +23,7 @@ from jaxtyping import Float, Int
 
 from jaxrl.config.schema import Config, DistillConfig
 from jaxrl.losses.algorithm_table import MixtureKind
-from jaxrl.losses.cells import COMMON, Cells
+from jaxrl.losses.cells import LONGER, Borders, opened
 from jaxrl.losses.distill import (
     Loss,
     divergence_from_hidden,
@@ -34,12 +34,12 @@ from jaxrl.losses.divergence import EntropyAware, Sums, sampled_reverse_kl
 from jaxrl.losses.head import (
     logprobs_at,
     logprobs_from_hidden,
-    logprobs_in_cells_from_hidden,
+    path_logprobs_from_hidden,
     topk_from_hidden,
 )
 from jaxrl.losses.masked import masked_count, masked_sum
 from jaxrl.losses.mixture import TeacherMixture
-from jaxrl.losses.stretches import stretch_reverse_kl
+from jaxrl.losses.stretches import increments, stretch_reverse_kl
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Params, Remat, forward_packed, head
 from jaxrl.models.experts import Routed
@@ -254,7 +254,12 @@ def mixture_signal(
 
 
 def _learn_hidden(
-    p: Projection, hidden: Array, kernel: Array, batch: TrainBatch, frozen: Frozen
+    p: Projection,
+    hidden: Array,
+    kernel: Array,
+    batch: TrainBatch,
+    frozen: Frozen,
+    **of_cells: Any,
 ) -> Loss:
     signal, heads = _signal(batch), frozen["teacher_head"]
     teachers, mixture = signal.hidden, None
@@ -269,7 +274,7 @@ def _learn_hidden(
         heads,
         batch.sequences.loss_mask,
         mixture=mixture,
-        cells=_cells(signal, frozen),
+        **of_cells,
         beta=p.distill.jsd_beta,
         lean=p.distill.lean,
         entropy_aware=p.term if p.distill.entropy_aware else None,
@@ -287,7 +292,12 @@ def _of_each(p: Projection, hidden: Array, heads: Sequence[Array]) -> list[Array
 
 
 def _learn_topk(
-    p: Projection, hidden: Array, kernel: Array, batch: TrainBatch, frozen: Frozen
+    p: Projection,
+    hidden: Array,
+    kernel: Array,
+    batch: TrainBatch,
+    frozen: Frozen,
+    **of_cells: Any,
 ) -> Loss:
     signal = _signal(batch)
     return topk_divergence_from_hidden(
@@ -300,7 +310,7 @@ def _learn_topk(
         beta=p.distill.jsd_beta,
         lean=p.distill.lean,
         v=p.vocab_size,
-        cells=_cells(signal, frozen),
+        **of_cells,
         **p.options,
     )
 
@@ -338,8 +348,7 @@ def distill_loss(
 
     Args:
         frozen: `teacher_head` [V, Dt] for the signal `hidden`; one for each of several teachers.
-            `cells`, a pair of [V] and [Vt], of a teacher with another tokenizer
-            (`losses.cells`).
+            `cells` (`losses.cells`), of a teacher with another tokenizer.
     """
     if _signal(batch).kinds is not None:
         return _aligned_loss(p, hidden, kernel, batch, frozen)
@@ -360,47 +369,47 @@ def _aligned_loss(
     cell; for the signal `sampled` that of whole stretches. All tokens of the completions count,
     aligned or not."""
     signal, sequences = _signal(batch), batch.sequences
-    mask, kinds = sequences.loss_mask, signal.kinds
+    mask, kinds, cells = sequences.loss_mask, signal.kinds, frozen["cells"]
     total, metrics = jnp.zeros(()), dict[str, Any]()
-    tokens, options = completion_tokens(sequences), p.options | {"v": p.vocab_size}
-    if p.distill.signal == "sampled":
-        rest = mask & (kinds != Aligned.NOT)
-        logprobs = logprobs_from_hidden(hidden, kernel, tokens, mask=rest, **options)
-        whole = logprobs
-    else:
-        at_borders = replace(sequences, loss_mask=mask & (signal.cells >= 0))
-        loss = DISTILL_LOSSES[p.distill.signal]
-        total, _, metrics = loss(p, hidden, kernel, replace(batch, sequences=at_borders), frozen)
-        rest = mask & (kinds != Aligned.NOT) & (kinds != Aligned.EXACT)
-        within = jnp.where(kinds == Aligned.START, signal.cells, -1)
-        mine, _ = frozen["cells"]
-        others = jnp.where(mine == jnp.arange(len(mine)), COMMON, mine)
-        logprobs, whole = logprobs_in_cells_from_hidden(
-            hidden, kernel, tokens, others, within, mask=rest, **options
-        )
-        logprobs = jnp.where(within == tokens, 0, logprobs)
+    sampled = p.distill.signal == "sampled"
+    begins = kinds != Aligned.INSIDE
+    first = jnp.full_like(signal.cells, -1) if sampled else signal.cells
+    of_cell = jnp.where(first <= LONGER, LONGER - first, first)
+    given = jnp.where(begins, of_cell, -1)
+    path = path_logprobs_from_hidden(
+        hidden,
+        kernel,
+        completion_tokens(sequences),
+        cells.student,
+        cells.bits,
+        first,
+        given,
+        signal.ends,
+        signal.left_out,
+        mask=mask,
+        v=p.vocab_size,
+        **p.options,
+    )
+    if not sampled:
+        at_borders = replace(sequences, loss_mask=mask & begins & (first != -1))
+        borders = Borders(signal.left_out, opened(path.extra, signal.left_out), signal.open)
+        loss, there = DISTILL_LOSSES[p.distill.signal], replace(batch, sequences=at_borders)
+        total, _, metrics = loss(p, hidden, kernel, there, frozen, cells=cells, borders=borders)
+    rest = mask & (kinds != Aligned.NOT) & (sampled | (kinds != Aligned.EXACT))
     extra, more = stretch_reverse_kl(
-        logprobs,
-        whole,
+        path.conditional,
+        increments(path, given, signal.left_out),
         signal.stretch_logprobs,
+        path.whole,
         batch.sampler_logprobs,
-        kinds != Aligned.INSIDE,
+        begins,
         rest,
-        signal.baseline,
         ratio_cap=p.distill.ratio_cap,
     )
     read = masked_sum(signal.sizes, mask)
     for name, part in (("aligned", kinds != Aligned.NOT), ("exact", kinds == Aligned.EXACT)):
         metrics[f"{name}_bytes"] = (masked_sum(signal.sizes, mask & part), read)
     return total + extra, masked_count(mask), metrics | more
-
-
-def _cells(signal: TeacherSignal, frozen: Frozen) -> Cells | None:
-    """Those of a teacher with another vocabulary."""
-    if signal.cells is None:
-        return None
-    student, teacher = frozen["cells"]
-    return Cells(student, teacher, len(student) + 1)
 
 
 def _by_teacher(p: Projection, metrics: Sums, weights: Float[Array, "B C K"]) -> Sums:

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl.algorithms.aligned import stretch_baseline
 from jaxrl.algorithms.methods import method_of, sampled_share
 from jaxrl.algorithms.signals import Projection
 from jaxrl.config.schema import Config
+from jaxrl.losses.cells import WORDS, Cells, Side
 from jaxrl.models import bert
 from jaxrl.models.batching import rows_of, width_of
 from jaxrl.models.config import DecoderConfig
@@ -199,8 +199,6 @@ class RunPrograms:
             return TeacherSignal(**arrays)
         jitted, args = self.score(rows, self.teachers[-1])
         out = jax.eval_shape(jitted, *args)
-        if m.aligned and role == "actor":
-            out = replace(out, baseline=jax.ShapeDtypeStruct((rows, m.new_tokens), jnp.float32))
         if m.signal == "hidden":  # of several teachers: those of the widest, or of all
             width = max(m.teacher_widths) if c.mixture is None else sum(m.teacher_widths)
             shape = (rows, m.new_tokens, width)
@@ -211,10 +209,16 @@ class RunPrograms:
         weights = (rows, m.new_tokens, len(c.teachers))
         return replace(found, weights=shaped(weights, jnp.float32, at))
 
-    def cells(self, role: str) -> tuple[jax.ShapeDtypeStruct, ...]:
+    def cells(self, role: str) -> Cells:
         """Of the student's and the teacher's tokens, where these are others."""
-        counts = (self.student.vocab_size, *(model.vocab_size for _, model in self.teachers))
-        return tuple(shaped((n,), jnp.int32, self.everywhere(role)) for n in counts)
+        (_, teacher), *_ = self.teachers
+
+        def each(n: int) -> jax.ShapeDtypeStruct:
+            return shaped((n,), jnp.int32, self.everywhere(role))
+
+        counts = self.student.vocab_size, teacher.vocab_size
+        mine, theirs = (Side(*[each(n)] * 4) for n in counts)
+        return Cells(mine, theirs, each(self.student.vocab_size + 2))
 
     def scored(self, role: str, model: DecoderConfig, parts: int) -> tuple[int, int]:
         """(rows of one of `parts` slices of the batch over all devices of a role, number of rows
@@ -245,12 +249,12 @@ class RunPrograms:
         ids, at = None, self.rows(role)
         aligned: tuple[Any, ...] = ()
         if m.aligned:
-            each = shaped((rows, m.new_tokens), jnp.int32, at)
-            wide = (rows, m.completions(role))
-            starts, within = shaped(wide, bool, at), shaped(wide, jnp.int32, at)
-            tokens = TokenAlignment(each, each, each, each, starts, within)
-            mine, theirs = self.cells(role)
-            aligned = (tokens, (mine, theirs, theirs))
+            mine, theirs = (rows, m.new_tokens), (rows, m.completions(role))
+            one, its = (shaped(shape, jnp.int32, at) for shape in (mine, theirs))
+            bits, its_bits = (shaped((*s, WORDS), jnp.int32, at) for s in (mine, theirs))
+            starts = shaped(theirs, bool, at)
+            each = (*[one] * 5, bits, starts, its, its, its_bits)
+            aligned = (TokenAlignment(*each), self.cells(role))
         if sends:
             distill = c.distill.model_copy(update={"signal": "hidden"})
             projection = replace(projection, distill=distill)
@@ -361,11 +365,6 @@ def _before_updates(
                 yield one("rows of the head", jitted, shaped(whole, dtype, at), start=True)
     if "teacher" in run.meshes:
         yield from _signal_moves(run, signal, own)
-    if signal.kinds is not None:
-        sampled = shaped(signal.kinds.shape, jnp.float32, signal.kinds.sharding)
-        mask = shaped(signal.kinds.shape, bool, signal.kinds.sharding)
-        fields = signal.kinds, signal.cells, signal.stretch_logprobs, sampled, mask
-        yield one("baseline", stretch_baseline, *fields)
 
 
 def _signal_moves(run: RunPrograms, signal: TeacherSignal, own: int) -> Iterator[Program]:
@@ -379,7 +378,7 @@ def _signal_moves(run: RunPrograms, signal: TeacherSignal, own: int) -> Iterator
         each = [shaped((n, *leaf.shape[1:]), leaf.dtype, at) for n in rows]
         return Rows(tuple(each)) if len(each) > 1 else each[0]
 
-    xs = [sent(leaf) for leaf in jax.tree.leaves(replace(signal, baseline=None, weights=None))]
+    xs = [sent(leaf) for leaf in jax.tree.leaves(replace(signal, weights=None))]
     models = (run.params("teacher", m, section.compute_dtype, "stacked") for _, m in run.teachers)
     targets = [run.rows("actor")] * len(xs)
     yield from _moves(

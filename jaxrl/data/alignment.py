@@ -6,7 +6,8 @@ or more tokens of each, which spell the same. At its beginning both models predi
 follows from the same text before, and their distributions can be compared, over cells
 (`losses.cells`). A stretch of one token each, which stand for the same bytes, is *exact*: there is
 nothing more in it. Of any other the sampled rest is compared: the tokens after the first, and the
-first given its cell, unless it is the token that the cell is named by.
+first given its cell. Not every border that both have is one at which the models know the same
+(`data.borders`); a stretch goes on over those where they do not.
 """
 
 from __future__ import annotations
@@ -14,15 +15,16 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import numpy as np
 
 from jaxrl.data.batch import DATA, pack, width_of
+from jaxrl.data.borders import Joining, Path, words
 from jaxrl.data.spelling import Spelling
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.losses.cells import COMMON, Cells
+from jaxrl.losses.cells import LEFT_OUT, LONGER, NEVER, OTHERS, WORDS, Cells, Side
 from jaxrl.types import Aligned, Completion, Rollout, TokenAlignment
 
 
@@ -52,8 +54,12 @@ class Row:
     sizes: np.ndarray
     index: np.ndarray
     cells: np.ndarray
+    ends: np.ndarray
+    left_out: np.ndarray
     starts: np.ndarray
-    within: np.ndarray
+    their_cells: np.ndarray
+    their_ends: np.ndarray
+    their_left_out: np.ndarray
 
 
 class Aligner:
@@ -66,10 +72,11 @@ class Aligner:
         self.to_teacher = self._common()
         """[V] int32: the teacher's id of each of the student's tokens, -1 where it has none."""
         self.cells = self._cells()
-        rest = self.cells.teacher.copy()
-        rest[self.to_teacher[self.to_teacher >= 0]] = COMMON
-        self.rest = rest
-        """[Vt] int32: cells of the teacher's tokens without the common ones."""
+        mine, its = self.cells.student.cells, self.cells.teacher.cells
+        self._joining = (
+            Joining(self._ours, mine, student.ends),
+            Joining(self._theirs, its, teacher.ends),
+        )
 
     def _common(self) -> np.ndarray:
         ours, theirs, student, teacher = self._ours, self._theirs, self.student, self.teacher
@@ -93,7 +100,19 @@ class Aligner:
         ours[common], theirs[self.to_teacher[common]] = common, common
         # A student without tokens of the last cell learns how the teacher chooses among the others.
         theirs[theirs == v] = v if (ours[:v] == v).any() else v + 1
-        return Cells(ours[:v], theirs, v + 1)
+        bits = [
+            NEVER if i in self._ours.special_ids or i in self.student.ends or not name else name[0]
+            for i, name in enumerate(self._ours.bytes[:v])
+        ]
+        return Cells(
+            Side(ours[:v], *self._ours.spans(v), (self.to_teacher >= 0).astype(np.int32)),
+            Side(
+                theirs,
+                *self._theirs.spans(self.teacher.rows),
+                np.isin(np.arange(len(theirs)), self.to_teacher[common]).astype(np.int32),
+            ),
+            np.array([*bits, OTHERS, NEVER], np.int32),
+        )
 
     def read(
         self, rollout: Rollout, max_prompt_tokens: int, max_tokens: int, width_multiple: int = 2
@@ -123,13 +142,16 @@ class Aligner:
             pad_id=0,  # the mask leaves padding out
             row_multiple=count,
         )
+        none = {"cells": -1, "their_cells": -1}
         alignment = TokenAlignment(
-            kinds=_padded([row.kinds for row in rows], count, width, np.int32),
-            sizes=_padded([row.sizes for row in rows], count, width, np.int32),
-            index=_padded([row.index for row in rows], count, width, np.int32),
-            cells=_padded([row.cells for row in rows], count, width, np.int32, fill=-1),
-            starts=_padded([row.starts for row in rows], count, theirs, bool),
-            within=_padded([row.within for row in rows], count, theirs, np.int32, fill=-1),
+            **{
+                name: _padded(
+                    [getattr(row, name) for row in rows],
+                    (count, theirs if name.startswith(("starts", "their")) else width),
+                    none.get(name, 0),
+                )
+                for name in (field.name for field in fields(TokenAlignment))
+            }
         )
         return replace(rollout, sequences=sequences, alignment=alignment)
 
@@ -174,6 +196,17 @@ class Aligner:
         our_borders, their_borders = our_sizes.cumsum(), their_sizes.cumsum()
         shared = np.intersect1d(our_borders, their_borders)
         shared = shared[shared <= agreed]
+        before = np.searchsorted(our_borders, shared, "right")
+        paths = _Paths(self, ours, theirs)
+        kept = [
+            paths.ends(*both)
+            for both in zip(
+                before.tolist(),
+                np.searchsorted(their_borders, shared, "right").tolist(),
+                strict=True,
+            )
+        ]
+        shared = shared[np.array(kept, bool)]
         # The stretch of each token; that which follows the last one is not aligned.
         mine, its = np.searchsorted(shared, our_borders), np.searchsorted(shared, their_borders)
         stretches = np.arange(len(shared) + 1)
@@ -181,18 +214,26 @@ class Aligner:
         alone = _sizes(mine, stretches) + _sizes(its, stretches) == 2
         first = np.array([*theirs, 0])[index]
         starts, inside = _begins(mine), mine < len(shared)
-        same = self.to_teacher[ours] == first
+        cells = np.where(inside & (starts | sampled), paths.cells[0], -1)
+        same = (self.to_teacher[ours] == first) & (cells >= 0)
         kinds = np.where(starts, Aligned.START, Aligned.INSIDE)
         kinds = np.where(alone[mine] & same, Aligned.EXACT, kinds if sampled else Aligned.NOT)
         kinds, index = np.where(inside, kinds, Aligned.NOT), np.where(inside, index, 0)
-        cells = self.cells.student[ours]
-        meet = (cells == self.cells.teacher[first]) & (cells < self.student.rows)
-        cells = np.where(starts & inside & meet, cells, -1)
-        within = np.full(len(theirs), -1)
-        rest = (kinds == Aligned.START) & (cells >= 0)
-        common = self.to_teacher[cells] == first
-        within[index[rest]] = np.where(common, COMMON, cells)[rest]
-        return Row(theirs, kinds, sizes, index, cells, _begins(its), within)
+        (_, their_cells), (ends, their_ends) = paths.cells, paths.endings
+        left_out, theirs_out = paths.left_out
+        return Row(
+            tokens=theirs,
+            kinds=kinds,
+            sizes=sizes,
+            index=index,
+            cells=cells,
+            ends=ends,
+            left_out=left_out,
+            starts=_begins(its),
+            their_cells=np.where(its < len(shared), their_cells, -1),
+            their_ends=their_ends,
+            their_left_out=theirs_out,
+        )
 
     def _end(self, end: int) -> int:
         """The teacher's end of a completion that the student ended with this token."""
@@ -213,6 +254,67 @@ class Aligner:
         unknown = np.zeros(len(kept), np.float32)
         reason = completion.finish_reason if len(kept) == len(tokens) else "length"
         return Completion(kept, unknown, unknown, reason, completion.text)
+
+
+class _Paths:
+    """What is known of a completion at the borders of its stretches, for both models."""
+
+    def __init__(self, aligner: Aligner, ours: list[int], theirs: list[int]):
+        both = tuple(zip(aligner._joining, (ours, theirs), strict=True))
+        self._paths = tuple(Path(*one) for one in both)
+        self._cells, self._to_teacher = aligner.cells, aligner.to_teacher
+        self.cells = tuple(np.full(len(tokens), -1) for _, tokens in both)
+        self.endings = tuple(np.zeros(len(tokens), np.int32) for _, tokens in both)
+        self.left_out = tuple(np.zeros((len(tokens), WORDS), np.int32) for _, tokens in both)
+        self._begin(0, 0, 0)
+
+    def ends(self, ours: int, theirs: int) -> bool:
+        """Whether a stretch ends after so many tokens of each."""
+        counts = ours, theirs
+        known = [path.read(count) for path, count in zip(self._paths, counts, strict=True)]
+        if not all(known):
+            return False
+        left_out = 0
+        for path, count, endings in zip(self._paths, counts, self.endings, strict=True):
+            endings[count - 1], bits = path.end()
+            left_out |= bits
+        self._begin(ours, theirs, left_out)
+        return True
+
+    def _begin(self, ours: int, theirs: int, left_out: int) -> None:
+        places = ours, theirs
+        if any(n >= len(path.tokens) for n, path in zip(places, self._paths, strict=True)):
+            return
+        sides = self._cells.student, self._cells.teacher
+        first = [
+            int(side.cells[path.tokens[n]])
+            for side, path, n in zip(sides, self._paths, places, strict=True)
+        ]
+        out = [left_out >> int(self._cells.bits[cell]) & 1 for cell in first]
+        cell = first[0] if first[0] == first[1] < self._cells.size - 1 else -1
+        cell = LEFT_OUT if all(out) else -1 if any(out) else cell
+        for path, n, cells, given in zip(
+            self._paths, places, self.cells, self.left_out, strict=True
+        ):
+            cells[n], given[n] = cell, words(left_out)
+            if cell >= 0:
+                path.first[n] = cell
+        if cell >= 0:
+            self._choose(cell, ours, theirs)
+
+    def _choose(self, cell: int, ours: int, theirs: int) -> None:
+        """What a sample tells of a cell is which of the longer tokens follow, in one token or in
+        several. Whether one does is in the divergence at the border after the token of the cell, if
+        the student never says this token before what a longer one begins with."""
+        mine, its = self._paths
+        names = cell, int(self._to_teacher[cell])
+        if mine.tokens[ours] != names[0]:
+            if mine.joining.always_joins(names[0]):
+                self.cells[0][ours] = LONGER - cell
+        elif its.tokens[theirs] != names[1]:
+            bits = [p.joining.after(name, True) for p, name in zip(self._paths, names, strict=True)]
+            self.cells[0][ours + 1] = LEFT_OUT
+            self.left_out[0][ours + 1] = words(bits[0] | bits[1])
 
 
 def _sizes(numbers: np.ndarray, stretches: np.ndarray) -> np.ndarray:
@@ -245,11 +347,11 @@ def _text(spelt: bytes) -> str:
         return spelt[: error.start].decode()
 
 
-def _padded(
-    values: Sequence[np.ndarray], rows: int, width: int, dtype: type, fill: int = 0
-) -> np.ndarray:
-    """[rows, width], `fill` where there is no value."""
-    padded: np.ndarray = np.full((rows, width), fill, dtype)
+def _padded(values: Sequence[np.ndarray], shape: tuple[int, int], fill: int) -> np.ndarray:
+    """[rows, width, ...], `fill` where there is no value."""
+    like = values[0] if values else np.zeros(0, np.int32)
+    dtype = bool if like.dtype == bool else np.int32
+    padded: np.ndarray = np.full((*shape, *like.shape[1:]), fill, dtype)
     for row, value in zip(padded, values, strict=False):
         row[: len(value)] = value
     return padded

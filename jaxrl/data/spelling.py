@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -63,6 +64,36 @@ class Spelling:
                 if token not in found or not spare:
                     found[token] = i
         return found
+
+    @cached_property
+    def sorted(self) -> tuple[list[bytes], np.ndarray]:
+        """All tokens that are text in the order of their bytes, and their ids."""
+        text = [i for i, token in enumerate(self.bytes) if token and i not in self.special_ids]
+        ids = np.array(sorted(text, key=self.bytes.__getitem__), np.int32)
+        return [self.bytes[i] for i in ids], ids
+
+    def spans(self, rows: int) -> tuple[np.ndarray, np.ndarray]:
+        """[rows] int32 twice: the place of each token in that order, and of the last one that
+        begins with it. Tokens that are no text come after all others."""
+        names, ids = self.sorted
+        rank, last = np.full(len(self.bytes), -1, np.int32), np.full(len(self.bytes), -1, np.int32)
+        open_: list[int] = []  # places of the tokens that the one at hand begins with
+        for place, name in enumerate([*names, b""]):
+            while open_ and not (name and name.startswith(names[open_[-1]])):
+                last[ids[open_.pop()]] = place - 1
+            open_.append(place)
+        rank[ids] = np.arange(len(ids))
+        others = np.flatnonzero(rank < 0)
+        rank[others] = last[others] = len(ids) + np.arange(len(others))
+        return rank[:rows], last[:rows]
+
+    def begin_with(self, start: bytes) -> Iterator[int]:
+        """Ids of all tokens that begin with these bytes, these themselves first."""
+        names, ids = self.sorted
+        for place in range(bisect.bisect_left(names, start), len(names)):
+            if not names[place].startswith(start):
+                return
+            yield int(ids[place])
 
     def cells(self, known: Mapping[bytes, int], none: int) -> np.ndarray:
         """[V] int32: for each token the number of the longest of `known` that it begins with, and

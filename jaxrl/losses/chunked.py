@@ -187,7 +187,7 @@ def _scaled(x: Array, factor: Array) -> Array:
     return (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
-_Heads = tuple[Array, tuple[Array, ...], tuple[Array, Array | None] | None]
+_Heads = tuple[Array, tuple[Array, ...], tuple[Array | None, ...] | None]
 """The student's head, each teacher's, and `FrozenInputs.cells`: a device's rows, at full width."""
 
 

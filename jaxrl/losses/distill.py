@@ -34,7 +34,7 @@ from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int
 
 from jaxrl.losses.algorithm_table import MixtureKind
-from jaxrl.losses.cells import Cells, InCells, check_cells
+from jaxrl.losses.cells import Borders, Cells, InCells, check_cells
 from jaxrl.losses.chunked import loss_values
 from jaxrl.losses.divergence import (
     MIN,
@@ -81,6 +81,7 @@ def divergence_from_hidden(
     entropy_aware: EntropyAware | None = None,
     mixture: TeacherMixture | None = None,
     cells: Cells | None = None,
+    borders: Borders | None = None,
 ) -> Loss:
     """Generalised JSD over the full vocabulary (`divergence.jsd`), plus the term where given.
 
@@ -89,6 +90,7 @@ def divergence_from_hidden(
         mixture: combines several teachers; each one's distribution is taken at `temperature`.
         cells: of a teacher with another vocabulary: the divergence is over them. Neither `lean` nor
             a mesh with more than one device along tensor is possible then.
+        borders: with cells.
 
     Metrics: divergence (without the term), top1_agreement (fraction of tokens where both models'
     most probable tokens are the same), student_entropy and teacher_entropy (nats, at
@@ -104,10 +106,12 @@ def divergence_from_hidden(
     if cells is not None:
         term, models = InCells(term, cells.size), models[:1]
     sharded = shard_term(term, *models, chunk=chunk, mesh=mesh, lean=lean)
-    if cells is not None:
+    if cells is not None and borders is not None:
         check_cells(sharded)
-        given = jax.tree.map(jnp.asarray, (fit_rows(sharded, hidden), heads, cells[:2]))
-        return _loss(sharded, student_hidden, student_head, mask, {}, temperature, given)
+        columns = cells.student.cells, cells.teacher.cells, cells.bits
+        given = jax.tree.map(jnp.asarray, (fit_rows(sharded, hidden), heads, columns))
+        model = student_hidden, student_head, mask
+        return _loss(sharded, *model, _of_borders(borders), temperature, given, borders.student)
     if entropy_aware is not None and not 0 < entropy_aware.top_k <= sharded.vocab:
         raise ValueError(
             f"the entropy-aware term's top_k is {entropy_aware.top_k}; "
@@ -133,6 +137,7 @@ def topk_divergence_from_hidden(
     mesh: Mesh | None = None,
     v: int | None = None,
     cells: Cells | None = None,
+    borders: Borders | None = None,
 ) -> Loss:
     """Generalised JSD over K ids and one tail bucket (`divergence.topk_divergence`).
 
@@ -146,17 +151,20 @@ def topk_divergence_from_hidden(
 
     Args:
         cells: of a teacher with another vocabulary; the ids are then of cells.
+        borders: with cells.
     """
     check_beta(beta)
     model = student_hidden, student_head
     term: Term = _TopKTail(beta) if cells is None else InCells(_TopKTail(beta), cells.size)
     sharded = shard_term(term, model, chunk=chunk, mesh=mesh, v=v, lean=lean)
     tokens = {"ids": ids, "logprobs": teacher_logprobs, "tail": teacher_tail}
-    given: tuple[Any, ...] = ((), (), None)
-    if cells is not None:
-        check_cells(sharded)
-        given = ((), (), (jnp.asarray(cells.student), None))
-    return _loss(sharded, student_hidden, student_head, mask, tokens, temperature, given)
+    if cells is None or borders is None:
+        return _loss(sharded, student_hidden, student_head, mask, tokens, temperature)
+    check_cells(sharded)
+    columns = jnp.asarray(cells.student.cells), None, jnp.asarray(cells.bits)
+    tokens |= _of_borders(borders)
+    given = tokens, temperature, ((), (), columns), borders.student
+    return _loss(sharded, student_hidden, student_head, mask, *given)
 
 
 def entropy_aware_from_topk(
@@ -226,12 +234,16 @@ def _loss(
     tokens: PerToken,
     temperature: float | Array,
     teachers: tuple[Any, ...] = ((), (), None),
+    open: Array | None = None,
 ) -> Loss:
     scale, tokens, teachers = inverse(temperature), *jax.lax.stop_gradient((tokens, teachers))
     rows = fit_rows(sharded, (mask, tokens))
     given = FrozenInputs(rows[0], scale, rows[1], *teachers)
     hidden = fit_rows(sharded, masked_rows(hidden, mask))
     total, values = loss_values(sharded, hidden, fit_head(sharded, head), given)
+    if open is not None:  # 0 with the gradient that the loss has by it
+        slope = jax.lax.stop_gradient(values.pop("open")[: mask.shape[0], : mask.shape[1]])
+        total += masked_sum(slope * (open - jax.lax.stop_gradient(open)), mask)
     values = jax.lax.stop_gradient({k: x for k, x in values.items() if k != "loss"})
     count = masked_count(mask)
     metrics = {k: (masked_sum(x, rows[0]), count) for k, x in values.items()}
@@ -239,6 +251,11 @@ def _loss(
     for name in ("divergence", "top1_agreement"):
         metrics[name] = (jnp.where(mask, values[name][real], 0).astype(count.dtype), ones)
     return total, count, metrics
+
+
+def _of_borders(borders: Borders) -> PerToken:
+    found = {"left_out": borders.left_out, "open": borders.student}
+    return found if borders.teacher is None else found | {"their_open": borders.teacher}
 
 
 @dataclass(frozen=True)

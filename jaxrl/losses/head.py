@@ -20,7 +20,16 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int
 
-from jaxrl.losses.cells import Cells, InCells, check_cells
+from jaxrl.losses.cells import (
+    LEFT_OUT,
+    LONGER,
+    Borders,
+    Cells,
+    InCells,
+    Side,
+    check_cells,
+    is_left_out,
+)
 from jaxrl.losses.chunked import measure, tiled
 from jaxrl.losses.divergence import MIN
 from jaxrl.losses.layout import (
@@ -38,7 +47,7 @@ from jaxrl.losses.layout import (
 )
 from jaxrl.losses.mixture import OfMixture, TeacherMixture
 from jaxrl.losses.vocabulary import VocabShard, with_tail
-from jaxrl.types import Array, Tree
+from jaxrl.types import Array, End, Tree
 
 
 class TopK(NamedTuple):
@@ -74,8 +83,8 @@ def logprobs_from_hidden(
             and no gradient comes from them.
     """
     term = _TokenLogprob(entropy=False)
-    logprobs, _ = _of_tokens(term, hidden, head, tokens, mask, temperature, chunk, mesh, v)
-    return logprobs
+    given = mask, temperature, chunk, mesh, v
+    return _of_tokens(term, hidden, head, tokens, *given)["logprobs"]
 
 
 def logprobs_and_entropy_from_hidden(
@@ -91,33 +100,67 @@ def logprobs_and_entropy_from_hidden(
 ) -> tuple[Float[Array, "B C"], Float[Array, "B C"]]:
     """`logprobs_from_hidden`, and the entropy of each position in nats; both differentiable."""
     term = _TokenLogprob(entropy=True)
-    return _of_tokens(term, hidden, head, tokens, mask, temperature, chunk, mesh, v)
+    found = _of_tokens(term, hidden, head, tokens, mask, temperature, chunk, mesh, v)
+    return found["logprobs"], found["entropy"]
 
 
-def logprobs_in_cells_from_hidden(
+class PathLogprobs(NamedTuple):
+    """Log-probs of tokens on the path that a text was cut into, nats."""
+
+    conditional: Float[Array, "B C"]
+    """log pi(token | first), where the token is one of a set that is known already."""
+    extra: Float[Array, "B C"]
+    """log of what all tokens that begin with it have, minus log pi(token); at least 0."""
+    whole: Float[Array, "B C"]
+    """log pi(token). No gradient."""
+    known: Float[Array, "B C"]
+    """log pi(given). No gradient."""
+
+
+def path_logprobs_from_hidden(
     hidden: Float[Array, "B C D"],
     head: Float[Array, "V D"],
     tokens: Int[Array, "B C"],
-    cells: Int[Array, " V"],
-    within: Int[Array, "B C"],
+    side: Side,
+    bits: Int[Array, " cells"],
+    first: Int[Array, "B C"],
+    given: Int[Array, "B C"],
+    ends: Int[Array, "B C"],
+    left_out: Int[Array, "B C W"],
     *,
     mask: Bool[Array, "B C"] | None = None,
     temperature: float | Array = 1.0,
     chunk: int = CHUNK,
     mesh: Mesh | None = None,
     v: int | None = None,
-) -> tuple[Float[Array, "B C"], Float[Array, "B C"]]:
-    """log pi(token | the token is of the cell `within`), nats, where `within` is not negative, else
-    log pi(token); and log pi(token) everywhere, through which no gradient flows.
+) -> PathLogprobs:
+    """What `losses.stretches` needs of a model's log-probs. Differentiable.
 
     Args:
-        cells: cell of each token of the vocabulary (`losses.cells`).
+        side, bits: of this model's tokens (`losses.cells`).
+        first: the cell that a token is known to be of, `LEFT_OUT` or `LONGER` less a cell; -1 where
+            nothing is known.
+        given: the same, for `known`.
+        ends: `End`; where it is `End.NONE`, `extra` is 0.
+        left_out: bits of cells.
         mask, temperature: as of `logprobs_from_hidden`.
     """
-    term = _CellLogprob()
-    given = temperature, chunk, mesh, v
-    conditional, whole = _of_tokens(term, hidden, head, tokens, mask, *given, cells, within)
-    return conditional, jax.lax.stop_gradient(whole)
+    side, bits = jax.tree.map(jnp.asarray, (side, bits))
+    last = jnp.where(ends == End.NONE, side.rank[tokens], side.last[tokens])
+    each = {
+        "ids": tokens,
+        "first": first,
+        "given": given,
+        "low": side.rank[tokens],
+        "high": last,
+        "of": jnp.where(ends == End.OF_A_CELL, side.cells[tokens], -1),
+        "left_out": left_out,
+    }
+    columns = side.cells, side.rank, side.common, bits[jnp.minimum(side.cells, len(bits) - 1)]
+    options = mask, temperature, chunk, mesh, v, each, columns
+    found = PathLogprobs(**_of_tokens(_PathLogprobs(), hidden, head, tokens, *options))
+    whole, known = jax.lax.stop_gradient((found.whole, found.known))
+    return found._replace(whole=whole, known=known)
 
 
 def topk_from_hidden(
@@ -131,6 +174,7 @@ def topk_from_hidden(
     v: int | None = None,
     mixture: TeacherMixture | None = None,
     cells: Cells | None = None,
+    borders: Borders | None = None,
 ) -> TopK:
     """What a teacher ships for the `topk` signal, or a student for `student_topk`. No gradient.
 
@@ -138,18 +182,22 @@ def topk_from_hidden(
         hidden, head: of several teachers, one array for each.
         mixture: combines several teachers.
         cells: of a teacher with another vocabulary: ids and probabilities are then of cells.
+        borders: with cells; `teacher` has the `open` of this model, and `student` is not read.
     """
     models = _models(hidden, head)
     term: Term = _TopK(k) if cells is None else InCells(_TopK(k), cells.size)
     sharded = shard_term(term, *models, chunk=chunk, mesh=mesh, v=v)
-    if cells is not None:
+    tokens: PerToken = {}
+    columns = None
+    if cells is not None and borders is not None:
         check_cells(sharded)
+        tokens = {"left_out": borders.left_out, "open": borders.teacher}
+        columns = jnp.asarray(cells.teacher.cells), None, jnp.asarray(cells.bits)
     if not 0 < k <= sharded.vocab:
         raise ValueError(
             f"top-k is {k}; the vocabulary has {sharded.vocab} tokens: 1 to {sharded.vocab}"
         )
-    own = None if cells is None else cells.teacher
-    values = _measured(sharded, hidden, head, {}, temperature, mixture, own)
+    values = _measured(sharded, hidden, head, tokens, temperature, mixture, columns)
     return TopK(values["ids"], values["logprobs"], values["tail"], values["entropy"])
 
 
@@ -207,27 +255,43 @@ class _TokenLogprob(Term):
 
 
 @dataclass(frozen=True)
-class _CellLogprob(Term):
-    """Log-prob of one token of each position within a cell; its second value is that within the
-    whole vocabulary."""
+class _PathLogprobs(Term):
+    """The three values of `PathLogprobs`."""
 
     def measure(self, z: Array, tokens: PerToken, columns: VocabShard) -> TokenStats:
         own = columns.at(z, tokens["ids"][:, None])[:, 0]
-        lse = columns.logsumexp(jnp.where(_members(tokens), z, MIN))
-        values = {"logprobs": own - lse, "entropy": own - columns.logsumexp(z)}
-        return TokenStats(values, {"lse": lse})
+        first, given, ends = (_members(tokens, name) for name in ("first", "given", "ends"))
+        chosen = columns.logsumexp(jnp.where(first, z, MIN))
+        more, every = columns.logsumexp(jnp.where(ends, z, MIN)), columns.logsumexp(z)
+        known = columns.logsumexp(jnp.where(given, z, MIN))
+        values = {"conditional": own - chosen, "extra": more - own}
+        values |= {"whole": own - every, "known": known - every}
+        return TokenStats(values, {"chosen": chosen, "more": more})
 
     def gradient(self, z: Array, tokens: PerToken, saved: PerToken, columns: VocabShard) -> Array:
-        """g (1[token] - pi within the cell)."""
-        share = jnp.where(_members(tokens), jnp.exp(z - saved["lse"][:, None]), 0)
-        slope = tokens["d_logprobs"][:, None]
-        return columns.add(-share * slope, tokens["ids"][:, None], slope)
+        """g (1[token] - pi(. | first)) for the first, g (pi(. | ends) - 1[token]) for the
+        second."""
+
+        def shares(name: str, total: str) -> Array:
+            return jnp.where(_members(tokens, name), jnp.exp(z - saved[total][:, None]), 0)
+
+        given, added = tokens["d_conditional"], tokens["d_extra"]
+        dz = added[:, None] * shares("ends", "more") - given[:, None] * shares("first", "chosen")
+        return columns.add(dz, tokens["ids"][:, None], (given - added)[:, None])
 
 
-def _members(tokens: PerToken) -> Array:
-    """[n, size] bool: the tokens of each position's cell; all where it has none."""
-    within = tokens["within"][:, None]
-    return (tokens["cells"][0][None] == within) | (within < 0)
+def _members(tokens: PerToken, name: str) -> Array:
+    """[n, size] bool: the tokens of one of the sets of `PathLogprobs`."""
+    cells, rank, common, bits = tokens["cells"]
+    if name == "ends":
+        of = tokens["of"][:, None]
+        begin = (rank[None] >= tokens["low"][:, None]) & (rank[None] <= tokens["high"][:, None])
+        return begin & ((cells[None] == of) | (of < 0))
+    code = tokens[name][:, None]
+    longer = code <= LONGER
+    known = cells[None] == jnp.where(longer, LONGER - code, code)
+    known &= ~longer | (common == 0)[None]
+    return jnp.where(code == LEFT_OUT, is_left_out(tokens["left_out"], bits), known | (code == -1))
 
 
 @dataclass(frozen=True)
@@ -252,24 +316,22 @@ class _AtIds(Term):
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _token_values(
     sharded: ShardedTerm, hidden: Array, head: Array, given: FrozenInputs
-) -> tuple[Array, Array]:
-    values = measure(sharded, hidden, head, given).values
-    return values["logprobs"], values["entropy"]
+) -> PerToken:
+    return measure(sharded, hidden, head, given).values
 
 
 def _token_forward(
     sharded: ShardedTerm, hidden: Array, head: Array, given: FrozenInputs
-) -> tuple[tuple[Array, Array], Tree]:
+) -> tuple[PerToken, Tree]:
     values, saved = measure(sharded, hidden, head, given)
-    return (values["logprobs"], values["entropy"]), (hidden, head, given, saved)
+    return values, (hidden, head, given, saved)
 
 
 def _token_backward(
-    sharded: ShardedTerm, kept: Tree, cotangents: tuple[Array, Array]
+    sharded: ShardedTerm, kept: Tree, cotangents: PerToken
 ) -> tuple[Array, Array, None]:
     hidden, head, given, saved = kept
-    d_logprobs, d_entropy = cotangents
-    tokens = given.tokens | {"d_logprobs": d_logprobs, "d_entropy": d_entropy}
+    tokens = given.tokens | {f"d_{name}": value for name, value in cotangents.items()}
     return *tiled(sharded, hidden, head, given._replace(tokens=tokens), saved), None
 
 
@@ -286,17 +348,21 @@ def _of_tokens(
     chunk: int,
     mesh: Mesh | None,
     v: int | None,
-    cells: Array | None = None,
-    within: Array | None = None,
-) -> tuple[Array, Array]:
+    each: PerToken | None = None,
+    columns: tuple[Array, ...] | None = None,
+) -> PerToken:
+    """The term's values.
+
+    Args:
+        each: what the term knows of each token, if more than its id.
+        columns: what it knows of each token of the vocabulary.
+    """
     sharded = shard_term(term, (hidden, head), chunk=chunk, mesh=mesh, v=v)
     mask = jnp.ones(tokens.shape, bool) if mask is None else mask
     hidden = masked_rows(hidden, mask)
-    if cells is None:
-        given = _given(sharded, mask, {"ids": tokens}, temperature)
-    else:
-        given = _given(sharded, mask, {"ids": tokens, "within": within}, temperature)
-        given = given._replace(cells=(fit_head(sharded, cells), None))
+    given = _given(sharded, mask, {"ids": tokens} if each is None else each, temperature)
+    if columns is not None:
+        given = given._replace(cells=tuple(fit_head(sharded, x) for x in columns))
     values = _token_values(sharded, fit_rows(sharded, hidden), fit_head(sharded, head), given)
     return jax.tree.map(lambda x: x[: mask.shape[0], : mask.shape[1]], values)
 
@@ -317,12 +383,12 @@ def _measured(
     tokens: PerToken,
     temperature: float | Array,
     mixture: TeacherMixture | None = None,
-    cells: Array | None = None,
+    columns: tuple[Array | None, ...] | None = None,
 ) -> PerToken:
     """The term's values on one model's logits, or on those of a mixture.
 
     Args:
-        cells: of this model's tokens.
+        columns: what the term knows of each token of the vocabulary.
     """
     (first, kernel), *others = jax.lax.stop_gradient(_models(hidden, head))
     if mixture is not None:
@@ -332,7 +398,7 @@ def _measured(
     given = _given(sharded, jnp.ones((b, c), bool), tokens, temperature)._replace(
         teacher_hidden=tuple(fit_rows(sharded, x) for x, _ in others),
         teacher_head=tuple(fit_head(sharded, kernel) for _, kernel in others),
-        cells=None if cells is None else (fit_head(sharded, cells), None),
+        cells=columns,
     )
     values = measure(sharded, fit_rows(sharded, first), fit_head(sharded, kernel), given).values
     return jax.tree.map(lambda x: x[:b, :c], values)

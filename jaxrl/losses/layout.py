@@ -39,8 +39,9 @@ class FrozenInputs(NamedTuple):
     """Of each teacher."""
     teacher_head: tuple[Float[Array, "V Dt"], ...] = ()
     """As many."""
-    cells: tuple[Int[Array, " V"], Int[Array, " Vt"] | None] | None = None
-    """Cell of each of the student's tokens, and of the teacher's (`losses.cells`)."""
+    cells: tuple[Int[Array, " size"] | None, ...] | None = None
+    """What a term knows of each token of the student's vocabulary, of the teacher's or of each cell
+    (`losses.cells`)."""
 
 
 class TokenStats(NamedTuple):

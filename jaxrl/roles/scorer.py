@@ -21,7 +21,7 @@ from jaxrl.runtime.worker import phase
 from jaxrl.sharding.axes import ROWS
 from jaxrl.sharding.ledger import current
 from jaxrl.sharding.reshard import put
-from jaxrl.types import Array, Rollout, Sequences, TeacherSignal, TokenAlignment
+from jaxrl.types import Rollout, Sequences, TeacherSignal, TokenAlignment
 
 
 class Scorer:
@@ -48,11 +48,10 @@ class Scorer:
         self.model, self.params, self.mesh = model, params, projection.mesh
         self._longest, self._aligner, self._longest_new = max_prompt_tokens, aligner, max_new_tokens
         self._rows = NamedSharding(self.mesh, PartitionSpec(ROWS))
-        self._cells: tuple[Array, ...] | None = None
+        self._cells: Cells | None = None
         if aligner is not None:
             everywhere = NamedSharding(self.mesh, PartitionSpec())
-            cells = aligner.cells
-            self._cells = put((cells.student, cells.teacher, aligner.rest), everywhere)
+            self._cells = put(aligner.cells, everywhere)
         self._score = _shared_program(model, projection)
 
     def score(self, rollout: Rollout, part: int = 0, parts: int = 1) -> TeacherSignal | None:
@@ -97,7 +96,7 @@ def _shared_program(model: DecoderConfig, projection: Projection) -> Any:
 def score_program(model: DecoderConfig, projection: Projection) -> Any:
     """Jitted: (parameters, sequences, the student's top-k ids or None) -> the teacher's signal, of
     the first `live` rows. Of a teacher with another tokenizer further: the alignment of its
-    sequences; the cells of the student's and of its own tokens (`losses.cells`); `Aligner.rest`.
+    sequences; the cells of the student's and of its own tokens (`losses.cells`).
     """
 
     def score_rows(
@@ -105,15 +104,13 @@ def score_program(model: DecoderConfig, projection: Projection) -> Any:
         sequences: Sequences,
         ids: Any,
         alignment: TokenAlignment | None = None,
-        cells: tuple[Array, ...] | None = None,
+        cells: Cells | None = None,
         live: int | None = None,
     ) -> TeacherSignal:
         if alignment is None or cells is None:
             signal = score(projection, model, params, sequences, ids)
         else:
-            mine, theirs, rest = cells
-            given = sequences, alignment, Cells(mine, theirs, len(mine) + 1), rest
-            signal = aligned_score(projection, model, params, *given)
+            signal = aligned_score(projection, model, params, sequences, alignment, cells)
         return jax.tree.map(lambda x: x[:live], signal)
 
     rows = NamedSharding(projection.mesh, PartitionSpec(ROWS))

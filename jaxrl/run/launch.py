@@ -222,8 +222,7 @@ def make_actor(setup: Setup, meshes: Mapping[str, Mesh]) -> ActorRole:
     if reads_head and not config.teacher_follows:  # else the head is the actor's own
         frozen["teacher_head"] = _teacher_head(setup, mesh)
     if setup.cells is not None:
-        given = setup.cells.student, setup.cells.teacher
-        frozen["cells"] = put(given, NamedSharding(mesh, PartitionSpec()))
+        frozen["cells"] = put(setup.cells, NamedSharding(mesh, PartitionSpec()))
     receiver = meshes.get("rollout")  # elsewhere, where another process has it
     student = setup.student
     base = _base(setup, mesh, config.base_dtype, "stacked")

@@ -116,7 +116,7 @@ METRICS: dict[str, Metric] = {
         "fraction", "bytes of completions in stretches that both tokenizers spell, and learnt from"
     ),
     "distill/exact_bytes": Metric(
-        "fraction", "bytes of completions where both tokenizers have the same token"
+        "fraction", "bytes where both tokenizers have the same token, learnt without sampling"
     ),
     "distill/entropy_aware": Metric("nats/token", "the entropy-aware term, as it enters the loss"),
     "distill/entropy_gate": Metric("fraction", "tokens where the entropy-aware term acts"),

@@ -3,7 +3,6 @@ log-probs of its own tokens."""
 
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -13,17 +12,17 @@ from byte_tokenizers import BYTES, OTHER, WORDS
 from tiny_models import make_mesh
 
 from jaxrl import Config
-from jaxrl.algorithms.aligned import with_baseline
 from jaxrl.algorithms.signals import Projection, distill_loss
 from jaxrl.data.alignment import Aligner, Speaker
 from jaxrl.data.batch import make_rollout
+from jaxrl.losses.cells import LEFT_OUT, LONGER
 from jaxrl.losses.divergence import jsd
 from jaxrl.models import decoder
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import init_params
 from jaxrl.roles.scorer import Scorer
 from jaxrl.sharding.reshard import to_host
-from jaxrl.types import Aligned, Completion, Prompt, TrainBatch
+from jaxrl.types import Aligned, Completion, End, Prompt, TrainBatch
 
 TEXTS = ("the year 1987", " the\n\nthe", "naïve 1998 19", "x")
 K, BETA = 5, {"hidden": 0.4, "topk": 0.4, "sampled": 1.0}
@@ -78,6 +77,36 @@ def forward(config, params, tokens, mask):
     return decoder.logits(params, decoder.forward(config, params, tokens, mask))
 
 
+def bits_of(words):
+    return int.from_bytes(np.asarray(words, np.int32).tobytes(), "little")
+
+
+def left_out(words, bits):
+    """[cells] bool."""
+    return np.array([bits_of(words) >> int(bit) & 1 for bit in bits], bool)
+
+
+def increments(logs, tokens, side, bits, given, ends, words):
+    """Of each token its part in the increment of log F; and `open` before it."""
+    found, opens, after = [], [], 0.0
+    for at, token in enumerate(tokens):
+        before = after if bits_of(words[at]) else 0.0
+        more = (side.rank >= side.rank[token]) & (side.rank <= side.last[token])
+        if ends[at] == End.OF_A_CELL:
+            more &= side.cells == side.cells[token]
+        own = logs[at, token]
+        after = jax.nn.logsumexp(logs[at, more]) - own if ends[at] else 0.0
+        known = before
+        if given[at] == LEFT_OUT:
+            out = left_out(words[at], bits)[side.cells]
+            known = jnp.log(jnp.expm1(before) + jnp.exp(logs[at, out]).sum())
+        elif given[at] >= 0:
+            known = jax.nn.logsumexp(logs[at, side.cells == given[at]])
+        found.append(own + after - known)
+        opens.append(before)
+    return found, opens
+
+
 @pytest.mark.parametrize(
     ("pair", "signal", "axes", "parts"),
     [
@@ -100,30 +129,36 @@ def test_what_is_sent_is_what_the_teacher_says_of_its_own_tokens(pair, signal, a
     for at, (row, completion) in enumerate(zip(rows, rollout.completions, strict=True)):
         n = len(completion.tokens)
         logs = alone(config, params, rollout.prompts[at].teacher_tokens, row.tokens)
-        said = logs[np.arange(len(row.tokens)), row.tokens]
+        side, bits = aligner.cells.teacher, aligner.cells.bits
+        given = np.where(signal == "sampled", -1, row.their_cells)
+        parts_of = row.tokens, side, bits, given, row.their_ends, row.their_left_out
+        values, opens = increments(logs, *parts_of)
         borders = [*np.flatnonzero(row.starts), len(row.tokens)]
-        if signal != "sampled":  # what follows a cell is given that cell
-            common = aligner.to_teacher[aligner.to_teacher >= 0]
-            for j in np.flatnonzero(row.within != -1):
-                members = aligner.cells.teacher == row.within[j]
-                members[common] = False
-                said[j] -= np.log(np.exp(logs[j, members]).sum()) if members.any() else said[j]
-        sums = {first: said[first:last].sum() for first, last in pairwise(borders)}
+        sums = {a: np.sum(values[a:b]) for a, b in zip(borders, borders[1:], strict=False)}
         wanted = [sums[first] for first in row.index]
         np.testing.assert_allclose(found.stretch_logprobs[at, :n], wanted, atol=3e-4)
-        # The sums over stretches conserve the log-prob of the completion.
-        begins = row.kinds != Aligned.INSIDE
-        total = found.stretch_logprobs[at, :n][begins].sum()
-        np.testing.assert_allclose(total, said.sum(), rtol=1e-5)
+        if signal == "sampled" and row.tokens[-1] == aligner.teacher.end:
+            # The increments of a whole text are its log-prob.
+            begins = row.kinds != Aligned.INSIDE
+            total = found.stretch_logprobs[at, :n][begins].sum()
+            said = logs[np.arange(len(row.tokens)), row.tokens].sum()
+            np.testing.assert_allclose(total, said, rtol=1e-5)
+        if signal == "hidden":
+            np.testing.assert_allclose(found.open[at, :n], np.array(opens)[row.index], atol=3e-4)
         np.testing.assert_array_equal(found.kinds[at, :n], row.kinds)
         np.testing.assert_array_equal(found.cells[at, :n], row.cells)
         if signal == "topk":
-            border, p = row.cells >= 0, np.exp(logs[row.index])
-            cells = np.stack(
-                [p[:, aligner.cells.teacher == n].sum(-1) for n in range(aligner.cells.size)], -1
-            )
+            border = (row.cells != -1) & (row.kinds != Aligned.INSIDE)
+            p = np.exp(logs[row.index] - np.array(opens)[row.index][:, None])
+            cells = np.stack([p[:, side.cells == n].sum(-1) for n in range(aligner.cells.size)], -1)
+            out = np.stack([left_out(w, bits[:-1]) for w in row.left_out])
+            cells = np.where(out, 0, cells)
+            cells = np.concatenate([cells, 1 - cells.sum(-1, keepdims=True)], -1)
             best = np.argsort(-cells, -1)[:, :K]
-            np.testing.assert_array_equal(found.topk_ids[at, :n][border], best[border])
+            sent = np.take_along_axis(cells, found.topk_ids[at, :n], -1)
+            np.testing.assert_allclose(
+                sent[border], np.take_along_axis(cells, best, -1)[border], atol=1e-5
+            )
             tail = np.log1p(-np.take_along_axis(cells, best, -1).sum(-1))
             np.testing.assert_allclose(found.tail_logprob[at, :n][border], tail[border], atol=3e-4)
 
@@ -139,14 +174,12 @@ def test_the_loss_is_of_first_cells_and_of_what_follows_them(signal):
     scorer = Scorer(teacher[0], teacher[1], projection, 16, aligner, 64)
     sent = jax.tree.map(to_host, scorer.score(rollout))
     their_head, numbers = np.asarray(decoder.head(teacher[1])), np.arange(aligner.cells.size)
-    mine, theirs, _ = aligner.cells
-    frozen = {"teacher_head": their_head, "cells": (mine, theirs)}
+    mine, theirs, bits = aligner.cells
+    frozen = {"teacher_head": their_head, "cells": aligner.cells}
     b, c = rollout.sequences.loss_mask.shape
     tokens = rollout.sequences.tokens[:, -c:]
     flat = replace(rollout.sequences, tokens=tokens)
-    batch = with_baseline(jax.device_put(TrainBatch(flat, sent, rollout.sampler_logprobs)), signal)
-    baseline = float(batch.teacher.baseline[0, 0])
-    assert (abs(baseline) > 0.1) == (signal != "sampled")
+    batch = jax.device_put(TrainBatch(flat, sent, rollout.sampler_logprobs))
     hidden = np.random.default_rng(1).normal(0, 0.5, (b, c, 32)).astype(np.float32)
     head = np.asarray(decoder.head(student[1]))
     p = Projection.of(config, mesh, student[0].vocab_size)
@@ -155,20 +188,45 @@ def test_the_loss_is_of_first_cells_and_of_what_follows_them(signal):
         total, count, metrics = distill_loss(p, hidden, head, batch, frozen)
         return total, (count, metrics)
 
-    def in_cells(logs, cell_of):
-        p = jnp.exp(logs) @ (cell_of[:, None] == numbers)
+    mask, kinds = flat.loss_mask, sent.kinds
+    begins = mask & (kinds != Aligned.INSIDE)
+    border = begins & (sent.cells != -1) & (signal != "sampled")
+    rest = mask & (kinds != Aligned.NOT) & ((kinds != Aligned.EXACT) | (signal == "sampled"))
+    code = np.where(signal == "sampled", -1, sent.cells)
+    given = np.where(begins, np.where(code <= LONGER, LONGER - code, code), -1)
+    out = np.array([[left_out(words, bits[:-1]) for words in row] for row in sent.left_out])
+
+    def in_cells(logs, cell_of, open):
+        p = jnp.exp(logs - open[..., None]) @ (cell_of[:, None] == numbers)
+        p = jnp.where(out, 0, p)
+        p = jnp.concatenate([p, 1 - p.sum(-1, keepdims=True)], -1)
         return jnp.log(jnp.maximum(p, 1e-37))
 
-    mask, kinds = flat.loss_mask, sent.kinds
-    border = mask & (sent.cells >= 0) & (signal != "sampled")
-    rest = mask & (kinds != Aligned.NOT) & ((kinds != Aligned.EXACT) | (signal == "sampled"))
+    def score(logs, token, code, words):
+        """The log-prob of a token given what is known of it."""
+        known = np.ones(len(mine.cells), bool)
+        if code == LEFT_OUT:
+            known = left_out(words, bits)[mine.cells]
+        elif code != -1:
+            longer = code <= LONGER
+            known = mine.cells == (LONGER - code if longer else code)
+            known &= ~longer | (mine.common == 0)
+        return logs[token] - jax.nn.logsumexp(logs[known])
 
     def wanted(hidden, head):
         logs = jax.nn.log_softmax(jnp.einsum("bcd,vd->bcv", hidden, head), -1)
-        total, own = 0.0, in_cells(logs, mine)
+        each = [
+            increments(logs[r], tokens[r], mine, bits, given[r], sent.ends[r], sent.left_out[r])
+            for r in range(b)
+        ]
+        values, open = (
+            jnp.stack([jnp.stack([*map(jnp.float32, e[k])]) for e in each]) for k in range(2)
+        )
+        total, own = 0.0, in_cells(logs, mine.cells, open)
         if signal == "hidden":
             z = jax.nn.log_softmax(jnp.einsum("bcd,vd->bcv", sent.hidden, their_head), -1)
-            total, _ = jsd(own, in_cells(z, theirs), border, beta=BETA[signal])
+            their = in_cells(z, theirs.cells, sent.open)
+            total, _ = jsd(own, their, border, beta=BETA[signal])
         elif signal == "topk":
             chosen = jnp.take_along_axis(own, sent.topk_ids, -1)
             tail = jnp.log1p(-jnp.exp(chosen).sum(-1, keepdims=True))
@@ -183,15 +241,14 @@ def test_the_loss_is_of_first_cells_and_of_what_follows_them(signal):
             q, mu = token[row, first:last].sum(), rollout.sampler_logprobs[row, first:last]
             weight = jnp.exp(jax.lax.stop_gradient(q) - mu.sum())
             weight = jnp.minimum(weight, config.distill.ratio_cap)
-            cell = sent.cells[row, first]
-            if signal != "sampled" and cell >= 0:
-                q -= token[row, first]
-                if tokens[row, first] != cell:
-                    members = (mine == cell) & (np.arange(len(mine)) != cell)
-                    q += token[row, first] - jax.nn.logsumexp(logs[row, first, members])
-            fixed = jax.lax.stop_gradient(q)
-            gap = fixed - sent.stretch_logprobs[row, first]
-            total += weight * (gap + (gap - baseline) * (q - fixed))
+            of_tokens = (
+                score(logs[row, k], tokens[row, k], code[row, k], sent.left_out[row, k])
+                for k in range(first, last)
+            )
+            chosen = sum(of_tokens)
+            gap = values[row, first:last].sum() - sent.stretch_logprobs[row, first]
+            gap = jax.lax.stop_gradient(gap)
+            total += weight * gap * (1 + chosen - jax.lax.stop_gradient(chosen))
         return total
 
     each = jax.value_and_grad(found, argnums=(0, 1), has_aux=True)

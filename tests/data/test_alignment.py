@@ -11,8 +11,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from jaxrl.data.alignment import Aligner, Speaker
 from jaxrl.data.batch import DATA, make_rollout
 from jaxrl.errors import UserError
-from jaxrl.losses.cells import COMMON
-from jaxrl.types import Aligned, Completion, Prompt
+from jaxrl.losses.cells import LEFT_OUT, LONGER
+from jaxrl.types import Aligned, Completion, End, Prompt
 
 NONE = Aligned.NOT
 
@@ -180,7 +180,7 @@ def test_the_ends_of_two_models_are_one_token():
     (end,) = spelt(other, "<end>")
     aligner = Aligner(student, Speaker(other, len(other), (end,)))
     assert aligner.to_teacher[student.end] == end
-    assert aligner.cells.teacher[end] == student.end
+    assert aligner.cells.teacher.cells[end] == student.end
     assert other.eos_token_id not in aligner.to_teacher
     assert (aligner.to_teacher >= 0).all()  # the 256 bytes and the end
 
@@ -188,29 +188,34 @@ def test_the_ends_of_two_models_are_one_token():
 def test_a_token_that_only_one_has_is_in_the_cell_of_its_beginning():
     aligner = Aligner(speaker(WORDS), speaker(OTHER))
 
-    def cell(text, of=WORDS, cells=aligner.cells.student):
+    def cell(text, of=WORDS, cells=aligner.cells.student.cells):
         name = WORDS.convert_ids_to_tokens(int(cells[of.convert_tokens_to_ids(text)]))
         return name
 
     assert cell("t") == "t" and cell("th") == "t" and cell("19") == "1" and cell("ĠĠ") == "Ġ"
-    theirs = {"of": OTHER, "cells": aligner.cells.teacher}
+    theirs = {"of": OTHER, "cells": aligner.cells.teacher.cells}
     assert cell("he", **theirs) == "h" and cell("Ġthe", **theirs) == "Ġthe"  # both have this one
     assert cell("98", **theirs) == "9" and cell("<think>", **theirs) == "<"
     assert aligner.cells.size == len(WORDS) + 1
     number = np.arange(len(WORDS))
     common = aligner.to_teacher >= 0
-    np.testing.assert_array_equal(aligner.cells.student[common], number[common])
-    np.testing.assert_array_equal(aligner.cells.teacher[aligner.to_teacher[common]], number[common])
+    mine, its, bits = aligner.cells
+    np.testing.assert_array_equal(mine.cells[common], number[common])
+    np.testing.assert_array_equal(its.cells[aligner.to_teacher[common]], number[common])
+    assert mine.common.tolist() == common.tolist() and its.common.sum() == common.sum()
+    assert bits[WORDS.convert_tokens_to_ids("t")] == ord("t")
 
 
 def test_rows_without_a_token_are_in_the_last_cell():
     """And the teacher's in none where the student has no such row."""
     aligner = Aligner(speaker(BYTES, 7), speaker(WORDS, 5))
     last = aligner.cells.size - 1
-    assert (aligner.to_teacher[-7:] == -1).all() and (aligner.cells.student[-7:] == last).all()
-    assert (aligner.cells.teacher[-5:] == last).all()
+    assert (aligner.to_teacher[-7:] == -1).all() and (
+        aligner.cells.student.cells[-7:] == last
+    ).all()
+    assert (aligner.cells.teacher.cells[-5:] == last).all()
     without = Aligner(speaker(BYTES), speaker(WORDS, 5)).cells
-    assert (without.teacher[-5:] == without.size).all()
+    assert (without.teacher.cells[-5:] == without.size).all()
 
 
 def test_a_token_that_is_no_text_is_in_the_stretch_of_the_one_before():
@@ -236,12 +241,15 @@ def test_a_rollout_is_read_in_the_teacher_s_tokens():
     given = read.alignment
     assert given.kinds.shape == given.sizes.shape == given.index.shape == (count, width)
     assert given.sizes[:2].sum(-1).tolist() == [3, 5] and not given.kinds[2:].any()
-    assert given.starts.shape == given.within.shape == theirs.shape
-    # "the" begins in the cell "t"; "19" in the cell "1", the teacher's at its tokens "1".
-    first = [WORDS.convert_ids_to_tokens(int(c)) for c in given.cells.ravel() if c >= 0]
-    assert first == ["t", END, "x", "1", "1"]
-    within = [row[row != -1].tolist() for row in given.within[:2]]
-    assert within == [[COMMON], [COMMON, COMMON]]
+    assert given.starts.shape == given.their_cells.shape == theirs.shape
+    # "the" begins in the cell "t", "19" in the cell "1". Where the
+    # student has said no longer one, no longer one follows, so that a sample tells which one does.
+    named = {t: WORDS.convert_ids_to_tokens(t) for t in range(len(WORDS))}
+    first = [named.get(int(c), int(c)) for c in given.cells.ravel() if c != -1]
+    t, one = (LONGER - WORDS.convert_tokens_to_ids(name) for name in ("t", "1"))
+    assert first == [t, END, "x", one, one]
+    its = [named[c] for row in given.their_cells[:2] for c in row[row >= 0].tolist()]
+    assert its == ["t", END, "x", "1", "1"]
     data = make_rollout(prompts, groups, policy_version=DATA, **limits)
     assert set(aligner.read(data, 8, 12).alignment.kinds[0].tolist()) == {NONE, Aligned.EXACT}
 
@@ -259,6 +267,38 @@ def test_what_a_teacher_samples_is_respelt():
     cut = respelt(7, BYTES.eos_token_id, most=2)
     assert cut.tokens == found.tokens[:2] and cut.finish_reason == "length"
     assert respelt(7, 8).tokens == found.tokens[:-1]
+
+
+def test_tokens_are_sorted_by_what_begins_with_them():
+    spelling = Aligner(speaker(WORDS), speaker(OTHER))._ours
+    rank, last = spelling.spans(len(WORDS))
+    for token in ("t", "th", "the", "1", "\u0120", "x"):
+        (i,) = spelt(WORDS, token)
+        own = spelling.bytes[i]
+        begin = {k for k, b in enumerate(spelling.bytes[: len(WORDS)]) if b.startswith(own)}
+        begin -= spelling.special_ids
+        assert set(np.flatnonzero((rank >= rank[i]) & (rank <= last[i]))) == begin
+        assert set(spelling.begin_with(own)) == begin
+
+
+def test_a_border_that_a_token_from_further_back_would_have_crossed_is_none():
+    """After t and h the teacher's tokenizer would have said "the": that no e follows is known to it
+    and not to a student of bytes. So h and what follows it are one stretch."""
+    aligner = Aligner(speaker(BYTES), speaker(byte_level(("h", "e"), ("t", "he"))))
+    (row,) = aligner.rows([spelt(BYTES, "t", "h", "x", "t", END)], 20)
+    assert row.kinds.tolist() == [
+        Aligned.EXACT,
+        Aligned.START,
+        Aligned.INSIDE,
+        Aligned.EXACT,
+        Aligned.EXACT,
+    ]
+    assert row.cells[1] == row.their_cells[1] == LEFT_OUT
+    # What follows the first t is known to be no token "the", and so is what follows the second.
+    bits = [int.from_bytes(words.tobytes(), "little") for words in row.left_out]
+    h = 1 << ord("h") | 1 << 256
+    assert bits == [0, h, 0, 0, h]
+    assert row.their_ends.tolist() == [End.OF_A_CELL, 0, 0, End.OF_A_CELL, 0] and not row.ends.any()
 
 
 def test_a_tokenizer_that_does_not_spell_is_refused():
