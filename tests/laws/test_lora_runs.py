@@ -15,6 +15,8 @@ from jaxrl.errors import UserError
 from jaxrl.formats import peft
 from jaxrl.train import train
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 LORA = ["student.lora.rank=4", "optimizer.learning_rate=0.02", *CONSTANT]
 ALONE = ["mesh=actor+rollout+teacher=1", "data.eval=null"]
 
