@@ -1,4 +1,4 @@
-"""Sums and means of what a mask keeps; the rest never matters, NaN included."""
+"""Sums of what a mask keeps; the rest never matters, NaN included."""
 
 from __future__ import annotations
 
@@ -16,8 +16,3 @@ def masked_count(mask: Bool[Array, "*shape"]) -> Float[Array, ""]:
 def masked_sum(x: Shaped[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Float[Array, ""]:
     """Sum of `x` where `mask`, float32."""
     return jnp.where(mask, x, 0).astype(jnp.float32).sum()
-
-
-def masked_mean(x: Shaped[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Float[Array, ""]:
-    """Mean of `x` where `mask`, float32; 0 where nothing is kept."""
-    return masked_sum(x, mask) / jnp.maximum(masked_count(mask), 1.0)

@@ -42,8 +42,14 @@ def move(x: jax.Array, index: jax.Array, back: jax.Array) -> jax.Array:
         back: [X, a] int32: the inverse, in [0, b].
     """
     flat = x.reshape(*x.shape[:2], -1)  # rows of a matrix: a TPU copies only those asked for
-    moved = jnp.take_along_axis(flat, index[..., None], 1, mode="fill", fill_value=0)
+    found = _entries(flat, jnp.minimum(index, x.shape[1] - 1)[..., None])
+    moved = jnp.where((index < x.shape[1])[..., None], found, jnp.zeros_like(found))
     return moved.reshape(*index.shape, *x.shape[2:])
+
+
+def _entries(x: Array, index: Array) -> Array:
+    """`take_along_axis` on axis 1 for indices that are in bounds: a fifth of the operations."""
+    return jnp.take_along_axis(x, index, 1, mode="promise_in_bounds")
 
 
 def _move_forward(x: jax.Array, index: jax.Array, back: jax.Array) -> tuple[jax.Array, Array]:
@@ -115,7 +121,7 @@ def _row_at(starts: Array, lengths: Array, size: int) -> tuple[Array, Array, Arr
     place, ends = jnp.arange(size), starts + lengths
     row = (place[None, :, None] >= ends[:, None, :]).sum(-1, dtype=jnp.int32)
     own = jnp.minimum(row, ends.shape[1] - 1)
-    index = place[None] - jnp.take_along_axis(starts, own, 1)
+    index = place[None] - _entries(starts, own)
     return own, index, (row < ends.shape[1]) & (index >= 0)
 
 
@@ -164,12 +170,12 @@ class Packing:
         shared = len(self.rows) > 1
         lead = (jnp.zeros_like(self.prompts) if shared else self.prompts) - 1
         row, index, real = completions.at  # what predicts token i of a row is its entry lead + i
-        at = jnp.take_along_axis(own.starts + lead, row, 1) + index
-        known = real & (jnp.take_along_axis(lead, row, 1) + index >= 0)
+        at = _entries(own.starts + lead, row) + index
+        known = real & (_entries(lead, row) + index >= 0)
         row, index, real = own.at
-        token = index - jnp.take_along_axis(lead, row, 1)
-        scored = (token >= 0) & (token < jnp.take_along_axis(completions.lengths, row, 1))
-        place = jnp.take_along_axis(completions.starts, row, 1) + token
+        token = index - _entries(lead, row)
+        scored = (token >= 0) & (token < _entries(completions.lengths, row))
+        place = _entries(completions.starts, row) + token
         back = jnp.where(real & scored, place, completions.size)
         out = move(hidden, jnp.where(known, at, own.size), back)
         out = out + self._first(hidden) if shared else out
@@ -190,7 +196,7 @@ class Packing:
         ends = prompts.starts + prompts.lengths - 1
         ends = jnp.where(prompts.lengths > 0, ends, prompts.size)
         row, index, real = prompts.at
-        is_end = real & (index == jnp.take_along_axis(prompts.lengths, row, 1) - 1)
+        is_end = real & (index == _entries(prompts.lengths, row) - 1)
         of_prompts = move(hidden, ends, jnp.where(is_end, row, prompts.starts.shape[1]))
         of_rows = jnp.repeat(of_prompts, self.group, 1)
         row, index, real = self.completions.at
@@ -258,7 +264,7 @@ def _stream(
     """The stream [X, n] of tokens [X, S, T], which may be padded on both sides, and positions that
     begin at `offset` [X, S]; zeros where the stream is of other rows."""
     row, index, real = rows.at
-    positions = index if offset is None else index + jnp.take_along_axis(offset, row, 1)
+    positions = index if offset is None else index + _entries(offset, row)
     return _in_stream(rows, tokens, mask), jnp.where(real, positions, 0)
 
 
@@ -266,10 +272,10 @@ def _in_stream(rows: PackedRows, x: Array, mask: Array) -> Array:
     """The stream [X, n, ...] of integers x [X, S, T, ...] of tokens that may be padded on both
     sides; zeros where the stream is of other rows."""
     row, index, real = rows.at
-    first = jnp.take_along_axis(jnp.argmax(mask, -1), row, 1)
+    first = _entries(jnp.argmax(mask, -1), row)
     at = jnp.where(real, row * x.shape[2] + first + index, 0)
     flat = x.reshape(len(x), x.shape[1] * x.shape[2], -1)
-    found = jnp.take_along_axis(flat, at[..., None], 1)
+    found = _entries(flat, at[..., None])
     return jnp.where(real[..., None], found, 0).reshape(*at.shape, *x.shape[3:])
 
 

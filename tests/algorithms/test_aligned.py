@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from byte_tokenizers import BYTES, OTHER, WORDS
-from tiny_models import make_mesh
+from tiny_models import make_mesh, random_params
 
 from jaxrl import Config
 from jaxrl.algorithms.signals import Projection, distill_loss
@@ -19,7 +19,6 @@ from jaxrl.losses.cells import LEFT_OUT, LONGER
 from jaxrl.losses.divergence import jsd
 from jaxrl.models import decoder
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import init_params
 from jaxrl.roles.scorer import Scorer
 from jaxrl.sharding.reshard import to_host
 from jaxrl.types import Aligned, Completion, End, Prompt, TrainBatch
@@ -33,7 +32,7 @@ def model(tokenizer, d_model, seed):
     config = DecoderConfig(
         "llama", rows, d_model, 1, 4, 2, 8, 2 * d_model, tie_embeddings=True, eos_ids=end
     )
-    params = init_params(config, jax.random.key(seed))
+    params = random_params(config, seed)
     params["embed"]["embedding"] *= 20
     return config, params, Speaker(tokenizer, rows, end)
 

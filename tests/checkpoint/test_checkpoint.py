@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from tiny_models import random_params
 
 from jaxrl.algorithms.methods import METHODS
 from jaxrl.checkpoint import store
@@ -20,7 +21,6 @@ from jaxrl.config.schema import Config
 from jaxrl.data.batch import make_rollout
 from jaxrl.errors import UserError
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import init_params
 from jaxrl.models.rules import param_shardings
 from jaxrl.roles.actor import Actor
 from jaxrl.sharding.axes import Axes
@@ -38,7 +38,7 @@ def mesh(*shape):
 def actor(m, tmp_path, restore=None, *overrides, seed=0):
     plain = ["algorithm=sft", "teacher.model=null", "optimizer.warmup_steps=0", "steps=9"]
     config = Config.load(None, [*plain, "optimizer.learning_rate=1e-2", *overrides])
-    start = init_params(MODEL, jax.random.key(seed))
+    start = random_params(MODEL, seed)
     return Actor(
         config,
         MODEL,

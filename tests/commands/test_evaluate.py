@@ -5,8 +5,8 @@ import shutil
 import subprocess
 import sys
 
-import jax
 import pytest
+from tiny_models import random_params
 from tiny_tokenizer import tiny_tokenizer
 
 import jaxrl
@@ -16,8 +16,9 @@ from jaxrl.errors import UserError
 from jaxrl.evaluate import evaluate, main
 from jaxrl.formats.hf import save_hf
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import init_params
 from jaxrl.train import train
+
+pytestmark = pytest.mark.usefixtures("shared_programs")
 
 SUMS = [
     "data.eval=arithmetic",
@@ -62,7 +63,7 @@ def tiny(tmp_path_factory):
     config = DecoderConfig(
         "llama", 264, 32, 2, 4, 2, 8, 64, tie_embeddings=True, eos_ids=(258,), max_positions=128
     )
-    save_hf(path, config, init_params(config, jax.random.key(0)), dtype="float32")
+    save_hf(path, config, random_params(config), dtype="float32")
     tiny_tokenizer(template=None).save_pretrained(path)
     return path
 
@@ -238,7 +239,7 @@ def test_a_config_with_an_unknown_key_is_refused(tmp_path):
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path):
     config = DecoderConfig("llama", 40, 32, 1, 4, 2, 8, 64, tie_embeddings=True, eos_ids=(3,))
-    save_hf(tmp_path, config, init_params(config, jax.random.key(0)), dtype="float32")
+    save_hf(tmp_path, config, random_params(config), dtype="float32")
     tiny_tokenizer(template=None).save_pretrained(tmp_path)
     (tmp_path / "eval.jsonl").write_text('{"prompt": "zzz", "answer": "c"}\n')
     keys = [f"data.eval={tmp_path}/eval.jsonl", "compile_cache=null"]

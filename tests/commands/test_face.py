@@ -23,6 +23,8 @@ from jaxrl.telemetry.metrics import read_metrics
 from jaxrl.train import main, train
 from jaxrl.types import Prompt
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 HOMES = """
 from jaxrl.advantages import group_advantages
 import jaxrl.similarity

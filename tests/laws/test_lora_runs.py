@@ -17,6 +17,8 @@ from jaxrl.formats import peft
 from jaxrl.models.quantised import dequantise, quantise
 from jaxrl.train import train
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 LORA = ["student.lora.rank=4", "optimizer.learning_rate=0.02", *CONSTANT]
 ALONE = ["mesh=actor+rollout+teacher=1", "data.eval=null"]
 

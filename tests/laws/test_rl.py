@@ -29,6 +29,8 @@ from jaxrl.roles.actor import Actor
 from jaxrl.telemetry.metrics import describe, read_metrics
 from jaxrl.train import main, train
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 GSPO += [
     "mesh=actor=2,rollout=1",
     "data.eval=null",

@@ -7,7 +7,7 @@ import pytest
 
 from jaxrl.losses import kl
 from jaxrl.losses.aggregation import AGGREGATIONS, sequence_mean_token_mean, token_mean
-from jaxrl.losses.masked import masked_count, masked_mean, masked_sum
+from jaxrl.losses.masked import masked_count, masked_sum
 
 POLICY = jnp.array([0.3, -1.2, 0.8, 0.1])
 REFERENCE = jax.nn.log_softmax(jnp.array([-0.4, 0.2, 0.5, 1.1]))
@@ -63,9 +63,7 @@ def test_masked_helpers_ignore_what_is_masked():
     mask = jnp.array([True, False, True, False])
     assert masked_sum(x, mask) == 4
     assert masked_count(mask) == 2
-    assert masked_mean(x, mask) == 2
-    assert masked_mean(x, jnp.zeros(4, bool)) == 0
-    np.testing.assert_array_equal(jax.grad(masked_mean)(x, mask), [0.5, 0, 0.5, 0])
+    np.testing.assert_array_equal(jax.grad(masked_sum)(x, mask), [1, 0, 1, 0])
 
 
 LOGPROBS = np.log(np.array([[0.5, 0.2, 0.9], [0.25, 0.5, 0.1], [0.1, 0.1, 0.1]]))

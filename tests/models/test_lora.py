@@ -17,6 +17,7 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.lora import TARGETS, Lora, frozen_and_trained, join, merged
 from jaxrl.models.rules import param_shardings
 
+computed = jax.jit(loss_and_logits, static_argnums=0)
 SOME = Lora(3, 12.0, ("q_proj", "v_proj", "o_proj", "down_proj"))
 EVERY = Lora(2, 3.0)
 
@@ -52,11 +53,12 @@ def test_merged_weights_compute_the_same(lora, layout):
     if layout == "unstacked":
         params = decoder.unstack(params)
     tokens, mask = batch(config.vocab_size)
-    _, ours = loss_and_logits(config, params, tokens, mask)
-    _, theirs = loss_and_logits(config.base, merged(params, lora.scale), tokens, mask)
-    np.testing.assert_allclose(ours[mask], theirs[mask], rtol=0, atol=1e-5)
-    _, plain = loss_and_logits(config.base, base, tokens, mask)
-    assert np.abs(ours - plain)[mask].max() > 0.1
+    _, ours = computed(config, params, tokens, mask)
+    _, theirs = computed(config.base, merged(params, lora.scale), tokens, mask)
+    ours, theirs = np.asarray(ours)[mask], np.asarray(theirs)[mask]
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
+    _, plain = computed(config.base, base, tokens, mask)
+    assert np.abs(ours - np.asarray(plain)[mask]).max() > 0.1
 
 
 @pytest.mark.parametrize("layout", ["stacked", "unstacked"])
@@ -124,13 +126,15 @@ def test_prefill_and_decode_equal_the_forward_pass():
     params = decoder.unstack(join(base, adapters))
     tokens = jnp.asarray(np.random.default_rng(0).integers(3, config.vocab_size, (2, 9)))
     mask = jnp.ones_like(tokens, bool)
-    whole = decoder.forward(config, params, tokens, mask)
-    hidden, cache = decoder.prefill(config, params, tokens[:, :5], mask[:, :5])
+    forward, prefill = (jax.jit(f, static_argnums=0) for f in (decoder.forward, decoder.prefill))
+    decode = jax.jit(decoder.decode, static_argnums=0, static_argnames="used")
+    whole = forward(config, params, tokens, mask)
+    hidden, cache = prefill(config, params, tokens[:, :5], mask[:, :5])
     np.testing.assert_allclose(hidden, whole[:, :5], atol=1e-5)
     cache = jax.tree.map(lambda x: jnp.pad(x, [(0, 0)] * 2 + [(0, 8), (0, 0)]), cache)
     for t in range(5, 9):
         at = jnp.full(2, t)
-        hidden, cache = decoder.decode(config, params, cache, tokens[:, t], at, used=t + 1)
+        hidden, cache = decode(config, params, cache, tokens[:, t], at, used=9)
         np.testing.assert_allclose(hidden, whole[:, t], atol=1e-5)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -70,17 +71,22 @@ def test_a_model_of_one_length_samples_what_it_scores() -> None:
     """Prompts shorter than the original context, completions that reach beyond it: the engine's
     log-probs are those of a whole pass, and without a length in common they are not."""
     config, params = tiny_model("phi3_longrope", layout="unstacked")
-    prompts = [[5, 6, 7, 8], [9, 10, 11]]
+    prompts = [[5, 6, 7, 8], [9, 10, 11, 12]]
     engine = Engine(config, None, slots=2, max_prompt_tokens=4, max_new_tokens=20)
     assert engine.config == config.for_length(24)
     sampling = SamplingParams(max_new_tokens=20)
     found = engine.generate(params, prompts, n=1, sampling=sampling, seed=0)
+
+    @partial(jax.jit, static_argnums=0)
+    def whole_pass(config: DecoderConfig, params: Any, tokens: Any) -> jax.Array:
+        hidden = decoder.forward(config, params, tokens, jnp.ones_like(tokens, bool))
+        return jax.nn.log_softmax(decoder.logits(params, hidden), -1)
+
     for prompt, (completion,) in zip(prompts, found, strict=True):
         tokens = np.array([[*prompt, *completion.tokens]], np.int32)
         for one, same in ((engine.config, True), (config.for_length(16), False)):
-            hidden = decoder.forward(one, params, tokens, np.ones_like(tokens, bool))
-            logprobs = jax.nn.log_softmax(decoder.logits(params, hidden)[0, :-1], -1)
-            scored = logprobs[jnp.arange(tokens.shape[1] - 1), tokens[0, 1:]][len(prompt) - 1 :]
+            logprobs = np.asarray(whole_pass(one, params, tokens))[0, :-1]
+            scored = logprobs[np.arange(tokens.shape[1] - 1), tokens[0, 1:]][len(prompt) - 1 :]
             assert np.allclose(scored, completion.logprobs, atol=1e-4) == same
 
 

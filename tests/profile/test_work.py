@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_models import random_params
 
 from jaxrl.formats.weights import path_string
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import init_params
 from jaxrl.models.kinds import LayerKind
 from jaxrl.profile.work import (
     adamw_work,
@@ -33,7 +33,7 @@ def counted(function, *shapes):
 
 
 def test_block_params_are_the_kernels_of_the_blocks():
-    params = init_params(MODEL, jax.random.key(0))
+    params = random_params(MODEL)
     leaves = jax.tree_util.tree_leaves_with_path(params)
     kernels = [leaf.size for path, leaf in leaves if path_string(path).endswith("kernel")]
     assert block_params(MODEL) == sum(kernels)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_models import random_params
 
 from jaxrl.algorithms.methods import method_of
 from jaxrl.config.schema import Config
@@ -69,7 +70,7 @@ def batch(rows=12, poison=False):
 
 def actor(cfg, m, tmp_path, teacher=None):
     teacher_head = 2.0 * jax.random.normal(jax.random.key(9), (48, 24))
-    start, method = init_params(MODEL, jax.random.key(0)), method_of(cfg)
+    start, method = random_params(MODEL), method_of(cfg)
     return Actor(
         cfg,
         MODEL,
@@ -91,7 +92,7 @@ def adapters(lora, m, b=0.0):
     """The model, its base weights and its adapters, whose B are `b`, on a mesh."""
     model = replace(MODEL, lora=lora)
     _, first = frozen_and_trained(init_params(model, jax.random.key(3)))
-    both = join(init_params(MODEL, jax.random.key(0)), _with_b(first, b))
+    both = join(random_params(MODEL), _with_b(first, b))
     return model, *frozen_and_trained(jax.device_put(both, param_shardings(model, m)))
 
 
@@ -139,7 +140,7 @@ def reference(tmp_path_factory):
 
 def test_the_step_is_the_gradient_of_the_dense_loss_over_the_global_count(reference):
     rollout, scores = batch()
-    s, start = rollout.sequences, init_params(MODEL, jax.random.key(0))
+    s, start = rollout.sequences, random_params(MODEL)
     teacher_logits = (
         scores["teacher"][0].hidden @ (2.0 * jax.random.normal(jax.random.key(9), (48, 24))).T
     )
@@ -159,12 +160,11 @@ def test_the_step_is_the_gradient_of_the_dense_loss_over_the_global_count(refere
     assert report["optimizer_step"] == 1
 
 
-@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
-def test_the_moving_average_is_that_of_the_versions(param_dtype, tmp_path):
+def test_the_moving_average_is_that_of_the_versions(tmp_path):
     """w' = 0.75 w' + 0.25 w in float32, after each update that was applied and no other; what the
     teacher gets is a cast of it."""
     own = ["teacher.model=policy", "teacher.ema=0.75", "distill.signal=topk", "distill.top_k=8"]
-    cfg = config(*own, "teacher.dtype=bfloat16", f"actor.param_dtype={param_dtype}")
+    cfg = config(*own, "teacher.dtype=bfloat16", "actor.param_dtype=bfloat16")
     m = mesh(2, 1, 1)
     one = actor(cfg, m, tmp_path, Receiver("unstacked", "bfloat16", None, "sent"))
     versions = [jax.device_get(one.state.params)]
@@ -222,7 +222,7 @@ def test_micro_batches_change_nothing(reference, budget, tmp_path):
     )
 
 
-@pytest.mark.parametrize("shape", [(1, 8, 1), (1, 2, 4), (2, 2, 2), (2, 1, 2, 2), (1, 1, 1, 4)])
+@pytest.mark.parametrize("shape", [(1, 2, 4), (2, 2, 2), (2, 1, 2, 2), (1, 1, 1, 4)])
 def test_devices_change_nothing(reference, shape, tmp_path):
     cfg = config("actor.micro_batch_tokens=14") if shape == (2, 2, 2) else config()
     params, report = trained(cfg, mesh(*shape), tmp_path)
@@ -233,7 +233,6 @@ def test_devices_change_nothing(reference, shape, tmp_path):
 @pytest.mark.parametrize(
     ("shape", "overrides"),
     [
-        ((1, 1, 1), ()),
         ((1, 2, 1), ("actor.micro_batch_tokens=14",)),
         ((2, 2, 2), ("actor.minibatches=3", "optimizer.learning_rate=0.0")),
     ],
@@ -241,7 +240,7 @@ def test_devices_change_nothing(reference, shape, tmp_path):
 def test_agreement_of_each_row_is_that_of_the_dense_logits(shape, overrides, tmp_path):
     """However the batch is cut; padded rows have none."""
     rollout, scores = batch()
-    s, start = rollout.sequences, init_params(MODEL, jax.random.key(0))
+    s, start = rollout.sequences, random_params(MODEL)
     theirs = scores["teacher"][0].hidden @ jax.random.normal(jax.random.key(9), (48, 24)).T
     mine = logits(start, forward(MODEL, start, s.tokens, s.mask)[:, 5:-1])
     agreed = (mine.argmax(-1) == theirs.argmax(-1)) & s.loss_mask
@@ -255,7 +254,7 @@ def test_agreement_of_each_row_is_that_of_the_dense_logits(shape, overrides, tmp
     assert trained.metrics["distill/top1_agreement"] == pytest.approx(float(mean))
 
 
-@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+@pytest.mark.parametrize("remat", ["dots", "full"])
 def test_rematerialisation_and_lean_change_nothing(reference, remat, tmp_path):
     cfg = config(f"actor.remat={remat}", "distill.lean=true", "distill.chunk_tokens=16")
     assert_close(trained(cfg, mesh(1, 1, 1), tmp_path)[0], reference[0], 2e-6)
@@ -422,7 +421,7 @@ def test_adapters_of_full_rank_take_the_step_of_full_fine_tuning(tmp_path, refer
     one = adapted_actor(config(), m, tmp_path, model, base, first)
     one.update(*batch(), step=0)
     ours = merged(join(base, one.state.params), 1.0)["layers"]
-    theirs, start = reference[0]["layers"], init_params(MODEL, jax.random.key(0))["layers"]
+    theirs, start = reference[0]["layers"], random_params(MODEL)["layers"]
     for group, name in (TARGETS[target].split("/") for target in wide):
         moved = ours[group][name]["kernel"] - start[group][name]["kernel"]
         wanted = theirs[group][name]["kernel"] - start[group][name]["kernel"]
@@ -431,8 +430,7 @@ def test_adapters_of_full_rank_take_the_step_of_full_fine_tuning(tmp_path, refer
     assert (ours["mlp"]["down"]["kernel"] == start["mlp"]["down"]["kernel"]).all()
 
 
-@pytest.mark.parametrize("shape", [(1, 2, 2), (2, 2, 1)])
-@pytest.mark.parametrize("micro", [None, 20], ids=["one", "cut"])
+@pytest.mark.parametrize(("shape", "micro"), [((1, 2, 2), None), ((2, 2, 1), 20)])
 def test_the_step_of_adapters_depends_on_no_mesh(shape, micro, tmp_path):
     """Whole or cut into micro-batches; with clipping by the norm of all adapters; what is frozen
     stays the same arrays."""

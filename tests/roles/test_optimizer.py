@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tiny_models import random_params
 
 from jaxrl.config.schema import OptimizerConfig
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import init_params
 from jaxrl.models.rules import param_shardings
 from jaxrl.roles.optimizer import (
     apply_changes,
@@ -50,7 +50,7 @@ def test_schedules_by_hand():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_optimizer_goes_downhill(name):
-    params = init_params(MODEL, jax.random.key(0))
+    params = random_params(MODEL)
     optimizer = make_optimizer(config(name=name, learning_rate=1e-3), 10, jnp.float32)
 
     def loss(p):
@@ -76,7 +76,7 @@ def test_clipping_bounds_the_step_and_small_gradients_pass():
 
 
 def test_only_the_kernels_of_the_blocks_are_decayed():
-    mask = decayed(init_params(MODEL, jax.random.key(0)))
+    mask = decayed(random_params(MODEL))
     assert mask["layers"]["attn"]["q"] == {"kernel": True, "bias": False}
     assert not any(jax.tree.leaves((mask["embed"], mask["norm"], mask["lm_head"])))
     assert not mask["layers"]["attn_norm"]["scale"]
@@ -88,7 +88,7 @@ def test_without_a_gradient_only_weight_decay_moves_a_kernel(name, schedule):
     """kernel *= 1 - lr_t * weight_decay at update t, whatever the optimizer."""
     chosen, updates = config(name=name, weight_decay=0.01, **schedule), 10
     optimizer, rate = make_optimizer(chosen, updates, jnp.float32), learning_rate(chosen, updates)
-    params = start = init_params(MODEL, jax.random.key(0))
+    params = start = random_params(MODEL)
 
     @jax.jit
     def step(params, state):
@@ -149,7 +149,7 @@ def test_rounding_at_random_keeps_the_mean_and_what_needs_none():
 
 def test_random_rounding_is_the_same_on_every_mesh_and_another_at_every_update():
     mesh = role_mesh(jax.devices(), Axes(2, 2, 2))
-    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), init_params(MODEL, jax.random.key(0)))
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_params(MODEL))
     changes = jax.tree.map(lambda x: jnp.full(x.shape, 1e-4), params)
     step = jax.jit(apply_changes, static_argnums=2)
     alone = step(params, changes, 7, jnp.int32(3))
@@ -168,7 +168,7 @@ def test_random_rounding_is_the_same_on_every_mesh_and_another_at_every_update()
 def test_moments_lie_where_their_parameters_do(name):
     mesh = role_mesh(jax.devices(), Axes(2, 2, 2))
     shardings = param_shardings(MODEL, mesh)
-    params = jax.device_put(init_params(MODEL, jax.random.key(0)), shardings)
+    params = jax.device_put(random_params(MODEL), shardings)
     optimizer = make_optimizer(config(name=name), 10, jnp.bfloat16)
     placed = state_shardings(optimizer, params, shardings, mesh)
     state = jax.jit(optimizer.init, out_shardings=placed)(params)

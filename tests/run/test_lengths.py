@@ -5,15 +5,14 @@ from __future__ import annotations
 import pickle
 from pathlib import Path
 
-import jax
 from runs import SHORT
+from tiny_models import random_params
 from tiny_tokenizer import tiny_tokenizer
 
 from jaxrl import Config
 from jaxrl.checkpoint.source import resolve_model
 from jaxrl.formats.hf import save_hf
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import init_params
 from jaxrl.models.rope import LongRope
 from jaxrl.run.held_out import prepare
 from jaxrl.run.job import make_job
@@ -25,7 +24,7 @@ def test_a_run_computes_for_its_longest_sequence(tmp_path: Path) -> None:
     config = DecoderConfig(
         "phi3", 264, 16, 1, 2, 1, 8, 16, rope_scaling=rope, tie_embeddings=True, eos_ids=(258,)
     )
-    save_hf(tmp_path, config, init_params(config, jax.random.key(0)), dtype="float32")
+    save_hf(tmp_path, config, random_params(config), dtype="float32")
     tiny_tokenizer(template=None).save_pretrained(tmp_path)
     models = [f"student.model={tmp_path}", f"teacher.model={tmp_path}"]
     asked = [*models, *SHORT, "eval.max_new_tokens=20", "mesh=actor=2,rollout=1,teacher=1"]

@@ -35,7 +35,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     (folder / "encoder" / "config.json").write_text(json.dumps(CONFIGS["bert"]))
     shutil.copy(save_reward_model(folder) + "/tokenizer.json", folder / "encoder")
     return {
-        "org/student": Path(save_model(folder / "student", 32, 2, seed=0)),
+        "org/student": Path(save_model(folder / "student", 32, 1, seed=0)),
         "org/teacher": Path(save_model(folder / "teacher", 48, 1, seed=1, rows=272)),
         "org/reward": folder / "reward_model",
         "org/encoder": folder / "encoder",

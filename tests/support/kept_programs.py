@@ -2,9 +2,10 @@
 
 A run traces and lowers its programs anew, which takes most of a tiny run's time, and several tests
 repeat a run with another folder. A program is a pure function of the config, the model, the mesh
-and the loss: of the config, only what says where and how often something is written does not
-count. The loss is compared by its code and by what it closes over; what cannot be compared is like
-nothing else. A file whose tests patch what is traced must not ask for it.
+and the loss: of the config, what says where and how often something is written or evaluated does
+not count, nor how many steps there are, where the learning rate is the same in all. The loss is
+compared by its code and by what it closes over; what cannot be compared is like nothing else. A
+file whose tests patch what is traced must not ask for it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from jaxrl.config.schema import Config
 from jaxrl.roles import actor
 from jaxrl.roles.update import ActorPrograms
 
-WRITTEN = frozenset({"run_dir", "name", "resume", "checkpoint", "logging", "compile_cache"})
+UNREAD = frozenset(
+    {"run_dir", "name", "resume", "checkpoint", "logging", "compile_cache", "deadlines", "eval"}
+)
 """Sections and keys of a config that no program reads."""
 AT_MOST = 12
 """Programs that are kept, the oldest of which makes room."""
@@ -61,7 +64,8 @@ class Itself:
 def content(x: Any) -> Any:
     """What can be hashed, and is equal where two programs made of such values are."""
     if isinstance(x, Config):
-        return Config, x.model_dump_json(exclude=set(WRITTEN))
+        constant = x.optimizer.lr_schedule == "constant" and not x.optimizer.warmup_steps
+        return Config, x.model_dump_json(exclude=set(UNREAD) | ({"steps"} if constant else set()))
     if isinstance(x, FunctionType):
         cells = tuple(cell.cell_contents for cell in x.__closure__ or ())
         rest = cells, x.__defaults__, x.__kwdefaults__

@@ -120,7 +120,9 @@ def carry_out(fault: str, where: str) -> None:
         exhaust()
     victim, _, name = fault.rpartition("-")
     os.kill(daemon(victim) if victim else os.getpid(), SIGNALS[name])
-    time.sleep(1)  # a signal may take a moment
+    # A signal may take a moment. Few calls need a daemon: without a call that lasts until its loss
+    # is found, a short run is over before.
+    time.sleep(30 if victim else 1)
 
 
 def daemon(name: str) -> int:

@@ -13,12 +13,12 @@ from pathlib import Path
 import jax
 import safetensors.numpy
 from references.tiny import random_tensors
+from tiny_models import random_params
 from tiny_tokenizer import tiny_tokenizer
 
 from jaxrl.formats.hf import save_hf
 from jaxrl.formats.weights import tensor_shapes
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import init_params
 
 QUICK = ["--config", "builtin:quickstart"]
 """On the command line: the keys that a test does not set are the quickstart's."""
@@ -42,7 +42,7 @@ def save_model(path, d_model, n_layers, seed, rows=264, eos=258):
     config = DecoderConfig(
         "llama", rows, d_model, n_layers, 4, 2, 8, 2 * d_model, tie_embeddings=True, eos_ids=(eos,)
     )
-    params = init_params(config, jax.random.key(seed))
+    params = random_params(config, seed)
     params["embed"]["embedding"] *= 20
     save_hf(path, config, params, dtype="float32")
     tiny_tokenizer(template=None).save_pretrained(path)
@@ -90,7 +90,6 @@ def start(models, run_dir, *overrides):
 
 
 def cache_dir():
-    import jax
 
     return jax.config.jax_compilation_cache_dir
 
@@ -148,7 +147,6 @@ def save_reward_model(folder):
 
 
 def environment():
-    import jax
 
     folder = str(Path(__file__).parent)
     return {

@@ -51,15 +51,34 @@ def tiny_config(name: str) -> DecoderConfig:
     return DecoderConfig.from_hf(RAW_CONFIGS[name])
 
 
-def tiny_tensors(name: str) -> dict[str, np.ndarray]:
+def tiny_tensors(name: str, seed: int | None = None) -> dict[str, np.ndarray]:
     case, shapes = CASES[name], weights.tensor_shapes(tiny_config(name))
-    return random_tensors(shapes, case.seed, case.norm)
+    return random_tensors(shapes, case.seed if seed is None else seed, case.norm)
 
 
-def tiny_model(name: str, mesh: Mesh | None = None, layout: str = "stacked") -> tuple[Any, Any]:
-    """Config and float32 parameters."""
-    config = tiny_config(name)
-    return config, weights.load(Memory(tiny_tensors(name)), config, mesh, jnp.float32, layout)
+def tiny_model(
+    name: str, mesh: Mesh | None = None, layout: str = "stacked", seed: int | None = None
+) -> tuple[Any, Any]:
+    """Config and float32 parameters: those of the reference, or of a seed."""
+    config, tensors = tiny_config(name), Memory(tiny_tensors(name, seed))
+    return config, weights.load(tensors, config, mesh, jnp.float32, layout)
+
+
+def random_params(config: DecoderConfig, seed: int = 0) -> Any:
+    """Float32 parameters, stacked, on the scale of `init_params`: numpy draws them, so that nothing
+    is compiled."""
+    draw = np.random.default_rng(seed)
+
+    def leaf(path: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
+        name = path[-1].key
+        if name in ("scale", "bias"):
+            return jnp.full(like.shape, float(name == "scale"))
+        assert name in ("kernel", "embedding"), name
+        table = "layers" not in [entry.key for entry in path]
+        scale = 0.02 if table else like.shape[-2] ** -0.5
+        return jnp.asarray(draw.normal(0, scale, like.shape).astype(np.float32))
+
+    return jax.tree_util.tree_map_with_path(leaf, decoder.abstract_params(config))
 
 
 def make_mesh(data: int, fsdp: int, tensor: int, context: int = 1, expert: int = 1) -> Mesh:

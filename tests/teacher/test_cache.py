@@ -53,6 +53,8 @@ from jaxrl.teacher.protocol import Options
 from jaxrl.telemetry.metrics import read_metrics
 from jaxrl.types import Completion, Prompt, Rollout, TeacherSignal
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 V, K = 64, 4
 DISTILLS = {
     "hidden": DistillConfig(signal="hidden", chunk_tokens=16),
@@ -265,7 +267,7 @@ def write_data(path: Path, rows: int, first: int = 0) -> Path:
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("desk")
-    save_model(folder / "student", 32, 2, seed=0)
+    save_model(folder / "student", 32, 1, seed=0)
     save_model(folder / "teacher", 48, 1, seed=1, rows=272)
     write_data(folder / "d.jsonl", 13)
     return folder
