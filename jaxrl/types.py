@@ -54,20 +54,47 @@ class Prompt:
 
 
 @dataclass(frozen=True)
+class Turn:
+    """A part of an episode: what the model wrote until it ended its turn, or what follows of it in
+    the environment's words, the chat template's tokens around these included."""
+
+    role: Literal["assistant", "environment"]
+    tokens: int
+    """How many of the completion's tokens it has."""
+    text: str
+    reward: float | None = None
+    """Of a turn of the assistant, by the environment; None where that gave none."""
+
+
+@dataclass(frozen=True)
 class Completion:
-    """One sampled completion of one prompt."""
+    """One sampled completion of one prompt; of an environment, a whole episode (`turns`)."""
 
     tokens: tuple[int, ...]
-    """Sampled ids, EOS included."""
+    """Sampled ids, EOS included; of an episode, those of its environment too."""
     logprobs: np.ndarray
     """[len(tokens)] float32, nats: log-probs of the full softmax at the sampling temperature (at
-    temperature 1 when greedy)."""
+    temperature 1 when greedy); 0 at tokens of an environment."""
     sampler_logprobs: np.ndarray
     """[len(tokens)] float32, nats: log-probs under the distribution that was sampled from, after
-    truncation (top-k, top-p, min-p)."""
+    truncation (top-k, top-p, min-p); 0 at tokens of an environment."""
     finish_reason: FinishReason
     text: str = ""
-    """Decoded, without EOS and without the stop string."""
+    """Decoded, without EOS and without the stop string; of an episode, the assistant's last turn.
+    """
+    turns: tuple[Turn, ...] = ()
+    """The parts of an episode, in order; they have all tokens between them. Empty without an
+    environment."""
+    failure: str | None = None
+    """Why the environment could not go on; such an episode has no reward."""
+
+    @property
+    def sampled(self) -> np.ndarray:
+        """[len(tokens)] bool: tokens that the model wrote."""
+        if not self.turns:
+            return np.ones(len(self.tokens), bool)
+        lengths = [turn.tokens for turn in self.turns]
+        return np.repeat([turn.role == "assistant" for turn in self.turns], lengths)
 
 
 @jax.tree_util.register_dataclass

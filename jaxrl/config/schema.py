@@ -902,6 +902,39 @@ class RewardConfig(FrozenConfig):
         return (1.0,) * len(self.functions) if self.weights is None else self.weights
 
 
+class EnvironmentConfig(Section):
+    """Episodes of several turns: after each turn of the policy an environment answers, and what it
+    says is read, not learned. All turns and answers together are one completion."""
+
+    name: Name | None = None
+    """The environment: `path/to/file.py:Class` (in a config file from that file's folder, else from
+    the working directory), `package.module:Class`, or a built-in one by its name. null: none; a
+    completion is one turn."""
+    max_turns: Positive = 8
+    """Most turns of the policy in an episode."""
+    turn_tokens: Positive | None = None
+    """Most tokens of one turn of the policy; a turn that reaches it ends the episode. null: only
+    the episode is limited, by `max_new_tokens`."""
+    discount: Fraction = 1.0
+    """Factor by which a turn's reward counts less for each turn before it, in the episode's sum."""
+    credit: Literal["episode", "turn"] = "episode"
+    """What a turn's advantage comes from. episode: the reward of the whole episode. turn: the
+    discounted rewards from that turn on."""
+    timeout: PositiveNumber = 30.0
+    """Seconds that an environment may take for one answer. One that takes longer is killed with its
+    process: its episode ends without a reward, and is counted in `environment/timeouts`."""
+    workers: Positive | None = None
+    """Processes that run environments; each holds many. null: 16, or as many as there are episodes
+    in a batch."""
+    memory_mb: Positive | None = None
+    """Megabytes of address space for each of these processes. null: no limit."""
+    max_processes: Positive = 256
+    """Most processes that an environment may have at once, the one that runs it included."""
+    max_failures: Fraction = 0.5
+    """Share of a batch's episodes that may fail (exception, crash, timeout); beyond it the run
+    ends."""
+
+
 class OffloadConfig(Section):
     """Move arrays to pinned host memory while other roles of the pool work; results do not change,
     bit for bit."""
@@ -1128,7 +1161,8 @@ class Config(Section, metaclass=_Parsed):
     """Longest prompt, in tokens; longer ones are dropped or cut (`data.long_prompts`), and
     counted."""
     max_new_tokens: Positive = 512
-    """Longest completion, in tokens, the end-of-sequence token included."""
+    """Longest completion, in tokens, the end-of-sequence token included; with an environment, the
+    longest episode: all turns and all that the environment says."""
     compile_cache: Name | None = "~/.cache/jaxrl/compile"
     """Folder of compiled programs that are kept between runs, unless JAX_COMPILATION_CACHE_DIR
     names one. null: none are kept."""
@@ -1149,6 +1183,7 @@ class Config(Section, metaclass=_Parsed):
     rollout: RolloutConfig = RolloutConfig()
     reference: ReferenceConfig = ReferenceConfig()
     reward: RewardConfig = RewardConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     grouper: GrouperConfig = GrouperConfig()
     policy: PolicyConfig = PolicyConfig()
     offload: OffloadConfig = OffloadConfig()
