@@ -28,6 +28,38 @@ def anchored(text: str, folder: Path) -> str:
     return f"{(folder / Path(place).expanduser()).resolve()}:{name}"
 
 
+def locate(text: str, key: str, kind: str) -> tuple[str, str, str]:
+    """What `path/to/file.py:NAME` or `package.module:NAME` names: the absolute path of the file or
+    the name of the module, NAME, and the sha256 of the file in hex ("" for a module); no code runs.
+
+    Args:
+        key: of the config, for messages.
+        kind: what NAME is, for messages.
+
+    Raises:
+        UserError: it names nothing.
+    """
+    place, _, name = text.rpartition(":")
+    if not place or not name.isidentifier():
+        raise UserError(f"{key}: {text!r} must be path/to/file.py:{kind} or module:{kind}")
+    if is_file(place):
+        path = Path(place).expanduser().resolve()
+        if not path.is_file():
+            raise UserError(
+                f"{key}: {text}: there is no file {path} (a relative path is one from the folder of"
+                " the config file that names it, or from the working directory)"
+            )
+        return str(path), name, digest_of(path)
+    if not all(part.isidentifier() for part in place.split(".")):
+        raise UserError(f"{key}: {text}: {place!r} is neither a .py file nor the name of a module")
+    return place, name, ""
+
+
+def digest_of(path: Path) -> str:
+    """sha256 of a file, in hex."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
 def is_file(place: str) -> bool:
     """Whether `place` is the path of a file, and not the name of a module."""
     return place.endswith(".py") or "/" in place
