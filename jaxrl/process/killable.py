@@ -165,7 +165,7 @@ class KillableProcess:
         self._stacks.close()
 
     async def _late_stack(self) -> str:
-        """Where the user's code is, even if it never releases the GIL, as in a regular expression."""
+        """Where it is, even if the GIL is never released, as in a regular expression."""
         if self.worker is not None:
             with suppress(ProcessLookupError):
                 os.kill(self.worker, signal.SIGUSR1)

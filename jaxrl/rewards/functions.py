@@ -17,7 +17,6 @@ import logging
 import math
 import pickle
 import re
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -27,7 +26,7 @@ from typing import Any, Literal, TypeGuard
 from jaxrl.data import arithmetic
 from jaxrl.errors import UserError, near
 from jaxrl.process.guard import Say
-from jaxrl.process.plugin import digest_of, is_plugin, load_object, locate
+from jaxrl.process.plugin import digest_of, is_plugin, load_object, locate, traceback_below
 from jaxrl.rewards.items import Item, ItemSource, Signature
 from jaxrl.rewards.verifiers import VERIFIERS
 
@@ -49,8 +48,6 @@ COMMENTS: dict[str, Callable[[Item], str]] = {
     ),
 }
 """Verifier -> what it says of a completion beside its score; "" for nothing."""
-LONGEST_TRACEBACK = 4000
-"""Characters of a traceback that are kept: its last ones."""
 
 
 def find(text: str, given: Mapping[str, bytes] = MappingProxyType({})) -> ItemSource:
@@ -174,12 +171,8 @@ class Function:
             return {"failure": ("timeout", "the awaited call was cancelled")}
         if isinstance(error, UserError):
             return {"failure": ("user", str(error))}
-        frames = error.__traceback__
-        while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
-            frames = frames.tb_next
-        text = "".join(traceback.format_exception(type(error), error, frames))
         hint = self._limit if isinstance(error, MemoryError) else ""
-        return {"failure": ("exception", text[-LONGEST_TRACEBACK:].rstrip() + hint)}
+        return {"failure": ("exception", traceback_below(error, __file__) + hint)}
 
     def _arguments(self, items: Sequence[Item]) -> dict[str, list[object]]:
         """Keyword arguments; a column that a row lacks is None there."""
