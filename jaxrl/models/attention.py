@@ -332,7 +332,7 @@ def chunk_attender(positions: jax.Array, window: int | None = None) -> Attend:
     keys and values too; with a `window`, to so many of the last ones."""
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        keys = jnp.arange(k.shape[2])
+        keys = jnp.arange(k.shape[2])[None, None]
         allowed = keys <= positions[..., None]
         if window is not None:
             allowed &= keys > positions[..., None] - window
