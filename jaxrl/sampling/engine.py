@@ -8,9 +8,10 @@ cache to fewer slots. Each prompt is prefilled once, in batches just large enoug
 and its keys and values are copied into the slots of its n samples. The sampled tokens depend on
 (seed, step, attempt, prompt id, sample id, position), never on slots, launches or timing.
 
-In an episode an environment answers each turn of the model (`sampling.episodes`). Its slot keeps its
-keys and values and decodes nothing until the answer is there, whose tokens are then added to them,
-in arrays whose shapes do not depend on which answers come together. Other slots go on meanwhile.
+In an episode an environment answers each turn of the model (`sampling.episodes`). Its slot keeps
+its keys and values and decodes nothing until the answer is there, whose tokens are then added to
+them. Other slots go on meanwhile. No array's shape depends on when an answer comes, so that no bit
+does: the cache keeps its slots and has its full length from the start.
 
 On a mesh of several processes each process runs this code with the same arguments. The tokens of a
 launch are replicated to all processes, so that all make the same decisions.
@@ -133,7 +134,7 @@ class Engine:
             search_beside: search for stop strings while the next launch already runs. A completion
                 that a stop string ends then occupies its slot for one more launch. None: True,
                 except on a CPU, where a launch takes much longer than the search.
-            episodes: completions may be episodes (`partner` of `generate`).
+            episodes: completions are episodes (`partner` of `generate`).
             dtype: of the computation and the cache. None: the dtype of the parameters.
             tokenizer: decodes tokens to text, also to find stop strings.
             ledger: records the memory of cache and programs.
@@ -155,6 +156,7 @@ class Engine:
         self.min_free = max(1, self.slots // 8) if min_free is None else min_free
         target = target_of(jax.devices()[:1] if mesh is None else mesh.devices.flat)
         self.width_multiple = target.width_multiple
+        self.episodes = episodes
         beyond = ANSWER_TOKENS[1] if episodes else 0  # a part's padding may lie there
         self.length = round_up(max_prompt_tokens + max_new_tokens + beyond, target.width_multiple)
         on_cpu = target.platform == "cpu"
@@ -229,6 +231,8 @@ class Engine:
 
     def cache_length(self, reach: int, slots: int) -> int:
         """Positions of the cache of so many slots in which `reach` positions are used: a bucket."""
+        if self.episodes:
+            return self.length
         steps = CACHE_STEPS if slots == self.slots else 1
         size = bucket(reach, smallest=NARROWEST, steps=steps, multiple=self.width_multiple)
         return min(size, self.length)
@@ -407,7 +411,7 @@ class _Run:
             [slots left] int32: for each device, the slots that it keeps, counted among its own.
             None if all slots stay.
         """
-        if self.queue:
+        if self.queue or self.partner is not None:
             return None
         shards = self.engine.row_shards
         held = len(self.table) // shards
