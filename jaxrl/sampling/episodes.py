@@ -28,7 +28,7 @@ class Partner(Protocol):
     """The environments of one batch of prompts with n samples each."""
 
     def answer(
-        self, prompt: int, sample: int, text: str, *, ended: bool, length: int
+        self, prompt: int, sample: int, text: str, *, eos: int | None, length: int
     ) -> Future[Reply]:
         """Submits a turn of an episode; returns at once. Its future raises only what ends the run
         (`UserError`, `RunError`): an environment that fails gives a `Reply.failure`.
@@ -36,9 +36,10 @@ class Partner(Protocol):
         Args:
             prompt: index in the batch.
             text: of the turn, without EOS and stop string.
-            ended: whether its last token is an EOS.
+            eos: its last token, where that is an EOS; None where a stop string ended it.
             length: tokens of the episode so far, this turn included.
         """
 
     def end(self, prompt: int, sample: int) -> None:
-        """The episode ends here, without an answer to its last turn."""
+        """The episode is over, maybe without an answer to its last turn. Called once for each, also
+        where generation is aborted."""
