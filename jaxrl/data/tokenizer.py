@@ -15,7 +15,7 @@ from jinja2 import TemplateRuntimeError
 from jaxrl.data.example import Message
 from jaxrl.errors import UserError
 from jaxrl.formats import gguf, hf
-from jaxrl.types import Prompt
+from jaxrl.types import JsonObject, Prompt
 
 Tokenizer = Any
 """A transformers `PreTrainedTokenizerBase`; Any, because transformers takes seconds to import."""
@@ -60,17 +60,20 @@ def has_template(tokenizer: Tokenizer | None) -> bool:
     return tokenizer is not None and bool(tokenizer.chat_template)
 
 
-def encode_prompt(tokenizer: Tokenizer | None, prompt: PromptLike) -> tuple[int, ...]:
+def encode_prompt(
+    tokenizer: Tokenizer | None, prompt: PromptLike, tools: Sequence[JsonObject] = ()
+) -> tuple[int, ...]:
     """Tokens of a prompt, at least one.
 
     Args:
         tokenizer: may be None for token ids.
         prompt: text, with the tokenizer's own BOS but no EOS; messages, rendered by the chat
             template up to where the assistant's turn begins; or token ids, taken as they are.
+        tools: JSON schemas that the chat template shows; text and ids have no place for them.
     """
     messages = as_messages(prompt)
     if messages is not None:
-        tokens = render_chat(tokenizer, messages, add_generation_prompt=True)
+        tokens = render_chat(tokenizer, messages, add_generation_prompt=True, tools=tools)
     elif isinstance(prompt, str):
         tokens = _encode_text(tokenizer, prompt)
     else:
@@ -232,13 +235,33 @@ def check_eos(student: int | None, teacher: int | None, ours: set[int], theirs: 
 
 
 def render_chat(
-    tokenizer: Tokenizer | None, messages: Sequence[Message], add_generation_prompt: bool
+    tokenizer: Tokenizer | None,
+    messages: Sequence[Message],
+    add_generation_prompt: bool,
+    tools: Sequence[JsonObject] = (),
 ) -> tuple[int, ...]:
     """Tokens of messages by the tokenizer's chat template.
 
     Raises:
         UserError: no tokenizer, no template, or one that refuses the messages or does not end.
     """
+    return tuple(_rendered(tokenizer, messages, add_generation_prompt, tools, tokenize=True))
+
+
+def render_text(tokenizer: Tokenizer | None, messages: Sequence[Message]) -> str:
+    """The text of which `render_chat` gives the tokens, up to where the assistant's turn begins.
+    Raises UserError as it does."""
+    text: str = _rendered(tokenizer, messages, True, (), tokenize=False)
+    return text
+
+
+def _rendered(
+    tokenizer: Tokenizer | None,
+    messages: Sequence[Message],
+    add_generation_prompt: bool,
+    tools: Sequence[JsonObject],
+    tokenize: bool,
+) -> Any:
     tokenizer = _need(tokenizer, "chat messages")
     if not tokenizer.chat_template:
         raise UserError(
@@ -246,10 +269,11 @@ def render_chat(
         )
     try:
         with _limited_template():
-            tokens = tokenizer.apply_chat_template(
+            return tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
+                tools=list(tools) or None,
                 add_generation_prompt=add_generation_prompt,
-                tokenize=True,
+                tokenize=tokenize,
                 return_dict=False,
             )
     except Exception as error:  # a template is a program that comes with the model
@@ -257,7 +281,6 @@ def render_chat(
         raise UserError(
             f"the chat template refuses messages of {roles}: {_one_line(error)}"
         ) from error
-    return tuple(tokens)
 
 
 @contextmanager

@@ -1,0 +1,195 @@
+"""What stands between the turns of a model: taken from chat templates, and encoded once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from tiny_tokenizer import CHATML, tiny_tokenizer
+
+from jaxrl.data.tokenizer import encode_prompt, render_chat
+from jaxrl.data.turns import TurnEncoder
+from jaxrl.errors import UserError
+
+LLAMA3 = (
+    "{{ '<|begin_of_text|>' }}{% for m in messages %}"
+    "{% set role = 'ipython' if m.role == 'tool' else m.role %}"
+    "{{ '<|start_header_id|>' + role + '<|end_header_id|>\n\n' }}"
+    "{{ (m.content | tojson if m.role == 'tool' else m.content | trim) + '<|eot_id|>' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
+    "{% endif %}"
+)
+"""It names the role of tools otherwise, and gives their results as JSON."""
+QWEN3 = (
+    "{% set ns = namespace(last=-1) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}"
+    "{% endfor %}"
+    "{% for m in messages %}"
+    "{% set content = m.content %}"
+    "{% if m.role == 'assistant' and loop.index0 < ns.last %}"
+    "{% set content = m.content.split('</think>')[-1].lstrip('\n') %}"
+    "{% elif m.role == 'tool' %}"
+    "{% set content = '<tool_response>\n' + m.content + '\n</tool_response>' %}{% endif %}"
+    "{{ '<|im_start|>' + ('user' if m.role == 'tool' else m.role) + '\n' }}"
+    "{{ content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+)
+"""It leaves out the thoughts of earlier turns, and opens those of the next."""
+GEMMA = (
+    "{{ '<bos>' }}{% for m in messages %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate user/assistant') }}{% endif %}"
+    "{{ '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' }}"
+    "{{ m.content | trim + '<end_of_turn>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
+"""It has two roles, which must take turns."""
+SILENT = CHATML.replace("{% for m in messages %}", "{% for m in messages if m.role != 'tool' %}")
+"""It has no place for tools, and does not say so."""
+MERGES = (("a", "b"), ("n", "<"), ("Ċ", "Ċ"), ("ab", "c"))
+FAMILIES: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "chatml": (CHATML, "<|im_end|>", ()),
+    "llama3": (
+        LLAMA3,
+        "<|eot_id|>",
+        ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    ),
+    "qwen3": (QWEN3, "<|im_end|>", ()),
+    "gemma": (GEMMA, "<end_of_turn>", ("<bos>", "<start_of_turn>", "<end_of_turn>")),
+    "silent": (SILENT, "<|im_end|>", ()),
+}
+NEXT = {
+    "chatml": "\n<|im_start|>{}\n{}<|im_end|>\n<|im_start|>assistant\n",
+    "llama3": "<|start_header_id|>{}<|end_header_id|>\n\n{}<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    "qwen3": "\n<|im_start|>{}\n{}<|im_end|>\n<|im_start|>assistant\n<think>\n",
+    "gemma": "\n<start_of_turn>{}\n{}<end_of_turn>\n<start_of_turn>model\n",
+    "silent": "\n<|im_start|>{}\n{}<|im_end|>\n<|im_start|>assistant\n",
+}
+"""After a turn that ended with the EOS."""
+
+
+class Counted:
+    """A tokenizer that keeps the texts which it is given to encode."""
+
+    def __init__(self, inner: Any):
+        self.inner, self.texts = inner, list[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def __call__(self, text: str, **given: Any) -> Any:
+        self.texts.append(text)
+        return self.inner(text, **given)
+
+
+def tokenizer_of(family: str) -> Any:
+    template, eos, extra = FAMILIES[family]
+    return tiny_tokenizer(template, MERGES, eos, extra=extra)
+
+
+def spelt(tokenizer: Any, tokens: Sequence[int]) -> str:
+    text: str = tokenizer.decode(list(tokens), skip_special_tokens=False)
+    return text
+
+
+def said(role: str, *contents: str) -> list[dict[str, str]]:
+    return [{"role": role, "content": content} for content in contents]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_follows_a_turn(family: str) -> None:
+    tokenizer = tokenizer_of(family)
+    eos, text = FAMILIES[family][1], NEXT[family].format("user", "no abc")
+    turns = TurnEncoder(tokenizer, [tokenizer.eos_token_id])
+    ended = turns.after(said("user", "no abc"), ended=True, chat=True)
+    assert spelt(tokenizer, ended) == text
+    assert ended == tuple(tokenizer(text)["input_ids"])
+    cut = turns.after(said("user", "no abc"), ended=False, chat=True)
+    assert spelt(tokenizer, cut) == eos + text
+
+
+@pytest.mark.parametrize(
+    ("family", "role", "expected", "note"),
+    [
+        ("chatml", "tool", "7", None),
+        ("llama3", "ipython", '"7"', None),
+        ("qwen3", "user", "<tool_response>\n7\n</tool_response>", None),
+        ("gemma", "user", "7", "no place for tool after"),
+        ("silent", "user", "7", "no place for tool after"),
+    ],
+)
+def test_what_a_tool_returned(family: str, role: str, expected: str, note: str | None) -> None:
+    tokenizer, notes = tokenizer_of(family), list[str]()
+    turns = TurnEncoder(tokenizer, [tokenizer.eos_token_id], notes.append)
+    for _ in range(2):
+        tokens = turns.after(said("tool", "7"), ended=True, chat=True)
+        assert spelt(tokenizer, tokens) == NEXT[family].format(role, expected)
+    turns.after(said("tool", "8"), ended=True, chat=True)
+    assert len(notes) == (note is not None) and all(str(note) in one for one in notes)
+
+
+def test_several_messages_become_one_where_the_roles_must_alternate() -> None:
+    tokenizer = tokenizer_of("gemma")
+    turns = TurnEncoder(tokenizer, [tokenizer.eos_token_id])
+    for role in ("tool", "user"):
+        tokens = turns.after(said(role, "1", "2"), ended=True, chat=True)
+        assert spelt(tokenizer, tokens) == NEXT["gemma"].format("user", "1\n2")
+
+
+def test_a_template_without_any_place_is_refused() -> None:
+    only_users = "{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}"
+    tokenizer = tiny_tokenizer(only_users)
+    turns = TurnEncoder(tokenizer, [tokenizer.eos_token_id])
+    with pytest.raises(UserError, match=r"environment\.name.*leaves out messages of tool"):
+        turns.after(said("tool", "7"), ended=True, chat=True)
+
+
+def test_what_looks_like_the_mark_or_like_special_tokens() -> None:
+    tokenizer = tokenizer_of("chatml")
+    turns = TurnEncoder(tokenizer, [tokenizer.eos_token_id])
+    text = "ASSISTANT_TURN OBSERVATION0"
+    tokens = turns.after(said("user", text), ended=True, chat=True)
+    assert spelt(tokenizer, tokens) == NEXT["chatml"].format("user", text)
+
+
+@pytest.mark.parametrize("template", [None, CHATML])
+def test_texts_follow_as_they_are(template: str | None) -> None:
+    tokenizer = tiny_tokenizer(template, bos=True)
+    turns = TurnEncoder(tokenizer, [tokenizer.eos_token_id])
+    tokens = turns.after(said("user", " 7", "8"), ended=True, chat=template is None)
+    assert spelt(tokenizer, tokens) == " 78", "no BOS before it, no EOS after it"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_token_is_encoded_twice_and_the_models_ids_stay(family: str) -> None:
+    """The model writes `a`, `b` and `c` by themselves, which its tokenizer would merge, and thinks;
+    the template gives other ids of the whole chat."""
+    tokenizer = Counted(tokenizer_of(family))
+    turns = TurnEncoder(tokenizer, [tokenizer.eos_token_id])
+    turns.after(said("user", "?"), ended=True, chat=True)
+    tokenizer.texts.clear()
+    chat = said("user", "q")
+    ids = list(encode_prompt(tokenizer.inner, chat))
+    prompt, sampled, heard = len(ids), list[int](), 0
+    letters = [tokenizer.inner(letter)["input_ids"][0] for letter in "abc"]
+    thought = "<think>\nhm\n</think>\n\n"
+    for number in range(4):
+        turn = [*tokenizer.inner(thought)["input_ids"], *letters, tokenizer.eos_token_id]
+        sampled += turn
+        observation = said("user", f"abc {number}")
+        after = turns.after(observation, ended=True, chat=True)
+        heard += len(after)
+        ids += [*turn, *after]
+        chat += [*said("assistant", f"{thought}abc"), *observation]
+    assert len(ids) == prompt + len(sampled) + heard
+    encoded = [tokenizer.inner(text)["input_ids"] for text in tokenizer.texts]
+    assert sum(map(len, encoded)) == heard, "each observation once, no turn of the model"
+    again = render_chat(tokenizer.inner, chat, add_generation_prompt=True)
+    assert len(ids) > len(again), "merged; in Qwen's, without thoughts"
+    if family != "qwen3":
+        assert spelt(tokenizer, ids) == spelt(tokenizer, again)
+    else:
+        assert spelt(tokenizer, ids).count("hm") == 4 and "hm" not in spelt(tokenizer, again)
