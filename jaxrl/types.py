@@ -86,7 +86,8 @@ class Completion:
     """The parts of an episode, in order; they have all tokens between them. Empty without an
     environment."""
     failure: str | None = None
-    """Why the environment could not go on; such an episode has no reward."""
+    """Why the environment could not go on, "timeout: " or "exception: " first; such an episode has
+    no reward."""
 
     @property
     def sampled(self) -> np.ndarray:
@@ -176,6 +177,8 @@ class Rollout:
     """
     decode_steps: int = 0
     """Number of decode steps; 0 where nothing was decoded."""
+    waited_s: float = 0.0
+    """Seconds in which sampling waited for environments alone."""
     student_topk: Array = None
     """[B, C, K] int32: the policy's K most probable tokens, for the `student_topk` teacher signal.
     """

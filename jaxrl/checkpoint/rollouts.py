@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 from jax.typing import DTypeLike
 
 from jaxrl.data.batch import make_rollout
-from jaxrl.types import Completion, Prompt, Rollout
+from jaxrl.types import Completion, Prompt, Rollout, Turn
 
 
 def save_rollout(path: Path, rollout: Rollout) -> None:
@@ -24,6 +24,8 @@ def save_rollout(path: Path, rollout: Rollout) -> None:
     words = {
         "texts": [completion.text for completion in completions],
         "finish_reasons": [completion.finish_reason for completion in completions],
+        "turns": [[asdict(turn) for turn in completion.turns] for completion in completions],
+        "failures": [completion.failure for completion in completions],
         "policy_version": rollout.policy_version,
         "decode_steps": rollout.decode_steps,
     }
@@ -51,9 +53,19 @@ def load_rollout(path: Path, prompts: Sequence[Prompt], packing: Mapping[str, in
     ends = np.cumsum(arrays["lengths"])[:-1]
     pieces = [np.split(arrays[name], ends) for name in ("tokens", "logprobs", "sampler_logprobs")]
     completions = [
-        Completion(tuple(tokens.tolist()), logprobs, sampler_logprobs, reason, text)
-        for tokens, logprobs, sampler_logprobs, reason, text in zip(
-            *pieces, words["finish_reasons"], words["texts"], strict=True
+        Completion(
+            tuple(tokens.tolist()),
+            logprobs,
+            sampler_logprobs,
+            reason,
+            text,
+            tuple(Turn(**turn) for turn in turns),
+            failure,
+        )
+        for tokens, logprobs, sampler_logprobs, reason, text, turns, failure in zip(
+            *pieces,
+            *(words[name] for name in ("finish_reasons", "texts", "turns", "failures")),
+            strict=True,
         )
     ]
     group = len(completions) // len(prompts)

@@ -915,11 +915,17 @@ class EnvironmentConfig(Section):
     turn_tokens: Positive | None = None
     """Most tokens of one turn of the policy; a turn that reaches it ends the episode. null: only
     the episode is limited, by `max_new_tokens`."""
-    discount: Fraction = 1.0
-    """Factor by which a turn's reward counts less for each turn before it, in the episode's sum."""
+    weight: Number = 1.0
+    """Weight of the environment's reward in the sum of rewards, beside `reward.functions` and
+    `reward.model`. 0: reported, not trained on."""
     credit: Literal["episode", "turn"] = "episode"
-    """What a turn's advantage comes from. episode: the reward of the whole episode. turn: the
-    discounted rewards from that turn on."""
+    """What a turn's tokens learn from. episode: the reward of the whole episode, compared with the
+    others of its prompt. turn: the rewards of this turn and of those after it, each compared with
+    all turns of its prompt's episodes (process supervision of GRPO, arXiv 2402.03300, section
+    4.1.3)."""
+    discount: Fraction = 1.0
+    """Factor by which a reward counts less for each turn between it and what learns from it: of an
+    episode its beginning, with `credit=turn` the turn."""
     timeout: PositiveNumber = 30.0
     """Seconds that an environment may take for one answer. One that takes longer is killed with its
     process: its episode ends without a reward, and is counted in `environment/timeouts`."""
@@ -1387,6 +1393,8 @@ class Config(Section, metaclass=_Parsed):
             f"group_size={self.group_size} greedy completions of a prompt are all the same:"
             " set sampling.temperature above 0, or group_size=1",
         )
+        if self.environment.name is not None:
+            yield from self._rules_with_environment()
         if self.learns_from_rewards:
             yield from self._rules_with_rewards()
         else:
@@ -1573,6 +1581,25 @@ class Config(Section, metaclass=_Parsed):
             " seq_kd=false",
         )
 
+    def _rules_with_environment(self) -> Iterator[Rule]:
+        turn = self.environment.turn_tokens
+        yield (
+            turn is not None and turn > self.max_new_tokens,
+            f"environment.turn_tokens={turn} exceeds max_new_tokens={self.max_new_tokens}, which"
+            " limits the whole episode: raise that, or lower turn_tokens",
+        )
+        yield (
+            self.distill.seq_kd,
+            "distill.seq_kd=true samples from the teacher, which has no environment: set"
+            " seq_kd=false, or environment.name=null",
+        )
+        yield (
+            self.teacher.tokenizer == "own",
+            "teacher.tokenizer=own aligns the text of completions, and an episode"
+            f" (environment.name={self.environment.name}) is no text: give student and teacher one"
+            " tokenizer, or set environment.name=null",
+        )
+
     def _rules_with_rewards(self) -> Iterator[Rule]:
         yield (
             self.dynamic_sampling == "refill" and self.schedule != "serial",
@@ -1581,9 +1608,16 @@ class Config(Section, metaclass=_Parsed):
             " policy.dynamic_sampling=drop",
         )
         yield (
-            not self.reward.functions and self.reward.model is None,
+            not self.reward.functions
+            and self.reward.model is None
+            and not (self.environment.name and self.environment.weight),
             f"algorithm={self.algorithm} learns from rewards: set reward.functions, as in"
-            " reward.functions=[math], or reward.model",
+            " reward.functions=[math], or reward.model, or environment.name",
+        )
+        yield (
+            self.environment.credit == "turn" and self.policy.advantages == "similarity",
+            "environment.credit=turn compares turns, and policy.advantages=similarity whole"
+            " completions: set one of them to its default",
         )
         yield (
             self.group_size < 2,

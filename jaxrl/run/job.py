@@ -25,6 +25,7 @@ from jaxrl.data.tokenizer import (
     decode,
     same_prompts,
 )
+from jaxrl.environments.episodes import Episodes
 from jaxrl.errors import UserError, user_input
 from jaxrl.formats.hub_names import data_name
 from jaxrl.formats.places import find_folder
@@ -197,6 +198,10 @@ def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
         notes.append("teacher.tokenizer=own: the teacher has the student's tokens, one by one")
     if config.learns_from_rewards:
         notes += _check_rewards(config, train, given or {})
+    with contextlib.ExitStack() as stack:
+        environment = episodes(config, tokenizer, eos_ids)
+        if environment is not None:
+            stack.enter_context(environment).facts()
     for name, their_tokenizer in found.theirs.items() if own is None else ():
         with _about(name, teachers):
             check_same_prompts(tokenizer, their_tokenizer, prompts)
@@ -354,7 +359,24 @@ def check_job(config: Config, given: Mapping[str, bytes]) -> None:
 
 def reward_functions(config: Config, given: Mapping[str, bytes]) -> RewardFunctions:
     startup_s = config.deadlines.startup
-    return RewardFunctions(config.rewards, config.max_new_tokens, startup_s, given)
+    environment = config.environment if config.environment.name else None
+    return RewardFunctions(config.rewards, config.max_new_tokens, startup_s, given, environment)
+
+
+def episodes(
+    config: Config,
+    tokenizer: Tokenizer,
+    eos_ids: Sequence[int],
+    run_dir: Path | None = None,
+) -> Episodes | None:
+    """The environments of the run; None where completions are single turns.
+
+    Args:
+        run_dir: where their answers are recorded; None: nowhere.
+    """
+    if config.environment.name is None:
+        return None
+    return Episodes(config, tokenizer, eos_ids, run_dir=run_dir)
 
 
 def _data_sources(config: Config) -> Iterator[tuple[str, Sequence[str], Split]]:

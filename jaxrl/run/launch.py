@@ -53,7 +53,7 @@ from jaxrl.roles.teacher import AddFeedback, Teacher
 from jaxrl.roles.teachers import Teachers
 from jaxrl.roles.update import first_rows_program
 from jaxrl.run.conversion import converted_once
-from jaxrl.run.job import Setup, reward_functions
+from jaxrl.run.job import Setup, episodes, reward_functions
 from jaxrl.runtime.local import LocalWorkerGroup
 from jaxrl.runtime.worker import Future, WorkerGroup
 from jaxrl.sharding.axes import Axes
@@ -481,6 +481,7 @@ def _sampler(
         base=base,
         teacher=teacher,
         max_new_tokens=None if aligner is None else config.teacher_new_tokens,
+        episodes=None if teacher else episodes(config, tokenizer, eos_ids, setup.run_dir),
     )
 
 

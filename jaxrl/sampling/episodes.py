@@ -21,7 +21,7 @@ class Reply:
     cut: bool = False
     """The episode ends because it may have no further turn, not because it is over."""
     failure: str | None = None
-    """Why there is no answer: the episode ends without a reward."""
+    """Why there is no answer, as in `types.Completion`: the episode ends without a reward."""
 
 
 class Partner(Protocol):
