@@ -33,6 +33,19 @@ Array = Any
 
 
 @dataclass(frozen=True)
+class Turn:
+    """A part of an episode: what the model wrote until it ended its turn, or what follows of it in
+    the environment's words, the chat template's tokens around these included."""
+
+    role: Literal["assistant", "environment"]
+    tokens: int
+    """How many of the completion's tokens it has."""
+    text: str
+    reward: float | None = None
+    """Of a turn of the assistant, by the environment; None where that gave none."""
+
+
+@dataclass(frozen=True)
 class Prompt:
     """One prompt, ready to be sampled from."""
 
@@ -51,19 +64,8 @@ class Prompt:
     teacher_prompt: str | tuple[Mapping[str, str], ...] | None = None
     """Text or chat of that prompt where it is only complete once a completion is judged
     (`data.feedback`)."""
-
-
-@dataclass(frozen=True)
-class Turn:
-    """A part of an episode: what the model wrote until it ended its turn, or what follows of it in
-    the environment's words, the chat template's tokens around these included."""
-
-    role: Literal["assistant", "environment"]
-    tokens: int
-    """How many of the completion's tokens it has."""
-    text: str
-    reward: float | None = None
-    """Of a turn of the assistant, by the environment; None where that gave none."""
+    turns: tuple[Turn, ...] = ()
+    """The parts of `completion`, where it has several turns of the assistant."""
 
 
 @dataclass(frozen=True)

@@ -497,6 +497,10 @@ class DataConfig(Section):
     renders."""
     completion_key: str = "completion"
     """Field of a row with a completion to learn from (sft and off-policy batches)."""
+    completion_turns: Literal["last", "all"] = "last"
+    """What is learned of a chat that ends with a turn of the assistant (sft and off-policy
+    batches). last: that turn; all before it is the prompt. all: every turn of the assistant; the
+    prompt ends where the first one begins, and what others say after it is read, not learned."""
     answer_key: str = "answer"
     """Field of a row with the reference answer that a verifier compares with."""
     teacher_key: str | None = None
@@ -1469,6 +1473,11 @@ class Config(Section, metaclass=_Parsed):
         )
         yield from self._rules_with_teachers(alone)
         if self.teacher.tokenizer == "own":
+            yield (
+                self.data.completion_turns == "all",
+                "teacher.tokenizer=own aligns the text of completions, and one of several turns is"
+                " no text: set data.completion_turns=last, or teacher.tokenizer=student",
+            )
             yield (
                 self.distill.signal == "student_topk",
                 "distill.signal=student_topk asks for the probabilities of the student's tokens,"

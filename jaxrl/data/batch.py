@@ -204,7 +204,9 @@ def _data_completion(
     tokens = prompt.completion
     unknown = np.zeros(len(tokens), np.float32)
     reason: FinishReason = "length" if len(tokens) >= max_new_tokens else "stop"
-    return Completion(tokens, unknown, unknown, reason, decode(tokens))
+    said = [turn.text for turn in prompt.turns if turn.role == "assistant"]
+    text = said[-1] if said else decode(tokens)
+    return Completion(tokens, unknown, unknown, reason, text, prompt.turns)
 
 
 def _right_padded(values: Sequence[np.ndarray], rows: int, width: int) -> np.ndarray:

@@ -22,8 +22,9 @@ from jaxrl.data.tokenizer import (
     encode_prompt,
     has_template,
 )
+from jaxrl.data.turns import TurnEncoder, cut_turns
 from jaxrl.errors import UserError, near
-from jaxrl.types import Prompt
+from jaxrl.types import Prompt, Turn
 
 Chat = Literal["auto", "raw"]
 LongPrompts = Literal["drop", "cut"]
@@ -200,8 +201,18 @@ class PromptEncoder:
         messages = as_messages(prompt)
         columns = {**example.columns, "messages": messages} if messages else example.columns
         text = messages[-1]["content"] if messages else str(example.prompt)
-        completion = self._completion(example, prompt)
-        return Prompt(prompt_id, tokens, text, completion, example.answer, columns, theirs, late)
+        completion, turns = self._completion(example, prompt)
+        return Prompt(
+            prompt_id,
+            tokens,
+            text,
+            completion,
+            turns=turns,
+            answer=example.answer,
+            columns=columns,
+            teacher_tokens=theirs,
+            teacher_prompt=late,
+        )
 
     def _teacher_tokens(self, example: Example) -> tuple[int, ...] | None:
         """Those of its prompt; without what is only known later."""
@@ -230,13 +241,32 @@ class PromptEncoder:
 
     def _completion(
         self, example: Example, prompt: str | tuple[Message, ...]
-    ) -> tuple[int, ...] | None:
+    ) -> tuple[tuple[int, ...] | None, tuple[Turn, ...]]:
+        """Tokens of the completion, and the parts of one of several turns."""
         if example.completion is None:
-            return None
+            return None, ()
         own = self.tokenizer.eos_token_id
         eos_ids = self.eos_ids or (() if own is None else (own,))
-        tokens = encode_completion(self.tokenizer, prompt, example.completion, eos_ids)
-        return tokens[: self.max_new_tokens]
+        first = example.turns[0] if example.turns else example.completion
+        tokens = encode_completion(self.tokenizer, prompt, first, eos_ids)
+        parts = [Turn("assistant", len(tokens), example.completion)]
+        heard: list[Message] = []
+        for turn in example.turns[1:]:
+            if turn["role"] != "assistant":
+                heard.append(turn)
+                continue
+            between = self._encode_turns.after(heard, eos=tokens[-1], chat=True)
+            said = "\n".join(message["content"] for message in heard)
+            written = encode_completion(self.tokenizer, _user("?"), turn, eos_ids)
+            parts.append(Turn("environment", len(between), said))
+            parts.append(Turn("assistant", len(written), turn["content"]))
+            tokens, heard = (*tokens, *between, *written), []
+        most = self.max_new_tokens
+        return tokens[:most], cut_turns(parts, most) if example.turns else ()
+
+    @cached_property
+    def _encode_turns(self) -> TurnEncoder:
+        return TurnEncoder(self.tokenizer)
 
     @cached_property
     def _turns_before(self) -> tuple[Message, ...]:
@@ -244,7 +274,8 @@ class PromptEncoder:
         for shot in self.few_shot:
             given = _user(shot.prompt) if isinstance(shot.prompt, str) else shot.prompt
             turns += (turn for turn in given if turn["role"] != "system")
-            turns.append({"role": "assistant", "content": str(shot.completion)})
+            own = ({"role": "assistant", "content": str(shot.completion)},)
+            turns += shot.turns or own
         return tuple(turns)
 
     @cached_property

@@ -84,7 +84,7 @@ def encode_prompt(
 
 
 def encode_completion(
-    tokenizer: Tokenizer, prompt: PromptLike, completion: str, eos_ids: Sequence[int]
+    tokenizer: Tokenizer, prompt: PromptLike, completion: str | Message, eos_ids: Sequence[int]
 ) -> tuple[int, ...]:
     """Tokens that follow `encode_prompt(tokenizer, prompt)` in a sequence of both, EOS last.
 
@@ -93,6 +93,7 @@ def encode_completion(
     template that rewrites earlier turns), the completion is tokenised on its own.
 
     Args:
+        completion: text; after a chat it may also be the message itself.
         eos_ids: what ends a completion; where none follows it, the tokenizer's own or else the
             first is added.
     """
@@ -101,15 +102,24 @@ def encode_completion(
             "completions need an EOS token: the model's config and its tokenizer name none"
         )
     head, messages = encode_prompt(tokenizer, prompt), as_messages(prompt)
+    text: str = completion if isinstance(completion, str) else completion["content"]
     if messages is not None:
-        turn = {"role": "assistant", "content": completion}
+        turn = {"role": "assistant", "content": text}
         whole = render_chat(tokenizer, [*messages, turn], add_generation_prompt=False)
+        if not isinstance(completion, str) and "tool_calls" in completion:
+            without, calls = whole, [*messages, completion]
+            whole = render_chat(tokenizer, calls, add_generation_prompt=False)
+            if whole == without or whole[: len(head)] != head:
+                raise UserError(
+                    "the chat template does not render `tool_calls` after the prompt: write the"
+                    " calls as text, in the `content` of their message"
+                )
     else:
-        whole = _encode_text(tokenizer, prompt + completion) if isinstance(prompt, str) else ()
+        whole = _encode_text(tokenizer, prompt + text) if isinstance(prompt, str) else ()
     if whole[: len(head)] == head:
         tokens = whole[len(head) :]
     else:
-        tokens = tuple(tokenizer(completion, add_special_tokens=False)["input_ids"])
+        tokens = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
     for at, token in enumerate(tokens):
         if token in eos_ids:
             return tokens[: at + 1]

@@ -8,16 +8,28 @@ that leave out earlier thoughts).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 from jaxrl.data.example import Message
 from jaxrl.data.tokenizer import Tokenizer, has_template, render_text
 from jaxrl.errors import UserError
+from jaxrl.types import Turn
 
 KEPT = 4096
 """Different observations whose tokens are kept."""
 _MARK = "ASSISTANT_TURN"
+
+
+def cut_turns(turns: Iterable[Turn], most: int) -> tuple[Turn, ...]:
+    """The turns of the first `most` tokens of an episode."""
+    kept = []
+    for turn in turns:
+        if most > 0:
+            kept.append(replace(turn, tokens=min(turn.tokens, most)))
+        most -= turn.tokens
+    return tuple(kept)
 
 
 class TurnEncoder:
@@ -83,14 +95,14 @@ class TurnEncoder:
                 if all(word in self._rest(given, words) for word in words):
                     if given != roles:
                         self._notify(
-                            f"environment: the chat template has no place for {', '.join(roles)}"
+                            f"the chat template has no place for messages of {', '.join(roles)}"
                             f" after a turn of the assistant; given as {', '.join(given)}"
                         )
                     return given
                 errors.append(f"the chat template leaves out messages of {', '.join(given)}")
             except UserError as error:
                 errors.append(str(error))
-        raise UserError(f"environment.name: its answer cannot be rendered: {errors[0]}")
+        raise UserError(f"{', '.join(roles)} after a turn of the assistant: {errors[0]}")
 
     def _rest(self, roles: Sequence[str], contents: Sequence[str]) -> str:
         """What the template renders after an assistant's message that these follow."""

@@ -264,7 +264,10 @@ class EpisodeBatch:
         if result.done:
             return Reply(text=said, reward=result.reward)
         chat = self._chat[prompt]
-        tokens = self._all.turns.after(result.messages, eos=eos, chat=chat)
+        try:
+            tokens = self._all.turns.after(result.messages, eos=eos, chat=chat)
+        except UserError as error:
+            raise UserError(f"{KEY}: {self._all.source.text} answers with {error}") from error
         last = episode.turn == self._all.environment.max_turns
         if last or length + len(tokens) >= self._most:
             return Reply(text=said, reward=result.reward, cut=True)

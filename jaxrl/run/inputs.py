@@ -78,7 +78,7 @@ def check_positions(
 def keys(config: Config) -> Keys:
     """Names of the fields of a data row."""
     d = config.data
-    return Keys(d.prompt_key, d.messages_key, d.completion_key, d.answer_key)
+    return Keys(d.prompt_key, d.messages_key, d.completion_key, d.answer_key, d.completion_turns)
 
 
 def encoder(

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from tiny_tokenizer import CHATML, tiny_tokenizer
 
+from jaxrl.data.batch import data_rollout
+from jaxrl.data.encoder import PromptEncoder
+from jaxrl.data.rows import Keys, to_example
 from jaxrl.data.tokenizer import encode_prompt, render_chat
 from jaxrl.data.turns import TurnEncoder
 from jaxrl.errors import UserError
+from jaxrl.types import Prompt
 
 LLAMA3 = (
     "{{ '<|begin_of_text|>' }}{% for m in messages %}"
@@ -121,8 +126,8 @@ def test_what_follows_a_turn(family: str) -> None:
         ("chatml", "tool", "7", None),
         ("llama3", "ipython", '"7"', None),
         ("qwen3", "user", "<tool_response>\n7\n</tool_response>", None),
-        ("gemma", "user", "7", "no place for tool after"),
-        ("silent", "user", "7", "no place for tool after"),
+        ("gemma", "user", "7", "no place for messages of tool after"),
+        ("silent", "user", "7", "no place for messages of tool after"),
     ],
 )
 def test_what_a_tool_returned(family: str, role: str, expected: str, note: str | None) -> None:
@@ -147,7 +152,7 @@ def test_a_template_without_any_place_is_refused() -> None:
     only_users = "{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}"
     tokenizer = tiny_tokenizer(only_users)
     turns = TurnEncoder(tokenizer)
-    with pytest.raises(UserError, match=r"environment\.name.*leaves out messages of tool"):
+    with pytest.raises(UserError, match=r"tool after a turn.*leaves out messages of tool"):
         turns.after(said("tool", "7"), eos=tokenizer.eos_token_id, chat=True)
 
 
@@ -197,3 +202,81 @@ def test_no_token_is_encoded_twice_and_the_models_ids_stay(family: str) -> None:
         assert spelt(tokenizer, ids) == spelt(tokenizer, again)
     else:
         assert spelt(tokenizer, ids).count("hm") == 4 and "hm" not in spelt(tokenizer, again)
+
+
+TRACE = [
+    *said("user", "2+3?"),
+    *said("assistant", "abc"),
+    *said("tool", "5", "6"),
+    *said("assistant", "it is ab"),
+    *said("assistant", "c"),
+]
+
+
+def encoded(tokenizer: Any, turns: Any, most: int = 500) -> Prompt:
+    example = to_example({"messages": TRACE, "n": 1}, Keys(turns=turns), "row")
+    prompt = PromptEncoder(tokenizer, 500, most).encode(example, 0)
+    assert prompt is not None
+    return prompt
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_trace_is_learned_turn_by_turn(family: str) -> None:
+    tokenizer = tokenizer_of(family)
+    prompt = encoded(tokenizer, "all")
+    assert prompt.tokens == encode_prompt(tokenizer, TRACE[:1]) and prompt.text == "2+3?"
+    assert [turn.role for turn in prompt.turns] == ["assistant", "environment"] * 2 + ["assistant"]
+    rollout = data_rollout(
+        [prompt], decode=str, max_prompt_tokens=500, max_new_tokens=500, pad_id=0
+    )
+    (completion,) = rollout.completions
+    assert completion.text == "c" and completion.finish_reason == "stop"
+    tokens = np.array(prompt.completion)
+    learned = rollout.sequences.loss_mask[0, : len(tokens)]
+    eos = FAMILIES[family][1]
+    assert spelt(tokenizer, tokens[learned]) == f"abc{eos}it is ab{eos}c{eos}"
+    turns = TurnEncoder(tokenizer)
+    between = turns.after(TRACE[2:4], eos=tokenizer.eos_token_id, chat=True)
+    again = turns.after([], eos=tokenizer.eos_token_id, chat=True)
+    assert tuple(tokens[~learned]) == (*between, *again)
+
+
+def test_the_last_turn_alone_is_as_before() -> None:
+    tokenizer = tokenizer_of("chatml")
+    prompt = encoded(tokenizer, "last")
+    assert prompt.turns == () and prompt.tokens == encode_prompt(tokenizer, TRACE[:-1])
+    assert spelt(tokenizer, prompt.completion or ()) == "c<|im_end|>"
+    one = to_example({"messages": TRACE[:2]}, Keys(turns="all"), "row")
+    assert one == to_example({"messages": TRACE[:2]}, Keys(), "row")
+
+
+def test_a_trace_is_cut_where_completions_are() -> None:
+    tokenizer = tokenizer_of("chatml")
+    whole = encoded(tokenizer, "all")
+    for most in (1, 2, 30, len(whole.completion or ()) - 1):
+        prompt = encoded(tokenizer, "all", most)
+        assert prompt.completion == (whole.completion or ())[:most]
+        assert sum(turn.tokens for turn in prompt.turns) == most
+        assert all(turn.tokens > 0 for turn in prompt.turns)
+
+
+def test_calls_of_tools_are_learned_as_the_template_writes_them() -> None:
+    calls = "{% for c in m.tool_calls or [] %}[{{ c.function.arguments | tojson }}]{% endfor %}"
+    begins = "{{ '<|im_start|>' + m['role']"
+    template = CHATML.replace(begins, "{% set calls %}" + calls + "{% endset %}" + begins)
+    tokenizer = tiny_tokenizer(template.replace("m['content'] +", "m['content'] + calls +"))
+    function = {"name": "f", "arguments": '{"x": 1}'}
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}
+    chat = [*said("user", "q"), call, *said("tool", "5"), *said("assistant", "ab")]
+    for turns, expected in (("all", '[{"x": 1}]<|im_end|>ab<|im_end|>'), ("last", "ab<|im_end|>")):
+        example = to_example({"messages": chat}, Keys(turns=turns), "row")
+        prompt = PromptEncoder(tokenizer, 500, 500).encode(example, 0)
+        assert prompt is not None and prompt.completion is not None
+        own = [np.full(turn.tokens, turn.role == "assistant") for turn in prompt.turns]
+        learned = np.concatenate(own) if own else np.ones(len(prompt.completion), bool)
+        assert spelt(tokenizer, np.array(prompt.completion)[learned]) == expected
+    example = to_example({"messages": chat[:2]}, Keys(), "row")
+    prompt = PromptEncoder(tokenizer, 500, 500).encode(example, 0)
+    assert prompt is not None and spelt(tokenizer, prompt.completion or ()).startswith('[{"x": 1}]')
+    with pytest.raises(UserError, match="does not render `tool_calls`"):
+        PromptEncoder(tiny_tokenizer(), 500, 500).encode(example, 0)
