@@ -205,10 +205,10 @@ class EpisodeBatch:
         self._chat = [chats or not isinstance(first, str) for first in self.firsts.values()]
 
     def answer(
-        self, prompt: int, sample: int, text: str, *, ended: bool, length: int
+        self, prompt: int, sample: int, text: str, *, eos: int | None, length: int
     ) -> Future[Reply]:
         """See `Partner`."""
-        return self._all.pool.submit(self._answer(prompt, sample, text, ended, length))
+        return self._all.pool.submit(self._answer(prompt, sample, text, eos is not None, length))
 
     def end(self, prompt: int, sample: int) -> None:
         """See `Partner`."""
