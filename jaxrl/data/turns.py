@@ -26,52 +26,51 @@ class TurnEncoder:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        eos_ids: Sequence[int],
         notify: Callable[[str], None] = lambda text: None,
     ):
         """
         Args:
-            eos_ids: what ends a turn of the model.
-            notify: is told once where the template has no role for the observations.
+            notify: gets a message, once, where the template has no role for the observations.
         """
         self._tokenizer, self._notify = tokenizer, notify
-        ends = [tokenizer.decode([i], skip_special_tokens=False) for i in eos_ids]
-        self._ends = sorted(filter(None, ends), key=len, reverse=True)
         self._kept = lru_cache(KEPT)(self._encoded)
         self._taken = lru_cache(KEPT)(self._roles_taken)
 
-    def after(self, messages: Sequence[Message], *, ended: bool, chat: bool) -> tuple[int, ...]:
+    def after(self, messages: Sequence[Message], *, eos: int | None, chat: bool) -> tuple[int, ...]:
         """Tokens from the end of a turn of the model to the beginning of its next one.
 
         Args:
             messages: of the environment.
-            ended: whether the turn's last token is an EOS; the template's own is left out then.
+            eos: the turn's last token, where that is an EOS: it is left out where the template ends
+                turns with it.
             chat: whether the prompt is a chat; else the texts follow as they are.
 
         Raises:
             UserError: the chat template has no place for the messages.
         """
         pairs = tuple((message["role"], message["content"]) for message in messages)
-        return self._kept(pairs, ended, chat and has_template(self._tokenizer))
+        return self._kept(pairs, eos, chat and has_template(self._tokenizer))
 
     def _encoded(
-        self, pairs: tuple[tuple[str, str], ...], ended: bool, chat: bool
+        self, pairs: tuple[tuple[str, str], ...], eos: int | None, chat: bool
     ) -> tuple[int, ...]:
-        text = self._between(pairs, ended) if chat else "".join(content for _, content in pairs)
+        text = self._between(pairs, eos) if chat else "".join(content for _, content in pairs)
         return self.of_text(text)
 
     def of_text(self, text: str) -> tuple[int, ...]:
         """Tokens of a part of a sequence: nothing is put before it or after it."""
         return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _between(self, pairs: tuple[tuple[str, str], ...], ended: bool) -> str:
+    def _between(self, pairs: tuple[tuple[str, str], ...], eos: int | None) -> str:
         """The template's text after a turn of the model, up to its next one."""
         roles = self._taken(tuple(role for role, _ in pairs))
         contents = [content for _, content in pairs]
         if len(roles) < len(contents):
             contents = ["\n".join(contents)]
         text = self._rest(roles, contents)
-        return self._without_end(text) if ended else text
+        end = "" if eos is None else self._tokenizer.decode([eos], skip_special_tokens=False)
+        bare = text.lstrip()
+        return bare.removeprefix(end) if end and bare.startswith(end) else text
 
     def _roles_taken(self, roles: tuple[str, ...]) -> tuple[str, ...]:
         """The roles in which the template takes messages of these after one of the assistant:
@@ -102,10 +101,3 @@ class TurnEncoder:
         pairs = zip(roles, contents, strict=True)
         after = [{"role": role, "content": content} for role, content in pairs]
         return render_text(self._tokenizer, [*begun, *after]).partition(mark)[2]
-
-    def _without_end(self, text: str) -> str:
-        """The text without the EOS at its beginning, which the turn has already."""
-        for end in self._ends:
-            if text.lstrip().startswith(end):
-                return text.lstrip().removeprefix(end)
-        return text

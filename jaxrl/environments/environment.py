@@ -40,6 +40,8 @@ class Environment:
     from these where its process is lost: random numbers come from a seed in the row.
     """
 
+    row: Mapping[str, Any]
+    """What `reset` gets; it is there before that is called."""
     tools: Sequence[Callable[..., Any]] = ()
     """Functions that the model may call. Their JSON schemas, which signatures and docstrings (with
     a section `Args:`) give, are shown to the model by the chat template."""

@@ -36,7 +36,6 @@ class Episodes:
         self,
         config: Config,
         tokenizer: Tokenizer,
-        eos_ids: Sequence[int],
         *,
         run_dir: Path | None = None,
         notify: Callable[[str], None] = lambda text: None,
@@ -57,7 +56,9 @@ class Episodes:
         self.config, self.environment, self.tokenizer = config, e, tokenizer
         self.run_dir, self.notify = run_dir, notify
         self.source = find(e.name)
-        self.turns = TurnEncoder(tokenizer, eos_ids, notify)
+        self.turns = TurnEncoder(tokenizer, notify)
+        self.chats = has_template(tokenizer) and config.data.chat == "auto"
+        """Whether a text that an environment begins with becomes a message of the user."""
         most = config.batch_size * config.group_size
         self.pool = EnvironmentPool(
             self.source,
@@ -129,8 +130,9 @@ class Episodes:
 
     def _encoded(self, prompt: Prompt, first: Prompted | None, facts: EnvironmentFacts) -> Prompt:
         """The prompt as the environment begins it."""
-        chats = has_template(self.tokenizer) and self.config.data.chat == "auto"
-        if isinstance(first, str) and chats:
+        if first == own_prompt(prompt):
+            first = None
+        if isinstance(first, str) and self.chats:
             first = ({"role": "user", "content": first},)
         messages = chat_of(prompt) if first is None else as_messages(first)
         if first is None and not (facts.tools and messages):
@@ -164,7 +166,6 @@ class _Episode:
     """Digest of the environment and of all turns so far."""
     replaying: bool = True
     """Whether the records may still have its next answer."""
-    over: bool = False
 
 
 class EpisodeBatch:
@@ -201,28 +202,25 @@ class EpisodeBatch:
         asked = [pool.submit(self._reset(index)) for index in range(len(self._prompts))]
         for index, future in enumerate(asked):
             self.firsts[index] = future.result()
-        chats = has_template(self._all.tokenizer) and self._all.config.data.chat == "auto"
-        self._chat = [chats or not isinstance(first, str) for first in self.firsts.values()]
+            if self.firsts[index] != own_prompt(self._prompts[index]):
+                text = isinstance(self.firsts[index], str)
+                self._chat[index] = self._all.chats or not text
 
     def answer(
         self, prompt: int, sample: int, text: str, *, eos: int | None, length: int
     ) -> Future[Reply]:
         """See `Partner`."""
-        return self._all.pool.submit(self._answer(prompt, sample, text, eos is not None, length))
+        return self._all.pool.submit(self._answer(prompt, sample, text, eos, length))
 
     def end(self, prompt: int, sample: int) -> None:
         """See `Partner`."""
-        self._all.pool.submit(self._end(self._episode(prompt, sample)))
+        self._all.pool.submit(self._all.pool.end(self._episode(prompt, sample).session))
 
     def give_up(self) -> None:
-        """Ends the episodes that are not over."""
+        """Ends the episodes that the engine did not begin."""
         for episode in self._episodes.values():
-            if not episode.over:
-                self._all.pool.submit(self._end(episode))
-
-    async def _end(self, episode: _Episode) -> None:
-        episode.over = True
-        await self._all.pool.end(episode.session)
+            if episode.session.process is not None:
+                self._all.pool.submit(self._all.pool.end(episode.session))
 
     async def _reset(self, index: int) -> Prompted:
         """The prompt of a row, by the instance of its first episode."""
@@ -242,7 +240,9 @@ class EpisodeBatch:
         await self._write(episode, index, 0, PROMPT, {"first": result})
         return result
 
-    async def _answer(self, prompt: int, sample: int, text: str, ended: bool, length: int) -> Reply:
+    async def _answer(
+        self, prompt: int, sample: int, text: str, eos: int | None, length: int
+    ) -> Reply:
         episode = self._episode(prompt, sample)
         episode.session.first = self.firsts.get(prompt)
         episode.session.strict &= prompt not in self._recorded
@@ -250,20 +250,16 @@ class EpisodeBatch:
         episode.chain = _digest(episode.chain, text)
         result = await self._observe(episode, prompt, sample, turn, text)
         if isinstance(result, Failure):
-            await self._end(episode)
             return self._failed(prompt, sample, result)
         said = "\n".join(message["content"] for message in result.messages)
         if result.done:
-            await self._end(episode)
             return Reply(text=said, reward=result.reward)
         chat = self._chat[prompt]
-        tokens = self._all.turns.after(result.messages, ended=ended, chat=chat)
+        tokens = self._all.turns.after(result.messages, eos=eos, chat=chat)
         last = episode.turn == self._all.environment.max_turns
         if last or length + len(tokens) >= self._most:
-            await self._end(episode)
             return Reply(text=said, reward=result.reward, cut=True)
         if not tokens:
-            await self._end(episode)
             result = Failure("exception", f"{self._all.source.text}: its answer has no tokens")
             return self._failed(prompt, sample, result)
         return Reply(tokens, said, result.reward)
@@ -338,6 +334,12 @@ def row_of(prompt: Prompt) -> dict[str, Any]:
     columns = {key: value for key, value in prompt.columns.items() if key != "messages"}
     turns = {} if chat is None else {"messages": [dict(message) for message in chat]}
     return {**columns, **turns, "prompt": prompt.text, "answer": prompt.answer}
+
+
+def own_prompt(prompt: Prompt) -> Prompted:
+    """What `reset` returns where it makes no prompt of its own."""
+    chat = chat_of(prompt)
+    return prompt.text if chat is None else tuple(dict(message) for message in chat)
 
 
 def chat_of(prompt: Prompt) -> Sequence[Message] | None:

@@ -187,6 +187,7 @@ class _Host:
         self, say: Say, row: dict[str, Any]
     ) -> tuple[tuple[Message, ...] | str, _Live]:
         environment = await self._call(say, self._kind)
+        environment.row = row
         first = self._checked(first_messages, await self._call(say, environment.reset, row))
         return first, _Live(environment, _as_messages(first))
 

@@ -103,12 +103,16 @@ def said(role: str, *contents: str) -> list[dict[str, str]]:
 def test_what_follows_a_turn(family: str) -> None:
     tokenizer = tokenizer_of(family)
     eos, text = FAMILIES[family][1], NEXT[family].format("user", "no abc")
-    turns = TurnEncoder(tokenizer, [tokenizer.eos_token_id])
-    ended = turns.after(said("user", "no abc"), ended=True, chat=True)
+    turns = TurnEncoder(tokenizer)
+    ended = turns.after(said("user", "no abc"), eos=tokenizer.eos_token_id, chat=True)
     assert spelt(tokenizer, ended) == text
     assert ended == tuple(tokenizer(text)["input_ids"])
-    cut = turns.after(said("user", "no abc"), ended=False, chat=True)
+    cut = turns.after(said("user", "no abc"), eos=None, chat=True)
     assert spelt(tokenizer, cut) == eos + text
+    other = turns.after(
+        said("user", "no abc"), eos=tokenizer.get_vocab()["<|endoftext|>"], chat=True
+    )
+    assert other == cut, "another EOS than the template's"
 
 
 @pytest.mark.parametrize(
@@ -123,43 +127,43 @@ def test_what_follows_a_turn(family: str) -> None:
 )
 def test_what_a_tool_returned(family: str, role: str, expected: str, note: str | None) -> None:
     tokenizer, notes = tokenizer_of(family), list[str]()
-    turns = TurnEncoder(tokenizer, [tokenizer.eos_token_id], notes.append)
+    turns = TurnEncoder(tokenizer, notes.append)
     for _ in range(2):
-        tokens = turns.after(said("tool", "7"), ended=True, chat=True)
+        tokens = turns.after(said("tool", "7"), eos=tokenizer.eos_token_id, chat=True)
         assert spelt(tokenizer, tokens) == NEXT[family].format(role, expected)
-    turns.after(said("tool", "8"), ended=True, chat=True)
+    turns.after(said("tool", "8"), eos=tokenizer.eos_token_id, chat=True)
     assert len(notes) == (note is not None) and all(str(note) in one for one in notes)
 
 
 def test_several_messages_become_one_where_the_roles_must_alternate() -> None:
     tokenizer = tokenizer_of("gemma")
-    turns = TurnEncoder(tokenizer, [tokenizer.eos_token_id])
+    turns = TurnEncoder(tokenizer)
     for role in ("tool", "user"):
-        tokens = turns.after(said(role, "1", "2"), ended=True, chat=True)
+        tokens = turns.after(said(role, "1", "2"), eos=tokenizer.eos_token_id, chat=True)
         assert spelt(tokenizer, tokens) == NEXT["gemma"].format("user", "1\n2")
 
 
 def test_a_template_without_any_place_is_refused() -> None:
     only_users = "{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}"
     tokenizer = tiny_tokenizer(only_users)
-    turns = TurnEncoder(tokenizer, [tokenizer.eos_token_id])
+    turns = TurnEncoder(tokenizer)
     with pytest.raises(UserError, match=r"environment\.name.*leaves out messages of tool"):
-        turns.after(said("tool", "7"), ended=True, chat=True)
+        turns.after(said("tool", "7"), eos=tokenizer.eos_token_id, chat=True)
 
 
 def test_what_looks_like_the_mark_or_like_special_tokens() -> None:
     tokenizer = tokenizer_of("chatml")
-    turns = TurnEncoder(tokenizer, [tokenizer.eos_token_id])
+    turns = TurnEncoder(tokenizer)
     text = "ASSISTANT_TURN OBSERVATION0"
-    tokens = turns.after(said("user", text), ended=True, chat=True)
+    tokens = turns.after(said("user", text), eos=tokenizer.eos_token_id, chat=True)
     assert spelt(tokenizer, tokens) == NEXT["chatml"].format("user", text)
 
 
 @pytest.mark.parametrize("template", [None, CHATML])
 def test_texts_follow_as_they_are(template: str | None) -> None:
     tokenizer = tiny_tokenizer(template, bos=True)
-    turns = TurnEncoder(tokenizer, [tokenizer.eos_token_id])
-    tokens = turns.after(said("user", " 7", "8"), ended=True, chat=template is None)
+    turns = TurnEncoder(tokenizer)
+    tokens = turns.after(said("user", " 7", "8"), eos=tokenizer.eos_token_id, chat=template is None)
     assert spelt(tokenizer, tokens) == " 78", "no BOS before it, no EOS after it"
 
 
@@ -168,8 +172,8 @@ def test_no_token_is_encoded_twice_and_the_models_ids_stay(family: str) -> None:
     """The model writes `a`, `b` and `c` by themselves, which its tokenizer would merge, and thinks;
     the template gives other ids of the whole chat."""
     tokenizer = Counted(tokenizer_of(family))
-    turns = TurnEncoder(tokenizer, [tokenizer.eos_token_id])
-    turns.after(said("user", "?"), ended=True, chat=True)
+    turns = TurnEncoder(tokenizer)
+    turns.after(said("user", "?"), eos=tokenizer.eos_token_id, chat=True)
     tokenizer.texts.clear()
     chat = said("user", "q")
     ids = list(encode_prompt(tokenizer.inner, chat))
@@ -180,7 +184,7 @@ def test_no_token_is_encoded_twice_and_the_models_ids_stay(family: str) -> None:
         turn = [*tokenizer.inner(thought)["input_ids"], *letters, tokenizer.eos_token_id]
         sampled += turn
         observation = said("user", f"abc {number}")
-        after = turns.after(observation, ended=True, chat=True)
+        after = turns.after(observation, eos=tokenizer.eos_token_id, chat=True)
         heard += len(after)
         ids += [*turn, *after]
         chat += [*said("assistant", f"{thought}abc"), *observation]

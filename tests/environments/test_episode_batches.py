@@ -21,7 +21,6 @@ from jaxrl.types import Prompt
 HERE = Path(__file__).parent.parent / "support" / "episode_environments.py"
 CHAT = tiny_tokenizer()
 TEXT = tiny_tokenizer(template=None)
-EOS = (CHAT.eos_token_id,)
 
 
 def made(
@@ -40,7 +39,7 @@ def made(
             "environment": {"name": f"{HERE}:{name}", "workers": 1, "timeout": 5, **given},
         }
     )
-    return Episodes(config, tokenizer, EOS, run_dir=run_dir)
+    return Episodes(config, tokenizer, run_dir=run_dir)
 
 
 def prompts(*texts: str, tokenizer: Any = CHAT, **columns: object) -> list[Prompt]:
@@ -51,7 +50,7 @@ def prompts(*texts: str, tokenizer: Any = CHAT, **columns: object) -> list[Promp
 
 
 def reply(partner: Any, place: tuple[int, int], text: str, length: int = 5) -> Reply:
-    found: Reply = partner.answer(*place, text, ended=True, length=length).result(30)
+    found: Reply = partner.answer(*place, text, eos=CHAT.eos_token_id, length=length).result(30)
     return found
 
 
@@ -147,7 +146,8 @@ def play(episodes: Episodes, given: list[Prompt], turns: int, step: int = 3) -> 
         if number == 4:
             texts = dict.fromkeys(places, "done")
         asked = {
-            place: partner.answer(*place, texts[place], ended=True, length=9) for place in places
+            place: partner.answer(*place, texts[place], eos=CHAT.eos_token_id, length=9)
+            for place in places
         }
         for place, future in asked.items():
             one = future.result(30)
