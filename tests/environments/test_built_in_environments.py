@@ -58,7 +58,7 @@ def test_the_number_is_found_by_halves(prompt: str) -> None:
         answer = game.step(str(guess), [])
         if answer.done:
             break
-        assert answer.messages in ("+?", "-?") and answer.reward == 0
+        assert answer.messages in ("+?", "-?") and answer.reward is None
         low, high = (guess + 1, high) if answer.messages == "+?" else (low, guess - 1)
     assert answer == Answer("=", 1.0, True)
     assert game.step("x", []) == game.step("1" * 10, []) == Answer("?")
