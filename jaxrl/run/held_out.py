@@ -259,7 +259,7 @@ def _sampler(job: Evaluation) -> Sampler:
         row_multiple=row_shards(mesh.shape),
         vocab_size=job.source.config.vocab_size,
         params=params,
-        episodes=episodes(config, job.tokenizer, job.end_ids),
+        episodes=episodes(config, job.tokenizer),
     )
 
 

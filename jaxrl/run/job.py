@@ -199,7 +199,7 @@ def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
     if config.learns_from_rewards:
         notes += _check_rewards(config, train, given or {})
     with contextlib.ExitStack() as stack:
-        environment = episodes(config, tokenizer, eos_ids)
+        environment = episodes(config, tokenizer)
         if environment is not None:
             stack.enter_context(environment).facts()
     for name, their_tokenizer in found.theirs.items() if own is None else ():
@@ -363,12 +363,7 @@ def reward_functions(config: Config, given: Mapping[str, bytes]) -> RewardFuncti
     return RewardFunctions(config.rewards, config.max_new_tokens, startup_s, given, environment)
 
 
-def episodes(
-    config: Config,
-    tokenizer: Tokenizer,
-    eos_ids: Sequence[int],
-    run_dir: Path | None = None,
-) -> Episodes | None:
+def episodes(config: Config, tokenizer: Tokenizer, run_dir: Path | None = None) -> Episodes | None:
     """The environments of the run; None where completions are single turns.
 
     Args:
@@ -376,7 +371,7 @@ def episodes(
     """
     if config.environment.name is None:
         return None
-    return Episodes(config, tokenizer, eos_ids, run_dir=run_dir)
+    return Episodes(config, tokenizer, run_dir=run_dir)
 
 
 def _data_sources(config: Config) -> Iterator[tuple[str, Sequence[str], Split]]:

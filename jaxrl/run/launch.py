@@ -481,7 +481,7 @@ def _sampler(
         base=base,
         teacher=teacher,
         max_new_tokens=None if aligner is None else config.teacher_new_tokens,
-        episodes=None if teacher else episodes(config, tokenizer, eos_ids, setup.run_dir),
+        episodes=None if teacher else episodes(config, tokenizer, setup.run_dir),
     )
 
 
