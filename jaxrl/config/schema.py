@@ -1677,7 +1677,7 @@ class Config(Section, metaclass=_Parsed):
             )
         base = base_of(path, overrides, config_keys.mappings(cls))
         with base.explained():
-            return cls.parse(config_paths.functions_here(base.mapping)), base
+            return cls.parse(config_paths.code_here(base.mapping)), base
 
     @classmethod
     def parse(cls, mapping: dict[str, Any]) -> Self:

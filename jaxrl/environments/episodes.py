@@ -51,23 +51,14 @@ class Episodes:
             UserError: there is no such environment; `facts` finds out whether it can be loaded.
         """
         e = config.environment
-        if e.name is None:
-            raise ValueError("there is no environment")
         self.config, self.environment, self.tokenizer = config, e, tokenizer
         self.run_dir, self.notify = run_dir, notify
-        self.source = find(e.name)
         self.turns = TurnEncoder(tokenizer, notify)
         self.chats = has_template(tokenizer) and config.data.chat == "auto"
         """Whether a text that an environment begins with becomes a message of the user."""
         most = config.batch_size * config.group_size
-        self.pool = EnvironmentPool(
-            self.source,
-            workers=e.workers or min(MOST_WORKERS, most),
-            timeout=e.timeout,
-            startup=config.deadlines.startup,
-            memory_mb=e.memory_mb,
-            max_processes=e.max_processes,
-        )
+        self.pool = pool_of(config, e.workers or min(MOST_WORKERS, most))
+        self.source = self.pool.source
         self._batches = itertools.count()
         self._last: EpisodeBatch | None = None
 
@@ -166,6 +157,24 @@ class _Episode:
     """Digest of the environment and of all turns so far."""
     replaying: bool = True
     """Whether the records may still have its next answer."""
+
+
+def pool_of(config: Config, workers: int) -> EnvironmentPool:
+    """Processes that load the environment of a config; they start at once.
+
+    Raises:
+        UserError: there is no such environment.
+    """
+    e = config.environment
+    assert e.name is not None
+    return EnvironmentPool(
+        find(e.name),
+        workers=workers,
+        timeout=e.timeout,
+        startup=config.deadlines.startup,
+        memory_mb=e.memory_mb,
+        max_processes=e.max_processes,
+    )
 
 
 class EpisodeBatch:

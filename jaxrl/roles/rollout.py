@@ -275,7 +275,7 @@ class Sampler:
                 prompts, partner = self._episodes.begin(
                     prompts,
                     n=n,
-                    step=step,
+                    step=step if split == "train" else self.version,
                     attempt=attempt,
                     split=split,
                     most=sampling.max_new_tokens,

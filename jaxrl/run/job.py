@@ -25,7 +25,7 @@ from jaxrl.data.tokenizer import (
     decode,
     same_prompts,
 )
-from jaxrl.environments.episodes import Episodes
+from jaxrl.environments.episodes import Episodes, pool_of
 from jaxrl.errors import UserError, user_input
 from jaxrl.formats.hub_names import data_name
 from jaxrl.formats.places import find_folder
@@ -198,10 +198,9 @@ def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
         notes.append("teacher.tokenizer=own: the teacher has the student's tokens, one by one")
     if config.learns_from_rewards:
         notes += _check_rewards(config, train, given or {})
-    with contextlib.ExitStack() as stack:
-        environment = episodes(config, tokenizer)
-        if environment is not None:
-            stack.enter_context(environment).facts()
+    if config.environment.name is not None:
+        with pool_of(config, workers=1) as environments:
+            environments.facts()
     for name, their_tokenizer in found.theirs.items() if own is None else ():
         with _about(name, teachers):
             check_same_prompts(tokenizer, their_tokenizer, prompts)
