@@ -37,7 +37,8 @@ def prepare_rewarded(config: Config) -> Prepare:
             rewards = rewards - config.policy.reward_kl_coef * penalty
             metrics["reward/kl"] = float(penalty[: len(rollout.completions)].mean())
         if config.environment.name and config.environment.credit == "turn":
-            advantages, reported = _by_turn(config, rollout, rewards, report), {}
+            advantages = _by_turn(config, rollout, rewards, report)
+            reported: dict[str, float] = {}
         else:
             advantages, reported = _advantages(config, rollout, rewards, scores)
         selection = select_groups(report.task, rollout.group_ids)  # before penalties

@@ -35,7 +35,7 @@ class Calculator(Environment):
         expression = turn.rstrip("=? ").rsplit("=", 1)[-1]
         if turn.endswith(expression) and re.fullmatch(r"\s*-?\d{1,99}", expression):
             return Answer(reward=score(turn, str(self.row["answer"])), done=True)
-        return Answer(value_of(expression), reward=0.0)
+        return Answer(value_of(expression))
 
 
 def value_of(expression: str) -> str:

@@ -28,7 +28,7 @@ class GuessNumber(Environment):
     def step(self, text: str, messages: Sequence[Message]) -> Answer:
         guess = text.strip()
         if not (guess.isascii() and guess.isdigit()) or len(guess) > 9:
-            return Answer("?", reward=0.0)
+            return Answer("?")
         if int(guess) == self.number:
             return Answer("=", reward=1.0, done=True)
-        return Answer("+?" if int(guess) < self.number else "-?", reward=0.0)
+        return Answer("+?" if int(guess) < self.number else "-?")

@@ -41,15 +41,15 @@ class TextWorld(Environment):
         verb, _, thing = lines[-1].strip(" .!").partition(" ")
         if verb == "go" and thing in DOORS[self.room]:
             self.room = DOORS[self.room][thing]
-            return Answer(self._view(), reward=0.0)
+            return Answer(self._view())
         if (verb, thing) == ("take", "key") and self._sees_key():
             self.has_key = True
-            return Answer("You have the key.", reward=0.0)
+            return Answer("You have the key.")
         if (verb, thing) == ("open", "chest") and self.room == self.chest:
             if self.has_key:
                 return Answer("The chest is open.", reward=1.0, done=True)
-            return Answer("It is locked.", reward=0.0)
-        return Answer(f"You cannot do that here. {self._view()}", reward=0.0)
+            return Answer("It is locked.")
+        return Answer(f"You cannot do that here. {self._view()}")
 
     def _sees_key(self) -> bool:
         return self.room == self.key and not self.has_key

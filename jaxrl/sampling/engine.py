@@ -37,7 +37,7 @@ from jaxrl.models.decoder import Cache, Params, cast, layout_of
 from jaxrl.models.kernels import target_of
 from jaxrl.sampling import decode, text
 from jaxrl.sampling.episodes import Partner
-from jaxrl.sampling.sample import Sample
+from jaxrl.sampling.unfinished import Unfinished
 from jaxrl.sampling.sampler import SamplingArrays, SamplingParams, sampling_arrays
 from jaxrl.sampling.text import TextTokenizer
 from jaxrl.sharding.axes import row_shards
@@ -210,7 +210,7 @@ class Engine:
             limits = [[sampling.max_new_tokens] * n] * len(prompts)
         assert all(0 < x <= sampling.max_new_tokens for row in limits for x in row)
         samples = [
-            Sample(
+            Unfinished(
                 index,
                 ids[index] % 2**31,
                 sample,
@@ -285,7 +285,7 @@ class _Run:
         n: int,
         sampling: SamplingParams,
         knobs: SamplingArrays,
-        samples: list[Sample],
+        samples: list[Unfinished],
         partner: Partner | None,
     ):
         self.engine, self.params, self.prompts = engine, params, prompts
@@ -296,8 +296,8 @@ class _Run:
         if mesh is not None:
             self.knobs = put(knobs, NamedSharding(mesh, PartitionSpec()))
         self.queue = deque(samples)
-        self.seated: dict[int, Sample] = {}
-        self.unread: list[tuple[Sample, int]] = []
+        self.seated: dict[int, Unfinished] = {}
+        self.unread: list[tuple[Unfinished, int]] = []
         """Samples with tokens that were not searched for stop strings, each with the number of its
         tokens before these."""
         self.table = np.zeros((engine.slots, 6), np.int32)
@@ -379,7 +379,7 @@ class _Run:
         self._record_cache()
         self.stats.prefill_rows += len(chosen)
 
-    def _seat(self, moves: list[tuple[int, Sample]]) -> None:
+    def _seat(self, moves: list[tuple[int, Unfinished]]) -> None:
         source = np.full(self.engine.slots, -1, np.int32)
         for slot, sample in moves:
             prompt = self.prompts[sample.prompt]
@@ -473,7 +473,7 @@ class _Run:
             self._read()
         return int(counts.sum())
 
-    def _collect(self, sample: Sample, rows: np.ndarray) -> None:
+    def _collect(self, sample: Unfinished, rows: np.ndarray) -> None:
         """Appends a launch's rows [k, 3] (token, bits of two log-probs) to a sample. If they end
         it, its slot is free; if they end a turn of an episode, the slot decodes nothing."""
         self.unread.append((sample, len(sample.tokens)))
@@ -486,12 +486,12 @@ class _Run:
         else:
             self._set(sample)
 
-    def _is_over(self, sample: Sample) -> bool:
+    def _is_over(self, sample: Unfinished) -> bool:
         """Whether its last token ends its turn."""
         ended = sample.tokens[-1] in self.sampling.eos_ids
         return ended or len(sample.tokens) == sample.turn_end
 
-    def _set(self, sample: Sample) -> None:
+    def _set(self, sample: Unfinished) -> None:
         """Lets the sample's slot go on behind its last token, where its turn goes on."""
         count = len(sample.tokens)
         at = len(self.prompts[sample.prompt]) + count - 1
@@ -523,7 +523,7 @@ class _Run:
                 self._free(sample)
         self.unread = []
 
-    def _end_turn(self, sample: Sample, eos: int | None, cut: bool) -> None:
+    def _end_turn(self, sample: Unfinished, eos: int | None, cut: bool) -> None:
         """Asks for the answer to a turn, unless it was cut, which ends the episode."""
         assert self.partner is not None
         sample.end_turn()
@@ -547,7 +547,7 @@ class _Run:
     def _resume(self) -> None:
         """Lets the episodes go on whose environments have answered."""
         started = time.perf_counter()
-        answered: list[tuple[Sample, int]] = []
+        answered: list[tuple[Unfinished, int]] = []
         for sample in list(self.seated.values()):
             if sample.reply is None or not sample.reply.done():
                 continue
@@ -561,7 +561,7 @@ class _Run:
             jax.block_until_ready(self.cache)
             self.stats.prefill_seconds += time.perf_counter() - started
 
-    def _extend(self, answered: list[tuple[Sample, int]]) -> None:
+    def _extend(self, answered: list[tuple[Unfinished, int]]) -> None:
         """Reads the answers into the slots of their samples.
 
         Args:
@@ -569,7 +569,7 @@ class _Run:
                 not yet read; the last one of the answer is left to the next launch.
         """
         least, most = ANSWER_TOKENS
-        parts: dict[tuple[int, int], list[tuple[Sample, int, list[int]]]] = {}
+        parts: dict[tuple[int, int], list[tuple[Unfinished, int, list[int]]]] = {}
         for sample, before in answered:
             self.stats.answer_tokens += len(sample.tokens) - before
             unread = sample.tokens[before - 1 : -1]
@@ -586,8 +586,8 @@ class _Run:
             self._set(sample)
 
     def _extend_by(
-        self, width: int, parts: list[tuple[Sample, int, list[int]]]
-    ) -> list[tuple[Sample, int, list[int]]]:
+        self, width: int, parts: list[tuple[Unfinished, int, list[int]]]
+    ) -> list[tuple[Unfinished, int, list[int]]]:
         """Reads parts of at most `width` tokens, as many as there are rows; returns the others."""
         shards, held = self.engine.row_shards, len(self.table) // self.engine.row_shards
         tokens = np.zeros((shards, ANSWER_ROWS, width), np.int32)
@@ -612,10 +612,10 @@ class _Run:
             self.cache = decode.extend(*given, *rows)
         return left
 
-    def _sit(self, sample: Sample, slot: int, row: Any) -> None:
+    def _sit(self, sample: Unfinished, slot: int, row: Any) -> None:
         sample.slot, self.seated[slot], self.table[slot] = slot, sample, row
 
-    def _free(self, sample: Sample) -> None:
+    def _free(self, sample: Unfinished) -> None:
         if sample.slot is not None:
             self.table[sample.slot] = 0
             del self.seated[sample.slot]

@@ -12,7 +12,7 @@ from jaxrl.types import Completion, FinishReason, Turn
 
 
 @dataclass
-class Sample:
+class Unfinished:
     """A completion with its place in the batch."""
 
     prompt: int

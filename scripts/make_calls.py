@@ -1,0 +1,50 @@
+"""Writes sums that are solved by a call of the calculator, and sums that are solved alone, one JSON
+object a line.
+
+    python scripts/make_calls.py runs/calls.jsonl
+
+A model that is fine-tuned on them knows how to call the calculator and how to read its answer, and
+seldom does (configs/tools_warmup.yaml); that it should, it learns from rewards
+(configs/tools_gspo.yaml).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from jaxrl.data.arithmetic import Arithmetic
+
+FIRST, COUNT = 1_000_000, 20_000
+"""The first sum, none of which the built-in models were trained on, and how many."""
+DIGITS = (2, 3)
+CALLS = 0.15
+"""Share of the sums that are solved by a call."""
+END = "</s>"
+"""What ends a turn of the built-in models."""
+
+
+def rows() -> Iterator[dict[str, str]]:
+    draw = random.Random(0)
+    for index in range(FIRST, FIRST + COUNT):
+        example = Arithmetic(digits=draw.choice(DIGITS)).example(index)
+        asked, answer = str(example.prompt), str(example.answer)
+        if draw.random() < CALLS:
+            yield {"prompt": asked, "completion": asked}
+        else:
+            yield {"prompt": asked, "completion": str(example.completion)}
+        yield {"prompt": f"{asked}{asked}{END}{answer}", "completion": answer}
+
+
+def main(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as file:
+        for row in rows():
+            file.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
