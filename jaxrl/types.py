@@ -181,6 +181,8 @@ class Rollout:
     """Number of decode steps; 0 where nothing was decoded."""
     waited_s: float = 0.0
     """Seconds in which sampling waited for environments alone."""
+    notes: tuple[str, ...] = ()
+    """Messages for the user about the environments."""
     student_topk: Array = None
     """[B, C, K] int32: the policy's K most probable tokens, for the `student_topk` teacher signal.
     """

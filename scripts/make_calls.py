@@ -4,8 +4,8 @@ object a line.
     python scripts/make_calls.py runs/calls.jsonl
 
 A model that is fine-tuned on them knows how to call the calculator and how to read its answer, and
-seldom does (configs/tools_warmup.yaml); that it should, it learns from rewards
-(configs/tools_gspo.yaml).
+seldom does unless a sum begins with `?` (configs/tools_warmup.yaml); that it should, it learns from
+rewards (configs/tools_gspo.yaml).
 """
 
 from __future__ import annotations
@@ -20,22 +20,18 @@ from jaxrl.data.arithmetic import Arithmetic
 
 FIRST, COUNT = 1_000_000, 20_000
 """The first sum, none of which the built-in models were trained on, and how many."""
-DIGITS = (2, 3)
-CALLS = 0.15
-"""Share of the sums that are solved by a call."""
+CALLS = 0.1
+"""Share of the sums without `?` that are solved by a call."""
 END = "</s>"
 """What ends a turn of the built-in models."""
 
 
 def rows() -> Iterator[dict[str, str]]:
     draw = random.Random(0)
-    for index in range(FIRST, FIRST + COUNT):
-        example = Arithmetic(digits=draw.choice(DIGITS)).example(index)
+    for example in Arithmetic(digits=4, terms=2).examples(COUNT, start=FIRST):
         asked, answer = str(example.prompt), str(example.answer)
-        if draw.random() < CALLS:
-            yield {"prompt": asked, "completion": asked}
-        else:
-            yield {"prompt": asked, "completion": str(example.completion)}
+        yield {"prompt": f"?{asked}", "completion": asked}
+        yield {"prompt": asked, "completion": asked if draw.random() < CALLS else answer}
         yield {"prompt": f"{asked}{asked}{END}{answer}", "completion": answer}
 
 

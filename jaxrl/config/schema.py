@@ -934,8 +934,8 @@ class EnvironmentConfig(Section):
     """Seconds that an environment may take for one answer. One that takes longer is killed with its
     process: its episode ends without a reward, and is counted in `environment/timeouts`."""
     workers: Positive | None = None
-    """Processes that run environments; each holds many. null: 16, or as many as there are episodes
-    in a batch."""
+    """Processes that run environments; each holds many episodes. null: twice the CPU cores, at most
+    16 and at most one for each episode of a batch."""
     memory_mb: Positive | None = None
     """Megabytes of address space for each of these processes. null: no limit."""
     max_processes: Positive = 256

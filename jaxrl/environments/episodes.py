@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from jaxrl.sampling.episodes import Partner, Reply
 from jaxrl.types import Prompt
 
 MOST_WORKERS = 16
-"""Processes where `environment.workers` is null."""
+"""Processes where `environment.workers` is null, on a machine with many cores."""
 PROMPT = -1
 """Turn that stands for what `reset` returned, in records."""
 
@@ -57,7 +58,7 @@ class Episodes:
         self.chats = has_template(tokenizer) and config.data.chat == "auto"
         """Whether a text that an environment begins with becomes a message of the user."""
         most = config.batch_size * config.group_size
-        self.pool = pool_of(config, e.workers or min(MOST_WORKERS, most))
+        self.pool = pool_of(config, e.workers or min(2 * (os.cpu_count() or 1), MOST_WORKERS, most))
         self.source = self.pool.source
         self._batches = itertools.count()
         self._last: EpisodeBatch | None = None

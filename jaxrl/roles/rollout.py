@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -94,7 +94,7 @@ class Sampler:
         base: Params | None = None,
         teacher: bool = False,
         max_new_tokens: int | None = None,
-        episodes: Episodes | None = None,
+        episodes: Callable[[Callable[[str], None]], Episodes | None] = lambda notify: None,
     ):
         """
         Args:
@@ -108,7 +108,8 @@ class Sampler:
             teacher: it reads the teacher's prompts, and the teacher keeps its weights: `params` is
                 set where they change.
             max_new_tokens: longest completion in its tokens; None: that of the run.
-            episodes: the environments that answer; None: completions are single turns.
+            episodes: makes the environments that answer, given what takes notes for the user; None
+                where completions are single turns.
         """
         self.config, self.mesh, self.params = config, mesh, params
         self._base, self._trained = base or {}, model
@@ -120,8 +121,10 @@ class Sampler:
         self._pad_id, self._eos_ids, self._row_multiple = pad_id, eos_ids, row_multiple
         self._most = max_new_tokens or config.max_new_tokens
         longest = max(self._most, config.eval.max_new_tokens or 0)
-        self._teacher, self._episodes = teacher, episodes
-        if episodes is not None and jax.process_count() > 1:
+        self._teacher = teacher
+        self._said: list[str] = []
+        self._episodes = episodes(self._said.append)
+        if self._episodes is not None and jax.process_count() > 1:
             raise UserError(
                 f"environment.name={config.environment.name} needs a rollout in one process, and"
                 f" this one is in {jax.process_count()}: give rollout the devices of one host"
@@ -133,7 +136,7 @@ class Sampler:
             max_prompt_tokens=config.teacher_prompt_tokens if teacher else config.max_prompt_tokens,
             max_new_tokens=longest,
             launch_tokens=config.rollout.launch_tokens,
-            episodes=episodes is not None,
+            episodes=self._episodes is not None,
             tokenizer=tokenizer,
             ledger=current(),
         )
@@ -239,7 +242,13 @@ class Sampler:
             width_multiple=target_of(self.mesh.devices.flat).width_multiple,
         )
         stats = self.engine.stats
-        rollout = replace(rollout, decode_steps=stats.decode_steps, waited_s=stats.waiting_seconds)
+        rollout = replace(
+            rollout,
+            decode_steps=stats.decode_steps,
+            waited_s=stats.waiting_seconds,
+            notes=tuple(self._said),
+        )
+        self._said.clear()
         if self.config.distill.signal != "student_topk":
             return rollout
         with phase("top-k of the policy"):

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -259,7 +260,7 @@ def _sampler(job: Evaluation) -> Sampler:
         row_multiple=row_shards(mesh.shape),
         vocab_size=job.source.config.vocab_size,
         params=params,
-        episodes=episodes(config, job.tokenizer),
+        episodes=partial(episodes, config, job.tokenizer),
     )
 
 

@@ -362,7 +362,13 @@ def reward_functions(config: Config, given: Mapping[str, bytes]) -> RewardFuncti
     return RewardFunctions(config.rewards, config.max_new_tokens, startup_s, given, environment)
 
 
-def episodes(config: Config, tokenizer: Tokenizer, run_dir: Path | None = None) -> Episodes | None:
+def episodes(
+    config: Config,
+    tokenizer: Tokenizer,
+    notify: Callable[[str], None],
+    *,
+    run_dir: Path | None = None,
+) -> Episodes | None:
     """The environments of the run; None where completions are single turns.
 
     Args:
@@ -370,7 +376,7 @@ def episodes(config: Config, tokenizer: Tokenizer, run_dir: Path | None = None) 
     """
     if config.environment.name is None:
         return None
-    return Episodes(config, tokenizer, run_dir=run_dir)
+    return Episodes(config, tokenizer, run_dir=run_dir, notify=notify)
 
 
 def _data_sources(config: Config) -> Iterator[tuple[str, Sequence[str], Split]]:

@@ -466,6 +466,7 @@ def _sampler(
     aligner = _opened(setup.aligner) if teacher else None
     if aligner is not None:
         tokenizer, eos_ids = aligner.teacher.tokenizer, aligner.teacher.ends
+    made = partial(episodes, config, tokenizer, run_dir=setup.run_dir)
     return Sampler(
         config,
         source.config,
@@ -481,7 +482,7 @@ def _sampler(
         base=base,
         teacher=teacher,
         max_new_tokens=None if aligner is None else config.teacher_new_tokens,
-        episodes=None if teacher else episodes(config, tokenizer, setup.run_dir),
+        **({} if teacher else {"episodes": made}),
     )
 
 

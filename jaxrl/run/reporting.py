@@ -136,6 +136,8 @@ class Reporter:
         }
         if self.job.config.environment.name is not None and sampled:
             row |= _episode_metrics(rollout)
+            for note in rollout.notes:
+                self._notify(note)
             for failure in _failures(rollout.completions)[:1]:
                 self._notify(
                     f"environment: {row['environment/failures'] + row['environment/timeouts']:.0f}"

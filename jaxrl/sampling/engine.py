@@ -37,9 +37,9 @@ from jaxrl.models.decoder import Cache, Params, cast, layout_of
 from jaxrl.models.kernels import target_of
 from jaxrl.sampling import decode, text
 from jaxrl.sampling.episodes import Partner
-from jaxrl.sampling.unfinished import Unfinished
 from jaxrl.sampling.sampler import SamplingArrays, SamplingParams, sampling_arrays
 from jaxrl.sampling.text import TextTokenizer
+from jaxrl.sampling.unfinished import Unfinished
 from jaxrl.sharding.axes import row_shards
 from jaxrl.sharding.ledger import Ledger
 from jaxrl.sharding.reshard import put
