@@ -20,6 +20,7 @@ from jaxrl.environments.observation import Observation
 from jaxrl.environments.pool import EnvironmentPool, Prompted, Session
 from jaxrl.environments.source import KEY, EnvironmentFacts, find
 from jaxrl.errors import RunError, UserError
+from jaxrl.process.streams import to_stderr
 from jaxrl.rewards.items import Failure
 from jaxrl.sampling.episodes import Partner, Reply
 from jaxrl.types import Prompt
@@ -39,14 +40,14 @@ class Episodes:
         tokenizer: Tokenizer,
         *,
         run_dir: Path | None = None,
-        notify: Callable[[str], None] = lambda text: None,
+        notify: Callable[[str], None] = to_stderr,
     ):
         """
         Args:
             config: with an `environment.name`.
             run_dir: where answers are recorded; None: nowhere, so that a run which is killed asks
                 its environments again.
-            notify: for the user.
+            notify: gets messages for the user.
 
         Raises:
             UserError: there is no such environment; `facts` finds out whether it can be loaded.
@@ -197,6 +198,8 @@ class EpisodeBatch:
         """
         self._all, self._prompts, self._n, self._most = episodes, prompts, n, most
         (self._number, self._attempt), self._journal = name, journal
+        self._max_turns = episodes.environment.max_turns
+        self._most_failures = episodes.environment.max_failures * len(prompts) * n
         self.firsts: dict[int, Prompted] = {}
         """What `reset` returned, by the prompt's index."""
         self._recorded: set[int] = set()
@@ -269,7 +272,7 @@ class EpisodeBatch:
             tokens = self._all.turns.after(result.messages, eos=eos, chat=chat)
         except UserError as error:
             raise UserError(f"{KEY}: {self._all.source.text} answers with {error}") from error
-        last = episode.turn == self._all.environment.max_turns
+        last = episode.turn == self._max_turns
         if last or length + len(tokens) >= self._most:
             return Reply(text=said, reward=result.reward, cut=True)
         if not tokens:
@@ -320,15 +323,16 @@ class EpisodeBatch:
     def _failed(self, prompt: int, sample: int, failure: Failure) -> Reply:
         """The reply about an episode that failed; raises RunError where it is one too many."""
         self.failures[prompt, sample] = failure
-        e, total = self._all.environment, len(self._prompts) * self._n
-        if len(self.failures) > e.max_failures * total:
+        if len(self.failures) > self._most_failures:
+            total = len(self._prompts) * self._n
             late = sum(one.kind == "timeout" for one in self.failures.values())
             first = next(iter(self.failures.values()))
             raise RunError(
                 f"{KEY}: {self._all.source.text} failed in {len(self.failures)} of {total} episodes"
                 f" ({late} timeouts, {len(self.failures) - late} exceptions or ended processes),"
-                f" more than environment.max_failures={e.max_failures:g} allows; the first,"
-                f" {first.kind}:\n{first.text}"
+                " more than"
+                f" environment.max_failures={self._all.environment.max_failures:g} allows; the"
+                f" first, {first.kind}:\n{first.text}"
             )
         return Reply(failure=f"{failure.kind}: {failure.text}")
 

@@ -36,6 +36,8 @@ class Journal:
         """What an earlier process recorded; of two records of one place, the later."""
         self._waiting: list[str] = []
         self._writing = asyncio.Lock()
+        self._refused = False
+        """The disk has refused an answer."""
         for record in _records(self.path):
             self.read[tuple(record.pop("place"))] = record
 
@@ -50,10 +52,12 @@ class Journal:
             try:
                 await asyncio.to_thread(self._write, "".join(lines))
             except OSError as error:
-                self._notify(
-                    f"{self.path} cannot be written: {error.strerror}; a run that is killed now"
-                    " asks its environments again"
-                )
+                if not self._refused:
+                    self._notify(
+                        f"{self.path} cannot be written: {error.strerror}; a run that is killed now"
+                        " asks its environments again"
+                    )
+                self._refused = True
 
     def _write(self, text: str) -> None:
         self.path.parent.mkdir(exist_ok=True)
@@ -81,7 +85,10 @@ def forget(run_dir: Path) -> None:
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
     """Whole lines of a file, if there is one."""
-    with suppress(FileNotFoundError), open(path, encoding="utf-8", errors="replace") as file:
+    with (
+        suppress(FileNotFoundError, NotADirectoryError),
+        open(path, encoding="utf-8", errors="replace") as file,
+    ):
         for line in file:
             with suppress(ValueError):
                 yield json.loads(line)

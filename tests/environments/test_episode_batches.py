@@ -217,3 +217,13 @@ def test_a_recorded_prompt_is_one_again(tmp_path: Path) -> None:
             seen.append(begun.text)
             assert reply(partner, (0, 0), f"a{len(seen)}").failure is None
     assert seen[0] == seen[1] and seen[0].startswith("prompt ")
+
+
+def test_a_disk_that_refuses_records_stops_nothing(tmp_path: Path) -> None:
+    (tmp_path / "episodes").touch()
+    notes: list[str] = []
+    with made("Echo", run_dir=tmp_path) as episodes:
+        episodes.notify = notes.append
+        _, partner = episodes.begin(prompts("one", "two"), n=1, step=0)
+        assert [reply(partner, (place, 0), "a").text for place in (0, 1)] == ["a", "a"]
+    assert len(notes) == 1 and "cannot be written" in notes[0]

@@ -116,7 +116,9 @@ def test_the_example_runs(page: Path, tmp_path: Path, monkeypatch: pytest.Monkey
 def test_keys_and_metrics_that_a_page_names_exist(page: Path) -> None:
     known = {key.path for key in keys(Config)}
     sections = "|".join(sorted({path.partition(".")[0] for path in known if "." in path}))
-    prefixes = "actor|distill|environment|eval|memory|policy|reward|rollout|similarity|time|tokens|weights"
+    prefixes = (
+        "actor|distill|environment|eval|memory|policy|reward|rollout|similarity|time|tokens|weights"
+    )
     text = page.read_text(encoding="utf-8")
     if page.name.startswith("coming-from-"):
         text = re.sub(r"^\| `[^`]+` \|", "|", text, flags=re.MULTILINE)  # the others' own keys
