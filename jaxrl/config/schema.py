@@ -497,6 +497,9 @@ class DataConfig(Section):
     renders."""
     completion_key: str = "completion"
     """Field of a row with a completion to learn from (sft and off-policy batches)."""
+    tools_key: str | None = None
+    """Field of a row with the JSON schemas of tools, a list or its text, which the chat template
+    shows. null: none."""
     completion_turns: Literal["last", "all"] = "last"
     """What is learned of a chat that ends with a turn of the assistant (sft and off-policy
     batches). last: that turn; all before it is the prompt. all: every turn of the assistant; the

@@ -186,13 +186,13 @@ class PromptEncoder:
     def encode(self, example: Example, prompt_id: int, may_cut: bool = True) -> Prompt | None:
         """The prompt with its completion; None where the prompt is too long."""
         prompt = self.prompt_of(example)
-        tokens = encode_prompt(self.tokenizer, prompt)
+        tokens = encode_prompt(self.tokenizer, prompt, example.tools)
         if len(tokens) > self.max_prompt_tokens:
             if self.fit(example, may_cut) == "too long":
                 return None
             example = self._cut(example)
             prompt = self.prompt_of(example)
-            tokens = encode_prompt(self.tokenizer, prompt)
+            tokens = encode_prompt(self.tokenizer, prompt, example.tools)
         theirs, late = self._teacher_tokens(example), None
         if not self._short(theirs):
             return None
@@ -200,6 +200,7 @@ class PromptEncoder:
             late, theirs = self._teacher_prompt(example), None
         messages = as_messages(prompt)
         columns = {**example.columns, "messages": messages} if messages else example.columns
+        columns = {**columns, "tools": example.tools} if example.tools else columns
         text = messages[-1]["content"] if messages else str(example.prompt)
         completion, turns = self._completion(example, prompt)
         return Prompt(
@@ -219,7 +220,7 @@ class PromptEncoder:
         if self.teacher is None:
             return None
         prompt = filled(self._teacher_prompt(example), dict.fromkeys(LATE, ""))
-        return encode_prompt(self.teacher.tokenizer or self.tokenizer, prompt)
+        return encode_prompt(self.teacher.tokenizer or self.tokenizer, prompt, example.tools)
 
     def _teacher_prompt(self, example: Example) -> str | tuple[Message, ...]:
         assert self.teacher is not None
@@ -229,7 +230,8 @@ class PromptEncoder:
         return self.teacher is None or len(teacher_tokens or ()) <= self.teacher.max_tokens
 
     def _fits(self, example: Example) -> bool:
-        return len(encode_prompt(self.tokenizer, self.prompt_of(example))) <= self.max_prompt_tokens
+        tokens = encode_prompt(self.tokenizer, self.prompt_of(example), example.tools)
+        return len(tokens) <= self.max_prompt_tokens
 
     def _cut(self, example: Example) -> Example:
         """Without the fewest characters that must go, of a prompt that fits when cut."""
@@ -248,7 +250,7 @@ class PromptEncoder:
         own = self.tokenizer.eos_token_id
         eos_ids = self.eos_ids or (() if own is None else (own,))
         first = example.turns[0] if example.turns else example.completion
-        tokens = encode_completion(self.tokenizer, prompt, first, eos_ids)
+        tokens = encode_completion(self.tokenizer, prompt, first, eos_ids, example.tools)
         parts = [Turn("assistant", len(tokens), example.completion)]
         heard: list[Message] = []
         for turn in example.turns[1:]:

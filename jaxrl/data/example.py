@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol
 
 Split = Literal["train", "eval"]
 CompletionTurns = Literal["last", "all"]
+JsonObject = dict[str, Any]
 Message = Mapping[str, Any]
 """One chat turn: the texts `role` and `content`, and what else a chat template reads of it, such as
 `tool_calls`."""
@@ -27,6 +28,8 @@ class Example:
     """Every other field of the row; `task` names the procedural task that made it."""
     document: bool = False
     """A text prompt that the completion simply continues: never wrapped as a chat turn."""
+    tools: tuple[JsonObject, ...] = ()
+    """JSON schemas of tools, which a chat template shows."""
     turns: tuple[Message, ...] = ()
     """A completion of several turns: what follows the prompt, the assistant's turn first and last.
     """

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from numbers import Number
 from typing import Any
 
-from jaxrl.data.example import CompletionTurns, Example, Message
+from jaxrl.data.example import CompletionTurns, Example, JsonObject, Message
 from jaxrl.errors import UserError, near
 
 
@@ -23,6 +23,8 @@ class Keys:
     """Chat turns; a last one of the assistant is the completion."""
     completion: str = "completion"
     answer: str = "answer"
+    tools: str | None = None
+    """None: rows have no tools."""
     turns: CompletionTurns = "last"
     """Which of the assistant's turns in a chat that ends with one are the completion."""
 
@@ -45,6 +47,7 @@ def to_example(row: Mapping[str, object], keys: Keys, where: str) -> Example:
     return Example(
         prompt=prompt,
         completion=completion if given is None else given,
+        tools=_tools(row, keys, where),
         turns=turns if any("tool_calls" in turn for turn in turns) or len(turns) > 1 else (),
         answer=_field(row, keys.answer, where, numbers=True),
         columns={key: value for key, value in row.items() if key not in known},
@@ -127,6 +130,22 @@ def _split_chat(
     if not end:
         raise UserError(f"{where}: `{key}` has no message before the completion")
     return turns[:end], turns[end:]
+
+
+def _tools(row: Mapping[str, object], keys: Keys, where: str) -> tuple[JsonObject, ...]:
+    """The JSON schemas of a row, a list or its text; null is as good as none."""
+    given = None if keys.tools is None else row.get(keys.tools)
+    if isinstance(given, str):
+        with suppress(ValueError):
+            given = json.loads(given)
+    if given is None:
+        return ()
+    if not isinstance(given, list) or not all(isinstance(tool, dict) for tool in given):
+        raise UserError(
+            f"{where}: `{keys.tools}` must be a list of JSON schemas, or the text of one; it is"
+            f" {kind(given)}"
+        )
+    return tuple(given)
 
 
 def _turn(message: dict[str, Any]) -> Message:

@@ -84,9 +84,14 @@ def encode_prompt(
 
 
 def encode_completion(
-    tokenizer: Tokenizer, prompt: PromptLike, completion: str | Message, eos_ids: Sequence[int]
+    tokenizer: Tokenizer,
+    prompt: PromptLike,
+    completion: str | Message,
+    eos_ids: Sequence[int],
+    tools: Sequence[JsonObject] = (),
 ) -> tuple[int, ...]:
-    """Tokens that follow `encode_prompt(tokenizer, prompt)` in a sequence of both, EOS last.
+    """Tokens that follow `encode_prompt(tokenizer, prompt, tools)` in a sequence of both, EOS
+    last.
 
     They are what the whole sequence has beyond the prompt, up to the first EOS: as sampling would
     give them. Where the whole does not begin with the prompt's tokens (a merge across the border, a
@@ -101,14 +106,14 @@ def encode_completion(
         raise UserError(
             "completions need an EOS token: the model's config and its tokenizer name none"
         )
-    head, messages = encode_prompt(tokenizer, prompt), as_messages(prompt)
+    head, messages = encode_prompt(tokenizer, prompt, tools), as_messages(prompt)
     text: str = completion if isinstance(completion, str) else completion["content"]
     if messages is not None:
         turn = {"role": "assistant", "content": text}
-        whole = render_chat(tokenizer, [*messages, turn], add_generation_prompt=False)
+        whole = render_chat(tokenizer, [*messages, turn], False, tools)
         if not isinstance(completion, str) and "tool_calls" in completion:
             without, calls = whole, [*messages, completion]
-            whole = render_chat(tokenizer, calls, add_generation_prompt=False)
+            whole = render_chat(tokenizer, calls, False, tools)
             if whole == without or whole[: len(head)] != head:
                 raise UserError(
                     "the chat template does not render `tool_calls` after the prompt: write the"
@@ -199,7 +204,9 @@ def check_same_prompts(
     for prompt in prompts:
         chat = prompt.columns.get("messages")
         messages = as_messages(chat) if isinstance(chat, Sequence) else None
-        if messages is None or encode_prompt(student, messages) != prompt.tokens:
+        tools = prompt.columns.get("tools")
+        shown = tools if isinstance(tools, tuple) else ()
+        if messages is None or encode_prompt(student, messages, shown) != prompt.tokens:
             continue  # no chat, or a text prompt whose row has such a column too
         if not has_template(teacher):
             raise UserError(
@@ -207,7 +214,7 @@ def check_same_prompts(
                 "student's (chat_template.jinja) into the teacher's folder, or set data.chat=raw "
                 "if the data are texts"
             )
-        theirs = encode_prompt(teacher, messages)
+        theirs = encode_prompt(teacher, messages, shown)
         if theirs != prompt.tokens:
             where = _first_difference(_spelt(student, prompt.tokens), _spelt(teacher, theirs))
             raise UserError(

@@ -12,7 +12,7 @@ from tiny_tokenizer import CHATML, tiny_tokenizer
 from jaxrl.data.batch import data_rollout
 from jaxrl.data.encoder import PromptEncoder
 from jaxrl.data.rows import Keys, to_example
-from jaxrl.data.tokenizer import encode_prompt, render_chat
+from jaxrl.data.tokenizer import check_same_prompts, encode_prompt, render_chat
 from jaxrl.data.turns import TurnEncoder
 from jaxrl.errors import UserError
 from jaxrl.types import Prompt
@@ -280,3 +280,27 @@ def test_calls_of_tools_are_learned_as_the_template_writes_them() -> None:
     assert prompt is not None and spelt(tokenizer, prompt.completion or ()).startswith('[{"x": 1}]')
     with pytest.raises(UserError, match="does not render `tool_calls`"):
         PromptEncoder(tiny_tokenizer(), 500, 500).encode(example, 0)
+
+
+@pytest.mark.parametrize("given", [[{"name": "f"}], '[{"name": "f"}]', None])
+def test_tools_of_a_row_are_shown_by_the_template(given: object) -> None:
+    shows = "{% for tool in tools or [] %}[{{ tool.name }}]{% endfor %}"
+    tokenizer = tiny_tokenizer(shows + CHATML)
+    row = {"messages": TRACE, "functions": given}
+    example = to_example(row, Keys(tools="functions", turns="all"), "row")
+    prompt = PromptEncoder(tokenizer, 500, 500).encode(example, 0)
+    plain = encoded(tiny_tokenizer(), "all")
+    assert prompt is not None and prompt.completion == plain.completion
+    head = "" if given is None else "[f]"
+    assert spelt(tokenizer, prompt.tokens) == head + spelt(tokenizer, plain.tokens)
+    check_same_prompts(tokenizer, tokenizer, [prompt])
+    other = tiny_tokenizer(shows.replace("}[", "}<") + CHATML)
+    if given is not None:
+        with pytest.raises(UserError, match="make different prompts"):
+            check_same_prompts(tokenizer, other, [prompt])
+
+
+@pytest.mark.parametrize("given", ["f", 3, [1]])
+def test_tools_that_are_none_are_refused(given: object) -> None:
+    with pytest.raises(UserError, match="row: `tools` must be a list of JSON schemas"):
+        to_example({"prompt": "x", "tools": given}, Keys(tools="tools"), "row")
