@@ -33,6 +33,19 @@ Array = Any
 
 
 @dataclass(frozen=True)
+class Turn:
+    """A part of an episode: what the model wrote until it ended its turn, or what follows of it in
+    the environment's words, the chat template's tokens around these included."""
+
+    role: Literal["assistant", "environment"]
+    tokens: int
+    """How many of the completion's tokens it has."""
+    text: str
+    reward: float | None = None
+    """Of a turn of the assistant, by the environment; None where that gave none."""
+
+
+@dataclass(frozen=True)
 class Prompt:
     """One prompt, ready to be sampled from."""
 
@@ -51,27 +64,45 @@ class Prompt:
     teacher_prompt: str | tuple[Mapping[str, str], ...] | None = None
     """Text or chat of that prompt where it is only complete once a completion is judged
     (`data.feedback`)."""
+    turns: tuple[Turn, ...] = ()
+    """The parts of `completion`, where it has several turns of the assistant."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled completion of one prompt."""
+    """One sampled completion of one prompt; of an environment, a whole episode (`turns`)."""
 
     tokens: tuple[int, ...]
-    """Sampled ids, EOS included."""
+    """Sampled ids, EOS included; of an episode, those of its environment too."""
     logprobs: np.ndarray
     """[len(tokens)] float32, nats: log-probs of the full softmax at the sampling temperature (at
-    temperature 1 when greedy)."""
+    temperature 1 when greedy); 0 at tokens of an environment."""
     sampler_logprobs: np.ndarray
     """[len(tokens)] float32, nats: log-probs under the distribution that was sampled from, after
-    truncation (top-k, top-p, min-p)."""
+    truncation (top-k, top-p, min-p); 0 at tokens of an environment."""
     finish_reason: FinishReason
     text: str = ""
+    """Decoded, without EOS and without the stop string; of an episode, the assistant's last turn.
+    """
+    turns: tuple[Turn, ...] = ()
+    """The parts of an episode, in order; they have all tokens between them. Empty without an
+    environment."""
+    failure: str | None = None
+    """Why the environment could not go on, "timeout: " or "exception: " first; such an episode has
+    no reward."""
     """Decoded, without EOS and without the stop string."""
     experts: np.ndarray | None = None
     """[n, L, k] int8 or int16: the experts that the sampler's tokens passed in each layer of a
     mixture, prompt first, n = len(prompt) + len(tokens) - 1: the last token is never read. None:
     not recorded (`policy.router_replay`)."""
+
+    @property
+    def sampled(self) -> np.ndarray:
+        """[len(tokens)] bool: tokens that the model wrote."""
+        if not self.turns:
+            return np.ones(len(self.tokens), bool)
+        lengths = [turn.tokens for turn in self.turns]
+        return np.repeat([turn.role == "assistant" for turn in self.turns], lengths)
 
 
 @jax.tree_util.register_dataclass
@@ -175,6 +206,10 @@ class Rollout:
     """
     decode_steps: int = 0
     """Number of decode steps; 0 where nothing was decoded."""
+    waited_s: float = 0.0
+    """Seconds in which sampling waited for environments alone."""
+    notes: tuple[str, ...] = ()
+    """Messages for the user about the environments."""
     student_topk: Array = None
     """[B, C, K] int32: the policy's K most probable tokens, for the `student_topk` teacher signal.
     """

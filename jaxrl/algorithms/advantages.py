@@ -7,7 +7,7 @@ gets advantage 0, which is not the same as a reward of 0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -76,6 +76,42 @@ def _centred(values: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarra
     centred = values - mean[group]
     variance = np.bincount(group, centred**2) / np.maximum(size - 1, 1)
     return centred, np.sqrt(variance)[group]
+
+
+def turn_advantages(
+    rewards: Sequence[Rewards],
+    group_ids: Int[np.ndarray, " B"],
+    *,
+    discount: float = 1.0,
+    scale_by_std: bool = True,
+) -> list[np.ndarray]:
+    """Advantages of the turns of episodes: process supervision of GRPO (arXiv 2402.03300, section
+    4.1.3), with a discount.
+
+    Each reward is centred and scaled by those of all turns of its group; a turn's advantage is the
+    sum of what the rewards from it on then are, each times the discount for every turn between.
+    With one reward at the end of each episode, and no discount, all turns have `group_advantages`.
+
+    Args:
+        rewards: for each sample those of its turns; None or NaN where a turn has none, which is in
+            no statistic and adds nothing.
+        group_ids: which samples belong together; -1 at padding.
+
+    Returns:
+        For each sample, float64, one for each of its turns.
+    """
+    values = [as_rewards(each) for each in rewards]
+    lengths = [len(each) for each in values]
+    ids = np.repeat(np.asarray(group_ids), lengths)
+    flat = np.concatenate([*values, np.zeros(0)])
+    parts = np.split(within(flat, ids, ids if scale_by_std else None), np.cumsum(lengths)[:-1])
+    out = []
+    for part in parts:
+        total, sums = 0.0, np.zeros(len(part))
+        for turn in reversed(range(len(part))):
+            total = sums[turn] = part[turn] + discount * total
+        out.append(sums)
+    return out
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,12 @@ from dataclasses import replace
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.algorithms.advantages import group_advantages, select_groups
+from jaxrl.algorithms.advantages import group_advantages, select_groups, turn_advantages
 from jaxrl.algorithms.similarity import similarity_advantages
 from jaxrl.config.schema import Config, GrouperConfig
 from jaxrl.losses.kl import kl_in_reward
+from jaxrl.rewards.combine import as_rewards
+from jaxrl.rewards.scoring import ENVIRONMENT, RewardReport
 from jaxrl.sharding.parts import join_parts
 from jaxrl.types import Embedded, Prepare, RoleScores, Rollout, TrainBatch, Tree
 
@@ -34,7 +36,11 @@ def prepare_rewarded(config: Config) -> Prepare:
             penalty = _reward_kl(config, rollout, reference)
             rewards = rewards - config.policy.reward_kl_coef * penalty
             metrics["reward/kl"] = float(penalty[: len(rollout.completions)].mean())
-        advantages, reported = _advantages(config, rollout, rewards, scores)
+        if config.environment.name and config.environment.credit == "turn":
+            advantages = _by_turn(config, rollout, rewards, report)
+            reported: dict[str, float] = {}
+        else:
+            advantages, reported = _advantages(config, rollout, rewards, scores)
         selection = select_groups(report.task, rollout.group_ids)  # before penalties
         metrics |= reported | {f"policy/{name}": float(n) for name, n in selection.dropped.items()}
         keep = np.ones(len(rewards), bool)
@@ -84,6 +90,40 @@ def _advantages(
         for name, (a, n) in grouped.metrics.items()
     }
     return grouped.advantages, reported
+
+
+def _by_turn(
+    config: Config, rollout: Rollout, rewards: np.ndarray, report: RewardReport
+) -> np.ndarray:
+    """[B, C]: the advantage of each turn at its tokens. What an episode is rewarded with beside its
+    environment's rewards belongs to its last turn."""
+    environment = config.environment
+    whole = np.nan_to_num(report.per_reward[ENVIRONMENT])
+    beside = rewards - environment.weight * whole
+    others = len(report.per_reward) > 1 or config.policy.reward_kl_coef > 0
+    turns: list[np.ndarray] = [np.zeros(0)] * len(rewards)
+    for row, completion in enumerate(rollout.completions):
+        own = [turn.reward for turn in completion.turns if turn.role == "assistant"]
+        given = environment.weight * as_rewards(own)
+        if np.isnan(beside[row]):
+            given[:] = np.nan
+        elif others or np.isnan(given).all():
+            given[-1] = np.nan_to_num(given[-1]) + beside[row]
+        turns[row] = given
+    found = turn_advantages(
+        turns,
+        rollout.group_ids,
+        discount=environment.discount,
+        scale_by_std=_scales_by_std(config),
+    )
+    out = np.zeros(rollout.sequences.loss_mask.shape)
+    for row, completion in enumerate(rollout.completions):
+        values, end = iter(found[row]), 0
+        for turn in completion.turns:
+            begin, end = end, end + turn.tokens
+            if turn.role == "assistant":
+                out[row, begin:end] = next(values)
+    return out
 
 
 def _scales_by_std(config: Config) -> bool:

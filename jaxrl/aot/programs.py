@@ -52,7 +52,7 @@ from jaxrl.roles.scorer import score_program
 from jaxrl.roles.teachers import merge_program, mixture_program
 from jaxrl.roles.update import BASE, ActorPrograms, first_rows_program
 from jaxrl.sampling import decode
-from jaxrl.sampling.engine import Engine
+from jaxrl.sampling.engine import ANSWER_ROWS, ANSWER_TOKENS, Engine
 from jaxrl.sampling.sampler import sampling_arrays
 from jaxrl.sharding.axes import ROWS, Axes
 from jaxrl.sharding.mesh import role_mesh
@@ -483,6 +483,7 @@ def _sampling(
         max_prompt_tokens=c.teacher_prompt_tokens if role == "teacher" else c.max_prompt_tokens,
         max_new_tokens=longest,
         launch_tokens=c.rollout.launch_tokens,
+        episodes=role == "rollout" and c.environment.name is not None,
     )
     params, width = run.params(role, model, dtype, layout), m.prompts(role)
     prompts = prefill_rows(c, width, m.axes[role])
@@ -522,6 +523,19 @@ def _sampling(
         beside=local_bytes(params),
         calls=fills,
     )
+    if engine.episodes:
+        answers = ANSWER_ROWS * engine.row_shards
+        tokens = shaped((answers, ANSWER_TOKENS[1]), jnp.int32, at)
+        rows = shaped((answers,), jnp.int32, at)
+        yield Program(
+            role,
+            "answers of environments",
+            decode.extend,
+            (model, mesh, params, slots, tokens, rows, rows),
+            ("answers",),
+            beside=local_bytes(held),
+            calls=math.ceil(share * m.sequences / ANSWER_ROWS) * (c.environment.max_turns - 1),
+        )
     ways = [training_sampling(c, most)] * (share > 0)
     ways += [evaluation_sampling(c, most)] * evaluates
     arrays = {
@@ -588,7 +602,7 @@ def _resized(
         )
     held = engine.slots // engine.row_shards
     kept = [left for n in range(1, held) if (left := engine.fewer_slots(n, held)) is not None]
-    if kept:
+    if kept and not engine.episodes:
         chosen = shaped((max(kept) * engine.row_shards,), jnp.int32, rows)
         given = (model, mesh, layer(engine.length), engine.length, chosen)
         calls = batches * len(cache) * len(set(kept))

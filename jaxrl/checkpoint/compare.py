@@ -17,7 +17,7 @@ FREE = re.compile(
     r"mesh|name|run_dir|resume|resume_changed|compile_cache|launcher"
     r"|(checkpoint|deadlines|logging|offload|profile|ray)\..*|.*\.(parallel\.\w+|devices|lazy)"
     r"|teacher\.(address|service_threads|ca_file)"
-    r"|reward\.(workers|timeout|memory_mb|max_failures|max_processes)"
+    r"|(reward|environment)\.(workers|timeout|memory_mb|max_failures|max_processes)"
 )
 """Keys that change where and how a run works, never what it computes."""
 REPORTED = re.compile(
@@ -50,7 +50,7 @@ def compare(old: dict[str, Any], new: Config, run_dir: Path | str) -> list[str]:
             before, now = _teachers(before, run_dir), _teachers(now, run_dir)
         if before == now or FREE.fullmatch(key.path):
             continue
-        if key.path == config_paths.FUNCTIONS and config_paths.same_functions(before, now):
+        if key.path in config_paths.CODE and config_paths.same_code(before, now):
             continue
         line = f"{key.path}: {_shown(before)} there, {_shown(now)} now"
         fewer = key.path == "steps" and now < before

@@ -1,6 +1,7 @@
 """Batches that were generated but not yet trained on, as files without pickle.
 
-Prompts are not stored: batch I of the data is a pure function of I. Rows are padded for the mesh
+Prompts are not stored, for batch I of the data is a pure function of I; but those that environments
+began are. Rows are padded for the mesh
 of the run that resumes.
 """
 
@@ -8,14 +9,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jax.typing import DTypeLike
 
 from jaxrl.data.batch import make_rollout
-from jaxrl.types import Completion, Prompt, Rollout
+from jaxrl.types import Completion, JsonObject, Prompt, Rollout, Turn
 
 
 def save_rollout(path: Path, rollout: Rollout) -> None:
@@ -24,6 +26,9 @@ def save_rollout(path: Path, rollout: Rollout) -> None:
     words = {
         "texts": [completion.text for completion in completions],
         "finish_reasons": [completion.finish_reason for completion in completions],
+        "turns": [[asdict(turn) for turn in completion.turns] for completion in completions],
+        "failures": [completion.failure for completion in completions],
+        "prompts": _begun(rollout),
         "policy_version": rollout.policy_version,
         "decode_steps": rollout.decode_steps,
     }
@@ -51,6 +56,9 @@ def load_rollout(path: Path, prompts: Sequence[Prompt], packing: Mapping[str, in
     with np.load(path, allow_pickle=False) as file:
         arrays = dict(file)
     words = json.loads(arrays["words"].tobytes())
+    if words["prompts"] is not None:
+        pairs = zip(prompts, words["prompts"], strict=True)
+        prompts = [_as_begun(prompt, **begun) for prompt, begun in pairs]
     ends = np.cumsum(arrays["lengths"])[:-1]
     pieces = [np.split(arrays[name], ends) for name in ("tokens", "logprobs", "sampler_logprobs")]
     group = len(arrays["lengths"]) // len(prompts)
@@ -59,9 +67,21 @@ def load_rollout(path: Path, prompts: Sequence[Prompt], packing: Mapping[str, in
         read = np.repeat([len(prompt.tokens) - 1 for prompt in prompts], group)
         recorded = list(np.split(arrays["experts"], np.cumsum(read + arrays["lengths"])[:-1]))
     completions = [
-        Completion(tuple(tokens.tolist()), logprobs, sampler_logprobs, reason, text, experts)
-        for tokens, logprobs, sampler_logprobs, reason, text, experts in zip(
-            *pieces, words["finish_reasons"], words["texts"], recorded, strict=True
+        Completion(
+            tuple(tokens.tolist()),
+            logprobs,
+            sampler_logprobs,
+            reason,
+            text,
+            tuple(Turn(**turn) for turn in turns),
+            failure,
+            experts,
+        )
+        for tokens, logprobs, sampler_logprobs, reason, text, turns, failure, experts in zip(
+            *pieces,
+            *(words[name] for name in ("finish_reasons", "texts", "turns", "failures")),
+            recorded,
+            strict=True,
         )
     ]
     groups = [completions[i * group : (i + 1) * group] for i in range(len(prompts))]
@@ -72,6 +92,24 @@ def load_rollout(path: Path, prompts: Sequence[Prompt], packing: Mapping[str, in
         extra = len(rollout.sequences.tokens) - len(topk)
         topk = np.pad(topk, ((0, extra), (0, 0), (0, 0)))
     return replace(rollout, decode_steps=words["decode_steps"], student_topk=topk)
+
+
+def _begun(rollout: Rollout) -> list[JsonObject] | None:
+    """The prompts of episodes, as their environments began them; None of other completions."""
+    if not any(completion.turns for completion in rollout.completions):
+        return None
+    one_each = {prompt.id: prompt for prompt in rollout.prompts}.values()
+    return [
+        {"tokens": prompt.tokens, "text": prompt.text, "messages": prompt.columns.get("messages")}
+        for prompt in one_each
+    ]
+
+
+def _as_begun(prompt: Prompt, tokens: list[int], text: str, messages: Any) -> Prompt:
+    columns = {**prompt.columns, "messages": messages}
+    if messages is None:
+        del columns["messages"]
+    return replace(prompt, tokens=tuple(tokens), text=text, columns=columns)
 
 
 def _joined(values: Sequence[Sequence[float] | np.ndarray], dtype: DTypeLike) -> np.ndarray:

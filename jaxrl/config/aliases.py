@@ -38,6 +38,7 @@ THEIRS: dict[str, str] = {
     "max_new_tokens": (
         "max_completion_length max_response_length max_tokens_to_generate generate_max_len "
         "response_length max_tokens sampling.max_new_tokens max_length max_seq_len "
+        "max_sequence_tokens "
         "max_model_len"
     ),
     "sampling.temperature": "rollout.temperature generation_kwargs",

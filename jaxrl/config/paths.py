@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 FUNCTIONS = "reward.functions"
+CODE = (FUNCTIONS, "environment.name")
+"""Keys that name the user's code."""
 TEACHERS = "teachers"
 MODELS = ("student.model", "teacher.model", TEACHERS, "reward.model", "grouper.model")
 """Keys that name models; of several teachers the model of each is meant, not where it is served."""
 DATA = ("data.train", "data.eval", "data.few_shot")
 """Keys that name data."""
-KEYS = ("algorithm", "teacher.cache", "teacher.ca_file", *MODELS, *DATA, FUNCTIONS)
+KEYS = ("algorithm", "teacher.cache", "teacher.ca_file", *MODELS, *DATA, *CODE)
 """Keys whose values may be paths of what a run reads."""
 
 
@@ -25,15 +27,17 @@ def beside(mapping: dict[str, Any], folder: Path) -> dict[str, Any]:
     return mapping
 
 
-def functions_here(mapping: dict[str, Any]) -> dict[str, Any]:
-    """With the paths of reward functions absolute, so that a run can be resumed from any folder."""
-    return changed(mapping, FUNCTIONS, lambda text: _absolute(text, Path.cwd()))
+def code_here(mapping: dict[str, Any]) -> dict[str, Any]:
+    """With the paths of the user's code absolute, so that a run can be resumed from any folder."""
+    for key in CODE:
+        mapping = changed(mapping, key, lambda text: _absolute(text, Path.cwd()))
+    return mapping
 
 
-def same_functions(before: object, now: object) -> bool:
-    """Whether two values of `reward.functions` differ in the folders of their files alone."""
+def same_code(before: object, now: object) -> bool:
+    """Whether two values of a key in `CODE` differ in the folders of their files alone."""
     if not isinstance(before, list) or not isinstance(now, list):
-        return False
+        before, now = [before], [now]
     return [_file_name(text) for text in before] == [_file_name(text) for text in now]
 
 

@@ -502,6 +502,13 @@ class DataConfig(Section):
     renders."""
     completion_key: str = "completion"
     """Field of a row with a completion to learn from (sft and off-policy batches)."""
+    tools_key: str | None = None
+    """Field of a row with the JSON schemas of tools, a list or its text, which the chat template
+    shows. null: none."""
+    completion_turns: Literal["last", "all"] = "last"
+    """What is learned of a chat that ends with a turn of the assistant (sft and off-policy
+    batches). last: that turn; all before it is the prompt. all: every turn of the assistant; the
+    prompt ends where the first one begins, and what others say after it is read, not learned."""
     answer_key: str = "answer"
     """Field of a row with the reference answer that a verifier compares with."""
     teacher_key: str | None = None
@@ -911,6 +918,45 @@ class RewardConfig(FrozenConfig):
         return (1.0,) * len(self.functions) if self.weights is None else self.weights
 
 
+class EnvironmentConfig(Section):
+    """Episodes of several turns: after each turn of the policy an environment answers, and what it
+    says is read, not learned. All turns and answers together are one completion."""
+
+    name: Name | None = None
+    """The environment: `path/to/file.py:Class` (in a config file from that file's folder, else from
+    the working directory), `package.module:Class`, or a built-in one by its name. null: none; a
+    completion is one turn."""
+    max_turns: Positive = 8
+    """Most turns of the policy in an episode."""
+    turn_tokens: Positive | None = None
+    """Most tokens of one turn of the policy; a turn that reaches it ends the episode. null: only
+    the episode is limited, by `max_new_tokens`."""
+    weight: Number = 1.0
+    """Weight of the environment's reward in the sum of rewards, beside `reward.functions` and
+    `reward.model`. 0: reported, not trained on."""
+    credit: Literal["episode", "turn"] = "episode"
+    """What a turn's tokens learn from. episode: the reward of the whole episode, compared with the
+    others of its prompt. turn: the rewards of this turn and of those after it, each compared with
+    all turns of its prompt's episodes (process supervision of GRPO, arXiv 2402.03300, section
+    4.1.3)."""
+    discount: Fraction = 1.0
+    """Factor by which a reward counts less for each turn between it and what learns from it: of an
+    episode its beginning, with `credit=turn` the turn."""
+    timeout: PositiveNumber = 30.0
+    """Seconds that an environment may take for one answer. One that takes longer is killed with its
+    process: its episode ends without a reward, and is counted in `environment/timeouts`."""
+    workers: Positive | None = None
+    """Processes that run environments; each holds many episodes. null: twice the CPU cores, at most
+    16 and at most one for each episode of a batch."""
+    memory_mb: Positive | None = None
+    """Megabytes of address space for each of these processes. null: no limit."""
+    max_processes: Positive = 256
+    """Most processes that an environment may have at once, the one that runs it included."""
+    max_failures: Fraction = 0.5
+    """Share of a batch's episodes that may fail (exception, crash, timeout); beyond it the run
+    ends."""
+
+
 class OffloadConfig(Section):
     """Move arrays to pinned host memory while other roles of the pool work; results do not change,
     bit for bit."""
@@ -1137,7 +1183,8 @@ class Config(Section, metaclass=_Parsed):
     """Longest prompt, in tokens; longer ones are dropped or cut (`data.long_prompts`), and
     counted."""
     max_new_tokens: Positive = 512
-    """Longest completion, in tokens, the end-of-sequence token included."""
+    """Longest completion, in tokens, the end-of-sequence token included; with an environment, the
+    longest episode: all turns and all that the environment says."""
     compile_cache: Name | None = "~/.cache/jaxrl/compile"
     """Folder of compiled programs that are kept between runs, unless JAX_COMPILATION_CACHE_DIR
     names one. null: none are kept."""
@@ -1158,6 +1205,7 @@ class Config(Section, metaclass=_Parsed):
     rollout: RolloutConfig = RolloutConfig()
     reference: ReferenceConfig = ReferenceConfig()
     reward: RewardConfig = RewardConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     grouper: GrouperConfig = GrouperConfig()
     policy: PolicyConfig = PolicyConfig()
     offload: OffloadConfig = OffloadConfig()
@@ -1370,6 +1418,8 @@ class Config(Section, metaclass=_Parsed):
             f"group_size={self.group_size} greedy completions of a prompt are all the same:"
             " set sampling.temperature above 0, or group_size=1",
         )
+        if self.environment.name is not None:
+            yield from self._rules_with_environment()
         if self.learns_from_rewards:
             yield from self._rules_with_rewards()
         else:
@@ -1444,6 +1494,11 @@ class Config(Section, metaclass=_Parsed):
         )
         yield from self._rules_with_teachers(alone)
         if self.teacher.tokenizer == "own":
+            yield (
+                self.data.completion_turns == "all",
+                "teacher.tokenizer=own aligns the text of completions, and one of several turns is"
+                " no text: set data.completion_turns=last, or teacher.tokenizer=student",
+            )
             yield (
                 self.distill.signal == "student_topk",
                 "distill.signal=student_topk asks for the probabilities of the student's tokens,"
@@ -1556,6 +1611,25 @@ class Config(Section, metaclass=_Parsed):
             " seq_kd=false",
         )
 
+    def _rules_with_environment(self) -> Iterator[Rule]:
+        turn = self.environment.turn_tokens
+        yield (
+            turn is not None and turn > self.max_new_tokens,
+            f"environment.turn_tokens={turn} exceeds max_new_tokens={self.max_new_tokens}, which"
+            " limits the whole episode: raise that, or lower turn_tokens",
+        )
+        yield (
+            self.distill.seq_kd,
+            "distill.seq_kd=true samples from the teacher, which has no environment: set"
+            " seq_kd=false, or environment.name=null",
+        )
+        yield (
+            self.teacher.tokenizer == "own",
+            "teacher.tokenizer=own aligns the text of completions, and an episode"
+            f" (environment.name={self.environment.name}) is no text: give student and teacher one"
+            " tokenizer, or set environment.name=null",
+        )
+
     def _rules_with_rewards(self) -> Iterator[Rule]:
         yield (
             self.dynamic_sampling == "refill" and self.schedule != "serial",
@@ -1564,9 +1638,16 @@ class Config(Section, metaclass=_Parsed):
             " policy.dynamic_sampling=drop",
         )
         yield (
-            not self.reward.functions and self.reward.model is None,
+            not self.reward.functions
+            and self.reward.model is None
+            and not (self.environment.name and self.environment.weight),
             f"algorithm={self.algorithm} learns from rewards: set reward.functions, as in"
-            " reward.functions=[math], or reward.model",
+            " reward.functions=[math], or reward.model, or environment.name",
+        )
+        yield (
+            self.environment.credit == "turn" and self.policy.advantages == "similarity",
+            "environment.credit=turn compares turns, and policy.advantages=similarity whole"
+            " completions: set one of them to its default",
         )
         yield (
             self.group_size < 2,
@@ -1626,7 +1707,7 @@ class Config(Section, metaclass=_Parsed):
             )
         base = base_of(path, overrides, config_keys.mappings(cls))
         with base.explained():
-            return cls.parse(config_paths.functions_here(base.mapping)), base
+            return cls.parse(config_paths.code_here(base.mapping)), base
 
     @classmethod
     def parse(cls, mapping: dict[str, Any]) -> Self:

@@ -95,6 +95,7 @@ def make_rollout(
     width_multiple: int = 2,
 ) -> Rollout:
     """Packs sampled completions; row p * G + g is sample g of prompt p, and its group id is p.
+    What an environment said in an episode does not train.
 
     Args:
         prompts: P of them.
@@ -126,6 +127,8 @@ def make_rollout(
         pad_id=pad_id,
         row_multiple=row_multiple,
     )
+    for trains, completion in zip(sequences.loss_mask, row_completions, strict=False):
+        trains[: len(completion.tokens)] = completion.sampled
     rows = len(sequences.tokens)
     group_ids = np.full(rows, DATA, np.int32)
     group_ids[: len(each)] = [group for _, _, group in each]
@@ -216,7 +219,9 @@ def _data_completion(
     tokens = prompt.completion
     unknown = np.zeros(len(tokens), np.float32)
     reason: FinishReason = "length" if len(tokens) >= max_new_tokens else "stop"
-    return Completion(tokens, unknown, unknown, reason, decode(tokens))
+    said = [turn.text for turn in prompt.turns if turn.role == "assistant"]
+    text = said[-1] if said else decode(tokens)
+    return Completion(tokens, unknown, unknown, reason, text, prompt.turns)
 
 
 def _right_padded(values: Sequence[np.ndarray], rows: int, width: int) -> np.ndarray:

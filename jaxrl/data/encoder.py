@@ -22,8 +22,9 @@ from jaxrl.data.tokenizer import (
     encode_prompt,
     has_template,
 )
+from jaxrl.data.turns import TurnEncoder, cut_turns
 from jaxrl.errors import UserError, near
-from jaxrl.types import Prompt
+from jaxrl.types import Prompt, Turn
 
 Chat = Literal["auto", "raw"]
 LongPrompts = Literal["drop", "cut"]
@@ -185,13 +186,13 @@ class PromptEncoder:
     def encode(self, example: Example, prompt_id: int, may_cut: bool = True) -> Prompt | None:
         """The prompt with its completion; None where the prompt is too long."""
         prompt = self.prompt_of(example)
-        tokens = encode_prompt(self.tokenizer, prompt)
+        tokens = encode_prompt(self.tokenizer, prompt, example.tools)
         if len(tokens) > self.max_prompt_tokens:
             if self.fit(example, may_cut) == "too long":
                 return None
             example = self._cut(example)
             prompt = self.prompt_of(example)
-            tokens = encode_prompt(self.tokenizer, prompt)
+            tokens = encode_prompt(self.tokenizer, prompt, example.tools)
         theirs, late = self._teacher_tokens(example), None
         if not self._short(theirs):
             return None
@@ -199,16 +200,27 @@ class PromptEncoder:
             late, theirs = self._teacher_prompt(example), None
         messages = as_messages(prompt)
         columns = {**example.columns, "messages": messages} if messages else example.columns
+        columns = {**columns, "tools": example.tools} if example.tools else columns
         text = messages[-1]["content"] if messages else str(example.prompt)
-        completion = self._completion(example, prompt)
-        return Prompt(prompt_id, tokens, text, completion, example.answer, columns, theirs, late)
+        completion, turns = self._completion(example, prompt)
+        return Prompt(
+            prompt_id,
+            tokens,
+            text,
+            completion,
+            turns=turns,
+            answer=example.answer,
+            columns=columns,
+            teacher_tokens=theirs,
+            teacher_prompt=late,
+        )
 
     def _teacher_tokens(self, example: Example) -> tuple[int, ...] | None:
         """Those of its prompt; without what is only known later."""
         if self.teacher is None:
             return None
         prompt = filled(self._teacher_prompt(example), dict.fromkeys(LATE, ""))
-        return encode_prompt(self.teacher.tokenizer or self.tokenizer, prompt)
+        return encode_prompt(self.teacher.tokenizer or self.tokenizer, prompt, example.tools)
 
     def _teacher_prompt(self, example: Example) -> str | tuple[Message, ...]:
         assert self.teacher is not None
@@ -218,7 +230,8 @@ class PromptEncoder:
         return self.teacher is None or len(teacher_tokens or ()) <= self.teacher.max_tokens
 
     def _fits(self, example: Example) -> bool:
-        return len(encode_prompt(self.tokenizer, self.prompt_of(example))) <= self.max_prompt_tokens
+        tokens = encode_prompt(self.tokenizer, self.prompt_of(example), example.tools)
+        return len(tokens) <= self.max_prompt_tokens
 
     def _cut(self, example: Example) -> Example:
         """Without the fewest characters that must go, of a prompt that fits when cut."""
@@ -230,13 +243,32 @@ class PromptEncoder:
 
     def _completion(
         self, example: Example, prompt: str | tuple[Message, ...]
-    ) -> tuple[int, ...] | None:
+    ) -> tuple[tuple[int, ...] | None, tuple[Turn, ...]]:
+        """Tokens of the completion, and the parts of one of several turns."""
         if example.completion is None:
-            return None
+            return None, ()
         own = self.tokenizer.eos_token_id
         eos_ids = self.eos_ids or (() if own is None else (own,))
-        tokens = encode_completion(self.tokenizer, prompt, example.completion, eos_ids)
-        return tokens[: self.max_new_tokens]
+        first = example.turns[0] if example.turns else example.completion
+        tokens = encode_completion(self.tokenizer, prompt, first, eos_ids, example.tools)
+        parts = [Turn("assistant", len(tokens), example.completion)]
+        heard: list[Message] = []
+        for turn in example.turns[1:]:
+            if turn["role"] != "assistant":
+                heard.append(turn)
+                continue
+            between = self._encode_turns.after(heard, eos=tokens[-1], chat=True)
+            said = "\n".join(message["content"] for message in heard)
+            written = encode_completion(self.tokenizer, _user("?"), turn, eos_ids)
+            parts.append(Turn("environment", len(between), said))
+            parts.append(Turn("assistant", len(written), turn["content"]))
+            tokens, heard = (*tokens, *between, *written), []
+        most = self.max_new_tokens
+        return tokens[:most], cut_turns(parts, most) if example.turns else ()
+
+    @cached_property
+    def _encode_turns(self) -> TurnEncoder:
+        return TurnEncoder(self.tokenizer)
 
     @cached_property
     def _turns_before(self) -> tuple[Message, ...]:
@@ -244,7 +276,8 @@ class PromptEncoder:
         for shot in self.few_shot:
             given = _user(shot.prompt) if isinstance(shot.prompt, str) else shot.prompt
             turns += (turn for turn in given if turn["role"] != "system")
-            turns.append({"role": "assistant", "content": str(shot.completion)})
+            own = ({"role": "assistant", "content": str(shot.completion)},)
+            turns += shot.turns or own
         return tuple(turns)
 
     @cached_property

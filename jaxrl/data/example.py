@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 Split = Literal["train", "eval"]
-Message = Mapping[str, str]
-"""One chat turn: `role` and `content`."""
+CompletionTurns = Literal["last", "all"]
+JsonObject = dict[str, Any]
+Message = Mapping[str, Any]
+"""One chat turn: the texts `role` and `content`, and what else a chat template reads of it, such as
+`tool_calls`."""
 
 
 @dataclass(frozen=True)
@@ -18,13 +21,18 @@ class Example:
     prompt: str | tuple[Message, ...]
     """Text, or the chat turns before the completion."""
     completion: str | None = None
-    """The data set's own completion, without EOS."""
+    """The data set's own completion, without EOS; of several turns, the first one."""
     answer: str | None = None
     """What a verifier compares with."""
     columns: Mapping[str, object] = field(default_factory=dict)
     """Every other field of the row; `task` names the procedural task that made it."""
     document: bool = False
     """A text prompt that the completion simply continues: never wrapped as a chat turn."""
+    tools: tuple[JsonObject, ...] = ()
+    """JSON schemas of tools, which a chat template shows."""
+    turns: tuple[Message, ...] = ()
+    """A completion of several turns: what follows the prompt, the assistant's turn first and last.
+    """
 
 
 class Part(Protocol):

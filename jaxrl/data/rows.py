@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Number
+from typing import Any
 
-from jaxrl.data.example import Example, Message
+from jaxrl.data.example import CompletionTurns, Example, JsonObject, Message
 from jaxrl.errors import UserError, near
 
 
@@ -21,6 +23,10 @@ class Keys:
     """Chat turns; a last one of the assistant is the completion."""
     completion: str = "completion"
     answer: str = "answer"
+    tools: str | None = None
+    """None: rows have no tools."""
+    turns: CompletionTurns = "last"
+    """Which of the assistant's turns in a chat that ends with one are the completion."""
 
 
 KEYS = Keys()
@@ -28,7 +34,8 @@ KEYS = Keys()
 
 def to_example(row: Mapping[str, object], keys: Keys, where: str) -> Example:
     """A row as an example; `where` begins the error messages."""
-    prompt, completion = _prompt(row, keys, where)
+    prompt, turns = _prompt(row, keys, where)
+    completion = turns[0]["content"] if turns else None
     given = _field(row, keys.completion, where)
     if given is not None and completion is not None:
         raise UserError(
@@ -40,6 +47,8 @@ def to_example(row: Mapping[str, object], keys: Keys, where: str) -> Example:
     return Example(
         prompt=prompt,
         completion=completion if given is None else given,
+        tools=_tools(row, keys, where),
+        turns=turns if any("tool_calls" in turn for turn in turns) or len(turns) > 1 else (),
         answer=_field(row, keys.answer, where, numbers=True),
         columns={key: value for key, value in row.items() if key not in known},
     )
@@ -77,8 +86,8 @@ def kind(value: object) -> str:
 
 def _prompt(
     row: Mapping[str, object], keys: Keys, where: str
-) -> tuple[str | tuple[Message, ...], str | None]:
-    """The prompt and, where the chat ends with one, the assistant's completion."""
+) -> tuple[str | tuple[Message, ...], tuple[Message, ...]]:
+    """The prompt and, where the chat ends with a turn of the assistant, the completion's turns."""
     text, chat = _field(row, keys.prompt, where), row.get(keys.messages)
     if text is not None and chat is not None:
         raise UserError(
@@ -86,7 +95,7 @@ def _prompt(
             "data.messages_key (a name that no row has switches one off)"
         )
     if chat is not None:
-        return _split_chat(chat, keys.messages, where)
+        return _split_chat(chat, keys, where)
     if text is None:
         empty = [key for key in (keys.prompt, keys.messages) if key in row]
         if empty:
@@ -94,28 +103,70 @@ def _prompt(
         raise no_prompt(row, keys, where, "the row")
     if not text:
         raise UserError(f"{where}: `{keys.prompt}` is empty")
-    return text, None
+    return text, ()
 
 
-def _split_chat(chat: object, key: str, where: str) -> tuple[tuple[Message, ...], str | None]:
+def _split_chat(
+    chat: object, keys: Keys, where: str
+) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+    key = keys.messages
     if not isinstance(chat, list):
         raise UserError(f"{where}: `{key}` must be a list of messages, it is {kind(chat)}")
     for number, message in enumerate(chat):
         fields = message if isinstance(message, dict) else {}
+        if fields.get("content") is None and isinstance(fields.get("tool_calls"), list):
+            fields = {**fields, "content": ""}
         if not all(isinstance(fields.get(name), str) for name in ("role", "content")):
             raise UserError(
                 f"{where}: `{key}`[{number}] must have the texts `role` and `content`: "
                 f"{json.dumps(message, ensure_ascii=False, default=str)[:80]}"
             )
         _check_text(fields["content"], f"{where}: `{key}`[{number}]")
-    # In a table every message has the fields of all: a null is as good as absent.
-    turns = tuple({k: v for k, v in message.items() if v is not None} for message in chat)
-    completion = None
+    turns = tuple(_turn(message) for message in chat)
+    end = len(turns)
     if turns and turns[-1]["role"] == "assistant":
-        completion, turns = turns[-1]["content"], turns[:-1]
-    if not turns:
+        roles = [turn["role"] for turn in turns]
+        end = roles.index("assistant") if keys.turns == "all" else len(turns) - 1
+    if not end:
         raise UserError(f"{where}: `{key}` has no message before the completion")
-    return turns, completion
+    return turns[:end], turns[end:]
+
+
+def _tools(row: Mapping[str, object], keys: Keys, where: str) -> tuple[JsonObject, ...]:
+    """The JSON schemas of a row, a list or its text; null is as good as none."""
+    given = None if keys.tools is None else row.get(keys.tools)
+    if isinstance(given, str):
+        with suppress(ValueError):
+            given = json.loads(given)
+    if given is None:
+        return ()
+    if not isinstance(given, list) or not all(isinstance(tool, dict) for tool in given):
+        raise UserError(
+            f"{where}: `{keys.tools}` must be a list of JSON schemas, or the text of one; it is"
+            f" {kind(given)}"
+        )
+    return tuple(given)
+
+
+def _turn(message: dict[str, Any]) -> Message:
+    """A message as chat templates take it."""
+    # In a table every message has the fields of all: a null is as good as absent.
+    turn = {key: value for key, value in message.items() if value is not None}
+    if turn.get("tool_calls"):
+        turn |= {"tool_calls": [_call(call) for call in turn["tool_calls"]]}
+        turn.setdefault("content", "")
+    return turn
+
+
+def _call(call: Any) -> Any:
+    """A tool call, whose arguments some write as the text of a JSON object."""
+    if not isinstance(call, dict):
+        return call
+    if isinstance(call.get("function"), dict):
+        return call | {"function": _call(call["function"])}
+    with suppress(ValueError):
+        return call | {"arguments": json.loads(call.get("arguments", ""))}
+    return call
 
 
 def _field(row: Mapping[str, object], key: str, where: str, numbers: bool = False) -> str | None:

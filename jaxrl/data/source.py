@@ -90,8 +90,10 @@ def open_source(
         raise UserError(f"{label}: nothing is named; give a .jsonl file or a task")
     cache = GroupCache()
     source = Source([_open_part(one, seed, split, keys, label, cache) for one in specs])
-    if split == "eval":
-        _check_answers(source, keys, label)
+    if split == "eval" and keys.answer != KEYS.answer:
+        _check_known(source, keys.answer, "data.answer_key", label)
+    if label == "data.train" and keys.tools is not None:
+        _check_known(source, keys.tools, "data.tools_key", label)
     return source
 
 
@@ -222,12 +224,12 @@ def _join(name: str, parts: Sequence[Part]) -> Part:
     return parts[0] if len(parts) == 1 else Source(parts, name)
 
 
-def _check_answers(source: Source, keys: Keys, label: str) -> None:
-    """Refuses a name for the answers that no file knows, which would leave all unjudged."""
+def _check_known(source: Source, name: str, key: str, label: str) -> None:
+    """Refuses the name of a field that no file knows, which would leave all rows without."""
     files = [part for part in source.parts if not part.procedural]
     there = list(dict.fromkeys(name for part in files for name in part.columns))
-    if files and keys.answer != KEYS.answer and keys.answer not in there:
+    if files and name not in there:
         raise UserError(
-            f"{label}: {' + '.join(part.name for part in files)}: no `{keys.answer}` among "
-            f"{listed(there)}{near(keys.answer, there)} (data.answer_key)"
+            f"{label}: {' + '.join(part.name for part in files)}: no `{name}` among "
+            f"{listed(there)}{near(name, there)} ({key})"
         )

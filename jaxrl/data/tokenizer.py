@@ -15,7 +15,7 @@ from jinja2 import TemplateRuntimeError
 from jaxrl.data.example import Message
 from jaxrl.errors import UserError
 from jaxrl.formats import gguf, hf
-from jaxrl.types import Prompt
+from jaxrl.types import JsonObject, Prompt
 
 Tokenizer = Any
 """A transformers `PreTrainedTokenizerBase`; Any, because transformers takes seconds to import."""
@@ -60,17 +60,20 @@ def has_template(tokenizer: Tokenizer | None) -> bool:
     return tokenizer is not None and bool(tokenizer.chat_template)
 
 
-def encode_prompt(tokenizer: Tokenizer | None, prompt: PromptLike) -> tuple[int, ...]:
+def encode_prompt(
+    tokenizer: Tokenizer | None, prompt: PromptLike, tools: Sequence[JsonObject] = ()
+) -> tuple[int, ...]:
     """Tokens of a prompt, at least one.
 
     Args:
         tokenizer: may be None for token ids.
         prompt: text, with the tokenizer's own BOS but no EOS; messages, rendered by the chat
             template up to where the assistant's turn begins; or token ids, taken as they are.
+        tools: JSON schemas that the chat template shows; text and ids have no place for them.
     """
     messages = as_messages(prompt)
     if messages is not None:
-        tokens = render_chat(tokenizer, messages, add_generation_prompt=True)
+        tokens = render_chat(tokenizer, messages, add_generation_prompt=True, tools=tools)
     elif isinstance(prompt, str):
         tokens = _encode_text(tokenizer, prompt)
     else:
@@ -81,15 +84,21 @@ def encode_prompt(tokenizer: Tokenizer | None, prompt: PromptLike) -> tuple[int,
 
 
 def encode_completion(
-    tokenizer: Tokenizer, prompt: PromptLike, completion: str, eos_ids: Sequence[int]
+    tokenizer: Tokenizer,
+    prompt: PromptLike,
+    completion: str | Message,
+    eos_ids: Sequence[int],
+    tools: Sequence[JsonObject] = (),
 ) -> tuple[int, ...]:
-    """Tokens that follow `encode_prompt(tokenizer, prompt)` in a sequence of both, EOS last.
+    """Tokens that follow `encode_prompt(tokenizer, prompt, tools)` in a sequence of both, EOS
+    last.
 
     They are what the whole sequence has beyond the prompt, up to the first EOS: as sampling would
     give them. Where the whole does not begin with the prompt's tokens (a merge across the border, a
     template that rewrites earlier turns), the completion is tokenised on its own.
 
     Args:
+        completion: text; after a chat it may also be the message itself.
         eos_ids: what ends a completion; where none follows it, the tokenizer's own or else the
             first is added.
     """
@@ -97,16 +106,25 @@ def encode_completion(
         raise UserError(
             "completions need an EOS token: the model's config and its tokenizer name none"
         )
-    head, messages = encode_prompt(tokenizer, prompt), as_messages(prompt)
+    head, messages = encode_prompt(tokenizer, prompt, tools), as_messages(prompt)
+    text: str = completion if isinstance(completion, str) else completion["content"]
     if messages is not None:
-        turn = {"role": "assistant", "content": completion}
-        whole = render_chat(tokenizer, [*messages, turn], add_generation_prompt=False)
+        turn = {"role": "assistant", "content": text}
+        whole = render_chat(tokenizer, [*messages, turn], False, tools)
+        if not isinstance(completion, str) and "tool_calls" in completion:
+            without, calls = whole, [*messages, completion]
+            whole = render_chat(tokenizer, calls, False, tools)
+            if whole == without or whole[: len(head)] != head:
+                raise UserError(
+                    "the chat template does not render `tool_calls` after the prompt: write the"
+                    " calls as text, in the `content` of their message"
+                )
     else:
-        whole = _encode_text(tokenizer, prompt + completion) if isinstance(prompt, str) else ()
+        whole = _encode_text(tokenizer, prompt + text) if isinstance(prompt, str) else ()
     if whole[: len(head)] == head:
         tokens = whole[len(head) :]
     else:
-        tokens = tuple(tokenizer(completion, add_special_tokens=False)["input_ids"])
+        tokens = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
     for at, token in enumerate(tokens):
         if token in eos_ids:
             return tokens[: at + 1]
@@ -186,7 +204,9 @@ def check_same_prompts(
     for prompt in prompts:
         chat = prompt.columns.get("messages")
         messages = as_messages(chat) if isinstance(chat, Sequence) else None
-        if messages is None or encode_prompt(student, messages) != prompt.tokens:
+        tools = prompt.columns.get("tools")
+        shown = tools if isinstance(tools, tuple) else ()
+        if messages is None or encode_prompt(student, messages, shown) != prompt.tokens:
             continue  # no chat, or a text prompt whose row has such a column too
         if not has_template(teacher):
             raise UserError(
@@ -194,7 +214,7 @@ def check_same_prompts(
                 "student's (chat_template.jinja) into the teacher's folder, or set data.chat=raw "
                 "if the data are texts"
             )
-        theirs = encode_prompt(teacher, messages)
+        theirs = encode_prompt(teacher, messages, shown)
         if theirs != prompt.tokens:
             where = _first_difference(_spelt(student, prompt.tokens), _spelt(teacher, theirs))
             raise UserError(
@@ -232,13 +252,33 @@ def check_eos(student: int | None, teacher: int | None, ours: set[int], theirs: 
 
 
 def render_chat(
-    tokenizer: Tokenizer | None, messages: Sequence[Message], add_generation_prompt: bool
+    tokenizer: Tokenizer | None,
+    messages: Sequence[Message],
+    add_generation_prompt: bool,
+    tools: Sequence[JsonObject] = (),
 ) -> tuple[int, ...]:
     """Tokens of messages by the tokenizer's chat template.
 
     Raises:
         UserError: no tokenizer, no template, or one that refuses the messages or does not end.
     """
+    return tuple(_rendered(tokenizer, messages, add_generation_prompt, tools, tokenize=True))
+
+
+def render_text(tokenizer: Tokenizer | None, messages: Sequence[Message]) -> str:
+    """The text of which `render_chat` gives the tokens, up to where the assistant's turn begins.
+    Raises UserError as it does."""
+    text: str = _rendered(tokenizer, messages, True, (), tokenize=False)
+    return text
+
+
+def _rendered(
+    tokenizer: Tokenizer | None,
+    messages: Sequence[Message],
+    add_generation_prompt: bool,
+    tools: Sequence[JsonObject],
+    tokenize: bool,
+) -> Any:
     tokenizer = _need(tokenizer, "chat messages")
     if not tokenizer.chat_template:
         raise UserError(
@@ -246,10 +286,11 @@ def render_chat(
         )
     try:
         with _limited_template():
-            tokens = tokenizer.apply_chat_template(
+            return tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
+                tools=list(tools) or None,
                 add_generation_prompt=add_generation_prompt,
-                tokenize=True,
+                tokenize=tokenize,
                 return_dict=False,
             )
     except Exception as error:  # a template is a program that comes with the model
@@ -257,7 +298,6 @@ def render_chat(
         raise UserError(
             f"the chat template refuses messages of {roles}: {_one_line(error)}"
         ) from error
-    return tuple(tokens)
 
 
 @contextmanager

@@ -327,6 +327,20 @@ def step_attender(
     return lambda q, k, v: attention_step(q, k[:, :, :used], v[:, :, :used], allowed)
 
 
+def chunk_attender(positions: jax.Array, window: int | None = None) -> Attend:
+    """How tokens q [B,W,N,H] at `positions` [B,W] attend to a cache [B,KV,S,H] that holds their own
+    keys and values too; with a `window`, to so many of the last ones."""
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        keys = jnp.arange(k.shape[2])[None, None]
+        allowed = keys <= positions[..., None]
+        if window is not None:
+            allowed &= keys > positions[..., None] - window
+        return attention(q, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), allowed)
+
+    return attend
+
+
 def _on_shards(
     run: Callable[..., jax.Array], mesh: Mesh | None, *given: jax.Array, kv_dim: int = 2
 ) -> jax.Array:

@@ -27,6 +27,7 @@ from jaxrl.models.attention import (
     Attend,
     attend_packed,
     attender,
+    chunk_attender,
     kernel_on,
     roll_rows,
     step_attender,
@@ -419,6 +420,47 @@ def decode(
     return _norm(config, params)(x)[:, 0], updated
 
 
+def extend(
+    config: DecoderConfig,
+    params: Params,
+    cache: Cache,
+    tokens: Int[Array, "B W"],
+    positions: Int[Array, " B"],
+    *,
+    mesh: Mesh | None = None,
+) -> Cache:
+    """The cache with the keys and values of W further tokens of each slot, which attend to it.
+
+    Args:
+        cache: of at least positions + W positions, in the layout of the parameters.
+        positions: of the first of the tokens; what the cache holds from there on is replaced.
+    """
+    at = positions[:, None] + jnp.arange(tokens.shape[1])[None]
+    mixing = _Mixing(config, at, partial(chunk_attender, at))
+
+    def body(x: Array, given: tuple[Layer, Params, Pair]) -> tuple[Array, Pair]:
+        number, layer, pair = given
+        rope, attend_one = mixing.of(number)
+        written = []
+
+        def attend(q: Array, k: Array, v: Array) -> Array:
+            new = _write(pair[0], k, positions, None), _write(pair[1], v, positions, None)
+            written.append(new)
+            return attend_one(q, *new)
+
+        x, _ = _run(config, layer, x, rope, attend, mesh)
+        return x, written[0]
+
+    x = _embed(config, params, tokens, mesh)
+    if layout_of(params) == "stacked":
+        return [jax.lax.scan(body, x, (mixing.numbers, params["layers"], cache[0]))[1]]
+    extended: Cache = []
+    for given in zip(range(config.n_layers), params["layers"], cache, strict=True):
+        x, pair = body(x, given)
+        extended.append(pair)
+    return extended
+
+
 def cast(params: Params, dtype: Any) -> Params:
     """Parameters in `dtype`, but for quantised kernels. Done before the layers are gathered: fsdp
     moves the smaller copy."""
@@ -432,8 +474,8 @@ def cast(params: Params, dtype: Any) -> Params:
 
 
 def _write(cache: Array, new: Array, positions: Array, index: Array | None) -> Array:
-    """cache [(L,) B,KV,S,H] with new [B,1,KV,H] at positions [B] of layer `index`; in this form
-    SPMD moves no cache.
+    """cache [(L,) B,KV,S,H] with new [B,W,KV,H] from positions [B] on, of layer `index`; in this
+    form SPMD moves no cache.
     """
     update: Callable[..., Array] = jax.lax.dynamic_update_slice
     new = jnp.swapaxes(new, 1, 2).astype(cache.dtype)

@@ -35,7 +35,7 @@ from jaxrl.plan.memory import (
     weight_bytes,
 )
 from jaxrl.plan.setting import Setting
-from jaxrl.sampling.engine import PREFILL_TOKENS
+from jaxrl.sampling.engine import ANSWER_ROWS, ANSWER_TOKENS, PREFILL_TOKENS
 from jaxrl.sharding.axes import Axes
 
 JSD_ARRAYS, KL_ARRAYS, LEAN_ARRAYS, SCORE_ARRAYS = 7, 6, 5, 3
@@ -292,6 +292,8 @@ def _sampling(
     evaluated = c.eval.max_new_tokens if c.data.eval is not None else None
     most = c.teacher_new_tokens if role == "teacher" else c.max_new_tokens
     positions = width + max(most, evaluated or 0)
+    episodes = role == "rollout" and c.environment.name is not None
+    positions += ANSWER_TOKENS[1] * episodes
     positions = round_up(positions, m.inputs.target.width_multiple)
     cache = cache_bytes(config, axes, slots, positions, dtype)
     held = cache_bytes(config, axes, prompts, width, dtype)
@@ -322,6 +324,12 @@ def _sampling(
             "decode": max(scores + 2 * one, drawn, step.every_expert) + layer + 2 * copy,
             "longer cache": cache,
         }
+    if episodes:  # the cache has its full length from the start
+        answers = m.run(role, config, ANSWER_ROWS, ANSWER_TOKENS[1])
+        scored = heads // slots * answers.rows * answers.width * positions
+        picked = 2 * cache // slots * min(slots, ANSWER_ROWS)
+        work["answers"] = picked + max(answers.forward(stacked=stacked), 2 * F32 * scored)
+        del work["longer cache"]
     entries = []
     for phase, size in work.items():
         entries += [

@@ -14,6 +14,9 @@ from typing import Any
 
 from jaxrl.errors import UserError, near
 
+LONGEST_TRACEBACK = 4000
+"""Characters of a traceback that are kept: its last ones."""
+
 
 def is_plugin(text: str) -> bool:
     """Whether `text` names an object of a module, and not an entry of a table."""
@@ -26,6 +29,38 @@ def anchored(text: str, folder: Path) -> str:
     if not colon or not is_file(place):
         return text
     return f"{(folder / Path(place).expanduser()).resolve()}:{name}"
+
+
+def locate(text: str, key: str, kind: str) -> tuple[str, str, str]:
+    """What `path/to/file.py:NAME` or `package.module:NAME` names: the absolute path of the file or
+    the name of the module, NAME, and the sha256 of the file in hex ("" for a module); no code runs.
+
+    Args:
+        key: of the config, for messages.
+        kind: what NAME is, for messages.
+
+    Raises:
+        UserError: it names nothing.
+    """
+    place, _, name = text.rpartition(":")
+    if not place or not name.isidentifier():
+        raise UserError(f"{key}: {text!r} must be path/to/file.py:{kind} or module:{kind}")
+    if is_file(place):
+        path = Path(place).expanduser().resolve()
+        if not path.is_file():
+            raise UserError(
+                f"{key}: {text}: there is no file {path} (a relative path is one from the folder of"
+                " the config file that names it, or from the working directory)"
+            )
+        return str(path), name, digest_of(path)
+    if not all(part.isidentifier() for part in place.split(".")):
+        raise UserError(f"{key}: {text}: {place!r} is neither a .py file nor the name of a module")
+    return place, name, ""
+
+
+def digest_of(path: Path) -> str:
+    """sha256 of a file, in hex."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def is_file(place: str) -> bool:
@@ -82,3 +117,13 @@ def _from_file(path: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def traceback_below(error: BaseException, caller: str) -> str:
+    """The traceback of an exception, its last characters, without the first frames that are in the
+    file `caller`: those of the code that called the user's."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == caller:
+        frames = frames.tb_next
+    text = "".join(traceback.format_exception(type(error), error, frames))
+    return text[-LONGEST_TRACEBACK:].rstrip()

@@ -11,23 +11,22 @@ in its list.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import importlib
 import inspect
 import logging
 import math
 import pickle
 import re
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 from jaxrl.data import arithmetic
 from jaxrl.errors import UserError, near
-from jaxrl.process.plugin import is_file, load_object
+from jaxrl.process.guard import Say
+from jaxrl.process.plugin import digest_of, is_plugin, load_object, locate, traceback_below
 from jaxrl.rewards.items import Item, ItemSource, Signature
 from jaxrl.rewards.verifiers import VERIFIERS
 
@@ -49,11 +48,6 @@ COMMENTS: dict[str, Callable[[Item], str]] = {
     ),
 }
 """Verifier -> what it says of a completion beside its score; "" for nothing."""
-LONGEST_TRACEBACK = 4000
-"""Characters of a traceback that are kept: its last ones."""
-
-Say = Callable[[dict[str, Any]], None]
-"""Sends a message about some items of a call to the run."""
 
 
 def find(text: str, given: Mapping[str, bytes] = MappingProxyType({})) -> ItemSource:
@@ -82,25 +76,14 @@ def find(text: str, given: Mapping[str, bytes] = MappingProxyType({})) -> ItemSo
                 f" train(config, rewards=[{name}])"
             )
         return ItemSource(text, name, "python", attribute=name, code=given[text])
-    place, colon, attribute = text.rpartition(":")
-    if not colon:
+    if not is_plugin(text):
         raise UserError(
             f"unknown {KEY} {text!r}{near(text, PLAIN)}: it is path/to/file.py:function,"
             f" package.module:function, regex:PATTERN or one of {', '.join(sorted(PLAIN))}"
         )
-    if not place or not attribute.isidentifier():
-        raise UserError(f"{KEY}: {text!r} must be path/to/file.py:function or module:function")
-    if is_file(place):
-        path = Path(place).expanduser().resolve()
-        if not path.is_file():
-            raise UserError(
-                f"{KEY}: {text}: there is no file {path} (a relative path is one from the folder of"
-                " the config file that names it, or from the working directory)"
-            )
-        return ItemSource(text, attribute, "file", str(path), attribute, _digest(path))
-    if not all(part.isidentifier() for part in place.split(".")):
-        raise UserError(f"{KEY}: {text}: {place!r} is neither a .py file nor the name of a module")
-    return ItemSource(text, attribute, "module", place, attribute)
+    place, attribute, digest = locate(text, KEY, "function")
+    option: Literal["file", "module"] = "file" if digest else "module"
+    return ItemSource(text, attribute, option, place, attribute, digest)
 
 
 def think_format(completion: str) -> float:
@@ -188,12 +171,8 @@ class Function:
             return {"failure": ("timeout", "the awaited call was cancelled")}
         if isinstance(error, UserError):
             return {"failure": ("user", str(error))}
-        frames = error.__traceback__
-        while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
-            frames = frames.tb_next
-        text = "".join(traceback.format_exception(type(error), error, frames))
         hint = self._limit if isinstance(error, MemoryError) else ""
-        return {"failure": ("exception", text[-LONGEST_TRACEBACK:].rstrip() + hint)}
+        return {"failure": ("exception", traceback_below(error, __file__) + hint)}
 
     def _arguments(self, items: Sequence[Item]) -> dict[str, list[object]]:
         """Keyword arguments; a column that a row lacks is None there."""
@@ -283,7 +262,7 @@ def _load(source: ItemSource) -> Callable[..., Any]:
                 f" {type(error).__name__}: {error}; write it in a file, and name it"
                 " path.py:function"
             ) from error
-    if source.option == "file" and _digest(Path(source.place)) != source.digest:
+    if source.option == "file" and digest_of(Path(source.place)) != source.digest:
         raise UserError(
             f"{KEY}: {source.place} has changed since the run began: half of its rewards would be"
             " of another function; start the run again"
@@ -323,10 +302,6 @@ def _signature(source: ItemSource, call: Callable[..., object]) -> Signature:
         takes=[p.name for p in named if p.name in takes],
         takes_all=any(p.kind == kinds.VAR_KEYWORD for p in every),
     )
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _shown(value: object) -> str:

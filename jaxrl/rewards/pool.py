@@ -9,50 +9,26 @@ has a limit.
 from __future__ import annotations
 
 import asyncio
-import itertools
-import json
 import math
 import os
-import pickle
-import signal
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal
 
 from jaxrl.errors import RunError, UserError
-from jaxrl.rewards.family import kill_family
+from jaxrl.process.killable import END_S, MAX_PROCESSES, KillableProcess, Lost
 from jaxrl.rewards.items import Failure, Item, ItemSource, Signature
 
-BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]);"
-    " from jaxrl.rewards.process import main; main(*map(int, sys.argv[2:]))"
-)
-ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-"""The accelerators are the roles'."""
+SERVICE = "jaxrl.rewards.process"
 CALL_ITEMS = 16
 """Items of one call at most; an async function gets all of a process's share at once."""
 ASYNC_SLACK_S = 1.0
 """The process cancels an awaited call at its timeout; so much later the process is killed."""
-STACK_S = 0.5
-"""Longest wait for the stack of a process that is late."""
-STACK_BYTES, STACK_LINES = 1 << 14, 12
-"""Limits of the part of it that is read, and shown."""
 OURS = os.path.join("rewards", "functions.py")
 """A stack is shown down to the user's last frame, above the first line with this."""
-MOST_NOISE = 1 << 20
-"""Bytes of other text that a process may send between two answers."""
-END_S = 1.0
-"""Longest wait for a process that has nothing to do to end by itself."""
-MAX_PROCESSES = 256
-"""Default of `max_processes`."""
-_NAMES = {number.value: number.name for number in signal.Signals}
 
 
 @dataclass
@@ -70,14 +46,6 @@ class Scores:
     one."""
     seconds: float = 0.0
     """From the submission to the last answer."""
-
-
-class _Lost(Exception):
-    """A process was late or has ended, and must be replaced."""
-
-    def __init__(self, kind: Literal["timeout", "exception"], text: str):
-        super().__init__(text)
-        self.failure = Failure(kind, text)
 
 
 @dataclass
@@ -126,7 +94,7 @@ class RewardPool:
         """Why the pool has ended."""
         self._lock = threading.Lock()
         """Nothing is submitted after `_error` is set."""
-        self._idle: asyncio.Queue[_Process] = asyncio.Queue()
+        self._idle: asyncio.Queue[KillableProcess] = asyncio.Queue()
         self._starts = asyncio.TaskGroup()
         self._closing = asyncio.Event()
         self._loop = asyncio.new_event_loop()
@@ -197,7 +165,7 @@ class RewardPool:
 
     async def _start(self) -> None:
         """Starts a process and adds it to the idle ones once it has loaded the functions."""
-        process = _Process(self._max_processes)
+        process = KillableProcess(SERVICE, "reward", OURS, self._max_processes)
         try:
             await process.connect()
             process.order((self.sources, self.timeout, self._memory_mb))
@@ -206,7 +174,7 @@ class RewardPool:
                 raise UserError(answer["refused"])
         except BaseException as error:
             process.kill()
-            if not isinstance(error, _Lost):
+            if not isinstance(error, Lost):
                 raise
             names = ", ".join(source.text for source in self.sources)
             raise RunError(f"rewards: the process for {names} did not start: {error}") from error
@@ -267,14 +235,14 @@ class RewardPool:
                     again += [[i] for i in judged]
                 else:
                     self._fail(job, judged[0], Failure(*answer["failure"]))
-        except _Lost as lost:
+        except Lost as lost:
             process.kill()
             self.lost += 1
             if len(left) == 1 or job.kind == "each":
-                self._fail(job, left[0], lost.failure)
+                self._fail(job, left[0], Failure(lost.kind, str(lost)))
                 again += [left[1:]] if left[1:] else []
             else:
-                job.scores.slow_calls += lost.failure.kind == "timeout"
+                job.scores.slow_calls += lost.kind == "timeout"
                 again += [[i] for i in left]
         except BaseException:  # it may still be at work
             process.kill()
@@ -300,117 +268,3 @@ class RewardPool:
             f" ({late} timeouts, {len(failures) - late} exceptions or ended processes), more than"
             f" reward.max_failures allows; the first, {first.kind}:\n{first.text}"
         )
-
-
-class _Process:
-    """A process that judges, as the run sees it."""
-
-    def __init__(self, max_processes: int):
-        self.worker: int | None = None
-        """Process id of the one that runs the functions, under the guard."""
-        self.killed = False
-        self._number = 0
-        """Of the last order; answers to earlier ones are ignored."""
-        self._answers = asyncio.StreamReader(limit=MOST_NOISE)
-        self._stacks = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `kill`)
-        stacks = self._stacks.fileno()
-        numbers = [str(number) for number in (stacks, os.getpid(), max_processes)]
-        paths = json.dumps([str(path) for path in sys.path])
-        self._guard = subprocess.Popen(
-            [sys.executable, "-c", BOOT, paths, *numbers],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            pass_fds=(stacks,),
-            env={**os.environ, **ENVIRONMENT},
-            start_new_session=True,
-        )
-        self._pipes: list[Any] = [self._guard.stdin, self._guard.stdout]
-
-    async def connect(self) -> None:
-        """Lets the event loop read and write its pipes."""
-        loop = asyncio.get_running_loop()
-        self._orders, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, self._guard.stdin)
-        self._pipes[0] = self._orders
-        self._pipes[1], _ = await loop.connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(self._answers), self._guard.stdout
-        )
-
-    def order(self, content: object) -> None:
-        """Sends an order."""
-        self._number += 1
-        self._orders.write(pickle.dumps((self._number, content)))
-
-    async def hear(self, within: float) -> dict[str, Any]:
-        """The next answer to the last order; raises _Lost where none comes in `within` seconds, or
-        the process has ended."""
-        for seconds in (within, 0.0):  # an answer that has arrived by now still counts
-            with suppress(TimeoutError):
-                async with asyncio.timeout(seconds):
-                    return await self._answer()
-        raise _Lost("timeout", f"no answer after {within:g} s{await self._late_stack()}")
-
-    async def _answer(self) -> dict[str, Any]:
-        noise = 0
-        while noise <= MOST_NOISE:
-            try:
-                line = await self._answers.readline()
-            except ValueError:  # a longer line than that
-                break
-            if not line.endswith(b"\n"):
-                raise _Lost("exception", f"its process is gone{self._stack()}")
-            try:
-                answer = json.loads(line)
-            except (ValueError, RecursionError):
-                answer = None
-            if isinstance(answer, dict):
-                if isinstance(ended := answer.get("ended"), int | str):
-                    raise _Lost("exception", f"its process {_how(ended)}{self._stack()}")
-                if answer.get("order") == self._number:
-                    return answer
-            noise += len(line)
-        raise _Lost("exception", f"it wrote {MOST_NOISE} bytes that are no answer")
-
-    async def end(self) -> None:
-        """Lets a process that has nothing to do end by itself, and kills any other."""
-        self._orders.close()
-        with suppress(_Lost):
-            while True:
-                await self.hear(END_S)
-        self.kill()
-
-    def kill(self) -> None:
-        """Ends it, and all that it has started, at once."""
-        self.killed = True
-        kill_family(self._guard.pid)  # it is not reaped: the id is its own
-        with suppress(subprocess.TimeoutExpired):
-            self._guard.wait(END_S)
-        for pipe in self._pipes:
-            pipe.close()
-        self._stacks.close()
-
-    async def _late_stack(self) -> str:
-        """Where the function is, even if it never releases the GIL, as in a regular expression."""
-        if self.worker is not None:
-            with suppress(ProcessLookupError):
-                os.kill(self.worker, signal.SIGUSR1)
-            end = time.monotonic() + STACK_S
-            while not os.fstat(self._stacks.fileno()).st_size and time.monotonic() < end:
-                await asyncio.sleep(0.01)
-            await asyncio.sleep(0.01)  # the lines after the first
-        return self._stack()
-
-    def _stack(self) -> str:
-        """Where the function is or, after a crash, was."""
-        lines = os.pread(self._stacks.fileno(), STACK_BYTES, 0).decode(errors="replace")
-        shown = list(itertools.takewhile(lambda line: OURS not in line, lines.splitlines()))
-        return "".join(f"\n{line}" for line in shown[:STACK_LINES] if line)
-
-
-def _how(code: int | str) -> str:
-    """How a process ended, by its exit code or in the guard's words."""
-    if isinstance(code, str):
-        return code
-    if code < 0:
-        return f"was ended by {_NAMES.get(-code, f'signal {-code}')}"
-    return f"ended with exit code {code}"

@@ -6,12 +6,12 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Self
+from dataclasses import asdict, dataclass
+from typing import Any, Self
 
 import numpy as np
 
-from jaxrl.config.schema import RewardConfig
+from jaxrl.config.schema import EnvironmentConfig, RewardConfig
 from jaxrl.errors import UserError, near
 from jaxrl.rewards.combine import combine_rewards, soft_overlong
 from jaxrl.rewards.functions import KEY, find
@@ -23,10 +23,12 @@ MODEL = "model"
 """Name of the reward model's score among the rewards."""
 MOST_WORKERS = 8
 """Processes where `reward.workers` is null, on a machine with many cores."""
+ENVIRONMENT = "environment"
+"""Name of the sum of an environment's rewards in an episode."""
 OVERLONG = "overlong"
 """Name of the soft penalty of long completions."""
-ADDED = ("answer", "finish_reason", "n_tokens")
-"""Columns that the run adds to those of a row."""
+ADDED = ("answer", "finish_reason", "n_tokens", "turns")
+"""Columns that the run adds to those of a row; `turns` of episodes only."""
 
 
 @dataclass(frozen=True)
@@ -61,16 +63,19 @@ class RewardFunctions:
         max_new_tokens: int,
         startup: float,
         given: Mapping[str, bytes] | None = None,
+        environment: EnvironmentConfig | None = None,
     ):
         """
         Args:
             startup: seconds for a process to import what it needs (`deadlines.startup`).
             given: functions from Python, pickled, by their entries in `reward.functions`.
+            environment: what the completions are episodes of; None: of nothing.
 
         Raises:
             UserError: a function that cannot be found; `check` finds out whether it can be loaded.
         """
         self.config, self.max_new_tokens = config, max_new_tokens
+        self.environment = environment
         self.sources = tuple(find(text, given or {}) for text in config.functions)
         self.names = names_of(self.sources)
         workers = config.workers or min(max((os.cpu_count() or 1) // 2, 1), MOST_WORKERS)
@@ -101,7 +106,7 @@ class RewardFunctions:
                 f"{KEY}: the data has a column `{name}`, which functions get from the run: rename"
                 " the column"
             )
-        columns |= set(ADDED)
+        columns |= set(ADDED if self.environment else ADDED[:-1])
         for source, signature in zip(self.sources, self.pool.signatures(), strict=True):
             for needed in signature.needs:
                 if needed not in columns:
@@ -162,6 +167,12 @@ class RewardFunctions:
             values[MODEL] = _padded(model_scores[:n], rows)
             failed[MODEL] = np.isnan(values[MODEL])
             weights[MODEL] = config.model_weight
+        if self.environment is not None:
+            discount = self.environment.discount
+            values[ENVIRONMENT] = _padded(episode_rewards(rollout.completions, discount), rows)
+            broken = [c.failure is not None for c in rollout.completions]
+            failed[ENVIRONMENT] = np.pad(broken, (0, rows - n))
+            weights[ENVIRONMENT] = self.environment.weight
         weights = {name: weight for name, weight in weights.items() if weight != 0}
         used = {name: values[name] for name in weights}
         task = total = combine_rewards(used, weights, rollout.group_ids, failed)
@@ -205,14 +216,35 @@ def names_of(sources: Sequence[ItemSource]) -> tuple[str, ...]:
     for source in sources:
         seen[source.name] += 1
         names.append(source.name + (f"_{seen[source.name]}" if seen[source.name] > 1 else ""))
-    twice = [name for name, count in Counter((*names, MODEL, OVERLONG)).items() if count > 1]
+    twice = [
+        name for name, count in Counter((*names, MODEL, ENVIRONMENT, OVERLONG)).items() if count > 1
+    ]
     if twice:
         raise UserError(f"{KEY}: two rewards would be called {twice[0]!r}: rename the function")
     return tuple(names)
 
 
+def episode_rewards(completions: Sequence[Completion], discount: float) -> np.ndarray:
+    """[n] float64: of each episode the sum of its turns' rewards, each times the discount for every
+    turn before it. 0 where no turn has one, NaN where its environment failed. All are NaN where no
+    turn of any episode has a reward: the environment gives none."""
+    rewards = [
+        [turn.reward for turn in completion.turns if turn.role == "assistant"]
+        for completion in completions
+    ]
+    if all(reward is None for turns in rewards for reward in turns):
+        return np.full(len(completions), np.nan)
+    sums = [sum(discount**k * (x or 0.0) for k, x in enumerate(turns)) for turns in rewards]
+    return np.where([c.failure is not None for c in completions], np.nan, sums)
+
+
 def _item(prompt: Prompt, completion: Completion) -> Item:
-    run = {"finish_reason": completion.finish_reason, "n_tokens": len(completion.tokens)}
+    run: dict[str, Any] = {
+        "finish_reason": completion.finish_reason,
+        "n_tokens": len(completion.tokens),
+    }
+    if completion.turns:
+        run["turns"] = [asdict(turn) for turn in completion.turns]
     return Item(prompt.text, completion.text, prompt.answer, {**prompt.columns, **run})
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -14,7 +14,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl.algorithms.signals import Projection, policy_topk
 from jaxrl.config.schema import Config
 from jaxrl.data.batch import make_rollout
+from jaxrl.data.example import Split
 from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.environments.episodes import Episodes
+from jaxrl.errors import UserError
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Layout, Params, abstract_params, unstack
 from jaxrl.models.kernels import target_of
@@ -33,6 +36,10 @@ from jaxrl.types import Completion, Prompt, Rollout, Sequences, Tree, Weights
 
 EVAL_SEED = 0x5EED
 """Added to the seed of evaluations: never the samples that train, and the same ones each time."""
+
+
+Sampled = tuple[Sequence[Prompt], list[list[Completion]]]
+"""Prompts, as environments begin them, and the completions of each."""
 
 
 def training_sampling(config: Config, most: int, eos_ids: tuple[int, ...] = ()) -> SamplingParams:
@@ -87,6 +94,7 @@ class Sampler:
         base: Params | None = None,
         teacher: bool = False,
         max_new_tokens: int | None = None,
+        episodes: Callable[[Callable[[str], None]], Episodes | None] = lambda notify: None,
     ):
         """
         Args:
@@ -100,6 +108,8 @@ class Sampler:
             teacher: it reads the teacher's prompts, and the teacher keeps its weights: `params` is
                 set where they change.
             max_new_tokens: longest completion in its tokens; None: that of the run.
+            episodes: makes the environments that answer, given what takes notes for the user; None
+                where completions are single turns.
         """
         self.config, self.mesh, self.params = config, mesh, params
         self._base, self._trained = base or {}, model
@@ -112,6 +122,13 @@ class Sampler:
         self._most = max_new_tokens or config.max_new_tokens
         longest = max(self._most, config.eval.max_new_tokens or 0)
         self._teacher = teacher
+        self._said: list[str] = []
+        self._episodes = episodes(self._said.append)
+        if self._episodes is not None and jax.process_count() > 1:
+            raise UserError(
+                f"environment.name={config.environment.name} needs a rollout in one process, and"
+                f" this one is in {jax.process_count()}: give rollout the devices of one host"
+            )
         self.engine = Engine(
             self.model,
             mesh,
@@ -119,6 +136,7 @@ class Sampler:
             max_prompt_tokens=config.teacher_prompt_tokens if teacher else config.max_prompt_tokens,
             max_new_tokens=longest,
             launch_tokens=config.rollout.launch_tokens,
+            episodes=self._episodes is not None,
             tokenizer=tokenizer,
             ledger=current(),
         )
@@ -128,6 +146,11 @@ class Sampler:
         projection = Projection.of(config, mesh, vocab_size)
         self._topk = topk_program(projection, self.model)
         self._merge = merge_adapters_program(model, mesh, layout) if merges else None
+
+    def close(self) -> None:
+        """Ends the processes of the environments."""
+        if self._episodes is not None:
+            self._episodes.close()
 
     def _keep(self) -> None:
         """Registers the weights in the ledger. On the actor's devices they are freed when an update
@@ -186,12 +209,15 @@ class Sampler:
         """`group_size` completions of each prompt, packed; step, attempt and the prompts' ids seed
         the samples.
         """
-        return self.packed(prompts, self.completions(prompts, step, attempt))
+        return self.packed(*self._sampled(prompts, step, attempt))
 
     def completions(
         self, prompts: Sequence[Prompt], step: int, attempt: int = 0
     ) -> list[list[Completion]]:
         """What `generate` packs."""
+        return self._sampled(prompts, step, attempt)[1]
+
+    def _sampled(self, prompts: Sequence[Prompt], step: int, attempt: int) -> Sampled:
         return self._sample(
             prompts,
             n=self.config.group_size,
@@ -216,7 +242,14 @@ class Sampler:
             row_multiple=self._row_multiple,
             width_multiple=target_of(self.mesh.devices.flat).width_multiple,
         )
-        rollout = replace(rollout, decode_steps=self.engine.stats.decode_steps)
+        stats = self.engine.stats
+        rollout = replace(
+            rollout,
+            decode_steps=stats.decode_steps,
+            waited_s=stats.waiting_seconds,
+            notes=tuple(self._said),
+        )
+        self._said.clear()
         if self.config.distill.signal != "student_topk":
             return rollout
         with phase("top-k of the policy"):
@@ -231,7 +264,7 @@ class Sampler:
         """`eval.samples` completions of each prompt, as `eval.*` says."""
         sampling = evaluation_sampling(self.config, self._most, self._eos_ids)
         n, seed = self.config.eval.samples, self.config.seed + EVAL_SEED
-        return self._sample(prompts, n=n, seed=seed, step=0, sampling=sampling)
+        return self._sample(prompts, n=n, seed=seed, step=0, sampling=sampling, split="eval")[1]
 
     def _sample(
         self,
@@ -243,11 +276,22 @@ class Sampler:
         sampling: SamplingParams,
         attempt: int = 0,
         record: bool = False,
-    ) -> list[list[Completion]]:
+        split: Split = "train",
+    ) -> Sampled:
         if self.params is None:
             raise RuntimeError("no weights have been loaded yet")
         with phase(f"{len(prompts)} prompts x {n}, version {self.version}"):
-            return self.engine.generate(
+            partner = None
+            if self._episodes is not None:
+                prompts, partner = self._episodes.begin(
+                    prompts,
+                    n=n,
+                    step=step if split == "train" else self.version,
+                    attempt=attempt,
+                    split=split,
+                    most=sampling.max_new_tokens,
+                )
+            return prompts, self.engine.generate(
                 self._weights,
                 [self._read(prompt) for prompt in prompts],
                 n=n,
@@ -257,6 +301,8 @@ class Sampler:
                 attempt=attempt,
                 prompt_ids=[prompt.id for prompt in prompts],
                 record_experts=record,
+                partner=partner,
+                turn_tokens=self.config.environment.turn_tokens,
                 abort=stopping,
                 on_tokens=lambda tokens, done: detail(f"{done} completions, {tokens} tokens done"),
             )

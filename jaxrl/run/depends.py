@@ -1,5 +1,5 @@
-"""What a run depends on beside its config: weights, data, reward functions, by name and digest. A
-checkpoint notes them, so that a run that resumes notices what has changed.
+"""What a run depends on beside its config: weights, data, reward functions, environment, by name
+and digest. A checkpoint notes them, so that a run that resumes notices what has changed.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import importlib.util
 from pathlib import Path
 
 from jaxrl.checkpoint.digest import digest_file, digest_model
+from jaxrl.environments import source as environments
 from jaxrl.formats.places import find_folder
 from jaxrl.rewards.callables import PREFIX
 from jaxrl.rewards.functions import find
@@ -42,6 +43,11 @@ def dependencies(job: Job) -> dict[str, str]:
         prompts = repr([(prompt.text, prompt.answer) for prompt in one.prompts])
         name = f"data.eval.{one.name}" if one.name else "data.eval"
         found[name] = hashlib.sha256(prompts.encode()).hexdigest()
+    if config.environment.name is not None:
+        environment = environments.find(config.environment.name)
+        path = Path(environment.place) if environment.digest else _module_file(environment.place)
+        if path is not None:
+            found[f"environment.name={config.environment.name}"] = digest_file(path)
     return found | (_of_rewards(job) if config.learns_from_rewards else {})
 
 

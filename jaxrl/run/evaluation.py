@@ -15,6 +15,7 @@ from typing import TypeVar
 import numpy as np
 
 from jaxrl.data.stream import EvalSet
+from jaxrl.rewards.scoring import episode_rewards
 from jaxrl.types import Completion, Prompt
 
 Judge = Callable[[str, Prompt], float | None]
@@ -158,6 +159,9 @@ def _named(
     row[f"{prefix}/truncated_fraction"] = float(
         np.mean([c.finish_reason == "length" for c in completions])
     )
+    rewards = episode_rewards(completions, 1.0)
+    if not np.isnan(rewards).all():
+        row[f"{prefix}/environment_reward"] = float(np.nanmean(rewards))
     return row
 
 

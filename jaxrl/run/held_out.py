@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from jaxrl.rewards.verifiers import verifier
 from jaxrl.roles.rollout import Sampler
 from jaxrl.run import inputs
 from jaxrl.run.evaluation import Judge, Scores, judged, pass_ks, row_of_scores
+from jaxrl.run.job import episodes
 from jaxrl.runtime.worker import Phase, enter
 from jaxrl.sampling.engine import EngineStats
 from jaxrl.sharding.axes import row_shards
@@ -258,6 +260,7 @@ def _sampler(job: Evaluation) -> Sampler:
         row_multiple=row_shards(mesh.shape),
         vocab_size=job.source.config.vocab_size,
         params=params,
+        episodes=partial(episodes, config, job.tokenizer),
     )
 
 

@@ -78,7 +78,8 @@ def check_positions(
 def keys(config: Config) -> Keys:
     """Names of the fields of a data row."""
     d = config.data
-    return Keys(d.prompt_key, d.messages_key, d.completion_key, d.answer_key)
+    names = d.prompt_key, d.messages_key, d.completion_key, d.answer_key, d.tools_key
+    return Keys(*names, d.completion_turns)
 
 
 def encoder(

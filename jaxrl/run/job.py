@@ -25,6 +25,7 @@ from jaxrl.data.tokenizer import (
     decode,
     same_prompts,
 )
+from jaxrl.environments.episodes import Episodes, pool_of
 from jaxrl.errors import UserError, user_input
 from jaxrl.formats.hub_names import data_name
 from jaxrl.formats.places import find_folder
@@ -197,6 +198,9 @@ def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
         notes.append("teacher.tokenizer=own: the teacher has the student's tokens, one by one")
     if config.learns_from_rewards:
         notes += _check_rewards(config, train, given or {})
+    if config.environment.name is not None:
+        with pool_of(config, workers=1) as environments:
+            environments.facts()
     for name, their_tokenizer in found.theirs.items() if own is None else ():
         with _about(name, teachers):
             check_same_prompts(tokenizer, their_tokenizer, prompts)
@@ -354,7 +358,25 @@ def check_job(config: Config, given: Mapping[str, bytes]) -> None:
 
 def reward_functions(config: Config, given: Mapping[str, bytes]) -> RewardFunctions:
     startup_s = config.deadlines.startup
-    return RewardFunctions(config.rewards, config.max_new_tokens, startup_s, given)
+    environment = config.environment if config.environment.name else None
+    return RewardFunctions(config.rewards, config.max_new_tokens, startup_s, given, environment)
+
+
+def episodes(
+    config: Config,
+    tokenizer: Tokenizer,
+    notify: Callable[[str], None],
+    *,
+    run_dir: Path | None = None,
+) -> Episodes | None:
+    """The environments of the run; None where completions are single turns.
+
+    Args:
+        run_dir: where their answers are recorded; None: nowhere.
+    """
+    if config.environment.name is None:
+        return None
+    return Episodes(config, tokenizer, run_dir=run_dir, notify=notify)
 
 
 def _data_sources(config: Config) -> Iterator[tuple[str, Sequence[str], Split]]:

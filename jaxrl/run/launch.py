@@ -53,7 +53,7 @@ from jaxrl.roles.teacher import AddFeedback, Teacher
 from jaxrl.roles.teachers import Teachers
 from jaxrl.roles.update import first_rows_program
 from jaxrl.run.conversion import converted_once
-from jaxrl.run.job import Setup, reward_functions
+from jaxrl.run.job import Setup, episodes, reward_functions
 from jaxrl.runtime.local import LocalWorkerGroup
 from jaxrl.runtime.worker import Future, WorkerGroup
 from jaxrl.sharding.axes import Axes
@@ -469,6 +469,7 @@ def _sampler(
     aligner = _opened(setup.aligner) if teacher else None
     if aligner is not None:
         tokenizer, eos_ids = aligner.teacher.tokenizer, aligner.teacher.ends
+    made = partial(episodes, config, tokenizer, run_dir=setup.run_dir)
     return Sampler(
         config,
         source.config,
@@ -484,6 +485,7 @@ def _sampler(
         base=base,
         teacher=teacher,
         max_new_tokens=None if aligner is None else config.teacher_new_tokens,
+        **({} if teacher else {"episodes": made}),
     )
 
 

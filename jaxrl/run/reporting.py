@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -24,7 +24,7 @@ from jaxrl.telemetry.console import Console
 from jaxrl.telemetry.metrics import MetricsWriter, Sample, SamplesWriter
 from jaxrl.telemetry.timeline import Timeline
 from jaxrl.telemetry.trackers import Trackers
-from jaxrl.types import Rollout, Row, Trained
+from jaxrl.types import Completion, Rollout, Row, Trained
 
 SCORED = {"teacher": "score", "reference": "reference", "reward": "reward", "grouper": "embed"}
 """Role -> the name of its time in a row."""
@@ -129,11 +129,21 @@ class Reporter:
             "policy_version": float(rollout.policy_version),
             "rollout/completion_tokens_mean": float(np.mean(lengths)),
             "rollout/truncated_fraction": float(np.mean(cut)),
-            "tokens/generated": float(sum(lengths)) if sampled else 0.0,
+            "tokens/generated": float(sum(c.sampled.sum() for c in rollout.completions if sampled)),
             "rollout/decode_steps": float(rollout.decode_steps),
             "time/rollout_s": futures["rollout"].times.seconds,
             "time/update_s": futures["update"].times.seconds,
         }
+        if self.job.config.environment.name is not None and sampled:
+            row |= _episode_metrics(rollout)
+            for note in rollout.notes:
+                self._notify(note)
+            for failure in _failures(rollout.completions)[:1]:
+                self._notify(
+                    f"environment: {row['environment/failures'] + row['environment/timeouts']:.0f}"
+                    f" of {len(rollout.completions)} episodes failed and have no reward; the first,"
+                    f" {failure}"
+                )
         for role, name in SCORED.items():
             parts = [future for key, future in futures.items() if _scored_by(key) == role]
             if parts:
@@ -301,3 +311,21 @@ def _clock(at: float) -> str:
     """Local time of day at `time.monotonic` seconds `at`."""
     when = datetime.fromtimestamp(time.time() - (time.monotonic() - at))
     return when.strftime("%H:%M:%S.%f")[:-3]
+
+
+def _episode_metrics(rollout: Rollout) -> dict[str, float]:
+    episodes = rollout.completions
+    late = sum(failure.startswith("timeout") for failure in _failures(episodes))
+    turns = [sum(turn.role == "assistant" for turn in episode.turns) for episode in episodes]
+    answers = [float((~episode.sampled).sum()) for episode in episodes]
+    return {
+        "environment/turns_mean": float(np.mean(turns)),
+        "environment/answer_tokens_mean": float(np.mean(answers)),
+        "environment/failures": float(len(_failures(episodes)) - late),
+        "environment/timeouts": float(late),
+        "time/environment_s": rollout.waited_s,
+    }
+
+
+def _failures(episodes: Sequence[Completion]) -> list[str]:
+    return [episode.failure for episode in episodes if episode.failure is not None]

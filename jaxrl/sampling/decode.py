@@ -1,5 +1,5 @@
-"""The device side of sampling: prompts into keys and values, these into slots, and launches of
-decode steps.
+"""The device side of sampling: prompts into keys and values, these into slots, launches of decode
+steps, and what environments say into the slots of their episodes.
 
 Every function is jitted once for the whole process, with the model's config and the mesh as static
 arguments, so that engines of equal shapes share programs.
@@ -7,6 +7,7 @@ arguments, so that engines of equal shapes share programs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -86,17 +87,67 @@ def resize(
         pad[POSITIONS] = (0, max(0, length - x.shape[POSITIONS]))
         return jnp.pad(x, pad)[..., :length, :]
 
-    def select(layer: Cache, kept: jax.Array) -> Cache:
-        return jax.tree.map(lambda x: jnp.take(x, kept, x.ndim + BATCH), layer)
-
     if kept is not None:
-        run = select
-        if mesh is not None:
-            spec = cache_spec(config, mesh, ROWS, layer[0][0].ndim)
-            rows = PartitionSpec(ROWS)
-            run = jax.shard_map(select, mesh=mesh, in_specs=(spec, rows), out_specs=spec)
-        layer = run(layer, kept)
+        layer = _select(config, mesh, layer, kept)
     return _constrain(config, mesh, jax.tree.map(one, layer), ROWS)
+
+
+def _select(config: DecoderConfig, mesh: Mesh | None, cache: Cache, slots: jax.Array) -> Cache:
+    """Some slots of the cache, [X*b] int32: each device's counted among its own."""
+
+    def local(cache: Cache, slots: jax.Array) -> Cache:
+        return jax.tree.map(lambda x: jnp.take(x, slots, x.ndim + BATCH, mode="clip"), cache)
+
+    return _of_each_device(local, config, mesh, cache)(cache, slots)
+
+
+def _of_each_device(
+    local: Callable[..., Cache], config: DecoderConfig, mesh: Mesh | None, cache: Cache, *more: Any
+) -> Callable[..., Cache]:
+    """`local` on each device's slots of (the cache, more caches, an array [X*b])."""
+    if mesh is None:
+        return local
+    spec = cache_spec(config, mesh, ROWS, cache[0][0].ndim)
+    given = (spec, *[spec] * len(more), PartitionSpec(ROWS))
+    return jax.shard_map(local, mesh=mesh, in_specs=given, out_specs=spec)
+
+
+@partial(jax.jit, static_argnames=("config", "mesh"), donate_argnames=("cache",))
+def extend(
+    config: DecoderConfig,
+    mesh: Mesh | None,
+    params: Params,
+    cache: Cache,
+    tokens: jax.Array,
+    positions: jax.Array,
+    slots: jax.Array,
+) -> Cache:
+    """Further tokens of some slots: their keys and values, as `prefill` computes those of prompts.
+
+    Args:
+        cache: of at least position + W positions for each of these slots, donated.
+        tokens: [X*b, W] int32; what a shorter row has beyond its tokens is overwritten when its
+            slot gets there, and read by none before that.
+        positions: [X*b] int32: of the first token.
+        slots: [X*b] int32: each device's b slots, counted among its own; a row that is none has a
+            number beyond the last.
+    """
+    some = _select(config, mesh, cache, slots)
+    tokens, positions = _rows(tokens, mesh), _rows(positions, mesh)
+    some = _constrain(
+        config, mesh, decoder.extend(config, params, some, tokens, positions, mesh=mesh), ROWS
+    )
+
+    def put(cache: Cache, some: Cache, slots: jax.Array) -> Cache:
+        def one(ours: jax.Array, theirs: jax.Array) -> jax.Array:
+            at: list[Any] = [slice(None)] * ours.ndim
+            at[BATCH] = slots
+            return ours.at[tuple(at)].set(theirs, mode="drop")
+
+        return jax.tree.map(one, cache, some)
+
+    cache = _of_each_device(put, config, mesh, cache, some)(cache, some, slots)
+    return _constrain(config, mesh, cache, ROWS)
 
 
 @partial(jax.jit, static_argnames=("config", "mesh", "record"))

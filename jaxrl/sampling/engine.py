@@ -8,6 +8,11 @@ cache to fewer slots. Each prompt is prefilled once, in batches just large enoug
 and its keys and values are copied into the slots of its n samples. The sampled tokens depend on
 (seed, step, attempt, prompt id, sample id, position), never on slots, launches or timing.
 
+In an episode an environment answers each turn of the model (`sampling.episodes`). Its slot keeps
+its keys and values and decodes nothing until the answer is there, whose tokens are then added to
+them. Other slots go on meanwhile. No array's shape depends on when an answer comes, so that no bit
+does: the cache keeps its slots and has its full length from the start.
+
 On a mesh of several processes each process runs this code with the same arguments. The tokens of a
 launch are replicated to all processes, so that all make the same decisions.
 """
@@ -17,7 +22,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import FIRST_COMPLETED, wait
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -30,12 +36,14 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Cache, Params, cast, layout_of
 from jaxrl.models.kernels import target_of
 from jaxrl.sampling import decode, text
+from jaxrl.sampling.episodes import Partner
 from jaxrl.sampling.sampler import SamplingArrays, SamplingParams, sampling_arrays
 from jaxrl.sampling.text import TextTokenizer
+from jaxrl.sampling.unfinished import Unfinished
 from jaxrl.sharding.axes import row_shards
 from jaxrl.sharding.ledger import Ledger
 from jaxrl.sharding.reshard import put
-from jaxrl.types import Completion, FinishReason
+from jaxrl.types import Completion
 
 __all__ = ["Aborted", "Engine", "EngineStats", "SamplingParams"]
 
@@ -47,6 +55,11 @@ lengths save time. With fewer slots there is one length per doubling, which limi
 compiled programs."""
 PREFILL_TOKENS = 4096
 """Most prompt tokens per data shard in one prefill; limits its activation memory."""
+ANSWER_ROWS, ANSWER_TOKENS = 4, (16, 256)
+"""Slots of each data shard whose environments' answers are read at once, and the least and most
+tokens of each: a longer answer is read in several parts."""
+LOOK_S = 0.2
+"""Seconds between two looks whether to abort while all slots wait for environments."""
 
 
 CACHE = "KV cache"
@@ -72,6 +85,12 @@ class EngineStats:
     """Time for prefill and copies into slots, including the wait for the device."""
     decode_seconds: float = 0.0
     """Time for launches, until their tokens are on the host."""
+    turns: int = 0
+    """Turns of the model in episodes."""
+    answer_tokens: int = 0
+    """Tokens of environments, which were read and not sampled."""
+    waiting_seconds: float = 0.0
+    """Time in which all slots waited for environments."""
     seconds: float = 0.0
 
     @property
@@ -94,6 +113,7 @@ class Engine:
         min_free: int | None = None,
         check_every: int | None = None,
         search_beside: bool | None = None,
+        episodes: bool = False,
         dtype: Any = None,
         tokenizer: TextTokenizer | None = None,
         ledger: Ledger | None = None,
@@ -114,6 +134,7 @@ class Engine:
             search_beside: search for stop strings while the next launch already runs. A completion
                 that a stop string ends then occupies its slot for one more launch. None: True,
                 except on a CPU, where a launch takes much longer than the search.
+            episodes: completions are episodes (`partner` of `generate`).
             dtype: of the computation and the cache. None: the dtype of the parameters.
             tokenizer: decodes tokens to text, also to find stop strings.
             ledger: records the memory of cache and programs.
@@ -135,7 +156,9 @@ class Engine:
         self.min_free = max(1, self.slots // 8) if min_free is None else min_free
         target = target_of(jax.devices()[:1] if mesh is None else mesh.devices.flat)
         self.width_multiple = target.width_multiple
-        self.length = round_up(max_prompt_tokens + max_new_tokens, target.width_multiple)
+        self.episodes = episodes
+        beyond = ANSWER_TOKENS[1] if episodes else 0  # a part's padding may lie there
+        self.length = round_up(max_prompt_tokens + max_new_tokens + beyond, target.width_multiple)
         on_cpu = target.platform == "cpu"
         self.search_beside = not on_cpu if search_beside is None else search_beside
         if check_every is None:
@@ -158,6 +181,8 @@ class Engine:
         prompt_ids: Sequence[int] | None = None,
         limits: Sequence[Sequence[int]] | None = None,
         record_experts: bool = False,
+        partner: Partner | None = None,
+        turn_tokens: int | None = None,
         abort: Callable[[], bool] | None = None,
         on_tokens: Callable[[int, int], None] | None = None,
     ) -> list[list[Completion]]:
@@ -170,6 +195,9 @@ class Engine:
             prompt_ids: part of that key too, modulo 2^31. None: the index in `prompts`.
             limits: [len(prompts)][n] most tokens of each completion. None: `max_new_tokens`.
             record_experts: of a mixture, set `Completion.experts`.
+            partner: the environments of these prompts; each completion is then an episode. For an
+                engine that was made for `episodes`.
+            turn_tokens: most tokens of one turn of an episode. None: those of the completion.
             abort: called between launches; if it returns True, `Aborted` is raised.
             on_tokens: called after each launch with the number of tokens decoded and of completions
                 finished so far.
@@ -184,13 +212,19 @@ class Engine:
             limits = [[sampling.max_new_tokens] * n] * len(prompts)
         assert all(0 < x <= sampling.max_new_tokens for row in limits for x in row)
         samples = [
-            _Sample(index, ids[index] % 2**31, sample, limits[index][sample])
+            Unfinished(
+                index,
+                ids[index] % 2**31,
+                sample,
+                limits[index][sample],
+                turn_tokens or limits[index][sample],
+            )
             for index in range(len(prompts))
             for sample in range(n)
         ]
         if samples:
             knobs = sampling_arrays(sampling, seed, step, attempt)
-            run = _Run(self, params, prompts, n, sampling, knobs, samples, record_experts)
+            run = _Run(self, params, prompts, n, sampling, knobs, samples, partner, record_experts)
             run.loop(abort, on_tokens)
         done = [sample.completion() for sample in samples]
         self.stats.generated_tokens = sum(len(c.tokens) for c in done)
@@ -199,6 +233,8 @@ class Engine:
 
     def cache_length(self, reach: int, slots: int) -> int:
         """Positions of the cache of so many slots in which `reach` positions are used: a bucket."""
+        if self.episodes:
+            return self.length
         steps = CACHE_STEPS if slots == self.slots else 1
         size = bucket(reach, smallest=NARROWEST, steps=steps, multiple=self.width_multiple)
         return min(size, self.length)
@@ -239,41 +275,6 @@ class Engine:
                 )
 
 
-@dataclass
-class _Sample:
-    """One completion while it is generated."""
-
-    prompt: int
-    prompt_id: int
-    sample_id: int
-    limit: int
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[np.ndarray] = field(default_factory=list)
-    """[k, 2] float32 for each launch: log-probs of the full and of the truncated distribution."""
-    finish_reason: FinishReason | None = None
-    text: str = ""
-    slot: int | None = None
-    """The slot that decodes it; None before and after that."""
-    experts: list[np.ndarray] = field(default_factory=list)
-    """[., L, k] of the prompt without its last token, then [k, L, k] of each launch; where they are
-    recorded."""
-
-    def completion(self) -> Completion:
-        assert self.finish_reason is not None
-        experts = None
-        if self.experts:
-            experts = np.concatenate(self.experts)[: len(self.experts[0]) + len(self.tokens)]
-        logprobs = np.concatenate(self.logprobs)[: len(self.tokens)]
-        return Completion(
-            tokens=tuple(self.tokens),
-            logprobs=np.ascontiguousarray(logprobs[:, 0]),
-            sampler_logprobs=np.ascontiguousarray(logprobs[:, 1]),
-            finish_reason=self.finish_reason,
-            text=self.text,
-            experts=experts,
-        )
-
-
 class _Run:
     """The state of one call of `generate`: the queue of samples, the slots, their KV cache, and the
     keys and values of the last prefilled batch of prompts."""
@@ -286,21 +287,23 @@ class _Run:
         n: int,
         sampling: SamplingParams,
         knobs: SamplingArrays,
-        samples: list[_Sample],
+        samples: list[Unfinished],
+        partner: Partner | None,
         record: bool,
     ):
         self.record = record
         self.held_experts: np.ndarray | None = None
         """Of the prompts in `held_cache`, [b, P, L, k], where they are recorded."""
         self.engine, self.params, self.prompts = engine, params, prompts
+        self.partner = partner
         self.sampling, self.stats, self.ledger = sampling, engine.stats, engine.ledger
         mesh = engine.mesh
         self.knobs = knobs
         if mesh is not None:
             self.knobs = put(knobs, NamedSharding(mesh, PartitionSpec()))
         self.queue = deque(samples)
-        self.seated: dict[int, _Sample] = {}
-        self.unread: list[tuple[_Sample, int]] = []
+        self.seated: dict[int, Unfinished] = {}
+        self.unread: list[tuple[Unfinished, int]] = []
         """Samples with tokens that were not searched for stop strings, each with the number of its
         tokens before these."""
         self.table = np.zeros((engine.slots, 6), np.int32)
@@ -324,14 +327,20 @@ class _Run:
                         f"generation aborted: {finished} of {total} completions were done"
                     )
                 self._refill()
+                self._resume()
                 if not self.queue:
                     self.ledger.nearly_done()
-                tokens += self._launch()
+                if (self.table[:, decode.COUNT] < self.table[:, decode.LIMIT]).any():
+                    tokens += self._launch()
+                else:
+                    self._wait()
                 finished = total - len(self.queue) - len(self.seated)
                 if on_tokens is not None:
                     on_tokens(tokens, finished)
             self._read()
         finally:
+            for sample in list(self.seated.values()):
+                self._free(sample)
             self.cache, self.held_cache = [], []
             self.ledger.drop(CACHE)
         self.ledger.nearly_done()
@@ -378,7 +387,7 @@ class _Run:
         self._record_cache()
         self.stats.prefill_rows += len(chosen)
 
-    def _seat(self, moves: list[tuple[int, _Sample]]) -> None:
+    def _seat(self, moves: list[tuple[int, Unfinished]]) -> None:
         source = np.full(self.engine.slots, -1, np.int32)
         for slot, sample in moves:
             prompt = self.prompts[sample.prompt]
@@ -387,7 +396,7 @@ class _Run:
                 read = self.held_experts[sample.prompt - self.held.start, : len(prompt) - 1]
                 sample.experts.append(read)
             ids = sample.prompt_id, sample.sample_id
-            self._sit(sample, slot, (prompt[-1], len(prompt) - 1, 0, sample.limit, *ids))
+            self._sit(sample, slot, (prompt[-1], len(prompt) - 1, 0, sample.turn_end, *ids))
         self._fit(max(self._reach(), self._cached()))
         self.cache = decode.insert(
             self.engine.config, self.engine.mesh, self.cache, self.held_cache, source
@@ -413,7 +422,7 @@ class _Run:
             [slots left] int32: for each device, the slots that it keeps, counted among its own.
             None if all slots stay.
         """
-        if self.queue:
+        if self.queue or self.partner is not None:
             return None
         shards = self.engine.row_shards
         held = len(self.table) // shards
@@ -454,6 +463,9 @@ class _Run:
         self._fit(self._reach(), kept)
         waiting = len(self.queue)
         exit_free = min(engine.min_free, waiting) if waiting else len(self.table)
+        if self.partner is not None:  # also for slots whose turn ends
+            idle = int((self.table[:, decode.COUNT] >= self.table[:, decode.LIMIT]).sum())
+            exit_free = min(idle + engine.min_free, len(self.table))
         given = (engine.config, engine.mesh, self.params, self.cache, self.table.copy())
         rest = (np.int32(exit_free), self.knobs)
         length = {"n_tokens": engine.launch_tokens, "check_every": engine.check_every}
@@ -468,54 +480,164 @@ class _Run:
         counts = (out[:, :, 0] >= 0).sum(0)
         experts = None if chosen is None else np.asarray(chosen)
         for slot, sample in list(self.seated.items()):
+            if not counts[slot]:
+                continue
             if experts is not None:
                 sample.experts.append(experts[: counts[slot], slot])
             self._collect(sample, out[: counts[slot], slot])
-        if self.sampling.stop and not engine.search_beside:
+        if self.partner is not None or (self.sampling.stop and not engine.search_beside):
             self._read()
         return int(counts.sum())
 
-    def _collect(self, sample: _Sample, rows: np.ndarray) -> None:
-        """Appends a launch's rows [k, 3] (token, bits of two log-probs) to a sample; frees its slot
-        if it ended."""
+    def _collect(self, sample: Unfinished, rows: np.ndarray) -> None:
+        """Appends a launch's rows [k, 3] (token, bits of two log-probs) to a sample. If they end
+        it, its slot is free; if they end a turn of an episode, the slot decodes nothing."""
         self.unread.append((sample, len(sample.tokens)))
         sample.tokens += rows[:, 0].tolist()
         sample.logprobs.append(rows[:, 1:].copy().view(np.float32))
-        if sample.tokens[-1] in self.sampling.eos_ids:
-            sample.finish_reason = "stop"
-        elif len(sample.tokens) == sample.limit:
-            sample.finish_reason = "length"
-        if sample.finish_reason is not None:
+        if self.partner is None and self._is_over(sample):
+            ended = sample.tokens[-1] in self.sampling.eos_ids
+            sample.finish_reason = "stop" if ended else "length"
             self._free(sample)
         else:
-            last = sample.tokens[-1], len(self.prompts[sample.prompt]) + len(sample.tokens) - 1
-            self.table[sample.slot, :3] = (*last, len(sample.tokens))
+            self._set(sample)
+
+    def _is_over(self, sample: Unfinished) -> bool:
+        """Whether its last token ends its turn."""
+        ended = sample.tokens[-1] in self.sampling.eos_ids
+        return ended or len(sample.tokens) == sample.turn_end
+
+    def _set(self, sample: Unfinished) -> None:
+        """Lets the sample's slot go on behind its last token, where its turn goes on."""
+        count = len(sample.tokens)
+        at = len(self.prompts[sample.prompt]) + count - 1
+        end = count if self._is_over(sample) else sample.turn_end
+        self.table[sample.slot, :4] = (sample.tokens[-1], at, count, end)
 
     def _read(self) -> None:
-        """Searches the collected tokens for stop strings, which end a completion, and decodes the
-        text of finished completions. A launch that runs meanwhile still decodes the slots that this
-        frees; those tokens are dropped."""
+        """Searches the collected tokens for stop strings, which end a turn, and decodes the text of
+        turns that have ended. A launch that runs meanwhile still decodes the slots that this frees;
+        those tokens are dropped."""
         for sample, before in self.unread:
-            ended = sample.finish_reason == "stop"
-            visible = sample.tokens[:-1] if ended else sample.tokens
-            stopped = self._find_stop(visible, before)
+            start = sample.turn_start
+            eos = sample.tokens[-1] if sample.tokens[-1] in self.sampling.eos_ids else None
+            turn = sample.tokens[start : None if eos is None else -1]
+            stopped = self._find_stop(turn, before - start)
             if stopped is not None:
-                end, sample.text = stopped
-                del sample.tokens[end:]
+                end, words = stopped
+                sample.cut(start + end)
+                eos = None
+            elif self._is_over(sample):
+                words = text.decode(self.engine.tokenizer, turn)
+            else:
+                continue
+            sample.text = words
+            if self.partner is not None:
+                self._end_turn(sample, eos, cut=stopped is None and eos is None)
+            elif stopped is not None:
                 sample.finish_reason = "stop"
                 self._free(sample)
-            elif sample.finish_reason is not None:
-                sample.text = text.decode(self.engine.tokenizer, visible)
         self.unread = []
 
-    def _sit(self, sample: _Sample, slot: int, row: Any) -> None:
+    def _end_turn(self, sample: Unfinished, eos: int | None, cut: bool) -> None:
+        """Asks for the answer to a turn, unless it was cut, which ends the episode."""
+        assert self.partner is not None
+        sample.end_turn()
+        self.stats.turns += 1
+        if cut:
+            sample.finish_reason = "length"
+            self._free(sample)
+            return
+        self.table[sample.slot, decode.LIMIT] = self.table[sample.slot, decode.COUNT]
+        ids, length = (sample.prompt, sample.sample_id), len(sample.tokens)
+        sample.reply = self.partner.answer(*ids, sample.text, eos=eos, length=length)
+
+    def _wait(self) -> None:
+        """Waits until an environment has answered, or until it is time to look whether to abort."""
+        started = time.perf_counter()
+        replies = [sample.reply for sample in self.seated.values() if sample.reply is not None]
+        if replies:
+            wait(replies, LOOK_S, FIRST_COMPLETED)
+        self.stats.waiting_seconds += time.perf_counter() - started
+
+    def _resume(self) -> None:
+        """Lets the episodes go on whose environments have answered."""
+        started = time.perf_counter()
+        answered: list[tuple[Unfinished, int]] = []
+        for sample in list(self.seated.values()):
+            if sample.reply is None or not sample.reply.done():
+                continue
+            before = len(sample.tokens)
+            if sample.hear(sample.reply.result()):
+                answered.append((sample, before))
+            else:
+                self._free(sample)
+        if answered:
+            self._extend(answered)
+            jax.block_until_ready(self.cache)
+            self.stats.prefill_seconds += time.perf_counter() - started
+
+    def _extend(self, answered: list[tuple[Unfinished, int]]) -> None:
+        """Reads the answers into the slots of their samples.
+
+        Args:
+            answered: each with the number of its tokens before. The last of these was sampled and
+                not yet read; the last one of the answer is left to the next launch.
+        """
+        least, most = ANSWER_TOKENS
+        parts: dict[tuple[int, int], list[tuple[Unfinished, int, list[int]]]] = {}
+        for sample, before in answered:
+            self.stats.answer_tokens += len(sample.tokens) - before
+            unread = sample.tokens[before - 1 : -1]
+            at = len(self.prompts[sample.prompt]) + before - 1
+            for number, start in enumerate(range(0, len(unread), most)):
+                tokens = unread[start : start + most]
+                width = bucket(len(tokens), smallest=least, most=most)
+                parts.setdefault((number, width), []).append((sample, at + start, tokens))
+        # A sample's parts follow one another.
+        for (_, width), some in sorted(parts.items(), key=lambda item: item[0]):
+            while some:
+                some = self._extend_by(width, some)
+        for sample, _ in answered:
+            self._set(sample)
+
+    def _extend_by(
+        self, width: int, parts: list[tuple[Unfinished, int, list[int]]]
+    ) -> list[tuple[Unfinished, int, list[int]]]:
+        """Reads parts of at most `width` tokens, as many as there are rows; returns the others."""
+        shards, held = self.engine.row_shards, len(self.table) // self.engine.row_shards
+        tokens = np.zeros((shards, ANSWER_ROWS, width), np.int32)
+        positions = np.zeros((shards, ANSWER_ROWS), np.int32)
+        slots = np.full((shards, ANSWER_ROWS), held, np.int32)
+        used, left, reach = [0] * shards, [], 0
+        for part in parts:
+            sample, position, ids = part
+            assert sample.slot is not None
+            shard, slot = divmod(sample.slot, held)
+            if used[shard] == ANSWER_ROWS:
+                left.append(part)
+                continue
+            row = shard, used[shard]
+            tokens[row][: len(ids)], positions[row], slots[row] = ids, position, slot
+            used[shard] += 1
+            reach = max(reach, position + width)
+        self._fit(max(self._cached(), self.engine.cache_length(reach, len(self.table))))
+        given = (self.engine.config, self.engine.mesh, self.params, self.cache)
+        rows = tokens.reshape(-1, width), positions.reshape(-1), slots.reshape(-1)
+        with self.ledger.running(decode.extend, *given, *rows):
+            self.cache = decode.extend(*given, *rows)
+        return left
+
+    def _sit(self, sample: Unfinished, slot: int, row: Any) -> None:
         sample.slot, self.seated[slot], self.table[slot] = slot, sample, row
 
-    def _free(self, sample: _Sample) -> None:
+    def _free(self, sample: Unfinished) -> None:
         if sample.slot is not None:
             self.table[sample.slot] = 0
             del self.seated[sample.slot]
             sample.slot = None
+            if self.partner is not None:
+                self.partner.end(sample.prompt, sample.sample_id)
 
     def _find_stop(self, tokens: list[int], before: int) -> tuple[int, str] | None:
         tokenizer, stop = self.engine.tokenizer, self.sampling.stop

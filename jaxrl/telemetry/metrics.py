@@ -79,6 +79,9 @@ def _evaluation(prefix: str, where: str) -> dict[str, Metric]:
         f"{prefix}/truncated_fraction": Metric(
             "fraction", f"completions cut at their limit, on {where}"
         ),
+        f"{prefix}/environment_reward": Metric(
+            "reward", f"mean sum of an episode's rewards by its environment, on {where}"
+        ),
     }
 
 
@@ -203,10 +206,19 @@ METRICS: dict[str, Metric] = {
     "reference/padding": Metric("fraction", "padding among the tokens that the reference computes"),
     "rollout/completion_tokens_mean": Metric("tokens", "mean length of a completion, EOS included"),
     "rollout/truncated_fraction": Metric("fraction", "completions cut at max_new_tokens"),
+    "environment/turns_mean": Metric("turns", "the policy's turns in an episode"),
+    "environment/answer_tokens_mean": Metric("tokens", "of an episode, the environment's"),
+    "environment/failures": Metric(
+        "episodes", "whose environment raised, ended or answered nonsense; they have no reward"
+    ),
+    "environment/timeouts": Metric(
+        "episodes", "whose environment took longer than environment.timeout; they have no reward"
+    ),
     "rollout/decode_steps": Metric("steps", "decode steps that the batch took"),
     "tokens/generated": Metric("tokens", "completion tokens sampled for this batch"),
     "tokens/per_second": Metric("tokens/s", "actor/tokens over time/step_s"),
     "time/step_s": Metric("s", "from the end of the previous update to the end of this one"),
+    "time/environment_s": Metric("s", "part of rollout_s in which all slots waited for answers"),
     "time/rollout_s": Metric("s", "generating the batch"),
     "time/score_s": Metric("s", "scoring by the teacher"),
     "time/reference_s": Metric("s", "log-probs under the reference"),
@@ -438,6 +450,10 @@ class Sample:
     agreement: float | None = None
     """Share of its tokens where student and teacher had the same most probable token when it was
     trained on; null where nobody counted."""
+    turns: tuple[JsonObject, ...] | None = None
+    """Of an episode each turn's role, content and reward; null for a completion of one turn."""
+    failure: str | None = None
+    """Why an episode's environment could not go on."""
 
     @property
     def judged(self) -> str:
@@ -463,7 +479,7 @@ class Sample:
             step=step,
             split=split,
             prompt=prompt.text,
-            completion=completion.text,
+            completion=_transcript(completion) if completion.turns else completion.text,
             finish_reason=completion.finish_reason,
             tokens=len(completion.tokens),
             policy_version=policy_version,
@@ -471,7 +487,17 @@ class Sample:
             score=score,
             reward=reward,
             agreement=agreement,
+            turns=tuple(
+                {"role": turn.role, "content": turn.text, "reward": turn.reward}
+                for turn in completion.turns
+            )
+            or None,
+            failure=completion.failure,
         )
+
+
+def _transcript(episode: Completion) -> str:
+    return "\n".join(f"[{turn.role}] {turn.text}" for turn in episode.turns)
 
 
 class SamplesWriter(JsonLines):

@@ -367,13 +367,14 @@ def test_a_relative_path_is_of_its_config_file_then_of_the_working_directory(
     path = there / "run.yaml"
     path.write_text(
         "algorithm: gspo\nstudent: {model: ./m}\n"
-        "reward: {functions: [r.py:f, s.py:g, 'regex:a/b:c']}\n"
+        "reward: {functions: [r.py:f, s.py:g, 'regex:a/b:c']}\nenvironment: {name: r.py:E}\n"
         "data: {train: ['./a.jsonl:split=x', b-*.jsonl, other.jsonl], eval: {easy: a.jsonl}}\n"
     )
     monkeypatch.chdir(here)
     config = Config.load(path)
     assert config.student.model == f"{there}/m"
     assert config.reward.functions == (f"{there}/r.py:f", f"{here}/s.py:g", "regex:a/b:c")
+    assert config.environment.name == f"{there}/r.py:E"
     assert config.data.train == (f"{there}/a.jsonl:split=x", f"{there}/b-*.jsonl", "other.jsonl")
     assert config.data.eval == {"easy": (f"{there}/a.jsonl",)}
     assert Config.load(path, ["reward.functions=r.py:f"]).reward.functions == (f"{here}/r.py:f",)
@@ -384,6 +385,7 @@ def test_a_relative_path_is_of_its_config_file_then_of_the_working_directory(
     assert compare(config.model_dump(mode="json"), Config.load(path, []), "run") == []
     moved = config.model_dump(mode="json")
     moved["reward"]["functions"][0] = "elsewhere/r.py:f"
+    moved["environment"]["name"] = "elsewhere/r.py:E"
     assert compare(moved, config, "run") == []
     moved["reward"]["functions"][0] = "elsewhere/r.py:g"
     with pytest.raises(UserError, match="reward.functions"):

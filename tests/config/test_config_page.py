@@ -250,6 +250,8 @@ def test_every_key_is_read_but_those_planted_here(
         "policy.entropy_coef=0.1",
         "policy.advantages=similarity",
         f"grouper.model={REFERENCES / 'tiny_bge'}",
+        "environment.name=calculator",
+        "environment.workers=1",
     ]
     for asked in (distillation, rewards):
         train(reads.watch(PlantedConfig.load(None, [*ONE_STEP, *asked])))

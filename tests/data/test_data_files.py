@@ -263,6 +263,8 @@ def test_a_missing_column_names_the_file_those_there_and_the_near_one(tmp_path, 
     assert text.startswith("data.eval: ") and spec in text
     assert "no `golden` among `question`, `gold` (did you mean gold?) (data.answer_key)" in text
     assert len(open_source(spec, keys=keys)) == 1  # training asks for no answer
+    text = told(spec, keys=Keys(prompt="question", tools="golds"))
+    assert "no `golds` among `question`, `gold` (did you mean gold?) (data.tools_key)" in text
 
 
 def test_one_file_of_several_with_the_answers_is_enough(tmp_path):

@@ -28,7 +28,7 @@ from jaxrl.telemetry.metrics import METRICS, describe
 ROOT = Path(__file__).parent.parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
-EXAMPLES = sorted(DOCS.glob("add-*.md"))
+EXAMPLES = [*sorted(DOCS.glob("add-*.md")), DOCS / "environments.md"]
 TABLES: tuple[dict[str, Any], ...] = (FAMILIES, TASKS, VERIFIERS)
 """What the examples add to, but for algorithms: these stand in files of their own."""
 
@@ -91,6 +91,7 @@ def blocks(page: Path) -> list[str]:
 @pytest.mark.parametrize("page", EXAMPLES, ids=name_of)
 def test_the_example_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     before = [dict(table) for table in TABLES]
     place: dict[str, Any] = {"__name__": "example"}
     assert len(blocks(page)) >= 2
@@ -115,7 +116,9 @@ def test_the_example_runs(page: Path, tmp_path: Path, monkeypatch: pytest.Monkey
 def test_keys_and_metrics_that_a_page_names_exist(page: Path) -> None:
     known = {key.path for key in keys(Config)}
     sections = "|".join(sorted({path.partition(".")[0] for path in known if "." in path}))
-    prefixes = "actor|distill|eval|memory|policy|reward|rollout|similarity|time|tokens|weights"
+    prefixes = (
+        "actor|distill|environment|eval|memory|policy|reward|rollout|similarity|time|tokens|weights"
+    )
     text = page.read_text(encoding="utf-8")
     if page.name.startswith("coming-from-"):
         text = re.sub(r"^\| `[^`]+` \|", "|", text, flags=re.MULTILINE)  # the others' own keys

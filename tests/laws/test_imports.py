@@ -36,7 +36,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("profile",),
     ("plan",),
     ("roles", "teacher"),
-    ("algorithms",),
+    ("algorithms", "environments"),
     ("rewards",),
     ("telemetry",),
     ("runtime",),

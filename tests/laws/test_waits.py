@@ -19,10 +19,15 @@ ENDED = "it has ended: this only takes its value"
 QUEUE = "a daemon thread that waits for work; None is its end"
 CHECKPOINT = "runs inside the calls `save` and `saved`, which deadlines.checkpoint bounds"
 SCORES = "the reward pool ends each item after reward.timeout, and its process with it"
+ANSWERS = "the pool of environments ends each call after environment.timeout, and its process too"
 BOUNDED = {
     ("aot/apart.py", "child.wait()"): "its output has ended, or it was killed",
     ("aot/apart.py", "ended.wait()"): "in a thread that nobody waits for, until the caller ends",
     ("aot/check.py", "job.result()"): "a compiler, whose program is named before it starts",
+    ("environments/episodes.py", "future.result()"): ANSWERS,
+    ("environments/pool.py", "self._closing.wait()"): "a daemon thread that waits for `close`",
+    ("environments/pool.py", "self._facts.result()"): "a process loads within its start-up limit",
+    ("environments/process.py", "ended.wait()"): "until there are no more orders; it can be killed",
     ("roles/actor.py", "saving.wait()"): CHECKPOINT,
     ("checkpoint/writer.py", "pending.saved.result()"): CALLS,
     ("checkpoint/writer.py", "rollout.result()"): CALLS,

@@ -1,0 +1,115 @@
+"""The tokens of an episode after its prompt: no turn is tokenised a second time.
+
+What follows a turn of the model is taken from the chat template as text, and tokenised by itself.
+So the ids that the model wrote stay, also where the text of the whole chat would be tokenised
+otherwise (merges across a border, several spellings of one text) or rendered otherwise (templates
+that leave out earlier thoughts).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+from jaxrl.data.example import Message
+from jaxrl.data.tokenizer import Tokenizer, has_template, render_text
+from jaxrl.errors import UserError
+from jaxrl.types import Turn
+
+KEPT = 4096
+"""Different observations whose tokens are kept."""
+_MARK = "ASSISTANT_TURN"
+
+
+def cut_turns(turns: Iterable[Turn], most: int) -> tuple[Turn, ...]:
+    """The turns of the first `most` tokens of an episode."""
+    kept = []
+    for turn in turns:
+        if most > 0:
+            kept.append(replace(turn, tokens=min(turn.tokens, most)))
+        most -= turn.tokens
+    return tuple(kept)
+
+
+class TurnEncoder:
+    """Tokens of what an environment says, for one tokenizer."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        notify: Callable[[str], None] = lambda text: None,
+    ):
+        """
+        Args:
+            notify: gets a message, once, where the template has no role for the observations.
+        """
+        self._tokenizer, self._notify = tokenizer, notify
+        self._kept = lru_cache(KEPT)(self._encoded)
+        self._taken = lru_cache(KEPT)(self._roles_taken)
+
+    def after(self, messages: Sequence[Message], *, eos: int | None, chat: bool) -> tuple[int, ...]:
+        """Tokens from the end of a turn of the model to the beginning of its next one.
+
+        Args:
+            messages: of the environment.
+            eos: the turn's last token, where that is an EOS: it is left out where the template ends
+                turns with it.
+            chat: whether the prompt is a chat; else the texts follow as they are.
+
+        Raises:
+            UserError: the chat template has no place for the messages.
+        """
+        pairs = tuple((message["role"], message["content"]) for message in messages)
+        return self._kept(pairs, eos, chat and has_template(self._tokenizer))
+
+    def _encoded(
+        self, pairs: tuple[tuple[str, str], ...], eos: int | None, chat: bool
+    ) -> tuple[int, ...]:
+        text = self._between(pairs, eos) if chat else "".join(content for _, content in pairs)
+        return self.of_text(text)
+
+    def of_text(self, text: str) -> tuple[int, ...]:
+        """Tokens of a part of a sequence: nothing is put before it or after it."""
+        return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _between(self, pairs: tuple[tuple[str, str], ...], eos: int | None) -> str:
+        """The template's text after a turn of the model, up to its next one."""
+        roles = self._taken(tuple(role for role, _ in pairs))
+        contents = [content for _, content in pairs]
+        if len(roles) < len(contents):
+            contents = ["\n".join(contents)]
+        text = self._rest(roles, contents)
+        end = "" if eos is None else self._tokenizer.decode([eos], skip_special_tokens=False)
+        bare = text.lstrip()
+        return bare.removeprefix(end) if end and bare.startswith(end) else text
+
+    def _roles_taken(self, roles: tuple[str, ...]) -> tuple[str, ...]:
+        """The roles in which the template takes messages of these after one of the assistant:
+        themselves, or that of the user for each, or for all together."""
+        users = ("user",) * len(roles)
+        errors = []
+        for given in dict.fromkeys((roles, users, users[:1])):
+            words = [f"OBSERVATION{number}" for number in range(len(given))]
+            try:
+                if all(word in self._rest(given, words) for word in words):
+                    if given != roles:
+                        self._notify(
+                            f"the chat template has no place for messages of {', '.join(roles)}"
+                            f" after a turn of the assistant; given as {', '.join(given)}"
+                        )
+                    return given
+                errors.append(f"the chat template leaves out messages of {', '.join(given)}")
+            except UserError as error:
+                errors.append(str(error))
+        raise UserError(f"{', '.join(roles)} after a turn of the assistant: {errors[0]}")
+
+    def _rest(self, roles: Sequence[str], contents: Sequence[str]) -> str:
+        """What the template renders after an assistant's message that these follow."""
+        mark = _MARK
+        while any(mark in content for content in contents):
+            mark += "_"
+        begun = [{"role": "user", "content": "?"}, {"role": "assistant", "content": mark}]
+        pairs = zip(roles, contents, strict=True)
+        after = [{"role": role, "content": content} for role, content in pairs]
+        return render_text(self._tokenizer, [*begun, *after]).partition(mark)[2]

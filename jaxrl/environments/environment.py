@@ -1,0 +1,166 @@
+"""What a user writes: an environment that answers the turns of a model."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxrl.data.example import Message
+
+CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
+"""How Qwen's and Hermes' chat templates have tools called."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an environment answers to a turn of the model. A dict of these keys is as good."""
+
+    messages: Sequence[Message] | str = ()
+    """What the model reads next: chat messages, or a text, which is one message of the role `user`.
+    Without a chat template their contents follow the turn as they are."""
+    reward: float | None = None
+    """Of the turn that is answered; a finite number, or None."""
+    done: bool = False
+    """Whether the episode is over; there must be a message otherwise."""
+
+
+Answers = Answer | Mapping[str, Any]
+
+
+class Environment:
+    """The base class of environments; an instance lives for one episode.
+
+    An instance is made without arguments, in a process of its own that holds those of other
+    episodes too. What it answers must depend on the row and the turns alone, since it is made again
+    from these where its process is lost: random numbers come from a seed in the row.
+    """
+
+    row: Mapping[str, Any]
+    """What `reset` gets; it is there before that is called."""
+    tools: Sequence[Callable[..., Any]] = ()
+    """Functions that the model may call. Their JSON schemas, which signatures and docstrings (with
+    a section `Args:`) give, are shown to the model by the chat template."""
+
+    def reset(self, row: Mapping[str, Any]) -> Sequence[Message] | str:
+        """Begins an episode; may be `async def`.
+
+        Args:
+            row: the columns of the data row, with the prompt's text (of a chat its last message)
+                under `prompt`, all messages of a chat under `messages`, and the reference solution,
+                or None, under `answer`.
+
+        Returns:
+            The whole prompt, as messages or as text. It must be the same for equal rows: all
+            samples of a prompt begin with it.
+        """
+        return row["messages"] if "messages" in row else str(row["prompt"])
+
+    def step(self, text: str, messages: Sequence[Message]) -> Answers | Awaitable[Answers]:
+        """Answers a turn of the model; may be `async def`.
+
+        This one runs the tools that the turn calls, and is done where it calls none.
+
+        Args:
+            text: of the turn, without EOS.
+            messages: all before it: the prompt, and the turns with their answers.
+        """
+        calls = parse_calls(text, self.tools)
+        if not calls:
+            return Answer(done=True)
+        results = [self._run(call) for call in calls]
+        if any(inspect.isawaitable(result) for result in results):
+            return _gathered(results)
+        return Answer([_as_message(result) for result in results])
+
+    def close(self) -> None:
+        """The episode is over: gives back what the instance holds, such as a connection."""
+
+    def _run(self, call: tuple[str, Mapping[str, Any]] | str) -> Any:
+        """What a tool returns, or why there is nothing that it could return."""
+        if isinstance(call, str):
+            return call
+        name, arguments = call
+        tools = {tool.__name__: tool for tool in self.tools}
+        if name not in tools:
+            return f"Error: there is no tool {name!r}, only {', '.join(tools)}"
+        try:
+            result = tools[name](**arguments)
+        except Exception as error:  # the model is to see what it did wrong
+            return _error(error)
+        return _caught(result) if inspect.isawaitable(result) else result
+
+
+def parse_calls(
+    text: str, tools: Sequence[Callable[..., Any]]
+) -> list[tuple[str, Mapping[str, Any]] | str]:
+    """The calls of tools in a turn, each a name with arguments or what is wrong with it.
+
+    They are written `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, or as a last line
+    that is a call as in Python, `name(1, other="text")`, whose arguments are constants.
+    """
+    if found := CALL.findall(text):
+        return [_json_call(call) for call in found]
+    lines = text.strip().splitlines()
+    call = None if not lines else _python_call(lines[-1].strip(), tools)
+    return [] if call is None else [call]
+
+
+def _json_call(text: str) -> tuple[str, Mapping[str, Any]] | str:
+    try:
+        call = json.loads(text)
+        arguments = call.get("arguments", call.get("parameters", {}))
+        if isinstance(arguments, str):  # some models write the JSON of the arguments as a text
+            arguments = json.loads(arguments)
+        if isinstance(call["name"], str) and isinstance(arguments, dict):
+            return call["name"], arguments
+    except (ValueError, RecursionError, AttributeError, KeyError):
+        pass
+    return 'Error: a tool call must be JSON such as {"name": "f", "arguments": {"x": 1}}'
+
+
+def _python_call(
+    line: str, tools: Sequence[Callable[..., Any]]
+) -> tuple[str, Mapping[str, Any]] | str | None:
+    """The call that a line is; None where it is none of a tool."""
+    name = line.partition("(")[0].strip()
+    tool = {tool.__name__: tool for tool in tools}.get(name)
+    if tool is None or not line.endswith(")"):
+        return None
+    try:
+        call = ast.parse(line, mode="eval").body
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+            return None
+        given = [ast.literal_eval(argument) for argument in call.args]
+        named = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+        return name, inspect.signature(tool).bind(*given, **named).arguments
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
+        return _error(error)
+
+
+async def _gathered(results: Sequence[Any]) -> Answer:
+    values = [await r if inspect.isawaitable(r) else r for r in results]
+    return Answer([_as_message(value) for value in values])
+
+
+async def _caught(result: Awaitable[Any]) -> Any:
+    try:
+        return await result
+    except Exception as error:
+        return _error(error)
+
+
+def _as_message(result: Any) -> Message:
+    """A tool's result: text as it is, anything else as JSON."""
+    text = (
+        result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+    )
+    return {"role": "tool", "content": text}
+
+
+def _error(error: BaseException) -> str:
+    return f"Error: {type(error).__name__}: {error}"

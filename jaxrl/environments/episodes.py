@@ -1,0 +1,370 @@
+"""The environments of a role that samples: what the engine asks of them, batch by batch."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+from jaxrl.config.schema import Config
+from jaxrl.data.example import Message, Split
+from jaxrl.data.tokenizer import Tokenizer, as_messages, encode_prompt, has_template
+from jaxrl.data.turns import TurnEncoder
+from jaxrl.environments.journal import Journal, forget
+from jaxrl.environments.observation import Observation
+from jaxrl.environments.pool import EnvironmentPool, Prompted, Session
+from jaxrl.environments.source import KEY, EnvironmentFacts, find
+from jaxrl.errors import RunError, UserError
+from jaxrl.process.streams import to_stderr
+from jaxrl.rewards.items import Failure
+from jaxrl.sampling.episodes import Partner, Reply
+from jaxrl.types import Prompt
+
+MOST_WORKERS = 16
+"""Processes where `environment.workers` is null, on a machine with many cores."""
+PROMPT = -1
+"""Turn that stands for what `reset` returned, in records."""
+
+
+class Episodes:
+    """The environments of one role; its processes start at once, beside the run's own start."""
+
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: Tokenizer,
+        *,
+        run_dir: Path | None = None,
+        notify: Callable[[str], None] = to_stderr,
+    ):
+        """
+        Args:
+            config: with an `environment.name`.
+            run_dir: where answers are recorded; None: nowhere, so that a run which is killed asks
+                its environments again.
+            notify: gets messages for the user.
+
+        Raises:
+            UserError: there is no such environment; `facts` finds out whether it can be loaded.
+        """
+        e = config.environment
+        self.config, self.environment, self.tokenizer = config, e, tokenizer
+        self.run_dir, self.notify = run_dir, notify
+        self.turns = TurnEncoder(tokenizer, notify)
+        self.chats = has_template(tokenizer) and config.data.chat == "auto"
+        """Whether a text that an environment begins with becomes a message of the user."""
+        most = config.batch_size * config.group_size
+        self.pool = pool_of(config, e.workers or min(2 * (os.cpu_count() or 1), MOST_WORKERS, most))
+        self.source = self.pool.source
+        self._batches = itertools.count()
+        self._last: EpisodeBatch | None = None
+
+    def facts(self) -> EnvironmentFacts:
+        """What the environment is; waits until it is loaded. Raises UserError where it cannot be,
+        RunError where its processes cannot be started."""
+        return self.pool.facts()
+
+    def begin(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        n: int,
+        step: int,
+        attempt: int = 0,
+        split: Split = "train",
+        most: int | None = None,
+    ) -> tuple[list[Prompt], Partner]:
+        """Begins n episodes of each prompt, and gives up those of the batch before.
+
+        Args:
+            step, attempt, split: of the batch: with a prompt's id they name its records.
+            most: tokens of the longest episode; None: `max_new_tokens`.
+
+        Returns:
+            The prompts, with the tokens that episodes begin with (those of `reset`, where the
+            environment has one, and with its tools), and the other side of the episodes.
+
+        Raises:
+            UserError: a prompt of the environment is longer than `max_prompt_tokens`.
+            RunError: more of its resets fail than `environment.max_failures` allows.
+        """
+        if self._last is not None:
+            self._last.give_up()
+        if self.run_dir is not None:
+            forget(self.run_dir)
+        batch = EpisodeBatch(
+            self,
+            prompts,
+            n,
+            most or self.config.max_new_tokens,
+            (next(self._batches), attempt),
+            None if self.run_dir is None else Journal(self.run_dir, split, step, self.notify),
+        )
+        self._last = batch
+        facts = self.facts()
+        if facts.resets:
+            batch.reset()
+        return [self._encoded(p, batch.firsts.get(i), facts) for i, p in enumerate(prompts)], batch
+
+    def close(self) -> None:
+        """Ends the processes."""
+        self.pool.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _encoded(self, prompt: Prompt, first: Prompted | None, facts: EnvironmentFacts) -> Prompt:
+        """The prompt as the environment begins it."""
+        if first == own_prompt(prompt):
+            first = None
+        if isinstance(first, str) and self.chats:
+            first = ({"role": "user", "content": first},)
+        messages = chat_of(prompt) if first is None else as_messages(first)
+        if first is None and not (facts.tools and messages):
+            return prompt
+        given: str | Sequence[Message] = messages if messages is not None else str(first)
+        try:
+            tokens = encode_prompt(self.tokenizer, given, facts.tools)
+        except UserError as error:
+            raise UserError(f"{KEY}: {self.source.text}, prompt {prompt.id}: {error}") from error
+        most = self.config.max_prompt_tokens
+        if len(tokens) > most:
+            raise UserError(
+                f"{KEY}: {self.source.text}: its prompt for {prompt.text[:60]!r} (prompt"
+                f" {prompt.id}) has {len(tokens)} tokens, max_prompt_tokens={most} are allowed:"
+                " raise it, or let the environment say less"
+            )
+        columns = dict(prompt.columns)
+        columns.pop("messages", None)
+        if messages is None:
+            return replace(prompt, tokens=tokens, text=str(first), columns=columns)
+        columns["messages"] = tuple(messages)
+        return replace(prompt, tokens=tokens, text=messages[-1]["content"], columns=columns)
+
+
+@dataclass
+class _Episode:
+    session: Session
+    turn: int = 0
+    """Turns of the model that were answered."""
+    chain: str = ""
+    """Digest of the environment and of all turns so far."""
+    replaying: bool = True
+    """Whether the records may still have its next answer."""
+
+
+def pool_of(config: Config, workers: int) -> EnvironmentPool:
+    """Processes that load the environment of a config; they start at once.
+
+    Raises:
+        UserError: there is no such environment.
+    """
+    e = config.environment
+    assert e.name is not None
+    return EnvironmentPool(
+        find(e.name),
+        workers=workers,
+        timeout=e.timeout,
+        startup=config.deadlines.startup,
+        memory_mb=e.memory_mb,
+        max_processes=e.max_processes,
+    )
+
+
+class EpisodeBatch:
+    """The episodes of one batch; a `Partner`."""
+
+    def __init__(
+        self,
+        episodes: Episodes,
+        prompts: Sequence[Prompt],
+        n: int,
+        most: int,
+        name: tuple[int, int],
+        journal: Journal | None,
+    ):
+        """
+        Args:
+            most: tokens of the longest episode.
+            name: number of the batch in this process, and attempt.
+        """
+        self._all, self._prompts, self._n, self._most = episodes, prompts, n, most
+        (self._number, self._attempt), self._journal = name, journal
+        self._max_turns = episodes.environment.max_turns
+        self._most_failures = episodes.environment.max_failures * len(prompts) * n
+        self.firsts: dict[int, Prompted] = {}
+        """What `reset` returned, by the prompt's index."""
+        self._recorded: set[int] = set()
+        """The prompts for which that was recorded by an earlier process."""
+        self.failures: dict[tuple[int, int], Failure] = {}
+        """By prompt and sample."""
+        self._chat = [chat_of(prompt) is not None for prompt in prompts]
+        self._episodes: dict[tuple[int, int], _Episode] = {}
+
+    def reset(self) -> None:
+        """Asks for the prompts; waits for all of them."""
+        pool = self._all.pool
+        asked = [pool.submit(self._reset(index)) for index in range(len(self._prompts))]
+        for index, future in enumerate(asked):
+            self.firsts[index] = future.result()
+            if self.firsts[index] != own_prompt(self._prompts[index]):
+                text = isinstance(self.firsts[index], str)
+                self._chat[index] = self._all.chats or not text
+
+    def answer(
+        self, prompt: int, sample: int, text: str, *, eos: int | None, length: int
+    ) -> Future[Reply]:
+        """See `Partner`."""
+        return self._all.pool.submit(self._answer(prompt, sample, text, eos, length))
+
+    def end(self, prompt: int, sample: int) -> None:
+        """See `Partner`."""
+        self._all.pool.submit(self._all.pool.end(self._episode(prompt, sample).session))
+
+    def give_up(self) -> None:
+        """Ends the episodes that the engine did not begin."""
+        for episode in self._episodes.values():
+            if episode.session.process is not None:
+                self._all.pool.submit(self._all.pool.end(episode.session))
+
+    async def _reset(self, index: int) -> Prompted:
+        """The prompt of a row, by the instance of its first episode."""
+        episode = self._episode(index, 0)
+        record = self._record(episode, index, 0, PROMPT)
+        if record is not None:
+            first = record["first"]
+            self._recorded.add(index)
+            return first if isinstance(first, str) else tuple(first)
+        result = await self._all.pool.begin(episode.session)
+        if isinstance(result, Failure):
+            prompt = self._prompts[index]
+            raise RunError(
+                f"{KEY}: {self._all.source.text} has no prompt for {prompt.text[:60]!r} (prompt"
+                f" {prompt.id}); {result.kind}: {result.text}"
+            )
+        await self._write(episode, index, 0, PROMPT, {"first": result})
+        return result
+
+    async def _answer(
+        self, prompt: int, sample: int, text: str, eos: int | None, length: int
+    ) -> Reply:
+        episode = self._episode(prompt, sample)
+        episode.session.first = self.firsts.get(prompt)
+        episode.session.strict &= prompt not in self._recorded
+        turn, episode.turn = episode.turn, episode.turn + 1
+        episode.chain = _digest(episode.chain, text)
+        result = await self._observe(episode, prompt, sample, turn, text)
+        if isinstance(result, Failure):
+            return self._failed(prompt, sample, result)
+        said = "\n".join(message["content"] for message in result.messages)
+        if result.done:
+            return Reply(text=said, reward=result.reward)
+        chat = self._chat[prompt]
+        try:
+            tokens = self._all.turns.after(result.messages, eos=eos, chat=chat)
+        except UserError as error:
+            raise UserError(f"{KEY}: {self._all.source.text} answers with {error}") from error
+        last = episode.turn == self._max_turns
+        if last or length + len(tokens) >= self._most:
+            return Reply(text=said, reward=result.reward, cut=True)
+        if not tokens:
+            result = Failure("exception", f"{self._all.source.text}: its answer has no tokens")
+            return self._failed(prompt, sample, result)
+        return Reply(tokens, said, result.reward)
+
+    async def _observe(
+        self, episode: _Episode, prompt: int, sample: int, turn: int, text: str
+    ) -> Observation | Failure:
+        """The recorded answer, or else that of the environment, which is then recorded."""
+        record = self._record(episode, prompt, sample, turn)
+        if record is not None and "failure" in record:
+            return Failure(*record["failure"])
+        if record is not None:
+            observation = Observation.of_json(record)
+            episode.session.turns.append((text, observation))
+            episode.session.strict = False
+            return observation
+        result = await self._all.pool.step(episode.session, text)
+        if isinstance(result, Failure):
+            content: dict[str, Any] = {"failure": [result.kind, result.text]}
+        else:
+            content = result.as_json()
+        await self._write(episode, prompt, sample, turn, content)
+        return result
+
+    def _record(
+        self, episode: _Episode, prompt: int, sample: int, turn: int
+    ) -> dict[str, Any] | None:
+        """What an earlier process recorded; None from the first turn on that it did not see."""
+        if self._journal is None or not episode.replaying:
+            return None
+        place = (self._attempt, self._prompts[prompt].id, sample, turn)
+        record = self._journal.read.get(place)
+        if record is None or record["chain"] != episode.chain:
+            episode.replaying = turn == PROMPT
+            return None
+        return record
+
+    async def _write(
+        self, episode: _Episode, prompt: int, sample: int, turn: int, content: dict[str, Any]
+    ) -> None:
+        if self._journal is not None:
+            place = (self._attempt, self._prompts[prompt].id, sample, turn)
+            await self._journal.add(place, {"chain": episode.chain, **content})
+
+    def _failed(self, prompt: int, sample: int, failure: Failure) -> Reply:
+        """The reply about an episode that failed; raises RunError where it is one too many."""
+        self.failures[prompt, sample] = failure
+        if len(self.failures) > self._most_failures:
+            total = len(self._prompts) * self._n
+            late = sum(one.kind == "timeout" for one in self.failures.values())
+            first = next(iter(self.failures.values()))
+            raise RunError(
+                f"{KEY}: {self._all.source.text} failed in {len(self.failures)} of {total} episodes"
+                f" ({late} timeouts, {len(self.failures) - late} exceptions or ended processes),"
+                " more than"
+                f" environment.max_failures={self._all.environment.max_failures:g} allows; the"
+                f" first, {first.kind}:\n{first.text}"
+            )
+        return Reply(failure=f"{failure.kind}: {failure.text}")
+
+    def _episode(self, prompt: int, sample: int) -> _Episode:
+        if (prompt, sample) not in self._episodes:
+            row = self._prompts[prompt]
+            key = (self._number, prompt, sample)
+            chain = _digest(self._all.source.text, self._all.source.digest, repr(row.tokens))
+            self._episodes[prompt, sample] = _Episode(Session(key, row_of(row)), chain=chain)
+        return self._episodes[prompt, sample]
+
+
+def row_of(prompt: Prompt) -> dict[str, Any]:
+    """What `Environment.reset` gets of a prompt."""
+    chat = chat_of(prompt)
+    columns = {key: value for key, value in prompt.columns.items() if key != "messages"}
+    turns = {} if chat is None else {"messages": [dict(message) for message in chat]}
+    return {**columns, **turns, "prompt": prompt.text, "answer": prompt.answer}
+
+
+def own_prompt(prompt: Prompt) -> Prompted:
+    """What `reset` returns where it makes no prompt of its own."""
+    chat = chat_of(prompt)
+    return prompt.text if chat is None else tuple(dict(message) for message in chat)
+
+
+def chat_of(prompt: Prompt) -> Sequence[Message] | None:
+    """The messages of a prompt that is a chat; its text is the last of them."""
+    chat = prompt.columns.get("messages")
+    messages = as_messages(chat) if isinstance(chat, Sequence) else None
+    return None if messages is None or messages[-1].get("content") != prompt.text else messages
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256(repr(parts).encode(errors="surrogatepass")).hexdigest()[:16]

@@ -1,0 +1,99 @@
+"""The answers of environments on disk, so that a run that was killed gets the same ones again.
+
+A resumed run samples a batch again with the same bits, and so writes the same turns, as long as the
+environments answer as they did: also those that draw random numbers, or look at the world. Each
+batch has a file, with a line of JSON for each answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from jaxrl.checkpoint import store
+from jaxrl.data.example import Split
+
+FOLDER = "episodes"
+_NAME = re.compile(r"(train|eval)-(\d+)\.jsonl")
+
+Place = tuple[int, int, int, int]
+"""Of an answer in the batches of a step: attempt, id of the prompt, sample, turn."""
+
+
+class Journal:
+    """The answers in the batches of one step."""
+
+    def __init__(self, run_dir: Path, split: Split, step: int, notify: Callable[[str], None]):
+        """Reads what is there."""
+        self.path, self._notify = run_dir / FOLDER / f"{split}-{step}.jsonl", notify
+        self.read: dict[Place, dict[str, Any]] = {}
+        """What an earlier process recorded; of two records of one place, the later."""
+        self._waiting: list[str] = []
+        self._writing = asyncio.Lock()
+        self._refused = False
+        """The disk has refused an answer."""
+        for record in _records(self.path):
+            self.read[tuple(record.pop("place"))] = record
+
+    async def add(self, place: Place, record: dict[str, Any]) -> None:
+        """Writes an answer; on the disk when this returns. A disk that refuses it is reported, and
+        stops no run."""
+        self._waiting.append(json.dumps({"place": place, **record}) + "\n")
+        async with self._writing:  # what comes while another is written is written at once
+            lines, self._waiting = self._waiting, []
+            if not lines:
+                return
+            try:
+                await asyncio.to_thread(self._write, "".join(lines))
+            except OSError as error:
+                if not self._refused:
+                    self._notify(
+                        f"{self.path} cannot be written: {error.strerror}; a run that is killed now"
+                        " asks its environments again"
+                    )
+                self._refused = True
+
+    def _write(self, text: str) -> None:
+        self.path.parent.mkdir(exist_ok=True)
+        new = not self.path.exists()
+        with open(self.path, "ab+") as file:
+            if file.tell() and not _ends_a_line(file):  # killed while it wrote
+                file.write(b"\n")
+            file.write(text.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        if new:
+            store.settle(self.path.parent)
+
+
+def forget(run_dir: Path) -> None:
+    """Removes the files of batches that no resumed run samples again: those before the newest
+    checkpoint."""
+    newest = next(iter(store.folders(run_dir)), None)
+    for path in (run_dir / FOLDER).glob("*.jsonl"):
+        name = _NAME.fullmatch(path.name)
+        if newest is not None and name and int(name[2]) < int(newest.name):
+            with suppress(OSError):
+                path.unlink()
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    """Whole lines of a file, if there is one."""
+    with (
+        suppress(FileNotFoundError, NotADirectoryError),
+        open(path, encoding="utf-8", errors="replace") as file,
+    ):
+        for line in file:
+            with suppress(ValueError):
+                yield json.loads(line)
+
+
+def _ends_a_line(file: Any) -> bool:
+    file.seek(-1, os.SEEK_END)
+    return bool(file.read(1) == b"\n")

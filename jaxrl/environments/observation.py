@@ -1,0 +1,124 @@
+"""What an environment returned, checked: as it is sent, recorded and compared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from jaxrl.data.example import Message
+from jaxrl.environments.environment import Answer
+from jaxrl.errors import UserError, near
+
+ROLES = ("user", "tool", "system")
+"""Whose words may follow a turn of the model."""
+KEYS = ("messages", "reward", "done")
+_SHAPE = "Answer(messages, reward=None, done=False), or a dict of these"
+_SHOWN = 80
+"""Characters of a value that a message shows."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """The answer of an environment to one turn."""
+
+    messages: tuple[Message, ...]
+    reward: float | None
+    done: bool
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {"messages": [dict(message) for message in self.messages]}
+
+    @classmethod
+    def of_json(cls, value: Mapping[str, Any]) -> Observation:
+        """What `as_json` gave."""
+        return cls(tuple(value["messages"]), value["reward"], value["done"])
+
+
+def observed(result: Any) -> Observation:
+    """What `step` returned. Raises UserError where it is no answer."""
+    if isinstance(result, Answer):
+        result = {key: getattr(result, key) for key in KEYS}
+    if not isinstance(result, Mapping):
+        raise UserError(f"`step` returned {shown(result)}: it must return {_SHAPE}")
+    for key in result:
+        if key not in KEYS:
+            raise UserError(
+                f"`step` returned a dict with the key {key!r}{near(str(key), KEYS)}: it must return"
+                f" {_SHAPE}"
+            )
+    reward, done = result.get("reward"), result.get("done", False)
+    if not isinstance(done, bool):
+        raise UserError(f"`step` returned done={shown(done)}: it must be True or False")
+    messages = result.get("messages", ())
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}] if messages else []
+    checked = checked_messages(messages, "step", ROLES)
+    if not checked and not done:
+        raise UserError("`step` returned no message for the model, and not done=True")
+    return Observation(checked, _reward(reward), done)
+
+
+def first_messages(result: Any) -> tuple[Message, ...] | str:
+    """What `reset` returned. Raises UserError where that is no prompt."""
+    if isinstance(result, str):
+        _check_text(result, "reset")
+        messages: tuple[Message, ...] | str = result
+    else:
+        messages = checked_messages(result, "reset", (*ROLES, "assistant"))
+    if not messages:
+        raise UserError("`reset` returned no message: the model needs a prompt")
+    return messages
+
+
+def checked_messages(messages: Any, method: str, roles: Sequence[str]) -> tuple[Message, ...]:
+    """Chat messages with texts `role` and `content`, as plain dicts."""
+    if isinstance(messages, Mapping | bytes) or not hasattr(messages, "__iter__"):
+        raise UserError(f"`{method}` returned the messages {shown(messages)}: they must be a list")
+    found = []
+    for message in messages:
+        fields = message if isinstance(message, Mapping) else {}
+        texts = [fields.get(name) for name in ("role", "content")]
+        if not all(isinstance(text, str) for text in texts):
+            raise UserError(
+                f"`{method}` returned the message {shown(message)}: it must have the texts `role`"
+                " and `content`"
+            )
+        if texts[0] not in roles:
+            raise UserError(
+                f"`{method}` returned a message of the role {texts[0]!r}: it must be one of"
+                f" {', '.join(roles)}"
+            )
+        _check_text(str(texts[1]), method)
+        found.append({"role": str(texts[0]), "content": str(texts[1])})
+    return tuple(found)
+
+
+def shown(value: object) -> str:
+    """A value for a message, with its type."""
+    text = repr(value)
+    return f"{text if len(text) <= _SHOWN else text[: _SHOWN - 3] + '...'} ({type(value).__name__})"
+
+
+def _reward(value: Any) -> float | None:
+    if value is None:
+        return None
+    try:
+        number = float(value) if hasattr(value, "__float__") else math.nan
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise UserError(
+            f"`step` returned the reward {shown(value)}: it must be a finite number, or None"
+        )
+    return number
+
+
+def _check_text(text: str, method: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"`{method}` returned a text with half of a surrogate pair at character {error.start}"
+        ) from error

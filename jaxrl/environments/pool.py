@@ -1,0 +1,352 @@
+"""Environments in processes that can be killed.
+
+A thread runs an event loop, which starts the processes and sends each episode's turns to the one
+that holds its instance. A process that hangs or ends costs the episode in whose name it was
+running; the others that it held are made again elsewhere, from their rows and turns, when their
+next turn comes. Every wait has a limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Coroutine, Hashable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from jaxrl.data.example import Message
+from jaxrl.environments.observation import Observation
+from jaxrl.environments.process import CELL, Past
+from jaxrl.environments.source import EnvironmentFacts, EnvironmentSource
+from jaxrl.errors import RunError, UserError
+from jaxrl.process.killable import END_S, MAX_PROCESSES, KillableProcess, Lost
+from jaxrl.rewards.items import Failure
+
+SERVICE = "jaxrl.environments.process"
+OURS = os.path.join("environments", "process.py")
+"""A stack is shown down to the user's last frame, above the first line with this."""
+ASYNC_SLACK_S = 1.0
+"""The process cancels an awaited call at its timeout; so much later the process is killed."""
+LOOK_S = 0.25
+"""Seconds between two looks whether a process is late."""
+MOST_LOSSES = 2
+"""Processes that an order may lose without being the one that was running; then it fails too."""
+
+Prompted = tuple[Message, ...] | str
+Result = TypeVar("Result")
+
+
+@dataclass
+class Session:
+    """One episode, as the run sees it."""
+
+    key: Hashable
+    row: dict[str, Any]
+    first: Prompted | None = None
+    """The prompt that its `reset` returned; None: it was not asked for one."""
+    turns: list[tuple[str, Observation]] = field(default_factory=list)
+    strict: bool = True
+    """Whether an instance that is made again must give the same answers again; else the recorded
+    ones count."""
+    process: _Process | None = None
+    """Holds its instance."""
+
+
+class _Process(KillableProcess):
+    def __init__(self, max_processes: int):
+        self._cell = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `kill`)
+        self._cell.write(bytes(CELL))
+        self._cell.flush()
+        files = (self._cell.fileno(),)
+        super().__init__(SERVICE, "environment", OURS, max_processes, files)
+        self.sessions: set[Hashable] = set()
+        """Keys of the episodes whose instances it holds."""
+        self.orders: dict[int, _Order] = {}
+        """Those without an answer yet, by number."""
+        self.looked = 0.0
+        """When it was last looked whether it is late, on the clock of `time.monotonic`."""
+        self.suspect: _Order | None = None
+        """The order that was late then."""
+
+    def running(self) -> _Order | None:
+        """The order in whose name it is running, or was when it ended."""
+        number = int.from_bytes(os.pread(self._cell.fileno(), CELL, 0), "little")
+        return self.orders.get(number)
+
+    def kill(self) -> None:
+        super().kill()
+        self._cell.close()
+
+
+@dataclass
+class _Order:
+    done: asyncio.Future[dict[str, Any]]
+    """Its answer; raises Lost where it has cost a process."""
+    sent: float
+    begun: float | None = None
+    """When the user's code was last called for it, on the clock of `time.monotonic`."""
+    awaits: bool = False
+    """Whether that call returned what is awaited."""
+
+
+class EnvironmentPool:
+    """Some processes that have loaded the same environment."""
+
+    def __init__(
+        self,
+        source: EnvironmentSource,
+        *,
+        workers: int,
+        timeout: float,
+        startup: float,
+        memory_mb: int | None = None,
+        max_processes: int = MAX_PROCESSES,
+    ) -> None:
+        """Starts the processes and does not wait for them.
+
+        Args:
+            timeout: seconds for one call of an environment.
+            startup: seconds for a process to import what it needs.
+            memory_mb: megabytes that each process may address; None: no limit.
+            max_processes: number that each process may grow to, itself and all below it.
+        """
+        self.source, self.timeout, self.startup = source, timeout, startup
+        self._workers, self._memory_mb, self._max_processes = workers, memory_mb, max_processes
+        self.lost = 0
+        """Processes that were late or ended, and are replaced."""
+        self._facts: Future[EnvironmentFacts] = Future()
+        self._error: Exception | None = None
+        """Why the pool has ended."""
+        self._lock = threading.Lock()
+        """Nothing is submitted after `_error` is set."""
+        self._ready: list[_Process] = []
+        self._arrived = asyncio.Condition()
+        """Notified when a process is ready."""
+        self._to_start = workers
+        """Of the first processes, those that are not ready; episodes are shared out among all."""
+        self._starts = asyncio.TaskGroup()
+        self._closing = asyncio.Event()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="environments", daemon=True)
+        self._thread.start()
+
+    def facts(self) -> EnvironmentFacts:
+        """What the environment is; waits until a process has loaded it.
+
+        Raises:
+            UserError: it cannot be loaded.
+            RunError: the processes cannot be started.
+        """
+        return self._facts.result()
+
+    def submit(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
+        """Runs a coroutine in the pool's event loop; one may await `begin`, `step` and `end`."""
+        with self._lock:
+            if self._error is None:
+                return asyncio.run_coroutine_threadsafe(self._guarded(work), self._loop)
+        work.close()
+        refused: Future[Result] = Future()
+        refused.set_exception(self._error)
+        return refused
+
+    async def begin(self, session: Session) -> Prompted | Failure:
+        """Makes the instance of an episode; the prompt that its `reset` returns."""
+        answer = await self._ask(session, lambda: ("begin", session.key, session.row))
+        if isinstance(answer, Failure):
+            return answer
+        first = answer["first"]
+        session.first = first if isinstance(first, str) else tuple(first)
+        return session.first
+
+    async def step(self, session: Session, text: str) -> Observation | Failure:
+        """The answer to a turn; it is also noted in the session."""
+
+        def content() -> tuple[Any, ...]:
+            past = None
+            if session.process is None:
+                past = Past(session.row, session.first, tuple(session.turns), session.strict)
+            return ("step", session.key, past, text)
+
+        answer = await self._ask(session, content)
+        if isinstance(answer, Failure):
+            return answer
+        observation = Observation.of_json(answer["answer"])
+        session.turns.append((text, observation))
+        return observation
+
+    async def end(self, session: Session) -> None:
+        """Has the instance of an episode closed, which is over."""
+        process, session.process = session.process, None
+        if process is not None and not process.killed:
+            process.sessions.discard(session.key)
+            with suppress(_Blamed):
+                await self._order(process, ("end", session.key)).done
+
+    def close(self) -> None:
+        """Ends all processes; futures that are not done raise RunError."""
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._closing.set)
+        self._thread.join(2 * END_S)
+
+    def __enter__(self) -> EnvironmentPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        self._loop.run_until_complete(self._serve())
+        self._loop.close()
+
+    async def _serve(self) -> None:
+        """Keeps the processes until the pool is closed, or one of them cannot be started."""
+        try:
+            async with self._starts:
+                for number in range(self._workers):
+                    self._starts.create_task(self._start(describe=number == 0))
+                await self._closing.wait()
+                raise RunError("environments: the pool was closed")
+        except ExceptionGroup as group:
+            with self._lock:
+                self._error = group.exceptions[0]
+        if not self._facts.done():
+            self._facts.set_exception(self._error)
+        await asyncio.sleep(0)  # a submission from before becomes a task
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(process.end() for process in self._ready))
+
+    async def _guarded(self, work: Coroutine[Any, Any, Result]) -> Result:
+        try:
+            return await work
+        except asyncio.CancelledError:
+            raise self._error or RunError("environments: cancelled") from None
+
+    async def _start(self, describe: bool) -> None:
+        """Starts a process, and listens to it until it is lost."""
+        process = _Process(self._max_processes)
+        try:
+            await process.connect()
+            process.order((self.source, self.timeout, self._memory_mb, describe))
+            answer = await process.hear(self.startup)
+            if "refused" in answer:
+                raise UserError(answer["refused"])
+        except BaseException as error:
+            process.kill()
+            if not isinstance(error, Lost):
+                raise
+            raise RunError(
+                f"environments: the process for {self.source.text} did not start: {error}"
+            ) from error
+        process.worker = answer["ready"]
+        if describe:
+            self._facts.set_result(EnvironmentFacts(**answer["facts"]))
+        self._ready.append(process)
+        self._to_start -= 1
+        async with self._arrived:
+            self._arrived.notify_all()
+        try:
+            while True:
+                await self._listen(process)
+        except Lost as lost:
+            self._lose(process, lost)
+        another = self._start(describe=False)
+        try:
+            self._starts.create_task(another)
+        except RuntimeError:  # the pool is ending
+            another.close()
+
+    async def _listen(self, process: _Process) -> None:
+        """Takes the next answer of a process; raises Lost where it is late, or has ended."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LOOK_S):
+                self._take(process, await process.answer())
+        now = time.monotonic()
+        if now - process.looked < LOOK_S:
+            return
+        process.looked, suspect = now, process.suspect
+        process.suspect = self._late_order(process, now)
+        if process.suspect is not None and process.suspect is suspect:
+            raise await process.late(self.timeout if suspect.begun else self.startup)
+
+    def _late_order(self, process: _Process, now: float) -> _Order | None:
+        """The order that is answered too late, if one is. While one runs, others wait for it."""
+        running, orders = process.running(), process.orders.values()
+        begun = [order for order in orders if order.begun is not None]
+        for order in begun if running is None else [running]:
+            limit = self.timeout + (ASYNC_SLACK_S if order.awaits else 0)
+            if order.begun is not None and now - order.begun > limit:
+                return order
+        waiting = [order for order in orders if now - order.sent > self.startup]
+        return waiting[0] if waiting and not begun else None
+
+    def _take(self, process: _Process, answer: dict[str, Any]) -> None:
+        order = process.orders.get(answer["order"])
+        if order is None:
+            return
+        if "begin" in answer or "awaits" in answer:
+            order.begun, order.awaits = time.monotonic(), "awaits" in answer
+            return
+        del process.orders[answer["order"]]
+        if not order.done.done():  # whoever waited for it may have been cancelled
+            order.done.set_result(answer)
+
+    def _lose(self, process: _Process, lost: Lost) -> None:
+        """Takes a process out of use, and tells its orders."""
+        guilty = process.running() or (process.suspect if lost.kind == "timeout" else None)
+        self._ready.remove(process)
+        process.kill()
+        self.lost += 1
+        for order in process.orders.values():
+            if not order.done.done():
+                order.done.set_exception(_Blamed(lost, order is guilty, guilty is None))
+        process.orders.clear()
+
+    async def _ask(self, session: Session, content: Any) -> dict[str, Any] | Failure:
+        """The answer to an order about an episode; a second time where it lost its process through
+        no fault of its own."""
+        losses = 0
+        while True:
+            if session.process is None or session.process.killed:
+                session.process = None
+                process = await self._freest()
+            else:
+                process = session.process
+            order = self._order(process, content())
+            session.process = process
+            process.sessions.add(session.key)
+            try:
+                answer = await order.done
+            except _Blamed as blamed:
+                session.process = None
+                losses += blamed.unknown
+                if blamed.guilty or losses >= MOST_LOSSES:
+                    return Failure(blamed.lost.kind, str(blamed.lost))
+                continue
+            return Failure(*answer["failure"]) if "failure" in answer else answer
+
+    def _order(self, process: _Process, content: tuple[Any, ...]) -> _Order:
+        order = _Order(asyncio.get_running_loop().create_future(), time.monotonic())
+        process.orders[process.order(content)] = order
+        return order
+
+    async def _freest(self) -> _Process:
+        """The process that holds the fewest episodes; waits for one to start."""
+        async with self._arrived:
+            await self._arrived.wait_for(lambda: self._ready and self._to_start <= 0)
+        return min(self._ready, key=lambda process: len(process.sessions))
+
+
+class _Blamed(Exception):
+    """An order's process was lost."""
+
+    def __init__(self, lost: Lost, guilty: bool, unknown: bool):
+        super().__init__(str(lost))
+        self.lost, self.guilty, self.unknown = lost, guilty, unknown

@@ -1,0 +1,249 @@
+"""What a process that runs environments does; `process.guard` has the rest of it.
+
+It holds the live instances of many episodes. Those whose methods are `async def` run at the same
+time; others one after the other, and nothing else meanwhile. A cell of memory that it shares with
+the run always has the number of the order in whose name it is running, so that the run knows which
+episode to blame for a process that hangs or ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import inspect
+import mmap
+import os
+import pickle
+import threading
+import traceback
+import types
+from collections.abc import Callable, Coroutine, Generator, Hashable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, BinaryIO, Literal
+
+from jaxrl.data.example import Message
+from jaxrl.environments.environment import Environment
+from jaxrl.environments.observation import Observation, first_messages, observed, shown
+from jaxrl.environments.source import EnvironmentSource, facts_of, load
+from jaxrl.errors import UserError
+from jaxrl.process.guard import Say, limit_memory, sayer
+from jaxrl.process.plugin import traceback_below
+
+CELL = 8
+"""Bytes of the shared cell: an order's number, little endian; 0: none is running."""
+_ORDER: contextvars.ContextVar[int] = contextvars.ContextVar("order")
+
+
+@dataclass(frozen=True)
+class Past:
+    """What is needed to make the instance of an episode again."""
+
+    row: dict[str, Any]
+    first: tuple[Message, ...] | str | None
+    """The prompt that its `reset` returned before; None: it has not been called."""
+    turns: Sequence[tuple[str, Observation]]
+    """The model's turns and their answers."""
+    strict: bool
+    """Whether other answers than these are a failure; else these count."""
+
+
+@dataclass
+class _Live:
+    environment: Environment
+    messages: list[Message]
+
+
+class _Failed(Exception):
+    """An environment has no answer."""
+
+    def __init__(self, kind: Literal["timeout", "exception"], text: str):
+        super().__init__(text)
+        self.kind = kind
+
+
+def serve(orders: BinaryIO, answers: int, cell: int) -> None:
+    """Answers orders until there are no more.
+
+    The content of the first is (source, seconds for a call, megabytes of memory or None, whether to
+    look at an instance), that of each other one is a tuple that begins with its kind and the key of
+    its episode: ("begin", key, row), ("step", key, `Past` or None, text), ("end", key).
+    """
+    number, (source, timeout, memory_mb, describe) = pickle.load(orders)
+    say = sayer(answers, number)
+    limit_memory(memory_mb)
+    try:
+        kind = load(source)
+        facts = asdict(facts_of(source, kind)) if describe else None
+    except UserError as error:
+        say({"refused": str(error)})
+        return
+    say({"ready": os.getpid(), "facts": facts})
+    asyncio.run(_Host(source, kind, timeout, memory_mb, answers, cell).run(orders))
+
+
+class _Host:
+    """The live instances, and the orders that are being answered."""
+
+    def __init__(
+        self,
+        source: EnvironmentSource,
+        kind: type[Environment],
+        timeout: float,
+        memory_mb: int | None,
+        answers: int,
+        cell: int,
+    ):
+        self._source, self._kind, self._timeout, self._answers = source, kind, timeout, answers
+        self._limit = f" (environment.memory_mb={memory_mb} is the limit)" if memory_mb else ""
+        self._live: dict[Hashable, _Live] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._cell = mmap.mmap(cell, CELL)
+
+    async def run(self, orders: BinaryIO) -> None:
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        loop.set_task_factory(self._task)
+
+        def read() -> None:
+            try:
+                while True:
+                    loop.call_soon_threadsafe(self._take, *pickle.load(orders))
+            except EOFError:
+                loop.call_soon_threadsafe(ended.set)
+
+        threading.Thread(target=read, daemon=True).start()
+        await ended.wait()
+        os._exit(0)  # what still waits is of no use to anybody
+
+    def _take(self, number: int, content: tuple[Any, ...]) -> None:
+        context = contextvars.copy_context()
+        context.run(_ORDER.set, number)
+        loop = asyncio.get_running_loop()
+        task = loop.create_task(self._answer(number, *content), context=context)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _task(
+        self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any
+    ) -> asyncio.Task[Any]:
+        return asyncio.Task(_awaited(self._marked(coroutine)), loop=loop, **options)
+
+    @types.coroutine
+    def _marked(self, coroutine: Coroutine[Any, Any, Any]) -> Generator[Any, Any, Any]:
+        """Runs a coroutine; while it does not wait, the cell has the number of its order."""
+        go: Callable[[Any], Any] = coroutine.send
+        value: Any = None
+        while True:
+            self._cell[:] = _ORDER.get(0).to_bytes(CELL, "little")
+            try:
+                waits_for = go(value)
+            except StopIteration as end:
+                return end.value
+            finally:
+                self._cell[:] = bytes(CELL)
+            try:
+                value = yield waits_for
+                go = coroutine.send
+            except BaseException as error:
+                go, value = coroutine.throw, error
+
+    async def _answer(self, number: int, kind: str, key: Hashable, *rest: Any) -> None:
+        say = sayer(self._answers, number)
+        try:
+            if kind == "begin":
+                (row,) = rest
+                first, self._live[key] = await self._begun(say, row)
+                say({"first": first})
+            elif kind == "step":
+                say({"answer": (await self._step(say, key, *rest)).as_json()})
+            else:
+                await self._end(say, key)
+                say({"closed": True})
+        except _Failed as failed:
+            say({"failure": [failed.kind, str(failed)]})
+
+    async def _step(self, say: Say, key: Hashable, past: Past | None, text: str) -> Observation:
+        if past is not None:
+            self._live[key] = await self._again(say, past)
+        return await self._stepped(say, self._live[key], text)
+
+    async def _again(self, say: Say, past: Past) -> _Live:
+        """The instance of an episode that another process had."""
+        first, live = await self._begun(say, past.row)
+        if past.first is not None and first != past.first:
+            if past.strict:
+                raise self._differs("its prompt", past.first, first)
+            live.messages = _as_messages(past.first)
+        for number, (text, before) in enumerate(past.turns):
+            heard = len(live.messages)
+            now = await self._stepped(say, live, text)
+            if now == before:
+                continue
+            if past.strict:
+                raise self._differs(f"turn {number + 1}", before, now)
+            live.messages[heard + 1 :] = before.messages
+        return live
+
+    async def _begun(
+        self, say: Say, row: dict[str, Any]
+    ) -> tuple[tuple[Message, ...] | str, _Live]:
+        environment = await self._call(say, self._kind)
+        environment.row = row
+        first = self._checked(first_messages, await self._call(say, environment.reset, row))
+        return first, _Live(environment, _as_messages(first))
+
+    async def _stepped(self, say: Say, live: _Live, text: str) -> Observation:
+        before = [dict(message) for message in live.messages]
+        result = await self._call(say, live.environment.step, text, before)
+        observation: Observation = self._checked(observed, result)
+        live.messages += [{"role": "assistant", "content": text}, *observation.messages]
+        return observation
+
+    async def _end(self, say: Say, key: Hashable) -> None:
+        """Closes an instance. The episode is over: what goes wrong is printed, and no failure."""
+        live = self._live.pop(key, None)
+        if live is not None:
+            try:
+                await self._call(say, live.environment.close)
+            except _Failed as failed:
+                traceback.print_exception(failed)
+
+    async def _call(self, say: Say, function: Callable[..., Any], *given: Any) -> Any:
+        say({"begin": True})
+        limit = None
+        try:
+            result = function(*given)
+            if inspect.isawaitable(result):
+                say({"awaits": True})
+                async with asyncio.timeout(self._timeout) as limit:
+                    result = await result
+        except BaseException as error:
+            if limit is not None and limit.expired():
+                raise _Failed(
+                    "timeout",
+                    f"no answer after {self._timeout:g} s; the awaited call was cancelled",
+                ) from None
+            hint = self._limit if isinstance(error, MemoryError) else ""
+            raise _Failed("exception", traceback_below(error, __file__) + hint) from None
+        return result
+
+    def _checked(self, check: Callable[[Any], Any], result: Any) -> Any:
+        try:
+            return check(result)
+        except UserError as error:
+            raise _Failed("exception", f"{self._source.text}: {error}") from None
+
+    def _differs(self, what: str, before: object, now: object) -> _Failed:
+        return _Failed(
+            "exception",
+            f"{self._source.text} is not deterministic: its process was lost, and made again it"
+            f" gave {what} as {shown(now)}, before that as {shown(before)}; let all random numbers"
+            " come from a seed in the row",
+        )
+
+
+async def _awaited(waits: Any) -> Any:
+    return await waits
+
+
+def _as_messages(first: tuple[Message, ...] | str) -> list[Message]:
+    return [{"role": "user", "content": first}] if isinstance(first, str) else list(first)

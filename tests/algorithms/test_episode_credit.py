@@ -1,0 +1,152 @@
+"""What the turns of an episode learn from: rewards of environments, advantages by turn, masks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxrl import Config
+from jaxrl.algorithms.advantages import group_advantages, turn_advantages
+from jaxrl.algorithms.sampled_batch import prepare_rewarded
+from jaxrl.checkpoint.rollouts import load_rollout, save_rollout
+from jaxrl.data.batch import make_rollout
+from jaxrl.rewards.scoring import RewardFunctions, episode_rewards
+from jaxrl.telemetry.metrics import Sample
+from jaxrl.types import Completion, Prompt, Rollout, Turn
+
+PROMPTS = [Prompt(id=i, tokens=(1, 2), text=f"p{i}") for i in range(2)]
+PACKING = {"pad_id": 0, "max_prompt_tokens": 32, "max_new_tokens": 32}
+RNG = np.random.default_rng(0)
+
+
+def episode(*rewards: float | None, failure: str | None = None) -> Completion:
+    """Turns of 2, 3, ... tokens with these rewards, and an answer of one token after each but the
+    last."""
+    turns = []
+    for k, reward in enumerate(rewards):
+        turns += [Turn("assistant", 2 + k, f"a{k}", reward), Turn("environment", 1, f"e{k}")]
+    turns.pop()
+    n = sum(turn.tokens for turn in turns)
+    values = RNG.normal(size=n).astype(np.float32)
+    return Completion(tuple(range(1, n + 1)), values, values, "stop", "last", tuple(turns), failure)
+
+
+EPISODES = [
+    [episode(0.5, None, 1.0), episode(0.0), episode(None, 0.25)],
+    [episode(1.0, 2.0), episode(None), episode(3.0, failure="timeout: late")],
+]
+
+
+def rollout() -> Rollout:
+    return make_rollout(PROMPTS, EPISODES, policy_version=3, **PACKING)
+
+
+def test_what_an_environment_said_does_not_train() -> None:
+    batch = rollout()
+    for row, completion in enumerate(batch.completions):
+        expected = []
+        for turn in completion.turns:
+            expected += [turn.role == "assistant"] * turn.tokens
+        width = batch.sequences.loss_mask.shape[1]
+        expected += [False] * (width - len(expected))
+        assert batch.sequences.loss_mask[row].tolist() == expected
+        assert batch.sequences.mask[row].sum() == 2 + len(completion.tokens)
+
+
+def test_episodes_are_kept_with_a_checkpoint(tmp_path: Path) -> None:
+    save_rollout(tmp_path / "batch.npz", rollout())
+    loaded = load_rollout(tmp_path / "batch.npz", PROMPTS, PACKING)
+    for a, b in zip(loaded.completions, rollout().completions, strict=True):
+        assert (a.tokens, a.turns, a.failure) == (b.tokens, b.turns, b.failure)
+    np.testing.assert_array_equal(loaded.sequences.loss_mask, rollout().sequences.loss_mask)
+
+
+@pytest.mark.parametrize("discount", [1.0, 0.5])
+def test_an_episode_is_worth_the_discounted_sum_of_its_turns(discount: float) -> None:
+    completions = [completion for group in EPISODES for completion in group]
+    found = episode_rewards(completions, discount)
+    d = discount
+    expected = [0.5 + d * d, 0.0, d * 0.25, 1 + d * 2, 0.0, np.nan]
+    np.testing.assert_allclose(found, expected)
+    assert np.isnan(episode_rewards([episode(None), episode(None, None)], discount)).all()
+
+
+def by_turn(config: Config) -> tuple[Rollout, np.ndarray]:
+    batch = rollout()
+    with RewardFunctions(config.rewards, 32, 60.0, environment=config.environment) as rewards:
+        report = rewards.score(batch)
+    trained, _ = prepare_rewarded(config)(batch, {"reward": [report]})
+    return batch, np.asarray(trained.advantages)
+
+
+def config(**environment: object) -> Config:
+    return Config.parse(
+        {
+            "algorithm": "grpo",
+            "student": {"model": "builtin:student"},
+            "data": {"train": "arithmetic"},
+            "environment": {"name": "calculator", **environment},
+        }
+    )
+
+
+def test_credit_by_episode_compares_whole_episodes() -> None:
+    batch, advantages = by_turn(config())
+    found = episode_rewards(batch.completions, 1.0)
+    np.testing.assert_allclose(advantages, group_advantages(found, batch.group_ids), rtol=1e-6)
+    assert advantages[-1] == 0  # failed
+
+
+def test_credit_by_turn_is_process_supervision() -> None:
+    """Each reward is centred and scaled among all turns of its prompt, and a turn gets what comes
+    from it on; an episode without any reward has 0 at its end."""
+    batch, advantages = by_turn(config(credit="turn", discount=0.5))
+    pool = np.array([0.5, 1.0, 0.0, 0.25])
+    a, b, c, d = (pool - pool.mean()) / (pool.std(ddof=1) + 1e-6)
+    expected = [[a + 0.25 * b, 0.5 * b, b], [c], [0.5 * d, d]]
+    pool = np.array([1.0, 2.0, 0.0])
+    a, b, c = (pool - pool.mean()) / (pool.std(ddof=1) + 1e-6)
+    expected += [[a + 0.5 * b, b], [c], [0]]
+    for row, values in enumerate(expected):
+        mask = batch.sequences.loss_mask[row]
+        lengths = [2 + k for k in range(len(values))]
+        np.testing.assert_allclose(advantages[row][mask], np.repeat(values, lengths), rtol=1e-5)
+        assert not advantages[row][~mask].any()
+
+
+@pytest.mark.parametrize("scale", [True, False])
+def test_with_one_reward_at_the_end_turns_and_episodes_are_credited_alike(scale: bool) -> None:
+    ids = np.array([0, 0, 0, 1, 1, -1])
+    last, turns = RNG.normal(size=6), [1, 3, 2, 2, 4, 1]
+    given = [[None] * (n - 1) + [reward] for n, reward in zip(turns, last, strict=True)]
+    found = turn_advantages(given, ids, scale_by_std=scale)
+    whole = group_advantages(last, ids, scale_by_std=scale)
+    for advantages, n, expected in zip(found, turns, whole, strict=True):
+        np.testing.assert_allclose(advantages, [expected] * n, atol=1e-12)
+
+
+def test_other_rewards_belong_to_the_last_turn() -> None:
+    made = config(credit="turn")
+    made = made.model_copy(
+        update={"reward": made.reward.model_copy(update={"functions": ("regex:last",)})}
+    )
+    _, with_function = by_turn(made)
+    _, without = by_turn(config(credit="turn"))
+    assert with_function.shape == without.shape
+    assert not np.allclose(with_function, without)
+
+
+def test_a_sample_shows_the_turns() -> None:
+    completion = EPISODES[0][0]
+    shown = Sample.of(PROMPTS[0], completion, step=1, split="train", policy_version=0, score=None)
+    assert shown.turns is not None and [turn["content"] for turn in shown.turns] == [
+        "a0", "e0", "a1", "e1", "a2",
+    ]  # fmt: skip
+    assert shown.turns[0] == {"role": "assistant", "content": "a0", "reward": 0.5}
+    assert shown.completion.splitlines()[1] == "[environment] e0"
+    plain = replace(completion, turns=())
+    alone = Sample.of(PROMPTS[0], plain, step=1, split="train", policy_version=0, score=None)
+    assert alone.turns is None and alone.completion == "last"

@@ -1,0 +1,84 @@
+"""The environments that come with jaxrl, played by hand; and that each can be found and loaded."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxrl.environments import Answer
+from jaxrl.environments.calculator import Calculator, value_of
+from jaxrl.environments.guess_number import GuessNumber
+from jaxrl.environments.source import BUILT_IN, facts_of, find, load
+from jaxrl.environments.text_world import TextWorld
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_each_is_there(name: str) -> None:
+    source = find(name)
+    facts = facts_of(source, load(source))
+    assert facts.resets == (name != "calculator") and not facts.tools
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("12+34=", Answer("46")),
+        ("12+34?", Answer("46")),
+        ("37+48-56=85-56", Answer("29")),
+        ("(1+2)*-3 = ?", Answer("-9")),
+        ("2/4=", Answer("1/2")),
+        ("1/0=", Answer("?")),
+        ("46=", Answer("46")),
+        ("012+1=", Answer("?")),
+        ("++=", Answer("?")),
+        ("", Answer("?")),
+        ("9**9=", Answer("?")),
+        ("46", Answer(reward=1.0, done=True)),
+        ("12+34=46 ", Answer(reward=1.0, done=True)),
+        ("45", Answer(reward=0.0, done=True)),
+    ],
+)
+def test_the_calculator(text: str, answer: Answer) -> None:
+    calculator = Calculator()
+    calculator.row = {"prompt": "12+34=", "answer": "46"}
+    assert calculator.step(text, []) == answer
+
+
+def test_the_calculator_has_limits() -> None:
+    assert value_of("1+" * 99 + "1") == "100"
+    assert value_of("1+" * 100 + "1") == value_of("(" * 99 + "1" + ")" * 99 + "+1+1") == "?"
+
+
+@pytest.mark.parametrize("prompt", ["one", "two", "three"])
+def test_the_number_is_found_by_halves(prompt: str) -> None:
+    game = GuessNumber()
+    assert game.reset({"prompt": prompt}) == "1-99?"
+    low, high = 1, 99
+    for _ in range(7):
+        guess = (low + high) // 2
+        answer = game.step(str(guess), [])
+        if answer.done:
+            break
+        assert answer.messages in ("+?", "-?") and answer.reward is None
+        low, high = (guess + 1, high) if answer.messages == "+?" else (low, guess - 1)
+    assert answer == Answer("=", 1.0, True)
+    assert game.step("x", []) == game.step("1" * 10, []) == Answer("?")
+
+
+@pytest.mark.parametrize("prompt", ["one", "two", "three", "four"])
+def test_the_chest_opens_with_the_key_alone(prompt: str) -> None:
+    world = TextWorld()
+    first = world.reset({"prompt": prompt})
+    assert "You are in the hall. Doors: north, east." in first
+    tour = ["go north", "Go east.", "I think:\ngo south", "go west"]
+    seen = [world.step(text, []) for text in tour]
+    assert sum("a chest" in str(answer.messages) for answer in seen) == 1
+    assert "cannot" in str(world.step("take key", []).messages)
+    for text in tour[:-1] * 2:
+        world.step(text, [])
+        world.step("take key", [])
+        world.step("go nowhere", [])
+    results = []
+    for text in ["go west", *tour[:-1]]:
+        results += [world.step(text, []), world.step("open chest", [])]
+    assert sum(answer.reward or 0 for answer in results) == 1
+    assert [a.messages for a in results if a.done] == ["The chest is open."]

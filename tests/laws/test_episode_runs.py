@@ -1,0 +1,103 @@
+"""Whole runs with an environment: what it said counts after kill -9, and both launchers agree."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import CONSTANT, SHORT, numbers, start, wait_for, weights
+
+from jaxrl import Config
+from jaxrl.telemetry.metrics import read_metrics
+from jaxrl.train import train
+
+DICE = '''
+"""Draws random numbers; stops in the middle of an episode, once a checkpoint is there."""
+import asyncio
+import random
+import time
+from pathlib import Path
+
+from jaxrl.environments import Answer, Environment
+
+
+class Dice(Environment):
+    turn = 0
+
+    async def step(self, text, messages):
+        await asyncio.sleep(random.random() * 0.02)
+        self.turn += 1
+        here = Path(__file__).parent
+        saved = (here / "run" / "checkpoints" / "2").exists()
+        if self.turn == 2 and saved and not (here / "resumed").exists():
+            (here / "stopped").touch()
+            time.sleep(100)
+        if self.turn == 3:
+            return Answer(reward=random.random(), done=True)
+        return Answer(f"{random.randrange(100)}+", reward=random.random())
+'''
+
+
+@pytest.fixture
+def given(tmp_path: Path) -> list[str]:
+    (tmp_path / "dice.py").write_text(DICE)
+    return [
+        *("student.model=builtin:student", "teacher.model=null", "algorithm=grpo"),
+        *(*SHORT, "mesh=actor+rollout=1", "steps=6", "batch_size=4", "checkpoint.every=2"),
+        *("data.train=arithmetic", "data.eval=arithmetic", "eval.every=2", "eval.prompts=4"),
+        *("max_new_tokens=48", "environment.turn_tokens=12", "environment.workers=1"),
+        *(f"environment.name={tmp_path / 'dice.py'}:Dice", "environment.credit=turn"),
+        *("environment.timeout=200", "logging.every=1", *CONSTANT),
+    ]
+
+
+def recorded(run_dir: Path) -> dict[tuple[Any, ...], Any]:
+    """What the environments said in each batch."""
+    found = {}
+    for file in (run_dir / "episodes").glob("train-*.jsonl"):
+        for row in map(json.loads, file.read_text().splitlines()):
+            found[file.name, *row.pop("place")] = row
+    return found
+
+
+def trained(run_dir: Path) -> list[dict[str, Any]]:
+    """What does not depend on when environments answer, nor on those of evaluations."""
+    return [
+        {k: v for k, v in row.items() if not k.startswith(("eval/", "rollout/decode_steps"))}
+        for row in numbers(read_metrics(run_dir))
+    ]
+
+
+def test_a_killed_run_hears_the_same_again(given: list[str], tmp_path: Path) -> None:
+    """Killed in the middle of a batch's episodes, the run goes on with what its random environments
+    had said; and with all that they said it gives the same weights, bit for bit."""
+    run_dir = tmp_path / "run"
+    process = start(given, run_dir, *given)
+    wait_for(tmp_path / "stopped", process)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    before = recorded(run_dir)
+    assert any(turn == 0 for *_, turn in before), "some turns were answered"
+    (tmp_path / "resumed").touch()
+
+    def resume(folder: Path) -> None:
+        train(Config.load("builtin:quickstart", [*given, f"run_dir={folder}"]))
+
+    resume(run_dir)
+    after = recorded(run_dir)
+    assert {key: after[key] for key in before if key in after} == {
+        key: before[key] for key in before if key in after
+    }
+    shown = [row["reward/environment/mean"] for row in read_metrics(run_dir)[1:]]
+    assert len(set(shown)) == len(shown) == 6
+    again = tmp_path / "again"
+    shutil.copytree(run_dir, again)
+    shutil.rmtree(again / "checkpoints" / "6")
+    shutil.rmtree(again / "final")
+    resume(again)
+    assert weights(again) == weights(run_dir)
+    assert trained(again) == trained(run_dir)

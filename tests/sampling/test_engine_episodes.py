@@ -1,0 +1,315 @@
+"""Laws of episodes in the engine: what a slot has read is what the learner will read, whenever and
+with whichever others its environment answers."""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.errors import RunError
+from jaxrl.models import decoder
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.experts import Experts
+from jaxrl.models.kinds import LayerKind
+from jaxrl.models.rules import param_shardings
+from jaxrl.sampling import engine as engine_module
+from jaxrl.sampling.engine import Aborted, Engine
+from jaxrl.sampling.episodes import Reply
+from jaxrl.sampling.sampler import SamplingParams
+from jaxrl.sharding.axes import Axes
+from jaxrl.sharding.mesh import role_mesh
+from jaxrl.types import Completion
+
+CONFIG = DecoderConfig(
+    family="llama",
+    vocab_size=61,
+    d_model=32,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=8,
+    d_ff=64,
+    tie_embeddings=True,
+    max_positions=256,
+)
+PROMPTS = [[5, 9, 2], [1], [8, 8, 20, 31, 4]]
+SAMPLING = SamplingParams(max_new_tokens=40, eos_ids=(3, 7, 11))
+N, MOST_TURNS = 2, 4
+
+
+class Letters:
+    """A tokenizer with a character for each token."""
+
+    def decode(self, tokens: Sequence[int], **kwargs: Any) -> str:
+        return "".join(chr(64 + token) for token in tokens)
+
+
+@cache
+def params() -> Any:
+    tree = decoder.init_params(CONFIG, jax.random.key(0), layout="unstacked")
+    tree["embed"]["embedding"] = 20 * tree["embed"]["embedding"]
+    return tree
+
+
+def answer_to(prompt: int, sample: int, turn: int, text: str) -> tuple[int, ...]:
+    """1 to 7 tokens that depend on everything an environment knows."""
+    digest = zlib.crc32(f"{prompt} {sample} {turn} {text}".encode()) % 1000
+    return tuple(12 + (digest + 7 * i) % 40 for i in range(1 + digest % 7))
+
+
+class Words:
+    """Environments that answer `after` seconds later, or at once."""
+
+    def __init__(self, after: float = 0.0, answer: Any = answer_to, most: int = MOST_TURNS):
+        self.after, self.answers, self.most = after, answer, most
+        self.turns: Counter[tuple[int, int]] = Counter()
+        self.ended: Counter[tuple[int, int]] = Counter()
+        self.asked: list[tuple[str, int | None, int]] = []
+
+    def answer(
+        self, prompt: int, sample: int, text: str, *, eos: int | None, length: int
+    ) -> Future[Reply]:
+        self.asked.append((text, eos, length))
+        turn = self.turns[prompt, sample]
+        self.turns[prompt, sample] += 1
+        reply: Future[Reply] = Future()
+        over = turn + 1 == self.most
+        tokens = () if over else self.answers(prompt, sample, turn, text)
+        said = Reply(tokens, f"answer {turn}", float(turn), cut=over)
+        if self.after:
+            delay = self.after * (1 + (prompt + sample + turn) % 3)
+            threading.Timer(delay, reply.set_result, (said,)).start()
+        else:
+            reply.set_result(said)
+        return reply
+
+    def end(self, prompt: int, sample: int) -> None:
+        self.ended[prompt, sample] += 1
+
+
+def play(
+    partner: Any,
+    slots: int = 4,
+    mesh: Any = None,
+    config: DecoderConfig = CONFIG,
+    layout: decoder.Layout = "unstacked",
+    sampling: SamplingParams = SAMPLING,
+    engine: dict[str, Any] | None = None,
+    **options: Any,
+) -> list[Completion]:
+    shapes = {"max_prompt_tokens": 8, "max_new_tokens": 40, "launch_tokens": 8}
+    made = Engine(
+        config, mesh, slots=slots, episodes=True, tokenizer=Letters(), **shapes, **(engine or {})
+    )
+    tree = params() if layout == "unstacked" else decoder.stack(params())
+    if mesh is not None:
+        tree = jax.device_put(tree, param_shardings(config, mesh, layout))
+    out = made.generate(tree, PROMPTS, n=N, sampling=sampling, seed=0, partner=partner, **options)
+    return [completion for samples in out for completion in samples]
+
+
+@cache
+def reference() -> list[Completion]:
+    return play(Words())
+
+
+def assert_same(some: list[Completion], others: list[Completion], tolerance: float = 1e-5) -> None:
+    for x, y in zip(some, others, strict=True):
+        assert (x.tokens, x.finish_reason, x.turns) == (y.tokens, y.finish_reason, y.turns)
+        np.testing.assert_allclose(x.logprobs, y.logprobs, rtol=0, atol=tolerance)
+
+
+def learned(config: DecoderConfig, number: int, completion: Completion) -> np.ndarray:
+    """[len(tokens)] the log-probs of one pass over the whole episode."""
+    prompt = PROMPTS[number // N]
+    tokens = np.zeros(48, np.int32)
+    tokens[: len(prompt) + len(completion.tokens)] = [*prompt, *completion.tokens]
+    mask = np.arange(48) < len(prompt) + len(completion.tokens)
+    hidden = decoder.forward(config, params(), jnp.array(tokens)[None], jnp.array(mask)[None])
+    logprobs = np.asarray(jax.nn.log_softmax(decoder.logits(params(), hidden)[0]))
+    at = np.arange(len(prompt) - 1, len(prompt) + len(completion.tokens) - 1)
+    return logprobs[at, list(completion.tokens)]
+
+
+def assert_exact(config: DecoderConfig, completions: list[Completion]) -> None:
+    for number, completion in enumerate(completions):
+        sampled = completion.sampled
+        expected = learned(config, number, completion)
+        np.testing.assert_allclose(completion.logprobs[sampled], expected[sampled], atol=2e-5)
+        assert not completion.logprobs[~sampled].any()
+
+
+def test_the_learner_reads_what_the_slots_have_read() -> None:
+    """Log-probs of every sampled turn are those of one forward pass over the whole episode."""
+    completions = reference()
+    assert max(len(completion.turns) for completion in completions) >= 5
+    assert_exact(CONFIG, completions)
+
+
+def test_an_episode_is_its_turns_and_answers() -> None:
+    partner = Words()
+    for number, completion in enumerate(play(partner)):
+        roles = [turn.role for turn in completion.turns]
+        assert roles == ["assistant", "environment"] * (len(roles) // 2) + ["assistant"]
+        assert sum(turn.tokens for turn in completion.turns) == len(completion.tokens)
+        at = 0
+        for k, turn in enumerate(completion.turns):
+            tokens = completion.tokens[at : at + turn.tokens]
+            at += turn.tokens
+            if turn.role == "assistant":
+                text = Letters().decode([t for t in tokens if t not in SAMPLING.eos_ids])
+                assert turn.text == text
+                assert not set(tokens[:-1]) & set(SAMPLING.eos_ids)
+            else:
+                said = completion.turns[k - 1].text
+                assert tokens == answer_to(number // N, number % N, k // 2, said)
+                assert completion.turns[k - 1].reward == k // 2
+        assert completion.text == completion.turns[-1].text
+        assert len(completion.tokens) <= 40
+    assert set(partner.ended.values()) == {1} and len(partner.ended) == N * len(PROMPTS)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"slots": 1},
+        {"slots": 8},
+        {"layout": "stacked"},
+    ],
+    ids=str,
+)
+def test_slots_do_not_change_an_episode(options: dict[str, Any]) -> None:
+    assert_same(play(Words(), **options), reference())
+
+
+@pytest.mark.parametrize("after", [0.01, 0.004])
+def test_no_bit_depends_on_when_answers_come(after: float) -> None:
+    assert_same(play(Words(after)), reference(), tolerance=0)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 2)], ids=str)
+def test_neither_do_devices(shape: tuple[int, int, int]) -> None:
+    mesh = role_mesh(jax.devices()[: int(np.prod(shape))], Axes(*shape))
+    assert_same(play(Words(after=0.01), mesh=mesh), reference())
+
+
+def test_long_answers_are_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "ANSWER_TOKENS", (2, 4))
+    monkeypatch.setattr(engine_module, "ANSWER_ROWS", 1)
+    assert_same(play(Words(after=0.004)), reference())
+
+
+def test_a_greedy_turn_is_what_follows_everything_before_it() -> None:
+    """The turns of an episode are completions of prompts that hold all turns before them."""
+    greedy = replace(SAMPLING, temperature=0.0)
+    for number, completion in enumerate(play(Words(), sampling=greedy)[::N]):
+        end = len(completion.tokens) - completion.turns[-1].tokens
+        before = [*PROMPTS[number], *completion.tokens[:end]]
+        alone = Engine(CONFIG, None, slots=1, max_prompt_tokens=48, max_new_tokens=40)
+        limits = [[40 - end]]
+        found = alone.generate(params(), [before], n=1, sampling=greedy, seed=0, limits=limits)
+        assert found[0][0].tokens == completion.tokens[end:]
+
+
+def test_windows_hold_across_turns() -> None:
+    windowed = replace(CONFIG, kinds=(LayerKind(window=6), LayerKind()))
+    completions = play(Words(), config=windowed)
+    assert completions[0].tokens != reference()[0].tokens
+    assert_exact(windowed, completions)
+
+
+def test_experts_of_answers_are_not_recorded() -> None:
+    """Those of sampled tokens are, one for each token that was read, also where a stop string cut a
+    turn; for an answer the router chooses again."""
+    mixture = replace(CONFIG, experts=Experts(4, 2, True, 64))
+    tree = decoder.init_params(mixture, jax.random.key(0), layout="unstacked")
+    tree["embed"]["embedding"] = 20 * tree["embed"]["embedding"]
+    stop = replace(SAMPLING, stop=("A", "M", "k", "c"))
+    partner = Words()
+    shapes = {"max_prompt_tokens": 8, "max_new_tokens": 40, "launch_tokens": 8}
+    made = Engine(mixture, None, slots=4, episodes=True, tokenizer=Letters(), **shapes)
+    asked = {"n": N, "sampling": stop, "seed": 0, "partner": partner, "record_experts": True}
+    for prompt, group in zip(PROMPTS, made.generate(tree, PROMPTS, **asked), strict=True):
+        for completion in group:
+            assert completion.experts is not None
+            own = completion.experts[len(prompt) - 1 :]
+            assert len(own) == len(completion.tokens)
+            assert (own[~completion.sampled] == -1).all() and (own[completion.sampled] >= 0).all()
+            assert (completion.experts[: len(prompt) - 1] >= 0).all()
+    assert any(eos is None for _, eos, _ in partner.asked)
+
+
+def test_stop_strings_end_turns() -> None:
+    """What was decoded beyond the stop string is forgotten, in the cache too."""
+    stop = replace(SAMPLING, stop=("A", "B", "C", "M", "Z", "k", "h", "a", "c", "v"))
+    partner = Words()
+    completions = play(partner, sampling=stop)
+    assert any(eos is None for _, eos, _ in partner.asked)
+    assert_exact(CONFIG, completions)
+
+
+def test_turns_that_are_cut_end_their_episodes() -> None:
+    partner = Words()
+    completions = play(partner, turn_tokens=2)
+    for completion in completions:
+        lengths = [turn.tokens for turn in completion.turns if turn.role == "assistant"]
+        assert max(lengths) <= 2
+        if completion.tokens[-1] not in SAMPLING.eos_ids:
+            assert completion.finish_reason == "length" and completion.turns[-1].reward is None
+    assert len(partner.asked) < sum(len(completion.turns) for completion in completions)
+    assert set(partner.ended.values()) == {1}
+
+
+def test_an_answer_without_room_behind_it_ends_the_episode() -> None:
+    completions = play(Words(answer=lambda *_: (12,) * 30), sampling=SAMPLING)
+    assert all(completion.finish_reason == "length" for completion in completions)
+    assert all(len(completion.tokens) <= 40 for completion in completions)
+    assert {turn.role for c in completions for turn in c.turns} == {"assistant", "environment"}
+
+
+def test_a_failure_ends_one_episode() -> None:
+    class Failing(Words):
+        def answer(self, prompt: int, sample: int, text: str, **more: Any) -> Future[Reply]:
+            reply = super().answer(prompt, sample, text, **more)
+            if (prompt, sample) == (1, 0):
+                reply = Future()
+                reply.set_result(Reply(failure="it broke"))
+            return reply
+
+    for number, (found, expected) in enumerate(zip(play(Failing()), reference(), strict=True)):
+        if number == N:
+            assert found.failure == "it broke" and len(found.turns) == 1
+        else:
+            assert_same([found], [expected])
+
+
+def test_what_ends_the_run_ends_every_episode() -> None:
+    class Broken(Words):
+        def answer(self, *given: Any, **more: Any) -> Future[Reply]:
+            reply: Future[Reply] = Future()
+            reply.set_exception(RunError("too many environments failed"))
+            return reply
+
+    partner = Broken()
+    with pytest.raises(RunError, match="too many"):
+        play(partner)
+    assert set(partner.ended.values()) == {1}
+
+    class Silent(Words):
+        def answer(self, *given: Any, **more: Any) -> Future[Reply]:
+            return Future()
+
+    asked = iter([False] * 6 + [True])
+    with pytest.raises(Aborted):
+        play(Silent(), abort=lambda: next(asked))
