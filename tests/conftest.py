@@ -62,6 +62,7 @@ LONGEST_FIRST = (
     *("test_bad_input.py", "test_configs_dry_run.py", "test_flat_memory.py", "test_evaluate.py"),
     *("test_docs.py", "test_cache.py", "test_mixture.py", "test_serve_teacher.py"),
     *("test_hybrid.py", "test_face.py", "test_decoder.py", "test_rewards_pool.py"),
+    "test_environment_pool.py",
     *("test_aligned.py", "test_checkpoint.py", "test_generate.py", "test_config_page.py"),
 )
 """Files that take long: begun last, they would leave all processes but one with nothing to do. The

@@ -134,7 +134,7 @@ _MISSING: dict[str, str] = {
     "padding is never computed, and there is no key for it": (
         "packing padding_free use_remove_padding"
     ),
-    "there are no multi-turn environments here; docs/limits.md": "multi_turn",
+    "turns are answered by a class that environment.name names; docs/environments.md": "multi_turn",
 }
 """What there is instead -> keys, or their first or last words, of what is not here."""
 ABSENT = {name: why for why, names in _MISSING.items() for name in names.split()}

@@ -17,7 +17,8 @@ import pickle
 import threading
 import traceback
 import types
-from collections.abc import Callable, Coroutine, Generator, Hashable, Sequence
+from collections.abc import Callable, Coroutine, Generator, Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any, BinaryIO, Literal
 
@@ -211,7 +212,8 @@ class _Host:
         say({"begin": True})
         limit = None
         try:
-            result = function(*given)
+            with nullcontext() if inspect.iscoroutinefunction(function) else _without_loop():
+                result = function(*given)
             if inspect.isawaitable(result):
                 say({"awaits": True})
                 async with asyncio.timeout(self._timeout) as limit:
@@ -239,6 +241,17 @@ class _Host:
             f" gave {what} as {shown(now)}, before that as {shown(before)}; let all random numbers"
             " come from a seed in the row",
         )
+
+
+@contextmanager
+def _without_loop() -> Iterator[None]:
+    """For code that is not `async def`, which may call `asyncio.run`."""
+    loop = asyncio.get_running_loop()
+    asyncio._set_running_loop(None)
+    try:
+        yield
+    finally:
+        asyncio._set_running_loop(loop)
 
 
 async def _awaited(waits: Any) -> Any:

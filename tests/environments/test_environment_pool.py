@@ -80,7 +80,7 @@ def test_an_episode_has_an_instance_of_its_own(echo: EnvironmentPool) -> None:
     [
         ("raise", "exception", "KeyError: 'no such thing'", 0),
         ("leave", "exception", "SystemExit: bye", 0),
-        ("regex", "timeout", "line 36 in trouble", 1),
+        ("regex", "timeout", " in trouble", 1),
         ("exit", "exception", "its process ended with exit code 3", 1),
         ("segfault", "exception", "SIGSEGV", 1),
         ("flood", "exception", "bytes that are no answer", 1),
@@ -101,6 +101,10 @@ def test_trouble_costs_its_own_episode(
     assert echo.lost == before + lost
     del episodes[3]
     assert lines(echo, episodes, "c") == ["a b c"] * 7
+
+
+def test_an_environment_may_run_a_loop_of_its_own(echo: EnvironmentPool) -> None:
+    assert lines(echo, [session() for _ in range(3)], "run") == ["run"] * 3
 
 
 def test_a_fork_answers_once(echo: EnvironmentPool) -> None:
@@ -264,3 +268,22 @@ def test_a_closed_pool_leaves_no_process_and_no_waiting_future(tmp_path: Path) -
     while any(psutil.pid_exists(pid) for pid in running):
         assert time.monotonic() < end
         time.sleep(0.02)
+
+
+def test_memory_has_a_limit_and_no_other_file_takes_the_place_of_one(tmp_path: Path) -> None:
+    path = tmp_path / "hungry.py"
+    text = (
+        "import os\nfrom jaxrl.environments import Environment\n"
+        "class Hungry(Environment):\n    def step(self, text, messages):\n"
+        "        return os._exit(1) if text == 'exit' else {'messages': str(bytearray(1 << 40))}\n"
+    )
+    path.write_text(text)
+    source = find(f"{path}:Hungry")
+    with EnvironmentPool(source, workers=1, timeout=9, startup=60, memory_mb=4096) as pool:
+        failure = step(pool, session(), "eat")
+        assert isinstance(failure, Failure) and failure.kind == "exception"
+        assert "MemoryError (environment.memory_mb=4096 is the limit)" in failure.text
+        path.write_text(text + "#\n")
+        assert isinstance(step(pool, session(), "exit"), Failure)
+        with pytest.raises(UserError, match=r"hungry\.py has changed since the run began"):
+            step(pool, session(), "eat")

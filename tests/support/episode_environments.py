@@ -40,6 +40,8 @@ def trouble(text, messages):
         ctypes.string_at(0)
     if text == "fork" and os.fork() == 0:
         return
+    if text == "run":
+        assert asyncio.run(asyncio.sleep(0.01, "ran")) == "ran"
     if text == "slow":
         time.sleep(0.4)
     if text == "flood":
