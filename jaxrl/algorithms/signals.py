@@ -401,6 +401,7 @@ def _aligned_loss(
         batch.sampler_logprobs,
         begins,
         rest,
+        signal.baseline,
         ratio_cap=p.distill.ratio_cap,
     )
     read = masked_sum(signal.sizes, mask)
