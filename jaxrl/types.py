@@ -247,8 +247,10 @@ class TeacherSignal:
     stretch_logprobs: Array = None
     """[B, C] float32, nats: at each token the log-prob of its stretch given its first cell
     (`losses.stretches`), under a teacher with another tokenizer. Such a teacher also sends the
-    fields `kinds`, `sizes`, `cells`, `ends` and `left_out` of a `TokenAlignment`; `topk_ids` are
-    cells."""
+    next one and the fields `kinds`, `sizes`, `cells`, `ends` and `left_out` of a `TokenAlignment`;
+    `topk_ids` are cells."""
+    path_logprobs: Array = None
+    """[B, C] float32, nats: at each token the log-prob of the teacher's tokens of its stretch."""
     kinds: Array = None
     """[B, C] int32."""
     sizes: Array = None
@@ -261,6 +263,8 @@ class TeacherSignal:
     """[B, C, W] int32."""
     open: Array = None
     """[B, C] float32, nats: its `open` (`losses.cells`), beside hidden states."""
+    baseline: Array = None
+    """[B, C] float32, nats: what is taken from the loss of sampled tokens. Set by the actor."""
     weights: Array = None
     """[B, C, K] float32: the share of each of several teachers; they sum to 1 in rows with a
     prompt. Set by the actor."""

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from jaxrl.algorithms.signals import Projection, completion_hidden, completion_tokens
-from jaxrl.losses.cells import Borders, Cells, opened
+from jaxrl.losses.cells import LEFT_OUT, Borders, Cells, opened
 from jaxrl.losses.head import PathLogprobs, path_logprobs_from_hidden, topk_from_hidden
 from jaxrl.losses.stretches import increments, stretch_sums
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Params, head
 from jaxrl.models.packing import Packing, pack
-from jaxrl.types import Array, Sequences, TeacherSignal, TokenAlignment
+from jaxrl.types import Aligned, Array, Sequences, TeacherSignal, TokenAlignment, TrainBatch
 
 
 def aligned_score(
@@ -64,7 +64,10 @@ def signal_of_hidden(
     )
     path = PathLogprobs(*map(packing.unpack, path))
     found = increments(path, first, alignment.their_left_out)
-    fields = {"stretch_logprobs": stretch_sums(found, alignment.starts)}
+    fields = {
+        "stretch_logprobs": stretch_sums(found, alignment.starts),
+        "path_logprobs": stretch_sums(path.whole, alignment.starts),
+    }
     open = opened(path.extra, alignment.their_left_out)
     if p.distill.signal == "hidden":
         fields |= {"hidden": packing.unpack(hidden), "open": open}
@@ -89,3 +92,31 @@ def signal_of_hidden(
 
 OF_STUDENT = ("kinds", "sizes", "cells", "ends", "left_out")
 """What the student's loss reads of an alignment."""
+
+
+def with_baseline(batch: TrainBatch, signal: str) -> TrainBatch:
+    """A training batch on the actor's mesh with the mean over its stretches of log Q - log P of
+    their tokens, Q being the policy that sampled, at the tokens that are known to be one of a set
+    (`losses.stretches`); where a teacher with another tokenizer sent them, and 0 for the signal
+    `sampled`. It is the same for every row, however the batch is cut into micro-batches."""
+    sent = batch.teacher
+    if sent is None or sent.kinds is None:
+        return batch
+    mask = batch.sequences.loss_mask & (signal != "sampled")
+    given = sent.kinds, sent.cells, sent.path_logprobs, batch.sampler_logprobs, mask
+    baseline = jax.device_put(stretch_baseline(*given), sent.kinds.sharding)
+    return replace(batch, teacher=replace(sent, baseline=baseline))
+
+
+@jax.jit
+def stretch_baseline(
+    kinds: Array, cells: Array, theirs: Array, sampler_logprobs: Array, mask: Array
+) -> Array:
+    """[B, C] float32, nats: as of `with_baseline`. Arguments are [B, C]."""
+    begins = kinds != Aligned.INSIDE
+    chosen = (cells <= LEFT_OUT) & mask & (kinds != Aligned.NOT)
+    own = stretch_sums(jnp.where(mask, sampler_logprobs, 0), begins)
+    some = stretch_sums(chosen.astype(jnp.float32), begins) > 0
+    counted = (kinds == Aligned.START) & some & mask
+    mean = jnp.where(counted, own - theirs, 0).sum() / jnp.maximum(counted.sum(), 1)
+    return jnp.where(chosen, mean, 0)

@@ -404,6 +404,7 @@ def _aligned_loss(
         batch.sampler_logprobs,
         begins,
         rest,
+        signal.baseline,
         ratio_cap=p.distill.ratio_cap,
     )
     read = masked_sum(signal.sizes, mask)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxrl.algorithms.aligned import stretch_baseline
 from jaxrl.algorithms.methods import method_of, sampled_share
 from jaxrl.algorithms.signals import Projection
 from jaxrl.config.schema import Config
@@ -199,6 +200,8 @@ class RunPrograms:
             return TeacherSignal(**arrays)
         jitted, args = self.score(rows, self.teachers[-1])
         out = jax.eval_shape(jitted, *args)
+        if m.aligned and role == "actor":
+            out = replace(out, baseline=jax.ShapeDtypeStruct((rows, m.new_tokens), jnp.float32))
         if m.signal == "hidden":  # of several teachers: those of the widest, or of all
             width = max(m.teacher_widths) if c.mixture is None else sum(m.teacher_widths)
             shape = (rows, m.new_tokens, width)
@@ -365,6 +368,11 @@ def _before_updates(
                 yield one("rows of the head", jitted, shaped(whole, dtype, at), start=True)
     if "teacher" in run.meshes:
         yield from _signal_moves(run, signal, own)
+    if signal.kinds is not None:
+        sampled = shaped(signal.kinds.shape, jnp.float32, signal.kinds.sharding)
+        mask = shaped(signal.kinds.shape, bool, signal.kinds.sharding)
+        fields = signal.kinds, signal.cells, signal.path_logprobs, sampled, mask
+        yield one("baseline", stretch_baseline, *fields)
 
 
 def _signal_moves(run: RunPrograms, signal: TeacherSignal, own: int) -> Iterator[Program]:
@@ -378,7 +386,7 @@ def _signal_moves(run: RunPrograms, signal: TeacherSignal, own: int) -> Iterator
         each = [shaped((n, *leaf.shape[1:]), leaf.dtype, at) for n in rows]
         return Rows(tuple(each)) if len(each) > 1 else each[0]
 
-    xs = [sent(leaf) for leaf in jax.tree.leaves(replace(signal, weights=None))]
+    xs = [sent(leaf) for leaf in jax.tree.leaves(replace(signal, baseline=None, weights=None))]
     models = (run.params("teacher", m, section.compute_dtype, "stacked") for _, m in run.teachers)
     targets = [run.rows("actor")] * len(xs)
     yield from _moves(

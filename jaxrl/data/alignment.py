@@ -73,6 +73,7 @@ class Aligner:
         """[V] int32: the teacher's id of each of the student's tokens, -1 where it has none."""
         self.cells = self._cells()
         mine, its = self.cells.student.cells, self.cells.teacher.cells
+        self._bits: list[int] = self.cells.bits.tolist()
         self._joining = (
             Joining(self._ours, mine, student.ends),
             Joining(self._theirs, its, teacher.ends),
@@ -262,7 +263,7 @@ class _Paths:
     def __init__(self, aligner: Aligner, ours: list[int], theirs: list[int]):
         both = tuple(zip(aligner._joining, (ours, theirs), strict=True))
         self._paths = tuple(Path(*one) for one in both)
-        self._cells, self._to_teacher = aligner.cells, aligner.to_teacher
+        self._bits, self._to_teacher = aligner._bits, aligner.to_teacher
         self.cells = tuple(np.full(len(tokens), -1) for _, tokens in both)
         self.endings = tuple(np.zeros(len(tokens), np.int32) for _, tokens in both)
         self.left_out = tuple(np.zeros((len(tokens), WORDS), np.int32) for _, tokens in both)
@@ -285,18 +286,16 @@ class _Paths:
         places = ours, theirs
         if any(n >= len(path.tokens) for n, path in zip(places, self._paths, strict=True)):
             return
-        sides = self._cells.student, self._cells.teacher
-        first = [
-            int(side.cells[path.tokens[n]])
-            for side, path, n in zip(sides, self._paths, places, strict=True)
-        ]
-        out = [left_out >> int(self._cells.bits[cell]) & 1 for cell in first]
-        cell = first[0] if first[0] == first[1] < self._cells.size - 1 else -1
+        first = [p.joining.cells[p.tokens[n]] for p, n in zip(self._paths, places, strict=True)]
+        out = [left_out >> self._bits[cell] & 1 for cell in first]
+        cell = first[0] if first[0] == first[1] < len(self._bits) - 2 else -1
         cell = LEFT_OUT if all(out) else -1 if any(out) else cell
         for path, n, cells, given in zip(
             self._paths, places, self.cells, self.left_out, strict=True
         ):
-            cells[n], given[n] = cell, words(left_out)
+            cells[n] = cell
+            if left_out:
+                given[n] = words(left_out)
             if cell >= 0:
                 path.first[n] = cell
         if cell >= 0:

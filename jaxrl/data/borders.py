@@ -14,6 +14,7 @@ longer; such texts are then credited to other paths than theirs.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -32,13 +33,13 @@ class Joining:
             ends: tokens that end a completion.
         """
         self.bytes = spelling.bytes
-        self._begin_with, self._cells = spelling.begin_with, cells
-        self._no_text = spelling.special_ids | set(ends)
+        self._begin_with = spelling.begin_with
+        self.cells: list[int] = cells.tolist()
+        no_text = spelling.special_ids | set(ends)
+        self.is_text = [bool(b) and i not in no_text for i, b in enumerate(self.bytes)]
+        """Of each token."""
         self._after: dict[tuple[int, bool], int] = {}
         self._joins: dict[int, bool] = {}
-
-    def is_text(self, token: int) -> bool:
-        return bool(self.bytes[token]) and token not in self._no_text
 
     def goes_on(self, text: bytes) -> bool:
         """Whether a token begins with this."""
@@ -46,7 +47,7 @@ class Joining:
 
     def longer(self, text: bytes, cell: int | None) -> set[int]:
         """The tokens that begin with a text and are longer; of a cell, where one is given."""
-        known, cells = len(self._cells), self._cells
+        known, cells = len(self.cells), self.cells
         found = (i for i in self._begin_with(text) if i < known and len(self.bytes[i]) > len(text))
         return {i for i in found if cell is None or cells[i] == cell}
 
@@ -56,7 +57,7 @@ class Joining:
         key = token, of_its_cell
         if key not in self._after:
             own = self.bytes[token]
-            longer = self.longer(own, int(self._cells[token]) if of_its_cell else None)
+            longer = self.longer(own, self.cells[token] if of_its_cell else None)
             bits = sum(1 << byte for byte in {self.bytes[i][len(own)] for i in longer})
             self._after[key] = bits | (1 << OTHERS if bits else 0)
         return self._after[key]
@@ -66,7 +67,7 @@ class Joining:
         byte that follows it in a longer one makes a token with it."""
         if token not in self._joins:
             own = self.bytes[token]
-            longer = {self.bytes[i] for i in self.longer(own, int(self._cells[token]))}
+            longer = {self.bytes[i] for i in self.longer(own, self.cells[token])}
             self._joins[token] = {text[: len(own) + 1] for text in longer} <= longer
         return self._joins[token]
 
@@ -86,7 +87,7 @@ class Path:
         than the last of them."""
         for place in range(self._read, count):
             token, joining = self.tokens[place], self.joining
-            if not joining.is_text(token):
+            if not joining.is_text[token]:
                 self._open = []
                 continue
             own = joining.bytes[token]
@@ -94,7 +95,7 @@ class Path:
             self._open = [one for one in longer if joining.goes_on(one[1])]
             self._open.append((place, own))
         self._read = count
-        return not any(
+        return len(self._open) < 2 or not any(
             self.joining.longer(text, self.first.get(start))
             for start, text in self._open
             if start < count - 1
@@ -103,13 +104,14 @@ class Path:
     def end(self) -> tuple[End, int]:
         """How the last token that was read may go on, and the bits of what would follow it."""
         place = self._read - 1
-        if not self.joining.is_text(self.tokens[place]):
+        if not self.joining.is_text[self.tokens[place]]:
             return End.NONE, 0
         of_its_cell = place in self.first
         bits = self.joining.after(self.tokens[place], of_its_cell)
         return (End.OF_A_CELL if of_its_cell else End.ANY) if bits else End.NONE, bits
 
 
+@lru_cache(maxsize=4096)
 def words(bits: int) -> np.ndarray:
-    """[W] int32."""
+    """[W] int32; not to be written to."""
     return np.frombuffer(bits.to_bytes(4 * WORDS, "little"), "<i4")

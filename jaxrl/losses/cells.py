@@ -40,7 +40,7 @@ LEAST = math.log(1e-8)
 token; then a divergence from a student which has some would be infinite."""
 _TINY = 1e-37
 _LARGEST = 60.0
-"""Largest `open`, nats: e^60 is still a float32."""
+"""Largest `open`, and largest gap of two log-probs, nats: e^60 is still a float32."""
 
 OTHERS, NEVER, WORDS = 256, 257, 9
 """Cells are left out by the first byte of their tokens: the number of the cell of tokens that begin
@@ -126,10 +126,9 @@ class InCells(Term):
         if "loss" not in found.values:
             return found
         slope = self.term.gradient(cells, inner, found.saved, every)[:, -1]
-        whole = jax.nn.logsumexp(cells, -1)
-        return TokenStats(
-            found.values | {"open": slope * jnp.exp(whole - cells[:, -1])}, found.saved
-        )
+        # Where nothing is left out the last one's probability is 1e-37, and what is open stays 0.
+        over = jnp.minimum(jax.nn.logsumexp(cells, -1) - cells[:, -1], _LARGEST)
+        return TokenStats(found.values | {"open": slope * jnp.exp(over)}, found.saved)
 
     def gradient(self, z: Array, tokens: PerToken, saved: PerToken, columns: VocabShard) -> Array:
         cells, out, inner, every = self._cells(z, tokens)

@@ -55,13 +55,15 @@ def stretch_reverse_kl(
     sampler_logprobs: Float[Array, "B C"],
     starts: Bool[Array, "B C"],
     mask: Bool[Array, "B C"],
+    baseline: Float[Array, "B C"],
     *,
     ratio_cap: float = 2.0,
 ) -> tuple[Float[Array, ""], Sums]:
     """KL(student || teacher) from sampled stretches: `divergence.sampled_reverse_kl` with a stretch
-    in place of a token. Its gradient is w (log Q - log P) grad S, log Q and log P being the
-    increments of the stretch, S the log-prob of what was chosen in it, and w = sg(min(Q / mu,
-    ratio_cap)) with the whole log-prob of the stretch.
+    in place of a token. Its gradient is w (log Q - log P - b) grad S, log Q and log P being
+    the increments of the stretch, S the log-prob of what was chosen in it, and w = sg(min(Q / mu,
+    ratio_cap)) with the whole log-prob of the stretch. The expectation of grad S is 0 for a token
+    that is known to be one of a set, so that b changes the variance only there.
 
     Args:
         scores: nats, of the sampled tokens; those of a stretch make up S. The gradient flows here.
@@ -71,6 +73,7 @@ def stretch_reverse_kl(
         sampler_logprobs: nats, of the tokens under the policy that sampled.
         starts: where a stretch begins.
         mask: the tokens that count, whole stretches.
+        baseline: b, nats; 0 at all tokens of which no set is known.
 
     Returns:
         The sum, and the metrics reverse_kl_k1 (nats a token) and ratio_capped (share of the
@@ -85,7 +88,7 @@ def stretch_reverse_kl(
     weight = jnp.minimum(ratio, ratio_cap)
     gap = jax.lax.stop_gradient(summed(student_increments) - teacher_sums)
     # 0 with the gradient of the scores: the value is that of each stretch, once.
-    slope = weight * gap * (scores - jax.lax.stop_gradient(scores))
+    slope = weight * (gap - baseline) * (scores - jax.lax.stop_gradient(scores))
     value = jnp.where(starts, weight * gap, 0) + slope
     count = masked_count(mask)
     metrics = {

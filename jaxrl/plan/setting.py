@@ -232,7 +232,7 @@ def signal_bytes(config: Config, widths: Sequence[int]) -> int:
         widths: of the hidden states of each teacher.
     """
     d = config.distill
-    aligned = (6 + WORDS) * F32 if config.teacher.tokenizer == "own" else 0
+    aligned = (8 + WORDS) * F32 if config.teacher.tokenizer == "own" else 0
     if d.signal == "hidden":
         sent = max(widths) if config.mixture is None else sum(widths)
         return sent * ITEMSIZE[config.teacher.compute_dtype] + aligned

@@ -12,6 +12,7 @@ from byte_tokenizers import BYTES, OTHER, WORDS
 from tiny_models import make_mesh, random_params
 
 from jaxrl import Config
+from jaxrl.algorithms.aligned import with_baseline
 from jaxrl.algorithms.signals import Projection, distill_loss
 from jaxrl.data.alignment import Aligner, Speaker
 from jaxrl.data.batch import make_rollout
@@ -178,7 +179,10 @@ def test_the_loss_is_of_first_cells_and_of_what_follows_them(signal):
     b, c = rollout.sequences.loss_mask.shape
     tokens = rollout.sequences.tokens[:, -c:]
     flat = replace(rollout.sequences, tokens=tokens)
-    batch = jax.device_put(TrainBatch(flat, sent, rollout.sampler_logprobs))
+    batch = with_baseline(jax.device_put(TrainBatch(flat, sent, rollout.sampler_logprobs)), signal)
+    baseline = np.asarray(batch.teacher.baseline)
+    of_sets = (sent.cells <= LEFT_OUT) & flat.loss_mask & (signal != "sampled")
+    assert (abs(baseline[of_sets]) > 0.1).all() and not baseline[~of_sets].any()
     hidden = np.random.default_rng(1).normal(0, 0.5, (b, c, 32)).astype(np.float32)
     head = np.asarray(decoder.head(student[1]))
     p = Projection.of(config, mesh, student[0].vocab_size)
@@ -244,10 +248,12 @@ def test_the_loss_is_of_first_cells_and_of_what_follows_them(signal):
                 score(logs[row, k], tokens[row, k], code[row, k], sent.left_out[row, k])
                 for k in range(first, last)
             )
-            chosen = sum(of_tokens)
             gap = values[row, first:last].sum() - sent.stretch_logprobs[row, first]
             gap = jax.lax.stop_gradient(gap)
-            total += weight * gap * (1 + chosen - jax.lax.stop_gradient(chosen))
+            total += weight * gap
+            for k, chosen in zip(range(first, last), of_tokens, strict=True):
+                slope = weight * (gap - baseline[row, k])
+                total += slope * (chosen - jax.lax.stop_gradient(chosen))
         return total
 
     each = jax.value_and_grad(found, argnums=(0, 1), has_aux=True)

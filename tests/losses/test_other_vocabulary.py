@@ -328,11 +328,11 @@ def test_a_stretch_has_the_sum_of_its_tokens():
 
 def test_stretches_of_one_token_are_the_sampled_reverse_kl():
     student, teacher, sampler = (jnp.asarray(-abs(rand(B, C, seed=k))) for k in (9, 10, 11))
-    starts = np.ones((B, C), bool)
+    starts, zero = np.ones((B, C), bool), jnp.zeros((B, C))
 
     def by_stretch(student):
         own = student, student, teacher, student, sampler
-        return stretch_reverse_kl(*own, starts, MASK, ratio_cap=1.2)[0]
+        return stretch_reverse_kl(*own, starts, MASK, zero, ratio_cap=1.2)[0]
 
     def by_token(student):
         given = {"sampler_logprobs": sampler, "ratio_cap": 1.2}
@@ -360,7 +360,8 @@ def test_increments_are_of_all_texts_that_begin_alike():
         SAME(found[0], wanted)
 
 
-def test_the_estimate_is_unbiased():
+@pytest.mark.parametrize("baseline", [0.0, 1.7])
+def test_the_estimate_is_unbiased(baseline):
     """Its expectation over all stretches of two tokens, each drawn with its probability under the
     student, has the value and the gradient of KL(student || teacher) of the stretch."""
     first, second = jnp.asarray(rand(3, seed=12)), jnp.asarray(rand(3, 3, seed=13))
@@ -379,11 +380,12 @@ def test_the_estimate_is_unbiased():
         own = tokens(first, second)
         share = jax.lax.stop_gradient(jnp.exp(own.sum(-1)))
         starts, mask = np.array([[True, False]]), np.ones((1, 2), bool)
+        b = jnp.full((1, 2), baseline)
 
         def one(own, theirs):
             own, sums = own[None], jnp.full((1, 2), theirs)
             sampler = jax.lax.stop_gradient(own)
-            return stretch_reverse_kl(own, own, sums, own, sampler, starts, mask)[0]
+            return stretch_reverse_kl(own, own, sums, own, sampler, starts, mask, b)[0]
 
         return (share * jax.vmap(one)(own, theirs)).sum()
 
