@@ -12,7 +12,7 @@ from jaxrl.models.families import FAMILIES
 from jaxrl.models.family import BlockKind
 from jaxrl.models.fields import given, number, size
 from jaxrl.models.kinds import LayerKind, read_windows
-from jaxrl.models.lora import Lora
+from jaxrl.models.lora import TARGETS, Lora
 from jaxrl.models.rope import (
     DynamicRope,
     LongRope,
@@ -74,6 +74,8 @@ class DecoderConfig:
         for name, dims in (("head_dim", self.head_dim), ("rotary_dims", self.rotary_dims)):
             if dims is not None and dims % 2:
                 raise UserError(f"{name}={dims} is odd: dims are rotated in pairs")
+        if self.lora is not None and self.experts is not None:
+            object.__setattr__(self, "lora", self._attention_only(self.lora))
         if isinstance(self.rope_scaling, LongRope):
             for factors in (self.rope_scaling.short_factors, self.rope_scaling.long_factors):
                 if len(factors) != self.n_rotated // 2:
@@ -81,6 +83,19 @@ class DecoderConfig:
                         f"{len(factors)} factors of longrope for {self.n_rotated // 2} pairs of"
                         " rotated dims (short_factor, long_factor)"
                     )
+
+    def _attention_only(self, lora: Lora) -> Lora:
+        """The adapters of a mixture; the kernels of experts have none."""
+        there = tuple(name for name in TARGETS if TARGETS[name] in self.projections)
+        if set(lora.targets) == set(TARGETS):
+            return replace(lora, targets=there)
+        for name in lora.targets:
+            if name not in there:
+                raise UserError(
+                    f"student.lora.targets: {name} of a mixture is the experts', which have no"
+                    f" adapters; choose of {', '.join(there)}"
+                )
+        return lora
 
     @property
     def block(self) -> BlockKind:
