@@ -80,6 +80,7 @@ class ModelSource:
     def with_lora(self, lora: Lora) -> ModelSource:
         """The same model with adapters to train. Raises UserError where it has others."""
         config = replace(self.config, lora=lora)
+        lora = config.lora or lora  # of a mixture: those of its attention
         peft.check_family(self.name, config)
         if self.adapter is None:
             return replace(self, config=config)
