@@ -142,7 +142,7 @@ class Aligned(IntEnum):
     """Another token of that stretch."""
 
 
-class End(IntEnum):
+class Continues(IntEnum):
     """Whether the text up to a token may go on in the same token (`losses.cells`)."""
 
     NONE = 0
@@ -169,7 +169,7 @@ class TokenAlignment:
     """[B, C]: the first cell of a stretch (`losses.cells`) at the token that begins it, where it is
     the same for both, or `losses.cells.LEFT_OUT`; else -1."""
     ends: Array
-    """[B, C]: `End`."""
+    """[B, C]: `Continues`."""
     left_out: Array
     """[B, C, W]: bits of the cells that are left out where a stretch begins; 0 elsewhere."""
     starts: Array
@@ -177,7 +177,7 @@ class TokenAlignment:
     their_cells: Array
     """[B, C']: `cells` at the teacher's first token of a stretch."""
     their_ends: Array
-    """[B, C']: `End`."""
+    """[B, C']: `Continues`."""
     their_left_out: Array
     """[B, C', W]: `left_out` at the teacher's first token of a stretch."""
 

@@ -84,6 +84,7 @@ class ModelSource:
         """The same model with adapters to train, over kernels that are quantised or not. Raises
         UserError where it has others."""
         config = replace(self.config, lora=lora, quantised=quantised)
+        lora = config.lora or lora  # of a mixture: those of its attention
         peft.check_family(self.name, config)
         if self.adapter is None:
             return replace(self, config=config)

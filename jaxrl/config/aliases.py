@@ -51,6 +51,7 @@ THEIRS: dict[str, str] = {
     ),
     "actor.parallel.fsdp": "fsdp_size",
     "actor.parallel.context": "ulysses_sequence_parallel_size context_parallel_size",
+    "actor.parallel.expert": "expert_model_parallel_size",
     "mesh": "n_gpus_per_node nnodes",
     "ray.address": "nnodes",
     "policy.kl_coef": "beta kl_coef kl_loss_coef use_kl_loss",

@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxrl.data.spelling import Spelling
 from jaxrl.losses.cells import OTHERS, WORDS
-from jaxrl.types import End
+from jaxrl.types import Continues
 
 
 class Joining:
@@ -101,14 +101,14 @@ class Path:
             if start < count - 1
         )
 
-    def end(self) -> tuple[End, int]:
+    def end(self) -> tuple[Continues, int]:
         """How the last token that was read may go on, and the bits of what would follow it."""
         place = self._read - 1
         if not self.joining.is_text[self.tokens[place]]:
-            return End.NONE, 0
+            return Continues.NONE, 0
         of_its_cell = place in self.first
         bits = self.joining.after(self.tokens[place], of_its_cell)
-        return (End.OF_A_CELL if of_its_cell else End.ANY) if bits else End.NONE, bits
+        return (Continues.OF_A_CELL if of_its_cell else Continues.ANY) if bits else Continues.NONE, bits
 
 
 @lru_cache(maxsize=4096)

@@ -194,8 +194,10 @@ def check_family(name: str, model: DecoderConfig) -> None:
 
 
 def kernels(model: DecoderConfig, path: str) -> tuple[str, ...]:
-    """Names of the tensors of a projection's kernels, layer by layer."""
-    return weights.places(model, "stacked")[f"layers/{path}/kernel"].names
+    """Names of the tensors of a projection's kernels, layer by layer; none where the model has no
+    such projection."""
+    place = weights.places(model, "stacked").get(f"layers/{path}/kernel")
+    return () if place is None else place.names
 
 
 def pairs_of(model: DecoderConfig, adapters: Params) -> dict[str, Pair]:

@@ -47,7 +47,7 @@ from jaxrl.losses.layout import (
 )
 from jaxrl.losses.mixture import OfMixture, TeacherMixture
 from jaxrl.losses.vocabulary import VocabShard, with_tail
-from jaxrl.types import Array, End, Tree
+from jaxrl.types import Array, Continues, Tree
 
 
 class TopK(NamedTuple):
@@ -141,19 +141,19 @@ def path_logprobs_from_hidden(
         first: the cell that a token is known to be of, `LEFT_OUT` or `LONGER` less a cell; -1 where
             nothing is known.
         given: the same, for `known`.
-        ends: `End`; where it is `End.NONE`, `extra` is 0.
+        ends: `Continues`; where it is `Continues.NONE`, `extra` is 0.
         left_out: bits of cells.
         mask, temperature: as of `logprobs_from_hidden`.
     """
     side, bits = jax.tree.map(jnp.asarray, (side, bits))
-    last = jnp.where(ends == End.NONE, side.rank[tokens], side.last[tokens])
+    last = jnp.where(ends == Continues.NONE, side.rank[tokens], side.last[tokens])
     each = {
         "ids": tokens,
         "first": first,
         "given": given,
         "low": side.rank[tokens],
         "high": last,
-        "of": jnp.where(ends == End.OF_A_CELL, side.cells[tokens], -1),
+        "of": jnp.where(ends == Continues.OF_A_CELL, side.cells[tokens], -1),
         "left_out": left_out,
     }
     columns = side.cells, side.rank, side.common, bits[jnp.minimum(side.cells, len(bits) - 1)]

@@ -12,7 +12,7 @@ from jaxrl.models.families import FAMILIES
 from jaxrl.models.family import BlockKind
 from jaxrl.models.fields import given, number, size
 from jaxrl.models.kinds import LayerKind, read_windows
-from jaxrl.models.lora import Lora
+from jaxrl.models.lora import TARGETS, Lora
 from jaxrl.models.quantised import Quantisation, block_size, packed
 from jaxrl.models.rope import (
     DynamicRope,
@@ -78,6 +78,8 @@ class DecoderConfig:
         for name, dims in (("head_dim", self.head_dim), ("rotary_dims", self.rotary_dims)):
             if dims is not None and dims % 2:
                 raise UserError(f"{name}={dims} is odd: dims are rotated in pairs")
+        if self.lora is not None and self.experts is not None:
+            object.__setattr__(self, "lora", self._attention_only(self.lora))
         for path, (n_in, _) in self.projections.items():
             if self.quantised is not None and block_size(n_in) % packed(self.quantised):
                 raise UserError(f"nf4 has two numbers in a byte, and {path} has {n_in} inputs")
@@ -88,6 +90,19 @@ class DecoderConfig:
                         f"{len(factors)} factors of longrope for {self.n_rotated // 2} pairs of"
                         " rotated dims (short_factor, long_factor)"
                     )
+
+    def _attention_only(self, lora: Lora) -> Lora:
+        """The adapters of a mixture; the kernels of experts have none."""
+        there = tuple(name for name in TARGETS if TARGETS[name] in self.projections)
+        if set(lora.targets) == set(TARGETS):
+            return replace(lora, targets=there)
+        for name in lora.targets:
+            if name not in there:
+                raise UserError(
+                    f"student.lora.targets: {name} of a mixture is the experts', which have no"
+                    f" adapters; choose of {', '.join(there)}"
+                )
+        return lora
 
     @property
     def block(self) -> BlockKind:

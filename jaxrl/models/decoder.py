@@ -302,7 +302,7 @@ def _run(
 
 def _report(found: Any, routed: list[Routed] | None) -> None:
     """Appends what the routers of all layers did; `found` is a list of layers, or stacked."""
-    if routed is not None:
+    if routed is not None and jax.tree.leaves(found):
         stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *found) if type(found) is list else found
         routed.append(stacked)
 

@@ -22,7 +22,7 @@ from jaxrl.models import decoder
 from jaxrl.models.config import DecoderConfig
 from jaxrl.roles.scorer import Scorer
 from jaxrl.sharding.reshard import to_host
-from jaxrl.types import Aligned, Completion, End, Prompt, TrainBatch
+from jaxrl.types import Aligned, Completion, Continues, Prompt, TrainBatch
 
 TEXTS = ("the year 1987", " the\n\nthe", "naïve 1998 19", "x")
 K, BETA = 5, {"hidden": 0.4, "topk": 0.4, "sampled": 1.0}
@@ -92,7 +92,7 @@ def increments(logs, tokens, side, bits, given, ends, words):
     for at, token in enumerate(tokens):
         before = after if bits_of(words[at]) else 0.0
         more = (side.rank >= side.rank[token]) & (side.rank <= side.last[token])
-        if ends[at] == End.OF_A_CELL:
+        if ends[at] == Continues.OF_A_CELL:
             more &= side.cells == side.cells[token]
         own = logs[at, token]
         after = jax.nn.logsumexp(logs[at, more]) - own if ends[at] else 0.0

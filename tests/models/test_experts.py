@@ -16,6 +16,7 @@ from tiny_models import make_mesh, tiny_config, tiny_model
 from jaxrl.errors import UserError
 from jaxrl.models import decoder, experts
 from jaxrl.models.config import DecoderConfig
+from jaxrl.models.lora import Lora
 from jaxrl.models.packing import pack
 from jaxrl.types import Sequences
 
@@ -135,6 +136,14 @@ def test_what_a_mixture_does_not_support_is_refused(change: Any, message: str) -
     del raw["num_experts"]
     with pytest.raises(UserError, match=message):
         DecoderConfig.from_hf({"num_local_experts": 6} | raw | change)
+
+
+def test_adapters_of_a_mixture_are_those_of_its_attention() -> None:
+    config = tiny_config("qwen3_moe")
+    lora = replace(config, lora=Lora(rank=2, alpha=4)).lora
+    assert lora is not None and lora.targets == ("q_proj", "k_proj", "v_proj", "o_proj")
+    with pytest.raises(UserError, match="targets: up_proj of a mixture is the experts'"):
+        replace(config, lora=Lora(rank=2, alpha=4, targets=("q_proj", "up_proj")))
 
 
 def test_active_parameters_are_those_of_a_tokens_experts() -> None:

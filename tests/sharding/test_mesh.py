@@ -37,7 +37,7 @@ def test_every_role_gets_its_devices_and_computes_on_them(spec: str) -> None:
     meshes = role_meshes(jax.devices(), placement, axes)
     for role, mesh in meshes.items():
         assert [d.id for d in mesh.devices.flat] == list(placement.roles[role].devices)
-        assert mesh.axis_names == ("data", "fsdp", "tensor", "context")
+        assert mesh.axis_names == ("data", "fsdp", "tensor", "context", "expert")
         assert set(mesh.axis_types) == {AxisType.Auto}
         rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp", "tensor")))
         x = jax.device_put(np.arange(mesh.size, dtype=np.int32), rows)
