@@ -11,7 +11,7 @@ from jaxrl.models.families import FAMILIES
 from jaxrl.models.family import BlockKind
 from jaxrl.models.fields import given, number, size
 from jaxrl.models.kinds import LayerKind, read_windows
-from jaxrl.models.lora import Lora
+from jaxrl.models.lora import TARGETS, Lora
 from jaxrl.models.quantised import Quantisation, block_size, packed
 from jaxrl.models.rope import (
     DynamicRope,
@@ -74,6 +74,8 @@ class DecoderConfig:
         for name, dims in (("head_dim", self.head_dim), ("rotary_dims", self.rotary_dims)):
             if dims is not None and dims % 2:
                 raise UserError(f"{name}={dims} is odd: dims are rotated in pairs")
+        if self.lora is not None:
+            object.__setattr__(self, "lora", replace(self.lora, targets=self._named(self.lora)))
         for path, (n_in, _) in self.projections.items():
             if self.quantised is not None and block_size(n_in) % packed(self.quantised):
                 raise UserError(f"nf4 has two numbers in a byte, and {path} has {n_in} inputs")
@@ -142,7 +144,38 @@ class DecoderConfig:
 
     def adapter(self, path: str) -> Lora | None:
         """Of the projection at this path within a block; None where it has none."""
-        return self.lora if self.lora is not None and self.lora.adapts(path) else None
+        if self.lora is None:
+            return None
+        adapted = any(path in self.targets[name] for name in self.lora.targets)
+        return self.lora if adapted else None
+
+    @property
+    def targets(self) -> dict[str, tuple[str, ...]]:
+        """Name of a projection that may have an adapter, as in PEFT -> its path within a block; of
+        a tensor with the rows of several projections, their paths, of which the first has the A of
+        all."""
+        found: dict[str, tuple[str, ...]] = {}
+        for path, name in FAMILIES[self.family].layer.items():
+            if path.endswith("/kernel"):
+                target = name.split(".")[-2]
+                found[target] = (*found.get(target, ()), path.removesuffix("/kernel"))
+        return found
+
+    def has_a(self, path: str) -> bool:
+        """Whether an adapter of the projection at this path has an A of its own."""
+        return any(path == paths[0] for paths in self.targets.values())
+
+    def _named(self, lora: Lora) -> tuple[str, ...]:
+        """The targets of adapters by the names of this family."""
+        if set(lora.targets) == set(TARGETS):
+            return tuple(self.targets)
+        unknown = [name for name in lora.targets if name not in self.targets]
+        if unknown:
+            raise UserError(
+                f"{self.family} has no {', '.join(unknown)} that adapters could be for, but"
+                f" {', '.join(self.targets)} (student.lora.targets)"
+            )
+        return lora.targets
 
     @property
     def n_params(self) -> int:
@@ -160,8 +193,9 @@ class DecoderConfig:
         """Number of parameters that are trained: those of the adapters, where there are any."""
         if self.lora is None:
             return self.n_params
-        adapted = (sum(sizes) for path, sizes in self.projections.items() if self.adapter(path))
-        return self.n_layers * self.lora.rank * sum(adapted)
+        sizes = ((path, *both) for path, both in self.projections.items() if self.adapter(path))
+        each = sum(self.has_a(path) * n_in + n_out for path, n_in, n_out in sizes)
+        return self.n_layers * self.lora.rank * each
 
     @property
     def projections(self) -> dict[str, tuple[int, int]]:
