@@ -84,11 +84,9 @@ class ModelSource:
         """The same model with adapters to train, over kernels that are quantised or not. Raises
         UserError where it has others."""
         config = replace(self.config, lora=lora, quantised=quantised)
-        lora = config.lora or lora  # of a mixture: those of its attention
-        peft.check_family(self.name, config)
         if self.adapter is None:
             return replace(self, config=config)
-        own = self.adapter.lora
+        lora, own = config.lora or lora, self.adapter.lora
         same = (own.rank, set(own.targets)) == (lora.rank, set(lora.targets))
         if not same or not math.isclose(own.alpha, lora.alpha, rel_tol=1e-4):
             raise UserError(

@@ -92,7 +92,17 @@ class Section(BaseModel):
         return self
 
 
-Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+Projection = Literal[
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+    "qkv_proj",
+    "gate_up_proj",
+]
 ALL_LINEAR: tuple[Projection, ...] = (
     "q_proj",
     "k_proj",
@@ -123,7 +133,8 @@ class LoraConfig(Section):
     """Scale of what an adapter adds, times the rank. null: twice the rank."""
     targets: Projections = ALL_LINEAR
     """The projections that have adapters: `all-linear`, or a list of `q_proj`, `k_proj`, `v_proj`,
-    `o_proj`, `gate_proj`, `up_proj` and `down_proj`."""
+    `o_proj`, `gate_proj`, `up_proj` and `down_proj`; of Phi-3 `qkv_proj`, `o_proj`, `gate_up_proj`
+    and `down_proj`."""
     init: Literal["default", "gaussian"] = "default"
     """A at the start. default: uniform in +-1 / sqrt(in). gaussian: normal with the standard
     deviation 1 / rank."""

@@ -108,7 +108,9 @@ class Path:
             return Continues.NONE, 0
         of_its_cell = place in self.first
         bits = self.joining.after(self.tokens[place], of_its_cell)
-        return (Continues.OF_A_CELL if of_its_cell else Continues.ANY) if bits else Continues.NONE, bits
+        return (
+            Continues.OF_A_CELL if of_its_cell else Continues.ANY
+        ) if bits else Continues.NONE, bits
 
 
 @lru_cache(maxsize=4096)

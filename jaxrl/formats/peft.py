@@ -28,8 +28,7 @@ from jaxrl.formats.hub_names import model_name
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Params, abstract_params, init_params
 from jaxrl.models.encoder_config import of_file, read_json
-from jaxrl.models.families import FAMILIES
-from jaxrl.models.lora import TARGETS, Lora, frozen_and_trained
+from jaxrl.models.lora import TARGETS, Lora, frozen_and_trained, with_a
 from jaxrl.models.quantised import Quantisation
 from jaxrl.models.rules import param_shardings
 from jaxrl.sharding.mesh import is_primary
@@ -62,6 +61,9 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 }
 """Settings of PEFT -> the values with which an adapter is what `models.lora` computes; null is
 always one. Others, as PiSSA's, change the base weights too."""
+
+KNOWN = (*TARGETS, "qkv_proj", "gate_up_proj")
+"""Names of projections in some family."""
 
 Pair = tuple[np.ndarray, np.ndarray]
 
@@ -138,7 +140,7 @@ def read_settings(folder: Path) -> tuple[Lora, str, Quantisation | None]:
         if raw.get("use_rslora"):  # scaled by 1 / sqrt(r)
             alpha *= rank**0.5
         modules = raw.get("target_modules")
-        named = [t for t in TARGETS if t in modules] if isinstance(modules, list) else []
+        named = [t for t in KNOWN if t in modules] if isinstance(modules, list) else []
         held = raw.get(QUANTISED)
         if held not in (None, *get_args(Quantisation)):
             raise UserError(f"{QUANTISED}={held!r} must be one of {get_args(Quantisation)}")
@@ -149,15 +151,14 @@ def read_pairs(folder: Path, model: DecoderConfig, lora: Lora) -> tuple[Lora, di
     """The pairs of a folder by the name of their kernel's tensor, and the adapters with the targets
     that the file has. Raises UserError for a file that does not fit the model."""
     file = folder / WEIGHTS
-    check_family(str(folder), model)
     if not file.is_file():
         raise UserError(f"{folder}: {CONFIG} is there, and {WEIGHTS} is missing")
     tensors = hf.SafetensorsFolder(folder, (file,))
     found: dict[str, Pair] = {}
     unread = set(tensors.names)
     targets = []
-    for target, path in TARGETS.items():
-        names = kernels(model, path)
+    for target, paths in model.targets.items():
+        names = kernels(model, paths[0])
         if not unread.intersection(f"{_named(name)}.lora_A.weight" for name in names):
             continue
         targets.append(target)
@@ -176,21 +177,9 @@ def read_pairs(folder: Path, model: DecoderConfig, lora: Lora) -> tuple[Lora, di
         some = ", ".join(sorted(unread)[:3])
         raise UserError(
             f"{file}: {len(unread)} tensors belong to no projection of the model that an adapter is"
-            f" read for ({', '.join(TARGETS)}): {some}"
+            f" read for ({', '.join(model.targets)}): {some}"
         )
     return Lora(lora.rank, lora.alpha, tuple(targets)), found
-
-
-def check_family(name: str, model: DecoderConfig) -> None:
-    """Raises UserError for a family whose projections share tensors: PEFT has one adapter for
-    each tensor."""
-    fused = FAMILIES[model.family].fused
-    if fused:
-        raise UserError(
-            f"model {name!r} ({model.family}) has {', '.join(fused)} in tensors of several"
-            " projections, for which there are no adapters here: merge those of the model, or train"
-            " all weights (student.lora.rank=null)"
-        )
 
 
 def kernels(model: DecoderConfig, path: str) -> tuple[str, ...]:
@@ -203,11 +192,11 @@ def kernels(model: DecoderConfig, path: str) -> tuple[str, ...]:
 def pairs_of(model: DecoderConfig, adapters: Params) -> dict[str, Pair]:
     """The pairs of a stacked tree of numpy arrays, in float32."""
     found: dict[str, Pair] = {}
-    for path in _paths(model):
-        group, name = path.split("/")
-        one = adapters["layers"][group][name]
-        stacked = (one[key].astype(np.float32) for key in ("lora_a", "lora_b"))
-        found |= dict(zip(kernels(model, path), zip(*stacked, strict=True), strict=True))
+    for paths in _adapted(model):
+        each = [with_a(adapters["layers"][group], name) for group, name in map(_split, paths)]
+        a, b = each[0]["lora_a"], np.concatenate([one["lora_b"] for one in each], -1)
+        stacked = (x.astype(np.float32) for x in (a, b))
+        found |= dict(zip(kernels(model, paths[0]), zip(*stacked, strict=True), strict=True))
     return found
 
 
@@ -234,12 +223,14 @@ def load(
         return first
     shapes = frozen_and_trained(abstract_params(model, dtype))[1]
     tree: Any = {"layers": {}}
-    for path in _paths(model):
-        group, name = path.split("/")
-        stacked = (np.stack(x) for x in zip(*(pairs[k] for k in kernels(model, path)), strict=True))
-        tree["layers"].setdefault(group, {})[name] = dict(
-            zip(("lora_a", "lora_b"), stacked, strict=True)
-        )
+    for paths in _adapted(model):
+        each = [pairs[name] for name in kernels(model, paths[0])]
+        a, b = (np.stack(x) for x in zip(*each, strict=True))
+        ends = np.cumsum([model.projections[path][1] for path in paths])
+        for path, own in zip(paths, np.split(b, ends[:-1], -1), strict=True):
+            group, name = _split(path)
+            pair = {"lora_a": a, "lora_b": own} if path == paths[0] else {"lora_b": own}
+            tree["layers"].setdefault(group, {})[name] = pair
     tree = jax.tree.map(lambda leaf, shape: leaf.astype(shape.dtype), tree, shapes)
     if shardings is None:
         placed: Params = jax.device_put(tree)
@@ -324,10 +315,15 @@ def describe(folder: Path, model: DecoderConfig, base: str) -> None:
     (folder / CONFIG).write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
 
 
-def _paths(model: DecoderConfig) -> list[str]:
-    """Of the adapted projections within a block."""
+def _adapted(model: DecoderConfig) -> list[tuple[str, ...]]:
+    """The paths of each adapted tensor's projections within a block."""
     assert model.lora is not None
-    return [path for path in TARGETS.values() if model.lora.adapts(path)]
+    return [paths for name, paths in model.targets.items() if name in model.lora.targets]
+
+
+def _split(path: str) -> tuple[str, str]:
+    group, name = path.split("/")
+    return group, name
 
 
 def _named(kernel: str) -> str:

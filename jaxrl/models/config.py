@@ -25,6 +25,10 @@ from jaxrl.models.rope import (
 )
 
 
+ROUTER = "mlp/router"
+"""Path of a mixture's router within a block."""
+
+
 @dataclass(frozen=True)
 class DecoderConfig:
     """Shapes and constants of one decoder-only language model."""
@@ -78,8 +82,13 @@ class DecoderConfig:
         for name, dims in (("head_dim", self.head_dim), ("rotary_dims", self.rotary_dims)):
             if dims is not None and dims % 2:
                 raise UserError(f"{name}={dims} is odd: dims are rotated in pairs")
-        if self.lora is not None and self.experts is not None:
-            object.__setattr__(self, "lora", self._attention_only(self.lora))
+        if self.lora is not None:
+            object.__setattr__(self, "lora", replace(self.lora, targets=self._named(self.lora)))
+        if self.quantised is not None and self.experts is not None:
+            raise UserError(
+                f"student.base_dtype={self.quantised}: the experts of a mixture are not quantised;"
+                " choose float32 or bfloat16"
+            )
         for path, (n_in, _) in self.projections.items():
             if self.quantised is not None and block_size(n_in) % packed(self.quantised):
                 raise UserError(f"nf4 has two numbers in a byte, and {path} has {n_in} inputs")
@@ -90,19 +99,6 @@ class DecoderConfig:
                         f"{len(factors)} factors of longrope for {self.n_rotated // 2} pairs of"
                         " rotated dims (short_factor, long_factor)"
                     )
-
-    def _attention_only(self, lora: Lora) -> Lora:
-        """The adapters of a mixture; the kernels of experts have none."""
-        there = tuple(name for name in TARGETS if TARGETS[name] in self.projections)
-        if set(lora.targets) == set(TARGETS):
-            return replace(lora, targets=there)
-        for name in lora.targets:
-            if name not in there:
-                raise UserError(
-                    f"student.lora.targets: {name} of a mixture is the experts', which have no"
-                    f" adapters; choose of {', '.join(there)}"
-                )
-        return lora
 
     @property
     def block(self) -> BlockKind:
@@ -161,7 +157,39 @@ class DecoderConfig:
 
     def adapter(self, path: str) -> Lora | None:
         """Of the projection at this path within a block; None where it has none."""
-        return self.lora if self.lora is not None and self.lora.adapts(path) else None
+        if self.lora is None:
+            return None
+        adapted = any(path in self.targets[name] for name in self.lora.targets)
+        return self.lora if adapted else None
+
+    @property
+    def targets(self) -> dict[str, tuple[str, ...]]:
+        """Name of a projection that may have an adapter, as in PEFT -> its path within a block; of
+        a tensor with the rows of several projections, their paths, of which the first has the A of
+        all. Of a mixture only attention has any."""
+        found: dict[str, tuple[str, ...]] = {}
+        for leaf, name in FAMILIES[self.family].layer.items():
+            path = leaf.removesuffix("/kernel")
+            if path in self.projections and path != ROUTER:
+                target = name.split(".")[-2]
+                found[target] = (*found.get(target, ()), path)
+        return found
+
+    def has_a(self, path: str) -> bool:
+        """Whether an adapter of the projection at this path has an A of its own."""
+        return any(path == paths[0] for paths in self.targets.values())
+
+    def _named(self, lora: Lora) -> tuple[str, ...]:
+        """The targets of adapters by the names of this family."""
+        if set(lora.targets) == set(TARGETS):
+            return tuple(self.targets)
+        unknown = [name for name in lora.targets if name not in self.targets]
+        if unknown:
+            raise UserError(
+                f"{self.family} has no {', '.join(unknown)} that adapters could be for, but"
+                f" {', '.join(self.targets)} (student.lora.targets)"
+            )
+        return lora.targets
 
     @property
     def n_params(self) -> int:
@@ -188,8 +216,9 @@ class DecoderConfig:
         """Number of parameters that are trained: those of the adapters, where there are any."""
         if self.lora is None:
             return self.n_params
-        adapted = (sum(sizes) for path, sizes in self.projections.items() if self.adapter(path))
-        return self.n_layers * self.lora.rank * sum(adapted)
+        sizes = ((path, *both) for path, both in self.projections.items() if self.adapter(path))
+        each = sum(self.has_a(path) * n_in + n_out for path, n_in, n_out in sizes)
+        return self.n_layers * self.lora.rank * each
 
     @property
     def projections(self) -> dict[str, tuple[int, int]]:
@@ -197,7 +226,7 @@ class DecoderConfig:
         d, q, kv = self.d_model, self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
         attention = {"attn/q": (d, q), "attn/k": (d, kv), "attn/v": (d, kv), "attn/o": (q, d)}
         if self.experts is not None:
-            return attention | {"mlp/router": (d, self.experts.count)}
+            return attention | {ROUTER: (d, self.experts.count)}
         return attention | {
             "mlp/gate": (d, self.d_ff),
             "mlp/up": (d, self.d_ff),

@@ -89,12 +89,6 @@ class Family:
     (whose module imports this one)."""
 
     @property
-    def fused(self) -> tuple[str, ...]:
-        """Parameters within a block that share their tensor with others."""
-        names = list(self.layer.values())
-        return tuple(path for path, name in self.layer.items() if names.count(name) > 1)
-
-    @property
     def layer(self) -> dict[str, str]:
         """Parameter path within a block -> tensor name within `model.layers.N.`."""
         return LAYER | dict(self.tensors)

@@ -66,18 +66,29 @@ class Linear(nnx.Module):
         self.kernel = nnx.Param(kernel)
         self.kernel_scale = None if kernel_scale is None else nnx.Param(kernel_scale)
         self.bias = nnx.Param(jnp.zeros((n_out,))) if bias else None
-        self.lora_a = nnx.Param(lora.first(rngs.params(), n_in)) if lora else None
+        own = lora if config.has_a(path) else None
+        self.lora_a = nnx.Param(own.first(rngs.params(), n_in)) if own else None
         self.lora_b = nnx.Param(jnp.zeros((lora.rank, n_out))) if lora else None
         self.scale = lora.scale if lora else 0.0
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def low(self, x: jax.Array) -> jax.Array | None:
+        """What A makes of x, [n, rank]; None without an adapter."""
+        if self.lora_a is None:
+            return None
+        return self.scale * (x.reshape(-1, x.shape[-1]) @ self.lora_a[...].astype(x.dtype))
+
+    def __call__(self, x: jax.Array, low: jax.Array | None = None) -> jax.Array:
+        """
+        Args:
+            low: of another projection, whose A this one reads.
+        """
         rows = x.reshape(-1, x.shape[-1])  # on CPU the backward of a 3-D product is twice as slow
         if self.kernel_scale is None:
             y = rows @ self.kernel[...].astype(x.dtype)
         else:
             y = product(rows, self.kernel[...], self.kernel_scale[...])
-        if self.lora_a is not None and self.lora_b is not None:
-            low = self.scale * (rows @ self.lora_a[...].astype(x.dtype))
+        low = self.low(x) if low is None else low
+        if low is not None and self.lora_b is not None:
             y = y + low @ self.lora_b[...].astype(x.dtype)
         y = y.reshape(*x.shape[:-1], -1)
         if self.bias is not None:
@@ -105,7 +116,8 @@ class Attention(nnx.Module):
 
     def __call__(self, x: jax.Array, rope: Rope, attend: Attend) -> jax.Array:
         shape = (*x.shape[:2], -1, self.head_dim)
-        q, k, v = self.q(x), self.k(x), self.v(x)
+        low = None if self.k.lora_b is None or self.k.lora_a is not None else self.q.low(x)
+        q, k, v = self.q(x, low), self.k(x, low), self.v(x, low)
         if self.q_norm is not None and self.k_norm is not None:
             if self.norm_by_head:
                 q, k = q.reshape(shape), k.reshape(shape)
@@ -126,7 +138,8 @@ class GatedMLP(nnx.Module):
         self.activation = config.block.activation
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down(ACTIVATIONS[self.activation](self.gate(x)) * self.up(x))
+        low = None if self.up.lora_b is None or self.up.lora_a is not None else self.gate.low(x)
+        return self.down(ACTIVATIONS[self.activation](self.gate(x, low)) * self.up(x, low))
 
 
 class Kernels(nnx.Module):

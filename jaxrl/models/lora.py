@@ -24,8 +24,11 @@ TARGETS = {
     for path, name in LAYER.items()
     if path.endswith("/kernel")
 }
-"""Name of an adapted projection, as in PEFT -> its path within a block."""
+"""Name of an adapted projection, as in PEFT -> its path within a block, of Llama."""
 NAMES = ("lora_a", "lora_b")
+LEADERS = {"k": "q", "v": "q", "up": "gate"}
+"""Projection -> the one whose A it reads, in families where both are rows of one tensor: PEFT has
+one pair for each tensor."""
 
 
 @dataclass(frozen=True)
@@ -35,17 +38,13 @@ class Lora:
     rank: int
     alpha: float
     targets: tuple[str, ...] = tuple(TARGETS)
-    """Names of `TARGETS`."""
+    """Names of `DecoderConfig.targets`; those of `TARGETS` are all of any family."""
     init: LoraInit = "default"
     """Of A: uniform in +-1 / sqrt(in), or normal with the standard deviation 1 / rank."""
 
     @property
     def scale(self) -> float:
         return self.alpha / self.rank
-
-    def adapts(self, path: str) -> bool:
-        """Whether the projection at this path within a block has an adapter."""
-        return any(TARGETS[name] == path for name in self.targets)
 
     def first(self, key: jax.Array, n_in: int) -> jax.Array:
         """A [n_in, r] before training."""
@@ -82,19 +81,28 @@ def merged(params: Any, scale: float) -> Any:
     return _merged(params, scale, params["norm"]["scale"].dtype)
 
 
+def with_a(group: Any, name: str) -> Any:
+    """A projection of a group (attention, MLP) with the A that it reads of another one."""
+    own = group[name]
+    if not isinstance(own, dict) or "lora_b" not in own or "lora_a" in own:
+        return own
+    return own | {"lora_a": group[LEADERS[name]]["lora_a"]}
+
+
 def _merged(params: Any, scale: float, dtype: Any) -> Any:
     if isinstance(params, list):
         return [_merged(one, scale, dtype) for one in params]
     if not isinstance(params, dict):
         return params
-    if "lora_a" not in params and SCALE not in params:
-        return {name: _merged(value, scale, dtype) for name, value in params.items()}
+    if "lora_b" not in params and SCALE not in params:
+        whole = {name: with_a(params, name) for name in params}
+        return {name: _merged(value, scale, dtype) for name, value in whole.items()}
     kernel = params["kernel"]
     if SCALE in params:
         whole = dequantise(kernel, params[SCALE], jnp.float32)
     else:
         whole, dtype = kernel.astype(jnp.float32), kernel.dtype
-    if "lora_a" in params:
+    if "lora_b" in params:
         a, b = (params[name].astype(jnp.float32) for name in NAMES)
         whole = whole + scale * jnp.matmul(a, b, precision="highest")
     rest = {name: value for name, value in params.items() if name not in (*NAMES, SCALE)}

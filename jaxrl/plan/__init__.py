@@ -154,8 +154,6 @@ def make_plan(
     placement = place(config.mesh, [role for role in roles if role not in served], slices)
     student = model_config(config.student.model)
     student = replace(student, lora=lora_of(config), quantised=config.quantised)
-    if student.lora is not None:
-        peft.check_family(config.student.model, student)
     teachers = tuple(model_config(model) for model in config.teacher_models.values())
     teacher = max(teachers, key=_size, default=None)
     if teacher is None and config.teacher.cache is not None:

@@ -298,7 +298,10 @@ def test_a_border_that_a_token_from_further_back_would_have_crossed_is_none():
     bits = [int.from_bytes(words.tobytes(), "little") for words in row.left_out]
     h = 1 << ord("h") | 1 << 256
     assert bits == [0, h, 0, 0, h]
-    assert row.their_ends.tolist() == [Continues.OF_A_CELL, 0, 0, Continues.OF_A_CELL, 0] and not row.ends.any()
+    assert (
+        row.their_ends.tolist() == [Continues.OF_A_CELL, 0, 0, Continues.OF_A_CELL, 0]
+        and not row.ends.any()
+    )
 
 
 def test_a_tokenizer_that_does_not_spell_is_refused():

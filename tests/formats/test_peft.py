@@ -77,7 +77,8 @@ def test_what_is_written_is_read_again(folders, tmp_path):
         export(resolve_model(folders[0]), tmp_path / "none", adapters=True)
 
 
-def test_peft_loads_what_is_written(folders, tmp_path):
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_peft_loads_what_is_written(folders, fused, tmp_path, family):
     """As a run writes its final folder; where peft is installed, as no extra of ours asks for."""
     torch = pytest.importorskip("torch", reason="needs torch and peft to load adapters there")
     loader = pytest.importorskip("peft", reason="needs torch and peft to load adapters there")
@@ -87,12 +88,15 @@ def test_peft_loads_what_is_written(folders, tmp_path):
     first = trained.load_adapters(make_mesh(1, 2, 1), np.float32, 5)
     moved = jax.tree.map(lambda x: x + 0.1, first)
     peft.save(tmp_path / "final", trained.config, trained.base_name, moved)
-    base = AutoModelForCausalLM.from_pretrained(folders[0], dtype=torch.float32)
-    theirs = loader.PeftModel.from_pretrained(base, tmp_path / "final").eval()
+    name, final = folders[0], tmp_path / "final"
+    if family == "phi3":
+        name, _, _, final = fused
+    base = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    theirs = loader.PeftModel.from_pretrained(base, final).eval()
     tokens, _ = batch(BASE["vocab_size"])
     with torch.no_grad():
         expected = theirs(torch.from_numpy(tokens).long()).logits.numpy()
-    ours = load_model(tmp_path / "final").logits(tokens, np.ones_like(tokens, bool))
+    ours = load_model(final).logits(tokens, np.ones_like(tokens, bool))
     np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-4)
 
 
@@ -172,9 +176,46 @@ def test_other_adapters_than_asked_for_are_refused(folders):
     source = resolve_model(folders[1])
     with pytest.raises(UserError, match=r"has adapters of rank 2.*asks for rank 4"):
         source.with_lora(Lora(4, 8.0))
-    phi = {"model_type": "phi3", **BASE}
-    fused = DecoderConfig.from_hf(phi)
-    tensors = Memory(random_tensors(weights.tensor_shapes(fused), seed=1))
-    one = type(source)("phi", folders[0], fused, tensors, None)
-    with pytest.raises(UserError, match=r"attn/q/kernel.* in tensors of several projections"):
-        one.with_lora(Lora(4, 8.0))
+    with pytest.raises(
+        UserError, match=r"llama has no qkv_proj that adapters could be for, but q_"
+    ):
+        source.with_lora(Lora(4, 8.0, ("qkv_proj", "o_proj")))
+
+
+@pytest.fixture(scope="module")
+def fused(tmp_path_factory):
+    """A Phi-3 and adapters of all its projections, whose q, k and v are rows of one tensor."""
+    place = tmp_path_factory.mktemp("fused")
+    raw = {"model_type": "phi3", **BASE, "max_position_embeddings": 64}
+    config = DecoderConfig.from_hf(raw)
+    tensors = Memory(random_tensors(weights.tensor_shapes(config), seed=1))
+    base = write_folder(place / "base", config, tensors.values.__getitem__, dtype="float32")
+    trained = resolve_model(base).with_lora(Lora(2, 6.0))
+    first = trained.load_adapters(make_mesh(1, 2, 1), np.float32, 5)
+    moved = jax.tree.map(lambda x: x + np.linspace(0, 0.3, x.size).reshape(x.shape), first)
+    peft.save(place / "final", trained.config, trained.base_name, moved)
+    return base, trained, moved, place / "final"
+
+
+def test_projections_that_share_a_tensor_share_an_adapter(fused):
+    """One pair for each tensor, with one A: what a reader of the folder adds to the tensor is what
+    the model computes, and the adapters that it loads are those that were written."""
+    _, trained, moved, folder = fused
+    pairs = safetensors.numpy.load_file(folder / peft.WEIGHTS)
+    prefix = "base_model.model.model.layers.1.self_attn.qkv_proj"
+    heads = BASE["num_attention_heads"] + 2 * BASE["num_key_value_heads"]
+    width = heads * trained.config.head_dim
+    assert pairs[f"{prefix}.lora_A.weight"].shape == (2, BASE["hidden_size"])
+    assert pairs[f"{prefix}.lora_B.weight"].shape == (width, 2)
+    assert sum(x.size for x in pairs.values()) == trained.config.n_trained
+    settings = json.loads((folder / peft.CONFIG).read_text())
+    assert settings["target_modules"] == ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+    again = resolve_model(folder)
+    further = again.with_lora(Lora(2, 6.0))
+    loaded = further.load_adapters(make_mesh(1, 2, 2), np.float32, 0)
+    assert jax.tree.structure(loaded) == jax.tree.structure(moved)
+    assert all(map(np.array_equal, jax.tree.leaves(loaded), jax.tree.leaves(moved)))
+    tokens, mask = batch(BASE["vocab_size"])
+    _, beside = loss_and_logits(trained.config, join(trained.load(), moved), tokens, mask)
+    read = np.asarray(load_model(folder).logits(tokens, mask))
+    np.testing.assert_allclose(read[mask], beside[mask], rtol=0, atol=1e-4)

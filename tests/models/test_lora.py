@@ -41,14 +41,21 @@ def test_at_the_start_the_outputs_are_those_of_the_base_bit_for_bit():
     _, plain = loss_and_logits(config, base, tokens, mask)
     _, same = loss_and_logits(with_lora, join(base, first), tokens, mask)
     assert (plain == same).all()
-    assert {path for path in TARGETS.values() if EVERY.adapts(path)} == set(config.projections)
+    assert {(path,) for path in config.projections} == set(with_lora.targets.values())
     assert tuple(TARGETS) == ALL_LINEAR  # of the config, which imports no models
 
 
-@pytest.mark.parametrize("lora", [SOME, EVERY], ids=["some", "every"])
-@pytest.mark.parametrize("layout", ["stacked", "unstacked"])
-def test_merged_weights_compute_the_same(lora, layout):
-    config, base, adapters = adapted("qwen2", lora)
+@pytest.mark.parametrize(
+    ("name", "lora", "layout"),
+    [
+        ("qwen2", SOME, "stacked"),
+        ("qwen2", EVERY, "unstacked"),
+        ("phi3", EVERY, "stacked"),
+        ("phi3", Lora(3, 12.0, ("gate_up_proj", "o_proj")), "unstacked"),
+    ],
+)
+def test_merged_weights_compute_the_same(name, lora, layout):
+    config, base, adapters = adapted(name, lora)
     params = join(base, adapters)
     if layout == "unstacked":
         params = decoder.unstack(params)
@@ -56,7 +63,7 @@ def test_merged_weights_compute_the_same(lora, layout):
     _, ours = computed(config, params, tokens, mask)
     _, theirs = computed(config.base, merged(params, lora.scale), tokens, mask)
     ours, theirs = np.asarray(ours)[mask], np.asarray(theirs)[mask]
-    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-5)
     _, plain = computed(config.base, base, tokens, mask)
     assert np.abs(ours - np.asarray(plain)[mask]).max() > 0.1
 
