@@ -24,7 +24,6 @@ from jaxrl.models.rope import (
     written_rope,
 )
 
-
 ROUTER = "mlp/router"
 """Path of a mixture's router within a block."""
 

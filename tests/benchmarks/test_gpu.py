@@ -28,6 +28,7 @@ def rows():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_COMPILATION_CACHE_DIR", jax.config.jax_compilation_cache_dir)
         patch.setattr(gpu_sections, "SCHEDULES", ("one_step_off",))
+        patch.setattr("jaxrl.sharding.ceilings.TRY_S", 0.0)  # how close they come is not asked
         return [row for section in SECTIONS.values() for row in section(bench)]
 
 
@@ -49,7 +50,7 @@ def test_every_section_has_numbers(rows):
 
 PROGRAMS = {
     f"update of tiny, remat {remat}": ("actor", "update", {"actor": {"remat": remat}})
-    for remat in ("none", "dots", "full")
+    for remat in ("none", "full")
 } | {"score by tiny teacher": ("teacher", "score", {})}
 
 

@@ -11,24 +11,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from runs import GSPO, MESH, SHORT, losses, save_model
-from tiny_models import make_mesh
+from tiny_models import make_mesh, random_params
 
 from jaxrl import Config
 from jaxrl.algorithms.signals import completion_logprobs
 from jaxrl.errors import UserError
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import init_params
 from jaxrl.models.rules import param_shardings
 from jaxrl.train import train
 from jaxrl.types import Sequences
 
 MODEL = DecoderConfig("llama", 48, 32, 2, 4, 2, 8, 64, tie_embeddings=True, eos_ids=(1,))
-PROMPT, COMPLETION = 96, 1952
+PROMPT, COMPLETION = 96, 928
 TOKENS = PROMPT + COMPLETION
 
 
 def sequences() -> Sequences:
-    """One row of 2048 tokens."""
+    """One row of 1024 tokens."""
     tokens = np.random.default_rng(0).integers(0, MODEL.vocab_size, (1, TOKENS))
     real = np.ones((1, TOKENS), bool)
     return Sequences(tokens.astype(np.int32), real, real[:, PROMPT:])
@@ -38,7 +37,7 @@ def sequences() -> Sequences:
 def compiled(shape):
     """A program and its arguments: the log-probs of a long row, and their gradient."""
     mesh, given = make_mesh(*shape), jax.tree.map(jnp.asarray, sequences())
-    params = jax.device_put(init_params(MODEL, jax.random.key(0)), param_shardings(MODEL, mesh))
+    params = jax.device_put(random_params(MODEL), param_shardings(MODEL, mesh))
 
     def loss(params):
         logprobs = completion_logprobs(MODEL, params, given, mesh, temperature=1.0, chunk=256)
@@ -74,7 +73,7 @@ def test_a_layer_exchanges_heads_and_no_device_has_all_tokens_of_its_products():
 
 def test_a_run_learns_what_it_would_learn_without(tmp_path: Path):
     """Every role that has the axis, prompts that a group shares, and samples of the teacher."""
-    models = {role: save_model(tmp_path / role, 32, 2, seed) for seed, role in enumerate("st")}
+    models = {role: save_model(tmp_path / role, 32, 1, seed) for seed, role in enumerate("st")}
     given = [f"student.model={models['s']}", f"teacher.model={models['t']}", "eval.teacher=true"]
     found = []
     for name, more in {
@@ -93,7 +92,7 @@ def test_a_run_learns_what_it_would_learn_without(tmp_path: Path):
 
 
 def test_rewards_teach_what_they_would_without(tmp_path: Path):
-    given = [f"student.model={save_model(tmp_path / 's', 32, 2, 0)}", *GSPO, "eval.every=0"]
+    given = [f"student.model={save_model(tmp_path / 's', 32, 1, 0)}", *GSPO, "eval.every=0"]
     found = []
     for mesh in (
         ["mesh=actor=2,rollout=1"],

@@ -204,7 +204,7 @@ def test_a_run_keeps_nothing_of_a_step(tmp_path):
                 gc.collect()
                 used[end].append(in_use())
 
-    student = save_model(tmp_path / "student", 32, 2, seed=0)
+    student = save_model(tmp_path / "student", 32, 1, seed=0)
     teacher = save_model(tmp_path / "teacher", 48, 1, seed=1, rows=272)
     models = [f"student.model={student}", f"teacher.model={teacher}"]
     models += ["data.train=arithmetic:size=24", "batch_size=2", "max_new_tokens=4"]

@@ -48,7 +48,7 @@ def lengths(monkeypatch):
 
 
 def test_a_run_of_varied_lengths_compiles_once_for_each_size(tmp_path, lengths, compiled_programs):
-    student, teacher = (save_model(tmp_path / name, 32, 2, i) for i, name in enumerate("st"))
+    student, teacher = (save_model(tmp_path / name, 32, 1, i) for i, name in enumerate("st"))
     overrides = [
         f"student.model={student}",
         f"teacher.model={teacher}",

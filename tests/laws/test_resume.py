@@ -2,10 +2,9 @@
 
 import json
 import os
+import resource
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from contextlib import closing
@@ -17,7 +16,6 @@ from runs import (
     QUICK,
     STEPS,
     arguments,
-    cache_dir,
     losses,
     numbers,
     save_pair,
@@ -40,6 +38,10 @@ from jaxrl.telemetry.metrics import read_metrics
 from jaxrl.train import main, train
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
+
+
+FOUR = [*CONSTANT, "steps=4"]
+"""A short run, whose programs are those of runs of other lengths."""
 
 
 def by_default(schedule):
@@ -93,16 +95,21 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(models, tmp_path, undisturb
     assert samples[0] == samples[1]
 
 
-def test_a_signal_saves_and_ends_with_130(models, tmp_path, undisturbed):
-    whole = undisturbed("two_step_off")
+def test_a_signal_saves_and_ends_with_130(models, tmp_path, undisturbed, monkeypatch, capfd):
+    from jaxrl.roles.actor import Actor
+
+    whole, real = undisturbed("two_step_off"), Actor.update
     asked = ["schedule=two_step_off", "checkpoint.every=0"]
-    process = start(models, tmp_path / "run", *asked)
-    wait_for(tmp_path / "run" / "samples.jsonl", process)
-    while not (tmp_path / "run" / "samples.jsonl").read_text():
-        time.sleep(0.002)
-    process.send_signal(signal.SIGTERM)
-    told, _ = process.communicate(timeout=60)
-    assert process.returncode == 130, told
+
+    def signalled(self, *args, step, **kwargs):
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(self, *args, step=step, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Actor, "update", signalled)
+        assert trained_by(arguments(models, tmp_path / "run", *asked)) == 130
+    told = "".join(capfd.readouterr())
     assert "finishing the update that runs" in told and "Traceback" not in told
     step = store.newest(tmp_path / "run", print).step
     assert f"saved at step {step}" in told and 0 < step < STEPS
@@ -133,7 +140,7 @@ def test_other_meshes_go_on_with_it(models, tmp_path, capsys):
 @pytest.mark.parametrize("schedule", by_default("one_step_off"))
 def test_more_steps_continue_a_finished_run(models, tmp_path, undisturbed, schedule, capsys):
     """Also where the old end left no batch in flight, and an epoch ended."""
-    asked = [f"schedule={schedule}", "data.train=arithmetic:size=24", "steps=4"]
+    asked = [f"schedule={schedule}", "data.train=arithmetic:size=24", *FOUR]
     run(models, tmp_path / "run", *asked)
     again = run(models, tmp_path / "run", *asked)
     assert "has all of its 4 steps: nothing to do" in capsys.readouterr().out
@@ -287,7 +294,7 @@ def test_rows_after_the_checkpoint_and_a_torn_line_are_cut(models, tmp_path, und
 )
 def test_another_config_is_refused_with_its_keys(finished, capsys, override, told):
     before = sorted(path.name for path in finished.run_dir.iterdir())
-    command = [*arguments(finished.models, finished.run_dir, "steps=4"), override]
+    command = [*arguments(finished.models, finished.run_dir, *FOUR), override]
     assert trained_by(command) == 2
     error = capsys.readouterr().err
     assert told in error and "holds a run with another config" in error
@@ -302,19 +309,19 @@ class Finished:
 @pytest.fixture(scope="module")
 def finished(models, tmp_path_factory):
     folder = tmp_path_factory.mktemp("finished") / "run"
-    run(models, folder, "steps=4")
+    run(models, folder, *FOUR)
     return Finished(models, folder)
 
 
 def test_resume_never_and_must(finished, tmp_path, capsys, monkeypatch):
-    plain = arguments(finished.models, finished.run_dir, "steps=4")
+    plain = arguments(finished.models, finished.run_dir, *FOUR)
     assert trained_by([*plain, "--resume", "never"]) == 2
     assert "holds a run already" in capsys.readouterr().err
-    empty = arguments(finished.models, tmp_path / "none", "steps=4")
+    empty = arguments(finished.models, tmp_path / "none", *FOUR)
     assert trained_by([*empty, "--resume", "must"]) == 2
     assert "holds no run to resume" in capsys.readouterr().err
     monkeypatch.chdir(tmp_path)
-    named = [*arguments(finished.models, "x", "steps=1"), "run_dir=null", "name=n"]
+    named = [*arguments(finished.models, "x", *FOUR, "steps=1"), "run_dir=null", "name=n"]
     assert trained_by(named) == trained_by([*named, "--resume", "never"]) == 0
     assert (tmp_path / "runs" / "n-2" / "final").is_dir()
 
@@ -322,7 +329,7 @@ def test_resume_never_and_must(finished, tmp_path, capsys, monkeypatch):
 def test_other_training_data_of_the_same_name_are_refused(models, tmp_path, capsys):
     data = tmp_path / "train.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"{i}+1="}) + "\n" for i in range(20)))
-    asked = [f"data.train={data}", "data.eval=null", "eval.teacher=false", "steps=2"]
+    asked = [f"data.train={data}", "data.eval=null", "eval.teacher=false", *FOUR, "steps=2"]
     run(models, tmp_path / "run", *asked)
     data.write_text(data.read_text().replace("7+1", "7+2"))
     assert trained_by(arguments(models, tmp_path / "run", *asked, "steps=3")) == 2
@@ -333,7 +340,7 @@ def test_a_directory_in_use_is_refused(finished, capsys):
     from jaxrl.run.run_dir import Lock
 
     with closing(Lock(finished.run_dir)):
-        assert trained_by(arguments(finished.models, finished.run_dir, "steps=4")) == 2
+        assert trained_by(arguments(finished.models, finished.run_dir, *FOUR)) == 2
     assert f"is in use by pid {os.getpid()}" in capsys.readouterr().err
 
 
@@ -383,23 +390,22 @@ def test_a_checkpoint_is_a_model(finished):
     assert json.loads((folder / store.MANIFEST).read_text())["data"]["next_batch"] == 4
 
 
-def test_a_disk_that_is_full_stops_saving_not_training(models, tmp_path):
-    """The limit on the size of a file is the kernel's, as a full disk is; one save fits again."""
-    program = (
-        "import resource, sys; from jaxrl.config import cli; from jaxrl.train import main\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, resource.RLIM_INFINITY))\n"
-        "sys.exit(cli.run(main, sys.argv[1:]))"
-    )
-    asked = arguments(models, tmp_path / "run", "steps=6")
-    command = [sys.executable, "-c", program, *QUICK, *asked]
-    env = os.environ | {"JAX_COMPILATION_CACHE_DIR": cache_dir()}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
-    told = done.stdout + done.stderr
+def test_a_disk_that_is_full_stops_saving_not_training(models, tmp_path, undisturbed, capsys):
+    """The limit on the size of a file is the kernel's, as a full disk is."""
+    undisturbed("serial")  # its programs are compiled: none has to be kept on the full disk
+    capsys.readouterr()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, limits[1]))
+    try:
+        code = trained_by(arguments(models, tmp_path / "run"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    told, error = capsys.readouterr()
     assert told.count("Training continues, and so does saving") >= 3, told
-    assert "step 6/6" in told and not store.folders(tmp_path / "run")
+    assert f"step {STEPS}/{STEPS}" in told and not store.folders(tmp_path / "run")
     # The weights do not fit either, and that is the end of it.
-    assert done.returncode == 1 and "the trained model could not be written" in done.stderr
-    assert "no checkpoint could be written" in done.stderr and "jaxrl/train.py" not in told
+    assert code == 1 and "the trained model could not be written" in error
+    assert "no checkpoint could be written" in error and "jaxrl/train.py" not in told + error
 
 
 def test_an_interruption_that_cannot_save_in_time_says_so(models, tmp_path, monkeypatch):
@@ -423,7 +429,7 @@ def test_an_interruption_that_cannot_save_in_time_says_so(models, tmp_path, monk
 def test_a_checkpoint_folder_that_cannot_be_stops_saving_not_training(models, tmp_path, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").write_text("in the way")
-    result = run(models, tmp_path / "run", "steps=2")
+    result = run(models, tmp_path / "run", *FOUR, "steps=2")
     assert result.metrics[-1]["step"] == 2 and (tmp_path / "run" / "final").is_dir()
     told = capsys.readouterr().out
     assert "checkpoint 2 could not be written" in told and "there is none yet" in told
@@ -435,7 +441,7 @@ def test_the_best_checkpoint_follows_the_evaluation(models, tmp_path, monkeypatc
     row = {"eval/mean_completion_tokens": 1.0}
     evaluation = "jaxrl.run.reporting.evaluation_row"
     monkeypatch.setattr(evaluation, lambda *_: row | {"eval/accuracy": next(told)})
-    asked = ["checkpoint.every=1", "eval.every=1", "steps=5", "checkpoint.keep_last=1"]
+    asked = [*FOUR, "checkpoint.every=1", "eval.every=1", "steps=5", "checkpoint.keep_last=1"]
     result = run(models, tmp_path / "run", *asked)
     found = {c.step: c.manifest.accuracy for c in map(store.read, store.folders(result.run_dir))}
     assert found == {5: 0.1, 3: 0.9}
@@ -449,12 +455,12 @@ def test_trackers_get_less_time_after_a_failure(models, tmp_path, monkeypatch):
     closed = []
     still = SimpleNamespace(write=lambda *_: None, samples=lambda _: None, close=closed.append)
     monkeypatch.setattr("jaxrl.run.records.open_trackers", lambda *_: still)
-    run(models, tmp_path / "run", "steps=1")
+    run(models, tmp_path / "run", *FOUR, "steps=1")
 
     def broken(*given: object, **named: object) -> None:
         raise RuntimeError("broken")
 
     monkeypatch.setattr(Actor, "update", broken)
     with pytest.raises(RunError):
-        run(models, tmp_path / "failing", "steps=1")
+        run(models, tmp_path / "failing", *FOUR, "steps=1")
     assert closed == [CLOSE_S, HURRY_S] and HURRY_S < CLOSE_S

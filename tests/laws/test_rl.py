@@ -16,8 +16,6 @@ from runs import (
     numbers,
     save_model,
     save_reward_model,
-    start,
-    wait_for,
     weights,
 )
 
@@ -133,19 +131,6 @@ def test_a_stopped_run_goes_on_bit_for_bit(student, tmp_path, monkeypatch):
     parts = run(student, tmp_path / "run", *asked)
     assert numbers(parts) == numbers(whole) and weights(parts.run_dir) == weights(whole.run_dir)
     assert samples(parts) == samples(whole)
-
-
-@pytest.mark.slow
-def test_a_killed_run_goes_on_bit_for_bit(student, tmp_path):
-    asked = ["policy.kl_coef=0.1", "steps=8", "checkpoint.every=2", "schedule=two_step_off"]
-    whole = run(student, tmp_path / "whole", *asked)
-    victim = start([student], tmp_path / "run", *GSPO, *asked, "eval.every=1")
-    wait_for(tmp_path / "run" / "checkpoints" / "2" / store.MANIFEST, victim)
-    victim.kill()
-    victim.communicate()
-    assert victim.returncode == -signal.SIGKILL
-    parts = run(student, tmp_path / "run", *asked)
-    assert numbers(parts) == numbers(whole) and weights(parts.run_dir) == weights(whole.run_dir)
 
 
 def weighed(reward_model):

@@ -125,7 +125,7 @@ LENGTHS = {0: (3, 20), 1: (9, 1), 2: (1, 33)}
 """Prompt -> tokens of the student's and of the teacher's."""
 
 
-@pytest.mark.parametrize("axes", [(1, 1, 1), (2, 1, 1), (1, 1, 1, 2)], ids=str)
+@pytest.mark.parametrize("axes", [(2, 1, 1), (1, 1, 1, 2)], ids=str)
 def test_the_teacher_scores_its_own_prompt_with_the_same_completion(axes):
     """Log-probs of each completion's tokens, by a plain forward pass over one row at a time."""
     config, params = tiny_model("qwen2", mesh := make_mesh(*axes))

@@ -33,7 +33,8 @@ from jaxrl.types import Completion, Prompt
 NAMES = ("math", "code", "chat")
 WEIGHTS = {"math": 0.5, "chat": 1.5}
 ROWS = ("math", "chat", "math", "code", "chat")
-FAMILIES = {"math": "qwen2", "code": "llama", "chat": "qwen3"}
+FAMILIES = {"math": "qwen2", "code": "llama", "chat": "qwen2"}
+"""With weights of their own; the two of one family share a program."""
 SIGNALS = ("hidden", "topk", "student_topk", "sampled")
 VOCAB = 30
 
@@ -66,16 +67,20 @@ def config(signal, *overrides):
 
 
 def role(made, mesh, families=FAMILIES):
-    """The role of a run, and a scorer of each teacher alone."""
+    """The role of a run, a scorer of each teacher alone, and one that sends its hidden states."""
     projection = Projection.of(made, mesh, VOCAB)
-    models = {name: tiny_model(family, mesh) for name, family in families.items()}
+    named = enumerate(families.items())
+    models = {name: tiny_model(family, mesh, seed=i) for i, (name, family) in named}
     alone = Projection(made.distill, mesh, VOCAB)
     hidden = Projection(made.distill.model_copy(update={"signal": "hidden"}), mesh, VOCAB)
     each = alone if made.mixture is None else hidden
     together = Teachers(made, projection, max(model.d_model for model, _ in models.values()))
     for name, model in models.items():
         together.add(name, Scorer(*model, each))
-    return together, {name: Scorer(*model, alone) for name, model in models.items()}
+    scorers = [
+        {name: Scorer(*model, how) for name, model in models.items()} for how in (alone, hidden)
+    ]
+    return together, *scorers
 
 
 def scored(teacher, rollout, parts=1):
@@ -97,7 +102,7 @@ def scored(teacher, rollout, parts=1):
 def test_a_row_gets_what_its_own_teacher_says_alone(signal, axes, parts):
     made = config(signal, "data.teacher_key=kind", "distill.entropy_aware=true")
     rollout = batch(ROWS)
-    together, alone = role(made, make_mesh(*axes))
+    together, alone, _ = role(made, make_mesh(*axes))
     found = scored(together, rollout, parts)
     for name, scorer in alone.items():
         mine = [prompt.columns["kind"] == name for prompt in rollout.prompts]
@@ -114,7 +119,7 @@ def test_a_row_gets_what_its_own_teacher_says_alone(signal, axes, parts):
 def test_a_part_of_padding_alone_has_a_signal(mixture):
     """The last of six parts has the two rows that pad the batch."""
     made = config("hidden", "data.teacher_key=kind", *mixture)
-    together, alone = role(made, make_mesh(1, 1, 1))
+    together, alone, _ = role(made, make_mesh(1, 1, 1))
     parts = [together.score(batch(ROWS), part, 6) for part in range(6)]
     widths = [scorer.model.d_model for scorer in alone.values()]
     width = sum(widths) if mixture else max(widths)
@@ -136,10 +141,9 @@ def test_a_mixture_s_signal_is_that_of_the_mixed_distribution(kind, signal, axes
     made = config(signal, "data.teacher_key=kind", f"distill.mixture={kind}")
     rollout = batch(("code", WEIGHTS, WEIGHTS, {"chat": 2, "math": None}))
     mesh = make_mesh(*axes)
-    together, _ = role(made, mesh)
+    together, _, senders = role(made, mesh)
     found, shares = scored(together, rollout, parts), teacher_weights(made, rollout)
     np.testing.assert_allclose(shares[2:4], [[0.25, 0, 0.75]] * 2)
-    _, senders = role(config("hidden", "data.teacher_key=kind"), mesh)
     logs = [
         log_softmax(scored(one, rollout)["hidden"] @ np.asarray(head(one.params))[:VOCAB].T)
         for one in senders.values()
@@ -168,7 +172,7 @@ def models(tmp_path_factory):
     rows = [{"prompt": f"{i} + {i}", "kind": NAMES[i % 2], "answer": "1"} for i in range(40)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return {
-        "student": save_model(folder / "student", 32, 2, 0),
+        "student": save_model(folder / "student", 32, 1, 0),
         "math": save_model(folder / "math", 48, 1, 1),
         "code": save_model(folder / "code", 32, 1, 2, rows=270),
         "rows": str(folder / "rows.jsonl"),
@@ -281,7 +285,7 @@ def test_offloading_and_sharing_devices_change_nothing(models, tmp_path, how):
     together, found = run(models, tmp_path / "together", *keys, *turns)
     np.testing.assert_allclose(totals(together), totals(apart), rtol=2e-4)
     for name, value in wanted.items():
-        np.testing.assert_allclose(found[name], value, atol=2e-5, err_msg=name)
+        np.testing.assert_allclose(found[name], value, atol=5e-5, err_msg=name)
 
 
 def test_where_they_are_offloaded_one_at_a_time_is_loaded(models, monkeypatch):

@@ -74,8 +74,10 @@ def loss_of(kind, *, beta, shares=SHARES, **settings):
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize(
+    ("beta", "kind"),
+    [(0.0, "arithmetic"), (0.4, "arithmetic"), (0.4, "geometric"), (1.0, "geometric")],
+)
 def test_the_loss_is_the_divergence_from_the_dense_mixture(kind, beta):
     """Value and gradient; the same with `lean`, and with the entropy-aware term."""
 
@@ -115,8 +117,7 @@ def on_one_device(kind, lean):
     return jax.device_get(loss_of(kind, beta=0.4, lean=lean)(HIDDEN, HEAD))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", MESHES, ids=str)
+@pytest.mark.parametrize(("shape", "kind"), list(zip(MESHES, KINDS * 2, strict=True)), ids=str)
 def test_a_mesh_computes_what_one_device_does(kind, shape):
     for lean in (False, True):
         found = loss_of(kind, beta=0.4, lean=lean, mesh=mesh_of(shape))(HIDDEN, HEAD)

@@ -44,7 +44,8 @@ from jaxrl.teacher.service import ScoringService
 from jaxrl.train import train
 from jaxrl.types import Completion, Prompt, Rollout, TeacherSignal
 
-FAMILIES = {"math": "qwen2", "code": "llama", "chat": "qwen3"}
+FAMILIES = {"math": "qwen2", "code": "llama", "chat": "qwen2"}
+"""With weights of their own; the two of one family have equal programs."""
 NAMES = tuple(FAMILIES)
 VOCAB = 30
 WEIGHTS = {"math": 0.5, "chat": 1.5}
@@ -65,7 +66,7 @@ def services() -> dict[str, ScoringService]:
     mesh, turns = make_mesh(1, 1, 1), ThreadPoolExecutor(1)
 
     def service(name: str, family: str) -> ScoringService:
-        tensors = Memory(tiny_tensors(family))
+        tensors = Memory(tiny_tensors(family, NAMES.index(name)))
         source = ModelSource(name, Path(name), tiny_config(family), tensors, None)
         return ScoringService(source, Words(), mesh, "float32", turns=turns, offload=True)
 
@@ -123,7 +124,8 @@ def local(made: Config) -> Teachers:
         if made.mixture is None
         else made.distill.model_copy(update={"signal": "hidden"})
     )
-    models = {name: tiny_model(family, mesh) for name, family in FAMILIES.items()}
+    named = enumerate(FAMILIES.items())
+    models = {name: tiny_model(family, mesh, seed=i) for i, (name, family) in named}
     role = Teachers(made, projection, max(model.d_model for model, _ in models.values()))
     for name, model in models.items():
         role.add(name, Scorer(*model, Projection(each, mesh, VOCAB)))
