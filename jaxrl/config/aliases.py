@@ -130,7 +130,6 @@ _MISSING: dict[str, str] = {
     "there is no critic here: the algorithms compare the completions of a prompt": (
         "critic gamma lam gae_lambda vf_coef"
     ),
-    "there is no quantized training here; docs/limits.md": "load_in_4bit load_in_8bit",
     "the kind of attention is chosen for the device, there is no key for it": "attn_implementation",
     "padding is never computed, and there is no key for it": (
         "packing padding_free use_remove_padding"

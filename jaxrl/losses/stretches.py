@@ -34,7 +34,7 @@ def increments(
     path: PathLogprobs, given: Int[Array, "B C"], left_out: Int[Array, "B C W"]
 ) -> Float[Array, "B C"]:
     """Of each token its part in the increment of log F, nats, given the first cell of its stretch;
-    no gradient.
+    no gradient. F is the probability that a text begins so (arXiv 2410.09303), along one path.
 
     Args:
         given, left_out: as the path was computed with.

@@ -163,6 +163,7 @@ def public(hub: Hub) -> Hub:
 
 HERE_ALONE = {
     "self_distill_warmup": ["data.train=arithmetic"],  # a script makes its other data
+    "tools_warmup": ["data.train=arithmetic"],
     "qwen2.5_32b_to_7b_two_hosts": ["mesh=actor=2,rollout=2,teacher=4"],  # this process has 8
     "smollm2_gspo": ["max_prompt_tokens=400"],  # a token for each byte
     "smollm2_similarity": ["max_prompt_tokens=400"],
@@ -172,6 +173,7 @@ FIRST = {
     "quickstart_gspo_distilled",
     "self_distill",
     "self_distill_feedback",
+    "tools_gspo",
     "two_teachers",
 }
 """Configs that continue another run of ours, as the first lines of their files say."""

@@ -48,7 +48,7 @@ def test_devices_axes_and_limits_are_the_plans() -> None:
     assert [pool["devices"] for pool in record["pools"]] == [[0, 1], [2, 3], [4, 5, 6, 7]]
     assert [pool["limit"] for pool in record["pools"]] == [2_000_000_000] * 3
     actor = next(role for role in record["roles"] if role["role"] == "actor")
-    assert actor["axes"] == {"data": 1, "fsdp": 1, "tensor": 2, "context": 1}
+    assert actor["axes"] == {"data": 1, "fsdp": 1, "tensor": 2, "context": 1, "expert": 1}
     assert actor["devices"] == [0, 1]
     assert actor["peak"] == plan.accounts["actor"].peak
 
