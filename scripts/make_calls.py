@@ -30,9 +30,10 @@ def rows() -> Iterator[dict[str, str]]:
     draw = random.Random(0)
     for example in Arithmetic(digits=4, terms=2).examples(COUNT, start=FIRST):
         asked, answer = str(example.prompt), str(example.answer)
-        yield {"prompt": f"?{asked}", "completion": asked}
-        yield {"prompt": asked, "completion": asked if draw.random() < CALLS else answer}
-        yield {"prompt": f"{asked}{asked}{END}{answer}", "completion": answer}
+        call = f"({asked.rstrip('=')})"
+        yield {"prompt": f"?{asked}", "completion": call}
+        yield {"prompt": asked, "completion": call if draw.random() < CALLS else answer}
+        yield {"prompt": f"{asked}{call}{END}{answer}", "completion": answer}
 
 
 def main(path: Path) -> None:

@@ -8,7 +8,7 @@ differences are in `losses.algorithm_table`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -108,7 +108,8 @@ def _no_scores(config: Config) -> Prepare:
 def _teacher_scores(config: Config) -> Prepare:
     def prepare(rollout: Rollout, scores: RoleScores) -> tuple[TrainBatch, dict[str, float]]:
         signal = join_parts(scores["teacher"])
-        return TrainBatch(rollout.sequences, signal, rollout.sampler_logprobs), {}
+        sequences = replace(rollout.sequences, experts=rollout.experts)
+        return TrainBatch(sequences, signal, rollout.sampler_logprobs), {}
 
     return prepare
 

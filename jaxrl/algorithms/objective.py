@@ -69,12 +69,16 @@ def configured(config: Config) -> Objective:
         tau_negative=p.tau_negative,
         clip_log=p.clip_log,
     )
-    if p.opd_coef > 0 and objective.ratio == "sequence":
-        raise ValueError(
-            f"opd_coef={p.opd_coef:g} weighs single tokens, and the ratio of"
-            f" algorithm={config.algorithm} is one of whole sequences: take"
-            " algorithm=gspo_token, or policy.ratio=sequence_token"
-        )
+    by_turn = config.environment.name is not None and config.environment.credit == "turn"
+    for used, what in (
+        (p.opd_coef > 0, f"opd_coef={p.opd_coef:g} weighs single tokens"),
+        (by_turn, "environment.credit=turn weighs single turns"),
+    ):
+        if used and objective.ratio == "sequence":
+            raise ValueError(
+                f"{what}, and the ratio of algorithm={config.algorithm} is one of whole sequences:"
+                " take algorithm=gspo_token, or policy.ratio=sequence_token"
+            )
     return objective
 
 

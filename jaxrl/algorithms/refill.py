@@ -70,6 +70,8 @@ def refilled(sources: Sources, index: int) -> tuple[Future[Rollout], Future[Rewa
     batch = replace(
         batch,
         decode_steps=sum(rollout.decode_steps for rollout in rollouts),
+        waited_s=sum(rollout.waited_s for rollout in rollouts),
+        notes=tuple(note for rollout in rollouts for note in rollout.notes),
         student_topk=_student_topk(groups, batch),
     )
     metrics = _metrics(kept + spare, reports) | {"policy/prompts_replaced": float(len(spare))}

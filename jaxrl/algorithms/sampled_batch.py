@@ -42,6 +42,9 @@ def prepare_rewarded(config: Config) -> Prepare:
         else:
             advantages, reported = _advantages(config, rollout, rewards, scores)
         selection = select_groups(report.task, rollout.group_ids)  # before penalties
+        if advantages.ndim == 2:  # turns may differ where whole episodes do not
+            teaches = np.unique(rollout.group_ids[(advantages != 0).any(-1)])
+            selection = replace(selection, keep=np.isin(rollout.group_ids, teaches[teaches >= 0]))
         metrics |= reported | {f"policy/{name}": float(n) for name, n in selection.dropped.items()}
         keep = np.ones(len(rewards), bool)
         if config.dynamic_sampling != "off":
@@ -105,6 +108,8 @@ def _by_turn(
     for row, completion in enumerate(rollout.completions):
         own = [turn.reward for turn in completion.turns if turn.role == "assistant"]
         given = environment.weight * as_rewards(own)
+        if environment.weight == 0:
+            given[:] = np.nan
         if np.isnan(beside[row]):
             given[:] = np.nan
         elif others or np.isnan(given).all():

@@ -295,11 +295,12 @@ def actor(run: RunPrograms) -> Iterator[Program]:
         if m.aligned:
             frozen["cells"] = run.cells("actor")
     rewarded = c.learns_from_rewards
+    by_turn = c.environment.name is not None and c.environment.credit == "turn"
     batch = TrainBatch(
         sequences,
         signal,
         number,
-        advantages=shaped((n,), jnp.float32, rows) if rewarded else None,
+        advantages=(number if by_turn else shaped((n,), jnp.float32, rows)) if rewarded else None,
         ref_logprobs=number if rewarded and c.policy.kl_coef > 0 else None,
         old_logprobs=number if rewarded and c.updates_per_batch > 1 else None,
         in_policy=shaped((n,), bool, rows) if rewarded else None,

@@ -56,7 +56,7 @@ def load_rollout(path: Path, prompts: Sequence[Prompt], packing: Mapping[str, in
     with np.load(path, allow_pickle=False) as file:
         arrays = dict(file)
     words = json.loads(arrays["words"].tobytes())
-    if words["prompts"] is not None:
+    if words.get("prompts") is not None:
         pairs = zip(prompts, words["prompts"], strict=True)
         prompts = [_as_begun(prompt, **begun) for prompt, begun in pairs]
     ends = np.cumsum(arrays["lengths"])[:-1]
@@ -79,7 +79,9 @@ def load_rollout(path: Path, prompts: Sequence[Prompt], packing: Mapping[str, in
         )
         for tokens, logprobs, sampler_logprobs, reason, text, turns, failure, experts in zip(
             *pieces,
-            *(words[name] for name in ("finish_reasons", "texts", "turns", "failures")),
+            *(words[name] for name in ("finish_reasons", "texts")),
+            words.get("turns", [[]] * len(recorded)),
+            words.get("failures", [None] * len(recorded)),
             recorded,
             strict=True,
         )

@@ -86,6 +86,13 @@ class ModelSource:
         config = replace(self.config, lora=lora, quantised=quantised)
         if self.adapter is None:
             return replace(self, config=config)
+        if self.adapter.quantised != quantised:
+            under, asked = self.adapter.quantised or "floats", quantised or "null"
+            raise UserError(
+                f"student.model: {self.name}: its adapters were trained over {under}, and"
+                f" student.base_dtype={asked}: set student.base_dtype="
+                f"{self.adapter.quantised or 'null'}"
+            )
         lora, own = config.lora or lora, self.adapter.lora
         same = (own.rank, set(own.targets)) == (lora.rank, set(lora.targets))
         if not same or not math.isclose(own.alpha, lora.alpha, rel_tol=1e-4):

@@ -1429,6 +1429,11 @@ class Config(Section, metaclass=_Parsed):
             f"group_size={self.group_size} greedy completions of a prompt are all the same:"
             " set sampling.temperature above 0, or group_size=1",
         )
+        yield (
+            self.teacher.model == POLICY and self.student.base_dtype in ("int8", "nf4"),
+            f"teacher.model={POLICY} with student.base_dtype={self.student.base_dtype}: the teacher"
+            " would hold floats, and not begin as the policy does: set base_dtype=bfloat16",
+        )
         if self.environment.name is not None:
             yield from self._rules_with_environment()
         if self.learns_from_rewards:

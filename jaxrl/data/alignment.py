@@ -310,7 +310,7 @@ class _Paths:
         if mine.tokens[ours] != names[0]:
             if mine.joining.always_joins(names[0]):
                 self.cells[0][ours] = LONGER - cell
-        elif its.tokens[theirs] != names[1]:
+        elif its.tokens[theirs] != names[1] and ours + 1 < len(mine.tokens):
             bits = [p.joining.after(name, True) for p, name in zip(self._paths, names, strict=True)]
             self.cells[0][ours + 1] = LEFT_OUT
             self.left_out[0][ours + 1] = words(bits[0] | bits[1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -132,7 +133,9 @@ class Episodes:
             return prompt
         given: str | Sequence[Message] = messages if messages is not None else str(first)
         try:
-            tokens = encode_prompt(self.tokenizer, given, facts.tools)
+            own = prompt.columns.get("tools")
+            tools = (*(own if isinstance(own, tuple) else ()), *facts.tools)
+            tokens = encode_prompt(self.tokenizer, given, tools)
         except UserError as error:
             raise UserError(f"{KEY}: {self.source.text}, prompt {prompt.id}: {error}") from error
         most = self.config.max_prompt_tokens
@@ -327,6 +330,8 @@ class EpisodeBatch:
             total = len(self._prompts) * self._n
             late = sum(one.kind == "timeout" for one in self.failures.values())
             first = next(iter(self.failures.values()))
+            if self._journal is not None:
+                self._journal.forget_failures()
             raise RunError(
                 f"{KEY}: {self._all.source.text} failed in {len(self.failures)} of {total} episodes"
                 f" ({late} timeouts, {len(self.failures) - late} exceptions or ended processes),"
@@ -340,8 +345,10 @@ class EpisodeBatch:
         if (prompt, sample) not in self._episodes:
             row = self._prompts[prompt]
             key = (self._number, prompt, sample)
-            chain = _digest(self._all.source.text, self._all.source.digest, repr(row.tokens))
-            self._episodes[prompt, sample] = _Episode(Session(key, row_of(row)), chain=chain)
+            columns = row_of(row)
+            known = json.dumps(columns, sort_keys=True, default=repr)
+            chain = _digest(self._all.source.text, self._all.source.digest, known)
+            self._episodes[prompt, sample] = _Episode(Session(key, columns), chain=chain)
         return self._episodes[prompt, sample]
 
 

@@ -36,6 +36,7 @@ class Journal:
         """What an earlier process recorded; of two records of one place, the later."""
         self._waiting: list[str] = []
         self._writing = asyncio.Lock()
+        self._forgets = False
         self._refused = False
         """The disk has refused an answer."""
         for record in _records(self.path):
@@ -44,6 +45,8 @@ class Journal:
     async def add(self, place: Place, record: dict[str, Any]) -> None:
         """Writes an answer; on the disk when this returns. A disk that refuses it is reported, and
         stops no run."""
+        if self._forgets and "failure" in record:
+            return
         self._waiting.append(json.dumps({"place": place, **record}) + "\n")
         async with self._writing:  # what comes while another is written is written at once
             lines, self._waiting = self._waiting, []
@@ -58,6 +61,17 @@ class Journal:
                         " asks its environments again"
                     )
                 self._refused = True
+
+    def forget_failures(self) -> None:
+        """Leaves none of the batch's failures, so that a run that ended because of them asks its
+        environments again once it is resumed."""
+        self._forgets = True
+        kept = [record for record in _records(self.path) if "failure" not in record]
+        new = self.path.with_suffix(".new")
+        with suppress(OSError):
+            new.write_text("".join(json.dumps(record) + "\n" for record in kept))
+            store.settle(new)
+            new.replace(self.path)
 
     def _write(self, text: str) -> None:
         self.path.parent.mkdir(exist_ok=True)

@@ -189,7 +189,11 @@ class _Host:
     ) -> tuple[tuple[Message, ...] | str, _Live]:
         environment = await self._call(say, self._kind)
         environment.row = row
-        first = self._checked(first_messages, await self._call(say, environment.reset, row))
+        first = await self._call(say, environment.reset, row)
+        if type(environment).reset is not Environment.reset:
+            first = self._checked(first_messages, first)
+        elif not isinstance(first, str):
+            first = tuple(dict(message) for message in first)
         return first, _Live(environment, _as_messages(first))
 
     async def _stepped(self, say: Say, live: _Live, text: str) -> Observation:

@@ -100,7 +100,8 @@ def facts_of(source: EnvironmentSource, kind: type[Environment]) -> EnvironmentF
     if not made.tools and kind.step is Environment.step:
         raise UserError(f"{KEY}: {source.text} has neither a method `step` nor `tools`")
     schemas = [_schema(source, tool) for tool in made.tools]
-    made.close()
+    if not inspect.iscoroutinefunction(made.close):
+        made.close()
     return EnvironmentFacts(kind.reset is not Environment.reset, schemas)
 
 

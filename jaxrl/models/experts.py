@@ -96,8 +96,8 @@ def mix(
 ) -> tuple[jax.Array, Routed]:
     """Sum over a token's experts of weight * down(act(gate(x)) * up(x)).
 
-    The router is computed in float32: probabilities by a softmax over all experts, of which the k
-    largest are chosen.
+    The router's logits are summed in float32, and all that follows is computed in it: probabilities
+    by a softmax over all experts, of which the k largest are chosen.
 
     Args:
         x: [B, T, D], on a mesh its rows over the axes `ROWS`.
@@ -148,8 +148,8 @@ def route(
         given = recorded.astype(jnp.int32)
         ids = jnp.where(given < 0, ids, given)
     weights = jnp.take_along_axis(probs, ids, -1)
-    if experts.normalised:
-        weights = weights / weights.sum(-1, keepdims=True)
+    if experts.normalised:  # over the chosen ones, which may be improbable where they are replayed
+        weights = jax.nn.softmax(jnp.take_along_axis(logits, ids, -1), -1)
     return ids, weights, -(probs * logprobs).sum(-1)
 
 

@@ -218,8 +218,8 @@ def _muon_scratch(model: DecoderConfig, axes: Axes, moment_dtype: DType) -> int:
     item = ITEMSIZE[moment_dtype]
     kernels = trained_shards(model, axes.gathered)
     kernels = tuple(s for s in kernels if s.path.endswith(("kernel", *NAMES)))
-    kernels = tuple(s for s in kernels if len(s.shape) == 3)
-    squares = [s.shape[0] * min(s.shape[1:]) ** 2 * item for s in kernels]
+    kernels = tuple(s for s in kernels if len(s.shape) >= 3)
+    squares = [math.prod(s.shape[:-2]) * min(s.shape[-2:]) ** 2 * item for s in kernels]
     if axes.weights > 1:
         work = GATHERED_BY_MUON * max(s.size for s in kernels) * item
     else:

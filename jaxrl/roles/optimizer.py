@@ -14,7 +14,7 @@ from optax.contrib import MuonDimensionNumbers, muon
 
 from jaxrl.config.schema import OptimizerConfig
 from jaxrl.models.lora import NAMES
-from jaxrl.types import Tree
+from jaxrl.types import Array, Tree
 
 Schedule = Callable[[int | jax.Array], float | jax.Array]
 ROUNDING_SEED = 0x0DD
@@ -176,6 +176,10 @@ def state_shardings(
 
 
 def _muon_dims(params: Tree) -> Tree:
-    """Muon for the kernels of the blocks [L, in, out]; Adam, its fallback, for the rest."""
-    dims = MuonDimensionNumbers(reduction_axis=1, output_axis=2)
-    return jax.tree.map(lambda kernel: dims if kernel else None, decayed(params))
+    """Muon for the kernels of the blocks [L, in, out] and of experts [L, E, in, out]; Adam, its
+    fallback, for the rest."""
+
+    def dims(kernel: bool, x: Array) -> MuonDimensionNumbers | None:
+        return MuonDimensionNumbers(x.ndim - 2, x.ndim - 1) if kernel else None
+
+    return jax.tree.map(dims, decayed(params), params)

@@ -14,7 +14,7 @@ from jaxrl.rewards.scoring import RewardFunctions, RewardReport
 from jaxrl.roles.reward_model import BATCH_TOKENS, RewardScorer, RewardSource, render
 from jaxrl.runtime.worker import detail, phase
 from jaxrl.sharding.ledger import current
-from jaxrl.types import Prompt, Rollout
+from jaxrl.types import Completion, Prompt, Rollout
 
 
 class Reward:
@@ -71,7 +71,7 @@ class RewardModel:
     def score(self, rollout: Rollout) -> np.ndarray:
         """Rewards [B] float32, in the model's own unit; 0 at padding rows."""
         sequences = [
-            render(self._scorer.tokenizer, chat_or_text(prompt), completion.text)
+            render(self._scorer.tokenizer, before_last_turn(prompt, completion), completion.text)
             for prompt, completion in zip(rollout.prompts, rollout.completions, strict=True)
         ]
         with phase("scores"):
@@ -84,6 +84,16 @@ class RewardModel:
     def cut(self) -> int:
         """How many sequences of the last batch were too long and lost their beginning."""
         return self._cut
+
+
+def before_last_turn(prompt: Prompt, completion: Completion) -> str | Sequence[Message]:
+    """What the last turn of a completion answers: the prompt and, of an episode, all turns before
+    it, as messages where the prompt is a chat."""
+    begun, turns = chat_or_text(prompt), completion.turns[:-1]
+    if isinstance(begun, str):
+        return begun + "".join(turn.text for turn in turns)
+    roles = {"assistant": "assistant", "environment": "user"}
+    return [*begun, *({"role": roles[turn.role], "content": turn.text} for turn in turns)]
 
 
 def chat_or_text(prompt: Prompt) -> str | Sequence[Message]:

@@ -122,8 +122,9 @@ class Sampler:
         self._most = max_new_tokens or config.max_new_tokens
         longest = max(self._most, config.eval.max_new_tokens or 0)
         self._teacher = teacher
-        self._said: list[str] = []
-        self._episodes = episodes(self._said.append)
+        self.notes: list[str] = []
+        """What a user should know of the environments, since the last batch."""
+        self._episodes = episodes(self.notes.append)
         if self._episodes is not None and jax.process_count() > 1:
             raise UserError(
                 f"environment.name={config.environment.name} needs a rollout in one process, and"
@@ -247,9 +248,9 @@ class Sampler:
             rollout,
             decode_steps=stats.decode_steps,
             waited_s=stats.waiting_seconds,
-            notes=tuple(self._said),
+            notes=tuple(self.notes),
         )
-        self._said.clear()
+        self.notes.clear()
         if self.config.distill.signal != "student_topk":
             return rollout
         with phase("top-k of the policy"):

@@ -57,7 +57,7 @@ def judged(
     """The scores of each prompt's samples, in the order of `groups`."""
     prompts = [prompt for held_out in sets for prompt in held_out.prompts]
     return [
-        [judge(completion.text, prompt) for completion in group]
+        [None if one.failure else judge(one.text, prompt) for one in group]
         for prompt, group in zip(prompts, groups, strict=True)
     ]
 
@@ -162,6 +162,9 @@ def _named(
     rewards = episode_rewards(completions, 1.0)
     if not np.isnan(rewards).all():
         row[f"{prefix}/environment_reward"] = float(np.nanmean(rewards))
+    if any(completion.turns for completion in completions):
+        failed = sum(completion.failure is not None for completion in completions)
+        row[f"{prefix}/environment_failures"] = float(failed)
     return row
 
 

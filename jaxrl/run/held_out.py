@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -235,11 +236,13 @@ def _sample(job: Evaluation) -> tuple[list[list[Completion]], list[EngineStats]]
     groups, speeds = [], []
     # A notebook says that it shows colours, which is no terminal.
     terminal = Console(stderr=True, force_jupyter=False, force_terminal=sys.stderr.isatty())
-    with terminal.status(_Progress(working)):
+    with closing(sampler), terminal.status(_Progress(working)):
         for held_out in job.sets:
             working.name = held_out.name or "data.eval"
             groups += sampler.sample(held_out.prompts)
             speeds.append(sampler.engine.stats)
+        for note in sampler.notes:
+            terminal.print(note, markup=False)
     return groups, speeds
 
 

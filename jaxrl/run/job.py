@@ -200,7 +200,13 @@ def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
         notes += _check_rewards(config, train, given or {})
     if config.environment.name is not None:
         with pool_of(config, workers=1) as environments:
-            environments.facts()
+            facts = environments.facts()
+        if config.teacher.prompt is not None and (facts.resets or facts.tools):
+            raise UserError(
+                f"teacher.prompt is about the rows' own prompts, and {config.environment.name}"
+                " makes others, by its `reset` or its tools: set teacher.prompt=null, or give an"
+                " environment without both"
+            )
     for name, their_tokenizer in found.theirs.items() if own is None else ():
         with _about(name, teachers):
             check_same_prompts(tokenizer, their_tokenizer, prompts)

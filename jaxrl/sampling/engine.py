@@ -227,7 +227,7 @@ class Engine:
             run = _Run(self, params, prompts, n, sampling, knobs, samples, partner, record_experts)
             run.loop(abort, on_tokens)
         done = [sample.completion() for sample in samples]
-        self.stats.generated_tokens = sum(len(c.tokens) for c in done)
+        self.stats.generated_tokens = sum(int(c.sampled.sum()) for c in done)
         self.stats.seconds = time.perf_counter() - started
         return [done[i * n : (i + 1) * n] for i in range(len(prompts))]
 

@@ -82,6 +82,9 @@ def _evaluation(prefix: str, where: str) -> dict[str, Metric]:
         f"{prefix}/environment_reward": Metric(
             "reward", f"mean sum of an episode's rewards by its environment, on {where}"
         ),
+        f"{prefix}/environment_failures": Metric(
+            "episodes", f"episodes whose environment failed; they are not judged, on {where}"
+        ),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from jaxrl import Config
 from jaxrl.algorithms.advantages import group_advantages, turn_advantages
+from jaxrl.algorithms.objective import configured
 from jaxrl.algorithms.sampled_batch import prepare_rewarded
 from jaxrl.checkpoint.rollouts import load_rollout, save_rollout
 from jaxrl.data.batch import make_rollout
@@ -150,3 +152,39 @@ def test_a_sample_shows_the_turns() -> None:
     plain = replace(completion, turns=())
     alone = Sample.of(PROMPTS[0], plain, step=1, split="train", policy_version=0, score=None)
     assert alone.turns is None and alone.completion == "last"
+
+
+def test_turns_are_credited_where_whole_episodes_are_equal() -> None:
+    """Dynamic sampling keeps a prompt whose episodes differ in their turns alone."""
+    equal = [[episode(1.0, 0.0), episode(0.0, 1.0)], [episode(1.0), episode(1.0)]]
+    batch = make_rollout(PROMPTS, equal, policy_version=0, **PACKING)
+    made = config(credit="turn")
+    policy = made.policy.model_copy(update={"dynamic_sampling": "drop"})
+    made = made.model_copy(update={"policy": policy})
+    with RewardFunctions(made.rewards, 32, 60.0, environment=made.environment) as rewards:
+        report = rewards.score(batch)
+    trained, _ = prepare_rewarded(made)(batch, {"reward": [report]})
+    assert trained.in_policy.tolist() == [True, True, False, False]
+
+
+def test_whole_ratios_have_no_credit_of_turns() -> None:
+    refused = config(credit="turn").model_copy(update={"algorithm": "gspo"})
+    with pytest.raises(ValueError, match="environment.credit=turn weighs single turns"):
+        configured(refused)
+    assert configured(config(credit="turn")).ratio == "token"
+
+
+def test_batches_of_older_checkpoints_are_read(tmp_path: Path) -> None:
+    """They say nothing of turns."""
+    plain = [[replace(one, turns=(), failure=None) for one in group] for group in EPISODES]
+    saved = make_rollout(PROMPTS, plain, policy_version=0, **PACKING)
+    save_rollout(tmp_path / "new.npz", saved)
+    with np.load(tmp_path / "new.npz") as file:
+        arrays = dict(file)
+    words = json.loads(arrays["words"].tobytes())
+    for name in ("turns", "failures", "prompts"):
+        del words[name]
+    arrays["words"] = np.frombuffer(json.dumps(words).encode(), np.uint8)
+    np.savez(tmp_path / "old.npz", **arrays)
+    loaded = load_rollout(tmp_path / "old.npz", PROMPTS, PACKING)
+    assert [c.tokens for c in loaded.completions] == [c.tokens for c in saved.completions]

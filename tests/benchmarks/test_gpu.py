@@ -86,7 +86,7 @@ def test_arrays_stand_where_the_abstract_ones_say():
 def test_a_measured_launch_runs_all_its_steps_in_every_slot():
     run = describe(TINY, jax.devices()[:1], rollout={"slots": 4})
     program = run.program("rollout", "decode")
-    _, out = program.compile()(*arguments(run, program))
+    _, out, _ = program.compile()(*arguments(run, program))
     assert out.shape[:2] == (TINY.launch, 4)
     assert (np.asarray(out)[:, :, 0] > decode.IDLE).all()
 

@@ -227,3 +227,24 @@ def test_a_disk_that_refuses_records_stops_nothing(tmp_path: Path) -> None:
         _, partner = episodes.begin(prompts("one", "two"), n=1, step=0)
         assert [reply(partner, (place, 0), "a").text for place in (0, 1)] == ["a", "a"]
     assert len(notes) == 1 and "cannot be written" in notes[0]
+
+
+def test_failures_that_ended_a_run_are_asked_for_again(tmp_path: Path) -> None:
+    with made("Echo", run_dir=tmp_path, max_failures=0.2) as episodes:
+        _, partner = episodes.begin(prompts("one"), n=2, step=0)
+        assert reply(partner, (0, 0), "a").text == "a"
+        with pytest.raises(RunError, match="failed in 1 of 2 episodes"):
+            reply(partner, (0, 1), "raise")
+    (file,) = (tmp_path / "episodes").glob("*.jsonl")
+    (record,) = map(json.loads, file.read_text().splitlines())
+    assert record["messages"][0]["content"] == "a"
+
+
+def test_records_of_another_row_do_not_count(tmp_path: Path) -> None:
+    """A column that was corrected between two processes, under the same prompt."""
+    for door, told in ((1, "a"), (1, "a"), (2, "a")):
+        with made("Echo", run_dir=tmp_path) as episodes:
+            _, partner = episodes.begin(prompts("one", door=door), n=1, step=0)
+            assert reply(partner, (0, 0), told).text == told
+    (file,) = (tmp_path / "episodes").glob("*.jsonl")
+    assert len(file.read_text().splitlines()) == 2

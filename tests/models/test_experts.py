@@ -153,3 +153,17 @@ def test_active_parameters_are_those_of_a_tokens_experts() -> None:
     assert config.n_params - config.n_active == config.n_layers * (6 - 2) * one
     whole = replace(config, experts=replace(config.experts, chosen=6))
     assert whole.n_active == config.n_params
+
+
+def test_weights_of_replayed_experts_are_numbers_however_improbable_they_are() -> None:
+    mixture = experts.Experts(count=4, chosen=1, normalised=True, dense_width=8)
+    x, router = jnp.eye(4)[:1], jnp.zeros((4, 4)).at[0, 0].set(200.0)
+    ids, weights, _ = experts.route(mixture, x, router, jnp.array([[1]], jnp.int8))
+    assert ids.tolist() == [[1]] and weights.tolist() == [[1.0]]
+
+
+def test_the_number_of_experts_under_either_name() -> None:
+    raw = tiny_config("qwen3_moe").to_hf("float32")
+    count = raw.pop("num_experts")
+    config = DecoderConfig.from_hf({**raw, "num_experts": None, "num_local_experts": count})
+    assert config.experts is not None and config.experts.count == count

@@ -182,3 +182,17 @@ def test_moments_lie_where_their_parameters_do(name):
             )
             assert leaf.dtype == jnp.bfloat16 or name == "adafactor"
     assert matched == {"adamw": 2, "adam": 2, "sgd": 1, "lion": 1, "adafactor": 1, "muon": 1}[name]
+
+
+def test_muon_takes_each_kernel_of_experts_by_itself():
+    """A change of such kernels is that of the same kernels in a stack of matrices."""
+    kernels = jax.random.normal(jax.random.key(0), (2, 3, 8, 6))
+
+    def change(x):
+        tree = {"layers": {"mlp": {"gate": {"kernel": x}}}}
+        optimizer = make_optimizer(config(name="muon", weight_decay=0.0), 10, jnp.float32)
+        updates, _ = optimizer.update(tree, optimizer.init(tree), tree)
+        return updates["layers"]["mlp"]["gate"]["kernel"]
+
+    apart = change(kernels.reshape(6, 8, 6)).reshape(kernels.shape)
+    np.testing.assert_allclose(change(kernels), apart, rtol=1e-4, atol=1e-6)

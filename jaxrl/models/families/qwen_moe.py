@@ -17,7 +17,7 @@ COUNT, CHOSEN, WIDTH = 128, 8, 768
 
 def prepare(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """transformers 5 writes the number of experts under another name."""
-    return {"num_experts": raw.get("num_local_experts"), **raw}
+    return {**raw, "num_experts": given(raw.get("num_experts"), raw.get("num_local_experts"))}
 
 
 def read(raw: Mapping[str, Any]) -> dict[str, Any]:
