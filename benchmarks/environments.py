@@ -69,7 +69,8 @@ def main() -> None:
     # Nearly uniform over all tokens, of which this share ends a turn.
     ends = tuple(range(0, model.config.vocab_size, given.turn_tokens))
     sampling = SamplingParams(longest, temperature=1000.0, eos_ids=ends)
-    prompts = np.random.default_rng(0).integers(10, 1000, (given.episodes, 32)).tolist()
+    most = min(1000, model.config.vocab_size)
+    prompts = np.random.default_rng(0).integers(0, most, (given.episodes, 32)).tolist()
     speeds: dict[float, list[float]] = {0.0: [], given.seconds: []}
     for number in range(given.repeats + 1):
         for seconds, found in speeds.items():
