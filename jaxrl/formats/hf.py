@@ -16,7 +16,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jaxrl.errors import UserError
-from jaxrl.formats import weights
+from jaxrl.formats import mxfp4, weights
 from jaxrl.formats.dtypes import STORED, WRITTEN
 from jaxrl.models.config import DecoderConfig, check_special_ids, special_ids
 from jaxrl.models.decoder import Params
@@ -52,7 +52,8 @@ class _Entry:
 
 
 class SafetensorsFolder:
-    """The tensors of a folder's `*.safetensors`; a read maps only the tensor it is about.
+    """The tensors of a folder's `*.safetensors`; a read maps only the tensor it is about. One that
+    is stored in MXFP4 (`formats.mxfp4`) is there under the name of what it stands for.
 
     The library checks the headers. Its own slices hold the interpreter's lock while they are
     copied from disk, a second for 0.5 GB, in which no other role of the process would move.
@@ -74,6 +75,16 @@ class SafetensorsFolder:
         return tuple(self._entries)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
+        if self._is_packed(name):
+            blocks, scales = self._packed(name)
+            shape = mxfp4.shape_of(blocks.shape, scales.shape)
+            if shape is None:
+                raise UserError(
+                    f"{blocks.file}: {name}{mxfp4.BLOCKS} has shape {list(blocks.shape)} and its"
+                    f" scales {list(scales.shape)}; MXFP4 needs [experts, out, groups, 16] and"
+                    " [experts, out, groups]"
+                )
+            return shape
         entry = self._entries.get(name)
         if entry is not None and entry.stored not in STORED:
             raise UserError(
@@ -83,16 +94,39 @@ class SafetensorsFolder:
         return None if entry is None else entry.shape
 
     def file(self, name: str) -> Path:
+        name += mxfp4.BLOCKS * self._is_packed(name)
         if name in self._entries:
             return self._entries[name].file
         return self._file_of.get(name, self._files[0] if len(self._files) == 1 else self.path)
 
     def read(self, name: str, index: weights.Index) -> np.ndarray:
+        if self._is_packed(name):
+            blocks, scales = (_mapped(part, np.dtype(np.uint8)) for part in self._packed(name))
+            return mxfp4.read(blocks, scales, index)
         entry = self._entries[name]
         dtype = STORED[entry.stored]
         bits = np.dtype(f"<u{dtype.itemsize}")
-        mapped = np.memmap(entry.file, bits, "r", entry.offset, entry.shape)
-        return mapped[index].view(dtype)
+        return _mapped(entry, bits)[index].view(dtype)
+
+    def _is_packed(self, name: str) -> bool:
+        return name not in self._entries and f"{name}{mxfp4.BLOCKS}" in self._entries
+
+    def _packed(self, name: str) -> tuple[_Entry, _Entry]:
+        """The bytes of a tensor in MXFP4, and its scales."""
+        blocks, scales = (self._entries.get(f"{name}{end}") for end in (mxfp4.BLOCKS, mxfp4.SCALES))
+        assert blocks is not None
+        if scales is None:
+            raise UserError(f"{blocks.file}: tensor {name}{mxfp4.SCALES} is missing")
+        for entry in (blocks, scales):
+            if entry.stored != "U8":
+                raise UserError(
+                    f"{entry.file}: {name} is stored in MXFP4 of {entry.stored}; supported: U8"
+                )
+        return blocks, scales
+
+
+def _mapped(entry: _Entry, bits: np.dtype) -> np.ndarray:
+    return np.memmap(entry.file, bits, "r", entry.offset, entry.shape)
 
 
 def _text_name(name: str) -> str:

@@ -119,7 +119,10 @@ class Place:
     transposed: bool = False
     """Checkpoints store the kernels of layers as [out, in]; parameters are [in, out]."""
     first: int = 0
-    """The row of its tensors that the parameter begins at, where other parameters share them."""
+    """The row of its tensors that the parameter begins at, where other parameters share them; the
+    column, where they alternate."""
+    step: int = 1
+    """How many parameters alternate by columns."""
 
     @property
     def several(self) -> tuple[int, ...]:
@@ -129,7 +132,8 @@ class Place:
     def stored(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of its part of each of the tensors, of a parameter of this shape."""
         one = shape[len(self.several) :]
-        return one[::-1] if self.transposed else one
+        one = one[::-1] if self.transposed else one
+        return (*one[:-1], one[-1] * self.step)
 
     def read(self, tensors: Tensors, index: Index, dtype: DTypeLike) -> np.ndarray:
         """The box `index` of the parameter, in `dtype`."""
@@ -138,7 +142,10 @@ class Place:
         names = np.reshape(self.names, self.several)[leading].reshape(-1)
         targets = out.reshape(len(names), *[s.stop - s.start for s in box])
         box = box[::-1] if self.transposed else box
-        if self.first:
+        if self.step > 1:
+            start, stop = (n * self.step + self.first for n in (box[-1].start, box[-1].stop))
+            box = (*box[:-1], slice(start, stop - self.step + 1, self.step))
+        elif self.first:
             box = (slice(box[0].start + self.first, box[0].stop + self.first), *box[1:])
         for target, name in zip(targets, names, strict=True):
             if self.transposed:
@@ -157,11 +164,12 @@ def places(config: DecoderConfig, layout: Layout = "unstacked") -> dict[str, Pla
     shapes = {path_string(path): leaf.shape for path, leaf in flat}
     stacked, layers = layout == "stacked", range(config.n_layers)
     blocks = {"layers": layers} if stacked else {f"layers/{i}": range(i, i + 1) for i in layers}
+    family = FAMILIES[config.family]
     experts = 0 if config.experts is None else config.experts.count
     found = {"embed/embedding": Place((TOP["embed/embedding"],))}
     for prefix, numbers in blocks.items():
         rows: dict[str, int] = {}
-        for rest, name in FAMILIES[config.family].layer.items():
+        for rest, name in family.layer.items():
             path = f"{prefix}/{rest}"
             if path in shapes:
                 each: tuple[str, ...] = (name,)
@@ -169,8 +177,15 @@ def places(config: DecoderConfig, layout: Layout = "unstacked") -> dict[str, Pla
                     each = tuple(name.format(expert=e) for e in range(experts))
                 names = tuple(f"model.layers.{i}.{one}" for i in numbers for one in each)
                 dims = len(numbers) * stacked, len(each) * ("{expert}" in name)
-                place = Place(names, *dims, rest.endswith("/kernel"), rows.get(name, 0))
-                rows[name] = place.first + place.stored(shapes[path])[0]
+                whole = "/experts/" in rest and "{expert}" not in name  # one tensor of all experts
+                transposed = rest.endswith("/kernel") and not whole
+                sharing = [own for own, other in family.layer.items() if other == name]
+                if whole and family.alternating:
+                    first, step = sharing.index(rest), len(sharing)
+                    place = Place(names, *dims, transposed, first, step)
+                else:
+                    place = Place(names, *dims, transposed, rows.get(name, 0))
+                    rows[name] = place.first + place.stored(shapes[path])[0]
                 found[path] = place
     found |= {path: Place((name,)) for path, name in TOP.items() if path in shapes}
     assert found.keys() == shapes.keys(), f"no tensor name: {shapes.keys() - found.keys()}"
@@ -197,7 +212,8 @@ def stored_shapes(
     found: dict[str, tuple[int, ...]] = {}
     for place, shape in parameters:
         rows, *rest = place.stored(shape)
-        found |= dict.fromkeys(place.names, (place.first + rows, *rest))
+        rows += place.first if place.step == 1 else 0
+        found |= dict.fromkeys(place.names, (rows, *rest))
     return found
 
 
@@ -377,6 +393,10 @@ def hf_tensors(config: DecoderConfig, params: Params) -> Callable[[str], np.ndar
 
     def read(name: str) -> np.ndarray:
         values = [fetch(*part) for part in parts[name]]
-        return values[0] if len(values) == 1 else np.concatenate(values)
+        if len(values) == 1:
+            return values[0]
+        if parts[name][0][1].step > 1:
+            return np.stack(values, -1).reshape(*values[0].shape[:-1], -1)
+        return np.concatenate(values)
 
     return read

@@ -15,9 +15,10 @@ from jaxrl.models.kernels import Kernel, StepKernel, Target, kernel_of, step_ker
 from jaxrl.models.packing import Packing
 from jaxrl.sharding.axes import HEADS, ROWS, TOKENS, divided
 
-Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+Attend = Callable[..., jax.Array]
 """(q [B,T,N,H], k [B,T,KV,H], v [B,T,KV,H]) -> [B,T,N,H]; training, prefill and decode differ only
-here."""
+here. Heads that have sinks pass them as a fourth array [N]: a score of each head that takes part in
+its softmax, and has no value (arXiv 2508.10925, section 2.3)."""
 Pair = tuple[jax.Array, jax.Array]
 """Keys and values [B,S,KV,H]."""
 MASKED = -1e30
@@ -72,21 +73,21 @@ def attender(
     if kernel == "cudnn":
         assert behind == 0, "cuDNN's causal mask starts at the first key"
         run, lengths = partial(cudnn.attend, causal=causal, window=window), row_lengths(keys)
-        return lambda q, k, v: _on_shards(run, mesh, q, k, v, lengths)
+        return lambda q, k, v, *sinks: _on_shards(run, mesh, q, k, v, lengths, sinks=sinks)
     if kernel == "splash":
         run = partial(splash.attend, causal=causal, window=window)
-        return lambda q, k, v: _on_shards(run, mesh, q, k, v, queries, keys)
+        return lambda q, k, v, *sinks: _on_shards(run, mesh, q, k, v, queries, keys, sinks=sinks)
     run = partial(attention_by_blocks, causal=causal, window=window)
     if mesh is not None and mesh.shape[TOKENS] > 1:  # XLA divides KV heads only
-        return lambda q, k, v: _on_shards(run, mesh, q, k, v, keys)
+        return lambda q, k, v, *sinks: _on_shards(run, mesh, q, k, v, keys, sinks=sinks)
     if width > BLOCK:
-        return lambda q, k, v: run(q, k, v, keys)
+        return lambda q, k, v, *sinks: run(q, k, v, keys, *sinks)
     allowed = jnp.broadcast_to(keys[:, None], (len(keys), width, keys.shape[1]))
     if causal:
         allowed &= jnp.tril(jnp.ones(allowed.shape[1:], bool), behind)[None]
     if window is not None:
         allowed &= jnp.triu(jnp.ones(allowed.shape[1:], bool), behind - window + 1)[None]
-    return lambda q, k, v: attention(q, k, v, allowed)
+    return lambda q, k, v, *sinks: attention(q, k, v, allowed, *sinks)
 
 
 def attend_packed(
@@ -111,9 +112,10 @@ def attend_packed(
         spec = PartitionSpec(ROWS, None, _axis(mesh, x.shape[2]), None)
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
-    def attend_heads(*given: jax.Array) -> jax.Array:
+    def attend_heads(q: jax.Array, k: jax.Array, v: jax.Array, *sinks: jax.Array) -> jax.Array:
         # By tokens first: else XLA divides the products before by heads, and gathers their input.
-        return by_tokens(by_heads(attend(*(by_heads(by_tokens(x)) for x in given))))
+        given = (by_heads(by_tokens(x)) for x in (q, k, v))
+        return by_tokens(by_heads(attend(*given, *sinks)))
 
     return attend_heads
 
@@ -125,17 +127,17 @@ def _attend_rows(
     if len(packing.rows) == 1:
         (rows,) = packing.rows
         attend_rows = attender(kernel, rows.mask, mesh, window=window)
-        return lambda q, k, v: rows.pack(attend_rows(*map(rows.unpack, (q, k, v))))
+        return lambda q, k, v, *sinks: rows.pack(attend_rows(*map(rows.unpack, (q, k, v)), *sinks))
     prompts, own = packing.rows
     mask_p, mask_c = prompts.mask, own.mask
     window = None if window is None or window >= prompts.width + own.width else window
     attend_p = attender(kernel, mask_p, mesh, window=window)
     attend_c = _attend_completions(kernel, mask_p, mask_c, packing.group, mesh, window)
 
-    def attend(*given: jax.Array) -> jax.Array:
-        (q_p, k_p, v_p), (q_c, k_c, v_c) = (map(rows.unpack, given) for rows in packing.rows)
-        out = attend_c((q_p, q_c), (k_p, k_c), (v_p, v_c))
-        return prompts.pack(attend_p(q_p, k_p, v_p)) + own.pack(out)
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, *sinks: jax.Array) -> jax.Array:
+        (q_p, k_p, v_p), (q_c, k_c, v_c) = (map(rows.unpack, (q, k, v)) for rows in packing.rows)
+        out = attend_c((q_p, q_c), (k_p, k_c), (v_p, v_c), *sinks)
+        return prompts.pack(attend_p(q_p, k_p, v_p, *sinks)) + own.pack(out)
 
     return attend
 
@@ -147,13 +149,13 @@ def _attend_completions(
     group: int,
     mesh: Mesh | None,
     window: int | None,
-) -> Callable[[Pair, Pair, Pair], jax.Array]:
+) -> Callable[..., jax.Array]:
     """How completions attend to the prompts that they share, and to themselves: queries, keys and
-    values, each of prompts [P,W,*,H] and of completions [B,C,*,H] -> [B,C,N,H]."""
+    values, each of prompts [P,W,*,H] and of completions [B,C,*,H], and any sinks -> [B,C,N,H]."""
     if kernel == "cudnn" and window is None:
 
-        def joined(q: Pair, k: Pair, v: Pair) -> jax.Array:
-            return attend_joined(mesh, q[1], (k[0], v[0]), (k[1], v[1]), mask_p, mask_c)
+        def joined(q: Pair, k: Pair, v: Pair, *sinks: jax.Array) -> jax.Array:
+            return attend_joined(mesh, q[1], (k[0], v[0]), (k[1], v[1]), mask_p, mask_c, *sinks)
 
         return joined
     # The end of a prompt next to its completions: a window then counts positions.
@@ -167,13 +169,13 @@ def _attend_completions(
     keys = rows((mask_p, mask_c))
     if kernel != "cudnn":
         attend = attender(kernel, keys, mesh, queries=mask_c, window=window)
-        return lambda q, k, v: attend(q[1], rows(k), rows(v))
+        return lambda q, k, v, *sinks: attend(q[1], rows(k), rows(v), *sinks)
     first = jnp.repeat(width - lengths, group, 0)
     attend_whole = attender(kernel, roll_rows(keys, first), mesh, window=window)
 
-    def whole(*given: Pair) -> jax.Array:
+    def whole(q: Pair, k: Pair, v: Pair, *sinks: jax.Array) -> jax.Array:
         """Rows of the prompt's queries too: cuDNN's window has as many queries as keys."""
-        out = attend_whole(*(roll_rows(rows(x), first) for x in given))
+        out = attend_whole(*(roll_rows(rows(x), first) for x in (q, k, v)), *sinks)
         return roll_rows(out, -first)[:, width:]
 
     return whole
@@ -186,6 +188,7 @@ def attend_joined(
     own: Pair,
     prompt_mask: jax.Array,
     mask: jax.Array,
+    *sinks: jax.Array,
 ) -> jax.Array:
     """cuDNN's attention of completions q [B,C,N,H] to the keys and values of their prompts
     [P,W,KV,H], and causally to their own [B,C,KV,H].
@@ -194,11 +197,11 @@ def attend_joined(
         prompt_mask, mask: [P,W], [B,C] bool; the real tokens are the first ones.
     """
 
-    def run(q: jax.Array, *given: Any) -> jax.Array:
-        return cudnn.attend_joined(q, given[0:2], given[2:4], *given[4:])
+    def run(q: jax.Array, *given: Any, sinks: jax.Array | None = None) -> jax.Array:
+        return cudnn.attend_joined(q, given[0:2], given[2:4], *given[4:], sinks)
 
     lengths = row_lengths(prompt_mask), row_lengths(mask)
-    return _on_shards(run, mesh, q, *prompts, *own, *lengths)
+    return _on_shards(run, mesh, q, *prompts, *own, *lengths, sinks=sinks)
 
 
 def row_lengths(mask: jax.Array) -> jax.Array:
@@ -228,18 +231,36 @@ def _roll_backward(by: jax.Array, d: jax.Array) -> tuple[jax.Array, None]:
 roll_rows.defvjp(_roll_forward, _roll_backward)
 
 
-def attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array,
+    sinks: jax.Array | None = None,
+) -> jax.Array:
     """Softmax attention of q [B,T,N,H] over k, v [B,S,KV,H] where mask [B,T,S]; softmax in float32.
 
-    Query heads are grouped over the KV heads.
+    Query heads are grouped over the KV heads. `sinks` [N] as of `Attend`.
     """
     b, t, n, h = q.shape
     kv = k.shape[2]
     q = q.reshape(b, t, kv, n // kv, h)
     scores = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32)
     scores = jnp.where(mask[:, None, None], scores * h**-0.5, MASKED)
-    weights = jax.nn.softmax(scores, -1).astype(v.dtype)
+    sinks = None if sinks is None else sinks.reshape(1, kv, n // kv, 1, 1)
+    weights = _softmax(scores, sinks).astype(v.dtype)
     return jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(b, t, n, h)
+
+
+def _softmax(scores: jax.Array, sinks: jax.Array | None) -> jax.Array:
+    """Over the last dim of float32 scores, beside whose keys there may be a sink."""
+    if sinks is None:
+        return jax.nn.softmax(scores, -1)
+    sinks = sinks.astype(jnp.float32)
+    top = jnp.maximum(jax.lax.stop_gradient(scores).max(-1, keepdims=True), sinks)
+    top = jax.lax.stop_gradient(top)
+    raised = jnp.exp(scores - top)
+    return raised / (raised.sum(-1, keepdims=True) + jnp.exp(sinks - top))
 
 
 def block_size(width: int) -> int:
@@ -253,6 +274,8 @@ def attention_by_blocks(
     k: jax.Array,
     v: jax.Array,
     keys: jax.Array,
+    sinks: jax.Array | None = None,
+    *,
     causal: bool,
     window: int | None = None,
 ) -> jax.Array:
@@ -283,7 +306,7 @@ def attention_by_blocks(
             allowed &= (at[None] <= last[:, None])[None]
         if window is not None:
             allowed &= (at[None] > last[:, None] - window)[None]
-        return attention(q, k_, v_, allowed)
+        return attention(q, k_, v_, allowed, sinks)
 
     padded = jnp.pad(q, ((0, 0), (0, -width % size), (0, 0), (0, 0)))
     blocks = jnp.moveaxis(padded.reshape(b, -1, size, n, h), 1, 0)
@@ -291,7 +314,13 @@ def attention_by_blocks(
     return jnp.moveaxis(out, 0, 1).reshape(padded.shape)[:, :width]
 
 
-def attention_step(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+def attention_step(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array,
+    sinks: jax.Array | None = None,
+) -> jax.Array:
     """`attention` of one query q [B,1,N,H] over a cache k, v [B,KV,S,H] where mask [B,S].
 
     With heads before positions both products are plain batched matmuls: 1.5 to 4 times faster on
@@ -302,7 +331,8 @@ def attention_step(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) ->
     q = q.reshape(b, kv, n // kv, h)
     scores = jnp.einsum("bkgh,bksh->bkgs", q, k, preferred_element_type=jnp.float32)
     scores = jnp.where(mask[:, None, None], scores * h**-0.5, MASKED)
-    weights = jax.nn.softmax(scores, -1).astype(v.dtype)
+    sinks = None if sinks is None else sinks.reshape(1, kv, n // kv, 1)
+    weights = _softmax(scores, sinks).astype(v.dtype)
     return jnp.einsum("bkgs,bksh->bkgh", weights, v).reshape(b, 1, n, h)
 
 
@@ -320,29 +350,37 @@ def step_attender(
     if kernel is not None:
         attend = split_k.attend if kernel == "split-k" else flash_decode.attend
         run, lengths = partial(attend, window=window), positions + 1
-        return lambda q, k, v: _on_shards(run, mesh, q, k, v, lengths, kv_dim=1)
+        return lambda q, k, v, *sinks: _on_shards(
+            run, mesh, q, k, v, lengths, kv_dim=1, sinks=sinks
+        )
     allowed = jnp.arange(used)[None] <= positions[:, None]
     if window is not None:
         allowed &= jnp.arange(used)[None] > positions[:, None] - window
-    return lambda q, k, v: attention_step(q, k[:, :, :used], v[:, :, :used], allowed)
+    return lambda q, k, v, *sinks: attention_step(
+        q, k[:, :, :used], v[:, :, :used], allowed, *sinks
+    )
 
 
 def chunk_attender(positions: jax.Array, window: int | None = None) -> Attend:
     """How tokens q [B,W,N,H] at `positions` [B,W] attend to a cache [B,KV,S,H] that holds their own
     keys and values too; with a `window`, to so many of the last ones."""
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, *sinks: jax.Array) -> jax.Array:
         keys = jnp.arange(k.shape[2])[None, None]
         allowed = keys <= positions[..., None]
         if window is not None:
             allowed &= keys > positions[..., None] - window
-        return attention(q, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), allowed)
+        return attention(q, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), allowed, *sinks)
 
     return attend
 
 
 def _on_shards(
-    run: Callable[..., jax.Array], mesh: Mesh | None, *given: jax.Array, kv_dim: int = 2
+    run: Callable[..., jax.Array],
+    mesh: Mesh | None,
+    *given: jax.Array,
+    kv_dim: int = 2,
+    sinks: tuple[jax.Array, ...] = (),
 ) -> jax.Array:
     """`run` on each device's rows and heads, which no kernel lets XLA divide.
 
@@ -350,7 +388,10 @@ def _on_shards(
         given: queries [B,T,N,H], then keys and values [*,S,KV,H], then what has no heads. KV heads
             that the mesh does not divide are whole on each device, which picks its own.
         kv_dim: the dim of the KV heads; 1 of a cache [B,KV,S,H].
+        sinks: one array [N], which `run` takes by its name, or none.
     """
+    if sinks:
+        run, given = partial(_with_sinks, run), (*given, *sinks)
     if mesh is None or mesh.size == 1:
         return run(*given)
     heads, kv_heads = given[0].shape[2], given[1].shape[kv_dim]
@@ -359,6 +400,8 @@ def _on_shards(
     kv_split = PartitionSpec(ROWS, *[None] * (kv_dim - 1), kv_axis)
     specs = [kv_split if x.ndim == 4 else PartitionSpec(ROWS) for x in given]
     specs[0] = split
+    if sinks:
+        specs[-1] = PartitionSpec(axis)
 
     def local(q: jax.Array, *rest: jax.Array) -> jax.Array:
         if axis == kv_axis:
@@ -378,6 +421,10 @@ def _on_shards(
     return jax.shard_map(local, mesh=mesh, in_specs=tuple(specs), out_specs=split, check_vma=False)(
         *given
     )
+
+
+def _with_sinks(run: Callable[..., jax.Array], *given: jax.Array) -> jax.Array:
+    return run(*given[:-1], sinks=given[-1])
 
 
 def _axis(mesh: Mesh, heads: int) -> Any:

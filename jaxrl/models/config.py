@@ -205,6 +205,10 @@ class DecoderConfig:
         block += experts * sum(n_in * n_out for n_in, n_out in self.expert_projections.values())
         if self.block.attention_bias:
             block += self.head_dim * (self.n_heads + 2 * self.n_kv_heads)
+        block += self.block.output_bias * self.d_model + self.block.sinks * self.n_heads
+        if self.experts is not None and self.block.expert_bias:
+            outs = (n_out for _, n_out in self.expert_projections.values())
+            block += self.experts.count + experts * sum(outs)
         block += (4 if self.block.norms == "around" else 2) * self.d_model
         block += sum(self.qk_norm_widths)
         vocab = self.vocab_size * self.d_model * (1 if self.tie_embeddings else 2)

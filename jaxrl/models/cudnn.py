@@ -1,7 +1,7 @@
 """Attention in cuDNN's kernel, over rows whose real tokens are the first ones: no mask is an array.
 
-Uses what jax does not make public: a backward pass that is given the normaliser (`attend_joined`),
-and the checks that ask this process for its GPUs (`pretend`).
+Uses what jax does not make public: a backward pass that is given the normaliser (`attend_joined`,
+and rows whose heads have sinks), and the checks that ask this process for its GPUs (`pretend`).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import jax
@@ -40,16 +41,23 @@ def attend(
     lengths: jax.Array,
     causal: bool,
     window: int | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Softmax attention of q [B,T,N,H] over k, v [B,T,KV,H] within rows of `lengths` [B] int32,
     which are at least 1; zeros beyond them.
 
     No scores or mask are kept, and what lies beyond a length, the diagonal or the `window` of a
     causal row (itself and the window - 1 tokens before it) is not computed.
+
+    Args:
+        sinks: [N], of causal rows.
     """
     width = q.shape[1]
     if width % EVEN:
         q, k, v = (jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (q, k, v))
+    if sinks is not None:
+        assert causal, "only decoders have sinks"
+        return _attend_sinks(window, q, k, v, lengths, sinks)[:, :width]
     out = jax.nn.dot_product_attention(
         q,
         k,
@@ -63,9 +71,67 @@ def attend(
     return out[:, :width]
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend_sinks(
+    window: int | None,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    lengths: jax.Array,
+    sinks: jax.Array,
+) -> jax.Array:
+    """`attend` of causal rows whose heads have sinks [N]: what the kernel returns without them, by
+    exp(its normaliser - l), where l = log(exp its normaliser + exp sink), as in `attend_joined`."""
+    return _sinks_forward(window, q, k, v, lengths, sinks)[0]
+
+
+def _sinks_forward(
+    window: int | None,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    lengths: jax.Array,
+    sinks: jax.Array,
+) -> tuple[jax.Array, Any]:
+    out, normaliser = _block(q, k, v, lengths, lengths, causal=True, window=window)
+    real = jnp.arange(q.shape[1])[None] < lengths[:, None]
+    normaliser = jnp.where(real[:, None], normaliser, -jnp.inf)
+    joined = jnp.logaddexp(normaliser, sinks.astype(jnp.float32)[None, :, None])
+    share = jnp.exp(normaliser - joined).swapaxes(1, 2)[..., None]
+    out = jnp.where(real[..., None, None], share * out.astype(jnp.float32), 0).astype(q.dtype)
+    return out, (q, k, v, lengths, sinks, out, joined)
+
+
+def _sinks_backward(window: int | None, kept: Any, d_out: jax.Array) -> tuple[Any, ...]:
+    q, k, v, lengths, sinks, out, joined = kept
+    d_qkv = _block_gradients(
+        q, k, v, joined, lengths, lengths, out, d_out, causal=True, window=window
+    )
+    return *d_qkv, None, _sink_gradients(sinks, joined, lengths, out, d_out)
+
+
+_attend_sinks.defvjp(_sinks_forward, _sinks_backward)
+
+
+def _sink_gradients(
+    sinks: jax.Array, joined: jax.Array, lengths: jax.Array, out: jax.Array, d_out: jax.Array
+) -> jax.Array:
+    """[N]: of each head the sum over real tokens of -exp(sink - l) (out . d_out), where l is the
+    normaliser `joined` [B,N,T] with the sink."""
+    products = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
+    share = jnp.exp(sinks.astype(jnp.float32)[None, :, None] - joined)
+    real = jnp.arange(out.shape[1])[None, None] < lengths[:, None, None]
+    return -jnp.where(real, share * products, 0).sum((0, 2)).astype(sinks.dtype)
+
+
 @jax.custom_vjp
 def attend_joined(
-    q: jax.Array, shared: Pair, own: Pair, shared_lengths: jax.Array, lengths: jax.Array
+    q: jax.Array,
+    shared: Pair,
+    own: Pair,
+    shared_lengths: jax.Array,
+    lengths: jax.Array,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Softmax attention of B = P * G rows over the keys of their group, and causally over their
     own.
@@ -81,12 +147,18 @@ def attend_joined(
         own: keys and values [B,C,KV,H].
         shared_lengths: [P] int32, at least 1.
         lengths: [B] int32, at least 1.
+        sinks: [N], whose exponentials l contains too.
     """
-    return _forward(q, shared, own, shared_lengths, lengths)[0]
+    return _forward(q, shared, own, shared_lengths, lengths, sinks)[0]
 
 
 def _forward(
-    q: jax.Array, shared: Pair, own: Pair, shared_lengths: jax.Array, lengths: jax.Array
+    q: jax.Array,
+    shared: Pair,
+    own: Pair,
+    shared_lengths: jax.Array,
+    lengths: jax.Array,
+    sinks: jax.Array | None,
 ) -> tuple[jax.Array, Any]:
     groups, group = len(shared[0]), len(q) // len(shared[0])
     together = q.reshape(groups, -1, *q.shape[2:])
@@ -99,17 +171,19 @@ def _forward(
     inner = jnp.where(real[:, :, None, None], inner, 0)
     inner_l = jnp.where(real[:, None], inner_l, -jnp.inf)
     joined = jnp.logaddexp(outer_l, inner_l)
+    if sinks is not None:
+        joined = jnp.logaddexp(joined, sinks.astype(jnp.float32)[None, :, None])
 
     def weighed(part: jax.Array, part_l: jax.Array) -> jax.Array:
         share = jnp.exp(part_l - joined).swapaxes(1, 2)[..., None]
         return share * part.astype(jnp.float32)
 
     out = (weighed(outer, outer_l) + weighed(inner, inner_l)).astype(q.dtype)
-    return out, (q, shared, own, shared_lengths, lengths, out, joined)
+    return out, (q, shared, own, shared_lengths, lengths, sinks, out, joined)
 
 
 def _backward(kept: Any, d_out: jax.Array) -> tuple[Any, ...]:
-    q, shared, own, shared_lengths, lengths, out, joined = kept
+    q, shared, own, shared_lengths, lengths, sinks, out, joined = kept
     groups, group = len(shared[0]), len(q) // len(shared[0])
     q_all, out_all, d_all = (x.reshape(groups, -1, *q.shape[2:]) for x in (q, out, d_out))
     whole = jnp.full(groups, q_all.shape[1], jnp.int32)
@@ -121,7 +195,8 @@ def _backward(kept: Any, d_out: jax.Array) -> tuple[Any, ...]:
     d_inner, *d_own = _block_gradients(
         q, own_k, own_v, joined, lengths, lengths, out, d_out, causal=True
     )
-    return d_outer.reshape(q.shape) + d_inner, tuple(d_shared), tuple(d_own), None, None
+    d_sinks = None if sinks is None else _sink_gradients(sinks, joined, lengths, out, d_out)
+    return d_outer.reshape(q.shape) + d_inner, tuple(d_shared), tuple(d_own), None, None, d_sinks
 
 
 attend_joined.defvjp(_forward, _backward)
@@ -142,7 +217,14 @@ def _by_group(normaliser: jax.Array, group: int) -> jax.Array:
 
 
 def _block(
-    q: jax.Array, k: jax.Array, v: jax.Array, queries: jax.Array, keys: jax.Array, *, causal: bool
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    queries: jax.Array,
+    keys: jax.Array,
+    *,
+    causal: bool,
+    window: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Output [B,T,N,H] and log-sum-exp of the scores [B,N,T] float32, of one call."""
     return _private.dot_product_attention(
@@ -153,6 +235,7 @@ def _block(
         kv_seqlen=keys,
         scale=q.shape[-1] ** -0.5,
         mask_type=_mask(causal),
+        sliding_window_length=window,
         return_residual=True,
     )
 
@@ -168,6 +251,7 @@ def _block_gradients(
     d_out: jax.Array,
     *,
     causal: bool,
+    window: int | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Of q, k and v, where each probability is exp(score - normaliser [B,N,T])."""
     unused = jnp.zeros(0, q.dtype)
@@ -182,7 +266,7 @@ def _block_gradients(
         variadic_args=(False, False),  # no bias, and no gradient of it
         mask_type=_mask(causal),
         layout=_private.AttentionLayout.BTNH.value,
-        sliding_window_length=None,
+        sliding_window_length=window,
         **newer,
     )
 

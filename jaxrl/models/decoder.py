@@ -289,7 +289,7 @@ def _run(
 
     def through(x: Array, kernels: ExpertKernels) -> Array:
         assert config.experts is not None
-        activate = ACTIVATIONS[config.block.activation]
+        activate = config.experts.gated(ACTIVATIONS[config.block.activation])
         options = {"recorded": recorded, "every": every, "split": split}
         out, one = mix(config.experts, activate, mesh, x, kernels, **options)
         found.append(one)
@@ -333,9 +333,9 @@ def prefill(
         rope, attend_one = mixing.of(number)
         written = []
 
-        def attend(q: Array, k: Array, v: Array) -> Array:
+        def attend(q: Array, k: Array, v: Array, *sinks: Array) -> Array:
             written.append((jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)))
-            return attend_one(q, k, v)
+            return attend_one(q, k, v, *sinks)
 
         x, one = _run(config, layer, x, rope, attend, mesh)
         return x, (written[0], one)
@@ -391,11 +391,11 @@ def decode(
         rope, attend_one = mixing.of(number)
         written = []
 
-        def attend(q: Array, k: Array, v: Array) -> Array:
+        def attend(q: Array, k: Array, v: Array, *sinks: Array) -> Array:
             keys = _write(pair[0], k, positions, index)
             values = _write(pair[1], v, positions, index)
             written.append((keys, values))
-            return attend_one(q, _layer(keys, index), _layer(values, index))
+            return attend_one(q, _layer(keys, index), _layer(values, index), *sinks)
 
         x, one = _run(config, layer, x, rope, attend, mesh, every=True)
         return x, written[0], one
@@ -443,10 +443,10 @@ def extend(
         rope, attend_one = mixing.of(number)
         written = []
 
-        def attend(q: Array, k: Array, v: Array) -> Array:
+        def attend(q: Array, k: Array, v: Array, *sinks: Array) -> Array:
             new = _write(pair[0], k, positions, None), _write(pair[1], v, positions, None)
             written.append(new)
-            return attend_one(q, *new)
+            return attend_one(q, *new, *sinks)
 
         x, _ = _run(config, layer, x, rope, attend, mesh)
         return x, written[0]

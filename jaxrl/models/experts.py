@@ -35,7 +35,21 @@ LEAST_BLOCK, MOST_BLOCK = 8, 256
 """Rows of a block: about as many as an expert has on average, within these."""
 AT_ONCE = 8192
 """Rows that the loop computes at a time: enough to fill a GPU."""
-Activate = Callable[[jax.Array], jax.Array]
+Activate = Callable[[jax.Array, jax.Array], jax.Array]
+"""(gate(x), up(x)) -> what down gets."""
+
+
+@dataclass(frozen=True)
+class Clamp:
+    """The gates of gpt-oss (arXiv 2508.10925, section 2.3): (up + 1) gate sigmoid(alpha gate), with
+    gates of at most `limit`, and `up` within +- `limit`."""
+
+    alpha: float
+    limit: float
+
+    def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
+        return (up + 1) * gate * jax.nn.sigmoid(self.alpha * gate)
 
 
 @dataclass(frozen=True)
@@ -50,11 +64,16 @@ class Experts:
     """Whether the weights of a token's experts sum to 1, or are its probabilities as they are."""
     dense_width: int
     """`intermediate_size` of `config.json`, for layers without experts; there are none."""
+    clamp: Clamp | None = None
 
     @property
     def id_dtype(self) -> np.dtype:
         """Of numbers of experts that are recorded."""
         return np.dtype(np.int8 if self.count <= 128 else np.int16)
+
+    def gated(self, activation: Callable[[jax.Array], jax.Array]) -> Activate:
+        """What an expert multiplies: activation(gate) * up, unless it clamps them."""
+        return self.clamp or (lambda gate, up: activation(gate) * up)
 
 
 class ExpertKernels(NamedTuple):
@@ -68,6 +87,14 @@ class ExpertKernels(NamedTuple):
     """[E, D, I]."""
     down: Array
     """[E, I, D]."""
+    router_bias: Array | None = None
+    """[E]."""
+    gate_bias: Array | None = None
+    """[E, I]."""
+    up_bias: Array | None = None
+    """[E, I]."""
+    down_bias: Array | None = None
+    """[E, D]."""
 
 
 class Routed(NamedTuple):
@@ -94,7 +121,7 @@ def mix(
     every: bool = False,
     split: tuple[AxisName, ...] = (),
 ) -> tuple[jax.Array, Routed]:
-    """Sum over a token's experts of weight * down(act(gate(x)) * up(x)).
+    """Sum over a token's experts of weight * down(activate(gate(x), up(x))).
 
     The router's logits are summed in float32, and all that follows is computed in it: probabilities
     by a softmax over all experts, of which the k largest are chosen.
@@ -113,7 +140,9 @@ def mix(
     width = divided(kernels.gate.shape[2], ("tensor",), mesh.shape)
     tokens = PartitionSpec(ROWS, *split or (None,))
     wide, narrow = PartitionSpec(over, None, width), PartitionSpec(over, width, None)
-    specs = (tokens, ExpertKernels(PartitionSpec(), wide, wide, narrow), tokens)
+    whole, outs = PartitionSpec(), PartitionSpec(over, width)
+    parts = ExpertKernels(whole, wide, wide, narrow, whole, outs, outs, whole)
+    specs = (tokens, parts, tokens)
     axes: dict[str, Any] = {
         "over": over if mesh.shape[EXPERTS] > 1 else None,
         "width": width if mesh.shape["tensor"] > 1 else None,
@@ -136,11 +165,17 @@ def mix(
 
 
 def route(
-    experts: Experts, x: jax.Array, router: jax.Array, recorded: jax.Array | None
+    experts: Experts,
+    x: jax.Array,
+    router: jax.Array,
+    recorded: jax.Array | None,
+    bias: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Of tokens x [n, D]: their experts [n, k] int32, the weights of these [n, k] float32, and the
-    entropy [n] of the router in nats. `recorded` [n, k] as of `mix`."""
+    entropy [n] of the router [D, E], with a bias [E], in nats. `recorded` [n, k] as of `mix`."""
     logits = jnp.matmul(x, router.astype(x.dtype), preferred_element_type=jnp.float32)
+    if bias is not None:
+        logits = logits + bias.astype(jnp.float32)[None]
     logprobs = jax.nn.log_softmax(logits, -1)
     probs = jnp.exp(logprobs)
     _, ids = jax.lax.top_k(jax.lax.stop_gradient(logits), experts.chosen)
@@ -171,24 +206,34 @@ def _mix(
     """
     rows = x.reshape(-1, x.shape[-1])
     given = None if recorded is None else recorded.reshape(-1, experts.chosen)
-    ids, weights, entropy = route(experts, rows, kernels.router, given)
+    ids, weights, entropy = route(experts, rows, kernels.router, given, kernels.router_bias)
     routed = Routed(ids.reshape(*x.shape[:2], -1), entropy.reshape(x.shape[:2]))
+    shift = None if kernels.down_bias is None else _shift(ids, weights, kernels.down_bias)
     if over is not None:
         rows, ids, weights = (
             jax.lax.all_gather(part, over, tiled=True) for part in (rows, ids, weights)
         )
         ids = ids - jax.lax.axis_index(over) * len(kernels.gate)
-    products = tuple(kernel.astype(x.dtype) for kernel in kernels[1:])
+    products = tuple(kernel.astype(x.dtype) for kernel in kernels[1:4])
+    computed = (rows, ids, weights, *products, kernels.gate_bias, kernels.up_bias)
     if every:
-        out = every_expert(activate, rows, ids, weights, *products)
+        out = every_expert(activate, *computed)
     else:
-        size = block_rows(ids.size, experts.count)
-        out = chosen_experts(activate, size, rows, ids, weights, *products)
+        out = chosen_experts(activate, block_rows(ids.size, experts.count), *computed)
     if over is not None:
         out = jax.lax.psum_scatter(out, over, tiled=True)
     if width is not None:
         out = jax.lax.psum(out, width)
+    if shift is not None:
+        out = (out.astype(jnp.float32) + shift).astype(x.dtype)
     return out.reshape(x.shape), routed
+
+
+def _shift(ids: jax.Array, weights: jax.Array, bias: jax.Array) -> jax.Array:
+    """[n, D] float32: the sum of the biases [E, D] of each token's experts, weighed."""
+    own = ids[:, :, None] == jnp.arange(len(bias))[None, None]
+    each = jnp.where(own, weights[:, :, None], 0.0).sum(1)
+    return jnp.matmul(each, bias.astype(jnp.float32), precision="highest")
 
 
 def every_expert(
@@ -199,12 +244,14 @@ def every_expert(
     gate: jax.Array,
     up: jax.Array,
     down: jax.Array,
+    gate_bias: jax.Array | None = None,
+    up_bias: jax.Array | None = None,
 ) -> jax.Array:
     """`chosen_experts`, of few tokens."""
     own = ids[:, :, None] == jnp.arange(len(gate))[None, None]
     each = jnp.where(own, weights[:, :, None], 0.0).sum(1).T[..., None]  # [E, n, 1]
     rows = jnp.broadcast_to(x[None], (len(gate), *x.shape))
-    wide = _activated(activate, rows @ gate, rows @ up, each)
+    wide = _activated(activate, _biased(rows @ gate, gate_bias), _biased(rows @ up, up_bias), each)
     return jnp.einsum("eni,eid->nd", wide, down)
 
 
@@ -256,9 +303,12 @@ def chosen_experts(
     gate: jax.Array,
     up: jax.Array,
     down: jax.Array,
+    gate_bias: jax.Array | None = None,
+    up_bias: jax.Array | None = None,
 ) -> jax.Array:
-    """[n, D]: of each token x [n, D] the sum of weight * down(act(gate(x)) * up(x)) over those of
-    its experts `ids` [n, k] that are among gate, up [E, D, I] and down [E, I, D].
+    """[n, D]: of each token x [n, D] the sum of weight * down(activate(gate(x), up(x))) over those
+    of its experts `ids` [n, k] that are among gate, up [E, D, I], with biases [E, I] or without,
+    and down [E, I, D].
 
     The backward pass keeps the arguments alone, and computes gate and up again.
 
@@ -273,7 +323,8 @@ def chosen_experts(
         own, of = _chunk(rows, i, at_once, size)
         taken = _taken(x, own // k).reshape(at_once, size, -1)
         each = _taken(weights.reshape(-1), own).reshape(at_once, size, 1)
-        wide = _activated(activate, taken @ gate[of], taken @ up[of], each)
+        both = _biased(taken @ gate[of], gate_bias, of), _biased(taken @ up[of], up_bias, of)
+        wide = _activated(activate, *both, each)
         result = (wide @ down[of]).reshape(step, -1)
         return jax.lax.dynamic_update_slice_in_dim(out, result, i * step, 0)
 
@@ -286,16 +337,17 @@ def _forward(activate: Activate, size: int, *given: jax.Array) -> tuple[jax.Arra
 
 
 def _backward(activate: Activate, size: int, kept: Any, d_out: jax.Array) -> tuple[Any, ...]:
-    x, ids, weights, gate, up, down = kept
+    x, ids, weights, gate, up, down, gate_bias, up_bias = kept
     rows, at_once = _sorted_rows(size, ids, len(gate))
     k, step = ids.shape[1], at_once * size
 
     def body(i: jax.Array, carry: Any) -> Any:
-        d_rows, d_weights, d_gate, d_up, d_down = carry
+        d_rows, d_weights, d_gate, d_up, d_down, *d_biases = carry
         own, of = _chunk(rows, i, at_once, size)
         taken, d_taken = (_taken(part, own // k).reshape(at_once, size, -1) for part in (x, d_out))
         each = _taken(weights.reshape(-1), own).reshape(at_once, size, 1)
-        wide, back = jax.vjp(partial(_activated, activate), taken @ gate[of], taken @ up[of], each)
+        both = _biased(taken @ gate[of], gate_bias, of), _biased(taken @ up[of], up_bias, of)
+        wide, back = jax.vjp(partial(_activated, activate), *both, each)
         of_gate, of_up, of_weights = back(jnp.einsum("mbd,mid->mbi", d_taken, down[of]))
         of_rows = jnp.einsum("mbi,mdi->mbd", of_gate, gate[of])
         of_rows = of_rows + jnp.einsum("mbi,mdi->mbd", of_up, up[of])
@@ -306,20 +358,27 @@ def _backward(activate: Activate, size: int, kept: Any, d_out: jax.Array) -> tup
             d_gate.at[of].add(_outer(taken, of_gate), indices_are_sorted=True),
             d_up.at[of].add(_outer(taken, of_up), indices_are_sorted=True),
             d_down.at[of].add(_outer(wide, d_taken), indices_are_sorted=True),
+            *(
+                d.at[of].add(part.astype(jnp.float32).sum(1), indices_are_sorted=True)
+                for d, part in zip(d_biases, (of_gate, of_up), strict=False)
+            ),
         )
 
     n = len(rows.source)
+    parameters = [like for like in (gate, up, down, gate_bias, up_bias) if like is not None]
     zeros = (
         _zeros(rows, (n, x.shape[1]), x.dtype),
         _zeros(rows, (n,), weights.dtype),
-        *(_zeros(rows, kernel.shape, jnp.float32) for kernel in (gate, up, down)),
+        *(_zeros(rows, like.shape, jnp.float32) for like in parameters),
     )
-    d_rows, d_weights, *d_kernels = _loop(rows, at_once, body, zeros)
+    d_rows, d_weights, *found = _loop(rows, at_once, body, zeros)
+    found = [d.astype(like.dtype) for d, like in zip(found, parameters, strict=True)]
     return (
         _summed(d_rows, rows.place).astype(x.dtype),
         None,
         _taken(d_weights, rows.place),
-        *(d.astype(kernel.dtype) for d, kernel in zip(d_kernels, (gate, up, down), strict=True)),
+        *found,
+        *[None] * (5 - len(found)),
     )
 
 
@@ -352,7 +411,15 @@ def _chunk(rows: _Sorted, i: jax.Array, at_once: int, size: int) -> tuple[jax.Ar
 
 def _activated(activate: Activate, gate: jax.Array, up: jax.Array, weights: jax.Array) -> jax.Array:
     """What `down` gets. It is weighed here: a product more, of rows that are thinner than D."""
-    return ((activate(gate) * up).astype(weights.dtype) * weights).astype(gate.dtype)
+    return (activate(gate, up).astype(weights.dtype) * weights).astype(gate.dtype)
+
+
+def _biased(x: jax.Array, bias: jax.Array | None, of: jax.Array | None = None) -> jax.Array:
+    """x [M, n, I] with the bias [E, I] of the expert of each block `of` [M]; M = E without."""
+    if bias is None:
+        return x
+    bias = bias if of is None else bias[of]
+    return x + bias.astype(x.dtype)[:, None]
 
 
 def _taken(x: jax.Array, index: jax.Array) -> jax.Array:

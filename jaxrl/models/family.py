@@ -22,6 +22,7 @@ LAYER: dict[str, str] = {
     "attn/q/bias": "self_attn.q_proj.bias",
     "attn/k/bias": "self_attn.k_proj.bias",
     "attn/v/bias": "self_attn.v_proj.bias",
+    "attn/o/bias": "self_attn.o_proj.bias",
     "attn/q_norm/scale": "self_attn.q_norm.weight",
     "attn/k_norm/scale": "self_attn.k_norm.weight",
     "mlp_norm/scale": "post_attention_layernorm.weight",
@@ -39,6 +40,12 @@ class BlockKind:
 
     attention_bias: bool = False
     """Whether q, k and v have a bias."""
+    output_bias: bool = False
+    """Whether o has one."""
+    sinks: bool = False
+    """Whether each head has a score that takes part in its softmax and has no value."""
+    expert_bias: bool = False
+    """Whether the router of a mixture and its experts have biases."""
     qk_norm: Literal["head", "width"] | None = None
     """Whether q and k pass an RMSNorm: over each head, or over all heads at once."""
     norms: Norms = "before"
@@ -70,6 +77,9 @@ class Family:
     """Entries of `LAYER` that are others here. Parameters that have one tensor in common are rows
     of it, in this order. A name with `{expert}` is that of one expert's tensor, of a parameter of
     all of them."""
+    alternating: bool = False
+    """Whether parameters of experts that have one tensor in common are every other column of it,
+    in this order."""
     gguf: str | None = None
     """`general.architecture` of its GGUF files; None where there are none that are read."""
     from_gguf: Callable[[Any], dict[str, Any]] = lambda _: {}

@@ -34,6 +34,7 @@ def attend(
     lengths: jax.Array,
     *,
     window: int | None = None,
+    sinks: jax.Array | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Softmax attention of q [B,1,N,H] to the first `lengths` [B] int32 positions, at least one, of
@@ -41,6 +42,7 @@ def attend(
 
     Args:
         window: only the last so many of those; blocks that end before are not read.
+        sinks: [N].
         interpret: runs anywhere, slowly.
     """
     from jax.experimental import pallas as pl  # 0.3 s, on TPUs only
@@ -66,15 +68,18 @@ def attend(
     def whole(slot: Any, step: Any, lengths: Any) -> tuple[Any, ...]:
         return slot, 0, 0, 0
 
+    def shared(slot: Any, step: Any, lengths: Any) -> tuple[Any, ...]:
+        return 0, 0, 0
+
     def body(
-        lengths: Any, q: Any, k: Any, v: Any, out: Any, top: Any, mass: Any, sums: Any
+        lengths: Any, q: Any, k: Any, v: Any, sink: Any, out: Any, top: Any, mass: Any, sums: Any
     ) -> None:
         slot, step = pl.program_id(0), pl.program_id(1)
 
         @pl.when(step == 0)
-        def _start() -> None:
-            top[...] = jnp.full_like(top, LOWEST)
-            mass[...] = jnp.zeros_like(mass)
+        def _start() -> None:  # a sink is a score without a value
+            top[...] = sink[...]
+            mass[...] = jnp.full_like(mass, 0.0 if sinks is None else 1.0)
             sums[...] = jnp.zeros_like(sums)
 
         @pl.when((step >= first(slot, lengths)) & (step <= last(slot, lengths)))
@@ -115,6 +120,7 @@ def attend(
                 pl.BlockSpec(heads, whole),
                 pl.BlockSpec((1, kv, keys, h), cached),
                 pl.BlockSpec((1, kv, keys, h), cached),
+                pl.BlockSpec((*group, 1), shared),
             ],
             out_specs=pl.BlockSpec(heads, whole),
             scratch_shapes=[
@@ -125,4 +131,6 @@ def attend(
         ),
         interpret=interpret,
     )
-    return run(lengths, q.reshape(b, kv, n // kv, h), k, v).reshape(b, 1, n, h)
+    lowest = jnp.full((*group, 1), LOWEST, jnp.float32)
+    first_tops = lowest if sinks is None else sinks.astype(jnp.float32).reshape(lowest.shape)
+    return run(lengths, q.reshape(b, kv, n // kv, h), k, v, first_tops).reshape(b, 1, n, h)

@@ -98,7 +98,8 @@ class Linear(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with rotary positions; optional biases and norms of q and k."""
+    """Grouped-query attention with rotary positions; optional biases, sinks and norms of q and
+    k."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         c = config
@@ -106,7 +107,8 @@ class Attention(nnx.Module):
         self.q = Linear(c, "attn/q", rngs, bias=bias)
         self.k = Linear(c, "attn/k", rngs, bias=bias)
         self.v = Linear(c, "attn/v", rngs, bias=bias)
-        self.o = Linear(c, "attn/o", rngs)
+        self.o = Linear(c, "attn/o", rngs, bias=c.block.output_bias)
+        self.sinks = nnx.Param(jnp.zeros((c.n_heads,))) if c.block.sinks else None
         q_width, k_width = c.qk_norm_widths
         self.q_norm = RMSNorm(q_width, c) if q_width else None
         self.k_norm = RMSNorm(k_width, c) if k_width else None
@@ -124,7 +126,8 @@ class Attention(nnx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (y.reshape(shape) for y in (q, k, v))
         q = q if self.q_scale == 1 else q * jnp.asarray(self.q_scale, q.dtype)
-        out = attend(rotate(q, rope), rotate(k, rope), v)
+        sinks = () if self.sinks is None else (self.sinks[...],)
+        out = attend(rotate(q, rope), rotate(k, rope), v, *sinks)
         return self.o(out.reshape(*x.shape[:2], -1))
 
 
@@ -143,7 +146,7 @@ class GatedMLP(nnx.Module):
 
 
 class Kernels(nnx.Module):
-    """The kernels [E, in, out] of one projection of all experts."""
+    """The kernels [E, in, out] of one projection of all experts, and their biases [E, out]."""
 
     def __init__(self, config: DecoderConfig, path: str, rngs: nnx.Rngs):
         """
@@ -154,6 +157,8 @@ class Kernels(nnx.Module):
         n_in, n_out = config.expert_projections[path]
         values = jax.random.normal(rngs.params(), (config.experts.count, n_in, n_out))
         self.kernel = nnx.Param(values / math.sqrt(n_in))
+        bias = config.block.expert_bias
+        self.bias = nnx.Param(jnp.zeros((config.experts.count, n_out))) if bias else None
 
 
 class ExpertMLPs(nnx.Module):
@@ -169,13 +174,15 @@ class MixtureMLP(nnx.Module):
     """A router and its experts; how tokens pass them is passed in (`models.experts`)."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
-        self.router = Linear(config, "mlp/router", rngs)
+        self.router = Linear(config, "mlp/router", rngs, bias=config.block.expert_bias)
         self.experts = ExpertMLPs(config, rngs)
 
     def __call__(self, x: jax.Array, mix: Mix) -> jax.Array:
         own = self.experts
-        kernels = (self.router, own.gate, own.up, own.down)
-        return mix(x, ExpertKernels(*(part.kernel[...] for part in kernels)))
+        parts = (self.router, own.gate, own.up, own.down)
+        kernels = (part.kernel[...] for part in parts)
+        biases = (part.bias[...] for part in parts if part.bias is not None)
+        return mix(x, ExpertKernels(*kernels, *biases))
 
 
 class Block(nnx.Module):

@@ -24,11 +24,16 @@ PATHS: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"attn/q/bias$", ("heads",)),
     (r"attn/[kv]/bias$", ("kv_heads",)),
     (r"attn/o/kernel$", ("heads", "embed")),
+    (r"attn/o/bias$", (None,)),
+    (r"attn/sinks$", ("heads",)),
     (r"mlp/(gate|up)/kernel$", ("embed", "mlp")),
     (r"mlp/down/kernel$", ("mlp", "embed")),
     (r"mlp/router/kernel$", ("embed", None)),
+    (r"mlp/router/bias$", (None,)),
     (r"mlp/experts/(gate|up)/kernel$", ("expert", "embed", "mlp")),
     (r"mlp/experts/down/kernel$", ("expert", "mlp", "embed")),
+    (r"mlp/experts/(gate|up)/bias$", ("expert", "mlp")),
+    (r"mlp/experts/down/bias$", ("expert", None)),
     (r"norm/scale$", (None,)),
 )
 AXES: dict[str, tuple[AxisName, ...]] = {

@@ -21,6 +21,7 @@ def attend(
     keys: jax.Array,
     causal: bool,
     window: int | None = None,
+    sinks: jax.Array | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Softmax attention of q [B,T,N,H] over k, v [B,S,KV,H]; meaningless, but finite, where
@@ -31,6 +32,7 @@ def attend(
         keys: [B,S] bool. Real tokens attend to real ones only.
         causal: query i attends to the keys up to i + S - T.
         window: and to no more than so many; None: to all of them. Tiles outside are skipped.
+        sinks: [N].
         interpret: runs anywhere, slowly.
     """
     from jax.experimental.pallas.ops.tpu import splash_attention as splash  # 0.6 s, on TPUs only
@@ -50,7 +52,9 @@ def attend(
         interpret=interpret,
     )
     ids = splash.SegmentIds(*(_padded(x).astype(jnp.int32) for x in (queries, keys)))
-    return jax.vmap(run)(q, k, v, ids).swapaxes(1, 2)[:, :width]
+    if sinks is not None:
+        sinks = sinks.astype(q.dtype)  # of which the kernel's gradient is
+    return jax.vmap(run, (0, 0, 0, 0, None))(q, k, v, ids, sinks).swapaxes(1, 2)[:, :width]
 
 
 def _padded(x: jax.Array) -> jax.Array:

@@ -49,6 +49,7 @@ def attend(
     lengths: jax.Array,
     *,
     window: int | None = None,
+    sinks: jax.Array | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Softmax attention of q [B,1,N,H] to the first `lengths` [B] int32 positions, at least one, of
@@ -56,6 +57,8 @@ def attend(
 
     Args:
         window: only the last so many of those; parts of the keys that end before are not read.
+        sinks: [N]. The kernel knows none: its result is multiplied by sigmoid(l - sink), where l is
+            the log-sum-exp of the scores, which it returns too.
         interpret: runs anywhere, slowly.
     """
     with warnings.catch_warnings():
@@ -63,17 +66,24 @@ def attend(
         decode_attention: Any = import_module(MODULE)  # on GPUs only
 
     (b, _, n, h), (_, kv, s, _) = q.shape, k.shape
-    out = decode_attention.mqa(  # each KV head is a row: the layout of the cache stays as it is
-        q.reshape(b * kv, n // kv, h),
-        k.reshape(b * kv, s, h),
-        v.reshape(b * kv, s, h),
-        start_idx=None if window is None else jnp.repeat(jnp.maximum(lengths - window, 0), kv),
-        kv_seq_len=jnp.repeat(lengths, kv),
-        block_k=KEYS,
-        k_splits=parts_of(s),
-        num_warps=WARPS,
-        interpret=interpret,
+    out, (mass, top) = (
+        decode_attention.mqa(  # each KV head is a row: the layout of the cache stays as it is
+            q.reshape(b * kv, n // kv, h),
+            k.reshape(b * kv, s, h),
+            v.reshape(b * kv, s, h),
+            start_idx=None if window is None else jnp.repeat(jnp.maximum(lengths - window, 0), kv),
+            kv_seq_len=jnp.repeat(lengths, kv),
+            block_k=KEYS,
+            k_splits=parts_of(s),
+            num_warps=WARPS,
+            return_residuals=True,
+            interpret=interpret,
+        )
     )
+    if sinks is not None:
+        normaliser = (jnp.log(mass) + top).reshape(b, n, 1)
+        share = jax.nn.sigmoid(normaliser - sinks.astype(jnp.float32)[None, :, None])
+        out = share * out.reshape(b, n, h)
     return out.astype(q.dtype).reshape(b, 1, n, h)
 
 

@@ -28,7 +28,7 @@ from jaxrl.models.rules import param_shardings
 
 FAMILIES = (
     *("llama3_rope", "smollm", "qwen2", "qwen3", "olmo2", "phi3", "phi3_longrope"),
-    *("mistral", "qwen2_sliding", "smollm3", "gemma3", "olmo3", "qwen3_moe"),
+    *("mistral", "qwen2_sliding", "smollm3", "gemma3", "olmo3", "qwen3_moe", "gpt_oss"),
 )
 
 

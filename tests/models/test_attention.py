@@ -55,7 +55,9 @@ def assert_close(found: Any, expected: Any, limit: float = 2e-5) -> None:
         np.testing.assert_allclose(a, b, atol=limit * max(1.0, float(jnp.abs(b).max())))
 
 
-def scores(q: Any, k: Any, queries: Any, keys: Any, causal: bool) -> jax.Array:
+def scores(
+    q: Any, k: Any, queries: Any, keys: Any, causal: bool, window: int | None = None
+) -> jax.Array:
     """[B,N,T,S], -inf where cuDNN computes nothing."""
     k = jnp.repeat(k, q.shape[2] // k.shape[2], 2)
     found = jnp.einsum("btnh,bsnh->bnts", q, k) * q.shape[-1] ** -0.5
@@ -63,12 +65,16 @@ def scores(q: Any, k: Any, queries: Any, keys: Any, causal: bool) -> jax.Array:
     seen = (t[None, :, None] < queries[:, None, None]) & (s[None, None] < keys[:, None, None])
     if causal:
         seen &= (s[None] <= t[:, None])[None]
+    if window is not None:
+        seen &= (s[None] > t[:, None] - window)[None]
     return jnp.where(seen[:, None], found, -jnp.inf)
 
 
-def block(q: Any, k: Any, v: Any, queries: Any, keys: Any, *, causal: bool) -> Any:
+def block(
+    q: Any, k: Any, v: Any, queries: Any, keys: Any, *, causal: bool, window: int | None = None
+) -> Any:
     """One call of cuDNN; where a query is padding, anything may stand."""
-    found = scores(q, k, queries, keys, causal)
+    found = scores(q, k, queries, keys, causal, window)
     v = jnp.repeat(v, q.shape[2] // v.shape[2], 2)
     out = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(found, -1), v)
     real = jnp.arange(q.shape[1])[None] < queries[:, None]
@@ -77,11 +83,21 @@ def block(q: Any, k: Any, v: Any, queries: Any, keys: Any, *, causal: bool) -> A
 
 
 def block_gradients(
-    q: Any, k: Any, v: Any, lse: Any, queries: Any, keys: Any, out: Any, d: Any, *, causal: bool
+    q: Any,
+    k: Any,
+    v: Any,
+    lse: Any,
+    queries: Any,
+    keys: Any,
+    out: Any,
+    d: Any,
+    *,
+    causal: bool,
+    window: int | None = None,
 ) -> Any:
     """As FlashAttention-2 has them (arXiv 2307.08691, algorithm 2), of a given normaliser."""
     many, scale = q.shape[2] // k.shape[2], q.shape[-1] ** -0.5
-    probs = jnp.exp(scores(q, k, queries, keys, causal) - lse[..., None])
+    probs = jnp.exp(scores(q, k, queries, keys, causal, window) - lse[..., None])
     values, keys_of = (jnp.repeat(x, many, 2) for x in (v, k))
     inner = jnp.einsum("btnh,bsnh->bnts", d, values) - (d * out).sum(-1).swapaxes(1, 2)[..., None]
     d_scores = probs * inner * scale
@@ -218,6 +234,86 @@ def test_splash_attention_is_that_of_matrix_products(
         return jnp.where(seen, run(*x), 0)
 
     assert_close(gradients(kernel, q, k, v), gradients(plain, q, k, v))
+
+
+def with_sinks(q: Any, k: Any, v: Any, sinks: Any, allowed: Any) -> jax.Array:
+    """As gpt-oss has it: a sink is one more key whose score is given and whose value is 0."""
+    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], 2) for x in (k, v))
+    found = jnp.einsum("btnh,bsnh->bnts", q, k) * q.shape[-1] ** -0.5
+    found = jnp.where(allowed[:, None], found, -jnp.inf)
+    more = jnp.broadcast_to(sinks[None, :, None, None], (*found.shape[:3], 1))
+    weights = jax.nn.softmax(jnp.concatenate([found, more], -1), -1)[..., :-1]
+    return jnp.einsum("bnts,bsnh->btnh", weights, v)
+
+
+SINKS = jnp.array([0.5, -1.0, 3.0, -20.0])
+
+
+@pytest.mark.parametrize(
+    ("path", "window"),
+    [
+        *(("products", 3), ("blocks", 3), ("context", None), ("splash", 3)),
+        *(("cudnn", None), ("cudnn", 3), ("divided", 3)),
+    ],
+)
+def test_a_sink_takes_its_share_of_the_softmax_in_each_kernel(
+    as_cudnn: None, path: str, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With gradients, those of the sinks too; where heads are divided, each has its own."""
+    q, k, v = arrays((P * G, W, N, H), *[(P * G, W, KV, H)] * 2)
+    real = jnp.arange(W)[None] < jnp.maximum(LENGTHS + 2, 1)[:, None]
+    kernel = {"splash": "splash", "cudnn": "cudnn", "divided": "cudnn"}.get(path)
+    meshes = {"context": (1, 1, 1, 2), "divided": (1, 1, 4)}
+    mesh = make_mesh(*meshes[path]) if path in meshes else None
+    monkeypatch.setattr(splash, "attend", partial(splash.attend, interpret=True))
+    if path == "blocks":
+        monkeypatch.setattr(attention, "BLOCK", 4)
+    run = attention.attender(kernel, real, mesh, window=window)
+    allowed, seen = reach(real, W, True, window), real[..., None, None]
+    found, expected = (
+        gradients(lambda *x, f=f: jnp.where(seen, f(*x), 0), q, k, v, SINKS)
+        for f in (run, lambda *x: with_sinks(*x, allowed | ~real[..., None]))
+    )
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize(("kernel", "window"), [("cudnn", None), ("cudnn", 3), ("splash", 3)])
+def test_completions_that_share_a_prompt_have_its_sinks_once(
+    as_cudnn: None, kernel: str, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not once for the prompt and once for themselves, in streams of groups."""
+    monkeypatch.setattr(splash, "attend", partial(splash.attend, interpret=True))
+    tokens, real, completions, live = rows(64)
+    whole = [
+        jnp.concatenate([jnp.repeat(x, 2, 0), y], 1)
+        for x, y in ((tokens, completions), (real, live))
+    ]
+    packing = pack(Sequences(*whole, live, 2))
+    n = packing.tokens.shape[1]
+    q, k, v = arrays((1, n, N, H), *[(1, n, KV, H)] * 2)
+    found, expected = (
+        gradients(attention.attend_packed(name, packing, None, window), q, k, v, SINKS)
+        for name in (kernel, None)
+    )
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "window"), [("split-k", 100), ("flash-decode", 100), (None, None)]
+)
+def test_a_decode_step_has_the_sinks(
+    name: Any, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flash_decode, "BLOCK_BYTES", 1 << 14)
+    q, k, v = arrays((3, 1, N, 16), *[(3, KV, 320, 16)] * 2)
+    lengths = jnp.array([1, 150, 320], jnp.int32)
+    for module in (split_k, flash_decode):
+        monkeypatch.setattr(module, "attend", partial(module.attend, interpret=True))
+    found = attention.step_attender(name, lengths - 1, 320, None, window)(q, k, v, SINKS)
+    at = jnp.arange(320)[None, None]
+    allowed = (at < lengths[:, None, None]) & (at >= lengths[:, None, None] - (window or 320))
+    expected = with_sinks(q, k.swapaxes(1, 2), v.swapaxes(1, 2), SINKS, allowed)
+    np.testing.assert_allclose(found, expected, 2e-6, 2e-6)
 
 
 def test_rows_are_rolled_and_rolled_back_and_nothing_is_added_up() -> None:

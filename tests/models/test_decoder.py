@@ -98,6 +98,7 @@ def test_abstract_params_and_count_are_those_of_the_real_ones() -> None:
         ("phi3", "unstacked"),
         ("qwen3_moe", "unstacked"),
         ("qwen3_moe", "stacked"),
+        ("gpt_oss", "unstacked"),
         *((name, layout) for layout in ("unstacked", "stacked") for name in ("smollm3", "gemma3")),
     ],
 )
@@ -202,7 +203,7 @@ def test_rematerialisation_changes_no_value(remat: str) -> None:
     assert_trees_close(loss_and_grad(config, params, tokens, mask, remat=remat), plain, 1e-5)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "olmo2", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "olmo2", "qwen3_moe", "gpt_oss"])
 def test_bfloat16_compute_is_near_float32(name: str) -> None:
     """bfloat16 rounds by up to 2^-9; these two layers amplify it, to a few percent of the logits'
     spread."""
@@ -227,6 +228,8 @@ def test_bfloat16_compute_is_near_float32(name: str) -> None:
         ("qwen3_moe", (1, 2, 2)),
         ("qwen3_moe", (1, 1, 1, 1, 2)),  # experts divided, three on each
         ("qwen3_moe", (2, 1, 2, 1, 2)),
+        ("gpt_oss", (1, 2, 1, 1, 4)),
+        ("gpt_oss", (2, 1, 2, 1, 2)),
     ],
 )
 def test_sharding_changes_no_value(name: str, axes: tuple[int, ...]) -> None:

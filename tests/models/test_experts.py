@@ -18,10 +18,15 @@ from jaxrl.models import decoder, experts
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.lora import Lora
 from jaxrl.models.packing import pack
+from jaxrl.models.rope import YarnRope
 from jaxrl.types import Sequences
 
 N, D, F, E, K = 37, 8, 12, 5, 2
 """Tokens, width, width of an expert, experts, experts of a token."""
+
+
+def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return jax.nn.silu(gate) * up
 
 
 def given(seed: int = 0) -> tuple[Any, ...]:
@@ -58,8 +63,8 @@ def test_sorted_blocks_are_ragged_dot(everyone: bool, monkeypatch: pytest.Monkey
         ids = np.tile(np.array([[3, 1]], np.int32), (N, 1))
     expected = value_and_grad(by_ragged_dot, x, ids, *rest)
     for run in (
-        partial(experts.chosen_experts, jax.nn.silu, 8),
-        partial(experts.every_expert, jax.nn.silu),
+        partial(experts.chosen_experts, swiglu, 8),
+        partial(experts.every_expert, swiglu),
     ):
         got = value_and_grad(run, x, ids, *rest)
         jax.tree.map(
@@ -70,7 +75,7 @@ def test_sorted_blocks_are_ragged_dot(everyone: bool, monkeypatch: pytest.Monkey
 def test_experts_that_are_elsewhere_add_nothing() -> None:
     """The sums over two halves of the experts add up to that over all."""
     x, ids, weights, *kernels = given(1)
-    run = jax.jit(partial(experts.chosen_experts, jax.nn.silu, 8))
+    run = jax.jit(partial(experts.chosen_experts, swiglu, 8))
     whole = run(x, ids, weights, *kernels)
     halves = [
         run(x, ids - first, weights, *(kernel[first:last] for kernel in kernels))
@@ -96,10 +101,11 @@ def test_recorded_experts_take_the_place_of_the_routers_choice() -> None:
     np.testing.assert_allclose(swapped[1:], weights[1:, ::-1], rtol=1e-6)
 
 
-def test_streams_route_as_rows_do_on_any_mesh() -> None:
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_streams_route_as_rows_do_on_any_mesh(name: str) -> None:
     """Of prompts that are shared: hidden states, and the experts that the routers say they
     chose; with the axes expert and context too."""
-    config, params = tiny_model("qwen3_moe")
+    config, params = tiny_model(name)
     tokens, mask = batch(config.vocab_size)
     tokens, mask = (np.repeat(x[[0, 2]], 4, 0) for x in (tokens, mask))
     sequences = Sequences(tokens, mask, mask[:, 9:], group=2)
@@ -113,10 +119,10 @@ def test_streams_route_as_rows_do_on_any_mesh() -> None:
     hidden, ids, completions = jax.jit(run, static_argnums=2)(params, sequences, None)
     expected = np.where(mask[:, 9:], np.asarray(rows)[:, 8:-1], 0)
     np.testing.assert_allclose(completions.unpack(hidden), expected, atol=1e-4)
-    assert ids.shape == (2, 1, ids.shape[2], 2)
+    assert ids.shape == (config.n_layers, 1, ids.shape[2], 2)
 
     mesh = make_mesh(1, 1, 1, 2, 2)
-    _, sharded = tiny_model("qwen3_moe", mesh)
+    _, sharded = tiny_model(name, mesh)
     hidden, _, completions = jax.jit(run, static_argnums=2)(sharded, sequences, mesh)
     np.testing.assert_allclose(completions.unpack(hidden), expected, atol=1e-4)
 
@@ -138,12 +144,47 @@ def test_what_a_mixture_does_not_support_is_refused(change: Any, message: str) -
         DecoderConfig.from_hf({"num_local_experts": 6} | raw | change)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_experts_per_tok": 5}, "num_experts_per_tok=5 exceeds num_local_experts=4"),
+        ({"attention_bias": False}, "attention_bias=false is not supported"),
+        ({"swiglu_limit": 0}, "swiglu_limit=0 must be a number above 0"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
+    ],
+)
+def test_what_gpt_oss_does_not_support_is_refused(change: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        DecoderConfig.from_hf(tiny_config("gpt_oss").to_hf("float32") | change)
+
+
+def test_what_a_config_of_gpt_oss_leaves_out() -> None:
+    """As that of transformers has it; the released ones do not state alpha."""
+    short = {"model_type": "gpt_oss", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32}
+    short |= {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = DecoderConfig.from_hf(short)
+    assert config.experts == experts.Experts(128, 4, True, 32, experts.Clamp(1.702, 7.0))
+    assert config.windows == {128: 2, None: 1} and config.kinds[1].window is None
+    rope = config.rope_scaling
+    assert isinstance(rope, YarnRope) and not rope.truncate
+    assert (rope.factor, rope.original_max_positions, rope.beta_fast) == (32.0, 4096, 32.0)
+    assert (config.head_dim, config.rope_theta, config.max_positions) == (64, 150000.0, 131072)
+
+
 def test_adapters_of_a_mixture_are_those_of_its_attention() -> None:
     config = tiny_config("qwen3_moe")
     lora = replace(config, lora=Lora(rank=2, alpha=4)).lora
     assert lora is not None and lora.targets == ("q_proj", "k_proj", "v_proj", "o_proj")
     with pytest.raises(UserError, match="qwen3_moe has no up_proj that adapters could be for"):
         replace(config, lora=Lora(rank=2, alpha=4, targets=("q_proj", "up_proj")))
+
+
+def test_clamped_gates_are_gpt_osss() -> None:
+    """(min(g, 7) sigmoid(1.702 min(g, 7))) (clip(u, -7, 7) + 1), by hand."""
+    gate, up = jnp.array([0.0, 1.0, 9.0, -9.0]), jnp.array([3.0, -9.0, 9.0, 0.5])
+    seven = 7 / (1 + np.exp(-1.702 * 7))
+    expected = [0.0, -6 / (1 + np.exp(-1.702)), 8 * seven, -9 * 1.5 / (1 + np.exp(1.702 * 9))]
+    np.testing.assert_allclose(experts.Clamp(1.702, 7.0)(gate, up), expected, rtol=1e-5)
 
 
 def test_active_parameters_are_those_of_a_tokens_experts() -> None:

@@ -43,8 +43,15 @@ GRADIENTS = (
     "model.layers.0.mlp.gate_proj.weight",
     "model.layers.0.mlp.gate_up_proj.weight",
     "model.layers.0.mlp.gate.weight",
+    "model.layers.0.self_attn.sinks",
+    "model.layers.1.self_attn.sinks",
+    "model.layers.1.self_attn.o_proj.bias",
+    "model.layers.0.mlp.router.weight",
+    "model.layers.1.mlp.router.bias",
     "model.layers.0.mlp.experts.gate_up_proj",
+    "model.layers.1.mlp.experts.gate_up_proj_bias",
     "model.layers.1.mlp.experts.down_proj",
+    "model.layers.0.mlp.experts.down_proj_bias",
     "model.norm.weight",
     "lm_head.weight",
 )
@@ -139,8 +146,10 @@ def tiny_case(case: Case) -> tuple[dict, dict[str, np.ndarray]]:
     config.architectures = [type(model).__name__]
     tied = config.tie_word_embeddings
     names = [n for n in model.state_dict() if not (tied and n == "lm_head.weight")]
-    shapes = by_expert({n: tuple(model.state_dict()[n].shape) for n in names})
-    tensors = merged_experts(random_tensors(shapes, case.seed, case.norm))
+    shapes = {n: tuple(model.state_dict()[n].shape) for n in names}
+    apart = case.kind != "gpt_oss"  # whose checkpoints have the tensors of transformers' modules
+    tensors = random_tensors(by_expert(shapes) if apart else shapes, case.seed, case.norm)
+    tensors = merged_experts(tensors) if apart else tensors
     model.load_state_dict({n: torch.from_numpy(v) for n, v in tensors.items()}, strict=False)
     model.tie_weights()
     tokens, mask = batch(config.vocab_size)
@@ -151,7 +160,8 @@ def tiny_case(case: Case) -> tuple[dict, dict[str, np.ndarray]]:
     parameters = dict(model.named_parameters())
     for name in GRADIENTS:
         if name in parameters:
-            each = expert_gradients(name, parameters[name].grad.numpy())
+            grad = parameters[name].grad.numpy()
+            each = expert_gradients(name, grad) if apart else {name: grad}
             arrays |= {f"grad/{one}": grad for one, grad in each.items()}
     return json.loads(config.to_json_string()), arrays
 

@@ -171,6 +171,28 @@ CASES = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
         },
     ),
+    "gpt_oss": Case(
+        26,
+        "gpt_oss",
+        {
+            "num_hidden_layers": 3,
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 5,
+            "swiglu_limit": 1.5,  # of gates and products within some units
+            "tie_word_embeddings": False,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
     "mistral": Case(20, "mistral", {"sliding_window": 5}),
     "qwen2_sliding": Case(
         21,
@@ -279,7 +301,7 @@ def random_tensors(
         values = random.standard_normal(shapes[name]).astype(np.float32)
         if "norm" in name:
             values = norm + 0.3 * values
-        elif name.endswith(".bias"):
+        elif name.endswith(("bias", "sinks")):
             values = 0.5 * values
         elif "embed_tokens" in name or "lm_head" in name:
             values = 0.3 * values

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jaxrl.models.families.gemma import GEMMA3
+from jaxrl.models.families.gpt_oss import GPT_OSS
 from jaxrl.models.families.llama import LLAMA
 from jaxrl.models.families.mistral import MISTRAL
 from jaxrl.models.families.olmo import OLMO2, OLMO3
@@ -17,6 +18,7 @@ FAMILIES: dict[str, Family] = {
     "qwen2": QWEN2,
     "qwen3": QWEN3,
     "qwen3_moe": QWEN3_MOE,
+    "gpt_oss": GPT_OSS,
     "mistral": MISTRAL,
     "smollm3": SMOLLM3,
     "olmo2": OLMO2,

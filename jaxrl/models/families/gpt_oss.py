@@ -1,0 +1,98 @@
+"""gpt-oss (arXiv 2508.10925): attention with sinks, biases everywhere, and a window in every other
+layer; experts with biases and clamped gates in place of the MLP of every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxrl.errors import UserError
+from jaxrl.models.experts import Clamp, Experts
+from jaxrl.models.family import BlockKind, Family
+from jaxrl.models.fields import given, number, size
+from jaxrl.models.kinds import read_windows, written_windows
+
+ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+THETA = 150000.0
+DEFAULTS: dict[str, Any] = {
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
+    "sliding_window": 128,
+    "max_position_embeddings": 131072,
+    "attention_bias": True,
+}
+"""What a `config.json` leaves out where it is this."""
+
+
+def prepare(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    stated = {key: value for key, value in raw.items() if value is not None}
+    found = {**raw, **DEFAULTS, **stated}
+    params = given(stated.get("rope_parameters"), {})
+    if "rope_theta" not in stated and isinstance(params, dict) and "rope_theta" not in params:
+        found["rope_theta"] = THETA
+    if not stated.keys() & {"rope_parameters", "rope_scaling"}:
+        found["rope_scaling"] = ROPE
+    return found
+
+
+def read(raw: Mapping[str, Any]) -> dict[str, Any]:
+    if not raw["attention_bias"]:
+        raise UserError("attention_bias=false is not supported for gpt_oss, whose q, k, v, o have")
+    count, chosen = size(raw, "num_local_experts"), size(raw, "num_experts_per_tok")
+    if chosen > count:
+        raise UserError(f"num_experts_per_tok={chosen} exceeds num_local_experts={count}")
+    clamp = Clamp(number(raw, "swiglu_alpha"), number(raw, "swiglu_limit"))
+    width = size(raw, "intermediate_size")
+    experts = Experts(count, chosen, normalised=True, dense_width=width, clamp=clamp)
+    window = size(raw, "sliding_window")
+    return {"experts": experts, "kinds": read_windows(raw, window, lambda i: i % 2 == 0)}
+
+
+def write(config: Any) -> dict[str, Any]:
+    experts = config.experts
+    return {
+        **written_windows(config.kinds, config.n_layers),
+        "num_local_experts": experts.count,
+        "num_experts_per_tok": experts.chosen,
+        "swiglu_alpha": experts.clamp.alpha,
+        "swiglu_limit": experts.clamp.limit,
+        "attention_bias": True,
+    }
+
+
+GPT_OSS = Family(
+    "GptOssForCausalLM",
+    BlockKind(
+        attention_bias=True,
+        output_bias=True,
+        sinks=True,
+        expert_bias=True,
+        norm_in_float32=True,
+    ),
+    head_dim=64,
+    rms_norm_eps=1e-5,
+    tensors={
+        "attn/sinks": "self_attn.sinks",
+        "mlp/router/kernel": "mlp.router.weight",
+        "mlp/router/bias": "mlp.router.bias",
+        "mlp/experts/gate/kernel": "mlp.experts.gate_up_proj",
+        "mlp/experts/up/kernel": "mlp.experts.gate_up_proj",
+        "mlp/experts/down/kernel": "mlp.experts.down_proj",
+        "mlp/experts/gate/bias": "mlp.experts.gate_up_proj_bias",
+        "mlp/experts/up/bias": "mlp.experts.gate_up_proj_bias",
+        "mlp/experts/down/bias": "mlp.experts.down_proj_bias",
+    },
+    alternating=True,
+    prepare=prepare,
+    read=read,
+    write=write,
+)
