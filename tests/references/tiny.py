@@ -283,6 +283,9 @@ CASES = {
 }
 """By the name of their reference files in `decoders/`."""
 
+PACKED = {"hidden_size": 64, "intermediate_size": 32, "num_local_experts": 4}
+"""What the model of `mxfp4.npz` changes in "gpt_oss", whose widths are no multiples of 32."""
+
 ADAPTED = {"tie_word_embeddings": False, "head_dim": 8}
 """What the base model of `adapters/` adds to BASE."""
 
@@ -308,6 +311,21 @@ def random_tensors(
         else:
             values = values * np.float32(1.5 / np.sqrt(shapes[name][1]))
         tensors[name] = values.astype(np.float32)
+    return tensors
+
+
+def packed_tensors(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, np.ndarray]:
+    """`random_tensors` of a checkpoint of gpt-oss whose experts are in MXFP4, as random bytes: the
+    values of a block within 6 times 2^-7 to 2^-4."""
+    random = np.random.RandomState(seed)
+    kernels = [name for name in sorted(shapes) if name.endswith(("gate_up_proj", "down_proj"))]
+    rest = {name: shape for name, shape in shapes.items() if name not in kernels}
+    tensors = random_tensors(rest, seed)
+    for name in kernels:
+        experts, n_in, n_out = shapes[name]
+        packed = experts, n_out, n_in // 32
+        tensors[f"{name}_blocks"] = random.randint(0, 256, (*packed, 16)).astype(np.uint8)
+        tensors[f"{name}_scales"] = random.randint(120, 124, packed).astype(np.uint8)
     return tensors
 
 
