@@ -18,7 +18,7 @@ from jaxrl.sharding.axes import HEADS, ROWS, TOKENS, divided
 Attend = Callable[..., jax.Array]
 """(q [B,T,N,H], k [B,T,KV,H], v [B,T,KV,H]) -> [B,T,N,H]; training, prefill and decode differ only
 here. Heads that have sinks pass them as a fourth array [N]: a score of each head that takes part in
-its softmax, and has no value (arXiv 2508.10925, section 2.3)."""
+its softmax, and has no value (arXiv 2508.10925)."""
 Pair = tuple[jax.Array, jax.Array]
 """Keys and values [B,S,KV,H]."""
 MASKED = -1e30

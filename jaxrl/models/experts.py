@@ -41,7 +41,7 @@ Activate = Callable[[jax.Array, jax.Array], jax.Array]
 
 @dataclass(frozen=True)
 class Clamp:
-    """The gates of gpt-oss (arXiv 2508.10925, section 2.3): (up + 1) gate sigmoid(alpha gate), with
+    """The gates of gpt-oss (arXiv 2508.10925): (up + 1) gate sigmoid(alpha gate), with
     gates of at most `limit`, and `up` within +- `limit`."""
 
     alpha: float

@@ -142,8 +142,8 @@ def _mixed(x: jax.Array) -> jax.Array:
 
 
 def decayed(params: Tree) -> Tree:
-    """True for the kernels of the blocks, and for adapters: embeddings, head, norms and biases are
-    not decayed."""
+    """True for the kernels of the blocks, and for adapters: embeddings, head, norms, biases and
+    sinks are not decayed."""
 
     def is_kernel(path: KeyPath, _: object) -> bool:
         names = [getattr(key, "key", "") for key in path]

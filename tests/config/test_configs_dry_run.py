@@ -116,6 +116,7 @@ def described(config: Config, folder: Path) -> list[str]:
 SMALLER = {"qwen3_8b_qlora_gspo_1": 24}
 """GB of the GPUs of configs for other ones."""
 REWARDED = sorted(path.stem for path in CONFIGS.glob("qwen*_gspo_*.yaml"))
+REWARDED += sorted(path.stem for path in CONFIGS.glob("gpt_oss_*.yaml"))
 REWARDED += sorted(path.stem for path in CONFIGS.glob("qwen*_similarity_*.yaml"))
 
 

@@ -171,11 +171,12 @@ def test_what_a_config_of_gpt_oss_leaves_out() -> None:
     assert (config.head_dim, config.rope_theta, config.max_positions) == (64, 150000.0, 131072)
 
 
-def test_adapters_of_a_mixture_are_those_of_its_attention() -> None:
-    config = tiny_config("qwen3_moe")
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_adapters_of_a_mixture_are_those_of_its_attention(name: str) -> None:
+    config = tiny_config(name)
     lora = replace(config, lora=Lora(rank=2, alpha=4)).lora
     assert lora is not None and lora.targets == ("q_proj", "k_proj", "v_proj", "o_proj")
-    with pytest.raises(UserError, match="qwen3_moe has no up_proj that adapters could be for"):
+    with pytest.raises(UserError, match=f"{name} has no up_proj that adapters could be for"):
         replace(config, lora=Lora(rank=2, alpha=4, targets=("q_proj", "up_proj")))
 
 
@@ -187,12 +188,14 @@ def test_clamped_gates_are_gpt_osss() -> None:
     np.testing.assert_allclose(experts.Clamp(1.702, 7.0)(gate, up), expected, rtol=1e-5)
 
 
-def test_active_parameters_are_those_of_a_tokens_experts() -> None:
-    config = tiny_config("qwen3_moe")
+@pytest.mark.parametrize(("name", "biases"), [("qwen3_moe", 0), ("gpt_oss", 1)])
+def test_active_parameters_are_those_of_a_tokens_experts(name: str, biases: int) -> None:
+    config = tiny_config(name)
     assert config.experts is not None
-    one = 3 * config.d_model * config.d_ff
-    assert config.n_params - config.n_active == config.n_layers * (6 - 2) * one
-    whole = replace(config, experts=replace(config.experts, chosen=6))
+    one = 3 * config.d_model * config.d_ff + biases * (2 * config.d_ff + config.d_model)
+    count = config.experts.count
+    assert config.n_params - config.n_active == config.n_layers * (count - 2) * one
+    whole = replace(config, experts=replace(config.experts, chosen=count))
     assert whole.n_active == config.n_params
 
 

@@ -18,7 +18,7 @@ from jaxrl.aot.programs import RunPrograms
 from jaxrl.checkpoint.source import lora_of
 from jaxrl.config.schema import Config
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.experts import Experts
+from jaxrl.models.experts import Clamp, Experts
 from jaxrl.models.kernels import CPU
 from jaxrl.models.kinds import LayerKind
 from jaxrl.plan.inputs import PlanInputs
@@ -32,6 +32,8 @@ SCORES_WITHIN = 0.17
 """In the rarer ways to score, where how XLA packs the arrays weighs more."""
 LOCAL = (*[LayerKind(window=50, rope_theta=1e4)] * 3, LayerKind())
 MIXED = (LayerKind(window=50), *[LayerKind()] * 2, LayerKind(rotates=False))
+EVERY_OTHER = (LayerKind(window=50), LayerKind()) * 2
+CLAMPED = Experts(8, 2, True, 256, Clamp(1.702, 7.0))
 SHAPES = {
     "gqa": (  # grouped heads, untied, biases
         DecoderConfig("qwen2", 8000, 256, 4, 8, 2, 32, 768),
@@ -55,7 +57,7 @@ SHAPES = {
     ),
     "experts": (
         DecoderConfig("qwen3_moe", 8000, 256, 4, 8, 2, 32, 192, experts=Experts(16, 4, True, 768)),
-        DecoderConfig("qwen3_moe", 8000, 384, 3, 8, 4, 48, 256, experts=Experts(8, 2, False, 768)),
+        DecoderConfig("gpt_oss", 8000, 384, 4, 8, 4, 48, 256, experts=CLAMPED, kinds=EVERY_OTHER),
     ),
 }
 PLACES: dict[str, tuple[str, dict[str, int]]] = {

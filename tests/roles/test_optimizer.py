@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tiny_models import random_params
+from tiny_models import random_params, tiny_config
 
 from jaxrl.config.schema import OptimizerConfig
+from jaxrl.models import decoder
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.rules import param_shardings
 from jaxrl.roles.optimizer import (
@@ -80,6 +81,9 @@ def test_only_the_kernels_of_the_blocks_are_decayed():
     assert mask["layers"]["attn"]["q"] == {"kernel": True, "bias": False}
     assert not any(jax.tree.leaves((mask["embed"], mask["norm"], mask["lm_head"])))
     assert not mask["layers"]["attn_norm"]["scale"]
+    layers = decayed(decoder.abstract_params(tiny_config("gpt_oss")))["layers"]
+    assert not layers["attn"]["sinks"] and layers["mlp"]["router"]["kernel"]
+    assert layers["mlp"]["experts"]["gate"] == {"kernel": True, "bias": False}
 
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "adafactor", "muon"])

@@ -102,6 +102,43 @@ def qwen3(d_model: int, layers: int, heads: int, d_ff: int) -> dict[str, Any]:
     return QWEN3 | sizes | {"num_attention_heads": heads, "intermediate_size": d_ff}
 
 
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "eos_token_id": 200002,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "pad_token_id": 199999,
+    "quantization_config": {"quant_method": "mxfp4"},
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "router_aux_loss_coef": 0.9,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 201088,
+}
+
+
 REWARD = {"architectures": ["Qwen3ForSequenceClassification"], "num_labels": 1}
 NAMED: dict[str, dict[str, Any]] = {
     "Qwen/Qwen2.5-0.5B-Instruct": QWEN
@@ -115,6 +152,7 @@ NAMED: dict[str, dict[str, Any]] = {
     "Qwen/Qwen3-8B": qwen3(4096, 36, 32, 12288) | {"tie_word_embeddings": False},
     "Skywork/Skywork-Reward-V2-Qwen3-0.6B": qwen3(1024, 28, 16, 3072) | REWARD,
     "Skywork/Skywork-Reward-V2-Qwen3-1.7B": qwen3(2048, 28, 16, 6144) | REWARD,
+    "openai/gpt-oss-20b": GPT_OSS,
     "BAAI/bge-m3-unsupervised": BGE_M3,
     "HuggingFaceTB/SmolLM2-135M-Instruct": SMOLLM2,
     "HuggingFaceTB/SmolLM2-360M-Instruct": SMOLLM2
