@@ -20,7 +20,8 @@ from jaxrl.data.batch import make_rollout
 from jaxrl.errors import UserError
 from jaxrl.models import decoder
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.experts import Experts
+from jaxrl.models.experts import Clamp, Experts
+from jaxrl.models.kinds import LayerKind
 from jaxrl.models.packing import pack
 from jaxrl.sampling.engine import Engine, SamplingParams
 from jaxrl.train import train
@@ -58,21 +59,29 @@ SMALL = DecoderConfig(
 PROMPTS = [Prompt(i, tuple(range(3 + i, 12 + 2 * i)), "") for i in range(3)]
 
 
-def sampled(mesh=None):
+SINKS = DecoderConfig(
+    *("gpt_oss", 64, 32, 4, 4, 2, 8, 16),
+    experts=Experts(16, 3, True, 16, Clamp(1.702, 7.0)),
+    kinds=(LayerKind(6), LayerKind()) * 2,
+)
+
+
+def sampled(config=SMALL):
     """Rollouts of a random model in float32 whose slots are filled twice."""
-    params = decoder.init_params(SMALL, jax.random.key(0), layout="unstacked")
-    engine = Engine(SMALL, mesh, slots=4, max_prompt_tokens=16, max_new_tokens=8, launch_tokens=4)
+    params = decoder.init_params(config, jax.random.key(0), layout="unstacked")
+    engine = Engine(config, None, slots=4, max_prompt_tokens=16, max_new_tokens=8, launch_tokens=4)
     sampling = SamplingParams(8, eos_ids=(5,))
     tokens = [prompt.tokens for prompt in PROMPTS]
     found = engine.generate(params, tokens, n=3, sampling=sampling, seed=0, record_experts=True)
     return params, found
 
 
+@pytest.mark.parametrize("config", [SMALL, SINKS], ids=lambda config: config.family)
 def test_each_token_that_was_read_has_the_experts_that_a_forward_pass_chooses(
-    tmp_path: Path,
+    config: DecoderConfig, tmp_path: Path
 ) -> None:
     """Those of the last token are its own router's; and they are in a rollout that is stored."""
-    params, found = sampled()
+    params, found = sampled(config)
     limits = {"max_prompt_tokens": 16, "max_new_tokens": 8}
     packing = {"pad_id": 0, "row_multiple": 2, **limits}
     rollout = make_rollout(PROMPTS, found, policy_version=0, **packing)
@@ -83,7 +92,7 @@ def test_each_token_that_was_read_has_the_experts_that_a_forward_pass_chooses(
     def forward(params, sequences):
         routed.clear()
         packed = pack(sequences)
-        decoder.forward_packed(SMALL, params, packed, routed=routed)
+        decoder.forward_packed(config, params, packed, routed=routed)
         return routed[0].ids, packed.rows[0]
 
     ids, at = jax.jit(forward)(params, jax.tree.map(np.asarray, rollout.sequences))
