@@ -34,7 +34,7 @@ from jaxrl.losses.head import logprobs_from_hidden
 from jaxrl.losses.masked import masked_count, masked_sum
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Params, head
-from jaxrl.models.experts import Experts, Routed, expert_load
+from jaxrl.models.experts import Experts, Routed, balance_loss, expert_load
 from jaxrl.models.packing import Packing, pack
 from jaxrl.runtime.worker import Future
 from jaxrl.sharding.parts import join_parts
@@ -46,6 +46,7 @@ from jaxrl.types import (
     Prepare,
     RoleScores,
     Rollout,
+    SumCount,
     Sums,
     Totals,
     TrainBatch,
@@ -152,7 +153,7 @@ def gkd_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) 
         flat = packed(packing, batch)
         total, count, metrics = distill_loss(projection, hidden, kernel, flat, frozen)
         sums = {f"distill/{name}": pair for name, pair in by_row(packing, metrics).items()}
-        return (total, count), sums | of_experts, {}
+        return _balanced(config, (total, count), of_experts), sums | of_experts, {}
 
     return loss
 
@@ -167,7 +168,7 @@ def sft_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) 
         tokens, mask = completions.tokens, completions.loss_mask
         logprobs = logprobs_from_hidden(hidden, kernel, tokens, mask=mask, chunk=chunk, mesh=mesh)
         total = (-masked_sum(logprobs, mask), masked_count(mask))
-        return total, {"sft/loss": total} | of_experts, {}
+        return _balanced(config, total, of_experts), {"sft/loss": total} | of_experts, {}
 
     return loss
 
@@ -187,15 +188,30 @@ def _hidden(
     return packing, hidden, head(params).astype(dtype), sums
 
 
+BALANCE = "policy/experts_balance"
+
+
 def expert_sums(experts: Experts, packing: Packing, routed: Routed) -> Sums:
-    """The metrics of a mixture: means over tokens and layers, of micro-batches."""
+    """The metrics of a mixture: means over tokens and layers, and over micro-batches the loss that
+    balances the experts, which has a gradient."""
     real = packing.real
     load = expert_load(experts, routed.ids, real)
     found = jnp.where(real[None], routed.entropy, 0.0).sum((1, 2)), load * real.sum()
     count = real.sum(dtype=jnp.float32) * len(load)
     names = "policy/experts_entropy", "policy/experts_load"
     kept: Sums = {name: (x.sum(), count) for name, x in zip(names, found, strict=True)}
-    return jax.lax.stop_gradient(kept)
+    balance = balance_loss(experts, routed, real)
+    return jax.lax.stop_gradient(kept) | {BALANCE: (balance * count, count)}
+
+
+def _balanced(config: Config, pair: SumCount, of_experts: Sums) -> SumCount:
+    """The loss of a micro-batch with the term that balances experts, which counts for as many
+    tokens as the loss itself does."""
+    coef, (total, count) = config.student.router_aux_loss_coef, pair
+    if coef == 0:
+        return pair
+    balance, tokens = of_experts[BALANCE]
+    return total + coef * balance / jnp.maximum(tokens, 1) * count, count
 
 
 def rewarded_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) -> Loss:
@@ -206,7 +222,7 @@ def rewarded_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: 
     def loss(params: Params, frozen: Frozen, batch: TrainBatch, totals: Totals) -> LossParts:
         packing, hidden, kernel, of_experts = _hidden(config, model, mesh, params, batch)
         pair, sums, maxima = objective(packing, hidden, kernel, batch, frozen, totals)
-        return pair, sums | of_experts, maxima
+        return _balanced(config, pair, of_experts), sums | of_experts, maxima
 
     return loss
 

@@ -91,6 +91,7 @@ THEIRS: dict[str, str] = {
     "student.lora.rank": "lora lora_rank lora_r peft use_peft peft_config peft_config.r",
     "student.lora.alpha": "lora_alpha",
     "student.lora.targets": "lora_target_modules target_modules",
+    "student.router_aux_loss_coef": "router_aux_loss_coef output_router_logits aux_loss_coef",
     "student.base_dtype": "load_in_4bit load_in_8bit bnb_4bit_quant_type quantization_config",
     "teacher.model": "teacher_model_name_or_path teacher_model",
     "data.train": "train_files dataset_name dataset_config train_dataset prompt_data",

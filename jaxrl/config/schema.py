@@ -162,6 +162,11 @@ class StudentConfig(Section):
     """With `student.lora.rank`: dtype in which the actor holds the weights under the adapters.
     null: `actor.dtype`. `int8` or `nf4` (QLoRA, arXiv 2305.14314): all roles that have the policy's
     weights hold the kernels of its layers in 8 or 4 bits, and the rest in their own dtype."""
+    router_aux_loss_coef: NonNegative = 0.0
+    """Of a mixture of experts: weight of the loss that balances the experts, which is added to the
+    loss (Switch Transformer, arXiv 2101.03961, eq. 4-6, over the tokens of a micro-batch, those of
+    prompts too). It is a product of two means over the micro-batch: how a minibatch is cut into
+    micro-batches changes it."""
 
     def _rules(self) -> Iterator[Rule]:
         yield (

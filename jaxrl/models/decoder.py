@@ -191,14 +191,16 @@ def forward_packed(
     the experts that `packing` records, if it does.
 
     Args:
-        routed: gets what the routers of all layers did, each leaf [L, X, n, ...].
+        routed: gets what the routers of all layers did, each leaf [L, X, n, ...], and
+            `Routed.mass` [L, E].
     """
     kernel = _kernel(config, params, mesh, dtype, joined=packing.group > 1)
     x = _embed(config, params, packing.tokens, mesh, dtype, TOKENS)
     params = params if dtype is None else cast(params, dtype)
     attend = partial(attend_packed, kernel, packing, mesh)
     given = config, params, x, packing.positions, attend, remat, mesh
-    return _layers(*given, TOKENS, recorded=packing.experts, routed=routed)
+    real = None if routed is None else packing.real
+    return _layers(*given, TOKENS, recorded=packing.experts, routed=routed, real=real)
 
 
 class _Mixing:
@@ -235,6 +237,7 @@ def _layers(
     *split: AxisName,
     recorded: Array = None,
     routed: list[Routed] | None = None,
+    real: Array = None,
 ) -> Array:
     """All blocks and the final norm, of x [B, T, D] at positions [B, T].
 
@@ -243,13 +246,15 @@ def _layers(
         split: the axis of a stream's tokens.
         recorded: [B, T, L, k] integers (`experts.mix`).
         routed: gets what the routers did.
+        real: [B, T] bool, True at tokens (`experts.mix`).
     """
     mixing = _Mixing(config, positions, attend)
     chosen = None if recorded is None else jnp.moveaxis(recorded, 2, 0)
 
     def block(number: Layer, x: Array, layer: Params, chosen: Array) -> tuple[Array, Any]:
         rope, attend_one = mixing.of(number)
-        return _run(config, layer, x, rope, attend_one, mesh, *split, recorded=chosen)
+        options = {"recorded": chosen, "real": real}
+        return _run(config, layer, x, rope, attend_one, mesh, *split, **options)
 
     def kept(run: Callable[..., Any]) -> Callable[..., Any]:
         if remat == "none":
@@ -283,14 +288,15 @@ def _run(
     *split: AxisName,
     recorded: Array = None,
     every: bool = False,
+    real: Array = None,
 ) -> tuple[Array, Routed | None]:
-    """One block, and what its router did; the last two arguments as of `experts.mix`."""
+    """One block, and what its router did; the last three arguments as of `experts.mix`."""
     found: list[Routed] = []
 
     def through(x: Array, kernels: ExpertKernels) -> Array:
         assert config.experts is not None
         activate = config.experts.gated(ACTIVATIONS[config.block.activation])
-        options = {"recorded": recorded, "every": every, "split": split}
+        options = {"recorded": recorded, "every": every, "split": split, "real": real}
         out, one = mix(config.experts, activate, mesh, x, kernels, **options)
         found.append(one)
         return out

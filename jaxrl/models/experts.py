@@ -104,6 +104,9 @@ class Routed(NamedTuple):
     """[B, T, k] int32: the experts of each token."""
     entropy: Array
     """[B, T] float32, nats: of the router's probabilities."""
+    mass: Array | None = None
+    """[E] float32: the sum of each expert's probability over the real tokens, where `mix` was told
+    which they are."""
 
 
 Mix = Callable[[jax.Array, ExpertKernels], jax.Array]
@@ -120,6 +123,7 @@ def mix(
     recorded: jax.Array | None = None,
     every: bool = False,
     split: tuple[AxisName, ...] = (),
+    real: jax.Array | None = None,
 ) -> tuple[jax.Array, Routed]:
     """Sum over a token's experts of weight * down(activate(gate(x), up(x))).
 
@@ -133,34 +137,41 @@ def mix(
         every: compute every expert on every token and weigh the products, where there are so few
             tokens that the kernels have to be read anyway (a decode step).
         split: the axis of a stream's tokens.
+        real: [B, T] bool, True at tokens.
     """
     if mesh is None or mesh.size == 1:
-        return _mix(experts, activate, x, kernels, recorded, every)
+        return _mix(experts, activate, x, kernels, recorded, real, every)
     over = divided(experts.count, (EXPERTS,), mesh.shape)
     width = divided(kernels.gate.shape[2], ("tensor",), mesh.shape)
     tokens = PartitionSpec(ROWS, *split or (None,))
     wide, narrow = PartitionSpec(over, None, width), PartitionSpec(over, width, None)
     whole, outs = PartitionSpec(), PartitionSpec(over, width)
     parts = ExpertKernels(whole, wide, wide, narrow, whole, outs, outs, whole)
-    specs = (tokens, parts, tokens)
+    specs = (tokens, parts, tokens, tokens)
     axes: dict[str, Any] = {
         "over": over if mesh.shape[EXPERTS] > 1 else None,
         "width": width if mesh.shape["tensor"] > 1 else None,
     }
 
     def local(
-        x: jax.Array, kernels: ExpertKernels, recorded: jax.Array | None
+        x: jax.Array,
+        kernels: ExpertKernels,
+        recorded: jax.Array | None,
+        real: jax.Array | None,
     ) -> tuple[jax.Array, Routed]:
-        return _mix(experts, activate, x, kernels, recorded, every, **axes)
+        out, routed = _mix(experts, activate, x, kernels, recorded, real, every, **axes)
+        if routed.mass is not None:
+            routed = routed._replace(mass=jax.lax.psum(routed.mass, (*ROWS, *split)))
+        return out, routed
 
     run = jax.shard_map(
         local,
         mesh=mesh,
         in_specs=specs,
-        out_specs=(tokens, Routed(tokens, tokens)),
+        out_specs=(tokens, Routed(tokens, tokens, whole)),
         check_vma=False,
     )
-    found: tuple[jax.Array, Routed] = run(x, kernels, recorded)
+    found: tuple[jax.Array, Routed] = run(x, kernels, recorded, real)
     return found
 
 
@@ -172,7 +183,8 @@ def route(
     bias: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Of tokens x [n, D]: their experts [n, k] int32, the weights of these [n, k] float32, and the
-    entropy [n] of the router [D, E], with a bias [E], in nats. `recorded` [n, k] as of `mix`."""
+    log-probabilities [n, E] of the router [D, E], which may have a bias [E]. `recorded` [n, k] as
+    of `mix`."""
     logits = jnp.matmul(x, router.astype(x.dtype), preferred_element_type=jnp.float32)
     if bias is not None:
         logits = logits + bias.astype(jnp.float32)[None]
@@ -185,7 +197,7 @@ def route(
     weights = jnp.take_along_axis(probs, ids, -1)
     if experts.normalised:  # over the chosen ones, which may be improbable where they are replayed
         weights = jax.nn.softmax(jnp.take_along_axis(logits, ids, -1), -1)
-    return ids, weights, -(probs * logprobs).sum(-1)
+    return ids, weights, logprobs
 
 
 def _mix(
@@ -194,6 +206,7 @@ def _mix(
     x: jax.Array,
     kernels: ExpertKernels,
     recorded: jax.Array | None,
+    real: jax.Array | None,
     every: bool,
     over: AxisName | None = None,
     width: AxisName | None = None,
@@ -206,8 +219,11 @@ def _mix(
     """
     rows = x.reshape(-1, x.shape[-1])
     given = None if recorded is None else recorded.reshape(-1, experts.chosen)
-    ids, weights, entropy = route(experts, rows, kernels.router, given, kernels.router_bias)
-    routed = Routed(ids.reshape(*x.shape[:2], -1), entropy.reshape(x.shape[:2]))
+    ids, weights, logprobs = route(experts, rows, kernels.router, given, kernels.router_bias)
+    probs = jnp.exp(logprobs)
+    entropy = -(probs * logprobs).sum(-1)
+    mass = None if real is None else jnp.where(real.reshape(-1, 1), probs, 0.0).sum(0)
+    routed = Routed(ids.reshape(*x.shape[:2], -1), entropy.reshape(x.shape[:2]), mass)
     shift = None if kernels.down_bias is None else _shift(ids, weights, kernels.down_bias)
     if over is not None:
         rows, ids, weights = (
@@ -445,8 +461,28 @@ def expert_load(experts: Experts, ids: jax.Array, real: jax.Array) -> jax.Array:
         ids: [L, X, n, k] (`Routed`).
         real: [X, n] bool, True at tokens.
     """
+    uniform = jnp.maximum(real.sum() * experts.chosen / experts.count, 1e-9)
+    return _tokens_of(experts, ids, real).max(-1) / uniform
+
+
+def _tokens_of(experts: Experts, ids: jax.Array, real: jax.Array) -> jax.Array:
+    """[L, E] float32: tokens at each expert; arguments as of `expert_load`."""
     layers = jnp.broadcast_to(jnp.arange(len(ids))[:, None, None, None], ids.shape)
     each = jnp.broadcast_to(real[None, :, :, None], ids.shape).astype(jnp.float32)
-    counts = jnp.zeros((len(ids), experts.count), jnp.float32).at[layers, ids].add(each)
-    uniform = jnp.maximum(real.sum() * experts.chosen / experts.count, 1e-9)
-    return counts.max(-1) / uniform
+    return jnp.zeros((len(ids), experts.count), jnp.float32).at[layers, ids].add(each)
+
+
+def balance_loss(experts: Experts, routed: Routed, real: jax.Array) -> jax.Array:
+    """E sum_e f_e P_e (Switch Transformer, arXiv 2101.03961, eq. 4-6; as in transformers, of all
+    layers at once): f_e is the share of tokens that pass expert e, of which each passes k, and P_e
+    its mean probability, both over tokens and layers. Scalar float32; k where both are uniform. The
+    gradient is that of the probabilities.
+
+    Args:
+        routed: of all layers, each leaf [L, ...], with `mass`.
+        real: [X, n] bool, True at tokens.
+    """
+    assert routed.mass is not None
+    count = jnp.maximum(real.sum() * len(routed.ids), 1).astype(jnp.float32)
+    share = _tokens_of(experts, routed.ids, real).sum(0) / count
+    return experts.count * (share * routed.mass.sum(0) / count).sum()

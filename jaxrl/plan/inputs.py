@@ -138,6 +138,12 @@ class PlanInputs:
             for model in self.teachers if role == "teacher" else (self.model(role),):
                 _check_heads(role, model, found[role])
                 _check_experts(role, model, found[role])
+        balances = config.student.router_aux_loss_coef
+        if balances and self.student.experts is None:
+            raise UserError(
+                f"student.router_aux_loss_coef={balances:g} needs a mixture of experts, and"
+                f" student.model is of the family {self.student.family}: set it to 0"
+            )
         if config.policy.router_replay and self.student.experts is None:
             raise UserError(
                 f"policy.router_replay=true needs a mixture of experts, and student.model is of the"

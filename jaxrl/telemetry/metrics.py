@@ -166,6 +166,9 @@ METRICS: dict[str, Metric] = {
     "policy/experts_load": Metric(
         "1", "tokens at a layer's busiest expert, by those of equal shares; mean over layers"
     ),
+    "policy/experts_balance": Metric(
+        "1", "loss that balances the experts, mean over micro-batches; k where all are alike"
+    ),
     "policy/experts_entropy": Metric("nats/token", "mean entropy of the routers of experts"),
     "policy/opd_clamped": Metric(
         "fraction",

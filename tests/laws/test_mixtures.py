@@ -32,6 +32,7 @@ GIVEN += ["max_new_tokens=10", "actor.minibatches=1", "eval.every=0", "data.eval
 GIVEN += ["sampling.temperature=1.5"]  # for completions of several lengths
 REPLAY = "policy.router_replay=true"
 KEYS = ("actor/grad_norm", "policy/entropy", "policy/experts_load", "policy/experts_entropy")
+KEYS += ("policy/experts_balance",)
 
 
 def rows(folder: Path, *keys: str) -> list[dict]:
@@ -41,10 +42,11 @@ def rows(folder: Path, *keys: str) -> list[dict]:
 
 def test_a_run_learns_the_same_whatever_divides_its_experts(tmp_path: Path) -> None:
     """In float32, with the sampler's experts replayed, learner and sampler agree after each update,
-    which they would not if copies of a weight had parted."""
-    one = rows(tmp_path / "one", "mesh=actor=1,rollout=1", REPLAY)
+    which they would not if copies of a weight had parted. The experts are also balanced."""
+    balanced = [REPLAY, "student.router_aux_loss_coef=0.1"]
+    one = rows(tmp_path / "one", "mesh=actor=1,rollout=1", *balanced)
     axes = ["actor.parallel.expert=2", "actor.parallel.fsdp=2", "rollout.parallel.expert=2"]
-    four = rows(tmp_path / "four", "mesh=actor=4,rollout=2", REPLAY, *axes)
+    four = rows(tmp_path / "four", "mesh=actor=4,rollout=2", *balanced, *axes)
     for a, b in zip(one, four, strict=True):
         np.testing.assert_allclose([b[key] for key in KEYS], [a[key] for key in KEYS], rtol=1e-3)
         assert a["policy/mismatch_k3"] < 1e-10 and b["policy/mismatch_k3"] < 1e-10
@@ -141,6 +143,10 @@ def test_replay_takes_out_what_rounding_sends_elsewhere() -> None:
         (
             ["student.model=builtin:student", REPLAY],
             "router_replay=true needs a mixture",
+        ),
+        (
+            ["student.model=builtin:student", "student.router_aux_loss_coef=0.1"],
+            "router_aux_loss_coef=0.1 needs a mixture",
         ),
         (["actor.parallel.expert=3", "mesh=actor=3,rollout=1"], "num_experts=8: use a divisor"),
         (

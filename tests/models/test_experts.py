@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from references.tiny import batch
-from tiny_models import make_mesh, tiny_config, tiny_model
+from tiny_models import REFERENCES, make_mesh, tiny_config, tiny_model
 
 from jaxrl.errors import UserError
 from jaxrl.models import decoder, experts
@@ -90,9 +90,9 @@ def test_recorded_experts_take_the_place_of_the_routers_choice() -> None:
     x, router = (
         np.random.RandomState(i).standard_normal(s) for i, s in enumerate(((9, 4), (4, 6)))
     )
-    own, weights, entropy = experts.route(config, jnp.array(x), jnp.array(router), None)
+    own, weights, logprobs = experts.route(config, jnp.array(x), jnp.array(router), None)
     np.testing.assert_allclose(weights.sum(-1), 1, rtol=1e-6)
-    assert ((entropy > 0) & (entropy < np.log(6))).all()
+    np.testing.assert_allclose(np.exp(logprobs).sum(-1), 1, rtol=1e-6)
     given = np.asarray(own[:, ::-1]).astype(np.int8)
     given[0] = -1
     again, swapped, _ = experts.route(config, jnp.array(x), jnp.array(router), jnp.array(given))
@@ -125,6 +125,46 @@ def test_streams_route_as_rows_do_on_any_mesh(name: str) -> None:
     _, sharded = tiny_model(name, mesh)
     hidden, _, completions = jax.jit(run, static_argnums=2)(sharded, sequences, mesh)
     np.testing.assert_allclose(completions.unpack(hidden), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+def test_the_balance_of_experts_is_that_of_transformers(name: str) -> None:
+    """Of padded rows, as streams; with gradients that no mesh changes."""
+    config, params = tiny_model(name)
+    mixture = config.experts
+    assert mixture is not None
+    tokens, mask = batch(config.vocab_size)
+
+    def balance(params: Any, mask: Any, mesh: Any) -> jax.Array:
+        packing, routed = pack(Sequences(tokens, mask, mask[:, 9:]), mesh), list[Any]()
+        decoder.forward_packed(config, params, packing, mesh=mesh, routed=routed, remat="full")
+        return experts.balance_loss(mixture, routed[0], packing.real)
+
+    run = jax.jit(jax.value_and_grad(balance), static_argnums=2)
+    value, gradient = run(params, mask, None)
+    expected = np.load(REFERENCES / "decoders" / f"{name}.npz")["aux_loss"]
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    of_router = gradient["layers"]["mlp"]["router"]["kernel"]
+    assert np.abs(of_router).max() > 1e-4
+
+    mesh = make_mesh(1, 1, 1, 2, 2)
+    tokens, mask = (np.concatenate([x, np.zeros_like(x[:1])]) for x in (tokens, mask))
+    _, sharded = tiny_model(name, mesh)
+    again = run(sharded, mask, mesh)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), again, (value, gradient))
+
+
+def test_balanced_routers_have_the_least_loss() -> None:
+    """k where all experts have the same share and probability; E where one has all."""
+    mixture = experts.Experts(count=4, chosen=1, normalised=True, dense_width=8)
+    ids = np.arange(8, dtype=np.int32).reshape(2, 1, 4, 1) % 4
+    real = np.ones((1, 4), bool)
+    for given, mass, expected in (
+        (ids, np.full((2, 4), 1.0), 1),
+        (0 * ids, [[4.0, 0, 0, 0]] * 2, 4),
+    ):
+        routed = experts.Routed(jnp.array(given), jnp.zeros((2, 1, 4)), jnp.array(mass))
+        assert float(experts.balance_loss(mixture, routed, jnp.array(real))) == expected
 
 
 @pytest.mark.parametrize(

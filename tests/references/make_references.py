@@ -87,6 +87,16 @@ def run(model: torch.nn.Module, tokens: np.ndarray, mask: np.ndarray) -> torch.T
     return model(input_ids=ids, attention_mask=valid.long(), position_ids=positions).logits
 
 
+def balance_loss(model: torch.nn.Module, tokens: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """That of a mixture's routers, without its coefficient."""
+    valid = torch.from_numpy(mask).long()
+    positions = (valid.cumsum(-1) - 1).clamp(min=0)
+    given = {"attention_mask": valid, "position_ids": positions, "output_router_logits": True}
+    with torch.no_grad():
+        found: torch.Tensor = model(input_ids=torch.from_numpy(tokens).long(), **given).aux_loss
+    return found.numpy()
+
+
 def next_token_loss(logits: torch.Tensor, tokens: np.ndarray, mask: np.ndarray) -> torch.Tensor:
     """Sum of -log p(token t+1) where tokens t and t+1 are both valid, nats."""
     logprobs = logits[:, :-1].log_softmax(-1)
@@ -161,6 +171,8 @@ def tiny_case(case: Case) -> tuple[dict, dict[str, np.ndarray]]:
     loss = next_token_loss(logits, tokens, mask)
     loss.backward()
     arrays = {"logits": logits.detach().numpy(), "loss": loss.detach().numpy()}
+    if hasattr(config, "router_aux_loss_coef"):
+        arrays["aux_loss"] = balance_loss(model, tokens, mask)
     parameters = dict(model.named_parameters())
     for name in GRADIENTS:
         if name in parameters:
