@@ -45,6 +45,12 @@ LLAMA3_ROPE = Llama3Rope(
     factor=1.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192
 )
 """Llama 3.1 to 3.3, but for the factor; a GGUF stores only the divisors that result from it."""
+EXPERTS = {
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+}
+"""Fields of a mixture's `config.json` -> where the metadata have them."""
 
 
 class _Reader(GGUFReader):
@@ -180,7 +186,11 @@ class GgufFile:
             "max_position_embeddings": config.max_positions,
             "rope_theta": config.rope_theta,
             "sliding_window": int(window) if window else None,
+            "intermediate_size": config.d_ff,
         }
+        for key, stored in EXPERTS.items():
+            if self._arch(stored) is not None:
+                raw[key] = int(self._arch(stored))
         if isinstance(pattern, list):
             raw["layer_types"] = [SLIDING if slides else FULL for slides in pattern[:n]]
         elif pattern:
@@ -208,7 +218,11 @@ class GgufFile:
                 f"{self.path}: tensor {tensor.name} is stored as {tensor.tensor_type.name}, which"
                 f" the installed gguf {version('gguf')} does not dequantise; it does: {known}"
             )
-        return tuple(int(n) for n in tensor.shape[::-1])
+        shape = tuple(int(n) for n in tensor.shape[::-1])
+        expert = _expert(name)
+        if expert is None:
+            return shape
+        return shape[1:] if expert < shape[0] else None
 
     def file(self, name: str) -> Path:
         return self.path
@@ -218,10 +232,13 @@ class GgufFile:
         return GGML_QUANT_SIZES[self._tensors[gguf_name(self.family, name)].tensor_type][0] > 1
 
     def read(self, name: str, index: Index) -> np.ndarray:
-        tensor = self._tensors[gguf_name(self.family, name)]
+        tensor, expert = self._tensors[gguf_name(self.family, name)], _expert(name)
         shape = tuple(int(n) for n in tensor.shape[::-1])
-        rows = index[0] if len(shape) == 2 else slice(None)
-        part = tensor.data[self._row_order(name, shape)[rows]] if len(shape) == 2 else tensor.data
+        part = tensor.data
+        if expert is not None:
+            part, shape = part[expert], shape[1:]
+        if len(shape) == 2:
+            part = part[self._row_order(name, shape)[index[0]]]
         values = _dequantise_columns(part, tensor.tensor_type, index[-1].indices(shape[-1])[:2])
         around_one = FAMILIES[self.family].block.norm_around_one
         return values - 1 if around_one and name.endswith("norm.weight") else values
@@ -329,8 +346,16 @@ def _names(architecture: str) -> TensorNameMap:
     return get_tensor_name_map(found, n_blocks=1)
 
 
+def _expert(name: str) -> int | None:
+    """Of a tensor of one expert its number: a file has one tensor of all."""
+    found = re.search(r"\.experts\.(\d+)\.", name)
+    return None if found is None else int(found[1])
+
+
 def gguf_name(family: str, name: str) -> str:
-    """`model.layers.3.self_attn.q_proj.weight` -> `blk.3.attn_q.weight`."""
+    """`model.layers.3.self_attn.q_proj.weight` -> `blk.3.attn_q.weight`; of a tensor of one expert,
+    the one of all."""
+    name = re.sub(r"\.experts\.\d+\.", ".experts.", name)
     layer = re.search(r"\.\d+\.", name)
     number = layer.group() if layer else ".0."
     architecture = FAMILIES[family].gguf

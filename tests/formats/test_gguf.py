@@ -208,7 +208,7 @@ STATED: dict[str, dict[str, Any]] = {
     "name",
     [
         *("llama", "llama_linear_rope", "smollm", "qwen2", "qwen3", "olmo2", "phi3"),
-        *("phi3_longrope", "gemma3", "smollm3", "olmo3"),
+        *("phi3_longrope", "gemma3", "smollm3", "olmo3", "qwen3_moe"),
     ],
 )
 def test_a_file_is_the_folder_it_was_converted_from(name: str, tmp_path: Path) -> None:
@@ -222,6 +222,17 @@ def test_a_file_is_the_folder_it_was_converted_from(name: str, tmp_path: Path) -
     expected = weights.load(Memory(tensors), config)
     for mesh in (None, make_mesh(1, 2, 4)):
         jax.tree.map(np.testing.assert_array_equal, source.load(mesh), expected)
+
+
+def test_an_expert_is_a_part_of_a_quantised_tensor(tmp_path: Path) -> None:
+    file = GgufFile(write_model(tmp_path / "x.gguf", "qwen3_moe", "Q8_0"))
+    name = "model.layers.1.mlp.experts.4.gate_proj.weight"
+    value, kind = tiny_tensors("qwen3_moe")[name], TYPES["Q8_0"]
+    expected = gguf.quants.dequantize(gguf.quants.quantize(value, kind), kind)
+    assert file.is_quantised(name) and file.shape(name) == value.shape
+    box = slice(3, 9), slice(5, 30)
+    np.testing.assert_array_equal(file.read(name, box), expected[box])
+    assert file.shape(name.replace("experts.4", "experts.6")) is None
 
 
 def test_llama3_scaling_is_found_from_the_divisors(tmp_path: Path) -> None:

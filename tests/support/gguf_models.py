@@ -43,7 +43,12 @@ def write_model(path: Path, name: str, kind: str = "F32", **changes: Any) -> Pat
     w.add_block_count(config.n_layers)
     w.add_context_length(config.max_positions)
     w.add_embedding_length(config.d_model)
-    w.add_feed_forward_length(config.d_ff)
+    dense_width = config.d_ff if config.experts is None else config.experts.dense_width
+    w.add_feed_forward_length(dense_width)
+    if config.experts is not None:
+        w.add_expert_feed_forward_length(config.d_ff)
+        w.add_expert_count(config.experts.count)
+        w.add_expert_used_count(config.experts.chosen)
     w.add_head_count(config.n_heads)
     w.add_head_count_kv(config.n_kv_heads)
     w.add_key_length(config.head_dim)
@@ -59,7 +64,7 @@ def write_model(path: Path, name: str, kind: str = "F32", **changes: Any) -> Pat
     w.add_bos_token_id(config.bos_id)
     w.add_eos_token_id(config.eos_ids[0])
     w.add_pad_token_id(config.pad_id)
-    for hf_name, value in tiny_tensors(name).items():
+    for hf_name, value in stacked(config, tiny_tensors(name)).items():
         if FAMILIES[config.family].gguf_interleaved and hf_name.endswith(
             ("q_proj.weight", "k_proj.weight")
         ):
@@ -69,7 +74,7 @@ def write_model(path: Path, name: str, kind: str = "F32", **changes: Any) -> Pat
         if config.block.norm_around_one and hf_name.endswith("norm.weight"):
             value = value + 1
         whole_blocks = value.shape[-1] % gguf.GGML_QUANT_SIZES[TYPES[kind]][0] == 0
-        stored = kind if value.ndim == 2 and whole_blocks else "F32"
+        stored = kind if value.ndim > 1 and whole_blocks else "F32"
         raw = gguf.quants.quantize(np.ascontiguousarray(value), TYPES[stored])
         out.add(gguf_name(config.family, hf_name), raw, stored)
     match config.rope_scaling:
@@ -89,6 +94,20 @@ def write_model(path: Path, name: str, kind: str = "F32", **changes: Any) -> Pat
             for length, factors in (("short", rope.short_factors), ("long", rope.long_factors)):
                 out.add(f"rope_factors_{length}.weight", np.array(factors, np.float32))
     return out.close()
+
+
+def stacked(config: Any, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """With one tensor [E, out, in] for those of all experts, under the name of the first."""
+    if config.experts is None:
+        return tensors
+    several = {name: value for name, value in tensors.items() if ".experts." in name}
+    found = {name: value for name, value in tensors.items() if name not in several}
+    for first in [name for name in several if ".experts.0." in name]:
+        names = (
+            first.replace(".experts.0.", f".experts.{e}.") for e in range(config.experts.count)
+        )
+        found[first] = np.stack([several[name] for name in names])
+    return found
 
 
 def llama3_divisors(rope: Llama3Rope, config: Any) -> np.ndarray:
