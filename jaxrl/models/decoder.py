@@ -480,15 +480,22 @@ def cast(params: Params, dtype: Any) -> Params:
 
 
 def _write(cache: Array, new: Array, positions: Array, index: Array | None) -> Array:
-    """cache [(L,) B,KV,S,H] with new [B,W,KV,H] from positions [B] on, of layer `index`; in this
-    form SPMD moves no cache.
+    """cache [(L,) B,KV,S,H] with new [B,W,KV,H] from positions [B] on, of layer `index`, where W is
+    1; in these forms SPMD moves no cache, and XLA copies none.
     """
-    update: Callable[..., Array] = jax.lax.dynamic_update_slice
     new = jnp.swapaxes(new, 1, 2).astype(cache.dtype)
     if index is None:
+        update: Callable[..., Array] = jax.lax.dynamic_update_slice
         return jax.vmap(lambda c, n, i: update(c, n, (0, i, 0)))(cache, new, positions)
-    write = jax.vmap(lambda c, n, i: update(c, n[None], (index, 0, i, 0)), (1, 0, 0), 1)
-    return write(cache, new, positions)
+    places = jnp.stack([jnp.broadcast_to(index, positions.shape), positions], 1)
+    dims = jax.lax.ScatterDimensionNumbers(
+        update_window_dims=(1, 2),
+        inserted_window_dims=(0, 3),
+        scatter_dims_to_operand_dims=(0, 3),
+        operand_batching_dims=(1,),
+        scatter_indices_batching_dims=(0,),
+    )
+    return jax.lax.scatter(cache, places, new[:, :, 0], dims, unique_indices=True, mode="clip")
 
 
 def _layer(cache: Array, index: Array | None) -> Array:
