@@ -127,10 +127,9 @@ def test_streams_route_as_rows_do_on_any_mesh(name: str) -> None:
     np.testing.assert_allclose(completions.unpack(hidden), expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.slow)])
-def test_the_balance_of_experts_is_that_of_transformers(name: str) -> None:
+def test_the_balance_of_experts_is_that_of_transformers() -> None:
     """Of padded rows, as streams; with gradients that no mesh changes."""
-    config, params = tiny_model(name)
+    config, params = tiny_model("qwen3_moe")
     mixture = config.experts
     assert mixture is not None
     tokens, mask = batch(config.vocab_size)
@@ -142,14 +141,14 @@ def test_the_balance_of_experts_is_that_of_transformers(name: str) -> None:
 
     run = jax.jit(jax.value_and_grad(balance), static_argnums=2)
     value, gradient = run(params, mask, None)
-    expected = np.load(REFERENCES / "decoders" / f"{name}.npz")["aux_loss"]
+    expected = np.load(REFERENCES / "decoders" / "qwen3_moe.npz")["aux_loss"]
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     of_router = gradient["layers"]["mlp"]["router"]["kernel"]
     assert np.abs(of_router).max() > 1e-4
 
     mesh = make_mesh(1, 1, 1, 2, 2)
     tokens, mask = (np.concatenate([x, np.zeros_like(x[:1])]) for x in (tokens, mask))
-    _, sharded = tiny_model(name, mesh)
+    _, sharded = tiny_model("qwen3_moe", mesh)
     again = run(sharded, mask, mesh)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), again, (value, gradient))
 

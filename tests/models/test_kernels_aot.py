@@ -111,12 +111,8 @@ def test_an_h200_runs_cudnns_kernel_without_a_mask(sizes: tuple[int, ...]) -> No
 
 @pytest.mark.parametrize(
     ("shared", "model"),
-    [
-        (False, replace(MODEL, kinds=WINDOWS)),
-        (True, replace(MODEL, kinds=WINDOWS)),
-        pytest.param(True, SINKS, marks=pytest.mark.slow),
-    ],
-    ids=["rows", "groups", "groups, sinks"],
+    [(False, replace(MODEL, kinds=WINDOWS)), (True, SINKS)],
+    ids=["rows", "groups, sinks"],
 )
 def test_an_h200s_kernel_has_the_window_of_a_layer(shared: bool, model: DecoderConfig) -> None:
     """Of two layers one has a window: its calls are of whole sequences, shared prompts or not. And
@@ -131,15 +127,10 @@ def test_an_h200s_kernel_has_the_window_of_a_layer(shared: bool, model: DecoderC
     assert not squares(text)
 
 
-@pytest.mark.parametrize(
-    "model",
-    [replace(NARROW, kinds=WINDOWS), pytest.param(SINKS, marks=pytest.mark.slow)],
-    ids=["", "sinks"],
-)
-def test_a_tpu_runs_splash_attention(model: DecoderConfig) -> None:
+def test_a_tpu_runs_splash_attention() -> None:
     """Of prompts and of completions forward, again in the backward pass, and that pass's two
-    kernels; and a prefill. Of each of two kinds of layers."""
-    mesh = described("tpu-v5e:2x2", (1, 1, 1))
+    kernels; and a prefill. Of each of two kinds of layers, with sinks."""
+    mesh, model = described("tpu-v5e:2x2", (1, 1, 1)), SINKS
     text = compiled(mesh, "tpu", "bfloat16", shared=True, model=model, prompts=1)
     assert text.count('custom_call_target="tpu_custom_call"') == 2 * (2 * 4 + 1)
     assert not squares(text)
