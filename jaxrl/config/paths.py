@@ -93,6 +93,8 @@ def _exists(folder: Path, path: str) -> bool:
 
 
 def _file_name(text: object) -> object:
-    """`file.py:function` without a folder; anything else as it is."""
+    """`file.py` and `file.py:function` without a folder; anything else as it is."""
+    if isinstance(text, str) and text.endswith(".py"):
+        return Path(text).name
     place, colon, name = str(text).rpartition(":")
     return f"{Path(place).name}:{name}" if colon and place.endswith(".py") else text

@@ -17,6 +17,7 @@ ADAPTERS = {
     "gymnasium": "jaxrl.environments.adapters.gymnasium:Gymnasium",
     "mcp": "jaxrl.environments.adapters.mcp:McpTools",
     "openenv": "jaxrl.environments.adapters.openenv:OpenEnv",
+    "verifiers": "jaxrl.environments.adapters.verifiers:Verifiers",
 }
 """Name -> where it is, of those for environments of other packages; also the name of the extra that
 installs the package."""
@@ -124,15 +125,16 @@ def facts_of(source: EnvironmentSource, kind: type[Environment]) -> EnvironmentF
         ) from error
     try:
         made = kind(**source.arguments)
+        tools = list(made.tools)
     except UserError as error:
         raise UserError(f"{KEY}: {source.text}: {error}") from error
     except Exception as error:
         raise UserError(
             f"{KEY}: {source.text} cannot be made {given}: {type(error).__name__}: {error}"
         ) from error
-    if not made.tools and kind.step is Environment.step:
+    if not tools and kind.step is Environment.step:
         raise UserError(f"{KEY}: {source.text} has neither a method `step` nor `tools`")
-    schemas = [_schema(source, tool) for tool in made.tools]
+    schemas = [_schema(source, tool) for tool in tools]
     if not inspect.iscoroutinefunction(made.close):
         made.close()
     return EnvironmentFacts(kind.reset is not Environment.reset, schemas)

@@ -28,7 +28,7 @@ from jaxrl.rewards.items import Failure
 
 SUPPORT = Path(__file__).parent.parent / "support"
 KEYS = itertools.count()
-TIMEOUT = 4.0
+TIMEOUT = 8.0
 
 
 def needs(package: str) -> pytest.MarkDecorator:
@@ -36,9 +36,9 @@ def needs(package: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(missing, reason=f"{package} is not installed")
 
 
-def pool_of(name: str, arguments: dict[str, Any], workers: int = 1) -> EnvironmentPool:
+def pool_of(name: str, arguments: dict[str, Any], timeout: float = TIMEOUT) -> EnvironmentPool:
     source = find(name, arguments)
-    return EnvironmentPool(source, workers=workers, timeout=TIMEOUT, startup=120)
+    return EnvironmentPool(source, workers=1, timeout=timeout, startup=120)
 
 
 def session(**row: object) -> Session:
@@ -293,3 +293,61 @@ def test_the_fields_of_openenv_are_chosen() -> None:
     assert _field({**code, "stdin": {"type": "string"}}, None, "action") is None
     with pytest.raises(UserError, match=r"action='cod' \(did you mean code\?\).*it has code, n"):
         _field(code, "cod", "action")
+
+
+@pytest.fixture
+def tasksets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tasksets of tests/support are found, as installed ones are, by tool servers too."""
+    paths = [str(SUPPORT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+
+
+@needs("verifiers")
+def test_an_environment_of_verifiers_takes_its_turns(tasksets: None) -> None:
+    with pool_of("verifiers", {"taskset": "word_tasks"}) as pool:
+        assert pool.facts().resets and not pool.facts().tools
+        first, second, raises = (session(task_index=n) for n in range(3))
+        system = {"role": "system", "content": "You are brief."}
+        for number, episode in enumerate((first, second, raises)):
+            begun = pool.submit(pool.begin(episode)).result(30)
+            user = {"role": "user", "content": f"Say the word number {number % 2}."}
+            assert begun == (system, user)
+        answer = Observation(({"role": "user", "content": "No. 2 left."},), None, False)
+        assert step(pool, first, "red?") == Observation((), 2.0, True), "its weight is 2"
+        assert step(pool, second, "red?") == answer
+        assert said(pool, second, "green") == "No. 1 left."
+        assert step(pool, second, "no") == Observation((), 0.0, True)
+        assert "KeyError: 'no such thing'" in failed(pool, raises, "raise").text
+        for episode in (first, second, raises):
+            pool.submit(pool.end(episode)).result(30)
+
+
+@needs("verifiers")
+def test_the_tools_of_verifiers_are_called(tasksets: None) -> None:
+    with pool_of("verifiers", {"taskset": "price_tasks"}, timeout=60) as pool:
+        (tool,) = pool.facts().tools
+        assert tool["function"]["name"] == "shop_price"
+        episode = session()
+        pool.submit(pool.begin(episode)).result(60)
+        assert said(pool, episode, 'shop_price("pen")') == "2"
+        assert "cat" in said(pool, episode, 'shop_price("cat")')
+        assert "must be JSON" in said(pool, episode, "<tool_call>x</tool_call>")
+        call = '<tool_call>{"name": "shop_price", "arguments": {"item": "book"}}</tool_call>'
+        assert said(pool, episode, call) == "9"
+        assert step(pool, episode, "11") == Observation((), 1.0, True)
+
+
+@needs("verifiers")
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"taskset": "no_such_set"}, "taskset 'no_such_set' not found"),
+        ({"taskset": {}}, "must be the name of a taskset"),
+        (
+            {"set": "word_tasks"},
+            "must be those of Verifiers(taskset, env=None, index='task_index')",
+        ),
+    ],
+)
+def test_a_wrong_taskset_is_found_at_the_start(arguments: Any, expected: str) -> None:
+    assert expected in refusal("verifiers", arguments)

@@ -81,11 +81,11 @@ for module, *argv in [
 RAY_HOME = "runtime.ray"
 EXTRAS = (
     *("data", "gymnasium", "mcp", "mlflow", "notebook", "openenv", "plot", "ray", "serve"),
-    *("tasks", "wandb"),
+    *("tasks", "verifiers", "wandb"),
 )
 LATE = (
     *("teacher.server", "teacher.connection"),
-    *(f"environments.adapters.{name}" for name in ("gymnasium", "mcp", "openenv")),
+    *(f"environments.adapters.{name}" for name in ("gymnasium", "mcp", "openenv", "verifiers")),
 )
 """Modules of an extra, which import it at once and are themselves imported late."""
 IMPORT_NAME = {

@@ -15,6 +15,6 @@ def seed_of(row: Mapping[str, Any], column: str) -> int:
     if value is None:
         digest = hashlib.sha256(str(row["prompt"]).encode()).digest()
         return int.from_bytes(digest[:8], "little") % MOST
-    if isinstance(value, bool) or int(value) != value or value < 0:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ValueError(f"the row's {column}={value!r} must be a whole number, 0 or more")
-    return int(value)
+    return value
