@@ -13,11 +13,11 @@ from jaxrl.errors import UserError, near
 from jaxrl.process.plugin import digest_of, is_plugin, load_object, locate
 
 KEY, ARGUMENTS = "environment.name", "environment.arguments"
-ADAPTERS = {
-    "gymnasium": "jaxrl.environments.adapters.gymnasium:Gymnasium",
-    "mcp": "jaxrl.environments.adapters.mcp:McpTools",
-    "openenv": "jaxrl.environments.adapters.openenv:OpenEnv",
-    "verifiers": "jaxrl.environments.adapters.verifiers:Verifiers",
+PACKAGES = {
+    "gymnasium": "jaxrl.environments.packages.gymnasium:Gymnasium",
+    "mcp": "jaxrl.environments.packages.mcp:McpTools",
+    "openenv": "jaxrl.environments.packages.openenv:OpenEnv",
+    "verifiers": "jaxrl.environments.packages.verifiers:Verifiers",
 }
 """Name -> where it is, of those for environments of other packages; also the name of the extra that
 installs the package."""
@@ -25,7 +25,7 @@ BUILT_IN = {
     "calculator": "jaxrl.environments.calculator:Calculator",
     "guess_number": "jaxrl.environments.guess_number:GuessNumber",
     "text_world": "jaxrl.environments.text_world:TextWorld",
-    **ADAPTERS,
+    **PACKAGES,
 }
 """Name -> where it is."""
 
@@ -89,7 +89,7 @@ def load(source: EnvironmentSource) -> type[Environment]:
     try:
         found = load_object(f"{source.place}:{source.attribute}", "class ")
     except UserError as error:
-        if source.text in ADAPTERS and isinstance(error.__cause__, ImportError):
+        if source.text in PACKAGES and isinstance(error.__cause__, ImportError):
             raise UserError(
                 f"{KEY}: {source.text} needs the extra `{source.text}`: pip install"
                 f" 'jaxrl[{source.text}]' ({error.__cause__})"

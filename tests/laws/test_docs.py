@@ -28,8 +28,12 @@ from jaxrl.telemetry.metrics import METRICS, describe
 ROOT = Path(__file__).parent.parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
-EXAMPLES = [*sorted(DOCS.glob("add-*.md")), DOCS / "adapters.md", DOCS / "environments.md"]
-EXTRAS = {"adapters.md": ("gymnasium", "mcp")}
+EXAMPLES = [
+    *sorted(DOCS.glob("add-*.md")),
+    DOCS / "environments-of-packages.md",
+    DOCS / "environments.md",
+]
+EXTRAS = {"environments-of-packages.md": ("gymnasium", "mcp")}
 """Optional packages that the examples of a page need."""
 TABLES: tuple[dict[str, Any], ...] = (FAMILIES, TASKS, VERIFIERS)
 """What the examples add to, but for algorithms: these stand in files of their own."""

@@ -12,8 +12,8 @@ from urllib.request import urlopen
 from openenv.core.generic_client import GenericEnvClient
 
 from jaxrl.data.example import Message
-from jaxrl.environments.adapters.seeds import seed_of
 from jaxrl.environments.environment import Answer, Environment, Unavailable
+from jaxrl.environments.packages.seeds import seed_of
 from jaxrl.errors import UserError, near
 
 SCHEMA_S = 30.0

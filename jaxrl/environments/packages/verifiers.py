@@ -25,7 +25,6 @@ from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 from verifiers.v1.utils import loaders
 
 from jaxrl.data.example import Message
-from jaxrl.environments.adapters.seeds import seed_of
 from jaxrl.environments.environment import (
     Answer,
     Environment,
@@ -33,6 +32,7 @@ from jaxrl.environments.environment import (
     Unavailable,
     parse_calls,
 )
+from jaxrl.environments.packages.seeds import seed_of
 from jaxrl.errors import UserError
 
 __all__ = ["Turns", "Verifiers"]

@@ -9,8 +9,8 @@ from typing import Any
 import gymnasium
 
 from jaxrl.data.example import Message
-from jaxrl.environments.adapters.seeds import seed_of
 from jaxrl.environments.environment import Answer, Environment
+from jaxrl.environments.packages.seeds import seed_of
 from jaxrl.errors import UserError
 
 NUMBER = re.compile(r"-?\d+")

@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
-from mcp import Client, MCPError, StdioServerParameters
+from mcp import Client, MCPError, StdioServerParameters, stdio_client
 from mcp.types import CONNECTION_CLOSED, CallToolResult, Tool
 
 from jaxrl.environments.environment import Environment, SchemaTool, Unavailable
@@ -134,11 +134,13 @@ async def _listed(server: Server) -> tuple[Tool, ...]:
     return tuple(found)
 
 
-def _target(server: Server) -> str | StdioServerParameters:
+def _target(server: Server) -> Any:
+    """What a client of the library connects to."""
     if isinstance(server, str):
         return server
     command, *words = server
-    return StdioServerParameters(command=command, args=words, env=dict(os.environ))
+    parameters = StdioServerParameters(command=command, args=words, env=dict(os.environ))
+    return stdio_client(parameters)
 
 
 def _text(result: CallToolResult) -> str:

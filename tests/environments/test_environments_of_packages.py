@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
+import inspect
 import itertools
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -19,16 +22,17 @@ from urllib.request import urlopen
 
 import pytest
 
-from jaxrl.environments.environment import parse_calls
+from jaxrl.environments import Environment, Unavailable
+from jaxrl.environments.environment import SchemaTool, parse_calls
 from jaxrl.environments.observation import Observation
 from jaxrl.environments.pool import EnvironmentPool, Session
-from jaxrl.environments.source import ADAPTERS, facts_of, find, load
+from jaxrl.environments.source import PACKAGES, facts_of, find, load
 from jaxrl.errors import UserError
 from jaxrl.rewards.items import Failure
 
 SUPPORT = Path(__file__).parent.parent / "support"
 KEYS = itertools.count()
-TIMEOUT = 8.0
+TIMEOUT = 6.0
 
 
 def needs(package: str) -> pytest.MarkDecorator:
@@ -96,9 +100,9 @@ def served(script: str, *more: str) -> Iterator[tuple[str, subprocess.Popen[byte
             process.kill()
 
 
-@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize("name", PACKAGES)
 def test_what_is_not_installed_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in [m for m in sys.modules if m.startswith(ADAPTERS[name].partition(":")[0])]:
+    for module in [m for m in sys.modules if m.startswith(PACKAGES[name].partition(":")[0])]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, name, None)  # importing it raises ImportError
     with pytest.raises(UserError, match=rf"the extra `{name}`: pip install 'jaxrl\[{name}\]'"):
@@ -107,14 +111,32 @@ def test_what_is_not_installed_is_named(name: str, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("text", ["add(1, b=2)", "add(1, 2)"])
 def test_a_tool_with_a_schema_is_called_as_a_function_is(text: str) -> None:
-    from jaxrl.environments.environment import SchemaTool
-
     properties = {"b": {"type": "integer"}, "a": {"type": "integer"}, "not a name": {}}
     parameters = {"type": "object", "properties": properties, "required": ["a"]}
     tool = SchemaTool("add", "Adds.", parameters, lambda name, given: (name, given))
     ((name, arguments),) = parse_calls(text, [tool])
     assert tool(**arguments) == (name, {"a": 1, "b": 2})
     assert tool.schema["function"]["parameters"] == parameters
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_tool_that_cannot_work_fails_its_episode(waits: bool) -> None:
+    def away() -> str:
+        raise Unavailable("the shop is closed")
+
+    async def far_away() -> str:
+        return away()
+
+    environment = Environment()
+    environment.tools = [far_away if waits else away]
+    with pytest.raises(Unavailable, match="the shop is closed"):
+        result = environment.step(f"{environment.tools[0].__name__}()", [])
+        assert inspect.isawaitable(result)
+        asyncio.run(as_coroutine(result))
+
+
+async def as_coroutine(waits: Any) -> Any:
+    return await waits
 
 
 STDIO = [sys.executable, str(SUPPORT / "mcp_server.py")]
@@ -159,8 +181,6 @@ def test_an_mcp_server_that_ends_or_hangs_costs_its_episode(numbers: Environment
     late = failed(numbers, hangs, "hang()")
     assert late.kind == "timeout" and f"{TIMEOUT:g} s" in late.text
     assert said(numbers, others, "remember(1)") == "2 apples" and numbers.lost == before
-    for episode in (others, ends, hangs):
-        numbers.submit(numbers.end(episode)).result(30)
 
 
 @needs("mcp")
@@ -189,8 +209,6 @@ def test_an_mcp_server_at_an_address() -> None:
     ],
 )
 def test_a_wrong_mcp_server_is_found_at_the_start(arguments: Any, expected: str) -> None:
-    import re
-
     assert re.search(expected, refusal("mcp", arguments))
 
 
@@ -245,7 +263,7 @@ def test_a_gymnasium_environment_of_texts_has_the_rows_seed() -> None:
     [
         ({"id": "FrozenLake-v1"}, "set render_mode: ansi"),
         ({"id": "FrozenLak-v1"}, "Did you mean: `FrozenLake`?"),
-        ({"id": "CartPole-v1"}, "a subclass of jaxrl.environments.adapters.gymnasium:Gymnasium"),
+        ({"id": "CartPole-v1"}, "a subclass of jaxrl.environments.packages.gymnasium:Gymnasium"),
         ({**FROZEN, "size": 3}, "unexpected keyword argument 'size'"),
     ],
 )
@@ -278,7 +296,7 @@ def test_an_openenv_server_is_played() -> None:
             process.kill()
             process.wait(10)
             assert f"the OpenEnv server {url}: " in failed(pool, again, "1").text
-        from jaxrl.environments.adapters import openenv
+        from jaxrl.environments.packages import openenv
 
         openenv._schemas.cache_clear()
         assert "must answer with the schemas" in refusal("openenv", {"url": url})
@@ -286,7 +304,7 @@ def test_an_openenv_server_is_played() -> None:
 
 @needs("openenv")
 def test_the_fields_of_openenv_are_chosen() -> None:
-    from jaxrl.environments.adapters.openenv import _field
+    from jaxrl.environments.packages.openenv import _field
 
     code = {"code": {"type": "string"}, "metadata": {"type": "object"}, "n": {"type": "integer"}}
     assert _field(code, None, "action") == "code" and _field(code, "n", "action") == "n"

@@ -1,1 +1,0 @@
-"""Environments of other packages, each by an adapter that needs the package's own extra."""
