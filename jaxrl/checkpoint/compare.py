@@ -52,7 +52,8 @@ def compare(old: dict[str, Any], new: Config, run_dir: Path | str) -> list[str]:
             continue
         if key.path in config_paths.CODE and config_paths.same_code(before, now):
             continue
-        line = f"{key.path}: {_shown(before)} there, {_shown(now)} now"
+        changed = f"{_shown(_apart(before, now))} there, {_shown(_apart(now, before))} now"
+        line = f"{key.path}: {changed}"
         fewer = key.path == "steps" and now < before
         # Adapters also correct what quantising the weights changed, which other codes change.
         other = key.path == "student.base_dtype" and {before, now} & {"int8", "nf4"}
@@ -88,6 +89,13 @@ def _at(mapping: Any, path: str) -> Any:
             return _ABSENT
         mapping = mapping[part]
     return mapping
+
+
+def _apart(value: object, other: object) -> object:
+    """Of a mapping, what another one has not."""
+    if not isinstance(value, dict) or not isinstance(other, dict):
+        return value
+    return {name: one for name, one in value.items() if other.get(name, _ABSENT) != one}
 
 
 def _shown(value: object) -> str:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 FUNCTIONS = "reward.functions"
-CODE = (FUNCTIONS, "environment.name")
+ARGUMENTS = "environment.arguments"
+CODE = (FUNCTIONS, "environment.name", ARGUMENTS)
 """Keys that name the user's code."""
 TEACHERS = "teachers"
 MODELS = ("student.model", "teacher.model", TEACHERS, "reward.model", "grouper.model")
@@ -36,6 +37,8 @@ def code_here(mapping: dict[str, Any]) -> dict[str, Any]:
 
 def same_code(before: object, now: object) -> bool:
     """Whether two values of a key in `CODE` differ in the folders of their files alone."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        return before.keys() == now.keys() and all(same_code(before[k], now[k]) for k in before)
     if not isinstance(before, list) or not isinstance(now, list):
         before, now = [before], [now]
     return [_file_name(text) for text in before] == [_file_name(text) for text in now]
@@ -90,6 +93,8 @@ def _exists(folder: Path, path: str) -> bool:
 
 
 def _file_name(text: object) -> object:
-    """`file.py:function` without a folder; anything else as it is."""
+    """`file.py` and `file.py:function` without a folder; anything else as it is."""
+    if isinstance(text, str) and text.endswith(".py"):
+        return Path(text).name
     place, colon, name = str(text).rpartition(":")
     return f"{Path(place).name}:{name}" if colon and place.endswith(".py") else text

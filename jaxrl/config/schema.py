@@ -942,6 +942,9 @@ class EnvironmentConfig(Section):
     """The environment: `path/to/file.py:Class` (in a config file from that file's folder, else from
     the working directory), `package.module:Class`, or a built-in one by its name. null: none; a
     completion is one turn."""
+    arguments: dict[str, Any] = {}
+    """Keyword arguments with which the environment's class is called, as in `{id: FrozenLake-v1}`
+    with `environment.name=gymnasium`."""
     max_turns: Positive = 8
     """Most turns of the policy in an episode."""
     turn_tokens: Positive | None = None
@@ -971,6 +974,16 @@ class EnvironmentConfig(Section):
     max_failures: Fraction = 0.5
     """Share of a batch's episodes that may fail (exception, crash, timeout); beyond it the run
     ends."""
+
+    def _rules(self) -> Iterator[Rule]:
+        yield (
+            bool(self.arguments) and self.name is None,
+            f"arguments={self.arguments} are those of an environment: set environment.name too",
+        )
+        yield (
+            not all(name.isidentifier() for name in self.arguments),
+            f"arguments={self.arguments}: each name must be that of an argument in Python",
+        )
 
 
 class OffloadConfig(Section):

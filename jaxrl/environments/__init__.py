@@ -2,3 +2,4 @@
 
 from jaxrl.environments.environment import Answer as Answer
 from jaxrl.environments.environment import Environment as Environment
+from jaxrl.environments.environment import Unavailable as Unavailable

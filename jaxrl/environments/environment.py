@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import keyword
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,14 +31,57 @@ class Answer:
 
 
 Answers = Answer | Mapping[str, Any]
+First = Sequence[Message] | str
+
+
+class Unavailable(Exception):
+    """What an environment needs, such as a server, is gone: the episode fails. Of a tool's
+    exceptions this is the only one that is not answered by its text."""
+
+
+class SchemaTool:
+    """A tool that brings a JSON schema of its own, where a function's signature would give it."""
+
+    def __init__(
+        self,
+        name: str,
+        description: str,
+        parameters: Mapping[str, Any],
+        call: Callable[[str, Mapping[str, Any]], Any],
+    ):
+        """
+        Args:
+            parameters: the JSON schema of an object, whose properties are the arguments.
+            call: gets the name and the arguments of a call, and returns what a tool does.
+        """
+        self.__name__, self._call = name, call
+        self.schema = {
+            "type": "function",
+            "function": {"name": name, "description": description, "parameters": dict(parameters)},
+        }
+        required = parameters.get("required", ())
+        names = [name for name in parameters.get("properties", ()) if name.isidentifier()]
+        each = [
+            inspect.Parameter(
+                name,
+                inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                default=inspect.Parameter.empty if name in required else None,
+            )
+            for name in sorted(names, key=lambda name: name not in required)
+            if not keyword.iskeyword(name)
+        ]
+        self.__signature__ = inspect.Signature(each)
+
+    def __call__(self, **arguments: Any) -> Any:
+        return self._call(self.__name__, arguments)
 
 
 class Environment:
     """The base class of environments; an instance lives for one episode.
 
-    An instance is made without arguments, in a process of its own that holds those of other
-    episodes too. What it answers must depend on the row and the turns alone, since it is made again
-    from these where its process is lost: random numbers come from a seed in the row.
+    An instance is made with `environment.arguments`, in a process of its own that holds those of
+    other episodes too. What it answers must depend on the row and the turns alone, since it is made
+    again from these where its process is lost: random numbers come from a seed in the row.
     """
 
     row: Mapping[str, Any]
@@ -46,7 +90,7 @@ class Environment:
     """Functions that the model may call. Their JSON schemas, which signatures and docstrings (with
     a section `Args:`) give, are shown to the model by the chat template."""
 
-    def reset(self, row: Mapping[str, Any]) -> Sequence[Message] | str:
+    def reset(self, row: Mapping[str, Any]) -> First | Awaitable[First]:
         """Begins an episode; may be `async def`.
 
         Args:
@@ -77,8 +121,10 @@ class Environment:
             return _gathered(results)
         return Answer([_as_message(result) for result in results])
 
-    def close(self) -> None:
-        """The episode is over: gives back what the instance holds, such as a connection."""
+    def close(self) -> Awaitable[None] | None:
+        """The episode is over: gives back what the instance holds, such as a connection. May be
+        `async def`."""
+        return None
 
     def _run(self, call: tuple[str, Mapping[str, Any]] | str) -> Any:
         """What a tool returns, or why there is nothing that it could return."""
@@ -90,6 +136,8 @@ class Environment:
             return f"Error: there is no tool {name!r}, only {', '.join(tools)}"
         try:
             result = tools[name](**arguments)
+        except Unavailable:
+            raise
         except Exception as error:  # the model is to see what it did wrong
             return _error(error)
         return _caught(result) if inspect.isawaitable(result) else result
@@ -150,6 +198,8 @@ async def _gathered(results: Sequence[Any]) -> Answer:
 async def _caught(result: Awaitable[Any]) -> Any:
     try:
         return await result
+    except Unavailable:
+        raise
     except Exception as error:
         return _error(error)
 

@@ -173,7 +173,7 @@ def pool_of(config: Config, workers: int) -> EnvironmentPool:
     e = config.environment
     assert e.name is not None
     return EnvironmentPool(
-        find(e.name),
+        find(e.name, e.arguments),
         workers=workers,
         timeout=e.timeout,
         startup=config.deadlines.startup,
@@ -346,8 +346,9 @@ class EpisodeBatch:
             row = self._prompts[prompt]
             key = (self._number, prompt, sample)
             columns = row_of(row)
-            known = json.dumps(columns, sort_keys=True, default=repr)
-            chain = _digest(self._all.source.text, self._all.source.digest, known)
+            source = self._all.source
+            known = json.dumps([columns, source.arguments], sort_keys=True, default=repr)
+            chain = _digest(source.text, source.digest, known)
             self._episodes[prompt, sample] = _Episode(Session(key, columns), chain=chain)
         return self._episodes[prompt, sample]
 

@@ -20,10 +20,11 @@ import types
 from collections.abc import Callable, Coroutine, Generator, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, BinaryIO, Literal
 
 from jaxrl.data.example import Message
-from jaxrl.environments.environment import Environment
+from jaxrl.environments.environment import Environment, Unavailable
 from jaxrl.environments.observation import Observation, first_messages, observed, shown
 from jaxrl.environments.source import EnvironmentSource, facts_of, load
 from jaxrl.errors import UserError
@@ -187,7 +188,7 @@ class _Host:
     async def _begun(
         self, say: Say, row: dict[str, Any]
     ) -> tuple[tuple[Message, ...] | str, _Live]:
-        environment = await self._call(say, self._kind)
+        environment = await self._call(say, partial(self._kind, **self._source.arguments))
         environment.row = row
         first = await self._call(say, environment.reset, row)
         if type(environment).reset is not Environment.reset:
@@ -228,6 +229,8 @@ class _Host:
                     "timeout",
                     f"no answer after {self._timeout:g} s; the awaited call was cancelled",
                 ) from None
+            if isinstance(error, Unavailable):
+                raise _Failed("exception", str(error)) from None
             hint = self._limit if isinstance(error, MemoryError) else ""
             raise _Failed("exception", traceback_below(error, __file__) + hint) from None
         return result

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxrl.environments.environment import Environment
+from jaxrl.environments.environment import Environment, SchemaTool
 from jaxrl.errors import UserError, near
 from jaxrl.process.plugin import digest_of, is_plugin, load_object, locate
 
-KEY = "environment.name"
+KEY, ARGUMENTS = "environment.name", "environment.arguments"
+PACKAGES = {
+    "gymnasium": "jaxrl.environments.packages.gymnasium:Gymnasium",
+    "mcp": "jaxrl.environments.packages.mcp:McpTools",
+    "openenv": "jaxrl.environments.packages.openenv:OpenEnv",
+    "verifiers": "jaxrl.environments.packages.verifiers:Verifiers",
+}
+"""Name -> where it is, of those for environments of other packages; also the name of the extra that
+installs the package."""
 BUILT_IN = {
     "calculator": "jaxrl.environments.calculator:Calculator",
     "guess_number": "jaxrl.environments.guess_number:GuessNumber",
     "text_world": "jaxrl.environments.text_world:TextWorld",
+    **PACKAGES,
 }
 """Name -> where it is."""
 
@@ -33,6 +42,8 @@ class EnvironmentSource:
     """Name of the class there."""
     digest: str = ""
     """sha256 of the file, in hex, when the run began; "" of a module."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments for the class."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +56,11 @@ class EnvironmentFacts:
     """JSON schemas of its tools."""
 
 
-def find(text: str) -> EnvironmentSource:
+def find(text: str, arguments: Mapping[str, Any] | None = None) -> EnvironmentSource:
     """The source that `environment.name` names; its code is not run.
+
+    Args:
+        arguments: `environment.arguments`; None: there are none.
 
     Raises:
         UserError: it names nothing.
@@ -56,7 +70,8 @@ def find(text: str) -> EnvironmentSource:
             f"unknown {KEY} {text!r}{near(text, BUILT_IN)}: it is path/to/file.py:Class,"
             f" package.module:Class or one of {', '.join(BUILT_IN)}"
         )
-    return EnvironmentSource(text, *locate(BUILT_IN.get(text, text), KEY, "Class"))
+    place = locate(BUILT_IN.get(text, text), KEY, "Class")
+    return EnvironmentSource(text, *place, arguments or {})
 
 
 def load(source: EnvironmentSource) -> type[Environment]:
@@ -74,6 +89,11 @@ def load(source: EnvironmentSource) -> type[Environment]:
     try:
         found = load_object(f"{source.place}:{source.attribute}", "class ")
     except UserError as error:
+        if source.text in PACKAGES and isinstance(error.__cause__, ImportError):
+            raise UserError(
+                f"{KEY}: {source.text} needs the extra `{source.text}`: pip install"
+                f" 'jaxrl[{source.text}]' ({error.__cause__})"
+            ) from error.__cause__
         raise UserError(f"{KEY}: {error}") from error.__cause__
     if not inspect.isclass(found) or not issubclass(found, Environment):
         what = "a class" if inspect.isclass(found) else f"a {type(found).__name__}"
@@ -90,22 +110,39 @@ def facts_of(source: EnvironmentSource, kind: type[Environment]) -> EnvironmentF
     Raises:
         UserError: it cannot be made, or has neither `step` nor tools, or a tool without a schema.
     """
+    given = (
+        f"with {ARGUMENTS}={dict(source.arguments)}" if source.arguments else "without arguments"
+    )
+    signature = inspect.signature(kind)
     try:
-        made = kind()
+        signature.bind(**source.arguments)
+    except TypeError as error:
+        bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+        takes = signature.replace(parameters=bare, return_annotation=signature.empty)
+        raise UserError(
+            f"{KEY}: {source.text} cannot be made {given}: {error}; {ARGUMENTS} must be those of"
+            f" {kind.__name__}{takes}"
+        ) from error
+    try:
+        made = kind(**source.arguments)
+        tools = list(made.tools)
+    except UserError as error:
+        raise UserError(f"{KEY}: {source.text}: {error}") from error
     except Exception as error:
         raise UserError(
-            f"{KEY}: {source.text} cannot be made without arguments: {type(error).__name__}:"
-            f" {error}"
+            f"{KEY}: {source.text} cannot be made {given}: {type(error).__name__}: {error}"
         ) from error
-    if not made.tools and kind.step is Environment.step:
+    if not tools and kind.step is Environment.step:
         raise UserError(f"{KEY}: {source.text} has neither a method `step` nor `tools`")
-    schemas = [_schema(source, tool) for tool in made.tools]
+    schemas = [_schema(source, tool) for tool in tools]
     if not inspect.iscoroutinefunction(made.close):
         made.close()
     return EnvironmentFacts(kind.reset is not Environment.reset, schemas)
 
 
 def _schema(source: EnvironmentSource, tool: Any) -> dict[str, Any]:
+    if isinstance(tool, SchemaTool):
+        return tool.schema
     from transformers.utils import get_json_schema  # takes seconds
 
     try:

@@ -367,7 +367,8 @@ def test_a_relative_path_is_of_its_config_file_then_of_the_working_directory(
     path = there / "run.yaml"
     path.write_text(
         "algorithm: gspo\nstudent: {model: ./m}\n"
-        "reward: {functions: [r.py:f, s.py:g, 'regex:a/b:c']}\nenvironment: {name: r.py:E}\n"
+        "reward: {functions: [r.py:f, s.py:g, 'regex:a/b:c']}\n"
+        "environment: {name: r.py:E, arguments: {server: [python, r.py], most: 3}}\n"
         "data: {train: ['./a.jsonl:split=x', b-*.jsonl, other.jsonl], eval: {easy: a.jsonl}}\n"
     )
     monkeypatch.chdir(here)
@@ -375,6 +376,7 @@ def test_a_relative_path_is_of_its_config_file_then_of_the_working_directory(
     assert config.student.model == f"{there}/m"
     assert config.reward.functions == (f"{there}/r.py:f", f"{here}/s.py:g", "regex:a/b:c")
     assert config.environment.name == f"{there}/r.py:E"
+    assert config.environment.arguments == {"server": ["python", f"{there}/r.py"], "most": 3}
     assert config.data.train == (f"{there}/a.jsonl:split=x", f"{there}/b-*.jsonl", "other.jsonl")
     assert config.data.eval == {"easy": (f"{there}/a.jsonl",)}
     assert Config.load(path, ["reward.functions=r.py:f"]).reward.functions == (f"{here}/r.py:f",)
@@ -383,13 +385,30 @@ def test_a_relative_path_is_of_its_config_file_then_of_the_working_directory(
     monkeypatch.chdir(tmp_path)
     assert Config.load(tmp_path / "config.yaml") == config
     assert compare(config.model_dump(mode="json"), Config.load(path, []), "run") == []
+    another = Config.load(path, ["environment.arguments.most=4"])
+    with pytest.raises(UserError, match=r"environment\.arguments: {'most': 3} there, {'most': 4}"):
+        compare(config.model_dump(mode="json"), another, "run")
     moved = config.model_dump(mode="json")
     moved["reward"]["functions"][0] = "elsewhere/r.py:f"
     moved["environment"]["name"] = "elsewhere/r.py:E"
+    moved["environment"]["arguments"]["server"][1] = "elsewhere/r.py"
     assert compare(moved, config, "run") == []
     moved["reward"]["functions"][0] = "elsewhere/r.py:g"
     with pytest.raises(UserError, match="reward.functions"):
         compare(moved, config, "run")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["environment.arguments={id: x}"], "set environment.name too"),
+        (["environment.name=a:B", "environment.arguments={a-b: 1}"], "of an argument in Python"),
+        (["environment.name=a:B", "environment.arguments=3"], "valid dictionary"),
+    ],
+)
+def test_arguments_are_those_of_an_environment(given: list[str], expected: str) -> None:
+    with pytest.raises(UserError, match=expected):
+        Config.load(None, given)
 
 
 def test_of_several_teachers_only_the_models_are_paths(tmp_path: Path) -> None:

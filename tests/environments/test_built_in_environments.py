@@ -7,11 +7,11 @@ import pytest
 from jaxrl.environments import Answer
 from jaxrl.environments.calculator import Calculator, value_of
 from jaxrl.environments.guess_number import GuessNumber
-from jaxrl.environments.source import BUILT_IN, facts_of, find, load
+from jaxrl.environments.source import BUILT_IN, PACKAGES, facts_of, find, load
 from jaxrl.environments.text_world import TextWorld
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", sorted(BUILT_IN.keys() - PACKAGES.keys()))
 def test_each_is_there(name: str) -> None:
     source = find(name)
     facts = facts_of(source, load(source))

@@ -28,7 +28,13 @@ from jaxrl.telemetry.metrics import METRICS, describe
 ROOT = Path(__file__).parent.parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
-EXAMPLES = [*sorted(DOCS.glob("add-*.md")), DOCS / "environments.md"]
+EXAMPLES = [
+    *sorted(DOCS.glob("add-*.md")),
+    DOCS / "environments-of-packages.md",
+    DOCS / "environments.md",
+]
+EXTRAS = {"environments-of-packages.md": ("gymnasium", "mcp")}
+"""Optional packages that the examples of a page need."""
 TABLES: tuple[dict[str, Any], ...] = (FAMILIES, TASKS, VERIFIERS)
 """What the examples add to, but for algorithms: these stand in files of their own."""
 
@@ -90,6 +96,8 @@ def blocks(page: Path) -> list[str]:
 
 @pytest.mark.parametrize("page", EXAMPLES, ids=name_of)
 def test_the_example_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in EXTRAS.get(page.name, ()):
+        pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     before = [dict(table) for table in TABLES]

@@ -79,11 +79,18 @@ for module, *argv in [
 """
 """Prints command, arguments, exit code and the packages that are loaded after it, a line each."""
 RAY_HOME = "runtime.ray"
-EXTRAS = ("data", "mlflow", "notebook", "plot", "ray", "serve", "tasks", "wandb")
-LATE = ("teacher.server", "teacher.connection")
+EXTRAS = (
+    *("data", "gymnasium", "mcp", "mlflow", "notebook", "openenv", "plot", "ray", "serve"),
+    *("tasks", "verifiers", "wandb"),
+)
+LATE = (
+    *("teacher.server", "teacher.connection"),
+    *(f"environments.packages.{name}" for name in ("gymnasium", "mcp", "openenv", "verifiers")),
+)
 """Modules of an extra, which import it at once and are themselves imported late."""
 IMPORT_NAME = {
     "ipython": "IPython",
+    "openenv-core": "openenv",
     "orbax-checkpoint": "orbax",
     "pyyaml": "yaml",
     "tensorboardx": "tensorboardX",

@@ -20,10 +20,16 @@ QUEUE = "a daemon thread that waits for work; None is its end"
 CHECKPOINT = "runs inside the calls `save` and `saved`, which deadlines.checkpoint bounds"
 SCORES = "the reward pool ends each item after reward.timeout, and its process with it"
 ANSWERS = "the pool of environments ends each call after environment.timeout, and its process too"
+TASK = "a task that keeps a connection or a server, and ends with its episode or its process"
 BOUNDED = {
     ("aot/apart.py", "child.wait()"): "its output has ended, or it was killed",
     ("aot/apart.py", "ended.wait()"): "in a thread that nobody waits for, until the caller ends",
     ("aot/check.py", "job.result()"): "a compiler, whose program is named before it starts",
+    ("environments/packages/mcp.py", "self._ended.wait()"): TASK,
+    ("environments/packages/verifiers.py", "asked.result()"): ENDED,
+    ("environments/packages/verifiers.py", "asyncio.Event().wait()"): TASK,
+    ("environments/packages/verifiers.py", "self._requests.get()"): ANSWERS,
+    ("environments/packages/verifiers.py", "self.run.result()"): ENDED,
     ("environments/episodes.py", "future.result()"): ANSWERS,
     ("environments/pool.py", "self._closing.wait()"): "a daemon thread that waits for `close`",
     ("environments/pool.py", "self._facts.result()"): "a process loads within its start-up limit",

@@ -1,0 +1,92 @@
+"""Environments of Gymnasium whose observations are text: the built-in environment `gymnasium`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import gymnasium
+
+from jaxrl.data.example import Message
+from jaxrl.environments.environment import Answer, Environment
+from jaxrl.environments.packages.seeds import seed_of
+from jaxrl.errors import UserError
+
+NUMBER = re.compile(r"-?\d+")
+
+
+class Gymnasium(Environment):
+    """An environment that `gymnasium.make` makes.
+
+    The prompt is its first observation. A turn is an action: the text itself in a space `Text`, the
+    last whole number of the turn in a space `Discrete`. The observation that follows is the answer,
+    its reward that of the turn; an episode that is terminated or truncated is done. Subclasses for
+    other spaces have an `action` and a `words` of their own.
+    """
+
+    def __init__(self, id: str, instructions: str = "", seed: str = "seed", **options: Any):
+        """
+        Args:
+            id: as for `gymnasium.make`; `module:Name-v0` imports a module that registers it.
+            instructions: what the prompt begins with.
+            seed: column of the rows with the seed of an episode; where a row has none, its prompt
+                chooses the seed.
+            options: further arguments of `gymnasium.make`.
+        """
+        self._instructions, self._seed = instructions, seed
+        self.game = gymnasium.make(id, **{"disable_env_checker": True, **options})
+        own = type(self)
+        if own.words is Gymnasium.words and not self._speaks():
+            raise UserError(
+                f"the observations of {id} are {self.game.observation_space}, no text: set"
+                " render_mode: ansi in environment.arguments where it has that mode"
+                f" ({_modes(self.game)}), or name a subclass of {__name__}:Gymnasium with a method"
+                " `words`"
+            )
+        spaces = gymnasium.spaces.Text | gymnasium.spaces.Discrete
+        if own.action is Gymnasium.action and not isinstance(self.game.action_space, spaces):
+            raise UserError(
+                f"the actions of {id} are {self.game.action_space}, neither Text nor Discrete: name"
+                f" a subclass of {__name__}:Gymnasium with a method `action`"
+            )
+
+    def reset(self, row: Mapping[str, Any]) -> str:
+        observation, info = self.game.reset(seed=seed_of(row, self._seed))
+        words = self.words(observation, info)
+        return f"{self._instructions}\n{words}" if self._instructions else words
+
+    def step(self, text: str, messages: Sequence[Message]) -> Answer:
+        try:
+            action = self.action(text)
+        except ValueError as error:
+            return Answer(f"Error: {error}")
+        observation, reward, terminated, truncated, info = self.game.step(action)
+        words = self.words(observation, info)
+        return Answer(words, float(reward), bool(terminated or truncated))
+
+    def close(self) -> None:
+        self.game.close()
+
+    def words(self, observation: Any, info: Mapping[str, Any]) -> str:
+        """What the model reads of an observation."""
+        return observation if isinstance(observation, str) else str(self.game.render())
+
+    def action(self, text: str) -> Any:
+        """The action that a turn is; raises ValueError with what the model should do instead."""
+        space = self.game.action_space
+        if isinstance(space, gymnasium.spaces.Text):
+            return text.strip()
+        first, last = int(space.start), int(space.start + space.n) - 1
+        numbers = NUMBER.findall(text)
+        if not numbers or len(numbers[-1]) > 9 or not first <= int(numbers[-1]) <= last:
+            raise ValueError(f"an action is a number from {first} to {last}")
+        return int(numbers[-1])
+
+    def _speaks(self) -> bool:
+        text = isinstance(self.game.observation_space, gymnasium.spaces.Text)
+        return text or self.game.render_mode == "ansi"
+
+
+def _modes(game: Any) -> str:
+    return f"it has {', '.join(map(str, game.metadata.get('render_modes', []))) or 'none'}"

@@ -1,0 +1,170 @@
+"""The tools of a server of the Model Context Protocol: the built-in environment `mcp`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from typing import Any
+
+from mcp import Client, MCPError, StdioServerParameters, stdio_client
+from mcp.types import CONNECTION_CLOSED, CallToolResult, Tool
+
+from jaxrl.environments.environment import Environment, SchemaTool, Unavailable
+from jaxrl.errors import UserError, near
+
+LIST_S = 60.0
+"""Longest wait for a server to start and to list its tools."""
+
+Server = str | tuple[str, ...]
+"""The address of a server, or the command that starts one."""
+
+
+class McpTools(Environment):
+    """The model may call the tools of a server; a turn without a call ends the episode.
+
+    Prompts are the rows' own, and rewards come from `reward.functions`. Each episode has a
+    connection of its own: it starts the server where that is a command, and has a session there
+    where it is an address.
+    """
+
+    def __init__(self, server: str | Sequence[str], tools: Sequence[str] | None = None):
+        """
+        Args:
+            server: its address, `http://...` (Streamable HTTP), or the words of the command that
+                starts it (stdio), which gets the variables of the run's environment.
+            tools: names of those that the model may call; None: all.
+        """
+        self._server = _checked(server)
+        known = {tool.name: tool for tool in _tools_of(self._server)}
+        for name in known if tools is None else tools:
+            if name not in known:
+                raise UserError(
+                    f"{_shown(self._server)} has no tool {name!r}{near(name, known)}: it has"
+                    f" {', '.join(known)}"
+                )
+        self.tools = [self._tool(known[name]) for name in (known if tools is None else tools)]
+        self._connection: _Connection | None = None
+
+    async def close(self) -> None:
+        if self._connection is not None:
+            await self._connection.close()
+
+    def _tool(self, tool: Tool) -> SchemaTool:
+        return SchemaTool(tool.name, tool.description or "", tool.input_schema, self._called)
+
+    async def _called(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """The text that a tool returns, an error of its own included."""
+        if self._connection is None:
+            self._connection = _Connection(self._server)
+        try:
+            client = await self._connection.client()
+            return _text(await client.call_tool(name, dict(arguments)))
+        except MCPError as error:
+            if error.code != CONNECTION_CLOSED:
+                raise  # the server refuses the call
+            raise Unavailable(_gone(self._server, error)) from None
+        except Exception as error:
+            raise Unavailable(_gone(self._server, error)) from None
+
+
+class _Connection:
+    """A connection to a server. One task opens and closes it, as the library asks."""
+
+    def __init__(self, server: Server):
+        self._server = server
+        self._ended = asyncio.Event()
+        self._open: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
+        self._task = asyncio.create_task(self._hold())
+
+    async def client(self) -> Client:
+        """The connected client; raises whatever kept it from connecting."""
+        return await asyncio.shield(self._open)
+
+    async def close(self) -> None:
+        self._ended.set()
+        if not self._open.done():
+            self._task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._task
+
+    async def _hold(self) -> None:
+        try:
+            async with Client(_target(self._server)) as client:
+                self._open.set_result(client)
+                await self._ended.wait()
+        except Exception as error:
+            if not self._open.done():
+                self._open.set_exception(error)
+
+
+def _checked(server: object) -> Server:
+    if isinstance(server, str) and server.startswith(("http://", "https://")):
+        return server
+    if isinstance(server, list | tuple) and server and all(isinstance(w, str) for w in server):
+        return tuple(server)
+    raise UserError(
+        f"server={server!r} must be an address that begins with http:// or https://, or a list of"
+        " the words of a command, as in [python, my_server.py]"
+    )
+
+
+@cache
+def _tools_of(server: Server) -> tuple[Tool, ...]:
+    """The tools of a server, which is asked once in a process."""
+    try:
+        return asyncio.run(_listed(server))
+    except Exception as error:
+        raise UserError(_gone(server, error)) from error
+
+
+async def _listed(server: Server) -> tuple[Tool, ...]:
+    found: list[Tool] = []
+    async with asyncio.timeout(LIST_S), Client(_target(server)) as client:
+        page = await client.list_tools()
+        found += page.tools
+        while page.next_cursor:
+            page = await client.list_tools(cursor=page.next_cursor)
+            found += page.tools
+    if not found:
+        raise UserError("it has no tools")
+    return tuple(found)
+
+
+def _target(server: Server) -> Any:
+    """What a client of the library connects to."""
+    if isinstance(server, str):
+        return server
+    command, *words = server
+    parameters = StdioServerParameters(command=command, args=words, env=dict(os.environ))
+    return stdio_client(parameters)
+
+
+def _text(result: CallToolResult) -> str:
+    """What a tool returned, as a model can read it: its texts, and what else there is by its
+    kind."""
+    parts = []
+    for block in result.content:
+        if block.type == "text":
+            parts.append(block.text)
+        elif block.type == "resource":
+            parts.append(getattr(block.resource, "text", f"[{block.resource.uri}]"))
+        else:
+            parts.append(f"[{block.type}]")
+    if not parts and result.structured_content is not None:
+        return json.dumps(result.structured_content, ensure_ascii=False)
+    return "\n".join(parts)
+
+
+def _shown(server: Server) -> str:
+    return f"the MCP server {server if isinstance(server, str) else ' '.join(server)}"
+
+
+def _gone(server: Server, error: BaseException) -> str:
+    while isinstance(error, BaseExceptionGroup):  # of the library's tasks
+        error = error.exceptions[0]
+    reason = str(error) or f"no answer within {LIST_S:g} s"
+    return f"{_shown(server)} is not available: {type(error).__name__}: {reason}"

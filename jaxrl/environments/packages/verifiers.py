@@ -1,0 +1,356 @@
+"""Environments of the package `verifiers`: the built-in environment `verifiers`.
+
+There an environment calls a model's API itself. Its model here is a small server in the same
+process, whose completions are the turns of the policy: a request is the answer to the turn before,
+and waits until the next turn is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, suppress
+from functools import cache, cached_property
+from typing import Any
+
+import verifiers.v1 as vf
+from aiohttp import ClientSession, web
+from verifiers.v1.clients.client import SESSION_ID_HEADER
+from verifiers.v1.configs.agent import AgentConfig
+from verifiers.v1.dialects.chat import message_to_wire
+from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
+from verifiers.v1.utils import loaders
+
+from jaxrl.data.example import Message
+from jaxrl.environments.environment import (
+    Answer,
+    Environment,
+    SchemaTool,
+    Unavailable,
+    parse_calls,
+)
+from jaxrl.environments.packages.seeds import seed_of
+from jaxrl.errors import UserError
+
+__all__ = ["Turns", "Verifiers"]
+HARNESS = "jaxrl_turns"
+"""The name of this module among the harnesses of `verifiers`, which are found by a name of one
+word."""
+sys.modules[HARNESS] = sys.modules[__name__]
+START_S = 60.0
+"""Longest wait for the tools of an environment."""
+MOST_TASKS = 1000
+"""Tasks of a set that has no end."""
+LARGEST = 2**30
+"""Bytes of a request."""
+
+
+class Turns(vf.Harness[vf.HarnessConfig]):
+    """A chat with the model in this process, which runs the tools that it calls. Those that come
+    with `verifiers` start a program for each episode."""
+
+    APPENDS_SYSTEM_PROMPT = SUPPORTS_MCP = SUPPORTS_RESUME = True
+    EXECUTES_CODE = NEEDS_CONTAINER = False
+
+    async def launch(
+        self,
+        ctx: Any,
+        trace: Any,
+        runtime: Any,
+        endpoint: str,
+        secret: str,
+        mcp_urls: dict[str, str],
+        data: Any,
+        tool_interception_url: str | None = None,
+    ) -> Any:
+        """Runs the chat until the model calls no tool; see `Harness.launch`."""
+        system, prompt = self.resolve_prompt(data)
+        given = [vf.UserMessage(content=prompt)] if isinstance(prompt, str) else prompt or []
+        messages = [{"role": "system", "content": system}] if system else []
+        messages += [message_to_wire(message) for message in given]
+        async with AsyncExitStack() as stack:
+            addresses = {name: {"url": url} for name, url in mcp_urls.items()}
+            tools, places, servers = await connect_mcp({"mcpServers": addresses}, stack)
+            client = await stack.enter_async_context(ClientSession(timeout=None))
+            headers = {"Authorization": f"Bearer {secret}"}
+            while True:
+                body = {"model": ctx.model, "messages": messages}
+                body |= {"tools": tools} if tools else {}
+                url = f"{endpoint}/chat/completions"
+                async with client.post(url, json=body, headers=headers) as reply:
+                    if reply.status >= 400:  # the environment stops the episode, or has failed
+                        return vf.ProgramResult(1, "", await reply.text())
+                    message = (await reply.json())["choices"][0]["message"]
+                messages.append({key: value for key, value in message.items() if value})
+                for call in message.get("tool_calls") or ():
+                    name, arguments = call["function"]["name"], call["function"]["arguments"]
+                    try:
+                        content = await call_mcp(servers, places, name, json.loads(arguments))
+                    except Exception as error:  # the model is to see what it did wrong
+                        content = f"Error: {type(error).__name__}: {error}"
+                    messages.append(
+                        {"role": "tool", "tool_call_id": call["id"], "content": content}
+                    )
+                if not message.get("tool_calls"):
+                    return vf.ProgramResult(0, "", "")
+
+
+class Verifiers(Environment):
+    """Plays the tasks of a taskset of `verifiers`, as the environment that belongs to it does.
+
+    An episode's prompt is what the environment first asks a model, and its reward is given at the
+    end: the sum of the weighted rewards of the task. It must be for one agent.
+    """
+
+    def __init__(
+        self,
+        taskset: str | Mapping[str, Any],
+        env: Mapping[str, Any] | None = None,
+        index: str = "task_index",
+    ):
+        """
+        Args:
+            taskset: name of an installed taskset, or its config with the name under `id`.
+            env: further keys of the environment's config; None: none.
+            index: column of the rows with the number of the task; where a row has none, its prompt
+                chooses the task.
+        """
+        chosen = {"id": taskset} if isinstance(taskset, str) else dict(taskset)
+        if not chosen.get("id"):
+            raise UserError(f"taskset={taskset!r} must be the name of a taskset, or {{id: NAME}}")
+        config = {**(env or {}), "taskset": chosen}
+        self._stage = _stage_of(json.dumps(config, sort_keys=True))
+        self._index = index
+        self._play: _Play | None = None
+
+    @cached_property
+    def tools(self) -> Sequence[SchemaTool]:  # type: ignore[override]
+        """Those that the first task offers."""
+        return _as_tools(asyncio.run(self._stage.first_request()))
+
+    async def reset(self, row: Mapping[str, Any]) -> list[Message]:
+        tasks = self._stage.tasks
+        self._play = await self._stage.begin(tasks[seed_of(row, self._index) % len(tasks)])
+        return await self._play.first()
+
+    async def step(self, text: str, messages: Sequence[Message]) -> Answer:
+        assert self._play is not None
+        return await self._play.turn(text)
+
+    async def close(self) -> None:
+        if self._play is not None:
+            await self._play.close()
+
+
+class _Play:
+    """One run of a task by the environment, which asks for the turns."""
+
+    def __init__(self, leave: Callable[[], None]):
+        """
+        Args:
+            leave: called when it is over.
+        """
+        self.run: asyncio.Task[vf.Episode]
+        self.request: dict[str, Any] = {"messages": []}
+        """The last one of the environment."""
+        self._leave = leave
+        self._requests: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self._turn: asyncio.Future[dict[str, Any]] | None = None
+
+    async def completion(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The message of the assistant that answers a request of the environment."""
+        self._turn = asyncio.get_running_loop().create_future()
+        self._requests.put_nowait(request)
+        return await self._turn
+
+    async def first(self) -> list[Message]:
+        """The prompt."""
+        found = await self._next(0)
+        if found is None:
+            self._reward()
+            raise Unavailable("the environment ended before it asked the model for a turn")
+        return found
+
+    async def turn(self, text: str) -> Answer:
+        """What the environment answers to a turn of the policy."""
+        calls = parse_calls(text, _as_tools(self.request))
+        wrong = [call for call in calls if isinstance(call, str)]
+        if wrong:  # the environment takes no call that cannot be read
+            return Answer([{"role": "tool", "content": error} for error in wrong])
+        known = len(self.request["messages"]) + 1  # with the turn
+        assert self._turn is not None
+        self._turn.set_result(_as_message(text, calls, known))
+        found = await self._next(known)
+        return Answer(reward=self._reward(), done=True) if found is None else Answer(found)
+
+    async def close(self) -> None:
+        self._leave()
+        if self._turn is not None:
+            self._turn.cancel()  # there is none: the request ends
+        self.run.cancel()
+        with suppress(asyncio.CancelledError):
+            await self.run
+
+    async def _next(self, known: int) -> list[Message] | None:
+        """The messages of the next request after the known ones; None where there is no more."""
+        asked = asyncio.create_task(self._requests.get())
+        try:
+            await asyncio.wait({asked, self.run}, return_when=asyncio.FIRST_COMPLETED)
+            if not asked.done():
+                return None
+            before, self.request = self.request["messages"], asked.result()
+        finally:
+            asked.cancel()
+        messages = self.request["messages"]
+        if messages[: len(before)] != before or len(messages) <= known:
+            raise Unavailable(
+                "the environment began another conversation: it must have one agent, and leave what"
+                " was said as it is"
+            )
+        new = messages[known:]
+        return [{"role": m["role"], "content": _text(m.get("content"))} for m in new]
+
+    def _reward(self) -> float:
+        """The reward of a run that is over."""
+        episode = self.run.result()
+        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+        if errors:
+            raise Unavailable(f"the environment failed: {errors[0].type}: {errors[0].message}")
+        return float(sum(trace.reward for trace in episode.traces))
+
+
+class _Stage:
+    """What the episodes of a process share: the environment, its tasks, and the model's server."""
+
+    def __init__(self, config: dict[str, Any]):
+        """
+        Args:
+            config: that of an environment, as a mapping.
+        """
+        kind = loaders.env_config_type(config["taskset"]["id"], config.get("id", ""))
+        for name, field in kind.model_fields.items():
+            if isinstance(field.default, AgentConfig):
+                played = {"harness": {"id": HARNESS}, "runtime": {"type": "subprocess"}}
+                config[name] = {**played, **config.get(name, {})}
+        self._env = loaders.load_environment(loaders.resolve_env_config(config))
+        tasks = self._env.taskset
+        self.tasks = list(itertools.islice(tasks, None if tasks.bounded else MOST_TASKS))
+        if not self.tasks:
+            raise UserError(f"the taskset {config['taskset']['id']} has no task")
+        self._plays: dict[str, _Play] = {}
+        """By the id of the trace that `verifiers` makes of it."""
+        self._serving: asyncio.Task[None] | None = None
+        self._context: asyncio.Future[vf.ModelContext]
+
+    async def begin(self, task: vf.Task) -> _Play:
+        """Begins to play a task."""
+        if self._serving is None:
+            self._context = asyncio.get_running_loop().create_future()
+            self._serving = asyncio.create_task(self._serve())
+        context = await asyncio.shield(self._context)
+        traces: list[str] = []
+
+        def enter(trace: Any) -> None:
+            traces.append(trace.id)
+            self._plays[trace.id] = play
+
+        def leave() -> None:
+            for trace in traces:
+                self._plays.pop(trace, None)
+
+        play = _Play(leave)
+        play.run = asyncio.create_task(self._env.run_episode(task, context, on_trace=enter))
+        return play
+
+    async def first_request(self) -> dict[str, Any]:
+        """What the first task asks the model first, in an event loop that ends with it; empty where
+        it can offer no tools."""
+        taskset = self._env.taskset
+        offers = type(taskset).task_type().toolsets(taskset.config.task)
+        if not offers and not taskset.toolsets(taskset.config):
+            return {}
+        try:
+            async with asyncio.timeout(START_S):
+                play = await self.begin(self.tasks[0])
+                await play.first()
+        except TimeoutError:
+            raise UserError(f"the tools of its first task did not start in {START_S:g} s") from None
+        await play.close()
+        assert self._serving is not None
+        self._serving.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._serving
+        self._serving = None
+        return play.request
+
+    async def _serve(self) -> None:
+        """Keeps the servers. One task opens and closes them, as the library asks."""
+        application = web.Application(client_max_size=LARGEST)
+        application.router.add_post("/chat/completions", self._complete)
+        runner = web.AppRunner(application)
+        try:
+            await runner.setup()
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            client = vf.EvalClientConfig(base_url=url, api_key_var="JAXRL_NO_KEY")
+            async with self._env.serving():
+                self._context.set_result(vf.ModelContext(model="policy", client=client))
+                await asyncio.Event().wait()
+        except Exception as error:
+            if not self._context.done():
+                self._context.set_exception(error)
+        finally:
+            await runner.cleanup()
+
+    async def _complete(self, request: web.Request) -> web.Response:
+        play = self._plays.get(request.headers.get(SESSION_ID_HEADER, ""))
+        if play is None:
+            raise web.HTTPGone(text="the episode is over")
+        message = await play.completion(await request.json())
+        reason = "tool_calls" if message.get("tool_calls") else "stop"
+        choice = {"index": 0, "message": message, "finish_reason": reason}
+        head = {"id": "turn", "object": "chat.completion", "created": 0, "model": "policy"}
+        return web.json_response({**head, "choices": [choice]})
+
+
+@cache
+def _stage_of(config: str) -> _Stage:
+    """That of an environment's config, as JSON; made once in a process."""
+    return _Stage(json.loads(config))
+
+
+def _as_tools(request: Mapping[str, Any]) -> list[SchemaTool]:
+    """The tools that a request offers."""
+    found = [tool["function"] for tool in request.get("tools") or ()]
+    return [
+        SchemaTool(f["name"], f.get("description", ""), f.get("parameters", {}), _no_call)
+        for f in found
+    ]
+
+
+def _no_call(name: str, arguments: Mapping[str, Any]) -> Any:
+    raise AssertionError(f"{name} is called by the harness")
+
+
+def _as_message(text: str, calls: Sequence[Any], number: int) -> dict[str, Any]:
+    """A turn of the policy as a message of the assistant, with its calls of tools."""
+    made = [
+        {
+            "id": f"call_{number}_{index}",
+            "type": "function",
+            "function": {"name": name, "arguments": json.dumps(dict(arguments))},
+        }
+        for index, (name, arguments) in enumerate(calls)
+    ]
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    return message | ({"tool_calls": made} if made else {})
+
+
+def _text(content: Any) -> str:
+    """The texts of a message's content."""
+    if isinstance(content, list):
+        return "\n".join(part.get("text", f"[{part.get('type')}]") for part in content)
+    return str(content or "")
