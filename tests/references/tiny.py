@@ -171,6 +171,25 @@ CASES = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
         },
     ),
+    "qwen3_5": Case(
+        26,
+        "qwen3_5_text",
+        {
+            "num_hidden_layers": 6,
+            "head_dim": 16,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"] * 2,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 12,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e7,
+                "partial_rotary_factor": 0.25,
+            },
+        },
+        norm=0.0,
+    ),
     "mistral": Case(20, "mistral", {"sliding_window": 5}),
     "qwen2_sliding": Case(
         21,
@@ -279,7 +298,7 @@ def random_tensors(
         values = random.standard_normal(shapes[name]).astype(np.float32)
         if "norm" in name:
             values = norm + 0.3 * values
-        elif name.endswith(".bias"):
+        elif name.endswith((".bias", "dt_bias", "A_log")):
             values = 0.5 * values
         elif "embed_tokens" in name or "lm_head" in name:
             values = 0.3 * values
