@@ -160,13 +160,19 @@ class Pass:
     @property
     def blocks(self) -> Blocks:
         c, tensor, unit = self.config, self.axes.tensor, self.tokens * self.itemsize
-        heads = split(c.n_heads, tensor)
+        q = split(c.n_heads, tensor) * c.head_dim * (1 + c.block.output_gate)
+        kv = 2 * split(c.n_kv_heads, tensor) * c.head_dim
+        s = 0 if self.fused_attention else split(c.n_heads, self.axes.heads) * self.pairs * F32
+        if c.delta is not None:  # of which layers have more
+            parts = tensor if c.delta.k_heads % tensor == 0 else 1
+            k, v = c.delta.k_width // parts, c.delta.v_width // parts
+            q, kv, s = max(q, v), max(kv, 2 * k + v), max(s, self.tokens * (2 * k + 2 * v) * F32)
         return Blocks(
             x=self.residual,
             f=0 if c.experts is not None else split(c.d_ff, tensor) * unit,
-            q=heads * c.head_dim * unit,
-            kv=2 * split(c.n_kv_heads, tensor) * c.head_dim * unit,
-            s=0 if self.fused_attention else split(c.n_heads, self.axes.heads) * self.pairs * F32,
+            q=q * unit,
+            kv=kv * unit,
+            s=s,
         )
 
     @property
@@ -193,9 +199,13 @@ class Pass:
     def layer(self) -> int:
         """Bytes of one layer's weights, gathered over `fsdp`, in the compute dtype."""
         c, tensor = self.config, self.axes.tensor
-        heads = 2 * split(c.n_heads, tensor) + 2 * split(c.n_kv_heads, tensor)
+        queries = (2 + c.block.output_gate) * split(c.n_heads, tensor)
+        width = (queries + 2 * split(c.n_kv_heads, tensor)) * c.head_dim
+        if c.delta is not None:
+            parts = tensor if c.delta.k_heads % tensor == 0 else 1
+            width = max(width, (2 * c.delta.k_width + 3 * c.delta.v_width) // parts)
         mlps = 1 if c.experts is None else split(c.experts.count, self.axes.expert)
-        return c.d_model * (heads * c.head_dim + 3 * mlps * split(c.d_ff, tensor)) * self.itemsize
+        return c.d_model * (width + 3 * mlps * split(c.d_ff, tensor)) * self.itemsize
 
     def mixture(self, differentiated: bool = False) -> int:
         """Bytes alive while the experts of a layer compute (`models.experts.chosen_experts`): the

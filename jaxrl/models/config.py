@@ -84,8 +84,10 @@ class DecoderConfig:
         for name, dims in (("head_dim", self.head_dim), ("rotary_dims", self.rotary_dims)):
             if dims is not None and dims % 2:
                 raise UserError(f"{name}={dims} is odd: dims are rotated in pairs")
-        if any(kind.recurs for kind in self.kinds) and self.delta is None:
-            raise UserError("layers with a state need its sizes (delta)")
+        if self.n_attention == 0:
+            raise UserError("of the layers at least one needs attention; all of them have a state")
+        if self.n_recurrent and (self.delta is None or self.experts is not None):
+            raise UserError("layers with a state need its sizes (delta), and an MLP, not experts")
         if self.lora is not None:
             object.__setattr__(self, "lora", replace(self.lora, targets=self._named(self.lora)))
         if self.quantised is not None and self.experts is not None:

@@ -416,6 +416,11 @@ def prefill(
     return _norm(config, params)(x), [entry for entry, _ in left]
 
 
+def keys_of(cache: Cache) -> Array:
+    """The keys of the first layer that has any."""
+    return next(entry[0] for entry in cache if not isinstance(entry, Recurrent))
+
+
 def decode(
     config: DecoderConfig,
     params: Params,
@@ -445,7 +450,7 @@ def decode(
     """
     kernel = None
     if layout_of(params) == "unstacked":  # a kernel cannot read a slice of a stacked cache in place
-        kernel = step_kernel_on(mesh, config.head_dim, params["embed"]["embedding"].dtype)
+        kernel = step_kernel_on(mesh, config.head_dim, keys_of(cache).dtype)
     attend_cache = partial(step_attender, kernel, positions, used, mesh)
     mixing = _Mixing(config, positions[:, None], attend_cache)
     reads = jnp.ones(tokens.shape, bool) if live is None else live

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -175,13 +176,14 @@ CASES = {
         26,
         "qwen3_5_text",
         {
-            "num_hidden_layers": 6,
+            "num_hidden_layers": 4,
             "head_dim": 16,
-            "layer_types": ["full_attention", "linear_attention", "linear_attention"] * 2,
+            "layer_types": ["full_attention", "linear_attention"] * 2,
             "linear_num_key_heads": 2,
             "linear_num_value_heads": 4,
             "linear_key_head_dim": 8,
             "linear_value_head_dim": 12,
+            "rms_norm_eps": 1e-2,  # else rounding is amplified where a state is nearly empty
             "rope_parameters": {
                 "rope_type": "default",
                 "rope_theta": 1e7,
@@ -303,7 +305,7 @@ def random_tensors(
         elif "embed_tokens" in name or "lm_head" in name:
             values = 0.3 * values
         else:
-            values = values * np.float32(1.5 / np.sqrt(shapes[name][1]))
+            values = values * np.float32(1.5 / np.sqrt(math.prod(shapes[name][1:])))
         tensors[name] = values.astype(np.float32)
     return tensors
 
