@@ -502,7 +502,9 @@ def _sampling(
             lambda: decode.new_cache(model, None, rows, length, jnp.dtype(dtype), layout)
         )
         specs = decode.cache_specs(model, mesh, split, whole)
-        return jax.tree.map(lambda x, s: shaped(x.shape, x.dtype, NamedSharding(mesh, s)), whole, specs)
+        return jax.tree.map(
+            lambda x, s: shaped(x.shape, x.dtype, NamedSharding(mesh, s)), whole, specs
+        )
 
     slots, held = cache(engine.slots, engine.length, ROWS), cache(prompts, width, None)
     yield from _resized(

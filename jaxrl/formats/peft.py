@@ -188,7 +188,7 @@ def read_pairs(folder: Path, model: DecoderConfig, lora: Lora) -> tuple[Lora, di
 def kernels(model: DecoderConfig, path: str) -> tuple[str, ...]:
     """Names of the tensors of a projection's kernels, layer by layer; none where the model has no
     such projection."""
-    places, found = weights.places(model, "stacked"), {}
+    places, found = weights.places(model, "stacked"), dict[int, str]()
     for prefix, layers in weights.block_layers(model).items():
         place = places.get(f"{prefix}/{path}/kernel")
         found |= {} if place is None else dict(zip(layers, place.names, strict=True))

@@ -144,9 +144,7 @@ def stack(params: Params, cycle: int = 1) -> Params:
         cycle: as of the config.
     """
     layers = params["layers"]
-    blocks = tuple(
-        jax.tree.map(lambda *xs: jnp.stack(xs), *layers[i::cycle]) for i in range(cycle)
-    )
+    blocks = tuple(jax.tree.map(lambda *xs: jnp.stack(xs), *layers[i::cycle]) for i in range(cycle))
     return params | {"layers": blocks[0] if cycle == 1 else blocks}
 
 
@@ -314,13 +312,13 @@ def _layers(
         return _run(config, layer, x, rope, mixer, mesh, *split, recorded=chosen)
 
     def body(x: Array, given: tuple[Layer, Params, Array]) -> tuple[Array, Any]:
-        run = partial(block, given[0])
+        run: Callable[..., tuple[Array, Any]] = partial(block, given[0])
         if remat != "none":
             run = jax.checkpoint(run, policy=REMAT_POLICIES[remat], prevent_cse=False)
         return run(x, *given[1:])
 
     stacked = layout_of(params) == "stacked"
-    each = [None] * (config.cycle if stacked else config.n_layers)
+    each: list[Array] = [None] * (config.cycle if stacked else config.n_layers)
     if chosen is not None:
         each = [chosen] if stacked else list(chosen)
     x, found = _through(body, x, params, mixing.numbers, each)

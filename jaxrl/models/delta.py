@@ -6,8 +6,8 @@ reads of it is moved towards its value v by a rate b in (0, 1) (the same, eq. 10
 
     S_t = exp(g_t) S_{t-1} + b_t k_t (v_t - exp(g_t) S_{t-1}^T k_t)^T        o_t = S_t^T q_t
 
-A position that is no token has b = 0 and g = 0: the state passes it unchanged. Shapes as in `types`,
-and: N key heads of width K, each of which serves G value heads of width V.
+A position that is no token has b = 0 and g = 0: the state passes it unchanged. Shapes as in
+`types`, and: N key heads of width K, each of which serves G value heads of width V.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def _recur(
     )
     state = start.state.reshape(b, n, per_key, *start.state.shape[2:])
     if t == 1:
-        out, state = _step(*(x[:, 0] for x in (q, k, v, g, rate)), state)
+        out, state = _step(state, *(x[:, 0] for x in (q, k, v, g, rate)))
         out = out[:, None]
     else:
         out, state = _chunks(q, k, v, g, rate, state)
@@ -227,15 +227,15 @@ def _unit(x: jax.Array) -> jax.Array:
 
 
 def _step(
-    q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, rate: jax.Array, state: jax.Array
+    state: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, rate: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """One token (arXiv 2412.06464, eq. 10): what it reads [B, N, G, V], and the state after it.
 
     Args:
+        state: [B, N, G, K, V] before it.
         q, k: [B, N, K].
         v: [B, N, G, V].
         g, rate: [B, N, G].
-        state: [B, N, G, K, V].
     """
     state = state * jnp.exp(g)[..., None, None]
     change = (v - jnp.einsum("bnk,bngkv->bngv", k, state)) * rate[..., None]

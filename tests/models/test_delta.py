@@ -113,5 +113,7 @@ def test_streams_hold_the_same_rows(axes: tuple[int, ...] | None) -> None:
     run = jax.jit(jax.value_and_grad(scored, has_aux=True), static_argnums=1)
     expected = run(params, 0)
     for group in (1, 2):
-        for a, b in zip(jax.tree.leaves(run(params, group)), jax.tree.leaves(expected), strict=True):
+        for a, b in zip(
+            jax.tree.leaves(run(params, group)), jax.tree.leaves(expected), strict=True
+        ):
             np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * max(1.0, np.abs(b).max()))

@@ -1,5 +1,5 @@
-"""The text of Qwen3.5, dense: layers with a state that forgets (`models.delta`), and after every third
-of them one with attention, whose output has a gate and whose heads rotate in part."""
+"""The text of Qwen3.5, dense: layers with a state that forgets (`models.delta`), and after every
+third of them one with attention, whose output has a gate and whose heads rotate in part."""
 
 from __future__ import annotations
 
