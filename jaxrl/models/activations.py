@@ -10,6 +10,7 @@ them against the compiler's account. Fused attention (`kernels.fuses`) holds no 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple
 
 from jaxrl.models.attention import BLOCK, block_size
@@ -160,18 +161,15 @@ class Pass:
     @property
     def blocks(self) -> Blocks:
         c, tensor, unit = self.config, self.axes.tensor, self.tokens * self.itemsize
-        q = split(c.n_heads, tensor) * c.head_dim * (1 + c.block.output_gate)
-        kv = 2 * split(c.n_kv_heads, tensor) * c.head_dim
         s = 0 if self.fused_attention else split(c.n_heads, self.axes.heads) * self.pairs * F32
-        if c.delta is not None:  # of which layers have more
+        if c.delta is not None:  # queries, keys, values and results of a state are in float32
             parts = tensor if c.delta.k_heads % tensor == 0 else 1
-            k, v = c.delta.k_width // parts, c.delta.v_width // parts
-            q, kv, s = max(q, v), max(kv, 2 * k + v), max(s, self.tokens * (2 * k + 2 * v) * F32)
+            s = max(s, self.tokens * 2 * (c.delta.k_width + c.delta.v_width) // parts * F32)
         return Blocks(
             x=self.residual,
             f=0 if c.experts is not None else split(c.d_ff, tensor) * unit,
-            q=q * unit,
-            kv=kv * unit,
+            q=split(c.n_heads, tensor) * c.head_dim * unit,
+            kv=2 * split(c.n_kv_heads, tensor) * c.head_dim * unit,
             s=s,
         )
 
@@ -206,6 +204,21 @@ class Pass:
             width = max(width, (2 * c.delta.k_width + 3 * c.delta.v_width) // parts)
         mlps = 1 if c.experts is None else split(c.experts.count, self.axes.expert)
         return c.d_model * (width + 3 * mlps * split(c.d_ff, tensor)) * self.itemsize
+
+    @property
+    def gathered(self) -> int:
+        """The same of all layers of a cycle, which `fsdp` gathers at once."""
+        return self.layer * (self.config.cycle if self.axes.weights > 1 else 1)
+
+    @property
+    def differentiated(self) -> int:
+        """Bytes of weights and their gradients while a layer of a cycle is differentiated, or all
+        that `fsdp` gathered; layers of one kind are stacked for that (`decoder._through`)."""
+        if self.config.cycle == 1:
+            return self.layer
+        kinds = self.config.kinds[: self.config.cycle]
+        run = max(len(list(same)) for _, same in groupby(kind.recurs for kind in kinds))
+        return self.gathered * (2 if self.axes.weights > 1 else 1) + 2 * run * self.layer
 
     def mixture(self, differentiated: bool = False) -> int:
         """Bytes alive while the experts of a layer compute (`models.experts.chosen_experts`): the
@@ -271,13 +284,13 @@ class Pass:
         work = self._fullest(BACKWARD[remat]) - fused * self.blocks.times(FUSED)
         work = max(work, 3 * self.residual + self.mixture(differentiated=True))
         work = max(work, self._whole_rows(WHOLE_ROWS_BACKWARD))
-        return work + normed + spread + self.layer + self.mask
+        return work + normed + spread + self.differentiated + self.mask
 
     def first(self, remat: Remat) -> int:
         """Bytes alive while one block runs that will be differentiated."""
         work = max(self._fullest(FORWARD[remat]), self._whole_rows(WHOLE_ROWS))
         work = max(work, 2 * self.residual + self.mixture())
-        return work + self.layer + self.mask
+        return work + self.gathered + self.mask
 
     def forward(self, stacked: bool) -> int:
         """Bytes alive while one block runs without a backward pass.
@@ -298,7 +311,9 @@ class Pass:
                 elif self.packed and self.axes.weights == 1:
                     work += self.layer // 3  # one of the MLP's weights, which the scan copies
             return work + self.mask
-        copied = self.layer if stacked else 0
+        copied = self.gathered if stacked else 0
+        if self.config.cycle > 1 and self.axes.weights == 1:  # read in place, as layer after layer
+            copied = 0
         more = self.alone.times(SPREAD) if self.axes.size == 1 else 0
         if self.packed:
             mlp, attention = (self.alone.times(counts) for counts in PACKED)

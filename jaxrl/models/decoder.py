@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import lru_cache, partial
+from itertools import groupby
 from typing import Any, Literal
 
 import jax
@@ -252,7 +253,12 @@ class _Mixing:
 
 
 def _through(
-    body: Callable[..., tuple[Array, Any]], x: Array, params: Params, numbers: Array, *more: Any
+    body: Callable[..., tuple[Array, Any]],
+    x: Array,
+    params: Params,
+    numbers: Array,
+    *more: Any,
+    in_turn: bool = False,
 ) -> tuple[Array, list[Any]]:
     """x through all layers, and what they leave: one entry for each layer or, of stacked
     parameters, for each block, stacked.
@@ -261,6 +267,9 @@ def _through(
         body: (x, (number, parameters, ...)) -> (x, what it leaves), of a layer.
         numbers: [L] int32 for a scan, or None (`_Mixing.numbers`).
         more: what `body` gets beside the number and the parameters, in the form of what they leave.
+        in_turn: layers of one kind that follow each other in a cycle are a scan too, and leave
+            nothing. XLA would else compute all blocks of a cycle again for the backward pass before
+            it needs them, which took three times the memory of one.
     """
     left = []
     if layout_of(params) == "unstacked":
@@ -273,6 +282,11 @@ def _through(
 
     def bodies(x: Array, given: Any) -> tuple[Array, Any]:
         found = []
+        if in_turn and len(given) > 1:
+            for _, run in groupby(given, lambda one: "delta" in one[1]):
+                same = jax.tree.map(lambda *xs: jnp.stack(xs), *run)
+                x, _ = jax.lax.scan(body, x, same)
+            return x, found
         for one in given:
             x, own = body(x, one)
             found.append(own)
@@ -321,7 +335,7 @@ def _layers(
     each: list[Array] = [None] * (config.cycle if stacked else config.n_layers)
     if chosen is not None:
         each = [chosen] if stacked else list(chosen)
-    x, found = _through(body, x, params, mixing.numbers, each)
+    x, found = _through(body, x, params, mixing.numbers, each, in_turn=remat != "none")
     _report(params, found, routed)
     normed: Array = _norm(config, params)(x)
     return normed

@@ -267,7 +267,7 @@ def _chunks(
     gs, rates = (jnp.moveaxis(_chunked(x, size), 2, 4) for x in (g, rate))
     lower = jnp.tril(jnp.ones((size, size), bool))
 
-    @jax.checkpoint
+    @partial(jax.checkpoint, prevent_cse=False)
     def chunk(state: jax.Array, given: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         q, k, v, g, rate = given  # [B,N,C,K] twice, [B,N,G,C,V], [B,N,G,C] twice
         c = jnp.cumsum(g, -1)
