@@ -274,7 +274,20 @@ class Pass:
             per_layer += self.blocks.times(SAVED_ALONE[remat])
         if self.config.block.qk_norm and self.platform != "cpu" and self.axes.size > 1:
             per_layer += self.blocks.times(SAVED_QK_NORM[remat])
-        return self.config.n_layers * per_layer
+        return self.config.n_layers * per_layer + (self._kept_by_states if remat != "full" else 0)
+
+    @property
+    def _kept_by_states(self) -> int:
+        """Bytes of the products of layers with a state beyond those of layers with attention, whose
+        output has a gate. 0 without states."""
+        c, tensor, unit = self.config, self.axes.tensor, self.tokens * self.itemsize
+        if c.delta is None:
+            return 0
+        parts = tensor if c.delta.k_heads % tensor == 0 else 1
+        gate = split(c.n_heads, tensor) * c.head_dim
+        attention = gate + 2 * split(c.n_kv_heads, tensor) * c.head_dim
+        more = max(2 * (c.delta.k_width + c.delta.v_width) // parts - attention, 0)
+        return (c.n_recurrent * more + c.n_attention * gate) * unit
 
     def backward(self, remat: Remat) -> int:
         """Bytes alive while one block is differentiated, its weights or its gradient included."""

@@ -281,7 +281,7 @@ def _through(
     of = [None if numbers is None else numbers[i :: len(blocks)] for i in range(len(blocks))]
 
     def bodies(x: Array, given: Any) -> tuple[Array, Any]:
-        found = []
+        found: list[Any] = []
         if in_turn and len(given) > 1:
             for _, run in groupby(given, lambda one: "delta" in one[1]):
                 same = jax.tree.map(lambda *xs: jnp.stack(xs), *run)

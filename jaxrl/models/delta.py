@@ -1,10 +1,10 @@
 """Linear attention by the gated delta rule (Gated Delta Networks, arXiv 2412.06464), of whole rows:
 in chunks where they have several tokens, as one step of the recurrence where they have one.
 
-Of each head the state S [K, V] forgets by a factor exp(g) in (0, 1], and what a key k (of length 1)
-reads of it is moved towards its value v by a rate b in (0, 1) (the same, eq. 10, transposed):
+Of each head the state S [V, K] forgets by a factor exp(g) in (0, 1], and what a key k (of length 1)
+reads of it is moved towards its value v by a rate b in (0, 1) (the same, eq. 10):
 
-    S_t = exp(g_t) S_{t-1} + b_t k_t (v_t - exp(g_t) S_{t-1}^T k_t)^T        o_t = S_t^T q_t
+    S_t = exp(g_t) S_{t-1} + b_t (v_t - exp(g_t) S_{t-1} k_t) k_t^T        o_t = S_t q_t
 
 A position that is no token has b = 0 and g = 0: the state passes it unchanged. Shapes as in
 `types`, and: N key heads of width K, each of which serves G value heads of width V.
@@ -71,7 +71,7 @@ class Recurrent(NamedTuple):
     """What a layer keeps of the tokens that rows have read. Stacked, all have a leading [L]."""
 
     state: jax.Array
-    """[B, N*G, K, V] float32."""
+    """[B, N*G, V, K] float32."""
     q: jax.Array
     """[B, N, conv - 1, K]: the last inputs of the convolution, zeros where there were none."""
     k: jax.Array
@@ -112,7 +112,7 @@ def nothing_read(delta: Delta, rows: int, dtype: jnp.dtype) -> Recurrent:
     """Of rows that begin."""
     n, m, before = delta.k_heads, delta.v_heads, delta.conv - 1
     return Recurrent(
-        jnp.zeros((rows, m, delta.k_dim, delta.v_dim), jnp.float32),
+        jnp.zeros((rows, m, delta.v_dim, delta.k_dim), jnp.float32),
         jnp.zeros((rows, n, before, delta.k_dim), dtype),
         jnp.zeros((rows, n, before, delta.k_dim), dtype),
         jnp.zeros((rows, m, before, delta.v_dim), dtype),
@@ -232,15 +232,18 @@ def _step(
     """One token (arXiv 2412.06464, eq. 10): what it reads [B, N, G, V], and the state after it.
 
     Args:
-        state: [B, N, G, K, V] before it.
+        state: [B, N, G, V, K] before it.
         q, k: [B, N, K].
         v: [B, N, G, V].
         g, rate: [B, N, G].
     """
+    # Sums over what lies next to each other, no matrix products: for other ones a GPU turns and
+    # copies the states of all layers.
+    q, k = (x[:, :, None, None] for x in (q, k))
     state = state * jnp.exp(g)[..., None, None]
-    change = (v - jnp.einsum("bnk,bngkv->bngv", k, state)) * rate[..., None]
-    state = state + k[:, :, None, :, None] * change[..., None, :]
-    return jnp.einsum("bnk,bngkv->bngv", q, state), state
+    change = (v - jnp.sum(state * k, -1)) * rate[..., None]
+    state = state + change[..., None] * k
+    return jnp.sum(state * q, -1), state
 
 
 def _chunks(
@@ -250,12 +253,12 @@ def _chunks(
     (arXiv 2406.06484, eq. 8 to 11, with the decays of arXiv 2412.06464, section 3.3).
 
     With c the sum of g from the start of the chunk on and D_ij = exp(c_i - c_j) for j <= i, the
-    changes U - W S that a chunk makes to its first state S are by the UT transform
+    changes U - W S^T that a chunk makes to its first state S are by the UT transform
 
         T = (I + tril(diag(b) (K K^T * D), -1))^-1,   U = T diag(b) V,   W = T diag(b exp(c)) K
 
-        O = diag(exp(c)) Q S + (Q K^T * D) (U - W S)
-        S' = exp(c_C) S + (diag(exp(c_C - c)) K)^T (U - W S)
+        O = diag(exp(c)) Q S^T + (Q K^T * D) (U - W S^T)
+        S' = exp(c_C) S + (U - W S^T)^T diag(exp(c_C - c)) K
 
     The inverse is applied by forward substitution: a product of powers would lose all digits where
     keys are alike. The backward pass computes a chunk again.
@@ -280,13 +283,13 @@ def _chunks(
             system, both, left_side=True, lower=True, unit_diagonal=True
         )
         u, w = solved[..., : v.shape[-1]], solved[..., v.shape[-1] :]
-        change = u - jnp.einsum("bngck,bngkv->bngcv", w, state)
+        change = u - jnp.einsum("bngck,bngvk->bngcv", w, state)
         within = jnp.einsum("bnik,bnjk->bnij", q, k)[:, :, None] * decay
-        out = jnp.einsum("bngck,bngkv->bngcv", grown * q[:, :, None], state)
+        out = jnp.einsum("bngck,bngvk->bngcv", grown * q[:, :, None], state)
         out = out + jnp.einsum("bngij,bngjv->bngiv", within, change)
         left = jnp.exp(c[..., -1:] - c)[..., None] * keys
         state = state * jnp.exp(c[..., -1])[..., None, None]
-        return state + jnp.einsum("bngck,bngcv->bngkv", left, change), out
+        return state + jnp.einsum("bngcv,bngck->bngvk", change, left), out
 
     state, out = jax.lax.scan(chunk, state, (qs, ks, vs, gs, rates))
     out = jnp.moveaxis(out, (0, 4), (1, 2))  # [B, chunks, C, N, G, V]
