@@ -26,7 +26,7 @@ from jaxrl.losses.cells import WORDS, Cells, Side
 from jaxrl.models import bert
 from jaxrl.models.batching import rows_of, width_of
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import Cache, Layout, Params, abstract_params, head
+from jaxrl.models.decoder import Cache, Layout, Params, abstract_params, head, keys_of
 from jaxrl.models.lora import frozen_and_trained, join
 from jaxrl.models.rules import head_sharding, param_shardings
 from jaxrl.plan.inputs import PlanInputs
@@ -501,9 +501,10 @@ def _sampling(
         whole = jax.eval_shape(
             lambda: decode.new_cache(model, None, rows, length, jnp.dtype(dtype), layout)
         )
-        spec = decode.cache_spec(model, mesh, split, whole[0][0].ndim)
-        sharding = NamedSharding(mesh, spec)
-        return jax.tree.map(lambda x: shaped(x.shape, x.dtype, sharding), whole)
+        specs = decode.cache_specs(model, mesh, split, whole)
+        return jax.tree.map(
+            lambda x, s: shaped(x.shape, x.dtype, NamedSharding(mesh, s)), whole, specs
+        )
 
     slots, held = cache(engine.slots, engine.length, ROWS), cache(prompts, width, None)
     yield from _resized(
@@ -540,7 +541,7 @@ def _sampling(
             role,
             "answers of environments",
             decode.extend,
-            (model, mesh, params, slots, tokens, rows, rows),
+            (model, mesh, params, slots, tokens, rows, rows, rows),
             ("answers",),
             beside=local_bytes(held),
             calls=math.ceil(share * m.sequences / ANSWER_ROWS) * (c.environment.max_turns - 1),
@@ -589,14 +590,13 @@ def _resized(
     shape = (model, mesh, engine.slots, engine.length, dtype, layout)
     yield Program(role, "new cache", decode.new_cache, shape, (), beside=beside, calls=batches)
     lengths = sorted({engine.cache_length(n, engine.slots) for n in range(1, engine.length + 1)})
-    at, rows = cache[0][0].sharding, NamedSharding(mesh, PartitionSpec(ROWS))
+    k, rows = keys_of(cache), NamedSharding(mesh, PartitionSpec(ROWS))
 
     def layer(length: int) -> Cache:
-        k, _ = cache[0]
-        one = shaped((*k.shape[:-2], length, k.shape[-1]), k.dtype, at)
+        one = shaped((*k.shape[:-2], length, k.shape[-1]), k.dtype, k.sharding)
         return [(one, one)]
 
-    others = beside + local_bytes(cache) - local_bytes(cache[:1])
+    others = beside + local_bytes(cache) - local_bytes((k, k))
     if len(lengths) > 1:
         given: tuple[Any, ...] = (model, mesh, layer(lengths[-2]), engine.length, None)
         calls = batches * len(cache) * (len(lengths) - 1)

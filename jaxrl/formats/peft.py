@@ -10,7 +10,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
@@ -62,7 +62,10 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 """Settings of PEFT -> the values with which an adapter is what `models.lora` computes; null is
 always one. Others, as PiSSA's, change the base weights too."""
 
-KNOWN = (*TARGETS, "qkv_proj", "gate_up_proj")
+KNOWN = (
+    *(*TARGETS, "qkv_proj", "gate_up_proj"),
+    *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
+)
 """Names of projections in some family."""
 
 Pair = tuple[np.ndarray, np.ndarray]
@@ -185,18 +188,22 @@ def read_pairs(folder: Path, model: DecoderConfig, lora: Lora) -> tuple[Lora, di
 def kernels(model: DecoderConfig, path: str) -> tuple[str, ...]:
     """Names of the tensors of a projection's kernels, layer by layer; none where the model has no
     such projection."""
-    place = weights.places(model, "stacked").get(f"layers/{path}/kernel")
-    return () if place is None else place.names
+    places, found = weights.places(model, "stacked"), dict[int, str]()
+    for prefix, layers in weights.block_layers(model).items():
+        place = places.get(f"{prefix}/{path}/kernel")
+        found |= {} if place is None else dict(zip(layers, place.names, strict=True))
+    return tuple(found[layer] for layer in sorted(found))
 
 
 def pairs_of(model: DecoderConfig, adapters: Params) -> dict[str, Pair]:
     """The pairs of a stacked tree of numpy arrays, in float32."""
     found: dict[str, Pair] = {}
-    for paths in _adapted(model):
-        each = [with_a(adapters["layers"][group], name) for group, name in map(_split, paths)]
+    blocks = adapters["layers"] if model.cycle > 1 else (adapters["layers"],)
+    for i, paths, names in _adapted(model):
+        each = [with_a(blocks[i][group], name) for group, name in map(_split, paths)]
         a, b = each[0]["lora_a"], np.concatenate([one["lora_b"] for one in each], -1)
         stacked = (x.astype(np.float32) for x in (a, b))
-        found |= dict(zip(kernels(model, paths[0]), zip(*stacked, strict=True), strict=True))
+        found |= dict(zip(names, zip(*stacked, strict=True), strict=True))
     return found
 
 
@@ -222,15 +229,16 @@ def load(
         first: Params = made(jax.random.key(seed % 2**32, impl="threefry2x32"))
         return first
     shapes = frozen_and_trained(abstract_params(model, dtype))[1]
-    tree: Any = {"layers": {}}
-    for paths in _adapted(model):
-        each = [pairs[name] for name in kernels(model, paths[0])]
+    blocks: list[Any] = [{} for _ in range(model.cycle)]
+    for i, paths, names in _adapted(model):
+        each = [pairs[name] for name in names]
         a, b = (np.stack(x) for x in zip(*each, strict=True))
         ends = np.cumsum([model.projections[path][1] for path in paths])
         for path, own in zip(paths, np.split(b, ends[:-1], -1), strict=True):
             group, name = _split(path)
             pair = {"lora_a": a, "lora_b": own} if path == paths[0] else {"lora_b": own}
-            tree["layers"].setdefault(group, {})[name] = pair
+            blocks[i].setdefault(group, {})[name] = pair
+    tree: Any = {"layers": blocks[0] if model.cycle == 1 else tuple(blocks)}
     tree = jax.tree.map(lambda leaf, shape: leaf.astype(shape.dtype), tree, shapes)
     if shardings is None:
         placed: Params = jax.device_put(tree)
@@ -315,10 +323,16 @@ def describe(folder: Path, model: DecoderConfig, base: str) -> None:
     (folder / CONFIG).write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
 
 
-def _adapted(model: DecoderConfig) -> list[tuple[str, ...]]:
-    """The paths of each adapted tensor's projections within a block."""
+def _adapted(model: DecoderConfig) -> Iterator[tuple[int, tuple[str, ...], tuple[str, ...]]]:
+    """Of each block of stacked parameters its number and, of each adapted tensor that it has, the
+    paths of its projections within a block and its names, layer by layer."""
     assert model.lora is not None
-    return [paths for name, paths in model.targets.items() if name in model.lora.targets]
+    places = weights.places(model, "stacked")
+    for i, prefix in enumerate(weights.block_layers(model)):
+        for name, paths in model.targets.items():
+            place = places.get(f"{prefix}/{paths[0]}/kernel")
+            if name in model.lora.targets and place is not None:
+                yield i, paths, place.names
 
 
 def _split(path: str) -> tuple[str, str]:

@@ -162,8 +162,8 @@ def places(config: DecoderConfig, layout: Layout = "unstacked") -> dict[str, Pla
     format of their own, and files of quantised kernels are not read."""
     flat = jax.tree_util.tree_leaves_with_path(abstract_params(config.plain, layout=layout))
     shapes = {path_string(path): leaf.shape for path, leaf in flat}
-    stacked, layers = layout == "stacked", range(config.n_layers)
-    blocks = {"layers": layers} if stacked else {f"layers/{i}": range(i, i + 1) for i in layers}
+    stacked, n = layout == "stacked", config.n_layers
+    blocks = block_layers(config) if stacked else {f"layers/{i}": range(i, i + 1) for i in range(n)}
     family = FAMILIES[config.family]
     experts = 0 if config.experts is None else config.experts.count
     found = {"embed/embedding": Place((TOP["embed/embedding"],))}
@@ -190,6 +190,14 @@ def places(config: DecoderConfig, layout: Layout = "unstacked") -> dict[str, Pla
     found |= {path: Place((name,)) for path, name in TOP.items() if path in shapes}
     assert found.keys() == shapes.keys(), f"no tensor name: {shapes.keys() - found.keys()}"
     return found
+
+
+def block_layers(config: DecoderConfig) -> dict[str, range]:
+    """Path of each block of stacked parameters -> the layers that it holds."""
+    n, cycle = config.n_layers, config.cycle
+    if cycle == 1:
+        return {"layers": range(n)}
+    return {f"layers/{i}": range(i, n, cycle) for i in range(cycle)}
 
 
 def path_string(path: KeyPath) -> str:

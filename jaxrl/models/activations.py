@@ -10,6 +10,7 @@ them against the compiler's account. Fused attention (`kernels.fuses`) holds no 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple
 
 from jaxrl.models.attention import BLOCK, block_size
@@ -160,13 +161,16 @@ class Pass:
     @property
     def blocks(self) -> Blocks:
         c, tensor, unit = self.config, self.axes.tensor, self.tokens * self.itemsize
-        heads = split(c.n_heads, tensor)
+        s = 0 if self.fused_attention else split(c.n_heads, self.axes.heads) * self.pairs * F32
+        if c.delta is not None:  # queries, keys, values and results of a state are in float32
+            parts = tensor if c.delta.k_heads % tensor == 0 else 1
+            s = max(s, self.tokens * 2 * (c.delta.k_width + c.delta.v_width) // parts * F32)
         return Blocks(
             x=self.residual,
             f=0 if c.experts is not None else split(c.d_ff, tensor) * unit,
-            q=heads * c.head_dim * unit,
+            q=split(c.n_heads, tensor) * c.head_dim * unit,
             kv=2 * split(c.n_kv_heads, tensor) * c.head_dim * unit,
-            s=0 if self.fused_attention else split(c.n_heads, self.axes.heads) * self.pairs * F32,
+            s=s,
         )
 
     @property
@@ -193,9 +197,28 @@ class Pass:
     def layer(self) -> int:
         """Bytes of one layer's weights, gathered over `fsdp`, in the compute dtype."""
         c, tensor = self.config, self.axes.tensor
-        heads = 2 * split(c.n_heads, tensor) + 2 * split(c.n_kv_heads, tensor)
+        queries = (2 + c.block.output_gate) * split(c.n_heads, tensor)
+        width = (queries + 2 * split(c.n_kv_heads, tensor)) * c.head_dim
+        if c.delta is not None:
+            parts = tensor if c.delta.k_heads % tensor == 0 else 1
+            width = max(width, (2 * c.delta.k_width + 3 * c.delta.v_width) // parts)
         mlps = 1 if c.experts is None else split(c.experts.count, self.axes.expert)
-        return c.d_model * (heads * c.head_dim + 3 * mlps * split(c.d_ff, tensor)) * self.itemsize
+        return c.d_model * (width + 3 * mlps * split(c.d_ff, tensor)) * self.itemsize
+
+    @property
+    def gathered(self) -> int:
+        """The same of all layers of a cycle, which `fsdp` gathers at once."""
+        return self.layer * (self.config.cycle if self.axes.weights > 1 else 1)
+
+    @property
+    def differentiated(self) -> int:
+        """Bytes of weights and their gradients while a layer of a cycle is differentiated, or all
+        that `fsdp` gathered; layers of one kind are stacked for that (`decoder._through`)."""
+        if self.config.cycle == 1:
+            return self.layer
+        kinds = self.config.kinds[: self.config.cycle]
+        run = max(len(list(same)) for _, same in groupby(kind.recurs for kind in kinds))
+        return self.gathered * (2 if self.axes.weights > 1 else 1) + 2 * run * self.layer
 
     def mixture(self, differentiated: bool = False) -> int:
         """Bytes alive while the experts of a layer compute (`models.experts.chosen_experts`): the
@@ -251,7 +274,20 @@ class Pass:
             per_layer += self.blocks.times(SAVED_ALONE[remat])
         if self.config.block.qk_norm and self.platform != "cpu" and self.axes.size > 1:
             per_layer += self.blocks.times(SAVED_QK_NORM[remat])
-        return self.config.n_layers * per_layer
+        return self.config.n_layers * per_layer + (self._kept_by_states if remat != "full" else 0)
+
+    @property
+    def _kept_by_states(self) -> int:
+        """Bytes of the products of layers with a state beyond those of layers with attention, whose
+        output has a gate. 0 without states."""
+        c, tensor, unit = self.config, self.axes.tensor, self.tokens * self.itemsize
+        if c.delta is None:
+            return 0
+        parts = tensor if c.delta.k_heads % tensor == 0 else 1
+        gate = split(c.n_heads, tensor) * c.head_dim
+        attention = gate + 2 * split(c.n_kv_heads, tensor) * c.head_dim
+        more = max(2 * (c.delta.k_width + c.delta.v_width) // parts - attention, 0)
+        return (c.n_recurrent * more + c.n_attention * gate) * unit
 
     def backward(self, remat: Remat) -> int:
         """Bytes alive while one block is differentiated, its weights or its gradient included."""
@@ -261,13 +297,13 @@ class Pass:
         work = self._fullest(BACKWARD[remat]) - fused * self.blocks.times(FUSED)
         work = max(work, 3 * self.residual + self.mixture(differentiated=True))
         work = max(work, self._whole_rows(WHOLE_ROWS_BACKWARD))
-        return work + normed + spread + self.layer + self.mask
+        return work + normed + spread + self.differentiated + self.mask
 
     def first(self, remat: Remat) -> int:
         """Bytes alive while one block runs that will be differentiated."""
         work = max(self._fullest(FORWARD[remat]), self._whole_rows(WHOLE_ROWS))
         work = max(work, 2 * self.residual + self.mixture())
-        return work + self.layer + self.mask
+        return work + self.gathered + self.mask
 
     def forward(self, stacked: bool) -> int:
         """Bytes alive while one block runs without a backward pass.
@@ -288,7 +324,9 @@ class Pass:
                 elif self.packed and self.axes.weights == 1:
                     work += self.layer // 3  # one of the MLP's weights, which the scan copies
             return work + self.mask
-        copied = self.layer if stacked else 0
+        copied = self.gathered if stacked else 0
+        if self.config.cycle > 1 and self.axes.weights == 1:  # read in place, as layer after layer
+            copied = 0
         more = self.alone.times(SPREAD) if self.axes.size == 1 else 0
         if self.packed:
             mlp, attention = (self.alone.times(counts) for counts in PACKED)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
 from jaxrl.errors import UserError
+from jaxrl.models.delta import Delta
 from jaxrl.models.experts import Experts
 from jaxrl.models.families import FAMILIES
 from jaxrl.models.family import BlockKind
@@ -60,6 +61,8 @@ class DecoderConfig:
     """Of each layer; one where all layers are alike."""
     experts: Experts | None = None
     """In place of the MLP; None: there are none."""
+    delta: Delta | None = None
+    """Of the layers whose kind `recurs`; None: there are none."""
     lora: Lora | None = None
     """The adapters that are trained in place of the weights; `config.json` does not name them."""
     quantised: Quantisation | None = None
@@ -81,6 +84,10 @@ class DecoderConfig:
         for name, dims in (("head_dim", self.head_dim), ("rotary_dims", self.rotary_dims)):
             if dims is not None and dims % 2:
                 raise UserError(f"{name}={dims} is odd: dims are rotated in pairs")
+        if self.n_attention == 0:
+            raise UserError("of the layers at least one needs attention; all of them have a state")
+        if self.n_recurrent and (self.delta is None or self.experts is not None):
+            raise UserError("layers with a state need its sizes (delta), and an MLP, not experts")
         if self.lora is not None:
             object.__setattr__(self, "lora", replace(self.lora, targets=self._named(self.lora)))
         if self.quantised is not None and self.experts is not None:
@@ -132,12 +139,36 @@ class DecoderConfig:
 
     @property
     def windows(self) -> dict[int | None, int]:
-        """How many layers there are of each window (`LayerKind.window`)."""
+        """How many layers with attention there are of each window (`LayerKind.window`)."""
         each = self.n_layers // len(self.kinds)
         found: dict[int | None, int] = {}
         for kind in self.kinds:
-            found[kind.window] = found.get(kind.window, 0) + each
+            if not kind.recurs:
+                found[kind.window] = found.get(kind.window, 0) + each
         return found
+
+    @property
+    def n_recurrent(self) -> int:
+        """How many layers have a state."""
+        return sum(kind.recurs for kind in self.kinds) * (self.n_layers // len(self.kinds))
+
+    @property
+    def n_attention(self) -> int:
+        """How many layers have keys and values."""
+        return self.n_layers - self.n_recurrent
+
+    @property
+    def cycle(self) -> int:
+        """After how many layers their parameters are called the same again."""
+        recurs = [kind.recurs for kind in self.kinds]
+        n = len(recurs)
+        divisors = (c for c in range(1, n + 1) if n % c == 0)
+        return next(c for c in divisors if recurs == recurs[:c] * (n // c))
+
+    def layers_with(self, path: str) -> int:
+        """How many layers have the projection at this path within a block."""
+        counts = {"attn": self.n_attention, "delta": self.n_recurrent}
+        return counts.get(path.split("/")[0], self.n_layers)
 
     def with_layers(self, keep: Sequence[int]) -> DecoderConfig:
         """The config of a model that has only these of its layers."""
@@ -201,18 +232,28 @@ class DecoderConfig:
         return self._params_with(0 if self.experts is None else self.experts.chosen)
 
     def _params_with(self, experts: int) -> int:
-        block = sum(n_in * n_out for n_in, n_out in self.projections.values())
-        block += experts * sum(n_in * n_out for n_in, n_out in self.expert_projections.values())
-        if self.block.attention_bias:
-            block += self.head_dim * (self.n_heads + 2 * self.n_kv_heads)
+        block = experts * sum(n_in * n_out for n_in, n_out in self.expert_projections.values())
         block += self.block.output_bias * self.d_model + self.block.sinks * self.n_heads
         if self.experts is not None and self.block.expert_bias:
             outs = (n_out for _, n_out in self.expert_projections.values())
             block += self.experts.count + experts * sum(outs)
         block += (4 if self.block.norms == "around" else 2) * self.d_model
-        block += sum(self.qk_norm_widths)
+        attention = sum(self.qk_norm_widths)
+        if self.block.attention_bias:
+            attention += self.head_dim * (self.n_heads + 2 * self.n_kv_heads)
+        recurrent = 0
+        if self.delta is not None:
+            d = self.delta
+            recurrent = d.conv * (2 * d.k_width + d.v_width) + 2 * d.v_heads + d.v_dim
         vocab = self.vocab_size * self.d_model * (1 if self.tie_embeddings else 2)
-        return self.n_layers * block + vocab + self.d_model
+        more = self.n_layers * block + self.n_attention * attention + self.n_recurrent * recurrent
+        return self.dense_weights + more + vocab + self.d_model
+
+    @property
+    def dense_weights(self) -> int:
+        """Number of weights in the kernels of all layers' `projections`."""
+        each = self.projections.items()
+        return sum(self.layers_with(path) * n_in * n_out for path, (n_in, n_out) in each)
 
     @property
     def n_trained(self) -> int:
@@ -220,14 +261,23 @@ class DecoderConfig:
         if self.lora is None:
             return self.n_params
         sizes = ((path, *both) for path, both in self.projections.items() if self.adapter(path))
-        each = sum(self.has_a(path) * n_in + n_out for path, n_in, n_out in sizes)
-        return self.n_layers * self.lora.rank * each
+        return self.lora.rank * sum(
+            self.layers_with(path) * (self.has_a(path) * n_in + n_out)
+            for path, n_in, n_out in sizes
+        )
 
     @property
     def projections(self) -> dict[str, tuple[int, int]]:
-        """Path within a block -> (in, out) of each kernel but those of experts."""
+        """Path within a block -> (in, out) of each kernel but those of experts; with a state beside
+        attention, of the blocks of both kinds."""
         d, q, kv = self.d_model, self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
-        attention = {"attn/q": (d, q), "attn/k": (d, kv), "attn/v": (d, kv), "attn/o": (q, d)}
+        read = 2 * q if self.block.output_gate else q
+        attention = {"attn/q": (d, read), "attn/k": (d, kv), "attn/v": (d, kv), "attn/o": (q, d)}
+        if self.delta is not None:
+            k, v, heads = self.delta.k_width, self.delta.v_width, self.delta.v_heads
+            attention |= {"delta/q": (d, k), "delta/k": (d, k), "delta/v": (d, v)}
+            attention |= {"delta/z": (d, v), "delta/b": (d, heads), "delta/a": (d, heads)}
+            attention |= {"delta/o": (v, d)}
         if self.experts is not None:
             return attention | {ROUTER: (d, self.experts.count)}
         return attention | {
@@ -375,8 +425,8 @@ def _text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
         if family.whole is not None and family.whole == raw.get("model_type"):
             if not isinstance(within, dict):
                 raise UserError(f"text_config={within!r} must be an object")
-            ids = ("eos_token_id", "bos_token_id", "pad_token_id")
-            return {key: raw[key] for key in ids if key in raw} | within | {"model_type": name}
+            shared = ("eos_token_id", "bos_token_id", "pad_token_id", "tie_word_embeddings")
+            return {key: raw[key] for key in shared if key in raw} | within | {"model_type": name}
     return raw
 
 

@@ -3,7 +3,9 @@
 Parameters are a nested dict of arrays, in one of two layouts of `params["layers"]`:
 
 - stacked: one block whose leaves have a leading [L] dim, run under `lax.scan` (training: one block
-  is compiled; sampling with the very arrays that are trained);
+  is compiled; sampling with the very arrays that are trained); where some layers have a state and
+  others attention, a tuple of as many blocks as there are until that repeats (`config.cycle`), each
+  with the leading dim of its own layers;
 - unstacked: a list of L blocks, run one after the other (sampling: nothing is copied at a token).
 
 The NNX modules of `layers.py` are merged with their parameters inside the traced function, so that
@@ -15,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import lru_cache, partial
+from itertools import groupby
 from typing import Any, Literal
 
 import jax
@@ -34,6 +37,7 @@ from jaxrl.models.attention import (
     step_kernel_on,
 )
 from jaxrl.models.config import DecoderConfig
+from jaxrl.models.delta import Delta, Filters, Inputs, Recur, Recurrent, recur_packed, recur_rows
 from jaxrl.models.experts import ExpertKernels, Mix, Routed, mix
 from jaxrl.models.families import FAMILIES
 from jaxrl.models.kernels import Kernel
@@ -48,10 +52,10 @@ Params = dict[str, Any]
 Layout = Literal["stacked", "unstacked"]
 Remat = Literal["none", "dots", "full"]
 Pair = tuple[Float[Array, "*L B KV S H"], Float[Array, "*L B KV S H"]]
-Cache = list[Pair]
+Cache = list[Pair | Recurrent]
 """Per layer (k, v), each [B, KV, S, H]: the positions of a head lie next to each other, so that a
-decode step reads them as a plain batched matmul, without a transposed copy. Of stacked parameters
-one pair [L, B, KV, S, H]."""
+decode step reads them as a plain batched matmul, without a transposed copy; or a layer's state. Of
+stacked parameters one pair [L, B, KV, S, H], or one entry for each block of the cycle."""
 
 REMAT_POLICIES: dict[Remat, Any] = {
     # By name: the two products of an adapter would be kept beside that of the kernel.
@@ -61,8 +65,8 @@ REMAT_POLICIES: dict[Remat, Any] = {
 
 
 @lru_cache
-def _block_graph(config: DecoderConfig) -> Any:
-    block = nnx.eval_shape(lambda: Block(config, nnx.Rngs(0)))
+def _block_graph(config: DecoderConfig, recurs: bool) -> Any:
+    block = nnx.eval_shape(lambda: Block(config, nnx.Rngs(0), recurs))
     return nnx.split(block)[0]
 
 
@@ -83,13 +87,18 @@ def init_params(
 def _init_params(config: DecoderConfig, key: jax.Array, dtype: Any, layout: Layout) -> Params:
     k_embed, k_layers, k_head = jax.random.split(key, 3)
 
-    def block(k: jax.Array) -> Params:
-        return _plain(nnx.split(Block(config, nnx.Rngs(params=k)))[1])
+    def block(k: jax.Array, recurs: bool) -> Params:
+        return _plain(nnx.split(Block(config, nnx.Rngs(params=k), recurs))[1])
 
-    shape = (config.vocab_size, config.d_model)
+    shape, keys = (config.vocab_size, config.d_model), jax.random.split(k_layers, config.n_layers)
+    cycle = config.cycle
+    blocks = tuple(
+        jax.vmap(partial(block, recurs=kind.recurs))(keys[i::cycle])
+        for i, kind in enumerate(config.kinds[:cycle])
+    )
     params: Params = {
         "embed": {"embedding": 0.02 * jax.random.normal(k_embed, shape)},
-        "layers": jax.vmap(block)(jax.random.split(k_layers, config.n_layers)),
+        "layers": blocks[0] if cycle == 1 else blocks,
         "norm": _plain(nnx.split(RMSNorm(config.d_model, config))[1]),
     }
     if not config.tie_embeddings:
@@ -123,14 +132,27 @@ def layout_of(params: Params) -> Layout:
 
 def unstack(params: Params) -> Params:
     """Stacked to unstacked layout; entries other than the layers may be missing."""
+    blocks = _blocks(params)
+    n = jax.tree.leaves(blocks)[0].shape[0]
+    of = [jax.tree.map(lambda x, i=i: x[i], block) for i in range(n) for block in blocks]
+    return params | {"layers": of}
+
+
+def stack(params: Params, cycle: int = 1) -> Params:
+    """Unstacked to stacked layout.
+
+    Args:
+        cycle: as of the config.
+    """
     layers = params["layers"]
-    n = jax.tree.leaves(layers)[0].shape[0]
-    return params | {"layers": [jax.tree.map(lambda x, i=i: x[i], layers) for i in range(n)]}
+    blocks = tuple(jax.tree.map(lambda *xs: jnp.stack(xs), *layers[i::cycle]) for i in range(cycle))
+    return params | {"layers": blocks[0] if cycle == 1 else blocks}
 
 
-def stack(params: Params) -> Params:
-    """Unstacked to stacked layout."""
-    return params | {"layers": jax.tree.map(lambda *xs: jnp.stack(xs), *params["layers"])}
+def _blocks(params: Params) -> tuple[Params, ...]:
+    """The blocks of stacked parameters."""
+    layers = params["layers"]
+    return layers if isinstance(layers, tuple) else (layers,)
 
 
 def head(params: Params) -> Float[Array, "V D"]:
@@ -167,14 +189,19 @@ def forward(
         In the compute dtype; meaningless where mask is False.
     """
     kernel, first = _kernel(config, params, mesh, dtype), jnp.argmax(mask, -1)
-    if kernel == "cudnn":
+    rolled = kernel == "cudnn" or config.n_recurrent > 0  # for rows that begin at their start
+    if rolled:
         tokens, mask = roll_rows(tokens, first), roll_rows(mask, first)
     x = _embed(config, params, tokens, mesh, dtype)
     params = params if dtype is None else cast(params, dtype)
     positions = jnp.maximum(jnp.cumsum(mask, -1) - 1, 0)
     attend = partial(attender, kernel, mask, mesh)
-    x = _layers(config, params, x, positions, attend, remat, mesh)
-    return roll_rows(x, -first) if kernel == "cudnn" else x
+
+    def recur(inputs: Inputs, filters: Filters) -> Array:
+        return recur_rows(_delta(config), mesh, mask, inputs, filters)[0]
+
+    x = _layers(config, params, x, positions, attend, recur, remat, mesh)
+    return roll_rows(x, -first) if rolled else x
 
 
 def forward_packed(
@@ -198,7 +225,8 @@ def forward_packed(
     x = _embed(config, params, packing.tokens, mesh, dtype, TOKENS)
     params = params if dtype is None else cast(params, dtype)
     attend = partial(attend_packed, kernel, packing, mesh)
-    given = config, params, x, packing.positions, attend, remat, mesh
+    recur = recur_packed(config.delta, mesh, packing) if config.delta is not None else None
+    given = config, params, x, packing.positions, attend, recur, remat, mesh
     real = None if routed is None else packing.real
     return _layers(*given, TOKENS, recorded=packing.experts, routed=routed, real=real)
 
@@ -226,12 +254,56 @@ class _Mixing:
         return self._ropes.choose(layer, selected), self._attends.choose(layer, switched)
 
 
+def _through(
+    body: Callable[..., tuple[Array, Any]],
+    x: Array,
+    params: Params,
+    numbers: Array,
+    *more: Any,
+    in_turn: bool = False,
+) -> tuple[Array, list[Any]]:
+    """x through all layers, and what they leave: one entry for each layer or, of stacked
+    parameters, for each block, stacked.
+
+    Args:
+        body: (x, (number, parameters, ...)) -> (x, what it leaves), of a layer.
+        numbers: [L] int32 for a scan, or None (`_Mixing.numbers`).
+        more: what `body` gets beside the number and the parameters, in the form of what they leave.
+        in_turn: layers of one kind that follow each other in a cycle are a scan too, and leave
+            nothing. XLA would else compute all blocks of a cycle again for the backward pass before
+            it needs them, which took three times the memory of one.
+    """
+    left = []
+    if layout_of(params) == "unstacked":
+        for given in zip(range(len(params["layers"])), params["layers"], *more, strict=True):
+            x, one = body(x, given)
+            left.append(one)
+        return x, left
+    blocks = _blocks(params)
+    of = [None if numbers is None else numbers[i :: len(blocks)] for i in range(len(blocks))]
+
+    def bodies(x: Array, given: Any) -> tuple[Array, Any]:
+        found: list[Any] = []
+        if in_turn and len(given) > 1:
+            for _, run in groupby(given, lambda one: "delta" in one[1]):
+                same = jax.tree.map(lambda *xs: jnp.stack(xs), *run)
+                x, _ = jax.lax.scan(body, x, same)
+            return x, found
+        for one in given:
+            x, own = body(x, one)
+            found.append(own)
+        return x, found
+
+    return jax.lax.scan(bodies, x, list(zip(of, blocks, *more, strict=True)))
+
+
 def _layers(
     config: DecoderConfig,
     params: Params,
     x: Array,
     positions: Array,
     attend: Callable[..., Attend],
+    recur: Recur | None,
     remat: Remat,
     mesh: Mesh | None,
     *split: AxisName,
@@ -243,6 +315,7 @@ def _layers(
 
     Args:
         attend: makes an `Attend` of the argument `window`.
+        recur: of layers that have a state.
         split: the axis of a stream's tokens.
         recorded: [B, T, L, k] integers (`experts.mix`).
         routed: gets what the routers did.
@@ -253,27 +326,22 @@ def _layers(
 
     def block(number: Layer, x: Array, layer: Params, chosen: Array) -> tuple[Array, Any]:
         rope, attend_one = mixing.of(number)
+        mixer = recur if "delta" in layer else attend_one
         options = {"recorded": chosen, "real": real}
-        return _run(config, layer, x, rope, attend_one, mesh, *split, **options)
+        return _run(config, layer, x, rope, mixer, mesh, *split, **options)
 
-    def kept(run: Callable[..., Any]) -> Callable[..., Any]:
-        if remat == "none":
-            return run
-        return jax.checkpoint(run, policy=REMAT_POLICIES[remat], prevent_cse=False)
+    def body(x: Array, given: tuple[Layer, Params, Array]) -> tuple[Array, Any]:
+        run: Callable[..., tuple[Array, Any]] = partial(block, given[0])
+        if remat != "none":
+            run = jax.checkpoint(run, policy=REMAT_POLICIES[remat], prevent_cse=False)
+        return run(x, *given[1:])
 
-    found: Any = []
-    if layout_of(params) == "unstacked":
-        for number, layer in enumerate(params["layers"]):
-            own = None if chosen is None else chosen[number]
-            x, one = kept(partial(block, number))(x, layer, own)
-            found.append(one)
-    else:
-
-        def body(x: Array, given: tuple[Layer, Params, Array]) -> tuple[Array, Any]:
-            return block(given[0], x, *given[1:])
-
-        x, found = jax.lax.scan(kept(body), x, (mixing.numbers, params["layers"], chosen))
-    _report(found, routed)
+    stacked = layout_of(params) == "stacked"
+    each: list[Array] = [None] * (config.cycle if stacked else config.n_layers)
+    if chosen is not None:
+        each = [chosen] if stacked else list(chosen)
+    x, found = _through(body, x, params, mixing.numbers, each, in_turn=remat != "none")
+    _report(params, found, routed)
     normed: Array = _norm(config, params)(x)
     return normed
 
@@ -283,14 +351,15 @@ def _run(
     layer: Params,
     x: Array,
     rope: Rope,
-    attend: Attend,
+    attend: Attend | Recur | None,
     mesh: Mesh | None,
     *split: AxisName,
     recorded: Array = None,
     every: bool = False,
     real: Array = None,
 ) -> tuple[Array, Routed | None]:
-    """One block, and what its router did; the last three arguments as of `experts.mix`."""
+    """One block, and what its router did; `attend` as of `Block`, the last three arguments as of
+    `experts.mix`."""
     found: list[Routed] = []
 
     def through(x: Array, kernels: ExpertKernels) -> Array:
@@ -306,11 +375,18 @@ def _run(
     return x, found[0] if found else None
 
 
-def _report(found: Any, routed: list[Routed] | None) -> None:
-    """Appends what the routers of all layers did; `found` is a list of layers, or stacked."""
-    if routed is not None and jax.tree.leaves(found):
-        stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *found) if type(found) is list else found
-        routed.append(stacked)
+def _report(params: Params, found: list[Any], routed: list[Routed] | None) -> None:
+    """Appends what the routers of all layers did, as `_through` found it."""
+    if routed is None or not jax.tree.leaves(found):
+        return
+    if layout_of(params) == "unstacked":
+        found = [jax.tree.map(lambda *xs: jnp.stack(xs), *found)]
+    routed += found
+
+
+def _delta(config: DecoderConfig) -> Delta:
+    assert config.delta is not None
+    return config.delta
 
 
 def prefill(
@@ -323,7 +399,7 @@ def prefill(
     routed: list[Routed] | None = None,
 ) -> tuple[Float[Array, "B W D"], Cache]:
     """Hidden states, and the keys and values, of right-padded prompts: a `Cache` of W positions in
-    the layout of the parameters.
+    the layout of the parameters, or the states at the last of the real tokens.
 
     Keys are stored rotated, at the index of their position.
 
@@ -334,31 +410,33 @@ def prefill(
     attend_rows = partial(attender, _kernel(config, params, mesh), mask, mesh)
     mixing = _Mixing(config, positions, attend_rows)
 
-    def body(x: Array, given: tuple[Layer, Params]) -> tuple[Array, tuple[Pair, Any]]:
+    def body(x: Array, given: tuple[Layer, Params]) -> tuple[Array, tuple[Any, Any]]:
         number, layer = given
         rope, attend_one = mixing.of(number)
-        written = []
+        written: list[Any] = []
 
         def attend(q: Array, k: Array, v: Array, *sinks: Array) -> Array:
             written.append((jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)))
             return attend_one(q, k, v, *sinks)
 
-        x, one = _run(config, layer, x, rope, attend, mesh)
+        def recur(inputs: Inputs, filters: Filters) -> Array:
+            out, end = recur_rows(_delta(config), mesh, mask, inputs, filters)
+            written.append(end)
+            return out
+
+        mixer = recur if "delta" in layer else attend
+        x, one = _run(config, layer, x, rope, mixer, mesh)
         return x, (written[0], one)
 
     x = _embed(config, params, tokens, mesh)
-    cache: Cache = []
-    found: Any = []
-    if layout_of(params) == "unstacked":
-        for given in enumerate(params["layers"]):
-            x, (pair, one) = body(x, given)
-            cache.append(pair)
-            found.append(one)
-    else:
-        x, (pair, found) = jax.lax.scan(body, x, (mixing.numbers, params["layers"]))
-        cache.append(pair)
-    _report(found, routed)
-    return _norm(config, params)(x), cache
+    x, left = _through(body, x, params, mixing.numbers)
+    _report(params, [one for _, one in left], routed)
+    return _norm(config, params)(x), [entry for entry, _ in left]
+
+
+def keys_of(cache: Cache) -> Array:
+    """The keys of the first layer that has any."""
+    return next(entry[0] for entry in cache if not isinstance(entry, Recurrent))
 
 
 def decode(
@@ -369,10 +447,12 @@ def decode(
     positions: Int[Array, " B"],
     *,
     used: int,
+    live: Bool[Array, " B"] | None = None,
     mesh: Mesh | None = None,
     routed: list[Routed] | None = None,
 ) -> tuple[Float[Array, "B D"], Cache]:
-    """One token for each slot: writes its keys and values, attends to the cache up to its position.
+    """One token for each slot: writes its keys and values, attends to the cache up to its position;
+    or moves the states on.
 
     Args:
         cache: in the layout of the parameters; donate it.
@@ -380,6 +460,7 @@ def decode(
         positions: in [0, used).
         used: static bound on positions + 1: only this much of the cache is read, and where a
             kernel does it (`kernels.step_kernel_of`), of each slot what its position reaches.
+        live: the slots whose states read the token, which no later token can undo; None: all.
         routed: gets what the routers of all layers did, each leaf [L, B, 1, ...].
 
     Returns:
@@ -387,42 +468,62 @@ def decode(
     """
     kernel = None
     if layout_of(params) == "unstacked":  # a kernel cannot read a slice of a stacked cache in place
-        kernel = step_kernel_on(mesh, config.head_dim, cache[0][0].dtype)
+        kernel = step_kernel_on(mesh, config.head_dim, keys_of(cache).dtype)
     attend_cache = partial(step_attender, kernel, positions, used, mesh)
     mixing = _Mixing(config, positions[:, None], attend_cache)
+    reads = jnp.ones(tokens.shape, bool) if live is None else live
 
-    def step(x: Array, number: Layer, layer: Params, pair: Pair) -> tuple[Array, Pair, Any]:
-        """A block; its number is an array where the cache holds all layers."""
-        index = None if isinstance(number, int) else number
+    def step(
+        x: Array, number: Layer, layer: Params, entry: Any, index: Array | None = None
+    ) -> tuple[Array, Any, Any]:
+        """A block; its entry of the cache is at an index where that holds several layers."""
         rope, attend_one = mixing.of(number)
-        written = []
+        written: list[Any] = []
 
         def attend(q: Array, k: Array, v: Array, *sinks: Array) -> Array:
-            keys = _write(pair[0], k, positions, index)
-            values = _write(pair[1], v, positions, index)
+            keys = _write(entry[0], k, positions, index)
+            values = _write(entry[1], v, positions, index)
             written.append((keys, values))
             return attend_one(q, _layer(keys, index), _layer(values, index), *sinks)
 
-        x, one = _run(config, layer, x, rope, attend, mesh, every=True)
+        def recur(inputs: Inputs, filters: Filters) -> Array:
+            start = jax.tree.map(lambda x: _layer(x, index), entry)
+            out, end = recur_rows(_delta(config), mesh, reads[:, None], inputs, filters, start)
+            if index is not None:
+                put = partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0)
+                end = jax.tree.map(put, entry, end)
+            written.append(end)
+            return out
+
+        mixer = recur if "delta" in layer else attend
+        x, one = _run(config, layer, x, rope, mixer, mesh, every=True)
         return x, written[0], one
 
-    def body(carry: Any, given: tuple[Array, Params]) -> tuple[Any, Any]:
-        x, pair, one = step(carry[0], *given, carry[1])
-        return (x, pair), one
-
     x = _embed(config, params, tokens[:, None], mesh)
-    updated: Cache = []
-    found: Any = []
     if layout_of(params) == "unstacked":
-        for (number, layer), pair in zip(enumerate(params["layers"]), cache, strict=True):
-            x, pair, one = step(x, number, layer, pair)
-            updated.append(pair)
-            found.append(one)
+
+        def body(x: Array, given: Any) -> tuple[Array, tuple[Any, Any]]:
+            x, entry, one = step(x, *given)
+            return x, (entry, one)
+
+        x, left = _through(body, x, params, mixing.numbers, cache)
+        updated: Cache = [entry for entry, _ in left]
+        found = [one for _, one in left]
     else:
-        layers = jnp.arange(config.n_layers)
-        (x, pair), found = jax.lax.scan(body, (x, cache[0]), (layers, params["layers"]))
-        updated.append(pair)
-    _report(found, routed)
+        blocks = _blocks(params)
+
+        def bodies(carry: Any, given: Any) -> tuple[Any, Any]:
+            (x, cache), (index, blocks), found = carry, given, []
+            updated = []
+            for i, (block, entry) in enumerate(zip(blocks, cache, strict=True)):
+                x, entry, one = step(x, index * len(blocks) + i, block, entry, index)
+                updated.append(entry)
+                found.append(one)
+            return (x, updated), found
+
+        indices = jnp.arange(config.n_layers // len(blocks))
+        (x, updated), found = jax.lax.scan(bodies, (x, list(cache)), (indices, blocks))
+    _report(params, found, routed)
     return _norm(config, params)(x)[:, 0], updated
 
 
@@ -432,6 +533,7 @@ def extend(
     cache: Cache,
     tokens: Int[Array, "B W"],
     positions: Int[Array, " B"],
+    lengths: Int[Array, " B"],
     *,
     mesh: Mesh | None = None,
 ) -> Cache:
@@ -439,32 +541,37 @@ def extend(
 
     Args:
         cache: of at least positions + W positions, in the layout of the parameters.
-        positions: of the first of the tokens; what the cache holds from there on is replaced.
+        positions: of the first of the tokens; what the cache holds from there on is replaced. A
+            state begins again at 0, and else is that of the token before.
+        lengths: how many of the tokens a state reads, the first ones.
     """
     at = positions[:, None] + jnp.arange(tokens.shape[1])[None]
+    mask = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
     mixing = _Mixing(config, at, partial(chunk_attender, at))
 
-    def body(x: Array, given: tuple[Layer, Params, Pair]) -> tuple[Array, Pair]:
-        number, layer, pair = given
+    def body(x: Array, given: tuple[Layer, Params, Any]) -> tuple[Array, Any]:
+        number, layer, entry = given
         rope, attend_one = mixing.of(number)
-        written = []
+        written: list[Any] = []
 
         def attend(q: Array, k: Array, v: Array, *sinks: Array) -> Array:
-            new = _write(pair[0], k, positions, None), _write(pair[1], v, positions, None)
+            new = _write(entry[0], k, positions, None), _write(entry[1], v, positions, None)
             written.append(new)
             return attend_one(q, *new, *sinks)
 
-        x, _ = _run(config, layer, x, rope, attend, mesh)
+        def recur(inputs: Inputs, filters: Filters) -> Array:
+            goes_on = (positions > 0)[:, None, None, None]
+            start = jax.tree.map(lambda x: jnp.where(goes_on, x, jnp.zeros_like(x)), entry)
+            out, end = recur_rows(_delta(config), mesh, mask, inputs, filters, start)
+            written.append(end)
+            return out
+
+        mixer = recur if "delta" in layer else attend
+        x, _ = _run(config, layer, x, rope, mixer, mesh)
         return x, written[0]
 
     x = _embed(config, params, tokens, mesh)
-    if layout_of(params) == "stacked":
-        return [jax.lax.scan(body, x, (mixing.numbers, params["layers"], cache[0]))[1]]
-    extended: Cache = []
-    for given in zip(range(config.n_layers), params["layers"], cache, strict=True):
-        x, pair = body(x, given)
-        extended.append(pair)
-    return extended
+    return _through(body, x, params, mixing.numbers, cache)[1]
 
 
 def cast(params: Params, dtype: Any) -> Params:
@@ -515,8 +622,8 @@ def _kernel(
     return kernel_on(mesh, config.head_dim, dtype, joined)
 
 
-def _block(config: DecoderConfig, layer: Params) -> Callable[[Array, Any, Attend], Array]:
-    return nnx.merge(_block_graph(config), layer)
+def _block(config: DecoderConfig, layer: Params) -> Callable[..., Array]:
+    return nnx.merge(_block_graph(config, "delta" in layer), layer)
 
 
 def _norm(config: DecoderConfig, params: Params) -> Callable[[Array], Array]:

@@ -56,6 +56,9 @@ class BlockKind:
     norm_around_one: bool = False
     """Whether a norm multiplies by 1 + its scale."""
     activation: Activation = "silu"
+    output_gate: bool = False
+    """Whether what a head of attention reads is multiplied by the sigmoid of a gate, whose rows
+    follow those of its query."""
 
 
 @dataclass(frozen=True)

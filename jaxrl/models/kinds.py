@@ -34,6 +34,8 @@ class LayerKind:
     """Base frequency of its rotary positions, which are not scaled; None: those of the model."""
     rotates: bool = True
     """Whether queries and keys are rotated by their positions at all."""
+    recurs: bool = False
+    """Whether it has a state (`models.delta`) in place of keys and values."""
 
 
 SLIDING, FULL = "sliding_attention", "full_attention"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.models.attention import Attend
 from jaxrl.models.config import DecoderConfig
+from jaxrl.models.delta import Filters, Inputs, Recur
 from jaxrl.models.experts import ExpertKernels, Mix
 from jaxrl.models.family import Activation
 from jaxrl.models.fields import given
@@ -34,11 +36,21 @@ ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
 class RMSNorm(nnx.Module):
     """x / rms(x) * scale, in float32 (Zhang & Sennrich 2019, arXiv 1910.07467)."""
 
-    def __init__(self, width: int, config: DecoderConfig):
-        self.around_one = config.block.norm_around_one
+    def __init__(
+        self,
+        width: int,
+        config: DecoderConfig,
+        around_one: bool | None = None,
+        in_float32: bool | None = None,
+    ):
+        """
+        Args:
+            around_one, in_float32: as of `BlockKind`, where it differs from the others.
+        """
+        self.around_one = given(around_one, config.block.norm_around_one)
         self.scale = nnx.Param(jnp.zeros((width,)) if self.around_one else jnp.ones((width,)))
         self.eps = config.rms_norm_eps
-        self.in_float32 = config.block.norm_in_float32
+        self.in_float32 = given(in_float32, config.block.norm_in_float32)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x32 = x.astype(jnp.float32)
@@ -114,12 +126,16 @@ class Attention(nnx.Module):
         self.k_norm = RMSNorm(k_width, c) if k_width else None
         self.norm_by_head = c.block.qk_norm == "head"
         self.head_dim = c.head_dim
+        self.output_gate = c.block.output_gate
         self.q_scale = math.sqrt(c.head_dim / given(c.score_dim, c.head_dim))
 
     def __call__(self, x: jax.Array, rope: Rope, attend: Attend) -> jax.Array:
         shape = (*x.shape[:2], -1, self.head_dim)
         low = None if self.k.lora_b is None or self.k.lora_a is not None else self.q.low(x)
         q, k, v = self.q(x, low), self.k(x, low), self.v(x, low)
+        gate = None
+        if self.output_gate:
+            q, gate = jnp.split(q.reshape(*x.shape[:2], -1, 2 * self.head_dim), 2, -1)
         if self.q_norm is not None and self.k_norm is not None:
             if self.norm_by_head:
                 q, k = q.reshape(shape), k.reshape(shape)
@@ -128,7 +144,58 @@ class Attention(nnx.Module):
         q = q if self.q_scale == 1 else q * jnp.asarray(self.q_scale, q.dtype)
         sinks = () if self.sinks is None else (self.sinks[...],)
         out = attend(rotate(q, rope), rotate(k, rope), v, *sinks)
+        out = out if gate is None else out * jax.nn.sigmoid(gate)
         return self.o(out.reshape(*x.shape[:2], -1))
+
+
+class Convolution(nnx.Module):
+    """The filters of `models.delta`."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        d = config.delta
+        assert d is not None
+
+        def filters(width: int) -> nnx.Param[jax.Array]:
+            return nnx.Param(jax.random.normal(rngs.params(), (width, 1, d.conv)) / d.conv**0.5)
+
+        self.q, self.k, self.v = filters(d.k_width), filters(d.k_width), filters(d.v_width)
+
+
+class GatedDelta(nnx.Module):
+    """Linear attention by the gated delta rule (`models.delta`); what its heads read is normed, and
+    multiplied by a gate (arXiv 2412.06464, figure 1)."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        d = config.delta
+        assert d is not None
+        self.q = Linear(config, "delta/q", rngs)
+        self.k = Linear(config, "delta/k", rngs)
+        self.v = Linear(config, "delta/v", rngs)
+        self.z = Linear(config, "delta/z", rngs)
+        self.b = Linear(config, "delta/b", rngs)
+        self.a = Linear(config, "delta/a", rngs)
+        self.o = Linear(config, "delta/o", rngs)
+        self.conv = Convolution(config, rngs)
+        decay = jax.random.uniform(rngs.params(), (d.v_heads,), minval=0.01, maxval=16.0)
+        self.log_decay = nnx.Param(jnp.log(decay))
+        self.bias = nnx.Param(jnp.ones((d.v_heads,)))
+        self.norm = RMSNorm(d.v_dim, config, around_one=False, in_float32=False)
+        self.k_dim, self.v_dim = d.k_dim, d.v_dim
+
+    def __call__(self, x: jax.Array, recur: Recur) -> jax.Array:
+        low = None if self.k.lora_b is None or self.k.lora_a is not None else self.q.low(x)
+        by_head = (*x.shape[:2], -1)
+        q, k = (part(x, low).reshape(*by_head, self.k_dim) for part in (self.q, self.k))
+        v = self.v(x, low).reshape(*by_head, self.v_dim)
+        log_decay, bias = (
+            part[...].astype(jnp.float32)[None, None] for part in (self.log_decay, self.bias)
+        )
+        g = -jnp.exp(log_decay) * jax.nn.softplus(self.a(x).astype(jnp.float32) + bias)
+        rate = jax.nn.sigmoid(self.b(x)).astype(jnp.float32)
+        filters = Filters(self.conv.q[...], self.conv.k[...], self.conv.v[...])
+        out = self.norm(recur(Inputs(q, k, v, g, rate), filters))
+        gate = jax.nn.silu(self.z(x).astype(jnp.float32)).reshape(out.shape)
+        return self.o((out * gate).astype(x.dtype).reshape(by_head))
 
 
 class GatedMLP(nnx.Module):
@@ -189,9 +256,14 @@ class Block(nnx.Module):
     """One transformer block on the residual stream [B, T, D]: x + f(norm(x)) for attention, then
     for the MLP; or x + norm(f(x)), or x + norm(f(norm(x))), as `BlockKind.norms` says."""
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, recurs: bool = False):
+        """
+        Args:
+            recurs: it has a state in place of attention.
+        """
         self.attn_norm = RMSNorm(config.d_model, config)
-        self.attn = Attention(config, rngs)
+        self.attn = None if recurs else Attention(config, rngs)
+        self.delta = GatedDelta(config, rngs) if recurs else None
         self.mlp_norm = RMSNorm(config.d_model, config)
         self.mlp = (GatedMLP if config.experts is None else MixtureMLP)(config, rngs)
         self.norms = config.block.norms
@@ -199,12 +271,23 @@ class Block(nnx.Module):
         self.attn_post_norm = RMSNorm(config.d_model, config) if around else None
         self.mlp_post_norm = RMSNorm(config.d_model, config) if around else None
 
-    def __call__(self, x: jax.Array, rope: Rope, attend: Attend, *mix: Mix) -> jax.Array:
-        """`mix` where there are experts."""
+    def __call__(self, x: jax.Array, rope: Rope, attend: Any, *mix: Mix) -> jax.Array:
+        """`mix` where there are experts.
+
+        Args:
+            attend: an `Attend`, or with a state a `Recur`.
+        """
+
+        def attended(x: jax.Array) -> jax.Array:
+            if self.attn is not None:
+                return self.attn(x, rope, attend)
+            assert self.delta is not None
+            return self.delta(x, attend)
+
         if self.norms == "after":
-            x = x + self.attn_norm(self.attn(x, rope, attend))
+            x = x + self.attn_norm(attended(x))
             return x + self.mlp_norm(self.mlp(x, *mix))
-        out = self.attn(self.attn_norm(x), rope, attend)
+        out = attended(self.attn_norm(x))
         x = x + (out if self.attn_post_norm is None else self.attn_post_norm(out))
         out = self.mlp(self.mlp_norm(x), *mix)
         return x + (out if self.mlp_post_norm is None else self.mlp_post_norm(out))

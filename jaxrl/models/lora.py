@@ -68,8 +68,8 @@ def join(base: Any, trained: Any) -> Any:
     """The whole tree of the parts that `frozen_and_trained` made; no array is copied."""
     if not base:
         return trained
-    if isinstance(base, list):
-        return [join(*pair) for pair in zip(base, trained, strict=True)]
+    if isinstance(base, list | tuple):
+        return type(base)(join(*pair) for pair in zip(base, trained, strict=True))
     both = {name: join(base[name], trained[name]) for name in base if name in trained}
     return base | trained | both
 
@@ -90,8 +90,8 @@ def with_a(group: Any, name: str) -> Any:
 
 
 def _merged(params: Any, scale: float, dtype: Any) -> Any:
-    if isinstance(params, list):
-        return [_merged(one, scale, dtype) for one in params]
+    if isinstance(params, list | tuple):
+        return type(params)(_merged(one, scale, dtype) for one in params)
     if not isinstance(params, dict):
         return params
     if "lora_b" not in params and SCALE not in params:
@@ -111,12 +111,12 @@ def _merged(params: Any, scale: float, dtype: Any) -> Any:
 
 def _only(tree: Any, wanted: Callable[[str], bool]) -> Any:
     """The leaves whose own name is wanted; their places stay what they are."""
-    if isinstance(tree, list):
+    if isinstance(tree, list | tuple):
         kept = [_only(one, wanted) for one in tree]
-        return kept if any(kept) else {}
+        return type(tree)(kept) if any(kept) else {}
     found = {}
     for name, value in tree.items():
-        if isinstance(value, dict | list):
+        if isinstance(value, dict | list | tuple):
             inner = _only(value, wanted)
             if inner:
                 found[name] = inner

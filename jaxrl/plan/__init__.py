@@ -422,11 +422,14 @@ def _mesh_notes(config: Config, inputs: PlanInputs, axes: Mapping[str, Axes]) ->
                 f"{role}: {sizes.heads} parts of the heads (tensor times context) do not divide the"
                 f" {heads} KV heads: for attention each device gathers all"
             )
+        delta = model.delta if isinstance(model, DecoderConfig) else None
+        states = 0 if delta is None else delta.k_heads
         width = "fsdp times context" if sizes.context > 1 else "fsdp"
         for axis, size, name, dim in (
             (width, sizes.weights, "d_model", model.d_model),
             ("tensor", sizes.tensor, "d_ff", model.d_ff),
             ("tensor", sizes.tensor, "vocabulary", model.vocab_size),
+            ("tensor", sizes.tensor, "key heads of layers with a state, a number", states),
         ):
             if dim % size:
                 yield (

@@ -98,9 +98,11 @@ def layer_bytes(config: DecoderConfig, axes: Axes, dtype: DType) -> int:
 
 
 def cache_bytes(config: DecoderConfig, axes: Axes, rows: int, positions: int, dtype: DType) -> int:
-    """Bytes of keys and values of `rows` sequences on one device, all layers."""
-    heads = split(config.n_kv_heads, axes.tensor)
-    return 2 * config.n_layers * rows * positions * heads * config.head_dim * ITEMSIZE[dtype]
+    """Bytes of keys and values of `rows` sequences on one device, all layers, and of states."""
+    heads, item = split(config.n_kv_heads, axes.tensor), ITEMSIZE[dtype]
+    state = 0 if config.delta is None else config.delta.state_bytes(item, axes.tensor)
+    token = 2 * config.n_attention * heads * config.head_dim * item
+    return rows * (positions * token + config.n_recurrent * state)
 
 
 @dataclass(frozen=True)

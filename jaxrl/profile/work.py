@@ -31,12 +31,18 @@ def block_params(c: DecoderConfig, tokens: float | None = None) -> float:
     Args:
         tokens: those that so many tokens read, each of which may pass other experts.
     """
-    dense = sum(n_in * n_out for n_in, n_out in c.projections.values())
     if c.experts is None:
-        return c.n_layers * dense
+        return c.dense_weights
     one = sum(n_in * n_out for n_in, n_out in c.expert_projections.values())
     used = c.experts.chosen * (1.0 if tokens is None else tokens)
-    return c.n_layers * (dense + min(used, c.experts.count) * one)
+    return c.dense_weights + c.n_layers * min(used, c.experts.count) * one
+
+
+def state_size(c: DecoderConfig) -> int:
+    """Numbers in the states of a sequence, all layers. Each token decays them, reads them by its
+    key, writes them and reads them by its query."""
+    d = c.delta
+    return 0 if d is None else c.n_recurrent * d.v_heads * d.k_dim * d.v_dim
 
 
 def forward_work(
@@ -63,7 +69,8 @@ def group_work(
         layers * sum(_pairs(0, p, window) + samples * _pairs(p, p + mean, window) for p in prompts)
         for window, layers in c.windows.items()
     )
-    flops = 2 * block_params(c) * tokens + 4 * c.n_heads * c.head_dim * pairs
+    flops = (2 * block_params(c) + 6 * state_size(c)) * tokens
+    flops += 4 * c.n_heads * c.head_dim * pairs
     return Work(flops, copies * block_params(c, tokens / copies) * itemsize)
 
 
@@ -97,7 +104,7 @@ def decode_work(
 ) -> Work:
     """`tokens` tokens, each after `context` others on average. Each of the `steps` of the batch
     reads every weight, of experts those that its tokens pass, and each token the keys and values
-    before it.
+    before it; states, in float32, are read and written.
     """
     head = c.vocab_size * c.d_model
     held = block_params(c, tokens / max(steps * copies, 1)) + head
@@ -105,6 +112,8 @@ def decode_work(
         layers * min(context, context if window is None else window)
         for window, layers in c.windows.items()
     )
-    flops = 2 * (block_params(c) + head) * tokens + 4 * c.n_heads * c.head_dim * seen
+    state = state_size(c)
+    flops = (2 * (block_params(c) + head) + 6 * state) * tokens
+    flops += 4 * c.n_heads * c.head_dim * seen
     keys = 2 * c.n_kv_heads * c.head_dim * seen
-    return Work(flops, (copies * steps * held + keys) * itemsize)
+    return Work(flops, (copies * steps * held + keys) * itemsize + 2 * 4 * state * tokens)

@@ -17,7 +17,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.models import decoder
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import Cache, Layout, Params
+from jaxrl.models.decoder import Cache, Layout, Params, keys_of
+from jaxrl.models.delta import Recurrent, nothing_read
 from jaxrl.models.experts import Routed
 from jaxrl.sampling.sampler import SamplingArrays, is_eos, sample, sample_keys, uniforms
 from jaxrl.sharding.axes import ROWS
@@ -38,7 +39,7 @@ def rows_sharding(mesh: Mesh | None, ndim: int = 1) -> NamedSharding | None:
 
 
 BATCH, POSITIONS = -4, -2
-"""Dims of keys and values [(L,) B, KV, S, H]."""
+"""Dims of keys and values [(L,) B, KV, S, H]; states too have their slots at the first of them."""
 
 
 def cache_spec(
@@ -47,6 +48,23 @@ def cache_spec(
     """Spec of keys or values [(L,) rows, KV, S, H]: KV heads over tensor where it divides them."""
     heads = "tensor" if config.n_kv_heads % mesh.shape["tensor"] == 0 else None
     return PartitionSpec(*[None] * (ndim - 4), rows, heads, None, None)
+
+
+def cache_specs(
+    config: DecoderConfig, mesh: Mesh, rows: tuple[str, ...] | None, cache: Cache
+) -> Any:
+    """A spec for each array of a cache; of a state (`delta.Recurrent`), its heads likewise."""
+
+    def of(entry: Any) -> Any:
+        ndim = entry[0].ndim
+        spec = cache_spec(config, mesh, rows, ndim)
+        if isinstance(entry, Recurrent):
+            assert config.delta is not None
+            heads = "tensor" if config.delta.k_heads % mesh.shape["tensor"] == 0 else None
+            spec = PartitionSpec(*[None] * (ndim - 4), rows, heads, None, None)
+        return jax.tree.map(lambda _: spec, entry)
+
+    return [of(entry) for entry in cache]
 
 
 @partial(jax.jit, static_argnames=("config", "mesh", "slots", "length", "dtype", "layout"))
@@ -58,12 +76,21 @@ def new_cache(
     dtype: Any,
     layout: Layout = "unstacked",
 ) -> Cache:
-    """Zeros: per layer (k, v), each [slots, KV, length, H]; stacked, one pair [L, ...]."""
-    shape: tuple[int, ...] = (slots, config.n_kv_heads, length, config.head_dim)
-    pairs = config.n_layers
+    """Zeros: per layer (k, v), each [slots, KV, length, H], or its state; stacked, one pair
+    [L, ...], or one entry for each block of the cycle."""
+    shape = (slots, config.n_kv_heads, length, config.head_dim)
+
+    def entry(recurs: bool) -> Any:
+        if not recurs:
+            return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
+        assert config.delta is not None
+        return nothing_read(config.delta, slots, dtype)
+
+    cycle, n = config.cycle, config.n_layers
+    several = cycle if layout == "stacked" else n
+    cache = [entry(config.kinds[i % cycle].recurs) for i in range(several)]
     if layout == "stacked":
-        shape, pairs = (config.n_layers, *shape), 1
-    cache = [(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(pairs)]
+        cache = jax.tree.map(lambda x: jnp.zeros((n // cycle, *x.shape), x.dtype), cache)
     return _constrain(config, mesh, cache, ROWS)
 
 
@@ -75,7 +102,8 @@ def resize(
     length: int,
     kept: jax.Array | None = None,
 ) -> Cache:
-    """Some layers of the cache with `length` positions: the first ones, or zeros behind all.
+    """Some layers of the cache with `length` positions: the first ones, or zeros behind all. States
+    have no positions.
 
     Args:
         kept: [slots left] int32: the slots that each device keeps, counted among its own; None: all
@@ -89,7 +117,8 @@ def resize(
 
     if kept is not None:
         layer = _select(config, mesh, layer, kept)
-    return _constrain(config, mesh, jax.tree.map(one, layer), ROWS)
+    layer = [x if isinstance(x, Recurrent) else jax.tree.map(one, x) for x in layer]
+    return _constrain(config, mesh, layer, ROWS)
 
 
 def _select(config: DecoderConfig, mesh: Mesh | None, cache: Cache, slots: jax.Array) -> Cache:
@@ -107,7 +136,7 @@ def _of_each_device(
     """`local` on each device's slots of (the cache, more caches, an array [X*b])."""
     if mesh is None:
         return local
-    spec = cache_spec(config, mesh, ROWS, cache[0][0].ndim)
+    spec = cache_specs(config, mesh, ROWS, cache)
     given = (spec, *[spec] * len(more), PartitionSpec(ROWS))
     return jax.shard_map(local, mesh=mesh, in_specs=given, out_specs=spec)
 
@@ -120,23 +149,23 @@ def extend(
     cache: Cache,
     tokens: jax.Array,
     positions: jax.Array,
+    lengths: jax.Array,
     slots: jax.Array,
 ) -> Cache:
     """Further tokens of some slots: their keys and values, as `prefill` computes those of prompts.
 
     Args:
         cache: of at least position + W positions for each of these slots, donated.
-        tokens: [X*b, W] int32; what a shorter row has beyond its tokens is overwritten when its
-            slot gets there, and read by none before that.
+        tokens: [X*b, W] int32; the keys and values of what a shorter row has beyond its tokens are
+            overwritten when its slot gets there, and read by none before that.
         positions: [X*b] int32: of the first token.
+        lengths: [X*b] int32: how many tokens there are.
         slots: [X*b] int32: each device's b slots, counted among its own; a row that is none has a
             number beyond the last.
     """
     some = _select(config, mesh, cache, slots)
-    tokens, positions = _rows(tokens, mesh), _rows(positions, mesh)
-    some = _constrain(
-        config, mesh, decoder.extend(config, params, some, tokens, positions, mesh=mesh), ROWS
-    )
+    given = (_rows(x, mesh) for x in (tokens, positions, lengths))
+    some = _constrain(config, mesh, decoder.extend(config, params, some, *given, mesh=mesh), ROWS)
 
     def put(cache: Cache, some: Cache, slots: jax.Array) -> Cache:
         def one(ours: jax.Array, theirs: jax.Array) -> jax.Array:
@@ -164,9 +193,11 @@ def prefill(
     and, to `record`, the experts [b, P, L, k] that each token passes.
 
     The hidden states are not needed: a slot starts by feeding the last prompt token again, so that
-    the first token of a completion is sampled by the same program as the others.
+    the first token of a completion is sampled by the same program as the others. States are those
+    before that token, which they would else read twice.
     """
-    mask = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
+    read = lengths if config.n_recurrent == 0 else lengths - 1
+    mask = jnp.arange(tokens.shape[1])[None] < read[:, None]
     routed: list[Routed] = []
     _, cache = decoder.prefill(config, params, tokens, mask, mesh=mesh, routed=routed)
     chosen = _recorded(config, routed) if record else None
@@ -203,8 +234,8 @@ def insert(
 
     if mesh is None:
         return local(cache, prompts, source)
-    ndim = cache[0][0].ndim
-    ours, theirs = cache_spec(config, mesh, ROWS, ndim), cache_spec(config, mesh, None, ndim)
+    ours = cache_specs(config, mesh, ROWS, cache)
+    theirs = cache_specs(config, mesh, None, prompts)
     in_specs = (ours, theirs, PartitionSpec(ROWS))
     run = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=ours)
     return run(cache, prompts, source)
@@ -246,7 +277,7 @@ def launch(
     slots = _rows(slots, mesh)
     keys = _rows(sample_keys(knobs.key, slots[:, PROMPT], slots[:, SAMPLE]), mesh)
     state = tuple(slots[:, column] for column in (TOKEN, POSITION, COUNT, LIMIT))
-    used = cache[0][0].shape[POSITIONS]
+    used = keys_of(cache).shape[POSITIONS]
     out = {"drawn": _rows(jnp.full((slots.shape[0], n_tokens, 3), NOT_RUN, jnp.int32), mesh)}
     if record:
         assert config.experts is not None
@@ -256,14 +287,13 @@ def launch(
     def step(carry: Any, _: None) -> tuple[Any, dict[str, jax.Array]]:
         cache, (tokens, positions, counts, limits) = carry
         routed: list[Routed] = []
-        hidden, cache = decoder.decode(
-            config, params, cache, tokens, positions, used=used, mesh=mesh, routed=routed
-        )
+        active = _rows(counts < limits, mesh)
+        options = {"used": used, "live": active, "mesh": mesh, "routed": routed}
+        hidden, cache = decoder.decode(config, params, cache, tokens, positions, **options)
         logits = _whole_rows(decoder.logits(params, hidden), mesh)
         draw = sample(logits, _rows(uniforms(keys, counts), mesh), knobs)
         drawn = jnp.stack([draw.tokens, _bits(draw.logprobs), _bits(draw.sampler_logprobs)], -1)
         drawn = _rows(drawn, mesh)
-        active = _rows(counts < limits, mesh)
         tokens = jnp.where(active, drawn[:, 0], tokens)
         counts = counts + active
         ended = _rows(active & is_eos(tokens, knobs), mesh)
@@ -313,8 +343,11 @@ def _constrain(
 ) -> Cache:
     if mesh is None:
         return cache
-    sharding = NamedSharding(mesh, cache_spec(config, mesh, rows, cache[0][0].ndim))
-    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, sharding), cache)
+
+    def one(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+    return jax.tree.map(one, cache, cache_specs(config, mesh, rows, cache))
 
 
 def _rows(x: jax.Array, mesh: Mesh | None) -> jax.Array:

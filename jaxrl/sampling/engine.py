@@ -33,7 +33,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl.errors import UserError
 from jaxrl.models.buckets import bucket, round_up
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import Cache, Params, cast, layout_of
+from jaxrl.models.decoder import Cache, Params, cast, keys_of, layout_of
 from jaxrl.models.kernels import target_of
 from jaxrl.sampling import decode, text
 from jaxrl.sampling.episodes import Partner
@@ -410,7 +410,7 @@ class _Run:
         return self.engine.cache_length(reach, len(self.table))
 
     def _cached(self) -> int:
-        return self.cache[0][0].shape[decode.POSITIONS] if self.cache else 0
+        return keys_of(self.cache).shape[decode.POSITIONS] if self.cache else 0
 
     def _shrink(self) -> np.ndarray | None:
         """Chooses the slots to keep, and renumbers their samples, once no sample is waiting and at
@@ -590,6 +590,9 @@ class _Run:
             self.stats.answer_tokens += len(sample.tokens) - before
             unread = sample.tokens[before - 1 : -1]
             at = len(self.prompts[sample.prompt]) + before - 1
+            if sample.was_cut and self.engine.config.n_recurrent:  # a state has no way back
+                unread, at = [*self.prompts[sample.prompt], *sample.tokens[:-1]], 0
+            sample.was_cut = False
             for number, start in enumerate(range(0, len(unread), most)):
                 tokens = unread[start : start + most]
                 width = bucket(len(tokens), smallest=least, most=most)
@@ -608,6 +611,7 @@ class _Run:
         shards, held = self.engine.row_shards, len(self.table) // self.engine.row_shards
         tokens = np.zeros((shards, ANSWER_ROWS, width), np.int32)
         positions = np.zeros((shards, ANSWER_ROWS), np.int32)
+        lengths = np.zeros((shards, ANSWER_ROWS), np.int32)
         slots = np.full((shards, ANSWER_ROWS), held, np.int32)
         used, left, reach = [0] * shards, [], 0
         for part in parts:
@@ -619,11 +623,12 @@ class _Run:
                 continue
             row = shard, used[shard]
             tokens[row][: len(ids)], positions[row], slots[row] = ids, position, slot
+            lengths[row] = len(ids)
             used[shard] += 1
             reach = max(reach, position + width)
         self._fit(max(self._cached(), self.engine.cache_length(reach, len(self.table))))
         given = (self.engine.config, self.engine.mesh, self.params, self.cache)
-        rows = tokens.reshape(-1, width), positions.reshape(-1), slots.reshape(-1)
+        rows = (tokens.reshape(-1, width), *(x.reshape(-1) for x in (positions, lengths, slots)))
         with self.ledger.running(decode.extend, *given, *rows):
             self.cache = decode.extend(*given, *rows)
         return left

@@ -32,6 +32,8 @@ class Unfinished:
     """The slot that holds its keys and values; None before and after that."""
     turns: list[Turn] = field(default_factory=list)
     """Of an episode: those that have ended."""
+    was_cut: bool = False
+    """Its slot has read tokens that are no longer there, since its last answer."""
     reply: Future[Reply] | None = None
     """The environment's answer to the last turn, while it is awaited."""
     failure: str | None = None
@@ -51,6 +53,7 @@ class Unfinished:
 
     def cut(self, length: int) -> None:
         """Keeps the first tokens only."""
+        self.was_cut |= len(self.tokens) > length
         del self.tokens[length:]
         self.logprobs = [np.concatenate(self.logprobs)[:length]]
         if self.experts:

@@ -28,7 +28,8 @@ from jaxrl.models.rules import param_shardings
 
 FAMILIES = (
     *("llama3_rope", "smollm", "qwen2", "qwen3", "olmo2", "phi3", "phi3_longrope"),
-    *("mistral", "qwen2_sliding", "smollm3", "gemma3", "olmo3", "qwen3_moe", "gpt_oss"),
+    *("mistral", "qwen2_sliding", "smollm3", "gemma3", "olmo3"),
+    *("qwen3_moe", "gpt_oss", "qwen3_5"),
 )
 
 
@@ -157,6 +158,30 @@ def test_the_text_of_a_model_of_images_too(prefix: str, tmp_path: Path) -> None:
     config, params = tiny_model("gemma3")
     assert hf.read_config(tmp_path) == replace(config, eos_ids=(1, 2))
     assert_same(load(tmp_path), params)
+
+
+def test_the_text_of_qwen3_5(tmp_path: Path) -> None:
+    """As its checkpoints have it, beside what sees images and what predicts further tokens."""
+    raw = dict(RAW_CONFIGS["qwen3_5"])
+    raw |= {"full_attention_interval": 2, "mtp_num_hidden_layers": 1}
+    raw["rope_parameters"] |= {"mrope_interleaved": True, "mrope_section": [1, 1, 0]}
+    kinds = raw.pop("layer_types")
+    whole = {"model_type": "qwen3_5", "tie_word_embeddings": False, "text_config": raw}
+    values = tiny_tensors("qwen3_5")
+    tensors = {k.replace("model.", "model.language_model."): v for k, v in values.items()}
+    tensors |= {"model.visual.x.weight": np.zeros((2, 3)), "mtp.norm.weight": np.zeros(3)}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
+    found = hf.read_config(tmp_path)
+    assert [kind.recurs for kind in found.kinds] == [True, False] * 2
+    raw["layer_types"] = kinds
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    config, params = tiny_model("qwen3_5")
+    assert hf.read_config(tmp_path) == config
+    assert_same(load(tmp_path), params)
+    raw["layer_types"] = ["linear_attention"] * len(kinds)
+    with pytest.raises(UserError, match="at least one needs attention"):
+        DecoderConfig.from_hf(whole)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -2,13 +2,14 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
 import safetensors.numpy
 from references.tiny import ADAPTED, BASE, batch, random_tensors
-from tiny_models import REFERENCES, Memory, loss_and_logits, make_mesh
+from tiny_models import REFERENCES, Memory, loss_and_logits, make_mesh, tiny_config
 
 from jaxrl import load_model
 from jaxrl.checkpoint.source import resolve_model
@@ -17,7 +18,7 @@ from jaxrl.export import export
 from jaxrl.formats import peft, weights
 from jaxrl.formats.hf import write_folder
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.lora import Lora, join
+from jaxrl.models.lora import TARGETS, Lora, join
 
 RAW = {"model_type": "llama", "rope_theta": 1e4, **BASE, **ADAPTED}
 
@@ -219,3 +220,20 @@ def test_projections_that_share_a_tensor_share_an_adapter(fused):
     _, beside = loss_and_logits(trained.config, join(trained.load(), moved), tokens, mask)
     read = np.asarray(load_model(folder).logits(tokens, mask))
     np.testing.assert_allclose(read[mask], beside[mask], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("targets", [TARGETS, ("q_proj", "in_proj_qkv")], ids=len)
+def test_layers_of_two_kinds_have_each_their_adapters(targets):
+    """What is written of blocks that hold other projections each is what is loaded of it."""
+    config = replace(tiny_config("qwen3_5"), lora=Lora(2, 6.0, tuple(targets)))
+    first = jax.tree.map(np.asarray, peft.load(config, None, None, np.float32, 5))
+    moved = jax.tree.map(
+        lambda x: x + np.linspace(0, 1, x.size, dtype="f4").reshape(x.shape), first
+    )
+    pairs = peft.pairs_of(config, moved)
+    assert sum(x.size for pair in pairs.values() for x in pair) == config.n_trained
+    again = peft.load(config, pairs, None, np.float32, 0)
+    assert jax.tree.structure(again) == jax.tree.structure(moved)
+    assert all(map(np.array_equal, jax.tree.leaves(again), jax.tree.leaves(moved)))
+    names = {name.split(".")[2] + "." + name.split(".")[-2] for name in pairs}
+    assert "0.q_proj" in names and "1.in_proj_qkv" in names and "1.q_proj" not in names

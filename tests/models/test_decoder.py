@@ -15,6 +15,7 @@ from tiny_models import NAMES, REFERENCES, loss_and_logits, make_mesh, tiny_mode
 
 from jaxrl.formats import weights
 from jaxrl.models import decoder
+from jaxrl.models.delta import Recurrent
 from jaxrl.models.kinds import LayerKind
 from jaxrl.models.packing import pack
 from jaxrl.types import Sequences
@@ -70,11 +71,12 @@ def test_logits_and_gradients_are_those_of_transformers(name: str) -> None:
         assert error <= 1e-4 * np.abs(theirs).max(), (key, error)
 
 
-def test_layouts_agree() -> None:
-    config, params = tiny_model("qwen3")
-    _, unstacked = tiny_model("qwen3", layout="unstacked")
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
+def test_layouts_agree(name: str) -> None:
+    config, params = tiny_model(name)
+    _, unstacked = tiny_model(name, layout="unstacked")
     jax.tree.map(np.testing.assert_array_equal, decoder.unstack(params), unstacked)
-    jax.tree.map(np.testing.assert_array_equal, decoder.stack(unstacked), params)
+    jax.tree.map(np.testing.assert_array_equal, decoder.stack(unstacked, config.cycle), params)
     tokens, mask = batch(config.vocab_size)
     a, b = (logits(config, p, tokens, mask) for p in (params, unstacked))
     np.testing.assert_allclose(a[mask], b[mask], atol=1e-5)
@@ -100,6 +102,8 @@ def test_abstract_params_and_count_are_those_of_the_real_ones() -> None:
         ("qwen3_moe", "stacked"),
         ("gpt_oss", "unstacked"),
         *((name, layout) for layout in ("unstacked", "stacked") for name in ("smollm3", "gemma3")),
+        ("qwen3_5", "unstacked"),
+        ("qwen3_5", "stacked"),
     ],
 )
 def test_prefill_then_decode_is_forward(name: str, layout: decoder.Layout) -> None:
@@ -117,7 +121,12 @@ def test_prefill_then_decode_is_forward(name: str, layout: decoder.Layout) -> No
     np.testing.assert_allclose(first[mask], expected[:, :width][mask], atol=1e-5)
 
     pad = ((0, 0), (0, 0), (0, slots - width), (0, 0))
-    cache = jax.tree.map(lambda x: jnp.pad(x, ((0, 0),) * (x.ndim - 4) + pad), cache)
+    cache = [
+        entry
+        if isinstance(entry, Recurrent)
+        else jax.tree.map(lambda x: jnp.pad(x, ((0, 0),) * (x.ndim - 4) + pad), entry)
+        for entry in cache
+    ]
     step = jax.jit(partial(decoder.decode, config), static_argnames="used")
     positions = lengths.copy()
     rows = np.arange(3)
@@ -128,8 +137,9 @@ def test_prefill_then_decode_is_forward(name: str, layout: decoder.Layout) -> No
         positions += 1
 
 
-def test_padding_may_be_on_either_side_and_holds_anything() -> None:
-    config, params = tiny_model("qwen3")
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
+def test_padding_may_be_on_either_side_and_holds_anything(name: str) -> None:
+    config, params = tiny_model(name)
     random = np.random.RandomState(0)
     row = random.randint(3, config.vocab_size, 9)
     tokens = random.randint(0, config.vocab_size, (4, 14)).astype(np.int32)
@@ -230,6 +240,7 @@ def test_bfloat16_compute_is_near_float32(name: str) -> None:
         ("qwen3_moe", (2, 1, 2, 1, 2)),
         ("gpt_oss", (1, 2, 1, 1, 4)),
         ("gpt_oss", (2, 1, 2, 1, 2)),
+        ("qwen3_5", (1, 2, 4)),  # tensor exceeds the key heads of a state
     ],
 )
 def test_sharding_changes_no_value(name: str, axes: tuple[int, ...]) -> None:

@@ -51,6 +51,7 @@ def test_at_the_start_the_outputs_are_those_of_the_base_bit_for_bit():
         ("qwen2", SOME, "stacked"),
         ("qwen2", EVERY, "unstacked"),
         ("phi3", EVERY, "stacked"),
+        ("qwen3_5", EVERY, "unstacked"),
         ("phi3", Lora(3, 12.0, ("gate_up_proj", "o_proj")), "unstacked"),
     ],
 )

@@ -18,6 +18,8 @@ from jaxrl.config.schema import Config, OptimizerConfig
 from jaxrl.errors import UserError
 from jaxrl.models import decoder
 from jaxrl.models.config import DecoderConfig
+from jaxrl.models.delta import Delta
+from jaxrl.models.kinds import LayerKind
 from jaxrl.models.rules import param_shardings
 from jaxrl.plan import PROCESS_BYTES, Plan, build, checkpoint_bytes, make_plan, memory
 from jaxrl.plan.advice import set_key
@@ -38,6 +40,11 @@ AXES = [
 AXES += [Axes(1, 2, 2, 2), Axes(1, 1, 1, 4)]
 TINY = DecoderConfig("qwen2", 96, 48, 3, 4, 2, 16, 64)
 TIED = DecoderConfig("qwen3", 90, 32, 2, 4, 1, 8, 60, tie_embeddings=True)
+STATES = DecoderConfig(
+    *("qwen3_5_text", 96, 48, 4, 4, 2, 16, 64),
+    kinds=(LayerKind(recurs=True), LayerKind()) * 2,
+    delta=Delta(k_heads=2, v_heads=4, k_dim=8, v_dim=12),
+)
 SMALL = DecoderConfig("qwen2", 2000, 256, 8, 8, 2, 32, 1024)
 TEACHER = DecoderConfig("qwen2", 2000, 512, 8, 8, 2, 32, 1024)
 QWEN_1_5B = DecoderConfig("qwen2", 151936, 1536, 28, 12, 2, 128, 8960, tie_embeddings=True)
@@ -49,7 +56,9 @@ BASE: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("model", [TINY, TIED, QWEN_1_5B], ids=["tiny", "tied", "qwen"])
+@pytest.mark.parametrize(
+    "model", [TINY, TIED, QWEN_1_5B, STATES], ids=["tiny", "tied", "qwen", "states"]
+)
 @pytest.mark.parametrize("axes", AXES, ids=str)
 def test_the_shards_of_every_leaf_add_up(model: DecoderConfig, axes: Axes) -> None:
     leaves = memory.shards(model, axes)
@@ -89,12 +98,14 @@ def on_first_device(tree: Any, mesh: jax.sharding.Mesh) -> int:
     )
 
 
+@pytest.mark.parametrize("model", [TINY, STATES], ids=["tiny", "states"])
 @pytest.mark.parametrize("axes", [Axes(2, 1, 1), Axes(1, 1, 2), Axes(1, 2, 4)], ids=str)
-def test_the_cache_is_what_the_engine_allocates(axes: Axes) -> None:
+def test_the_cache_is_what_the_engine_allocates(axes: Axes, model: DecoderConfig) -> None:
     mesh = role_mesh(jax.devices()[: axes.size], axes)
-    cache = decode.new_cache(TINY, mesh, 8, 24, jnp.dtype("float32"))
     rows = 8 // (axes.data * axes.fsdp)
-    assert on_first_device(cache, mesh) == memory.cache_bytes(TINY, axes, rows, 24, "float32")
+    for dtype in ("float32", "bfloat16"):
+        cache = decode.new_cache(model, mesh, 8, 24, jnp.dtype(dtype))
+        assert on_first_device(cache, mesh) == memory.cache_bytes(model, axes, rows, 24, dtype)
 
 
 def test_a_peak_is_what_is_resident_and_the_largest_phase_of_any_role() -> None:

@@ -18,6 +18,7 @@ from jaxrl.aot.programs import RunPrograms
 from jaxrl.checkpoint.source import lora_of
 from jaxrl.config.schema import Config
 from jaxrl.models.config import DecoderConfig
+from jaxrl.models.delta import Delta
 from jaxrl.models.experts import Clamp, Experts
 from jaxrl.models.kernels import CPU
 from jaxrl.models.kinds import LayerKind
@@ -34,6 +35,7 @@ LOCAL = (*[LayerKind(window=50, rope_theta=1e4)] * 3, LayerKind())
 MIXED = (LayerKind(window=50), *[LayerKind()] * 2, LayerKind(rotates=False))
 EVERY_OTHER = (LayerKind(window=50), LayerKind()) * 2
 CLAMPED = Experts(8, 2, True, 256, Clamp(1.702, 7.0))
+STATES, DELTA = (*[LayerKind(recurs=True)] * 3, LayerKind()), Delta(4, 8, 32, 32)
 SHAPES = {
     "gqa": (  # grouped heads, untied, biases
         DecoderConfig("qwen2", 8000, 256, 4, 8, 2, 32, 768),
@@ -58,6 +60,10 @@ SHAPES = {
     "experts": (
         DecoderConfig("qwen3_moe", 8000, 256, 4, 8, 2, 32, 192, experts=Experts(16, 4, True, 768)),
         DecoderConfig("gpt_oss", 8000, 384, 4, 8, 4, 48, 256, experts=CLAMPED, kinds=EVERY_OTHER),
+    ),
+    "states": (  # beside attention whose output has a gate
+        DecoderConfig("qwen3_5_text", 8000, 256, 4, 8, 2, 32, 768, kinds=STATES, delta=DELTA),
+        DecoderConfig("qwen3_5_text", 8000, 384, 4, 8, 4, 48, 1024, kinds=STATES, delta=DELTA),
     ),
 }
 PLACES: dict[str, tuple[str, dict[str, int]]] = {
@@ -133,6 +139,7 @@ def by_default(cases: Sequence[tuple[Any, ...]], *some: tuple[Any, ...]) -> list
 
 
 CASES = [*((s, p) for s in ("gqa", "tied", "deep") for p in PLACES), ("others", "tensor")]
+CASES += [("states", p) for p in ("one", "tensor", "data x fsdp")]
 CASES += [("layers", "one"), *(("experts", p) for p in ("one", "tensor", "expert"))]
 BY_DEFAULT = [
     *(("gqa", p) for p in ("one", "data x fsdp")),

@@ -11,6 +11,7 @@ from tiny_models import random_params
 
 from jaxrl.formats.weights import path_string
 from jaxrl.models.config import DecoderConfig
+from jaxrl.models.delta import Delta
 from jaxrl.models.kinds import LayerKind
 from jaxrl.profile.work import (
     adamw_work,
@@ -53,6 +54,21 @@ def test_attention_counts_the_pairs_of_a_causal_mask():
     pairs = np.tril(np.ones((3, 3))).sum()
     heads = MODEL.n_heads * MODEL.head_dim
     assert one - weights == 2 * (2 * heads * pairs) * MODEL.n_layers
+
+
+def test_a_state_costs_the_same_at_each_token_and_only_other_layers_count_pairs():
+    delta = Delta(k_heads=2, v_heads=4, k_dim=8, v_dim=12)
+    kinds = (LayerKind(recurs=True), LayerKind())
+    mixed = replace(MODEL, family="qwen3_5_text", kinds=kinds, delta=delta)
+    rest = forward_work(mixed, [3.0], 4).flops - 2 * block_params(mixed) * 3
+    pairs = 2 * (2 * MODEL.n_heads * MODEL.head_dim * np.tril(np.ones((3, 3))).sum())
+    state = 4 * 8 * 12
+    assert rest - pairs == 3 * 3 * 2 * state
+    near, far = (decode_work(mixed, context, 1, 1, 4) for context in (1.0, 9.0))
+    assert far.bytes - near.bytes == 4 * 2 * MODEL.n_kv_heads * MODEL.head_dim * 8
+    plain = decode_work(replace(mixed, delta=replace(delta, v_dim=1)), 1.0, 1, 1, 4)
+    kernels = block_params(mixed) - block_params(replace(mixed, delta=replace(delta, v_dim=1)))
+    assert near.bytes - plain.bytes == 4 * kernels + 2 * 4 * (state - 4 * 8)
 
 
 def test_a_window_counts_its_pairs_alone():

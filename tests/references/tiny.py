@@ -193,6 +193,26 @@ CASES = {
             },
         },
     ),
+    "qwen3_5": Case(
+        26,
+        "qwen3_5_text",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "layer_types": ["full_attention", "linear_attention"] * 2,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 12,
+            "rms_norm_eps": 1e-2,  # else rounding is amplified where a state is nearly empty
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e7,
+                "partial_rotary_factor": 0.25,
+            },
+        },
+        norm=0.0,
+    ),
     "mistral": Case(20, "mistral", {"sliding_window": 5}),
     "qwen2_sliding": Case(
         21,
@@ -304,12 +324,13 @@ def random_tensors(
         values = random.standard_normal(shapes[name]).astype(np.float32)
         if "norm" in name:
             values = norm + 0.3 * values
-        elif name.endswith(("bias", "sinks")):
+        elif name.endswith(("bias", "sinks", "A_log")):
             values = 0.5 * values
         elif "embed_tokens" in name or "lm_head" in name:
             values = 0.3 * values
         else:
-            values = values * np.float32(1.5 / np.sqrt(shapes[name][1]))
+            inputs = shapes[name][-1 if "conv1d" in name else 1]
+            values = values * np.float32(1.5 / np.sqrt(inputs))
         tensors[name] = values.astype(np.float32)
     return tensors
 

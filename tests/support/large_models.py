@@ -52,6 +52,24 @@ QWEN3 = {
 }
 
 
+QWEN3_5 = {
+    "model_type": "qwen3_5_text",
+    "vocab_size": 248320,
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "intermediate_size": 12288,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "tie_word_embeddings": False,
+    "rope_parameters": {"rope_theta": 1e7, "partial_rotary_factor": 0.25},
+    "max_position_embeddings": 262144,
+    "eos_token_id": 248044,
+}
+
+
 SMOLLM2 = {
     "model_type": "llama",
     "vocab_size": 49152,
@@ -150,6 +168,7 @@ NAMED: dict[str, dict[str, Any]] = {
     "Qwen/Qwen3-1.7B": qwen3(2048, 28, 16, 6144),
     "Qwen/Qwen3-4B": qwen3(2560, 36, 32, 9728),
     "Qwen/Qwen3-8B": qwen3(4096, 36, 32, 12288) | {"tie_word_embeddings": False},
+    "Qwen/Qwen3.5-9B": {"model_type": "qwen3_5", "text_config": QWEN3_5},
     "Skywork/Skywork-Reward-V2-Qwen3-0.6B": qwen3(1024, 28, 16, 3072) | REWARD,
     "Skywork/Skywork-Reward-V2-Qwen3-1.7B": qwen3(2048, 28, 16, 6144) | REWARD,
     "openai/gpt-oss-20b": GPT_OSS,

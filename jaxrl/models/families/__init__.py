@@ -9,6 +9,7 @@ from jaxrl.models.families.mistral import MISTRAL
 from jaxrl.models.families.olmo import OLMO2, OLMO3
 from jaxrl.models.families.phi import PHI3
 from jaxrl.models.families.qwen import QWEN2, QWEN3
+from jaxrl.models.families.qwen_delta import QWEN3_5
 from jaxrl.models.families.qwen_moe import QWEN3_MOE
 from jaxrl.models.families.smollm import SMOLLM3
 from jaxrl.models.family import Family
@@ -19,6 +20,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3": QWEN3,
     "qwen3_moe": QWEN3_MOE,
     "gpt_oss": GPT_OSS,
+    "qwen3_5_text": QWEN3_5,
     "mistral": MISTRAL,
     "smollm3": SMOLLM3,
     "olmo2": OLMO2,

@@ -1,0 +1,89 @@
+"""The text of Qwen3.5, dense: layers with a state that forgets (`models.delta`), and after every
+third of them one with attention, whose output has a gate and whose heads rotate in part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxrl.errors import UserError
+from jaxrl.models.delta import Delta
+from jaxrl.models.family import BlockKind, Family
+from jaxrl.models.fields import size
+from jaxrl.models.kinds import FULL, LayerKind
+
+RECURRENT = "linear_attention"
+PERIOD = 4
+"""Of so many layers the last one has attention, where there are no `layer_types`."""
+PARTIAL = "partial_rotary_factor"
+DEFAULTS: dict[str, Any] = {"head_dim": 256, "num_key_value_heads": 4}
+"""What a `config.json` leaves out where it is this."""
+
+
+def prepare(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    if raw.get("attn_output_gate") is False:
+        raise UserError("attn_output_gate=false is not supported for this family")
+    params = raw.get("rope_parameters")
+    factor = {} if isinstance(params, dict) and PARTIAL in params else {PARTIAL: 0.25}
+    return DEFAULTS | factor | dict(raw)
+
+
+def read(raw: Mapping[str, Any]) -> dict[str, Any]:
+    n, period = size(raw, "num_hidden_layers"), size(raw, "full_attention_interval", PERIOD)
+    types = raw.get("layer_types")
+    if types is None:
+        types = [RECURRENT if (i + 1) % period else FULL for i in range(n)]
+    if not isinstance(types, list) or len(types) != n or set(types) - {RECURRENT, FULL}:
+        raise UserError(
+            f"layer_types={types!r} is not supported: a list of num_hidden_layers={n} is needed,"
+            f" each of {RECURRENT}, {FULL}"
+        )
+    delta = Delta(
+        k_heads=size(raw, "linear_num_key_heads", 16),
+        v_heads=size(raw, "linear_num_value_heads", 32),
+        k_dim=size(raw, "linear_key_head_dim", 128),
+        v_dim=size(raw, "linear_value_head_dim", 128),
+        conv=size(raw, "linear_conv_kernel_dim", 4),
+    )
+    return {"kinds": tuple(LayerKind(recurs=kind == RECURRENT) for kind in types), "delta": delta}
+
+
+def write(config: Any) -> dict[str, Any]:
+    kinds = config.kinds * (config.n_layers // len(config.kinds))
+    delta = config.delta
+    return {
+        "layer_types": [RECURRENT if kind.recurs else FULL for kind in kinds],
+        "linear_num_key_heads": delta.k_heads,
+        "linear_num_value_heads": delta.v_heads,
+        "linear_key_head_dim": delta.k_dim,
+        "linear_value_head_dim": delta.v_dim,
+        "linear_conv_kernel_dim": delta.conv,
+        "attention_bias": False,
+    }
+
+
+QWEN3_5 = Family(
+    "Qwen3_5ForCausalLM",
+    BlockKind(qk_norm="head", norm_in_float32=True, norm_around_one=True, output_gate=True),
+    head_dim=256,
+    partial_rotary=True,
+    tensors={
+        "delta/q/kernel": "linear_attn.in_proj_qkv.weight",
+        "delta/k/kernel": "linear_attn.in_proj_qkv.weight",
+        "delta/v/kernel": "linear_attn.in_proj_qkv.weight",
+        "delta/z/kernel": "linear_attn.in_proj_z.weight",
+        "delta/b/kernel": "linear_attn.in_proj_b.weight",
+        "delta/a/kernel": "linear_attn.in_proj_a.weight",
+        "delta/o/kernel": "linear_attn.out_proj.weight",
+        "delta/conv/q": "linear_attn.conv1d.weight",
+        "delta/conv/k": "linear_attn.conv1d.weight",
+        "delta/conv/v": "linear_attn.conv1d.weight",
+        "delta/log_decay": "linear_attn.A_log",
+        "delta/bias": "linear_attn.dt_bias",
+        "delta/norm/scale": "linear_attn.norm.weight",
+    },
+    whole="qwen3_5",
+    prepare=prepare,
+    read=read,
+    write=write,
+)

@@ -1,0 +1,154 @@
+"""Laws of the engine for layers with a state, which no later token can mask: a slot has read its
+own tokens, each once, whatever else its device computed for it meanwhile."""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import Future
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.models import decoder
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.delta import Delta
+from jaxrl.models.kinds import LayerKind
+from jaxrl.models.rules import param_shardings
+from jaxrl.sampling import engine as engine_module
+from jaxrl.sampling.engine import Engine
+from jaxrl.sampling.episodes import Reply
+from jaxrl.sampling.sampler import SamplingParams
+from jaxrl.sharding.axes import Axes
+from jaxrl.sharding.mesh import role_mesh
+from jaxrl.types import Completion
+
+CONFIG = DecoderConfig(
+    family="qwen3_5_text",
+    vocab_size=61,
+    d_model=32,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=8,
+    d_ff=64,
+    tie_embeddings=True,
+    max_positions=512,
+    kinds=(LayerKind(recurs=True), LayerKind()),
+    delta=Delta(k_heads=2, v_heads=4, k_dim=8, v_dim=8),
+)
+PROMPTS = [[5, 9, 2], [1], [8, 8, 20, 31, 4, 17, 2]]
+N, WIDTH = 2, 64
+
+
+class Letters:
+    """A tokenizer with a character for each token."""
+
+    def decode(self, tokens: Any, **kwargs: Any) -> str:
+        return "".join(chr(64 + token) for token in tokens)
+
+
+class Words:
+    """Environments that answer three times, the second time at length."""
+
+    def __init__(self) -> None:
+        self.turns: dict[tuple[int, int], int] = {}
+        self.eos: list[int | None] = []
+
+    def answer(
+        self, prompt: int, sample: int, text: str, *, eos: int | None, length: int
+    ) -> Future[Reply]:
+        turn = self.turns.get((prompt, sample), 0)
+        self.turns[prompt, sample] = turn + 1
+        self.eos.append(eos)
+        reply: Future[Reply] = Future()
+        tokens = tuple(12 + (prompt + 5 * i) % 40 for i in range(9 if turn == 1 else 2))
+        reply.set_result(Reply(() if turn == 3 else tokens, f"answer {turn}", 0.0))
+        return reply
+
+    def end(self, prompt: int, sample: int) -> None:
+        pass
+
+
+@cache
+def params() -> Any:
+    tree = decoder.init_params(CONFIG, jax.random.key(0), layout="unstacked")
+    tree["embed"]["embedding"] = 20 * tree["embed"]["embedding"]
+    return tree
+
+
+def generate(
+    shape: tuple[int, int, int] | None = None,
+    layout: decoder.Layout = "unstacked",
+    partner: Words | None = None,
+    stop: tuple[str, ...] = (),
+    **options: Any,
+) -> list[Completion]:
+    mesh = None if shape is None else role_mesh(jax.devices()[: math.prod(shape)], Axes(*shape))
+    tree = params() if layout == "unstacked" else decoder.stack(params(), CONFIG.cycle)
+    if mesh is not None:
+        tree = jax.device_put(tree, param_shardings(CONFIG, mesh, layout))
+    sizes = {"slots": 4, "launch_tokens": 8, "max_prompt_tokens": 8, "max_new_tokens": 40}
+    made = Engine(
+        CONFIG, mesh, episodes=partner is not None, tokenizer=Letters(), **sizes | options
+    )
+    sampling = SamplingParams(max_new_tokens=40 if partner else 12, eos_ids=(3, 7, 11), stop=stop)
+    asked = {"n": N, "sampling": sampling, "seed": 0, "partner": partner}
+    return [one for group in made.generate(tree, PROMPTS, **asked) for one in group]
+
+
+@cache
+def reference() -> list[Completion]:
+    return generate()
+
+
+@jax.jit
+def learned(tokens: jax.Array, mask: jax.Array) -> jax.Array:
+    hidden = decoder.forward(CONFIG, params(), tokens[None], mask[None])
+    return jax.nn.log_softmax(decoder.logits(params(), hidden)[0])
+
+
+def assert_exact(completions: list[Completion]) -> None:
+    """Log-probs of what was sampled are those of one forward pass over the whole sequence."""
+    for number, completion in enumerate(completions):
+        prompt = PROMPTS[number // N]
+        whole = [*prompt, *completion.tokens]
+        tokens = np.pad(np.array(whole, np.int32), (0, WIDTH - len(whole)))
+        logprobs = np.asarray(learned(jnp.asarray(tokens), jnp.arange(WIDTH) < len(whole)))
+        at = np.arange(len(prompt) - 1, len(whole) - 1)
+        expected = logprobs[at, list(completion.tokens)]
+        sampled = completion.sampled
+        np.testing.assert_allclose(completion.logprobs[sampled], expected[sampled], atol=3e-5)
+
+
+def test_what_is_sampled_is_what_the_learner_reads() -> None:
+    """Slots are filled again, and free ones go on being computed."""
+    assert len({len(completion.tokens) for completion in reference()}) > 2
+    assert_exact(reference())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"slots": 1}, {"slots": 16, "layout": "stacked"}, {"shape": (1, 2, 2)}],
+    ids=str,
+)
+def test_tokens_depend_on_seeds_and_prompts_alone(options: dict[str, Any]) -> None:
+    """Not on slots and their shrinking, layouts or devices."""
+    for a, b in zip(generate(**options), reference(), strict=True):
+        assert (a.tokens, a.finish_reason) == (b.tokens, b.finish_reason)
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=2e-5)
+
+
+def test_episodes_read_each_token_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers in parts, the last of which is shorter; turns that end while the steps of a launch go
+    on; and turns that a stop string cuts behind tokens that the state had read."""
+    monkeypatch.setattr(engine_module, "ANSWER_TOKENS", (2, 4))
+    partner = Words()
+    stop = ("A", "M", "Z", "k", "h", "a", "c", "v")
+    completions = generate(partner=partner, stop=stop, check_every=8)
+    assert max(len(completion.turns) for completion in completions) >= 5
+    assert any(eos is None for eos in partner.eos) and any(partner.eos)
+    assert_exact(completions)
