@@ -1,9 +1,8 @@
 """Environments in processes that can be killed.
 
-A thread runs an event loop, which starts the processes and sends each episode's turns to the one
-that holds its instance. A process that hangs or ends costs the episode in whose name it was
-running; the others that it held are made again elsewhere, from their rows and turns, when their
-next turn comes. Every wait has a limit.
+The pool sends each episode's turns to the process that holds its instance. A process that hangs or
+ends costs the episode in whose name it was running; the others that it held are made again
+elsewhere, from their rows and turns, when their next turn comes. Every wait has a limit.
 """
 
 from __future__ import annotations
@@ -11,20 +10,18 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
-import threading
 import time
-from collections.abc import Coroutine, Hashable
-from concurrent.futures import Future
+from collections.abc import Hashable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from jaxrl.data.example import Message
 from jaxrl.environments.observation import Observation
 from jaxrl.environments.process import CELL, Past
 from jaxrl.environments.source import EnvironmentFacts, EnvironmentSource
-from jaxrl.errors import RunError, UserError
-from jaxrl.process.killable import END_S, MAX_PROCESSES, KillableProcess, Lost
+from jaxrl.process.killable import MAX_PROCESSES, KillableProcess, Lost
+from jaxrl.process.pool import ProcessPool
 from jaxrl.rewards.items import Failure
 
 SERVICE = "jaxrl.environments.process"
@@ -38,7 +35,6 @@ MOST_LOSSES = 2
 """Processes that an order may lose without being the one that was running; then it fails too."""
 
 Prompted = tuple[Message, ...] | str
-Result = TypeVar("Result")
 
 
 @dataclass
@@ -94,8 +90,9 @@ class _Order:
     """Whether that call returned what is awaited."""
 
 
-class EnvironmentPool:
-    """Some processes that have loaded the same environment."""
+class EnvironmentPool(ProcessPool[_Process, EnvironmentFacts]):
+    """Some processes that have loaded the same environment. What is submitted may await `begin`,
+    `step` and `end`."""
 
     def __init__(
         self,
@@ -115,44 +112,16 @@ class EnvironmentPool:
             memory_mb: megabytes that each process may address; None: no limit.
             max_processes: number that each process may grow to, itself and all below it.
         """
-        self.source, self.timeout, self.startup = source, timeout, startup
-        self._workers, self._memory_mb, self._max_processes = workers, memory_mb, max_processes
-        self.lost = 0
-        """Processes that were late or ended, and are replaced."""
-        self._facts: Future[EnvironmentFacts] = Future()
-        self._error: Exception | None = None
-        """Why the pool has ended."""
-        self._lock = threading.Lock()
-        """Nothing is submitted after `_error` is set."""
+        self.source, self.timeout = source, timeout
+        self._memory_mb, self._max_processes = memory_mb, max_processes
+        self._describe = True
+        """Whether the next process is to say what the environment is."""
         self._ready: list[_Process] = []
         self._arrived = asyncio.Condition()
         """Notified when a process is ready."""
         self._to_start = workers
         """Of the first processes, those that are not ready; episodes are shared out among all."""
-        self._starts = asyncio.TaskGroup()
-        self._closing = asyncio.Event()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="environments", daemon=True)
-        self._thread.start()
-
-    def facts(self) -> EnvironmentFacts:
-        """What the environment is; waits until a process has loaded it.
-
-        Raises:
-            UserError: it cannot be loaded.
-            RunError: the processes cannot be started.
-        """
-        return self._facts.result()
-
-    def submit(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
-        """Runs a coroutine in the pool's event loop; one may await `begin`, `step` and `end`."""
-        with self._lock:
-            if self._error is None:
-                return asyncio.run_coroutine_threadsafe(self._guarded(work), self._loop)
-        work.close()
-        refused: Future[Result] = Future()
-        refused.set_exception(self._error)
-        return refused
+        super().__init__("environments", source.text, workers, startup)
 
     async def begin(self, session: Session) -> Prompted | Failure:
         """Makes the instance of an episode; the prompt that its `reset` returns."""
@@ -187,66 +156,16 @@ class EnvironmentPool:
             with suppress(_Blamed):
                 await self._order(process, ("end", session.key)).done
 
-    def close(self) -> None:
-        """Ends all processes; futures that are not done raise RunError."""
-        with suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(self._closing.set)
-        self._thread.join(2 * END_S)
+    def _new(self) -> _Process:
+        return _Process(self._max_processes)
 
-    def __enter__(self) -> EnvironmentPool:
-        return self
+    def _first_order(self) -> object:
+        describe, self._describe = self._describe, False
+        return self.source, self.timeout, self._memory_mb, describe
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _run(self) -> None:
-        self._loop.run_until_complete(self._serve())
-        self._loop.close()
-
-    async def _serve(self) -> None:
-        """Keeps the processes until the pool is closed, or one of them cannot be started."""
-        try:
-            async with self._starts:
-                for number in range(self._workers):
-                    self._starts.create_task(self._start(describe=number == 0))
-                await self._closing.wait()
-                raise RunError("environments: the pool was closed")
-        except ExceptionGroup as group:
-            with self._lock:
-                self._error = group.exceptions[0]
-        if not self._facts.done():
-            self._facts.set_exception(self._error)
-        await asyncio.sleep(0)  # a submission from before becomes a task
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.gather(*(process.end() for process in self._ready))
-
-    async def _guarded(self, work: Coroutine[Any, Any, Result]) -> Result:
-        try:
-            return await work
-        except asyncio.CancelledError:
-            raise self._error or RunError("environments: cancelled") from None
-
-    async def _start(self, describe: bool) -> None:
-        """Starts a process, and listens to it until it is lost."""
-        process = _Process(self._max_processes)
-        try:
-            await process.connect()
-            process.order((self.source, self.timeout, self._memory_mb, describe))
-            answer = await process.hear(self.startup)
-            if "refused" in answer:
-                raise UserError(answer["refused"])
-        except BaseException as error:
-            process.kill()
-            if not isinstance(error, Lost):
-                raise
-            raise RunError(
-                f"environments: the process for {self.source.text} did not start: {error}"
-            ) from error
-        process.worker = answer["ready"]
-        if describe:
+    async def _use(self, process: _Process, answer: dict[str, Any]) -> None:
+        """Also listens to it until it is lost."""
+        if answer["facts"] is not None:
             self._facts.set_result(EnvironmentFacts(**answer["facts"]))
         self._ready.append(process)
         self._to_start -= 1
@@ -257,11 +176,10 @@ class EnvironmentPool:
                 await self._listen(process)
         except Lost as lost:
             self._lose(process, lost)
-        another = self._start(describe=False)
-        try:
-            self._starts.create_task(another)
-        except RuntimeError:  # the pool is ending
-            another.close()
+        self._replace()
+
+    def _in_use(self) -> list[_Process]:
+        return self._ready
 
     async def _listen(self, process: _Process) -> None:
         """Takes the next answer of a process; raises Lost where it is late, or has ended."""

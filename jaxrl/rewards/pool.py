@@ -1,9 +1,8 @@
 """Reward functions in processes that can be killed.
 
-A thread runs an event loop, which starts the processes, hands them items, and replaces a process
-that is late or has ended. Answers that the process gave before remain; the item that it was working
-on gets no score, and where that may be any of several, each is judged again by itself. Every wait
-has a limit.
+The pool hands its processes items, and replaces a process that is late or has ended. Answers that
+the process gave before remain; the item that it was working on gets no score, and where that may be
+any of several, each is judged again by itself. Every wait has a limit.
 """
 
 from __future__ import annotations
@@ -11,15 +10,15 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 from jaxrl.errors import RunError, UserError
-from jaxrl.process.killable import END_S, MAX_PROCESSES, KillableProcess, Lost
+from jaxrl.process.killable import MAX_PROCESSES, KillableProcess, Lost
+from jaxrl.process.pool import ProcessPool
 from jaxrl.rewards.items import Failure, Item, ItemSource, Signature
 
 SERVICE = "jaxrl.rewards.process"
@@ -61,8 +60,9 @@ class _Job:
     calls: asyncio.TaskGroup = field(default_factory=asyncio.TaskGroup)
 
 
-class RewardPool:
-    """Some processes that have loaded the same reward functions."""
+class RewardPool(ProcessPool[KillableProcess, tuple[Signature, ...]]):
+    """Some processes that have loaded the same reward functions. Its facts are what each of these
+    asks for."""
 
     def __init__(
         self,
@@ -83,34 +83,15 @@ class RewardPool:
             memory_mb: megabytes that each process may address; None: no limit.
             max_processes: number that each process may grow to, itself and all below it.
         """
-        self.sources, self.timeout, self.startup = tuple(sources), timeout, startup
-        self._workers, self._memory_mb, self._max_processes = workers, memory_mb, max_processes
-        self.lost = 0
-        """Processes that were late or ended in a call, and are replaced."""
-        self._signatures: Future[tuple[Signature, ...]] = Future()
-        if not self.sources:
-            self._signatures.set_result(())
-        self._error: Exception | None = None
-        """Why the pool has ended."""
-        self._lock = threading.Lock()
-        """Nothing is submitted after `_error` is set."""
+        self.sources, self.timeout = tuple(sources), timeout
+        self._memory_mb, self._max_processes = memory_mb, max_processes
         self._idle: asyncio.Queue[KillableProcess] = asyncio.Queue()
-        self._starts = asyncio.TaskGroup()
-        self._closing = asyncio.Event()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="rewards", daemon=True)
-        self._thread.start()
+        names = ", ".join(source.text for source in self.sources)
+        super().__init__("rewards", names, workers if self.sources else 0, startup)
+        if not self.sources:
+            self._facts.set_result(())
 
-    def signatures(self) -> tuple[Signature, ...]:
-        """What each function asks for; waits until a process has loaded them.
-
-        Raises:
-            UserError: one of them cannot be loaded.
-            RunError: the processes cannot be started.
-        """
-        return self._signatures.result()
-
-    def submit(
+    def judge(
         self, function: int, items: Sequence[Item], limit: float = math.inf
     ) -> Future[Scores]:
         """Submits items to a function; returns at once.
@@ -119,82 +100,27 @@ class RewardPool:
             function: index in `sources`.
             limit: number of failures beyond which the future raises RunError with the first one.
         """
-        with self._lock:
-            if self._error is None:
-                judged = self._judge(function, items, limit)
-                return asyncio.run_coroutine_threadsafe(judged, self._loop)
-        refused: Future[Scores] = Future()
-        refused.set_exception(self._error)
-        return refused
+        return self.submit(self._judge(function, items, limit))
 
-    def close(self) -> None:
-        """Ends all processes; futures that are not done raise RunError."""
-        with suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(self._closing.set)
-        self._thread.join(2 * END_S)
+    def _new(self) -> KillableProcess:
+        return KillableProcess(SERVICE, "reward", OURS, self._max_processes)
 
-    def __enter__(self) -> RewardPool:
-        return self
+    def _first_order(self) -> object:
+        return self.sources, self.timeout, self._memory_mb
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _run(self) -> None:
-        self._loop.run_until_complete(self._serve())
-        self._loop.close()
-
-    async def _serve(self) -> None:
-        """Keeps the processes until the pool is closed, or one of them cannot be started."""
-        try:
-            async with self._starts:
-                for _ in range(self._workers):
-                    self._starts.create_task(self._start())
-                await self._closing.wait()
-                raise RunError("rewards: the pool was closed")
-        except ExceptionGroup as group:
-            with self._lock:
-                self._error = group.exceptions[0]
-        if not self._signatures.done():
-            self._signatures.set_exception(self._error)
-        await asyncio.sleep(0)  # a submission from before becomes a task
-        jobs = asyncio.all_tasks() - {asyncio.current_task()}
-        for job in jobs:
-            job.cancel()
-        await asyncio.gather(*jobs, return_exceptions=True)
-        await asyncio.gather(*(self._idle.get_nowait().end() for _ in range(self._idle.qsize())))
-
-    async def _start(self) -> None:
-        """Starts a process and adds it to the idle ones once it has loaded the functions."""
-        process = KillableProcess(SERVICE, "reward", OURS, self._max_processes)
-        try:
-            await process.connect()
-            process.order((self.sources, self.timeout, self._memory_mb))
-            answer = await process.hear(self.startup)
-            if "refused" in answer:
-                raise UserError(answer["refused"])
-        except BaseException as error:
-            process.kill()
-            if not isinstance(error, Lost):
-                raise
-            names = ", ".join(source.text for source in self.sources)
-            raise RunError(f"rewards: the process for {names} did not start: {error}") from error
-        process.worker = answer["ready"]
-        if not self._signatures.done():
-            self._signatures.set_result(tuple(Signature(**s) for s in answer["signatures"]))
+    async def _use(self, process: KillableProcess, answer: dict[str, Any]) -> None:
+        if not self._facts.done():
+            self._facts.set_result(tuple(Signature(**s) for s in answer["signatures"]))
         self._idle.put_nowait(process)
 
-    def _replace(self) -> None:
-        start = self._start()
-        try:
-            self._starts.create_task(start)
-        except RuntimeError:  # the pool is ending
-            start.close()
+    def _in_use(self) -> list[KillableProcess]:
+        return [self._idle.get_nowait() for _ in range(self._idle.qsize())]
 
     async def _judge(self, function: int, items: Sequence[Item], limit: float) -> Scores:
         started = time.monotonic()
         scores = Scores([None] * len(items), {})
         try:
-            loaded = await asyncio.shield(asyncio.wrap_future(self._signatures))
+            loaded = await asyncio.shield(asyncio.wrap_future(self._facts))
             job = _Job(function, loaded[function].kind, items, limit, scores)
             size = math.ceil(len(items) / self._workers)
             if job.kind != "async":
@@ -203,8 +129,6 @@ class RewardPool:
                 for start in range(0, len(items), size or 1):
                     indices = range(start, min(start + size, len(items)))
                     job.calls.create_task(self._call(job, indices))
-        except asyncio.CancelledError:
-            raise self._error or RunError("rewards: cancelled") from None
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
         scores.seconds = time.monotonic() - started

@@ -81,7 +81,7 @@ class RewardFunctions:
         workers = config.workers or min(max((os.cpu_count() or 1) // 2, 1), MOST_WORKERS)
         self.pool = RewardPool(
             self.sources,
-            workers=workers if self.sources else 0,
+            workers=workers,
             timeout=config.timeout,
             startup=startup,
             memory_mb=config.memory_mb,
@@ -107,7 +107,7 @@ class RewardFunctions:
                 " the column"
             )
         columns |= set(ADDED if self.environment else ADDED[:-1])
-        for source, signature in zip(self.sources, self.pool.signatures(), strict=True):
+        for source, signature in zip(self.sources, self.pool.facts(), strict=True):
             for needed in signature.needs:
                 if needed not in columns:
                     known = ", ".join(f"`{name}`" for name in sorted(columns))
@@ -125,7 +125,7 @@ class RewardFunctions:
         for i, source in enumerate(self.sources):
             if source.option != "verifier":
                 continue
-            scores = self.pool.submit(i, items).result()
+            scores = self.pool.judge(i, items).result()
             if scores.failures and len(scores.failures) == len(items):
                 first = next(iter(scores.failures.values()))
                 raise UserError(f"{KEY}: {source.text}: {first.text}")
@@ -141,7 +141,7 @@ class RewardFunctions:
         pairs = zip(prompts, rollout.completions, strict=True)
         items = [_item(prompt, completion) for prompt, completion in pairs]
         limit = self.config.max_failures * len(items)
-        return [self.pool.submit(i, items, limit) for i in range(len(self.sources))]
+        return [self.pool.judge(i, items, limit) for i in range(len(self.sources))]
 
     def report(
         self,

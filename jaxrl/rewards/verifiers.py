@@ -175,7 +175,7 @@ def verifier(name: str) -> Verifier:
         if not may_hang(name, prompt):
             return VERIFIERS[name](completion, prompt)
         item = Item("", completion, prompt.answer, prompt.columns)
-        scores = _pool(name).submit(0, [item]).result()
+        scores = _pool(name).judge(0, [item]).result()
         if scores.failures and scores.failures[0].kind == "user":
             raise UserError(scores.failures[0].text)
         return scores.values[0]

@@ -359,7 +359,7 @@ def check_job(config: Config, given: Mapping[str, bytes]) -> None:
         with user_input("policy"):
             configured_correction(config)
         with reward_functions(config, given) as rewards:
-            rewards.pool.signatures()
+            rewards.pool.facts()
 
 
 def reward_functions(config: Config, given: Mapping[str, bytes]) -> RewardFunctions:

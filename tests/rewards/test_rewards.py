@@ -137,7 +137,7 @@ def test_a_penalty_counts_only_beside_a_real_reward() -> None:
 def test_without_functions_the_model_alone_rewards() -> None:
     with RewardFunctions(RewardConfig(model="m"), max_new_tokens=8, startup=1) as functions:
         functions.check([])
-        assert functions.pool.signatures() == ()
+        assert functions.pool.facts() == ()
         report = functions.score(rollout((0, "a", 1, {})), np.array([3.0, 0.0]))
     np.testing.assert_array_equal(report.rewards, [3, NAN])
 

@@ -42,7 +42,7 @@ def pool() -> Iterator[RewardPool]:
 
 def judge(pool: RewardPool, name: str, *completions: str, **columns: object) -> Scores:
     function = NAMES.index(name)
-    return pool.submit(function, items(*completions, **columns)).result(30)
+    return pool.judge(function, items(*completions, **columns)).result(30)
 
 
 def test_values_come_back_in_order(pool: RewardPool) -> None:
@@ -87,7 +87,7 @@ def test_a_flood_of_what_is_no_answer_costs_its_own_item(pool: RewardPool) -> No
 def test_memory_has_a_limit() -> None:
     sources = [find(f"{HERE}:hungry")]
     with RewardPool(sources, workers=1, timeout=20, startup=60, memory_mb=4096) as pool:
-        scores = pool.submit(0, items("a", "hungry", "ccc")).result(60)
+        scores = pool.judge(0, items("a", "hungry", "ccc")).result(60)
     assert scores.values == [1, None, 3]
     (failure,) = scores.failures.values()
     assert failure.kind == "exception" and "reward.memory_mb=4096" in failure.text
@@ -108,7 +108,7 @@ def test_the_number_of_processes_has_a_limit_and_none_is_left(
     sources = [find(f"{HERE}:breeds")]
     with RewardPool(sources, workers=1, timeout=3, startup=60, max_processes=most) as pool:
         texts = items("a", bad, "ccc", folder=str(tmp_path))
-        scores = pool.submit(0, texts).result(60)
+        scores = pool.judge(0, texts).result(60)
     assert scores.values == [1, None, 3]
     assert scores.failures[1].kind == kind and told in scores.failures[1].text
     children = [int(path.name) for path in tmp_path.iterdir()]
@@ -122,7 +122,7 @@ from jaxrl.rewards.functions import find
 from jaxrl.rewards.items import Item
 from jaxrl.rewards.pool import RewardPool
 with RewardPool([find(sys.argv[1])], workers=1, timeout=60, startup=60) as pool:
-    print(pool.submit(0, [Item("p", "abc", None, {})]).result(60).values)
+    print(pool.judge(0, [Item("p", "abc", None, {})]).result(60).values)
 """
 
 
@@ -231,23 +231,23 @@ def test_a_refused_result_ends_its_job_alone(pool: RewardPool) -> None:
 
 def test_too_many_failures_end_the_job_at_once(pool: RewardPool) -> None:
     texts = ["raise"] * 3 + ["x"] * 5
-    future = pool.submit(NAMES.index("trouble"), items(*texts), limit=2)
+    future = pool.judge(NAMES.index("trouble"), items(*texts), limit=2)
     with pytest.raises(RunError, match="3 of 8 completions(.|\n)*KeyError: 'no such thing'"):
         future.result(30)
-    kept = pool.submit(NAMES.index("trouble"), items(*texts), limit=3).result(30)
+    kept = pool.judge(NAMES.index("trouble"), items(*texts), limit=3).result(30)
     assert len(kept.failures) == 3 and kept.values[3:] == [1] * 5
 
 
 def test_a_closed_pool_leaves_no_process_and_no_waiting_future() -> None:
     pool = RewardPool([find(f"{HERE}:trouble")], workers=1, timeout=60, startup=60)
-    pool.signatures()
-    future = pool.submit(0, items("regex"))
+    pool.facts()
+    future = pool.judge(0, items("regex"))
     time.sleep(0.2)
     pool.close()
     with pytest.raises(RunError, match="closed"):
         future.result(1)
     with pytest.raises(RunError, match="closed"):
-        pool.submit(0, items("a")).result(1)
+        pool.judge(0, items("a")).result(1)
     assert not pool._thread.is_alive()
 
 
@@ -257,7 +257,7 @@ from jaxrl.rewards.functions import find
 from jaxrl.rewards.items import Item
 from jaxrl.rewards.pool import RewardPool
 pool = RewardPool([find(sys.argv[1])], workers=1, timeout=1000, startup=60)
-pool.submit(0, [Item("p", sys.argv[2], None, {})])
+pool.judge(0, [Item("p", sys.argv[2], None, {})])
 time.sleep(1000)
 """
 
@@ -296,10 +296,10 @@ def test_a_file_that_changes_is_refused_by_the_next_process(tmp_path: Path) -> N
     text = "import os\ndef f(completions):\n    os._exit(1)\n"
     path.write_text(text)
     with RewardPool([find(f"{path}:f")], workers=1, timeout=5, startup=60) as pool:
-        pool.signatures()
+        pool.facts()
         path.write_text(text + "#\n")
         with pytest.raises(UserError, match=r"mine\.py has changed since the run began"):
-            pool.submit(0, items("a", "b")).result(30)
+            pool.judge(0, items("a", "b")).result(30)
 
 
 def test_where_a_process_cannot_be_replaced_all_end(tmp_path: Path) -> None:
@@ -311,15 +311,15 @@ def test_where_a_process_cannot_be_replaced_all_end(tmp_path: Path) -> None:
         pids: set[float | None] = set()
 
         def both_have_started() -> bool:
-            pids.update(pool.submit(0, items("a", "b")).result(30).values)
+            pids.update(pool.judge(0, items("a", "b")).result(30).values)
             return len(pids) == 2
 
         wait_for(both_have_started, 30)
         path.write_text(text + "#\n")
-        assert pool.submit(0, items("exit")).result(30).values == [None]
+        assert pool.judge(0, items("exit")).result(30).values == [None]
         wait_for(lambda: not any(alive(int(pid or 0)) for pid in pids), 10)
         with pytest.raises(UserError, match="has changed since the run began"):
-            pool.submit(0, items("a")).result(1)
+            pool.judge(0, items("a")).result(1)
 
 
 @pytest.mark.parametrize(
@@ -360,9 +360,9 @@ def test_an_import_that_fails_is_told_with_its_line(tmp_path: Path) -> None:
     path.write_text("x = 1\ny = x / 0\ndef f(completions):\n    return []\n")
     with RewardPool([find(f"{path}:f")], workers=2, timeout=5, startup=60) as pool:
         with pytest.raises(UserError, match=r"ZeroDivisionError.*mine\.py, line 2"):
-            pool.signatures()
+            pool.facts()
         with pytest.raises(UserError, match="ZeroDivisionError"):
-            pool.submit(0, items("a")).result(5)
+            pool.judge(0, items("a")).result(5)
 
 
 @pytest.mark.parametrize(
