@@ -341,6 +341,12 @@ def _read_quantised(
 _quantise = jax.jit(quantise, static_argnums=(0, 2))
 
 
+@jax.jit
+def _layer(stacked: jax.Array, number: jax.Array) -> jax.Array:
+    """One program for all layers of a shape."""
+    return jax.lax.dynamic_index_in_dim(stacked, number, keepdims=False)
+
+
 @partial(jax.jit, static_argnums=(0, 2))
 def _round_trip(kind: Quantisation, kernel: jax.Array, block: int) -> jax.Array:
     return dequantise(*quantise(kind, kernel, block), jnp.float32)
@@ -370,7 +376,8 @@ def hf_tensors(config: DecoderConfig, params: Params) -> Callable[[str], np.ndar
         layer, expert = divmod(i, place.experts or 1)
         if (path, layer) not in held:
             held.clear()  # one at a time
-            held[path, layer] = to_host(leaf_of[path][layer] if place.layers else leaf_of[path])
+            leaf = leaf_of[path]
+            held[path, layer] = to_host(_layer(leaf, np.int32(layer)) if place.layers else leaf)
         value = held[path, layer]
         value = value[expert] if place.experts else value
         return value.T if place.transposed else value
