@@ -341,10 +341,8 @@ def _read_quantised(
 _quantise = jax.jit(quantise, static_argnums=(0, 2))
 
 
-@jax.jit
-def _layer(stacked: jax.Array, number: jax.Array) -> jax.Array:
-    """One program for all layers of a shape."""
-    return jax.lax.dynamic_index_in_dim(stacked, number, keepdims=False)
+_layer = jax.jit(jax.lax.dynamic_index_in_dim, static_argnames="keepdims")
+"""One program for all layers of a shape, where indexing eagerly takes two."""
 
 
 @partial(jax.jit, static_argnums=(0, 2))
@@ -377,7 +375,9 @@ def hf_tensors(config: DecoderConfig, params: Params) -> Callable[[str], np.ndar
         if (path, layer) not in held:
             held.clear()  # one at a time
             leaf = leaf_of[path]
-            held[path, layer] = to_host(_layer(leaf, np.int32(layer)) if place.layers else leaf)
+            if place.layers:
+                leaf = _layer(leaf, np.int32(layer), keepdims=False)
+            held[path, layer] = to_host(leaf)
         value = held[path, layer]
         value = value[expert] if place.experts else value
         return value.T if place.transposed else value

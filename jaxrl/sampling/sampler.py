@@ -121,7 +121,7 @@ def sampling_arrays(
 
 
 def _scalar(value: float, dtype: DTypeLike) -> Array:
-    """Compiles nothing, as `jnp.float32(value)` does."""
+    """Compiles nothing, where `jnp.float32(value)` compiles a conversion."""
     return jax.device_put(np.asarray(value, dtype))
 
 

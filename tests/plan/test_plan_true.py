@@ -133,8 +133,13 @@ def by_default(cases: Sequence[tuple[Any, ...]], *some: tuple[Any, ...]) -> list
 CASES = [*((s, p) for s in ("gqa", "tied", "deep") for p in PLACES), ("others", "tensor")]
 CASES += [("layers", "one"), *(("experts", p) for p in ("one", "tensor", "expert"))]
 BY_DEFAULT = [
-    *(("gqa", p) for p in ("one", "data x fsdp")),
-    *(("tied", "fsdp"), ("deep", "tensor"), ("others", "tensor"), ("experts", "expert")),
+    *(
+        ("gqa", "data x fsdp"),
+        ("tied", "fsdp"),
+        ("deep", "tensor"),
+        ("others", "tensor"),
+        ("experts", "expert"),
+    ),
 ]
 
 
