@@ -365,6 +365,10 @@ def _read_quantised(
 _quantise = jax.jit(quantise, static_argnums=(0, 2))
 
 
+_layer = jax.jit(jax.lax.dynamic_index_in_dim, static_argnames="keepdims")
+"""One program for all layers of a shape, where indexing eagerly takes two."""
+
+
 @partial(jax.jit, static_argnums=(0, 2))
 def _round_trip(kind: Quantisation, kernel: jax.Array, block: int) -> jax.Array:
     return dequantise(*quantise(kind, kernel, block), jnp.float32)
@@ -394,7 +398,10 @@ def hf_tensors(config: DecoderConfig, params: Params) -> Callable[[str], np.ndar
         layer, expert = divmod(i, place.experts or 1)
         if (path, layer) not in held:
             held.clear()  # one at a time
-            held[path, layer] = to_host(leaf_of[path][layer] if place.layers else leaf_of[path])
+            leaf = leaf_of[path]
+            if place.layers:
+                leaf = _layer(leaf, np.int32(layer), keepdims=False)
+            held[path, layer] = to_host(leaf)
         value = held[path, layer]
         value = value[expert] if place.experts else value
         return value.T if place.transposed else value

@@ -122,7 +122,10 @@ class Actor:
         self._savings: dict[int, Saving] = {}
         """Step -> its save, until `saved` has waited for it."""
         c = config.actor
-        self._rate = learning_rate(config.optimizer, config.steps * config.updates_per_batch)
+        o = config.optimizer
+        rate = learning_rate(o, config.steps * config.updates_per_batch)
+        constant = o.lr_schedule == "constant" and not o.warmup_steps
+        self._rate = rate if constant else jax.jit(rate)  # one program, not one an operation
         self.programs = programs = ActorPrograms(config, model, mesh, loss)
         if restore is None:
             with phase("load"):

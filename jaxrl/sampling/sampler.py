@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Int32, UInt32
 
 from jaxrl.errors import UserError
@@ -106,20 +108,30 @@ def sampling_arrays(
     """The traced form of `sampling`; `seed`, `step` and `attempt` begin the key of every token."""
     width = EOS_SLOTS * max(1, -(-len(sampling.eos_ids) // EOS_SLOTS))
     eos_ids = (*sampling.eos_ids, *[-1] * (width - len(sampling.eos_ids)))
-    key = jax.random.key(seed % 2**32, impl="threefry2x32")
-    for part in (seed >> 32) % 2**32, step:
-        key = jax.random.fold_in(key, part)
-    if attempt:
-        key = jax.random.fold_in(jax.random.fold_in(key, ATTEMPT), attempt)
+    parts = [seed % 2**32, (seed >> 32) % 2**32, step, *((ATTEMPT, attempt) if attempt else ())]
     s, draws = sampling, sampling.temperature > 0
     return SamplingArrays(
-        temperature=jnp.float32(s.temperature) if draws else None,
-        top_p=jnp.float32(s.top_p) if draws and s.top_p < 1 else None,
-        min_p=jnp.float32(s.min_p) if draws and s.min_p > 0 else None,
-        top_k=jnp.int32(min(s.top_k, 2**31 - 1)) if draws and s.top_k > 0 else None,
-        eos_ids=jnp.array(eos_ids, jnp.int32),
-        key=jax.random.key_data(key),
+        temperature=_scalar(s.temperature, np.float32) if draws else None,
+        top_p=_scalar(s.top_p, np.float32) if draws and s.top_p < 1 else None,
+        min_p=_scalar(s.min_p, np.float32) if draws and s.min_p > 0 else None,
+        top_k=_scalar(min(s.top_k, 2**31 - 1), np.int32) if draws and s.top_k > 0 else None,
+        eos_ids=jax.device_put(np.array(eos_ids, np.int32)),
+        key=_key_of(np.array(parts, np.uint32)),
     )
+
+
+def _scalar(value: float, dtype: DTypeLike) -> Array:
+    """Compiles nothing, where `jnp.float32(value)` compiles a conversion."""
+    return jax.device_put(np.asarray(value, dtype))
+
+
+@jax.jit
+def _key_of(parts: UInt32[Array, " N"]) -> UInt32[Array, " 2"]:
+    """The threefry key of a seed, the first of `parts`, into which the others are folded."""
+    key = jax.random.key(parts[0], impl="threefry2x32")
+    for part in parts[1:]:
+        key = jax.random.fold_in(key, part)
+    return jax.random.key_data(key)
 
 
 def sample_keys(

@@ -98,7 +98,9 @@ class Lesson:
             return jnp.where(mask.reshape(*mask.shape, *[1] * (x.ndim - 2)), x, 0)
 
         rows = SimpleNamespace(pack=jnp.asarray, unpack=unpacked)
-        sent = signal_of_hidden(p, hidden, eye, tokens, read.alignment, aligner.cells, rows)
+        sent = jax.jit(lambda *given: signal_of_hidden(p, *given, rows))(
+            hidden, eye, tokens, read.alignment, aligner.cells
+        )
         self.frozen = {"teacher_head": eye, "cells": aligner.cells}
         self.batch = TrainBatch(rollout.sequences, sent, rollout.logprobs)
         self.said = self.student.of_texts(self.shares) > NEVER + 1
@@ -127,7 +129,7 @@ class Lesson:
         return jax.lax.fori_loop(0, steps, step, table)
 
     def says(self, table):
-        return np.exp(np.asarray(self.student.logprobs(table).sum(-1)))
+        return np.exp(np.asarray(jax.jit(self.student.logprobs)(table)).sum(-1))
 
 
 CASES = {

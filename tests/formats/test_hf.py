@@ -406,7 +406,6 @@ def test_what_is_wrong_is_named(spoil: Any, message: str, tmp_path: Path) -> Non
     assert str(folder) in str(error.value)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_transformers_loads_what_is_saved(name: str, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch", reason="needs torch to run transformers' models")

@@ -26,20 +26,26 @@ def adapted(name, lora, seed=0):
     """A tiny model with random adapters, of which B is not 0."""
     config, base = tiny_model(name)
     config = replace(config, lora=lora)
-    _, first = frozen_and_trained(decoder.init_params(config, jax.random.key(seed)))
-    leaves, form = jax.tree.flatten(first)
-    keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
-    moved = [x + 0.1 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
-    return config, base, jax.tree.unflatten(form, moved)
+
+    @jax.jit
+    def draw(key, more):
+        _, first = frozen_and_trained(decoder.init_params(config, key))
+        leaves, form = jax.tree.flatten(first)
+        keys = jax.random.split(more, len(leaves))
+        moved = [x + 0.1 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
+        return jax.tree.unflatten(form, moved)
+
+    return config, base, draw(jax.random.key(seed), jax.random.key(seed + 1))
 
 
 def test_at_the_start_the_outputs_are_those_of_the_base_bit_for_bit():
     config, base = tiny_model("qwen3")
     tokens, mask = batch(config.vocab_size)
     with_lora = replace(config, lora=EVERY)
-    _, first = frozen_and_trained(decoder.init_params(with_lora, jax.random.key(0)))
-    _, plain = loss_and_logits(config, base, tokens, mask)
-    _, same = loss_and_logits(with_lora, join(base, first), tokens, mask)
+    draw = jax.jit(lambda key: frozen_and_trained(decoder.init_params(with_lora, key))[1])
+    first = draw(jax.random.key(0))
+    _, plain = computed(config, base, tokens, mask)
+    _, same = computed(with_lora, join(base, first), tokens, mask)
     assert (plain == same).all()
     assert {(path,) for path in config.projections} == set(with_lora.targets.values())
     assert tuple(TARGETS) == ALL_LINEAR  # of the config, which imports no models
@@ -59,10 +65,11 @@ def test_merged_weights_compute_the_same(name, lora, layout):
     config, base, adapters = adapted(name, lora)
     params = join(base, adapters)
     if layout == "unstacked":
-        params = decoder.unstack(params)
+        params = jax.jit(decoder.unstack)(params)
     tokens, mask = batch(config.vocab_size)
     _, ours = computed(config, params, tokens, mask)
-    _, theirs = computed(config.base, merged(params, lora.scale), tokens, mask)
+    whole = jax.jit(merged, static_argnums=1)(params, lora.scale)
+    _, theirs = computed(config.base, whole, tokens, mask)
     ours, theirs = np.asarray(ours)[mask], np.asarray(theirs)[mask]
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-5)
     _, plain = computed(config.base, base, tokens, mask)
@@ -92,9 +99,9 @@ def test_gradients_follow_from_those_of_the_merged_kernels():
     def loss(model, params):
         return loss_and_logits(model, params, tokens, mask)[0]
 
-    ours = jax.grad(lambda trained: loss(config, join(base, trained)))(adapters)
-    whole = merged(join(base, adapters), SOME.scale)
-    dense = jax.grad(partial(loss, config.base))(whole)["layers"]
+    ours = jax.jit(jax.grad(lambda trained: loss(config, join(base, trained))))(adapters)
+    whole = jax.jit(lambda params: merged(params, SOME.scale))(join(base, adapters))
+    dense = jax.jit(jax.grad(partial(loss, config.base)))(whole)["layers"]
     for name in SOME.targets:
         group, projection = TARGETS[name].split("/")
         d_w = dense[group][projection]["kernel"]
@@ -131,7 +138,7 @@ def test_devices_change_nothing(axes):
 
 def test_prefill_and_decode_equal_the_forward_pass():
     config, base, adapters = adapted("qwen3", EVERY)
-    params = decoder.unstack(join(base, adapters))
+    params = jax.jit(decoder.unstack)(join(base, adapters))
     tokens = jnp.asarray(np.random.default_rng(0).integers(3, config.vocab_size, (2, 9)))
     mask = jnp.ones_like(tokens, bool)
     forward, prefill = (jax.jit(f, static_argnums=0) for f in (decoder.forward, decoder.prefill))

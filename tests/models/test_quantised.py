@@ -34,10 +34,18 @@ def quantised(name, kind, seed=0):
     values that the kernels stand for."""
     config = replace(tiny_config(name), lora=LORA, quantised=kind)
     base = weights.load(Memory(tiny_tensors(name)), config.base)
-    _, first = frozen_and_trained(decoder.init_params(config, jax.random.key(seed)))
-    adapters = jax.tree.map(lambda x: x + 0.05, first)
-    floats = merged(base, 0.0)
-    return config, base, adapters, floats
+    return config, base, drawn_adapters(config, seed), jax.jit(lambda x: merged(x, 0.0))(base)
+
+
+def drawn_adapters(config, seed=0):
+    """Both factors of adapters, neither of them 0."""
+
+    @jax.jit
+    def draw(key):
+        _, first = frozen_and_trained(decoder.init_params(config, key))
+        return jax.tree.map(lambda x: x + 0.05, first)
+
+    return draw(jax.random.key(seed))
 
 
 def test_the_levels_are_quantiles_of_a_normal_distribution():
@@ -89,30 +97,33 @@ def test_it_computes_what_floats_of_the_same_values_compute(kind):
         def loss(trained):
             return loss_and_logits(model, join(base, trained), tokens, mask, remat="dots")[0]
 
-        return jax.value_and_grad(loss)(adapters)
+        return jax.jit(jax.value_and_grad(loss))(adapters)
 
     ours, theirs = step(config, base), step(replace(config, quantised=None), floats)
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         assert (a == b).all()
-    whole = merged(join(base, adapters), LORA.scale)
+    whole = jax.jit(lambda x: merged(x, LORA.scale))(join(base, adapters))
     assert jax.tree.structure(whole) == jax.tree.structure(floats)
-    _, logits = loss_and_logits(config, join(base, adapters), tokens, mask)
-    _, same = loss_and_logits(config.plain, whole, tokens, mask)
+    run = jax.jit(loss_and_logits, static_argnums=0)
+    _, logits = run(config, join(base, adapters), tokens, mask)
+    _, same = run(config.plain, whole, tokens, mask)
     np.testing.assert_allclose(logits[mask], same[mask], atol=1e-4)
-    _, plain = loss_and_logits(config.plain, tiny_model("qwen3")[1], tokens, mask)
+    _, plain = run(config.plain, tiny_model("qwen3")[1], tokens, mask)
     assert np.abs(plain - same)[mask].max() > 1e-2
 
 
 def test_prefill_and_decode_equal_the_forward_pass_over_them():
     config, base, adapters, _ = quantised("qwen3", "nf4")
-    params = decoder.unstack(join(base, adapters))
+    params = jax.jit(decoder.unstack)(join(base, adapters))
     tokens = jnp.asarray(np.random.default_rng(0).integers(3, config.vocab_size, (2, 6)))
     mask = jnp.ones_like(tokens, bool)
-    expected = decoder.forward(config, params, tokens, mask)
-    hidden, cache = decoder.prefill(config, params, tokens[:, :5], mask[:, :5])
+    expected = jax.jit(decoder.forward, static_argnums=0)(config, params, tokens, mask)
+    prefill = jax.jit(decoder.prefill, static_argnums=0)
+    hidden, cache = prefill(config, params, tokens[:, :5], mask[:, :5])
     np.testing.assert_allclose(hidden, expected[:, :5], atol=1e-5)
     cache = jax.tree.map(lambda x: jnp.pad(x, [(0, 0)] * 2 + [(0, 8), (0, 0)]), cache)
-    hidden, _ = decoder.decode(config, params, cache, tokens[:, 5], jnp.full(2, 5), used=6)
+    decode = jax.jit(decoder.decode, static_argnums=0, static_argnames="used")
+    hidden, _ = decode(config, params, cache, tokens[:, 5], jnp.full(2, 5), used=6)
     np.testing.assert_allclose(hidden, expected[:, 5], atol=1e-5)
 
 
@@ -142,8 +153,7 @@ def test_devices_hold_parts_and_compute_the_same(kind, axes):
         assert leaf.sharding.shard_shape(leaf.shape)[1:] == (leaf.shape[1] // 2, 192)
     heads = many["layers"]["attn"]["o"]["kernel_scale"]
     assert heads.sharding.shard_shape(heads.shape) == (3, 2, 128)
-    _, first = frozen_and_trained(decoder.init_params(config, jax.random.key(0)))
-    adapters = jax.tree.map(lambda x: x + 0.05, first)
+    adapters = drawn_adapters(config)
     placed = jax.device_put(adapters, frozen_and_trained(param_shardings(config, mesh))[1])
     tokens, mask = batch(64)
 

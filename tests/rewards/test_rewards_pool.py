@@ -398,7 +398,6 @@ def test_a_completion_that_never_ends_is_not_judged(monkeypatch: pytest.MonkeyPa
     verifiers._pool.cache_clear()
 
 
-@pytest.mark.slow
 def test_the_scorers_of_reasoning_gym_run_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its countdown computes the expression that the completion is."""
     pytest.importorskip("reasoning_gym")

