@@ -219,7 +219,7 @@ def test_projections_that_share_a_tensor_share_an_adapter(fused):
     tokens, mask = batch(BASE["vocab_size"])
     _, beside = loss_and_logits(trained.config, join(trained.load(), moved), tokens, mask)
     read = np.asarray(load_model(folder).logits(tokens, mask))
-    np.testing.assert_allclose(read[mask], beside[mask], rtol=0, atol=1e-4)
+    np.testing.assert_allclose(read[mask], beside[mask], rtol=0, atol=5e-4)
 
 
 @pytest.mark.parametrize("targets", [TARGETS, ("q_proj", "in_proj_qkv")], ids=len)
