@@ -92,29 +92,10 @@ class Section(BaseModel):
         return self
 
 
-Projection = Literal[
-    "q_proj",
-    "k_proj",
-    "v_proj",
-    "o_proj",
-    "gate_proj",
-    "up_proj",
-    "down_proj",
-    "qkv_proj",
-    "gate_up_proj",
-]
-ALL_LINEAR: tuple[Projection, ...] = (
-    "q_proj",
-    "k_proj",
-    "v_proj",
-    "o_proj",
-    "gate_proj",
-    "up_proj",
-    "down_proj",
-)
-"""The projections of a block."""
+ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""What stands for all projections of a block, under whatever names a family has them."""
 Projections = Annotated[
-    tuple[Projection, ...],
+    tuple[Name, ...],
     Field(min_length=1),
     BeforeValidator(lambda value: ALL_LINEAR if value == "all-linear" else value),
     OneOrMore,
@@ -134,7 +115,8 @@ class LoraConfig(Section):
     targets: Projections = ALL_LINEAR
     """The projections that have adapters: `all-linear`, or a list of `q_proj`, `k_proj`, `v_proj`,
     `o_proj`, `gate_proj`, `up_proj` and `down_proj`; of Phi-3 `qkv_proj`, `o_proj`, `gate_up_proj`
-    and `down_proj`."""
+    and `down_proj`; of Qwen3.5 also `in_proj_qkv`, `in_proj_z`, `in_proj_b`, `in_proj_a` and
+    `out_proj`."""
     init: Literal["default", "gaussian"] = "default"
     """A at the start. default: uniform in +-1 / sqrt(in). gaussian: normal with the standard
     deviation 1 / rank."""
