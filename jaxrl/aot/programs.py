@@ -27,6 +27,7 @@ from jaxrl.models import bert
 from jaxrl.models.batching import rows_of, width_of
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Cache, Layout, Params, abstract_params, head, keys_of
+from jaxrl.models.delta import Recurrent
 from jaxrl.models.lora import frozen_and_trained, join
 from jaxrl.models.rules import head_sharding, param_shardings
 from jaxrl.plan.inputs import PlanInputs
@@ -599,7 +600,8 @@ def _resized(
     others = beside + local_bytes(cache) - local_bytes((k, k))
     if len(lengths) > 1:
         given: tuple[Any, ...] = (model, mesh, layer(lengths[-2]), engine.length, None)
-        calls = batches * len(cache) * (len(lengths) - 1)
+        with_keys = sum(not isinstance(entry, Recurrent) for entry in cache)
+        calls = batches * with_keys * (len(lengths) - 1)
         yield Program(
             role,
             "longer cache",

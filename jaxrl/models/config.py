@@ -349,8 +349,9 @@ class DecoderConfig:
     def to_hf(self, dtype: str) -> dict[str, Any]:
         """The `config.json` of this model; read by transformers 4 and 5."""
         rope = written_rope(self.rope_theta, self.rope_scaling, self.max_positions)
-        if self.rotary_dims is not None:
-            factor = {"partial_rotary_factor": self.rotary_dims / self.head_dim}
+        if FAMILIES[self.family].partial_rotary:  # said always: 1 is not the default of all
+            dims = given(self.rotary_dims, self.head_dim)
+            factor = {"partial_rotary_factor": dims / self.head_dim}
             rope |= factor | {"rope_parameters": rope["rope_parameters"] | factor}
         eos: int | list[int] | None = list(self.eos_ids)
         if len(self.eos_ids) < 2:

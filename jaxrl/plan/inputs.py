@@ -144,6 +144,11 @@ class PlanInputs:
                 f"student.router_aux_loss_coef={balances:g} needs a mixture of experts, and"
                 f" student.model is of the family {self.student.family}: set it to 0"
             )
+        if balances and config.spec.method is not None:
+            raise UserError(
+                f"student.router_aux_loss_coef={balances:g}: the losses of jaxrl have this term, and"
+                f" algorithm={config.algorithm} has a method of its own: set it to 0"
+            )
         if config.policy.router_replay and self.student.experts is None:
             raise UserError(
                 f"policy.router_replay=true needs a mixture of experts, and student.model is of the"

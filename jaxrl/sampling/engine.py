@@ -34,6 +34,7 @@ from jaxrl.errors import UserError
 from jaxrl.models.buckets import bucket, round_up
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Cache, Params, cast, keys_of, layout_of
+from jaxrl.models.delta import Recurrent
 from jaxrl.models.kernels import target_of
 from jaxrl.sampling import decode, text
 from jaxrl.sampling.episodes import Partner
@@ -449,6 +450,8 @@ class _Run:
             self._record_cache()
         if self._cached() != length or kept is not None:
             for i, layer in enumerate(self.cache):
+                if isinstance(layer, Recurrent) and kept is None:  # it has no positions
+                    continue
                 given = (config, mesh, [layer], length, kept)
                 with self.ledger.running(decode.resize, *given):
                     self.cache[i : i + 1] = decode.resize(*given)

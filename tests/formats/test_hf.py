@@ -58,6 +58,16 @@ def test_config_survives_our_writing(name: str) -> None:
     assert DecoderConfig.from_hf(older) == config
 
 
+def test_heads_of_qwen3_5_that_rotate_as_a_whole_are_written_so() -> None:
+    """What is left out, or null, is a quarter there."""
+    config = replace(tiny_config("qwen3_5"), rotary_dims=None)
+    written = config.to_hf("float32")
+    assert DecoderConfig.from_hf(written) == config
+    unsaid = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": None}
+    left_out = written | {"rope_parameters": unsaid, "partial_rotary_factor": None}
+    assert DecoderConfig.from_hf(left_out).rotary_dims == config.head_dim // 4
+
+
 def test_rope_of_every_tiny_config_is_read() -> None:
     for name, raw in RAW_CONFIGS.items():
         config, rope = tiny_config(name), raw["rope_parameters"]

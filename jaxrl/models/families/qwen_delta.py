@@ -23,9 +23,10 @@ DEFAULTS: dict[str, Any] = {"head_dim": 256, "num_key_value_heads": 4}
 def prepare(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     if raw.get("attn_output_gate") is False:
         raise UserError("attn_output_gate=false is not supported for this family")
-    params = raw.get("rope_parameters")
-    factor = {} if isinstance(params, dict) and PARTIAL in params else {PARTIAL: 0.25}
-    return DEFAULTS | factor | dict(raw)
+    stated = {key: value for key, value in raw.items() if value is not None}
+    params = stated.get("rope_parameters")
+    rotates = isinstance(params, dict) and params.get(PARTIAL) is not None
+    return {**raw, **DEFAULTS, **({} if rotates else {PARTIAL: 0.25}), **stated}
 
 
 def read(raw: Mapping[str, Any]) -> dict[str, Any]:
