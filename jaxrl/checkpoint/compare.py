@@ -92,7 +92,7 @@ def _at(mapping: Any, path: str) -> Any:
 
 
 def _apart(value: object, other: object) -> object:
-    """Of a mapping, what another one has not."""
+    """Of a mapping, the keys whose values differ from another one's."""
     if not isinstance(value, dict) or not isinstance(other, dict):
         return value
     return {name: one for name, one in value.items() if other.get(name, _ABSENT) != one}

@@ -37,11 +37,16 @@ def code_here(mapping: dict[str, Any]) -> dict[str, Any]:
 
 def same_code(before: object, now: object) -> bool:
     """Whether two values of a key in `CODE` differ in the folders of their files alone."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        return before.keys() == now.keys() and all(same_code(before[k], now[k]) for k in before)
-    if not isinstance(before, list) or not isinstance(now, list):
-        before, now = [before], [now]
-    return [_file_name(text) for text in before] == [_file_name(text) for text in now]
+    return without_folders(before) == without_folders(now)
+
+
+def without_folders(value: object) -> object:
+    """A value of a key in `CODE` with the names of its files alone."""
+    if isinstance(value, dict):
+        return {name: without_folders(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_folders(one) for one in value]
+    return _file_name(value)
 
 
 def changed(mapping: dict[str, Any], key: str, change: Callable[[str], str]) -> dict[str, Any]:
@@ -93,8 +98,10 @@ def _exists(folder: Path, path: str) -> bool:
 
 
 def _file_name(text: object) -> object:
-    """`file.py` and `file.py:function` without a folder; anything else as it is."""
-    if isinstance(text, str) and text.endswith(".py"):
+    """`file.py`, `file.py:function` and absolute paths without a folder; anything else as it is."""
+    if not isinstance(text, str):
+        return text
+    if text.endswith(".py") or Path(text).is_absolute() and ".py:" not in text:
         return Path(text).name
     place, colon, name = str(text).rpartition(":")
     return f"{Path(place).name}:{name}" if colon and place.endswith(".py") else text

@@ -72,7 +72,7 @@ class SchemaTool:
         ]
         self.__signature__ = inspect.Signature(each)
 
-    def __call__(self, **arguments: Any) -> Any:
+    def __call__(self, /, **arguments: Any) -> Any:
         return self._call(self.__name__, arguments)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
+from jaxrl.config.paths import without_folders
 from jaxrl.config.schema import Config
 from jaxrl.data.example import Message, Split
 from jaxrl.data.tokenizer import Tokenizer, as_messages, encode_prompt, has_template
@@ -347,8 +348,9 @@ class EpisodeBatch:
             key = (self._number, prompt, sample)
             columns = row_of(row)
             source = self._all.source
-            known = json.dumps([columns, source.arguments], sort_keys=True, default=repr)
-            chain = _digest(source.text, source.digest, known)
+            what = without_folders([source.text, dict(source.arguments)])
+            known = json.dumps([columns, what], sort_keys=True, default=repr)
+            chain = _digest(source.digest, known)
             self._episodes[prompt, sample] = _Episode(Session(key, columns), chain=chain)
         return self._episodes[prompt, sample]
 

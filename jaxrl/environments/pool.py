@@ -21,14 +21,12 @@ from jaxrl.environments.observation import Observation
 from jaxrl.environments.process import CELL, Past
 from jaxrl.environments.source import EnvironmentFacts, EnvironmentSource
 from jaxrl.process.killable import MAX_PROCESSES, KillableProcess, Lost
-from jaxrl.process.pool import ProcessPool
+from jaxrl.process.pool import ASYNC_SLACK_S, ProcessPool
 from jaxrl.rewards.items import Failure
 
 SERVICE = "jaxrl.environments.process"
 OURS = os.path.join("environments", "process.py")
 """A stack is shown down to the user's last frame, above the first line with this."""
-ASYNC_SLACK_S = 1.0
-"""The process cancels an awaited call at its timeout; so much later the process is killed."""
 LOOK_S = 0.25
 """Seconds between two looks whether a process is late."""
 MOST_LOSSES = 2

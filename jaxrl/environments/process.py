@@ -67,7 +67,7 @@ def serve(orders: BinaryIO, answers: int, cell: int) -> None:
     """Answers orders until there are no more.
 
     The content of the first is (source, seconds for a call, megabytes of memory or None, whether to
-    look at an instance), that of each other one is a tuple that begins with its kind and the key of
+    say what it is), that of each other one is a tuple that begins with its kind and the key of
     its episode: ("begin", key, row), ("step", key, `Past` or None, text), ("end", key).
     """
     number, (source, timeout, memory_mb, describe) = pickle.load(orders)
@@ -75,11 +75,11 @@ def serve(orders: BinaryIO, answers: int, cell: int) -> None:
     limit_memory(memory_mb)
     try:
         kind = load(source)
-        facts = asdict(facts_of(source, kind)) if describe else None
+        facts = facts_of(source, kind, describe)
     except UserError as error:
         say({"refused": str(error)})
         return
-    say({"ready": os.getpid(), "facts": facts})
+    say({"ready": os.getpid(), "facts": asdict(facts) if describe else None})
     asyncio.run(_Host(source, kind, timeout, memory_mb, answers, cell).run(orders))
 
 

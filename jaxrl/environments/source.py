@@ -104,8 +104,13 @@ def load(source: EnvironmentSource) -> type[Environment]:
     return found
 
 
-def facts_of(source: EnvironmentSource, kind: type[Environment]) -> EnvironmentFacts:
-    """Looks at an instance.
+def facts_of(
+    source: EnvironmentSource, kind: type[Environment], describe: bool
+) -> EnvironmentFacts:
+    """Looks at an instance; what is asked of a server once in a process is then known.
+
+    Args:
+        describe: whether the schemas of its tools are wanted, which take seconds.
 
     Raises:
         UserError: it cannot be made, or has neither `step` nor tools, or a tool without a schema.
@@ -134,7 +139,7 @@ def facts_of(source: EnvironmentSource, kind: type[Environment]) -> EnvironmentF
         ) from error
     if not tools and kind.step is Environment.step:
         raise UserError(f"{KEY}: {source.text} has neither a method `step` nor `tools`")
-    schemas = [_schema(source, tool) for tool in tools]
+    schemas = [_schema(source, tool) for tool in tools] if describe else []
     if not inspect.iscoroutinefunction(made.close):
         made.close()
     return EnvironmentFacts(kind.reset is not Environment.reset, schemas)

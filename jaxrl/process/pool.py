@@ -13,6 +13,9 @@ from typing import Any, Generic, Self, TypeVar
 from jaxrl.errors import RunError, UserError
 from jaxrl.process.killable import END_S, KillableProcess, Lost
 
+ASYNC_SLACK_S = 1.0
+"""A process cancels an awaited call at its timeout; so much later the process is killed."""
+
 Process = TypeVar("Process", bound=KillableProcess)
 Facts = TypeVar("Facts")
 Result = TypeVar("Result")
@@ -89,7 +92,7 @@ class ProcessPool(ABC, Generic[Process, Facts]):
         """Ends all processes; futures that are not done raise RunError."""
         with suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._closing.set)
-        self._thread.join(2 * END_S)
+        self._thread.join((2 + self._workers) * END_S)
 
     def __enter__(self) -> Self:
         return self
@@ -114,7 +117,8 @@ class ProcessPool(ABC, Generic[Process, Facts]):
                 self._error = group.exceptions[0]
         if not self._facts.done():
             self._facts.set_exception(self._error)
-        await asyncio.sleep(0)  # a submission from before becomes a task
+        for _ in range(2):  # a submission from before becomes a task, and begins
+            await asyncio.sleep(0)
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
@@ -129,7 +133,10 @@ class ProcessPool(ABC, Generic[Process, Facts]):
 
     async def _start(self) -> None:
         """Starts a process and takes it into use once it has loaded the code."""
-        process = self._new()
+        try:
+            process = self._new()
+        except OSError as error:
+            raise self._unstarted(error) from error
         try:
             await process.connect()
             process.order(self._first_order())
@@ -140,11 +147,12 @@ class ProcessPool(ABC, Generic[Process, Facts]):
             process.kill()
             if not isinstance(error, Lost):
                 raise
-            raise RunError(
-                f"{self._section}: the process for {self._names} did not start: {error}"
-            ) from error
+            raise self._unstarted(error) from error
         process.worker = answer["ready"]
         await self._use(process, answer)
+
+    def _unstarted(self, error: BaseException) -> RunError:
+        return RunError(f"{self._section}: the process for {self._names} did not start: {error}")
 
     def _replace(self) -> None:
         """Starts another process in place of one that was lost."""

@@ -18,14 +18,12 @@ from typing import Any
 
 from jaxrl.errors import RunError, UserError
 from jaxrl.process.killable import MAX_PROCESSES, KillableProcess, Lost
-from jaxrl.process.pool import ProcessPool
+from jaxrl.process.pool import ASYNC_SLACK_S, ProcessPool
 from jaxrl.rewards.items import Failure, Item, ItemSource, Signature
 
 SERVICE = "jaxrl.rewards.process"
 CALL_ITEMS = 16
 """Items of one call at most; an async function gets all of a process's share at once."""
-ASYNC_SLACK_S = 1.0
-"""The process cancels an awaited call at its timeout; so much later the process is killed."""
 OURS = os.path.join("rewards", "functions.py")
 """A stack is shown down to the user's last frame, above the first line with this."""
 

@@ -14,7 +14,7 @@ from jaxrl.environments.text_world import TextWorld
 @pytest.mark.parametrize("name", sorted(BUILT_IN.keys() - PACKAGES.keys()))
 def test_each_is_there(name: str) -> None:
     source = find(name)
-    facts = facts_of(source, load(source))
+    facts = facts_of(source, load(source), describe=True)
     assert facts.resets == (name != "calculator") and not facts.tools
 
 

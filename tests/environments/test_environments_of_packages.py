@@ -68,7 +68,7 @@ def failed(pool: EnvironmentPool, episode: Session, text: str) -> Failure:
 def refusal(name: str, arguments: dict[str, Any]) -> str:
     source = find(name, arguments)
     with pytest.raises(UserError) as caught:
-        facts_of(source, load(source))
+        facts_of(source, load(source), describe=True)
     return str(caught.value)
 
 
@@ -114,6 +114,7 @@ def test_a_tool_with_a_schema_is_called_as_a_function_is(text: str) -> None:
     properties = {"b": {"type": "integer"}, "a": {"type": "integer"}, "not a name": {}}
     parameters = {"type": "object", "properties": properties, "required": ["a"]}
     tool = SchemaTool("add", "Adds.", parameters, lambda name, given: (name, given))
+    assert tool(self=1) == ("add", {"self": 1})
     ((name, arguments),) = parse_calls(text, [tool])
     assert tool(**arguments) == (name, {"a": 1, "b": 2})
     assert tool.schema["function"]["parameters"] == parameters
@@ -163,6 +164,8 @@ def test_the_tools_of_an_mcp_server_are_called(numbers: EnvironmentPool) -> None
     assert "Error" in said(numbers, first, "add(b=4)")
     assert "validation error" in said(numbers, first, 'add("x")'), "the server's own words"
     assert "Error executing tool fail" in said(numbers, first, "fail()")
+    assert "not JSON serializable" in said(numbers, first, "add(..., 1)"), "what JSON cannot say"
+    assert "surrogates not allowed" in said(numbers, first, r'add("\ud800", 1)')
     assert said(numbers, first, "remember(3)") == "3 apples", "the run's variables"
     assert said(numbers, first, "remember(4)") == "7 apples"
     assert said(numbers, other, "remember(4)") == "4 apples", "a server of its own"
@@ -205,6 +208,7 @@ def test_an_mcp_server_at_an_address() -> None:
         ({"server": ["no-such-program"]}, "the MCP server no-such-program is not available"),
         ({"server": "localhost:80"}, "must be an address that begins with http://"),
         ({"server": STDIO, "tools": ["ad"]}, r"no tool 'ad' \(did you mean add\?\)"),
+        ({"server": STDIO, "tools": "add"}, r"tools='add' must be a list of names, as in \[add\]"),
         ({"sever": STDIO}, r"must be those of McpTools\(server, tools=None\)"),
     ],
 )
@@ -228,7 +232,8 @@ def test_a_gymnasium_environment_is_played_by_its_numbers() -> None:
         assert pool.facts().resets
         episode = session(seed=3)
         first = pool.submit(pool.begin(episode)).result(30)
-        assert isinstance(first, str) and first.startswith("Cross the lake.\n") and "FFF" in first
+        assert isinstance(first, str) and first.startswith("Cross the lake.\n")
+        assert "[S]FFF" in first and "\x1b" not in first, "the cell of the player"
         assert said(pool, episode, "north") == "Error: an action is a number from 0 to 3"
         assert said(pool, episode, "I go to 4") == "Error: an action is a number from 0 to 3"
         results = [step(pool, episode, f"go {action}") for action in way]
@@ -248,6 +253,8 @@ def test_a_gymnasium_environment_of_texts_has_the_rows_seed() -> None:
             rows = [pool.submit(pool.begin(session(prompt=p))).result(30) for p in "aab"]
             episode = session(seed=1)
             assert pool.submit(pool.begin(episode)).result(30) == seeds[0]
+            bad = pool.submit(pool.begin(session(seed="3"))).result(30)
+            assert isinstance(bad, Failure) and bad.text.startswith("the row's seed='3' must be")
             word = str(seeds[0]).split()[-1]
             assert step(pool, episode, "no") == Observation(
                 ({"role": "user", "content": f"It was {word}, not no"},), -1.0, False
@@ -262,6 +269,7 @@ def test_a_gymnasium_environment_of_texts_has_the_rows_seed() -> None:
     ("arguments", "expected"),
     [
         ({"id": "FrozenLake-v1"}, "set render_mode: ansi"),
+        ({**FROZEN, "render_mode": "asci"}, "render_mode='asci' is none of FrozenLake-v1: it has"),
         ({"id": "FrozenLak-v1"}, "Did you mean: `FrozenLake`?"),
         ({"id": "CartPole-v1"}, "a subclass of jaxrl.environments.packages.gymnasium:Gymnasium"),
         ({**FROZEN, "size": 3}, "unexpected keyword argument 'size'"),

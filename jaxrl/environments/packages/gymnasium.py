@@ -13,7 +13,9 @@ from jaxrl.environments.environment import Answer, Environment
 from jaxrl.environments.packages.seeds import seed_of
 from jaxrl.errors import UserError
 
-NUMBER = re.compile(r"-?\d+")
+NUMBER = re.compile(r"(?<!\d)-?\d+")
+COLOURED = re.compile(r"\x1b\[[\d;]+m(.*?)\x1b\[0m", re.DOTALL)
+"""What a terminal shows in colours, as the cell where the player is."""
 
 
 class Gymnasium(Environment):
@@ -36,13 +38,16 @@ class Gymnasium(Environment):
         """
         self._instructions, self._seed = instructions, seed
         self.game = gymnasium.make(id, **{"disable_env_checker": True, **options})
+        modes = self.game.metadata.get("render_modes", [])
+        has = f"it has {', '.join(map(str, modes)) or 'none'}"
+        if options.get("render_mode") not in (None, *modes):
+            raise UserError(f"render_mode={options['render_mode']!r} is none of {id}: {has}")
         own = type(self)
         if own.words is Gymnasium.words and not self._speaks():
             raise UserError(
                 f"the observations of {id} are {self.game.observation_space}, no text: set"
                 " render_mode: ansi in environment.arguments where it has that mode"
-                f" ({_modes(self.game)}), or name a subclass of {__name__}:Gymnasium with a method"
-                " `words`"
+                f" ({has}), or name a subclass of {__name__}:Gymnasium with a method `words`"
             )
         spaces = gymnasium.spaces.Text | gymnasium.spaces.Discrete
         if own.action is Gymnasium.action and not isinstance(self.game.action_space, spaces):
@@ -69,8 +74,9 @@ class Gymnasium(Environment):
         self.game.close()
 
     def words(self, observation: Any, info: Mapping[str, Any]) -> str:
-        """What the model reads of an observation."""
-        return observation if isinstance(observation, str) else str(self.game.render())
+        """What the model reads of an observation: what is in colours stands in brackets."""
+        shown = observation if isinstance(observation, str) else str(self.game.render())
+        return COLOURED.sub(r"[\1]", shown)
 
     def action(self, text: str) -> Any:
         """The action that a turn is; raises ValueError with what the model should do instead."""
@@ -86,7 +92,3 @@ class Gymnasium(Environment):
     def _speaks(self) -> bool:
         text = isinstance(self.game.observation_space, gymnasium.spaces.Text)
         return text or self.game.render_mode == "ansi"
-
-
-def _modes(game: Any) -> str:
-    return f"it has {', '.join(map(str, game.metadata.get('render_modes', []))) or 'none'}"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
-from typing import Any
+from typing import Any, TypeGuard
 
 from mcp import Client, MCPError, StdioServerParameters, stdio_client
 from mcp.types import CONNECTION_CLOSED, CallToolResult, Tool
@@ -39,6 +40,8 @@ class McpTools(Environment):
             tools: names of those that the model may call; None: all.
         """
         self._server = _checked(server)
+        if tools is not None and not _words(tools):
+            raise UserError(f"tools={tools!r} must be a list of names, as in [add]")
         known = {tool.name: tool for tool in _tools_of(self._server)}
         for name in known if tools is None else tools:
             if name not in known:
@@ -57,7 +60,12 @@ class McpTools(Environment):
         return SchemaTool(tool.name, tool.description or "", tool.input_schema, self._called)
 
     async def _called(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """The text that a tool returns, an error of its own included."""
+        """The text that a tool returns, an error of its own included.
+
+        Raises:
+            ValueError, TypeError: arguments that JSON cannot say, which the model reads.
+        """
+        json.dumps(dict(arguments), allow_nan=False, ensure_ascii=False).encode()
         if self._connection is None:
             self._connection = _Connection(self._server)
         try:
@@ -101,10 +109,15 @@ class _Connection:
                 self._open.set_exception(error)
 
 
+def _words(value: object) -> TypeGuard[Sequence[str]]:
+    listed = value if isinstance(value, list | tuple) else ()
+    return bool(listed) and all(isinstance(word, str) for word in listed)
+
+
 def _checked(server: object) -> Server:
     if isinstance(server, str) and server.startswith(("http://", "https://")):
         return server
-    if isinstance(server, list | tuple) and server and all(isinstance(w, str) for w in server):
+    if _words(server):
         return tuple(server)
     raise UserError(
         f"server={server!r} must be an address that begins with http:// or https://, or a list of"
@@ -160,11 +173,12 @@ def _text(result: CallToolResult) -> str:
 
 
 def _shown(server: Server) -> str:
-    return f"the MCP server {server if isinstance(server, str) else ' '.join(server)}"
+    return f"the MCP server {server if isinstance(server, str) else shlex.join(server)}"
 
 
 def _gone(server: Server, error: BaseException) -> str:
     while isinstance(error, BaseExceptionGroup):  # of the library's tasks
         error = error.exceptions[0]
     reason = str(error) or f"no answer within {LIST_S:g} s"
-    return f"{_shown(server)} is not available: {type(error).__name__}: {reason}"
+    command = "" if isinstance(server, str) else "; what it printed is above"
+    return f"{_shown(server)} is not available: {type(error).__name__}: {reason}{command}"

@@ -6,15 +6,21 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
+from jaxrl.environments.environment import Unavailable
+
 MOST = 2**31
 
 
 def seed_of(row: Mapping[str, Any], column: str) -> int:
-    """The number in a row's column; in a row without it, one that the prompt chooses."""
+    """The number in a row's column; in a row without it, one that the prompt chooses.
+
+    Raises:
+        Unavailable: the column has something else.
+    """
     value = row.get(column)
     if value is None:
         digest = hashlib.sha256(str(row["prompt"]).encode()).digest()
         return int.from_bytes(digest[:8], "little") % MOST
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"the row's {column}={value!r} must be a whole number, 0 or more")
+        raise Unavailable(f"the row's {column}={value!r} must be a whole number, 0 or more")
     return value
