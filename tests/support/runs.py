@@ -77,7 +77,7 @@ def arguments(models, run_dir, *overrides):
 
 
 def start(models, run_dir, *overrides):
-    """A run in a process of its own, on as many devices as this one has: with other devices it would
+    """A run in a process of its own, on as many devices as this one has: with others it would
     compile all programs anew."""
     command = [sys.executable, "-m", "jaxrl.train", *QUICK]
     command += arguments(models, run_dir, *overrides)
