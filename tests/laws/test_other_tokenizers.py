@@ -23,6 +23,8 @@ from jaxrl.run.job import make_job
 from jaxrl.score.scoring import prepare
 from jaxrl.train import train
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 MESH = "mesh=actor=2,rollout=1,teacher=2"
 EMBEDDING = "model.embed_tokens.weight"
 ORDER = np.random.default_rng(0).permutation(24)

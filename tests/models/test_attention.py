@@ -52,7 +52,7 @@ def gradients(function: Any, *given: Any) -> tuple[Any, Any]:
 
 def assert_close(found: Any, expected: Any, limit: float = 2e-5) -> None:
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, atol=limit * max(1.0, float(jnp.abs(b).max())))
+        np.testing.assert_allclose(a, b, atol=limit * max(1.0, float(np.abs(b).max())))
 
 
 def scores(
@@ -285,8 +285,7 @@ def test_completions_that_share_a_prompt_have_its_sinks_once(
     monkeypatch.setattr(splash, "attend", partial(splash.attend, interpret=True))
     tokens, real, completions, live = rows(64)
     whole = [
-        jnp.concatenate([jnp.repeat(x, 2, 0), y], 1)
-        for x, y in ((tokens, completions), (real, live))
+        np.concatenate([np.repeat(x, 2, 0), y], 1) for x, y in ((tokens, completions), (real, live))
     ]
     packing = pack(Sequences(*whole, live, 2))
     n = packing.tokens.shape[1]
@@ -306,13 +305,13 @@ def test_a_decode_step_has_the_sinks(
 ) -> None:
     monkeypatch.setattr(flash_decode, "BLOCK_BYTES", 1 << 14)
     q, k, v = arrays((3, 1, N, 16), *[(3, KV, 320, 16)] * 2)
-    lengths = jnp.array([1, 150, 320], jnp.int32)
+    lengths = np.array([1, 150, 320], np.int32)
     for module in (split_k, flash_decode):
         monkeypatch.setattr(module, "attend", partial(module.attend, interpret=True))
-    found = attention.step_attender(name, lengths - 1, 320, None, window)(q, k, v, SINKS)
-    at = jnp.arange(320)[None, None]
+    found = jax.jit(attention.step_attender(name, lengths - 1, 320, None, window))(q, k, v, SINKS)
+    at = np.arange(320)[None, None]
     allowed = (at < lengths[:, None, None]) & (at >= lengths[:, None, None] - (window or 320))
-    expected = with_sinks(q, k.swapaxes(1, 2), v.swapaxes(1, 2), SINKS, allowed)
+    expected = jax.jit(with_sinks)(q, k.swapaxes(1, 2), v.swapaxes(1, 2), SINKS, allowed)
     np.testing.assert_allclose(found, expected, 2e-6, 2e-6)
 
 
@@ -329,14 +328,14 @@ def test_rows_are_rolled_and_rolled_back_and_nothing_is_added_up() -> None:
     assert "scatter" not in str(differentiated)
 
 
-def rows(vocab: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+def rows(vocab: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Left-padded prompts and right-padded completions of them, with their masks."""
     rng = np.random.default_rng(0)
-    prompts = jnp.asarray(rng.integers(0, vocab, (4, W)), jnp.int32)
-    completions = jnp.asarray(rng.integers(0, vocab, (8, C)), jnp.int32)
-    real = jnp.arange(W)[None] >= jnp.array([0, 4, 6, 2])[:, None]
-    lengths = jnp.array([5, 1, 3, 2, 5, 4, 1, 2])
-    return prompts, real, completions, jnp.arange(C)[None] < lengths[:, None]
+    prompts = rng.integers(0, vocab, (4, W)).astype(np.int32)
+    completions = rng.integers(0, vocab, (8, C)).astype(np.int32)
+    real = np.arange(W)[None] >= np.array([0, 4, 6, 2])[:, None]
+    lengths = np.array([5, 1, 3, 2, 5, 4, 1, 2])
+    return prompts, real, completions, np.arange(C)[None] < lengths[:, None]
 
 
 WINDOWS = (LayerKind(window=3), LayerKind(rotates=False))
@@ -361,7 +360,7 @@ def test_a_model_is_the_same_function_in_each_kernel(
     config = replace(config, kinds=kinds)
     prompts, real, completions, live = rows(config.vocab_size)
     halves = (prompts, completions), (real, live)
-    whole = [jnp.concatenate([jnp.repeat(x, 2, 0), y], 1) for x, y in halves]
+    whole = [np.concatenate([np.repeat(x, 2, 0), y], 1) for x, y in halves]
 
     def loss(params: Any) -> tuple[jax.Array, Any]:
         plain = decoder.forward(config, params, *whole, mesh=mesh)
@@ -463,15 +462,17 @@ def test_a_decode_step_in_a_kernel_is_the_step_of_products(
     the last not full."""
     monkeypatch.setattr(flash_decode, "BLOCK_BYTES", 1 << 16)
     shapes = (5, 1, 6, 16), (5, 2, positions, 16), (5, 2, positions, 16)
-    q, k, v = (x.astype(dtype) for x in arrays(*shapes))
-    lengths = jnp.array([1, 2, positions // 2, positions - 1, positions], jnp.int32)
-    seen = jnp.arange(positions)[None] < lengths[:, None]
+    lengths = np.array([1, 2, positions // 2, positions - 1, positions], np.int32)
+    seen = np.arange(positions)[None] < lengths[:, None]
     if window is not None:
-        seen &= jnp.arange(positions)[None] >= lengths[:, None] - window
-    k, v = (jnp.where(seen[:, None, :, None], x, 7).astype(dtype) for x in (k, v))
-    found = kernel.attend(q, k, v, lengths, window=window, interpret=True)
+        seen &= np.arange(positions)[None] >= lengths[:, None] - window
+    q, k, v = (np.asarray(x) for x in arrays(*shapes))
+    k, v = (np.where(seen[:, None, :, None], x, np.float32(7)) for x in (k, v))
+    q, k, v = (x.astype(jnp.dtype(dtype)) for x in (q, k, v))
+    found = jax.jit(partial(kernel.attend, window=window, interpret=True))(q, k, v, lengths)
     assert found.dtype == q.dtype
-    expected = attention.attention_step(*(x.astype(jnp.float32) for x in (q, k, v)), seen)
+    wide = (x.astype(np.float32) for x in (q, k, v))
+    expected = jax.jit(attention.attention_step)(*wide, seen)
     np.testing.assert_allclose(np.asarray(found, np.float32), expected, limit, limit)
 
 
@@ -554,7 +555,7 @@ def test_the_kernel_of_an_accelerator_is_near_matrix_products(
     params = decoder.init_params(config, jax.random.key(0))
     prompts, real, completions, live = rows(config.vocab_size)
     halves = (prompts, completions), (real, live)
-    whole = [jnp.concatenate([jnp.repeat(x, 2, 0), y], 1) for x, y in halves]
+    whole = [np.concatenate([np.repeat(x, 2, 0), y], 1) for x, y in halves]
 
     def loss(params: Any) -> tuple[jax.Array, Any]:
         found = [decoder.forward(config, params, *whole, dtype=jnp.bfloat16)]

@@ -77,7 +77,8 @@ def arguments(models, run_dir, *overrides):
 
 
 def start(models, run_dir, *overrides):
-    """A run in a process of its own."""
+    """A run in a process of its own, on as many devices as this one has: with others it would
+    compile all programs anew."""
     command = [sys.executable, "-m", "jaxrl.train", *QUICK]
     command += arguments(models, run_dir, *overrides)
     return subprocess.Popen(
@@ -85,13 +86,8 @@ def start(models, run_dir, *overrides):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=os.environ | {"JAX_COMPILATION_CACHE_DIR": cache_dir()},
+        env=os.environ | environment() | {"JAX_NUM_CPU_DEVICES": str(jax.device_count())},
     )
-
-
-def cache_dir():
-
-    return jax.config.jax_compilation_cache_dir
 
 
 def wait_for(path, process, seconds=120):
