@@ -76,6 +76,10 @@ attention kernel holds less. These and the next three were read from the compile
 STREAMS: dict[str, Blocks] = {"gpu": Blocks(x=2, f=2), "tpu": Blocks(x=4.5, f=2)}
 """The same of streams (`models.packing`). On a GPU: the residual, its norm, and both products that
 are multiplied; a TPU has the next residual beside, and holds more of them for its kernels."""
+STATES = Blocks(x=2, s=1.6)
+"""On a GPU in a layer with a state, of rows or streams: what goes into the scan over chunks, what
+comes out of it and what is turned for it, in float32, beside the residual and its norm. Read from
+the compiled score of a model of Qwen3.5-9B's widths."""
 SUMMED = Blocks(x=0.5)
 """More on a GPU where `tensor` sums the results of the MLP; of streams twice as much."""
 WHOLE_ROWS = Blocks(x=2, q=2, kv=1)
@@ -316,6 +320,8 @@ class Pass:
             work = max(self.alone.times(counts[self.platform]), self._whole_rows(WHOLE_ROWS))
             work = max(work, 2 * self.residual + self.mixture())
             if self.platform == "gpu":
+                if self.config.delta is not None:
+                    work = max(work, self.blocks.times(STATES))
                 work += self.blocks.times(SUMMED) * (1 + self.packed) * (self.axes.tensor > 1)
                 if self.axes.weights > 1:
                     work += self.turned + self.layer if stacked else PREFETCHED * self.layer

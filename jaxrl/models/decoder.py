@@ -266,7 +266,8 @@ def _through(
     parameters, for each block, stacked.
 
     Args:
-        body: (x, (number, parameters, ...)) -> (x, what it leaves), of a layer.
+        body: (x, (number, parameters, ...)) -> (x, what it leaves), of a layer; with `in_turn` also
+            (x, place, alike=a list of such tuples), of the layer at that place of the list.
         numbers: [L] int32 for a scan, or None (`_Mixing.numbers`).
         more: what `body` gets beside the number and the parameters, in the form of what they leave.
         in_turn: layers of one kind that follow each other in a cycle are a scan too, and leave
@@ -286,8 +287,8 @@ def _through(
         found: list[Any] = []
         if in_turn and len(given) > 1:
             for _, run in groupby(given, lambda one: "delta" in one[1]):
-                same = jax.tree.map(lambda *xs: jnp.stack(xs), *run)
-                x, _ = jax.lax.scan(body, x, same)
+                same = list(run)
+                x, _ = jax.lax.scan(partial(body, alike=same), x, jnp.arange(len(same)))
             return x, found
         for one in given:
             x, own = body(x, one)
@@ -330,11 +331,21 @@ def _layers(
         options = {"recorded": chosen, "real": real}
         return _run(config, layer, x, rope, mixer, mesh, *split, **options)
 
-    def body(x: Array, given: tuple[Layer, Params, Array]) -> tuple[Array, Any]:
-        run: Callable[..., tuple[Array, Any]] = partial(block, given[0])
+    def chosen_of(place: Array, x: Array, *alike: Any) -> tuple[Array, Any]:
+        # Chosen where the backward pass computes it again: parameters that were stacked or chosen
+        # outside would be kept for it, a second copy of the weights of all layers.
+        number, *given = jax.tree.map(lambda *xs: jax.lax.select_n(place, *xs), *alike)
+        return block(number, x, *given)
+
+    def body(x: Array, given: Any, alike: list[Any] | None = None) -> tuple[Array, Any]:
+        run: Callable[..., tuple[Array, Any]]
+        if alike is None:
+            run, given = partial(block, given[0]), given[1:]
+        else:
+            run, given = partial(chosen_of, given), alike
         if remat != "none":
             run = jax.checkpoint(run, policy=REMAT_POLICIES[remat], prevent_cse=False)
-        return run(x, *given[1:])
+        return run(x, *given)
 
     stacked = layout_of(params) == "stacked"
     each: list[Array] = [None] * (config.cycle if stacked else config.n_layers)
