@@ -261,7 +261,9 @@ def _chunks(
         S' = exp(c_C) S + (U - W S^T)^T diag(exp(c_C - c)) K
 
     The inverse is applied by forward substitution: a product of powers would lose all digits where
-    keys are alike. The backward pass computes a chunk again.
+    keys are alike. The backward pass computes a chunk again. Products have the backend's default
+    precision of float32: on GPUs and TPUs states differ from those of single steps by its rounding
+    (1e-3 of a state with TF32), which `policy/mismatch_k3` shows.
     """
     b, t, n, per_key = g.shape
     size = min(CHUNK, t)
