@@ -219,8 +219,8 @@ def test_their_signature_is_that_of_a_function_in_a_file():
     given = pickle.loads(pickle.dumps(given))  # as they travel to another host
     with RewardFunctions(config.reward, 8, 60.0, given) as functions:
         items = [Item("p", "1", "1", {}), Item("p", "2", "3", {})]
-        assert functions.pool.submit(0, items).result().values == [1.0, 0.0]
-        assert functions.pool.submit(1, items).result().values == [1.0, 1.0]
+        assert functions.pool.judge(0, items).result().values == [1.0, 0.0]
+        assert functions.pool.judge(1, items).result().values == [1.0, 1.0]
     config, given = bind(gspo(), [wants])
     reward = RewardConfig(functions=config.reward.functions[1:])
     asks = pytest.raises(UserError, match="asks for the column `no_such_column`")
