@@ -1,4 +1,4 @@
-"""Whole runs with an environment: what it said counts after kill -9, and both launchers agree."""
+"""Whole runs with an environment: what it said counts after kill -9, with both launchers."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ import random
 import time
 from pathlib import Path
 
+import psutil
+
 from jaxrl.environments import Answer, Environment
 
 
@@ -36,17 +38,19 @@ class Dice(Environment):
         here = Path(__file__).parent
         saved = (here / "run" / "checkpoints" / "2").exists()
         if self.turn == 2 and saved and not (here / "resumed").exists():
-            (here / "stopped").touch()
-            time.sleep(100)
+            STOP
         if self.turn == 3:
             return Answer(reward=random.random(), done=True)
         return Answer(f"{random.randrange(100)}+", reward=random.random())
 '''
+WAITS = '(here / "stopped").touch(), time.sleep(100)'
+KILLS = '(here / "resumed").touch(), psutil.Process().parents()[1].kill()'
+"""The process that samples."""
 
 
 @pytest.fixture
 def given(tmp_path: Path) -> list[str]:
-    (tmp_path / "dice.py").write_text(DICE)
+    (tmp_path / "dice.py").write_text(DICE.replace("STOP", WAITS))
     return [
         *("student.model=builtin:student", "teacher.model=null", "algorithm=grpo"),
         *(*SHORT, "mesh=actor+rollout=1", "steps=4", "batch_size=4", "checkpoint.every=2"),
@@ -74,6 +78,15 @@ def trained(run_dir: Path) -> list[dict[str, Any]]:
     ]
 
 
+def before_its_end(run_dir: Path) -> Path:
+    """A copy of a run as it was at checkpoint 2, with all that its environments said."""
+    again = run_dir.parent / "again"
+    shutil.copytree(run_dir, again)
+    shutil.rmtree(again / "checkpoints" / "4")
+    shutil.rmtree(again / "final")
+    return again
+
+
 def test_a_killed_run_hears_the_same_again(given: list[str], tmp_path: Path) -> None:
     """Killed in the middle of a batch's episodes, the run goes on with what its random environments
     had said; and with all that they said it gives the same weights, bit for bit."""
@@ -95,10 +108,21 @@ def test_a_killed_run_hears_the_same_again(given: list[str], tmp_path: Path) -> 
         key: before[key] for key in before if key in after
     }
     assert [row["step"] for row in read_metrics(run_dir)] == list(range(5))
-    again = tmp_path / "again"
-    shutil.copytree(run_dir, again)
-    shutil.rmtree(again / "checkpoints" / "4")
-    shutil.rmtree(again / "final")
+    again = before_its_end(run_dir)
     resume(again)
     assert weights(again) == weights(run_dir)
     assert trained(again) == trained(run_dir)
+
+
+@pytest.mark.ray
+def test_a_rollout_that_is_killed_hears_the_same_again(given: list[str], tmp_path: Path) -> None:
+    """Killed in the middle of a batch's episodes, a worker process comes back, and the run gives
+    the weights that threads give with all that its random environments said, bit for bit."""
+    (tmp_path / "dice.py").write_text(DICE.replace("STOP", KILLS))
+    run_dir, given = tmp_path / "run", [*given, "mesh=actor=2,rollout=2"]
+    process = start(given, run_dir, *given, "launcher=ray")
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 0 and "worker rollout" in out and "is back after" in out, out
+    again = before_its_end(run_dir)
+    train(Config.load("builtin:quickstart", [*given, f"run_dir={again}"]))
+    assert weights(again) == weights(run_dir)
