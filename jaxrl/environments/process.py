@@ -18,7 +18,7 @@ import threading
 import traceback
 import types
 from collections.abc import Callable, Coroutine, Generator, Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, BinaryIO, Literal
@@ -73,13 +73,16 @@ def serve(orders: BinaryIO, answers: int, cell: int) -> None:
     number, (source, timeout, memory_mb, describe) = pickle.load(orders)
     say = sayer(answers, number)
     limit_memory(memory_mb)
+    facts = None
     try:
         kind = load(source)
-        facts = facts_of(source, kind, describe)
+        # A process that comes later lets its episodes fail, should a server be away by then.
+        with nullcontext() if describe else suppress(UserError):
+            facts = facts_of(source, kind, describe)
     except UserError as error:
         say({"refused": str(error)})
         return
-    say({"ready": os.getpid(), "facts": asdict(facts) if describe else None})
+    say({"ready": os.getpid(), "facts": asdict(facts) if describe and facts else None})
     asyncio.run(_Host(source, kind, timeout, memory_mb, answers, cell).run(orders))
 
 

@@ -198,6 +198,11 @@ def test_an_mcp_server_at_an_address() -> None:
             process.send_signal(signal.SIGKILL)
             process.wait(10)
             assert f"{url}/mcp is not available" in failed(pool, episode, "add(1)").text
+            worker = pool._ready[0].worker
+            assert worker is not None
+            os.kill(worker, signal.SIGKILL)
+            later = failed(pool, session(), "add(1)").text
+            assert f"{url}/mcp is not available" in later, "the process is replaced all the same"
         assert f"{url}/mcp is not available" in refusal("mcp", {"server": f"{url}/mcp"})
 
 
