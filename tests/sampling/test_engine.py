@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
+from tiny_models import SAMPLED as CONFIG
 
 from jaxrl.errors import UserError
 from jaxrl.models import decoder
-from jaxrl.models.config import DecoderConfig
 from jaxrl.models.rules import param_shardings
 from jaxrl.sampling import decode, text
 from jaxrl.sampling.engine import Aborted, Engine
@@ -25,18 +25,6 @@ from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import role_mesh
 from jaxrl.types import Completion
 
-CONFIG = DecoderConfig(
-    family="llama",
-    vocab_size=61,
-    d_model=32,
-    n_layers=2,
-    n_heads=4,
-    n_kv_heads=2,
-    head_dim=8,
-    d_ff=64,
-    tie_embeddings=True,
-    max_positions=256,
-)
 PROMPTS = [np.random.default_rng(i).integers(0, 61, 1 + 2 * i % 8).tolist() for i in range(5)]
 EOS = (3, 7, 11)
 SAMPLING = SamplingParams(max_new_tokens=12, eos_ids=EOS)

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_models import SAMPLED as CONFIG
 
 from jaxrl.errors import RunError
 from jaxrl.models import decoder
@@ -31,18 +32,6 @@ from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import role_mesh
 from jaxrl.types import Completion
 
-CONFIG = DecoderConfig(
-    family="llama",
-    vocab_size=61,
-    d_model=32,
-    n_layers=2,
-    n_heads=4,
-    n_kv_heads=2,
-    head_dim=8,
-    d_ff=64,
-    tie_embeddings=True,
-    max_positions=256,
-)
 PROMPTS = [[5, 9, 2], [1], [8, 8, 20, 31, 4]]
 SAMPLING = SamplingParams(max_new_tokens=40, eos_ids=(3, 7, 11))
 N, MOST_TURNS = 2, 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -12,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_models import SAMPLED
 
 from jaxrl.models import decoder
-from jaxrl.models.config import DecoderConfig
 from jaxrl.models.delta import Delta
 from jaxrl.models.kinds import LayerKind
 from jaxrl.models.rules import param_shardings
@@ -26,16 +27,9 @@ from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import role_mesh
 from jaxrl.types import Completion
 
-CONFIG = DecoderConfig(
+CONFIG = replace(
+    SAMPLED,
     family="qwen3_5_text",
-    vocab_size=61,
-    d_model=32,
-    n_layers=2,
-    n_heads=4,
-    n_kv_heads=2,
-    head_dim=8,
-    d_ff=64,
-    tie_embeddings=True,
     max_positions=512,
     kinds=(LayerKind(recurs=True), LayerKind()),
     delta=Delta(k_heads=2, v_heads=4, k_dim=8, v_dim=8),

@@ -25,6 +25,19 @@ NAMES = tuple(CASES)
 RAW_CONFIGS: dict[str, dict[str, Any]] = {
     name: json.loads((REFERENCES / "decoders" / f"{name}.json").read_text()) for name in NAMES
 }
+SAMPLED = DecoderConfig(
+    family="llama",
+    vocab_size=61,
+    d_model=32,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=8,
+    d_ff=64,
+    tie_embeddings=True,
+    max_positions=256,
+)
+"""The model that the sampling engine's tests sample from."""
 
 
 @dataclass
