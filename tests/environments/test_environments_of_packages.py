@@ -210,7 +210,7 @@ def test_an_mcp_server_at_an_address() -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ({"server": ["no-such-program"]}, "the MCP server no-such-program is not available"),
+        ({"server": ["no-such-program"]}, "MCP server no-such-program is not available.* on PATH"),
         ({"server": "localhost:80"}, "must be an address that begins with http://"),
         ({"server": STDIO, "tools": ["ad"]}, r"no tool 'ad' \(did you mean add\?\)"),
         ({"server": STDIO, "tools": "add"}, r"tools='add' must be a list of names, as in \[add\]"),
