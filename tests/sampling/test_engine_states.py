@@ -102,7 +102,7 @@ def reference() -> list[Completion]:
 @jax.jit
 def learned(tokens: jax.Array, mask: jax.Array) -> jax.Array:
     hidden = decoder.forward(CONFIG, params(), tokens[None], mask[None])
-    return jax.nn.log_softmax(decoder.logits(params(), hidden)[0])
+    return jax.nn.log_softmax(decoder.logits(CONFIG, params(), hidden)[0])
 
 
 def assert_exact(completions: list[Completion]) -> None:
