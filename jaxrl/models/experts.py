@@ -77,7 +77,7 @@ class Experts:
         return self.clamp or (lambda gate, up: activation(gate) * up)
 
 
-class Projection(NamedTuple):
+class ExpertKernel(NamedTuple):
     """One projection of all experts, of some blocks' experts (M in place of E), or its
     gradients."""
 
@@ -98,11 +98,11 @@ class ExpertKernels(NamedTuple):
 
     router: Array
     """[D, E]."""
-    gate: Projection
+    gate: ExpertKernel
     """From D to I."""
-    up: Projection
+    up: ExpertKernel
     """From D to I."""
-    down: Projection
+    down: ExpertKernel
     """From I to D."""
     router_bias: Array | None = None
     """[E]."""
@@ -162,8 +162,8 @@ def mix(
     whole = PartitionSpec()
     into, out_of = PartitionSpec(over, None, width), PartitionSpec(over, width, None)
     both, outs = PartitionSpec(over), PartitionSpec(over, width)
-    first = Projection(into, into, outs, both, into)
-    last = Projection(out_of, out_of, whole, out_of, both)
+    first = ExpertKernel(into, into, outs, both, into)
+    last = ExpertKernel(out_of, out_of, whole, out_of, both)
     parts = ExpertKernels(whole, first, first, last, whole)
     specs = (tokens, parts, tokens, tokens)
     axes: dict[str, Any] = {
@@ -273,7 +273,7 @@ def _shift(ids: jax.Array, weights: jax.Array, bias: jax.Array) -> jax.Array:
     return jnp.matmul(each, bias.astype(jnp.float32), precision="highest")
 
 
-def _cast(given: Projection, dtype: Any) -> Projection:
+def _cast(given: ExpertKernel, dtype: Any) -> ExpertKernel:
     """What is multiplied, in the dtype of the products; biases are added as they are."""
     kernel = given.kernel if given.scale is not None else given.kernel.astype(dtype)
     if given.lora_a is None or given.lora_b is None:
@@ -287,9 +287,9 @@ def every_expert(
     x: jax.Array,
     ids: jax.Array,
     weights: jax.Array,
-    gate: Projection,
-    up: Projection,
-    down: Projection,
+    gate: ExpertKernel,
+    up: ExpertKernel,
+    down: ExpertKernel,
 ) -> jax.Array:
     """`chosen_experts`, of few tokens."""
     count = len(gate.kernel)
@@ -302,7 +302,7 @@ def every_expert(
     return _projected(down, wide).sum(0)
 
 
-def _projected(by: Projection, x: jax.Array) -> jax.Array:
+def _projected(by: ExpertKernel, x: jax.Array) -> jax.Array:
     """x [M, n, in] through the projection of each of M experts."""
     if by.scale is not None:
         # That depends on x: else XLA dequantises all kernels before a loop that reads them.
@@ -314,7 +314,7 @@ def _projected(by: Projection, x: jax.Array) -> jax.Array:
     return y if by.bias is None else y + by.bias.astype(x.dtype)[:, None]
 
 
-def _kernel(of: Projection, dtype: Any) -> jax.Array:
+def _kernel(of: ExpertKernel, dtype: Any) -> jax.Array:
     return of.kernel if of.scale is None else dequantise(of.kernel, of.scale, dtype)
 
 
@@ -368,9 +368,9 @@ def chosen_experts(
     x: jax.Array,
     ids: jax.Array,
     weights: jax.Array,
-    gate: Projection,
-    up: Projection,
-    down: Projection,
+    gate: ExpertKernel,
+    up: ExpertKernel,
+    down: ExpertKernel,
 ) -> jax.Array:
     """[n, D]: of each token x [n, D] the sum of weight * down(activate(gate(x), up(x))) over those
     of its experts `ids` [n, k] that are among the E of gate, up and down, which has no bias.
@@ -398,9 +398,9 @@ def chosen_experts(
     return _summed(_loop(rows, at_once, body, out), rows.place).astype(x.dtype)
 
 
-def _those(of: Projection, experts: jax.Array) -> Projection:
+def _those(of: ExpertKernel, experts: jax.Array) -> ExpertKernel:
     """Of each block, that of its expert [M]."""
-    found: Projection = jax.tree.map(lambda leaf: leaf[experts], of)
+    found: ExpertKernel = jax.tree.map(lambda leaf: leaf[experts], of)
     return found
 
 
@@ -456,19 +456,19 @@ def _backward(
     )
 
 
-def _trained(of: Projection, frozen: bool) -> Projection:
+def _trained(of: ExpertKernel, frozen: bool) -> ExpertKernel:
     """The leaves that have gradients; None in place of the others."""
     if frozen:
-        return Projection(None, lora_a=of.lora_a, lora_b=of.lora_b)
+        return ExpertKernel(None, lora_a=of.lora_a, lora_b=of.lora_b)
     return of._replace(scale=None)
 
 
 def _gradients(
-    of: Projection, x: jax.Array, d_y: jax.Array, frozen: bool
-) -> tuple[jax.Array, Projection]:
+    of: ExpertKernel, x: jax.Array, d_y: jax.Array, frozen: bool
+) -> tuple[jax.Array, ExpertKernel]:
     """Of x [M, n, in] and of what is trained, in float32 where that is a kernel or a bias."""
     d_x = jnp.einsum("mbo,mio->mbi", d_y, _kernel(of, x.dtype))
-    found = Projection(None)
+    found = ExpertKernel(None)
     if not frozen:
         bias = None if of.bias is None else d_y.astype(jnp.float32).sum(1)
         found = found._replace(kernel=_outer(x, d_y), bias=bias)

@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxrl.models.attention import Attend
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.delta import Filters, Inputs, Recur
-from jaxrl.models.experts import ExpertKernels, Mix, Projection
+from jaxrl.models.experts import ExpertKernel, ExpertKernels, Mix
 from jaxrl.models.family import Activation
 from jaxrl.models.fields import given
 from jaxrl.models.kinds import LayerKind
@@ -213,7 +213,7 @@ class GatedMLP(nnx.Module):
 
 
 class Kernels(nnx.Module):
-    """One projection of all experts (`experts.Projection`)."""
+    """One projection of all experts (`experts.ExpertKernel`)."""
 
     def __init__(self, config: DecoderConfig, path: str, rngs: nnx.Rngs):
         """
@@ -236,9 +236,9 @@ class Kernels(nnx.Module):
         self.scale = lora.scale if lora else 0.0
 
     @property
-    def projection(self) -> Projection:
+    def held(self) -> ExpertKernel:
         held = (self.kernel, self.kernel_scale, self.bias, self.lora_a, self.lora_b)
-        found = Projection(*(None if part is None else part[...] for part in held))
+        found = ExpertKernel(*(None if part is None else part[...] for part in held))
         if found.lora_a is None:
             return found
         return found._replace(lora_a=self.scale * found.lora_a)
@@ -262,7 +262,7 @@ class MixtureMLP(nnx.Module):
 
     def __call__(self, x: jax.Array, mix: Mix) -> jax.Array:
         own, router = self.experts, self.router
-        gate, up, down = (part.projection for part in (own.gate, own.up, own.down))
+        gate, up, down = (part.held for part in (own.gate, own.up, own.down))
         bias = None if router.bias is None else router.bias[...]
         return mix(x, ExpertKernels(router.kernel[...], gate, up, down, bias))
 

@@ -16,7 +16,7 @@ from tiny_models import REFERENCES, make_mesh, tiny_config, tiny_model
 from jaxrl.errors import UserError
 from jaxrl.models import decoder, experts
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.experts import Projection
+from jaxrl.models.experts import ExpertKernel
 from jaxrl.models.lora import Lora
 from jaxrl.models.packing import pack
 from jaxrl.models.rope import YarnRope
@@ -49,12 +49,12 @@ def by_ragged_dot(x: Any, ids: Any, weights: Any, gate: Any, up: Any, down: Any)
 
 
 def by_blocks(x: Any, ids: Any, weights: Any, *kernels: Any) -> jax.Array:
-    each = map(Projection, kernels)
+    each = map(ExpertKernel, kernels)
     return experts.chosen_experts(swiglu, 8, False, x, ids, weights, *each)
 
 
 def by_all(x: Any, ids: Any, weights: Any, *kernels: Any) -> jax.Array:
-    return experts.every_expert(swiglu, x, ids, weights, *map(Projection, kernels))
+    return experts.every_expert(swiglu, x, ids, weights, *map(ExpertKernel, kernels))
 
 
 def value_and_grad(run: Any, x: Any, ids: Any, *rest: Any) -> Any:
@@ -107,7 +107,7 @@ def test_adapters_of_experts_are_terms_of_their_kernels(
 
     def beside(run: Any, x: Any, weights: Any, pairs: Any) -> jax.Array:
         each = [
-            Projection(kernel, lora_a=a, lora_b=b)
+            ExpertKernel(kernel, lora_a=a, lora_b=b)
             for kernel, (a, b) in zip(kernels, pairs, strict=True)
         ]
         return run(x, ids, weights, *each)
@@ -136,7 +136,7 @@ def test_adapters_of_experts_are_terms_of_their_kernels(
 
     def of_kernels(*kernels: Any) -> jax.Array:
         each = [
-            Projection(kernel, lora_a=a, lora_b=b)
+            ExpertKernel(kernel, lora_a=a, lora_b=b)
             for kernel, (a, b) in zip(kernels, pairs, strict=True)
         ]
         return experts.chosen_experts(swiglu, 8, True, x, ids, weights, *each).sum()
