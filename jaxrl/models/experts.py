@@ -11,9 +11,11 @@ H200.
 
 On a mesh with the axis `expert` a device holds some of the experts. The tokens of its group of
 devices are gathered, each device computes what its own experts add, and the sums are scattered back
-(all-gather, reduce-scatter). An all-to-all that sends a token only where its experts are has no
-static shape without a capacity, and would drop tokens; and with k experts a token and no more than
-k devices it would send hardly less, since most tokens go to most devices.
+(all-gather, reduce-scatter). An all-to-all that sends a token only where its experts are needs a
+capacity, and would drop tokens, or sizes that are known on the device only
+(`jax.lax.ragged_all_to_all`: no CPU has it, and its buffers are as large as what is gathered here).
+With k experts a token on n devices it would send 1 - (1 - 1/n)^k of the bytes: on eight devices 66%
+for Qwen3's 8 experts and 41% for gpt-oss's 4.
 """
 
 from __future__ import annotations
