@@ -216,7 +216,7 @@ def fused(tmp_path_factory):
     base = write_folder(place / "base", config, tensors.values.__getitem__, dtype="float32")
     trained = resolve_model(base).with_lora(Lora(2, 6.0))
     first = trained.load_adapters(make_mesh(1, 2, 1), np.float32, 5)
-    moved = jax.tree.map(lambda x: x + np.linspace(0, 0.3, x.size).reshape(x.shape), first)
+    moved = jax.tree.map(lambda x: x + np.linspace(0, 0.1, x.size).reshape(x.shape), first)
     peft.save(place / "final", trained.config, trained.base_name, moved)
     return base, trained, moved, place / "final"
 
