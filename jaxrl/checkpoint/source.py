@@ -151,7 +151,8 @@ def resolve_model(path: str | os.PathLike[str]) -> ModelSource:
             (its `final` folder or else its newest checkpoint), a checkpoint
             `RUN/checkpoints/STEP`, `builtin:teacher`, `builtin:student`, `package:NAME` for the
             GGUF file inside an installed Python package, or a name on a hub (`formats.hub`), of
-            which only config and tokenizer are fetched: the weights follow when they are loaded.
+            which only config and tokenizer are fetched: the weights follow when they are loaded
+            (those of adapters come at once, as what they adapt stands in no other file).
 
     Raises:
         UserError: nothing there, or nothing that can be loaded.
@@ -167,6 +168,8 @@ def resolve_model(path: str | os.PathLike[str]) -> ModelSource:
     if (place / store.MANIFEST).exists():
         return _checkpoint(name, place)
     if (place / peft.CONFIG).is_file():
+        on_hub = model_name(name)
+        place = place if on_hub is None else hub.with_weights(on_hub)
         return _adapted(name, place, place)
     config = hf.read_config(place)
     tokenizer = place if hf.has_tokenizer(place) else None

@@ -52,7 +52,8 @@ class LoraConfig(Section):
     """The projections that have adapters: `all-linear`, or a list of `q_proj`, `k_proj`, `v_proj`,
     `o_proj`, `gate_proj`, `up_proj` and `down_proj`; of Phi-3 `qkv_proj`, `o_proj`, `gate_up_proj`
     and `down_proj`; of Qwen3.5 also `in_proj_qkv`, `in_proj_z`, `in_proj_b`, `in_proj_a` and
-    `out_proj`."""
+    `out_proj`. Of Qwen3-MoE `gate_proj`, `up_proj` and `down_proj` are those of each expert, of
+    gpt-oss only attention has any."""
     init: Literal["default", "gaussian"] = "default"
     """A at the start. default: uniform in +-1 / sqrt(in). gaussian: normal with the standard
     deviation 1 / rank."""

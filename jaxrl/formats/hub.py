@@ -29,8 +29,10 @@ T = TypeVar("T")
 
 SNAPSHOTS = "snapshots"
 """Folder in the hub's cache whose folders are the commits of a repository."""
+ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""The files of a repository of adapters (`formats.peft`)."""
 DESCRIPTION = (
-    *("config.json", "generation_config.json", hf.INDEX, *hf.TOKENIZER_FILES),
+    *("config.json", "generation_config.json", ADAPTER, hf.INDEX, *hf.TOKENIZER_FILES),
     *("vocab.txt", "sentencepiece.bpe.model"),
     *("modules.json", "sentence_bert_config.json", "[0-9]_*/config.json"),
 )
@@ -94,7 +96,7 @@ def folder(name: HubName) -> Path:
     if name.rest:
         return _file(name)
     place = snapshot(name, DESCRIPTION)
-    if not any((place / file).is_file() for file in ("config.json", "modules.json")):
+    if not any((place / file).is_file() for file in ("config.json", "modules.json", ADAPTER)):
         raise UserError(
             f"{name.asked}: the repository on the hub has no config.json, so it is no model folder;"
             " a GGUF file is named as ORG/NAME/FILE.gguf, a data set as hf:ORG/NAME"
@@ -244,6 +246,8 @@ def weight_bytes(name: HubName) -> int:
 
 
 def _weight_files(place: Path) -> list[str]:
+    if (place / ADAPTER).is_file():
+        return [ADAPTER_WEIGHTS]
     index = place / hf.INDEX
     if not index.is_file():
         return [hf.SINGLE]

@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxrl.errors import UserError
-from jaxrl.formats import hf, weights
+from jaxrl.formats import hf, hub, weights
 from jaxrl.formats.hub_names import model_name
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Params, abstract_params, init_params
@@ -36,7 +36,7 @@ from jaxrl.sharding.reshard import to_host
 
 QUANTISED = "jaxrl_base_dtype"
 """Key of `adapter_config.json` that PEFT does not have."""
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, WEIGHTS = hub.ADAPTER, hub.ADAPTER_WEIGHTS
 _PREFIX = "base_model.model."
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "use_dora": (False,),
@@ -110,7 +110,7 @@ class Adapter:
     def _under(self) -> weights.Tensors:
         if self.quantised is None:
             return self.tensors
-        names = (kernels(self.model, path) for path in self.model.projections)
+        names = (kernels(self.model, path) for path in self.model.quantisable)
         return weights.Rounded(self.tensors, frozenset(chain(*names)), self.quantised)
 
 
@@ -186,13 +186,14 @@ def read_pairs(folder: Path, model: DecoderConfig, lora: Lora) -> tuple[Lora, di
 
 
 def kernels(model: DecoderConfig, path: str) -> tuple[str, ...]:
-    """Names of the tensors of a projection's kernels, layer by layer; none where the model has no
-    such projection."""
-    places, found = weights.places(model, "stacked"), dict[int, str]()
+    """Names of the tensors of a projection's kernels, layer by layer, those of a layer's experts
+    next to each other; none where the model has no such projection."""
+    places, found = weights.places(model, "stacked"), dict[int, tuple[str, ...]]()
     for prefix, layers in weights.block_layers(model).items():
-        place = places.get(f"{prefix}/{path}/kernel")
-        found |= {} if place is None else dict(zip(layers, place.names, strict=True))
-    return tuple(found[layer] for layer in sorted(found))
+        if (place := places.get(f"{prefix}/{path}/kernel")) is not None:
+            names = np.reshape(place.names, (len(layers), -1))
+            found |= {layer: tuple(map(str, own)) for layer, own in zip(layers, names, strict=True)}
+    return tuple(chain.from_iterable(found[layer] for layer in sorted(found)))
 
 
 def pairs_of(model: DecoderConfig, adapters: Params) -> dict[str, Pair]:
@@ -200,9 +201,9 @@ def pairs_of(model: DecoderConfig, adapters: Params) -> dict[str, Pair]:
     found: dict[str, Pair] = {}
     blocks = adapters["layers"] if model.cycle > 1 else (adapters["layers"],)
     for i, paths, names in _adapted(model):
-        each = [with_a(blocks[i][group], name) for group, name in map(_split, paths)]
+        each = [with_a(_group(blocks[i], path), _last(path)) for path in paths]
         a, b = each[0]["lora_a"], np.concatenate([one["lora_b"] for one in each], -1)
-        stacked = (x.astype(np.float32) for x in (a, b))
+        stacked = (x.astype(np.float32).reshape(-1, *x.shape[-2:]) for x in (a, b))
         found |= dict(zip(names, zip(*stacked, strict=True), strict=True))
     return found
 
@@ -233,13 +234,14 @@ def load(
     for i, paths, names in _adapted(model):
         each = [pairs[name] for name in names]
         a, b = (np.stack(x) for x in zip(*each, strict=True))
-        ends = np.cumsum([model.projections[path][1] for path in paths])
+        ends = np.cumsum([model.quantisable[path][1] for path in paths])
         for path, own in zip(paths, np.split(b, ends[:-1], -1), strict=True):
-            group, name = _split(path)
             pair = {"lora_a": a, "lora_b": own} if path == paths[0] else {"lora_b": own}
-            blocks[i].setdefault(group, {})[name] = pair
+            _group(blocks[i], path)[_last(path)] = pair
     tree: Any = {"layers": blocks[0] if model.cycle == 1 else tuple(blocks)}
-    tree = jax.tree.map(lambda leaf, shape: leaf.astype(shape.dtype), tree, shapes)
+    tree = jax.tree.map(
+        lambda leaf, like: leaf.reshape(like.shape).astype(like.dtype), tree, shapes
+    )
     if shardings is None:
         placed: Params = jax.device_put(tree)
         return placed
@@ -335,9 +337,15 @@ def _adapted(model: DecoderConfig) -> Iterator[tuple[int, tuple[str, ...], tuple
                 yield i, paths, place.names
 
 
-def _split(path: str) -> tuple[str, str]:
-    group, name = path.split("/")
-    return group, name
+def _group(block: Any, path: str) -> Any:
+    """The part of a block that has the projection at this path; it is made where it is missing."""
+    for name in path.split("/")[:-1]:
+        block = block.setdefault(name, {})
+    return block
+
+
+def _last(path: str) -> str:
+    return path.rpartition("/")[2]
 
 
 def _named(kernel: str) -> str:

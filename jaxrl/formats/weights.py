@@ -340,24 +340,23 @@ def _read_quantised(
     codes: jax.ShapeDtypeStruct,
     scale: jax.ShapeDtypeStruct,
 ) -> tuple[jax.Array, ...]:
-    """The codes and the scales of a kernel, which is read and quantised a layer at a time."""
+    """The codes and the scales of a kernel, which is read and quantised one layer's, or one
+    expert's, at a time."""
     each = packed(kind)
     block = codes.shape[-2] * each // scale.shape[-2]
 
-    def read(index: Index) -> tuple[np.ndarray, np.ndarray]:
-        *layers, rows, columns = index
+    def read(index: Index) -> tuple[np.ndarray, ...]:
+        *leading, rows, columns = index
         rows = slice(rows.start * each, rows.stop * each)
-        numbers = range(layers[0].start, layers[0].stop) if layers else (None,)
+        dims = [s.stop - s.start for s in leading]
         found = []
-        for i in numbers:
-            layer = () if i is None else (slice(i, i + 1),)
-            box = place.read(tensors, (*layer, rows, columns), np.float32)
+        for at in np.ndindex(*dims):
+            one = [slice(s.start + i, s.start + i + 1) for s, i in zip(leading, at, strict=True)]
+            box = place.read(tensors, (*one, rows, columns), np.float32)
             with _on_cpu():
                 found.append([np.asarray(x) for x in _quantise(kind, box, block)])
-        pairs = [
-            np.concatenate(parts) if layers else parts[0] for parts in zip(*found, strict=True)
-        ]
-        return pairs[0], pairs[1]
+        whole, scales = (np.stack(parts) for parts in zip(*found, strict=True))
+        return tuple(x.reshape(*dims, *x.shape[-2:]) for x in (whole, scales))
 
     return _by_box((codes, scale), read)
 

@@ -17,6 +17,7 @@ from jaxrl.models.attention import BLOCK, block_size
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Remat
 from jaxrl.models.experts import AT_ONCE, block_rows
+from jaxrl.models.quantised import packed
 from jaxrl.sharding.axes import Axes
 
 F32 = 4
@@ -100,6 +101,11 @@ normalised."""
 SPREAD = Blocks(s=1)
 """More on a single device: XLA keeps a third array of the scores' shape (out of a scan it hoists a
 constant), and does not in most programs that it partitions."""
+
+
+COPIES = 6
+"""Copies of a kernel of the experts that a CPU computes at a time, while it differentiates by their
+inputs and adapters alone: measured."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +205,8 @@ class Pass:
 
     @property
     def layer(self) -> int:
-        """Bytes of one layer's weights, gathered over `fsdp`, in the compute dtype."""
+        """Bytes of one layer's weights, gathered over `fsdp`, in the compute dtype; of quantised
+        experts, which are dequantised a few at a time, their codes."""
         c, tensor = self.config, self.axes.tensor
         queries = (2 + c.block.output_gate) * split(c.n_heads, tensor)
         width = (queries + 2 * split(c.n_kv_heads, tensor)) * c.head_dim
@@ -207,7 +214,10 @@ class Pass:
             parts = tensor if c.delta.k_heads % tensor == 0 else 1
             width = max(width, (2 * c.delta.k_width + 3 * c.delta.v_width) // parts)
         mlps = 1 if c.experts is None else split(c.experts.count, self.axes.expert)
-        return c.d_model * (width + 3 * mlps * split(c.d_ff, tensor)) * self.itemsize
+        weights = 3 * mlps * c.d_model * split(c.d_ff, tensor)
+        if c.quantised is not None and c.experts is not None:
+            weights = weights // packed(c.quantised) // self.itemsize
+        return (c.d_model * width + weights) * self.itemsize
 
     @property
     def gathered(self) -> int:
@@ -228,7 +238,8 @@ class Pass:
         """Bytes alive while the experts of a layer compute (`models.experts.chosen_experts`): the
         results of all rows, which may all be of this device's experts; and of the rows that are
         computed at a time, their input, the products and their experts' kernels. Where it is
-        differentiated, also the gradients of the kernels in float32. 0 without experts."""
+        differentiated, also the gradients of the kernels, or of their adapters, in float32. 0
+        without experts."""
         c, item = self.config, self.itemsize
         if c.experts is None:
             return 0
@@ -244,8 +255,13 @@ class Pass:
         kernels, rows = at_once * d * wide, at_once * size
         if not differentiated:
             return shared + results + (rows * (d + 2 * wide) + 2 * kernels) * item
-        summed = 3 * own * d * wide * F32
-        products = (rows * (3 * d + 6 * wide) + 3 * kernels) * item + 2 * kernels * F32
+        products = (rows * (3 * d + 6 * wide) + 3 * kernels) * item
+        if c.lora is None:
+            summed, products = 3 * own * d * wide * F32, products + 2 * kernels * F32
+        else:
+            summed = 3 * own * c.lora.rank * (d + wide) * F32
+            adapted = any(map(c.adapter, c.expert_projections)) or c.quantised is not None
+            products += (adapted and self.platform == "cpu") * COPIES * kernels * F32
         return shared + results + summed + products
 
     @property
@@ -257,7 +273,8 @@ class Pass:
         own = split(c.experts.count, self.axes.expert)
         tokens = self.tokens * (c.experts.count // own)
         wide = split(c.d_ff, self.axes.tensor)
-        return own * tokens * (c.d_model + 3 * wide) * self.itemsize
+        rows = own * tokens * (c.d_model + 3 * wide)
+        return (rows + own * c.d_model * wide * (c.quantised is not None)) * self.itemsize
 
     @property
     def turned(self) -> int:

@@ -92,12 +92,12 @@ class DecoderConfig:
             raise UserError("layers with a state need its sizes (delta), and an MLP, not experts")
         if self.lora is not None:
             object.__setattr__(self, "lora", replace(self.lora, targets=self._named(self.lora)))
-        if self.quantised is not None and self.experts is not None:
+        if self.quantised is not None and self.experts is not None and not self._apart:
             raise UserError(
-                f"student.base_dtype={self.quantised}: the experts of a mixture are not quantised;"
-                " choose float32 or bfloat16"
+                f"student.base_dtype={self.quantised}: the experts of {self.family}, which are all"
+                " in one tensor, are not quantised; choose float32 or bfloat16"
             )
-        for path, (n_in, _) in self.projections.items():
+        for path, (n_in, _) in self.quantisable.items():
             if self.quantised is not None and block_size(n_in) % packed(self.quantised):
                 raise UserError(f"nf4 has two numbers in a byte, and {path} has {n_in} inputs")
         if isinstance(self.rope_scaling, LongRope):
@@ -198,11 +198,11 @@ class DecoderConfig:
     def targets(self) -> dict[str, tuple[str, ...]]:
         """Name of a projection that may have an adapter, as in PEFT -> its path within a block; of
         a tensor with the rows of several projections, their paths, of which the first has the A of
-        all. Of a mixture only attention has any."""
+        all. Experts have none where all of them are in one tensor."""
         found: dict[str, tuple[str, ...]] = {}
         for leaf, name in FAMILIES[self.family].layer.items():
             path = leaf.removesuffix("/kernel")
-            if path in self.projections and path != ROUTER:
+            if path in self.quantisable and ("/experts/" not in path or self._apart):
                 target = name.split(".")[-2]
                 found[target] = (*found.get(target, ()), path)
         return found
@@ -262,11 +262,27 @@ class DecoderConfig:
         """Number of parameters that are trained: those of the adapters, where there are any."""
         if self.lora is None:
             return self.n_params
-        sizes = ((path, *both) for path, both in self.projections.items() if self.adapter(path))
+        sizes = ((path, *both) for path, both in self.quantisable.items() if self.adapter(path))
         return self.lora.rank * sum(
-            self.layers_with(path) * (self.has_a(path) * n_in + n_out)
-            for path, n_in, n_out in sizes
+            self.copies(path) * (self.has_a(path) * n_in + n_out) for path, n_in, n_out in sizes
         )
+
+    def copies(self, path: str) -> int:
+        """How many kernels all layers have at this path within a block."""
+        each = self.experts.count if self.experts and path in self.expert_projections else 1
+        return each * self.layers_with(path)
+
+    @property
+    def quantisable(self) -> dict[str, tuple[int, int]]:
+        """Path within a block -> (in, out) of each kernel that may be quantised or have an adapter:
+        all but that of a router."""
+        both = self.projections | self.expert_projections
+        return {path: sizes for path, sizes in both.items() if path != ROUTER}
+
+    @property
+    def _apart(self) -> bool:
+        """Whether each expert has tensors of its own in a checkpoint."""
+        return any("{expert}" in name for name in FAMILIES[self.family].tensors.values())
 
     @property
     def projections(self) -> dict[str, tuple[int, int]]:

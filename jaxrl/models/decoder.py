@@ -381,6 +381,7 @@ def _run(
         assert config.experts is not None
         activate = config.experts.gated(ACTIVATIONS[config.block.activation])
         options = {"recorded": recorded, "every": every, "split": split, "real": real}
+        options["frozen"] = config.lora is not None
         out, one = mix(config.experts, activate, mesh, x, kernels, **options)
         found.append(one)
         return out

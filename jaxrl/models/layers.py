@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxrl.models.attention import Attend
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.delta import Filters, Inputs, Recur
-from jaxrl.models.experts import ExpertKernels, Mix
+from jaxrl.models.experts import ExpertKernel, ExpertKernels, Mix
 from jaxrl.models.family import Activation
 from jaxrl.models.fields import given
 from jaxrl.models.kinds import LayerKind
@@ -73,7 +73,7 @@ class Linear(nnx.Module):
         lora = config.adapter(path)
         scale = 1.0 / math.sqrt(n_in)
         kernel, kernel_scale = scale * jax.random.normal(rngs.params(), (n_in, n_out)), None
-        if config.quantised is not None:
+        if config.quantised is not None and path in config.quantisable:
             kernel, kernel_scale = quantise(config.quantised, kernel, block_size(n_in))
         self.kernel = nnx.Param(kernel)
         self.kernel_scale = None if kernel_scale is None else nnx.Param(kernel_scale)
@@ -213,7 +213,7 @@ class GatedMLP(nnx.Module):
 
 
 class Kernels(nnx.Module):
-    """The kernels [E, in, out] of one projection of all experts, and their biases [E, out]."""
+    """One projection of all experts (`experts.ExpertKernel`)."""
 
     def __init__(self, config: DecoderConfig, path: str, rngs: nnx.Rngs):
         """
@@ -221,11 +221,27 @@ class Kernels(nnx.Module):
             path: within a block, one of `DecoderConfig.expert_projections`.
         """
         assert config.experts is not None
-        n_in, n_out = config.expert_projections[path]
-        values = jax.random.normal(rngs.params(), (config.experts.count, n_in, n_out))
-        self.kernel = nnx.Param(values / math.sqrt(n_in))
+        (n_in, n_out), count = config.expert_projections[path], config.experts.count
+        kernel, kernel_scale = jax.random.normal(rngs.params(), (count, n_in, n_out)), None
+        kernel = kernel / math.sqrt(n_in)
+        if config.quantised is not None:
+            kernel, kernel_scale = quantise(config.quantised, kernel, block_size(n_in))
+        self.kernel = nnx.Param(kernel)
+        self.kernel_scale = None if kernel_scale is None else nnx.Param(kernel_scale)
         bias = config.block.expert_bias
-        self.bias = nnx.Param(jnp.zeros((config.experts.count, n_out))) if bias else None
+        self.bias = nnx.Param(jnp.zeros((count, n_out))) if bias else None
+        lora = config.adapter(path)
+        self.lora_a = nnx.Param(lora.first(rngs.params(), n_in, count)) if lora else None
+        self.lora_b = nnx.Param(jnp.zeros((count, lora.rank, n_out))) if lora else None
+        self.scale = lora.scale if lora else 0.0
+
+    @property
+    def held(self) -> ExpertKernel:
+        held = (self.kernel, self.kernel_scale, self.bias, self.lora_a, self.lora_b)
+        found = ExpertKernel(*(None if part is None else part[...] for part in held))
+        if found.lora_a is None:
+            return found
+        return found._replace(lora_a=self.scale * found.lora_a)
 
 
 class ExpertMLPs(nnx.Module):
@@ -245,11 +261,10 @@ class MixtureMLP(nnx.Module):
         self.experts = ExpertMLPs(config, rngs)
 
     def __call__(self, x: jax.Array, mix: Mix) -> jax.Array:
-        own = self.experts
-        parts = (self.router, own.gate, own.up, own.down)
-        kernels = (part.kernel[...] for part in parts)
-        biases = (part.bias[...] for part in parts if part.bias is not None)
-        return mix(x, ExpertKernels(*kernels, *biases))
+        own, router = self.experts, self.router
+        gate, up, down = (part.held for part in (own.gate, own.up, own.down))
+        bias = None if router.bias is None else router.bias[...]
+        return mix(x, ExpertKernels(router.kernel[...], gate, up, down, bias))
 
 
 class Block(nnx.Module):

@@ -1,7 +1,8 @@
 """Adapters of low rank (LoRA, Hu et al. 2021, arXiv 2106.09685): y = x W + (alpha / r) (x A) B.
 
-The kernels W are frozen, and A [in, r] and B [r, out] are trained. In a parameter tree `lora_a` and
-`lora_b` stand beside the `kernel` that they adapt. B is 0 at the start: the outputs are the base
+The kernels W are frozen, and A [in, r] and B [r, out] are trained; each expert of a mixture has its
+own pair, [E, in, r] and [E, r, out]. In a parameter tree `lora_a` and `lora_b` stand beside the
+`kernel` that they adapt. B is 0 at the start: the outputs are the base
 model's, bit for bit.
 """
 
@@ -46,9 +47,9 @@ class Lora:
     def scale(self) -> float:
         return self.alpha / self.rank
 
-    def first(self, key: jax.Array, n_in: int) -> jax.Array:
-        """A [n_in, r] before training."""
-        shape = (n_in, self.rank)
+    def first(self, key: jax.Array, n_in: int, *count: int) -> jax.Array:
+        """A [n_in, r] before training, or [count, n_in, r] of so many experts."""
+        shape = (*count, n_in, self.rank)
         if self.init == "gaussian":
             return jax.random.normal(key, shape) / self.rank
         limit = 1 / math.sqrt(n_in)

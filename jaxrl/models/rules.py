@@ -73,16 +73,16 @@ def param_specs(
         "embed": config.d_model,
     }
 
-    projections = config.projections
+    quantisable = config.quantisable
 
     def spec(path: Any, leaf: jax.ShapeDtypeStruct) -> PartitionSpec:
         name = "/".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path)
         logical = _logical(name)
         sizes = [units[axis] if axis else 1 for axis in logical]
         path_in_block = re.sub(r"^layers/(\d+/)?|/kernel(_scale)?$", "", name)
-        if config.quantised and name.endswith(("kernel", SCALE)) and path_in_block in projections:
-            n_in, _ = projections[path_in_block]
-            sizes[0] = math.gcd(sizes[0], n_in // block_size(n_in))
+        if config.quantised and name.endswith(("kernel", SCALE)) and path_in_block in quantisable:
+            n_in, _ = quantisable[path_in_block]
+            sizes[-2] = math.gcd(sizes[-2], n_in // block_size(n_in))
         mesh_axes = [
             divided(size, AXES[axis], axis_sizes) if axis else None
             for size, axis in zip(sizes, logical, strict=True)
@@ -99,7 +99,8 @@ def _logical(path: str) -> tuple[str | None, ...]:
     axes = next(axes for pattern, axes in PATHS if re.search(pattern, kernel))
     if not path.endswith(NAMES):
         return axes
-    return (axes[0], None) if path.endswith("a") else (None, axes[1])
+    *experts, n_in, n_out = axes
+    return (*experts, n_in, None) if path.endswith("a") else (*experts, None, n_out)
 
 
 def param_shardings(config: DecoderConfig, mesh: Mesh, layout: Layout = "stacked") -> Any:

@@ -311,8 +311,10 @@ def _sampling(
     # A CPU has the kernels of all layers dequantised at once, an accelerator one kernel.
     floats = config.plain if m.inputs.on_cpu else config
     whole = layer_bytes(floats, axes, dtype) if floats.quantised != config.quantised else 0
+    experts = sum(s.size for s in shards(floats, axes) if "experts/" in s.path and whole)
+    apart = whole - experts * ITEMSIZE[dtype]  # a prefill dequantises a few experts at a time
     work = {
-        "prefill": max(run.forward(stacked=False), shard + copy * on_gpu) + whole,
+        "prefill": max(run.forward(stacked=False), shard + copy * on_gpu) + apart,
         "decode": max(scores, drawn, copy, step.every_expert) + whole,
         "longer cache": one,
     }

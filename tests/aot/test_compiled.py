@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 import pytest
@@ -215,6 +216,117 @@ def test_the_layers_of_a_decode_step_are_one_cuda_graph(made):
     assert graphs.graphs == 1
     assert graphs.inside > 10 * 2  # of two layers
     assert graphs.outside <= 10
+
+
+MIXTURE = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "vocab_size": 16384,
+    "tie_word_embeddings": False,
+}
+"""Qwen3-30B-A3B, of two layers and fewer tokens."""
+WIDE = {
+    "model_type": "qwen3",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": False,
+}
+"""Qwen3-8B."""
+SLOTS = 64
+
+
+@pytest.fixture(scope="module")
+def mixture(pool: ThreadPoolExecutor, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Programs of GSPO whose experts are divided among eight H200, 16 on each."""
+    run = config(
+        tmp_path_factory.mktemp("mixture"),
+        MIXTURE,
+        mesh="actor+rollout=8",
+        algorithm="gspo",
+        batch_size=4 * BATCH,
+        group_size=2 * GROUP,
+        actor={"micro_batch_tokens": None, "remat": "full", "parallel": {"expert": 8}},
+        rollout={"slots": SLOTS, "parallel": {"expert": 8}},
+        policy={"router_replay": True},
+        teacher={"model": None},
+        reward={"functions": ["exact"]},
+    )
+    made = compiling(pool, run, "h200x8", "update", "decode")
+    return {each.program.name: each for each in made}
+
+
+def test_tokens_travel_to_their_experts_and_back(mixture):
+    """In each of two layers three times to them (forward, again for the backward pass, and the
+    gradients of what they return) and twice back. No gradient of an expert travels, of which the
+    layers have 4.8 GB in float32; those of the other weights do, and the choices of the routers."""
+    found = read(mixture["update"].text)
+    tokens = 8 * (PROMPT + 2 * GROUP * NEW)  # of four minibatches each, a group on each device
+    moved = tokens * MIXTURE["hidden_size"] * 2
+    assert max(found.largest_gather.values()) == moved
+    assert 6 <= found.collectives["all-gather"].bytes / moved < 6.1
+    assert 4 <= found.collectives["reduce-scatter"].bytes / moved < 4.1
+    attention = 2048 * (2 * 32 + 2 * 4) * 128 + 2048 * 128
+    others = 2 * 2 * attention + 4 * 2 * 16384 * 2048  # embedding and head in float32
+    assert found.collectives["all-reduce"].bytes == pytest.approx(others, rel=0.05)
+    assert not re.search(r"\[128,(2048,768|768,2048)\]", mixture["update"].text)
+
+
+def test_a_decode_step_moves_its_tokens_not_the_experts(mixture):
+    found = read(mixture["decode"].text).collectives
+    moved = 2 * SLOTS * MIXTURE["hidden_size"] * 2  # of both layers
+    steps = mixture["decode"].plan.config.rollout.launch_tokens
+    print(steps, {kind: each.bytes / moved for kind, each in found.items()})
+    assert found["reduce-scatter"].bytes <= moved * steps
+    assert sum(each.bytes for each in found.values()) < 3 * moved * steps
+
+
+@pytest.mark.parametrize("name", ["update", "decode"])
+def test_the_plan_of_divided_experts_is_what_the_compiler_takes(mixture, name):
+    program = mixture[name].program
+    planned = program.planned(mixture[name].plan.accounts[program.role])
+    assert planned == pytest.approx(program.held(mixture[name].compiled), rel=0.07)
+
+
+ADAPTED = [
+    pytest.param({"num_hidden_layers": 4} | WIDE, "bfloat16", "h100x1", id="LoRA, 80 GB"),
+    pytest.param({"num_hidden_layers": 4} | WIDE, "nf4", "l4x1", id="QLoRA, 24 GB"),
+    pytest.param(MIXTURE, "nf4", "h100x1", id="QLoRA of experts"),
+]
+
+
+@pytest.mark.parametrize(("model", "held", "target"), ADAPTED)
+def test_the_plan_of_adapters_is_what_the_compiler_takes(model, held, target, tmp_path):
+    """Of Qwen3-8B's widths and of Qwen3-30B-A3B's: weights under adapters have no gradients, and
+    in 4 bits no copy of all layers."""
+    run = config(
+        tmp_path,
+        model,
+        mesh="actor+rollout=1",
+        algorithm="gspo",
+        student={
+            "model": str(tmp_path / "student"),
+            "lora": {"rank": 16},
+            "base_dtype": held,
+        },
+        actor={"micro_batch_tokens": PROMPT + GROUP * NEW, "remat": "full"},
+        rollout={"slots": 16},
+        teacher={"model": None},
+        reward={"functions": ["exact"]},
+    )
+    for plan, update in programs(run, target, "update"):
+        planned, found = update.planned(plan.accounts["actor"]), update.held(update.compile())
+        print(planned / found)
+        assert planned == pytest.approx(found, rel=0.1)
 
 
 SAMPLING = ["new cache", "fewer slots", "prefill", "insert", "decode"]

@@ -78,8 +78,8 @@ def test_what_is_written_is_read_again(folders, tmp_path):
         export(resolve_model(folders[0]), tmp_path / "none", adapters=True)
 
 
-@pytest.mark.parametrize("family", ["llama", "phi3"])
-def test_peft_loads_what_is_written(folders, fused, tmp_path, family):
+@pytest.mark.parametrize("family", ["llama", "phi3", "qwen3_moe"])
+def test_peft_loads_what_is_written(folders, fused, mixture, tmp_path, family):
     """As a run writes its final folder; where peft is installed, as no extra of ours asks for."""
     torch = pytest.importorskip("torch", reason="needs torch and peft to load adapters there")
     loader = pytest.importorskip("peft", reason="needs torch and peft to load adapters there")
@@ -92,6 +92,8 @@ def test_peft_loads_what_is_written(folders, fused, tmp_path, family):
     name, final = folders[0], tmp_path / "final"
     if family == "phi3":
         name, _, _, final = fused
+    if family == "qwen3_moe":
+        name, _, _, final = mixture
     base = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
     theirs = loader.PeftModel.from_pretrained(base, final).eval()
     tokens, _ = batch(BASE["vocab_size"])
@@ -155,6 +157,27 @@ def test_a_base_model_on_the_hub_has_a_name_and_a_revision(folders, tmp_path):
         resolve_model(place)
 
 
+def test_adapters_and_their_base_by_their_names_on_a_hub(folders, hub, tmp_path):
+    """Of the adapters the weights are fetched with what describes them, of the base once it is
+    loaded."""
+    base, adapters = folders
+    place = tmp_path / "named"
+    shutil.copytree(adapters, place)
+    change(place, base_model_name_or_path="org/base")
+    hub.add("org/base", base)
+    commit = hub.add("org/adapters", place)
+    source = resolve_model("org/adapters")
+    assert source.name == f"org/adapters@main@{commit}" and source.adapter.base == "org/base"
+    assert hub.fetched(".safetensors") == [peft.WEIGHTS]
+    tokens, mask = batch(BASE["vocab_size"])
+    ours = load_model("org/adapters").logits(tokens, mask)
+    assert hub.fetched(".safetensors") == [peft.WEIGHTS, "model.safetensors"]
+    assert (ours == load_model(adapters).logits(tokens, mask)).all()
+    hub.add("org/none", {peft.CONFIG: (place / peft.CONFIG).read_bytes()})
+    with pytest.raises(UserError, match=f"org/none: .* on the hub has no {peft.WEIGHTS}"):
+        resolve_model("org/none")
+
+
 def test_tensors_that_nothing_reads_or_that_are_missing_are_named(folders, tmp_path):
     place = tmp_path / "adapters"
     shutil.copytree(folders[1], place)
@@ -193,7 +216,7 @@ def fused(tmp_path_factory):
     base = write_folder(place / "base", config, tensors.values.__getitem__, dtype="float32")
     trained = resolve_model(base).with_lora(Lora(2, 6.0))
     first = trained.load_adapters(make_mesh(1, 2, 1), np.float32, 5)
-    moved = jax.tree.map(lambda x: x + np.linspace(0, 0.3, x.size).reshape(x.shape), first)
+    moved = jax.tree.map(lambda x: x + np.linspace(0, 0.1, x.size).reshape(x.shape), first)
     peft.save(place / "final", trained.config, trained.base_name, moved)
     return base, trained, moved, place / "final"
 
@@ -218,6 +241,40 @@ def test_projections_that_share_a_tensor_share_an_adapter(fused):
     assert all(map(np.array_equal, jax.tree.leaves(loaded), jax.tree.leaves(moved)))
     tokens, mask = batch(BASE["vocab_size"])
     _, beside = loss_and_logits(trained.config, join(trained.load(), moved), tokens, mask)
+    read = np.asarray(load_model(folder).logits(tokens, mask))
+    np.testing.assert_allclose(read[mask], beside[mask], rtol=0, atol=5e-4)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    """A Qwen3-MoE and adapters of attention and of all experts."""
+    place = tmp_path_factory.mktemp("mixture")
+    config = tiny_config("qwen3_moe")
+    tensors = Memory(random_tensors(weights.tensor_shapes(config), seed=1))
+    base = write_folder(place / "base", config, tensors.values.__getitem__, dtype="float32")
+    trained = resolve_model(base).with_lora(Lora(2, 6.0))
+    first = trained.load_adapters(make_mesh(1, 1, 1, 1, 2), np.float32, 5)
+    moved = jax.tree.map(lambda x: x + np.linspace(0, 0.1, x.size).reshape(x.shape), first)
+    peft.save(place / "final", trained.config, trained.base_name, moved)
+    return base, trained, moved, place / "final"
+
+
+def test_each_expert_has_a_pair_in_the_file(mixture):
+    """As peft's own of a model whose experts are modules: what a reader adds to their tensors is
+    what the model computes, on any mesh."""
+    _, trained, moved, folder = mixture
+    config = trained.config
+    pairs = safetensors.numpy.load_file(folder / peft.WEIGHTS)
+    one = "base_model.model.model.layers.1.mlp.experts.3.down_proj"
+    assert pairs[f"{one}.lora_A.weight"].shape == (2, config.d_ff)
+    assert pairs[f"{one}.lora_B.weight"].shape == (config.d_model, 2)
+    assert sum(x.size for x in pairs.values()) == config.n_trained
+    further = resolve_model(folder).with_lora(Lora(2, 6.0))
+    loaded = further.load_adapters(make_mesh(1, 2, 1, 1, 2), np.float32, 0)
+    assert jax.tree.structure(loaded) == jax.tree.structure(moved)
+    assert all(map(np.array_equal, jax.tree.leaves(loaded), jax.tree.leaves(moved)))
+    tokens, mask = batch(config.vocab_size)
+    _, beside = loss_and_logits(config, join(trained.load(), moved), tokens, mask)
     read = np.asarray(load_model(folder).logits(tokens, mask))
     np.testing.assert_allclose(read[mask], beside[mask], rtol=0, atol=5e-4)
 

@@ -16,6 +16,7 @@ from tiny_models import REFERENCES, make_mesh, tiny_config, tiny_model
 from jaxrl.errors import UserError
 from jaxrl.models import decoder, experts
 from jaxrl.models.config import DecoderConfig
+from jaxrl.models.experts import ExpertKernel
 from jaxrl.models.lora import Lora
 from jaxrl.models.packing import pack
 from jaxrl.models.rope import YarnRope
@@ -47,6 +48,15 @@ def by_ragged_dot(x: Any, ids: Any, weights: Any, gate: Any, up: Any, down: Any)
     return jnp.zeros_like(x).at[order // ids.shape[1]].add(each)
 
 
+def by_blocks(x: Any, ids: Any, weights: Any, *kernels: Any) -> jax.Array:
+    each = map(ExpertKernel, kernels)
+    return experts.chosen_experts(swiglu, 8, False, x, ids, weights, *each)
+
+
+def by_all(x: Any, ids: Any, weights: Any, *kernels: Any) -> jax.Array:
+    return experts.every_expert(swiglu, x, ids, weights, *map(ExpertKernel, kernels))
+
+
 def value_and_grad(run: Any, x: Any, ids: Any, *rest: Any) -> Any:
     def loss(x: Any, *rest: Any) -> jax.Array:
         return (run(x, ids, *rest) * jnp.cos(jnp.arange(D, dtype=x.dtype))[None]).sum()
@@ -62,10 +72,7 @@ def test_sorted_blocks_are_ragged_dot(everyone: bool, monkeypatch: pytest.Monkey
     if everyone:
         ids = np.tile(np.array([[3, 1]], np.int32), (N, 1))
     expected = value_and_grad(by_ragged_dot, x, ids, *rest)
-    for run in (
-        partial(experts.chosen_experts, swiglu, 8),
-        partial(experts.every_expert, swiglu),
-    ):
+    for run in (by_blocks, by_all):
         got = value_and_grad(run, x, ids, *rest)
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, expected
@@ -75,13 +82,66 @@ def test_sorted_blocks_are_ragged_dot(everyone: bool, monkeypatch: pytest.Monkey
 def test_experts_that_are_elsewhere_add_nothing() -> None:
     """The sums over two halves of the experts add up to that over all."""
     x, ids, weights, *kernels = given(1)
-    run = jax.jit(partial(experts.chosen_experts, swiglu, 8))
+    run = jax.jit(by_blocks)
     whole = run(x, ids, weights, *kernels)
     halves = [
         run(x, ids - first, weights, *(kernel[first:last] for kernel in kernels))
         for first, last in ((0, 2), (2, E))
     ]
     np.testing.assert_allclose(halves[0] + halves[1], whole, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("everyone", [False, True], ids=["spread", "one expert gets every token"])
+def test_adapters_of_experts_are_terms_of_their_kernels(
+    everyone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each expert's own A B beside its kernel: values, and gradients of tokens, weights and
+    adapters, are those of the sums; the kernels have no gradient."""
+    monkeypatch.setattr(experts, "AT_ONCE", 16)
+    x, ids, weights, *kernels = given()
+    if everyone:
+        ids = np.tile(np.array([[3, 1]], np.int32), (N, 1))
+    kernels, random = list(map(jnp.asarray, kernels)), np.random.RandomState(2)
+    sizes = [((E, k.shape[1], 3), (E, 3, k.shape[2])) for k in kernels]
+    pairs = [tuple(jnp.asarray(random.standard_normal(s), "f4") for s in pair) for pair in sizes]
+
+    def beside(run: Any, x: Any, weights: Any, pairs: Any) -> jax.Array:
+        each = [
+            ExpertKernel(kernel, lora_a=a, lora_b=b)
+            for kernel, (a, b) in zip(kernels, pairs, strict=True)
+        ]
+        return run(x, ids, weights, *each)
+
+    def summed(x: Any, weights: Any, pairs: Any) -> jax.Array:
+        each = [kernel + a @ b for kernel, (a, b) in zip(kernels, pairs, strict=True)]
+        return by_ragged_dot(x, ids, weights, *each)
+
+    def graded(run: Any) -> Any:
+        def loss(*args: Any) -> jax.Array:
+            return (run(*args) * jnp.cos(jnp.arange(D, dtype="f4"))[None]).sum()
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(x, weights, pairs)
+
+    expected = graded(summed)
+    for run in (
+        partial(experts.chosen_experts, swiglu, 8, True),
+        partial(experts.every_expert, swiglu),
+    ):
+        got = graded(partial(beside, run))
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * np.abs(b).max()),
+            got,
+            expected,
+        )
+
+    def of_kernels(*kernels: Any) -> jax.Array:
+        each = [
+            ExpertKernel(kernel, lora_a=a, lora_b=b)
+            for kernel, (a, b) in zip(kernels, pairs, strict=True)
+        ]
+        return experts.chosen_experts(swiglu, 8, True, x, ids, weights, *each).sum()
+
+    assert not any(np.any(d) for d in jax.jit(jax.grad(of_kernels, (0, 1, 2)))(*kernels))
 
 
 def test_recorded_experts_take_the_place_of_the_routers_choice() -> None:
@@ -99,6 +159,22 @@ def test_recorded_experts_take_the_place_of_the_routers_choice() -> None:
     np.testing.assert_array_equal(again[1:], own[1:, ::-1])
     np.testing.assert_array_equal(again[0], own[0])
     np.testing.assert_allclose(swapped[1:], weights[1:, ::-1], rtol=1e-6)
+
+
+def test_routers_sum_in_float32() -> None:
+    """Of tokens and kernels in bfloat16, whose products are exact: in bfloat16 sums would be wrong
+    by 1e-2, and nearly equal experts take each other's place."""
+    mixture = experts.Experts(count=16, chosen=2, normalised=True, dense_width=8)
+    x, router = (
+        jnp.asarray(np.random.RandomState(i).standard_normal(s), "bfloat16")
+        for i, s in enumerate(((64, 256), (256, 16)))
+    )
+    _, weights, logprobs = experts.route(mixture, x, router, None)
+    logits = np.float64(x) @ np.float64(router)
+    logits -= logits.max(-1, keepdims=True)
+    expected = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    assert logprobs.dtype == weights.dtype == np.float32
+    np.testing.assert_allclose(logprobs, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
@@ -210,13 +286,22 @@ def test_what_a_config_of_gpt_oss_leaves_out() -> None:
     assert (config.head_dim, config.rope_theta, config.max_positions) == (64, 150000.0, 131072)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
-def test_adapters_of_a_mixture_are_those_of_its_attention(name: str) -> None:
-    config = tiny_config(name)
-    lora = replace(config, lora=Lora(rank=2, alpha=4)).lora
-    assert lora is not None and lora.targets == ("q_proj", "k_proj", "v_proj", "o_proj")
-    with pytest.raises(UserError, match=f"{name} has no up_proj that adapters could be for"):
-        replace(config, lora=Lora(rank=2, alpha=4, targets=("q_proj", "up_proj")))
+def test_experts_have_adapters_where_each_has_tensors_of_its_own() -> None:
+    """As in PEFT; where all of them are one tensor, adapters are those of attention, and the
+    weights under them are not quantised."""
+    lora = Lora(rank=2, alpha=4)
+    qwen, gpt = (replace(tiny_config(name), lora=lora) for name in ("qwen3_moe", "gpt_oss"))
+    attention = ("q_proj", "k_proj", "v_proj", "o_proj")
+    assert qwen.lora is not None and qwen.experts is not None
+    assert qwen.lora.targets == (*attention, "gate_proj", "up_proj", "down_proj")
+    assert gpt.lora is not None and gpt.lora.targets == attention
+    whole = replace(qwen, lora=replace(lora, targets=attention))
+    more = qwen.n_layers * qwen.experts.count * 3 * 2 * (qwen.d_model + qwen.d_ff)
+    assert qwen.n_trained - whole.n_trained == more
+    with pytest.raises(UserError, match="gpt_oss has no up_proj that adapters could be for"):
+        replace(gpt, lora=Lora(rank=2, alpha=4, targets=("q_proj", "up_proj")))
+    with pytest.raises(UserError, match="the experts of gpt_oss, which are all in one tensor"):
+        replace(gpt, quantised="nf4")
 
 
 def test_clamped_gates_are_gpt_osss() -> None:

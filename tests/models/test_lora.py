@@ -59,6 +59,7 @@ def test_at_the_start_the_outputs_are_those_of_the_base_bit_for_bit():
         ("phi3", EVERY, "stacked"),
         ("qwen3_5", EVERY, "unstacked"),
         ("phi3", Lora(3, 12.0, ("gate_up_proj", "o_proj")), "unstacked"),
+        ("qwen3_moe", Lora(2, 3.0, ("o_proj", "up_proj", "down_proj")), "stacked"),
     ],
 )
 def test_merged_weights_compute_the_same(name, lora, layout):
@@ -115,10 +116,13 @@ def test_gradients_follow_from_those_of_the_merged_kernels():
             np.testing.assert_allclose(got[key], value, atol=1e-5 * np.abs(value).max())
 
 
-@pytest.mark.parametrize("axes", [(1, 2, 2), (2, 2, 2)])
-def test_devices_change_nothing(axes):
-    config, base, adapters = adapted("qwen2", EVERY)
-    tokens, mask = batch(config.vocab_size)
+@pytest.mark.parametrize(
+    ("name", "axes"),
+    [("qwen2", (1, 2, 2)), ("qwen2", (2, 2, 2)), ("qwen3_moe", (1, 2, 2, 1, 2))],
+)
+def test_devices_change_nothing(name, axes):
+    config, base, adapters = adapted(name, EVERY)
+    tokens, mask = (np.concatenate([x, x[:1]]) for x in batch(config.vocab_size))
     params = join(base, adapters)
     mesh = make_mesh(*axes)
     placed = jax.device_put(params, param_shardings(config, mesh))
@@ -136,8 +140,9 @@ def test_devices_change_nothing(axes):
         np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(a).max())
 
 
-def test_prefill_and_decode_equal_the_forward_pass():
-    config, base, adapters = adapted("qwen3", EVERY)
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+def test_prefill_and_decode_equal_the_forward_pass(name):
+    config, base, adapters = adapted(name, EVERY)
     params = jax.jit(decoder.unstack)(join(base, adapters))
     tokens = jnp.asarray(np.random.default_rng(0).integers(3, config.vocab_size, (2, 9)))
     mask = jnp.ones_like(tokens, bool)

@@ -14,6 +14,7 @@ from jaxrl.errors import UserError
 from jaxrl.formats import weights
 from jaxrl.models import decoder
 from jaxrl.models.config import DecoderConfig
+from jaxrl.models.experts import Experts
 from jaxrl.models.lora import Lora, frozen_and_trained, join, merged
 from jaxrl.models.quantised import NF4, block_size, dequantise, quantise
 from jaxrl.models.rules import param_shardings
@@ -87,10 +88,15 @@ def test_whole_blocks_of_a_kernel_are_quantised_alone(kind):
     assert [block_size(n) for n in (4096, 576, 48, 90)] == [64, 64, 16, 2]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_it_computes_what_floats_of_the_same_values_compute(kind):
-    """The loss, and the gradients of the adapters, bit for bit; the base has none."""
-    config, base, adapters, floats = quantised("qwen3", kind)
+@pytest.mark.parametrize(("name", "kind"), [*(("qwen3", k) for k in KINDS), ("qwen3_moe", "nf4")])
+def test_it_computes_what_floats_of_the_same_values_compute(name, kind):
+    """The loss, and the gradients of the adapters, bit for bit; the base has none. Of a mixture the
+    experts too are quantised, and the router is not."""
+    config, base, adapters, floats = quantised(name, kind)
+    if name == "qwen3_moe":
+        mlp = base["layers"]["mlp"]
+        assert mlp["experts"]["up"]["kernel"].dtype == np.uint8
+        assert mlp["router"]["kernel"].dtype == np.float32
     tokens, mask = batch(config.vocab_size)
 
     def step(model, base):
@@ -108,12 +114,13 @@ def test_it_computes_what_floats_of_the_same_values_compute(kind):
     _, logits = run(config, join(base, adapters), tokens, mask)
     _, same = run(config.plain, whole, tokens, mask)
     np.testing.assert_allclose(logits[mask], same[mask], atol=1e-4)
-    _, plain = run(config.plain, tiny_model("qwen3")[1], tokens, mask)
+    _, plain = run(config.plain, tiny_model(name)[1], tokens, mask)
     assert np.abs(plain - same)[mask].max() > 1e-2
 
 
-def test_prefill_and_decode_equal_the_forward_pass_over_them():
-    config, base, adapters, _ = quantised("qwen3", "nf4")
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+def test_prefill_and_decode_equal_the_forward_pass_over_them(name):
+    config, base, adapters, _ = quantised(name, "nf4")
     params = jax.jit(decoder.unstack)(join(base, adapters))
     tokens = jnp.asarray(np.random.default_rng(0).integers(3, config.vocab_size, (2, 6)))
     mask = jnp.ones_like(tokens, bool)
@@ -137,25 +144,35 @@ class Drawn(Memory):
 
 
 WIDE = DecoderConfig("llama", 64, 256, 3, 4, 2, 64, 384, lora=LORA)
+MIXTURE = DecoderConfig(
+    *("qwen3_moe", 64, 256, 3, 4, 2, 64, 128), lora=LORA, experts=Experts(4, 2, True, 384)
+)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("axes", [(1, 2, 2), (2, 2, 2)])
-def test_devices_hold_parts_and_compute_the_same(kind, axes):
+PARTS = [(WIDE, kind, axes) for kind in KINDS for axes in ((1, 2, 2), (2, 2, 2))]
+PARTS += [(MIXTURE, "nf4", (1, 2, 2, 1, 2)), (MIXTURE, "int8", (1, 1, 4, 1, 2))]
+"""The last with two blocks of an expert's width on four devices: each of them has it whole."""
+
+
+@pytest.mark.parametrize(("model", "kind", "axes"), PARTS)
+def test_devices_hold_parts_and_compute_the_same(model, kind, axes):
     """Each device quantises what it holds of the float weights, in whole blocks."""
-    config, mesh = replace(WIDE, quantised=kind), make_mesh(*axes)
+    config, mesh = replace(model, quantised=kind), make_mesh(*axes)
     tensors = Drawn(config)
     one = weights.load(tensors, config.base)
     many = weights.load(tensors, config.base, mesh)
     assert all(map(np.array_equal, jax.tree.leaves(one), jax.tree.leaves(many)))
-    up = many["layers"]["mlp"]["up"]
-    for leaf in (up["kernel"], up["kernel_scale"]):  # both dims are divided
-        assert leaf.sharding.shard_shape(leaf.shape)[1:] == (leaf.shape[1] // 2, 192)
-    heads = many["layers"]["attn"]["o"]["kernel_scale"]
-    assert heads.sharding.shard_shape(heads.shape) == (3, 2, 128)
+    mlp, heads = many["layers"]["mlp"], many["layers"]["attn"]["o"]["kernel_scale"]
+    if model is WIDE:
+        for leaf in (mlp["up"]["kernel"], mlp["up"]["kernel_scale"]):  # both dims are divided
+            assert leaf.sharding.shard_shape(leaf.shape)[1:] == (leaf.shape[1] // 2, 192)
+        assert heads.sharding.shard_shape(heads.shape) == (3, 2, 128)
+    else:
+        up = mlp["experts"]["up"]["kernel"]
+        assert up.sharding.shard_shape(up.shape)[1] == 2  # of four experts
     adapters = drawn_adapters(config)
     placed = jax.device_put(adapters, frozen_and_trained(param_shardings(config, mesh))[1])
-    tokens, mask = batch(64)
+    tokens, mask = (np.concatenate([x, x[:1]]) for x in batch(64))
 
     def step(base, adapters, mesh):
         def loss(trained):

@@ -215,7 +215,7 @@ def test_the_update_in_other_settings(changed: str, shape_name: str, place_name:
 QUANTISED_WITHIN = 0.12
 """A CPU has all kernels dequantised at once where it samples, of which it frees the first ones."""
 ADAPTERS = {"student.lora": {"rank": 8}}
-ADAPTED = [(s, p) for s in ("gqa", "tied") for p in PLACES]
+ADAPTED = [*((s, p) for s in ("gqa", "tied") for p in PLACES), ("experts", "one")]
 
 
 @pytest.mark.parametrize(("shape_name", "place_name"), by_default(ADAPTED, ("gqa", "data x fsdp")))
@@ -229,7 +229,10 @@ def test_adapters_and_the_weights_under_them(shape_name: str, place_name: str, m
 
 @pytest.mark.parametrize(
     ("kind", "shape_name"),
-    by_default([(k, s) for k in ("int8", "nf4") for s in ("gqa", "tied")], ("nf4", "gqa")),
+    by_default(
+        [*((k, s) for k in ("int8", "nf4") for s in ("gqa", "tied")), ("nf4", "experts")],
+        *(("nf4", "gqa"), ("nf4", "experts")),
+    ),
 )
 def test_quantised_weights_under_adapters(kind: str, shape_name: str) -> None:
     programs = Programs(shape_name, "one", **ADAPTERS, **{"student.base_dtype": kind})
