@@ -9,7 +9,7 @@ them against the compiler's account. Fused attention (`kernels.fuses`) holds no 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import NamedTuple
 
@@ -152,10 +152,21 @@ class Pass:
         needed = self.fused_attention and self.platform == "gpu" and self.shared is not None
         if not needed or self.config.windows.keys() <= {None}:
             return 0
-        c, heads = self.config, self.axes.heads
-        unit = self.rows * self.width * c.head_dim * self.itemsize
-        q, kv = (split(n, heads) * unit for n in (c.n_heads, 2 * c.n_kv_heads))
+        unit = self.rows * self.width * self.itemsize
+        q, kv = (n * unit for n in self._heads(self.axes.heads))
         return Blocks(x=self.residual, q=q, kv=kv).times(counts)
+
+    def _heads(self, parts: int) -> tuple[int, int]:
+        """Dims of a token's queries, and of its keys and values, where `parts` divide the heads: in
+        the layers that have most."""
+        each = self.config.shapes
+        q = max(split(one.n_heads, parts) * one.head_dim for one in each)
+        return q, max(2 * split(one.n_kv_heads, parts) * one.head_dim for one in each)
+
+    @property
+    def _wide(self) -> int:
+        """Width of the MLP on this device, in the layers that have most."""
+        return max(split(one.d_ff, self.axes.tensor) for one in self.config.shapes)
 
     @property
     def residual(self) -> int:
@@ -169,13 +180,9 @@ class Pass:
         if c.delta is not None:  # queries, keys, values and results of a state are in float32
             parts = tensor if c.delta.k_heads % tensor == 0 else 1
             s = max(s, self.tokens * 2 * (c.delta.k_width + c.delta.v_width) // parts * F32)
-        return Blocks(
-            x=self.residual,
-            f=0 if c.experts is not None else split(c.d_ff, tensor) * unit,
-            q=split(c.n_heads, tensor) * c.head_dim * unit,
-            kv=2 * split(c.n_kv_heads, tensor) * c.head_dim * unit,
-            s=s,
-        )
+        q, kv = (n * unit for n in self._heads(tensor))
+        f = 0 if c.experts is not None else self._wide * unit
+        return Blocks(x=self.residual, f=f, q=q, kv=kv, s=s)
 
     @property
     def alone(self) -> Blocks:
@@ -194,13 +201,18 @@ class Pass:
     def mask(self) -> int:
         """Bytes of who may attend to whom, which fused attention computes, and of the rotary
         angles."""
-        angles = self.tokens * self.config.head_dim * F32
+        angles = self.tokens * sum(self.config.head_dims) * F32
         return angles if self.fused_attention else self.pairs + angles
 
     @property
     def layer(self) -> int:
-        """Bytes of one layer's weights, gathered over `fsdp`, in the compute dtype."""
-        c, tensor = self.config, self.axes.tensor
+        """Bytes of one layer's weights, gathered over `fsdp`, in the compute dtype: of the layers
+        that have most."""
+        return max(map(self._weights, self.config.shapes))
+
+    def _weights(self, one: DecoderConfig) -> int:
+        """`layer` of a model with one."""
+        c, tensor = one, self.axes.tensor
         queries = (2 + c.block.output_gate) * split(c.n_heads, tensor)
         width = (queries + 2 * split(c.n_kv_heads, tensor)) * c.head_dim
         if c.delta is not None:
@@ -212,7 +224,10 @@ class Pass:
     @property
     def gathered(self) -> int:
         """The same of all layers of a cycle, which `fsdp` gathers at once."""
-        return self.layer * (self.config.cycle if self.axes.weights > 1 else 1)
+        if self.axes.weights == 1:
+            return self.layer
+        c = self.config
+        return sum(self._weights(c.of(kind)) for kind in c.kinds[: c.cycle])
 
     @property
     def differentiated(self) -> int:
@@ -220,9 +235,10 @@ class Pass:
         that `fsdp` gathered; layers of one kind are stacked for that (`decoder._through`)."""
         if self.config.cycle == 1:
             return self.layer
-        kinds = self.config.kinds[: self.config.cycle]
-        run = max(len(list(same)) for _, same in groupby(kind.recurs for kind in kinds))
-        return self.gathered * (2 if self.axes.weights > 1 else 1) + 2 * run * self.layer
+        c = self.config
+        shapes = groupby(kind.shape for kind in c.kinds[: c.cycle])
+        run = max(len(list(same)) * self._weights(c.of(shape)) for shape, same in shapes)
+        return self.gathered * (2 if self.axes.weights > 1 else 1) + 2 * run
 
     def mixture(self, differentiated: bool = False) -> int:
         """Bytes alive while the experts of a layer compute (`models.experts.chosen_experts`): the
@@ -266,11 +282,19 @@ class Pass:
         c, axes = self.config, self.axes
         if self.platform != "gpu" or axes.weights == 1:
             return 0
-        inputs = split(c.n_heads, axes.tensor) * c.head_dim + split(c.d_ff, axes.tensor)
-        return c.n_layers * inputs * split(c.d_model, axes.weights) * self.itemsize
+        inputs = sum(
+            n * (split(one.n_heads, axes.tensor) * one.head_dim + split(one.d_ff, axes.tensor))
+            for one, n in c.shapes.items()
+        )
+        return inputs * split(c.d_model, axes.weights) * self.itemsize
 
     def saved(self, remat: Remat) -> int:
         """Bytes that the forward pass leaves for the backward pass."""
+        each = self.config.shapes.items()
+        layers = sum(n * replace(self, config=one)._saved_by_layer(remat) for one, n in each)
+        return layers + (self._kept_by_states if remat != "full" else 0)
+
+    def _saved_by_layer(self, remat: Remat) -> int:
         by_blocks = self.width > BLOCK  # whose scores are computed again
         kept = self.blocks._replace(s=0) if by_blocks else self.blocks
         per_layer = kept.times(SAVED[remat])
@@ -278,7 +302,7 @@ class Pass:
             per_layer += self.blocks.times(SAVED_ALONE[remat])
         if self.config.block.qk_norm and self.platform != "cpu" and self.axes.size > 1:
             per_layer += self.blocks.times(SAVED_QK_NORM[remat])
-        return self.config.n_layers * per_layer + (self._kept_by_states if remat != "full" else 0)
+        return per_layer
 
     @property
     def _kept_by_states(self) -> int:

@@ -38,7 +38,7 @@ PATHS: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"delta/o/kernel$", ("state_heads", "embed")),
     (r"delta/conv/[qkv]$", ("state_heads", None, None)),
     (r"delta/(log_decay|bias)$", ("state_heads",)),
-    (r"norm/scale$", (None,)),
+    (r"(norm/scale|block_scale)$", (None,)),
 )
 AXES: dict[str, tuple[AxisName, ...]] = {
     "vocab": ("tensor",),
@@ -63,23 +63,23 @@ def param_specs(
     Args:
         axis_sizes: mesh axis -> size, e.g. `mesh.shape`.
     """
-    units = {
-        "vocab": config.vocab_size,
-        "heads": config.n_heads,
-        "kv_heads": config.n_kv_heads,
-        "state_heads": 1 if config.delta is None else config.delta.k_heads,
-        "mlp": config.d_ff,
-        "expert": 1 if config.experts is None else config.experts.count,
-        "embed": config.d_model,
-    }
-
-    projections = config.projections
-
     def spec(path: Any, leaf: jax.ShapeDtypeStruct) -> PartitionSpec:
         name = "/".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path)
+        layer = re.match(r"layers/(\d+)/", name)
+        one = config.of(config.kinds[int(layer[1]) % len(config.kinds) if layer else 0])
+        units = {
+            "vocab": one.vocab_size,
+            "heads": one.n_heads,
+            "kv_heads": one.n_kv_heads,
+            "state_heads": 1 if one.delta is None else one.delta.k_heads,
+            "mlp": one.d_ff,
+            "expert": 1 if one.experts is None else one.experts.count,
+            "embed": one.d_model,
+        }
         logical = _logical(name)
         sizes = [units[axis] if axis else 1 for axis in logical]
         path_in_block = re.sub(r"^layers/(\d+/)?|/kernel(_scale)?$", "", name)
+        projections = one.projections
         if config.quantised and name.endswith(("kernel", SCALE)) and path_in_block in projections:
             n_in, _ = projections[path_in_block]
             sizes[0] = math.gcd(sizes[0], n_in // block_size(n_in))

@@ -113,7 +113,8 @@ def reward_work(
     As `Pass.forward` over stacked layers, with the counts of streams where attention is fused; else
     XLA keeps a third array of the scores' shape on any mesh.
     """
-    fused, platform = fuses(target, config.head_dim, dtype), target.platform
+    fused = all(fuses(target, dim, dtype) for dim in config.head_dims)
+    platform = target.platform
     item = ITEMSIZE[dtype]
     run = Pass(config, axes, rows, width, item, fused, packed=True, platform=platform)
     table = _gather(config, axes, item)

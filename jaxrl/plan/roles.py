@@ -299,15 +299,17 @@ def _sampling(
     held = cache_bytes(config, axes, prompts, width, dtype)
     heads = slots * split(config.n_heads, axes.tensor)
     scores = 2 * heads * positions * F32
-    kernel = step_kernel_of(m.inputs.target, config.head_dim, dtype)
+    kernels = [step_kernel_of(m.inputs.target, dim, dtype) for dim in config.head_dims]
+    kernel = kernels[0] if all(kernels) else None
     if kernel is not None and not stacked:
-        part = config.head_dim * ITEMSIZE[dtype] + 2 * F32  # with its largest score and its sum
+        part = max(config.head_dims) * ITEMSIZE[dtype] + 2 * F32  # with its largest score and its sum
         scores = heads * part * (parts_of(positions) if kernel == "split-k" else 1)
     drawn = logits(slots, config.vocab_size, axes.tensor, SAMPLER_ARRAYS)
     table = whole_rows(config.vocab_size, config.d_model, axes, ITEMSIZE[dtype])
     shard = table // axes.weights if axes.weights > 1 else 0
     copy = table if axes.weights > 1 else 0
-    one, on_gpu = cache // config.n_layers, m.inputs.target.platform in GPU
+    of = (cache_bytes(one, axes, slots, positions, dtype) for one in config.shapes)
+    one, on_gpu = max(of), m.inputs.target.platform in GPU
     # A CPU has the kernels of all layers dequantised at once, an accelerator one kernel.
     floats = config.plain if m.inputs.on_cpu else config
     whole = layer_bytes(floats, axes, dtype) if floats.quantised != config.quantised else 0

@@ -29,7 +29,7 @@ from jaxrl.models.rules import param_shardings
 FAMILIES = (
     *("llama3_rope", "smollm", "qwen2", "qwen3", "olmo2", "phi3", "phi3_longrope"),
     *("mistral", "qwen2_sliding", "smollm3", "gemma3", "olmo3"),
-    *("qwen3_moe", "gpt_oss", "qwen3_5"),
+    *("qwen3_moe", "gpt_oss", "qwen3_5", "gemma4"),
 )
 
 
@@ -55,7 +55,8 @@ def test_config_survives_our_writing(name: str) -> None:
     config = tiny_config(name)
     assert DecoderConfig.from_hf(json.loads(json.dumps(config.to_hf("float32")))) == config
     older = {k: v for k, v in config.to_hf("float32").items() if k != "rope_parameters"}
-    assert DecoderConfig.from_hf(older) == config
+    if config.family != "gemma4_text":  # which no older version of transformers has
+        assert DecoderConfig.from_hf(older) == config
 
 
 def test_heads_of_qwen3_5_that_rotate_as_a_whole_are_written_so() -> None:

@@ -71,7 +71,7 @@ def test_logits_and_gradients_are_those_of_transformers(name: str) -> None:
         assert error <= 1e-4 * np.abs(theirs).max(), (key, error)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5", "gemma4"])
 def test_layouts_agree(name: str) -> None:
     config, params = tiny_model(name)
     _, unstacked = tiny_model(name, layout="unstacked")
@@ -104,6 +104,8 @@ def test_abstract_params_and_count_are_those_of_the_real_ones() -> None:
         *((name, layout) for layout in ("unstacked", "stacked") for name in ("smollm3", "gemma3")),
         ("qwen3_5", "unstacked"),
         ("qwen3_5", "stacked"),
+        ("gemma4", "unstacked"),
+        ("gemma4", "stacked"),
     ],
 )
 def test_prefill_then_decode_is_forward(name: str, layout: decoder.Layout) -> None:
@@ -241,6 +243,8 @@ def test_bfloat16_compute_is_near_float32(name: str) -> None:
         ("gpt_oss", (1, 2, 1, 1, 4)),
         ("gpt_oss", (2, 1, 2, 1, 2)),
         ("qwen3_5", (1, 2, 4)),  # tensor exceeds the key heads of a state
+        ("gemma4", (1, 2, 4)),  # and the KV heads of either kind of layers
+        ("gemma4", (2, 1, 2, 2)),  # and divides those of one kind
     ],
 )
 def test_sharding_changes_no_value(name: str, axes: tuple[int, ...]) -> None:

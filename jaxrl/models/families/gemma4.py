@@ -1,0 +1,133 @@
+"""The text of Gemma 4: Gemma 3's norms and windows; layers without a window have heads of their own
+width and number, whose values may be their keys, and rotate a part of their dims."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxrl.errors import UserError
+from jaxrl.models.family import OMITTED, BlockKind, Family
+from jaxrl.models.fields import given, number, size
+from jaxrl.models.kinds import (
+    FULL,
+    SLIDING,
+    LayerKind,
+    read_ropes,
+    read_windows,
+    written_ropes,
+    written_windows,
+)
+
+LOCAL = "rope_local_base_freq"
+"""Where `read_ropes` puts the base frequency of layers with a window."""
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 262_144,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "max_position_embeddings": 131_072,
+    "sliding_window": 512,
+    "tie_word_embeddings": True,
+    "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 262_144,
+    "rope_parameters": {
+        FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+        SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+    },
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+    "pad_token_id": 0,
+}
+"""What a `config.json` leaves out where it is this."""
+PERIOD = 6
+"""Of so many layers the last one has no window, where there are no `layer_types`."""
+BY_LAYER = "per_layer_config"
+"""Where newer versions of transformers keep what differs from layer to layer."""
+
+
+def prepare(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    if raw.get("use_bidirectional_attention") == "all":
+        raise UserError("use_bidirectional_attention=all is not supported; causal only")
+    if raw.get("enable_moe_block"):
+        raise UserError("enable_moe_block=true is not supported: Gemma 4 without experts only")
+    for key, default in (("num_kv_shared_layers", 0), ("hidden_size_per_layer_input", 256)):
+        if given(raw.get(key), default):
+            raise UserError(f"{key}={raw.get(key)!r} is not supported; supported: 0")
+    stated = {key: value for key, value in raw.items() if value is not None}
+    return read_ropes({**raw, **DEFAULTS, **stated}, LOCAL)
+
+
+def read(raw: Mapping[str, Any]) -> dict[str, Any]:
+    window, local = size(raw, "sliding_window"), number(raw, LOCAL)
+    kinds = read_windows(raw, window, lambda i: (i + 1) % PERIOD != 0, local, _full(raw))
+    if kinds[-1].window is not None:
+        raise UserError(f"layer_types={raw['layer_types']!r}: the last layer must be {FULL}")
+    return {"kinds": kinds, "score_dim": 1}
+
+
+def _full(raw: Mapping[str, Any]) -> LayerKind:
+    """The kind of the layers without a window."""
+    same = bool(raw.get("attention_k_eq_v"))
+    own = {
+        "head_dim": size(raw, "global_head_dim"),
+        "num_key_value_heads": raw.get("num_global_key_value_heads") if same else None,
+    }
+    types, by_layer = raw.get("layer_types"), given(raw.get(BY_LAYER), {})
+    if by_layer:
+        full = {str(i) for i, kind in enumerate(given(types, [])) if kind == FULL}
+        found = [by_layer[i] for i in by_layer]
+        known = all(one == found[0] and one.keys() <= own.keys() for one in found)
+        if not known or by_layer.keys() != full:
+            raise UserError(
+                f"{BY_LAYER}={by_layer!r} is not supported: of the layers without a window, all"
+                " alike, head_dim and num_key_value_heads may be others"
+            )
+        own = dict.fromkeys(own) | found[0]
+    return LayerKind(
+        head_dim=own["head_dim"], n_kv_heads=own["num_key_value_heads"], keys_as_values=same
+    )
+
+
+def write(config: Any) -> dict[str, Any]:
+    full = next(kind for kind in config.kinds if kind.window is None)
+    written = written_windows(config.kinds, config.n_layers) | written_ropes(config)
+    return written | {
+        "rope_scaling": OMITTED,  # transformers would have it in place of the others
+        "global_head_dim": config.of(full).head_dim,
+        "num_global_key_value_heads": config.of(full).n_kv_heads if full.keys_as_values else None,
+        "attention_k_eq_v": full.keys_as_values,
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 0,
+        "enable_moe_block": False,
+        "hidden_activation": config.block.activation,
+        "attention_bias": False,
+    }
+
+
+GEMMA4 = Family(
+    "Gemma4ForCausalLM",
+    BlockKind(
+        qk_norm="head",
+        norms="around",
+        norm_in_float32=True,
+        activation="gelu_pytorch_tanh",
+        value_norm=True,
+        scalar=True,
+    ),
+    scaled_embedding=True,
+    tensors={
+        "attn_post_norm/scale": "post_attention_layernorm.weight",
+        "mlp_norm/scale": "pre_feedforward_layernorm.weight",
+        "mlp_post_norm/scale": "post_feedforward_layernorm.weight",
+        "block_scale": "layer_scalar",
+    },
+    whole="gemma4",
+    prepare=prepare,
+    read=read,
+    write=write,
+)
