@@ -33,6 +33,9 @@ Index = tuple[slice, ...]
 
 TOP: dict[str, str] = {
     "embed/embedding": "model.embed_tokens.weight",
+    "layer_inputs/embedding": "model.embed_tokens_per_layer.weight",
+    "layer_inputs/projection": "model.per_layer_model_projection.weight",
+    "layer_inputs/norm/scale": "model.per_layer_projection_norm.weight",
     "norm/scale": "model.norm.weight",
     "lm_head/kernel": "lm_head.weight",
 }

@@ -276,6 +276,17 @@ class Pass:
         return own * tokens * (c.d_model + 3 * wide) * self.itemsize
 
     @property
+    def beside(self) -> int:
+        """Bytes of what all layers read of tokens beside the residual, and of keys and values that
+        layers borrow."""
+        c = self.config
+        lent = sum(
+            2 * split(one.n_kv_heads, self.axes.tensor) * one.head_dim
+            for one in map(c.of, c.lenders)
+        )
+        return self.tokens * (c.n_layers * c.layer_inputs + lent) * self.itemsize
+
+    @property
     def turned(self) -> int:
         """Bytes of the kernels whose last dim `fsdp` splits, of all layers: a GPU transposes them
         before the scan over stacked layers, which gathers them."""
@@ -292,6 +303,7 @@ class Pass:
         """Bytes that the forward pass leaves for the backward pass."""
         each = self.config.shapes.items()
         layers = sum(n * replace(self, config=one)._saved_by_layer(remat) for one, n in each)
+        layers += self.beside
         return layers + (self._kept_by_states if remat != "full" else 0)
 
     def _saved_by_layer(self, remat: Remat) -> int:
@@ -325,13 +337,13 @@ class Pass:
         work = self._fullest(BACKWARD[remat]) - fused * self.blocks.times(FUSED)
         work = max(work, 3 * self.residual + self.mixture(differentiated=True))
         work = max(work, self._whole_rows(WHOLE_ROWS_BACKWARD))
-        return work + normed + spread + self.differentiated + self.mask
+        return work + normed + spread + self.differentiated + self.mask + self.beside
 
     def first(self, remat: Remat) -> int:
         """Bytes alive while one block runs that will be differentiated."""
         work = max(self._fullest(FORWARD[remat]), self._whole_rows(WHOLE_ROWS))
         work = max(work, 2 * self.residual + self.mixture())
-        return work + self.gathered + self.mask
+        return work + self.gathered + self.mask + self.beside
 
     def forward(self, stacked: bool) -> int:
         """Bytes alive while one block runs without a backward pass.
@@ -353,7 +365,7 @@ class Pass:
                     work += self.residual  # of the next layer
                 elif self.packed and self.axes.weights == 1:
                     work += self.layer // 3  # one of the MLP's weights, which the scan copies
-            return work + self.mask
+            return work + self.mask + self.beside
         copied = self.gathered if stacked else 0
         if self.config.cycle > 1 and self.axes.weights == 1:  # read in place, as layer after layer
             copied = 0
@@ -368,7 +380,7 @@ class Pass:
             mlp, attention, rotary = (self.alone.times(counts) for counts in UNROLLED)
             mlp = max(mlp, rotary)
         mlp = max(mlp, 2 * self.residual + self.mixture())
-        return max(mlp + copied // 3, attention + more + copied) + self.mask
+        return max(mlp + copied // 3, attention + more + copied) + self.mask + self.beside
 
     def _fullest(self, moments: tuple[Blocks, ...]) -> int:
         return max(self.blocks.times(counts) for counts in moments)

@@ -58,6 +58,8 @@ class DecoderConfig:
     pad_id: int | None = None
     score_dim: int | None = None
     """Scores of attention are divided by its square root; None: by that of `head_dim`."""
+    layer_inputs: int = 0
+    """Dims of what each layer reads of a token beside the residual; 0: no layer does."""
     kinds: tuple[LayerKind, ...] = (LayerKind(),)
     """Of each layer; one where all layers are alike."""
     experts: Experts | None = None
@@ -188,6 +190,11 @@ class DecoderConfig:
         )
 
     @property
+    def embedded(self) -> int:
+        """Numbers that are looked up for a token."""
+        return self.d_model + self.n_layers * self.layer_inputs
+
+    @property
     def head_dims(self) -> tuple[int, ...]:
         """Of layers with attention, each once."""
         dims = (one.head_dim for one in self.shapes if one.n_attention)
@@ -200,6 +207,12 @@ class DecoderConfig:
 
     def with_layers(self, keep: Sequence[int]) -> DecoderConfig:
         """The config of a model that has only these of its layers."""
+        if self.layer_inputs or self.lenders:
+            raise UserError(
+                f"layers of {self.family} cannot be left out of a model whose layers have inputs of"
+                " their own, or keys and values in common (hidden_size_per_layer_input,"
+                " num_kv_shared_layers)"
+            )
         kinds = tuple(self.kinds[i % len(self.kinds)] for i in keep)
         return replace(self, n_layers=len(keep), kinds=kinds)
 
@@ -262,7 +275,9 @@ class DecoderConfig:
     def _params_with(self, experts: int) -> int:
         vocab = self.vocab_size * self.d_model * (1 if self.tie_embeddings else 2)
         layers = sum(n * one._layer_params(experts) for one, n in self.shapes.items())
-        return layers + vocab + self.d_model
+        width = self.n_layers * self.layer_inputs
+        inputs = width * (self.vocab_size + self.d_model) + self.layer_inputs
+        return layers + vocab + inputs + self.d_model
 
     def _layer_params(self, experts: int) -> int:
         """Of the one layer of this model, with so many experts."""
@@ -272,7 +287,7 @@ class DecoderConfig:
             outs = (n_out for _, n_out in self.expert_projections.values())
             block += self.experts.count + experts * sum(outs)
         block += (4 if self.block.norms == "around" else 2) * self.d_model
-        block += self.block.scalar
+        block += self.block.scalar + (self.d_model if self.layer_inputs else 0)
         if self.delta is not None and self.n_recurrent:
             d = self.delta
             block += d.conv * (2 * d.k_width + d.v_width) + 2 * d.v_heads + d.v_dim
@@ -321,6 +336,9 @@ class DecoderConfig:
         attention |= {} if kind.borrows else {"attn/k": (d, kv)}
         attention |= {} if kind.borrows or kind.keys_as_values else {"attn/v": (d, kv)}
         attention |= {"attn/o": (q, d)}
+        if self.layer_inputs:
+            p = self.layer_inputs
+            attention |= {"input/gate": (d, p), "input/out": (p, d)}
         if kind.recurs:
             assert self.delta is not None
             k, v, heads = self.delta.k_width, self.delta.v_width, self.delta.v_heads
@@ -454,9 +472,7 @@ def _of(config: DecoderConfig, kind: LayerKind) -> DecoderConfig:
 
 
 @lru_cache(maxsize=4096)
-def _counted(
-    config: DecoderConfig, kinds: tuple[LayerKind, ...]
-) -> Mapping[DecoderConfig, int]:
+def _counted(config: DecoderConfig, kinds: tuple[LayerKind, ...]) -> Mapping[DecoderConfig, int]:
     each = config.n_layers // len(kinds)
     found: dict[DecoderConfig, int] = {}
     for kind in kinds:

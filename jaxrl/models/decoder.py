@@ -42,7 +42,15 @@ from jaxrl.models.experts import ExpertKernels, Mix, Routed, mix
 from jaxrl.models.families import FAMILIES
 from jaxrl.models.kernels import Kernel, StepKernel
 from jaxrl.models.kinds import ByLayer, Layer, LayerKind, selected, switched
-from jaxrl.models.layers import ACTIVATIONS, PROJECTED, Block, RMSNorm, Rope, layer_angles
+from jaxrl.models.layers import (
+    ACTIVATIONS,
+    PROJECTED,
+    Block,
+    LayerInputs,
+    RMSNorm,
+    Rope,
+    layer_angles,
+)
 from jaxrl.models.packing import Packing
 from jaxrl.models.quantised import SCALE
 from jaxrl.sharding.axes import ROWS, TOKENS, AxisName
@@ -69,6 +77,12 @@ REMAT_POLICIES: dict[Remat, Any] = {
 def _block_graph(config: DecoderConfig) -> Any:
     block = nnx.eval_shape(lambda: Block(config, nnx.Rngs(0)))
     return nnx.split(block)[0]
+
+
+@lru_cache
+def _inputs_graph(config: DecoderConfig) -> Any:
+    inputs = nnx.eval_shape(lambda: LayerInputs(config, nnx.Rngs(0)))
+    return nnx.split(inputs)[0]
 
 
 @lru_cache
@@ -102,6 +116,9 @@ def _init_params(config: DecoderConfig, key: jax.Array, dtype: Any, layout: Layo
         "layers": blocks[0] if cycle == 1 else blocks,
         "norm": _plain(nnx.split(RMSNorm(config.d_model, config))[1]),
     }
+    if config.layer_inputs:
+        inputs = LayerInputs(config, nnx.Rngs(params=jax.random.fold_in(k_embed, 1)))
+        params["layer_inputs"] = _plain(nnx.split(inputs)[1])
     if not config.tie_embeddings:
         params["lm_head"] = {"kernel": 0.02 * jax.random.normal(k_head, shape)}
     params = cast(params, dtype)
@@ -194,17 +211,20 @@ def forward(
     rolled = "cudnn" in kernels.values() or config.n_recurrent > 0
     if rolled:
         tokens, mask = roll_rows(tokens, first), roll_rows(mask, first)
-    x = _embed(config, params, tokens, mesh, dtype)
+    x, inputs = _embed(config, params, tokens, mesh, dtype)
     params = params if dtype is None else cast(params, dtype)
     positions = jnp.maximum(jnp.cumsum(mask, -1) - 1, 0)
     mixing = _Mixing(
-        config, positions, kernels, lambda kernel, window: attender(kernel, mask, mesh, window=window)
+        config,
+        positions,
+        kernels,
+        lambda kernel, window: attender(kernel, mask, mesh, window=window),
     )
 
     def recur(inputs: Inputs, filters: Filters) -> Array:
         return recur_rows(_delta(config), mesh, mask, inputs, filters)[0]
 
-    x = _layers(config, params, x, mixing, recur, remat, mesh)
+    x = _layers(config, params, x, inputs, mixing, recur, remat, mesh)
     return roll_rows(x, -first) if rolled else x
 
 
@@ -226,7 +246,7 @@ def forward_packed(
             `Routed.mass` [L, E].
     """
     kernels = _kernels(config, params, mesh, dtype, joined=packing.group > 1)
-    x = _embed(config, params, packing.tokens, mesh, dtype, TOKENS)
+    x, inputs = _embed(config, params, packing.tokens, mesh, dtype, TOKENS)
     params = params if dtype is None else cast(params, dtype)
     mixing = _Mixing(
         config,
@@ -235,7 +255,7 @@ def forward_packed(
         lambda kernel, window: attend_packed(kernel, packing, mesh, window),
     )
     recur = recur_packed(config.delta, mesh, packing) if config.delta is not None else None
-    given = config, params, x, mixing, recur, remat, mesh
+    given = config, params, x, inputs, mixing, recur, remat, mesh
     real = None if routed is None else packing.real
     return _layers(*given, TOKENS, recorded=packing.experts, routed=routed, real=real)
 
@@ -340,6 +360,7 @@ def _layers(
     config: DecoderConfig,
     params: Params,
     x: Array,
+    inputs: list[Array],
     mixing: _Mixing,
     recur: Recur | None,
     remat: Remat,
@@ -352,6 +373,7 @@ def _layers(
     """All blocks and the final norm, of x [B, T, D].
 
     Args:
+        inputs: as of `_embed`.
         recur: of layers that have a state.
         split: the axis of a stream's tokens.
         recorded: [B, T, L, k] integers (`experts.mix`).
@@ -361,12 +383,12 @@ def _layers(
     chosen = None if recorded is None else jnp.moveaxis(recorded, 2, 0)
 
     def block(
-        layer: Layer, carried: tuple[Array, Lent], params: Params, chosen: Array
+        layer: Layer, carried: tuple[Array, Lent], params: Params, own: Array, chosen: Array
     ) -> tuple[tuple[Array, Lent], Any]:
         x, held = carried[0], dict(zip(config.lenders, carried[1], strict=True))
         rope, attend = mixing.of(layer)
         mixer = recur if layer.kind.recurs else _lending(layer.kind, attend, held)
-        options = {"recorded": chosen, "real": real}
+        options = {"own": own, "recorded": chosen, "real": real}
         x, one = _run(config, layer.kind, params, x, rope, mixer, mesh, *split, **options)
         return (x, tuple(held.values())), one
 
@@ -391,15 +413,20 @@ def _layers(
             run = jax.checkpoint(run, policy=REMAT_POLICIES[remat], prevent_cse=False)
         return run(carried, *given)
 
-    stacked = layout_of(params) == "stacked"
-    each: list[Array] = [None] * (config.cycle if stacked else config.n_layers)
-    if chosen is not None:
-        each = [chosen] if stacked else list(chosen)
+    given = inputs, _at_blocks(config, params, chosen)
     carried = x, _nothing_lent(config, x)
-    (x, _), found = _through(config, body, carried, params, each, in_turn=remat != "none")
+    (x, _), found = _through(config, body, carried, params, *given, in_turn=remat != "none")
     _report(params, found, routed)
     normed: Array = _norm(config, params)(x)
     return normed
+
+
+def _at_blocks(config: DecoderConfig, params: Params, each: Array) -> list[Array]:
+    """Of an array [L, ...] the part of each block of `params`: of stacked ones [L / cycle, ...], of
+    the others [...]. Of None, None."""
+    if layout_of(params) == "unstacked":
+        return [None] * config.n_layers if each is None else list(each)
+    return [None if each is None else each[i :: config.cycle] for i in range(config.cycle)]
 
 
 Lent = tuple[tuple[Array, Array], ...]
@@ -435,12 +462,13 @@ def _run(
     attend: Attend | Recur | None,
     mesh: Mesh | None,
     *split: AxisName,
+    own: Array = None,
     recorded: Array = None,
     every: bool = False,
     real: Array = None,
 ) -> tuple[Array, Routed | None]:
-    """One block, and what its router did; `attend` as of `Block`, the last three arguments as of
-    `experts.mix`."""
+    """One block, and what its router did; `attend` and `own` as of `Block`, the last three
+    arguments as of `experts.mix`."""
     found: list[Routed] = []
 
     def through(x: Array, kernels: ExpertKernels) -> Array:
@@ -452,7 +480,8 @@ def _run(
         return out
 
     mixes: tuple[Mix, ...] = () if config.experts is None else (through,)
-    x = _rows(_block(config.of(kind.shape), layer)(x, rope, attend, *mixes), mesh, *split)
+    block = _block(config.of(kind.shape), layer)
+    x = _rows(block(x, rope, attend, *mixes, own=own), mesh, *split)
     return x, found[0] if found else None
 
 
@@ -496,7 +525,8 @@ def prefill(
     )
     held: dict[LayerKind, Any] = dict.fromkeys(config.lenders)
 
-    def body(x: Array, layer: Layer, given: tuple[Params]) -> tuple[Array, tuple[Any, Any]]:
+    def body(x: Array, layer: Layer, given: tuple[Params, Array]) -> tuple[Array, tuple[Any, Any]]:
+        params, own = given
         rope, attend_one = mixing.of(layer)
         attend_one = _lending(layer.kind, attend_one, held)
         written: list[Any] = []
@@ -512,11 +542,11 @@ def prefill(
             return out
 
         mixer = recur if layer.kind.recurs else attend
-        x, one = _run(config, layer.kind, *given, x, rope, mixer, mesh)
+        x, one = _run(config, layer.kind, params, x, rope, mixer, mesh, own=own)
         return x, (written[0], one)
 
-    x = _embed(config, params, tokens, mesh)
-    x, left = _through(config, body, x, params)
+    x, inputs = _embed(config, params, tokens, mesh)
+    x, left = _through(config, body, x, params, inputs)
     _report(params, [one for _, one in left], routed)
     return _norm(config, params)(x), [entry for entry, _ in left]
 
@@ -567,7 +597,7 @@ def decode(
     reads = jnp.ones(tokens.shape, bool) if live is None else live
 
     def step(
-        x: Array, layer: Layer, params: Params, entry: Any, index: Array | None = None
+        x: Array, layer: Layer, params: Params, own: Array, entry: Any, index: Array = None
     ) -> tuple[Array, Any, Any]:
         """A block; its entry of the cache is at an index where that holds several layers."""
         rope, attend_one = mixing.of(layer)
@@ -593,17 +623,17 @@ def decode(
             return out
 
         mixer = recur if layer.kind.recurs else attend
-        x, one = _run(config, layer.kind, params, x, rope, mixer, mesh, every=True)
+        x, one = _run(config, layer.kind, params, x, rope, mixer, mesh, own=own, every=True)
         return x, written[0], one
 
-    x = _embed(config, params, tokens[:, None], mesh)
+    x, inputs = _embed(config, params, tokens[:, None], mesh)
     if layout_of(params) == "unstacked":
 
         def body(x: Array, layer: Layer, given: Any) -> tuple[Array, tuple[Any, Any]]:
             x, entry, one = step(x, layer, *given)
             return x, (entry, one)
 
-        x, left = _through(config, body, x, params, cache)
+        x, left = _through(config, body, x, params, inputs, cache)
         updated: Cache = [entry for entry, _ in left]
         found = [one for _, one in left]
     else:
@@ -612,16 +642,18 @@ def decode(
         def bodies(carry: Any, given: Any) -> tuple[Any, Any]:
             (x, cache), (index, blocks), found = carry, given, []
             updated = []
-            for i, (layer, block, entry) in enumerate(zip(at, blocks, cache, strict=True)):
+            for i, (layer, of, entry) in enumerate(zip(at, blocks, cache, strict=True)):
+                block, own = of
                 if not isinstance(layer.number, int):
                     layer = Layer(layer.kind, index * len(blocks) + i)
-                x, entry, one = step(x, layer, block, entry, index)
+                x, entry, one = step(x, layer, block, own, entry, index)
                 updated.append(entry)
                 found.append(one)
             return (x, updated), found
 
         indices = jnp.arange(config.n_layers // len(blocks))
-        (x, updated), found = jax.lax.scan(bodies, (x, list(cache)), (indices, blocks))
+        each = indices, list(zip(blocks, inputs, strict=True))
+        (x, updated), found = jax.lax.scan(bodies, (x, list(cache)), each)
     _report(params, found, routed)
     return _norm(config, params)(x)[:, 0], updated
 
@@ -649,8 +681,8 @@ def extend(
     mixing = _Mixing(config, at, {}, lambda _, window: chunk_attender(at, window))
     held: dict[LayerKind, Any] = dict.fromkeys(config.lenders)
 
-    def body(x: Array, layer: Layer, given: tuple[Params, Any]) -> tuple[Array, Any]:
-        params, entry = given
+    def body(x: Array, layer: Layer, given: tuple[Params, Array, Any]) -> tuple[Array, Any]:
+        params, own, entry = given
         rope, attend_one = mixing.of(layer)
         attend_one = _lending(layer.kind, attend_one, held)
         written: list[Any] = []
@@ -671,11 +703,11 @@ def extend(
             return out
 
         mixer = recur if layer.kind.recurs else attend
-        x, _ = _run(config, layer.kind, params, x, rope, mixer, mesh)
+        x, _ = _run(config, layer.kind, params, x, rope, mixer, mesh, own=own)
         return x, written[0]
 
-    x = _embed(config, params, tokens, mesh)
-    return _through(config, body, x, params, cache)[1]
+    x, inputs = _embed(config, params, tokens, mesh)
+    return _through(config, body, x, params, inputs, cache)[1]
 
 
 def cast(params: Params, dtype: Any) -> Params:
@@ -741,9 +773,10 @@ def _embed(
     mesh: Mesh | None,
     dtype: Any = None,
     *split: AxisName,
-) -> Array:
+) -> tuple[Array, list[Array]]:
     """Rows of the embedding in `dtype`, its own where None, and scaled where the family does; its
-    D is gathered first: a lookup split both ways is replicated.
+    D is gathered first: a lookup split both ways is replicated. And what each block reads beside
+    them (`_at_blocks`).
 
     Args:
         split: the axis of a stream's tokens.
@@ -757,7 +790,12 @@ def _embed(
     x = _rows(_look_up(table, tokens, dtype, sharding), mesh, *split)
     if FAMILIES[config.family].scaled_embedding:
         x = x * jnp.asarray(math.sqrt(config.d_model), x.dtype)
-    return x
+    inputs = None
+    if config.layer_inputs:
+        given = params["layer_inputs"]
+        rows = _rows(_look_up(given["embedding"], tokens, dtype, sharding), mesh, *split)
+        inputs = nnx.merge(_inputs_graph(config), given)(rows, x)
+    return x, _at_blocks(config, params, inputs)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))

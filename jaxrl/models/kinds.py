@@ -1,11 +1,12 @@
-"""What differs from layer to layer: how far a token attends, how positions rotate, and the shapes of
-its parameters.
+"""What differs from layer to layer: how far a token attends, how positions rotate, and the shapes
+of parameters.
 
-Layers of different shapes are stacks of their own. The layers of a scan share one program, in which the number of a layer chooses: by a `lax.switch`
-around attention, whose masks and kernels are compiled for their window, and by a selection of the
-angles. Parameters stay as they are stacked. (A scan over periods of layers, with a period's blocks
-one after the other in its body, took 2 to 5 times the time to compile and up to 5 times the memory:
-it copies the stacked parameters where the layers end within a period.)
+Layers of other shapes are stacks of their own. The layers of a stack share one program, in which
+the number of a layer chooses where they differ: by a `lax.switch` around attention, whose masks and
+kernels are compiled for their window, and by a selection of the angles. Parameters stay as they are
+stacked. (A scan over periods of layers, with a period's blocks one after the other in its body,
+took 2 to 5 times the time to compile and up to 5 times the memory: it copies the stacked parameters
+where the layers end within a period.)
 """
 
 from __future__ import annotations
@@ -159,9 +160,7 @@ class ByLayer(Generic[T]):
         self.values = tuple(make(key) for key in distinct)
         self._which = tuple(distinct.index(key) for key in keys)
 
-    def choose(
-        self, number: int | jax.Array, among: Callable[[jax.Array, tuple[T, ...]], T]
-    ) -> T:
+    def choose(self, number: int | jax.Array, among: Callable[[jax.Array, tuple[T, ...]], T]) -> T:
         """Of the layer of that number; of an array, `among` chooses by an index [] int32."""
         if len(self.values) == 1:
             return self.values[0]

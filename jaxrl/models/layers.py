@@ -271,6 +271,45 @@ class MixtureMLP(nnx.Module):
         return mix(x, ExpertKernels(*kernels, *biases))
 
 
+class LayerInput(nnx.Module):
+    """out(act(gate(x)) * p), of what a layer reads p [B, T, P] beside the residual x."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        self.gate = Linear(config, "input/gate", rngs)
+        self.out = Linear(config, "input/out", rngs)
+        self.activation = config.block.activation
+
+    def __call__(self, x: jax.Array, p: jax.Array) -> jax.Array:
+        return self.out(ACTIVATIONS[self.activation](self.gate(x)) * p)
+
+
+class LayerInputs(nnx.Module):
+    """What all layers read of tokens beside the residual: of each token, and of its embedding."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        n, width = config.layer_inputs, config.n_layers * config.layer_inputs
+        of_tokens, of_rows = (config.vocab_size, width), (width, config.d_model)
+        self.embedding = nnx.Param(0.02 * jax.random.normal(rngs.params(), of_tokens))
+        rows = jax.random.normal(rngs.params(), of_rows)
+        self.projection = nnx.Param(rows / math.sqrt(config.d_model))
+        self.norm = RMSNorm(n, config)
+        self.shape = (config.n_layers, n)
+
+    def __call__(self, tokens: jax.Array, x: jax.Array) -> jax.Array:
+        """[L, B, T, P].
+
+        Args:
+            tokens: [B, T, L * P], their rows of `embedding`.
+            x: [B, T, D], the (scaled) embedding.
+        """
+        by_layer = (*x.shape[:2], *self.shape)
+        read = jnp.einsum("btd,ed->bte", x, self.projection[...].astype(x.dtype))
+        read = read * jnp.asarray(x.shape[-1] ** -0.5, x.dtype)
+        tokens = tokens * jnp.asarray(math.sqrt(self.shape[1]), x.dtype)
+        both = self.norm(read.reshape(by_layer)) + tokens.reshape(by_layer)
+        return jnp.moveaxis(both * jnp.asarray(2**-0.5, x.dtype), 2, 0)
+
+
 class Block(nnx.Module):
     """One transformer block on the residual stream [B, T, D]: x + f(norm(x)) for attention, then
     for the MLP; or x + norm(f(x)), or x + norm(f(norm(x))), as `BlockKind.norms` says."""
@@ -290,13 +329,19 @@ class Block(nnx.Module):
         around = self.norms == "around"
         self.attn_post_norm = RMSNorm(config.d_model, config) if around else None
         self.mlp_post_norm = RMSNorm(config.d_model, config) if around else None
+        inputs = config.layer_inputs > 0
+        self.input = LayerInput(config, rngs) if inputs else None
+        self.input_norm = RMSNorm(config.d_model, config) if inputs else None
         self.block_scale = nnx.Param(jnp.ones((1,))) if config.block.scalar else None
 
-    def __call__(self, x: jax.Array, rope: Rope, attend: Any, *mix: Mix) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, rope: Rope, attend: Any, *mix: Mix, own: jax.Array | None = None
+    ) -> jax.Array:
         """`mix` where there are experts.
 
         Args:
             attend: an `Attend`, or with a state a `Recur`.
+            own: [B, T, P], where a layer reads more than the residual (`LayerInput`).
         """
 
         def attended(x: jax.Array) -> jax.Array:
@@ -312,6 +357,9 @@ class Block(nnx.Module):
         x = x + (out if self.attn_post_norm is None else self.attn_post_norm(out))
         out = self.mlp(self.mlp_norm(x), *mix)
         x = x + (out if self.mlp_post_norm is None else self.mlp_post_norm(out))
+        if self.input is not None and self.input_norm is not None:
+            assert own is not None
+            x = x + self.input_norm(self.input(x, own))
         if self.block_scale is not None:
             scale = jax.lax.stop_gradient(self.block_scale[...])
             x = x * scale.astype(x.dtype).reshape((1,) * x.ndim)

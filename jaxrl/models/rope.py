@@ -151,8 +151,8 @@ class LongRope:
 
 @dataclass(frozen=True)
 class ProportionalRope:
-    """RoPE of which only the first pairs of dims rotate, by the frequencies that they have where all
-    do, divided by `factor`."""
+    """RoPE of which only the first pairs of dims rotate, by the frequencies that they have where
+    all do, divided by `factor`."""
 
     share: float
     """Of the pairs, those that rotate."""

@@ -26,6 +26,10 @@ PATHS: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"attn/o/kernel$", ("heads", "embed")),
     (r"attn/o/bias$", (None,)),
     (r"attn/sinks$", ("heads",)),
+    (r"layer_inputs/embedding$", ("vocab", "layer_inputs")),
+    (r"layer_inputs/projection$", (None, "embed")),
+    (r"input/gate/kernel$", ("embed", None)),
+    (r"input/out/kernel$", (None, "embed")),
     (r"mlp/(gate|up)/kernel$", ("embed", "mlp")),
     (r"mlp/down/kernel$", ("mlp", "embed")),
     (r"mlp/router/kernel$", ("embed", None)),
@@ -48,6 +52,7 @@ AXES: dict[str, tuple[AxisName, ...]] = {
     "mlp": ("tensor",),
     "expert": (EXPERTS,),
     "embed": WEIGHTS,
+    "layer_inputs": WEIGHTS,
 }
 
 
@@ -63,6 +68,7 @@ def param_specs(
     Args:
         axis_sizes: mesh axis -> size, e.g. `mesh.shape`.
     """
+
     def spec(path: Any, leaf: jax.ShapeDtypeStruct) -> PartitionSpec:
         name = "/".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path)
         layer = re.match(r"layers/(\d+)/", name)
@@ -75,6 +81,7 @@ def param_specs(
             "mlp": one.d_ff,
             "expert": 1 if one.experts is None else one.experts.count,
             "embed": one.d_model,
+            "layer_inputs": config.n_layers * config.layer_inputs,
         }
         logical = _logical(name)
         sizes = [units[axis] if axis else 1 for axis in logical]

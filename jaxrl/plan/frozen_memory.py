@@ -128,7 +128,8 @@ def reward_work(
 
 def _gather(config: EncoderConfig | DecoderConfig, axes: Axes, itemsize: int) -> int:
     """Bytes of the embedding at full width, beside the piece that stays, while it is read."""
-    table = whole_rows(config.vocab_size, config.d_model, axes, itemsize)
+    width = config.embedded if isinstance(config, DecoderConfig) else config.d_model
+    table = whole_rows(config.vocab_size, width, axes, itemsize)
     return table + table // axes.fsdp if axes.fsdp > 1 else 0
 
 

@@ -19,8 +19,8 @@ from jaxrl.models import decoder
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Cache, Layout, Params, keys_of
 from jaxrl.models.delta import Recurrent, nothing_read
-from jaxrl.models.kinds import LayerKind
 from jaxrl.models.experts import Routed
+from jaxrl.models.kinds import LayerKind
 from jaxrl.sampling.sampler import SamplingArrays, is_eos, sample, sample_keys, uniforms
 from jaxrl.sharding.axes import ROWS
 
@@ -46,8 +46,8 @@ BATCH, HEADS_DIM, POSITIONS = -4, -3, -2
 def cache_specs(
     config: DecoderConfig, mesh: Mesh, rows: tuple[str, ...] | None, cache: Cache
 ) -> Any:
-    """A spec for each array of a cache: of keys or values [(L,) rows, KV, S, H], KV heads over tensor
-    where it divides them; of a state (`delta.Recurrent`), its heads likewise."""
+    """A spec for each array of a cache: of keys or values [(L,) rows, KV, S, H], KV heads over
+    tensor where it divides them; of a state (`delta.Recurrent`), its heads likewise."""
 
     def of(entry: Any) -> Any:
         if not entry:

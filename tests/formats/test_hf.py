@@ -29,7 +29,7 @@ from jaxrl.models.rules import param_shardings
 FAMILIES = (
     *("llama3_rope", "smollm", "qwen2", "qwen3", "olmo2", "phi3", "phi3_longrope"),
     *("mistral", "qwen2_sliding", "smollm3", "gemma3", "olmo3"),
-    *("qwen3_moe", "gpt_oss", "qwen3_5", "gemma4"),
+    *("qwen3_moe", "gpt_oss", "qwen3_5", "gemma4", "gemma4_shared"),
 )
 
 
@@ -118,6 +118,12 @@ def test_a_missing_head_dim_is_the_familys() -> None:
             {"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}},
             "rope_type='linear' of sliding_attention is not supported",
         ),
+        ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
+        ("gemma4", {"enable_moe_block": True}, "enable_moe_block"),
+        ("gemma4", {"num_kv_shared_layers": 5}, "num_kv_shared_layers=5"),
+        ("gemma4", {"layer_types": ["sliding_attention"] * 6}, "must be full_attention"),
+        ("gemma4", {"per_layer_config": {"2": {"head_dim": 16}}}, "per_layer_config"),
+        ("gemma4_shared", {"vocab_size_per_layer_input": 8}, "must be vocab_size=64"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers"),
         ("mistral", {"sliding_window": -1}, "sliding_window=-1"),
         (
@@ -169,6 +175,28 @@ def test_the_text_of_a_model_of_images_too(prefix: str, tmp_path: Path) -> None:
     config, params = tiny_model("gemma3")
     assert hf.read_config(tmp_path) == replace(config, eos_ids=(1, 2))
     assert_same(load(tmp_path), params)
+
+
+@pytest.mark.parametrize("name", ["gemma4", "gemma4_shared"])
+def test_the_text_of_gemma4(name: str, tmp_path: Path) -> None:
+    """As its checkpoints have it: the sizes of layers without a window beside the others; and what
+    borrowing layers would have if they did not."""
+    raw = dict(RAW_CONFIGS[name])
+    full = raw.pop("per_layer_config")["2"]
+    raw["global_head_dim"] = full["head_dim"]
+    raw["num_global_key_value_heads"] = full.get("num_key_value_heads")
+    whole = {"model_type": "gemma4", "vision_config": {}, "text_config": raw}
+    values = tiny_tensors(name)
+    tensors = {k.replace("model.", "model.language_model."): v for k, v in values.items()}
+    tensors["model.language_model.layers.5.self_attn.v_proj.weight"] = np.zeros((2, 3))
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
+    config, params = tiny_model(name)
+    assert hf.read_config(tmp_path) == config
+    assert_same(load(tmp_path), params)
+    if config.lenders:
+        with pytest.raises(UserError, match="cannot be left out"):
+            config.with_layers((0, 2))
 
 
 def test_the_text_of_qwen3_5(tmp_path: Path) -> None:

@@ -51,6 +51,10 @@ def assert_trees_close(a: Any, b: Any, tolerance: float) -> None:
     jax.tree_util.tree_map_with_path(check, a, b)
 
 
+GEMMA4 = ("gemma4", "gemma4_shared")
+"""Whose layers differ in shape; and whose last ones borrow keys and values."""
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_and_gradients_are_those_of_transformers(name: str) -> None:
     config, params = tiny_model(name)
@@ -71,7 +75,7 @@ def test_logits_and_gradients_are_those_of_transformers(name: str) -> None:
         assert error <= 1e-4 * np.abs(theirs).max(), (key, error)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_5", "gemma4"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5", *GEMMA4])
 def test_layouts_agree(name: str) -> None:
     config, params = tiny_model(name)
     _, unstacked = tiny_model(name, layout="unstacked")
@@ -104,8 +108,7 @@ def test_abstract_params_and_count_are_those_of_the_real_ones() -> None:
         *((name, layout) for layout in ("unstacked", "stacked") for name in ("smollm3", "gemma3")),
         ("qwen3_5", "unstacked"),
         ("qwen3_5", "stacked"),
-        ("gemma4", "unstacked"),
-        ("gemma4", "stacked"),
+        *((name, layout) for layout in ("unstacked", "stacked") for name in GEMMA4),
     ],
 )
 def test_prefill_then_decode_is_forward(name: str, layout: decoder.Layout) -> None:
@@ -207,9 +210,11 @@ def test_layers_that_are_kept_keep_their_kinds() -> None:
     assert config.with_layers((1, 3)).kinds == (LayerKind(rotates=False),)
 
 
-@pytest.mark.parametrize("remat", ["dots", "full"])
-def test_rematerialisation_changes_no_value(remat: str) -> None:
-    config, params = tiny_model("llama")
+@pytest.mark.parametrize(
+    ("name", "remat"), [("llama", "dots"), ("llama", "full"), ("gemma4_shared", "full")]
+)
+def test_rematerialisation_changes_no_value(name: str, remat: str) -> None:
+    config, params = tiny_model(name)
     tokens, mask = batch(config.vocab_size)
     plain = loss_and_grad(config, params, tokens, mask)
     assert_trees_close(loss_and_grad(config, params, tokens, mask, remat=remat), plain, 1e-5)
@@ -245,6 +250,8 @@ def test_bfloat16_compute_is_near_float32(name: str) -> None:
         ("qwen3_5", (1, 2, 4)),  # tensor exceeds the key heads of a state
         ("gemma4", (1, 2, 4)),  # and the KV heads of either kind of layers
         ("gemma4", (2, 1, 2, 2)),  # and divides those of one kind
+        ("gemma4_shared", (1, 2, 2)),
+        ("gemma4_shared", (1, 2, 1, 4)),
     ],
 )
 def test_sharding_changes_no_value(name: str, axes: tuple[int, ...]) -> None:

@@ -68,6 +68,11 @@ GRADIENTS = (
     "model.layers.1.linear_attn.dt_bias",
     "model.layers.1.linear_attn.norm.weight",
     "model.layers.3.linear_attn.out_proj.weight",
+    "model.embed_tokens_per_layer.weight",
+    "model.per_layer_model_projection.weight",
+    "model.per_layer_projection_norm.weight",
+    "model.layers.0.per_layer_input_gate.weight",
+    "model.layers.5.per_layer_projection.weight",
     "model.norm.weight",
     "lm_head.weight",
 )

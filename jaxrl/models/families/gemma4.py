@@ -1,9 +1,11 @@
 """The text of Gemma 4: Gemma 3's norms and windows; layers without a window have heads of their own
-width and number, whose values may be their keys, and rotate a part of their dims."""
+width and number, whose values may be their keys, and rotate a part of their dims. In the small
+models layers read more of a token than the residual, and the last ones borrow keys and values."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from jaxrl.errors import UserError
@@ -55,9 +57,6 @@ def prepare(raw: Mapping[str, Any]) -> Mapping[str, Any]:
         raise UserError("use_bidirectional_attention=all is not supported; causal only")
     if raw.get("enable_moe_block"):
         raise UserError("enable_moe_block=true is not supported: Gemma 4 without experts only")
-    for key, default in (("num_kv_shared_layers", 0), ("hidden_size_per_layer_input", 256)):
-        if given(raw.get(key), default):
-            raise UserError(f"{key}={raw.get(key)!r} is not supported; supported: 0")
     stated = {key: value for key, value in raw.items() if value is not None}
     return read_ropes({**raw, **DEFAULTS, **stated}, LOCAL)
 
@@ -67,7 +66,28 @@ def read(raw: Mapping[str, Any]) -> dict[str, Any]:
     kinds = read_windows(raw, window, lambda i: (i + 1) % PERIOD != 0, local, _full(raw))
     if kinds[-1].window is not None:
         raise UserError(f"layer_types={raw['layer_types']!r}: the last layer must be {FULL}")
-    return {"kinds": kinds, "score_dim": 1}
+    inputs, vocab = given(raw["hidden_size_per_layer_input"], 0), size(raw, "vocab_size")
+    if inputs and size(raw, "vocab_size_per_layer_input") != vocab:
+        raise UserError(
+            f"vocab_size_per_layer_input={raw['vocab_size_per_layer_input']!r} must be"
+            f" vocab_size={vocab}"
+        )
+    return {"kinds": _borrowing(raw, kinds), "score_dim": 1, "layer_inputs": inputs}
+
+
+def _borrowing(raw: Mapping[str, Any], kinds: tuple[LayerKind, ...]) -> tuple[LayerKind, ...]:
+    """The kinds of all layers, of which the last ones borrow keys and values."""
+    shared = given(raw.get("num_kv_shared_layers"), 0)
+    if not shared:
+        return kinds
+    n = len(kinds) - size(raw, "num_kv_shared_layers")
+    if n < 1 or set(kinds[n:]) - set(kinds[:n]):
+        raise UserError(
+            f"num_kv_shared_layers={shared} of num_hidden_layers={len(kinds)}: of each kind that"
+            " reads keys and values of other layers, one before these must have its own"
+        )
+    wide = 2 * size(raw, "intermediate_size") if raw.get("use_double_wide_mlp") else None
+    return kinds[:n] + tuple(replace(kind, borrows=True, d_ff=wide) for kind in kinds[n:])
 
 
 def _full(raw: Mapping[str, Any]) -> LayerKind:
@@ -94,15 +114,17 @@ def _full(raw: Mapping[str, Any]) -> LayerKind:
 
 
 def write(config: Any) -> dict[str, Any]:
-    full = next(kind for kind in config.kinds if kind.window is None)
+    full, last = next(kind for kind in config.kinds if kind.window is None), config.kinds[-1]
     written = written_windows(config.kinds, config.n_layers) | written_ropes(config)
     return written | {
         "rope_scaling": OMITTED,  # transformers would have it in place of the others
         "global_head_dim": config.of(full).head_dim,
         "num_global_key_value_heads": config.of(full).n_kv_heads if full.keys_as_values else None,
         "attention_k_eq_v": full.keys_as_values,
-        "num_kv_shared_layers": 0,
-        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": sum(kind.borrows for kind in config.kinds),
+        "use_double_wide_mlp": last.d_ff is not None,
+        "hidden_size_per_layer_input": config.layer_inputs,
+        "vocab_size_per_layer_input": config.vocab_size,
         "enable_moe_block": False,
         "hidden_activation": config.block.activation,
         "attention_bias": False,
@@ -124,6 +146,9 @@ GEMMA4 = Family(
         "attn_post_norm/scale": "post_attention_layernorm.weight",
         "mlp_norm/scale": "pre_feedforward_layernorm.weight",
         "mlp_post_norm/scale": "post_feedforward_layernorm.weight",
+        "input/gate/kernel": "per_layer_input_gate.weight",
+        "input/out/kernel": "per_layer_projection.weight",
+        "input_norm/scale": "post_per_layer_input_norm.weight",
         "block_scale": "layer_scalar",
     },
     whole="gemma4",
