@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from jaxrl.algorithms.signals import Projection, completion_hidden, completion_tokens
 from jaxrl.losses.cells import LEFT_OUT, Borders, Cells, opened
 from jaxrl.losses.head import PathLogprobs, path_logprobs_from_hidden, topk_from_hidden
+from jaxrl.losses.layout import Softcap
 from jaxrl.losses.stretches import increments, stretch_sums
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Params, head
@@ -38,9 +39,8 @@ def aligned_score(
     """
     packing = pack(sequences, p.mesh)
     hidden, kernel = completion_hidden(model, params, packing, p.mesh), head(params)
-    return signal_of_hidden(
-        p, hidden, kernel, completion_tokens(sequences), alignment, cells, packing
-    )
+    tokens, softcap = completion_tokens(sequences), model.final_softcap
+    return signal_of_hidden(p, hidden, kernel, tokens, alignment, cells, packing, softcap)
 
 
 def signal_of_hidden(
@@ -51,9 +51,10 @@ def signal_of_hidden(
     alignment: TokenAlignment,
     cells: Cells,
     packing: Packing,
+    softcap: Softcap = None,
 ) -> TeacherSignal:
     """`aligned_score`, from the hidden states of the packed completions."""
-    options = p.options | {"v": p.vocab_size}
+    options = p.options | {"v": p.vocab_size, "softcap": softcap}
     first = alignment.their_cells
     if p.distill.signal == "sampled":
         first = jnp.full_like(first, -1)

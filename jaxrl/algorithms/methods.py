@@ -146,7 +146,7 @@ def gkd_completions(sources: Sources, index: int) -> Future[Rollout]:
 
 def gkd_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) -> Loss:
     """Divergence between teacher and student at the completion tokens (GKD, arXiv 2306.13649)."""
-    projection = Projection.of(config, mesh, vocab_size)
+    projection = Projection.of(config, mesh, vocab_size, model)
 
     def loss(params: Params, frozen: Frozen, batch: TrainBatch, totals: Totals) -> LossParts:
         packing, hidden, kernel, of_experts = _hidden(config, model, mesh, params, batch)
@@ -160,13 +160,17 @@ def gkd_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) 
 
 def sft_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) -> Loss:
     """Negative log-likelihood of the completion tokens."""
-    chunk = config.distill.chunk_tokens
+    options: dict[str, Any] = {
+        "chunk": config.distill.chunk_tokens,
+        "mesh": mesh,
+        "softcap": model.final_softcap,
+    }
 
     def loss(params: Params, frozen: Frozen, batch: TrainBatch, totals: Totals) -> LossParts:
         packing, hidden, kernel, of_experts = _hidden(config, model, mesh, params, batch)
         completions = packed_completions(packing, batch.sequences)
         tokens, mask = completions.tokens, completions.loss_mask
-        logprobs = logprobs_from_hidden(hidden, kernel, tokens, mask=mask, chunk=chunk, mesh=mesh)
+        logprobs = logprobs_from_hidden(hidden, kernel, tokens, mask=mask, **options)
         total = (-masked_sum(logprobs, mask), masked_count(mask))
         return _balanced(config, total, of_experts), {"sft/loss": total} | of_experts, {}
 
@@ -217,7 +221,7 @@ def _balanced(config: Config, pair: SumCount, of_experts: Sums) -> SumCount:
 def rewarded_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) -> Loss:
     """The policy loss, plus the terms to which the config gives a weight (KL, entropy,
     divergence)."""
-    objective = policy_objective(config, mesh, vocab_size)
+    objective = policy_objective(config, model, mesh, vocab_size)
 
     def loss(params: Params, frozen: Frozen, batch: TrainBatch, totals: Totals) -> LossParts:
         packing, hidden, kernel, of_experts = _hidden(config, model, mesh, params, batch)

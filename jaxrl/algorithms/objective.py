@@ -39,6 +39,7 @@ from jaxrl.losses.policy import (
     policy_loss,
     ratio_notes,
 )
+from jaxrl.models.config import DecoderConfig
 from jaxrl.models.packing import Packing
 from jaxrl.types import Frozen, LossParts, Totals, TrainBatch
 
@@ -117,11 +118,12 @@ def objective_notes(config: Config) -> list[str]:
     return stated
 
 
-def policy_objective(config: Config, mesh: Mesh, vocab_size: int) -> Evaluate:
+def policy_objective(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) -> Evaluate:
     """The loss of a micro-batch, given its hidden states."""
     objective, correction, p = configured(config), configured_correction(config), config.policy
-    projection = Projection.of(config, mesh, vocab_size)
+    projection = Projection.of(config, mesh, vocab_size, model)
     options: dict[str, Any] = {
+        "softcap": model.final_softcap,
         "temperature": config.sampling.temperature,
         "chunk": config.distill.chunk_tokens,
         "mesh": mesh,

@@ -37,6 +37,7 @@ from jaxrl.losses.head import (
     path_logprobs_from_hidden,
     topk_from_hidden,
 )
+from jaxrl.losses.layout import Softcap
 from jaxrl.losses.masked import masked_count, masked_sum
 from jaxrl.losses.mixture import TeacherMixture
 from jaxrl.losses.stretches import increments, stretch_reverse_kl
@@ -61,16 +62,30 @@ class Projection:
     """How several are one; None: each row has a teacher of its own."""
     keyed: bool = False
     """Whether rows differ in their teachers, whose metrics are then reported apart."""
+    softcap: float | None = None
+    """`DecoderConfig.final_softcap` of the student."""
 
     @classmethod
-    def of(cls, config: Config, mesh: Mesh, vocab_size: int) -> Projection:
+    def of(
+        cls, config: Config, mesh: Mesh, vocab_size: int, student: DecoderConfig | None = None
+    ) -> Projection:
+        """
+        Args:
+            student: for a projection of its hidden states.
+        """
         keyed, names = config.data.teacher_key is not None, tuple(config.teachers)
-        return cls(config.distill, mesh, vocab_size, names, config.mixture, keyed)
+        cap = None if student is None else student.final_softcap
+        return cls(config.distill, mesh, vocab_size, names, config.mixture, keyed, cap)
 
     @property
     def options(self) -> dict[str, Any]:
         d = self.distill
         return {"chunk": d.chunk_tokens, "mesh": self.mesh, "temperature": d.distill_temperature}
+
+    @property
+    def of_student(self) -> dict[str, Any]:
+        """`options` with what is the student's own."""
+        return self.options | {"softcap": self.softcap}
 
     @property
     def term(self) -> EntropyAware:
@@ -108,8 +123,9 @@ def completion_logprobs(
     packing = pack(sequences, mesh)
     hidden = completion_hidden(model, params, packing, mesh)
     tokens = packing.pack(completion_tokens(sequences))
+    options: dict[str, Any] = {"chunk": chunk, "mesh": mesh, "softcap": model.final_softcap}
     logprobs = logprobs_from_hidden(
-        hidden, head(params), tokens, temperature=temperature, chunk=chunk, mesh=mesh
+        hidden, head(params), tokens, temperature=temperature, **options
     )
     return packing.unpack(logprobs)
 
@@ -202,7 +218,8 @@ def score(
     packing = pack(sequences, p.mesh)
     hidden = completion_hidden(model, params, packing, p.mesh)
     completions, asked = packed_completions(packing, sequences), jax.tree.map(packing.pack, ids)
-    signal = teacher_signal(p, hidden, head(params), completions, asked)
+    cap = model.final_softcap
+    signal = teacher_signal(p, hidden, head(params), completions, asked, softcap=cap)
     found: TeacherSignal = jax.tree.map(packing.unpack, signal)
     return replace(found, topk_ids=ids) if p.distill.signal == "student_topk" else found
 
@@ -214,11 +231,12 @@ def teacher_signal(
     sequences: Sequences,
     ids: Int[Array, "B C K"] | None,
     mixture: TeacherMixture | None = None,
+    softcap: Softcap | Sequence[Softcap] = None,
 ) -> TeacherSignal:
     """The fields that `distill.signal` asks for, of hidden states and a head. Arguments as of
-    `score`; of a mixture, hidden states and head of each teacher."""
+    `score`; of a mixture, hidden states, head and softcap of each teacher."""
     teachers = hidden, kernel
-    options = p.options | {"v": p.vocab_size, "mixture": mixture}
+    options = p.options | {"v": p.vocab_size, "mixture": mixture, "softcap": softcap}
     fields = TEACHER_SIGNALS[p.distill.signal](p, teachers, sequences, ids, options)
     if p.distill.entropy_aware and p.distill.signal != "hidden":
         best = topk_from_hidden(*teachers, p.distill.entropy_top_k, **options)
@@ -231,6 +249,7 @@ def mixture_signal(
     p: Projection,
     hidden: Sequence[Float[Array, "B C _"]],
     kernels: Sequence[Float[Array, "_ _"]],
+    softcaps: Sequence[Softcap],
     weights: Float[Array, "B K"],
     sequences: Sequences,
     ids: Int[Array, "B C K"] | None,
@@ -244,7 +263,7 @@ def mixture_signal(
     given, mixture = jax.tree.map(packing.pack, (tuple(hidden), shares)), p.mixture
     completions, asked = packed_completions(packing, sequences), jax.tree.map(packing.pack, ids)
     combined = TeacherMixture(mixture, given[1])
-    signal = teacher_signal(p, given[0], tuple(kernels), completions, asked, combined)
+    signal = teacher_signal(p, given[0], tuple(kernels), completions, asked, combined, softcaps)
     found: TeacherSignal = jax.tree.map(packing.unpack, signal)
     return replace(found, topk_ids=ids) if p.distill.signal == "student_topk" else found
 
@@ -274,11 +293,12 @@ def _learn_hidden(
         heads,
         batch.sequences.loss_mask,
         mixture=mixture,
+        teacher_softcap=frozen.get("teacher_softcap"),
         **of_cells,
         beta=p.distill.jsd_beta,
         lean=p.distill.lean,
         entropy_aware=p.term if p.distill.entropy_aware else None,
-        **p.options,
+        **p.of_student,
     )
 
 
@@ -311,7 +331,7 @@ def _learn_topk(
         lean=p.distill.lean,
         v=p.vocab_size,
         **of_cells,
-        **p.options,
+        **p.of_student,
     )
 
 
@@ -319,7 +339,8 @@ def _learn_sampled(
     p: Projection, hidden: Array, kernel: Array, batch: TrainBatch, frozen: Frozen
 ) -> Loss:
     tokens, mask = completion_tokens(batch.sequences), batch.sequences.loss_mask
-    logprobs = logprobs_from_hidden(hidden, kernel, tokens, mask=mask, v=p.vocab_size, **p.options)
+    options = p.of_student | {"mask": mask, "v": p.vocab_size}
+    logprobs = logprobs_from_hidden(hidden, kernel, tokens, **options)
     return sampled_reverse_kl(
         logprobs,
         _signal(batch).token_logprobs,
@@ -347,7 +368,8 @@ def distill_loss(
     """The divergence that `distill.signal` allows, with the entropy-aware term where it is on.
 
     Args:
-        frozen: `teacher_head` [V, Dt] for the signal `hidden`; one for each of several teachers.
+        frozen: `teacher_head` [V, Dt] for the signal `hidden`, and `teacher_softcap` [] where its
+            logits have one; one for each of several teachers.
             `cells` (`losses.cells`), of a teacher with another tokenizer.
     """
     if _signal(batch).kinds is not None:
@@ -388,7 +410,7 @@ def _aligned_loss(
         signal.left_out,
         mask=mask,
         v=p.vocab_size,
-        **p.options,
+        **p.of_student,
     )
     if not sampled:
         at_borders = replace(sequences, loss_mask=mask & begins & (first != -1))
@@ -438,7 +460,7 @@ def entropy_aware_loss(
         teacher_tail=signal.best_tail,
         lean=p.distill.lean,
         v=p.vocab_size,
-        **p.options,
+        **p.of_student,
     )
 
 
@@ -453,5 +475,6 @@ def policy_topk(
     """The policy's most probable tokens, for which the signal `student_topk` sends log-probs."""
     packing = pack(sequences, p.mesh)
     hidden = completion_hidden(model, params, packing, p.mesh)
-    best = topk_from_hidden(hidden, head(params), p.distill.top_k, v=p.vocab_size, **p.options)
+    options = p.options | {"v": p.vocab_size, "softcap": model.final_softcap}
+    best = topk_from_hidden(hidden, head(params), p.distill.top_k, **options)
     return packing.unpack(best.ids)

@@ -293,6 +293,10 @@ def actor(run: RunPrograms) -> Iterator[Program]:
                 for shape in shapes
             )
             frozen["teacher_head"] = heads if c.teachers else heads[0]
+            softcaps = (model.final_softcap for model in m.inputs.teachers)
+            caps = tuple(cap and shaped((), jnp.float32, everywhere) for cap in softcaps)
+            if any(caps):
+                frozen["teacher_softcap"] = caps if c.teachers else caps[0]
         if m.aligned:
             frozen["cells"] = run.cells("actor")
     rewarded = c.learns_from_rewards
@@ -687,7 +691,8 @@ def _mixture(run: RunPrograms, rows: int, parts: int) -> Program:
     given = (hidden, heads, weights, run.sequences("teacher", rows), ids)
     params = (run.params("teacher", model, dtype, layout) for model in models)
     beside = sum(map(local_bytes, params)) - local_bytes(heads)
-    jitted = mixture_program(Projection.of(c, mesh, m.vocab))
+    softcaps = [model.final_softcap for model in models]
+    jitted = mixture_program(Projection.of(c, mesh, m.vocab), softcaps)
     return Program("teacher", "mixture", jitted, given, ("combine",), beside=beside, calls=parts)
 
 

@@ -374,7 +374,7 @@ def _logits(
     config: DecoderConfig, mesh: Mesh | None, params: Params, tokens: jax.Array, mask: jax.Array
 ) -> jax.Array:
     hidden = decoder.forward(config, params, tokens, mask, mesh=mesh)
-    return decoder.logits(params, hidden)
+    return decoder.logits(config, params, hidden)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -392,5 +392,6 @@ def _logprobs(
     before = jnp.pad(last[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
     states = jnp.take_along_axis(hidden, jnp.maximum(before, 0)[..., None], axis=1)
     head = decoder.head(params)
-    values = logprobs_from_hidden(states, head, tokens, temperature=temperature, mesh=mesh)
+    options: dict[str, Any] = {"mesh": mesh, "softcap": config.final_softcap}
+    values = logprobs_from_hidden(states, head, tokens, temperature=temperature, **options)
     return jnp.where(mask & (before >= 0), values, 0.0)

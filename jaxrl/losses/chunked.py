@@ -83,7 +83,8 @@ def fused(
             hidden, given = chunk
             z, tokens = _logits(hidden, rows, given, columns)
             values, saved = sharded.term.measure(z, tokens, columns)
-            dz = _kept(sharded.term.gradient(z, tokens, saved, columns), given).astype(hidden.dtype)
+            dz = _kept(sharded.term.gradient(z, tokens, saved, columns), z, given)
+            dz = dz.astype(hidden.dtype)
             return d_rows + _outer(dz, hidden), (values, _back(dz, rows[0]))
 
         start = jnp.zeros(rows[0].shape, jnp.float32)
@@ -127,7 +128,7 @@ def tiled(
             rows: _Heads = jax.tree.map(partial(_tile, first=first, size=size), here)
             tile = VocabShard(columns.start + first, size, sharded.vocab, columns.padded)
             z, tokens = _logits(flat, rows, given, tile)
-            dz = _kept(sharded.term.gradient(z, tokens, saved, tile), given)
+            dz = _kept(sharded.term.gradient(z, tokens, saved, tile), z, given)
             dz = jnp.where((first + jnp.arange(size) >= i * size)[None, :], dz, 0)
             dz = dz.astype(flat.dtype)
             d_tile = reduce_head(sharded, _outer(dz, flat), head.shape[1]).astype(head.dtype)
@@ -201,21 +202,28 @@ def _logits(
     hidden: Array, rows: _Heads, given: FrozenInputs, columns: VocabShard
 ) -> tuple[Array, PerToken]:
     own, theirs, cells = rows
-    z = columns.logits(hidden, own, given.scale)
+    cap, *their_caps = given.softcaps or (None,) * (1 + len(theirs))
+    z = columns.logits(hidden, own, given.scale, cap)
     tokens = given.tokens if cells is None else given.tokens | {"cells": cells}
     if not theirs:
         return z, tokens
     teacher_z = tuple(
-        columns.logits(hidden, head, given.scale)
-        for hidden, head in zip(given.teacher_hidden, theirs, strict=True)
+        columns.logits(hidden, head, given.scale, cap)
+        for hidden, head, cap in zip(given.teacher_hidden, theirs, their_caps, strict=True)
     )
     return z, tokens | {"teacher_z": teacher_z}
 
 
-def _kept(dz: Float[Array, "n size"], given: FrozenInputs) -> Float[Array, "n size"]:
-    """From the gradient with respect to the scaled logits to the one with respect to hidden @
+def _kept(
+    dz: Float[Array, "n size"], z: Float[Array, "n size"], given: FrozenInputs
+) -> Float[Array, "n size"]:
+    """From the gradient with respect to the scaled logits `z` to the one with respect to hidden @
     head.T; 0 where masked, even if the gradient there is NaN."""
-    return jnp.where(given.mask[:, None], dz * given.scale, 0)
+    dz = dz * given.scale
+    if given.softcaps and given.softcaps[0] is not None:
+        tanh = jnp.clip(z / (given.scale * given.softcaps[0]), -1, 1)  # columns of MIN: -1
+        dz = dz * (1 - tanh**2)
+    return jnp.where(given.mask[:, None], dz, 0)
 
 
 def _outer(dz: Float[Array, "n size"], hidden: Float[Array, "n D"]) -> Float[Array, "size D"]:
@@ -239,10 +247,11 @@ def _tile(rows: Array, first: Array, size: int) -> Array:
 
 
 def _each_token(f: Callable[[FrozenInputs], FrozenInputs], given: FrozenInputs) -> FrozenInputs:
-    """`f` applied to the leaves [B, C, ...]. Keeps the scale, and drops what has a row for each
-    token of a vocabulary."""
-    per_token: Any = {"scale": None, "teacher_head": (), "cells": None}
-    return f(given._replace(**per_token))._replace(scale=given.scale)
+    """`f` applied to the leaves [B, C, ...]. Keeps scale and caps, and drops what has a row for
+    each token of a vocabulary."""
+    per_token: Any = {"scale": None, "softcaps": (), "teacher_head": (), "cells": None}
+    scalars: Any = {"scale": given.scale, "softcaps": given.softcaps}
+    return f(given._replace(**per_token))._replace(**scalars)
 
 
 def _flat(tree: Tree) -> Tree:
@@ -264,7 +273,10 @@ def _chunks(sharded: ShardedTerm, hidden: Array, given: FrozenInputs) -> tuple[A
         return jax.tree.map(one, _flat(tree))
 
     chunks = _each_token(split, given)
-    return split(hidden), chunks._replace(scale=jnp.broadcast_to(given.scale, (count,)))
+    scale, softcaps = jax.tree.map(
+        lambda x: jnp.broadcast_to(x, (count,)), (given.scale, given.softcaps)
+    )
+    return split(hidden), chunks._replace(scale=scale, softcaps=softcaps)
 
 
 def _unchunk(tree: Tree, rows: tuple[int, ...]) -> Tree:

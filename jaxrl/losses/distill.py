@@ -13,6 +13,8 @@ Common arguments:
         (see `generalised_jsd`).
     temperature: divides both logit sets; may be traced.
     chunk: tokens that a device projects on the vocabulary at once.
+    softcap, teacher_softcap: c of a model's logits c tanh(hidden @ head.T / c), before temperature;
+        None: hidden @ head.T. Of several teachers, one for each. May be traced.
     lean: False computes the gradients in the forward pass (4 products with a head), which needs a
         float32 accumulator of the head's size; True keeps nothing between forward and backward and
         computes the logits again, by tiles of the vocabulary (6 products).
@@ -50,6 +52,7 @@ from jaxrl.losses.layout import (
     FrozenInputs,
     PerToken,
     ShardedTerm,
+    Softcap,
     Term,
     TokenStats,
     fit_head,
@@ -57,6 +60,7 @@ from jaxrl.losses.layout import (
     inverse,
     masked_rows,
     shard_term,
+    softcaps_of,
 )
 from jaxrl.losses.masked import masked_count, masked_sum
 from jaxrl.losses.mixture import TeacherMixture, mixed, normalisers
@@ -82,6 +86,8 @@ def divergence_from_hidden(
     mixture: TeacherMixture | None = None,
     cells: Cells | None = None,
     borders: Borders | None = None,
+    softcap: Softcap = None,
+    teacher_softcap: Softcap | Sequence[Softcap] = None,
 ) -> Loss:
     """Generalised JSD over the full vocabulary (`divergence.jsd`), plus the term where given.
 
@@ -102,6 +108,10 @@ def divergence_from_hidden(
     hidden = tuple(teacher_hidden) if several else (teacher_hidden,)
     heads = tuple(teacher_head) if several else (teacher_head,)
     models = (student_hidden, student_head), *zip(hidden, heads, strict=True)
+    caps = (teacher_softcap,) * len(heads)
+    if isinstance(teacher_softcap, Sequence):
+        caps = tuple(teacher_softcap)
+    softcaps = softcaps_of(softcap, *caps)
     term: Term = _Full(beta, entropy_aware, None if mixture is None else mixture.kind)
     if cells is not None:
         term, models = InCells(term, cells.size), models[:1]
@@ -111,7 +121,8 @@ def divergence_from_hidden(
         columns = cells.student.cells, cells.teacher.cells, cells.bits
         given = jax.tree.map(jnp.asarray, (fit_rows(sharded, hidden), heads, columns))
         model = student_hidden, student_head, mask
-        return _loss(sharded, *model, _of_borders(borders), temperature, given, borders.student)
+        of = _of_borders(borders)
+        return _loss(sharded, *model, of, temperature, softcaps, given, borders.student)
     if entropy_aware is not None and not 0 < entropy_aware.top_k <= sharded.vocab:
         raise ValueError(
             f"the entropy-aware term's top_k is {entropy_aware.top_k}; "
@@ -119,7 +130,8 @@ def divergence_from_hidden(
         )
     tokens: PerToken = {} if mixture is None else {"weights": mixture.weights}
     teachers = fit_rows(sharded, hidden), tuple(fit_head(sharded, head) for head in heads), None
-    return _loss(sharded, student_hidden, student_head, mask, tokens, temperature, teachers)
+    model = student_hidden, student_head, mask
+    return _loss(sharded, *model, tokens, temperature, softcaps, teachers)
 
 
 def topk_divergence_from_hidden(
@@ -138,6 +150,7 @@ def topk_divergence_from_hidden(
     v: int | None = None,
     cells: Cells | None = None,
     borders: Borders | None = None,
+    softcap: Softcap = None,
 ) -> Loss:
     """Generalised JSD over K ids and one tail bucket (`divergence.topk_divergence`).
 
@@ -158,12 +171,13 @@ def topk_divergence_from_hidden(
     term: Term = _TopKTail(beta) if cells is None else InCells(_TopKTail(beta), cells.size)
     sharded = shard_term(term, model, chunk=chunk, mesh=mesh, v=v, lean=lean)
     tokens = {"ids": ids, "logprobs": teacher_logprobs, "tail": teacher_tail}
+    softcaps = softcaps_of(softcap)
     if cells is None or borders is None:
-        return _loss(sharded, student_hidden, student_head, mask, tokens, temperature)
+        return _loss(sharded, student_hidden, student_head, mask, tokens, temperature, softcaps)
     check_cells(sharded)
     columns = jnp.asarray(cells.student.cells), None, jnp.asarray(cells.bits)
     tokens |= _of_borders(borders)
-    given = tokens, temperature, ((), (), columns), borders.student
+    given = tokens, temperature, softcaps, ((), (), columns), borders.student
     return _loss(sharded, student_hidden, student_head, mask, *given)
 
 
@@ -182,6 +196,7 @@ def entropy_aware_from_topk(
     lean: bool = False,
     mesh: Mesh | None = None,
     v: int | None = None,
+    softcap: Softcap = None,
 ) -> Loss:
     """The entropy-aware term alone, from what a teacher shipped: add it to any signal's loss.
 
@@ -217,6 +232,7 @@ def entropy_aware_from_topk(
         lean=lean,
         mesh=mesh,
         v=v,
+        softcap=softcap,
     )
     total, count = term.coef * total, masked_count(mask)
     metrics = {
@@ -233,12 +249,13 @@ def _loss(
     mask: Array,
     tokens: PerToken,
     temperature: float | Array,
+    softcaps: tuple[Array | None, ...],
     teachers: tuple[Any, ...] = ((), (), None),
     open: Array | None = None,
 ) -> Loss:
     scale, tokens, teachers = inverse(temperature), *jax.lax.stop_gradient((tokens, teachers))
     rows = fit_rows(sharded, (mask, tokens))
-    given = FrozenInputs(rows[0], scale, rows[1], *teachers)
+    given = FrozenInputs(rows[0], scale, rows[1], softcaps, *teachers)
     hidden = fit_rows(sharded, masked_rows(hidden, mask))
     total, values = loss_values(sharded, hidden, fit_head(sharded, head), given)
     if open is not None:  # 0 with the gradient that the loss has by it

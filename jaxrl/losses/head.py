@@ -5,7 +5,8 @@ D] the LM head or the tied embedding, logits = hidden @ head.T / temperature in 
 the vocabulary to its first v rows (default: all), and probabilities are normalised over these.
 `chunk` tokens are projected at once on a device. With a `mesh` rows are split over (data, fsdp),
 their tokens over context and the vocabulary over tensor; sizes that the mesh does not divide are
-padded. `temperature` may be traced.
+padded. `temperature` may be traced. With a `softcap` c logits are c tanh(hidden @ head.T / c) /
+temperature.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from jaxrl.losses.layout import (
     FrozenInputs,
     PerToken,
     ShardedTerm,
+    Softcap,
     Term,
     TokenStats,
     fit_head,
@@ -44,6 +46,7 @@ from jaxrl.losses.layout import (
     inverse,
     masked_rows,
     shard_term,
+    softcaps_of,
 )
 from jaxrl.losses.mixture import OfMixture, TeacherMixture
 from jaxrl.losses.vocabulary import VocabShard, with_tail
@@ -72,6 +75,7 @@ def logprobs_from_hidden(
     chunk: int = CHUNK,
     mesh: Mesh | None = None,
     v: int | None = None,
+    softcap: Softcap = None,
 ) -> Float[Array, "B C"]:
     """log pi(token), nats; -1e30 for a token that has no row.
 
@@ -83,7 +87,7 @@ def logprobs_from_hidden(
             and no gradient comes from them.
     """
     term = _TokenLogprob(entropy=False)
-    given = mask, temperature, chunk, mesh, v
+    given = mask, temperature, chunk, mesh, v, softcap
     return _of_tokens(term, hidden, head, tokens, *given)["logprobs"]
 
 
@@ -97,10 +101,12 @@ def logprobs_and_entropy_from_hidden(
     chunk: int = CHUNK,
     mesh: Mesh | None = None,
     v: int | None = None,
+    softcap: Softcap = None,
 ) -> tuple[Float[Array, "B C"], Float[Array, "B C"]]:
     """`logprobs_from_hidden`, and the entropy of each position in nats; both differentiable."""
     term = _TokenLogprob(entropy=True)
-    found = _of_tokens(term, hidden, head, tokens, mask, temperature, chunk, mesh, v)
+    given = mask, temperature, chunk, mesh, v, softcap
+    found = _of_tokens(term, hidden, head, tokens, *given)
     return found["logprobs"], found["entropy"]
 
 
@@ -133,6 +139,7 @@ def path_logprobs_from_hidden(
     chunk: int = CHUNK,
     mesh: Mesh | None = None,
     v: int | None = None,
+    softcap: Softcap = None,
 ) -> PathLogprobs:
     """What `losses.stretches` needs of a model's log-probs. Differentiable.
 
@@ -157,7 +164,7 @@ def path_logprobs_from_hidden(
         "left_out": left_out,
     }
     columns = side.cells, side.rank, side.common, bits[jnp.minimum(side.cells, len(bits) - 1)]
-    options = mask, temperature, chunk, mesh, v, each, columns
+    options = mask, temperature, chunk, mesh, v, softcap, each, columns
     found = PathLogprobs(**_of_tokens(_PathLogprobs(), hidden, head, tokens, *options))
     whole, known = jax.lax.stop_gradient((found.whole, found.known))
     return found._replace(whole=whole, known=known)
@@ -172,6 +179,7 @@ def topk_from_hidden(
     chunk: int = CHUNK,
     mesh: Mesh | None = None,
     v: int | None = None,
+    softcap: Softcap | Sequence[Softcap] = None,
     mixture: TeacherMixture | None = None,
     cells: Cells | None = None,
     borders: Borders | None = None,
@@ -179,7 +187,7 @@ def topk_from_hidden(
     """What a teacher ships for the `topk` signal, or a student for `student_topk`. No gradient.
 
     Args:
-        hidden, head: of several teachers, one array for each.
+        hidden, head, softcap: of several teachers, one for each.
         mixture: combines several teachers.
         cells: of a teacher with another vocabulary: ids and probabilities are then of cells.
         borders: with cells; `teacher` has the `open` of this model, and `student` is not read.
@@ -197,7 +205,7 @@ def topk_from_hidden(
         raise ValueError(
             f"top-k is {k}; the vocabulary has {sharded.vocab} tokens: 1 to {sharded.vocab}"
         )
-    values = _measured(sharded, hidden, head, tokens, temperature, mixture, columns)
+    values = _measured(sharded, hidden, head, tokens, temperature, softcap, mixture, columns)
     return TopK(values["ids"], values["logprobs"], values["tail"], values["entropy"])
 
 
@@ -210,6 +218,7 @@ def logprobs_at(
     chunk: int = CHUNK,
     mesh: Mesh | None = None,
     v: int | None = None,
+    softcap: Softcap | Sequence[Softcap] = None,
     mixture: TeacherMixture | None = None,
 ) -> tuple[Float[Array, "B C K"], Float[Array, "B C"]]:
     """Log-probs of K distinct ids, and of all other tokens together, in nats. No gradient.
@@ -219,7 +228,7 @@ def logprobs_at(
     """
     models = _models(hidden, head)
     sharded = shard_term(_AtIds(), *models, chunk=chunk, mesh=mesh, v=v)
-    values = _measured(sharded, hidden, head, {"ids": ids}, temperature, mixture)
+    values = _measured(sharded, hidden, head, {"ids": ids}, temperature, softcap, mixture)
     return values["logprobs"], values["tail"]
 
 
@@ -348,6 +357,7 @@ def _of_tokens(
     chunk: int,
     mesh: Mesh | None,
     v: int | None,
+    softcap: Softcap,
     each: PerToken | None = None,
     columns: tuple[Array, ...] | None = None,
 ) -> PerToken:
@@ -361,6 +371,7 @@ def _of_tokens(
     mask = jnp.ones(tokens.shape, bool) if mask is None else mask
     hidden = masked_rows(hidden, mask)
     given = _given(sharded, mask, {"ids": tokens} if each is None else each, temperature)
+    given = given._replace(softcaps=softcaps_of(softcap))
     if columns is not None:
         given = given._replace(cells=tuple(fit_head(sharded, x) for x in columns))
     values = _token_values(sharded, fit_rows(sharded, hidden), fit_head(sharded, head), given)
@@ -382,6 +393,7 @@ def _measured(
     head: Array | Sequence[Array],
     tokens: PerToken,
     temperature: float | Array,
+    softcap: Softcap | Sequence[Softcap] = None,
     mixture: TeacherMixture | None = None,
     columns: tuple[Array | None, ...] | None = None,
 ) -> PerToken:
@@ -396,6 +408,7 @@ def _measured(
         tokens = tokens | {"weights": mixture.weights}
     b, c = first.shape[:2]
     given = _given(sharded, jnp.ones((b, c), bool), tokens, temperature)._replace(
+        softcaps=softcaps_of(*(softcap if isinstance(softcap, Sequence) else (softcap,))),
         teacher_hidden=tuple(fit_rows(sharded, x) for x, _ in others),
         teacher_head=tuple(fit_head(sharded, kernel) for _, kernel in others),
         cells=columns,

@@ -24,6 +24,9 @@ from jaxrl.types import Array, Tree
 CHUNK = 256
 """Tokens a device projects on the vocabulary at once: 156 MB for a float32 array at V = 152k."""
 
+Softcap = float | Float[Array, ""] | None
+"""c > 0 of logits c tanh(z / c), z being hidden @ head.T; None: the logits are z."""
+
 PerToken = dict[str, Array]
 """Arrays by name, each [B, C, ...] or, for the n tokens of a chunk, [n, ...]."""
 
@@ -35,6 +38,9 @@ class FrozenInputs(NamedTuple):
     scale: Float[Array, ""]
     """1 / temperature."""
     tokens: PerToken
+    softcaps: tuple[Float[Array, ""] | None, ...] = ()
+    """Of the student's logits and of each teacher's (`VocabShard.logits`); () where all are None.
+    """
     teacher_hidden: tuple[Float[Array, "B C Dt"], ...] = ()
     """Of each teacher."""
     teacher_head: tuple[Float[Array, "V Dt"], ...] = ()
@@ -103,7 +109,10 @@ class ShardedTerm:
         heads = tuple(map(self.head_spec, given.teacher_head))
         columns = PartitionSpec(self.axes("tensor") or None)
         cells = jax.tree.map(lambda _: columns, given.cells)
-        return spec._replace(scale=PartitionSpec(), teacher_head=heads, cells=cells)
+        softcaps = jax.tree.map(lambda _: PartitionSpec(), given.softcaps)
+        return spec._replace(
+            scale=PartitionSpec(), softcaps=softcaps, teacher_head=heads, cells=cells
+        )
 
     def on_mesh(
         self, body: Callable[..., Tree], in_specs: Tree, out_specs: Tree
@@ -153,6 +162,14 @@ def inverse(temperature: float | Array) -> Float[Array, ""]:
             f"temperature is {temperature}; it must be above 0 (1 leaves logits as they are)"
         )
     return jax.lax.stop_gradient(1 / jnp.asarray(temperature, jnp.float32))
+
+
+def softcaps_of(*each: Softcap) -> tuple[Float[Array, ""] | None, ...]:
+    """`FrozenInputs.softcaps` of the student and each teacher."""
+    if all(cap is None for cap in each):
+        return ()
+    caps = (None if cap is None else jnp.asarray(cap, jnp.float32) for cap in each)
+    return tuple(jax.lax.stop_gradient(cap) for cap in caps)
 
 
 def fit_rows(sharded: ShardedTerm, tree: Tree) -> Tree:

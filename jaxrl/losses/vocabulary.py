@@ -30,12 +30,24 @@ class VocabShard:
     """Mesh axes over which the other slices are spread."""
 
     def logits(
-        self, hidden: Float[Array, "n D"], rows: Float[Array, "size D"], scale: Float[Array, ""]
+        self,
+        hidden: Float[Array, "n D"],
+        rows: Float[Array, "size D"],
+        scale: Float[Array, ""],
+        softcap: Float[Array, ""] | None = None,
     ) -> Float[Array, "n size"]:
-        """hidden @ rows.T * scale, accumulated in float32 whatever the dtype of the operands."""
-        z = scale * jax.lax.dot_general(
+        """hidden @ rows.T * scale, accumulated in float32 whatever the dtype of the operands.
+
+        Args:
+            softcap: c > 0: the product z is replaced by c tanh(z / c) before it is scaled
+                (Gemma 2, arXiv 2408.00118, section 2).
+        """
+        z = jax.lax.dot_general(
             hidden, rows, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
         )
+        if softcap is not None:
+            z = softcap * jnp.tanh(z / softcap)
+        z = scale * z
         if not self.padded:
             return z
         return jnp.where((self.start + jnp.arange(self.size) < self.vocab)[None, :], z, MIN)

@@ -66,6 +66,8 @@ class DecoderConfig:
     """In place of the MLP; None: there are none."""
     delta: Delta | None = None
     """Of the layers whose kind `recurs`; None: there are none."""
+    final_softcap: float | None = None
+    """c of logits c tanh(z / c), z being `hidden @ head.T`; None: the logits are z."""
     lora: Lora | None = None
     """The adapters that are trained in place of the weights; `config.json` does not name them."""
     quantised: Quantisation | None = None

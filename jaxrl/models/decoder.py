@@ -174,14 +174,18 @@ def _blocks(params: Params) -> tuple[Params, ...]:
 
 
 def head(params: Params) -> Float[Array, "V D"]:
-    """The LM head [V, D], the embedding when tied; logits are `hidden @ head.T`."""
+    """The LM head [V, D], the embedding when tied; logits are `hidden @ head.T`, but for the
+    config's `final_softcap`."""
     return params["lm_head"]["kernel"] if "lm_head" in params else params["embed"]["embedding"]
 
 
-def logits(params: Params, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
+def logits(
+    config: DecoderConfig, params: Params, hidden: Float[Array, "*rows D"]
+) -> Float[Array, "*rows V"]:
     """float32 logits of hidden states."""
-    kernel = head(params).astype(hidden.dtype)
-    return jnp.einsum("...d,vd->...v", hidden, kernel, preferred_element_type=jnp.float32)
+    kernel, cap = head(params).astype(hidden.dtype), config.final_softcap
+    z = jnp.einsum("...d,vd->...v", hidden, kernel, preferred_element_type=jnp.float32)
+    return z if cap is None else cap * jnp.tanh(z / cap)
 
 
 def forward(

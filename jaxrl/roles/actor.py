@@ -152,7 +152,8 @@ class Actor:
         c = self.config.actor
         if self.config.teacher_follows and self.config.distill.signal == "hidden":
             # The teacher scored with the weights of this version, and keeps them meanwhile.
-            self._frozen = {"teacher_head": self.programs.copy_head(self._taught())}
+            head = self.programs.copy_head(self._taught())
+            self._frozen = {**self._frozen, "teacher_head": head}
             current().changed()
         batch, prepared = self._prepare(rollout, scores)
         batch, of_teachers = with_weights(self.config, rollout, batch)

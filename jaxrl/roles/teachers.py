@@ -42,12 +42,14 @@ class Teachers:
         projection: Projection,
         width: int,
         add_feedback: AddFeedback | None = None,
+        softcaps: Sequence[float | None] = (),
     ):
         """
         Args:
             projection: of the run.
             width: of the widest teacher's hidden states.
             add_feedback: as of `Teacher`.
+            softcaps: `DecoderConfig.final_softcap` of each teacher; (): of none.
         """
         self._config, self._projection, self._add_feedback = config, projection, add_feedback
         self._scorers: dict[str, Scorer] = {}
@@ -55,7 +57,7 @@ class Teachers:
         self._combines = projection.mixture is not None and projection.distill.signal != "hidden"
         self._rows = NamedSharding(projection.mesh, PartitionSpec(ROWS))
         self._devices = row_devices(projection.mesh)
-        self._mix = mixture_program(projection)
+        self._mix = mixture_program(projection, softcaps)
         self._merge = merge_program(projection, width)
 
     def add(self, name: str, scorer: Scorer, sampler: Sampler | None = None) -> None:
@@ -163,16 +165,20 @@ class Teachers:
         return found
 
 
-def mixture_program(projection: Projection) -> Any:
+def mixture_program(projection: Projection, softcaps: Sequence[float | None] = ()) -> Any:
     """Jitted: (hidden states of each teacher, their heads, weights [B, K], sequences, the student's
-    top-k ids or None) -> the signal of the mixture."""
+    top-k ids or None) -> the signal of the mixture.
+
+    Args:
+        softcaps: as of `Teachers`.
+    """
 
     def combine(
         hidden: tuple[jax.Array, ...], heads: Any, weights: jax.Array, sequences: Any, ids: Any
     ) -> TeacherSignal:
         if projection.distill.signal == "hidden":
             return TeacherSignal(hidden=jnp.concatenate(hidden, -1))
-        return mixture_signal(projection, hidden, heads, weights, sequences, ids)
+        return mixture_signal(projection, hidden, heads, softcaps, weights, sequences, ids)
 
     rows = NamedSharding(projection.mesh, PartitionSpec(ROWS))
     return jax.jit(combine, out_shardings=rows)

@@ -70,6 +70,7 @@ from jaxrl.sharding.placement import Placement, device_list, parse
 from jaxrl.sharding.reshard import put
 from jaxrl.teacher.cache import ScoreCache
 from jaxrl.teacher.cached import CachedTeacher
+from jaxrl.teacher.protocol import Info
 from jaxrl.teacher.remote import RemoteTeacher, RemoteTeachers, remote_head
 from jaxrl.types import Tree
 
@@ -221,6 +222,9 @@ def make_actor(setup: Setup, meshes: Mapping[str, Mesh]) -> ActorRole:
     reads_head = config.learns_from_teacher and config.distill.signal == "hidden"
     if reads_head and not config.teacher_follows:  # else the head is the actor's own
         frozen["teacher_head"] = _teacher_head(setup, mesh)
+    if reads_head and any(_softcaps(setup)):
+        caps = put(tuple(_softcaps(setup)), NamedSharding(mesh, PartitionSpec()))
+        frozen["teacher_softcap"] = caps if config.teachers else caps[0]
     if setup.cells is not None:
         frozen["cells"] = put(setup.cells, NamedSharding(mesh, PartitionSpec()))
     receiver = meshes.get("rollout")  # elsewhere, where another process has it
@@ -314,6 +318,18 @@ def _heads(setup: Setup, mesh: Mesh) -> Iterator[jax.Array]:
         yield head if setup.cells is not None else _first_rows(head, v, mesh)
 
 
+def _softcaps(setup: Setup) -> list[np.float32 | None]:
+    """`DecoderConfig.final_softcap` of each teacher, in the order of `_heads`."""
+    config = setup.config
+    found = [info.final_softcap for info in setup.served.values() if isinstance(info, Info)]
+    if config.teacher.cache is not None and not setup.teachers:
+        found.append(ScoreCache(config.teacher.cache).config.final_softcap)
+    found += [source.config.final_softcap for source in setup.teachers.values()]
+    if config.teacher_follows:
+        found = [setup.student.config.final_softcap]
+    return [None if cap is None else np.float32(cap) for cap in found]
+
+
 def _following(setup: Setup, mesh: Mesh | None) -> Receiver | None:
     """How a teacher that follows the policy takes its weights; None where no teacher does.
 
@@ -375,7 +391,8 @@ def make_teacher(setup: Setup, meshes: Mapping[str, Mesh]) -> TeacherRole | Serv
 
     if config.teachers:
         width = max(source.config.d_model for source in setup.teachers.values())
-        several = Teachers(config, projection, width, add_feedback)
+        softcaps = [source.config.final_softcap for source in setup.teachers.values()]
+        several = Teachers(config, projection, width, add_feedback, softcaps)
         for name, source in setup.teachers.items():
             current().enter("teacher.start")  # offloads the teacher before, before this one comes
             several.add(name, *made(source))

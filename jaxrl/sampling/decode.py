@@ -289,7 +289,7 @@ def launch(
         active = _rows(counts < limits, mesh)
         options = {"used": used, "live": active, "mesh": mesh, "routed": routed}
         hidden, cache = decoder.decode(config, params, cache, tokens, positions, **options)
-        logits = _whole_rows(decoder.logits(params, hidden), mesh)
+        logits = _whole_rows(decoder.logits(config, params, hidden), mesh)
         draw = sample(logits, _rows(uniforms(keys, counts), mesh), knobs)
         drawn = jnp.stack([draw.tokens, _bits(draw.logprobs), _bits(draw.sampler_logprobs)], -1)
         drawn = _rows(drawn, mesh)

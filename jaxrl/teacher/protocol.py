@@ -23,7 +23,7 @@ from jaxrl.errors import UserError
 from jaxrl.formats.dtypes import STORED
 from jaxrl.types import JsonObject, Sequences, TeacherSignal
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of everything in this file; a client and a server of different versions do not talk."""
 TOKEN = "JAXRL_TEACHER_TOKEN"
 """Environment variable; its value is never logged or shown."""
@@ -97,6 +97,8 @@ class Info(ProtocolMessage):
     """Width of the hidden states and of the head."""
     vocab_size: Positive
     """Rows of the head."""
+    final_softcap: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None
+    """c of logits c tanh(z / c), z being hidden states @ head.T; None: the logits are z."""
     vocab_hash: str
     """`vocab_hash` of the tokenizer."""
     tokenizer_eos: int | None

@@ -119,6 +119,7 @@ class ScoringService:
             n_params=model.n_params,
             d_model=model.d_model,
             vocab_size=model.vocab_size,
+            final_softcap=model.final_softcap,
             vocab_hash=vocabulary,
             tokenizer_eos=tokenizer.eos_token_id,
             model_eos=model.eos_ids,

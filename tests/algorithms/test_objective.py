@@ -70,7 +70,7 @@ def arrays():
 
 def mean_loss(cfg, hidden, kernel, batch, teacher_head):
     mesh = make_mesh(1, 1, 1)
-    evaluate, packing = policy_objective(cfg, mesh, V), pack(batch.sequences, mesh)
+    evaluate, packing = policy_objective(cfg, MODEL, mesh, V), pack(batch.sequences, mesh)
     mask, policy = batch.sequences.loss_mask, batch.policy_mask
     counts = mask.sum(), policy.sum(), policy.any(-1).sum()
     totals = Totals(*(count.astype(jnp.float32) for count in counts))

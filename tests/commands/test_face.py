@@ -8,6 +8,7 @@ import threading
 
 import pytest
 import reward_functions
+from runs import SHORT, numbers, save_model
 
 import jaxrl
 from jaxrl import Config
@@ -21,7 +22,6 @@ from jaxrl.rewards.scoring import RewardFunctions
 from jaxrl.telemetry.metrics import read_metrics
 from jaxrl.train import main, train
 from jaxrl.types import Prompt
-from runs import SHORT, numbers, save_model
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 

@@ -108,7 +108,7 @@ def test_a_missing_head_dim_is_the_familys() -> None:
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("gemma3", {"hidden_activation": "silu"}, "supported: gelu_pytorch_tanh"),
         ("gemma3", {"layer_types": ["full_attention"]}, "a list of num_hidden_layers=7 is needed"),
@@ -460,4 +460,4 @@ def test_transformers_loads_what_is_saved(name: str, tmp_path: Path) -> None:
     with torch.no_grad():
         expected = theirs(torch.from_numpy(tokens).long()).logits.numpy()
     hidden = decoder.forward(config, params, tokens, np.ones_like(tokens, bool))
-    np.testing.assert_allclose(decoder.logits(params, hidden), expected, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(decoder.logits(config, params, hidden), expected, rtol=0, atol=1e-4)

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from runs import CONSTANT, SHORT, numbers, start, wait_for, weights
 
 from jaxrl import Config
 from jaxrl.telemetry.metrics import read_metrics
 from jaxrl.train import train
-from runs import CONSTANT, SHORT, numbers, start, wait_for, weights
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 

@@ -8,6 +8,7 @@ import shutil
 import numpy as np
 import pytest
 from byte_tokenizers import BYTES, WORDS
+from runs import SHORT
 from safetensors.numpy import load_file, save_file
 from tiny_models import random_params
 
@@ -21,7 +22,6 @@ from jaxrl.plan import make_plan
 from jaxrl.run.job import make_job
 from jaxrl.score.scoring import prepare
 from jaxrl.train import train
-from runs import SHORT
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 

@@ -139,7 +139,7 @@ def test_the_teacher_scores_its_own_prompt_with_the_same_completion(axes):
 
     @jax.jit
     def plain(params, tokens, mask):
-        return jax.nn.log_softmax(logits(params, forward(config, params, tokens, mask)))
+        return jax.nn.log_softmax(logits(config, params, forward(config, params, tokens, mask)))
 
     for row, (prompt, completion) in enumerate(
         zip(rollout.prompts, rollout.completions, strict=True)

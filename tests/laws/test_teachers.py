@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from runs import MESH, SHORT, save_model
 from safetensors.numpy import load_file
 from tiny_models import make_mesh, tiny_model
 
@@ -28,7 +29,6 @@ from jaxrl.run.launch import make_teacher
 from jaxrl.sharding.reshard import to_host
 from jaxrl.train import train
 from jaxrl.types import Completion, Prompt
-from runs import MESH, SHORT, save_model
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 

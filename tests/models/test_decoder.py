@@ -25,7 +25,7 @@ def logits(config: Any, params: Any, tokens: Any, mask: Any, **options: Any) -> 
     @jax.jit
     def run(params: Any, tokens: Any, mask: Any) -> jax.Array:
         hidden = decoder.forward(config, params, tokens, mask, **options)
-        return decoder.logits(params, hidden)
+        return decoder.logits(config, params, hidden)
 
     return np.asarray(run(params, tokens, mask))
 
@@ -122,7 +122,7 @@ def test_prefill_then_decode_is_forward(name: str, layout: decoder.Layout) -> No
 
     mask = np.arange(width)[None] < lengths[:, None]
     hidden, cache = jax.jit(partial(decoder.prefill, config))(params, tokens[:, :width], mask)
-    first = np.asarray(decoder.logits(params, hidden))
+    first = np.asarray(decoder.logits(config, params, hidden))
     np.testing.assert_allclose(first[mask], expected[:, :width][mask], atol=1e-5)
 
     pad = ((0, 0), (0, 0), (0, slots - width), (0, 0))
@@ -137,7 +137,7 @@ def test_prefill_then_decode_is_forward(name: str, layout: decoder.Layout) -> No
     rows = np.arange(3)
     for _ in range(5):
         hidden, cache = step(params, cache, tokens[rows, positions], positions, used=13)
-        got = np.asarray(decoder.logits(params, hidden))
+        got = np.asarray(decoder.logits(config, params, hidden))
         np.testing.assert_allclose(got, expected[rows, positions], atol=2e-5)
         positions += 1
 

@@ -34,7 +34,7 @@ GEMMA4: dict[str, Any] = {
     "head_dim": 8,
     "global_head_dim": 16,
     "sliding_window": 5,
-    "final_logit_softcapping": None,
+    "final_logit_softcapping": 3.0,
     "hidden_activation": "gelu_pytorch_tanh",
     "rope_parameters": {
         "full_attention": {
@@ -250,6 +250,7 @@ CASES = {
             "sliding_window_pattern": 3,
             "query_pre_attn_scalar": 6,
             "hidden_activation": "gelu_pytorch_tanh",
+            "final_logit_softcapping": 2.0,
             "rope_parameters": {
                 "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},

@@ -27,9 +27,12 @@ from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import role_mesh
 from jaxrl.types import Rollout, Sequences, TeacherSignal, Totals, TrainBatch
 
-MODEL = DecoderConfig("llama", 48, 16, 2, 4, 2, 4, 24, tie_embeddings=True, eos_ids=(1,))
+SIZES = 48, 16, 2, 4, 2, 4, 24
+MODEL = DecoderConfig("llama", *SIZES, tie_embeddings=True, eos_ids=(1,), final_softcap=0.1)
 HEAD = np.random.default_rng(9).standard_normal((48, 24)).astype(np.float32)
 """Directions of the teacher's head, which is twice as long."""
+CAP = np.float32(4)
+"""Of the teacher's logits. As the student's it is so low that it changes the logits."""
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -84,7 +87,7 @@ def actor(cfg, m, tmp_path, teacher=None):
         prepare=method.prepare(cfg),
         loss=method.make_loss(cfg, MODEL, m, 48),
         finish=method.finish,
-        frozen={"teacher_head": jax.device_put(2 * HEAD)},
+        frozen=jax.device_put({"teacher_head": 2 * HEAD, "teacher_softcap": CAP}),
         receiver=param_shardings(MODEL, m, "unstacked"),
         run_dir=tmp_path,
         teacher=teacher,
@@ -120,7 +123,7 @@ def adapted_actor(cfg, m, tmp_path, model, base, first):
         prepare=method.prepare(cfg),
         loss=method.make_loss(cfg, model, m, 48),
         finish=method.finish,
-        frozen={"teacher_head": jax.device_put(2 * HEAD)},
+        frozen=jax.device_put({"teacher_head": 2 * HEAD, "teacher_softcap": CAP}),
         receiver=frozen_and_trained(param_shardings(model, m, "unstacked"))[1],
         run_dir=tmp_path,
         base=base,
@@ -147,11 +150,11 @@ def reference(tmp_path_factory):
 def test_the_step_is_the_gradient_of_the_dense_loss_over_the_global_count(reference):
     rollout, scores = batch()
     s, start = rollout.sequences, random_params(MODEL)
-    teacher_logits = np.asarray(scores["teacher"][0].hidden) @ (2 * HEAD).T
+    teacher_logits = CAP * np.tanh(np.asarray(scores["teacher"][0].hidden) @ (2 * HEAD).T / CAP)
 
     def loss(params):
         hidden = forward(MODEL, params, s.tokens, s.mask)[:, 5:-1]
-        total, count = jsd(logits(params, hidden), teacher_logits, s.loss_mask, beta=0.5)
+        total, count = jsd(logits(MODEL, params, hidden), teacher_logits, s.loss_mask, beta=0.5)
         return total / count
 
     value, grads = jax.jit(jax.value_and_grad(loss))(start)
@@ -247,7 +250,7 @@ def test_agreement_of_each_row_is_that_of_the_dense_logits(shape, overrides, tmp
     s, start = rollout.sequences, random_params(MODEL)
     theirs = np.asarray(scores["teacher"][0].hidden) @ HEAD.T
     hidden = jax.jit(partial(forward, MODEL))(start, s.tokens, s.mask)[:, 5:-1]
-    mine = np.asarray(jax.jit(logits)(start, hidden))
+    mine = np.asarray(jax.jit(partial(logits, MODEL))(start, hidden))
     agreed = (mine.argmax(-1) == theirs.argmax(-1)) & s.loss_mask
     tokens = s.loss_mask.sum(-1)
     expected = np.where(tokens > 0, agreed.sum(-1) / np.maximum(tokens, 1), np.nan)

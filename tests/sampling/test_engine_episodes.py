@@ -126,7 +126,7 @@ def learned(config: DecoderConfig, number: int, completion: Completion) -> np.nd
     tokens[: len(prompt) + len(completion.tokens)] = [*prompt, *completion.tokens]
     mask = np.arange(48) < len(prompt) + len(completion.tokens)
     hidden = decoder.forward(config, params(), jnp.array(tokens)[None], jnp.array(mask)[None])
-    logprobs = np.asarray(jax.nn.log_softmax(decoder.logits(params(), hidden)[0]))
+    logprobs = np.asarray(jax.nn.log_softmax(decoder.logits(config, params(), hidden)[0]))
     at = np.arange(len(prompt) - 1, len(prompt) + len(completion.tokens) - 1)
     return logprobs[at, list(completion.tokens)]
 

@@ -43,6 +43,7 @@ BORROWS = replace(
     n_layers=4,
     max_positions=512,
     layer_inputs=4,
+    final_softcap=9.0,
     kinds=(WINDOW, WHOLE, *(replace(kind, borrows=True, d_ff=96) for kind in (WINDOW, WHOLE))),
 )
 PROMPTS = [[5, 9, 2], [1], [8, 8, 20, 31, 4, 17, 2]]
@@ -116,7 +117,7 @@ def reference(config: DecoderConfig) -> list[Completion]:
 def learned(config: DecoderConfig, tokens: jax.Array, mask: jax.Array) -> jax.Array:
     tree = params(config)
     hidden = decoder.forward(config, tree, tokens[None], mask[None])
-    return jax.nn.log_softmax(decoder.logits(tree, hidden)[0])
+    return jax.nn.log_softmax(decoder.logits(config, tree, hidden)[0])
 
 
 def assert_exact(completions: list[Completion], config: DecoderConfig) -> None:

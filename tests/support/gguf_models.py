@@ -61,6 +61,8 @@ def write_model(path: Path, name: str, kind: str = "F32", **changes: Any) -> Pat
         w.add_sliding_window(max(window or 0 for window in windows))
     if config.family == "olmo3":  # of others the pattern is known
         w.add_sliding_window_pattern([window is not None for window in windows])
+    if config.final_softcap is not None:
+        w.add_final_logit_softcapping(config.final_softcap)
     w.add_bos_token_id(config.bos_id)
     w.add_eos_token_id(config.eos_ids[0])
     w.add_pad_token_id(config.pad_id)

@@ -19,6 +19,7 @@ from tiny_tokenizer import tiny_tokenizer
 from jaxrl.formats.hf import save_hf
 from jaxrl.formats.weights import tensor_shapes
 from jaxrl.models.config import DecoderConfig
+from jaxrl.models.kinds import LayerKind
 
 QUICK = ["--config", "builtin:quickstart"]
 """On the command line: the keys that a test does not set are the quickstart's."""
@@ -38,10 +39,12 @@ SHORT = [
 ]
 
 
-def save_model(path, d_model, n_layers, seed, rows=264, eos=258):
-    config = DecoderConfig(
-        "llama", rows, d_model, n_layers, 4, 2, 8, 2 * d_model, tie_embeddings=True, eos_ids=(eos,)
-    )
+def save_model(path, d_model, n_layers, seed, rows=264, eos=258, softcap=None):
+    family, sizes = "llama" if softcap is None else "gemma3_text", (4, 2, 8, 2 * d_model)
+    config = DecoderConfig(family, rows, d_model, n_layers, *sizes, tie_embeddings=True)
+    config = replace(config, eos_ids=(eos,), final_softcap=softcap)
+    if softcap is not None:
+        config = replace(config, kinds=(LayerKind(64, 1e4),), score_dim=8)
     params = random_params(config, seed)
     params["embed"]["embedding"] *= 20
     save_hf(path, config, params, dtype="float32")

@@ -104,7 +104,9 @@ def loss_and_logits(
 ) -> tuple[jax.Array, jax.Array]:
     """Sum of -log p(token t+1) where tokens t and t+1 are both valid, nats; and the logits [B, T,
     V]."""
-    logits = decoder.logits(params, decoder.forward(config, params, tokens, mask, **options))
+    logits = decoder.logits(
+        config, params, decoder.forward(config, params, tokens, mask, **options)
+    )
     logprobs = jax.nn.log_softmax(logits[:, :-1], -1)
     picked = jnp.take_along_axis(logprobs, tokens[:, 1:, None], -1)[..., 0]
     return -jnp.sum(jnp.where(mask[:, 1:] & mask[:, :-1], picked, 0.0)), logits

@@ -919,7 +919,7 @@ class FakeCompletions:
         @jax.jit
         def logprobs(tokens: Any) -> Any:
             hidden = decoder.forward(config, params, tokens, jnp.ones(tokens.shape, bool))
-            return jax.nn.log_softmax(decoder.logits(params, hidden), -1)
+            return jax.nn.log_softmax(decoder.logits(config, params, hidden), -1)
 
         self.style, self.most, self.silent, self.logprobs = style, most, silent, logprobs
         self.bend: Callable[[Any], None] = lambda told: None
@@ -1230,8 +1230,8 @@ def test_another_version_of_the_protocol_is_refused_at_once(
     service: ScoringService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serving(service) as server:
-        monkeypatch.setattr("jaxrl.teacher.client.PROTOCOL", 2)
-        with pytest.raises(UserError, match="speaks version 1 .*, this jaxrl version 2: install"):
+        monkeypatch.setattr("jaxrl.teacher.client.PROTOCOL", 3)
+        with pytest.raises(UserError, match="speaks version 2 .*, this jaxrl version 3: install"):
             remote_info(config(server.address, PLAIN))
         eventually(lambda: server.counts["served"] == 1)
 

@@ -428,7 +428,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     rows = [{"prompt": f"{i} + {i}", "kind": names[i % 2], "answer": "1"} for i in range(40)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     sizes = {"student": (32, 2, 0), "math": (48, 1, 1), "code": (32, 1, 2)}
-    saved = {name: save_model(folder / name, *size) for name, size in sizes.items()}
+    cap = {"math": {"softcap": 3.0}}
+    saved = {name: save_model(folder / name, *x, **cap.get(name, {})) for name, x in sizes.items()}
     return saved | {"rows": str(folder / "rows.jsonl")}
 
 

@@ -28,14 +28,15 @@ DEFAULTS: dict[str, Any] = {
     "pad_token_id": 0,
 }
 """What a `config.json` of Gemma 3 leaves out where it is this."""
+SOFTCAP = "final_logit_softcapping"
 PERIOD = 6
 """Of so many layers the last one has no window, where there are no `layer_types`."""
 
 
 def prepare(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if raw.get(key) is not None:
-            raise UserError(f"{key}={raw[key]!r} is not supported; supported: null")
+    key = "attn_logit_softcapping"
+    if raw.get(key) is not None:
+        raise UserError(f"{key}={raw[key]!r} is not supported; supported: null")
     if raw.get("use_bidirectional_attention"):
         raise UserError("use_bidirectional_attention=true is not supported; causal only")
     return DEFAULTS | read_ropes(raw, LOCAL)
@@ -45,7 +46,8 @@ def read(raw: Mapping[str, Any]) -> dict[str, Any]:
     period = size(raw, "sliding_window_pattern", PERIOD)
     window, local = size(raw, "sliding_window"), number(raw, LOCAL)
     kinds = read_windows(raw, window, lambda i: (i + 1) % period != 0, local)
-    return {"kinds": kinds, "score_dim": size(raw, "query_pre_attn_scalar")}
+    cap = None if raw.get(SOFTCAP) is None else number(raw, SOFTCAP)
+    return {"kinds": kinds, "score_dim": size(raw, "query_pre_attn_scalar"), "final_softcap": cap}
 
 
 def write(config: Any) -> dict[str, Any]:
@@ -56,7 +58,7 @@ def write(config: Any) -> dict[str, Any]:
         "query_pre_attn_scalar": config.score_dim,
         "attention_bias": False,
         "attn_logit_softcapping": None,
-        "final_logit_softcapping": None,
+        SOFTCAP: config.final_softcap,
     }
 
 

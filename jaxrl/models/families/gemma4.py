@@ -46,6 +46,7 @@ DEFAULTS: dict[str, Any] = {
     "pad_token_id": 0,
 }
 """What a `config.json` leaves out where it is this."""
+SOFTCAP = "final_logit_softcapping"
 PERIOD = 6
 """Of so many layers the last one has no window, where there are no `layer_types`."""
 BY_LAYER = "per_layer_config"
@@ -72,7 +73,12 @@ def read(raw: Mapping[str, Any]) -> dict[str, Any]:
             f"vocab_size_per_layer_input={raw['vocab_size_per_layer_input']!r} must be"
             f" vocab_size={vocab}"
         )
-    return {"kinds": _borrowing(raw, kinds), "score_dim": 1, "layer_inputs": inputs}
+    return {
+        "kinds": _borrowing(raw, kinds),
+        "score_dim": 1,
+        "layer_inputs": inputs,
+        "final_softcap": None if raw.get(SOFTCAP) is None else number(raw, SOFTCAP),
+    }
 
 
 def _borrowing(raw: Mapping[str, Any], kinds: tuple[LayerKind, ...]) -> tuple[LayerKind, ...]:
@@ -126,6 +132,7 @@ def write(config: Any) -> dict[str, Any]:
         "hidden_size_per_layer_input": config.layer_inputs,
         "vocab_size_per_layer_input": config.vocab_size,
         "enable_moe_block": False,
+        SOFTCAP: config.final_softcap,
         "hidden_activation": config.block.activation,
         "attention_bias": False,
     }
