@@ -166,7 +166,7 @@ class Pass:
     @property
     def _wide(self) -> int:
         """Width of the MLP on this device, in the layers that have most."""
-        return max(split(one.d_ff, self.axes.tensor) for one in self.config.shapes)
+        return max(split(one.mlp_width, self.axes.tensor) for one in self.config.shapes)
 
     @property
     def residual(self) -> int:
@@ -181,8 +181,7 @@ class Pass:
             parts = tensor if c.delta.k_heads % tensor == 0 else 1
             s = max(s, self.tokens * 2 * (c.delta.k_width + c.delta.v_width) // parts * F32)
         q, kv = (n * unit for n in self._heads(tensor))
-        f = 0 if c.experts is not None else self._wide * unit
-        return Blocks(x=self.residual, f=f, q=q, kv=kv, s=s)
+        return Blocks(x=self.residual, f=self._wide * unit, q=q, kv=kv, s=s)
 
     @property
     def alone(self) -> Blocks:
@@ -218,8 +217,10 @@ class Pass:
         if c.delta is not None:
             parts = tensor if c.delta.k_heads % tensor == 0 else 1
             width = max(width, (2 * c.delta.k_width + 3 * c.delta.v_width) // parts)
-        mlps = 1 if c.experts is None else split(c.experts.count, self.axes.expert)
-        return c.d_model * (width + 3 * mlps * split(c.d_ff, tensor)) * self.itemsize
+        wide = split(c.mlp_width, tensor)
+        if c.experts is not None:
+            wide += split(c.experts.count, self.axes.expert) * split(c.d_ff, tensor)
+        return c.d_model * (width + 3 * wide) * self.itemsize
 
     @property
     def gathered(self) -> int:

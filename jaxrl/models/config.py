@@ -289,6 +289,8 @@ class DecoderConfig:
             outs = (n_out for _, n_out in self.expert_projections.values())
             block += self.experts.count + experts * sum(outs)
         block += (4 if self.block.norms == "around" else 2) * self.d_model
+        if self.experts is not None and self.experts.beside:
+            block += 4 * self.d_model + self.experts.count
         block += self.block.scalar + (self.d_model if self.layer_inputs else 0)
         if self.delta is not None and self.n_recurrent:
             d = self.delta
@@ -348,12 +350,16 @@ class DecoderConfig:
             attention |= {"delta/z": (d, v), "delta/b": (d, heads), "delta/a": (d, heads)}
             attention |= {"delta/o": (v, d)}
         if self.experts is not None:
-            return attention | {ROUTER: (d, self.experts.count)}
-        return attention | {
-            "mlp/gate": (d, self.d_ff),
-            "mlp/up": (d, self.d_ff),
-            "mlp/down": (self.d_ff, d),
-        }
+            attention |= {ROUTER: (d, self.experts.count)}
+        f = self.mlp_width
+        return attention | ({"mlp/gate": (d, f), "mlp/up": (d, f), "mlp/down": (f, d)} if f else {})
+
+    @property
+    def mlp_width(self) -> int:
+        """Of the MLP that each token passes; 0: there are experts in its place."""
+        if self.experts is None:
+            return self.d_ff
+        return self.experts.dense_width if self.experts.beside else 0
 
     @property
     def expert_projections(self) -> dict[str, tuple[int, int]]:

@@ -321,9 +321,9 @@ def _through(
         body: (x, layer, (parameters, ...)) -> (x, what it leaves); with `in_turn` also (x, layers,
             a list of such tuples, place), of the layer at that place of both.
         more: what `body` gets beside the parameters, in the form of what they leave.
-        in_turn: layers of one kind that follow each other in a cycle are a scan too, and leave
-            nothing. XLA would else compute all blocks of a cycle again for the backward pass before
-            it needs them, which took three times the memory of one.
+        in_turn: layers of one kind that follow each other in a cycle are a scan too. XLA would else
+            compute all blocks of a cycle again for the backward pass before it needs them, which
+            took three times the memory of one.
     """
     left = []
     if layout_of(params) == "unstacked":
@@ -350,7 +350,8 @@ def _through(
         if in_turn and len(layers) > 1:
             for _, run in groupby(zip(layers, each, strict=True), lambda one: alike(one[0])):
                 same, of = zip(*run, strict=True)
-                x, _ = jax.lax.scan(partial(one_of, same, of), x, jnp.arange(len(same)))
+                x, own = jax.lax.scan(partial(one_of, same, of), x, jnp.arange(len(same)))
+                found += [jax.tree.map(lambda leaf, i=i: leaf[i], own) for i in range(len(same))]
             return x, found
         for layer, one in zip(layers, each, strict=True):
             x, own = body(x, layer, one)
@@ -475,11 +476,11 @@ def _run(
     arguments as of `experts.mix`."""
     found: list[Routed] = []
 
-    def through(x: Array, kernels: ExpertKernels) -> Array:
+    def through(x: Array, kernels: ExpertKernels, *asked: Array) -> Array:
         assert config.experts is not None
         activate = config.experts.gated(ACTIVATIONS[config.block.activation])
         options = {"recorded": recorded, "every": every, "split": split, "real": real}
-        out, one = mix(config.experts, activate, mesh, x, kernels, **options)
+        out, one = mix(config.experts, activate, mesh, x, kernels, *asked, **options)
         found.append(one)
         return out
 
@@ -494,8 +495,11 @@ def _report(params: Params, found: list[Any], routed: list[Routed] | None) -> No
     if routed is None or not jax.tree.leaves(found):
         return
     if layout_of(params) == "unstacked":
-        found = [jax.tree.map(lambda *xs: jnp.stack(xs), *found)]
-    routed += found
+        routed.append(jax.tree.map(lambda *xs: jnp.stack(xs), *found))
+    else:  # the layers of each block
+        routed.append(
+            jax.tree.map(lambda *xs: jnp.stack(xs, 1).reshape(-1, *xs[0].shape[1:]), *found)
+        )
 
 
 def _delta(config: DecoderConfig) -> Delta:

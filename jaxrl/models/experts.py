@@ -54,7 +54,7 @@ class Clamp:
 
 @dataclass(frozen=True)
 class Experts:
-    """The experts of a block, which take the place of its MLP."""
+    """The experts of a block, which take the place of its MLP or add to it."""
 
     count: int
     """E."""
@@ -63,8 +63,11 @@ class Experts:
     normalised: bool
     """Whether the weights of a token's experts sum to 1, or are its probabilities as they are."""
     dense_width: int
-    """`intermediate_size` of `config.json`, for layers without experts; there are none."""
+    """`intermediate_size` of `config.json`: of the MLP that experts add to, or of layers without
+    experts, of which there are none."""
     clamp: Clamp | None = None
+    beside: bool = False
+    """Whether they add to an MLP."""
 
     @property
     def id_dtype(self) -> np.dtype:
@@ -95,6 +98,8 @@ class ExpertKernels(NamedTuple):
     """[E, I]."""
     down_bias: Array | None = None
     """[E, D]."""
+    scale: Array | None = None
+    """[E]: what the weight of each expert is multiplied by."""
 
 
 class Routed(NamedTuple):
@@ -109,8 +114,9 @@ class Routed(NamedTuple):
     which they are."""
 
 
-Mix = Callable[[jax.Array, ExpertKernels], jax.Array]
-"""(x [B, T, D], parameters) -> [B, T, D]; training, prefill and decode differ only here."""
+Mix = Callable[..., jax.Array]
+"""(x [B, T, D], parameters) -> [B, T, D]; training, prefill and decode differ only here. A third
+array [B, T, D] is what the router reads in place of x."""
 
 
 def mix(
@@ -119,6 +125,7 @@ def mix(
     mesh: Mesh | None,
     x: jax.Array,
     kernels: ExpertKernels,
+    asked: jax.Array | None = None,
     *,
     recorded: jax.Array | None = None,
     every: bool = False,
@@ -132,6 +139,7 @@ def mix(
 
     Args:
         x: [B, T, D], on a mesh its rows over the axes `ROWS`.
+        asked: as x, what the router reads in its place.
         recorded: [B, T, k] integers: the experts of each token, in place of the router's choice;
             -1 where the router chooses. Their weights are the router's own.
         every: compute every expert on every token and weigh the products, where there are so few
@@ -140,14 +148,14 @@ def mix(
         real: [B, T] bool, True at tokens.
     """
     if mesh is None or mesh.size == 1:
-        return _mix(experts, activate, x, kernels, recorded, real, every)
+        return _mix(experts, activate, x, kernels, asked, recorded, real, every)
     over = divided(experts.count, (EXPERTS,), mesh.shape)
     width = divided(kernels.gate.shape[2], ("tensor",), mesh.shape)
     tokens = PartitionSpec(ROWS, *split or (None,))
     wide, narrow = PartitionSpec(over, None, width), PartitionSpec(over, width, None)
     whole, outs = PartitionSpec(), PartitionSpec(over, width)
-    parts = ExpertKernels(whole, wide, wide, narrow, whole, outs, outs, whole)
-    specs = (tokens, parts, tokens, tokens)
+    parts = ExpertKernels(whole, wide, wide, narrow, whole, outs, outs, whole, whole)
+    specs = (tokens, parts, tokens, tokens, tokens)
     axes: dict[str, Any] = {
         "over": over if mesh.shape[EXPERTS] > 1 else None,
         "width": width if mesh.shape["tensor"] > 1 else None,
@@ -156,10 +164,12 @@ def mix(
     def local(
         x: jax.Array,
         kernels: ExpertKernels,
+        asked: jax.Array | None,
         recorded: jax.Array | None,
         real: jax.Array | None,
     ) -> tuple[jax.Array, Routed]:
-        out, routed = _mix(experts, activate, x, kernels, recorded, real, every, **axes)
+        given = x, kernels, asked, recorded, real
+        out, routed = _mix(experts, activate, *given, every, **axes)
         if routed.mass is not None:
             routed = routed._replace(mass=jax.lax.psum(routed.mass, (*ROWS, *split)))
         return out, routed
@@ -171,7 +181,7 @@ def mix(
         out_specs=(tokens, Routed(tokens, tokens, whole)),
         check_vma=False,
     )
-    found: tuple[jax.Array, Routed] = run(x, kernels, recorded, real)
+    found: tuple[jax.Array, Routed] = run(x, kernels, asked, recorded, real)
     return found
 
 
@@ -205,6 +215,7 @@ def _mix(
     activate: Activate,
     x: jax.Array,
     kernels: ExpertKernels,
+    asked: jax.Array | None,
     recorded: jax.Array | None,
     real: jax.Array | None,
     every: bool,
@@ -219,7 +230,10 @@ def _mix(
     """
     rows = x.reshape(-1, x.shape[-1])
     given = None if recorded is None else recorded.reshape(-1, experts.chosen)
-    ids, weights, logprobs = route(experts, rows, kernels.router, given, kernels.router_bias)
+    read = rows if asked is None else asked.reshape(rows.shape)
+    ids, weights, logprobs = route(experts, read, kernels.router, given, kernels.router_bias)
+    if kernels.scale is not None:
+        weights = weights * kernels.scale.astype(jnp.float32)[ids]
     probs = jnp.exp(logprobs)
     entropy = -(probs * logprobs).sum(-1)
     mass = None if real is None else jnp.where(real.reshape(-1, 1), probs, 0.0).sum(0)

@@ -271,6 +271,32 @@ class MixtureMLP(nnx.Module):
         return mix(x, ExpertKernels(*kernels, *biases))
 
 
+class MLPBesideExperts(GatedMLP):
+    """norm(mlp(x)) + norm(experts(norm(r))), of x and of the residual r that x was made of; the
+    router reads r / rms(r) times a scale of each dim (Gemma 4)."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        super().__init__(config, rngs)
+        assert config.experts is not None
+        self.router = Linear(config, "mlp/router", rngs)
+        self.experts = ExpertMLPs(config, rngs)
+        self.router_norm = RMSNorm(config.d_model, config, scaled=False)
+        self.router_scale = nnx.Param(jnp.ones((config.d_model,)))
+        self.expert_scale = nnx.Param(jnp.ones((config.experts.count,)))
+        self.out_norm = RMSNorm(config.d_model, config)
+        self.experts_norm = RMSNorm(config.d_model, config)
+        self.experts_out_norm = RMSNorm(config.d_model, config)
+
+    def __call__(self, x: jax.Array, mix: Mix, residual: jax.Array) -> jax.Array:
+        asked = self.router_norm(residual) * self.router_scale[...].astype(x.dtype)[None, None]
+        asked = asked * jnp.asarray(x.shape[-1] ** -0.5, x.dtype)
+        own = self.experts
+        kernels = (part.kernel[...] for part in (self.router, own.gate, own.up, own.down))
+        given = ExpertKernels(*kernels, scale=self.expert_scale[...])
+        out = mix(self.experts_norm(residual), given, asked)
+        return self.out_norm(super().__call__(x)) + self.experts_out_norm(out)
+
+
 class LayerInput(nnx.Module):
     """out(act(gate(x)) * p), of what a layer reads p [B, T, P] beside the residual x."""
 
@@ -324,7 +350,7 @@ class Block(nnx.Module):
         self.attn = None if recurs else Attention(config, rngs)
         self.delta = GatedDelta(config, rngs) if recurs else None
         self.mlp_norm = RMSNorm(config.d_model, config)
-        self.mlp = (GatedMLP if config.experts is None else MixtureMLP)(config, rngs)
+        self.mlp = _mlp(config)(config, rngs)
         self.norms = config.block.norms
         around = self.norms == "around"
         self.attn_post_norm = RMSNorm(config.d_model, config) if around else None
@@ -355,7 +381,8 @@ class Block(nnx.Module):
             return x + self.mlp_norm(self.mlp(x, *mix))
         out = attended(self.attn_norm(x))
         x = x + (out if self.attn_post_norm is None else self.attn_post_norm(out))
-        out = self.mlp(self.mlp_norm(x), *mix)
+        beside = (x,) if isinstance(self.mlp, MLPBesideExperts) else ()
+        out = self.mlp(self.mlp_norm(x), *mix, *beside)
         x = x + (out if self.mlp_post_norm is None else self.mlp_post_norm(out))
         if self.input is not None and self.input_norm is not None:
             assert own is not None
@@ -364,6 +391,12 @@ class Block(nnx.Module):
             scale = jax.lax.stop_gradient(self.block_scale[...])
             x = x * scale.astype(x.dtype).reshape((1,) * x.ndim)
         return x
+
+
+def _mlp(config: DecoderConfig) -> Any:
+    if config.experts is None:
+        return GatedMLP
+    return MLPBesideExperts if config.experts.beside else MixtureMLP
 
 
 def layer_angles(config: DecoderConfig, kind: LayerKind, positions: jax.Array) -> Rope:

@@ -42,7 +42,7 @@ PATHS: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"delta/o/kernel$", ("state_heads", "embed")),
     (r"delta/conv/[qkv]$", ("state_heads", None, None)),
     (r"delta/(log_decay|bias)$", ("state_heads",)),
-    (r"(norm/scale|block_scale)$", (None,)),
+    (r"(norm/scale|(block|router|expert)_scale)$", (None,)),
 )
 AXES: dict[str, tuple[AxisName, ...]] = {
     "vocab": ("tensor",),
@@ -78,7 +78,7 @@ def param_specs(
             "heads": one.n_heads,
             "kv_heads": one.n_kv_heads,
             "state_heads": 1 if one.delta is None else one.delta.k_heads,
-            "mlp": one.d_ff,
+            "mlp": one.d_ff if "/experts/" in name else one.mlp_width,
             "expert": 1 if one.experts is None else one.experts.count,
             "embed": one.d_model,
             "layer_inputs": config.n_layers * config.layer_inputs,

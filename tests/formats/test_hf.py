@@ -29,7 +29,7 @@ from jaxrl.models.rules import param_shardings
 FAMILIES = (
     *("llama3_rope", "smollm", "qwen2", "qwen3", "olmo2", "phi3", "phi3_longrope"),
     *("mistral", "qwen2_sliding", "smollm3", "gemma3", "olmo3"),
-    *("qwen3_moe", "gpt_oss", "qwen3_5", "gemma4", "gemma4_shared"),
+    *("qwen3_moe", "gpt_oss", "qwen3_5", "gemma4", "gemma4_shared", "gemma4_moe"),
 )
 
 
@@ -119,7 +119,8 @@ def test_a_missing_head_dim_is_the_familys() -> None:
             "rope_type='linear' of sliding_attention is not supported",
         ),
         ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
-        ("gemma4", {"enable_moe_block": True}, "enable_moe_block"),
+        ("gemma4", {"enable_moe_block": True}, "num_experts=null"),
+        ("gemma4_moe", {"top_k_experts": 7}, "top_k_experts=7 exceeds num_experts=6"),
         ("gemma4", {"num_kv_shared_layers": 5}, "num_kv_shared_layers=5"),
         ("gemma4", {"layer_types": ["sliding_attention"] * 6}, "must be full_attention"),
         ("gemma4", {"per_layer_config": {"2": {"head_dim": 16}}}, "per_layer_config"),

@@ -51,8 +51,9 @@ def assert_trees_close(a: Any, b: Any, tolerance: float) -> None:
     jax.tree_util.tree_map_with_path(check, a, b)
 
 
-GEMMA4 = ("gemma4", "gemma4_shared")
-"""Whose layers differ in shape; and whose last ones borrow keys and values."""
+GEMMA4 = ("gemma4", "gemma4_shared", "gemma4_moe")
+"""Whose layers differ in shape; and whose last ones borrow keys and values; and that have experts
+beside the MLP."""
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -251,6 +252,7 @@ def test_bfloat16_compute_is_near_float32(name: str) -> None:
         ("gemma4", (1, 2, 4)),  # and the KV heads of either kind of layers
         ("gemma4", (2, 1, 2, 2)),  # and divides those of one kind
         ("gemma4_shared", (1, 2, 2)),
+        ("gemma4_moe", (1, 2, 2, 1, 2)),  # experts divided, beside an MLP
         ("gemma4_shared", (1, 2, 1, 4)),
     ],
 )

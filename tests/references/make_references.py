@@ -68,6 +68,13 @@ GRADIENTS = (
     "model.layers.1.linear_attn.dt_bias",
     "model.layers.1.linear_attn.norm.weight",
     "model.layers.3.linear_attn.out_proj.weight",
+    "model.layers.0.router.proj.weight",
+    "model.layers.0.router.scale",
+    "model.layers.1.router.per_expert_scale",
+    "model.layers.0.experts.gate_up_proj",
+    "model.layers.1.experts.down_proj",
+    "model.layers.0.pre_feedforward_layernorm_2.weight",
+    "model.layers.0.post_feedforward_layernorm_1.weight",
     "model.embed_tokens_per_layer.weight",
     "model.per_layer_model_projection.weight",
     "model.per_layer_projection_norm.weight",
@@ -178,7 +185,8 @@ def tiny_case(case: Case) -> tuple[dict, dict[str, np.ndarray]]:
     tied = config.tie_word_embeddings
     names = [n for n in model.state_dict() if not (tied and n == "lm_head.weight")]
     shapes = {n: tuple(model.state_dict()[n].shape) for n in names}
-    apart = case.kind != "gpt_oss"  # whose checkpoints have the tensors of transformers' modules
+    # The checkpoints of these have the tensors of transformers' modules.
+    apart = case.kind not in ("gpt_oss", "gemma4_text")
     tensors = random_tensors(by_expert(shapes) if apart else shapes, case.seed, case.norm)
     tensors = merged_experts(tensors) if apart else tensors
     model.load_state_dict({n: torch.from_numpy(v) for n, v in tensors.items()}, strict=False)

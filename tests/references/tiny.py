@@ -283,6 +283,22 @@ CASES = {
             "vocab_size_per_layer_input": 64,
         },
     ),
+    "gemma4_moe": Case(
+        29,
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 24,
+        },
+    ),
     "olmo3": Case(
         24,
         "olmo3",

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxrl.errors import UserError
+from jaxrl.models.experts import Experts
 from jaxrl.models.family import OMITTED, BlockKind, Family
 from jaxrl.models.fields import given, number, size
 from jaxrl.models.kinds import (
@@ -56,8 +57,6 @@ BY_LAYER = "per_layer_config"
 def prepare(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     if raw.get("use_bidirectional_attention") == "all":
         raise UserError("use_bidirectional_attention=all is not supported; causal only")
-    if raw.get("enable_moe_block"):
-        raise UserError("enable_moe_block=true is not supported: Gemma 4 without experts only")
     stated = {key: value for key, value in raw.items() if value is not None}
     return read_ropes({**raw, **DEFAULTS, **stated}, LOCAL)
 
@@ -78,7 +77,22 @@ def read(raw: Mapping[str, Any]) -> dict[str, Any]:
         "score_dim": 1,
         "layer_inputs": inputs,
         "final_softcap": None if raw.get(SOFTCAP) is None else number(raw, SOFTCAP),
+        **_experts(raw),
     }
+
+
+def _experts(raw: Mapping[str, Any]) -> dict[str, Any]:
+    if not raw.get("enable_moe_block"):
+        return {}
+    for key in ("num_experts", "top_k_experts", "moe_intermediate_size"):
+        if raw.get(key) is None:
+            raise UserError(f"{key}=null: enable_moe_block=true needs a number")
+    count, chosen = size(raw, "num_experts"), size(raw, "top_k_experts")
+    if chosen > count:
+        raise UserError(f"top_k_experts={chosen} exceeds num_experts={count}")
+    width = size(raw, "intermediate_size")
+    experts = Experts(count, chosen, normalised=True, dense_width=width, beside=True)
+    return {"experts": experts, "d_ff": size(raw, "moe_intermediate_size")}
 
 
 def _borrowing(raw: Mapping[str, Any], kinds: tuple[LayerKind, ...]) -> tuple[LayerKind, ...]:
@@ -131,10 +145,22 @@ def write(config: Any) -> dict[str, Any]:
         "use_double_wide_mlp": last.d_ff is not None,
         "hidden_size_per_layer_input": config.layer_inputs,
         "vocab_size_per_layer_input": config.vocab_size,
-        "enable_moe_block": False,
+        **_written(config),
         SOFTCAP: config.final_softcap,
         "hidden_activation": config.block.activation,
         "attention_bias": False,
+    }
+
+
+def _written(config: Any) -> dict[str, Any]:
+    if config.experts is None:
+        return {"enable_moe_block": False}
+    return {
+        "enable_moe_block": True,
+        "num_experts": config.experts.count,
+        "top_k_experts": config.experts.chosen,
+        "moe_intermediate_size": config.d_ff,
+        "intermediate_size": config.experts.dense_width,
     }
 
 
@@ -156,6 +182,15 @@ GEMMA4 = Family(
         "input/gate/kernel": "per_layer_input_gate.weight",
         "input/out/kernel": "per_layer_projection.weight",
         "input_norm/scale": "post_per_layer_input_norm.weight",
+        "mlp/router/kernel": "router.proj.weight",
+        "mlp/router_scale": "router.scale",
+        "mlp/expert_scale": "router.per_expert_scale",
+        "mlp/experts/gate/kernel": "experts.gate_up_proj",
+        "mlp/experts/up/kernel": "experts.gate_up_proj",
+        "mlp/experts/down/kernel": "experts.down_proj",
+        "mlp/out_norm/scale": "post_feedforward_layernorm_1.weight",
+        "mlp/experts_norm/scale": "pre_feedforward_layernorm_2.weight",
+        "mlp/experts_out_norm/scale": "post_feedforward_layernorm_2.weight",
         "block_scale": "layer_scalar",
     },
     whole="gemma4",
