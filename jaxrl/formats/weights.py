@@ -165,11 +165,10 @@ class Place:
         for target, name in zip(targets, names, strict=True):
             if self.transposed:
                 whole = tensors.read(str(name), box)
-                for own, rows in (
-                    [(target, whole)] if whole.ndim == 2 else zip(target, whole, strict=True)
-                ):
-                    for at in range(0, len(rows), BAND):
-                        own[:, at : at + BAND] = rows[at : at + BAND].astype(dtype).T
+                kernels = [(target, whole)] if whole.ndim == 2 else zip(target, whole, strict=True)
+                for own, rows in kernels:
+                    for row in range(0, len(rows), BAND):
+                        own[:, row : row + BAND] = rows[row : row + BAND].astype(dtype).T
             else:
                 target[...] = tensors.read(str(name), box)
         return out

@@ -226,7 +226,7 @@ class GatedMLP(nnx.Module):
         self.down = Linear(config, "mlp/down", rngs)
         self.activation = config.block.activation
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, *_: Any) -> jax.Array:
         low = self.gate.low(x) if _reads_another(self.up) else None
         return self.down(ACTIVATIONS[self.activation](self.gate(x, low)) * self.up(x, low))
 
@@ -287,13 +287,15 @@ class MLPBesideExperts(GatedMLP):
         self.experts_norm = RMSNorm(config.d_model, config)
         self.experts_out_norm = RMSNorm(config.d_model, config)
 
-    def __call__(self, x: jax.Array, mix: Mix, residual: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, *given: Any) -> jax.Array:
+        mix, residual = given
         asked = self.router_norm(residual) * self.router_scale[...].astype(x.dtype)[None, None]
         asked = asked * jnp.asarray(x.shape[-1] ** -0.5, x.dtype)
         own = self.experts
-        kernels = (part.kernel[...] for part in (self.router, own.gate, own.up, own.down))
-        given = ExpertKernels(*kernels, scale=self.expert_scale[...])
-        out = mix(self.experts_norm(residual), given, asked)
+        gate, up, down = (part.kernel[...] for part in (own.gate, own.up, own.down))
+        scale = self.expert_scale[...]
+        kernels = ExpertKernels(self.router.kernel[...], gate, up, down, scale=scale)
+        out = mix(self.experts_norm(residual), kernels, asked)
         return self.out_norm(super().__call__(x)) + self.experts_out_norm(out)
 
 

@@ -122,7 +122,11 @@ def test_a_missing_head_dim_is_the_familys() -> None:
         ("gemma4", {"enable_moe_block": True}, "num_experts=null"),
         ("gemma4_moe", {"top_k_experts": 7}, "top_k_experts=7 exceeds num_experts=6"),
         ("gemma4", {"num_kv_shared_layers": 5}, "num_kv_shared_layers=5"),
-        ("gemma4", {"layer_types": ["sliding_attention"] * 6}, "must be full_attention"),
+        (
+            "gemma4",
+            {"layer_types": ["sliding_attention"] * 6, "per_layer_config": None},
+            "must be full_attention",
+        ),
         ("gemma4", {"per_layer_config": {"2": {"head_dim": 16}}}, "per_layer_config"),
         ("gemma4_shared", {"vocab_size_per_layer_input": 8}, "must be vocab_size=64"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers"),

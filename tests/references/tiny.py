@@ -33,6 +33,7 @@ regimes."""
 GEMMA4: dict[str, Any] = {
     "head_dim": 8,
     "global_head_dim": 16,
+    "rms_norm_eps": 1e-2,  # else rounding is amplified, as scores are not divided
     "sliding_window": 5,
     "final_logit_softcapping": 3.0,
     "hidden_activation": "gelu_pytorch_tanh",

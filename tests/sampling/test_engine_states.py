@@ -19,6 +19,7 @@ from tiny_models import SAMPLED
 from jaxrl.models import decoder
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.delta import Delta
+from jaxrl.models.families import FAMILIES
 from jaxrl.models.kinds import LayerKind
 from jaxrl.models.rules import param_shardings
 from jaxrl.sampling import engine as engine_module
@@ -43,7 +44,7 @@ BORROWS = replace(
     n_layers=4,
     max_positions=512,
     layer_inputs=4,
-    final_softcap=9.0,
+    final_softcap=1.0,
     kinds=(WINDOW, WHOLE, *(replace(kind, borrows=True, d_ff=96) for kind in (WINDOW, WHOLE))),
 )
 PROMPTS = [[5, 9, 2], [1], [8, 8, 20, 31, 4, 17, 2]]
@@ -82,7 +83,8 @@ class Words:
 @cache
 def params(config: DecoderConfig) -> Any:
     tree = decoder.init_params(config, jax.random.key(0), layout="unstacked")
-    tree["embed"]["embedding"] = 20 * tree["embed"]["embedding"]
+    scale = 1 / config.d_model**0.5 if FAMILIES[config.family].scaled_embedding else 1.0
+    tree["embed"]["embedding"] = 20 * scale * tree["embed"]["embedding"]
     return tree
 
 
