@@ -271,6 +271,16 @@ CASES = {
             "hidden_size_per_layer_input": 0,
         },
     ),
+    "gemma4_unified": Case(
+        30,
+        "gemma4_unified_text",
+        {
+            **GEMMA4,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+        },
+    ),
     "gemma4_shared": Case(
         28,
         "gemma4_text",

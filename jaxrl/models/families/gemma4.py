@@ -198,3 +198,32 @@ GEMMA4 = Family(
     read=read,
     write=write,
 )
+UNIFIED: dict[str, Any] = {
+    "sliding_window": 1024,
+    "max_position_embeddings": 262_144,
+    "hidden_size_per_layer_input": 0,
+}
+"""What a `config.json` of the model whose images pass no encoder leaves out where it is this."""
+WITHOUT = (
+    *("hidden_size_per_layer_input", "vocab_size_per_layer_input"),
+    "enable_moe_block",
+)
+"""What it does not have."""
+
+
+def prepare_unified(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    stated = {key: value for key, value in raw.items() if value is not None}
+    return prepare({**UNIFIED, **stated})
+
+
+def write_unified(config: Any) -> dict[str, Any]:
+    return {key: value for key, value in write(config).items() if key not in WITHOUT}
+
+
+GEMMA4_UNIFIED = replace(
+    GEMMA4,
+    architecture="Gemma4UnifiedForCausalLM",
+    whole="gemma4_unified",
+    prepare=prepare_unified,
+    write=write_unified,
+)
