@@ -26,7 +26,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl.config.schema import RayConfig
+from jaxrl.config.settings import RayConfig
 from jaxrl.sharding.placement import Placement, parse
 from jaxrl.sharding.reshard import reshard
 

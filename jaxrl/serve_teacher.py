@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from jaxrl.config import cli, yaml_text
 from jaxrl.config import paths as config_paths
-from jaxrl.config.schema import NAMED, Config, DType
+from jaxrl.config.schema import Config
+from jaxrl.config.section import NAMED, DType
 from jaxrl.errors import UserError, near
 from jaxrl.process.streams import Output
 

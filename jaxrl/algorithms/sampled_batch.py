@@ -11,7 +11,8 @@ import numpy as np
 
 from jaxrl.algorithms.advantages import group_advantages, select_groups, turn_advantages
 from jaxrl.algorithms.similarity import similarity_advantages
-from jaxrl.config.schema import Config, GrouperConfig
+from jaxrl.config.roles import GrouperConfig
+from jaxrl.config.schema import Config
 from jaxrl.losses.kl import kl_in_reward
 from jaxrl.rewards.combine import as_rewards
 from jaxrl.rewards.scoring import ENVIRONMENT, RewardReport

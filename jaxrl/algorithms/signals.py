@@ -21,7 +21,8 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float, Int
 
-from jaxrl.config.schema import Config, DistillConfig
+from jaxrl.config.schema import Config
+from jaxrl.config.settings import DistillConfig
 from jaxrl.losses.algorithm_table import MixtureKind
 from jaxrl.losses.cells import LONGER, Borders, opened
 from jaxrl.losses.distill import (

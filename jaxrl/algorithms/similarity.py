@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from jaxrl.algorithms.advantages import group_advantages, within
-from jaxrl.config.schema import GrouperConfig
+from jaxrl.config.roles import GrouperConfig
 from jaxrl.errors import RunError, UserError, unknown
 from jaxrl.rewards.combine import Rewards, as_rewards
 

@@ -12,7 +12,8 @@ from jaxrl.algorithms.methods import needed_roles
 from jaxrl.algorithms.schedule import SCHEDULES
 from jaxrl.aot.costs import ASSUMED, Links, Traffic, stage_costs
 from jaxrl.aot.machine import Machine
-from jaxrl.config.schema import Config, LongParallelConfig
+from jaxrl.config.roles import LongParallelConfig
+from jaxrl.config.schema import Config
 from jaxrl.config.yaml_text import shown
 from jaxrl.errors import UserError
 from jaxrl.plan import Plan, services

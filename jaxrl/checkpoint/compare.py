@@ -10,7 +10,8 @@ from pydantic import ValidationError
 
 from jaxrl.config import keys as config_keys
 from jaxrl.config import paths as config_paths
-from jaxrl.config.schema import Config, NamedTeacherConfig
+from jaxrl.config.roles import NamedTeacherConfig
+from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 
 FREE = re.compile(

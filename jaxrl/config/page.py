@@ -11,7 +11,8 @@ from typing import Any
 
 from jaxrl.config import cli, yaml_text
 from jaxrl.config import keys as config_keys
-from jaxrl.config.schema import LARGEST, Config
+from jaxrl.config.schema import Config
+from jaxrl.config.section import LARGEST
 
 BOUNDS = {
     "exclusiveMinimum": "above",
@@ -24,7 +25,7 @@ BOUNDS = {
 HEAD = """# Config keys
 
 Every key of a run, with its type, its default and what it means. Made from
-[jaxrl/config/schema.py](../jaxrl/config/schema.py) by
+the classes of [jaxrl/config](../jaxrl/config/schema.py) by
 `python -m jaxrl.config.page > docs/config.md`; `python -m jaxrl.train --help` lists the same keys.
 
 A key is set in the file, nested by its dots, or on the command line, which wins:

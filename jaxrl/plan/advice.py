@@ -10,7 +10,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from jaxrl.config.schema import Config, LongParallelConfig
+from jaxrl.config.roles import LongParallelConfig
+from jaxrl.config.schema import Config
 from jaxrl.config.yaml_text import shown
 from jaxrl.errors import UserError
 from jaxrl.plan.inputs import PlanInputs, parallel

@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from jaxrl.config.schema import DType, GrouperConfig, RewardConfig
+from jaxrl.config.roles import GrouperConfig, RewardConfig
+from jaxrl.config.section import DType
 from jaxrl.models import bert
 from jaxrl.models.activations import F32, SCAN, SPREAD, Pass, at_once, split, whole_rows
 from jaxrl.models.batching import rows_of, width_of

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from jaxrl.config.schema import Config, LongParallelConfig, ParallelConfig
+from jaxrl.config.roles import LongParallelConfig, ParallelConfig
+from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.models.buckets import round_up
 from jaxrl.models.config import DecoderConfig

@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
-from jaxrl.config.schema import DType, OptimizerConfig
+from jaxrl.config.section import DType
+from jaxrl.config.settings import OptimizerConfig
 from jaxrl.models.activations import split
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import abstract_params

@@ -11,7 +11,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from jaxrl.config.schema import EnvironmentConfig, RewardConfig
+from jaxrl.config.roles import RewardConfig
+from jaxrl.config.settings import EnvironmentConfig
 from jaxrl.errors import UserError, near
 from jaxrl.rewards.combine import combine_rewards, soft_overlong
 from jaxrl.rewards.functions import KEY, find

@@ -12,7 +12,7 @@ from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 from optax.contrib import MuonDimensionNumbers, muon
 
-from jaxrl.config.schema import OptimizerConfig
+from jaxrl.config.settings import OptimizerConfig
 from jaxrl.models.lora import NAMES
 from jaxrl.types import Array, Tree
 

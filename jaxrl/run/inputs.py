@@ -7,7 +7,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxrl.checkpoint.source import ModelSource
-from jaxrl.config.schema import POLICY, Config
+from jaxrl.config.schema import Config
+from jaxrl.config.section import POLICY
 from jaxrl.data.encoder import PromptEncoder, TeacherPrompt, few_shot
 from jaxrl.data.feedback import PLACES
 from jaxrl.data.source import Example, Keys, Source, open_source

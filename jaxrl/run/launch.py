@@ -30,7 +30,8 @@ from jaxrl.algorithms.protocols import (
 )
 from jaxrl.algorithms.signals import Projection
 from jaxrl.checkpoint.source import ModelSource
-from jaxrl.config.schema import Config, DType
+from jaxrl.config.schema import Config
+from jaxrl.config.section import DType
 from jaxrl.data.feedback import with_feedback
 from jaxrl.formats import hub
 from jaxrl.models.decoder import Layout, Params

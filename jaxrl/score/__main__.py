@@ -12,7 +12,8 @@ from typing import Any
 
 from jaxrl.config import cli
 from jaxrl.config import keys as config_keys
-from jaxrl.config.schema import POLICY, Config
+from jaxrl.config.schema import Config
+from jaxrl.config.section import POLICY
 from jaxrl.config.yaml_text import assignments
 from jaxrl.errors import UserError
 from jaxrl.process.interrupt import ASKING

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.config.schema import DistillConfig
+from jaxrl.config.settings import DistillConfig
 from jaxrl.teacher.cache import StorageError, Stored, dequantised, in_storage
 from jaxrl.types import TeacherSignal
 

@@ -18,7 +18,7 @@ from urllib.parse import urlencode, urlsplit
 import jax
 import numpy as np
 
-from jaxrl.config.schema import DistillConfig
+from jaxrl.config.settings import DistillConfig
 from jaxrl.errors import RunError, UserError
 from jaxrl.teacher.check import check_answer, check_head
 from jaxrl.teacher.protocol import (

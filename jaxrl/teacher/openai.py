@@ -20,7 +20,7 @@ from functools import cached_property, partial
 
 import numpy as np
 
-from jaxrl.config.schema import DistillConfig
+from jaxrl.config.settings import DistillConfig
 from jaxrl.errors import UserError
 from jaxrl.teacher.check import ROUNDING, check_ids, check_logprobs, check_sum
 from jaxrl.teacher.client import Endpoint, TeacherError

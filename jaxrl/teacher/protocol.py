@@ -17,7 +17,7 @@ import numpy as np
 import safetensors
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from jaxrl.config.schema import DistillConfig
+from jaxrl.config.settings import DistillConfig
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
 from jaxrl.formats.dtypes import STORED

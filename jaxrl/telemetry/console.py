@@ -22,7 +22,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from jaxrl.config.schema import LoggingConfig
+from jaxrl.config.settings import LoggingConfig
 from jaxrl.process.streams import Output
 from jaxrl.runtime.worker import WorkerState
 from jaxrl.telemetry.metrics import Sample

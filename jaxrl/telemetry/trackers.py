@@ -22,7 +22,7 @@ from textwrap import indent
 
 from flax.traverse_util import flatten_dict
 
-from jaxrl.config.schema import LoggingConfig
+from jaxrl.config.settings import LoggingConfig
 from jaxrl.errors import UserError
 from jaxrl.telemetry.metrics import Sample
 from jaxrl.types import JsonObject, Row

@@ -14,7 +14,8 @@ from jaxrl.algorithms.similarity import (
     similarity_advantages,
     text_to_embed,
 )
-from jaxrl.config.schema import Config, GrouperConfig
+from jaxrl.config.roles import GrouperConfig
+from jaxrl.config.schema import Config
 from jaxrl.errors import RunError, UserError
 
 REFERENCES = np.load(Path(__file__).parent.parent / "references" / "similarity.npz")

@@ -13,7 +13,7 @@ from runs import SHORT, numbers, save_model
 import jaxrl
 from jaxrl import Config
 from jaxrl.config import cli
-from jaxrl.config.schema import RewardConfig
+from jaxrl.config.roles import RewardConfig
 from jaxrl.errors import RunError, UserError
 from jaxrl.rewards.callables import bind
 from jaxrl.rewards.functions import find

@@ -212,7 +212,8 @@ def test_it_shows_a_whole_run_without_an_error(path: Path) -> None:
 
 CONSOLE = """
 import threading
-from jaxrl.config.schema import Config, LoggingConfig
+from jaxrl.config.schema import Config
+from jaxrl.config.settings import LoggingConfig
 from jaxrl.telemetry.console import Console
 
 with Console(LoggingConfig(), steps=3) as console:

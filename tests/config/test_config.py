@@ -12,7 +12,8 @@ from jaxrl.config import keys as config_keys
 from jaxrl.config import paths, yaml_text
 from jaxrl.config.aliases import ABSENT, ALIASES
 from jaxrl.config.base import QUICKSTART
-from jaxrl.config.schema import Config, Section
+from jaxrl.config.schema import Config
+from jaxrl.config.section import Section
 from jaxrl.errors import UserError
 from jaxrl.types import JsonObject
 

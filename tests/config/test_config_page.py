@@ -18,11 +18,12 @@ from tiny_models import REFERENCES, make_mesh
 import jaxrl
 from jaxrl.algorithms.methods import needed_roles
 from jaxrl.algorithms.signals import Projection, distill_loss, teacher_signal
-from jaxrl.config import cli, yaml_text
+from jaxrl.config import cli, roles, rules, run_config, schema, section, settings, yaml_text
 from jaxrl.config import keys as config_keys
 from jaxrl.config import page as config_page
-from jaxrl.config import schema as config
-from jaxrl.config.schema import ActorConfig, Config, Section
+from jaxrl.config.roles import ActorConfig
+from jaxrl.config.schema import Config
+from jaxrl.config.section import Section
 from jaxrl.plan import make_plan
 from jaxrl.train import train
 from jaxrl.types import Sequences, TrainBatch
@@ -119,9 +120,15 @@ def _sections(section: Section, path: str) -> Iterator[tuple[str, Section]]:
             yield from _sections(value, f"{path}{name}.")
 
 
+OF_THE_CONFIG = {
+    __file__,
+    *(str(part.__file__) for part in (roles, rules, run_config, schema, section, settings)),
+}
+
+
 def _read_by_the_package() -> bool:
     frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename in (__file__, config.__file__):
+    while frame is not None and frame.f_code.co_filename in OF_THE_CONFIG:
         if frame.f_code.co_name.startswith("_check"):
             return False
         frame = frame.f_back

@@ -14,7 +14,8 @@ import pytest
 from jaxrl.__main__ import COMMANDS
 from jaxrl.checkpoint.compare import FREE, REPORTED
 from jaxrl.config.keys import keys
-from jaxrl.config.schema import Config, GrouperConfig
+from jaxrl.config.roles import GrouperConfig
+from jaxrl.config.schema import Config
 from jaxrl.data.tasks import TASKS
 from jaxrl.formats.gguf_tokenizer import PRE
 from jaxrl.losses.algorithm_table import ALGORITHMS

@@ -13,7 +13,7 @@ from runs import GSPO, SHORT, save_model, weights
 
 from jaxrl import Config
 from jaxrl.algorithms.methods import needed_roles
-from jaxrl.config.schema import OffloadConfig
+from jaxrl.config.settings import OffloadConfig
 from jaxrl.plan import make_plan
 from jaxrl.run.job import make_job
 from jaxrl.run.launch import devices_for, start_roles

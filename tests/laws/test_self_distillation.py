@@ -14,7 +14,7 @@ from tiny_models import make_mesh, tiny_model
 
 from jaxrl import Config
 from jaxrl.algorithms.signals import Projection
-from jaxrl.config.schema import DistillConfig
+from jaxrl.config.settings import DistillConfig
 from jaxrl.data.arithmetic import correction
 from jaxrl.data.batch import as_the_teacher_reads, make_rollout
 from jaxrl.errors import UserError

@@ -9,7 +9,7 @@ from tiny_models import make_mesh, tiny_model
 
 from jaxrl.algorithms.advantages import opd_advantages, within
 from jaxrl.algorithms.signals import Projection, teacher_signal
-from jaxrl.config.schema import DistillConfig
+from jaxrl.config.settings import DistillConfig
 from jaxrl.losses.aggregation import token_mean
 from jaxrl.losses.algorithm_table import ALGORITHMS
 from jaxrl.losses.chunked import loss_values

@@ -14,7 +14,7 @@ from tiny_models import make_mesh, tiny_model
 
 from jaxrl import Config
 from jaxrl.algorithms.signals import Projection, completion_hidden
-from jaxrl.config.schema import DistillConfig
+from jaxrl.config.settings import DistillConfig
 from jaxrl.models.buckets import round_up
 from jaxrl.models.decoder import forward
 from jaxrl.models.packing import held_tokens, pack, row_devices

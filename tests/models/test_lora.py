@@ -11,7 +11,7 @@ from large_models import SMOLLM2
 from references.tiny import batch
 from tiny_models import loss_and_logits, make_mesh, tiny_model
 
-from jaxrl.config.schema import ALL_LINEAR
+from jaxrl.config.roles import ALL_LINEAR
 from jaxrl.models import decoder
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.lora import TARGETS, Lora, frozen_and_trained, join, merged

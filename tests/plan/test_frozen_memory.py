@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl.config.schema import GrouperConfig, RewardConfig
+from jaxrl.config.roles import GrouperConfig, RewardConfig
 from jaxrl.models import bert, decoder
 from jaxrl.models.batching import batches, width_of
 from jaxrl.models.config import DecoderConfig

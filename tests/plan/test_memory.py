@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.config.schema import Config, OptimizerConfig
+from jaxrl.config.schema import Config
+from jaxrl.config.settings import OptimizerConfig
 from jaxrl.errors import UserError
 from jaxrl.models import decoder
 from jaxrl.models.config import DecoderConfig

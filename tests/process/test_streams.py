@@ -12,7 +12,7 @@ from typing import Literal
 
 import pytest
 
-from jaxrl.config.schema import LoggingConfig
+from jaxrl.config.settings import LoggingConfig
 from jaxrl.process.streams import Output
 from jaxrl.run.context import Notifier
 from jaxrl.telemetry.console import Console
@@ -21,7 +21,7 @@ from jaxrl.telemetry.log import RunLog
 PROGRAM = """
 import sys
 from jaxrl.config import cli
-from jaxrl.config.schema import LoggingConfig
+from jaxrl.config.settings import LoggingConfig
 from jaxrl.telemetry.console import Console
 from jaxrl.telemetry.log import RunLog
 from jaxrl.run.context import Notifier

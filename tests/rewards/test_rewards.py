@@ -12,7 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 from jaxrl.algorithms.advantages import group_advantages, select_groups
-from jaxrl.config.schema import RewardConfig
+from jaxrl.config.roles import RewardConfig
 from jaxrl.errors import RunError, UserError
 from jaxrl.rewards.functions import find
 from jaxrl.rewards.scoring import RewardFunctions, names_of

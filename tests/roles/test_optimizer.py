@@ -11,7 +11,7 @@ import optax
 import pytest
 from tiny_models import random_params, tiny_config
 
-from jaxrl.config.schema import OptimizerConfig
+from jaxrl.config.settings import OptimizerConfig
 from jaxrl.models import decoder
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.rules import param_shardings

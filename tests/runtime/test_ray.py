@@ -30,7 +30,7 @@ import ray_roles  # noqa: E402
 from ray._private import worker as ray_worker  # noqa: E402
 
 from jaxrl.config import cli  # noqa: E402
-from jaxrl.config.schema import RayConfig  # noqa: E402
+from jaxrl.config.settings import RayConfig  # noqa: E402
 from jaxrl.errors import RunError, UserError  # noqa: E402
 from jaxrl.process.xla_flags import (  # noqa: E402
     DETERMINISTIC,
@@ -410,7 +410,7 @@ DRIVER = """
 import sys
 from functools import partial
 import ray_roles
-from jaxrl.config.schema import RayConfig
+from jaxrl.config.settings import RayConfig
 from jaxrl.runtime.ray.worker_group import RayWorkerGroup
 from jaxrl.sharding.placement import parse
 make = partial(ray_roles.make, sys.argv[1])

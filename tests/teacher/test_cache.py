@@ -23,7 +23,7 @@ from jaxrl import Config, train
 from jaxrl.algorithms.methods import on_policy
 from jaxrl.algorithms.signals import Projection
 from jaxrl.config import cli
-from jaxrl.config.schema import DistillConfig
+from jaxrl.config.settings import DistillConfig
 from jaxrl.data.batch import DATA, make_rollout
 from jaxrl.errors import RunError, UserError
 from jaxrl.models import decoder

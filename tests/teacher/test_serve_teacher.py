@@ -31,7 +31,9 @@ from jaxrl import serve_teacher
 from jaxrl.algorithms.signals import Projection
 from jaxrl.checkpoint.source import ModelSource
 from jaxrl.config.cli import run
-from jaxrl.config.schema import Config, DistillConfig, NamedTeacherConfig, TeacherConfig
+from jaxrl.config.roles import NamedTeacherConfig, TeacherConfig
+from jaxrl.config.schema import Config
+from jaxrl.config.settings import DistillConfig
 from jaxrl.data.batch import pack
 from jaxrl.errors import UserError
 from jaxrl.models import decoder

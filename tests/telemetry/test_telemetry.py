@@ -20,7 +20,7 @@ from telemetry_doubles import ROWS, SAMPLE, Clock, FullDisk, Terminal
 
 import jaxrl
 from jaxrl.config import cli
-from jaxrl.config.schema import LoggingConfig
+from jaxrl.config.settings import LoggingConfig
 from jaxrl.sharding.placement import ROLES
 from jaxrl.telemetry import metrics, plot
 from jaxrl.telemetry.console import Console, Eta, format_seconds

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from telemetry_doubles import ROWS, Clock, FullDisk, Terminal
 
-from jaxrl.config.schema import LoggingConfig
+from jaxrl.config.settings import LoggingConfig
 from jaxrl.errors import UserError
 from jaxrl.runtime.local import LocalWorker
 from jaxrl.runtime.worker import WorkerState

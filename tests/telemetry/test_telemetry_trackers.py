@@ -18,7 +18,7 @@ from flax.traverse_util import flatten_dict
 from telemetry_doubles import SAMPLE
 
 from jaxrl import Config
-from jaxrl.config.schema import LoggingConfig
+from jaxrl.config.settings import LoggingConfig
 from jaxrl.errors import UserError
 from jaxrl.telemetry import trackers
 from jaxrl.telemetry.trackers import (

@@ -22,7 +22,7 @@ from ray._private import worker as ray_worker
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from jaxrl.config.schema import RayConfig
+from jaxrl.config.settings import RayConfig
 from jaxrl.errors import UserError
 from jaxrl.process.gpu_memory import SHARE, given_share, gpu_share
 from jaxrl.runtime.cluster import Cluster, Host, Kind, ProcessSlot, devices_of, process_slots

@@ -13,7 +13,7 @@ from typing import Any
 
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from jaxrl.config.schema import RayConfig
+from jaxrl.config.settings import RayConfig
 from jaxrl.errors import RunError, UserError
 from jaxrl.runtime.awake import awake_since
 from jaxrl.runtime.ray.calls import STATEFUL, End, RayFuture, raised

@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from ray.exceptions import RayError
 
-from jaxrl.config.schema import RayConfig
+from jaxrl.config.settings import RayConfig
 from jaxrl.process.compilations import Compilations
 from jaxrl.runtime.ray.calls import STAYS, End, RayFuture
 from jaxrl.runtime.ray.connect import address_of, find_hosts, find_seats, join

@@ -1,0 +1,514 @@
+"""Sections of the models of a run: what each role loads, its devices and its dtypes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator
+
+from jaxrl.config import template
+from jaxrl.config.section import (
+    POLICY,
+    Api,
+    Count,
+    DType,
+    Flag,
+    Fraction,
+    Name,
+    NonNegative,
+    Number,
+    OneOrMore,
+    Positive,
+    PositiveNumber,
+    Rule,
+    Section,
+    Words,
+)
+
+ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""What stands for all projections of a block, under whatever names a family has them."""
+Projections = Annotated[
+    tuple[Name, ...],
+    Field(min_length=1),
+    BeforeValidator(lambda value: ALL_LINEAR if value == "all-linear" else value),
+    OneOrMore,
+    AfterValidator(lambda value: tuple(dict.fromkeys(value))),
+]
+
+
+class LoraConfig(Section):
+    """Adapters of low rank (LoRA, arXiv 2106.09685), which are trained in place of the model's
+    weights: x W becomes x W + (alpha / rank) (x A) B, where A [in, rank] is random at the start and
+    B [rank, out] zero."""
+
+    rank: Positive | None = None
+    """Rank of all adapters; 8 to 64 are usual. null: no adapters, all weights are trained."""
+    alpha: PositiveNumber | None = None
+    """Scale of what an adapter adds, times the rank. null: twice the rank."""
+    targets: Projections = ALL_LINEAR
+    """The projections that have adapters: `all-linear`, or a list of `q_proj`, `k_proj`, `v_proj`,
+    `o_proj`, `gate_proj`, `up_proj` and `down_proj`; of Phi-3 `qkv_proj`, `o_proj`, `gate_up_proj`
+    and `down_proj`; of Qwen3.5 also `in_proj_qkv`, `in_proj_z`, `in_proj_b`, `in_proj_a` and
+    `out_proj`."""
+    init: Literal["default", "gaussian"] = "default"
+    """A at the start. default: uniform in +-1 / sqrt(in). gaussian: normal with the standard
+    deviation 1 / rank."""
+
+    def _rules(self) -> Iterator[Rule]:
+        for key, field in type(self).model_fields.items():
+            given = getattr(self, key)
+            yield (
+                self.rank is None and given != field.default,
+                f"{key}={given} is about adapters, and rank=null has none: set rank, or leave {key}"
+                " out",
+            )
+
+
+class StudentConfig(Section):
+    """The model that learns."""
+
+    model: Name
+    """Weights to start from: a Hugging Face folder, a folder of adapters (PEFT), a GGUF file, a run
+    directory, `package:NAME`, `builtin:student`, or the id of a model on the hub, as in
+    `Qwen/Qwen3-1.7B` or `Qwen/Qwen3-1.7B@REVISION`."""
+    lora: LoraConfig = Field(default_factory=LoraConfig)
+    """Adapters."""
+    base_dtype: Literal["float32", "bfloat16", "int8", "nf4"] | None = None
+    """With `student.lora.rank`: dtype in which the actor holds the weights under the adapters.
+    null: `actor.dtype`. `int8` or `nf4` (QLoRA, arXiv 2305.14314): all roles that have the policy's
+    weights hold the kernels of its layers in 8 or 4 bits, and the rest in their own dtype."""
+    router_aux_loss_coef: NonNegative = 0.0
+    """Of a mixture of experts: weight of the loss that balances the experts, which is added to the
+    loss (Switch Transformer, arXiv 2101.03961, eq. 4-6, over the tokens of a micro-batch, those of
+    prompts too). It is a product of two means over the micro-batch: how a minibatch is cut into
+    micro-batches changes it."""
+
+    def _rules(self) -> Iterator[Rule]:
+        yield (
+            self.lora.rank is None and self.base_dtype is not None,
+            f"base_dtype={self.base_dtype} is for the weights under adapters: set it to null, or"
+            " set lora.rank (the dtype of trained weights is actor.param_dtype)",
+        )
+
+
+class ParallelConfig(Section):
+    """Sizes of the role's mesh axes; their product is the number of its devices. One of them may be
+    -1: all devices that the others leave."""
+
+    data: int | None = Field(default=None, strict=True)
+    """Data parallelism: copies of the weights, each with its share of the sequences. null: the plan
+    decides."""
+    fsdp: int | None = Field(default=None, strict=True)
+    """Fully sharded data parallelism: shards of weights and of sequences; each layer's weights are
+    gathered when it runs. null: the plan decides."""
+    tensor: int | None = Field(default=None, strict=True)
+    """Tensor parallelism: shards of each layer's heads, hidden units and vocabulary. null: the plan
+    decides."""
+    expert: int | None = Field(default=None, strict=True)
+    """Expert parallelism, for mixtures of experts: shards of the experts and of the sequences. The
+    other weights are copied to each device, unless fsdp divides them. null: 1."""
+
+    def _rules(self) -> Iterator[Rule]:
+        sizes = {name: size for name, size in self if size is not None}
+        for name, size in sizes.items():
+            yield (
+                size < 1 and size != -1,
+                f"{name}={size}: an axis is at least 1, or -1 for the rest",
+            )
+        rest = [name for name, size in sizes.items() if size == -1]
+        yield len(rest) > 1, f"{' and '.join(rest)} are both -1: one axis may take the rest"
+
+
+class LongParallelConfig(ParallelConfig):
+    """`ParallelConfig` of a role that computes whole sequences at once."""
+
+    context: int | None = Field(default=None, strict=True)
+    """Context parallelism, for long sequences: shards of the tokens of each sequence, and of the
+    weights as with fsdp. Attention is computed on whole sequences, divided by heads, so that tensor
+    times context must divide the number of heads. null: 1."""
+
+
+class RoleConfig(Section):
+    """Keys that every role has: devices, mesh and compute dtype."""
+
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    """Mesh axes of the role."""
+    devices: str | None = None
+    """Slice `start:stop` of the pool's devices that this role uses, as in `1:2`. null: all of
+    them."""
+    dtype: DType | None = None
+    """Dtype of activations and of the weights in matrix products. null: bfloat16 on accelerators;
+    float32 on a CPU (which computes bfloat16 in float32 from copies of the weights) and on GPUs
+    before compute capability 8.0 (a T4 has no tensor cores for bfloat16)."""
+
+    @property
+    def compute_dtype(self) -> DType:
+        """`dtype`, which `Config.with_dtypes` has set for the devices at hand."""
+        assert self.dtype is not None, "Config.with_dtypes fills it"
+        return self.dtype
+
+    @field_validator("devices")
+    @classmethod
+    def _check_slice(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        match = re.fullmatch(r"(\d*):(\d*)", value)
+        if match is None:
+            raise ValueError(f"{value!r} is not a slice of devices: write start:stop, as in 1:2")
+        start, stop = match.groups()
+        if stop and int(start or "0") >= int(stop):
+            raise ValueError(f"{value!r} is an empty slice of devices: stop must exceed start")
+        return value
+
+
+class FrozenConfig(RoleConfig):
+    """A role whose model never trains."""
+
+    lazy: Flag = False
+    """Load the role's model at its first use instead of at the start of the run."""
+
+
+class TeacherConfig(FrozenConfig):
+    """The model to learn from; it never trains."""
+
+    parallel: LongParallelConfig = Field(default_factory=LongParallelConfig)
+    """Mesh axes of the role."""
+    model: Name | None = None
+    """The teacher's weights, in any form that `student.model` takes, or `builtin:teacher`.
+    `policy`: the policy itself (self-distillation; `teacher.prompt` then gives it another prompt, a
+    folder of this name is `./policy`). null: no teacher (algorithm sft), or the one at
+    `teacher.address`, or `teacher.cache` alone."""
+    ema: Fraction = 0.0
+    """With `teacher.model=policy`: decay of the moving average of the policy's weights, which
+    teaches: w' = ema w' + (1 - ema) w after each optimizer update. 0: the policy after the batch
+    before. 1: the policy before training."""
+    prompt: Annotated[str, Field(min_length=1)] | None = None
+    """Template of the prompt that the teacher reads in place of the student's, as in `{prompt}
+    Hint: {answer}`. It replaces the text of the row, in a chat that of its last message. Names in
+    braces: `prompt` (what is replaced), `answer`, `completion`, any other field of the row, and
+    `messages` (the whole chat as text, which the template then replaces); where rewards are learnt
+    from also `attempt` (the completion that is scored) and `feedback` (what the reward functions
+    say of it). null: the student's prompt."""
+    tokenizer: Literal["student", "own"] = "student"
+    """student: the teacher's tokens must be the student's. own: they may be others. The teacher
+    reads the text of prompts and completions by its own tokenizer and chat template, and its tokens
+    are aligned with the student's by the bytes that they stand for."""
+    max_prompt_tokens: Positive | None = None
+    """Longest prompt of the teacher where `teacher.prompt` or `teacher.tokenizer=own` is set, in
+    its tokens; rows with a longer one are dropped, and counted. null: `max_prompt_tokens`, with a
+    tokenizer of its own twice that."""
+    max_new_tokens: Positive | None = None
+    """With `teacher.tokenizer=own`: longest completion in the teacher's tokens; the student does
+    not learn from what follows. null: twice `max_new_tokens`."""
+    num_microbatches: Positive = 1
+    """Number of micro-batches in which the teacher scores a batch; a larger number needs less
+    activation memory."""
+    address: Name | None = None
+    """A teacher served outside the run, in place of `teacher.model`: `host:port` of `python -m
+    jaxrl.serve_teacher`, `https://host:port` where it has a certificate, `host:port/NAME` for one
+    of several; or the URL of a completions server, as in `http://host:8000/v1`. The environment
+    variable JAXRL_TEACHER_TOKEN holds the access token of that server, if it needs one."""
+    api: Api = "jaxrl"
+    """Protocol at `teacher.address`. jaxrl: `serve_teacher`. openai: a completions server that
+    returns the log-probs of prompts (for `distill.signal` topk and sampled)."""
+    api_model: Name | None = None
+    """Name of the model on the completions server at `teacher.address`. null: the only one that it
+    serves."""
+    service_threads: Positive = 1
+    """Number of score requests sent to each served teacher in parallel."""
+    ca_file: Name | None = None
+    """PEM file of the certificates that a served teacher's must be signed by (or be one of), where
+    its address begins with `https://`. null: those that the system trusts."""
+    cache: Name | None = None
+    """Folder of scores that `python -m jaxrl.score` wrote, for batches that hold the data's
+    completions or (`distill.seq_kd`) the teacher's samples. By itself: training without a teacher,
+    where every batch is such a batch. Beside `teacher.model`, which then scores the student's
+    samples only."""
+
+    def _rules(self) -> Iterator[Rule]:
+        yield (
+            self.cache is not None and self.address is not None,
+            f"cache={self.cache} and address={self.address}: a cache stands alone, or beside model;"
+            " set one of them to null",
+        )
+        yield (
+            self.cache is not None and self.prompt is not None,
+            f"cache={self.cache} has scores of the student's prompts: set prompt=null, or"
+            " cache=null",
+        )
+        yield (
+            self.cache is not None and self.model == POLICY,
+            f"cache={self.cache} has the scores of another model: set model or cache to null",
+        )
+        yield (
+            self.ema > 0 and self.model != POLICY,
+            f"ema={self.ema:g} averages the weights of the policy: set model={POLICY}, or ema=0",
+        )
+        own = self.tokenizer == "own"
+        yield (
+            self.max_prompt_tokens is not None and self.prompt is None and not own,
+            f"max_prompt_tokens={self.max_prompt_tokens} limits the prompts that teacher.prompt"
+            " makes: set prompt, or max_prompt_tokens=null",
+        )
+        yield (
+            self.max_new_tokens is not None and not own,
+            f"max_new_tokens={self.max_new_tokens} limits completions in the tokens of another"
+            " tokenizer: set tokenizer=own, or max_new_tokens=null",
+        )
+        yield (
+            own and (self.model in (None, POLICY) or self.cache is not None),
+            f"tokenizer=own is for a teacher of the run, with model set to another model than"
+            f" {POLICY} and without cache: set tokenizer=student, or model",
+        )
+        yield (
+            self.address is not None and self.prompt is not None,
+            f"prompt needs a teacher of the run: set model, or prompt=null (the teacher at"
+            f" {self.address} reads the student's prompts)",
+        )
+        yield from _rules_of_server(self)
+
+    @field_validator("prompt")
+    @classmethod
+    def _check_template(cls, value: str | None) -> str | None:
+        if value is not None:
+            template.names(value)
+        return value
+
+
+class NamedTeacherConfig(Section):
+    """One of several teachers."""
+
+    model: Name | None = None
+    """Its weights, in any form that `student.model` takes, or `builtin:teacher`."""
+    address: Name | None = None
+    """In place of `model`: where it is served, as of `teacher.address`; one of several teachers of
+    `serve_teacher` is at `host:port/name`."""
+    api: Api = "jaxrl"
+    """As of `teacher.api`."""
+    api_model: Name | None = None
+    """As of `teacher.api_model`."""
+    weight: PositiveNumber | None = None
+    """Its share in the mixture of all teachers, relative to theirs; null: 1."""
+
+    def _rules(self) -> Iterator[Rule]:
+        yield self.model is None and self.address is None, "set model, or address"
+        yield from _rules_of_server(self)
+
+
+def _rules_of_server(one: TeacherConfig | NamedTeacherConfig) -> Iterator[Rule]:
+    """Of the keys that say where a teacher is served."""
+    if one.address is None:
+        yield one.api != "jaxrl", f"api={one.api} needs a server: set address"
+        yield one.api_model is not None, f"api_model={one.api_model} needs a server: set address"
+        return
+    yield (
+        one.model is not None,
+        f"model={one.model} and address={one.address} are two teachers: set one to null",
+    )
+    yield (
+        one.api == "jaxrl" and one.api_model is not None,
+        f"api_model={one.api_model} is for api=openai: set it to null",
+    )
+    url = one.address if "://" in one.address else f"http://{one.address}"
+    form = "http://host:port/v1" if one.api == "openai" else "host:port, or https://host:port"
+    yield (
+        not _is_server(url) or (one.api == "openai" and url != one.address),
+        f"address={one.address} is no server's address: write {form}",
+    )
+
+
+def _is_server(url: str) -> bool:
+    """Whether this is http(s)://host:port, perhaps with a path, and nothing else."""
+    if not url.isascii() or not url.isprintable() or " " in url:
+        return False
+    try:
+        place = urlsplit(url)
+        given = place.port is not None or "/v1" in place.path
+    except ValueError:
+        return False
+    plain = not (place.query or place.fragment or place.username or place.password)
+    return place.scheme in ("http", "https") and bool(place.hostname) and given and plain
+
+
+class ActorConfig(RoleConfig):
+    """The role that trains the policy."""
+
+    parallel: LongParallelConfig = Field(default_factory=LongParallelConfig)
+    """Mesh axes of the role."""
+    param_dtype: DType = "float32"
+    """Dtype of the weights that the optimizer updates. float32: master weights. bfloat16: half the
+    memory, with stochastic rounding, so that small updates are not lost on average."""
+    moment_dtype: DType = "float32"
+    """Dtype of gradients and moments inside the optimizer."""
+    micro_batch_tokens: Positive | None = 16384
+    """Most tokens per device in one micro-batch, the part of a minibatch whose gradient is computed
+    at once: it has as many rows as fit if all are as long as the longest one of the batch. null:
+    the whole minibatch."""
+    minibatches: Positive | None = None
+    """Optimizer updates per pass over a batch. null: the number in the algorithm's paper
+    (docs/reinforcement-learning.md), or the next smaller one that divides `batch_size`."""
+    epochs_per_batch: Positive = 1
+    """Passes over each batch."""
+    remat: Literal["none", "dots", "full"] = "full"
+    """Activations that the backward pass recomputes to save memory. none: nothing. dots: all but
+    matrix products. full: all but each layer's input."""
+    max_nonfinite: Positive = 5
+    """End the run after this many updates in a row were skipped because the gradient was NaN or
+    infinite."""
+
+
+class RolloutConfig(RoleConfig):
+    """The role that samples."""
+
+    layout: Literal["unstacked", "stacked"] = "unstacked"
+    """Layout of the rollout's weights. unstacked: one array per layer; decodes fastest, but needs a
+    copy. stacked: one array for all layers, as in training; if dtype and mesh axes are the actor's,
+    the rollout uses the actor's arrays without a copy. Weights sharded over fsdp are then gathered
+    one layer at a time."""
+    slots: Positive | None = None
+    """Slots: sequences decoded at once over the whole mesh. A slot whose sequence has ended takes
+    the next one. null: one slot for each sequence of the batch."""
+    launch_tokens: Positive = 32
+    """Decode steps per device launch; free slots are refilled between launches."""
+    merge: Flag = False
+    """With `student.lora.rank`: sample with a copy of the weights to which the adapters are added,
+    made at each weight sync. It decodes as fast as without adapters, takes the memory of the copy,
+    and rounds the sum to `rollout.dtype`. false: the adapters are applied beside the weights."""
+
+
+class ReferenceConfig(FrozenConfig):
+    """A frozen copy of the policy before training, for `policy.kl_coef` and
+    `policy.reward_kl_coef`."""
+
+    parallel: LongParallelConfig = Field(default_factory=LongParallelConfig)
+    """Mesh axes of the role."""
+    num_microbatches: Positive = 1
+    """Number of micro-batches in which the reference scores a batch; a larger number needs less
+    activation memory."""
+
+
+class GrouperConfig(FrozenConfig):
+    """Clusters of similar completions of a prompt, for `policy.advantages=similarity`."""
+
+    model: Name | None = None
+    """Text encoder that embeds the completions: a Hugging Face or sentence-transformers folder
+    (BERT, MiniLM, XLM-RoBERTa, bge-m3), `package:NAME`, or the id of a model on the hub. null:
+    none."""
+    lazy: Flag = True
+    """Load the encoder at its first use instead of at the start of the run."""
+    batch_tokens: Positive = 4096
+    """Tokens that one device embeds at once, padding included."""
+    method: Literal["agglomerative_silhouette", "connected_components", "leader"] = (
+        "agglomerative_silhouette"
+    )
+    """How completions of a prompt are clustered. agglomerative_silhouette: average linkage, with
+    the number of clusters of the best silhouette. connected_components: joined by any chain of
+    similarities of at least tau (DARLING, arXiv 2509.02534). leader: with the first earlier leader
+    at least tau similar, else a new cluster (GiGPO, arXiv 2505.10978)."""
+    use: Literal["subgroup", "blend", "size_weight", "distinct", "smi", "mmr"] = "subgroup"
+    """What the clusters change. subgroup: a reward is compared within its cluster, so differences
+    between clusters give no gradient. blend: alpha of that advantage and 1 - alpha of the prompt's
+    (Stratified GRPO, arXiv 2510.06214). size_weight: |cluster|^-alpha times the prompt's advantage
+    (arXiv 2601.08763). The others change the reward before it is compared within the prompt:
+    distinct multiplies it by the fraction of the prompt's other completions that are in other
+    clusters, at least 0.1 (DARLING); smi divides it by the sum of its similarities to all, itself
+    included (DRA-GRPO, arXiv 2505.09655); mmr takes the score at which maximal marginal relevance
+    picks the completion (arXiv 2601.09085)."""
+    std_scope: Literal["cluster", "prompt", "none"] = "cluster"
+    """Standard deviation that divides the advantages of `grouper.use` subgroup and blend: of the
+    cluster (the advantages of two unequal rewards are then always +-0.707), of the prompt, or none.
+    If `policy.scale_by_std` or the algorithm (such as dr_grpo) does not divide, nothing is divided
+    here either."""
+    alpha: NonNegative = 0.5
+    """use=blend: weight of the cluster's advantage against the prompt's (0 to 1). use=size_weight:
+    exponent of the cluster's size."""
+    tau: Number = 0.95
+    """Cosine similarity from which the methods connected_components and leader join two
+    completions."""
+    mmr_lambda: Fraction = 0.7
+    """use=mmr: weight of the reward against novelty. 1 is the reward alone, 0 novelty alone."""
+    max_clusters: Annotated[Positive, Field(ge=2)] = 7
+    """method=agglomerative_silhouette: most clusters of a prompt."""
+    min_silhouette: Number = 0.1
+    """method=agglomerative_silhouette: if the best silhouette is below this, all completions of the
+    prompt are one cluster."""
+
+    def _rules(self) -> Iterator[Rule]:
+        yield (
+            self.use == "blend" and self.alpha > 1,
+            f"alpha={self.alpha:g}: use=blend takes 0 (the prompt's) to 1",
+        )
+
+
+class RewardConfig(FrozenConfig):
+    """Rewards of completions, where the algorithm learns from rewards, and the role that computes
+    them."""
+
+    functions: Words = ()
+    """Reward functions: `path/to/file.py:function` (in a config file from that file's folder, else
+    from the working directory) or `package.module:function`; a verifier of `data.verifier` by its
+    name; `regex:PATTERN` (1 where it matches); `format` (1 for
+    `<think>...</think><answer>...</answer>`); `python:NAME`, which a Python program gives, as in
+    `train(config, rewards=[NAME])`."""
+    weights: tuple[Number, ...] | None = None
+    """Weight of each reward function in the sum, one number per function; 0: reported, not trained
+    on. null: 1 each. Completions for which a function returns None have no reward, unless it
+    returns None for all of their prompt: there it does not count. A completion on which a function
+    fails (exception, crash, timeout) has no reward."""
+    model: Name | None = None
+    """Reward model, a `*ForSequenceClassification` checkpoint in a folder, in `package:NAME` or on
+    the hub; its score is one more reward. null: none."""
+    model_weight: Number = 1.0
+    """Weight of the reward model's score in the sum."""
+    batch_tokens: Positive = 4096
+    """Tokens that the reward model reads at once on one device, padding included."""
+    max_tokens: Positive | None = None
+    """Longest text that the reward model reads, in its own tokens; longer texts lose their
+    beginning. null: `max_prompt_tokens` + `max_new_tokens` + 128."""
+    timeout: PositiveNumber = 10.0
+    """Seconds that a reward function may take for one completion. A call that takes longer is
+    killed with its process: the completion has no reward, and is counted in
+    `reward/NAME/timeouts`."""
+    workers: Positive | None = None
+    """Processes that run the reward functions. null: half the CPU cores, at most 8."""
+    memory_mb: Positive | None = None
+    """Megabytes of address space for each process that runs reward functions (RLIMIT_AS): beyond it
+    a function gets a MemoryError, counted in `reward/NAME/failures`. null: no limit; if the
+    machine's memory runs out, the kernel kills these processes first, not the run."""
+    max_processes: Positive = 256
+    """Most processes that a reward function may have at once, the one that runs it included: beyond
+    it all of them are killed, which counts in `reward/NAME/failures`."""
+    max_failures: Fraction = 0.5
+    """Share of a batch's completions on which a reward function may fail (exception, crash,
+    timeout); beyond it the run ends."""
+    overlong_buffer: Count | None = None
+    """Soft penalty of long completions (DAPO, arXiv 2503.14476, eq. 13): over the last this many
+    tokens before `max_new_tokens` it grows from 0 to `reward.overlong_penalty`. 0: no penalty.
+    null: a fifth of `max_new_tokens` for dapo (as in its paper), else 0."""
+    overlong_penalty: PositiveNumber = 1.0
+    """Penalty that is subtracted from the reward of a completion of `max_new_tokens`, where
+    `reward.overlong_buffer` is not 0."""
+    truncated: Literal["keep", "mask"] = "keep"
+    """Completions that end at `max_new_tokens`. keep: trained on like any other. mask: compared
+    with the others of their prompt, but not trained on."""
+
+    def _rules(self) -> Iterator[Rule]:
+        given, functions = self.weights_of_functions, len(self.functions)
+        yield (
+            len(given) != functions,
+            f"weights has {len(given)} numbers for the {functions} functions: give one for each,"
+            " or null",
+        )
+        every = [*given, *([self.model_weight] if self.model else [])]
+        yield (
+            bool(every) and not any(every),
+            "every weight is 0: nothing would be learned; give one another value",
+        )
+
+    @property
+    def weights_of_functions(self) -> tuple[float, ...]:
+        """One for each function."""
+        return (1.0,) * len(self.functions) if self.weights is None else self.weights

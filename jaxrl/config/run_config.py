@@ -1,0 +1,320 @@
+"""All keys of a run: those of its own, and its sections."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import BeforeValidator, Field, field_validator
+
+from jaxrl.config import template
+from jaxrl.config.roles import (
+    ActorConfig,
+    FrozenConfig,
+    GrouperConfig,
+    NamedTeacherConfig,
+    ReferenceConfig,
+    RewardConfig,
+    RoleConfig,
+    RolloutConfig,
+    StudentConfig,
+    TeacherConfig,
+)
+from jaxrl.config.section import (
+    NAMED,
+    POLICY,
+    ROLES,
+    Count,
+    DType,
+    Flag,
+    Name,
+    NonNegative,
+    Positive,
+    Quantisation,
+    Section,
+)
+from jaxrl.config.settings import (
+    CheckpointConfig,
+    DataConfig,
+    DeadlinesConfig,
+    DistillConfig,
+    EnvironmentConfig,
+    EvalConfig,
+    LoggingConfig,
+    OffloadConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    ProfileConfig,
+    RayConfig,
+    SamplingConfig,
+)
+from jaxrl.losses import algorithm_table
+from jaxrl.losses.algorithm_table import AlgorithmSpec, MixtureKind, find_algorithm
+from jaxrl.process.plugin import anchored
+
+
+def _named_teachers(value: object) -> object:
+    """Checks the names of teachers; a string stands for a model."""
+    if not isinstance(value, dict):
+        return value
+    for name in value:
+        if not isinstance(name, str) or NAMED.fullmatch(name) is None:
+            raise ValueError(f"the name {name!r} may have letters, digits, `_`, `.` and `-` only")
+    return {name: {"model": t} if isinstance(t, str) else t for name, t in value.items()}
+
+
+class RunConfig(Section):
+    """The keys of a run, and what follows from several of them."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
+    """Name of the run and, without `run_dir`, of its folder under `runs/`."""
+    run_dir: Name | None = None
+    """Folder of everything that the run writes: checkpoints, metrics, samples, logs. null:
+    `runs/NAME`."""
+    resume: Literal["auto", "never", "must"] = "auto"
+    """auto: resume the run in `run_dir`, or start one where there is none. never: start a new run;
+    refuse a `run_dir` that holds one. must: resume; refuse a `run_dir` without a run."""
+    resume_changed: bool = False
+    """Resume even where files of a model, a reward function or data have changed since the
+    checkpoint; each change is reported."""
+    seed: Count = 0
+    """Seed of the data's order, of every sample and of every other random choice."""
+    deterministic: Flag = False
+    """Use only kernels whose result does not depend on timing: two runs of one command on a GPU are
+    then the same bit for bit, but slower; on a CPU they always are the same. Sets
+    `--xla_gpu_exclude_nondeterministic_ops=true` in XLA_FLAGS."""
+    mesh: str = "actor+rollout=1"
+    """Devices of each role, as in `actor=2,rollout=2,teacher=4`; roles joined by `+` share
+    theirs."""
+    launcher: Literal["auto", "local", "ray"] = "auto"
+    """Workers as threads of this process (local) or as Ray processes (ray). auto: ray where a
+    cluster is named (`ray.address`, RAY_ADDRESS) or this host has too few accelerators."""
+    algorithm: Annotated[str, Field(description=algorithm_table.described())] = (
+        algorithm_table.DEFAULT
+    )
+    policy_weight: NonNegative = 1.0
+    """Weight of the policy loss in algorithms that learn from rewards."""
+    distill_weight: NonNegative = 0.0
+    """Weight of the divergence from a teacher that is added to the policy loss; above 0 a teacher
+    is needed."""
+    schedule: Literal["serial", "one_step_off", "two_step_off"] = "serial"
+    """How many batches the weights of the rollout may lag behind those of the actor: serial 0,
+    one_step_off 1, two_step_off 2. With a lag, generating and training overlap."""
+    steps: Positive = 200
+    """Batches to train on."""
+    batch_size: Positive = 32
+    """Prompts per batch."""
+    group_size: Positive = 4
+    """Completions per prompt."""
+    max_prompt_tokens: Positive = 512
+    """Longest prompt, in tokens; longer ones are dropped or cut (`data.long_prompts`), and
+    counted."""
+    max_new_tokens: Positive = 512
+    """Longest completion, in tokens, the end-of-sequence token included; with an environment, the
+    longest episode: all turns and all that the environment says."""
+    compile_cache: Name | None = "~/.cache/jaxrl/compile"
+    """Folder of compiled programs that are kept between runs, unless JAX_COMPILATION_CACHE_DIR
+    names one. null: none are kept."""
+    student: StudentConfig = Field(default={}, validate_default=True)
+    teacher: TeacherConfig = TeacherConfig()
+    teachers: Annotated[dict[str, NamedTeacherConfig], BeforeValidator(_named_teachers)] = {}
+    """Several teachers by names of your choice, as in `{math: {model: A}, code: {model: B}}`, in
+    place of `teacher.model`; `{math: A}` is short for a model alone. They take turns on the devices
+    of the role teacher, or all of them are served, as in `{math: {address: host:8790/math}}` with
+    `api` and `api_model` as in `teacher`; the other keys of `teacher` are for all of them. Which
+    rows learn from which: `data.teacher_key` and `distill.mixture`; in the mixture of all rows
+    `weight` is the share of a teacher relative to the others' (null: 1)."""
+    data: DataConfig = Field(default={}, validate_default=True)
+    sampling: SamplingConfig = SamplingConfig()
+    distill: DistillConfig = DistillConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    actor: ActorConfig = ActorConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    reference: ReferenceConfig = ReferenceConfig()
+    reward: RewardConfig = RewardConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
+    grouper: GrouperConfig = GrouperConfig()
+    policy: PolicyConfig = PolicyConfig()
+    offload: OffloadConfig = OffloadConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    deadlines: DeadlinesConfig = DeadlinesConfig()
+    ray: RayConfig = RayConfig()
+    logging: LoggingConfig = LoggingConfig()
+    profile: ProfileConfig = ProfileConfig()
+
+    @property
+    def run_path(self) -> Path:
+        """Folder of the run."""
+        return Path("runs") / self.name if self.run_dir is None else Path(self.run_dir)
+
+    @property
+    def roles(self) -> dict[str, RoleConfig]:
+        """Role -> its section."""
+        return {role: getattr(self, role) for role in ROLES}
+
+    def with_dtypes(self, own: DType) -> Self:
+        """A copy in which `own`, the dtype for the devices at hand, replaces every role's null
+        dtype."""
+        unset = {role: section for role, section in self.roles.items() if section.dtype is None}
+        filled = {role: s.model_copy(update={"dtype": own}) for role, s in unset.items()}
+        return self.model_copy(update=filled)
+
+    @property
+    def lazy(self) -> tuple[str, ...]:
+        """Roles that are loaded at their first use."""
+        sections = self.roles.items()
+        return tuple(r for r, s in sections if isinstance(s, FrozenConfig) and s.lazy)
+
+    @property
+    def spec(self) -> AlgorithmSpec:
+        """The algorithm's entry in the table of algorithms."""
+        return find_algorithm(self.algorithm)
+
+    @property
+    def learns_from_rewards(self) -> bool:
+        return self.spec.learns_from == "rewards"
+
+    @property
+    def learns_from_teacher(self) -> bool:
+        """Whether a teacher scores the completions."""
+        if self.spec.learns_from == "teacher":
+            return True
+        return self.learns_from_rewards and (self.distill_weight > 0 or self.policy.opd_coef > 0)
+
+    @property
+    def teacher_models(self) -> dict[str, str]:
+        """Name -> model of each teacher that runs here; `teacher` where it is the only one."""
+        if self.teacher_model is not None:
+            return {"teacher": self.teacher_model}
+        return {name: one.model for name, one in self.teachers.items() if one.model is not None}
+
+    @property
+    def served(self) -> dict[str, TeacherConfig | NamedTeacherConfig]:
+        """Name -> section of each teacher that is served outside the run; `teacher` where it is the
+        only one."""
+        if not self.teachers:
+            return {} if self.teacher.address is None else {"teacher": self.teacher}
+        return {name: one for name, one in self.teachers.items() if one.address is not None}
+
+    def teacher_key(self, name: str, key: str = "model") -> str:
+        """A key of the teacher that `teacher_models` or `served` has by this name."""
+        return f"teachers.{name}.{key}" if self.teachers else f"teacher.{key}"
+
+    @property
+    def mixture(self) -> MixtureKind | None:
+        """How several teachers are one; None where each row has one teacher."""
+        if self.distill.mixture is not None or self.data.teacher_key is not None:
+            return self.distill.mixture
+        return "arithmetic" if len(self.teachers) > 1 else None
+
+    @property
+    def teacher_model(self) -> str | None:
+        """The model whose weights the teacher has at the start of a run."""
+        own = self.teacher.model == POLICY
+        return self.student.model if own else self.teacher.model
+
+    @property
+    def trains_adapters(self) -> bool:
+        """Whether adapters are trained in place of all weights."""
+        return self.student.lora.rank is not None
+
+    @property
+    def base_dtype(self) -> DType:
+        """Of the actor's weights under adapters, but for those that are quantised."""
+        dtype = self.student.base_dtype
+        if dtype == "float32" or dtype == "bfloat16":
+            return dtype
+        return self.actor.compute_dtype
+
+    @property
+    def quantised(self) -> Quantisation | None:
+        """How the kernels under adapters are held; None: as all other weights."""
+        dtype = self.student.base_dtype
+        return dtype if dtype == "int8" or dtype == "nf4" else None
+
+    @property
+    def teacher_follows(self) -> bool:
+        """Whether the teacher's weights come from the actor: the policy, or its moving average."""
+        own = self.teacher.model == POLICY and self.teacher.ema < 1
+        return self.learns_from_teacher and own
+
+    @property
+    def teacher_gets_feedback(self) -> bool:
+        """Whether `teacher.prompt` tells the teacher about the completion that it scores, so that
+        it scores after the reward functions."""
+        late = {"feedback", "attempt"} & set(template.names(self.teacher.prompt or ""))
+        return self.learns_from_rewards and bool(late)
+
+    @property
+    def keeps_ema(self) -> bool:
+        """Whether the actor keeps a moving average of the policy's weights, in float32."""
+        return self.teacher_follows and self.teacher.ema > 0
+
+    @property
+    def offloads_follower(self) -> bool:
+        """Whether the weights of a teacher that follows the policy are offloaded while it is idle:
+        where those are that it may share with the actor."""
+        return self.offload.optimizer if self.keeps_ema else self.offload.params
+
+    @property
+    def teacher_prompt_tokens(self) -> int:
+        """Longest prompt that the teacher reads, in its tokens."""
+        more = 2 if self.teacher.tokenizer == "own" else 1
+        return self.teacher.max_prompt_tokens or more * self.max_prompt_tokens
+
+    @property
+    def teacher_new_tokens(self) -> int:
+        """Longest completion that the teacher reads or samples, in its tokens."""
+        more = 2 if self.teacher.tokenizer == "own" else 1
+        return self.teacher.max_new_tokens or more * self.max_new_tokens
+
+    @property
+    def needs_reference(self) -> bool:
+        penalised = self.policy.kl_coef > 0 or self.policy.reward_kl_coef > 0
+        return self.learns_from_rewards and penalised
+
+    @property
+    def minibatches(self) -> int:
+        """Optimizer updates per pass over a batch. If `actor.minibatches` is null: the algorithm's
+        number, or the next smaller one that divides `batch_size`.
+        """
+        if self.actor.minibatches is not None:
+            return self.actor.minibatches
+        own = range(self.spec.minibatches, 0, -1)
+        return next(n for n in own if self.batch_size % n == 0)
+
+    @property
+    def updates_per_batch(self) -> int:
+        return self.minibatches * self.actor.epochs_per_batch
+
+    @field_validator("algorithm")
+    @classmethod
+    def _check_algorithm(cls, value: str) -> str:
+        name = anchored(value, Path.cwd())
+        find_algorithm(name)
+        return name
+
+    @property
+    def correction(self) -> tuple[str, ...]:
+        """Names of the off-policy corrections."""
+        if self.policy.correction is not None:
+            return self.policy.correction
+        lags = self.schedule != "serial" and not self.policy.bypass
+        return ("tis_token",) if lags else ("none",)
+
+    @property
+    def rewards(self) -> RewardConfig:
+        """`reward`, with the algorithm's penalty of long completions where the config sets none."""
+        if self.reward.overlong_buffer is not None:
+            return self.reward
+        own = int(self.max_new_tokens * self.spec.overlong_share)
+        return self.reward.model_copy(update={"overlong_buffer": own})
+
+    @property
+    def dynamic_sampling(self) -> str:
+        """`off`, `drop` or `refill`."""
+        asked = self.policy.dynamic_sampling
+        if asked is not None or not self.spec.dynamic_sampling:
+            return asked or "off"
+        return "refill" if self.schedule == "serial" else "drop"

@@ -1,0 +1,63 @@
+"""What sections of the config are made of: a frozen class, and the types of its keys."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+LARGEST = 2**31 - 1
+"""The largest int32, the type of counters on devices; no key needs more."""
+ROLES = ("actor", "rollout", "teacher", "reference", "reward", "grouper")
+POLICY = "policy"
+"""The `teacher.model` of self-distillation."""
+
+Positive = Annotated[int, Field(strict=True, ge=1, le=LARGEST)]
+Count = Annotated[int, Field(strict=True, ge=0, le=LARGEST)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+PositiveNumber = Annotated[Number, Field(gt=0)]
+NonNegative = Annotated[Number, Field(ge=0)]
+Fraction = Annotated[Number, Field(ge=0, le=1)]
+Decay = Annotated[Number, Field(ge=0, lt=1)]
+Flag = Annotated[bool, Field(strict=True)]
+Name = Annotated[str, Field(min_length=1)]
+DType = Literal["float32", "bfloat16"]
+Quantisation = Literal["int8", "nf4"]
+Api = Literal["jaxrl", "openai"]
+NAMED = re.compile(r"[A-Za-z0-9_.-]+")
+"""Names of the user's choice that become parts of metric names."""
+Rule = tuple[bool, str]
+"""(whether the rule is broken, the error message for that case)."""
+OneOrMore = BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
+Words = Annotated[tuple[str, ...], OneOrMore]
+"""A list of strings; a single string stands for a list of one."""
+
+
+class Section(BaseModel):
+    """A frozen group of keys; an unknown key is an error."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        validate_default=True,
+        coerce_numbers_to_str=True,
+    )
+
+    def _rules(self) -> Iterator[Rule]:
+        """Conditions on several keys of a section; the first one that is broken is the error."""
+        return iter(())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_given(cls, given: object) -> object:
+        return {} if given is None else given  # a section left empty in a file
+
+    @model_validator(mode="after")
+    def _check_rules(self) -> Self:
+        for broken, message in self._rules():
+            if broken:
+                raise ValueError(message)
+        return self

@@ -1,0 +1,573 @@
+"""Sections of all else: data, losses, the optimizer, evaluation, checkpoints, logging."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
+
+from jaxrl.config.section import (
+    NAMED,
+    Count,
+    Decay,
+    Flag,
+    Fraction,
+    Name,
+    NonNegative,
+    Number,
+    OneOrMore,
+    Positive,
+    PositiveNumber,
+    Rule,
+    Section,
+    Words,
+)
+from jaxrl.losses.algorithm_table import MixtureKind
+
+
+def _named_sets(value: object) -> object:
+    """Checks the names of held-out sets, and that each has a source."""
+    if not isinstance(value, dict):
+        return value
+    if not value:
+        raise ValueError("the mapping should not be empty")
+    for name, sources in value.items():
+        if not isinstance(name, str) or NAMED.fullmatch(name) is None:
+            raise ValueError(f"the name {name!r} may have letters, digits, `_`, `.` and `-` only")
+        each = [sources] if isinstance(sources, str) else sources
+        texts = isinstance(each, list | tuple) and all(isinstance(one, str) for one in each)
+        if not texts or not each:
+            raise ValueError(f"{name}: a source or a list of sources is needed, got {sources!r}")
+    return value
+
+
+EvalSources = Annotated[
+    Annotated[Words, Field(min_length=1), Tag("a-list")]
+    | Annotated[dict[str, Words], Tag("a-mapping")],
+    Discriminator(lambda value: "a-mapping" if isinstance(value, dict) else "a-list"),
+    BeforeValidator(_named_sets),
+]
+"""Sources of one set without a name, or of several by their names."""
+
+
+class DataConfig(Section):
+    """Prompts, and their completions and answers where there are any."""
+
+    train: Annotated[Words, Field(min_length=1)]
+    """One source or a list of them: a `.jsonl` or `.parquet` file; a pattern like `data/*.parquet`;
+    a folder of such files, or one that `datasets` saved (`:split=NAME` chooses a split); a data set
+    on the hub, as in `hf:openai/gsm8k:main:train` (`hf:ORG/NAME@REVISION:CONFIG:SPLIT`);
+    `arithmetic`, `reasoning_gym/NAME` (`:key=value,...` adds options)."""
+    weights: tuple[PositiveNumber, ...] | None = None
+    """Share of the prompts that come from each source of `data.train`, one number per source; each
+    source then has its own epochs. null: all rows together, each once per epoch."""
+    eval: EvalSources | None = None
+    """Held-out sources in the form of `data.train`, or several named sets, as in `{easy: a.jsonl,
+    hard: [b.jsonl, c.jsonl]}`; a procedural source never repeats a prompt of its training split.
+    null: no evaluation."""
+    prompt_key: str = "prompt"
+    """Field of a row with the prompt as text."""
+    messages_key: str = "messages"
+    """Field of a row with the prompt as chat messages, which the tokenizer's chat template
+    renders."""
+    completion_key: str = "completion"
+    """Field of a row with a completion to learn from (sft and off-policy batches)."""
+    tools_key: str | None = None
+    """Field of a row with the JSON schemas of tools, a list or its text, which the chat template
+    shows. null: none."""
+    completion_turns: Literal["last", "all"] = "last"
+    """What is learned of a chat that ends with a turn of the assistant (sft and off-policy
+    batches). last: that turn; all before it is the prompt. all: every turn of the assistant; the
+    prompt ends where the first one begins, and what others say after it is read, not learned."""
+    answer_key: str = "answer"
+    """Field of a row with the reference answer that a verifier compares with."""
+    teacher_key: str | None = None
+    """Field of a row that names one of `teachers`, from which the row's completions learn; with
+    `distill.mixture` it may also hold the weights of several, as in `{math: 0.7, code: 0.3}`. null:
+    every row learns from the mixture of all."""
+    chat: Literal["auto", "raw"] = "auto"
+    """auto: a text prompt becomes a user message where the tokenizer has a chat template. raw: text
+    prompts stay as they are."""
+    system_prompt: str | None = None
+    """System message put before every chat prompt that has none. null: none."""
+    few_shot: Annotated[Words, Field(min_length=1)] | None = None
+    """Source of solved examples put before every prompt, those of `data.eval` too: as chat turns,
+    or before a text prompt as `PROMPTCOMPLETION` with a blank line after each. null: none."""
+    few_shot_rows: Positive = 4
+    """How many rows of `data.few_shot` are used, from its first one."""
+    long_prompts: Literal["drop", "cut"] = "drop"
+    """What happens to prompts longer than `max_prompt_tokens`; both are counted. drop: they are
+    left out. cut: the row's text (in a chat its longest user message) loses its beginning; prompts
+    of procedural tasks are left out all the same."""
+    shuffle: Flag = True
+    """Shuffle the data differently in each epoch, by `seed`."""
+    verifier: str = "auto"
+    """Name of the verifier that judges completions in evaluations (docs/data.md lists them). auto:
+    the one that the source defines."""
+
+    def _rules(self) -> Iterator[Rule]:
+        given, sources = len(self.weights or ()), len(self.train)
+        yield (
+            self.weights is not None and given != sources,
+            f"weights has {given} numbers for the {sources} sources of train: give one for each,"
+            " or null",
+        )
+
+
+class SamplingConfig(Section):
+    """How training completions are sampled."""
+
+    temperature: NonNegative = 1.0
+    """Temperature that divides the logits; 0 is greedy."""
+    top_k: Count = 0
+    """Sample from the k most probable tokens only; 0: from all."""
+    top_p: Annotated[PositiveNumber, Field(le=1)] = 1.0
+    """Sample from the fewest most probable tokens that together reach this probability; 1: from
+    all."""
+    min_p: Decay = 0.0
+    """Sample only tokens that are at least this fraction as probable as the most probable one; 0:
+    from all."""
+    stop: Words = ()
+    """Strings that end a completion, besides the model's end-of-sequence tokens."""
+
+    @property
+    def truncated(self) -> bool:
+        """True when some token of positive probability can never be sampled."""
+        return self.temperature == 0 or self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
+class DistillConfig(Section):
+    """The divergence from a teacher (GKD, arXiv 2306.13649), by itself or beside rewards
+    (`distill_weight`)."""
+
+    signal: Literal["hidden", "topk", "student_topk", "sampled"] = "hidden"
+    """What the teacher sends for each token. hidden: its last hidden states (exact divergence).
+    topk, student_topk: log-probs of its own or the student's top-k tokens, and of all others
+    together (a lower bound). sampled: the log-prob of the sampled token (unbiased for reverse
+    KL)."""
+    jsd_beta: Fraction = 0.5
+    """Generalised JSD between teacher and student: 0 is KL(teacher||student), 1 is
+    KL(student||teacher); the scale of the loss is discontinuous at both ends."""
+    on_policy_fraction: Fraction = 1.0
+    """Probability that a batch holds the student's samples; other batches hold the data's
+    completions, or the teacher's samples (`distill.seq_kd`)."""
+    seq_kd: Flag = False
+    """Sequence-level distillation: off-policy batches hold the teacher's samples in place of the
+    data's completions."""
+    distill_temperature: PositiveNumber = 1.0
+    """Temperature T that divides both models' logits inside the divergence. The loss is not
+    multiplied by T^2."""
+    top_k: Annotated[Positive, Field(le=1024)] = 64
+    """Tokens per position that the signals topk and student_topk send; from about 1000 on, signal
+    hidden is smaller and exact."""
+    ratio_cap: PositiveNumber = 2.0
+    """With `distill.signal=sampled` or `teacher.tokenizer=own`: cap on the importance ratio between
+    the learner and the policy that sampled."""
+    mixture: MixtureKind | None = None
+    """How several `teachers` are one. arithmetic: the mixture of their distributions, sum_k w_k
+    P_k. geometric: proportional to prod_k P_k ** w_k. null: arithmetic or, with `data.teacher_key`,
+    none: each row learns from one teacher."""
+    entropy_aware: Flag = False
+    """Add KL(teacher||student) at tokens where the teacher is uncertain (arXiv 2603.07079): to the
+    divergence or, where `distill_weight` is 0, to the policy loss with `policy.opd_coef`."""
+    entropy_threshold: NonNegative = 0.8
+    """Teacher entropy, in nats, from which a token counts in the term of
+    `distill.entropy_aware`."""
+    entropy_top_k: Positive = 16
+    """How many of the teacher's most probable tokens the term of `distill.entropy_aware` reads."""
+    chunk_tokens: Positive = 512
+    """Tokens whose logits exist at once, in every loss (also with sft); a smaller number needs less
+    memory."""
+    lean: Flag = False
+    """Recompute the loss's logits in the backward pass: less memory, more time."""
+
+    def _rules(self) -> Iterator[Rule]:
+        yield (
+            self.seq_kd and self.on_policy_fraction == 1,
+            "seq_kd=true with on_policy_fraction=1 leaves no batch to the teacher's samples:"
+            " set on_policy_fraction below 1",
+        )
+        yield (
+            self.signal == "student_topk" and self.on_policy_fraction < 1,
+            "signal=student_topk asks about the samples of the policy that made them: it needs"
+            f" on_policy_fraction=1, got {self.on_policy_fraction:g}",
+        )
+        yield (
+            self.entropy_aware and self.signal == "topk" and self.entropy_top_k > self.top_k,
+            f"entropy_top_k={self.entropy_top_k} exceeds top_k={self.top_k},"
+            " all that signal topk sends",
+        )
+        for key in ("jsd_beta", "on_policy_fraction", "distill_temperature"):
+            known = key == "on_policy_fraction" and self.seq_kd  # as the teacher's samples have it
+            yield (
+                self.signal == "sampled" and getattr(self, key) != 1 and not known,
+                "signal=sampled estimates KL(student||teacher) on samples whose log-probs are"
+                f" known: it needs {key}=1, got {getattr(self, key):g}"
+                + (" (or seq_kd=true)" if key == "on_policy_fraction" else ""),
+            )
+
+
+class OptimizerConfig(Section):
+    """Optimizer and learning-rate schedule (optax)."""
+
+    name: Literal["adamw", "adam", "sgd", "lion", "adafactor", "muon"] = "adamw"
+    """The optax optimizer."""
+    learning_rate: NonNegative = 1e-5
+    """Peak learning rate."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Schedule of the learning rate after the warm-up."""
+    warmup_steps: Count = 10
+    """Optimizer updates over which the learning rate rises linearly to its peak."""
+    min_lr_ratio: Fraction = 0.0
+    """With the schedules linear and cosine: the last learning rate, as a fraction of the peak."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled weight decay (not with adam or sgd); embeddings, norms and biases are not
+    decayed."""
+    b1: Decay = 0.9
+    """Decay of the first moment (sgd: momentum)."""
+    b2: Decay = 0.95
+    """Decay of the second moment (adamw, adam, lion, muon)."""
+    eps: PositiveNumber = 1e-8
+    """Added to the denominator of an update (adamw, adam, muon)."""
+    clip_norm: PositiveNumber | None = 1.0
+    """Gradients whose global norm exceeds this are scaled down to it. null: never."""
+
+    def _rules(self) -> Iterator[Rule]:
+        yield (
+            self.weight_decay > 0 and self.name in ("adam", "sgd"),
+            f"weight_decay={self.weight_decay:g} has no effect with name={self.name}: set it to 0,"
+            " or name=adamw",
+        )
+
+
+Corrections = Annotated[
+    tuple[
+        Literal[
+            "none", "tis_token", "tis_sequence", "icepop", "sequence_mask", "sequence_geo_mask"
+        ],
+        ...,
+    ],
+    OneOrMore,
+]
+"""Names of `losses.correction.CORRECTIONS`; a single string stands for a list of one."""
+
+
+class PolicyConfig(Section):
+    """The policy loss of algorithms that learn from rewards. null is the algorithm's own value,
+    which docs/reinforcement-learning.md lists, unless the key says otherwise."""
+
+    advantages: Literal["group", "similarity"] = "group"
+    """Completions with which a reward is compared. group: all of the same prompt. similarity: those
+    of the same prompt with a similar text (section `grouper`)."""
+    scale_by_std: Flag | None = None
+    """Divide advantages by the standard deviation of the rewards that they are compared with (for
+    similarity groups `grouper.std_scope` chooses which). null: the algorithm's own."""
+    ratio: Literal["token", "sequence", "sequence_token"] | None = None
+    """Importance ratio of the policy loss. token: of each token. sequence: of the whole completion,
+    as a geometric mean (GSPO). sequence_token: the completion's value with the token's gradient
+    (GSPO-token). null: the algorithm's own."""
+    aggregation: Literal["sequence_mean_token_mean", "token_mean", "sum_over_constant"] | None = (
+        None
+    )
+    """How the losses of tokens are aggregated. sequence_mean_token_mean: mean over completions of
+    their token means. token_mean: mean over all tokens. sum_over_constant: mean over completions of
+    their token sums / `policy.constant`. null: the algorithm's own."""
+    constant: PositiveNumber | None = None
+    """Tokens by which aggregation sum_over_constant divides. null: `max_new_tokens` for dr_grpo, 1
+    for luspo."""
+    clip_low: NonNegative | None = None
+    """Lower clip: in algorithms that clip, the importance ratio is kept above 1 - clip_low. null:
+    the algorithm's own."""
+    clip_high: NonNegative | None = None
+    """Upper clip: in algorithms that clip, the importance ratio is kept below 1 + clip_high. null:
+    the algorithm's own."""
+    clip_dual: PositiveNumber | None = None
+    """Dual clip, in algorithms that clip: at negative advantages the importance ratio counts as no
+    more than this (above 1; 3 is usual). null: it is not bounded there."""
+    ratio_cap: PositiveNumber | None = None
+    """CISPO: upper bound of the importance ratio that weights a token's gradient. null: the
+    algorithm's own."""
+    tau_positive: PositiveNumber | None = None
+    """SAPO: steepness of the soft clip where the advantage is positive. null: the algorithm's
+    own."""
+    tau_negative: PositiveNumber | None = None
+    """SAPO: steepness of the soft clip where the advantage is negative. null: the algorithm's
+    own."""
+    clip_log: PositiveNumber | None = None
+    """GMPO: bound of each token's log-ratio, in nats. null: the algorithm's own."""
+    kl_coef: NonNegative = 0.0
+    """Weight of KL(policy||reference) in the loss; above 0 the role `reference` is needed. Tokens
+    are aggregated as in the policy loss: with luspo a completion's KL is the sum over its tokens,
+    with gspo their mean."""
+    kl_estimator: Literal["k2", "k3"] = "k3"
+    """Estimator of the KL that `policy.kl_coef` weighs. On-policy, the gradient of k2 is that of
+    KL(policy||reference), the gradient of k3 that of KL(reference||policy)."""
+    reward_kl_coef: NonNegative = 0.0
+    """KL penalty in the reward: this, times the nats of KL(policy||reference) of a whole
+    completion, is subtracted from its reward."""
+    reward_kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    """Estimator of the KL that `policy.reward_kl_coef` weighs."""
+    entropy_coef: NonNegative = 0.0
+    """Weight of the entropy bonus: above 0 the loss makes the policy's entropy larger."""
+    opd_coef: NonNegative = 0.0
+    """On-policy distillation: this, times the nats by which the policy's log-prob of a sampled
+    token exceeds the teacher's, is subtracted from the token's advantage; needs a teacher and
+    `distill.signal=sampled`."""
+    dynamic_sampling: Literal["off", "drop", "refill"] | None = None
+    """What happens to prompts whose completions all have the same task reward (functions and reward
+    model, before penalties), or no reward. off: they stay. drop: the policy loss leaves them out.
+    refill: others are sampled in their place (needs `schedule=serial`). null: off, except for dapo:
+    refill with `schedule=serial`, else drop."""
+    max_refills: Positive = 4
+    """With `policy.dynamic_sampling=refill`: how many times more prompts are sampled for one
+    batch."""
+    correction: Corrections | None = None
+    """Off-policy correction: weights of tokens for the mismatch between the policy that sampled and
+    the learner at the start of the batch. One name, or a list of one with sequence_geo_mask. null:
+    tis_token where the weights that sample lag (`schedule`), else none. The mismatch is reported in
+    any case (`policy/mismatch_*`)."""
+    correction_cap: PositiveNumber | None = None
+    """Truncated importance sampling (tis_token, tis_sequence): largest weight (default 2).
+    sequence_mask: drop completions whose ratio exceeds this (default 2)."""
+    correction_low: NonNegative | None = None
+    """IcePop: drop tokens whose ratio is below this (default 0.5)."""
+    correction_high: PositiveNumber | None = None
+    """IcePop: drop tokens whose ratio exceeds this (default 5)."""
+    correction_threshold: NonNegative | None = None
+    """sequence_geo_mask: drop completions whose mean log-ratio exceeds this on either side, in nats
+    per token (default 0.1)."""
+    bypass: Flag = False
+    """Use the policy that sampled as pi_old of the importance ratio, instead of the learner at the
+    start of the batch: the clip acts on the whole ratio, and no off-policy correction is
+    applied."""
+    router_replay: Flag = False
+    """Of a mixture of experts: record the experts that the sampler chose for each token of prompts
+    and completions, in each layer, and let the learner's tokens pass the same ones. Rounding then
+    cannot send a token elsewhere; the weights of its experts are the learner's own."""
+
+    def _rules(self) -> Iterator[Rule]:
+        yield (
+            self.bypass and self.correction not in (None, ("none",)),
+            f"bypass=true with correction={','.join(self.correction or ())} would correct twice:"
+            " set correction=none, or bypass=false",
+        )
+
+
+class EnvironmentConfig(Section):
+    """Episodes of several turns: after each turn of the policy an environment answers, and what it
+    says is read, not learned. All turns and answers together are one completion."""
+
+    name: Name | None = None
+    """The environment: `path/to/file.py:Class` (in a config file from that file's folder, else from
+    the working directory), `package.module:Class`, or a built-in one by its name. null: none; a
+    completion is one turn."""
+    arguments: dict[str, Any] = {}
+    """Keyword arguments with which the environment's class is called, as in `{id: FrozenLake-v1}`
+    with `environment.name=gymnasium`."""
+    max_turns: Positive = 8
+    """Most turns of the policy in an episode."""
+    turn_tokens: Positive | None = None
+    """Most tokens of one turn of the policy; a turn that reaches it ends the episode. null: only
+    the episode is limited, by `max_new_tokens`."""
+    weight: Number = 1.0
+    """Weight of the environment's reward in the sum of rewards, beside `reward.functions` and
+    `reward.model`. 0: reported, not trained on."""
+    credit: Literal["episode", "turn"] = "episode"
+    """What a turn's tokens learn from. episode: the reward of the whole episode, compared with the
+    others of its prompt. turn: the rewards of this turn and of those after it, each compared with
+    all turns of its prompt's episodes (process supervision of GRPO, arXiv 2402.03300, section
+    4.1.3)."""
+    discount: Fraction = 1.0
+    """Factor by which a reward counts less for each turn between it and what learns from it: of an
+    episode its beginning, with `credit=turn` the turn."""
+    timeout: PositiveNumber = 30.0
+    """Seconds that an environment may take for one answer. One that takes longer is killed with its
+    process: its episode ends without a reward, and is counted in `environment/timeouts`."""
+    workers: Positive | None = None
+    """Processes that run environments; each holds many episodes. null: twice the CPU cores, at most
+    16 and at most one for each episode of a batch."""
+    memory_mb: Positive | None = None
+    """Megabytes of address space for each of these processes. null: no limit."""
+    max_processes: Positive = 256
+    """Most processes that an environment may have at once, the one that runs it included."""
+    max_failures: Fraction = 0.5
+    """Share of a batch's episodes that may fail (exception, crash, timeout); beyond it the run
+    ends."""
+
+    def _rules(self) -> Iterator[Rule]:
+        yield (
+            bool(self.arguments) and self.name is None,
+            f"arguments={self.arguments} are those of an environment: set environment.name too",
+        )
+        yield (
+            not all(name.isidentifier() for name in self.arguments),
+            f"arguments={self.arguments}: each name must be that of an argument in Python",
+        )
+
+
+class OffloadConfig(Section):
+    """Move arrays to pinned host memory while other roles of the pool work; results do not change,
+    bit for bit."""
+
+    params: Flag = False
+    """Offload the policy: the weights of actor, rollout and a teacher that is the current policy
+    (`teacher.model=policy`), each while that role does not work. An array that they share is
+    offloaded while none of them works."""
+    optimizer: Flag = False
+    """Offload the optimizer's state while nothing is trained, and the moving average of
+    `teacher.ema`, the teacher's copy too."""
+    frozen: Flag = False
+    """Offload the weights of teacher, reference, reward model and grouper while they are idle, and
+    the teacher's LM head on the actor."""
+
+
+class EvalConfig(Section):
+    """Accuracy on `data.eval` by a verifier: before the first step, during the run, at its end; and
+    by `python -m jaxrl.evaluate`."""
+
+    every: Count = 25
+    """Steps between evaluations; 0: only before the first step and after the last."""
+    prompts: Positive = 256
+    """Held-out prompts of each set that are evaluated, the same ones each time; all of a set that
+    has fewer."""
+    samples: Positive = 1
+    """Completions per held-out prompt; accuracy is their mean (mean@k), and above 1 pass@k is
+    reported too."""
+    temperature: NonNegative = 0.0
+    """Sampling temperature of evaluations; 0 is greedy."""
+    top_k: Count = 0
+    """Evaluations sample from the k most probable tokens only; 0: from all."""
+    top_p: Annotated[PositiveNumber, Field(le=1)] = 1.0
+    """Evaluations sample from the fewest most probable tokens that together reach this probability;
+    1: from all."""
+    max_new_tokens: Positive | None = None
+    """Longest completion in evaluations, in tokens. null: the run's `max_new_tokens`."""
+    teacher: Flag = True
+    """Evaluate the teacher once, before the first step: the accuracy that the student should
+    reach."""
+
+    def _rules(self) -> Iterator[Rule]:
+        greedy = self.temperature == 0
+        yield (
+            greedy and self.samples > 1,
+            f"samples={self.samples} greedy completions of a prompt are all the same:"
+            " set temperature above 0, or samples=1",
+        )
+        yield (
+            greedy and (self.top_k > 0 or self.top_p < 1),
+            f"top_k={self.top_k} top_p={self.top_p:g} have no effect on greedy completions:"
+            " set temperature above 0, or top_k=0 top_p=1",
+        )
+
+
+class CheckpointConfig(Section):
+    """Checkpoints in `RUN/checkpoints/STEP`, with all that a run needs to resume as if it had never
+    stopped."""
+
+    every: Count = 50
+    """Steps between checkpoints, which are written while training continues; 0: only at the last
+    step and when interrupted."""
+    keep_last: Positive = 2
+    """How many of the newest checkpoints are kept."""
+    keep_best: Count = 1
+    """How many further checkpoints are kept for the best `eval/accuracy`, among steps that were
+    evaluated."""
+
+
+class DeadlinesConfig(Section):
+    """Longest duration of each kind of call, in seconds. A late call ends the run with an error
+    that says what it was doing."""
+
+    startup: PositiveNumber = 600.0
+    """Seconds to load weights and build a role."""
+    generate: PositiveNumber = 600.0
+    """Seconds to sample one batch of completions, compilation included."""
+    score: PositiveNumber = 600.0
+    """Seconds to score one batch (teacher, reference, reward, grouper)."""
+    update: PositiveNumber = 600.0
+    """Seconds to train on one batch."""
+    weight_sync: PositiveNumber = 600.0
+    """Seconds to send new weights to the rollout."""
+    evaluate: PositiveNumber = 600.0
+    """Seconds for one evaluation."""
+    checkpoint: PositiveNumber = 600.0
+    """Seconds to copy a checkpoint's arrays off the devices; also to finish writing checkpoints at
+    the end of a run."""
+    export: PositiveNumber = 600.0
+    """Seconds to write the trained model at the end of a run."""
+    interrupt: PositiveNumber | None = None
+    """Seconds to finish the running update and save after Ctrl-C, SIGTERM or SIGHUP; a second
+    Ctrl-C ends the run at once. null: what the deadlines of these calls allow."""
+
+
+class RayConfig(Section):
+    """Workers as processes, on one host or on the nodes of a Ray cluster (extra `ray`)."""
+
+    address: Name | None = None
+    """Ray cluster to join: `HOST:PORT` of its head, or `auto` for one that runs on this host. null:
+    RAY_ADDRESS, or else a cluster of the run's own on this host."""
+    devices_per_worker: Positive | None = None
+    """Most devices of one Ray process; the processes of a pool are one SPMD program. null: one
+    process for a pool's share of a host."""
+    max_restarts: Count = 3
+    """How many times dead or late workers are restarted before the run gives up. The count is reset
+    after each trained step. A second count, of returns to the newest checkpoint, has the same limit
+    and is reset by each newer checkpoint."""
+
+
+class LoggingConfig(Section):
+    """Console output, and the files and trackers that record the run."""
+
+    console: Literal["auto", "rich", "plain", "quiet"] = "auto"
+    """Console output: rich (a live display), plain (lines) or quiet. auto: rich on a terminal and
+    in a notebook, else plain."""
+    every: Positive = 1
+    """Steps between lines of the plain console (`metrics.jsonl` has every step)."""
+    samples: Count = 2
+    """Completions per step that are written to `samples.jsonl` and shown; 0: none."""
+    timeline: Flag = True
+    """Write `timeline.json`: a span for each call of each role, for Perfetto or
+    chrome://tracing."""
+    tensorboard: Flag = True
+    """Write TensorBoard events to `RUN/tensorboard`."""
+    wandb: Name | None = None
+    """wandb project to which every row is sent (extra `wandb`; WANDB_MODE=offline keeps it local).
+    null: none."""
+    mlflow: Name | None = None
+    """mlflow experiment to which every row is sent (extra `mlflow`), on the server that
+    MLFLOW_TRACKING_URI names. null: none."""
+
+
+class ProfileConfig(Section):
+    """Profiling of some steps of a run."""
+
+    steps: str | None = None
+    """Steps `first:stop` to profile, stop excluded, as in `3:5` for the steps 3 and 4: writes a
+    trace of JAX's profiler and a table of the stages to `RUN/profile`. Avoid the first two steps,
+    which compile. null: none."""
+
+    @field_validator("steps")
+    @classmethod
+    def _check_steps(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        match = re.fullmatch(r"(\d+):(\d+)", value)
+        if match is None:
+            raise ValueError(
+                f"{value!r} is not a range of steps: write first:stop, as in 3:5 for the steps 3"
+                " and 4"
+            )
+        first, stop = map(int, match.groups())
+        if first < 1:
+            raise ValueError(f"{value!r} begins with step {first}: the first step is 1")
+        if first >= stop:
+            raise ValueError(f"{value!r} holds no step: stop must exceed first, as in 3:5")
+        return value
+
+    @property
+    def range(self) -> range:
+        """The steps, none where there is nothing to profile."""
+        first, _, stop = (self.steps or "1:1").partition(":")
+        return range(int(first), int(stop))
