@@ -81,12 +81,14 @@ class DecoderConfig:
             object.__setattr__(self, "kinds", self.kinds[:1])
         elif len(self.kinds) != self.n_layers:
             raise UserError(f"{len(self.kinds)} kinds of layers for n_layers={self.n_layers}")
-        if self.n_heads % self.n_kv_heads:
-            raise UserError(
-                f"n_heads={self.n_heads} is not a multiple of n_kv_heads={self.n_kv_heads}"
-                " (num_attention_heads, num_key_value_heads)"
-            )
-        for name, dims in (("head_dim", self.head_dim), ("rotary_dims", self.rotary_dims)):
+        for heads in {given(kind.n_kv_heads, self.n_kv_heads) for kind in self.kinds}:
+            if self.n_heads % heads:
+                raise UserError(
+                    f"n_heads={self.n_heads} is not a multiple of n_kv_heads={heads}"
+                    " (num_attention_heads, num_key_value_heads)"
+                )
+        widths = {given(kind.head_dim, self.head_dim) for kind in self.kinds}
+        for name, dims in (*(("head_dim", n) for n in widths), ("rotary_dims", self.rotary_dims)):
             if dims is not None and dims % 2:
                 raise UserError(f"{name}={dims} is odd: dims are rotated in pairs")
         if self.n_recurrent and (self.delta is None or self.experts is not None):

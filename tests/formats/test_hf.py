@@ -120,8 +120,14 @@ def test_a_missing_head_dim_is_the_familys() -> None:
         ),
         ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
         ("gemma4", {"enable_moe_block": True}, "num_experts=null"),
+        ("gemma4_moe", {"num_kv_shared_layers": 2}, "num_kv_shared_layers=2"),
         ("gemma4_moe", {"top_k_experts": 7}, "top_k_experts=7 exceeds num_experts=6"),
         ("gemma4", {"num_kv_shared_layers": 5}, "num_kv_shared_layers=5"),
+        (
+            "gemma4_shared",
+            {"attention_k_eq_v": True, "num_global_key_value_heads": 3, "per_layer_config": None},
+            "not a multiple of n_kv_heads=3",
+        ),
         (
             "gemma4",
             {"layer_types": ["sliding_attention"] * 6, "per_layer_config": None},

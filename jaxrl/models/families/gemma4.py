@@ -66,7 +66,8 @@ def read(raw: Mapping[str, Any]) -> dict[str, Any]:
     kinds = read_windows(raw, window, lambda i: (i + 1) % PERIOD != 0, local, _full(raw))
     if kinds[-1].window is not None:
         raise UserError(f"layer_types={raw['layer_types']!r}: the last layer must be {FULL}")
-    inputs, vocab = given(raw["hidden_size_per_layer_input"], 0), size(raw, "vocab_size")
+    key, vocab = "hidden_size_per_layer_input", size(raw, "vocab_size")
+    inputs = size(raw, key) if given(raw[key], 0) else 0
     if inputs and size(raw, "vocab_size_per_layer_input") != vocab:
         raise UserError(
             f"vocab_size_per_layer_input={raw['vocab_size_per_layer_input']!r} must be"
@@ -100,6 +101,10 @@ def _borrowing(raw: Mapping[str, Any], kinds: tuple[LayerKind, ...]) -> tuple[La
     shared = given(raw.get("num_kv_shared_layers"), 0)
     if not shared:
         return kinds
+    if raw.get("enable_moe_block"):
+        raise UserError(
+            f"num_kv_shared_layers={shared} is not supported beside enable_moe_block=true"
+        )
     n = len(kinds) - size(raw, "num_kv_shared_layers")
     if n < 1 or set(kinds[n:]) - set(kinds[:n]):
         raise UserError(
@@ -128,9 +133,8 @@ def _full(raw: Mapping[str, Any]) -> LayerKind:
                 " alike, head_dim and num_key_value_heads may be others"
             )
         own = dict.fromkeys(own) | found[0]
-    return LayerKind(
-        head_dim=own["head_dim"], n_kv_heads=own["num_key_value_heads"], keys_as_values=same
-    )
+    dim, heads = (None if own[key] is None else size(own, key) for key in own)
+    return LayerKind(head_dim=dim, n_kv_heads=heads, keys_as_values=same)
 
 
 def write(config: Any) -> dict[str, Any]:
