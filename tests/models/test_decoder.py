@@ -67,6 +67,12 @@ def test_logits_and_gradients_are_those_of_transformers(name: str) -> None:
     np.testing.assert_allclose(ours[mask], reference["logits"][mask], rtol=0, atol=1e-4)
 
     np.testing.assert_allclose(loss, reference["loss"], rtol=1e-5)
+    scales = [
+        leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(grad)
+        if "block_scale" in str(path)
+    ]
+    assert len(scales) == config.block.scalar * config.cycle and not any(map(np.any, scales))
     read = weights.hf_tensors(config, grad)
     stored = [key for key in reference if key.startswith("grad/")]
     assert len(stored) >= 8
