@@ -197,12 +197,14 @@ def _exchanged(m: Setting, role: str, model: DecoderConfig, tokens: int) -> floa
     that device. Of `context`: queries and results each to one other device, and so keys and values
     where it divides them."""
     axes, item = m.axes[role], ITEMSIZE[m.config.roles[role].compute_dtype]
-    once = 2 * split(model.n_heads, axes.tensor)
-    kv = 2 * split(model.n_kv_heads, axes.tensor)
-    if model.n_kv_heads % axes.heads == 0:
-        once, kv = once + kv, 0
-    heads = once / axes.context + kv
-    moved = model.n_layers * tokens * heads * model.head_dim * item * (axes.context - 1)
+    moved = 0.0
+    for one, n in model.shapes.items():
+        once = 2 * split(one.n_heads, axes.tensor)
+        kv = 2 * split(one.n_kv_heads, axes.tensor)
+        if one.n_kv_heads % axes.heads == 0:
+            once, kv = once + kv, 0
+        heads = once / axes.context + kv
+        moved += n * tokens * heads * one.head_dim * item * (axes.context - 1)
     # And `expert`: the other devices' tokens come, and what this device's experts add to them goes.
     return moved + model.n_layers * tokens * 2 * model.d_model * item * (axes.expert - 1)
 

@@ -26,7 +26,7 @@ from jaxrl.losses.cells import WORDS, Cells, Side
 from jaxrl.models import bert
 from jaxrl.models.batching import rows_of, width_of
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import Cache, Layout, Params, abstract_params, head, keys_of
+from jaxrl.models.decoder import Cache, Layout, Params, abstract_params, head
 from jaxrl.models.delta import Recurrent
 from jaxrl.models.lora import frozen_and_trained, join
 from jaxrl.models.rules import head_sharding, param_shardings
@@ -595,7 +595,9 @@ def _resized(
     shape = (model, mesh, engine.slots, engine.length, dtype, layout)
     yield Program(role, "new cache", decode.new_cache, shape, (), beside=beside, calls=batches)
     lengths = sorted({engine.cache_length(n, engine.slots) for n in range(1, engine.length + 1)})
-    k, rows = keys_of(cache), NamedSharding(mesh, PartitionSpec(ROWS))
+    with_keys = [entry for entry in cache if entry and not isinstance(entry, Recurrent)]
+    k = max((entry[0] for entry in with_keys), key=lambda x: x.size)  # the largest of all layers
+    rows = NamedSharding(mesh, PartitionSpec(ROWS))
 
     def layer(length: int) -> Cache:
         one = shaped((*k.shape[:-2], length, k.shape[-1]), k.dtype, k.sharding)
@@ -604,8 +606,7 @@ def _resized(
     others = beside + local_bytes(cache) - local_bytes((k, k))
     if len(lengths) > 1:
         given: tuple[Any, ...] = (model, mesh, layer(lengths[-2]), engine.length, None)
-        with_keys = sum(not isinstance(entry, Recurrent) for entry in cache)
-        calls = batches * with_keys * (len(lengths) - 1)
+        calls = batches * len(with_keys) * (len(lengths) - 1)
         yield Program(
             role,
             "longer cache",
@@ -620,7 +621,7 @@ def _resized(
     if kept and not engine.episodes:
         chosen = shaped((max(kept) * engine.row_shards,), jnp.int32, rows)
         given = (model, mesh, layer(engine.length), engine.length, chosen)
-        calls = batches * len(cache) * len(set(kept))
+        calls = batches * sum(map(bool, cache)) * len(set(kept))
         yield Program(role, "fewer slots", decode.resize, given, (), beside=others, calls=calls)
 
 

@@ -33,6 +33,9 @@ Index = tuple[slice, ...]
 
 TOP: dict[str, str] = {
     "embed/embedding": "model.embed_tokens.weight",
+    "layer_inputs/embedding": "model.embed_tokens_per_layer.weight",
+    "layer_inputs/projection": "model.per_layer_model_projection.weight",
+    "layer_inputs/norm/scale": "model.per_layer_projection_norm.weight",
     "norm/scale": "model.norm.weight",
     "lm_head/kernel": "lm_head.weight",
 }
@@ -132,8 +135,17 @@ class Place:
     def stored(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of its part of each of the tensors, of a parameter of this shape."""
         one = shape[len(self.several) :]
-        one = one[::-1] if self.transposed else one
+        one = (*one[:-2], one[-1], one[-2]) if self.transposed else one
         return (*one[:-1], one[-1] * self.step)
+
+    @property
+    def rows(self) -> int:
+        """Which dim of its tensors `first` counts."""
+        return -2 if self.transposed else 0
+
+    def end(self, shape: tuple[int, ...]) -> int:
+        """The row of its tensors behind its own, of a parameter of this shape."""
+        return self.first + self.stored(shape)[self.rows]
 
     def read(self, tensors: Tensors, index: Index, dtype: DTypeLike) -> np.ndarray:
         """The box `index` of the parameter, in `dtype`."""
@@ -141,17 +153,22 @@ class Place:
         leading, box = index[: len(self.several)], index[len(self.several) :]
         names = np.reshape(self.names, self.several)[leading].reshape(-1)
         targets = out.reshape(len(names), *[s.stop - s.start for s in box])
-        box = box[::-1] if self.transposed else box
+        box = (*box[:-2], box[-1], box[-2]) if self.transposed else box
         if self.step > 1:
             start, stop = (n * self.step + self.first for n in (box[-1].start, box[-1].stop))
             box = (*box[:-1], slice(start, stop - self.step + 1, self.step))
         elif self.first:
-            box = (slice(box[0].start + self.first, box[0].stop + self.first), *box[1:])
+            moved = list(box)
+            at = box[self.rows]
+            moved[self.rows] = slice(at.start + self.first, at.stop + self.first)
+            box = tuple(moved)
         for target, name in zip(targets, names, strict=True):
             if self.transposed:
-                rows = tensors.read(str(name), box)
-                for at in range(0, len(rows), BAND):
-                    target[:, at : at + BAND] = rows[at : at + BAND].astype(dtype).T
+                whole = tensors.read(str(name), box)
+                kernels = [(target, whole)] if whole.ndim == 2 else zip(target, whole, strict=True)
+                for own, rows in kernels:
+                    for row in range(0, len(rows), BAND):
+                        own[:, row : row + BAND] = rows[row : row + BAND].astype(dtype).T
             else:
                 target[...] = tensors.read(str(name), box)
         return out
@@ -178,14 +195,14 @@ def places(config: DecoderConfig, layout: Layout = "unstacked") -> dict[str, Pla
                 names = tuple(f"model.layers.{i}.{one}" for i in numbers for one in each)
                 dims = len(numbers) * stacked, len(each) * ("{expert}" in name)
                 whole = "/experts/" in rest and "{expert}" not in name  # one tensor of all experts
-                transposed = rest.endswith("/kernel") and not whole
+                transposed = rest.endswith("/kernel") and not (whole and family.alternating)
                 sharing = [own for own, other in family.layer.items() if other == name]
                 if whole and family.alternating:
                     first, step = sharing.index(rest), len(sharing)
                     place = Place(names, *dims, transposed, first, step)
                 else:
                     place = Place(names, *dims, transposed, rows.get(name, 0))
-                    rows[name] = place.first + place.stored(shapes[path])[0]
+                    rows[name] = place.end(shapes[path])
                 found[path] = place
     found |= {path: Place((name,)) for path, name in TOP.items() if path in shapes}
     assert found.keys() == shapes.keys(), f"no tensor name: {shapes.keys() - found.keys()}"
@@ -219,9 +236,10 @@ def stored_shapes(
     share a tensor come in the order of its rows."""
     found: dict[str, tuple[int, ...]] = {}
     for place, shape in parameters:
-        rows, *rest = place.stored(shape)
-        rows += place.first if place.step == 1 else 0
-        found |= dict.fromkeys(place.names, (rows, *rest))
+        dims = list(place.stored(shape))
+        if place.step == 1:
+            dims[place.rows] = place.end(shape)
+        found |= dict.fromkeys(place.names, tuple(dims))
     return found
 
 
@@ -403,7 +421,7 @@ def hf_tensors(config: DecoderConfig, params: Params) -> Callable[[str], np.ndar
             held[path, layer] = to_host(leaf)
         value = held[path, layer]
         value = value[expert] if place.experts else value
-        return value.T if place.transposed else value
+        return np.swapaxes(value, -1, -2) if place.transposed else value
 
     def read(name: str) -> np.ndarray:
         values = [fetch(*part) for part in parts[name]]
@@ -411,6 +429,6 @@ def hf_tensors(config: DecoderConfig, params: Params) -> Callable[[str], np.ndar
             return values[0]
         if parts[name][0][1].step > 1:
             return np.stack(values, -1).reshape(*values[0].shape[:-1], -1)
-        return np.concatenate(values)
+        return np.concatenate(values, parts[name][0][1].rows)
 
     return read

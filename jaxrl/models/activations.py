@@ -9,7 +9,7 @@ them against the compiler's account. Fused attention (`kernels.fuses`) holds no 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import NamedTuple
 
@@ -158,10 +158,21 @@ class Pass:
         needed = self.fused_attention and self.platform == "gpu" and self.shared is not None
         if not needed or self.config.windows.keys() <= {None}:
             return 0
-        c, heads = self.config, self.axes.heads
-        unit = self.rows * self.width * c.head_dim * self.itemsize
-        q, kv = (split(n, heads) * unit for n in (c.n_heads, 2 * c.n_kv_heads))
+        unit = self.rows * self.width * self.itemsize
+        q, kv = (n * unit for n in self._heads(self.axes.heads))
         return Blocks(x=self.residual, q=q, kv=kv).times(counts)
+
+    def _heads(self, parts: int) -> tuple[int, int]:
+        """Dims of a token's queries, and of its keys and values, where `parts` divide the heads: in
+        the layers that have most."""
+        each = self.config.shapes
+        q = max(split(one.n_heads, parts) * one.head_dim for one in each)
+        return q, max(2 * split(one.n_kv_heads, parts) * one.head_dim for one in each)
+
+    @property
+    def _wide(self) -> int:
+        """Width of the MLP on this device, in the layers that have most."""
+        return max(split(one.mlp_width, self.axes.tensor) for one in self.config.shapes)
 
     @property
     def residual(self) -> int:
@@ -175,13 +186,8 @@ class Pass:
         if c.delta is not None:  # queries, keys, values and results of a state are in float32
             parts = tensor if c.delta.k_heads % tensor == 0 else 1
             s = max(s, self.tokens * 2 * (c.delta.k_width + c.delta.v_width) // parts * F32)
-        return Blocks(
-            x=self.residual,
-            f=0 if c.experts is not None else split(c.d_ff, tensor) * unit,
-            q=split(c.n_heads, tensor) * c.head_dim * unit,
-            kv=2 * split(c.n_kv_heads, tensor) * c.head_dim * unit,
-            s=s,
-        )
+        q, kv = (n * unit for n in self._heads(tensor))
+        return Blocks(x=self.residual, f=self._wide * unit, q=q, kv=kv, s=s)
 
     @property
     def alone(self) -> Blocks:
@@ -200,29 +206,38 @@ class Pass:
     def mask(self) -> int:
         """Bytes of who may attend to whom, which fused attention computes, and of the rotary
         angles."""
-        angles = self.tokens * self.config.head_dim * F32
+        angles = self.tokens * sum(self.config.head_dims) * F32
         return angles if self.fused_attention else self.pairs + angles
 
     @property
     def layer(self) -> int:
-        """Bytes of one layer's weights, gathered over `fsdp`, in the compute dtype; of quantised
-        experts, which are dequantised a few at a time, their codes."""
-        c, tensor = self.config, self.axes.tensor
+        """Bytes of one layer's weights, gathered over `fsdp`, in the compute dtype: of the layers
+        that have most; of quantised experts, which are dequantised a few at a time, their codes."""
+        return max(map(self._weights, self.config.shapes))
+
+    def _weights(self, one: DecoderConfig) -> int:
+        """`layer` of a model with one."""
+        c, tensor = one, self.axes.tensor
         queries = (2 + c.block.output_gate) * split(c.n_heads, tensor)
         width = (queries + 2 * split(c.n_kv_heads, tensor)) * c.head_dim
         if c.delta is not None:
             parts = tensor if c.delta.k_heads % tensor == 0 else 1
             width = max(width, (2 * c.delta.k_width + 3 * c.delta.v_width) // parts)
-        mlps = 1 if c.experts is None else split(c.experts.count, self.axes.expert)
-        weights = 3 * mlps * c.d_model * split(c.d_ff, tensor)
-        if c.quantised is not None and c.experts is not None:
-            weights = weights // packed(c.quantised) // self.itemsize
-        return (c.d_model * width + weights) * self.itemsize
+        weights = split(c.mlp_width, tensor)
+        if c.experts is not None:
+            experts = split(c.experts.count, self.axes.expert) * split(c.d_ff, tensor)
+            if c.quantised is not None:
+                experts = experts // packed(c.quantised) // self.itemsize
+            weights += experts
+        return c.d_model * (width + 3 * weights) * self.itemsize
 
     @property
     def gathered(self) -> int:
         """The same of all layers of a cycle, which `fsdp` gathers at once."""
-        return self.layer * (self.config.cycle if self.axes.weights > 1 else 1)
+        if self.axes.weights == 1:
+            return self.layer
+        c = self.config
+        return sum(self._weights(c.of(kind)) for kind in c.kinds[: c.cycle])
 
     @property
     def differentiated(self) -> int:
@@ -230,9 +245,10 @@ class Pass:
         that `fsdp` gathered; layers of one kind are stacked for that (`decoder._through`)."""
         if self.config.cycle == 1:
             return self.layer
-        kinds = self.config.kinds[: self.config.cycle]
-        run = max(len(list(same)) for _, same in groupby(kind.recurs for kind in kinds))
-        return self.gathered * (2 if self.axes.weights > 1 else 1) + 2 * run * self.layer
+        c = self.config
+        shapes = groupby(kind.shape for kind in c.kinds[: c.cycle])
+        run = max(len(list(same)) * self._weights(c.of(shape)) for shape, same in shapes)
+        return self.gathered * (2 if self.axes.weights > 1 else 1) + 2 * run
 
     def mixture(self, differentiated: bool = False) -> int:
         """Bytes alive while the experts of a layer compute (`models.experts.chosen_experts`): the
@@ -277,17 +293,37 @@ class Pass:
         return (rows + own * c.d_model * wide * (c.quantised is not None)) * self.itemsize
 
     @property
+    def beside(self) -> int:
+        """Bytes of what all layers read of tokens beside the residual, and of keys and values that
+        layers borrow."""
+        c = self.config
+        lent = sum(
+            2 * split(one.n_kv_heads, self.axes.tensor) * one.head_dim
+            for one in map(c.of, c.lenders)
+        )
+        return self.tokens * (c.n_layers * c.layer_inputs + lent) * self.itemsize
+
+    @property
     def turned(self) -> int:
         """Bytes of the kernels whose last dim `fsdp` splits, of all layers: a GPU transposes them
         before the scan over stacked layers, which gathers them."""
         c, axes = self.config, self.axes
         if self.platform != "gpu" or axes.weights == 1:
             return 0
-        inputs = split(c.n_heads, axes.tensor) * c.head_dim + split(c.d_ff, axes.tensor)
-        return c.n_layers * inputs * split(c.d_model, axes.weights) * self.itemsize
+        inputs = sum(
+            n * (split(one.n_heads, axes.tensor) * one.head_dim + split(one.d_ff, axes.tensor))
+            for one, n in c.shapes.items()
+        )
+        return inputs * split(c.d_model, axes.weights) * self.itemsize
 
     def saved(self, remat: Remat) -> int:
         """Bytes that the forward pass leaves for the backward pass."""
+        each = self.config.shapes.items()
+        layers = sum(n * replace(self, config=one)._saved_by_layer(remat) for one, n in each)
+        layers += self.beside
+        return layers + (self._kept_by_states if remat != "full" else 0)
+
+    def _saved_by_layer(self, remat: Remat) -> int:
         by_blocks = self.width > BLOCK  # whose scores are computed again
         kept = self.blocks._replace(s=0) if by_blocks else self.blocks
         per_layer = kept.times(SAVED[remat])
@@ -295,7 +331,7 @@ class Pass:
             per_layer += self.blocks.times(SAVED_ALONE[remat])
         if self.config.block.qk_norm and self.platform != "cpu" and self.axes.size > 1:
             per_layer += self.blocks.times(SAVED_QK_NORM[remat])
-        return self.config.n_layers * per_layer + (self._kept_by_states if remat != "full" else 0)
+        return per_layer
 
     @property
     def _kept_by_states(self) -> int:
@@ -318,13 +354,13 @@ class Pass:
         work = self._fullest(BACKWARD[remat]) - fused * self.blocks.times(FUSED)
         work = max(work, 3 * self.residual + self.mixture(differentiated=True))
         work = max(work, self._whole_rows(WHOLE_ROWS_BACKWARD))
-        return work + normed + spread + self.differentiated + self.mask
+        return work + normed + spread + self.differentiated + self.mask + self.beside
 
     def first(self, remat: Remat) -> int:
         """Bytes alive while one block runs that will be differentiated."""
         work = max(self._fullest(FORWARD[remat]), self._whole_rows(WHOLE_ROWS))
         work = max(work, 2 * self.residual + self.mixture())
-        return work + self.gathered + self.mask
+        return work + self.gathered + self.mask + self.beside
 
     def forward(self, stacked: bool) -> int:
         """Bytes alive while one block runs without a backward pass.
@@ -346,7 +382,7 @@ class Pass:
                     work += self.residual  # of the next layer
                 elif self.packed and self.axes.weights == 1:
                     work += self.layer // 3  # one of the MLP's weights, which the scan copies
-            return work + self.mask
+            return work + self.mask + self.beside
         copied = self.gathered if stacked else 0
         if self.config.cycle > 1 and self.axes.weights == 1:  # read in place, as layer after layer
             copied = 0
@@ -361,7 +397,7 @@ class Pass:
             mlp, attention, rotary = (self.alone.times(counts) for counts in UNROLLED)
             mlp = max(mlp, rotary)
         mlp = max(mlp, 2 * self.residual + self.mixture())
-        return max(mlp + copied // 3, attention + more + copied) + self.mask
+        return max(mlp + copied // 3, attention + more + copied) + self.mask + self.beside
 
     def _fullest(self, moments: tuple[Blocks, ...]) -> int:
         return max(self.blocks.times(counts) for counts in moments)

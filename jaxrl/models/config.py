@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, TypedDict
 
 from jaxrl.errors import UserError
 from jaxrl.models.delta import Delta
 from jaxrl.models.experts import Experts
 from jaxrl.models.families import FAMILIES
-from jaxrl.models.family import BlockKind
+from jaxrl.models.family import OMITTED, BlockKind
 from jaxrl.models.fields import given, number, size
 from jaxrl.models.kinds import LayerKind, read_windows
 from jaxrl.models.lora import TARGETS, Lora
@@ -57,6 +58,8 @@ class DecoderConfig:
     pad_id: int | None = None
     score_dim: int | None = None
     """Scores of attention are divided by its square root; None: by that of `head_dim`."""
+    layer_inputs: int = 0
+    """Dims of what each layer reads of a token beside the residual; 0: no layer does."""
     kinds: tuple[LayerKind, ...] = (LayerKind(),)
     """Of each layer; one where all layers are alike."""
     experts: Experts | None = None
@@ -78,16 +81,16 @@ class DecoderConfig:
             object.__setattr__(self, "kinds", self.kinds[:1])
         elif len(self.kinds) != self.n_layers:
             raise UserError(f"{len(self.kinds)} kinds of layers for n_layers={self.n_layers}")
-        if self.n_heads % self.n_kv_heads:
-            raise UserError(
-                f"n_heads={self.n_heads} is not a multiple of n_kv_heads={self.n_kv_heads}"
-                " (num_attention_heads, num_key_value_heads)"
-            )
-        for name, dims in (("head_dim", self.head_dim), ("rotary_dims", self.rotary_dims)):
+        for heads in {given(kind.n_kv_heads, self.n_kv_heads) for kind in self.kinds}:
+            if self.n_heads % heads:
+                raise UserError(
+                    f"n_heads={self.n_heads} is not a multiple of n_kv_heads={heads}"
+                    " (num_attention_heads, num_key_value_heads)"
+                )
+        widths = {given(kind.head_dim, self.head_dim) for kind in self.kinds}
+        for name, dims in (*(("head_dim", n) for n in widths), ("rotary_dims", self.rotary_dims)):
             if dims is not None and dims % 2:
                 raise UserError(f"{name}={dims} is odd: dims are rotated in pairs")
-        if self.n_attention == 0:
-            raise UserError("of the layers at least one needs attention; all of them have a state")
         if self.n_recurrent and (self.delta is None or self.experts is not None):
             raise UserError("layers with a state need its sizes (delta), and an MLP, not experts")
         if self.lora is not None:
@@ -142,11 +145,11 @@ class DecoderConfig:
     @property
     def windows(self) -> dict[int | None, int]:
         """How many layers with attention there are of each window (`LayerKind.window`)."""
-        each = self.n_layers // len(self.kinds)
         found: dict[int | None, int] = {}
-        for kind in self.kinds:
-            if not kind.recurs:
-                found[kind.window] = found.get(kind.window, 0) + each
+        for one, n in self.alike.items():
+            if one.n_attention:
+                window = one.kinds[0].window
+                found[window] = found.get(window, 0) + n
         return found
 
     @property
@@ -161,19 +164,59 @@ class DecoderConfig:
 
     @property
     def cycle(self) -> int:
-        """After how many layers their parameters are called the same again."""
-        recurs = [kind.recurs for kind in self.kinds]
-        n = len(recurs)
+        """After how many layers their parameters have the same names and shapes again."""
+        shapes = [kind.shape for kind in self.kinds]
+        n = len(shapes)
         divisors = (c for c in range(1, n + 1) if n % c == 0)
-        return next(c for c in divisors if recurs == recurs[:c] * (n // c))
+        return next(c for c in divisors if shapes == shapes[:c] * (n // c))
 
-    def layers_with(self, path: str) -> int:
-        """How many layers have the projection at this path within a block."""
-        counts = {"attn": self.n_attention, "delta": self.n_recurrent}
-        return counts.get(path.split("/")[0], self.n_layers)
+    def of(self, kind: LayerKind) -> DecoderConfig:
+        """The model with one layer, of this kind."""
+        return _of(self, kind)
+
+    @property
+    def shapes(self) -> Mapping[DecoderConfig, int]:
+        """A model with one layer for each shape of layers -> how many of this one's have it."""
+        return _counted(self, tuple(kind.shape for kind in self.kinds))
+
+    @property
+    def alike(self) -> Mapping[DecoderConfig, int]:
+        """The same for each kind of layers."""
+        return _counted(self, self.kinds)
+
+    @property
+    def kept_by_token(self) -> int:
+        """Numbers in the keys and values of a token, of all layers that have their own."""
+        return sum(
+            2 * n * one.n_kv_heads * one.head_dim
+            for one, n in self.shapes.items()
+            if one.kinds[0].keeps
+        )
+
+    @property
+    def embedded(self) -> int:
+        """Numbers that are looked up for a token."""
+        return self.d_model + self.n_layers * self.layer_inputs
+
+    @property
+    def head_dims(self) -> tuple[int, ...]:
+        """Of layers with attention, each once."""
+        dims = (one.head_dim for one in self.shapes if one.n_attention)
+        return tuple(dict.fromkeys(dims))
+
+    @property
+    def lenders(self) -> tuple[LayerKind, ...]:
+        """Kinds of the layers whose keys and values others read."""
+        return tuple(dict.fromkeys(kind.lender for kind in self.kinds if kind.borrows))
 
     def with_layers(self, keep: Sequence[int]) -> DecoderConfig:
         """The config of a model that has only these of its layers."""
+        if self.layer_inputs or self.lenders:
+            raise UserError(
+                f"layers of {self.family} cannot be left out of a model whose layers have inputs of"
+                " their own, or keys and values in common (hidden_size_per_layer_input,"
+                " num_kv_shared_layers)"
+            )
         kinds = tuple(self.kinds[i % len(self.kinds)] for i in keep)
         return replace(self, n_layers=len(keep), kinds=kinds)
 
@@ -234,43 +277,56 @@ class DecoderConfig:
         return self._params_with(0 if self.experts is None else self.experts.chosen)
 
     def _params_with(self, experts: int) -> int:
+        vocab = self.vocab_size * self.d_model * (1 if self.tie_embeddings else 2)
+        layers = sum(n * one._layer_params(experts) for one, n in self.shapes.items())
+        width = self.n_layers * self.layer_inputs
+        inputs = width * (self.vocab_size + self.d_model) + self.layer_inputs
+        return layers + vocab + inputs + self.d_model
+
+    def _layer_params(self, experts: int) -> int:
+        """Of the one layer of this model, with so many experts."""
         block = experts * sum(n_in * n_out for n_in, n_out in self.expert_projections.values())
         block += self.block.output_bias * self.d_model + self.block.sinks * self.n_heads
         if self.experts is not None and self.block.expert_bias:
             outs = (n_out for _, n_out in self.expert_projections.values())
             block += self.experts.count + experts * sum(outs)
         block += (4 if self.block.norms == "around" else 2) * self.d_model
-        attention = sum(self.qk_norm_widths)
-        if self.block.attention_bias:
-            attention += self.head_dim * (self.n_heads + 2 * self.n_kv_heads)
-        recurrent = 0
-        if self.delta is not None:
+        if self.experts is not None and self.experts.beside:
+            block += 4 * self.d_model + self.experts.count
+        block += self.block.scalar + (self.d_model if self.layer_inputs else 0)
+        if self.delta is not None and self.n_recurrent:
             d = self.delta
-            recurrent = d.conv * (2 * d.k_width + d.v_width) + 2 * d.v_heads + d.v_dim
-        vocab = self.vocab_size * self.d_model * (1 if self.tie_embeddings else 2)
-        more = self.n_layers * block + self.n_attention * attention + self.n_recurrent * recurrent
-        return self.dense_weights + more + vocab + self.d_model
+            block += d.conv * (2 * d.k_width + d.v_width) + 2 * d.v_heads + d.v_dim
+        else:
+            block += sum(self.qk_norm_widths)
+            if self.block.attention_bias:
+                block += self.head_dim * (self.n_heads + 2 * self.n_kv_heads)
+        return self.dense_weights + block
 
     @property
     def dense_weights(self) -> int:
         """Number of weights in the kernels of all layers' `projections`."""
-        each = self.projections.items()
-        return sum(self.layers_with(path) * n_in * n_out for path, (n_in, n_out) in each)
+        return sum(
+            n * n_in * n_out
+            for one, n in self.shapes.items()
+            for n_in, n_out in one.projections.values()
+        )
 
     @property
     def n_trained(self) -> int:
         """Number of parameters that are trained: those of the adapters, where there are any."""
         if self.lora is None:
             return self.n_params
-        sizes = ((path, *both) for path, both in self.quantisable.items() if self.adapter(path))
         return self.lora.rank * sum(
-            self.copies(path) * (self.has_a(path) * n_in + n_out) for path, n_in, n_out in sizes
+            n * one.copies(path) * (one.has_a(path) * n_in + n_out)
+            for one, n in self.shapes.items()
+            for path, (n_in, n_out) in one.quantisable.items()
+            if one.adapter(path)
         )
 
     def copies(self, path: str) -> int:
-        """How many kernels all layers have at this path within a block."""
-        each = self.experts.count if self.experts and path in self.expert_projections else 1
-        return each * self.layers_with(path)
+        """How many kernels a layer has at this path within a block."""
+        return self.experts.count if self.experts and path in self.expert_projections else 1
 
     @property
     def quantisable(self) -> dict[str, tuple[int, int]]:
@@ -286,23 +342,42 @@ class DecoderConfig:
 
     @property
     def projections(self) -> dict[str, tuple[int, int]]:
-        """Path within a block -> (in, out) of each kernel but those of experts; with a state beside
-        attention, of the blocks of both kinds."""
-        d, q, kv = self.d_model, self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
-        read = 2 * q if self.block.output_gate else q
-        attention = {"attn/q": (d, read), "attn/k": (d, kv), "attn/v": (d, kv), "attn/o": (q, d)}
-        if self.delta is not None:
+        """Path within a block -> (in, out) of each kernel but those of experts; of layers that have
+        others, of the first that has it."""
+        found: dict[str, tuple[int, int]] = {}
+        for one in self.shapes:
+            found = one._projections | found
+        return found
+
+    @property
+    def _projections(self) -> dict[str, tuple[int, int]]:
+        """Those of the one layer of this model."""
+        (kind,), d = self.kinds, self.d_model
+        q, kv = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
+        attention = {"attn/q": (d, 2 * q if self.block.output_gate else q)}
+        attention |= {} if kind.borrows else {"attn/k": (d, kv)}
+        attention |= {} if kind.borrows or kind.keys_as_values else {"attn/v": (d, kv)}
+        attention |= {"attn/o": (q, d)}
+        if self.layer_inputs:
+            p = self.layer_inputs
+            attention |= {"input/gate": (d, p), "input/out": (p, d)}
+        if kind.recurs:
+            assert self.delta is not None
             k, v, heads = self.delta.k_width, self.delta.v_width, self.delta.v_heads
-            attention |= {"delta/q": (d, k), "delta/k": (d, k), "delta/v": (d, v)}
+            attention = {"delta/q": (d, k), "delta/k": (d, k), "delta/v": (d, v)}
             attention |= {"delta/z": (d, v), "delta/b": (d, heads), "delta/a": (d, heads)}
             attention |= {"delta/o": (v, d)}
         if self.experts is not None:
-            return attention | {ROUTER: (d, self.experts.count)}
-        return attention | {
-            "mlp/gate": (d, self.d_ff),
-            "mlp/up": (d, self.d_ff),
-            "mlp/down": (self.d_ff, d),
-        }
+            attention |= {ROUTER: (d, self.experts.count)}
+        f = self.mlp_width
+        return attention | ({"mlp/gate": (d, f), "mlp/up": (d, f), "mlp/down": (f, d)} if f else {})
+
+    @property
+    def mlp_width(self) -> int:
+        """Of the MLP that each token passes; 0: there are experts in its place."""
+        if self.experts is None:
+            return self.d_ff
+        return self.experts.dense_width if self.experts.beside else 0
 
     @property
     def expert_projections(self) -> dict[str, tuple[int, int]]:
@@ -322,7 +397,8 @@ class DecoderConfig:
         if self.block.qk_norm is None:
             return 0, 0
         heads = (1, 1) if self.block.qk_norm == "head" else (self.n_heads, self.n_kv_heads)
-        return heads[0] * self.head_dim, heads[1] * self.head_dim
+        k_width = 0 if self.kinds[0].borrows else heads[1] * self.head_dim
+        return heads[0] * self.head_dim, k_width
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> DecoderConfig:
@@ -362,7 +438,10 @@ class DecoderConfig:
         more = entry.read(raw)
         if "kinds" not in more:
             read_windows(raw, None)  # which refuses any
-        return replace(config, **more)
+        config = replace(config, **more)
+        if config.n_attention == 0:
+            raise UserError("of the layers at least one needs attention; all of them have a state")
+        return config
 
     def to_hf(self, dtype: str) -> dict[str, Any]:
         """The `config.json` of this model; read by transformers 4 and 5."""
@@ -374,7 +453,7 @@ class DecoderConfig:
         eos: int | list[int] | None = list(self.eos_ids)
         if len(self.eos_ids) < 2:
             eos = self.eos_ids[0] if self.eos_ids else None
-        return {
+        found = {
             "architectures": [FAMILIES[self.family].architecture],
             "model_type": self.family,
             "vocab_size": self.vocab_size,
@@ -394,6 +473,38 @@ class DecoderConfig:
             "torch_dtype": dtype,
             **FAMILIES[self.family].write(self),
         }
+        return {key: value for key, value in found.items() if value is not OMITTED}
+
+
+@lru_cache(maxsize=4096)
+def _of(config: DecoderConfig, kind: LayerKind) -> DecoderConfig:
+    """`DecoderConfig.of`; its adapters are those for the projections that it has."""
+    lora = config.lora
+    if config.n_layers == 1 and config.kinds == (kind,):
+        return config
+    one = replace(
+        config,
+        n_layers=1,
+        kinds=(kind,),
+        head_dim=given(kind.head_dim, config.head_dim),
+        n_kv_heads=given(kind.n_kv_heads, config.n_kv_heads),
+        d_ff=given(kind.d_ff, config.d_ff),
+        lora=None,
+    )
+    if lora is None:
+        return one
+    targets = tuple(name for name in lora.targets if name in one.targets)
+    return replace(one, lora=replace(lora, targets=targets))
+
+
+@lru_cache(maxsize=4096)
+def _counted(config: DecoderConfig, kinds: tuple[LayerKind, ...]) -> Mapping[DecoderConfig, int]:
+    each = config.n_layers // len(kinds)
+    found: dict[DecoderConfig, int] = {}
+    for kind in kinds:
+        one = config.of(kind)
+        found[one] = found.get(one, 0) + each
+    return found
 
 
 class SpecialIds(TypedDict):
@@ -463,6 +574,8 @@ def _rotary_dims(raw: Mapping[str, Any], head_dim: int) -> int | None:
     """`DecoderConfig.rotary_dims`, as `partial_rotary_factor` has them of every head."""
     params = raw.get("rope_parameters")
     params = params if isinstance(params, dict) else {}
+    if params.get("rope_type") == "proportional":  # of all dims, some by nothing
+        return None
     factor = given(raw.get("partial_rotary_factor"), params.get("partial_rotary_factor"))
     if factor in (1, None):
         return None

@@ -3,9 +3,9 @@
 Parameters are a nested dict of arrays, in one of two layouts of `params["layers"]`:
 
 - stacked: one block whose leaves have a leading [L] dim, run under `lax.scan` (training: one block
-  is compiled; sampling with the very arrays that are trained); where some layers have a state and
-  others attention, a tuple of as many blocks as there are until that repeats (`config.cycle`), each
-  with the leading dim of its own layers;
+  is compiled; sampling with the very arrays that are trained); where layers have parameters of
+  other names or shapes than others, a tuple of as many blocks as there are until that repeats
+  (`config.cycle`), each with the leading dim of its own layers;
 - unstacked: a list of L blocks, run one after the other (sampling: nothing is copied at a token).
 
 The NNX modules of `layers.py` are merged with their parameters inside the traced function, so that
@@ -15,7 +15,7 @@ a call of a jitted function flattens a dict, not a module graph.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import groupby
 from typing import Any, Literal
@@ -40,9 +40,17 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.delta import Delta, Filters, Inputs, Recur, Recurrent, recur_packed, recur_rows
 from jaxrl.models.experts import ExpertKernels, Mix, Routed, mix
 from jaxrl.models.families import FAMILIES
-from jaxrl.models.kernels import Kernel
+from jaxrl.models.kernels import Kernel, StepKernel
 from jaxrl.models.kinds import ByLayer, Layer, LayerKind, selected, switched
-from jaxrl.models.layers import ACTIVATIONS, PROJECTED, Block, RMSNorm, Rope, layer_angles
+from jaxrl.models.layers import (
+    ACTIVATIONS,
+    PROJECTED,
+    Block,
+    LayerInputs,
+    RMSNorm,
+    Rope,
+    layer_angles,
+)
 from jaxrl.models.packing import Packing
 from jaxrl.models.quantised import SCALE
 from jaxrl.sharding.axes import ROWS, TOKENS, AxisName
@@ -51,11 +59,12 @@ from jaxrl.types import Array
 Params = dict[str, Any]
 Layout = Literal["stacked", "unstacked"]
 Remat = Literal["none", "dots", "full"]
-Pair = tuple[Float[Array, "*L B KV S H"], Float[Array, "*L B KV S H"]]
-Cache = list[Pair | Recurrent]
+Pair = tuple[Float[Array, "... B _ S _"], Float[Array, "... B _ S _"]]
+Cache = list[Pair | Recurrent | tuple[()]]
 """Per layer (k, v), each [B, KV, S, H]: the positions of a head lie next to each other, so that a
-decode step reads them as a plain batched matmul, without a transposed copy; or a layer's state. Of
-stacked parameters one pair [L, B, KV, S, H], or one entry for each block of the cycle."""
+decode step reads them as a plain batched matmul, without a transposed copy; or a layer's state; or
+nothing, of a layer that borrows. Of stacked parameters one pair [L, B, KV, S, H], or one entry for
+each block of the cycle."""
 
 REMAT_POLICIES: dict[Remat, Any] = {
     # By name: the two products of an adapter would be kept beside that of the kernel.
@@ -65,9 +74,15 @@ REMAT_POLICIES: dict[Remat, Any] = {
 
 
 @lru_cache
-def _block_graph(config: DecoderConfig, recurs: bool) -> Any:
-    block = nnx.eval_shape(lambda: Block(config, nnx.Rngs(0), recurs))
+def _block_graph(config: DecoderConfig) -> Any:
+    block = nnx.eval_shape(lambda: Block(config, nnx.Rngs(0)))
     return nnx.split(block)[0]
+
+
+@lru_cache
+def _inputs_graph(config: DecoderConfig) -> Any:
+    inputs = nnx.eval_shape(lambda: LayerInputs(config, nnx.Rngs(0)))
+    return nnx.split(inputs)[0]
 
 
 @lru_cache
@@ -87,13 +102,13 @@ def init_params(
 def _init_params(config: DecoderConfig, key: jax.Array, dtype: Any, layout: Layout) -> Params:
     k_embed, k_layers, k_head = jax.random.split(key, 3)
 
-    def block(k: jax.Array, recurs: bool) -> Params:
-        return _plain(nnx.split(Block(config, nnx.Rngs(params=k), recurs))[1])
+    def block(k: jax.Array, kind: LayerKind) -> Params:
+        return _plain(nnx.split(Block(config.of(kind), nnx.Rngs(params=k)))[1])
 
     shape, keys = (config.vocab_size, config.d_model), jax.random.split(k_layers, config.n_layers)
     cycle = config.cycle
     blocks = tuple(
-        jax.vmap(partial(block, recurs=kind.recurs))(keys[i::cycle])
+        jax.vmap(partial(block, kind=kind.shape))(keys[i::cycle])
         for i, kind in enumerate(config.kinds[:cycle])
     )
     params: Params = {
@@ -101,6 +116,9 @@ def _init_params(config: DecoderConfig, key: jax.Array, dtype: Any, layout: Layo
         "layers": blocks[0] if cycle == 1 else blocks,
         "norm": _plain(nnx.split(RMSNorm(config.d_model, config))[1]),
     }
+    if config.layer_inputs:
+        inputs = LayerInputs(config, nnx.Rngs(params=jax.random.fold_in(k_embed, 1)))
+        params["layer_inputs"] = _plain(nnx.split(inputs)[1])
     if not config.tie_embeddings:
         params["lm_head"] = {"kernel": 0.02 * jax.random.normal(k_head, shape)}
     params = cast(params, dtype)
@@ -192,19 +210,25 @@ def forward(
     Returns:
         In the compute dtype; meaningless where mask is False.
     """
-    kernel, first = _kernel(config, params, mesh, dtype), jnp.argmax(mask, -1)
-    rolled = kernel == "cudnn" or config.n_recurrent > 0  # for rows that begin at their start
+    kernels, first = _kernels(config, params, mesh, dtype), jnp.argmax(mask, -1)
+    # for rows that begin at their start
+    rolled = "cudnn" in kernels.values() or config.n_recurrent > 0
     if rolled:
         tokens, mask = roll_rows(tokens, first), roll_rows(mask, first)
-    x = _embed(config, params, tokens, mesh, dtype)
+    x, inputs = _embed(config, params, tokens, mesh, dtype)
     params = params if dtype is None else cast(params, dtype)
     positions = jnp.maximum(jnp.cumsum(mask, -1) - 1, 0)
-    attend = partial(attender, kernel, mask, mesh)
+    mixing = _Mixing(
+        config,
+        positions,
+        kernels,
+        lambda kernel, window: attender(kernel, mask, mesh, window=window),
+    )
 
     def recur(inputs: Inputs, filters: Filters) -> Array:
         return recur_rows(_delta(config), mesh, mask, inputs, filters)[0]
 
-    x = _layers(config, params, x, positions, attend, recur, remat, mesh)
+    x = _layers(config, params, x, inputs, mixing, recur, remat, mesh)
     return roll_rows(x, -first) if rolled else x
 
 
@@ -225,12 +249,17 @@ def forward_packed(
         routed: gets what the routers of all layers did, each leaf [L, X, n, ...], and
             `Routed.mass` [L, E].
     """
-    kernel = _kernel(config, params, mesh, dtype, joined=packing.group > 1)
-    x = _embed(config, params, packing.tokens, mesh, dtype, TOKENS)
+    kernels = _kernels(config, params, mesh, dtype, joined=packing.group > 1)
+    x, inputs = _embed(config, params, packing.tokens, mesh, dtype, TOKENS)
     params = params if dtype is None else cast(params, dtype)
-    attend = partial(attend_packed, kernel, packing, mesh)
+    mixing = _Mixing(
+        config,
+        packing.positions,
+        kernels,
+        lambda kernel, window: attend_packed(kernel, packing, mesh, window),
+    )
     recur = recur_packed(config.delta, mesh, packing) if config.delta is not None else None
-    given = config, params, x, packing.positions, attend, recur, remat, mesh
+    given = config, params, x, inputs, mixing, recur, remat, mesh
     real = None if routed is None else packing.real
     return _layers(*given, TOKENS, recorded=packing.experts, routed=routed, real=real)
 
@@ -240,74 +269,104 @@ class _Mixing:
 
     Args:
         positions: [B,T] int32.
-        attend: makes an `Attend` of the argument `window`.
+        kernels: of each head dim.
+        attend: makes an `Attend` of a kernel and a window.
     """
 
-    def __init__(self, config: DecoderConfig, positions: Array, attend: Callable[..., Attend]):
+    def __init__(
+        self,
+        config: DecoderConfig,
+        positions: Array,
+        kernels: Mapping[int, Any],
+        attend: Callable[..., Attend],
+    ):
         self._ropes = ByLayer(
-            [(kind.rotates, kind.rope_theta) for kind in config.kinds],
-            lambda key: layer_angles(config, LayerKind(None, key[1], key[0]), positions),
+            [LayerKind(None, x.rope_theta, x.rotates, head_dim=x.head_dim) for x in config.kinds],
+            lambda kind: layer_angles(config, kind, positions),
         )
         self._attends = ByLayer(
-            [kind.window for kind in config.kinds], lambda window: attend(window=window)
+            [(kind.window, config.of(kind).head_dim) for kind in config.kinds],
+            lambda key: attend(kernels.get(key[1]), key[0]),
         )
-        self.numbers = None if len(config.kinds) == 1 else jnp.arange(config.n_layers)
-        """[L] int32 for a scan; None where all layers are alike."""
 
     def of(self, layer: Layer) -> tuple[Rope, Attend]:
-        return self._ropes.choose(layer, selected), self._attends.choose(layer, switched)
+        number = layer.number
+        return self._ropes.choose(number, selected), self._attends.choose(number, switched)
+
+
+def _at_places(config: DecoderConfig) -> list[Layer]:
+    """The layers at each place of a cycle, as a scan has them."""
+    cycle, found = config.cycle, []
+    numbers = jnp.arange(config.n_layers)
+    for i in range(cycle):
+        kinds = {config.kinds[j % len(config.kinds)] for j in range(i, config.n_layers, cycle)}
+        kind = config.kinds[i]
+        alike = len(kinds) == 1
+        found.append(Layer(kind, i) if alike else Layer(kind.shape, numbers[i::cycle]))
+    return found
 
 
 def _through(
-    body: Callable[..., tuple[Array, Any]],
-    x: Array,
+    config: DecoderConfig,
+    body: Callable[..., tuple[Any, Any]],
+    x: Any,
     params: Params,
-    numbers: Array,
     *more: Any,
     in_turn: bool = False,
-) -> tuple[Array, list[Any]]:
+) -> tuple[Any, list[Any]]:
     """x through all layers, and what they leave: one entry for each layer or, of stacked
     parameters, for each block, stacked.
 
     Args:
-        body: (x, (number, parameters, ...)) -> (x, what it leaves), of a layer; with `in_turn` also
-            (x, place, alike=a list of such tuples), of the layer at that place of the list.
-        numbers: [L] int32 for a scan, or None (`_Mixing.numbers`).
-        more: what `body` gets beside the number and the parameters, in the form of what they leave.
-        in_turn: layers of one kind that follow each other in a cycle are a scan too, and leave
-            nothing. XLA would else compute all blocks of a cycle again for the backward pass before
-            it needs them, which took three times the memory of one.
+        body: (x, layer, (parameters, ...)) -> (x, what it leaves); with `in_turn` also (x, layers,
+            a list of such tuples, place), of the layer at that place of both.
+        more: what `body` gets beside the parameters, in the form of what they leave.
+        in_turn: layers of one kind that follow each other in a cycle are a scan too. XLA would else
+            compute all blocks of a cycle again for the backward pass before it needs them, which
+            took three times the memory of one.
     """
     left = []
     if layout_of(params) == "unstacked":
-        for given in zip(range(len(params["layers"])), params["layers"], *more, strict=True):
-            x, one = body(x, given)
+        for i, given in enumerate(zip(params["layers"], *more, strict=True)):
+            x, one = body(x, Layer(config.kinds[i % len(config.kinds)], i), given)
             left.append(one)
         return x, left
-    blocks = _blocks(params)
-    of = [None if numbers is None else numbers[i :: len(blocks)] for i in range(len(blocks))]
+    at = _at_places(config)
+    numbers = [None if isinstance(layer.number, int) else layer.number for layer in at]
 
-    def bodies(x: Array, given: Any) -> tuple[Array, Any]:
+    def alike(layer: Layer) -> Any:
+        return layer.kind, isinstance(layer.number, int)
+
+    def one_of(layers: Any, given: Any, x: Any, place: Array) -> tuple[Any, Any]:
+        return body(x, layers, given, place)
+
+    def bodies(x: Any, given: Any) -> tuple[Any, Any]:
         found: list[Any] = []
-        if in_turn and len(given) > 1:
-            for _, run in groupby(given, lambda one: "delta" in one[1]):
-                same = list(run)
-                x, _ = jax.lax.scan(partial(body, alike=same), x, jnp.arange(len(same)))
+        numbers, each = given
+        layers = [
+            layer if number is None else Layer(layer.kind, number)
+            for layer, number in zip(at, numbers, strict=True)
+        ]
+        if in_turn and len(layers) > 1:
+            for _, run in groupby(zip(layers, each, strict=True), lambda one: alike(one[0])):
+                same, of = zip(*run, strict=True)
+                x, own = jax.lax.scan(partial(one_of, same, of), x, jnp.arange(len(same)))
+                found += [jax.tree.map(lambda leaf, i=i: leaf[i], own) for i in range(len(same))]
             return x, found
-        for one in given:
-            x, own = body(x, one)
+        for layer, one in zip(layers, each, strict=True):
+            x, own = body(x, layer, one)
             found.append(own)
         return x, found
 
-    return jax.lax.scan(bodies, x, list(zip(of, blocks, *more, strict=True)))
+    return jax.lax.scan(bodies, x, (numbers, list(zip(_blocks(params), *more, strict=True))))
 
 
 def _layers(
     config: DecoderConfig,
     params: Params,
     x: Array,
-    positions: Array,
-    attend: Callable[..., Attend],
+    inputs: list[Array],
+    mixing: _Mixing,
     recur: Recur | None,
     remat: Remat,
     mesh: Mesh | None,
@@ -316,78 +375,119 @@ def _layers(
     routed: list[Routed] | None = None,
     real: Array = None,
 ) -> Array:
-    """All blocks and the final norm, of x [B, T, D] at positions [B, T].
+    """All blocks and the final norm, of x [B, T, D].
 
     Args:
-        attend: makes an `Attend` of the argument `window`.
+        inputs: as of `_embed`.
         recur: of layers that have a state.
         split: the axis of a stream's tokens.
         recorded: [B, T, L, k] integers (`experts.mix`).
         routed: gets what the routers did.
         real: [B, T] bool, True at tokens (`experts.mix`).
     """
-    mixing = _Mixing(config, positions, attend)
     chosen = None if recorded is None else jnp.moveaxis(recorded, 2, 0)
 
-    def block(number: Layer, x: Array, layer: Params, chosen: Array) -> tuple[Array, Any]:
-        rope, attend_one = mixing.of(number)
-        mixer = recur if "delta" in layer else attend_one
-        options = {"recorded": chosen, "real": real}
-        return _run(config, layer, x, rope, mixer, mesh, *split, **options)
+    def block(
+        layer: Layer, carried: tuple[Array, Lent], params: Params, own: Array, chosen: Array
+    ) -> tuple[tuple[Array, Lent], Any]:
+        x, held = carried[0], dict(zip(config.lenders, carried[1], strict=True))
+        rope, attend = mixing.of(layer)
+        mixer = recur if layer.kind.recurs else _lending(layer.kind, attend, held)
+        options = {"own": own, "recorded": chosen, "real": real}
+        x, one = _run(config, layer.kind, params, x, rope, mixer, mesh, *split, **options)
+        return (x, tuple(held.values())), one
 
-    def chosen_of(place: Array, x: Array, *alike: Any) -> tuple[Array, Any]:
+    def chosen_of(
+        layers: Sequence[Layer], place: Array, carried: tuple[Array, Lent], *alike: Any
+    ) -> tuple[tuple[Array, Lent], Any]:
         # Chosen where the backward pass computes it again: parameters that were stacked or chosen
         # outside would be kept for it, a second copy of the weights of all layers.
-        number, *given = jax.tree.map(lambda *xs: jax.lax.select_n(place, *xs), *alike)
-        return block(number, x, *given)
+        given = jax.tree.map(lambda *xs: jax.lax.select_n(place, *xs), *alike)
+        layer, numbers = layers[0], [layer.number for layer in layers]
+        if not isinstance(layer.number, int):
+            layer = Layer(layer.kind, jax.lax.select_n(place, *numbers))
+        return block(layer, carried, *given)
 
-    def body(x: Array, given: Any, alike: list[Any] | None = None) -> tuple[Array, Any]:
-        run: Callable[..., tuple[Array, Any]]
-        if alike is None:
-            run, given = partial(block, given[0]), given[1:]
-        else:
-            run, given = partial(chosen_of, given), alike
+    def body(
+        carried: tuple[Array, Lent], layers: Any, given: Any, place: Array = None
+    ) -> tuple[tuple[Array, Lent], Any]:
+        run: Callable[..., Any] = partial(block, layers)
+        if place is not None:
+            run = partial(chosen_of, layers, place)
         if remat != "none":
             run = jax.checkpoint(run, policy=REMAT_POLICIES[remat], prevent_cse=False)
-        return run(x, *given)
+        return run(carried, *given)
 
-    stacked = layout_of(params) == "stacked"
-    each: list[Array] = [None] * (config.cycle if stacked else config.n_layers)
-    if chosen is not None:
-        each = [chosen] if stacked else list(chosen)
-    x, found = _through(body, x, params, mixing.numbers, each, in_turn=remat != "none")
+    given = inputs, _at_blocks(config, params, chosen)
+    carried = x, _nothing_lent(config, x)
+    (x, _), found = _through(config, body, carried, params, *given, in_turn=remat != "none")
     _report(params, found, routed)
     normed: Array = _norm(config, params)(x)
     return normed
 
 
+def _at_blocks(config: DecoderConfig, params: Params, each: Array) -> list[Array]:
+    """Of an array [L, ...] the part of each block of `params`: of stacked ones [L / cycle, ...], of
+    the others [...]. Of None, None."""
+    if layout_of(params) == "unstacked":
+        return [None] * config.n_layers if each is None else list(each)
+    return [None if each is None else each[i :: config.cycle] for i in range(config.cycle)]
+
+
+Lent = tuple[tuple[Array, Array], ...]
+"""Keys and values [B, T, KV, H], of each of `DecoderConfig.lenders` those of the last layer."""
+
+
+def _nothing_lent(config: DecoderConfig, x: Array) -> Lent:
+    of = (config.of(kind) for kind in config.lenders)
+    shapes = [(*x.shape[:2], one.n_kv_heads, one.head_dim) for one in of]
+    return tuple((jnp.zeros(shape, x.dtype), jnp.zeros(shape, x.dtype)) for shape in shapes)
+
+
+def _lending(kind: LayerKind, attend: Attend, held: dict[LayerKind, Any]) -> Attend:
+    """`attend` of a layer that borrows its keys and values from `held`, where each of
+    `DecoderConfig.lenders` keeps its own."""
+
+    def run(q: Array, k: Array, v: Array, *sinks: Array) -> Array:
+        if kind.borrows:
+            k, v = held[kind.lender]
+        elif kind in held:
+            held[kind] = k, v
+        return attend(q, k, v, *sinks)
+
+    return run
+
+
 def _run(
     config: DecoderConfig,
+    kind: LayerKind,
     layer: Params,
     x: Array,
     rope: Rope,
     attend: Attend | Recur | None,
     mesh: Mesh | None,
     *split: AxisName,
+    own: Array = None,
     recorded: Array = None,
     every: bool = False,
     real: Array = None,
 ) -> tuple[Array, Routed | None]:
-    """One block, and what its router did; `attend` as of `Block`, the last three arguments as of
-    `experts.mix`."""
+    """One block, and what its router did; `attend` and `own` as of `Block`, the last three
+    arguments as of `experts.mix`."""
     found: list[Routed] = []
 
-    def through(x: Array, kernels: ExpertKernels) -> Array:
+    def through(x: Array, kernels: ExpertKernels, *asked: Array) -> Array:
         assert config.experts is not None
         activate = config.experts.gated(ACTIVATIONS[config.block.activation])
         options = {"recorded": recorded, "every": every, "split": split, "real": real}
         options["frozen"] = config.lora is not None
-        out, one = mix(config.experts, activate, mesh, x, kernels, **options)
+        out, one = mix(config.experts, activate, mesh, x, kernels, *asked, **options)
         found.append(one)
         return out
 
     mixes: tuple[Mix, ...] = () if config.experts is None else (through,)
-    x = _rows(_block(config, layer)(x, rope, attend, *mixes), mesh, *split)
+    block = _block(config.of(kind.shape), layer)
+    x = _rows(block(x, rope, attend, *mixes, own=own), mesh, *split)
     return x, found[0] if found else None
 
 
@@ -396,8 +496,11 @@ def _report(params: Params, found: list[Any], routed: list[Routed] | None) -> No
     if routed is None or not jax.tree.leaves(found):
         return
     if layout_of(params) == "unstacked":
-        found = [jax.tree.map(lambda *xs: jnp.stack(xs), *found)]
-    routed += found
+        routed.append(jax.tree.map(lambda *xs: jnp.stack(xs), *found))
+    else:  # the layers of each block
+        routed.append(
+            jax.tree.map(lambda *xs: jnp.stack(xs, 1).reshape(-1, *xs[0].shape[1:]), *found)
+        )
 
 
 def _delta(config: DecoderConfig) -> Delta:
@@ -423,16 +526,23 @@ def prefill(
         routed: gets what the routers of all layers did, each leaf [L, B, W, ...].
     """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
-    attend_rows = partial(attender, _kernel(config, params, mesh), mask, mesh)
-    mixing = _Mixing(config, positions, attend_rows)
+    mixing = _Mixing(
+        config,
+        positions,
+        _kernels(config, params, mesh),
+        lambda kernel, window: attender(kernel, mask, mesh, window=window),
+    )
+    held: dict[LayerKind, Any] = dict.fromkeys(config.lenders)
 
-    def body(x: Array, given: tuple[Layer, Params]) -> tuple[Array, tuple[Any, Any]]:
-        number, layer = given
-        rope, attend_one = mixing.of(number)
+    def body(x: Array, layer: Layer, given: tuple[Params, Array]) -> tuple[Array, tuple[Any, Any]]:
+        params, own = given
+        rope, attend_one = mixing.of(layer)
+        attend_one = _lending(layer.kind, attend_one, held)
         written: list[Any] = []
 
         def attend(q: Array, k: Array, v: Array, *sinks: Array) -> Array:
-            written.append((jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)))
+            own = () if layer.kind.borrows else (k, v)
+            written.append(tuple(jnp.swapaxes(x, 1, 2) for x in own))
             return attend_one(q, k, v, *sinks)
 
         def recur(inputs: Inputs, filters: Filters) -> Array:
@@ -440,19 +550,19 @@ def prefill(
             written.append(end)
             return out
 
-        mixer = recur if "delta" in layer else attend
-        x, one = _run(config, layer, x, rope, mixer, mesh)
+        mixer = recur if layer.kind.recurs else attend
+        x, one = _run(config, layer.kind, params, x, rope, mixer, mesh, own=own)
         return x, (written[0], one)
 
-    x = _embed(config, params, tokens, mesh)
-    x, left = _through(body, x, params, mixing.numbers)
+    x, inputs = _embed(config, params, tokens, mesh)
+    x, left = _through(config, body, x, params, inputs)
     _report(params, [one for _, one in left], routed)
     return _norm(config, params)(x), [entry for entry, _ in left]
 
 
 def keys_of(cache: Cache) -> Array:
     """The keys of the first layer that has any."""
-    return next(entry[0] for entry in cache if not isinstance(entry, Recurrent))
+    return next(entry[0] for entry in cache if entry and not isinstance(entry, Recurrent))
 
 
 def decode(
@@ -482,21 +592,31 @@ def decode(
     Returns:
         The hidden state that predicts the next token, and the new cache.
     """
-    kernel = None
+    kernels: dict[int, StepKernel | None] = {}
     if layout_of(params) == "unstacked":  # a kernel cannot read a slice of a stacked cache in place
-        kernel = step_kernel_on(mesh, config.head_dim, keys_of(cache).dtype)
-    attend_cache = partial(step_attender, kernel, positions, used, mesh)
-    mixing = _Mixing(config, positions[:, None], attend_cache)
+        cached = keys_of(cache).dtype
+        kernels = {dim: step_kernel_on(mesh, dim, cached) for dim in config.head_dims}
+    mixing = _Mixing(
+        config,
+        positions[:, None],
+        kernels,
+        lambda kernel, window: step_attender(kernel, positions, used, mesh, window=window),
+    )
+    held: dict[LayerKind, Any] = dict.fromkeys(config.lenders)
     reads = jnp.ones(tokens.shape, bool) if live is None else live
 
     def step(
-        x: Array, number: Layer, layer: Params, entry: Any, index: Array | None = None
+        x: Array, layer: Layer, params: Params, own: Array, entry: Any, index: Array = None
     ) -> tuple[Array, Any, Any]:
         """A block; its entry of the cache is at an index where that holds several layers."""
-        rope, attend_one = mixing.of(number)
+        rope, attend_one = mixing.of(layer)
+        attend_one = _lending(layer.kind, attend_one, held)
         written: list[Any] = []
 
         def attend(q: Array, k: Array, v: Array, *sinks: Array) -> Array:
+            if layer.kind.borrows:
+                written.append(())
+                return attend_one(q, k, v, *sinks)
             keys = _write(entry[0], k, positions, index)
             values = _write(entry[1], v, positions, index)
             written.append((keys, values))
@@ -511,34 +631,38 @@ def decode(
             written.append(end)
             return out
 
-        mixer = recur if "delta" in layer else attend
-        x, one = _run(config, layer, x, rope, mixer, mesh, every=True)
+        mixer = recur if layer.kind.recurs else attend
+        x, one = _run(config, layer.kind, params, x, rope, mixer, mesh, own=own, every=True)
         return x, written[0], one
 
-    x = _embed(config, params, tokens[:, None], mesh)
+    x, inputs = _embed(config, params, tokens[:, None], mesh)
     if layout_of(params) == "unstacked":
 
-        def body(x: Array, given: Any) -> tuple[Array, tuple[Any, Any]]:
-            x, entry, one = step(x, *given)
+        def body(x: Array, layer: Layer, given: Any) -> tuple[Array, tuple[Any, Any]]:
+            x, entry, one = step(x, layer, *given)
             return x, (entry, one)
 
-        x, left = _through(body, x, params, mixing.numbers, cache)
+        x, left = _through(config, body, x, params, inputs, cache)
         updated: Cache = [entry for entry, _ in left]
         found = [one for _, one in left]
     else:
-        blocks = _blocks(params)
+        blocks, at = _blocks(params), _at_places(config)
 
         def bodies(carry: Any, given: Any) -> tuple[Any, Any]:
             (x, cache), (index, blocks), found = carry, given, []
             updated = []
-            for i, (block, entry) in enumerate(zip(blocks, cache, strict=True)):
-                x, entry, one = step(x, index * len(blocks) + i, block, entry, index)
+            for i, (layer, of, entry) in enumerate(zip(at, blocks, cache, strict=True)):
+                block, own = of
+                if not isinstance(layer.number, int):
+                    layer = Layer(layer.kind, index * len(blocks) + i)
+                x, entry, one = step(x, layer, block, own, entry, index)
                 updated.append(entry)
                 found.append(one)
             return (x, updated), found
 
         indices = jnp.arange(config.n_layers // len(blocks))
-        (x, updated), found = jax.lax.scan(bodies, (x, list(cache)), (indices, blocks))
+        each = indices, list(zip(blocks, inputs, strict=True))
+        (x, updated), found = jax.lax.scan(bodies, (x, list(cache)), each)
     _report(params, found, routed)
     return _norm(config, params)(x)[:, 0], updated
 
@@ -563,14 +687,19 @@ def extend(
     """
     at = positions[:, None] + jnp.arange(tokens.shape[1])[None]
     mask = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
-    mixing = _Mixing(config, at, partial(chunk_attender, at))
+    mixing = _Mixing(config, at, {}, lambda _, window: chunk_attender(at, window))
+    held: dict[LayerKind, Any] = dict.fromkeys(config.lenders)
 
-    def body(x: Array, given: tuple[Layer, Params, Any]) -> tuple[Array, Any]:
-        number, layer, entry = given
-        rope, attend_one = mixing.of(number)
+    def body(x: Array, layer: Layer, given: tuple[Params, Array, Any]) -> tuple[Array, Any]:
+        params, own, entry = given
+        rope, attend_one = mixing.of(layer)
+        attend_one = _lending(layer.kind, attend_one, held)
         written: list[Any] = []
 
         def attend(q: Array, k: Array, v: Array, *sinks: Array) -> Array:
+            if layer.kind.borrows:
+                written.append(())
+                return attend_one(q, k, v, *sinks)
             new = _write(entry[0], k, positions, None), _write(entry[1], v, positions, None)
             written.append(new)
             return attend_one(q, *new, *sinks)
@@ -582,12 +711,12 @@ def extend(
             written.append(end)
             return out
 
-        mixer = recur if "delta" in layer else attend
-        x, _ = _run(config, layer, x, rope, mixer, mesh)
+        mixer = recur if layer.kind.recurs else attend
+        x, _ = _run(config, layer.kind, params, x, rope, mixer, mesh, own=own)
         return x, written[0]
 
-    x = _embed(config, params, tokens, mesh)
-    return _through(body, x, params, mixing.numbers, cache)[1]
+    x, inputs = _embed(config, params, tokens, mesh)
+    return _through(config, body, x, params, inputs, cache)[1]
 
 
 def cast(params: Params, dtype: Any) -> Params:
@@ -626,20 +755,20 @@ def _layer(cache: Array, index: Array | None) -> Array:
     return cache if index is None else jax.lax.dynamic_index_in_dim(cache, index, keepdims=False)
 
 
-def _kernel(
+def _kernels(
     config: DecoderConfig,
     params: Params,
     mesh: Mesh | None,
     dtype: Any = None,
     joined: bool = False,
-) -> Kernel | None:
-    """What attention runs in, in `dtype`, that of the parameters where None."""
+) -> dict[int, Kernel | None]:
+    """What attention of each head dim runs in, in `dtype`, that of the parameters where None."""
     dtype = params["embed"]["embedding"].dtype if dtype is None else dtype
-    return kernel_on(mesh, config.head_dim, dtype, joined)
+    return {dim: kernel_on(mesh, dim, dtype, joined) for dim in config.head_dims}
 
 
 def _block(config: DecoderConfig, layer: Params) -> Callable[..., Array]:
-    return nnx.merge(_block_graph(config, "delta" in layer), layer)
+    return nnx.merge(_block_graph(config), layer)
 
 
 def _norm(config: DecoderConfig, params: Params) -> Callable[[Array], Array]:
@@ -653,9 +782,10 @@ def _embed(
     mesh: Mesh | None,
     dtype: Any = None,
     *split: AxisName,
-) -> Array:
+) -> tuple[Array, list[Array]]:
     """Rows of the embedding in `dtype`, its own where None, and scaled where the family does; its
-    D is gathered first: a lookup split both ways is replicated.
+    D is gathered first: a lookup split both ways is replicated. And what each block reads beside
+    them (`_at_blocks`).
 
     Args:
         split: the axis of a stream's tokens.
@@ -669,7 +799,12 @@ def _embed(
     x = _rows(_look_up(table, tokens, dtype, sharding), mesh, *split)
     if FAMILIES[config.family].scaled_embedding:
         x = x * jnp.asarray(math.sqrt(config.d_model), x.dtype)
-    return x
+    inputs = None
+    if config.layer_inputs:
+        given = params["layer_inputs"]
+        rows = _rows(_look_up(given["embedding"], tokens, dtype, sharding), mesh, *split)
+        inputs = nnx.merge(_inputs_graph(config), given)(rows, x)
+    return x, _at_blocks(config, params, inputs)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))

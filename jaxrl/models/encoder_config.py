@@ -59,6 +59,10 @@ class EncoderConfig:
     def head_dim(self) -> int:
         return self.d_model // self.n_heads
 
+    @property
+    def head_dims(self) -> tuple[int, ...]:
+        return (self.head_dim,)
+
     @classmethod
     def from_hf(
         cls, raw: Mapping[str, Any], pooling: Pooling | None = None, max_tokens: int | None = None

@@ -57,7 +57,7 @@ class Clamp:
 
 @dataclass(frozen=True)
 class Experts:
-    """The experts of a block, which take the place of its MLP."""
+    """The experts of a block, which take the place of its MLP or add to it."""
 
     count: int
     """E."""
@@ -66,8 +66,11 @@ class Experts:
     normalised: bool
     """Whether the weights of a token's experts sum to 1, or are its probabilities as they are."""
     dense_width: int
-    """`intermediate_size` of `config.json`, for layers without experts; there are none."""
+    """`intermediate_size` of `config.json`: of the MLP that experts add to, or of layers without
+    experts, of which there are none."""
     clamp: Clamp | None = None
+    beside: bool = False
+    """Whether they add to an MLP."""
 
     @property
     def id_dtype(self) -> np.dtype:
@@ -108,6 +111,8 @@ class ExpertKernels(NamedTuple):
     """From I to D."""
     router_bias: Array | None = None
     """[E]."""
+    scale: Array | None = None
+    """[E]: what the weight of each expert is multiplied by."""
 
 
 class Routed(NamedTuple):
@@ -122,8 +127,9 @@ class Routed(NamedTuple):
     which they are."""
 
 
-Mix = Callable[[jax.Array, ExpertKernels], jax.Array]
-"""(x [B, T, D], parameters) -> [B, T, D]; training, prefill and decode differ only here."""
+Mix = Callable[..., jax.Array]
+"""(x [B, T, D], parameters) -> [B, T, D]; training, prefill and decode differ only here. A third
+array [B, T, D] is what the router reads in place of x."""
 
 
 def mix(
@@ -132,6 +138,7 @@ def mix(
     mesh: Mesh | None,
     x: jax.Array,
     kernels: ExpertKernels,
+    asked: jax.Array | None = None,
     *,
     recorded: jax.Array | None = None,
     every: bool = False,
@@ -146,6 +153,7 @@ def mix(
 
     Args:
         x: [B, T, D], on a mesh its rows over the axes `ROWS`.
+        asked: as x, what the router reads in its place.
         recorded: [B, T, k] integers: the experts of each token, in place of the router's choice;
             -1 where the router chooses. Their weights are the router's own.
         every: compute every expert on every token and weigh the products, where there are so few
@@ -155,7 +163,7 @@ def mix(
         frozen: of the experts only adapters have gradients.
     """
     if mesh is None or mesh.size == 1:
-        return _mix(experts, activate, x, kernels, recorded, real, every, frozen)
+        return _mix(experts, activate, x, kernels, asked, recorded, real, every, frozen)
     over = divided(experts.count, (EXPERTS,), mesh.shape)
     down = kernels.down
     wide = down.kernel.shape[1] if down.scale is None else down.scale.shape[1]
@@ -166,8 +174,8 @@ def mix(
     both, outs = PartitionSpec(over), PartitionSpec(over, width)
     first = ExpertKernel(into, into, outs, both, into)
     last = ExpertKernel(out_of, out_of, whole, out_of, both)
-    parts = ExpertKernels(whole, first, first, last, whole)
-    specs = (tokens, parts, tokens, tokens)
+    parts = ExpertKernels(whole, first, first, last, whole, whole)
+    specs = (tokens, parts, tokens, tokens, tokens)
     axes: dict[str, Any] = {
         "over": over if mesh.shape[EXPERTS] > 1 else None,
         "width": width if mesh.shape["tensor"] > 1 else None,
@@ -176,10 +184,12 @@ def mix(
     def local(
         x: jax.Array,
         kernels: ExpertKernels,
+        asked: jax.Array | None,
         recorded: jax.Array | None,
         real: jax.Array | None,
     ) -> tuple[jax.Array, Routed]:
-        out, routed = _mix(experts, activate, x, kernels, recorded, real, every, frozen, **axes)
+        given = x, kernels, asked, recorded, real
+        out, routed = _mix(experts, activate, *given, every, frozen, **axes)
         if routed.mass is not None:
             routed = routed._replace(mass=jax.lax.psum(routed.mass, (*ROWS, *split)))
         return out, routed
@@ -191,7 +201,7 @@ def mix(
         out_specs=(tokens, Routed(tokens, tokens, whole)),
         check_vma=False,
     )
-    found: tuple[jax.Array, Routed] = run(x, kernels, recorded, real)
+    found: tuple[jax.Array, Routed] = run(x, kernels, asked, recorded, real)
     return found
 
 
@@ -225,6 +235,7 @@ def _mix(
     activate: Activate,
     x: jax.Array,
     kernels: ExpertKernels,
+    asked: jax.Array | None,
     recorded: jax.Array | None,
     real: jax.Array | None,
     every: bool,
@@ -240,7 +251,10 @@ def _mix(
     """
     rows = x.reshape(-1, x.shape[-1])
     given = None if recorded is None else recorded.reshape(-1, experts.chosen)
-    ids, weights, logprobs = route(experts, rows, kernels.router, given, kernels.router_bias)
+    read = rows if asked is None else asked.reshape(rows.shape)
+    ids, weights, logprobs = route(experts, read, kernels.router, given, kernels.router_bias)
+    if kernels.scale is not None:
+        weights = weights * kernels.scale.astype(jnp.float32)[ids]
     probs = jnp.exp(logprobs)
     entropy = -(probs * logprobs).sum(-1)
     mass = None if real is None else jnp.where(real.reshape(-1, 1), probs, 0.0).sum(0)

@@ -13,6 +13,8 @@ from typing import Any, Literal
 Norms = Literal["before", "after", "around"]
 Activation = Literal["silu", "gelu_pytorch_tanh"]
 """Of the MLP, by the name that a `config.json` has for it."""
+OMITTED = object()
+"""Of `Family.write`: a field that other families write, and this one does not."""
 LAYER: dict[str, str] = {
     "attn_norm/scale": "input_layernorm.weight",
     "attn/q/kernel": "self_attn.q_proj.weight",
@@ -59,6 +61,10 @@ class BlockKind:
     output_gate: bool = False
     """Whether what a head of attention reads is multiplied by the sigmoid of a gate, whose rows
     follow those of its query."""
+    value_norm: bool = False
+    """Whether each head of v is divided by its root mean square."""
+    scalar: bool = False
+    """Whether what leaves a block is multiplied by a number of its own, which is not trained."""
 
 
 @dataclass(frozen=True)

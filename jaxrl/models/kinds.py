@@ -1,17 +1,19 @@
-"""What differs from layer to layer: how far a token attends, and how positions rotate.
+"""What differs from layer to layer: how far a token attends, how positions rotate, and the shapes
+of parameters.
 
-The layers of a scan share one program, in which the number of a layer chooses: by a `lax.switch`
-around attention, whose masks and kernels are compiled for their window, and by a selection of the
-angles. Parameters stay as they are stacked. (A scan over periods of layers, with a period's blocks
-one after the other in its body, took 2 to 5 times the time to compile and up to 5 times the memory:
-it copies the stacked parameters where the layers end within a period.)
+Layers of other shapes are stacks of their own. The layers of a stack share one program, in which
+the number of a layer chooses where they differ: by a `lax.switch` around attention, whose masks and
+kernels are compiled for their window, and by a selection of the angles. Parameters stay as they are
+stacked. (A scan over periods of layers, with a period's blocks one after the other in its body,
+took 2 to 5 times the time to compile and up to 5 times the memory: it copies the stacked parameters
+where the layers end within a period.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +22,11 @@ from jaxrl.errors import UserError
 from jaxrl.models.fields import given, size
 
 T = TypeVar("T")
-Layer = int | jax.Array | None
-"""A layer's number: of a scan an array [] int32, or None where all layers are alike."""
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """How a layer attends."""
+    """How a layer attends, and what it has that the model's other layers have otherwise."""
 
     window: int | None = None
     """A token attends to itself and the window - 1 before it; None: to all before it."""
@@ -36,6 +36,41 @@ class LayerKind:
     """Whether queries and keys are rotated by their positions at all."""
     recurs: bool = False
     """Whether it has a state (`models.delta`) in place of keys and values."""
+    head_dim: int | None = None
+    """Of its heads; None: the model's."""
+    n_kv_heads: int | None = None
+    """None: the model's."""
+    d_ff: int | None = None
+    """None: the model's."""
+    keys_as_values: bool = False
+    """Whether it has no projection of values: they are its keys before their norm and rotation."""
+    borrows: bool = False
+    """Whether it has no keys and values of its own, but reads those of the last layer before it
+    that attends as it does and has its own."""
+
+    @property
+    def keeps(self) -> bool:
+        """Whether it has keys and values of its own."""
+        return not self.recurs and not self.borrows
+
+    @property
+    def shape(self) -> LayerKind:
+        """Of all kinds whose layers have parameters of the same names and shapes one."""
+        return replace(self, window=None, rope_theta=None, rotates=True)
+
+    @property
+    def lender(self) -> LayerKind:
+        """The kind of the layers whose keys and values it reads where it borrows."""
+        return replace(self, borrows=False, d_ff=None)
+
+
+class Layer(NamedTuple):
+    """One layer, or those that take one place in a scan."""
+
+    kind: LayerKind
+    """Of those of a scan, what they have in common (`LayerKind.shape`) where they differ."""
+    number: int | jax.Array
+    """Of those of a scan that differ an array [] int32; where all are alike, one of them."""
 
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -46,6 +81,7 @@ def read_windows(
     window: int | None,
     slides: Callable[[int], bool] = bool,
     rope_theta: float | None = None,
+    full: LayerKind | None = None,
 ) -> tuple[LayerKind, ...]:
     """Kinds of the layers of a `config.json` of which some attend to a window.
 
@@ -53,6 +89,7 @@ def read_windows(
         window: of those layers; None: there are none.
         slides: whether layer i is one of them, where there are no `layer_types`.
         rope_theta: of those layers, where they have their own.
+        full: the others.
     """
     n = size(raw, "num_hidden_layers")
     types = raw.get("layer_types")
@@ -65,7 +102,7 @@ def read_windows(
             f" num_hidden_layers={n} is needed, each of {', '.join(known)}"
         )
     sliding = LayerKind(window, rope_theta)
-    return tuple(sliding if kind == SLIDING else LayerKind() for kind in types)
+    return tuple(sliding if kind == SLIDING else given(full, LayerKind()) for kind in types)
 
 
 def read_window(raw: Mapping[str, Any], default: int | None = None) -> tuple[LayerKind, ...]:
@@ -123,14 +160,13 @@ class ByLayer(Generic[T]):
         self.values = tuple(make(key) for key in distinct)
         self._which = tuple(distinct.index(key) for key in keys)
 
-    def choose(self, layer: Layer, among: Callable[[jax.Array, tuple[T, ...]], T]) -> T:
-        """Of one layer; of a scan's, `among` chooses by an index [] int32."""
+    def choose(self, number: int | jax.Array, among: Callable[[jax.Array, tuple[T, ...]], T]) -> T:
+        """Of the layer of that number; of an array, `among` chooses by an index [] int32."""
         if len(self.values) == 1:
             return self.values[0]
-        assert layer is not None
-        if isinstance(layer, int):
-            return self.values[self._which[layer]]
-        return among(jnp.array(self._which, jnp.int32)[layer], self.values)
+        if isinstance(number, int):
+            return self.values[self._which[number]]
+        return among(jnp.array(self._which, jnp.int32)[number], self.values)
 
 
 def switched(

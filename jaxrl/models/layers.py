@@ -42,13 +42,16 @@ class RMSNorm(nnx.Module):
         config: DecoderConfig,
         around_one: bool | None = None,
         in_float32: bool | None = None,
+        scaled: bool = True,
     ):
         """
         Args:
             around_one, in_float32: as of `BlockKind`, where it differs from the others.
+            scaled: else there is no scale.
         """
         self.around_one = given(around_one, config.block.norm_around_one)
-        self.scale = nnx.Param(jnp.zeros((width,)) if self.around_one else jnp.ones((width,)))
+        first = jnp.zeros((width,)) if self.around_one else jnp.ones((width,))
+        self.scale = nnx.Param(first) if scaled else None
         self.eps = config.rms_norm_eps
         self.in_float32 = given(in_float32, config.block.norm_in_float32)
 
@@ -56,6 +59,8 @@ class RMSNorm(nnx.Module):
         x32 = x.astype(jnp.float32)
         x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + self.eps)
         normed = x32 if self.in_float32 else x32.astype(x.dtype)
+        if self.scale is None:
+            return normed.astype(x.dtype)
         scale = self.scale[...].astype(normed.dtype)
         scale = 1 + scale if self.around_one else scale
         return (normed * scale.reshape((1,) * (x.ndim - 1) + scale.shape)).astype(x.dtype)
@@ -110,42 +115,56 @@ class Linear(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with rotary positions; optional biases, sinks and norms of q and
-    k."""
+    """Grouped-query attention with rotary positions; optional biases, sinks and norms of q, k and
+    v."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         c = config
         bias = c.block.attention_bias
         self.q = Linear(c, "attn/q", rngs, bias=bias)
-        self.k = Linear(c, "attn/k", rngs, bias=bias)
-        self.v = Linear(c, "attn/v", rngs, bias=bias)
+        self.k = Linear(c, "attn/k", rngs, bias=bias) if "attn/k" in c.projections else None
+        self.v = Linear(c, "attn/v", rngs, bias=bias) if "attn/v" in c.projections else None
         self.o = Linear(c, "attn/o", rngs, bias=c.block.output_bias)
         self.sinks = nnx.Param(jnp.zeros((c.n_heads,))) if c.block.sinks else None
         q_width, k_width = c.qk_norm_widths
         self.q_norm = RMSNorm(q_width, c) if q_width else None
         self.k_norm = RMSNorm(k_width, c) if k_width else None
+        self.v_norm = RMSNorm(c.head_dim, c, scaled=False) if c.block.value_norm else None
         self.norm_by_head = c.block.qk_norm == "head"
         self.head_dim = c.head_dim
         self.output_gate = c.block.output_gate
         self.q_scale = math.sqrt(c.head_dim / given(c.score_dim, c.head_dim))
 
     def __call__(self, x: jax.Array, rope: Rope, attend: Attend) -> jax.Array:
-        shape = (*x.shape[:2], -1, self.head_dim)
-        low = None if self.k.lora_b is None or self.k.lora_a is not None else self.q.low(x)
-        q, k, v = self.q(x, low), self.k(x, low), self.v(x, low)
-        gate = None
+        low = self.q.low(x) if self.k is not None and _reads_another(self.k) else None
+        q, gate, k, v = self.q(x, low), None, None, None
+        if self.k is not None:
+            k = self.k(x, low)
+            v = self._by_head(k if self.v is None else self.v(x, low))
+            v = v if self.v_norm is None else self.v_norm(v)
+            k = rotate(self._normed(self.k_norm, k), rope)
         if self.output_gate:
             q, gate = jnp.split(q.reshape(*x.shape[:2], -1, 2 * self.head_dim), 2, -1)
-        if self.q_norm is not None and self.k_norm is not None:
-            if self.norm_by_head:
-                q, k = q.reshape(shape), k.reshape(shape)
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = (y.reshape(shape) for y in (q, k, v))
+        q = self._normed(self.q_norm, q)
         q = q if self.q_scale == 1 else q * jnp.asarray(self.q_scale, q.dtype)
         sinks = () if self.sinks is None else (self.sinks[...],)
-        out = attend(rotate(q, rope), rotate(k, rope), v, *sinks)
+        out = attend(rotate(q, rope), k, v, *sinks)
         out = out if gate is None else out * jax.nn.sigmoid(gate)
         return self.o(out.reshape(*x.shape[:2], -1))
+
+    def _by_head(self, x: jax.Array) -> jax.Array:
+        return x.reshape(*x.shape[:2], -1, self.head_dim)
+
+    def _normed(self, norm: RMSNorm | None, x: jax.Array) -> jax.Array:
+        """Queries or keys, by head."""
+        if norm is None:
+            return self._by_head(x)
+        return norm(self._by_head(x)) if self.norm_by_head else self._by_head(norm(x))
+
+
+def _reads_another(projection: Linear) -> bool:
+    """Whether its adapter reads what the A of another one makes."""
+    return projection.lora_b is not None and projection.lora_a is None
 
 
 class Convolution(nnx.Module):
@@ -183,7 +202,7 @@ class GatedDelta(nnx.Module):
         self.k_dim, self.v_dim = d.k_dim, d.v_dim
 
     def __call__(self, x: jax.Array, recur: Recur) -> jax.Array:
-        low = None if self.k.lora_b is None or self.k.lora_a is not None else self.q.low(x)
+        low = self.q.low(x) if _reads_another(self.k) else None
         by_head = (*x.shape[:2], -1)
         q, k = (part(x, low).reshape(*by_head, self.k_dim) for part in (self.q, self.k))
         v = self.v(x, low).reshape(*by_head, self.v_dim)
@@ -207,8 +226,8 @@ class GatedMLP(nnx.Module):
         self.down = Linear(config, "mlp/down", rngs)
         self.activation = config.block.activation
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        low = None if self.up.lora_b is None or self.up.lora_a is not None else self.gate.low(x)
+    def __call__(self, x: jax.Array, *_: Any) -> jax.Array:
+        low = self.gate.low(x) if _reads_another(self.up) else None
         return self.down(ACTIVATIONS[self.activation](self.gate(x, low)) * self.up(x, low))
 
 
@@ -267,30 +286,105 @@ class MixtureMLP(nnx.Module):
         return mix(x, ExpertKernels(router.kernel[...], gate, up, down, bias))
 
 
+class MLPBesideExperts(GatedMLP):
+    """norm(mlp(x)) + norm(experts(norm(r))), of x and of the residual r that x was made of; the
+    router reads r / rms(r) times a scale of each dim (Gemma 4)."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        super().__init__(config, rngs)
+        assert config.experts is not None
+        self.router = Linear(config, "mlp/router", rngs)
+        self.experts = ExpertMLPs(config, rngs)
+        self.router_norm = RMSNorm(config.d_model, config, scaled=False)
+        self.router_scale = nnx.Param(jnp.ones((config.d_model,)))
+        self.expert_scale = nnx.Param(jnp.ones((config.experts.count,)))
+        self.out_norm = RMSNorm(config.d_model, config)
+        self.experts_norm = RMSNorm(config.d_model, config)
+        self.experts_out_norm = RMSNorm(config.d_model, config)
+
+    def __call__(self, x: jax.Array, *given: Any) -> jax.Array:
+        mix, residual = given
+        asked = self.router_norm(residual) * self.router_scale[...].astype(x.dtype)[None, None]
+        asked = asked * jnp.asarray(x.shape[-1] ** -0.5, x.dtype)
+        own = self.experts
+        gate, up, down = (part.held for part in (own.gate, own.up, own.down))
+        scale = self.expert_scale[...]
+        kernels = ExpertKernels(self.router.kernel[...], gate, up, down, scale=scale)
+        out = mix(self.experts_norm(residual), kernels, asked)
+        return self.out_norm(super().__call__(x)) + self.experts_out_norm(out)
+
+
+class LayerInput(nnx.Module):
+    """out(act(gate(x)) * p), of what a layer reads p [B, T, P] beside the residual x."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        self.gate = Linear(config, "input/gate", rngs)
+        self.out = Linear(config, "input/out", rngs)
+        self.activation = config.block.activation
+
+    def __call__(self, x: jax.Array, p: jax.Array) -> jax.Array:
+        return self.out(ACTIVATIONS[self.activation](self.gate(x)) * p)
+
+
+class LayerInputs(nnx.Module):
+    """What all layers read of tokens beside the residual: of each token, and of its embedding."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        n, width = config.layer_inputs, config.n_layers * config.layer_inputs
+        of_tokens, of_rows = (config.vocab_size, width), (width, config.d_model)
+        self.embedding = nnx.Param(0.02 * jax.random.normal(rngs.params(), of_tokens))
+        rows = jax.random.normal(rngs.params(), of_rows)
+        self.projection = nnx.Param(rows / math.sqrt(config.d_model))
+        self.norm = RMSNorm(n, config)
+        self.shape = (config.n_layers, n)
+
+    def __call__(self, tokens: jax.Array, x: jax.Array) -> jax.Array:
+        """[L, B, T, P].
+
+        Args:
+            tokens: [B, T, L * P], their rows of `embedding`.
+            x: [B, T, D], the (scaled) embedding.
+        """
+        by_layer = (*x.shape[:2], *self.shape)
+        read = jnp.einsum("btd,ed->bte", x, self.projection[...].astype(x.dtype))
+        read = read * jnp.asarray(x.shape[-1] ** -0.5, x.dtype)
+        tokens = tokens * jnp.asarray(math.sqrt(self.shape[1]), x.dtype)
+        both = self.norm(read.reshape(by_layer)) + tokens.reshape(by_layer)
+        return jnp.moveaxis(both * jnp.asarray(2**-0.5, x.dtype), 2, 0)
+
+
 class Block(nnx.Module):
     """One transformer block on the residual stream [B, T, D]: x + f(norm(x)) for attention, then
     for the MLP; or x + norm(f(x)), or x + norm(f(norm(x))), as `BlockKind.norms` says."""
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, recurs: bool = False):
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         """
         Args:
-            recurs: it has a state in place of attention.
+            config: of a model with one layer (`DecoderConfig.of`).
         """
+        recurs = config.kinds[0].recurs
         self.attn_norm = RMSNorm(config.d_model, config)
         self.attn = None if recurs else Attention(config, rngs)
         self.delta = GatedDelta(config, rngs) if recurs else None
         self.mlp_norm = RMSNorm(config.d_model, config)
-        self.mlp = (GatedMLP if config.experts is None else MixtureMLP)(config, rngs)
+        self.mlp = _mlp(config)(config, rngs)
         self.norms = config.block.norms
         around = self.norms == "around"
         self.attn_post_norm = RMSNorm(config.d_model, config) if around else None
         self.mlp_post_norm = RMSNorm(config.d_model, config) if around else None
+        inputs = config.layer_inputs > 0
+        self.input = LayerInput(config, rngs) if inputs else None
+        self.input_norm = RMSNorm(config.d_model, config) if inputs else None
+        self.block_scale = nnx.Param(jnp.ones((1,))) if config.block.scalar else None
 
-    def __call__(self, x: jax.Array, rope: Rope, attend: Any, *mix: Mix) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, rope: Rope, attend: Any, *mix: Mix, own: jax.Array | None = None
+    ) -> jax.Array:
         """`mix` where there are experts.
 
         Args:
             attend: an `Attend`, or with a state a `Recur`.
+            own: [B, T, P], where a layer reads more than the residual (`LayerInput`).
         """
 
         def attended(x: jax.Array) -> jax.Array:
@@ -304,12 +398,27 @@ class Block(nnx.Module):
             return x + self.mlp_norm(self.mlp(x, *mix))
         out = attended(self.attn_norm(x))
         x = x + (out if self.attn_post_norm is None else self.attn_post_norm(out))
-        out = self.mlp(self.mlp_norm(x), *mix)
-        return x + (out if self.mlp_post_norm is None else self.mlp_post_norm(out))
+        beside = (x,) if isinstance(self.mlp, MLPBesideExperts) else ()
+        out = self.mlp(self.mlp_norm(x), *mix, *beside)
+        x = x + (out if self.mlp_post_norm is None else self.mlp_post_norm(out))
+        if self.input is not None and self.input_norm is not None:
+            assert own is not None
+            x = x + self.input_norm(self.input(x, own))
+        if self.block_scale is not None:
+            scale = jax.lax.stop_gradient(self.block_scale[...])
+            x = x * scale.astype(x.dtype).reshape((1,) * x.ndim)
+        return x
+
+
+def _mlp(config: DecoderConfig) -> Any:
+    if config.experts is None:
+        return GatedMLP
+    return MLPBesideExperts if config.experts.beside else MixtureMLP
 
 
 def layer_angles(config: DecoderConfig, kind: LayerKind, positions: jax.Array) -> Rope:
     """`rope_angles` of a kind of layers: the model's, their own without scaling, or no rotation."""
+    config = config.of(kind)
     if kind.rope_theta is not None:
         config = replace(config, rope_theta=kind.rope_theta, rope_scaling=None)
     cos, sin = rope_angles(config, positions)

@@ -149,7 +149,28 @@ class LongRope:
         }
 
 
-RopeScaling = Llama3Rope | LinearRope | DynamicRope | YarnRope | LongRope
+@dataclass(frozen=True)
+class ProportionalRope:
+    """RoPE of which only the first pairs of dims rotate, by the frequencies that they have where
+    all do, divided by `factor`."""
+
+    share: float
+    """Of the pairs, those that rotate."""
+    factor: float = 1.0
+
+    @classmethod
+    def read(cls, raw: Mapping[str, Any]) -> ProportionalRope:
+        share = number(raw, "partial_rotary_factor", 1.0)
+        if share > 1:
+            raise UserError(f"partial_rotary_factor={share!r} must be at most 1")
+        return cls(share, number(raw, "factor", 1.0))
+
+    def written(self) -> dict[str, Any]:
+        divided = {} if self.factor == 1 else {"factor": self.factor}
+        return {"rope_type": "proportional", "partial_rotary_factor": self.share, **divided}
+
+
+RopeScaling = Llama3Rope | LinearRope | ProportionalRope | DynamicRope | YarnRope | LongRope
 KINDS: dict[str, Callable[[dict[str, Any]], RopeScaling | None]] = {
     "default": lambda _: None,
     "linear": LinearRope.read,
@@ -158,6 +179,7 @@ KINDS: dict[str, Callable[[dict[str, Any]], RopeScaling | None]] = {
     "yarn": YarnRope.read,
     "longrope": LongRope.read,
     "su": LongRope.read,
+    "proportional": ProportionalRope.read,
 }
 """`rope_type` -> how its constants are read. "su" is what the first Phi-3 call longrope."""
 

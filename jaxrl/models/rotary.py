@@ -10,7 +10,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.rope import DynamicRope, LinearRope, Llama3Rope, LongRope, YarnRope
+from jaxrl.models.rope import (
+    DynamicRope,
+    LinearRope,
+    Llama3Rope,
+    LongRope,
+    ProportionalRope,
+    YarnRope,
+)
 
 Length = int | jax.Array
 """Tokens of the longest sequence."""
@@ -35,6 +42,11 @@ def _powers(theta: float | jax.Array, dims: int) -> jax.Array:
 
 def _linear(rope: LinearRope, freq: jax.Array, *_: Any) -> jax.Array:
     return freq / rope.factor
+
+
+def _proportional(rope: ProportionalRope, freq: jax.Array, *_: Any) -> jax.Array:
+    rotate = int(rope.share * len(freq))
+    return jnp.where(jnp.arange(len(freq)) < rotate, freq / rope.factor, 0.0)
 
 
 def _llama3(rope: Llama3Rope, freq: jax.Array, *_: Any) -> jax.Array:
@@ -84,4 +96,5 @@ SCALED: dict[type, Callable[..., jax.Array]] = {
     DynamicRope: _dynamic,
     YarnRope: _yarn,
     LongRope: _longrope,
+    ProportionalRope: _proportional,
 }

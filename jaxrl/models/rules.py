@@ -26,6 +26,10 @@ PATHS: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"attn/o/kernel$", ("heads", "embed")),
     (r"attn/o/bias$", (None,)),
     (r"attn/sinks$", ("heads",)),
+    (r"layer_inputs/embedding$", ("vocab", "layer_inputs")),
+    (r"layer_inputs/projection$", (None, "embed")),
+    (r"input/gate/kernel$", ("embed", None)),
+    (r"input/out/kernel$", (None, "embed")),
     (r"mlp/(gate|up)/kernel$", ("embed", "mlp")),
     (r"mlp/down/kernel$", ("mlp", "embed")),
     (r"mlp/router/kernel$", ("embed", None)),
@@ -38,7 +42,7 @@ PATHS: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"delta/o/kernel$", ("state_heads", "embed")),
     (r"delta/conv/[qkv]$", ("state_heads", None, None)),
     (r"delta/(log_decay|bias)$", ("state_heads",)),
-    (r"norm/scale$", (None,)),
+    (r"(norm/scale|(block|router|expert)_scale)$", (None,)),
 )
 AXES: dict[str, tuple[AxisName, ...]] = {
     "vocab": ("tensor",),
@@ -48,6 +52,7 @@ AXES: dict[str, tuple[AxisName, ...]] = {
     "mlp": ("tensor",),
     "expert": (EXPERTS,),
     "embed": WEIGHTS,
+    "layer_inputs": WEIGHTS,
 }
 
 
@@ -63,23 +68,25 @@ def param_specs(
     Args:
         axis_sizes: mesh axis -> size, e.g. `mesh.shape`.
     """
-    units = {
-        "vocab": config.vocab_size,
-        "heads": config.n_heads,
-        "kv_heads": config.n_kv_heads,
-        "state_heads": 1 if config.delta is None else config.delta.k_heads,
-        "mlp": config.d_ff,
-        "expert": 1 if config.experts is None else config.experts.count,
-        "embed": config.d_model,
-    }
-
-    quantisable = config.quantisable
 
     def spec(path: Any, leaf: jax.ShapeDtypeStruct) -> PartitionSpec:
         name = "/".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path)
+        layer = re.match(r"layers/(\d+)/", name)
+        one = config.of(config.kinds[int(layer[1]) % len(config.kinds) if layer else 0])
+        units = {
+            "vocab": one.vocab_size,
+            "heads": one.n_heads,
+            "kv_heads": one.n_kv_heads,
+            "state_heads": 1 if one.delta is None else one.delta.k_heads,
+            "mlp": one.d_ff if "/experts/" in name else one.mlp_width,
+            "expert": 1 if one.experts is None else one.experts.count,
+            "embed": one.d_model,
+            "layer_inputs": config.n_layers * config.layer_inputs,
+        }
         logical = _logical(name)
         sizes = [units[axis] if axis else 1 for axis in logical]
         path_in_block = re.sub(r"^layers/(\d+/)?|/kernel(_scale)?$", "", name)
+        quantisable = one.quantisable
         if config.quantised and name.endswith(("kernel", SCALE)) and path_in_block in quantisable:
             n_in, _ = quantisable[path_in_block]
             sizes[-2] = math.gcd(sizes[-2], n_in // block_size(n_in))

@@ -357,7 +357,8 @@ def _dtype_notes(asked: Config, config: Config, inputs: PlanInputs) -> Iterator[
         if inputs.on_cpu:
             where = "a CPU computes in it anyway"
         elif dtype == "float32":
-            missing = why_not_fused(inputs.target, inputs.model(chosen[0]).head_dim, "bfloat16")
+            dim = inputs.model(chosen[0]).head_dims[0]
+            missing = why_not_fused(inputs.target, dim, "bfloat16")
             where = f"this GPU has no tensor cores for bfloat16, nor fused attention: {missing}"
         yield f"dtype={dtype} of {', '.join(chosen)}: {where}"
     slow = [role for role, dtype in wanted.items() if dtype == "bfloat16"]
@@ -374,9 +375,10 @@ def _kernel_notes(config: Config, inputs: PlanInputs) -> Iterator[str]:
         return
     why: dict[str, list[str]] = {}
     for role in (r for r in inputs.roles if config.roles[r].dtype == "bfloat16"):
-        reason = why_not_fused(inputs.target, inputs.model(role).head_dim, "bfloat16")
-        if reason is not None:
-            why.setdefault(reason, []).append(role)
+        for dim in inputs.model(role).head_dims:
+            reason = why_not_fused(inputs.target, dim, "bfloat16")
+            if reason is not None:
+                why.setdefault(reason, []).append(role)
     for reason, roles in why.items():
         yield (
             f"attention of {', '.join(roles)}: {reason}; matrix products are used, slower and with"
@@ -384,10 +386,11 @@ def _kernel_notes(config: Config, inputs: PlanInputs) -> Iterator[str]:
         )
     dtype = config.rollout.dtype
     if dtype == "bfloat16" and "rollout" in inputs.roles:
-        reason = why_no_step_kernel(inputs.target, inputs.model("rollout").head_dim, dtype)
-        if reason is None and config.rollout.layout == "stacked":
-            reason = "the kernel of a decode step needs rollout.layout=unstacked"
-        if reason is not None:
+        dims = inputs.model("rollout").head_dims
+        reasons = [why_no_step_kernel(inputs.target, dim, dtype) for dim in dims]
+        if not any(reasons) and config.rollout.layout == "stacked":
+            reasons = ["the kernel of a decode step needs rollout.layout=unstacked"]
+        for reason in filter(None, reasons):
             yield (
                 f"sampling: {reason}; each decode step reads the cache as far as its longest"
                 " sequence reaches, for every slot"
@@ -411,17 +414,20 @@ def _mesh_notes(config: Config, inputs: PlanInputs, axes: Mapping[str, Axes]) ->
         yield "actor: the teacher's LM head, which it also holds, is not counted here"
     for role, sizes in axes.items():
         model = inputs.model(role)
-        heads = model.n_kv_heads if isinstance(model, DecoderConfig) else model.n_heads
-        if heads % sizes.tensor:
-            yield (
-                f"{role}: tensor={sizes.tensor} does not divide the {heads} KV heads:"
-                " each device keeps all"
-            )
-        elif heads % sizes.heads:
-            yield (
-                f"{role}: {sizes.heads} parts of the heads (tensor times context) do not divide the"
-                f" {heads} KV heads: for attention each device gathers all"
-            )
+        numbers = [model.n_heads]
+        if isinstance(model, DecoderConfig):
+            numbers = list(dict.fromkeys(one.n_kv_heads for one in model.shapes))
+        for heads in numbers:
+            if heads % sizes.tensor:
+                yield (
+                    f"{role}: tensor={sizes.tensor} does not divide the {heads} KV heads:"
+                    " each device keeps all"
+                )
+            elif heads % sizes.heads:
+                yield (
+                    f"{role}: {sizes.heads} parts of the heads (tensor times context) do not divide"
+                    f" the {heads} KV heads: for attention each device gathers all"
+                )
         delta = model.delta if isinstance(model, DecoderConfig) else None
         states = 0 if delta is None else delta.k_heads
         width = "fsdp times context" if sizes.context > 1 else "fsdp"

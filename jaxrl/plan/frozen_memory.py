@@ -114,7 +114,8 @@ def reward_work(
     As `Pass.forward` over stacked layers, with the counts of streams where attention is fused; else
     XLA keeps a third array of the scores' shape on any mesh.
     """
-    fused, platform = fuses(target, config.head_dim, dtype), target.platform
+    fused = all(fuses(target, dim, dtype) for dim in config.head_dims)
+    platform = target.platform
     item = ITEMSIZE[dtype]
     run = Pass(config, axes, rows, width, item, fused, packed=True, platform=platform)
     table = _gather(config, axes, item)
@@ -128,7 +129,8 @@ def reward_work(
 
 def _gather(config: EncoderConfig | DecoderConfig, axes: Axes, itemsize: int) -> int:
     """Bytes of the embedding at full width, beside the piece that stays, while it is read."""
-    table = whole_rows(config.vocab_size, config.d_model, axes, itemsize)
+    width = config.embedded if isinstance(config, DecoderConfig) else config.d_model
+    table = whole_rows(config.vocab_size, width, axes, itemsize)
     return table + table // axes.fsdp if axes.fsdp > 1 else 0
 
 

@@ -100,9 +100,13 @@ def layer_bytes(config: DecoderConfig, axes: Axes, dtype: DType) -> int:
 
 def cache_bytes(config: DecoderConfig, axes: Axes, rows: int, positions: int, dtype: DType) -> int:
     """Bytes of keys and values of `rows` sequences on one device, all layers, and of states."""
-    heads, item = split(config.n_kv_heads, axes.tensor), ITEMSIZE[dtype]
+    item = ITEMSIZE[dtype]
     state = 0 if config.delta is None else config.delta.state_bytes(item, axes.tensor)
-    token = 2 * config.n_attention * heads * config.head_dim * item
+    token = item * sum(
+        2 * n * split(one.n_kv_heads, axes.tensor) * one.head_dim
+        for one, n in config.shapes.items()
+        if one.kinds[0].keeps
+    )
     return rows * (positions * token + config.n_recurrent * state)
 
 

@@ -221,7 +221,8 @@ def _heads(m: Setting, rows: int) -> Heads:
             return Heads(0, 0, 0, 0, 0)
         apart = m.loss_fused and dtype != "float32" and not one_chunk
         return Heads(0, summed if apart else 0, 0, 0, later)
-    table = whole_rows(m.student.vocab_size, width, axes, F32)  # whatever the compute dtype
+    # In float32 whatever the compute dtype.
+    table = whole_rows(m.student.vocab_size, m.student.embedded, axes, F32)
     embedding = table - (0 if tied else table // axes.weights)
     looked_up = embedding * compute // F32
     if not trained:
@@ -299,15 +300,19 @@ def _sampling(
     held = cache_bytes(config, axes, prompts, width, dtype)
     heads = slots * split(config.n_heads, axes.tensor)
     scores = 2 * heads * positions * F32
-    kernel = step_kernel_of(m.inputs.target, config.head_dim, dtype)
+    kernels = [step_kernel_of(m.inputs.target, dim, dtype) for dim in config.head_dims]
+    kernel = kernels[0] if all(kernels) else None
     if kernel is not None and not stacked:
-        part = config.head_dim * ITEMSIZE[dtype] + 2 * F32  # with its largest score and its sum
+        part = (
+            max(config.head_dims) * ITEMSIZE[dtype] + 2 * F32
+        )  # with its largest score and its sum
         scores = heads * part * (parts_of(positions) if kernel == "split-k" else 1)
     drawn = logits(slots, config.vocab_size, axes.tensor, SAMPLER_ARRAYS)
-    table = whole_rows(config.vocab_size, config.d_model, axes, ITEMSIZE[dtype])
+    table = whole_rows(config.vocab_size, config.embedded, axes, ITEMSIZE[dtype])
     shard = table // axes.weights if axes.weights > 1 else 0
     copy = table if axes.weights > 1 else 0
-    one, on_gpu = cache // config.n_layers, m.inputs.target.platform in GPU
+    of = (cache_bytes(one, axes, slots, positions, dtype) for one in config.shapes)
+    one, on_gpu = max(of), m.inputs.target.platform in GPU
     # A CPU has the kernels of all layers dequantised at once, an accelerator one kernel.
     floats = config.plain if m.inputs.on_cpu else config
     whole = layer_bytes(floats, axes, dtype) if floats.quantised != config.quantised else 0
@@ -363,8 +368,8 @@ def _scoring(m: Setting, run: Pass, tokens: int, arrays: int, *, stacked: bool) 
     read = logits(tokens, config.vocab_size if m.aligned else m.vocab, axes.tensor, arrays)
     if axes.weights == 1:
         return max(work, read + run.residual)
-    table = whole_rows(config.vocab_size, config.d_model, axes, run.itemsize)
-    head = table if arrays else 0
+    table = whole_rows(config.vocab_size, config.embedded, axes, run.itemsize)
+    head = whole_rows(config.vocab_size, config.d_model, axes, run.itemsize) if arrays else 0
     if stacked:  # the gathered embedding is freed after the look-up, each layer after it ran
         return head + max(work, read, table + table // axes.weights + run.turned)
     layers = config.n_layers * run.layer if m.inputs.on_cpu else 0  # gathered before the first

@@ -212,7 +212,8 @@ class Setting:
         self, role: str, model: DecoderConfig, rows: int, width: int, joined: bool = False
     ) -> Pass:
         dtype = self.config.roles[role].compute_dtype
-        fused = fuses(self.inputs.target, model.head_dim, dtype, joined)
+        target = self.inputs.target
+        fused = all(fuses(target, dim, dtype, joined) for dim in model.head_dims)
         axes, platform = self.axes[role], self.inputs.target.platform
         return Pass(model, axes, rows, width, ITEMSIZE[dtype], fused, platform=platform)
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxrl.models.config import DecoderConfig
+from jaxrl.models.fields import given
 
 
 @dataclass(frozen=True)
@@ -65,12 +66,16 @@ def group_work(
     tokens after each of them.
     """
     tokens = sum(prompts) + len(prompts) * samples * mean
-    pairs = sum(
-        layers * sum(_pairs(0, p, window) + samples * _pairs(p, p + mean, window) for p in prompts)
-        for window, layers in c.windows.items()
-    )
+    pairs = {
+        window: sum(_pairs(0, p, window) + samples * _pairs(p, p + mean, window) for p in prompts)
+        for window in c.windows
+    }
     flops = (2 * block_params(c) + 6 * state_size(c)) * tokens
-    flops += 4 * c.n_heads * c.head_dim * pairs
+    flops += sum(
+        4 * n * one.n_heads * one.head_dim * pairs[one.kinds[0].window]
+        for one, n in c.alike.items()
+        if one.n_attention
+    )
     return Work(flops, copies * block_params(c, tokens / copies) * itemsize)
 
 
@@ -108,12 +113,13 @@ def decode_work(
     """
     head = c.vocab_size * c.d_model
     held = block_params(c, tokens / max(steps * copies, 1)) + head
-    seen = tokens * sum(
-        layers * min(context, context if window is None else window)
-        for window, layers in c.windows.items()
-    )
     state = state_size(c)
     flops = (2 * (block_params(c) + head) + 6 * state) * tokens
-    flops += 4 * c.n_heads * c.head_dim * seen
-    keys = 2 * c.n_kv_heads * c.head_dim * seen
+    keys = 0.0
+    for one, n in c.alike.items():
+        if one.n_attention:
+            window = given(one.kinds[0].window, context)
+            seen = n * tokens * min(context, window) * one.head_dim
+            flops += 4 * one.n_heads * seen
+            keys += 2 * one.n_kv_heads * seen
     return Work(flops, (copies * steps * held + keys) * itemsize + 2 * 4 * state * tokens)

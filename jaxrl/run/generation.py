@@ -83,7 +83,7 @@ def _engine(model: Model, longest: int, new_tokens: int, samples: int) -> Engine
     prompt_width = bucket(longest, smallest=NARROWEST, most=config.max_positions - new_tokens)
     new_width = bucket(new_tokens, smallest=NARROWEST, most=config.max_positions - prompt_width)
     itemsize = model.params["norm"]["scale"].dtype.itemsize
-    token_bytes = 2 * config.n_attention * config.n_kv_heads * config.head_dim * itemsize
+    token_bytes = itemsize * config.kept_by_token
     state = 0 if config.delta is None else config.n_recurrent * config.delta.state_bytes(itemsize)
     devices = 1 if mesh is None else mesh.size
     room = devices * CACHE_BYTES // ((prompt_width + new_width) * token_bytes + state)

@@ -20,6 +20,7 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Cache, Layout, Params, keys_of
 from jaxrl.models.delta import Recurrent, nothing_read
 from jaxrl.models.experts import Routed
+from jaxrl.models.kinds import LayerKind
 from jaxrl.sampling.sampler import SamplingArrays, is_eos, sample, sample_keys, uniforms
 from jaxrl.sharding.axes import ROWS
 
@@ -38,30 +39,25 @@ def rows_sharding(mesh: Mesh | None, ndim: int = 1) -> NamedSharding | None:
     return NamedSharding(mesh, PartitionSpec(ROWS, *[None] * (ndim - 1)))
 
 
-BATCH, POSITIONS = -4, -2
+BATCH, HEADS_DIM, POSITIONS = -4, -3, -2
 """Dims of keys and values [(L,) B, KV, S, H]; states too have their slots at the first of them."""
-
-
-def cache_spec(
-    config: DecoderConfig, mesh: Mesh, rows: tuple[str, ...] | None, ndim: int = 4
-) -> PartitionSpec:
-    """Spec of keys or values [(L,) rows, KV, S, H]: KV heads over tensor where it divides them."""
-    heads = "tensor" if config.n_kv_heads % mesh.shape["tensor"] == 0 else None
-    return PartitionSpec(*[None] * (ndim - 4), rows, heads, None, None)
 
 
 def cache_specs(
     config: DecoderConfig, mesh: Mesh, rows: tuple[str, ...] | None, cache: Cache
 ) -> Any:
-    """A spec for each array of a cache; of a state (`delta.Recurrent`), its heads likewise."""
+    """A spec for each array of a cache: of keys or values [(L,) rows, KV, S, H], KV heads over
+    tensor where it divides them; of a state (`delta.Recurrent`), its heads likewise."""
 
     def of(entry: Any) -> Any:
-        ndim = entry[0].ndim
-        spec = cache_spec(config, mesh, rows, ndim)
+        if not entry:
+            return entry
+        heads, ndim = entry[0].shape[HEADS_DIM], entry[0].ndim
         if isinstance(entry, Recurrent):
             assert config.delta is not None
-            heads = "tensor" if config.delta.k_heads % mesh.shape["tensor"] == 0 else None
-            spec = PartitionSpec(*[None] * (ndim - 4), rows, heads, None, None)
+            heads = config.delta.k_heads
+        axis = "tensor" if heads % mesh.shape["tensor"] == 0 else None
+        spec = PartitionSpec(*[None] * (ndim - 4), rows, axis, None, None)
         return jax.tree.map(lambda _: spec, entry)
 
     return [of(entry) for entry in cache]
@@ -76,19 +72,22 @@ def new_cache(
     dtype: Any,
     layout: Layout = "unstacked",
 ) -> Cache:
-    """Zeros: per layer (k, v), each [slots, KV, length, H], or its state; stacked, one pair
-    [L, ...], or one entry for each block of the cycle."""
-    shape = (slots, config.n_kv_heads, length, config.head_dim)
+    """Zeros: per layer (k, v), each [slots, KV, length, H], or its state, or nothing where it
+    borrows; stacked, one pair [L, ...], or one entry for each block of the cycle."""
 
-    def entry(recurs: bool) -> Any:
-        if not recurs:
+    def entry(kind: LayerKind) -> Any:
+        if kind.borrows:
+            return ()
+        if not kind.recurs:
+            one = config.of(kind)
+            shape = (slots, one.n_kv_heads, length, one.head_dim)
             return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
         assert config.delta is not None
         return nothing_read(config.delta, slots, dtype)
 
     cycle, n = config.cycle, config.n_layers
     several = cycle if layout == "stacked" else n
-    cache = [entry(config.kinds[i % cycle].recurs) for i in range(several)]
+    cache = [entry(config.kinds[i % cycle]) for i in range(several)]
     if layout == "stacked":
         cache = jax.tree.map(lambda x: jnp.zeros((n // cycle, *x.shape), x.dtype), cache)
     return _constrain(config, mesh, cache, ROWS)

@@ -450,8 +450,8 @@ class _Run:
             self._record_cache()
         if self._cached() != length or kept is not None:
             for i, layer in enumerate(self.cache):
-                if isinstance(layer, Recurrent) and kept is None:  # it has no positions
-                    continue
+                if not layer or (isinstance(layer, Recurrent) and kept is None):
+                    continue  # it has no positions
                 given = (config, mesh, [layer], length, kept)
                 with self.ledger.running(decode.resize, *given):
                     self.cache[i : i + 1] = decode.resize(*given)

@@ -92,6 +92,12 @@ SINKS = DecoderConfig(
     experts=Experts(16, 3, True, 16, Clamp(1.702, 7.0)),
     kinds=(LayerKind(6), LayerKind()) * 2,
 )
+BESIDE = DecoderConfig(
+    *("gemma4_text", 64, 32, 4, 4, 2, 8, 16),
+    experts=Experts(16, 3, True, dense_width=24, beside=True),
+    kinds=(LayerKind(6), LayerKind(head_dim=16, n_kv_heads=1)) * 2,
+    tie_embeddings=True,
+)
 
 
 def sampled(config=SMALL, dtype=jnp.float32, n=3, new=8, slots=4):
@@ -105,7 +111,7 @@ def sampled(config=SMALL, dtype=jnp.float32, n=3, new=8, slots=4):
     return params, found
 
 
-@pytest.mark.parametrize("config", [SMALL, SINKS], ids=lambda config: config.family)
+@pytest.mark.parametrize("config", [SMALL, SINKS, BESIDE], ids=lambda config: config.family)
 def test_each_token_that_was_read_has_the_experts_that_a_forward_pass_chooses(
     config: DecoderConfig, tmp_path: Path
 ) -> None:

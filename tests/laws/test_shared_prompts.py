@@ -51,6 +51,8 @@ def sequences(vocab: int, seed: int = 0) -> Sequences:
         ("qwen2_sliding", (1, 2, 1, 2), "dots", G),  # windows
         ("olmo2", (1, 1, 2, 2), "none", G),
         ("phi3", (1, 1, 1), "none", G),
+        ("gemma4", (1, 1, 2, 2), "dots", G),  # heads of two widths and numbers
+        ("gemma4_shared", (1, 2, 2), "full", G),  # keys and values of other layers
     ],
     ids=str,
 )

@@ -25,7 +25,7 @@ from jaxrl.models.kernels import CPU, Target, compiling_for, target_of, why_no_s
 from jaxrl.models.kinds import LayerKind
 from jaxrl.models.packing import pack
 from jaxrl.models.rules import param_shardings
-from jaxrl.sampling.decode import cache_spec
+from jaxrl.sampling.decode import cache_specs
 from jaxrl.sharding.axes import ROWS
 from jaxrl.types import Sequences
 
@@ -496,7 +496,7 @@ def test_a_model_decodes_in_the_kernel(
     tokens = jnp.arange(4, dtype=jnp.int32)
     positions = jnp.array([0, 63, 64, 127], jnp.int32)
     pairs = arrays(*[(4, 2, 128, 16)] * 4)
-    spec = NamedSharding(mesh, cache_spec(config, mesh, ROWS))
+    spec = NamedSharding(mesh, cache_specs(config, mesh, ROWS, [(pairs[0], pairs[1])])[0][0])
     given = [jax.device_put(x, spec) for x in pairs]
     cache = list(zip(given[::2], given[1::2], strict=True))
 

@@ -51,6 +51,11 @@ def assert_trees_close(a: Any, b: Any, tolerance: float) -> None:
     jax.tree_util.tree_map_with_path(check, a, b)
 
 
+GEMMA4 = ("gemma4", "gemma4_shared", "gemma4_moe")
+"""Whose layers differ in shape; and whose last ones borrow keys and values; and that have experts
+beside the MLP."""
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_and_gradients_are_those_of_transformers(name: str) -> None:
     config, params = tiny_model(name)
@@ -62,6 +67,12 @@ def test_logits_and_gradients_are_those_of_transformers(name: str) -> None:
     np.testing.assert_allclose(ours[mask], reference["logits"][mask], rtol=0, atol=1e-4)
 
     np.testing.assert_allclose(loss, reference["loss"], rtol=1e-5)
+    scales = [
+        leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(grad)
+        if "block_scale" in str(path)
+    ]
+    assert len(scales) == config.block.scalar * config.cycle and not any(map(np.any, scales))
     read = weights.hf_tensors(config, grad)
     stored = [key for key in reference if key.startswith("grad/")]
     assert len(stored) >= 8
@@ -71,7 +82,7 @@ def test_logits_and_gradients_are_those_of_transformers(name: str) -> None:
         assert error <= 1e-4 * np.abs(theirs).max(), (key, error)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5", *GEMMA4])
 def test_layouts_agree(name: str) -> None:
     config, params = tiny_model(name)
     _, unstacked = tiny_model(name, layout="unstacked")
@@ -104,6 +115,7 @@ def test_abstract_params_and_count_are_those_of_the_real_ones() -> None:
         *((name, layout) for layout in ("unstacked", "stacked") for name in ("smollm3", "gemma3")),
         ("qwen3_5", "unstacked"),
         ("qwen3_5", "stacked"),
+        *((name, layout) for layout in ("unstacked", "stacked") for name in GEMMA4),
     ],
 )
 def test_prefill_then_decode_is_forward(name: str, layout: decoder.Layout) -> None:
@@ -205,9 +217,11 @@ def test_layers_that_are_kept_keep_their_kinds() -> None:
     assert config.with_layers((1, 3)).kinds == (LayerKind(rotates=False),)
 
 
-@pytest.mark.parametrize("remat", ["dots", "full"])
-def test_rematerialisation_changes_no_value(remat: str) -> None:
-    config, params = tiny_model("llama")
+@pytest.mark.parametrize(
+    ("name", "remat"), [("llama", "dots"), ("llama", "full"), ("gemma4_shared", "full")]
+)
+def test_rematerialisation_changes_no_value(name: str, remat: str) -> None:
+    config, params = tiny_model(name)
     tokens, mask = batch(config.vocab_size)
     plain = loss_and_grad(config, params, tokens, mask)
     assert_trees_close(loss_and_grad(config, params, tokens, mask, remat=remat), plain, 1e-5)
@@ -241,6 +255,11 @@ def test_bfloat16_compute_is_near_float32(name: str) -> None:
         ("gpt_oss", (1, 2, 1, 1, 4)),
         ("gpt_oss", (2, 1, 2, 1, 2)),
         ("qwen3_5", (1, 2, 4)),  # tensor exceeds the key heads of a state
+        ("gemma4", (1, 2, 4)),  # and the KV heads of either kind of layers
+        ("gemma4", (2, 1, 2, 2)),  # and divides those of one kind
+        ("gemma4_shared", (1, 2, 2)),
+        ("gemma4_moe", (1, 2, 2, 1, 2)),  # experts divided, beside an MLP
+        ("gemma4_shared", (1, 2, 1, 4)),
     ],
 )
 def test_sharding_changes_no_value(name: str, axes: tuple[int, ...]) -> None:

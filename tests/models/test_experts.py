@@ -177,7 +177,7 @@ def test_routers_sum_in_float32() -> None:
     np.testing.assert_allclose(logprobs, expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "gemma4_moe"])
 def test_streams_route_as_rows_do_on_any_mesh(name: str) -> None:
     """Of prompts that are shared: hidden states, and the experts that the routers say they
     chose; with the axes expert and context too."""
@@ -196,6 +196,10 @@ def test_streams_route_as_rows_do_on_any_mesh(name: str) -> None:
     expected = np.where(mask[:, 9:], np.asarray(rows)[:, 8:-1], 0)
     np.testing.assert_allclose(completions.unpack(hidden), expected, atol=1e-4)
     assert ids.shape == (config.n_layers, 1, ids.shape[2], 2)
+    if config.cycle > 1:  # of stacks too in the order of the layers
+        _, unstacked = tiny_model(name, layout="unstacked")
+        _, others, _ = jax.jit(run, static_argnums=2)(unstacked, sequences, None)
+        np.testing.assert_array_equal(ids, others)
 
     mesh = make_mesh(1, 1, 1, 2, 2)
     _, sharded = tiny_model(name, mesh)
@@ -312,7 +316,7 @@ def test_clamped_gates_are_gpt_osss() -> None:
     np.testing.assert_allclose(experts.Clamp(1.702, 7.0)(gate, up), expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("name", "biases"), [("qwen3_moe", 0), ("gpt_oss", 1)])
+@pytest.mark.parametrize(("name", "biases"), [("qwen3_moe", 0), ("gpt_oss", 1), ("gemma4_moe", 0)])
 def test_active_parameters_are_those_of_a_tokens_experts(name: str, biases: int) -> None:
     config = tiny_config(name)
     assert config.experts is not None

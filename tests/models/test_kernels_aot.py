@@ -35,6 +35,12 @@ SINKS = DecoderConfig(
     kinds=WINDOWS,
     experts=Experts(4, 2, True, 128, Clamp(1.702, 7.0)),
 )
+SHAPES = DecoderConfig(
+    *("gemma4_text", 256, 256, 2, 4, 2, 256, 128),
+    kinds=(LayerKind(window=50), LayerKind(head_dim=512, n_kv_heads=1, keys_as_values=True)),
+    score_dim=1,
+)
+"""Gemma 4's heads: 256 dims with a window, 512 without."""
 W, C, G, P = 136, 200, 2, 4
 OPTIONS: dict[str, Any] = {"gpu": {"xla_gpu_autotune_level": 0}, "tpu": {}}
 """No kernel can be tried out."""
@@ -125,6 +131,18 @@ def test_an_h200s_kernel_has_the_window_of_a_layer(shared: bool, model: DecoderC
     windows = re.findall(r'"sliding_window_length":\s*(\d+)', text)
     assert windows.count("50") == 3 * window + 1 and set(windows) <= {"0", "50"}
     assert not squares(text)
+
+
+def test_layers_whose_heads_are_too_wide_for_cudnn_are_products_beside_those_in_its_kernel() -> (
+    None
+):
+    """Of heads of 256 and of 512 dims."""
+    mesh = described("h200x4", (1, 2, 2))
+    text = compiled(mesh, "gpu", "bfloat16", shared=True, model=SHAPES)
+    calls = re.findall(r'custom_call_target="(__cudnn\$fmha\w+)"', text)
+    assert len(calls) == 3 * 2 + 1 and squares(text)
+    windows = re.findall(r'"sliding_window_length":\s*(\d+)', text)
+    assert windows.count("50") == 3 * 2 + 1
 
 
 def test_a_tpu_runs_splash_attention() -> None:

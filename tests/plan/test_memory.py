@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,6 +47,12 @@ STATES = DecoderConfig(
     kinds=(LayerKind(recurs=True), LayerKind()) * 2,
     delta=Delta(k_heads=2, v_heads=4, k_dim=8, v_dim=12),
 )
+WINDOW, WHOLE = LayerKind(window=5), LayerKind(head_dim=32, n_kv_heads=1, keys_as_values=True)
+SHAPES = DecoderConfig(  # of layers, of which the last two borrow
+    *("gemma4_text", 96, 48, 4, 4, 2, 16, 64),
+    kinds=(WINDOW, WHOLE, *(replace(kind, borrows=True, d_ff=96) for kind in (WINDOW, WHOLE))),
+    layer_inputs=8,
+)
 SMALL = DecoderConfig("qwen2", 2000, 256, 8, 8, 2, 32, 1024)
 TEACHER = DecoderConfig("qwen2", 2000, 512, 8, 8, 2, 32, 1024)
 QWEN_1_5B = DecoderConfig("qwen2", 151936, 1536, 28, 12, 2, 128, 8960, tie_embeddings=True)
@@ -58,7 +65,9 @@ BASE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    "model", [TINY, TIED, QWEN_1_5B, STATES], ids=["tiny", "tied", "qwen", "states"]
+    "model",
+    [TINY, TIED, QWEN_1_5B, STATES, SHAPES],
+    ids=["tiny", "tied", "qwen", "states", "shapes"],
 )
 @pytest.mark.parametrize("axes", AXES, ids=str)
 def test_the_shards_of_every_leaf_add_up(model: DecoderConfig, axes: Axes) -> None:
@@ -99,7 +108,7 @@ def on_first_device(tree: Any, mesh: jax.sharding.Mesh) -> int:
     )
 
 
-@pytest.mark.parametrize("model", [TINY, STATES], ids=["tiny", "states"])
+@pytest.mark.parametrize("model", [TINY, STATES, SHAPES], ids=["tiny", "states", "shapes"])
 @pytest.mark.parametrize("axes", [Axes(2, 1, 1), Axes(1, 1, 2), Axes(1, 2, 4)], ids=str)
 def test_the_cache_is_what_the_engine_allocates(axes: Axes, model: DecoderConfig) -> None:
     mesh = role_mesh(jax.devices()[: axes.size], axes)

@@ -36,6 +36,9 @@ MIXED = (LayerKind(window=50), *[LayerKind()] * 2, LayerKind(rotates=False))
 EVERY_OTHER = (LayerKind(window=50), LayerKind()) * 2
 CLAMPED = Experts(8, 2, True, 256, Clamp(1.702, 7.0))
 STATES, DELTA = (*[LayerKind(recurs=True)] * 3, LayerKind()), Delta(4, 8, 32, 32)
+WINDOW = LayerKind(window=50, rope_theta=1e4)
+WHOLE = LayerKind(head_dim=64, n_kv_heads=2, keys_as_values=True)
+BORROWED = tuple(replace(kind, borrows=True, d_ff=1536) for kind in (WINDOW, WHOLE))
 SHAPES = {
     "gqa": (  # grouped heads, untied, biases
         DecoderConfig("qwen2", 8000, 256, 4, 8, 2, 32, 768),
@@ -60,6 +63,14 @@ SHAPES = {
     "experts": (
         DecoderConfig("qwen3_moe", 8000, 256, 4, 8, 2, 32, 192, experts=Experts(16, 4, True, 768)),
         DecoderConfig("gpt_oss", 8000, 384, 4, 8, 4, 48, 256, experts=CLAMPED, kinds=EVERY_OTHER),
+    ),
+    "heads": (  # of two shapes; and layers with inputs of their own, of which half borrow
+        DecoderConfig("gemma4_text", 8000, 256, 4, 8, 4, 32, 768, kinds=(WINDOW, WHOLE) * 2),
+        DecoderConfig(
+            *("gemma4_text", 8000, 256, 4, 8, 4, 32, 768),
+            kinds=(WINDOW, WHOLE, *BORROWED),
+            layer_inputs=64,
+        ),
     ),
     "states": (  # beside attention whose output has a gate
         DecoderConfig("qwen3_5_text", 8000, 256, 4, 8, 2, 32, 768, kinds=STATES, delta=DELTA),

@@ -87,6 +87,21 @@ def test_a_window_counts_its_pairs_alone():
     assert full.bytes - seen.bytes == 2 * 6 * 2 * MODEL.n_kv_heads * MODEL.head_dim * (10 - 4)
 
 
+def test_layers_of_other_shapes_count_their_own_heads():
+    """One layer of two has heads twice as wide, and half as many keys."""
+    own = LayerKind(head_dim=2 * MODEL.head_dim, n_kv_heads=MODEL.n_kv_heads // 2)
+    mixed = replace(MODEL, kinds=(LayerKind(), own))
+    each = 4 * MODEL.n_heads * MODEL.head_dim
+    rest = forward_work(mixed, [3.0], 4).flops - 2 * block_params(mixed) * 3
+    assert rest == (1 + 2) * each * 6
+    near, far = (decode_work(mixed, context, 1, 1, 4) for context in (1.0, 9.0))
+    assert far.flops - near.flops == (1 + 2) * each * 8
+    assert far.bytes - near.bytes == 4 * 2 * 2 * MODEL.n_kv_heads * MODEL.head_dim * 8
+    q, kv = MODEL.n_heads * MODEL.head_dim, MODEL.n_kv_heads * MODEL.head_dim
+    assert mixed.n_params - MODEL.n_params == MODEL.d_model * 2 * q
+    assert mixed.kept_by_token == MODEL.kept_by_token == 2 * 2 * kv
+
+
 def test_a_prompt_counts_once_however_many_completions_follow_it():
     whole = forward_work(MODEL, [8.0, 10.0], 4)
     assert group_work(MODEL, [3, 5], samples=1, mean=5, itemsize=4) == whole

@@ -47,6 +47,9 @@ GRADIENTS = (
     "model.layers.0.mlp.gate_proj.weight",
     "model.layers.0.mlp.gate_up_proj.weight",
     "model.layers.0.mlp.gate.weight",
+    "model.layers.2.self_attn.k_proj.weight",
+    "model.layers.2.self_attn.k_norm.weight",
+    "model.layers.5.self_attn.q_proj.weight",
     "model.layers.0.self_attn.sinks",
     "model.layers.1.self_attn.sinks",
     "model.layers.1.self_attn.o_proj.bias",
@@ -65,6 +68,18 @@ GRADIENTS = (
     "model.layers.1.linear_attn.dt_bias",
     "model.layers.1.linear_attn.norm.weight",
     "model.layers.3.linear_attn.out_proj.weight",
+    "model.layers.0.router.proj.weight",
+    "model.layers.0.router.scale",
+    "model.layers.1.router.per_expert_scale",
+    "model.layers.0.experts.gate_up_proj",
+    "model.layers.1.experts.down_proj",
+    "model.layers.0.pre_feedforward_layernorm_2.weight",
+    "model.layers.0.post_feedforward_layernorm_1.weight",
+    "model.embed_tokens_per_layer.weight",
+    "model.per_layer_model_projection.weight",
+    "model.per_layer_projection_norm.weight",
+    "model.layers.0.per_layer_input_gate.weight",
+    "model.layers.5.per_layer_projection.weight",
     "model.norm.weight",
     "lm_head.weight",
 )
@@ -170,7 +185,8 @@ def tiny_case(case: Case) -> tuple[dict, dict[str, np.ndarray]]:
     tied = config.tie_word_embeddings
     names = [n for n in model.state_dict() if not (tied and n == "lm_head.weight")]
     shapes = {n: tuple(model.state_dict()[n].shape) for n in names}
-    apart = case.kind != "gpt_oss"  # whose checkpoints have the tensors of transformers' modules
+    # The checkpoints of these have the tensors of transformers' modules.
+    apart = case.kind != "gpt_oss" and not case.kind.startswith("gemma4")
     tensors = random_tensors(by_expert(shapes) if apart else shapes, case.seed, case.norm)
     tensors = merged_experts(tensors) if apart else tensors
     model.load_state_dict({n: torch.from_numpy(v) for n, v in tensors.items()}, strict=False)

@@ -30,6 +30,23 @@ LLAMA3 = {
 regimes."""
 
 
+GEMMA4: dict[str, Any] = {
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "sliding_window": 5,
+    "final_logit_softcapping": 3.0,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "proportional",
+            "partial_rotary_factor": 0.5,
+            "rope_theta": 1e6,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
+"""Of all cases of Gemma 4. Their norms have small scales: scores are not divided, and would amplify
+rounding."""
 LONG_FACTORS = [1.5, 2.5, 4.0, 6.0, 9.0, 12.0]
 ROPES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
     "linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0}}, (8,)),
@@ -242,6 +259,61 @@ CASES = {
         },
         norm=0.0,
     ),
+    "gemma4": Case(
+        27,
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+        },
+        norm=0.5,
+    ),
+    "gemma4_unified": Case(
+        30,
+        "gemma4_unified_text",
+        {
+            **GEMMA4,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+        },
+        norm=0.5,
+    ),
+    "gemma4_shared": Case(
+        28,
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 64,
+        },
+        norm=0.5,
+    ),
+    "gemma4_moe": Case(
+        29,
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 24,
+        },
+        norm=0.5,
+    ),
     "olmo3": Case(
         24,
         "olmo3",
@@ -325,6 +397,8 @@ def random_tensors(
         values = random.standard_normal(shapes[name]).astype(np.float32)
         if "norm" in name:
             values = norm + 0.3 * values
+        elif name.endswith(("layer_scalar", "router.scale", "per_expert_scale")):
+            values = 1 + 0.3 * values
         elif name.endswith(("bias", "sinks", "A_log")):
             values = 0.5 * values
         elif "embed_tokens" in name or "lm_head" in name:

@@ -1,12 +1,13 @@
 """Laws of the engine for layers with a state, which no later token can mask: a slot has read its
-own tokens, each once, whatever else its device computed for it meanwhile."""
+own tokens, each once, whatever else its device computed for it meanwhile. And for layers whose keys
+and values differ in shape, some of which have none of their own."""
 
 from __future__ import annotations
 
 import math
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -16,7 +17,9 @@ import pytest
 from tiny_models import SAMPLED
 
 from jaxrl.models import decoder
+from jaxrl.models.config import DecoderConfig
 from jaxrl.models.delta import Delta
+from jaxrl.models.families import FAMILIES
 from jaxrl.models.kinds import LayerKind
 from jaxrl.models.rules import param_shardings
 from jaxrl.sampling import engine as engine_module
@@ -33,6 +36,16 @@ CONFIG = replace(
     max_positions=512,
     kinds=(LayerKind(recurs=True), LayerKind()),
     delta=Delta(k_heads=2, v_heads=4, k_dim=8, v_dim=8),
+)
+WINDOW, WHOLE = LayerKind(window=6, rope_theta=1e3), LayerKind(head_dim=16, n_kv_heads=1)
+BORROWS = replace(
+    SAMPLED,
+    family="gemma4_text",
+    n_layers=4,
+    max_positions=512,
+    layer_inputs=4,
+    final_softcap=1.0,
+    kinds=(WINDOW, WHOLE, *(replace(kind, borrows=True, d_ff=96) for kind in (WINDOW, WHOLE))),
 )
 PROMPTS = [[5, 9, 2], [1], [8, 8, 20, 31, 4, 17, 2]]
 N, WIDTH = 2, 64
@@ -68,9 +81,10 @@ class Words:
 
 
 @cache
-def params() -> Any:
-    tree = decoder.init_params(CONFIG, jax.random.key(0), layout="unstacked")
-    tree["embed"]["embedding"] = 20 * tree["embed"]["embedding"]
+def params(config: DecoderConfig) -> Any:
+    tree = decoder.init_params(config, jax.random.key(0), layout="unstacked")
+    scale = 1 / config.d_model**0.5 if FAMILIES[config.family].scaled_embedding else 1.0
+    tree["embed"]["embedding"] = 20 * scale * tree["embed"]["embedding"]
     return tree
 
 
@@ -79,15 +93,17 @@ def generate(
     layout: decoder.Layout = "unstacked",
     partner: Words | None = None,
     stop: tuple[str, ...] = (),
+    config: DecoderConfig = CONFIG,
     **options: Any,
 ) -> list[Completion]:
     mesh = None if shape is None else role_mesh(jax.devices()[: math.prod(shape)], Axes(*shape))
-    tree = params() if layout == "unstacked" else decoder.stack(params(), CONFIG.cycle)
+    tree = params(config)
+    tree = tree if layout == "unstacked" else decoder.stack(tree, config.cycle)
     if mesh is not None:
-        tree = jax.device_put(tree, param_shardings(CONFIG, mesh, layout))
+        tree = jax.device_put(tree, param_shardings(config, mesh, layout))
     sizes = {"slots": 4, "launch_tokens": 8, "max_prompt_tokens": 8, "max_new_tokens": 40}
     made = Engine(
-        CONFIG, mesh, episodes=partner is not None, tokenizer=Letters(), **sizes | options
+        config, mesh, episodes=partner is not None, tokenizer=Letters(), **sizes | options
     )
     sampling = SamplingParams(max_new_tokens=40 if partner else 12, eos_ids=(3, 7, 11), stop=stop)
     asked = {"n": N, "sampling": sampling, "seed": 0, "partner": partner}
@@ -95,54 +111,67 @@ def generate(
 
 
 @cache
-def reference() -> list[Completion]:
-    return generate()
+def reference(config: DecoderConfig) -> list[Completion]:
+    return generate(config=config)
 
 
-@jax.jit
-def learned(tokens: jax.Array, mask: jax.Array) -> jax.Array:
-    hidden = decoder.forward(CONFIG, params(), tokens[None], mask[None])
-    return jax.nn.log_softmax(decoder.logits(CONFIG, params(), hidden)[0])
+@partial(jax.jit, static_argnums=0)
+def learned(config: DecoderConfig, tokens: jax.Array, mask: jax.Array) -> jax.Array:
+    tree = params(config)
+    hidden = decoder.forward(config, tree, tokens[None], mask[None])
+    return jax.nn.log_softmax(decoder.logits(config, tree, hidden)[0])
 
 
-def assert_exact(completions: list[Completion]) -> None:
+def assert_exact(completions: list[Completion], config: DecoderConfig) -> None:
     """Log-probs of what was sampled are those of one forward pass over the whole sequence."""
     for number, completion in enumerate(completions):
         prompt = PROMPTS[number // N]
         whole = [*prompt, *completion.tokens]
         tokens = np.pad(np.array(whole, np.int32), (0, WIDTH - len(whole)))
-        logprobs = np.asarray(learned(jnp.asarray(tokens), jnp.arange(WIDTH) < len(whole)))
+        real = jnp.arange(WIDTH) < len(whole)
+        logprobs = np.asarray(learned(config, jnp.asarray(tokens), real))
         at = np.arange(len(prompt) - 1, len(whole) - 1)
         expected = logprobs[at, list(completion.tokens)]
         sampled = completion.sampled
         np.testing.assert_allclose(completion.logprobs[sampled], expected[sampled], atol=3e-5)
 
 
-def test_what_is_sampled_is_what_the_learner_reads() -> None:
+@pytest.mark.parametrize("config", [CONFIG, BORROWS], ids=["states", "borrows"])
+def test_what_is_sampled_is_what_the_learner_reads(config: DecoderConfig) -> None:
     """Slots are filled again, and free ones go on being computed."""
-    assert len({len(completion.tokens) for completion in reference()}) > 2
-    assert_exact(reference())
+    assert len({len(completion.tokens) for completion in reference(config)}) > 2
+    assert_exact(reference(config), config)
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"slots": 1}, {"slots": 16, "layout": "stacked"}, {"shape": (1, 2, 2)}],
-    ids=str,
+    ("config", "options"),
+    [
+        (CONFIG, {"slots": 1}),
+        (CONFIG, {"slots": 16, "layout": "stacked"}),
+        (CONFIG, {"shape": (1, 2, 2)}),
+        (BORROWS, {"slots": 16, "layout": "stacked", "shape": (1, 2, 2)}),
+    ],
+    ids=["a slot", "states stacked", "states divided", "borrows"],
 )
-def test_tokens_depend_on_seeds_and_prompts_alone(options: dict[str, Any]) -> None:
+def test_tokens_depend_on_seeds_and_prompts_alone(
+    config: DecoderConfig, options: dict[str, Any]
+) -> None:
     """Not on slots and their shrinking, layouts or devices."""
-    for a, b in zip(generate(**options), reference(), strict=True):
+    for a, b in zip(generate(config=config, **options), reference(config), strict=True):
         assert (a.tokens, a.finish_reason) == (b.tokens, b.finish_reason)
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=2e-5)
 
 
-def test_episodes_read_each_token_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("config", [CONFIG, BORROWS], ids=["states", "borrows"])
+def test_episodes_read_each_token_once(
+    config: DecoderConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Answers in parts, the last of which is shorter; turns that end while the steps of a launch go
     on; and turns that a stop string cuts behind tokens that the state had read."""
     monkeypatch.setattr(engine_module, "ANSWER_TOKENS", (2, 4))
     partner = Words()
     stop = ("A", "M", "Z", "k", "h", "a", "c", "v")
-    completions = generate(partner=partner, stop=stop, check_every=8)
+    completions = generate(partner=partner, stop=stop, check_every=8, config=config)
     assert max(len(completion.turns) for completion in completions) >= 5
     assert any(eos is None for eos in partner.eos) and any(partner.eos)
-    assert_exact(completions)
+    assert_exact(completions, config)

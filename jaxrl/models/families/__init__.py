@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jaxrl.models.families.gemma import GEMMA3
+from jaxrl.models.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from jaxrl.models.families.gpt_oss import GPT_OSS
 from jaxrl.models.families.llama import LLAMA
 from jaxrl.models.families.mistral import MISTRAL
@@ -27,5 +28,7 @@ FAMILIES: dict[str, Family] = {
     "olmo3": OLMO3,
     "phi3": PHI3,
     "gemma3_text": GEMMA3,
+    "gemma4_text": GEMMA4,
+    "gemma4_unified_text": GEMMA4_UNIFIED,
 }
 """`model_type` of a `config.json` -> its family."""

@@ -1,0 +1,233 @@
+"""The text of Gemma 4: Gemma 3's norms and windows; layers without a window have heads of their own
+width and number, whose values may be their keys, and rotate a part of their dims. In the small
+models layers read more of a token than the residual, and the last ones borrow keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from jaxrl.errors import UserError
+from jaxrl.models.experts import Experts
+from jaxrl.models.family import OMITTED, BlockKind, Family
+from jaxrl.models.fields import given, number, size
+from jaxrl.models.kinds import (
+    FULL,
+    SLIDING,
+    LayerKind,
+    read_ropes,
+    read_windows,
+    written_ropes,
+    written_windows,
+)
+
+LOCAL = "rope_local_base_freq"
+"""Where `read_ropes` puts the base frequency of layers with a window."""
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 262_144,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "max_position_embeddings": 131_072,
+    "sliding_window": 512,
+    "tie_word_embeddings": True,
+    "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 262_144,
+    "rope_parameters": {
+        FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+        SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+    },
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+    "pad_token_id": 0,
+}
+"""What a `config.json` leaves out where it is this."""
+SOFTCAP = "final_logit_softcapping"
+PERIOD = 6
+"""Of so many layers the last one has no window, where there are no `layer_types`."""
+BY_LAYER = "per_layer_config"
+"""Where newer versions of transformers keep what differs from layer to layer."""
+
+
+def prepare(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    if raw.get("use_bidirectional_attention") == "all":
+        raise UserError("use_bidirectional_attention=all is not supported; causal only")
+    stated = {key: value for key, value in raw.items() if value is not None}
+    return read_ropes({**raw, **DEFAULTS, **stated}, LOCAL)
+
+
+def read(raw: Mapping[str, Any]) -> dict[str, Any]:
+    window, local = size(raw, "sliding_window"), number(raw, LOCAL)
+    kinds = read_windows(raw, window, lambda i: (i + 1) % PERIOD != 0, local, _full(raw))
+    if kinds[-1].window is not None:
+        raise UserError(f"layer_types={raw['layer_types']!r}: the last layer must be {FULL}")
+    key, vocab = "hidden_size_per_layer_input", size(raw, "vocab_size")
+    inputs = size(raw, key) if given(raw[key], 0) else 0
+    if inputs and size(raw, "vocab_size_per_layer_input") != vocab:
+        raise UserError(
+            f"vocab_size_per_layer_input={raw['vocab_size_per_layer_input']!r} must be"
+            f" vocab_size={vocab}"
+        )
+    return {
+        "kinds": _borrowing(raw, kinds),
+        "score_dim": 1,
+        "layer_inputs": inputs,
+        "final_softcap": None if raw.get(SOFTCAP) is None else number(raw, SOFTCAP),
+        **_experts(raw),
+    }
+
+
+def _experts(raw: Mapping[str, Any]) -> dict[str, Any]:
+    if not raw.get("enable_moe_block"):
+        return {}
+    for key in ("num_experts", "top_k_experts", "moe_intermediate_size"):
+        if raw.get(key) is None:
+            raise UserError(f"{key}=null: enable_moe_block=true needs a number")
+    count, chosen = size(raw, "num_experts"), size(raw, "top_k_experts")
+    if chosen > count:
+        raise UserError(f"top_k_experts={chosen} exceeds num_experts={count}")
+    width = size(raw, "intermediate_size")
+    experts = Experts(count, chosen, normalised=True, dense_width=width, beside=True)
+    return {"experts": experts, "d_ff": size(raw, "moe_intermediate_size")}
+
+
+def _borrowing(raw: Mapping[str, Any], kinds: tuple[LayerKind, ...]) -> tuple[LayerKind, ...]:
+    """The kinds of all layers, of which the last ones borrow keys and values."""
+    shared = given(raw.get("num_kv_shared_layers"), 0)
+    if not shared:
+        return kinds
+    if raw.get("enable_moe_block"):
+        raise UserError(
+            f"num_kv_shared_layers={shared} is not supported beside enable_moe_block=true"
+        )
+    n = len(kinds) - size(raw, "num_kv_shared_layers")
+    if n < 1 or set(kinds[n:]) - set(kinds[:n]):
+        raise UserError(
+            f"num_kv_shared_layers={shared} of num_hidden_layers={len(kinds)}: of each kind that"
+            " reads keys and values of other layers, one before these must have its own"
+        )
+    wide = 2 * size(raw, "intermediate_size") if raw.get("use_double_wide_mlp") else None
+    return kinds[:n] + tuple(replace(kind, borrows=True, d_ff=wide) for kind in kinds[n:])
+
+
+def _full(raw: Mapping[str, Any]) -> LayerKind:
+    """The kind of the layers without a window."""
+    same = bool(raw.get("attention_k_eq_v"))
+    own = {
+        "head_dim": size(raw, "global_head_dim"),
+        "num_key_value_heads": raw.get("num_global_key_value_heads") if same else None,
+    }
+    types, by_layer = raw.get("layer_types"), given(raw.get(BY_LAYER), {})
+    if by_layer:
+        full = {str(i) for i, kind in enumerate(given(types, [])) if kind == FULL}
+        found = [by_layer[i] for i in by_layer]
+        known = all(one == found[0] and one.keys() <= own.keys() for one in found)
+        if not known or by_layer.keys() != full:
+            raise UserError(
+                f"{BY_LAYER}={by_layer!r} is not supported: of the layers without a window, all"
+                " alike, head_dim and num_key_value_heads may be others"
+            )
+        own = dict.fromkeys(own) | found[0]
+    dim, heads = (None if own[key] is None else size(own, key) for key in own)
+    return LayerKind(head_dim=dim, n_kv_heads=heads, keys_as_values=same)
+
+
+def write(config: Any) -> dict[str, Any]:
+    full, last = next(kind for kind in config.kinds if kind.window is None), config.kinds[-1]
+    written = written_windows(config.kinds, config.n_layers) | written_ropes(config)
+    return written | {
+        "rope_scaling": OMITTED,  # transformers would have it in place of the others
+        "global_head_dim": config.of(full).head_dim,
+        "num_global_key_value_heads": config.of(full).n_kv_heads if full.keys_as_values else None,
+        "attention_k_eq_v": full.keys_as_values,
+        "num_kv_shared_layers": sum(kind.borrows for kind in config.kinds),
+        "use_double_wide_mlp": last.d_ff is not None,
+        "hidden_size_per_layer_input": config.layer_inputs,
+        "vocab_size_per_layer_input": config.vocab_size,
+        **_written(config),
+        SOFTCAP: config.final_softcap,
+        "hidden_activation": config.block.activation,
+        "attention_bias": False,
+    }
+
+
+def _written(config: Any) -> dict[str, Any]:
+    if config.experts is None:
+        return {"enable_moe_block": False}
+    return {
+        "enable_moe_block": True,
+        "num_experts": config.experts.count,
+        "top_k_experts": config.experts.chosen,
+        "moe_intermediate_size": config.d_ff,
+        "intermediate_size": config.experts.dense_width,
+    }
+
+
+GEMMA4 = Family(
+    "Gemma4ForCausalLM",
+    BlockKind(
+        qk_norm="head",
+        norms="around",
+        norm_in_float32=True,
+        activation="gelu_pytorch_tanh",
+        value_norm=True,
+        scalar=True,
+    ),
+    scaled_embedding=True,
+    tensors={
+        "attn_post_norm/scale": "post_attention_layernorm.weight",
+        "mlp_norm/scale": "pre_feedforward_layernorm.weight",
+        "mlp_post_norm/scale": "post_feedforward_layernorm.weight",
+        "input/gate/kernel": "per_layer_input_gate.weight",
+        "input/out/kernel": "per_layer_projection.weight",
+        "input_norm/scale": "post_per_layer_input_norm.weight",
+        "mlp/router/kernel": "router.proj.weight",
+        "mlp/router_scale": "router.scale",
+        "mlp/expert_scale": "router.per_expert_scale",
+        "mlp/experts/gate/kernel": "experts.gate_up_proj",
+        "mlp/experts/up/kernel": "experts.gate_up_proj",
+        "mlp/experts/down/kernel": "experts.down_proj",
+        "mlp/out_norm/scale": "post_feedforward_layernorm_1.weight",
+        "mlp/experts_norm/scale": "pre_feedforward_layernorm_2.weight",
+        "mlp/experts_out_norm/scale": "post_feedforward_layernorm_2.weight",
+        "block_scale": "layer_scalar",
+    },
+    whole="gemma4",
+    prepare=prepare,
+    read=read,
+    write=write,
+)
+UNIFIED: dict[str, Any] = {
+    "sliding_window": 1024,
+    "max_position_embeddings": 262_144,
+    "hidden_size_per_layer_input": 0,
+}
+"""What a `config.json` of the model whose images pass no encoder leaves out where it is this."""
+WITHOUT = (
+    *("hidden_size_per_layer_input", "vocab_size_per_layer_input"),
+    "enable_moe_block",
+)
+"""What it does not have."""
+
+
+def prepare_unified(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    stated = {key: value for key, value in raw.items() if value is not None}
+    return prepare({**UNIFIED, **stated})
+
+
+def write_unified(config: Any) -> dict[str, Any]:
+    return {key: value for key, value in write(config).items() if key not in WITHOUT}
+
+
+GEMMA4_UNIFIED = replace(
+    GEMMA4,
+    architecture="Gemma4UnifiedForCausalLM",
+    whole="gemma4_unified",
+    prepare=prepare_unified,
+    write=write_unified,
+)
