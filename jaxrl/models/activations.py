@@ -250,6 +250,14 @@ class Pass:
         run = max(len(list(same)) * self._weights(c.of(shape)) for shape, same in shapes)
         return self.gathered * (2 if self.axes.weights > 1 else 1) + 2 * run
 
+    @property
+    def _abreast(self) -> int:
+        """How many blocks of a cycle may be differentiated at once: those that are no scan, since
+        no neighbour has their shape, of which XLA begins all as soon as it can."""
+        c = self.config
+        shapes = groupby(kind.shape for kind in c.kinds[: c.cycle])
+        return max(sum(len(list(same)) == 1 for _, same in shapes), 1)
+
     def mixture(self, differentiated: bool = False) -> int:
         """Bytes alive while the experts of a layer compute (`models.experts.chosen_experts`): the
         results of all rows, which may all be of this device's experts; and of the rows that are
@@ -353,7 +361,7 @@ class Pass:
         fused = self.fused_attention and self.platform == "gpu" and remat == "full"
         work = self._fullest(BACKWARD[remat]) - fused * self.blocks.times(FUSED)
         work = max(work, 3 * self.residual + self.mixture(differentiated=True))
-        work = max(work, self._whole_rows(WHOLE_ROWS_BACKWARD))
+        work = max(work, self._whole_rows(WHOLE_ROWS_BACKWARD)) * self._abreast
         return work + normed + spread + self.differentiated + self.mask + self.beside
 
     def first(self, remat: Remat) -> int:

@@ -151,7 +151,11 @@ def by_default(cases: Sequence[tuple[Any, ...]], *some: tuple[Any, ...]) -> list
 
 CASES = [*((s, p) for s in ("gqa", "tied", "deep") for p in PLACES), ("others", "tensor")]
 CASES += [("states", p) for p in ("one", "tensor", "data x fsdp")]
-CASES += [("layers", "one"), *(("experts", p) for p in ("one", "tensor", "expert"))]
+CASES += [
+    ("layers", "one"),
+    ("heads", "one"),
+    *(("experts", p) for p in ("one", "tensor", "expert")),
+]
 BY_DEFAULT = [
     *(("gqa", p) for p in ("one", "data x fsdp")),
     *(("tied", "fsdp"), ("deep", "tensor"), ("others", "tensor"), ("experts", "expert")),
