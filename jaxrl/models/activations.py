@@ -46,6 +46,9 @@ SAVED: dict[Remat, Blocks] = {
 everything, the attention mask spread over the heads included."""
 SAVED_ALONE: dict[Remat, Blocks] = {"full": Blocks(), "dots": Blocks(), "none": Blocks(x=3)}
 """And on a single device or an accelerator, where XLA keeps the norms' float32 steps apart."""
+FROZEN_NORMS, FROZEN_QK_NORM = Blocks(x=2), Blocks(q=1, kv=0.5)
+"""Fewer where the norms are not trained, under adapters: what they scale is kept for the gradients
+of their scales only."""
 SAVED_QK_NORM: dict[Remat, Blocks] = SAVED_ALONE | {"none": Blocks(q=3, kv=1.5)}
 """And on several accelerators where queries and keys are normalised: both as they were before, and
 in the float32 that their norms compute in."""
@@ -259,16 +262,6 @@ class Pass:
         wide = split(c.d_ff, self.axes.tensor)
         return own * tokens * (c.d_model + 3 * wide) * self.itemsize
 
-    @property
-    def turned(self) -> int:
-        """Bytes of the kernels whose last dim `fsdp` splits, of all layers: a GPU transposes them
-        before the scan over stacked layers, which gathers them."""
-        c, axes = self.config, self.axes
-        if self.platform != "gpu" or axes.weights == 1:
-            return 0
-        inputs = split(c.n_heads, axes.tensor) * c.head_dim + split(c.d_ff, axes.tensor)
-        return c.n_layers * inputs * split(c.d_model, axes.weights) * self.itemsize
-
     def saved(self, remat: Remat) -> int:
         """Bytes that the forward pass leaves for the backward pass."""
         by_blocks = self.width > BLOCK  # whose scores are computed again
@@ -278,6 +271,10 @@ class Pass:
             per_layer += self.blocks.times(SAVED_ALONE[remat])
         if self.config.block.qk_norm and self.platform != "cpu" and self.axes.size > 1:
             per_layer += self.blocks.times(SAVED_QK_NORM[remat])
+        if self.config.lora is not None and self.platform != "cpu" and remat == "none":
+            per_layer -= self.blocks.times(FROZEN_NORMS)
+            if self.config.block.qk_norm:
+                per_layer -= self.blocks.times(FROZEN_QK_NORM)
         return self.config.n_layers * per_layer + (self._kept_by_states if remat != "full" else 0)
 
     @property
@@ -313,7 +310,8 @@ class Pass:
         """Bytes alive while one block runs without a backward pass.
 
         A scan over stacked layers copies each layer's weights (of the MLP's three one is left where
-        it needs most), and `fsdp` gathers them; layer after layer they are read in place.
+        it needs most), and `fsdp` gathers them; layer after layer they are read in place. Kernels
+        that a GPU transposes before that scan are counted apart (`plan.memory.turned_bytes`).
         """
         if self.fused_attention and self.platform in MLP:
             counts = STREAMS if self.packed else MLP
@@ -324,7 +322,7 @@ class Pass:
                     work = max(work, self.blocks.times(STATES))
                 work += self.blocks.times(SUMMED) * (1 + self.packed) * (self.axes.tensor > 1)
                 if self.axes.weights > 1:
-                    work += self.turned + self.layer if stacked else PREFETCHED * self.layer
+                    work += self.layer if stacked else PREFETCHED * self.layer
                 if self.packed and not stacked:
                     work += self.residual  # of the next layer
                 elif self.packed and self.axes.weights == 1:
