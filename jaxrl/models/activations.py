@@ -213,6 +213,11 @@ class Pass:
         return c.d_model * (width + 3 * mlps * split(c.d_ff, tensor)) * self.itemsize
 
     @property
+    def cycles(self) -> int:
+        """Turns of the scan over stacked layers."""
+        return self.config.n_layers // self.config.cycle
+
+    @property
     def gathered(self) -> int:
         """The same of all layers of a cycle, which `fsdp` gathers at once."""
         return self.layer * (self.config.cycle if self.axes.weights > 1 else 1)
@@ -269,9 +274,10 @@ class Pass:
         per_layer = kept.times(SAVED[remat])
         if self.axes.size == 1 or self.platform != "cpu":
             per_layer += self.blocks.times(SAVED_ALONE[remat])
-        if self.config.block.qk_norm and self.platform != "cpu" and self.axes.size > 1:
+        several = self.platform != "cpu" and self.axes.size > 1
+        if self.config.block.qk_norm and several:
             per_layer += self.blocks.times(SAVED_QK_NORM[remat])
-        if self.config.lora is not None and self.platform != "cpu" and remat == "none":
+        if self.config.lora is not None and several and remat == "none":
             per_layer -= self.blocks.times(FROZEN_NORMS)
             if self.config.block.qk_norm:
                 per_layer -= self.blocks.times(FROZEN_QK_NORM)
@@ -329,8 +335,11 @@ class Pass:
                     work += self.layer // 3  # one of the MLP's weights, which the scan copies
             return work + self.mask
         copied = self.gathered if stacked else 0
-        if self.config.cycle > 1 and self.axes.weights == 1:  # read in place, as layer after layer
-            copied = 0
+        sliced = 0  # of the further layers of a cycle
+        if self.config.cycle > 1 and self.axes.weights == 1 and stacked:
+            # A turn of the scan slices a whole cycle; one cycle is no loop, and read in place.
+            copied = self.layer if self.cycles > 1 else 0
+            sliced = copied * (self.config.cycle - 1)
         more = self.alone.times(SPREAD) if self.axes.size == 1 else 0
         if self.packed:
             mlp, attention = (self.alone.times(counts) for counts in PACKED)
@@ -342,7 +351,7 @@ class Pass:
             mlp, attention, rotary = (self.alone.times(counts) for counts in UNROLLED)
             mlp = max(mlp, rotary)
         mlp = max(mlp, 2 * self.residual + self.mixture())
-        return max(mlp + copied // 3, attention + more + copied) + self.mask
+        return sliced + max(mlp + copied // 3, attention + more + copied) + self.mask
 
     def _fullest(self, moments: tuple[Blocks, ...]) -> int:
         return max(self.blocks.times(counts) for counts in moments)

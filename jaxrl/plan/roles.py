@@ -295,8 +295,9 @@ def _heads(m: Setting, rows: int) -> Heads:
     looked_up = embedding * compute // F32
     if not trained:
         embedding = summed = later = 0
-    if m.inputs.target.platform == TPU and not m.loss_fused:
-        embedding = 0  # a TPU scatters into it when all layers are done, and their arrays are gone
+    late = m.inputs.target.platform == TPU or (m.inputs.target.platform in GPU and axes.tensor > 1)
+    if late and not m.loss_fused:
+        embedding = 0  # it is there when all layers are done, and their arrays are gone
     theirs = 0
     if m.teacher is not None and m.signal == "hidden":
         theirs_dtype = ITEMSIZE[m.config.teacher.compute_dtype]
@@ -390,6 +391,8 @@ def _sampling(
     if stacked:  # the scan copies one layer's cache and weights; fsdp gathers one layer
         layer = layer_bytes(floats, axes, dtype) // config.n_layers
         layer += layer_bytes(floats, axes.gathered, dtype) // config.n_layers
+        if config.cycle > 1 and axes.weights == 1:  # it slices a whole cycle; one is no loop
+            layer = layer // 2 * config.cycle * (run.cycles > 1)
         turned = turned_bytes(config, axes, dtype) if on_gpu else 0
         work = {
             "prefill": turned
@@ -445,7 +448,7 @@ def _scoring(
         shard = head // axes.weights
         turned = turned_bytes(config, axes, dtype)
         looked_up = table + table // axes.weights
-        return turned + shard + max(work, head + read, looked_up)
+        return shard + max(turned + max(work, looked_up), head + read)
     if stacked:  # the gathered embedding is freed after the look-up, each layer after it ran
         return head + max(work, read, table + table // axes.weights)
     layers = config.n_layers * run.layer if m.inputs.on_cpu else 0  # gathered before the first
