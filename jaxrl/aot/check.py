@@ -45,7 +45,7 @@ from jaxrl.sharding.mesh import Visible
 MB = 1e6
 PROCESSES = 2
 """Number of processes that compile side by side. Each takes 1 to 4 GB of memory, and one core."""
-LONGEST = ("update", "decode", "decode for evaluations")
+LONGEST = ("update", "decode")
 """Programs that take as long to compile as all others: they have a process of their own."""
 THUNKS = "*thunk_sequence_after_thunk_passes*"
 """Files in XLA's dump that list the kernels and CUDA graphs which a GPU program launches."""
