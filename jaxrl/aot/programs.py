@@ -33,11 +33,9 @@ from jaxrl.models.rules import head_sharding, param_shardings
 from jaxrl.plan.inputs import PlanInputs
 from jaxrl.plan.memory import Account
 from jaxrl.plan.roles import (
-    BACKWARD,
-    LOSS,
-    STEP,
     TEMPLATE_TOKENS,
     TO_TEACHER,
+    UPDATE_PHASES,
     prefill_rows,
 )
 from jaxrl.plan.setting import Setting
@@ -328,7 +326,7 @@ def actor(run: RunPrograms) -> Iterator[Program]:
         "update",
         programs.update,
         (state, frozen, batch, place, group),
-        (BACKWARD, LOSS, STEP),
+        UPDATE_PHASES,
         calls=passes,
     )
     if batch.old_logprobs is not None:

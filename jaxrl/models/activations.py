@@ -47,6 +47,9 @@ SAVED: dict[Remat, Blocks] = {
 everything, the attention mask spread over the heads included."""
 SAVED_ALONE: dict[Remat, Blocks] = {"full": Blocks(), "dots": Blocks(), "none": Blocks(x=3)}
 """And on a single device or an accelerator, where XLA keeps the norms' float32 steps apart."""
+FROZEN_NORMS, FROZEN_QK_NORM = Blocks(x=2), Blocks(q=1, kv=0.5)
+"""Fewer where the norms are not trained, under adapters: what they scale is kept for the gradients
+of their scales only."""
 SAVED_QK_NORM: dict[Remat, Blocks] = SAVED_ALONE | {"none": Blocks(q=3, kv=1.5)}
 """And on several accelerators where queries and keys are normalised: both as they were before, and
 in the float32 that their norms compute in."""
@@ -232,6 +235,11 @@ class Pass:
         return c.d_model * (width + 3 * weights) * self.itemsize
 
     @property
+    def cycles(self) -> int:
+        """Turns of the scan over stacked layers."""
+        return self.config.n_layers // self.config.cycle
+
+    @property
     def gathered(self) -> int:
         """The same of all layers of a cycle, which `fsdp` gathers at once."""
         if self.axes.weights == 1:
@@ -311,19 +319,6 @@ class Pass:
         )
         return self.tokens * (c.n_layers * c.layer_inputs + lent) * self.itemsize
 
-    @property
-    def turned(self) -> int:
-        """Bytes of the kernels whose last dim `fsdp` splits, of all layers: a GPU transposes them
-        before the scan over stacked layers, which gathers them."""
-        c, axes = self.config, self.axes
-        if self.platform != "gpu" or axes.weights == 1:
-            return 0
-        inputs = sum(
-            n * (split(one.n_heads, axes.tensor) * one.head_dim + split(one.d_ff, axes.tensor))
-            for one, n in c.shapes.items()
-        )
-        return inputs * split(c.d_model, axes.weights) * self.itemsize
-
     def saved(self, remat: Remat) -> int:
         """Bytes that the forward pass leaves for the backward pass."""
         each = self.config.shapes.items()
@@ -337,8 +332,13 @@ class Pass:
         per_layer = kept.times(SAVED[remat])
         if self.axes.size == 1 or self.platform != "cpu":
             per_layer += self.blocks.times(SAVED_ALONE[remat])
-        if self.config.block.qk_norm and self.platform != "cpu" and self.axes.size > 1:
+        several = self.platform != "cpu" and self.axes.size > 1
+        if self.config.block.qk_norm and several:
             per_layer += self.blocks.times(SAVED_QK_NORM[remat])
+        if self.config.lora is not None and several and remat == "none":
+            per_layer -= self.blocks.times(FROZEN_NORMS)
+            if self.config.block.qk_norm:
+                per_layer -= self.blocks.times(FROZEN_QK_NORM)
         return per_layer
 
     @property
@@ -374,7 +374,8 @@ class Pass:
         """Bytes alive while one block runs without a backward pass.
 
         A scan over stacked layers copies each layer's weights (of the MLP's three one is left where
-        it needs most), and `fsdp` gathers them; layer after layer they are read in place.
+        it needs most), and `fsdp` gathers them; layer after layer they are read in place. Kernels
+        that a GPU transposes before that scan are counted apart (`plan.memory.turned_bytes`).
         """
         if self.fused_attention and self.platform in MLP:
             counts = STREAMS if self.packed else MLP
@@ -385,15 +386,18 @@ class Pass:
                     work = max(work, self.blocks.times(STATES))
                 work += self.blocks.times(SUMMED) * (1 + self.packed) * (self.axes.tensor > 1)
                 if self.axes.weights > 1:
-                    work += self.turned + self.layer if stacked else PREFETCHED * self.layer
+                    work += self.layer if stacked else PREFETCHED * self.layer
                 if self.packed and not stacked:
                     work += self.residual  # of the next layer
                 elif self.packed and self.axes.weights == 1:
                     work += self.layer // 3  # one of the MLP's weights, which the scan copies
             return work + self.mask + self.beside
         copied = self.gathered if stacked else 0
-        if self.config.cycle > 1 and self.axes.weights == 1:  # read in place, as layer after layer
-            copied = 0
+        sliced = 0  # of the further layers of a cycle
+        if self.config.cycle > 1 and self.axes.weights == 1 and stacked:
+            # A turn of the scan slices a whole cycle; one cycle is no loop, and read in place.
+            copied = self.layer if self.cycles > 1 else 0
+            sliced = copied * (self.config.cycle - 1)
         more = self.alone.times(SPREAD) if self.axes.size == 1 else 0
         if self.packed:
             mlp, attention = (self.alone.times(counts) for counts in PACKED)
@@ -405,7 +409,8 @@ class Pass:
             mlp, attention, rotary = (self.alone.times(counts) for counts in UNROLLED)
             mlp = max(mlp, rotary)
         mlp = max(mlp, 2 * self.residual + self.mixture())
-        return max(mlp + copied // 3, attention + more + copied) + self.mask + self.beside
+        layer = max(mlp + copied // 3, attention + more + copied)
+        return sliced + layer + self.mask + self.beside
 
     def _fullest(self, moments: tuple[Blocks, ...]) -> int:
         return max(self.blocks.times(counts) for counts in moments)

@@ -19,7 +19,7 @@ from jaxrl.models.batching import rows_of, width_of
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.encoder_config import EncoderConfig
 from jaxrl.models.kernels import GPU, Target, fuses
-from jaxrl.plan.memory import ITEMSIZE, Account, Entry, weight_bytes
+from jaxrl.plan.memory import ITEMSIZE, Account, Entry, turned_bytes, weight_bytes
 from jaxrl.sharding.axes import AXIS_NAMES, Axes
 
 
@@ -120,7 +120,8 @@ def reward_work(
     run = Pass(config, axes, rows, width, item, fused, packed=True, platform=platform)
     table = _gather(config, axes, item)
     if fused:
-        return max(run.forward(stacked=True), table + run.turned + run.mask)
+        turned = turned_bytes(config, axes, dtype) if platform in GPU else 0
+        return turned + max(run.forward(stacked=True), table + run.mask)
     mlp, attention = (run.blocks.times(counts) for counts in SCAN)
     attention += run.blocks.times(SPREAD)
     work = max(mlp + run.layer // 3, attention + run.layer) + run.mask

@@ -98,6 +98,26 @@ def layer_bytes(config: DecoderConfig, axes: Axes, dtype: DType) -> int:
     return sum(s.bytes(dtype) for s in shards(config, axes) if s.path.startswith("layers"))
 
 
+@lru_cache(maxsize=256)
+def turned_bytes(config: DecoderConfig, axes: Axes, dtype: DType, *, tables: bool = False) -> int:
+    """Bytes on one device of the layers' kernels that `fsdp` does not split along their first dim.
+
+    A GPU transposes these, all layers at once, before the loop over layers in which they are
+    gathered. In a program with a loop over micro-batches it does so before that loop.
+
+    Args:
+        tables: also of the embedding and the LM head.
+    """
+    total = 0
+    gathered = shards(config, axes.gathered)
+    for mine, whole in zip(shards(config, axes), gathered, strict=True):
+        stacked = mine.path.startswith("layers")
+        first = 2 if stacked else 1
+        if (stacked or tables) and mine.local[first:] != whole.local[first:]:
+            total += mine.bytes(dtype)
+    return total
+
+
 def cache_bytes(config: DecoderConfig, axes: Axes, rows: int, positions: int, dtype: DType) -> int:
     """Bytes of keys and values of `rows` sequences on one device, all layers, and of states."""
     item = ITEMSIZE[dtype]

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from jaxrl.config.schema import Config
+from jaxrl.config.section import DType
 from jaxrl.models.activations import F32, SAMPLER_ARRAYS, Pass, logits, split, whole_rows
 from jaxrl.models.buckets import bucket, round_up
 from jaxrl.models.config import DecoderConfig
@@ -32,6 +33,8 @@ from jaxrl.plan.memory import (
     optimizer_scratch,
     shards,
     trained_bytes,
+    trained_shards,
+    turned_bytes,
     weight_bytes,
 )
 from jaxrl.plan.setting import Setting
@@ -42,6 +45,9 @@ JSD_ARRAYS, KL_ARRAYS, LEAN_ARRAYS, SCORE_ARRAYS = 7, 6, 5, 3
 """Float32 arrays [chunk, V] alive at once in a loss. On the logits of both models with gradients in
 the forward pass: `JSD_ARRAYS` if 0 < jsd_beta < 1, `KL_ARRAYS` if it is 0 or 1. With
 `distill.lean`: `LEAN_ARRAYS`. In a loss that reads a few log-probs of one model: `SCORE_ARRAYS`."""
+FUSED_ARRAYS = 4
+"""Fewer of them in the loss on both models' logits on GPUs with several micro-batches, from the
+compiled updates of 2, 4 and 8 devices: XLA fuses more there than on a CPU."""
 ENTROPY_ARRAYS = 2
 """Further ones with `distill.entropy_aware`."""
 ALIGNED_ARRAYS = 5
@@ -50,15 +56,17 @@ TEMPLATE_TOKENS = 128
 """Tokens reserved for the reward model's chat template, and for its tokenizer needing more
 tokens."""
 BACKWARD, LOSS, STEP = "backward pass", "loss", "optimizer step"
-"""Phases of an update."""
+ADDED = "gradients added up"
+UPDATE_PHASES = (BACKWARD, LOSS, ADDED, STEP)
+"""Phases of an update; `ADDED` of one with several micro-batches on several GPUs."""
+TURNED = "kernels transposed for gathers"
 GATHERED_TO_DECODE = 0.45
 """Share of the layers' weights, not stacked, that a GPU has gathered over `fsdp` at once in a
 decode step, which computes little meanwhile: read from two compiled programs."""
 SHARED = "parameters, the rollout's too"
 BASE = "weights under adapters"
-UPDATE = {f"actor: {phase}" for phase in (BACKWARD, LOSS, STEP)}
+UPDATE = {f"actor: {phase}" for phase in UPDATE_PHASES}
 TO_TEACHER, AVERAGE = "publish to the teacher", "moving average"
-ROUTED = (BACKWARD, LOSS, STEP)
 PUBLISH = {"actor: publish", f"actor: {TO_TEACHER}"}
 
 
@@ -112,6 +120,16 @@ def actor(m: Setting) -> Iterable[Entry]:
     arrays = loss_arrays(m) - (m.loss_fused and m.one_chunk(rows))
     loss = 2 * run.residual + logits(m.chunk(rows), m.vocab, axes.tensor, arrays)
     fullest = max(loss, run.first(a.remat), heads.copied)
+    several = count > 1 and axes.size > 1 and m.inputs.target.platform in GPU
+    turned, converted = _turned(m, several=several), computed
+    known = not m.config.distill.lean and not (m.loss_fused and m.one_chunk(rows))
+    if several and axes.weights > 1 and known:
+        outside = [s for s in trained_shards(m.student, axes) if not s.path.startswith("layers")]
+        converted -= run.itemsize * sum(s.size for s in outside)
+        # What the layers' gradients are written into is there before the first of them.
+        before_loss = summed + converted
+        forward, fullest = _gathered_loss(m, run, rows, heads)
+        heads = heads._replace(forward=forward)
     optimizer = m.config.optimizer
     state = optimizer_bytes(m.student, axes, optimizer, a.param_dtype, a.moment_dtype)
     # An accelerator clips the gradient in its own dtype: measured with adamw, unknown of others.
@@ -123,7 +141,7 @@ def actor(m: Setting) -> Iterable[Entry]:
         Entry("weights", SHARED, m.shared_bytes),
         Entry("weights", BASE, m.base_bytes("actor")),
         Entry("optimizer", "optimizer state", state),
-        *(Entry("activations", "teacher's signal", signal, p) for p in (BACKWARD, LOSS, STEP)),
+        *(Entry("activations", "teacher's signal", signal, p) for p in UPDATE_PHASES),
         Entry("gradients", "gradients", gradients, BACKWARD),
         Entry("activations", "kept by the layers", saved, BACKWARD),
         Entry("activations", "embedding's gradient at full width", heads.embedding, BACKWARD),
@@ -134,15 +152,18 @@ def actor(m: Setting) -> Iterable[Entry]:
         # Logits and hidden states, a layer of the forward pass, or a gather of the heads.
         Entry("activations", "logits, or one layer", fullest, LOSS),
         Entry("activations", "its rows of a micro-batch", taken, LOSS),
+        *(Entry("activations", TURNED, turned, p) for p in (BACKWARD, LOSS, ADDED)),
         Entry("gradients", "gradients", summed, STEP),
         Entry("activations", "scratch", scratch, STEP),
         Entry("activations", "copy for the rollout", _published(m), "publish"),
     ]
+    if several and mixed:  # of both dtypes: the wide ones do not fit where the others were
+        entries.append(Entry("gradients", "gradients", 2 * summed + computed, ADDED))
     if m.config.policy.router_replay and m.student.experts is not None:
         experts, each = m.student.experts, m.student.n_layers * m.width
         each *= experts.chosen * experts.id_dtype.itemsize
         recorded = m.rows("actor", m.sequences) * each
-        entries += [Entry("activations", "recorded experts", recorded, p) for p in ROUTED]
+        entries += [Entry("activations", "recorded experts", recorded, p) for p in UPDATE_PHASES]
         entries.append(Entry("activations", "those of a micro-batch", 3 * rows * each, BACKWARD))
     if m.config.keeps_ema:
         average = weight_bytes(m.student, axes, "float32")
@@ -151,17 +172,66 @@ def actor(m: Setting) -> Iterable[Entry]:
         sent = _published_to_teacher(m)
         entries.append(Entry("activations", "copy for the teacher", sent, TO_TEACHER))
     if m.student.lora is not None and m.config.base_dtype != a.compute_dtype:
-        copied = computed * mixed + weight_bytes(m.student.base, axes, a.compute_dtype)
-        computed, mixed = copied, True
+        base = weight_bytes(m.student.base, axes, a.compute_dtype)
+        computed, converted, mixed = computed * mixed + base, converted * mixed + base, True
     if mixed:
+        copies = {BACKWARD: computed, LOSS: converted}
         copy = f"copy in {a.compute_dtype}"
-        entries += [Entry("activations", copy, computed, phase) for phase in (BACKWARD, LOSS)]
+        entries += [Entry("activations", copy, size, phase) for phase, size in copies.items()]
     if m.teacher is not None and m.signal == "hidden":
         widths = sum(split(width, axes.weights) for width in m.teacher_widths)
         size = split(m.teacher_rows, axes.tensor) * widths
         size *= ITEMSIZE[m.config.teacher.compute_dtype]
         entries.append(Entry("weights", "teacher's LM head", size))
     return entries
+
+
+def _turned(m: Setting, several: bool) -> int:
+    """Bytes of the kernels that a GPU transposes before the loop that gathers them over `fsdp`
+    (`memory.turned_bytes`).
+
+    Args:
+        several: several micro-batches, before whose loop also those are transposed that are
+            trained. In one pass over all rows that is part of their conversion.
+    """
+    axes, c = m.axes["actor"], m.config
+    if m.inputs.target.platform not in GPU:
+        return 0
+    theirs = 0
+    if several and m.signal == "hidden":
+        heads = (
+            whole_rows(m.teacher_rows, width, axes, ITEMSIZE[c.teacher.compute_dtype])
+            for width in m.teacher_widths
+        )
+        theirs = sum(heads) // axes.weights if axes.weights > 1 else 0
+    if m.student.lora is not None:
+        return theirs + turned_bytes(m.student.base, axes, c.base_dtype, tables=True)
+    if not several:
+        return 0
+    return theirs + turned_bytes(m.student, axes, c.actor.param_dtype, tables=True)
+
+
+def _gathered_loss(m: Setting, run: Pass, rows: int, heads: Heads) -> tuple[int, int]:
+    """(bytes of the heads at full width, bytes of the logits or of a layer) in the loss of one of
+    several micro-batches on a GPU that gathers over `fsdp`.
+
+    A loss that sums the head's gradient while it goes forward holds the sum, and the product that
+    is added to it. Any other goes backward in tiles, and the array is there by then into which the
+    embedding's gradient is scattered.
+    """
+    remat, axes = m.config.actor.remat, run.axes
+    chunk = m.chunk(rows)
+    if m.loss_fused:
+        trained = m.student.lora is None
+        product = whole_rows(m.vocab, m.student.d_model, axes, F32) * trained
+        arrays = max(SCORE_ARRAYS, loss_arrays(m) - FUSED_ARRAYS)
+        read = logits(chunk, m.vocab, axes.tensor, arrays)
+        last = logits(chunk, m.vocab, axes.tensor, 0.5)  # the logits' gradient, for the product
+        fullest = max(2 * run.residual + max(product, read) + last, run.first(remat))
+        return heads.gathered + product, max(fullest, heads.copied - product)
+    own = whole_rows(m.vocab, m.student.d_model, axes, run.itemsize)
+    tiles = 2 * run.residual + logits(chunk, m.vocab, axes.tensor, loss_arrays(m))
+    return own, max(tiles + heads.embedding, run.first(remat), heads.copied)
 
 
 def _published(m: Setting) -> int:
@@ -227,8 +297,9 @@ def _heads(m: Setting, rows: int) -> Heads:
     looked_up = embedding * compute // F32
     if not trained:
         embedding = summed = later = 0
-    if m.inputs.target.platform == TPU and not m.loss_fused:
-        embedding = 0  # a TPU scatters into it when all layers are done, and their arrays are gone
+    late = m.inputs.target.platform == TPU or (m.inputs.target.platform in GPU and axes.tensor > 1)
+    if late and not m.loss_fused:
+        embedding = 0  # it is there when all layers are done, and their arrays are gone
     theirs = 0
     if m.teacher is not None and m.signal == "hidden":
         theirs_dtype = ITEMSIZE[m.config.teacher.compute_dtype]
@@ -265,7 +336,9 @@ def rollout(m: Setting) -> Iterable[Entry]:
     if m.signal == "student_topk":
         rows = m.rows("rollout", m.sequences)
         run = replace(m.run("rollout", m.sampled, rows, m.width), packed=True)
-        work = _scoring(m, run, m.chunk(rows), 2, stacked=stacked)  # only token ids are sent
+        work = _scoring(
+            m, run, m.chunk(rows), 2, m.config.rollout.compute_dtype, stacked=stacked
+        )  # only token ids are sent
         entries.append(Entry("activations", "top-k of the policy", work, "score"))
     return entries
 
@@ -326,11 +399,18 @@ def _sampling(
     if stacked:  # the scan copies one layer's cache and weights; fsdp gathers one layer
         layer = layer_bytes(floats, axes, dtype) // config.n_layers
         layer += layer_bytes(floats, axes.gathered, dtype) // config.n_layers
+        if config.cycle > 1 and axes.weights == 1:  # it slices a whole cycle; one is no loop
+            layer = layer // 2 * config.cycle * (run.cycles > 1)
+        turned = turned_bytes(config, axes, dtype) if on_gpu else 0
         work = {
-            "prefill": max(run.forward(stacked=True), shard) + copy + whole // config.n_layers,
+            "prefill": turned
+            + max(run.forward(stacked=True), shard)
+            + copy
+            + whole // config.n_layers,
             "decode": max(scores + 2 * one, drawn, step.every_expert) + layer + 2 * copy,
             "longer cache": cache,
         }
+        work["prefill"] += whole // config.n_layers
     if episodes:  # the cache has its full length from the start
         answers = m.run(role, config, ANSWER_ROWS, ANSWER_TOKENS[1])
         scored = heads // slots * answers.rows * answers.width * positions
@@ -356,7 +436,9 @@ def _sampling(
     return entries
 
 
-def _scoring(m: Setting, run: Pass, tokens: int, arrays: int, *, stacked: bool) -> int:
+def _scoring(
+    m: Setting, run: Pass, tokens: int, arrays: int, dtype: DType, *, stacked: bool
+) -> int:
     """Bytes of a forward pass and of the logits computed from its hidden states.
 
     Args:
@@ -370,8 +452,13 @@ def _scoring(m: Setting, run: Pass, tokens: int, arrays: int, *, stacked: bool) 
         return max(work, read + run.residual)
     table = whole_rows(config.vocab_size, config.embedded, axes, run.itemsize)
     head = whole_rows(config.vocab_size, config.d_model, axes, run.itemsize) if arrays else 0
+    if stacked and m.inputs.target.platform in GPU:  # which gathers the head after the layers
+        shard = head // axes.weights
+        turned = turned_bytes(config, axes, dtype)
+        looked_up = table + table // axes.weights
+        return shard + max(turned + max(work, looked_up), head + read)
     if stacked:  # the gathered embedding is freed after the look-up, each layer after it ran
-        return head + max(work, read, table + table // axes.weights + run.turned)
+        return head + max(work, read, table + table // axes.weights)
     layers = config.n_layers * run.layer if m.inputs.on_cpu else 0  # gathered before the first
     return layers + head + max(work, read, table + max(table // axes.weights, run.residual))
 
@@ -390,7 +477,9 @@ def teacher(m: Setting) -> Iterable[Entry]:
         arrays = min(arrays, SCORE_ARRAYS - 1)  # XLA computes one of them in place
     combines = several and c.mixture is not None and c.distill.signal != "hidden"
     chunk = m.chunk(run.rows, "teacher")
-    work = _scoring(m, run, chunk, 0 if combines else arrays, stacked=not samples)
+    work = _scoring(
+        m, run, chunk, 0 if combines else arrays, c.teacher.compute_dtype, stacked=not samples
+    )
     each = [weight_bytes(model, axes, c.teacher.compute_dtype) for model in m.inputs.teachers]
     weights = max(each) if c.offload.frozen and not combines else sum(each)
     # The next version arrives beside the old one where the actor is another worker's.
@@ -439,7 +528,7 @@ def reference(m: Setting) -> Iterable[Entry]:
     section = m.config.reference
     model = m.reference
     run = m.scored("reference", model, section.num_microbatches)
-    work = _scoring(m, run, m.chunk(run.rows), 2, stacked=True)
+    work = _scoring(m, run, m.chunk(run.rows), 2, section.compute_dtype, stacked=True)
     weights = weight_bytes(model, m.axes["reference"], section.compute_dtype)
     if m.student.lora is not None:
         weights = m.base_bytes("reference")

@@ -158,6 +158,61 @@ def test_the_plan_of_an_update_is_what_the_compiler_takes(devices, remat, model,
         assert planned == pytest.approx(update.held(update.compile()), rel=WITHIN)
 
 
+REWARDED = {
+    "algorithm": "gspo",
+    "teacher": {"model": None},
+    "reward": {"functions": ["exact"]},
+    "policy": {"kl_coef": 0.1},
+}
+MIXTURE = QK_NORM | {
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+UNDER_ADAPTERS = {"lora": {"rank": 8}}
+BY_REWARDS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "adapters": ({}, UNDER_ADAPTERS, "full"),
+    "adapters, no remat": (QK_NORM, UNDER_ADAPTERS, "none"),
+    "nf4": ({}, UNDER_ADAPTERS | {"base_dtype": "nf4"}, "dots"),
+    "untied": ({"tie_word_embeddings": False}, {}, "full"),
+    "tied": ({}, {}, "dots"),
+    "experts": (MIXTURE, {}, "full"),
+}
+"""Name -> changes of the model, the section `student`, `actor.remat`."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow][: name != "adapters"]) for name in BY_REWARDS],
+)
+def test_the_plan_counts_the_kernels_that_are_transposed_before_their_gathers(name, pool, tmp_path):
+    """What `fsdp` splits along another dim than the first, of all layers: 10% of an update of
+    adapters. Beside it the LM head that the reference gathers after its layers."""
+    model, student, remat = BY_REWARDS[name]
+    run = config(
+        tmp_path,
+        {"num_hidden_layers": 28} | model,
+        mesh="actor+rollout=4,reference=4",
+        batch_size=48,
+        max_prompt_tokens=1024,
+        max_new_tokens=2048,
+        student={"model": str(tmp_path / "student")} | student,
+        actor={"micro_batch_tokens": 12288, "remat": remat},
+        reference={"parallel": {"fsdp": 4}},
+        **REWARDED,
+    )
+    ratios = {}
+    for each in list(compiling(pool, run, "h200x8", "update", "score")):
+        planned = each.program.planned(each.plan.accounts[each.program.role])
+        ratios[each.program.role] = planned / each.program.held(each.compiled)
+    assert ratios.keys() == {"actor", "reference"}
+    assert all(abs(ratio - 1) <= WITHIN for ratio in ratios.values()), ratios
+
+
 DIVIDED = [("teacher", "score"), ("rollout", "prefill"), ("rollout", "decode")]
 
 
