@@ -16,6 +16,7 @@ from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # no test asks a program's lines
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # processes that no run takes
 os.environ.setdefault("RAY_worker_niceness", "0")  # 15 has them wait for the other tests
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the public hub for a name that it has misspelt
@@ -78,6 +79,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()  # modules and tests stay: no later collection looks at them
+
+
+def pytest_sessionfinish() -> None:
+    gc.collect()
+    gc.freeze()  # pytest collects ten times more, in each process, before it ends
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -7,6 +7,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import wraps
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,6 @@ from jax._src import compilation_cache  # the cache has no public hook
 
 from jaxrl.process.streams import to_stderr
 
-COMPUTATION = re.compile(r"^(?:ENTRY )?%?[\w.-]+ \(.*\{$")
-"""The first line of a computation in the text of an HLO module."""
 COLLECTIVE = re.compile(
     r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute|collective-broadcast)"
     r"(-start)?\("
@@ -70,21 +69,20 @@ def compile_unordered_programs_again() -> None:
 
 
 def collectives_lose_order(hlo: str) -> bool:
-    """Whether the collectives of an HLO module stand in more than one computation."""
-    computation, found = "", set()
-    for line in hlo.splitlines():
-        if COMPUTATION.match(line):
-            computation = line
-        elif COLLECTIVE.search(line):
-            found.add(computation)
-    return len(found) > 1
+    """Whether the collectives of an HLO module, given as text, stand in more than one computation;
+    a line that is `}` ends each of these."""
+    return len({hlo.rfind("\n}", 0, found.start()) for found in COLLECTIVE.finditer(hlo)}) > 1
 
 
 def _is_unordered(program: Any) -> bool:
     """Whether a compiled program, or what else it may be, is one of a CPU that loses its order."""
     if not hasattr(program, "hlo_modules") or program.local_devices()[0].platform != "cpu":
         return False
-    return any(collectives_lose_order(module.to_string()) for module in program.hlo_modules())
+    # Half the text, in half the time; no public module has its options.
+    form: Any = import_module("jax._src.lib").hlo.HloPrintOptions()
+    form.print_metadata = form.print_operand_shape = form.print_backend_config = False
+    form.print_large_constants = False
+    return any(collectives_lose_order(module.to_string(form)) for module in program.hlo_modules())
 
 
 def _without_unordered(read: Callable[..., Any]) -> Callable[..., Any]:
