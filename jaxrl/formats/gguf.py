@@ -27,7 +27,9 @@ from gguf.quants import dequantize
 from jaxrl.errors import UserError
 from jaxrl.formats.weights import Index
 from jaxrl.models.config import DecoderConfig
+from jaxrl.models.delta import Delta
 from jaxrl.models.families import FAMILIES
+from jaxrl.models.families.qwen_delta import RECURRENT
 from jaxrl.models.kinds import FULL, SLIDING
 from jaxrl.models.rope import (
     LinearRope,
@@ -51,6 +53,18 @@ EXPERTS = {
     "moe_intermediate_size": "expert_feed_forward_length",
 }
 """Fields of a mixture's `config.json` -> where the metadata have them."""
+STATES = {
+    "linear_num_key_heads": "ssm.group_count",
+    "linear_num_value_heads": "ssm.time_step_rank",
+    "linear_key_head_dim": "ssm.state_size",
+    "linear_conv_kernel_dim": "ssm.conv_kernel",
+}
+"""The same of a model whose layers keep a state."""
+VALUE_ROWS = {"in_proj_qkv": 2, "conv1d": 2, "in_proj_z": 0, "in_proj_a": 0, "in_proj_b": 0}
+"""Tensors of a layer with a state that have rows for the value heads -> behind how many parts as
+wide as all key heads."""
+VALUE_COLUMNS = ("out_proj.weight", "A_log", "dt_bias")
+"""Those that have columns for the value heads."""
 
 
 class _Reader(GGUFReader):
@@ -145,7 +159,6 @@ class GgufFile:
         family = self.family
         d_model = int(self._need("embedding_length"))
         n_heads = int(self._need("attention.head_count"))
-        n_kv_heads = self._arch("attention.head_count_kv")
         head_dim = int(self._arch("attention.key_length") or d_model // n_heads)
         rotated = int(self._arch("rope.dimension_count") or head_dim)
         if rotated != head_dim and not FAMILIES[family].partial_rotary:
@@ -160,9 +173,9 @@ class GgufFile:
             family=family,
             vocab_size=int(self._tensor("token_embd.weight").shape[1]),
             d_model=d_model,
-            n_layers=int(self._need("block_count")),
+            n_layers=int(self._need("block_count")) - int(self._arch("nextn_predict_layers") or 0),
             n_heads=n_heads,
-            n_kv_heads=n_heads if n_kv_heads is None else int(n_kv_heads),
+            n_kv_heads=self._kv_heads(n_heads),
             head_dim=head_dim,
             d_ff=int(self._need("feed_forward_length")),
             rope_theta=theta,
@@ -191,6 +204,8 @@ class GgufFile:
         for key, stored in EXPERTS.items():
             if self._arch(stored) is not None:
                 raw[key] = int(self._arch(stored))
+        if entry.recurs:
+            raw |= self._states(n)
         if isinstance(pattern, list):
             raw["layer_types"] = [SLIDING if slides else FULL for slides in pattern[:n]]
         elif pattern:
@@ -208,6 +223,36 @@ class GgufFile:
             )
         return replace(config, **fields)
 
+    def _states(self, n_layers: int) -> dict[str, Any]:
+        """Of layers that keep a state, the fields of a `config.json`."""
+        raw: dict[str, Any] = {key: int(self._need(stored)) for key, stored in STATES.items()}
+        width, heads = int(self._need("ssm.inner_size")), raw["linear_num_value_heads"]
+        if heads < 1 or width % heads:
+            raise UserError(
+                f"{self.path}: ssm.inner_size={width} is not a multiple of"
+                f" ssm.time_step_rank={heads}"
+            )
+        raw["linear_value_head_dim"] = width // heads
+        recurrent = self._arch("attention.recurrent_layers")
+        if isinstance(recurrent, list):
+            raw["layer_types"] = [RECURRENT if recurs else FULL for recurs in recurrent[:n_layers]]
+        elif (interval := self._arch("full_attention_interval")) is not None:
+            raw["full_attention_interval"] = int(interval)
+        return raw
+
+    def _kv_heads(self, n_heads: int) -> int:
+        """Some files have a number for each layer, which is 0 of those that do not attend."""
+        stated = self._arch("attention.head_count_kv")
+        if not isinstance(stated, list):
+            return n_heads if stated is None else int(stated)
+        several = {int(n) for n in stated} - {0}
+        if len(several) != 1:
+            raise UserError(
+                f"{self.path}: attention.head_count_kv={stated} is not supported: it must be the"
+                " same in all layers that attend"
+            )
+        return several.pop()
+
     def shape(self, name: str) -> tuple[int, ...] | None:
         tensor = self._tensors.get(gguf_name(self.family, name))
         if tensor is None:
@@ -220,6 +265,8 @@ class GgufFile:
             )
         shape = tuple(int(n) for n in tensor.shape[::-1])
         expert = _expert(name)
+        if _is_filter(name) and len(shape) == 2:
+            return shape[0], 1, shape[1]
         if expert is None:
             return shape
         return shape[1:] if expert < shape[0] else None
@@ -239,21 +286,48 @@ class GgufFile:
             part, shape = part[expert], shape[1:]
         if len(shape) == 2:
             part = part[self._row_order(name, shape)[index[0]]]
-        values = _dequantise_columns(part, tensor.tensor_type, index[-1].indices(shape[-1])[:2])
+        columns = self._column_order(name, shape)[index[-1]]
+        values = _dequantise_columns(part, tensor.tensor_type, columns)
+        if _is_filter(name):
+            return values[:, None]
+        if name.endswith("linear_attn.A_log"):
+            return self._log_decay(tensor.name, values)
         around_one = FAMILIES[self.family].block.norm_around_one
-        return values - 1 if around_one and name.endswith("norm.weight") else values
+        shifted = name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
+        return values - 1 if around_one and shifted else values
+
+    def _log_decay(self, name: str, stored: np.ndarray) -> np.ndarray:
+        """x of a stored -exp(x)."""
+        if not (stored < 0).all():
+            raise UserError(f"{self.path}: {name} holds -exp(A_log), and a value is not below 0")
+        return np.log(-stored)
 
     def _row_order(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         """Row of the file for each row in Hugging Face's order.
 
         The files of some families interleave the two halves that rotate together in each head of q
-        and k.
+        and k; value heads of a state are `_tiled`.
         """
         order = np.arange(shape[0])
+        parts = VALUE_ROWS.get(_of_state(name).removesuffix(".weight"))
+        if parts is not None:
+            before = parts * self._delta.k_width
+            return np.concatenate([order[:before], _tiled(self._delta, order[before:])])
         permuted = name.endswith(("q_proj.weight", "k_proj.weight"))
         if not (permuted and FAMILIES[self.family].gguf_interleaved):
             return order
         return order.reshape(-1, self.config.head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
+
+    def _column_order(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """Column of the file for each column in Hugging Face's order."""
+        order = np.arange(shape[-1])
+        return _tiled(self._delta, order) if _of_state(name) in VALUE_COLUMNS else order
+
+    @property
+    def _delta(self) -> Delta:
+        delta = self.config.delta
+        assert delta is not None
+        return delta
 
     def _tensor(self, name: str) -> Any:
         if name not in self._tensors:
@@ -352,10 +426,28 @@ def _expert(name: str) -> int | None:
     return None if found is None else int(found[1])
 
 
+def _of_state(name: str) -> str:
+    """Of a tensor of a layer with a state what comes last in its name; "" of all others."""
+    return name.partition(".linear_attn.")[2]
+
+
+def _is_filter(name: str) -> bool:
+    """Whether a tensor is stored without its second dim, which is 1."""
+    return _of_state(name) == "conv1d.weight"
+
+
+def _tiled(delta: Delta, places: np.ndarray) -> np.ndarray:
+    """Those of the `places` in the file, of one or more for each value head, in Hugging Face's
+    order: the file has the first value head of each key head, then the second of each."""
+    tiles = places.reshape(delta.v_heads // delta.k_heads, delta.k_heads, -1)
+    return tiles.swapaxes(0, 1).reshape(-1)
+
+
 def gguf_name(family: str, name: str) -> str:
     """`model.layers.3.self_attn.q_proj.weight` -> `blk.3.attn_q.weight`; of a tensor of one expert,
     the one of all."""
     name = re.sub(r"\.experts\.\d+\.", ".experts.", name)
+    name = name.replace("linear_attn.dt_bias", "linear_attn.dt_proj.bias")  # as the converter does
     layer = re.search(r"\.\d+\.", name)
     number = layer.group() if layer else ".0."
     architecture = FAMILIES[family].gguf
@@ -366,10 +458,19 @@ def gguf_name(family: str, name: str) -> str:
 
 
 def _dequantise_columns(
-    data: np.ndarray, kind: GGMLQuantizationType, columns: tuple[int, int]
+    data: np.ndarray, kind: GGMLQuantizationType, columns: np.ndarray
 ) -> np.ndarray:
-    """Columns [start, stop) of stored rows as float32; only the blocks that hold them are read."""
-    start, stop = columns
+    """Columns of stored rows as float32; of each that follow one another, only the blocks that hold
+    them are read."""
+    runs = np.split(columns, np.flatnonzero(np.diff(columns) != 1) + 1)
+    parts = [_dequantise_run(data, kind, int(run[0]), int(run[-1]) + 1) for run in runs]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts, -1)
+
+
+def _dequantise_run(
+    data: np.ndarray, kind: GGMLQuantizationType, start: int, stop: int
+) -> np.ndarray:
+    """Those from `start` up to `stop`."""
     block, size = GGML_QUANT_SIZES[kind]
     if block == 1 and data.dtype != np.uint8:
         return np.ascontiguousarray(data[..., start:stop], np.float32)

@@ -20,6 +20,11 @@ _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_MARKED_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""Marks, of which Unicode has no composed form with their letter, stay in its word."""
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _CASED_WORDS = (
@@ -58,6 +63,9 @@ PRE: dict[str, Pre] = {
     "smollm": Pre(pre_tokenizers.Digits(individual_digits=True), use_regex=True),
     "gpt-2": Pre(pre_tokenizers.Sequence([]), use_regex=True),
     "qwen2": Pre(_split(""), use_regex=False, nfc=True),
+    "qwen35": Pre(
+        pre_tokenizers.Split(Regex(_MARKED_WORDS), "isolated"), use_regex=False, nfc=True
+    ),
     "dbrx": Pre(_split("{1,3}"), use_regex=False),
     "smaug-bpe": Pre(_split("{1,3}"), use_regex=False),
     "gpt-4o": Pre(pre_tokenizers.Split(Regex(_CASED_WORDS), "isolated"), use_regex=False),

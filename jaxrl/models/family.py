@@ -108,6 +108,11 @@ class Family:
     (whose module imports this one)."""
 
     @property
+    def recurs(self) -> bool:
+        """Whether there are layers that keep a state in place of keys and values."""
+        return "delta/log_decay" in self.tensors
+
+    @property
     def layer(self) -> dict[str, str]:
         """Parameter path within a block -> tensor name within `model.layers.N.`."""
         return LAYER | dict(self.tensors)

@@ -21,6 +21,8 @@ from jaxrl.checkpoint.source import load_model, resolve_model
 from jaxrl.errors import UserError
 from jaxrl.formats import gguf_tokenizer, weights
 from jaxrl.formats.gguf import GgufFile, is_read, load_tokenizer
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.delta import Delta
 from jaxrl.models.kinds import LayerKind
 from jaxrl.models.rope import Llama3Rope, YarnRope
 
@@ -196,32 +198,125 @@ def test_types_of_ordinary_files_are_among_those_that_are_read() -> None:
 
 
 LOCAL = LayerKind(window=5, rope_theta=1e4)
+STATE = LayerKind(recurs=True)
 STATED: dict[str, dict[str, Any]] = {
     "gemma3": {"kinds": (*[LOCAL] * 5, LayerKind(), LOCAL), "score_dim": 8},
     "smollm3": {"kinds": (*[LayerKind()] * 3, LayerKind(rotates=False), LayerKind())},
     "olmo3": {"rope_scaling": YarnRope(4.0, 64, 1.25)},
+    "qwen3_5": {"kinds": (*[STATE] * 3, LayerKind()), "delta": Delta(2, 6, 8, 16, 3)},
 }
 """What the files of a family cannot say otherwise, or only in float32."""
+FILES = (
+    *("llama", "llama_linear_rope", "smollm", "qwen2", "qwen3", "olmo2", "phi3"),
+    *("phi3_longrope", "gemma3", "smollm3", "olmo3", "qwen3_moe", "qwen3_5"),
+)
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "changes"),
     [
-        *("llama", "llama_linear_rope", "smollm", "qwen2", "qwen3", "olmo2", "phi3"),
-        *("phi3_longrope", "gemma3", "smollm3", "olmo3", "qwen3_moe"),
+        *((name, STATED.get(name, {})) for name in FILES),
+        ("qwen3_5", {"kinds": (STATE, LayerKind()) * 2, "delta": Delta(2, 2, 8, 12)}),
+        ("qwen3_5", STATED["qwen3_5"] | {"nextn": 1}),
     ],
 )
-def test_a_file_is_the_folder_it_was_converted_from(name: str, tmp_path: Path) -> None:
-    changes = STATED.get(name, {})
-    source = resolve_model(write_model(tmp_path / "x.gguf", name, **changes))
-    config = replace(tiny_config(name), **changes)
+def test_a_file_is_the_folder_it_was_converted_from(
+    name: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    config = replace(tiny_config(name), **{k: v for k, v in changes.items() if k != "nextn"})
+    tensors = tiny_tensors(name, config=config)
+    source = resolve_model(write_model(tmp_path / "x.gguf", name, tensors=tensors, **changes))
     assert source.config == config
-    tensors = tiny_tensors(name)
-    if name == "gemma3":  # the file holds 1 + the scales of norms, rounded
-        tensors = {k: (v + 1) - 1 if k.endswith("norm.weight") else v for k, v in tensors.items()}
+    tensors = {k: rounded(config, k, v) for k, v in tensors.items()}
     expected = weights.load(Memory(tensors), config)
-    for mesh in (None, make_mesh(1, 2, 4)):
+    tensor = 4 if config.delta is None else 2  # more than key heads divide no state
+    for mesh in (None, make_mesh(1, 2, tensor)):
         jax.tree.map(np.testing.assert_array_equal, source.load(mesh), expected)
+
+
+def rounded(config: DecoderConfig, name: str, value: np.ndarray) -> np.ndarray:
+    """As far as a file has it that holds 1 + the scales of norms, and -exp(A_log)."""
+    if name.endswith("A_log"):
+        return np.log(np.exp(value))
+    shifted = name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
+    return (value + 1) - 1 if config.block.norm_around_one and shifted else value
+
+
+def test_value_heads_of_a_quantised_tensor_are_told_apart(tmp_path: Path) -> None:
+    """The file has them in another order, in blocks that hold the columns of two heads each."""
+    changes = STATED["qwen3_5"]
+    config = replace(tiny_config("qwen3_5"), **changes)
+    tensors = tiny_tensors("qwen3_5", config=config)
+    file = GgufFile(write_model(tmp_path / "x.gguf", "qwen3_5", "Q8_0", tensors, **changes))
+    width, kind = config.delta.v_dim, TYPES["Q8_0"]
+    name = "model.layers.1.linear_attn.out_proj.weight"
+    heads = np.split(tensors[name], 6, axis=1)
+    order = [0, 3, 1, 4, 2, 5]  # of the second key head the first value head is the fourth
+    stored = np.concatenate([heads[head] for head in order], 1)
+    stored = gguf.quants.dequantize(gguf.quants.quantize(stored, kind), kind)
+    expected = np.concatenate([stored[:, order.index(h) * width :][:, :width] for h in range(6)], 1)
+    assert file.is_quantised(name) and file.shape(name) == expected.shape
+    for box in ((slice(0, 32), slice(0, 96)), (slice(3, 9), slice(5, 70)), (slice(7, 8),) * 2):
+        np.testing.assert_array_equal(file.read(name, box), expected[box])
+
+
+def test_files_that_say_of_each_layer_whether_it_attends(tmp_path: Path) -> None:
+    """The layer of a head for further tokens is none of the model's."""
+    kinds = (LayerKind(), STATE, STATE, LayerKind())
+    out = Writer(tmp_path / "x.gguf", "qwen35")
+    w = out.writer
+    for key, value in (
+        *(("block_count", 5), ("nextn_predict_layers", 1), ("embedding_length", 32)),
+        *(("feed_forward_length", 48), ("context_length", 256), ("attention.head_count", 4)),
+        *(("attention.key_length", 16), ("rope.dimension_count", 4), ("ssm.conv_kernel", 4)),
+        *(("ssm.state_size", 8), ("ssm.group_count", 2), ("ssm.time_step_rank", 4)),
+        ("ssm.inner_size", 48),
+    ):
+        w.add_uint32(f"qwen35.{key}", value)
+    w.add_layer_norm_rms_eps(1e-2)
+    w.add_array("qwen35.attention.head_count_kv", [2, 0, 0, 2, 2])
+    w.add_array("qwen35.attention.recurrent_layers", [False, True, True, False, False])
+    out.add("token_embd.weight", np.zeros((64, 32), np.float32))
+    config = GgufFile(out.close()).config
+    assert (config.n_layers, config.kinds, config.n_kv_heads) == (4, kinds, 2)
+    assert (config.delta, config.rotary_dims) == (Delta(2, 4, 8, 12), 4)
+
+
+def test_what_is_wrong_with_a_state_is_named(tmp_path: Path) -> None:
+    Writer(tmp_path / "m.gguf", "qwen35moe").close()
+    with pytest.raises(UserError, match="architecture 'qwen35moe' is not supported"):
+        resolve_model(tmp_path / "m.gguf")
+    out = Writer(tmp_path / "h.gguf", "qwen35")
+    for key, value in (
+        *(("block_count", 4), ("embedding_length", 32), ("context_length", 256)),
+        ("attention.head_count", 4),
+    ):
+        out.writer.add_uint32(f"qwen35.{key}", value)
+    out.writer.add_head_count_kv([0, 2, 0, 4])
+    out.add("token_embd.weight", np.zeros((64, 32), np.float32))
+    with pytest.raises(UserError, match=r"head_count_kv=\[0, 2, 0, 4\] is not supported"):
+        _ = GgufFile(out.close()).config
+    path, changes = tmp_path / "x.gguf", STATED["qwen3_5"]
+    tensors = tiny_tensors("qwen3_5", config=replace(tiny_config("qwen3_5"), **changes))
+    good = write_model(path, "qwen3_5", tensors=tensors, **changes).read_bytes()
+
+    def with_number(key: str, value: int) -> GgufFile:
+        at = good.index(key.encode()) + len(key) + 4  # behind the type
+        path.write_bytes(good[:at] + value.to_bytes(4, "little") + good[at + 4 :])
+        return GgufFile(path)
+
+    with pytest.raises(UserError, match=r"ssm\.inner_size=96 is not a multiple of .*rank=5"):
+        _ = with_number("qwen35.ssm.time_step_rank", 5).config
+    with pytest.raises(UserError, match="full_attention_interval=0"):
+        _ = with_number("qwen35.full_attention_interval", 0).config
+    path.write_bytes(good.replace(b"qwen35.ssm.inner_size", b"qwen35.ssm.inner_sizo"))
+    with pytest.raises(UserError, match=r"the metadata lack qwen35\.ssm\.inner_size"):
+        _ = GgufFile(path).config
+    stored = -np.exp(tensors["model.layers.0.linear_attn.A_log"][:1])
+    assert good.count(stored.tobytes()) == 1
+    path.write_bytes(good.replace(stored.tobytes(), (-stored).tobytes()))
+    with pytest.raises(UserError, match=r"blk\.0\.ssm_a holds -exp\(A_log\), and a value is not"):
+        GgufFile(path).read("model.layers.0.linear_attn.A_log", (slice(0, 6),))
 
 
 def test_an_expert_is_a_part_of_a_quantised_tensor(tmp_path: Path) -> None:
@@ -321,6 +416,7 @@ def byte_level(pre: str, **more: Any) -> Metadata:
         ("gpt-2", ["1234", "Ġa", "z", "z", "z", "ĊĊ"]),
         ("smollm", ["1", "2", "3", "4", "Ġa", "z", "z", "z", "ĊĊ"]),
         ("qwen2", ["1", "2", "3", "4", "Ġa", "z", "z", "z", "ĊĊ"]),
+        ("qwen35", ["1", "2", "3", "4", "Ġa", "z", "z", "z", "ĊĊ"]),
         ("dbrx", ["123", "4", "Ġa", "z", "z", "z", "ĊĊ"]),
         ("gpt-4o", ["123", "4", "Ġa", "z", "z", "z", "ĊĊ"]),
         ("llama-bpe", ["<bos>", "123", "4", "Ġa", "zzz", "ĊĊ"]),
@@ -353,6 +449,13 @@ def test_capitals_and_endings_split_words_where_the_pre_tokenizer_says(
     split = tokenizer.backend_tokenizer.pre_tokenizer
     found = split.pre_tokenize_str("helloWorld it's HTTPServer://")
     assert [word for word, _ in found] == words
+
+
+def test_marks_stay_in_the_word_of_their_letter_where_the_pre_tokenizer_says() -> None:
+    text = "\u0995\u09be\u0995"  # letter, mark, letter; no composed form
+    for pre, words in (("qwen2", 2), ("qwen35", 1)):
+        split = gguf_tokenizer.build(byte_level(pre), "x").backend_tokenizer.pre_tokenizer
+        assert len(split.pre_tokenize_str(text)) == words
 
 
 def test_bos_and_normal_form() -> None:

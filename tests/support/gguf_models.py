@@ -11,6 +11,7 @@ import numpy as np
 from tiny_models import tiny_config, tiny_tensors
 
 from jaxrl.formats.gguf import gguf_name
+from jaxrl.models.delta import Delta
 from jaxrl.models.families import FAMILIES
 from jaxrl.models.rope import LinearRope, Llama3Rope, LongRope, YarnRope
 
@@ -35,12 +36,23 @@ class Writer:
         return self.path
 
 
-def write_model(path: Path, name: str, kind: str = "F32", **changes: Any) -> Path:
-    """A tiny checkpoint as llama.cpp's converter writes it: llama's q and k with rows reordered."""
+def write_model(
+    path: Path,
+    name: str,
+    kind: str = "F32",
+    tensors: dict[str, np.ndarray] | None = None,
+    nextn: int = 0,
+    **changes: Any,
+) -> Path:
+    """A tiny checkpoint as llama.cpp's converter writes it: q and k of llama with rows reordered,
+    value heads of a state by `tiled`; with `nextn` layers more, which are for further tokens.
+    `tensors` in place of the case's, where the changes are of shapes."""
     config = replace(tiny_config(name), **changes)
     out = Writer(path, FAMILIES[config.family].gguf)
     w = out.writer
-    w.add_block_count(config.n_layers)
+    w.add_block_count(config.n_layers + nextn)
+    if nextn:
+        w.add_nextn_predict_layers(nextn)
     w.add_context_length(config.max_positions)
     w.add_embedding_length(config.d_model)
     dense_width = config.d_ff if config.experts is None else config.experts.dense_width
@@ -56,6 +68,13 @@ def write_model(path: Path, name: str, kind: str = "F32", **changes: Any) -> Pat
     w.add_rope_freq_base(config.rope_theta)
     if config.rotary_dims is not None:
         w.add_rope_dimension_count(config.rotary_dims)
+    if config.delta is not None:
+        w.add_ssm_conv_kernel(config.delta.conv)
+        w.add_ssm_state_size(config.delta.k_dim)
+        w.add_ssm_group_count(config.delta.k_heads)
+        w.add_ssm_time_step_rank(config.delta.v_heads)
+        w.add_ssm_inner_size(config.delta.v_width)
+        w.add_full_attention_interval([kind.recurs for kind in config.kinds].index(False) + 1)
     windows = [kind.window for kind in config.kinds]
     if any(windows):
         w.add_sliding_window(max(window or 0 for window in windows))
@@ -66,7 +85,7 @@ def write_model(path: Path, name: str, kind: str = "F32", **changes: Any) -> Pat
     w.add_bos_token_id(config.bos_id)
     w.add_eos_token_id(config.eos_ids[0])
     w.add_pad_token_id(config.pad_id)
-    for hf_name, value in stacked(config, tiny_tensors(name)).items():
+    for hf_name, value in stacked(config, tensors or tiny_tensors(name)).items():
         if FAMILIES[config.family].gguf_interleaved and hf_name.endswith(
             ("q_proj.weight", "k_proj.weight")
         ):
@@ -74,11 +93,16 @@ def write_model(path: Path, name: str, kind: str = "F32", **changes: Any) -> Pat
             halves = value.reshape(heads, 2, config.head_dim // 2, value.shape[1])
             value = halves.swapaxes(1, 2).reshape(value.shape)
         if config.block.norm_around_one and hf_name.endswith("norm.weight"):
-            value = value + 1
+            value = value if hf_name.endswith("linear_attn.norm.weight") else value + 1
+        if config.delta is not None:
+            value = of_state(config.delta, hf_name, value)
         whole_blocks = value.shape[-1] % gguf.GGML_QUANT_SIZES[TYPES[kind]][0] == 0
         stored = kind if value.ndim > 1 and whole_blocks else "F32"
         raw = gguf.quants.quantize(np.ascontiguousarray(value), TYPES[stored])
         out.add(gguf_name(config.family, hf_name), raw, stored)
+    if nextn:
+        joined = np.ones((config.d_model, 2 * config.d_model), np.float32)
+        out.add(f"blk.{config.n_layers}.nextn.eh_proj.weight", joined)
     match config.rope_scaling:
         case Llama3Rope() as rope:
             out.add("rope_freqs.weight", llama3_divisors(rope, config))
@@ -96,6 +120,31 @@ def write_model(path: Path, name: str, kind: str = "F32", **changes: Any) -> Pat
             for length, factors in (("short", rope.short_factors), ("long", rope.long_factors)):
                 out.add(f"rope_factors_{length}.weight", np.array(factors, np.float32))
     return out.close()
+
+
+def of_state(delta: Delta, name: str, value: np.ndarray) -> np.ndarray:
+    """A tensor of a layer that keeps a state as the converter writes it; others as they are."""
+    match name.partition(".linear_attn.")[2]:
+        case "A_log":
+            return tiled(delta, -np.exp(value), 1)
+        case "dt_bias" | "in_proj_a.weight" | "in_proj_b.weight":
+            return tiled(delta, value, 1)
+        case "in_proj_z.weight":
+            return tiled(delta, value, delta.v_dim)
+        case "out_proj.weight":
+            return tiled(delta, value.T, delta.v_dim).T
+        case "in_proj_qkv.weight" | "conv1d.weight":
+            value = value[:, 0] if value.ndim == 3 else value
+            before = 2 * delta.k_width
+            return np.concatenate([value[:before], tiled(delta, value[before:], delta.v_dim)])
+    return value
+
+
+def tiled(delta: Delta, value: np.ndarray, width: int) -> np.ndarray:
+    """Rows of value heads, one head after another: the first of each key head, then the second."""
+    each = delta.v_heads // delta.k_heads
+    heads = np.split(value, range(width, len(value), width))
+    return np.concatenate([heads[k * each + i] for i in range(each) for k in range(delta.k_heads)])
 
 
 def stacked(config: Any, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

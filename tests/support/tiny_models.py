@@ -64,8 +64,11 @@ def tiny_config(name: str) -> DecoderConfig:
     return DecoderConfig.from_hf(RAW_CONFIGS[name])
 
 
-def tiny_tensors(name: str, seed: int | None = None) -> dict[str, np.ndarray]:
-    case, shapes = CASES[name], weights.tensor_shapes(tiny_config(name))
+def tiny_tensors(
+    name: str, seed: int | None = None, config: DecoderConfig | None = None
+) -> dict[str, np.ndarray]:
+    """Those of a case; of another config than its own, of its shapes."""
+    case, shapes = CASES[name], weights.tensor_shapes(config or tiny_config(name))
     return random_tensors(shapes, case.seed if seed is None else seed, case.norm)
 
 

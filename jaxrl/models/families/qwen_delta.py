@@ -83,6 +83,7 @@ QWEN3_5 = Family(
         "delta/bias": "linear_attn.dt_bias",
         "delta/norm/scale": "linear_attn.norm.weight",
     },
+    gguf="qwen35",
     whole="qwen3_5",
     prepare=prepare,
     read=read,
