@@ -7,6 +7,7 @@ the others map what was written. A file appears there only whole.
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -79,11 +80,12 @@ class Converted:
     def _convert(self, name: str, file: Path) -> None:
         shape = self.tensors.shape(name)
         assert shape is not None
-        dtype, step = jnp.dtype(self.scratch.dtype), max(1, BAND // shape[1])
+        dtype, step = jnp.dtype(self.scratch.dtype), max(1, BAND // math.prod(shape[1:]))
+        rest = (slice(None),) * (len(shape) - 1)
         part = file.with_name(f"{name}.part")
         with part.open("wb") as out:
             for at in range(0, shape[0], step):
-                band = self.tensors.read(name, (slice(at, at + step), slice(None)))
+                band = self.tensors.read(name, (slice(at, at + step), *rest))
                 out.write(np.ascontiguousarray(band, dtype).view(_bits(dtype)).data)
         os.replace(part, file)
 

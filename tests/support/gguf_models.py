@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from tiny_models import tiny_config, tiny_tensors
 from jaxrl.formats.gguf import gguf_name
 from jaxrl.models.delta import Delta
 from jaxrl.models.families import FAMILIES
-from jaxrl.models.rope import LinearRope, Llama3Rope, LongRope, YarnRope
+from jaxrl.models.rope import LinearRope, Llama3Rope, LongRope, ProportionalRope, YarnRope
 
 TYPES = gguf.GGMLQuantizationType
 
@@ -55,15 +56,11 @@ def write_model(
         w.add_nextn_predict_layers(nextn)
     w.add_context_length(config.max_positions)
     w.add_embedding_length(config.d_model)
-    dense_width = config.d_ff if config.experts is None else config.experts.dense_width
-    w.add_feed_forward_length(dense_width)
     if config.experts is not None:
         w.add_expert_feed_forward_length(config.d_ff)
         w.add_expert_count(config.experts.count)
         w.add_expert_used_count(config.experts.chosen)
     w.add_head_count(config.n_heads)
-    w.add_head_count_kv(config.n_kv_heads)
-    w.add_key_length(config.head_dim)
     w.add_layer_norm_rms_eps(config.rms_norm_eps)
     w.add_rope_freq_base(config.rope_theta)
     if config.rotary_dims is not None:
@@ -75,10 +72,17 @@ def write_model(
         w.add_ssm_time_step_rank(config.delta.v_heads)
         w.add_ssm_inner_size(config.delta.v_width)
         w.add_full_attention_interval([kind.recurs for kind in config.kinds].index(False) + 1)
+    if FAMILIES[config.family].gguf == "gemma4":
+        add_gemma4(w, config)
+    else:
+        dense_width = config.d_ff if config.experts is None else config.experts.dense_width
+        w.add_feed_forward_length(dense_width)
+        w.add_head_count_kv(config.n_kv_heads)
+        w.add_key_length(config.head_dim)
     windows = [kind.window for kind in config.kinds]
     if any(windows):
         w.add_sliding_window(max(window or 0 for window in windows))
-    if config.family == "olmo3":  # of others the pattern is known
+    if config.family in ("olmo3", "gemma4_text"):  # of others the pattern is known
         w.add_sliding_window_pattern([window is not None for window in windows])
     if config.final_softcap is not None:
         w.add_final_logit_softcapping(config.final_softcap)
@@ -104,6 +108,10 @@ def write_model(
         joined = np.ones((config.d_model, 2 * config.d_model), np.float32)
         out.add(f"blk.{config.n_layers}.nextn.eh_proj.weight", joined)
     match config.rope_scaling:
+        case ProportionalRope() as rope:
+            half = config.of(config.kinds[-1]).head_dim // 2
+            n = int(half * rope.share)
+            out.add("rope_freqs.weight", np.array([1.0] * n + [1e30] * (half - n), np.float32))
         case Llama3Rope() as rope:
             out.add("rope_freqs.weight", llama3_divisors(rope, config))
         case LinearRope() as rope:
@@ -147,11 +155,29 @@ def tiled(delta: Delta, value: np.ndarray, width: int) -> np.ndarray:
     return np.concatenate([heads[k * each + i] for i in range(each) for k in range(delta.k_heads)])
 
 
+def add_gemma4(w: gguf.GGUFWriter, config: Any) -> None:
+    """What its layers differ in. As in the files that were looked at, numbers of heads are a list
+    only where layers without a window have one of their own, and widths where some are double."""
+    layers = [config.of(kind) for kind in config.kinds]
+    window = layers[[kind.window is not None for kind in config.kinds].index(True)]
+    for of, suffix in ((layers[-1], ""), (window, "_swa")):
+        getattr(w, f"add_key_length{suffix}")(of.head_dim)
+        getattr(w, f"add_value_length{suffix}")(of.head_dim)
+        getattr(w, f"add_rope_dimension_count{suffix}")(of.head_dim)
+    heads, widths = [one.n_kv_heads for one in layers], [one.mlp_width for one in layers]
+    w.add_head_count_kv(heads if len(set(heads)) > 1 else heads[0])
+    w.add_feed_forward_length(widths if len(set(widths)) > 1 else widths[0])
+    w.add_shared_kv_layers(sum(kind.borrows for kind in config.kinds))
+    w.add_embedding_length_per_layer_input(config.layer_inputs)
+    w.add_rope_freq_base_swa(next(kind.rope_theta for kind in config.kinds if kind.window))
+
+
 def stacked(config: Any, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """With one tensor [E, out, in] for those of all experts, under the name of the first."""
     if config.experts is None:
         return tensors
-    several = {name: value for name, value in tensors.items() if ".experts." in name}
+    each = re.compile(r"\.experts\.\d+\.")
+    several = {name: value for name, value in tensors.items() if each.search(name)}
     found = {name: value for name, value in tensors.items() if name not in several}
     for first in [name for name in several if ".experts.0." in name]:
         names = (

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrl.errors import UserError
-from jaxrl.models.family import BlockKind, Family
+from jaxrl.models.family import BlockKind, Family, GgufFacts
 from jaxrl.models.fields import number, size
 from jaxrl.models.kinds import SLIDING, read_ropes, read_windows, written_ropes, written_windows
 
@@ -62,7 +62,7 @@ def write(config: Any) -> dict[str, Any]:
     }
 
 
-def from_gguf(config: Any) -> dict[str, Any]:
+def from_gguf(config: Any, file: GgufFacts) -> dict[str, Any]:
     """As llama.cpp has it: by the heads' own width in the largest model, which has 62 layers."""
     of_width = config.n_layers == 62
     return {

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxrl.errors import UserError
 from jaxrl.models.experts import Experts
-from jaxrl.models.family import OMITTED, BlockKind, Family
+from jaxrl.models.family import OMITTED, BlockKind, Family, GgufFacts
 from jaxrl.models.fields import given, number, size
 from jaxrl.models.kinds import (
     FULL,
@@ -21,6 +21,7 @@ from jaxrl.models.kinds import (
     written_ropes,
     written_windows,
 )
+from jaxrl.models.rope import ProportionalRope
 
 LOCAL = "rope_local_base_freq"
 """Where `read_ropes` puts the base frequency of layers with a window."""
@@ -168,6 +169,50 @@ def _written(config: Any) -> dict[str, Any]:
     }
 
 
+def from_gguf(config: Any, file: GgufFacts) -> dict[str, Any]:
+    """As llama.cpp's converter writes it: the keys with `_swa` are of the layers with a window, the
+    others of those without. Layers that borrow keys and values may still have tensors of them."""
+    pattern, n = file.stated("attention.sliding_window_pattern"), config.n_layers
+    if not isinstance(pattern, list) or len(pattern) != n or all(pattern):
+        raise UserError(
+            f"attention.sliding_window_pattern={pattern!r} is not supported: it must say of each of"
+            f" {n} layers whether it has a window, and one must have none"
+        )
+    keys = ("attention.key_length", "attention.key_length_swa", "rope.freq_base_swa")
+    missing = [key for key in keys if file.stated(key) is None]
+    if missing or not isinstance(config.rope_scaling, ProportionalRope):
+        raise UserError(f"a Gemma 4 needs {', '.join(missing) or 'the tensor rope_freqs.weight'}")
+    dims = {end: file.stated(f"attention.key_length{end}") for end in ("", "_swa")}
+    for end, dim in dims.items():
+        for key in (f"attention.value_length{end}", f"rope.dimension_count{end}"):
+            if given(file.stated(key), dim) != dim:
+                raise UserError(
+                    f"{key}={file.stated(key)} is not supported beside"
+                    f" attention.key_length{end}={dim}: they must be the same"
+                )
+    kind = given(file.stated("rope.scaling.type"), "none")
+    if kind != "none":
+        raise UserError(
+            f"rope.scaling.type={kind!r} of a Gemma 4 is not supported; supported: none"
+        )
+    full, heads = pattern.index(False), file.stated("attention.head_count_kv")
+    widths, experts = file.stated("feed_forward_length"), file.stated("expert_count")
+    ropes = {FULL: config.rope_theta, SLIDING: file.stated("rope.freq_base_swa")}
+    return {
+        "global_head_dim": int(dims[""]),
+        "num_key_value_heads": config.n_kv_heads,
+        "num_global_key_value_heads": heads[full] if isinstance(heads, list) else None,
+        "attention_k_eq_v": file.shape(f"model.layers.{full}.self_attn.v_proj.weight") is None,
+        "num_kv_shared_layers": file.stated("attention.shared_kv_layers"),
+        "use_double_wide_mlp": isinstance(widths, list) and widths[-1] != config.d_ff,
+        "hidden_size_per_layer_input": given(file.stated("embedding_length_per_layer_input"), 0),
+        "vocab_size_per_layer_input": config.vocab_size,
+        "enable_moe_block": bool(experts),
+        "top_k_experts": file.stated("expert_used_count"),
+        "rope_parameters": {kind: {"rope_theta": theta} for kind, theta in ropes.items()},
+    }
+
+
 GEMMA4 = Family(
     "Gemma4ForCausalLM",
     BlockKind(
@@ -197,6 +242,8 @@ GEMMA4 = Family(
         "mlp/experts_out_norm/scale": "post_feedforward_layernorm_2.weight",
         "block_scale": "layer_scalar",
     },
+    gguf="gemma4",
+    from_gguf=from_gguf,
     whole="gemma4",
     prepare=prepare,
     read=read,
@@ -227,6 +274,7 @@ def write_unified(config: Any) -> dict[str, Any]:
 GEMMA4_UNIFIED = replace(
     GEMMA4,
     architecture="Gemma4UnifiedForCausalLM",
+    gguf=None,  # they are as those of the other models, whose text is the same
     whole="gemma4_unified",
     prepare=prepare_unified,
     write=write_unified,

@@ -59,7 +59,7 @@ QWEN3_MOE = Family(
         "mlp/experts/down/kernel": "mlp.experts.{expert}.down_proj.weight",
     },
     gguf="qwen3moe",
-    from_gguf=lambda _: {"norm_topk_prob": True},  # as llama.cpp computes all of them
+    from_gguf=lambda *_: {"norm_topk_prob": True},  # as llama.cpp computes all of them
     prepare=prepare,
     read=read,
     write=write,
