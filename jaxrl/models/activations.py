@@ -152,6 +152,8 @@ class Pass:
         """`pairs` of a row, in the layers that have most: a block of queries reads no keys that its
         window does not reach."""
         size, windows = at_once(queries), self.config.windows
+        if not windows:  # of layers that have a state
+            return 0
         if size == queries or None in windows:
             return size * keys
         return size * min(keys, size + max(window for window in windows if window) - 1)
