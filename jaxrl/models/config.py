@@ -71,7 +71,7 @@ class DecoderConfig:
     lora: Lora | None = None
     """The adapters that are trained in place of the weights; `config.json` does not name them."""
     quantised: Quantisation | None = None
-    """How the kernels of `projections` are held; None: as all other weights. Nor does it name
+    """How the kernels of `quantisable` are held; None: as all other weights. Nor does it name
     this."""
 
     def __post_init__(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -42,14 +43,12 @@ class Teachers:
         projection: Projection,
         width: int,
         add_feedback: AddFeedback | None = None,
-        softcaps: Sequence[float | None] = (),
     ):
         """
         Args:
             projection: of the run.
             width: of the widest teacher's hidden states.
             add_feedback: as of `Teacher`.
-            softcaps: `DecoderConfig.final_softcap` of each teacher; (): of none.
         """
         self._config, self._projection, self._add_feedback = config, projection, add_feedback
         self._scorers: dict[str, Scorer] = {}
@@ -57,8 +56,12 @@ class Teachers:
         self._combines = projection.mixture is not None and projection.distill.signal != "hidden"
         self._rows = NamedSharding(projection.mesh, PartitionSpec(ROWS))
         self._devices = row_devices(projection.mesh)
-        self._mix = mixture_program(projection, softcaps)
         self._merge = merge_program(projection, width)
+
+    @cached_property
+    def _mix(self) -> Any:
+        softcaps = [scorer.model.final_softcap for scorer in self._scorers.values()]
+        return mixture_program(self._projection, softcaps)
 
     def add(self, name: str, scorer: Scorer, sampler: Sampler | None = None) -> None:
         """The next teacher, in the order of `config.teachers`. Where frozen weights are offloaded,
@@ -165,12 +168,12 @@ class Teachers:
         return found
 
 
-def mixture_program(projection: Projection, softcaps: Sequence[float | None] = ()) -> Any:
+def mixture_program(projection: Projection, softcaps: Sequence[float | None]) -> Any:
     """Jitted: (hidden states of each teacher, their heads, weights [B, K], sequences, the student's
     top-k ids or None) -> the signal of the mixture.
 
     Args:
-        softcaps: as of `Teachers`.
+        softcaps: `DecoderConfig.final_softcap` of each teacher.
     """
 
     def combine(

@@ -223,8 +223,8 @@ def make_actor(setup: Setup, meshes: Mapping[str, Mesh]) -> ActorRole:
     reads_head = config.learns_from_teacher and config.distill.signal == "hidden"
     if reads_head and not config.teacher_follows:  # else the head is the actor's own
         frozen["teacher_head"] = _teacher_head(setup, mesh)
-    if reads_head and any(_softcaps(setup)):
-        caps = put(tuple(_softcaps(setup)), NamedSharding(mesh, PartitionSpec()))
+    if reads_head and any(softcaps := _softcaps(setup)):
+        caps = put(softcaps, NamedSharding(mesh, PartitionSpec()))
         frozen["teacher_softcap"] = caps if config.teachers else caps[0]
     if setup.cells is not None:
         frozen["cells"] = put(setup.cells, NamedSharding(mesh, PartitionSpec()))
@@ -319,7 +319,7 @@ def _heads(setup: Setup, mesh: Mesh) -> Iterator[jax.Array]:
         yield head if setup.cells is not None else _first_rows(head, v, mesh)
 
 
-def _softcaps(setup: Setup) -> list[np.float32 | None]:
+def _softcaps(setup: Setup) -> tuple[np.float32 | None, ...]:
     """`DecoderConfig.final_softcap` of each teacher, in the order of `_heads`."""
     config = setup.config
     found = [info.final_softcap for info in setup.served.values() if isinstance(info, Info)]
@@ -328,7 +328,7 @@ def _softcaps(setup: Setup) -> list[np.float32 | None]:
     found += [source.config.final_softcap for source in setup.teachers.values()]
     if config.teacher_follows:
         found = [setup.student.config.final_softcap]
-    return [None if cap is None else np.float32(cap) for cap in found]
+    return tuple(None if cap is None else np.float32(cap) for cap in found)
 
 
 def _following(setup: Setup, mesh: Mesh | None) -> Receiver | None:
@@ -392,8 +392,7 @@ def make_teacher(setup: Setup, meshes: Mapping[str, Mesh]) -> TeacherRole | Serv
 
     if config.teachers:
         width = max(source.config.d_model for source in setup.teachers.values())
-        softcaps = [source.config.final_softcap for source in setup.teachers.values()]
-        several = Teachers(config, projection, width, add_feedback, softcaps)
+        several = Teachers(config, projection, width, add_feedback)
         for name, source in setup.teachers.items():
             current().enter("teacher.start")  # offloads the teacher before, before this one comes
             several.add(name, *made(source))

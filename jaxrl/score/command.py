@@ -97,7 +97,8 @@ def _begin(scoring: Scoring, teacher: TeacherRole, batches: Sequence[int], log: 
         if scoring.stored not in (manifest.dtype, "float32"):
             hidden = _hidden(scoring, teacher, batches)
             shared = head[: scoring.job.vocab_size]
-            error = storage_error(hidden, scoring.stored, shared, config.distill)
+            cap = scoring.source.config.final_softcap
+            error = storage_error(hidden, scoring.stored, shared, config.distill, cap)
             log(f"hidden states in {scoring.stored}: {error}")
             manifest = manifest.model_copy(update={"error": error})
     tokenizer = scoring.source.tokenizer_path

@@ -79,8 +79,10 @@ def mesh_of(shape):
     return role_mesh(jax.devices()[: math.prod(shape)], Axes(*shape))
 
 
-def logprobs(hidden, head, temperature=1.3):
-    return jax.nn.log_softmax(jnp.einsum("bcd,vd->bcv", hidden, head) / temperature, -1)
+def logprobs(hidden, head, softcap=None, temperature=1.3):
+    z = jnp.einsum("bcd,vd->bcv", hidden, head)
+    z = z if softcap is None else softcap * jnp.tanh(z / softcap)
+    return jax.nn.log_softmax(z / temperature, -1)
 
 
 def is_out(left_out, bits):
@@ -127,12 +129,12 @@ def _where_open(found):
     return value, (*slopes, np.where(BORDERS.student > 0, by_open, 0))
 
 
-def dense_loss(given=CELLS, *, beta):
-    theirs = logprobs(THEIRS, THEIR_HEAD)
+def dense_loss(given=CELLS, *, beta, softcap=None, teacher_softcap=None):
+    theirs = logprobs(THEIRS, THEIR_HEAD, teacher_softcap)
     teacher = in_cells(theirs, given.teacher.cells, BORDERS.teacher, given)
 
     def loss(hidden, kernel, open):
-        student = in_cells(logprobs(hidden, kernel), given.student.cells, open, given)
+        student = in_cells(logprobs(hidden, kernel, softcap), given.student.cells, open, given)
         return dense.jsd(student, teacher, MASK, beta=beta)[0]
 
     each = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
@@ -151,6 +153,12 @@ def test_the_loss_is_the_divergence_over_cells(beta, others):
     given = cells(others)
     wanted = dense_loss(given, beta=beta)(HIDDEN, HEAD)
     jax.tree.map(SAME, loss_of(given, beta=beta)(HIDDEN, HEAD), wanted)
+
+
+def test_either_model_s_logits_may_be_capped():
+    caps = {"softcap": 1.5, "teacher_softcap": 2.0}
+    found = loss_of(beta=0.4, **caps)(HIDDEN, HEAD)
+    jax.tree.map(SAME, found, dense_loss(beta=0.4, **caps)(HIDDEN, HEAD))
 
 
 def test_with_a_cell_for_each_token_it_is_the_loss_of_one_vocabulary():

@@ -23,6 +23,8 @@ def rand(*shape, seed, scale=1.0):
 
 HIDDEN, HEAD = rand(B, C, D, seed=1), rand(V, D, seed=2, scale=0.6)
 TEACHER, TEACHER_HEAD = rand(B, C, DT, seed=3), rand(V, DT, seed=4, scale=0.6)
+OTHER, OTHER_HEAD = rand(B, C, D, seed=7), rand(V, D, seed=8, scale=0.6)
+HALF = jnp.full((B, C, 2), 0.5)
 TOKENS = jnp.asarray(np.random.default_rng(5).integers(0, V, (B, C)))
 MASK = jnp.asarray(np.random.default_rng(6).random((B, C)) < 0.7)
 
@@ -43,6 +45,9 @@ def dense_loss(name, hidden, head, theirs):
         logprobs = log_softmax(student, T)
         own = jnp.take_along_axis(logprobs, TOKENS[..., None], -1)[..., 0]
         return jnp.where(MASK, own - 0.3 * (jnp.exp(logprobs) * logprobs).sum(-1), 0).sum()
+    if name == "mixture":
+        each = capped(OTHER, OTHER_HEAD, None), teacher
+        teacher = T * jnp.logaddexp(*(log_softmax(z, T) + jnp.log(0.5) for z in each))
     return dense.jsd(student, teacher, MASK, beta=0.3, temperature=T)[0]
 
 
@@ -57,13 +62,24 @@ def loss(name, hidden, head, theirs, mesh):
         own, entropy = logprobs_and_entropy_from_hidden(hidden, head, TOKENS, **options)
         return jnp.where(MASK, own + 0.3 * entropy, 0).sum()
     options |= {"softcap": CAP, "teacher_softcap": theirs, "lean": name == "lean", "beta": 0.3}
+    if name == "mixture":
+        options |= {"teacher_softcap": (None, theirs), "mixture": TeacherMixture("arithmetic", HALF)}
+        both = (OTHER, TEACHER), (OTHER_HEAD, TEACHER_HEAD)
+        return divergence_from_hidden(hidden, head, *both, MASK, **options)[0]
     return divergence_from_hidden(hidden, head, TEACHER, TEACHER_HEAD, MASK, **options)[0]
 
 
 @pytest.mark.parametrize("shape", [None, (1, 2, 4)])
 @pytest.mark.parametrize(
     ("name", "theirs"),
-    [("fused", THEIRS), ("fused", None), ("lean", THEIRS), ("topk", THEIRS), ("logprobs", None)],
+    [
+        ("fused", THEIRS),
+        ("fused", None),
+        ("lean", THEIRS),
+        ("mixture", THEIRS),
+        ("topk", THEIRS),
+        ("logprobs", None),
+    ],
 )
 def test_value_and_gradient_are_those_of_capped_logits(name, theirs, shape):
     mesh = None if shape is None else make_mesh(*shape)

@@ -209,16 +209,18 @@ def test_int8_is_off_by_half_a_step_of_each_tokens_own_scale() -> None:
     np.testing.assert_allclose(same, scale, rtol=1e-6)
 
 
-def test_the_error_of_storage_is_the_kl_of_the_two_distributions(tiny: Any) -> None:
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_the_error_of_storage_is_the_kl_of_the_two_distributions(softcap: float | None) -> None:
     random = np.random.default_rng(1)
     hidden, head = random.normal(size=(20, 32)), random.normal(size=(V, 32))
     hidden, head = hidden.astype(np.float32), head.astype(np.float32)
     temperature = 2.0
     distill = DistillConfig(distill_temperature=temperature, chunk_tokens=8)
-    found = storage_error(hidden, "int8", head, distill)
+    found = storage_error(hidden, "int8", head, distill, softcap)
 
     def log_p(x: np.ndarray) -> np.ndarray:
-        logits = x.astype(np.float64) @ head.T.astype(np.float64) / temperature
+        logits = x.astype(np.float64) @ head.T.astype(np.float64)
+        logits = (logits if softcap is None else softcap * np.tanh(logits / softcap)) / temperature
         return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
     p, q = log_p(hidden), log_p(dequantised(*quantised(hidden)))
@@ -226,9 +228,9 @@ def test_the_error_of_storage_is_the_kl_of_the_two_distributions(tiny: Any) -> N
     assert found.tokens == 20
     assert found.mean == pytest.approx(kl.mean(), rel=0.02, abs=1e-7)
     assert found.most == pytest.approx(kl.max(), rel=0.02, abs=1e-7)
-    assert storage_error(hidden, "float32", head, distill).most == 0
+    assert storage_error(hidden, "float32", head, distill, softcap).most == 0
     # bfloat16 has 8 bits for each number, int8 for a token's largest alone.
-    assert 0 < storage_error(hidden, "bfloat16", head, distill).mean < found.mean
+    assert 0 < storage_error(hidden, "bfloat16", head, distill, softcap).mean < found.mean
 
 
 def test_of_a_shard_that_the_disk_refuses_nothing_stays(tmp_path: Path) -> None:
