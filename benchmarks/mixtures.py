@@ -40,7 +40,7 @@ from jaxrl.algorithms.signals import completion_logprobs
 from jaxrl.checkpoint.source import resolve_model
 from jaxrl.config.schema import Config
 from jaxrl.data.batch import make_rollout
-from jaxrl.models import decoder
+from jaxrl.models import parameters
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.experts import Experts
 from jaxrl.sampling.engine import Engine, SamplingParams
@@ -79,7 +79,7 @@ def models() -> dict[str, tuple[DecoderConfig, Any]]:
         "`builtin:student_moe`: 2 layers, 2 of 8 experts": (built_in.config, built_in.load()),
         "random weights: 8 layers, 8 of 64 experts": (
             small,
-            decoder.init_params(small, jax.random.key(0)),
+            parameters.init_params(small, jax.random.key(0)),
         ),
     }
 
@@ -91,10 +91,10 @@ def ratios(config: DecoderConfig, params: Any) -> dict[bool, np.ndarray]:
     drawn = random.integers(3, config.vocab_size, (PROMPTS, PROMPT))
     prompts = [Prompt(i, tuple(map(int, tokens)), "") for i, tokens in enumerate(drawn)]
     lengths = {"max_prompt_tokens": PROMPT, "max_new_tokens": NEW}
-    low = decoder.cast(params, "bfloat16")
+    low = parameters.cast(params, "bfloat16")
     engine = Engine(config, None, slots=PROMPTS * EACH, launch_tokens=NEW, **lengths)
     found = engine.generate(
-        jax.jit(decoder.unstack)(low),
+        jax.jit(parameters.unstack)(low),
         [prompt.tokens for prompt in prompts],
         n=EACH,
         sampling=SamplingParams(NEW),

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.checkpoint.source import resolve_model
-from jaxrl.models import decoder
+from jaxrl.models import parameters
 from jaxrl.models.config import DecoderConfig
 from jaxrl.sampling.engine import Engine, EngineStats, SamplingParams
 
@@ -111,7 +111,7 @@ def make_model(arguments: argparse.Namespace) -> tuple[DecoderConfig, Any]:
         tie_embeddings=True,
         max_positions=arguments.prompt + arguments.max_new,
     )
-    return config, decoder.init_params(config, jax.random.key(0), dtype, "unstacked")
+    return config, parameters.init_params(config, jax.random.key(0), dtype, "unstacked")
 
 
 @dataclass

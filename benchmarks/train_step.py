@@ -30,8 +30,8 @@ from jaxrl.algorithms.methods import METHODS
 from jaxrl.algorithms.signals import completion_hidden, packed
 from jaxrl.data.batch import make_rollout
 from jaxrl.losses.distill import divergence_from_hidden
-from jaxrl.models.decoder import head
 from jaxrl.models.packing import pack
+from jaxrl.models.parameters import head
 from jaxrl.plan import make_plan
 from jaxrl.profile.work import Work, divergence_work, forward_work
 from jaxrl.run.job import Job, make_job

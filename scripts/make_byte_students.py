@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from jaxrl import Config, train
 from jaxrl.formats.hf import save_hf
-from jaxrl.models.decoder import init_params
+from jaxrl.models.parameters import init_params
 
 SPECIAL = ("<pad>", "<s>", "</s>")
 MERGES: dict[str, list[tuple[str, str]]] = {

@@ -23,8 +23,8 @@ from jaxrl import Config, train
 from jaxrl.checkpoint.source import FINAL
 from jaxrl.formats.hf import save_hf
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import init_params
 from jaxrl.models.experts import Experts
+from jaxrl.models.parameters import init_params
 
 ASSETS = Path(__file__).parent.parent / "jaxrl" / "assets"
 SHAPES: dict[str, dict[str, Any]] = {

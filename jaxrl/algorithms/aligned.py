@@ -14,8 +14,8 @@ from jaxrl.losses.head import PathLogprobs, path_logprobs_from_hidden, topk_from
 from jaxrl.losses.layout import Softcap
 from jaxrl.losses.stretches import increments, stretch_sums
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import Params, head
 from jaxrl.models.packing import Packing, pack
+from jaxrl.models.parameters import Params, head
 from jaxrl.types import Aligned, Array, Sequences, TeacherSignal, TokenAlignment, TrainBatch
 
 

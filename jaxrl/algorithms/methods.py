@@ -33,9 +33,9 @@ from jaxrl.losses.algorithm_table import LearnsFrom
 from jaxrl.losses.head import logprobs_from_hidden
 from jaxrl.losses.masked import masked_count, masked_sum
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import Params, head
 from jaxrl.models.experts import Experts, Routed, balance_loss, expert_load
 from jaxrl.models.packing import Packing, pack
+from jaxrl.models.parameters import Params, head
 from jaxrl.runtime.worker import Future
 from jaxrl.sharding.parts import join_parts
 from jaxrl.types import (

@@ -43,9 +43,10 @@ from jaxrl.losses.masked import masked_count, masked_sum
 from jaxrl.losses.mixture import TeacherMixture
 from jaxrl.losses.stretches import increments, stretch_reverse_kl
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import Params, Remat, forward_packed, head
+from jaxrl.models.decoder import Remat, forward_packed
 from jaxrl.models.experts import Routed
 from jaxrl.models.packing import Packing, pack
+from jaxrl.models.parameters import Params, head
 from jaxrl.types import Aligned, Array, Frozen, Sequences, TeacherSignal, TrainBatch
 
 

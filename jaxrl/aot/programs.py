@@ -25,10 +25,11 @@ from jaxrl.config.schema import Config
 from jaxrl.losses.cells import WORDS, Cells, Side
 from jaxrl.models import bert
 from jaxrl.models.batching import rows_of, width_of
+from jaxrl.models.cached import Cache
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import Cache, Layout, Params, abstract_params, head
 from jaxrl.models.delta import Recurrent
 from jaxrl.models.lora import frozen_and_trained, join
+from jaxrl.models.parameters import Layout, Params, abstract_params, head
 from jaxrl.models.rules import head_sharding, param_shardings
 from jaxrl.plan.inputs import PlanInputs
 from jaxrl.plan.memory import Account

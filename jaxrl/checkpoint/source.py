@@ -26,10 +26,10 @@ from jaxrl.formats.converted import Converted, Scratch
 from jaxrl.formats.hub_names import model_name
 from jaxrl.formats.places import open_tensors, package_folder
 from jaxrl.losses.head import logprobs_from_hidden
-from jaxrl.models import decoder
+from jaxrl.models import decoder, parameters
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import Layout, Params
 from jaxrl.models.lora import Lora
+from jaxrl.models.parameters import Layout, Params
 from jaxrl.models.quantised import Quantisation
 from jaxrl.sharding.axes import ROWS, row_shards
 
@@ -394,7 +394,7 @@ def _logprobs(
     last = jax.lax.cummax(jnp.where(mask, t, -1), axis=1)
     before = jnp.pad(last[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
     states = jnp.take_along_axis(hidden, jnp.maximum(before, 0)[..., None], axis=1)
-    head = decoder.head(params)
+    head = parameters.head(params)
     options: dict[str, Any] = {"mesh": mesh, "softcap": config.final_softcap}
     values = logprobs_from_hidden(states, head, tokens, temperature=temperature, **options)
     return jnp.where(mask & (before >= 0), values, 0.0)

@@ -15,8 +15,8 @@ from jaxrl.checkpoint.store import ACTOR
 from jaxrl.formats import weights
 from jaxrl.formats.peft import Pair, pairs_of
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import Params, abstract_params
 from jaxrl.models.lora import frozen_and_trained
+from jaxrl.models.parameters import Params, abstract_params
 
 
 class SavedTensors:

@@ -10,8 +10,8 @@ from jax.typing import DTypeLike
 from jaxrl.formats import weights
 from jaxrl.formats.weights import Place
 from jaxrl.models import bert
-from jaxrl.models.decoder import Params
 from jaxrl.models.encoder_config import FAMILIES, EncoderConfig
+from jaxrl.models.parameters import Params
 
 
 def load(

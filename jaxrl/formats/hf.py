@@ -19,8 +19,8 @@ from jaxrl.errors import UserError
 from jaxrl.formats import mxfp4, weights
 from jaxrl.formats.dtypes import STORED, WRITTEN
 from jaxrl.models.config import DecoderConfig, check_special_ids, special_ids
-from jaxrl.models.decoder import Params
 from jaxrl.models.encoder_config import of_file, read_json
+from jaxrl.models.parameters import Params
 from jaxrl.sharding.mesh import is_primary
 from jaxrl.types import JsonObject
 

@@ -22,8 +22,8 @@ from jax.typing import DTypeLike
 
 from jaxrl.errors import UserError
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import Layout, Params, abstract_params, layout_of
 from jaxrl.models.families import FAMILIES
+from jaxrl.models.parameters import Layout, Params, abstract_params, layout_of
 from jaxrl.models.quantised import Quantisation, block_size, dequantise, packed, quantise
 from jaxrl.models.rules import param_shardings, param_specs
 from jaxrl.sharding.reshard import to_host

@@ -252,7 +252,7 @@ class Pass:
     @property
     def differentiated(self) -> int:
         """Bytes of weights and their gradients while a layer of a cycle is differentiated, or all
-        that `fsdp` gathered; layers of one kind are stacked for that (`decoder._through`)."""
+        that `fsdp` gathered; layers of one kind are stacked for that (`stack.through`)."""
         if self.config.cycle == 1:
             return self.layer
         c = self.config

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.models.attention import attender, kernel_on, roll_rows
-from jaxrl.models.decoder import Params
 from jaxrl.models.encoder_config import EncoderConfig
+from jaxrl.models.parameters import Params
 from jaxrl.models.rules import AXES
 from jaxrl.sharding.axes import ROWS, divided
 

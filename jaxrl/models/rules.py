@@ -11,8 +11,8 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import Layout, abstract_params
 from jaxrl.models.lora import NAMES
+from jaxrl.models.parameters import Layout, abstract_params
 from jaxrl.models.quantised import SCALE, block_size
 from jaxrl.sharding.axes import EXPERTS, WEIGHTS, AxisName, divided
 

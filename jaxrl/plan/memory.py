@@ -22,8 +22,8 @@ from jaxrl.config.section import DType
 from jaxrl.config.settings import OptimizerConfig
 from jaxrl.models.activations import split
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import abstract_params
 from jaxrl.models.lora import NAMES, frozen_and_trained
+from jaxrl.models.parameters import abstract_params
 from jaxrl.models.rules import param_shardings
 from jaxrl.roles.optimizer import make_optimizer, state_shardings
 from jaxrl.sharding.axes import AXIS_NAMES, Axes

@@ -24,9 +24,9 @@ from jaxrl.errors import RunError
 from jaxrl.formats import peft
 from jaxrl.formats.hf import save_hf
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import Layout, Params
 from jaxrl.models.lora import join
 from jaxrl.models.packing import held_tokens, room_of, row_devices
+from jaxrl.models.parameters import Layout, Params
 from jaxrl.roles.microbatch import (
     cut_minibatches,
     padded_count,

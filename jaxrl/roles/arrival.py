@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import jax
 
 from jaxrl.formats.weights import path_string
-from jaxrl.models.decoder import Params
+from jaxrl.models.parameters import Params
 from jaxrl.runtime.worker import phase
 from jaxrl.sharding.ledger import current
 from jaxrl.sharding.reshard import reshard

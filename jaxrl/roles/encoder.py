@@ -18,8 +18,8 @@ from jaxrl.formats.places import find_folder
 from jaxrl.formats.torch_bin import open_weights
 from jaxrl.models import bert
 from jaxrl.models.batching import Progress, run_batches
-from jaxrl.models.decoder import Params
 from jaxrl.models.encoder_config import EncoderConfig, read_encoder
+from jaxrl.models.parameters import Params
 from jaxrl.sharding.ledger import current
 
 BATCH_TOKENS = 4096

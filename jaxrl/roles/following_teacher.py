@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from jaxrl.models.decoder import Layout, abstract_params
+from jaxrl.models.parameters import Layout, abstract_params
 from jaxrl.models.rules import param_shardings
 from jaxrl.roles.actor import SENT_TO_TEACHER
 from jaxrl.roles.arrival import check_fit, described, received

@@ -12,8 +12,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.algorithms.signals import completion_logprobs
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import Params
 from jaxrl.models.packing import row_devices
+from jaxrl.models.parameters import Params
 from jaxrl.roles.microbatch import scored_part
 from jaxrl.runtime.worker import phase
 from jaxrl.sharding.axes import ROWS

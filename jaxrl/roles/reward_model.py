@@ -28,8 +28,8 @@ from jaxrl.formats.torch_bin import open_weights
 from jaxrl.models import decoder
 from jaxrl.models.batching import Progress, run_batches
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import Params
 from jaxrl.models.encoder_config import read_json
+from jaxrl.models.parameters import Params
 from jaxrl.sharding.ledger import current
 from jaxrl.sharding.reshard import put
 

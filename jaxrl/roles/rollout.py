@@ -19,10 +19,10 @@ from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.environments.episodes import Episodes
 from jaxrl.errors import UserError
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import Layout, Params, abstract_params, unstack
 from jaxrl.models.kernels import target_of
 from jaxrl.models.lora import frozen_and_trained, join, merged
 from jaxrl.models.packing import room_of, row_devices
+from jaxrl.models.parameters import Layout, Params, abstract_params, unstack
 from jaxrl.models.rules import param_shardings
 from jaxrl.roles.actor import SENT
 from jaxrl.roles.arrival import check_fit, described, received

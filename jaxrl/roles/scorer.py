@@ -14,8 +14,8 @@ from jaxrl.data.alignment import Aligner
 from jaxrl.data.batch import as_the_teacher_reads
 from jaxrl.losses.cells import Cells
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import Params
 from jaxrl.models.packing import row_devices
+from jaxrl.models.parameters import Params
 from jaxrl.roles.microbatch import ScoredPart, scored_part
 from jaxrl.runtime.worker import phase
 from jaxrl.sharding.axes import ROWS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from jaxrl.models.decoder import Params
+from jaxrl.models.parameters import Params
 from jaxrl.rewards.scoring import RewardReport
 from jaxrl.roles.rollout import Sampler
 from jaxrl.roles.scorer import Scorer

@@ -16,8 +16,8 @@ from jaxrl.algorithms.signals import Projection, mixture_signal
 from jaxrl.algorithms.teachers import by_teacher, teacher_weights
 from jaxrl.config.schema import Config
 from jaxrl.data.batch import as_the_teacher_reads
-from jaxrl.models.decoder import head
 from jaxrl.models.packing import room_of, row_devices
+from jaxrl.models.parameters import head
 from jaxrl.rewards.scoring import RewardReport
 from jaxrl.roles.microbatch import ScoredPart, own_parts, scored_part
 from jaxrl.roles.rollout import Sampler

@@ -20,9 +20,9 @@ from jax.typing import DTypeLike
 from jaxrl.algorithms.signals import completion_logprobs
 from jaxrl.config.schema import Config
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import Layout, Params, abstract_params, cast, head, unstack
 from jaxrl.models.kernels import target_of
 from jaxrl.models.lora import frozen_and_trained, join
+from jaxrl.models.parameters import Layout, Params, abstract_params, cast, head, unstack
 from jaxrl.models.rules import head_sharding, param_shardings
 from jaxrl.roles.microbatch import micro_batch, rows_of_groups, split_rows
 from jaxrl.roles.optimizer import apply_changes, make_optimizer, state_shardings

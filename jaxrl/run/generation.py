@@ -11,7 +11,7 @@ from jaxrl.config.schema import Config
 from jaxrl.data.jsonl import JsonlFile
 from jaxrl.data.tokenizer import PromptLike, encode_prompt
 from jaxrl.errors import UserError
-from jaxrl.models import decoder
+from jaxrl.models import parameters
 from jaxrl.models.buckets import bucket
 from jaxrl.process.compile_cache import enable_compile_cache
 from jaxrl.sampling.engine import NARROWEST, Engine, EngineStats
@@ -59,7 +59,7 @@ def sample(
     engine = _engine(model, max(map(len, tokens)), sampling.max_new_tokens, len(tokens) * n)
     params = model.params
     if not isinstance(params["layers"], list):
-        params = decoder.unstack(params)
+        params = parameters.unstack(params)
     return engine.generate(params, tokens, n=n, sampling=sampling, seed=seed), engine.stats
 
 

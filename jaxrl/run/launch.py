@@ -34,8 +34,8 @@ from jaxrl.config.schema import Config
 from jaxrl.config.section import DType
 from jaxrl.data.feedback import with_feedback
 from jaxrl.formats import hub
-from jaxrl.models.decoder import Layout, Params
 from jaxrl.models.lora import frozen_and_trained
+from jaxrl.models.parameters import Layout, Params
 from jaxrl.models.rules import head_sharding, param_shardings
 from jaxrl.plan import Plan
 from jaxrl.plan.roles import TEMPLATE_TOKENS

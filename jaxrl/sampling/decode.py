@@ -15,12 +15,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl.models import decoder
+from jaxrl.models import cached, decoder
+from jaxrl.models.cached import Cache, keys_of
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import Cache, Layout, Params, keys_of
 from jaxrl.models.delta import Recurrent, nothing_read
 from jaxrl.models.experts import Routed
 from jaxrl.models.kinds import LayerKind
+from jaxrl.models.parameters import Layout, Params
 from jaxrl.sampling.sampler import SamplingArrays, is_eos, sample, sample_keys, uniforms
 from jaxrl.sharding.axes import ROWS
 
@@ -164,7 +165,7 @@ def extend(
     """
     some = _select(config, mesh, cache, slots)
     given = (_rows(x, mesh) for x in (tokens, positions, lengths))
-    some = _constrain(config, mesh, decoder.extend(config, params, some, *given, mesh=mesh), ROWS)
+    some = _constrain(config, mesh, cached.extend(config, params, some, *given, mesh=mesh), ROWS)
 
     def put(cache: Cache, some: Cache, slots: jax.Array) -> Cache:
         def one(ours: jax.Array, theirs: jax.Array) -> jax.Array:
@@ -198,7 +199,7 @@ def prefill(
     read = lengths if config.n_recurrent == 0 else lengths - 1
     mask = jnp.arange(tokens.shape[1])[None] < read[:, None]
     routed: list[Routed] = []
-    _, cache = decoder.prefill(config, params, tokens, mask, mesh=mesh, routed=routed)
+    _, cache = cached.prefill(config, params, tokens, mask, mesh=mesh, routed=routed)
     chosen = _recorded(config, routed) if record else None
     return _constrain(config, mesh, cache, None), _everywhere(chosen, mesh)
 
@@ -288,7 +289,7 @@ def launch(
         routed: list[Routed] = []
         active = _rows(counts < limits, mesh)
         options = {"used": used, "live": active, "mesh": mesh, "routed": routed}
-        hidden, cache = decoder.decode(config, params, cache, tokens, positions, **options)
+        hidden, cache = cached.decode(config, params, cache, tokens, positions, **options)
         logits = _whole_rows(decoder.logits(config, params, hidden), mesh)
         draw = sample(logits, _rows(uniforms(keys, counts), mesh), knobs)
         drawn = jnp.stack([draw.tokens, _bits(draw.logprobs), _bits(draw.sampler_logprobs)], -1)

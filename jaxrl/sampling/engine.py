@@ -32,10 +32,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.errors import UserError
 from jaxrl.models.buckets import bucket, round_up
+from jaxrl.models.cached import Cache, keys_of
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import Cache, Params, cast, keys_of, layout_of
 from jaxrl.models.delta import Recurrent
 from jaxrl.models.kernels import target_of
+from jaxrl.models.parameters import Params, cast, layout_of
 from jaxrl.sampling import decode, text
 from jaxrl.sampling.episodes import Partner
 from jaxrl.sampling.sampler import SamplingArrays, SamplingParams, sampling_arrays

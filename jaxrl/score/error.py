@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.config.settings import DistillConfig
-from jaxrl.losses.layout import Softcap, inverse, softcaps_of
+from jaxrl.losses.layout import inverse, softcaps_of
 from jaxrl.losses.vocabulary import VocabShard
 from jaxrl.teacher.cache import StorageError, Stored, dequantised, in_storage
 from jaxrl.types import TeacherSignal

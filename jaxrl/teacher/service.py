@@ -22,10 +22,10 @@ from jaxrl.algorithms.signals import Projection, score
 from jaxrl.checkpoint.source import ModelSource
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
-from jaxrl.models import decoder
+from jaxrl.models import parameters
 from jaxrl.models.buckets import bucket
-from jaxrl.models.decoder import Params
 from jaxrl.models.packing import room_of, row_devices
+from jaxrl.models.parameters import Params
 from jaxrl.sharding.axes import ROWS, Axes, row_shards
 from jaxrl.sharding.ledger import current
 from jaxrl.sharding.mesh import ensure_devices, role_mesh, verify_arrays
@@ -148,7 +148,7 @@ class ScoringService:
 
     @cached_property
     def _head(self) -> np.ndarray:
-        found = self._in_turn(lambda: np.asarray(decoder.head(self.params)))
+        found = self._in_turn(lambda: np.asarray(parameters.head(self.params)))
         return found.result(timeout=HEAD_S)
 
     def score(self, request: Request, wanted: Callable[[], bool]) -> TeacherSignal:

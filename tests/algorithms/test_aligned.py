@@ -18,7 +18,7 @@ from jaxrl.data.alignment import Aligner, Speaker
 from jaxrl.data.batch import make_rollout
 from jaxrl.losses.cells import LEFT_OUT, LONGER
 from jaxrl.losses.divergence import jsd
-from jaxrl.models import decoder
+from jaxrl.models import decoder, parameters
 from jaxrl.models.config import DecoderConfig
 from jaxrl.roles.scorer import Scorer
 from jaxrl.sharding.reshard import to_host
@@ -173,7 +173,7 @@ def test_the_loss_is_of_first_cells_and_of_what_follows_them(signal):
     projection = Projection.of(config, mesh, teacher[0].vocab_size)
     scorer = Scorer(teacher[0], teacher[1], projection, 16, aligner, 64)
     sent = jax.tree.map(to_host, scorer.score(rollout))
-    their_head, numbers = np.asarray(decoder.head(teacher[1])), np.arange(aligner.cells.size)
+    their_head, numbers = np.asarray(parameters.head(teacher[1])), np.arange(aligner.cells.size)
     mine, theirs, bits = aligner.cells
     frozen = {"teacher_head": their_head, "cells": aligner.cells}
     b, c = rollout.sequences.loss_mask.shape
@@ -184,7 +184,7 @@ def test_the_loss_is_of_first_cells_and_of_what_follows_them(signal):
     of_sets = (sent.cells <= LEFT_OUT) & flat.loss_mask & (signal != "sampled")
     assert (abs(baseline[of_sets]) > 0.1).all() and not baseline[~of_sets].any()
     hidden = np.random.default_rng(1).normal(0, 0.5, (b, c, 32)).astype(np.float32)
-    head = np.asarray(decoder.head(student[1]))
+    head = np.asarray(parameters.head(student[1]))
     p = Projection.of(config, mesh, student[0].vocab_size)
 
     def found(hidden, head):

@@ -20,7 +20,7 @@ from jaxrl.config import cli
 from jaxrl.errors import UserError
 from jaxrl.formats import hf
 from jaxrl.generate import generate, main
-from jaxrl.models import decoder
+from jaxrl.models import parameters
 from jaxrl.models.config import DecoderConfig
 from jaxrl.sampling import decode
 from jaxrl.sharding.axes import Axes
@@ -46,7 +46,7 @@ CONFIG = DecoderConfig(
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("model")
-    params = decoder.init_params(CONFIG, jax.random.key(0))
+    params = parameters.init_params(CONFIG, jax.random.key(0))
     params["embed"]["embedding"] = 10 * params["embed"]["embedding"]
     tiny_tokenizer().save_pretrained(root / "tokenizer")
     return hf.save_hf(

@@ -22,7 +22,7 @@ from tiny_models import NAMES, RAW_CONFIGS, Memory, make_mesh, tiny_config, tiny
 
 from jaxrl.errors import UserError
 from jaxrl.formats import hf, weights
-from jaxrl.models import decoder
+from jaxrl.models import decoder, parameters
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.rules import param_shardings
 
@@ -333,7 +333,7 @@ def test_the_head_alone(name: str, tmp_path: Path) -> None:
     mesh = make_mesh(1, 2, 4)
     tensors = hf.SafetensorsFolder(folder)
     for head in (weights.load_head(tensors, config), weights.load_head(tensors, config, mesh)):
-        assert_same(head, decoder.head(params))
+        assert_same(head, parameters.head(params))
     assert head.sharding.spec == PartitionSpec("tensor", "fsdp")
     memory = Memory(tiny_tensors(name))
     weights.load_head(memory, config, mesh)

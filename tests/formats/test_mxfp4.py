@@ -17,7 +17,7 @@ from tiny_models import RAW_CONFIGS, REFERENCES, Memory, make_mesh
 
 from jaxrl.errors import UserError
 from jaxrl.formats import hf, mxfp4, weights
-from jaxrl.models import decoder
+from jaxrl.models import decoder, parameters
 from jaxrl.models.config import DecoderConfig
 
 RAW = RAW_CONFIGS["gpt_oss"] | PACKED
@@ -67,7 +67,7 @@ def test_a_released_checkpoint_computes_what_transformers_does(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("layout", ["stacked", "unstacked"])
-def test_each_device_reads_its_own_part(layout: decoder.Layout, tmp_path: Path) -> None:
+def test_each_device_reads_its_own_part(layout: parameters.Layout, tmp_path: Path) -> None:
     """Parameters that alternate by columns are read by columns, and none twice."""
     tensors = hf.SafetensorsFolder(released(tmp_path))
     config, mesh = hf.read_config(tmp_path), make_mesh(1, 2, 2, 1, 2)

@@ -21,7 +21,7 @@ from jaxrl.checkpoint.source import resolve_model
 from jaxrl.data.batch import make_rollout
 from jaxrl.errors import UserError
 from jaxrl.formats import peft
-from jaxrl.models import decoder
+from jaxrl.models import decoder, parameters
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.experts import Clamp, Experts
 from jaxrl.models.kinds import LayerKind
@@ -102,7 +102,7 @@ BESIDE = DecoderConfig(
 
 def sampled(config=SMALL, dtype=jnp.float32, n=3, new=8, slots=4):
     """n rollouts of each prompt, of a random model; as they stand the slots are filled twice."""
-    params = decoder.init_params(config, jax.random.key(0), dtype, layout="unstacked")
+    params = parameters.init_params(config, jax.random.key(0), dtype, layout="unstacked")
     limits = {"max_prompt_tokens": 16, "max_new_tokens": new}
     engine = Engine(config, None, slots=slots, launch_tokens=4, **limits)
     sampling = SamplingParams(new, eos_ids=(5,))

@@ -21,7 +21,7 @@ from jaxrl.checkpoint.source import ModelSource
 from jaxrl.data.batch import make_rollout
 from jaxrl.errors import UserError
 from jaxrl.losses.divergence import log_softmax
-from jaxrl.models.decoder import head
+from jaxrl.models.parameters import head
 from jaxrl.roles.scorer import Scorer
 from jaxrl.roles.teachers import Teachers
 from jaxrl.run.job import make_job

@@ -63,7 +63,10 @@ def loss(name, hidden, head, theirs, mesh):
         return jnp.where(MASK, own + 0.3 * entropy, 0).sum()
     options |= {"softcap": CAP, "teacher_softcap": theirs, "lean": name == "lean", "beta": 0.3}
     if name == "mixture":
-        options |= {"teacher_softcap": (None, theirs), "mixture": TeacherMixture("arithmetic", HALF)}
+        options |= {
+            "teacher_softcap": (None, theirs),
+            "mixture": TeacherMixture("arithmetic", HALF),
+        }
         both = (OTHER, TEACHER), (OTHER_HEAD, TEACHER_HEAD)
         return divergence_from_hidden(hidden, head, *both, MASK, **options)[0]
     return divergence_from_hidden(hidden, head, TEACHER, TEACHER_HEAD, MASK, **options)[0]

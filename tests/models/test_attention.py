@@ -18,7 +18,17 @@ from jax._src.cudnn import fused_attention_stablehlo
 from jax.sharding import NamedSharding
 from tiny_models import make_mesh, tiny_model
 
-from jaxrl.models import attention, bert, cudnn, decoder, flash_decode, splash, split_k
+from jaxrl.models import (
+    attention,
+    bert,
+    cached,
+    cudnn,
+    decoder,
+    flash_decode,
+    parameters,
+    splash,
+    split_k,
+)
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.encoder_config import EncoderConfig
 from jaxrl.models.kernels import CPU, Target, compiling_for, target_of, why_no_step_kernel
@@ -371,7 +381,7 @@ def test_a_model_is_the_same_function_in_each_kernel(
             hidden = decoder.forward_packed(config, params, packing, mesh=mesh)
             streams += [rows.pack(rows.unpack(hidden)) for rows in packing.rows]
         total = sum(jnp.sin(x).sum() for x in (plain, *streams))
-        filled, _ = decoder.prefill(config, params, completions, live, mesh=mesh)
+        filled, _ = cached.prefill(config, params, completions, live, mesh=mesh)
         return total, (plain, *streams, jnp.where(live[..., None], filled, 0))
 
     def run() -> Any:
@@ -491,7 +501,7 @@ def test_a_model_decodes_in_the_kernel(
     kinds = (LayerKind(window=70), LayerKind())
     config = DecoderConfig("qwen2", 32, 64, 2, 4, 2, 16, 128, kinds=kinds)
     mesh = make_mesh(*sizes)
-    params = decoder.init_params(config, jax.random.key(0), layout="unstacked")
+    params = parameters.init_params(config, jax.random.key(0), layout="unstacked")
     params = jax.device_put(params, param_shardings(config, mesh, "unstacked"))
     tokens = jnp.arange(4, dtype=jnp.int32)
     positions = jnp.array([0, 63, 64, 127], jnp.int32)
@@ -501,7 +511,7 @@ def test_a_model_decodes_in_the_kernel(
     cache = list(zip(given[::2], given[1::2], strict=True))
 
     def run() -> Any:
-        step = partial(decoder.decode, config, used=128, mesh=mesh)
+        step = partial(cached.decode, config, used=128, mesh=mesh)
         return jax.jit(step)(params, cache, tokens, positions)
 
     expected = run()
@@ -552,7 +562,7 @@ def test_the_kernel_of_an_accelerator_is_near_matrix_products(
     if jax.devices()[0].platform == "cpu":
         pytest.skip("no accelerator: unset JAX_PLATFORMS on a machine that has one")
     config = DecoderConfig("qwen2", 64, 256, 2, 4, 2, 64, 128, kinds=kinds)
-    params = decoder.init_params(config, jax.random.key(0))
+    params = parameters.init_params(config, jax.random.key(0))
     prompts, real, completions, live = rows(config.vocab_size)
     halves = (prompts, completions), (real, live)
     whole = [np.concatenate([np.repeat(x, 2, 0), y], 1) for x, y in halves]

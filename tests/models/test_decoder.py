@@ -14,7 +14,7 @@ from references.tiny import batch
 from tiny_models import NAMES, REFERENCES, loss_and_logits, make_mesh, tiny_model
 
 from jaxrl.formats import weights
-from jaxrl.models import decoder
+from jaxrl.models import cached, decoder, parameters
 from jaxrl.models.delta import Recurrent
 from jaxrl.models.kinds import LayerKind
 from jaxrl.models.packing import pack
@@ -86,8 +86,8 @@ def test_logits_and_gradients_are_those_of_transformers(name: str) -> None:
 def test_layouts_agree(name: str) -> None:
     config, params = tiny_model(name)
     _, unstacked = tiny_model(name, layout="unstacked")
-    jax.tree.map(np.testing.assert_array_equal, decoder.unstack(params), unstacked)
-    jax.tree.map(np.testing.assert_array_equal, decoder.stack(unstacked, config.cycle), params)
+    jax.tree.map(np.testing.assert_array_equal, parameters.unstack(params), unstacked)
+    jax.tree.map(np.testing.assert_array_equal, parameters.stack(unstacked, config.cycle), params)
     tokens, mask = batch(config.vocab_size)
     a, b = (logits(config, p, tokens, mask) for p in (params, unstacked))
     np.testing.assert_allclose(a[mask], b[mask], atol=1e-5)
@@ -96,7 +96,7 @@ def test_layouts_agree(name: str) -> None:
 def test_abstract_params_and_count_are_those_of_the_real_ones() -> None:
     for name in NAMES:
         config, params = tiny_model(name)
-        abstract = decoder.abstract_params(config)
+        abstract = parameters.abstract_params(config)
         jax.tree.map(
             lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype) or 1 / 0, abstract, params
         )
@@ -118,7 +118,7 @@ def test_abstract_params_and_count_are_those_of_the_real_ones() -> None:
         *((name, layout) for layout in ("unstacked", "stacked") for name in GEMMA4),
     ],
 )
-def test_prefill_then_decode_is_forward(name: str, layout: decoder.Layout) -> None:
+def test_prefill_then_decode_is_forward(name: str, layout: parameters.Layout) -> None:
     """Rows with prompts of different lengths, teacher-forced to the end of the sequence, which is
     longer than the windows."""
     config, params = tiny_model(name, layout=layout)
@@ -128,7 +128,7 @@ def test_prefill_then_decode_is_forward(name: str, layout: decoder.Layout) -> No
     expected = logits(config, params, tokens, np.ones_like(tokens, bool))
 
     mask = np.arange(width)[None] < lengths[:, None]
-    hidden, cache = jax.jit(partial(decoder.prefill, config))(params, tokens[:, :width], mask)
+    hidden, cache = jax.jit(partial(cached.prefill, config))(params, tokens[:, :width], mask)
     first = np.asarray(decoder.logits(config, params, hidden))
     np.testing.assert_allclose(first[mask], expected[:, :width][mask], atol=1e-5)
 
@@ -139,7 +139,7 @@ def test_prefill_then_decode_is_forward(name: str, layout: decoder.Layout) -> No
         else jax.tree.map(lambda x: jnp.pad(x, ((0, 0),) * (x.ndim - 4) + pad), entry)
         for entry in cache
     ]
-    step = jax.jit(partial(decoder.decode, config), static_argnames="used")
+    step = jax.jit(partial(cached.decode, config), static_argnames="used")
     positions = lengths.copy()
     rows = np.arange(3)
     for _ in range(5):

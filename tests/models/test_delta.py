@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tiny_models import make_mesh, tiny_model
 
-from jaxrl.models import decoder, delta
+from jaxrl.models import decoder, delta, parameters
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.delta import Delta, Filters, Inputs
 from jaxrl.models.kinds import LayerKind
@@ -133,7 +133,7 @@ def test_the_backward_pass_keeps_no_second_copy_of_the_weights(remat: decoder.Re
     def loss(params: Any) -> jax.Array:
         return decoder.forward(config, params, tokens, mask, remat=remat).sum()
 
-    text = str(jax.make_jaxpr(jax.grad(loss))(decoder.abstract_params(config)))
+    text = str(jax.make_jaxpr(jax.grad(loss))(parameters.abstract_params(config)))
     assert "f32[2,48,72]" in text  # of each place in the cycle, stacked
     assert "f32[2,3,2,5,48]" in text  # the inputs of layers, which are kept
     assert "f32[2,3,48,72]" not in text

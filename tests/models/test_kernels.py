@@ -13,7 +13,7 @@ from jaxrl.data.batch import make_rollout
 from jaxrl.models import cudnn, split_k
 from jaxrl.models.attention import kernel_on
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import forward, init_params
+from jaxrl.models.decoder import forward
 from jaxrl.models.kernels import (
     CPU,
     UNKNOWN_GPU,
@@ -26,6 +26,7 @@ from jaxrl.models.kernels import (
     why_no_step_kernel,
     why_not_fused,
 )
+from jaxrl.models.parameters import init_params
 from jaxrl.plan import build
 from jaxrl.sampling.engine import Engine
 from jaxrl.sampling.sampler import SamplingParams

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.aot.machine import compilers, machine, prepare
-from jaxrl.models import decoder
+from jaxrl.models import cached, decoder, parameters
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.experts import Clamp, Experts
 from jaxrl.models.kernels import compiling_for, target_of
@@ -69,7 +69,7 @@ def compiled(
 ) -> str:
     """The program of a model's hidden states and their gradient, and of a prefill."""
     rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
-    shapes, shardings = decoder.abstract_params(model), param_shardings(model, mesh)
+    shapes, shardings = parameters.abstract_params(model), param_shardings(model, mesh)
     params = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
     )
@@ -82,7 +82,7 @@ def compiled(
 
     def program(params: Any, given: Sequences) -> Any:
         heads = given.tokens[:, :W], given.mask[:, :W]
-        filled = decoder.prefill(model, decoder.cast(params, dtype), *heads, mesh=mesh)
+        filled = cached.prefill(model, parameters.cast(params, dtype), *heads, mesh=mesh)
         return jax.grad(loss)(params, given), filled
 
     def array(width: int, kind: Any) -> jax.ShapeDtypeStruct:
@@ -167,11 +167,12 @@ def test_a_tpu_decodes_in_a_kernel_that_reads_the_cache_where_it_is(model: Decod
         return jax.ShapeDtypeStruct(shape, kind, sharding=whole)
 
     params = jax.tree.map(
-        lambda x: array(x.shape, jnp.bfloat16), decoder.abstract_params(model, layout="unstacked")
+        lambda x: array(x.shape, jnp.bfloat16),
+        parameters.abstract_params(model, layout="unstacked"),
     )
     pair = array((slots, 2, positions, 128), jnp.bfloat16)
     cache, of_slots = [(pair, pair)] * model.n_layers, array((slots,), jnp.int32)
-    step = partial(decoder.decode, model, used=positions, mesh=mesh)
+    step = partial(cached.decode, model, used=positions, mesh=mesh)
     compiled = jax.jit(step, donate_argnums=1).lower(params, cache, of_slots, of_slots).compile()
     text, memory = compiled.as_text(), compiled.memory_analysis()
     assert text.count('custom_call_target="tpu_custom_call"') == model.n_layers

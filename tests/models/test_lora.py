@@ -12,7 +12,7 @@ from references.tiny import batch
 from tiny_models import loss_and_logits, make_mesh, tiny_model
 
 from jaxrl.config.roles import ALL_LINEAR
-from jaxrl.models import decoder
+from jaxrl.models import cached, decoder, parameters
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.lora import TARGETS, Lora, frozen_and_trained, join, merged
 from jaxrl.models.rules import param_shardings
@@ -29,7 +29,7 @@ def adapted(name, lora, seed=0):
 
     @jax.jit
     def draw(key, more):
-        _, first = frozen_and_trained(decoder.init_params(config, key))
+        _, first = frozen_and_trained(parameters.init_params(config, key))
         leaves, form = jax.tree.flatten(first)
         keys = jax.random.split(more, len(leaves))
         moved = [x + 0.1 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
@@ -42,7 +42,7 @@ def test_at_the_start_the_outputs_are_those_of_the_base_bit_for_bit():
     config, base = tiny_model("qwen3")
     tokens, mask = batch(config.vocab_size)
     with_lora = replace(config, lora=EVERY)
-    draw = jax.jit(lambda key: frozen_and_trained(decoder.init_params(with_lora, key))[1])
+    draw = jax.jit(lambda key: frozen_and_trained(parameters.init_params(with_lora, key))[1])
     first = draw(jax.random.key(0))
     _, plain = computed(config, base, tokens, mask)
     _, same = computed(with_lora, join(base, first), tokens, mask)
@@ -66,7 +66,7 @@ def test_merged_weights_compute_the_same(name, lora, layout):
     config, base, adapters = adapted(name, lora)
     params = join(base, adapters)
     if layout == "unstacked":
-        params = jax.jit(decoder.unstack)(params)
+        params = jax.jit(parameters.unstack)(params)
     tokens, mask = batch(config.vocab_size)
     _, ours = computed(config, params, tokens, mask)
     whole = jax.jit(merged, static_argnums=1)(params, lora.scale)
@@ -82,7 +82,7 @@ def test_a_tree_is_its_two_parts(layout):
     config, base, adapters = adapted("llama", SOME)
     whole = join(base, adapters)
     if layout == "unstacked":
-        whole = decoder.unstack(whole)
+        whole = parameters.unstack(whole)
     frozen, trained = frozen_and_trained(whole)
     assert jax.tree.structure(join(frozen, trained)) == jax.tree.structure(whole)
     both = jax.tree.leaves(frozen) + jax.tree.leaves(trained)
@@ -143,11 +143,11 @@ def test_devices_change_nothing(name, axes):
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
 def test_prefill_and_decode_equal_the_forward_pass(name):
     config, base, adapters = adapted(name, EVERY)
-    params = jax.jit(decoder.unstack)(join(base, adapters))
+    params = jax.jit(parameters.unstack)(join(base, adapters))
     tokens = jnp.asarray(np.random.default_rng(0).integers(3, config.vocab_size, (2, 9)))
     mask = jnp.ones_like(tokens, bool)
-    forward, prefill = (jax.jit(f, static_argnums=0) for f in (decoder.forward, decoder.prefill))
-    decode = jax.jit(decoder.decode, static_argnums=0, static_argnames="used")
+    forward, prefill = (jax.jit(f, static_argnums=0) for f in (decoder.forward, cached.prefill))
+    decode = jax.jit(cached.decode, static_argnums=0, static_argnames="used")
     whole = forward(config, params, tokens, mask)
     hidden, cache = prefill(config, params, tokens[:, :5], mask[:, :5])
     np.testing.assert_allclose(hidden, whole[:, :5], atol=1e-5)

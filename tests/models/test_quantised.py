@@ -12,7 +12,7 @@ from tiny_models import Memory, loss_and_logits, make_mesh, tiny_config, tiny_mo
 
 from jaxrl.errors import UserError
 from jaxrl.formats import weights
-from jaxrl.models import decoder
+from jaxrl.models import cached, decoder, parameters
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.experts import Experts
 from jaxrl.models.lora import Lora, frozen_and_trained, join, merged
@@ -43,7 +43,7 @@ def drawn_adapters(config, seed=0):
 
     @jax.jit
     def draw(key):
-        _, first = frozen_and_trained(decoder.init_params(config, key))
+        _, first = frozen_and_trained(parameters.init_params(config, key))
         return jax.tree.map(lambda x: x + 0.05, first)
 
     return draw(jax.random.key(seed))
@@ -121,15 +121,15 @@ def test_it_computes_what_floats_of_the_same_values_compute(name, kind):
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
 def test_prefill_and_decode_equal_the_forward_pass_over_them(name):
     config, base, adapters, _ = quantised(name, "nf4")
-    params = jax.jit(decoder.unstack)(join(base, adapters))
+    params = jax.jit(parameters.unstack)(join(base, adapters))
     tokens = jnp.asarray(np.random.default_rng(0).integers(3, config.vocab_size, (2, 6)))
     mask = jnp.ones_like(tokens, bool)
     expected = jax.jit(decoder.forward, static_argnums=0)(config, params, tokens, mask)
-    prefill = jax.jit(decoder.prefill, static_argnums=0)
+    prefill = jax.jit(cached.prefill, static_argnums=0)
     hidden, cache = prefill(config, params, tokens[:, :5], mask[:, :5])
     np.testing.assert_allclose(hidden, expected[:, :5], atol=1e-5)
     cache = jax.tree.map(lambda x: jnp.pad(x, [(0, 0)] * 2 + [(0, 8), (0, 0)]), cache)
-    decode = jax.jit(decoder.decode, static_argnums=0, static_argnames="used")
+    decode = jax.jit(cached.decode, static_argnums=0, static_argnames="used")
     hidden, _ = decode(config, params, cache, tokens[:, 5], jnp.full(2, 5), used=6)
     np.testing.assert_allclose(hidden, expected[:, 5], atol=1e-5)
 
@@ -200,7 +200,7 @@ def test_no_more_than_a_layer_is_dequantised_at_a_time():
 
     def temporaries(n_layers):
         config = replace(WIDE, n_layers=n_layers, quantised="nf4")
-        frozen, trained = frozen_and_trained(decoder.abstract_params(config))
+        frozen, trained = frozen_and_trained(parameters.abstract_params(config))
 
         def loss(trained, base):
             return loss_and_logits(config, join(base, trained), tokens, mask)[0]
@@ -216,7 +216,7 @@ def test_no_more_than_a_layer_is_dequantised_at_a_time():
 def test_the_bytes_of_the_base():
     """Of bfloat16's: half and a quarter, and 1/64 of a scale each."""
     for kind, size in (("int8", 1), ("nf4", 1 / 2)):
-        layers = decoder.abstract_params(replace(WIDE, lora=None, quantised=kind))["layers"]
+        layers = parameters.abstract_params(replace(WIDE, lora=None, quantised=kind))["layers"]
         held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(layers["mlp"]))
         assert held == WIDE.n_layers * 3 * 256 * 384 * (size + 2 / 64)
 

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.config.roles import GrouperConfig, RewardConfig
-from jaxrl.models import bert, decoder
+from jaxrl.models import bert, parameters
 from jaxrl.models.batching import batches, width_of
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.encoder_config import EncoderConfig
@@ -85,7 +85,7 @@ def test_the_reward_model_takes_what_the_compiler_says(
     axes, (rows, width) = AXES[axes_name], BATCHES[batch_name]
     config = replace(REWARD, vocab_size=vocab)
     mesh = role_mesh(jax.devices()[: axes.size], axes)
-    shapes, layout = decoder.abstract_params(config), param_shardings(config, mesh)
+    shapes, layout = parameters.abstract_params(config), param_shardings(config, mesh)
     params = jax.tree.map(lambda x, s: shape(x.shape, s), shapes, layout)
     head = shape((REWARD.d_model,), NamedSharding(mesh, PartitionSpec()))
     real = measured(score_batch, config, mesh, params, head, *batch(mesh, rows, width))

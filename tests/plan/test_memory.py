@@ -18,7 +18,7 @@ import pytest
 from jaxrl.config.schema import Config
 from jaxrl.config.settings import OptimizerConfig
 from jaxrl.errors import UserError
-from jaxrl.models import decoder
+from jaxrl.models import parameters
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.delta import Delta
 from jaxrl.models.kinds import LayerKind
@@ -86,7 +86,7 @@ def test_the_shards_of_every_leaf_add_up(model: DecoderConfig, axes: Axes) -> No
 def test_weights_and_moments_are_what_the_arrays_take(axes: Axes, name: Any) -> None:
     mesh = role_mesh(jax.devices()[: axes.size], axes)
     shardings = param_shardings(TINY, mesh)
-    shapes = decoder.abstract_params(TINY)
+    shapes = parameters.abstract_params(TINY)
     params = jax.device_put(jax.tree.map(lambda x: np.ones(x.shape, x.dtype), shapes), shardings)
     assert on_first_device(params, mesh) == memory.weight_bytes(TINY, axes, "float32")
     config = OptimizerConfig(name=name)

@@ -19,8 +19,9 @@ from jaxrl.data.batch import pack
 from jaxrl.errors import RunError
 from jaxrl.losses.divergence import jsd
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import forward, head, init_params, logits, unstack
+from jaxrl.models.decoder import forward, logits
 from jaxrl.models.lora import TARGETS, Lora, frozen_and_trained, join, merged
+from jaxrl.models.parameters import head, init_params, unstack
 from jaxrl.models.rules import param_shardings
 from jaxrl.roles.actor import Actor, Receiver
 from jaxrl.sharding.axes import Axes

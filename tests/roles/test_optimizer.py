@@ -12,7 +12,7 @@ import pytest
 from tiny_models import random_params, tiny_config
 
 from jaxrl.config.settings import OptimizerConfig
-from jaxrl.models import decoder
+from jaxrl.models import parameters
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.rules import param_shardings
 from jaxrl.roles.optimizer import (
@@ -81,7 +81,7 @@ def test_only_the_kernels_of_the_blocks_are_decayed():
     assert mask["layers"]["attn"]["q"] == {"kernel": True, "bias": False}
     assert not any(jax.tree.leaves((mask["embed"], mask["norm"], mask["lm_head"])))
     assert not mask["layers"]["attn_norm"]["scale"]
-    layers = decayed(decoder.abstract_params(tiny_config("gpt_oss")))["layers"]
+    layers = decayed(parameters.abstract_params(tiny_config("gpt_oss")))["layers"]
     assert not layers["attn"]["sinks"] and layers["mlp"]["router"]["kernel"]
     assert layers["mlp"]["experts"]["gate"] == {"kernel": True, "bias": False}
 

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from tiny_models import SAMPLED as CONFIG
 
 from jaxrl.errors import UserError
-from jaxrl.models import decoder
+from jaxrl.models import decoder, parameters
 from jaxrl.models.rules import param_shardings
 from jaxrl.sampling import decode, text
 from jaxrl.sampling.engine import Aborted, Engine
@@ -44,7 +44,7 @@ class Letters:
 
 @cache
 def params() -> Any:
-    tree = decoder.init_params(CONFIG, jax.random.key(0), layout="unstacked")
+    tree = parameters.init_params(CONFIG, jax.random.key(0), layout="unstacked")
     # Larger embeddings sharpen the distribution: likely tokens, EOS and margins above rounding.
     tree["embed"]["embedding"] = 20 * tree["embed"]["embedding"]
     return tree
@@ -65,11 +65,11 @@ def generate(
     n: int = 3,
     sampling: SamplingParams = SAMPLING,
     seed: int = 0,
-    layout: decoder.Layout = "unstacked",
+    layout: parameters.Layout = "unstacked",
     **options: Any,
 ) -> dict[int, list[Completion]]:
     """Prompt id -> its completions, whatever the order they were asked for in."""
-    tree = params() if layout == "unstacked" else decoder.stack(params())
+    tree = params() if layout == "unstacked" else parameters.stack(params())
     if made.mesh is not None:
         tree = jax.device_put(tree, param_shardings(CONFIG, made.mesh, layout))
     prompts = [PROMPTS[i] for i in order]
@@ -153,7 +153,7 @@ def test_decoding_copies_neither_stacked_weights_nor_their_cache() -> None:
     """Temporaries of a launch grow with the cache of one layer, but neither with that of all layers
     nor with their weights: no second copy of them is made."""
     config = replace(CONFIG, n_layers=8, d_ff=512)
-    tree = decoder.init_params(config, jax.random.key(0))
+    tree = parameters.init_params(config, jax.random.key(0))
     held = decode.new_cache(config, None, 2, 2048, np.dtype(np.float32), "stacked")
     lowered = decode.launch.lower(
         config,

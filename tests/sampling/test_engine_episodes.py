@@ -19,7 +19,7 @@ import pytest
 from tiny_models import SAMPLED as CONFIG
 
 from jaxrl.errors import RunError
-from jaxrl.models import decoder
+from jaxrl.models import decoder, parameters
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.experts import Experts
 from jaxrl.models.kinds import LayerKind
@@ -46,7 +46,7 @@ class Letters:
 
 @cache
 def params() -> Any:
-    tree = decoder.init_params(CONFIG, jax.random.key(0), layout="unstacked")
+    tree = parameters.init_params(CONFIG, jax.random.key(0), layout="unstacked")
     tree["embed"]["embedding"] = 20 * tree["embed"]["embedding"]
     return tree
 
@@ -92,7 +92,7 @@ def play(
     slots: int = 4,
     mesh: Any = None,
     config: DecoderConfig = CONFIG,
-    layout: decoder.Layout = "unstacked",
+    layout: parameters.Layout = "unstacked",
     sampling: SamplingParams = SAMPLING,
     engine: dict[str, Any] | None = None,
     **options: Any,
@@ -101,7 +101,7 @@ def play(
     made = Engine(
         config, mesh, slots=slots, episodes=True, tokenizer=Letters(), **shapes, **(engine or {})
     )
-    tree = params() if layout == "unstacked" else decoder.stack(params())
+    tree = params() if layout == "unstacked" else parameters.stack(params())
     if mesh is not None:
         tree = jax.device_put(tree, param_shardings(config, mesh, layout))
     out = made.generate(tree, PROMPTS, n=N, sampling=sampling, seed=0, partner=partner, **options)
@@ -222,7 +222,7 @@ def test_experts_of_answers_are_not_recorded() -> None:
     """Those of sampled tokens are, one for each token that was read, also where a stop string cut a
     turn; for an answer the router chooses again."""
     mixture = replace(CONFIG, experts=Experts(4, 2, True, 64))
-    tree = decoder.init_params(mixture, jax.random.key(0), layout="unstacked")
+    tree = parameters.init_params(mixture, jax.random.key(0), layout="unstacked")
     tree["embed"]["embedding"] = 20 * tree["embed"]["embedding"]
     stop = replace(SAMPLING, stop=("A", "M", "k", "c"))
     partner = Words()

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from tiny_models import SAMPLED
 
-from jaxrl.models import decoder
+from jaxrl.models import decoder, parameters
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.delta import Delta
 from jaxrl.models.families import FAMILIES
@@ -82,7 +82,7 @@ class Words:
 
 @cache
 def params(config: DecoderConfig) -> Any:
-    tree = decoder.init_params(config, jax.random.key(0), layout="unstacked")
+    tree = parameters.init_params(config, jax.random.key(0), layout="unstacked")
     scale = 1 / config.d_model**0.5 if FAMILIES[config.family].scaled_embedding else 1.0
     tree["embed"]["embedding"] = 20 * scale * tree["embed"]["embedding"]
     return tree
@@ -90,7 +90,7 @@ def params(config: DecoderConfig) -> Any:
 
 def generate(
     shape: tuple[int, int, int] | None = None,
-    layout: decoder.Layout = "unstacked",
+    layout: parameters.Layout = "unstacked",
     partner: Words | None = None,
     stop: tuple[str, ...] = (),
     config: DecoderConfig = CONFIG,
@@ -98,7 +98,7 @@ def generate(
 ) -> list[Completion]:
     mesh = None if shape is None else role_mesh(jax.devices()[: math.prod(shape)], Axes(*shape))
     tree = params(config)
-    tree = tree if layout == "unstacked" else decoder.stack(tree, config.cycle)
+    tree = tree if layout == "unstacked" else parameters.stack(tree, config.cycle)
     if mesh is not None:
         tree = jax.device_put(tree, param_shardings(config, mesh, layout))
     sizes = {"slots": 4, "launch_tokens": 8, "max_prompt_tokens": 8, "max_new_tokens": 40}

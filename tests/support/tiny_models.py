@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from references.tiny import CASES, random_tensors
 
 from jaxrl.formats import weights
-from jaxrl.models import decoder
+from jaxrl.models import decoder, parameters
 from jaxrl.models.config import DecoderConfig
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import role_mesh
@@ -94,7 +94,7 @@ def random_params(config: DecoderConfig, seed: int = 0) -> Any:
         scale = 0.02 if table else like.shape[-2] ** -0.5
         return jnp.asarray(draw.normal(0, scale, like.shape).astype(np.float32))
 
-    return jax.tree_util.tree_map_with_path(leaf, decoder.abstract_params(config))
+    return jax.tree_util.tree_map_with_path(leaf, parameters.abstract_params(config))
 
 
 def make_mesh(data: int, fsdp: int, tensor: int, context: int = 1, expert: int = 1) -> Mesh:

@@ -26,7 +26,7 @@ from jaxrl.config import cli
 from jaxrl.config.settings import DistillConfig
 from jaxrl.data.batch import DATA, make_rollout
 from jaxrl.errors import RunError, UserError
-from jaxrl.models import decoder
+from jaxrl.models import parameters
 from jaxrl.roles.scorer import Scorer
 from jaxrl.run.attempt import prepare_run
 from jaxrl.run.run_dir import Lock
@@ -110,7 +110,7 @@ def stored(
     model, params = tiny
     folder.mkdir()
     tokenizer = save_model(folder / "words", 32, 1, seed=0)
-    head = np.asarray(decoder.head(params))
+    head = np.asarray(parameters.head(params))
     write_manifest(folder, about, model, Path(tokenizer), head)
     writer = ScoreWriter(folder)
     arrays = in_storage(signal, about.stored)
@@ -148,7 +148,7 @@ def test_what_is_read_is_bit_for_bit_what_the_scorer_says(
     parts = [teacher.score(rollout, part, 3) for part in range(3)]
     joined = jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
     jax.tree.map(np.testing.assert_array_equal, joined, found)
-    np.testing.assert_array_equal(cache.head(40), np.asarray(decoder.head(tiny[1]))[:40])
+    np.testing.assert_array_equal(cache.head(40), np.asarray(parameters.head(tiny[1]))[:40])
 
 
 def test_rows_are_found_whatever_batch_they_are_in_and_no_others(

@@ -36,7 +36,7 @@ from jaxrl.config.schema import Config
 from jaxrl.config.settings import DistillConfig
 from jaxrl.data.batch import pack
 from jaxrl.errors import UserError
-from jaxrl.models import decoder
+from jaxrl.models import decoder, parameters
 from jaxrl.roles.scorer import Scorer
 from jaxrl.teacher.client import TeacherClient, TeacherError
 from jaxrl.teacher.connection import Limits
@@ -206,7 +206,7 @@ def test_parts_are_even_slices_of_the_rows(
 
 
 def test_the_head_is_the_models(server: TeacherServer, service: ScoringService) -> None:
-    head = np.asarray(decoder.head(service.params))
+    head = np.asarray(parameters.head(service.params))
     asked = config(server.address, DISTILLS["hidden"])
     np.testing.assert_array_equal(remote_head(asked, V, service.info), head, strict=True)
     np.testing.assert_array_equal(remote_head(asked, 40, service.info), head[:40])

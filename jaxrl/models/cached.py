@@ -1,0 +1,276 @@
+"""A decoder with a cache: prompts into keys and values, one token for each slot, and further tokens
+of some."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Bool, Float, Int
+
+from jaxrl.models.attention import attender, chunk_attender, step_attender, step_kernel_on
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.delta import Filters, Inputs, Recurrent, recur_rows
+from jaxrl.models.embedding import embed
+from jaxrl.models.experts import Routed
+from jaxrl.models.kernels import StepKernel
+from jaxrl.models.kinds import Layer, LayerKind
+from jaxrl.models.parameters import Params, blocks_of, layout_of
+from jaxrl.models.stack import (
+    Mixing,
+    at_places,
+    delta_of,
+    kernels_of,
+    lending,
+    merged_norm,
+    report,
+    run_block,
+    through,
+)
+from jaxrl.types import Array
+
+Pair = tuple[Float[Array, "... B _ S _"], Float[Array, "... B _ S _"]]
+Cache = list[Pair | Recurrent | tuple[()]]
+"""Per layer (k, v), each [B, KV, S, H]: the positions of a head lie next to each other, so that a
+decode step reads them as a plain batched matmul, without a transposed copy; or a layer's state; or
+nothing, of a layer that borrows. Of stacked parameters one pair [L, B, KV, S, H], or one entry for
+each block of the cycle."""
+
+
+def prefill(
+    config: DecoderConfig,
+    params: Params,
+    tokens: Int[Array, "B W"],
+    mask: Bool[Array, "B W"],
+    *,
+    mesh: Mesh | None = None,
+    routed: list[Routed] | None = None,
+) -> tuple[Float[Array, "B W D"], Cache]:
+    """Hidden states, and the keys and values, of right-padded prompts: a `Cache` of W positions in
+    the layout of the parameters, or the states at the last of the real tokens.
+
+    Keys are stored rotated, at the index of their position.
+
+    Args:
+        routed: gets what the routers of all layers did, each leaf [L, B, W, ...].
+    """
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+    mixing = Mixing(
+        config,
+        positions,
+        kernels_of(config, params, mesh),
+        lambda kernel, window: attender(kernel, mask, mesh, window=window),
+    )
+    held: dict[LayerKind, Any] = dict.fromkeys(config.lenders)
+
+    def body(x: Array, layer: Layer, given: tuple[Params, Array]) -> tuple[Array, tuple[Any, Any]]:
+        params, own = given
+        rope, attend_one = mixing.of(layer)
+        attend_one = lending(layer.kind, attend_one, held)
+        written: list[Any] = []
+
+        def attend(q: Array, k: Array, v: Array, *sinks: Array) -> Array:
+            own = () if layer.kind.borrows else (k, v)
+            written.append(tuple(jnp.swapaxes(x, 1, 2) for x in own))
+            return attend_one(q, k, v, *sinks)
+
+        def recur(inputs: Inputs, filters: Filters) -> Array:
+            out, end = recur_rows(delta_of(config), mesh, mask, inputs, filters)
+            written.append(end)
+            return out
+
+        mixer = recur if layer.kind.recurs else attend
+        x, one = run_block(config, layer.kind, params, x, rope, mixer, mesh, own=own)
+        return x, (written[0], one)
+
+    x, inputs = embed(config, params, tokens, mesh)
+    x, left = through(config, body, x, params, inputs)
+    report(params, [one for _, one in left], routed)
+    return merged_norm(config, params)(x), [entry for entry, _ in left]
+
+
+def keys_of(cache: Cache) -> Array:
+    """The keys of the first layer that has any."""
+    return next(entry[0] for entry in cache if entry and not isinstance(entry, Recurrent))
+
+
+def decode(
+    config: DecoderConfig,
+    params: Params,
+    cache: Cache,
+    tokens: Int[Array, " B"],
+    positions: Int[Array, " B"],
+    *,
+    used: int,
+    live: Bool[Array, " B"] | None = None,
+    mesh: Mesh | None = None,
+    routed: list[Routed] | None = None,
+) -> tuple[Float[Array, "B D"], Cache]:
+    """One token for each slot: writes its keys and values, attends to the cache up to its position;
+    or moves the states on.
+
+    Args:
+        cache: in the layout of the parameters; donate it.
+        tokens: the token at `positions`.
+        positions: in [0, used).
+        used: static bound on positions + 1: only this much of the cache is read, and where a
+            kernel does it (`kernels.step_kernel_of`), of each slot what its position reaches.
+        live: the slots whose states read the token, which no later token can undo; None: all.
+        routed: gets what the routers of all layers did, each leaf [L, B, 1, ...].
+
+    Returns:
+        The hidden state that predicts the next token, and the new cache.
+    """
+    kernels: dict[int, StepKernel | None] = {}
+    if layout_of(params) == "unstacked":  # a kernel cannot read a slice of a stacked cache in place
+        cached = keys_of(cache).dtype
+        kernels = {dim: step_kernel_on(mesh, dim, cached) for dim in config.head_dims}
+    mixing = Mixing(
+        config,
+        positions[:, None],
+        kernels,
+        lambda kernel, window: step_attender(kernel, positions, used, mesh, window=window),
+    )
+    held: dict[LayerKind, Any] = dict.fromkeys(config.lenders)
+    reads = jnp.ones(tokens.shape, bool) if live is None else live
+
+    def step(
+        x: Array, layer: Layer, params: Params, own: Array, entry: Any, index: Array = None
+    ) -> tuple[Array, Any, Any]:
+        """A block; its entry of the cache is at an index where that holds several layers."""
+        rope, attend_one = mixing.of(layer)
+        attend_one = lending(layer.kind, attend_one, held)
+        written: list[Any] = []
+
+        def attend(q: Array, k: Array, v: Array, *sinks: Array) -> Array:
+            if layer.kind.borrows:
+                written.append(())
+                return attend_one(q, k, v, *sinks)
+            keys = _write(entry[0], k, positions, index)
+            values = _write(entry[1], v, positions, index)
+            written.append((keys, values))
+            return attend_one(q, _layer(keys, index), _layer(values, index), *sinks)
+
+        def recur(inputs: Inputs, filters: Filters) -> Array:
+            start = jax.tree.map(lambda x: _layer(x, index), entry)
+            out, end = recur_rows(delta_of(config), mesh, reads[:, None], inputs, filters, start)
+            if index is not None:
+                put = partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0)
+                end = jax.tree.map(put, entry, end)
+            written.append(end)
+            return out
+
+        mixer = recur if layer.kind.recurs else attend
+        x, one = run_block(config, layer.kind, params, x, rope, mixer, mesh, own=own, every=True)
+        return x, written[0], one
+
+    x, inputs = embed(config, params, tokens[:, None], mesh)
+    if layout_of(params) == "unstacked":
+
+        def body(x: Array, layer: Layer, given: Any) -> tuple[Array, tuple[Any, Any]]:
+            x, entry, one = step(x, layer, *given)
+            return x, (entry, one)
+
+        x, left = through(config, body, x, params, inputs, cache)
+        updated: Cache = [entry for entry, _ in left]
+        found = [one for _, one in left]
+    else:
+        blocks, at = blocks_of(params), at_places(config)
+
+        def bodies(carry: Any, given: Any) -> tuple[Any, Any]:
+            (x, cache), (index, blocks), found = carry, given, []
+            updated = []
+            for i, (layer, of, entry) in enumerate(zip(at, blocks, cache, strict=True)):
+                block, own = of
+                if not isinstance(layer.number, int):
+                    layer = Layer(layer.kind, index * len(blocks) + i)
+                x, entry, one = step(x, layer, block, own, entry, index)
+                updated.append(entry)
+                found.append(one)
+            return (x, updated), found
+
+        indices = jnp.arange(config.n_layers // len(blocks))
+        each = indices, list(zip(blocks, inputs, strict=True))
+        (x, updated), found = jax.lax.scan(bodies, (x, list(cache)), each)
+    report(params, found, routed)
+    return merged_norm(config, params)(x)[:, 0], updated
+
+
+def extend(
+    config: DecoderConfig,
+    params: Params,
+    cache: Cache,
+    tokens: Int[Array, "B W"],
+    positions: Int[Array, " B"],
+    lengths: Int[Array, " B"],
+    *,
+    mesh: Mesh | None = None,
+) -> Cache:
+    """The cache with the keys and values of W further tokens of each slot, which attend to it.
+
+    Args:
+        cache: of at least positions + W positions, in the layout of the parameters.
+        positions: of the first of the tokens; what the cache holds from there on is replaced. A
+            state begins again at 0, and else is that of the token before.
+        lengths: how many of the tokens a state reads, the first ones.
+    """
+    at = positions[:, None] + jnp.arange(tokens.shape[1])[None]
+    mask = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
+    mixing = Mixing(config, at, {}, lambda _, window: chunk_attender(at, window))
+    held: dict[LayerKind, Any] = dict.fromkeys(config.lenders)
+
+    def body(x: Array, layer: Layer, given: tuple[Params, Array, Any]) -> tuple[Array, Any]:
+        params, own, entry = given
+        rope, attend_one = mixing.of(layer)
+        attend_one = lending(layer.kind, attend_one, held)
+        written: list[Any] = []
+
+        def attend(q: Array, k: Array, v: Array, *sinks: Array) -> Array:
+            if layer.kind.borrows:
+                written.append(())
+                return attend_one(q, k, v, *sinks)
+            new = _write(entry[0], k, positions, None), _write(entry[1], v, positions, None)
+            written.append(new)
+            return attend_one(q, *new, *sinks)
+
+        def recur(inputs: Inputs, filters: Filters) -> Array:
+            goes_on = (positions > 0)[:, None, None, None]
+            start = jax.tree.map(lambda x: jnp.where(goes_on, x, jnp.zeros_like(x)), entry)
+            out, end = recur_rows(delta_of(config), mesh, mask, inputs, filters, start)
+            written.append(end)
+            return out
+
+        mixer = recur if layer.kind.recurs else attend
+        x, _ = run_block(config, layer.kind, params, x, rope, mixer, mesh, own=own)
+        return x, written[0]
+
+    x, inputs = embed(config, params, tokens, mesh)
+    return through(config, body, x, params, inputs, cache)[1]
+
+
+def _write(cache: Array, new: Array, positions: Array, index: Array | None) -> Array:
+    """cache [(L,) B,KV,S,H] with new [B,W,KV,H] from positions [B] on, of layer `index`, where W is
+    1; in these forms SPMD moves no cache, and XLA copies none.
+    """
+    new = jnp.swapaxes(new, 1, 2).astype(cache.dtype)
+    if index is None:
+        update: Callable[..., Array] = jax.lax.dynamic_update_slice
+        return jax.vmap(lambda c, n, i: update(c, n, (0, i, 0)))(cache, new, positions)
+    places = jnp.stack([jnp.broadcast_to(index, positions.shape), positions], 1)
+    dims = jax.lax.ScatterDimensionNumbers(
+        update_window_dims=(1, 2),
+        inserted_window_dims=(0, 3),
+        scatter_dims_to_operand_dims=(0, 3),
+        operand_batching_dims=(1,),
+        scatter_indices_batching_dims=(0,),
+    )
+    return jax.lax.scatter(cache, places, new[:, :, 0], dims, unique_indices=True, mode="clip")
+
+
+def _layer(cache: Array, index: Array | None) -> Array:
+    """Keys or values [B, KV, S, H] of one layer."""
+    return cache if index is None else jax.lax.dynamic_index_in_dim(cache, index, keepdims=False)

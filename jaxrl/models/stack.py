@@ -1,0 +1,222 @@
+"""The blocks of a decoder, one after the other, in either layout of its parameters.
+
+The NNX modules of `layers.py` are merged with their parameters inside the traced function, so that
+a call of a jitted function flattens a dict, not a module graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache, partial
+from itertools import groupby
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxrl.models.attention import Attend, kernel_on
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.delta import Delta, Recur
+from jaxrl.models.embedding import by_rows
+from jaxrl.models.experts import ExpertKernels, Mix, Routed, mix
+from jaxrl.models.kernels import Kernel
+from jaxrl.models.kinds import ByLayer, Layer, LayerKind, selected, switched
+from jaxrl.models.layers import ACTIVATIONS, Block, RMSNorm, Rope, layer_angles
+from jaxrl.models.parameters import Params, blocks_of, layout_of
+from jaxrl.sharding.axes import AxisName
+from jaxrl.types import Array
+
+
+class Mixing:
+    """How the layers of one call rotate and attend.
+
+    Args:
+        positions: [B,T] int32.
+        kernels: of each head dim.
+        attend: makes an `Attend` of a kernel and a window.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        positions: Array,
+        kernels: Mapping[int, Any],
+        attend: Callable[..., Attend],
+    ):
+        self._ropes = ByLayer(
+            [LayerKind(None, x.rope_theta, x.rotates, head_dim=x.head_dim) for x in config.kinds],
+            lambda kind: layer_angles(config, kind, positions),
+        )
+        self._attends = ByLayer(
+            [(kind.window, config.of(kind).head_dim) for kind in config.kinds],
+            lambda key: attend(kernels.get(key[1]), key[0]),
+        )
+
+    def of(self, layer: Layer) -> tuple[Rope, Attend]:
+        number = layer.number
+        return self._ropes.choose(number, selected), self._attends.choose(number, switched)
+
+
+def kernels_of(
+    config: DecoderConfig,
+    params: Params,
+    mesh: Mesh | None,
+    dtype: Any = None,
+    joined: bool = False,
+) -> dict[int, Kernel | None]:
+    """What attention of each head dim runs in, in `dtype`, that of the parameters where None."""
+    dtype = params["embed"]["embedding"].dtype if dtype is None else dtype
+    return {dim: kernel_on(mesh, dim, dtype, joined) for dim in config.head_dims}
+
+
+def through(
+    config: DecoderConfig,
+    body: Callable[..., tuple[Any, Any]],
+    x: Any,
+    params: Params,
+    *more: Any,
+    in_turn: bool = False,
+) -> tuple[Any, list[Any]]:
+    """x through all layers, and what they leave: one entry for each layer or, of stacked
+    parameters, for each block, stacked.
+
+    Args:
+        body: (x, layer, (parameters, ...)) -> (x, what it leaves); with `in_turn` also (x, layers,
+            a list of such tuples, place), of the layer at that place of both.
+        more: what `body` gets beside the parameters, in the form of what they leave.
+        in_turn: layers of one kind that follow each other in a cycle are a scan too. XLA would else
+            compute all blocks of a cycle again for the backward pass before it needs them, which
+            took three times the memory of one.
+    """
+    left = []
+    if layout_of(params) == "unstacked":
+        for i, given in enumerate(zip(params["layers"], *more, strict=True)):
+            x, one = body(x, Layer(config.kinds[i % len(config.kinds)], i), given)
+            left.append(one)
+        return x, left
+    at = at_places(config)
+    numbers = [None if isinstance(layer.number, int) else layer.number for layer in at]
+
+    def alike(layer: Layer) -> Any:
+        return layer.kind, isinstance(layer.number, int)
+
+    def one_of(layers: Any, given: Any, x: Any, place: Array) -> tuple[Any, Any]:
+        return body(x, layers, given, place)
+
+    def bodies(x: Any, given: Any) -> tuple[Any, Any]:
+        found: list[Any] = []
+        numbers, each = given
+        layers = [
+            layer if number is None else Layer(layer.kind, number)
+            for layer, number in zip(at, numbers, strict=True)
+        ]
+        if in_turn and len(layers) > 1:
+            for _, run in groupby(zip(layers, each, strict=True), lambda one: alike(one[0])):
+                same, of = zip(*run, strict=True)
+                x, own = jax.lax.scan(partial(one_of, same, of), x, jnp.arange(len(same)))
+                found += [jax.tree.map(lambda leaf, i=i: leaf[i], own) for i in range(len(same))]
+            return x, found
+        for layer, one in zip(layers, each, strict=True):
+            x, own = body(x, layer, one)
+            found.append(own)
+        return x, found
+
+    return jax.lax.scan(bodies, x, (numbers, list(zip(blocks_of(params), *more, strict=True))))
+
+
+def at_places(config: DecoderConfig) -> list[Layer]:
+    """The layers at each place of a cycle, as a scan has them."""
+    cycle, found = config.cycle, []
+    numbers = jnp.arange(config.n_layers)
+    for i in range(cycle):
+        kinds = {config.kinds[j % len(config.kinds)] for j in range(i, config.n_layers, cycle)}
+        kind = config.kinds[i]
+        alike = len(kinds) == 1
+        found.append(Layer(kind, i) if alike else Layer(kind.shape, numbers[i::cycle]))
+    return found
+
+
+def run_block(
+    config: DecoderConfig,
+    kind: LayerKind,
+    layer: Params,
+    x: Array,
+    rope: Rope,
+    attend: Attend | Recur | None,
+    mesh: Mesh | None,
+    *split: AxisName,
+    own: Array = None,
+    recorded: Array = None,
+    every: bool = False,
+    real: Array = None,
+) -> tuple[Array, Routed | None]:
+    """One block, and what its router did; `attend` and `own` as of `Block`, the last three
+    arguments as of `experts.mix`."""
+    found: list[Routed] = []
+
+    def through(x: Array, kernels: ExpertKernels, *asked: Array) -> Array:
+        assert config.experts is not None
+        activate = config.experts.gated(ACTIVATIONS[config.block.activation])
+        options = {"recorded": recorded, "every": every, "split": split, "real": real}
+        options["frozen"] = config.lora is not None
+        out, one = mix(config.experts, activate, mesh, x, kernels, *asked, **options)
+        found.append(one)
+        return out
+
+    mixes: tuple[Mix, ...] = () if config.experts is None else (through,)
+    block = merged_block(config.of(kind.shape), layer)
+    x = by_rows(block(x, rope, attend, *mixes, own=own), mesh, *split)
+    return x, found[0] if found else None
+
+
+def merged_block(config: DecoderConfig, layer: Params) -> Callable[..., Array]:
+    return nnx.merge(_block_graph(config), layer)
+
+
+@lru_cache
+def _block_graph(config: DecoderConfig) -> Any:
+    block = nnx.eval_shape(lambda: Block(config, nnx.Rngs(0)))
+    return nnx.split(block)[0]
+
+
+def lending(kind: LayerKind, attend: Attend, held: dict[LayerKind, Any]) -> Attend:
+    """`attend` of a layer that borrows its keys and values from `held`, where each of
+    `DecoderConfig.lenders` keeps its own."""
+
+    def run(q: Array, k: Array, v: Array, *sinks: Array) -> Array:
+        if kind.borrows:
+            k, v = held[kind.lender]
+        elif kind in held:
+            held[kind] = k, v
+        return attend(q, k, v, *sinks)
+
+    return run
+
+
+def report(params: Params, found: list[Any], routed: list[Routed] | None) -> None:
+    """Appends what the routers of all layers did, as `through` found it."""
+    if routed is None or not jax.tree.leaves(found):
+        return
+    if layout_of(params) == "unstacked":
+        routed.append(jax.tree.map(lambda *xs: jnp.stack(xs), *found))
+    else:  # the layers of each block
+        routed.append(
+            jax.tree.map(lambda *xs: jnp.stack(xs, 1).reshape(-1, *xs[0].shape[1:]), *found)
+        )
+
+
+def merged_norm(config: DecoderConfig, params: Params) -> Callable[[Array], Array]:
+    return nnx.merge(_norm_graph(config), params["norm"])
+
+
+@lru_cache
+def _norm_graph(config: DecoderConfig) -> Any:
+    norm = nnx.eval_shape(lambda: RMSNorm(config.d_model, config))
+    return nnx.split(norm)[0]
+
+
+def delta_of(config: DecoderConfig) -> Delta:
+    assert config.delta is not None
+    return config.delta
