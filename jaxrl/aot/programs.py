@@ -503,31 +503,11 @@ def _sampling(
     params, width = run.params(role, model, dtype, layout), m.prompts(role)
     prompts = prefill_rows(c, width, m.axes[role])
 
-    def cache(rows: int, length: int, split: tuple[str, ...] | None) -> Cache:
-        whole = jax.eval_shape(
-            lambda: decode.new_cache(model, None, rows, length, jnp.dtype(dtype), layout)
-        )
-        specs = decode.cache_specs(model, mesh, split, whole)
-        return jax.tree.map(
-            lambda x, s: shaped(x.shape, x.dtype, NamedSharding(mesh, s)), whole, specs
-        )
-
     def caches_of(count: int, samples: int) -> tuple[Cache, Cache]:
-        """Of all slots, and of the prompts that they share, if any: `samples` each of `count`."""
-        if engine.why_not_shared(samples, dtype, layout) is not None:
-            return cache(engine.slots, engine.length, ROWS), []
-        shards = engine.row_shards
-        most = shards * rows_at_most(engine.slots // shards, shards, samples, count)
-        return cache(engine.slots, engine.own_length, ROWS), cache(most, width, ROWS)
+        return _slots_and_rows(engine, dtype, layout, count, samples, width)
 
-    def prompts_of(rows: Cache, samples: int) -> tuple[Cache, Seats] | None:
-        if not rows:
-            return None
-        count, at_rows = keys_of(rows).shape[decode.BATCH], NamedSharding(mesh, PartitionSpec(ROWS))
-        sizes = (count, min(samples, engine.slots // engine.row_shards)), (count,), (engine.slots,)
-        return rows, Seats(*(shaped(size, jnp.int32, at_rows) for size in sizes))
-
-    held, (trained, *_) = cache(prompts, width, None), asked(c)
+    held = _cache(engine, dtype, layout, prompts, width, None)
+    trained = asked(c)[0]
     slots, rows = caches = caches_of(*trained)
     yield from _resized(
         run, role, engine, params, layout, slots, local_bytes((params, held, rows)), share
@@ -576,7 +556,7 @@ def _sampling(
         knobs = jax.tree.map(lambda x: shaped(x.shape, x.dtype, at), sampling_arrays(way, 0, 0))
         own, shared = caches_of(count, samples)
         kind = jax.tree.structure(knobs), bool(shared)
-        found.setdefault(kind, (own, knobs, prompts_of(shared, samples)))
+        found.setdefault(kind, (own, knobs, _shared_by(engine, shared, samples)))
     table = shaped((engine.slots, 6), jnp.int32, at)
     sizes = {"n_tokens": engine.launch_tokens, "check_every": engine.check_every}
     launches = -(-m.sequences // engine.slots) * -(-c.max_new_tokens // engine.launch_tokens)
@@ -592,6 +572,42 @@ def _sampling(
             beside=local_bytes(held),
             calls=0 if i else math.ceil(share * launches),
         )
+
+
+def _cache(
+    engine: Engine, dtype: Any, layout: Layout, rows: int, length: int, split: Any = ROWS
+) -> Cache:
+    """Abstract arrays of a cache, its rows over the axes `split`."""
+    model, mesh = engine.config, engine.mesh
+    assert mesh is not None
+    whole = jax.eval_shape(
+        lambda: decode.new_cache(model, None, rows, length, jnp.dtype(dtype), layout)
+    )
+    specs = decode.cache_specs(model, mesh, split, whole)
+    return jax.tree.map(lambda x, s: shaped(x.shape, x.dtype, NamedSharding(mesh, s)), whole, specs)
+
+
+def _slots_and_rows(
+    engine: Engine, dtype: Any, layout: Layout, prompts: int, samples: int, width: int
+) -> tuple[Cache, Cache]:
+    """The largest cache of all slots, and that of the prompts that they share, if any: of `samples`
+    of each of so many prompts."""
+    if engine.why_not_shared(samples, dtype, layout) is not None:
+        return _cache(engine, dtype, layout, engine.slots, engine.length), []
+    shards = engine.row_shards
+    rows = shards * rows_at_most(engine.slots // shards, shards, samples, prompts)
+    own = _cache(engine, dtype, layout, engine.slots, engine.own_length)
+    return own, _cache(engine, dtype, layout, rows, width)
+
+
+def _shared_by(engine: Engine, rows: Cache, samples: int) -> tuple[Cache, Seats] | None:
+    """What a launch reads of shared prompts, if there are any."""
+    if not rows:
+        return None
+    assert engine.mesh is not None
+    count, each = keys_of(rows).shape[decode.BATCH], NamedSharding(engine.mesh, PartitionSpec(ROWS))
+    sizes = (count, min(samples, engine.slots // engine.row_shards)), (count,), (engine.slots,)
+    return rows, Seats(*(shaped(size, jnp.int32, each) for size in sizes))
 
 
 def _resized(

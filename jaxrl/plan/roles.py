@@ -34,7 +34,7 @@ from jaxrl.plan.memory import (
     turned_bytes,
     weight_bytes,
 )
-from jaxrl.plan.sampling import sampling_entries
+from jaxrl.plan.sampling import EVALUATIONS, sampling_entries
 from jaxrl.plan.setting import Setting
 
 JSD_ARRAYS, KL_ARRAYS, LEAN_ARRAYS, SCORE_ARRAYS = 7, 6, 5, 3
@@ -539,8 +539,9 @@ def _upcast(
         for phase, size in stored.phases().items():
             chosen = computed[role] if larger.get(phase, 0) > size else stored
             entries += [entry for entry in chosen.entries if entry.phase == phase]
-            if phase in copies:
-                entries.append(Entry("activations", "weights in float32", copies[phase], phase))
+            copied = copies.get(phase.removesuffix(EVALUATIONS))
+            if copied is not None:
+                entries.append(Entry("activations", "weights in float32", copied, phase))
         yield role, Account(role, tuple(entries))
 
 
