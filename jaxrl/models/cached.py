@@ -19,6 +19,7 @@ from jaxrl.models.embedding import embed
 from jaxrl.models.experts import Routed
 from jaxrl.models.kernels import StepKernel
 from jaxrl.models.kinds import Layer, LayerKind
+from jaxrl.models.pages import Pages, write
 from jaxrl.models.parameters import Params, blocks_of, layout_of
 from jaxrl.models.shared_prompts import Seats, shared_attender
 from jaxrl.models.stack import (
@@ -50,6 +51,8 @@ class Shared(NamedTuple):
     seats: Seats
     starts: Array
     """[B] int32: the position at which each slot's own cache begins, the length of its prompt's."""
+    pages: Pages | None = None
+    """Of that cache, where it is a pool of pages."""
 
 
 def prefill(
@@ -148,7 +151,7 @@ def decode(
     def attender_of(kernel: StepKernel | None, window: int | None) -> Attend:
         if shared is None:
             return step_attender(kernel, positions, used, mesh, window=window)
-        return shared_attender(kernel, positions, at, shared.seats, mesh, window=window)
+        return shared_attender(kernel, positions, at, shared.seats, mesh, window, shared.pages)
 
     mixing = Mixing(config, positions[:, None], kernels, attender_of)
     held: dict[LayerKind, Any] = dict.fromkeys(config.lenders)
@@ -172,7 +175,12 @@ def decode(
             if layer.kind.borrows:
                 written.append(())
                 return attend_one(q, k, v, *sinks)
-            written.append((_write(entry[0], k, at, index), _write(entry[1], v, at, index)))
+            if shared is not None and shared.pages is not None:
+                table = shared.pages.table
+                pair = (write(x, y, at, table, mesh) for x, y in zip(entry, (k, v), strict=True))
+            else:
+                pair = (_write(x, y, at, index) for x, y in zip(entry, (k, v), strict=True))
+            written.append(tuple(pair))
             keys, values = (_layer(x, index) for x in written[0])
             if prompts is not None:
                 (keys, values) = zip((keys, values), prompts, strict=True)

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from jaxrl.models.attention import Attend, by_kv_head, on_shards, term_in
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import StepKernel, Target, step_kernel_of
+from jaxrl.models.pages import Pages, lengths_of, of_slots
 from jaxrl.models.terms import by_products, merge
 from jaxrl.types import Array
 
@@ -48,6 +49,7 @@ def why_not_shared(
     prompt: int | None = None,
     stacked: bool = False,
     episodes: bool = False,
+    paged: bool = False,
 ) -> str | None:
     """Why each slot holds and reads a copy of its prompt; None where the slots of a prompt share
     one.
@@ -57,8 +59,9 @@ def why_not_shared(
         samples: of each prompt.
         prompt: most tokens of one; None: however short they are.
         stacked: the layout of the parameters.
+        paged: what follows the prompts is to be in pages (`models.pages`), which need this.
     """
-    if samples == 1:
+    if samples == 1 and not paged:
         return "each prompt has one sample"
     if episodes:
         return "the answers of environments are read into whole sequences"
@@ -70,7 +73,8 @@ def why_not_shared(
     kernels = [step_kernel_of(target, dim, dtype) for dim in config.head_dims]
     if windows and any(kernels):
         return "the kernel of a decode step has one window for all that read a prompt"
-    if target.platform == "cpu" and prompt is not None and prompt < FEWEST_TOKENS:
+    short = prompt is not None and prompt < FEWEST_TOKENS
+    if target.platform == "cpu" and short and not paged:
         return f"prompts of at most {prompt} tokens are copied, which is faster on a CPU"
     return None
 
@@ -82,17 +86,19 @@ def shared_attender(
     seats: Seats,
     mesh: Mesh | None,
     window: int | None = None,
+    pages: Pages | None = None,
 ) -> Attend:
     """How the tokens of a decode step, q [B,1,N,H] at `positions` [B], attend to their prompts and
     to what follows: keys and values are each a pair of [B,KV,S,H], in which the tokens are `at`
-    [B], and [R,KV,P,H]; with a `window`, to so many of the last ones."""
+    [B], and [R,KV,P,H]; with a `window`, to so many of the last ones. With
+    `pages`, the former are those of a pool [Q,KV,P,H]."""
     assert kernel is None or window is None, "queries of one prompt have different windows"
 
     def attend(
         q: jax.Array, k: Sequence[jax.Array], v: Sequence[jax.Array], *sinks: jax.Array
     ) -> jax.Array:
         run = partial(_attend, kernel, window)
-        given = (k[0], v[0], k[1], v[1], positions, at, *seats)
+        given = (k[0], v[0], k[1], v[1], positions, at, *seats, *(pages or ()))
         return on_shards(run, mesh, q, *given, kv_dim=1, sinks=sinks)
 
     return attend
@@ -108,35 +114,45 @@ def _attend(
     prompt_v: jax.Array,
     positions: jax.Array,
     at: jax.Array,
-    *seats: jax.Array,
+    slots: jax.Array,
+    lengths: jax.Array,
+    places: jax.Array,
+    *pages: jax.Array,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
     """`shared_attender` on one device."""
-    slots, lengths, places = seats
     own, (rows, n) = by_kv_head(q, k.shape[1]), slots.shape
     _, kv, group, h = own.shape
     asked = jnp.take(own, jnp.maximum(slots, 0), 0)  # [R,n,KV,M,H]
     asked = jnp.moveaxis(asked, 1, 2).reshape(rows, kv, n * group, h)
+    asking, last, first, seen = own, at, jnp.zeros_like(at), at + 1
+    if pages:
+        of = Pages(*pages)
+        owners = jnp.maximum(of.owners, 0)
+        asking, last, first = jnp.take(own, owners, 0), jnp.take(at, owners), of.firsts
+        seen = lengths_of(of, at, k.shape[2])
     if kernel is not None:
         term = term_in(kernel)
         theirs = term(asked, prompt_k, prompt_v, lengths)
-        ours = term(own, k, v, at + 1)
+        ours = term(asking, k, v, seen)
     else:
         keys, prompt_keys = (jnp.arange(x.shape[2])[None] for x in (k, prompt_k))
-        seen = keys <= at[:, None]
-        seen_prompt = (prompt_keys < lengths[:, None])[:, None]
+        mask = keys < seen[:, None]
+        prompt_mask = (prompt_keys < lengths[:, None])[:, None]
         if window is not None:
-            seen &= keys > at[:, None] - window
-            last = jnp.repeat(jnp.take(positions, jnp.maximum(slots, 0)), group, 1)
-            seen_prompt = seen_prompt & (prompt_keys[None] > last[..., None] - window)
-        theirs = by_products(asked, prompt_k, prompt_v, seen_prompt)
-        ours = by_products(own, k, v, seen[:, None])
+            mask &= keys + first[:, None] > last[:, None] - window
+            end = jnp.repeat(jnp.take(positions, jnp.maximum(slots, 0)), group, 1)
+            prompt_mask = prompt_mask & (prompt_keys[None] > end[..., None] - window)
+        theirs = by_products(asked, prompt_k, prompt_v, prompt_mask)
+        ours = by_products(asking, k, v, mask[:, None])
+    if pages:
+        ours = of_slots(ours, Pages(*pages).table)
 
-    def of_slots(x: jax.Array) -> jax.Array:
+    def at_slots(x: jax.Array) -> jax.Array:
         """[B,KV,M,...] of [R,KV,n*M,...]."""
         x = x.reshape(rows, kv, n, group, *x.shape[3:])
         return jnp.take(jnp.moveaxis(x, 2, 1).reshape(rows * n, kv, *x.shape[3:]), places, 0)
 
     read, total = theirs
-    merged = merge([(of_slots(read), of_slots(total)), ours], sinks)
+    merged = merge([(at_slots(read), at_slots(total)), ours], sinks)
     return merged.astype(q.dtype).reshape(q.shape)

@@ -21,6 +21,7 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.delta import Recurrent, nothing_read
 from jaxrl.models.experts import Routed
 from jaxrl.models.kinds import LayerKind
+from jaxrl.models.pages import Pages
 from jaxrl.models.parameters import Layout, Params
 from jaxrl.models.shared_prompts import Seats
 from jaxrl.sampling.sampler import SamplingArrays, is_eos, sample, sample_keys, uniforms
@@ -242,6 +243,45 @@ def insert(
     return run(cache, prompts, source)
 
 
+@partial(jax.jit, static_argnames=("config", "mesh"), donate_argnames=("cache",))
+def insert_pages(
+    config: DecoderConfig,
+    mesh: Mesh | None,
+    cache: Cache,
+    read: Cache,
+    source: jax.Array,
+    firsts: jax.Array,
+) -> Cache:
+    """Copies the positions of row source[i] of `read` from firsts[i] on into page i of a pool,
+    where source[i] is not -1.
+
+    Args:
+        cache: of Q pages of P positions, donated.
+        read: of b rows, as of `prefill`.
+        source, firsts: [Q] int32.
+    """
+
+    def local(cache: Cache, read: Cache, source: jax.Array, firsts: jax.Array) -> Cache:
+        def copy(ours: jax.Array, theirs: jax.Array) -> jax.Array:
+            size = ours.shape[POSITIONS]
+            theirs = jnp.pad(theirs, [(0, 0), (0, 0), (0, size), (0, 0)])
+
+            def one(row: jax.Array, first: jax.Array) -> jax.Array:
+                return jax.lax.dynamic_slice_in_dim(theirs[jnp.maximum(row, 0)], first, size, 1)
+
+            new = jax.vmap(one)(source, firsts).astype(ours.dtype)
+            return jnp.where((source >= 0)[:, None, None, None], new, ours)
+
+        return jax.tree.map(copy, cache, read)
+
+    if mesh is None:
+        return local(cache, read, source, firsts)
+    ours = cache_specs(config, mesh, ROWS, cache)
+    given = (ours, cache_specs(config, mesh, None, read), PartitionSpec(ROWS), PartitionSpec(ROWS))
+    run = jax.shard_map(local, mesh=mesh, in_specs=given, out_specs=ours)
+    return run(cache, read, source, firsts)
+
+
 @partial(
     jax.jit,
     static_argnames=("config", "mesh", "n_tokens", "check_every", "record"),
@@ -256,6 +296,7 @@ def launch(
     exit_free: jax.Array,
     knobs: SamplingArrays,
     prompts: tuple[Cache, Seats] | None = None,
+    pages: Pages | None = None,
     *,
     n_tokens: int,
     check_every: int,
@@ -269,6 +310,7 @@ def launch(
         slots: [B, 6] int32, see the columns above.
         prompts: those that slots share, and their seats; `cache` then begins behind them, with the
             key of each prompt's last token.
+        pages: those of `cache`, where it is a pool of them.
         check_every: static divisor of n_tokens: steps between two looks at the number of free
             slots. On several devices a look is a collective, on a GPU also a wait of the host;
             equal to n_tokens, the launch has a fixed length.
@@ -286,7 +328,9 @@ def launch(
     if prompts is not None:
         held, seats = prompts
         starts = _rows(slots[:, POSITION] - slots[:, COUNT], mesh)
-        shared = Shared(held, Seats(*(_rows(x, mesh) for x in seats)), starts)
+        seats = Seats(*(_rows(x, mesh) for x in seats))
+        pages = None if pages is None else Pages(*(_rows(x, mesh) for x in pages))
+        shared = Shared(held, seats, starts, pages)
     out = {"drawn": _rows(jnp.full((slots.shape[0], n_tokens, 3), NOT_RUN, jnp.int32), mesh)}
     if record:
         assert config.experts is not None

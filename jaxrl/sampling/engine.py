@@ -38,10 +38,12 @@ from jaxrl.models.cached import Cache, keys_of
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.delta import Recurrent
 from jaxrl.models.kernels import target_of
+from jaxrl.models.pages import PAGE
 from jaxrl.models.parameters import Layout, Params, cast, layout_of
 from jaxrl.models.shared_prompts import why_not_shared
 from jaxrl.sampling import decode, text
 from jaxrl.sampling.episodes import Partner
+from jaxrl.sampling.page_pool import PagePool, pages_of
 from jaxrl.sampling.prompt_rows import PromptRows
 from jaxrl.sampling.sampler import SamplingArrays, SamplingParams, sampling_arrays
 from jaxrl.sampling.text import TextTokenizer
@@ -84,6 +86,8 @@ class EngineStats:
     launches: int = 0
     prefill_rows: int = 0
     """Prompts prefilled, without padding rows."""
+    sent_back: int = 0
+    """Samples that waited for pages of the cache with their first tokens, each time."""
     generated_tokens: int = 0
     """Tokens in the completions, without those after a stop string."""
     slots: int = 0
@@ -121,6 +125,7 @@ class Engine:
         search_beside: bool | None = None,
         episodes: bool = False,
         share: bool | None = None,
+        cache_tokens: int | None = None,
         dtype: Any = None,
         tokenizer: TextTokenizer | None = None,
         ledger: Ledger | None = None,
@@ -144,6 +149,10 @@ class Engine:
             episodes: completions are episodes (`partner` of `generate`).
             share: the slots of a prompt's samples share its keys and values where they can. None:
                 where that is faster.
+            cache_tokens: positions of completions that a device of each data shard holds, in pages
+                (`sampling.page_pool`), where prompts are shared. A sample for which there is none
+                left goes back to the queue, the youngest one first, and its tokens are read again
+                later. None: every slot has its own cache.
             dtype: of the computation and the cache. None: the dtype of the parameters.
             tokenizer: decodes tokens to text, also to find stop strings.
             ledger: records the memory of cache and programs.
@@ -170,6 +179,14 @@ class Engine:
         self.length = round_up(max_prompt_tokens + max_new_tokens + beyond, target.width_multiple)
         self.own_length = round_up(max_new_tokens, target.width_multiple)
         self.share = share
+        self.pages = None if cache_tokens is None else pages_of(cache_tokens)
+        """Of the pool of each data shard."""
+        least = pages_of(max_new_tokens)
+        if self.pages is not None and self.pages < least:
+            raise UserError(
+                f"cache_tokens={cache_tokens}: a completion of max_new_tokens={max_new_tokens}"
+                f" needs {least * PAGE}; raise it to that at least"
+            )
         on_cpu = target.platform == "cpu"
         self.search_beside = not on_cpu if search_beside is None else search_beside
         if check_every is None:
@@ -251,6 +268,7 @@ class Engine:
             layout: of the parameters.
         """
         rule: dict[str, Any] = {"stacked": layout == "stacked", "episodes": self.episodes}
+        rule["paged"] = self.pages is not None
         if self.share is None:
             rule |= {"prompt": self.max_prompt_tokens}
         elif not self.share:
@@ -342,6 +360,9 @@ class _Run:
             self.rows = PromptRows(shards, engine.slots // shards, n, len(prompts))
         self.prompt_cache: Cache = []
         """Of the rows."""
+        self.pool: PagePool | None = None
+        if self.rows is not None and engine.pages is not None:
+            self.pool = PagePool(engine.row_shards, engine.pages)
         self.prefill_batch = self._prefill_batch(n)
         self.held = range(0)
         """Indices of the prompts whose keys and values are in `held_cache`. Samples wait in the
@@ -388,12 +409,16 @@ class _Run:
         started = time.perf_counter()
         free = [slot for slot in range(self.engine.slots) if slot not in self.seated]
         seated = False
-        while free and self.queue:
+        while self.queue and self._slot_for(self.queue[0], free, []) is not None:
             if self.queue[0].prompt not in self.held:
                 self._hold(self.queue[0].prompt)
-            moves = []
-            while free and self.queue and self.queue[0].prompt in self.held:
-                moves.append((free.pop(0), self.queue.popleft()))
+            moves: list[tuple[int, Unfinished]] = []
+            while self.queue and self.queue[0].prompt in self.held:
+                slot = self._slot_for(self.queue[0], free, moves)
+                if slot is None:
+                    break
+                free.remove(slot)
+                moves.append((slot, self.queue.popleft()))
             self._seat(moves)
             seated = True
         if not self.queue and self.held_cache:
@@ -402,6 +427,53 @@ class _Run:
         if seated:
             jax.block_until_ready(self.cache)
             self.stats.prefill_seconds += time.perf_counter() - started
+
+    def _slot_for(
+        self, sample: Unfinished, free: list[int], moves: list[tuple[int, Unfinished]]
+    ) -> int | None:
+        """A free slot for a waiting sample; of a pool, one that leaves the others of its shard the
+        pages of their next launch."""
+        if self.pool is None:
+            return free[0] if free else None
+        held = self.engine.slots // self.engine.row_shards
+        taken = [*self.seated.items(), *moves]
+        for slot in free:
+            shard = slot // held
+            needed = sum(self._missing(x) for s, x in taken if s // held == shard)
+            if needed + self._missing(sample) <= self.pool.free(shard):
+                return slot
+        return None
+
+    def _positions(self, sample: Unfinished) -> int:
+        """Behind its prompt, up to the end of the next launch."""
+        count = len(sample.tokens)
+        return count + min(sample.turn_end - count, self.engine.launch_tokens)
+
+    def _missing(self, sample: Unfinished) -> int:
+        assert self.pool is not None
+        return self.pool.missing(sample, self._positions(sample))
+
+    def _give_pages(self) -> None:
+        """Pages for the next launch, to the oldest samples first; those for which there are none
+        left wait, the youngest ones, and give theirs back."""
+        assert self.pool is not None
+        held = len(self.table) // self.engine.row_shards
+        for shard in range(self.engine.row_shards):
+            of = [x for slot, x in self.seated.items() if slot // held == shard]
+            of.sort(key=lambda x: (x.prompt, x.sample_id))
+            for i, sample in enumerate(of):
+                while of[i:] and self._missing(sample) > self.pool.free(shard):
+                    self._send_back(of.pop())
+                if i >= len(of):
+                    break
+                self.pool.give(shard, sample, self._positions(sample))
+
+    def _send_back(self, sample: Unfinished) -> None:
+        """Lets a seated sample wait, with its tokens."""
+        self._free(sample)
+        self.stats.sent_back += 1
+        waiting = sorted([sample, *self.queue], key=lambda x: (x.prompt, x.sample_id))
+        self.queue = deque(waiting)
 
     def _hold(self, first: int) -> None:
         """Prefills the batch of prompts that begins with prompt `first`; replaces `held_cache`."""
@@ -427,12 +499,15 @@ class _Run:
         for slot, sample in moves:
             prompt = self.prompts[sample.prompt]
             source[slot] = sample.prompt - self.held.start
-            if self.held_experts is not None:
+            if self.held_experts is not None and not sample.tokens:
                 read = self.held_experts[sample.prompt - self.held.start, : len(prompt) - 1]
                 sample.experts.append(read)
             ids = sample.prompt_id, sample.sample_id
             self._sit(sample, slot, (prompt[-1], len(prompt) - 1, 0, sample.turn_end, *ids))
-        self._fit(max(self._reach(), self._cached()))
+            if sample.tokens:
+                self._set(sample)
+        if self.pool is None:
+            self._fit(max(self._reach(), self._cached()))
         given = self.engine.config, self.engine.mesh
         if self.rows is None:
             self.cache = decode.insert(*given, self.cache, self.held_cache, source)
@@ -443,6 +518,32 @@ class _Run:
         for row, index in new.items():
             source[row] = index - self.held.start
         self.prompt_cache = decode.insert(*given, self.prompt_cache, self.held_cache, source)
+        if self.pool is not None and not self.cache:
+            self.cache = self._new_cache(self.pool.pages * self.engine.row_shards, PAGE)
+        for _, sample in moves:
+            if sample.tokens:
+                self._read_again(sample)
+
+    def _read_again(self, sample: Unfinished) -> None:
+        """Computes the keys and values of a sample that had to wait, as those of a prompt."""
+        assert self.pool is not None and sample.slot is not None
+        start = len(self.prompts[sample.prompt]) - 1
+        unread = [*self.prompts[sample.prompt], *sample.tokens[:-1]]
+        most = self.engine.max_prompt_tokens + self.engine.max_new_tokens
+        multiple = self.engine.width_multiple
+        width = bucket(len(unread), smallest=NARROWEST, multiple=multiple, most=most)
+        tokens = np.zeros((self.engine.row_shards, width), np.int32)
+        lengths = np.full(len(tokens), len(unread), np.int32)
+        tokens[:, : len(unread)] = unread
+        on = self.engine.config, self.engine.mesh
+        with self.ledger.running(decode.prefill, *on, self.params, tokens, lengths):
+            read, _ = decode.prefill(*on, self.params, tokens, lengths)
+        shard = sample.slot // (self.engine.slots // self.engine.row_shards)
+        pages = self.pool.give(shard, sample, len(sample.tokens))
+        source = np.full(self.pool.pages * self.engine.row_shards, -1, np.int32)
+        firsts = np.zeros_like(source)
+        source[pages], firsts[pages] = 0, start + PAGE * np.arange(len(pages))
+        self.cache = decode.insert_pages(*on, self.cache, read, source, firsts)
 
     def _reach(self) -> int:
         """Cache length that the next launch may need, rounded up to a bucket."""
@@ -469,6 +570,12 @@ class _Run:
             return None
         shards = self.engine.row_shards
         held = len(self.table) // shards
+        if self.pool is not None:  # slots are needed again where a sample is sent back
+            ends = [0] * shards
+            for slot, sample in self.seated.items():
+                ends[slot // held] += pages_of(sample.turn_end)
+            if max(ends) > self.pool.pages:
+                return None
         taken = [[s for s in sorted(self.seated) if s // held == k] for k in range(shards)]
         left = self.engine.fewer_slots(max(map(len, taken)), held)
         if left is None:
@@ -524,20 +631,28 @@ class _Run:
         started = time.perf_counter()
         engine = self.engine
         kept = self._shrink()
-        self._fit(self._reach(), kept)
-        prompts = None
+        if self.pool is None:
+            self._fit(self._reach(), kept)
+        else:
+            self._give_pages()
+        prompts = pages = None
         if self.rows is not None:
             if kept is not None:
                 self._fit_rows(self.rows.shrink(self.seated, len(self.table) // engine.row_shards))
             lengths = {x.prompt: len(self.prompts[x.prompt]) - 1 for x in self.seated.values()}
             prompts = self.prompt_cache, self.rows.table(self.seated, lengths)
+        if self.pool is not None:
+            each = len(self.table) // engine.row_shards
+            pages = self.pool.table(self.seated, each, pages_of(self._reach()))
         waiting = len(self.queue)
         exit_free = min(engine.min_free, waiting) if waiting else len(self.table)
-        if self.partner is not None:  # also for slots whose turn ends
+        if self.partner is not None or self.pool is not None:
+            # Slots may be free that nobody can have; and turns end.
             idle = int((self.table[:, decode.COUNT] >= self.table[:, decode.LIMIT]).sum())
-            exit_free = min(idle + engine.min_free, len(self.table))
+            more = engine.min_free if waiting or self.partner is not None else len(self.table)
+            exit_free = min(idle + more, len(self.table))
         given = (engine.config, engine.mesh, self.params, self.cache, self.table.copy())
-        rest = (np.int32(exit_free), self.knobs, prompts)
+        rest = (np.int32(exit_free), self.knobs, prompts, pages)
         length = {"n_tokens": engine.launch_tokens, "check_every": engine.check_every}
         options = {**length, "record": self.record}
         with self.ledger.running(decode.launch, *given, *rest, **options):
@@ -710,6 +825,8 @@ class _Run:
         if sample.slot is not None:
             self.table[sample.slot] = 0
             del self.seated[sample.slot]
+            if self.pool is not None:
+                self.pool.take_back(sample)
             sample.slot = None
             if self.partner is not None:
                 self.partner.end(sample.prompt, sample.sample_id)
