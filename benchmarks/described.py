@@ -24,13 +24,14 @@ from jaxrl.aot.programs import Program, RunPrograms
 from jaxrl.config.schema import Config
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import default_dtype, target_of
+from jaxrl.models.shared_prompts import Seats
 from jaxrl.plan.axes import with_axes
 from jaxrl.plan.inputs import PlanInputs
 from jaxrl.plan.memory import Account
 from jaxrl.plan.roles import role_accounts
 from jaxrl.sampling import decode
 from jaxrl.sampling.sampler import SamplingParams, sampling_arrays
-from jaxrl.sharding.axes import Axes
+from jaxrl.sharding.axes import Axes, row_shards
 from jaxrl.sharding.mesh import bytes_limit
 from jaxrl.sharding.placement import place
 from jaxrl.sharding.reshard import put
@@ -230,19 +231,26 @@ def arguments(run: DescribedRun, program: Program) -> list[Any]:
         index = np.where(rows < n, rows, -1).astype(np.int32).reshape(place.shape)
         return [state, filled(frozen, below), filled(batch, below), put(index, place.sharding)]
     if program.name == "decode":
-        params, cache, table, number, knobs = given
+        params, cache, table, number, knobs, prompts = given
         slots, longest = table.shape[0], cache[0][0].shape[decode.POSITIONS]
         steps = program.kwargs["n_tokens"]
         columns = np.zeros((slots, 6), np.int32)
         columns[:, decode.TOKEN] = np.arange(slots) % below
         columns[:, decode.POSITION] = longest - steps
-        columns[:, decode.LIMIT] = steps + 1  # no slot is free at the end, so that all steps run
+        if prompts is not None:  # whose caches begin behind them
+            columns[:, decode.COUNT] = longest - steps
+            columns[:, decode.POSITION] += prompts[0][0][0].shape[decode.POSITIONS]
+            prompts = shared_by_all(
+                *prompts, shards=row_shards(run.programs.meshes[program.role].shape)
+            )
+        columns[:, decode.LIMIT] = columns[:, decode.COUNT] + steps + 1  # so that all steps run
         columns[:, decode.PROMPT] = np.arange(slots)
         sampling = sampling_arrays(SamplingParams(steps), 0, 0)
         return [
             *(filled(params, below), zeros(cache), put(columns, table.sharding)),
             put(np.int32(slots + 1), number.sharding),
             jax.tree.map(lambda x, s: put(np.asarray(x), s.sharding), sampling, knobs),
+            prompts,
         ]
     found = [filled(a, below) for a in given]
     if program.name == "prefill":
@@ -250,6 +258,18 @@ def arguments(run: DescribedRun, program: Program) -> list[Any]:
         full = np.full(lengths.shape, tokens.shape[1], np.int32)
         found[2] = put(full, lengths.sharding)
     return found
+
+
+def shared_by_all(cache: Any, seats: Seats, shards: int) -> tuple[Any, Seats]:
+    """Prompts of which each has as many slots as seats, one after the other."""
+    (rows, n), (slots,) = seats.slots.shape, seats.places.shape
+    places = np.tile(np.arange(slots // shards, dtype=np.int32), shards)
+    at = np.arange(rows * n, dtype=np.int32).reshape(shards, -1)
+    at = np.where(at % at.shape[1] < slots // shards, at % at.shape[1], -1)
+    lengths = np.full(rows, cache[0][0].shape[decode.POSITIONS], np.int32)
+    lengths = np.where((at.reshape(rows, n) >= 0).any(1), lengths, 0)
+    filled = Seats(at.reshape(rows, n).astype(np.int32), lengths.astype(np.int32), places)
+    return zeros(cache), jax.tree.map(lambda x, like: put(x, like.sharding), filled, seats)
 
 
 # Measuring.

@@ -7,7 +7,10 @@
 and `naive`: `--prompts` x `--group` completions with imposed log-normal lengths, cut at
 `--max-new`. `naive` runs the same programs as a fixed-length loop would: every prompt prefilled for
 each of its samples, batches of as many sequences as there are slots, each decoded to --max-new
-tokens. Lengths are imposed, so that random weights do.
+tokens. Lengths are imposed, so that random weights do. `shared` and `copied` are `refill` where the
+samples of a prompt share its keys and values, and where each slot has a copy of them:
+
+    python benchmarks/sampling.py --cases shared copied --prompts 4 --group 4 --prompt 1024
 """
 
 from __future__ import annotations
@@ -63,9 +66,11 @@ def main() -> None:
             "launches": last.launches,
         }
     speedup = {}
-    if "naive" in figures:
-        ratio = figures["naive"]["seconds"] / figures["refill"]["seconds"]
-        speedup = {"refill_over_naive": common.rounded(ratio)}
+    for fast, slow in (("refill", "naive"), ("shared", "copied")):
+        if {fast, slow} <= figures.keys():
+            for of in ("seconds", "decode_seconds"):
+                ratio = figures[slow][of] / figures[fast][of]
+                speedup[f"{of}_{fast}_over_{slow}"] = common.rounded(ratio)
     print(common.line(arguments, machine, figures, benchmark="sampling", **speedup))
 
 
@@ -142,7 +147,7 @@ class Case:
 def make_cases(
     arguments: argparse.Namespace, config: DecoderConfig, rng: np.random.Generator
 ) -> dict[str, Case]:
-    def engine(prompt: int, new: int) -> Engine:
+    def engine(prompt: int, new: int, share: bool | None = None) -> Engine:
         return Engine(
             config,
             None,
@@ -150,6 +155,7 @@ def make_cases(
             max_prompt_tokens=prompt,
             max_new_tokens=new,
             launch_tokens=min(arguments.launch_tokens, new),
+            share=share,
         )
 
     def prompts(count: int, width: int) -> list[list[int]]:
@@ -169,6 +175,9 @@ def make_cases(
         "refill": Case(long, heavy, lengths, heavy, lengths),
         "naive": Case(long, repeated, longest, heavy, lengths),
     }
+    for name, share in (("shared", True), ("copied", False)):
+        made = engine(arguments.prompt, arguments.max_new, share)
+        cases[name] = Case(made, heavy, lengths, heavy, lengths)
     return {name: case for name, case in cases.items() if name in arguments.cases}
 
 

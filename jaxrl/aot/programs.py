@@ -25,20 +25,21 @@ from jaxrl.config.schema import Config
 from jaxrl.losses.cells import WORDS, Cells, Side
 from jaxrl.models import bert
 from jaxrl.models.batching import rows_of, width_of
-from jaxrl.models.cached import Cache
+from jaxrl.models.cached import Cache, keys_of
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.delta import Recurrent
 from jaxrl.models.lora import frozen_and_trained, join
 from jaxrl.models.parameters import Layout, Params, abstract_params, head
 from jaxrl.models.rules import head_sharding, param_shardings
+from jaxrl.models.shared_prompts import Seats
 from jaxrl.plan.inputs import PlanInputs
 from jaxrl.plan.memory import Account
 from jaxrl.plan.roles import (
     TEMPLATE_TOKENS,
     TO_TEACHER,
     UPDATE_PHASES,
-    prefill_rows,
 )
+from jaxrl.plan.sampling import EVALUATIONS, asked, prefill_rows
 from jaxrl.plan.setting import Setting
 from jaxrl.roles.encoder import encode_batch
 from jaxrl.roles.reference import reference_program
@@ -54,6 +55,7 @@ from jaxrl.roles.teachers import merge_program, mixture_program
 from jaxrl.roles.update import BASE, ActorPrograms, first_rows_program
 from jaxrl.sampling import decode
 from jaxrl.sampling.engine import ANSWER_ROWS, ANSWER_TOKENS, Engine
+from jaxrl.sampling.prompt_rows import rows_at_most
 from jaxrl.sampling.sampler import sampling_arrays
 from jaxrl.sharding.axes import ROWS, Axes
 from jaxrl.sharding.mesh import role_mesh
@@ -501,18 +503,14 @@ def _sampling(
     params, width = run.params(role, model, dtype, layout), m.prompts(role)
     prompts = prefill_rows(c, width, m.axes[role])
 
-    def cache(rows: int, length: int, split: tuple[str, ...] | None) -> Cache:
-        whole = jax.eval_shape(
-            lambda: decode.new_cache(model, None, rows, length, jnp.dtype(dtype), layout)
-        )
-        specs = decode.cache_specs(model, mesh, split, whole)
-        return jax.tree.map(
-            lambda x, s: shaped(x.shape, x.dtype, NamedSharding(mesh, s)), whole, specs
-        )
+    def caches_of(count: int, samples: int) -> tuple[Cache, Cache]:
+        return _slots_and_rows(engine, dtype, layout, count, samples, width)
 
-    slots, held = cache(engine.slots, engine.length, ROWS), cache(prompts, width, None)
+    held = _cache(engine, dtype, layout, prompts, width, None)
+    trained = asked(c)[0]
+    slots, rows = caches = caches_of(*trained)
     yield from _resized(
-        run, role, engine, params, layout, slots, local_bytes((params, held)), share
+        run, role, engine, params, layout, slots, local_bytes((params, held, rows)), share
     )
     tokens = shaped((prompts, width), jnp.int32, at)
     lengths = shaped((prompts,), jnp.int32, at)
@@ -523,53 +521,93 @@ def _sampling(
         decode.prefill,
         (model, mesh, params, tokens, lengths),
         ("prefill",),
-        beside=local_bytes(slots),
+        beside=local_bytes(caches),
         calls=fills,
     )
-    where = shaped((engine.slots,), jnp.int32, at)
+    filled, unfilled = (rows, slots) if rows else (slots, rows)
+    where = shaped((keys_of(filled).shape[decode.BATCH],), jnp.int32, at)
     number = shaped((), jnp.int32, at)
     yield Program(
         role,
         "insert",
         decode.insert,
-        (model, mesh, slots, held, where),
+        (model, mesh, filled, held, where),
         (),
-        beside=local_bytes(params),
+        beside=local_bytes((params, unfilled)),
         calls=fills,
     )
     if engine.episodes:
         answers = ANSWER_ROWS * engine.row_shards
         tokens = shaped((answers, ANSWER_TOKENS[1]), jnp.int32, at)
-        rows = shaped((answers,), jnp.int32, at)
+        of_each = shaped((answers,), jnp.int32, at)
         yield Program(
             role,
             "answers of environments",
             decode.extend,
-            (model, mesh, params, slots, tokens, rows, rows, rows),
+            (model, mesh, params, slots, tokens, of_each, of_each, of_each),
             ("answers",),
             beside=local_bytes(held),
             calls=math.ceil(share * m.sequences / ANSWER_ROWS) * (c.environment.max_turns - 1),
         )
-    ways = [training_sampling(c, most)] * (share > 0)
-    ways += [evaluation_sampling(c, most)] * evaluates
-    arrays = {
-        jax.tree.structure(knobs): jax.tree.map(lambda x: shaped(x.shape, x.dtype, at), knobs)
-        for knobs in (sampling_arrays(way, 0, 0) for way in ways)
-    }
+    ways = [(training_sampling(c, most), trained)] * (share > 0)
+    ways += [(evaluation_sampling(c, most), each) for each in asked(c)[1:] if evaluates]
+    found: dict[Any, Any] = {}
+    for way, (count, samples) in ways:
+        knobs = jax.tree.map(lambda x: shaped(x.shape, x.dtype, at), sampling_arrays(way, 0, 0))
+        own, shared = caches_of(count, samples)
+        kind = jax.tree.structure(knobs), bool(shared)
+        found.setdefault(kind, (own, knobs, _shared_by(engine, shared, samples)))
     table = shaped((engine.slots, 6), jnp.int32, at)
     sizes = {"n_tokens": engine.launch_tokens, "check_every": engine.check_every}
     launches = -(-m.sequences // engine.slots) * -(-c.max_new_tokens // engine.launch_tokens)
-    for i, knobs in enumerate(arrays.values()):
+    for i, (own, knobs, shared_prompts) in enumerate(found.values()):
+        name = "decode" + EVALUATIONS * bool(i)
         yield Program(
             role,
-            "decode for evaluations" if i else "decode",
+            name,
             decode.launch,
-            (model, mesh, params, slots, table, number, knobs),
-            () if i else ("decode",),
+            (model, mesh, params, own, table, number, knobs, shared_prompts),
+            (name,),
             sizes | {"record": c.policy.router_replay and not i and role != "teacher"},
             beside=local_bytes(held),
             calls=0 if i else math.ceil(share * launches),
         )
+
+
+def _cache(
+    engine: Engine, dtype: Any, layout: Layout, rows: int, length: int, split: Any = ROWS
+) -> Cache:
+    """Abstract arrays of a cache, its rows over the axes `split`."""
+    model, mesh = engine.config, engine.mesh
+    assert mesh is not None
+    whole = jax.eval_shape(
+        lambda: decode.new_cache(model, None, rows, length, jnp.dtype(dtype), layout)
+    )
+    specs = decode.cache_specs(model, mesh, split, whole)
+    return jax.tree.map(lambda x, s: shaped(x.shape, x.dtype, NamedSharding(mesh, s)), whole, specs)
+
+
+def _slots_and_rows(
+    engine: Engine, dtype: Any, layout: Layout, prompts: int, samples: int, width: int
+) -> tuple[Cache, Cache]:
+    """The largest cache of all slots, and that of the prompts that they share, if any: of `samples`
+    of each of so many prompts."""
+    if engine.why_not_shared(samples, dtype, layout) is not None:
+        return _cache(engine, dtype, layout, engine.slots, engine.length), []
+    shards = engine.row_shards
+    rows = shards * rows_at_most(engine.slots // shards, shards, samples, prompts)
+    own = _cache(engine, dtype, layout, engine.slots, engine.own_length)
+    return own, _cache(engine, dtype, layout, rows, width)
+
+
+def _shared_by(engine: Engine, rows: Cache, samples: int) -> tuple[Cache, Seats] | None:
+    """What a launch reads of shared prompts, if there are any."""
+    if not rows:
+        return None
+    assert engine.mesh is not None
+    count, each = keys_of(rows).shape[decode.BATCH], NamedSharding(engine.mesh, PartitionSpec(ROWS))
+    sizes = (count, min(samples, engine.slots // engine.row_shards)), (count,), (engine.slots,)
+    return rows, Seats(*(shaped(size, jnp.int32, each) for size in sizes))
 
 
 def _resized(
@@ -591,11 +629,13 @@ def _resized(
     model, mesh, dtype = engine.config, engine.mesh, params["norm"]["scale"].dtype
     assert mesh is not None
     batches = math.ceil(share)
-    shape = (model, mesh, engine.slots, engine.length, dtype, layout)
-    yield Program(role, "new cache", decode.new_cache, shape, (), beside=beside, calls=batches)
-    lengths = sorted({engine.cache_length(n, engine.slots) for n in range(1, engine.length + 1)})
     with_keys = [entry for entry in cache if entry and not isinstance(entry, Recurrent)]
     k = max((entry[0] for entry in with_keys), key=lambda x: x.size)  # the largest of all layers
+    longest = k.shape[decode.POSITIONS]
+    own = longest == engine.own_length  # behind prompts that slots share
+    shape = (model, mesh, engine.slots, longest, dtype, layout)
+    yield Program(role, "new cache", decode.new_cache, shape, (), beside=beside, calls=batches)
+    lengths = sorted({engine.cache_length(n, engine.slots, own) for n in range(1, longest + 1)})
     rows = NamedSharding(mesh, PartitionSpec(ROWS))
 
     def layer(length: int) -> Cache:
@@ -604,7 +644,7 @@ def _resized(
 
     others = beside + local_bytes(cache) - local_bytes((k, k))
     if len(lengths) > 1:
-        given: tuple[Any, ...] = (model, mesh, layer(lengths[-2]), engine.length, None)
+        given: tuple[Any, ...] = (model, mesh, layer(lengths[-2]), longest, None)
         calls = batches * len(with_keys) * (len(lengths) - 1)
         yield Program(
             role,
@@ -619,7 +659,7 @@ def _resized(
     kept = [left for n in range(1, held) if (left := engine.fewer_slots(n, held)) is not None]
     if kept and not engine.episodes:
         chosen = shaped((max(kept) * engine.row_shards,), jnp.int32, rows)
-        given = (model, mesh, layer(engine.length), engine.length, chosen)
+        given = (model, mesh, layer(longest), longest, chosen)
         calls = batches * sum(map(bool, cache)) * len(set(kept))
         yield Program(role, "fewer slots", decode.resize, given, (), beside=others, calls=calls)
 

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl.models import cudnn, flash_decode, splash, split_k
 from jaxrl.models.kernels import Kernel, StepKernel, Target, kernel_of, step_kernel_of, target_of
 from jaxrl.models.packing import Packing
+from jaxrl.models.terms import Term, merge
 from jaxrl.sharding.axes import HEADS, ROWS, TOKENS, divided
 
 Attend = Callable[..., jax.Array]
@@ -73,13 +74,13 @@ def attender(
     if kernel == "cudnn":
         assert behind == 0, "cuDNN's causal mask starts at the first key"
         run, lengths = partial(cudnn.attend, causal=causal, window=window), row_lengths(keys)
-        return lambda q, k, v, *sinks: _on_shards(run, mesh, q, k, v, lengths, sinks=sinks)
+        return lambda q, k, v, *sinks: on_shards(run, mesh, q, k, v, lengths, sinks=sinks)
     if kernel == "splash":
         run = partial(splash.attend, causal=causal, window=window)
-        return lambda q, k, v, *sinks: _on_shards(run, mesh, q, k, v, queries, keys, sinks=sinks)
+        return lambda q, k, v, *sinks: on_shards(run, mesh, q, k, v, queries, keys, sinks=sinks)
     run = partial(attention_by_blocks, causal=causal, window=window)
     if mesh is not None and mesh.shape[TOKENS] > 1:  # XLA divides KV heads only
-        return lambda q, k, v, *sinks: _on_shards(run, mesh, q, k, v, keys, sinks=sinks)
+        return lambda q, k, v, *sinks: on_shards(run, mesh, q, k, v, keys, sinks=sinks)
     if width > BLOCK:
         return lambda q, k, v, *sinks: run(q, k, v, keys, *sinks)
     allowed = jnp.broadcast_to(keys[:, None], (len(keys), width, keys.shape[1]))
@@ -201,7 +202,7 @@ def attend_joined(
         return cudnn.attend_joined(q, given[0:2], given[2:4], *given[4:], sinks)
 
     lengths = row_lengths(prompt_mask), row_lengths(mask)
-    return _on_shards(run, mesh, q, *prompts, *own, *lengths, sinks=sinks)
+    return on_shards(run, mesh, q, *prompts, *own, *lengths, sinks=sinks)
 
 
 def row_lengths(mask: jax.Array) -> jax.Array:
@@ -348,17 +349,38 @@ def step_attender(
     so many of the last ones."""
     window = None if window is None or window >= used else window
     if kernel is not None:
-        attend = split_k.attend if kernel == "split-k" else flash_decode.attend
-        run, lengths = partial(attend, window=window), positions + 1
-        return lambda q, k, v, *sinks: _on_shards(
-            run, mesh, q, k, v, lengths, kv_dim=1, sinks=sinks
-        )
+        run, lengths = partial(_step_in, kernel, window=window), positions + 1
+        return lambda q, k, v, *sinks: on_shards(run, mesh, q, k, v, lengths, kv_dim=1, sinks=sinks)
     allowed = jnp.arange(used)[None] <= positions[:, None]
     if window is not None:
         allowed &= jnp.arange(used)[None] > positions[:, None] - window
     return lambda q, k, v, *sinks: attention_step(
         q, k[:, :, :used], v[:, :, :used], allowed, *sinks
     )
+
+
+def term_in(kernel: StepKernel) -> Callable[..., Term]:
+    """What computes a term of a decode step: `attend` of a kernel."""
+    return split_k.attend if kernel == "split-k" else flash_decode.attend
+
+
+def by_kv_head(q: jax.Array, kv_heads: int) -> jax.Array:
+    """[B,KV,M,H] of the queries [B,1,N,H] of a decode step."""
+    return q.reshape(q.shape[0], kv_heads, -1, q.shape[-1])
+
+
+def _step_in(
+    kernel: StepKernel,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    lengths: jax.Array,
+    *,
+    window: int | None,
+    sinks: jax.Array | None = None,
+) -> jax.Array:
+    term = term_in(kernel)(by_kv_head(q, k.shape[1]), k, v, lengths, window=window)
+    return merge([term], sinks).astype(q.dtype).reshape(q.shape)
 
 
 def chunk_attender(positions: jax.Array, window: int | None = None) -> Attend:
@@ -375,7 +397,7 @@ def chunk_attender(positions: jax.Array, window: int | None = None) -> Attend:
     return attend
 
 
-def _on_shards(
+def on_shards(
     run: Callable[..., jax.Array],
     mesh: Mesh | None,
     *given: jax.Array,

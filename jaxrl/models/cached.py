@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int
 
-from jaxrl.models.attention import attender, chunk_attender, step_attender, step_kernel_on
+from jaxrl.models.attention import Attend, attender, chunk_attender, step_attender, step_kernel_on
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.delta import Filters, Inputs, Recurrent, recur_rows
 from jaxrl.models.embedding import embed
@@ -20,6 +20,7 @@ from jaxrl.models.experts import Routed
 from jaxrl.models.kernels import StepKernel
 from jaxrl.models.kinds import Layer, LayerKind
 from jaxrl.models.parameters import Params, blocks_of, layout_of
+from jaxrl.models.shared_prompts import Seats, shared_attender
 from jaxrl.models.stack import (
     Mixing,
     at_places,
@@ -39,6 +40,16 @@ Cache = list[Pair | Recurrent | tuple[()]]
 decode step reads them as a plain batched matmul, without a transposed copy; or a layer's state; or
 nothing, of a layer that borrows. Of stacked parameters one pair [L, B, KV, S, H], or one entry for
 each block of the cycle."""
+
+
+class Shared(NamedTuple):
+    """The prompts of a decode step whose slots share them."""
+
+    cache: Cache
+    """Of their rows: each array [R, KV, P, H], unstacked."""
+    seats: Seats
+    starts: Array
+    """[B] int32: the position at which each slot's own cache begins, the length of its prompt's."""
 
 
 def prefill(
@@ -107,6 +118,7 @@ def decode(
     *,
     used: int,
     live: Bool[Array, " B"] | None = None,
+    shared: Shared | None = None,
     mesh: Mesh | None = None,
     routed: list[Routed] | None = None,
 ) -> tuple[Float[Array, "B D"], Cache]:
@@ -117,9 +129,11 @@ def decode(
         cache: in the layout of the parameters; donate it.
         tokens: the token at `positions`.
         positions: in [0, used).
-        used: static bound on positions + 1: only this much of the cache is read, and where a
-            kernel does it (`kernels.step_kernel_of`), of each slot what its position reaches.
+        used: static bound on positions + 1, each in the slot's own cache: only this much of it is
+            read, and where a kernel does it (`kernels.step_kernel_of`), of each slot what its
+            position reaches.
         live: the slots whose states read the token, which no later token can undo; None: all.
+        shared: the prompts, where `cache` begins behind them (`shared_prompts.why_not_shared`).
         routed: gets what the routers of all layers did, each leaf [L, B, 1, ...].
 
     Returns:
@@ -129,17 +143,25 @@ def decode(
     if layout_of(params) == "unstacked":  # a kernel cannot read a slice of a stacked cache in place
         cached = keys_of(cache).dtype
         kernels = {dim: step_kernel_on(mesh, dim, cached) for dim in config.head_dims}
-    mixing = Mixing(
-        config,
-        positions[:, None],
-        kernels,
-        lambda kernel, window: step_attender(kernel, positions, used, mesh, window=window),
-    )
+    at = positions if shared is None else positions - shared.starts
+
+    def attender_of(kernel: StepKernel | None, window: int | None) -> Attend:
+        if shared is None:
+            return step_attender(kernel, positions, used, mesh, window=window)
+        return shared_attender(kernel, positions, at, shared.seats, mesh, window=window)
+
+    mixing = Mixing(config, positions[:, None], kernels, attender_of)
     held: dict[LayerKind, Any] = dict.fromkeys(config.lenders)
     reads = jnp.ones(tokens.shape, bool) if live is None else live
 
     def step(
-        x: Array, layer: Layer, params: Params, own: Array, entry: Any, index: Array = None
+        x: Array,
+        layer: Layer,
+        params: Params,
+        own: Array,
+        entry: Any,
+        prompts: Any = None,
+        index: Array = None,
     ) -> tuple[Array, Any, Any]:
         """A block; its entry of the cache is at an index where that holds several layers."""
         rope, attend_one = mixing.of(layer)
@@ -150,10 +172,11 @@ def decode(
             if layer.kind.borrows:
                 written.append(())
                 return attend_one(q, k, v, *sinks)
-            keys = _write(entry[0], k, positions, index)
-            values = _write(entry[1], v, positions, index)
-            written.append((keys, values))
-            return attend_one(q, _layer(keys, index), _layer(values, index), *sinks)
+            written.append((_write(entry[0], k, at, index), _write(entry[1], v, at, index)))
+            keys, values = (_layer(x, index) for x in written[0])
+            if prompts is not None:
+                (keys, values) = zip((keys, values), prompts, strict=True)
+            return attend_one(q, keys, values, *sinks)
 
         def recur(inputs: Inputs, filters: Filters) -> Array:
             start = jax.tree.map(lambda x: _layer(x, index), entry)
@@ -175,20 +198,22 @@ def decode(
             x, entry, one = step(x, layer, *given)
             return x, (entry, one)
 
-        x, left = through(config, body, x, params, inputs, cache)
+        prompts = [None] * len(cache) if shared is None else shared.cache
+        x, left = through(config, body, x, params, inputs, cache, prompts)
         updated: Cache = [entry for entry, _ in left]
         found = [one for _, one in left]
     else:
-        blocks, at = blocks_of(params), at_places(config)
+        assert shared is None
+        blocks, places = blocks_of(params), at_places(config)
 
         def bodies(carry: Any, given: Any) -> tuple[Any, Any]:
             (x, cache), (index, blocks), found = carry, given, []
             updated = []
-            for i, (layer, of, entry) in enumerate(zip(at, blocks, cache, strict=True)):
+            for i, (layer, of, entry) in enumerate(zip(places, blocks, cache, strict=True)):
                 block, own = of
                 if not isinstance(layer.number, int):
                     layer = Layer(layer.kind, index * len(blocks) + i)
-                x, entry, one = step(x, layer, block, own, entry, index)
+                x, entry, one = step(x, layer, block, own, entry, index=index)
                 updated.append(entry)
                 found.append(one)
             return (x, updated), found

@@ -13,11 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.models.splash import LANES
+from jaxrl.models.terms import LOWEST, Term
 
 BLOCK_BYTES = 1 << 20
 """Of keys and values in a step of the grid: enough to hide what a step costs besides."""
-LOWEST = -1e30
-"""Score of a masked key: finite, so that no difference of two is NaN."""
 
 
 def keys_at_once(positions: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
@@ -34,26 +33,25 @@ def attend(
     lengths: jax.Array,
     *,
     window: int | None = None,
-    sinks: jax.Array | None = None,
     interpret: bool = False,
-) -> jax.Array:
-    """Softmax attention of q [B,1,N,H] to the first `lengths` [B] int32 positions, at least one, of
-    a cache k, v [B,KV,S,H]. Returns [B,1,N,H].
+) -> Term:
+    """The term of q [R,KV,M,H] over the first `lengths` [R] int32 positions of a cache k, v
+    [R,KV,S,H].
 
     Args:
+        lengths: where 0, what is read is 0, and the log-sum-exp `LOWEST`.
         window: only the last so many of those; blocks that end before are not read.
-        sinks: [N].
         interpret: runs anywhere, slowly.
     """
     from jax.experimental import pallas as pl  # 0.3 s, on TPUs only
     from jax.experimental.pallas import tpu as pltpu
 
-    (b, _, n, h), (_, kv, s, _) = q.shape, k.shape
+    (r, kv, m, h), s = q.shape, k.shape[2]
     keys = keys_at_once(s, kv, h, k.dtype.itemsize)
 
     def last(slot: Any, lengths: Any) -> Any:
         """The last block that a slot reaches."""
-        return jax.lax.div(lengths[slot] - 1, jnp.int32(keys))
+        return jax.lax.div(jnp.maximum(lengths[slot] - 1, 0), jnp.int32(keys))
 
     def first(slot: Any, lengths: Any) -> Any:
         """The first one that it needs."""
@@ -68,18 +66,15 @@ def attend(
     def whole(slot: Any, step: Any, lengths: Any) -> tuple[Any, ...]:
         return slot, 0, 0, 0
 
-    def shared(slot: Any, step: Any, lengths: Any) -> tuple[Any, ...]:
-        return 0, 0, 0
-
     def body(
-        lengths: Any, q: Any, k: Any, v: Any, sink: Any, out: Any, top: Any, mass: Any, sums: Any
+        lengths: Any, q: Any, k: Any, v: Any, out: Any, total: Any, top: Any, mass: Any, sums: Any
     ) -> None:
         slot, step = pl.program_id(0), pl.program_id(1)
 
         @pl.when(step == 0)
-        def _start() -> None:  # a sink is a score without a value
-            top[...] = sink[...]
-            mass[...] = jnp.full_like(mass, 0.0 if sinks is None else 1.0)
+        def _start() -> None:
+            top[...] = jnp.full_like(top, LOWEST)
+            mass[...] = jnp.zeros_like(mass)
             sums[...] = jnp.zeros_like(sums)
 
         @pl.when((step >= first(slot, lengths)) & (step <= last(slot, lengths)))
@@ -107,30 +102,32 @@ def attend(
 
         @pl.when(step == pl.num_programs(1) - 1)
         def _end() -> None:
-            out[0] = (sums[...] / mass[...]).astype(out.dtype)
+            out[0] = sums[...] / mass[...]
+            total[0] = jnp.log(mass[...]) + top[...]
 
-    heads, group = (1, kv, n // kv, h), (kv, n // kv)
+    queries, each = (kv, m, h), (kv, m, 1)
     run = pl.pallas_call(
         body,
-        jax.ShapeDtypeStruct((b, kv, n // kv, h), q.dtype),
+        [
+            jax.ShapeDtypeStruct((r, *queries), jnp.float32),
+            jax.ShapeDtypeStruct((r, *each), jnp.float32),
+        ],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(b, -(-s // keys)),
+            grid=(r, -(-s // keys)),
             in_specs=[
-                pl.BlockSpec(heads, whole),
+                pl.BlockSpec((1, *queries), whole),
                 pl.BlockSpec((1, kv, keys, h), cached),
                 pl.BlockSpec((1, kv, keys, h), cached),
-                pl.BlockSpec((*group, 1), shared),
             ],
-            out_specs=pl.BlockSpec(heads, whole),
+            out_specs=[pl.BlockSpec((1, *queries), whole), pl.BlockSpec((1, *each), whole)],
             scratch_shapes=[
-                pltpu.VMEM((*group, 1), jnp.float32),
-                pltpu.VMEM((*group, 1), jnp.float32),
-                pltpu.VMEM((*group, h), jnp.float32),
+                pltpu.VMEM(each, jnp.float32),
+                pltpu.VMEM(each, jnp.float32),
+                pltpu.VMEM(queries, jnp.float32),
             ],
         ),
         interpret=interpret,
     )
-    lowest = jnp.full((*group, 1), LOWEST, jnp.float32)
-    first_tops = lowest if sinks is None else sinks.astype(jnp.float32).reshape(lowest.shape)
-    return run(lengths, q.reshape(b, kv, n // kv, h), k, v, first_tops).reshape(b, 1, n, h)
+    out, total = run(lengths, q, k, v)
+    return out, total[..., 0]

@@ -18,11 +18,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxrl.models.buckets import bucket
+from jaxrl.models.terms import LOWEST, Term
+
 KEYS = 64
 """Keys that a block reads at a time; lengths of the cache are multiples of it
 (`kernels.Target.width_multiple`)."""
 MOST_PARTS = 16
 """Into which the keys of a slot are divided."""
+FEWEST_QUERIES, MOST_QUERIES = 16, 64
+"""Of one KV head that a block has at a time: several blocks read the keys of more."""
 WARPS = 4
 MODULE = "jax.experimental.pallas.ops.gpu.decode_attention"
 
@@ -49,30 +54,29 @@ def attend(
     lengths: jax.Array,
     *,
     window: int | None = None,
-    sinks: jax.Array | None = None,
     interpret: bool = False,
-) -> jax.Array:
-    """Softmax attention of q [B,1,N,H] to the first `lengths` [B] int32 positions, at least one, of
-    a cache k, v [B,KV,S,H]. Returns [B,1,N,H].
+) -> Term:
+    """The term of q [R,KV,M,H] over the first `lengths` [R] int32 positions of a cache k, v
+    [R,KV,S,H].
 
     Args:
+        lengths: where 0, what is read is 0, and the log-sum-exp `LOWEST`.
         window: only the last so many of those; parts of the keys that end before are not read.
-        sinks: [N]. The kernel knows none: its result is multiplied by sigmoid(l - sink), where l is
-            the log-sum-exp of the scores, which it returns too.
         interpret: runs anywhere, slowly.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # from 0.12 on
         decode_attention: Any = import_module(MODULE)  # on GPUs only
 
-    (b, _, n, h), (_, kv, s, _) = q.shape, k.shape
+    (r, kv, m, h), s = q.shape, k.shape[2]
     out, (mass, top) = (
         decode_attention.mqa(  # each KV head is a row: the layout of the cache stays as it is
-            q.reshape(b * kv, n // kv, h),
-            k.reshape(b * kv, s, h),
-            v.reshape(b * kv, s, h),
+            q.reshape(r * kv, m, h),
+            k.reshape(r * kv, s, h),
+            v.reshape(r * kv, s, h),
             start_idx=None if window is None else jnp.repeat(jnp.maximum(lengths - window, 0), kv),
             kv_seq_len=jnp.repeat(lengths, kv),
+            block_h=bucket(m, smallest=FEWEST_QUERIES, most=MOST_QUERIES),
             block_k=KEYS,
             k_splits=parts_of(s),
             num_warps=WARPS,
@@ -80,11 +84,8 @@ def attend(
             interpret=interpret,
         )
     )
-    if sinks is not None:
-        normaliser = (jnp.log(mass) + top).reshape(b, n, 1)
-        share = jax.nn.sigmoid(normaliser - sinks.astype(jnp.float32)[None, :, None])
-        out = share * out.reshape(b, n, h)
-    return out.astype(q.dtype).reshape(b, 1, n, h)
+    normaliser = jnp.where(mass > 0, jnp.log(mass) + top, LOWEST)
+    return out.astype(jnp.float32).reshape(q.shape), normaliser.reshape(r, kv, m)
 
 
 @contextlib.contextmanager

@@ -30,6 +30,7 @@ from jaxrl.models.kernels import (
     why_no_step_kernel,
     why_not_fused,
 )
+from jaxrl.models.shared_prompts import why_not_shared
 from jaxrl.plan.advice import advise, faster, relief, room
 from jaxrl.plan.axes import with_axes
 from jaxrl.plan.inputs import GB, HostMemory, PlanInputs, PoolPeak
@@ -258,6 +259,7 @@ def build(
         *_checkpoint_notes(config, student, here=limit_gb is None),
         *_dtype_notes(asked, run, inputs),
         *_kernel_notes(config, inputs),
+        *_sharing_notes(config, inputs),
         *(_host_note(host, pools) for host in hosts),
     )
     verdict, advice = [_verdict(pools, hosts)], advise(config, inputs)
@@ -395,6 +397,30 @@ def _kernel_notes(config: Config, inputs: PlanInputs) -> Iterator[str]:
                 f"sampling: {reason}; each decode step reads the cache as far as its longest"
                 " sequence reaches, for every slot"
             )
+
+
+def _sharing_notes(config: Config, inputs: PlanInputs) -> Iterator[str]:
+    """Whether the samples of a prompt share its keys and values, where there are several."""
+    if "rollout" not in inputs.roles or config.group_size == 1:
+        return
+    model = inputs.model("rollout")
+    assert isinstance(model, DecoderConfig)
+    why = why_not_shared(
+        model,
+        inputs.target,
+        config.rollout.compute_dtype,
+        samples=config.group_size,
+        prompt=config.max_prompt_tokens,
+        stacked=config.rollout.layout == "stacked",
+        episodes=config.environment.name is not None,
+    )
+    if why is None:
+        yield (
+            f"sampling: the {config.group_size} samples of a prompt share its keys and values,"
+            " which a decode step reads once for all of them"
+        )
+    else:
+        yield f"sampling: each slot holds and reads a copy of its prompt: {why}"
 
 
 def _mesh_notes(config: Config, inputs: PlanInputs, axes: Mapping[str, Axes]) -> Iterator[str]:

@@ -16,18 +16,15 @@ from typing import NamedTuple
 
 from jaxrl.config.schema import Config
 from jaxrl.config.section import DType
-from jaxrl.models.activations import F32, SAMPLER_ARRAYS, Pass, logits, split, whole_rows
-from jaxrl.models.buckets import bucket, round_up
+from jaxrl.models.activations import F32, Pass, logits, split, whole_rows
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.kernels import GPU, TPU, step_kernel_of
-from jaxrl.models.split_k import parts_of
+from jaxrl.models.kernels import GPU, TPU
 from jaxrl.plan.frozen_memory import grouper_account, reward_account
 from jaxrl.plan.inputs import PlanInputs, PoolPeak
 from jaxrl.plan.memory import (
     ITEMSIZE,
     Account,
     Entry,
-    cache_bytes,
     layer_bytes,
     optimizer_bytes,
     optimizer_scratch,
@@ -37,9 +34,8 @@ from jaxrl.plan.memory import (
     turned_bytes,
     weight_bytes,
 )
+from jaxrl.plan.sampling import EVALUATIONS, sampling_entries
 from jaxrl.plan.setting import Setting
-from jaxrl.sampling.engine import ANSWER_ROWS, ANSWER_TOKENS, PREFILL_TOKENS
-from jaxrl.sharding.axes import Axes
 
 JSD_ARRAYS, KL_ARRAYS, LEAN_ARRAYS, SCORE_ARRAYS = 7, 6, 5, 3
 """Float32 arrays [chunk, V] alive at once in a loss. On the logits of both models with gradients in
@@ -60,9 +56,6 @@ ADDED = "gradients added up"
 UPDATE_PHASES = (BACKWARD, LOSS, ADDED, STEP)
 """Phases of an update; `ADDED` of one with several micro-batches on several GPUs."""
 TURNED = "kernels transposed for gathers"
-GATHERED_TO_DECODE = 0.45
-"""Share of the layers' weights, not stacked, that a GPU has gathered over `fsdp` at once in a
-decode step, which computes little meanwhile: read from two compiled programs."""
 SHARED = "parameters, the rollout's too"
 BASE = "weights under adapters"
 UPDATE = {f"actor: {phase}" for phase in UPDATE_PHASES}
@@ -331,7 +324,7 @@ def rollout(m: Setting) -> Iterable[Entry]:
         Entry("weights", BASE, m.base_bytes("rollout")),
         Entry("activations", "next version", apart, "weight sync"),
         Entry("activations", "kernels in float32", _merging(m), "weight sync"),
-        *_sampling(m, "rollout", m.sampled, stacked=stacked),
+        *sampling_entries(m, "rollout", m.sampled, stacked=stacked),
     ]
     if m.signal == "student_topk":
         rows = m.rows("rollout", m.sequences)
@@ -351,89 +344,6 @@ def _merging(m: Setting) -> int:
     base = m.student.plain
     sizes = [s.size for s in shards(base, m.axes["rollout"]) if s.path.endswith("kernel")]
     return F32 * (3 * sum(sizes) // 4 if m.inputs.on_cpu else max(sizes))
-
-
-def _sampling(
-    m: Setting, role: str, config: DecoderConfig, *, stacked: bool = False
-) -> list[Entry]:
-    """Memory that the sampling engine allocates in `generate`."""
-    c, axes, dtype = m.config, m.axes[role], m.config.roles[role].compute_dtype
-    row_shards, width = axes.rows, m.prompts(role)
-    slots = -(-(c.rollout.slots or m.sequences) // axes.size) * axes.size // row_shards
-    prompts = prefill_rows(c, width, axes)
-    run = m.run(role, config, -(-prompts // row_shards), width)
-    step = m.run(role, config, slots, 1)
-    evaluated = c.eval.max_new_tokens if c.data.eval is not None else None
-    most = c.teacher_new_tokens if role == "teacher" else c.max_new_tokens
-    positions = width + max(most, evaluated or 0)
-    episodes = role == "rollout" and c.environment.name is not None
-    positions += ANSWER_TOKENS[1] * episodes
-    positions = round_up(positions, m.inputs.target.width_multiple)
-    cache = cache_bytes(config, axes, slots, positions, dtype)
-    held = cache_bytes(config, axes, prompts, width, dtype)
-    heads = slots * split(config.n_heads, axes.tensor)
-    scores = 2 * heads * positions * F32
-    kernels = [step_kernel_of(m.inputs.target, dim, dtype) for dim in config.head_dims]
-    kernel = kernels[0] if all(kernels) else None
-    if kernel is not None and not stacked:
-        part = (
-            max(config.head_dims) * ITEMSIZE[dtype] + 2 * F32
-        )  # with its largest score and its sum
-        scores = heads * part * (parts_of(positions) if kernel == "split-k" else 1)
-    drawn = logits(slots, config.vocab_size, axes.tensor, SAMPLER_ARRAYS)
-    table = whole_rows(config.vocab_size, config.embedded, axes, ITEMSIZE[dtype])
-    shard = table // axes.weights if axes.weights > 1 else 0
-    copy = table if axes.weights > 1 else 0
-    of = (cache_bytes(one, axes, slots, positions, dtype) for one in config.shapes)
-    one, on_gpu = max(of), m.inputs.target.platform in GPU
-    # A CPU has the kernels of all layers dequantised at once, an accelerator one kernel.
-    floats = config.plain if m.inputs.on_cpu else config
-    whole = layer_bytes(floats, axes, dtype) if floats.quantised != config.quantised else 0
-    experts = sum(s.size for s in shards(floats, axes) if "experts/" in s.path and whole)
-    apart = whole - experts * ITEMSIZE[dtype]  # a prefill dequantises a few experts at a time
-    work = {
-        "prefill": max(run.forward(stacked=False), shard + copy * on_gpu) + apart,
-        "decode": max(scores, drawn, copy, step.every_expert) + whole,
-        "longer cache": one,
-    }
-    if stacked:  # the scan copies one layer's cache and weights; fsdp gathers one layer
-        layer = layer_bytes(floats, axes, dtype) // config.n_layers
-        layer += layer_bytes(floats, axes.gathered, dtype) // config.n_layers
-        if config.cycle > 1 and axes.weights == 1:  # it slices a whole cycle; one is no loop
-            layer = layer // 2 * config.cycle * (run.cycles > 1)
-        turned = turned_bytes(config, axes, dtype) if on_gpu else 0
-        work = {
-            "prefill": turned
-            + max(run.forward(stacked=True), shard)
-            + copy
-            + whole // config.n_layers,
-            "decode": max(scores + 2 * one, drawn, step.every_expert) + layer + 2 * copy,
-            "longer cache": cache,
-        }
-        work["prefill"] += whole // config.n_layers
-    if episodes:  # the cache has its full length from the start
-        answers = m.run(role, config, ANSWER_ROWS, ANSWER_TOKENS[1])
-        scored = heads // slots * answers.rows * answers.width * positions
-        picked = 2 * cache // slots * min(slots, ANSWER_ROWS)
-        work["answers"] = picked + max(answers.forward(stacked=stacked), 2 * F32 * scored)
-        del work["longer cache"]
-    entries = []
-    for phase, size in work.items():
-        entries += [
-            Entry("cache", "KV cache", cache, phase),
-            Entry("cache", "keys and values of prompts", held, phase),
-            Entry("activations", phase, size, phase),
-        ]
-    name = "weights gathered over fsdp"
-    if axes.weights > 1 and not stacked and on_gpu:
-        size = round(GATHERED_TO_DECODE * layer_bytes(config, axes.gathered, dtype))
-        entries.append(Entry("activations", name, size, "decode"))
-    elif axes.weights > 1 and not stacked:  # each program gathers all before its first layer
-        size = weight_bytes(config, axes.gathered, dtype)
-        unused = (0 if config.tie_embeddings else table) + run.layer  # nearly all of the last layer
-        entries.append(Entry("activations", name, size - unused, "prefill"))
-        entries.append(Entry("activations", name, size, "decode"))
-    return entries
 
 
 def _scoring(
@@ -499,7 +409,7 @@ def teacher(m: Setting) -> Iterable[Entry]:
     if several:
         entries += _combining(m, run, arrays if combines else 0)
     if samples:
-        entries += _sampling(m, "teacher", config)
+        entries += sampling_entries(m, "teacher", config)
     return entries
 
 
@@ -573,20 +483,6 @@ def loss_arrays(m: Setting) -> int:
     return (JSD_ARRAYS if 0 < d.jsd_beta < 1 else KL_ARRAYS) + extra
 
 
-def prefill_rows(config: Config, width: int, axes: Axes) -> int:
-    """Number of prompts of `width` tokens in the largest prefill of a role that samples, over its
-    whole mesh. Computed as in `sampling.engine`."""
-    shards = axes.rows
-    slots = config.rollout.slots or config.batch_size * config.group_size
-    asked = [(config.batch_size, config.group_size)]
-    if config.data.eval is not None:
-        asked.append((config.eval.prompts, config.eval.samples))
-    wanted = max(min(-(-slots // n), prompts) for prompts, n in asked)
-    allowed = max(1, PREFILL_TOKENS * shards // width)
-    rows = min(bucket(wanted), bucket(allowed))
-    return -(-rows // shards) * shards
-
-
 ENTRIES: dict[str, Callable[[Setting], Iterable[Entry]]] = {
     "actor": actor,
     "rollout": rollout,
@@ -643,8 +539,9 @@ def _upcast(
         for phase, size in stored.phases().items():
             chosen = computed[role] if larger.get(phase, 0) > size else stored
             entries += [entry for entry in chosen.entries if entry.phase == phase]
-            if phase in copies:
-                entries.append(Entry("activations", "weights in float32", copies[phase], phase))
+            copied = copies.get(phase.removesuffix(EVALUATIONS))
+            if copied is not None:
+                entries.append(Entry("activations", "weights in float32", copied, phase))
         yield role, Account(role, tuple(entries))
 
 

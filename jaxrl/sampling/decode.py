@@ -16,12 +16,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.models import cached, decoder
-from jaxrl.models.cached import Cache, keys_of
+from jaxrl.models.cached import Cache, Shared, keys_of
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.delta import Recurrent, nothing_read
 from jaxrl.models.experts import Routed
 from jaxrl.models.kinds import LayerKind
 from jaxrl.models.parameters import Layout, Params
+from jaxrl.models.shared_prompts import Seats
 from jaxrl.sampling.sampler import SamplingArrays, is_eos, sample, sample_keys, uniforms
 from jaxrl.sharding.axes import ROWS
 
@@ -215,7 +216,7 @@ def insert(
     """Copies row source[i] of `prompts` into slot i of `cache`, where that is not -1.
 
     Args:
-        cache: of B slots and S positions, donated.
+        cache: of B slots, or rows of prompts that slots share, and S positions; donated.
         prompts: of b rows and P positions; those from S on, if any, are left out.
         source: [B] int32.
     """
@@ -254,6 +255,7 @@ def launch(
     slots: jax.Array,
     exit_free: jax.Array,
     knobs: SamplingArrays,
+    prompts: tuple[Cache, Seats] | None = None,
     *,
     n_tokens: int,
     check_every: int,
@@ -265,6 +267,8 @@ def launch(
         cache: of S positions, in the layout of `params`, donated; S is above every position that
             is reached, and all of it is read.
         slots: [B, 6] int32, see the columns above.
+        prompts: those that slots share, and their seats; `cache` then begins behind them, with the
+            key of each prompt's last token.
         check_every: static divisor of n_tokens: steps between two looks at the number of free
             slots. On several devices a look is a collective, on a GPU also a wait of the host;
             equal to n_tokens, the launch has a fixed length.
@@ -278,6 +282,11 @@ def launch(
     keys = _rows(sample_keys(knobs.key, slots[:, PROMPT], slots[:, SAMPLE]), mesh)
     state = tuple(slots[:, column] for column in (TOKEN, POSITION, COUNT, LIMIT))
     used = keys_of(cache).shape[POSITIONS]
+    shared = None
+    if prompts is not None:
+        held, seats = prompts
+        starts = _rows(slots[:, POSITION] - slots[:, COUNT], mesh)
+        shared = Shared(held, Seats(*(_rows(x, mesh) for x in seats)), starts)
     out = {"drawn": _rows(jnp.full((slots.shape[0], n_tokens, 3), NOT_RUN, jnp.int32), mesh)}
     if record:
         assert config.experts is not None
@@ -288,8 +297,10 @@ def launch(
         cache, (tokens, positions, counts, limits) = carry
         routed: list[Routed] = []
         active = _rows(counts < limits, mesh)
-        options = {"used": used, "live": active, "mesh": mesh, "routed": routed}
-        hidden, cache = cached.decode(config, params, cache, tokens, positions, **options)
+        options = {"used": used, "live": active, "shared": shared, "mesh": mesh}
+        hidden, cache = cached.decode(
+            config, params, cache, tokens, positions, routed=routed, **options
+        )
         logits = _whole_rows(decoder.logits(config, params, hidden), mesh)
         draw = sample(logits, _rows(uniforms(keys, counts), mesh), knobs)
         drawn = jnp.stack([draw.tokens, _bits(draw.logprobs), _bits(draw.sampler_logprobs)], -1)

@@ -4,9 +4,11 @@ their tokens. `sampling.decode` has the device side.
 A slot is one row of the KV cache. A launch runs up to `launch_tokens` decode steps over all slots,
 and returns early once enough slots are free. The host then reads the tokens, searches for stop
 strings and fills the free slots with waiting samples. Once no sample is waiting, it shrinks the
-cache to fewer slots. Each prompt is prefilled once, in batches just large enough to fill the slots,
-and its keys and values are copied into the slots of its n samples. The sampled tokens depend on
-(seed, step, attempt, prompt id, sample id, position), never on slots, launches or timing.
+cache to fewer slots. Each prompt is prefilled once, in batches just large enough to fill the slots.
+Its keys and values are copied into a row that the slots of its n samples share
+(`sampling.prompt_rows`) or, where that cannot be (`Engine.why_not_shared`), into these slots. The
+sampled tokens depend on (seed, step, attempt, prompt id, sample id, position), never on slots,
+launches or timing.
 
 In an episode an environment answers each turn of the model (`sampling.episodes`). Its slot keeps
 its keys and values and decodes nothing until the answer is there, whose tokens are then added to
@@ -36,9 +38,11 @@ from jaxrl.models.cached import Cache, keys_of
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.delta import Recurrent
 from jaxrl.models.kernels import target_of
-from jaxrl.models.parameters import Params, cast, layout_of
+from jaxrl.models.parameters import Layout, Params, cast, layout_of
+from jaxrl.models.shared_prompts import why_not_shared
 from jaxrl.sampling import decode, text
 from jaxrl.sampling.episodes import Partner
+from jaxrl.sampling.prompt_rows import PromptRows
 from jaxrl.sampling.sampler import SamplingArrays, SamplingParams, sampling_arrays
 from jaxrl.sampling.text import TextTokenizer
 from jaxrl.sampling.unfinished import Unfinished
@@ -116,6 +120,7 @@ class Engine:
         check_every: int | None = None,
         search_beside: bool | None = None,
         episodes: bool = False,
+        share: bool | None = None,
         dtype: Any = None,
         tokenizer: TextTokenizer | None = None,
         ledger: Ledger | None = None,
@@ -137,6 +142,8 @@ class Engine:
                 that a stop string ends then occupies its slot for one more launch. None: True,
                 except on a CPU, where a launch takes much longer than the search.
             episodes: completions are episodes (`partner` of `generate`).
+            share: the slots of a prompt's samples share its keys and values where they can. None:
+                where that is faster.
             dtype: of the computation and the cache. None: the dtype of the parameters.
             tokenizer: decodes tokens to text, also to find stop strings.
             ledger: records the memory of cache and programs.
@@ -157,10 +164,12 @@ class Engine:
         self.slots = round_up(slots, devices)
         self.min_free = max(1, self.slots // 8) if min_free is None else min_free
         target = target_of(jax.devices()[:1] if mesh is None else mesh.devices.flat)
-        self.width_multiple = target.width_multiple
+        self.target, self.width_multiple = target, target.width_multiple
         self.episodes = episodes
         beyond = ANSWER_TOKENS[1] if episodes else 0  # a part's padding may lie there
         self.length = round_up(max_prompt_tokens + max_new_tokens + beyond, target.width_multiple)
+        self.own_length = round_up(max_new_tokens, target.width_multiple)
+        self.share = share
         on_cpu = target.platform == "cpu"
         self.search_beside = not on_cpu if search_beside is None else search_beside
         if check_every is None:
@@ -233,13 +242,30 @@ class Engine:
         self.stats.seconds = time.perf_counter() - started
         return [done[i * n : (i + 1) * n] for i in range(len(prompts))]
 
-    def cache_length(self, reach: int, slots: int) -> int:
-        """Positions of the cache of so many slots in which `reach` positions are used: a bucket."""
+    def why_not_shared(self, samples: int, dtype: Any, layout: Layout) -> str | None:
+        """Why the slots of a prompt's samples do not share its keys and values; None where they
+        do.
+
+        Args:
+            dtype: of the cache.
+            layout: of the parameters.
+        """
+        rule: dict[str, Any] = {"stacked": layout == "stacked", "episodes": self.episodes}
+        if self.share is None:
+            rule |= {"prompt": self.max_prompt_tokens}
+        elif not self.share:
+            return "the engine was made so"
+        name = np.dtype(dtype).name
+        return why_not_shared(self.config, self.target, name, samples=samples, **rule)
+
+    def cache_length(self, reach: int, slots: int, own: bool = False) -> int:
+        """Positions of the cache of so many slots in which `reach` positions are used: a bucket.
+        `own`: it begins behind their prompts."""
         if self.episodes:
             return self.length
         steps = CACHE_STEPS if slots == self.slots else 1
         size = bucket(reach, smallest=NARROWEST, steps=steps, multiple=self.width_multiple)
-        return min(size, self.length)
+        return min(size, self.own_length if own else self.length)
 
     def fewer_slots(self, taken: int, held: int) -> int | None:
         """Slots that each device keeps of `held`, where the fullest has `taken` in use; None where
@@ -309,6 +335,13 @@ class _Run:
         """Samples with tokens that were not searched for stop strings, each with the number of its
         tokens before these."""
         self.table = np.zeros((engine.slots, 6), np.int32)
+        dtype, layout = params["norm"]["scale"].dtype, layout_of(params)
+        self.rows: PromptRows | None = None
+        if engine.why_not_shared(n, dtype, layout) is None:
+            shards = engine.row_shards
+            self.rows = PromptRows(shards, engine.slots // shards, n, len(prompts))
+        self.prompt_cache: Cache = []
+        """Of the rows."""
         self.prefill_batch = self._prefill_batch(n)
         self.held = range(0)
         """Indices of the prompts whose keys and values are in `held_cache`. Samples wait in the
@@ -343,12 +376,12 @@ class _Run:
         finally:
             for sample in list(self.seated.values()):
                 self._free(sample)
-            self.cache, self.held_cache = [], []
+            self.cache, self.held_cache, self.prompt_cache = [], [], []
             self.ledger.drop(CACHE)
         self.ledger.nearly_done()
 
     def _record_cache(self) -> None:
-        self.ledger.put(CACHE, (self.cache, self.held_cache))
+        self.ledger.put(CACHE, (self.cache, self.held_cache, self.prompt_cache))
 
     def _refill(self) -> None:
         """Puts waiting samples into free slots, and prefills their prompts first where needed."""
@@ -400,16 +433,24 @@ class _Run:
             ids = sample.prompt_id, sample.sample_id
             self._sit(sample, slot, (prompt[-1], len(prompt) - 1, 0, sample.turn_end, *ids))
         self._fit(max(self._reach(), self._cached()))
-        self.cache = decode.insert(
-            self.engine.config, self.engine.mesh, self.cache, self.held_cache, source
-        )
+        given = self.engine.config, self.engine.mesh
+        if self.rows is None:
+            self.cache = decode.insert(*given, self.cache, self.held_cache, source)
+            return
+        new = self.rows.admit(self.seated)
+        self._fit_rows()
+        source = np.full(self.rows.count * self.engine.row_shards, -1, np.int32)
+        for row, index in new.items():
+            source[row] = index - self.held.start
+        self.prompt_cache = decode.insert(*given, self.prompt_cache, self.held_cache, source)
 
     def _reach(self) -> int:
         """Cache length that the next launch may need, rounded up to a bucket."""
         left = self.table[:, decode.LIMIT] - self.table[:, decode.COUNT]
         ahead = np.minimum(left, self.engine.launch_tokens)
-        reach = int((self.table[:, decode.POSITION] + ahead).max())
-        return self.engine.cache_length(reach, len(self.table))
+        first = decode.POSITION if self.rows is None else decode.COUNT
+        reach = int((self.table[:, first] + ahead).max())
+        return self.engine.cache_length(reach, len(self.table), own=self.rows is not None)
 
     def _cached(self) -> int:
         return keys_of(self.cache).shape[decode.POSITIONS] if self.cache else 0
@@ -444,19 +485,38 @@ class _Run:
         """Resizes the cache to `length` positions and the slots `kept`. A decode step reads the
         whole cache, since a slice of it would be a copy at each step. Layers are resized one at a
         time, so that only one exists twice."""
-        config, mesh = self.engine.config, self.engine.mesh
         if not self.cache:
-            dtype, layout = self.params["norm"]["scale"].dtype, layout_of(self.params)
-            self.cache = decode.new_cache(config, mesh, self.engine.slots, length, dtype, layout)
-            self._record_cache()
+            self.cache = self._new_cache(self.engine.slots, length)
         if self._cached() != length or kept is not None:
-            for i, layer in enumerate(self.cache):
-                if not layer or (isinstance(layer, Recurrent) and kept is None):
-                    continue  # it has no positions
-                given = (config, mesh, [layer], length, kept)
-                with self.ledger.running(decode.resize, *given):
-                    self.cache[i : i + 1] = decode.resize(*given)
-            self._record_cache()
+            self._resize(self.cache, length, kept)
+
+    def _fit_rows(self, kept: np.ndarray | None = None) -> None:
+        """Makes the cache of shared prompts have all of its rows, or those to be `kept` alone."""
+        assert self.rows is not None
+        shards, width = self.engine.row_shards, self._width(self.prompts)
+        if not self.prompt_cache:
+            self.prompt_cache = self._new_cache(self.rows.count * shards, width)
+        held = keys_of(self.prompt_cache).shape[decode.BATCH] // shards
+        if kept is None and held < self.rows.count:
+            kept = np.tile(np.arange(self.rows.count, dtype=np.int32), shards)  # clipped: any row
+        if kept is not None:
+            self._resize(self.prompt_cache, width, kept)
+
+    def _new_cache(self, rows: int, length: int) -> Cache:
+        dtype, layout = self.params["norm"]["scale"].dtype, layout_of(self.params)
+        given = (self.engine.config, self.engine.mesh, rows, length, dtype, layout)
+        cache = decode.new_cache(*given)
+        self.ledger.put(CACHE, (self.cache, self.held_cache, self.prompt_cache, cache))
+        return cache
+
+    def _resize(self, cache: Cache, length: int, kept: np.ndarray | None) -> None:
+        for i, layer in enumerate(cache):
+            if not layer or (isinstance(layer, Recurrent) and kept is None):
+                continue  # it has no positions
+            given = (self.engine.config, self.engine.mesh, [layer], length, kept)
+            with self.ledger.running(decode.resize, *given):
+                cache[i : i + 1] = decode.resize(*given)
+        self._record_cache()
 
     def _launch(self) -> int:
         """Runs one launch, appends its tokens to their samples, and frees the slots of finished
@@ -465,13 +525,19 @@ class _Run:
         engine = self.engine
         kept = self._shrink()
         self._fit(self._reach(), kept)
+        prompts = None
+        if self.rows is not None:
+            if kept is not None:
+                self._fit_rows(self.rows.shrink(self.seated, len(self.table) // engine.row_shards))
+            lengths = {x.prompt: len(self.prompts[x.prompt]) - 1 for x in self.seated.values()}
+            prompts = self.prompt_cache, self.rows.table(self.seated, lengths)
         waiting = len(self.queue)
         exit_free = min(engine.min_free, waiting) if waiting else len(self.table)
         if self.partner is not None:  # also for slots whose turn ends
             idle = int((self.table[:, decode.COUNT] >= self.table[:, decode.LIMIT]).sum())
             exit_free = min(idle + engine.min_free, len(self.table))
         given = (engine.config, engine.mesh, self.params, self.cache, self.table.copy())
-        rest = (np.int32(exit_free), self.knobs)
+        rest = (np.int32(exit_free), self.knobs, prompts)
         length = {"n_tokens": engine.launch_tokens, "check_every": engine.check_every}
         options = {**length, "record": self.record}
         with self.ledger.running(decode.launch, *given, *rest, **options):

@@ -138,7 +138,7 @@ def test_a_teacher_with_whole_copies_needs_no_collective(made):
     assert sum(each.bytes for each in found.values()) < 1e6, found
 
 
-@pytest.mark.parametrize("name", ["update", "score", "prefill"])
+@pytest.mark.parametrize("name", ["update", "score", "prefill", "decode"])
 def test_the_plan_of_a_program_is_what_the_compiler_takes(made, name):
     program = made[name].program
     planned = program.planned(made[name].plan.accounts[program.role])

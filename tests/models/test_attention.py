@@ -479,7 +479,9 @@ def test_a_decode_step_in_a_kernel_is_the_step_of_products(
     q, k, v = (np.asarray(x) for x in arrays(*shapes))
     k, v = (np.where(seen[:, None, :, None], x, np.float32(7)) for x in (k, v))
     q, k, v = (x.astype(jnp.dtype(dtype)) for x in (q, k, v))
-    found = jax.jit(partial(kernel.attend, window=window, interpret=True))(q, k, v, lengths)
+    monkeypatch.setattr(kernel, "attend", partial(kernel.attend, interpret=True))
+    name = "split-k" if kernel is split_k else "flash-decode"
+    found = jax.jit(attention.step_attender(name, lengths - 1, positions, None, window))(q, k, v)
     assert found.dtype == q.dtype
     wide = (x.astype(np.float32) for x in (q, k, v))
     expected = jax.jit(attention.attention_step)(*wide, seen)
@@ -515,7 +517,7 @@ def test_a_model_decodes_in_the_kernel(
         return jax.jit(step)(params, cache, tokens, positions)
 
     expected = run()
-    monkeypatch.setattr(decoder, "step_kernel_on", lambda *_: name)
+    monkeypatch.setattr(cached, "step_kernel_on", lambda *_: name)
     for module in (split_k, flash_decode):
         monkeypatch.setattr(module, "attend", partial(module.attend, interpret=True))
     assert_close(run(), expected)
@@ -537,7 +539,7 @@ def test_compiling_for_a_gpu_leaves_no_trace() -> None:
 def test_the_kernel_of_a_decode_step_is_near_matrix_products(positions: int) -> None:
     """At the head dims and groups of Qwen2.5, Qwen3 and Llama 3, in bfloat16."""
     target = target_of(jax.devices()[:1])
-    run = flash_decode.attend if target.platform == "tpu" else split_k.attend
+    name: Any = "flash-decode" if target.platform == "tpu" else "split-k"
     for heads, kv_heads, head_dim in ((12, 2, 128), (32, 8, 64), (28, 4, 128), (16, 8, 128)):
         why = why_no_step_kernel(target, head_dim, "bfloat16")
         if why is not None:
@@ -548,7 +550,8 @@ def test_the_kernel_of_a_decode_step_is_near_matrix_products(positions: int) -> 
         q, k, v = (x.astype(jnp.bfloat16) for x in arrays(*shapes))
         lengths = jnp.array([1, 2, positions // 2, positions - 1, positions], jnp.int32)
         seen = jnp.arange(positions)[None] < lengths[:, None]
-        found = np.asarray(jax.jit(run)(q, k, v, lengths), np.float32)
+        run = jax.jit(attention.step_attender(name, lengths - 1, positions, None))
+        found = np.asarray(run(q, k, v), np.float32)
         exact = (x.astype(jnp.float32) for x in (q, k, v))
         np.testing.assert_allclose(found, attention.attention_step(*exact, seen), 0.02, 0.02)
 

@@ -21,6 +21,7 @@ from jaxrl.models.kernels import compiling_for, target_of
 from jaxrl.models.kinds import LayerKind
 from jaxrl.models.packing import pack
 from jaxrl.models.rules import param_shardings
+from jaxrl.models.shared_prompts import Seats
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import role_mesh
 from jaxrl.types import Sequences
@@ -154,28 +155,51 @@ def test_a_tpu_runs_splash_attention() -> None:
     assert not squares(text)
 
 
+ONE = replace(NARROW, n_heads=4, n_kv_heads=2)
+FULL_SINKS = replace(SINKS, kinds=(LayerKind(),))
+
+
 @pytest.mark.parametrize(
-    "model", [replace(NARROW, n_heads=4, n_kv_heads=2, kinds=WINDOWS), SINKS], ids=["", "sinks"]
+    ("target", "model", "shared"),
+    [
+        *(("tpu-v5e:2x2", model, False) for model in (replace(ONE, kinds=WINDOWS), SINKS)),
+        *((target, ONE, True) for target in ("tpu-v5e:2x2", "h200x1", "h100x1")),
+        ("tpu-v5e:2x2", FULL_SINKS, True),
+    ],
+    ids=["windows", "sinks", "shared", "h200, shared", "h100, shared", "sinks, shared"],
 )
-def test_a_tpu_decodes_in_a_kernel_that_reads_the_cache_where_it_is(model: DecoderConfig) -> None:
-    """A call in each layer, one with a window; the donated cache (a quarter for each array) is not
-    copied."""
-    mesh, slots, positions = described("tpu-v5e:2x2", (1, 1, 1)), 8, 1024
+def test_a_decode_step_runs_in_a_kernel_that_reads_the_cache_where_it_is(
+    target: str, model: DecoderConfig, shared: bool
+) -> None:
+    """A call in each layer, or one for prompts that slots share and one for what follows. Neither
+    the cache, which is donated, nor the prompts are copied."""
+    mesh, slots, positions, rows = described(target, (1, 1, 1)), 8, 1024, 4
     whole = NamedSharding(mesh, PartitionSpec())
 
     def array(shape: tuple[int, ...], kind: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, kind, sharding=whole)
 
+    def cache(n: int) -> list[Any]:
+        pair = array((n, 2, positions, 128), jnp.bfloat16)
+        return [(pair, pair)] * model.n_layers
+
+    def ints(*shape: int) -> jax.ShapeDtypeStruct:
+        return array(shape, jnp.int32)
+
     params = jax.tree.map(
         lambda x: array(x.shape, jnp.bfloat16),
         parameters.abstract_params(model, layout="unstacked"),
     )
-    pair = array((slots, 2, positions, 128), jnp.bfloat16)
-    cache, of_slots = [(pair, pair)] * model.n_layers, array((slots,), jnp.int32)
+    prompts = cached.Shared(cache(rows), Seats(ints(rows, 4), ints(rows), ints(slots)), ints(slots))
+    given = (params, cache(slots), ints(slots), ints(slots))
     step = partial(cached.decode, model, used=positions, mesh=mesh)
-    compiled = jax.jit(step, donate_argnums=1).lower(params, cache, of_slots, of_slots).compile()
+    with compiling_for(target_of(mesh.devices.flat)):
+        lowered = jax.jit(step, donate_argnums=1).lower(*given, shared=prompts if shared else None)
+    on_gpu = target.startswith("h")
+    compiled = lowered.compile(OPTIONS["gpu" if on_gpu else "tpu"])
     text, memory = compiled.as_text(), compiled.memory_analysis()
-    assert text.count('custom_call_target="tpu_custom_call"') == model.n_layers
+    call = "__gpu$xla.gpu.triton" if on_gpu else "tpu_custom_call"
+    assert text.count(f'custom_call_target="{call}"') == model.n_layers * (1 + shared)
     held = 2 * model.n_layers * slots * 2 * positions * 128 * 2
     assert memory.alias_size_in_bytes == held and memory.temp_size_in_bytes < held / 8
 

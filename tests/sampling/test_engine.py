@@ -18,6 +18,7 @@ from tiny_models import SAMPLED as CONFIG
 from jaxrl.errors import UserError
 from jaxrl.models import decoder, parameters
 from jaxrl.models.rules import param_shardings
+from jaxrl.models.shared_prompts import Seats
 from jaxrl.process.compile_cache import collectives_lose_order
 from jaxrl.sampling import decode, text
 from jaxrl.sampling.engine import Aborted, Engine
@@ -29,7 +30,8 @@ from jaxrl.types import Completion
 PROMPTS = [np.random.default_rng(i).integers(0, 61, 1 + 2 * i % 8).tolist() for i in range(5)]
 EOS = (3, 7, 11)
 SAMPLING = SamplingParams(max_new_tokens=12, eos_ids=EOS)
-MESHES = {"1": (1, 1, 1), "2x2x2": (2, 2, 2)}
+MESHES = {"1": (1, 1, 1), "2x2x2": (2, 2, 2), "4x1x2": (4, 1, 2)}
+TWO_MESHES = ["1", "2x2x2"]
 
 
 class Letters:
@@ -137,7 +139,7 @@ def test_tokens_do_not_depend_on_order_or_company() -> None:
     assert_same({2: reference()[2][:1]}, alone)
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", TWO_MESHES)
 def test_tokens_do_not_depend_on_the_mesh(name: str) -> None:
     made = engine(make_mesh(MESHES[name]))
     assert_same(reference(), generate(made))
@@ -145,7 +147,7 @@ def test_tokens_do_not_depend_on_the_mesh(name: str) -> None:
     assert_same(generate(engine(), sampling=greedy), generate(made, sampling=greedy))
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", TWO_MESHES)
 def test_tokens_do_not_depend_on_the_layout(name: str) -> None:
     assert_same(reference(), generate(engine(make_mesh(MESHES[name])), layout="stacked"))
 
@@ -297,6 +299,50 @@ def test_slots_are_given_up_when_nothing_waits(monkeypatch: pytest.MonkeyPatch) 
     assert made.stats.slots == 40 and made.stats.generated_tokens == lengths.sum()
 
 
+@pytest.mark.parametrize("n", [2, 8])
+@pytest.mark.parametrize(
+    ("name", "slots"), [("1", 3), ("1", 5), ("1", 40), ("2x2x2", 8), ("2x2x2", 40), ("4x1x2", 16)]
+)
+def test_tokens_do_not_depend_on_who_holds_the_prompts(name: str, slots: int, n: int) -> None:
+    """Prompts of other lengths, one of a single token; slots that n does not divide, and refills.
+    The engine decides for itself that prompts this short are copied."""
+    copied = engine(slots=slots)
+    assert copied.why_not_shared(n, np.float32, "unstacked") is not None
+    shared = engine(make_mesh(MESHES[name]), slots=slots, share=True)
+    assert shared.why_not_shared(n, np.float32, "unstacked") is None
+    assert_same(generate(copied, n=n), generate(shared, n=n))
+    if n == 2:
+        greedy = replace(SAMPLING, temperature=0.0)
+        assert_same(*(generate(made, n=n, sampling=greedy) for made in (copied, shared)))
+    assert shared.stats.prefill_rows == 5
+
+
+def test_rows_of_prompts_follow_their_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sample of each prompt is long, so that more and more prompts are there while slots are
+    refilled, and at the end no more rows and seats than there are slots."""
+    limits = [[40, 4, 4, 4]] * 5
+    asked = {"n": 4, "sampling": SamplingParams(max_new_tokens=40), "limits": limits}
+    options = {"slots": 4, "max_new_tokens": 40, "launch_tokens": 4}
+    expected = generate(engine(**options), **asked)
+    seen: list[tuple[int, ...]] = []
+    launch = decode.launch
+
+    def spied(*args: Any, **kwargs: Any) -> Any:
+        held, seats = args[7]
+        assert held[0][0].shape[0] == len(seats.lengths) == len(seats.slots)
+        seen.append((len(args[4]), *seats.slots.shape, int((seats.slots >= 0).sum())))
+        return launch(*args, **kwargs)
+
+    spied.lower = launch.lower  # type: ignore[attr-defined]
+    monkeypatch.setattr(decode, "launch", spied)
+    assert_same(expected, generate(engine(**options, share=True), **asked))
+    slots, rows, seats, taken = zip(*seen, strict=True)
+    assert (slots[0], rows[0], seats[0]) == (4, 1, 4) and max(rows) == 4
+    assert all(b in (a, 2 * a) or 2 * b <= a for a, b in zip(rows, rows[1:], strict=False))
+    assert slots[-1] < 4 and rows[-1] <= slots[-1] and seats[-1] == 1
+    assert all(0 < n <= of for n, of in zip(taken, slots, strict=True))
+
+
 def test_the_cache_follows_the_longest_and_each_size_is_one_program(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -324,16 +370,21 @@ def test_the_next_launch_starts_before_the_last_tokens_are_searched(
 
 
 @pytest.mark.parametrize(
-    ("launch_tokens", "search_beside"), [(1, False), (3, False), (16, False), (1, True), (3, True)]
+    ("launch_tokens", "search_beside", "share"),
+    [
+        *((1, False, True), (3, False, False), (16, False, False)),
+        *((1, True, False), (3, True, False), (3, True, True)),
+    ],
 )
 def test_a_stop_string_ends_the_completion_wherever_it_falls(
-    launch_tokens: int, search_beside: bool
+    launch_tokens: int, search_beside: bool, share: bool
 ) -> None:
     letters = Letters()
     free = generate(engine(), sampling=SamplingParams(max_new_tokens=16), n=8)
     texts = {i: [letters.decode(c.tokens) for c in free[i]] for i in free}
     stop = (texts[0][0][5:8], texts[1][1][3:5], "zzzzzz")
-    made = engine(launch_tokens=launch_tokens, tokenizer=letters, search_beside=search_beside)
+    options = {"launch_tokens": launch_tokens, "search_beside": search_beside, "share": share}
+    made = engine(tokenizer=letters, **options)
     out = generate(made, n=8, sampling=SamplingParams(max_new_tokens=16, stop=stop))
     stopped = 0
     for i in free:
@@ -418,10 +469,13 @@ def test_bad_shapes_are_named(options: dict[str, int], message: str) -> None:
         engine(**options)
 
 
-def test_data_parallel_steps_exchange_nothing() -> None:
+@pytest.mark.parametrize("shared", [False, True], ids=["copied", "shared"])
+def test_data_parallel_steps_exchange_nothing(shared: bool) -> None:
     mesh = make_mesh((2, 1, 1))
     tree = jax.device_put(params(), param_shardings(CONFIG, mesh, "unstacked"))
-    cache_ = decode.new_cache(CONFIG, mesh, 4, 24, np.dtype(np.float32))
+    cache_, rows = (decode.new_cache(CONFIG, mesh, n, 24, np.dtype(np.float32)) for n in (4, 2))
+    seats = Seats(np.zeros((2, 2), np.int32), np.ones(2, np.int32), np.zeros(4, np.int32))
+    prompts = rows, seats
     lowered = decode.launch.lower(
         CONFIG,
         mesh,
@@ -430,6 +484,7 @@ def test_data_parallel_steps_exchange_nothing() -> None:
         np.zeros((4, 6), np.int32),
         np.int32(1),
         sampling_arrays(SAMPLING, 0, 0),
+        prompts if shared else None,
         n_tokens=8,
         check_every=4,
     )

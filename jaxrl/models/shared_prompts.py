@@ -1,0 +1,142 @@
+"""Attention of a decode step to prompts that several slots share: their keys and values are held
+once for each data shard, and read once for all of its slots there (Hydragen, arXiv 2402.05099).
+
+A prompt is a row of a cache of its own. A slot's cache begins behind its prompt. What a token reads
+of both are two terms of one softmax (`models.terms`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxrl.models.attention import Attend, by_kv_head, on_shards, term_in
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.kernels import StepKernel, Target, step_kernel_of
+from jaxrl.models.terms import by_products, merge
+from jaxrl.types import Array
+
+FEWEST_TOKENS = 128
+"""Of the longest prompt, for slots to share prompts on a CPU, where attention to two short terms
+costs more than to one: measured in benchmarks/RESULTS.md."""
+
+
+class Seats(NamedTuple):
+    """Which slots read which prompts. Slots, prompts and seats are counted among those of their
+    device."""
+
+    slots: Array
+    """[R, n] int32: the slots at each prompt; -1 where a seat is free."""
+    lengths: Array
+    """[R] int32: keys of each prompt; 0 of a row that holds none."""
+    places: Array
+    """[B] int32: the seat of each slot, counted through all rows of `slots`; that of a free slot is
+    any."""
+
+
+def why_not_shared(
+    config: DecoderConfig,
+    target: Target,
+    dtype: str,
+    *,
+    samples: int,
+    prompt: int | None = None,
+    stacked: bool = False,
+    episodes: bool = False,
+) -> str | None:
+    """Why each slot holds and reads a copy of its prompt; None where the slots of a prompt share
+    one.
+
+    Args:
+        dtype: of the cache.
+        samples: of each prompt.
+        prompt: most tokens of one; None: however short they are.
+        stacked: the layout of the parameters.
+    """
+    if samples == 1:
+        return "each prompt has one sample"
+    if episodes:
+        return "the answers of environments are read into whole sequences"
+    if config.n_recurrent:
+        return "the state of a layer holds the prompt and the completion in one"
+    if stacked:
+        return "sharing them needs rollout.layout=unstacked"
+    windows = any(kind.window is not None for kind in config.kinds)
+    kernels = [step_kernel_of(target, dim, dtype) for dim in config.head_dims]
+    if windows and any(kernels):
+        return "the kernel of a decode step has one window for all that read a prompt"
+    if target.platform == "cpu" and prompt is not None and prompt < FEWEST_TOKENS:
+        return f"prompts of at most {prompt} tokens are copied, which is faster on a CPU"
+    return None
+
+
+def shared_attender(
+    kernel: StepKernel | None,
+    positions: jax.Array,
+    at: jax.Array,
+    seats: Seats,
+    mesh: Mesh | None,
+    window: int | None = None,
+) -> Attend:
+    """How the tokens of a decode step, q [B,1,N,H] at `positions` [B], attend to their prompts and
+    to what follows: keys and values are each a pair of [B,KV,S,H], in which the tokens are `at`
+    [B], and [R,KV,P,H]; with a `window`, to so many of the last ones."""
+    assert kernel is None or window is None, "queries of one prompt have different windows"
+
+    def attend(
+        q: jax.Array, k: Sequence[jax.Array], v: Sequence[jax.Array], *sinks: jax.Array
+    ) -> jax.Array:
+        run = partial(_attend, kernel, window)
+        given = (k[0], v[0], k[1], v[1], positions, at, *seats)
+        return on_shards(run, mesh, q, *given, kv_dim=1, sinks=sinks)
+
+    return attend
+
+
+def _attend(
+    kernel: StepKernel | None,
+    window: int | None,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    prompt_k: jax.Array,
+    prompt_v: jax.Array,
+    positions: jax.Array,
+    at: jax.Array,
+    *seats: jax.Array,
+    sinks: jax.Array | None = None,
+) -> jax.Array:
+    """`shared_attender` on one device."""
+    slots, lengths, places = seats
+    own, (rows, n) = by_kv_head(q, k.shape[1]), slots.shape
+    _, kv, group, h = own.shape
+    asked = jnp.take(own, jnp.maximum(slots, 0), 0)  # [R,n,KV,M,H]
+    asked = jnp.moveaxis(asked, 1, 2).reshape(rows, kv, n * group, h)
+    if kernel is not None:
+        term = term_in(kernel)
+        theirs = term(asked, prompt_k, prompt_v, lengths)
+        ours = term(own, k, v, at + 1)
+    else:
+        keys, prompt_keys = (jnp.arange(x.shape[2])[None] for x in (k, prompt_k))
+        seen = keys <= at[:, None]
+        seen_prompt = (prompt_keys < lengths[:, None])[:, None]
+        if window is not None:
+            seen &= keys > at[:, None] - window
+            last = jnp.repeat(jnp.take(positions, jnp.maximum(slots, 0)), group, 1)
+            seen_prompt = seen_prompt & (prompt_keys[None] > last[..., None] - window)
+        theirs = by_products(asked, prompt_k, prompt_v, seen_prompt)
+        ours = by_products(own, k, v, seen[:, None])
+
+    def of_slots(x: jax.Array) -> jax.Array:
+        """[B,KV,M,...] of [R,KV,n*M,...]."""
+        x = x.reshape(rows, kv, n, group, *x.shape[3:])
+        return jnp.take(jnp.moveaxis(x, 2, 1).reshape(rows * n, kv, *x.shape[3:]), places, 0)
+
+    read, total = theirs
+    merged = merge([(of_slots(read), of_slots(total)), ours], sinks)
+    return merged.astype(q.dtype).reshape(q.shape)

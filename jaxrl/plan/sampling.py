@@ -1,0 +1,179 @@
+"""The memory of the sampling engine on one device of a role: the cache in each form that a run has
+it in, and what prefills and decode steps need besides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from jaxrl.config.schema import Config
+from jaxrl.models.activations import F32, SAMPLER_ARRAYS, logits, split, whole_rows
+from jaxrl.models.buckets import bucket, round_up
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.kernels import GPU, step_kernel_of
+from jaxrl.models.shared_prompts import why_not_shared
+from jaxrl.models.split_k import parts_of
+from jaxrl.plan.memory import (
+    ITEMSIZE,
+    Entry,
+    cache_bytes,
+    layer_bytes,
+    shards,
+    turned_bytes,
+    weight_bytes,
+)
+from jaxrl.plan.setting import Setting
+from jaxrl.sampling.engine import ANSWER_ROWS, ANSWER_TOKENS, PREFILL_TOKENS
+from jaxrl.sampling.prompt_rows import rows_at_most
+from jaxrl.sharding.axes import Axes
+
+GATHERED_TO_DECODE = 0.45
+"""Share of the layers' weights, not stacked, that a GPU has gathered over `fsdp` at once in a
+decode step, which computes little meanwhile: read from two compiled programs."""
+EVALUATIONS = " for evaluations"
+"""Behind the name of a phase that differs there from training."""
+
+
+class Slots(NamedTuple):
+    """The slots of a device, and the prompts that they share, if any."""
+
+    slots: int
+    positions: int
+    """Of each slot's cache."""
+    rows: int = 0
+    """Of shared prompts, at most."""
+    seats: int = 0
+    """Slots that read one row, at most."""
+
+
+def forms(m: Setting, role: str, config: DecoderConfig, stacked: bool) -> dict[str, Slots]:
+    """The caches of a run: that of training, and that of evaluations (`EVALUATIONS`) if only one of
+    the two has prompts that slots share."""
+    c, axes = m.config, m.axes[role]
+    width, multiple = m.prompts(role), m.inputs.target.width_multiple
+    count = -(-(c.rollout.slots or m.sequences) // axes.size) * axes.size // axes.rows
+    evaluated = c.eval.max_new_tokens if c.data.eval is not None else None
+    most = max(c.teacher_new_tokens if role == "teacher" else c.max_new_tokens, evaluated or 0)
+    episodes = role == "rollout" and c.environment.name is not None
+    beyond = ANSWER_TOKENS[1] * episodes
+    copied = Slots(count, round_up(width + most + beyond, multiple))
+    found = {}
+    for suffix, (prompts, samples) in zip(("", EVALUATIONS), asked(c), strict=False):
+        why = why_not_shared(
+            config,
+            m.inputs.target,
+            c.roles[role].compute_dtype,
+            samples=samples,
+            prompt=c.teacher_prompt_tokens if role == "teacher" else c.max_prompt_tokens,
+            stacked=stacked,
+            episodes=episodes,
+        )
+        rows = rows_at_most(count, axes.rows, samples, prompts)
+        shared = Slots(count, round_up(most, multiple), rows, min(samples, count))
+        found[suffix] = copied if why is not None else shared
+    first, *others = found.values()
+    if others and bool(first.rows) == bool(others[0].rows):
+        return {"": max(found.values(), key=lambda x: x.rows * (x.seats + 1))}
+    return found
+
+
+def sampling_entries(
+    m: Setting, role: str, config: DecoderConfig, *, stacked: bool = False
+) -> Iterator[Entry]:
+    """Memory that the sampling engine allocates in `generate`."""
+    for suffix, slots in forms(m, role, config, stacked).items():
+        yield from _entries(m, role, config, slots, suffix, stacked)
+
+
+def _entries(
+    m: Setting, role: str, config: DecoderConfig, of: Slots, suffix: str, stacked: bool
+) -> Iterator[Entry]:
+    c, axes, dtype = m.config, m.axes[role], m.config.roles[role].compute_dtype
+    width, slots, positions = m.prompts(role), of.slots, of.positions
+    prompts = prefill_rows(c, width, axes)
+    run = m.run(role, config, -(-prompts // axes.rows), width)
+    step = m.run(role, config, slots, 1)
+    episodes = role == "rollout" and c.environment.name is not None
+    cache = cache_bytes(config, axes, slots, positions, dtype)
+    shared = cache_bytes(config, axes, of.rows, width, dtype)
+    held = cache_bytes(config, axes, prompts, width, dtype)
+    heads, seats = split(config.n_heads, axes.tensor), of.rows * of.seats
+    scores = 2 * heads * (slots * positions + seats * width) * F32
+    kernels = [step_kernel_of(m.inputs.target, dim, dtype) for dim in config.head_dims]
+    kernel = kernels[0] if all(kernels) else None
+    if kernel is not None and not stacked:
+        part = (
+            max(config.head_dims) * ITEMSIZE[dtype] + 2 * F32
+        )  # with its largest score and its sum
+        parts = slots * parts_of(positions) + seats * parts_of(width)
+        scores = heads * part * (parts if kernel == "split-k" else slots + seats)
+    drawn = logits(slots, config.vocab_size, axes.tensor, SAMPLER_ARRAYS)
+    table = whole_rows(config.vocab_size, config.embedded, axes, ITEMSIZE[dtype])
+    shard = table // axes.weights if axes.weights > 1 else 0
+    copy = table if axes.weights > 1 else 0
+    each = (cache_bytes(one, axes, slots, positions, dtype) for one in config.shapes)
+    one, on_gpu = max(each), m.inputs.target.platform in GPU
+    # A CPU has the kernels of all layers dequantised at once, an accelerator one kernel.
+    floats = config.plain if m.inputs.on_cpu else config
+    whole = layer_bytes(floats, axes, dtype) if floats.quantised != config.quantised else 0
+    experts = sum(s.size for s in shards(floats, axes) if "experts/" in s.path and whole)
+    apart = whole - experts * ITEMSIZE[dtype]  # a prefill dequantises a few experts at a time
+    work = {
+        "prefill": max(run.forward(stacked=False), shard + copy * on_gpu) + apart,
+        "decode": max(scores, drawn, copy, step.every_expert) + whole,
+        "longer cache": one,
+    }
+    if stacked:  # the scan copies one layer's cache and weights; fsdp gathers one layer
+        layer = layer_bytes(floats, axes, dtype) // config.n_layers
+        layer += layer_bytes(floats, axes.gathered, dtype) // config.n_layers
+        if config.cycle > 1 and axes.weights == 1:  # it slices a whole cycle; one is no loop
+            layer = layer // 2 * config.cycle * (run.cycles > 1)
+        turned = turned_bytes(config, axes, dtype) if on_gpu else 0
+        work = {
+            "prefill": turned
+            + max(run.forward(stacked=True), shard)
+            + copy
+            + whole // config.n_layers,
+            "decode": max(scores + 2 * one, drawn, step.every_expert) + layer + 2 * copy,
+            "longer cache": cache,
+        }
+        work["prefill"] += whole // config.n_layers
+    if episodes:  # the cache has its full length from the start
+        answers = m.run(role, config, ANSWER_ROWS, ANSWER_TOKENS[1])
+        scored = heads * answers.rows * answers.width * positions
+        picked = 2 * cache // slots * min(slots, ANSWER_ROWS)
+        work["answers"] = picked + max(answers.forward(stacked=stacked), 2 * F32 * scored)
+        del work["longer cache"]
+    for phase, size in work.items():
+        yield Entry("cache", "KV cache", cache, phase + suffix)
+        yield Entry("cache", "prompts that slots share", shared, phase + suffix)
+        yield Entry("cache", "keys and values of prompts", held, phase + suffix)
+        yield Entry("activations", phase, size, phase + suffix)
+    name = "weights gathered over fsdp"
+    if axes.weights > 1 and not stacked and on_gpu:
+        size = round(GATHERED_TO_DECODE * layer_bytes(config, axes.gathered, dtype))
+        yield Entry("activations", name, size, "decode" + suffix)
+    elif axes.weights > 1 and not stacked:  # each program gathers all before its first layer
+        size = weight_bytes(config, axes.gathered, dtype)
+        unused = (0 if config.tie_embeddings else table) + run.layer  # nearly all of the last layer
+        yield Entry("activations", name, size - unused, "prefill" + suffix)
+        yield Entry("activations", name, size, "decode" + suffix)
+
+
+def asked(config: Config) -> list[tuple[int, int]]:
+    """Prompts, and samples of each: of training batches, and of evaluations if there are any."""
+    found = [(config.batch_size, config.group_size)]
+    if config.data.eval is not None:
+        found.append((config.eval.prompts, config.eval.samples))
+    return found
+
+
+def prefill_rows(config: Config, width: int, axes: Axes) -> int:
+    """Number of prompts of `width` tokens in the largest prefill of a role that samples, over its
+    whole mesh. Computed as in `sampling.engine`."""
+    shards = axes.rows
+    slots = config.rollout.slots or config.batch_size * config.group_size
+    wanted = max(min(-(-slots // n), prompts) for prompts, n in asked(config))
+    allowed = max(1, PREFILL_TOKENS * shards // width)
+    rows = min(bucket(wanted), bucket(allowed))
+    return -(-rows // shards) * shards

@@ -1,0 +1,150 @@
+"""Slots that share a prompt's keys and values read what slots with copies of them read."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_models import NAMES, make_mesh, tiny_config, tiny_model
+
+from jaxrl.models import attention, cached, flash_decode, split_k
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.kernels import CPU, Target
+from jaxrl.models.kinds import LayerKind
+from jaxrl.models.shared_prompts import Seats, shared_attender, why_not_shared
+
+H200, TPU = Target("gpu", (9, 0)), Target("tpu")
+LENGTHS = np.array([70, 0, 128], np.int32)
+"""Keys of three prompts: the second has none, as one of a single token."""
+PROMPT_OF = np.array([2, 0, 0, 1, 2, 0, 2, 1])
+OWN = np.array([0, 3, 63, 5, 1, 9, 64, 127], np.int32)
+"""Where the tokens of the slots are, behind their prompts."""
+
+
+def seats_of(prompt_of: np.ndarray, lengths: np.ndarray, shards: int, free: int = 1) -> Seats:
+    """Of slots divided among devices, each of which has all prompts and `free` seats besides."""
+    each = len(prompt_of) // shards
+    most = max(np.bincount(part).max() for part in prompt_of.reshape(shards, each)) + free
+    slots = np.full((shards, len(lengths), most), -1, np.int32)
+    places = np.zeros(len(prompt_of), np.int32)
+    for slot, prompt in enumerate(prompt_of):
+        shard, own = divmod(slot, each)
+        seat = int((slots[shard, prompt] >= 0).sum())
+        slots[shard, prompt, seat], places[slot] = own, prompt * most + seat
+    return Seats(slots.reshape(-1, most), np.tile(lengths, shards), places)
+
+
+def random(*shape: int) -> np.ndarray:
+    return np.random.default_rng(sum(shape)).standard_normal(shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize(
+    ("kernel", "window", "axes"),
+    [
+        *((None, window, axes) for window in (None, 2, 80) for axes in ((1, 1, 1), (2, 1, 2))),
+        *((kernel, None, (1, 1, 1)) for kernel in ("split-k", "flash-decode")),
+        *((kernel, None, (2, 1, 4)) for kernel in (None, "split-k", "flash-decode")),
+    ],
+    ids=str,
+)
+def test_attention_in_two_terms_is_attention_to_copies(
+    kernel: Any,
+    window: int | None,
+    axes: tuple[int, int, int],
+    with_sinks: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever stands behind a prompt or a token; prompts without keys, seats that are free, heads
+    and slots divided by a mesh, and sinks, which count once."""
+    monkeypatch.setattr(flash_decode, "BLOCK_BYTES", 1 << 14)
+    for module in (split_k, flash_decode):
+        monkeypatch.setattr(module, "attend", partial(module.attend, interpret=True))
+    slots, heads, kv, width, own_width, h = 8, 4, 2, 128, 128, 16
+    q, k, v = random(slots, 1, heads, h), random(slots, kv, own_width, h), random(8, kv, 128, h) + 1
+    prompt_k, prompt_v = random(3, kv, width, h) - 1, random(3, kv, width, h) + 2
+    sinks = (np.array([0.5, -1.0, 3.0, -20.0], np.float32),) * with_sinks
+    positions = LENGTHS[PROMPT_OF] + OWN
+    whole_k, whole_v = np.zeros((2, slots, kv, width + own_width, h), np.float32)
+    for slot, prompt in enumerate(PROMPT_OF):
+        n, m = LENGTHS[prompt], OWN[slot] + 1
+        for whole, shared, own in ((whole_k, prompt_k, k), (whole_v, prompt_v, v)):
+            whole[slot, :, :n] = shared[prompt, :, :n]
+            whole[slot, :, n : n + m] = own[slot, :, :m]
+    copied = attention.step_attender(None, jnp.asarray(positions), 256, None, window)
+    expected = jax.jit(copied)(q, whole_k, whole_v, *sinks)
+    mesh = None if axes == (1, 1, 1) else make_mesh(*axes)
+    shards = axes[0]
+    attend = shared_attender(
+        kernel,
+        jnp.asarray(positions),
+        jnp.asarray(OWN),
+        Seats(*map(jnp.asarray, seats_of(PROMPT_OF, LENGTHS, shards))),
+        mesh,
+        window,
+    )
+    pairs = [(own, np.tile(of, (shards, 1, 1, 1))) for own, of in ((k, prompt_k), (v, prompt_v))]
+    found = jax.jit(attend)(q, *pairs, *sinks)
+    np.testing.assert_allclose(found, expected, 2e-6, 2e-6)
+
+
+SHARING = [name for name in NAMES if tiny_config(name).n_recurrent == 0]
+
+
+@pytest.mark.parametrize("name", SHARING)
+def test_every_family_decodes_with_prompts_that_slots_share(name: str) -> None:
+    """Two prompts of three samples each, three tokens behind them: hidden states are those of slots
+    with copies. Families with windows, sinks, experts, and layers that borrow among them."""
+    config, params = tiny_model(name, layout="unstacked")
+    assert why_not_shared(config, CPU, "float32", samples=2) is None
+    lengths, prompt_of = np.array([9, 4], np.int32), np.array([0, 1, 1, 0, 0, 1])
+    rng = np.random.default_rng(0)
+    prompts, tokens = (
+        rng.integers(0, config.vocab_size, shape).astype(np.int32) for shape in ((2, 10), (3, 6))
+    )
+    mask = np.arange(10)[None] < lengths[:, None]
+    held = jax.jit(partial(cached.prefill, config))(params, prompts, mask)[1]
+    copied = jax.tree.map(lambda x: jnp.pad(x[prompt_of], [(0, 0), (0, 0), (0, 4), (0, 0)]), held)
+    own = jax.tree.map(lambda x: jnp.zeros((6, *x.shape[1:2], 8, x.shape[3])), held)
+    starts = jnp.asarray(lengths[prompt_of])
+    shared = cached.Shared(held, Seats(*map(jnp.asarray, seats_of(prompt_of, lengths, 1))), starts)
+    step: Any = jax.jit(partial(cached.decode, config), static_argnames="used")
+    for i, row in enumerate(tokens):
+        expected, copied = step(params, copied, row, starts + i, used=14)
+        found, own = step(params, own, row, starts + i, used=8, shared=shared)
+        assert np.abs(expected).max() > 0.1
+        np.testing.assert_allclose(found, expected, 2e-5, 2e-5 * float(np.abs(expected).max()))
+
+
+WINDOWS = (LayerKind(window=6), LayerKind())
+PLAIN = DecoderConfig("qwen2", 32, 64, 2, 4, 2, 128, 128)
+
+
+@pytest.mark.parametrize(
+    ("config", "target", "options", "why"),
+    [
+        (PLAIN, CPU, {}, None),
+        (PLAIN, CPU, {"prompt": 128}, None),
+        (PLAIN, CPU, {"prompt": 127}, "127 tokens"),
+        (PLAIN, H200, {"prompt": 1}, None),
+        (PLAIN, TPU, {}, None),
+        (PLAIN, H200, {"samples": 1}, "one sample"),
+        (PLAIN, H200, {"stacked": True}, "layout"),
+        (PLAIN, H200, {"episodes": True}, "environments"),
+        ("windows", CPU, {}, None),
+        ("windows", H200, {}, "window"),
+        ("windows", TPU, {}, "window"),
+    ],
+    ids=str,
+)
+def test_what_cannot_share_says_why(
+    config: Any, target: Target, options: dict[str, Any], why: str | None
+) -> None:
+    if config == "windows":
+        config = DecoderConfig("qwen2", 32, 64, 2, 4, 2, 128, 128, kinds=WINDOWS)
+    found = why_not_shared(config, target, "bfloat16", **{"samples": 4} | options)
+    assert found is None if why is None else why in found
