@@ -10,11 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from jaxrl.data.example import Example
+from jaxrl.data.example import Example, JsonObject
 from jaxrl.data.rows import KEYS, Keys, kind, to_example
 from jaxrl.errors import UserError
 
@@ -83,7 +82,7 @@ class JsonlFile:
         self.columns = tuple(names)
         self._digest = digest.hexdigest()
 
-    def _parse(self, raw: bytes, line: int) -> dict[str, Any]:
+    def _parse(self, raw: bytes, line: int) -> JsonObject:
         where = self._place(line)
         try:
             row = json.loads(raw.removeprefix(BOM).decode())

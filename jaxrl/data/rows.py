@@ -148,7 +148,7 @@ def _tools(row: Mapping[str, object], keys: Keys, where: str) -> tuple[JsonObjec
     return tuple(given)
 
 
-def _turn(message: dict[str, Any]) -> Message:
+def _turn(message: JsonObject) -> Message:
     """A message as chat templates take it."""
     # In a table every message has the fields of all: a null is as good as absent.
     turn = {key: value for key, value in message.items() if value is not None}

@@ -17,7 +17,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from jaxrl.data.example import Example
+from jaxrl.data.example import Example, JsonObject
 from jaxrl.data.rows import Keys, no_prompt, to_example
 from jaxrl.errors import UserError
 
@@ -90,10 +90,10 @@ class TablePart:
                     to_example(row, keys, f"{self._place}: row {index}")
                 start += len(batch)
 
-    def _rows(self, batch: Table, start: int) -> list[dict[str, Any]]:
+    def _rows(self, batch: Table, start: int) -> list[JsonObject]:
         """The rows of a batch; where one cannot be read, it is named."""
         try:
-            rows: list[dict[str, Any]] = batch.to_pylist()
+            rows: list[JsonObject] = batch.to_pylist()
         except Exception:  # whatever it is, the row that has it raises it again
             rows = []
             for at in range(len(batch)):

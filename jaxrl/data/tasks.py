@@ -17,7 +17,7 @@ from functools import cache
 from typing import Any
 
 from jaxrl.data.arithmetic import Arithmetic
-from jaxrl.data.example import Example, Part, Split
+from jaxrl.data.example import Example, JsonObject, Part, Split
 from jaxrl.errors import UserError, near
 
 SIZE = 10_000
@@ -160,9 +160,9 @@ def open_task(spec: str, seed: int, split: Split, label: str) -> Part:
     return TASKS[family](dataset, parse_options(options, f"{label}: {name}"), seed, split, label)
 
 
-def parse_options(text: str, label: str) -> dict[str, Any]:
+def parse_options(text: str, label: str) -> JsonObject:
     """`a=1,b=true,c=x,d=1|2` as {"a": 1, "b": True, "c": "x", "d": [1, 2]}."""
-    options: dict[str, Any] = {}
+    options: JsonObject = {}
     for item in filter(None, text.split(",")):
         key, equals, value = item.partition("=")
         if not equals or not key or not value:

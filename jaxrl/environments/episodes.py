@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from jaxrl.config.paths import without_folders
 from jaxrl.config.schema import Config
-from jaxrl.data.example import Message, Split
+from jaxrl.data.example import JsonObject, Message, Split
 from jaxrl.data.tokenizer import Tokenizer, as_messages, encode_prompt, has_template
 from jaxrl.data.turns import TurnEncoder
 from jaxrl.environments.journal import Journal, forget
@@ -298,15 +298,13 @@ class EpisodeBatch:
             return observation
         result = await self._all.pool.step(episode.session, text)
         if isinstance(result, Failure):
-            content: dict[str, Any] = {"failure": [result.kind, result.text]}
+            content: JsonObject = {"failure": [result.kind, result.text]}
         else:
             content = result.as_json()
         await self._write(episode, prompt, sample, turn, content)
         return result
 
-    def _record(
-        self, episode: _Episode, prompt: int, sample: int, turn: int
-    ) -> dict[str, Any] | None:
+    def _record(self, episode: _Episode, prompt: int, sample: int, turn: int) -> JsonObject | None:
         """What an earlier process recorded; None from the first turn on that it did not see."""
         if self._journal is None or not episode.replaying:
             return None
@@ -318,7 +316,7 @@ class EpisodeBatch:
         return record
 
     async def _write(
-        self, episode: _Episode, prompt: int, sample: int, turn: int, content: dict[str, Any]
+        self, episode: _Episode, prompt: int, sample: int, turn: int, content: JsonObject
     ) -> None:
         if self._journal is not None:
             place = (self._attempt, self._prompts[prompt].id, sample, turn)
@@ -355,7 +353,7 @@ class EpisodeBatch:
         return self._episodes[prompt, sample]
 
 
-def row_of(prompt: Prompt) -> dict[str, Any]:
+def row_of(prompt: Prompt) -> JsonObject:
     """What `Environment.reset` gets of a prompt."""
     chat = chat_of(prompt)
     columns = {key: value for key, value in prompt.columns.items() if key != "messages"}

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.checkpoint import store
-from jaxrl.data.example import Split
+from jaxrl.data.example import JsonObject, Split
 
 FOLDER = "episodes"
 _NAME = re.compile(r"(train|eval)-(\d+)\.jsonl")
@@ -32,7 +32,7 @@ class Journal:
     def __init__(self, run_dir: Path, split: Split, step: int, notify: Callable[[str], None]):
         """Reads what is there."""
         self.path, self._notify = run_dir / FOLDER / f"{split}-{step}.jsonl", notify
-        self.read: dict[Place, dict[str, Any]] = {}
+        self.read: dict[Place, JsonObject] = {}
         """What an earlier process recorded; of two records of one place, the later."""
         self._waiting: list[str] = []
         self._writing = asyncio.Lock()
@@ -42,7 +42,7 @@ class Journal:
         for record in _records(self.path):
             self.read[tuple(record.pop("place"))] = record
 
-    async def add(self, place: Place, record: dict[str, Any]) -> None:
+    async def add(self, place: Place, record: JsonObject) -> None:
         """Writes an answer; on the disk when this returns. A disk that refuses it is reported, and
         stops no run."""
         if self._forgets and "failure" in record:
@@ -97,7 +97,7 @@ def forget(run_dir: Path) -> None:
                 path.unlink()
 
 
-def _records(path: Path) -> Iterator[dict[str, Any]]:
+def _records(path: Path) -> Iterator[JsonObject]:
     """Whole lines of a file, if there is one."""
     with (
         suppress(FileNotFoundError, NotADirectoryError),

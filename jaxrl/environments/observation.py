@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from jaxrl.data.example import Message
+from jaxrl.data.example import JsonObject, Message
 from jaxrl.environments.environment import Answer
 from jaxrl.errors import UserError, near
 
@@ -27,7 +27,7 @@ class Observation:
     reward: float | None
     done: bool
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> JsonObject:
         return asdict(self) | {"messages": [dict(message) for message in self.messages]}
 
     @classmethod

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxrl.data.example import Message
+from jaxrl.data.example import JsonObject, Message
 from jaxrl.environments.observation import Observation
 from jaxrl.environments.process import CELL, Past
 from jaxrl.environments.source import EnvironmentFacts, EnvironmentSource
@@ -40,7 +40,7 @@ class Session:
     """One episode, as the run sees it."""
 
     key: Hashable
-    row: dict[str, Any]
+    row: JsonObject
     first: Prompted | None = None
     """The prompt that its `reset` returned; None: it was not asked for one."""
     turns: list[tuple[str, Observation]] = field(default_factory=list)
@@ -79,7 +79,7 @@ class _Process(KillableProcess):
 
 @dataclass
 class _Order:
-    done: asyncio.Future[dict[str, Any]]
+    done: asyncio.Future[JsonObject]
     """Its answer; raises Lost where it has cost a process."""
     sent: float
     begun: float | None = None
@@ -161,7 +161,7 @@ class EnvironmentPool(ProcessPool[_Process, EnvironmentFacts]):
         describe, self._describe = self._describe, False
         return self.source, self.timeout, self._memory_mb, describe
 
-    async def _use(self, process: _Process, answer: dict[str, Any]) -> None:
+    async def _use(self, process: _Process, answer: JsonObject) -> None:
         """Also listens to it until it is lost."""
         if answer["facts"] is not None:
             self._facts.set_result(EnvironmentFacts(**answer["facts"]))
@@ -203,7 +203,7 @@ class EnvironmentPool(ProcessPool[_Process, EnvironmentFacts]):
         waiting = [order for order in orders if now - order.sent > self.startup]
         return waiting[0] if waiting and not begun else None
 
-    def _take(self, process: _Process, answer: dict[str, Any]) -> None:
+    def _take(self, process: _Process, answer: JsonObject) -> None:
         order = process.orders.get(answer["order"])
         if order is None:
             return
@@ -225,7 +225,7 @@ class EnvironmentPool(ProcessPool[_Process, EnvironmentFacts]):
                 order.done.set_exception(_Blamed(lost, order is guilty, guilty is None))
         process.orders.clear()
 
-    async def _ask(self, session: Session, content: Any) -> dict[str, Any] | Failure:
+    async def _ask(self, session: Session, content: Any) -> JsonObject | Failure:
         """The answer to an order about an episode; a second time where it lost its process through
         no fault of its own."""
         losses = 0

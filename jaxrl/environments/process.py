@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, BinaryIO, Literal
 
-from jaxrl.data.example import Message
+from jaxrl.data.example import JsonObject, Message
 from jaxrl.environments.environment import Environment, Unavailable
 from jaxrl.environments.observation import Observation, first_messages, observed, shown
 from jaxrl.environments.source import EnvironmentSource, facts_of, load
@@ -40,7 +40,7 @@ _ORDER: contextvars.ContextVar[int] = contextvars.ContextVar("order")
 class Past:
     """What is needed to make the instance of an episode again."""
 
-    row: dict[str, Any]
+    row: JsonObject
     first: tuple[Message, ...] | str | None
     """The prompt that its `reset` returned before; None: it has not been called."""
     turns: Sequence[tuple[str, Observation]]
@@ -188,9 +188,7 @@ class _Host:
             live.messages[heard + 1 :] = before.messages
         return live
 
-    async def _begun(
-        self, say: Say, row: dict[str, Any]
-    ) -> tuple[tuple[Message, ...] | str, _Live]:
+    async def _begun(self, say: Say, row: JsonObject) -> tuple[tuple[Message, ...] | str, _Live]:
         environment = await self._call(say, partial(self._kind, **self._source.arguments))
         environment.row = row
         first = await self._call(say, environment.reset, row)

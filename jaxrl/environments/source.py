@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jaxrl.data.example import JsonObject
 from jaxrl.environments.environment import Environment, SchemaTool
 from jaxrl.errors import UserError, near
 from jaxrl.process.plugin import digest_of, is_plugin, load_object, locate
@@ -52,7 +53,7 @@ class EnvironmentFacts:
 
     resets: bool
     """Whether it makes prompts of its own (`reset` is not the one of the base class)."""
-    tools: Sequence[dict[str, Any]] = ()
+    tools: Sequence[JsonObject] = ()
     """JSON schemas of its tools."""
 
 
@@ -145,13 +146,13 @@ def facts_of(
     return EnvironmentFacts(kind.reset is not Environment.reset, schemas)
 
 
-def _schema(source: EnvironmentSource, tool: Any) -> dict[str, Any]:
+def _schema(source: EnvironmentSource, tool: Any) -> JsonObject:
     if isinstance(tool, SchemaTool):
         return tool.schema
     from transformers.utils import get_json_schema  # takes seconds
 
     try:
-        schema: dict[str, Any] = get_json_schema(tool)
+        schema: JsonObject = get_json_schema(tool)
     except Exception as error:  # whatever transformers raises
         name = getattr(tool, "__name__", repr(tool))
         reason = " ".join(str(error).split())

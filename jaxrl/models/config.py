@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from jaxrl.errors import UserError
 from jaxrl.models.delta import Delta
 from jaxrl.models.experts import Experts
 from jaxrl.models.families import FAMILIES
 from jaxrl.models.family import OMITTED, BlockKind
-from jaxrl.models.fields import given, number, size
+from jaxrl.models.fields import Raw, given, number, size
 from jaxrl.models.kinds import LayerKind, read_windows
 from jaxrl.models.lora import TARGETS, Lora
 from jaxrl.models.quantised import Quantisation, block_size, packed
@@ -25,6 +25,7 @@ from jaxrl.models.rope import (
     read_rope,
     written_rope,
 )
+from jaxrl.types import JsonObject
 
 ROUTER = "mlp/router"
 """Path of a mixture's router within a block."""
@@ -401,7 +402,7 @@ class DecoderConfig:
         return heads[0] * self.head_dim, k_width
 
     @classmethod
-    def from_hf(cls, raw: Mapping[str, Any]) -> DecoderConfig:
+    def from_hf(cls, raw: Raw) -> DecoderConfig:
         """Reads the fields of a `config.json`.
 
         Raises:
@@ -443,7 +444,7 @@ class DecoderConfig:
             raise UserError("of the layers at least one needs attention; all of them have a state")
         return config
 
-    def to_hf(self, dtype: str) -> dict[str, Any]:
+    def to_hf(self, dtype: str) -> JsonObject:
         """The `config.json` of this model; read by transformers 4 and 5."""
         rope = written_rope(self.rope_theta, self.rope_scaling, self.max_positions)
         if FAMILIES[self.family].partial_rotary:  # said always: 1 is not the default of all
@@ -515,7 +516,7 @@ class SpecialIds(TypedDict):
     pad_id: int | None
 
 
-def special_ids(raw: Mapping[str, Any]) -> SpecialIds:
+def special_ids(raw: Raw) -> SpecialIds:
     """The tokens that a `config.json` or a `generation_config.json` names."""
     eos = raw.get("eos_token_id")
     several = eos if isinstance(eos, list) else [] if eos is None else [eos]
@@ -548,7 +549,7 @@ def _unknown(family: object) -> str:
     return f"model_type={family!r} is not supported; supported: {', '.join(FAMILIES)}"
 
 
-def _text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+def _text_config(raw: Raw) -> Raw:
     """What a `config.json` of a model of images and text too says of the text."""
     within = raw.get("text_config")
     for name, family in FAMILIES.items():
@@ -560,7 +561,7 @@ def _text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     return raw
 
 
-def _refuse_variants(raw: Mapping[str, Any]) -> None:
+def _refuse_variants(raw: Raw) -> None:
     """Refuses settings that would give silently wrong numbers."""
     block = FAMILIES[raw["model_type"]].block
     for key in ("hidden_act", "hidden_activation"):
@@ -570,7 +571,7 @@ def _refuse_variants(raw: Mapping[str, Any]) -> None:
         raise UserError("attention_bias / mlp_bias = true is not supported for this family")
 
 
-def _rotary_dims(raw: Mapping[str, Any], head_dim: int) -> int | None:
+def _rotary_dims(raw: Raw, head_dim: int) -> int | None:
     """`DecoderConfig.rotary_dims`, as `partial_rotary_factor` has them of every head."""
     params = raw.get("rope_parameters")
     params = params if isinstance(params, dict) else {}

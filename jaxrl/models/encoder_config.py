@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from jaxrl.errors import UserError
+from jaxrl.models.fields import Raw
 
 Pooling = Literal["cls", "mean"]
 MODULES = ("Transformer", "Pooling", "Normalize")
@@ -65,7 +66,7 @@ class EncoderConfig:
 
     @classmethod
     def from_hf(
-        cls, raw: Mapping[str, Any], pooling: Pooling | None = None, max_tokens: int | None = None
+        cls, raw: Raw, pooling: Pooling | None = None, max_tokens: int | None = None
     ) -> EncoderConfig:
         """Reads the fields of a `config.json`.
 
@@ -192,7 +193,7 @@ def _pooling(file: Path) -> Pooling:
     )
 
 
-def _size(raw: Mapping[str, Any], key: str, least: int = 1) -> int:
+def _size(raw: Raw, key: str, least: int = 1) -> int:
     """A whole number of at least `least`."""
     value = raw[key]
     if type(value) is not int or value < least:

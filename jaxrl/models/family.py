@@ -10,6 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from jaxrl.models.fields import Raw
+from jaxrl.types import JsonObject
+
 Norms = Literal["before", "after", "around"]
 Activation = Literal["silu", "gelu_pytorch_tanh"]
 """Of the MLP, by the name that a `config.json` has for it."""
@@ -102,7 +105,7 @@ class Family:
     in this order."""
     gguf: str | None = None
     """`general.architecture` of its GGUF files; None where there are none that are read."""
-    from_gguf: Callable[[Any, GgufFacts], dict[str, Any]] = lambda *_: {}
+    from_gguf: Callable[[Any, GgufFacts], JsonObject] = lambda *_: {}
     """Fields of a `config.json` that its GGUF files leave out or have in places of their own, of a
     `DecoderConfig` and the file. Raises UserError for what is not supported."""
     gguf_interleaved: bool = False
@@ -110,12 +113,12 @@ class Family:
     together."""
     whole: str | None = None
     """`model_type` of models of images and text too, whose `text_config` is one of this family."""
-    prepare: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda raw: raw
+    prepare: Callable[[Raw], Raw] = lambda raw: raw
     """A `config.json` with the fields that all families share as all others have them."""
-    read: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda _: {}
+    read: Callable[[Raw], JsonObject] = lambda _: {}
     """Fields of `DecoderConfig` beyond those that all share, of a `config.json`. Raises UserError
     for settings that would give silently wrong numbers."""
-    write: Callable[[Any], dict[str, Any]] = lambda _: {}
+    write: Callable[[Any], JsonObject] = lambda _: {}
     """What `read` and transformers need beyond the fields that all share, of a `DecoderConfig`
     (whose module imports this one)."""
 

@@ -8,13 +8,16 @@ from typing import Any
 
 from jaxrl.errors import UserError
 
+Raw = Mapping[str, Any]
+"""A model's `config.json`, as it is parsed."""
+
 
 def given(value: Any, default: Any) -> Any:
     """The value, or the default where it is null."""
     return default if value is None else value
 
 
-def size(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
+def size(raw: Raw, key: str, default: int | None = None) -> int:
     """A whole number of at least 1; where it is absent or null, the default if there is one."""
     value = raw[key] if default is None else given(raw.get(key), default)
     if type(value) is not int or value < 1:
@@ -22,7 +25,7 @@ def size(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
     return value
 
 
-def number(raw: Mapping[str, Any], key: str, default: float | None = None) -> float:
+def number(raw: Raw, key: str, default: float | None = None) -> float:
     """A number above 0; where it is absent or null, the default if there is one."""
     value = raw[key] if default is None else given(raw.get(key), default)
     if type(value) not in (int, float) or not 0 < value < math.inf:

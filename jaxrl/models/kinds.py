@@ -11,7 +11,7 @@ where the layers end within a period.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.errors import UserError
-from jaxrl.models.fields import given, size
+from jaxrl.models.fields import Raw, given, size
+from jaxrl.types import JsonObject
 
 T = TypeVar("T")
 
@@ -77,7 +78,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def read_windows(
-    raw: Mapping[str, Any],
+    raw: Raw,
     window: int | None,
     slides: Callable[[int], bool] = bool,
     rope_theta: float | None = None,
@@ -105,7 +106,7 @@ def read_windows(
     return tuple(sliding if kind == SLIDING else given(full, LayerKind()) for kind in types)
 
 
-def read_window(raw: Mapping[str, Any], default: int | None = None) -> tuple[LayerKind, ...]:
+def read_window(raw: Raw, default: int | None = None) -> tuple[LayerKind, ...]:
     """The kind of layers that all have the `sliding_window` of a `config.json`; null is none, and
     so is one that no sequence is longer than."""
     if raw.get("sliding_window", default) is None:
@@ -114,7 +115,7 @@ def read_window(raw: Mapping[str, Any], default: int | None = None) -> tuple[Lay
     return (LayerKind(None if positions is not None and window >= positions else window),)
 
 
-def written_windows(kinds: Sequence[LayerKind], n_layers: int) -> dict[str, Any]:
+def written_windows(kinds: Sequence[LayerKind], n_layers: int) -> JsonObject:
     """`sliding_window` and `layer_types` of a `config.json`."""
     windows = [kind.window for kind in kinds] * (n_layers // len(kinds))
     return {
@@ -123,7 +124,7 @@ def written_windows(kinds: Sequence[LayerKind], n_layers: int) -> dict[str, Any]
     }
 
 
-def read_ropes(raw: Mapping[str, Any], local: str) -> dict[str, Any]:
+def read_ropes(raw: Raw, local: str) -> JsonObject:
     """A `config.json` whose `rope_parameters` may be those of each kind of layers: those of layers
     without a window are where all families have theirs, and the base frequency of the others is at
     the key `local`."""
@@ -142,7 +143,7 @@ def read_ropes(raw: Mapping[str, Any], local: str) -> dict[str, Any]:
     return {**raw, "rope_parameters": full, **known}
 
 
-def written_ropes(config: Any) -> dict[str, Any]:
+def written_ropes(config: Any) -> JsonObject:
     """`rope_parameters` of each kind of layers of a `DecoderConfig` (whose module imports this)."""
     scaling = {} if config.rope_scaling is None else config.rope_scaling.written()
     local = next((x.rope_theta for x in config.kinds if x.rope_theta), config.rope_theta)

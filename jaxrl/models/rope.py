@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from jaxrl.errors import UserError
-from jaxrl.models.fields import given, number, size
+from jaxrl.models.fields import Raw, given, number, size
+from jaxrl.types import JsonObject
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Llama3Rope:
     original_max_positions: int
 
     @classmethod
-    def read(cls, raw: Mapping[str, Any]) -> Llama3Rope:
+    def read(cls, raw: Raw) -> Llama3Rope:
         return cls(
             factor=number(raw, "factor"),
             low_freq_factor=number(raw, "low_freq_factor"),
@@ -29,7 +29,7 @@ class Llama3Rope:
             original_max_positions=size(raw, "original_max_position_embeddings"),
         )
 
-    def written(self) -> dict[str, Any]:
+    def written(self) -> JsonObject:
         return {
             "rope_type": "llama3",
             "factor": self.factor,
@@ -46,10 +46,10 @@ class LinearRope:
     factor: float
 
     @classmethod
-    def read(cls, raw: Mapping[str, Any]) -> LinearRope:
+    def read(cls, raw: Raw) -> LinearRope:
         return cls(number(raw, "factor"))
 
-    def written(self) -> dict[str, Any]:
+    def written(self) -> JsonObject:
         return {"rope_type": "linear", "factor": self.factor}
 
 
@@ -63,10 +63,10 @@ class DynamicRope:
     original_max_positions: int
 
     @classmethod
-    def read(cls, raw: Mapping[str, Any]) -> DynamicRope:
+    def read(cls, raw: Raw) -> DynamicRope:
         return cls(number(raw, "factor"), size(raw, "max_position_embeddings"))
 
-    def written(self) -> dict[str, Any]:
+    def written(self) -> JsonObject:
         return {"rope_type": "dynamic", "factor": self.factor}
 
 
@@ -86,7 +86,7 @@ class YarnRope:
     """Whether the mixture begins and ends at whole dims."""
 
     @classmethod
-    def read(cls, raw: dict[str, Any]) -> YarnRope:
+    def read(cls, raw: JsonObject) -> YarnRope:
         original = size(raw, "original_max_position_embeddings")
         stated = raw | {"factor": given(raw["factor"], raw["max_position_embeddings"] / original)}
         factor = number(stated, "factor")
@@ -104,7 +104,7 @@ class YarnRope:
             truncate=bool(given(raw.get("truncate"), True)),
         )
 
-    def written(self) -> dict[str, Any]:
+    def written(self) -> JsonObject:
         return {
             "rope_type": "yarn",
             "factor": self.factor,
@@ -129,7 +129,7 @@ class LongRope:
     """Cosines and sines are multiplied by it, of short sequences too."""
 
     @classmethod
-    def read(cls, raw: Mapping[str, Any]) -> LongRope:
+    def read(cls, raw: Raw) -> LongRope:
         original = size(raw, "original_max_position_embeddings")
         factor = number(raw, "factor", size(raw, "max_position_embeddings") / original)
         return cls(
@@ -139,7 +139,7 @@ class LongRope:
             attention_factor=number(raw, "attention_factor", longrope_attention(factor, original)),
         )
 
-    def written(self) -> dict[str, Any]:
+    def written(self) -> JsonObject:
         return {
             "rope_type": "longrope",
             "short_factor": list(self.short_factors),
@@ -159,19 +159,19 @@ class ProportionalRope:
     factor: float = 1.0
 
     @classmethod
-    def read(cls, raw: Mapping[str, Any]) -> ProportionalRope:
+    def read(cls, raw: Raw) -> ProportionalRope:
         share = number(raw, "partial_rotary_factor", 1.0)
         if share > 1:
             raise UserError(f"partial_rotary_factor={share!r} must be at most 1")
         return cls(share, number(raw, "factor", 1.0))
 
-    def written(self) -> dict[str, Any]:
+    def written(self) -> JsonObject:
         divided = {} if self.factor == 1 else {"factor": self.factor}
         return {"rope_type": "proportional", "partial_rotary_factor": self.share, **divided}
 
 
 RopeScaling = Llama3Rope | LinearRope | ProportionalRope | DynamicRope | YarnRope | LongRope
-KINDS: dict[str, Callable[[dict[str, Any]], RopeScaling | None]] = {
+KINDS: dict[str, Callable[[JsonObject], RopeScaling | None]] = {
     "default": lambda _: None,
     "linear": LinearRope.read,
     "llama3": Llama3Rope.read,
@@ -184,7 +184,7 @@ KINDS: dict[str, Callable[[dict[str, Any]], RopeScaling | None]] = {
 """`rope_type` -> how its constants are read. "su" is what the first Phi-3 call longrope."""
 
 
-def read_rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+def read_rope(raw: Raw) -> tuple[float, RopeScaling | None]:
     """Base frequency and scaling, from `rope_parameters` (transformers 5) or the older fields."""
     for key in ("rope_parameters", "rope_scaling"):
         if not isinstance(raw.get(key) or {}, dict):
@@ -217,7 +217,7 @@ def positions_of(scaling: RopeScaling | None, stated: int) -> int:
     return stated
 
 
-def written_rope(theta: float, scaling: RopeScaling | None, positions: int) -> dict[str, Any]:
+def written_rope(theta: float, scaling: RopeScaling | None, positions: int) -> JsonObject:
     """The fields of a `config.json` that `read_rope` and `positions_of` read."""
     described = {"rope_type": "default"} if scaling is None else scaling.written()
     fields = {
@@ -244,7 +244,7 @@ def _mscale(factor: float, scale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
-def _numbers(raw: Mapping[str, Any], key: str) -> tuple[float, ...]:
+def _numbers(raw: Raw, key: str) -> tuple[float, ...]:
     values = raw[key]
     if not isinstance(values, list) or any(type(x) not in (int, float) or x <= 0 for x in values):
         raise UserError(f"{key}={values!r} must be a list of numbers above 0")

@@ -203,7 +203,7 @@ def prefill(
     routed: list[Routed] = []
     _, cache = cached.prefill(config, params, tokens, mask, mesh=mesh, routed=routed)
     chosen = _recorded(config, routed) if record else None
-    return _constrain(config, mesh, cache, None), _everywhere(chosen, mesh)
+    return _constrain(config, mesh, cache, None), _readable(chosen, mesh)
 
 
 @partial(jax.jit, static_argnames=("config", "mesh"), donate_argnames=("cache",))
@@ -376,7 +376,7 @@ def launch(
 
     start = (jnp.int32(0), cache, state, out)
     _, cache, _, out = jax.lax.while_loop(unfinished, steps, start)
-    out = {name: _everywhere(jnp.swapaxes(x, 0, 1), mesh) for name, x in out.items()}
+    out = {name: _readable(jnp.swapaxes(x, 0, 1), mesh) for name, x in out.items()}
     return _constrain(config, mesh, cache, ROWS), out["drawn"], out.get("experts")
 
 
@@ -386,9 +386,11 @@ def _recorded(config: DecoderConfig, routed: list[Routed]) -> jax.Array:
     return jnp.moveaxis(routed[0].ids, 0, 2).astype(config.experts.id_dtype)
 
 
-def _everywhere(x: Any, mesh: Mesh | None) -> Any:
-    """An array, whole on every device: the host of each process reads all of it; or None."""
-    if mesh is None or x is None:
+def _readable(x: Any, mesh: Mesh | None) -> Any:
+    """An array that the host of each process can read, or None: whole on every device where there
+    are several processes. Within one, a collective behind a launch's loop would only keep the
+    program out of the compile cache (`process.compile_cache`)."""
+    if mesh is None or x is None or len({d.process_index for d in mesh.devices.flat}) == 1:
         return x
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec()))
 

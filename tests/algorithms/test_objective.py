@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import and_slow
 from objectives import config
 from tiny_models import make_mesh, random_params
 
@@ -158,7 +159,7 @@ def test_the_teacher_decides_the_joint_gradient():
 
 @pytest.mark.parametrize(
     "algorithm",
-    [pytest.param(n, marks=() if n == "gspo" else pytest.mark.slow) for n in REWARDED],
+    and_slow(["gspo"], [name for name in REWARDED if name != "gspo"]),
 )
 def test_with_one_update_the_start_of_the_batch_is_the_policy_in_training(algorithm):
     """No log-probs before the batch, or the very same ones: one gradient, and every ratio is 1."""
@@ -565,10 +566,7 @@ MORE_CUTS = [
 
 @pytest.mark.parametrize(
     ("algorithm", "cuts"),
-    [
-        ("gspo", [(1, 2, 1, 28)]),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE_CUTS),
-    ],
+    and_slow([("gspo", [(1, 2, 1, 28)])], MORE_CUTS),
 )
 def test_neither_micro_batches_nor_devices_change_an_update(algorithm, cuts, tmp_path):
     """Every term is divided by its own count over the whole update, wherever its rows are."""
@@ -764,7 +762,7 @@ def two_widths():
     return narrow, wide, scores(given)
 
 
-@pytest.mark.parametrize("minibatches", [3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("minibatches", and_slow([3], [4]))
 def test_the_rows_of_an_update_depend_on_neither_memory_nor_width(
     minibatches, tmp_path, monkeypatch
 ):

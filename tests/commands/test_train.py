@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from cases import and_slow
 from runs import QUICK, SHORT, losses, save_model, save_pair
 from tiny_tokenizer import tiny_tokenizer
 
@@ -81,10 +82,7 @@ MORE_MESHES = [
 
 @pytest.mark.parametrize(
     "mesh",
-    [
-        "actor+rollout+teacher=1",
-        *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in MORE_MESHES),
-    ],
+    and_slow(["actor+rollout+teacher=1"], MORE_MESHES),
 )
 def test_the_mesh_changes_no_loss(reference, models, tmp_path, mesh):
     spec, *axes = mesh.split(" ")

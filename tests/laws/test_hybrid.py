@@ -9,6 +9,7 @@ from collections import Counter
 
 import jax
 import pytest
+from cases import and_slow
 from runs import GSPO, SHORT, save_model, weights
 
 from jaxrl import Config
@@ -115,7 +116,7 @@ KINDS = {
 
 @pytest.mark.parametrize(
     "kind",
-    ["gkd", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != "gkd")],
+    and_slow(["gkd"], [kind for kind in KINDS if kind != "gkd"]),
 )
 def test_offloading_changes_no_number(models, tmp_path, kind):
     plain = train(config(models, tmp_path / "plain", *KINDS[kind]))

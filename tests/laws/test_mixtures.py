@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import and_slow
 from runs import CONSTANT, GSPO, SHORT
 from safetensors.numpy import load_file
 from tiny_models import make_mesh
@@ -111,7 +112,9 @@ def sampled(config=SMALL, dtype=jnp.float32, n=3, new=8, slots=4):
     return params, found
 
 
-@pytest.mark.parametrize("config", [SMALL, SINKS, BESIDE], ids=lambda config: config.family)
+@pytest.mark.parametrize(
+    "config", and_slow([SMALL, BESIDE], [SINKS]), ids=lambda config: config.family
+)
 def test_each_token_that_was_read_has_the_experts_that_a_forward_pass_chooses(
     config: DecoderConfig, tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
+from cases import and_slow
 from runs import (
     CONSTANT,
     QUICK,
@@ -46,9 +47,7 @@ FOUR = [*CONSTANT, "steps=4"]
 
 def by_default(schedule):
     """All schedules, of which the default suite has one."""
-    return [
-        pytest.param(name, marks=() if name == schedule else pytest.mark.slow) for name in SCHEDULES
-    ]
+    return and_slow([schedule], [name for name in SCHEDULES if name != schedule])
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import and_slow
 from runs import GSPO, SHORT, save_model
 from tiny_models import make_mesh, tiny_model
 
@@ -43,17 +44,21 @@ def sequences(vocab: int, seed: int = 0) -> Sequences:
 
 @pytest.mark.parametrize(
     ("name", "axes", "remat", "group"),
-    [
-        ("qwen3", (1, 1, 1), "none", G),  # qk-norm
-        ("qwen2", (2, 2, 2), "dots", G),  # biases
-        ("qwen2", (1, 2, 1, 2), "full", 1),
-        ("qwen3", (1, 1, 1, 4), "none", G),  # more than KV heads
-        ("qwen2_sliding", (1, 2, 1, 2), "dots", G),  # windows
-        ("olmo2", (1, 1, 2, 2), "none", G),
-        ("phi3", (1, 1, 1), "none", G),
-        ("gemma4", (1, 1, 2, 2), "dots", G),  # heads of two widths and numbers
-        ("gemma4_shared", (1, 2, 2), "full", G),  # keys and values of other layers
-    ],
+    and_slow(
+        [
+            ("qwen3", (1, 1, 1), "none", G),  # qk-norm
+            ("qwen2", (2, 2, 2), "dots", G),  # biases
+            ("qwen3", (1, 1, 1, 4), "none", G),  # more than KV heads
+            ("qwen2_sliding", (1, 2, 1, 2), "dots", G),  # windows
+            ("gemma4_shared", (1, 2, 2), "full", G),  # keys and values of other layers
+        ],
+        [
+            ("qwen2", (1, 2, 1, 2), "full", 1),
+            ("olmo2", (1, 1, 2, 2), "none", G),
+            ("phi3", (1, 1, 1), "none", G),
+            ("gemma4", (1, 1, 2, 2), "dots", G),  # heads of two widths and numbers
+        ],
+    ),
     ids=str,
 )
 def test_hidden_states_and_gradients_are_those_of_whole_sequences(name, axes, remat, group):
@@ -177,9 +182,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "case", ["gspo", pytest.param("gkd in micro-batches", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("case", and_slow(["gspo"], ["gkd in micro-batches"]))
 def test_a_run_learns_what_it_would_learn_from_whole_sequences(tmp_path, monkeypatch, case):
     models = [f"student.model={save_model(tmp_path / 'student', 32, 1, 0)}"]
     models += [f"teacher.model={save_model(tmp_path / 'teacher', 48, 1, 1)}"]

@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from cases import and_slow
 from runs import MESH, SHORT, save_model
 from safetensors.numpy import load_file
 from tiny_models import make_mesh, tiny_model
@@ -285,7 +286,7 @@ def test_an_algorithm_of_one_s_own_learns_from_several_teachers(models, tmp_path
 
 
 @pytest.mark.parametrize(
-    "how", [["data.teacher_key=kind"], ["distill.signal=topk", "distill.top_k=8"]]
+    "how", and_slow([["data.teacher_key=kind"]], [["distill.signal=topk", "distill.top_k=8"]])
 )
 def test_offloading_and_sharing_devices_change_nothing(models, tmp_path, how):
     """The teachers take turns on the devices, with vocabularies and widths of their own."""

@@ -10,6 +10,7 @@ import time
 
 import numpy as np
 import pytest
+from cases import and_slow
 
 pytest.importorskip("ray")
 
@@ -80,7 +81,7 @@ def end_of(process):
     return process.returncode, output
 
 
-@pytest.mark.parametrize("lost", ["host", pytest.param("link", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("lost", and_slow(["host"], ["link"]))
 def test_two_hosts_compute_the_bits_of_one_though_the_link_is_cut_and_a_host_is_lost(
     models, hosts, tmp_path, expected, lost
 ):

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import and_slow
 from references.tiny import batch
 from tiny_models import NAMES, REFERENCES, loss_and_logits, make_mesh, tiny_model
 
@@ -105,18 +106,31 @@ def test_abstract_params_and_count_are_those_of_the_real_ones() -> None:
 
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [
-        *((name, layout) for layout in ("unstacked", "stacked") for name in ("qwen2", "qwen3")),
-        ("olmo2", "unstacked"),
-        ("phi3", "unstacked"),
-        ("qwen3_moe", "unstacked"),
-        ("qwen3_moe", "stacked"),
-        ("gpt_oss", "unstacked"),
-        *((name, layout) for layout in ("unstacked", "stacked") for name in ("smollm3", "gemma3")),
-        ("qwen3_5", "unstacked"),
-        ("qwen3_5", "stacked"),
-        *((name, layout) for layout in ("unstacked", "stacked") for name in GEMMA4),
-    ],
+    and_slow(
+        [
+            ("qwen2", "unstacked"),
+            ("qwen3", "stacked"),
+            ("olmo2", "unstacked"),
+            ("phi3", "unstacked"),
+            ("qwen3_moe", "unstacked"),
+            ("gpt_oss", "unstacked"),
+            ("gemma3", "stacked"),
+            ("qwen3_5", "unstacked"),
+            ("qwen3_5", "stacked"),
+            *((name, "unstacked") for name in GEMMA4),
+            ("gemma4_shared", "stacked"),
+        ],
+        [
+            ("qwen2", "stacked"),
+            ("qwen3", "unstacked"),
+            ("qwen3_moe", "stacked"),
+            ("smollm3", "unstacked"),
+            ("smollm3", "stacked"),
+            ("gemma3", "unstacked"),
+            ("gemma4", "stacked"),
+            ("gemma4_moe", "stacked"),
+        ],
+    ),
 )
 def test_prefill_then_decode_is_forward(name: str, layout: parameters.Layout) -> None:
     """Rows with prompts of different lengths, teacher-forced to the end of the sequence, which is
@@ -218,7 +232,7 @@ def test_layers_that_are_kept_keep_their_kinds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "remat"), [("llama", "dots"), ("llama", "full"), ("gemma4_shared", "full")]
+    ("name", "remat"), and_slow([("llama", "dots")], [("llama", "full"), ("gemma4_shared", "full")])
 )
 def test_rematerialisation_changes_no_value(name: str, remat: str) -> None:
     config, params = tiny_model(name)
@@ -227,7 +241,7 @@ def test_rematerialisation_changes_no_value(name: str, remat: str) -> None:
     assert_trees_close(loss_and_grad(config, params, tokens, mask, remat=remat), plain, 1e-5)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "olmo2", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("name", and_slow(["qwen3", "qwen3_moe", "gpt_oss"], ["llama", "olmo2"]))
 def test_bfloat16_compute_is_near_float32(name: str) -> None:
     """bfloat16 rounds by up to 2^-9; these two layers amplify it, to a few percent of the logits'
     spread."""
@@ -241,26 +255,30 @@ def test_bfloat16_compute_is_near_float32(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "axes"),
-    [
-        ("llama", (2, 2, 2)),
-        ("qwen2", (1, 2, 4)),  # tensor exceeds the KV heads
-        ("qwen3", (1, 1, 8)),  # and the query heads
-        ("gemma3", (2, 2, 2)),  # windows, two ropes
-        ("smollm", (2, 1, 2)),  # divides neither of 3 heads and 1 KV head
-        ("olmo2", (1, 2, 4)),  # divides what the norms of q and k sum over
-        ("phi3", (1, 2, 2)),
-        ("qwen3_moe", (1, 2, 2)),
-        ("qwen3_moe", (1, 1, 1, 1, 2)),  # experts divided, three on each
-        ("qwen3_moe", (2, 1, 2, 1, 2)),
-        ("gpt_oss", (1, 2, 1, 1, 4)),
-        ("gpt_oss", (2, 1, 2, 1, 2)),
-        ("qwen3_5", (1, 2, 4)),  # tensor exceeds the key heads of a state
-        ("gemma4", (1, 2, 4)),  # and the KV heads of either kind of layers
-        ("gemma4", (2, 1, 2, 2)),  # and divides those of one kind
-        ("gemma4_shared", (1, 2, 2)),
-        ("gemma4_moe", (1, 2, 2, 1, 2)),  # experts divided, beside an MLP
-        ("gemma4_shared", (1, 2, 1, 4)),
-    ],
+    and_slow(
+        [
+            ("llama", (2, 2, 2)),
+            ("qwen3", (1, 1, 8)),  # tensor exceeds the query heads
+            ("gemma3", (2, 2, 2)),  # windows, two ropes
+            ("smollm", (2, 1, 2)),  # divides neither of 3 heads and 1 KV head
+            ("olmo2", (1, 2, 4)),  # divides what the norms of q and k sum over
+            ("qwen3_moe", (2, 1, 2, 1, 2)),
+            ("gpt_oss", (1, 2, 1, 1, 4)),
+            ("qwen3_5", (1, 2, 4)),  # tensor exceeds the key heads of a state
+            ("gemma4", (1, 2, 4)),  # and the KV heads of either kind of layers
+            ("gemma4_shared", (1, 2, 2)),
+            ("gemma4_moe", (1, 2, 2, 1, 2)),  # experts divided, beside an MLP
+        ],
+        [
+            ("qwen2", (1, 2, 4)),  # tensor exceeds the KV heads
+            ("phi3", (1, 2, 2)),
+            ("qwen3_moe", (1, 2, 2)),
+            ("qwen3_moe", (1, 1, 1, 1, 2)),  # experts divided, three on each
+            ("gpt_oss", (2, 1, 2, 1, 2)),
+            ("gemma4", (2, 1, 2, 2)),  # tensor divides the KV heads of one kind
+            ("gemma4_shared", (1, 2, 1, 4)),
+        ],
+    ),
 )
 def test_sharding_changes_no_value(name: str, axes: tuple[int, ...]) -> None:
     """Eight rows: three twice and two empty ones, so twice the loss of the three."""

@@ -11,7 +11,7 @@ from urllib.request import urlopen
 
 from openenv.core.generic_client import GenericEnvClient
 
-from jaxrl.data.example import Message
+from jaxrl.data.example import JsonObject, Message
 from jaxrl.environments.environment import Answer, Environment, Unavailable
 from jaxrl.environments.packages.seeds import seed_of
 from jaxrl.errors import UserError, near
@@ -90,7 +90,7 @@ class OpenEnv(Environment):
 
 
 @cache
-def _schemas(url: str) -> dict[str, Any]:
+def _schemas(url: str) -> JsonObject:
     """JSON schemas of a server's actions and observations; it is asked once in a process."""
     try:
         with urlopen(f"{url}/schema", timeout=SCHEMA_S) as answer:

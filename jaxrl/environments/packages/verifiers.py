@@ -24,7 +24,7 @@ from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 from verifiers.v1.utils import loaders
 
-from jaxrl.data.example import Message
+from jaxrl.data.example import JsonObject, Message
 from jaxrl.environments.environment import (
     Answer,
     Environment,
@@ -154,13 +154,13 @@ class _Play:
             leave: called when it is over.
         """
         self.run: asyncio.Task[vf.Episode]
-        self.request: dict[str, Any] = {"messages": []}
+        self.request: JsonObject = {"messages": []}
         """The last one of the environment."""
         self._leave = leave
-        self._requests: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        self._turn: asyncio.Future[dict[str, Any]] | None = None
+        self._requests: asyncio.Queue[JsonObject] = asyncio.Queue()
+        self._turn: asyncio.Future[JsonObject] | None = None
 
-    async def completion(self, request: dict[str, Any]) -> dict[str, Any]:
+    async def completion(self, request: JsonObject) -> JsonObject:
         """The message of the assistant that answers a request of the environment."""
         self._turn = asyncio.get_running_loop().create_future()
         self._requests.put_nowait(request)
@@ -225,7 +225,7 @@ class _Play:
 class _Stage:
     """What the episodes of a process share: the environment, its tasks, and the model's server."""
 
-    def __init__(self, config: dict[str, Any]):
+    def __init__(self, config: JsonObject):
         """
         Args:
             config: that of an environment, as a mapping.
@@ -265,7 +265,7 @@ class _Stage:
         play.run = asyncio.create_task(self._env.run_episode(task, context, on_trace=enter))
         return play
 
-    async def first_request(self) -> dict[str, Any]:
+    async def first_request(self) -> JsonObject:
         """What the first task asks the model first, in an event loop that ends with it; empty where
         it can offer no tools."""
         taskset = self._env.taskset
@@ -335,7 +335,7 @@ def _no_call(name: str, arguments: Mapping[str, Any]) -> Any:
     raise AssertionError(f"{name} is called by the harness")
 
 
-def _as_message(text: str, calls: Sequence[Any], number: int) -> dict[str, Any]:
+def _as_message(text: str, calls: Sequence[Any], number: int) -> JsonObject:
     """A turn of the policy as a message of the assistant, with its calls of tools."""
     made = [
         {
@@ -345,7 +345,7 @@ def _as_message(text: str, calls: Sequence[Any], number: int) -> dict[str, Any]:
         }
         for index, (name, arguments) in enumerate(calls)
     ]
-    message: dict[str, Any] = {"role": "assistant", "content": text}
+    message: JsonObject = {"role": "assistant", "content": text}
     return message | ({"tool_calls": made} if made else {})
 
 

@@ -3,16 +3,16 @@ with a window, whose positions rotate by frequencies of their own, to one withou
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from jaxrl.errors import UserError
 from jaxrl.models.family import BlockKind, Family, GgufFacts
-from jaxrl.models.fields import number, size
+from jaxrl.models.fields import Raw, number, size
 from jaxrl.models.kinds import SLIDING, read_ropes, read_windows, written_ropes, written_windows
+from jaxrl.types import JsonObject
 
 LOCAL = "rope_local_base_freq"
-DEFAULTS: dict[str, Any] = {
+DEFAULTS: JsonObject = {
     "vocab_size": 262_208,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
@@ -33,7 +33,7 @@ PERIOD = 6
 """Of so many layers the last one has no window, where there are no `layer_types`."""
 
 
-def prepare(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+def prepare(raw: Raw) -> Raw:
     key = "attn_logit_softcapping"
     if raw.get(key) is not None:
         raise UserError(f"{key}={raw[key]!r} is not supported; supported: null")
@@ -42,7 +42,7 @@ def prepare(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     return DEFAULTS | read_ropes(raw, LOCAL)
 
 
-def read(raw: Mapping[str, Any]) -> dict[str, Any]:
+def read(raw: Raw) -> JsonObject:
     period = size(raw, "sliding_window_pattern", PERIOD)
     window, local = size(raw, "sliding_window"), number(raw, LOCAL)
     kinds = read_windows(raw, window, lambda i: (i + 1) % period != 0, local)
@@ -50,7 +50,7 @@ def read(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {"kinds": kinds, "score_dim": size(raw, "query_pre_attn_scalar"), "final_softcap": cap}
 
 
-def write(config: Any) -> dict[str, Any]:
+def write(config: Any) -> JsonObject:
     written = written_windows(config.kinds, config.n_layers) | written_ropes(config)
     return written | {
         LOCAL: written["rope_parameters"][SLIDING]["rope_theta"],
@@ -62,7 +62,7 @@ def write(config: Any) -> dict[str, Any]:
     }
 
 
-def from_gguf(config: Any, file: GgufFacts) -> dict[str, Any]:
+def from_gguf(config: Any, file: GgufFacts) -> JsonObject:
     """As llama.cpp has it: by the heads' own width in the largest model, which has 62 layers."""
     of_width = config.n_layers == 62
     return {

@@ -4,14 +4,13 @@ models layers read more of a token than the residual, and the last ones borrow k
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from jaxrl.errors import UserError
 from jaxrl.models.experts import Experts
 from jaxrl.models.family import OMITTED, BlockKind, Family, GgufFacts
-from jaxrl.models.fields import given, number, size
+from jaxrl.models.fields import Raw, given, number, size
 from jaxrl.models.kinds import (
     FULL,
     SLIDING,
@@ -22,10 +21,11 @@ from jaxrl.models.kinds import (
     written_windows,
 )
 from jaxrl.models.rope import ProportionalRope
+from jaxrl.types import JsonObject
 
 LOCAL = "rope_local_base_freq"
 """Where `read_ropes` puts the base frequency of layers with a window."""
-DEFAULTS: dict[str, Any] = {
+DEFAULTS: JsonObject = {
     "vocab_size": 262_144,
     "hidden_size": 2304,
     "intermediate_size": 9216,
@@ -55,14 +55,14 @@ BY_LAYER = "per_layer_config"
 """Where newer versions of transformers keep what differs from layer to layer."""
 
 
-def prepare(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+def prepare(raw: Raw) -> Raw:
     if raw.get("use_bidirectional_attention") == "all":
         raise UserError("use_bidirectional_attention=all is not supported; causal only")
     stated = {key: value for key, value in raw.items() if value is not None}
     return read_ropes({**raw, **DEFAULTS, **stated}, LOCAL)
 
 
-def read(raw: Mapping[str, Any]) -> dict[str, Any]:
+def read(raw: Raw) -> JsonObject:
     window, local = size(raw, "sliding_window"), number(raw, LOCAL)
     kinds = read_windows(raw, window, lambda i: (i + 1) % PERIOD != 0, local, _full(raw))
     if kinds[-1].window is not None:
@@ -83,7 +83,7 @@ def read(raw: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _experts(raw: Mapping[str, Any]) -> dict[str, Any]:
+def _experts(raw: Raw) -> JsonObject:
     if not raw.get("enable_moe_block"):
         return {}
     for key in ("num_experts", "top_k_experts", "moe_intermediate_size"):
@@ -97,7 +97,7 @@ def _experts(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {"experts": experts, "d_ff": size(raw, "moe_intermediate_size")}
 
 
-def _borrowing(raw: Mapping[str, Any], kinds: tuple[LayerKind, ...]) -> tuple[LayerKind, ...]:
+def _borrowing(raw: Raw, kinds: tuple[LayerKind, ...]) -> tuple[LayerKind, ...]:
     """The kinds of all layers, of which the last ones borrow keys and values."""
     shared = given(raw.get("num_kv_shared_layers"), 0)
     if not shared:
@@ -116,7 +116,7 @@ def _borrowing(raw: Mapping[str, Any], kinds: tuple[LayerKind, ...]) -> tuple[La
     return kinds[:n] + tuple(replace(kind, borrows=True, d_ff=wide) for kind in kinds[n:])
 
 
-def _full(raw: Mapping[str, Any]) -> LayerKind:
+def _full(raw: Raw) -> LayerKind:
     """The kind of the layers without a window."""
     same = bool(raw.get("attention_k_eq_v"))
     own = {
@@ -138,7 +138,7 @@ def _full(raw: Mapping[str, Any]) -> LayerKind:
     return LayerKind(head_dim=dim, n_kv_heads=heads, keys_as_values=same)
 
 
-def write(config: Any) -> dict[str, Any]:
+def write(config: Any) -> JsonObject:
     full, last = next(kind for kind in config.kinds if kind.window is None), config.kinds[-1]
     written = written_windows(config.kinds, config.n_layers) | written_ropes(config)
     return written | {
@@ -157,7 +157,7 @@ def write(config: Any) -> dict[str, Any]:
     }
 
 
-def _written(config: Any) -> dict[str, Any]:
+def _written(config: Any) -> JsonObject:
     if config.experts is None:
         return {"enable_moe_block": False}
     return {
@@ -169,7 +169,7 @@ def _written(config: Any) -> dict[str, Any]:
     }
 
 
-def from_gguf(config: Any, file: GgufFacts) -> dict[str, Any]:
+def from_gguf(config: Any, file: GgufFacts) -> JsonObject:
     """As llama.cpp's converter writes it: the keys with `_swa` are of the layers with a window, the
     others of those without. Layers that borrow keys and values may still have tensors of them."""
     pattern, n = file.stated("attention.sliding_window_pattern"), config.n_layers
@@ -249,7 +249,7 @@ GEMMA4 = Family(
     read=read,
     write=write,
 )
-UNIFIED: dict[str, Any] = {
+UNIFIED: JsonObject = {
     "sliding_window": 1024,
     "max_position_embeddings": 262_144,
     "hidden_size_per_layer_input": 0,
@@ -262,12 +262,12 @@ WITHOUT = (
 """What it does not have."""
 
 
-def prepare_unified(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+def prepare_unified(raw: Raw) -> Raw:
     stated = {key: value for key, value in raw.items() if value is not None}
     return prepare({**UNIFIED, **stated})
 
 
-def write_unified(config: Any) -> dict[str, Any]:
+def write_unified(config: Any) -> JsonObject:
     return {key: value for key, value in write(config).items() if key not in WITHOUT}
 
 

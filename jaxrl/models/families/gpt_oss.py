@@ -3,14 +3,14 @@ layer; experts with biases and clamped gates in place of the MLP of every layer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from jaxrl.errors import UserError
 from jaxrl.models.experts import Clamp, Experts
 from jaxrl.models.family import BlockKind, Family
-from jaxrl.models.fields import given, number, size
+from jaxrl.models.fields import Raw, given, number, size
 from jaxrl.models.kinds import read_windows, written_windows
+from jaxrl.types import JsonObject
 
 ROPE = {
     "rope_type": "yarn",
@@ -21,7 +21,7 @@ ROPE = {
     "original_max_position_embeddings": 4096,
 }
 THETA = 150000.0
-DEFAULTS: dict[str, Any] = {
+DEFAULTS: JsonObject = {
     "num_local_experts": 128,
     "num_experts_per_tok": 4,
     "swiglu_alpha": 1.702,
@@ -33,7 +33,7 @@ DEFAULTS: dict[str, Any] = {
 """What a `config.json` leaves out where it is this."""
 
 
-def prepare(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+def prepare(raw: Raw) -> Raw:
     stated = {key: value for key, value in raw.items() if value is not None}
     found = {**raw, **DEFAULTS, **stated}
     params = given(stated.get("rope_parameters"), {})
@@ -44,7 +44,7 @@ def prepare(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     return found
 
 
-def read(raw: Mapping[str, Any]) -> dict[str, Any]:
+def read(raw: Raw) -> JsonObject:
     if not raw["attention_bias"]:
         raise UserError("attention_bias=false is not supported for gpt_oss, whose q, k, v, o have")
     count, chosen = size(raw, "num_local_experts"), size(raw, "num_experts_per_tok")
@@ -57,7 +57,7 @@ def read(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {"experts": experts, "kinds": read_windows(raw, window, lambda i: i % 2 == 0)}
 
 
-def write(config: Any) -> dict[str, Any]:
+def write(config: Any) -> JsonObject:
     experts = config.experts
     return {
         **written_windows(config.kinds, config.n_layers),

@@ -4,33 +4,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from jaxrl.models.family import BlockKind, Family
-from jaxrl.models.fields import number, size
+from jaxrl.models.fields import Raw, number, size
 from jaxrl.models.kinds import read_ropes, read_windows, written_ropes, written_windows
+from jaxrl.types import JsonObject
 
-DEFAULTS: dict[str, Any] = {"rope_theta": 5e5, "sliding_window": 4096}
+DEFAULTS: JsonObject = {"rope_theta": 5e5, "sliding_window": 4096}
 """What a `config.json` of OLMo 3 leaves out where it is this."""
 LOCAL = "rope_theta of sliding_attention"
 PERIOD = 4
 """Of so many layers the last one has no window, where there are no `layer_types`."""
 
 
-def prepare(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+def prepare(raw: Raw) -> Raw:
     return DEFAULTS | read_ropes(raw, LOCAL)
 
 
-def read(raw: Mapping[str, Any]) -> dict[str, Any]:
+def read(raw: Raw) -> JsonObject:
     """Layers with a window do not scale their positions."""
     local = number(raw, LOCAL, number(raw, "rope_theta"))
     window = size(raw, "sliding_window")
     return {"kinds": read_windows(raw, window, lambda i: (i + 1) % PERIOD != 0, local)}
 
 
-def write(config: Any) -> dict[str, Any]:
+def write(config: Any) -> JsonObject:
     return written_windows(config.kinds, config.n_layers) | written_ropes(config)
 
 

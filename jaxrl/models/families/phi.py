@@ -3,30 +3,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from jaxrl.errors import UserError
 from jaxrl.models.family import Family
+from jaxrl.models.fields import Raw
 from jaxrl.models.kinds import read_window
 from jaxrl.models.rope import LongRope, longrope_attention, read_rope
+from jaxrl.types import JsonObject
 
 
-def _read(raw: Mapping[str, Any]) -> dict[str, Any]:
+def _read(raw: Raw) -> JsonObject:
     _, rope = read_rope(raw)
     if not isinstance(rope, LongRope | None):
         raise UserError(f"rope_type={rope.written()['rope_type']!r} is none of Phi-3: longrope is")
     return {"kinds": read_window(raw)}
 
 
-def _write(config: Any) -> dict[str, Any]:
+def _write(config: Any) -> JsonObject:
     """`rope_scaling` as transformers 4 wants it: these keys and no others, of which it computes the
     attention factor."""
-    written: dict[str, Any] = {"sliding_window": config.kinds[0].window}
+    written: JsonObject = {"sliding_window": config.kinds[0].window}
     rope = config.rope_scaling
     if isinstance(rope, LongRope):
         short, long = list(rope.short_factors), list(rope.long_factors)
-        scaling: dict[str, Any] = {"type": "longrope"}
+        scaling: JsonObject = {"type": "longrope"}
         scaling |= {"short_factor": short, "long_factor": long}
         factor = config.max_positions / rope.original_max_positions
         if rope.attention_factor != longrope_attention(factor, rope.original_max_positions):

@@ -3,19 +3,19 @@ norms each head of q and k instead (arXiv 2505.09388)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from jaxrl.errors import UserError
 from jaxrl.models.family import BlockKind, Family
-from jaxrl.models.fields import given, size
+from jaxrl.models.fields import Raw, given, size
 from jaxrl.models.kinds import read_windows, written_windows
+from jaxrl.types import JsonObject
 
 FULL_LAYERS = 28
 """The first layers, which have no window, where a `config.json` does not say it."""
 
 
-def read(raw: Mapping[str, Any]) -> dict[str, Any]:
+def read(raw: Raw) -> JsonObject:
     """Windows, which `use_sliding_window` turns on."""
     window = None
     if raw.get("use_sliding_window"):
@@ -28,7 +28,7 @@ def read(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {"kinds": read_windows(raw, window, lambda i: i >= first)}
 
 
-def write(config: Any) -> dict[str, Any]:
+def write(config: Any) -> JsonObject:
     written = written_windows(config.kinds, config.n_layers)
     if written["sliding_window"] is None:
         return {}

@@ -3,24 +3,24 @@ third of them one with attention, whose output has a gate and whose heads rotate
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from jaxrl.errors import UserError
 from jaxrl.models.delta import Delta
 from jaxrl.models.family import BlockKind, Family
-from jaxrl.models.fields import size
+from jaxrl.models.fields import Raw, size
 from jaxrl.models.kinds import FULL, LayerKind
+from jaxrl.types import JsonObject
 
 RECURRENT = "linear_attention"
 PERIOD = 4
 """Of so many layers the last one has attention, where there are no `layer_types`."""
 PARTIAL = "partial_rotary_factor"
-DEFAULTS: dict[str, Any] = {"head_dim": 256, "num_key_value_heads": 4}
+DEFAULTS: JsonObject = {"head_dim": 256, "num_key_value_heads": 4}
 """What a `config.json` leaves out where it is this."""
 
 
-def prepare(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+def prepare(raw: Raw) -> Raw:
     if raw.get("attn_output_gate") is False:
         raise UserError("attn_output_gate=false is not supported for this family")
     stated = {key: value for key, value in raw.items() if value is not None}
@@ -29,7 +29,7 @@ def prepare(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**raw, **DEFAULTS, **({} if rotates else {PARTIAL: 0.25}), **stated}
 
 
-def read(raw: Mapping[str, Any]) -> dict[str, Any]:
+def read(raw: Raw) -> JsonObject:
     n, period = size(raw, "num_hidden_layers"), size(raw, "full_attention_interval", PERIOD)
     types = raw.get("layer_types")
     if types is None:
@@ -49,7 +49,7 @@ def read(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {"kinds": tuple(LayerKind(recurs=kind == RECURRENT) for kind in types), "delta": delta}
 
 
-def write(config: Any) -> dict[str, Any]:
+def write(config: Any) -> JsonObject:
     kinds = config.kinds * (config.n_layers // len(config.kinds))
     delta = config.delta
     return {

@@ -3,24 +3,24 @@ the MLP of every layer."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from jaxrl.errors import UserError
 from jaxrl.models.experts import Experts
 from jaxrl.models.family import BlockKind, Family
-from jaxrl.models.fields import given, size
+from jaxrl.models.fields import Raw, given, size
+from jaxrl.types import JsonObject
 
 COUNT, CHOSEN, WIDTH = 128, 8, 768
 """What a `config.json` leaves out where it is this."""
 
 
-def prepare(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+def prepare(raw: Raw) -> Raw:
     """transformers 5 writes the number of experts under another name."""
     return {**raw, "num_experts": given(raw.get("num_experts"), raw.get("num_local_experts"))}
 
 
-def read(raw: Mapping[str, Any]) -> dict[str, Any]:
+def read(raw: Raw) -> JsonObject:
     if raw.get("use_sliding_window"):
         raise UserError("use_sliding_window=true is not supported for this family")
     if size(raw, "decoder_sparse_step", 1) != 1 or raw.get("mlp_only_layers"):
@@ -37,7 +37,7 @@ def read(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {"experts": experts, "d_ff": size(raw, "moe_intermediate_size", WIDTH)}
 
 
-def write(config: Any) -> dict[str, Any]:
+def write(config: Any) -> JsonObject:
     return {
         "intermediate_size": config.experts.dense_width,
         "moe_intermediate_size": config.d_ff,

@@ -3,20 +3,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from jaxrl.errors import UserError
 from jaxrl.models.family import Family
-from jaxrl.models.fields import given, size
+from jaxrl.models.fields import Raw, given, size
 from jaxrl.models.kinds import read_windows, written_windows
+from jaxrl.types import JsonObject
 
 EVERY = 4
 """Of so many layers the last one does not rotate, where a `config.json` does not say it."""
 
 
-def read(raw: Mapping[str, Any]) -> dict[str, Any]:
+def read(raw: Raw) -> JsonObject:
     n, every = size(raw, "num_hidden_layers"), size(raw, "no_rope_layer_interval", EVERY)
     rotates = given(raw.get("no_rope_layers"), [int((i + 1) % every != 0) for i in range(n)])
     if not isinstance(rotates, list) or len(rotates) < n or set(rotates) - {0, 1}:
@@ -30,7 +30,7 @@ def read(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {"kinds": tuple(replace(kind, rotates=bool(turned)) for kind, turned in pairs)}
 
 
-def write(config: Any) -> dict[str, Any]:
+def write(config: Any) -> JsonObject:
     written = written_windows(config.kinds, config.n_layers)
     each = config.n_layers // len(config.kinds)
     return written | {
