@@ -15,6 +15,7 @@ from jaxrl.models import attention, cached, flash_decode, split_k
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import CPU, Target
 from jaxrl.models.kinds import LayerKind
+from jaxrl.models.pages import Pages
 from jaxrl.models.shared_prompts import Seats, shared_attender, why_not_shared
 
 H200, TPU = Target("gpu", (9, 0)), Target("tpu")
@@ -42,6 +43,27 @@ def random(*shape: int) -> np.ndarray:
     return np.random.default_rng(sum(shape)).standard_normal(shape).astype(np.float32)
 
 
+def paged(own: np.ndarray, at: np.ndarray, shards: int, size: int) -> tuple[np.ndarray, Pages]:
+    """The keys of slots [B,KV,S,H] in a pool of pages in random order, some of which are free, and
+    what free pages and the ends of others hold is anything."""
+    each, width = len(own) // shards, own.shape[2] // size
+    pages = each * width + 3
+    rng = np.random.default_rng(0)
+    pool = 9 + np.zeros((shards, pages, own.shape[1], size, own.shape[3]), np.float32)
+    owners, firsts = np.full((shards, pages), -1, np.int32), np.zeros((shards, pages), np.int32)
+    table = np.full((len(own), width + 1), -1, np.int32)
+    for shard in range(shards):
+        free = rng.permutation(pages).tolist()
+        for slot in range(shard * each, (shard + 1) * each):
+            for number in range(at[slot] // size + 1):
+                page, first = free.pop(), number * size
+                pool[shard, page] = own[slot, :, first : first + size]
+                owners[shard, page], firsts[shard, page] = slot % each, first
+                table[slot, number] = page
+    return pool.reshape(-1, *pool.shape[2:]), Pages(owners.reshape(-1), firsts.reshape(-1), table)
+
+
+@pytest.mark.parametrize("in_pages", [False, True], ids=["", "pages"])
 @pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize(
     ("kernel", "window", "axes"),
@@ -57,6 +79,7 @@ def test_attention_in_two_terms_is_attention_to_copies(
     window: int | None,
     axes: tuple[int, int, int],
     with_sinks: bool,
+    in_pages: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whatever stands behind a prompt or a token; prompts without keys, seats that are free, heads
@@ -78,7 +101,10 @@ def test_attention_in_two_terms_is_attention_to_copies(
     copied = attention.step_attender(None, jnp.asarray(positions), 256, None, window)
     expected = jax.jit(copied)(q, whole_k, whole_v, *sinks)
     mesh = None if axes == (1, 1, 1) else make_mesh(*axes)
-    shards = axes[0]
+    shards, pages = axes[0], None
+    if in_pages:
+        (k, pages), (v, _) = (paged(x, OWN, shards, 64) for x in (k, v))
+        pages = Pages(*map(jnp.asarray, pages))
     attend = shared_attender(
         kernel,
         jnp.asarray(positions),
@@ -86,6 +112,7 @@ def test_attention_in_two_terms_is_attention_to_copies(
         Seats(*map(jnp.asarray, seats_of(PROMPT_OF, LENGTHS, shards))),
         mesh,
         window,
+        pages,
     )
     pairs = [(own, np.tile(of, (shards, 1, 1, 1))) for own, of in ((k, prompt_k), (v, prompt_v))]
     found = jax.jit(attend)(q, *pairs, *sinks)

@@ -343,6 +343,24 @@ def test_rows_of_prompts_follow_their_samples(monkeypatch: pytest.MonkeyPatch) -
     assert all(0 < n <= of for n, of in zip(taken, slots, strict=True))
 
 
+@pytest.mark.parametrize(("name", "cache_tokens"), [("1", 256), ("1", 2048), ("2x2x2", 192)])
+def test_samples_wait_for_pages_and_go_on_where_they_were(name: str, cache_tokens: int) -> None:
+    """Completions of up to three pages in pools that hold one or a few of them: those that were
+    sent back and read again are the same ones."""
+    limits = np.random.default_rng(0).integers(20, 150, (5, 4)).tolist()
+    asked = {"n": 4, "sampling": SamplingParams(max_new_tokens=150), "limits": limits}
+    options = {"slots": 8, "max_new_tokens": 150, "launch_tokens": 16}
+    made = engine(make_mesh(MESHES[name]), share=True, cache_tokens=cache_tokens, **options)
+    assert_same(generate(engine(**options), **asked), generate(made, **asked))
+    assert (made.stats.sent_back > 0) == (cache_tokens < 2048)
+    assert made.stats.prefill_rows >= 5
+
+
+def test_a_pool_holds_one_completion_at_least() -> None:
+    with pytest.raises(UserError, match="needs 192"):
+        engine(max_new_tokens=150, cache_tokens=128)
+
+
 def test_the_cache_follows_the_longest_and_each_size_is_one_program(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
