@@ -35,7 +35,7 @@ from jaxrl.models.stack import (
 )
 from jaxrl.types import Array
 
-Pair = tuple[Float[Array, "... B _ S _"], Float[Array, "... B _ S _"]]
+Pair = tuple[Float[Array, "... _ _ S _"], Float[Array, "... _ _ S _"]]
 Cache = list[Pair | Recurrent | tuple[()]]
 """Per layer (k, v), each [B, KV, S, H]: the positions of a head lie next to each other, so that a
 decode step reads them as a plain batched matmul, without a transposed copy; or a layer's state; or
