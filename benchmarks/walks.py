@@ -3,7 +3,7 @@
 The building is a square of rooms with doors between some of them, always the same. The prompt
 `54-51=` asks for a way from room 54 to room 51, and a completion names every room that is entered:
 `4443424151`. It is right where each room has a door to the one before and the last one is the goal,
-whatever the detours (`data.verifier=walk`, once this module is imported). Whoever has learnt
+whatever the detours (`data.verifier=walk`, once `make` has been called). Whoever has learnt
 shortest ways alone has not seen where an error leads, and a teacher that has can say how to go on
 (DAgger, Ross et al. 2011, arXiv 1011.0686).
 
@@ -153,9 +153,6 @@ def arrives(completion: str, prompt: Judged) -> float:
     return float(legal and way[-1] == goal)
 
 
-VERIFIERS["walk"] = arrives
-
-
 def row(start: Room, goal: Room, draw: random.Random, begun: int = 0) -> dict[str, str]:
     """A shortest way to the goal, once at most `begun` rooms have been entered half at random:
     these belong to the prompt."""
@@ -178,12 +175,13 @@ def write(path: Path, rows: Iterable[dict[str, str]]) -> None:
 
 
 def make() -> None:
-    """Writes the files, and trains the teacher and the student's first weights, where they are not
-    there yet; minutes on two cores.
+    """Adds the verifier; writes the files and trains the teacher and the student's first weights,
+    where they are not there yet: minutes on two cores.
 
     The teacher learns ways from everywhere to everywhere, also from where half random walks have
     led. The student learns some of the shortest ways, of pairs of rooms that are not held out.
     """
+    VERIFIERS["walk"] = arrives
     if STUDENT.exists():  # it is the last
         return
     apart = list(itertools.permutations(BUILDING.doors, 2))
