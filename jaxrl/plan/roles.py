@@ -41,11 +41,14 @@ from jaxrl.plan.setting import Setting
 from jaxrl.sampling.engine import ANSWER_ROWS, ANSWER_TOKENS, PREFILL_TOKENS
 from jaxrl.sharding.axes import Axes
 
-LEAN_ARRAYS, SCORE_ARRAYS = 5, 3
-"""Float32 arrays [chunk, V] alive at once in a loss: with `distill.lean`, and in any other."""
+SCORE_ARRAYS = 3
+"""Float32 arrays [chunk, V] alive at once in a loss."""
+TILE_ARRAYS = 2
+"""The same in the log-prob of one token, whose backward pass runs in tiles."""
+CAPPED_ARRAYS = 1
+"""Further ones there where the model caps its logits: a TPU has two, a GPU half of one."""
 UNFUSED_ARRAYS = 4
-"""Further ones on a CPU, which fuses less, in a divergence whose gradients are in its forward
-pass."""
+"""Further ones of a divergence on a CPU, which fuses less."""
 ENTROPY_ARRAYS = 2
 """Further ones with `distill.entropy_aware`."""
 ALIGNED_ARRAYS = 5
@@ -497,17 +500,17 @@ def grouper(m: Setting) -> Iterable[Entry]:
 def loss_arrays(m: Setting) -> int:
     """Float32 arrays [chunk, V] alive at once in the actor's loss."""
     d = m.config.distill
-    if m.signal in (None, "sampled"):  # a log-prob per token; the backward pass runs in tiles
-        return 2
+    if m.signal in (None, "sampled"):
+        return TILE_ARRAYS + CAPPED_ARRAYS * (m.student.final_softcap is not None)
     if m.signal != "hidden":
         return SCORE_ARRAYS
-    extra = ENTROPY_ARRAYS if d.entropy_aware else 0
-    extra += len(m.config.teachers)  # the logits of each beside those of all together
+    arrays = SCORE_ARRAYS + UNFUSED_ARRAYS * m.inputs.on_cpu
+    arrays += ENTROPY_ARRAYS if d.entropy_aware else 0
+    arrays += len(m.config.teachers)  # the logits of each beside those of all together
     if m.aligned:
-        extra += ALIGNED_ARRAYS + -(-2 * m.teacher_rows // m.vocab)
-    if d.lean:  # the exponentials of both models stay alive
-        return LEAN_ARRAYS + (m.axes["actor"].tensor > 1) + extra
-    return SCORE_ARRAYS + UNFUSED_ARRAYS * m.inputs.on_cpu + extra
+        arrays += ALIGNED_ARRAYS + -(-2 * m.teacher_rows // m.vocab)
+    # The exponentials of both models stay alive in pieces.
+    return arrays + (d.lean and m.axes["actor"].tensor > 1)
 
 
 def prefill_rows(config: Config, width: int, axes: Axes) -> int:

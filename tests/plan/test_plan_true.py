@@ -71,6 +71,7 @@ SHAPES = {
             *("gemma4_text", 8000, 256, 4, 8, 4, 32, 768),
             kinds=(WINDOW, WHOLE, *BORROWED),
             layer_inputs=64,
+            final_softcap=30.0,
         ),
     ),
     "states": (  # beside attention whose output has a gate
@@ -174,6 +175,11 @@ def test_the_peak_of_each_role_is_what_the_compiler_says(shape_name: str, place_
     ratios = {name: round(programs.ratio(role, name), 3) for role, name in MAIN}
     print(f"planned / measured, {shape_name}, {place_name}: {ratios}")
     assert all(LEAST <= ratio <= MOST for ratio in ratios.values()), ratios
+
+
+def test_a_teachers_soft_cap_is_given_to_the_update() -> None:
+    frozen = Programs("heads", "one").found["actor", "update"].args[1]
+    assert frozen["teacher_softcap"].shape == ()
 
 
 UPCAST = 1.4
