@@ -338,7 +338,8 @@ class Pass:
         """Bytes alive while one block is differentiated, its weights or its gradient included."""
         normed = self.blocks.times(QK_NORM) if self.config.block.qk_norm else 0
         fused = self.fused_attention and self.platform == "gpu" and remat == "full"
-        fused = fused and self.config.lora is None  # what adapters add comes between the products
+        # What adapters add comes between the products where kernels are gathered.
+        fused = fused and (self.config.lora is None or self.axes.weights == 1)
         work = self._fullest(BACKWARD[remat]) - fused * self.blocks.times(FUSED)
         work = max(work, 3 * self.residual + self.mixture(differentiated=True))
         work = max(work, self._whole_rows(WHOLE_ROWS_BACKWARD)) * self._abreast

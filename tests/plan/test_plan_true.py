@@ -28,7 +28,7 @@ from jaxrl.roles.update import BASE as FROZEN
 from jaxrl.sharding.placement import place
 
 ROLES = ("actor", "rollout", "teacher")
-LEAST, MOST = 0.75, 1.25
+LEAST, MOST = 0.7, 1.25
 """The plan in parts of what XLA takes on a CPU. Its formulas are those of accelerators, which
 `tests/aot` holds to 5% and 10%; a CPU fuses less and packs its arrays otherwise, in models as small
 as these by as much as this."""
