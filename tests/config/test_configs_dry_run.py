@@ -289,7 +289,7 @@ def test_the_sources_account_of_qwen_1_5b():
         wider = 2 * table * (phase == STEP)  # the embedding's gradient, in float32
         if phase in (BACKWARD, STEP):  # the gradients, and activations or what the step writes out
             assert 0.3e9 < size - 2 * n - wider < 1e9, phase
-    assert actor.phases()[LOSS] < 1e9  # before there is a gradient
+    assert actor.phases()[LOSS] - 2 * (n - table) < 1e9  # the layers' gradients have their room
     assert rollout.column("weights") == 2 * n
     assert rollout.column("cache") == pytest.approx(80 * 1024 * 28 * 2 * 2 * 128 * 2, rel=0.2)
     assert 2e9 < rollout.column("cache") < 3e9
