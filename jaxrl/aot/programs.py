@@ -296,7 +296,7 @@ def actor(run: RunPrograms) -> Iterator[Program]:
             frozen["teacher_head"] = heads if c.teachers else heads[0]
             softcaps = (model.final_softcap for model in m.inputs.teachers)
             caps = tuple(cap and shaped((), jnp.float32, everywhere) for cap in softcaps)
-            if any(caps):
+            if any(cap is not None for cap in caps):
                 frozen["teacher_softcap"] = caps if c.teachers else caps[0]
         if m.aligned:
             frozen["cells"] = run.cells("actor")

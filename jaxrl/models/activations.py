@@ -3,8 +3,10 @@
 Counted in arrays of one block: x [t, D], f [t, F] (inside the MLP), q [t, N*H] and kv [t, 2*KV*H]
 with t = rows * width tokens of this device, and the attention scores s [rows, N, T, T] in float32,
 of long rows those of a block of queries (`attention_by_blocks`). The counts were read from the live
-ranges that XLA assigns to the real programs (CPU, float32): `tests/plan/test_plan_true.py` holds
-them against the compiler's account. Fused attention (`kernels.fuses`) holds no scores.
+ranges that XLA assigns to the real programs, those of scores on a CPU in float32, all others on
+GPUs and TPUs. `benchmarks/plan_compared.py` and `tests/aot` hold them against the compilers' own
+accounts, `tests/plan/test_plan_true.py` against that of a CPU, which fuses less. Fused attention
+(`kernels.fuses`) holds no scores.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from jaxrl.models.quantised import packed
 from jaxrl.sharding.axes import Axes
 
 F32 = 4
-SAMPLER_ARRAYS = 5
+SAMPLER_ARRAYS = 2
 """Float32 arrays [slots, V] alive at once in the sampler."""
 
 
@@ -41,18 +43,16 @@ class Blocks(NamedTuple):
 SAVED: dict[Remat, Blocks] = {
     "full": Blocks(x=1),
     "dots": Blocks(x=2, f=2, q=1, kv=1),
-    "none": Blocks(x=6, f=6, q=2, kv=1, s=2.25),
+    "none": Blocks(x=9, f=6, q=2, kv=1, s=2.25),
 }
 """Kept by each layer for the backward pass. Full: its input. Dots: also its matrix products. None:
 everything, the attention mask spread over the heads included."""
-SAVED_ALONE: dict[Remat, Blocks] = {"full": Blocks(), "dots": Blocks(), "none": Blocks(x=3)}
-"""And on a single device or an accelerator, where XLA keeps the norms' float32 steps apart."""
 FROZEN_NORMS, FROZEN_QK_NORM = Blocks(x=2), Blocks(q=1, kv=0.5)
 """Fewer where the norms are not trained, under adapters: what they scale is kept for the gradients
 of their scales only."""
-SAVED_QK_NORM: dict[Remat, Blocks] = SAVED_ALONE | {"none": Blocks(q=3, kv=1.5)}
-"""And on several accelerators where queries and keys are normalised: both as they were before, and
-in the float32 that their norms compute in."""
+SAVED_QK_NORM = Blocks(q=3, kv=1.5)
+"""And without remat on several devices where queries and keys are normalised: both as they were
+before, and in the float32 that their norms compute in."""
 BACKWARD: dict[Remat, tuple[Blocks, ...]] = {
     "full": (Blocks(x=7, f=6, q=2, kv=1, s=2),),
     "dots": (Blocks(x=11, f=1, q=1, kv=1, s=2.5), Blocks(x=7, f=4, q=1, kv=1, s=1)),
@@ -69,17 +69,12 @@ FORWARD: dict[Remat, tuple[Blocks, ...]] = {
     "none": (Blocks(x=1, f=4, s=1),),
 }
 """Alive while one layer runs in a program that will differentiate it."""
-SCAN = (Blocks(x=1.5, f=3), Blocks(x=1, q=1, kv=1, s=2))
-"""The same where nothing will be differentiated, under a scan over stacked layers: in the MLP, in
-attention."""
-UNROLLED = (Blocks(x=1.5, f=3), Blocks(x=1, kv=1, s=2), Blocks(x=1, q=2, kv=1))
-"""And layer after layer: in the MLP, in attention, before it."""
-MLP: dict[str, Blocks] = {"gpu": Blocks(x=1.5, f=2), "tpu": Blocks(x=1.5, f=1)}
-"""The same on accelerators, where the products of the MLP are fused with what follows them and the
-attention kernel holds less. These and the next three were read from the compiled programs."""
-STREAMS: dict[str, Blocks] = {"gpu": Blocks(x=2, f=2), "tpu": Blocks(x=4.5, f=2)}
-"""The same of streams (`models.packing`). On a GPU: the residual, its norm, and both products that
-are multiplied; a TPU has the next residual beside, and holds more of them for its kernels."""
+MLP = Blocks(x=1.5, f=2)
+"""The same where nothing will be differentiated, in the MLP, whose products are fused with what
+follows them. This and the next three were read from the compiled programs."""
+STREAMS = Blocks(x=2, f=2)
+"""The same of streams (`models.packing`): the residual and its norm, or the next one, and both
+products that are multiplied."""
 STATES = Blocks(x=2, s=1.6)
 """On a GPU in a layer with a state, of rows or streams: what goes into the scan over chunks, what
 comes out of it and what is turned for it, in float32, beside the residual and its norm. Read from
@@ -95,20 +90,12 @@ the window."""
 PREFETCHED = 1
 """Layers, not stacked, whose weights a GPU has gathered over `fsdp` at once, where the products of
 a layer take longer than its gathers: from some thousand tokens on a device on."""
-PACKED = (Blocks(x=1.5, f=3), Blocks(x=1, q=2, kv=2, s=2))
-"""Of streams without such a kernel, in either layout: in the MLP; in attention, where queries, keys
-and values exist as streams and as rows."""
+SCORES, PACKED_SCORES = Blocks(x=1, q=1, kv=1, s=3), Blocks(x=1, q=2, kv=2, s=3)
+"""In attention without a kernel: of rows; of streams, whose queries, keys and values exist as
+streams and as rows."""
 QK_NORM = Blocks(q=2, kv=1)
 """More in the backward pass, and in attention over streams, where queries and keys are
 normalised."""
-SPREAD = Blocks(s=1)
-"""More on a single device: XLA keeps a third array of the scores' shape (out of a scan it hoists a
-constant), and does not in most programs that it partitions."""
-
-
-COPIES = 6
-"""Copies of a kernel of the experts that a CPU computes at a time, while it differentiates by their
-inputs and adapters alone: measured."""
 
 
 @dataclass(frozen=True)
@@ -204,10 +191,6 @@ class Pass:
         return self.blocks._replace(s=round(self.blocks.s * completions / self.pairs))
 
     @property
-    def spread(self) -> int:
-        return self.blocks.times(SPREAD) if self.axes.size == 1 else 0
-
-    @property
     def mask(self) -> int:
         """Bytes of who may attend to whom, which fused attention computes, and of the rotary
         angles."""
@@ -294,8 +277,6 @@ class Pass:
             summed, products = 3 * own * d * wide * F32, products + 2 * kernels * F32
         else:
             summed = 3 * own * c.lora.rank * (d + wide) * F32
-            adapted = any(map(c.adapter, c.expert_projections)) or c.quantised is not None
-            products += (adapted and self.platform == "cpu") * COPIES * kernels * F32
         return shared + results + summed + products
 
     @property
@@ -332,15 +313,12 @@ class Pass:
         by_blocks = self.width > BLOCK  # whose scores are computed again
         kept = self.blocks._replace(s=0) if by_blocks else self.blocks
         per_layer = kept.times(SAVED[remat])
-        if self.axes.size == 1 or self.platform != "cpu":
-            per_layer += self.blocks.times(SAVED_ALONE[remat])
-        several = self.platform != "cpu" and self.axes.size > 1
-        if self.config.block.qk_norm and several:
-            per_layer += self.blocks.times(SAVED_QK_NORM[remat])
-        if self.config.lora is not None and several and remat == "none":
-            per_layer -= self.blocks.times(FROZEN_NORMS)
-            if self.config.block.qk_norm:
-                per_layer -= self.blocks.times(FROZEN_QK_NORM)
+        if remat == "none" and self.axes.size > 1:
+            normed = self.config.block.qk_norm
+            per_layer += bool(normed) * self.blocks.times(SAVED_QK_NORM)
+            if self.config.lora is not None:
+                per_layer -= self.blocks.times(FROZEN_NORMS)
+                per_layer -= bool(normed) * self.blocks.times(FROZEN_QK_NORM)
         return per_layer
 
     @property
@@ -358,13 +336,14 @@ class Pass:
 
     def backward(self, remat: Remat) -> int:
         """Bytes alive while one block is differentiated, its weights or its gradient included."""
-        spread = self.spread if remat == "full" else 0
         normed = self.blocks.times(QK_NORM) if self.config.block.qk_norm else 0
         fused = self.fused_attention and self.platform == "gpu" and remat == "full"
+        # What adapters add comes between the products where kernels are gathered.
+        fused = fused and (self.config.lora is None or self.axes.weights == 1)
         work = self._fullest(BACKWARD[remat]) - fused * self.blocks.times(FUSED)
         work = max(work, 3 * self.residual + self.mixture(differentiated=True))
         work = max(work, self._whole_rows(WHOLE_ROWS_BACKWARD)) * self._abreast
-        return work + normed + spread + self.differentiated + self.mask + self.beside
+        return work + normed + self.differentiated + self.mask + self.beside
 
     def first(self, remat: Remat) -> int:
         """Bytes alive while one block runs that will be differentiated."""
@@ -379,40 +358,24 @@ class Pass:
         it needs most), and `fsdp` gathers them; layer after layer they are read in place. Kernels
         that a GPU transposes before that scan are counted apart (`plan.memory.turned_bytes`).
         """
-        if self.fused_attention and self.platform in MLP:
-            counts = STREAMS if self.packed else MLP
-            work = max(self.alone.times(counts[self.platform]), self._whole_rows(WHOLE_ROWS))
-            work = max(work, 2 * self.residual + self.mixture())
-            if self.platform == "gpu":
-                if self.config.delta is not None:
-                    work = max(work, self.blocks.times(STATES))
-                work += self.blocks.times(SUMMED) * (1 + self.packed) * (self.axes.tensor > 1)
-                if self.axes.weights > 1:
-                    work += self.layer if stacked else PREFETCHED * self.layer
-                if self.packed and not stacked:
-                    work += self.residual  # of the next layer
-                elif self.packed and self.axes.weights == 1:
-                    work += self.layer // 3  # one of the MLP's weights, which the scan copies
-            return work + self.mask + self.beside
-        copied = self.gathered if stacked else 0
-        sliced = 0  # of the further layers of a cycle
-        if self.config.cycle > 1 and self.axes.weights == 1 and stacked:
-            # A turn of the scan slices a whole cycle; one cycle is no loop, and read in place.
-            copied = self.layer if self.cycles > 1 else 0
-            sliced = copied * (self.config.cycle - 1)
-        more = self.alone.times(SPREAD) if self.axes.size == 1 else 0
-        if self.packed:
-            mlp, attention = (self.alone.times(counts) for counts in PACKED)
-            by_head = self.config.block.qk_norm == "head"  # one over all heads is fused
-            more = self.blocks.times(QK_NORM) if by_head else 0
-        elif stacked:
-            mlp, attention = (self.alone.times(counts) for counts in SCAN)
-        else:
-            mlp, attention, rotary = (self.alone.times(counts) for counts in UNROLLED)
-            mlp = max(mlp, rotary)
-        mlp = max(mlp, 2 * self.residual + self.mixture())
-        layer = max(mlp + copied // 3, attention + more + copied)
-        return sliced + layer + self.mask + self.beside
+        counts = STREAMS if self.packed else MLP
+        work = max(self.alone.times(counts), self._whole_rows(WHOLE_ROWS))
+        work = max(work, 2 * self.residual + self.mixture())
+        if self.config.delta is not None:
+            work = max(work, self.blocks.times(STATES))
+        if not self.fused_attention:
+            normed = self.packed and self.config.block.qk_norm == "head"  # over all heads: fused
+            scores = self.alone.times(PACKED_SCORES if self.packed else SCORES)
+            work = max(work, scores + normed * self.blocks.times(QK_NORM))
+        if self.platform == "gpu":
+            work += self.blocks.times(SUMMED) * (1 + self.packed) * (self.axes.tensor > 1)
+            if self.packed and not stacked:
+                work += self.residual  # of the next layer
+        if self.axes.weights > 1 and self.platform != "tpu":
+            work += self.gathered if stacked else PREFETCHED * self.layer
+        elif stacked and self.cycles > 1:  # a turn slices a whole cycle, of the MLP one weight
+            work += self.layer // 3 + self.layer * (self.config.cycle - 1)
+        return work + self.mask + self.beside
 
     def _fullest(self, moments: tuple[Blocks, ...]) -> int:
         return max(self.blocks.times(counts) for counts in moments)

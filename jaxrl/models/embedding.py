@@ -76,8 +76,11 @@ def _look_up_backward(
     dtype: Any, sharding: NamedSharding | None, kept: Any, d_rows: Array
 ) -> tuple[Array, None]:
     table, tokens = kept
-    zeros = jnp.zeros(table.shape, jnp.float32)
-    summed = _laid_out(zeros.at[tokens].add(d_rows.astype(jnp.float32)), sharding)
+    # The sum is as large as the table in float32: XLA may not write its zeros before the loss,
+    # while what the layers keep is there.
+    zero, d_rows = jax.lax.optimization_barrier((jnp.float32(0), d_rows.astype(jnp.float32)))
+    zeros = jnp.broadcast_to(zero, table.shape)
+    summed = _laid_out(zeros.at[tokens].add(d_rows), sharding)
     return summed.astype(table.dtype), None
 
 

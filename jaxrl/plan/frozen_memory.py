@@ -14,7 +14,7 @@ from collections.abc import Callable
 from jaxrl.config.roles import GrouperConfig, RewardConfig
 from jaxrl.config.section import DType
 from jaxrl.models import bert
-from jaxrl.models.activations import F32, SCAN, SPREAD, Pass, at_once, split, whole_rows
+from jaxrl.models.activations import F32, Pass, at_once, split, whole_rows
 from jaxrl.models.batching import rows_of, width_of
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.encoder_config import EncoderConfig
@@ -111,21 +111,15 @@ def reward_work(
 ) -> int:
     """Bytes of the temporaries while a device scores `rows` sequences of `width` tokens.
 
-    As `Pass.forward` over stacked layers, with the counts of streams where attention is fused; else
-    XLA keeps a third array of the scores' shape on any mesh.
+    As `Pass.forward` over stacked layers, with the counts of streams.
     """
     fused = all(fuses(target, dim, dtype) for dim in config.head_dims)
     platform = target.platform
     item = ITEMSIZE[dtype]
     run = Pass(config, axes, rows, width, item, fused, packed=True, platform=platform)
     table = _gather(config, axes, item)
-    if fused:
-        turned = turned_bytes(config, axes, dtype) if platform in GPU else 0
-        return turned + max(run.forward(stacked=True), table + run.mask)
-    mlp, attention = (run.blocks.times(counts) for counts in SCAN)
-    attention += run.blocks.times(SPREAD)
-    work = max(mlp + run.layer // 3, attention + run.layer) + run.mask
-    return max(work, table)
+    turned = turned_bytes(config, axes, dtype) if platform in GPU else 0
+    return turned + max(run.forward(stacked=True), table + run.mask)
 
 
 def _gather(config: EncoderConfig | DecoderConfig, axes: Axes, itemsize: int) -> int:

@@ -37,13 +37,14 @@ from jaxrl.plan.memory import (
 from jaxrl.plan.sampling import EVALUATIONS, sampling_entries
 from jaxrl.plan.setting import Setting
 
-JSD_ARRAYS, KL_ARRAYS, LEAN_ARRAYS, SCORE_ARRAYS = 7, 6, 5, 3
-"""Float32 arrays [chunk, V] alive at once in a loss. On the logits of both models with gradients in
-the forward pass: `JSD_ARRAYS` if 0 < jsd_beta < 1, `KL_ARRAYS` if it is 0 or 1. With
-`distill.lean`: `LEAN_ARRAYS`. In a loss that reads a few log-probs of one model: `SCORE_ARRAYS`."""
-FUSED_ARRAYS = 4
-"""Fewer of them in the loss on both models' logits on GPUs with several micro-batches, from the
-compiled updates of 2, 4 and 8 devices: XLA fuses more there than on a CPU."""
+SCORE_ARRAYS = 3
+"""Float32 arrays [chunk, V] alive at once in a loss."""
+TILE_ARRAYS = 2
+"""The same in the log-prob of one token, whose backward pass runs in tiles."""
+CAPPED_ARRAYS = 1
+"""Further ones there where the model caps its logits: a TPU has two, a GPU half of one."""
+UNFUSED_ARRAYS = 4
+"""Further ones of a divergence on a CPU, which fuses less."""
 ENTROPY_ARRAYS = 2
 """Further ones with `distill.entropy_aware`."""
 ALIGNED_ARRAYS = 5
@@ -54,7 +55,7 @@ tokens."""
 BACKWARD, LOSS, STEP = "backward pass", "loss", "optimizer step"
 ADDED = "gradients added up"
 UPDATE_PHASES = (BACKWARD, LOSS, ADDED, STEP)
-"""Phases of an update; `ADDED` of one with several micro-batches on several GPUs."""
+"""Phases of an update; `ADDED` after the layers."""
 TURNED = "kernels transposed for gathers"
 SHARED = "parameters, the rollout's too"
 BASE = "weights under adapters"
@@ -80,7 +81,7 @@ def micro_batches(m: Setting) -> tuple[int, int]:
 def actor(m: Setting) -> Iterable[Entry]:
     """Training: parameters, optimizer state, gradients, and temporaries of a layer or of the
     loss."""
-    a, axes = m.config.actor, m.axes["actor"]
+    a, axes, platform = m.config.actor, m.axes["actor"], m.inputs.target.platform
     weights = trained_bytes(m.student, axes, a.param_dtype)
     computed = trained_bytes(m.student, axes, a.compute_dtype)
     mixed = a.compute_dtype != a.param_dtype
@@ -88,45 +89,24 @@ def actor(m: Setting) -> Iterable[Entry]:
     run = m.run("actor", m.student, rows, m.width, joined=m.shared_group > 1)
     if m.shared_group > 1:
         run = replace(run, shared=(m.shared_group, m.prompt_tokens))
-    gradients, summed = weights + (computed if mixed else 0), weights
-    table = sum(s.size for s in shards(m.student, axes) if s.path.startswith("embed"))
-    wider = table * (F32 - run.itemsize)  # the embedding's gradient is always float32
-    if m.student.lora is not None:
-        wider = 0
-    if count > 1:  # a float32 accumulator, and the gradient that is added to it
-        summed = trained_bytes(m.student, axes, "float32")
-        gradients = summed + computed + wider
-    elif not m.inputs.on_cpu and mixed:  # the optimizer reads it in the compute dtype
-        gradients = summed = computed + wider
+    own = [s.size for s in trained_shards(m.student, axes) if s.path.startswith("layers")]
+    layers = run.itemsize * sum(own)
+    table = 0 if m.student.lora is not None else _table(m)
+    # The embedding's gradient is summed in float32, whatever the dtype, once the layers are done.
+    read = computed + table * (F32 - run.itemsize) // axes.weights
+    # Of several micro-batches, the sum: in float32 from the first of them on.
+    summed = trained_bytes(m.student, axes, "float32") if count > 1 else 0
     sent = m.signal_bytes + F32 * len(m.config.teachers)  # with the weights of several teachers
     signal = m.rows("actor", m.sequences) * m.new_tokens * sent
     taken = rows * m.new_tokens * sent
-    heads, saved = _heads(m, rows), run.saved(a.remat)
-    before_loss = gradients - heads.later
-    if not m.inputs.on_cpu:  # elsewhere a gradient takes no memory before it is there
-        before_loss = summed if count > 1 else 0
-        if axes.weights > 1:  # the peak is after the loss: no heads, on GPUs gradients
-            if m.inputs.target.platform in GPU:
-                before_loss += summed
-            if not m.config.distill.lean:  # whose backward pass reads them again
-                heads = heads._replace(forward=heads.forward - heads.gathered)
-    arrays = loss_arrays(m) - (m.loss_fused and m.one_chunk(rows))
-    loss = 2 * run.residual + logits(m.chunk(rows), m.vocab, axes.tensor, arrays)
-    fullest = max(loss, run.first(a.remat), heads.copied)
-    several = count > 1 and axes.size > 1 and m.inputs.target.platform in GPU
-    turned, converted = _turned(m, several=several), computed
-    known = not m.config.distill.lean and not (m.loss_fused and m.one_chunk(rows))
-    if several and axes.weights > 1 and known:
-        outside = [s for s in trained_shards(m.student, axes) if not s.path.startswith("layers")]
-        converted -= run.itemsize * sum(s.size for s in outside)
-        # What the layers' gradients are written into is there before the first of them.
-        before_loss = summed + converted
-        forward, fullest = _gathered_loss(m, run, rows, heads)
-        heads = heads._replace(forward=forward)
+    saved, heads = run.saved(a.remat), _heads(m, run, rows)
+    several = count > 1 and axes.size > 1 and platform in GPU
+    turned = _turned(m, several=several)
     optimizer = m.config.optimizer
     state = optimizer_bytes(m.student, axes, optimizer, a.param_dtype, a.moment_dtype)
-    # An accelerator clips the gradient in its own dtype: measured with adamw, unknown of others.
-    as_is = count == 1 and not m.inputs.on_cpu and optimizer.name in ("adam", "adamw")
+    # The gradient of one micro-batch is clipped in its own dtype: measured with adamw, unknown of
+    # others.
+    as_is = count == 1 and optimizer.name in ("adam", "adamw")
     clipped = a.compute_dtype if as_is else a.moment_dtype
     scratch = optimizer_scratch(m.student, axes, optimizer, clipped)
     entries = [
@@ -135,23 +115,26 @@ def actor(m: Setting) -> Iterable[Entry]:
         Entry("weights", BASE, m.base_bytes("actor")),
         Entry("optimizer", "optimizer state", state),
         *(Entry("activations", "teacher's signal", signal, p) for p in UPDATE_PHASES),
-        Entry("gradients", "gradients", gradients, BACKWARD),
+        Entry("gradients", "gradients", summed + layers + heads.gradient, BACKWARD),
         Entry("activations", "kept by the layers", saved, BACKWARD),
-        Entry("activations", "embedding's gradient at full width", heads.embedding, BACKWARD),
         Entry("activations", "one layer", run.backward(a.remat), BACKWARD),
-        Entry("gradients", "gradients", before_loss, LOSS),
+        Entry("gradients", "gradients", summed + layers * (heads.early and platform != TPU), LOSS),
         Entry("activations", "kept by the layers", saved, LOSS),
-        Entry("activations", "heads at full width", heads.forward, LOSS),
+        Entry("activations", "heads at full width", heads.held, LOSS),
         # Logits and hidden states, a layer of the forward pass, or a gather of the heads.
-        Entry("activations", "logits, or one layer", fullest, LOSS),
+        Entry("activations", "logits, or one layer", max(heads.work, run.first(a.remat)), LOSS),
         Entry("activations", "its rows of a micro-batch", taken, LOSS),
         *(Entry("activations", TURNED, turned, p) for p in (BACKWARD, LOSS, ADDED)),
-        Entry("gradients", "gradients", summed, STEP),
+        Entry("gradients", "gradients", summed or read, STEP),
         Entry("activations", "scratch", scratch, STEP),
         Entry("activations", "copy for the rollout", _published(m), "publish"),
     ]
-    if several and mixed:  # of both dtypes: the wide ones do not fit where the others were
-        entries.append(Entry("gradients", "gradients", 2 * summed + computed, ADDED))
+    # After the layers: the embedding's gradient, whole, which a TPU reduces into another array;
+    # then the terms of the sum in float32, which fit where the others were only on a single GPU.
+    whole = table * (1 + (platform == TPU)) if axes.weights > 1 else table
+    scattered = layers + heads.gradient + F32 * whole
+    terms = summed + computed * (platform == TPU or axes.weights > 1) if mixed else computed
+    entries.append(Entry("gradients", "gradients", summed + max(scattered, terms), ADDED))
     if m.config.policy.router_replay and m.student.experts is not None:
         experts, each = m.student.experts, m.student.n_layers * m.width
         each *= experts.chosen * experts.id_dtype.itemsize
@@ -164,19 +147,67 @@ def actor(m: Setting) -> Iterable[Entry]:
     if m.config.teacher_follows:
         sent = _published_to_teacher(m)
         entries.append(Entry("activations", "copy for the teacher", sent, TO_TEACHER))
+    copies = layers * mixed
     if m.student.lora is not None and m.config.base_dtype != a.compute_dtype:
-        base = weight_bytes(m.student.base, axes, a.compute_dtype)
-        computed, converted, mixed = computed * mixed + base, converted * mixed + base, True
-    if mixed:
-        copies = {BACKWARD: computed, LOSS: converted}
-        copy = f"copy in {a.compute_dtype}"
-        entries += [Entry("activations", copy, size, phase) for phase, size in copies.items()]
+        copies += weight_bytes(m.student.base, axes, a.compute_dtype)
+    copy = f"copy in {a.compute_dtype}"
+    entries += [Entry("activations", copy, copies, phase) for phase in (BACKWARD, LOSS)]
     if m.teacher is not None and m.signal == "hidden":
         widths = sum(split(width, axes.weights) for width in m.teacher_widths)
         size = split(m.teacher_rows, axes.tensor) * widths
         size *= ITEMSIZE[m.config.teacher.compute_dtype]
         entries.append(Entry("weights", "teacher's LM head", size))
     return entries
+
+
+def _table(m: Setting) -> int:
+    """Elements of the embedding that a device of the actor has while it is gathered."""
+    return whole_rows(m.student.vocab_size, m.student.embedded, m.axes["actor"], 1)
+
+
+class Heads(NamedTuple):
+    """Bytes of the LM heads, and of what is computed with them, on a device of the actor."""
+
+    held: int
+    """During the loss: the heads at full width in the compute dtype, and the sum of the gradient of
+    the student's."""
+    work: int
+    """Beside it: the logits of a chunk of tokens, or a copy of a head while it is gathered."""
+    gradient: int
+    """Of the student's head, until the layers are done."""
+    early: bool
+    """Whether the loss is a loop over chunks, before which XLA makes room for the gradients of the
+    layers; not on a TPU."""
+
+
+def _heads(m: Setting, run: Pass, rows: int) -> Heads:
+    """Of the loss of `rows` sequences.
+
+    A loss that sums the head's gradient while it goes forward holds the sum, and the product that
+    is added to it. Any other goes backward in tiles.
+    """
+    axes, width, trained = run.axes, m.student.d_model, m.student.lora is None
+    gathers, compute = axes.weights > 1, m.config.actor.compute_dtype
+    own = whole_rows(m.vocab, width, axes, run.itemsize)
+    theirs = 0
+    if gathers and m.teacher is not None and m.signal == "hidden":
+        item = ITEMSIZE[m.config.teacher.compute_dtype]
+        theirs = sum(whole_rows(m.teacher_rows, one, axes, item) for one in m.teacher_widths)
+    # A GPU casts the pieces of a whole head that the backward pass in tiles reads.
+    cast = compute != (m.config.actor.param_dtype if trained else m.config.base_dtype)
+    cast = cast and (m.loss_fused or m.inputs.target.platform not in GPU)
+    held = theirs + own * (gathers or cast)
+    gradient = own // axes.weights * trained
+    copied = max(own, theirs) * gathers
+    read = logits(m.chunk(rows), m.vocab, axes.tensor, loss_arrays(m)) + 2 * run.residual
+    if not m.loss_fused:
+        return Heads(held + gradient, max(read, copied), gradient, early=True)
+    if m.one_chunk(rows):
+        return Heads(held, max(read, copied), gradient, early=False)
+    product = whole_rows(m.vocab, width, axes, F32) * trained
+    last = logits(m.chunk(rows), m.vocab, axes.tensor, 0.5)  # the logits' gradient, for the product
+    gradient = product if gathers else gradient  # it is split once the layers are done
+    return Heads(held + product, max(max(read, product) + last, copied), gradient, early=True)
 
 
 def _turned(m: Setting, several: bool) -> int:
@@ -202,29 +233,6 @@ def _turned(m: Setting, several: bool) -> int:
     if not several:
         return 0
     return theirs + turned_bytes(m.student, axes, c.actor.param_dtype, tables=True)
-
-
-def _gathered_loss(m: Setting, run: Pass, rows: int, heads: Heads) -> tuple[int, int]:
-    """(bytes of the heads at full width, bytes of the logits or of a layer) in the loss of one of
-    several micro-batches on a GPU that gathers over `fsdp`.
-
-    A loss that sums the head's gradient while it goes forward holds the sum, and the product that
-    is added to it. Any other goes backward in tiles, and the array is there by then into which the
-    embedding's gradient is scattered.
-    """
-    remat, axes = m.config.actor.remat, run.axes
-    chunk = m.chunk(rows)
-    if m.loss_fused:
-        trained = m.student.lora is None
-        product = whole_rows(m.vocab, m.student.d_model, axes, F32) * trained
-        arrays = max(SCORE_ARRAYS, loss_arrays(m) - FUSED_ARRAYS)
-        read = logits(chunk, m.vocab, axes.tensor, arrays)
-        last = logits(chunk, m.vocab, axes.tensor, 0.5)  # the logits' gradient, for the product
-        fullest = max(2 * run.residual + max(product, read) + last, run.first(remat))
-        return heads.gathered + product, max(fullest, heads.copied - product)
-    own = whole_rows(m.vocab, m.student.d_model, axes, run.itemsize)
-    tiles = 2 * run.residual + logits(chunk, m.vocab, axes.tensor, loss_arrays(m))
-    return own, max(tiles + heads.embedding, run.first(remat), heads.copied)
 
 
 def _published(m: Setting) -> int:
@@ -254,63 +262,6 @@ def _published_to_teacher(m: Setting) -> int:
     return size(m.student, m.axes["actor"], dtype)
 
 
-class Heads(NamedTuple):
-    """Bytes of temporary arrays as large as an LM head or the embedding, beyond parameters and
-    gradients."""
-
-    embedding: int
-    """The embedding's gradient in float32, before it is split over `fsdp` again."""
-    forward: int
-    """The gathered embedding and heads, and the accumulator of the student's head gradient. XLA
-    gathers them before the first layer runs."""
-    copied: int
-    """Temporaries while they are gathered."""
-    gathered: int
-    """The part of `forward` that is the heads in the compute dtype, freed after the loss."""
-    later: int
-    """The part of the gradients that does not exist before the loss has finished: with one chunk
-    there is no accumulator."""
-
-
-def _heads(m: Setting, rows: int) -> Heads:
-    dtype = m.config.actor.compute_dtype
-    axes, width, compute = m.axes["actor"], m.student.d_model, ITEMSIZE[dtype]
-    tied, one_chunk, trained = m.student.tie_embeddings, m.one_chunk(rows), m.student.lora is None
-    own = whole_rows(m.vocab, width, axes, compute)
-    summed = whole_rows(m.vocab, width, axes, F32)
-    later = own // axes.weights if one_chunk and m.loss_fused else 0
-    if axes.weights == 1:
-        if not trained:
-            return Heads(0, 0, 0, 0, 0)
-        apart = m.loss_fused and dtype != "float32" and not one_chunk
-        return Heads(0, summed if apart else 0, 0, 0, later)
-    # In float32 whatever the compute dtype.
-    table = whole_rows(m.student.vocab_size, m.student.embedded, axes, F32)
-    embedding = table - (0 if tied else table // axes.weights)
-    looked_up = embedding * compute // F32
-    if not trained:
-        embedding = summed = later = 0
-    late = m.inputs.target.platform == TPU or (m.inputs.target.platform in GPU and axes.tensor > 1)
-    if late and not m.loss_fused:
-        embedding = 0  # it is there when all layers are done, and their arrays are gone
-    theirs = 0
-    if m.teacher is not None and m.signal == "hidden":
-        theirs_dtype = ITEMSIZE[m.config.teacher.compute_dtype]
-        rows_of_theirs = m.teacher_rows
-        theirs = sum(
-            whole_rows(rows_of_theirs, width, axes, theirs_dtype) for width in m.teacher_widths
-        )
-    # Fragmentation of XLA's buffers: between 0 and own / 2, depending on the mesh.
-    hole = 0 if m.loss_fused else own // 4
-    if one_chunk:  # the heads are read once, and freed before all logits exist
-        copied = own + hole + theirs + theirs // axes.weights
-        return Heads(embedding, looked_up + own, copied, own, later)
-    kept = max(summed - own // axes.weights, 0) if m.loss_fused else 0
-    copied = max(2 * own if tied else own, theirs) + hole
-    gathered = own + theirs
-    return Heads(embedding, looked_up + gathered + kept, copied, gathered, later)
-
-
 def rollout(m: Setting) -> Iterable[Entry]:
     """Sampling: the policy in its compute dtype, the next version while it arrives, and the
     cache."""
@@ -337,13 +288,11 @@ def rollout(m: Setting) -> Iterable[Entry]:
 
 
 def _merging(m: Setting) -> int:
-    """Bytes while adapters are added to a copy of the weights: the largest kernel of all layers,
-    on a CPU, which adds several at once, nearly all of them."""
+    """Bytes while adapters are added to a copy of the weights: the largest kernel of all layers."""
     if not m.config.rollout.merge:
         return 0
-    base = m.student.plain
-    sizes = [s.size for s in shards(base, m.axes["rollout"]) if s.path.endswith("kernel")]
-    return F32 * (3 * sum(sizes) // 4 if m.inputs.on_cpu else max(sizes))
+    sizes = shards(m.student.plain, m.axes["rollout"])
+    return F32 * max(s.size for s in sizes if s.path.endswith("kernel"))
 
 
 def _scoring(
@@ -369,8 +318,7 @@ def _scoring(
         return shard + max(turned + max(work, looked_up), head + read)
     if stacked:  # the gathered embedding is freed after the look-up, each layer after it ran
         return head + max(work, read, table + table // axes.weights)
-    layers = config.n_layers * run.layer if m.inputs.on_cpu else 0  # gathered before the first
-    return layers + head + max(work, read, table + max(table // axes.weights, run.residual))
+    return head + max(work, read, table + max(table // axes.weights, run.residual))
 
 
 def teacher(m: Setting) -> Iterable[Entry]:
@@ -383,8 +331,6 @@ def teacher(m: Setting) -> Iterable[Entry]:
     samples = m.teacher_samples
     # A teacher with other tokens sends log-probs beside hidden states.
     arrays = {"hidden": 2 * m.aligned, "sampled": 2}.get(c.distill.signal, SCORE_ARRAYS)
-    if axes.size == 1 and m.inputs.on_cpu:
-        arrays = min(arrays, SCORE_ARRAYS - 1)  # XLA computes one of them in place
     combines = several and c.mixture is not None and c.distill.signal != "hidden"
     chunk = m.chunk(run.rows, "teacher")
     work = _scoring(
@@ -470,17 +416,17 @@ def grouper(m: Setting) -> Iterable[Entry]:
 def loss_arrays(m: Setting) -> int:
     """Float32 arrays [chunk, V] alive at once in the actor's loss."""
     d = m.config.distill
-    if m.signal in (None, "sampled"):  # a log-prob per token; the backward pass runs in tiles
-        return 2
+    if m.signal in (None, "sampled"):
+        return TILE_ARRAYS + CAPPED_ARRAYS * (m.student.final_softcap is not None)
     if m.signal != "hidden":
         return SCORE_ARRAYS
-    extra = ENTROPY_ARRAYS if d.entropy_aware else 0
-    extra += len(m.config.teachers)  # the logits of each beside those of all together
+    arrays = SCORE_ARRAYS + UNFUSED_ARRAYS * m.inputs.on_cpu
+    arrays += ENTROPY_ARRAYS if d.entropy_aware else 0
+    arrays += len(m.config.teachers)  # the logits of each beside those of all together
     if m.aligned:
-        extra += ALIGNED_ARRAYS + -(-2 * m.teacher_rows // m.vocab)
-    if d.lean:  # the exponentials of both models stay alive
-        return LEAN_ARRAYS + (m.axes["actor"].tensor > 1) + extra
-    return (JSD_ARRAYS if 0 < d.jsd_beta < 1 else KL_ARRAYS) + extra
+        arrays += ALIGNED_ARRAYS + -(-2 * m.teacher_rows // m.vocab)
+    # The exponentials of both models stay alive in pieces.
+    return arrays + (d.lean and m.axes["actor"].tensor > 1)
 
 
 ENTRIES: dict[str, Callable[[Setting], Iterable[Entry]]] = {

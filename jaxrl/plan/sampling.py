@@ -102,9 +102,7 @@ def _entries(
     kernels = [step_kernel_of(m.inputs.target, dim, dtype) for dim in config.head_dims]
     kernel = kernels[0] if all(kernels) else None
     if kernel is not None and not stacked:
-        part = (
-            max(config.head_dims) * ITEMSIZE[dtype] + 2 * F32
-        )  # with its largest score and its sum
+        part = max(config.head_dims) * ITEMSIZE[dtype] + 2 * F32  # with its largest score, its sum
         parts = slots * parts_of(positions) + seats * parts_of(width)
         scores = heads * part * (parts if kernel == "split-k" else slots + seats)
     drawn = logits(slots, config.vocab_size, axes.tensor, SAMPLER_ARRAYS)
@@ -114,30 +112,26 @@ def _entries(
     each = (cache_bytes(one, axes, slots, positions, dtype) for one in config.shapes)
     one, on_gpu = max(each), m.inputs.target.platform in GPU
     # A CPU has the kernels of all layers dequantised at once, an accelerator one kernel.
-    floats = config.plain if m.inputs.on_cpu else config
-    whole = layer_bytes(floats, axes, dtype) if floats.quantised != config.quantised else 0
-    experts = sum(s.size for s in shards(floats, axes) if "experts/" in s.path and whole)
-    apart = whole - experts * ITEMSIZE[dtype]  # a prefill dequantises a few experts at a time
-    work = {
-        "prefill": max(run.forward(stacked=False), shard + copy * on_gpu) + apart,
+    quantised = m.inputs.on_cpu and config.quantised is not None
+    floats = [s for s in shards(config.plain, axes) if quantised and s.path.startswith("layers")]
+    whole = sum(s.bytes(dtype) for s in floats)
+    experts = sum(s.bytes(dtype) for s in floats if "experts/" in s.path)
+    work = {  # a prefill dequantises a few experts at a time
+        "prefill": max(run.forward(stacked=False), shard + copy * on_gpu) + whole - experts,
         "decode": max(scores, drawn, copy, step.every_expert) + whole,
         "longer cache": one,
     }
     if stacked:  # the scan copies one layer's cache and weights; fsdp gathers one layer
-        layer = layer_bytes(floats, axes, dtype) // config.n_layers
-        layer += layer_bytes(floats, axes.gathered, dtype) // config.n_layers
+        layer = layer_bytes(config, axes, dtype) // config.n_layers
+        layer += layer_bytes(config, axes.gathered, dtype) // config.n_layers
         if config.cycle > 1 and axes.weights == 1:  # it slices a whole cycle; one is no loop
             layer = layer // 2 * config.cycle * (run.cycles > 1)
         turned = turned_bytes(config, axes, dtype) if on_gpu else 0
         work = {
-            "prefill": turned
-            + max(run.forward(stacked=True), shard)
-            + copy
-            + whole // config.n_layers,
+            "prefill": turned + max(run.forward(stacked=True), shard) + copy,
             "decode": max(scores + 2 * one, drawn, step.every_expert) + layer + 2 * copy,
             "longer cache": cache,
         }
-        work["prefill"] += whole // config.n_layers
     if episodes:  # the cache has its full length from the start
         answers = m.run(role, config, ANSWER_ROWS, ANSWER_TOKENS[1])
         scored = heads * answers.rows * answers.width * positions

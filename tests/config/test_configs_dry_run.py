@@ -272,20 +272,24 @@ def account(roles: str, **changes: object) -> Plan:
 
 
 def test_the_sources_account_of_qwen_1_5b():
-    """Actor 12-13 GB: 3 parameters, 3 gradients, 6 Adam, 1-2 KV and activations. Rollout 5-6 GB: 3
-    parameters, 2-3 KV (bf16, one GPU each, 1024 positions)."""
+    """Actor 12-13 GB: 3 parameters, 3 gradients, 6 Adam, 1-2 KV and activations; for a moment one
+    more, after the layers: the embedding's gradient in float32. Rollout 5-6 GB: 3 parameters, 2-3
+    KV (bf16, one GPU each, 1024 positions). XLA's update for an H200 takes 13.75 GB."""
     found = account("actor=1,rollout=1,teacher=1")
     actor, rollout = found.accounts["actor"], found.accounts["rollout"]
     n = DecoderConfig.from_hf(QWEN).n_params
     assert n == 1_543_714_304  # 1.54 billion: as Qwen says
     assert actor.column("weights") == 2 * n
-    assert actor.column("gradients") == 2 * n
+    table = 151_936 * 1536
+    assert actor.column("gradients") == pytest.approx(2 * n + 4 * table, abs=4096)  # no last norm
     assert actor.column("optimizer") == pytest.approx(4 * n, abs=64)  # and counters
-    assert round(actor.peak / 1e9) in (12, 13)
+    assert actor.peak / 1e9 == pytest.approx(13.6, abs=0.1)
+    assert 12e9 < actor.peak - 4 * table < 13e9
     for phase, size in actor.phases().items():
+        wider = 2 * table * (phase == STEP)  # the embedding's gradient, in float32
         if phase in (BACKWARD, STEP):  # the gradients, and activations or what the step writes out
-            assert 0.3e9 < size - 2 * n < 1e9, phase
-    assert actor.phases()[LOSS] < 1e9  # before there is a gradient
+            assert 0.3e9 < size - 2 * n - wider < 1e9, phase
+    assert actor.phases()[LOSS] - 2 * (n - table) < 1e9  # the layers' gradients have their room
     assert rollout.column("weights") == 2 * n
     assert rollout.column("cache") == pytest.approx(80 * 1024 * 28 * 2 * 2 * 128 * 2, rel=0.2)
     assert 2e9 < rollout.column("cache") < 3e9

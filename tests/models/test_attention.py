@@ -28,6 +28,7 @@ from jaxrl.models import (
     parameters,
     splash,
     split_k,
+    stack,
 )
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.encoder_config import EncoderConfig
@@ -389,7 +390,7 @@ def test_a_model_is_the_same_function_in_each_kernel(
         return jax.jit(differentiated if kernel == "cudnn" else loss)(params)
 
     expected = run()
-    monkeypatch.setattr(decoder, "kernel_on", lambda *_: kernel)
+    monkeypatch.setattr(stack, "kernel_on", lambda *_: kernel)
     monkeypatch.setattr(splash, "attend", partial(splash.attend, interpret=True))
     assert_close(run(), expected, 1e-4)
 
@@ -586,6 +587,6 @@ def test_the_kernel_of_an_accelerator_is_near_matrix_products(
         return [np.asarray(x) for x in jax.tree.leaves((seen, grads))]
 
     fused = run()
-    monkeypatch.setattr(decoder, "kernel_on", lambda *_: None)
+    monkeypatch.setattr(stack, "kernel_on", lambda *_: None)
     for a, b in zip(fused, run(), strict=True):
         assert np.sqrt(np.mean((a - b) ** 2)) <= 0.05 * np.sqrt(np.mean(b**2)) + 1e-6
